@@ -1,0 +1,78 @@
+# make demo    the demo pair, speculative against plain decoding and transformers
+# make test    the default tests (all but slow and gpu);  make test-slow, make test-gpu: those
+# make lint    ruff, formatting, mypy
+# make bench   speeds, after the outputs were checked;  BENCH_FLAGS="--help" says what else it can do
+# Needs Python 3.11 or 3.12 with its headers, make and g++.  PYTHON=... picks an interpreter, VENV=... a place.
+
+SHELL := /bin/bash
+VENV ?= .venv
+PY := $(VENV)/bin/python
+STAMP := $(VENV)/.installed
+PIP := $(PY) -m pip --disable-pip-version-check --quiet
+TORCH := $(shell grep '^torch==' constraints.txt)
+PYTEST_FLAGS ?=
+BENCH_FLAGS ?=
+TRAIN_FLAGS ?=
+
+.PHONY: demo install test test-slow test-gpu lint format bench first-token milestone train-demo clean distclean
+
+demo: $(STAMP)
+	$(VENV)/bin/compilespec generate --model demo --spec eagle3 --compare
+
+install: $(STAMP)
+
+# torch first and alone: everything else then resolves against the build that is there, and its own setuptools
+# builds the package, so that no second copy of the build tools is fetched.
+$(STAMP): pyproject.toml constraints.txt
+	@if [ ! -x $(PY) ]; then \
+	  for python in $(PYTHON) python3.11 python3.12 python3 python; do \
+	    $$python -c 'import sys, venv, ensurepip; sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12)))' \
+	      2>/dev/null && found=$$python && break; \
+	  done; \
+	  [ -n "$$found" ] || { echo "error: no Python 3.11 or 3.12 with the venv module found; set PYTHON=/path/to/python" >&2; exit 2; }; \
+	  echo "creating $(VENV) with $$($$found --version)"; $$found -m venv $(VENV); \
+	fi
+	@$(PY) -c 'import os, sysconfig as s; raise SystemExit(not os.path.exists(s.get_path("include") + "/Python.h"))' \
+	  || echo "warning: Python.h not found; compiling needs the headers of this Python (python3-dev)" >&2
+	@command -v $${CXX:-g++} > /dev/null || echo "warning: no C++ compiler found; compiling on the CPU needs g++" >&2
+	@echo "installing $(TORCH), then compilespec with its dependencies (some minutes the first time)"
+	@$(PIP) install -c constraints.txt $(TORCH) numpy setuptools
+	@$(PIP) install -c constraints.txt --no-build-isolation -e '.[dev]'
+	@touch $@
+
+test: $(STAMP)
+	$(PY) -m pytest $(PYTEST_FLAGS)
+
+test-slow: $(STAMP)
+	$(PY) -m pytest -m "slow and not gpu" $(PYTEST_FLAGS)
+
+test-gpu: $(STAMP)
+	$(PY) -m pytest -m gpu $(PYTEST_FLAGS)
+
+lint: $(STAMP)
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
+
+format: $(STAMP)
+	$(VENV)/bin/ruff check --fix .
+	$(VENV)/bin/ruff format .
+
+bench: $(STAMP)
+	$(PY) -m tools.bench $(BENCH_FLAGS)
+
+first-token: $(STAMP)
+	$(PY) -m tools.bench --first-token $(BENCH_FLAGS)
+
+milestone: $(STAMP)
+	$(PY) -m tools.bench --milestone $(BENCH_FLAGS)
+
+train-demo: $(STAMP)
+	$(PY) -m tools.train_demo $(TRAIN_FLAGS)
+
+clean:
+	rm -rf .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist *.egg-info htmlcov .coverage
+	find compilespec tools tests -name __pycache__ -type d -prune -exec rm -rf {} +
+
+distclean: clean
+	rm -rf $(VENV)

@@ -1,0 +1,58 @@
+"""What every test shares: caches kept between runs, fixed seeds, skips that say why."""
+
+from __future__ import annotations
+
+import os
+import random
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+CACHE_DIR = ROOT / ".cache" / "tests"
+
+# Read when torch, Inductor and compilespec are imported or first compile, so set before any of them.
+# The caches outlive a run, so that a second one compiles nothing anew; `make clean` empties them.
+os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(CACHE_DIR / "inductor"))
+os.environ.setdefault("COMPILESPEC_CACHE_DIR", str(CACHE_DIR / "compilespec"))
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test may ask for anything from outside
+
+import hypothesis
+import numpy as np
+import pytest
+import torch
+
+if not torch.cuda.is_available():  # Triton reads it when a kernel is decorated
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+hypothesis.settings.register_profile("default", deadline=None)
+hypothesis.settings.register_profile("ci", deadline=None, derandomize=True, database=None)
+hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip what this machine cannot run, naming the reason."""
+    skips = []
+    if not torch.cuda.is_available():
+        skips.append(("gpu", "needs a CUDA device"))
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        skips.append(("interp", "needs TRITON_INTERPRET=1 (off by default where there is a GPU)"))
+    for item in items:
+        for marker, reason in skips:
+            if item.get_closest_marker(marker):
+                item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    """Same random numbers in every test, whatever ran before it."""
+    random.seed(0)
+    np.random.seed(0)  # noqa: NPY002  (libraries under test draw from the global state)
+    torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session")
+def inductor_cache_dir() -> Path:
+    """Where Inductor keeps compiled code between test runs."""
+    path = Path(os.environ["TORCHINDUCTOR_CACHE_DIR"])
+    path.mkdir(parents=True, exist_ok=True)
+    return path
