@@ -1,0 +1,29 @@
+"""compilespec: speculative decoding for PyTorch models, compiled into one program."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+__all__ = ["Engine", "SamplingParams", "compile"]
+
+if TYPE_CHECKING:
+    from compilespec.pipeline import compile
+    from compilespec.runtime.engine import Engine
+    from compilespec.sampling_params import SamplingParams
+
+_LAZY = {
+    "Engine": ("compilespec.runtime.engine", "Engine"),
+    "SamplingParams": ("compilespec.sampling_params", "SamplingParams"),
+    "compile": ("compilespec.pipeline", "compile"),
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import torch only when something that needs it is asked for: `compilespec --help` stays quick."""
+    if name in _LAZY:
+        from importlib import import_module
+
+        module, attribute = _LAZY[name]
+        return getattr(import_module(module), attribute)
+    raise AttributeError(f"module 'compilespec' has no attribute {name!r}")

@@ -1,0 +1,138 @@
+"""Every private torch API that compilespec uses, behind one door.  Works on torch 2.11 to 2.13.
+
+Nothing else in the package may import from a `torch._*` module.  Each function says which private name it
+stands for, so that a torch release that moves one is repaired here and nowhere else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+
+def mark_dynamic(tensor: torch.Tensor, dim: int) -> None:
+    """`torch._dynamo.mark_dynamic`: this dimension becomes a symbol in the next capture."""
+    torch._dynamo.mark_dynamic(tensor, dim)
+
+
+def dynamo_errors() -> tuple[type[BaseException], ...]:
+    """The exceptions with which Dynamo refuses a model (`torch._dynamo.exc`)."""
+    from torch._dynamo import exc
+
+    return (exc.TorchDynamoException,)
+
+
+def dynamo_cause(error: BaseException) -> tuple[str, list[tuple[str, int, str]]]:
+    """First line of why Dynamo refused, and the user's frames as (file, line, function), outermost first."""
+    cause = str(getattr(error, "msg", "") or error).strip().splitlines()
+    frames = getattr(error, "real_stack", None) or []
+    return (cause[0] if cause else type(error).__name__), [(f.filename, f.lineno or 0, f.name) for f in frames]
+
+
+@contextlib.contextmanager
+def capture_config() -> Iterator[None]:
+    """Dynamo settings of a capture: static unless marked, no automatic dynamism (`torch._dynamo.config`)."""
+    with torch._dynamo.config.patch(assume_static_by_default=True, automatic_dynamic_shapes=False):
+        yield
+
+
+def fake_mode() -> Any:
+    """A fresh `FakeTensorMode` with a shape environment that merges equal dynamic sizes into one symbol."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    return FakeTensorMode(shape_env=ShapeEnv(duck_shape=True), allow_non_fake_inputs=True)
+
+
+def fake_tensor(mode: Any, tensor: torch.Tensor, dynamic_dims: Sequence[int] = ()) -> torch.Tensor:
+    """`tensor` as a fake of `mode`: the named dimensions become symbols, all others stay static."""
+    from torch.fx.experimental.symbolic_shapes import DimDynamic, StatelessSymbolicContext
+
+    sizes = [DimDynamic.DYNAMIC if dim in dynamic_dims else DimDynamic.STATIC for dim in range(tensor.dim())]
+    context: Any = StatelessSymbolicContext(dynamic_sizes=sizes)
+    return mode.from_tensor(tensor, symbolic_context=context)
+
+
+def retrace(gm: fx.GraphModule, fakes: Sequence[Any], mode: Any) -> fx.GraphModule:
+    """Trace `gm` to ATen under `mode`, node metadata kept (`make_fx`, `enable_python_dispatcher`)."""
+    from torch._dispatch.python import enable_python_dispatcher
+    from torch.fx.experimental.proxy_tensor import make_fx
+    from torch.fx.traceback import preserve_node_meta
+
+    def run(*args: Any) -> Any:
+        return fx.Interpreter(gm).run(*args)
+
+    with torch.no_grad(), mode, enable_python_dispatcher(), preserve_node_meta():
+        traced = make_fx(run, tracing_mode="real", _allow_non_fake_inputs=True)(*fakes)
+    return traced
+
+
+def propagate_fakes(gm: fx.GraphModule, fakes: Sequence[Any], mode: Any) -> None:
+    """Recompute `meta["val"]` of every node (`FakeTensorProp`)."""
+    from torch._dispatch.python import enable_python_dispatcher
+    from torch.fx.passes.fake_tensor_prop import FakeTensorProp
+
+    with torch.no_grad(), enable_python_dispatcher():
+        FakeTensorProp(gm, mode).propagate_dont_convert_inputs(*fakes)
+
+
+def rename_placeholder(node: fx.Node, name: str) -> None:
+    """Give a placeholder a telling name (`Node._rename`)."""
+    node._rename(name)
+    node.target = node.name
+
+
+def free_guards(mode: Any) -> list[str]:
+    """Guards that tracing added on symbols: each would make the graph wrong for some batch."""
+    return [str(guard.expr) for guard in mode.shape_env.guards]
+
+
+def standalone_compile(gm: fx.GraphModule, inputs: Sequence[Any], options: dict[str, Any]) -> Any:
+    """`torch._inductor.standalone_compile` on an ATen graph, shapes taken from the graph; saveable."""
+    import torch._inductor
+
+    with torch.no_grad():
+        return torch._inductor.standalone_compile(
+            gm, list(inputs), dynamic_shapes="from_graph", options=options
+        )
+
+
+def load_artifact(path: str) -> Any:
+    """`torch._inductor.CompiledArtifact.load` in the single-file format."""
+    import torch._inductor
+
+    return torch._inductor.CompiledArtifact.load(path=path, format="binary")
+
+
+def count_compilations() -> int:
+    """Graphs Inductor has compiled in this process (`torch._dynamo.utils.counters`)."""
+    from torch._dynamo.utils import counters
+
+    return int(counters["inductor"]["fxgraph_cache_miss"] + counters["inductor"]["fxgraph_cache_bypass"])
+
+
+def is_mutable(target: Callable[..., Any]) -> bool:
+    """Whether an operator overload writes one of its arguments (`OpOverload._schema`)."""
+    schema = getattr(target, "_schema", None)
+    return bool(schema is not None and schema.is_mutable)
+
+
+def mutated_arguments(target: Callable[..., Any]) -> tuple[int, ...]:
+    """Positions of the arguments that an operator overload writes."""
+    schema = getattr(target, "_schema", None)
+    if schema is None:
+        return ()
+    return tuple(
+        index
+        for index, argument in enumerate(schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    )
+
+
+def has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None

@@ -1,0 +1,70 @@
+"""Every error compilespec raises on purpose.  One base class, messages that name the cure.
+
+A message says what was expected, what came, where, and what to try; it fits on one line, because the
+command line prints it as it is and exits with code 2.
+"""
+
+from __future__ import annotations
+
+
+class SpecError(Exception):
+    """Base class of all errors raised by compilespec."""
+
+    def __str__(self) -> str:  # KeyError subclasses would print the repr of the message
+        return str(self.args[0]) if self.args else ""
+
+
+class UnknownMethod(SpecError, KeyError):
+    """`spec=` names no known drafting method."""
+
+
+class InvalidOption(SpecError, ValueError):
+    """A keyword of `compile()` or a config is unknown, or its value is impossible."""
+
+
+class NotSupported(SpecError):
+    """The request is understood, but the part that would serve it is not built."""
+
+
+class ModelNotFound(SpecError):
+    """The target given as a directory cannot be loaded."""
+
+
+class DraftNotFound(SpecError):
+    """No drafter was given and none was found; the message lists what was searched."""
+
+
+class DraftMismatch(SpecError):
+    """The drafter does not fit the target (hidden size, vocabulary, number of layers)."""
+
+
+class CheckpointError(SpecError):
+    """A checkpoint lacks tensors, has unexpected ones, or their shapes are wrong."""
+
+
+class TraceError(SpecError):
+    """The model could not be captured as one graph; names the module, the source line and the cause."""
+
+
+class NoPositionInput(TraceError):
+    """A plain module takes no `position_ids` and computes no `arange` over its tokens."""
+
+
+class UnsupportedState(SpecError):
+    """The target keeps recurrent state, which cannot be rewound after a rejected draft."""
+
+
+class PassError(SpecError):
+    """A pass matched another number of places than it must, or broke its stage's contract."""
+
+
+class ShapeMismatch(SpecError, ValueError):
+    """Tensors do not have the shapes that an operator or a program input requires."""
+
+
+class InvalidRequest(SpecError, ValueError):
+    """A prompt or its sampling parameters cannot be served; other requests are not affected."""
+
+
+class EngineClosed(SpecError):
+    """The engine was closed; compile a new one."""

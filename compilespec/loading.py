@@ -1,0 +1,131 @@
+"""The target as a user gives it: a module, a directory in Hugging Face layout, or "demo"."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from compilespec.errors import DraftNotFound, InvalidOption, ModelNotFound
+
+
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """A loaded target and what its checkpoint says about it."""
+
+    model: nn.Module
+    directory: Path | None
+    tokenizer: Any
+    eos_token_ids: tuple[int, ...]
+    max_seq_len: int | None  # positions the model can take; None where it does not say
+
+    def describe(self) -> str:
+        parameter = next(self.model.parameters())
+        count = sum(p.numel() for p in self.model.parameters())
+        return f"target {type(self.model).__name__}, {count / 1e6:.2f}M parameters, {parameter.dtype}, {parameter.device}"
+
+
+def load_target(
+    model: nn.Module | str | Path,
+    *,
+    dtype: torch.dtype | str | None = None,
+    device: torch.device | str | None = None,
+    tokenizer: Any = None,
+) -> Target:
+    """Load or adopt the target; a module is moved or cast only where a keyword asks for it.
+
+    Raises: ModelNotFound, InvalidOption.
+    """
+    wanted = _as_dtype(dtype)
+    directory: Path | None = None
+    if not isinstance(model, nn.Module):
+        directory = demo_directory() if model == "demo" else Path(model)
+        model = _load_directory(directory, wanted)
+        tokenizer = tokenizer if tokenizer is not None else _load_tokenizer(directory)
+    if wanted is not None or device is not None:
+        model = model.to(dtype=wanted, device=device)
+    if next(model.parameters(), None) is None:
+        raise InvalidOption(f"{type(model).__name__} has no parameters; expected a causal language model")
+    model.eval()
+    config = getattr(model, "config", None)
+    return Target(
+        model=model,
+        directory=directory,
+        tokenizer=tokenizer,
+        eos_token_ids=_eos_ids(model, tokenizer),
+        max_seq_len=getattr(config, "max_position_embeddings", None),
+    )
+
+
+def demo_directory() -> Path:
+    """The demo target that ships with the package; its drafter lies in `eagle3/` beside it."""
+    from compilespec.demo import demo_directory as shipped
+
+    return Path(shipped())
+
+
+def find_draft(draft: str | Path | nn.Module | None, target: Target, method: str) -> Path | nn.Module:
+    """The drafter: as given, else `TARGET_DIRECTORY/<method>/`.
+
+    Raises: DraftNotFound naming every place that was searched.
+    """
+    if isinstance(draft, nn.Module):
+        return draft
+    if draft is not None:
+        path = Path(draft)
+        if not (path / "config.json").is_file():
+            raise DraftNotFound(f"draft {path} holds no config.json; expected a checkpoint directory of method {method!r}")
+        return path
+    if target.directory is None:
+        raise DraftNotFound(
+            f"spec={method!r} needs a drafter and the target is a module, so there is no directory to search; give draft="
+        )
+    beside = target.directory / method
+    if (beside / "config.json").is_file():
+        return beside
+    raise DraftNotFound(f"no drafter for spec={method!r}: searched {beside}; give draft=DIRECTORY or a module")
+
+
+def _load_directory(directory: Path, dtype: torch.dtype | None) -> nn.Module:
+    from transformers import AutoModelForCausalLM
+
+    if not (directory / "config.json").is_file():
+        raise ModelNotFound(f"{directory} holds no config.json; expected a directory in Hugging Face layout, or 'demo'")
+    try:
+        model: nn.Module = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype or "auto", local_files_only=True)
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ModelNotFound(f"{directory} cannot be loaded as a causal language model: {reason}") from error
+    return model
+
+
+def _load_tokenizer(directory: Path) -> Any:
+    from transformers import AutoTokenizer
+
+    if not any((directory / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
+        return None
+    try:
+        return AutoTokenizer.from_pretrained(directory, local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise ModelNotFound(f"{directory}: the tokenizer cannot be loaded: {error}") from error
+
+
+def _eos_ids(model: nn.Module, tokenizer: Any) -> tuple[int, ...]:
+    sources = (getattr(model, "generation_config", None), getattr(model, "config", None), tokenizer)
+    for source in sources:
+        value = getattr(source, "eos_token_id", None)
+        if value is not None:
+            return tuple(value) if isinstance(value, (list, tuple)) else (int(value),)
+    return ()
+
+
+def _as_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
+    if dtype is None or isinstance(dtype, torch.dtype):
+        return dtype
+    value = getattr(torch, dtype, None)
+    if not isinstance(value, torch.dtype):
+        raise InvalidOption(f"dtype must be a torch dtype or its name, such as 'bfloat16'; got {dtype!r}")
+    return value

@@ -1,0 +1,72 @@
+"""Stage "lower": program graphs to callables, through Inductor or interpreted ("eager")."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from compilespec import _torch_compat
+from compilespec.errors import InvalidOption
+from compilespec.lowering.artifacts import ArtifactCache, artifact_key
+from compilespec.program import Lowered, LoweredPhase, PhaseGraph, SpecProgram
+
+BACKENDS = ("inductor", "eager")
+
+# Inductor never owns CUDA graphs (its trees copy inputs and re-record), and bf16 results are rounded where
+# eager rounds them, so that the two backends agree.
+INDUCTOR_OPTIONS: dict[str, Any] = {
+    "triton.cudagraphs": False,
+    "emulate_precision_casts": True,
+    "size_asserts": False,
+    "nan_asserts": False,
+    "fallback_random": True,
+}
+
+
+def lower(program: SpecProgram, *, backend: str = "inductor", cache: ArtifactCache | None = None) -> Lowered:
+    """One callable a phase; with "eager" the same rewritten graphs, run operator by operator.
+
+    Raises: InvalidOption for an unknown backend.
+    """
+    if backend not in BACKENDS:
+        raise InvalidOption(f"backend must be one of {', '.join(BACKENDS)}; got {backend!r}")
+    lower_phase = _interpret if backend == "eager" else _compile
+    phases = {name: lower_phase(graph, cache or ArtifactCache()) for name, graph in program.phases.items()}
+    return Lowered(program=program, backend=backend, phases=phases)
+
+
+def _interpret(graph: PhaseGraph, cache: ArtifactCache) -> LoweredPhase:
+    gm = graph.graph_module
+    return LoweredPhase(
+        phase=graph.phase, call=gm.forward, inputs=graph.inputs, outputs=graph.outputs, compile_ms=0.0, from_cache=False
+    )
+
+
+def _compile(graph: PhaseGraph, cache: ArtifactCache) -> LoweredPhase:
+    started = time.perf_counter()
+    key = artifact_key(graph, INDUCTOR_OPTIONS)
+    call, from_cache = cache.load(key), True
+    if call is None:
+        artifact = _torch_compat.standalone_compile(graph.graph_module, graph.fakes, INDUCTOR_OPTIONS)
+        cache.save(key, artifact)
+        call, from_cache = artifact, False
+    return LoweredPhase(
+        phase=graph.phase,
+        call=_with_no_grad(call),
+        inputs=graph.inputs,
+        outputs=graph.outputs,
+        compile_ms=(time.perf_counter() - started) * 1e3,
+        from_cache=from_cache,
+    )
+
+
+def _with_no_grad(call: Callable[..., Any]) -> Callable[..., Any]:
+    def run(*inputs: Any) -> Sequence[torch.Tensor]:
+        with torch.no_grad():
+            result: Sequence[torch.Tensor] = call(*inputs)
+        return result
+
+    return run

@@ -1,0 +1,155 @@
+"""What can be read off a causal LM's graph without knowing the model: head, embedding, decoder layers."""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, fx
+
+from compilespec.program import is_marker
+
+_LINEAR = (torch.nn.functional.linear, torch._C._nn.linear)
+_EMBEDDING = (torch.nn.functional.embedding, torch.embedding)
+# Element-wise operations that models apply to logits: soft caps, scales, casts.
+_ROWWISE_FUNCTIONS = (
+    operator.mul,
+    operator.truediv,
+    operator.add,
+    operator.sub,
+    torch.mul,
+    torch.div,
+    torch.add,
+    torch.tanh,
+)
+_ROWWISE_METHODS = ("float", "to", "mul", "div", "add", "tanh", "type", "contiguous")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Head:
+    """The product that turns hidden states into logits."""
+
+    node: fx.Node
+    hidden: fx.Node  # its input, [.., D], after the final norm
+    weight: fx.Node  # [V, D]
+    rowwise: bool  # everything between the product and the logits acts on each row by itself
+
+
+def shape_of(node: object) -> tuple[int | None, ...] | None:
+    """A node's shape with None for symbolic sizes; None when it is no tensor."""
+    if not isinstance(node, fx.Node):
+        return None
+    if "example" in node.meta:
+        shape: tuple[int | None, ...] = node.meta["example"][0]
+        return shape
+    value = node.meta.get("example_value")
+    if not isinstance(value, Tensor):
+        return None
+    return tuple(size if isinstance(size, int) else None for size in value.shape)
+
+
+def is_float(node: fx.Node) -> bool:
+    if "example" in node.meta:
+        return bool(node.meta["example"][1].is_floating_point)
+    value = node.meta.get("example_value")
+    return isinstance(value, Tensor) and value.is_floating_point()
+
+
+def find_head(logits: fx.Node) -> Head | None:
+    """Walk back from the logits over element-wise operations to the head's product; None when there is none."""
+    node, rowwise = logits, True
+    for _ in range(32):
+        if node.op == "call_function" and node.target in _LINEAR:
+            hidden, weight = node.args[0], node.args[1]
+            if isinstance(hidden, fx.Node) and isinstance(weight, fx.Node):
+                return Head(node=node, hidden=hidden, weight=weight, rowwise=rowwise)
+            return None
+        tensors = [arg for arg in node.args if isinstance(arg, fx.Node) and shape_of(arg) is not None]
+        known = (node.op == "call_function" and node.target in _ROWWISE_FUNCTIONS) or (
+            node.op == "call_method" and node.target in _ROWWISE_METHODS
+        )
+        rowwise = rowwise and known and len(tensors) == 1 and shape_of(tensors[0]) == shape_of(node)
+        if not tensors:
+            return None
+        node = tensors[0]
+    return None
+
+
+def find_embedding(input_ids: fx.Node) -> fx.Node | None:
+    """The weight of the first embedding that reads the token ids."""
+    frontier = [input_ids]
+    for _ in range(8):
+        users = [user for node in frontier for user in node.users]
+        for user in users:
+            if user.op == "call_function" and user.target in _EMBEDDING:
+                tensors = [arg for arg in user.args if isinstance(arg, fx.Node)]
+                weights = [t for t in tensors if len(shape_of(t) or ()) == 2 and is_float(t)]
+                if weights:
+                    return weights[0]
+        frontier = [user for user in users if user.op == "call_method" or user.target is operator.getitem]
+    return None
+
+
+def layer_prefix(graph: fx.Graph) -> str | None:
+    """The module list that holds the decoder layers, `model.layers`: where every marker's path has its index."""
+    prefixes = {re.split(r"\.\d+(?:\.|$)", path_of(node), maxsplit=1)[0] for node in graph.nodes if is_marker(node)}
+    if len(prefixes) != 1:
+        return None
+    prefix = prefixes.pop()
+    indices = [layer_of(node, prefix) for node in graph.nodes if is_marker(node)]
+    return prefix if None not in indices else None
+
+
+def path_of(node: fx.Node) -> str:
+    return str((node.meta.get("custom") or {}).get("module", ""))
+
+
+def layer_of(node: fx.Node, prefix: str) -> int | None:
+    """Index of the decoder layer that made the node; None outside of the layers."""
+    match = re.match(re.escape(prefix) + r"\.(\d+)(?:\.|$)", path_of(node)) if prefix else None
+    if match is None and not prefix:
+        match = re.match(r"(\d+)(?:\.|$)", path_of(node))
+    return int(match[1]) if match else None
+
+
+def descendants(node: fx.Node) -> set[fx.Node]:
+    """Every node that depends on `node`."""
+    seen: set[fx.Node] = set()
+    frontier = [node]
+    while frontier:
+        for user in frontier.pop().users:
+            if user not in seen:
+                seen.add(user)
+                frontier.append(user)
+    return seen
+
+
+def residual_streams(graph: fx.Graph, input_ids: fx.Node, hidden_size: int) -> dict[int, list[fx.Node]]:
+    """Candidates for hs[k], the residual stream that enters layer k (k = n: leaves the last layer, before the norm).
+
+    hs[k] is the float node of width `hidden_size` that layer k-1 makes and a later place reads; hs[0] is made
+    before the layers.  Exactly one candidate each in every family that was looked at.
+    """
+    prefix = layer_prefix(graph)
+    if prefix is None:
+        return {}
+    streams: dict[int, list[fx.Node]] = {}
+    dependent = descendants(input_ids)
+    for node in graph.nodes:
+        shape = shape_of(node)
+        if node not in dependent or not shape or len(shape) != 3 or shape[-1] != hidden_size or not is_float(node):
+            continue
+        made_in = layer_of(node, prefix)
+        read_in = {layer_of(user, prefix) for user in node.users}
+        if made_in is None and 0 in read_in:
+            streams.setdefault(0, []).append(node)
+        elif made_in is not None and read_in - {made_in}:
+            streams.setdefault(made_in + 1, []).append(node)
+    return streams
+
+
+def describe(nodes: Iterable[fx.Node]) -> str:
+    return ", ".join(f"{node.name} ({path_of(node) or 'top'})" for node in nodes) or "none"

@@ -1,0 +1,20 @@
+"""Every attention layer is a marker with the sizes it was traced with."""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from compilespec.errors import PassError
+from compilespec.passes.analysis import path_of
+from compilespec.passes.runner import PassContext
+from compilespec.program import is_marker
+
+
+def check_markers(gm: fx.GraphModule, ctx: PassContext) -> int:
+    """Count the attention markers; refuse attention that no cache would serve.  Numerics: exact.  Torch IR."""
+    stateless = torch.nn.functional.scaled_dot_product_attention
+    for node in gm.graph.nodes:
+        if node.op == "call_function" and node.target is stateless:
+            raise PassError(f"{path_of(node) or 'the model'} calls scaled_dot_product_attention, which has no cache")
+    return sum(is_marker(node) for node in gm.graph.nodes)

@@ -1,0 +1,63 @@
+"""Remove what nothing uses, compute once what is computed twice."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from compilespec import _torch_compat
+from compilespec.passes.runner import PassContext
+
+
+def cleanup(gm: fx.GraphModule, ctx: PassContext) -> int:
+    """Dead code and common subexpressions; writes of buffers, and reads of them, stay as they are.
+
+    Returns: nodes removed.  Numerics: exact.  Runs on ATen.
+    """
+    before = len(gm.graph.nodes)
+    seen: dict[Any, fx.Node] = {}
+    for node in list(gm.graph.nodes):
+        if not _is_pure(node) or any(_is_buffer(arg, ctx) for arg in node.all_input_nodes):
+            continue
+        key = (node.target, _freeze(node.args), _freeze(node.kwargs))
+        known = seen.setdefault(key, node)
+        if known is not node:
+            node.replace_all_uses_with(known)
+            gm.graph.erase_node(node)
+    for node in reversed(list(gm.graph.nodes)):
+        if not node.users and _is_pure(node):
+            gm.graph.erase_node(node)
+    _drop_unused_inputs(gm, ctx)
+    return before - len(gm.graph.nodes)
+
+
+def _is_pure(node: fx.Node) -> bool:
+    if node.op == "get_attr":
+        return not node.users
+    if node.op != "call_function" or _torch_compat.is_mutable(node.target):
+        return False
+    tags = getattr(node.target, "tags", ())
+    return torch.Tag.nondeterministic_seeded not in tags
+
+
+def _is_buffer(node: fx.Node, ctx: PassContext) -> bool:
+    return node.op == "placeholder" and node.meta.get("role") in ctx.buffers
+
+
+def _freeze(value: Any) -> Any:
+    """A hashable form of node arguments; 1, 1.0 and True stay apart."""
+    if isinstance(value, (list, tuple)):
+        return tuple(_freeze(part) for part in value)
+    if isinstance(value, dict):
+        return tuple((key, _freeze(part)) for key, part in sorted(value.items()))
+    return (type(value), value) if isinstance(value, (int, float)) else str(value) if isinstance(value, slice) else value
+
+
+def _drop_unused_inputs(gm: fx.GraphModule, ctx: PassContext) -> None:
+    """Weights that only dead code read are no inputs; batch inputs stay, since callers pass them."""
+    for node in list(gm.graph.nodes):
+        if node.op == "placeholder" and not node.users and ctx.inputs[node.meta["role"]].kind == "weight":
+            del ctx.inputs[node.meta["role"]]
+            gm.graph.erase_node(node)

@@ -1,0 +1,38 @@
+"""The step's result goes back into the state rows, in place."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from compilespec.passes.graph import emit, find_role, has_role, output_node
+from compilespec.passes.runner import PassContext
+
+
+def commit_state(gm: fx.GraphModule, ctx: PassContext) -> int:
+    """tokens_RS = [bonus | drafts], seq_len += n, for live rows; padded ones write the spare row.
+
+    A request whose prompt goes on in the next call commits nothing.  Numerics: exact.  Torch IR.
+    """
+    before, target = output_node(gm), find_role(gm, "target")
+    index, start, count = find_role(gm, "row_index"), find_role(gm, "start"), find_role(gm, "num_emitted")
+    tokens, lengths = find_role(gm, "tokens_RS"), find_role(gm, "seq_len_R")
+    if ctx.phase == "decode":
+        bonus, length = emit(gm, _decode_result, target, start, count, before=before, max_seq_len=ctx.config.max_seq_len)
+    else:
+        bonus, length = target, start
+    parts = (bonus, find_role(gm, "drafts")) if has_role(gm, "drafts") else (bonus,)
+    emit(gm, _write, tokens, lengths, index, length, *parts, before=before)
+    return 1
+
+
+def _decode_result(target_BS: Any, start_B: Any, count_B: Any, *, max_seq_len: int) -> tuple[Any, Any]:
+    bonus_B1 = target_BS.gather(1, (count_B - 1).long().unsqueeze(1))
+    return bonus_B1, (start_B + count_B).clamp(max=max_seq_len)
+
+
+def _write(tokens_RS: Any, seq_len_R: Any, index_B: Any, length_B: Any, *parts: Any) -> Any:
+    tokens_RS.index_put_((index_B,), torch.cat(parts, 1) if len(parts) > 1 else parts[0])
+    return seq_len_R.index_put_((index_B,), length_B)

@@ -1,0 +1,213 @@
+"""Building blocks of the splicing passes: roles, inputs, emitted operations, spliced fragments.
+
+At the torch level a pass writes ordinary tensor code over `fx.Proxy` objects (`emit`); each operation
+becomes a node at the insertion point.  Nodes that later passes look for carry a role in their metadata.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from compilespec.errors import PassError
+from compilespec.passes.runner import PassContext
+from compilespec.program import BufferSpec, InputSpec, Traced
+
+Example = tuple[tuple[int | None, ...], torch.dtype]  # shape (None where symbolic) and dtype
+
+
+def find_role(gm: fx.GraphModule, role: str) -> fx.Node:
+    """The node that plays `role`; raises PassError when no earlier pass named one."""
+    for node in gm.graph.nodes:
+        if node.meta.get("role") == role:
+            return node
+    known = sorted({str(n.meta["role"]) for n in gm.graph.nodes if "role" in n.meta and n.op != "placeholder"})
+    raise PassError(f"no node plays the role {role!r}; roles so far: {', '.join(known) or 'none'}")
+
+
+def has_role(gm: fx.GraphModule, role: str) -> bool:
+    return any(node.meta.get("role") == role for node in gm.graph.nodes)
+
+
+def output_node(gm: fx.GraphModule) -> fx.Node:
+    return next(node for node in reversed(gm.graph.nodes) if node.op == "output")
+
+
+def after_placeholders(gm: fx.GraphModule) -> fx.Node:
+    """The first node that is not a placeholder: new code that feeds the whole graph goes before it."""
+    return next(node for node in gm.graph.nodes if node.op != "placeholder")
+
+
+def set_outputs(gm: fx.GraphModule, outputs: Mapping[str, fx.Node]) -> None:
+    """Make these the graph's outputs, in this order, known by these names."""
+    node = output_node(gm)
+    node.args = (tuple(outputs.values()),)
+    node.meta["names"] = tuple(outputs)
+
+
+def get_outputs(gm: fx.GraphModule) -> dict[str, fx.Node]:
+    node = output_node(gm)
+    return dict(zip(node.meta["names"], node.args[0], strict=True))
+
+
+# --- inputs -----------------------------------------------------------------------------------------------
+
+
+def add_input(gm: fx.GraphModule, ctx: PassContext, spec: InputSpec) -> fx.Node:
+    """The placeholder fed by `spec`, made on first use."""
+    for node in gm.graph.nodes:
+        if node.op == "placeholder" and node.meta.get("role") == spec.name:
+            return node
+    with gm.graph.inserting_before(next(iter(gm.graph.nodes))):
+        node = gm.graph.placeholder(re.sub(r"\W", "_", spec.name))
+    node.meta["role"] = spec.name
+    ctx.inputs[spec.name] = spec
+    return node
+
+
+def add_buffer(gm: fx.GraphModule, ctx: PassContext, buffer: BufferSpec) -> fx.Node:
+    """The placeholder of a persistent buffer, declared on first use."""
+    ctx.buffers.setdefault(buffer.name, buffer)
+    return add_input(gm, ctx, InputSpec(name=buffer.name, kind=buffer.kind))
+
+
+# --- code -----------------------------------------------------------------------------------------------------
+
+
+def emit(gm: fx.GraphModule, function: Callable[..., Any], *args: Any, before: fx.Node, **kwargs: Any) -> Any:
+    """Run `function` over proxies of its node arguments; its operations become nodes before `before`.
+
+    Returns: the node, or tuple of nodes, of its result.
+    """
+    wrap = _wrapper(gm)
+    with gm.graph.inserting_before(before):
+        result = function(*fx.node.map_aggregate(args, wrap), **fx.node.map_aggregate(kwargs, wrap))
+    if isinstance(result, tuple):
+        return tuple(part.node for part in result)
+    return result.node
+
+
+def _wrapper(gm: fx.GraphModule) -> Callable[[Any], Any]:
+    tracer = fx.proxy.GraphAppendingTracer(gm.graph)
+
+    def wrap(value: Any) -> Any:
+        return fx.Proxy(value, tracer) if isinstance(value, fx.Node) else value
+
+    return wrap
+
+
+def arange_like(reference: Any, end: int) -> Any:
+    """`torch.arange(end)` int32 as a node of the graph that the proxy `reference` belongs to."""
+    return reference.tracer.create_proxy(
+        "call_function", torch.arange, (end,), {"dtype": torch.int32, "device": reference.device}
+    )
+
+
+# --- fragments --------------------------------------------------------------------------------------------
+
+
+def splice(
+    gm: fx.GraphModule,
+    ctx: PassContext,
+    fragment: Traced,
+    arguments: Mapping[str, fx.Node],
+    *,
+    before: fx.Node | None = None,
+) -> tuple[fx.Node, ...]:
+    """Copy a captured graph into `gm`, node by node; returns the nodes of its outputs.
+
+    Weights become (shared) inputs, size symbols become `sym_size` of the argument that carries them.
+    Fake tensors of the capture are dropped: those of different captures must not mix.
+    """
+    graph = gm.graph
+    env: dict[fx.Node, Any] = {}
+    source = fragment.graph_module
+    placeholders = [node for node in source.graph.nodes if node.op == "placeholder"]
+    insert = graph.inserting_before(before if before is not None else output_node(gm))
+    for node, entry in zip(placeholders, fragment.inputs, strict=True):
+        if entry.kind == "argument":
+            env[node] = arguments[entry.name]
+        elif entry.kind == "weight":
+            env[node] = add_weight(gm, ctx, entry.name, fragment.weights[entry.name])
+    with insert:
+        for node, entry in zip(placeholders, fragment.inputs, strict=True):
+            if entry.kind == "symbol" and node.users:
+                env[node] = _bind_symbol(graph, node, fragment, placeholders, env)
+        for node in source.graph.nodes:
+            if node.op == "placeholder":
+                continue
+            if node.op == "output":
+                break
+            if node.op == "get_attr":
+                env[node] = _copy_attribute(gm, source, str(node.target), fragment.name)
+                continue
+            copy = graph.node_copy(node, lambda old: env[old])
+            copy.meta = {key: value for key, value in node.meta.items() if key not in ("example_value", "val")}
+            copy.meta["custom"] = {**node.meta["custom"], "fragment": fragment.name}
+            example = node.meta.get("example_value")
+            if isinstance(example, Tensor):
+                shape = tuple(size if isinstance(size, int) else None for size in example.shape)
+                copy.meta["example"] = (shape, example.dtype)
+            env[node] = copy
+    results = output_node(source).args[0]
+    return tuple(env[result] for result in results)
+
+
+def add_weight(gm: fx.GraphModule, ctx: PassContext, name: str, tensor: Tensor) -> fx.Node:
+    """The placeholder of a weight; a tensor that is already an input is shared, not fed twice."""
+    for known, other in ctx.weights.items():
+        if other is tensor or (
+            other.data_ptr() == tensor.data_ptr()
+            and other.shape == tensor.shape
+            and other.stride() == tensor.stride()
+            and other.dtype == tensor.dtype
+            and other.numel() > 0
+        ):
+            name = known
+            break
+    ctx.weights.setdefault(name, tensor)
+    return add_input(gm, ctx, InputSpec(name=name, kind="weight", sources=(name,)))
+
+
+def _bind_symbol(
+    graph: fx.Graph,
+    symbol: fx.Node,
+    fragment: Traced,
+    placeholders: Sequence[fx.Node],
+    env: Mapping[fx.Node, Any],
+) -> fx.Node:
+    """A fragment's size symbol is a dimension of one of its arguments: read it there."""
+    value = symbol.meta["example_value"]
+    for node, entry in zip(placeholders, fragment.inputs, strict=True):
+        if entry.kind != "argument":
+            continue
+        for dim, size in enumerate(node.meta["example_value"].shape):
+            if not isinstance(size, int) and str(size) == str(value):
+                return graph.call_function(torch.ops.aten.sym_size.int, (env[node], dim))
+    raise PassError(f"{fragment.name}: no argument carries the size symbol {value}")
+
+
+def _copy_attribute(gm: fx.GraphModule, source: fx.GraphModule, target: str, prefix: str) -> fx.Node:
+    """Tensor constants travel with the graph under a name of their own."""
+    value: Any = source
+    for part in target.split("."):
+        value = getattr(value, part)
+    if not isinstance(value, Tensor):
+        raise PassError(f"{prefix}: the graph calls a nested graph {target}, which cannot be spliced")
+    name = f"{prefix}.{target}".replace(".", "_")
+    if not hasattr(gm, name):
+        gm.register_buffer(name, value.detach(), persistent=False)
+    return gm.graph.get_attr(name)
+
+
+def example_of(node: fx.Node) -> Example | None:
+    """Shape (None where symbolic) and dtype of a node copied from a capture."""
+    return node.meta.get("example")
+
+
+def is_float_example(example: Example | None) -> bool:
+    return example is not None and example[1].is_floating_point

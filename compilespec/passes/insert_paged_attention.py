@@ -1,0 +1,64 @@
+"""Attention markers become reads and writes of the block-paged KV cache."""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from compilespec.errors import PassError
+from compilespec.passes.graph import add_buffer, find_role
+from compilespec.passes.runner import PassContext
+from compilespec.program import BufferSpec, is_marker
+
+
+def insert_paged_attention(gm: fx.GraphModule, ctx: PassContext) -> int:
+    """Marker -> `compilespec::paged_attention` with the layer's caches and this step's metadata.  Numerics:
+    rounding (the same sums over the same keys, in another order).  Runs on torch IR."""
+    table = find_role(gm, "block_table_RM")
+    metadata = (find_role(gm, "slot"), find_role(gm, "row"), find_role(gm, "position"), table)
+    return page_markers(gm, ctx, [node for node in gm.graph.nodes if is_marker(node)], "target", metadata)
+
+
+def page_markers(
+    gm: fx.GraphModule,
+    ctx: PassContext,
+    markers: list[fx.Node],
+    owner: str,
+    metadata: tuple[fx.Node, fx.Node, fx.Node, fx.Node],
+) -> int:
+    """Rewrite `markers`, one per layer in order, onto the caches of `owner`.
+
+    Args:
+        metadata: slot, row, position and block table nodes of the tokens these markers attend for.
+    """
+    config = ctx.config
+    for layer, marker in enumerate(markers):
+        query, key, value, scale, window, softcap, sinks = marker.args
+        caches = []
+        for half, tensor in (("key", key), ("value", value)):
+            shape = tensor.meta.get("example") if isinstance(tensor, fx.Node) else None
+            if shape is None or len(shape[0]) != 4:
+                raise PassError(f"layer {layer}: the {half} of an attention marker has no known [B, N, T, H] shape")
+            _, heads, _, head_dim = shape[0]
+            caches.append(
+                add_buffer(
+                    gm,
+                    ctx,
+                    BufferSpec(
+                        name=f"cache.{owner}.{layer}.{half}",
+                        kind="cache",
+                        shape=(config.num_blocks, config.block_size, int(heads or 0), int(head_dim or 0)),
+                        dtype=shape[1],
+                    ),
+                )
+            )
+        with gm.graph.inserting_before(marker):
+            paged = gm.graph.call_function(
+                torch.ops.compilespec.paged_attention.default,
+                (query, key, value, *caches, *metadata, scale, window, softcap, sinks),
+            )
+        paged.meta = dict(marker.meta)
+        paged.meta["custom"] = {k: v for k, v in marker.meta["custom"].items() if k != "pass"}
+        marker.replace_all_uses_with(paged)
+        gm.graph.erase_node(marker)
+    return len(markers)

@@ -1,0 +1,62 @@
+"""Matrix products of a weight, as they look on ATen: what merging and prepacking match."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from compilespec.passes.runner import PassContext
+
+_aten = torch.ops.aten
+
+
+@dataclass(frozen=True, kw_only=True)
+class Linear:
+    """x @ weight.T (+ bias), weight and bias graph inputs."""
+
+    node: fx.Node
+    x: fx.Node  # [rows, K]
+    weight: fx.Node  # placeholder [N, K]
+    bias: fx.Node | None  # placeholder [N]
+
+    @property
+    def num_outputs(self) -> int:
+        return int(self.weight.meta["val"].shape[0])
+
+
+def find_linears(gm: fx.GraphModule, ctx: PassContext) -> list[Linear]:
+    """Every `mm(x, t(w))` and `addmm(b, x, t(w))` whose w (and b) are weights, in graph order."""
+    found = []
+    for node in gm.graph.nodes:
+        if node.op != "call_function":
+            continue
+        bias: fx.Node | None = None
+        if node.target is _aten.mm.default:
+            x, transposed = node.args
+        elif node.target is _aten.addmm.default and not node.kwargs:
+            bias, x, transposed = node.args
+        else:
+            continue
+        weight = _transposed_weight(transposed, ctx)
+        if weight is None or (bias is not None and not _is_weight(bias, ctx)):
+            continue
+        if bias is not None and bias.meta["val"].dim() != 1:
+            continue
+        found.append(Linear(node=node, x=x, weight=weight, bias=bias))
+    return found
+
+
+def _transposed_weight(node: object, ctx: PassContext) -> fx.Node | None:
+    if not isinstance(node, fx.Node) or node.op != "call_function":
+        return None
+    is_transpose = node.target is _aten.t.default or (
+        node.target is _aten.permute.default and list(node.args[1]) == [1, 0]
+    )
+    source = node.args[0]
+    return source if is_transpose and isinstance(source, fx.Node) and _is_weight(source, ctx) else None
+
+
+def _is_weight(node: fx.Node, ctx: PassContext) -> bool:
+    return node.op == "placeholder" and ctx.inputs[node.meta["role"]].kind == "weight"

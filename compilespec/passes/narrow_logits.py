@@ -1,0 +1,34 @@
+"""The head runs only on the rows whose logits are used: each request's last prompt token in prefill."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import fx
+
+from compilespec.passes.analysis import find_head
+from compilespec.passes.graph import emit, find_role, set_outputs
+from compilespec.passes.runner import PassContext
+
+
+def narrow_logits(gm: fx.GraphModule, ctx: PassContext) -> int:
+    """Gather rows `last_R` before the head's product: [1, T, V] becomes [1, R, V].  Numerics: exact.  Torch IR.
+
+    Where the model does more to its logits than element-wise operations, the rows are gathered after them:
+    the same values, at the cost of a product over all rows.
+    """
+    logits, last = find_role(gm, "logits"), find_role(gm, "last_R")
+    head = find_head(logits)
+    if head is not None and head.rowwise:
+        narrowed = emit(gm, _rows, head.hidden, last, before=head.node)
+        head.node.replace_input_with(head.hidden, narrowed)
+    else:
+        following = logits.next
+        narrowed = emit(gm, _rows, logits, last, before=following)
+        narrowed.meta["role"] = logits.meta.pop("role")
+        set_outputs(gm, {"logits": narrowed})
+    return 1
+
+
+def _rows(hidden_1TD: Any, last_R: Any) -> Any:
+    return hidden_1TD.index_select(1, last_R.long())

@@ -1,0 +1,111 @@
+"""From captured graphs to one step graph a phase: start, splice, retrace to ATen, rewrite."""
+
+from __future__ import annotations
+
+import re
+import time
+from typing import Any
+
+import torch
+from torch import fx
+
+from compilespec import _torch_compat
+from compilespec.errors import PassError
+from compilespec.passes import ATEN_PASSES, SPLICE_PASSES
+from compilespec.passes.graph import get_outputs, output_node, set_outputs, splice
+from compilespec.passes.runner import PassContext, run_passes, snapshot
+from compilespec.program import InputSpec, PassRecord, PhaseGraph
+
+# Example sizes of the symbolic dimensions, chosen to equal few static ones.
+EXAMPLE_SIZES = {"B": 7, "R": 7, "T": 13}
+
+
+def rewrite_phase(
+    ctx: PassContext, *, keep_graphs: bool = False, disabled: frozenset[str] = frozenset()
+) -> PhaseGraph:
+    """The whole step of one phase as an ATen graph.  Raises: PassError."""
+    gm = start_step(ctx)
+    records = run_passes(gm, ctx, SPLICE_PASSES, level="torch", keep_graphs=keep_graphs, disabled=disabled)
+    aten, record = to_aten(gm, ctx, keep_graphs=keep_graphs)
+    records.append(record)
+    records += run_passes(aten, ctx, ATEN_PASSES, level="aten", keep_graphs=keep_graphs, disabled=disabled)
+    placeholders = [node for node in aten.graph.nodes if node.op == "placeholder"]
+    return PhaseGraph(
+        phase=ctx.phase,
+        graph_module=aten,
+        inputs=tuple(ctx.inputs[node.meta["role"]] for node in placeholders),
+        outputs=tuple(output_node(aten).meta["names"]),
+        fakes=tuple(node.meta["val"] for node in placeholders),
+        records=tuple(records),
+    )
+
+
+def start_step(ctx: PassContext) -> fx.GraphModule:
+    """A graph of the target alone: arguments `input_ids` and `position_ids`, weights as inputs, output `logits`."""
+    gm = fx.GraphModule(torch.nn.Module(), fx.Graph())
+    arguments = {}
+    for name in ("input_ids", "position_ids"):
+        node = gm.graph.placeholder(name)
+        node.meta["role"] = name
+        arguments[name] = node
+    gm.graph.output(())
+    (logits,) = splice(gm, ctx, ctx.target, arguments)
+    logits.meta["role"] = "logits"
+    set_outputs(gm, {"logits": logits})
+    gm.recompile()
+    return gm
+
+
+def to_aten(gm: fx.GraphModule, ctx: PassContext, *, keep_graphs: bool = False) -> tuple[fx.GraphModule, PassRecord]:
+    """The one retrace: ATen, one fake mode, one symbol for every batch dimension, metadata everywhere.
+
+    Raises: PassError when tracing needed a guard on a symbol: the graph would be wrong for some batch size.
+    """
+    started = time.perf_counter()
+    placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
+    specs = [ctx.inputs[node.meta["role"]] for node in placeholders]
+    mode = _torch_compat.fake_mode()
+    sizes: dict[str, Any] = {}
+    fakes = [_fake_input(mode, spec, ctx, sizes) for spec in specs]
+    names = tuple(get_outputs(gm))
+    aten = _torch_compat.retrace(gm, fakes, mode)
+    for node, spec, fake in zip(aten.graph.find_nodes(op="placeholder"), specs, fakes, strict=True):
+        node.meta["role"], node.meta["val"] = spec.name, fake
+        _torch_compat.rename_placeholder(node, re.sub(r"\W", "_", spec.name))
+    output_node(aten).meta["names"] = names
+    guards = _torch_compat.free_guards(mode)
+    if guards:
+        raise PassError(f"to_aten ({ctx.phase}): the graph holds only where {'; '.join(guards)}; it must hold for all sizes")
+    for node in aten.graph.nodes:
+        custom = node.meta.get("custom") or {}
+        node.meta["custom"] = {"pass": "to_aten", **custom}
+    aten.recompile()
+    record = PassRecord(
+        name="to_aten",
+        level="aten",
+        matches=1,
+        nodes_before=len(gm.graph.nodes),
+        nodes_after=len(aten.graph.nodes),
+        elapsed_ms=(time.perf_counter() - started) * 1e3,
+        numerics="exact",
+        before=snapshot(gm.graph) if keep_graphs else None,
+        after=snapshot(aten.graph) if keep_graphs else None,
+    )
+    return aten, record
+
+
+def _fake_input(mode: Any, spec: InputSpec, ctx: PassContext, sizes: dict[str, Any]) -> Any:
+    """A fake of what will feed `spec`.  `sizes` keeps one symbol for each batch dimension, shared by its inputs."""
+    device = ctx.config.device
+    if spec.kind == "weight":
+        return _torch_compat.fake_tensor(mode, ctx.weights[spec.name])
+    if spec.kind == "batch":
+        dim = spec.name[-1]
+        if dim not in sizes:
+            example = torch.zeros(EXAMPLE_SIZES[dim], dtype=torch.int32, device=device)
+            sizes[dim] = _torch_compat.fake_tensor(mode, example, dynamic_dims=(0,)).shape[0]
+        with mode:
+            return torch.empty((sizes[dim],), dtype=torch.int32, device=device)
+    buffer = ctx.buffers[spec.name]
+    with mode:
+        return torch.empty(buffer.shape, dtype=buffer.dtype, device=device)

@@ -1,0 +1,192 @@
+"""`compile()`: five stages, one call each.
+
+trace -> rewrite -> lower -> (capture) -> run.  `build_program` is the first two, `compile` all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from compilespec.errors import InvalidOption
+from compilespec.loading import Target, find_draft, load_target
+from compilespec.lowering import lower
+from compilespec.methods import get_method
+from compilespec.methods.base import Drafter, Method, MethodConfig, TargetInfo
+from compilespec.options import CompileOptions, resolve_options
+from compilespec.passes.rewrite import rewrite_phase
+from compilespec.passes.runner import PassContext
+from compilespec.program import PHASES, ProgramConfig, SpecProgram, Traced
+from compilespec.runtime.engine import Engine
+from compilespec.runtime.step_runner import StepRunner
+from compilespec.target_info import describe_target
+from compilespec.trace import EXAMPLE_BATCH, trace_call, trace_target
+
+
+def compile(
+    model: nn.Module | str | Path,
+    spec: str | MethodConfig | None = "none",
+    *,
+    draft: str | Path | nn.Module | None = None,
+    num_draft_tokens: int | None = None,
+    max_batch_size: int = 8,
+    max_seq_len: int | None = None,
+    max_prefill_tokens: int = 2048,
+    kv_cache_tokens: int | None = None,
+    dtype: torch.dtype | str | None = None,
+    device: torch.device | str | None = None,
+    backend: str = "inductor",
+    cudagraphs: str = "auto",
+    buckets: Sequence[int] | None = None,
+    acceptance: str | Callable[..., Any] = "auto",
+    logits_processor: Any = None,
+    quantize: Any = None,
+    draft_quantize: Any = None,
+    tokenizer: Any = None,
+    **method_options: Any,
+) -> Engine:
+    """Compile a causal language model and a drafter into one program that decodes speculatively.
+
+    Args:
+        model: an nn.Module, a directory in Hugging Face layout, or "demo".
+        spec: drafting method by name or as a config; "none" is plain decoding through the same path.
+        draft: directory or module of the drafter; None looks beside the target.
+        num_draft_tokens: K; None takes the checkpoint's own, else 3.
+        max_seq_len: tokens per request, prompt included; None takes the model's limit, at most 4096.
+        kv_cache_tokens: size of the KV cache; None is max_batch_size * max_seq_len.
+        backend: "inductor", or "eager" (the same rewritten graphs, interpreted).
+        buckets: batch sizes that decode steps are padded to; None pads nothing on the CPU.
+        method_options: options of the method, such as `aux_ids_are=`.
+
+    Returns: an `Engine`, ready to generate.
+    Raises: a `compilespec.errors.SpecError` that names what was expected, what came, and what to try.
+    """
+    options = resolve_options(
+        cudagraphs=cudagraphs, acceptance=acceptance, logits_processor=logits_processor, quantize=quantize,
+        draft_quantize=draft_quantize, backend=backend, buckets=buckets, max_batch_size=max_batch_size,
+        max_seq_len=max_seq_len, max_prefill_tokens=max_prefill_tokens, kv_cache_tokens=kv_cache_tokens,
+        num_draft_tokens=num_draft_tokens,
+    )  # fmt: skip
+    method = get_method(spec.name if isinstance(spec, MethodConfig) else spec)
+    method_options = {**(dict(spec.options) if isinstance(spec, MethodConfig) else {}), **method_options}
+    target = load_target(model, dtype=dtype, device=device, tokenizer=tokenizer)
+    program = build_program(target, method, draft, options, method_options)
+    lowered = lower(program, backend=options.backend)
+    runner = StepRunner(lowered, buckets=options.buckets)
+    return Engine(runner, tokenizer=target.tokenizer, eos_token_ids=target.eos_token_ids,
+                  plan=_plan(program, options, runner), graphs=program.phases)  # fmt: skip
+
+
+def build_program(
+    target: Target,
+    method: Method,
+    draft: str | Path | nn.Module | None,
+    options: CompileOptions,
+    method_options: Mapping[str, Any],
+    *,
+    keep_graphs: bool = False,
+) -> SpecProgram:
+    """Stages trace and rewrite: the step graphs of both phases, not lowered yet."""
+    if method_options and not method.capabilities.needs_draft_weights:
+        raise InvalidOption(
+            f"unknown option {', '.join(sorted(method_options))}: compile() and method "
+            f"{method.capabilities.name!r} know no such keyword"
+        )
+    traced = {"prefill": trace_target(target.model, num_verify_tokens=None)}
+    info = describe_target(traced["prefill"], target)
+    drafter = None
+    if method.capabilities.needs_draft_weights:
+        found = find_draft(draft, target, method.capabilities.name)
+        drafter = method.load(found, info, method_options)
+    elif draft is not None:
+        raise InvalidOption(f"spec={method.capabilities.name!r} takes no draft; leave out draft= or choose another method")
+    config = options.program_config(target, info, drafter)
+    traced["decode"] = trace_target(target.model, num_verify_tokens=config.num_verify_tokens)
+    weights: dict[str, Tensor] = {}
+    phases, buffers = {}, {}
+    for phase in PHASES:
+        ctx = PassContext(
+            phase=phase, config=config, capabilities=method.capabilities, target=traced[phase],
+            draft=trace_drafter(drafter, config, info, phase) if drafter else {},
+            aux_layers=tuple(drafter.aux_layers) if drafter else (), weights=weights,
+            buffers=buffers, prepack=config.device.type == "cpu",
+        )  # fmt: skip
+        phases[phase] = rewrite_phase(ctx, keep_graphs=keep_graphs, disabled=options.disabled_passes)
+    return SpecProgram(
+        method=method.capabilities.name, config=config, phases=phases, buffers=tuple(buffers.values()),
+        weights=weights, vocab_size=info.vocab_size, notes=_notes(target, drafter),
+    )  # fmt: skip
+
+
+def trace_drafter(drafter: Drafter, config: ProgramConfig, info: TargetInfo, phase: str) -> dict[str, Traced]:
+    """The drafter's calls: "first" over the phase's rows, "step" over one row, "propose" on gathered rows."""
+    shape = (EXAMPLE_BATCH, config.num_verify_tokens) if phase == "decode" else (1, EXAMPLE_BATCH + 6)
+    dynamic = (0,) if phase == "decode" else (1,)
+
+    def ints(*size: int) -> Tensor:
+        return torch.zeros(size, dtype=torch.int32, device=config.device)
+
+    def floats(*size: int) -> Tensor:
+        return torch.zeros(size, dtype=config.dtype, device=config.device)
+
+    def first(input_ids: Tensor, position_ids: Tensor, hidden: Tensor) -> Any:
+        return drafter(input_ids, position_ids, drafter.combine(hidden))
+
+    def step(input_ids: Tensor, position_ids: Tensor, hidden: Tensor) -> Any:
+        return drafter(input_ids, position_ids, hidden)
+
+    def propose(head_input: Tensor) -> Tensor:
+        return drafter.propose(head_input)
+
+    aux_width = len(drafter.aux_layers) * info.hidden_size
+    arguments = {
+        "input_ids": (ints(*shape), dynamic),
+        "position_ids": (ints(*shape), dynamic),
+        "hidden": (floats(*shape, aux_width), dynamic),
+    }
+    traced = {"first": trace_call(drafter, first, arguments, name="draft.first", owner="draft")}
+    head_width, hidden_width = _output_widths(traced["first"])
+    if config.num_draft_tokens > 1:
+        arguments = {
+            "input_ids": (ints(EXAMPLE_BATCH, 1), (0,)),
+            "position_ids": (ints(EXAMPLE_BATCH, 1), (0,)),
+            "hidden": (floats(EXAMPLE_BATCH, 1, hidden_width), (0,)),
+        }
+        traced["step"] = trace_call(drafter, step, arguments, name="draft.step", owner="draft")
+    traced["propose"] = trace_call(
+        drafter, propose, {"head_input": (floats(EXAMPLE_BATCH, head_width), (0,))}, name="draft.propose", owner="draft"
+    )
+    return traced
+
+
+def _output_widths(traced: Traced) -> tuple[int, ...]:
+    output = next(node for node in reversed(traced.graph_module.graph.nodes) if node.op == "output")
+    return tuple(int(node.meta["example_value"].shape[-1]) for node in output.args[0])
+
+
+def _notes(target: Target, drafter: Drafter | None) -> tuple[str, ...]:
+    notes = [target.describe()]
+    if drafter is not None:
+        describe = getattr(drafter, "describe", None)
+        notes.append(describe() if describe else type(drafter).__name__)
+    return tuple(notes)
+
+
+def _plan(program: SpecProgram, options: CompileOptions, runner: StepRunner) -> dict[str, Any]:
+    config = program.config
+    return {
+        "method": program.method,
+        "num_draft_tokens": config.num_draft_tokens,
+        "buckets": runner.buckets,
+        "backend": options.backend,
+        "dtype": str(config.dtype).removeprefix("torch."),
+        "device": str(config.device),
+        "max_batch_size": config.max_batch_size,
+        "max_seq_len": config.max_seq_len,
+        "kv_cache_mib": sum(b.num_bytes for b in program.buffers if b.kind == "cache") / 2**20,
+        "why": program.notes,
+    }

@@ -1,0 +1,190 @@
+"""What crosses from one stage to the next: frozen dataclasses that can print themselves.
+
+    trace -> Traced -> rewrite -> SpecProgram -> lower -> Lowered -> run
+
+The legend of the dimension suffixes is in ARCHITECTURE.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, fx
+
+Phase = Literal["prefill", "decode"]
+PHASES: tuple[Phase, ...] = ("prefill", "decode")
+PAD = -1  # fills emitted tokens after the bonus token; never an id
+
+
+@dataclass(frozen=True, kw_only=True)
+class TracedInput:
+    """One placeholder of a captured graph: a weight (by its path), a size symbol, or a call argument."""
+
+    name: str
+    kind: Literal["weight", "symbol", "argument"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Traced:
+    """One whole graph of an unmodified forward, as Dynamo gives it (torch IR)."""
+
+    name: str  # "target", "draft.first", ...: the prefix of its weights' names
+    graph_module: fx.GraphModule
+    inputs: tuple[TracedInput, ...]  # in placeholder order
+    weights: Mapping[str, Tensor]  # by full name, "target.model.embed_tokens.weight"
+    trace_ms: float
+
+    @property
+    def num_attention_layers(self) -> int:
+        return sum(is_marker(node) for node in self.graph_module.graph.nodes)
+
+    def __str__(self) -> str:
+        nodes = len(self.graph_module.graph.nodes)
+        return (
+            f"Traced({self.name}: {nodes} nodes, {self.num_attention_layers} attention layers, "
+            f"{len(self.weights)} weights, {self.trace_ms:.0f} ms)"
+        )
+
+
+def is_marker(node: fx.Node) -> bool:
+    """Whether the node is the stateless attention operator that tracing emits."""
+    return node.op == "call_function" and node.target in (
+        torch.ops.compilespec.attention,
+        torch.ops.compilespec.attention.default,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProgramConfig:
+    """The sizes of a program.  All of them are fixed when it is built; every shape follows from them."""
+
+    num_draft_tokens: int  # K; 0 is plain decoding
+    max_batch_size: int  # state rows
+    max_seq_len: int  # tokens per request, prompt included
+    max_prefill_tokens: int  # packed tokens of one prefill call
+    block_size: int  # tokens per cache block
+    num_blocks: int  # blocks of every cache
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def num_verify_tokens(self) -> int:
+        """S = K + 1."""
+        return self.num_draft_tokens + 1
+
+    @property
+    def blocks_per_row(self) -> int:
+        return -(-self.max_seq_len // self.block_size)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BufferSpec:
+    """A persistent buffer: state rows or one half of a layer's KV cache."""
+
+    name: str
+    kind: Literal["state", "cache"]
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    fill: int = 0
+
+    @property
+    def num_bytes(self) -> int:
+        count = 1
+        for size in self.shape:
+            count *= size
+        return count * self.dtype.itemsize
+
+
+@dataclass(frozen=True, kw_only=True)
+class InputSpec:
+    """What feeds one placeholder of a program graph.
+
+    `sources` names the weights an input is made of: more than one when projections were merged (rows
+    concatenated in this order); `packed` asks for the layout of `compilespec::packed_linear`.
+    """
+
+    name: str
+    kind: Literal["weight", "state", "cache", "batch"]
+    sources: tuple[str, ...] = ()
+    packed: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class PassRecord:
+    """What one pass did to one graph."""
+
+    name: str
+    level: Literal["torch", "aten"]
+    matches: int
+    nodes_before: int
+    nodes_after: int
+    elapsed_ms: float
+    numerics: str
+    before: fx.Graph | None = field(default=None, repr=False)
+    after: fx.Graph | None = field(default=None, repr=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PhaseGraph:
+    """One phase's whole step: ATen, every input named, every output named."""
+
+    phase: Phase
+    graph_module: fx.GraphModule
+    inputs: tuple[InputSpec, ...]
+    outputs: tuple[str, ...]
+    fakes: tuple[Any, ...] = field(repr=False)  # fake inputs, symbols included, in placeholder order
+    records: tuple[PassRecord, ...] = ()
+
+    def __str__(self) -> str:
+        return f"{self.phase}: {len(self.graph_module.graph.nodes)} nodes, {len(self.records)} passes"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpecProgram:
+    """The rewritten graphs of a target and its drafter, not lowered yet."""
+
+    method: str
+    config: ProgramConfig
+    phases: Mapping[Phase, PhaseGraph]
+    buffers: tuple[BufferSpec, ...]
+    weights: Mapping[str, Tensor] = field(repr=False)
+    vocab_size: int
+    notes: tuple[str, ...] = ()  # what was resolved, for `Engine.plan()`: aux layers, draft layout, ...
+
+    def __str__(self) -> str:
+        cache_bytes = sum(b.num_bytes for b in self.buffers if b.kind == "cache")
+        lines = [f"SpecProgram({self.method}, K={self.config.num_draft_tokens}, {self.config.dtype})"]
+        lines += [f"  {self.phases[phase]}" for phase in self.phases]
+        lines.append(f"  {len(self.weights)} weights, {cache_bytes / 2**20:.1f} MiB of KV cache")
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoweredPhase:
+    """A callable for one phase and what it cost."""
+
+    phase: Phase
+    call: Callable[..., Any] = field(repr=False)
+    inputs: tuple[InputSpec, ...] = field(repr=False)
+    outputs: tuple[str, ...]
+    compile_ms: float
+    from_cache: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lowered:
+    """A program that runs: one callable a phase, weights in their final layout."""
+
+    program: SpecProgram
+    backend: str
+    phases: Mapping[Phase, LoweredPhase]
+
+    def __str__(self) -> str:
+        parts = [
+            f"{p.phase} {p.compile_ms:.0f} ms{' (cached)' if p.from_cache else ''}"
+            for p in self.phases.values()
+        ]
+        return f"Lowered({self.backend}: {', '.join(parts)})"

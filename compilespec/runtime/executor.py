@@ -1,0 +1,65 @@
+"""What the scheduler asks of a compiled program: two calls, one per phase, and a block table.
+
+`Executor` is the border between the host's bookkeeping (requests, blocks, stop conditions: this package)
+and the device's step (graphs, caches, state buffers).  The scheduler never sees a tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrefillChunk:
+    """A run of consecutive prompt tokens of one request.
+
+    `next_token` is the true prompt token that follows the chunk; None when the chunk ends the prompt, so
+    that the drafter is fed the token the target samples (hazard H-4).
+    """
+
+    row: int
+    start: int
+    tokens: tuple[int, ...]
+    next_token: int | None
+
+    @property
+    def finished(self) -> bool:
+        return self.next_token is None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Geometry:
+    """The sizes a program was compiled for.  All of them are fixed for the engine's life."""
+
+    max_batch_size: int  # state rows
+    max_seq_len: int  # tokens per request, prompt included
+    max_prefill_tokens: int  # packed tokens of one prefill call
+    block_size: int  # tokens per cache block
+    num_blocks: int  # blocks of the cache
+    num_draft_tokens: int  # K
+    vocab_size: int
+    reserve_tokens: int  # slots past seq_len that one step may write, before the max_seq_len cap: 2K + 1
+
+    @property
+    def blocks_per_row(self) -> int:
+        return -(-self.max_seq_len // self.block_size)
+
+
+class Executor(Protocol):
+    """Runs prefill and decode steps over persistent device state, one state row per running request."""
+
+    geometry: Geometry
+
+    def set_blocks(self, row: int, blocks: Sequence[int]) -> None:
+        """Write `blocks` (physical block ids, logical order) as the row's block table; the rest is cleared."""
+
+    def prefill(self, chunks: Sequence[PrefillChunk]) -> list[int | None]:
+        """Run the chunks as one packed batch; returns each finished prompt's first token, else None."""
+
+    def decode(self, rows: Sequence[int]) -> list[list[int]]:
+        """One verify step for these rows; returns the emitted tokens of each (1..K+1)."""
+
+    def close(self) -> None:
+        """Free the device buffers."""

@@ -1,0 +1,27 @@
+"""Weights in the layout that the lowered graphs ask for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from compilespec.ops.packed_linear import pack_weight
+from compilespec.program import InputSpec, LoweredPhase, Phase, SpecProgram
+
+
+def bind_weights(program: SpecProgram, phases: Mapping[Phase, LoweredPhase]) -> dict[str, Tensor]:
+    """Every weight input by name, merged and packed once however many phases read it."""
+    bound: dict[str, Tensor] = {}
+    for phase in phases.values():
+        for spec in phase.inputs:
+            if spec.kind == "weight" and spec.name not in bound:
+                bound[spec.name] = _materialise(spec, program.weights)
+    return bound
+
+
+def _materialise(spec: InputSpec, weights: Mapping[str, Tensor]) -> Tensor:
+    parts = [weights[name] for name in spec.sources]
+    tensor = parts[0] if len(parts) == 1 else torch.cat(parts)
+    return pack_weight(tensor) if spec.packed else tensor

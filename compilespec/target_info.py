@@ -1,0 +1,51 @@
+"""What a drafter may know about its target, read off the target's graph."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, fx
+
+from compilespec.errors import TraceError
+from compilespec.loading import Target
+from compilespec.methods.base import TargetInfo
+from compilespec.passes.analysis import find_embedding, find_head, shape_of
+from compilespec.program import Traced
+
+
+def describe_target(traced: Traced, target: Target) -> TargetInfo:
+    """Widths, vocabulary, embedding and head of a captured causal LM.
+
+    Raises: TraceError when the graph's output is not a product with a head, or its ids enter no embedding.
+    """
+    output = next(node for node in reversed(traced.graph_module.graph.nodes) if node.op == "output")
+    logits = output.args[0][0]
+    head = find_head(logits)
+    ids = next(node for node in traced.graph_module.graph.nodes if node.meta.get("role") == "input_ids")
+    embedding = find_embedding(ids)
+    vocab_size = (shape_of(logits) or (None,))[-1]
+    if vocab_size is None or head is None or embedding is None:
+        raise TraceError(
+            f"{type(target.model).__name__}: expected token ids that enter an embedding and logits that are a product "
+            f"with a head; found embedding {embedding}, head {head}"
+        )
+    hidden_size = (shape_of(head.hidden) or (0,))[-1]
+    parameter = next(target.model.parameters())
+    return TargetInfo(
+        hidden_size=int(hidden_size or 0),
+        vocab_size=int(vocab_size),
+        num_layers=traced.num_attention_layers,
+        dtype=parameter.dtype,
+        device=parameter.device,
+        embedding=_weight(traced, embedding),
+        lm_head=_weight(traced, head.weight),
+        config=getattr(target.model, "config", None),
+        max_seq_len=target.max_seq_len or 0,
+    )
+
+
+def _weight(traced: Traced, node: fx.Node) -> Tensor:
+    name = node.meta.get("role")
+    tensor = traced.weights.get(str(name))
+    if tensor is None:
+        raise TraceError(f"{node.name}: expected an embedding or head that is a parameter of the model, found {name}")
+    return torch.Tensor.detach(tensor)
