@@ -1,0 +1,145 @@
+"""Time to first token of a fresh process, with empty caches and with filled ones.
+
+Each measurement is a new Python process, timed from just before it is started to its first token,
+so that imports, loading, tracing and compiling all count.  The child then finishes its request, so
+that what compiles after the first token lands in the caches before the next, warm, process starts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from tools.bench import report
+from tools.bench.gates import FIRST_TOKEN_LIMIT_S
+from tools.bench.measure import quantiles
+from tools.bench.prompts import load_prompts
+
+ROOT = Path(__file__).resolve().parents[2]
+CACHE_VARIABLES = ("COMPILESPEC_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
+MARK = "RESULT "
+
+
+def run(options: argparse.Namespace, console: Console) -> int:
+    """Returns 1 when a limit is exceeded, else 0."""
+    result: dict[str, Any] = {"benchmark": "first token", **report.environment(), "specs": {}}
+    specs = [("none", None), ("eagle3", options.num_draft_tokens[0])]
+    for spec, num_draft_tokens in specs:
+        if options.only and options.only not in spec:
+            continue
+        job = {
+            "model": options.model,
+            "draft": str(options.draft) if options.draft and num_draft_tokens else None,
+            "spec": spec,
+            "num_draft_tokens": num_draft_tokens,
+            "max_batch_size": max(options.batch),
+            "backend": options.backend,
+            "threads": options.threads,
+            "prompt": next(iter(load_prompts(1).values())),
+        }
+        with tempfile.TemporaryDirectory(prefix="compilespec-first-token-") as folder:
+            console.print(f"{spec}: cold start")
+            cold = spawn("tools.bench.first_token", job, Path(folder))
+            warm = []
+            for repeat in range(options.repeats):
+                console.print(f"{spec}: warm start {repeat + 1}")
+                warm.append(spawn("tools.bench.first_token", job, Path(folder)))
+        result["specs"][spec] = {"job": job, "cold": cold, "warm": warm}
+    table = Table(title="seconds from process start to first token")
+    for column in ("spec", "start", "first token", "import", "compile", "limit", ""):
+        table.add_column(column)
+    failed = False
+    for spec, entry in result["specs"].items():
+        for start, runs in (("cold", [entry["cold"]]), ("warm", entry["warm"])):
+            seconds = quantiles([r["first_token_s"] for r in runs])["p50"]
+            entry[f"{start}_first_token_s"] = seconds
+            limit = FIRST_TOKEN_LIMIT_S[start]
+            failed |= seconds > limit
+            table.add_row(
+                spec,
+                start,
+                f"{seconds:.1f}",
+                *(
+                    f"{quantiles([r[key] for r in runs])['p50']:.1f}"
+                    for key in ("import_s", "compile_s")
+                ),
+                f"{limit:.0f}",
+                "[red]FAIL[/]" if seconds > limit else "[green]pass[/]",
+            )
+    console.print(table)
+    console.print(f"written to {report.write_json(options.name, result)}")
+    return int(failed)
+
+
+def spawn(module: str, job: dict[str, Any], cache_dir: Path) -> dict[str, Any]:
+    """Run `python -m module --child JOB` with its caches under `cache_dir`; the JSON it printed.
+
+    Raises:
+        RuntimeError: the child failed; the message ends with what it wrote.
+    """
+    env = dict(os.environ)
+    for variable in CACHE_VARIABLES:
+        env[variable] = str(cache_dir / variable.lower())
+    env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), env.get("PYTHONPATH")]))
+    job = {**job, "started": time.time()}
+    done = subprocess.run(
+        [sys.executable, "-m", module, "--child", json.dumps(job)],
+        env=env,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    for line in reversed(done.stdout.splitlines()):
+        if line.startswith(MARK):
+            answer: dict[str, Any] = json.loads(line.removeprefix(MARK))
+            return answer
+    raise RuntimeError(
+        f"{module} gave no result (exit status {done.returncode}):\n{done.stderr[-2000:]}"
+    )
+
+
+def child(job: dict[str, Any]) -> dict[str, Any]:
+    """The measured process."""
+    import torch
+
+    import compilespec
+
+    torch.set_num_threads(job["threads"])
+    imported = time.time()
+    keywords = {key: job[key] for key in ("draft", "num_draft_tokens") if job[key] is not None}
+    engine: Any = compilespec.compile(
+        job["model"],
+        spec=job["spec"],
+        max_batch_size=job["max_batch_size"],
+        backend=job["backend"],
+        **keywords,
+    )
+    compiled = time.time()
+    params = compilespec.SamplingParams(max_new_tokens=16, ignore_eos=True)
+    deltas = iter(engine.stream([job["prompt"]], params))
+    next(deltas)
+    first_token = time.time()
+    for _ in deltas:
+        pass
+    engine.close()
+    return {
+        "first_token_s": first_token - job["started"],
+        "import_s": imported - job["started"],
+        "compile_s": compiled - imported,
+        "finished_s": time.time() - job["started"],
+    }
+
+
+if __name__ == "__main__":
+    print(MARK + json.dumps(child(json.loads(sys.argv[sys.argv.index("--child") + 1]))), flush=True)

@@ -1,0 +1,141 @@
+"""What a run leaves behind: one JSON file, and tables for people."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from tools.bench.check import Comparison
+from tools.bench.gates import Verdict
+
+RESULTS_DIR = Path(__file__).with_name("results")
+PACKAGES = ("torch", "transformers", "triton", "compilespec", "llama-cpp-python")
+
+
+def environment() -> dict[str, object]:
+    """Commit, versions and device: what a number needs beside it."""
+    return {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "commit": _git("rev-parse", "HEAD") or "unknown",
+        "uncommitted_changes": bool(_git("status", "--porcelain", "--untracked-files=no")),
+        "python": platform.python_version(),
+        "versions": {name: _version(name) for name in PACKAGES},
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else cpu_name(),
+        "cpu": cpu_name(),
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "num_cpus": os.cpu_count(),
+        "num_threads": torch.get_num_threads(),
+        "load_average": round(os.getloadavg()[0], 2),
+    }
+
+
+def cpu_name() -> str:
+    """The processor's own name for itself, with the matrix extensions that decide bf16 speed."""
+    info = Path("/proc/cpuinfo")
+    if not info.exists():
+        return platform.processor() or platform.machine()
+    lines = (line.partition(":") for line in info.read_text().splitlines())
+    fields = {key.strip(): value.strip() for key, _, value in lines}
+    flags = fields.get("flags", "").split()
+    extras = [flag for flag in ("avx2", "avx512f", "avx512_bf16", "amx_bf16") if flag in flags]
+    return " ".join([fields.get("model name", platform.machine()), *extras])
+
+
+def write_json(name: str, content: Mapping[str, Any], folder: Path = RESULTS_DIR) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{name}.json"
+    path.write_text(json.dumps(content, indent=1, default=str) + "\n", encoding="utf-8")
+    return path
+
+
+def print_check(console: Console, comparisons: Sequence[Comparison]) -> None:
+    """One row per way and batch: how many texts are identical, and how near a tie the rest part."""
+    table = Table(title="outputs beside transformers eager (batch 1)")
+    for column in (
+        "way",
+        "batch",
+        "identical",
+        "first difference",
+        "margin there",
+        "worst / bound",
+    ):
+        table.add_column(column, justify="left" if column == "way" else "right")
+    groups: dict[tuple[str, int], list[Comparison]] = {}
+    for comparison in comparisons:
+        groups.setdefault((comparison.way, comparison.batch), []).append(comparison)
+    for (way, batch), group in groups.items():
+        parted = [c for c in group if c.first_difference is not None]
+        first = min(parted, key=lambda c: c.first_difference or 0, default=None)
+        worst = max(group, key=lambda c: c.worst_margin / c.bound)
+        table.add_row(
+            way,
+            str(batch),
+            f"{len(group) - len(parted)}/{len(group)}",
+            f"{first.prompt}[{first.first_difference}]" if first else "-",
+            f"{max(abs(c.margin or 0.0) for c in parted):.3g}" if parted else "-",
+            f"{worst.worst_margin:.3g} / {worst.bound:.3g}" + ("" if worst.ok else " FAIL"),
+        )
+    console.print(table)
+
+
+def print_speeds(
+    console: Console, batch: int, speeds: Mapping[str, Mapping[str, Any]], baseline: str
+) -> None:
+    table = Table(title=f"batch {batch}: generated tokens per second, prefill included")
+    for column in ("way", "p20", "p50", "p80", "whole run", "x eager", "accepted"):
+        table.add_column(column, justify="left" if column == "way" else "right")
+    base = speeds[baseline]["tokens_per_s"]["p50"]
+    for way, summary in speeds.items():
+        rate = summary["tokens_per_s"]
+        length = summary.get("acceptance_length")
+        table.add_row(
+            way,
+            *(f"{rate[q]:,.0f}" for q in ("p20", "p50", "p80")),
+            f"{summary['tokens_per_s_whole_run']:,.0f}",
+            f"{rate['p50'] / base:.2f}",
+            f"{length:.2f}" if length is not None else "-",
+        )
+    console.print(table)
+
+
+def print_verdicts(console: Console, verdicts: Sequence[Verdict]) -> None:
+    table = Table(title="gates (ratio of medians)")
+    for column in ("batch", "way", "against", "needed", "measured", ""):
+        table.add_column(column, justify="right" if column in ("needed", "measured") else "left")
+    for verdict in verdicts:
+        word = "pass" if verdict.passed else "FAIL" if verdict.gate.required else "goal missed"
+        colour = {"pass": "green", "FAIL": "red"}.get(word, "yellow")
+        table.add_row(
+            str(verdict.batch),
+            verdict.way,
+            verdict.against,
+            f"{verdict.gate.ratio:.2f}" + ("" if verdict.gate.required else " (goal)"),
+            f"{verdict.ratio:.2f}",
+            f"[{colour}]{word}[/]",
+        )
+    console.print(table)
+
+
+def _git(*arguments: str) -> str:
+    done = subprocess.run(
+        ["git", *arguments], cwd=Path(__file__).parent, capture_output=True, text=True, check=False
+    )
+    return done.stdout.strip()
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
