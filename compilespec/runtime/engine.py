@@ -1,0 +1,273 @@
+"""The engine: what users hold.  Prompts in, tokens and statistics out."""
+
+from __future__ import annotations
+
+import itertools
+import secrets
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+from compilespec.errors import EngineClosed, InvalidRequest, SpecError
+from compilespec.runtime.detokenize import OutputText, Tokenizer
+from compilespec.runtime.executor import Executor
+from compilespec.runtime.prompts import as_prompt_list, check_params, read_prompt
+from compilespec.runtime.request import FinishReason, GenerationOutput, Request, RequestState
+from compilespec.runtime.scheduler import Scheduler
+from compilespec.runtime.stats import EngineStats, StatsRecorder
+from compilespec.sampling_params import SamplingParams
+
+Params = SamplingParams | Sequence[SamplingParams] | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Delta:
+    """What one step added to one prompt of a stream."""
+
+    index: int
+    """Which of the prompts."""
+
+    token_ids: tuple[int, ...]
+    """The new tokens."""
+
+    text: str
+    """The new text: it may lag behind the tokens, and is whole once the request has finished."""
+
+    output: GenerationOutput | None = None
+    """The complete result, with the prompt's last delta."""
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        return None if self.output is None else self.output.finish_reason
+
+
+class Engine:
+    """Serves requests with a compiled program.
+
+    One thread at a time.  `generate` and `stream` drive the same loop as `submit` and `step`, so
+    requests submitted earlier move on with them.
+    """
+
+    def __init__(
+        self,
+        executor: Executor,
+        *,
+        tokenizer: Tokenizer | None = None,
+        eos_token_ids: Iterable[int] = (),
+        plan: Mapping[str, Any] | None = None,
+        graphs: Mapping[str, Any] | None = None,
+        buckets: Sequence[int] = (),
+        count_recompiles: Callable[[], int] = lambda: 0,
+    ) -> None:
+        """Wrap an executor, which the engine owns from here on.
+
+        Args:
+            tokenizer: a transformers tokenizer, or None for token ids only.
+            eos_token_ids: ids that end every request that does not ignore them.
+            plan: what was decided (method, K, buckets) and why; returned by `plan()`.
+            graphs: every graph with its history.
+            buckets: batch sizes that decode runs at; empty where it runs at any size.
+            count_recompiles: returns the compilations since the program was ready.
+        """
+        self.geometry = executor.geometry
+        self.tokenizer = tokenizer
+        self.eos_token_ids = frozenset(eos_token_ids)
+        self.graphs: Mapping[str, Any] = graphs or {}
+        self._plan = dict(plan or {})
+        self._executor = executor
+        self._count_recompiles = count_recompiles
+        self._stats = StatsRecorder(self.geometry.num_draft_tokens, buckets)
+        self._scheduler = Scheduler(executor, self._stats)
+        self._ids = itertools.count()
+        self._closed = False
+
+    def generate(self, prompts: Any, params: Params = None) -> list[GenerationOutput]:
+        """Run the prompts to their end; outputs in the order of the prompts.
+
+        Args:
+            prompts: a string, a list of token ids (or a 1-D integer tensor), or a list of those.
+            params: one SamplingParams, or one per prompt; None takes the defaults.
+        Raises:
+            SpecError: a single prompt cannot be served, or `params` shared by all cannot.  In a
+                list, a prompt that cannot be served gives an output with finish_reason "error" and
+                the others go on.
+        """
+        requests = self._requests(prompts, params)
+        self._run(requests)
+        return [request.output() for request in requests]
+
+    def stream(self, prompts: Any, params: Params = None) -> Iterator[Delta]:
+        """Run the prompts and yield what each step adds, as it comes; arguments and errors as in
+        `generate`.
+
+        Closing the iterator early aborts what is left.
+        """
+        return self._stream(self._requests(prompts, params))
+
+    def submit(self, prompt: Any, params: SamplingParams | None = None) -> Request:
+        """Queue one prompt; `step` moves it.
+
+        Raises: InvalidRequest, NotSupported (nothing was queued), EngineClosed.
+        """
+        self._check_open()
+        request = self._request(prompt, SamplingParams() if params is None else params)
+        self._scheduler.add(request)
+        return request
+
+    def step(self) -> list[Request]:
+        """Run one scheduler step: at most one prefill and one decode; returns the requests that got
+        tokens.
+
+        Raises: whatever the program raises.  The requests that were running have then ended with
+            "error".
+        """
+        self._check_open()
+        return self._scheduler.step()
+
+    @property
+    def has_work(self) -> bool:
+        """Whether any submitted request is unfinished."""
+        return self._scheduler.has_work
+
+    def abort(self, request: Request) -> None:
+        """End a request now; it keeps the tokens it has.  No effect on a finished one."""
+        self._check_open()
+        self._scheduler.abort(request)
+
+    def stats(self) -> EngineStats:
+        """Totals since the engine was made."""
+        return self._stats.read(self._count_recompiles())
+
+    def plan(self) -> dict[str, Any]:
+        """What the engine runs (method, K, sizes, buckets), and why."""
+        return dict(self._plan)
+
+    def close(self) -> None:
+        """Abort what runs and free the device buffers.  Closing twice is harmless."""
+        if not self._closed:
+            for request in [*self._scheduler.waiting, *self._scheduler.running]:
+                self._scheduler.abort(request)
+            self._closed = True
+            self._executor.close()
+
+    def __enter__(self) -> Engine:
+        self._check_open()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _run(self, requests: Sequence[Request]) -> None:
+        try:
+            self._queue(requests)
+            while not all(request.finished for request in requests):
+                self._scheduler.step()
+        finally:
+            self._drop(requests)
+
+    def _stream(self, requests: Sequence[Request]) -> Iterator[Delta]:
+        self._check_open()  # the engine may have been closed since the iterator was made
+        open_requests = dict(enumerate(requests))
+        try:
+            self._queue(requests)
+            while open_requests:
+                if not any(request.finished for request in open_requests.values()):
+                    self.step()
+                for index, request in list(open_requests.items()):
+                    token_ids, text = request.take_delta()
+                    if request.finished:
+                        del open_requests[index]
+                        yield Delta(
+                            index=index, token_ids=token_ids, text=text, output=request.output()
+                        )
+                    elif token_ids or text:
+                        yield Delta(index=index, token_ids=token_ids, text=text)
+        finally:
+            self._drop(requests)
+
+    def _queue(self, requests: Sequence[Request]) -> None:
+        for request in requests:
+            if not request.finished:
+                self._scheduler.add(request)
+
+    def _drop(self, requests: Sequence[Request]) -> None:
+        """Leave nothing behind when a call ends early; close() has aborted all there was."""
+        if not self._closed:
+            for request in requests:
+                self._scheduler.abort(request)
+
+    def _requests(self, prompts: Any, params: Params) -> list[Request]:
+        self._check_open()
+        items, is_single = as_prompt_list(prompts)
+        each = self._params_of_each(params, len(items))
+        requests = []
+        for item, item_params in zip(items, each, strict=True):
+            try:
+                requests.append(self._request(item, item_params))
+            except SpecError as error:
+                if is_single:
+                    raise
+                requests.append(self._refused(item_params, error))
+        return requests
+
+    def _params_of_each(self, params: Params, count: int) -> list[SamplingParams]:
+        if params is None or isinstance(params, SamplingParams):
+            shared = params or SamplingParams()
+            check_params(
+                shared, self.tokenizer, self.geometry
+            )  # at fault is the call, not a prompt
+            return [shared] * count
+        each = list(params)
+        if len(each) != count:
+            raise InvalidRequest(
+                f"params: expected one SamplingParams or {count} (one per prompt), got {len(each)}"
+            )
+        return each
+
+    def _request(self, prompt: Any, params: SamplingParams) -> Request:
+        check_params(params, self.tokenizer, self.geometry)
+        ids = read_prompt(prompt, self.tokenizer, self.geometry)
+        self._check_blocks(len(ids), params.max_new_tokens)
+        eos = frozenset[int]() if params.ignore_eos else self.eos_token_ids
+        text = OutputText(self.tokenizer, ids, params.stop) if self.tokenizer is not None else None
+        return Request(
+            id=next(self._ids),
+            prompt_token_ids=ids,
+            params=params,
+            seed=secrets.randbits(63) if params.seed is None else params.seed,
+            stop_token_ids=eos.union(params.stop_token_ids),
+            output_text=text,
+        )
+
+    def _check_blocks(self, num_prompt_tokens: int, max_new_tokens: int) -> None:
+        needed = self._scheduler.num_blocks_needed(num_prompt_tokens, max_new_tokens)
+        if needed > self.geometry.num_blocks:
+            raise InvalidRequest(
+                f"the request needs {needed} cache blocks of {self.geometry.block_size} tokens and "
+                f"the engine has {self.geometry.num_blocks}; lower max_new_tokens "
+                f"({max_new_tokens}) or compile with kv_cache_tokens of at least "
+                f"{needed * self.geometry.block_size}"
+            )
+
+    def _refused(self, params: SamplingParams, error: SpecError) -> Request:
+        """A request that ended before it began."""
+        return Request(
+            id=next(self._ids),
+            prompt_token_ids=(),
+            params=params,
+            seed=getattr(params, "seed", None),
+            stop_token_ids=frozenset(),
+            state=RequestState.FINISHED,
+            finish_reason="error",
+            error=error,
+        )
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise EngineClosed("the engine is closed; compile a new one")

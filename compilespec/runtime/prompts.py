@@ -1,0 +1,146 @@
+"""Prompts as callers give them: text or token ids, one or many."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from numbers import Integral
+from typing import Any
+
+from compilespec.errors import InvalidRequest, NotSupported
+from compilespec.runtime.detokenize import Tokenizer
+from compilespec.runtime.executor import Geometry
+from compilespec.sampling_params import SamplingParams
+
+# Fields of SamplingParams that change the outcome of greedy decoding, or of decoding altogether,
+# and the one value of each that is built.  (top_k, top_p, min_p and seed change nothing at
+# temperature 0.)
+BUILT_VALUES: dict[str, Any] = {
+    "temperature": 0.0,
+    "min_new_tokens": 0,
+    "repetition_penalty": 1.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "logit_bias": None,
+    "allowed_token_ids": None,
+    "bad_token_ids": None,
+    "n": 1,
+    "logprobs": None,
+    "prompt_logprobs": None,
+    "guide": None,
+    "num_draft_tokens": None,
+}
+
+
+def as_prompt_list(prompts: Any) -> tuple[list[Any], bool]:
+    """Tell one prompt (a string, a flat sequence of ids, a 1-D array) from many.
+
+    Returns: the prompts, and whether it was a single one.  An empty sequence is no prompt at all.
+    """
+    if isinstance(prompts, str) or hasattr(prompts, "ndim"):
+        return [prompts], True
+    if not isinstance(prompts, Sequence):
+        raise InvalidRequest(
+            "prompts: expected a string, a list of token ids, or a list of those, got "
+            f"{_type(prompts)}"
+        )
+    if prompts and all(_is_int(item) for item in prompts):
+        return [prompts], True
+    return list(prompts), False
+
+
+def read_prompt(prompt: Any, tokenizer: Tokenizer | None, geometry: Geometry) -> tuple[int, ...]:
+    """Return the prompt's token ids, checked against the program's sizes.
+
+    Raises: InvalidRequest (empty, too long, ids outside the vocabulary, text without a tokenizer).
+    """
+    if isinstance(prompt, str):
+        ids = _encode(prompt, tokenizer)
+    else:
+        ids = _as_ids(prompt)
+    if not ids:
+        raise InvalidRequest(
+            "the prompt is empty: expected at least one token; give the id that begins a text, if "
+            "the model has one"
+        )
+    if len(ids) >= geometry.max_seq_len:
+        raise InvalidRequest(
+            f"the prompt has {len(ids)} tokens: expected at most {geometry.max_seq_len - 1}, to "
+            "leave room for one new token; shorten it or compile with a max_seq_len above "
+            f"{len(ids)}"
+        )
+    for position, token in enumerate(ids):
+        if not 0 <= token < geometry.vocab_size:
+            raise InvalidRequest(
+                f"prompt token {position} is {token}: expected ids from 0 to "
+                f"{geometry.vocab_size - 1}, the vocabulary of the target; check that the "
+                "tokenizer belongs to it"
+            )
+    return ids
+
+
+def check_params(params: Any, tokenizer: Tokenizer | None, geometry: Geometry) -> None:
+    """Refuse parameters that this engine cannot serve.
+
+    Raises: NotSupported (a part not built yet, names the field), InvalidRequest (not
+        SamplingParams, stop strings without a tokenizer, stop ids outside the vocabulary).
+    """
+    if not isinstance(params, SamplingParams):
+        raise InvalidRequest(f"params: expected SamplingParams, got {_type(params)}")
+    for name, built in BUILT_VALUES.items():
+        value = getattr(params, name)
+        if value != built:
+            raise NotSupported(
+                f"SamplingParams.{name}={value!r} is not built yet; leave it at {built!r}"
+            )
+    if params.stop and tokenizer is None:
+        raise InvalidRequest(
+            "SamplingParams.stop needs a tokenizer and the engine has none; compile with "
+            "tokenizer=..., or give stop_token_ids"
+        )
+    outside = [token for token in params.stop_token_ids if token >= geometry.vocab_size]
+    if outside:
+        raise InvalidRequest(
+            f"SamplingParams.stop_token_ids: expected ids from 0 to {geometry.vocab_size - 1}, got "
+            f"{outside[0]}"
+        )
+
+
+def _encode(prompt: str, tokenizer: Tokenizer | None) -> tuple[int, ...]:
+    if not prompt:  # not even the token that a tokenizer may put in front
+        return ()
+    if tokenizer is None:
+        raise InvalidRequest(
+            "the prompt is text and the engine has no tokenizer; compile with tokenizer=..., or "
+            "give token ids"
+        )
+    return tuple(tokenizer.encode(prompt))
+
+
+def _as_ids(prompt: Any) -> tuple[int, ...]:
+    ids = prompt
+    if hasattr(prompt, "ndim"):  # a tensor or an array, without importing what made it
+        if prompt.ndim != 1:
+            raise InvalidRequest(
+                f"the prompt has {prompt.ndim} dimensions: expected 1 (token ids); give a batch as "
+                "a list of rows"
+            )
+        ids = prompt.tolist()
+    if not isinstance(ids, Sequence):
+        raise InvalidRequest(
+            f"the prompt is {_type(ids)}: expected a string or a list of token ids"
+        )
+    for position, token in enumerate(ids):
+        if not _is_int(token):
+            raise InvalidRequest(
+                f"prompt token {position} is {token!r}: expected an integer token id"
+            )
+    return tuple(int(token) for token in ids)
+
+
+def _is_int(value: object) -> bool:
+    """Whether it counts as one token id: int and NumPy's integers, no bool and no tensor."""
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def _type(value: object) -> str:
+    return f"a {type(value).__name__}"

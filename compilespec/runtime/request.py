@@ -1,0 +1,155 @@
+"""One request: what came, where it stands, and what it gave."""
+
+from __future__ import annotations
+
+import enum
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from compilespec.runtime.detokenize import OutputText
+from compilespec.sampling_params import SamplingParams
+
+FinishReason = Literal["stop", "length", "aborted", "error"]
+
+
+class RequestState(enum.Enum):
+    """Where a request stands; it only moves forward."""
+
+    WAITING = "waiting"  # no state row, no blocks
+    PREFILL = "prefill"  # admitted; part of the prompt is not in the cache yet
+    DECODE = "decode"  # emits tokens at every step
+    FINISHED = "finished"  # row and blocks given back
+
+
+@dataclass(kw_only=True)
+class RequestTimings:
+    """Moments of a request's life in ms of one monotonic clock; None: not reached."""
+
+    submitted_ms: float = field(default_factory=lambda: now_ms())
+    admitted_ms: float | None = None
+    first_token_ms: float | None = None
+    finished_ms: float | None = None
+
+    @property
+    def time_to_first_token_ms(self) -> float | None:
+        return None if self.first_token_ms is None else self.first_token_ms - self.submitted_ms
+
+
+@dataclass(kw_only=True, eq=False)
+class Request:
+    """A prompt on its way through the engine.  Callers read it; only the scheduler writes it."""
+
+    id: int
+    prompt_token_ids: tuple[int, ...]
+    params: SamplingParams
+    seed: int | None
+    stop_token_ids: frozenset[int]  # EOS included, unless it is ignored
+    output_text: OutputText | None = None  # None without a tokenizer
+    state: RequestState = RequestState.WAITING
+    output_token_ids: list[int] = field(default_factory=list)
+    emitted_per_step: list[int] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    error: Exception | None = None
+    timings: RequestTimings = field(default_factory=RequestTimings)
+    row: int = -1  # state row while admitted
+    blocks: tuple[int, ...] = ()  # cache blocks while admitted
+    num_prefilled: int = 0  # prompt tokens in the cache
+    _num_texted: int = 0  # output tokens that output_text has seen
+    _num_taken: int = 0  # output tokens that take_delta has returned
+
+    @property
+    def finished(self) -> bool:
+        return self.state is RequestState.FINISHED
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.prompt_token_ids) + len(self.output_token_ids)
+
+    def update_text(self) -> OutputText | None:
+        """Bring `output_text` up to the tokens; a final EOS or stop id leaves no text."""
+        text = self.output_text
+        if text is None or text.stopped:
+            return text
+        tokens = self.output_token_ids
+        if tokens and tokens[-1] in self.stop_token_ids:
+            tokens = tokens[:-1]
+        text.add(tokens[self._num_texted :])
+        self._num_texted = len(tokens)
+        if self.finished:
+            text.finish()
+        return text
+
+    def add_until_stop_string(self, tokens: Sequence[int]) -> int | None:
+        """Feed tokens one by one; returns how many complete a stop string, None if none does."""
+        assert self.output_text is not None, "stop strings need a tokenizer; submit checks it"
+        for count, token in enumerate(tokens, start=1):
+            self._num_texted += 1
+            if self.output_text.add((token,)):
+                return count
+        return None
+
+    def take_delta(self) -> tuple[tuple[int, ...], str]:
+        """Return the tokens and the text that no earlier call returned.
+
+        Text may lag behind its tokens: it waits for whole characters and for the end of what may
+        become a stop string.  All of it is out once the request has finished.
+        """
+        new = tuple(self.output_token_ids[self._num_taken :])
+        self._num_taken = len(self.output_token_ids)
+        text = self.update_text()
+        return new, "" if text is None else text.take()
+
+    def output(self) -> GenerationOutput:
+        """What the request gave so far; final once it has finished."""
+        text = self.update_text()
+        return GenerationOutput(
+            prompt_token_ids=list(self.prompt_token_ids),
+            token_ids=list(self.output_token_ids),
+            text=None if text is None else text.text,
+            seed=self.seed,
+            finish_reason=self.finish_reason,
+            emitted_per_step=list(self.emitted_per_step),
+            error=self.error,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerationOutput:
+    """The result of one prompt."""
+
+    prompt_token_ids: list[int]
+    """The prompt as it was fed; empty when it could not be read."""
+
+    token_ids: list[int]
+    """The generated tokens, a final EOS or stop id included, as are those of a stop string."""
+
+    text: str | None
+    """Their text, continuing the prompt's, cut before a stop string; None without a tokenizer."""
+
+    seed: int | None
+    """The key of the random numbers, picked by the engine where the request named none."""
+
+    finish_reason: FinishReason | None
+    """Why generation ended; None while the request runs."""
+
+    emitted_per_step: list[int]
+    """Tokens delivered by each verify step, 1..K+1; the first token comes from prefill and is not
+    counted."""
+
+    error: Exception | None = None
+    """What went wrong when `finish_reason` is "error"."""
+
+    logprobs: Any = None
+    """Not built yet: always None."""
+
+    @property
+    def acceptance_length(self) -> float:
+        """Mean tokens delivered per verify step; 0.0 when no verify step ran."""
+        steps = self.emitted_per_step
+        return sum(steps) / len(steps) if steps else 0.0
+
+
+def now_ms() -> float:
+    return time.perf_counter() * 1e3

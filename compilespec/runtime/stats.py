@@ -1,0 +1,94 @@
+"""Counters of an engine's life."""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from compilespec.runtime.request import now_ms
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineStats:
+    """Totals since the engine was made.  A verify step is counted once per request that takes part
+    in it."""
+
+    num_verify_steps: int
+    """Verify steps, counted per request."""
+
+    num_emitted: int
+    """Tokens delivered by verify steps; the first token of a request comes from prefill and is not
+    counted."""
+
+    acceptance_length: float
+    """num_emitted over num_verify_steps; 0.0 before the first step."""
+
+    acceptance_rate_by_position: tuple[float, ...]
+    """Of all verify steps, the part that delivered draft i as well, i = 0..K-1: acceptance_length -
+    1 in sum."""
+
+    prefill_ms: float
+    """Time spent in prefill calls."""
+
+    decode_ms: float
+    """Time spent in decode calls."""
+
+    num_recompiles: int
+    """Compilations since the engine was ready; anything but 0 is a bug."""
+
+    num_prefills: int
+    """Prefill calls."""
+
+    num_decodes_by_bucket: Mapping[int, int]
+    """Decode calls by the bucket that holds the batch; by batch size where there are none."""
+
+
+class StatsRecorder:
+    """What the scheduler writes; `read` makes the frozen snapshot."""
+
+    def __init__(self, num_draft_tokens: int, buckets: Sequence[int] = ()) -> None:
+        self._buckets = sorted(buckets)
+        self._num_steps_by_emitted = [0] * (num_draft_tokens + 2)
+        self._prefill_ms = 0.0
+        self._decode_ms = 0.0
+        self._num_prefills = 0
+        self._num_decodes_by_bucket: Counter[int] = Counter()
+
+    @contextlib.contextmanager
+    def time_prefill(self) -> Iterator[None]:
+        start = now_ms()
+        yield
+        self._prefill_ms += now_ms() - start
+        self._num_prefills += 1
+
+    @contextlib.contextmanager
+    def time_decode(self, batch: int) -> Iterator[None]:
+        start = now_ms()
+        yield
+        self._decode_ms += now_ms() - start
+        at = bisect.bisect_left(self._buckets, batch)
+        bucket = self._buckets[at] if at < len(self._buckets) else batch
+        self._num_decodes_by_bucket[bucket] += 1
+
+    def count_verify_step(self, num_emitted: int) -> None:
+        self._num_steps_by_emitted[num_emitted] += 1
+
+    def read(self, num_recompiles: int) -> EngineStats:
+        by_emitted = self._num_steps_by_emitted
+        steps = sum(by_emitted)
+        emitted = sum(n * times for n, times in enumerate(by_emitted))
+        rates = (sum(by_emitted[i:]) / max(steps, 1) for i in range(2, len(by_emitted)))
+        return EngineStats(
+            num_verify_steps=steps,
+            num_emitted=emitted,
+            acceptance_length=emitted / steps if steps else 0.0,
+            acceptance_rate_by_position=tuple(rates),
+            prefill_ms=self._prefill_ms,
+            decode_ms=self._decode_ms,
+            num_recompiles=num_recompiles,
+            num_prefills=self._num_prefills,
+            num_decodes_by_bucket=dict(self._num_decodes_by_bucket),
+        )

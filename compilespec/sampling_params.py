@@ -1,0 +1,175 @@
+"""What one request asks for: how its tokens are chosen, and when it ends."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from compilespec.errors import InvalidRequest
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """The parameters of one request, checked when they are made.
+
+    Impossible values raise InvalidRequest here; values that are possible but not built yet raise
+    NotSupported when the request is submitted.
+    """
+
+    max_new_tokens: int = 16
+    """Tokens to generate at most, 1 or more."""
+
+    min_new_tokens: int = 0
+    """Tokens before which neither EOS nor a stop id may be chosen."""
+
+    temperature: float = 0.0
+    """0 is greedy: the most probable token, first index on a tie; above 0 the token is drawn."""
+
+    top_k: int = 0
+    """Draw among this many most probable tokens; 0 is all of them.  Greedy decoding ignores it."""
+
+    top_p: float = 1.0
+    """Draw among the most probable tokens that together reach this probability, above 0 to 1."""
+
+    min_p: float = 0.0
+    """Draw among tokens at least this fraction as probable as the best one, 0 to 1."""
+
+    repetition_penalty: float = 1.0
+    """Divide positive (multiply negative) logits of tokens seen in prompt or output, above 0."""
+
+    presence_penalty: float = 0.0
+    """Subtract this from the logits of tokens that the output already contains."""
+
+    frequency_penalty: float = 0.0
+    """Subtract this times its count in the output from a token's logit."""
+
+    logit_bias: Mapping[int, float] | None = None
+    """Added to the logits, by token id."""
+
+    allowed_token_ids: tuple[int, ...] | None = None
+    """The only ids that may be chosen."""
+
+    bad_token_ids: tuple[int, ...] | None = None
+    """Ids that may never be chosen."""
+
+    seed: int | None = None
+    """Key of the random numbers, 0 to 2**63 - 1; with None the engine picks one and returns it."""
+
+    n: int = 1
+    """Independent samples of the prompt."""
+
+    stop: tuple[str, ...] = ()
+    """Texts (or one) that end the output, which is cut before the first of them."""
+
+    stop_token_ids: tuple[int, ...] = ()
+    """Ids that end the output beside EOS; the id is kept in `token_ids`."""
+
+    ignore_eos: bool = False
+    """Go on after the model's end-of-sequence token."""
+
+    logprobs: int | None = None
+    """How many top log-probabilities to return for each generated token."""
+
+    prompt_logprobs: int | None = None
+    """How many top log-probabilities to return for each prompt token."""
+
+    guide: Any = None
+    """A grammar that the output must follow."""
+
+    num_draft_tokens: int | None = None
+    """Draft tokens per step for this request, at most the engine's; None is the engine's."""
+
+    if not TYPE_CHECKING:  # an unknown keyword deserves our error; type checkers see the dataclass
+
+        def __new__(cls, *args: Any, **keywords: Any) -> SamplingParams:
+            known = [field.name for field in dataclasses.fields(cls)]
+            for name in keywords:
+                if name not in known:
+                    near = difflib.get_close_matches(name, known, n=1)
+                    cure = f"did you mean {near[0]}?" if near else f"known: {', '.join(known)}"
+                    raise InvalidRequest(f"SamplingParams has no field {name!r}; {cure}")
+            return super().__new__(cls)
+
+    def __post_init__(self) -> None:
+        _normalise(self)
+        _check_counts(self)
+        _check_numbers(self)
+        _check_stops(self)
+
+
+def _normalise(params: SamplingParams) -> None:
+    """Make tuples of whatever sequences came, so that params stay hashable by value and frozen."""
+    if isinstance(params.stop, str):
+        object.__setattr__(params, "stop", (params.stop,))
+    for name in ("stop", "stop_token_ids", "allowed_token_ids", "bad_token_ids"):
+        value = getattr(params, name)
+        if value is None:
+            value = () if name.startswith("stop") else None
+        elif isinstance(value, Iterable) and not isinstance(value, str | bytes):
+            value = tuple(value)
+        else:
+            raise _invalid(name, "a sequence", value, f"write {name}=({value!r},)")
+        object.__setattr__(params, name, value)
+
+
+def _check_counts(params: SamplingParams) -> None:
+    lowest = {"max_new_tokens": 1, "min_new_tokens": 0, "top_k": 0, "n": 1}
+    lowest |= {"logprobs": 0, "prompt_logprobs": 0, "num_draft_tokens": 0, "seed": 0}
+    for name, low in lowest.items():
+        value = getattr(params, name)
+        if value is None and name in ("logprobs", "prompt_logprobs", "num_draft_tokens", "seed"):
+            continue
+        if not _is_int(value) or value < low:
+            raise _invalid(name, f"an integer of at least {low}", value)
+    if params.seed is not None and params.seed >= 2**63:
+        raise _invalid("seed", "an integer below 2**63", params.seed)
+    if params.min_new_tokens > params.max_new_tokens:
+        expected = f"at most max_new_tokens ({params.max_new_tokens})"
+        raise _invalid("min_new_tokens", expected, params.min_new_tokens, "raise max_new_tokens")
+
+
+def _check_numbers(params: SamplingParams) -> None:
+    def check(name: str, expected: str, low: float, high: float, *, open_low: bool = False) -> None:
+        value = getattr(params, name)
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not number or not math.isfinite(value) or not low <= value <= high:
+            raise _invalid(name, expected, value)
+        if open_low and value == low:
+            raise _invalid(name, expected, value)
+
+    check("temperature", "a finite number of at least 0", 0.0, math.inf)
+    check("top_p", "a number above 0 and at most 1", 0.0, 1.0, open_low=True)
+    check("min_p", "a number from 0 to 1", 0.0, 1.0)
+    check("repetition_penalty", "a finite number above 0", 0.0, math.inf, open_low=True)
+    check("presence_penalty", "a finite number", -math.inf, math.inf)
+    check("frequency_penalty", "a finite number", -math.inf, math.inf)
+
+
+def _check_stops(params: SamplingParams) -> None:
+    for text in params.stop:
+        if not isinstance(text, str) or not text:
+            raise _invalid("stop", "strings of at least one character", text)
+    for name in ("stop_token_ids", "allowed_token_ids", "bad_token_ids"):
+        for token in getattr(params, name) or ():
+            if not _is_int(token) or token < 0:
+                raise _invalid(name, "token ids of at least 0", token)
+    if params.allowed_token_ids == ():
+        raise _invalid("allowed_token_ids", "at least one id", (), "give None to allow all")
+    if not isinstance(params.ignore_eos, bool):
+        raise _invalid("ignore_eos", "True or False", params.ignore_eos)
+    bias = params.logit_bias
+    if bias is not None and not isinstance(bias, Mapping):
+        raise _invalid("logit_bias", "a mapping of token id to number", bias)
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _invalid(name: str, expected: str, came: object, cure: str = "") -> InvalidRequest:
+    tail = f"; {cure}" if cure else ""
+    return InvalidRequest(f"SamplingParams.{name}: expected {expected}, got {came!r}{tail}")
