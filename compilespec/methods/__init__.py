@@ -1,0 +1,68 @@
+"""The drafting methods, one line each; a method's `capabilities` say what it needs."""
+
+from __future__ import annotations
+
+from compilespec.errors import NotSupported, UnknownMethod
+from compilespec.methods import eagle3, none
+from compilespec.methods.base import Method
+
+METHODS: tuple[Method, ...] = (
+    none.METHOD,
+    eagle3.METHOD,
+)
+
+# Methods of the design that are not built yet, with the reference's mode names for them.
+PLANNED: dict[str, tuple[str, ...]] = {
+    "eagle": (),
+    "mtp": ("MTP",),
+    "mtp_eagle": ("MTP_EAGLE", "MTP_EAGLE_ONE_MODEL"),
+    "mtp_multi": (),
+    "shared_kv": (),
+    "draft_model": ("DRAFT_TARGET",),
+    "ngram": ("NGRAM",),
+    "user": ("USER_PROVIDED",),
+    "save_hidden_states": ("SAVE_HIDDEN_STATES",),
+    "auto": ("AUTO",),
+}
+
+
+def get_method(name: str | None) -> Method:
+    """Find a method by its name or by the reference's name of the mode, in any case; None is
+    "none".
+
+    Raises:
+        UnknownMethod: no such name; the message lists the known ones.
+        NotSupported: the name is one of the design, the method is not built yet.
+    """
+    if name is not None and not isinstance(name, str):
+        raise UnknownMethod(f"spec: expected a method name, came {type(name).__name__}; {_known()}")
+    wanted = "none" if name is None else name.strip().casefold()
+    for method in METHODS:
+        if wanted in _spellings(method.capabilities.name, method.capabilities.aliases):
+            return method
+    for planned, aliases in PLANNED.items():
+        if wanted in _spellings(planned, aliases):
+            raise NotSupported(f"method {planned!r} is not built yet; {_known()}")
+    raise UnknownMethod(f"unknown method {name!r}; {_known()}")
+
+
+def method_names() -> tuple[str, ...]:
+    """Names of the methods that are built."""
+    return tuple(method.capabilities.name for method in METHODS)
+
+
+def capability_rows() -> list[dict[str, object]]:
+    """One row per method: its capabilities and `built`; methods that are planned come last."""
+    built = [{**vars(method.capabilities), "built": True} for method in METHODS]
+    planned = [
+        {"name": name, "aliases": aliases, "built": False} for name, aliases in PLANNED.items()
+    ]
+    return built + planned
+
+
+def _spellings(name: str, aliases: tuple[str, ...]) -> set[str]:
+    return {spelling.casefold() for spelling in (name, *aliases)}
+
+
+def _known() -> str:
+    return f"known methods: {', '.join(method_names())}"

@@ -1,0 +1,118 @@
+"""A head with random weights for any target: for tests and first experiments."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from compilespec.errors import InvalidOption
+from compilespec.methods.base import TargetInfo
+from compilespec.methods.eagle3.config import BODIES, Eagle3Config
+from compilespec.methods.eagle3.drafter import Eagle3Drafter
+from compilespec.methods.eagle3.load import check_sizes, fill, place
+
+
+def random_head(
+    target: TargetInfo,
+    *,
+    draft_vocab_size: int | None = None,
+    seed: int = 0,
+    body: str = "llama",
+    **fields: Any,
+) -> Eagle3Drafter:
+    """Build a random head that fits `target`, in its dtype, on its device.
+
+    It accepts next to nothing, but it is a whole head: norm weights differ from 1, biases from 0,
+    and its draft vocabulary is a random ascending choice of target ids.
+
+    Args:
+        target: sizes; its embedding is shared unless `own_embedding=True`.
+        draft_vocab_size: reduced vocabulary; None for the target's whole one, without d2t.
+        seed: of the weights and the choice of ids.
+        body: decoder layer class.
+        fields: any other field of `Eagle3Config`.
+    Raises:
+        InvalidOption: an unknown field, or an impossible vocabulary or body.
+        DraftMismatch: fields that contradict the target.
+    """
+    if body not in BODIES:
+        raise InvalidOption(f"random_head: body must be one of {', '.join(BODIES)}, came {body!r}")
+    rows = target.vocab_size if draft_vocab_size is None else draft_vocab_size
+    if not 1 <= rows <= target.vocab_size:
+        raise InvalidOption(
+            f"random_head: draft_vocab_size must be 1..{target.vocab_size}, came {rows}"
+        )
+    config = _random_config(target, rows, body, fields)
+    check_sizes(config, target)
+    with torch.device("meta"):
+        drafter = Eagle3Drafter(config)
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {
+        name: _random_tensor(name, like.shape, generator)
+        for name, like in sorted(drafter.state_dict().items())
+        if name != "d2t"
+    }
+    if config.has_d2t:
+        kept = torch.randperm(target.vocab_size, generator=generator)[:rows].sort().values
+        tensors["d2t"] = kept - torch.arange(rows)
+    place(tensors, target)
+    shared: dict[str, Tensor] = {}
+    if not config.own_embedding:
+        shared["embed_tokens.weight"] = target.embedding
+    if not config.own_lm_head:
+        shared["lm_head.weight"] = target.lm_head
+    fill(drafter, tensors, shared, source="random head", device=target.device)
+    return drafter
+
+
+def spread_aux_layers(num_target_layers: int) -> tuple[int, ...]:
+    """The usual hs indices (2, n//2, n-3) where they differ, else up to three before the last."""
+    n = num_target_layers
+    if 2 < n // 2 < n - 3:
+        return (2, n // 2, n - 3)
+    first = max(0, n - 3)
+    return tuple(range(first, min(first + 3, n + 1)))
+
+
+def _random_config(
+    target: TargetInfo, rows: int, body: str, fields: dict[str, Any]
+) -> Eagle3Config:
+    width = int(fields.get("hidden_size", target.hidden_size))
+    head_dim = next(
+        (size for size in (128, 64, 32, 16, 8) if width % size == 0 and width // size >= 4), width
+    )
+    head_dim = int(fields.get("head_dim", head_dim))
+    num_heads = int(fields.get("num_heads", max(1, width // head_dim)))
+    defaults: dict[str, Any] = {
+        "layout": "safeailab",
+        "hidden_size": width,
+        "target_hidden_size": target.hidden_size,
+        "intermediate_size": 2 * width,
+        "num_layers": 1,
+        "num_heads": num_heads,
+        "num_kv_heads": num_heads // 2 if num_heads % 2 == 0 else num_heads,
+        "head_dim": head_dim,
+        "vocab_size": target.vocab_size,
+        "rms_norm_eps": 1e-5,
+        "hidden_act": "silu",
+        "max_position_embeddings": target.max_seq_len or 4096,
+        "rope": (("rope_theta", 10000.0), ("rope_type", "default")),
+        "qkv_bias": body == "qwen2",
+        "own_embedding": width != target.hidden_size,
+        "has_d2t": rows != target.vocab_size,
+        "aux_layers": spread_aux_layers(target.num_layers),
+        "aux_source": "random_head",
+    }
+    try:
+        return Eagle3Config(**{**defaults, "body": body, "draft_vocab_size": rows, **fields})
+    except TypeError as error:
+        raise InvalidOption(f"random_head: {error}") from None
+
+
+def _random_tensor(name: str, shape: torch.Size, generator: torch.Generator) -> Tensor:
+    noise = torch.randn(shape, generator=generator)
+    if len(shape) == 1:
+        return 0.1 * noise + (0.0 if name.endswith("bias") else 1.0)
+    return noise * (1.0 if name == "embed_tokens.weight" else shape[-1] ** -0.5)

@@ -1,0 +1,80 @@
+"""The registry of methods: names, aliases, errors."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from compilespec.errors import InvalidOption, NotSupported, SpecError, UnknownMethod
+from compilespec.methods import PLANNED, capability_rows, get_method, method_names
+from compilespec.methods.base import TargetInfo
+
+
+@pytest.mark.parametrize(
+    ("name", "found"),
+    [
+        ("eagle3", "eagle3"),
+        ("EAGLE3", "eagle3"),
+        ("Eagle3_One_Model", "eagle3"),
+        ("EAGLE3_ONE_MODEL", "eagle3"),
+        ("none", "none"),
+        ("NONE", "none"),
+        (None, "none"),
+    ],
+)
+def test_names_and_mode_names(name, found):
+    assert get_method(name).capabilities.name == found
+
+
+@pytest.mark.parametrize("name", [*PLANNED, "MTP_EAGLE_ONE_MODEL", "NGRAM", "Draft_Target", "AUTO"])
+def test_planned_methods_are_not_supported_yet(name):
+    with pytest.raises(NotSupported, match="not built yet"):
+        get_method(name)
+
+
+@pytest.mark.parametrize("name", ["eagle4", "", "eagle 3", "medusa"])
+def test_unknown_name_lists_the_known_ones(name):
+    with pytest.raises(UnknownMethod, match="eagle3") as caught:
+        get_method(name)
+    assert isinstance(caught.value, KeyError)
+    assert isinstance(caught.value, SpecError)
+    assert not str(caught.value).startswith("'")
+
+
+def test_a_name_must_be_a_string():
+    with pytest.raises(UnknownMethod, match="came int"):
+        get_method(3)
+
+
+def test_no_two_methods_answer_to_one_name():
+    spellings = [
+        {spelling.casefold() for spelling in (row["name"], *row["aliases"])}
+        for row in capability_rows()
+    ]
+    assert len(set().union(*spellings)) == sum(map(len, spellings))
+
+
+def test_capability_rows():
+    rows = {row["name"]: row for row in capability_rows()}
+    assert method_names() == ("none", "eagle3")
+    assert rows["eagle3"]["built"]
+    assert rows["eagle3"]["needs_aux_hidden_states"]
+    assert rows["eagle3"]["kind"] == "recycled"
+    assert not rows["none"]["needs_draft_weights"]
+    assert not rows["ngram"]["built"]
+
+
+def test_none_has_no_drafter():
+    target = TargetInfo(
+        hidden_size=8,
+        vocab_size=8,
+        num_layers=1,
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+        embedding=torch.zeros(8, 8),
+        lm_head=torch.zeros(8, 8),
+    )
+    with pytest.raises(InvalidOption, match="no drafter"):
+        get_method("none").load("somewhere", target, {})
+    with pytest.raises(InvalidOption, match="no options, came aux_layers"):
+        get_method("none").load("somewhere", target, {"aux_layers": (1,)})
