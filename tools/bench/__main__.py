@@ -54,8 +54,8 @@ def main(arguments: list[str] | None = None) -> int:
     console = Console(width=None if sys.stdout.isatty() else 140)
     if os.getloadavg()[0] > 0.5:
         console.print(
-            f"[yellow]the machine is busy (load {os.getloadavg()[0]:.1f}); threads that wait for each "
-            "other on shared cores make every number meaningless[/]"
+            f"[yellow]the machine is busy (load {os.getloadavg()[0]:.1f}): threads that wait for "
+            "each other on shared cores make every number meaningless[/]"
         )
     if options.first_token:
         from tools.bench.first_token import run
