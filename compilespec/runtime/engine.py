@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import secrets
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -56,7 +56,7 @@ class Engine:
         tokenizer: Tokenizer | None = None,
         eos_token_ids: Iterable[int] = (),
         plan: Mapping[str, Any] | None = None,
-        graphs: Mapping[str, Any] | None = None,
+        graphs: Mapping[Any, Any] | None = None,
         buckets: Sequence[int] = (),
         count_recompiles: Callable[[], int] = lambda: 0,
     ) -> None:
@@ -73,7 +73,7 @@ class Engine:
         self.geometry = executor.geometry
         self.tokenizer = tokenizer
         self.eos_token_ids = frozenset(eos_token_ids)
-        self.graphs: Mapping[str, Any] = graphs or {}
+        self.graphs: Mapping[Any, Any] = graphs or {}
         self._plan = dict(plan or {})
         self._executor = executor
         self._count_recompiles = count_recompiles
@@ -97,7 +97,7 @@ class Engine:
         self._run(requests)
         return [request.output() for request in requests]
 
-    def stream(self, prompts: Any, params: Params = None) -> Iterator[Delta]:
+    def stream(self, prompts: Any, params: Params = None) -> Generator[Delta, None, None]:
         """Run the prompts and yield what each step adds, as it comes; arguments and errors as in
         `generate`.
 
@@ -135,6 +135,12 @@ class Engine:
         self._check_open()
         self._scheduler.abort(request)
 
+    def encode(self, prompt: Any) -> list[int]:
+        """Return the prompt's token ids as they would be fed.  Raises: InvalidRequest,
+        EngineClosed."""
+        self._check_open()
+        return list(read_prompt(prompt, self.tokenizer, self.geometry))
+
     def stats(self) -> EngineStats:
         """Totals since the engine was made."""
         return self._stats.read(self._count_recompiles())
@@ -171,7 +177,7 @@ class Engine:
         finally:
             self._drop(requests)
 
-    def _stream(self, requests: Sequence[Request]) -> Iterator[Delta]:
+    def _stream(self, requests: Sequence[Request]) -> Generator[Delta, None, None]:
         self._check_open()  # the engine may have been closed since the iterator was made
         open_requests = dict(enumerate(requests))
         try:

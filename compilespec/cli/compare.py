@@ -1,0 +1,235 @@
+"""Several ways to decode the same prompts: speeds side by side, and where the tokens part.
+
+Prompts run one at a time, each way in turn, so that all see the same machine; the first round warms
+up and gives the tokens, the others are timed.  Nothing here prints.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from compilespec.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from compilespec.runtime.engine import Engine
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decoded:
+    """The outcome of one prompt."""
+
+    token_ids: tuple[int, ...]
+    emitted_per_step: tuple[int, ...] = ()  # empty where the way has no verify steps
+
+
+@dataclass(frozen=True, kw_only=True)
+class Way:
+    """A way to decode: a name and a function of a prompt's token ids."""
+
+    name: str
+    decode: Callable[[Sequence[int]], Decoded]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parting:
+    """Where a way's tokens leave the reference's."""
+
+    prompt: int  # index of the prompt
+    token: int  # index of the first generated token that differs
+    got: int | None  # None: the output ended there
+    expected: int | None
+    margin: float  # between the two best float32 logits of the target at that position
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One way's line of the table."""
+
+    name: str
+    num_tokens: int  # of one round over all prompts
+    elapsed_ms: float  # median round
+    tokens_per_second: float
+    ratio: float  # of tokens_per_second to the reference's
+    acceptance_length: float | None
+    partings: tuple[Parting, ...]
+
+    @property
+    def identical(self) -> bool:
+        return not self.partings
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """The table, and how it was made."""
+
+    rows: tuple[Row, ...]
+    reference: str  # name of the way that ratios and tokens are compared with
+    num_prompts: int
+    num_rounds: int
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data for JSON."""
+        data = asdict(self)
+        for row, entry in zip(self.rows, data["rows"], strict=True):
+            entry["identical"] = row.identical
+        return data
+
+
+def compare(
+    ways: Sequence[Way],
+    prompts: Sequence[Sequence[int]],
+    *,
+    margin: Callable[[Sequence[int]], float],
+    num_rounds: int = 3,
+    progress: Callable[[str], None] = lambda text: None,
+) -> Comparison:
+    """Decode all prompts in all ways; the LAST way is the reference for tokens and ratios.
+
+    Args:
+        margin: distance of the target's two best logits after a prefix; called once per parting.
+        num_rounds: timed rounds, after one that warms up.
+        progress: told what is being run.
+    """
+    first: dict[str, list[Decoded]] = {}
+    for way in ways:
+        progress(f"{way.name}: warming up")
+        first[way.name] = [way.decode(prompt) for prompt in prompts]
+    elapsed_ms: dict[str, list[float]] = {way.name: [] for way in ways}
+    for round_index, way in itertools.product(range(num_rounds), ways):
+        progress(f"{way.name}: round {round_index + 1} of {num_rounds}")
+        start = time.perf_counter()
+        for prompt in prompts:
+            way.decode(prompt)
+        elapsed_ms[way.name].append((time.perf_counter() - start) * 1e3)
+    progress("comparing tokens")
+    reference = ways[-1].name
+    speed = {name: _speed(first[name], elapsed_ms[name]) for name in first}
+    rows = tuple(
+        Row(
+            name=name,
+            num_tokens=sum(len(decoded.token_ids) for decoded in outcome),
+            elapsed_ms=statistics.median(elapsed_ms[name]),
+            tokens_per_second=speed[name],
+            ratio=speed[name] / speed[reference],
+            acceptance_length=_acceptance_length(outcome),
+            partings=find_partings(outcome, first[reference], prompts, margin=margin),
+        )
+        for name, outcome in first.items()
+    )
+    return Comparison(
+        rows=rows, reference=reference, num_prompts=len(prompts), num_rounds=num_rounds
+    )
+
+
+def engine_way(name: str, engine: Engine, *, max_new_tokens: int, ignore_eos: bool) -> Way:
+    """Decode with a compiled engine."""
+    params = SamplingParams(max_new_tokens=max_new_tokens, ignore_eos=ignore_eos)
+
+    def decode(prompt: Sequence[int]) -> Decoded:
+        (output,) = engine.generate(list(prompt), params)
+        return Decoded(
+            token_ids=tuple(output.token_ids), emitted_per_step=tuple(output.emitted_per_step)
+        )
+
+    return Way(name=name, decode=decode)
+
+
+def transformers_way(
+    model: Any,
+    *,
+    max_new_tokens: int,
+    max_seq_len: int,
+    eos_token_ids: Sequence[int] = (),
+    name: str = "transformers generate",
+) -> Way:
+    """Decode with transformers' own `generate`, eager and greedy.
+
+    Args:
+        model: a causal language model of transformers; its generation settings are set aside
+            meanwhile.
+        max_seq_len: the engines' limit, which transformers does not know.
+        eos_token_ids: ids that end an output; none to ignore EOS.
+    """
+    import torch
+    from transformers import GenerationConfig
+
+    device = next(model.parameters()).device
+
+    def decode(prompt: Sequence[int]) -> Decoded:
+        ids = torch.tensor([list(prompt)], device=device)
+        room = min(max_new_tokens, max_seq_len - len(prompt))
+        config = GenerationConfig(
+            do_sample=False,
+            max_new_tokens=room,
+            eos_token_id=list(eos_token_ids) or None,
+            pad_token_id=0,
+        )
+        with torch.no_grad(), _generation_config(model, config):
+            output = model.generate(ids, attention_mask=torch.ones_like(ids))
+        return Decoded(token_ids=tuple(output[0, len(prompt) :].tolist()))
+
+    return Way(name=name, decode=decode)
+
+
+def find_partings(
+    got: Sequence[Decoded],
+    expected: Sequence[Decoded],
+    prompts: Sequence[Sequence[int]],
+    *,
+    margin: Callable[[Sequence[int]], float],
+) -> tuple[Parting, ...]:
+    """Compare the outputs of each prompt up to the first token that differs."""
+    partings = []
+    for index, (prompt, one, other) in enumerate(zip(prompts, got, expected, strict=True)):
+        pairs = itertools.zip_longest(one.token_ids, other.token_ids)
+        for at, (token, wanted) in enumerate(pairs):
+            if token != wanted:
+                prefix = [*prompt, *other.token_ids[:at]]
+                partings.append(
+                    Parting(
+                        prompt=index, token=at, got=token, expected=wanted, margin=margin(prefix)
+                    )
+                )
+                break
+    return tuple(partings)
+
+
+def logit_margin(model: Any, token_ids: Sequence[int]) -> float:
+    """Return how far apart the two best logits after `token_ids` are, computed in float32.
+
+    The model is cast to float32 in place (exact for narrower weights) and stays so: time it before.
+    """
+    import torch
+
+    model.float()
+    ids = torch.tensor([list(token_ids)], device=next(model.parameters()).device)
+    with torch.no_grad():
+        logits = model(input_ids=ids, use_cache=False).logits[0, -1].float()
+    best, second = logits.topk(2).values.tolist()
+    return float(best - second)
+
+
+def _speed(outcome: Sequence[Decoded], elapsed_ms: Sequence[float]) -> float:
+    num_tokens = sum(len(decoded.token_ids) for decoded in outcome)
+    return num_tokens / max(statistics.median(elapsed_ms), 1e-6) * 1e3
+
+
+def _acceptance_length(outcome: Sequence[Decoded]) -> float | None:
+    steps = [count for decoded in outcome for count in decoded.emitted_per_step]
+    return sum(steps) / len(steps) if steps else None
+
+
+@contextlib.contextmanager
+def _generation_config(model: Any, config: Any) -> Iterator[None]:
+    """Replace the model's own settings: those passed to a call are mixed with them instead."""
+    before, model.generation_config = model.generation_config, config
+    try:
+        yield
+    finally:
+        model.generation_config = before

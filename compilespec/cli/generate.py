@@ -1,0 +1,218 @@
+"""`compilespec generate`: prompts in, text out as it comes, or a table of ways side by side."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import os
+import select
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from compilespec.cli import report
+from compilespec.errors import InvalidOption, InvalidRequest
+from compilespec.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from compilespec.runtime.engine import Engine
+
+DEMO = "demo"
+DEMO_PROMPTS = (
+    "class Stack:\n    def __init__(self):\n        self.items = []\n\n    def push(self, item):\n",
+    "import os\n\n\ndef read_lines(path):\n    with open(path) as file:\n",
+    "def fibonacci(n):\n    if n < 2:\n        return n\n",
+)
+DTYPES = ("float32", "bfloat16", "float16", "float64")
+NUM_ROUNDS = 3  # timed rounds of --compare
+
+
+def add_parser(commands: Any) -> None:
+    parser: argparse.ArgumentParser = commands.add_parser(
+        "generate",
+        help="continue prompts, greedily",
+        description="Compile a model (and a drafter), then continue prompts greedily.",
+    )
+    add = parser.add_argument
+    add("--model", default=DEMO, metavar="DIR|demo", help="target checkpoint (default: demo)")
+    add("--spec", help="drafting method (default: eagle3 for the demo, else none)")
+    add("--draft", metavar="DIR", help="drafter checkpoint (default: beside the target)")
+    add("--prompt", action="append", metavar="TEXT", help="prompt; may be repeated")
+    add(
+        "--prompt-file",
+        metavar="FILE",
+        help="file with one prompt, '-' for stdin (read too if no prompt is given); one newline "
+        "at the end is dropped",
+    )
+    add("--max-new-tokens", type=int, default=128, metavar="N", help="default: %(default)s")
+    add("--num-draft-tokens", type=int, metavar="K", help="drafts per step (default: checkpoint's)")
+    add("--backend", choices=("inductor", "eager"), help="default: inductor")
+    add("--dtype", choices=DTYPES, help="default: the checkpoint's")
+    add("--max-seq-len", type=int, metavar="N", help="longest prompt plus output")
+    add("--threads", type=int, metavar="N", help="CPU threads (default: torch's)")
+    add("--ignore-eos", action="store_true", help="go on after the end-of-sequence token")
+    add(
+        "--compare",
+        action="store_true",
+        help="also run plain decoding and transformers' own generate, and print a table",
+    )
+    add("--json", action="store_true", help="print one JSON object instead of text")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    SamplingParams(max_new_tokens=args.max_new_tokens)  # before minutes of compiling
+    prompts = read_prompts(args)
+    _set_threads(args.threads)
+    return _compare(args, prompts) if args.compare else _generate(args, prompts)
+
+
+def read_prompts(args: argparse.Namespace) -> list[str]:
+    """The prompts, from the options, a file, stdin, or the demo's own, in this order.
+
+    Raises: InvalidRequest (none found, or a file that cannot be read).
+    """
+    prompts = list(args.prompt or ())
+    if args.prompt_file is not None:
+        prompts.append(_read_file(args.prompt_file))
+    if not prompts and _stdin_has_text(wait=args.model != DEMO):
+        text = _read_file("-")
+        prompts += [text] if text else []
+    if not prompts and args.model == DEMO:
+        prompts += DEMO_PROMPTS
+    if not prompts:
+        raise InvalidRequest("no prompt: give --prompt TEXT, --prompt-file FILE, or text on stdin")
+    return prompts
+
+
+def _generate(args: argparse.Namespace, prompts: list[str]) -> int:
+    """Stream the prompts; an interrupt keeps what there is."""
+    params = SamplingParams(max_new_tokens=args.max_new_tokens, ignore_eos=args.ignore_eos)
+    with _compile(args, _spec(args)) as engine:
+        progress = report.Progress(prompts, quiet=args.json)
+        start, interrupted = time.perf_counter(), False
+        try:
+            with contextlib.closing(engine.stream(prompts, params)) as deltas:
+                for delta in deltas:
+                    progress.add(delta)
+        except KeyboardInterrupt:
+            interrupted = True
+        elapsed_s = time.perf_counter() - start
+        progress.close()
+        stats = engine.stats()
+        if args.json:
+            _print_json(
+                {
+                    "outputs": progress.results(),
+                    "elapsed_ms": elapsed_s * 1e3,
+                    "stats": dataclasses.asdict(stats),
+                    "plan": engine.plan(),
+                }
+            )
+        else:
+            report.print_summary(progress.num_tokens, elapsed_s, stats, interrupted=interrupted)
+    for index, error in progress.errors.items():
+        print(f"compilespec: error: prompt {index + 1}: {error}", file=sys.stderr)
+    if interrupted:
+        return 130
+    return 2 if progress.errors else 0
+
+
+def _compare(args: argparse.Namespace, prompts: list[str]) -> int:
+    """Run the method, plain decoding and transformers on the same prompts."""
+    from compilespec.cli import compare
+    from compilespec.loading import load_target
+
+    spec, count = _spec(args), args.max_new_tokens
+    with contextlib.ExitStack() as stack:
+        ways = []
+        for name in dict.fromkeys((spec, "none")):
+            engine = stack.enter_context(_compile(args, name))
+            title = "compilespec plain" if name == "none" else f"compilespec {name}"
+            ways.append(
+                compare.engine_way(title, engine, max_new_tokens=count, ignore_eos=args.ignore_eos)
+            )
+        target = load_target(args.model, dtype=engine.plan().get("dtype"))
+        ways.append(
+            compare.transformers_way(
+                target.model,
+                max_new_tokens=count,
+                max_seq_len=engine.geometry.max_seq_len,
+                eos_token_ids=() if args.ignore_eos else sorted(engine.eos_token_ids),
+            )
+        )
+        ids = [engine.encode(prompt) for prompt in prompts]
+        with report.status("running") as update:
+            comparison = compare.compare(
+                ways,
+                ids,
+                margin=lambda prefix: compare.logit_margin(target.model, prefix),
+                num_rounds=NUM_ROUNDS,
+                progress=update,
+            )
+        if args.json:
+            _print_json({"comparison": comparison.as_dict(), "plan": engine.plan()})
+        else:
+            report.print_comparison(comparison, engine.plan())
+    return 0
+
+
+def _compile(args: argparse.Namespace, spec: str) -> Engine:
+    import compilespec
+
+    options = {
+        "backend": args.backend,
+        "dtype": args.dtype,
+        "max_seq_len": args.max_seq_len,
+    }
+    if spec != "none":
+        options |= {"draft": args.draft, "num_draft_tokens": args.num_draft_tokens}
+    given = {name: value for name, value in options.items() if value is not None}
+    with report.status(f"compiling {args.model} (spec={spec})"):
+        engine: Engine = compilespec.compile(args.model, spec, **given)
+    return engine
+
+
+def _spec(args: argparse.Namespace) -> str:
+    return str(args.spec or ("eagle3" if args.model == DEMO else "none"))
+
+
+def _set_threads(threads: int | None) -> None:
+    if threads is not None:
+        if threads < 1:
+            raise InvalidOption(f"--threads: expected at least 1, got {threads}")
+        import torch
+
+        torch.set_num_threads(threads)
+
+
+def _read_file(name: str) -> str:
+    try:
+        text = sys.stdin.read() if name == "-" else Path(name).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidRequest(
+            f"--prompt-file {name}: expected a UTF-8 text file; {error}"
+        ) from error
+    return text.removesuffix("\n")
+
+
+def _stdin_has_text(*, wait: bool) -> bool:
+    """Whether to read stdin: never from a terminal; without `wait`, only if something is there
+    already."""
+    if sys.stdin is None or sys.stdin.closed or sys.stdin.isatty():
+        return False
+    if wait:
+        return True
+    try:
+        ready, _, _ = select.select([sys.stdin], [], [], 0.1)
+    except (OSError, ValueError):  # no real file behind it
+        return False
+    return bool(ready)
+
+
+def _print_json(data: dict[str, Any]) -> None:
+    json.dump(data, sys.stdout, indent=2, default=str)
+    sys.stdout.write(os.linesep)

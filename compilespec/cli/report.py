@@ -1,0 +1,163 @@
+"""What `generate` shows: text as it comes, a summary, a table.  Text and tables go to stdout, the
+rest to stderr."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from compilespec.cli.compare import Comparison, Row
+    from compilespec.runtime.engine import Delta
+    from compilespec.runtime.stats import EngineStats
+
+
+class Progress:
+    """Gathers the deltas of all prompts and prints their texts in order.
+
+    The first unfinished prompt is printed live; the others wait for their turn.
+    """
+
+    def __init__(self, prompts: Sequence[str], *, quiet: bool) -> None:
+        from rich.console import Console
+
+        self.errors: dict[int, str] = {}
+        self._prompts = prompts
+        self._texts = [""] * len(prompts)
+        self._token_ids: list[list[int]] = [[] for _ in prompts]
+        self._outputs: dict[int, Any] = {}
+        self._console = Console(quiet=quiet)
+        self._current = -1
+        self._num_printed = 0
+
+    def add(self, delta: Delta) -> None:
+        self._texts[delta.index] += delta.text
+        self._token_ids[delta.index] += delta.token_ids
+        if delta.output is not None:
+            self._outputs[delta.index] = delta.output
+            if delta.output.error is not None:
+                self.errors[delta.index] = " ".join(str(delta.output.error).split())
+        self._print()
+
+    def close(self) -> None:
+        """Print what waited; after an interrupt nothing more will come."""
+        while self._current < len(self._prompts) - 1 and any(self._texts[self._current + 1 :]):
+            self._begin(self._current + 1)
+            self._print_current()
+        if self._current >= 0 and not self._texts[self._current].endswith("\n"):
+            self._write("\n")
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(map(len, self._token_ids))
+
+    def results(self) -> list[dict[str, Any]]:
+        """Plain data per prompt, for JSON; a prompt that was interrupted is "aborted"."""
+        return [self._result(index) for index in range(len(self._prompts))]
+
+    def _result(self, index: int) -> dict[str, Any]:
+        output = self._outputs.get(index)
+        result: dict[str, Any] = {
+            "prompt": self._prompts[index],
+            "text": self._texts[index],
+            "token_ids": self._token_ids[index],
+            "finish_reason": "aborted" if output is None else output.finish_reason,
+        }
+        if output is not None:
+            result |= {
+                "prompt_token_ids": output.prompt_token_ids,
+                "emitted_per_step": output.emitted_per_step,
+                "acceptance_length": output.acceptance_length,
+            }
+        if index in self.errors:
+            result["error"] = self.errors[index]
+        return result
+
+    def _print(self) -> None:
+        if self._current < 0:
+            self._begin(0)
+        self._print_current()
+        while self._current in self._outputs and self._current + 1 < len(self._prompts):
+            self._begin(self._current + 1)
+            self._print_current()
+
+    def _begin(self, index: int) -> None:
+        if self._current >= 0:
+            self._write("\n")
+        self._current, self._num_printed = index, 0
+        if len(self._prompts) > 1:
+            self._write(f"--- prompt {index + 1} of {len(self._prompts)}\n", style="bold")
+        if self._console.is_terminal:
+            self._write(self._prompts[index], style="dim")
+
+    def _print_current(self) -> None:
+        text = self._texts[self._current]
+        if len(text) > self._num_printed:
+            self._write(text[self._num_printed :])
+            self._num_printed = len(text)
+
+    def _write(self, text: str, style: str | None = None) -> None:
+        self._console.out(text, end="", style=style, highlight=False)
+
+
+@contextlib.contextmanager
+def status(text: str) -> Iterator[Callable[[str], None]]:
+    """A spinner on stderr while something runs; gives a function that changes its text."""
+    from rich.console import Console
+
+    with Console(stderr=True).status(text) as spinner:
+        yield spinner.update
+
+
+def print_summary(
+    num_tokens: int, elapsed_s: float, stats: EngineStats, *, interrupted: bool
+) -> None:
+    from rich.console import Console
+
+    parts = [
+        f"{num_tokens} tokens in {elapsed_s:.2f} s",
+        f"{num_tokens / max(elapsed_s, 1e-9):.1f} tokens/s",
+        f"acceptance length {stats.acceptance_length:.2f}",
+        f"prefill {stats.prefill_ms:.0f} ms",
+        f"decode {stats.decode_ms:.0f} ms",
+    ]
+    if interrupted:
+        parts.insert(0, "interrupted")
+    Console(stderr=True).print("; ".join(parts), style="dim", highlight=False)
+
+
+def print_comparison(comparison: Comparison, plan: Mapping[str, Any]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    sizes = (
+        f"{comparison.num_prompts} prompts one at a time, median of {comparison.num_rounds} rounds"
+    )
+    settings = [str(plan[name]) for name in ("dtype", "device", "backend") if name in plan]
+    table = Table(title=", ".join([sizes, *settings]), title_justify="left")
+    table.add_column("")
+    for column in ("tokens/s", "ratio", "acceptance length"):
+        table.add_column(column, justify="right")
+    table.add_column("tokens")
+    for row in comparison.rows:
+        accepted = "" if row.acceptance_length is None else f"{row.acceptance_length:.2f}"
+        table.add_row(
+            row.name,
+            f"{row.tokens_per_second:.1f}",
+            f"{row.ratio:.2f}x",
+            accepted,
+            "reference" if row.name == comparison.reference else describe_tokens(row),
+        )
+    Console().print(table)
+
+
+def describe_tokens(row: Row) -> str:
+    """Say "identical", or where each prompt's tokens leave the reference's and how near the choice
+    was."""
+    if row.identical:
+        return "identical"
+    return "; ".join(
+        f"prompt {parting.prompt + 1} parts at token {parting.token} (margin {parting.margin:.3g})"
+        for parting in row.partings
+    )
