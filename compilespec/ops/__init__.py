@@ -1,0 +1,12 @@
+"""Custom operators, one folder each: definition in torch, C++ kernel for the CPU, schema, fake.
+
+Importing defines the operators (`torch.ops.compilespec.*`) and compiles nothing; `load_kernels()`,
+or the first CPU call of an operator that has a kernel, compiles or loads the C++ library.
+"""
+
+from compilespec.ops._build import load_kernels
+from compilespec.ops.attention import attention
+from compilespec.ops.packed_linear import pack_weight, packed_linear
+from compilespec.ops.paged_attention import paged_attention
+
+__all__ = ["attention", "load_kernels", "pack_weight", "packed_linear", "paged_attention"]

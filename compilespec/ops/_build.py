@@ -1,0 +1,157 @@
+"""Compile the C++ CPU kernels with the system compiler, once per machine, and load them.
+
+All `*/kernel.cpp` go through one compiler run into one shared library, kept in a cache directory
+under a hash of all that shapes it: sources, torch, compiler, flags, CPU features.  Whoever finds
+the file only loads it (a few ms).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+import threading
+import warnings
+from pathlib import Path
+
+import torch
+
+_OPS = Path(__file__).parent
+_FLAGS = (
+    "-std=c++20",
+    "-O3",
+    "-march=native",
+    "-ffp-contract=off",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+)
+# The kernels use torch's OpenMP pool.  They are compiled with -fopenmp but linked without it: the
+# OpenMP symbols are then found through libtorch_cpu's own dependency, so that no second OpenMP
+# runtime (and no second set of spinning threads) can enter the process, whatever name torch's copy
+# has.
+_LINK_FLAGS = ("-shared", "-fPIC", "-fopenmp", "-fvisibility=hidden")
+
+_lock = threading.Lock()
+_loaded: bool | None = None  # None: not tried yet
+
+
+def kernels_untried() -> bool:
+    """Whether `load_kernels` has not run in this process."""
+    return _loaded is None
+
+
+def load_kernels() -> bool:
+    """Register the C++ kernels on the CPU dispatch key; compile them when no cached library fits.
+
+    Returns:
+        True when the kernels serve CPU calls; False when the references do (no compiler, a failed
+        compile, or COMPILESPEC_CPP_KERNELS=0), after one RuntimeWarning that says why.  Later calls
+        return the first answer.
+    """
+    global _loaded
+    with _lock:
+        if _loaded is None:
+            _loaded = _try_load()
+        return _loaded
+
+
+def library_path() -> Path:
+    """Where this machine's library belongs: under COMPILESPEC_CACHE_DIR or ~/.cache/compilespec."""
+    root = os.environ.get("COMPILESPEC_CACHE_DIR") or Path.home() / ".cache" / "compilespec"
+    return Path(root) / "kernels" / f"compilespec_ops_{_key()}.so"
+
+
+def _try_load() -> bool:
+    if os.environ.get("COMPILESPEC_CPP_KERNELS") == "0":
+        return False
+    try:
+        path = library_path()
+        if not path.exists():
+            _compile(path)
+        torch.ops.load_library(str(path))
+    except (OSError, RuntimeError, subprocess.SubprocessError) as error:
+        warnings.warn(
+            "the C++ CPU kernels are not available, the slow references in torch serve instead: "
+            f"{error}; set CXX to a C++20 compiler, or COMPILESPEC_CPP_KERNELS=0 to silence this",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+        return False
+    return True
+
+
+def _compile(path: Path) -> None:
+    """Build in a private directory beside `path`, then rename: readers see nothing or all of it."""
+    compiler = _compiler()
+    if compiler is None:
+        raise RuntimeError("no C++ compiler found (CXX, g++, clang++)")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    torch_dir = Path(torch.__file__).parent
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix="build-") as folder:
+        unit = Path(folder) / "kernels.cpp"
+        unit.write_text(
+            "".join(f'#include "{source}"\n' for source in _sources() if source.suffix == ".cpp")
+        )
+        result = Path(folder) / path.name
+        include = torch_dir / "include"
+        command = [compiler, *_flags(), *_LINK_FLAGS, "-I", str(_OPS), "-isystem", str(include)]
+        command += [
+            "-isystem",
+            str(include / "torch" / "csrc" / "api" / "include"),
+            str(unit),
+            "-c",
+        ]
+        _run([*command, "-o", str(unit.with_suffix(".o"))])
+        libraries = ["-L", str(torch_dir / "lib"), "-ltorch_cpu", "-lc10"]
+        _run([compiler, "-shared", str(unit.with_suffix(".o")), "-o", str(result), *libraries])
+        os.replace(result, path)
+
+
+def _run(command: list[str]) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    if done.returncode:
+        lines = [
+            line for line in done.stderr.splitlines() if "error" in line
+        ] or done.stderr.splitlines()
+        raise RuntimeError(f"{command[0]} failed: {lines[0] if lines else done.returncode}")
+
+
+def _sources() -> list[Path]:
+    return sorted([*_OPS.glob("*.h"), *_OPS.glob("*/kernel.cpp")])
+
+
+def _flags() -> tuple[str, ...]:
+    abi = int(torch.compiled_with_cxx11_abi())
+    return (*_FLAGS, f"-D_GLIBCXX_USE_CXX11_ABI={abi}")
+
+
+def _compiler() -> str | None:
+    candidates = [os.environ["CXX"]] if os.environ.get("CXX") else ["g++", "clang++", "c++"]
+    return next((found for name in candidates if (found := shutil.which(name))), None)
+
+
+def _key() -> str:
+    """Hash of everything that decides what the library contains and where it may run."""
+    digest = hashlib.sha256()
+    for source in _sources():
+        digest.update(source.relative_to(_OPS).as_posix().encode() + source.read_bytes())
+    compiler = _compiler()
+    stamp = os.stat(compiler) if compiler else None
+    parts = (torch.__version__, *_flags(), *_LINK_FLAGS, _cpu_features())
+    parts += (compiler or "", str(stamp and (stamp.st_size, stamp.st_mtime_ns)))
+    digest.update("\0".join(parts).encode())
+    return digest.hexdigest()[:20]
+
+
+def _cpu_features() -> str:
+    """The CPU as `-march=native` sees it, without asking the compiler."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.machine() + platform.processor()
+    names = ("model name", "flags", "Features", "CPU part")
+    found = {name: line for line in lines for name in names if line.startswith(name)}
+    return platform.machine() + "".join(found[name] for name in sorted(found))

@@ -1,0 +1,247 @@
+// Short SIMD vectors for the CPU kernels: GCC vector extensions, intrinsics only where they pay.
+//
+// Everything here is deterministic per element: what a lane computes never depends on how many rows, lanes or threads
+// take part, so kernels built from it can promise results that are bitwise independent of the batch.  Compile with
+// -ffp-contract=off: fma() is the only place where a product and a sum are fused.
+#pragma once
+
+#include <c10/util/BFloat16.h>
+#include <c10/util/Half.h>
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+#if defined(__x86_64__)
+#include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
+#endif
+
+namespace compilespec {
+
+#if defined(__AVX512F__)
+constexpr int kVectorBytes = 64;
+constexpr int kNumRegisters = 32;
+#elif defined(__AVX2__)
+constexpr int kVectorBytes = 32;
+constexpr int kNumRegisters = 16;
+#else
+constexpr int kVectorBytes = 16;
+constexpr int kNumRegisters = 32;
+#endif
+
+template <class Acc>
+struct VectorOf {
+  typedef Acc type __attribute__((vector_size(kVectorBytes)));
+};
+template <class Acc>
+using Vector = typename VectorOf<Acc>::type;
+using VectorU32 = Vector<uint32_t>;
+template <class Acc>
+constexpr int kLanes = kVectorBytes / int(sizeof(Acc));
+
+#define COMPILESPEC_INLINE inline __attribute__((always_inline))
+
+template <class Acc>
+COMPILESPEC_INLINE Vector<Acc> load(const Acc* source) {
+  Vector<Acc> value;
+  std::memcpy(&value, source, sizeof(value));
+  return value;
+}
+
+template <class Acc>
+COMPILESPEC_INLINE void store(Acc* target, Vector<Acc> value) {
+  std::memcpy(target, &value, sizeof(value));
+}
+
+template <class Acc>
+COMPILESPEC_INLINE Vector<Acc> splat(Acc scalar) {
+  return scalar - Vector<Acc>{};  // -0 and NaN survive: x - 0 is x
+}
+
+COMPILESPEC_INLINE Vector<float> fma(Vector<float> a, Vector<float> b, Vector<float> c) {
+#if defined(__AVX512F__)
+  return (Vector<float>)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__AVX2__) && defined(__FMA__)
+  return (Vector<float>)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#elif defined(__aarch64__)
+  return (Vector<float>)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
+#else
+  return a * b + c;
+#endif
+}
+
+COMPILESPEC_INLINE Vector<double> fma(Vector<double> a, Vector<double> b, Vector<double> c) {
+#if defined(__AVX512F__)
+  return (Vector<double>)_mm512_fmadd_pd((__m512d)a, (__m512d)b, (__m512d)c);
+#elif defined(__AVX2__) && defined(__FMA__)
+  return (Vector<double>)_mm256_fmadd_pd((__m256d)a, (__m256d)b, (__m256d)c);
+#elif defined(__aarch64__)
+  return (Vector<double>)vfmaq_f64((float64x2_t)c, (float64x2_t)a, (float64x2_t)b);
+#else
+  return a * b + c;
+#endif
+}
+
+// 2 * kLanes stored elements as two accumulator vectors, lo and hi.  bfloat16 splits into even and odd elements (one
+// shift, one mask, no lane crossing); the other types into first and second half.  kPairIndex says which is which.
+template <class T>
+struct Storage;
+
+template <class T>
+struct DirectStorage {
+  using Acc = T;
+  static constexpr int kPair = 2 * kLanes<T>;
+  static COMPILESPEC_INLINE Vector<T> lo(const T* source) { return load(source); }
+  static COMPILESPEC_INLINE Vector<T> hi(const T* source) { return load(source + kLanes<T>); }
+  static constexpr int element(int lane) { return lane; }  // lane 0..kPair-1 of (lo, hi) -> stored element
+};
+template <>
+struct Storage<float> : DirectStorage<float> {};
+template <>
+struct Storage<double> : DirectStorage<double> {};
+
+template <>
+struct Storage<c10::BFloat16> {
+  using Acc = float;
+  static constexpr int kPair = 2 * kLanes<float>;
+  static COMPILESPEC_INLINE VectorU32 words(const c10::BFloat16* source) {
+    VectorU32 value;
+    std::memcpy(&value, source, sizeof(value));
+    return value;
+  }
+  static COMPILESPEC_INLINE Vector<float> lo(const c10::BFloat16* source) {
+    return (Vector<float>)(words(source) << 16);
+  }
+  static COMPILESPEC_INLINE Vector<float> hi(const c10::BFloat16* source) {
+    return (Vector<float>)(words(source) & 0xffff0000u);
+  }
+  static constexpr int element(int lane) {
+    return lane < kLanes<float> ? 2 * lane : 2 * (lane - kLanes<float>) + 1;
+  }
+};
+
+template <>
+struct Storage<c10::Half> {
+  using Acc = float;
+  static constexpr int kPair = 2 * kLanes<float>;
+  static COMPILESPEC_INLINE Vector<float> lo(const c10::Half* source) {
+#if defined(__AVX512F__)
+    return (Vector<float>)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)source));
+#elif defined(__AVX2__) && defined(__F16C__)
+    return (Vector<float>)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)source));
+#else
+    Vector<float> value;
+    for (int i = 0; i < kLanes<float>; ++i) value[i] = float(source[i]);
+    return value;
+#endif
+  }
+  static COMPILESPEC_INLINE Vector<float> hi(const c10::Half* source) {
+    return lo(source + kLanes<float>);
+  }
+  static constexpr int element(int lane) { return lane; }
+};
+
+// Round to nearest even like torch; written on the bits so that the compiler can vectorise a loop of it.
+COMPILESPEC_INLINE void convert(float source, c10::BFloat16* target) {
+  uint32_t bits;
+  std::memcpy(&bits, &source, 4);
+  const uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+  target->x = uint16_t((bits & 0x7fffffffu) > 0x7f800000u ? 0x7fc0u : rounded);
+}
+COMPILESPEC_INLINE void convert(float source, c10::Half* target) { *target = c10::Half(source); }
+COMPILESPEC_INLINE void convert(float source, float* target) { *target = source; }
+COMPILESPEC_INLINE void convert(double source, double* target) { *target = source; }
+
+// exp(x) for x <= 88, under 2 ulp; exactly 0 below the smallest normal result, NaN for NaN, exactly 1 for 0.
+COMPILESPEC_INLINE Vector<float> exp(Vector<float> x) {
+  const float lowest = -87.33654f, magic = 12582912.f;  // 1.5 * 2^23: adding it rounds to an integer
+  const Vector<float> clamped = x < lowest ? splat(lowest) : x;
+  const Vector<float> shifted = fma(clamped, splat(1.44269504f), splat(magic));
+  const Vector<float> n = shifted - magic;
+  Vector<float> r = fma(n, splat(-0.693359375f), clamped);
+  r = fma(n, splat(2.12194440e-4f), r);
+  Vector<float> p = splat(1.9875691500e-4f);
+  p = fma(p, r, splat(1.3981999507e-3f));
+  p = fma(p, r, splat(8.3334519073e-3f));
+  p = fma(p, r, splat(4.1665795894e-2f));
+  p = fma(p, r, splat(1.6666665459e-1f));
+  p = fma(p, r, splat(5.0000001201e-1f));
+  p = fma(p, r * r, r) + 1.f;
+  const VectorU32 exponent = ((VectorU32)shifted - 0x4b400000u + 127u) << 23;
+  const Vector<float> result = p * (Vector<float>)exponent;  // a product, so that NaN stays NaN
+  return x < lowest ? splat(0.f) : result;
+}
+
+COMPILESPEC_INLINE Vector<double> exp(Vector<double> x) {
+  for (int i = 0; i < kLanes<double>; ++i) x[i] = std::exp(x[i]);
+  return x;
+}
+
+// tanh(x): a short series near 0 (no cancellation), 1 - 2 / (exp(2x) + 1) elsewhere.
+COMPILESPEC_INLINE Vector<float> tanh(Vector<float> x) {
+  const Vector<float> top = x > 20.f ? splat(20.f) : x;
+  const Vector<float> inside = top < -20.f ? splat(-20.f) : top;
+  const Vector<float> far = 1.f - 2.f / (exp(inside + inside) + 1.f);
+  const Vector<float> square = inside * inside;
+  Vector<float> p = splat(62.f / 2835.f);
+  p = fma(p, square, splat(-17.f / 315.f));
+  p = fma(p, square, splat(2.f / 15.f));
+  p = fma(p, square, splat(-1.f / 3.f));
+  const Vector<float> near = fma(p * square, inside, inside);
+  return square < 0.04f ? near : far;
+}
+
+COMPILESPEC_INLINE Vector<double> tanh(Vector<double> x) {
+  for (int i = 0; i < kLanes<double>; ++i) x[i] = std::tanh(x[i]);
+  return x;
+}
+
+// Sum over lanes in one fixed tree.
+template <class Acc>
+COMPILESPEC_INLINE Acc sum_lanes(Vector<Acc> value) {
+  Acc lanes[kLanes<Acc>];
+  store(lanes, value);
+  for (int half = kLanes<Acc> / 2; half > 0; half /= 2)
+    for (int i = 0; i < half; ++i) lanes[i] += lanes[i + half];
+  return lanes[0];
+}
+
+template <class Acc>
+COMPILESPEC_INLINE Acc max_lanes(Vector<Acc> value) {
+  Acc lanes[kLanes<Acc>];
+  store(lanes, value);
+  for (int half = kLanes<Acc> / 2; half > 0; half /= 2)
+    for (int i = 0; i < half; ++i) lanes[i] = lanes[i] < lanes[i + half] ? lanes[i + half] : lanes[i];
+  return lanes[0];
+}
+
+// Lane sums of four vectors at once (dot products of four keys); the same tree for each of the four.
+template <class Acc>
+COMPILESPEC_INLINE void sum_lanes_4(const Vector<Acc>* value, Acc* target) {
+  for (int i = 0; i < 4; ++i) target[i] = sum_lanes<Acc>(value[i]);
+}
+
+#if defined(__AVX2__)
+COMPILESPEC_INLINE __m128 fold_to_4(Vector<float> value) {
+#if defined(__AVX512F__)
+  const __m256 half = _mm256_add_ps(_mm512_castps512_ps256((__m512)value),
+                                    _mm256_castpd_ps(_mm512_extractf64x4_pd((__m512d)value, 1)));
+#else
+  const __m256 half = (__m256)value;
+#endif
+  return _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
+}
+
+template <>
+COMPILESPEC_INLINE void sum_lanes_4<float>(const Vector<float>* value, float* target) {
+  const __m128 a = fold_to_4(value[0]), b = fold_to_4(value[1]);
+  const __m128 c = fold_to_4(value[2]), d = fold_to_4(value[3]);
+  const __m128 ab = _mm_add_ps(_mm_unpacklo_ps(a, b), _mm_unpackhi_ps(a, b));  // a02 b02 a13 b13
+  const __m128 cd = _mm_add_ps(_mm_unpacklo_ps(c, d), _mm_unpackhi_ps(c, d));
+  _mm_storeu_ps(target, _mm_add_ps(_mm_movelh_ps(ab, cd), _mm_movehl_ps(cd, ab)));
+}
+#endif
+
+}  // namespace compilespec

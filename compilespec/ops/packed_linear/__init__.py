@@ -1,0 +1,57 @@
+"""Linear layer over a packed weight: a few rows cost what one costs, and rows are independent.
+
+On the CPU (`kernel.cpp`) every output element is one chain of fused multiply-adds over k = 0..K-1
+in float32 (float64 for float64), rounded once: its bits do not depend on the number of rows, on the
+batch or on the threads.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from compilespec.ops._library import define_op
+from compilespec.ops.packed_linear.reference import (
+    PANEL,
+    packed_linear_reference,
+    unpack_weight,
+)
+from compilespec.ops.packed_linear.reference import pack_weight as _pack_weight_reference
+
+__all__ = ["PANEL", "pack_weight", "packed_linear", "packed_linear_reference", "unpack_weight"]
+
+
+def pack_weight(weight_NK: Tensor) -> Tensor:
+    """Rearrange a linear weight [N, K] for `packed_linear`; see `reference.pack_weight`."""
+    return _PACK_WEIGHT(weight_NK)
+
+
+def packed_linear(x: Tensor, packed: Tensor, bias_N: Tensor | None, out_features: int) -> Tensor:
+    """Compute x @ weight.T + bias from a packed weight; see `packed_linear_reference`."""
+    return _PACKED_LINEAR(x, packed, bias_N, out_features)
+
+
+def _pack_weight_fake(weight_NK: Tensor) -> Tensor:
+    num_columns, depth = weight_NK.shape
+    return weight_NK.new_empty(((num_columns + PANEL - 1) // PANEL, depth, PANEL))
+
+
+def _packed_linear_fake(
+    x: Tensor, packed: Tensor, bias_N: Tensor | None, out_features: int
+) -> Tensor:
+    return x.new_empty((*x.shape[:-1], out_features))
+
+
+_PACK_WEIGHT = define_op(
+    "pack_weight(Tensor weight) -> Tensor",
+    _pack_weight_reference,
+    _pack_weight_fake,
+    has_kernel=False,
+)
+_PACKED_LINEAR = define_op(
+    "packed_linear(Tensor x, Tensor packed, Tensor? bias, int out_features) -> Tensor",
+    packed_linear_reference,
+    _packed_linear_fake,
+    has_kernel=True,
+    tags=(torch.Tag.flexible_layout,),
+)

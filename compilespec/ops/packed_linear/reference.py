@@ -1,0 +1,56 @@
+"""What `packed_linear` computes, in plain torch, and the packed layout."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+PANEL = 16  # output columns in a panel; kernel.cpp has the same constant
+_INTERLEAVED = [column // 2 + column % 2 * 8 for column in range(PANEL)]  # 0 8 1 9 ... 7 15
+
+
+def pack_weight(weight_NK: Tensor) -> Tensor:
+    """Rearrange a linear weight so that one step over k reads 16 neighbouring output columns.
+
+    Args:
+        weight_NK: [out_features, in_features], any floating dtype and strides.
+    Returns:
+        [ceil(N / 16), K, 16], contiguous, same dtype, missing columns zero.  The 16 columns of a
+        bfloat16 panel are stored in the order 0 8 1 9 ... 7 15: the low halves of the 32-bit words
+        are then columns 0..7, so that the kernel widens them with a shift and a mask.  An ordinary
+        tensor: it may be saved, moved and be a graph input.
+    """
+    num_columns, depth = weight_NK.shape
+    num_panels = (num_columns + PANEL - 1) // PANEL
+    padded = F.pad(weight_NK, (0, 0, 0, num_panels * PANEL - num_columns))
+    panels = padded.view(num_panels, PANEL, depth).transpose(1, 2)
+    if weight_NK.dtype == torch.bfloat16:
+        return panels[:, :, _INTERLEAVED].contiguous()
+    return panels.contiguous() if depth != 1 else panels.reshape(num_panels, depth, PANEL).clone()
+
+
+def unpack_weight(packed: Tensor, out_features: int) -> Tensor:
+    """Invert `pack_weight`: [ceil(N / 16), K, 16] -> [out_features, K]."""
+    if packed.dtype == torch.bfloat16:
+        packed = packed[:, :, torch.tensor(_INTERLEAVED).argsort().to(packed.device)]
+    return packed.transpose(1, 2).reshape(-1, packed.shape[1])[:out_features]
+
+
+def packed_linear_reference(
+    x: Tensor, packed: Tensor, bias_N: Tensor | None, out_features: int
+) -> Tensor:
+    """Compute x @ weight.T + bias, accumulated in float32 and rounded once.
+
+    Args:
+        x: [..., K], float32, bfloat16 or float16; float64 only together with a float64 weight.
+        packed: result of `pack_weight`, of any of these dtypes, on the same device.
+        bias_N: [out_features] or None; added before rounding.
+        out_features: N, which the padded panels alone do not tell.
+    Returns:
+        [..., out_features], contiguous, dtype of x.
+    """
+    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+    weight_NK = unpack_weight(packed, out_features).to(wide)
+    bias_N = None if bias_N is None else bias_N.to(wide)
+    return F.linear(x.to(wide), weight_NK, bias_N).to(x.dtype).contiguous()

@@ -1,0 +1,79 @@
+"""Paged attention for decode rows and packed prefill: write K/V to the paged cache, then attend.
+
+On the CPU (`kernel.cpp`) a token's output is bitwise the same in whatever batch, row count or
+packing it is computed: the context is cut at fixed absolute positions and combined in a fixed
+order.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from compilespec.ops._library import define_op
+from compilespec.ops.paged_attention.reference import paged_attention_reference
+
+__all__ = ["paged_attention", "paged_attention_reference"]
+
+
+def paged_attention(
+    query_BNSH: Tensor,
+    key_BNSH: Tensor,
+    value_BNSH: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slot_BS: Tensor,
+    row_BS: Tensor,
+    position_BS: Tensor,
+    block_table_RM: Tensor,
+    scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
+    sinks_N: Tensor | None = None,
+) -> Tensor:
+    """Write K/V to the cache in place and attend from it; see `paged_attention_reference`."""
+    return _PAGED_ATTENTION(
+        query_BNSH,
+        key_BNSH,
+        value_BNSH,
+        key_cache,
+        value_cache,
+        slot_BS,
+        row_BS,
+        position_BS,
+        block_table_RM,
+        scale,
+        window,
+        softcap,
+        sinks_N,
+    )
+
+
+def _paged_attention_fake(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slot: Tensor,
+    row: Tensor,
+    position: Tensor,
+    block_table: Tensor,
+    scale: float,
+    window: int,
+    softcap: float,
+    sinks: Tensor | None,
+) -> Tensor:
+    batch, num_heads, num_tokens, _ = query.shape
+    return query.new_empty((batch, num_tokens, num_heads, value.shape[3]))
+
+
+_PAGED_ATTENTION = define_op(
+    "paged_attention(Tensor query, Tensor key, Tensor value, Tensor(a!) key_cache, "
+    "Tensor(b!) value_cache, Tensor slot, Tensor row, Tensor position, Tensor block_table, "
+    "float scale, int window, float softcap, Tensor? sinks) -> Tensor",
+    paged_attention_reference,
+    _paged_attention_fake,
+    has_kernel=True,
+    tags=(torch.Tag.flexible_layout,),
+)

@@ -1,0 +1,91 @@
+"""What `paged_attention` computes, in plain torch, one token at a time."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from compilespec.ops.attention.reference import softmax_with_sinks
+
+
+def paged_attention_reference(
+    query_BNSH: Tensor,
+    key_BNSH: Tensor,
+    value_BNSH: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slot_BS: Tensor,
+    row_BS: Tensor,
+    position_BS: Tensor,
+    block_table_RM: Tensor,
+    scale: float,
+    window: int,
+    softcap: float,
+    sinks_N: Tensor | None,
+) -> Tensor:
+    """Write every token's K and V to the cache, then let every token attend to its request's cache.
+
+    Args:
+        query_BNSH: [B, N, S, H], any strides; likewise key [B, Nkv, S, H] and value [B, Nkv, S,
+            Hv].
+        key_cache: [num_blocks, block_size, Nkv, H], contiguous, written in place; value_cache alike
+            with Hv.
+        slot_BS: int32, flat cache index (block * block_size + offset) to write to; -1 writes
+            nothing.
+        row_BS: int32, the token's row of the block table; -1 is a padded token: reads nothing,
+            outputs zeros.
+        position_BS: int32, the token sees cache positions 0..position (the last `window` of them
+            when window > 0).
+        block_table_RM: int32, block of positions m * block_size onwards; an entry -1 (or a position
+            beyond the table) is never read, its positions are invisible.
+        scale, window, softcap, sinks_N: as in `attention_reference`.
+    Returns:
+        [B, S, N, Hv], contiguous, dtype of query.  All writes come before all reads.
+    """
+    batch, num_heads, num_tokens, _ = query_BNSH.shape
+    slot_T, row_T, position_T = slot_BS.reshape(-1), row_BS.reshape(-1), position_BS.reshape(-1)
+    written_T = slot_T >= 0
+    for cache, new_BNSH in ((key_cache, key_BNSH), (value_cache, value_BNSH)):
+        new_TNH = new_BNSH.transpose(1, 2).flatten(0, 1)
+        cache.view(-1, *cache.shape[2:])[slot_T[written_T].long()] = new_TNH[written_T]
+    query_TNH = query_BNSH.transpose(1, 2).flatten(0, 1)
+    out_TNH = query_BNSH.new_zeros((batch * num_tokens, num_heads, value_BNSH.shape[3]))
+    for token, (row, position) in enumerate(zip(row_T.tolist(), position_T.tolist(), strict=True)):
+        if row < 0:
+            continue
+        cell_J = visible_cells(block_table_RM[row], position, window, key_cache.shape[1])
+        out_TNH[token] = attend(
+            query_TNH[token], key_cache, value_cache, cell_J, scale, softcap, sinks_N
+        )
+    return out_TNH.view(batch, num_tokens, num_heads, value_BNSH.shape[3])
+
+
+def visible_cells(table_M: Tensor, position: int, window: int, block_size: int) -> Tensor:
+    """Flat cache indices of the keys that a token at `position` sees, oldest first."""
+    first = max(0, position - window + 1) if window > 0 else 0
+    key_J = torch.arange(
+        first, min(position + 1, table_M.shape[0] * block_size), device=table_M.device
+    )
+    block_J = table_M[key_J // block_size].long()
+    return (block_J * block_size + key_J % block_size)[block_J >= 0]
+
+
+def attend(
+    query_NH: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    cell_J: Tensor,
+    scale: float,
+    softcap: float,
+    sinks_N: Tensor | None,
+) -> Tensor:
+    """One token against the given cache cells: [N, Hv], zeros when there are none."""
+    wide = torch.float64 if query_NH.dtype == torch.float64 else torch.float32
+    group = query_NH.shape[0] // key_cache.shape[2]
+    key_JNH = key_cache.flatten(0, 1)[cell_J].to(wide).repeat_interleave(group, 1)
+    value_JNH = value_cache.flatten(0, 1)[cell_J].to(wide).repeat_interleave(group, 1)
+    score_NJ = torch.einsum("nh,jnh->nj", query_NH.to(wide), key_JNH) * scale
+    if softcap > 0:
+        score_NJ = torch.tanh(score_NJ / softcap) * softcap
+    weight_NJ = softmax_with_sinks(score_NJ[None, :, None], sinks_N)[0, :, 0]
+    return torch.einsum("nj,jnh->nh", weight_NJ, value_JNH).to(query_NH.dtype)

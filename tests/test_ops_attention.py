@@ -1,0 +1,374 @@
+"""attention and paged_attention: the definition, bitwise equal rows, caches mutated in place."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._inductor.utils import run_and_get_code
+
+from compilespec.ops import attention, load_kernels, pack_weight, packed_linear, paged_attention
+from compilespec.ops.attention import attention_reference
+from compilespec.ops.paged_attention import paged_attention_reference
+
+TOLERANCE = {torch.float32: 5e-6, torch.float64: 1e-13, torch.bfloat16: 1e-2, torch.float16: 2e-3}
+NAN = float("nan")
+
+
+@pytest.fixture
+def threads():
+    """Give torch.set_num_threads, undone after the test."""
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def kernels():
+    if not load_kernels():
+        pytest.skip(
+            "no C++ compiler: the references serve, and they promise no bitwise row independence"
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """Everything that decides the shape of one call."""
+
+    batch: int = 3
+    num_tokens: int = 4
+    num_kv_heads: int = 2
+    group: int = 2
+    head_dim: int = 16
+    value_dim: int = 16
+    block_size: int = 16
+    context: int = 70
+    window: int = 0
+    softcap: float = 0.0
+    sinks: bool = False
+    dtype: torch.dtype = torch.float32
+
+    def __str__(self) -> str:
+        values = ((field, getattr(self, field.name)) for field in dataclasses.fields(self))
+        return (
+            "-".join(f"{field.name}={value}" for field, value in values if value != field.default)
+            or "plain"
+        )
+
+
+@dataclasses.dataclass
+class Request:
+    """All K, V and Q of one request, positions 0..length-1, as [N, J, H]."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+
+
+class Pool:
+    """Paged caches (poisoned with NaN) and the block table of `case.batch` requests."""
+
+    def __init__(self, case: Case, seed: int = 0) -> None:
+        self.case, generator = case, torch.Generator().manual_seed(seed)
+        length = case.context + case.num_tokens
+        blocks = (length + case.block_size - 1) // case.block_size
+        num_blocks = case.batch * blocks + 2
+
+        def fill(*shape: int) -> Tensor:
+            return torch.randn(shape, generator=generator).to(case.dtype)
+
+        num_heads = case.num_kv_heads * case.group
+        self.requests = [
+            Request(
+                fill(num_heads, length, case.head_dim),
+                fill(case.num_kv_heads, length, case.head_dim),
+                fill(case.num_kv_heads, length, case.value_dim),
+            )
+            for _ in range(case.batch)
+        ]
+        self.sinks = fill(num_heads) if case.sinks else None
+        order = torch.randperm(num_blocks, generator=generator)[: case.batch * blocks].int()
+        unused = torch.full((case.batch, 2), -1, dtype=torch.int32)
+        self.table_RM = torch.cat([order.view(case.batch, blocks), unused], dim=1)
+        shape = (num_blocks, case.block_size, case.num_kv_heads)
+        self.key_cache = torch.full((*shape, case.head_dim), NAN, dtype=case.dtype)
+        self.value_cache = torch.full((*shape, case.value_dim), NAN, dtype=case.dtype)
+        for row in range(case.batch):
+            for position in range(case.context):
+                cell = divmod(self.slot(row, position), case.block_size)
+                self.key_cache[cell] = self.requests[row].key[:, position]
+                self.value_cache[cell] = self.requests[row].value[:, position]
+
+    def slot(self, row: int, position: int) -> int:
+        block, offset = divmod(position, self.case.block_size)
+        return int(self.table_RM[row, block]) * self.case.block_size + offset
+
+    def arguments(self, tokens_BS: list[list[tuple[int, int] | None]]) -> tuple:
+        """Operator arguments for the (row, position) of each token; None is a padded token."""
+        batch, num_tokens = len(tokens_BS), len(tokens_BS[0]) if tokens_BS else self.case.num_tokens
+        case = self.case
+        num_heads = case.num_kv_heads * case.group
+        query = torch.full((batch, num_tokens, num_heads, case.head_dim), NAN, dtype=case.dtype)
+        key = torch.full(
+            (batch, num_tokens, case.num_kv_heads, case.head_dim), NAN, dtype=case.dtype
+        )
+        value = torch.full(
+            (batch, case.num_kv_heads, num_tokens, case.value_dim), NAN, dtype=case.dtype
+        )
+        metadata = torch.full((3, batch, num_tokens), -1, dtype=torch.int32)
+        for b, tokens in enumerate(tokens_BS):
+            for s, token in enumerate(tokens):
+                if token is not None:
+                    row, position = token
+                    query[b, s] = self.requests[row].query[:, position]
+                    key[b, s] = self.requests[row].key[:, position]
+                    value[b, :, s] = self.requests[row].value[:, position]
+                    metadata[:, b, s] = torch.tensor([self.slot(row, position), row, position])
+        scale = case.head_dim**-0.5
+        return (
+            *(
+                query.transpose(1, 2),
+                key.transpose(1, 2),
+                value,
+                self.key_cache.clone(),
+                self.value_cache.clone(),
+            ),
+            *(*metadata, self.table_RM, scale, case.window, case.softcap, self.sinks),
+        )
+
+    def decode(self) -> list[list[tuple[int, int] | None]]:
+        case = self.case
+        return [
+            [(row, case.context + s) for s in range(case.num_tokens)] for row in range(case.batch)
+        ]
+
+
+CASES = [
+    Case(),
+    Case(batch=0),
+    Case(batch=1, num_tokens=1, context=0),
+    Case(num_tokens=9, block_size=1, context=5, group=1),
+    Case(num_tokens=5, block_size=3, context=61, group=5, num_kv_heads=1),
+    Case(block_size=64, context=300, window=100, head_dim=64, value_dim=64),
+    Case(context=520, window=7, sinks=True),
+    Case(context=255, num_tokens=3, value_dim=33, head_dim=20),
+    Case(context=63, softcap=5.0, value_dim=48),
+    Case(context=130, softcap=2.0, sinks=True, window=65, block_size=7),
+    Case(context=300, window=1),
+    Case(batch=1, num_tokens=2, context=900, num_kv_heads=1, head_dim=64, value_dim=64),
+]
+
+
+@pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_paged_attention_equals_reference(case, dtype):
+    pool = Pool(dataclasses.replace(case, dtype=dtype))
+    tokens_BS = pool.decode()
+    if len(tokens_BS) == 3:
+        tokens_BS[1][-1] = None  # a padded token, and a whole padded row
+        tokens_BS.append([None] * case.num_tokens)
+    got_arguments, want_arguments = pool.arguments(tokens_BS), pool.arguments(tokens_BS)
+    got = paged_attention(*got_arguments)
+    want = paged_attention_reference(*want_arguments)
+    assert got.dtype == dtype
+    assert got.is_contiguous()
+    assert not want.isnan().any()
+    torch.testing.assert_close(got, want, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+    for got_cache, want_cache in zip(got_arguments[3:5], want_arguments[3:5], strict=True):
+        torch.testing.assert_close(got_cache, want_cache, rtol=0, atol=0, equal_nan=True)
+    if len(tokens_BS) == 4:
+        assert not got[3].any()
+        assert not got[1, -1].any()
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_paged_attention_equals_marker(case):
+    """A whole prompt through the cache is what the marker says about it."""
+    pool = Pool(dataclasses.replace(case, batch=1, dtype=torch.float64))
+    request = pool.requests[0]
+    length = case.context + case.num_tokens
+    got = paged_attention(*pool.arguments([[(0, position) for position in range(length)]]))
+    want = attention(
+        *(request.query[None], request.key[None], request.value[None], case.head_dim**-0.5),
+        *(case.window, case.softcap, pool.sinks),
+    )
+    torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(context=70, group=3, head_dim=24),
+        Case(
+            batch=2, context=700, window=300, softcap=5.0, sinks=True, block_size=48, num_kv_heads=1
+        ),
+        Case(batch=2, context=1100, head_dim=64, value_dim=64, num_kv_heads=1),
+    ],
+    ids=str,
+)
+def test_rows_are_bitwise_independent(case, dtype, kernels, threads):
+    """One row, S rows, a batch, a packed prefill, any number of threads: the same bits."""
+    pool = Pool(dataclasses.replace(case, dtype=dtype))
+    threads(1)
+    batch = paged_attention(*pool.arguments(pool.decode()))
+    for num_threads in (1, 2, 5):
+        threads(num_threads)
+        assert torch.equal(paged_attention(*pool.arguments(pool.decode())), batch)
+        for row, tokens in enumerate(pool.decode()):
+            assert torch.equal(paged_attention(*pool.arguments([tokens]))[0], batch[row])
+            arguments = pool.arguments([tokens])
+            written = (arguments[3], arguments[4])
+            paged_attention(*arguments)
+            for s, token in enumerate(tokens):  # one row alone, over the cache that holds all S
+                single = pool.arguments([[token]])
+                assert torch.equal(
+                    paged_attention(*single[:3], *written, *single[5:])[0, 0], batch[row, s]
+                )
+        length = case.context + case.num_tokens
+        packed = [(row, position) for row in range(case.batch) for position in range(length)]
+        prefill = paged_attention(*pool.arguments([[None, *packed, None]]))[0, 1:-1]
+        prefill = prefill.unflatten(0, (case.batch, length))[:, case.context :]
+        assert torch.equal(prefill, batch)
+
+
+def test_later_tokens_cannot_leak(kernels):
+    """NaN in the K/V of a later row of the same tile leaves earlier rows untouched."""
+    pool = Pool(Case(context=62, num_tokens=6))
+    arguments = pool.arguments(pool.decode())
+    clean = paged_attention(*arguments)
+    arguments[1][:, :, 3:] = NAN
+    arguments[2][:, :, 3:] = NAN
+    poisoned = paged_attention(*arguments)
+    assert torch.equal(poisoned[:, :3], clean[:, :3])
+    assert poisoned[:, 3:].isnan().all()
+
+
+def test_missing_blocks_and_positions_beyond_the_table_are_never_read(kernels):
+    pool = Pool(Case(context=40))
+    pool.table_RM[:, 1] = -1
+    tokens_BS = [[(row, 8 + s) for s in range(4)] for row in range(3)]
+    for position in (40, 5000):
+        got_arguments, want_arguments = pool.arguments(tokens_BS), pool.arguments(tokens_BS)
+        for arguments in (got_arguments, want_arguments):
+            arguments[7][:] = position
+        got, want = paged_attention(*got_arguments), paged_attention_reference(*want_arguments)
+        torch.testing.assert_close(got, want, equal_nan=True)
+
+
+def test_wrong_metadata_is_refused(kernels):
+    arguments = Pool(Case()).arguments(Pool(Case()).decode())
+    for index, value in (
+        (5, arguments[5].long()),
+        (5, arguments[5] + 10_000),
+        (6, arguments[6] + 10),
+        (2, arguments[2].double()),
+    ):
+        wrong = list(arguments)
+        wrong[index] = value
+        with pytest.raises(RuntimeError, match="paged_attention"):
+            paged_attention(*wrong)
+
+
+@pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
+def test_marker_equals_scaled_dot_product_attention(dtype):
+    query, key, value = (
+        torch.randn(2, 7, heads, 16).to(dtype).transpose(1, 2) for heads in (4, 2, 2)
+    )
+    want = F.scaled_dot_product_attention(
+        query, key, value, is_causal=True, scale=0.3, enable_gqa=True
+    )
+    got = attention(query, key, value, 0.3)
+    torch.testing.assert_close(
+        got, want.transpose(1, 2).contiguous(), rtol=1e-2, atol=TOLERANCE[dtype] * 2
+    )
+
+
+def test_marker_window_softcap_and_sinks():
+    query, key, value = (torch.randn(1, 1, 4, 8, dtype=torch.float64) for _ in range(3))
+    sink = torch.tensor([0.5], dtype=torch.float64)
+    got = attention(query, key, value, 1.0, 2, 3.0, sink)
+    for i in range(4):
+        keys = slice(max(0, i - 1), i + 1)
+        score = torch.tanh(key[0, 0, keys] @ query[0, 0, i] / 3) * 3
+        weight = score.exp() / (score.exp().sum() + sink.exp())
+        torch.testing.assert_close(got[0, i, 0], weight @ value[0, 0, keys])
+
+
+@pytest.mark.parametrize("batch", [0, 1, 3], ids="B{}".format)
+def test_opcheck(batch):
+    query, key, value = (torch.randn(batch, 5, heads, 8).transpose(1, 2) for heads in (4, 2, 2))
+    marker = torch.ops.compilespec.attention.default
+    torch.library.opcheck(marker, (query, key, value[..., :6], 0.3, 2, 5.0, torch.randn(4)))
+    paged = torch.ops.compilespec.paged_attention.default
+    pool = Pool(Case(batch=batch, context=5, value_dim=8, sinks=True, window=3))
+    arguments = pool.arguments(pool.decode())
+    arguments[3].nan_to_num_()
+    arguments[4].nan_to_num_()
+    torch.library.opcheck(paged, arguments)
+    assert torch.equal(
+        attention_reference(query, key, value, 0.3, 0, 0.0, None), attention(query, key, value, 0.3)
+    )
+
+
+def test_compiled_graph_mutates_the_caches_in_place():
+    pool = Pool(Case(context=20))
+    arguments = pool.arguments(pool.decode())
+    num_blocks = pool.key_cache.shape[0]
+    second_caches = (arguments[3].clone(), arguments[4].clone())
+
+    def two_layers(query, key, value, key_0, value_0, key_1, value_1, *metadata):
+        hidden = paged_attention(query, key, value, key_0, value_0, *metadata)
+        return paged_attention(hidden.transpose(1, 2), key, value, key_1, value_1, *metadata)
+
+    def caches() -> list[Tensor]:
+        return [cache.clone() for cache in (*arguments[3:5], *second_caches)]
+
+    want_caches, got_caches = caches(), caches()
+    want = two_layers(*arguments[:3], *want_caches, *arguments[5:])
+    compiled = torch.compile(two_layers, fullgraph=True)
+    got, codes = run_and_get_code(compiled, *arguments[:3], *got_caches, *arguments[5:])
+    assert torch.equal(got, want)
+    for got_cache, want_cache in zip(got_caches, want_caches, strict=True):
+        torch.testing.assert_close(got_cache, want_cache, rtol=0, atol=0, equal_nan=True)
+    (code,) = codes
+    assert code.count("compilespec.paged_attention.default(") == 2
+    assert f"((({num_blocks}," not in code
+    assert f"empty_strided_cpu(({num_blocks}," not in code
+    assert "copy_(" not in code
+    assert "clone" not in code.split("def call", 1)[1]
+
+
+def test_no_second_openmp_runtime(kernels):
+    packed_linear(torch.ones(64, 512), pack_weight(torch.ones(512, 512)), None, 512)
+    paths = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines()}
+    runtimes = {
+        path for path in paths if re.match(r"lib(gomp|omp|iomp5)\b", path.rsplit("/", 1)[-1])
+    }
+    assert len(runtimes) <= 1, runtimes
+
+
+def test_falls_back_to_the_reference_without_a_compiler(tmp_path):
+    script = (
+        "import warnings, torch\n"
+        "from compilespec.ops import load_kernels, pack_weight, packed_linear\n"
+        "with warnings.catch_warnings(record=True) as caught:\n"
+        "    warnings.simplefilter('always')\n"
+        "    out = packed_linear(torch.ones(2, 8), pack_weight(torch.ones(3, 8)), None, 3)\n"
+        "    assert not load_kernels() and out.tolist() == [[8.0] * 3] * 2\n"
+        "assert [w.category for w in caught] == [RuntimeWarning], caught\n"
+    )
+    environment = {
+        "PATH": "/nonexistent",
+        "COMPILESPEC_CACHE_DIR": str(tmp_path),
+        "CXX": "no-such-compiler",
+    }
+    environment["PYTHONPATH"] = ":".join(path for path in sys.path if path)
+    subprocess.run([sys.executable, "-c", script], check=True, env=environment, cwd=tmp_path)
