@@ -161,6 +161,7 @@ def _compare(args: argparse.Namespace, prompts: list[str]) -> int:
 
 
 def _compile(args: argparse.Namespace, spec: str) -> Engine:
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # they would tear our own spinner
     import compilespec
 
     options = {

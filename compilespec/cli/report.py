@@ -124,7 +124,7 @@ def print_summary(
     ]
     if interrupted:
         parts.insert(0, "interrupted")
-    Console(stderr=True).print("; ".join(parts), style="dim", highlight=False)
+    Console(stderr=True).print("; ".join(parts), style="dim", highlight=False, soft_wrap=True)
 
 
 def print_comparison(comparison: Comparison, plan: Mapping[str, Any]) -> None:
