@@ -1,0 +1,1 @@
+"""Training of the demo pair: corpus, lean modules, optimiser, generation and export."""
