@@ -124,6 +124,25 @@ def make_model(family: str, dtype: str) -> Any:
     return model.eval().requires_grad_(False)
 
 
+def make_head(model: Any) -> Any:
+    """A random EAGLE-3 head that shares the model's embedding and output head."""
+    from compilespec.methods.base import TargetInfo
+    from compilespec.methods.eagle3 import random_head
+
+    target = TargetInfo(
+        hidden_size=model.config.hidden_size,
+        vocab_size=model.config.vocab_size,
+        num_layers=model.config.num_hidden_layers,
+        dtype=model.dtype,
+        device=model.device,
+        embedding=model.get_input_embeddings().weight,
+        lm_head=model.get_output_embeddings().weight,
+        config=model.config,
+        max_seq_len=model.config.max_position_embeddings,
+    )
+    return random_head(target)
+
+
 def child(job: dict[str, Any]) -> dict[str, Any]:
     """One configuration in its own process."""
     import torch
@@ -134,9 +153,7 @@ def child(job: dict[str, Any]) -> dict[str, Any]:
     model = make_model(job["model"], job["dtype"])
     keywords: dict[str, Any] = {}
     if job["spec"] == "eagle3":
-        from compilespec.methods.eagle3 import random_head
-
-        keywords = {"draft": random_head(model), "num_draft_tokens": job["num_draft_tokens"]}
+        keywords = {"draft": make_head(model), "num_draft_tokens": job["num_draft_tokens"]}
     longest = max(job["contexts"])
     start = time.perf_counter()
     engine: Any = compilespec.compile(

@@ -174,12 +174,11 @@ def find_model(model: str) -> Path:
     """The checkpoint directory that `compile(model)` reads."""
     if model != "demo":
         return Path(model)
-    import compilespec
+    from compilespec.demo import demo_directory
 
-    folder = Path(compilespec.__file__).parent / "demo" / "checkpoint"
-    for candidate in (folder, folder / "target"):
-        if (candidate / "config.json").exists():
-            return candidate
+    folder = demo_directory()
+    if (folder / "config.json").exists():
+        return folder
     raise FileNotFoundError(f"no demo checkpoint at {folder}: expected a config.json there")
 
 
