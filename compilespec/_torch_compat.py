@@ -98,7 +98,7 @@ def standalone_compile(gm: fx.GraphModule, inputs: Sequence[Any], options: dict[
 
     with torch.no_grad():
         return torch._inductor.standalone_compile(
-            gm, list(inputs), dynamic_shapes="from_graph", options=options
+            gm, list(inputs), dynamic_shapes="from_graph", options={"config_patches": options}
         )
 
 
@@ -132,6 +132,12 @@ def mutated_arguments(target: Callable[..., Any]) -> tuple[int, ...]:
         for index, argument in enumerate(schema.arguments)
         if argument.alias_info is not None and argument.alias_info.is_write
     )
+
+
+def returns_alias(target: Callable[..., Any]) -> bool:
+    """Whether an operator overload returns a view of, or the same tensor as, its first argument."""
+    schema = getattr(target, "_schema", None)
+    return schema is not None and any(value.alias_info is not None for value in schema.returns)
 
 
 def has_triton() -> bool:

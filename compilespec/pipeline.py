@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from compilespec import _torch_compat
 from compilespec.errors import InvalidOption
 from compilespec.loading import Target, find_draft, load_target
 from compilespec.lowering import lower
@@ -77,8 +78,12 @@ def compile(
     program = build_program(target, method, draft, options, method_options)
     lowered = lower(program, backend=options.backend)
     runner = StepRunner(lowered, buckets=options.buckets)
-    return Engine(runner, tokenizer=target.tokenizer, eos_token_ids=target.eos_token_ids,
-                  plan=_plan(program, options, runner), graphs=program.phases)  # fmt: skip
+    compiled_before = _torch_compat.count_compilations()
+    return Engine(
+        runner, tokenizer=target.tokenizer, eos_token_ids=target.eos_token_ids, plan=_plan(program, options, runner),
+        graphs=program.phases, buckets=runner.buckets,
+        count_recompiles=lambda: _torch_compat.count_compilations() - compiled_before,
+    )  # fmt: skip
 
 
 def build_program(
@@ -134,10 +139,10 @@ def trace_drafter(drafter: Drafter, config: ProgramConfig, info: TargetInfo, pha
         return torch.zeros(size, dtype=config.dtype, device=config.device)
 
     def first(input_ids: Tensor, position_ids: Tensor, hidden: Tensor) -> Any:
-        return drafter(input_ids, position_ids, drafter.combine(hidden))
+        return _fresh(drafter(input_ids, position_ids, drafter.combine(hidden)))
 
     def step(input_ids: Tensor, position_ids: Tensor, hidden: Tensor) -> Any:
-        return drafter(input_ids, position_ids, hidden)
+        return _fresh(drafter(input_ids, position_ids, hidden))
 
     def propose(head_input: Tensor) -> Tensor:
         return drafter.propose(head_input)
@@ -161,6 +166,11 @@ def trace_drafter(drafter: Drafter, config: ProgramConfig, info: TargetInfo, pha
         drafter, propose, {"head_input": (floats(EXAMPLE_BATCH, head_width), (0,))}, name="draft.propose", owner="draft"
     )
     return traced
+
+
+def _fresh(outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Views: a tensor that is returned twice, or is an argument, would not be an output of its own."""
+    return tuple(output.view_as(output) for output in outputs)
 
 
 def _output_widths(traced: Traced) -> tuple[int, ...]:

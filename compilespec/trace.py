@@ -8,6 +8,7 @@ marker `compilespec::attention`, with scale, window, soft cap and sinks as the m
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import inspect
 import itertools
 import re
@@ -50,7 +51,7 @@ def trace_target(model: nn.Module, *, num_verify_tokens: int | None, name: str =
     if not is_transformers:
         _mark_plain_attention(traced.graph_module, model)
         if not takes_positions:
-            _rewrite_arange(traced.graph_module, shape, dynamic_dim, model)
+            traced = _rewrite_arange(traced, shape, dynamic_dim, model)
     if traced.num_attention_layers == 0:
         raise TraceError(
             f"{type(model).__name__} has no attention that can be cached: expected calls through transformers' "
@@ -262,31 +263,31 @@ def _bind_sdpa(
     return dict(locals())
 
 
-def _rewrite_arange(gm: fx.GraphModule, shape: tuple[int, int], dynamic_dim: int, model: nn.Module) -> None:
+def _rewrite_arange(traced: Traced, shape: tuple[int, int], dynamic_dim: int, model: nn.Module) -> Traced:
     """Aranges over the token dimension are the positions of a module that takes none: feed ours instead."""
-    positions = next(n for n in gm.graph.nodes if n.op == "placeholder" and n.meta.get("role") == "position_ids")
-    symbols = {n for n in gm.graph.nodes if n.op == "placeholder" and n.meta.get("role") == "symbol"}
-    rewritten = 0
-    for node in list(gm.graph.nodes):
-        if node.op != "call_function" or node.target is not torch.arange:
-            continue
-        end = node.args[1] if len(node.args) > 1 else node.args[0]
-        over_tokens = end in symbols or end == shape[1] or (isinstance(end, fx.Node) and dynamic_dim == 1)
-        if not over_tokens:
-            continue
-        with gm.graph.inserting_before(node):
-            value = gm.graph.call_method("to", (positions, node.meta["example_value"].dtype))
-        value.meta = dict(node.meta)
-        value.meta["example_value"] = positions.meta["example_value"].to(node.meta["example_value"].dtype)
-        node.replace_all_uses_with(value)
-        gm.graph.erase_node(node)
-        rewritten += 1
-    if not rewritten:
+    gm = traced.graph_module
+    placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
+    ids = next(node for node in placeholders if node.meta["role"] == "input_ids")
+    aranges = [node for node in gm.graph.nodes if node.op == "call_function" and node.target is torch.arange]
+    over_tokens = [node for node in aranges if node.meta["example_value"].shape[0] == ids.meta["example_value"].shape[1]]
+    if not over_tokens:
         raise NoPositionInput(
             f"{type(model).__name__}.forward takes no position_ids and computes no torch.arange over its tokens, so "
             "its positions cannot be set; add a position_ids argument"
         )
+    with gm.graph.inserting_after(placeholders[-1]):
+        positions = gm.graph.placeholder("position_ids")
+    positions.meta = {"role": "position_ids", "example_value": ids.meta["example_value"], "custom": {"pass": "trace"}}
+    for node in over_tokens:
+        # [B, T] stands where [T] stood: what the model broadcasts over a leading batch stays the same.
+        with gm.graph.inserting_before(node):
+            value = gm.graph.call_method("to", (positions, node.meta["example_value"].dtype))
+        value.meta = {k: v for k, v in node.meta.items() if k != "example_value"}
+        node.replace_all_uses_with(value)
+        gm.graph.erase_node(node)
     gm.recompile()
+    inputs = (*traced.inputs, TracedInput(name="position_ids", kind="argument"))
+    return dataclasses.replace(traced, inputs=inputs)
 
 
 # --- naming ---------------------------------------------------------------------------------------------------

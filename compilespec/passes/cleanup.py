@@ -8,6 +8,7 @@ import torch
 from torch import fx
 
 from compilespec import _torch_compat
+from compilespec.passes.aliases import storage_root, written_roots
 from compilespec.passes.runner import PassContext
 
 
@@ -18,8 +19,9 @@ def cleanup(gm: fx.GraphModule, ctx: PassContext) -> int:
     """
     before = len(gm.graph.nodes)
     seen: dict[Any, fx.Node] = {}
+    written = written_roots(gm.graph)
     for node in list(gm.graph.nodes):
-        if not _is_pure(node) or any(_is_buffer(arg, ctx) for arg in node.all_input_nodes):
+        if not _is_pure(node) or any(storage_root(part) in written for part in (node, *node.all_input_nodes)):
             continue
         key = (node.target, _freeze(node.args), _freeze(node.kwargs))
         known = seen.setdefault(key, node)
@@ -40,10 +42,6 @@ def _is_pure(node: fx.Node) -> bool:
         return False
     tags = getattr(node.target, "tags", ())
     return torch.Tag.nondeterministic_seeded not in tags
-
-
-def _is_buffer(node: fx.Node, ctx: PassContext) -> bool:
-    return node.op == "placeholder" and node.meta.get("role") in ctx.buffers
 
 
 def _freeze(value: Any) -> Any:

@@ -1,0 +1,33 @@
+"""Which nodes share storage on ATen: what in-place operations make unsafe to merge or to forget."""
+
+from __future__ import annotations
+
+import operator
+
+from torch import fx
+
+from compilespec import _torch_compat
+
+
+def storage_root(node: fx.Node) -> fx.Node:
+    """The node that made the storage `node` is a view of (itself when it made its own)."""
+    while node.op == "call_function" and node.args:
+        source = node.args[0]
+        if not isinstance(source, fx.Node):
+            break
+        if node.target is not operator.getitem and not _torch_compat.returns_alias(node.target):
+            break
+        node = source
+    return node
+
+
+def written_roots(graph: fx.Graph) -> set[fx.Node]:
+    """Storages that some in-place operation writes."""
+    roots: set[fx.Node] = set()
+    for node in graph.nodes:
+        if node.op == "call_function":
+            for index in _torch_compat.mutated_arguments(node.target):
+                argument = node.args[index]
+                if isinstance(argument, fx.Node):
+                    roots.add(storage_root(argument))
+    return roots
