@@ -20,12 +20,14 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from tools.demo.acceptance import Scores, acceptance_length, ngram_scores
-from tools.demo.corpus import encode_stream, load_corpus
+from tools.demo.card import model_card
+from tools.demo.corpus import encode_stream, load_corpus, tokenizer_hash
 from tools.demo.eagle import Eagle3Head, features, score
 from tools.demo.generated import held_out_prompts
 from tools.demo.model import Layer, LeanLlama, Shape, generate
 from tools.demo.target import held_out_loss
 
+CACHE = Path.home() / ".cache" / "compilespec-demo"
 PROMPT, NEW = 64, 192
 KINDS = (("greedy", 0.0), ("temperature 1", 1.0))
 DEPTHS = (3, 5)
@@ -38,7 +40,8 @@ def main() -> None:
     )
     parser.add_argument("checkpoint", type=Path, help="target folder; the head is in eagle3/")
     parser.add_argument("--prompts", type=int, default=96, help="held-out prompts")
-    parser.add_argument("--samples", type=Path, help="write 20 unedited completions here")
+    parser.add_argument("--card", type=Path, help="write the model card here")
+    parser.add_argument("--logs", type=Path, default=CACHE, help="training logs, for the card")
     parser.add_argument("--check", type=int, default=0, help="prompts to decode literally as well")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--threads", type=int, default=2)
@@ -53,9 +56,11 @@ def main() -> None:
     result = evaluate(target, head, splits, tokenizer, prompts=args.prompts)
     if args.check:
         result["literal"] = literal_lengths(target, head, splits, prompts=args.check)
-    if args.samples:
-        args.samples.write_text(completions(target, splits, tokenizer))
     show(result)
+    if args.card:
+        hashes = load_corpus().hashes() | {"tokenizer": tokenizer_hash(tokenizer)}
+        samples = completions(target, splits, tokenizer)
+        args.card.write_text(model_card(result, hashes, args.logs, samples, args.checkpoint))
     if args.json:
         args.json.write_text(json.dumps(result, indent=2) + "\n")
 

@@ -1,0 +1,151 @@
+"""The model card of the demo pair, written from the logs and the evaluation."""
+
+from __future__ import annotations
+
+import json
+import platform
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from .corpus import HELD_OUT_ONE_IN, PACKAGES, VOCAB_SIZE
+from .eagle import DRAFT_VOCAB, HEAD_SHAPE, STEP_WEIGHTS, UNROLL
+from .target import STDLIB_SHARES, TARGET_SHAPE
+
+ROWS = 16
+
+
+def model_card(
+    result: dict[str, Any], hashes: dict[str, str], logs: Path, samples: str, checkpoint: Path
+) -> str:
+    """Return the card as Markdown.
+
+    Args:
+        result: what `eval_demo.evaluate` returned.
+        logs: folder with target.jsonl and eagle3.jsonl.
+        samples: completions, already Markdown.
+        checkpoint: the exported folder, for sizes.
+    """
+    target, head = read_log(logs / "target.jsonl"), read_log(logs / "eagle3.jsonl")
+    sizes = {
+        name: (checkpoint / folder / "model.safetensors").stat().st_size / 1e6
+        for name, folder in (("target", "."), ("head", "eagle3"))
+    }
+    shape, last, last_head = TARGET_SHAPE, target[-1], head[-1]
+    packages = "\n".join(
+        f"| {p.name} {p.version} | {p.licence} | training, up to {p.quota_bytes / 1e6:.0f} MB, "
+        "files by content hash |"
+        for p in PACKAGES
+    )
+    losses = ", ".join(f"{v:.3f} (windows of {k})" for k, v in result["held_out_loss"].items())
+    loops = "\n".join(f"- {name}: {share:.0%}" for name, share in result["loops"].items())
+    return f"""# The demo pair: a small target and its EAGLE-3 head
+
+Two checkpoints that let compilespec run, be tested and be timed without a download.  The target
+writes Python-like text; it is far too small to be useful for anything else.
+
+| part | layout | parameters | file |
+|---|---|---|---|
+| target | LlamaForCausalLM, {shape.num_hidden_layers} layers x {shape.hidden_size}, \
+{shape.num_attention_heads} heads x {shape.head_dim}, {shape.num_key_value_heads} KV heads, \
+MLP {shape.intermediate_size}, tied embeddings | {sizes["target"] / 2:.2f}M \
+| {sizes["target"]:.1f} MB, bf16 |
+| `eagle3/` | EAGLE-3 as SafeAILab writes it, one layer, MLP {HEAD_SHAPE.intermediate_size}, \
+draft vocabulary {DRAFT_VOCAB} of {VOCAB_SIZE}, features hs[2], hs[4], hs[5] \
+| {sizes["head"] / 2:.2f}M | {sizes["head"]:.1f} MB, bf16 |
+
+## Results
+
+Held-out loss of the exported target in float32, nats per token over {result["held_out_tokens"]:,}
+tokens: {losses}.
+
+Acceptance length (bonus token included) by plain chain drafting in float32, {result["prompts"]}
+held-out prompts of {result["prompt_tokens"]} tokens, {result["new_tokens"]} new tokens each:
+
+{acceptance_table(result)}
+
+Greedy text that repeats itself flatters every drafter, prompt lookup most of all: read the rows at
+temperature 1 beside it.  Outputs in which a line occurs three times:
+
+{loops}
+
+## Training
+
+Target: {last["step"] + 1} steps, {last["tokens"] / 1e6:.1f}M tokens of 4,096 a step, \
+{last["seconds"] / 60:.0f} minutes on two shared
+cores in float32.  Head: {last_head["step"] + 1} steps, {last_head["tokens"] / 1e6:.1f}M tokens, \
+{last_head["seconds"] / 60:.0f} minutes.  Muon (lr 3e-3, update scaled to AdamW's) on the
+matrices of the layers, AdamW on the rest, 60 warm-up steps, a flat part, linear decay to zero.
+Windows of 256 tokens; every third step of the target's decay reads windows of 1,024.  Share of
+standard-library windows: {STDLIB_SHARES[0]} before the decay, {STDLIB_SHARES[1]} in it.  The head \
+trains on {UNROLL} unrolled steps (weights
+{STEP_WEIGHTS}) against the target's softmax, half of each batch from the corpus and half
+from text that the target wrote (greedy and temperature 1 in equal parts).
+
+Target, training loss (mean of the steps since the row before) and held-out loss:
+
+{curve(target, "loss", {"held_out_loss": "held out"})}
+
+Head, training loss and acceptance length at K=3 on text of held-out prompts:
+
+{curve(head, "loss", {"held_out_length_greedy": "greedy", "held_out_length_sampled": "temp. 1"})}
+
+## Data
+
+| source | licence | use |
+|---|---|---|
+| Python {platform.python_version()} standard library, without tests, encodings, idlelib and \
+the like | PSF-2.0 | training, tokenizer; one file in {HELD_OUT_ONE_IN} held out by hash |
+{packages}
+
+Files that share a third of their long lines with held-out files are left out.  The tokenizer is a
+byte-level BPE of {VOCAB_SIZE} tokens, `<|endoftext|>` between files.  Hashes (sha256):
+
+{chr(10).join(f"- {name}: `{digest}`" for name, digest in hashes.items())}
+
+To repeat it: `python -m tools.train_demo --part target`, then `--part eagle3` and `--part export`,
+with torch {version("torch").split("+")[0]} and the versions above.
+
+## Twenty completions of held-out prompts, unedited
+
+The completion is between ⟦ and ⟧.
+
+{samples}"""
+
+
+def acceptance_table(result: dict[str, Any]) -> str:
+    """Return the acceptance lengths and the rate of each draft position."""
+    lines = [
+        "| drafter | temperature | K | acceptance length | accepted up to position 1, 2, ... |"
+    ]
+    lines.append("|---|---|---|---|---|")
+    for name, length in result["acceptance_length"].items():
+        method, kind, k = name.split(", ")
+        rates = result["accepted_by_position"][f"{method}, {kind}"][: int(k[2:])]
+        temperature = "0 (greedy)" if kind == "greedy" else "1"
+        rated = " ".join(f"{r:.2f}" for r in rates)
+        lines.append(f"| {method} | {temperature} | {k[2:]} | {length:.2f} | {rated} |")
+    return "\n".join(lines)
+
+
+def curve(log: list[dict[str, Any]], name: str, held_out: dict[str, str]) -> str:
+    """Return a table of about ROWS rows of a log: every evaluation and evenly spaced means."""
+    stride = max(1, len(log) // ROWS)
+    ends = set(range(stride - 1, len(log), stride)) | {len(log) - 1}
+    ends |= {i for i, record in enumerate(log) if set(held_out) & set(record)}
+    lines = [
+        f"| step | {name} | {' | '.join(held_out.values())} |",
+        "|---" * (2 + len(held_out)) + "|",
+    ]
+    start = 0
+    for end in sorted(ends):
+        mean = sum(record[name] for record in log[start : end + 1]) / (end + 1 - start)
+        cells = [f"{log[end][key]:.3f}" if key in log[end] else "" for key in held_out]
+        lines.append(f"| {end + 1} | {mean:.3f} | {' | '.join(cells)} |")
+        start = end + 1
+    return "\n".join(lines)
+
+
+def read_log(path: Path) -> list[dict[str, Any]]:
+    """Return the records of a JSONL log."""
+    return [json.loads(line) for line in path.read_text().splitlines()]
