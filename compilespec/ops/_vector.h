@@ -1,8 +1,9 @@
 // Short SIMD vectors for the CPU kernels: GCC vector extensions, intrinsics only where they pay.
 //
-// Everything here is deterministic per element: what a lane computes never depends on how many rows, lanes or threads
-// take part, so kernels built from it can promise results that are bitwise independent of the batch.  Compile with
-// -ffp-contract=off: fma() is the only place where a product and a sum are fused.
+// Everything here is deterministic per element: what a lane computes never depends on how many
+// rows, lanes or threads take part, so kernels built from it can promise results that are bitwise
+// independent of the batch.  Compile with -ffp-contract=off: fma() is the only place where a
+// product and a sum are fused.
 #pragma once
 
 #include <c10/util/BFloat16.h>
@@ -60,6 +61,26 @@ COMPILESPEC_INLINE Vector<Acc> splat(Acc scalar) {
   return scalar - Vector<Acc>{};  // -0 and NaN survive: x - 0 is x
 }
 
+// The value, held in a register from here on: neither folded into a memory operand nor merged with
+// an equal one.
+template <class V>
+COMPILESPEC_INLINE V in_register(V value) {
+#if defined(__x86_64__)
+  asm volatile("" : "+v"(value));
+#elif defined(__aarch64__)
+  asm volatile("" : "+w"(value));
+#endif
+  return value;
+}
+
+// The same pointer, of which the compiler no longer knows where it points: what was read through it
+// is read again.
+template <class T>
+COMPILESPEC_INLINE const T* forget_value(const T* pointer) {
+  asm volatile("" : "+r"(pointer));
+  return pointer;
+}
+
 COMPILESPEC_INLINE Vector<float> fma(Vector<float> a, Vector<float> b, Vector<float> c) {
 #if defined(__AVX512F__)
   return (Vector<float>)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
@@ -84,8 +105,9 @@ COMPILESPEC_INLINE Vector<double> fma(Vector<double> a, Vector<double> b, Vector
 #endif
 }
 
-// 2 * kLanes stored elements as two accumulator vectors, lo and hi.  bfloat16 splits into even and odd elements (one
-// shift, one mask, no lane crossing); the other types into first and second half.  kPairIndex says which is which.
+// 2 * kLanes stored elements as two accumulator vectors, lo and hi.  bfloat16 splits into even and
+// odd elements (one shift, one mask, no lane crossing); the other types into first and second half.
+// kPairIndex says which is which.
 template <class T>
 struct Storage;
 
@@ -95,7 +117,9 @@ struct DirectStorage {
   static constexpr int kPair = 2 * kLanes<T>;
   static COMPILESPEC_INLINE Vector<T> lo(const T* source) { return load(source); }
   static COMPILESPEC_INLINE Vector<T> hi(const T* source) { return load(source + kLanes<T>); }
-  static constexpr int element(int lane) { return lane; }  // lane 0..kPair-1 of (lo, hi) -> stored element
+  static constexpr int element(int lane) {
+    return lane;
+  }  // lane 0..kPair-1 of (lo, hi) -> stored element
 };
 template <>
 struct Storage<float> : DirectStorage<float> {};
@@ -118,7 +142,7 @@ struct Storage<c10::BFloat16> {
     return (Vector<float>)(words(source) & 0xffff0000u);
   }
   static constexpr int element(int lane) {
-    return lane < kLanes<float> ? 2 * lane : 2 * (lane - kLanes<float>) + 1;
+    return lane < kLanes<float> ? 2 * lane : 2 * (lane - kLanes<float>)+1;
   }
 };
 
@@ -143,7 +167,8 @@ struct Storage<c10::Half> {
   static constexpr int element(int lane) { return lane; }
 };
 
-// Round to nearest even like torch; written on the bits so that the compiler can vectorise a loop of it.
+// Round to nearest even like torch; written on the bits so that the compiler can vectorise a loop
+// of it.
 COMPILESPEC_INLINE void convert(float source, c10::BFloat16* target) {
   uint32_t bits;
   std::memcpy(&bits, &source, 4);
@@ -154,9 +179,11 @@ COMPILESPEC_INLINE void convert(float source, c10::Half* target) { *target = c10
 COMPILESPEC_INLINE void convert(float source, float* target) { *target = source; }
 COMPILESPEC_INLINE void convert(double source, double* target) { *target = source; }
 
-// exp(x) for x <= 88, under 2 ulp; exactly 0 below the smallest normal result, NaN for NaN, exactly 1 for 0.
+// exp(x) for x <= 88, under 2 ulp; exactly 0 below the smallest normal result, NaN for NaN, exactly
+// 1 for 0.
 COMPILESPEC_INLINE Vector<float> exp(Vector<float> x) {
-  const float lowest = -87.33654f, magic = 12582912.f;  // 1.5 * 2^23: adding it rounds to an integer
+  const float lowest = -87.33654f,
+              magic = 12582912.f;  // 1.5 * 2^23: adding it rounds to an integer
   const Vector<float> clamped = x < lowest ? splat(lowest) : x;
   const Vector<float> shifted = fma(clamped, splat(1.44269504f), splat(magic));
   const Vector<float> n = shifted - magic;
@@ -213,11 +240,13 @@ COMPILESPEC_INLINE Acc max_lanes(Vector<Acc> value) {
   Acc lanes[kLanes<Acc>];
   store(lanes, value);
   for (int half = kLanes<Acc> / 2; half > 0; half /= 2)
-    for (int i = 0; i < half; ++i) lanes[i] = lanes[i] < lanes[i + half] ? lanes[i + half] : lanes[i];
+    for (int i = 0; i < half; ++i)
+      lanes[i] = lanes[i] < lanes[i + half] ? lanes[i + half] : lanes[i];
   return lanes[0];
 }
 
-// Lane sums of four vectors at once (dot products of four keys); the same tree for each of the four.
+// Lane sums of four vectors at once (dot products of four keys); the same tree for each of the
+// four.
 template <class Acc>
 COMPILESPEC_INLINE void sum_lanes_4(const Vector<Acc>* value, Acc* target) {
   for (int i = 0; i < 4; ++i) target[i] = sum_lanes<Acc>(value[i]);

@@ -1,8 +1,10 @@
-// packed_linear on the CPU: few-row products that stream the weights once and accumulate in float32.
+// packed_linear on the CPU: few-row products that stream the weights once and accumulate in
+// float32.
 //
-// The packed weight is [num_panels, K, 16]: one panel holds 16 output columns, k-major, so a k step reads one contiguous
-// 16-column strip.  Each output element is a single chain of fma over k = 0..K-1, whatever the tile, the number of rows
-// or the threads: rows of a batch are bitwise what they are alone.
+// The packed weight is [num_panels, K, 16]: one panel holds 16 output columns, k-major, so a k step
+// reads one contiguous 16-column strip.  Each output element is a single chain of fma over k =
+// 0..K-1, whatever the tile, the number of rows or the threads: rows of a batch are bitwise what
+// they are alone.
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
@@ -16,8 +18,9 @@
 namespace compilespec {
 namespace packed_linear {
 
-constexpr int kPanel = 16;        // columns of a panel
-constexpr int64_t kDepth = 384;   // k steps per pass when several row tiles reuse a panel: the piece stays in L1
+constexpr int kPanel = 16;  // columns of a panel
+constexpr int64_t kDepth =
+    768;  // k steps per pass when several row tiles reuse a panel: the piece stays in L1
 
 // Reads the 16 columns of one k step as accumulator vectors.
 template <class W>
@@ -33,7 +36,8 @@ struct Strip {
   static constexpr int column(int lane) { return lane; }
 };
 
-// bfloat16 columns are stored interleaved, 0 8 1 9 ...: the low halves of the 32-bit words are columns 0..7.
+// bfloat16 columns are stored interleaved, 0 8 1 9 ...: the low halves of the 32-bit words are
+// columns 0..7.
 template <>
 struct Strip<c10::BFloat16> {
   using Acc = float;
@@ -62,13 +66,21 @@ template <class W>
 constexpr int kTileRows = std::min(6, kBudget / Strip<W>::kVectors);
 template <class W>
 constexpr int tile_panels(int rows) {
+  // Measured: with 16 registers, beyond a row or two one prefetched panel beats several that are
+  // not.
+  if (kNumRegisters == 16 && rows * 4 > 2 * int(sizeof(W))) return 1;
   return std::clamp(kBudget / (rows * Strip<W>::kVectors), 1, 4);
 }
 
 // sum[rows][panels * 16] (+)= x[rows][depth] times `Panels` panels, which lie panel_stride apart.
+//
+// One panel is one stream of memory, too few to hide its latency, so a one-panel tile fetches what
+// comes after it into L2 as four streams: a quarter apart, from ahead, each ahead_step bytes
+// further every four cache lines.  Wide tiles read as many streams as they have panels anyway.
 template <class W, int Rows, int Panels>
-void tile(const typename Storage<W>::Acc* x, int64_t x_stride, const W* weight, int64_t panel_stride, int64_t depth,
-          typename Storage<W>::Acc* sum, int64_t sum_stride, bool first) {
+void tile(const typename Storage<W>::Acc* x, int64_t x_stride, const W* weight,
+          int64_t panel_stride, int64_t depth, typename Storage<W>::Acc* sum, int64_t sum_stride,
+          const char* ahead, int64_t ahead_step, int64_t quarter, bool first) {
   using Acc = typename Storage<W>::Acc;
   constexpr int kVectors = Strip<W>::kVectors;
   Vector<Acc> acc[Rows][Panels * kVectors];
@@ -77,24 +89,39 @@ void tile(const typename Storage<W>::Acc* x, int64_t x_stride, const W* weight, 
 #pragma GCC unroll 16
     for (int v = 0; v < Panels * kVectors; ++v)
       acc[r][v] = first ? Vector<Acc>{} : load(sum + r * sum_stride + v * kLanes<Acc>);
-  for (int64_t k = 0; k < depth; ++k) {
+  auto step = [&](int64_t k) __attribute__((always_inline)) {
 #pragma GCC unroll 16
     for (int p = 0; p < Panels; ++p) {
       Vector<Acc> strip[kVectors];
 #pragma GCC unroll 16
-      for (int v = 0; v < kVectors; ++v) strip[v] = Strip<W>::read(weight + p * panel_stride + k * kPanel, v);
+      for (int v = 0; v < kVectors; ++v)
+        strip[v] = Strip<W>::read(weight + p * panel_stride + k * kPanel, v);
 #pragma GCC unroll 16
       for (int r = 0; r < Rows; ++r) {
         const Vector<Acc> factor = splat(x[r * x_stride + k]);
 #pragma GCC unroll 16
-        for (int v = 0; v < kVectors; ++v) acc[r][p * kVectors + v] = fma(factor, strip[v], acc[r][p * kVectors + v]);
+        for (int v = 0; v < kVectors; ++v)
+          acc[r][p * kVectors + v] = fma(factor, strip[v], acc[r][p * kVectors + v]);
+      }
+    }
+  };
+  int64_t k = 0;
+  if constexpr (Panels == 1) {
+    constexpr int kPerLine = std::max(1, 64 / int(kPanel * sizeof(W)));  // k steps of a cache line
+    for (; k + 4 * kPerLine <= depth; k += 4 * kPerLine, ahead += ahead_step) {
+#pragma GCC unroll 8
+      for (int u = 0; u < 4 * kPerLine; ++u) {
+        if (u % kPerLine == 0) __builtin_prefetch(ahead + u / kPerLine * quarter, 0, 2);
+        step(k + u);
       }
     }
   }
+  for (; k < depth; ++k) step(k);
 #pragma GCC unroll 16
   for (int r = 0; r < Rows; ++r)
 #pragma GCC unroll 16
-    for (int v = 0; v < Panels * kVectors; ++v) store(sum + r * sum_stride + v * kLanes<Acc>, acc[r][v]);
+    for (int v = 0; v < Panels * kVectors; ++v)
+      store(sum + r * sum_stride + v * kLanes<Acc>, acc[r][v]);
 }
 
 template <class W>
@@ -109,10 +136,11 @@ struct Problem {
   int64_t num_rows, depth, num_columns, num_panels;
 };
 
-// Rows of x as accumulators: x itself when it already has that type, else a converted copy in scratch.
+// Rows of x as accumulators: x itself when it already has that type, else a converted copy in
+// scratch.
 template <class Acc>
-const Acc* widen(const void* x, c10::ScalarType type, int64_t stride, int64_t first, int64_t rows, int64_t depth,
-                 std::vector<Acc>& scratch, int64_t* out_stride) {
+const Acc* widen(const void* x, c10::ScalarType type, int64_t stride, int64_t first, int64_t rows,
+                 int64_t depth, std::vector<Acc>& scratch, int64_t* out_stride) {
   *out_stride = depth;
   auto copy = [&](auto* source) -> const Acc* {
     scratch.resize(size_t(rows * depth));
@@ -130,8 +158,8 @@ const Acc* widen(const void* x, c10::ScalarType type, int64_t stride, int64_t fi
 }
 
 template <class W>
-using Tile = void (*)(const typename Storage<W>::Acc*, int64_t, const W*, int64_t, int64_t, typename Storage<W>::Acc*,
-                      int64_t, bool);
+using Tile = void (*)(const typename Storage<W>::Acc*, int64_t, const W*, int64_t, int64_t,
+                      typename Storage<W>::Acc*, int64_t, const char*, int64_t, int64_t, bool);
 
 // The register tile of `rows` rows (at most kTileRows), one panel or tile_panels(rows) panels wide.
 template <class W>
@@ -148,11 +176,12 @@ Tile<W> pick_tile(int64_t rows, bool wide) {
 
 // Add the bias, round once, write the columns that exist.
 template <class W, class Out>
-void finish(const Problem<W>& problem, const typename Storage<W>::Acc* sum, int64_t sum_stride, int64_t first_row,
-            int64_t rows, int64_t panel, int64_t panels) {
+void finish(const Problem<W>& problem, const typename Storage<W>::Acc* sum, int64_t sum_stride,
+            int64_t first_row, int64_t rows, int64_t panel, int64_t panels) {
   using Acc = typename Storage<W>::Acc;
   for (int64_t p = 0; p < panels; ++p) {
-    const int64_t first = (panel + p) * kPanel, columns = std::min<int64_t>(kPanel, problem.num_columns - first);
+    const int64_t first = (panel + p) * kPanel,
+                  columns = std::min<int64_t>(kPanel, problem.num_columns - first);
     Acc bias[kPanel] = {};
     if (problem.bias) std::copy_n(problem.bias + first, columns, bias);
     for (int64_t r = 0; r < rows; ++r) {
@@ -172,8 +201,8 @@ void finish(const Problem<W>& problem, const typename Storage<W>::Acc* sum, int6
 }
 
 template <class W>
-void finish_any(const Problem<W>& problem, const typename Storage<W>::Acc* sum, int64_t sum_stride, int64_t first_row,
-                int64_t rows, int64_t panel, int64_t panels) {
+void finish_any(const Problem<W>& problem, const typename Storage<W>::Acc* sum, int64_t sum_stride,
+                int64_t first_row, int64_t rows, int64_t panel, int64_t panels) {
   if constexpr (std::is_same_v<W, double>) {
     finish<W, double>(problem, sum, sum_stride, first_row, rows, panel, panels);
   } else if (problem.x_type == c10::ScalarType::Float) {
@@ -185,27 +214,36 @@ void finish_any(const Problem<W>& problem, const typename Storage<W>::Acc* sum, 
   }
 }
 
-// One row block against panels [panel, end): a block of one register tile runs through the whole depth at once; several
-// tiles share each piece of a panel while it is in L1, their sums waiting in scratch (the chain of fma is the same).
+// One row block against panels [panel, end): a block of one register tile runs through the whole
+// depth at once; several tiles share each piece of a panel while it is in L1, their sums waiting in
+// scratch (the chain of fma is the same).
 template <class W>
-void run_block(const Problem<W>& problem, const typename Storage<W>::Acc* x, int64_t x_stride, int64_t first_row,
-               int64_t rows, int64_t panel, int64_t end, std::vector<typename Storage<W>::Acc>& sums) {
+void run_block(const Problem<W>& problem, const typename Storage<W>::Acc* x, int64_t x_stride,
+               int64_t first_row, int64_t rows, int64_t panel, int64_t end,
+               std::vector<typename Storage<W>::Acc>& sums) {
   constexpr int kRows = kTileRows<W>;
-  const int64_t num_tiles = (rows + kRows - 1) / kRows, short_tile = rows / num_tiles, num_long = rows % num_tiles;
+  const int64_t num_tiles = (rows + kRows - 1) / kRows, short_tile = rows / num_tiles,
+                num_long = rows % num_tiles;
   const int width = tile_panels<W>(num_tiles == 1 ? int(rows) : kRows);
-  const int64_t piece = num_tiles == 1 ? problem.depth : kDepth, panel_stride = problem.depth * kPanel;
+  const int64_t piece = num_tiles == 1 && width > 1 ? problem.depth : kDepth,
+                panel_stride = problem.depth * kPanel;
   while (panel < end) {
     const bool wide = end - panel >= width;
     const int64_t panels = wide ? width : 1, sum_stride = panels * kPanel;
     sums.resize(size_t(rows * sum_stride));
-    const Tile<W> long_kernel = pick_tile<W>(short_tile + 1, wide), kernel = pick_tile<W>(short_tile, wide);
+    const Tile<W> long_kernel = pick_tile<W>(short_tile + 1, wide),
+                  kernel = pick_tile<W>(short_tile, wide);
     for (int64_t k = 0; k < std::max<int64_t>(problem.depth, 1); k += piece) {
       const W* weight = problem.weight + panel * panel_stride + k * kPanel;
       const int64_t depth = std::min(piece, problem.depth - k);
       for (int64_t t = 0, r = 0; t < num_tiles; ++t) {
         const bool is_long = t < num_long;
-        (is_long ? long_kernel : kernel)(x + r * x_stride + k, x_stride, weight, panel_stride, depth,
-                                         sums.data() + r * sum_stride, sum_stride, k == 0);
+        const int64_t quarter = depth * kPanel * int64_t(sizeof(W)) / 4,
+                      step = std::max<int64_t>(kPanel * sizeof(W), 64) / num_tiles;
+        const char* ahead = (const char*)(weight + depth * kPanel) + quarter * t / num_tiles;
+        (is_long ? long_kernel : kernel)(x + r * x_stride + k, x_stride, weight, panel_stride,
+                                         depth, sums.data() + r * sum_stride, sum_stride, ahead,
+                                         step, quarter, k == 0);
         r += short_tile + is_long;
       }
       if (problem.depth == 0) break;
@@ -223,16 +261,18 @@ void run(const Problem<W>& problem) {
   const int64_t num_blocks = (problem.num_rows + block - 1) / block;
   const double read_ns = double(problem.depth * kPanel * sizeof(W)) / 12;
   const double compute_ns = double(std::min(block, problem.num_rows) * problem.depth * kPanel) / 30;
-  const auto grain = int64_t(8000 / (std::max(read_ns, compute_ns) + 50)) + 1;  // 8 us pays for waking a thread
+  const auto grain =
+      int64_t(8000 / (std::max(read_ns, compute_ns) + 50)) + 1;  // 8 us pays for waking a thread
   at::parallel_for(0, num_blocks * problem.num_panels, grain, [&](int64_t unit, int64_t end) {
     static thread_local std::vector<Acc> wide_x, sums;
     while (unit < end) {
-      const int64_t first_row = unit / problem.num_panels * block, panel = unit % problem.num_panels;
+      const int64_t first_row = unit / problem.num_panels * block,
+                    panel = unit % problem.num_panels;
       const int64_t last = std::min(problem.num_panels, panel + end - unit);
       const int64_t rows = std::min(block, problem.num_rows - first_row);
       int64_t stride;
-      const Acc* x =
-          widen<Acc>(problem.x, problem.x_type, problem.x_stride, first_row, rows, problem.depth, wide_x, &stride);
+      const Acc* x = widen<Acc>(problem.x, problem.x_type, problem.x_stride, first_row, rows,
+                                problem.depth, wide_x, &stride);
       run_block(problem, x, stride, first_row, rows, panel, last, sums);
       unit += last - panel;
     }
@@ -240,7 +280,8 @@ void run(const Problem<W>& problem) {
 }
 
 template <class W>
-void start(const at::Tensor& x, const at::Tensor& packed, const c10::optional<at::Tensor>& bias, at::Tensor& out) {
+void start(const at::Tensor& x, const at::Tensor& packed, const c10::optional<at::Tensor>& bias,
+           at::Tensor& out) {
   using Acc = typename Storage<W>::Acc;
   constexpr auto kAcc = c10::CppTypeToScalarType<Acc>::value;
   const int64_t depth = packed.size(1);
@@ -266,20 +307,23 @@ void start(const at::Tensor& x, const at::Tensor& packed, const c10::optional<at
   run(problem);
 }
 
-at::Tensor packed_linear(const at::Tensor& x, const at::Tensor& packed, const c10::optional<at::Tensor>& bias,
-                         int64_t out_features) {
+at::Tensor packed_linear(const at::Tensor& x, const at::Tensor& packed,
+                         const c10::optional<at::Tensor>& bias, int64_t out_features) {
   using c10::ScalarType;
   TORCH_CHECK(packed.dim() == 3 && packed.size(2) == kPanel && packed.is_contiguous(),
-              "packed_linear: expected a contiguous packed weight [panels, K, 16], got ", packed.sizes());
-  TORCH_CHECK(x.dim() >= 1 && x.size(-1) == packed.size(1), "packed_linear: expected x [..., ", packed.size(1),
-              "], got ", x.sizes());
-  TORCH_CHECK((out_features + kPanel - 1) / kPanel == packed.size(0), "packed_linear: ", packed.size(0),
-              " panels do not hold ", out_features, " output features");
-  TORCH_CHECK(!bias || (bias->dim() == 1 && bias->size(0) == out_features), "packed_linear: expected bias [",
-              out_features, "]");
+              "packed_linear: expected a contiguous packed weight [panels, K, 16], got ",
+              packed.sizes());
+  TORCH_CHECK(x.dim() >= 1 && x.size(-1) == packed.size(1), "packed_linear: expected x [..., ",
+              packed.size(1), "], got ", x.sizes());
+  TORCH_CHECK((out_features + kPanel - 1) / kPanel == packed.size(0),
+              "packed_linear: ", packed.size(0), " panels do not hold ", out_features,
+              " output features");
+  TORCH_CHECK(!bias || (bias->dim() == 1 && bias->size(0) == out_features),
+              "packed_linear: expected bias [", out_features, "]");
   const auto type = packed.scalar_type();
   TORCH_CHECK((x.scalar_type() == ScalarType::Double) == (type == ScalarType::Double),
-              "packed_linear: float64 x and weight go together, got ", x.scalar_type(), " and ", type);
+              "packed_linear: float64 x and weight go together, got ", x.scalar_type(), " and ",
+              type);
   auto sizes = x.sizes().vec();
   sizes.back() = out_features;
   at::Tensor out = at::empty(sizes, x.options());

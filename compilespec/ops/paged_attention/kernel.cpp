@@ -1,11 +1,14 @@
-// paged_attention on the CPU: write K/V into the paged cache, then attend from it, grouped by request and KV head.
+// paged_attention on the CPU: write K/V into the paged cache, then attend from it, grouped by
+// request and KV head.
 //
-// Every output row (token, head) is computed by one fixed recipe that depends on its own position only: the context is cut
-// at multiples of kSegment and kChunk of the ABSOLUTE position, chunks fold into a segment and segments into the result in
-// order, and every element is one chain of fma over keys or head dims.  Which rows share a tile, the batch, the split over
-// threads: none of it changes a bit.
+// Every output row (token, head) is computed by one fixed recipe that depends on its own position
+// only: the context is cut at multiples of kSegment and kChunk of the ABSOLUTE position, chunks
+// fold into a segment and segments into the result in order, and every element is one chain of fma
+// over keys or head dims.  Which rows share a tile, the batch, the split over threads: none of it
+// changes a bit.
 //
-// Rows of a tile: the tokens of one request times the query heads of one KV head, so that K and V are read once for all.
+// Rows of a tile: the tokens of one request times the query heads of one KV head, so that K and V
+// are read once for all.
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
@@ -20,11 +23,11 @@
 namespace compilespec {
 namespace paged_attention {
 
-constexpr int kChunk = 64;       // keys whose scores a tile holds at once
-constexpr int kSegment = 256;    // keys of one unit of split work
-constexpr int kTileRows = 48;    // rows a tile aims at
-constexpr int kGroupRows = 3;    // rows of a register tile
-constexpr int kGroupKeys = 4;    // keys of a register tile
+constexpr int kChunk = 64;     // keys whose scores a tile holds at once
+constexpr int kSegment = 256;  // keys of one unit of split work
+constexpr int kTileRows = 48;  // rows a tile aims at
+constexpr int kGroupRows = 3;  // rows of a register tile
+constexpr int kGroupKeys = 4;  // keys of a register tile
 
 struct View {  // q, k, v as [B, N, S, H] with unit stride over H
   const void* data;
@@ -59,8 +62,10 @@ int64_t first_key(const Problem& problem, int64_t position) {
 template <class T>
 void write_cache(const Problem& problem) {
   const int64_t cells = problem.num_blocks * problem.block_size;
-  const int64_t bytes = problem.num_kv_heads * (problem.head_dim + problem.value_dim) * int64_t(sizeof(T));
-  at::parallel_for(0, problem.num_tokens, (256 << 10) / std::max<int64_t>(bytes, 1) + 1, [&](int64_t begin, int64_t end) {
+  const int64_t bytes =
+      problem.num_kv_heads * (problem.head_dim + problem.value_dim) * int64_t(sizeof(T));
+  const int64_t grain = (256 << 10) / std::max<int64_t>(bytes, 1) + 1;
+  at::parallel_for(0, problem.num_tokens, grain, [&](int64_t begin, int64_t end) {
     for (int64_t token = begin; token < end; ++token) {
       const int64_t slot = problem.slot[token];
       if (slot < 0) continue;
@@ -90,7 +95,8 @@ void make_tiles(const Problem& problem, std::vector<Tile>& tiles) {
                   size_t(problem.num_heads * problem.value_dim) * sizeof(T));
       continue;
     }
-    TORCH_CHECK(row < problem.table_rows, "paged_attention: row ", row, " in a block table of ", problem.table_rows);
+    TORCH_CHECK(row < problem.table_rows, "paged_attention: row ", row, " in a block table of ",
+                problem.table_rows);
     const int64_t lo = first_key(problem, position), hi = position + 1;
     Tile* last = tiles.empty() ? nullptr : &tiles.back();
     if (last && last->num_tokens < most && last->first_token + last->num_tokens == token &&
@@ -111,26 +117,31 @@ struct Worker {
   static constexpr int kPair = Storage<T>::kPair;
   static constexpr int kL = kLanes<Acc>;
 
-  const Problem& problem;
-  const int64_t group, key_pad, value_pad;  // head dims rounded up to whole pairs of vectors
+  Problem problem;
+  int64_t group, key_pad,
+      value_pad;  // query heads of a KV head; head dims rounded up to whole pairs of vectors
   // Of the tile at hand: rows are token-major, row = token * group + head in group.
   int64_t kv_head = 0, num_rows = 0;
   const Tile* tile = nullptr;
-  std::vector<int64_t> lo, hi;              // visible keys of each row
+  std::vector<int64_t> lo, hi;  // visible keys of each row
   std::vector<Acc> query, scores, alpha;
   std::vector<T> key_copy, value_copy, zeros;
   std::vector<Acc> sum, top, out, seg_sum, seg_top, seg_out;
   const T *keys[kChunk], *values[kChunk];
   bool present[kChunk];
 
-  explicit Worker(const Problem& p)
-      : problem(p),
-        group(p.num_heads / p.num_kv_heads),
-        key_pad((p.head_dim + kPair - 1) / kPair * kPair),
-        value_pad((p.value_dim + kPair - 1) / kPair * kPair),
-        zeros(size_t(std::max(key_pad, value_pad))) {
-    if (key_pad != p.head_dim) key_copy.resize(size_t(kChunk * key_pad));
-    if (value_pad != p.value_dim) value_copy.resize(size_t(kChunk * value_pad));
+  // The worker of this thread, whose scratch outlives the call.
+  static Worker& start(const Problem& problem) {
+    static thread_local Worker worker;
+    worker.problem = problem;
+    worker.group = problem.num_heads / problem.num_kv_heads;
+    worker.key_pad = (problem.head_dim + kPair - 1) / kPair * kPair;
+    worker.value_pad = (problem.value_dim + kPair - 1) / kPair * kPair;
+    worker.zeros.assign(size_t(std::max(worker.key_pad, worker.value_pad)), T(0));
+    if (worker.key_pad != problem.head_dim) worker.key_copy.resize(size_t(kChunk * worker.key_pad));
+    if (worker.value_pad != problem.value_dim)
+      worker.value_copy.resize(size_t(kChunk * worker.value_pad));
+    return worker;
   }
 
   // Bind a tile: ranges, and the queries widened and permuted as Storage<T> splits the keys.
@@ -163,22 +174,27 @@ struct Worker {
     std::fill_n(values, kChunk, zeros.data());
     const int32_t* table = problem.table + problem.row[tile->first_token] * problem.table_blocks;
     for (int64_t key = begin; key < end;) {
-      const int64_t index = key / problem.block_size, stop = std::min(end, (index + 1) * problem.block_size);
+      const int64_t index = key / problem.block_size,
+                    stop = std::min(end, (index + 1) * problem.block_size);
       const int64_t block = index < problem.table_blocks ? table[index] : -1;
       const bool valid = block >= 0 && block < problem.num_blocks;
       for (; key < stop; ++key) {
         const int64_t i = key - base;
         present[i] = valid;
         if (!valid) continue;
-        const int64_t cell = (block * problem.block_size + key % problem.block_size) * problem.num_kv_heads + kv_head;
-        keys[i] = pad((const T*)problem.key_cache + cell * problem.head_dim, problem.head_dim, key_pad, key_copy, i);
-        values[i] = pad((const T*)problem.value_cache + cell * problem.value_dim, problem.value_dim, value_pad,
-                        value_copy, i);
+        const int64_t cell =
+            (block * problem.block_size + key % problem.block_size) * problem.num_kv_heads +
+            kv_head;
+        keys[i] = pad((const T*)problem.key_cache + cell * problem.head_dim, problem.head_dim,
+                      key_pad, key_copy, i);
+        values[i] = pad((const T*)problem.value_cache + cell * problem.value_dim, problem.value_dim,
+                        value_pad, value_copy, i);
       }
     }
   }
 
-  static const T* pad(const T* source, int64_t size, int64_t padded, std::vector<T>& copy, int64_t i) {
+  static const T* pad(const T* source, int64_t size, int64_t padded, std::vector<T>& copy,
+                      int64_t i) {
     if (size == padded) return source;
     T* target = copy.data() + i * padded;
     std::copy_n(source, size, target);
@@ -196,18 +212,18 @@ struct Worker {
       for (int64_t h = 0; h < key_pad; h += kPair) {
         Vec part[Rows];
 #pragma GCC unroll 4
-        for (int r = 0; r < Rows; ++r) part[r] = load(q + r * key_pad + h);
+        for (int r = 0; r < Rows; ++r) part[r] = in_register(load(q + r * key_pad + h));
 #pragma GCC unroll 4
         for (int i = 0; i < kGroupKeys; ++i) {
-          const Vec key = Storage<T>::lo(k[i] + h);
+          const Vec key = in_register(Storage<T>::lo(k[i] + h));
 #pragma GCC unroll 4
           for (int r = 0; r < Rows; ++r) acc[r][i] = fma(part[r], key, acc[r][i]);
         }
 #pragma GCC unroll 4
-        for (int r = 0; r < Rows; ++r) part[r] = load(q + r * key_pad + h + kL);
+        for (int r = 0; r < Rows; ++r) part[r] = in_register(load(q + r * key_pad + h + kL));
 #pragma GCC unroll 4
         for (int i = 0; i < kGroupKeys; ++i) {
-          const Vec key = Storage<T>::hi(k[i] + h);
+          const Vec key = in_register(Storage<T>::hi(k[i] + h));
 #pragma GCC unroll 4
           for (int r = 0; r < Rows; ++r) acc[r][i] = fma(part[r], key, acc[r][i]);
         }
@@ -222,9 +238,11 @@ struct Worker {
     }
   }
 
-  // Scores to probabilities (not normalised) against the running maximum; updates top, sum, alpha of the row.
+  // Scores to probabilities (not normalised) against the running maximum; updates top, sum, alpha
+  // of the row.
   void soften(int64_t row, int64_t base, bool all_present) {
-    const int64_t begin = std::max(lo[row] - base, int64_t(0)), end = std::min<int64_t>(hi[row] - base, kChunk);
+    const int64_t begin = std::max(lo[row] - base, int64_t(0)),
+                  end = std::min<int64_t>(hi[row] - base, kChunk);
     alpha[row] = 1;
     if (begin >= end) return;
     Acc* s = scores.data() + row * kChunk;
@@ -258,7 +276,8 @@ struct Worker {
     seg_top[row] = now;
   }
 
-  // seg_out[rows] = seg_out * alpha + probabilities times values over keys [begin, end) of the chunk.
+  // seg_out[rows] = seg_out * alpha + probabilities times values over keys [begin, end) of the
+  // chunk.
   template <int Rows, int Pairs>
   void mix_columns(int64_t row, int64_t begin, int64_t end, int64_t column) {
     Vec acc[Rows][2 * Pairs];
@@ -267,15 +286,19 @@ struct Worker {
 #pragma GCC unroll 4
     for (int r = 0; r < Rows; ++r)
 #pragma GCC unroll 8
-      for (int v = 0; v < 2 * Pairs; ++v) acc[r][v] = load(target + r * value_pad + v * kL) * alpha[row + r];
+      for (int v = 0; v < 2 * Pairs; ++v)
+        acc[r][v] = load(target + r * value_pad + v * kL) * alpha[row + r];
     for (int64_t j = begin; j < end; ++j) {
       const T* value = values[j] + column;
 #pragma GCC unroll 4
       for (int pair = 0; pair < Pairs; ++pair) {
-        const Vec even = Storage<T>::lo(value + pair * kPair), odd = Storage<T>::hi(value + pair * kPair);
+        // The factors are read again for every pair: no register is left to keep them in.
+        const Acc* factors = forget_value(p + j);
+        const Vec even = in_register(Storage<T>::lo(value + pair * kPair));
+        const Vec odd = in_register(Storage<T>::hi(value + pair * kPair));
 #pragma GCC unroll 4
         for (int r = 0; r < Rows; ++r) {
-          const Vec factor = splat(p[r * kChunk + j]);
+          const Vec factor = splat(factors[r * kChunk]);
           acc[r][2 * pair] = fma(factor, even, acc[r][2 * pair]);
           acc[r][2 * pair + 1] = fma(factor, odd, acc[r][2 * pair + 1]);
         }
@@ -291,12 +314,14 @@ struct Worker {
   void mix(int64_t row, int64_t begin, int64_t end) {
     if (begin >= end) return;
     int64_t column = 0;
-    for (; column + 2 * kPair <= value_pad; column += 2 * kPair) mix_columns<Rows, 2>(row, begin, end, column);
+    for (; column + 2 * kPair <= value_pad; column += 2 * kPair)
+      mix_columns<Rows, 2>(row, begin, end, column);
     if (column < value_pad) mix_columns<Rows, 1>(row, begin, end, column);
     std::fill_n(alpha.data() + row, Rows, Acc(1));
   }
 
-  // Rows of a group together where all of them see the keys, alone at the ragged ends (a masked value may be NaN).
+  // Rows of a group together where all of them see the keys, alone at the ragged ends (a masked
+  // value may be NaN).
   template <int Rows>
   void mix_group(int64_t row, int64_t base) {
     int64_t first[Rows], last[Rows], begin = 0, end = kChunk;
@@ -312,7 +337,8 @@ struct Worker {
     for (int r = 0; r < Rows; ++r) mix<1>(row + r, std::max(first[r], end), last[r]);
   }
 
-  // One segment of the context: seg_top, seg_sum, seg_out of every row (top -inf and sum 0 where it sees nothing).
+  // One segment of the context: seg_top, seg_sum, seg_out of every row (top -inf and sum 0 where it
+  // sees nothing).
   void run_segment(int64_t segment) {
     seg_top.assign(size_t(num_rows), -std::numeric_limits<Acc>::infinity());
     seg_sum.assign(size_t(num_rows), Acc(0));
@@ -321,14 +347,16 @@ struct Worker {
       const int64_t begin = std::max(base, tile->lo), end = std::min(base + kChunk, tile->hi);
       if (begin >= end) continue;
       gather(base, begin, end);
-      const bool all_present = std::all_of(present + (begin - base), present + (end - base), [](bool b) { return b; });
+      const bool all_present =
+          std::all_of(present + (begin - base), present + (end - base), [](bool b) { return b; });
       const int64_t first = (begin - base) / kGroupKeys * kGroupKeys, last = end - base;
       int64_t row = 0;
       for (; row + kGroupRows <= num_rows; row += kGroupRows) score<kGroupRows>(row, first, last);
       if (num_rows - row == 2) score<2>(row, first, last);
       if (num_rows - row == 1) score<1>(row, first, last);
       for (row = 0; row < num_rows; ++row) soften(row, base, all_present);
-      for (row = 0; row + kGroupRows <= num_rows; row += kGroupRows) mix_group<kGroupRows>(row, base);
+      for (row = 0; row + kGroupRows <= num_rows; row += kGroupRows)
+        mix_group<kGroupRows>(row, base);
       if (num_rows - row == 2) mix_group<2>(row, base);
       if (num_rows - row == 1) mix_group<1>(row, base);
     }
@@ -348,7 +376,8 @@ struct Worker {
       }
       const Acc now = std::max(top[r], other_top[r]);
       const Acc base_score = now == -std::numeric_limits<Acc>::infinity() ? Acc(0) : now;
-      const Acc keep = exp(splat(top[r] - base_score))[0], add = exp(splat(other_top[r] - base_score))[0];
+      const Acc keep = exp(splat(top[r] - base_score))[0],
+                add = exp(splat(other_top[r] - base_score))[0];
       for (int64_t h = 0; h < value_pad; h += kL)
         store(target + h, fma(load(source + h), splat(add), load(target + h) * keep));
       sum[r] = sum[r] * keep + other_sum[r] * add;
@@ -385,10 +414,12 @@ struct Worker {
   }
 };
 
-// Work items are taken from a shared counter, longest context first; results do not depend on who takes what.
+// Work items are taken from a shared counter, longest context first; results do not depend on who
+// takes what.
 template <class F>
 void share(int64_t num_items, double total_ns, const F& body) {
-  const int64_t threads = std::min<int64_t>({at::get_num_threads(), num_items, int64_t(total_ns / 8000) + 1});
+  const int64_t threads =
+      std::min<int64_t>({at::get_num_threads(), num_items, int64_t(total_ns / 8000) + 1});
   std::atomic<int64_t> next{0};
   at::parallel_for(0, threads, 1, [&](int64_t, int64_t) { body(next); });
 }
@@ -399,21 +430,25 @@ void run(const Problem& problem) {
   write_cache<T>(problem);
   static thread_local std::vector<Tile> tiles;
   make_tiles<T>(problem, tiles);
-  std::sort(tiles.begin(), tiles.end(), [](const Tile& a, const Tile& b) { return a.hi - a.lo > b.hi - b.lo; });
+  std::sort(tiles.begin(), tiles.end(),
+            [](const Tile& a, const Tile& b) { return a.hi - a.lo > b.hi - b.lo; });
   double cells = 0;
-  for (const Tile& tile : tiles) cells += double(tile.num_tokens * problem.num_heads * (tile.hi - tile.lo));
+  for (const Tile& tile : tiles)
+    cells += double(tile.num_tokens * problem.num_heads * (tile.hi - tile.lo));
   const double total_ns = cells * double(problem.head_dim + problem.value_dim) / 20;
   const int64_t num_units = int64_t(tiles.size()) * problem.num_kv_heads;
   const int64_t longest = tiles.empty() ? 0 : tiles[0].hi - tiles[0].lo;
-  const bool split = num_units < 2 * at::get_num_threads() && longest > kSegment && total_ns > 16000;
+  const bool split =
+      num_units < 2 * at::get_num_threads() && longest > kSegment && total_ns > 16000;
   const std::vector<Tile>& shared = tiles;
   if (!split) {
     share(num_units, total_ns, [&](std::atomic<int64_t>& next) {
-      Worker<T> worker(problem);
+      Worker<T>& worker = Worker<T>::start(problem);
       for (int64_t unit; (unit = next++) < num_units;) {
         worker.bind(shared[unit / problem.num_kv_heads], unit % problem.num_kv_heads);
         worker.begin_fold();
-        for (int64_t segment = worker.tile->lo / kSegment; segment * kSegment < worker.tile->hi; ++segment) {
+        for (int64_t segment = worker.tile->lo / kSegment; segment * kSegment < worker.tile->hi;
+             ++segment) {
           worker.run_segment(segment);
           worker.fold(worker.seg_top.data(), worker.seg_sum.data(), worker.seg_out.data(), segment);
         }
@@ -433,7 +468,7 @@ void run(const Problem& problem) {
       parts.push_back({unit, segment, {}, {}, {}});
   }
   share(int64_t(parts.size()), total_ns, [&](std::atomic<int64_t>& next) {
-    Worker<T> worker(problem);
+    Worker<T>& worker = Worker<T>::start(problem);
     for (int64_t i, bound = -1; (i = next++) < int64_t(parts.size());) {
       Part& part = parts[i];
       if (bound != part.unit) {
@@ -446,7 +481,7 @@ void run(const Problem& problem) {
       part.out.swap(worker.seg_out);
     }
   });
-  Worker<T> worker(problem);
+  Worker<T>& worker = Worker<T>::start(problem);
   for (size_t i = 0; i < parts.size(); ++i) {
     const Part& part = parts[i];
     if (i == 0 || parts[i - 1].unit != part.unit) {
@@ -465,24 +500,30 @@ View view_of(const at::Tensor& tensor, at::Tensor& keep) {
 }
 
 const int32_t* int32_ptr(const at::Tensor& tensor, const char* name, at::Tensor& keep) {
-  TORCH_CHECK(tensor.scalar_type() == c10::ScalarType::Int && tensor.dim() == 2, "paged_attention: ", name,
-              " must be a 2-d int32 tensor, got ", tensor.scalar_type(), " ", tensor.sizes());
+  TORCH_CHECK(tensor.scalar_type() == c10::ScalarType::Int && tensor.dim() == 2,
+              "paged_attention: ", name, " must be a 2-d int32 tensor, got ", tensor.scalar_type(),
+              " ", tensor.sizes());
   keep = tensor.is_contiguous() ? tensor : tensor.contiguous();
   return (const int32_t*)keep.const_data_ptr();
 }
 
 at::Tensor paged_attention(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
                            at::Tensor& key_cache, at::Tensor& value_cache, const at::Tensor& slot,
-                           const at::Tensor& row, const at::Tensor& position, const at::Tensor& block_table,
-                           double scale, int64_t window, double softcap, const c10::optional<at::Tensor>& sinks) {
+                           const at::Tensor& row, const at::Tensor& position,
+                           const at::Tensor& block_table, double scale, int64_t window,
+                           double softcap, const c10::optional<at::Tensor>& sinks) {
   using c10::ScalarType;
-  TORCH_CHECK(query.dim() == 4 && key.dim() == 4 && value.dim() == 4 && key_cache.dim() == 4 && value_cache.dim() == 4,
+  TORCH_CHECK(query.dim() == 4 && key.dim() == 4 && value.dim() == 4 && key_cache.dim() == 4 &&
+                  value_cache.dim() == 4,
               "paged_attention: q, k, v and the caches have four dims");
-  TORCH_CHECK(key_cache.is_contiguous() && value_cache.is_contiguous(), "paged_attention: caches must be contiguous");
+  TORCH_CHECK(key_cache.is_contiguous() && value_cache.is_contiguous(),
+              "paged_attention: caches must be contiguous");
   const auto type = query.scalar_type();
-  for (const at::Tensor* tensor : {&key, &value, (const at::Tensor*)&key_cache, (const at::Tensor*)&value_cache})
-    TORCH_CHECK(tensor->scalar_type() == type, "paged_attention: q, k, v and the caches share one dtype, got ", type,
-                " and ", tensor->scalar_type());
+  for (const at::Tensor* tensor :
+       {&key, &value, (const at::Tensor*)&key_cache, (const at::Tensor*)&value_cache})
+    TORCH_CHECK(tensor->scalar_type() == type,
+                "paged_attention: q, k, v and the caches share one dtype, got ", type, " and ",
+                tensor->scalar_type());
   Problem p{};
   const int64_t batch = query.size(0);
   p.num_heads = query.size(1);
@@ -493,17 +534,21 @@ at::Tensor paged_attention(const at::Tensor& query, const at::Tensor& key, const
   p.num_tokens = batch * p.tokens_per_batch;
   p.num_blocks = key_cache.size(0);
   p.block_size = key_cache.size(1);
-  TORCH_CHECK(p.num_kv_heads > 0 && p.num_heads % p.num_kv_heads == 0, "paged_attention: ", p.num_heads,
-              " query heads cannot share ", p.num_kv_heads, " KV heads");
-  TORCH_CHECK(key.size(0) == batch && key.size(2) == p.tokens_per_batch && key.size(3) == p.head_dim &&
-                  value.size(0) == batch && value.size(1) == p.num_kv_heads && value.size(2) == p.tokens_per_batch,
-              "paged_attention: q ", query.sizes(), ", k ", key.sizes(), ", v ", value.sizes(), " do not fit");
+  TORCH_CHECK(p.num_kv_heads > 0 && p.num_heads % p.num_kv_heads == 0,
+              "paged_attention: ", p.num_heads, " query heads cannot share ", p.num_kv_heads,
+              " KV heads");
+  TORCH_CHECK(key.size(0) == batch && key.size(2) == p.tokens_per_batch &&
+                  key.size(3) == p.head_dim && value.size(0) == batch &&
+                  value.size(1) == p.num_kv_heads && value.size(2) == p.tokens_per_batch,
+              "paged_attention: q ", query.sizes(), ", k ", key.sizes(), ", v ", value.sizes(),
+              " do not fit");
   TORCH_CHECK(key_cache.size(2) == p.num_kv_heads && key_cache.size(3) == p.head_dim &&
                   value_cache.size(0) == p.num_blocks && value_cache.size(1) == p.block_size &&
                   value_cache.size(2) == p.num_kv_heads && value_cache.size(3) == p.value_dim,
-              "paged_attention: caches ", key_cache.sizes(), " and ", value_cache.sizes(), " do not fit k ",
-              key.sizes(), " and v ", value.sizes());
-  at::Tensor out = at::empty({batch, p.tokens_per_batch, p.num_heads, p.value_dim}, query.options());
+              "paged_attention: caches ", key_cache.sizes(), " and ", value_cache.sizes(),
+              " do not fit k ", key.sizes(), " and v ", value.sizes());
+  at::Tensor out =
+      at::empty({batch, p.tokens_per_batch, p.num_heads, p.value_dim}, query.options());
   if (p.num_tokens == 0) return out;
   at::Tensor keep[8];
   p.query = view_of(query, keep[0]);
@@ -513,8 +558,10 @@ at::Tensor paged_attention(const at::Tensor& query, const at::Tensor& key, const
   p.row = int32_ptr(row, "row", keep[4]);
   p.position = int32_ptr(position, "position", keep[5]);
   p.table = int32_ptr(block_table, "block_table", keep[6]);
-  TORCH_CHECK(slot.numel() == p.num_tokens && row.numel() == p.num_tokens && position.numel() == p.num_tokens,
-              "paged_attention: slot, row and position are [", batch, ", ", p.tokens_per_batch, "]");
+  TORCH_CHECK(slot.numel() == p.num_tokens && row.numel() == p.num_tokens &&
+                  position.numel() == p.num_tokens,
+              "paged_attention: slot, row and position are [", batch, ", ", p.tokens_per_batch,
+              "]");
   p.table_rows = block_table.size(0);
   p.table_blocks = block_table.size(1);
   p.key_cache = key_cache.mutable_data_ptr();
@@ -524,8 +571,10 @@ at::Tensor paged_attention(const at::Tensor& query, const at::Tensor& key, const
   p.scale = scale;
   p.softcap = softcap;
   if (sinks && sinks->defined()) {
-    TORCH_CHECK(sinks->numel() == p.num_heads, "paged_attention: expected sinks [", p.num_heads, "]");
-    keep[7] = sinks->to(type == ScalarType::Double ? ScalarType::Double : ScalarType::Float).contiguous();
+    TORCH_CHECK(sinks->numel() == p.num_heads, "paged_attention: expected sinks [", p.num_heads,
+                "]");
+    keep[7] =
+        sinks->to(type == ScalarType::Double ? ScalarType::Double : ScalarType::Float).contiguous();
     p.sinks = keep[7].const_data_ptr();
   }
   switch (type) {
