@@ -1,15 +1,22 @@
-"""Tiny random targets of many families, and drafters with known behaviour."""
+"""Tiny random targets of many families, drafters with known behaviour, and traffic for them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+import random
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import transformers
 from torch import Tensor, nn
 
-from compilespec.methods.base import Drafter
+from compilespec import SamplingParams
+from compilespec.methods.base import Drafter, TargetInfo
+from compilespec.runtime.engine import Engine
+from compilespec.runtime.request import Request
 
 VOCAB = 97  # not a power of two, not a multiple of any vector width
 _COMMON: dict[str, Any] = {
@@ -37,14 +44,24 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     "qwen3": lambda: _config("Qwen3Config", head_dim=16),
     "mistral": lambda: _config("MistralConfig", sliding_window=9),
     "gemma2": lambda: _config(
-        "Gemma2Config", head_dim=16, sliding_window=8, query_pre_attn_scalar=16, final_logit_softcapping=5.0
+        "Gemma2Config",
+        head_dim=16,
+        sliding_window=8,
+        query_pre_attn_scalar=16,
+        final_logit_softcapping=5.0,
     ),
     "gemma3": lambda: _config("Gemma3TextConfig", head_dim=16, sliding_window=8),
     "phi3": lambda: _config("Phi3Config", sliding_window=None),
     "olmo2": lambda: _config("Olmo2Config"),
     "gpt_neox": lambda: _config("GPTNeoXConfig"),
     "gpt2": lambda: transformers.GPT2Config(
-        vocab_size=VOCAB, n_embd=48, n_layer=7, n_head=4, n_positions=128, bos_token_id=1, eos_token_id=2
+        vocab_size=VOCAB,
+        n_embd=48,
+        n_layer=7,
+        n_head=4,
+        n_positions=128,
+        bos_token_id=1,
+        eos_token_id=2,
     ),
     "qwen3_moe": lambda: _config("Qwen3MoeConfig", head_dim=16, num_experts=4, **_MOE),
     "mixtral": lambda: _config("MixtralConfig", num_local_experts=4, num_experts_per_tok=2),
@@ -55,15 +72,24 @@ FAMILIES: dict[str, Callable[[], Any]] = {
 
 
 def tiny_target(
-    family: str, dtype: torch.dtype = torch.float64, seed: int = 0, experts: str = "batched_mm"
+    family: str,
+    dtype: torch.dtype = torch.float64,
+    seed: int = 0,
+    experts: str = "batched_mm",
+    num_layers: int | None = None,
 ) -> nn.Module:
-    """A random target whose greedy continuations are not trivial (weights larger than the default init)."""
+    """A random target with larger weights than the default, so that its tokens are not trivial."""
     torch.manual_seed(seed)
     if family == "plain":
-        model: nn.Module = PlainModel()
+        model: nn.Module = PlainModel(num_layers=num_layers or 7)
     else:
+        config = FAMILIES[family]()
+        if num_layers is not None:
+            if getattr(config, "layer_types", None):
+                config.layer_types = config.layer_types[:num_layers]
+            config.num_hidden_layers = num_layers
         model = transformers.AutoModelForCausalLM.from_config(
-            FAMILIES[family](), attn_implementation="eager", experts_implementation=experts
+            config, attn_implementation="eager", experts_implementation=experts
         )
     with torch.no_grad():
         for parameter in model.parameters():
@@ -73,9 +99,11 @@ def tiny_target(
 
 
 class PlainModel(nn.Module):
-    """A decoder nobody registered anywhere: learned positions, scaled_dot_product_attention(is_causal=True)."""
+    """A decoder nobody registered; learned positions, scaled_dot_product_attention."""
 
-    def __init__(self, width: int = 48, num_layers: int = 7, num_heads: int = 4, max_positions: int = 128) -> None:
+    def __init__(
+        self, width: int = 48, num_layers: int = 7, num_heads: int = 4, max_positions: int = 128
+    ) -> None:
         super().__init__()
         self.tokens = nn.Embedding(VOCAB, width)
         self.places = nn.Embedding(max_positions, width)
@@ -101,7 +129,9 @@ class PlainBlock(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         batch, length, width = hidden.shape
-        parts = self.qkv(self.norm1(hidden)).view(batch, length, 3, self.num_heads, width // self.num_heads)
+        parts = self.qkv(self.norm1(hidden)).view(
+            batch, length, 3, self.num_heads, width // self.num_heads
+        )
         query, key, value = parts.permute(2, 0, 3, 1, 4)
         mixed = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
         hidden = hidden + self.out(mixed.transpose(1, 2).reshape(batch, length, width))
@@ -109,14 +139,18 @@ class PlainBlock(nn.Module):
 
 
 def greedy_reference(model: nn.Module, prompt: list[int], num_tokens: int) -> list[int]:
-    """The model's own greedy continuation: transformers' generate, or an eager loop without a cache."""
+    """The model's own greedy tokens: transformers' generate, or an eager loop without a cache."""
     with torch.no_grad():
         if hasattr(model, "generate"):
             ids = torch.tensor([prompt])
             output = model.generate(
-                ids, attention_mask=torch.ones_like(ids), max_new_tokens=num_tokens, do_sample=False,
-                eos_token_id=None, pad_token_id=0,
-            )  # fmt: skip
+                ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=num_tokens,
+                do_sample=False,
+                eos_token_id=None,
+                pad_token_id=0,
+            )
             return output[0, len(prompt) :].tolist()
         tokens = list(prompt)
         for _ in range(num_tokens):
@@ -125,12 +159,20 @@ def greedy_reference(model: nn.Module, prompt: list[int], num_tokens: int) -> li
 
 
 class ScriptedDrafter(Drafter):
-    """Drafts from a script: the token that followed (position, token) in known sequences, plus `error`.
+    """Drafts what followed (position, token) in known sequences, plus `error`; has no cache.
 
-    With error 0 and the target's own continuations as the script every draft matches; with error 1 none does.
+    With error 0 and the target's own continuations as the script every draft matches, unless two
+    sequences have the same token at the same position; with error 1 none does.
     """
 
-    def __init__(self, sequences: list[list[int]], *, max_seq_len: int, aux_layers: tuple[int, ...], error: int) -> None:
+    def __init__(
+        self,
+        sequences: list[list[int]],
+        *,
+        max_seq_len: int,
+        aux_layers: tuple[int, ...],
+        error: int,
+    ) -> None:
         super().__init__()
         self.num_draft_tokens, self.aux_layers, self.error = 3, aux_layers, error
         script = torch.zeros(max_seq_len + 2, VOCAB, dtype=torch.int64)
@@ -142,10 +184,167 @@ class ScriptedDrafter(Drafter):
     def combine(self, aux: Tensor) -> Tensor:
         return aux[..., :2]
 
-    def forward(self, input_ids: Tensor, position_ids: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, input_ids: Tensor, position_ids: Tensor, hidden: Tensor
+    ) -> tuple[Tensor, Tensor]:
         pair = torch.stack([position_ids, input_ids], -1).to(hidden.dtype)
         return pair + hidden * 0, hidden
 
     def propose(self, head_input: Tensor) -> Tensor:
         position, token = head_input[:, 0].long(), head_input[:, 1].long()
         return ((self.script[position, token] + self.error) % VOCAB).to(torch.int32)
+
+
+def target_info(model: nn.Module, max_seq_len: int) -> TargetInfo:
+    """What `describe_target` reads off a trace, read off the module: no trace to pay for."""
+    if hasattr(model, "get_input_embeddings"):
+        embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+        num_layers = model.config.num_hidden_layers
+    else:
+        embedding, head, num_layers = model.tokens, model.head, len(model.blocks)
+    return TargetInfo(
+        hidden_size=head.weight.shape[1], vocab_size=head.weight.shape[0], num_layers=num_layers,
+        dtype=head.weight.dtype, device=head.weight.device, embedding=embedding.weight.detach(),
+        lm_head=head.weight.detach(), max_seq_len=max_seq_len,
+    )  # fmt: skip
+
+
+class DialDrafter(Drafter):
+    """A head whose proposals can be replaced, by a dial turned between requests, with a script's.
+
+    The scripted part drafts the next token of a known sequence if, and only if, its own KV cache
+    holds exactly that sequence: its attention sums one random code for every (position, token) it
+    has been fed, and the sum is looked up among those of the known prefixes.  So a lost, stale,
+    doubled or foreign cache entry of the drafter costs acceptance, which the tests predict step by
+    step.  One compiled program serves all settings.
+    """
+
+    def __init__(
+        self, head: Drafter, *, max_seq_len: int, dtype: torch.dtype, num_entries: int = 1024
+    ) -> None:
+        super().__init__()
+        self.head, self.max_seq_len = head, max_seq_len
+        self.num_draft_tokens, self.aux_layers = head.num_draft_tokens, head.aux_layers
+        seeded = torch.Generator().manual_seed(5)
+        codes = torch.randn(max_seq_len, VOCAB, 8, generator=seeded, dtype=torch.float64)
+        self.register_buffer("codes", codes.to(dtype))
+        self.register_buffer("sums", torch.full((num_entries, 8), 1e6, dtype=dtype))
+        self.register_buffer("following", torch.zeros(num_entries, dtype=torch.int64))
+        self.register_buffer("offset", torch.zeros(max_seq_len + 2, dtype=torch.int64))
+        self.register_buffer("scripted", torch.zeros(1, dtype=torch.bool))
+
+    def know(self, sequences: Iterable[Sequence[int]]) -> None:
+        """Learn sequences (prompt and continuation) by heart, in place of those known before."""
+        sums, following = [], []
+        for tokens in sequences:
+            fed = torch.as_tensor(tokens)[1:]
+            prefix = self.codes[torch.arange(len(fed)), fed].to(torch.float64).cumsum(0)
+            sums.append(prefix[:-1])
+            following.append(fed[1:])
+        known, token = torch.cat(sums), torch.cat(following)
+        near = torch.cdist(known, known) < 0.5
+        assert bool((~near | (token[:, None] == token)).all()), "two sequences cannot be told apart"
+        self.sums.fill_(1e6)[: len(known)] = known.to(self.sums.dtype)
+        self.following[: len(token)] = token
+
+    def draft_at_random(self) -> None:
+        """The head's own proposals."""
+        self.scripted.fill_(False)
+
+    def draft_from_script(self, is_wrong: Callable[[int], bool]) -> None:
+        """Scripted proposals, right but for the tokens at the positions that `is_wrong` names."""
+        self.scripted.fill_(True)
+        self.offset.copy_(torch.tensor([int(is_wrong(p)) for p in range(len(self.offset))]))
+
+    def expected_steps(self, num_prompt: int, num_output: int, num_draft_tokens: int) -> list[int]:
+        """`emitted_per_step` of a request whose sequence is known, under the present script."""
+        steps, left, position = [], num_output - 1, num_prompt
+        while left > 0:
+            drafts = itertools.islice(self.offset[position + 1 :].tolist(), num_draft_tokens)
+            count = 1 + len(list(itertools.takewhile(lambda wrong: not wrong, drafts)))
+            steps.append(min(count, left))
+            position, left = position + count, left - count
+        return steps
+
+    def combine(self, aux: Tensor) -> Tensor:
+        return self.head.combine(aux)
+
+    def forward(
+        self, input_ids: Tensor, position_ids: Tensor, hidden: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        head_input, recycled = self.head(input_ids, position_ids, hidden)
+        code_BSW = self.codes[position_ids.long(), input_ids.long()]
+        value_B1SW = code_BSW.unsqueeze(1)
+        alike = torch.zeros_like(
+            value_B1SW
+        )  # all keys score the same: attention is the codes' mean
+        mean_BS1W = torch.ops.compilespec.attention(alike, alike, value_B1SW, 1.0, 0, 0.0, None)
+        position_BS1 = position_ids.unsqueeze(-1).to(code_BSW.dtype)
+        sum_BSW = mean_BS1W.squeeze(2) * (position_BS1 + 1)
+        return torch.cat([head_input, sum_BSW, position_BS1], -1), recycled
+
+    def propose(self, head_input: Tensor) -> Tensor:
+        random_token = self.head.propose(head_input[:, :-9])
+        sum_BW, position = head_input[:, -9:-1], head_input[:, -1].long()
+        distance_BE = (sum_BW.unsqueeze(1) - self.sums).square().sum(-1)
+        nearest = distance_BE.argmin(-1)
+        is_known = distance_BE.gather(1, nearest.unsqueeze(1)).squeeze(1) < 1e-2
+        wrong_by = torch.where(is_known, self.offset[(position + 2).clamp(max=self.max_seq_len)], 1)
+        token = (self.following[nearest] + wrong_by) % VOCAB
+        return torch.where(self.scripted, token.to(torch.int32), random_token)
+
+
+# --- traffic ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ask:
+    """One request and the tokens it must give."""
+
+    prompt: tuple[int, ...]
+    tokens: tuple[int, ...]
+
+
+def ask_all(model: nn.Module, sizes: Iterable[tuple[int, int]]) -> list[Ask]:
+    """Requests of (prompt length, output length), with the model's own greedy tokens.
+
+    No two have the same second token: a drafter, which never sees the first, can tell them apart.
+    """
+    draw = random.Random(0)
+    asks: list[Ask] = []
+    for num_prompt, num_output in sizes:
+        seconds = {(*ask.prompt, *ask.tokens)[1] for ask in asks}
+        while True:
+            prompt = [draw.randrange(3, VOCAB) for _ in range(num_prompt)]  # no special ids
+            if (prompt + greedy_reference(model, prompt, 1))[1] not in seconds:
+                break
+        tokens = greedy_reference(model, prompt, num_output)
+        asks.append(Ask(prompt=tuple(prompt), tokens=tuple(tokens)))
+    return asks
+
+
+def run_traffic(engine: Engine, asks: Iterable[Ask], batches: Sequence[int]) -> list[Request]:
+    """Put the requests through the engine; returns them finished, in order.
+
+    One step runs with batches[0] unfinished requests, the next with batches[1], ...; then the last
+    number is kept up while there are requests, which therefore join and leave in mid-flight.
+    """
+    queue, limits, limit = deque(asks), iter(batches), 0
+    requests: list[Request] = []
+    while queue or engine.has_work:
+        limit = next(limits, limit)
+        num_live = sum(not request.finished for request in requests)
+        for _ in range(min(limit - num_live, len(queue))):
+            ask = queue.popleft()
+            params = SamplingParams(max_new_tokens=len(ask.tokens), ignore_eos=True)
+            requests.append(engine.submit(list(ask.prompt), params))
+        engine.step()
+    return requests
+
+
+def assert_nothing_held(engine: Engine) -> None:
+    """Every state row and cache block is free."""
+    scheduler = engine._scheduler
+    assert not scheduler.has_work
+    assert sorted(scheduler._free_rows) == list(range(engine.geometry.max_batch_size))
+    assert scheduler.pool.num_free == engine.geometry.num_blocks
