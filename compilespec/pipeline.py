@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from compilespec import _torch_compat
-from compilespec.errors import InvalidOption
+from compilespec.errors import DraftMismatch, InvalidOption
 from compilespec.loading import Target, find_draft, load_target
 from compilespec.lowering import lower
 from compilespec.methods import get_method
@@ -25,7 +25,7 @@ from compilespec.program import PHASES, ProgramConfig, SpecProgram, Traced
 from compilespec.runtime.engine import Engine
 from compilespec.runtime.step_runner import StepRunner
 from compilespec.target_info import describe_target
-from compilespec.trace import EXAMPLE_BATCH, trace_call, trace_target
+from compilespec.trace import EXAMPLE_SHAPE, trace_call, trace_target
 
 
 def compile(
@@ -101,8 +101,8 @@ def build_program(
             f"unknown option {', '.join(sorted(method_options))}: compile() and method "
             f"{method.capabilities.name!r} know no such keyword"
         )
-    traced = {"prefill": trace_target(target.model, num_verify_tokens=None)}
-    info = describe_target(traced["prefill"], target)
+    traced = trace_target(target.model)
+    info = describe_target(traced, target)
     drafter = None
     if method.capabilities.needs_draft_weights:
         found = find_draft(draft, target, method.capabilities.name)
@@ -110,13 +110,12 @@ def build_program(
     elif draft is not None:
         raise InvalidOption(f"spec={method.capabilities.name!r} takes no draft; leave out draft= or choose another method")
     config = options.program_config(target, info, drafter)
-    traced["decode"] = trace_target(target.model, num_verify_tokens=config.num_verify_tokens)
+    traced_draft = trace_drafter(drafter, config, info) if drafter else {}
     weights: dict[str, Tensor] = {}
     phases, buffers = {}, {}
     for phase in PHASES:
         ctx = PassContext(
-            phase=phase, config=config, capabilities=method.capabilities, target=traced[phase],
-            draft=trace_drafter(drafter, config, info, phase) if drafter else {},
+            phase=phase, config=config, capabilities=method.capabilities, target=traced, draft=traced_draft,
             aux_layers=tuple(drafter.aux_layers) if drafter else (), weights=weights,
             buffers=buffers, prepack=config.device.type == "cpu",
         )  # fmt: skip
@@ -127,43 +126,38 @@ def build_program(
     )  # fmt: skip
 
 
-def trace_drafter(drafter: Drafter, config: ProgramConfig, info: TargetInfo, phase: str) -> dict[str, Traced]:
-    """The drafter's calls: "first" over the phase's rows, "step" over one row, "propose" on gathered rows."""
-    shape = (EXAMPLE_BATCH, config.num_verify_tokens) if phase == "decode" else (1, EXAMPLE_BATCH + 6)
-    dynamic = (0,) if phase == "decode" else (1,)
+def trace_drafter(drafter: Drafter, config: ProgramConfig, info: TargetInfo) -> dict[str, Traced]:
+    """The drafter's calls, each captured once: "combine" and "forward" at [B, T, ..], "propose" on gathered rows."""
+    shape, dynamic = EXAMPLE_SHAPE, (0, 1)
 
-    def ints(*size: int) -> Tensor:
-        return torch.zeros(size, dtype=torch.int32, device=config.device)
+    def trace(name: str, call: Callable[..., Any], **arguments: Tensor) -> Traced:
+        dims = {key: (value, dynamic) for key, value in arguments.items()}
+        return trace_call(drafter, call, dims, name=f"draft.{name}", owner="draft")
 
-    def floats(*size: int) -> Tensor:
-        return torch.zeros(size, dtype=config.dtype, device=config.device)
+    def combine(aux: Tensor) -> Any:
+        return _fresh((drafter.combine(aux),))
 
-    def first(input_ids: Tensor, position_ids: Tensor, hidden: Tensor) -> Any:
-        return _fresh(drafter(input_ids, position_ids, drafter.combine(hidden)))
-
-    def step(input_ids: Tensor, position_ids: Tensor, hidden: Tensor) -> Any:
+    def forward(input_ids: Tensor, position_ids: Tensor, hidden: Tensor) -> Any:
         return _fresh(drafter(input_ids, position_ids, hidden))
 
     def propose(head_input: Tensor) -> Tensor:
         return drafter.propose(head_input)
 
-    aux_width = len(drafter.aux_layers) * info.hidden_size
-    arguments = {
-        "input_ids": (ints(*shape), dynamic),
-        "position_ids": (ints(*shape), dynamic),
-        "hidden": (floats(*shape, aux_width), dynamic),
-    }
-    traced = {"first": trace_call(drafter, first, arguments, name="draft.first", owner="draft")}
-    head_width, hidden_width = _output_widths(traced["first"])
-    if config.num_draft_tokens > 1:
-        arguments = {
-            "input_ids": (ints(EXAMPLE_BATCH, 1), (0,)),
-            "position_ids": (ints(EXAMPLE_BATCH, 1), (0,)),
-            "hidden": (floats(EXAMPLE_BATCH, 1, hidden_width), (0,)),
-        }
-        traced["step"] = trace_call(drafter, step, arguments, name="draft.step", owner="draft")
+    floats = {"dtype": config.dtype, "device": config.device}
+    ids = torch.zeros(shape, dtype=torch.int32, device=config.device)
+    traced = {"combine": trace("combine", combine, aux=torch.zeros((*shape, len(drafter.aux_layers) * info.hidden_size), **floats))}
+    (hidden_width,) = _output_widths(traced["combine"])
+    traced["forward"] = trace(
+        "forward", forward, input_ids=ids, position_ids=ids.clone(), hidden=torch.zeros((*shape, hidden_width), **floats)
+    )
+    head_width, recycled_width = _output_widths(traced["forward"])
+    if recycled_width != hidden_width:
+        raise DraftMismatch(
+            f"the drafter takes hidden states of width {hidden_width} and recycles {recycled_width}; expected one width"
+        )
+    head_input = torch.zeros((shape[0], head_width), **floats)
     traced["propose"] = trace_call(
-        drafter, propose, {"head_input": (floats(EXAMPLE_BATCH, head_width), (0,))}, name="draft.propose", owner="draft"
+        drafter, propose, {"head_input": (head_input, (0,))}, name="draft.propose", owner="draft"
     )
     return traced
 

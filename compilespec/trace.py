@@ -26,32 +26,28 @@ from compilespec.errors import NoPositionInput, TraceError, UnsupportedState
 from compilespec.program import Traced, TracedInput, is_marker
 
 ATTENTION = "compilespec"  # our name in transformers' attention registry
-EXAMPLE_BATCH = 7  # a dynamic size that few models have as a static one (2.11 merges equal sizes)
+EXAMPLE_SHAPE = (7, 13)  # sizes that few models have as static ones: 2.11 merges equal sizes
 _POSITION_NAMES = ("position_ids", "positions", "input_pos")
 _unique = itertools.count()
 
 
-def trace_target(model: nn.Module, *, num_verify_tokens: int | None, name: str = "target") -> Traced:
-    """Capture a causal LM at a decode shape [B, S] (S = `num_verify_tokens`) or, with None, a prefill shape [1, T].
+def trace_target(model: nn.Module, *, name: str = "target") -> Traced:
+    """Capture a causal LM once, at [B, T] with both sizes symbolic: every phase's call shape is an instance of it.
 
     Returns: a graph with arguments `input_ids` and `position_ids` (int32) and one output, the logits.
     Raises: TraceError (graph break; names module, line and cause), NoPositionInput, UnsupportedState.
     """
-    if num_verify_tokens is None:
-        shape, dynamic_dim = (1, EXAMPLE_BATCH + 6), 1
-    else:
-        shape, dynamic_dim = (EXAMPLE_BATCH, num_verify_tokens), 0
     device = next(model.parameters()).device
-    ids = torch.zeros(shape, dtype=torch.int32, device=device)
-    positions = torch.arange(shape[1], dtype=torch.int32, device=device).expand(shape).contiguous()
-    arguments = {"input_ids": (ids, (dynamic_dim,)), "position_ids": (positions, (dynamic_dim,))}
+    ids = torch.zeros(EXAMPLE_SHAPE, dtype=torch.int32, device=device)
+    positions = torch.arange(EXAMPLE_SHAPE[1], dtype=torch.int32, device=device).expand(EXAMPLE_SHAPE).contiguous()
+    arguments = {"input_ids": (ids, (0, 1)), "position_ids": (positions, (0, 1))}
     with _attention_interface(model) as is_transformers:
         call, takes_positions = _target_call(model, is_transformers)
         traced = trace_call(model, call, arguments, name=name)
     if not is_transformers:
         _mark_plain_attention(traced.graph_module, model)
         if not takes_positions:
-            traced = _rewrite_arange(traced, shape, dynamic_dim, model)
+            traced = _rewrite_arange(traced, model)
     if traced.num_attention_layers == 0:
         raise TraceError(
             f"{type(model).__name__} has no attention that can be cached: expected calls through transformers' "
@@ -263,7 +259,7 @@ def _bind_sdpa(
     return dict(locals())
 
 
-def _rewrite_arange(traced: Traced, shape: tuple[int, int], dynamic_dim: int, model: nn.Module) -> Traced:
+def _rewrite_arange(traced: Traced, model: nn.Module) -> Traced:
     """Aranges over the token dimension are the positions of a module that takes none: feed ours instead."""
     gm = traced.graph_module
     placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]

@@ -11,7 +11,7 @@ import torch
 from compilespec import _torch_compat
 from compilespec.errors import InvalidOption
 from compilespec.lowering.artifacts import ArtifactCache, artifact_key
-from compilespec.program import Lowered, LoweredPhase, PhaseGraph, SpecProgram
+from compilespec.program import Lowered, LoweredPhase, Phase, PhaseGraph, SpecProgram
 
 BACKENDS = ("inductor", "eager")
 
@@ -23,6 +23,13 @@ INDUCTOR_OPTIONS: dict[str, Any] = {
     "size_asserts": False,
     "nan_asserts": False,
     "fallback_random": True,
+}
+
+# What is left of a decode step beside products and attention is a few rows of element-wise work: a parallel
+# region costs more than it saves there, and a fixed thread count would tie the artifact to the machine.
+PHASE_OPTIONS: dict[Phase, dict[str, Any]] = {
+    "decode": {"cpp.threads": 1},
+    "prefill": {"cpp.dynamic_threads": True},
 }
 
 
@@ -47,10 +54,11 @@ def _interpret(graph: PhaseGraph, cache: ArtifactCache) -> LoweredPhase:
 
 def _compile(graph: PhaseGraph, cache: ArtifactCache) -> LoweredPhase:
     started = time.perf_counter()
-    key = artifact_key(graph, INDUCTOR_OPTIONS)
+    options = {**INDUCTOR_OPTIONS, **PHASE_OPTIONS[graph.phase]}
+    key = artifact_key(graph, options)
     call, from_cache = cache.load(key), True
     if call is None:
-        artifact = _torch_compat.standalone_compile(graph.graph_module, graph.fakes, INDUCTOR_OPTIONS)
+        artifact = _torch_compat.standalone_compile(graph.graph_module, graph.fakes, options)
         cache.save(key, artifact)
         call, from_cache = artifact, False
     return LoweredPhase(

@@ -24,7 +24,7 @@ class PassContext:
     config: ProgramConfig
     capabilities: Capabilities
     target: Traced
-    draft: Mapping[str, Traced]  # the drafter's captured calls: "first", "step", "propose"
+    draft: Mapping[str, Traced]  # the drafter's captured calls: "combine", "forward", "propose"
     aux_layers: tuple[int, ...] = ()
     prepack: bool = True
     weights: dict[str, Tensor] = field(default_factory=dict)

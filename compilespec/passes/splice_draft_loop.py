@@ -24,9 +24,8 @@ def splice_draft_loop(gm: fx.GraphModule, ctx: PassContext) -> int:
     end, config = output_node(gm), ctx.config
     table = find_role(gm, "block_table_RM")
     metadata = (find_role(gm, "slot"), find_role(gm, "row"), find_role(gm, "position"), table)
-    head_input, recycled = _run(
-        gm, ctx, "first", metadata, input_ids=find_role(gm, "draft_ids"), position_ids=metadata[2], hidden=find_role(gm, "aux")
-    )
+    (combined,) = splice(gm, ctx, ctx.draft["combine"], {"aux": find_role(gm, "aux")})
+    head_input, recycled = _run(gm, ctx, metadata, input_ids=find_role(gm, "draft_ids"), position_ids=metadata[2], hidden=combined)
     num_passes = 1
     if ctx.phase == "decode":
         count = find_role(gm, "num_emitted")
@@ -43,7 +42,7 @@ def splice_draft_loop(gm: fx.GraphModule, ctx: PassContext) -> int:
             gm, next_token, drafts[-1], start, row, find_role(gm, "row_index"), find_role(gm, "live"), table,
             before=end, step=step, max_seq_len=config.max_seq_len, block_size=config.block_size,
         )  # fmt: skip
-        head_input, hidden = _run(gm, ctx, "step", (slot, rows, position, table),
+        head_input, hidden = _run(gm, ctx, (slot, rows, position, table),
                                   input_ids=ids, position_ids=position, hidden=hidden)  # fmt: skip
         drafts.append(_propose(gm, ctx, emit(gm, lambda x_B1D: x_B1D.squeeze(1), head_input, before=end)))
         num_passes += 1
@@ -53,10 +52,10 @@ def splice_draft_loop(gm: fx.GraphModule, ctx: PassContext) -> int:
 
 
 def _run(
-    gm: fx.GraphModule, ctx: PassContext, call: str, metadata: tuple[fx.Node, ...], **arguments: fx.Node
+    gm: fx.GraphModule, ctx: PassContext, metadata: tuple[fx.Node, ...], **arguments: fx.Node
 ) -> tuple[fx.Node, ...]:
     """Splice one drafter pass and give its attention the drafter's caches."""
-    outputs = splice(gm, ctx, ctx.draft[call], arguments)
+    outputs = splice(gm, ctx, ctx.draft["forward"], arguments)
     page_markers(gm, ctx, [node for node in gm.graph.nodes if is_marker(node)], "draft", metadata)  # type: ignore[arg-type]
     return outputs
 
