@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from compilespec.errors import DraftNotFound, InvalidOption, ModelNotFound
+from compilespec.errors import CheckpointError, DraftNotFound, InvalidOption, ModelNotFound
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +37,7 @@ def load_target(
 ) -> Target:
     """Load or adopt the target; a module is moved or cast only where a keyword asks for it.
 
-    Raises: ModelNotFound, InvalidOption.
+    Raises: ModelNotFound, CheckpointError (tensors missing), InvalidOption.
     """
     wanted = _as_dtype(dtype)
     directory: Path | None = None
@@ -95,11 +95,18 @@ def _load_directory(directory: Path, dtype: torch.dtype | None) -> nn.Module:
     if not (directory / "config.json").is_file():
         raise ModelNotFound(f"{directory} holds no config.json; expected a directory in Hugging Face layout, or 'demo'")
     try:
-        model: nn.Module = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype or "auto", local_files_only=True)
+        model, report = AutoModelForCausalLM.from_pretrained(
+            directory, dtype=dtype or "auto", local_files_only=True, output_loading_info=True
+        )
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ModelNotFound(f"{directory} cannot be loaded as a causal language model: {reason}") from error
-    return model
+    missing = sorted(report["missing_keys"])  # transformers would go on with random numbers in their place
+    if missing:
+        names = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
+        raise CheckpointError(f"{directory} lacks {names}; expected a whole checkpoint of {type(model).__name__}: copy it again")
+    loaded: nn.Module = model
+    return loaded
 
 
 def _load_tokenizer(directory: Path) -> Any:

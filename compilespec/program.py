@@ -7,6 +7,7 @@ The legend of the dimension suffixes is in ARCHITECTURE.md.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -128,18 +129,54 @@ class PassRecord:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PhaseGraph:
-    """One phase's whole step: ATen, every input named, every output named."""
+class StepGraph:
+    """One phase's whole step on ATen: every input named, every output named."""
 
-    phase: Phase
     graph_module: fx.GraphModule
     inputs: tuple[InputSpec, ...]
     outputs: tuple[str, ...]
     fakes: tuple[Any, ...] = field(repr=False)  # fake inputs, symbols included, in placeholder order
     records: tuple[PassRecord, ...] = ()
 
+
+@dataclass(frozen=True, kw_only=True)
+class PhaseGraph:
+    """One phase's step, spliced on torch IR; its ATen form is made when somebody asks for it.
+
+    A start that finds the compiled step on disk never does: the spliced graph alone is the artifact's key.
+    """
+
+    phase: Phase
+    spliced: fx.GraphModule
+    splice_records: tuple[PassRecord, ...] = field(repr=False)
+    finish: Callable[[], StepGraph] = field(repr=False)  # the retrace and the ATen passes
+
+    @functools.cached_property
+    def step(self) -> StepGraph:
+        return self.finish()
+
+    @property
+    def graph_module(self) -> fx.GraphModule:
+        return self.step.graph_module
+
+    @property
+    def inputs(self) -> tuple[InputSpec, ...]:
+        return self.step.inputs
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        return self.step.outputs
+
+    @property
+    def fakes(self) -> tuple[Any, ...]:
+        return self.step.fakes
+
+    @property
+    def records(self) -> tuple[PassRecord, ...]:
+        return (*self.splice_records, *self.step.records)
+
     def __str__(self) -> str:
-        return f"{self.phase}: {len(self.graph_module.graph.nodes)} nodes, {len(self.records)} passes"
+        return f"{self.phase}: {len(self.spliced.graph.nodes)} nodes spliced by {len(self.splice_records)} passes"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -41,34 +41,32 @@ def lower(program: SpecProgram, *, backend: str = "inductor", cache: ArtifactCac
     if backend not in BACKENDS:
         raise InvalidOption(f"backend must be one of {', '.join(BACKENDS)}; got {backend!r}")
     lower_phase = _interpret if backend == "eager" else _compile
-    phases = {name: lower_phase(graph, cache or ArtifactCache()) for name, graph in program.phases.items()}
+    phases = {name: lower_phase(graph, program, cache or ArtifactCache()) for name, graph in program.phases.items()}
     return Lowered(program=program, backend=backend, phases=phases)
 
 
-def _interpret(graph: PhaseGraph, cache: ArtifactCache) -> LoweredPhase:
-    gm = graph.graph_module
+def _interpret(graph: PhaseGraph, program: SpecProgram, cache: ArtifactCache) -> LoweredPhase:
     return LoweredPhase(
-        phase=graph.phase, call=gm.forward, inputs=graph.inputs, outputs=graph.outputs, compile_ms=0.0, from_cache=False
-    )
+        phase=graph.phase, call=_with_no_grad(graph.graph_module.forward), inputs=graph.inputs, outputs=graph.outputs,
+        compile_ms=0.0, from_cache=False,
+    )  # fmt: skip
 
 
-def _compile(graph: PhaseGraph, cache: ArtifactCache) -> LoweredPhase:
+def _compile(graph: PhaseGraph, program: SpecProgram, cache: ArtifactCache) -> LoweredPhase:
     started = time.perf_counter()
     options = {**INDUCTOR_OPTIONS, **PHASE_OPTIONS[graph.phase]}
-    key = artifact_key(graph, options)
-    call, from_cache = cache.load(key), True
-    if call is None:
-        artifact = _torch_compat.standalone_compile(graph.graph_module, graph.fakes, options)
-        cache.save(key, artifact)
-        call, from_cache = artifact, False
+    key = artifact_key(graph, program, options)
+    stored = cache.load(key)
+    if stored is None:
+        compiled = _torch_compat.standalone_compile(graph.graph_module, graph.fakes, options)
+        cache.save(key, compiled, graph.inputs, graph.outputs)
+        call, inputs, outputs = compiled, graph.inputs, graph.outputs
+    else:
+        call, inputs, outputs = stored
     return LoweredPhase(
-        phase=graph.phase,
-        call=_with_no_grad(call),
-        inputs=graph.inputs,
-        outputs=graph.outputs,
-        compile_ms=(time.perf_counter() - started) * 1e3,
-        from_cache=from_cache,
-    )
+        phase=graph.phase, call=_with_no_grad(call), inputs=inputs, outputs=outputs,
+        compile_ms=(time.perf_counter() - started) * 1e3, from_cache=stored is not None,
+    )  # fmt: skip
 
 
 def _with_no_grad(call: Callable[..., Any]) -> Callable[..., Any]:

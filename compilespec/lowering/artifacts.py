@@ -1,22 +1,28 @@
-"""Compiled graphs on disk, keyed by everything that shapes them: safe to share and to delete."""
+"""Compiled steps on disk, keyed by everything that shapes them: safe to share and to delete."""
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import hashlib
 import json
 import logging
 import os
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+import compilespec
 from compilespec import _torch_compat
-from compilespec.program import PhaseGraph
+from compilespec.program import InputSpec, PhaseGraph, SpecProgram
 
 logger = logging.getLogger("compilespec")
+
+Stored = tuple[Any, tuple[InputSpec, ...], tuple[str, ...]]  # callable, its inputs, its outputs
 
 
 def cache_directory() -> Path:
@@ -24,47 +30,71 @@ def cache_directory() -> Path:
     return Path(os.environ.get("COMPILESPEC_CACHE_DIR") or Path.home() / ".cache" / "compilespec")
 
 
-def artifact_key(graph: PhaseGraph, options: dict[str, Any]) -> str:
-    """Hash of the graph's code, its inputs' layouts, its constants, the options, and the versions that lower it."""
+def artifact_key(graph: PhaseGraph, program: SpecProgram, options: dict[str, Any]) -> str:
+    """Hash of the spliced step, its inputs' layouts and constants, all sizes, the options, and the code that lowers it."""
     digest = hashlib.sha256()
-    digest.update(torch.__version__.encode())
-    digest.update(torch.backends.cpu.get_cpu_capability().encode())
+    digest.update(f"{torch.__version__} {torch.backends.cpu.get_cpu_capability()} {_source_digest()}\n".encode())
     digest.update(json.dumps(options, sort_keys=True).encode())
-    digest.update(graph.graph_module.code.encode())
-    for value in graph.fakes:
-        digest.update(f"{tuple(value.shape)} {value.stride()} {value.dtype} {value.device}\n".encode())
-    for name, buffer in sorted(graph.graph_module.named_buffers()):
-        digest.update(name.encode() + buffer.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
-    for name, value in sorted(vars(graph.graph_module).items()):
-        if isinstance(value, Tensor):
-            digest.update(name.encode() + value.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    digest.update(f"{graph.phase} {program.config} {program.buffers}\n".encode())
+    digest.update(graph.spliced.code.encode())
+    for node in graph.spliced.graph.find_nodes(op="placeholder"):
+        weight = program.weights.get(node.meta["role"])
+        if weight is not None:
+            digest.update(f"{node.name} {tuple(weight.shape)} {weight.stride()} {weight.dtype} {weight.device}\n".encode())
+    for name, buffer in sorted(graph.spliced.named_buffers()):
+        digest.update(name.encode() + _bytes(buffer))
     return digest.hexdigest()[:32]
 
 
+@functools.cache
+def _source_digest() -> str:
+    """Any change of the package's code makes every artifact another one."""
+    digest = hashlib.sha256()
+    root = Path(compilespec.__file__).parent
+    for path in sorted([*root.rglob("*.py"), *root.rglob("*.cpp"), *root.rglob("*.h")]):
+        digest.update(str(path.relative_to(root)).encode() + path.read_bytes())
+    return digest.hexdigest()
+
+
+def _bytes(tensor: Tensor) -> bytes:
+    return bytes(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+
+
 class ArtifactCache:
-    """One file an artifact.  A file that cannot be read is dropped with a warning and compiled again."""
+    """Two files an artifact: the compiled step, and the names of its inputs and outputs, written last.
+
+    What cannot be read is dropped with a warning and compiled again.
+    """
 
     def __init__(self, directory: Path | None = None) -> None:
         self.directory = (directory or cache_directory()) / "artifacts"
 
-    def load(self, key: str) -> Any | None:
-        path = self.directory / f"{key}.bin"
-        if not path.exists():
+    def load(self, key: str) -> Stored | None:
+        code, names = self._paths(key)
+        if not names.exists():
             return None
         try:
-            return _torch_compat.load_artifact(str(path))
+            record = json.loads(names.read_text())
+            inputs = tuple(InputSpec(**{**spec, "sources": tuple(spec["sources"])}) for spec in record["inputs"])
+            return _torch_compat.load_artifact(str(code)), inputs, tuple(record["outputs"])
         except Exception as error:  # a torn file, another machine's code: whatever it is, compiling repairs it
-            logger.warning("dropping unreadable artifact %s (%s); compiling again", path.name, error)
-            path.unlink(missing_ok=True)
+            logger.warning("dropping unreadable artifact %s (%s); compiling again", code.name, error)
+            names.unlink(missing_ok=True)
+            code.unlink(missing_ok=True)
             return None
 
-    def save(self, key: str, artifact: Any) -> None:
-        self.directory.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=self.directory, prefix=key)
-        os.close(handle)
+    def save(self, key: str, compiled: Any, inputs: Sequence[InputSpec], outputs: Sequence[str]) -> None:
+        code, names = self._paths(key)
+        record = {"inputs": [dataclasses.asdict(spec) for spec in inputs], "outputs": list(outputs)}
         try:
-            artifact.save(path=temporary, format="binary")
-            os.replace(temporary, self.directory / f"{key}.bin")
+            self.directory.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(dir=self.directory) as scratch:
+                compiled.save(path=f"{scratch}/code", format="binary")
+                Path(f"{scratch}/names").write_text(json.dumps(record))
+                os.replace(f"{scratch}/code", code)
+                os.replace(f"{scratch}/names", names)
         except Exception as error:  # the engine runs without a saved artifact; only the next start pays
             logger.warning("artifact %s was not saved: %s", key, error)
-            Path(temporary).unlink(missing_ok=True)
+
+    def _paths(self, key: str) -> tuple[Path, Path]:
+        return self.directory / f"{key}.bin", self.directory / f"{key}.json"

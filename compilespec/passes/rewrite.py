@@ -14,7 +14,7 @@ from compilespec.errors import PassError
 from compilespec.passes import ATEN_PASSES, SPLICE_PASSES
 from compilespec.passes.graph import get_outputs, output_node, set_outputs, splice
 from compilespec.passes.runner import PassContext, run_passes, snapshot
-from compilespec.program import InputSpec, PassRecord, PhaseGraph
+from compilespec.program import InputSpec, PassRecord, PhaseGraph, StepGraph
 
 # Example sizes of the symbolic dimensions, chosen to equal few static ones.
 EXAMPLE_SIZES = {"B": 7, "R": 7, "T": 13}
@@ -23,20 +23,29 @@ EXAMPLE_SIZES = {"B": 7, "R": 7, "T": 13}
 def rewrite_phase(
     ctx: PassContext, *, keep_graphs: bool = False, disabled: frozenset[str] = frozenset()
 ) -> PhaseGraph:
-    """The whole step of one phase as an ATen graph.  Raises: PassError."""
+    """Splice one phase's step; the rest of the rewriting waits until its ATen graph is needed.  Raises: PassError."""
     gm = start_step(ctx)
     records = run_passes(gm, ctx, SPLICE_PASSES, level="torch", keep_graphs=keep_graphs, disabled=disabled)
+
+    def finish() -> StepGraph:
+        return finish_phase(gm, ctx, keep_graphs=keep_graphs, disabled=disabled)
+
+    return PhaseGraph(phase=ctx.phase, spliced=gm, splice_records=tuple(records), finish=finish)
+
+
+def finish_phase(
+    gm: fx.GraphModule, ctx: PassContext, *, keep_graphs: bool = False, disabled: frozenset[str] = frozenset()
+) -> StepGraph:
+    """The spliced step as an ATen graph, rewritten.  Raises: PassError."""
     aten, record = to_aten(gm, ctx, keep_graphs=keep_graphs)
-    records.append(record)
-    records += run_passes(aten, ctx, ATEN_PASSES, level="aten", keep_graphs=keep_graphs, disabled=disabled)
+    records = run_passes(aten, ctx, ATEN_PASSES, level="aten", keep_graphs=keep_graphs, disabled=disabled)
     placeholders = [node for node in aten.graph.nodes if node.op == "placeholder"]
-    return PhaseGraph(
-        phase=ctx.phase,
+    return StepGraph(
         graph_module=aten,
         inputs=tuple(ctx.inputs[node.meta["role"]] for node in placeholders),
         outputs=tuple(output_node(aten).meta["names"]),
         fakes=tuple(node.meta["val"] for node in placeholders),
-        records=tuple(records),
+        records=(record, *records),
     )
 
 
