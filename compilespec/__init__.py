@@ -20,7 +20,9 @@ _LAZY = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import torch only when something that needs it is asked for: `compilespec --help` stays quick."""
+    """Import torch only when something that needs it is asked for: `compilespec --help` stays
+    quick.
+    """
     if name in _LAZY:
         from importlib import import_module
 

@@ -1,6 +1,7 @@
 """Every private torch API that compilespec uses, behind one door.  Works on torch 2.11 to 2.13.
 
-Nothing else in the package may import from a `torch._*` module.  Each function says which private name it
+Nothing else in the package may import from a `torch._*` module.  Each function says which private
+name it
 stands for, so that a torch release that moves one is repaired here and nowhere else.
 """
 
@@ -28,21 +29,29 @@ def dynamo_errors() -> tuple[type[BaseException], ...]:
 
 
 def dynamo_cause(error: BaseException) -> tuple[str, list[tuple[str, int, str]]]:
-    """First line of why Dynamo refused, and the user's frames as (file, line, function), outermost first."""
+    """First line of why Dynamo refused, and the user's frames as (file, line, function),
+    outermost first.
+    """
     cause = str(getattr(error, "msg", "") or error).strip().splitlines()
     frames = getattr(error, "real_stack", None) or []
-    return (cause[0] if cause else type(error).__name__), [(f.filename, f.lineno or 0, f.name) for f in frames]
+    return (cause[0] if cause else type(error).__name__), [
+        (f.filename, f.lineno or 0, f.name) for f in frames
+    ]
 
 
 @contextlib.contextmanager
 def capture_config() -> Iterator[None]:
-    """Dynamo settings of a capture: static unless marked, no automatic dynamism (`torch._dynamo.config`)."""
+    """Dynamo settings of a capture: static unless marked, no automatic dynamism
+    (`torch._dynamo.config`).
+    """
     with torch._dynamo.config.patch(assume_static_by_default=True, automatic_dynamic_shapes=False):
         yield
 
 
 def fake_mode() -> Any:
-    """A fresh `FakeTensorMode` with a shape environment that merges equal dynamic sizes into one symbol."""
+    """A fresh `FakeTensorMode` with a shape environment that merges equal dynamic sizes into one
+    symbol.
+    """
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
@@ -53,13 +62,18 @@ def fake_tensor(mode: Any, tensor: torch.Tensor, dynamic_dims: Sequence[int] = (
     """`tensor` as a fake of `mode`: the named dimensions become symbols, all others stay static."""
     from torch.fx.experimental.symbolic_shapes import DimDynamic, StatelessSymbolicContext
 
-    sizes = [DimDynamic.DYNAMIC if dim in dynamic_dims else DimDynamic.STATIC for dim in range(tensor.dim())]
+    sizes = [
+        DimDynamic.DYNAMIC if dim in dynamic_dims else DimDynamic.STATIC
+        for dim in range(tensor.dim())
+    ]
     context: Any = StatelessSymbolicContext(dynamic_sizes=sizes)
     return mode.from_tensor(tensor, symbolic_context=context)
 
 
 def retrace(gm: fx.GraphModule, fakes: Sequence[Any], mode: Any) -> fx.GraphModule:
-    """Trace `gm` to ATen under `mode`, node metadata kept (`make_fx`, `enable_python_dispatcher`)."""
+    """Trace `gm` to ATen under `mode`, node metadata kept (`make_fx`,
+    `enable_python_dispatcher`).
+    """
     from torch._dispatch.python import enable_python_dispatcher
     from torch.fx.experimental.proxy_tensor import make_fx
     from torch.fx.traceback import preserve_node_meta
@@ -93,7 +107,9 @@ def free_guards(mode: Any) -> list[str]:
 
 
 def standalone_compile(gm: fx.GraphModule, inputs: Sequence[Any], options: dict[str, Any]) -> Any:
-    """`torch._inductor.standalone_compile` on an ATen graph, shapes taken from the graph; saveable."""
+    """`torch._inductor.standalone_compile` on an ATen graph, shapes taken from the graph;
+    saveable.
+    """
     import torch._inductor
 
     with torch.no_grad():
@@ -106,23 +122,26 @@ def load_artifact(path: str) -> Any:
     """`torch._inductor.CompiledArtifact.load` in the single-file format."""
     import torch._inductor
 
-    return torch._inductor.CompiledArtifact.load(path=path, format="binary")
+    artifact: Any = getattr(torch._inductor, "CompiledArtifact")  # noqa: B009
+    return artifact.load(path=path, format="binary")
 
 
 def count_compilations() -> int:
     """Graphs Inductor has compiled in this process (`torch._dynamo.utils.counters`)."""
     from torch._dynamo.utils import counters
 
-    return int(counters["inductor"]["fxgraph_cache_miss"] + counters["inductor"]["fxgraph_cache_bypass"])
+    return int(
+        counters["inductor"]["fxgraph_cache_miss"] + counters["inductor"]["fxgraph_cache_bypass"]
+    )
 
 
-def is_mutable(target: Callable[..., Any]) -> bool:
+def is_mutable(target: Callable[..., Any] | str) -> bool:
     """Whether an operator overload writes one of its arguments (`OpOverload._schema`)."""
     schema = getattr(target, "_schema", None)
     return bool(schema is not None and schema.is_mutable)
 
 
-def mutated_arguments(target: Callable[..., Any]) -> tuple[int, ...]:
+def mutated_arguments(target: Callable[..., Any] | str) -> tuple[int, ...]:
     """Positions of the arguments that an operator overload writes."""
     schema = getattr(target, "_schema", None)
     if schema is None:
@@ -134,7 +153,7 @@ def mutated_arguments(target: Callable[..., Any]) -> tuple[int, ...]:
     )
 
 
-def returns_alias(target: Callable[..., Any]) -> bool:
+def returns_alias(target: Callable[..., Any] | str) -> bool:
     """Whether an operator overload returns a view of, or the same tensor as, its first argument."""
     schema = getattr(target, "_schema", None)
     return schema is not None and any(value.alias_info is not None for value in schema.returns)

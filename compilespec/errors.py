@@ -1,6 +1,7 @@
 """Every error compilespec raises on purpose.  One base class, messages that name the cure.
 
-A message says what was expected, what came, where, and what to try; it fits on one line, because the
+A message says what was expected, what came, where, and what to try; it fits on one line, because
+the
 command line prints it as it is and exits with code 2.
 """
 
@@ -43,7 +44,9 @@ class CheckpointError(SpecError):
 
 
 class TraceError(SpecError):
-    """The model could not be captured as one graph; names the module, the source line and the cause."""
+    """The model could not be captured as one graph; names the module, the source line and the
+    cause.
+    """
 
 
 class NoPositionInput(TraceError):

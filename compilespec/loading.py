@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,10 @@ class Target:
     def describe(self) -> str:
         parameter = next(self.model.parameters())
         count = sum(p.numel() for p in self.model.parameters())
-        return f"target {type(self.model).__name__}, {count / 1e6:.2f}M parameters, {parameter.dtype}, {parameter.device}"
+        return (
+            f"target {type(self.model).__name__}, {count / 1e6:.2f}M parameters, "
+            f"{parameter.dtype}, {parameter.device}"
+        )
 
 
 def load_target(
@@ -37,7 +41,7 @@ def load_target(
 ) -> Target:
     """Load or adopt the target; a module is moved or cast only where a keyword asks for it.
 
-    Raises: ModelNotFound, CheckpointError (tensors missing), InvalidOption.
+    Raises: ModelNotFound, CheckpointError (tensors missing or misshapen), InvalidOption.
     """
     wanted = _as_dtype(dtype)
     directory: Path | None = None
@@ -48,7 +52,9 @@ def load_target(
     if wanted is not None or device is not None:
         model = model.to(dtype=wanted, device=device)
     if next(model.parameters(), None) is None:
-        raise InvalidOption(f"{type(model).__name__} has no parameters; expected a causal language model")
+        raise InvalidOption(
+            f"{type(model).__name__} has no parameters; expected a causal language model"
+        )
     model.eval()
     config = getattr(model, "config", None)
     return Target(
@@ -67,7 +73,9 @@ def demo_directory() -> Path:
     return Path(shipped())
 
 
-def find_draft(draft: str | Path | nn.Module | None, target: Target, method: str) -> Path | nn.Module:
+def find_draft(
+    draft: str | Path | nn.Module | None, target: Target, method: str
+) -> Path | nn.Module:
     """The drafter: as given, else `TARGET_DIRECTORY/<method>/`.
 
     Raises: DraftNotFound naming every place that was searched.
@@ -77,42 +85,71 @@ def find_draft(draft: str | Path | nn.Module | None, target: Target, method: str
     if draft is not None:
         path = Path(draft)
         if not (path / "config.json").is_file():
-            raise DraftNotFound(f"draft {path} holds no config.json; expected a checkpoint directory of method {method!r}")
+            raise DraftNotFound(
+                f"draft {path} holds no config.json; expected a checkpoint directory of method "
+                f"{method!r}"
+            )
         return path
     if target.directory is None:
         raise DraftNotFound(
-            f"spec={method!r} needs a drafter and the target is a module, so there is no directory to search; give draft="
+            f"spec={method!r} needs a drafter and the target is a module, so there is no "
+            f"directory to search; give draft="
         )
     beside = target.directory / method
     if (beside / "config.json").is_file():
         return beside
-    raise DraftNotFound(f"no drafter for spec={method!r}: searched {beside}; give draft=DIRECTORY or a module")
+    raise DraftNotFound(
+        f"no drafter for spec={method!r}: searched {beside}; give draft=DIRECTORY or a module"
+    )
 
 
 def _load_directory(directory: Path, dtype: torch.dtype | None) -> nn.Module:
     from transformers import AutoModelForCausalLM
 
     if not (directory / "config.json").is_file():
-        raise ModelNotFound(f"{directory} holds no config.json; expected a directory in Hugging Face layout, or 'demo'")
+        raise ModelNotFound(
+            f"{directory} holds no config.json; expected a directory in Hugging Face layout, or "
+            f"'demo'"
+        )
     try:
         model, report = AutoModelForCausalLM.from_pretrained(
-            directory, dtype=dtype or "auto", local_files_only=True, output_loading_info=True
+            directory,
+            dtype=dtype or "auto",
+            local_files_only=True,
+            ignore_mismatched_sizes=True,  # reported below, by name
+            output_loading_info=True,
         )
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise ModelNotFound(f"{directory} cannot be loaded as a causal language model: {reason}") from error
-    missing = sorted(report["missing_keys"])  # transformers would go on with random numbers in their place
-    if missing:
-        names = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
-        raise CheckpointError(f"{directory} lacks {names}; expected a whole checkpoint of {type(model).__name__}: copy it again")
+        raise ModelNotFound(
+            f"{directory} cannot be loaded as a causal language model: {reason}"
+        ) from error
+    _check_whole(directory, report)
     loaded: nn.Module = model
     return loaded
+
+
+def _check_whole(directory: Path, report: Mapping[str, Any]) -> None:
+    """transformers fills what a checkpoint lacks with random numbers, and says so in a log."""
+    bad = sorted(report["missing_keys"])
+    bad += [
+        f"{name} of shape {tuple(wanted)} (it is {tuple(came)} there)"
+        for name, came, wanted in sorted(report["mismatched_keys"])
+    ]
+    if bad:
+        names = ", ".join(bad[:3]) + (f" and {len(bad) - 3} more" if len(bad) > 3 else "")
+        raise CheckpointError(
+            f"{directory} lacks {names}; config.json and the weights must belong together: copy "
+            "the checkpoint again"
+        )
 
 
 def _load_tokenizer(directory: Path) -> Any:
     from transformers import AutoTokenizer
 
-    if not any((directory / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
+    if not any(
+        (directory / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")
+    ):
         return None
     try:
         return AutoTokenizer.from_pretrained(directory, local_files_only=True)
@@ -134,5 +171,7 @@ def _as_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
         return dtype
     value = getattr(torch, dtype, None)
     if not isinstance(value, torch.dtype):
-        raise InvalidOption(f"dtype must be a torch dtype or its name, such as 'bfloat16'; got {dtype!r}")
+        raise InvalidOption(
+            f"dtype must be a torch dtype or its name, such as 'bfloat16'; got {dtype!r}"
+        )
     return value

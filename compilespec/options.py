@@ -31,31 +31,47 @@ class CompileOptions:
     num_draft_tokens: int | None
     disabled_passes: frozenset[str] = frozenset()
 
-    def program_config(self, target: Target, info: TargetInfo, drafter: Drafter | None) -> ProgramConfig:
+    def program_config(
+        self, target: Target, info: TargetInfo, drafter: Drafter | None
+    ) -> ProgramConfig:
         """All sizes, fixed.  Raises: InvalidOption where the model cannot serve them."""
         limit = target.max_seq_len
         max_seq_len = self.max_seq_len or min(limit or DEFAULT_MAX_SEQ_LEN, DEFAULT_MAX_SEQ_LEN)
         if limit is not None and max_seq_len > limit:
-            raise InvalidOption(f"max_seq_len must be at most the model's limit of {limit} positions; got {max_seq_len}")
+            raise InvalidOption(
+                f"max_seq_len must be at most the model's limit of {limit} positions; got "
+                f"{max_seq_len}"
+            )
         if drafter is None:
             num_draft_tokens = 0
             if self.num_draft_tokens:
-                raise InvalidOption(f"num_draft_tokens={self.num_draft_tokens} needs a drafting method; give spec=, or leave it out")
+                raise InvalidOption(
+                    f"num_draft_tokens={self.num_draft_tokens} needs a drafting method; give "
+                    f"spec=, or leave it out"
+                )
         else:
-            num_draft_tokens = self.num_draft_tokens or int(getattr(drafter, "num_draft_tokens", 0) or DEFAULT_DRAFT_TOKENS)
+            num_draft_tokens = self.num_draft_tokens or int(
+                getattr(drafter, "num_draft_tokens", 0) or DEFAULT_DRAFT_TOKENS
+            )
         tokens = self.kv_cache_tokens or self.max_batch_size * max_seq_len
         num_blocks = -(-tokens // BLOCK_SIZE)
         if self.kv_cache_tokens is None:
             num_blocks = self.max_batch_size * -(-max_seq_len // BLOCK_SIZE)
         if num_blocks < -(-max_seq_len // BLOCK_SIZE):
             raise InvalidOption(
-                f"kv_cache_tokens must hold one request of max_seq_len={max_seq_len} tokens; got {tokens}: raise it or lower max_seq_len"
+                f"kv_cache_tokens must hold one request of max_seq_len={max_seq_len} tokens; got "
+                f"{tokens}: raise it or lower max_seq_len"
             )
         return ProgramConfig(
-            num_draft_tokens=num_draft_tokens, max_batch_size=self.max_batch_size, max_seq_len=max_seq_len,
-            max_prefill_tokens=self.max_prefill_tokens, block_size=BLOCK_SIZE, num_blocks=num_blocks,
-            dtype=info.dtype, device=info.device,
-        )  # fmt: skip
+            num_draft_tokens=num_draft_tokens,
+            max_batch_size=self.max_batch_size,
+            max_seq_len=max_seq_len,
+            max_prefill_tokens=self.max_prefill_tokens,
+            block_size=BLOCK_SIZE,
+            num_blocks=num_blocks,
+            dtype=info.dtype,
+            device=info.device,
+        )
 
 
 def resolve_options(
@@ -77,25 +93,45 @@ def resolve_options(
     if backend not in BACKENDS:
         raise InvalidOption(f"backend must be one of {', '.join(BACKENDS)}; got {backend!r}")
     if cudagraphs not in CUDAGRAPH_MODES:
-        raise InvalidOption(f"cudagraphs must be one of {', '.join(CUDAGRAPH_MODES)}; got {cudagraphs!r}")
+        raise InvalidOption(
+            f"cudagraphs must be one of {', '.join(CUDAGRAPH_MODES)}; got {cudagraphs!r}"
+        )
     if cudagraphs not in ("auto", "none"):
         raise NotSupported(f"cudagraphs={cudagraphs!r} is not built yet; leave it at 'auto'")
     if acceptance != "auto":
-        raise NotSupported(f"acceptance={acceptance!r} is not built yet; leave it at 'auto' (strict, for greedy requests)")
-    for name, value in (("logits_processor", logits_processor), ("quantize", quantize), ("draft_quantize", draft_quantize)):
+        raise NotSupported(
+            f"acceptance={acceptance!r} is not built yet; leave it at 'auto' (strict, for greedy "
+            f"requests)"
+        )
+    for name, value in (
+        ("logits_processor", logits_processor),
+        ("quantize", quantize),
+        ("draft_quantize", draft_quantize),
+    ):
         if value is not None:
             raise NotSupported(f"{name}= is not built yet; leave it out")
     sizes = {
-        "max_batch_size": max_batch_size, "max_seq_len": max_seq_len, "max_prefill_tokens": max_prefill_tokens,
-        "kv_cache_tokens": kv_cache_tokens, "num_draft_tokens": num_draft_tokens,
-    }  # fmt: skip
+        "max_batch_size": max_batch_size,
+        "max_seq_len": max_seq_len,
+        "max_prefill_tokens": max_prefill_tokens,
+        "kv_cache_tokens": kv_cache_tokens,
+        "num_draft_tokens": num_draft_tokens,
+    }
     for name, size in sizes.items():
         if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
             raise InvalidOption(f"{name} must be a positive integer; got {size!r}")
     chosen = tuple(sorted(set(buckets))) if buckets is not None else None
     if chosen is not None and (not chosen or chosen[0] < 1 or chosen[-1] != max_batch_size):
-        raise InvalidOption(f"buckets must be positive and end at max_batch_size={max_batch_size}; got {list(buckets or ())}")
+        raise InvalidOption(
+            f"buckets must be positive and end at max_batch_size={max_batch_size}; got "
+            f"{list(buckets or ())}"
+        )
     return CompileOptions(
-        backend=backend, buckets=chosen, max_batch_size=max_batch_size, max_seq_len=max_seq_len,
-        max_prefill_tokens=max_prefill_tokens, kv_cache_tokens=kv_cache_tokens, num_draft_tokens=num_draft_tokens,
-    )  # fmt: skip
+        backend=backend,
+        buckets=chosen,
+        max_batch_size=max_batch_size,
+        max_seq_len=max_seq_len,
+        max_prefill_tokens=max_prefill_tokens,
+        kv_cache_tokens=kv_cache_tokens,
+        num_draft_tokens=num_draft_tokens,
+    )

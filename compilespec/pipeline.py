@@ -1,6 +1,7 @@
 """`compile()`: five stages, one call each.
 
-trace -> rewrite -> lower -> (capture) -> run.  `build_program` is the first two, `compile` all of them.
+trace -> rewrite -> lower -> (capture) -> run.  `build_program` is the first two, `compile` all of
+them.
 """
 
 from __future__ import annotations
@@ -21,7 +22,15 @@ from compilespec.methods.base import Drafter, Method, MethodConfig, TargetInfo
 from compilespec.options import CompileOptions, resolve_options
 from compilespec.passes.rewrite import rewrite_phase
 from compilespec.passes.runner import PassContext
-from compilespec.program import PHASES, ProgramConfig, SpecProgram, Traced
+from compilespec.program import (
+    PHASES,
+    BufferSpec,
+    Phase,
+    PhaseGraph,
+    ProgramConfig,
+    SpecProgram,
+    Traced,
+)
 from compilespec.runtime.engine import Engine
 from compilespec.runtime.step_runner import StepRunner
 from compilespec.target_info import describe_target
@@ -54,36 +63,54 @@ def compile(
 
     Args:
         model: an nn.Module, a directory in Hugging Face layout, or "demo".
-        spec: drafting method by name or as a config; "none" is plain decoding through the same path.
+        spec: drafting method by name or as a config; "none" is plain decoding through the same
+        path.
         draft: directory or module of the drafter; None looks beside the target.
         num_draft_tokens: K; None takes the checkpoint's own, else 3.
-        max_seq_len: tokens per request, prompt included; None takes the model's limit, at most 4096.
+        max_seq_len: tokens per request, prompt included; None takes the model's limit, at most
+        4096.
         kv_cache_tokens: size of the KV cache; None is max_batch_size * max_seq_len.
         backend: "inductor", or "eager" (the same rewritten graphs, interpreted).
         buckets: batch sizes that decode steps are padded to; None pads nothing on the CPU.
         method_options: options of the method, such as `aux_ids_are=`.
 
     Returns: an `Engine`, ready to generate.
-    Raises: a `compilespec.errors.SpecError` that names what was expected, what came, and what to try.
+    Raises: a `compilespec.errors.SpecError` that names what was expected, what came, and what to
+    try.
     """
     options = resolve_options(
-        cudagraphs=cudagraphs, acceptance=acceptance, logits_processor=logits_processor, quantize=quantize,
-        draft_quantize=draft_quantize, backend=backend, buckets=buckets, max_batch_size=max_batch_size,
-        max_seq_len=max_seq_len, max_prefill_tokens=max_prefill_tokens, kv_cache_tokens=kv_cache_tokens,
+        cudagraphs=cudagraphs,
+        acceptance=acceptance,
+        logits_processor=logits_processor,
+        quantize=quantize,
+        draft_quantize=draft_quantize,
+        backend=backend,
+        buckets=buckets,
+        max_batch_size=max_batch_size,
+        max_seq_len=max_seq_len,
+        max_prefill_tokens=max_prefill_tokens,
+        kv_cache_tokens=kv_cache_tokens,
         num_draft_tokens=num_draft_tokens,
-    )  # fmt: skip
+    )
     method = get_method(spec.name if isinstance(spec, MethodConfig) else spec)
-    method_options = {**(dict(spec.options) if isinstance(spec, MethodConfig) else {}), **method_options}
+    method_options = {
+        **(dict(spec.options) if isinstance(spec, MethodConfig) else {}),
+        **method_options,
+    }
     target = load_target(model, dtype=dtype, device=device, tokenizer=tokenizer)
     program = build_program(target, method, draft, options, method_options)
     lowered = lower(program, backend=options.backend)
     runner = StepRunner(lowered, buckets=options.buckets)
     compiled_before = _torch_compat.count_compilations()
     return Engine(
-        runner, tokenizer=target.tokenizer, eos_token_ids=target.eos_token_ids, plan=_plan(program, options, runner),
-        graphs=program.phases, buckets=runner.buckets,
+        runner,
+        tokenizer=target.tokenizer,
+        eos_token_ids=target.eos_token_ids,
+        plan=_plan(program, options, runner),
+        graphs=program.phases,
+        buckets=runner.buckets,
         count_recompiles=lambda: _torch_compat.count_compilations() - compiled_before,
-    )  # fmt: skip
+    )
 
 
 def build_program(
@@ -108,26 +135,45 @@ def build_program(
         found = find_draft(draft, target, method.capabilities.name)
         drafter = method.load(found, info, method_options)
     elif draft is not None:
-        raise InvalidOption(f"spec={method.capabilities.name!r} takes no draft; leave out draft= or choose another method")
+        raise InvalidOption(
+            f"spec={method.capabilities.name!r} takes no draft; leave out draft= or choose "
+            f"another method"
+        )
     config = options.program_config(target, info, drafter)
     traced_draft = trace_drafter(drafter, config, info) if drafter else {}
     weights: dict[str, Tensor] = {}
-    phases, buffers = {}, {}
+    phases: dict[Phase, PhaseGraph] = {}
+    buffers: dict[str, BufferSpec] = {}
     for phase in PHASES:
         ctx = PassContext(
-            phase=phase, config=config, capabilities=method.capabilities, target=traced, draft=traced_draft,
-            aux_layers=tuple(drafter.aux_layers) if drafter else (), weights=weights,
-            buffers=buffers, prepack=config.device.type == "cpu",
-        )  # fmt: skip
-        phases[phase] = rewrite_phase(ctx, keep_graphs=keep_graphs, disabled=options.disabled_passes)
+            phase=phase,
+            config=config,
+            capabilities=method.capabilities,
+            target=traced,
+            draft=traced_draft,
+            aux_layers=tuple(drafter.aux_layers) if drafter else (),
+            weights=weights,
+            buffers=buffers,
+            prepack=config.device.type == "cpu",
+        )
+        phases[phase] = rewrite_phase(
+            ctx, keep_graphs=keep_graphs, disabled=options.disabled_passes
+        )
     return SpecProgram(
-        method=method.capabilities.name, config=config, phases=phases, buffers=tuple(buffers.values()),
-        weights=weights, vocab_size=info.vocab_size, notes=_notes(target, drafter),
-    )  # fmt: skip
+        method=method.capabilities.name,
+        config=config,
+        phases=phases,
+        buffers=tuple(buffers.values()),
+        weights=weights,
+        vocab_size=info.vocab_size,
+        notes=_notes(target, drafter),
+    )
 
 
 def trace_drafter(drafter: Drafter, config: ProgramConfig, info: TargetInfo) -> dict[str, Traced]:
-    """The drafter's calls, each captured once: "combine" and "forward" at [B, T, ..], "propose" on gathered rows."""
+    """The drafter's calls, each captured once: "combine" and "forward" at [B, T, ..], "propose"
+    on gathered rows.
+    """
     shape, dynamic = EXAMPLE_SHAPE, (0, 1)
 
     def trace(name: str, call: Callable[..., Any], **arguments: Tensor) -> Traced:
@@ -143,19 +189,30 @@ def trace_drafter(drafter: Drafter, config: ProgramConfig, info: TargetInfo) -> 
     def propose(head_input: Tensor) -> Tensor:
         return drafter.propose(head_input)
 
-    floats = {"dtype": config.dtype, "device": config.device}
+    def floats(*size: int) -> Tensor:
+        return torch.zeros(size, dtype=config.dtype, device=config.device)
+
     ids = torch.zeros(shape, dtype=torch.int32, device=config.device)
-    traced = {"combine": trace("combine", combine, aux=torch.zeros((*shape, len(drafter.aux_layers) * info.hidden_size), **floats))}
+    traced = {
+        "combine": trace(
+            "combine", combine, aux=floats(*shape, len(drafter.aux_layers) * info.hidden_size)
+        )
+    }
     (hidden_width,) = _output_widths(traced["combine"])
     traced["forward"] = trace(
-        "forward", forward, input_ids=ids, position_ids=ids.clone(), hidden=torch.zeros((*shape, hidden_width), **floats)
+        "forward",
+        forward,
+        input_ids=ids,
+        position_ids=ids.clone(),
+        hidden=floats(*shape, hidden_width),
     )
     head_width, recycled_width = _output_widths(traced["forward"])
     if recycled_width != hidden_width:
         raise DraftMismatch(
-            f"the drafter takes hidden states of width {hidden_width} and recycles {recycled_width}; expected one width"
+            f"the drafter takes hidden states of width {hidden_width} and recycles "
+            f"{recycled_width}; expected one width"
         )
-    head_input = torch.zeros((shape[0], head_width), **floats)
+    head_input = floats(shape[0], head_width)
     traced["propose"] = trace_call(
         drafter, propose, {"head_input": (head_input, (0,))}, name="draft.propose", owner="draft"
     )
@@ -163,7 +220,9 @@ def trace_drafter(drafter: Drafter, config: ProgramConfig, info: TargetInfo) -> 
 
 
 def _fresh(outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Views: a tensor that is returned twice, or is an argument, would not be an output of its own."""
+    """Views: a tensor that is returned twice, or is an argument, would not be an output of its
+    own.
+    """
     return tuple(output.view_as(output) for output in outputs)
 
 

@@ -22,7 +22,9 @@ PAD = -1  # fills emitted tokens after the bonus token; never an id
 
 @dataclass(frozen=True, kw_only=True)
 class TracedInput:
-    """One placeholder of a captured graph: a weight (by its path), a size symbol, or a call argument."""
+    """One placeholder of a captured graph: a weight (by its path), a size symbol, or a call
+    argument.
+    """
 
     name: str
     kind: Literal["weight", "symbol", "argument"]
@@ -60,7 +62,9 @@ def is_marker(node: fx.Node) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class ProgramConfig:
-    """The sizes of a program.  All of them are fixed when it is built; every shape follows from them."""
+    """The sizes of a program.  All of them are fixed when it is built; every shape follows from
+    them.
+    """
 
     num_draft_tokens: int  # K; 0 is plain decoding
     max_batch_size: int  # state rows
@@ -103,7 +107,8 @@ class BufferSpec:
 class InputSpec:
     """What feeds one placeholder of a program graph.
 
-    `sources` names the weights an input is made of: more than one when projections were merged (rows
+    `sources` names the weights an input is made of: more than one when projections were merged
+    (rows
     concatenated in this order); `packed` asks for the layout of `compilespec::packed_linear`.
     """
 
@@ -135,7 +140,9 @@ class StepGraph:
     graph_module: fx.GraphModule
     inputs: tuple[InputSpec, ...]
     outputs: tuple[str, ...]
-    fakes: tuple[Any, ...] = field(repr=False)  # fake inputs, symbols included, in placeholder order
+    fakes: tuple[Any, ...] = field(
+        repr=False
+    )  # fake inputs, symbols included, in placeholder order
     records: tuple[PassRecord, ...] = ()
 
 
@@ -143,7 +150,8 @@ class StepGraph:
 class PhaseGraph:
     """One phase's step, spliced on torch IR; its ATen form is made when somebody asks for it.
 
-    A start that finds the compiled step on disk never does: the spliced graph alone is the artifact's key.
+    A start that finds the compiled step on disk never does: the spliced graph alone is the
+    artifact's key.
     """
 
     phase: Phase
@@ -176,7 +184,8 @@ class PhaseGraph:
         return (*self.splice_records, *self.step.records)
 
     def __str__(self) -> str:
-        return f"{self.phase}: {len(self.spliced.graph.nodes)} nodes spliced by {len(self.splice_records)} passes"
+        num_nodes, num_passes = len(self.spliced.graph.nodes), len(self.splice_records)
+        return f"{self.phase}: {num_nodes} nodes spliced by {num_passes} passes"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,11 +198,15 @@ class SpecProgram:
     buffers: tuple[BufferSpec, ...]
     weights: Mapping[str, Tensor] = field(repr=False)
     vocab_size: int
-    notes: tuple[str, ...] = ()  # what was resolved, for `Engine.plan()`: aux layers, draft layout, ...
+    notes: tuple[
+        str, ...
+    ] = ()  # what was resolved, for `Engine.plan()`: aux layers, draft layout, ...
 
     def __str__(self) -> str:
         cache_bytes = sum(b.num_bytes for b in self.buffers if b.kind == "cache")
-        lines = [f"SpecProgram({self.method}, K={self.config.num_draft_tokens}, {self.config.dtype})"]
+        lines = [
+            f"SpecProgram({self.method}, K={self.config.num_draft_tokens}, {self.config.dtype})"
+        ]
         lines += [f"  {self.phases[phase]}" for phase in self.phases]
         lines.append(f"  {len(self.weights)} weights, {cache_bytes / 2**20:.1f} MiB of KV cache")
         return "\n".join(lines)

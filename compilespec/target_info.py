@@ -15,17 +15,21 @@ from compilespec.program import Traced
 def describe_target(traced: Traced, target: Target) -> TargetInfo:
     """Widths, vocabulary, embedding and head of a captured causal LM.
 
-    Raises: TraceError when the graph's output is not a product with a head, or its ids enter no embedding.
+    Raises: TraceError when the graph's output is not a product with a head, or its ids enter no
+    embedding.
     """
     output = next(node for node in reversed(traced.graph_module.graph.nodes) if node.op == "output")
     logits = output.args[0][0]
     head = find_head(logits)
-    ids = next(node for node in traced.graph_module.graph.nodes if node.meta.get("role") == "input_ids")
+    ids = next(
+        node for node in traced.graph_module.graph.nodes if node.meta.get("role") == "input_ids"
+    )
     embedding = find_embedding(ids)
     vocab_size = (shape_of(logits) or (None,))[-1]
     if vocab_size is None or head is None or embedding is None:
         raise TraceError(
-            f"{type(target.model).__name__}: expected token ids that enter an embedding and logits that are a product "
+            f"{type(target.model).__name__}: expected token ids that enter an embedding and "
+            f"logits that are a product "
             f"with a head; found embedding {embedding}, head {head}"
         )
     hidden_size = (shape_of(head.hidden) or (0,))[-1]
@@ -47,5 +51,8 @@ def _weight(traced: Traced, node: fx.Node) -> Tensor:
     name = node.meta.get("role")
     tensor = traced.weights.get(str(name))
     if tensor is None:
-        raise TraceError(f"{node.name}: expected an embedding or head that is a parameter of the model, found {name}")
+        raise TraceError(
+            f"{node.name}: expected an embedding or head that is a parameter of the model, found "
+            f"{name}"
+        )
     return torch.Tensor.detach(tensor)

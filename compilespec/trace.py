@@ -1,7 +1,8 @@
 """Stage "trace": one whole FX graph of an unmodified forward.
 
 Two ways in, one operator out.  Hugging Face models reach attention through transformers' attention
-interface; plain modules call `scaled_dot_product_attention(is_causal=True)`.  Both leave as the stateless
+interface; plain modules call `scaled_dot_product_attention(is_causal=True)`.  Both leave as the
+stateless
 marker `compilespec::attention`, with scale, window, soft cap and sinks as the model gave them.
 """
 
@@ -32,14 +33,21 @@ _unique = itertools.count()
 
 
 def trace_target(model: nn.Module, *, name: str = "target") -> Traced:
-    """Capture a causal LM once, at [B, T] with both sizes symbolic: every phase's call shape is an instance of it.
+    """Capture a causal LM once, at [B, T] with both sizes symbolic: every phase's call shape is an
+    instance of it.
 
-    Returns: a graph with arguments `input_ids` and `position_ids` (int32) and one output, the logits.
-    Raises: TraceError (graph break; names module, line and cause), NoPositionInput, UnsupportedState.
+    Returns: a graph with arguments `input_ids` and `position_ids` (int32) and one output, the
+    logits.
+    Raises: TraceError (graph break; names module, line and cause), NoPositionInput,
+    UnsupportedState.
     """
     device = next(model.parameters()).device
     ids = torch.zeros(EXAMPLE_SHAPE, dtype=torch.int32, device=device)
-    positions = torch.arange(EXAMPLE_SHAPE[1], dtype=torch.int32, device=device).expand(EXAMPLE_SHAPE).contiguous()
+    positions = (
+        torch.arange(EXAMPLE_SHAPE[1], dtype=torch.int32, device=device)
+        .expand(EXAMPLE_SHAPE)
+        .contiguous()
+    )
     arguments = {"input_ids": (ids, (0, 1)), "position_ids": (positions, (0, 1))}
     with _attention_interface(model) as is_transformers:
         call, takes_positions = _target_call(model, is_transformers)
@@ -50,7 +58,8 @@ def trace_target(model: nn.Module, *, name: str = "target") -> Traced:
             traced = _rewrite_arange(traced, model)
     if traced.num_attention_layers == 0:
         raise TraceError(
-            f"{type(model).__name__} has no attention that can be cached: expected calls through transformers' "
+            f"{type(model).__name__} has no attention that can be cached: expected calls through "
+            f"transformers' "
             "attention interface or scaled_dot_product_attention(is_causal=True), found none"
         )
     return traced
@@ -100,9 +109,14 @@ def trace_call(
     finally:
         module.train(was_training)
     if "gm" not in captured:
-        raise TraceError(f"{name}: tracing {type(module).__name__} gave no graph: its output does not depend on tensors")
+        raise TraceError(
+            f"{name}: tracing {type(module).__name__} gave no graph: its output does not depend "
+            f"on tensors"
+        )
     gm: fx.GraphModule = captured["gm"]
-    inputs, weights = _name_inputs(gm, captured["inputs"], module, dict(zip(names, examples, strict=True)), owner or name)
+    inputs, weights = _name_inputs(
+        gm, captured["inputs"], module, dict(zip(names, examples, strict=True)), owner or name
+    )
     _clean_module_paths(gm)
     return Traced(
         name=name,
@@ -118,14 +132,18 @@ class _Captured(Exception):
 
 
 def _with_own_code(call: Callable[..., Any]) -> Callable[..., Any]:
-    """A copy of `call` with a code object of its own: Dynamo caches, and counts recompiles, by code."""
-    code = call.__code__.replace(co_name=f"{call.__name__}_{next(_unique)}")  # type: ignore[attr-defined]
-    copy = types.FunctionType(code, call.__globals__, call.__name__, call.__defaults__, call.__closure__)  # type: ignore[attr-defined]
-    copy.__kwdefaults__ = call.__kwdefaults__  # type: ignore[attr-defined]
+    """A copy of `call` with a code object of its own: Dynamo caches, and counts recompiles, by
+    code.
+    """
+    code = call.__code__.replace(co_name=f"{call.__name__}_{next(_unique)}")
+    copy = types.FunctionType(
+        code, call.__globals__, call.__name__, call.__defaults__, call.__closure__
+    )
+    copy.__kwdefaults__ = call.__kwdefaults__
     return copy
 
 
-# --- transformers' attention interface -----------------------------------------------------------------
+# --- transformers' attention interface ---
 
 
 def _marker_attention(
@@ -151,7 +169,9 @@ def _marker_attention(
 
 @contextlib.contextmanager
 def _attention_interface(model: nn.Module) -> Iterator[bool]:
-    """Route a transformers model's attention to the marker while it is traced; yields whether it is one."""
+    """Route a transformers model's attention to the marker while it is traced; yields whether it
+    is one.
+    """
     try:
         from transformers import AttentionInterface, PreTrainedModel
         from transformers.masking_utils import AttentionMaskInterface
@@ -177,23 +197,30 @@ def _attention_interface(model: nn.Module) -> Iterator[bool]:
 def _refuse_recurrent_state(model: Any) -> None:
     """Layers that are not attention keep a state that cannot be rewound after a rejected draft."""
     layer_types = getattr(model.config.get_text_config(), "layer_types", None) or ()
-    recurrent = sorted({str(t) for t in layer_types if "attention" not in str(t) or "linear" in str(t)})
+    recurrent = sorted(
+        {str(t) for t in layer_types if "attention" not in str(t) or "linear" in str(t)}
+    )
     if recurrent:
         raise UnsupportedState(
-            f"{type(model).__name__} has layers of type {', '.join(recurrent)}, whose recurrent state cannot be "
+            f"{type(model).__name__} has layers of type {', '.join(recurrent)}, whose recurrent "
+            f"state cannot be "
             "rewound after a rejected draft; use a model whose layers are all attention"
         )
 
 
-# --- calling the model ------------------------------------------------------------------------------------
+# --- calling the model ---
 
 
 def _target_call(model: nn.Module, is_transformers: bool) -> tuple[Callable[..., Tensor], bool]:
-    """A function (input_ids, position_ids) -> logits over the unmodified model; whether positions are passed."""
+    """A function (input_ids, position_ids) -> logits over the unmodified model; whether positions
+    are passed.
+    """
     if is_transformers:
 
         def call_transformers(input_ids: Tensor, position_ids: Tensor) -> Tensor:
-            return model(input_ids=input_ids, position_ids=position_ids, use_cache=False, return_dict=True).logits
+            return model(
+                input_ids=input_ids, position_ids=position_ids, use_cache=False, return_dict=True
+            ).logits
 
         return call_transformers, True
     parameters = list(inspect.signature(model.forward).parameters)
@@ -214,7 +241,7 @@ def _logits_of(output: Any) -> Tensor:
     return logits if logits is not None else output[0]
 
 
-# --- plain modules ------------------------------------------------------------------------------------------
+# --- plain modules ---
 
 
 def _mark_plain_attention(gm: fx.GraphModule, model: nn.Module) -> None:
@@ -226,8 +253,10 @@ def _mark_plain_attention(gm: fx.GraphModule, model: nn.Module) -> None:
         bound = _bind_sdpa(*node.args, **node.kwargs)
         if not bound["is_causal"] or bound["attn_mask"] is not None:
             raise TraceError(
-                f"{module_path(node) or type(model).__name__}: expected scaled_dot_product_attention(is_causal=True) "
-                f"without a mask, got is_causal={bound['is_causal']}; {source_line(node)}; causal attention is what a "
+                f"{module_path(node) or type(model).__name__}: expected "
+                f"scaled_dot_product_attention(is_causal=True) "
+                f"without a mask, got is_causal={bound['is_causal']}; {source_line(node)}; "
+                f"causal attention is what a "
                 "KV cache can serve"
             )
         head_dim = bound["query"].meta["example_value"].shape[-1]
@@ -260,22 +289,38 @@ def _bind_sdpa(
 
 
 def _rewrite_arange(traced: Traced, model: nn.Module) -> Traced:
-    """Aranges over the token dimension are the positions of a module that takes none: feed ours instead."""
+    """Aranges over the token dimension are the positions of a module that takes none: feed ours
+    instead.
+    """
     gm = traced.graph_module
     placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
     ids = next(node for node in placeholders if node.meta["role"] == "input_ids")
-    aranges = [node for node in gm.graph.nodes if node.op == "call_function" and node.target is torch.arange]
-    over_tokens = [node for node in aranges if node.meta["example_value"].shape[0] == ids.meta["example_value"].shape[1]]
+    aranges = [
+        node
+        for node in gm.graph.nodes
+        if node.op == "call_function" and node.target is torch.arange
+    ]
+    over_tokens = [
+        node
+        for node in aranges
+        if node.meta["example_value"].shape[0] == ids.meta["example_value"].shape[1]
+    ]
     if not over_tokens:
         raise NoPositionInput(
-            f"{type(model).__name__}.forward takes no position_ids and computes no torch.arange over its tokens, so "
+            f"{type(model).__name__}.forward takes no position_ids and computes no torch.arange "
+            f"over its tokens, so "
             "its positions cannot be set; add a position_ids argument"
         )
     with gm.graph.inserting_after(placeholders[-1]):
         positions = gm.graph.placeholder("position_ids")
-    positions.meta = {"role": "position_ids", "example_value": ids.meta["example_value"], "custom": {"pass": "trace"}}
+    positions.meta = {
+        "role": "position_ids",
+        "example_value": ids.meta["example_value"],
+        "custom": {"pass": "trace"},
+    }
     for node in over_tokens:
-        # [B, T] stands where [T] stood: what the model broadcasts over a leading batch stays the same.
+        # [B, T] stands where [T] stood: what the model broadcasts over a leading batch stays the
+        # same.
         with gm.graph.inserting_before(node):
             value = gm.graph.call_method("to", (positions, node.meta["example_value"].dtype))
         value.meta = {k: v for k, v in node.meta.items() if k != "example_value"}
@@ -286,13 +331,19 @@ def _rewrite_arange(traced: Traced, model: nn.Module) -> Traced:
     return dataclasses.replace(traced, inputs=inputs)
 
 
-# --- naming ---------------------------------------------------------------------------------------------------
+# --- naming ---
 
 
 def _name_inputs(
-    gm: fx.GraphModule, examples: Sequence[Any], module: nn.Module, arguments: Mapping[str, Tensor], name: str
+    gm: fx.GraphModule,
+    examples: Sequence[Any],
+    module: nn.Module,
+    arguments: Mapping[str, Tensor],
+    name: str,
 ) -> tuple[list[TracedInput], dict[str, Tensor]]:
-    """Match placeholders with parameters, buffers and arguments by the identity of the example inputs."""
+    """Match placeholders with parameters, buffers and arguments by the identity of the example
+    inputs.
+    """
     paths: dict[int, str] = {}
     for path, tensor in itertools.chain(
         module.named_parameters(remove_duplicate=True), module.named_buffers(remove_duplicate=True)
@@ -320,15 +371,26 @@ _WRAPPER = re.compile(r"^[GL]\[['\"]\w+['\"]\]\.?|^L\['self'\]\.?")
 
 
 def _clean_module_paths(gm: fx.GraphModule) -> None:
-    """Module paths as the user knows them: `model.layers.3.self_attn`, without Dynamo's frame prefix."""
+    """Module paths as the user knows them: `model.layers.3.self_attn`, without Dynamo's frame
+    prefix.
+    """
     for node in gm.graph.nodes:
         stack = node.meta.get("nn_module_stack")
         path, kind = "", ""
         if stack:
             raw, kind_ = list(stack.values())[-1]
-            path = re.sub(r"\['?(\w+)'?\]", r".\1", _WRAPPER.sub("", raw)).replace("_modules.", "").strip(".")
+            path = (
+                re.sub(r"\['?(\w+)'?\]", r".\1", _WRAPPER.sub("", raw))
+                .replace("_modules.", "")
+                .strip(".")
+            )
             kind = getattr(kind_, "__name__", str(kind_)).rsplit(".", 1)[-1]
-        node.meta["custom"] = {**(node.meta.get("custom") or {}), "module": path, "class": kind, "pass": "trace"}
+        node.meta["custom"] = {
+            **(node.meta.get("custom") or {}),
+            "module": path,
+            "class": kind,
+            "pass": "trace",
+        }
 
 
 def module_path(node: fx.Node) -> str:
@@ -338,7 +400,9 @@ def module_path(node: fx.Node) -> str:
 
 def source_line(node: fx.Node) -> str:
     """The innermost line of the model's source that made the node, as `file.py:12: code`."""
-    trace = [line.strip() for line in (node.meta.get("stack_trace") or "").splitlines() if line.strip()]
+    trace = [
+        line.strip() for line in (node.meta.get("stack_trace") or "").splitlines() if line.strip()
+    ]
     for index in range(len(trace) - 1, -1, -1):
         match = re.match(r'File "(.+)", line (\d+)', trace[index])
         if match:
@@ -347,7 +411,7 @@ def source_line(node: fx.Node) -> str:
     return "source line unknown"
 
 
-# --- errors ---------------------------------------------------------------------------------------------------
+# --- errors ---
 
 
 def _trace_error(error: BaseException, module: nn.Module, name: str) -> TraceError:
@@ -361,7 +425,8 @@ def _trace_error(error: BaseException, module: nn.Module, name: str) -> TraceErr
     if not line and frames:
         line = f"{frames[-1][0].rsplit('/', 1)[-1]}:{frames[-1][1]}"
     return TraceError(
-        f"{name} cannot be traced as one graph: module {where}, {line or 'line unknown'}: {cause.rstrip('.')}; "
+        f"{name} cannot be traced as one graph: module {where}, {line or 'line unknown'}: "
+        f"{cause.rstrip('.')}; "
         "rewrite that line in tensor operations (no .item(), no data-dependent branch, no print)"
     )
 

@@ -15,7 +15,8 @@ from compilespec.program import Lowered, LoweredPhase, Phase, PhaseGraph, SpecPr
 
 BACKENDS = ("inductor", "eager")
 
-# Inductor never owns CUDA graphs (its trees copy inputs and re-record), and bf16 results are rounded where
+# Inductor never owns CUDA graphs (its trees copy inputs and re-record), and bf16 results are
+# rounded where
 # eager rounds them, so that the two backends agree.
 INDUCTOR_OPTIONS: dict[str, Any] = {
     "triton.cudagraphs": False,
@@ -25,15 +26,19 @@ INDUCTOR_OPTIONS: dict[str, Any] = {
     "fallback_random": True,
 }
 
-# What is left of a decode step beside products and attention is a few rows of element-wise work: a parallel
-# region costs more than it saves there, and a fixed thread count would tie the artifact to the machine.
+# What is left of a decode step beside products and attention is a few rows of element-wise work: a
+# parallel
+# region costs more than it saves there, and a fixed thread count would tie the artifact to the
+# machine.
 PHASE_OPTIONS: dict[Phase, dict[str, Any]] = {
     "decode": {"cpp.threads": 1},
     "prefill": {"cpp.dynamic_threads": True},
 }
 
 
-def lower(program: SpecProgram, *, backend: str = "inductor", cache: ArtifactCache | None = None) -> Lowered:
+def lower(
+    program: SpecProgram, *, backend: str = "inductor", cache: ArtifactCache | None = None
+) -> Lowered:
     """One callable a phase; with "eager" the same rewritten graphs, run operator by operator.
 
     Raises: InvalidOption for an unknown backend.
@@ -41,15 +46,22 @@ def lower(program: SpecProgram, *, backend: str = "inductor", cache: ArtifactCac
     if backend not in BACKENDS:
         raise InvalidOption(f"backend must be one of {', '.join(BACKENDS)}; got {backend!r}")
     lower_phase = _interpret if backend == "eager" else _compile
-    phases = {name: lower_phase(graph, program, cache or ArtifactCache()) for name, graph in program.phases.items()}
+    phases = {
+        name: lower_phase(graph, program, cache or ArtifactCache())
+        for name, graph in program.phases.items()
+    }
     return Lowered(program=program, backend=backend, phases=phases)
 
 
 def _interpret(graph: PhaseGraph, program: SpecProgram, cache: ArtifactCache) -> LoweredPhase:
     return LoweredPhase(
-        phase=graph.phase, call=_with_no_grad(graph.graph_module.forward), inputs=graph.inputs, outputs=graph.outputs,
-        compile_ms=0.0, from_cache=False,
-    )  # fmt: skip
+        phase=graph.phase,
+        call=_with_no_grad(graph.graph_module.forward),
+        inputs=graph.inputs,
+        outputs=graph.outputs,
+        compile_ms=0.0,
+        from_cache=False,
+    )
 
 
 def _compile(graph: PhaseGraph, program: SpecProgram, cache: ArtifactCache) -> LoweredPhase:
@@ -64,9 +76,13 @@ def _compile(graph: PhaseGraph, program: SpecProgram, cache: ArtifactCache) -> L
     else:
         call, inputs, outputs = stored
     return LoweredPhase(
-        phase=graph.phase, call=_with_no_grad(call), inputs=inputs, outputs=outputs,
-        compile_ms=(time.perf_counter() - started) * 1e3, from_cache=stored is not None,
-    )  # fmt: skip
+        phase=graph.phase,
+        call=_with_no_grad(call),
+        inputs=inputs,
+        outputs=outputs,
+        compile_ms=(time.perf_counter() - started) * 1e3,
+        from_cache=stored is not None,
+    )
 
 
 def _with_no_grad(call: Callable[..., Any]) -> Callable[..., Any]:

@@ -31,16 +31,20 @@ def cache_directory() -> Path:
 
 
 def artifact_key(graph: PhaseGraph, program: SpecProgram, options: dict[str, Any]) -> str:
-    """Hash of the spliced step, its inputs' layouts and constants, all sizes, the options, and the code that lowers it."""
+    """Hash of the spliced step, its inputs' layouts and constants, all sizes, the options, and
+    the code that lowers it.
+    """
     digest = hashlib.sha256()
-    digest.update(f"{torch.__version__} {torch.backends.cpu.get_cpu_capability()} {_source_digest()}\n".encode())
+    capability = torch.backends.cpu.get_cpu_capability()
+    digest.update(f"{torch.__version__} {capability} {_source_digest()}\n".encode())
     digest.update(json.dumps(options, sort_keys=True).encode())
     digest.update(f"{graph.phase} {program.config} {program.buffers}\n".encode())
     digest.update(graph.spliced.code.encode())
     for node in graph.spliced.graph.find_nodes(op="placeholder"):
         weight = program.weights.get(node.meta["role"])
         if weight is not None:
-            digest.update(f"{node.name} {tuple(weight.shape)} {weight.stride()} {weight.dtype} {weight.device}\n".encode())
+            layout = (tuple(weight.shape), weight.stride(), weight.dtype, weight.device)
+            digest.update(f"{node.name} {layout}\n".encode())
     for name, buffer in sorted(graph.spliced.named_buffers()):
         digest.update(name.encode() + _bytes(buffer))
     return digest.hexdigest()[:32]
@@ -61,7 +65,8 @@ def _bytes(tensor: Tensor) -> bytes:
 
 
 class ArtifactCache:
-    """Two files an artifact: the compiled step, and the names of its inputs and outputs, written last.
+    """Two files an artifact: the compiled step, and the names of its inputs and outputs, written
+    last.
 
     What cannot be read is dropped with a warning and compiled again.
     """
@@ -75,15 +80,24 @@ class ArtifactCache:
             return None
         try:
             record = json.loads(names.read_text())
-            inputs = tuple(InputSpec(**{**spec, "sources": tuple(spec["sources"])}) for spec in record["inputs"])
+            inputs = tuple(
+                InputSpec(**{**spec, "sources": tuple(spec["sources"])})
+                for spec in record["inputs"]
+            )
             return _torch_compat.load_artifact(str(code)), inputs, tuple(record["outputs"])
-        except Exception as error:  # a torn file, another machine's code: whatever it is, compiling repairs it
-            logger.warning("dropping unreadable artifact %s (%s); compiling again", code.name, error)
+        except (
+            Exception
+        ) as error:  # a torn file, another machine's code: whatever it is, compiling repairs it
+            logger.warning(
+                "dropping unreadable artifact %s (%s); compiling again", code.name, error
+            )
             names.unlink(missing_ok=True)
             code.unlink(missing_ok=True)
             return None
 
-    def save(self, key: str, compiled: Any, inputs: Sequence[InputSpec], outputs: Sequence[str]) -> None:
+    def save(
+        self, key: str, compiled: Any, inputs: Sequence[InputSpec], outputs: Sequence[str]
+    ) -> None:
         code, names = self._paths(key)
         record = {"inputs": [dataclasses.asdict(spec) for spec in inputs], "outputs": list(outputs)}
         try:
@@ -93,7 +107,9 @@ class ArtifactCache:
                 Path(f"{scratch}/names").write_text(json.dumps(record))
                 os.replace(f"{scratch}/code", code)
                 os.replace(f"{scratch}/names", names)
-        except Exception as error:  # the engine runs without a saved artifact; only the next start pays
+        except (
+            Exception
+        ) as error:  # the engine runs without a saved artifact; only the next start pays
             logger.warning("artifact %s was not saved: %s", key, error)
 
     def _paths(self, key: str) -> tuple[Path, Path]:

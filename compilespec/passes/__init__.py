@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from compilespec.passes.check_markers import check_markers
-from compilespec.passes.cleanup import cleanup
 from compilespec.passes.check_mutations import check_mutations
+from compilespec.passes.cleanup import cleanup
 from compilespec.passes.commit_state import commit_state
 from compilespec.passes.insert_paged_attention import insert_paged_attention
 from compilespec.passes.merge_projections import merge_projections
@@ -21,21 +21,42 @@ from compilespec.passes.tap_hidden_states import tap_hidden_states
 SPLICE_PASSES = (
     Pass(run=check_markers, matches=lambda ctx: ctx.num_attention_layers),
     Pass(run=tap_hidden_states, matches=lambda ctx: len(ctx.aux_layers) or None),
-    Pass(run=read_state, after=("check_markers", ), matches=lambda ctx: 2),
-    Pass(run=narrow_logits, after=("read_state",), matches=lambda ctx: 1 if ctx.phase == "prefill" else None),
-    Pass(run=insert_paged_attention, after=("read_state",), numerics="rounding", matches=lambda ctx: ctx.num_attention_layers),
-    Pass(run=splice_acceptance, after=("narrow_logits",) , matches=lambda ctx: 1),
-    Pass(run=shift_hidden_states, after=("tap_hidden_states", "splice_acceptance"), matches=lambda ctx: 1 if ctx.has_drafter else None),
-    Pass(run=splice_draft_loop, after=("shift_hidden_states",), matches=lambda ctx: ctx.config.num_draft_tokens if ctx.has_drafter else None),
+    Pass(run=read_state, after=("check_markers",), matches=lambda ctx: 2),
+    Pass(
+        run=narrow_logits,
+        after=("read_state",),
+        matches=lambda ctx: 1 if ctx.phase == "prefill" else None,
+    ),
+    Pass(
+        run=insert_paged_attention,
+        after=("read_state",),
+        numerics="rounding",
+        matches=lambda ctx: ctx.num_attention_layers,
+    ),
+    Pass(run=splice_acceptance, after=("narrow_logits",), matches=lambda ctx: 1),
+    Pass(
+        run=shift_hidden_states,
+        after=("tap_hidden_states", "splice_acceptance"),
+        matches=lambda ctx: 1 if ctx.has_drafter else None,
+    ),
+    Pass(
+        run=splice_draft_loop,
+        after=("shift_hidden_states",),
+        matches=lambda ctx: ctx.config.num_draft_tokens if ctx.has_drafter else None,
+    ),
     Pass(run=commit_state, after=("splice_draft_loop",), matches=lambda ctx: 1),
-)  # fmt: skip
+)
 
 # ATen, after the one retrace: everything that matches and rewrites.
 ATEN_PASSES = (
     Pass(run=cleanup, at_least=0),
     Pass(run=merge_projections, after=("cleanup",), numerics="rounding", at_least=0),
     Pass(run=prepack_linears, after=("merge_projections",), numerics="rounding", at_least=0),
-    Pass(run=check_mutations, after=("prepack_linears",), matches=lambda ctx: len(ctx.buffers) - 1),
+    Pass(
+        run=check_mutations,
+        after=("prepack_linears",),
+        matches=lambda ctx: len(ctx.buffers) - 1,  # all but the block table, which the host writes
+    ),
 )
 
 check_order(SPLICE_PASSES)

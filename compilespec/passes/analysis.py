@@ -1,4 +1,6 @@
-"""What can be read off a causal LM's graph without knowing the model: head, embedding, decoder layers."""
+"""What can be read off a causal LM's graph without knowing the model: head, embedding, decoder
+layers.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +61,9 @@ def is_float(node: fx.Node) -> bool:
 
 
 def find_head(logits: fx.Node) -> Head | None:
-    """Walk back from the logits over element-wise operations to the head's product; None when there is none."""
+    """Walk back from the logits over element-wise operations to the head's product; None when
+    there is none.
+    """
     node, rowwise = logits, True
     for _ in range(32):
         if node.op == "call_function" and node.target in _LINEAR:
@@ -67,7 +71,9 @@ def find_head(logits: fx.Node) -> Head | None:
             if isinstance(hidden, fx.Node) and isinstance(weight, fx.Node):
                 return Head(node=node, hidden=hidden, weight=weight, rowwise=rowwise)
             return None
-        tensors = [arg for arg in node.args if isinstance(arg, fx.Node) and shape_of(arg) is not None]
+        tensors = [
+            arg for arg in node.args if isinstance(arg, fx.Node) and shape_of(arg) is not None
+        ]
         known = (node.op == "call_function" and node.target in _ROWWISE_FUNCTIONS) or (
             node.op == "call_method" and node.target in _ROWWISE_METHODS
         )
@@ -89,13 +95,21 @@ def find_embedding(input_ids: fx.Node) -> fx.Node | None:
                 weights = [t for t in tensors if len(shape_of(t) or ()) == 2 and is_float(t)]
                 if weights:
                     return weights[0]
-        frontier = [user for user in users if user.op == "call_method" or user.target is operator.getitem]
+        frontier = [
+            user for user in users if user.op == "call_method" or user.target is operator.getitem
+        ]
     return None
 
 
 def layer_prefix(graph: fx.Graph) -> str | None:
-    """The module list that holds the decoder layers, `model.layers`: where every marker's path has its index."""
-    prefixes = {re.split(r"\.\d+(?:\.|$)", path_of(node), maxsplit=1)[0] for node in graph.nodes if is_marker(node)}
+    """The module list that holds the decoder layers, `model.layers`: where every marker's path
+    has its index.
+    """
+    prefixes = {
+        re.split(r"\.\d+(?:\.|$)", path_of(node), maxsplit=1)[0]
+        for node in graph.nodes
+        if is_marker(node)
+    }
     if len(prefixes) != 1:
         return None
     prefix = prefixes.pop()
@@ -127,10 +141,14 @@ def descendants(node: fx.Node) -> set[fx.Node]:
     return seen
 
 
-def residual_streams(graph: fx.Graph, input_ids: fx.Node, hidden_size: int) -> dict[int, list[fx.Node]]:
-    """Candidates for hs[k], the residual stream that enters layer k (k = n: leaves the last layer, before the norm).
+def residual_streams(
+    graph: fx.Graph, input_ids: fx.Node, hidden_size: int
+) -> dict[int, list[fx.Node]]:
+    """Candidates for hs[k], the residual stream that enters layer k (k = n: leaves the last layer,
+    before the norm).
 
-    hs[k] is the float node of width `hidden_size` that layer k-1 makes and a later place reads; hs[0] is made
+    hs[k] is the float node of width `hidden_size` that layer k-1 makes and a later place reads;
+    hs[0] is made
     before the layers.  Exactly one candidate each in every family that was looked at.
     """
     prefix = layer_prefix(graph)
@@ -140,7 +158,13 @@ def residual_streams(graph: fx.Graph, input_ids: fx.Node, hidden_size: int) -> d
     dependent = descendants(input_ids)
     for node in graph.nodes:
         shape = shape_of(node)
-        if node not in dependent or not shape or len(shape) != 3 or shape[-1] != hidden_size or not is_float(node):
+        if (
+            node not in dependent
+            or not shape
+            or len(shape) != 3
+            or shape[-1] != hidden_size
+            or not is_float(node)
+        ):
             continue
         made_in = layer_of(node, prefix)
         read_in = {layer_of(user, prefix) for user in node.users}

@@ -12,9 +12,14 @@ from compilespec.program import is_marker
 
 
 def check_markers(gm: fx.GraphModule, ctx: PassContext) -> int:
-    """Count the attention markers; refuse attention that no cache would serve.  Numerics: exact.  Torch IR."""
+    """Count the attention markers; refuse attention that no cache would serve.  Numerics: exact.
+    Torch IR.
+    """
     stateless = torch.nn.functional.scaled_dot_product_attention
     for node in gm.graph.nodes:
         if node.op == "call_function" and node.target is stateless:
-            raise PassError(f"{path_of(node) or 'the model'} calls scaled_dot_product_attention, which has no cache")
+            raise PassError(
+                f"{path_of(node) or 'the model'} calls scaled_dot_product_attention, which has "
+                f"no cache"
+            )
     return sum(is_marker(node) for node in gm.graph.nodes)

@@ -10,11 +10,17 @@ from compilespec.passes.runner import PassContext
 
 
 def check_mutations(gm: fx.GraphModule, ctx: PassContext) -> int:
-    """Every written input is a state or cache buffer; temporaries may be written.  Returns: inputs written.
+    """Every written input is a state or cache buffer; temporaries may be written.  Returns: inputs
+    written.
 
-    Source: EVIDENCE on caches that were cloned, or written twice through one storage.  Numerics: exact.  ATen.
+    Source: EVIDENCE on caches that were cloned, or written twice through one storage.  Numerics:
+    exact.  ATen.
     """
-    written = {root.meta.get("role") for root in written_roots(gm.graph) if root.op in ("placeholder", "get_attr")}
+    written = {
+        root.meta.get("role")
+        for root in written_roots(gm.graph)
+        if root.op in ("placeholder", "get_attr")
+    }
     foreign = sorted(str(role) for role in written if role not in ctx.buffers)
     if foreign:
         raise PassError(f"the graph writes {', '.join(foreign)}, which is neither state nor cache")

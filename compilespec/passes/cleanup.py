@@ -21,7 +21,9 @@ def cleanup(gm: fx.GraphModule, ctx: PassContext) -> int:
     seen: dict[Any, fx.Node] = {}
     written = written_roots(gm.graph)
     for node in list(gm.graph.nodes):
-        if not _is_pure(node) or any(storage_root(part) in written for part in (node, *node.all_input_nodes)):
+        if not _is_pure(node) or any(
+            storage_root(part) in written for part in (node, *node.all_input_nodes)
+        ):
             continue
         key = (node.target, _freeze(node.args), _freeze(node.kwargs))
         known = seen.setdefault(key, node)
@@ -50,12 +52,22 @@ def _freeze(value: Any) -> Any:
         return tuple(_freeze(part) for part in value)
     if isinstance(value, dict):
         return tuple((key, _freeze(part)) for key, part in sorted(value.items()))
-    return (type(value), value) if isinstance(value, (int, float)) else str(value) if isinstance(value, slice) else value
+    return (
+        (type(value), value)
+        if isinstance(value, (int, float))
+        else str(value)
+        if isinstance(value, slice)
+        else value
+    )
 
 
 def _drop_unused_inputs(gm: fx.GraphModule, ctx: PassContext) -> None:
-    """Weights that only dead code read are no inputs; batch inputs stay, since callers pass them."""
+    """Weights that only dead code read are no inputs; batch inputs stay: callers pass them."""
     for node in list(gm.graph.nodes):
-        if node.op == "placeholder" and not node.users and ctx.inputs[node.meta["role"]].kind == "weight":
+        if (
+            node.op == "placeholder"
+            and not node.users
+            and ctx.inputs[node.meta["role"]].kind == "weight"
+        ):
             del ctx.inputs[node.meta["role"]]
             gm.graph.erase_node(node)

@@ -17,10 +17,22 @@ def commit_state(gm: fx.GraphModule, ctx: PassContext) -> int:
     A request whose prompt goes on in the next call commits nothing.  Numerics: exact.  Torch IR.
     """
     before, target = output_node(gm), find_role(gm, "target")
-    index, start, count = find_role(gm, "row_index"), find_role(gm, "start"), find_role(gm, "num_emitted")
+    index, start, count = (
+        find_role(gm, "row_index"),
+        find_role(gm, "start"),
+        find_role(gm, "num_emitted"),
+    )
     tokens, lengths = find_role(gm, "tokens_RS"), find_role(gm, "seq_len_R")
     if ctx.phase == "decode":
-        bonus, length = emit(gm, _decode_result, target, start, count, before=before, max_seq_len=ctx.config.max_seq_len)
+        bonus, length = emit(
+            gm,
+            _decode_result,
+            target,
+            start,
+            count,
+            before=before,
+            max_seq_len=ctx.config.max_seq_len,
+        )
     else:
         bonus, length = target, start
     parts = (bonus, find_role(gm, "drafts")) if has_role(gm, "drafts") else (bonus,)
@@ -28,7 +40,9 @@ def commit_state(gm: fx.GraphModule, ctx: PassContext) -> int:
     return 1
 
 
-def _decode_result(target_BS: Any, start_B: Any, count_B: Any, *, max_seq_len: int) -> tuple[Any, Any]:
+def _decode_result(
+    target_BS: Any, start_B: Any, count_B: Any, *, max_seq_len: int
+) -> tuple[Any, Any]:
     bonus_B1 = target_BS.gather(1, (count_B - 1).long().unsqueeze(1))
     return bonus_B1, (start_B + count_B).clamp(max=max_seq_len)
 

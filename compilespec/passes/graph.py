@@ -1,7 +1,9 @@
 """Building blocks of the splicing passes: roles, inputs, emitted operations, spliced fragments.
 
-At the torch level a pass writes ordinary tensor code over `fx.Proxy` objects (`emit`); each operation
-becomes a node at the insertion point.  Nodes that later passes look for carry a role in their metadata.
+At the torch level a pass writes ordinary tensor code over `fx.Proxy` objects (`emit`); each
+operation
+becomes a node at the insertion point.  Nodes that later passes look for carry a role in their
+metadata.
 """
 
 from __future__ import annotations
@@ -25,7 +27,9 @@ def find_role(gm: fx.GraphModule, role: str) -> fx.Node:
     for node in gm.graph.nodes:
         if node.meta.get("role") == role:
             return node
-    known = sorted({str(n.meta["role"]) for n in gm.graph.nodes if "role" in n.meta and n.op != "placeholder"})
+    known = sorted(
+        {str(n.meta["role"]) for n in gm.graph.nodes if "role" in n.meta and n.op != "placeholder"}
+    )
     raise PassError(f"no node plays the role {role!r}; roles so far: {', '.join(known) or 'none'}")
 
 
@@ -38,7 +42,9 @@ def output_node(gm: fx.GraphModule) -> fx.Node:
 
 
 def after_placeholders(gm: fx.GraphModule) -> fx.Node:
-    """The first node that is not a placeholder: new code that feeds the whole graph goes before it."""
+    """The first node that is not a placeholder: new code that feeds the whole graph goes before
+    it.
+    """
     return next(node for node in gm.graph.nodes if node.op != "placeholder")
 
 
@@ -51,10 +57,11 @@ def set_outputs(gm: fx.GraphModule, outputs: Mapping[str, fx.Node]) -> None:
 
 def get_outputs(gm: fx.GraphModule) -> dict[str, fx.Node]:
     node = output_node(gm)
-    return dict(zip(node.meta["names"], node.args[0], strict=True))
+    results: Any = node.args[0]
+    return dict(zip(node.meta["names"], results, strict=True))
 
 
-# --- inputs -----------------------------------------------------------------------------------------------
+# --- inputs ---
 
 
 def add_input(gm: fx.GraphModule, ctx: PassContext, spec: InputSpec) -> fx.Node:
@@ -75,11 +82,14 @@ def add_buffer(gm: fx.GraphModule, ctx: PassContext, buffer: BufferSpec) -> fx.N
     return add_input(gm, ctx, InputSpec(name=buffer.name, kind=buffer.kind))
 
 
-# --- code -----------------------------------------------------------------------------------------------------
+# --- code ---
 
 
-def emit(gm: fx.GraphModule, function: Callable[..., Any], *args: Any, before: fx.Node, **kwargs: Any) -> Any:
-    """Run `function` over proxies of its node arguments; its operations become nodes before `before`.
+def emit(
+    gm: fx.GraphModule, function: Callable[..., Any], *args: Any, before: fx.Node, **kwargs: Any
+) -> Any:
+    """Run `function` over proxies of its node arguments; its operations become nodes before
+    `before`.
 
     Returns: the node, or tuple of nodes, of its result.
     """
@@ -107,7 +117,7 @@ def arange_like(reference: Any, end: int) -> Any:
     )
 
 
-# --- fragments --------------------------------------------------------------------------------------------
+# --- fragments ---
 
 
 def splice(
@@ -120,7 +130,8 @@ def splice(
 ) -> tuple[fx.Node, ...]:
     """Copy a captured graph into `gm`, node by node; returns the nodes of its outputs.
 
-    Weights become (shared) inputs, size symbols become `sym_size` of the argument that carries them.
+    Weights become (shared) inputs, size symbols become `sym_size` of the argument that carries
+    them.
     Fake tensors of the capture are dropped: those of different captures must not mix.
     """
     graph = gm.graph
@@ -146,14 +157,18 @@ def splice(
                 env[node] = _copy_attribute(gm, source, str(node.target), fragment.name)
                 continue
             copy = graph.node_copy(node, lambda old: env[old])
-            copy.meta = {key: value for key, value in node.meta.items() if key not in ("example_value", "val")}
+            copy.meta = {
+                key: value
+                for key, value in node.meta.items()
+                if key not in ("example_value", "val")
+            }
             copy.meta["custom"] = {**node.meta["custom"], "fragment": fragment.name}
             example = node.meta.get("example_value")
             if isinstance(example, Tensor):
                 shape = tuple(size if isinstance(size, int) else None for size in example.shape)
                 copy.meta["example"] = (shape, example.dtype)
             env[node] = copy
-    results = output_node(source).args[0]
+    results: Any = output_node(source).args[0]
     return tuple(env[result] for result in results)
 
 
@@ -191,13 +206,17 @@ def _bind_symbol(
     raise PassError(f"{fragment.name}: no argument carries the size symbol {value}")
 
 
-def _copy_attribute(gm: fx.GraphModule, source: fx.GraphModule, target: str, prefix: str) -> fx.Node:
+def _copy_attribute(
+    gm: fx.GraphModule, source: fx.GraphModule, target: str, prefix: str
+) -> fx.Node:
     """Tensor constants travel with the graph under a name of their own."""
     value: Any = source
     for part in target.split("."):
         value = getattr(value, part)
     if not isinstance(value, Tensor):
-        raise PassError(f"{prefix}: the graph calls a nested graph {target}, which cannot be spliced")
+        raise PassError(
+            f"{prefix}: the graph calls a nested graph {target}, which cannot be spliced"
+        )
     name = f"{prefix}.{target}".replace(".", "_")
     if not hasattr(gm, name):
         gm.register_buffer(name, value.detach(), persistent=False)

@@ -12,11 +12,14 @@ from compilespec.program import BufferSpec, is_marker
 
 
 def insert_paged_attention(gm: fx.GraphModule, ctx: PassContext) -> int:
-    """Marker -> `compilespec::paged_attention` with the layer's caches and this step's metadata.  Numerics:
+    """Marker -> `compilespec::paged_attention` with the layer's caches and this step's metadata.
+    Numerics:
     rounding (the same sums over the same keys, in another order).  Runs on torch IR."""
     table = find_role(gm, "block_table_RM")
     metadata = (find_role(gm, "slot"), find_role(gm, "row"), find_role(gm, "position"), table)
-    return page_markers(gm, ctx, [node for node in gm.graph.nodes if is_marker(node)], "target", metadata)
+    return page_markers(
+        gm, ctx, [node for node in gm.graph.nodes if is_marker(node)], "target", metadata
+    )
 
 
 def page_markers(
@@ -38,7 +41,10 @@ def page_markers(
         for half, tensor in (("key", key), ("value", value)):
             shape = tensor.meta.get("example") if isinstance(tensor, fx.Node) else None
             if shape is None or len(shape[0]) != 4:
-                raise PassError(f"layer {layer}: the {half} of an attention marker has no known [B, N, T, H] shape")
+                raise PassError(
+                    f"layer {layer}: the {half} of an attention marker has no known [B, N, T, H] "
+                    f"shape"
+                )
             _, heads, _, head_dim = shape[0]
             caches.append(
                 add_buffer(
@@ -47,7 +53,12 @@ def page_markers(
                     BufferSpec(
                         name=f"cache.{owner}.{layer}.{half}",
                         kind="cache",
-                        shape=(config.num_blocks, config.block_size, int(heads or 0), int(head_dim or 0)),
+                        shape=(
+                            config.num_blocks,
+                            config.block_size,
+                            int(heads or 0),
+                            int(head_dim or 0),
+                        ),
                         dtype=shape[1],
                     ),
                 )

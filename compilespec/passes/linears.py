@@ -52,10 +52,12 @@ def _transposed_weight(node: object, ctx: PassContext) -> fx.Node | None:
     if not isinstance(node, fx.Node) or node.op != "call_function":
         return None
     is_transpose = node.target is _aten.t.default or (
-        node.target is _aten.permute.default and list(node.args[1]) == [1, 0]
+        node.target is _aten.permute.default and node.args[1] == [1, 0]
     )
     source = node.args[0]
-    return source if is_transpose and isinstance(source, fx.Node) and _is_weight(source, ctx) else None
+    return (
+        source if is_transpose and isinstance(source, fx.Node) and _is_weight(source, ctx) else None
+    )
 
 
 def _is_weight(node: fx.Node, ctx: PassContext) -> bool:

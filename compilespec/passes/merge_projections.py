@@ -18,7 +18,8 @@ _aten = torch.ops.aten
 def merge_projections(gm: fx.GraphModule, ctx: PassContext) -> int:
     """mm(x, t(a)), mm(x, t(b)) -> split(mm(x, t([a; b]))).  Returns: products merged into.
 
-    Rows of the merged weight are the rows of its parts, so every output element is the same dot product.
+    Rows of the merged weight are the rows of its parts, so every output element is the same dot
+    product.
     Numerics: rounding (a library may order a larger product's sums differently).  Runs on ATen.
     """
     if not ctx.prepack:
@@ -39,7 +40,11 @@ def merge_projections(gm: fx.GraphModule, ctx: PassContext) -> int:
 def _merge(gm: fx.GraphModule, ctx: PassContext, parts: list[Linear]) -> None:
     first = parts[0].node
     weight = _merged_input(gm, ctx, [part.weight for part in parts])
-    bias = _merged_input(gm, ctx, [part.bias for part in parts if part.bias]) if parts[0].bias else None
+    bias = (
+        _merged_input(gm, ctx, [part.bias for part in parts if part.bias])
+        if parts[0].bias
+        else None
+    )
     sizes = [part.num_outputs for part in parts]
     with gm.graph.inserting_before(first):
         transposed = gm.graph.call_function(_aten.t.default, (weight,))
@@ -51,7 +56,9 @@ def _merge(gm: fx.GraphModule, ctx: PassContext, parts: list[Linear]) -> None:
     mode = first.meta["val"].fake_mode
     with mode:
         transposed.meta["val"] = weight.meta["val"].t()
-        product.meta["val"] = parts[0].x.meta["val"].new_empty((first.meta["val"].shape[0], sum(sizes)))
+        product.meta["val"] = (
+            parts[0].x.meta["val"].new_empty((first.meta["val"].shape[0], sum(sizes)))
+        )
         split.meta["val"] = list(product.meta["val"].split_with_sizes(sizes, -1))
     for new in (transposed, product, split):
         _copy_origin(first, new)
@@ -62,10 +69,6 @@ def _merge(gm: fx.GraphModule, ctx: PassContext, parts: list[Linear]) -> None:
             _copy_origin(part.node, piece)
             part.node.replace_all_uses_with(piece)
             gm.graph.erase_node(part.node)
-
-
-
-
 
 
 def _merged_input(gm: fx.GraphModule, ctx: PassContext, parts: list[fx.Node]) -> fx.Node:

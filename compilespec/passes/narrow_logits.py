@@ -1,4 +1,6 @@
-"""The head runs only on the rows whose logits are used: each request's last prompt token in prefill."""
+"""The head runs only on the rows whose logits are used: each request's last prompt token in
+prefill.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +14,11 @@ from compilespec.passes.runner import PassContext
 
 
 def narrow_logits(gm: fx.GraphModule, ctx: PassContext) -> int:
-    """Gather rows `last_R` before the head's product: [1, T, V] becomes [1, R, V].  Numerics: exact.  Torch IR.
+    """Gather rows `last_R` before the head's product: [1, T, V] becomes [1, R, V].  Numerics:
+    exact.  Torch IR.
 
-    Where the model does more to its logits than element-wise operations, the rows are gathered after them:
+    Where the model does more to its logits than element-wise operations, the rows are gathered
+    after them:
     the same values, at the cost of a product over all rows.
     """
     logits, last = find_role(gm, "logits"), find_role(gm, "last_R")

@@ -15,23 +15,30 @@ PACKABLE = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def prepack_linears(gm: fx.GraphModule, ctx: PassContext) -> int:
-    """mm(x, t(w)) -> compilespec::packed_linear(x, packed(w)).  CPU only.  Returns: products rewritten.
+    """mm(x, t(w)) -> compilespec::packed_linear(x, packed(w)).  CPU only.  Returns: products
+    rewritten.
 
-    The operator sums in one order whatever the number of rows, so that a verify step and a plain step of the
+    The operator sums in one order whatever the number of rows, so that a verify step and a plain
+    step of the
     same token agree bit for bit.  Numerics: rounding.  Runs on ATen.
     """
     if not ctx.prepack:
         return 0
-    linears = [linear for linear in find_linears(gm, ctx) if linear.weight.meta["val"].dtype in PACKABLE]
+    linears = [
+        linear for linear in find_linears(gm, ctx) if linear.weight.meta["val"].dtype in PACKABLE
+    ]
     for linear in linears:
         plain = ctx.inputs[linear.weight.meta["role"]]
-        spec = InputSpec(name=f"packed.{plain.name}", kind="weight", sources=plain.sources, packed=True)
+        spec = InputSpec(
+            name=f"packed.{plain.name}", kind="weight", sources=plain.sources, packed=True
+        )
         packed = add_input(gm, ctx, spec)
         value = linear.weight.meta["val"]
         packed.meta["val"] = value.new_empty((-(-value.shape[0] // PANEL), value.shape[1], PANEL))
         with gm.graph.inserting_before(linear.node):
             node = gm.graph.call_function(
-                torch.ops.compilespec.packed_linear.default, (linear.x, packed, linear.bias, linear.num_outputs)
+                torch.ops.compilespec.packed_linear.default,
+                (linear.x, packed, linear.bias, linear.num_outputs),
             )
         node.meta = {key: value for key, value in linear.node.meta.items() if key != "custom"}
         custom = linear.node.meta.get("custom") or {}
@@ -39,7 +46,11 @@ def prepack_linears(gm: fx.GraphModule, ctx: PassContext) -> int:
         linear.node.replace_all_uses_with(node)
         gm.graph.erase_node(linear.node)
     for node in reversed(list(gm.graph.nodes)):
-        unused_weight = node.op == "placeholder" and not node.users and ctx.inputs[node.meta["role"]].kind == "weight"
+        unused_weight = (
+            node.op == "placeholder"
+            and not node.users
+            and ctx.inputs[node.meta["role"]].kind == "weight"
+        )
         if (node.target is torch.ops.aten.t.default and not node.users) or unused_weight:
             gm.graph.erase_node(node)
             if unused_weight:

@@ -5,49 +5,100 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 
-from compilespec.passes.graph import add_buffer, add_input, after_placeholders, arange_like, emit, find_role
+from compilespec.passes.graph import (
+    add_buffer,
+    add_input,
+    after_placeholders,
+    arange_like,
+    emit,
+    find_role,
+)
 from compilespec.passes.runner import PassContext
 from compilespec.program import BufferSpec, InputSpec
 
 
 def read_state(gm: fx.GraphModule, ctx: PassContext) -> int:
-    """Replace the target's ids and positions by reads of the state rows; name the attention metadata.
+    """Replace the target's ids and positions by reads of the state rows; name the attention
+    metadata.
 
-    Roles made: `ids`, `position`, `row`, `slot` (all [B, S] or [1, T], int32), `row_index` (state row per
-    request, the spare row where padded), `live` and `start` (next position to draft from, prefill: after the
-    last token).  Positions at or past the maximum length are redirected: position 0, slot -1, row -1 (E5).
+    Roles made: `ids`, `position`, `row`, `slot` (all [B, S] or [1, T], int32), `row_index` (state
+    row per
+    request, the spare row where padded), `live` and `start` (next position to draft from, prefill:
+    after the
+    last token).  Positions at or past the maximum length are redirected: position 0, slot -1, row
+    -1 (E5).
     Numerics: exact.  Runs on torch IR.
     """
     config = ctx.config
     tables = add_buffer(
-        gm, ctx, BufferSpec(name="block_table_RM", kind="state", shape=(config.max_batch_size + 1, config.blocks_per_row),
-                            dtype=torch.int32, fill=-1)
-    )  # fmt: skip
+        gm,
+        ctx,
+        BufferSpec(
+            name="block_table_RM",
+            kind="state",
+            shape=(config.max_batch_size + 1, config.blocks_per_row),
+            dtype=torch.int32,
+            fill=-1,
+        ),
+    )
     tokens = add_buffer(
-        gm, ctx, BufferSpec(name="tokens_RS", kind="state", shape=(config.max_batch_size + 1, config.num_verify_tokens),
-                            dtype=torch.int32)
-    )  # fmt: skip
+        gm,
+        ctx,
+        BufferSpec(
+            name="tokens_RS",
+            kind="state",
+            shape=(config.max_batch_size + 1, config.num_verify_tokens),
+            dtype=torch.int32,
+        ),
+    )
     lengths = add_buffer(
-        gm, ctx, BufferSpec(name="seq_len_R", kind="state", shape=(config.max_batch_size + 1,), dtype=torch.int32)
+        gm,
+        ctx,
+        BufferSpec(
+            name="seq_len_R", kind="state", shape=(config.max_batch_size + 1,), dtype=torch.int32
+        ),
     )
     old_ids, old_positions = find_role(gm, "input_ids"), find_role(gm, "position_ids")
     if ctx.phase == "decode":
         rows = add_input(gm, ctx, InputSpec(name="row_B", kind="batch"))
-        made = emit(gm, read_decode_state, rows, tokens, lengths, tables, before=after_placeholders(gm),
-                    num_tokens=config.num_verify_tokens, max_seq_len=config.max_seq_len,
-                    block_size=config.block_size, spare_row=config.max_batch_size)  # fmt: skip
+        made = emit(
+            gm,
+            read_decode_state,
+            rows,
+            tokens,
+            lengths,
+            tables,
+            before=after_placeholders(gm),
+            num_tokens=config.num_verify_tokens,
+            max_seq_len=config.max_seq_len,
+            block_size=config.block_size,
+            spare_row=config.max_batch_size,
+        )
     else:
         ids, positions, rows, owners, commit, last = (
             add_input(gm, ctx, InputSpec(name=name, kind="batch"))
             for name in ("ids_T", "position_T", "row_T", "owner_T", "commit_row_R", "last_R")
         )
         del owners  # read by shift_hidden_states
-        made = emit(gm, read_prefill_batch, ids, positions, rows, commit, last, tables, before=after_placeholders(gm),
-                    max_seq_len=config.max_seq_len, block_size=config.block_size,
-                    spare_row=config.max_batch_size)  # fmt: skip
-    for role, node in zip(("ids", "position", "row", "slot", "row_index", "live", "start"), made, strict=True):
+        made = emit(
+            gm,
+            read_prefill_batch,
+            ids,
+            positions,
+            rows,
+            commit,
+            last,
+            tables,
+            before=after_placeholders(gm),
+            max_seq_len=config.max_seq_len,
+            block_size=config.block_size,
+            spare_row=config.max_batch_size,
+        )
+    for role, node in zip(
+        ("ids", "position", "row", "slot", "row_index", "live", "start"), made, strict=True
+    ):
         node.meta["role"] = role
     for old, role in ((old_ids, "ids"), (old_positions, "position")):
         old.replace_all_uses_with(find_role(gm, role))
@@ -66,16 +117,23 @@ def read_decode_state(
     block_size: int,
     spare_row: int,
 ) -> tuple[Any, ...]:
-    """Decode: row b's S tokens sit at positions seq_len .. seq_len + K; padded rows (-1) read the spare row."""
+    """Decode: row b's S tokens sit at positions seq_len .. seq_len + K; padded rows (-1) read the
+    spare row.
+    """
     live_B = row_B >= 0
     index_B = torch.where(live_B, row_B, spare_row).long()
     ids_BS = tokens_RS[index_B].clamp(min=0)
     start_B = seq_len_R[index_B]
     wanted_BS = start_B.unsqueeze(1) + arange_like(row_B, num_tokens)
     position_BS, row_BS, slot_BS = place(
-        wanted_BS, row_B.unsqueeze(1), index_B.unsqueeze(1), live_B.unsqueeze(1), block_table_RM,
-        max_seq_len=max_seq_len, block_size=block_size,
-    )  # fmt: skip
+        wanted_BS,
+        row_B.unsqueeze(1),
+        index_B.unsqueeze(1),
+        live_B.unsqueeze(1),
+        block_table_RM,
+        max_seq_len=max_seq_len,
+        block_size=block_size,
+    )
     return ids_BS, position_BS, row_BS, slot_BS, index_B, live_B, start_B
 
 
@@ -91,12 +149,19 @@ def read_prefill_batch(
     block_size: int,
     spare_row: int,
 ) -> tuple[Any, ...]:
-    """Prefill: T packed prompt tokens; a request commits its row only when its prompt ends (commit_row_R >= 0)."""
+    """Prefill: T packed prompt tokens; a request commits its row only when its prompt ends
+    (commit_row_R >= 0).
+    """
     index_1T = torch.where(row_T >= 0, row_T, spare_row).long().unsqueeze(0)
     position_1T, row_1T, slot_1T = place(
-        position_T.unsqueeze(0), row_T.unsqueeze(0), index_1T, (row_T >= 0).unsqueeze(0), block_table_RM,
-        max_seq_len=max_seq_len, block_size=block_size,
-    )  # fmt: skip
+        position_T.unsqueeze(0),
+        row_T.unsqueeze(0),
+        index_1T,
+        (row_T >= 0).unsqueeze(0),
+        block_table_RM,
+        max_seq_len=max_seq_len,
+        block_size=block_size,
+    )
     live_R = commit_row_R >= 0
     index_R = torch.where(live_R, commit_row_R, spare_row).long()
     start_R = position_T[last_R.long()] + 1
@@ -104,12 +169,21 @@ def read_prefill_batch(
 
 
 def place(
-    wanted: Any, row: Any, index: Any, live: Any, block_table_RM: Any, *, max_seq_len: int, block_size: int
+    wanted: Any,
+    row: Any,
+    index: Any,
+    live: Any,
+    block_table_RM: Any,
+    *,
+    max_seq_len: int,
+    block_size: int,
 ) -> tuple[Any, Any, Any]:
-    """Attention metadata of tokens that want a position: (position, row, slot), redirected where they may not be.
+    """Attention metadata of tokens that want a position: (position, row, slot), redirected where
+    they may not be.
 
     Args:
-        wanted: int32 positions, [B, S]; row: state rows, int32, -1 = padded; index: the same with the spare row for
+        wanted: int32 positions, [B, S]; row: state rows, int32, -1 = padded; index: the same with
+        the spare row for
         padded ones, int64; live: bool; all broadcastable to `wanted`.
     """
     inside = live & (wanted < max_seq_len)

@@ -23,9 +23,13 @@ EXAMPLE_SIZES = {"B": 7, "R": 7, "T": 13}
 def rewrite_phase(
     ctx: PassContext, *, keep_graphs: bool = False, disabled: frozenset[str] = frozenset()
 ) -> PhaseGraph:
-    """Splice one phase's step; the rest of the rewriting waits until its ATen graph is needed.  Raises: PassError."""
+    """Splice one phase's step; the rest of the rewriting waits until its ATen graph is needed.
+    Raises: PassError.
+    """
     gm = start_step(ctx)
-    records = run_passes(gm, ctx, SPLICE_PASSES, level="torch", keep_graphs=keep_graphs, disabled=disabled)
+    records = run_passes(
+        gm, ctx, SPLICE_PASSES, level="torch", keep_graphs=keep_graphs, disabled=disabled
+    )
 
     def finish() -> StepGraph:
         return finish_phase(gm, ctx, keep_graphs=keep_graphs, disabled=disabled)
@@ -34,11 +38,17 @@ def rewrite_phase(
 
 
 def finish_phase(
-    gm: fx.GraphModule, ctx: PassContext, *, keep_graphs: bool = False, disabled: frozenset[str] = frozenset()
+    gm: fx.GraphModule,
+    ctx: PassContext,
+    *,
+    keep_graphs: bool = False,
+    disabled: frozenset[str] = frozenset(),
 ) -> StepGraph:
     """The spliced step as an ATen graph, rewritten.  Raises: PassError."""
     aten, record = to_aten(gm, ctx, keep_graphs=keep_graphs)
-    records = run_passes(aten, ctx, ATEN_PASSES, level="aten", keep_graphs=keep_graphs, disabled=disabled)
+    records = run_passes(
+        aten, ctx, ATEN_PASSES, level="aten", keep_graphs=keep_graphs, disabled=disabled
+    )
     placeholders = [node for node in aten.graph.nodes if node.op == "placeholder"]
     return StepGraph(
         graph_module=aten,
@@ -50,7 +60,9 @@ def finish_phase(
 
 
 def start_step(ctx: PassContext) -> fx.GraphModule:
-    """A graph of the target alone: arguments `input_ids` and `position_ids`, weights as inputs, output `logits`."""
+    """A graph of the target alone: arguments `input_ids` and `position_ids`, weights as inputs,
+    output `logits`.
+    """
     gm = fx.GraphModule(torch.nn.Module(), fx.Graph())
     arguments = {}
     for name in ("input_ids", "position_ids"):
@@ -65,10 +77,14 @@ def start_step(ctx: PassContext) -> fx.GraphModule:
     return gm
 
 
-def to_aten(gm: fx.GraphModule, ctx: PassContext, *, keep_graphs: bool = False) -> tuple[fx.GraphModule, PassRecord]:
-    """The one retrace: ATen, one fake mode, one symbol for every batch dimension, metadata everywhere.
+def to_aten(
+    gm: fx.GraphModule, ctx: PassContext, *, keep_graphs: bool = False
+) -> tuple[fx.GraphModule, PassRecord]:
+    """The one retrace: ATen, one fake mode, one symbol for every batch dimension, metadata
+    everywhere.
 
-    Raises: PassError when tracing needed a guard on a symbol: the graph would be wrong for some batch size.
+    Raises: PassError when tracing needed a guard on a symbol: the graph would be wrong for some
+    batch size.
     """
     started = time.perf_counter()
     placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
@@ -84,7 +100,10 @@ def to_aten(gm: fx.GraphModule, ctx: PassContext, *, keep_graphs: bool = False) 
     output_node(aten).meta["names"] = names
     guards = _torch_compat.free_guards(mode)
     if guards:
-        raise PassError(f"to_aten ({ctx.phase}): the graph holds only where {'; '.join(guards)}; it must hold for all sizes")
+        raise PassError(
+            f"to_aten ({ctx.phase}): the graph holds only where {'; '.join(guards)}; it must "
+            f"hold for all sizes"
+        )
     for node in aten.graph.nodes:
         custom = node.meta.get("custom") or {}
         node.meta["custom"] = {"pass": "to_aten", **custom}
@@ -104,7 +123,9 @@ def to_aten(gm: fx.GraphModule, ctx: PassContext, *, keep_graphs: bool = False) 
 
 
 def _fake_input(mode: Any, spec: InputSpec, ctx: PassContext, sizes: dict[str, Any]) -> Any:
-    """A fake of what will feed `spec`.  `sizes` keeps one symbol for each batch dimension, shared by its inputs."""
+    """A fake of what will feed `spec`.  `sizes` keeps one symbol for each batch dimension, shared
+    by its inputs.
+    """
     device = ctx.config.device
     if spec.kind == "weight":
         return _torch_compat.fake_tensor(mode, ctx.weights[spec.name])

@@ -1,4 +1,6 @@
-"""Runs a list of passes over one graph: checks, times and records each.  It knows no pass by name."""
+"""Runs a list of passes over one graph: checks, times and records each.  It knows no pass by
+name.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,8 @@ PassFunction = Callable[[fx.GraphModule, PassContext], int]
 class Pass:
     """One entry of the pipeline.
 
-    `matches` gives the exact number of places the pass must change (None: not applicable to this context,
+    `matches` gives the exact number of places the pass must change (None: not applicable to this
+    context,
     so the pass is skipped); `at_least=0` instead is for optimisations, which may find nothing.
     """
 
@@ -63,12 +66,18 @@ class Pass:
 
 
 def check_order(passes: Sequence[Pass]) -> None:
-    """Every `after` must name an earlier pass of the list; a pass states how many matches it must have."""
+    """Every `after` must name an earlier pass of the list; a pass states how many matches it must
+    have.
+    """
     seen: set[str] = set()
     for entry in passes:
         missing = [name for name in entry.after if name not in seen]
-        assert not missing, f"pass {entry.name} must come after {missing}, which do not come before it"
-        assert (entry.matches is None) != (entry.at_least is None), f"pass {entry.name} needs matches or at_least"
+        assert not missing, (
+            f"pass {entry.name} must come after {missing}, which do not come before it"
+        )
+        assert (entry.matches is None) != (entry.at_least is None), (
+            f"pass {entry.name} needs matches or at_least"
+        )
         seen.add(entry.name)
 
 
@@ -83,7 +92,8 @@ def run_passes(
 ) -> list[PassRecord]:
     """Apply `passes` in order, in place.
 
-    Raises: PassError when a pass matched another number of places than it must, or left a broken graph.
+    Raises: PassError when a pass matched another number of places than it must, or left a broken
+    graph.
     """
     records: list[PassRecord] = []
     before = snapshot(gm.graph) if keep_graphs else None
@@ -128,7 +138,8 @@ def _check_count(entry: Pass, matched: int, expected: int, ctx: PassContext) -> 
     exact = entry.matches is not None
     if (exact and matched != expected) or (not exact and matched < expected):
         raise PassError(
-            f"pass {entry.name} ({ctx.phase}): expected {'' if exact else 'at least '}{expected} matches, found "
+            f"pass {entry.name} ({ctx.phase}): expected {'' if exact else 'at least '}{expected} "
+            f"matches, found "
             f"{matched}; the target's graph has a form this pass does not know"
         )
 

@@ -13,10 +13,13 @@ from compilespec.program import InputSpec
 
 
 def shift_hidden_states(gm: fx.GraphModule, ctx: PassContext) -> int:
-    """Make the roles `draft_ids` and `aux` ([B, S] or [1, T]; [.., A*D]).  Numerics: exact.  Torch IR.
+    """Make the roles `draft_ids` and `aux` ([B, S] or [1, T]; [.., A*D]).  Numerics: exact.  Torch
+    IR.
 
-    Decode: row j holds the hidden state of position seq_len + j, and target token j stands at seq_len + j + 1:
-    the pairing needs no movement, and `target` holds no PAD, so the rejected tail is harmless.  Prefill: ids move
+    Decode: row j holds the hidden state of position seq_len + j, and target token j stands at
+    seq_len + j + 1:
+    the pairing needs no movement, and `target` holds no PAD, so the rejected tail is harmless.
+    Prefill: ids move
     left by one; a chunk that does not end its prompt is followed by the true next token (E2, H-4).
     """
     before = output_node(gm)
@@ -34,6 +37,8 @@ def shift_hidden_states(gm: fx.GraphModule, ctx: PassContext) -> int:
 
 
 def shift_prompt(next_T: Any, target_R1: Any, owner_T: Any) -> Any:
-    """next_T: the prompt token after each token, -1 where the prompt ends and the sampled token comes next."""
+    """next_T: the prompt token after each token, -1 where the prompt ends and the sampled token
+    comes next.
+    """
     sampled_T = target_R1.squeeze(1)[owner_T.long()]
     return torch.where(next_T < 0, sampled_T, next_T).clamp(min=0).unsqueeze(0)

@@ -13,17 +13,30 @@ from compilespec.program import PAD
 
 
 def splice_acceptance(gm: fx.GraphModule, ctx: PassContext) -> int:
-    """Logits -> target tokens -> `emitted_BS`, `num_emitted_B` (decode) or the first token (prefill).
+    """Logits -> target tokens -> `emitted_BS`, `num_emitted_B` (decode) or the first token
+    (prefill).
 
-    Roles made: `target` ([B, S], or [R, 1] in prefill) and `num_emitted` ([B]).  Numerics: exact.  Torch IR.
+    Roles made: `target` ([B, S], or [R, 1] in prefill) and `num_emitted` ([B]).  Numerics: exact.
+    Torch IR.
     """
     logits, before = find_role(gm, "logits"), output_node(gm)
     if ctx.phase == "decode":
         ids = find_role(gm, "ids")
-        target, emitted, count = emit(gm, accept_greedy, ids, logits, before=before, num_draft_tokens=ctx.config.num_draft_tokens)
+        target, emitted, count = emit(
+            gm,
+            accept_greedy,
+            ids,
+            logits,
+            before=before,
+            num_draft_tokens=ctx.config.num_draft_tokens,
+        )
     else:
         target, emitted, count = emit(gm, first_token, logits, find_role(gm, "live"), before=before)
-    target.meta["role"], count.meta["role"], emitted.meta["role"] = "target", "num_emitted", "emitted"
+    target.meta["role"], count.meta["role"], emitted.meta["role"] = (
+        "target",
+        "num_emitted",
+        "emitted",
+    )
     set_outputs(gm, {"emitted_BS": emitted, "num_emitted_B": count})
     return 1
 
@@ -32,16 +45,20 @@ def accept_greedy(ids_BS: Any, logits_BSV: Any, *, num_draft_tokens: int) -> tup
     """Keep the longest matching prefix of each draft and add the bonus token.
 
     Args:
-        ids_BS: int32, the last emitted token and the K drafts; logits_BSV: position i judges draft i.
+        ids_BS: int32, the last emitted token and the K drafts; logits_BSV: position i judges draft
+        i.
     Returns:
-        target_BS (int32 argmax, first index wins ties), emitted_BS (int32, PAD after the bonus), num_emitted_B
+        target_BS (int32 argmax, first index wins ties), emitted_BS (int32, PAD after the bonus),
+        num_emitted_B
         (int32, accepted drafts + 1).
     Source: requirements I11, M9.  Worked example: drafts 5 6 7, target 5 9 7 8 gives 5 9.
     """
     target_BS = logits_BSV.argmax(-1).to(torch.int32)
     match_BK = ids_BS[:, 1:] == target_BS[:, :num_draft_tokens]
     count_B = match_BK.to(torch.int32).cumprod(1).sum(1).to(torch.int32) + 1
-    emitted_BS = torch.where(arange_like(target_BS, num_draft_tokens + 1) < count_B.unsqueeze(1), target_BS, PAD)
+    emitted_BS = torch.where(
+        arange_like(target_BS, num_draft_tokens + 1) < count_B.unsqueeze(1), target_BS, PAD
+    )
     return target_BS, emitted_BS, count_B
 
 

@@ -13,18 +13,23 @@ from compilespec.passes.runner import PassContext
 def tap_hidden_states(gm: fx.GraphModule, ctx: PassContext) -> int:
     """Give hs[k] the role `aux.<i>` for the i-th aux layer k.  Numerics: exact.  Runs on torch IR.
 
-    Source: requirement I7, as a pass instead of hooks; hs[k] is the stream entering layer k (FORMATS 0).
+    Source: requirement I7, as a pass instead of hooks; hs[k] is the stream entering layer k
+    (FORMATS 0).
     """
     head = find_head(find_role(gm, "logits"))
     width = (shape_of(head.hidden) or (None,))[-1] if head is not None else None
     if width is None:
-        raise PassError("tap_hidden_states: the model's output is no product with a head, so its width is unknown")
+        raise PassError(
+            "tap_hidden_states: the model's output is no product with a head, so its width is "
+            "unknown"
+        )
     streams = residual_streams(gm.graph, find_role(gm, "input_ids"), width)
     for index, layer in enumerate(ctx.aux_layers):
         candidates = streams.get(layer, [])
         if len(candidates) != 1:
             raise PassError(
-                f"tap_hidden_states: expected one residual stream entering layer {layer}, found {describe(candidates)}; "
+                f"tap_hidden_states: expected one residual stream entering layer {layer}, found "
+                f"{describe(candidates)}; "
                 f"streams exist for layers {sorted(streams)}"
             )
         candidates[0].meta["role"] = f"aux.{index}"

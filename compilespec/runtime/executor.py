@@ -1,6 +1,7 @@
 """What the scheduler asks of a compiled program: two calls, one per phase, and a block table.
 
-`Executor` is the border between the host's bookkeeping (requests, blocks, stop conditions: this package)
+`Executor` is the border between the host's bookkeeping (requests, blocks, stop conditions: this
+package)
 and the device's step (graphs, caches, state buffers).  The scheduler never sees a tensor.
 """
 
@@ -15,7 +16,8 @@ from typing import Protocol
 class PrefillChunk:
     """A run of consecutive prompt tokens of one request.
 
-    `next_token` is the true prompt token that follows the chunk; None when the chunk ends the prompt, so
+    `next_token` is the true prompt token that follows the chunk; None when the chunk ends the
+    prompt, so
     that the drafter is fed the token the target samples (hazard H-4).
     """
 
@@ -40,7 +42,9 @@ class Geometry:
     num_blocks: int  # blocks of the cache
     num_draft_tokens: int  # K
     vocab_size: int
-    reserve_tokens: int  # slots past seq_len that one step may write, before the max_seq_len cap: 2K + 1
+    reserve_tokens: (
+        int  # slots past seq_len that one step may write, before the max_seq_len cap: 2K + 1
+    )
 
     @property
     def blocks_per_row(self) -> int:
@@ -48,15 +52,21 @@ class Geometry:
 
 
 class Executor(Protocol):
-    """Runs prefill and decode steps over persistent device state, one state row per running request."""
+    """Runs prefill and decode steps over persistent device state, one state row per running
+    request.
+    """
 
     geometry: Geometry
 
     def set_blocks(self, row: int, blocks: Sequence[int]) -> None:
-        """Write `blocks` (physical block ids, logical order) as the row's block table; the rest is cleared."""
+        """Write `blocks` (physical block ids, logical order) as the row's block table; the rest
+        is cleared.
+        """
 
     def prefill(self, chunks: Sequence[PrefillChunk]) -> list[int | None]:
-        """Run the chunks as one packed batch; returns each finished prompt's first token, else None."""
+        """Run the chunks as one packed batch; returns each finished prompt's first token, else
+        None.
+        """
 
     def decode(self, rows: Sequence[int]) -> list[list[int]]:
         """One verify step for these rows; returns the emitted tokens of each (1..K+1)."""

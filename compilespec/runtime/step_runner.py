@@ -40,7 +40,10 @@ class StepRunner:
             for spec in program.buffers
         }
         self._weights = bind_weights(program, lowered.phases)
-        self._calls = {name: _Call(phase, self.buffers, self._weights) for name, phase in lowered.phases.items()}
+        self._calls = {
+            name: _Call(phase, self.buffers, self._weights)
+            for name, phase in lowered.phases.items()
+        }
 
     def set_blocks(self, row: int, blocks: Sequence[int]) -> None:
         table = self.buffers["block_table_RM"]
@@ -49,9 +52,13 @@ class StepRunner:
 
     def prefill(self, chunks: Sequence[PrefillChunk]) -> list[int | None]:
         packed = pack_chunks(chunks)
-        emitted, _ = self._calls["prefill"]({name: self._int32(values) for name, values in packed.items()})
+        emitted, _ = self._calls["prefill"](
+            {name: self._int32(values) for name, values in packed.items()}
+        )
         firsts = emitted[:, 0].tolist()
-        return [first if chunk.finished else None for first, chunk in zip(firsts, chunks, strict=True)]
+        return [
+            first if chunk.finished else None for first, chunk in zip(firsts, chunks, strict=True)
+        ]
 
     def decode(self, rows: Sequence[int]) -> list[list[int]]:
         bucket = next(size for size in self.buckets if size >= len(rows))
@@ -59,7 +66,9 @@ class StepRunner:
         emitted, counts = self._calls["decode"]({"row_B": self._int32(padded)})
         return [
             tokens[:count]
-            for tokens, count in zip(emitted.tolist()[: len(rows)], counts.tolist()[: len(rows)], strict=True)
+            for tokens, count in zip(
+                emitted.tolist()[: len(rows)], counts.tolist()[: len(rows)], strict=True
+            )
         ]
 
     def close(self) -> None:
@@ -74,12 +83,16 @@ class StepRunner:
 def pack_chunks(chunks: Sequence[PrefillChunk]) -> Mapping[str, list[int]]:
     """The packed prefill batch as the graph's batch inputs: T tokens of R chunks."""
     packed: dict[str, list[int]] = {
-        name: [] for name in ("ids_T", "next_T", "position_T", "row_T", "owner_T", "last_R", "commit_row_R")
+        name: []
+        for name in ("ids_T", "next_T", "position_T", "row_T", "owner_T", "last_R", "commit_row_R")
     }
     for index, chunk in enumerate(chunks):
         count = len(chunk.tokens)
         packed["ids_T"] += chunk.tokens
-        packed["next_T"] += [*chunk.tokens[1:], PAD if chunk.next_token is None else chunk.next_token]
+        packed["next_T"] += [
+            *chunk.tokens[1:],
+            PAD if chunk.next_token is None else chunk.next_token,
+        ]
         packed["position_T"] += range(chunk.start, chunk.start + count)
         packed["row_T"] += [chunk.row] * count
         packed["owner_T"] += [index] * count
@@ -91,10 +104,14 @@ def pack_chunks(chunks: Sequence[PrefillChunk]) -> Mapping[str, list[int]]:
 class _Call:
     """A phase's callable with its fixed inputs in place."""
 
-    def __init__(self, phase: LoweredPhase, buffers: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> None:
+    def __init__(
+        self, phase: LoweredPhase, buffers: Mapping[str, Tensor], weights: Mapping[str, Tensor]
+    ) -> None:
         self._call = phase.call
         self._inputs: list[Any] = [_fixed(spec, buffers, weights) for spec in phase.inputs]
-        self._batch = {spec.name: index for index, spec in enumerate(phase.inputs) if spec.kind == "batch"}
+        self._batch = {
+            spec.name: index for index, spec in enumerate(phase.inputs) if spec.kind == "batch"
+        }
 
     def __call__(self, batch: Mapping[str, Tensor]) -> Sequence[Tensor]:
         inputs = list(self._inputs)
@@ -104,7 +121,9 @@ class _Call:
         return result
 
 
-def _fixed(spec: InputSpec, buffers: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> Tensor | None:
+def _fixed(
+    spec: InputSpec, buffers: Mapping[str, Tensor], weights: Mapping[str, Tensor]
+) -> Tensor | None:
     if spec.kind == "batch":
         return None
     return weights[spec.name] if spec.kind == "weight" else buffers[spec.name]
