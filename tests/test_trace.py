@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import re
 from pathlib import Path
 
@@ -112,10 +111,8 @@ def test_plain_modules_alike():
     found = markers(traced.graph_module)
     assert [module_path(node) for node in found] == ["blocks.0", "blocks.1"]
     assert all(source_line(node).startswith("models.py:") for node in found)
-    sources = inspect.getsourcelines(PlainBlock.forward)
-    first, last = sources[1], sources[1] + len(sources[0])
-    lines = [int(source_line(node).split(":")[1]) for node in found]
-    assert all(first < line < last for line in lines), lines
+    known = {line for *_, line in PlainBlock.forward.__code__.co_lines()}
+    assert {int(source_line(node).split(":")[1]) for node in found} <= known
     assert all(list(node.args[3:]) == [12**-0.5, 0, 0.0, None] for node in found)
     assert {name for name in traced.weights if "captured" not in name} == {
         f"target.{name}" for name, _ in model.named_parameters()
