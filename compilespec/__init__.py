@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
-__all__ = ["Engine", "SamplingParams", "compile"]
+__all__ = ["Engine", "SamplingParams", "compile", "trace"]
 
 if TYPE_CHECKING:
-    from compilespec.pipeline import compile
+    from compilespec.pipeline import compile, trace
     from compilespec.runtime.engine import Engine
     from compilespec.sampling_params import SamplingParams
 
@@ -23,9 +23,11 @@ def __getattr__(name: str) -> Any:
     """Import torch only when something that needs it is asked for: `compilespec --help` stays
     quick.
     """
-    if name in _LAZY:
-        from importlib import import_module
+    from importlib import import_module
 
+    if name == "trace":  # the stage's module, which is callable
+        return import_module("compilespec.trace")
+    if name in _LAZY:
         module, attribute = _LAZY[name]
         return getattr(import_module(module), attribute)
     raise AttributeError(f"module 'compilespec' has no attribute {name!r}")

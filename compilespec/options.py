@@ -76,18 +76,18 @@ class CompileOptions:
 
 def resolve_options(
     *,
-    cudagraphs: str,
-    acceptance: str | Callable[..., Any],
-    logits_processor: Any,
-    quantize: Any,
-    draft_quantize: Any,
-    backend: str,
-    buckets: Sequence[int] | None,
-    max_batch_size: int,
-    max_seq_len: int | None,
-    max_prefill_tokens: int,
-    kv_cache_tokens: int | None,
-    num_draft_tokens: int | None,
+    cudagraphs: str = "auto",
+    acceptance: str | Callable[..., Any] = "auto",
+    logits_processor: Any = None,
+    quantize: Any = None,
+    draft_quantize: Any = None,
+    backend: str = "inductor",
+    buckets: Sequence[int] | None = None,
+    max_batch_size: int = 8,
+    max_seq_len: int | None = None,
+    max_prefill_tokens: int = 2048,
+    kv_cache_tokens: int | None = None,
+    num_draft_tokens: int | None = None,
 ) -> CompileOptions:
     """Check every keyword before anything is loaded.  Raises: InvalidOption, NotSupported."""
     if backend not in BACKENDS:

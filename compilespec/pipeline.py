@@ -6,6 +6,7 @@ them.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -92,11 +93,7 @@ def compile(
         kv_cache_tokens=kv_cache_tokens,
         num_draft_tokens=num_draft_tokens,
     )
-    method = get_method(spec.name if isinstance(spec, MethodConfig) else spec)
-    method_options = {
-        **(dict(spec.options) if isinstance(spec, MethodConfig) else {}),
-        **method_options,
-    }
+    method, method_options = _method_of(spec, method_options)
     target = load_target(model, dtype=dtype, device=device, tokenizer=tokenizer)
     program = build_program(target, method, draft, options, method_options)
     lowered = lower(program, backend=options.backend)
@@ -111,6 +108,37 @@ def compile(
         buckets=runner.buckets,
         count_recompiles=lambda: _torch_compat.count_compilations() - compiled_before,
     )
+
+
+def trace(
+    model: nn.Module | str | Path,
+    spec: str | MethodConfig | None = "none",
+    *,
+    draft: str | Path | nn.Module | None = None,
+    dtype: torch.dtype | str | None = None,
+    device: torch.device | str | None = None,
+    keep_graphs: bool = True,
+    **keywords: Any,
+) -> SpecProgram:
+    """The rewritten graphs without lowering: stages trace and rewrite of `compile`, same keywords.
+
+    Args:
+        keep_graphs: keep each pass's graph before and after in its `PassRecord`.
+    """
+    known = inspect.signature(resolve_options).parameters
+    options = resolve_options(**{key: keywords.pop(key) for key in list(keywords) if key in known})
+    method, method_options = _method_of(spec, keywords)
+    target = load_target(model, dtype=dtype, device=device)
+    return build_program(target, method, draft, options, method_options, keep_graphs=keep_graphs)
+
+
+def _method_of(
+    spec: str | MethodConfig | None, options: Mapping[str, Any]
+) -> tuple[Method, dict[str, Any]]:
+    """The method that `spec` names and its options; keywords win over those of a config."""
+    if isinstance(spec, MethodConfig):
+        return get_method(spec.name), {**spec.options, **options}
+    return get_method(spec), dict(options)
 
 
 def build_program(

@@ -13,6 +13,7 @@ import dataclasses
 import inspect
 import itertools
 import re
+import sys
 import time
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,7 +25,7 @@ from torch import Tensor, fx, nn
 import compilespec.ops  # noqa: F401  (registers the operators)
 from compilespec import _torch_compat
 from compilespec.errors import NoPositionInput, TraceError, UnsupportedState
-from compilespec.program import Traced, TracedInput, is_marker
+from compilespec.program import SpecProgram, Traced, TracedInput, is_marker
 
 ATTENTION = "compilespec"  # our name in transformers' attention registry
 EXAMPLE_SHAPE = (7, 13)  # sizes that few models have as static ones: 2.11 merges equal sizes
@@ -448,3 +449,18 @@ def _module_at(root: nn.Module, filename: str, lineno: int) -> str | None:
 def markers(gm: fx.GraphModule) -> list[fx.Node]:
     """The attention markers of a graph, in execution order."""
     return [node for node in gm.graph.nodes if is_marker(node)]
+
+
+class _CallableModule(types.ModuleType):
+    """`compilespec.trace` is the place of a stage and, called, `compilespec.trace(model, spec=...)`.
+
+    See `compilespec.pipeline.trace`.
+    """
+
+    def __call__(self, model: Any, spec: Any = "none", **options: Any) -> SpecProgram:
+        from compilespec.pipeline import trace as trace_program
+
+        return trace_program(model, spec, **options)
+
+
+sys.modules[__name__].__class__ = _CallableModule
