@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from compilespec import _torch_compat
 from compilespec.errors import DraftMismatch, InvalidOption
 from compilespec.loading import Target, find_draft, load_target
 from compilespec.lowering import lower
@@ -98,7 +97,6 @@ def compile(
     program = build_program(target, method, draft, options, method_options)
     lowered = lower(program, backend=options.backend)
     runner = StepRunner(lowered, buckets=options.buckets)
-    compiled_before = _torch_compat.count_compilations()
     return Engine(
         runner,
         tokenizer=target.tokenizer,
@@ -106,7 +104,7 @@ def compile(
         plan=_plan(program, options, runner),
         graphs=program.phases,
         buckets=runner.buckets,
-        count_recompiles=lambda: _torch_compat.count_compilations() - compiled_before,
+        count_recompiles=lambda: runner.num_recompiles,
     )
 
 

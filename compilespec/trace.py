@@ -452,10 +452,7 @@ def markers(gm: fx.GraphModule) -> list[fx.Node]:
 
 
 class _CallableModule(types.ModuleType):
-    """`compilespec.trace` is the place of a stage and, called, `compilespec.trace(model, spec=...)`.
-
-    See `compilespec.pipeline.trace`.
-    """
+    """`compilespec.trace` is a stage's place and, called, `compilespec.pipeline.trace`."""
 
     def __call__(self, model: Any, spec: Any = "none", **options: Any) -> SpecProgram:
         from compilespec.pipeline import trace as trace_program

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from compilespec import _torch_compat
 from compilespec.program import PAD, InputSpec, Lowered, LoweredPhase, Phase
 from compilespec.runtime.executor import Geometry, PrefillChunk
 from compilespec.runtime.weights import bind_weights
@@ -71,6 +72,11 @@ class StepRunner:
             )
         ]
 
+    @property
+    def num_recompiles(self) -> int:
+        """Graphs compiled while serving: none, ever; counted so that a fault shows."""
+        return sum(call.num_recompiles for call in self._calls.values())
+
     def close(self) -> None:
         self._calls.clear()
         self._weights.clear()
@@ -109,6 +115,7 @@ class _Call:
     ) -> None:
         self._call = phase.call
         self._inputs: list[Any] = [_fixed(spec, buffers, weights) for spec in phase.inputs]
+        self.num_recompiles = 0
         self._batch = {
             spec.name: index for index, spec in enumerate(phase.inputs) if spec.kind == "batch"
         }
@@ -117,7 +124,9 @@ class _Call:
         inputs = list(self._inputs)
         for name, index in self._batch.items():
             inputs[index] = batch[name]
+        compiled_before = _torch_compat.count_compilations()
         result: Sequence[Tensor] = self._call(*inputs)
+        self.num_recompiles += _torch_compat.count_compilations() - compiled_before
         return result
 
 
