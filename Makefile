@@ -11,6 +11,7 @@ STAMP := $(VENV)/.installed
 PIP := $(PY) -m pip --disable-pip-version-check --quiet
 TORCH := $(shell grep '^torch==' constraints.txt)
 PYTEST_FLAGS ?=
+TEST_WORKERS ?= 2
 BENCH_FLAGS ?=
 TRAIN_FLAGS ?=
 
@@ -41,7 +42,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@touch $@
 
 test: $(STAMP)
-	$(PY) -m pytest $(PYTEST_FLAGS)
+	$(PY) -m pytest -n $(TEST_WORKERS) --dist loadfile $(PYTEST_FLAGS)
 
 test-slow: $(STAMP)
 	$(PY) -m pytest -m "slow and not gpu" $(PYTEST_FLAGS)

@@ -154,17 +154,17 @@ def build_program(
             f"unknown option {', '.join(sorted(method_options))}: compile() and method "
             f"{method.capabilities.name!r} know no such keyword"
         )
-    traced = trace_target(target.model)
-    info = describe_target(traced, target)
-    drafter = None
+    found = None
     if method.capabilities.needs_draft_weights:
         found = find_draft(draft, target, method.capabilities.name)
-        drafter = method.load(found, info, method_options)
     elif draft is not None:
         raise InvalidOption(
             f"spec={method.capabilities.name!r} takes no draft; leave out draft= or choose "
             f"another method"
         )
+    traced = trace_target(target.model)
+    info = describe_target(traced, target)
+    drafter = method.load(found, info, method_options) if found is not None else None
     config = options.program_config(target, info, drafter)
     traced_draft = trace_drafter(drafter, config, info) if drafter else {}
     weights: dict[str, Tensor] = {}

@@ -26,6 +26,9 @@ import torch
 if not torch.cuda.is_available():  # Triton reads it when a kernel is decorated
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+if "PYTEST_XDIST_WORKER" in os.environ:  # workers share the cores: one thread each
+    torch.set_num_threads(1)
+
 hypothesis.settings.register_profile("default", deadline=None)
 hypothesis.settings.register_profile("ci", deadline=None, derandomize=True, database=None)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))

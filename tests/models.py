@@ -70,6 +70,7 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     ),
 }
 
+MOE = ("qwen3_moe", "mixtral", "gpt_oss")  # transformers offers several products for the experts
 TIED = ("gemma2", "gemma3", "gpt2")  # one matrix is embedding and head
 
 
@@ -91,7 +92,9 @@ def tiny_target(
                 config.layer_types = config.layer_types[:num_layers]
             config.num_hidden_layers = num_layers
         model = transformers.AutoModelForCausalLM.from_config(
-            config, attn_implementation="eager", experts_implementation=experts
+            config,
+            attn_implementation="eager",
+            **({"experts_implementation": experts} if family in MOE else {}),
         )
     with torch.no_grad():
         for parameter in model.parameters():
