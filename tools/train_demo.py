@@ -27,12 +27,12 @@ CACHE = Path.home() / ".cache" / "compilespec-demo"
 PARTS = ("target", "eagle3", "mtp", "draft", "export")
 # Steps, decay steps of the released checkpoints (mtp and draft: not trained yet).
 SCHEDULES = {
-    "target": (3000, 1100),
-    "eagle3": (1200, 500),
+    "target": (805, 319),
+    "eagle3": (430, 290),
     "mtp": (1200, 500),
     "draft": (1500, 600),
 }
-LEARNING_RATE = 3e-3
+LEARNING_RATES = {"target": 3e-3, "eagle3": 7e-3, "mtp": 7e-3, "draft": 3e-3}
 
 
 def main() -> None:
@@ -65,7 +65,7 @@ def train_part(args: argparse.Namespace) -> None:
     steps, decay_steps = SCHEDULES[args.part]
     options = {
         "folder": args.folder, "steps": args.steps or steps, "seed": args.seed,
-        "decay_steps": args.decay_steps or decay_steps, "lr": LEARNING_RATE,
+        "decay_steps": args.decay_steps or decay_steps, "lr": LEARNING_RATES[args.part],
         "stop_at": args.stop_at,
     }  # fmt: skip
     if args.part == "target":

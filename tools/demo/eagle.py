@@ -6,6 +6,7 @@ x[t+2]; draft step j of origin t takes x[t+1+j] at position t + j and the previo
 
 from __future__ import annotations
 
+import copy
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -190,9 +191,11 @@ def train_eagle3(
             prompts.  Half of each batch is generated text when there is any.
     """
     torch.manual_seed(seed + 1)
+    plain_target = copy.copy(target)  # evaluation has other sizes: do not compile for them
     target.compile()
     head = Eagle3Head(HEAD_SHAPE, frequent_ids([splits["stdlib"]], target.shape.vocab_size))
     head.start_from(target)
+    plain_head = copy.copy(head)
     head.compile()
     optimizer = MuonAdamW(
         head.named_parameters(), HEAD_SHAPE, adam_names=("lm_head",), adam_scale=0.5
@@ -216,13 +219,13 @@ def train_eagle3(
     def evaluate() -> dict[str, float]:
         result = {}
         for name, greedy in (("greedy", True), ("sampled", False)):
-            scores = score(head, target, generated[f"eval_{name}"], UNROLL)
+            scores = score(plain_head, plain_target, generated[f"eval_{name}"], UNROLL)
             result[f"length_{name}"] = acceptance_length(scores, PROMPT, UNROLL, greedy=greedy)
         return result
 
     run = Run(
         part="eagle3", folder=folder, steps=steps, decay_steps=decay_steps, lr=lr,
-        tokens_per_step=BATCH * LENGTH, stop_at=stop_at,
+        tokens_per_step=BATCH * LENGTH, eval_every=100, stop_at=stop_at,
     )  # fmt: skip
     return train(run, head, optimizer, loss_at, evaluate)
 

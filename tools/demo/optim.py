@@ -69,6 +69,8 @@ class MuonAdamW:
                 groups[u.shape[0], u.shape[1]].append(pair)
         for (rows, columns), pairs in groups.items():
             pairs = pairs[workers.rank() :: workers.count()]
+            if not pairs:
+                continue
             update = orthogonalise(torch.stack([u for _, u in pairs]))
             for (move, _), u in zip(pairs, update, strict=True):
                 move.copy_(u).mul_(0.2 * max(rows, columns) ** 0.5)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ def train_target(
     """Train (or resume) the target; the checkpoint and the log stay in `folder`."""
     torch.manual_seed(seed)
     model = LeanLlama(TARGET_SHAPE)
+    plain = copy.copy(model)  # evaluation has other sizes: do not compile for them
     model.compile()
     optimizer = MuonAdamW(model.named_parameters(), TARGET_SHAPE, adam_names=("embed",))
 
@@ -48,7 +50,7 @@ def train_target(
         part="target", folder=folder, steps=steps, decay_steps=decay_steps, lr=lr,
         tokens_per_step=BATCH * LENGTH, stop_at=stop_at,
     )  # fmt: skip
-    return train(run, model, optimizer, loss_at, lambda: held_out_loss(model, splits, windows=64))
+    return train(run, model, optimizer, loss_at, lambda: held_out_loss(plain, splits, windows=64))
 
 
 @torch.no_grad()
