@@ -8,7 +8,6 @@ stands for, so that a torch release that moves one is repaired here and nowhere 
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -86,15 +85,6 @@ def retrace(gm: fx.GraphModule, fakes: Sequence[Any], mode: Any) -> fx.GraphModu
     return traced
 
 
-def propagate_fakes(gm: fx.GraphModule, fakes: Sequence[Any], mode: Any) -> None:
-    """Recompute `meta["val"]` of every node (`FakeTensorProp`)."""
-    from torch._dispatch.python import enable_python_dispatcher
-    from torch.fx.passes.fake_tensor_prop import FakeTensorProp
-
-    with torch.no_grad(), enable_python_dispatcher():
-        FakeTensorProp(gm, mode).propagate_dont_convert_inputs(*fakes)
-
-
 def rename_placeholder(node: fx.Node, name: str) -> None:
     """Give a placeholder a telling name (`Node._rename`)."""
     node._rename(name)
@@ -157,7 +147,3 @@ def returns_alias(target: Callable[..., Any] | str) -> bool:
     """Whether an operator overload returns a view of, or the same tensor as, its first argument."""
     schema = getattr(target, "_schema", None)
     return schema is not None and any(value.alias_info is not None for value in schema.returns)
-
-
-def has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None

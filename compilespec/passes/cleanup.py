@@ -33,7 +33,7 @@ def cleanup(gm: fx.GraphModule, ctx: PassContext) -> int:
     for node in reversed(list(gm.graph.nodes)):
         if not node.users and _is_pure(node):
             gm.graph.erase_node(node)
-    _drop_unused_inputs(gm, ctx)
+    drop_unused_inputs(gm, ctx)
     return before - len(gm.graph.nodes)
 
 
@@ -61,7 +61,7 @@ def _freeze(value: Any) -> Any:
     )
 
 
-def _drop_unused_inputs(gm: fx.GraphModule, ctx: PassContext) -> None:
+def drop_unused_inputs(gm: fx.GraphModule, ctx: PassContext) -> None:
     """Weights that only dead code read are no inputs; batch inputs stay: callers pass them."""
     for node in list(gm.graph.nodes):
         if (

@@ -221,12 +221,3 @@ def _copy_attribute(
     if not hasattr(gm, name):
         gm.register_buffer(name, value.detach(), persistent=False)
     return gm.graph.get_attr(name)
-
-
-def example_of(node: fx.Node) -> Example | None:
-    """Shape (None where symbolic) and dtype of a node copied from a capture."""
-    return node.meta.get("example")
-
-
-def is_float_example(example: Example | None) -> bool:
-    return example is not None and example[1].is_floating_point

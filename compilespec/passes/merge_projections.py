@@ -8,7 +8,7 @@ import torch
 from torch import fx
 
 from compilespec.passes.graph import add_input
-from compilespec.passes.linears import Linear, find_linears
+from compilespec.passes.linears import Linear, copy_origin, find_linears
 from compilespec.passes.runner import PassContext
 from compilespec.program import InputSpec
 
@@ -61,12 +61,12 @@ def _merge(gm: fx.GraphModule, ctx: PassContext, parts: list[Linear]) -> None:
         )
         split.meta["val"] = list(product.meta["val"].split_with_sizes(sizes, -1))
     for new in (transposed, product, split):
-        _copy_origin(first, new)
+        copy_origin(first, new)
     with gm.graph.inserting_after(split):
         for index, part in reversed(list(enumerate(parts))):
             piece = gm.graph.call_function(operator.getitem, (split, index))
             piece.meta["val"] = split.meta["val"][index]
-            _copy_origin(part.node, piece)
+            copy_origin(part.node, piece)
             part.node.replace_all_uses_with(piece)
             gm.graph.erase_node(part.node)
 
@@ -77,11 +77,3 @@ def _merged_input(gm: fx.GraphModule, ctx: PassContext, parts: list[fx.Node]) ->
     vals = [part.meta["val"] for part in parts]
     node.meta["val"] = vals[0].new_empty((sum(val.shape[0] for val in vals), *vals[0].shape[1:]))
     return node
-
-
-def _copy_origin(source: fx.Node, target: fx.Node) -> None:
-    for key in ("stack_trace", "nn_module_stack"):
-        if key in source.meta:
-            target.meta[key] = source.meta[key]
-    custom = source.meta.get("custom") or {}
-    target.meta["custom"] = {key: value for key, value in custom.items() if key != "pass"}

@@ -6,8 +6,9 @@ import torch
 from torch import fx
 
 from compilespec.ops.packed_linear import PANEL
+from compilespec.passes.cleanup import drop_unused_inputs
 from compilespec.passes.graph import add_input
-from compilespec.passes.linears import find_linears
+from compilespec.passes.linears import copy_origin, find_linears
 from compilespec.passes.runner import PassContext
 from compilespec.program import InputSpec
 
@@ -19,8 +20,7 @@ def prepack_linears(gm: fx.GraphModule, ctx: PassContext) -> int:
     rewritten.
 
     The operator sums in one order whatever the number of rows, so that a verify step and a plain
-    step of the
-    same token agree bit for bit.  Numerics: rounding.  Runs on ATen.
+    step of the same token agree bit for bit.  Numerics: rounding.  Runs on ATen.
     """
     if not ctx.prepack:
         return 0
@@ -40,19 +40,12 @@ def prepack_linears(gm: fx.GraphModule, ctx: PassContext) -> int:
                 torch.ops.compilespec.packed_linear.default,
                 (linear.x, packed, linear.bias, linear.num_outputs),
             )
-        node.meta = {key: value for key, value in linear.node.meta.items() if key != "custom"}
-        custom = linear.node.meta.get("custom") or {}
-        node.meta["custom"] = {key: value for key, value in custom.items() if key != "pass"}
+        node.meta["val"] = linear.node.meta["val"]
+        copy_origin(linear.node, node)
         linear.node.replace_all_uses_with(node)
         gm.graph.erase_node(linear.node)
-    for node in reversed(list(gm.graph.nodes)):
-        unused_weight = (
-            node.op == "placeholder"
-            and not node.users
-            and ctx.inputs[node.meta["role"]].kind == "weight"
-        )
-        if (node.target is torch.ops.aten.t.default and not node.users) or unused_weight:
+    for node in list(gm.graph.find_nodes(op="call_function", target=torch.ops.aten.t.default)):
+        if not node.users:
             gm.graph.erase_node(node)
-            if unused_weight:
-                del ctx.inputs[node.meta["role"]]
+    drop_unused_inputs(gm, ctx)
     return len(linears)

@@ -9,11 +9,9 @@ import torch
 from torch import Tensor
 
 from compilespec import _torch_compat
-from compilespec.program import PAD, InputSpec, Lowered, LoweredPhase, Phase
+from compilespec.program import PAD, InputSpec, Lowered, LoweredPhase
 from compilespec.runtime.executor import Geometry, PrefillChunk
 from compilespec.runtime.weights import bind_weights
-
-DECODE_INPUTS = ("row_B",)
 
 
 class StepRunner:
@@ -138,4 +136,4 @@ def _fixed(
     return weights[spec.name] if spec.kind == "weight" else buffers[spec.name]
 
 
-__all__ = ["Phase", "StepRunner", "pack_chunks"]
+__all__ = ["StepRunner", "pack_chunks"]
