@@ -42,7 +42,7 @@ class Traced:
 
     @property
     def num_attention_layers(self) -> int:
-        return sum(is_marker(node) for node in self.graph_module.graph.nodes)
+        return len(markers(self.graph_module))
 
     def __str__(self) -> str:
         nodes = len(self.graph_module.graph.nodes)
@@ -58,6 +58,11 @@ def is_marker(node: fx.Node) -> bool:
         torch.ops.compilespec.attention,
         torch.ops.compilespec.attention.default,
     )
+
+
+def markers(gm: fx.GraphModule) -> list[fx.Node]:
+    """The attention markers of a graph, in execution order."""
+    return [node for node in gm.graph.nodes if is_marker(node)]
 
 
 @dataclass(frozen=True, kw_only=True)

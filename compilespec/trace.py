@@ -25,7 +25,7 @@ from torch import Tensor, fx, nn
 import compilespec.ops  # noqa: F401  (registers the operators)
 from compilespec import _torch_compat
 from compilespec.errors import NoPositionInput, TraceError, UnsupportedState
-from compilespec.program import SpecProgram, Traced, TracedInput, is_marker
+from compilespec.program import SpecProgram, Traced, TracedInput
 
 ATTENTION = "compilespec"  # our name in transformers' attention registry
 EXAMPLE_SHAPE = (7, 13)  # sizes that few models have as static ones: 2.11 merges equal sizes
@@ -444,11 +444,6 @@ def _module_at(root: nn.Module, filename: str, lineno: int) -> str | None:
             best = f"{path or type(root).__name__} ({type(module).__name__})"
             break
     return best
-
-
-def markers(gm: fx.GraphModule) -> list[fx.Node]:
-    """The attention markers of a graph, in execution order."""
-    return [node for node in gm.graph.nodes if is_marker(node)]
 
 
 class _CallableModule(types.ModuleType):

@@ -11,7 +11,8 @@ import transformers
 from torch import Tensor, nn
 
 from compilespec.errors import NoPositionInput, TraceError
-from compilespec.trace import markers, module_path, source_line, trace_call, trace_target
+from compilespec.program import markers
+from compilespec.trace import module_path, source_line, trace_call, trace_target
 from tests.models import FAMILIES, VOCAB, PlainBlock, PlainModel, tiny_target
 
 WINDOWED = {"mistral", "gemma2", "gpt_oss"}

@@ -8,7 +8,7 @@ from torch import fx
 from compilespec.errors import PassError
 from compilespec.passes.analysis import path_of
 from compilespec.passes.runner import PassContext
-from compilespec.program import is_marker
+from compilespec.program import markers
 
 
 def check_markers(gm: fx.GraphModule, ctx: PassContext) -> int:
@@ -22,4 +22,4 @@ def check_markers(gm: fx.GraphModule, ctx: PassContext) -> int:
                 f"{path_of(node) or 'the model'} calls scaled_dot_product_attention, which has "
                 f"no cache"
             )
-    return sum(is_marker(node) for node in gm.graph.nodes)
+    return len(markers(gm))

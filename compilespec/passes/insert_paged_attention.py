@@ -8,7 +8,7 @@ from torch import fx
 from compilespec.errors import PassError
 from compilespec.passes.graph import add_buffer, find_role
 from compilespec.passes.runner import PassContext
-from compilespec.program import BufferSpec, is_marker
+from compilespec.program import BufferSpec, markers
 
 
 def insert_paged_attention(gm: fx.GraphModule, ctx: PassContext) -> int:
@@ -17,9 +17,7 @@ def insert_paged_attention(gm: fx.GraphModule, ctx: PassContext) -> int:
     rounding (the same sums over the same keys, in another order).  Runs on torch IR."""
     table = find_role(gm, "block_table_RM")
     metadata = (find_role(gm, "slot"), find_role(gm, "row"), find_role(gm, "position"), table)
-    return page_markers(
-        gm, ctx, [node for node in gm.graph.nodes if is_marker(node)], "target", metadata
-    )
+    return page_markers(gm, ctx, markers(gm), "target", metadata)
 
 
 def page_markers(

@@ -11,7 +11,7 @@ from compilespec.passes.graph import emit, find_role, output_node, splice
 from compilespec.passes.insert_paged_attention import page_markers
 from compilespec.passes.read_state import place
 from compilespec.passes.runner import PassContext
-from compilespec.program import is_marker
+from compilespec.program import markers
 
 
 def splice_draft_loop(gm: fx.GraphModule, ctx: PassContext) -> int:
@@ -96,7 +96,7 @@ def _run(
 ) -> tuple[fx.Node, ...]:
     """Splice one drafter pass and give its attention the drafter's caches."""
     outputs = splice(gm, ctx, ctx.draft["forward"], arguments)
-    page_markers(gm, ctx, [node for node in gm.graph.nodes if is_marker(node)], "draft", metadata)  # type: ignore[arg-type]
+    page_markers(gm, ctx, markers(gm), "draft", metadata)  # type: ignore[arg-type]
     return outputs
 
 
