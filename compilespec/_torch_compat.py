@@ -91,6 +91,11 @@ def rename_placeholder(node: fx.Node, name: str) -> None:
     node.target = node.name
 
 
+def size_expression(size: Any) -> Any:
+    """A symbolic size as a sympy expression (`SymInt.node.expr`)."""
+    return size.node.expr
+
+
 def free_guards(mode: Any) -> list[str]:
     """Guards that tracing added on symbols: each would make the graph wrong for some batch."""
     return [str(guard.expr) for guard in mode.shape_env.guards]

@@ -31,8 +31,8 @@ def cache_directory() -> Path:
 
 
 def artifact_key(graph: PhaseGraph, program: SpecProgram, options: dict[str, Any]) -> str:
-    """Hash of the spliced step, its inputs' layouts and constants, all sizes, the options, and
-    the code that lowers it.
+    """Hash of the spliced step, its inputs' layouts, integer weights and constants, all sizes, the
+    options, and the code that lowers it.
     """
     digest = hashlib.sha256()
     capability = torch.backends.cpu.get_cpu_capability()
@@ -45,6 +45,8 @@ def artifact_key(graph: PhaseGraph, program: SpecProgram, options: dict[str, Any
         if weight is not None:
             layout = (tuple(weight.shape), weight.stride(), weight.dtype, weight.device)
             digest.update(f"{node.name} {layout}\n".encode())
+            if not weight.is_floating_point():  # `bound_positions` reads the values of id tables
+                digest.update(_bytes(weight))
     for name, buffer in sorted(graph.spliced.named_buffers()):
         digest.update(name.encode() + _bytes(buffer))
     return digest.hexdigest()[:32]

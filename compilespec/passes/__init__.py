@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from compilespec.passes.bound_positions import bound_positions
 from compilespec.passes.check_markers import check_markers
 from compilespec.passes.check_mutations import check_mutations
 from compilespec.passes.cleanup import cleanup
@@ -52,9 +53,10 @@ ATEN_PASSES = (
     Pass(run=cleanup, at_least=0),
     Pass(run=merge_projections, after=("cleanup",), numerics="rounding", at_least=0),
     Pass(run=prepack_linears, after=("merge_projections",), numerics="rounding", at_least=0),
+    Pass(run=bound_positions, after=("prepack_linears",), at_least=0),
     Pass(
         run=check_mutations,
-        after=("prepack_linears",),
+        after=("bound_positions",),
         matches=lambda ctx: len(ctx.buffers) - 1,  # all but the block table, which the host writes
     ),
 )

@@ -1,0 +1,1 @@
+"""Looking inside a program: what the passes did, whether it is right, what it costs."""
