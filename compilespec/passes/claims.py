@@ -179,8 +179,8 @@ def _attention(ranges: Ranges, node: fx.Node) -> Iterator[Claim]:
 def _outside_writes_nothing(ranges: Ranges, node: fx.Node, hazard: str) -> Claim:
     """A token that wants a position below 0 (H-9) or past the end (H-16) has slot -1, position 0.
 
-    Wanted positions are the values from which the position is computed that can leave the range;
-    under the hypothesis that one does, slot and position must be what they should.
+    What it wants is the value before masks and clamps; under the hypothesis that it is outside,
+    slot and position must be what they should.
     """
     args: Any = node.args
     negative = hazard == "H-9"
@@ -198,7 +198,7 @@ def _outside_writes_nothing(ranges: Ranges, node: fx.Node, hazard: str) -> Claim
         hazards=(hazard,),
         detail="no token wants to be there",
     )
-    for wanted, view in ranges.cone(args[_POSITION]):
+    for wanted, view in ranges.before_bounds(args[_POSITION]):
         value = ranges.of(wanted)
         if value is None or ranges.sizes.is_empty(ranges.sizes.meet(value, outside)):
             continue

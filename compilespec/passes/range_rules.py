@@ -302,6 +302,19 @@ ELEMENTWISE: dict[Any, Rule] = {
     **dict.fromkeys(NOT, _not),
 }
 
+BOUNDING = (  # they give one of their operands, element by element
+    _aten.where.self,
+    _aten.masked_fill.Scalar,
+    _aten.clamp.default,
+    _aten.clamp.Tensor,
+    _aten.clamp_min.default,
+    _aten.clamp_min.Tensor,
+    _aten.clamp_max.default,
+    _aten.clamp_max.Tensor,
+    _aten.minimum.default,
+    _aten.maximum.default,
+)
+
 _PARTS = (
     _aten.split.Tensor,
     _aten.split_with_sizes.default,

@@ -16,7 +16,7 @@ from torch import Tensor, fx
 
 from compilespec import _torch_compat
 from compilespec.passes.aliases import storage_root
-from compilespec.passes.range_rules import AND, COMPARISONS, ELEMENTWISE, NOT, OR, OTHER
+from compilespec.passes.range_rules import AND, BOUNDING, COMPARISONS, ELEMENTWISE, NOT, OR, OTHER
 from compilespec.passes.sizes import (
     BLOCK_SIZE,
     MAX_BATCH,
@@ -129,20 +129,16 @@ class Ranges:
         """The nodes from which an element is computed element by element, itself included;
         conditions of `where` are not followed.
         """
-        found: dict[tuple[fx.Node, View], None] = {}
-        frontier = [(node, _identity(node))]
-        while frontier:
-            one, view = frontier.pop()
-            if (one, view) in found:
-                continue
-            found[one, view] = None
-            if one.target in _VIEWS:
-                frontier.append(_VIEWS[one.target](one, view))
-            elif one.target in ELEMENTWISE or one.target is _aten.where.self:
-                skip = 1 if one.target is _aten.where.self else 0
-                operands: list[Any] = [arg for arg in one.args[skip:] if _is_tensor(arg)]
-                frontier += [(arg, _aligned(arg, view)) for arg in operands]
-        return list(found)
+        return _walk(node, lambda one: one.target in ELEMENTWISE or one.target in BOUNDING)
+
+    def before_bounds(self, node: fx.Node) -> list[tuple[fx.Node, View]]:
+        """The values that masks and clamps turn into the node: what it would be without them."""
+        found = _walk(node, lambda one: one.target in BOUNDING)
+        return [
+            pair
+            for pair in found
+            if pair[0].target not in _VIEWS and pair[0].target not in BOUNDING
+        ]
 
     def constant(self, node: Any) -> Tensor | None:
         """The value of a node that is a single integer weight."""
@@ -178,8 +174,8 @@ class Ranges:
         if whole is None:
             return None
         result = self._transfer(value, view, facts)
-        if result is None or not self.within(result, whole):
-            result = whole
+        if result is None or not self.sizes.within_numbers(result, whole):
+            result = whole  # the operator is not known, or wraps
         if (value, view) in facts:
             result = self.sizes.meet(result, facts[value, view])
         if not facts:
@@ -287,6 +283,24 @@ class Ranges:
 
 
 # --- nodes ---
+
+
+def _walk(start: fx.Node, is_followed: Callable[[fx.Node], bool]) -> list[tuple[fx.Node, View]]:
+    """`start` and the operands reached from it through views and nodes that are followed."""
+    found: dict[tuple[fx.Node, View], None] = {}
+    frontier = [(start, _identity(start))]
+    while frontier:
+        node, view = frontier.pop()
+        if (node, view) in found:
+            continue
+        found[node, view] = None
+        if node.target in _VIEWS:
+            frontier.append(_VIEWS[node.target](node, view))
+        elif is_followed(node):
+            skip = 1 if node.target is _aten.where.self else 0
+            operands: list[Any] = [arg for arg in node.args[skip:] if _is_tensor(arg)]
+            frontier += [(arg, _aligned(arg, view)) for arg in operands]
+    return list(found)
 
 
 def _identity(node: Any) -> View:

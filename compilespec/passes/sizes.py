@@ -111,6 +111,7 @@ class Sizes:
             return True
         return not self.for_all_sizes and bool(self.lowest(gap) >= 0)
 
+    @functools.cache  # noqa: B019
     def lowest(self, expr: Expr) -> Any:
         """A number that `expr` never falls below: every term at the end of B, T, R that suits."""
         expr = sympy.expand(sympy.sympify(expr).subs(self.values))
@@ -152,6 +153,13 @@ class Sizes:
             self.le(needed.low, value.low) and self.le(value.high, needed.high)
         )
 
+    def within_numbers(self, value: Range, needed: Range) -> bool:
+        """The same for the sizes of this program, whatever `for_all_sizes` says; `needed` is
+        numbers.
+        """
+        inside = self.lowest(value.low) >= needed.low and self.highest(value.high) <= needed.high
+        return bool(inside) or self.is_empty(value)
+
     def join(self, ranges: Sequence[Range | None]) -> Range | None:
         """The smallest range that holds all of them; None where one is not known."""
         known = [value for value in ranges if value is not None]
@@ -161,9 +169,9 @@ class Sizes:
         return Range(low, self.largest([value.high for value in known]))
 
     def meet(self, left: Range, right: Range) -> Range:
-        """A range that holds what is in both."""
-        low = right.low if self.le(left.low, right.low) else left.low
-        high = right.high if self.le(right.high, left.high) else left.high
+        """A range that holds what is in both; the ends of `right` where two cannot be compared."""
+        low = left.low if self.le(right.low, left.low) else right.low
+        high = left.high if self.le(left.high, right.high) else right.high
         return Range(low, high)
 
 
