@@ -137,6 +137,7 @@ def splice(
     graph = gm.graph
     env: dict[fx.Node, Any] = {}
     source = fragment.graph_module
+    ordinal = _num_copies(graph, fragment.name)  # a draft loop splices a fragment more than once
     placeholders = [node for node in source.graph.nodes if node.op == "placeholder"]
     insert = graph.inserting_before(before if before is not None else output_node(gm))
     for node, entry in zip(placeholders, fragment.inputs, strict=True):
@@ -162,7 +163,11 @@ def splice(
                 for key, value in node.meta.items()
                 if key not in ("example_value", "val")
             }
-            copy.meta["custom"] = {**node.meta["custom"], "fragment": fragment.name}
+            copy.meta["custom"] = {
+                **node.meta["custom"],
+                "fragment": fragment.name,
+                "copy": ordinal,
+            }
             example = node.meta.get("example_value")
             if isinstance(example, Tensor):
                 shape = tuple(size if isinstance(size, int) else None for size in example.shape)
@@ -170,6 +175,12 @@ def splice(
             env[node] = copy
     results: Any = output_node(source).args[0]
     return tuple(env[result] for result in results)
+
+
+def _num_copies(graph: fx.Graph, fragment: str) -> int:
+    """How often a fragment is in the graph."""
+    made = (node.meta.get("custom") or {} for node in graph.nodes)
+    return 1 + max((c["copy"] for c in made if c.get("fragment") == fragment), default=-1)
 
 
 def add_weight(gm: fx.GraphModule, ctx: PassContext, name: str, tensor: Tensor) -> fx.Node:

@@ -1,0 +1,259 @@
+"""What one node of a step graph costs: FLOPs and bytes as sympy expressions.
+
+Counted are products with and without weights, attention, and the rows that lookups read.  Element-
+wise work between them is taken as fused into them: it adds neither FLOPs nor bytes, so the sum is
+what a perfect fuser could not avoid.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+
+from compilespec import _torch_compat
+from compilespec.passes.aliases import storage_root
+from compilespec.passes.sizes import B, Expr, K, R, T
+from compilespec.program import InputSpec
+
+_aten = torch.ops.aten
+C = sympy.Symbol("C", integer=True, positive=True)  # keys a token attends to, its own included
+_BATCH = {"B": B, "T": T, "R": R}
+_ZERO = sympy.Integer(0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cost:
+    """FLOPs (a multiply-add is two), and bytes by what they belong to."""
+
+    flops: Expr = _ZERO
+    weight_bytes: Expr = _ZERO
+    cache_bytes: Expr = _ZERO
+    activation_bytes: Expr = _ZERO
+
+    @property
+    def num_bytes(self) -> Expr:
+        return self.weight_bytes + self.cache_bytes + self.activation_bytes
+
+    def __add__(self, other: Cost) -> Cost:
+        return Cost(**{name: part + getattr(other, name) for name, part in vars(self).items()})
+
+    def __mul__(self, factor: Expr) -> Cost:
+        return Cost(**{name: part * factor for name, part in vars(self).items()})
+
+    def expanded(self) -> Cost:
+        return Cost(**{name: sympy.expand(part) for name, part in vars(self).items()})
+
+    def at(self, values: Mapping[Expr, int]) -> Cost:
+        """With numbers for symbols."""
+        return Cost(**{name: part.subs(values) for name, part in vars(self).items()})
+
+
+class NodeCosts:
+    """The costs of one ATen graph's nodes.
+
+    K is recognised in shapes by where it comes from: a dimension of K + 1 that depends on the
+    verify positions is K + 1, another of the same size is a number.
+    """
+
+    def __init__(
+        self, graph: fx.Graph, inputs: Mapping[str, InputSpec], num_draft_tokens: int
+    ) -> None:
+        self._graph, self._inputs = graph, inputs
+        self._num_verify = num_draft_tokens + 1
+        self._symbols = _batch_symbols(graph, inputs)
+        self._verifies: set[fx.Node] = set()  # nodes with a dimension of verify positions
+        if num_draft_tokens and B in self._symbols.values():
+            for node in graph.nodes:
+                if self._has_verify_positions(node):
+                    self._verifies.add(node)
+
+    def __iter__(self) -> Iterator[tuple[fx.Node, Cost]]:
+        for node in self._graph.nodes:
+            rule = _RULES.get(node.target) if node.op == "call_function" else None
+            if rule is not None:
+                yield node, rule(self, node).expanded()
+
+    def uncounted(self) -> dict[str, int]:
+        """Operators that are neither counted nor element-wise, views or small reductions."""
+        found: dict[str, int] = {}
+        for node in self._graph.nodes:
+            if node.op == "call_function" and not _is_fused(node):
+                name = str(node.target)
+                found[name] = found.get(name, 0) + 1
+        return found
+
+    # --- sizes ---
+
+    def shape(self, node: Any) -> list[Expr]:
+        """Dimensions in B, T, R and K."""
+        sizes = [self._size(size) for size in node.meta["val"].shape]
+        if node in self._verifies:
+            at = self._verify_dim(node)
+            sizes[at] = sympy.expand(sizes[at] / self._num_verify) * (K + 1)
+        return sizes
+
+    def num_elements(self, node: Any) -> Expr:
+        return sympy.prod(self.shape(node)) if node.meta["val"].dim() else sympy.Integer(1)
+
+    def num_bytes(self, node: Any) -> Expr:
+        return self.num_elements(node) * node.meta["val"].element_size()
+
+    def is_weight(self, node: Any) -> bool:
+        root = storage_root(node)
+        spec = self._inputs.get(str(root.meta.get("role")))
+        return root.op == "get_attr" or (spec is not None and spec.kind == "weight")
+
+    @property
+    def requests(self) -> Expr:
+        """Requests of a packed prefill batch."""
+        return R if R in self._symbols.values() else sympy.Integer(1)
+
+    def _size(self, size: Any) -> Expr:
+        if isinstance(size, int):
+            return sympy.Integer(size)
+        expr = _torch_compat.size_expression(size)
+        return expr.xreplace(
+            {s: self._symbols[str(s)] for s in expr.free_symbols if str(s) in self._symbols}
+        )
+
+    def _has_verify_positions(self, node: fx.Node) -> bool:
+        value = node.meta.get("val")
+        if node.op == "placeholder":
+            return str(node.meta.get("role")).endswith("S")  # tokens_RS
+        if node.target is _aten.arange.default:
+            return list(value.shape) == [self._num_verify]  # type: ignore[union-attr]
+        if not any(operand in self._verifies for operand in node.all_input_nodes):
+            return False
+        return not isinstance(value, torch.Tensor) or self._verify_dim(node) is not None
+
+    def _verify_dim(self, node: Any) -> Any:
+        """Where a node that depends on verify positions has them: [S*B, ..], [B, S, ..],
+        [B, N, S, H], or last where there is no batch dimension.
+        """
+        sizes = [self._size(size) for size in node.meta["val"].shape]
+        if not sizes:
+            return None
+        if sizes[0] != B and B in sizes[0].free_symbols:
+            divides = all(
+                term.as_coeff_Mul()[0] % self._num_verify == 0
+                for term in sympy.Add.make_args(sizes[0])
+            )
+            return 0 if divides else None
+        places = (1, 2) if sizes[0] == B else (len(sizes) - 1,)
+        return next((at for at in places if sizes[at : at + 1] == [self._num_verify]), None)
+
+
+def _batch_symbols(graph: fx.Graph, inputs: Mapping[str, InputSpec]) -> dict[str, Expr]:
+    """Which of B, T, R each tracing symbol is, by the names of the batch inputs."""
+    found: dict[str, Expr] = {}
+    for node in graph.find_nodes(op="placeholder"):
+        spec = inputs.get(str(node.meta.get("role")))
+        if spec is not None and spec.kind == "batch" and spec.name[-1] in _BATCH:
+            found[str(node.meta["val"].shape[0])] = _BATCH[spec.name[-1]]
+    return found
+
+
+# --- rules ---
+
+
+def _product(costs: NodeCosts, node: fx.Node, left: Any, right: Any, flops: Expr) -> Cost:
+    """A product of two tensors, either of which may be a weight."""
+    weights = sum((costs.num_bytes(x) for x in (left, right) if costs.is_weight(x)), _ZERO)
+    moved = sum((costs.num_bytes(x) for x in (left, right) if not costs.is_weight(x)), _ZERO)
+    return Cost(flops=flops, weight_bytes=weights, activation_bytes=moved + costs.num_bytes(node))
+
+
+def _matmul(costs: NodeCosts, node: fx.Node) -> Cost:
+    """mm, bmm and their kin with an addend: [.., M, N] from an inner dimension."""
+    args: Any = node.args
+    at = 1 if node.target in (_aten.addmm.default, _aten.baddbmm.default) else 0
+    left, right = args[at], args[at + 1]
+    inner = costs.shape(left)[-1]
+    return _product(costs, node, left, right, 2 * costs.num_elements(node) * inner)
+
+
+def _packed_linear(costs: NodeCosts, node: fx.Node) -> Cost:
+    args: Any = node.args
+    inner = costs.shape(args[0])[-1]
+    return _product(costs, node, args[0], args[1], 2 * costs.num_elements(node) * inner)
+
+
+def _grouped_matmul(costs: NodeCosts, node: fx.Node) -> Cost:
+    """Every row with its group's matrix; all matrices are read."""
+    args: Any = node.args
+    inner = costs.shape(args[0])[-1]
+    return _product(costs, node, args[0], args[1], 2 * costs.num_elements(node) * inner)
+
+
+def _lookup(costs: NodeCosts, node: fx.Node) -> Cost:
+    """Rows read from a table; what is selected from activations is fused."""
+    if not costs.is_weight(node.args[0]) or not node.meta["val"].is_floating_point():
+        return Cost()
+    rows = costs.num_bytes(node)
+    return Cost(weight_bytes=rows, activation_bytes=rows)
+
+
+def _attention(costs: NodeCosts, node: fx.Node) -> Cost:
+    """Each token against its C keys (or its window's); a request's keys are read once for all its
+    tokens of the call, each token's own key and value are written.
+    """
+    args: Any = node.args
+    query, key, value, key_cache = args[:4]
+    slot, window = args[5], int(args[10])
+    num_heads, head_dim = query.meta["val"].shape[1], query.meta["val"].shape[3]
+    num_kv_heads, value_dim = value.meta["val"].shape[1], value.meta["val"].shape[3]
+    keys = sympy.Min(C, window) if window else C
+    cell_bytes = num_kv_heads * (head_dim + value_dim) * key_cache.meta["val"].element_size()
+    batch, tokens = costs.shape(slot)[0], costs.num_elements(slot)
+    requests = costs.requests if batch == 1 else batch  # prefill packs all into one row
+    moved = sum((costs.num_bytes(x) for x in (query, key, value)), _ZERO)
+    return Cost(
+        flops=2 * tokens * num_heads * keys * (head_dim + value_dim),
+        cache_bytes=cell_bytes * (requests * keys + tokens),
+        activation_bytes=moved + costs.num_bytes(node),
+    )
+
+
+_LOOKUPS = (
+    _aten.embedding.default,
+    _aten.index.Tensor,
+    _aten.index_select.default,
+    _aten.gather.default,
+)
+_RULES: dict[Any, Callable[[NodeCosts, fx.Node], Cost]] = {
+    **dict.fromkeys(
+        (_aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.baddbmm.default), _matmul
+    ),
+    **dict.fromkeys(_LOOKUPS, _lookup),
+    _aten._grouped_mm.default: _grouped_matmul,
+    torch.ops.compilespec.packed_linear.default: _packed_linear,
+    torch.ops.compilespec.paged_attention.default: _attention,
+}
+
+# Views, constants, small reductions and in-place writes of state: no more than element-wise.
+_FUSED_NAMES = """
+    _softmax _to_copy _unsafe_view alias all amax amin any arange argmax argmin cat chunk
+    clone constant_pad_nd copy_ cumprod cumsum detach empty expand fill_ flip floor_divide
+    full full_like histc index_add index_put index_put_ lift_fresh_copy max mean min
+    native_layer_norm new_full new_ones new_zeros one_hot ones ones_like permute repeat
+    reshape roll scalar_tensor scatter scatter_ scatter_add select slice sort split
+    split_with_sizes squeeze stack sum sym_numel sym_size t topk transpose unbind unsqueeze
+    var_mean view zeros zeros_like
+"""
+_FUSED = frozenset(_FUSED_NAMES.split())
+
+
+def _is_fused(node: fx.Node) -> bool:
+    target: Any = node.target
+    if target in _RULES or getattr(target, "__module__", "") == "_operator":
+        return True
+    if target is operator.getitem or torch.Tag.pointwise in getattr(target, "tags", ()):
+        return True
+    name = str(target).split(".")[1] if str(target).startswith("aten.") else ""
+    return name in _FUSED
