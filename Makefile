@@ -1,6 +1,7 @@
 # make demo    the demo pair, speculative against plain decoding and transformers
 # make test    the default tests (all but slow and gpu);  make test-slow, make test-gpu: those
 # make lint    ruff, formatting, mypy
+# make accept-snapshots    take the graphs as they are now for tests/snapshots
 # make bench   speeds, after the outputs were checked;  BENCH_FLAGS="--help" says what else it can do
 # Needs Python 3.11 or 3.12 with its headers, make and g++.  PYTHON=... picks an interpreter, VENV=... a place.
 
@@ -15,7 +16,7 @@ TEST_WORKERS ?= 2
 BENCH_FLAGS ?=
 TRAIN_FLAGS ?=
 
-.PHONY: demo install test test-slow test-gpu lint format bench first-token milestone train-demo clean distclean
+.PHONY: demo install test test-slow test-gpu accept-snapshots lint format bench first-token milestone train-demo clean distclean
 
 demo: $(STAMP)
 	$(VENV)/bin/compilespec generate --model demo --spec eagle3 --compare
@@ -49,6 +50,9 @@ test-slow: $(STAMP)
 
 test-gpu: $(STAMP)
 	$(PY) -m pytest -m gpu $(PYTEST_FLAGS)
+
+accept-snapshots: $(STAMP)
+	$(PY) -m pytest tests/test_snapshots.py --accept-snapshots $(PYTEST_FLAGS)
 
 lint: $(STAMP)
 	$(VENV)/bin/ruff check .
