@@ -75,7 +75,7 @@ class NodeCosts:
 
     def __iter__(self) -> Iterator[tuple[fx.Node, Cost]]:
         for node in self._graph.nodes:
-            rule = _RULES.get(node.target) if node.op == "call_function" else None
+            rule = _rule_of(node)
             if rule is not None:
                 yield node, rule(self, node).expanded()
 
@@ -178,14 +178,8 @@ def _matmul(costs: NodeCosts, node: fx.Node) -> Cost:
     return _product(costs, node, left, right, 2 * costs.num_elements(node) * inner)
 
 
-def _packed_linear(costs: NodeCosts, node: fx.Node) -> Cost:
-    args: Any = node.args
-    inner = costs.shape(args[0])[-1]
-    return _product(costs, node, args[0], args[1], 2 * costs.num_elements(node) * inner)
-
-
-def _grouped_matmul(costs: NodeCosts, node: fx.Node) -> Cost:
-    """Every row with its group's matrix; all matrices are read."""
+def _rows_times_weight(costs: NodeCosts, node: fx.Node) -> Cost:
+    """packed_linear, and grouped products: every row with its group's matrix, all of them read."""
     args: Any = node.args
     inner = costs.shape(args[0])[-1]
     return _product(costs, node, args[0], args[1], 2 * costs.num_elements(node) * inner)
@@ -231,15 +225,24 @@ _RULES: dict[Any, Callable[[NodeCosts, fx.Node], Cost]] = {
         (_aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.baddbmm.default), _matmul
     ),
     **dict.fromkeys(_LOOKUPS, _lookup),
-    _aten._grouped_mm.default: _grouped_matmul,
-    torch.ops.compilespec.packed_linear.default: _packed_linear,
+    _aten._grouped_mm.default: _rows_times_weight,
+    torch.ops.compilespec.packed_linear.default: _rows_times_weight,
     torch.ops.compilespec.paged_attention.default: _attention,
 }
+
+_GROUPED_FALLBACK = "transformers.grouped_mm_fallback.default"  # registered when it is first used
+
+
+def _rule_of(node: fx.Node) -> Callable[[NodeCosts, fx.Node], Cost] | None:
+    if node.op != "call_function":
+        return None
+    return _rows_times_weight if str(node.target) == _GROUPED_FALLBACK else _RULES.get(node.target)
+
 
 # Views, constants, small reductions and in-place writes of state: no more than element-wise.
 _FUSED_NAMES = """
     _softmax _to_copy _unsafe_view alias all amax amin any arange argmax argmin cat chunk
-    clone constant_pad_nd copy_ cumprod cumsum detach empty expand fill_ flip floor_divide
+    clone constant_pad_nd copy_ cumprod cumsum detach empty empty_like expand fill_ flip floor_divide
     full full_like histc index_add index_put index_put_ lift_fresh_copy max mean min
     native_layer_norm new_full new_ones new_zeros one_hot ones ones_like permute repeat
     reshape roll scalar_tensor scatter scatter_ scatter_add select slice sort split
@@ -251,7 +254,7 @@ _FUSED = frozenset(_FUSED_NAMES.split())
 
 def _is_fused(node: fx.Node) -> bool:
     target: Any = node.target
-    if target in _RULES or getattr(target, "__module__", "") == "_operator":
+    if _rule_of(node) is not None or getattr(target, "__module__", "") == "_operator":
         return True
     if target is operator.getitem or torch.Tag.pointwise in getattr(target, "tags", ()):
         return True

@@ -180,7 +180,7 @@ def splice(
 def _num_copies(graph: fx.Graph, fragment: str) -> int:
     """How often a fragment is in the graph."""
     made = (node.meta.get("custom") or {} for node in graph.nodes)
-    return 1 + max((c["copy"] for c in made if c.get("fragment") == fragment), default=-1)
+    return 1 + max((c.get("copy", 0) for c in made if c.get("fragment") == fragment), default=-1)
 
 
 def add_weight(gm: fx.GraphModule, ctx: PassContext, name: str, tensor: Tensor) -> fx.Node:
