@@ -26,7 +26,7 @@ def graph_of(
     from torch.fx.experimental.proxy_tensor import make_fx
 
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    fakes = [mode.from_tensor(tensor) for _, tensor in specs.values()]
+    fakes = [mode.from_tensor(tensor.clone()) for _, tensor in specs.values()]  # one each
     with mode:
         gm = make_fx(function, tracing_mode="real", _allow_non_fake_inputs=True)(*fakes)
     ctx = PassContext(

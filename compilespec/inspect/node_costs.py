@@ -242,7 +242,8 @@ def _rule_of(node: fx.Node) -> Callable[[NodeCosts, fx.Node], Cost] | None:
 # Views, constants, small reductions and in-place writes of state: no more than element-wise.
 _FUSED_NAMES = """
     _softmax _to_copy _unsafe_view alias all amax amin any arange argmax argmin cat chunk
-    clone constant_pad_nd copy_ cumprod cumsum detach empty empty_like expand fill_ flip floor_divide
+    clone constant_pad_nd copy_ cumprod cumsum detach empty empty_like expand fill_ flip
+    floor_divide
     full full_like histc index_add index_put index_put_ lift_fresh_copy max mean min
     native_layer_norm new_full new_ones new_zeros one_hot ones ones_like permute repeat
     reshape roll scalar_tensor scatter scatter_ scatter_add select slice sort split
