@@ -91,6 +91,15 @@ def rename_placeholder(node: fx.Node, name: str) -> None:
     node.target = node.name
 
 
+def storage_place(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Where a tensor's elements begin; on the meta device, which has no addresses, in which
+    storage (`UntypedStorage._cdata`).
+    """
+    if tensor.device.type == "meta":
+        return tensor.untyped_storage()._cdata, int(tensor.storage_offset())
+    return (tensor.data_ptr(),)
+
+
 def size_expression(size: Any) -> Any:
     """A symbolic size as a sympy expression (`SymInt.node.expr`)."""
     return size.node.expr

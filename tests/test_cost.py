@@ -119,6 +119,15 @@ def test_parts_add_up(program):
     ]  # fmt: skip
 
 
+def test_weights_without_memory_cost_the_same():
+    """On the meta device, where nothing has an address, equal shapes are not one weight."""
+    model = tiny_target("llama", torch.float32, num_layers=NUM_LAYERS).to("meta")
+    decode = phases_of(compilespec.trace(model, max_seq_len=64, keep_graphs=False))["decode"]
+    assert_equal(decode.total.cost.flops, B * (2 * (NUM_LAYERS * LAYER + HEAD) + ATTENTION * C))
+    weights = NUM_LAYERS * LAYER + HEAD  # not packed: no padding
+    assert_equal(decode.total.cost.weight_bytes, 4 * (weights + B * WIDTH))
+
+
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_flops_equal_those_torch_counts_on_the_eager_model(family):
     """Dense eager attention lets every token see all T keys: C = T.  It runs the head T times."""

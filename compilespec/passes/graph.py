@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from compilespec import _torch_compat
 from compilespec.errors import PassError
 from compilespec.passes.runner import PassContext
 from compilespec.program import BufferSpec, InputSpec, Traced
@@ -187,7 +188,7 @@ def add_weight(gm: fx.GraphModule, ctx: PassContext, name: str, tensor: Tensor) 
     """The placeholder of a weight; a tensor that is already an input is shared, not fed twice."""
     for known, other in ctx.weights.items():
         if other is tensor or (
-            other.data_ptr() == tensor.data_ptr()
+            _torch_compat.storage_place(other) == _torch_compat.storage_place(tensor)
             and other.shape == tensor.shape
             and other.stride() == tensor.stride()
             and other.dtype == tensor.dtype
