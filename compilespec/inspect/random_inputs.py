@@ -1,0 +1,236 @@
+"""Random calls of a phase, as hostile as legal ones get.
+
+Rows and blocks in no order, ragged lengths up to the maximum, padded rows in the middle of a batch,
+chunks that begin and end anywhere; caches hold NaN wherever no step may have written.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from compilespec.errors import SpecError
+from compilespec.inspect.interpret import Stage
+from compilespec.passes.references import Case
+from compilespec.passes.references.dense_attention import dense_attention
+from compilespec.passes.references.placement import place_call
+from compilespec.passes.runner import PassContext
+from compilespec.program import PAD, BufferSpec
+
+SPARE_BLOCKS = 2  # that no table points to
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Row:
+    """A running request: its state row, and how many of its tokens are in the cache."""
+
+    row: int
+    length: int
+
+
+def random_cases(
+    ctx: PassContext,
+    vocab_size: int,
+    start: Stage,
+    *,
+    batch_sizes: Sequence[int] | None = None,
+    seed: int = 0,
+    whole_caches: bool = False,
+) -> list[Case]:
+    """Cases of one phase, smallest batch first.
+
+    Args:
+        start: the target alone (ids and positions to logits); it says which drafts to accept.
+        batch_sizes: None takes 1, 2 and the largest.
+        whole_caches: caches of the program's size instead of just as many blocks as are used.
+    """
+    config = ctx.config
+    sizes = batch_sizes or sorted({1, min(2, config.max_batch_size), config.max_batch_size})
+    make = _decode_case if ctx.phase == "decode" else _prefill_case
+    return [
+        with_target_inputs(
+            ctx, make(_Draw(ctx, vocab_size, seed * 1000 + size, whole_caches), size, start)
+        )
+        for size in sizes
+    ]
+
+
+def with_target_inputs(ctx: PassContext, case: Case) -> Case:
+    """The case with the ids and positions that the target alone reads, before `read_state`."""
+    placed = place_call(ctx.config, case)
+    own = {"input_ids": placed.ids, "position_ids": placed.tokens.position}
+    return dataclasses.replace(case, inputs={**case.inputs, **own})
+
+
+def _decode_case(draw: _Draw, batch_size: int, start: Stage) -> Case:
+    """`batch_size` rows, of which one is padded where there are more than two."""
+    ctx, config = draw.ctx, draw.ctx.config
+    num_padded = int(batch_size > 2)
+    longest = config.max_seq_len
+    # near the end of the sequence, at it, its first token; the rest anywhere
+    lengths = [longest - 2, 1, longest - config.num_draft_tokens - 1, longest, 2]
+    lengths = [max(1, length) for length in lengths]
+    if batch_size == 1:
+        lengths = [min(longest - 1, 2 * config.block_size + 1)]
+    lengths += [
+        draw.rng.randint(1, min(longest, 4 * config.block_size))
+        for _ in range(batch_size - len(lengths))
+    ]
+    rows = draw.rng.sample(range(config.max_batch_size), batch_size - num_padded)
+    running = [_Row(row=row, length=length) for row, length in zip(rows, lengths, strict=False)]
+    inputs = draw.state(running)
+    row_B = list(rows)
+    for _ in range(num_padded):
+        row_B.insert(len(row_B) // 2, PAD)
+    inputs["row_B"] = draw.int32(row_B)
+    case = Case(
+        name=f"{batch_size} rows{f', {num_padded} padded' if num_padded else ''}",
+        phase="decode",
+        batch_size=batch_size,
+        inputs=inputs,
+    )
+    _match_drafts(ctx, case, start, draw.vocab_size)
+    return case
+
+
+def _match_drafts(ctx: PassContext, case: Case, start: Stage, vocab_size: int) -> None:
+    """Rewrite the drafts in place: some row's first m are what the target will say, the next one is
+    not, and those after it are again; m differs from row to row.
+    """
+    num_drafts, tokens_RS = ctx.config.num_draft_tokens, case.inputs["tokens_RS"]
+    for draft in range(1, num_drafts + 1):
+        best_BS = target_logits(ctx, case, start).argmax(-1)
+        for index, row in enumerate(case.inputs["row_B"].tolist()):
+            if row < 0:
+                continue
+            matching = (index + case.batch_size) % (num_drafts + 1)
+            wrong = int(draft == matching + 1)
+            tokens_RS[row, draft] = (best_BS[index, draft - 1] + wrong) % vocab_size
+
+
+def target_logits(ctx: PassContext, case: Case, start: Stage) -> Tensor:
+    """The target's logits over dense histories: no pass had a hand in them."""
+    tokens = place_call(ctx.config, case).tokens
+    caches = {name: t.clone() for name, t in case.inputs.items() if name.startswith("cache.")}
+    attention = dense_attention(caches, "target", tokens, case.inputs["block_table_RM"])
+    return start(with_target_inputs(ctx, case).inputs, attention).outputs["logits"]
+
+
+def _prefill_case(draw: _Draw, batch_size: int, start: Stage) -> Case:
+    """Chunks of `batch_size` requests: whole prompts, first, middle and last parts, up to the
+    maximum length; two padded tokens at the end where there are several.
+    """
+    config = draw.ctx.config
+    longest, budget = config.max_seq_len, config.max_prefill_tokens - 2
+    # (start, tokens, finished)
+    shapes = [(0, 7, True), (longest - 3, 3, True), (0, 4, False), (5, 1, False), (3, 6, True)]
+    if batch_size == 1:
+        shapes = [(2, 5, True)]
+    while len(shapes) < batch_size:
+        shapes.append((draw.rng.randrange(9), draw.rng.randint(1, 5), draw.rng.random() < 0.7))
+    rows = draw.rng.sample(range(config.max_batch_size), batch_size)
+    packed: dict[str, list[int]] = {
+        name: []
+        for name in ("ids_T", "next_T", "position_T", "row_T", "owner_T", "last_R", "commit_row_R")
+    }
+    running = []
+    for owner, (row, (begin, count, finished)) in enumerate(zip(rows, shapes, strict=False)):
+        begin = max(0, min(begin, longest - 1))
+        count = max(1, min(count, longest - begin, budget // batch_size))
+        running.append(_Row(row=row, length=begin))
+        ids = [draw.rng.randrange(draw.vocab_size) for _ in range(count + 1)]
+        packed["ids_T"] += ids[:-1]
+        packed["next_T"] += [*ids[1:-1], PAD if finished else ids[-1]]
+        packed["position_T"] += range(begin, begin + count)
+        packed["row_T"] += [row] * count
+        packed["owner_T"] += [owner] * count
+        packed["last_R"].append(len(packed["ids_T"]) - 1)
+        packed["commit_row_R"].append(row if finished else PAD)
+    num_padded = 2 if batch_size > 1 else 0
+    for name, value in (("ids_T", 0), ("next_T", 0), ("position_T", 0), ("row_T", PAD),
+                        ("owner_T", 0)):  # fmt: skip
+        packed[name] += [value] * num_padded
+    inputs = draw.state(running) | {name: draw.int32(values) for name, values in packed.items()}
+    num_tokens = len(packed["ids_T"])
+    return Case(
+        name=f"{batch_size} prompts, {num_tokens} tokens"
+        + (f", {num_padded} padded" if num_padded else ""),
+        phase="prefill",
+        batch_size=batch_size,
+        inputs=inputs,
+    )
+
+
+class _Draw:
+    """Random state for given requests."""
+
+    def __init__(self, ctx: PassContext, vocab_size: int, seed: int, whole_caches: bool) -> None:
+        if ctx.config.device.type == "meta":
+            raise SpecError("a program on meta tensors has no numbers to verify; load the weights")
+        self.ctx, self.vocab_size, self._whole = ctx, vocab_size, whole_caches
+        self.rng = random.Random(seed)
+        self._generator = torch.Generator(device=ctx.config.device).manual_seed(seed)
+
+    def int32(self, values: Sequence[int]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int32, device=self.ctx.config.device)
+
+    def state(self, running: Sequence[_Row]) -> dict[str, Tensor]:
+        """Every buffer: tables in random order, random tokens, NaN where nothing was written."""
+        config = self.ctx.config
+        needs = [
+            -(-min(config.max_seq_len, r.length + self._reach()) // config.block_size)
+            for r in running
+        ]
+        num_blocks = config.num_blocks if self._whole else sum(needs) + SPARE_BLOCKS
+        free = self.rng.sample(range(num_blocks), num_blocks)
+        if sum(needs) > num_blocks:
+            raise SpecError(
+                f"the cases need {sum(needs)} cache blocks and the program has {num_blocks}; "
+                f"verify fewer rows: batch_sizes="
+            )
+        inputs = {name: self._buffer(spec, num_blocks) for name, spec in self.ctx.buffers.items()}
+        inputs["block_table_RM"].fill_(PAD)
+        for request, need in zip(running, needs, strict=True):
+            blocks = self.int32([free.pop() for _ in range(need)])
+            inputs["block_table_RM"][request.row, :need] = blocks
+            inputs["seq_len_R"][request.row] = request.length
+            self._write_caches(inputs, blocks, request.length)
+        return inputs
+
+    def _reach(self) -> int:
+        """Positions past the length that a call may write: 2K+1 in decode, a chunk in prefill."""
+        return 2 * self.ctx.config.num_draft_tokens + 1 + (7 if self.ctx.phase == "prefill" else 0)
+
+    def _buffer(self, spec: BufferSpec, num_blocks: int) -> Tensor:
+        config = self.ctx.config
+        if spec.kind == "cache":
+            shape = (num_blocks, *spec.shape[1:])
+            return torch.full(shape, float("nan"), dtype=spec.dtype, device=config.device)
+        if spec.dtype.is_floating_point:
+            return self._normal(spec.shape, spec.dtype)
+        high = config.max_seq_len if spec.name == "seq_len_R" else self.vocab_size
+        return torch.randint(
+            1, high, spec.shape, dtype=spec.dtype, device=config.device, generator=self._generator
+        )
+
+    def _write_caches(self, inputs: dict[str, Tensor], blocks: Tensor, length: int) -> None:
+        """Keys and values at the positions that earlier steps wrote."""
+        unshifted = self.ctx.capabilities.kind == "unshifted"
+        for name, spec in self.ctx.buffers.items():
+            if spec.kind != "cache":
+                continue
+            # an unshifted drafter has been fed the last emitted token as well
+            count = length + int(unshifted and length > 0 and not name.startswith("cache.target."))
+            count = min(count, len(blocks) * spec.shape[1])
+            at = torch.arange(count, device=blocks.device)
+            cells = blocks.long()[at // spec.shape[1]] * spec.shape[1] + at % spec.shape[1]
+            inputs[name].flatten(0, 1)[cells] = self._normal((count, *spec.shape[2:]), spec.dtype)
+
+    def _normal(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        device = self.ctx.config.device
+        return torch.randn(tuple(shape), generator=self._generator, device=device).to(dtype)

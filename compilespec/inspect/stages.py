@@ -1,0 +1,76 @@
+"""The stages of a phase's graph, each before and after one pass, ready to run."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from torch import Tensor, fx
+
+from compilespec.inspect.interpret import Stage
+from compilespec.passes import ATEN_PASSES, SPLICE_PASSES
+from compilespec.passes.references import Reference
+from compilespec.passes.rewrite import rewrite_phase
+from compilespec.passes.runner import PassContext
+from compilespec.program import PassRecord, PhaseGraph
+
+REFERENCES: Mapping[str, Reference] = {
+    entry.name: entry.reference
+    for entry in (*SPLICE_PASSES, *ATEN_PASSES)
+    if entry.reference is not None
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class PassStages:
+    """One pass of one phase: its graph before and after, and what it must compute."""
+
+    record: PassRecord
+    before: Stage
+    after: Stage
+    reference: Reference | None  # None: what the graph before computes
+
+
+def pass_stages(phase: PhaseGraph) -> Iterator[PassStages]:
+    """Every pass of a phase, in order; the retrace to ATen runs only when it is reached.
+
+    Needs the passes' graphs: see `with_graphs`.
+    """
+    ctx: PassContext = phase.context
+    bound: dict[str, Tensor] = {}
+    for record in phase.splice_records:
+        yield _stages(record, phase.spliced, phase.spliced, ctx, bound)
+    owner = phase.spliced  # of the graph before the retrace
+    for record in phase.step.records:
+        yield _stages(record, owner, phase.graph_module, ctx, bound)
+        owner = phase.graph_module
+
+
+def with_graphs(phase: PhaseGraph) -> PhaseGraph:
+    """The phase with each pass's graph kept: rewritten once more, from the same captures, where it
+    was built without.
+    """
+    if all(record.before is not None for record in phase.splice_records):
+        return phase
+    known = {entry.name for entry in (*SPLICE_PASSES, *ATEN_PASSES)}
+    ran = {record.name for record in phase.records}
+    ctx = dataclasses.replace(phase.context, inputs={}, buffers={}, weights={}, declared={})
+    return rewrite_phase(ctx, keep_graphs=True, disabled=frozenset(known - ran))
+
+
+def _stages(
+    record: PassRecord,
+    owner_before: fx.GraphModule,
+    owner_after: fx.GraphModule,
+    ctx: PassContext,
+    bound: dict[str, Tensor],
+) -> PassStages:
+    assert record.before is not None
+    assert record.after is not None
+    return PassStages(
+        record=record,
+        before=Stage(record.before, owner_before, ctx, ctx.declared, bound),
+        after=Stage(record.after, owner_after, ctx, ctx.declared, bound),
+        reference=REFERENCES.get(record.name),
+    )

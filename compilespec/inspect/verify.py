@@ -1,0 +1,366 @@
+"""Per-pass verification: the graph before and after every pass, on the same random calls."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from compilespec.errors import InvalidOption, NotSupported
+from compilespec.inspect.compare import BOUNDS, compare, error_of
+from compilespec.inspect.interpret import Decisions, Stage
+from compilespec.inspect.random_inputs import random_cases
+from compilespec.inspect.stages import PassStages, pass_stages, with_graphs
+from compilespec.passes.references import Case, Values
+from compilespec.passes.runner import PassContext
+from compilespec.program import LoweredPhase, Phase, PhaseGraph, SpecProgram
+
+if TYPE_CHECKING:
+    from compilespec.runtime.engine import Engine
+
+LOWERED = "lower"  # the name under which the lowered callable is compared to its graph
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mismatch:
+    """One value that is not what it must be."""
+
+    value: str  # "output emitted_BS", "role slot", "buffer cache.target.0.key", "node argmax"
+    text: str
+    error: float = float("inf")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Check:
+    """One pass on one case."""
+
+    phase: Phase
+    pass_name: str
+    case: str
+    batch_size: int
+    against: str  # "the graph before", "its reference", "the interpreted graph"
+    numerics: str
+    bound: float | None  # None: bit for bit
+    num_values: int  # tensors compared
+    error: float  # largest, as a part of a tensor's largest magnitude
+    num_ties: int = 0  # argmaxes that rounding turned around, within the bound
+    mismatches: tuple[Mismatch, ...] = ()
+    skipped: str = ""  # why nothing was compared
+
+    @property
+    def ok(self) -> bool:
+        return not self.mismatches and not self.skipped
+
+    def to_dict(self) -> dict[str, Any]:
+        mismatches = [vars(mismatch) for mismatch in self.mismatches]
+        return {**vars(self), "mismatches": mismatches, "ok": self.ok}
+
+
+@dataclass(frozen=True, kw_only=True)
+class VerifyReport:
+    """Every pass on every case; `ok` when all agree and none was skipped."""
+
+    method: str
+    dtype: torch.dtype
+    checks: tuple[Check, ...]
+
+    @property
+    def ok(self) -> bool:
+        return bool(self.checks) and all(check.ok for check in self.checks)
+
+    @property
+    def failed(self) -> tuple[Check, ...]:
+        """In the order of the pipeline; skipped checks included."""
+        return tuple(check for check in self.checks if not check.ok)
+
+    def rows(self) -> Iterator[tuple[str, ...]]:
+        """One row a pass and phase: phase, pass, compared with, calls, values, largest error,
+        bound, result.
+        """
+        groups: dict[tuple[str, str], list[Check]] = {}
+        for check in self.checks:
+            groups.setdefault((check.phase, check.pass_name), []).append(check)
+        for (phase, name), checks in groups.items():
+            first = next((check for check in checks if not check.ok), checks[0])
+            result = "equal" if first.bound is None else "within the bound"
+            if first.skipped:
+                result = f"NOT CHECKED: {first.skipped}"
+            elif first.mismatches:
+                worst = first.mismatches[0]
+                result = f"PARTS at {first.case}: {worst.value}: {worst.text}"
+            ties = sum(check.num_ties for check in checks)
+            yield (
+                phase, name, first.against, str(len(checks)),
+                str(sum(check.num_values for check in checks)),
+                f"{max(check.error for check in checks):.1e}",
+                "bitwise" if first.bound is None else f"{first.bound:.0e}",
+                result + (f", {ties} near ties" if ties else ""),
+            )  # fmt: skip
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "ok": self.ok,
+            "method": self.method,
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "checks": [check.to_dict() for check in self.checks],
+        }
+
+    def __str__(self) -> str:
+        header = ("phase", "pass", "against", "calls", "values", "error", "bound", "result")
+        rows = [header, *self.rows()]
+        widths = [max(len(row[column]) for row in rows) for column in range(len(header) - 1)]
+        lines = [
+            "  ".join([*(cell.ljust(w) for cell, w in zip(row, widths, strict=False)), row[-1]])
+            for row in rows
+        ]
+        num_failed = len(self.failed)
+        verdict = "all agree" if self.ok else f"{num_failed} of {len(self.checks)} checks failed"
+        return "\n".join([*lines, f"verify: {self.method}, {self.dtype}: {verdict}"])
+
+
+def verify(
+    program: SpecProgram | Engine,
+    *,
+    phases: Collection[Phase] | None = None,
+    passes: Collection[str] | None = None,
+    batch_sizes: Sequence[int] | None = None,
+    seed: int = 0,
+    fail_fast: bool = False,
+) -> VerifyReport:
+    """Run every pass's graph before and after on the same random calls and compare what they give:
+    outputs, nodes that passes named, and every buffer.
+
+    A pass that changes the interface is compared to its reference instead of the graph before.
+    Exact passes must agree bit for bit; "rounding" passes within `compare.BOUNDS`, where both
+    follow the same argmaxes and may part from one only at a near tie.  The spare state row, which
+    padded rows write, is not compared.
+
+    Args:
+        program: from `trace`, or an engine; of an engine that compiled its graphs, the compiled
+            calls are compared to the interpreted ones as well (pass name "lower").
+        phases, passes: which to verify; None means all.
+        batch_sizes: rows (decode) or prompts (prefill) of the calls; None takes 1, 2 and the
+            largest.
+        fail_fast: stop at the first pass that does not agree.
+    Raises: InvalidOption for an unknown phase or pass; SpecError on meta tensors.
+    """
+    graphs, lowered = parts_of(program)
+    chosen = {name: graph for name, graph in graphs.items() if phases is None or name in phases}
+    if not chosen or not set(phases or ()) <= set(graphs):
+        raise InvalidOption(f"phases must be among {', '.join(graphs)}; got {list(phases or ())}")
+    checks: list[Check] = []
+    known: set[str] = set()
+    for graph in chosen.values():
+        for check in check_phase(
+            graph, passes=passes, batch_sizes=batch_sizes, seed=seed, known=known
+        ):
+            checks.append(check)
+            if fail_fast and not check.ok:
+                return _report(chosen, checks)
+        if graph.phase in lowered and (passes is None or LOWERED in passes):
+            checks += check_lowered(graph, lowered[graph.phase], batch_sizes, seed)
+    if passes is not None and not set(passes) <= known | {LOWERED}:
+        unknown = ", ".join(sorted(set(passes) - known))
+        raise InvalidOption(f"unknown pass {unknown}; the program ran {', '.join(sorted(known))}")
+    return _report(chosen, checks)
+
+
+def _report(graphs: Mapping[Phase, PhaseGraph], checks: Sequence[Check]) -> VerifyReport:
+    ctx: PassContext = next(iter(graphs.values())).context
+    return VerifyReport(method=ctx.capabilities.name, dtype=ctx.config.dtype, checks=tuple(checks))
+
+
+def parts_of(
+    program: SpecProgram | Engine,
+) -> tuple[Mapping[Phase, PhaseGraph], Mapping[Phase, LoweredPhase]]:
+    """The phases of a program or engine, and what they were compiled to."""
+    if isinstance(program, SpecProgram):
+        return _kept(program.phases), {}
+    executor: Any = program._executor
+    lowered = executor.lowered
+    return _kept(program.graphs), {} if lowered.backend == "eager" else lowered.phases
+
+
+def _kept(graphs: Mapping[Phase, PhaseGraph]) -> dict[Phase, PhaseGraph]:
+    return {phase: with_graphs(graph) for phase, graph in graphs.items()}
+
+
+# --- one phase, one pass ---
+
+
+def check_phase(
+    graph: PhaseGraph,
+    *,
+    passes: Collection[str] | None = None,
+    batch_sizes: Sequence[int] | None = None,
+    seed: int = 0,
+    known: set[str] | None = None,
+) -> Iterator[Check]:
+    """Every pass of a phase on every case, in the order of the pipeline."""
+    cases: list[Case] = []
+    for stages in pass_stages(graph):
+        if not cases:  # the first pass starts from the target alone
+            cases = make_cases(graph.context, stages.before, batch_sizes=batch_sizes, seed=seed)
+        if known is not None:
+            known.add(stages.record.name)
+        if passes is None or stages.record.name in passes:
+            yield from (check_pass(graph.context, stages, case) for case in cases)
+
+
+def make_cases(
+    ctx: PassContext,
+    start: Stage,
+    *,
+    batch_sizes: Sequence[int] | None = None,
+    seed: int = 0,
+    whole_caches: bool = False,
+) -> list[Case]:
+    """Random cases, with the ids and positions that the graph reads before `read_state` ran."""
+    from compilespec.passes.bound_positions import vocab_size
+
+    return random_cases(
+        ctx, vocab_size(ctx) or 2, start, batch_sizes=batch_sizes, seed=seed,
+        whole_caches=whole_caches,
+    )  # fmt: skip
+
+
+def check_pass(ctx: PassContext, stages: PassStages, case: Case) -> Check:
+    """One pass on one case."""
+    record = stages.record
+    bound = BOUNDS[ctx.config.dtype] if record.numerics == "rounding" else None
+    make = functools.partial(
+        Check,
+        phase=case.phase,
+        pass_name=record.name,
+        case=case.name,
+        batch_size=case.batch_size,
+        against="its reference" if stages.reference else "the graph before",
+        numerics=record.numerics,
+        bound=bound,
+    )
+    decided = Decisions()
+    try:
+        want = wanted_values(ctx, stages, case, decided)
+    except NotSupported as error:
+        return make(num_values=0, error=0.0, skipped=str(error))
+    following = Decisions(bound=bound or 0.0)
+    if bound is not None and not stages.reference:
+        following.followed = iter(decided.winners)
+    try:
+        got = stages.after(case.inputs, decisions=following)
+    except (RuntimeError, IndexError, TypeError) as error:
+        text = str(error).strip().splitlines()[0]
+        mismatch = Mismatch(value="the graph after", text=f"does not run: {text}")
+        return make(num_values=0, error=float("inf"), mismatches=(mismatch,))
+    pairs = list(value_pairs(ctx, case, got, want, with_roles=record.level == "torch"))
+    mismatches = [
+        Mismatch(value=f"node {name}", text="another winner than before, beyond the bound")
+        for name in following.parted
+    ]
+    mismatches += [m for m in (_mismatch(*pair, bound=bound) for pair in pairs) if m is not None]
+    largest = max((error_of(g, w) for _, g, w in pairs if g is not None), default=0.0)
+    return make(
+        num_values=len(pairs), error=largest, num_ties=following.num_ties,
+        mismatches=tuple(mismatches),
+    )  # fmt: skip
+
+
+def wanted_values(
+    ctx: PassContext, stages: PassStages, case: Case, decisions: Decisions | None = None
+) -> Values:
+    """What the graph after a pass must give."""
+    if stages.reference is not None:
+        return stages.reference(stages.before, ctx, case)
+    return stages.before(case.inputs, decisions=decisions)
+
+
+def value_pairs(
+    ctx: PassContext, case: Case, got: Values, want: Values, *, with_roles: bool
+) -> Iterator[tuple[str, Tensor | None, Tensor]]:
+    """(what, got, wanted) of every output, role and buffer; got is None where there is none."""
+    for name in dict.fromkeys((*want.outputs, *got.outputs)):
+        if name not in want.outputs:
+            yield f"output {name}", None, got.outputs[name]
+        else:
+            yield f"output {name}", got.outputs.get(name), want.outputs[name]
+    if with_roles:
+        for name, value in want.roles.items():
+            yield f"role {name}", got.roles.get(name), value
+    for call in want.calls:
+        same = [c for c in got.calls if c.cache == call.cache]
+        number = [c for c in want.calls if c.cache == call.cache].index(call)
+        if number < len(same):
+            for part in ("slot", "row", "position"):
+                what = f"call {same[number].node} {part}"
+                yield what, getattr(same[number].tokens, part), getattr(call.tokens, part)
+        else:
+            yield f"call {number} over {call.cache}", None, call.tokens.slot
+    spare = ctx.config.max_batch_size
+    for name in dict.fromkeys((*want.buffers, *got.buffers)):
+        # a graph that does not know a buffer leaves it as it is
+        one, other = (values.buffers.get(name, case.inputs[name]) for values in (got, want))
+        if ctx.buffers[name].kind == "state":
+            one, other = one[:spare], other[:spare]
+        yield f"buffer {name}", one, other
+
+
+def _mismatch(
+    what: str, got: Tensor | None, want: Tensor, *, bound: float | None
+) -> Mismatch | None:
+    if got is None:
+        return Mismatch(value=what, text="missing on one side")
+    difference = compare(got, want, bound=bound)
+    if difference is None:
+        return None
+    return Mismatch(value=what, text=difference.text, error=difference.error)
+
+
+# --- the lowered program ---
+
+
+def check_lowered(
+    graph: PhaseGraph, lowered: LoweredPhase, batch_sizes: Sequence[int] | None, seed: int
+) -> list[Check]:
+    """The compiled call of a phase against its graph, run operator by operator."""
+    ctx: PassContext = graph.context
+    start = next(pass_stages(graph)).before
+    cases = make_cases(ctx, start, batch_sizes=batch_sizes, seed=seed, whole_caches=True)
+    final = final_stage(graph)
+    return [check_lowered_call(ctx, final, lowered, case) for case in cases]
+
+
+def final_stage(graph: PhaseGraph) -> Stage:
+    """The graph that is lowered."""
+    ctx: PassContext = graph.context
+    module = graph.graph_module
+    module.graph.output_node().meta["names"] = graph.outputs
+    return Stage(module.graph, module, ctx, ctx.declared, {})
+
+
+def check_lowered_call(ctx: PassContext, final: Stage, lowered: LoweredPhase, case: Case) -> Check:
+    """A compiled call on one case."""
+    decided, bound = Decisions(), BOUNDS[ctx.config.dtype]
+    want = final(case.inputs, decisions=decided)
+    feeds = {
+        name: tensor.clone() if name in ctx.buffers else tensor
+        for name, tensor in case.inputs.items()
+    }
+    inputs = [
+        final.weight(spec) if spec.kind == "weight" else feeds[spec.name] for spec in lowered.inputs
+    ]
+    outputs = dict(zip(lowered.outputs, lowered.call(*inputs), strict=True))
+    got = Values(outputs=outputs, buffers={name: feeds[name] for name in ctx.buffers})
+    pairs = list(value_pairs(ctx, case, got, want, with_roles=False))
+    found = [m for m in (_mismatch(*pair, bound=bound) for pair in pairs) if m is not None]
+    tie = min(decided.margins, default=1.0) < bound
+    return Check(
+        phase=case.phase, pass_name=LOWERED, case=case.name, batch_size=case.batch_size,
+        against="the interpreted graph", numerics="rounding", bound=bound, num_values=len(pairs),
+        error=max((error_of(g, w) for _, g, w in pairs if g is not None), default=0.0),
+        num_ties=int(bool(found) and tie), mismatches=() if tie else tuple(found),
+        skipped="two logits are nearer than the bound, and the calls part" if found and tie else "",
+    )  # fmt: skip

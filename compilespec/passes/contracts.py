@@ -1,0 +1,246 @@
+"""What must hold after every pass: checked by the runner, in milliseconds.
+
+A contract is data beside the pass list: what it says, and a function that yields what is wrong.
+`EVERYWHERE` holds after every pass of its level; a pass's `ensures` from that pass on.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor, fx
+
+from compilespec import _torch_compat
+from compilespec.passes.aliases import storage_root
+from compilespec.passes.linears import find_linears
+from compilespec.program import markers
+
+if TYPE_CHECKING:
+    from compilespec.passes.runner import PassContext
+
+ARGUMENTS = ("input_ids", "position_ids")  # what the target reads before `read_state`
+_SIZES = (operator.add, operator.sub, operator.mul, operator.floordiv, operator.getitem)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contract:
+    """`problems` yields what breaks it, nothing where it holds."""
+
+    says: str
+    problems: Callable[[fx.GraphModule, PassContext], Iterable[str]]
+
+
+def broken(
+    contracts: Iterable[Contract], gm: fx.GraphModule, ctx: PassContext
+) -> Iterator[tuple[Contract, str]]:
+    """Every problem, with the contract that it breaks."""
+    for contract in contracts:
+        for problem in contract.problems(gm, ctx):
+            yield contract, problem
+
+
+# --- after every pass ---
+
+
+def _unaccounted(gm: fx.GraphModule, ctx: PassContext) -> Iterator[str]:
+    roles = Counter(node.meta.get("role") for node in gm.graph.nodes if node.op == "placeholder")
+    for role, count in roles.items():
+        if role not in ctx.inputs and role not in ARGUMENTS:
+            yield f"placeholder {role!r} is fed by nothing"
+        if count > 1:
+            yield f"{count} placeholders are {role!r}"
+    yield from (f"input {name!r} has no placeholder" for name in ctx.inputs if name not in roles)
+
+
+def _unnamed_outputs(gm: fx.GraphModule, ctx: PassContext) -> Iterator[str]:
+    node = gm.graph.output_node()
+    names, results = node.meta.get("names", ()), node.args[0]
+    if not isinstance(results, tuple | list) or len(results) != len(names):
+        yield f"{node.args[0]} for {', '.join(names) or 'no names'}"
+
+
+def _lost_writes(gm: fx.GraphModule, ctx: PassContext) -> Iterator[str]:
+    order = {node: index for index, node in enumerate(gm.graph.nodes)}
+    for node, root in writes(gm.graph):
+        if root.op == "placeholder":
+            if root.meta.get("role") not in ctx.buffers:
+                yield f"{node.name} writes {root.name}, which is neither state nor cache"
+        elif not any(order[user] > order[node] for user in root.users) and not node.users:
+            yield f"{node.name} writes {root.name}, which nothing reads after it"
+
+
+def writes(graph: fx.Graph) -> Iterator[tuple[fx.Node, fx.Node]]:
+    """(node, the node whose storage it writes), for every in-place operation."""
+    for node in graph.nodes:
+        written: Iterable[Any] = ()
+        if node.op == "call_method" and node.target.endswith("_"):
+            written = node.args[:1]
+        elif node.op == "call_function":
+            written = [node.args[i] for i in _torch_compat.mutated_arguments(node.target)]
+        for argument in written:
+            if isinstance(argument, fx.Node):
+                yield node, storage_root(argument)
+
+
+def written_buffers(graph: fx.Graph) -> Counter[str]:
+    """How many operations write each placeholder, by role."""
+    return Counter(
+        str(root.meta.get("role")) for _, root in writes(graph) if root.op == "placeholder"
+    )
+
+
+def _foreign_operators(gm: fx.GraphModule, ctx: PassContext) -> Iterator[str]:
+    for node in gm.graph.nodes:
+        if node.op == "call_method" or (
+            node.op == "call_function"
+            and not isinstance(node.target, torch._ops.OpOverload)
+            and node.target not in _SIZES
+            and not getattr(node.target, "__module__", "").startswith(("torch.sym", "_operator"))
+            and not str(node.target).startswith("<function sym_")
+        ):
+            yield f"{node.name} = {node.target}"
+        elif node.op == "call_function" and "val" not in node.meta:
+            yield f"{node.name} has no shape"
+
+
+# --- from one pass on ---
+
+
+def plays(*roles: str) -> Contract:
+    """Exactly one node plays each role."""
+
+    def problems(gm: fx.GraphModule, ctx: PassContext) -> Iterator[str]:
+        counts = Counter(node.meta.get("role") for node in gm.graph.nodes)
+        yield from (f"{counts[r]} nodes play {r!r}" for r in roles if counts[r] != 1)
+
+    return Contract(says=f"one node plays each of {', '.join(roles)}", problems=problems)
+
+
+def gives(*names: str) -> Contract:
+    """The graph's outputs are these, in this order."""
+
+    def problems(gm: fx.GraphModule, ctx: PassContext) -> Iterator[str]:
+        found = gm.graph.output_node().meta.get("names", ())
+        if found != names:
+            yield f"outputs are {', '.join(found)}"
+
+    return Contract(says=f"the outputs are {', '.join(names)}", problems=problems)
+
+
+def writes_buffers(*names: str) -> Contract:
+    """Each buffer is written exactly once."""
+
+    def problems(gm: fx.GraphModule, ctx: PassContext) -> Iterator[str]:
+        found = written_buffers(gm.graph)
+        yield from (f"{name} is written {found[name]} times" for name in names if found[name] != 1)
+
+    return Contract(says=f"one node writes each of {', '.join(names)}", problems=problems)
+
+
+def _plain_arguments(gm: fx.GraphModule, ctx: PassContext) -> Iterator[str]:
+    for node in gm.graph.nodes:
+        if node.op == "placeholder" and node.meta.get("role") in ARGUMENTS:
+            yield f"placeholder {node.name}"
+
+
+def _stateless_attention(gm: fx.GraphModule, ctx: PassContext) -> Iterator[str]:
+    yield from (f"{node.name} is stateless" for node in markers(gm))
+
+
+def _target_caches(gm: fx.GraphModule, ctx: PassContext) -> Iterator[str]:
+    op = torch.ops.compilespec.paged_attention.default
+    used = [
+        tuple(str(cache.meta.get("role")) for cache in node.args[3:5])
+        for node in gm.graph.find_nodes(op="call_function", target=op)
+    ]
+    mine = [pair for pair in used if pair[0].startswith("cache.target.")]
+    wanted = [
+        tuple(f"cache.target.{layer}.{half}" for half in ("key", "value"))
+        for layer in range(ctx.num_attention_layers)
+    ]
+    for pair, other in zip(mine, wanted, strict=False):
+        if pair != other:
+            yield f"{' and '.join(pair)} where {' and '.join(other)} belong"
+            return
+    if len(mine) != len(wanted):
+        yield f"{len(mine)} calls for {len(wanted)} layers"
+
+
+def _aux_roles(gm: fx.GraphModule, ctx: PassContext) -> Iterator[str]:
+    yield from plays(*(f"aux.{index}" for index in range(len(ctx.aux_layers)))).problems(gm, ctx)
+
+
+def _plain_products(gm: fx.GraphModule, ctx: PassContext) -> Iterator[str]:
+    from compilespec.passes.prepack_linears import PACKABLE
+
+    if ctx.prepack:
+        for linear in find_linears(gm, ctx):
+            if linear.weight.meta["val"].dtype in PACKABLE:
+                yield f"{linear.node.name} multiplies by {linear.weight.meta['role']}"
+
+
+ACCOUNTED = Contract(says="every placeholder is a declared input", problems=_unaccounted)
+NAMED = Contract(says="every output has a name", problems=_unnamed_outputs)
+WRITES_REACH = Contract(
+    says="writes go to state and caches, or are read later", problems=_lost_writes
+)
+ONLY_ATEN = Contract(
+    says="only ATen and compilespec operators, each with a shape", problems=_foreign_operators
+)
+NO_ARGUMENTS = Contract(says="ids and positions come from the state", problems=_plain_arguments)
+NO_STATELESS = Contract(says="no stateless attention is left", problems=_stateless_attention)
+OWN_CACHES = Contract(says="each target layer has caches of its own", problems=_target_caches)
+TAPPED = Contract(says="one node plays each aux role", problems=_aux_roles)
+ALL_PACKED = Contract(says="every product of a weight is packed", problems=_plain_products)
+
+EVERYWHERE: Mapping[Literal["torch", "aten"], tuple[Contract, ...]] = {
+    "torch": (ACCOUNTED, NAMED, WRITES_REACH),
+    "aten": (ACCOUNTED, NAMED, WRITES_REACH, ONLY_ATEN),
+}
+
+
+# --- metadata ---
+
+
+def misdescribed(graph: fx.Graph, author: str) -> Iterator[str]:
+    """Nodes that the pass `author` made, and their users, whose shape is not what it must be.
+
+    Runs each on the fake values of its arguments.  ATen.
+    """
+    new = [
+        node
+        for node in graph.nodes
+        if node.op == "call_function" and (node.meta.get("custom") or {}).get("pass") == author
+    ]
+    for node in dict.fromkeys([*new, *(user for made in new for user in made.users)]):
+        if node.op == "call_function":
+            want = _infer(node)
+            if want is not None and form(want) != form(node.meta.get("val")):
+                yield f"{node.name} is described as {form(node.meta.get('val'))}, is {form(want)}"
+
+
+def _infer(node: fx.Node) -> Any:
+    """The value of a node on its arguments' fake values; None where no argument is a tensor."""
+    values = [source.meta.get("val") for source in node.all_input_nodes]
+    tensors = [value for value in values if isinstance(value, Tensor)]
+    if not tensors:
+        return None
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda source: source.meta["val"])
+    target: Any = node.target
+    with tensors[0].fake_mode, torch.no_grad():  # type: ignore[attr-defined]
+        return target(*args, **kwargs)
+
+
+def form(value: Any) -> str:
+    """A value's dtype and sizes as text: comparing symbols would add guards."""
+    if isinstance(value, Tensor):
+        sizes = ", ".join(str(size) for size in value.shape)
+        return f"{str(value.dtype).removeprefix('torch.')}[{sizes}]"
+    if isinstance(value, tuple | list):
+        return f"({', '.join(form(part) for part in value)})"
+    return str(value)

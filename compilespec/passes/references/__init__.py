@@ -1,0 +1,35 @@
+"""What the passes that change a step's interface must compute, in plain Python.
+
+A reference gets the graph before its pass as a callable and one call's inputs, and says what the
+graph after the pass must give.  It shares no code with the pass: a fault in one shows against the
+other.
+"""
+
+from __future__ import annotations
+
+from compilespec.passes.references.base import Before, Case, Reference, Values
+from compilespec.passes.references.draft_loops import splice_draft_loop
+from compilespec.passes.references.splices import (
+    commit_state,
+    insert_paged_attention,
+    narrow_logits,
+    read_state,
+    shift_hidden_states,
+    splice_acceptance,
+    tap_hidden_states,
+)
+
+__all__ = [
+    "Before",
+    "Case",
+    "Reference",
+    "Values",
+    "commit_state",
+    "insert_paged_attention",
+    "narrow_logits",
+    "read_state",
+    "shift_hidden_states",
+    "splice_acceptance",
+    "splice_draft_loop",
+    "tap_hidden_states",
+]

@@ -1,0 +1,69 @@
+"""What a reference gets and gives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+from torch import Tensor, fx
+
+from compilespec.program import Phase
+
+if TYPE_CHECKING:
+    from compilespec.passes.runner import PassContext
+
+# Called for the i-th attention marker of a graph with the marker's arguments.
+Attention = Callable[[int, tuple[Any, ...]], Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One call of a phase: every state buffer, cache and batch input by name."""
+
+    name: str  # "5 rows, 1 padded"
+    phase: Phase
+    batch_size: int  # rows of the call, padded ones included
+    inputs: Mapping[str, Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tokens:
+    """Attention metadata of a call's tokens, int32, [B, S] or [1, T]."""
+
+    position: Tensor
+    row: Tensor
+    slot: Tensor
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class AttentionCall:
+    """One paged attention: the cache it writes its keys to, and its tokens."""
+
+    cache: str
+    tokens: Tokens
+    node: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Values:
+    """What a graph computed, or must compute, in one call."""
+
+    outputs: Mapping[str, Tensor]
+    roles: Mapping[str, Tensor] = field(default_factory=dict)  # nodes that passes named
+    buffers: Mapping[str, Tensor] = field(default_factory=dict)  # after the call
+    calls: Sequence[AttentionCall] = ()  # of paged attention, in order
+    nodes: Mapping[str, Any] = field(default_factory=dict, repr=False)  # every node, by name
+
+
+class Before(Protocol):
+    """The graph before a pass, run operator by operator on copies of the inputs."""
+
+    graph: fx.Graph
+
+    def __call__(
+        self, inputs: Mapping[str, Tensor], attention: Attention | None = None
+    ) -> Values: ...
+
+
+Reference = Callable[[Before, "PassContext", Case], Values]

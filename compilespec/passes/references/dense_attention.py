@@ -1,0 +1,75 @@
+"""Stateless attention over each request's whole history, gathered from its cache blocks."""
+
+from __future__ import annotations
+
+from collections.abc import MutableMapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from compilespec.ops.attention.reference import softmax_with_sinks
+from compilespec.passes.references.base import Attention, Tokens
+
+
+def dense_attention(
+    caches: MutableMapping[str, Tensor], owner: str, tokens: Tokens, block_table_RM: Tensor
+) -> Attention:
+    """Attention for a graph whose i-th marker is layer i of `owner`; writes K and V to `caches`."""
+
+    def attend(layer: int, args: tuple[Any, ...]) -> Tensor:
+        query, key, value, *options = args
+        key_cache, value_cache = (caches[f"cache.{owner}.{layer}.{h}"] for h in ("key", "value"))
+        for cache, new_BNSH in ((key_cache, key), (value_cache, value)):
+            new_TNH = new_BNSH.transpose(1, 2).flatten(0, 1)
+            for token, slot in enumerate(tokens.slot.flatten().tolist()):
+                if slot >= 0:
+                    cache.flatten(0, 1)[slot] = new_TNH[token]
+        return _attend_rows(query, key_cache, value_cache, tokens, block_table_RM, *options)
+
+    return attend
+
+
+def _attend_rows(
+    query_BNSH: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    tokens: Tokens,
+    block_table_RM: Tensor,
+    scale: float,
+    window: int,
+    softcap: float,
+    sinks_N: Tensor | None,
+) -> Tensor:
+    """[B, S, N, Hv]; zeros for tokens without a row."""
+    query_TNH = query_BNSH.transpose(1, 2).flatten(0, 1)
+    out_TNH = query_TNH.new_zeros((*query_TNH.shape[:2], value_cache.shape[-1]))
+    row_T, position_T = tokens.row.flatten(), tokens.position.flatten()
+    wide = torch.float64 if query_BNSH.dtype == torch.float64 else torch.float32
+    for row in sorted({row for row in row_T.tolist() if row >= 0}):
+        mine_T = (row_T == row).nonzero().flatten()
+        position_Q = position_T[mine_T].long()
+        length = int(position_Q.max()) + 1
+        blocks = block_table_RM[row, : -(-length // key_cache.shape[1])].long()
+        group = query_TNH.shape[1] // key_cache.shape[2]
+        key_NJH, value_NJH = (
+            cache[blocks]
+            .flatten(0, 1)[:length]
+            .to(wide)
+            .repeat_interleave(group, 1)
+            .transpose(0, 1)
+            for cache in (key_cache, value_cache)
+        )
+        query_NQH = query_TNH[mine_T].to(wide).transpose(0, 1)
+        score_NQJ = query_NQH @ key_NJH.transpose(1, 2) * scale
+        if softcap > 0:
+            score_NQJ = torch.tanh(score_NQJ / softcap) * softcap
+        age_QJ = position_Q[:, None] - torch.arange(length, device=position_Q.device)
+        hidden_QJ = age_QJ < 0
+        if window > 0:
+            hidden_QJ |= age_QJ >= window
+        score_NQJ = score_NQJ.masked_fill(hidden_QJ, float("-inf"))
+        weight_NQJ = softmax_with_sinks(score_NQJ.unsqueeze(0), sinks_N)[0]
+        out_NQH = weight_NQJ @ value_NJH
+        out_TNH[mine_T] = out_NQH.transpose(0, 1).to(out_TNH.dtype)
+    return out_TNH.view(*tokens.row.shape, *out_TNH.shape[1:])

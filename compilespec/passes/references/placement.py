@@ -1,0 +1,85 @@
+"""Where tokens stand: positions, rows and slots, one token at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from compilespec.passes.references.base import Case, Tokens
+from compilespec.program import ProgramConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placement:
+    """What a call runs on: its tokens, and the requests that they belong to."""
+
+    ids: Tensor  # int32, like `tokens`
+    tokens: Tokens
+    row_index: Tensor  # int64 [B], the state row, or the spare one
+    live: Tensor  # bool [B]
+    start: Tensor  # int32 [B], the first position that has no token (decode: of this call)
+
+
+def place_call(config: ProgramConfig, case: Case) -> Placement:
+    """Read the call's tokens off its inputs.  Source: E5, H-16, DESIGN section 3."""
+    inputs, spare = case.inputs, config.max_batch_size
+    if case.phase == "decode":
+        rows = inputs["row_B"].tolist()
+        state_rows = [row if row >= 0 else spare for row in rows]
+        start = [int(inputs["seq_len_R"][row]) for row in state_rows]
+        ids = [inputs["tokens_RS"][row].tolist() for row in state_rows]
+        wanted = [[begin + j for j in range(config.num_verify_tokens)] for begin in start]
+        token_rows = [[row] * config.num_verify_tokens for row in rows]
+    else:
+        rows = inputs["commit_row_R"].tolist()
+        state_rows = [row if row >= 0 else spare for row in rows]
+        position = inputs["position_T"].tolist()
+        start = [position[last] + 1 for last in inputs["last_R"].tolist()]
+        ids, wanted = [inputs["ids_T"].tolist()], [position]
+        token_rows = [inputs["row_T"].tolist()]
+    device = inputs["block_table_RM"].device
+    return Placement(
+        ids=_int32([[max(token, 0) for token in part] for part in ids], device),
+        tokens=place_tokens(config, inputs, token_rows, wanted),
+        row_index=torch.tensor(state_rows, device=device),
+        live=torch.tensor([row >= 0 for row in rows], device=device),
+        start=_int32(start, device),
+    )
+
+
+def place_tokens(
+    config: ProgramConfig,
+    inputs: Mapping[str, Tensor],
+    rows: Sequence[Sequence[int]],
+    positions: Sequence[Sequence[int]],
+) -> Tokens:
+    """Each token of `rows` (-1: padded) at its position, or redirected where it may not be."""
+    table = inputs["block_table_RM"].tolist()
+    placed = [
+        [_place(config, table, row, position) for row, position in zip(*pair, strict=True)]
+        for pair in zip(rows, positions, strict=True)
+    ]
+    device = inputs["block_table_RM"].device
+    position, row, slot = (
+        _int32([[token[part] for token in request] for request in placed], device)
+        for part in range(3)
+    )
+    return Tokens(position=position, row=row, slot=slot)
+
+
+def _place(
+    config: ProgramConfig, table: list[list[int]], row: int, position: int
+) -> tuple[int, int, int]:
+    """(position, row, slot) of one token."""
+    if row < 0 or position >= config.max_seq_len:
+        return 0, -1, -1
+    number, offset = divmod(position, config.block_size)
+    block = table[row][number]
+    return position, row, block * config.block_size + offset if block >= 0 else -1
+
+
+def _int32(values: Sequence[object], device: torch.device) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32, device=device)

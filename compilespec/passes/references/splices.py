@@ -1,0 +1,183 @@
+"""References of the splicing passes, in the order of the pipeline."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import Tensor, fx
+
+from compilespec.errors import PassError
+from compilespec.methods.base import FINAL_NORM
+from compilespec.passes.analysis import is_float, layer_of, layer_prefix, shape_of
+from compilespec.passes.references.base import AttentionCall, Before, Case, Values
+from compilespec.passes.references.dense_attention import dense_attention
+from compilespec.passes.references.placement import place_call
+from compilespec.passes.runner import PassContext
+from compilespec.program import PAD
+
+
+def tap_hidden_states(before: Before, ctx: PassContext, case: Case) -> Values:
+    """hs[k] is what the first node of layer k reads; hs[n] what the first node after them reads."""
+    values = before(case.inputs)
+    taps = {
+        f"aux.{index}": values.nodes[_entering(before.graph, layer, ctx.num_attention_layers)]
+        for index, layer in enumerate(ctx.aux_layers)
+    }
+    return dataclasses.replace(values, roles={**values.roles, **taps})
+
+
+def _entering(graph: fx.Graph, layer: int, num_layers: int) -> str:
+    """Name of the hidden state that enters `layer`, seen from its readers."""
+    if layer == FINAL_NORM:
+        products = [n for n in graph.nodes if "linear" in str(n.target) and len(n.args) > 1]
+        return str(products[-1].args[0])
+    prefix = layer_prefix(graph) or ""
+    layers = {node: layer_of(node, prefix) for node in graph.nodes}
+    last_in_layers = [node for node in graph.nodes if layers[node] == num_layers - 1][-1:]
+    past_end = False
+    for node in graph.nodes:
+        past_end = past_end or node in last_in_layers
+        inside = layers[node] == layer if layer < num_layers else past_end and layers[node] is None
+        if not inside:
+            continue
+        for source in node.all_input_nodes:
+            from_outside = layers[source] != layers[node]
+            if from_outside and is_float(source) and len(shape_of(source) or ()) == 3:
+                return source.name
+    raise PassError(f"no node of layer {layer} reads a hidden state made before it")
+
+
+def read_state(before: Before, ctx: PassContext, case: Case) -> Values:
+    """The graph before, given the ids and positions that plain Python reads off the state."""
+    placed = place_call(ctx.config, case)
+    own = {"input_ids": placed.ids, "position_ids": placed.tokens.position}
+    values = before({**case.inputs, **own})
+    roles = {
+        "ids": placed.ids,
+        "position": placed.tokens.position,
+        "row": placed.tokens.row,
+        "slot": placed.tokens.slot,
+        "row_index": placed.row_index,
+        "live": placed.live,
+        "start": placed.start,
+    }
+    return dataclasses.replace(values, roles={**values.roles, **roles})
+
+
+def narrow_logits(before: Before, ctx: PassContext, case: Case) -> Values:
+    """Of all rows' logits, each request's last."""
+    values = before(case.inputs)
+    wide_1TV = values.outputs["logits"]
+    rows = [wide_1TV[0, last] for last in case.inputs["last_R"].tolist()]
+    logits = torch.stack(rows).unsqueeze(0)
+    return dataclasses.replace(
+        values, outputs={"logits": logits}, roles={**values.roles, "logits": logits}
+    )
+
+
+def insert_paged_attention(before: Before, ctx: PassContext, case: Case) -> Values:
+    """Stateless attention over the dense history of each row."""
+    tokens = place_call(ctx.config, case).tokens
+    caches = {
+        name: tensor.clone() for name, tensor in case.inputs.items() if name.startswith("cache.")
+    }
+    values = before(
+        case.inputs, dense_attention(caches, "target", tokens, case.inputs["block_table_RM"])
+    )
+    calls = [
+        AttentionCall(cache=f"cache.target.{layer}.key", tokens=tokens)
+        for layer in range(ctx.num_attention_layers)
+    ]
+    return dataclasses.replace(values, buffers={**values.buffers, **caches}, calls=calls)
+
+
+def splice_acceptance(before: Before, ctx: PassContext, case: Case) -> Values:
+    """Keep drafts while they are the target's own choice, one row at a time."""
+    values = before(case.inputs)
+    logits = values.outputs["logits"]
+    target = [[_first_best(scores) for scores in request] for request in logits]
+    if case.phase == "decode":
+        drafts = values.roles["ids"].tolist()
+        counts = []
+        for mine, choice in zip(drafts, target, strict=True):
+            count = 1
+            while count < len(mine) and mine[count] == choice[count - 1]:
+                count += 1
+            counts.append(count)
+        emitted = [
+            [*choice[:count], *[PAD] * (len(choice) - count)]
+            for choice, count in zip(target, counts, strict=True)
+        ]
+    else:
+        target = [[token] for token in target[0]]
+        counts = [int(row >= 0) for row in case.inputs["commit_row_R"].tolist()]
+        emitted = [choice if count else [PAD] for choice, count in zip(target, counts, strict=True)]
+    made = {
+        name: torch.tensor(value, dtype=torch.int32, device=logits.device)
+        for name, value in (("target", target), ("emitted", emitted), ("num_emitted", counts))
+    }
+    return dataclasses.replace(
+        values,
+        outputs={"emitted_BS": made["emitted"], "num_emitted_B": made["num_emitted"]},
+        roles={**values.roles, **made},
+    )
+
+
+def _first_best(scores_V: Tensor) -> int:
+    best_V = scores_V.isnan() if bool(scores_V.isnan().any()) else scores_V == scores_V.max()
+    return int(best_V.nonzero()[0])
+
+
+def shift_hidden_states(before: Before, ctx: PassContext, case: Case) -> Values:
+    """Each hidden state's next token: the target's choice, the prompt's, or the sampled one."""
+    values = before(case.inputs)
+    target = values.roles["target"].tolist()
+    if case.phase == "decode":
+        ids = target
+    else:
+        owner = case.inputs["owner_T"].tolist()
+        following = case.inputs["next_T"].tolist()
+        ids = [[target[o][0] if t < 0 else t for t, o in zip(following, owner, strict=True)]]
+    taps = [values.roles[f"aux.{index}"] for index in range(len(ctx.aux_layers))]
+    aux = taps[0].new_empty((*taps[0].shape[:-1], sum(tap.shape[-1] for tap in taps)))
+    end = 0
+    for tap in taps:
+        begin, end = end, end + tap.shape[-1]
+        aux[..., begin:end] = tap
+    ids_tensor = torch.tensor(ids, dtype=torch.int32, device=aux.device)
+    return dataclasses.replace(values, roles={**values.roles, "draft_ids": ids_tensor, "aux": aux})
+
+
+def commit_state(before: Before, ctx: PassContext, case: Case) -> Values:
+    """Bonus token, drafts and new length of every live row; other rows stay as they are."""
+    values = before(case.inputs)
+    placed = place_call(ctx.config, case)
+    tokens_RS, seq_len_R = (case.inputs[name].clone() for name in ("tokens_RS", "seq_len_R"))
+    target, drafts = values.roles["target"].tolist(), values.roles.get("drafts")
+    counts = values.roles["num_emitted"].tolist()
+    for index, row in enumerate(placed.row_index.tolist()):
+        if not placed.live[index]:
+            continue
+        length = int(placed.start[index])
+        bonus = target[index][0]
+        if case.phase == "decode":
+            bonus = target[index][counts[index] - 1]
+            length = min(length + counts[index], ctx.config.max_seq_len)
+        tokens = [bonus, *(drafts[index].tolist() if drafts is not None else ())]
+        tokens_RS[row] = torch.tensor(tokens, dtype=tokens_RS.dtype)
+        seq_len_R[row] = length
+    return dataclasses.replace(
+        values, buffers={**values.buffers, "tokens_RS": tokens_RS, "seq_len_R": seq_len_R}
+    )
+
+
+__all__ = [
+    "commit_state",
+    "insert_paged_attention",
+    "narrow_logits",
+    "read_state",
+    "shift_hidden_states",
+    "splice_acceptance",
+    "tap_hidden_states",
+]
