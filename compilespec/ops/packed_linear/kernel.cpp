@@ -161,16 +161,26 @@ template <class W>
 using Tile = void (*)(const typename Storage<W>::Acc*, int64_t, const W*, int64_t, int64_t,
                       typename Storage<W>::Acc*, int64_t, const char*, int64_t, int64_t, bool);
 
-// The register tile of `rows` rows (at most kTileRows), one panel or tile_panels(rows) panels wide.
+// The register tile of `rows` rows (at most kTileRows) that is `panels` panels wide: 1, what suits
+// these rows, or what suits the largest tile, which all tiles of a block share.
+template <class W, int Rows>
+Tile<W> pick_width(int64_t panels) {
+  constexpr int kOwn = tile_panels<W>(Rows), kShared = tile_panels<W>(kTileRows<W>);
+  if (panels == kOwn) return tile<W, Rows, kOwn>;
+  if (panels == kShared) return tile<W, Rows, kShared>;
+  TORCH_INTERNAL_ASSERT(panels == 1);
+  return tile<W, Rows, 1>;
+}
+
 template <class W>
-Tile<W> pick_tile(int64_t rows, bool wide) {
+Tile<W> pick_tile(int64_t rows, int64_t panels) {
   switch (rows) {
-    case 1: return wide ? tile<W, 1, tile_panels<W>(1)> : tile<W, 1, 1>;
-    case 2: return wide ? tile<W, 2, tile_panels<W>(2)> : tile<W, 2, 1>;
-    case 3: return wide ? tile<W, 3, tile_panels<W>(3)> : tile<W, 3, 1>;
-    case 4: return wide ? tile<W, 4, tile_panels<W>(4)> : tile<W, 4, 1>;
-    case 5: return wide ? tile<W, 5, tile_panels<W>(5)> : tile<W, 5, 1>;
-    default: return wide ? tile<W, 6, tile_panels<W>(6)> : tile<W, 6, 1>;
+    case 1: return pick_width<W, 1>(panels);
+    case 2: return pick_width<W, 2>(panels);
+    case 3: return pick_width<W, 3>(panels);
+    case 4: return pick_width<W, 4>(panels);
+    case 5: return pick_width<W, 5>(panels);
+    default: return pick_width<W, 6>(panels);
   }
 }
 
@@ -231,8 +241,8 @@ void run_block(const Problem<W>& problem, const typename Storage<W>::Acc* x, int
     const bool wide = end - panel >= width;
     const int64_t panels = wide ? width : 1, sum_stride = panels * kPanel;
     sums.resize(size_t(rows * sum_stride));
-    const Tile<W> long_kernel = pick_tile<W>(short_tile + 1, wide),
-                  kernel = pick_tile<W>(short_tile, wide);
+    const Tile<W> kernel = pick_tile<W>(short_tile, panels),
+                  long_kernel = num_long ? pick_tile<W>(short_tile + 1, panels) : kernel;
     for (int64_t k = 0; k < std::max<int64_t>(problem.depth, 1); k += piece) {
       const W* weight = problem.weight + panel * panel_stride + k * kPanel;
       const int64_t depth = std::min(piece, problem.depth - k);
