@@ -27,7 +27,7 @@ def bound_positions(gm: fx.GraphModule, ctx: PassContext) -> int:
 
     Returns: operands guarded.  Numerics: exact (values inside pass unchanged).  Runs on ATen.
     """
-    sizes = Sizes(ctx.config, _vocab_size(ctx))
+    sizes = Sizes(ctx.config, vocab_size(ctx))
     tried: set[tuple[fx.Node, str, Place]] = set()
     while True:
         ranges = Ranges(gm, sizes, ctx.inputs, ctx.weights)
@@ -47,7 +47,7 @@ def _key(claim: Claim) -> tuple[fx.Node, str, Place]:
     return claim.node, claim.what, claim.place
 
 
-def _vocab_size(ctx: PassContext) -> int | None:
+def vocab_size(ctx: PassContext) -> int | None:
     """Width of the target's logits."""
     if ctx.target is None:
         return None
