@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
-__all__ = ["Engine", "SamplingParams", "compile", "trace"]
+__all__ = ["Engine", "SamplingParams", "bisect", "compile", "trace", "verify"]
 
 if TYPE_CHECKING:
+    from compilespec.inspect.bisect import bisect
+    from compilespec.inspect.verify import verify
     from compilespec.pipeline import compile, trace
     from compilespec.runtime.engine import Engine
     from compilespec.sampling_params import SamplingParams
@@ -16,6 +18,8 @@ _LAZY = {
     "Engine": ("compilespec.runtime.engine", "Engine"),
     "SamplingParams": ("compilespec.sampling_params", "SamplingParams"),
     "compile": ("compilespec.pipeline", "compile"),
+    "verify": ("compilespec.inspect.verify", "verify"),
+    "bisect": ("compilespec.inspect.bisect", "bisect"),
 }
 
 

@@ -163,6 +163,7 @@ class PhaseGraph:
     spliced: fx.GraphModule
     splice_records: tuple[PassRecord, ...] = field(repr=False)
     finish: Callable[[], StepGraph] = field(repr=False)  # the retrace and the ATen passes
+    context: Any = field(repr=False)  # the `PassContext` that the passes read: what verify runs on
 
     @functools.cached_property
     def step(self) -> StepGraph:

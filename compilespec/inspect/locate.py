@@ -82,7 +82,8 @@ def _compared(
     for what, one, other in value_pairs(ctx, case, got, want, with_roles=with_roles):
         kind, name = what.split(" ", 1)
         if kind == "call":
-            node = nodes[name.split(" ", 1)[0]]
+            first, _, last = name.partition(" ")
+            node = nodes.get(first) or _first_writer(graph, last.removeprefix("over ")) or output
         else:
             known = {"output": made, "role": roles}.get(kind, {})
             node = known.get(name) or _first_writer(graph, name) or output

@@ -59,9 +59,11 @@ def _unaccounted(gm: fx.GraphModule, ctx: PassContext) -> Iterator[str]:
 
 def _unnamed_outputs(gm: fx.GraphModule, ctx: PassContext) -> Iterator[str]:
     node = gm.graph.output_node()
-    names, results = node.meta.get("names", ()), node.args[0]
+    names, results = node.meta.get("names"), node.args[0]
+    if names is None:  # a graph that is no step
+        return
     if not isinstance(results, tuple | list) or len(results) != len(names):
-        yield f"{node.args[0]} for {', '.join(names) or 'no names'}"
+        yield f"the outputs {results} are called {', '.join(names)}"
 
 
 def _lost_writes(gm: fx.GraphModule, ctx: PassContext) -> Iterator[str]:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import fx
 
-from compilespec.passes.runner import PassContext
+if TYPE_CHECKING:
+    from compilespec.passes.runner import PassContext
 
 _aten = torch.ops.aten
 

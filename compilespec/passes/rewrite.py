@@ -34,7 +34,9 @@ def rewrite_phase(
     def finish() -> StepGraph:
         return finish_phase(gm, ctx, keep_graphs=keep_graphs, disabled=disabled)
 
-    return PhaseGraph(phase=ctx.phase, spliced=gm, splice_records=tuple(records), finish=finish)
+    return PhaseGraph(
+        phase=ctx.phase, spliced=gm, splice_records=tuple(records), finish=finish, context=ctx
+    )
 
 
 def finish_phase(

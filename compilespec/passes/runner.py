@@ -4,16 +4,27 @@ name.
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from torch import Tensor, fx
 
 from compilespec.errors import PassError
 from compilespec.methods.base import Capabilities
+from compilespec.passes.contracts import (
+    EVERYWHERE,
+    Contract,
+    broken,
+    misdescribed,
+    written_buffers,
+)
 from compilespec.program import BufferSpec, InputSpec, PassRecord, Phase, ProgramConfig, Traced
+
+if TYPE_CHECKING:
+    from compilespec.passes.references import Reference
 
 Level = Literal["torch", "aten"]
 
@@ -26,11 +37,12 @@ class PassContext:
     config: ProgramConfig
     capabilities: Capabilities
     target: Traced
-    draft: Mapping[str, Traced]  # the drafter's captured calls: "combine", "forward", "propose"
+    draft: Mapping[str, Traced]  # the drafter's captured calls, by the name its loop knows
     aux_layers: tuple[int, ...] = ()
     prepack: bool = True
     weights: dict[str, Tensor] = field(default_factory=dict)
     inputs: dict[str, InputSpec] = field(default_factory=dict)  # by placeholder name
+    declared: dict[str, InputSpec] = field(default_factory=dict)  # those of earlier stages, too
     buffers: dict[str, BufferSpec] = field(default_factory=dict)
 
     @property
@@ -39,7 +51,7 @@ class PassContext:
 
     @property
     def has_drafter(self) -> bool:
-        return self.capabilities.own_kv_cache
+        return self.capabilities.kind != "none"
 
 
 PassFunction = Callable[[fx.GraphModule, PassContext], int]
@@ -59,6 +71,10 @@ class Pass:
     numerics: Literal["exact", "rounding"] = "exact"
     matches: Callable[[PassContext], int | None] | None = None
     at_least: int | None = None
+    looks_for: str = "places"  # what the matches are, for messages
+    near: tuple[str, ...] = ()  # words in the operators that might have been meant
+    ensures: tuple[Contract, ...] = ()  # hold after this pass and after every later one
+    reference: Reference | None = None  # what the graph after must compute; None: what it did
 
     @property
     def name(self) -> str:
@@ -92,22 +108,27 @@ def run_passes(
 ) -> list[PassRecord]:
     """Apply `passes` in order, in place.
 
-    Raises: PassError when a pass matched another number of places than it must, or left a broken
-    graph.
+    Raises: PassError when a pass matched another number of places than it must, left a broken
+    graph, or broke a contract of its stage.
     """
     records: list[PassRecord] = []
+    ensured = list(EVERYWHERE[level])
     before = snapshot(gm.graph) if keep_graphs else None
+    ctx.declared.update(ctx.inputs)
     for entry in passes:
         expected = entry.matches(ctx) if entry.matches is not None else entry.at_least
         if expected is None or entry.name in disabled:
             continue
-        num_nodes = len(gm.graph.nodes)
+        num_nodes, written = len(gm.graph.nodes), written_buffers(gm.graph)
         started = time.perf_counter()
         matched = entry.run(gm, ctx)
         elapsed_ms = (time.perf_counter() - started) * 1e3
-        _check_count(entry, matched, expected, ctx)
+        ctx.declared.update(ctx.inputs)
+        _check_count(entry, matched, expected, gm, ctx)
         _stamp(gm.graph, entry.name)
         _lint(gm, entry)
+        ensured += entry.ensures
+        check_contracts(gm, ctx, entry, ensured, written, level=level)
         after = snapshot(gm.graph) if keep_graphs else None
         records.append(
             PassRecord(
@@ -129,19 +150,71 @@ def run_passes(
 def snapshot(graph: fx.Graph) -> fx.Graph:
     """A copy of the graph with its nodes' metadata: cheap (no module, no tensors)."""
     copy = fx.Graph()
-    output = copy.graph_copy(graph, {})
-    copy.output(output)
+    result = copy.graph_copy(graph, {})
+    output = copy.output(result)
+    output.meta = dict(next(iter(reversed(graph.nodes))).meta)
     return copy
 
 
-def _check_count(entry: Pass, matched: int, expected: int, ctx: PassContext) -> None:
+def check_contracts(
+    gm: fx.GraphModule,
+    ctx: PassContext,
+    entry: Pass,
+    contracts: Sequence[Contract],
+    written: Mapping[str, int],
+    *,
+    level: Level,
+) -> None:
+    """What must hold after `entry`; `written` counts the writes of each buffer before it.
+
+    Raises: PassError.
+    """
+    problems = [f"{contract.says}, but {text}" for contract, text in broken(contracts, gm, ctx)]
+    now = written_buffers(gm.graph)
+    problems += [
+        f"no pass may drop a write, but {name} has {now[name]} of {count}"
+        for name, count in written.items()
+        if now[name] < count
+    ]
+    if level == "aten":
+        problems += [f"shapes are re-inferred, but {t}" for t in misdescribed(gm.graph, entry.name)]
+    if problems:
+        raise PassError(
+            f"pass {entry.name} ({ctx.phase}) broke its stage's contract: {'; '.join(problems[:3])}"
+        )
+
+
+def _check_count(
+    entry: Pass, matched: int, expected: int, gm: fx.GraphModule, ctx: PassContext
+) -> None:
     exact = entry.matches is not None
     if (exact and matched != expected) or (not exact and matched < expected):
         raise PassError(
             f"pass {entry.name} ({ctx.phase}): expected {'' if exact else 'at least '}{expected} "
-            f"matches, found "
-            f"{matched}; the target's graph has a form this pass does not know"
+            f"matches, found {matched}; it looked for {entry.looks_for}; the nearest candidates "
+            f"are {_candidates(gm.graph, entry.near)}"
         )
+
+
+def _candidates(graph: fx.Graph, near: Sequence[str], limit: int = 5) -> str:
+    """Nodes whose operator has one of the words in its name, with module and source line."""
+    found = [
+        node
+        for node in graph.nodes
+        if node.op.startswith("call") and any(word in str(node.target) for word in near)
+    ]
+    names = [
+        f"{node.name} ({(node.meta.get('custom') or {}).get('module') or 'top'}"
+        f"{', ' + line if (line := _source_line(node)) else ''})"
+        for node in found[:limit]
+    ]
+    return ", ".join([*names, *(["..."] if len(found) > limit else [])]) or "none"
+
+
+def _source_line(node: fx.Node) -> str:
+    """The innermost line of the model's code, `file.py:12`."""
+    frames = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
+    return f"{frames[-1][0].rsplit('/', 1)[-1]}:{frames[-1][1]}" if frames else ""
 
 
 def _stamp(graph: fx.Graph, name: str) -> None:

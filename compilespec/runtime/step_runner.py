@@ -22,6 +22,7 @@ class StepRunner:
 
     def __init__(self, lowered: Lowered, *, buckets: Sequence[int] | None = None) -> None:
         program, config = lowered.program, lowered.program.config
+        self.lowered: Lowered | None = lowered
         self.geometry = Geometry(
             max_batch_size=config.max_batch_size,
             max_seq_len=config.max_seq_len,
@@ -76,6 +77,7 @@ class StepRunner:
         return sum(call.num_recompiles for call in self._calls.values())
 
     def close(self) -> None:
+        self.lowered = None
         self._calls.clear()
         self._weights.clear()
         self.buffers.clear()

@@ -17,11 +17,12 @@ def bind_weights(program: SpecProgram, phases: Mapping[Phase, LoweredPhase]) -> 
     for phase in phases.values():
         for spec in phase.inputs:
             if spec.kind == "weight" and spec.name not in bound:
-                bound[spec.name] = _materialise(spec, program.weights)
+                bound[spec.name] = materialise(spec, program.weights)
     return bound
 
 
-def _materialise(spec: InputSpec, weights: Mapping[str, Tensor]) -> Tensor:
+def materialise(spec: InputSpec, weights: Mapping[str, Tensor]) -> Tensor:
+    """A weight input: its sources, concatenated by rows and packed as the graph asks."""
     parts = [weights[name] for name in spec.sources]
     tensor = parts[0] if len(parts) == 1 else torch.cat(parts)
     return pack_weight(tensor) if spec.packed else tensor
