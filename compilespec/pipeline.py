@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from compilespec.errors import DraftMismatch, InvalidOption
+from compilespec.errors import InvalidOption
 from compilespec.loading import Target, find_draft, load_target
 from compilespec.lowering import lower
 from compilespec.methods import get_method
-from compilespec.methods.base import Drafter, Method, MethodConfig, TargetInfo
+from compilespec.methods.base import Drafter, Method, MethodConfig
 from compilespec.options import CompileOptions, resolve_options
 from compilespec.passes.rewrite import rewrite_phase
 from compilespec.passes.runner import PassContext
@@ -27,14 +27,12 @@ from compilespec.program import (
     BufferSpec,
     Phase,
     PhaseGraph,
-    ProgramConfig,
     SpecProgram,
-    Traced,
 )
 from compilespec.runtime.engine import Engine
 from compilespec.runtime.step_runner import StepRunner
 from compilespec.target_info import describe_target
-from compilespec.trace import EXAMPLE_SHAPE, trace_call, trace_target
+from compilespec.trace import trace_target
 
 
 def compile(
@@ -149,11 +147,6 @@ def build_program(
     keep_graphs: bool = False,
 ) -> SpecProgram:
     """Stages trace and rewrite: the step graphs of both phases, not lowered yet."""
-    if method_options and not method.capabilities.needs_draft_weights:
-        raise InvalidOption(
-            f"unknown option {', '.join(sorted(method_options))}: compile() and method "
-            f"{method.capabilities.name!r} know no such keyword"
-        )
     found = None
     if method.capabilities.needs_draft_weights:
         found = find_draft(draft, target, method.capabilities.name)
@@ -164,9 +157,9 @@ def build_program(
         )
     traced = trace_target(target.model)
     info = describe_target(traced, target)
-    drafter = method.load(found, info, method_options) if found is not None else None
+    drafter = method.load(found, info, method_options)
     config = options.program_config(target, info, drafter)
-    traced_draft = trace_drafter(drafter, config, info) if drafter else {}
+    traced_draft = drafter.capture(config, info) if drafter else {}
     weights: dict[str, Tensor] = {}
     phases: dict[Phase, PhaseGraph] = {}
     buffers: dict[str, BufferSpec] = {}
@@ -194,67 +187,6 @@ def build_program(
         vocab_size=info.vocab_size,
         notes=_notes(target, drafter),
     )
-
-
-def trace_drafter(drafter: Drafter, config: ProgramConfig, info: TargetInfo) -> dict[str, Traced]:
-    """The drafter's calls, each captured once: "combine" and "forward" at [B, T, ..], "propose"
-    on gathered rows.
-    """
-    shape, dynamic = EXAMPLE_SHAPE, (0, 1)
-
-    def trace(name: str, call: Callable[..., Any], **arguments: Tensor) -> Traced:
-        dims = {key: (value, dynamic) for key, value in arguments.items()}
-        return trace_call(drafter, call, dims, name=f"draft.{name}", owner="draft")
-
-    def combine(aux: Tensor) -> Any:
-        return _fresh((drafter.combine(aux),))
-
-    def forward(input_ids: Tensor, position_ids: Tensor, hidden: Tensor) -> Any:
-        return _fresh(drafter(input_ids, position_ids, hidden))
-
-    def propose(head_input: Tensor) -> Tensor:
-        return drafter.propose(head_input)
-
-    def floats(*size: int) -> Tensor:
-        return torch.zeros(size, dtype=config.dtype, device=config.device)
-
-    ids = torch.zeros(shape, dtype=torch.int32, device=config.device)
-    traced = {
-        "combine": trace(
-            "combine", combine, aux=floats(*shape, len(drafter.aux_layers) * info.hidden_size)
-        )
-    }
-    (hidden_width,) = _output_widths(traced["combine"])
-    traced["forward"] = trace(
-        "forward",
-        forward,
-        input_ids=ids,
-        position_ids=ids.clone(),
-        hidden=floats(*shape, hidden_width),
-    )
-    head_width, recycled_width = _output_widths(traced["forward"])
-    if recycled_width != hidden_width:
-        raise DraftMismatch(
-            f"the drafter takes hidden states of width {hidden_width} and recycles "
-            f"{recycled_width}; expected one width"
-        )
-    head_input = floats(shape[0], head_width)
-    traced["propose"] = trace_call(
-        drafter, propose, {"head_input": (head_input, (0,))}, name="draft.propose", owner="draft"
-    )
-    return traced
-
-
-def _fresh(outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Views: a tensor that is returned twice, or is an argument, would not be an output of its
-    own.
-    """
-    return tuple(output.view_as(output) for output in outputs)
-
-
-def _output_widths(traced: Traced) -> tuple[int, ...]:
-    output = next(node for node in reversed(traced.graph_module.graph.nodes) if node.op == "output")
-    return tuple(int(node.meta["example_value"].shape[-1]) for node in output.args[0])
 
 
 def _notes(target: Target, drafter: Drafter | None) -> tuple[str, ...]:

@@ -58,7 +58,7 @@ def test_capability_rows():
     rows = {row["name"]: row for row in capability_rows()}
     assert method_names() == ("none", "eagle3")
     assert rows["eagle3"]["built"]
-    assert rows["eagle3"]["needs_aux_hidden_states"]
+    assert rows["eagle3"]["reads_hidden_states"]
     assert rows["eagle3"]["kind"] == "recycled"
     assert not rows["none"]["needs_draft_weights"]
     assert not rows["ngram"]["built"]
@@ -74,7 +74,6 @@ def test_none_has_no_drafter():
         embedding=torch.zeros(8, 8),
         lm_head=torch.zeros(8, 8),
     )
-    with pytest.raises(InvalidOption, match="no drafter"):
-        get_method("none").load("somewhere", target, {})
-    with pytest.raises(InvalidOption, match="no options, came aux_layers"):
-        get_method("none").load("somewhere", target, {"aux_layers": (1,)})
+    assert get_method("none").load(None, target, {}) is None
+    with pytest.raises(InvalidOption, match="unknown option aux_layers"):
+        get_method("none").load(None, target, {"aux_layers": (1,)})

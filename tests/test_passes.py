@@ -37,7 +37,6 @@ from compilespec.passes.splice_draft_loop import (
     next_token,
     splice_draft_loop,
 )
-from compilespec.pipeline import trace_drafter
 from compilespec.program import BufferSpec, InputSpec, PassRecord, Phase, ProgramConfig, is_marker
 from compilespec.target_info import describe_target
 from compilespec.trace import trace_target
@@ -62,7 +61,7 @@ def parts():
     target = trace_target(model)
     info = describe_target(target, load_target(model))
     drafter = random_head(info, aux_layers=(0, 1, 2), num_draft_tokens=NUM_DRAFT_TOKENS).eval()
-    return target, trace_drafter(drafter, CONFIG, info)
+    return target, drafter.capture(CONFIG, info)
 
 
 def context(parts: Any, phase: Phase, **changes: Any) -> PassContext:

@@ -17,7 +17,6 @@ from compilespec.passes import SPLICE_PASSES, PassContext, run_passes
 from compilespec.passes.graph import find_role, set_outputs
 from compilespec.passes.rewrite import start_step
 from compilespec.passes.tap_hidden_states import tap_hidden_states
-from compilespec.pipeline import trace_drafter
 from compilespec.program import ProgramConfig, Traced
 from compilespec.target_info import describe_target
 from compilespec.trace import _attention_interface, trace_target
@@ -171,7 +170,7 @@ def test_combine_and_the_drafters_passes(llama):
     drafter = random_head(
         info, num_draft_tokens=2, aux_layers=(0, 2, 3), norm_before_fc=True
     ).eval()
-    calls = trace_drafter(drafter, CONFIG, info)
+    calls = drafter.capture(CONFIG, info)
     ids, positions = batch(2)
     aux = torch.randn(2, NUM_VERIFY_TOKENS, 3 * info.hidden_size)
     with torch.no_grad():

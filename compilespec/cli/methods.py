@@ -13,7 +13,7 @@ COLUMNS = {
     "built": "built",
     "kind": "kind",
     "draft weights": "needs_draft_weights",
-    "aux hidden": "needs_aux_hidden_states",
+    "aux hidden": "reads_hidden_states",
     "own KV cache": "own_kv_cache",
     "lossless": "lossless",
     "also known as": "aliases",

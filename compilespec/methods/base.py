@@ -13,7 +13,13 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor, nn
 
-DraftKind = Literal["none", "recycled", "windowed", "unshifted"]
+from compilespec.program import ProgramConfig, Traced
+
+# How a method's draft loop walks the cache (DESIGN section 3, step 5); "direct" is one call that
+# gives all K drafts and has no cache: n-gram match, extra heads, functions of a user.
+DraftKind = Literal["none", "recycled", "windowed", "unshifted", "direct"]
+
+FINAL_NORM = -1  # an aux layer: the hidden state that enters the target's head, after the last norm
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,9 +27,9 @@ class Capabilities:
     """What a method needs from the engine.  Passes and the runtime branch on these fields only."""
 
     name: str
-    kind: DraftKind  # how its draft loop walks the cache (DESIGN section 3, step 5)
+    kind: DraftKind
     needs_draft_weights: bool = False
-    needs_aux_hidden_states: bool = False  # taps of inner layers of the target
+    reads_hidden_states: bool = False  # the target's, tapped at the drafter's aux layers
     own_kv_cache: bool = False  # the drafter writes a KV cache of its own
     lossless: bool = True
     aliases: tuple[str, ...] = ()  # reference mode names that map to this method
@@ -47,10 +53,10 @@ class TargetInfo:
 
 
 class Drafter(nn.Module):
-    """Drafter of a hidden-state method.  All ids are TARGET ids; d2t never leaks out of `propose`.
+    """A drafter.  All ids are TARGET ids; d2t never leaks out of `propose`.
 
-    The engine traces three calls, at these shapes ([B, S] first pass in decode, [1, T] in prefill,
-    [B, 1] steps):
+    This class is a recycled drafter: the engine traces three calls, at these shapes ([B, S] first
+    pass in decode, [1, T] in prefill, [B, 1] steps):
       combine(aux_BSE)            -> hidden_BSD    true target features to drafter width
       forward(input_ids_BS, position_ids_BS, hidden_BSD) -> (head_input_BSD, recycled_BSD)
       propose(head_input_BD)      -> token_B       int32 argmax, mapped to target ids
@@ -60,7 +66,17 @@ class Drafter(nn.Module):
     num_draft_tokens: int  # K that the checkpoint suggests
     aux_layers: tuple[
         int, ...
-    ]  # hs indices: residual stream ENTERING layer k, n = last layer's output pre-norm
+    ] = ()  # hs indices: residual stream ENTERING layer k, n = last layer's output pre-norm
+
+    def capture(self, config: ProgramConfig, info: TargetInfo) -> dict[str, Traced]:
+        """Capture the calls that the draft loop of the method's kind splices, by name.
+
+        A method of another kind overrides this; what its loop needs is said in
+        `passes/draft_loops/`.
+        """
+        from compilespec.methods.capture import capture_recycled
+
+        return capture_recycled(self, config, info)
 
     def combine(self, aux: Tensor) -> Tensor:
         raise NotImplementedError
@@ -75,9 +91,13 @@ class Method(Protocol):
     capabilities: Capabilities
 
     def load(
-        self, draft: str | Path | nn.Module, target: TargetInfo, options: Mapping[str, Any]
-    ) -> Drafter:
+        self, draft: str | Path | nn.Module | None, target: TargetInfo, options: Mapping[str, Any]
+    ) -> Drafter | None:
         """Build the drafter from a checkpoint directory, or adopt a module; check it on the target.
+
+        Args:
+            draft: what was found for a method that needs draft weights, None for others.
+        Returns: the drafter, or None for a method of kind "none".
 
         Raises: CheckpointError (missing, unexpected or misshapen tensors), DraftMismatch (sizes),
         InvalidOption (unknown option).

@@ -1,147 +1,22 @@
-"""The drafter's K passes, unrolled into the step."""
+"""The drafter's passes, unrolled into the step."""
 
 from __future__ import annotations
 
-from typing import Any
-
-import torch
 from torch import fx
 
-from compilespec.passes.graph import emit, find_role, output_node, splice
-from compilespec.passes.insert_paged_attention import page_markers
-from compilespec.passes.read_state import place
+from compilespec.passes.draft_loops import LOOPS
 from compilespec.passes.runner import PassContext
-from compilespec.program import markers
 
 
 def splice_draft_loop(gm: fx.GraphModule, ctx: PassContext) -> int:
-    """Recycled drafting: one pass over the S (or T) rows, gather the last committed row, K-1
-    single-token passes.
+    """Splice the draft loop of the method's kind; it makes the role `drafts` ([B, K], int32).
 
-    Row j of the first pass writes slot seq_len + j; single passes go on from seq_len + n, their
-    hidden state the
-    previous pass's output.  Makes the role `drafts` ([B, K], int32).  Numerics: exact.  Torch IR.
-    Source: DESIGN section 3; requirements M11, A9, A10, E5.
+    Returns: the number of drafter passes.  Numerics: exact.  Torch IR.
+    Source: DESIGN section 3.
     """
-    end, config = output_node(gm), ctx.config
-    table = find_role(gm, "block_table_RM")
-    metadata = (find_role(gm, "slot"), find_role(gm, "row"), find_role(gm, "position"), table)
-    (combined,) = splice(gm, ctx, ctx.draft["combine"], {"aux": find_role(gm, "aux")})
-    head_input, recycled = _run(
-        gm,
-        ctx,
-        metadata,
-        input_ids=find_role(gm, "draft_ids"),
-        position_ids=metadata[2],
-        hidden=combined,
-    )
-    num_passes = 1
-    if ctx.phase == "decode":
-        count = find_role(gm, "num_emitted")
-        head_row, hidden = emit(gm, gather_rows, head_input, recycled, count, before=end)
-        start = emit(
-            gm,
-            lambda start_B, count_B: start_B + count_B,
-            find_role(gm, "start"),
-            count,
-            before=end,
-        )
-    else:
-        head_row, hidden = emit(
-            gm, gather_packed, head_input, recycled, find_role(gm, "last_R"), before=end
-        )
-        start = find_role(gm, "start")
-    drafts = [_propose(gm, ctx, head_row)]
-    row = emit(
-        gm,
-        lambda index, live: torch.where(live, index, -1).to(torch.int32),
-        find_role(gm, "row_index"),
-        find_role(gm, "live"),
-        before=end,
-    )
-    for step in range(1, config.num_draft_tokens):
-        ids, position, rows, slot = emit(
-            gm,
-            next_token,
-            drafts[-1],
-            start,
-            row,
-            find_role(gm, "row_index"),
-            find_role(gm, "live"),
-            table,
-            before=end,
-            step=step,
-            max_seq_len=config.max_seq_len,
-            block_size=config.block_size,
-        )
-        head_input, hidden = _run(
-            gm,
-            ctx,
-            (slot, rows, position, table),
-            input_ids=ids,
-            position_ids=position,
-            hidden=hidden,
-        )
-        drafts.append(
-            _propose(gm, ctx, emit(gm, lambda x_B1D: x_B1D.squeeze(1), head_input, before=end))
-        )
-        num_passes += 1
-    stacked = emit(gm, lambda *parts: torch.stack(parts, 1), *drafts, before=end)
-    stacked.meta["role"] = "drafts"
-    return num_passes
+    return LOOPS[ctx.capabilities.kind].splice(gm, ctx)
 
 
-def _run(
-    gm: fx.GraphModule, ctx: PassContext, metadata: tuple[fx.Node, ...], **arguments: fx.Node
-) -> tuple[fx.Node, ...]:
-    """Splice one drafter pass and give its attention the drafter's caches."""
-    outputs = splice(gm, ctx, ctx.draft["forward"], arguments)
-    page_markers(gm, ctx, markers(gm), "draft", metadata)  # type: ignore[arg-type]
-    return outputs
-
-
-def _propose(gm: fx.GraphModule, ctx: PassContext, head_row: fx.Node) -> fx.Node:
-    (token,) = splice(gm, ctx, ctx.draft["propose"], {"head_input": head_row})
-    return token
-
-
-def gather_rows(head_input_BSD: Any, recycled_BSD: Any, num_emitted_B: Any) -> tuple[Any, Any]:
-    """Row n-1 of each request: the last committed one.  Returns ([B, D], [B, 1, D])."""
-    index_B11 = (num_emitted_B - 1).long().view(-1, 1, 1)
-    head = head_input_BSD.gather(1, index_B11.expand(-1, 1, head_input_BSD.shape[-1]))
-    hidden = recycled_BSD.gather(1, index_B11.expand(-1, 1, recycled_BSD.shape[-1]))
-    return head.squeeze(1), hidden
-
-
-def gather_packed(head_input_1TD: Any, recycled_1TD: Any, last_R: Any) -> tuple[Any, Any]:
-    """Each request's last token of this call.  Returns ([R, D], [R, 1, D])."""
-    index_R = last_R.long()
-    return head_input_1TD[0].index_select(0, index_R), recycled_1TD[0].index_select(
-        0, index_R
-    ).unsqueeze(1)
-
-
-def next_token(
-    token_B: Any,
-    start_B: Any,
-    row_B: Any,
-    index_B: Any,
-    live_B: Any,
-    block_table_RM: Any,
-    *,
-    step: int,
-    max_seq_len: int,
-    block_size: int,
-) -> tuple[Any, Any, Any, Any]:
-    """Inputs of single pass `step`: ids, position, row and slot, all [B, 1]."""
-    wanted_B1 = (start_B + (step - 1)).unsqueeze(1)
-    position, row, slot = place(
-        wanted_B1,
-        row_B.unsqueeze(1),
-        index_B.unsqueeze(1),
-        live_B.unsqueeze(1),
-        block_table_RM,
-        max_seq_len=max_seq_len,
-        block_size=block_size,
-    )
-    return token_B.clamp(min=0).unsqueeze(1), position, row, slot
+def num_drafter_passes(ctx: PassContext) -> int | None:
+    """How many passes the loop must splice; None without a drafter."""
+    return LOOPS[ctx.capabilities.kind].num_passes(ctx) if ctx.has_drafter else None

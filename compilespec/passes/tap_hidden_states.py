@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import fx
 
 from compilespec.errors import PassError
+from compilespec.methods.base import FINAL_NORM
 from compilespec.passes.analysis import describe, find_head, residual_streams, shape_of
 from compilespec.passes.graph import find_role
 from compilespec.passes.runner import PassContext
@@ -13,19 +14,19 @@ from compilespec.passes.runner import PassContext
 def tap_hidden_states(gm: fx.GraphModule, ctx: PassContext) -> int:
     """Give hs[k] the role `aux.<i>` for the i-th aux layer k.  Numerics: exact.  Runs on torch IR.
 
-    Source: requirement I7, as a pass instead of hooks; hs[k] is the stream entering layer k
-    (FORMATS 0).
+    hs[k] is the stream entering layer k (FORMATS 0); FINAL_NORM names the head's input.
+    Source: requirement I7, as a pass instead of hooks.
     """
     head = find_head(find_role(gm, "logits"))
     width = (shape_of(head.hidden) or (None,))[-1] if head is not None else None
-    if width is None:
+    if head is None or width is None:
         raise PassError(
             "tap_hidden_states: the model's output is no product with a head, so its width is "
             "unknown"
         )
     streams = residual_streams(gm.graph, find_role(gm, "input_ids"), width)
     for index, layer in enumerate(ctx.aux_layers):
-        candidates = streams.get(layer, [])
+        candidates = [head.hidden] if layer == FINAL_NORM else streams.get(layer, [])
         if len(candidates) != 1:
             raise PassError(
                 f"tap_hidden_states: expected one residual stream entering layer {layer}, found "

@@ -25,13 +25,13 @@ class Eagle3Method:
         name="eagle3",
         kind="recycled",
         needs_draft_weights=True,
-        needs_aux_hidden_states=True,
+        reads_hidden_states=True,
         own_kv_cache=True,
         aliases=("EAGLE3", "EAGLE3_ONE_MODEL"),
     )
 
     def load(
-        self, draft: str | Path | nn.Module, target: TargetInfo, options: Mapping[str, Any]
+        self, draft: str | Path | nn.Module | None, target: TargetInfo, options: Mapping[str, Any]
     ) -> Drafter:
         """Build the drafter from a checkpoint directory of any layout, or adopt a module.
 
@@ -41,6 +41,7 @@ class Eagle3Method:
         Raises:
             CheckpointError, DraftMismatch, InvalidOption, NotSupported.
         """
+        assert draft is not None, "the caller looks for a draft first"
         return load_drafter(draft, target, options)
 
 

@@ -19,15 +19,18 @@ class NoneMethod:
 
     def load(
         self, draft: str | Path | nn.Module | None, target: TargetInfo, options: Mapping[str, Any]
-    ) -> Drafter:
-        """Always an error: callers ask `capabilities.needs_draft_weights` first.
+    ) -> Drafter | None:
+        """No drafter.
 
         Raises:
-            InvalidOption: a draft or an option was given, or a drafter was asked for.
+            InvalidOption: an option was given.
         """
         if options:
-            raise InvalidOption(f"spec='none' takes no options, came {', '.join(sorted(options))}")
-        raise InvalidOption("spec='none' has no drafter; leave out draft= or choose another method")
+            raise InvalidOption(
+                f"unknown option {', '.join(sorted(options))}: compile() and method 'none' know no "
+                f"such keyword"
+            )
+        return None
 
 
 METHOD = NoneMethod()

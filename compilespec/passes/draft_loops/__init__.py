@@ -1,0 +1,30 @@
+"""The kinds of draft loops, a file each: how a method's drafter is unrolled into the step.
+
+A loop is a function of (graph, context) that splices the captured calls of the drafter
+(`ctx.draft`), makes the role `drafts` ([B, K] int32 target ids, PAD where nothing is proposed) and
+returns how many drafter passes it spliced.  Which one runs is a capability of the method.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from torch import fx
+
+from compilespec.methods.base import DraftKind
+from compilespec.passes.draft_loops.recycled import recycled
+from compilespec.passes.runner import PassContext
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftLoop:
+    """One kind of draft loop, and how many drafter passes it must splice."""
+
+    splice: Callable[[fx.GraphModule, PassContext], int]
+    num_passes: Callable[[PassContext], int]
+
+
+LOOPS: Mapping[DraftKind, DraftLoop] = {
+    "recycled": DraftLoop(splice=recycled, num_passes=lambda ctx: ctx.config.num_draft_tokens),
+}
