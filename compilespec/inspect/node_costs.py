@@ -130,7 +130,9 @@ class NodeCosts:
             return list(value.shape) == [self._num_verify]  # type: ignore[union-attr]
         if not any(operand in self._verifies for operand in node.all_input_nodes):
             return False
-        return not isinstance(value, torch.Tensor) or self._verify_dim(node) is not None
+        if isinstance(value, (list, tuple)):  # of parts, each of which is looked at
+            return True
+        return isinstance(value, torch.Tensor) and self._verify_dim(node) is not None
 
     def _verify_dim(self, node: Any) -> Any:
         """Where a node that depends on verify positions has them: [S*B, ..], [B, S, ..],
