@@ -21,6 +21,7 @@ from compilespec.passes.check_markers import check_markers
 from compilespec.passes.check_mutations import check_mutations
 from compilespec.passes.cleanup import cleanup
 from compilespec.passes.commit_state import commit_state
+from compilespec.passes.draft_loops.recycled import gather_packed, gather_rows, next_token
 from compilespec.passes.graph import emit, find_role, get_outputs, output_node, set_outputs
 from compilespec.passes.insert_paged_attention import insert_paged_attention
 from compilespec.passes.merge_projections import merge_projections
@@ -31,12 +32,7 @@ from compilespec.passes.rewrite import start_step, to_aten
 from compilespec.passes.runner import check_order, snapshot
 from compilespec.passes.shift_hidden_states import shift_prompt
 from compilespec.passes.splice_acceptance import accept_greedy, first_token
-from compilespec.passes.splice_draft_loop import (
-    gather_packed,
-    gather_rows,
-    next_token,
-    splice_draft_loop,
-)
+from compilespec.passes.splice_draft_loop import splice_draft_loop
 from compilespec.program import BufferSpec, InputSpec, PassRecord, Phase, ProgramConfig, is_marker
 from compilespec.target_info import describe_target
 from compilespec.trace import trace_target
@@ -717,6 +713,7 @@ def test_the_retrace_changes_no_number(rewritten, seed):
         ("cleanup", 0.0),
         ("merge_projections", 2e-5),
         ("prepack_linears", 2e-5),
+        ("bound_positions", 0.0),
         ("check_mutations", 0.0),
     ],
 )
