@@ -13,7 +13,7 @@ from compilespec import _torch_compat
 from compilespec.errors import PassError
 from compilespec.passes import ATEN_PASSES, SPLICE_PASSES
 from compilespec.passes.graph import get_outputs, output_node, set_outputs, splice
-from compilespec.passes.runner import PassContext, run_passes, snapshot
+from compilespec.passes.runner import PassContext, run_passes, snapshot, stamp
 from compilespec.program import InputSpec, PassRecord, PhaseGraph, StepGraph
 
 # Example sizes of the symbolic dimensions, chosen to equal few static ones.
@@ -75,6 +75,7 @@ def start_step(ctx: PassContext) -> fx.GraphModule:
     (logits,) = splice(gm, ctx, ctx.target, arguments)
     logits.meta["role"] = "logits"
     set_outputs(gm, {"logits": logits})
+    stamp(gm.graph, "trace")
     gm.recompile()
     return gm
 

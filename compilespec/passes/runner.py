@@ -125,7 +125,7 @@ def run_passes(
         elapsed_ms = (time.perf_counter() - started) * 1e3
         ctx.declared.update(ctx.inputs)
         _check_count(entry, matched, expected, gm, ctx)
-        _stamp(gm.graph, entry.name)
+        stamp(gm.graph, entry.name)
         _lint(gm, entry)
         ensured += entry.ensures
         check_contracts(gm, ctx, entry, ensured, written, level=level)
@@ -217,7 +217,7 @@ def _source_line(node: fx.Node) -> str:
     return f"{frames[-1][0].rsplit('/', 1)[-1]}:{frames[-1][1]}" if frames else ""
 
 
-def _stamp(graph: fx.Graph, name: str) -> None:
+def stamp(graph: fx.Graph, name: str) -> None:
     """Nodes without an author were made by this pass."""
     for node in graph.nodes:
         custom = node.meta.get("custom") or {}

@@ -50,7 +50,7 @@ def random_head(
         drafter = Eagle3Drafter(config)
     generator = torch.Generator().manual_seed(seed)
     tensors = {
-        name: _random_tensor(name, like.shape, generator)
+        name: like if target.device.type == "meta" else _random_tensor(name, like.shape, generator)
         for name, like in sorted(drafter.state_dict().items())
         if name != "d2t"
     }

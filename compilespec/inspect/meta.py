@@ -1,0 +1,66 @@
+"""A target and a random drafter without memory, from a config.json alone: on the meta device."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from compilespec.errors import ModelNotFound, NotSupported
+from compilespec.methods import get_method
+from compilespec.methods.base import Drafter, TargetInfo
+
+
+def meta_target(directory: str | Path, dtype: str | None = None) -> Any:
+    """The model that a directory's config.json describes, with no weights behind it.
+
+    Raises: ModelNotFound where there is no config.json, or transformers cannot build it.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    directory = Path(directory)
+    if not (directory / "config.json").is_file():
+        raise ModelNotFound(f"--meta: {directory} holds no config.json")
+    try:
+        config = AutoConfig.from_pretrained(directory, local_files_only=True)
+        wanted = getattr(torch, dtype) if dtype else config.dtype or torch.bfloat16
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, dtype=wanted)
+    except (OSError, ValueError, KeyError) as error:
+        raise ModelNotFound(f"--meta: {directory}: {str(error).splitlines()[0]}") from error
+    return model.eval()
+
+
+def meta_draft(model: Any, spec: str) -> Drafter | None:
+    """A random drafter of the method on the meta device; None where the method has none to load.
+
+    Raises: NotSupported for a method without `random_head`.
+    """
+    capabilities = get_method(spec).capabilities
+    if not capabilities.needs_draft_weights:
+        return None
+    make = getattr(import_module(f"compilespec.methods.{capabilities.name}"), "random_head", None)
+    if make is None:
+        raise NotSupported(f"--meta: method {capabilities.name!r} has no random head")
+    drafter: Drafter = make(_describe(model))
+    return drafter
+
+
+def _describe(model: Any) -> TargetInfo:
+    """Read off the module: tracing a large model twice would double the time."""
+    config = model.config
+    embedding = model.get_input_embeddings().weight.detach()
+    head = model.get_output_embeddings().weight.detach()
+    return TargetInfo(
+        hidden_size=head.shape[1],
+        vocab_size=head.shape[0],
+        num_layers=config.get_text_config().num_hidden_layers,
+        dtype=head.dtype,
+        device=head.device,
+        embedding=embedding,
+        lm_head=head,
+        config=config,
+        max_seq_len=getattr(config, "max_position_embeddings", 0),
+    )
