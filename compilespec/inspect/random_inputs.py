@@ -23,6 +23,7 @@ from compilespec.passes.runner import PassContext
 from compilespec.program import PAD, BufferSpec
 
 SPARE_BLOCKS = 2  # that no table points to
+FAR = 256  # tokens: a context that is long to attend to in plain Python
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,6 +75,8 @@ def _decode_case(draw: _Draw, batch_size: int, start: Stage) -> Case:
     longest = config.max_seq_len
     # near the end of the sequence, at it, its first token; the rest anywhere
     lengths = [longest - 2, 1, longest - config.num_draft_tokens - 1, longest, 2]
+    if longest > FAR:  # histories so long are costly: one of them is enough
+        lengths[2:4] = [FAR // 2 - 1, FAR // 2]
     lengths = [max(1, length) for length in lengths]
     if batch_size == 1:
         lengths = [min(longest - 1, 2 * config.block_size + 1)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from compilespec.passes import contracts, references
 from compilespec.passes.bound_positions import bound_positions
 from compilespec.passes.check_markers import check_markers
 from compilespec.passes.check_mutations import check_mutations
@@ -15,17 +16,39 @@ from compilespec.passes.read_state import read_state
 from compilespec.passes.runner import Pass, PassContext, check_order, run_passes
 from compilespec.passes.shift_hidden_states import shift_hidden_states
 from compilespec.passes.splice_acceptance import splice_acceptance
-from compilespec.passes.splice_draft_loop import splice_draft_loop
+from compilespec.passes.splice_draft_loop import num_drafter_passes, splice_draft_loop
 from compilespec.passes.tap_hidden_states import tap_hidden_states
 
 # Torch IR, as Dynamo gives it: only splicing happens here, never dead-code elimination.
 SPLICE_PASSES = (
-    Pass(run=check_markers, matches=lambda ctx: ctx.num_attention_layers),
-    Pass(run=tap_hidden_states, matches=lambda ctx: len(ctx.aux_layers) or None),
-    Pass(run=read_state, after=("check_markers",), matches=lambda ctx: 2),
+    Pass(
+        run=check_markers,
+        matches=lambda ctx: ctx.num_attention_layers,
+        looks_for="an attention marker for each layer that was traced",
+        near=("attention", "softmax"),
+    ),
+    Pass(
+        run=tap_hidden_states,
+        matches=lambda ctx: len(ctx.aux_layers) or None,
+        ensures=(contracts.TAPPED,),
+        reference=references.tap_hidden_states,
+    ),
+    Pass(
+        run=read_state,
+        after=("check_markers",),
+        matches=lambda ctx: 2,
+        ensures=(
+            contracts.NO_ARGUMENTS,
+            contracts.plays("ids", "position", "row", "slot", "row_index", "live", "start"),
+        ),
+        reference=references.read_state,
+    ),
     Pass(
         run=narrow_logits,
         after=("read_state",),
+        numerics="rounding",  # a library may order the sums of fewer rows differently
+        ensures=(contracts.plays("logits"),),
+        reference=references.narrow_logits,
         matches=lambda ctx: 1 if ctx.phase == "prefill" else None,
     ),
     Pass(
@@ -33,31 +56,64 @@ SPLICE_PASSES = (
         after=("read_state",),
         numerics="rounding",
         matches=lambda ctx: ctx.num_attention_layers,
+        looks_for="an attention marker for each layer that was traced",
+        near=("attention", "softmax"),
+        ensures=(contracts.NO_STATELESS, contracts.OWN_CACHES),
+        reference=references.insert_paged_attention,
     ),
-    Pass(run=splice_acceptance, after=("narrow_logits",), matches=lambda ctx: 1),
+    Pass(
+        run=splice_acceptance,
+        after=("narrow_logits",),
+        matches=lambda ctx: 1,
+        ensures=(
+            contracts.gives("emitted_BS", "num_emitted_B"),
+            contracts.plays("target", "num_emitted"),
+        ),
+        reference=references.splice_acceptance,
+    ),
     Pass(
         run=shift_hidden_states,
         after=("tap_hidden_states", "splice_acceptance"),
-        matches=lambda ctx: 1 if ctx.has_drafter else None,
+        matches=lambda ctx: 1 if ctx.capabilities.reads_hidden_states else None,
+        ensures=(contracts.plays("draft_ids", "aux"),),
+        reference=references.shift_hidden_states,
     ),
     Pass(
         run=splice_draft_loop,
         after=("shift_hidden_states",),
-        matches=lambda ctx: ctx.config.num_draft_tokens if ctx.has_drafter else None,
+        matches=num_drafter_passes,
+        looks_for="passes of the drafter",
+        near=("paged_attention",),
+        ensures=(contracts.plays("drafts"),),
+        reference=references.splice_draft_loop,
     ),
-    Pass(run=commit_state, after=("splice_draft_loop",), matches=lambda ctx: 1),
+    Pass(
+        run=commit_state,
+        after=("splice_draft_loop",),
+        matches=lambda ctx: 1,
+        ensures=(contracts.writes_buffers("tokens_RS", "seq_len_R"),),
+        reference=references.commit_state,
+    ),
 )
 
 # ATen, after the one retrace: everything that matches and rewrites.
 ATEN_PASSES = (
     Pass(run=cleanup, at_least=0),
     Pass(run=merge_projections, after=("cleanup",), numerics="rounding", at_least=0),
-    Pass(run=prepack_linears, after=("merge_projections",), numerics="rounding", at_least=0),
+    Pass(
+        run=prepack_linears,
+        after=("merge_projections",),
+        numerics="rounding",
+        at_least=0,
+        ensures=(contracts.ALL_PACKED,),
+    ),
     Pass(run=bound_positions, after=("prepack_linears",), at_least=0),
     Pass(
         run=check_mutations,
         after=("bound_positions",),
         matches=lambda ctx: len(ctx.buffers) - 1,  # all but the block table, which the host writes
+        looks_for="writes of every buffer but the block table",
+        near=("paged_attention", "index_put_"),
     ),
 )
 

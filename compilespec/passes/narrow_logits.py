@@ -15,7 +15,7 @@ from compilespec.passes.runner import PassContext
 
 def narrow_logits(gm: fx.GraphModule, ctx: PassContext) -> int:
     """Gather rows `last_R` before the head's product: [1, T, V] becomes [1, R, V].  Numerics:
-    exact.  Torch IR.
+    rounding.  Torch IR.
 
     Where the model does more to its logits than element-wise operations, the rows are gathered
     after them:
