@@ -150,7 +150,9 @@ class _Run(fx.Interpreter):
         slot, row, position = args[5:8]
         tokens = Tokens(slot=slot, row=row, position=position)
         cache: Any = n.args[3]
-        self.calls.append(AttentionCall(cache=cache.meta["role"], tokens=tokens, node=n.name))
+        self.calls.append(
+            AttentionCall(cache=cache.meta["role"], tokens=tokens, key=args[1], node=n.name)
+        )
 
     def _decide(self, n: fx.Node, scores: Tensor, winner: Tensor) -> Tensor:
         taken = self._decisions.take(n.name, scores, winner.reshape(scores.shape[:-1]))

@@ -29,7 +29,7 @@ class NodeReport:
     made: tuple[str, ...]  # nodes of this pass that feed it, nearest first
 
     def __str__(self) -> str:
-        made = f"; made by the pass before it: {', '.join(self.made)}" if self.made else ""
+        made = f"; nodes of this pass that feed it: {', '.join(self.made)}" if self.made else ""
         return f"{self.name} = {self.target} ({self.module}), {self.what}: {self.text}{made}"
 
 
@@ -56,7 +56,9 @@ def first_parting_node(ctx: PassContext, stages: PassStages, case: Case) -> Node
     found += [(order[node], node, "argmax", "another winner") for node in parted.values()]
     if not found:
         return None
-    _, node, what, text = min(found, key=lambda entry: entry[0])
+    # several nodes may write a buffer: it says less than a value that one node made
+    precise = [entry for entry in found if not entry[2].startswith("buffer")]
+    _, node, what, text = min(precise or found, key=lambda entry: entry[0])
     return _report(stages, node, what, text)
 
 

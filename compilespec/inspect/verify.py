@@ -297,6 +297,8 @@ def value_pairs(
             for part in ("slot", "row", "position"):
                 what = f"call {same[number].node} {part}"
                 yield what, getattr(same[number].tokens, part), getattr(call.tokens, part)
+            if call.key is not None:
+                yield f"call {same[number].node} key", same[number].key, call.key
         else:
             yield f"call {number} over {call.cache}", None, call.tokens.slot
     spare = ctx.config.max_batch_size

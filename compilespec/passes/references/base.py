@@ -38,10 +38,11 @@ class Tokens:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class AttentionCall:
-    """One paged attention: the cache it writes its keys to, and its tokens."""
+    """One paged attention: the cache it writes its keys to, its tokens, and their keys."""
 
     cache: str
     tokens: Tokens
+    key: Tensor | None = None  # None where a reference says nothing about it
     node: str = ""
 
 

@@ -85,7 +85,7 @@ class Drafts:
         def attend(layer: int, args: tuple[Any, ...]) -> Tensor:
             query, key, value, *options = args
             names = [f"cache.draft.{layer}.{half}" for half in ("key", "value")]
-            self.calls.append(AttentionCall(cache=names[0], tokens=tokens))
+            self.calls.append(AttentionCall(cache=names[0], tokens=tokens, key=key))
             result: Tensor = torch.ops.compilespec.paged_attention(
                 query, key, value, *(self._caches[name] for name in names), tokens.slot,
                 tokens.row, tokens.position, self.case.inputs["block_table_RM"], *options,
