@@ -177,6 +177,6 @@ def _argument(value: Any) -> str:
     if isinstance(value, (list, tuple)):
         return f"[{', '.join(map(_argument, value))}]"
     if isinstance(value, slice):
-        parts = (value.start, value.stop, value.step)
+        parts = (value.start, value.stop, value.step)[: 2 if value.step is None else 3]
         return ":".join("" if part is None else _argument(part) for part in parts)
     return "end" if value == 2**63 - 1 else str(value).removeprefix("torch.")
