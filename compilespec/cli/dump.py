@@ -91,6 +91,7 @@ def add_parser(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # they would tear our own spinner
     from compilespec.inspect.table import row_filter
 
     row_filter(args.where)  # a bad pattern is told before seconds of tracing
@@ -362,7 +363,6 @@ def _trace(args: argparse.Namespace) -> SpecProgram:
 
 def _model_and_options(args: argparse.Namespace) -> tuple[Any, dict[str, Any]]:
     """The model, and the keywords of `compilespec.compile` and `trace` that were given."""
-    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # they would tear our own spinner
     spec = _spec(args)
     options = {"max_seq_len": args.max_seq_len}
     model, draft = args.model, args.draft
