@@ -80,7 +80,7 @@ def find_draft(
 
     Raises: DraftNotFound naming every place that was searched.
     """
-    if isinstance(draft, nn.Module):
+    if isinstance(draft, nn.Module) or callable(draft):
         return draft
     if draft is not None:
         path = Path(draft)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -37,7 +37,7 @@ from compilespec.trace import trace_target
 
 def compile(
     model: nn.Module | str | Path,
-    spec: str | MethodConfig | None = "none",
+    spec: str | Method | MethodConfig | None = "none",
     *,
     draft: str | Path | nn.Module | None = None,
     num_draft_tokens: int | None = None,
@@ -61,8 +61,8 @@ def compile(
 
     Args:
         model: an nn.Module, a directory in Hugging Face layout, or "demo".
-        spec: drafting method by name or as a config; "none" is plain decoding through the same
-        path.
+        spec: drafting method by name, as a config, or a method object of one's own; "none" is
+        plain decoding through the same path.
         draft: directory or module of the drafter; None looks beside the target.
         num_draft_tokens: K; None takes the checkpoint's own, else 3.
         max_seq_len: tokens per request, prompt included; None takes the model's limit, at most
@@ -108,7 +108,7 @@ def compile(
 
 def trace(
     model: nn.Module | str | Path,
-    spec: str | MethodConfig | None = "none",
+    spec: str | Method | MethodConfig | None = "none",
     *,
     draft: str | Path | nn.Module | None = None,
     dtype: torch.dtype | str | None = None,
@@ -129,11 +129,13 @@ def trace(
 
 
 def _method_of(
-    spec: str | MethodConfig | None, options: Mapping[str, Any]
+    spec: str | Method | MethodConfig | None, options: Mapping[str, Any]
 ) -> tuple[Method, dict[str, Any]]:
-    """The method that `spec` names and its options; keywords win over those of a config."""
+    """The method that `spec` names or is, and its options; keywords win over those of a config."""
     if isinstance(spec, MethodConfig):
         return get_method(spec.name), {**spec.options, **options}
+    if hasattr(spec, "capabilities") and hasattr(spec, "load"):
+        return cast(Method, spec), dict(options)
     return get_method(spec), dict(options)
 
 

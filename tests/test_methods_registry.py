@@ -26,7 +26,7 @@ def test_names_and_mode_names(name, found):
     assert get_method(name).capabilities.name == found
 
 
-@pytest.mark.parametrize("name", [*PLANNED, "MTP_EAGLE_ONE_MODEL", "NGRAM", "Draft_Target", "AUTO"])
+@pytest.mark.parametrize("name", [*PLANNED, "MTP_EAGLE_ONE_MODEL", "Draft_Target", "AUTO"])
 def test_planned_methods_are_not_supported_yet(name):
     with pytest.raises(NotSupported, match="not built yet"):
         get_method(name)
@@ -56,12 +56,12 @@ def test_no_two_methods_answer_to_one_name():
 
 def test_capability_rows():
     rows = {row["name"]: row for row in capability_rows()}
-    assert method_names() == ("none", "eagle3")
+    assert method_names() == ("none", "eagle3", "ngram", "user")
     assert rows["eagle3"]["built"]
     assert rows["eagle3"]["reads_hidden_states"]
     assert rows["eagle3"]["kind"] == "recycled"
     assert not rows["none"]["needs_draft_weights"]
-    assert not rows["ngram"]["built"]
+    assert not rows["mtp"]["built"]
 
 
 def test_none_has_no_drafter():

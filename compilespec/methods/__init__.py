@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from compilespec.errors import NotSupported, UnknownMethod
-from compilespec.methods import eagle3, none
+from compilespec.methods import eagle3, ngram, none, user
 from compilespec.methods.base import Method
 
 METHODS: tuple[Method, ...] = (
     none.METHOD,
     eagle3.METHOD,
+    ngram.METHOD,
+    user.METHOD,
 )
 
 # Methods of the design that are not built yet, with the reference's mode names for them.
@@ -19,8 +21,6 @@ PLANNED: dict[str, tuple[str, ...]] = {
     "mtp_multi": (),
     "shared_kv": (),
     "draft_model": ("DRAFT_TARGET",),
-    "ngram": ("NGRAM",),
-    "user": ("USER_PROVIDED",),
     "save_hidden_states": ("SAVE_HIDDEN_STATES",),
     "auto": ("AUTO",),
 }

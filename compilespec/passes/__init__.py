@@ -14,7 +14,7 @@ from compilespec.passes.narrow_logits import narrow_logits
 from compilespec.passes.prepack_linears import prepack_linears
 from compilespec.passes.read_state import read_state
 from compilespec.passes.runner import Pass, PassContext, check_order, run_passes
-from compilespec.passes.shift_hidden_states import shift_hidden_states
+from compilespec.passes.shift_hidden_states import pairs_hidden_states, shift_hidden_states
 from compilespec.passes.splice_acceptance import splice_acceptance
 from compilespec.passes.splice_draft_loop import num_drafter_passes, splice_draft_loop
 from compilespec.passes.tap_hidden_states import tap_hidden_states
@@ -74,7 +74,7 @@ SPLICE_PASSES = (
     Pass(
         run=shift_hidden_states,
         after=("tap_hidden_states", "splice_acceptance"),
-        matches=lambda ctx: 1 if ctx.capabilities.reads_hidden_states else None,
+        matches=lambda ctx: 1 if pairs_hidden_states(ctx) else None,
         ensures=(contracts.plays("draft_ids", "aux"),),
         reference=references.shift_hidden_states,
     ),

@@ -52,6 +52,7 @@ CONTRACT: dict[str, Range] = {
     "owner_T": integers(0, R - 1),
     "last_R": integers(0, T - 1),
     "tokens_RS": integers(-1, V - 1),
+    "history_RL": integers(-1, V - 1),
     "seq_len_R": integers(0, L),
     "block_table_RM": integers(-1, NUM_BLOCKS - 1),
 }

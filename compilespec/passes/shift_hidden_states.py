@@ -36,6 +36,11 @@ def shift_hidden_states(gm: fx.GraphModule, ctx: PassContext) -> int:
     return 1
 
 
+def pairs_hidden_states(ctx: PassContext) -> bool:
+    """Whether the drafter reads rows of (hidden state, next token); a direct one reads one row."""
+    return ctx.capabilities.reads_hidden_states and ctx.capabilities.kind != "direct"
+
+
 def shift_prompt(next_T: Any, target_R1: Any, owner_T: Any) -> Any:
     """next_T: the prompt token after each token, -1 where the prompt ends and the sampled token
     comes next.

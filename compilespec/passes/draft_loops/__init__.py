@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from compilespec.methods.base import DraftKind
+from compilespec.passes.draft_loops.direct import direct
 from compilespec.passes.draft_loops.recycled import recycled
 from compilespec.passes.runner import PassContext
 
@@ -27,4 +28,5 @@ class DraftLoop:
 
 LOOPS: Mapping[DraftKind, DraftLoop] = {
     "recycled": DraftLoop(splice=recycled, num_passes=lambda ctx: ctx.config.num_draft_tokens),
+    "direct": DraftLoop(splice=direct, num_passes=lambda ctx: 1),
 }

@@ -1,0 +1,134 @@
+"""Direct drafting: one call gives all K drafts; no cache, no loop."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from compilespec.passes.draft_loops.recycled import gather_packed, gather_rows
+from compilespec.passes.graph import add_buffer, arange_like, emit, find_role, output_node, splice
+from compilespec.passes.runner import PassContext
+from compilespec.program import PAD, BufferSpec
+
+
+def direct(gm: fx.GraphModule, ctx: PassContext) -> int:
+    """Feed the drafter's one call, "draft", what it reads, by argument name:
+
+    history_BL  int32 [B, max_seq_len]: the request's tokens, the bonus token last, then PAD
+    length_B    int32 [B]: how many of them are valid
+    hidden_BE   [B, A*D]: the target's taps at the last committed row, n-1
+
+    The history is a state buffer of one row a request, declared only when read.  Makes the role
+    `drafts` ([B, K], int32); a PAD among them is no draft.  Torch IR.
+    """
+    call = ctx.draft["draft"]
+    reads = {entry.name for entry in call.inputs if entry.kind == "argument"}
+    arguments: dict[str, fx.Node] = {}
+    if reads & {"history_BL", "length_B"}:
+        arguments["length_B"] = _length(gm, ctx)
+    if "history_BL" in reads:
+        arguments["history_BL"] = _history(gm, ctx, arguments["length_B"])
+    if "hidden_BE" in reads:
+        arguments["hidden_BE"] = _hidden(gm, ctx)
+    (drafts,) = splice(gm, ctx, call, arguments)
+    drafts.meta["role"] = "drafts"
+    return 1
+
+
+def _length(gm: fx.GraphModule, ctx: PassContext) -> fx.Node:
+    """Tokens of each request with this step's: those up to `start`, and what was emitted after."""
+    parts = [find_role(gm, "start")]
+    if ctx.phase == "decode":
+        parts.append(find_role(gm, "num_emitted"))
+    limit = ctx.config.max_seq_len
+    node: fx.Node = emit(
+        gm, lambda *terms: (sum(terms) + 1).clamp(max=limit), *parts, before=output_node(gm)
+    )
+    return node
+
+
+def _history(gm: fx.GraphModule, ctx: PassContext, length: fx.Node) -> fx.Node:
+    """Write this step's tokens into the history rows and read the rows of the step's requests."""
+    config, end = ctx.config, output_node(gm)
+    history = add_buffer(
+        gm,
+        ctx,
+        BufferSpec(
+            name="history_RL",
+            kind="state",
+            shape=(config.max_batch_size + 1, config.max_seq_len + 1),  # a spare row and column
+            dtype=torch.int32,
+            fill=PAD,
+        ),
+    )
+    index, start = find_role(gm, "row_index"), find_role(gm, "start")
+    emitted = find_role(gm, "emitted")
+    if ctx.phase == "decode":
+        places = emit(
+            gm, emitted_places, index, start, find_role(gm, "num_emitted"), emitted, before=end,
+            num_tokens=config.num_verify_tokens, spare_column=config.max_seq_len,
+        )  # fmt: skip
+    else:
+        packed = (find_role(gm, name) for name in ("ids_T", "position_T", "row_T"))
+        places = emit(
+            gm, prompt_places, *packed, index, start, emitted, before=end,
+            spare_row=config.max_batch_size, spare_column=config.max_seq_len,
+        )  # fmt: skip
+    node: fx.Node = emit(
+        gm, write_and_read, history, *places, index, length, before=end,
+        max_seq_len=config.max_seq_len,
+    )  # fmt: skip
+    return node
+
+
+def emitted_places(
+    index_B: Any, start_B: Any, count_B: Any, emitted_BS: Any, *, num_tokens: int, spare_column: int
+) -> tuple[Any, Any, Any]:
+    """Decode: emitted token j stands at position start + 1 + j.  Returns (row, column, token),
+    [B, S]; what is PAD or past the maximum length goes to the spare column.
+    """
+    offset_S = arange_like(start_B, num_tokens)
+    column_BS = (start_B.unsqueeze(1) + offset_S + 1).clamp(max=spare_column)
+    column_BS = torch.where(offset_S < count_B.unsqueeze(1), column_BS, spare_column)
+    return index_B.unsqueeze(1).expand(-1, num_tokens), column_BS.long(), emitted_BS
+
+
+def prompt_places(
+    ids_T: Any, position_T: Any, row_T: Any, index_R: Any, start_R: Any, emitted_R1: Any, *,
+    spare_row: int, spare_column: int,
+) -> tuple[Any, Any, Any]:  # fmt: skip
+    """Prefill: the chunks' tokens at their positions, and each first token after its prompt.
+
+    Returns (row, column, token), [T + R].  A prompt that goes on has the spare row in `index_R`.
+    """
+    row = torch.cat([torch.where(row_T >= 0, row_T, spare_row).long(), index_R])
+    column = torch.cat([position_T, start_R]).clamp(max=spare_column).long()
+    return row, column, torch.cat([ids_T, emitted_R1.squeeze(1)])
+
+
+def write_and_read(
+    history_RL: Any, row: Any, column: Any, token: Any, index_B: Any, length_B: Any, *,
+    max_seq_len: int,
+) -> Any:  # fmt: skip
+    """[B, max_seq_len] tokens, PAD from `length_B` on: what an earlier owner of the row left there
+    is never seen.
+    """
+    history_RL.index_put_((row, column), token)
+    rows_BL = history_RL[index_B][:, :max_seq_len]
+    is_valid = arange_like(length_B, max_seq_len) < length_B.unsqueeze(1)
+    return torch.where(is_valid, rows_BL, PAD)
+
+
+def _hidden(gm: fx.GraphModule, ctx: PassContext) -> fx.Node:
+    end = output_node(gm)
+    taps = [find_role(gm, f"aux.{index}") for index in range(len(ctx.aux_layers))]
+    aux = emit(gm, lambda *parts: torch.cat(parts, -1), *taps, before=end)
+    gather, row = (
+        (gather_rows, find_role(gm, "num_emitted"))
+        if ctx.phase == "decode"
+        else (gather_packed, find_role(gm, "last_R"))
+    )
+    node: fx.Node = emit(gm, lambda aux_, row_: gather(aux_, aux_, row_)[0], aux, row, before=end)
+    return node
