@@ -25,10 +25,10 @@ from tools.demo.target import load_trained_target, train_target
 
 CACHE = Path.home() / ".cache" / "compilespec-demo"
 PARTS = ("target", "eagle3", "mtp", "draft", "export")
-# Steps, decay steps of the released checkpoints (mtp and draft: not trained yet).
+# Steps and decay steps of the released checkpoints (mtp and draft: not trained yet).
 SCHEDULES = {
-    "target": (805, 319),
-    "eagle3": (430, 290),
+    "target": (4000, 800),
+    "eagle3": (642, 500),
     "mtp": (1200, 500),
     "draft": (1500, 600),
 }
@@ -45,7 +45,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, help="default: those of the released checkpoints")
     parser.add_argument("--decay-steps", type=int)
     parser.add_argument("--stop-at", type=int, help="stop here with a checkpoint, no decay")
-    parser.add_argument("--generated", type=int, default=1280, help="sequences of each kind")
+    parser.add_argument("--generated", type=int, default=1024, help="sequences of each kind")
     parser.add_argument("--out", type=Path, help="where export writes")
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--threads", type=int, default=1, help="of each process")

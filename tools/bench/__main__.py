@@ -28,7 +28,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--backend", default="inductor", choices=["inductor", "eager"])
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8])
-    parser.add_argument("--num-draft-tokens", type=int, nargs="+", default=[3, 5], metavar="K")
+    parser.add_argument("--num-draft-tokens", type=int, nargs="+", default=[1, 3, 5], metavar="K")
     parser.add_argument("--max-new-tokens", type=int, default=128)
     parser.add_argument("--max-seq-len", type=int)
     parser.add_argument("--num-prompts", type=int, default=16)
