@@ -17,6 +17,9 @@ from compilespec.methods.base import TargetInfo
         ("EAGLE3", "eagle3"),
         ("Eagle3_One_Model", "eagle3"),
         ("EAGLE3_ONE_MODEL", "eagle3"),
+        ("Draft_Target", "draft_model"),
+        ("NGRAM", "ngram"),
+        ("USER_PROVIDED", "user"),
         ("none", "none"),
         ("NONE", "none"),
         (None, "none"),
@@ -26,7 +29,7 @@ def test_names_and_mode_names(name, found):
     assert get_method(name).capabilities.name == found
 
 
-@pytest.mark.parametrize("name", [*PLANNED, "MTP_EAGLE_ONE_MODEL", "Draft_Target", "AUTO"])
+@pytest.mark.parametrize("name", [*PLANNED, "MTP_EAGLE_ONE_MODEL", "AUTO"])
 def test_planned_methods_are_not_supported_yet(name):
     with pytest.raises(NotSupported, match="not built yet"):
         get_method(name)
@@ -56,7 +59,7 @@ def test_no_two_methods_answer_to_one_name():
 
 def test_capability_rows():
     rows = {row["name"]: row for row in capability_rows()}
-    assert method_names() == ("none", "eagle3", "ngram", "user")
+    assert method_names() == ("none", "eagle3", "draft_model", "ngram", "user")
     assert rows["eagle3"]["built"]
     assert rows["eagle3"]["reads_hidden_states"]
     assert rows["eagle3"]["kind"] == "recycled"

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from compilespec.errors import NotSupported, UnknownMethod
-from compilespec.methods import eagle3, ngram, none, user
+from compilespec.methods import draft_model, eagle3, ngram, none, user
 from compilespec.methods.base import Method
 
 METHODS: tuple[Method, ...] = (
     none.METHOD,
     eagle3.METHOD,
+    draft_model.METHOD,
     ngram.METHOD,
     user.METHOD,
 )
@@ -20,7 +21,6 @@ PLANNED: dict[str, tuple[str, ...]] = {
     "mtp_eagle": ("MTP_EAGLE", "MTP_EAGLE_ONE_MODEL"),
     "mtp_multi": (),
     "shared_kv": (),
-    "draft_model": ("DRAFT_TARGET",),
     "save_hidden_states": ("SAVE_HIDDEN_STATES",),
     "auto": ("AUTO",),
 }

@@ -15,6 +15,7 @@ from torch import fx
 from compilespec.methods.base import DraftKind
 from compilespec.passes.draft_loops.direct import direct
 from compilespec.passes.draft_loops.recycled import recycled
+from compilespec.passes.draft_loops.unshifted import num_unshifted_passes, unshifted
 from compilespec.passes.runner import PassContext
 
 
@@ -29,4 +30,5 @@ class DraftLoop:
 LOOPS: Mapping[DraftKind, DraftLoop] = {
     "recycled": DraftLoop(splice=recycled, num_passes=lambda ctx: ctx.config.num_draft_tokens),
     "direct": DraftLoop(splice=direct, num_passes=lambda ctx: 1),
+    "unshifted": DraftLoop(splice=unshifted, num_passes=num_unshifted_passes),
 }

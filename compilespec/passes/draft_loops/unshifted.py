@@ -1,0 +1,131 @@
+"""Unshifted drafting: a causal model of its own, which sees the tokens at their own positions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from compilespec.passes.draft_loops.recycled import next_token
+from compilespec.passes.graph import arange_like, emit, find_role, output_node, splice
+from compilespec.passes.insert_paged_attention import page_markers
+from compilespec.passes.read_state import place
+from compilespec.passes.runner import PassContext
+from compilespec.program import markers
+
+
+def unshifted(gm: fx.GraphModule, ctx: PassContext) -> int:
+    """Token x_p in slot p of the drafter's cache.  Makes the role `drafts` ([B, K], int32).
+
+    Decode: the S target tokens at seq_len+1 .. seq_len+S (what stands after the bonus token is
+    written again before anything attends to it); row n-1 gives draft 1; then K-1 single tokens from
+    seq_len+n+1.  Prefill: the prompt at its positions, then K single tokens, the sampled one first.
+    Source: DESIGN section 3.
+    """
+    count, end = ctx.config.num_draft_tokens, output_node(gm)
+    start = find_role(gm, "start")
+    if ctx.phase == "decode":
+        emitted = find_role(gm, "num_emitted")
+        logits = _all_rows(gm, ctx)
+        row = emit(gm, gather_row, logits, emitted, before=end)
+        token = _propose(gm, ctx, row)
+        first = emit(gm, lambda start_B, n_B: start_B + n_B + 1, start, emitted, before=end)
+        drafts, num_singles = [token], count - 1
+    else:
+        _run(gm, ctx, _metadata(gm), find_role(gm, "ids"))
+        token = emit(gm, lambda x_R1: x_R1.squeeze(1), find_role(gm, "target"), before=end)
+        first, drafts, num_singles = start, [], count
+    for index in range(num_singles):
+        token = _single(gm, ctx, token, first, index)
+        drafts.append(token)
+    stacked = emit(gm, lambda *parts: torch.stack(parts, 1), *drafts, before=end)
+    stacked.meta["role"] = "drafts"
+    return num_singles + 1
+
+
+def num_unshifted_passes(ctx: PassContext) -> int:
+    """K in decode; in prefill the prompt's pass and K single ones."""
+    return ctx.config.num_draft_tokens + (ctx.phase == "prefill")
+
+
+def _all_rows(gm: fx.GraphModule, ctx: PassContext) -> fx.Node:
+    """The pass over the step's S target tokens; returns its logits, [B, S, V]."""
+    end, config = output_node(gm), ctx.config
+    table = find_role(gm, "block_table_RM")
+    ids, position, row, slot = emit(
+        gm, shifted_rows, find_role(gm, "target"), find_role(gm, "start"),
+        _live_row(gm), find_role(gm, "row_index"), find_role(gm, "live"), table, before=end,
+        num_tokens=config.num_verify_tokens, max_seq_len=config.max_seq_len,
+        block_size=config.block_size,
+    )  # fmt: skip
+    return _run(gm, ctx, (slot, row, position, table), ids)
+
+
+def shifted_rows(
+    target_BS: Any, start_B: Any, row_B: Any, index_B: Any, live_B: Any, block_table_RM: Any, *,
+    num_tokens: int, max_seq_len: int, block_size: int,
+) -> tuple[Any, Any, Any, Any]:  # fmt: skip
+    """Token j belongs at position start + 1 + j.  Returns ids, position, row, slot, [B, S]."""
+    wanted_BS = (start_B + 1).unsqueeze(1) + arange_like(start_B, num_tokens)
+    position, row, slot = place(
+        wanted_BS, row_B.unsqueeze(1), index_B.unsqueeze(1), live_B.unsqueeze(1), block_table_RM,
+        max_seq_len=max_seq_len, block_size=block_size,
+    )  # fmt: skip
+    return target_BS.clamp(min=0), position, row, slot
+
+
+def _single(
+    gm: fx.GraphModule, ctx: PassContext, token: fx.Node, first: fx.Node, index: int
+) -> fx.Node:
+    """One pass of one token a request, at position first + index; returns the next token, [B]."""
+    end, config = output_node(gm), ctx.config
+    table = find_role(gm, "block_table_RM")
+    ids, position, row, slot = emit(
+        gm, next_token, token, first, _live_row(gm), find_role(gm, "row_index"),
+        find_role(gm, "live"), table, before=end, step=index + 1, max_seq_len=config.max_seq_len,
+        block_size=config.block_size,
+    )  # fmt: skip
+    logits = _run(gm, ctx, (slot, row, position, table), ids)
+    return _propose(gm, ctx, emit(gm, lambda x_B1V: x_B1V.squeeze(1), logits, before=end))
+
+
+def _live_row(gm: fx.GraphModule) -> fx.Node:
+    """The state row of each request, -1 where nothing may be written; [B]."""
+    node: fx.Node = emit(
+        gm,
+        lambda index, live: torch.where(live, index, -1).to(torch.int32),
+        find_role(gm, "row_index"),
+        find_role(gm, "live"),
+        before=output_node(gm),
+    )
+    return node
+
+
+def _metadata(gm: fx.GraphModule) -> tuple[fx.Node, fx.Node, fx.Node, fx.Node]:
+    slot, row, position = (find_role(gm, name) for name in ("slot", "row", "position"))
+    return slot, row, position, find_role(gm, "block_table_RM")
+
+
+def _run(
+    gm: fx.GraphModule,
+    ctx: PassContext,
+    metadata: tuple[fx.Node, fx.Node, fx.Node, fx.Node],
+    ids: fx.Node,
+) -> fx.Node:
+    """Splice one pass of the model over the drafter's caches; returns its logits."""
+    arguments = {"input_ids": ids, "position_ids": metadata[2]}
+    (logits,) = splice(gm, ctx, ctx.draft["forward"], arguments)
+    page_markers(gm, ctx, markers(gm), "draft", metadata)
+    return logits
+
+
+def _propose(gm: fx.GraphModule, ctx: PassContext, logits_row: fx.Node) -> fx.Node:
+    (token,) = splice(gm, ctx, ctx.draft["propose"], {"logits_BV": logits_row})
+    return token
+
+
+def gather_row(logits_BSV: Any, num_emitted_B: Any) -> Any:
+    """Row n-1 of each request, [B, V]: that of the bonus token."""
+    index_B11 = (num_emitted_B - 1).long().view(-1, 1, 1)
+    return logits_BSV.gather(1, index_B11.expand(-1, 1, logits_BSV.shape[-1])).squeeze(1)
