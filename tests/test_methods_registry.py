@@ -59,7 +59,7 @@ def test_no_two_methods_answer_to_one_name():
 
 def test_capability_rows():
     rows = {row["name"]: row for row in capability_rows()}
-    assert method_names() == ("none", "eagle3", "draft_model", "ngram", "user")
+    assert method_names() == ("none", "eagle3", "eagle", "draft_model", "ngram", "user")
     assert rows["eagle3"]["built"]
     assert rows["eagle3"]["reads_hidden_states"]
     assert rows["eagle3"]["kind"] == "recycled"

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from compilespec.errors import NotSupported, UnknownMethod
-from compilespec.methods import draft_model, eagle3, ngram, none, user
+from compilespec.methods import draft_model, eagle, eagle3, ngram, none, user
 from compilespec.methods.base import Method
 
 METHODS: tuple[Method, ...] = (
     none.METHOD,
     eagle3.METHOD,
+    eagle.METHOD,
     draft_model.METHOD,
     ngram.METHOD,
     user.METHOD,
@@ -16,7 +17,6 @@ METHODS: tuple[Method, ...] = (
 
 # Methods of the design that are not built yet, with the reference's mode names for them.
 PLANNED: dict[str, tuple[str, ...]] = {
-    "eagle": (),
     "mtp": ("MTP",),
     "mtp_eagle": ("MTP_EAGLE", "MTP_EAGLE_ONE_MODEL"),
     "mtp_multi": (),

@@ -174,8 +174,8 @@ def normalise(
     if not isinstance(body_fields, Mapping):
         raise CheckpointError("config.json: speculators format without transformer_layer_config")
     body = _body(body_fields, raw)
-    layer = _layer_config(body, body_fields)
-    rope = _rope(layer)
+    layer = body_config(body, body_fields)
+    rope = rope_parameters(layer)
 
     hidden_size = layer.hidden_size
     target_hidden_size = _positive(
@@ -386,7 +386,11 @@ def _body(fields: Mapping[str, Any], raw: Mapping[str, Any]) -> str:
     )
 
 
-def _layer_config(body: str, fields: Mapping[str, Any]) -> Any:
+def body_config(body: str, fields: Mapping[str, Any]) -> Any:
+    """The decoder layer's fields as transformers reads them, defaults of the body filled in.
+
+    Raises: CheckpointError (incomplete or impossible), NotSupported.
+    """
     missing = [key for key in REQUIRED_KEYS if fields.get(key) is None]
     if missing:
         raise CheckpointError(f"config.json of the draft lacks {', '.join(missing)}")
@@ -406,7 +410,7 @@ def _layer_config(body: str, fields: Mapping[str, Any]) -> Any:
             f"config.json of the draft: transformers refuses it as {body!r} ({reason})"
         ) from error
     if getattr(layer, "use_sliding_window", False):
-        raise NotSupported("EAGLE-3 body with use_sliding_window=true is not built")
+        raise NotSupported("a draft body with use_sliding_window=true is not built")
     if layer.num_attention_heads % (layer.num_key_value_heads or layer.num_attention_heads):
         raise CheckpointError(
             f"config.json of the draft: {layer.num_attention_heads} heads are no multiple of "
@@ -415,7 +419,8 @@ def _layer_config(body: str, fields: Mapping[str, Any]) -> Any:
     return layer
 
 
-def _rope(layer: Any) -> tuple[tuple[str, Any], ...]:
+def rope_parameters(layer: Any) -> tuple[tuple[str, Any], ...]:
+    """Rotary parameters of a `body_config`, as sorted items.  Raises: NotSupported."""
     parameters = dict(layer.rope_parameters)
     rope_type = parameters.get("rope_type")
     if rope_type not in ROPE_TYPES:

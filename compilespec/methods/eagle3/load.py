@@ -223,14 +223,17 @@ def place(tensors: dict[str, Tensor], target: TargetInfo) -> None:
 
 
 def fill(
-    drafter: Eagle3Drafter,
+    drafter: nn.Module,
     tensors: Mapping[str, Tensor],
     shared: Mapping[str, Tensor],
     *,
     source: str,
     device: torch.device,
 ) -> None:
-    """Load and freeze the drafter's own tensors, then put in the target's own ones by identity."""
+    """Load and freeze the drafter's own tensors, then put in the target's own ones by identity.
+
+    `drafter` has a `rope`, and a `Weight` for every shared tensor.
+    """
     unshared = {name: tensor.detach() for name, tensor in {**tensors, **shared}.items()}
     load_strict(drafter, unshared, source=source)
     drafter.requires_grad_(False).eval()

@@ -44,13 +44,13 @@ def random_head(
         raise InvalidOption(
             f"random_head: draft_vocab_size must be 1..{target.vocab_size}, came {rows}"
         )
-    config = _random_config(target, rows, body, fields)
+    config = random_config(target, rows, body, fields)
     check_sizes(config, target)
     with torch.device("meta"):
         drafter = Eagle3Drafter(config)
     generator = torch.Generator().manual_seed(seed)
     tensors = {
-        name: like if target.device.type == "meta" else _random_tensor(name, like.shape, generator)
+        name: like if target.device.type == "meta" else random_tensor(name, like.shape, generator)
         for name, like in sorted(drafter.state_dict().items())
         if name != "d2t"
     }
@@ -76,9 +76,8 @@ def spread_aux_layers(num_target_layers: int) -> tuple[int, ...]:
     return tuple(range(first, min(first + 3, n + 1)))
 
 
-def _random_config(
-    target: TargetInfo, rows: int, body: str, fields: dict[str, Any]
-) -> Eagle3Config:
+def random_config(target: TargetInfo, rows: int, body: str, fields: dict[str, Any]) -> Eagle3Config:
+    """Sizes that fit the target; `fields` replace the defaults.  Raises: InvalidOption."""
     width = int(fields.get("hidden_size", target.hidden_size))
     head_dim = next(
         (size for size in (128, 64, 32, 16, 8) if width % size == 0 and width // size >= 4), width
@@ -111,7 +110,8 @@ def _random_config(
         raise InvalidOption(f"random_head: {error}") from None
 
 
-def _random_tensor(name: str, shape: torch.Size, generator: torch.Generator) -> Tensor:
+def random_tensor(name: str, shape: torch.Size, generator: torch.Generator) -> Tensor:
+    """Norm weights around 1, biases around 0, matrices that keep the scale of their input."""
     noise = torch.randn(shape, generator=generator)
     if len(shape) == 1:
         return 0.1 * noise + (0.0 if name.endswith("bias") else 1.0)

@@ -79,7 +79,7 @@ def _flat_config(config: Eagle3Config) -> dict[str, Any]:
         "architectures": [
             ARCHITECTURES.get(config.body, f"Eagle3{config.body.capitalize()}ForCausalLM")
         ],
-        **_layer_fields(config),
+        **layer_fields(config),
         **_head_fields(config),
         "rope_theta": theta,
         "rope_scaling": None if rope["rope_type"] == "default" else rope,
@@ -103,7 +103,7 @@ def _speculators_config(config: Eagle3Config) -> dict[str, Any]:
             "verifier": {"architectures": [], "name_or_path": None},
         },
         **_head_fields(config),
-        "transformer_layer_config": {**_layer_fields(config), "rope_parameters": dict(config.rope)},
+        "transformer_layer_config": {**layer_fields(config), "rope_parameters": dict(config.rope)},
     }
 
 
@@ -118,7 +118,8 @@ def _head_fields(config: Eagle3Config) -> dict[str, Any]:
     }
 
 
-def _layer_fields(config: Eagle3Config) -> dict[str, Any]:
+def layer_fields(config: Eagle3Config) -> dict[str, Any]:
+    """The decoder layer's part of a config.json, without its rotary parameters."""
     return {
         "model_type": config.body,
         "hidden_size": config.hidden_size,

@@ -1,0 +1,133 @@
+"""The authors' EAGLE-1 config.json, read into one `EagleConfig`.
+
+A llama config with one layer.  What the tensors can tell (biases, an embedding of its own) is taken
+from them; `bias` and `qkv_bias`, where config.json has them, must agree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from compilespec.errors import CheckpointError, NotSupported
+from compilespec.methods.base import FINAL_NORM
+from compilespec.methods.eagle3.config import (
+    BODIES,
+    DEFAULT_NUM_DRAFT_TOKENS,
+    Eagle3Config,
+    body_config,
+    rope_parameters,
+)
+
+ARCHITECTURE_BODIES = {f"{body}forcausallm": body for body in BODIES}
+
+
+@dataclass(frozen=True, kw_only=True)
+class EagleConfig(Eagle3Config):
+    """One EAGLE-1 head.  Every field means what it does for EAGLE-3; the one aux layer is the
+    target's last hidden state after the final norm, and the head is always the target's.
+    """
+
+    def describe(self) -> str:
+        """The resolved spec on one line."""
+        rope = dict(self.rope)
+        return (
+            f"eagle {self.body} x{self.num_layers}, hidden {self.hidden_size}, heads "
+            f"{self.num_heads}/{self.num_kv_heads}x{self.head_dim}, vocab {self.vocab_size}, fc "
+            f"{'with' if self.fc_bias else 'without'} bias, rope {rope['rope_type']} theta "
+            f"{rope['rope_theta']:g}, embedding {'own' if self.own_embedding else 'target'}, "
+            f"lm_head target, K {self.num_draft_tokens}"
+        )
+
+
+def read_eagle_config(
+    raw: Mapping[str, Any], shapes: Mapping[str, torch.Size], source: str
+) -> EagleConfig:
+    """Read config.json and the tensors' names and shapes.
+
+    Args:
+        raw: config.json as it is; `{"model_type": "eagle", "model": {...}}` is unwrapped.
+        shapes: tensor names and their shapes.
+    Raises:
+        CheckpointError: no EAGLE-1 checkpoint, or the config is incomplete.
+        NotSupported: a body or variant that is not built; the message names it.
+    """
+    _check_layout(raw, shapes, source)
+    wrapped = raw.get("model")
+    fields = wrapped if isinstance(wrapped, Mapping) else raw
+    body = _body(fields)
+    layer = body_config(body, fields)
+    has_bias = "layers.0.self_attn.q_proj.bias" in shapes
+    return EagleConfig(
+        layout="safeailab",
+        body=body,
+        hidden_size=layer.hidden_size,
+        target_hidden_size=layer.hidden_size,
+        intermediate_size=layer.intermediate_size,
+        num_layers=layer.num_hidden_layers,
+        num_heads=layer.num_attention_heads,
+        num_kv_heads=layer.num_key_value_heads,
+        head_dim=getattr(layer, "head_dim", None) or layer.hidden_size // layer.num_attention_heads,
+        vocab_size=layer.vocab_size,
+        draft_vocab_size=layer.vocab_size,
+        rms_norm_eps=layer.rms_norm_eps,
+        hidden_act=layer.hidden_act,
+        max_position_embeddings=layer.max_position_embeddings,
+        rope=rope_parameters(layer),
+        window=(layer.sliding_window or 0) if body == "mistral" else 0,
+        qkv_bias=bool(fields.get("qkv_bias", fields.get("attention_bias", has_bias)) or has_bias),
+        out_bias="layers.0.self_attn.o_proj.bias" in shapes,
+        mlp_bias="layers.0.mlp.gate_proj.bias" in shapes,
+        fc_bias=bool(fields.get("bias", "fc.bias" in shapes)),
+        own_embedding="embed_tokens.weight" in shapes,
+        own_lm_head=False,
+        aux_layers=(FINAL_NORM,),
+        aux_source="what enters the target's head",
+        num_draft_tokens=DEFAULT_NUM_DRAFT_TOKENS,
+    )
+
+
+def _check_layout(raw: Mapping[str, Any], shapes: Mapping[str, torch.Size], source: str) -> None:
+    if "speculators_model_type" in raw:
+        raise NotSupported(
+            f"{source}: speculators_model_type {raw['speculators_model_type']!r}; spec='eagle' "
+            "reads the EAGLE authors' layout (fc.weight, layers.0.*): convert it, or use another "
+            "spec="
+        )
+    if any(name.startswith("midlayer.") or "hidden_norm." in name for name in shapes):
+        raise CheckpointError(
+            f"{source} is an EAGLE-3 head (hidden_norm tensors); give spec='eagle3'"
+        )
+    if any(".experts." in name or "kv_a_proj" in name for name in shapes):
+        raise NotSupported(
+            f"{source}: EAGLE with an MLA or mixture-of-experts body is not built; bodies: "
+            + ", ".join(BODIES)
+        )
+    if "fc.weight" not in shapes:
+        raise CheckpointError(
+            f"{source} is no EAGLE checkpoint: expected fc.weight and layers.0.*, came "
+            f"{', '.join(sorted(shapes)[:4]) or 'no tensors'}, ..."
+        )
+
+
+def _body(fields: Mapping[str, Any]) -> str:
+    """The model type, or else the body in the architecture's name; llama where neither says."""
+    model_type = fields.get("model_type")
+    if model_type in BODIES:
+        return str(model_type)
+    architectures = [str(name).lower() for name in fields.get("architectures") or ()]
+    named = [
+        body
+        for architecture in architectures
+        for ending, body in ARCHITECTURE_BODIES.items()
+        if ending in architecture
+    ]
+    if named or (model_type is None and not architectures):
+        return named[0] if named else "llama"
+    raise NotSupported(
+        f"EAGLE body {model_type!r} (architectures {list(fields.get('architectures') or ())}) is "
+        f"not built; bodies: {', '.join(BODIES)}"
+    )
