@@ -43,6 +43,7 @@ def describe_target(traced: Traced, target: Target) -> TargetInfo:
         embedding=_weight(traced, embedding),
         lm_head=_weight(traced, head.weight),
         config=getattr(target.model, "config", None),
+        tokenizer=target.tokenizer,
         max_seq_len=target.max_seq_len or 0,
     )
 

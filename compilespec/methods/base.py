@@ -49,6 +49,7 @@ class TargetInfo:
         Tensor  # [V, D] output head weight, shared by identity (the embedding itself when tied)
     )
     config: Any = None  # transformers config, when the target has one
+    tokenizer: Any = None  # transformers tokenizer, when one is known
     max_seq_len: int = 0
 
 

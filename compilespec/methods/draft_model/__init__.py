@@ -1,5 +1,5 @@
-"""An independent causal language model drafts for the target: any family, any size, one
-vocabulary.
+"""An independent causal language model drafts for the target: any family, any size, its own
+vocabulary or the target's.
 """
 
 from __future__ import annotations
@@ -8,59 +8,18 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from compilespec.errors import DraftMismatch, InvalidOption
 from compilespec.loading import load_target
-from compilespec.methods.base import Capabilities, Drafter, TargetInfo
-from compilespec.methods.capture import output_widths
-from compilespec.program import ProgramConfig, Traced
-from compilespec.trace import EXAMPLE_SHAPE, trace_call, trace_target
+from compilespec.methods.base import Capabilities, TargetInfo
+from compilespec.methods.draft_model.drafter import ModelDrafter
+from compilespec.methods.draft_model.vocab_map import VocabMap, same_vocabulary, share_tokens
 
+__all__ = ["METHOD", "ModelDrafter", "VocabMap", "share_tokens"]
 
-class ModelDrafter(Drafter):
-    """The model as it is; it is traced by the target's tracer."""
-
-    def __init__(self, model: nn.Module, max_seq_len: int | None) -> None:
-        super().__init__()
-        self.model, self.max_seq_len = model, max_seq_len
-        self.num_draft_tokens = 0  # a model suggests none
-
-    def capture(self, config: ProgramConfig, info: TargetInfo) -> dict[str, Traced]:
-        """ "forward" (input_ids, position_ids -> logits at [B, T]) and "propose" (logits_BV -> the
-        best id that the target has, int32 [B]).
-
-        Raises: DraftMismatch (a smaller vocabulary, fewer positions), TraceError.
-        """
-        if self.max_seq_len is not None and self.max_seq_len < config.max_seq_len:
-            raise DraftMismatch(
-                f"the draft model takes {self.max_seq_len} positions, the program "
-                f"{config.max_seq_len}: give max_seq_len={self.max_seq_len} or less"
-            )
-        forward = trace_target(self.model, name="draft")
-        (vocab_size,) = output_widths(forward)
-        if vocab_size < info.vocab_size:
-            raise DraftMismatch(
-                f"the draft model knows {vocab_size} ids, the target {info.vocab_size}; expected "
-                f"one vocabulary (the draft's may be padded): choose a draft model of the target's "
-                f"tokenizer"
-            )
-        known = info.vocab_size
-
-        def propose(logits_BV: Tensor) -> Tensor:
-            return logits_BV[:, :known].argmax(-1).to(torch.int32)
-
-        logits = torch.zeros(EXAMPLE_SHAPE[0], vocab_size, dtype=config.dtype, device=config.device)
-        arguments = {"logits_BV": (logits, (0,))}
-        return {
-            "forward": forward,
-            "propose": trace_call(self, propose, arguments, name="draft.propose", owner="draft"),
-        }
-
-    def describe(self) -> str:
-        count = sum(parameter.numel() for parameter in self.model.parameters())
-        return f"draft model {type(self.model).__name__}, {count / 1e6:.2f}M parameters"
+OPTIONS = ("vocab_map", "draft_tokenizer")
+VOCAB_MAPS = ("auto", "same", "shared_tokens")
 
 
 class DraftModelMethod:
@@ -79,11 +38,19 @@ class DraftModelMethod:
     ) -> ModelDrafter:
         """Load a directory in the target's dtype, or adopt a module as it is.
 
-        Raises: ModelNotFound, CheckpointError, InvalidOption (an option was given, no module).
+        Options: `vocab_map`, what an id of one vocabulary is in the other: "same" (itself),
+        "shared_tokens" (by the tokens' strings; the rest is never proposed, and fed as the draft's
+        unknown token), or "auto": the latter where both tokenizers are known and differ.
+        `draft_tokenizer`: that of a draft model given as a module.
+
+        Raises: ModelNotFound, CheckpointError, InvalidOption (an option, no module), DraftMismatch
+        (tokens to map and no tokenizer).
         """
-        if options:
+        unknown = sorted(options.keys() - set(OPTIONS))
+        if unknown:
             raise InvalidOption(
-                f"unknown option {', '.join(sorted(options))}; method 'draft_model' knows none"
+                f"unknown option {', '.join(unknown)}; method 'draft_model' knows "
+                f"{', '.join(OPTIONS)}"
             )
         if isinstance(draft, nn.Module):
             loaded = load_target(draft)
@@ -94,7 +61,30 @@ class DraftModelMethod:
                 f"spec='draft_model' needs draft= a directory or a module; got "
                 f"{type(draft).__name__}"
             )
-        return ModelDrafter(loaded.model, loaded.max_seq_len)
+        tokenizer = options.get("draft_tokenizer", loaded.tokenizer)
+        pair = _differing(options.get("vocab_map", "auto"), target.tokenizer, tokenizer)
+        return ModelDrafter(loaded.model, loaded.max_seq_len, pair)
+
+
+def _differing(vocab_map: str, target: Any, draft: Any) -> tuple[Any, Any] | None:
+    """The two tokenizers where ids must be translated, else None."""
+    if vocab_map not in VOCAB_MAPS:
+        raise InvalidOption(f"vocab_map must be one of {', '.join(VOCAB_MAPS)}; got {vocab_map!r}")
+    lacking = [
+        f"the {who} has none: give {keyword}="
+        for who, keyword, tokenizer in (
+            ("target", "tokenizer", target),
+            ("draft model", "draft_tokenizer", draft),
+        )
+        if tokenizer is None
+    ]
+    if vocab_map == "shared_tokens" and lacking:
+        raise DraftMismatch(f"vocab_map='shared_tokens' needs both tokenizers; {lacking[0]}")
+    if vocab_map == "same" or lacking:
+        return None
+    if vocab_map == "auto" and same_vocabulary(target, draft):
+        return None
+    return target, draft
 
 
 METHOD = DraftModelMethod()

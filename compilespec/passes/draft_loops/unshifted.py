@@ -113,7 +113,12 @@ def _run(
     metadata: tuple[fx.Node, fx.Node, fx.Node, fx.Node],
     ids: fx.Node,
 ) -> fx.Node:
-    """Splice one pass of the model over the drafter's caches; returns its logits."""
+    """Splice one pass of the model over the drafter's caches; returns its logits.
+
+    `ids` are the target's; a drafter of another vocabulary has a call "translate" for them.
+    """
+    if "translate" in ctx.draft:
+        (ids,) = splice(gm, ctx, ctx.draft["translate"], {"input_ids": ids})
     arguments = {"input_ids": ids, "position_ids": metadata[2]}
     (logits,) = splice(gm, ctx, ctx.draft["forward"], arguments)
     page_markers(gm, ctx, markers(gm), "draft", metadata)

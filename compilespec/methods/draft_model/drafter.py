@@ -1,0 +1,103 @@
+"""A causal language model as a drafter."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from compilespec.errors import DraftMismatch
+from compilespec.methods.base import Drafter, TargetInfo
+from compilespec.methods.capture import output_widths
+from compilespec.methods.draft_model.vocab_map import VocabMap, share_tokens
+from compilespec.program import ProgramConfig, Traced
+from compilespec.trace import EXAMPLE_SHAPE, trace_call, trace_target
+
+
+class ModelDrafter(Drafter):
+    """The model as it is; it is traced by the target's tracer.
+
+    Args:
+        tokenizers: of target and draft model, where their vocabularies differ; None takes the ids
+        of one as those of the other.
+    """
+
+    def __init__(
+        self, model: nn.Module, max_seq_len: int | None, tokenizers: tuple[Any, Any] | None = None
+    ) -> None:
+        super().__init__()
+        self.model, self.max_seq_len, self._tokenizers = model, max_seq_len, tokenizers
+        self.num_draft_tokens = 0  # a model suggests none
+        self.vocab_map: VocabMap | None = None
+
+    def capture(self, config: ProgramConfig, info: TargetInfo) -> dict[str, Traced]:
+        """ "forward" (input_ids, position_ids -> logits at [B, T]) and "propose" (logits_BV -> the
+        best id that the target has, int32 [B]).  With another vocabulary also "translate"
+        (input_ids of the target -> those of the draft model, [B, T]); `propose` gives target ids in
+        any case.
+
+        Raises: DraftMismatch (vocabularies, fewer positions), TraceError.
+        """
+        if self.max_seq_len is not None and self.max_seq_len < config.max_seq_len:
+            raise DraftMismatch(
+                f"the draft model takes {self.max_seq_len} positions, the program "
+                f"{config.max_seq_len}: give max_seq_len={self.max_seq_len} or less"
+            )
+        forward = trace_target(self.model, name="draft")
+        (vocab_size,) = output_widths(forward)
+        calls = {"forward": forward}
+        if self._tokenizers is not None:
+            self._map_tokens(*self._tokenizers, info, vocab_size)
+            calls["translate"] = self._trace_translation(config)
+        elif vocab_size < info.vocab_size:
+            raise DraftMismatch(
+                f"the draft model knows {vocab_size} ids, the target {info.vocab_size}; expected "
+                f"one vocabulary (the draft's may be padded), or both tokenizers, to map the "
+                f"tokens they share: give tokenizer= and draft_tokenizer="
+            )
+        calls["propose"] = self._trace_proposal(config, info, vocab_size)
+        return calls
+
+    def _map_tokens(self, target: Any, draft: Any, info: TargetInfo, vocab_size: int) -> None:
+        known = share_tokens(target, draft, vocab_size=info.vocab_size, draft_vocab_size=vocab_size)
+        self.vocab_map = known
+        shared = (known.d2t_abs >= 0).nonzero().flatten()
+        fed = torch.where(known.t2d >= 0, known.t2d, known.unknown_id)
+        for name, tensor in (
+            ("draft_id_of", fed),  # [V]: what the model is fed for each target id
+            ("shared_ids", shared),  # [C]: the draft ids that may be proposed, ascending
+            ("target_id_of", known.d2t_abs[shared]),  # [C]: their target ids
+        ):
+            self.register_buffer(name, tensor.to(info.device), persistent=False)
+
+    def _trace_translation(self, config: ProgramConfig) -> Traced:
+        def translate(input_ids: Tensor) -> Tensor:
+            ids: Tensor = self.draft_id_of[input_ids.long()].to(torch.int32)  # type: ignore[index]
+            return ids
+
+        ids = torch.zeros(EXAMPLE_SHAPE, dtype=torch.int32, device=config.device)
+        return self._trace("translate", translate, input_ids=(ids, (0, 1)))
+
+    def _trace_proposal(self, config: ProgramConfig, info: TargetInfo, vocab_size: int) -> Traced:
+        known = info.vocab_size
+
+        def propose(logits_BV: Tensor) -> Tensor:
+            return logits_BV[:, :known].argmax(-1).to(torch.int32)
+
+        def propose_shared(logits_BV: Tensor) -> Tensor:
+            best_B = logits_BV.index_select(1, self.shared_ids).argmax(-1)  # type: ignore[arg-type]
+            ids: Tensor = self.target_id_of[best_B].to(torch.int32)  # type: ignore[index]
+            return ids
+
+        logits = torch.zeros(EXAMPLE_SHAPE[0], vocab_size, dtype=config.dtype, device=config.device)
+        call = propose if self.vocab_map is None else propose_shared
+        return self._trace("propose", call, logits_BV=(logits, (0,)))
+
+    def _trace(self, name: str, call: Any, **arguments: Any) -> Traced:
+        return trace_call(self, call, arguments, name=f"draft.{name}", owner="draft")
+
+    def describe(self) -> str:
+        count = sum(parameter.numel() for parameter in self.model.parameters())
+        shared = "" if self.vocab_map is None else f", {self.vocab_map.describe()}"
+        return f"draft model {type(self.model).__name__}, {count / 1e6:.2f}M parameters{shared}"
