@@ -18,7 +18,7 @@ from compilespec.errors import InvalidOption
 from compilespec.loading import Target, find_draft, load_target
 from compilespec.lowering import lower
 from compilespec.methods import get_method
-from compilespec.methods.base import Drafter, Method, MethodConfig
+from compilespec.methods.base import Capabilities, Drafter, Method, MethodConfig
 from compilespec.options import CompileOptions, resolve_options
 from compilespec.passes.rewrite import rewrite_phase
 from compilespec.passes.runner import PassContext
@@ -27,6 +27,7 @@ from compilespec.program import (
     BufferSpec,
     Phase,
     PhaseGraph,
+    ProgramConfig,
     SpecProgram,
 )
 from compilespec.runtime.engine import Engine
@@ -173,6 +174,7 @@ def build_program(
             target=traced,
             draft=traced_draft,
             aux_layers=tuple(drafter.aux_layers) if drafter else (),
+            chain=getattr(drafter, "chain", "module_rows"),
             weights=weights,
             buffers=buffers,
             prepack=config.device.type == "cpu",
@@ -187,8 +189,16 @@ def build_program(
         buffers=tuple(buffers.values()),
         weights=weights,
         vocab_size=info.vocab_size,
+        num_repeated_tokens=num_repeated_tokens(method.capabilities, config),
         notes=_notes(target, drafter),
     )
+
+
+def num_repeated_tokens(capabilities: Capabilities, config: ProgramConfig) -> int:
+    """Module i of a windowed drafter needs tokens, and hidden states, i rows ahead: the rows that
+    end a chunk are run again with the next one (H-4, H-22).
+    """
+    return config.num_draft_tokens - 1 if capabilities.kind == "windowed" else 0
 
 
 def _notes(target: Target, drafter: Drafter | None) -> tuple[str, ...]:

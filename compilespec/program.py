@@ -204,6 +204,7 @@ class SpecProgram:
     buffers: tuple[BufferSpec, ...]
     weights: Mapping[str, Tensor] = field(repr=False)
     vocab_size: int
+    num_repeated_tokens: int = 0  # prompt tokens that a chunk runs again, for the drafter's sake
     notes: tuple[
         str, ...
     ] = ()  # what was resolved, for `Engine.plan()`: aux layers, draft layout, ...

@@ -106,14 +106,15 @@ def test_speeds_are_written_with_what_they_need_beside_them(stub, tiny_dir, tmp_
     assert result["versions"]["torch"] == torch.__version__
     assert result["num_threads"] == 1
     assert result["outputs"] == []
-    ways = [gates.EAGER, gates.PLAIN, f"{gates.EAGLE3} K=3", f"{gates.EAGLE3} K=5"]
+    drafts = (1, 3, 5)
+    ways = [gates.EAGER, gates.PLAIN, *(f"{gates.EAGLE3} K={k}" for k in drafts)]
     for batch in ("1", "2"):
         assert list(result["speeds"][batch]) == ways
         for summary in result["speeds"][batch].values():
             assert set(summary["tokens_per_s"]) == {"p20", "p50", "p80"}
     assert result["speeds"]["1"][f"{gates.EAGLE3} K=3"]["acceptance_length"] == 1.5
-    assert [spec for spec, _ in stub.calls] == ["none", "eagle3", "eagle3"]
-    assert [k.get("num_draft_tokens") for _, k in stub.calls] == [None, 3, 5]
+    assert [spec for spec, _ in stub.calls] == ["none", "eagle3", "eagle3", "eagle3"]
+    assert [k.get("num_draft_tokens") for _, k in stub.calls] == [None, *drafts]
     assert all(k["max_batch_size"] == 2 for _, k in stub.calls)
 
 

@@ -19,6 +19,9 @@ from compilespec.program import ProgramConfig, Traced
 # gives all K drafts and has no cache: n-gram match, extra heads, functions of a user.
 DraftKind = Literal["none", "recycled", "windowed", "unshifted", "direct"]
 
+# Which hidden states the modules of a windowed drafter read (DESIGN section 4).
+Chain = Literal["module_rows", "target_rows"]
+
 FINAL_NORM = -1  # an aux layer: the hidden state that enters the target's head, after the last norm
 
 

@@ -69,6 +69,59 @@ def capture_recycled(
     return traced
 
 
+def capture_windowed(drafter: Any, config: ProgramConfig, info: TargetInfo) -> dict[str, Traced]:
+    """The calls of a windowed drafter: "forward.i" at [B, T, ..] and "propose.i" on gathered rows
+    for each of the K draft steps.
+
+    `drafter.steps[i]` is a module under the contract of `Drafter`: forward(input_ids, position_ids,
+    hidden) -> (head_input, recycled), propose(head_input) -> token.  With fewer steps than K they
+    are used in turn, every use with a cache of its own.
+
+    Raises: DraftMismatch when a step recycles another width than the next one takes.
+    """
+    width = len(drafter.aux_layers) * info.hidden_size
+    traced: dict[str, Traced] = {}
+    for step, module in enumerate(list(drafter.steps)[: config.num_draft_tokens]):
+        forward = _trace_step(module, config, f"draft.{step}", width)
+        head_width, recycled_width = output_widths(forward)
+        if recycled_width != width:
+            raise DraftMismatch(
+                f"draft step {step} takes hidden states of width {width} and gives "
+                f"{recycled_width}; expected one width"
+            )
+        traced[f"forward.{step}"] = forward
+        traced[f"propose.{step}"] = _trace_proposal(module, config, f"draft.{step}", head_width)
+    for step in range(len(drafter.steps), config.num_draft_tokens):
+        for call in ("forward", "propose"):
+            traced[f"{call}.{step}"] = traced[f"{call}.{step % len(drafter.steps)}"]
+    return traced
+
+
+def _trace_step(module: Any, config: ProgramConfig, name: str, width: int) -> Traced:
+    ids = torch.zeros(EXAMPLE_SHAPE, dtype=torch.int32, device=config.device)
+    hidden = torch.zeros(*EXAMPLE_SHAPE, width, dtype=config.dtype, device=config.device)
+
+    def forward(input_ids: Tensor, position_ids: Tensor, hidden: Tensor) -> Any:
+        return fresh(module(input_ids, position_ids, hidden))
+
+    dims = {
+        "input_ids": (ids, (0, 1)),
+        "position_ids": (ids.clone(), (0, 1)),
+        "hidden": (hidden, (0, 1)),
+    }
+    return trace_call(module, forward, dims, name=f"{name}.forward", owner=name)
+
+
+def _trace_proposal(module: Any, config: ProgramConfig, name: str, width: int) -> Traced:
+    def propose(head_input: Tensor) -> Tensor:
+        token: Tensor = module.propose(head_input)
+        return token
+
+    head_input = torch.zeros(EXAMPLE_SHAPE[0], width, dtype=config.dtype, device=config.device)
+    dims = {"head_input": (head_input, (0,))}
+    return trace_call(module, propose, dims, name=f"{name}.propose", owner=name)
+
+
 def fresh(outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """Views: a tensor that is returned twice, or is an argument, would not be an output of its
     own.

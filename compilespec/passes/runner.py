@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal
 from torch import Tensor, fx
 
 from compilespec.errors import PassError
-from compilespec.methods.base import Capabilities
+from compilespec.methods.base import Capabilities, Chain
 from compilespec.passes.contracts import (
     EVERYWHERE,
     Contract,
@@ -39,6 +39,7 @@ class PassContext:
     target: Traced
     draft: Mapping[str, Traced]  # the drafter's captured calls, by the name its loop knows
     aux_layers: tuple[int, ...] = ()
+    chain: Chain = "module_rows"  # what the modules of a windowed drafter read
     prepack: bool = True
     weights: dict[str, Tensor] = field(default_factory=dict)
     inputs: dict[str, InputSpec] = field(default_factory=dict)  # by placeholder name

@@ -46,6 +46,8 @@ class Geometry:
         int  # slots past seq_len that one step may write, before the max_seq_len cap: 2K + 1
     )
 
+    num_repeated_tokens: int = 0  # prompt tokens before a chunk that it must hold again
+
     @property
     def blocks_per_row(self) -> int:
         return -(-self.max_seq_len // self.block_size)

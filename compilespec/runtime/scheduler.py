@@ -90,7 +90,7 @@ class Scheduler:
         assert len(first_tokens) == len(chunks)
         received = []
         for request, chunk, token in zip(requests, chunks, first_tokens, strict=False):
-            request.num_prefilled += len(chunk.tokens)
+            request.num_prefilled = chunk.start + len(chunk.tokens)
             assert chunk.finished == (token is not None), (
                 "a finished prompt, and only it, has a token"
             )
@@ -102,13 +102,17 @@ class Scheduler:
         return received
 
     def _pack(self, requests: Sequence[Request]) -> list[PrefillChunk]:
-        """Fill one prefill call in order of admission; the last prompt may be cut."""
+        """Fill one prefill call in order of admission; the last prompt may be cut.
+
+        A chunk begins with the prompt's last `num_repeated_tokens` prefilled ones (H-22).
+        """
         chunks: list[PrefillChunk] = []
         room = self.geometry.max_prefill_tokens
         for request in requests:
-            if room == 0:
-                break
             prompt, start = request.prompt_token_ids, request.num_prefilled
+            start = max(0, start - self.geometry.num_repeated_tokens)
+            if room <= request.num_prefilled - start:
+                break
             end = min(len(prompt), start + room)
             next_token = prompt[end] if end < len(prompt) else None
             chunks.append(

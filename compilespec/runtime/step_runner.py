@@ -32,6 +32,7 @@ class StepRunner:
             num_draft_tokens=config.num_draft_tokens,
             vocab_size=program.vocab_size,
             reserve_tokens=2 * config.num_draft_tokens + 1,
+            num_repeated_tokens=program.num_repeated_tokens,
         )
         self.buckets = tuple(buckets) if buckets else tuple(range(1, config.max_batch_size + 1))
         self._device = config.device

@@ -1,0 +1,183 @@
+"""Windowed drafting (DESIGN section 3): every draft equals that of a recomputation from scratch.
+
+The reference calls the modules over the whole sequence, without a cache, at every step; the engine
+keeps a ring of K pairs and a cache a module, poisoned with NaN before the first request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import compilespec
+from compilespec import SamplingParams
+from compilespec.methods.base import FINAL_NORM, Capabilities, Chain, Drafter, TargetInfo
+from compilespec.methods.capture import capture_windowed
+from compilespec.program import ProgramConfig, Traced
+from tests.models import VOCAB, Ask, ask_all, assert_nothing_held, run_traffic, tiny_target
+
+MAX_SEQ_LEN = 75
+WIDTH = 48
+SIZES = ((1, 26), (40, 35), (16, 17), (64, 11), (70, 5), (74, 1), (2, 9), (3, 20))
+
+
+class Step(nn.Module):
+    """One module: attention over [embedding ; hidden], and a head that a script may replace.
+
+    Where the script knows what follows a token, the draft is right; elsewhere it is the random
+    head's, so it depends on every row of the module's cache.
+    """
+
+    def __init__(self, index: int, target: nn.Module, script: Tensor) -> None:
+        super().__init__()
+        self.index = index
+        self.embedding, self.head = target.get_input_embeddings(), target.get_output_embeddings()
+        torch.manual_seed(100 + index)
+        self.mix = nn.Linear(2 * WIDTH, WIDTH, bias=False, dtype=torch.float64)
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH, bias=False, dtype=torch.float64)
+        with torch.no_grad():
+            self.mix.weight.mul_(3)
+            self.qkv.weight.mul_(3)
+        self.places = nn.Parameter(torch.randn(MAX_SEQ_LEN, WIDTH, dtype=torch.float64))
+        self.register_buffer("script", script)
+
+    def forward(
+        self, input_ids: Tensor, position_ids: Tensor, hidden: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        mixed = self.mix(torch.cat([self.embedding(input_ids), hidden], -1))
+        mixed = mixed + self.places[position_ids]
+        batch, length, _ = mixed.shape
+        heads = self.qkv(mixed).view(batch, length, 3, 4, WIDTH // 4).permute(2, 0, 3, 1, 4)
+        seen = torch.ops.compilespec.attention(*heads, 0.3, 0, 0.0, None)
+        recycled = torch.tanh(mixed + seen.flatten(2))
+        keys = torch.stack([position_ids + self.index, input_ids], -1).to(hidden.dtype)
+        return torch.cat([recycled, keys], -1), recycled
+
+    def propose(self, head_input: Tensor) -> Tensor:
+        place, token = head_input[:, -2].long(), head_input[:, -1].long()
+        known = self.script[place.clamp(max=MAX_SEQ_LEN), token]
+        drawn = self.head(head_input[:, :-2]).argmax(-1)
+        return torch.where(known >= 0, known, drawn).to(torch.int32)
+
+
+class WindowedDrafter(Drafter):
+    def __init__(self, steps: list[Step], chain: Chain) -> None:
+        super().__init__()
+        self.steps, self.chain = nn.ModuleList(steps), chain
+        self.num_draft_tokens, self.aux_layers = len(steps), (FINAL_NORM,)
+
+    def capture(self, config: ProgramConfig, info: TargetInfo) -> dict[str, Traced]:
+        return capture_windowed(self, config, info)
+
+
+class Windowed:
+    capabilities = Capabilities(
+        name="windowed", kind="windowed", reads_hidden_states=True, own_kv_cache=True
+    )
+
+    def __init__(self, drafter: WindowedDrafter) -> None:
+        self.drafter = drafter
+
+    def load(self, draft: Any, target: TargetInfo, options: Mapping[str, Any]) -> Drafter:
+        return self.drafter
+
+
+def fresh_drafts(
+    model: nn.Module, drafter: WindowedDrafter, tokens: list[int], k: int
+) -> list[int]:
+    """K drafts after `tokens`, the last of which is the bonus token; nothing is cached."""
+    ids = torch.tensor([tokens])
+    truth = model.model(ids[:, :-1]).last_hidden_state
+    places = torch.arange(len(tokens) - 1).unsqueeze(0)
+    following, hidden, drafts = ids[:, 1:], truth, []
+    for index in range(k):
+        step = drafter.steps[index % len(drafter.steps)]
+        head_input, recycled = step(following, places, hidden)
+        drafts.append(int(step.propose(head_input[:, -1])))
+        following = torch.cat([following[:, 1:], torch.tensor([drafts[-1:]])], 1)
+        if drafter.chain == "module_rows":
+            hidden = recycled
+        else:
+            hidden = torch.cat([hidden[:, 1:], recycled[:, -1:]], 1)
+    return drafts
+
+
+@pytest.fixture(scope="module")
+def target() -> tuple[nn.Module, list[Ask]]:
+    model = tiny_target("llama", num_layers=2)
+    return model, ask_all(model, SIZES)
+
+
+def script_of(asks: list[Ask]) -> Tensor:
+    """What follows (position, token) in the known sequences, at two of every three places."""
+    script = torch.full((MAX_SEQ_LEN + 1, VOCAB), -1, dtype=torch.int64)
+    for ask in asks:
+        tokens = [*ask.prompt, *ask.tokens]
+        for place in range(len(tokens) - 2):
+            if (place + len(ask.prompt)) % 3:
+                script[place, tokens[place + 1]] = tokens[place + 2]
+    return script
+
+
+CASES = [
+    pytest.param(("module_rows", 3, 3), id="module_rows-K3"),
+    pytest.param(("target_rows", 3, 3), id="target_rows-K3"),
+    pytest.param(("module_rows", 1, 1), id="module_rows-K1"),
+    pytest.param(("target_rows", 5, 5), id="target_rows-K5"),
+    pytest.param(("module_rows", 2, 5), id="module_rows-two_modules-K5"),  # used in turn
+]
+
+
+@pytest.fixture(scope="module", params=CASES)
+def lab(request: pytest.FixtureRequest, target: tuple[nn.Module, list[Ask]]) -> Iterator[Any]:
+    (model, asks), (chain, num_modules, k) = target, request.param
+    script = script_of(asks)
+    drafter = WindowedDrafter([Step(i, model, script) for i in range(num_modules)], chain)
+    with compilespec.compile(
+        model, spec=Windowed(drafter), num_draft_tokens=k, backend="eager", max_batch_size=5,
+        max_seq_len=MAX_SEQ_LEN, max_prefill_tokens=23, buckets=[1, 3, 5],
+    ) as engine:  # fmt: skip
+        for name, buffer in engine._executor.buffers.items():
+            if name.startswith("cache."):
+                buffer.fill_(float("nan"))
+        yield model, asks, drafter, engine, k
+
+
+def test_t07_every_draft_is_that_of_a_recomputation(lab: Any) -> None:
+    """Prompts shorter than K and in chunks, rows used again, up to the maximum length."""
+    model, asks, drafter, engine, k = lab
+    requests = [
+        engine.submit(list(a.prompt), SamplingParams(max_new_tokens=len(a.tokens), ignore_eos=True))
+        for a in asks
+    ]
+    num_compared, counts = 0, set()
+    while engine.has_work:
+        engine.step()
+        for request in requests:
+            if request.row < 0 or not request.output_token_ids:
+                continue
+            tokens = [*request.prompt_token_ids, *request.output_token_ids]
+            state = engine._executor.buffers["tokens_RS"][request.row].tolist()
+            assert state[0] == tokens[-1]
+            room = MAX_SEQ_LEN - len(tokens)  # drafts past the maximum are nobody's
+            wanted = fresh_drafts(model, drafter, tokens, k)
+            assert state[1 : 1 + room] == wanted[:room], f"after {len(tokens)} tokens"
+            num_compared += 1
+    for request, ask in zip(requests, asks, strict=True):
+        assert request.output_token_ids == list(ask.tokens)
+        counts.update(request.emitted_per_step[:-1])
+    assert num_compared > 30
+    assert counts >= ({1, 2} if k == 1 else {1, 2, 3})
+
+
+def test_joins_and_leaves_give_the_models_own_tokens(lab: Any) -> None:
+    _, asks, _, engine, _ = lab
+    requests = run_traffic(engine, asks, (1, 2, 3, 5))
+    for request, ask in zip(requests, asks, strict=True):
+        assert request.output_token_ids == list(ask.tokens)
+    assert_nothing_held(engine)
+    assert engine.stats().num_recompiles == 0
