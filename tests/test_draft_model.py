@@ -238,6 +238,22 @@ def test_the_pairs_of_two_vocabularies():
         share_tokens(words("p"), words("q"), vocab_size=1, draft_vocab_size=1)
 
 
+def test_one_tokenizer_and_heads_of_different_padding():
+    """The target's head has more rows than the draft model's; the tokenizer fewer than both."""
+    model, tokenizer = tiny_target("llama", num_layers=2), byte_level(80)
+    with torch.no_grad():  # padding is never the best
+        model.lm_head.weight[80:] = 0
+    drafter = copy.deepcopy(model)
+    drafter.resize_token_embeddings(90)
+    with compilespec.compile(
+        model, spec="draft_model", draft=drafter, num_draft_tokens=2, tokenizer=tokenizer,
+        draft_tokenizer=tokenizer, **OPTIONS,
+    ) as engine:  # fmt: skip
+        for request in check_traffic(engine, asks_within(model, 80)[:4]):
+            assert set(request.emitted_per_step[:-1]) <= {3}
+        assert not any("shared" in why for why in engine.plan()["why"])
+
+
 def test_a_missing_tokenizer_is_named():
     model, drafter = tiny_target("llama", num_layers=1), tiny_target("llama", num_layers=1)
     known = byte_level(60)
@@ -252,7 +268,8 @@ def test_a_missing_tokenizer_is_named():
     refused("vocab_map must be one of", InvalidOption, vocab_map="offsets")
     drafter.resize_token_embeddings(90)
     refused("give tokenizer= and draft_tokenizer=", tokenizer=known)
-    refused("knows 90 ids", tokenizer=known, draft_tokenizer=known)  # the same: nothing to map
+    many = byte_level(91)
+    refused("knows 90 ids, the target 91", tokenizer=many, draft_tokenizer=many)  # nothing to map
 
 
 def test_directories_bring_their_tokenizers(tmp_path):

@@ -62,12 +62,12 @@ class DraftModelMethod:
                 f"{type(draft).__name__}"
             )
         tokenizer = options.get("draft_tokenizer", loaded.tokenizer)
-        pair = _differing(options.get("vocab_map", "auto"), target.tokenizer, tokenizer)
-        return ModelDrafter(loaded.model, loaded.max_seq_len, pair)
+        known = _vocabularies(options.get("vocab_map", "auto"), target.tokenizer, tokenizer)
+        return ModelDrafter(loaded.model, loaded.max_seq_len, **known)
 
 
-def _differing(vocab_map: str, target: Any, draft: Any) -> tuple[Any, Any] | None:
-    """The two tokenizers where ids must be translated, else None."""
+def _vocabularies(vocab_map: str, target: Any, draft: Any) -> dict[str, Any]:
+    """`tokenizers` where ids must be translated, `num_ids` where the two are known to be one."""
     if vocab_map not in VOCAB_MAPS:
         raise InvalidOption(f"vocab_map must be one of {', '.join(VOCAB_MAPS)}; got {vocab_map!r}")
     lacking = [
@@ -80,11 +80,11 @@ def _differing(vocab_map: str, target: Any, draft: Any) -> tuple[Any, Any] | Non
     ]
     if vocab_map == "shared_tokens" and lacking:
         raise DraftMismatch(f"vocab_map='shared_tokens' needs both tokenizers; {lacking[0]}")
-    if vocab_map == "same" or lacking:
-        return None
-    if vocab_map == "auto" and same_vocabulary(target, draft):
-        return None
-    return target, draft
+    if lacking:
+        return {}
+    if vocab_map == "shared_tokens" or (vocab_map == "auto" and not same_vocabulary(target, draft)):
+        return {"tokenizers": (target, draft)}
+    return {"num_ids": max(target.get_vocab().values()) + 1}
 
 
 METHOD = DraftModelMethod()

@@ -21,13 +21,21 @@ class ModelDrafter(Drafter):
     Args:
         tokenizers: of target and draft model, where their vocabularies differ; None takes the ids
         of one as those of the other.
+        num_ids: with one vocabulary, how many ids it has; None: all that the target's head has.
+        What a head has beyond them is padding.
     """
 
     def __init__(
-        self, model: nn.Module, max_seq_len: int | None, tokenizers: tuple[Any, Any] | None = None
+        self,
+        model: nn.Module,
+        max_seq_len: int | None,
+        *,
+        tokenizers: tuple[Any, Any] | None = None,
+        num_ids: int | None = None,
     ) -> None:
         super().__init__()
-        self.model, self.max_seq_len, self._tokenizers = model, max_seq_len, tokenizers
+        self.model, self.max_seq_len = model, max_seq_len
+        self._tokenizers, self._num_ids = tokenizers, num_ids
         self.num_draft_tokens = 0  # a model suggests none
         self.vocab_map: VocabMap | None = None
 
@@ -50,11 +58,12 @@ class ModelDrafter(Drafter):
         if self._tokenizers is not None:
             self._map_tokens(*self._tokenizers, info, vocab_size)
             calls["translate"] = self._trace_translation(config)
-        elif vocab_size < info.vocab_size:
+        elif vocab_size < (self._num_ids or info.vocab_size):
             raise DraftMismatch(
-                f"the draft model knows {vocab_size} ids, the target {info.vocab_size}; expected "
-                f"one vocabulary (the draft's may be padded), or both tokenizers, to map the "
-                f"tokens they share: give tokenizer= and draft_tokenizer="
+                f"the draft model knows {vocab_size} ids, the target "
+                f"{self._num_ids or info.vocab_size}; expected one vocabulary (either may be "
+                f"padded), or both tokenizers, to map the tokens they share: give tokenizer= and "
+                f"draft_tokenizer="
             )
         calls["propose"] = self._trace_proposal(config, info, vocab_size)
         return calls
