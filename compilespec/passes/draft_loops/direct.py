@@ -58,7 +58,7 @@ def _history(gm: fx.GraphModule, ctx: PassContext, length: fx.Node) -> fx.Node:
         BufferSpec(
             name="history_RL",
             kind="state",
-            shape=(config.max_batch_size + 1, config.max_seq_len + 1),  # a spare row and column
+            shape=(config.max_batch_size + 1, config.max_seq_len),  # the last row is spare
             dtype=torch.int32,
             fill=PAD,
         ),
@@ -68,57 +68,61 @@ def _history(gm: fx.GraphModule, ctx: PassContext, length: fx.Node) -> fx.Node:
     if ctx.phase == "decode":
         places = emit(
             gm, emitted_places, index, start, find_role(gm, "num_emitted"), emitted, before=end,
-            num_tokens=config.num_verify_tokens, spare_column=config.max_seq_len,
+            num_tokens=config.num_verify_tokens, spare_row=config.max_batch_size,
+            max_seq_len=config.max_seq_len,
         )  # fmt: skip
     else:
         packed = (find_role(gm, name) for name in ("ids_T", "position_T", "row_T"))
         places = emit(
             gm, prompt_places, *packed, index, start, emitted, before=end,
-            spare_row=config.max_batch_size, spare_column=config.max_seq_len,
+            spare_row=config.max_batch_size, max_seq_len=config.max_seq_len,
         )  # fmt: skip
     node: fx.Node = emit(
-        gm, write_and_read, history, *places, index, length, before=end,
+        gm, write_and_read, history, *places, index, length, find_role(gm, "live"), before=end,
         max_seq_len=config.max_seq_len,
     )  # fmt: skip
     return node
 
 
 def emitted_places(
-    index_B: Any, start_B: Any, count_B: Any, emitted_BS: Any, *, num_tokens: int, spare_column: int
-) -> tuple[Any, Any, Any]:
+    index_B: Any, start_B: Any, count_B: Any, emitted_BS: Any, *, num_tokens: int, spare_row: int,
+    max_seq_len: int,
+) -> tuple[Any, Any, Any]:  # fmt: skip
     """Decode: emitted token j stands at position start + 1 + j.  Returns (row, column, token),
-    [B, S]; what is PAD or past the maximum length goes to the spare column.
+    [B, S]; what is PAD or past the maximum length goes to the spare row.
     """
     offset_S = arange_like(start_B, num_tokens)
-    column_BS = (start_B.unsqueeze(1) + offset_S + 1).clamp(max=spare_column)
-    column_BS = torch.where(offset_S < count_B.unsqueeze(1), column_BS, spare_column)
-    return index_B.unsqueeze(1).expand(-1, num_tokens), column_BS.long(), emitted_BS
+    wanted_BS = (start_B.unsqueeze(1) + offset_S + 1).long()
+    inside_BS = (offset_S < count_B.unsqueeze(1)) & (wanted_BS < max_seq_len)
+    row_BS = torch.where(inside_BS, index_B.unsqueeze(1), spare_row)
+    return row_BS, wanted_BS.clamp(max=max_seq_len - 1), emitted_BS
 
 
 def prompt_places(
     ids_T: Any, position_T: Any, row_T: Any, index_R: Any, start_R: Any, emitted_R1: Any, *,
-    spare_row: int, spare_column: int,
+    spare_row: int, max_seq_len: int,
 ) -> tuple[Any, Any, Any]:  # fmt: skip
     """Prefill: the chunks' tokens at their positions, and each first token after its prompt.
 
     Returns (row, column, token), [T + R].  A prompt that goes on has the spare row in `index_R`.
     """
-    row = torch.cat([torch.where(row_T >= 0, row_T, spare_row).long(), index_R])
-    column = torch.cat([position_T, start_R]).clamp(max=spare_column).long()
+    row_R = torch.where(start_R < max_seq_len, index_R, spare_row)
+    row = torch.cat([torch.where(row_T >= 0, row_T, spare_row).long(), row_R])
+    column = torch.cat([position_T, start_R]).clamp(max=max_seq_len - 1).long()
     return row, column, torch.cat([ids_T, emitted_R1.squeeze(1)])
 
 
 def write_and_read(
-    history_RL: Any, row: Any, column: Any, token: Any, index_B: Any, length_B: Any, *,
-    max_seq_len: int,
+    history_RL: Any, row: Any, column: Any, token: Any, index_B: Any, length_B: Any, live_B: Any,
+    *, max_seq_len: int,
 ) -> Any:  # fmt: skip
     """[B, max_seq_len] tokens, PAD from `length_B` on: what an earlier owner of the row left there
-    is never seen.
+    is never seen.  Nothing but PAD in padded rows.
     """
     history_RL.index_put_((row, column), token)
-    rows_BL = history_RL[index_B][:, :max_seq_len]
+    rows_BL = history_RL[index_B]
     is_valid = arange_like(length_B, max_seq_len) < length_B.unsqueeze(1)
-    return torch.where(is_valid, rows_BL, PAD)
+    return torch.where(is_valid & live_B.unsqueeze(1), rows_BL, PAD)
 
 
 def _hidden(gm: fx.GraphModule, ctx: PassContext) -> fx.Node:

@@ -25,6 +25,7 @@ from compilespec.passes.references.base import (
 from compilespec.passes.references.fragments import run_fragment
 from compilespec.passes.references.placement import place_call, place_tokens
 from compilespec.passes.runner import PassContext
+from compilespec.program import PAD
 
 
 def splice_draft_loop(before: Before, ctx: PassContext, case: Case) -> Values:
@@ -39,55 +40,58 @@ def splice_draft_loop(before: Before, ctx: PassContext, case: Case) -> Values:
             f"{', '.join(sorted(LOOP_REFERENCES))}"
         )
     values = before(case.inputs)
-    caches = {
-        name: tensor.clone()
-        for name, tensor in case.inputs.items()
-        if name.startswith("cache.") and name not in values.buffers
+    buffers = {
+        name: case.inputs[name].clone() for name in ctx.buffers if name not in values.buffers
     }
-    drafter = Drafts(ctx, case, caches)
+    drafter = Drafts(ctx, case, buffers)
     drafts = loop(drafter, values)
     return dataclasses.replace(
         values,
         roles={**values.roles, "drafts": drafts},
-        buffers={**values.buffers, **caches},
+        buffers={**values.buffers, **buffers},
         calls=(*values.calls, *drafter.calls),
     )
 
 
 class Drafts:
-    """The drafter's captured calls and its caches during one step."""
+    """The drafter's captured calls, and the buffers that it alone writes, during one step."""
 
-    def __init__(self, ctx: PassContext, case: Case, caches: Mapping[str, Tensor]) -> None:
+    def __init__(self, ctx: PassContext, case: Case, buffers: Mapping[str, Tensor]) -> None:
         self.ctx, self.case, self.config = ctx, case, ctx.config
         self.placed = place_call(ctx.config, case)
         self.calls: list[AttentionCall] = []
-        self._caches = caches
+        self.buffers = buffers
 
     def call(
-        self, name: str, tokens: Tokens | None = None, **arguments: Tensor
+        self, name: str, tokens: Tokens | None = None, *, owner: str = "draft", **arguments: Tensor
     ) -> tuple[Tensor, ...]:
-        """One captured call; with `tokens` its attention reads and writes the drafter's caches."""
-        attention = self._attention(tokens) if tokens is not None else None
+        """One captured call; with `tokens` its attention reads and writes the caches of `owner`."""
+        attention = self._attention(tokens, owner) if tokens is not None else None
         return run_fragment(self.ctx.draft[name], arguments, attention)
 
     def single(self, positions: Sequence[int]) -> Tokens:
         """One token a request, at these positions; nowhere for requests that commit nothing."""
-        name = "row_B" if self.case.phase == "decode" else "commit_row_R"
-        rows = [[row] for row in self.case.inputs[name].tolist()]
+        rows = [[row] for row in self.state_rows()]
         return place_tokens(self.config, self.case.inputs, rows, [[p] for p in positions])
+
+    def state_rows(self) -> list[int]:
+        """The state row of each request of the call, -1 where it commits nothing."""
+        name = "row_B" if self.case.phase == "decode" else "commit_row_R"
+        rows: list[int] = self.case.inputs[name].tolist()
+        return rows
 
     def ids(self, tokens: Tensor) -> Tensor:
         """[B] tokens as [B, 1] ids: PAD is no id."""
         ids = [[max(token, 0)] for token in tokens.tolist()]
         return torch.tensor(ids, dtype=torch.int32, device=tokens.device)
 
-    def _attention(self, tokens: Tokens) -> Attention:
+    def _attention(self, tokens: Tokens, owner: str) -> Attention:
         def attend(layer: int, args: tuple[Any, ...]) -> Tensor:
             query, key, value, *options = args
-            names = [f"cache.draft.{layer}.{half}" for half in ("key", "value")]
+            names = [f"cache.{owner}.{layer}.{half}" for half in ("key", "value")]
             self.calls.append(AttentionCall(cache=names[0], tokens=tokens, key=key))
             result: Tensor = torch.ops.compilespec.paged_attention(
-                query, key, value, *(self._caches[name] for name in names), tokens.slot,
+                query, key, value, *(self.buffers[name] for name in names), tokens.slot,
                 tokens.row, tokens.position, self.case.inputs["block_table_RM"], *options,
             )  # fmt: skip
             return result
@@ -130,4 +134,155 @@ def _committed_rows(
     return heads, hiddens, start
 
 
-LOOP_REFERENCES: Mapping[str, Callable[[Drafts, Values], Tensor]] = {"recycled": recycled}
+def windowed(draft: Drafts, values: Values) -> Tensor:
+    """Each module over the pairs that end at the last committed row, request by request."""
+    run = _window if draft.case.phase == "decode" else _packed
+    return torch.stack(run(draft, values.roles), 1)
+
+
+def _window(draft: Drafts, roles: Mapping[str, Tensor]) -> list[Tensor]:
+    count, window = draft.config.num_draft_tokens, draft.config.num_verify_tokens
+    starts, emitted = draft.placed.start.tolist(), roles["num_emitted"].tolist()
+    states, ids = [], []
+    for request, row in enumerate(draft.placed.row_index.tolist()):
+        ring = (draft.buffers["ring_hidden_RKD"], draft.buffers["ring_ids_RK"])
+        first = emitted[request] - 1
+        pairs = [
+            torch.cat([kept[row], new[request]])[first : first + window]
+            for kept, new in zip(ring, (roles["aux"], roles["draft_ids"]), strict=True)
+        ]
+        states.append(pairs[0])
+        ids.append(pairs[1])
+    for request, row in enumerate(draft.placed.row_index.tolist()):
+        draft.buffers["ring_hidden_RKD"][row] = states[request][1:]
+        draft.buffers["ring_ids_RK"][row] = ids[request][1:]
+    hidden, following, drafts = torch.stack(states), torch.stack(ids), []
+    for step in range(count):
+        num_rows = following.shape[1]
+        positions = [
+            [start + n - num_rows + j for j in range(num_rows)]
+            for start, n in zip(starts, emitted, strict=True)
+        ]
+        rows = [[row] * num_rows for row in draft.state_rows()]
+        tokens = place_tokens(draft.config, draft.case.inputs, rows, positions)
+        head, recycled = draft.call(
+            f"forward.{step}", tokens, owner=f"draft.{step}", input_ids=following,
+            position_ids=tokens.position, hidden=hidden,
+        )  # fmt: skip
+        drafts += draft.call(f"propose.{step}", head_input=head[:, -1])
+        following = torch.cat([following, draft.ids(drafts[-1])], 1)
+        if draft.ctx.chain == "target_rows":
+            hidden = torch.cat([hidden, recycled[:, -1:]], 1)
+        else:
+            following, hidden = following[:, 1:], recycled
+    return drafts
+
+
+def _packed(draft: Drafts, roles: Mapping[str, Tensor]) -> list[Tensor]:
+    inputs, count = draft.case.inputs, draft.config.num_draft_tokens
+    last, owners = inputs["last_R"].tolist(), inputs["owner_T"].tolist()
+    hidden, following, drafts = roles["aux"], roles["draft_ids"], []
+    for row, end in zip(draft.placed.row_index.tolist(), last, strict=True):
+        for back in range(count):
+            inside = int(inputs["position_T"][end]) >= back
+            place = max(end - back, 0)
+            for name, source in (("ring_hidden_RKD", hidden), ("ring_ids_RK", following)):
+                kept = source[0, place] if inside else torch.zeros_like(source[0, 0])
+                draft.buffers[name][row, count - 1 - back] = kept
+    for step in range(count):
+        tokens = draft.placed.tokens
+        head, recycled = draft.call(
+            f"forward.{step}", tokens, owner=f"draft.{step}", input_ids=following,
+            position_ids=tokens.position, hidden=hidden,
+        )  # fmt: skip
+        drafts += draft.call(
+            f"propose.{step}", head_input=torch.stack([head[0, end] for end in last])
+        )
+        moved_ids, moved_hidden = following.clone(), hidden.clone()
+        for place, owner in enumerate(owners):
+            is_end, follower = place == last[owner], (place + 1) % len(owners)
+            moved_ids[0, place] = (
+                max(int(drafts[-1][owner]), 0) if is_end else following[0, follower]
+            )
+            moved_hidden[0, place] = recycled[0, place] if is_end else hidden[0, follower]
+        following = moved_ids
+        hidden = moved_hidden if draft.ctx.chain == "target_rows" else recycled
+    return drafts
+
+
+def unshifted(draft: Drafts, values: Values) -> Tensor:
+    """A model of its own: the tokens at their own positions, then single ones."""
+    config, roles = draft.config, values.roles
+    start = draft.placed.start.tolist()
+    if draft.case.phase == "decode":
+        counts = roles["num_emitted"].tolist()
+        rows = [[row] * config.num_verify_tokens for row in draft.state_rows()]
+        positions = [[s + 1 + j for j in range(config.num_verify_tokens)] for s in start]
+        tokens = place_tokens(config, draft.case.inputs, rows, positions)
+        (logits,) = _model(draft, tokens, roles["target"].clamp(min=0))
+        picked = torch.stack([logits[b, n - 1] for b, n in enumerate(counts)])
+        drafts = [*draft.call("propose", logits_BV=picked)]
+        token, first = drafts[0], [s + n + 1 for s, n in zip(start, counts, strict=True)]
+    else:
+        _model(draft, draft.placed.tokens, draft.placed.ids)
+        token, first, drafts = roles["target"][:, 0], start, []
+    while len(drafts) < config.num_draft_tokens:
+        tokens = draft.single(first)
+        (logits,) = _model(draft, tokens, draft.ids(token))
+        drafts += draft.call("propose", logits_BV=logits[:, 0])
+        token, first = drafts[-1], [position + 1 for position in first]
+    return torch.stack(drafts, 1)
+
+
+def _model(draft: Drafts, tokens: Tokens, ids: Tensor) -> tuple[Tensor, ...]:
+    if "translate" in draft.ctx.draft:
+        (ids,) = draft.call("translate", input_ids=ids)
+    return draft.call("forward", tokens, input_ids=ids, position_ids=tokens.position)
+
+
+def direct(draft: Drafts, values: Values) -> Tensor:
+    """One call on what it reads: the request's tokens so far, their number, a hidden state."""
+    roles, inputs, config = values.roles, draft.case.inputs, draft.config
+    starts, rows = draft.placed.start.tolist(), draft.placed.row_index.tolist()
+    is_decode = draft.case.phase == "decode"
+    counts = roles["num_emitted"].tolist() if is_decode else [0] * len(rows)
+    lengths = [min(s + n + 1, config.max_seq_len) for s, n in zip(starts, counts, strict=True)]
+    reads = {entry.name for entry in draft.ctx.draft["draft"].inputs}
+    arguments: dict[str, Tensor] = {}
+    if "length_B" in reads:
+        arguments["length_B"] = torch.tensor(
+            lengths, dtype=torch.int32, device=inputs["block_table_RM"].device
+        )
+    if "history_BL" in reads:
+        history = draft.buffers["history_RL"]
+        if not is_decode:
+            packed = (inputs[name].tolist() for name in ("ids_T", "position_T", "row_T"))
+            for token, position, row in zip(*packed, strict=True):
+                history[row, position] = token  # -1, the spare row, is the last one
+        for row, start, new in zip(rows, starts, roles["emitted"].tolist(), strict=True):
+            for j, token in enumerate(new):
+                position = start + j + int(is_decode)
+                if token != PAD and position < config.max_seq_len:
+                    history[row, position] = token
+        arguments["history_BL"] = torch.stack([history[row] for row in rows])
+        for request, length in enumerate(lengths):
+            is_live = rows[request] < config.max_batch_size
+            arguments["history_BL"][request, length if is_live else 0 :] = PAD
+    if "hidden_BE" in reads:
+        aux = torch.cat([roles[f"aux.{i}"] for i in range(len(draft.ctx.aux_layers))], -1)
+        picked = (
+            [(b, n - 1) for b, n in enumerate(counts)]
+            if is_decode
+            else [(0, last) for last in inputs["last_R"].tolist()]
+        )
+        arguments["hidden_BE"] = torch.stack([aux[b, row] for b, row in picked])
+    (drafts,) = draft.call("draft", **arguments)
+    return drafts
+
+
+LOOP_REFERENCES: Mapping[str, Callable[[Drafts, Values], Tensor]] = {
+    "recycled": recycled,
+    "windowed": windowed,
+    "unshifted": unshifted,
+    "direct": direct,
+}

@@ -74,7 +74,7 @@ def _place(
     config: ProgramConfig, table: list[list[int]], row: int, position: int
 ) -> tuple[int, int, int]:
     """(position, row, slot) of one token."""
-    if row < 0 or position >= config.max_seq_len:
+    if row < 0 or not 0 <= position < config.max_seq_len:
         return 0, -1, -1
     number, offset = divmod(position, config.block_size)
     block = table[row][number]
