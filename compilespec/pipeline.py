@@ -104,6 +104,7 @@ def compile(
         graphs=program.phases,
         buckets=runner.buckets,
         count_recompiles=lambda: runner.num_recompiles,
+        on_finish=program.recorder.finish if program.recorder else None,
     )
 
 
@@ -161,7 +162,8 @@ def build_program(
     traced = trace_target(target.model)
     info = describe_target(traced, target)
     drafter = method.load(found, info, method_options)
-    config = options.program_config(target, info, drafter)
+    drafts = method.capabilities.kind != "none"
+    config = options.program_config(target, info, drafter if drafts else None)
     traced_draft = drafter.capture(config, info) if drafter else {}
     weights: dict[str, Tensor] = {}
     phases: dict[Phase, PhaseGraph] = {}
@@ -190,6 +192,7 @@ def build_program(
         weights=weights,
         vocab_size=info.vocab_size,
         num_repeated_tokens=num_repeated_tokens(method.capabilities, config),
+        recorder=drafter.recorder if drafter else None,
         notes=_notes(target, drafter),
     )
 

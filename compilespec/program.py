@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor, fx
@@ -194,6 +194,19 @@ class PhaseGraph:
         return f"{self.phase}: {num_nodes} nodes spliced by {num_passes} passes"
 
 
+class TapSink(Protocol):
+    """Takes the hidden states that a step gives out, on the host."""
+
+    def add(self, row: int, hidden_SE: Tensor) -> None:
+        """The next S tokens of the request in a state row, in order."""
+
+    def finish(self, request: Any, reason: str) -> None:
+        """A request is over; its row is still the one it had."""
+
+    def close(self) -> None:
+        """Nothing more will come."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class SpecProgram:
     """The rewritten graphs of a target and its drafter, not lowered yet."""
@@ -205,6 +218,7 @@ class SpecProgram:
     weights: Mapping[str, Tensor] = field(repr=False)
     vocab_size: int
     num_repeated_tokens: int = 0  # prompt tokens that a chunk runs again, for the drafter's sake
+    recorder: TapSink | None = field(default=None, repr=False)  # of the taps, if they are put out
     notes: tuple[
         str, ...
     ] = ()  # what was resolved, for `Engine.plan()`: aux layers, draft layout, ...

@@ -20,6 +20,7 @@ from compilespec.methods.base import TargetInfo
         ("Draft_Target", "draft_model"),
         ("NGRAM", "ngram"),
         ("USER_PROVIDED", "user"),
+        ("SAVE_HIDDEN_STATES", "save_hidden_states"),
         ("none", "none"),
         ("NONE", "none"),
         (None, "none"),
@@ -59,7 +60,15 @@ def test_no_two_methods_answer_to_one_name():
 
 def test_capability_rows():
     rows = {row["name"]: row for row in capability_rows()}
-    assert method_names() == ("none", "eagle3", "eagle", "draft_model", "ngram", "user")
+    assert method_names() == (
+        "none",
+        "eagle3",
+        "eagle",
+        "draft_model",
+        "ngram",
+        "user",
+        "save_hidden_states",
+    )
     assert rows["eagle3"]["built"]
     assert rows["eagle3"]["reads_hidden_states"]
     assert rows["eagle3"]["kind"] == "recycled"

@@ -3,7 +3,15 @@
 from __future__ import annotations
 
 from compilespec.errors import NotSupported, UnknownMethod
-from compilespec.methods import draft_model, eagle, eagle3, ngram, none, user
+from compilespec.methods import (
+    draft_model,
+    eagle,
+    eagle3,
+    ngram,
+    none,
+    save_hidden_states,
+    user,
+)
 from compilespec.methods.base import Method
 
 METHODS: tuple[Method, ...] = (
@@ -13,6 +21,7 @@ METHODS: tuple[Method, ...] = (
     draft_model.METHOD,
     ngram.METHOD,
     user.METHOD,
+    save_hidden_states.METHOD,
 )
 
 # Methods of the design that are not built yet, with the reference's mode names for them.
@@ -21,7 +30,6 @@ PLANNED: dict[str, tuple[str, ...]] = {
     "mtp_eagle": ("MTP_EAGLE", "MTP_EAGLE_ONE_MODEL"),
     "mtp_multi": (),
     "shared_kv": (),
-    "save_hidden_states": ("SAVE_HIDDEN_STATES",),
     "auto": ("AUTO",),
 }
 

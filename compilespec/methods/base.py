@@ -13,7 +13,7 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor, nn
 
-from compilespec.program import ProgramConfig, Traced
+from compilespec.program import ProgramConfig, TapSink, Traced
 
 # How a method's draft loop walks the cache (DESIGN section 3, step 5); "direct" is one call that
 # gives all K drafts and has no cache: n-gram match, extra heads, functions of a user.
@@ -33,6 +33,7 @@ class Capabilities:
     kind: DraftKind
     needs_draft_weights: bool = False
     reads_hidden_states: bool = False  # the target's, tapped at the drafter's aux layers
+    outputs_hidden_states: bool = False  # the taps leave the step, for the drafter's `recorder`
     own_kv_cache: bool = False  # the drafter writes a KV cache of its own
     lossless: bool = True
     aliases: tuple[str, ...] = ()  # reference mode names that map to this method
@@ -71,6 +72,7 @@ class Drafter(nn.Module):
     aux_layers: tuple[
         int, ...
     ] = ()  # hs indices: residual stream ENTERING layer k, n = last layer's output pre-norm
+    recorder: TapSink | None = None  # takes the taps that the step gives out
 
     def capture(self, config: ProgramConfig, info: TargetInfo) -> dict[str, Traced]:
         """Capture the calls that the draft loop of the method's kind splices, by name.

@@ -11,6 +11,7 @@ from compilespec.passes.commit_state import commit_state
 from compilespec.passes.insert_paged_attention import insert_paged_attention
 from compilespec.passes.merge_projections import merge_projections
 from compilespec.passes.narrow_logits import narrow_logits
+from compilespec.passes.output_hidden_states import output_hidden_states
 from compilespec.passes.prepack_linears import prepack_linears
 from compilespec.passes.read_state import read_state
 from compilespec.passes.runner import Pass, PassContext, check_order, run_passes
@@ -70,6 +71,13 @@ SPLICE_PASSES = (
             contracts.plays("target", "num_emitted"),
         ),
         reference=references.splice_acceptance,
+    ),
+    Pass(
+        run=output_hidden_states,
+        after=("tap_hidden_states", "splice_acceptance"),
+        matches=lambda ctx: 1 if ctx.capabilities.outputs_hidden_states else None,
+        ensures=(contracts.plays("hidden"),),
+        reference=references.output_hidden_states,
     ),
     Pass(
         run=shift_hidden_states,

@@ -59,6 +59,7 @@ class Engine:
         graphs: Mapping[Any, Any] | None = None,
         buckets: Sequence[int] = (),
         count_recompiles: Callable[[], int] = lambda: 0,
+        on_finish: Callable[[Request, FinishReason], None] | None = None,
     ) -> None:
         """Wrap an executor, which the engine owns from here on.
 
@@ -69,6 +70,7 @@ class Engine:
             graphs: every graph with its history.
             buckets: batch sizes that decode runs at; empty where it runs at any size.
             count_recompiles: returns the compilations since the program was ready.
+            on_finish: called with every request that ends, while it still has its row.
         """
         self.geometry = executor.geometry
         self.tokenizer = tokenizer
@@ -78,7 +80,7 @@ class Engine:
         self._executor = executor
         self._count_recompiles = count_recompiles
         self._stats = StatsRecorder(self.geometry.num_draft_tokens, buckets)
-        self._scheduler = Scheduler(executor, self._stats)
+        self._scheduler = Scheduler(executor, self._stats, on_finish=on_finish)
         self._ids = itertools.count()
         self._closed = False
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from compilespec.runtime.blocks import BlockPool
 from compilespec.runtime.executor import Executor, PrefillChunk
@@ -21,7 +21,13 @@ from compilespec.runtime.stopping import deliver
 class Scheduler:
     """Drives an executor: `add` requests, then `step` until `has_work` is false."""
 
-    def __init__(self, executor: Executor, stats: StatsRecorder) -> None:
+    def __init__(
+        self,
+        executor: Executor,
+        stats: StatsRecorder,
+        *,
+        on_finish: Callable[[Request, FinishReason], None] | None = None,
+    ) -> None:
         self.geometry = executor.geometry
         self.pool = BlockPool(self.geometry.num_blocks)
         self.waiting: deque[Request] = deque()
@@ -29,6 +35,7 @@ class Scheduler:
         self._free_rows = list(range(self.geometry.max_batch_size))  # a heap: lowest row first
         self._executor = executor
         self._stats = stats
+        self._on_finish = on_finish
 
     def step(self) -> list[Request]:
         """Admit what fits, prefill up to the token limit, decode every request whose prompt is in.
@@ -149,6 +156,8 @@ class Scheduler:
             self._finish(request, "error" if request.error else "aborted")
 
     def _finish(self, request: Request, reason: FinishReason) -> None:
+        if self._on_finish is not None:
+            self._on_finish(request, reason)
         if request.state is RequestState.WAITING:
             self.waiting.remove(request)
         else:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -36,6 +36,7 @@ class StepRunner:
         )
         self.buckets = tuple(buckets) if buckets else tuple(range(1, config.max_batch_size + 1))
         self._device = config.device
+        self._recorder = program.recorder
         self.buffers: dict[str, Tensor] = {
             spec.name: torch.full(spec.shape, spec.fill, dtype=spec.dtype, device=config.device)
             for spec in program.buffers
@@ -53,9 +54,12 @@ class StepRunner:
 
     def prefill(self, chunks: Sequence[PrefillChunk]) -> list[int | None]:
         packed = pack_chunks(chunks)
-        emitted, _ = self._calls["prefill"](
+        emitted, _, *hidden = self._calls["prefill"](
             {name: self._int32(values) for name, values in packed.items()}
         )
+        if self._recorder is not None:
+            states = hidden[0].squeeze(0).split([len(chunk.tokens) for chunk in chunks])
+            self._record([chunk.row for chunk in chunks], states)
         firsts = emitted[:, 0].tolist()
         return [
             first if chunk.finished else None for first, chunk in zip(firsts, chunks, strict=True)
@@ -64,7 +68,9 @@ class StepRunner:
     def decode(self, rows: Sequence[int]) -> list[list[int]]:
         bucket = next(size for size in self.buckets if size >= len(rows))
         padded = list(rows) + [PAD] * (bucket - len(rows))
-        emitted, counts = self._calls["decode"]({"row_B": self._int32(padded)})
+        emitted, counts, *hidden = self._calls["decode"]({"row_B": self._int32(padded)})
+        if self._recorder is not None:
+            self._record(rows, hidden[0][: len(rows)])
         return [
             tokens[:count]
             for tokens, count in zip(
@@ -78,10 +84,17 @@ class StepRunner:
         return sum(call.num_recompiles for call in self._calls.values())
 
     def close(self) -> None:
+        if self._recorder is not None:
+            self._recorder.close()
         self.lowered = None
         self._calls.clear()
         self._weights.clear()
         self.buffers.clear()
+
+    def _record(self, rows: Sequence[int], states: Iterable[Tensor]) -> None:
+        assert self._recorder is not None
+        for row, hidden_SE in zip(rows, states, strict=True):
+            self._recorder.add(row, hidden_SE)
 
     def _int32(self, values: Sequence[int]) -> Tensor:
         return torch.tensor(values, dtype=torch.int32, device=self._device)

@@ -132,6 +132,28 @@ def _first_best(scores_V: Tensor) -> int:
     return int(best_V.nonzero()[0])
 
 
+def output_hidden_states(before: Before, ctx: PassContext, case: Case) -> Values:
+    """Every tap in its own columns, in order."""
+    values = before(case.inputs)
+    hidden = _beside(values, ctx)
+    name = "hidden_BSE" if case.phase == "decode" else "hidden_1TE"
+    return dataclasses.replace(
+        values,
+        outputs={**values.outputs, name: hidden},
+        roles={**values.roles, "hidden": hidden},
+    )
+
+
+def _beside(values: Values, ctx: PassContext) -> Tensor:
+    taps = [values.roles[f"aux.{index}"] for index in range(len(ctx.aux_layers))]
+    aux = taps[0].new_empty((*taps[0].shape[:-1], sum(tap.shape[-1] for tap in taps)))
+    end = 0
+    for tap in taps:
+        begin, end = end, end + tap.shape[-1]
+        aux[..., begin:end] = tap
+    return aux
+
+
 def shift_hidden_states(before: Before, ctx: PassContext, case: Case) -> Values:
     """Each hidden state's next token: the target's choice, the prompt's, or the sampled one."""
     values = before(case.inputs)
@@ -142,12 +164,7 @@ def shift_hidden_states(before: Before, ctx: PassContext, case: Case) -> Values:
         owner = case.inputs["owner_T"].tolist()
         following = case.inputs["next_T"].tolist()
         ids = [[target[o][0] if t < 0 else t for t, o in zip(following, owner, strict=True)]]
-    taps = [values.roles[f"aux.{index}"] for index in range(len(ctx.aux_layers))]
-    aux = taps[0].new_empty((*taps[0].shape[:-1], sum(tap.shape[-1] for tap in taps)))
-    end = 0
-    for tap in taps:
-        begin, end = end, end + tap.shape[-1]
-        aux[..., begin:end] = tap
+    aux = _beside(values, ctx)
     ids_tensor = torch.tensor(ids, dtype=torch.int32, device=aux.device)
     return dataclasses.replace(values, roles={**values.roles, "draft_ids": ids_tensor, "aux": aux})
 
@@ -179,6 +196,7 @@ __all__ = [
     "commit_state",
     "insert_paged_attention",
     "narrow_logits",
+    "output_hidden_states",
     "read_state",
     "shift_hidden_states",
     "splice_acceptance",
