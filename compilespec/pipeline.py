@@ -177,6 +177,7 @@ def build_program(
             draft=traced_draft,
             aux_layers=tuple(drafter.aux_layers) if drafter else (),
             chain=getattr(drafter, "chain", "module_rows"),
+            kv_block_sizes=getattr(drafter, "kv_block_sizes", ()),
             weights=weights,
             buffers=buffers,
             prepack=config.device.type == "cpu",

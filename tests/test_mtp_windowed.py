@@ -7,6 +7,7 @@ keeps a ring of K pairs and a cache a module, poisoned with NaN before the first
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -32,9 +33,9 @@ class Step(nn.Module):
     head's, so it depends on every row of the module's cache.
     """
 
-    def __init__(self, index: int, target: nn.Module, script: Tensor) -> None:
+    def __init__(self, index: int, target: nn.Module, script: Tensor, window: int = 0) -> None:
         super().__init__()
-        self.index = index
+        self.index, self.window = index, window
         self.embedding, self.head = target.get_input_embeddings(), target.get_output_embeddings()
         torch.manual_seed(100 + index)
         self.mix = nn.Linear(2 * WIDTH, WIDTH, bias=False, dtype=torch.float64)
@@ -52,7 +53,7 @@ class Step(nn.Module):
         mixed = mixed + self.places[position_ids]
         batch, length, _ = mixed.shape
         heads = self.qkv(mixed).view(batch, length, 3, 4, WIDTH // 4).permute(2, 0, 3, 1, 4)
-        seen = torch.ops.compilespec.attention(*heads, 0.3, 0, 0.0, None)
+        seen = torch.ops.compilespec.attention(*heads, 0.3, self.window, 0.0, None)
         recycled = torch.tanh(mixed + seen.flatten(2))
         keys = torch.stack([position_ids + self.index, input_ids], -1).to(hidden.dtype)
         return torch.cat([recycled, keys], -1), recycled
@@ -65,9 +66,12 @@ class Step(nn.Module):
 
 
 class WindowedDrafter(Drafter):
-    def __init__(self, steps: list[Step], chain: Chain) -> None:
+    def __init__(
+        self, steps: list[Step], chain: Chain, kv_block_sizes: tuple[int, ...] = ()
+    ) -> None:
         super().__init__()
         self.steps, self.chain = nn.ModuleList(steps), chain
+        self.kv_block_sizes = kv_block_sizes
         self.num_draft_tokens, self.aux_layers = len(steps), (FINAL_NORM,)
 
     def capture(self, config: ProgramConfig, info: TargetInfo) -> dict[str, Traced]:
@@ -123,28 +127,42 @@ def script_of(asks: list[Ask]) -> Tensor:
     return script
 
 
-CASES = [
-    pytest.param(("module_rows", 3, 3), id="module_rows-K3"),
-    pytest.param(("target_rows", 3, 3), id="target_rows-K3"),
-    pytest.param(("module_rows", 1, 1), id="module_rows-K1"),
-    pytest.param(("target_rows", 5, 5), id="target_rows-K5"),
-    pytest.param(("module_rows", 2, 5), id="module_rows-two_modules-K5"),  # used in turn
-]
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    chain: Chain
+    k: int
+    num_modules: int
+    windows: tuple[int, ...] = ()
+    kv_block_sizes: tuple[int, ...] = ()
 
 
-@pytest.fixture(scope="module", params=CASES)
+CASES = {
+    "module_rows-K3": Case(chain="module_rows", k=3, num_modules=3),
+    "target_rows-K3": Case(chain="target_rows", k=3, num_modules=3),
+    "module_rows-K1": Case(chain="module_rows", k=1, num_modules=1),
+    "target_rows-K5": Case(chain="target_rows", k=5, num_modules=5),
+    "two modules in turn-K5": Case(chain="module_rows", k=5, num_modules=2),
+    # T19: KV groups with blocks of their own size, two of them rings that wrap around
+    "KV groups-K3": Case(
+        chain="module_rows", k=3, num_modules=3, windows=(0, 6, 11), kv_block_sizes=(8, 4, 16)
+    ),
+}
+
+
+@pytest.fixture(scope="module", params=CASES.values(), ids=CASES.keys())
 def lab(request: pytest.FixtureRequest, target: tuple[nn.Module, list[Ask]]) -> Iterator[Any]:
-    (model, asks), (chain, num_modules, k) = target, request.param
-    script = script_of(asks)
-    drafter = WindowedDrafter([Step(i, model, script) for i in range(num_modules)], chain)
+    (model, asks), case = target, request.param
+    script, windows = script_of(asks), case.windows or (0,) * case.num_modules
+    steps = [Step(i, model, script, window) for i, window in enumerate(windows)]
+    drafter = WindowedDrafter(steps, case.chain, case.kv_block_sizes)
     with compilespec.compile(
-        model, spec=Windowed(drafter), num_draft_tokens=k, backend="eager", max_batch_size=5,
+        model, spec=Windowed(drafter), num_draft_tokens=case.k, backend="eager", max_batch_size=5,
         max_seq_len=MAX_SEQ_LEN, max_prefill_tokens=23, buckets=[1, 3, 5],
     ) as engine:  # fmt: skip
         for name, buffer in engine._executor.buffers.items():
             if name.startswith("cache."):
                 buffer.fill_(float("nan"))
-        yield model, asks, drafter, engine, k
+        yield model, asks, drafter, engine, case.k
 
 
 def test_t07_every_draft_is_that_of_a_recomputation(lab: Any) -> None:
@@ -181,3 +199,18 @@ def test_joins_and_leaves_give_the_models_own_tokens(lab: Any) -> None:
         assert request.output_token_ids == list(ask.tokens)
     assert_nothing_held(engine)
     assert engine.stats().num_recompiles == 0
+
+
+def test_t19_a_window_keeps_a_ring_of_blocks(target: tuple[nn.Module, list[Ask]]) -> None:
+    """Caches of a KV group have its block size, and only the blocks that its window needs."""
+    model, _ = target
+    steps = [Step(i, model, script_of([]), window) for i, window in enumerate((0, 6))]
+    drafter = WindowedDrafter(steps, "module_rows", (8, 4))
+    traced = compilespec.trace(
+        model, spec=Windowed(drafter), num_draft_tokens=2, max_batch_size=5,
+        max_seq_len=MAX_SEQ_LEN, max_prefill_tokens=23,
+    )  # fmt: skip
+    shapes = {spec.name: spec.shape[:2] for spec in traced.buffers}
+    assert shapes["cache.target.0.key"] == (25, 16)
+    assert shapes["cache.draft.0.0.key"] == (5 * 10, 8)  # all 75 positions
+    assert shapes["cache.draft.1.0.key"] == (5 * 9, 4)  # 6 + 23 of them, and a block to turn in

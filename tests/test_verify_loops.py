@@ -29,6 +29,10 @@ class Heads(nn.Module):
 
 def traced(kind: str) -> Any:
     model = tiny_target("llama", num_layers=2)
+    if kind == "kv_groups":
+        steps = [Step(i, model, script_of([]), window) for i, window in enumerate((0, 6, 11))]
+        drafter = WindowedDrafter(steps, "module_rows", (8, 4, 16))
+        return compilespec.trace(model, spec=Windowed(drafter), **SIZES)
     if kind in ("module_rows", "target_rows"):
         drafter = WindowedDrafter([Step(i, model, script_of([])) for i in range(3)], kind)  # type: ignore[arg-type]
         return compilespec.trace(model, spec=Windowed(drafter), **SIZES)
@@ -40,7 +44,10 @@ def traced(kind: str) -> Any:
     return compilespec.trace(model, spec="user", draft=Heads(model), aux_layers=(2,), **SIZES)
 
 
-@pytest.mark.parametrize("kind", ["module_rows", "target_rows", "ngram", "draft_model", "user"])
+KINDS = ["module_rows", "target_rows", "kv_groups", "ngram", "draft_model", "user"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_the_loop_computes_what_its_reference_does(kind: str) -> None:
     report = compilespec.verify(traced(kind), passes=["splice_draft_loop", "commit_state"])
     assert report.ok, str(report)

@@ -211,6 +211,8 @@ class _Draw:
 
     def _buffer(self, spec: BufferSpec, num_blocks: int) -> Tensor:
         config = self.ctx.config
+        if spec.kind == "cache" and not self._is_shared(spec):
+            return self._normal(spec.shape, spec.dtype)
         if spec.kind == "cache":
             shape = (num_blocks, *spec.shape[1:])
             return torch.full(shape, float("nan"), dtype=spec.dtype, device=config.device)
@@ -221,11 +223,15 @@ class _Draw:
             1, high, spec.shape, dtype=spec.dtype, device=config.device, generator=self._generator
         )
 
+    def _is_shared(self, spec: BufferSpec) -> bool:
+        """Whether the cache is laid out in the program's blocks, not in those of a KV group."""
+        return not self.ctx.kv_block_sizes or spec.name.startswith("cache.target.")
+
     def _write_caches(self, inputs: dict[str, Tensor], blocks: Tensor, length: int) -> None:
         """Keys and values at the positions that earlier steps wrote."""
         unshifted = self.ctx.capabilities.kind == "unshifted"
         for name, spec in self.ctx.buffers.items():
-            if spec.kind != "cache":
+            if spec.kind != "cache" or not self._is_shared(spec):
                 continue
             # an unshifted drafter has been fed the last emitted token as well
             count = length + int(unshifted and length > 0 and not name.startswith("cache.target."))

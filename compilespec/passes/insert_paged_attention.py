@@ -7,6 +7,7 @@ from torch import fx
 
 from compilespec.errors import PassError
 from compilespec.passes.graph import add_buffer, find_role
+from compilespec.passes.kv_groups import KVGroup, Metadata, group_metadata
 from compilespec.passes.runner import PassContext
 from compilespec.program import BufferSpec, markers
 
@@ -25,16 +26,24 @@ def page_markers(
     ctx: PassContext,
     markers: list[fx.Node],
     owner: str,
-    metadata: tuple[fx.Node, fx.Node, fx.Node, fx.Node],
+    metadata: Metadata,
+    *,
+    block_size: int | None = None,
 ) -> int:
     """Rewrite `markers`, one per layer in order, onto the caches of `owner`.
 
     Args:
         metadata: slot, row, position and block table nodes of the tokens these markers attend for.
+        block_size: of a KV group of their own; None: the program's blocks.
     """
     config = ctx.config
+    shape_of_blocks, shared = (config.num_blocks, config.block_size), metadata
     for layer, marker in enumerate(markers):
         query, key, value, scale, window, softcap, sinks = marker.args
+        if block_size is not None:
+            group = KVGroup(block_size=block_size, window=int(str(window)))
+            metadata = group_metadata(gm, ctx, group, shared, before=marker)
+            shape_of_blocks = (group.num_blocks(config), block_size)
         caches = []
         for half, tensor in (("key", key), ("value", value)):
             shape = tensor.meta.get("example") if isinstance(tensor, fx.Node) else None
@@ -51,12 +60,7 @@ def page_markers(
                     BufferSpec(
                         name=f"cache.{owner}.{layer}.{half}",
                         kind="cache",
-                        shape=(
-                            config.num_blocks,
-                            config.block_size,
-                            int(heads or 0),
-                            int(head_dim or 0),
-                        ),
+                        shape=(*shape_of_blocks, int(heads or 0), int(head_dim or 0)),
                         dtype=shape[1],
                     ),
                 )

@@ -10,11 +10,10 @@ from torch import fx
 from compilespec.passes.draft_loops.recycled import gather_packed
 from compilespec.passes.graph import add_buffer, arange_like, emit, find_role, output_node, splice
 from compilespec.passes.insert_paged_attention import page_markers
+from compilespec.passes.kv_groups import Metadata
 from compilespec.passes.read_state import place
 from compilespec.passes.runner import PassContext
 from compilespec.program import BufferSpec, Traced, markers
-
-Metadata = tuple[fx.Node, fx.Node, fx.Node, fx.Node]
 
 
 def windowed(gm: fx.GraphModule, ctx: PassContext) -> int:
@@ -215,7 +214,10 @@ def _run(
     """Splice one pass of the step's module over the step's own caches."""
     arguments = {"input_ids": ids, "position_ids": metadata[2], "hidden": hidden}
     outputs = splice(gm, ctx, ctx.draft[f"forward.{step}"], arguments)
-    page_markers(gm, ctx, markers(gm), f"draft.{step}", metadata)
+    page_markers(
+        gm, ctx, markers(gm), f"draft.{step}", metadata,
+        block_size=ctx.kv_block_sizes[step] if ctx.kv_block_sizes else None,
+    )  # fmt: skip
     return outputs
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from compilespec.errors import NotSupported
+from compilespec.passes.kv_groups import KVGroup
 from compilespec.passes.references.base import (
     Attention,
     AttentionCall,
@@ -89,14 +90,32 @@ class Drafts:
         def attend(layer: int, args: tuple[Any, ...]) -> Tensor:
             query, key, value, *options = args
             names = [f"cache.{owner}.{layer}.{half}" for half in ("key", "value")]
-            self.calls.append(AttentionCall(cache=names[0], tokens=tokens, key=key))
+            placed, table = self._grouped(tokens, owner, window=int(options[1]))
+            self.calls.append(AttentionCall(cache=names[0], tokens=placed, key=key))
             result: Tensor = torch.ops.compilespec.paged_attention(
-                query, key, value, *(self.buffers[name] for name in names), tokens.slot,
-                tokens.row, tokens.position, self.case.inputs["block_table_RM"], *options,
+                query, key, value, *(self.buffers[name] for name in names), placed.slot,
+                placed.row, placed.position, table, *options,
             )  # fmt: skip
             return result
 
         return attend
+
+    def _grouped(self, tokens: Tokens, owner: str, *, window: int) -> tuple[Tokens, Tensor]:
+        """The tokens in the KV group of a draft step, and its block table."""
+        sizes = self.ctx.kv_block_sizes
+        if not sizes:
+            return tokens, self.case.inputs["block_table_RM"]
+        group = KVGroup(block_size=sizes[int(owner.removeprefix("draft."))], window=window)
+        table, size = group.table(self.config), group.block_size
+        slots = [
+            [int(table[row, p // size]) * size + p % size if row >= 0 else -1 for row, p in pairs]
+            for pairs in (
+                list(zip(*both, strict=True))
+                for both in zip(tokens.row.tolist(), tokens.position.tolist(), strict=True)
+            )
+        ]
+        slot = torch.tensor(slots, dtype=torch.int32, device=table.device)
+        return dataclasses.replace(tokens, slot=slot), table
 
 
 def recycled(draft: Drafts, values: Values) -> Tensor:

@@ -1,0 +1,71 @@
+"""KV groups: drafter layers whose cache has blocks of another size, and windows that keep a ring.
+
+The blocks of such a group are shared out among the state rows once and for all, so its block table
+is a constant of the program and costs the host nothing.  A layer with a window keeps only as many
+blocks a row as its window and the tokens of one call need, used in turn; a layer without one keeps
+`max_seq_len` tokens a row.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from compilespec.passes.graph import add_weight, emit
+from compilespec.passes.runner import PassContext
+from compilespec.program import ProgramConfig
+
+Metadata = tuple[fx.Node, fx.Node, fx.Node, fx.Node]  # slot, row, position, block table
+
+
+@dataclass(frozen=True, kw_only=True)
+class KVGroup:
+    """Layers of one block size and one window (0: none)."""
+
+    block_size: int
+    window: int
+
+    def blocks_per_row(self, config: ProgramConfig) -> int:
+        """Blocks that a state row has: all of its positions, or a ring over its window.
+
+        A call writes all its keys before it reads any: at most `max_prefill_tokens` of a request,
+        or 2K+1.
+        """
+        whole = -(-config.max_seq_len // self.block_size)
+        if not self.window:
+            return whole
+        longest_call = max(config.max_prefill_tokens, 2 * config.num_draft_tokens + 1)
+        return min(whole, -(-(self.window + longest_call) // self.block_size) + 1)
+
+    def num_blocks(self, config: ProgramConfig) -> int:
+        return config.max_batch_size * self.blocks_per_row(config)
+
+    def table(self, config: ProgramConfig) -> Tensor:
+        """The block table, int32 [rows + 1, blocks of max_seq_len]; the spare row has none."""
+        count = self.blocks_per_row(config)
+        row = torch.arange(config.max_batch_size, dtype=torch.int32).unsqueeze(1) * count
+        number = torch.arange(-(-config.max_seq_len // self.block_size), dtype=torch.int32)
+        table = torch.cat([row + number % count, torch.full((1, len(number)), -1)])
+        return table.to(dtype=torch.int32, device=config.device)
+
+
+def group_metadata(
+    gm: fx.GraphModule, ctx: PassContext, group: KVGroup, metadata: Metadata, *, before: fx.Node
+) -> Metadata:
+    """The same tokens' metadata in the cache of `group`: its slots and its block table."""
+    _, row, position, _ = metadata
+    name = f"kv_group.{group.block_size}.{group.window}.block_table"
+    known = ctx.weights.get(name)
+    table = add_weight(gm, ctx, name, group.table(ctx.config) if known is None else known)
+    slot = emit(gm, group_slots, row, position, table, before=before, block_size=group.block_size)
+    return slot, row, position, table
+
+
+def group_slots(row: Any, position: Any, table_RM: Any, *, block_size: int) -> Any:
+    """Flat cache index of each token, -1 where its row is."""
+    block = table_RM[row.clamp(min=0).long(), (position // block_size).long()]
+    slot = block * block_size + position % block_size
+    return torch.where(row >= 0, slot, -1).to(torch.int32)
