@@ -295,7 +295,7 @@ def direct(draft: Drafts, values: Values) -> Tensor:
             else [(0, last) for last in inputs["last_R"].tolist()]
         )
         arguments["hidden_BE"] = torch.stack([aux[b, row] for b, row in picked])
-    (drafts,) = draft.call("draft", **arguments)
+    (drafts,) = draft.call("draft", **arguments)  # type: ignore[arg-type]
     return drafts
 
 
