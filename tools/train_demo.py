@@ -89,7 +89,7 @@ def export(folder: Path, tokenizer: Tokenizer, out: Path) -> None:
     if (folder / "mtp.pt").exists():
         export_mtp(mtp.load_trained_modules(folder), target.shape, out / "mtp")
     if (folder / "draft.pt").exists():
-        export_llama(draft.load_trained_draft(folder), tokenizer, out / "draft")
+        export_llama(draft.load_trained_draft(folder), tokenizer, out / "draft_model")
 
 
 if __name__ == "__main__":

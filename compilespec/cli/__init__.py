@@ -10,10 +10,10 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from compilespec.cli import dump, generate, methods
+from compilespec.cli import bench, dump, generate, methods
 from compilespec.errors import SpecError
 
-COMMANDS = (generate, dump, methods)
+COMMANDS = (generate, bench, dump, methods)
 BAD_INPUT, INTERRUPTED = 2, 130
 
 

@@ -66,7 +66,7 @@ def add_parser(commands: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     SamplingParams(max_new_tokens=args.max_new_tokens)  # before minutes of compiling
     prompts = read_prompts(args)
-    _set_threads(args.threads)
+    set_threads(args.threads)
     return _compare(args, prompts) if args.compare else _generate(args, prompts)
 
 
@@ -91,7 +91,7 @@ def read_prompts(args: argparse.Namespace) -> list[str]:
 def _generate(args: argparse.Namespace, prompts: list[str]) -> int:
     """Stream the prompts; an interrupt keeps what there is."""
     params = SamplingParams(max_new_tokens=args.max_new_tokens, ignore_eos=args.ignore_eos)
-    with _compile(args, _spec(args)) as engine:
+    with compile_engine(args, _spec(args)) as engine:
         progress = report.Progress(prompts, quiet=args.json)
         start, interrupted = time.perf_counter(), False
         try:
@@ -104,7 +104,7 @@ def _generate(args: argparse.Namespace, prompts: list[str]) -> int:
         progress.close()
         stats = engine.stats()
         if args.json:
-            _print_json(
+            print_json(
                 {
                     "outputs": progress.results(),
                     "elapsed_ms": elapsed_s * 1e3,
@@ -130,7 +130,7 @@ def _compare(args: argparse.Namespace, prompts: list[str]) -> int:
     with contextlib.ExitStack() as stack:
         ways = []
         for name in dict.fromkeys((spec, "none")):
-            engine = stack.enter_context(_compile(args, name))
+            engine = stack.enter_context(compile_engine(args, name))
             title = "compilespec plain" if name == "none" else f"compilespec {name}"
             ways.append(
                 compare.engine_way(title, engine, max_new_tokens=count, ignore_eos=args.ignore_eos)
@@ -154,13 +154,14 @@ def _compare(args: argparse.Namespace, prompts: list[str]) -> int:
                 progress=update,
             )
         if args.json:
-            _print_json({"comparison": comparison.as_dict(), "plan": engine.plan()})
+            print_json({"comparison": comparison.as_dict(), "plan": engine.plan()})
         else:
             report.print_comparison(comparison, engine.plan())
     return 0
 
 
-def _compile(args: argparse.Namespace, spec: str) -> Engine:
+def compile_engine(args: argparse.Namespace, spec: str, **changes: Any) -> Engine:
+    """The engine that the options ask for; `changes` to its keywords win."""
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # they would tear our own spinner
     import compilespec
 
@@ -171,6 +172,7 @@ def _compile(args: argparse.Namespace, spec: str) -> Engine:
     }
     if spec != "none":
         options |= {"draft": args.draft, "num_draft_tokens": args.num_draft_tokens}
+    options |= changes
     given = {name: value for name, value in options.items() if value is not None}
     with report.status(f"compiling {args.model} (spec={spec})"):
         engine: Engine = compilespec.compile(args.model, spec, **given)
@@ -181,7 +183,7 @@ def _spec(args: argparse.Namespace) -> str:
     return str(args.spec or ("eagle3" if args.model == DEMO else "none"))
 
 
-def _set_threads(threads: int | None) -> None:
+def set_threads(threads: int | None) -> None:
     if threads is not None:
         if threads < 1:
             raise InvalidOption(f"--threads: expected at least 1, got {threads}")
@@ -214,6 +216,6 @@ def _stdin_has_text(*, wait: bool) -> bool:
     return bool(ready)
 
 
-def _print_json(data: dict[str, Any]) -> None:
+def print_json(data: dict[str, Any]) -> None:
     json.dump(data, sys.stdout, indent=2, default=str)
     sys.stdout.write(os.linesep)

@@ -175,7 +175,8 @@ def _window(draft: Drafts, roles: Mapping[str, Tensor]) -> list[Tensor]:
     for request, row in enumerate(draft.placed.row_index.tolist()):
         draft.buffers["ring_hidden_RKD"][row] = states[request][1:]
         draft.buffers["ring_ids_RK"][row] = ids[request][1:]
-    hidden, following, drafts = torch.stack(states), torch.stack(ids), []
+    drafts: list[Tensor] = []
+    hidden, following = torch.stack(states), torch.stack(ids)
     for step in range(count):
         num_rows = following.shape[1]
         positions = [
@@ -200,7 +201,8 @@ def _window(draft: Drafts, roles: Mapping[str, Tensor]) -> list[Tensor]:
 def _packed(draft: Drafts, roles: Mapping[str, Tensor]) -> list[Tensor]:
     inputs, count = draft.case.inputs, draft.config.num_draft_tokens
     last, owners = inputs["last_R"].tolist(), inputs["owner_T"].tolist()
-    hidden, following, drafts = roles["aux"], roles["draft_ids"], []
+    drafts: list[Tensor] = []
+    hidden, following = roles["aux"], roles["draft_ids"]
     for row, end in zip(draft.placed.row_index.tolist(), last, strict=True):
         for back in range(count):
             inside = int(inputs["position_T"][end]) >= back
@@ -299,9 +301,16 @@ def direct(draft: Drafts, values: Values) -> Tensor:
     return drafts
 
 
+def callback(draft: Drafts, values: Values) -> Tensor:
+    """None: the host writes them before the next call."""
+    shape = (len(draft.state_rows()), draft.config.num_draft_tokens)
+    return torch.full(shape, PAD, dtype=torch.int32, device=values.roles["target"].device)
+
+
 LOOP_REFERENCES: Mapping[str, Callable[[Drafts, Values], Tensor]] = {
     "recycled": recycled,
     "windowed": windowed,
     "unshifted": unshifted,
     "direct": direct,
+    "callback": callback,
 }
