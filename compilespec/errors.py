@@ -69,5 +69,11 @@ class InvalidRequest(SpecError, ValueError):
     """A prompt or its sampling parameters cannot be served; other requests are not affected."""
 
 
+class DraftFailed(SpecError):
+    """A drafting function on the host raised, or gave no drafts; ends the request it was called
+    for.
+    """
+
+
 class EngineClosed(SpecError):
     """The engine was closed; compile a new one."""

@@ -105,6 +105,7 @@ def compile(
         buckets=runner.buckets,
         count_recompiles=lambda: runner.num_recompiles,
         on_finish=program.recorder.finish if program.recorder else None,
+        propose=program.propose_on_host,
     )
 
 
@@ -162,7 +163,8 @@ def build_program(
     traced = trace_target(target.model)
     info = describe_target(traced, target)
     drafter = method.load(found, info, method_options)
-    drafts = method.capabilities.kind != "none"
+    capabilities = (drafter.capabilities if drafter else None) or method.capabilities
+    drafts = capabilities.kind != "none"
     config = options.program_config(target, info, drafter if drafts else None)
     traced_draft = drafter.capture(config, info) if drafter else {}
     weights: dict[str, Tensor] = {}
@@ -172,7 +174,7 @@ def build_program(
         ctx = PassContext(
             phase=phase,
             config=config,
-            capabilities=method.capabilities,
+            capabilities=capabilities,
             target=traced,
             draft=traced_draft,
             aux_layers=tuple(drafter.aux_layers) if drafter else (),
@@ -194,6 +196,7 @@ def build_program(
         vocab_size=info.vocab_size,
         num_repeated_tokens=num_repeated_tokens(method.capabilities, config),
         recorder=drafter.recorder if drafter else None,
+        propose_on_host=drafter.propose_on_host if drafter else None,
         notes=_notes(target, drafter),
     )
 

@@ -8,7 +8,7 @@ The legend of the dimension suffixes is in ARCHITECTURE.md.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -194,6 +194,10 @@ class PhaseGraph:
         return f"{self.phase}: {num_nodes} nodes spliced by {num_passes} passes"
 
 
+# A request's token ids, prompt included, to up to K draft ids: called between two steps.
+HostProposal = Callable[[list[int]], Sequence[int]]
+
+
 class TapSink(Protocol):
     """Takes the hidden states that a step gives out, on the host."""
 
@@ -219,6 +223,7 @@ class SpecProgram:
     vocab_size: int
     num_repeated_tokens: int = 0  # prompt tokens that a chunk runs again, for the drafter's sake
     recorder: TapSink | None = field(default=None, repr=False)  # of the taps, if they are put out
+    propose_on_host: HostProposal | None = field(default=None, repr=False)
     notes: tuple[
         str, ...
     ] = ()  # what was resolved, for `Engine.plan()`: aux layers, draft layout, ...

@@ -9,11 +9,12 @@ import torch
 from torch import Tensor, nn
 
 import compilespec
-from compilespec.errors import DraftMismatch, DraftNotFound, InvalidOption
+from compilespec import SamplingParams
+from compilespec.errors import DraftFailed, DraftMismatch, DraftNotFound, InvalidOption
 from compilespec.methods.base import FINAL_NORM, Capabilities, MethodConfig
 from compilespec.methods.direct import DirectDrafter
 from tests.direct_methods import MAX_SEQ_LEN, SIZES, Script, check_traffic
-from tests.models import VOCAB, ask_all, tiny_target
+from tests.models import VOCAB, ask_all, assert_nothing_held, tiny_target
 
 OPTIONS = {"backend": "eager", "max_batch_size": 5, "max_seq_len": MAX_SEQ_LEN}
 
@@ -110,6 +111,127 @@ def test_what_does_not_fit_is_refused():
         compile_with(None)
 
 
+# --- called on the host between steps ---
+
+
+class HostScript:
+    """Known sequences by heart; proposes `count(tokens)` of what follows, the last `wrong` off."""
+
+    num_draft_tokens = 3
+
+    def __init__(self, asks) -> None:
+        self.sequences = [[*ask.prompt, *ask.tokens] for ask in asks]
+        self.count, self.wrong, self.calls = (lambda tokens: 3), 0, 0
+
+    def __call__(self, token_ids):
+        self.calls += 1
+        (known,) = [s for s in self.sequences if s[: len(token_ids)] == token_ids]
+        following = known[len(token_ids) :][: self.count(token_ids)]
+        token_ids.clear()  # ours to spoil
+        right = len(following) - self.wrong
+        return [token if i < right else token + 1 for i, token in enumerate(following)]
+
+
+@pytest.fixture(scope="module")
+def host():
+    model, asks = asked("llama")
+    script = HostScript(asks)
+    with compilespec.compile(
+        model, spec="user", draft=script, traced=False, max_prefill_tokens=16, **OPTIONS
+    ) as engine:
+        yield engine, script, asks
+
+
+def test_drafts_of_the_host_are_all_accepted(host):
+    engine, script, asks = host
+    script.count = lambda tokens: 3
+    for request in check_traffic(engine, asks):
+        *whole, last = request.emitted_per_step or [1]
+        assert whole == [4] * len(whole)
+        assert 1 <= last <= 4
+    assert "user drafter HostScript, called on the host between steps" in engine.plan()["why"]
+
+
+def test_the_host_may_propose_fewer_or_none(host):
+    engine, script, asks = host
+    script.count = lambda tokens: len(tokens) % 4
+    for request, ask in zip(check_traffic(engine, asks), asks, strict=True):
+        num_tokens = len(ask.prompt) + 1
+        for emitted in request.emitted_per_step[:-1]:
+            assert emitted == num_tokens % 4 + 1
+            num_tokens += emitted
+    script.count = lambda tokens: 0
+    for request in check_traffic(engine, asks):
+        assert set(request.emitted_per_step) <= {1}
+    script.count = lambda tokens: 3
+    script.wrong = 1  # also after steps that proposed nothing: no draft of an earlier step is left
+    for request in check_traffic(engine, asks):
+        assert set(request.emitted_per_step[:-1]) <= {3}
+    script.wrong = 0
+
+
+def test_what_the_function_raises_ends_its_request_only(host):
+    engine, script, asks = host
+
+    def count(tokens):
+        if len(tokens) == 43:  # before the second step of the second request
+            raise OSError("the index is gone\nfor good")
+        return len(tokens) % 4
+
+    script.count = count
+    params = [SamplingParams(max_new_tokens=len(a.tokens), ignore_eos=True) for a in asks]
+    outputs = engine.generate([list(ask.prompt) for ask in asks], params)
+    failed = [index for index, output in enumerate(outputs) if output.finish_reason == "error"]
+    assert failed == [1]
+    assert outputs[1].token_ids == list(asks[1].tokens[:3])
+    error = outputs[1].error
+    assert isinstance(error, DraftFailed)
+    assert isinstance(error.__cause__, OSError)
+    assert str(error).endswith("raised OSError: the index is gone")
+    for index, (output, ask) in enumerate(zip(outputs, asks, strict=True)):
+        if index != 1:
+            assert output.token_ids == list(ask.tokens)
+    assert_nothing_held(engine)
+
+
+@pytest.mark.parametrize(
+    ("drafts", "words"),
+    [
+        ([1, 2, 3, 4], "returned 4 drafts, the engine takes 3"),
+        ([1, 2.5], "must return a sequence of token ids"),
+        ("abc", "must return a sequence of token ids"),
+        (7, "it returned int"),
+        ([True], "it returned list"),
+    ],
+)
+def test_what_is_no_list_of_drafts_is_named(host, monkeypatch, drafts, words):
+    engine, _, _ = host
+    monkeypatch.setattr(HostScript, "__call__", lambda self, token_ids: drafts)
+    (output,) = engine.generate([[5, 6]], SamplingParams(max_new_tokens=4))
+    assert output.finish_reason == "error"
+    assert words in str(output.error)
+
+
+@pytest.mark.parametrize(
+    "drafts", [None, (), torch.tensor([VOCAB, 3]), [-1, 3]], ids=["None", "empty", "outside", "PAD"]
+)
+def test_what_means_no_draft(host, monkeypatch, drafts):
+    engine, _, asks = host
+    monkeypatch.setattr(HostScript, "__call__", lambda self, token_ids: drafts)
+    for request in check_traffic(engine, asks[4:]):
+        assert set(request.emitted_per_step) <= {1}
+
+
+def test_options_of_the_host_are_checked():
+    model, _ = asked("llama")
+    for options, words in (
+        ({"traced": "no"}, "traced must be"),
+        ({"traced": False, "aux_layers": (1,)}, "leave out aux_layers"),
+    ):
+        with pytest.raises(InvalidOption, match=words):
+            compilespec.compile(model, spec="user", draft=lambda ids: ids, **OPTIONS, **options)
+
+
 # --- a method of one's own: heads over the last hidden state, after Medusa ---
 
 
@@ -172,3 +294,13 @@ def test_heads_read_the_row_that_gave_the_newest_token():
     ) as engine:  # fmt: skip
         for request in check_traffic(engine, asks):
             assert set(request.emitted_per_step[:-1]) <= {4}
+
+
+def test_every_pass_is_what_its_reference_says_when_drafts_come_from_the_host():
+    model, _ = asked("llama")
+    program = compilespec.trace(
+        model, "user", draft=lambda ids: ids[:2], traced=False, num_draft_tokens=2,
+        max_batch_size=3, max_seq_len=48, max_prefill_tokens=64,
+    )  # fmt: skip
+    report = compilespec.verify(program)
+    assert report.ok, str(report)

@@ -13,11 +13,12 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor, nn
 
-from compilespec.program import ProgramConfig, TapSink, Traced
+from compilespec.program import HostProposal, ProgramConfig, TapSink, Traced
 
 # How a method's draft loop walks the cache (DESIGN section 3, step 5); "direct" is one call that
-# gives all K drafts and has no cache: n-gram match, extra heads, functions of a user.
-DraftKind = Literal["none", "recycled", "windowed", "unshifted", "direct"]
+# gives all K drafts and has no cache: n-gram match, extra heads, functions of a user; with
+# "callback" they come from the host, between the calls.
+DraftKind = Literal["none", "recycled", "windowed", "unshifted", "direct", "callback"]
 
 # Which hidden states the modules of a windowed drafter read (DESIGN section 4).
 Chain = Literal["module_rows", "target_rows"]
@@ -37,6 +38,11 @@ class Capabilities:
     own_kv_cache: bool = False  # the drafter writes a KV cache of its own
     lossless: bool = True
     aliases: tuple[str, ...] = ()  # reference mode names that map to this method
+
+    @property
+    def may_omit_drafts(self) -> bool:
+        """Fewer than K drafts are legal: PAD stands where there is none."""
+        return self.kind in ("direct", "callback")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,6 +79,8 @@ class Drafter(nn.Module):
         int, ...
     ] = ()  # hs indices: residual stream ENTERING layer k, n = last layer's output pre-norm
     recorder: TapSink | None = None  # takes the taps that the step gives out
+    propose_on_host: HostProposal | None = None  # where drafts come from between the calls
+    capabilities: Capabilities | None = None  # where an option made them other than the method's
 
     def capture(self, config: ProgramConfig, info: TargetInfo) -> dict[str, Traced]:
         """Capture the calls that the draft loop of the method's kind splices, by name.

@@ -22,7 +22,7 @@ def splice_acceptance(gm: fx.GraphModule, ctx: PassContext) -> int:
     logits, before = find_role(gm, "logits"), output_node(gm)
     if ctx.phase == "decode":
         ids = find_role(gm, "ids")
-        if ctx.capabilities.kind == "direct":  # may leave drafts out: PAD, which `ids` clamped to 0
+        if ctx.capabilities.may_omit_drafts:  # PAD, which `ids` clamped to 0
             tokens, index = find_role(gm, "tokens_RS"), find_role(gm, "row_index")
             ids = emit(gm, lambda rows, index_B: rows[index_B], tokens, index, before=before)
         target, emitted, count = emit(

@@ -10,6 +10,7 @@ from types import TracebackType
 from typing import Any
 
 from compilespec.errors import EngineClosed, InvalidRequest, SpecError
+from compilespec.program import HostProposal
 from compilespec.runtime.detokenize import OutputText, Tokenizer
 from compilespec.runtime.executor import Executor
 from compilespec.runtime.prompts import as_prompt_list, check_params, read_prompt
@@ -60,6 +61,7 @@ class Engine:
         buckets: Sequence[int] = (),
         count_recompiles: Callable[[], int] = lambda: 0,
         on_finish: Callable[[Request, FinishReason], None] | None = None,
+        propose: HostProposal | None = None,
     ) -> None:
         """Wrap an executor, which the engine owns from here on.
 
@@ -71,6 +73,7 @@ class Engine:
             buckets: batch sizes that decode runs at; empty where it runs at any size.
             count_recompiles: returns the compilations since the program was ready.
             on_finish: called with every request that ends, while it still has its row.
+            propose: drafts from the host, called before every verify step for each request.
         """
         self.geometry = executor.geometry
         self.tokenizer = tokenizer
@@ -80,7 +83,7 @@ class Engine:
         self._executor = executor
         self._count_recompiles = count_recompiles
         self._stats = StatsRecorder(self.geometry.num_draft_tokens, buckets)
-        self._scheduler = Scheduler(executor, self._stats, on_finish=on_finish)
+        self._scheduler = Scheduler(executor, self._stats, on_finish=on_finish, propose=propose)
         self._ids = itertools.count()
         self._closed = False
 

@@ -70,6 +70,11 @@ class Executor(Protocol):
         None.
         """
 
+    def set_drafts(self, rows: Sequence[int], drafts: Sequence[Sequence[int]]) -> None:
+        """Write up to K draft ids a row for the next `decode`; for programs whose drafts come from
+        the host.
+        """
+
     def decode(self, rows: Sequence[int]) -> list[list[int]]:
         """One verify step for these rows; returns the emitted tokens of each (1..K+1)."""
 

@@ -11,8 +11,11 @@ import heapq
 from collections import deque
 from collections.abc import Callable, Sequence
 
+from compilespec.errors import DraftFailed
+from compilespec.program import HostProposal
 from compilespec.runtime.blocks import BlockPool
 from compilespec.runtime.executor import Executor, PrefillChunk
+from compilespec.runtime.host_drafts import propose_drafts
 from compilespec.runtime.request import FinishReason, Request, RequestState, now_ms
 from compilespec.runtime.stats import StatsRecorder
 from compilespec.runtime.stopping import deliver
@@ -27,6 +30,7 @@ class Scheduler:
         stats: StatsRecorder,
         *,
         on_finish: Callable[[Request, FinishReason], None] | None = None,
+        propose: HostProposal | None = None,
     ) -> None:
         self.geometry = executor.geometry
         self.pool = BlockPool(self.geometry.num_blocks)
@@ -36,6 +40,7 @@ class Scheduler:
         self._executor = executor
         self._stats = stats
         self._on_finish = on_finish
+        self._propose = propose
 
     def step(self) -> list[Request]:
         """Admit what fits, prefill up to the token limit, decode every request whose prompt is in.
@@ -132,6 +137,8 @@ class Scheduler:
 
     def _decode(self) -> list[Request]:
         requests = [r for r in self.running if r.state is RequestState.DECODE]
+        if self._propose is not None:
+            requests = self._draft_on_host(self._propose, requests)
         if not requests:
             return []
         with self._stats.time_decode(len(requests)):
@@ -142,6 +149,19 @@ class Scheduler:
             request.emitted_per_step.append(num_delivered)
             self._stats.count_verify_step(num_delivered)
         return requests
+
+    def _draft_on_host(self, propose: HostProposal, requests: Sequence[Request]) -> list[Request]:
+        """Ask for every request's drafts and write them; returns the requests that go on."""
+        drafted: dict[Request, list[int]] = {}
+        for request in requests:
+            try:
+                drafted[request] = propose_drafts(propose, request, self.geometry)
+            except DraftFailed as error:
+                request.error = error
+                self._finish(request, "error")
+        if drafted:
+            self._executor.set_drafts([r.row for r in drafted], list(drafted.values()))
+        return list(drafted)
 
     def _deliver(self, request: Request, tokens: Sequence[int]) -> int:
         count, reason = deliver(request, tokens, max_seq_len=self.geometry.max_seq_len)

@@ -65,6 +65,14 @@ class StepRunner:
             first if chunk.finished else None for first, chunk in zip(firsts, chunks, strict=True)
         ]
 
+    def set_drafts(self, rows: Sequence[int], drafts: Sequence[Sequence[int]]) -> None:
+        count = self.geometry.num_draft_tokens
+        padded = [[*ids, *[PAD] * (count - len(ids))] for ids in drafts]
+        index = torch.tensor(rows, device=self._device)
+        self.buffers["tokens_RS"][index, 1:] = torch.tensor(
+            padded, dtype=torch.int32, device=self._device
+        )
+
     def decode(self, rows: Sequence[int]) -> list[list[int]]:
         bucket = next(size for size in self.buckets if size >= len(rows))
         padded = list(rows) + [PAD] * (bucket - len(rows))

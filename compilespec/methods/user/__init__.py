@@ -1,4 +1,4 @@
-"""Drafting by a module or function of the user's, traced into the step."""
+"""Drafting by a module or function of the user's, traced into the step or called between steps."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from compilespec.errors import InvalidOption
-from compilespec.methods.base import Capabilities, TargetInfo
+from compilespec.methods.base import Capabilities, Drafter, TargetInfo
 from compilespec.methods.direct import DirectDrafter, input_names
+from compilespec.program import HostProposal, ProgramConfig, Traced
 
 
 class UserDrafter(DirectDrafter):
@@ -30,6 +31,27 @@ class UserDrafter(DirectDrafter):
         return f"user drafter {name}, reads {', '.join(input_names(self.drafting))}"
 
 
+class HostDrafter(Drafter):
+    """A function that runs on the host: token ids in, up to K draft ids out."""
+
+    capabilities = Capabilities(
+        name="user", kind="callback", needs_draft_weights=True, aliases=("USER_PROVIDED",)
+    )
+
+    def __init__(self, function: HostProposal) -> None:
+        super().__init__()
+        object.__setattr__(self, "propose_on_host", function)  # a module would become a submodule
+        self.num_draft_tokens = int(getattr(function, "num_draft_tokens", 0))
+
+    def capture(self, config: ProgramConfig, info: TargetInfo) -> dict[str, Traced]:
+        """Nothing is traced."""
+        return {}
+
+    def describe(self) -> str:
+        name = getattr(self.propose_on_host, "__name__", type(self.propose_on_host).__name__)
+        return f"user drafter {name}, called on the host between steps"
+
+
 class UserMethod:
     """The output is the target's own, whatever the function proposes."""
 
@@ -37,20 +59,37 @@ class UserMethod:
         name="user", kind="direct", needs_draft_weights=True, aliases=("USER_PROVIDED",)
     )
 
-    def load(self, draft: Any, target: TargetInfo, options: Mapping[str, Any]) -> UserDrafter:
-        """Adopt a module or function.  Option: `aux_layers`, which hidden states `hidden_BE` holds.
+    def load(
+        self, draft: Any, target: TargetInfo, options: Mapping[str, Any]
+    ) -> UserDrafter | HostDrafter:
+        """Adopt a module or function.
+
+        Options: `aux_layers`, which hidden states `hidden_BE` holds; `traced=False` for a function
+        that cannot be traced: called on the host before every verify step with each request's
+        token ids (a list, prompt included), it returns up to K draft ids.  What it raises ends that
+        request, with `DraftFailed`.
 
         Raises: InvalidOption.
         """
-        unknown = sorted(options.keys() - {"aux_layers"})
+        unknown = sorted(options.keys() - {"aux_layers", "traced"})
         if unknown:
             raise InvalidOption(
-                f"unknown option {', '.join(unknown)}; method 'user' knows aux_layers"
+                f"unknown option {', '.join(unknown)}; method 'user' knows aux_layers, traced"
             )
         if not callable(draft):
             raise InvalidOption(
                 f"spec='user' needs draft= a module or a function; got {type(draft).__name__}"
             )
+        traced = options.get("traced", True)
+        if not isinstance(traced, bool):
+            raise InvalidOption(f"traced must be True or False; got {traced!r}")
+        if not traced:
+            if "aux_layers" in options:
+                raise InvalidOption(
+                    "a drafting function on the host reads token ids only; leave out aux_layers, "
+                    "or trace it"
+                )
+            return HostDrafter(draft)
         drafter = UserDrafter(draft, options.get("aux_layers", ()))
         input_names(drafter.drafting)
         return drafter

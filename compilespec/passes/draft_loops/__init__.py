@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from compilespec.methods.base import DraftKind
+from compilespec.passes.draft_loops.callback import callback
 from compilespec.passes.draft_loops.direct import direct
 from compilespec.passes.draft_loops.recycled import recycled
 from compilespec.passes.draft_loops.unshifted import num_unshifted_passes, unshifted
@@ -32,5 +33,6 @@ LOOPS: Mapping[DraftKind, DraftLoop] = {
     "recycled": DraftLoop(splice=recycled, num_passes=lambda ctx: ctx.config.num_draft_tokens),
     "windowed": DraftLoop(splice=windowed, num_passes=lambda ctx: ctx.config.num_draft_tokens),
     "direct": DraftLoop(splice=direct, num_passes=lambda ctx: 1),
+    "callback": DraftLoop(splice=callback, num_passes=lambda ctx: 0),
     "unshifted": DraftLoop(splice=unshifted, num_passes=num_unshifted_passes),
 }

@@ -99,7 +99,7 @@ def splice_acceptance(before: Before, ctx: PassContext, case: Case) -> Values:
     target = [[_first_best(scores) for scores in request] for request in logits]
     if case.phase == "decode":
         drafts = values.roles["ids"].tolist()
-        if ctx.capabilities.kind == "direct":  # its PAD drafts match nothing
+        if ctx.capabilities.may_omit_drafts:  # its PAD drafts match nothing
             rows = case.inputs["tokens_RS"].tolist()
             drafts = [rows[row] for row in case.inputs["row_B"].tolist()]  # -1: the spare row
         counts = []

@@ -1,0 +1,53 @@
+"""Drafts that a function on the host proposes between two steps."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from numbers import Integral
+from typing import Any
+
+from compilespec.errors import DraftFailed
+from compilespec.program import HostProposal
+from compilespec.runtime.executor import Geometry
+from compilespec.runtime.request import Request
+
+
+def propose_drafts(propose: HostProposal, request: Request, geometry: Geometry) -> list[int]:
+    """Up to K draft ids for the request's next step; cut before an id outside the vocabulary.
+
+    Args:
+        propose: called with the request's token ids, prompt included, the newest last (a list of
+        its own); returns a sequence of ids, None for none.
+    Raises: DraftFailed, naming the function and the request, for whatever goes wrong in it.
+    """
+    name = getattr(propose, "__name__", type(propose).__name__)
+    where = f"the drafting function {name} (request {request.id})"
+    try:
+        proposed: Any = propose([*request.prompt_token_ids, *request.output_token_ids])
+    except Exception as error:
+        message = (str(error).splitlines() or [""])[0]
+        raise DraftFailed(f"{where} raised {type(error).__name__}: {message}") from error
+    ids = _as_ids(proposed)
+    if ids is None:
+        raise DraftFailed(
+            f"{where} must return a sequence of token ids; it returned {type(proposed).__name__}"
+        )
+    if len(ids) > geometry.num_draft_tokens:
+        raise DraftFailed(
+            f"{where} returned {len(ids)} drafts, the engine takes {geometry.num_draft_tokens}; "
+            f"compile with num_draft_tokens={len(ids)} or return fewer"
+        )
+    return list(itertools.takewhile(lambda token: 0 <= token < geometry.vocab_size, ids))
+
+
+def _as_ids(proposed: Any) -> list[int] | None:
+    if proposed is None:
+        return []
+    if hasattr(proposed, "tolist"):  # a tensor or an array, without importing what made it
+        proposed = proposed.tolist()
+    if not isinstance(proposed, Sequence) or not all(
+        isinstance(token, Integral) and not isinstance(token, bool) for token in proposed
+    ):
+        return None
+    return [int(token) for token in proposed]
