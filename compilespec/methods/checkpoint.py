@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
@@ -50,23 +50,38 @@ def read_config(directory: str | Path) -> dict[str, Any]:
     return _read_json(path)
 
 
-def read_tensors(directory: str | Path) -> dict[str, Tensor]:
-    """Read all tensors of a checkpoint directory to the CPU, training-only ones left out.
+def read_tensors(directory: str | Path, only: Container[str] | None = None) -> dict[str, Tensor]:
+    """Read the tensors of a checkpoint directory to the CPU, training-only ones left out.
 
+    Args:
+        only: names to read, such as a drafter's inside the checkpoint of its target; None for all.
     Returns:
         name -> tensor, in the dtype of the file.
     Raises:
         CheckpointError: no weight file, a shard that is missing or unreadable, an index that does
         not match.
     """
-    directory = Path(directory)
-    for name, is_index in WEIGHT_FILES:
-        path = directory / name
-        if path.is_file():
-            tensors = _read_shards(path) if is_index else _read_file(path)
-            return drop_training_only(tensors)
-    expected = ", ".join(name for name, _ in WEIGHT_FILES)
-    raise CheckpointError(f"{directory}: no weights; expected one of {expected}")
+    path, is_index = _weight_file(Path(directory))
+    tensors = _read_shards(path, only) if is_index else _read_file(path, only)
+    return drop_training_only(tensors)
+
+
+def tensor_names(directory: str | Path) -> list[str]:
+    """The names of all tensors of a checkpoint directory, without reading any from safetensors.
+
+    Raises:
+        CheckpointError: no weight file, or one that is unreadable.
+    """
+    path, is_index = _weight_file(Path(directory))
+    if is_index:
+        return list(_weight_map(path))
+    if path.suffix != ".safetensors":
+        return list(_read_file(path))
+    try:
+        with safe_open(path, framework="pt") as file:
+            return list(file.keys())
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{path}: not readable ({_first_line(error)})") from error
 
 
 def drop_training_only(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -128,25 +143,44 @@ def _read_json(path: Path) -> dict[str, Any]:
     return content
 
 
-def _read_shards(index: Path) -> dict[str, Tensor]:
+def _weight_file(directory: Path) -> tuple[Path, bool]:
+    """The weights of a directory, and whether the file is an index of shards."""
+    for name, is_index in WEIGHT_FILES:
+        if (directory / name).is_file():
+            return directory / name, is_index
+    expected = ", ".join(name for name, _ in WEIGHT_FILES)
+    raise CheckpointError(f"{directory}: no weights; expected one of {expected}")
+
+
+def _weight_map(index: Path) -> dict[str, str]:
     weight_map = _read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(f, str) for f in weight_map.values()):
         raise CheckpointError(f"{index}: expected a weight_map of tensor names to file names")
+    return weight_map
+
+
+def _read_shards(index: Path, only: Container[str] | None) -> dict[str, Tensor]:
+    weight_map = {
+        name: file for name, file in _weight_map(index).items() if only is None or name in only
+    }
     tensors: dict[str, Tensor] = {}
     for file_name in sorted(set(weight_map.values())):
         if Path(file_name).name != file_name:
             raise CheckpointError(
                 f"{index}: shard {file_name!r} lies outside the checkpoint directory"
             )
-        tensors.update(_read_file(index.parent / file_name))
+        tensors.update(_read_file(index.parent / file_name, only))
     lost = sorted(weight_map.keys() - tensors.keys())
     if lost:
         raise CheckpointError(f"{index}: the shards lack {_listed(lost)}")
     return tensors
 
 
-def _read_file(path: Path) -> dict[str, Tensor]:
+def _read_file(path: Path, only: Container[str] | None = None) -> dict[str, Tensor]:
     try:
+        if path.suffix == ".safetensors" and only is not None:
+            with safe_open(path, framework="pt") as file:
+                return {name: file.get_tensor(name) for name in file.keys() if name in only}  # noqa: SIM118
         if path.suffix == ".safetensors":
             return load_file(path, device="cpu")
         content = torch.load(path, map_location="cpu", weights_only=True)
@@ -156,7 +190,7 @@ def _read_file(path: Path) -> dict[str, Tensor]:
         raise CheckpointError(f"{path}: not readable ({_first_line(error)})") from error
     if not isinstance(content, dict) or not all(isinstance(v, Tensor) for v in content.values()):
         raise CheckpointError(f"{path}: expected a mapping of names to tensors")
-    return content
+    return {name: tensor for name, tensor in content.items() if only is None or name in only}
 
 
 def _first_line(error: BaseException) -> str:

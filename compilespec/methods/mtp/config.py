@@ -1,0 +1,256 @@
+"""Every published layout of MTP modules, normalised into one `MtpConfig`.
+
+The layout is told by content: `speculators_model_type`, then the names of the tensors.  What
+neither config.json nor the tensors say (order of the projection's inputs, which hidden state is
+read and recycled) belongs to the layout, and the block is the target's own decoder layer.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from torch import nn
+
+from compilespec.errors import CheckpointError, NotSupported
+from compilespec.methods.eagle3.config import ROPE_TYPES
+
+Layout = Literal["deepseek", "step", "mimo", "qwen3_next", "speculators"]
+Hidden = Literal["post_norm", "pre_norm"]
+
+# Decoder layers of transformers that a module's block may be: model type -> package, class prefix.
+BODIES: dict[str, tuple[str, str]] = {
+    "llama": ("llama", "Llama"),
+    "mistral": ("mistral", "Mistral"),
+    "qwen2": ("qwen2", "Qwen2"),
+    "mimo": ("qwen2", "Qwen2"),
+    "qwen3": ("qwen3", "Qwen3"),
+    "deepseek_v3": ("deepseek_v3", "DeepseekV3"),
+    "deepseek_v32": ("deepseek_v3", "DeepseekV3"),  # dense: exact up to index_topk positions
+    "glm4_moe": ("glm4_moe", "Glm4Moe"),
+    "qwen3_next": ("qwen3_next", "Qwen3Next"),
+    "step3p5": ("step3p7", "Step3p7"),
+}
+
+# Keys of config.json that do not describe the block, or that transformers would act upon.
+NOT_OF_THE_BLOCK = (
+    "model_type",
+    "architectures",
+    "auto_map",
+    "quantization_config",
+    "torch_dtype",
+    "dtype",
+    "transformers_version",
+)
+
+_LAYER = re.compile(r"^(?:model\.)?(?:language_model\.)?layers\.(\d+)\.(.+)$")
+_MTP_LAYER = re.compile(r"^(?:model\.)?mtp_layers\.(\d+)\.(.+)$")
+_QWEN = re.compile(r"^mtp\.(?:layers\.(\d+)\.)?(.+)$")
+_INSIDE = re.compile(r"^(?:transformer|mtp_block)\.")
+
+# Tensor names of a module, next to those of its block, as `MtpStep` has them.
+_RENAMED: dict[str, str] = {
+    "shared_head.norm": "norm",
+    "shared_head.head": "lm_head",
+    "shared_head.output": "lm_head",
+    "token_layernorm": "enorm",
+    "hidden_layernorm": "hnorm",
+    "input_proj": "eh_proj",
+    "final_layernorm": "norm",
+    "fc": "eh_proj",
+    "pre_fc_norm_embedding": "enorm",
+    "pre_fc_norm_hidden": "hnorm",
+}
+_OF_THE_MODULE = ("enorm", "hnorm", "eh_proj", "norm", "lm_head", "embed_tokens")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MtpConfig:
+    """The MTP modules of one checkpoint, whatever layout they came in."""
+
+    layout: Layout
+    """Naming of the tensors, and what goes with it."""
+    body: str
+    """Model type of the decoder layer: one of `BODIES`."""
+    block: Any = field(repr=False)
+    """transformers config of the decoder layers, its per-layer lists those of the modules."""
+    num_modules: int
+    """Modules in the checkpoint."""
+    hidden_first: bool = False
+    """The projection takes [hidden ; embedding] instead of [embedding ; hidden]."""
+    hidden: Hidden = "post_norm"
+    """Hidden states that are read from the target and recycled: after or before the last norm."""
+    pos0_mask: bool = False
+    """The embedding is zero in the row of position 0."""
+    num_draft_tokens: int
+    """K that the checkpoint suggests."""
+
+    @property
+    def hidden_size(self) -> int:
+        """Width of the modules, which is the target's."""
+        return int(self.block.hidden_size)
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows of embedding and head."""
+        return int(self.block.vocab_size)
+
+    def describe(self) -> str:
+        """The resolved spec on one line."""
+        order = "[hidden ; embedding]" if self.hidden_first else "[embedding ; hidden]"
+        mask = ", position 0 masked" if self.pos0_mask else ""
+        return (
+            f"mtp {self.layout} x{self.num_modules}, block {self.body}, hidden {self.hidden_size}, "
+            f"vocab {self.vocab_size}, {order}, {self.hidden} hidden states{mask}, "
+            f"K {self.num_draft_tokens}"
+        )
+
+
+def normalise(raw: Mapping[str, Any], names: Iterable[str], *, pos0_mask: bool) -> MtpConfig:
+    """Read config.json and the tensors' names into one `MtpConfig`.
+
+    Raises:
+        CheckpointError: no modules, or another number than the config says.
+        NotSupported: a body or rope type that is not built; the message names it.
+    """
+    modules = module_names(raw, names)
+    if not modules:
+        raise CheckpointError(
+            "the checkpoint holds no MTP modules; expected tensors such as "
+            "model.layers.N.eh_proj.weight, model.mtp_layers.0.* or mtp.fc.weight"
+        )
+    layout = layout_of(raw, modules)
+    found = 1 + max(int(new.split(".")[1]) for new in modules.values())
+    said = raw.get("num_nextn_predict_layers") or raw.get("num_mtp_layers")
+    if said is not None and int(said) != found and layout != "speculators":
+        raise CheckpointError(
+            f"config.json says {said} MTP modules, the tensors are those of {found}; copy the "
+            "checkpoint again"
+        )
+    inner = raw.get("transformer_layer_config" if layout == "speculators" else "text_config", raw)
+    body = str(inner.get("model_type"))
+    if body not in BODIES:
+        raise NotSupported(
+            f"MTP modules with a decoder layer of model_type {body!r} are not built; known: "
+            f"{', '.join(BODIES)}"
+        )
+    return MtpConfig(
+        layout=layout,
+        body=body,
+        block=block_config(body, inner, found),
+        num_modules=found,
+        hidden_first=layout == "mimo",
+        hidden="pre_norm" if layout == "step" else "post_norm",
+        pos0_mask=pos0_mask,
+        num_draft_tokens=_suggested(raw) or found,
+    )
+
+
+def layout_of(raw: Mapping[str, Any], modules: Iterable[str]) -> Layout:
+    """Which layout the names of the module tensors and the config are of."""
+    kind = raw.get("speculators_model_type")
+    if kind is not None:
+        if kind != "mtp":
+            raise CheckpointError(f"speculators_model_type is {kind!r}, expected 'mtp'")
+        return "speculators"
+    names = list(modules)
+    if any(name.startswith("mtp.") for name in names):
+        return "qwen3_next"
+    if any(_MTP_LAYER.match(name) for name in names):
+        return "mimo"
+    own_head = any(name.endswith("shared_head.output.weight") for name in names)
+    step = own_head or str(raw.get("model_type", "")).startswith("step3")
+    return "step" if step else "deepseek"
+
+
+def module_names(raw: Mapping[str, Any], names: Iterable[str]) -> dict[str, str]:
+    """The tensors of MTP modules: published name -> `steps.<i>.<name in MtpStep>`.
+
+    Modules that DeepSeek's layout numbers on after the target's layers are known by their enorm.
+    What Qwen3-Next keeps once for all layers (fc and norms) is given to module 0.
+    """
+    names = list(names)
+    layers = sorted({int(m[1]) for m in map(_LAYER.match, names) if m and m[2] == "enorm.weight"})
+    number = {layer: index for index, layer in enumerate(layers)}
+    renamed: dict[str, str] = {}
+    for name in names:
+        if (match := _LAYER.match(name)) and int(match[1]) in number:
+            renamed[name] = _canonical(number[int(match[1])], match[2])
+        elif match := _MTP_LAYER.match(name):
+            renamed[name] = _canonical(int(match[1]), match[2])
+        elif match := _QWEN.match(name):
+            of_block = match[1] is not None
+            rest = f"block.{match[2]}" if of_block else _canonical(0, match[2]).split(".", 2)[2]
+            renamed[name] = f"steps.{int(match[1] or 0)}.{rest}"
+    return renamed
+
+
+def _canonical(index: int, rest: str) -> str:
+    rest = _INSIDE.sub("", rest)
+    stem, _, kind = rest.rpartition(".")
+    stem = _RENAMED.get(stem, stem)
+    inner = f"{stem}.{kind}" if stem in _OF_THE_MODULE else f"block.{rest}"
+    return f"steps.{index}.{inner}"
+
+
+def body_class(body: str, kind: str) -> type[nn.Module]:
+    """transformers' class of a body: "DecoderLayer", "RMSNorm" or "RotaryEmbedding"."""
+    package, prefix = BODIES[body]
+    module = importlib.import_module(f"transformers.models.{package}.modeling_{package}")
+    found: type[nn.Module] = getattr(module, prefix + kind)
+    return found
+
+
+def block_config(body: str, raw: Mapping[str, Any], num_modules: int) -> Any:
+    """transformers' config for `num_modules` decoder layers, numbered from 0.
+
+    Raises:
+        NotSupported: a rope type whose frequencies depend on the positions.
+    """
+    package, prefix = BODIES[body]
+    module = importlib.import_module(f"transformers.models.{package}.configuration_{package}")
+    config_class = getattr(module, f"{prefix}TextConfig", None) or getattr(
+        module, f"{prefix}Config"
+    )
+    fields = {key: value for key, value in raw.items() if key not in NOT_OF_THE_BLOCK}
+    config = config_class(**fields)
+    num_layers, kinds = config.num_hidden_layers, ["full_attention"] * num_modules
+    if body == "step3p5":
+        kinds = config.mtp_layer_types or kinds
+        config.mlp_layer_types = config.mtp_mlp_layer_types or ["dense"] * num_modules
+        config.per_layer_config = {
+            index: {"num_attention_heads": config.num_sliding_attention_heads}
+            for index, kind in enumerate(kinds)
+            if kind == "sliding_attention"
+        }
+        for key in ("swiglu_limits", "swiglu_limits_shared"):  # HF keeps those of the target only
+            limits = raw.get(key) or []
+            setattr(config, key, limits[num_layers : num_layers + num_modules] or None)
+    config.num_hidden_layers = num_modules
+    if hasattr(config, "first_k_dense_replace"):
+        config.first_k_dense_replace = 0  # the modules' MLPs are experts
+    if hasattr(config, "decoder_sparse_step"):
+        config.decoder_sparse_step, config.mlp_only_layers = 1, []
+    if getattr(config, "layer_types", None) is not None:
+        config.layer_types = kinds
+    _check_rope(config.rope_parameters)
+    return config
+
+
+def _check_rope(parameters: Mapping[str, Any]) -> None:
+    nested = [value for value in parameters.values() if isinstance(value, Mapping)]
+    for one in nested or [parameters]:
+        if one["rope_type"] not in ROPE_TYPES:
+            raise NotSupported(
+                f"rope type {one['rope_type']!r} of the MTP modules is not built; known: "
+                f"{', '.join(ROPE_TYPES)}"
+            )
+
+
+def _suggested(raw: Mapping[str, Any]) -> int:
+    """K of a speculators config, 0 elsewhere."""
+    methods = (raw.get("speculators_config") or {}).get("proposal_methods") or []
+    return int(methods[0].get("speculative_tokens") or 0) if methods else 0

@@ -1,0 +1,61 @@
+"""The MTP drafter: modules in a row, each with a cache of its own, or the first one recycled."""
+
+from __future__ import annotations
+
+from typing import cast
+
+from torch import Tensor, nn
+
+from compilespec.methods.base import FINAL_NORM, Chain, Drafter, TargetInfo
+from compilespec.methods.capture import capture_recycled, capture_windowed
+from compilespec.methods.mtp.config import MtpConfig
+from compilespec.methods.mtp.module import MtpStep
+from compilespec.program import ProgramConfig, Traced
+
+
+class MtpDrafter(Drafter):
+    """The MTP modules of a checkpoint.
+
+    Windowed: draft i is module i's, over rows of its own cache.  Recycled: module 0 drafts every
+    token, its output the hidden state of the next row.
+    """
+
+    def __init__(
+        self,
+        config: MtpConfig,
+        steps: nn.ModuleList,
+        *,
+        recycled: bool = False,
+        chain: Chain = "module_rows",
+        num_target_layers: int,
+    ) -> None:
+        super().__init__()
+        self.config, self.recycled, self.chain = config, recycled, chain
+        self.steps = nn.ModuleList(list(steps)[:1]) if recycled else steps
+        self.num_draft_tokens = config.num_draft_tokens
+        self.aux_layers = (num_target_layers if config.hidden == "pre_norm" else FINAL_NORM,)
+
+    def capture(self, config: ProgramConfig, info: TargetInfo) -> dict[str, Traced]:
+        """The calls of its kind's draft loop."""
+        capture = capture_recycled if self.recycled else capture_windowed
+        return capture(self, config, info)
+
+    def combine(self, aux: Tensor) -> Tensor:
+        """The target's hidden state is taken as it is."""
+        return aux
+
+    def forward(
+        self, input_ids: Tensor, position_ids: Tensor, hidden: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Module 0 over rows [B, S]; see `MtpStep.forward`."""
+        output: tuple[Tensor, Tensor] = self.steps[0](input_ids, position_ids, hidden)
+        return output
+
+    def propose(self, head_input: Tensor) -> Tensor:
+        """Greedy draft tokens of rows [..., D]: int32 target ids."""
+        return cast(MtpStep, self.steps[0]).propose(head_input)
+
+    def describe(self) -> str:
+        """The resolved spec on one line."""
+        use = "module 0 recycled" if self.recycled else f"chain {self.chain}"
+        return f"{self.config.describe()}, {use}"

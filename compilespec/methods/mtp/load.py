@@ -1,0 +1,268 @@
+"""From a checkpoint directory, the target's own or another, to an `MtpDrafter`."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from compilespec.errors import CheckpointError, DraftMismatch, InvalidOption, NotSupported
+from compilespec.methods.base import Chain, Drafter, TargetInfo
+from compilespec.methods.checkpoint import load_strict, read_config, read_tensors, tensor_names
+from compilespec.methods.eagle3.drafter import Weight
+from compilespec.methods.mtp.config import MtpConfig, module_names, normalise
+from compilespec.methods.mtp.drafter import MtpDrafter
+from compilespec.methods.mtp.module import build_steps
+
+logger = logging.getLogger(__name__)
+
+CHAINS = ("module_rows", "target_rows")
+SHARED = ("embed_tokens.weight", "lm_head.weight")
+SCALE = "_scale_inv"  # of block-wise FP8 weights
+FP8_BLOCK = (128, 128)
+INDEXER = ".self_attn.indexer."  # DeepSeek-V3.2's choice of positions; the block here is dense
+OTHER_QUANTISED = re.compile(
+    r"(_blocks|_scales|\.qweight|\.qzeros|\.weight_packed|\.weight_scale|\.input_scale)$"
+)
+_EXPERT = re.compile(r"^(.+\.experts)\.(\d+)\.(gate|up|down)_proj\.weight$")
+
+
+def load_drafter(
+    draft: str | Path | nn.Module,
+    target: TargetInfo,
+    options: Mapping[str, Any],
+    *,
+    recycled: bool,
+) -> Drafter:
+    """Build the drafter from a checkpoint, or adopt a module, checked against the target.
+
+    Args:
+        draft: a directory, which may be the target's own; an `MtpDrafter`; or any `Drafter`.
+        options: `pos0_mask` (bool); `chain` ("module_rows" | "target_rows") unless `recycled`.
+        recycled: module 0 drafts every token; the other modules are not read.
+    Raises:
+        CheckpointError, DraftMismatch, InvalidOption, NotSupported: each says what was expected and
+        what came.
+    """
+    chain, pos0_mask = _check_options(options, recycled)
+    if isinstance(draft, Drafter):
+        return _adopt(draft, target, options, recycled, chain)
+    if isinstance(draft, nn.Module):
+        raise DraftMismatch(
+            f"draft module {type(draft).__name__}: expected a compilespec Drafter or a directory"
+        )
+    raw = read_config(draft)
+    renamed = module_names(raw, tensor_names(draft))
+    config = normalise(raw, renamed, pos0_mask=pos0_mask)
+    check_sizes(config, target)
+    kept = {old: new for old, new in renamed.items() if not recycled or new.startswith("steps.0.")}
+    tensors = read_tensors(draft, only=kept)
+    named = {new: tensors[old] for old, new in kept.items()}
+    _share_qwen_parts(config, named)
+    drafter = build(
+        config, canonical_tensors(named, raw), target, recycled=recycled, chain=chain,
+        source=str(draft),
+    )  # fmt: skip
+    logger.info("%s: %s", draft, drafter.describe())
+    return drafter
+
+
+def build(
+    config: MtpConfig,
+    tensors: Mapping[str, Tensor],
+    target: TargetInfo,
+    *,
+    recycled: bool,
+    chain: Chain,
+    source: str,
+) -> MtpDrafter:
+    """The modules with their own tensors, and the target's embedding and head by identity.
+
+    Args:
+        tensors: `steps.<i>.*` as in the drafter's state dict, in any dtype and on any device.
+    Raises:
+        CheckpointError: tensors missing, unexpected or misshapen.
+    """
+    num_steps = 1 if recycled else config.num_modules
+    experts = getattr(target.config, "_experts_implementation", None)
+    steps = build_steps(config, num_steps, experts)
+    drafter = MtpDrafter(
+        config, steps, recycled=recycled, chain=chain, num_target_layers=target.num_layers
+    )
+    placed = {name: _place(name, tensor, target) for name, tensor in tensors.items()}
+    shared = _shared(placed, target, num_steps)
+    complete = {name: tensor.detach() for name, tensor in {**placed, **shared}.items()}
+    load_strict(drafter, complete, source=source)
+    drafter.requires_grad_(False).eval()
+    for step in drafter.steps:
+        step.rotary.to(target.device)
+    for name, tensor in shared.items():
+        holder = drafter.get_submodule(name.removesuffix(".weight"))
+        assert isinstance(holder, Weight)
+        holder.share(tensor)
+    return drafter
+
+
+def canonical_tensors(tensors: Mapping[str, Tensor], raw: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Dequantise, drop what a dense block does not read, and stack the experts.
+
+    Raises:
+        NotSupported: a quantisation that is not block-wise FP8.
+        CheckpointError: an expert lacks a matrix.
+    """
+    known = {name: tensor for name, tensor in tensors.items() if INDEXER not in name}
+    return stack_experts(dequantise(known, raw))
+
+
+def dequantise(tensors: Mapping[str, Tensor], raw: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Block-wise FP8 (`weight` and `weight_scale_inv`, one scale a block) as float32.
+
+    Raises:
+        NotSupported: another quantisation; the message names the tensor.
+    """
+    quantisation = raw.get("quantization_config") or {}
+    block = tuple(quantisation.get("weight_block_size") or FP8_BLOCK)
+    plain: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        if name.endswith(SCALE):
+            if name.removesuffix(SCALE) not in tensors:
+                raise CheckpointError(f"{name} scales a tensor that is not there")
+            continue
+        scale = tensors.get(name + SCALE)
+        packed = tensor.dtype.itemsize == 1 and tensor.dtype != torch.bool
+        if OTHER_QUANTISED.search(name) or (packed and scale is None):
+            raise NotSupported(
+                f"{name} is quantised ({quantisation.get('quant_method', tensor.dtype)}); only "
+                "block-wise FP8 with weight_scale_inv is read: give an unquantised draft="
+            )
+        plain[name] = tensor if scale is None else _unscale(name, tensor, scale, block)
+    return plain
+
+
+def _unscale(name: str, tensor: Tensor, scale: Tensor, block: tuple[int, ...]) -> Tensor:
+    rows, columns = tensor.shape
+    blocks = (-(-rows // block[0]), -(-columns // block[1]))
+    if scale.shape != blocks:
+        raise CheckpointError(
+            f"{name}{SCALE}: expected {list(blocks)} scales of blocks {list(block)}, came "
+            f"{list(scale.shape)}"
+        )
+    spread = scale.float().repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)
+    return tensor.float() * spread[:rows, :columns]
+
+
+def stack_experts(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Matrices per expert, as published, become transformers' gate_up_proj and down_proj.
+
+    Raises:
+        CheckpointError: an expert lacks a matrix.
+    """
+    stacked: dict[str, Tensor] = {}
+    experts: dict[str, dict[tuple[int, str], Tensor]] = {}
+    for name, tensor in tensors.items():
+        match = _EXPERT.match(name)
+        if match is None:
+            stacked[name] = tensor
+        else:
+            experts.setdefault(match[1], {})[int(match[2]), match[3]] = tensor
+    for prefix, parts in experts.items():
+        numbers = range(1 + max(number for number, _ in parts))
+        missing = [
+            f"{prefix}.{number}.{kind}_proj.weight"
+            for number in numbers
+            for kind in ("gate", "up", "down")
+            if (number, kind) not in parts
+        ]
+        if missing:
+            raise CheckpointError(f"missing: {', '.join(missing[:8])}; copy the checkpoint again")
+        stacked[f"{prefix}.gate_up_proj"] = torch.stack(
+            [torch.cat([parts[number, "gate"], parts[number, "up"]]) for number in numbers]
+        )
+        stacked[f"{prefix}.down_proj"] = torch.stack([parts[n, "down"] for n in numbers])
+    return stacked
+
+
+def check_sizes(config: MtpConfig, target: TargetInfo) -> None:
+    """Compare the sizes that modules and target share.
+
+    Raises:
+        DraftMismatch: hidden size or vocabulary differ.
+    """
+    for what, came, wanted in (
+        ("hidden size", config.hidden_size, target.hidden_size),
+        ("vocabulary", config.vocab_size, target.vocab_size),
+    ):
+        if came != wanted:
+            raise DraftMismatch(
+                f"the MTP modules have {what} {came}, the target has {wanted}: these are the "
+                "modules of another target"
+            )
+
+
+def _check_options(options: Mapping[str, Any], recycled: bool) -> tuple[Chain, bool]:
+    known = ("pos0_mask",) if recycled else ("pos0_mask", "chain")
+    unknown = sorted(options.keys() - set(known))
+    if unknown:
+        raise InvalidOption(f"unknown option {', '.join(unknown)}; options: {', '.join(known)}")
+    chain, mask = options.get("chain", "module_rows"), options.get("pos0_mask", False)
+    if chain not in CHAINS:
+        raise InvalidOption(f"chain must be one of {', '.join(CHAINS)}, came {chain!r}")
+    if not isinstance(mask, bool):
+        raise InvalidOption(f"pos0_mask must be True or False, came {mask!r}")
+    return chain, mask
+
+
+def _adopt(
+    draft: Drafter, target: TargetInfo, options: Mapping[str, Any], recycled: bool, chain: Chain
+) -> Drafter:
+    """A drafter as it is; an `MtpDrafter` is used as this method uses its modules."""
+    if not isinstance(draft, MtpDrafter) or "pos0_mask" in options:
+        if options:
+            raise InvalidOption(
+                f"{', '.join(sorted(options))}: only for checkpoints, came a Drafter module"
+            )
+        return draft
+    check_sizes(draft.config, target)
+    return MtpDrafter(
+        draft.config, draft.steps, recycled=recycled,
+        chain=chain if "chain" in options else draft.chain, num_target_layers=target.num_layers,
+    )  # fmt: skip
+
+
+def _share_qwen_parts(config: MtpConfig, named: dict[str, Tensor]) -> None:
+    """Qwen3-Next has one fc and one set of norms for all its layers."""
+    if config.layout != "qwen3_next":
+        return
+    once = [name for name in named if name.startswith("steps.0.") and ".block." not in name]
+    for index in range(1, config.num_modules):
+        for name in once:
+            named.setdefault(name.replace("steps.0.", f"steps.{index}.", 1), named[name])
+
+
+def _place(name: str, tensor: Tensor, target: TargetInfo) -> Tensor:
+    """On the target's device and in its dtype; the experts' bias in float32 at least."""
+    dtype = target.dtype
+    if name.endswith("e_score_correction_bias"):
+        dtype = torch.promote_types(dtype, torch.float32)
+    return tensor.to(device=target.device, dtype=dtype)
+
+
+def _shared(placed: Mapping[str, Tensor], target: TargetInfo, num_steps: int) -> dict[str, Tensor]:
+    """The target's matrices: absent in the checkpoint, or there with the target's values."""
+    own = dict(zip(SHARED, (target.embedding, target.lm_head), strict=True))
+    shared = {}
+    for index in range(num_steps):
+        for kind, tensor in own.items():
+            came = placed.get(f"steps.{index}.{kind}")
+            if came is None or _same(came, tensor):
+                shared[f"steps.{index}.{kind}"] = tensor
+    return shared
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    return one.shape == other.shape and (one.is_meta or torch.equal(one, other))
