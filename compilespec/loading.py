@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from compilespec.errors import CheckpointError, DraftNotFound, InvalidOption, ModelNotFound
+
+if TYPE_CHECKING:
+    from compilespec.methods.base import Capabilities
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,12 +77,14 @@ def demo_directory() -> Path:
 
 
 def find_draft(
-    draft: str | Path | nn.Module | None, target: Target, method: str
+    draft: str | Path | nn.Module | None, target: Target, capabilities: Capabilities
 ) -> Path | nn.Module:
-    """The drafter: as given, else `TARGET_DIRECTORY/<method>/`.
+    """The drafter: as given, else `TARGET_DIRECTORY/<method>/`, else inside the target's own
+    checkpoint where the method allows that.
 
     Raises: DraftNotFound naming every place that was searched.
     """
+    method = capabilities.name
     if isinstance(draft, nn.Module) or callable(draft):
         return draft
     if draft is not None:
@@ -95,11 +100,15 @@ def find_draft(
             f"spec={method!r} needs a drafter and the target is a module, so there is no "
             f"directory to search; give draft="
         )
-    beside = target.directory / method
-    if (beside / "config.json").is_file():
-        return beside
+    places = [target.directory / name for name in (method, *capabilities.folders)]
+    for place in places:
+        if (place / "config.json").is_file():
+            return place
+    if capabilities.inside_target:
+        return target.directory
     raise DraftNotFound(
-        f"no drafter for spec={method!r}: searched {beside}; give draft=DIRECTORY or a module"
+        f"no drafter for spec={method!r}: searched {', '.join(map(str, places))}; give "
+        f"draft=DIRECTORY or a module"
     )
 
 

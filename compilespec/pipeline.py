@@ -6,8 +6,9 @@ them.
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -19,7 +20,8 @@ from compilespec.loading import Target, find_draft, load_target
 from compilespec.lowering import lower
 from compilespec.methods import get_method
 from compilespec.methods.base import Capabilities, Drafter, Method, MethodConfig
-from compilespec.options import CompileOptions, resolve_options
+from compilespec.options import ACCEPTANCE_OPTIONS, CompileOptions, resolve_options
+from compilespec.passes.acceptance import describe, is_lossless
 from compilespec.passes.rewrite import rewrite_phase
 from compilespec.passes.runner import PassContext
 from compilespec.program import (
@@ -71,13 +73,18 @@ def compile(
         kv_cache_tokens: size of the KV cache; None is max_batch_size * max_seq_len.
         backend: "inductor", or "eager" (the same rewritten graphs, interpreted).
         buckets: batch sizes that decode steps are padded to; None pads nothing on the CPU.
-        method_options: options of the method, such as `aux_ids_are=`.
+        acceptance: "auto" (strict for greedy requests), or "relaxed", which is lossy.
+        method_options: options of the method, such as `aux_ids_are=`, and of the acceptance:
+        `relaxed_topk`, `relaxed_delta`, `begin_thinking_token_id`, `end_thinking_token_id`;
+        `force_num_accepted`, for benchmarks, accepts so many drafts whatever they are.
 
     Returns: an `Engine`, ready to generate.
     Raises: a `compilespec.errors.SpecError` that names what was expected, what came, and what to
     try.
     """
+    method, method_options = _method_of(spec, method_options)
     options = resolve_options(
+        **_take(method_options, ACCEPTANCE_OPTIONS),
         cudagraphs=cudagraphs,
         acceptance=acceptance,
         logits_processor=logits_processor,
@@ -91,9 +98,9 @@ def compile(
         kv_cache_tokens=kv_cache_tokens,
         num_draft_tokens=num_draft_tokens,
     )
-    method, method_options = _method_of(spec, method_options)
     target = load_target(model, dtype=dtype, device=device, tokenizer=tokenizer)
-    program = build_program(target, method, draft, options, method_options)
+    method, options, why = _chosen(method, target, draft, options, method_options)
+    program = build_program(target, method, draft, options, method_options, notes=why)
     lowered = lower(program, backend=options.backend)
     runner = StepRunner(lowered, buckets=options.buckets)
     return Engine(
@@ -124,11 +131,15 @@ def trace(
     Args:
         keep_graphs: keep each pass's graph before and after in its `PassRecord`.
     """
-    known = inspect.signature(resolve_options).parameters
-    options = resolve_options(**{key: keywords.pop(key) for key in list(keywords) if key in known})
+    known = set(inspect.signature(resolve_options).parameters) - set(ACCEPTANCE_OPTIONS)
+    own = _take(keywords, known)
     method, method_options = _method_of(spec, keywords)
+    options = resolve_options(**own, **_take(method_options, ACCEPTANCE_OPTIONS))
     target = load_target(model, dtype=dtype, device=device)
-    return build_program(target, method, draft, options, method_options, keep_graphs=keep_graphs)
+    method, options, why = _chosen(method, target, draft, options, method_options)
+    return build_program(
+        target, method, draft, options, method_options, keep_graphs=keep_graphs, notes=why
+    )
 
 
 def _method_of(
@@ -142,6 +153,36 @@ def _method_of(
     return get_method(spec), dict(options)
 
 
+def _take(options: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
+    """Those of `names` that are there, removed."""
+    return {name: options.pop(name) for name in names if name in options}
+
+
+def _chosen(
+    method: Method,
+    target: Target,
+    draft: str | Path | nn.Module | None,
+    options: CompileOptions,
+    method_options: Mapping[str, Any],
+) -> tuple[Method, CompileOptions, tuple[str, ...]]:
+    """The method itself, or the one that it picks, with its K and the reasons."""
+    if not method.capabilities.chooses:
+        return method, options, ()
+    if draft is not None or method_options:
+        raise InvalidOption(
+            f"spec={method.capabilities.name!r} looks for drafters itself: leave out draft= and "
+            f"method options, or name the method"
+        )
+    from compilespec.choosing import choose
+
+    def build(one: Method, trial: CompileOptions) -> SpecProgram:
+        return build_program(target, one, None, trial, {})
+
+    choice = choose(target, options, build)
+    count = choice.num_draft_tokens
+    return choice.method, dataclasses.replace(options, num_draft_tokens=count), choice.why
+
+
 def build_program(
     target: Target,
     method: Method,
@@ -150,11 +191,12 @@ def build_program(
     method_options: Mapping[str, Any],
     *,
     keep_graphs: bool = False,
+    notes: Sequence[str] = (),
 ) -> SpecProgram:
     """Stages trace and rewrite: the step graphs of both phases, not lowered yet."""
     found = None
     if method.capabilities.needs_draft_weights:
-        found = find_draft(draft, target, method.capabilities.name)
+        found = find_draft(draft, target, method.capabilities)
     elif draft is not None:
         raise InvalidOption(
             f"spec={method.capabilities.name!r} takes no draft; leave out draft= or choose "
@@ -179,7 +221,9 @@ def build_program(
             draft=traced_draft,
             aux_layers=tuple(drafter.aux_layers) if drafter else (),
             chain=getattr(drafter, "chain", "module_rows"),
-            kv_block_sizes=getattr(drafter, "kv_block_sizes", ()),
+            acceptance=options.acceptance,
+            kv_layers=tuple(drafter.kv_layers) if drafter else (),
+            kv_block_sizes=_block_sizes(drafter, config),
             weights=weights,
             buffers=buffers,
             prepack=config.device.type == "cpu",
@@ -197,8 +241,19 @@ def build_program(
         num_repeated_tokens=num_repeated_tokens(method.capabilities, config),
         recorder=drafter.recorder if drafter else None,
         propose_on_host=drafter.propose_on_host if drafter else None,
-        notes=_notes(target, drafter),
+        notes=(*_notes(target, drafter), *notes),
     )
+
+
+def _block_sizes(drafter: Drafter | None, config: ProgramConfig) -> tuple[int, ...]:
+    """Tokens per block of each draft step's cache; empty: the program's blocks."""
+    sizes = drafter.kv_block_sizes if drafter is not None else ()
+    if sizes and len(sizes) != config.num_draft_tokens:
+        raise InvalidOption(
+            f"kv_block_sizes: expected one for each of the {config.num_draft_tokens} draft steps, "
+            f"came {len(sizes)}"
+        )
+    return sizes
 
 
 def num_repeated_tokens(capabilities: Capabilities, config: ProgramConfig) -> int:
@@ -218,9 +273,12 @@ def _notes(target: Target, drafter: Drafter | None) -> tuple[str, ...]:
 
 def _plan(program: SpecProgram, options: CompileOptions, runner: StepRunner) -> dict[str, Any]:
     config = program.config
+    capabilities: Capabilities = program.phases["decode"].context.capabilities
     return {
         "method": program.method,
         "num_draft_tokens": config.num_draft_tokens,
+        "acceptance": describe(options.acceptance),
+        "lossless": is_lossless(options.acceptance) and capabilities.lossless,
         "buckets": runner.buckets,
         "backend": options.backend,
         "dtype": str(config.dtype).removeprefix("torch."),

@@ -168,14 +168,22 @@ def _marker_attention(
     return output, None
 
 
+def register_attention() -> None:
+    """Make the marker known to transformers, under the name `ATTENTION`, with no mask."""
+    from transformers import AttentionInterface
+    from transformers.masking_utils import AttentionMaskInterface
+
+    AttentionInterface.register(ATTENTION, _marker_attention)
+    AttentionMaskInterface.register(ATTENTION, lambda *args, **kwargs: None)
+
+
 @contextlib.contextmanager
 def _attention_interface(model: nn.Module) -> Iterator[bool]:
     """Route a transformers model's attention to the marker while it is traced; yields whether it
     is one.
     """
     try:
-        from transformers import AttentionInterface, PreTrainedModel
-        from transformers.masking_utils import AttentionMaskInterface
+        from transformers import PreTrainedModel
     except ImportError:
         yield False
         return
@@ -183,8 +191,7 @@ def _attention_interface(model: nn.Module) -> Iterator[bool]:
         yield False
         return
     _refuse_recurrent_state(model)
-    AttentionInterface.register(ATTENTION, _marker_attention)
-    AttentionMaskInterface.register(ATTENTION, lambda *args, **kwargs: None)
+    register_attention()
     configs = {id(m.config): m.config for m in model.modules() if isinstance(m, PreTrainedModel)}
     before = {key: config._attn_implementation for key, config in configs.items()}
     model.set_attn_implementation(ATTENTION)

@@ -216,6 +216,8 @@ class _Draw:
         if spec.kind == "cache":
             shape = (num_blocks, *spec.shape[1:])
             return torch.full(shape, float("nan"), dtype=spec.dtype, device=config.device)
+        if spec.by_host:  # nothing that a request might ask for
+            return torch.full(spec.shape, spec.fill, dtype=spec.dtype, device=config.device)
         if spec.dtype.is_floating_point:
             return self._normal(spec.shape, spec.dtype)
         high = config.max_seq_len if spec.name == "seq_len_R" else self.vocab_size

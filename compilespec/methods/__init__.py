@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from compilespec.errors import NotSupported, UnknownMethod
 from compilespec.methods import (
+    auto,
     draft_model,
     eagle,
     eagle3,
+    mtp,
+    mtp_eagle,
+    mtp_multi,
     ngram,
     none,
     save_hidden_states,
+    shared_kv,
     user,
 )
 from compilespec.methods.base import Method
@@ -18,19 +23,20 @@ METHODS: tuple[Method, ...] = (
     none.METHOD,
     eagle3.METHOD,
     eagle.METHOD,
+    mtp.METHOD,
+    mtp_eagle.METHOD,
+    mtp_multi.METHOD,
+    shared_kv.METHOD,
     draft_model.METHOD,
     ngram.METHOD,
     user.METHOD,
     save_hidden_states.METHOD,
+    auto.METHOD,
 )
 
 # Methods of the design that are not built yet, with the reference's mode names for them.
 PLANNED: dict[str, tuple[str, ...]] = {
-    "mtp": ("MTP",),
-    "mtp_eagle": ("MTP_EAGLE", "MTP_EAGLE_ONE_MODEL"),
-    "mtp_multi": (),
     "shared_kv": (),
-    "auto": ("AUTO",),
 }
 
 

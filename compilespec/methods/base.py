@@ -17,8 +17,9 @@ from compilespec.program import HostProposal, ProgramConfig, TapSink, Traced
 
 # How a method's draft loop walks the cache (DESIGN section 3, step 5); "direct" is one call that
 # gives all K drafts and has no cache: n-gram match, extra heads, functions of a user; with
-# "callback" they come from the host, between the calls.
-DraftKind = Literal["none", "recycled", "windowed", "unshifted", "direct", "callback"]
+# "callback" they come from the host, between the calls; with "shared_kv" each is one query at a
+# constant position on the target's caches.
+DraftKind = Literal["none", "recycled", "windowed", "unshifted", "direct", "callback", "shared_kv"]
 
 # Which hidden states the modules of a windowed drafter read (DESIGN section 4).
 Chain = Literal["module_rows", "target_rows"]
@@ -37,12 +38,26 @@ class Capabilities:
     outputs_hidden_states: bool = False  # the taps leave the step, for the drafter's `recorder`
     own_kv_cache: bool = False  # the drafter writes a KV cache of its own
     lossless: bool = True
+    chooses: bool = False  # stands for another method, which is picked before anything is built
+    inside_target: bool = False  # the target's own checkpoint may hold the drafter
+    folders: tuple[str, ...] = ()  # beside the target, after the one named as the method
     aliases: tuple[str, ...] = ()  # reference mode names that map to this method
 
     @property
     def may_omit_drafts(self) -> bool:
         """Fewer than K drafts are legal: PAD stands where there is none."""
         return self.kind in ("direct", "callback")
+
+
+@dataclass(frozen=True, kw_only=True)
+class KVLayer:
+    """What one attention layer of the target keeps in its cache."""
+
+    num_heads: int
+    key_dim: int
+    value_dim: int
+    window: int  # keys that a query of the target sees, 0 for all
+    producer: int  # the layer whose keys and values these are: itself, or an earlier one
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +76,7 @@ class TargetInfo:
     config: Any = None  # transformers config, when the target has one
     tokenizer: Any = None  # transformers tokenizer, when one is known
     max_seq_len: int = 0
+    kv_layers: tuple[KVLayer, ...] = ()  # by layer
 
 
 class Drafter(nn.Module):
@@ -75,9 +91,11 @@ class Drafter(nn.Module):
     """
 
     num_draft_tokens: int  # K that the checkpoint suggests
+    kv_block_sizes: tuple[int, ...] = ()  # by draft step: KV groups of their own (windowed)
     aux_layers: tuple[
         int, ...
     ] = ()  # hs indices: residual stream ENTERING layer k, n = last layer's output pre-norm
+    kv_layers: tuple[int, ...] = ()  # target layers whose caches its attention reads (shared_kv)
     recorder: TapSink | None = None  # takes the taps that the step gives out
     propose_on_host: HostProposal | None = None  # where drafts come from between the calls
     capabilities: Capabilities | None = None  # where an option made them other than the method's

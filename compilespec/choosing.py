@@ -1,0 +1,161 @@
+"""What `spec="auto"` does: try the methods that the checkpoint offers, predict, pick.
+
+For every method whose drafter is found, a few prompts are decoded with the interpreted graphs,
+which gives the acceptance length for every K at once; the cost model gives the time of a step, by
+the roofline of the device.  The prediction is their quotient; plain decoding stays where nothing is
+predicted to beat it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from compilespec.errors import SpecError
+from compilespec.inspect.cost import PhaseCost, estimate
+from compilespec.inspect.devices import Device, find_device
+from compilespec.loading import Target
+from compilespec.lowering import lower
+from compilespec.methods import METHODS
+from compilespec.methods.base import Method
+from compilespec.options import CompileOptions
+from compilespec.passes.sizes import Expr, K
+from compilespec.program import SpecProgram
+from compilespec.runtime.engine import Engine
+from compilespec.runtime.step_runner import StepRunner
+from compilespec.sampling_params import SamplingParams
+
+Build = Callable[[Method, CompileOptions], SpecProgram]
+
+DRAFT_LENGTHS = (1, 2, 3, 5)
+TEXTS = (
+    "def main(arguments):\n    ",
+    "The history of the city begins",
+    "1. Wash the rice until the water",
+)
+NUM_TOKENS = 32  # decoded after each prompt
+TRIAL_SEQ_LEN = 256
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """The method, its K, and the reasons, a line each."""
+
+    method: Method
+    num_draft_tokens: int | None
+    why: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """A method with one K, and what is predicted of it."""
+
+    method: Method
+    num_draft_tokens: int
+    acceptance_length: float
+    ratio: float  # to plain decoding
+
+    def __str__(self) -> str:
+        return (
+            f"{self.method.capabilities.name} K={self.num_draft_tokens}: acceptance length "
+            f"{self.acceptance_length:.2f}, predicted {self.ratio:.2f}x plain"
+        )
+
+
+def choose(target: Target, options: CompileOptions, build: Build) -> Choice:
+    """Pick the method and K with the best prediction at batch size 1.
+
+    Args:
+        build: makes the program of a method under options.
+    """
+    plain = next(m for m in METHODS if m.capabilities.name == "none")
+    candidates: list[Candidate] = []
+    skipped: list[str] = []
+    lengths = (options.num_draft_tokens,) if options.num_draft_tokens else DRAFT_LENGTHS
+    trial = _trial_options(target, options)
+    base = build(plain, dataclasses.replace(trial, num_draft_tokens=None))
+    prompts = _prompts(target, base.vocab_size)
+    device = _device(base)
+    plain_ms = _step_ms(_decode_cost(base, device), device, 0)
+    for method in METHODS:
+        if method.capabilities.kind == "none":
+            continue
+        try:
+            program = build(method, dataclasses.replace(trial, num_draft_tokens=max(lengths)))
+            emitted = _emitted_per_step(program, target, prompts)
+        except SpecError as error:
+            skipped.append(f"{method.capabilities.name}: {' '.join(str(error).split())}")
+            continue
+        cost = _decode_cost(program, device)
+        for count in lengths:
+            length = statistics.fmean(min(n, count + 1) for n in emitted)
+            ratio = length * plain_ms / _step_ms(cost, device, count)
+            candidates.append(
+                Candidate(
+                    method=method, num_draft_tokens=count, acceptance_length=length, ratio=ratio
+                )
+            )
+    candidates.sort(key=lambda one: one.ratio, reverse=True)
+    best = candidates[0] if candidates and candidates[0].ratio > 1 else None
+    lines = [f"auto tried {len(prompts)} prompts, {device}", *map(str, candidates)]
+    lines += [f"auto left out {reason}" for reason in skipped]
+    picked = str(best) if best else "none: nothing is predicted to beat plain decoding"
+    return Choice(
+        method=best.method if best else plain,
+        num_draft_tokens=best.num_draft_tokens if best else None,
+        why=(f"auto picked {picked}", *lines),
+    )
+
+
+def _trial_options(target: Target, options: CompileOptions) -> CompileOptions:
+    limits = (options.max_seq_len, target.max_seq_len, TRIAL_SEQ_LEN)
+    length = min(limit for limit in limits if limit is not None)
+    return dataclasses.replace(
+        options, backend="eager", max_batch_size=1, max_seq_len=length, kv_cache_tokens=None,
+        buckets=None,
+    )  # fmt: skip
+
+
+def _prompts(target: Target, vocab_size: int) -> list[list[int]]:
+    """Texts where there is a tokenizer; else random ids, on which the model goes on by itself."""
+    if target.tokenizer is not None:
+        return [list(target.tokenizer.encode(text)) for text in TEXTS]
+    seeded = torch.Generator().manual_seed(0)
+    return [torch.randint(vocab_size, (8,), generator=seeded).tolist() for _ in TEXTS]
+
+
+def _device(program: SpecProgram) -> Device:
+    config = program.config
+    return find_device("h200" if config.device.type == "cuda" else "cpu", config.dtype)
+
+
+def _emitted_per_step(
+    program: SpecProgram, target: Target, prompts: Sequence[list[int]]
+) -> list[int]:
+    runner = StepRunner(lower(program, backend="eager"))
+    params = SamplingParams(max_new_tokens=NUM_TOKENS, ignore_eos=True)
+    with Engine(runner, tokenizer=None, eos_token_ids=(), plan={}) as engine:
+        outputs = engine.generate(list(prompts), params)
+    return [count for output in outputs for count in output.emitted_per_step[:-1]] or [1]
+
+
+def _decode_cost(program: SpecProgram, device: Device) -> tuple[PhaseCost, dict[Expr, int]]:
+    report = estimate(program, device=device, context_length=TRIAL_SEQ_LEN // 2)
+    decode = next(one for one in report.phases if one.phase == "decode")
+    return decode, dict(report.sizes)
+
+
+def _step_ms(cost: tuple[PhaseCost, dict[Expr, int]], device: Device, count: int) -> float:
+    """Roofline time of a step with `count` drafts: each stage by its nearer limit."""
+    decode, sizes = cost
+    total = 0.0
+    for row in decode.stages:
+        amounts: Any = row.cost.at({**sizes, K: count})
+        memory_s = float(amounts.num_bytes) / device.bytes_per_s
+        total += max(memory_s, float(amounts.flops) / device.flops_per_s) * 1e3
+    return total

@@ -1,0 +1,27 @@
+"""`spec="auto"`: the method and the K that a short measurement favours."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from compilespec.errors import NotSupported
+from compilespec.methods.base import Capabilities, Drafter, TargetInfo
+
+
+class AutoMethod:
+    """Stands for another method, which `compile()` picks (`compilespec/choosing.py`)."""
+
+    capabilities = Capabilities(name="auto", kind="none", chooses=True, aliases=("AUTO",))
+
+    def load(
+        self, draft: str | Path | nn.Module | None, target: TargetInfo, options: Mapping[str, Any]
+    ) -> Drafter | None:
+        """Raises: NotSupported, always: there is nothing to load before the choice is made."""
+        raise NotSupported("spec='auto' is resolved by compile(); name a method here")
+
+
+METHOD = AutoMethod()

@@ -1,0 +1,52 @@
+"""Multi-module MTP: a module and a head a step, over several KV groups (Step-3.5)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from compilespec.errors import InvalidOption
+from compilespec.methods.base import Capabilities, Drafter, TargetInfo
+from compilespec.methods.mtp.load import load_drafter
+
+
+class MtpMultiMethod:
+    """As `mtp`, with KV groups (S1-S9): cache blocks of a size of its own for each step, and a ring
+    of them where the step's layer has a window.
+    """
+
+    capabilities = Capabilities(
+        name="mtp_multi",
+        kind="windowed",
+        needs_draft_weights=True,
+        reads_hidden_states=True,
+        own_kv_cache=True,
+        inside_target=True,
+        folders=("mtp",),
+    )
+
+    def load(
+        self, draft: str | Path | nn.Module | None, target: TargetInfo, options: Mapping[str, Any]
+    ) -> Drafter:
+        """Load or adopt as `mtp` does.  Option: `kv_block_sizes`, tokens per cache block of each
+        draft step (default: the program's blocks, one group).
+
+        Raises: CheckpointError, DraftMismatch, InvalidOption, NotSupported.
+        """
+        assert draft is not None, "the caller looks for a draft first"
+        rest = dict(options)
+        sizes = tuple(rest.pop("kv_block_sizes", ()))
+        if not all(isinstance(size, int) and size > 0 for size in sizes):
+            raise InvalidOption(
+                f"kv_block_sizes: expected a positive integer for each draft step, came {sizes}"
+            )
+        drafter = load_drafter(draft, target, rest, recycled=False)
+        if sizes:
+            drafter.kv_block_sizes = sizes
+        return drafter
+
+
+METHOD = MtpMultiMethod()
