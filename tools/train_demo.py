@@ -25,11 +25,11 @@ from tools.demo.target import load_trained_target, train_target
 
 CACHE = Path.home() / ".cache" / "compilespec-demo"
 PARTS = ("target", "eagle3", "mtp", "draft", "export")
-# Steps and decay steps of the released checkpoints (mtp and draft: not trained yet).
+# Steps and decay steps of the released checkpoints.
 SCHEDULES = {
     "target": (4000, 800),
     "eagle3": (642, 500),
-    "mtp": (1200, 500),
+    "mtp": (500, 300),
     "draft": (1500, 600),
 }
 LEARNING_RATES = {"target": 3e-3, "eagle3": 7e-3, "mtp": 7e-3, "draft": 3e-3}

@@ -25,6 +25,7 @@ class MtpEagleMethod:
         kind="recycled",
         needs_draft_weights=True,
         inside_target=True,
+        folders=("mtp",),
         reads_hidden_states=True,
         own_kv_cache=True,
         aliases=("MTP_EAGLE", "MTP_EAGLE_ONE_MODEL"),
