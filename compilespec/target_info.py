@@ -7,9 +7,9 @@ from torch import Tensor, fx
 
 from compilespec.errors import TraceError
 from compilespec.loading import Target
-from compilespec.methods.base import TargetInfo
+from compilespec.methods.base import KVLayer, TargetInfo
 from compilespec.passes.analysis import find_embedding, find_head, shape_of
-from compilespec.program import Traced
+from compilespec.program import Traced, markers
 
 
 def describe_target(traced: Traced, target: Target) -> TargetInfo:
@@ -45,7 +45,28 @@ def describe_target(traced: Traced, target: Target) -> TargetInfo:
         config=getattr(target.model, "config", None),
         tokenizer=target.tokenizer,
         max_seq_len=target.max_seq_len or 0,
+        kv_layers=_kv_layers(traced),
     )
+
+
+def _kv_layers(traced: Traced) -> tuple[KVLayer, ...]:
+    """Sizes of each layer's keys and values; a layer that is given an earlier one's shares them."""
+    layers: list[KVLayer] = []
+    producers: dict[object, int] = {}
+    for index, marker in enumerate(markers(traced.graph_module)):
+        (_, num_heads, _, key_dim), (*_, value_dim) = (
+            shape_of(marker.args[half]) or (0, 0, 0, 0) for half in (1, 2)
+        )
+        layers.append(
+            KVLayer(
+                num_heads=int(num_heads or 0),
+                key_dim=int(key_dim or 0),
+                value_dim=int(value_dim or 0),
+                window=int(str(marker.args[4])),
+                producer=producers.setdefault(marker.args[1], index),
+            )
+        )
+    return tuple(layers)
 
 
 def _weight(traced: Traced, node: fx.Node) -> Tensor:

@@ -35,9 +35,7 @@ METHODS: tuple[Method, ...] = (
 )
 
 # Methods of the design that are not built yet, with the reference's mode names for them.
-PLANNED: dict[str, tuple[str, ...]] = {
-    "shared_kv": (),
-}
+PLANNED: dict[str, tuple[str, ...]] = {}
 
 
 def get_method(name: str | None) -> Method:

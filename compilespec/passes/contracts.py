@@ -159,6 +159,7 @@ def _target_caches(gm: fx.GraphModule, ctx: PassContext) -> Iterator[str]:
     used = [
         tuple(str(cache.meta.get("role")) for cache in node.args[3:5])
         for node in gm.graph.find_nodes(op="call_function", target=op)
+        if not str((node.meta.get("custom") or {}).get("fragment")).startswith("draft")
     ]
     mine = [pair for pair in used if pair[0].startswith("cache.target.")]
     wanted = [

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import fx
 
@@ -29,16 +31,20 @@ def page_markers(
     metadata: Metadata,
     *,
     block_size: int | None = None,
+    layers: Sequence[int] | None = None,
 ) -> int:
     """Rewrite `markers`, one per layer in order, onto the caches of `owner`.
 
     Args:
-        metadata: slot, row, position and block table nodes of the tokens these markers attend for.
+        metadata: slot, row, position and block table nodes of the tokens these markers attend for;
+        with slots of -1 they write nothing.
+        layers: whose cache each marker has; None: 0, 1, ...
         block_size: of a KV group of their own; None: the program's blocks.
     """
     config = ctx.config
     shape_of_blocks, shared = (config.num_blocks, config.block_size), metadata
-    for layer, marker in enumerate(markers):
+    numbers = range(len(markers)) if layers is None else layers
+    for layer, marker in zip(numbers, markers, strict=True):
         query, key, value, scale, window, softcap, sinks = marker.args
         if block_size is not None:
             group = KVGroup(block_size=block_size, window=int(str(window)))
@@ -53,18 +59,18 @@ def page_markers(
                     f"shape"
                 )
             _, heads, _, head_dim = shape[0]
-            caches.append(
-                add_buffer(
-                    gm,
-                    ctx,
-                    BufferSpec(
-                        name=f"cache.{owner}.{layer}.{half}",
-                        kind="cache",
-                        shape=(*shape_of_blocks, int(heads or 0), int(head_dim or 0)),
-                        dtype=shape[1],
-                    ),
-                )
+            buffer = BufferSpec(
+                name=f"cache.{owner}.{layer}.{half}",
+                kind="cache",
+                shape=(*shape_of_blocks, int(heads or 0), int(head_dim or 0)),
+                dtype=shape[1],
             )
+            if ctx.buffers.get(buffer.name, buffer) != buffer:
+                raise PassError(
+                    f"{buffer.name} is {list(ctx.buffers[buffer.name].shape)}, a marker wants "
+                    f"{list(buffer.shape)}; a drafter on the target's cache must have its sizes"
+                )
+            caches.append(add_buffer(gm, ctx, buffer))
         with gm.graph.inserting_before(marker):
             paged = gm.graph.call_function(
                 torch.ops.compilespec.paged_attention.default,

@@ -40,6 +40,7 @@ class PassContext:
     draft: Mapping[str, Traced]  # the drafter's captured calls, by the name its loop knows
     aux_layers: tuple[int, ...] = ()
     chain: Chain = "module_rows"  # what the modules of a windowed drafter read
+    kv_layers: tuple[int, ...] = ()  # target layers whose caches a shared_kv drafter reads
     kv_block_sizes: tuple[int, ...] = ()  # by draft step, where they have KV groups of their own
     prepack: bool = True
     weights: dict[str, Tensor] = field(default_factory=dict)

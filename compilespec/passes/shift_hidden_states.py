@@ -37,8 +37,9 @@ def shift_hidden_states(gm: fx.GraphModule, ctx: PassContext) -> int:
 
 
 def pairs_hidden_states(ctx: PassContext) -> bool:
-    """Whether the drafter reads rows of (hidden state, next token); a direct one reads one row."""
-    return ctx.capabilities.reads_hidden_states and ctx.capabilities.kind != "direct"
+    """Whether the drafter reads rows of (hidden state, next token); some kinds read one row."""
+    reads_one_row = ctx.capabilities.kind in ("direct", "shared_kv")
+    return ctx.capabilities.reads_hidden_states and not reads_one_row
 
 
 def shift_prompt(next_T: Any, target_R1: Any, owner_T: Any) -> Any:

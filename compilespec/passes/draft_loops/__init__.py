@@ -16,6 +16,7 @@ from compilespec.methods.base import DraftKind
 from compilespec.passes.draft_loops.callback import callback
 from compilespec.passes.draft_loops.direct import direct
 from compilespec.passes.draft_loops.recycled import recycled
+from compilespec.passes.draft_loops.shared_kv import shared_kv
 from compilespec.passes.draft_loops.unshifted import num_unshifted_passes, unshifted
 from compilespec.passes.draft_loops.windowed import windowed
 from compilespec.passes.runner import PassContext
@@ -33,6 +34,7 @@ LOOPS: Mapping[DraftKind, DraftLoop] = {
     "recycled": DraftLoop(splice=recycled, num_passes=lambda ctx: ctx.config.num_draft_tokens),
     "windowed": DraftLoop(splice=windowed, num_passes=lambda ctx: ctx.config.num_draft_tokens),
     "direct": DraftLoop(splice=direct, num_passes=lambda ctx: 1),
+    "shared_kv": DraftLoop(splice=shared_kv, num_passes=lambda ctx: ctx.config.num_draft_tokens),
     "callback": DraftLoop(splice=callback, num_passes=lambda ctx: 0),
     "unshifted": DraftLoop(splice=unshifted, num_passes=num_unshifted_passes),
 }

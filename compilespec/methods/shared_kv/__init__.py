@@ -1,0 +1,45 @@
+"""Query-only drafters at a constant position, on the target's KV cache (Gemma-4's assistants)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from compilespec.methods.base import Capabilities, Drafter, TargetInfo
+from compilespec.methods.shared_kv.config import AssistantConfig
+from compilespec.methods.shared_kv.drafter import AssistantDrafter, SharedKVDrafter
+from compilespec.methods.shared_kv.load import load_drafter, random_drafter
+
+__all__ = ["METHOD", "AssistantConfig", "AssistantDrafter", "SharedKVDrafter", "random_drafter"]
+
+
+class SharedKVMethod:
+    """No cache and no prefill of its own: every draft is one query at the last written position."""
+
+    capabilities = Capabilities(
+        name="shared_kv",
+        kind="shared_kv",
+        needs_draft_weights=True,
+        reads_hidden_states=True,
+    )
+
+    def load(
+        self, draft: str | Path | nn.Module | None, target: TargetInfo, options: Mapping[str, Any]
+    ) -> Drafter:
+        """Build the drafter from a `gemma4_assistant` checkpoint directory, or adopt a module.
+
+        Option: `query_position`, of a checkpoint's rotary angles: "bonus" (where the newest token
+        will stand, as transformers has it; windows reach one key further) or "last_written" (the
+        newest key's, as vLLM and SGLang have it).
+
+        Raises:
+            CheckpointError, DraftMismatch, InvalidOption, NotSupported.
+        """
+        assert draft is not None, "the caller looks for a draft first"
+        return load_drafter(draft, target, options)
+
+
+METHOD = SharedKVMethod()
