@@ -124,13 +124,13 @@ def normalise(raw: Mapping[str, Any], names: Iterable[str], *, pos0_mask: bool) 
         )
     layout = layout_of(raw, modules)
     found = 1 + max(int(new.split(".")[1]) for new in modules.values())
-    said = raw.get("num_nextn_predict_layers") or raw.get("num_mtp_layers")
+    inner = raw.get("transformer_layer_config" if layout == "speculators" else "text_config", raw)
+    said = inner.get("num_nextn_predict_layers") or inner.get("num_mtp_layers")
     if said is not None and int(said) != found and layout != "speculators":
         raise CheckpointError(
             f"config.json says {said} MTP modules, the tensors are those of {found}; copy the "
             "checkpoint again"
         )
-    inner = raw.get("transformer_layer_config" if layout == "speculators" else "text_config", raw)
     body = str(inner.get("model_type"))
     if body not in BODIES:
         raise NotSupported(

@@ -63,7 +63,7 @@ def load_drafter(
     kept = {old: new for old, new in renamed.items() if not recycled or new.startswith("steps.0.")}
     tensors = read_tensors(draft, only=kept)
     named = {new: tensors[old] for old, new in kept.items()}
-    _share_qwen_parts(config, named)
+    _share_qwen_parts(config, named, 1 if recycled else config.num_modules)
     drafter = build(
         config, canonical_tensors(named, raw), target, recycled=recycled, chain=chain,
         source=str(draft),
@@ -89,8 +89,7 @@ def build(
         CheckpointError: tensors missing, unexpected or misshapen.
     """
     num_steps = 1 if recycled else config.num_modules
-    experts = getattr(target.config, "_experts_implementation", None)
-    steps = build_steps(config, num_steps, experts)
+    steps = build_steps(config, num_steps, experts_of(target))
     drafter = MtpDrafter(
         config, steps, recycled=recycled, chain=chain, num_target_layers=target.num_layers
     )
@@ -106,6 +105,12 @@ def build(
         assert isinstance(holder, Weight)
         holder.share(tensor)
     return drafter
+
+
+def experts_of(target: TargetInfo) -> str:
+    """transformers' implementation of the experts' products: the target's, else the usual one."""
+    usual = "batched_mm" if target.dtype == torch.float64 else "grouped_mm"
+    return getattr(target.config, "_experts_implementation", None) or usual
 
 
 def canonical_tensors(tensors: Mapping[str, Tensor], raw: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -228,18 +233,20 @@ def _adopt(
             )
         return draft
     check_sizes(draft.config, target)
+    if draft.recycled == recycled and options.get("chain", draft.chain) == draft.chain:
+        return draft
     return MtpDrafter(
         draft.config, draft.steps, recycled=recycled,
         chain=chain if "chain" in options else draft.chain, num_target_layers=target.num_layers,
     )  # fmt: skip
 
 
-def _share_qwen_parts(config: MtpConfig, named: dict[str, Tensor]) -> None:
+def _share_qwen_parts(config: MtpConfig, named: dict[str, Tensor], num_steps: int) -> None:
     """Qwen3-Next has one fc and one set of norms for all its layers."""
     if config.layout != "qwen3_next":
         return
     once = [name for name in named if name.startswith("steps.0.") and ".block." not in name]
-    for index in range(1, config.num_modules):
+    for index in range(1, num_steps):
         for name in once:
             named.setdefault(name.replace("steps.0.", f"steps.{index}.", 1), named[name])
 

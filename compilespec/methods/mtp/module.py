@@ -77,14 +77,14 @@ class MtpStep(nn.Module):
         return self.logits(head_input).argmax(dim=-1).to(torch.int32)
 
 
-def build_steps(config: MtpConfig, num_steps: int, experts: str | None) -> nn.ModuleList:
+def build_steps(config: MtpConfig, num_steps: int, experts: str) -> nn.ModuleList:
     """`num_steps` modules on the meta device, their rotary frequencies real and on the CPU.
 
     Args:
-        experts: transformers' implementation of the experts' products; None for the usual one.
+        experts: transformers' implementation of the experts' products.
     """
     config.block._attn_implementation = ATTENTION
-    config.block._experts_implementation = experts or "grouped_mm"
+    config.block._experts_implementation = experts
     with torch.device("cpu"):
         rotary = body_class(config.body, "RotaryEmbedding")(config.block)
     with torch.device("meta"):

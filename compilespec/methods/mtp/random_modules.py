@@ -11,7 +11,7 @@ from compilespec.methods.base import Chain, TargetInfo
 from compilespec.methods.eagle3.random_head import random_tensor
 from compilespec.methods.mtp.config import BODIES, Hidden, Layout, MtpConfig, block_config
 from compilespec.methods.mtp.drafter import MtpDrafter
-from compilespec.methods.mtp.load import build, check_sizes
+from compilespec.methods.mtp.load import build, check_sizes, experts_of
 from compilespec.methods.mtp.module import build_steps
 
 
@@ -57,7 +57,7 @@ def random_modules(
         num_draft_tokens=num_modules,
     )  # fmt: skip
     check_sizes(config, target)
-    names = build_steps(config, 1 if recycled else num_modules, None).state_dict()
+    names = build_steps(config, 1 if recycled else num_modules, experts_of(target)).state_dict()
     generator = torch.Generator().manual_seed(seed)
     tensors = {
         f"steps.{name}": like
