@@ -99,6 +99,7 @@ class BufferSpec:
     shape: tuple[int, ...]
     dtype: torch.dtype
     fill: int = 0
+    by_host: bool = False  # the host writes it between steps; no step does
 
     @property
     def num_bytes(self) -> int:

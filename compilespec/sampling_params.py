@@ -17,7 +17,10 @@ class SamplingParams:
     """The parameters of one request, checked when they are made.
 
     Impossible values raise InvalidRequest here; values that are possible but not built yet raise
-    NotSupported when the request is submitted.
+    NotSupported when the request is submitted.  Logits are changed in this order: penalties, bias
+    and banned ids, min_new_tokens, temperature, top_k, top_p, min_p.  A token that is drawn depends
+    on the seed and on the tokens before it, and on nothing else: not on the other requests, nor on
+    how many tokens are drafted.
     """
 
     max_new_tokens: int = 16
@@ -27,10 +30,12 @@ class SamplingParams:
     """Tokens before which neither EOS nor a stop id may be chosen."""
 
     temperature: float = 0.0
-    """0 is greedy: the most probable token, first index on a tie; above 0 the token is drawn."""
+    """0 (or less than 1e-5) is greedy: the most probable token, first index on a tie; above it the
+    token is drawn."""
 
     top_k: int = 0
-    """Draw among this many most probable tokens; 0 is all of them.  Greedy decoding ignores it."""
+    """Draw among this many most probable tokens, and those as probable as the last of them; 0 is
+    all.  Greedy decoding ignores it, top_p and min_p."""
 
     top_p: float = 1.0
     """Draw among the most probable tokens that together reach this probability, above 0 to 1."""
@@ -60,7 +65,8 @@ class SamplingParams:
     """Key of the random numbers, 0 to 2**63 - 1; with None the engine picks one and returns it."""
 
     n: int = 1
-    """Independent samples of the prompt."""
+    """Independent samples of the prompt, an output each.  Sample i of a seed is the same for any
+    n."""
 
     stop: tuple[str, ...] = ()
     """Texts (or one) that end the output, which is cut before the first of them."""
@@ -130,6 +136,8 @@ def _check_counts(params: SamplingParams) -> None:
     if params.min_new_tokens > params.max_new_tokens:
         expected = f"at most max_new_tokens ({params.max_new_tokens})"
         raise _invalid("min_new_tokens", expected, params.min_new_tokens, "raise max_new_tokens")
+    if params.n > 2**31 - 1:
+        raise _invalid("n", "an integer below 2**31", params.n)
 
 
 def _check_numbers(params: SamplingParams) -> None:
@@ -162,8 +170,15 @@ def _check_stops(params: SamplingParams) -> None:
     if not isinstance(params.ignore_eos, bool):
         raise _invalid("ignore_eos", "True or False", params.ignore_eos)
     bias = params.logit_bias
-    if bias is not None and not isinstance(bias, Mapping):
+    if bias is None:
+        return
+    if not isinstance(bias, Mapping):
         raise _invalid("logit_bias", "a mapping of token id to number", bias)
+    for token, value in bias.items():
+        if not _is_int(token) or token < 0:
+            raise _invalid("logit_bias", "token ids of at least 0", token)
+        if not isinstance(value, int | float) or not math.isfinite(value):
+            raise _invalid("logit_bias", "finite numbers", value, "ban ids with bad_token_ids")
 
 
 def _is_int(value: object) -> bool:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from compilespec.runtime.executor import Geometry, PrefillChunk
+from compilespec.runtime.sampling_rows import RowSampling
 
 
 class FakeExecutorError(AssertionError):
@@ -98,6 +99,10 @@ class FakeExecutor:
             self._cache[start : start + self.geometry.block_size] = [
                 None
             ] * self.geometry.block_size
+
+    def set_sampling(self, row: int, sampling: RowSampling) -> None:
+        _check(self._rows[row].live, f"row {row}: sampling of a row without blocks")
+        _check(sampling.params.temperature == 0, "the toy target is greedy")
 
     def prefill(self, chunks: Sequence[PrefillChunk]) -> list[int | None]:
         _check(not self.closed, "called after close")

@@ -108,8 +108,8 @@ def test_the_others_of_a_batch_finish(engine):
 
 def test_parameters_that_are_not_built_are_refused(engine):
     refused(
-        errors.NotSupported, "temperature=0.5", "not built yet",
-        run=lambda: engine.generate([[3]], SamplingParams(temperature=0.5)),
+        errors.NotSupported, "guide='x'", "not built yet",
+        run=lambda: engine.generate([[3]], SamplingParams(guide="x")),
     )  # fmt: skip
     refused(errors.InvalidRequest, run=lambda: SamplingParams(max_new_tokens=0))
     refused(errors.InvalidRequest, "max_new_token", run=lambda: SamplingParams(max_new_token=3))

@@ -105,15 +105,6 @@ def test_one_params_per_prompt(engine):
 
 
 UNBUILT = [
-    {"temperature": 0.5},
-    {"min_new_tokens": 1},
-    {"repetition_penalty": 1.1},
-    {"presence_penalty": 0.1},
-    {"frequency_penalty": 0.1},
-    {"logit_bias": {1: 2.0}},
-    {"allowed_token_ids": [1]},
-    {"bad_token_ids": [1]},
-    {"n": 2},
     {"logprobs": 0},
     {"prompt_logprobs": 1},
     {"guide": "x"},

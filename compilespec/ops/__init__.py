@@ -8,5 +8,14 @@ from compilespec.ops._build import load_kernels
 from compilespec.ops.attention import attention
 from compilespec.ops.packed_linear import pack_weight, packed_linear
 from compilespec.ops.paged_attention import paged_attention
+from compilespec.ops.sample import draw, sample
 
-__all__ = ["attention", "load_kernels", "pack_weight", "packed_linear", "paged_attention"]
+__all__ = [
+    "attention",
+    "draw",
+    "load_kernels",
+    "pack_weight",
+    "packed_linear",
+    "paged_attention",
+    "sample",
+]

@@ -119,8 +119,8 @@ ATEN_PASSES = (
     Pass(
         run=check_mutations,
         after=("bound_positions",),
-        matches=lambda ctx: len(ctx.buffers) - 1,  # all but the block table, which the host writes
-        looks_for="writes of every buffer but the block table",
+        matches=lambda ctx: sum(not buffer.by_host for buffer in ctx.buffers.values()),
+        looks_for="writes of every buffer that the host does not write",
         near=("paged_attention", "index_put_"),
     ),
 )

@@ -10,6 +10,7 @@ import sympy
 import torch
 from torch import fx
 
+import compilespec.ops.sample  # noqa: F401  (registers the operators)
 from compilespec.passes.sizes import Range, integers
 
 if TYPE_CHECKING:
@@ -210,6 +211,18 @@ def _argmax(ranges: Ranges, node: fx.Node, operand: Operand) -> Range | None:
     return None if dim is None else _index_along(ranges, node.args[0], dim)
 
 
+def _choice(ranges: Ranges, node: fx.Node, operand: Operand) -> Range | None:
+    """An index into the logits, or what it overrides."""
+    return ranges.sizes.join([operand(node.args[1]), _index_along(ranges, node.args[0], -1)])
+
+
+def _draft_choice(ranges: Ranges, node: fx.Node, operand: Operand) -> Range | None:
+    """The id of an entry of the logits, or what it overrides."""
+    ids: Any = node.args[2]
+    entry = _index_along(ranges, node.args[0], -1) if ids is None else operand(ids)
+    return ranges.sizes.join([operand(node.args[1]), entry])
+
+
 def _index_along(ranges: Ranges, tensor: Any, dim: int) -> Range:
     return Range(sympy.Integer(0), ranges.size(tensor, dim) - 1)
 
@@ -364,6 +377,8 @@ OTHER: dict[Any, Rule] = {
     operator.getitem: _getitem,
     _aten.argmax.default: _argmax,
     _aten.argmin.default: _argmax,
+    torch.ops.compilespec.sample.default: _choice,
+    torch.ops.compilespec.draw.default: _draft_choice,
     _aten.arange.default: _arange,
     _aten.arange.start: _arange,
     _aten.arange.start_step: _arange,

@@ -41,6 +41,7 @@ def read_state(gm: fx.GraphModule, ctx: PassContext) -> int:
             shape=(config.max_batch_size + 1, config.blocks_per_row),
             dtype=torch.int32,
             fill=-1,
+            by_host=True,
         ),
     )
     tokens = add_buffer(

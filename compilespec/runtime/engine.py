@@ -13,7 +13,7 @@ from compilespec.errors import EngineClosed, InvalidRequest, SpecError
 from compilespec.program import HostProposal
 from compilespec.runtime.detokenize import OutputText, Tokenizer
 from compilespec.runtime.executor import Executor
-from compilespec.runtime.prompts import as_prompt_list, check_params, read_prompt
+from compilespec.runtime.prompts import as_prompt_list, check_choices, check_params, read_prompt
 from compilespec.runtime.request import FinishReason, GenerationOutput, Request, RequestState
 from compilespec.runtime.scheduler import Scheduler
 from compilespec.runtime.stats import EngineStats, StatsRecorder
@@ -27,7 +27,7 @@ class Delta:
     """What one step added to one prompt of a stream."""
 
     index: int
-    """Which of the prompts."""
+    """Which of the outputs: the prompts in order, the `n` samples of each beside each other."""
 
     token_ids: tuple[int, ...]
     """The new tokens."""
@@ -88,7 +88,7 @@ class Engine:
         self._closed = False
 
     def generate(self, prompts: Any, params: Params = None) -> list[GenerationOutput]:
-        """Run the prompts to their end; outputs in the order of the prompts.
+        """Run the prompts to their end; outputs in the order of the prompts, `n` of each.
 
         Args:
             prompts: a string, a list of token ids (or a 1-D integer tensor), or a list of those.
@@ -116,9 +116,14 @@ class Engine:
         Raises: InvalidRequest, NotSupported (nothing was queued), EngineClosed.
         """
         self._check_open()
-        request = self._request(prompt, SamplingParams() if params is None else params)
-        self._scheduler.add(request)
-        return request
+        samples = self._samples(prompt, SamplingParams() if params is None else params)
+        if len(samples) != 1:
+            raise InvalidRequest(
+                f"submit takes one sample, got n={len(samples)}; use generate, or submit the "
+                "prompt once a sample with seeds of its own"
+            )
+        self._scheduler.add(samples[0])
+        return samples[0]
 
     def step(self) -> list[Request]:
         """Run one scheduler step: at most one prefill and one decode; returns the requests that got
@@ -220,11 +225,12 @@ class Engine:
         requests = []
         for item, item_params in zip(items, each, strict=True):
             try:
-                requests.append(self._request(item, item_params))
+                requests += self._samples(item, item_params)
             except SpecError as error:
                 if is_single:
                     raise
-                requests.append(self._refused(item_params, error))
+                count = item_params.n if isinstance(item_params, SamplingParams) else 1
+                requests += [self._refused(item_params, error) for _ in range(count)]
         return requests
 
     def _params_of_each(self, params: Params, count: int) -> list[SamplingParams]:
@@ -241,20 +247,29 @@ class Engine:
             )
         return each
 
-    def _request(self, prompt: Any, params: SamplingParams) -> Request:
+    def _samples(self, prompt: Any, params: SamplingParams) -> list[Request]:
+        """The requests of one prompt: `n`, of one seed."""
         check_params(params, self.tokenizer, self.geometry)
         ids = read_prompt(prompt, self.tokenizer, self.geometry)
         self._check_blocks(len(ids), params.max_new_tokens)
         eos = frozenset[int]() if params.ignore_eos else self.eos_token_ids
-        text = OutputText(self.tokenizer, ids, params.stop) if self.tokenizer is not None else None
-        return Request(
-            id=next(self._ids),
-            prompt_token_ids=ids,
-            params=params,
-            seed=secrets.randbits(63) if params.seed is None else params.seed,
-            stop_token_ids=eos.union(params.stop_token_ids),
-            output_text=text,
-        )
+        stop_ids = eos.union(params.stop_token_ids)
+        check_choices(params, stop_ids, self.geometry.vocab_size)
+        seed = secrets.randbits(63) if params.seed is None else params.seed
+        return [
+            Request(
+                id=next(self._ids),
+                prompt_token_ids=ids,
+                params=params,
+                seed=seed,
+                sample=sample,
+                stop_token_ids=stop_ids,
+                output_text=OutputText(self.tokenizer, ids, params.stop)
+                if self.tokenizer is not None
+                else None,
+            )
+            for sample in range(params.n)
+        ]
 
     def _check_blocks(self, num_prompt_tokens: int, max_new_tokens: int) -> None:
         needed = self._scheduler.num_blocks_needed(num_prompt_tokens, max_new_tokens)

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from compilespec.runtime.sampling_rows import RowSampling
+
 
 @dataclass(frozen=True, kw_only=True)
 class PrefillChunk:
@@ -64,6 +66,9 @@ class Executor(Protocol):
         """Write `blocks` (physical block ids, logical order) as the row's block table; the rest
         is cleared.
         """
+
+    def set_sampling(self, row: int, sampling: RowSampling) -> None:
+        """Write how the row's tokens are chosen; before the request's first prefill."""
 
     def prefill(self, chunks: Sequence[PrefillChunk]) -> list[int | None]:
         """Run the chunks as one packed batch; returns each finished prompt's first token, else

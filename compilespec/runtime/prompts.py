@@ -7,23 +7,13 @@ from numbers import Integral
 from typing import Any
 
 from compilespec.errors import InvalidRequest, NotSupported
+from compilespec.ops.sample.layout import MAX_STOPS
 from compilespec.runtime.detokenize import Tokenizer
 from compilespec.runtime.executor import Geometry
 from compilespec.sampling_params import SamplingParams
 
-# Fields of SamplingParams that change the outcome of greedy decoding, or of decoding altogether,
-# and the one value of each that is built.  (top_k, top_p, min_p and seed change nothing at
-# temperature 0.)
+# Fields of SamplingParams of which one value is built.
 BUILT_VALUES: dict[str, Any] = {
-    "temperature": 0.0,
-    "min_new_tokens": 0,
-    "repetition_penalty": 1.0,
-    "presence_penalty": 0.0,
-    "frequency_penalty": 0.0,
-    "logit_bias": None,
-    "allowed_token_ids": None,
-    "bad_token_ids": None,
-    "n": 1,
     "logprobs": None,
     "prompt_logprobs": None,
     "guide": None,
@@ -82,7 +72,7 @@ def check_params(params: Any, tokenizer: Tokenizer | None, geometry: Geometry) -
     """Refuse parameters that this engine cannot serve.
 
     Raises: NotSupported (a part not built yet, names the field), InvalidRequest (not
-        SamplingParams, stop strings without a tokenizer, stop ids outside the vocabulary).
+        SamplingParams, stop strings without a tokenizer, ids outside the vocabulary).
     """
     if not isinstance(params, SamplingParams):
         raise InvalidRequest(f"params: expected SamplingParams, got {_type(params)}")
@@ -97,11 +87,35 @@ def check_params(params: Any, tokenizer: Tokenizer | None, geometry: Geometry) -
             "SamplingParams.stop needs a tokenizer and the engine has none; compile with "
             "tokenizer=..., or give stop_token_ids"
         )
-    outside = [token for token in params.stop_token_ids if token >= geometry.vocab_size]
-    if outside:
+    for name in ("stop_token_ids", "allowed_token_ids", "bad_token_ids", "logit_bias"):
+        outside = [t for t in getattr(params, name) or () if t >= geometry.vocab_size]
+        if outside:
+            raise InvalidRequest(
+                f"SamplingParams.{name}: expected ids from 0 to {geometry.vocab_size - 1}, got "
+                f"{outside[0]}"
+            )
+
+
+def check_choices(params: SamplingParams, stop_ids: frozenset[int], vocab_size: int) -> None:
+    """Refuse a request that leaves no token to choose, or has more stop ids than a row holds.
+
+    Raises: InvalidRequest.
+    """
+    if params.min_new_tokens and len(stop_ids) > MAX_STOPS:
         raise InvalidRequest(
-            f"SamplingParams.stop_token_ids: expected ids from 0 to {geometry.vocab_size - 1}, got "
-            f"{outside[0]}"
+            f"SamplingParams.min_new_tokens: expected at most {MAX_STOPS} ids to hold back, EOS "
+            f"included, got {len(stop_ids)}; give fewer stop_token_ids"
+        )
+    if params.allowed_token_ids is None and len(params.bad_token_ids or ()) < vocab_size // 2:
+        return
+    allowed = params.allowed_token_ids
+    left = set(range(vocab_size) if allowed is None else allowed) - set(params.bad_token_ids or ())
+    if params.min_new_tokens:
+        left -= stop_ids
+    if not left:
+        raise InvalidRequest(
+            "SamplingParams.allowed_token_ids: no token is left to choose once bad_token_ids, and "
+            "the stop ids that min_new_tokens holds back, are taken away; allow another id"
         )
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from compilespec.runtime.detokenize import OutputText
+from compilespec.runtime.sampling_rows import RowSampling
 from compilespec.sampling_params import SamplingParams
 
 FinishReason = Literal["stop", "length", "aborted", "error"]
@@ -45,6 +46,7 @@ class Request:
     prompt_token_ids: tuple[int, ...]
     params: SamplingParams
     seed: int | None
+    sample: int = 0  # which of the samples of its prompt
     stop_token_ids: frozenset[int]  # EOS included, unless it is ignored
     output_text: OutputText | None = None  # None without a tokenizer
     state: RequestState = RequestState.WAITING
@@ -66,6 +68,16 @@ class Request:
     @property
     def num_tokens(self) -> int:
         return len(self.prompt_token_ids) + len(self.output_token_ids)
+
+    def sampling(self) -> RowSampling:
+        """How its tokens are chosen."""
+        return RowSampling(
+            params=self.params,
+            seed=self.seed or 0,
+            sample=self.sample,
+            prompt_token_ids=self.prompt_token_ids,
+            stop_token_ids=self.stop_token_ids,
+        )
 
     def update_text(self) -> OutputText | None:
         """Bring `output_text` up to the tokens; a final EOS or stop id leaves no text."""

@@ -91,6 +91,7 @@ class Scheduler:
             request.timings.admitted_ms = now_ms()
             self.running.append(request)
             self._executor.set_blocks(request.row, blocks)
+            self._executor.set_sampling(request.row, request.sampling())
 
     def _prefill(self) -> list[Request]:
         requests = [r for r in self.running if r.state is RequestState.PREFILL]

@@ -11,6 +11,7 @@ from torch import Tensor
 from compilespec import _torch_compat
 from compilespec.program import PAD, InputSpec, Lowered, LoweredPhase
 from compilespec.runtime.executor import Geometry, PrefillChunk
+from compilespec.runtime.sampling_rows import RowSampling, write_row
 from compilespec.runtime.weights import bind_weights
 
 
@@ -51,6 +52,9 @@ class StepRunner:
         table = self.buffers["block_table_RM"]
         entries = list(blocks) + [-1] * (table.shape[1] - len(blocks))
         table[row] = torch.tensor(entries, dtype=torch.int32, device=self._device)
+
+    def set_sampling(self, row: int, sampling: RowSampling) -> None:
+        write_row(self.buffers, row, sampling)
 
     def prefill(self, chunks: Sequence[PrefillChunk]) -> list[int | None]:
         packed = pack_chunks(chunks)

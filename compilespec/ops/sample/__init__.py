@@ -1,0 +1,89 @@
+"""Choose tokens on the device: greedy, or drawn with noise that depends on the request alone.
+
+`sample` is the target's choice at every verify row, with all that a request may ask for; `draw` is
+a draft's, coupled with it: the same noise, so that likely drafts are right.  Rows that ask for
+nothing cost nothing.  On the CPU (`kernel.cpp`) the random bits are those of the reference.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from compilespec.ops._library import define_op
+from compilespec.ops.sample.philox import philox_reference
+from compilespec.ops.sample.reference import draw_reference, sample_reference
+
+__all__ = ["draw", "draw_reference", "philox", "philox_reference", "sample", "sample_reference"]
+
+
+def sample(
+    logits_BSV: Tensor,
+    greedy_BS: Tensor,
+    ids_BS: Tensor | None,
+    row_B: Tensor,
+    drawn_BS: Tensor,
+    sampling_RF: Tensor,
+    sampling_RI: Tensor,
+    bias_RV: Tensor,
+    context_RL: Tensor,
+) -> Tensor:
+    """Choose the target's tokens; see `sample_reference`."""
+    return _SAMPLE(
+        logits_BSV,
+        greedy_BS,
+        ids_BS,
+        row_B,
+        drawn_BS,
+        sampling_RF,
+        sampling_RI,
+        bias_RV,
+        context_RL,
+    )
+
+
+def draw(
+    logits_BV: Tensor,
+    greedy_B: Tensor,
+    ids_V: Tensor | None,
+    row_B: Tensor,
+    drawn_B: Tensor,
+    sampling_RF: Tensor,
+    sampling_RI: Tensor,
+) -> Tensor:
+    """Choose a draft token; see `draw_reference`."""
+    return _DRAW(logits_BV, greedy_B, ids_V, row_B, drawn_B, sampling_RF, sampling_RI)
+
+
+def philox(counter_N4: Tensor, key_2: Tensor) -> Tensor:
+    """The random words behind the noise; see `philox_reference`."""
+    return _PHILOX(counter_N4, key_2)
+
+
+def _like_greedy(logits: Tensor, greedy: Tensor, *rest: Tensor | None) -> Tensor:
+    return greedy.new_empty(greedy.shape)
+
+
+def _like_counter(counter_N4: Tensor, key_2: Tensor) -> Tensor:
+    return counter_N4.new_empty(counter_N4.shape)
+
+
+_SAMPLE = define_op(
+    "sample(Tensor logits, Tensor greedy, Tensor? ids, Tensor row, Tensor drawn, "
+    "Tensor sampling_real, Tensor sampling_int, Tensor bias, Tensor(a!) context) -> Tensor",
+    sample_reference,
+    _like_greedy,
+    has_kernel=True,
+)
+_DRAW = define_op(
+    "draw(Tensor logits, Tensor greedy, Tensor? ids, Tensor row, Tensor drawn, "
+    "Tensor sampling_real, Tensor sampling_int) -> Tensor",
+    draw_reference,
+    _like_greedy,
+    has_kernel=True,
+)
+_PHILOX = define_op(
+    "philox(Tensor counter, Tensor key) -> Tensor",
+    philox_reference,
+    _like_counter,
+    has_kernel=True,
+)

@@ -1,0 +1,444 @@
+// sample and draw on the CPU: argmax or Gumbel-max over Philox noise, a row at a time.
+//
+// Noise of 64 token ids comes from 16 counters, which fill the vectors of any CPU without a lane
+// crossing: id 64 a + 16 k + i is word k of counter 16 a + i.  Rows are independent of each other,
+// of the batch and of the threads.
+#include <ATen/Dispatch.h>
+#include <ATen/Parallel.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty_like.h>
+#include <torch/library.h>
+
+#include <algorithm>
+#include <cmath>
+#include <functional>
+#include <limits>
+#include <vector>
+
+#include "_vector.h"
+
+namespace compilespec {
+namespace sample {
+
+// ops/sample/layout.py
+enum Real { kTemperature, kTopP, kMinP, kRepetition, kPresence, kFrequency };
+enum Word {
+  kSeedLow, kSeedHigh, kSample, kFlags, kTopK, kPromptLen, kMinNew, kNumStops, kFirstStop
+};
+constexpr int32_t kPenalise = 1, kBias = 2;
+constexpr float kMinTemperature = 1e-5f;
+constexpr uint32_t kStreamDraw = 0;
+
+constexpr int kBlock = 64;  // ids whose noise is made together
+constexpr int kGroup = 16;  // ids that share a word of neighbouring counters
+
+// --- random words ---
+
+using VectorI32 = Vector<int32_t>;
+
+struct Words {
+  VectorU32 word[4];
+};
+
+// High and low halves of the products of each lane with one factor.
+COMPILESPEC_INLINE void multiply(VectorU32 x, uint32_t factor, VectorU32* high, VectorU32* low) {
+#if defined(__AVX512F__)
+  const __m512i wide = _mm512_set1_epi64(factor), even = _mm512_mul_epu32((__m512i)x, wide),
+                odd = _mm512_mul_epu32(_mm512_srli_epi64((__m512i)x, 32), wide);
+  *high = (VectorU32)_mm512_mask_blend_epi32(0xaaaa, _mm512_srli_epi64(even, 32), odd);
+  *low = (VectorU32)_mm512_mask_blend_epi32(0xaaaa, even, _mm512_slli_epi64(odd, 32));
+#elif defined(__AVX2__)
+  const __m256i wide = _mm256_set1_epi64x(factor), even = _mm256_mul_epu32((__m256i)x, wide),
+                odd = _mm256_mul_epu32(_mm256_srli_epi64((__m256i)x, 32), wide);
+  *high = (VectorU32)_mm256_blend_epi32(_mm256_srli_epi64(even, 32), odd, 0xaa);
+  *low = (VectorU32)_mm256_blend_epi32(even, _mm256_slli_epi64(odd, 32), 0xaa);
+#else
+  for (int i = 0; i < kLanes<uint32_t>; ++i) {
+    const uint64_t product = uint64_t(x[i]) * factor;
+    (*high)[i] = uint32_t(product >> 32);
+    (*low)[i] = uint32_t(product);
+  }
+#endif
+}
+
+// Philox-4x32-10.
+COMPILESPEC_INLINE Words philox(Words counter, uint32_t key0, uint32_t key1) {
+  VectorU32 a = counter.word[0], b = counter.word[1], c = counter.word[2], d = counter.word[3];
+#pragma GCC unroll 10
+  for (int round = 0; round < 10; ++round) {
+    VectorU32 high_a, low_a, high_c, low_c;
+    multiply(a, 0xd2511f53u, &high_a, &low_a);
+    multiply(c, 0xcd9e8d57u, &high_c, &low_c);
+    a = high_c ^ b ^ key0;
+    b = low_c;
+    c = high_a ^ d ^ key1;
+    d = low_a;
+    key0 += 0x9e3779b9u;
+    key1 += 0xbb67ae85u;
+  }
+  return {{a, b, c, d}};
+}
+
+// --- Gumbel noise ---
+
+// log(x) of positive normal x, about one ulp.
+COMPILESPEC_INLINE Vector<float> log(Vector<float> x) {
+  const VectorI32 bits = (VectorI32)x, exponent = (bits - 0x3f3504f3) >> 23;
+  const Vector<float> f = (Vector<float>)(bits - (exponent << 23)) - 1.f,
+                      n = __builtin_convertvector(exponent, Vector<float>), square = f * f;
+  Vector<float> p = splat(7.0376836292e-2f);
+  p = fma(p, f, splat(-1.1514610310e-1f));
+  p = fma(p, f, splat(1.1676998740e-1f));
+  p = fma(p, f, splat(-1.2420140846e-1f));
+  p = fma(p, f, splat(1.4249322787e-1f));
+  p = fma(p, f, splat(-1.6668057665e-1f));
+  p = fma(p, f, splat(2.0000714765e-1f));
+  p = fma(p, f, splat(-2.4999993993e-1f));
+  p = fma(p, f, splat(3.3333331174e-1f));
+  p = fma(p * f, square, n * -2.12194440e-4f);
+  p = fma(square, splat(-0.5f), p);
+  return fma(n, splat(0.693359375f), f + p);
+}
+
+// -log(-log(u)), u = (bits + 1/2) / 2^32; above one half by way of 1 - u.
+COMPILESPEC_INLINE Vector<float> gumbel(VectorU32 bits) {
+  const VectorI32 upper = (VectorI32)bits >> 31;  // all ones where u > 1/2
+  const VectorI32 word = (VectorI32)bits ^ upper;
+  const Vector<float> v = (__builtin_convertvector(word, Vector<float>) + 0.5f) * 0x1p-32f;
+  const Vector<float> u = upper ? 1.f - v : v, lost = 1.f - u, minus_log = -log(u);
+  // log1p: the rounding of 1 - v is undone in proportion
+  const Vector<float> precise = lost > 0.f ? minus_log * (v / lost) : v;
+  return -log(upper ? precise : minus_log);
+}
+
+struct Key {
+  uint32_t low, high, sample, position;
+};
+
+Key make_key(const int32_t* words, int32_t position) {
+  return {uint32_t(words[kSeedLow]), uint32_t(words[kSeedHigh]), uint32_t(words[kSample]),
+          uint32_t(position)};
+}
+
+// Noise of the ids 64 * block ... 64 * block + 63.
+void fill_noise(const Key& key, int64_t block, float* noise) {
+  constexpr int kWide = std::min(kLanes<float>, kGroup);
+  for (int first = 0; first < kGroup; first += kWide) {
+    VectorU32 place{};
+    for (int i = 0; i < kWide; ++i) place[i] = uint32_t(block * kGroup + first + i);
+    const VectorU32 zero{};
+    const Words words = philox({{place, zero + key.position, zero + key.sample, zero + kStreamDraw}},
+                               key.low, key.high);
+    for (int k = 0; k < 4; ++k) store(noise + k * kGroup + first, gumbel(words.word[k]));
+  }
+}
+
+// --- filters ---
+
+// The k-th best score; -inf where there are fewer.
+template <class Acc>
+Acc kth_best(const Acc* scores, int64_t count, int64_t k, std::vector<Acc>& spare) {
+  constexpr Acc kNone = -std::numeric_limits<Acc>::infinity();
+  spare.clear();
+  for (int64_t i = 0; i < count; ++i)
+    if (scores[i] > kNone) spare.push_back(scores[i]);
+  if (int64_t(spare.size()) < k) return kNone;
+  std::nth_element(spare.begin(), spare.begin() + (k - 1), spare.end(), std::greater<Acc>());
+  return spare[size_t(k - 1)];
+}
+
+// The lowest score of the fewest best tokens (at or above `lowest`) that reach `top_p`.  Buckets of
+// 1/64 say where it lies, so that only one of them is sorted.
+template <class Acc>
+Acc nucleus(const Acc* scores, int64_t count, Acc best, Acc lowest, double top_p,
+            std::vector<Acc>& spare) {
+  constexpr int kBuckets = 2048;
+  double mass[kBuckets] = {};
+  auto bucket = [best](Acc score) {
+    const Acc place = (best - score) * 64;
+    return place < kBuckets - 1 ? int(place) : kBuckets - 1;
+  };
+  auto weight = [best](Acc score) { return std::exp(double(score - best)); };
+  for (int64_t i = 0; i < count; ++i)
+    if (scores[i] >= lowest && best - scores[i] < 60) mass[bucket(scores[i])] += weight(scores[i]);
+  double total = 0, before = 0;
+  for (double part : mass) total += part;
+  const double wanted = top_p * total;
+  int found = 0;
+  while (found < kBuckets - 1 && before + mass[found] < wanted) before += mass[found++];
+  spare.clear();
+  for (int64_t i = 0; i < count; ++i)
+    if (scores[i] >= lowest && bucket(scores[i]) == found) spare.push_back(scores[i]);
+  std::sort(spare.begin(), spare.end(), std::greater<Acc>());
+  for (Acc score : spare) {
+    if (!(before < wanted)) break;
+    lowest = score;
+    before += weight(score);
+  }
+  return lowest;
+}
+
+// The score below which top_k, then top_p, then min_p drop a token.
+template <class Acc>
+Acc lowest_kept(const Acc* scores, int64_t count, const float* reals, const int32_t* words) {
+  static thread_local std::vector<Acc> spare;
+  constexpr Acc kNone = -std::numeric_limits<Acc>::infinity();
+  const bool cuts = words[kTopK] > 0 && words[kTopK] < count;
+  if (!cuts && !(reals[kTopP] < 1) && !(reals[kMinP] > 0)) return kNone;
+  Acc best = kNone, lowest = kNone;
+  for (int64_t i = 0; i < count; ++i) best = scores[i] > best ? scores[i] : best;
+  if (!std::isfinite(best)) return kNone;
+  if (cuts) lowest = kth_best(scores, count, int64_t(words[kTopK]), spare);
+  if (reals[kTopP] < 1) lowest = nucleus(scores, count, best, lowest, double(reals[kTopP]), spare);
+  if (reals[kMinP] > 0) lowest = std::max(lowest, best + Acc(std::log(double(reals[kMinP]))));
+  return lowest;
+}
+
+// --- one row ---
+
+template <class Acc>
+int32_t first_best(const Acc* scores, int64_t count) {
+  int64_t found = 0;
+  for (int64_t i = 1; i < count; ++i)
+    if (scores[i] > scores[found]) found = i;
+  return int32_t(found);
+}
+
+// argmax(score + noise) over the ids whose score is at least `lowest`.
+template <class Acc>
+int32_t draw_whole(const Acc* scores, int64_t count, Acc lowest, const Key& key) {
+  constexpr Acc kNone = -std::numeric_limits<Acc>::infinity();
+  Acc best[kGroup], padded[kBlock];
+  int32_t place[kGroup];
+  float noise[kBlock];
+  std::fill_n(best, kGroup, kNone);
+  std::fill_n(place, kGroup, 0);
+  for (int64_t base = 0; base < count; base += kBlock) {
+    const Acc* block = scores + base;
+    if (count - base < kBlock) {
+      std::fill(std::copy(block, scores + count, padded), padded + kBlock, kNone);
+      block = padded;
+    }
+    bool some = false;
+    for (int i = 0; i < kBlock; ++i) some |= block[i] >= lowest;
+    if (!some) continue;
+    fill_noise(key, base / kBlock, noise);
+    for (int k = 0; k < kBlock; k += kGroup)
+      for (int i = 0; i < kGroup; ++i) {
+        const Acc score = block[k + i] >= lowest ? block[k + i] + Acc(noise[k + i]) : kNone;
+        const bool better = score > best[i];
+        best[i] = better ? score : best[i];
+        place[i] = better ? int32_t(base + k + i) : place[i];
+      }
+  }
+  int found = 0;
+  for (int i = 1; i < kGroup; ++i)
+    if (best[i] > best[found] || (best[i] == best[found] && place[i] < place[found])) found = i;
+  return place[found];
+}
+
+// The same over entries that stand for other ids; neighbours in one block of ids share its noise.
+template <class Acc, class T>
+int32_t draw_mapped(const T* logits, const int64_t* ids, int64_t count, Acc temperature,
+                    const Key& key, int32_t greedy) {
+  float noise[kBlock];
+  int64_t made = -1;
+  Acc best = -std::numeric_limits<Acc>::infinity();
+  int64_t found = greedy;
+  for (int64_t i = 0; i < count; ++i) {
+    if (ids[i] < 0) continue;
+    if (ids[i] / kBlock != made) {
+      made = ids[i] / kBlock;
+      fill_noise(key, made, noise);
+    }
+    const Acc score = Acc(logits[i]) / temperature + Acc(noise[ids[i] % kBlock]);
+    if (score > best) {
+      best = score;
+      found = ids[i];
+    }
+  }
+  return int32_t(found);
+}
+
+// Penalties on the tokens of the context, each once.
+template <class Acc>
+void penalise(Acc* scores, int64_t vocab, const float* reals, const int32_t* context,
+              int64_t length, int64_t prompt_len) {
+  static thread_local std::vector<int32_t> counts;  // all zero between calls
+  if (int64_t(counts.size()) < vocab) counts.resize(size_t(vocab), 0);
+  const Acc repetition = Acc(reals[kRepetition]), presence = Acc(reals[kPresence]),
+            frequency = Acc(reals[kFrequency]);
+  auto inside = [vocab](int32_t id) { return id >= 0 && id < vocab; };
+  for (int64_t i = 0; i < length; ++i)
+    if (inside(context[i])) counts[size_t(context[i])] += i >= prompt_len ? 2 : 0;
+  for (int64_t i = 0; i < length; ++i) {
+    if (!inside(context[i])) continue;
+    int32_t& count = counts[size_t(context[i])];
+    if (count & 1) continue;
+    Acc& score = scores[context[i]];
+    score = score < 0 ? score * repetition : score / repetition;
+    score = score - frequency * Acc(count / 2);
+    if (count) score = score - presence;
+    count |= 1;
+  }
+  for (int64_t i = 0; i < length; ++i)
+    if (inside(context[i])) counts[size_t(context[i])] = 0;
+}
+
+template <class Acc, class T>
+int32_t choose(const T* logits, int64_t vocab, const float* reals, const int32_t* words,
+               const float* bias, const int32_t* context, int64_t max_seq_len, int32_t drawn) {
+  static thread_local std::vector<Acc> scores;
+  scores.resize(size_t(vocab));
+  for (int64_t i = 0; i < vocab; ++i) scores[size_t(i)] = Acc(logits[i]);
+  if (words[kFlags] & kPenalise)
+    penalise(scores.data(), vocab, reals, context, std::clamp<int64_t>(drawn, 0, max_seq_len),
+             int64_t(words[kPromptLen]));
+  if (words[kFlags] & kBias)
+    for (int64_t i = 0; i < vocab; ++i) scores[size_t(i)] += Acc(bias[i]);
+  if (int64_t(drawn) - words[kPromptLen] < words[kMinNew])
+    for (int i = 0; i < words[kNumStops]; ++i)
+      scores[size_t(words[kFirstStop + i])] = -std::numeric_limits<Acc>::infinity();
+  if (reals[kTemperature] < kMinTemperature) return first_best(scores.data(), vocab);
+  const Acc temperature = Acc(reals[kTemperature]);
+  for (int64_t i = 0; i < vocab; ++i) scores[size_t(i)] /= temperature;
+  const Acc lowest = lowest_kept(scores.data(), vocab, reals, words);
+  return draw_whole(scores.data(), vocab, lowest, make_key(words, drawn));
+}
+
+bool is_plain(const float* reals, const int32_t* words) {
+  return reals[kTemperature] < kMinTemperature && !words[kFlags] && !words[kMinNew];
+}
+
+template <class T>
+using AccOf = std::conditional_t<std::is_same_v<T, double>, double, float>;
+
+// --- operators ---
+
+// Rows of work that are worth a thread.
+int64_t grain(int64_t vocab) { return 16384 / std::max<int64_t>(vocab, 1) + 1; }
+
+void check_state(const at::Tensor& row, const at::Tensor& reals, const at::Tensor& words) {
+  using c10::ScalarType;
+  TORCH_CHECK(row.scalar_type() == ScalarType::Long && row.is_contiguous(),
+              "sample: expected row int64, contiguous");
+  TORCH_CHECK(reals.scalar_type() == ScalarType::Float && reals.is_contiguous() &&
+                  words.scalar_type() == ScalarType::Int && words.is_contiguous(),
+              "sample: expected contiguous state, float32 and int32");
+}
+
+at::Tensor sample(const at::Tensor& logits, const at::Tensor& greedy,
+                  const c10::optional<at::Tensor>& ids, const at::Tensor& row,
+                  const at::Tensor& drawn, const at::Tensor& reals, const at::Tensor& words,
+                  const at::Tensor& bias, at::Tensor& context) {
+  check_state(row, reals, words);
+  TORCH_CHECK(logits.dim() == 3 && logits.size(2) > 0 && bias.size(1) == logits.size(2),
+              "sample: expected logits [B, S, ", bias.size(1), "], got ", logits.sizes());
+  const at::Tensor chosen = greedy.contiguous().clone();
+  const int64_t batch = logits.size(0), steps = logits.size(1), vocab = logits.size(2);
+  const int64_t* rows = row.const_data_ptr<int64_t>();
+  const int64_t num_reals = reals.size(1), num_words = words.size(1), length = context.size(1);
+  auto reals_of = [&](int64_t b) { return reals.const_data_ptr<float>() + rows[b] * num_reals; };
+  auto words_of = [&](int64_t b) { return words.const_data_ptr<int32_t>() + rows[b] * num_words; };
+  auto context_of = [&](int64_t b) { return context.mutable_data_ptr<int32_t>() + rows[b] * length; };
+  bool is_asked = false;
+  for (int64_t b = 0; b < batch; ++b) is_asked |= !is_plain(reals_of(b), words_of(b));
+  if (!is_asked) return chosen;
+  const at::Tensor positions = drawn.contiguous(), scores = logits.contiguous();
+  const int32_t* position = positions.const_data_ptr<int32_t>();
+  if (ids && ids->defined()) {
+    const at::Tensor fed = ids->contiguous();
+    const int32_t* token = fed.const_data_ptr<int32_t>();
+    for (int64_t b = 0; b < batch; ++b) {
+      if (!(words_of(b)[kFlags] & kPenalise)) continue;
+      for (int64_t i = b * steps; i < (b + 1) * steps; ++i)
+        if (position[i] > 0 && position[i] <= length) context_of(b)[position[i] - 1] = token[i];
+    }
+  }
+  int32_t* result = chosen.mutable_data_ptr<int32_t>();
+  AT_DISPATCH_FLOATING_TYPES_AND2(
+      c10::ScalarType::Half, c10::ScalarType::BFloat16, scores.scalar_type(), "sample", [&] {
+        const scalar_t* data = scores.const_data_ptr<scalar_t>();
+        at::parallel_for(0, batch * steps, grain(vocab), [&](int64_t begin, int64_t end) {
+          for (int64_t i = begin; i < end; ++i) {
+            const int64_t b = i / steps;
+            if (is_plain(reals_of(b), words_of(b))) continue;
+            result[i] = choose<AccOf<scalar_t>>(
+                data + i * vocab, vocab, reals_of(b), words_of(b),
+                bias.const_data_ptr<float>() + rows[b] * vocab, context_of(b), length, position[i]);
+          }
+        });
+      });
+  return chosen;
+}
+
+at::Tensor draw(const at::Tensor& logits, const at::Tensor& greedy,
+                const c10::optional<at::Tensor>& ids, const at::Tensor& row,
+                const at::Tensor& drawn, const at::Tensor& reals, const at::Tensor& words) {
+  check_state(row, reals, words);
+  TORCH_CHECK(logits.dim() == 2, "draw: expected logits [B, V], got ", logits.sizes());
+  const at::Tensor chosen = greedy.contiguous().clone();
+  const int64_t batch = logits.size(0), vocab = logits.size(1);
+  const int64_t* rows = row.const_data_ptr<int64_t>();
+  auto reals_of = [&](int64_t b) { return reals.const_data_ptr<float>() + rows[b] * reals.size(1); };
+  auto words_of = [&](int64_t b) { return words.const_data_ptr<int32_t>() + rows[b] * words.size(1); };
+  bool is_asked = false;
+  for (int64_t b = 0; b < batch; ++b) is_asked |= !(reals_of(b)[kTemperature] < kMinTemperature);
+  if (!is_asked) return chosen;
+  const at::Tensor positions = drawn.contiguous(), scores = logits.contiguous();
+  const int32_t* position = positions.const_data_ptr<int32_t>();
+  const at::Tensor mapped = ids && ids->defined() ? ids->contiguous() : at::Tensor();
+  int32_t* result = chosen.mutable_data_ptr<int32_t>();
+  AT_DISPATCH_FLOATING_TYPES_AND2(
+      c10::ScalarType::Half, c10::ScalarType::BFloat16, scores.scalar_type(), "draw", [&] {
+        using Acc = AccOf<scalar_t>;
+        const scalar_t* data = scores.const_data_ptr<scalar_t>();
+        at::parallel_for(0, batch, grain(vocab), [&](int64_t begin, int64_t end) {
+          static thread_local std::vector<Acc> warm;
+          for (int64_t b = begin; b < end; ++b) {
+            const float temperature = reals_of(b)[kTemperature];
+            if (temperature < kMinTemperature) continue;
+            const Key key = make_key(words_of(b), position[b]);
+            if (mapped.defined()) {
+              result[b] = draw_mapped<Acc>(data + b * vocab, mapped.const_data_ptr<int64_t>(),
+                                           vocab, Acc(temperature), key, result[b]);
+              continue;
+            }
+            warm.resize(size_t(vocab));
+            for (int64_t i = 0; i < vocab; ++i)
+              warm[size_t(i)] = Acc(data[b * vocab + i]) / Acc(temperature);
+            result[b] = draw_whole<Acc>(warm.data(), vocab,
+                                        -std::numeric_limits<Acc>::infinity(), key);
+          }
+        });
+      });
+  return chosen;
+}
+
+at::Tensor philox_op(const at::Tensor& counter, const at::Tensor& key) {
+  TORCH_CHECK(counter.dim() == 2 && counter.size(1) == 4 && key.numel() == 2,
+              "philox: expected counter [N, 4] and key [2]");
+  const at::Tensor from = counter.contiguous(), words = at::empty_like(from);
+  const int64_t *source = from.const_data_ptr<int64_t>(), *pair = key.const_data_ptr<int64_t>();
+  int64_t* target = words.mutable_data_ptr<int64_t>();
+  constexpr int kWide = kLanes<uint32_t>;
+  for (int64_t first = 0; first < from.size(0); first += kWide) {
+    const int count = int(std::min<int64_t>(kWide, from.size(0) - first));
+    Words lanes{};
+    for (int i = 0; i < count; ++i)
+      for (int k = 0; k < 4; ++k) lanes.word[k][i] = uint32_t(source[(first + i) * 4 + k]);
+    lanes = philox(lanes, uint32_t(pair[0]), uint32_t(pair[1]));
+    for (int i = 0; i < count; ++i)
+      for (int k = 0; k < 4; ++k) target[(first + i) * 4 + k] = int64_t(lanes.word[k][i]);
+  }
+  return words;
+}
+
+TORCH_LIBRARY_IMPL(compilespec, CPU, m) {
+  m.impl("sample", sample);
+  m.impl("draw", draw);
+  m.impl("philox", philox_op);
+}
+
+}  // namespace sample
+}  // namespace compilespec

@@ -1,0 +1,22 @@
+"""What a request's sampling rows hold, column by column; kernel.cpp has the same numbers.
+
+A row of zeros is greedy decoding without anything that changes logits.
+"""
+
+# sampling_RF, float32
+TEMPERATURE, TOP_P, MIN_P, REPETITION, PRESENCE, FREQUENCY = range(6)
+NUM_FLOATS = 6
+
+# sampling_RI, int32; the stop ids of `min_new_tokens` fill the row's end
+SEED_LOW, SEED_HIGH, SAMPLE, FLAGS, TOP_K, PROMPT_LEN, MIN_NEW, NUM_STOPS = range(8)
+FIRST_STOP, MAX_STOPS = 8, 56
+NUM_INTS = FIRST_STOP + MAX_STOPS
+
+# FLAGS
+PENALISE = 1  # some penalty is on: the row of context_RL is kept and read
+BIAS = 2  # the row of bias_RV is added
+
+MIN_TEMPERATURE = 1e-5  # below it the most probable token is taken
+
+# Streams: disjoint random numbers of one (seed, sample, position, token id).
+STREAM_DRAW = 0  # the target's draw, and that of a draft coupled with it

@@ -1,0 +1,65 @@
+"""Counter-based random numbers in plain torch: the same bits on every device and in the kernel."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_WORD = 0xFFFFFFFF
+_FACTORS = (0xD2511F53, 0xCD9E8D57)
+_WEYL = (0x9E3779B9, 0xBB67AE85)
+
+
+def philox_reference(counter_N4: Tensor, key_2: Tensor) -> Tensor:
+    """Philox-4x32-10: four random words for each counter.
+
+    Args:
+        counter_N4, key_2: int64 holding unsigned 32-bit words.
+    Returns:
+        [N, 4] int64, unsigned 32-bit words.
+    Source: Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3".
+    """
+    a, b, c, d = (word & _WORD for word in counter_N4.unbind(1))
+    first, second = key_2[0] & _WORD, key_2[1] & _WORD
+    for _ in range(10):
+        high_a, low_a = _multiply(a, _FACTORS[0])
+        high_c, low_c = _multiply(c, _FACTORS[1])
+        a, b, c, d = high_c ^ b ^ first, low_c, high_a ^ d ^ second, low_a
+        first, second = (first + _WEYL[0]) & _WORD, (second + _WEYL[1]) & _WORD
+    return torch.stack([a, b, c, d], 1)
+
+
+def _multiply(word: Tensor, factor: int) -> tuple[Tensor, Tensor]:
+    """High and low word of a product of two words; no part leaves int64."""
+    upper = word * (factor >> 16)
+    lower = word * (factor & 0xFFFF) + ((upper & 0xFFFF) << 16)
+    return (lower >> 32) + (upper >> 16), lower & _WORD
+
+
+def noise_bits(
+    ids_N: Tensor, *, seed_low: int, seed_high: int, sample: int, position: int, stream: int
+) -> Tensor:
+    """The random word of each token id: int64 [N], unsigned 32-bit words.
+
+    Key: the seed.  Counter: (place of the id, position of the token being drawn, sample index,
+    stream).  Sixty-four ids share sixteen counters, sixteen neighbours a word of each: id
+    64 a + 16 k + i is word k of counter 16 a + i.
+    """
+    ids_N = ids_N.long()
+    place_N = (ids_N >> 6 << 4) | (ids_N & 15)
+    rest = torch.tensor([position, sample, stream], device=ids_N.device).expand(len(ids_N), 3)
+    key = torch.tensor([seed_low, seed_high], device=ids_N.device)
+    words_N4 = philox_reference(torch.cat([place_N.unsqueeze(1), rest], 1), key)
+    return words_N4.gather(1, (ids_N >> 4 & 3).unsqueeze(1)).squeeze(1)
+
+
+def gumbel(bits_N: Tensor) -> Tensor:
+    """-log(-log(u)) with u = (bits + 1/2) / 2**32: float32, finite, exact in both tails.
+
+    Above one half, -log(u) comes from 1 - u, which keeps all its digits where u is near 1.
+    """
+    is_upper_N = bits_N >> 31 == 1
+    word_N = torch.where(is_upper_N, bits_N ^ _WORD, bits_N)
+    v_N = (word_N.to(torch.float32) + 0.5) * 2.0**-32  # u, or 1 - u: at most one half
+    exponential_N = torch.where(is_upper_N, -torch.log1p(-v_N), -torch.log(v_N))
+    return -torch.log(exponential_N)

@@ -1,0 +1,175 @@
+"""What `sample` and `draw` compute, in plain torch, one row at a time."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from compilespec.ops.sample import layout
+from compilespec.ops.sample.philox import gumbel, noise_bits
+
+
+def sample_reference(
+    logits_BSV: Tensor,
+    greedy_BS: Tensor,
+    ids_BS: Tensor | None,
+    row_B: Tensor,
+    drawn_BS: Tensor,
+    sampling_RF: Tensor,
+    sampling_RI: Tensor,
+    bias_RV: Tensor,
+    context_RL: Tensor,
+) -> Tensor:
+    """Choose the target's token at every row: argmax or draw, as the row's request asks.
+
+    Args:
+        logits_BSV: any floating dtype; worked on in float32, float64 in float64.
+        greedy_BS: int32, the argmax of the logits: the answer of rows that ask for nothing else.
+        ids_BS: int32, the token that row (b, s) was fed, which stands at position drawn - 1; None
+            where the host has written the context.
+        row_B: int64, the request's row of the state buffers.
+        drawn_BS: int32, position of the token that the row draws, which has `drawn` tokens before
+            it.
+        sampling_RF, sampling_RI: see `layout`; bias_RV float32: added where the row's flag is set.
+        context_RL: int32, tokens by position; written in place, for rows with penalties only: what
+            row (b, s) is conditioned on is then context[row, :drawn], earlier drafts included.
+    Returns:
+        int32 [B, S], in 0..V-1.  A token depends on its own logits, position, prefix and
+        parameters: not on the batch, nor on how many rows are verified together.
+    """
+    chosen_BS = greedy_BS.clone()
+    max_seq_len = context_RL.shape[1]
+    drawn = drawn_BS.tolist()
+    for b, row in enumerate(row_B.tolist()):
+        reals, words = sampling_RF[row], sampling_RI[row].tolist()
+        if is_plain(float(reals[layout.TEMPERATURE]), words):
+            continue
+        if words[layout.FLAGS] & layout.PENALISE and ids_BS is not None:
+            for s, position in enumerate(drawn[b]):
+                if 0 < position <= max_seq_len:
+                    context_RL[row, position - 1] = ids_BS[b, s]
+        for s, position in enumerate(drawn[b]):
+            context = context_RL[row, : min(max(position, 0), max_seq_len)]
+            scores_V = process(logits_BSV[b, s], reals, words, bias_RV[row], context, position)
+            chosen_BS[b, s] = choose(scores_V, reals, words, position)
+    return chosen_BS
+
+
+def draw_reference(
+    logits_BV: Tensor,
+    greedy_B: Tensor,
+    ids_V: Tensor | None,
+    row_B: Tensor,
+    drawn_B: Tensor,
+    sampling_RF: Tensor,
+    sampling_RI: Tensor,
+) -> Tensor:
+    """Draft with the noise that the target will draw with: temperature alone, no filters.
+
+    Args:
+        logits_BV: the drafter's, over its own vocabulary; ids_V: int64, the target id of each of
+            its entries (negative: none); None where they are the same.
+        greedy_B: int32 target ids, the answer of greedy rows.
+        row_B, drawn_B, sampling_RF, sampling_RI: as in `sample_reference`.
+    Returns:
+        int32 [B] target ids.
+    """
+    chosen_B = greedy_B.clone()
+    if ids_V is None:
+        ids_V = torch.arange(logits_BV.shape[1], device=logits_BV.device)
+    wide = torch.float64 if logits_BV.dtype == torch.float64 else torch.float32
+    for b, (row, position) in enumerate(zip(row_B.tolist(), drawn_B.tolist(), strict=True)):
+        reals, words = sampling_RF[row], sampling_RI[row].tolist()
+        if float(reals[layout.TEMPERATURE]) < layout.MIN_TEMPERATURE:
+            continue
+        scores_V = logits_BV[b].to(wide) / reals[layout.TEMPERATURE].to(wide)
+        scores_V = torch.where(ids_V >= 0, scores_V + _noise(ids_V, words, position), -math.inf)
+        chosen_B[b] = ids_V[first_best(scores_V)]
+    return chosen_B
+
+
+def is_plain(temperature: float, words: list[int]) -> bool:
+    """Whether a request takes the argmax of the logits as they are."""
+    changes = words[layout.FLAGS] or words[layout.MIN_NEW]
+    return temperature < layout.MIN_TEMPERATURE and not changes
+
+
+def process(
+    logits_V: Tensor, reals: Tensor, words: list[int], bias_V: Tensor, context: Tensor, drawn: int
+) -> Tensor:
+    """Penalties, bias, min_new_tokens: what acts on the logits before the temperature."""
+    wide = torch.float64 if logits_V.dtype == torch.float64 else torch.float32
+    scores_V = logits_V.to(wide)
+    reals = reals.to(wide)
+    prompt_len = words[layout.PROMPT_LEN]
+    if words[layout.FLAGS] & layout.PENALISE:
+        scores_V = _penalise(scores_V, reals, context.long(), prompt_len)
+    if words[layout.FLAGS] & layout.BIAS:
+        scores_V = scores_V + bias_V.to(wide)
+    if drawn - prompt_len < words[layout.MIN_NEW]:
+        stops = words[layout.FIRST_STOP : layout.FIRST_STOP + words[layout.NUM_STOPS]]
+        scores_V = scores_V.clone()
+        scores_V[stops] = -math.inf
+    return scores_V
+
+
+def _penalise(scores_V: Tensor, reals: Tensor, context: Tensor, prompt_len: int) -> Tensor:
+    """Repetition over prompt and output; frequency, then presence, over the output."""
+    vocab = len(scores_V)
+    seen_V = torch.bincount(context, minlength=vocab) > 0
+    repetition = reals[layout.REPETITION]
+    scaled_V = torch.where(scores_V < 0, scores_V * repetition, scores_V / repetition)
+    scores_V = torch.where(seen_V, scaled_V, scores_V)
+    count_V = torch.bincount(context[prompt_len:], minlength=vocab).to(scores_V.dtype)
+    scores_V = scores_V - reals[layout.FREQUENCY] * count_V
+    return scores_V - torch.where(count_V > 0, reals[layout.PRESENCE], 0)
+
+
+def choose(scores_V: Tensor, reals: Tensor, words: list[int], drawn: int) -> int:
+    """The best of processed logits, or a draw from what the filters leave of them."""
+    if float(reals[layout.TEMPERATURE]) < layout.MIN_TEMPERATURE:
+        return first_best(scores_V)
+    scores_V = scores_V / reals[layout.TEMPERATURE].to(scores_V.dtype)
+    scores_V = scores_V.masked_fill(scores_V < lowest_kept(scores_V, reals, words), -math.inf)
+    ids_V = torch.arange(len(scores_V), device=scores_V.device)
+    return first_best(scores_V + _noise(ids_V, words, drawn))
+
+
+def lowest_kept(scores_V: Tensor, reals: Tensor, words: list[int]) -> Tensor:
+    """The score below which top_k, then top_p of what that leaves, then min_p drop a token.
+
+    A token as good as the last one that is kept is kept.
+    """
+    best, lowest = scores_V.max(), scores_V.new_full((), -math.inf)
+    if not bool(best.isfinite()):
+        return lowest
+    if 0 < words[layout.TOP_K] < len(scores_V):
+        lowest = scores_V.topk(words[layout.TOP_K]).values[-1]
+    if float(reals[layout.TOP_P]) < 1:
+        kept = scores_V[scores_V >= lowest].sort(descending=True).values
+        mass = (kept - best).double().exp()
+        before = mass.cumsum(0) - mass  # of the better ones
+        lowest = kept[before < reals[layout.TOP_P].double() * mass.sum()][-1]
+    if float(reals[layout.MIN_P]) > 0:
+        least = best + reals[layout.MIN_P].double().log().to(best.dtype)
+        lowest = torch.maximum(lowest, least)
+    return lowest
+
+
+def _noise(ids_V: Tensor, words: list[int], drawn: int) -> Tensor:
+    bits = noise_bits(
+        ids_V.clamp(min=0),
+        seed_low=words[layout.SEED_LOW],
+        seed_high=words[layout.SEED_HIGH],
+        sample=words[layout.SAMPLE],
+        position=drawn,
+        stream=layout.STREAM_DRAW,
+    )
+    return gumbel(bits)
+
+
+def first_best(scores_V: Tensor) -> int:
+    """The first of the best."""
+    return int((scores_V == scores_V.max()).nonzero()[:1].sum())

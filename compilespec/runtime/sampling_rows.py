@@ -1,0 +1,94 @@
+"""What a request asks of sampling, as the state rows that the step reads."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from compilespec.ops.sample import layout
+from compilespec.sampling_params import SamplingParams
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowSampling:
+    """How a row's tokens are chosen: `params`, and what the engine knows beside them."""
+
+    params: SamplingParams
+    seed: int  # 0 .. 2**63 - 1
+    sample: int = 0  # which of the `n` samples of a prompt
+    prompt_token_ids: Sequence[int]
+    stop_token_ids: Collection[int]  # EOS included, unless it is ignored
+
+
+def write_row(buffers: Mapping[str, Tensor], row: int, sampling: RowSampling) -> None:
+    """Write all that the row's last owner may have left: parameters; bias and prompt where read."""
+    params = sampling.params
+    reals, words, bias, context = (
+        buffers[name][row] for name in ("sampling_RF", "sampling_RI", "bias_RV", "context_RL")
+    )
+    penalises, is_biased = has_penalties(params), has_bias(params)
+    reals.copy_(torch.tensor(_reals(params), dtype=torch.float32))
+    flags = layout.PENALISE * penalises | layout.BIAS * is_biased
+    words.copy_(torch.tensor(_words(sampling, flags), dtype=torch.int32))
+    if is_biased:
+        bias.copy_(dense_bias(params, len(bias)))
+    if penalises:
+        prompt = torch.tensor(sampling.prompt_token_ids, dtype=torch.int32)
+        context[: len(prompt)] = prompt.to(context.device)
+
+
+def has_penalties(params: SamplingParams) -> bool:
+    return bool(
+        params.repetition_penalty != 1 or params.presence_penalty or params.frequency_penalty
+    )
+
+
+def has_bias(params: SamplingParams) -> bool:
+    return bool(params.logit_bias or params.bad_token_ids or params.allowed_token_ids is not None)
+
+
+def dense_bias(params: SamplingParams, vocab_size: int) -> Tensor:
+    """Bias, -inf for bad ids and for those that are not allowed: float32 [V]."""
+    bias_V = torch.zeros(vocab_size)
+    if params.allowed_token_ids is not None:
+        bias_V.fill_(-torch.inf)
+        bias_V[list(params.allowed_token_ids)] = 0.0
+    for token, value in (params.logit_bias or {}).items():
+        bias_V[token] += value
+    bias_V[list(params.bad_token_ids or ())] = -torch.inf
+    return bias_V
+
+
+def _reals(params: SamplingParams) -> list[float]:
+    values = [0.0] * layout.NUM_FLOATS
+    values[layout.TEMPERATURE] = params.temperature
+    values[layout.TOP_P] = params.top_p
+    values[layout.MIN_P] = params.min_p
+    values[layout.REPETITION] = params.repetition_penalty
+    values[layout.PRESENCE] = params.presence_penalty
+    values[layout.FREQUENCY] = params.frequency_penalty
+    return values
+
+
+def _words(sampling: RowSampling, flags: int) -> list[int]:
+    params = sampling.params
+    stops = sorted(sampling.stop_token_ids) if params.min_new_tokens else []
+    values = [0] * layout.NUM_INTS
+    values[layout.SEED_LOW] = _signed(sampling.seed & 0xFFFFFFFF)
+    values[layout.SEED_HIGH] = _signed(sampling.seed >> 32)
+    values[layout.SAMPLE] = sampling.sample
+    values[layout.FLAGS] = flags
+    values[layout.TOP_K] = min(params.top_k, 2**31 - 1)
+    values[layout.PROMPT_LEN] = len(sampling.prompt_token_ids)
+    values[layout.MIN_NEW] = min(params.min_new_tokens, 2**31 - 1)
+    values[layout.NUM_STOPS] = len(stops)
+    values[layout.FIRST_STOP : layout.FIRST_STOP + len(stops)] = stops
+    return values
+
+
+def _signed(word: int) -> int:
+    """The int32 of the same bits."""
+    return word - (word >> 31 << 32)
