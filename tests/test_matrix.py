@@ -1,0 +1,162 @@
+"""The matrix method x family x K x batch: greedy tokens are the model's own, nothing recompiles.
+
+float64 on the interpreted graphs, tokens equal.  The default run covers every method, every family
+and every K; the slow run has all combinations.  On Inductor, in float32, with the margin rule:
+a method of each kind of draft loop.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import compilespec
+from compilespec.loading import Target
+from compilespec.methods import eagle, eagle3, mtp, shared_kv
+from compilespec.target_info import describe_target
+from compilespec.trace import trace_target
+from tests.models import (
+    FAMILIES,
+    VOCAB,
+    Ask,
+    ask_all,
+    assert_nothing_held,
+    run_traffic,
+    tiny_target,
+)
+from tests.test_inductor_tokens import assert_same_tokens, tokens_of
+
+MAX_SEQ_LEN = 75
+DRAFT_LENGTHS = (1, 3, 5, 8)
+BATCHES = (1, 2, 3, 5, 8)
+NUM_LAYERS = {"gemma3": 6}  # its sixth is its first without a window
+SIZES = (
+    (1, 30), (40, 35), (31, 12), (57, 18), (16, 9), (70, 5), (74, 1), (2, 9), (12, 6), (3, 20),
+)  # fmt: skip
+
+
+def repeating(k: int) -> Callable[[Tensor, Tensor], Tensor]:
+    """Drafts that are sometimes right: a small random model repeats itself."""
+
+    def repeat_last(history_BL: Tensor, length_B: Tensor) -> Tensor:
+        last_B1 = history_BL.gather(1, (length_B - 1).long().unsqueeze(1))
+        return last_B1.expand(-1, k)
+
+    return repeat_last
+
+
+def noisy(model: nn.Module) -> nn.Module:
+    """The model with noise on its weights: many of its drafts are right, not all."""
+    other = copy.deepcopy(model)
+    torch.manual_seed(3)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.02)
+    return other
+
+
+# method -> (model, info, K) -> keywords of compile()
+METHODS: dict[str, Callable[[nn.Module, Any, int], dict[str, Any]]] = {
+    "eagle3": lambda model, info, k: {
+        "draft": eagle3.random_head(info, aux_layers=(0, 1, 2), draft_vocab_size=61)
+    },
+    "eagle": lambda model, info, k: {"draft": eagle.random_head(info)},
+    "mtp": lambda model, info, k: {"draft": mtp.random_modules(info, min(k, 3))},
+    "mtp_eagle": lambda model, info, k: {"draft": mtp.random_modules(info, 1, recycled=True)},
+    "mtp_multi": lambda model, info, k: {
+        "draft": mtp.random_modules(info, k, own_head=True, chain="target_rows"),
+        "kv_block_sizes": tuple(8 + 4 * (step % 2) for step in range(k)),
+    },
+    "shared_kv": lambda model, info, k: {"draft": shared_kv.random_drafter(info)},
+    "draft_model": lambda model, info, k: {"draft": noisy(model)},
+    "ngram": lambda model, info, k: {"max_ngram": 2},
+    "user": lambda model, info, k: {"draft": repeating(k)},
+}
+
+
+def combinations() -> Iterator[Any]:
+    families = [*FAMILIES, "plain"]
+    for row, method in enumerate(METHODS):
+        for column, family in enumerate(families):
+            for number, k in enumerate(DRAFT_LENGTHS):
+                is_chosen = (column - row) % len(METHODS) == 0 and (row + column) % 4 == number
+                name = f"{method}-{family}-K{k}"
+                yield pytest.param(
+                    method, family, k, id=name, marks=() if is_chosen else pytest.mark.slow
+                )
+
+
+@functools.cache
+def asked(family: str, dtype: torch.dtype = torch.float64) -> tuple[nn.Module, Any, list[Ask]]:
+    """A target, what drafters may know of it, and its own tokens."""
+    num_layers = NUM_LAYERS.get(family, 2)
+    experts = "batched_mm" if dtype == torch.float64 else "grouped_mm"
+    model = tiny_target(family, dtype, num_layers=num_layers, experts=experts)
+    holder = Target(model=model, directory=None, tokenizer=None, eos_token_ids=(), max_seq_len=128)
+    info = describe_target(trace_target(model), holder)
+    return model, info, ask_all(tiny_target(family, num_layers=num_layers), SIZES)
+
+
+def compiled(method: str, family: str, k: int, **options: Any) -> Any:
+    dtype = torch.float32 if options.get("backend") == "inductor" else torch.float64
+    model, info, _ = asked(family, dtype)
+    return compilespec.compile(
+        model, method, num_draft_tokens=k, max_batch_size=8, max_seq_len=MAX_SEQ_LEN,
+        **METHODS[method](model, info, k), **options,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(("method", "family", "k"), combinations())
+def test_every_method_gives_the_models_own_tokens(method: str, family: str, k: int) -> None:
+    """Requests join and leave; prompts are cut into chunks; up to the maximum length."""
+    buckets = [1, 2, 4, 8] if k in (3, 8) else None
+    asks = asked(family)[2]
+    with compiled(
+        method, family, k, backend="eager", buckets=buckets, max_prefill_tokens=33
+    ) as engine:
+        requests = run_traffic(engine, asks, BATCHES)
+        for request, ask in zip(requests, asks, strict=True):
+            assert request.output_token_ids == list(ask.tokens), f"prompt of {len(ask.prompt)}"
+        assert_nothing_held(engine)
+        stats = engine.stats()
+        assert stats.num_recompiles == 0
+        if method == "draft_model":
+            assert stats.acceptance_length > 1.2
+
+
+@pytest.mark.parametrize(
+    ("method", "family"),
+    [
+        pytest.param("mtp", "llama"),
+        *(
+            pytest.param(method, family, marks=pytest.mark.slow)
+            for method in METHODS
+            for family in ("llama", "qwen3_moe")
+            if (method, family) != ("mtp", "llama")
+        ),
+    ],
+)
+def test_methods_on_inductor(method: str, family: str, inductor_cache_dir: Any) -> None:
+    reference = tiny_target(family, num_layers=NUM_LAYERS.get(family, 2))
+    asks = asked(family)[2]
+    with compiled(method, family, 3, backend="inductor") as engine:
+        requests = run_traffic(engine, asks, BATCHES)
+        wanted = [list(ask.tokens) for ask in asks]
+        assert_same_tokens(reference, asks, tokens_of(requests), wanted)
+        assert_nothing_held(engine)
+        assert engine.stats().num_recompiles == 0
+
+
+def test_the_default_run_covers_every_method_family_and_k() -> None:
+    chosen = [one.values for one in combinations() if not one.marks]
+    methods, families, lengths = (set(part) for part in zip(*chosen, strict=True))
+    assert methods == set(METHODS)
+    assert families == {*FAMILIES, "plain"}
+    assert lengths == set(DRAFT_LENGTHS)
+    assert VOCAB == 97
