@@ -2,20 +2,38 @@
 
 from __future__ import annotations
 
+import logging
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from compilespec.acceptance import STRICT, Acceptance, Relaxed
 from compilespec.errors import InvalidOption, NotSupported
 from compilespec.loading import Target
 from compilespec.lowering import BACKENDS
 from compilespec.methods.base import Drafter, TargetInfo
+from compilespec.passes.acceptance import RULES, describe, is_lossless
 from compilespec.program import ProgramConfig
+
+logger = logging.getLogger(__name__)
 
 CUDAGRAPH_MODES = ("auto", "full_and_piecewise", "full", "full_decode_only", "piecewise", "none")
 DEFAULT_DRAFT_TOKENS = 3
 DEFAULT_MAX_SEQ_LEN = 4096
 BLOCK_SIZE = 16
+RELAXED_OPTIONS = (
+    "relaxed_topk",
+    "relaxed_delta",
+    "begin_thinking_token_id",
+    "end_thinking_token_id",
+)
+ACCEPTANCE_OPTIONS = (*RELAXED_OPTIONS, "force_num_accepted")  # taken from the method's options
+# For benchmarks of programs that cannot be changed; the second is the reference's name for it.
+FORCE_VARIABLES = (
+    "COMPILESPEC_FORCE_NUM_ACCEPTED",
+    "TLLM_SPEC_DECODE_FORCE_NUM_ACCEPTED_TOKENS",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,12 +47,14 @@ class CompileOptions:
     max_prefill_tokens: int
     kv_cache_tokens: int | None
     num_draft_tokens: int | None
+    acceptance: Acceptance = STRICT
     disabled_passes: frozenset[str] = frozenset()
 
     def program_config(
         self, target: Target, info: TargetInfo, drafter: Drafter | None
     ) -> ProgramConfig:
         """All sizes, fixed.  Raises: InvalidOption where the model cannot serve them."""
+        _check_token_ids(self.acceptance, info.vocab_size)
         limit = target.max_seq_len
         max_seq_len = self.max_seq_len or min(limit or DEFAULT_MAX_SEQ_LEN, DEFAULT_MAX_SEQ_LEN)
         if limit is not None and max_seq_len > limit:
@@ -88,6 +108,11 @@ def resolve_options(
     max_prefill_tokens: int = 2048,
     kv_cache_tokens: int | None = None,
     num_draft_tokens: int | None = None,
+    relaxed_topk: int | None = None,
+    relaxed_delta: float | None = None,
+    begin_thinking_token_id: int | None = None,
+    end_thinking_token_id: int | None = None,
+    force_num_accepted: int | None = None,
 ) -> CompileOptions:
     """Check every keyword before anything is loaded.  Raises: InvalidOption, NotSupported."""
     if backend not in BACKENDS:
@@ -98,11 +123,6 @@ def resolve_options(
         )
     if cudagraphs not in ("auto", "none"):
         raise NotSupported(f"cudagraphs={cudagraphs!r} is not built yet; leave it at 'auto'")
-    if acceptance != "auto":
-        raise NotSupported(
-            f"acceptance={acceptance!r} is not built yet; leave it at 'auto' (strict, for greedy "
-            f"requests)"
-        )
     for name, value in (
         ("logits_processor", logits_processor),
         ("quantize", quantize),
@@ -118,7 +138,7 @@ def resolve_options(
         "num_draft_tokens": num_draft_tokens,
     }
     for name, size in sizes.items():
-        if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
+        if size is not None and (not _is_integer(size) or size < 1):
             raise InvalidOption(f"{name} must be a positive integer; got {size!r}")
     chosen = tuple(sorted(set(buckets))) if buckets is not None else None
     if chosen is not None and (not chosen or chosen[0] < 1 or chosen[-1] != max_batch_size):
@@ -134,4 +154,105 @@ def resolve_options(
         max_prefill_tokens=max_prefill_tokens,
         kv_cache_tokens=kv_cache_tokens,
         num_draft_tokens=num_draft_tokens,
+        acceptance=resolve_acceptance(
+            acceptance,
+            force_num_accepted,
+            relaxed_topk=relaxed_topk,
+            relaxed_delta=relaxed_delta,
+            begin_thinking_token_id=begin_thinking_token_id,
+            end_thinking_token_id=end_thinking_token_id,
+        ),
     )
+
+
+def resolve_acceptance(
+    acceptance: str | Callable[..., Any],
+    force_num_accepted: int | None = None,
+    **relaxed: int | float | None,
+) -> Acceptance:
+    """The rule by name, with its options; a lossy one logs a warning.
+
+    Args:
+        force_num_accepted: None asks the environment (`FORCE_VARIABLES`), once, here.
+        relaxed: `RELAXED_OPTIONS`, None where not given.
+    Raises: InvalidOption, NotSupported.
+    """
+    rule = "strict" if acceptance == "auto" else acceptance
+    if not isinstance(rule, str) or rule not in RULES:
+        raise NotSupported(
+            f"acceptance={acceptance!r} is not built yet; leave it at 'auto' (strict, for greedy "
+            f"requests), or one of {', '.join(RULES)}"
+        )
+    chosen = Acceptance(
+        rule=rule,
+        relaxed=_relaxed(rule, relaxed),
+        force_num_accepted=_force_num_accepted(force_num_accepted),
+    )
+    if not is_lossless(chosen):
+        logger.warning("acceptance: %s", describe(chosen))
+    return chosen
+
+
+def _relaxed(rule: str, given: dict[str, Any]) -> Relaxed | None:
+    present = [name for name, value in given.items() if value is not None]
+    if rule != "relaxed":
+        if present:
+            raise InvalidOption(f"{', '.join(present)}: only with acceptance='relaxed'")
+        return None
+    missing = [name for name in RELAXED_OPTIONS if name not in present]
+    if missing:
+        raise InvalidOption(
+            f"acceptance='relaxed' is lossy and has no defaults; give {', '.join(missing)}"
+        )
+    for name in ("relaxed_topk", "begin_thinking_token_id", "end_thinking_token_id"):
+        low = int(name == "relaxed_topk")
+        if not _is_integer(given[name]) or given[name] < low:
+            raise InvalidOption(f"{name} must be an integer of {low} or more; got {given[name]!r}")
+    topk, delta, begin, end = (given[name] for name in RELAXED_OPTIONS)
+    if isinstance(delta, bool) or not isinstance(delta, int | float) or not 0 <= delta <= 1:
+        raise InvalidOption(
+            f"relaxed_delta must be a difference of probabilities, 0 to 1; got {delta!r}"
+        )
+    if begin == end:
+        raise InvalidOption(f"the tokens that begin and end thinking must differ; got {begin}")
+    return Relaxed(
+        topk=topk, delta=float(delta), begin_thinking_token_id=begin, end_thinking_token_id=end
+    )
+
+
+def _force_num_accepted(given: int | None) -> int:
+    """The option, else the environment, else 0.  Source: requirements I1, H-1."""
+    if given is None:
+        given = _force_from_environment()
+    if not _is_integer(given) or given < 0:
+        raise InvalidOption(
+            f"force_num_accepted must be 0 (off) or a positive number of drafts; got {given!r}"
+        )
+    return given
+
+
+def _force_from_environment() -> int:
+    for name in FORCE_VARIABLES:
+        text = os.environ.get(name)
+        if text is None:
+            continue
+        try:
+            return int(text)
+        except ValueError:
+            logger.warning("%s=%r is no integer: taken as 0, nothing is forced", name, text)
+            return 0
+    return 0
+
+
+def _check_token_ids(acceptance: Acceptance, vocab_size: int) -> None:
+    if acceptance.relaxed is not None:
+        for name in ("begin_thinking_token_id", "end_thinking_token_id"):
+            token = getattr(acceptance.relaxed, name)
+            if token >= vocab_size:
+                raise InvalidOption(
+                    f"{name} must be an id of the target, 0 to {vocab_size - 1}; got {token}"
+                )
+
+
+def _is_integer(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)

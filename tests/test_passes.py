@@ -17,6 +17,7 @@ from compilespec.methods import get_method
 from compilespec.methods.eagle3 import random_head
 from compilespec.ops.packed_linear import pack_weight
 from compilespec.passes import ATEN_PASSES, SPLICE_PASSES, Pass, PassContext, run_passes
+from compilespec.passes.acceptance.strict import accept_greedy, first_token
 from compilespec.passes.check_markers import check_markers
 from compilespec.passes.check_mutations import check_mutations
 from compilespec.passes.cleanup import cleanup
@@ -31,7 +32,6 @@ from compilespec.passes.read_state import place, read_decode_state, read_state
 from compilespec.passes.rewrite import start_step, to_aten
 from compilespec.passes.runner import check_order, snapshot
 from compilespec.passes.shift_hidden_states import shift_prompt
-from compilespec.passes.splice_acceptance import accept_greedy, first_token
 from compilespec.passes.splice_draft_loop import splice_draft_loop
 from compilespec.program import BufferSpec, InputSpec, PassRecord, Phase, ProgramConfig, is_marker
 from compilespec.target_info import describe_target

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Literal
 
 from torch import Tensor, fx
 
+from compilespec.acceptance import STRICT, Acceptance
 from compilespec.errors import PassError
 from compilespec.methods.base import Capabilities, Chain
 from compilespec.passes.contracts import (
@@ -40,6 +41,7 @@ class PassContext:
     draft: Mapping[str, Traced]  # the drafter's captured calls, by the name its loop knows
     aux_layers: tuple[int, ...] = ()
     chain: Chain = "module_rows"  # what the modules of a windowed drafter read
+    acceptance: Acceptance = STRICT
     kv_layers: tuple[int, ...] = ()  # target layers whose caches a shared_kv drafter reads
     kv_block_sizes: tuple[int, ...] = ()  # by draft step, where they have KV groups of their own
     prepack: bool = True

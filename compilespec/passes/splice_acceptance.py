@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from compilespec.passes.acceptance import RULES, Judged
 from compilespec.passes.graph import arange_like, emit, find_role, output_node, set_outputs
 from compilespec.passes.runner import PassContext
 from compilespec.program import PAD
@@ -14,59 +15,48 @@ from compilespec.program import PAD
 
 def splice_acceptance(gm: fx.GraphModule, ctx: PassContext) -> int:
     """Logits -> target tokens -> `emitted_BS`, `num_emitted_B` (decode) or the first token
-    (prefill).
+    (prefill), by the rule of the program.
 
-    Roles made: `target` ([B, S], or [R, 1] in prefill) and `num_emitted` ([B]).  Numerics: exact.
-    Torch IR.
+    Roles made: `target` ([B, S], or [R, 1] in prefill), `emitted` and `num_emitted` ([B]).
+    Numerics: exact.  Torch IR.
     """
     logits, before = find_role(gm, "logits"), output_node(gm)
+    rule = RULES[ctx.acceptance.rule]
     if ctx.phase == "decode":
         ids = find_role(gm, "ids")
         if ctx.capabilities.may_omit_drafts:  # PAD, which `ids` clamped to 0
             tokens, index = find_role(gm, "tokens_RS"), find_role(gm, "row_index")
             ids = emit(gm, lambda rows, index_B: rows[index_B], tokens, index, before=before)
-        target, emitted, count = emit(
-            gm,
-            accept_greedy,
-            ids,
-            logits,
-            before=before,
-            num_draft_tokens=ctx.config.num_draft_tokens,
-        )
+        judged = rule.decode(gm, ctx, ids, logits)
+        if ctx.acceptance.force_num_accepted:
+            judged = _force(gm, ctx, judged)
     else:
-        target, emitted, count = emit(gm, first_token, logits, find_role(gm, "live"), before=before)
-    target.meta["role"], count.meta["role"], emitted.meta["role"] = (
-        "target",
-        "num_emitted",
-        "emitted",
-    )
-    set_outputs(gm, {"emitted_BS": emitted, "num_emitted_B": count})
+        judged = rule.prefill(gm, ctx, logits)
+    if rule.after is not None:
+        rule.after(gm, ctx, judged)
+    for name, node in judged._asdict().items():
+        node.meta["role"] = name
+    set_outputs(gm, {"emitted_BS": judged.emitted, "num_emitted_B": judged.num_emitted})
     return 1
 
 
-def accept_greedy(ids_BS: Any, logits_BSV: Any, *, num_draft_tokens: int) -> tuple[Any, Any, Any]:
-    """Keep the longest matching prefix of each draft and add the bonus token.
-
-    Args:
-        ids_BS: int32, the last emitted token and the K drafts; logits_BSV: position i judges draft
-        i.
-    Returns:
-        target_BS (int32 argmax, first index wins ties), emitted_BS (int32, PAD after the bonus),
-        num_emitted_B
-        (int32, accepted drafts + 1).
-    Source: requirements I11, M9.  Worked example: drafts 5 6 7, target 5 9 7 8 gives 5 9.
+def _force(gm: fx.GraphModule, ctx: PassContext, judged: Judged) -> Judged:
+    """The forced count in every live row; `target` stays, so what it holds past a wrong draft
+    follows from that draft.  Source: requirement I1.
     """
-    target_BS = logits_BSV.argmax(-1).to(torch.int32)
-    match_BK = ids_BS[:, 1:] == target_BS[:, :num_draft_tokens]
-    count_B = match_BK.to(torch.int32).cumprod(1).sum(1).to(torch.int32) + 1
-    emitted_BS = torch.where(
-        arange_like(target_BS, num_draft_tokens + 1) < count_B.unsqueeze(1), target_BS, PAD
-    )
-    return target_BS, emitted_BS, count_B
+    num_tokens = ctx.config.num_verify_tokens
+    emitted, count = emit(
+        gm, force_count, judged.target, judged.num_emitted, find_role(gm, "live"),
+        before=output_node(gm), num_tokens=num_tokens,
+        num_emitted=min(ctx.acceptance.force_num_accepted + 1, num_tokens),
+    )  # fmt: skip
+    return Judged(judged.target, emitted, count)
 
 
-def first_token(logits_1RV: Any, live_R: Any) -> tuple[Any, Any, Any]:
-    """Prefill: one token a finished prompt, PAD for the others."""
-    target_R1 = logits_1RV.squeeze(0).argmax(-1, keepdim=True).to(torch.int32)
-    emitted_R1 = torch.where(live_R.unsqueeze(1), target_R1, PAD)
-    return target_R1, emitted_R1, live_R.to(torch.int32)
+def force_count(
+    target_BS: Any, count_B: Any, live_B: Any, *, num_tokens: int, num_emitted: int
+) -> tuple[Any, Any]:
+    """(emitted_BS, num_emitted_B) with the count forced where a row is live."""
+    forced_B = torch.where(live_B, num_emitted, count_B).to(torch.int32)
+    step_S = arange_like(target_BS, num_tokens)
+    return torch.where(step_S < forced_B.unsqueeze(1), target_BS, PAD), forced_B

@@ -7,6 +7,7 @@ other.
 
 from __future__ import annotations
 
+from compilespec.passes.references.acceptance import splice_acceptance
 from compilespec.passes.references.base import Before, Case, Reference, Values
 from compilespec.passes.references.draft_loops import splice_draft_loop
 from compilespec.passes.references.splices import (
@@ -16,7 +17,6 @@ from compilespec.passes.references.splices import (
     output_hidden_states,
     read_state,
     shift_hidden_states,
-    splice_acceptance,
     tap_hidden_states,
 )
 

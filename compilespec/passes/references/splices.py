@@ -14,7 +14,6 @@ from compilespec.passes.references.base import AttentionCall, Before, Case, Valu
 from compilespec.passes.references.dense_attention import dense_attention
 from compilespec.passes.references.placement import place_call
 from compilespec.passes.runner import PassContext
-from compilespec.program import PAD
 
 
 def tap_hidden_states(before: Before, ctx: PassContext, case: Case) -> Values:
@@ -92,46 +91,6 @@ def insert_paged_attention(before: Before, ctx: PassContext, case: Case) -> Valu
     return dataclasses.replace(values, buffers={**values.buffers, **caches}, calls=calls)
 
 
-def splice_acceptance(before: Before, ctx: PassContext, case: Case) -> Values:
-    """Keep drafts while they are the target's own choice, one row at a time."""
-    values = before(case.inputs)
-    logits = values.outputs["logits"]
-    target = [[_first_best(scores) for scores in request] for request in logits]
-    if case.phase == "decode":
-        drafts = values.roles["ids"].tolist()
-        if ctx.capabilities.may_omit_drafts:  # its PAD drafts match nothing
-            rows = case.inputs["tokens_RS"].tolist()
-            drafts = [rows[row] for row in case.inputs["row_B"].tolist()]  # -1: the spare row
-        counts = []
-        for mine, choice in zip(drafts, target, strict=True):
-            count = 1
-            while count < len(mine) and mine[count] == choice[count - 1]:
-                count += 1
-            counts.append(count)
-        emitted = [
-            [*choice[:count], *[PAD] * (len(choice) - count)]
-            for choice, count in zip(target, counts, strict=True)
-        ]
-    else:
-        target = [[token] for token in target[0]]
-        counts = [int(row >= 0) for row in case.inputs["commit_row_R"].tolist()]
-        emitted = [choice if count else [PAD] for choice, count in zip(target, counts, strict=True)]
-    made = {
-        name: torch.tensor(value, dtype=torch.int32, device=logits.device)
-        for name, value in (("target", target), ("emitted", emitted), ("num_emitted", counts))
-    }
-    return dataclasses.replace(
-        values,
-        outputs={"emitted_BS": made["emitted"], "num_emitted_B": made["num_emitted"]},
-        roles={**values.roles, **made},
-    )
-
-
-def _first_best(scores_V: Tensor) -> int:
-    best_V = scores_V.isnan() if bool(scores_V.isnan().any()) else scores_V == scores_V.max()
-    return int(best_V.nonzero()[0])
-
-
 def output_hidden_states(before: Before, ctx: PassContext, case: Case) -> Values:
     """Every tap in its own columns, in order."""
     values = before(case.inputs)
@@ -199,6 +158,5 @@ __all__ = [
     "output_hidden_states",
     "read_state",
     "shift_hidden_states",
-    "splice_acceptance",
     "tap_hidden_states",
 ]

@@ -1,0 +1,34 @@
+"""What a rule is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from torch import fx
+
+from compilespec.passes.runner import PassContext
+
+
+class Judged(NamedTuple):
+    """Nodes, all int32.
+
+    target: [B, S] (prefill: [R, 1]), the tokens of this step; those after the bonus are harmless
+    ids, which the drafter may read.  emitted: the same, PAD after the bonus.  num_emitted: [B].
+    """
+
+    target: fx.Node
+    emitted: fx.Node
+    num_emitted: fx.Node
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rule:
+    """Functions that emit nodes before the output; `ids` and `logits` are [B, S] and [B, S, V]."""
+
+    lossless: bool
+    decode: Callable[[fx.GraphModule, PassContext, fx.Node, fx.Node], Judged]  # ids, logits
+    prefill: Callable[[fx.GraphModule, PassContext, fx.Node], Judged]  # logits, [1, R, V]
+    after: Callable[[fx.GraphModule, PassContext, Judged], None] | None = None
+    """Both phases: brings state up to date with what was emitted."""

@@ -1,0 +1,142 @@
+"""Relaxed: while a request thinks, a draft need only be among the target's best tokens.  LOSSY.
+
+Each request has a margin, `relaxed_delta_R`: a draft is accepted if it is the target's choice, or
+one of its `topk` best tokens and at most the margin less probable than the best; after the first
+one refused comes the target's choice.  The margin is `delta` after BEGIN, 0 after END, and 0 at
+first; a token has its effect from the next step on.  Source: requirement M10.
+
+Here, unlike there: a margin of 0 is strict, ties included (H-13); a chunk of a prompt without
+markers leaves the margin as it is, and an END in a prompt counts (H-12); among equally probable
+tokens the lower ids are the better ones.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from compilespec.acceptance import Relaxed
+from compilespec.passes.acceptance import strict
+from compilespec.passes.acceptance.base import Judged, Rule
+from compilespec.passes.graph import add_buffer, arange_like, emit, find_role, output_node
+from compilespec.passes.runner import PassContext
+from compilespec.program import PAD, BufferSpec
+
+
+def decode(gm: fx.GraphModule, ctx: PassContext, ids: fx.Node, logits: fx.Node) -> Judged:
+    return Judged(
+        *emit(
+            gm, accept_relaxed, ids, logits, _margins(gm, ctx), find_role(gm, "row_index"),
+            before=output_node(gm), num_draft_tokens=ctx.config.num_draft_tokens,
+            topk=_options(ctx).topk, dtype=torch.promote_types(ctx.config.dtype, torch.float32),
+        )
+    )  # fmt: skip
+
+
+def update(gm: fx.GraphModule, ctx: PassContext, judged: Judged) -> None:
+    """The margins after this step's tokens."""
+    options, end, margins = _options(ctx), output_node(gm), _margins(gm, ctx)
+    markers = {
+        "begin": options.begin_thinking_token_id,
+        "end": options.end_thinking_token_id,
+        "delta": options.delta,
+    }
+    if ctx.phase == "decode":
+        emit(
+            gm, update_margins, margins, find_role(gm, "row_index"), judged.emitted, before=end,
+            num_tokens=ctx.config.num_verify_tokens, **markers,
+        )  # fmt: skip
+    else:
+        names = ("ids_T", "position_T", "row_T", "owner_T", "last_R")
+        batch = (find_role(gm, name) for name in names)
+        emit(
+            gm, read_prompts, margins, *batch, judged.emitted, before=end,
+            spare_row=ctx.config.max_batch_size, **markers,
+        )  # fmt: skip
+
+
+def accept_relaxed(
+    ids_BS: Any, logits_BSV: Any, margin_R: Any, index_B: Any, *, num_draft_tokens: int, topk: int,
+    dtype: torch.dtype,
+) -> tuple[Any, Any, Any]:  # fmt: skip
+    """As `accept_greedy`; `target_BS` holds the accepted drafts, then the target's choices."""
+    choice_BS = logits_BSV.argmax(-1).to(torch.int32)
+    draft_BK, judge_BKV = ids_BS[:, 1:], logits_BSV[:, :num_draft_tokens]
+    margin_B1 = margin_R[index_B].unsqueeze(1)
+    place_BK1 = draft_BK.clamp(min=0).long().unsqueeze(-1)
+    score_BK1 = judge_BKV.gather(-1, place_BK1)
+    is_lower_BKV = arange_like(ids_BS, judge_BKV.size(-1)) < place_BK1
+    is_better_BKV = (judge_BKV > score_BK1) | ((judge_BKV == score_BK1) & is_lower_BKV)
+    probability_BKV = judge_BKV.to(dtype).softmax(-1)
+    needed_BK = probability_BKV.amax(-1) - margin_B1
+    is_near_BK = probability_BKV.gather(-1, place_BK1).squeeze(-1) >= needed_BK
+    is_near_BK = is_near_BK & (is_better_BKV.sum(-1) < topk) & (draft_BK >= 0) & (margin_B1 > 0)
+    is_kept_BK = (draft_BK == choice_BS[:, :num_draft_tokens]) | is_near_BK
+    kept_B1 = is_kept_BK.to(torch.int32).cumprod(1).sum(1, keepdim=True).to(torch.int32)
+    step_S = arange_like(ids_BS, num_draft_tokens + 1)
+    draft_BS = torch.cat([draft_BK, choice_BS[:, num_draft_tokens:]], 1)
+    target_BS = torch.where(step_S < kept_B1, draft_BS, choice_BS)
+    emitted_BS = torch.where(step_S <= kept_B1, target_BS, PAD)
+    return target_BS, emitted_BS, (kept_B1 + 1).squeeze(1)
+
+
+def update_margins(
+    margin_R: Any, index_B: Any, emitted_BS: Any, *, num_tokens: int, begin: int, end: int,
+    delta: float,
+) -> Any:  # fmt: skip
+    """Decode: the newest marker among the emitted tokens decides."""
+    newest_B = mark(emitted_BS, arange_like(emitted_BS, num_tokens), begin, end).amax(1)
+    return margin_R.index_put_((index_B,), marked(margin_R[index_B], newest_B, delta))
+
+
+def read_prompts(
+    margin_R: Any, ids_T: Any, position_T: Any, row_T: Any, owner_T: Any, last_R: Any,
+    emitted_R1: Any, *, spare_row: int, begin: int, end: int, delta: float,
+) -> Any:  # fmt: skip
+    """Prefill: the newest marker among a request's tokens of this call, then its first token.
+
+    A request whose first position is in the call starts at 0, whoever had its row before; tokens
+    that a chunk holds again change nothing.
+    """
+    request_R = arange_like(last_R, last_R.size(0))
+    is_mine_RT = (owner_T == request_R.unsqueeze(1)) & (row_T >= 0)
+    marks_T = mark(ids_T, arange_like(ids_T, ids_T.size(0)), begin, end)
+    newest_R = torch.where(is_mine_RT, marks_T, 0).amax(1)
+    is_new_R = (is_mine_RT & (position_T == 0)).any(1)
+    last_R = last_R.long()
+    row_R = torch.where(owner_T[last_R] == request_R, row_T[last_R], PAD)
+    index_R = torch.where(row_R >= 0, row_R, spare_row).long()
+    old_R = torch.where(is_new_R, 0.0, margin_R[index_R])
+    first_R = mark(emitted_R1, 0, begin, end).squeeze(1)
+    new_R = marked(marked(old_R, newest_R, delta), first_R, delta)
+    return margin_R.index_put_((index_R,), new_R)
+
+
+def mark(ids: Any, place: Any, begin: int, end: int) -> Any:
+    """2 * place + 2 where BEGIN stands, one less where END, else 0: the largest is the newest."""
+    is_marker = (ids == begin) | (ids == end)
+    return torch.where(is_marker, 2 * place + 1 + (ids == begin).to(torch.int32), 0)
+
+
+def marked(margin: Any, newest: Any, delta: float) -> Any:
+    """The margin after the newest marker, float32."""
+    return torch.where(newest == 0, margin, torch.where(newest % 2 == 0, delta, 0.0))
+
+
+def _margins(gm: fx.GraphModule, ctx: PassContext) -> fx.Node:
+    rows = ctx.config.max_batch_size + 1  # the last one is spare
+    return add_buffer(
+        gm,
+        ctx,
+        BufferSpec(name="relaxed_delta_R", kind="state", shape=(rows,), dtype=torch.float32),
+    )
+
+
+def _options(ctx: PassContext) -> Relaxed:
+    assert ctx.acceptance.relaxed is not None
+    return ctx.acceptance.relaxed
+
+
+RULE = Rule(lossless=False, decode=decode, prefill=strict.prefill, after=update)
