@@ -216,6 +216,8 @@ class _Draw:
         if spec.kind == "cache":
             shape = (num_blocks, *spec.shape[1:])
             return torch.full(shape, float("nan"), dtype=spec.dtype, device=config.device)
+        if spec.name == "withheld_R":  # every other request has all drafts but one judged
+            return self.int32([row % 2 for row in range(spec.shape[0])])
         if spec.by_host:  # nothing that a request might ask for
             return torch.full(spec.shape, spec.fill, dtype=spec.dtype, device=config.device)
         if spec.dtype.is_floating_point:

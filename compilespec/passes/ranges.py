@@ -53,6 +53,7 @@ CONTRACT: dict[str, Range] = {
     "last_R": integers(0, T - 1),
     "tokens_RS": integers(-1, V - 1),
     "history_RL": integers(-1, V - 1),
+    "withheld_R": integers(0, K),
     "ring_ids_RK": integers(0, V - 1),
     "seq_len_R": integers(0, L),
     "block_table_RM": integers(-1, NUM_BLOCKS - 1),

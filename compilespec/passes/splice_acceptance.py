@@ -8,9 +8,16 @@ import torch
 from torch import fx
 
 from compilespec.passes.acceptance import RULES, Judged
-from compilespec.passes.graph import arange_like, emit, find_role, output_node, set_outputs
+from compilespec.passes.graph import (
+    add_buffer,
+    arange_like,
+    emit,
+    find_role,
+    output_node,
+    set_outputs,
+)
 from compilespec.passes.runner import PassContext
-from compilespec.program import PAD
+from compilespec.program import PAD, BufferSpec
 
 
 def splice_acceptance(gm: fx.GraphModule, ctx: PassContext) -> int:
@@ -27,6 +34,8 @@ def splice_acceptance(gm: fx.GraphModule, ctx: PassContext) -> int:
         if ctx.capabilities.may_omit_drafts:  # PAD, which `ids` clamped to 0
             tokens, index = find_role(gm, "tokens_RS"), find_role(gm, "row_index")
             ids = emit(gm, lambda rows, index_B: rows[index_B], tokens, index, before=before)
+        if ctx.config.num_draft_tokens:
+            ids = _withhold(gm, ctx, ids)
         judged = rule.decode(gm, ctx, ids, logits)
         if ctx.acceptance.force_num_accepted:
             judged = _force(gm, ctx, judged)
@@ -38,6 +47,30 @@ def splice_acceptance(gm: fx.GraphModule, ctx: PassContext) -> int:
         node.meta["role"] = name
     set_outputs(gm, {"emitted_BS": judged.emitted, "num_emitted_B": judged.num_emitted})
     return 1
+
+
+def _withhold(gm: fx.GraphModule, ctx: PassContext, ids: fx.Node) -> fx.Node:
+    """PAD in place of the drafts that a request does not want judged: its last `withheld_R` ones.
+
+    So a request has a K of its own, down to 0, in the same graph.
+    """
+    rows = ctx.config.max_batch_size + 1
+    withheld = add_buffer(
+        gm,
+        ctx,
+        BufferSpec(name="withheld_R", kind="state", shape=(rows,), dtype=torch.int32, by_host=True),
+    )
+    node: fx.Node = emit(
+        gm, withhold_drafts, ids, withheld, find_role(gm, "row_index"), before=output_node(gm),
+        num_draft_tokens=ctx.config.num_draft_tokens,
+    )  # fmt: skip
+    return node
+
+
+def withhold_drafts(ids_BS: Any, withheld_R: Any, index_B: Any, *, num_draft_tokens: int) -> Any:
+    """ids_BS with PAD past column K - withheld; column 0 is the last emitted token."""
+    last_B1 = (num_draft_tokens - withheld_R[index_B]).unsqueeze(1)
+    return torch.where(arange_like(ids_BS, num_draft_tokens + 1) <= last_B1, ids_BS, PAD)
 
 
 def _force(gm: fx.GraphModule, ctx: PassContext, judged: Judged) -> Judged:

@@ -17,7 +17,6 @@ BUILT_VALUES: dict[str, Any] = {
     "logprobs": None,
     "prompt_logprobs": None,
     "guide": None,
-    "num_draft_tokens": None,
 }
 
 

@@ -33,6 +33,9 @@ def write_row(buffers: Mapping[str, Tensor], row: int, sampling: RowSampling) ->
     reals.copy_(torch.tensor(_reals(params), dtype=torch.float32))
     flags = layout.PENALISE * penalises | layout.BIAS * is_biased
     words.copy_(torch.tensor(_words(sampling, flags), dtype=torch.int32))
+    if "withheld_R" in buffers:  # drafts of a step that are not judged: the request's own K
+        count, own = buffers["tokens_RS"].shape[1] - 1, params.num_draft_tokens
+        buffers["withheld_R"][row] = 0 if own is None else max(0, count - own)
     if is_biased:
         bias.copy_(dense_bias(params, len(bias)))
     if penalises:

@@ -58,6 +58,13 @@ def _judge(
     if ctx.capabilities.may_omit_drafts:  # its PAD drafts match nothing
         held = case.inputs["tokens_RS"].tolist()
         drafts = [held[row] for row in rows]  # -1: the spare row
+    if ctx.config.num_draft_tokens:
+        held_back = [int(case.inputs["withheld_R"][row]) for row in rows]
+        most = ctx.config.num_draft_tokens
+        drafts = [
+            [token if place <= most - count else PAD for place, token in enumerate(ids)]
+            for ids, count in zip(drafts, held_back, strict=True)
+        ]
     logits, options = values.outputs["logits"], ctx.acceptance.relaxed
     margins = case.inputs["relaxed_delta_R"] if options is not None else None
     target, counts = [], []
