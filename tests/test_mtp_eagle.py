@@ -157,7 +157,17 @@ def fresh_drafts(model: nn.Module, drafter: Any, tokens: list[int], count: int) 
     return drafts
 
 
-@pytest.mark.parametrize("count", [1, 3, 5])
+@pytest.mark.parametrize(
+    ("published", "count"),
+    [
+        ("deepseek_v3", 3),
+        ("glm4_moe", 1),
+        ("glm4_moe", 5),
+        *(pytest.param(family, count, marks=pytest.mark.slow)
+          for family, count in (("deepseek_v3", 1), ("deepseek_v3", 5), ("glm4_moe", 3))),
+    ],
+    indirect=["published"],
+)  # fmt: skip
 def test_tokens_and_drafts_of_one_module_recycled(published, count):
     """Joins, leaves, rows used again; every draft is that of a recomputation from scratch."""
     family, folder = published

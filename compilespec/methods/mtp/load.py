@@ -65,7 +65,7 @@ def load_drafter(
     named = {new: tensors[old] for old, new in kept.items()}
     _share_qwen_parts(config, named, 1 if recycled else config.num_modules)
     drafter = build(
-        config, canonical_tensors(named, raw), target, recycled=recycled, chain=chain,
+        config, canonical_tensors(named, raw, target.dtype), target, recycled=recycled, chain=chain,
         source=str(draft),
     )  # fmt: skip
     logger.info("%s: %s", draft, drafter.describe())
@@ -113,7 +113,9 @@ def experts_of(target: TargetInfo) -> str:
     return getattr(target.config, "_experts_implementation", None) or usual
 
 
-def canonical_tensors(tensors: Mapping[str, Tensor], raw: Mapping[str, Any]) -> dict[str, Tensor]:
+def canonical_tensors(
+    tensors: Mapping[str, Tensor], raw: Mapping[str, Any], dtype: torch.dtype
+) -> dict[str, Tensor]:
     """Dequantise, drop what a dense block does not read, and stack the experts.
 
     Raises:
@@ -121,11 +123,14 @@ def canonical_tensors(tensors: Mapping[str, Tensor], raw: Mapping[str, Any]) -> 
         CheckpointError: an expert lacks a matrix.
     """
     known = {name: tensor for name, tensor in tensors.items() if INDEXER not in name}
-    return stack_experts(dequantise(known, raw))
+    return stack_experts(dequantise(known, raw, dtype))
 
 
-def dequantise(tensors: Mapping[str, Tensor], raw: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Block-wise FP8 (`weight` and `weight_scale_inv`, one scale a block) as float32.
+def dequantise(
+    tensors: Mapping[str, Tensor], raw: Mapping[str, Any], dtype: torch.dtype
+) -> dict[str, Tensor]:
+    """Block-wise FP8 (`weight` and `weight_scale_inv`, one scale a block), multiplied out in
+    float32 and rounded to `dtype`; other tensors as they are.
 
     Raises:
         NotSupported: another quantisation; the message names the tensor.
@@ -145,7 +150,7 @@ def dequantise(tensors: Mapping[str, Tensor], raw: Mapping[str, Any]) -> dict[st
                 f"{name} is quantised ({quantisation.get('quant_method', tensor.dtype)}); only "
                 "block-wise FP8 with weight_scale_inv is read: give an unquantised draft="
             )
-        plain[name] = tensor if scale is None else _unscale(name, tensor, scale, block)
+        plain[name] = tensor if scale is None else _unscale(name, tensor, scale, block).to(dtype)
     return plain
 
 
