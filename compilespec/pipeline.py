@@ -123,6 +123,7 @@ def trace(
     draft: str | Path | nn.Module | None = None,
     dtype: torch.dtype | str | None = None,
     device: torch.device | str | None = None,
+    tokenizer: Any = None,
     keep_graphs: bool = True,
     **keywords: Any,
 ) -> SpecProgram:
@@ -135,7 +136,7 @@ def trace(
     own = _take(keywords, known)
     method, method_options = _method_of(spec, keywords)
     options = resolve_options(**own, **_take(method_options, ACCEPTANCE_OPTIONS))
-    target = load_target(model, dtype=dtype, device=device)
+    target = load_target(model, dtype=dtype, device=device, tokenizer=tokenizer)
     method, options, why = _chosen(method, target, draft, options, method_options)
     return build_program(
         target, method, draft, options, method_options, keep_graphs=keep_graphs, notes=why

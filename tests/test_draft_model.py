@@ -289,3 +289,15 @@ def test_directories_bring_their_tokenizers(tmp_path):
         prompt = tokenizer.encode("the cat")
         assert output.token_ids == greedy_reference(model, prompt, 8)[: len(output.token_ids)]
         assert output.emitted_per_step[0] == 3
+
+
+def test_every_pass_is_what_its_reference_says_with_two_vocabularies():
+    model, drafter = tiny_target("llama", num_layers=1), tiny_target("llama", seed=1, num_layers=1)
+    drafter.resize_token_embeddings(50)
+    program = compilespec.trace(
+        model, "draft_model", draft=drafter, num_draft_tokens=2, tokenizer=byte_level(80),
+        draft_tokenizer=byte_level(50, ["ZEBRAS ZIP, ZIGZAG", *LINES[1:3]]), max_batch_size=3,
+        max_seq_len=48, max_prefill_tokens=64,
+    )  # fmt: skip
+    report = compilespec.verify(program)
+    assert report.ok, str(report)
