@@ -1,28 +1,32 @@
-"""`compilespec methods`: the drafting methods and what each needs."""
+"""`compilespec methods`: the drafting methods and what each needs; the reference's modes."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import sys
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-# Columns of the table and the capabilities they show; a method that is not built has only a name.
-COLUMNS = {
-    "method": "name",
-    "built": "built",
-    "kind": "kind",
-    "draft weights": "needs_draft_weights",
-    "aux hidden": "reads_hidden_states",
-    "own KV cache": "own_kv_cache",
-    "lossless": "lossless",
-    "also known as": "aliases",
+# Capabilities that ask something of the caller or the engine, and a word for each.
+NEEDS = {
+    "needs_draft_weights": "weights",
+    "reads_hidden_states": "hidden",
+    "outputs_hidden_states": "hidden",
+    "own_kv_cache": "cache",
 }
+COLUMNS = ("method", "kind", "built", "lossless", "needs", "reference names")
 
 
 def add_parser(commands: Any) -> None:
     parser: argparse.ArgumentParser = commands.add_parser(
-        "methods", help="list the drafting methods and what each needs"
+        "methods",
+        help="list the drafting methods and what each needs",
+        description="weights: a drafter's, looked for beside the target.  hidden: hidden states of "
+        "the target.  cache: a KV cache of the drafter's own.",
+    )
+    parser.add_argument(
+        "--modes", action="store_true", help="list the reference's modes by predicate instead"
     )
     parser.add_argument(
         "--json", action="store_true", help="print one JSON list instead of a table"
@@ -33,29 +37,55 @@ def add_parser(commands: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     from compilespec.methods import capability_rows
 
-    rows = capability_rows()
     if args.json:
+        rows = mode_rows() if args.modes else capability_rows()
         json.dump(rows, sys.stdout, indent=2, default=str)
         print()
-        return 0
+    elif args.modes:
+        from compilespec.modes import truth_table
 
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False)
-    for column in COLUMNS:
-        table.add_column(column, no_wrap=column == "method", overflow="fold")
-    for row in rows:
-        table.add_row(*(_cell(row.get(key)) for key in COLUMNS.values()))
-    Console().print(table)
+        table = ((name, ", ".join(m.name for m in modes)) for name, modes in truth_table().items())
+        print_table(("predicate", "modes"), table, wraps="modes")
+    else:
+        print_table(COLUMNS, map(_method_cells, capability_rows()), wraps="needs")
     return 0
 
 
-def _cell(value: object) -> str:
-    if value is None:
-        return ""
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    if isinstance(value, tuple | list):
-        return ", ".join(map(str, value))
-    return str(value)
+def mode_rows() -> list[dict[str, Any]]:
+    """One row per mode of the reference: its number, its method, its predicates."""
+    from compilespec.modes import PREDICATES, SpecMode
+
+    return [
+        {"mode": mode.name, "value": mode.value, "method": mode.method}
+        | {name: holds(mode) for name, holds in PREDICATES.items()}
+        for mode in SpecMode
+    ]
+
+
+def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, wraps: str) -> None:
+    """Every column but `wraps` is as wide as it needs; that one goes on in the next line."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for column in columns:
+        table.add_column(column, no_wrap=column != wraps, overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    Console().print(table)
+
+
+def _method_cells(row: dict[str, Any]) -> tuple[str, ...]:
+    needs = dict.fromkeys(word for name, word in NEEDS.items() if row.get(name))
+    return (
+        row["name"],
+        row.get("kind", ""),
+        _yes_or_no(row["built"]),
+        _yes_or_no(row.get("lossless")),
+        ", ".join(needs),
+        ",\n".join(row["aliases"]),
+    )
+
+
+def _yes_or_no(value: bool | None) -> str:
+    return "" if value is None else "yes" if value else "no"

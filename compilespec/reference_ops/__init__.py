@@ -1,0 +1,71 @@
+"""The references' small algorithms as plain torch functions: definitions to test against.
+
+Each names its requirement.  "contexts" are prefill requests, which come first in a batch;
+"generations" are decode requests of K+1 rows each.  Nothing is written into an argument (H-8,
+H-14): what changes is returned.
+"""
+
+from __future__ import annotations
+
+from compilespec.reference_ops.accept import (
+    accept_relaxed,
+    accept_strict,
+    force_num_accepted,
+    skip_forward,
+)
+from compilespec.reference_ops.metadata import MTPMetadata, SpecMetadata
+from compilespec.reference_ops.mtp import (
+    MTPPools,
+    committed_window,
+    eagle_draft_lens,
+    eagle_later_lens,
+    eagle_step0_gather,
+    update_pool,
+    vanilla_context_inputs,
+    vanilla_draft_loop,
+    vanilla_generation_inputs,
+    vanilla_lens,
+)
+from compilespec.reference_ops.prepare import (
+    PreparedPrefill,
+    advance_positions,
+    compact_inputs,
+    last_token_indices,
+    next_new_tokens,
+    prepare_prefill_inputs,
+    shift_context_inputs,
+)
+from compilespec.reference_ops.sampling import (
+    compute_probs_and_sample_next_token,
+    sample_greedy,
+    sampling_rows,
+)
+
+__all__ = [
+    "MTPMetadata",
+    "MTPPools",
+    "PreparedPrefill",
+    "SpecMetadata",
+    "accept_relaxed",
+    "accept_strict",
+    "advance_positions",
+    "committed_window",
+    "compact_inputs",
+    "compute_probs_and_sample_next_token",
+    "eagle_draft_lens",
+    "eagle_later_lens",
+    "eagle_step0_gather",
+    "force_num_accepted",
+    "last_token_indices",
+    "next_new_tokens",
+    "prepare_prefill_inputs",
+    "sample_greedy",
+    "sampling_rows",
+    "shift_context_inputs",
+    "skip_forward",
+    "update_pool",
+    "vanilla_context_inputs",
+    "vanilla_draft_loop",
+    "vanilla_generation_inputs",
+    "vanilla_lens",
+]
