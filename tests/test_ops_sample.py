@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -150,7 +151,11 @@ PARAMETERS: dict[str, dict[str, Any]] = {
 
 
 def transformers_scores(
-    logits_V: Tensor, context: list[int], num_prompt: int, params: SamplingParams
+    logits_V: Tensor,
+    context: list[int],
+    num_prompt: int,
+    params: SamplingParams,
+    stops: Sequence[int] = STOPS,
 ) -> Tensor:
     """The row after transformers' classes; the two penalties that it lacks are spelt out."""
     ids, scores = torch.tensor([context]), logits_V.unsqueeze(0).clone()
@@ -169,7 +174,7 @@ def transformers_scores(
     if banned:
         scores = hf.SuppressTokensLogitsProcessor(banned)(ids, scores)
     if params.min_new_tokens:
-        hold = hf.MinNewTokensLengthLogitsProcessor(num_prompt, params.min_new_tokens, list(STOPS))
+        hold = hf.MinNewTokensLengthLogitsProcessor(num_prompt, params.min_new_tokens, list(stops))
         scores = hold(ids, scores)
     if params.temperature:
         for warper in (
