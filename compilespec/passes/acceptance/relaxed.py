@@ -22,14 +22,17 @@ from compilespec.passes.acceptance import strict
 from compilespec.passes.acceptance.base import Judged, Rule
 from compilespec.passes.graph import add_buffer, arange_like, emit, find_role, output_node
 from compilespec.passes.runner import PassContext
+from compilespec.passes.sampling import sample_target
 from compilespec.program import PAD, BufferSpec
 
 
 def decode(gm: fx.GraphModule, ctx: PassContext, ids: fx.Node, logits: fx.Node) -> Judged:
+    end = output_node(gm)
+    choice = sample_target(gm, ctx, before=end)
     return Judged(
         *emit(
-            gm, accept_relaxed, ids, logits, _margins(gm, ctx), find_role(gm, "row_index"),
-            before=output_node(gm), num_draft_tokens=ctx.config.num_draft_tokens,
+            gm, accept_relaxed, ids, logits, choice, _margins(gm, ctx),
+            find_role(gm, "row_index"), before=end, num_draft_tokens=ctx.config.num_draft_tokens,
             topk=_options(ctx).topk, dtype=torch.promote_types(ctx.config.dtype, torch.float32),
         )
     )  # fmt: skip
@@ -58,11 +61,12 @@ def update(gm: fx.GraphModule, ctx: PassContext, judged: Judged) -> None:
 
 
 def accept_relaxed(
-    ids_BS: Any, logits_BSV: Any, margin_R: Any, index_B: Any, *, num_draft_tokens: int, topk: int,
-    dtype: torch.dtype,
+    ids_BS: Any, logits_BSV: Any, choice_BS: Any, margin_R: Any, index_B: Any, *,
+    num_draft_tokens: int, topk: int, dtype: torch.dtype,
 ) -> tuple[Any, Any, Any]:  # fmt: skip
-    """As `accept_greedy`; `target_BS` holds the accepted drafts, then the target's choices."""
-    choice_BS = logits_BSV.argmax(-1).to(torch.int32)
+    """As `strict.accept_matching`; (target, emitted, count): `target_BS` holds the accepted drafts,
+    then the target's choices.
+    """
     draft_BK, judge_BKV = ids_BS[:, 1:], logits_BSV[:, :num_draft_tokens]
     margin_B1 = margin_R[index_B].unsqueeze(1)
     place_BK1 = draft_BK.clamp(min=0).long().unsqueeze(-1)
