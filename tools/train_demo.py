@@ -30,7 +30,7 @@ SCHEDULES = {
     "target": (4000, 800),
     "eagle3": (642, 500),
     "mtp": (500, 300),
-    "draft": (1500, 600),
+    "draft": (700, 200),
 }
 LEARNING_RATES = {"target": 3e-3, "eagle3": 7e-3, "mtp": 7e-3, "draft": 3e-3}
 
