@@ -184,7 +184,8 @@ def test_combine_and_the_drafters_passes(llama):
         again = drafter(ids[:, :1], positions[:, 2:], recycled)
         step = {"input_ids": ids[:, :1], "position_ids": positions[:, 2:], "hidden": recycled}
         assert all(map(torch.equal, call_traced(calls["forward"], **step), again))
-        (tokens,) = call_traced(calls["propose"], head_input=again[0][:, 0])
+        tokens, logits = call_traced(calls["propose"], head_input=again[0][:, 0])
+        assert torch.equal(logits, drafter.logits(again[0][:, 0]))
         assert torch.equal(tokens, drafter.propose(again[0][:, 0]))
         assert tokens.dtype == torch.int32
 

@@ -88,6 +88,10 @@ class Drafter(nn.Module):
       forward(input_ids_BS, position_ids_BS, hidden_BSD) -> (head_input_BSD, recycled_BSD)
       propose(head_input_BD)      -> token_B       int32 argmax, mapped to target ids
     Attention inside goes through `torch.ops.compilespec.attention`.
+
+    Optional, in the class that has `propose`: logits(head_input_BD) -> [B, Vd], whose argmax
+    `propose` maps, and `draft_ids`, int64 [Vd], their target ids (None: the same).  Drafts of
+    sampled requests are then drawn with the target's own noise, and are accepted far more often.
     """
 
     num_draft_tokens: int  # K that the checkpoint suggests

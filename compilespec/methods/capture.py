@@ -36,9 +36,6 @@ def capture_recycled(
     def forward(input_ids: Tensor, position_ids: Tensor, hidden: Tensor) -> Any:
         return fresh(drafter(input_ids, position_ids, hidden))
 
-    def propose(head_input: Tensor) -> Tensor:
-        return drafter.propose(head_input)
-
     def floats(*size: int) -> Tensor:
         return torch.zeros(size, dtype=config.dtype, device=config.device)
 
@@ -62,10 +59,7 @@ def capture_recycled(
             f"the drafter takes hidden states of width {hidden_width} and recycles "
             f"{recycled_width}; expected one width"
         )
-    head_input = floats(shape[0], head_width)
-    traced["propose"] = trace_call(
-        drafter, propose, {"head_input": (head_input, (0,))}, name="draft.propose", owner="draft"
-    )
+    traced["propose"] = trace_proposal(drafter, config, "draft", head_width)
     return traced
 
 
@@ -90,7 +84,7 @@ def capture_windowed(drafter: Any, config: ProgramConfig, info: TargetInfo) -> d
                 f"{recycled_width}; expected one width"
             )
         traced[f"forward.{step}"] = forward
-        traced[f"propose.{step}"] = _trace_proposal(module, config, f"draft.{step}", head_width)
+        traced[f"propose.{step}"] = trace_proposal(module, config, f"draft.{step}", head_width)
     for step in range(len(drafter.steps), config.num_draft_tokens):
         for call in ("forward", "propose"):
             traced[f"{call}.{step}"] = traced[f"{call}.{step % len(drafter.steps)}"]
@@ -112,14 +106,36 @@ def _trace_step(module: Any, config: ProgramConfig, name: str, width: int) -> Tr
     return trace_call(module, forward, dims, name=f"{name}.forward", owner=name)
 
 
-def _trace_proposal(module: Any, config: ProgramConfig, name: str, width: int) -> Traced:
-    def propose(head_input: Tensor) -> Tensor:
-        token: Tensor = module.propose(head_input)
-        return token
+def trace_proposal(module: Any, config: ProgramConfig, name: str, width: int) -> Traced:
+    """head_input_BD -> (token_B,), and what a draw needs where the module offers `logits`: they,
+    and the target id of each of them, if they are of another vocabulary.
+    """
+    ids = getattr(module, "draft_ids", None)
+    if ids is not None:
+        module.register_buffer("coupled_ids", ids, persistent=False)
 
+    def propose(head_input: Tensor) -> tuple[Tensor, ...]:
+        token_B: Tensor = module.propose(head_input)
+        return (token_B,)
+
+    def propose_and_tell(head_input: Tensor) -> tuple[Tensor, ...]:
+        logits_BV = module.logits(head_input)
+        best_B = logits_BV.argmax(-1)
+        if ids is None:
+            return best_B.to(torch.int32), logits_BV.view_as(logits_BV)
+        known_V = module.coupled_ids
+        return known_V[best_B].to(torch.int32), logits_BV.view_as(logits_BV), known_V.view(-1)
+
+    call = propose_and_tell if offers_logits(module) else propose
     head_input = torch.zeros(EXAMPLE_SHAPE[0], width, dtype=config.dtype, device=config.device)
     dims = {"head_input": (head_input, (0,))}
-    return trace_call(module, propose, dims, name=f"{name}.propose", owner=name)
+    return trace_call(module, call, dims, name=f"{name}.propose", owner=name)
+
+
+def offers_logits(module: Any) -> bool:
+    """Whether `logits` belongs to the `propose` that the module has: both are of one class."""
+    owner = next(kind for kind in type(module).__mro__ if "propose" in vars(kind))
+    return "logits" in vars(owner)
 
 
 def fresh(outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

@@ -10,7 +10,7 @@ from torch import fx
 import compilespec.ops.sample  # noqa: F401  (registers the operators)
 from compilespec.methods.capture import output_widths
 from compilespec.ops.sample.layout import NUM_FLOATS, NUM_INTS
-from compilespec.passes.graph import add_buffer, arange_like, emit, find_role
+from compilespec.passes.graph import add_buffer, arange_like, emit, find_role, output_node
 from compilespec.passes.runner import PassContext
 from compilespec.program import BufferSpec
 
@@ -37,6 +37,29 @@ def sample_target(gm: fx.GraphModule, ctx: PassContext, *, before: fx.Node) -> f
         return gm.graph.call_function(
             torch.ops.compilespec.sample.default,
             (logits, greedy, ids, index, drawn, real, whole, bias, context),
+        )
+
+
+def draft_token(
+    gm: fx.GraphModule, ctx: PassContext, proposal: tuple[fx.Node, ...], base: fx.Node, offset: int
+) -> fx.Node:
+    """The draft of each request for position base + offset, [B], int32.
+
+    Args:
+        proposal: outputs of a captured "propose": the best token; the logits where the drafter
+            offers them, and their target ids where they are of another vocabulary.
+    """
+    token, *offered = proposal
+    if not offered:
+        return token
+    before = output_node(gm)
+    drawn = emit(gm, lambda base_B: base_B + offset, base, before=before)
+    real, whole, *_ = sampling_state(gm, ctx)
+    logits, ids = offered[0], offered[1] if len(offered) > 1 else None
+    with gm.graph.inserting_before(before):
+        return gm.graph.call_function(
+            torch.ops.compilespec.draw.default,
+            (logits, token, ids, find_role(gm, "row_index"), drawn, real, whole),
         )
 
 

@@ -41,9 +41,9 @@ class ModelDrafter(Drafter):
 
     def capture(self, config: ProgramConfig, info: TargetInfo) -> dict[str, Traced]:
         """ "forward" (input_ids, position_ids -> logits at [B, T]) and "propose" (logits_BV -> the
-        best id that the target has, int32 [B]).  With another vocabulary also "translate"
-        (input_ids of the target -> those of the draft model, [B, T]); `propose` gives target ids in
-        any case.
+        best id that the target has, int32 [B], and what a draw needs: see `trace_proposal`).  With
+        another vocabulary also "translate" (input_ids of the target -> those of the draft model,
+        [B, T]); `propose` gives target ids in any case.
 
         Raises: DraftMismatch (vocabularies, fewer positions), TraceError.
         """
@@ -91,13 +91,14 @@ class ModelDrafter(Drafter):
     def _trace_proposal(self, config: ProgramConfig, info: TargetInfo, vocab_size: int) -> Traced:
         known = info.vocab_size
 
-        def propose(logits_BV: Tensor) -> Tensor:
-            return logits_BV[:, :known].argmax(-1).to(torch.int32)
+        def propose(logits_BV: Tensor) -> tuple[Tensor, ...]:
+            mine_BV = logits_BV[:, :known]
+            return mine_BV.argmax(-1).to(torch.int32), mine_BV
 
-        def propose_shared(logits_BV: Tensor) -> Tensor:
-            best_B = logits_BV.index_select(1, self.shared_ids).argmax(-1)  # type: ignore[arg-type]
-            ids: Tensor = self.target_id_of[best_B].to(torch.int32)  # type: ignore[index]
-            return ids
+        def propose_shared(logits_BV: Tensor) -> tuple[Tensor, ...]:
+            mine_BC = logits_BV.index_select(1, self.shared_ids)  # type: ignore[arg-type]
+            ids_C: Tensor = self.target_id_of  # type: ignore[assignment]
+            return ids_C[mine_BC.argmax(-1)].to(torch.int32), mine_BC, ids_C.view(-1)
 
         logits = torch.zeros(EXAMPLE_SHAPE[0], vocab_size, dtype=config.dtype, device=config.device)
         call = propose if self.vocab_map is None else propose_shared

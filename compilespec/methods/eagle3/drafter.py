@@ -95,6 +95,13 @@ class Eagle3Drafter(Drafter):
         """Draft logits over the DRAFT vocabulary, in the drafter's dtype."""
         return functional.linear(head_input, self.lm_head.weight)
 
+    @property
+    def draft_ids(self) -> Tensor | None:
+        """The target id of each draft id, int64; None where they are the same."""
+        if self.d2t is None:
+            return None
+        return self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
+
     def propose(self, head_input: Tensor) -> Tensor:
         """Greedy draft tokens of rows [..., D]: int32 target ids."""
         draft_ids = self.logits(head_input).argmax(dim=-1)

@@ -51,6 +51,10 @@ class MtpDrafter(Drafter):
         output: tuple[Tensor, Tensor] = self.steps[0](input_ids, position_ids, hidden)
         return output
 
+    def logits(self, head_input: Tensor) -> Tensor:
+        """Those of module 0."""
+        return cast(MtpStep, self.steps[0]).logits(head_input)
+
     def propose(self, head_input: Tensor) -> Tensor:
         """Greedy draft tokens of rows [..., D]: int32 target ids."""
         return cast(MtpStep, self.steps[0]).propose(head_input)

@@ -11,6 +11,7 @@ from compilespec.passes.graph import emit, find_role, output_node, splice
 from compilespec.passes.insert_paged_attention import page_markers
 from compilespec.passes.read_state import place
 from compilespec.passes.runner import PassContext
+from compilespec.passes.sampling import draft_token
 from compilespec.program import markers
 
 
@@ -51,7 +52,7 @@ def recycled(gm: fx.GraphModule, ctx: PassContext) -> int:
             gm, gather_packed, head_input, recycled, find_role(gm, "last_R"), before=end
         )
         start = find_role(gm, "start")
-    drafts = [_propose(gm, ctx, head_row)]
+    drafts = [_propose(gm, ctx, head_row, start, 1)]
     row = emit(
         gm,
         lambda index, live: torch.where(live, index, -1).to(torch.int32),
@@ -82,9 +83,8 @@ def recycled(gm: fx.GraphModule, ctx: PassContext) -> int:
             position_ids=position,
             hidden=hidden,
         )
-        drafts.append(
-            _propose(gm, ctx, emit(gm, lambda x_B1D: x_B1D.squeeze(1), head_input, before=end))
-        )
+        head_row = emit(gm, lambda x_B1D: x_B1D.squeeze(1), head_input, before=end)
+        drafts.append(_propose(gm, ctx, head_row, start, step + 1))
         num_passes += 1
     stacked = emit(gm, lambda *parts: torch.stack(parts, 1), *drafts, before=end)
     stacked.meta["role"] = "drafts"
@@ -100,9 +100,12 @@ def _run(
     return outputs
 
 
-def _propose(gm: fx.GraphModule, ctx: PassContext, head_row: fx.Node) -> fx.Node:
-    (token,) = splice(gm, ctx, ctx.draft["propose"], {"head_input": head_row})
-    return token
+def _propose(
+    gm: fx.GraphModule, ctx: PassContext, head_row: fx.Node, start: fx.Node, number: int
+) -> fx.Node:
+    """Draft `number`, 1 to K, which belongs to position start + number."""
+    proposal = splice(gm, ctx, ctx.draft["propose"], {"head_input": head_row})
+    return draft_token(gm, ctx, proposal, start, number)
 
 
 def gather_rows(head_input_BSD: Any, recycled_BSD: Any, num_emitted_B: Any) -> tuple[Any, Any]:

@@ -13,6 +13,7 @@ from compilespec.passes.insert_paged_attention import page_markers
 from compilespec.passes.kv_groups import Metadata
 from compilespec.passes.read_state import place
 from compilespec.passes.runner import PassContext
+from compilespec.passes.sampling import draft_token
 from compilespec.program import markers
 
 
@@ -29,13 +30,18 @@ def shared_kv(gm: fx.GraphModule, ctx: PassContext) -> int:
     (hidden,) = splice(gm, ctx, ctx.draft["combine"], {"aux": hidden})
     metadata = _metadata(gm, ctx)
     drafts: list[fx.Node] = []
-    for _ in range(config.num_draft_tokens):
+    newest = find_role(gm, "start")
+    if ctx.phase == "decode":
+        emitted = find_role(gm, "num_emitted")
+        newest = emit(gm, lambda start_B, n_B: start_B + n_B, newest, emitted, before=end)
+    for step in range(config.num_draft_tokens):
         ids = emit(gm, lambda token_B: token_B.clamp(min=0).unsqueeze(1), token, before=end)
         arguments = {"input_ids": ids, "position_ids": metadata[2], "hidden": hidden}
         head_input, hidden = splice(gm, ctx, ctx.draft["forward"], arguments)
         page_markers(gm, ctx, markers(gm), "target", metadata, layers=ctx.kv_layers)
         row = emit(gm, lambda x_B1D: x_B1D.squeeze(1), head_input, before=end)
-        (token,) = splice(gm, ctx, ctx.draft["propose"], {"head_input": row})
+        proposal = splice(gm, ctx, ctx.draft["propose"], {"head_input": row})
+        token = draft_token(gm, ctx, proposal, newest, step + 1)
         drafts.append(token)
     stacked = emit(gm, lambda *parts: torch.stack(parts, 1), *drafts, before=end)
     stacked.meta["role"] = "drafts"

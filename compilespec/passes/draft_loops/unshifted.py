@@ -12,6 +12,7 @@ from compilespec.passes.graph import arange_like, emit, find_role, output_node, 
 from compilespec.passes.insert_paged_attention import page_markers
 from compilespec.passes.read_state import place
 from compilespec.passes.runner import PassContext
+from compilespec.passes.sampling import draft_token
 from compilespec.program import markers
 
 
@@ -29,8 +30,8 @@ def unshifted(gm: fx.GraphModule, ctx: PassContext) -> int:
         emitted = find_role(gm, "num_emitted")
         logits = _all_rows(gm, ctx)
         row = emit(gm, gather_row, logits, emitted, before=end)
-        token = _propose(gm, ctx, row)
         first = emit(gm, lambda start_B, n_B: start_B + n_B + 1, start, emitted, before=end)
+        token = _propose(gm, ctx, row, first, 0)
         drafts, num_singles = [token], count - 1
     else:
         _run(gm, ctx, _metadata(gm), find_role(gm, "ids"))
@@ -87,7 +88,8 @@ def _single(
         block_size=config.block_size,
     )  # fmt: skip
     logits = _run(gm, ctx, (slot, row, position, table), ids)
-    return _propose(gm, ctx, emit(gm, lambda x_B1V: x_B1V.squeeze(1), logits, before=end))
+    row = emit(gm, lambda x_B1V: x_B1V.squeeze(1), logits, before=end)
+    return _propose(gm, ctx, row, first, index + 1)
 
 
 def _live_row(gm: fx.GraphModule) -> fx.Node:
@@ -125,9 +127,12 @@ def _run(
     return logits
 
 
-def _propose(gm: fx.GraphModule, ctx: PassContext, logits_row: fx.Node) -> fx.Node:
-    (token,) = splice(gm, ctx, ctx.draft["propose"], {"logits_BV": logits_row})
-    return token
+def _propose(
+    gm: fx.GraphModule, ctx: PassContext, logits_row: fx.Node, first: fx.Node, offset: int
+) -> fx.Node:
+    """The draft that belongs to position first + offset."""
+    proposal = splice(gm, ctx, ctx.draft["propose"], {"logits_BV": logits_row})
+    return draft_token(gm, ctx, proposal, first, offset)
 
 
 def gather_row(logits_BSV: Any, num_emitted_B: Any) -> Any:

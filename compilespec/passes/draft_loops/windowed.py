@@ -13,6 +13,7 @@ from compilespec.passes.insert_paged_attention import page_markers
 from compilespec.passes.kv_groups import Metadata
 from compilespec.passes.read_state import place
 from compilespec.passes.runner import PassContext
+from compilespec.passes.sampling import draft_token
 from compilespec.program import BufferSpec, Traced, markers
 
 
@@ -51,16 +52,18 @@ def _decode_window(
         gm, take_window, *rings, index, hidden, ids, emitted, before=end, window=window
     )
     emit(gm, write_ring, *rings, index, hidden, ids, before=end)
-    live, drafts = find_role(gm, "live"), []
+    start, live = find_role(gm, "start"), find_role(gm, "live")
+    newest = emit(gm, lambda start_B, n_B: start_B + n_B, start, emitted, before=end)
+    drafts: list[fx.Node] = []
     for step in range(config.num_draft_tokens):
         num_rows = window + (step if ctx.chain == "target_rows" else 0)
         metadata = emit(
-            gm, window_places, find_role(gm, "start"), emitted, index, live, table, before=end,
+            gm, window_places, start, emitted, index, live, table, before=end,
             num_rows=num_rows, max_seq_len=config.max_seq_len, block_size=config.block_size,
         )  # fmt: skip
         head_input, recycled = _run(gm, ctx, step, (*metadata, table), ids, hidden)
         row = emit(gm, lambda head_BWD: head_BWD[:, -1], head_input, before=end)
-        drafts.append(_propose(gm, ctx, step, row))
+        drafts.append(_propose(gm, ctx, step, row, newest))
         if ctx.chain == "target_rows":
             ids, hidden = emit(gm, append_pair, ids, hidden, drafts[-1], recycled, before=end)
         else:
@@ -84,7 +87,7 @@ def _packed_window(
     for step in range(config.num_draft_tokens):
         head_input, recycled = _run(gm, ctx, step, metadata, ids, hidden)
         row, _ = emit(gm, gather_packed, head_input, head_input, last, before=end)
-        drafts.append(_propose(gm, ctx, step, row))
+        drafts.append(_propose(gm, ctx, step, row, find_role(gm, "start")))
         ids = emit(gm, shift_ids, ids, drafts[-1], owner, last, before=end)
         if ctx.chain == "target_rows":
             hidden = emit(gm, shift_rows, hidden, recycled, owner, last, before=end)
@@ -221,6 +224,9 @@ def _run(
     return outputs
 
 
-def _propose(gm: fx.GraphModule, ctx: PassContext, step: int, row: fx.Node) -> fx.Node:
-    (token,) = splice(gm, ctx, ctx.draft[f"propose.{step}"], {"head_input": row})
-    return token
+def _propose(
+    gm: fx.GraphModule, ctx: PassContext, step: int, row: fx.Node, newest: fx.Node
+) -> fx.Node:
+    """Draft step + 1, which belongs as far past the position of the bonus token."""
+    proposal = splice(gm, ctx, ctx.draft[f"propose.{step}"], {"head_input": row})
+    return draft_token(gm, ctx, proposal, newest, step + 1)

@@ -68,7 +68,8 @@ class Drafts:
     ) -> tuple[Tensor, ...]:
         """One captured call; with `tokens` its attention reads and writes the caches of `owner`."""
         attention = self._attention(tokens, owner) if tokens is not None else None
-        return run_fragment(self.ctx.draft[name], arguments, attention)
+        outputs = run_fragment(self.ctx.draft[name], arguments, attention)
+        return outputs[:1] if name.startswith("propose") else outputs  # greedy: no logits
 
     def single(self, positions: Sequence[int]) -> Tokens:
         """One token a request, at these positions; nowhere for requests that commit nothing."""
