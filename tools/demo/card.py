@@ -15,6 +15,34 @@ from .target import STDLIB_SHARES, TARGET_SHAPE
 ROWS = 16
 
 
+OTHERS = {
+    "mtp": "three MTP modules in DeepSeek's layout around llama layers as wide as the target's, its "
+    "embedding and head",
+    "draft_model": "LlamaForCausalLM, 2 layers x 128, 4 heads x 32, 2 KV heads, MLP 448, the "
+    "target's tokenizer",
+}
+LOGS = {"mtp": "mtp.jsonl", "draft_model": "draft.jsonl"}
+
+
+def other_drafters(logs: Path, checkpoint: Path) -> tuple[str, str, str]:
+    """Table rows, results and training of the drafters beside the head that were exported."""
+    rows, results, steps = "", "", ""
+    for name, layout in OTHERS.items():
+        weights = checkpoint / name / "model.safetensors"
+        if not weights.exists():
+            continue
+        size, last = weights.stat().st_size / 1e6, read_log(logs / LOGS[name])[-1]
+        rows += f"| `{name}/` | {layout} | {size / 2:.2f}M | {size:.1f} MB, bf16 |\n"
+        results += (
+            f"`{name}` at the end of its training, K=3, on text that the target wrote after "
+            f"held-out\nprompts: {last['held_out_length_greedy']:.2f} greedy, "
+            f"{last['held_out_length_sampled']:.2f} at temperature 1 (the head in the same way: "
+            f"the last\nrow of its table).\n\n"
+        )
+        steps += f"  `{name}`: {last['step'] + 1} steps, {last['tokens'] / 1e6:.1f}M tokens."
+    return rows, results, steps
+
+
 def model_card(
     result: dict[str, Any], hashes: dict[str, str], logs: Path, samples: str, checkpoint: Path
 ) -> str:
@@ -39,9 +67,10 @@ def model_card(
     )
     losses = ", ".join(f"{v:.3f} (windows of {k})" for k, v in result["held_out_loss"].items())
     loops = "\n".join(f"- {name}: {share:.0%}" for name, share in result["loops"].items())
-    return f"""# The demo pair: a small target and its EAGLE-3 head
+    rows, results, steps = other_drafters(logs, checkpoint)
+    return f"""# The demo checkpoints: a small target and its drafters
 
-Two checkpoints that let compilespec run, be tested and be timed without a download.  The target
+Checkpoints that let compilespec run, be tested and be timed without a download.  The target
 writes Python-like text; it is far too small to be useful for anything else.
 
 | part | layout | parameters | file |
@@ -53,7 +82,7 @@ MLP {shape.intermediate_size}, tied embeddings | {sizes["target"] / 2:.2f}M \
 | `eagle3/` | EAGLE-3 as SafeAILab writes it, one layer, MLP {HEAD_SHAPE.intermediate_size}, \
 draft vocabulary {DRAFT_VOCAB} of {VOCAB_SIZE}, features hs[2], hs[4], hs[5] \
 | {sizes["head"] / 2:.2f}M | {sizes["head"]:.1f} MB, bf16 |
-
+{rows}
 ## Results
 
 Held-out loss of the exported target in float32, nats per token over {result["held_out_tokens"]:,}
@@ -64,6 +93,7 @@ held-out prompts of {result["prompt_tokens"]} tokens, {result["new_tokens"]} new
 
 {acceptance_table(result)}
 
+{results}
 The last column is the mean over every position of the text, not only those where a step began.
 Greedy text that repeats itself flatters every drafter, prompt lookup most of all: read the rows at
 temperature 1 beside it.  Outputs in which a line occurs three times
@@ -76,7 +106,7 @@ temperature 1 beside it.  Outputs in which a line occurs three times
 Target: {last["step"] + 1} steps, {last["tokens"] / 1e6:.1f}M tokens of 4,096 a step, \
 {last["seconds"] / 60:.0f} minutes on two shared
 cores in float32.  Head: {last_head["step"] + 1} steps, {last_head["tokens"] / 1e6:.1f}M tokens, \
-{last_head["seconds"] / 60:.0f} minutes.  Muon (update scaled to AdamW's) on the matrices of
+{last_head["seconds"] / 60:.0f} minutes.{steps}  Muon (update scaled to AdamW's) on the matrices of
 the layers, AdamW on the rest, 60 warm-up steps, a flat part, linear decay to zero: the defaults of
 `tools/train_demo.py`.
 Windows of 256 tokens; every third step of the target's decay reads windows of 1,024.  Share of
