@@ -16,8 +16,8 @@ ROWS = 16
 
 
 OTHERS = {
-    "mtp": "three MTP modules in DeepSeek's layout around llama layers as wide as the target's, its "
-    "embedding and head",
+    "mtp": "three MTP modules in DeepSeek's layout around llama layers as wide as the target's, "
+    "its embedding and head",
     "draft_model": "LlamaForCausalLM, 2 layers x 128, 4 heads x 32, 2 KV heads, MLP 448, the "
     "target's tokenizer",
 }
@@ -31,7 +31,8 @@ def other_drafters(logs: Path, checkpoint: Path) -> tuple[str, str, str]:
         weights = checkpoint / name / "model.safetensors"
         if not weights.exists():
             continue
-        size, last = weights.stat().st_size / 1e6, read_log(logs / LOGS[name])[-1]
+        judged = [r for r in read_log(logs / LOGS[name]) if "held_out_length_greedy" in r]
+        size, last = weights.stat().st_size / 1e6, max(judged, key=lambda row: row["step"])
         rows += f"| `{name}/` | {layout} | {size / 2:.2f}M | {size:.1f} MB, bf16 |\n"
         results += (
             f"`{name}` at the end of its training, K=3, on text that the target wrote after "
