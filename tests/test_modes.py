@@ -12,8 +12,7 @@ import pytest
 import torch
 
 from compilespec.cli import main
-from compilespec.errors import NotSupported
-from compilespec.methods import METHODS, PLANNED, get_method
+from compilespec.methods import METHODS, get_method
 from compilespec.modes import NATIVE_BACKEND, PREDICATES, SpecMode, truth_table
 from compilespec.reference_ops import MTPMetadata, SpecMetadata
 
@@ -105,15 +104,10 @@ def test_modes_are_plain_enum_members():
 def test_every_mode_has_one_method_and_spec_takes_its_name():
     owners = [method.capabilities for method in METHODS]
     served = [alias for one in owners for alias in one.aliases]
-    served += [alias for aliases in PLANNED.values() for alias in aliases]
     assert set(NAMES) <= set(served)
     for mode in SpecMode:
         assert mode.method is not None
-        if mode.method in PLANNED:
-            with pytest.raises(NotSupported):
-                get_method(mode.name)
-        else:
-            assert get_method(mode.name.title()).capabilities.name == mode.method
+        assert get_method(mode.name.title()).capabilities.name == mode.method
     assert {SpecMode.EAGLE3.method, SpecMode.EAGLE3_ONE_MODEL.method} == {"eagle3"}
 
 

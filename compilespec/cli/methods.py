@@ -15,7 +15,7 @@ NEEDS = {
     "outputs_hidden_states": "hidden",
     "own_kv_cache": "cache",
 }
-COLUMNS = ("method", "kind", "built", "lossless", "needs", "reference names")
+COLUMNS = ("method", "kind", "lossless", "needs", "reference names")
 
 
 def add_parser(commands: Any) -> None:
@@ -80,7 +80,6 @@ def _method_cells(row: dict[str, Any]) -> tuple[str, ...]:
     return (
         row["name"],
         row.get("kind", ""),
-        _yes_or_no(row["built"]),
         _yes_or_no(row.get("lossless")),
         ", ".join(needs),
         ",\n".join(row["aliases"]),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from compilespec.errors import NotSupported, UnknownMethod
+from compilespec.errors import UnknownMethod
 from compilespec.methods import (
     auto,
     draft_model,
@@ -34,9 +34,6 @@ METHODS: tuple[Method, ...] = (
     auto.METHOD,
 )
 
-# Methods of the design that are not built yet, with the reference's mode names for them.
-PLANNED: dict[str, tuple[str, ...]] = {}
-
 
 def get_method(name: str | None) -> Method:
     """Find a method by its name or by the reference's name of the mode, in any case; None is
@@ -44,7 +41,6 @@ def get_method(name: str | None) -> Method:
 
     Raises:
         UnknownMethod: no such name; the message lists the known ones.
-        NotSupported: the name is one of the design, the method is not built yet.
     """
     if name is not None and not isinstance(name, str):
         raise UnknownMethod(f"spec: expected a method name, came {type(name).__name__}; {_known()}")
@@ -52,24 +48,17 @@ def get_method(name: str | None) -> Method:
     for method in METHODS:
         if wanted in _spellings(method.capabilities.name, method.capabilities.aliases):
             return method
-    for planned, aliases in PLANNED.items():
-        if wanted in _spellings(planned, aliases):
-            raise NotSupported(f"method {planned!r} is not built yet; {_known()}")
     raise UnknownMethod(f"unknown method {name!r}; {_known()}")
 
 
 def method_names() -> tuple[str, ...]:
-    """Names of the methods that are built."""
+    """Names of the methods."""
     return tuple(method.capabilities.name for method in METHODS)
 
 
 def capability_rows() -> list[dict[str, object]]:
-    """One row per method: its capabilities and `built`; methods that are planned come last."""
-    built = [{**vars(method.capabilities), "built": True} for method in METHODS]
-    planned = [
-        {"name": name, "aliases": aliases, "built": False} for name, aliases in PLANNED.items()
-    ]
-    return built + planned
+    """One row per method: its capabilities."""
+    return [dict(vars(method.capabilities)) for method in METHODS]
 
 
 def _spellings(name: str, aliases: tuple[str, ...]) -> set[str]:
