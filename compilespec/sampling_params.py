@@ -78,7 +78,8 @@ class SamplingParams:
     """Go on after the model's end-of-sequence token."""
 
     logprobs: int | None = None
-    """How many top log-probabilities to return for each generated token."""
+    """How many top log-probabilities to return for each generated token, beside its own, 0 to 20;
+    of the logits as they are, before anything that sampling changes."""
 
     prompt_logprobs: int | None = None
     """How many top log-probabilities to return for each prompt token."""

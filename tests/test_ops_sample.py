@@ -18,6 +18,8 @@ from compilespec.ops import draw, load_kernels, sample
 from compilespec.ops.sample import (
     draw_reference,
     layout,
+    note_logprobs,
+    note_logprobs_reference,
     philox,
     philox_reference,
     sample_reference,
@@ -410,6 +412,43 @@ def test_draft_ids_below_zero_are_never_drawn():
     assert torch.equal(draw(*call), draw_reference(*call))
 
 
+# --- log-probabilities ---
+
+
+@pytest.mark.parametrize("way", ["reference", "operator"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+def test_logprobs_equal_log_softmax(way, dtype):
+    """Of rows that ask; float32 values within 1e-6 of float64's, ties by id, other rows as is."""
+    compute = {"reference": note_logprobs_reference, "operator": note_logprobs}[way]
+    vocab, batch, steps, most = 11, 4, 3, layout.MAX_LOGPROBS
+    asked = (None, 0, 4, most)  # the last one asks for more than there are
+    state = make_state([SamplingParams(logprobs=count) for count in asked], vocab)
+    values = torch.full((batch + 1, steps, most + 1), 7.0)
+    ids = torch.full((batch + 1, steps, most), -9, dtype=torch.int32)
+    logits = (3 * torch.randn(batch, steps, vocab)).to(dtype)
+    logits[3, 0, 2:6] = logits[3, 0].max() + 1
+    chosen = torch.randint(0, vocab, (batch, steps), dtype=torch.int32)
+    rows = torch.tensor([2, 0, 3, 1])
+    own = compute(logits, chosen, rows, state.buffers["sampling_RI"], values, ids)
+    for b, row in enumerate(rows.tolist()):
+        wanted = logits[b].double().log_softmax(-1)
+        count = asked[row]
+        if count is None:
+            assert bool((values[row] == 7).all())
+            assert not own[b].any()
+            continue
+        mine = wanted.gather(1, chosen[b].long().unsqueeze(1)).squeeze(1)
+        assert torch.allclose(values[row, :, 0].double(), mine, atol=1e-6, rtol=1e-6)
+        assert torch.equal(own[b], values[row, :, 0])
+        count = min(count, vocab)
+        best = wanted.sort(dim=-1, descending=True, stable=True)
+        assert torch.equal(ids[row, :, :count].long(), best.indices[:, :count])
+        got = values[row, :, 1 : count + 1].double()
+        assert torch.allclose(got, best.values[:, :count], atol=1e-6, rtol=1e-6)
+        assert bool((ids[row, :, count:] == -9).all())
+    assert bool((values[batch] == 7).all())
+
+
 # --- registration ---
 
 
@@ -424,4 +463,9 @@ def test_opcheck():
     )
     one = (logits[:, 0], greedy[:, 0], None, rows, drawn[:, 0], *state.arguments()[:2])
     torch.library.opcheck(ops.draw.default, one)
+    values, best = torch.zeros(batch + 1, 2, 21), torch.zeros(batch + 1, 2, 20).int()
+    torch.library.opcheck(
+        ops.note_logprobs.default,
+        (logits, greedy, rows, state.arguments()[1], values, best),
+    )
     torch.library.opcheck(ops.philox.default, (torch.zeros(3, 4).long(), torch.zeros(2).long()))

@@ -124,6 +124,8 @@ def random_inputs(ctx: PassContext, seed: int) -> dict[str, Tensor]:
     for name, spec in ctx.buffers.items():
         if spec.kind == "cache":
             inputs[name] = torch.randn(spec.shape, generator=generator, dtype=spec.dtype)
+        else:
+            inputs[name] = torch.full(spec.shape, spec.fill, dtype=spec.dtype)
     blocks = torch.randperm(CONFIG.num_blocks, generator=generator).to(torch.int32)
     table = torch.full((CONFIG.max_batch_size + 1, CONFIG.blocks_per_row), -1, dtype=torch.int32)
     table[:3] = blocks.view(3, -1)

@@ -105,7 +105,6 @@ def test_one_params_per_prompt(engine):
 
 
 UNBUILT = [
-    {"logprobs": 0},
     {"prompt_logprobs": 1},
     {"guide": "x"},
     {"num_draft_tokens": 2},

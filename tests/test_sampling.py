@@ -260,7 +260,49 @@ def test_min_new_tokens_holds_stops_back(site):
             assert len(site.tokens(prompt, free)) < 12
 
 
+def test_logprobs_equal_plain_decoding_and_the_model(site):
+    """T23: of the logits as they are, within 1e-5 (the norms of Llama are float32 in any case)."""
+    params = [
+        SamplingParams(max_new_tokens=COUNT, ignore_eos=True, logprobs=5),
+        SamplingParams(max_new_tokens=COUNT, ignore_eos=True, logprobs=0, temperature=1.0, seed=1),
+        SamplingParams(max_new_tokens=COUNT, ignore_eos=True, temperature=1.0, seed=2),
+        SamplingParams(max_new_tokens=COUNT, logprobs=20, temperature=1.5, seed=3, top_k=9,
+                       repetition_penalty=1.5, stop_token_ids=tuple(range(0, VOCAB, 9))),
+    ]  # fmt: skip
+    plain = site.plain.generate(list(PROMPTS), params)
+    site.dial.know([*p, *o.token_ids] for p, o in zip(PROMPTS, plain, strict=True))
+    for prompt, output, one in zip(PROMPTS, plain, params, strict=True):
+        if one.logprobs is None:
+            assert output.logprobs is None
+            continue
+        assert [entry.token_id for entry in output.logprobs] == output.token_ids
+        with torch.no_grad():
+            logits = site.model(torch.tensor([[*prompt, *output.token_ids]])).logits[0]
+        wanted = logits[len(prompt) - 1 : -1].log_softmax(-1)
+        for entry, row in zip(output.logprobs, wanted, strict=True):
+            assert entry.logprob == pytest.approx(float(row[entry.token_id]), abs=1e-5)
+            best = row.sort(descending=True)
+            assert list(entry.top) == best.indices[: one.logprobs].tolist()
+            assert list(entry.top.values()) == pytest.approx(
+                best.values[: one.logprobs].tolist(), abs=1e-5
+            )
+    for script in (None, lambda position: position % 4 == 0):
+        site.dial.draft_from_script(script) if script else site.dial.draft_at_random()
+        for engine in site.coupled.values():
+            outputs = engine.generate(list(PROMPTS), params)
+            assert [o.token_ids for o in outputs] == [o.token_ids for o in plain]
+            for output, alone in zip(outputs, plain, strict=True):
+                entries = zip(output.logprobs or (), alone.logprobs or (), strict=True)
+                for mine, theirs in entries:
+                    assert (mine.token_id, list(mine.top)) == (theirs.token_id, list(theirs.top))
+                    assert mine.logprob == pytest.approx(theirs.logprob, abs=1e-5)
+                    assert list(mine.top.values()) == pytest.approx(
+                        list(theirs.top.values()), abs=1e-5
+                    )
+
+
 REFUSED = {
+    "many_logprobs": ({"logprobs": 21}, "logprobs: expected at most 20, got 21"),
     "bias_id": ({"logit_bias": {VOCAB: 1.0}}, "logit_bias: expected ids from 0 to 96, got 97"),
     "bad_id": ({"bad_token_ids": (3, 200)}, "bad_token_ids: expected ids from 0 to 96, got 200"),
     "allowed_id": ({"allowed_token_ids": (97,)}, "allowed_token_ids: expected ids from 0 to 96"),
@@ -268,7 +310,7 @@ REFUSED = {
     "all_bad": ({"bad_token_ids": tuple(range(VOCAB))}, "no token is left"),
     "all_held": ({"allowed_token_ids": (2,), "min_new_tokens": 1}, "no token is left"),
     "many_stops": ({"stop_token_ids": tuple(range(3, 70)), "min_new_tokens": 1},
-                   "at most 56 ids to hold back, EOS included, got 68"),
+                   "at most 55 ids to hold back, EOS included, got 68"),
 }  # fmt: skip
 
 

@@ -9,7 +9,7 @@ from torch import fx
 
 import compilespec.ops.sample  # noqa: F401  (registers the operators)
 from compilespec.methods.capture import output_widths
-from compilespec.ops.sample.layout import NUM_FLOATS, NUM_INTS
+from compilespec.ops.sample.layout import MAX_LOGPROBS, NUM_FLOATS, NUM_INTS
 from compilespec.passes.graph import add_buffer, arange_like, emit, find_role, output_node
 from compilespec.passes.runner import PassContext
 from compilespec.program import BufferSpec
@@ -37,6 +37,22 @@ def sample_target(gm: fx.GraphModule, ctx: PassContext, *, before: fx.Node) -> f
         return gm.graph.call_function(
             torch.ops.compilespec.sample.default,
             (logits, greedy, ids, index, drawn, real, whole, bias, context),
+        )
+
+
+def note_logprobs(gm: fx.GraphModule, ctx: PassContext, target: fx.Node) -> None:
+    """Log-probabilities of the step's tokens go to state rows, which the host reads if asked."""
+    before, logits = output_node(gm), find_role(gm, "logits")
+    if ctx.phase == "prefill":
+        logits = emit(gm, lambda x_1RV: x_1RV.squeeze(0).unsqueeze(1), logits, before=before)
+    _, whole, *_ = sampling_state(gm, ctx)
+    tokens = ctx.config.num_verify_tokens
+    values = _buffer(gm, ctx, "logprob_RSN", (tokens, MAX_LOGPROBS + 1), torch.float32)
+    ids = _buffer(gm, ctx, "logprob_id_RSN", (tokens, MAX_LOGPROBS), torch.int32)
+    with gm.graph.inserting_before(before):
+        gm.graph.call_function(
+            torch.ops.compilespec.note_logprobs.default,
+            (logits, target, find_role(gm, "row_index"), whole, values, ids),
         )
 
 
@@ -78,14 +94,14 @@ def sampling_state(gm: fx.GraphModule, ctx: PassContext) -> tuple[fx.Node, ...]:
     """The state rows of sampling: two of parameters, logit bias, tokens by position."""
     (vocab_size,) = output_widths(ctx.target)
     real, whole, bias = (
-        _buffer(gm, ctx, name, width, dtype, by_host=True)
+        _buffer(gm, ctx, name, (width,), dtype, by_host=True)
         for name, width, dtype in (
             ("sampling_RF", NUM_FLOATS, torch.float32),
             ("sampling_RI", NUM_INTS, torch.int32),
             ("bias_RV", vocab_size, torch.float32),
         )
     )
-    context = _buffer(gm, ctx, "context_RL", ctx.config.max_seq_len, torch.int32, by_host=False)
+    context = _buffer(gm, ctx, "context_RL", (ctx.config.max_seq_len,), torch.int32)
     return real, whole, bias, context
 
 
@@ -93,11 +109,11 @@ def _buffer(
     gm: fx.GraphModule,
     ctx: PassContext,
     name: str,
-    width: int,
+    shape: tuple[int, ...],
     dtype: torch.dtype,
     *,
-    by_host: bool,
+    by_host: bool = False,
 ) -> fx.Node:
-    shape = (ctx.config.max_batch_size + 1, width)  # the last row is spare
-    buffer = BufferSpec(name=name, kind="state", shape=shape, dtype=dtype, by_host=by_host)
+    rows = ctx.config.max_batch_size + 1  # the last one is spare
+    buffer = BufferSpec(name=name, kind="state", shape=(rows, *shape), dtype=dtype, by_host=by_host)
     return add_buffer(gm, ctx, buffer)

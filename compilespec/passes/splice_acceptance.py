@@ -17,6 +17,7 @@ from compilespec.passes.graph import (
     set_outputs,
 )
 from compilespec.passes.runner import PassContext
+from compilespec.passes.sampling import note_logprobs
 from compilespec.program import PAD, BufferSpec
 
 
@@ -43,6 +44,7 @@ def splice_acceptance(gm: fx.GraphModule, ctx: PassContext) -> int:
         judged = rule.prefill(gm, ctx, logits)
     if rule.after is not None:
         rule.after(gm, ctx, judged)
+    note_logprobs(gm, ctx, judged.target)
     for name, node in judged._asdict().items():
         node.meta["role"] = name
     set_outputs(gm, {"emitted_BS": judged.emitted, "num_emitted_B": judged.num_emitted})

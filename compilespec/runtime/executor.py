@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from compilespec.runtime.sampling_rows import RowSampling
+from compilespec.runtime.sampling_rows import RowSampling, TokenLogprobs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,6 +69,11 @@ class Executor(Protocol):
 
     def set_sampling(self, row: int, sampling: RowSampling) -> None:
         """Write how the row's tokens are chosen; before the request's first prefill."""
+
+    def logprobs(self, row: int, tokens: Sequence[int], count: int) -> list[TokenLogprobs]:
+        """Log-probabilities of the tokens that the last call gave the row, and the `count` best
+        ones' at each place; for requests that ask for them.
+        """
 
     def prefill(self, chunks: Sequence[PrefillChunk]) -> list[int | None]:
         """Run the chunks as one packed batch; returns each finished prompt's first token, else

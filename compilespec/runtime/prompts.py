@@ -7,14 +7,13 @@ from numbers import Integral
 from typing import Any
 
 from compilespec.errors import InvalidRequest, NotSupported
-from compilespec.ops.sample.layout import MAX_STOPS
+from compilespec.ops.sample.layout import MAX_LOGPROBS, MAX_STOPS
 from compilespec.runtime.detokenize import Tokenizer
 from compilespec.runtime.executor import Geometry
 from compilespec.sampling_params import SamplingParams
 
 # Fields of SamplingParams of which one value is built.
 BUILT_VALUES: dict[str, Any] = {
-    "logprobs": None,
     "prompt_logprobs": None,
     "guide": None,
 }
@@ -85,6 +84,10 @@ def check_params(params: Any, tokenizer: Tokenizer | None, geometry: Geometry) -
         raise InvalidRequest(
             "SamplingParams.stop needs a tokenizer and the engine has none; compile with "
             "tokenizer=..., or give stop_token_ids"
+        )
+    if params.logprobs is not None and params.logprobs > MAX_LOGPROBS:
+        raise InvalidRequest(
+            f"SamplingParams.logprobs: expected at most {MAX_LOGPROBS}, got {params.logprobs}"
         )
     for name in ("stop_token_ids", "allowed_token_ids", "bad_token_ids", "logit_bias"):
         outside = [t for t in getattr(params, name) or () if t >= geometry.vocab_size]

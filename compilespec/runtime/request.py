@@ -6,10 +6,10 @@ import enum
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 from compilespec.runtime.detokenize import OutputText
-from compilespec.runtime.sampling_rows import RowSampling
+from compilespec.runtime.sampling_rows import RowSampling, TokenLogprobs
 from compilespec.sampling_params import SamplingParams
 
 FinishReason = Literal["stop", "length", "aborted", "error"]
@@ -51,6 +51,7 @@ class Request:
     output_text: OutputText | None = None  # None without a tokenizer
     state: RequestState = RequestState.WAITING
     output_token_ids: list[int] = field(default_factory=list)
+    output_logprobs: list[TokenLogprobs] = field(default_factory=list)
     emitted_per_step: list[int] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     error: Exception | None = None
@@ -78,6 +79,10 @@ class Request:
             prompt_token_ids=self.prompt_token_ids,
             stop_token_ids=self.stop_token_ids,
         )
+
+    def _logprobs(self) -> list[TokenLogprobs]:
+        """Those of the tokens that were delivered."""
+        return self.output_logprobs[: len(self.output_token_ids)]
 
     def update_text(self) -> OutputText | None:
         """Bring `output_text` up to the tokens; a final EOS or stop id leaves no text."""
@@ -124,6 +129,7 @@ class Request:
             finish_reason=self.finish_reason,
             emitted_per_step=list(self.emitted_per_step),
             error=self.error,
+            logprobs=None if self.params.logprobs is None else self._logprobs(),
         )
 
 
@@ -153,8 +159,8 @@ class GenerationOutput:
     error: Exception | None = None
     """What went wrong when `finish_reason` is "error"."""
 
-    logprobs: Any = None
-    """Not built yet: always None."""
+    logprobs: list[TokenLogprobs] | None = None
+    """One entry a generated token where `SamplingParams.logprobs` asked for them."""
 
     @property
     def acceptance_length(self) -> float:

@@ -43,6 +43,38 @@ def write_row(buffers: Mapping[str, Tensor], row: int, sampling: RowSampling) ->
         context[: len(prompt)] = prompt.to(context.device)
 
 
+@dataclass(frozen=True, kw_only=True)
+class TokenLogprobs:
+    """Log-probabilities at one place of the output: log-softmax of the model's logits as they are,
+    before penalties, bias, temperature and filters.
+    """
+
+    token_id: int
+    """The token that was chosen."""
+
+    logprob: float
+    """Its log-probability."""
+
+    top: Mapping[int, float]
+    """Those of the most probable tokens, best first, as many as the request asked for."""
+
+
+def read_logprobs(
+    buffers: Mapping[str, Tensor], row: int, tokens: Sequence[int], count: int
+) -> list[TokenLogprobs]:
+    """What the last step noted for the tokens that it gave a row."""
+    values = buffers["logprob_RSN"][row, : len(tokens)].tolist()
+    ids = buffers["logprob_id_RSN"][row, : len(tokens)].tolist()
+    return [
+        TokenLogprobs(
+            token_id=token,
+            logprob=value[0],
+            top=dict(zip(best[:count], value[1 : count + 1], strict=True)),
+        )
+        for token, value, best in zip(tokens, values, ids, strict=True)
+    ]
+
+
 def has_penalties(params: SamplingParams) -> bool:
     return bool(
         params.repetition_penalty != 1 or params.presence_penalty or params.frequency_penalty
@@ -87,6 +119,7 @@ def _words(sampling: RowSampling, flags: int) -> list[int]:
     values[layout.TOP_K] = min(params.top_k, 2**31 - 1)
     values[layout.PROMPT_LEN] = len(sampling.prompt_token_ids)
     values[layout.MIN_NEW] = min(params.min_new_tokens, 2**31 - 1)
+    values[layout.LOGPROBS] = 0 if params.logprobs is None else params.logprobs + 1
     values[layout.NUM_STOPS] = len(stops)
     values[layout.FIRST_STOP : layout.FIRST_STOP + len(stops)] = stops
     return values

@@ -165,6 +165,9 @@ class Scheduler:
         return list(drafted)
 
     def _deliver(self, request: Request, tokens: Sequence[int]) -> int:
+        wanted = request.params.logprobs
+        if wanted is not None:
+            request.output_logprobs += self._executor.logprobs(request.row, tokens, wanted)
         count, reason = deliver(request, tokens, max_seq_len=self.geometry.max_seq_len)
         if reason is not None:
             self._finish(request, reason)

@@ -11,7 +11,12 @@ from torch import Tensor
 from compilespec import _torch_compat
 from compilespec.program import PAD, InputSpec, Lowered, LoweredPhase
 from compilespec.runtime.executor import Geometry, PrefillChunk
-from compilespec.runtime.sampling_rows import RowSampling, write_row
+from compilespec.runtime.sampling_rows import (
+    RowSampling,
+    TokenLogprobs,
+    read_logprobs,
+    write_row,
+)
 from compilespec.runtime.weights import bind_weights
 
 
@@ -55,6 +60,9 @@ class StepRunner:
 
     def set_sampling(self, row: int, sampling: RowSampling) -> None:
         write_row(self.buffers, row, sampling)
+
+    def logprobs(self, row: int, tokens: Sequence[int], count: int) -> list[TokenLogprobs]:
+        return read_logprobs(self.buffers, row, tokens, min(count, self.geometry.vocab_size))
 
     def prefill(self, chunks: Sequence[PrefillChunk]) -> list[int | None]:
         packed = pack_chunks(chunks)

@@ -11,9 +11,22 @@ from torch import Tensor
 
 from compilespec.ops._library import define_op
 from compilespec.ops.sample.philox import philox_reference
-from compilespec.ops.sample.reference import draw_reference, sample_reference
+from compilespec.ops.sample.reference import (
+    draw_reference,
+    note_logprobs_reference,
+    sample_reference,
+)
 
-__all__ = ["draw", "draw_reference", "philox", "philox_reference", "sample", "sample_reference"]
+__all__ = [
+    "draw",
+    "draw_reference",
+    "note_logprobs",
+    "note_logprobs_reference",
+    "philox",
+    "philox_reference",
+    "sample",
+    "sample_reference",
+]
 
 
 def sample(
@@ -54,6 +67,18 @@ def draw(
     return _DRAW(logits_BV, greedy_B, ids_V, row_B, drawn_B, sampling_RF, sampling_RI)
 
 
+def note_logprobs(
+    logits_BSV: Tensor,
+    chosen_BS: Tensor,
+    row_B: Tensor,
+    sampling_RI: Tensor,
+    logprob_RSN: Tensor,
+    logprob_id_RSN: Tensor,
+) -> Tensor:
+    """Write the log-probabilities that rows ask for; see `note_logprobs_reference`."""
+    return _NOTE_LOGPROBS(logits_BSV, chosen_BS, row_B, sampling_RI, logprob_RSN, logprob_id_RSN)
+
+
 def philox(counter_N4: Tensor, key_2: Tensor) -> Tensor:
     """The random words behind the noise; see `philox_reference`."""
     return _PHILOX(counter_N4, key_2)
@@ -61,6 +86,12 @@ def philox(counter_N4: Tensor, key_2: Tensor) -> Tensor:
 
 def _like_greedy(logits: Tensor, greedy: Tensor, *rest: Tensor | None) -> Tensor:
     return greedy.new_empty(greedy.shape)
+
+
+def _like_logprobs(
+    logits: Tensor, chosen: Tensor, row: Tensor, words: Tensor, logprob: Tensor, ids: Tensor
+) -> Tensor:
+    return logprob.new_empty(chosen.shape)
 
 
 def _like_counter(counter_N4: Tensor, key_2: Tensor) -> Tensor:
@@ -79,6 +110,13 @@ _DRAW = define_op(
     "Tensor sampling_real, Tensor sampling_int) -> Tensor",
     draw_reference,
     _like_greedy,
+    has_kernel=True,
+)
+_NOTE_LOGPROBS = define_op(
+    "note_logprobs(Tensor logits, Tensor chosen, Tensor row, Tensor sampling_int, "
+    "Tensor(a!) logprob, Tensor(b!) logprob_id) -> Tensor",
+    note_logprobs_reference,
+    _like_logprobs,
     has_kernel=True,
 )
 _PHILOX = define_op(

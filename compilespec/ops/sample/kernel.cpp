@@ -7,6 +7,7 @@
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty_like.h>
+#include <ATen/ops/zeros.h>
 #include <torch/library.h>
 
 #include <algorithm>
@@ -23,7 +24,7 @@ namespace sample {
 // ops/sample/layout.py
 enum Real { kTemperature, kTopP, kMinP, kRepetition, kPresence, kFrequency };
 enum Word {
-  kSeedLow, kSeedHigh, kSample, kFlags, kTopK, kPromptLen, kMinNew, kNumStops, kFirstStop
+  kSeedLow, kSeedHigh, kSample, kFlags, kTopK, kPromptLen, kMinNew, kLogprobs, kNumStops, kFirstStop
 };
 constexpr int32_t kPenalise = 1, kBias = 2;
 constexpr float kMinTemperature = 1e-5f;
@@ -415,6 +416,67 @@ at::Tensor draw(const at::Tensor& logits, const at::Tensor& greedy,
   return chosen;
 }
 
+// Log-softmax of one row: the chosen token's value, then the best ones with their ids.
+template <class T>
+void note_row(const T* logits, int64_t vocab, int32_t token, int64_t num_best, float* values,
+              int32_t* best_ids) {
+  static thread_local std::vector<int32_t> order;
+  double best = -std::numeric_limits<double>::infinity(), total = 0;
+  for (int64_t i = 0; i < vocab; ++i) best = std::max(best, double(logits[i]));
+  for (int64_t i = 0; i < vocab; ++i) total += std::exp(double(logits[i]) - best);
+  const double shift = best + std::log(total);
+  values[0] = token >= 0 && token < vocab ? float(double(logits[token]) - shift) : 0.f;
+  num_best = std::min(num_best, vocab);
+  if (num_best == 0) return;
+  order.clear();
+  for (int64_t i = 0; i < vocab; ++i)
+    if (logits[i] == logits[i]) order.push_back(int32_t(i));
+  num_best = std::min(num_best, int64_t(order.size()));
+  std::partial_sort(order.begin(), order.begin() + num_best, order.end(),
+                    [logits](int32_t a, int32_t b) {
+                      return logits[a] > logits[b] || (logits[a] == logits[b] && a < b);
+                    });
+  for (int64_t i = 0; i < num_best; ++i) {
+    best_ids[i] = order[size_t(i)];
+    values[i + 1] = float(double(logits[order[size_t(i)]]) - shift);
+  }
+}
+
+at::Tensor note_logprobs(const at::Tensor& logits, const at::Tensor& chosen, const at::Tensor& row,
+                   const at::Tensor& words, at::Tensor& values, at::Tensor& best_ids) {
+  TORCH_CHECK(logits.dim() == 3 && values.dim() == 3 && best_ids.dim() == 3 &&
+                  logits.size(1) <= values.size(1) && values.size(2) == best_ids.size(2) + 1,
+              "note_logprobs: expected logits [B, S, V] and rows of S x N");
+  const int64_t batch = logits.size(0), steps = logits.size(1), vocab = logits.size(2);
+  const int64_t* rows = row.const_data_ptr<int64_t>();
+  auto asked = [&](int64_t b) {
+    return words.const_data_ptr<int32_t>()[rows[b] * words.size(1) + kLogprobs];
+  };
+  bool is_asked = false;
+  for (int64_t b = 0; b < batch; ++b) is_asked |= asked(b) > 0;
+  const at::Tensor own = at::zeros(chosen.sizes(), values.options());
+  if (!is_asked) return own;
+  const at::Tensor scores = logits.contiguous(), tokens = chosen.contiguous();
+  const int64_t width = best_ids.size(2), length = values.size(1);
+  AT_DISPATCH_FLOATING_TYPES_AND2(
+      c10::ScalarType::Half, c10::ScalarType::BFloat16, scores.scalar_type(), "note_logprobs", [&] {
+        const scalar_t* data = scores.const_data_ptr<scalar_t>();
+        at::parallel_for(0, batch * steps, grain(vocab), [&](int64_t begin, int64_t end) {
+          for (int64_t i = begin; i < end; ++i) {
+            const int64_t b = i / steps, place = rows[b] * length + i % steps;
+            if (asked(b) <= 0) continue;
+            note_row(data + i * vocab, vocab, tokens.const_data_ptr<int32_t>()[i],
+                     std::min<int64_t>(asked(b) - 1, width),
+                     values.mutable_data_ptr<float>() + place * (width + 1),
+                     best_ids.mutable_data_ptr<int32_t>() + place * width);
+            own.mutable_data_ptr<float>()[i] =
+                values.const_data_ptr<float>()[place * (width + 1)];
+          }
+        });
+      });
+  return own;
+}
+
 at::Tensor philox_op(const at::Tensor& counter, const at::Tensor& key) {
   TORCH_CHECK(counter.dim() == 2 && counter.size(1) == 4 && key.numel() == 2,
               "philox: expected counter [N, 4] and key [2]");
@@ -437,6 +499,7 @@ at::Tensor philox_op(const at::Tensor& counter, const at::Tensor& key) {
 TORCH_LIBRARY_IMPL(compilespec, CPU, m) {
   m.impl("sample", sample);
   m.impl("draw", draw);
+  m.impl("note_logprobs", note_logprobs);
   m.impl("philox", philox_op);
 }
 

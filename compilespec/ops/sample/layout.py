@@ -8,9 +8,12 @@ TEMPERATURE, TOP_P, MIN_P, REPETITION, PRESENCE, FREQUENCY = range(6)
 NUM_FLOATS = 6
 
 # sampling_RI, int32; the stop ids of `min_new_tokens` fill the row's end
-SEED_LOW, SEED_HIGH, SAMPLE, FLAGS, TOP_K, PROMPT_LEN, MIN_NEW, NUM_STOPS = range(8)
-FIRST_STOP, MAX_STOPS = 8, 56
+SEED_LOW, SEED_HIGH, SAMPLE, FLAGS, TOP_K, PROMPT_LEN, MIN_NEW, LOGPROBS, NUM_STOPS = range(9)
+FIRST_STOP, MAX_STOPS = 9, 55
 NUM_INTS = FIRST_STOP + MAX_STOPS
+
+# LOGPROBS: 0 is none, 1 the chosen token's, n + 1 the n best ones' too
+MAX_LOGPROBS = 20
 
 # FLAGS
 PENALISE = 1  # some penalty is on: the row of context_RL is kept and read

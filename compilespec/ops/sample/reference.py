@@ -90,6 +90,40 @@ def draw_reference(
     return chosen_B
 
 
+def note_logprobs_reference(
+    logits_BSV: Tensor,
+    chosen_BS: Tensor,
+    row_B: Tensor,
+    sampling_RI: Tensor,
+    logprob_RSN: Tensor,
+    logprob_id_RSN: Tensor,
+) -> Tensor:
+    """Write log-softmax values of the logits as they are, for rows that ask for them.
+
+    Args:
+        chosen_BS: int32, the tokens of the step.
+        logprob_RSN: float32 [rows, S, N + 1], written in place: the chosen token's, then those of
+            the best, best first, the lower id first among equals.
+        logprob_id_RSN: int32 [rows, S, N], written in place: the ids of the best.
+    Returns:
+        float32 [B, S], the chosen tokens'; 0 for rows that do not ask.
+    """
+    own_BS = logprob_RSN.new_zeros(chosen_BS.shape)
+    most = logprob_id_RSN.shape[2]
+    for b, row in enumerate(row_B.tolist()):
+        asked = int(sampling_RI[row, layout.LOGPROBS])
+        if asked <= 0:
+            continue
+        for s in range(logits_BSV.shape[1]):
+            values_V = logits_BSV[b, s].double().log_softmax(0)
+            own_BS[b, s] = logprob_RSN[row, s, 0] = values_V[chosen_BS[b, s]]
+            count = min(asked - 1, most, len(values_V))
+            order = values_V.sort(descending=True, stable=True).indices[:count]
+            logprob_RSN[row, s, 1 : count + 1] = values_V[order].float()
+            logprob_id_RSN[row, s, :count] = order.int()
+    return own_BS
+
+
 def is_plain(temperature: float, words: list[int]) -> bool:
     """Whether a request takes the argmax of the logits as they are."""
     changes = words[layout.FLAGS] or words[layout.MIN_NEW]
