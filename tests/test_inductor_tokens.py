@@ -7,6 +7,7 @@ than LOGIT_BOUND; and how many requests part is counted.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +17,9 @@ import torch
 from torch import nn
 
 import compilespec
+from compilespec import SamplingParams
 from compilespec.methods.eagle3 import random_head
+from compilespec.ops.sample.philox import gumbel, noise_bits
 from compilespec.runtime.engine import Engine
 from compilespec.runtime.request import Request
 from tests.models import (
@@ -29,6 +32,7 @@ from tests.models import (
     target_info,
     tiny_target,
 )
+from tests.test_ops_sample import transformers_scores
 
 NUM_LAYERS = {"gemma3": 6}  # else 2: three taps, and both kinds of layers where there are two
 MAX_SEQ_LEN = 75
@@ -180,3 +184,47 @@ def test_drafts_are_kept_up_to_the_first_wrong_one(lab: Lab) -> None:
         if tuple(request.output_token_ids) == ask.tokens:
             expected = lab.dial.expected_steps(len(ask.prompt), len(ask.tokens), NUM_DRAFT_TOKENS)
             assert request.emitted_per_step == expected
+
+
+def test_sampled_tokens_are_those_of_plain_decoding(lab: Lab) -> None:
+    """T22, and the margin rule on what sampling compares: processed logits plus noise."""
+    asks = [ask for ask in lab.asks if len(ask.tokens) >= 15]
+    params = [
+        SamplingParams(
+            max_new_tokens=15, ignore_eos=True, seed=index, temperature=(0.5, 1.0, 1.5)[index % 3],
+            repetition_penalty=1.2, frequency_penalty=0.3, logit_bias={7: 1.0},
+        )
+        for index in range(len(asks))
+    ]  # fmt: skip
+    lab.dial.draft_at_random()
+    ways = [
+        [output.token_ids for output in engine.generate([list(a.prompt) for a in asks], params)]
+        for engine in (lab.compiled, lab.interpreted, lab.plain)
+    ]
+    for tokens, ask, one in zip(ways[0], asks, params, strict=True):
+        assert sampled_shortfall(lab.reference, ask.prompt, tokens, one) < LOGIT_BOUND / 0.5
+    for left, right in itertools.combinations(ways, 2):
+        assert sum(a != b for a, b in zip(left, right, strict=True)) <= MAX_PARTED
+    assert len({tuple(tokens) for tokens in ways[0]} & {ask.tokens[:15] for ask in asks}) == 0
+
+
+def sampled_shortfall(
+    reference: nn.Module, prompt: Sequence[int], tokens: Sequence[int], params: SamplingParams
+) -> float:
+    """How far, at most, the score that drew a token lies below the best one of its own context."""
+    whole = [*prompt, *tokens]
+    with torch.no_grad():
+        output = reference(torch.tensor([whole]))
+    logits_TV = getattr(output, "logits", output)[0]
+    largest = 0.0
+    for position in range(len(prompt), len(whole)):
+        scores_V = transformers_scores(
+            logits_TV[position - 1], whole[:position], len(prompt), params, ()
+        )
+        bits_V = noise_bits(
+            torch.arange(len(scores_V)), seed_low=params.seed, seed_high=0, sample=0,
+            position=position, stream=0,
+        )  # fmt: skip
+        scores_V = scores_V + gumbel(bits_V)
+        largest = max(largest, float(scores_V.max() - scores_V[whole[position]]))
+    return largest

@@ -107,7 +107,6 @@ def test_one_params_per_prompt(engine):
 UNBUILT = [
     {"prompt_logprobs": 1},
     {"guide": "x"},
-    {"num_draft_tokens": 2},
 ]
 
 
