@@ -158,7 +158,6 @@ def test_unknown_names_are_refused():
     assert "known methods: none, eagle3" in message
     with pytest.raises(KeyError):
         compile_target("eagle9")
-    refused(errors.NotSupported, "'mtp' is not built", run=lambda: compile_target("mtp"))
     refused(
         errors.InvalidOption, "max_batchsize", "no such keyword",
         run=lambda: compile_target(max_batchsize=3),

@@ -24,7 +24,7 @@ from compilespec.loading import load_target
 from compilespec.methods import get_method
 from compilespec.methods.eagle3 import random_head
 from compilespec.passes import ATEN_PASSES, SPLICE_PASSES, rewrite, runner
-from compilespec.passes.graph import emit, find_role, get_outputs, set_outputs
+from compilespec.passes.graph import emit, find_role, get_outputs, output_node, set_outputs
 from compilespec.passes.rewrite import rewrite_phase
 from compilespec.passes.runner import PassContext, snapshot
 from compilespec.program import Phase, ProgramConfig, SpecProgram, markers
@@ -91,8 +91,10 @@ def parts() -> Any:
 def build(phase: Phase, *, keep_graphs: bool = True) -> SpecProgram:
     """One phase, spliced; the retrace and what follows run when they are asked for."""
     target, draft = parts()
+    capabilities = get_method("eagle3").capabilities
+    capabilities = dataclasses.replace(capabilities, outputs_hidden_states=True)  # every pass runs
     ctx = PassContext(
-        phase=phase, config=CONFIG, capabilities=get_method("eagle3").capabilities, target=target,
+        phase=phase, config=CONFIG, capabilities=capabilities, target=target,
         draft=draft, aux_layers=(0, 1, 2),
     )  # fmt: skip
     graph = rewrite_phase(ctx, keep_graphs=keep_graphs)
@@ -265,6 +267,14 @@ def unfinished_emitted(gm: fx.GraphModule, ctx: PassContext) -> None:
     rejected_emitted(gm, ctx)
 
 
+def states_rolled(gm: fx.GraphModule, ctx: PassContext) -> None:
+    node = find_role(gm, "hidden")
+    wrong = emit(gm, lambda x: x.roll(1, -1), node, before=output_node(gm))
+    wrong.meta["role"] = node.meta.pop("role")
+    outputs = get_outputs(gm)
+    set_outputs(gm, {name: wrong if one is node else one for name, one in outputs.items()})
+
+
 def taps_reversed(gm: fx.GraphModule, ctx: PassContext) -> None:
     node = find_role(gm, "aux")
     change(node, 0, tuple(reversed(node.args[0])))
@@ -434,6 +444,8 @@ FAULTS = (
           edit=rejected_emitted),
     Fault(pass_name="splice_acceptance", what="emits for unfinished prompts", phase="prefill",
           edit=unfinished_emitted),
+    Fault(pass_name="output_hidden_states", what="states rolled", phase="decode",
+          edit=states_rolled),
     Fault(pass_name="shift_hidden_states", what="no shift", phase="decode", edit=unshifted),
     Fault(pass_name="shift_hidden_states", what="taps reversed", phase="decode",
           edit=taps_reversed),

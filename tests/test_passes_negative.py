@@ -132,6 +132,7 @@ NEGATIVE: dict[str, Callable[[Traced], Case]] = {
     "narrow_logits": decode_needs_the_logits_of_all_rows,
     "insert_paged_attention": attention_is_paged_already,
     "splice_acceptance": nobody_named_the_logits,
+    "output_hidden_states": nothing_was_accepted,
     "shift_hidden_states": there_is_no_drafter,
     "splice_draft_loop": there_is_no_drafter,
     "commit_state": nothing_was_accepted,
