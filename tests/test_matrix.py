@@ -133,13 +133,9 @@ def test_every_method_gives_the_models_own_tokens(method: str, family: str, k: i
 @pytest.mark.parametrize(
     ("method", "family"),
     [
-        pytest.param("mtp", "llama"),
-        *(
-            pytest.param(method, family, marks=pytest.mark.slow)
-            for method in METHODS
-            for family in ("llama", "qwen3_moe")
-            if (method, family) != ("mtp", "llama")
-        ),
+        pytest.param(method, family, marks=pytest.mark.slow)
+        for method in METHODS
+        for family in ("llama", "qwen3_moe")
     ],
 )
 def test_methods_on_inductor(method: str, family: str, inductor_cache_dir: Any) -> None:
