@@ -97,7 +97,7 @@ class State:
     prompts: tuple[tuple[int, ...], ...]
 
     def arguments(self) -> tuple[Tensor, ...]:
-        names = ("sampling_RF", "sampling_RI", "bias_RV", "context_RL")
+        names = ("sampling_RF", "sampling_RI", "bias_RV", "context_RL", "mask_RSW")
         return tuple(self.buffers[name].clone() for name in names)
 
 
@@ -111,6 +111,7 @@ def make_state(
         "sampling_RI": torch.full((count, layout.NUM_INTS), -7, dtype=torch.int32),
         "bias_RV": torch.full((count, vocab), math.nan),
         "context_RL": torch.full((count, max_seq_len), -(2**31), dtype=torch.int32),
+        "mask_RSW": torch.zeros(count, 400, -(-vocab // 32), dtype=torch.int32),
     }
     prompts = []
     for row, one in enumerate([*params, SamplingParams()]):
@@ -356,7 +357,8 @@ def test_draws_follow_the_softmax(axis):
         drawn[:, 0] = varied
     else:
         whole[:, layout.SEED_LOW if axis == "seeds" else layout.SAMPLE] = varied
-    unused = torch.zeros(count, vocab), torch.zeros(count, 1, dtype=torch.int32)
+    no_words = torch.zeros(count, 1, 1, dtype=torch.int32)
+    unused = torch.zeros(count, vocab), torch.zeros(count, 1, dtype=torch.int32), no_words
     logits = logits_V.expand(count, 1, vocab).contiguous()
     greedy, rows = logits.argmax(-1).int(), torch.arange(count)
     chosen = sample(logits, greedy, None, rows, drawn, real, whole, *unused).flatten()
@@ -380,7 +382,7 @@ def test_a_draft_of_the_same_logits_is_the_same_token(compute, vocab):
     """Also over a vocabulary of its own, in any order: the target's other ids cannot be drawn."""
     params = [SamplingParams(temperature=t) for t in (0.0, 0.3, 1.0, 4.0)] * 5
     state, batch = make_state(params, vocab), len(params)
-    real, whole, bias, context = state.arguments()
+    real, whole, *others = state.arguments()
     ids_V = torch.randperm(vocab)[: vocab // 2]
     logits = 2 * torch.randn(batch, vocab)
     position, rows = torch.arange(batch, dtype=torch.int32) + 30, torch.arange(batch)
@@ -391,7 +393,7 @@ def test_a_draft_of_the_same_logits_is_the_same_token(compute, vocab):
             full[:, own] = logits[:, own]
         wanted = sample_reference(
             full.unsqueeze(1), full.argmax(-1).int().unsqueeze(1), None, rows,
-            position.unsqueeze(1), real, whole, bias, context,
+            position.unsqueeze(1), real, whole, *others,
         ).squeeze(1)  # fmt: skip
         mine = full if own is None else logits[:, own]
         greedy = full.argmax(-1).int()
@@ -447,6 +449,39 @@ def test_logprobs_equal_log_softmax(way, dtype):
         assert torch.allclose(got, best.values[:, :count], atol=1e-6, rtol=1e-6)
         assert bool((ids[row, :, count:] == -9).all())
     assert bool((values[batch] == 7).all())
+
+
+# --- guides ---
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("vocab", [31, 32, 97, 1031])
+def test_masks_of_guided_rows(vocab, dtype):
+    """Each row of the window has its own; kernel and reference agree with a bias of -inf."""
+    steps = 3
+    plain = [p for t in (0.0, 0.9) for p in all_params(t)]
+    batch = len(plain)
+    state = make_state(plain, vocab)
+    logits = (2 * torch.randn(batch, steps, vocab)).to(dtype)
+    allowed = torch.rand(batch + 1, steps, vocab) < 0.4
+    allowed[..., 20] = True
+    ids, drawn = window(batch, steps, vocab, 12)
+    rows = torch.randperm(batch)
+    call = (logits, logits.argmax(-1).int(), ids, rows, drawn)
+    banned = logits.masked_fill(~allowed[rows], -math.inf)
+    before = (banned, banned.argmax(-1).int(), *call[2:])
+    for one in state.buffers["context_RL"][:, 9:]:
+        one.fill_(3)
+    wanted = sample_reference(*before, *state.arguments())
+    state.buffers["sampling_RI"][:, layout.FLAGS] |= layout.GUIDE
+    packed = torch.zeros(batch + 1, steps, -(-vocab // 32) * 32, dtype=torch.int64)
+    packed[..., :vocab] = allowed.long()
+    words = (packed.unflatten(-1, (-1, 32)) << torch.arange(32)).sum(-1)
+    state.buffers["mask_RSW"] = words.int()  # wraps
+    for compute in WAYS.values():
+        chosen = compute(*call, *state.arguments())
+        assert bool(allowed[rows].gather(-1, chosen.long().unsqueeze(-1)).all())
+        assert torch.equal(chosen, wanted)
 
 
 # --- registration ---

@@ -33,10 +33,11 @@ def sample_target(gm: fx.GraphModule, ctx: PassContext, *, before: fx.Node) -> f
         logits, greedy, drawn = emit(gm, prefill_choice, logits, start, before=before)
         ids = None
     real, whole, bias, context = sampling_state(gm, ctx)
+    mask = _guide_masks(gm, ctx)
     with gm.graph.inserting_before(before):
         return gm.graph.call_function(
             torch.ops.compilespec.sample.default,
-            (logits, greedy, ids, index, drawn, real, whole, bias, context),
+            (logits, greedy, ids, index, drawn, real, whole, bias, context, mask),
         )
 
 
@@ -103,6 +104,13 @@ def sampling_state(gm: fx.GraphModule, ctx: PassContext) -> tuple[fx.Node, ...]:
     )
     context = _buffer(gm, ctx, "context_RL", (ctx.config.max_seq_len,), torch.int32)
     return real, whole, bias, context
+
+
+def _guide_masks(gm: fx.GraphModule, ctx: PassContext) -> fx.Node:
+    """Which ids a guided request may choose at each row of its window, a bit an id."""
+    (vocab_size,) = output_widths(ctx.target)
+    shape = (ctx.config.num_verify_tokens, -(-vocab_size // 32))
+    return _buffer(gm, ctx, "mask_RSW", shape, torch.int32, by_host=True)
 
 
 def _buffer(

@@ -31,7 +31,8 @@ def write_row(buffers: Mapping[str, Tensor], row: int, sampling: RowSampling) ->
     )
     penalises, is_biased = has_penalties(params), has_bias(params)
     reals.copy_(torch.tensor(_reals(params), dtype=torch.float32))
-    flags = layout.PENALISE * penalises | layout.BIAS * is_biased
+    is_guided = params.guide is not None
+    flags = layout.PENALISE * penalises | layout.BIAS * is_biased | layout.GUIDE * is_guided
     words.copy_(torch.tensor(_words(sampling, flags), dtype=torch.int32))
     if "withheld_R" in buffers:  # drafts of a step that are not judged: the request's own K
         count, own = buffers["tokens_RS"].shape[1] - 1, params.num_draft_tokens

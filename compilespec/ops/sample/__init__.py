@@ -39,6 +39,7 @@ def sample(
     sampling_RI: Tensor,
     bias_RV: Tensor,
     context_RL: Tensor,
+    mask_RSW: Tensor,
 ) -> Tensor:
     """Choose the target's tokens; see `sample_reference`."""
     return _SAMPLE(
@@ -51,6 +52,7 @@ def sample(
         sampling_RI,
         bias_RV,
         context_RL,
+        mask_RSW,
     )
 
 
@@ -100,7 +102,8 @@ def _like_counter(counter_N4: Tensor, key_2: Tensor) -> Tensor:
 
 _SAMPLE = define_op(
     "sample(Tensor logits, Tensor greedy, Tensor? ids, Tensor row, Tensor drawn, "
-    "Tensor sampling_real, Tensor sampling_int, Tensor bias, Tensor(a!) context) -> Tensor",
+    "Tensor sampling_real, Tensor sampling_int, Tensor bias, Tensor(a!) context, "
+    "Tensor mask) -> Tensor",
     sample_reference,
     _like_greedy,
     has_kernel=True,

@@ -26,7 +26,7 @@ enum Real { kTemperature, kTopP, kMinP, kRepetition, kPresence, kFrequency };
 enum Word {
   kSeedLow, kSeedHigh, kSample, kFlags, kTopK, kPromptLen, kMinNew, kLogprobs, kNumStops, kFirstStop
 };
-constexpr int32_t kPenalise = 1, kBias = 2;
+constexpr int32_t kPenalise = 1, kBias = 2, kGuide = 4;
 constexpr float kMinTemperature = 1e-5f;
 constexpr uint32_t kStreamDraw = 0;
 
@@ -286,9 +286,22 @@ void penalise(Acc* scores, int64_t vocab, const float* reals, const int32_t* con
     if (inside(context[i])) counts[size_t(context[i])] = 0;
 }
 
+// -inf where the mask's bit is 0.
+template <class Acc>
+void guide(Acc* scores, int64_t vocab, const int32_t* mask) {
+  for (int64_t base = 0; base < vocab; base += 32) {
+    const uint32_t word = uint32_t(mask[base / 32]);
+    if (word == ~0u) continue;
+    const int64_t end = std::min<int64_t>(32, vocab - base);
+    for (int64_t i = 0; i < end; ++i)
+      if (!(word >> i & 1)) scores[base + i] = -std::numeric_limits<Acc>::infinity();
+  }
+}
+
 template <class Acc, class T>
 int32_t choose(const T* logits, int64_t vocab, const float* reals, const int32_t* words,
-               const float* bias, const int32_t* context, int64_t max_seq_len, int32_t drawn) {
+               const float* bias, const int32_t* context, int64_t max_seq_len, int32_t drawn,
+               const int32_t* mask) {
   static thread_local std::vector<Acc> scores;
   scores.resize(size_t(vocab));
   for (int64_t i = 0; i < vocab; ++i) scores[size_t(i)] = Acc(logits[i]);
@@ -300,6 +313,7 @@ int32_t choose(const T* logits, int64_t vocab, const float* reals, const int32_t
   if (int64_t(drawn) - words[kPromptLen] < words[kMinNew])
     for (int i = 0; i < words[kNumStops]; ++i)
       scores[size_t(words[kFirstStop + i])] = -std::numeric_limits<Acc>::infinity();
+  if (words[kFlags] & kGuide) guide(scores.data(), vocab, mask);
   if (reals[kTemperature] < kMinTemperature) return first_best(scores.data(), vocab);
   const Acc temperature = Acc(reals[kTemperature]);
   for (int64_t i = 0; i < vocab; ++i) scores[size_t(i)] /= temperature;
@@ -331,10 +345,15 @@ void check_state(const at::Tensor& row, const at::Tensor& reals, const at::Tenso
 at::Tensor sample(const at::Tensor& logits, const at::Tensor& greedy,
                   const c10::optional<at::Tensor>& ids, const at::Tensor& row,
                   const at::Tensor& drawn, const at::Tensor& reals, const at::Tensor& words,
-                  const at::Tensor& bias, at::Tensor& context) {
+                  const at::Tensor& bias, at::Tensor& context, const at::Tensor& mask) {
   check_state(row, reals, words);
   TORCH_CHECK(logits.dim() == 3 && logits.size(2) > 0 && bias.size(1) == logits.size(2),
               "sample: expected logits [B, S, ", bias.size(1), "], got ", logits.sizes());
+  TORCH_CHECK(mask.scalar_type() == c10::ScalarType::Int && mask.is_contiguous() &&
+                  mask.dim() == 3 && mask.size(1) >= logits.size(1) &&
+                  mask.size(2) * 32 >= logits.size(2),
+              "sample: expected a mask of int32 [rows, ", logits.size(1), ", ceil(",
+              logits.size(2), " / 32)], contiguous, got ", mask.sizes());
   const at::Tensor chosen = greedy.contiguous().clone();
   const int64_t batch = logits.size(0), steps = logits.size(1), vocab = logits.size(2);
   const int64_t* rows = row.const_data_ptr<int64_t>();
@@ -362,11 +381,12 @@ at::Tensor sample(const at::Tensor& logits, const at::Tensor& greedy,
         const scalar_t* data = scores.const_data_ptr<scalar_t>();
         at::parallel_for(0, batch * steps, grain(vocab), [&](int64_t begin, int64_t end) {
           for (int64_t i = begin; i < end; ++i) {
-            const int64_t b = i / steps;
+            const int64_t b = i / steps, place = rows[b] * mask.size(1) + i % steps;
             if (is_plain(reals_of(b), words_of(b))) continue;
             result[i] = choose<AccOf<scalar_t>>(
                 data + i * vocab, vocab, reals_of(b), words_of(b),
-                bias.const_data_ptr<float>() + rows[b] * vocab, context_of(b), length, position[i]);
+                bias.const_data_ptr<float>() + rows[b] * vocab, context_of(b), length, position[i],
+                mask.const_data_ptr<int32_t>() + place * mask.size(2));
           }
         });
       });

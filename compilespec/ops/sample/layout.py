@@ -18,6 +18,7 @@ MAX_LOGPROBS = 20
 # FLAGS
 PENALISE = 1  # some penalty is on: the row of context_RL is kept and read
 BIAS = 2  # the row of bias_RV is added
+GUIDE = 4  # mask_RSW says which ids each row of the window may choose
 
 MIN_TEMPERATURE = 1e-5  # below it the most probable token is taken
 

@@ -21,6 +21,7 @@ def sample_reference(
     sampling_RI: Tensor,
     bias_RV: Tensor,
     context_RL: Tensor,
+    mask_RSW: Tensor,
 ) -> Tensor:
     """Choose the target's token at every row: argmax or draw, as the row's request asks.
 
@@ -35,6 +36,8 @@ def sample_reference(
         sampling_RF, sampling_RI: see `layout`; bias_RV float32: added where the row's flag is set.
         context_RL: int32, tokens by position; written in place, for rows with penalties only: what
             row (b, s) is conditioned on is then context[row, :drawn], earlier drafts included.
+        mask_RSW: int32 [rows, S or more, ceil(V / 32)], for rows with guides only: bit i of word w
+            says whether row (b, s) may choose id 32 w + i.
     Returns:
         int32 [B, S], in 0..V-1.  A token depends on its own logits, position, prefix and
         parameters: not on the batch, nor on how many rows are verified together.
@@ -53,6 +56,8 @@ def sample_reference(
         for s, position in enumerate(drawn[b]):
             context = context_RL[row, : min(max(position, 0), max_seq_len)]
             scores_V = process(logits_BSV[b, s], reals, words, bias_RV[row], context, position)
+            if words[layout.FLAGS] & layout.GUIDE:
+                scores_V = guided(scores_V, mask_RSW[row, s])
             chosen_BS[b, s] = choose(scores_V, reals, words, position)
     return chosen_BS
 
@@ -147,6 +152,13 @@ def process(
         scores_V = scores_V.clone()
         scores_V[stops] = -math.inf
     return scores_V
+
+
+def guided(scores_V: Tensor, mask_W: Tensor) -> Tensor:
+    """-inf where the mask's bit is 0."""
+    ids_V = torch.arange(len(scores_V), device=scores_V.device)
+    allowed_V = (mask_W[ids_V // 32] >> (ids_V % 32)) & 1
+    return scores_V.masked_fill(allowed_V == 0, -math.inf)
 
 
 def _penalise(scores_V: Tensor, reals: Tensor, context: Tensor, prompt_len: int) -> Tensor:
