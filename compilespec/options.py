@@ -8,12 +8,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from compilespec.acceptance import STRICT, Acceptance, Relaxed
+from compilespec.acceptance import STRICT, Acceptance, Relaxed, RuleFunction, rule_function
 from compilespec.errors import InvalidOption, NotSupported
 from compilespec.loading import Target
 from compilespec.lowering import BACKENDS
 from compilespec.methods.base import Drafter, TargetInfo
-from compilespec.passes.acceptance import RULES, describe, is_lossless
+from compilespec.passes.acceptance import FUNCTIONS, RULES, describe, is_lossless
 from compilespec.program import ProgramConfig
 
 logger = logging.getLogger(__name__)
@@ -47,6 +47,7 @@ class CompileOptions:
     max_prefill_tokens: int
     kv_cache_tokens: int | None
     num_draft_tokens: int | None
+    smaller_draft_counts: tuple[int, ...] = ()  # further K, one of which a step may choose
     acceptance: Acceptance = STRICT
     disabled_passes: frozenset[str] = frozenset()
 
@@ -91,6 +92,7 @@ class CompileOptions:
             num_blocks=num_blocks,
             dtype=info.dtype,
             device=info.device,
+            max_draft_tokens=num_draft_tokens if self.smaller_draft_counts else None,
         )
 
 
@@ -107,7 +109,7 @@ def resolve_options(
     max_seq_len: int | None = None,
     max_prefill_tokens: int = 2048,
     kv_cache_tokens: int | None = None,
-    num_draft_tokens: int | None = None,
+    num_draft_tokens: int | Sequence[int] | None = None,
     relaxed_topk: int | None = None,
     relaxed_delta: float | None = None,
     begin_thinking_token_id: int | None = None,
@@ -130,6 +132,7 @@ def resolve_options(
     ):
         if value is not None:
             raise NotSupported(f"{name}= is not built yet; leave it out")
+    num_draft_tokens, smaller = _draft_counts(num_draft_tokens)
     sizes = {
         "max_batch_size": max_batch_size,
         "max_seq_len": max_seq_len,
@@ -154,6 +157,7 @@ def resolve_options(
         max_prefill_tokens=max_prefill_tokens,
         kv_cache_tokens=kv_cache_tokens,
         num_draft_tokens=num_draft_tokens,
+        smaller_draft_counts=smaller,
         acceptance=resolve_acceptance(
             acceptance,
             force_num_accepted,
@@ -163,6 +167,19 @@ def resolve_options(
             end_thinking_token_id=end_thinking_token_id,
         ),
     )
+
+
+def _draft_counts(given: int | Sequence[int] | None) -> tuple[int | None, tuple[int, ...]]:
+    """The largest K, and the other ones of a sequence, in rising order."""
+    if given is None or isinstance(given, str) or not isinstance(given, Sequence):
+        return given, ()  # type: ignore[return-value]  # the check of all sizes refuses the rest
+    counts = sorted(set(given)) if all(_is_integer(count) for count in given) else []
+    if not counts or counts[0] < 0 or counts[-1] < 1:
+        raise InvalidOption(
+            f"num_draft_tokens must be a positive integer, or several of 0 and more of which each "
+            f"step takes the best, such as (0, 2, 5); got {given!r}"
+        )
+    return counts[-1], tuple(counts[:-1])
 
 
 def resolve_acceptance(
@@ -175,22 +192,33 @@ def resolve_acceptance(
     Args:
         force_num_accepted: None asks the environment (`FORCE_VARIABLES`), once, here.
         relaxed: `RELAXED_OPTIONS`, None where not given.
-    Raises: InvalidOption, NotSupported.
+    Raises: InvalidOption.
     """
-    rule = "strict" if acceptance == "auto" else acceptance
-    if not isinstance(rule, str) or rule not in RULES:
-        raise NotSupported(
-            f"acceptance={acceptance!r} is not built yet; leave it at 'auto' (strict, for greedy "
-            f"requests), or one of {', '.join(RULES)}"
-        )
+    rule, function = _rule(acceptance)
     chosen = Acceptance(
         rule=rule,
         relaxed=_relaxed(rule, relaxed),
+        function=function,
         force_num_accepted=_force_num_accepted(force_num_accepted),
     )
     if not is_lossless(chosen):
         logger.warning("acceptance: %s", describe(chosen))
     return chosen
+
+
+def _rule(acceptance: str | Callable[..., Any]) -> tuple[str, RuleFunction | None]:
+    """A rule's name, and its function where it is one of probabilities."""
+    if callable(acceptance):
+        return "user", rule_function(acceptance)
+    names = ("auto", *(name for name in RULES if name != "user"))
+    if acceptance not in names:
+        raise InvalidOption(
+            f"acceptance must be one of {', '.join(names)}, or a function marked with "
+            f"@compilespec.acceptance_rule; got {acceptance!r}"
+        )
+    rule = "strict" if acceptance == "auto" else acceptance
+    function = FUNCTIONS.get(rule)
+    return rule, None if function is None else rule_function(function, rule)
 
 
 def _relaxed(rule: str, given: dict[str, Any]) -> Relaxed | None:

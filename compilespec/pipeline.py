@@ -22,7 +22,9 @@ from compilespec.methods import get_method
 from compilespec.methods.base import Capabilities, Drafter, Method, MethodConfig
 from compilespec.options import ACCEPTANCE_OPTIONS, CompileOptions, resolve_options
 from compilespec.passes.acceptance import describe, is_lossless
-from compilespec.passes.rewrite import rewrite_phase
+from compilespec.passes.draft_loops import LOOPS
+from compilespec.passes.draft_loops.kept_inputs import READ_BY_REPLAY
+from compilespec.passes.rewrite import rewrite_phase, rewrite_replay
 from compilespec.passes.runner import PassContext
 from compilespec.program import (
     PHASES,
@@ -43,7 +45,7 @@ def compile(
     spec: str | Method | MethodConfig | None = "none",
     *,
     draft: str | Path | nn.Module | None = None,
-    num_draft_tokens: int | None = None,
+    num_draft_tokens: int | Sequence[int] | None = None,
     max_batch_size: int = 8,
     max_seq_len: int | None = None,
     max_prefill_tokens: int = 2048,
@@ -67,7 +69,8 @@ def compile(
         spec: drafting method by name, as a config, or a method object of one's own; "none" is
         plain decoding through the same path.
         draft: directory or module of the drafter; None looks beside the target.
-        num_draft_tokens: K; None takes the checkpoint's own, else 3.
+        num_draft_tokens: K; None takes the checkpoint's own, else 3.  Several, such as (0, 2, 5),
+        let every step take the one that pays, by measured times and recent acceptance.
         max_seq_len: tokens per request, prompt included; None takes the model's limit, at most
         4096.
         kv_cache_tokens: size of the KV cache; None is max_batch_size * max_seq_len.
@@ -213,25 +216,46 @@ def build_program(
     weights: dict[str, Tensor] = {}
     phases: dict[Phase, PhaseGraph] = {}
     buffers: dict[str, BufferSpec] = {}
+
+    def context(phase: Phase, count: int | None = None, **changes: Any) -> PassContext:
+        """What the passes of one graph read; of a step of `count` drafts where it is given."""
+        own = config if count is None else dataclasses.replace(config, num_draft_tokens=count)
+        shared: dict[str, Any] = {
+            "phase": phase,
+            "config": own,
+            "capabilities": capabilities,
+            "target": traced,
+            "draft": traced_draft,
+            "aux_layers": tuple(drafter.aux_layers) if drafter else (),
+            "chain": getattr(drafter, "chain", "module_rows"),
+            "acceptance": options.acceptance,
+            "kv_layers": tuple(drafter.kv_layers) if drafter else (),
+            "kv_block_sizes": _block_sizes(drafter, config),
+            "weights": weights,
+            "buffers": buffers,
+            "prepack": config.device.type == "cpu",
+        }
+        return PassContext(**{**shared, **changes})
+
+    def rewritten(ctx: PassContext) -> PhaseGraph:
+        return rewrite_phase(ctx, keep_graphs=keep_graphs, disabled=options.disabled_passes)
+
     for phase in PHASES:
-        ctx = PassContext(
-            phase=phase,
-            config=config,
-            capabilities=capabilities,
-            target=traced,
-            draft=traced_draft,
-            aux_layers=tuple(drafter.aux_layers) if drafter else (),
-            chain=getattr(drafter, "chain", "module_rows"),
-            acceptance=options.acceptance,
-            kv_layers=tuple(drafter.kv_layers) if drafter else (),
-            kv_block_sizes=_block_sizes(drafter, config),
-            weights=weights,
-            buffers=buffers,
-            prepack=config.device.type == "cpu",
-        )
-        phases[phase] = rewrite_phase(
-            ctx, keep_graphs=keep_graphs, disabled=options.disabled_passes
-        )
+        phases[phase] = rewritten(context(phase))
+    variants, replay = {}, None
+    if options.smaller_draft_counts:
+        check_several_k(capabilities, options)
+        loop = LOOPS[capabilities.kind]
+        parts: list[dict[str, BufferSpec]] = []
+        for count in options.smaller_draft_counts:
+            parts.append({})
+            variants[count] = rewritten(context("decode", count, buffers=parts[-1]))
+        if 0 in variants and loop.needs_replay:
+            parts.append({})
+            ctx = context("decode", buffers=parts[-1], read_only=READ_BY_REPLAY)
+            replay = rewrite_replay(ctx, disabled=options.disabled_passes)
+        for part in parts:
+            buffers.update(part)
     return SpecProgram(
         method=method.capabilities.name,
         config=config,
@@ -242,8 +266,32 @@ def build_program(
         num_repeated_tokens=num_repeated_tokens(method.capabilities, config),
         recorder=drafter.recorder if drafter else None,
         propose_on_host=drafter.propose_on_host if drafter else None,
+        variants=variants,
+        replay=replay,
         notes=(*_notes(target, drafter), *notes),
     )
+
+
+def check_several_k(capabilities: Capabilities, options: CompileOptions) -> None:
+    """Raises: InvalidOption where a method's drafts cannot be fewer in some steps."""
+    loop, name = LOOPS.get(capabilities.kind), capabilities.name
+    if loop is None:
+        raise InvalidOption(f"spec={name!r} drafts nothing: leave out num_draft_tokens=")
+    if not loop.several_k:
+        raise InvalidOption(
+            f"spec={name!r} runs all its modules in every step, or their caches would have holes: "
+            f"give num_draft_tokens= one number"
+        )
+    if 0 in options.smaller_draft_counts and not loop.allows_no_drafts:
+        raise InvalidOption(
+            f"spec={name!r} must see every token, or its cache would have holes: leave 0 out of "
+            f"num_draft_tokens="
+        )
+    if options.acceptance.rule == "rejection":
+        raise InvalidOption(
+            "acceptance='rejection' takes one K: give num_draft_tokens= one number, or leave "
+            "acceptance= at 'auto'"
+        )
 
 
 def _block_sizes(drafter: Drafter | None, config: ProgramConfig) -> tuple[int, ...]:

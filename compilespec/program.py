@@ -18,6 +18,9 @@ from torch import Tensor, fx
 Phase = Literal["prefill", "decode"]
 PHASES: tuple[Phase, ...] = ("prefill", "decode")
 PAD = -1  # fills emitted tokens after the bonus token; never an id
+NUM_KEPT = (
+    64  # drafter inputs that a row keeps in steps of K = 0; one that overran it is not drafted
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +74,7 @@ class ProgramConfig:
     them.
     """
 
-    num_draft_tokens: int  # K; 0 is plain decoding
+    num_draft_tokens: int  # K of a graph; 0 is plain decoding
     max_batch_size: int  # state rows
     max_seq_len: int  # tokens per request, prompt included
     max_prefill_tokens: int  # packed tokens of one prefill call
@@ -79,11 +82,17 @@ class ProgramConfig:
     num_blocks: int  # blocks of every cache
     dtype: torch.dtype
     device: torch.device
+    max_draft_tokens: int | None = None  # of a program with several K: the largest
 
     @property
     def num_verify_tokens(self) -> int:
         """S = K + 1."""
         return self.num_draft_tokens + 1
+
+    @property
+    def num_row_tokens(self) -> int:
+        """Tokens of a state row: S of the largest K."""
+        return 1 + max(self.num_draft_tokens, self.max_draft_tokens or 0)
 
     @property
     def blocks_per_row(self) -> int:
@@ -223,6 +232,8 @@ class SpecProgram:
     weights: Mapping[str, Tensor] = field(repr=False)
     vocab_size: int
     num_repeated_tokens: int = 0  # prompt tokens that a chunk runs again, for the drafter's sake
+    variants: Mapping[int, PhaseGraph] = field(default_factory=dict)  # decode steps of a smaller K
+    replay: PhaseGraph | None = None  # brings drafters up to date after steps of K = 0
     recorder: TapSink | None = field(default=None, repr=False)  # of the taps, if they are put out
     propose_on_host: HostProposal | None = field(default=None, repr=False)
     notes: tuple[
@@ -258,6 +269,15 @@ class Lowered:
     program: SpecProgram
     backend: str
     phases: Mapping[Phase, LoweredPhase]
+    variants: Mapping[int, LoweredPhase] = field(default_factory=dict)  # by K
+    replay: LoweredPhase | None = None
+
+    @property
+    def calls(self) -> dict[str, LoweredPhase]:
+        """Every callable: the phases, "decode.<K>" for further K, "replay"."""
+        calls: dict[str, LoweredPhase] = dict(self.phases)
+        calls |= {f"decode.{count}": phase for count, phase in self.variants.items()}
+        return calls if self.replay is None else {**calls, "replay": self.replay}
 
     def __str__(self) -> str:
         parts = [

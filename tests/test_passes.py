@@ -376,7 +376,7 @@ def test_decode_positions_and_slots_equal_a_scalar_oracle():
         rng.shuffle(rows)
         gm = emitted_graph(
             read_decode_state, ["row", "tokens", "length", "table"], num_tokens=num_tokens,
-            max_seq_len=limit, block_size=block, spare_row=num_rows,
+            row_tokens=num_tokens, max_seq_len=limit, block_size=block, spare_row=num_rows,
         )  # fmt: skip
         batch = [torch.tensor(x, dtype=torch.int32) for x in (rows, tokens, lengths, table)]
         ids, position, row, slot, index, live, start = call(gm, *batch)

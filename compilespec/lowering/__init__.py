@@ -44,11 +44,18 @@ def lower(
     if backend not in BACKENDS:
         raise InvalidOption(f"backend must be one of {', '.join(BACKENDS)}; got {backend!r}")
     lower_phase = _interpret if backend == "eager" else _compile
-    phases = {
-        name: lower_phase(graph, program, cache or ArtifactCache())
-        for name, graph in program.phases.items()
-    }
-    return Lowered(program=program, backend=backend, phases=phases)
+    artifacts = cache or ArtifactCache()
+
+    def lowered(graph: PhaseGraph) -> LoweredPhase:
+        return lower_phase(graph, program, artifacts)
+
+    return Lowered(
+        program=program,
+        backend=backend,
+        phases={name: lowered(graph) for name, graph in program.phases.items()},
+        variants={count: lowered(graph) for count, graph in program.variants.items()},
+        replay=lowered(program.replay) if program.replay is not None else None,
+    )
 
 
 def _interpret(graph: PhaseGraph, program: SpecProgram, cache: ArtifactCache) -> LoweredPhase:

@@ -119,7 +119,10 @@ ATEN_PASSES = (
     Pass(
         run=check_mutations,
         after=("bound_positions",),
-        matches=lambda ctx: sum(not buffer.by_host for buffer in ctx.buffers.values()),
+        matches=lambda ctx: sum(
+            not buffer.by_host and buffer.name not in ctx.read_only
+            for buffer in ctx.buffers.values()
+        ),
         looks_for="writes of every buffer that the host does not write",
         near=("paged_attention", "index_put_"),
     ),

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from compilespec.passes.graph import emit, find_role, has_role, output_node
+from compilespec.passes.graph import add_buffer, emit, find_role, has_role, output_node
+from compilespec.passes.read_state import token_rows
 from compilespec.passes.runner import PassContext
 
 
@@ -38,6 +39,22 @@ def commit_state(gm: fx.GraphModule, ctx: PassContext) -> int:
     parts = (bonus, find_role(gm, "drafts")) if has_role(gm, "drafts") else (bonus,)
     emit(gm, _write, tokens, lengths, index, length, *parts, before=before)
     return 1
+
+
+def commit_drafts(gm: fx.GraphModule, ctx: PassContext) -> fx.Node:
+    """New drafts beside each request's last token; its length stays.  Returns: the rows, [B, S]."""
+    tokens = add_buffer(gm, ctx, token_rows(ctx.config))
+    node: fx.Node = emit(
+        gm, replace_drafts, tokens, find_role(gm, "row_index"), find_role(gm, "drafts"),
+        before=output_node(gm),
+    )  # fmt: skip
+    return node
+
+
+def replace_drafts(tokens_RS: Any, index_B: Any, drafts_BK: Any) -> Any:
+    rows_BS = torch.cat([tokens_RS[index_B][:, :1], drafts_BK], 1)
+    tokens_RS.index_put_((index_B,), rows_BS)
+    return rows_BS
 
 
 def _decode_result(

@@ -33,7 +33,7 @@ from compilespec.passes.sizes import (
     V,
     integers,
 )
-from compilespec.program import InputSpec
+from compilespec.program import NUM_KEPT, InputSpec
 
 _aten = torch.ops.aten
 
@@ -55,6 +55,8 @@ CONTRACT: dict[str, Range] = {
     "history_RL": integers(-1, V - 1),
     "withheld_R": integers(0, K),
     "ring_ids_RK": integers(0, V - 1),
+    "kept_ids_RW": integers(0, V - 1),
+    "backlog_B": integers(0, NUM_KEPT),
     "seq_len_R": integers(0, L),
     "block_table_RM": integers(-1, NUM_BLOCKS - 1),
 }

@@ -16,7 +16,7 @@ from compilespec.passes.graph import (
     find_role,
 )
 from compilespec.passes.runner import PassContext
-from compilespec.program import BufferSpec, InputSpec
+from compilespec.program import BufferSpec, InputSpec, ProgramConfig
 
 
 def read_state(gm: fx.GraphModule, ctx: PassContext) -> int:
@@ -32,34 +32,8 @@ def read_state(gm: fx.GraphModule, ctx: PassContext) -> int:
     Numerics: exact.  Runs on torch IR.
     """
     config = ctx.config
-    tables = add_buffer(
-        gm,
-        ctx,
-        BufferSpec(
-            name="block_table_RM",
-            kind="state",
-            shape=(config.max_batch_size + 1, config.blocks_per_row),
-            dtype=torch.int32,
-            fill=-1,
-            by_host=True,
-        ),
-    )
-    tokens = add_buffer(
-        gm,
-        ctx,
-        BufferSpec(
-            name="tokens_RS",
-            kind="state",
-            shape=(config.max_batch_size + 1, config.num_verify_tokens),
-            dtype=torch.int32,
-        ),
-    )
-    lengths = add_buffer(
-        gm,
-        ctx,
-        BufferSpec(
-            name="seq_len_R", kind="state", shape=(config.max_batch_size + 1,), dtype=torch.int32
-        ),
+    tables, tokens, lengths = (
+        add_buffer(gm, ctx, spec(config)) for spec in (block_table, token_rows, lengths_of_rows)
     )
     old_ids, old_positions = find_role(gm, "input_ids"), find_role(gm, "position_ids")
     if ctx.phase == "decode":
@@ -73,6 +47,7 @@ def read_state(gm: fx.GraphModule, ctx: PassContext) -> int:
             tables,
             before=after_placeholders(gm),
             num_tokens=config.num_verify_tokens,
+            row_tokens=config.num_row_tokens,
             max_seq_len=config.max_seq_len,
             block_size=config.block_size,
             spare_row=config.max_batch_size,
@@ -107,6 +82,30 @@ def read_state(gm: fx.GraphModule, ctx: PassContext) -> int:
     return 2
 
 
+def block_table(config: ProgramConfig) -> BufferSpec:
+    """The blocks of each row's request, in order; -1 after them."""
+    return BufferSpec(
+        name="block_table_RM",
+        kind="state",
+        shape=(config.max_batch_size + 1, config.blocks_per_row),  # the last row is spare
+        dtype=torch.int32,
+        fill=-1,
+        by_host=True,
+    )
+
+
+def token_rows(config: ProgramConfig) -> BufferSpec:
+    """The last emitted token of each row's request, and its drafts."""
+    shape = (config.max_batch_size + 1, config.num_row_tokens)
+    return BufferSpec(name="tokens_RS", kind="state", shape=shape, dtype=torch.int32)
+
+
+def lengths_of_rows(config: ProgramConfig) -> BufferSpec:
+    """Committed tokens of each row's request."""
+    shape = (config.max_batch_size + 1,)
+    return BufferSpec(name="seq_len_R", kind="state", shape=shape, dtype=torch.int32)
+
+
 def read_decode_state(
     row_B: Any,
     tokens_RS: Any,
@@ -114,6 +113,7 @@ def read_decode_state(
     block_table_RM: Any,
     *,
     num_tokens: int,
+    row_tokens: int,
     max_seq_len: int,
     block_size: int,
     spare_row: int,
@@ -123,7 +123,7 @@ def read_decode_state(
     """
     live_B = row_B >= 0
     index_B = torch.where(live_B, row_B, spare_row).long()
-    ids_BS = tokens_RS[index_B].clamp(min=0)
+    ids_BS = first_columns(tokens_RS[index_B], num_tokens, row_tokens).clamp(min=0)
     start_B = seq_len_R[index_B]
     wanted_BS = start_B.unsqueeze(1) + arange_like(row_B, num_tokens)
     position_BS, row_BS, slot_BS = place(
@@ -136,6 +136,11 @@ def read_decode_state(
         block_size=block_size,
     )
     return ids_BS, position_BS, row_BS, slot_BS, index_B, live_B, start_B
+
+
+def first_columns(rows: Any, wanted: int, there: int) -> Any:
+    """The first `wanted` of the columns that are there: a step of a smaller K reads fewer."""
+    return rows if wanted == there else rows[:, :wanted]
 
 
 def read_prefill_batch(

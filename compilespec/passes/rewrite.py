@@ -12,6 +12,8 @@ from torch import fx
 from compilespec import _torch_compat
 from compilespec.errors import PassError
 from compilespec.passes import ATEN_PASSES, SPLICE_PASSES
+from compilespec.passes.commit_state import commit_drafts
+from compilespec.passes.draft_loops import LOOPS, kept_inputs
 from compilespec.passes.graph import get_outputs, output_node, set_outputs, splice
 from compilespec.passes.runner import PassContext, run_passes, snapshot, stamp
 from compilespec.program import InputSpec, PassRecord, PhaseGraph, StepGraph
@@ -36,6 +38,28 @@ def rewrite_phase(
 
     return PhaseGraph(
         phase=ctx.phase, spliced=gm, splice_records=tuple(records), finish=finish, context=ctx
+    )
+
+
+def rewrite_replay(ctx: PassContext, *, disabled: frozenset[str] = frozenset()) -> PhaseGraph:
+    """The graph that brings a drafter up to date after steps of K = 0: its loop over the inputs
+    that those steps kept, and the drafts of the next step.  Inputs `row_B`, `backlog_B`.
+    """
+    gm = fx.GraphModule(torch.nn.Module(), fx.Graph())
+    gm.graph.output(())
+    set_outputs(gm, {})
+    kept_inputs.read_kept(gm, ctx)
+    LOOPS[ctx.capabilities.kind].splice(gm, ctx)
+    tokens = commit_drafts(gm, ctx)
+    set_outputs(gm, {"tokens_BS": tokens})
+    stamp(gm.graph, "replay")
+    gm.recompile()
+    return PhaseGraph(
+        phase=ctx.phase,
+        spliced=gm,
+        splice_records=(),
+        finish=lambda: finish_phase(gm, ctx, disabled=disabled),
+        context=ctx,
     )
 
 

@@ -45,6 +45,7 @@ class PassContext:
     kv_layers: tuple[int, ...] = ()  # target layers whose caches a shared_kv drafter reads
     kv_block_sizes: tuple[int, ...] = ()  # by draft step, where they have KV groups of their own
     prepack: bool = True
+    read_only: frozenset[str] = frozenset()  # state that this graph reads, and others write
     weights: dict[str, Tensor] = field(default_factory=dict)
     inputs: dict[str, InputSpec] = field(default_factory=dict)  # by placeholder name
     declared: dict[str, InputSpec] = field(default_factory=dict)  # those of earlier stages, too
@@ -57,6 +58,11 @@ class PassContext:
     @property
     def has_drafter(self) -> bool:
         return self.capabilities.kind != "none"
+
+    @property
+    def may_omit_drafts(self) -> bool:
+        """Whether a row may hold PAD for a draft: the method does, or a step of a smaller K did."""
+        return self.capabilities.may_omit_drafts or self.config.max_draft_tokens is not None
 
 
 PassFunction = Callable[[fx.GraphModule, PassContext], int]

@@ -47,7 +47,7 @@ def note_logprobs(gm: fx.GraphModule, ctx: PassContext, target: fx.Node) -> None
     if ctx.phase == "prefill":
         logits = emit(gm, lambda x_1RV: x_1RV.squeeze(0).unsqueeze(1), logits, before=before)
     _, whole, *_ = sampling_state(gm, ctx)
-    tokens = ctx.config.num_verify_tokens
+    tokens = ctx.config.num_row_tokens
     values = _buffer(gm, ctx, "logprob_RSN", (tokens, MAX_LOGPROBS + 1), torch.float32)
     ids = _buffer(gm, ctx, "logprob_id_RSN", (tokens, MAX_LOGPROBS), torch.int32)
     with gm.graph.inserting_before(before):
@@ -109,7 +109,7 @@ def sampling_state(gm: fx.GraphModule, ctx: PassContext) -> tuple[fx.Node, ...]:
 def _guide_masks(gm: fx.GraphModule, ctx: PassContext) -> fx.Node:
     """Which ids a guided request may choose at each row of its window, a bit an id."""
     (vocab_size,) = output_widths(ctx.target)
-    shape = (ctx.config.num_verify_tokens, -(-vocab_size // 32))
+    shape = (ctx.config.num_row_tokens, -(-vocab_size // 32))
     return _buffer(gm, ctx, "mask_RSW", shape, torch.int32, by_host=True)
 
 

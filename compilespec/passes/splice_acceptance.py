@@ -16,6 +16,7 @@ from compilespec.passes.graph import (
     output_node,
     set_outputs,
 )
+from compilespec.passes.read_state import first_columns
 from compilespec.passes.runner import PassContext
 from compilespec.passes.sampling import note_logprobs
 from compilespec.program import PAD, BufferSpec
@@ -32,9 +33,12 @@ def splice_acceptance(gm: fx.GraphModule, ctx: PassContext) -> int:
     rule = RULES[ctx.acceptance.rule]
     if ctx.phase == "decode":
         ids = find_role(gm, "ids")
-        if ctx.capabilities.may_omit_drafts:  # PAD, which `ids` clamped to 0
+        if ctx.may_omit_drafts:  # PAD, which `ids` clamped to 0
             tokens, index = find_role(gm, "tokens_RS"), find_role(gm, "row_index")
-            ids = emit(gm, lambda rows, index_B: rows[index_B], tokens, index, before=before)
+            ids = emit(
+                gm, drafted_tokens, tokens, index, before=before,
+                num_tokens=ctx.config.num_verify_tokens, row_tokens=ctx.config.num_row_tokens,
+            )  # fmt: skip
         if ctx.config.num_draft_tokens:
             ids = _withhold(gm, ctx, ids)
         judged = rule.decode(gm, ctx, ids, logits)
@@ -51,6 +55,11 @@ def splice_acceptance(gm: fx.GraphModule, ctx: PassContext) -> int:
     return 1
 
 
+def drafted_tokens(tokens_RS: Any, index_B: Any, *, num_tokens: int, row_tokens: int) -> Any:
+    """The last emitted token and the drafts as they are in the rows, PAD included: [B, S]."""
+    return first_columns(tokens_RS[index_B], num_tokens, row_tokens)
+
+
 def _withhold(gm: fx.GraphModule, ctx: PassContext, ids: fx.Node) -> fx.Node:
     """PAD in place of the drafts that a request does not want judged: its last `withheld_R` ones.
 
@@ -64,15 +73,19 @@ def _withhold(gm: fx.GraphModule, ctx: PassContext, ids: fx.Node) -> fx.Node:
     )
     node: fx.Node = emit(
         gm, withhold_drafts, ids, withheld, find_role(gm, "row_index"), before=output_node(gm),
-        num_draft_tokens=ctx.config.num_draft_tokens,
+        num_tokens=ctx.config.num_verify_tokens, row_tokens=ctx.config.num_row_tokens,
     )  # fmt: skip
     return node
 
 
-def withhold_drafts(ids_BS: Any, withheld_R: Any, index_B: Any, *, num_draft_tokens: int) -> Any:
-    """ids_BS with PAD past column K - withheld; column 0 is the last emitted token."""
-    last_B1 = (num_draft_tokens - withheld_R[index_B]).unsqueeze(1)
-    return torch.where(arange_like(ids_BS, num_draft_tokens + 1) <= last_B1, ids_BS, PAD)
+def withhold_drafts(
+    ids_BS: Any, withheld_R: Any, index_B: Any, *, num_tokens: int, row_tokens: int
+) -> Any:
+    """ids_BS with PAD past the columns that the request's row keeps; column 0 is the last emitted
+    token, the row holds the drafts of the largest K.
+    """
+    last_B1 = (row_tokens - 1 - withheld_R[index_B]).unsqueeze(1)
+    return torch.where(arange_like(ids_BS, num_tokens) <= last_B1, ids_BS, PAD)
 
 
 def _force(gm: fx.GraphModule, ctx: PassContext, judged: Judged) -> Judged:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from compilespec.runtime.sampling_rows import RowSampling, TokenLogprobs
 
@@ -49,6 +49,8 @@ class Geometry:
     )
 
     num_repeated_tokens: int = 0  # prompt tokens before a chunk that it must hold again
+    draft_counts: tuple[int, ...] = ()  # further K, smaller ones, that a step may have
+    needs_replay: bool = False  # whether rows must be replayed after steps of K = 0
 
     @property
     def blocks_per_row(self) -> int:
@@ -58,14 +60,24 @@ class Geometry:
 class Executor(Protocol):
     """Runs prefill and decode steps over persistent device state, one state row per running
     request.
+
+    A step is launched, and its tokens are read with `collect`, each launch once and in order; the
+    next one may be launched before.  What else the host writes takes its place between the launches
+    before and after it.
     """
 
     geometry: Geometry
 
-    def set_blocks(self, row: int, blocks: Sequence[int]) -> None:
-        """Write `blocks` (physical block ids, logical order) as the row's block table; the rest
-        is cleared.
+    def set_blocks(self, row: int, blocks: Sequence[int], prefix: Sequence[int] = ()) -> None:
+        """Write `blocks` (physical block ids, logical order) as the block table of a row with a new
+        owner; the rest is cleared.
+
+        Args:
+            prefix: the tokens that the first blocks hold already, whole blocks of them.
         """
+
+    def add_blocks(self, row: int, start: int, blocks: Sequence[int]) -> None:
+        """Write more blocks of the row's owner, from logical block `start` on."""
 
     def set_sampling(self, row: int, sampling: RowSampling) -> None:
         """Write how the row's tokens are chosen; before the request's first prefill."""
@@ -75,18 +87,30 @@ class Executor(Protocol):
         ones' at each place; for requests that ask for them.
         """
 
-    def prefill(self, chunks: Sequence[PrefillChunk]) -> list[int | None]:
-        """Run the chunks as one packed batch; returns each finished prompt's first token, else
-        None.
-        """
-
     def set_drafts(self, rows: Sequence[int], drafts: Sequence[Sequence[int]]) -> None:
-        """Write up to K draft ids a row for the next `decode`; for programs whose drafts come from
-        the host.
+        """Write up to K draft ids a row for the next decode step; for programs whose drafts come
+        from the host.
         """
 
-    def decode(self, rows: Sequence[int]) -> list[list[int]]:
-        """One verify step for these rows; returns the emitted tokens of each (1..K+1)."""
+    def launch_prefill(self, chunks: Sequence[PrefillChunk]) -> Any:
+        """Run the chunks as one packed batch; returns a handle for `collect`."""
+
+    def launch_decode(self, rows: Sequence[int], num_draft_tokens: int | None = None) -> Any:
+        """One verify step for these rows; returns a handle for `collect`.
+
+        Args:
+            num_draft_tokens: K of this step, one of `draft_counts`; None takes the largest.
+        """
+
+    def replay(self, rows: Sequence[int], backlogs: Sequence[int]) -> None:
+        """Bring the drafter up to date, and draft, for rows that had 1 to NUM_KEPT steps of K = 0
+        in a row just now; `backlogs` says how many.
+        """
+
+    def collect(self, handle: Any) -> list[list[int]]:
+        """Wait for a launch; the tokens of each row: 1..K+1 in decode, one for a finished prompt,
+        none for an unfinished one.  None where there must be some: the row's logits held NaN.
+        """
 
     def close(self) -> None:
         """Free the device buffers."""

@@ -39,6 +39,8 @@ class StepRunner:
             vocab_size=program.vocab_size,
             reserve_tokens=2 * config.num_draft_tokens + 1,
             num_repeated_tokens=program.num_repeated_tokens,
+            draft_counts=tuple(lowered.variants),
+            needs_replay=lowered.replay is not None,
         )
         self.buckets = tuple(buckets) if buckets else tuple(range(1, config.max_batch_size + 1))
         self._device = config.device
@@ -47,10 +49,9 @@ class StepRunner:
             spec.name: torch.full(spec.shape, spec.fill, dtype=spec.dtype, device=config.device)
             for spec in program.buffers
         }
-        self._weights = bind_weights(program, lowered.phases)
+        self._weights = bind_weights(program, lowered.calls)
         self._calls = {
-            name: _Call(phase, self.buffers, self._weights)
-            for name, phase in lowered.phases.items()
+            name: _Call(phase, self.buffers, self._weights) for name, phase in lowered.calls.items()
         }
 
     def set_blocks(self, row: int, blocks: Sequence[int]) -> None:
@@ -85,10 +86,22 @@ class StepRunner:
             padded, dtype=torch.int32, device=self._device
         )
 
-    def decode(self, rows: Sequence[int]) -> list[list[int]]:
+    def replay(self, rows: Sequence[int], backlogs: Sequence[int]) -> None:
+        bucket = next(size for size in self.buckets if size >= len(rows))
+        missing = bucket - len(rows)
+        self._calls["replay"](
+            {
+                "row_B": self._int32([*rows, *[PAD] * missing]),
+                "backlog_B": self._int32([*backlogs, *[0] * missing]),
+            }
+        )
+
+    def decode(self, rows: Sequence[int], num_draft_tokens: int | None = None) -> list[list[int]]:
+        is_smaller = num_draft_tokens not in (None, self.geometry.num_draft_tokens)
+        name = f"decode.{num_draft_tokens}" if is_smaller else "decode"
         bucket = next(size for size in self.buckets if size >= len(rows))
         padded = list(rows) + [PAD] * (bucket - len(rows))
-        emitted, counts, *hidden = self._calls["decode"]({"row_B": self._int32(padded)})
+        emitted, counts, *hidden = self._calls[name]({"row_B": self._int32(padded)})
         if self._recorder is not None:
             self._record(rows, hidden[0][: len(rows)])
         return [

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from compilespec.ops.packed_linear import pack_weight
-from compilespec.program import InputSpec, LoweredPhase, Phase, SpecProgram
+from compilespec.program import InputSpec, LoweredPhase, SpecProgram
 
 
-def bind_weights(program: SpecProgram, phases: Mapping[Phase, LoweredPhase]) -> dict[str, Tensor]:
+def bind_weights(program: SpecProgram, phases: Mapping[str, LoweredPhase]) -> dict[str, Tensor]:
     """Every weight input by name, merged and packed once however many phases read it."""
     bound: dict[str, Tensor] = {}
     for phase in phases.values():

@@ -14,7 +14,8 @@ from torch import fx
 
 from compilespec.methods.base import DraftKind
 from compilespec.passes.draft_loops.callback import callback
-from compilespec.passes.draft_loops.direct import direct
+from compilespec.passes.draft_loops.direct import direct, keep_history
+from compilespec.passes.draft_loops.kept_inputs import keep_inputs
 from compilespec.passes.draft_loops.recycled import recycled
 from compilespec.passes.draft_loops.shared_kv import shared_kv
 from compilespec.passes.draft_loops.unshifted import num_unshifted_passes, unshifted
@@ -28,13 +29,31 @@ class DraftLoop:
 
     splice: Callable[[fx.GraphModule, PassContext], int]
     num_passes: Callable[[PassContext], int]
+    several_k: bool = True  # whether steps may verify and draft fewer than the largest K
+    keep: Callable[[fx.GraphModule, PassContext], None] | None = None  # in steps of K = 0
+    needs_replay: bool = False  # after steps of K = 0, before it drafts again
+    allows_no_drafts: bool = True  # whether steps of K = 0 are possible
+    fills_rows: bool = False  # its one call gives the drafts of the largest K
 
 
 LOOPS: Mapping[DraftKind, DraftLoop] = {
-    "recycled": DraftLoop(splice=recycled, num_passes=lambda ctx: ctx.config.num_draft_tokens),
-    "windowed": DraftLoop(splice=windowed, num_passes=lambda ctx: ctx.config.num_draft_tokens),
-    "direct": DraftLoop(splice=direct, num_passes=lambda ctx: 1),
+    "recycled": DraftLoop(
+        splice=recycled,
+        num_passes=lambda ctx: ctx.config.num_draft_tokens,
+        keep=keep_inputs,
+        needs_replay=True,
+    ),
+    "windowed": DraftLoop(
+        splice=windowed,
+        num_passes=lambda ctx: ctx.config.num_draft_tokens,
+        several_k=False,  # every module's cache needs every step
+    ),
+    "direct": DraftLoop(
+        splice=direct, num_passes=lambda ctx: 1, keep=keep_history, fills_rows=True
+    ),
     "shared_kv": DraftLoop(splice=shared_kv, num_passes=lambda ctx: ctx.config.num_draft_tokens),
     "callback": DraftLoop(splice=callback, num_passes=lambda ctx: 0),
-    "unshifted": DraftLoop(splice=unshifted, num_passes=num_unshifted_passes),
+    "unshifted": DraftLoop(
+        splice=unshifted, num_passes=num_unshifted_passes, allows_no_drafts=False
+    ),
 }

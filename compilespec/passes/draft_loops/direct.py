@@ -37,6 +37,12 @@ def direct(gm: fx.GraphModule, ctx: PassContext) -> int:
     return 1
 
 
+def keep_history(gm: fx.GraphModule, ctx: PassContext) -> None:
+    """A step of K = 0 drafts nothing, but its tokens belong to the history."""
+    if any(entry.name == "history_BL" for entry in ctx.draft["draft"].inputs):
+        _history(gm, ctx, _length(gm, ctx))
+
+
 def _length(gm: fx.GraphModule, ctx: PassContext) -> fx.Node:
     """Tokens of each request with this step's: those up to `start`, and what was emitted after."""
     parts = [find_role(gm, "start")]

@@ -55,12 +55,13 @@ def _judge(
     """Each request's tokens, and how many of them are emitted."""
     rows = case.inputs["row_B"].tolist()
     drafts = values.roles["ids"].tolist()
-    if ctx.capabilities.may_omit_drafts:  # its PAD drafts match nothing
+    if ctx.may_omit_drafts:  # its PAD drafts match nothing
         held = case.inputs["tokens_RS"].tolist()
-        drafts = [held[row] for row in rows]  # -1: the spare row
+        own = ctx.config.num_verify_tokens
+        drafts = [held[row][:own] for row in rows]  # -1: the spare row
     if ctx.config.num_draft_tokens:
         held_back = [int(case.inputs["withheld_R"][row]) for row in rows]
-        most = ctx.config.num_draft_tokens
+        most = ctx.config.num_row_tokens - 1
         drafts = [
             [token if place <= most - count else PAD for place, token in enumerate(ids)]
             for ids, count in zip(drafts, held_back, strict=True)

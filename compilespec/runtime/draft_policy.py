@@ -1,0 +1,190 @@
+"""How many drafts a step verifies: by what steps cost, and by how many drafts were right lately.
+
+Nothing here changes a token: any K gives the tokens of plain decoding.  What it bounds is the loss:
+time spent on finding out whether drafts pay again is limited to a part of the time that plain
+steps took.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+DECAY = 0.97  # weight of the last step's drafts against those of the step before
+PRIOR_RATE, PRIOR_WEIGHT = 0.7, 2.0  # acceptance of a draft that was never tried
+COST_UPDATE = 0.05  # weight of a measured time against the one known
+MARGIN = 0.02  # another K must be better by so much
+EXPLORE_SHARE = 0.03  # of the time of plain steps, for looking again
+FIRST_BUDGET = 8.0  # plain steps' worth of looking, before there was any
+NUM_TRIAL_STEPS = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """K of the next step, and why."""
+
+    num_draft_tokens: int
+    is_trial: bool = False  # to find out, against the estimate
+
+
+class StepCosts:
+    """Milliseconds of a step by K and batch size: measured once, then kept up to date.
+
+    Args:
+        measured: by (K, batch size); a batch takes the next larger size that was measured.
+        replay_ms: of one replay, by batch size; empty where none is needed.
+    """
+
+    def __init__(
+        self, measured: Mapping[tuple[int, int], float], replay_ms: Mapping[int, float]
+    ) -> None:
+        self._ms = dict(measured)
+        self._replay_ms = dict(replay_ms)
+        self._sizes = sorted({size for _, size in measured})
+
+    def step(self, count: int, batch: int) -> float:
+        return self._ms[count, self._bucket(batch)]
+
+    def replay(self, batch: int) -> float:
+        return self._replay_ms.get(self._bucket(batch), 0.0)
+
+    def update(self, count: int, batch: int, elapsed_ms: float) -> None:
+        """A time far above the known one (a pause of the machine) counts as twice that."""
+        key = (count, self._bucket(batch))
+        known = self._ms[key]
+        self._ms[key] = known + COST_UPDATE * (min(elapsed_ms, 2 * known) - known)
+
+    def table(self) -> dict[str, float]:
+        """For people: "K=2, batch 4" to milliseconds."""
+        return {f"K={k}, batch {size}": round(ms, 3) for (k, size), ms in sorted(self._ms.items())}
+
+    def _bucket(self, batch: int) -> int:
+        return next((size for size in self._sizes if size >= batch), self._sizes[-1])
+
+
+class DraftPolicy:
+    """Chooses K for every step.
+
+    Args:
+        counts: the K that there are graphs for, at least two, in rising order.
+        costs: what a step of each takes.
+    """
+
+    def __init__(self, counts: Sequence[int], costs: StepCosts) -> None:
+        self.counts = tuple(counts)
+        self.costs = costs
+        self._accepted = [0.0] * self.counts[-1]  # by draft position, older ones weigh less
+        self._tried = [0.0] * self.counts[-1]
+        self._current = self.counts[-1]
+        self._trial_steps = 0
+        self._budget_ms = FIRST_BUDGET * costs.step(self.counts[0], 1)
+        self.num_steps = dict.fromkeys(self.counts, 0)
+
+    def choose(self, drafted: Sequence[int], batch: int) -> Choice:
+        """K of the next step.
+
+        Args:
+            drafted: for each request whose drafter is up to date, the most drafts it takes.
+            batch: requests of the step, those without a drafter included.
+        """
+        best = self._best(drafted, batch, self.rates())
+        if best:
+            self._trial_steps = 0
+        elif self._trial_steps or self._may_try(drafted, batch):
+            self._trial_steps = (self._trial_steps or NUM_TRIAL_STEPS + 1) - 1
+            if self._trial_steps:
+                return Choice(num_draft_tokens=self._smallest(), is_trial=True)
+        return Choice(num_draft_tokens=best)
+
+    def observe(
+        self, count: int, batch: int, elapsed_ms: float, emitted: Sequence[int], *, trial: bool
+    ) -> None:
+        """Learn from a step of K = `count`.
+
+        Args:
+            emitted: tokens of each request whose drafts counted: up to its own K + 1.
+        """
+        self.num_steps[count] += 1
+        self.costs.update(count, batch, elapsed_ms)
+        if count == 0:
+            self._budget_ms += EXPLORE_SHARE * elapsed_ms
+        elif trial:
+            gained = sum(emitted) - len(emitted)
+            plain_ms = self.costs.step(0, batch)
+            self._budget_ms -= max(0.0, elapsed_ms - plain_ms * (1 + gained / max(1, batch)))
+        for num_emitted in emitted if count else ():
+            self._learn(count, num_emitted)
+
+    def may_keep_warm(self, batch: int) -> bool:
+        """Whether rows whose kept inputs would be lost are worth a replay now; pays for it."""
+        cost = self.costs.replay(batch)
+        if not self._can_pay(batch) or self._budget_ms < cost:
+            return False
+        self._budget_ms -= cost
+        return True
+
+    def pay_replay(self, batch: int) -> None:
+        """A replay before a trial belongs to the trial's cost."""
+        self._budget_ms -= self.costs.replay(batch)
+
+    def rates(self) -> list[float]:
+        """Acceptance of draft 1, 2, ..., given those before it were accepted."""
+        rates, prior = [], PRIOR_RATE
+        for accepted, tried in zip(self._accepted, self._tried, strict=True):
+            prior = (accepted + PRIOR_WEIGHT * prior) / (tried + PRIOR_WEIGHT)
+            rates.append(prior)
+        return rates
+
+    def describe(self) -> dict[str, object]:
+        """For `Engine.plan()`."""
+        return {
+            "counts": self.counts,
+            "acceptance_by_position": [round(rate, 3) for rate in self.rates()],
+            "step_ms": self.costs.table(),
+            "num_steps": dict(self.num_steps),
+        }
+
+    def _best(self, drafted: Sequence[int], batch: int, rates: Sequence[float]) -> int:
+        """The K of most tokens a millisecond; the one in use, unless another is clearly better."""
+        speeds = {count: self._speed(count, drafted, batch, rates) for count in self.counts}
+        best = max(speeds, key=lambda count: speeds[count])
+        if speeds[best] > (1 + MARGIN) * speeds[self._current]:
+            self._current = best
+        return self._current
+
+    def _speed(
+        self, count: int, drafted: Sequence[int], batch: int, rates: Sequence[float]
+    ) -> float:
+        tokens = batch + sum(expected_accepted(rates, min(count, most)) for most in drafted)
+        return tokens / self.costs.step(count, batch)
+
+    def _may_try(self, drafted: Sequence[int], batch: int) -> bool:
+        """Whether drafts could pay at all, and enough plain steps went by to look."""
+        cost = NUM_TRIAL_STEPS * self.costs.step(self._smallest(), batch)
+        cost += self.costs.replay(batch) - NUM_TRIAL_STEPS * self.costs.step(0, batch)
+        return bool(drafted) and self._budget_ms >= cost and self._can_pay(batch, drafted)
+
+    def _can_pay(self, batch: int, drafted: Sequence[int] | None = None) -> bool:
+        """Whether drafts that are all right would beat plain steps."""
+        rows = [self.counts[-1]] * batch if drafted is None else drafted
+        all_right = [1.0] * self.counts[-1]
+        plain = self._speed(self.counts[0], rows, batch, all_right)
+        return any(self._speed(k, rows, batch, all_right) > plain for k in self.counts[1:])
+
+    def _smallest(self) -> int:
+        return next(count for count in self.counts if count)
+
+    def _learn(self, count: int, num_emitted: int) -> None:
+        """Drafts up to the first wrong one were tried."""
+        for place in range(min(count, num_emitted)):
+            self._tried[place] = DECAY * self._tried[place] + 1
+            self._accepted[place] = DECAY * self._accepted[place] + (place < num_emitted - 1)
+
+
+def expected_accepted(rates: Sequence[float], count: int) -> float:
+    """Accepted drafts of a step that verifies `count`."""
+    total, chance = 0.0, 1.0
+    for rate in rates[:count]:
+        chance *= rate
+        total += chance
+    return total
