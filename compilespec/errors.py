@@ -75,5 +75,17 @@ class DraftFailed(SpecError):
     """
 
 
+class TokenizerFailed(SpecError):
+    """The tokenizer raised while it made text of a request's tokens; ends that request."""
+
+
+class NanLogits(SpecError):
+    """The model's logits for a request held NaN; ends that request, others go on."""
+
+
+class StaleGraphInput(SpecError):
+    """A tensor that a captured graph reads was replaced: the graph knows the old address only."""
+
+
 class EngineClosed(SpecError):
     """The engine was closed; compile a new one."""

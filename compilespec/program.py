@@ -217,6 +217,9 @@ class TapSink(Protocol):
     def finish(self, request: Any, reason: str) -> None:
         """A request is over; its row is still the one it had."""
 
+    def forget(self, request: Any) -> None:
+        """A request loses its row; all its tokens will come again, in another."""
+
     def close(self) -> None:
         """Nothing more will come."""
 
@@ -260,6 +263,7 @@ class LoweredPhase:
     outputs: tuple[str, ...]
     compile_ms: float
     from_cache: bool
+    stitched: Any = field(default=None, repr=False)  # `Stitched`, where it was lowered in pieces
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
 
 import torch
 
 from compilespec import _torch_compat
-from compilespec.errors import InvalidOption
-from compilespec.lowering.artifacts import ArtifactCache, artifact_key
+from compilespec.errors import InvalidOption, PassError
+from compilespec.lowering.artifacts import ArtifactCache, artifact_key, piece_file_key
+from compilespec.lowering.pieces import Stitched, StitchPlan, split_at_attention
 from compilespec.program import Lowered, LoweredPhase, Phase, PhaseGraph, SpecProgram
 
+logger = logging.getLogger("compilespec")
+
 BACKENDS = ("inductor", "eager")
+Units = Literal["auto", "whole", "pieces"]
+
+# From so many attention layers on a phase is compiled in pieces: its compile time then hardly grows
+# with depth, and a call of a piece (some 20 us each) is little beside what a deep model computes.
+PIECES_FROM_LAYERS = 16
 
 # Inductor never owns CUDA graphs (its trees copy inputs and re-record), and bf16 results are
 # rounded where eager rounds them, so that the two backends agree.
@@ -32,22 +41,32 @@ PHASE_OPTIONS: dict[Phase, dict[str, Any]] = {
     "decode": {"cpp_wrapper": True, "cpp.threads": 1},
     "prefill": {"cpp.dynamic_threads": True},
 }
+PIECE_OPTIONS: dict[str, Any] = {}
 
 
 def lower(
-    program: SpecProgram, *, backend: str = "inductor", cache: ArtifactCache | None = None
+    program: SpecProgram,
+    *,
+    backend: str = "inductor",
+    cache: ArtifactCache | None = None,
+    units: Mapping[Phase, Units] | None = None,
 ) -> Lowered:
     """One callable a phase; with "eager" the same rewritten graphs, run operator by operator.
 
+    Args:
+        units: by phase, what is compiled at once: the "whole" step, or its "pieces" between
+            attention calls; "auto", also where a phase is not named: pieces of deep targets.
     Raises: InvalidOption for an unknown backend.
     """
     if backend not in BACKENDS:
         raise InvalidOption(f"backend must be one of {', '.join(BACKENDS)}; got {backend!r}")
-    lower_phase = _interpret if backend == "eager" else _compile
-    artifacts = cache or ArtifactCache()
+    artifacts, wanted = cache or ArtifactCache(), units or {}
 
     def lowered(graph: PhaseGraph) -> LoweredPhase:
-        return lower_phase(graph, program, artifacts)
+        unit = wanted.get(graph.phase, "auto")
+        if backend == "eager":
+            return _interpret(graph, in_pieces=unit == "pieces")
+        return _compile(graph, program, artifacts, unit)
 
     return Lowered(
         program=program,
@@ -58,18 +77,39 @@ def lower(
     )
 
 
-def _interpret(graph: PhaseGraph, program: SpecProgram, cache: ArtifactCache) -> LoweredPhase:
+def _interpret(graph: PhaseGraph, *, in_pieces: bool) -> LoweredPhase:
+    stitched = None
+    if in_pieces:
+        plan, pieces = split_at_attention(graph.graph_module)
+        calls = {key: piece.graph_module.forward for key, piece in pieces.items()}
+        stitched = Stitched(plan, calls)
     return LoweredPhase(
         phase=graph.phase,
-        call=_with_no_grad(graph.graph_module.forward),
+        call=_with_no_grad(stitched or graph.graph_module.forward),
         inputs=graph.inputs,
         outputs=graph.outputs,
         compile_ms=0.0,
         from_cache=False,
+        stitched=stitched,
     )
 
 
-def _compile(graph: PhaseGraph, program: SpecProgram, cache: ArtifactCache) -> LoweredPhase:
+def _compile(
+    graph: PhaseGraph, program: SpecProgram, cache: ArtifactCache, unit: Units
+) -> LoweredPhase:
+    if unit == "auto":
+        is_deep = graph.context.num_attention_layers >= PIECES_FROM_LAYERS
+        unit = "pieces" if is_deep else "whole"
+    if unit == "whole":
+        return _compile_whole(graph, program, cache)
+    try:
+        return _compile_pieces(graph, program, cache)
+    except PassError as error:
+        logger.warning("%s is compiled as a whole: %s", graph.phase, error)
+        return _compile_whole(graph, program, cache)
+
+
+def _compile_whole(graph: PhaseGraph, program: SpecProgram, cache: ArtifactCache) -> LoweredPhase:
     started = time.perf_counter()
     options = {**INDUCTOR_OPTIONS, **PHASE_OPTIONS[graph.phase]}
     key = artifact_key(graph, program, options)
@@ -88,6 +128,56 @@ def _compile(graph: PhaseGraph, program: SpecProgram, cache: ArtifactCache) -> L
         compile_ms=(time.perf_counter() - started) * 1e3,
         from_cache=stored is not None,
     )
+
+
+def _compile_pieces(graph: PhaseGraph, program: SpecProgram, cache: ArtifactCache) -> LoweredPhase:
+    """Compile each distinct piece, but those that lie in the cache, from whatever model.
+
+    Raises: PassError where the graph cannot be cut.
+    """
+    started = time.perf_counter()
+    options = {**INDUCTOR_OPTIONS, **PHASE_OPTIONS[graph.phase], **PIECE_OPTIONS}
+    key = artifact_key(graph, program, {**options, "units": "pieces"})
+    stored = cache.load_plan(key)
+    calls = {} if stored is None else _load_pieces(stored[0], options, cache)
+    if stored is None or len(calls) < len(stored[0].keys):
+        plan, pieces = split_at_attention(graph.graph_module)
+        calls = {}
+        for name, piece in pieces.items():
+            file_key = piece_file_key(name, options)
+            found = cache.load(file_key)
+            if found is None:
+                compiled = _torch_compat.standalone_compile(
+                    piece.graph_module, piece.fakes, options
+                )
+                cache.save(file_key, compiled, (), ())
+                calls[name] = compiled
+            else:
+                calls[name] = found[0]
+        inputs, outputs = graph.inputs, graph.outputs
+        cache.save_plan(key, plan, inputs, outputs)
+        is_warm = False
+    else:
+        plan, inputs, outputs = stored
+        is_warm = True
+    stitched = Stitched(plan, calls)
+    return LoweredPhase(
+        phase=graph.phase,
+        call=_with_no_grad(stitched),
+        inputs=inputs,
+        outputs=outputs,
+        compile_ms=(time.perf_counter() - started) * 1e3,
+        from_cache=is_warm,
+        stitched=stitched,
+    )
+
+
+def _load_pieces(
+    plan: StitchPlan, options: dict[str, Any], cache: ArtifactCache
+) -> dict[str, Callable[..., Any]]:
+    """The pieces of a plan that lie in the cache."""
+    found = {name: cache.load(piece_file_key(name, options)) for name in plan.keys}
+    return {name: stored[0] for name, stored in found.items() if stored is not None}
 
 
 def _with_no_grad(call: Callable[..., Any]) -> Callable[..., Any]:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 import compilespec
 from compilespec import _torch_compat
+from compilespec.lowering.pieces import StitchPlan
 from compilespec.program import InputSpec, PhaseGraph, SpecProgram
 
 logger = logging.getLogger("compilespec")
@@ -34,10 +35,7 @@ def artifact_key(graph: PhaseGraph, program: SpecProgram, options: dict[str, Any
     """Hash of the spliced step, its inputs' layouts, integer weights and constants, all sizes, the
     options, and the code that lowers it.
     """
-    digest = hashlib.sha256()
-    capability = torch.backends.cpu.get_cpu_capability()
-    digest.update(f"{torch.__version__} {capability} {_source_digest()}\n".encode())
-    digest.update(json.dumps(options, sort_keys=True).encode())
+    digest = _environment_digest(options)
     digest.update(f"{graph.phase} {program.config} {program.buffers}\n".encode())
     digest.update(graph.spliced.code.encode())
     for node in graph.spliced.graph.find_nodes(op="placeholder"):
@@ -50,6 +48,21 @@ def artifact_key(graph: PhaseGraph, program: SpecProgram, options: dict[str, Any
     for name, buffer in sorted(graph.spliced.named_buffers()):
         digest.update(name.encode() + _bytes(buffer))
     return digest.hexdigest()[:32]
+
+
+def piece_file_key(structure: str, options: dict[str, Any]) -> str:
+    """The key of a piece: its structure, the options, and the code that lowers it."""
+    digest = _environment_digest(options)
+    digest.update(f"piece {structure}".encode())
+    return digest.hexdigest()[:32]
+
+
+def _environment_digest(options: dict[str, Any]) -> Any:
+    digest = hashlib.sha256()
+    capability = torch.backends.cpu.get_cpu_capability()
+    digest.update(f"{torch.__version__} {capability} {_source_digest()}\n".encode())
+    digest.update(json.dumps(options, sort_keys=True).encode())
+    return digest
 
 
 @functools.cache
@@ -82,11 +95,8 @@ class ArtifactCache:
             return None
         try:
             record = json.loads(names.read_text())
-            inputs = tuple(
-                InputSpec(**{**spec, "sources": tuple(spec["sources"])})
-                for spec in record["inputs"]
-            )
-            return _torch_compat.load_artifact(str(code)), inputs, tuple(record["outputs"])
+            call = _torch_compat.load_artifact(str(code))
+            return call, _inputs_of(record), tuple(record["outputs"])
         except (
             Exception
         ) as error:  # a torn file, another machine's code: whatever it is, compiling repairs it
@@ -101,7 +111,7 @@ class ArtifactCache:
         self, key: str, compiled: Any, inputs: Sequence[InputSpec], outputs: Sequence[str]
     ) -> None:
         code, names = self._paths(key)
-        record = {"inputs": [dataclasses.asdict(spec) for spec in inputs], "outputs": list(outputs)}
+        record = _record(inputs, outputs)
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryDirectory(dir=self.directory) as scratch:
@@ -114,5 +124,47 @@ class ArtifactCache:
         ) as error:  # the engine runs without a saved artifact; only the next start pays
             logger.warning("artifact %s was not saved: %s", key, error)
 
+    def load_plan(
+        self, key: str
+    ) -> tuple[StitchPlan, tuple[InputSpec, ...], tuple[str, ...]] | None:
+        """How the pieces of a phase are put together; None where it is not known."""
+        path = self._plan_path(key)
+        if not path.exists():
+            return None
+        try:
+            record = json.loads(path.read_text())
+            plan = StitchPlan.from_json(record["plan"])
+            return plan, _inputs_of(record), tuple(record["outputs"])
+        except (ValueError, KeyError, TypeError, OSError) as error:
+            logger.warning("dropping unreadable plan %s (%s); making it again", path.name, error)
+            path.unlink(missing_ok=True)
+            return None
+
+    def save_plan(
+        self, key: str, plan: StitchPlan, inputs: Sequence[InputSpec], outputs: Sequence[str]
+    ) -> None:
+        record = {**_record(inputs, outputs), "plan": plan.to_json()}
+        path = self._plan_path(key)
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(dir=self.directory) as scratch:
+                Path(f"{scratch}/plan").write_text(json.dumps(record))
+                os.replace(f"{scratch}/plan", path)
+        except OSError as error:
+            logger.warning("plan %s was not saved: %s", key, error)
+
+    def _plan_path(self, key: str) -> Path:
+        return self.directory / f"{key}.plan.json"
+
     def _paths(self, key: str) -> tuple[Path, Path]:
         return self.directory / f"{key}.bin", self.directory / f"{key}.json"
+
+
+def _record(inputs: Sequence[InputSpec], outputs: Sequence[str]) -> dict[str, Any]:
+    return {"inputs": [dataclasses.asdict(spec) for spec in inputs], "outputs": list(outputs)}
+
+
+def _inputs_of(record: dict[str, Any]) -> tuple[InputSpec, ...]:
+    return tuple(
+        InputSpec(**{**spec, "sources": tuple(spec["sources"])}) for spec in record["inputs"]
+    )

@@ -1,0 +1,186 @@
+"""Which graph serves a batch: the smallest bucket that holds it, padded, or no graph at all."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from compilespec import _torch_compat
+from compilespec.cudagraphs.buckets import BUCKET_DIMS, Bucket, smallest
+from compilespec.cudagraphs.drivers import poison
+from compilespec.cudagraphs.inputs import BatchInputs
+from compilespec.cudagraphs.modes import GraphKind
+from compilespec.cudagraphs.recorder import Recorder
+from compilespec.cudagraphs.recording import Recording
+from compilespec.cudagraphs.report import GraphKey, show_progress
+from compilespec.program import LoweredPhase, ProgramConfig
+
+
+class Dispatcher:
+    """Runs one phase on batches of any size.
+
+    A batch is padded to the smallest bucket that holds it.  Where the phase has graphs, that bucket
+    is captured when it is first needed, unless it was at start; a bucket without a graph gives way
+    to the next larger one that has one, and where none has, the phase runs uncaptured, unpadded.
+    Source: requirements A7, E4.
+    """
+
+    def __init__(
+        self,
+        phase: LoweredPhase,
+        fixed: Mapping[str, Tensor],
+        config: ProgramConfig,
+        *,
+        buckets: Sequence[Bucket] = (),
+        kind: GraphKind | None = None,
+        recorder: Recorder | None = None,
+        variant: str = "",
+    ) -> None:
+        """Bind a phase to its inputs.
+
+        Args:
+            fixed: weights, state and caches, by input name.
+            buckets: sizes that batches are padded to; none: they run as they come.
+            kind: of the graphs that `recorder` captures; None: the phase has none.
+        """
+        self.buckets, self.num_recompiles = tuple(buckets), 0
+        self._phase, self._variant, self._config = phase, variant, config
+        self._kind = kind
+        self._recorder = recorder if kind is not None else None
+        self._dims = BUCKET_DIMS[phase.phase]
+        self._recordings: dict[Bucket, Recording] = {}
+        self._is_dropped: set[Bucket] = set()
+        limits = {
+            "B": config.max_batch_size,
+            "R": config.max_batch_size,
+            "T": config.max_prefill_tokens,
+        }
+        for bucket in buckets:
+            limits |= {d: max(limits[d], n) for d, n in zip(self._dims, bucket, strict=True)}
+        names = [spec.name for spec in phase.inputs if spec.kind == "batch"]
+        self._batch = BatchInputs(names, limits, config.device)
+        self._fixed = [None if s.kind == "batch" else fixed[s.name] for s in phase.inputs]
+        self._places = {s.name: i for i, s in enumerate(phase.inputs) if s.kind == "batch"}
+
+    def __call__(self, batch: Mapping[str, Sequence[int]]) -> Sequence[Tensor]:
+        """Run a batch: the phase's outputs, of the bucket's sizes, valid until the next call.
+
+        Args:
+            batch: entries of the live rows and tokens by input name; inputs that the phase does not
+                read are ignored.
+        """
+        sizes = tuple(len(batch[name]) for name in self._size_names(batch))
+        bucket, recording = self._choose(sizes)
+        padding = self._poison_values(bucket) if recording and self._is_emulated else None
+        inputs = self._inputs(bucket, batch, padding)
+        compiled_before = _torch_compat.count_compilations()
+        if recording is None:
+            results: Sequence[Tensor] = self._phase.call(*inputs)
+        else:
+            results = self._replay(recording, inputs, sizes)
+        self.num_recompiles += _torch_compat.count_compilations() - compiled_before
+        return results
+
+    @property
+    def keys(self) -> list[GraphKey]:
+        """Of the buckets that may have graphs."""
+        return [self._key(bucket) for bucket in self.buckets] if self._recorder else []
+
+    def capture(self, bucket: Bucket) -> Recording | None:
+        """Capture a bucket, if it may have a graph and has none yet."""
+        if self._recorder is None or bucket in self._is_dropped:
+            return None
+        if bucket not in self._recordings:
+            inputs = self._inputs(bucket, {}, None)
+            compiled_before = _torch_compat.count_compilations()
+            recording = self._recorder.capture(self._key(bucket), self._phase, inputs)
+            self.num_recompiles += _torch_compat.count_compilations() - compiled_before
+            if recording is None:
+                self._is_dropped.add(bucket)
+                return None
+            self._recordings[bucket] = recording
+        return self._recordings[bucket]
+
+    def _choose(self, sizes: Bucket) -> tuple[Bucket, Recording | None]:
+        """The bucket to run, and its graph; the batch's own sizes where no graph serves it."""
+        bucket = smallest(self.buckets, sizes)
+        if self._recorder is None:
+            return bucket or sizes, None
+        recording = self.capture(bucket) if bucket is not None else None
+        if recording is None:
+            bucket = smallest(self._recordings, sizes)
+            recording = self._recordings.get(bucket) if bucket is not None else None
+        if recording is None:
+            self._recorder.report.num_uncaptured += 1
+            return sizes, None
+        self._recorder.report.num_replays += 1
+        return recording.key.bucket, recording
+
+    def _replay(
+        self, recording: Recording, inputs: Sequence[Tensor], sizes: Bucket
+    ) -> Sequence[Tensor]:
+        if not self._is_emulated:
+            return recording.replay(inputs)
+        for output in recording.outputs:
+            poison(output)
+        results = recording.replay(inputs)
+        for output in results:
+            self._poison_padded(output, recording.key.bucket, sizes)
+        return results
+
+    def _inputs(
+        self, bucket: Bucket, batch: Mapping[str, Sequence[int]], padding: Mapping[str, int] | None
+    ) -> list[Tensor]:
+        """The phase's inputs, with a batch written into its bucket."""
+        sizes = dict(zip(self._dims, bucket, strict=True))
+        self._batch.write(batch, sizes, padding)
+        inputs: list[Any] = list(self._fixed)
+        for name, view in self._batch.views(sizes).items():
+            inputs[self._places[name]] = view
+        return inputs
+
+    def _key(self, bucket: Bucket) -> GraphKey:
+        assert self._kind is not None
+        return GraphKey(self._phase.phase, bucket, self._kind, self._variant)
+
+    def _size_names(self, batch: Mapping[str, Sequence[int]]) -> list[str]:
+        """An input of each dimension, (B,) or (R, T)."""
+        return [next(name for name in batch if name[-1] == dim) for dim in self._dims]
+
+    # --- emulation: what nobody may look at shows when somebody does ---
+
+    @property
+    def _is_emulated(self) -> bool:
+        return self._recorder is not None and self._recorder.is_emulated
+
+    def _poison_values(self, bucket: Bucket) -> dict[str, int]:
+        """Legal values that do the most harm where a padded entry is not masked."""
+        sizes = dict(zip(self._dims, bucket, strict=True))
+        return {
+            "ids_T": 1,
+            "next_T": 1,
+            "position_T": self._config.max_seq_len - 1,
+            "owner_T": sizes.get("R", 1) - 1,
+            "last_R": sizes.get("T", 1) - 1,
+        }
+
+    def _poison_padded(self, output: Tensor, bucket: Bucket, sizes: Bucket) -> None:
+        """Outputs are [B, ...] or [R, ...]; per-token ones of prefill are [1, T, ...]."""
+        is_by_token = len(bucket) == 2 and output.dim() == 3
+        poison(output[:, sizes[1] :] if is_by_token else output[sizes[0] :])
+
+
+def capture_all(dispatchers: Sequence[Dispatcher], *, startup_seconds: float) -> None:
+    """Capture at start, pieces before whole steps, the largest first, until the time is spent."""
+    work = [(key, d) for d in dispatchers for key in d.keys]
+    work.sort(key=lambda item: (item[0].kind == "full", [-size for size in item[0].bucket[::-1]]))
+    deadline = time.perf_counter() + startup_seconds
+    with show_progress(len(work)) as advance:
+        for key, dispatcher in work:
+            if time.perf_counter() >= deadline:
+                return
+            advance(str(key))
+            dispatcher.capture(key.bucket)

@@ -1,0 +1,90 @@
+"""One captured bucket, and what it insists on before it runs again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from compilespec.cudagraphs.report import GraphKey
+from compilespec.errors import StaleGraphInput
+
+
+@dataclass(frozen=True)
+class Signature:
+    """What a graph remembers of an input."""
+
+    address: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Signature:
+        return cls(
+            tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device
+        )
+
+    def difference(self, other: Signature) -> str:
+        """Where two differ, in words; empty where they do not."""
+        pairs = [
+            ("on", self.device, other.device),
+            ("of", self.dtype, other.dtype),
+            ("of shape", list(self.shape), list(other.shape)),
+            ("of strides", self.stride, other.stride),
+            ("at address", hex(self.address), hex(other.address)),
+        ]
+        return "; ".join(
+            f"captured {word} {mine}, came {word} {its}" for word, mine, its in pairs if mine != its
+        )
+
+
+class Recording:
+    """Replays one bucket.
+
+    The outputs stand at fixed addresses that all buckets of the phase share: they are valid until
+    the phase's next call.
+    """
+
+    def __init__(
+        self,
+        *,
+        key: GraphKey,
+        steps: Sequence[Callable[[], None]],
+        num_graphs: int,
+        outputs: Sequence[Tensor],
+        names: Sequence[str],
+        signatures: Sequence[Signature],
+    ) -> None:
+        self.key = key
+        self.num_graphs = num_graphs
+        self.outputs = outputs
+        self.num_replays = 0
+        self._steps = tuple(steps)
+        self._names, self._signatures = tuple(names), tuple(signatures)
+        self._addresses = [signature.address for signature in signatures]
+
+    def replay(self, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Run the bucket again over the tensors it was captured with.
+
+        Raises: StaleGraphInput when one of `inputs` has another address, shape, dtype or device.
+        """
+        for name, tensor, old in zip(self._names, inputs, self._signatures, strict=True):
+            if tensor.data_ptr() != old.address or tensor.shape != old.shape:
+                self._refuse(name, tensor, old)
+            if tensor.dtype != old.dtype or tensor.device != old.device:
+                self._refuse(name, tensor, old)
+        for step in self._steps:
+            step()
+        self.num_replays += 1
+        return self.outputs
+
+    def _refuse(self, name: str, tensor: Tensor, old: Signature) -> None:
+        raise StaleGraphInput(
+            f"{self.key}: input {name} is not the one that was captured "
+            f"({old.difference(Signature.of(tensor))}); write new values into the captured tensor "
+            f"with copy_(), or compile anew"
+        )

@@ -1,0 +1,420 @@
+"""A step cut at attention: pieces of one structure are compiled once, whatever the depth.
+
+The operators at the cuts run by themselves between the pieces, which is also where piecewise CUDA
+graphs end and begin.  What crosses a cut are tensors whose every size is a number or one symbol;
+sizes are read off them again inside a piece, and views of other shapes are taken again.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+import compilespec.ops.paged_attention  # noqa: F401  (registers the operator)
+from compilespec import _torch_compat
+from compilespec.errors import PassError
+
+CUTS = (torch.ops.compilespec.paged_attention.default,)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PieceStep:
+    """A call of a piece; values are numbered, the phase's inputs first."""
+
+    piece: str
+    """Key of the piece's structure."""
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpStep:
+    """A call of an operator between two pieces."""
+
+    target: str
+    """As "compilespec.paged_attention.default"."""
+    args: tuple[tuple[str, Any], ...]
+    """("value", number) or ("constant", number or None)."""
+    output: int
+
+    @property
+    def inputs(self) -> tuple[int, ...]:
+        return tuple(value for kind, value in self.args if kind == "value")
+
+    @property
+    def operator(self) -> Callable[..., torch.Tensor]:
+        found: Any = torch.ops
+        for name in self.target.split("."):
+            found = getattr(found, name)
+        return found
+
+    def bind(self, values: Mapping[int, Any]) -> list[Any]:
+        return [values[value] if kind == "value" else value for kind, value in self.args]
+
+
+Step = PieceStep | OpStep
+
+
+@dataclass(frozen=True, kw_only=True)
+class StitchPlan:
+    """How pieces and operators make a phase."""
+
+    num_inputs: int
+    steps: tuple[Step, ...]
+    outputs: tuple[int, ...]
+
+    @functools.cached_property
+    def piece_steps(self) -> tuple[PieceStep, ...]:
+        return tuple(step for step in self.steps if isinstance(step, PieceStep))
+
+    @functools.cached_property
+    def dies_after(self) -> tuple[tuple[int, ...], ...]:
+        """By step, the values that nobody reads after it; inputs and outputs stay."""
+        last: dict[int, int] = {}
+        for index, step in enumerate(self.steps):
+            made = (step.output,) if isinstance(step, OpStep) else step.outputs
+            last.update(dict.fromkeys((*step.inputs, *made), index))
+        dying: list[list[int]] = [[] for _ in self.steps]
+        for value, index in last.items():
+            if value >= self.num_inputs and value not in self.outputs:
+                dying[index].append(value)
+        return tuple(map(tuple, dying))
+
+    def dies_next(self, index: int) -> bool:
+        """Whether only the piece right after the operator at `index` reads its result."""
+        step, following = self.steps[index], index + 1
+        return (
+            isinstance(step, OpStep)
+            and following < len(self.steps)
+            and isinstance(self.steps[following], PieceStep)
+            and step.output in self.dies_after[following]
+        )
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """Of the distinct pieces."""
+        return tuple(dict.fromkeys(step.piece for step in self.piece_steps))
+
+    def to_json(self) -> dict[str, Any]:
+        steps: list[dict[str, Any]] = []
+        for step in self.steps:
+            if isinstance(step, OpStep):
+                steps.append({"target": step.target, "args": step.args, "output": step.output})
+            else:
+                steps.append({"piece": step.piece, "inputs": step.inputs, "outputs": step.outputs})
+        return {"num_inputs": self.num_inputs, "steps": steps, "outputs": self.outputs}
+
+    @classmethod
+    def from_json(cls, record: Mapping[str, Any]) -> StitchPlan:
+        steps: list[Step] = []
+        for step in record["steps"]:
+            if "target" in step:
+                args = tuple((kind, value) for kind, value in step["args"])
+                steps.append(OpStep(target=step["target"], args=args, output=step["output"]))
+            else:
+                steps.append(
+                    PieceStep(
+                        piece=step["piece"],
+                        inputs=tuple(step["inputs"]),
+                        outputs=tuple(step["outputs"]),
+                    )
+                )
+        return cls(
+            num_inputs=record["num_inputs"], steps=tuple(steps), outputs=tuple(record["outputs"])
+        )
+
+
+class Stitched:
+    """The callable of a phase in pieces; what dies is let go at once, as inside one piece."""
+
+    def __init__(self, plan: StitchPlan, pieces: Mapping[str, Callable[..., Any]]) -> None:
+        self.plan, self.pieces = plan, dict(pieces)
+        self._calls = [
+            (step.operator, (step.output,))
+            if isinstance(step, OpStep)
+            else (self.pieces[step.piece], step.outputs)
+            for step in plan.steps
+        ]
+
+    def __call__(self, *inputs: Any) -> tuple[Any, ...]:
+        values: dict[int, Any] = dict(enumerate(inputs))
+        steps = zip(self.plan.steps, self._calls, self.plan.dies_after, strict=True)
+        for step, (call, outputs), dead in steps:
+            if isinstance(step, OpStep):
+                values[step.output] = call(*step.bind(values))
+            else:
+                made = call(*[values[number] for number in step.inputs])
+                values.update(zip(outputs, made, strict=True))
+            for number in dead:
+                del values[number]
+        return tuple(values[number] for number in self.plan.outputs)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Piece:
+    """One structure: a graph over placeholders alone, and the fakes of one place that has it."""
+
+    key: str
+    graph_module: fx.GraphModule = field(repr=False)
+    fakes: tuple[Any, ...] = field(repr=False)
+
+
+def split_at_attention(gm: fx.GraphModule) -> tuple[StitchPlan, dict[str, Piece]]:
+    """Cut an ATen step graph; returns the plan, and the distinct pieces by key.
+
+    Raises: PassError where something must cross a cut that cannot: a constant, or a tensor with a
+        size that is an expression and that is no view of another.
+    """
+    cut = _Cut(gm)
+    return cut.plan(), cut.pieces
+
+
+class _Cut:
+    """A graph in segments: an operator of `CUTS` each, and what stands between them."""
+
+    def __init__(self, gm: fx.GraphModule) -> None:
+        self.pieces: dict[str, Piece] = {}
+        self.placeholders = gm.graph.find_nodes(op="placeholder")
+        self.segment = _segments(gm.graph)
+        self._numbers = {node: index for index, node in enumerate(self.placeholders)}
+        output = next(node for node in reversed(gm.graph.nodes) if node.op == "output")
+        self._results = [_alias_of(node) for node in output.args[0]]
+
+    def plan(self) -> StitchPlan:
+        members: dict[int, list[fx.Node]] = {}
+        for node, index in self.segment.items():
+            members.setdefault(index, []).append(node)
+        crossing = set(self._results)
+        for node, index in self.segment.items():
+            crossing |= {leaf for leaf in self.leaves(node, index) if leaf in self.segment}
+        steps: list[Step] = []
+        for _, nodes in sorted(members.items()):
+            if nodes[0].target in CUTS:
+                steps.append(self._op_step(nodes[0]))
+            else:
+                steps.append(self._piece_step(nodes, [n for n in nodes if n in crossing]))
+        return StitchPlan(
+            num_inputs=len(self.placeholders),
+            steps=tuple(steps),
+            outputs=tuple(self._number(node) for node in self._results),
+        )
+
+    def leaves(self, node: fx.Node, segment: int) -> Iterator[fx.Node]:
+        """The tensors from outside `segment` that `node` needs there; sizes need none."""
+        for given in map(_alias_of, node.all_input_nodes):
+            if _is_size(given) or self.segment.get(given) == segment:
+                continue
+            if self.is_taken_again(given, segment):
+                yield from self.leaves(given, segment)
+            else:
+                yield given
+
+    def is_taken_again(self, node: fx.Node, segment: int) -> bool:
+        """Whether a piece takes a view of another segment anew: one that cannot cross, or that
+        views what came into that segment.
+        """
+        is_view = node.op == "call_function" and _torch_compat.returns_alias(node.target)
+        if not is_view or _torch_compat.is_mutable(node.target) or self.segment[node] == segment:
+            return False
+        base = _alias_of(node.all_input_nodes[0])
+        return self.segment.get(base) != self.segment[node] or not _can_cross(node)
+
+    def _op_step(self, node: fx.Node) -> OpStep:
+        args: list[tuple[str, Any]] = []
+        for arg in node.args:
+            if isinstance(arg, fx.Node):
+                args.append(("value", self._number(_alias_of(arg))))
+            else:
+                args.append(("constant", arg))
+        return OpStep(target=str(node.target), args=tuple(args), output=self._new_number(node))
+
+    def _piece_step(self, nodes: Sequence[fx.Node], outputs: Sequence[fx.Node]) -> PieceStep:
+        copy = _PieceGraph(self, nodes, outputs)
+        piece = copy.piece()
+        self.pieces.setdefault(piece.key, piece)
+        for node in outputs:
+            if not _can_cross(node):
+                raise PassError(
+                    f"{node.name} ({node.target}) has a size that is an expression, and cannot "
+                    f"leave its piece"
+                )
+        return PieceStep(
+            piece=piece.key,
+            inputs=tuple(self._number(node) for node in copy.inputs),
+            outputs=tuple(self._new_number(node) for node in outputs),
+        )
+
+    def _number(self, node: fx.Node) -> int:
+        if node not in self._numbers:
+            raise PassError(f"{node.name} ({node.op} {node.target}) cannot cross a cut")
+        return self._numbers[node]
+
+    def _new_number(self, node: fx.Node) -> int:
+        self._numbers[node] = len(self._numbers)
+        return self._numbers[node]
+
+
+class _PieceGraph:
+    """A copy of one segment over placeholders, in the order in which its nodes first need them."""
+
+    def __init__(self, cut: _Cut, nodes: Sequence[fx.Node], outputs: Sequence[fx.Node]) -> None:
+        self._cut, self._segment, self._graph = cut, cut.segment[nodes[0]], fx.Graph()
+        leaves = dict.fromkeys(leaf for node in nodes for leaf in cut.leaves(node, self._segment))
+        self.inputs = [*leaves, *self._carriers(nodes, list(leaves))]
+        self._copies: dict[fx.Node, fx.Node] = {}
+        for number, node in enumerate(self.inputs):
+            placeholder = self._graph.placeholder(f"input_{number}")
+            placeholder.meta["val"] = node.meta["val"]
+            self._copies[node] = placeholder
+        for node in nodes:
+            self._copy(node)
+        self._graph.output(tuple(self._copies[node] for node in outputs))
+
+    def piece(self) -> Piece:
+        return Piece(
+            key=structural_key(self._graph),
+            graph_module=fx.GraphModule(torch.nn.Module(), self._graph),
+            fakes=tuple(node.meta["val"] for node in self.inputs),
+        )
+
+    def _carriers(self, nodes: Sequence[fx.Node], leaves: Sequence[fx.Node]) -> list[fx.Node]:
+        """Phase inputs that show the symbols of sizes which no leaf shows."""
+        needed = {symbol for node in nodes for symbol in self._symbols(node)}
+        shown = {symbol for leaf in leaves for symbol in _dims(leaf)}
+        carriers: list[fx.Node] = []
+        for symbol in sorted(needed - shown):
+            if not any(symbol in _dims(carrier) for carrier in carriers):
+                carriers.append(next(n for n in self._cut.placeholders if symbol in _dims(n)))
+        return carriers
+
+    def _symbols(self, node: fx.Node) -> Iterator[str]:
+        """Symbols of the sizes that a node, or a view that it takes again, is called with."""
+        for given in map(_alias_of, node.all_input_nodes):
+            if _is_size(given):
+                yield from map(str, _torch_compat.size_expression(given.meta["val"]).free_symbols)
+            elif given in self._cut.segment and self._cut.is_taken_again(given, self._segment):
+                yield from self._symbols(given)
+
+    def _copy(self, node: fx.Node) -> fx.Node:
+        copy = self._graph.node_copy(node, lambda given: self._value(_alias_of(given)))
+        copy.meta = {name: node.meta[name] for name in ("val",) if name in node.meta}
+        self._copies[node] = copy
+        return copy
+
+    def _value(self, node: fx.Node) -> fx.Node:
+        if node in self._copies:
+            return self._copies[node]
+        if not _is_size(node) or not _torch_compat.size_expression(node.meta["val"]).is_Symbol:
+            return self._copy(node)
+        symbol = str(_torch_compat.size_expression(node.meta["val"]))
+        carrier = next(given for given in self.inputs if symbol in _dims(given))
+        made = self._graph.call_function(
+            torch.ops.aten.sym_size.int, (self._copies[carrier], _dims(carrier)[symbol])
+        )
+        made.meta["val"] = node.meta["val"]
+        self._copies[node] = made
+        return made
+
+
+def structural_key(graph: fx.Graph) -> str:
+    """Hash of a piece: operators, arguments, layouts of its inputs; symbols by first use."""
+    numbers: dict[fx.Node, int] = {}
+    symbols: dict[str, str] = {}
+
+    def size(value: Any) -> str:
+        if isinstance(value, int):
+            return str(value)
+        text = _torch_compat.size_expression(value)
+        names = {s: symbols.setdefault(str(s), f"s{len(symbols)}") for s in _in_order(text)}
+        return str(text.xreplace({s: type(s)(name) for s, name in names.items()}))
+
+    def written(arg: Any) -> str:
+        if isinstance(arg, fx.Node):
+            return f"%{numbers[arg]}"
+        if isinstance(arg, list | tuple):
+            return f"[{', '.join(map(written, arg))}]"
+        if isinstance(arg, slice):
+            return f"slice{written((arg.start, arg.stop, arg.step))}"
+        return repr(arg)
+
+    lines = []
+    for node in graph.nodes:
+        numbers[node] = len(numbers)
+        if node.op == "placeholder":
+            val = node.meta["val"]
+            shape, stride = map(size, val.shape), map(size, val.stride())
+            layout = [*shape, *stride, size(val.storage_offset()), str(val.dtype), str(val.device)]
+            lines.append(" ".join(layout))
+        else:
+            keywords = sorted(node.kwargs.items())
+            lines.append(
+                f"{node.op} {node.target} {written(node.args)} "
+                f"{[(name, written(value)) for name, value in keywords]}"
+            )
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:32]
+
+
+def _in_order(expression: Any) -> list[Any]:
+    return sorted(expression.free_symbols, key=str)
+
+
+def _segments(graph: fx.Graph) -> dict[fx.Node, int]:
+    """By node, in order: which stretch between cuts, or which cut, it belongs to.
+
+    Inputs, sizes and the output belong to none; an element of several results goes with them.
+    """
+    segments: dict[fx.Node, int] = {}
+    current = 0
+    for node in graph.nodes:
+        if node.op in ("placeholder", "output") or _is_size(node):
+            continue
+        if node.target in CUTS:
+            segments[node], current = current + 1, current + 2
+        elif node.target is operator.getitem:
+            segments[node] = segments[node.args[0]]
+        else:
+            segments[node] = current
+    return segments
+
+
+def _alias_of(node: fx.Node) -> fx.Node:
+    """What an in-place operation wrote, instead of its result; the node itself otherwise."""
+    while (
+        node.op == "call_function"
+        and _torch_compat.is_mutable(node.target)
+        and _torch_compat.returns_alias(node.target)
+    ):
+        node = node.all_input_nodes[0]
+    return node
+
+
+def _is_size(node: fx.Node) -> bool:
+    return isinstance(node.meta.get("val"), torch.SymInt | int)
+
+
+def _dims(node: fx.Node) -> dict[str, int]:
+    """The symbols that are sizes of a tensor, and their dimensions."""
+    value = node.meta.get("val")
+    if not isinstance(value, torch.Tensor):
+        return {}
+    sizes = [
+        (_torch_compat.size_expression(n), d)
+        for d, n in enumerate(value.shape)
+        if not isinstance(n, int)
+    ]
+    return {str(expression): dim for expression, dim in reversed(sizes) if expression.is_Symbol}
+
+
+def _can_cross(node: fx.Node) -> bool:
+    value = node.meta.get("val")
+    return isinstance(value, torch.Tensor) and all(
+        isinstance(size, int) or _torch_compat.size_expression(size).is_Symbol
+        for size in value.shape
+    )
