@@ -1,0 +1,91 @@
+"""Linear layers over quantised weights: few rows, rows independent of each other.
+
+On the CPU (`kernel.cpp`) the stored weights are widened as they are read and summed in float32 in
+one order (weight-only), or multiplied in integers with rows that are quantised on the way (dynamic
+int8), so that the bits of a row do not depend on the other rows, on the batch or on the threads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+
+from compilespec.ops._library import define_op
+from compilespec.ops.packed_linear import pack_weight
+from compilespec.ops.quantized_linear import reference
+from compilespec.ops.quantized_linear.reference import (
+    pack_bytes,
+    pack_int4,
+    pack_quads,
+    pack_scale,
+)
+
+__all__ = ["LAYOUTS", "dynamic_int8_linear", "quantized_linear"]
+
+# What `InputSpec.packed` may ask for.
+LAYOUTS: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "panels": pack_weight,
+    "bytes": pack_bytes,
+    "int4": pack_int4,
+    "quads": pack_quads,
+    "scale": pack_scale,
+}
+
+
+def quantized_linear(
+    x: Tensor, weight_NK: Tensor, scale_NG: Tensor, bias_N: Tensor | None, bits: int
+) -> Tensor:
+    """x @ (weight * scale).T + bias; see `reference.quantized_linear_reference`."""
+    return _QUANTIZED_LINEAR(x, weight_NK, scale_NG, bias_N, bits)
+
+
+def dynamic_int8_linear(
+    x: Tensor, weight_NK: Tensor, scale_N1: Tensor, bias_N: Tensor | None
+) -> Tensor:
+    """Both sides in int8; see `reference.dynamic_int8_linear_reference`."""
+    return _DYNAMIC_INT8_LINEAR(x, weight_NK, scale_N1, bias_N)
+
+
+def _fake(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, bits: int = 8) -> Tensor:
+    return x.new_empty((*x.shape[:-1], weight.shape[0]))
+
+
+def _packed_fake(
+    x: Tensor, packed: Tensor, scale: Tensor, bias: Tensor | None, out_features: int
+) -> Tensor:
+    return x.new_empty((*x.shape[:-1], out_features))
+
+
+_TAGS = (torch.Tag.flexible_layout,)
+_QUANTIZED_LINEAR = define_op(
+    "quantized_linear(Tensor x, Tensor weight, Tensor scale, Tensor? bias, int bits) -> Tensor",
+    reference.quantized_linear_reference,
+    _fake,
+    has_kernel=False,
+    tags=_TAGS,
+)
+_DYNAMIC_INT8_LINEAR = define_op(
+    "dynamic_int8_linear(Tensor x, Tensor weight, Tensor scale, Tensor? bias) -> Tensor",
+    reference.dynamic_int8_linear_reference,
+    _fake,
+    has_kernel=False,
+    tags=_TAGS,
+)
+define_op(
+    "packed_quantized_linear(Tensor x, Tensor packed, Tensor scale, Tensor? bias, "
+    "int out_features) -> Tensor",
+    reference.packed_quantized_linear_reference,
+    _packed_fake,
+    has_kernel=True,
+    tags=_TAGS,
+)
+define_op(
+    "packed_dynamic_int8_linear(Tensor x, Tensor packed, Tensor scale, Tensor? bias, "
+    "int out_features) -> Tensor",
+    reference.packed_dynamic_int8_linear_reference,
+    _packed_fake,
+    has_kernel=True,
+    tags=_TAGS,
+)
