@@ -5,9 +5,18 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
-__all__ = ["Engine", "SamplingParams", "bisect", "compile", "trace", "verify"]
+__all__ = [
+    "Engine",
+    "SamplingParams",
+    "acceptance_rule",
+    "bisect",
+    "compile",
+    "trace",
+    "verify",
+]
 
 if TYPE_CHECKING:
+    from compilespec.acceptance import acceptance_rule
     from compilespec.inspect.bisect import bisect
     from compilespec.inspect.verify import verify
     from compilespec.pipeline import compile, trace
@@ -17,6 +26,7 @@ if TYPE_CHECKING:
 _LAZY = {
     "Engine": ("compilespec.runtime.engine", "Engine"),
     "SamplingParams": ("compilespec.sampling_params", "SamplingParams"),
+    "acceptance_rule": ("compilespec.acceptance", "acceptance_rule"),
     "compile": ("compilespec.pipeline", "compile"),
     "verify": ("compilespec.inspect.verify", "verify"),
     "bisect": ("compilespec.inspect.bisect", "bisect"),

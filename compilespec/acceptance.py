@@ -2,7 +2,23 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from compilespec.errors import InvalidOption
+
+# What a rule function may read, by parameter name.
+RULE_INPUTS = (
+    "probs_BSV",
+    "logits_BSV",
+    "draft_probs_BKV",
+    "draft_BK",
+    "num_drafts_B",
+    "uniform_BK",
+)
+AnyFunction = TypeVar("AnyFunction", bound=Callable[..., Any])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,6 +39,23 @@ class Relaxed:
 
 
 @dataclass(frozen=True, kw_only=True)
+class RuleFunction:
+    """A rule that is a function of tensors, traced into the step; see `acceptance_rule`."""
+
+    function: Callable[..., Any]
+    """The function, or a module."""
+
+    name: str
+    """What `Engine.plan()` calls it."""
+
+    lossless: bool
+    """Whether it states that the output is distributed as the target's own."""
+
+    inputs: tuple[str, ...]
+    """Which of `RULE_INPUTS` it reads, in the order of its parameters."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Acceptance:
     """A rule of `passes.acceptance` by name, and what it is given."""
 
@@ -32,8 +65,75 @@ class Acceptance:
     relaxed: Relaxed | None = None
     """Given exactly where the rule is "relaxed"."""
 
+    function: RuleFunction | None = None
+    """Given where the rule is a function of probabilities: "rejection", "block", a user's."""
+
     force_num_accepted: int = 0
     """For benchmarks: every step accepts this many drafts (at most K), right or not; 0: off."""
 
+    @property
+    def couples_drafts(self) -> bool:
+        """Whether drafts are drawn with the target's noise; else with noise of their own (H-15)."""
+        return self.function is None
+
+    @property
+    def reads_draft_probs(self) -> bool:
+        """Whether the distribution that each draft was drawn from is kept for the next step."""
+        return self.function is not None and "draft_probs_BKV" in self.function.inputs
+
 
 STRICT = Acceptance()
+
+
+def acceptance_rule(*, lossless: bool) -> Callable[[AnyFunction], AnyFunction]:
+    """Mark a function (or a module's class) as a rule for `compile(acceptance=...)`.
+
+    The names of its parameters say what it reads, of:
+
+    probs_BSV        the target's distribution at each row of the window, after temperature,
+                     penalties, bias and filters; a greedy request's is 1 at the token it takes
+    logits_BSV       the target's logits as they are
+    draft_probs_BKV  what each draft was drawn from, over the target's ids; 1 at the draft where the
+                     drafter gives no distribution
+    draft_BK         int32, the drafts; -1 where there is none
+    num_drafts_B     int32, how many leading drafts are to be judged, 0..K
+    uniform_BK       float32 in (0, 1), one for each draft, independent of all other noise
+
+    Probabilities are float32, or float64 in a float64 program.  It returns two tensors: how many
+    leading drafts are accepted, [B] integers (no more than `num_drafts_B` are), and what the one
+    token after them is: weights to draw it by, [B, V] (they need not sum to one, negative ones
+    count as 0, rows without any weight fall back to the target's distribution), or its id, [B]
+    integers.  It is traced once, for any B: tensor code without branches on values.
+
+    Drafts, acceptance and the last token are drawn with noise of disjoint streams, new in every
+    step.  A rule states whether it is lossless: whether the tokens that it lets through are
+    distributed as the target's own.  Nothing checks that.
+    """
+    if not isinstance(lossless, bool):
+        raise InvalidOption(f"acceptance_rule: lossless must be True or False; got {lossless!r}")
+
+    def mark(function: AnyFunction) -> AnyFunction:
+        function.lossless = lossless  # type: ignore[attr-defined]
+        return function
+
+    return mark
+
+
+def rule_function(function: Any, name: str | None = None) -> RuleFunction:
+    """Read a rule off a function or module.  Raises: InvalidOption."""
+    title = name or getattr(function, "__name__", type(function).__name__)
+    lossless = getattr(function, "lossless", None)
+    if not isinstance(lossless, bool):
+        raise InvalidOption(
+            f"acceptance={title}: a rule states whether it is lossless; mark it with "
+            f"@compilespec.acceptance_rule(lossless=True) or False"
+        )
+    body = function.forward if hasattr(function, "forward") else function
+    inputs = tuple(inspect.signature(body).parameters)
+    unknown = [parameter for parameter in inputs if parameter not in RULE_INPUTS]
+    if unknown or not inputs:
+        raise InvalidOption(
+            f"acceptance={title}: a rule reads any of {', '.join(RULE_INPUTS)}; got "
+            f"{', '.join(unknown) or 'no parameter'}"
+        )
+    return RuleFunction(function=function, name=title, lossless=lossless, inputs=inputs)

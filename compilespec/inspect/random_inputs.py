@@ -16,6 +16,7 @@ from torch import Tensor
 
 from compilespec.errors import SpecError
 from compilespec.inspect.interpret import Stage
+from compilespec.ops.sample import layout
 from compilespec.passes.references import Case
 from compilespec.passes.references.dense_attention import dense_attention
 from compilespec.passes.references.placement import place_call
@@ -218,6 +219,10 @@ class _Draw:
             return torch.full(shape, float("nan"), dtype=spec.dtype, device=config.device)
         if spec.name == "withheld_R":  # every other request has all drafts but one judged
             return self.int32([row % 2 for row in range(spec.shape[0])])
+        if spec.name in ("sampling_RF", "sampling_RI") and config.dtype == torch.float64:
+            return self._sampling(spec)
+        if spec.name == "draft_prob_RKV":
+            return self._normal(spec.shape, spec.dtype).softmax(-1)
         if spec.by_host:  # nothing that a request might ask for
             return torch.full(spec.shape, spec.fill, dtype=spec.dtype, device=config.device)
         if spec.dtype.is_floating_point:
@@ -226,6 +231,17 @@ class _Draw:
         return torch.randint(
             1, high, spec.shape, dtype=spec.dtype, device=config.device, generator=self._generator
         )
+
+    def _sampling(self, spec: BufferSpec) -> Tensor:
+        """Every third request is sampled; in float64, where rounding turns no draw around."""
+        rows = torch.zeros(spec.shape, dtype=spec.dtype, device=self.ctx.config.device)
+        if spec.name == "sampling_RI":
+            rows[1::3, layout.SEED_LOW] = self.rng.randrange(2**31)
+            rows[1::3, layout.TOP_K] = 20
+        else:
+            rows[1::3, layout.TEMPERATURE] = 0.9
+            rows[1::3, layout.TOP_P] = 0.8
+        return rows
 
     def _is_shared(self, spec: BufferSpec) -> bool:
         """Whether the cache is laid out in the program's blocks, not in those of a KV group."""

@@ -10,7 +10,7 @@ import sympy
 import torch
 from torch import fx
 
-import compilespec.ops.sample  # noqa: F401  (registers the operators)
+import compilespec.ops.sample.probabilities  # noqa: F401  (registers the operators)
 from compilespec.passes.sizes import Range, integers
 
 if TYPE_CHECKING:
@@ -223,6 +223,11 @@ def _draft_choice(ranges: Ranges, node: fx.Node, operand: Operand) -> Range | No
     return ranges.sizes.join([operand(node.args[1]), entry])
 
 
+def _argument_of_weights(ranges: Ranges, node: fx.Node, operand: Operand) -> Range | None:
+    """An index into the weights."""
+    return _index_along(ranges, node.args[0], -1)
+
+
 def _index_along(ranges: Ranges, tensor: Any, dim: int) -> Range:
     return Range(sympy.Integer(0), ranges.size(tensor, dim) - 1)
 
@@ -379,6 +384,7 @@ OTHER: dict[Any, Rule] = {
     _aten.argmin.default: _argmax,
     torch.ops.compilespec.sample.default: _choice,
     torch.ops.compilespec.draw.default: _draft_choice,
+    torch.ops.compilespec.draw_weighted.default: _argument_of_weights,
     _aten.arange.default: _arange,
     _aten.arange.start: _arange,
     _aten.arange.start_step: _arange,

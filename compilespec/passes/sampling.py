@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 from torch import fx
+from torch.nn import functional
 
-import compilespec.ops.sample  # noqa: F401  (registers the operators)
+import compilespec.ops.sample.probabilities  # noqa: F401  (registers the operators)
 from compilespec.methods.capture import output_widths
-from compilespec.ops.sample.layout import MAX_LOGPROBS, NUM_FLOATS, NUM_INTS
+from compilespec.ops.sample.layout import (
+    MAX_LOGPROBS,
+    MIN_TEMPERATURE,
+    NUM_FLOATS,
+    NUM_INTS,
+    STEP,
+    STREAM_DRAFT,
+    TEMPERATURE,
+)
 from compilespec.passes.graph import add_buffer, arange_like, emit, find_role, output_node
 from compilespec.passes.runner import PassContext
 from compilespec.program import BufferSpec
@@ -22,6 +32,20 @@ def sample_target(gm: fx.GraphModule, ctx: PassContext, *, before: fx.Node) -> f
     overrides the others.  Decode hands it the tokens that were fed, for penalties; the prompt is
     written by the host.
     """
+    arguments = _target_rows(gm, ctx, before=before)
+    with gm.graph.inserting_before(before):
+        return gm.graph.call_function(torch.ops.compilespec.sample.default, arguments)
+
+
+def target_probs(gm: fx.GraphModule, ctx: PassContext, *, before: fx.Node) -> fx.Node:
+    """The distributions that `sample_target` draws from: [B, S, V], `wide_dtype`."""
+    arguments = _target_rows(gm, ctx, before=before)
+    with gm.graph.inserting_before(before):
+        return gm.graph.call_function(torch.ops.compilespec.filtered_probs.default, arguments)
+
+
+def _target_rows(gm: fx.GraphModule, ctx: PassContext, *, before: fx.Node) -> tuple[Any, ...]:
+    """What the operators of the target's rows take."""
     logits, index = find_role(gm, "logits"), find_role(gm, "row_index")
     start = find_role(gm, "start")
     if ctx.phase == "decode":
@@ -32,13 +56,8 @@ def sample_target(gm: fx.GraphModule, ctx: PassContext, *, before: fx.Node) -> f
     else:
         logits, greedy, drawn = emit(gm, prefill_choice, logits, start, before=before)
         ids = None
-    real, whole, bias, context = sampling_state(gm, ctx)
-    mask = _guide_masks(gm, ctx)
-    with gm.graph.inserting_before(before):
-        return gm.graph.call_function(
-            torch.ops.compilespec.sample.default,
-            (logits, greedy, ids, index, drawn, real, whole, bias, context, mask),
-        )
+    state, mask = sampling_state(gm, ctx), _guide_masks(gm, ctx)
+    return (logits, greedy, ids, index, drawn, *state, mask)
 
 
 def note_logprobs(gm: fx.GraphModule, ctx: PassContext, target: fx.Node) -> None:
@@ -58,15 +77,24 @@ def note_logprobs(gm: fx.GraphModule, ctx: PassContext, target: fx.Node) -> None
 
 
 def draft_token(
-    gm: fx.GraphModule, ctx: PassContext, proposal: tuple[fx.Node, ...], base: fx.Node, offset: int
+    gm: fx.GraphModule,
+    ctx: PassContext,
+    proposal: tuple[fx.Node, ...],
+    base: fx.Node,
+    offset: int,
+    *,
+    number: int | None = None,
 ) -> fx.Node:
     """The draft of each request for position base + offset, [B], int32.
 
     Args:
         proposal: outputs of a captured "propose": the best token; the logits where the drafter
             offers them, and their target ids where they are of another vocabulary.
+        number: which draft of the step it is, 1..K; `offset` where it is None.
     """
     token, *offered = proposal
+    if not ctx.acceptance.couples_drafts:
+        return _own_draft(gm, ctx, token, offered, base, offset, number or offset)
     if not offered:
         return token
     before = output_node(gm)
@@ -78,6 +106,126 @@ def draft_token(
             torch.ops.compilespec.draw.default,
             (logits, token, ids, find_role(gm, "row_index"), drawn, real, whole),
         )
+
+
+# --- drafts with noise of their own, and the distributions that they are drawn from ---
+
+
+def _own_draft(
+    gm: fx.GraphModule,
+    ctx: PassContext,
+    token: fx.Node,
+    offered: list[fx.Node],
+    base: fx.Node,
+    offset: int,
+    number: int,
+) -> fx.Node:
+    """Draft `number`, drawn from a distribution over the target's ids that is kept if the rule
+    reads it (role `draft_probs.<number>`); the token itself where the drafter offers no logits.
+    """
+    if not gives_draft_probs(ctx):
+        return token
+    before, index = output_node(gm), find_role(gm, "row_index")
+    real, whole, *_ = sampling_state(gm, ctx)
+    (vocab_size,) = output_widths(ctx.target)
+    width = offered[0].meta["example"][0][-1] if offered else vocab_size
+    probs = emit(
+        gm, draft_probs, token, real, index, *offered, before=before, vocab_size=vocab_size,
+        num_missing=vocab_size - width, dtype=wide_dtype(ctx),
+    )  # fmt: skip
+    probs.meta["role"] = f"draft_probs.{number}"
+    drawn, stream = emit(gm, draft_place, base, before=before, offset=offset, number=number)
+    with gm.graph.inserting_before(before):
+        return gm.graph.call_function(
+            torch.ops.compilespec.draw_weighted.default, (probs, index, drawn, stream, whole)
+        )
+
+
+def gives_draft_probs(ctx: PassContext) -> bool:
+    """Whether the drafter offers logits with its proposals."""
+    calls = (call for name, call in ctx.draft.items() if name.startswith("propose"))
+    return any(len(output_widths(call)) > 1 for call in calls)
+
+
+def keep_draft_probs(gm: fx.GraphModule, ctx: PassContext) -> None:
+    """Write what the step's drafts were drawn from into state rows, for the next step's rule."""
+    if not (ctx.acceptance.reads_draft_probs and gives_draft_probs(ctx)):
+        return
+    numbers = range(1, ctx.config.num_draft_tokens + 1)
+    parts = [find_role(gm, f"draft_probs.{number}") for number in numbers]
+    emit(
+        gm, write_draft_probs, _draft_prob_rows(gm, ctx), find_role(gm, "row_index"), *parts,
+        before=output_node(gm), num_missing=ctx.config.num_row_tokens - 1 - len(parts),
+    )  # fmt: skip
+
+
+def read_draft_probs(gm: fx.GraphModule, ctx: PassContext, draft: fx.Node) -> fx.Node:
+    """What the drafts [B, K] were drawn from: [B, K, V]; 1 at the draft where nothing is known."""
+    end, count = output_node(gm), ctx.config.num_draft_tokens
+    if gives_draft_probs(ctx):
+        node: fx.Node = emit(
+            gm, lambda rows, index_B: rows[index_B][:, :count], _draft_prob_rows(gm, ctx),
+            find_role(gm, "row_index"), before=end,
+        )  # fmt: skip
+        return node
+    (vocab_size,) = output_widths(ctx.target)
+    node = emit(gm, one_hot, draft, before=end, vocab_size=vocab_size, dtype=wide_dtype(ctx))
+    return node
+
+
+def _draft_prob_rows(gm: fx.GraphModule, ctx: PassContext) -> fx.Node:
+    (vocab_size,) = output_widths(ctx.target)
+    shape = (ctx.config.num_row_tokens - 1, vocab_size)
+    return _buffer(gm, ctx, "draft_prob_RKV", shape, wide_dtype(ctx))
+
+
+def wide_dtype(ctx: PassContext) -> torch.dtype:
+    """What probabilities are computed in."""
+    return torch.promote_types(ctx.config.dtype, torch.float32)
+
+
+def draft_probs(
+    token_B: Any, sampling_RF: Any, index_B: Any, *offered: Any, vocab_size: int, num_missing: int,
+    dtype: torch.dtype,
+) -> Any:  # fmt: skip
+    """Softmax of the drafter's logits at the request's temperature, over the target's ids [B, V];
+    1 at the token where the request is greedy, or no logits are offered.  `num_missing`: how many
+    ids fewer the drafter has, where it has no ids of its own.
+    """
+    greedy_BV = one_hot(token_B, vocab_size=vocab_size, dtype=dtype)
+    if not offered:
+        return greedy_BV
+    logits_BV, *ids = offered
+    temperature_B1 = sampling_RF[index_B][:, TEMPERATURE].unsqueeze(1)
+    is_drawn_B1 = temperature_B1 >= MIN_TEMPERATURE
+    scale_B1 = torch.where(is_drawn_B1, temperature_B1, 1).to(dtype)
+    scores_BV = logits_BV.to(dtype) / scale_B1
+    if ids:
+        scores_BV = torch.where(ids[0] >= 0, scores_BV, -math.inf)
+    probs_BV = scores_BV.softmax(-1)
+    if ids:
+        zeros_BV = torch.zeros_like(greedy_BV)
+        probs_BV = zeros_BV.index_add(1, ids[0].clamp(min=0), probs_BV)
+    else:
+        probs_BV = functional.pad(probs_BV, (0, num_missing))
+    return torch.where(is_drawn_B1, probs_BV, greedy_BV)
+
+
+def one_hot(token: Any, *, vocab_size: int, dtype: torch.dtype) -> Any:
+    """[..., V]: 1 at the token; all 0 where it is PAD."""
+    return (token.unsqueeze(-1) == arange_like(token, vocab_size)).to(dtype)
+
+
+def draft_place(base_B: Any, *, offset: int, number: int) -> tuple[Any, Any]:
+    """Position and stream word of a draft, int32 [B]."""
+    drawn_B = base_B + offset
+    return drawn_B, torch.full_like(drawn_B, STREAM_DRAFT + STEP * number)
+
+
+def write_draft_probs(rows_RKV: Any, index_B: Any, *probs_BV: Any, num_missing: int) -> Any:
+    """Drafts that a step of a smaller K does not make have no distribution: 0."""
+    parts = [*probs_BV, *[torch.zeros_like(probs_BV[0])] * num_missing]
+    return rows_RKV.index_put_((index_B,), torch.stack(parts, 1))
 
 
 def drawn_positions(start_B: Any, *, num_tokens: int) -> Any:

@@ -10,6 +10,7 @@ from torch import fx
 from compilespec.passes.draft_loops import LOOPS
 from compilespec.passes.graph import emit, find_role, output_node
 from compilespec.passes.runner import PassContext
+from compilespec.passes.sampling import keep_draft_probs
 from compilespec.program import PAD
 
 
@@ -25,6 +26,7 @@ def splice_draft_loop(gm: fx.GraphModule, ctx: PassContext) -> int:
     drafts: tuple[fx.Node, ...] = ()
     if config.num_draft_tokens:
         num_passes = loop.splice(gm, ctx)
+        keep_draft_probs(gm, ctx)
         if loop.fills_rows or config.num_row_tokens == config.num_verify_tokens:
             return num_passes
         drafts = (find_role(gm, "drafts"),)

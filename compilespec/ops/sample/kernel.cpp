@@ -28,7 +28,7 @@ enum Word {
 };
 constexpr int32_t kPenalise = 1, kBias = 2, kGuide = 4;
 constexpr float kMinTemperature = 1e-5f;
-constexpr uint32_t kStreamDraw = 0;
+constexpr uint32_t kStreamDraw = 0;  // the other streams come in tensors
 
 constexpr int kBlock = 64;  // ids whose noise is made together
 constexpr int kGroup = 16;  // ids that share a word of neighbouring counters
@@ -113,12 +113,12 @@ COMPILESPEC_INLINE Vector<float> gumbel(VectorU32 bits) {
 }
 
 struct Key {
-  uint32_t low, high, sample, position;
+  uint32_t low, high, sample, position, stream;
 };
 
-Key make_key(const int32_t* words, int32_t position) {
+Key make_key(const int32_t* words, int32_t position, uint32_t stream = kStreamDraw) {
   return {uint32_t(words[kSeedLow]), uint32_t(words[kSeedHigh]), uint32_t(words[kSample]),
-          uint32_t(position)};
+          uint32_t(position), stream};
 }
 
 // Noise of the ids 64 * block ... 64 * block + 63.
@@ -128,7 +128,7 @@ void fill_noise(const Key& key, int64_t block, float* noise) {
     VectorU32 place{};
     for (int i = 0; i < kWide; ++i) place[i] = uint32_t(block * kGroup + first + i);
     const VectorU32 zero{};
-    const Words words = philox({{place, zero + key.position, zero + key.sample, zero + kStreamDraw}},
+    const Words words = philox({{place, zero + key.position, zero + key.sample, zero + key.stream}},
                                key.low, key.high);
     for (int k = 0; k < 4; ++k) store(noise + k * kGroup + first, gumbel(words.word[k]));
   }
@@ -298,11 +298,12 @@ void guide(Acc* scores, int64_t vocab, const int32_t* mask) {
   }
 }
 
+// What the row's request makes of its logits: before the temperature where it takes the best of
+// them, else divided by it, with the score below which the filters drop a token in `lowest`.
 template <class Acc, class T>
-int32_t choose(const T* logits, int64_t vocab, const float* reals, const int32_t* words,
-               const float* bias, const int32_t* context, int64_t max_seq_len, int32_t drawn,
-               const int32_t* mask) {
-  static thread_local std::vector<Acc> scores;
+void process(std::vector<Acc>& scores, const T* logits, int64_t vocab, const float* reals,
+             const int32_t* words, const float* bias, const int32_t* context, int64_t max_seq_len,
+             int32_t drawn, const int32_t* mask, Acc* lowest) {
   scores.resize(size_t(vocab));
   for (int64_t i = 0; i < vocab; ++i) scores[size_t(i)] = Acc(logits[i]);
   if (words[kFlags] & kPenalise)
@@ -314,11 +315,31 @@ int32_t choose(const T* logits, int64_t vocab, const float* reals, const int32_t
     for (int i = 0; i < words[kNumStops]; ++i)
       scores[size_t(words[kFirstStop + i])] = -std::numeric_limits<Acc>::infinity();
   if (words[kFlags] & kGuide) guide(scores.data(), vocab, mask);
-  if (reals[kTemperature] < kMinTemperature) return first_best(scores.data(), vocab);
+  if (reals[kTemperature] < kMinTemperature) return;
   const Acc temperature = Acc(reals[kTemperature]);
   for (int64_t i = 0; i < vocab; ++i) scores[size_t(i)] /= temperature;
-  const Acc lowest = lowest_kept(scores.data(), vocab, reals, words);
-  return draw_whole(scores.data(), vocab, lowest, make_key(words, drawn));
+  *lowest = lowest_kept(scores.data(), vocab, reals, words);
+}
+
+// Of the scores that are at least `lowest`; 0 elsewhere.
+template <class Acc>
+void softmax(const Acc* scores, int64_t vocab, Acc lowest, Acc* probs) {
+  constexpr int kWide = kLanes<Acc>;
+  constexpr Acc kNone = -std::numeric_limits<Acc>::infinity();
+  Acc best = kNone, part[kWide];
+  for (int64_t i = 0; i < vocab; ++i) best = scores[i] > best ? scores[i] : best;
+  Vector<Acc> total{};
+  for (int64_t base = 0; base < vocab; base += kWide) {
+    const int count = int(std::min<int64_t>(kWide, vocab - base));
+    for (int i = 0; i < kWide; ++i)
+      part[i] = i < count && scores[base + i] >= lowest ? scores[base + i] - best : kNone;
+    const Vector<Acc> mass = exp(load(part));
+    total += mass;
+    for (int i = 0; i < count; ++i) probs[base + i] = mass[i];
+  }
+  Acc sum = 0;
+  for (int i = 0; i < kWide; ++i) sum += total[i];
+  for (int64_t i = 0; i < vocab; ++i) probs[i] /= sum;
 }
 
 bool is_plain(const float* reals, const int32_t* words) {
@@ -342,10 +363,11 @@ void check_state(const at::Tensor& row, const at::Tensor& reals, const at::Tenso
               "sample: expected contiguous state, float32 and int32");
 }
 
-at::Tensor sample(const at::Tensor& logits, const at::Tensor& greedy,
-                  const c10::optional<at::Tensor>& ids, const at::Tensor& row,
-                  const at::Tensor& drawn, const at::Tensor& reals, const at::Tensor& words,
-                  const at::Tensor& bias, at::Tensor& context, const at::Tensor& mask) {
+// Calls `use(row, scores, lowest, reals, words, drawn)` for every row that asks for something.
+template <class Use>
+void for_rows(const at::Tensor& logits, const c10::optional<at::Tensor>& ids, const at::Tensor& row,
+              const at::Tensor& drawn, const at::Tensor& reals, const at::Tensor& words,
+              const at::Tensor& bias, at::Tensor& context, const at::Tensor& mask, const Use& use) {
   check_state(row, reals, words);
   TORCH_CHECK(logits.dim() == 3 && logits.size(2) > 0 && bias.size(1) == logits.size(2),
               "sample: expected logits [B, S, ", bias.size(1), "], got ", logits.sizes());
@@ -354,7 +376,6 @@ at::Tensor sample(const at::Tensor& logits, const at::Tensor& greedy,
                   mask.size(2) * 32 >= logits.size(2),
               "sample: expected a mask of int32 [rows, ", logits.size(1), ", ceil(",
               logits.size(2), " / 32)], contiguous, got ", mask.sizes());
-  const at::Tensor chosen = greedy.contiguous().clone();
   const int64_t batch = logits.size(0), steps = logits.size(1), vocab = logits.size(2);
   const int64_t* rows = row.const_data_ptr<int64_t>();
   const int64_t num_reals = reals.size(1), num_words = words.size(1), length = context.size(1);
@@ -363,7 +384,7 @@ at::Tensor sample(const at::Tensor& logits, const at::Tensor& greedy,
   auto context_of = [&](int64_t b) { return context.mutable_data_ptr<int32_t>() + rows[b] * length; };
   bool is_asked = false;
   for (int64_t b = 0; b < batch; ++b) is_asked |= !is_plain(reals_of(b), words_of(b));
-  if (!is_asked) return chosen;
+  if (!is_asked) return;
   const at::Tensor positions = drawn.contiguous(), scores = logits.contiguous();
   const int32_t* position = positions.const_data_ptr<int32_t>();
   if (ids && ids->defined()) {
@@ -375,22 +396,135 @@ at::Tensor sample(const at::Tensor& logits, const at::Tensor& greedy,
         if (position[i] > 0 && position[i] <= length) context_of(b)[position[i] - 1] = token[i];
     }
   }
-  int32_t* result = chosen.mutable_data_ptr<int32_t>();
   AT_DISPATCH_FLOATING_TYPES_AND2(
       c10::ScalarType::Half, c10::ScalarType::BFloat16, scores.scalar_type(), "sample", [&] {
+        using Acc = AccOf<scalar_t>;
         const scalar_t* data = scores.const_data_ptr<scalar_t>();
         at::parallel_for(0, batch * steps, grain(vocab), [&](int64_t begin, int64_t end) {
+          static thread_local std::vector<Acc> processed;
           for (int64_t i = begin; i < end; ++i) {
             const int64_t b = i / steps, place = rows[b] * mask.size(1) + i % steps;
             if (is_plain(reals_of(b), words_of(b))) continue;
-            result[i] = choose<AccOf<scalar_t>>(
-                data + i * vocab, vocab, reals_of(b), words_of(b),
-                bias.const_data_ptr<float>() + rows[b] * vocab, context_of(b), length, position[i],
-                mask.const_data_ptr<int32_t>() + place * mask.size(2));
+            Acc lowest = -std::numeric_limits<Acc>::infinity();
+            process(processed, data + i * vocab, vocab, reals_of(b), words_of(b),
+                    bias.const_data_ptr<float>() + rows[b] * vocab, context_of(b), length,
+                    position[i], mask.const_data_ptr<int32_t>() + place * mask.size(2), &lowest);
+            use(i, processed, lowest, reals_of(b), words_of(b), position[i]);
           }
         });
       });
+}
+
+at::Tensor sample(const at::Tensor& logits, const at::Tensor& greedy,
+                  const c10::optional<at::Tensor>& ids, const at::Tensor& row,
+                  const at::Tensor& drawn, const at::Tensor& reals, const at::Tensor& words,
+                  const at::Tensor& bias, at::Tensor& context, const at::Tensor& mask) {
+  const at::Tensor chosen = greedy.contiguous().clone();
+  int32_t* tokens = chosen.mutable_data_ptr<int32_t>();
+  for_rows(logits, ids, row, drawn, reals, words, bias, context, mask,
+           [tokens](int64_t i, const auto& scores, auto lowest, const float* real,
+                    const int32_t* word, int32_t position) {
+             const int64_t vocab = int64_t(scores.size());
+             tokens[i] = real[kTemperature] < kMinTemperature
+                             ? first_best(scores.data(), vocab)
+                             : draw_whole(scores.data(), vocab, lowest, make_key(word, position));
+           });
   return chosen;
+}
+
+at::Tensor filtered_probs(const at::Tensor& logits, const at::Tensor& greedy,
+                          const c10::optional<at::Tensor>& ids, const at::Tensor& row,
+                          const at::Tensor& drawn, const at::Tensor& reals,
+                          const at::Tensor& words, const at::Tensor& bias, at::Tensor& context,
+                          const at::Tensor& mask) {
+  using c10::ScalarType;
+  const bool is_wide = logits.scalar_type() == ScalarType::Double;
+  const at::Tensor probs = at::zeros(
+      logits.sizes(), logits.options().dtype(is_wide ? ScalarType::Double : ScalarType::Float));
+  probs.scatter_(2, greedy.to(ScalarType::Long).unsqueeze(2), 1);
+  void* data = probs.mutable_data_ptr();
+  for_rows(logits, ids, row, drawn, reals, words, bias, context, mask,
+           [data](int64_t i, const auto& scores, auto lowest, const float* real, const int32_t*,
+                  int32_t) {
+             using Acc = decltype(lowest);
+             const int64_t vocab = int64_t(scores.size());
+             Acc* out = static_cast<Acc*>(data) + i * vocab;
+             if (real[kTemperature] < kMinTemperature) {
+               std::fill_n(out, vocab, Acc(0));
+               out[first_best(scores.data(), vocab)] = 1;
+             } else {
+               softmax(scores.data(), vocab, lowest, out);
+             }
+           });
+  return probs;
+}
+
+// An id drawn by its weight, a row at a time; 0 where no weight is above 0.
+template <class Acc>
+int32_t draw_by_weight(const Acc* weights, int64_t vocab, const Key& key) {
+  constexpr int kWide = kLanes<float>;
+  static thread_local std::vector<float> scores;
+  const int64_t padded = (vocab + kBlock - 1) / kBlock * kBlock;
+  scores.assign(size_t(padded), -std::numeric_limits<float>::infinity());
+  for (int64_t base = 0; base < padded; base += kWide) {
+    float part[kWide];
+    bool some = false;
+    for (int i = 0; i < kWide; ++i) {
+      const float weight = base + i < vocab ? float(weights[base + i]) : 0.f;
+      part[i] = weight >= std::numeric_limits<float>::min() ? weight : 0.f;
+      some |= part[i] > 0;
+    }
+    if (!some) continue;
+    const Vector<float> logs = log(load(part));
+    for (int i = 0; i < kWide; ++i)
+      if (part[i] > 0) scores[size_t(base + i)] = logs[i];
+  }
+  return draw_whole(scores.data(), padded, std::numeric_limits<float>::lowest(), key);
+}
+
+at::Tensor draw_weighted(const at::Tensor& weights, const at::Tensor& row, const at::Tensor& drawn,
+                         const at::Tensor& stream, const at::Tensor& words) {
+  TORCH_CHECK(weights.dim() == 2 && weights.size(1) > 0,
+              "draw_weighted: expected weights [B, V], got ", weights.sizes());
+  const int64_t batch = weights.size(0), vocab = weights.size(1);
+  const at::Tensor positions = drawn.contiguous(), streams = stream.contiguous(),
+                   source = weights.contiguous(), rows = row.contiguous();
+  const at::Tensor chosen = at::empty_like(positions);
+  int32_t* result = chosen.mutable_data_ptr<int32_t>();
+  const int64_t* at_row = rows.const_data_ptr<int64_t>();
+  AT_DISPATCH_FLOATING_TYPES(source.scalar_type(), "draw_weighted", [&] {
+    const scalar_t* data = source.const_data_ptr<scalar_t>();
+    at::parallel_for(0, batch, grain(vocab), [&](int64_t begin, int64_t end) {
+      for (int64_t b = begin; b < end; ++b)
+        result[b] = draw_by_weight(
+            data + b * vocab, vocab,
+            make_key(words.const_data_ptr<int32_t>() + at_row[b] * words.size(1),
+                     positions.const_data_ptr<int32_t>()[b],
+                     uint32_t(streams.const_data_ptr<int32_t>()[b])));
+    });
+  });
+  return chosen;
+}
+
+// The word of id 0, cut to 24 bits: odd multiples of 2^-25.
+at::Tensor uniform_noise(const at::Tensor& row, const at::Tensor& drawn, const at::Tensor& stream,
+                         const at::Tensor& words) {
+  const at::Tensor positions = drawn.contiguous(), streams = stream.contiguous(),
+                   rows = row.contiguous();
+  const at::Tensor numbers = at::empty(drawn.sizes(), words.options().dtype(at::kFloat));
+  const int64_t count = drawn.dim() == 2 ? drawn.size(1) : 1;
+  float* result = numbers.mutable_data_ptr<float>();
+  for (int64_t i = 0; i < positions.numel(); ++i) {
+    const int64_t at = rows.const_data_ptr<int64_t>()[i / count];
+    const Key key = make_key(words.const_data_ptr<int32_t>() + at * words.size(1),
+                             positions.const_data_ptr<int32_t>()[i],
+                             uint32_t(streams.const_data_ptr<int32_t>()[i]));
+    const VectorU32 zero{};
+    const Words noise = philox({{zero, zero + key.position, zero + key.sample, zero + key.stream}},
+                               key.low, key.high);
+    result[i] = (float(noise.word[0][0] >> 8) + 0.5f) * 0x1p-24f;
+  }
+  return numbers;
 }
 
 at::Tensor draw(const at::Tensor& logits, const at::Tensor& greedy,
@@ -520,6 +654,9 @@ TORCH_LIBRARY_IMPL(compilespec, CPU, m) {
   m.impl("sample", sample);
   m.impl("draw", draw);
   m.impl("note_logprobs", note_logprobs);
+  m.impl("filtered_probs", filtered_probs);
+  m.impl("draw_weighted", draw_weighted);
+  m.impl("uniform_noise", uniform_noise);
   m.impl("philox", philox_op);
 }
 

@@ -24,3 +24,7 @@ MIN_TEMPERATURE = 1e-5  # below it the most probable token is taken
 
 # Streams: disjoint random numbers of one (seed, sample, position, token id).
 STREAM_DRAW = 0  # the target's draw, and that of a draft coupled with it
+STREAM_DRAFT, STREAM_ACCEPT, STREAM_RECOVER, STREAM_BONUS = 1, 2, 3, 4  # of rules with weights
+STEP = 8
+"""These four differ in every step as well: STEP * (position - the last emitted token's) is added,
+so that what a step drew and did not use has no part in what a later one draws."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from compilespec.ops.sample import layout
+
 _WORD = 0xFFFFFFFF
 _FACTORS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
@@ -14,13 +16,13 @@ def philox_reference(counter_N4: Tensor, key_2: Tensor) -> Tensor:
     """Philox-4x32-10: four random words for each counter.
 
     Args:
-        counter_N4, key_2: int64 holding unsigned 32-bit words.
+        counter_N4, key_2: int64 holding unsigned 32-bit words; a key each, [N, 2], is fine too.
     Returns:
         [N, 4] int64, unsigned 32-bit words.
     Source: Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3".
     """
     a, b, c, d = (word & _WORD for word in counter_N4.unbind(1))
-    first, second = key_2[0] & _WORD, key_2[1] & _WORD
+    first, second = (word & _WORD for word in key_2.unbind(-1))
     for _ in range(10):
         high_a, low_a = _multiply(a, _FACTORS[0])
         high_c, low_c = _multiply(c, _FACTORS[1])
@@ -51,6 +53,22 @@ def noise_bits(
     key = torch.tensor([seed_low, seed_high], device=ids_N.device)
     words_N4 = philox_reference(torch.cat([place_N.unsqueeze(1), rest], 1), key)
     return words_N4.gather(1, (ids_N >> 4 & 3).unsqueeze(1)).squeeze(1)
+
+
+def noise_bits_of_rows(
+    ids_N: Tensor, row_B: Tensor, drawn_B: Tensor, stream_B: Tensor, sampling_RI: Tensor
+) -> Tensor:
+    """`noise_bits` of each request, by its state row: int64 [B, N].  No loop, no host sync."""
+    ids_N, words_BI = ids_N.long(), sampling_RI[row_B].long()
+    size = (len(row_B), len(ids_N))
+    place_BN = ((ids_N >> 6 << 4) | (ids_N & 15)).expand(size)
+    rest = (drawn_B.long(), words_BI[:, layout.SAMPLE], stream_B.long())
+    counter_BN4 = torch.stack([place_BN, *(word.unsqueeze(1).expand(size) for word in rest)], 2)
+    key_B2 = words_BI[:, [layout.SEED_LOW, layout.SEED_HIGH]]
+    key_BN2 = key_B2.unsqueeze(1).expand(*size, 2)
+    words_N4 = philox_reference(counter_BN4.flatten(0, 1), key_BN2.flatten(0, 1))
+    which_N1 = (ids_N >> 4 & 3).repeat(len(row_B)).unsqueeze(1)
+    return words_N4.gather(1, which_N1).view(size)
 
 
 def gumbel(bits_N: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -43,6 +44,29 @@ def sample_reference(
         parameters: not on the batch, nor on how many rows are verified together.
     """
     chosen_BS = greedy_BS.clone()
+    rows = processed_rows(
+        logits_BSV, ids_BS, row_B, drawn_BS, sampling_RF, sampling_RI, bias_RV, context_RL,
+        mask_RSW,
+    )  # fmt: skip
+    for b, s, scores_V, reals, words, position in rows:
+        chosen_BS[b, s] = choose(scores_V, reals, words, position)
+    return chosen_BS
+
+
+def processed_rows(
+    logits_BSV: Tensor,
+    ids_BS: Tensor | None,
+    row_B: Tensor,
+    drawn_BS: Tensor,
+    sampling_RF: Tensor,
+    sampling_RI: Tensor,
+    bias_RV: Tensor,
+    context_RL: Tensor,
+    mask_RSW: Tensor,
+) -> Iterator[tuple[int, int, Tensor, Tensor, list[int], int]]:
+    """Rows that ask for something: (b, s, scores before the temperature, the request's reals and
+    words, position drawn); writes the context.  Arguments as in `sample_reference`.
+    """
     max_seq_len = context_RL.shape[1]
     drawn = drawn_BS.tolist()
     for b, row in enumerate(row_B.tolist()):
@@ -58,8 +82,7 @@ def sample_reference(
             scores_V = process(logits_BSV[b, s], reals, words, bias_RV[row], context, position)
             if words[layout.FLAGS] & layout.GUIDE:
                 scores_V = guided(scores_V, mask_RSW[row, s])
-            chosen_BS[b, s] = choose(scores_V, reals, words, position)
-    return chosen_BS
+            yield b, s, scores_V, reals, words, position
 
 
 def draw_reference(
@@ -177,10 +200,15 @@ def choose(scores_V: Tensor, reals: Tensor, words: list[int], drawn: int) -> int
     """The best of processed logits, or a draw from what the filters leave of them."""
     if float(reals[layout.TEMPERATURE]) < layout.MIN_TEMPERATURE:
         return first_best(scores_V)
-    scores_V = scores_V / reals[layout.TEMPERATURE].to(scores_V.dtype)
-    scores_V = scores_V.masked_fill(scores_V < lowest_kept(scores_V, reals, words), -math.inf)
+    scores_V = filter_scores(scores_V, reals, words)
     ids_V = torch.arange(len(scores_V), device=scores_V.device)
     return first_best(scores_V + _noise(ids_V, words, drawn))
+
+
+def filter_scores(scores_V: Tensor, reals: Tensor, words: list[int]) -> Tensor:
+    """Divided by the temperature; -inf where the filters drop a token."""
+    scores_V = scores_V / reals[layout.TEMPERATURE].to(scores_V.dtype)
+    return scores_V.masked_fill(scores_V < lowest_kept(scores_V, reals, words), -math.inf)
 
 
 def lowest_kept(scores_V: Tensor, reals: Tensor, words: list[int]) -> Tensor:

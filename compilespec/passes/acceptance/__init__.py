@@ -7,20 +7,35 @@ share.  Which rule runs is the engine's choice (`acceptance=`), not a method's.
 from __future__ import annotations
 
 from compilespec.acceptance import Acceptance
-from compilespec.passes.acceptance import relaxed, strict
+from compilespec.passes.acceptance import relaxed, strict, user
 from compilespec.passes.acceptance.base import Judged, Rule
+from compilespec.passes.acceptance.block import block_verification
+from compilespec.passes.acceptance.rejection import ratio_test
 
-RULES: dict[str, Rule] = {"strict": strict.RULE, "relaxed": relaxed.RULE}
+RULES: dict[str, Rule] = {
+    "strict": strict.RULE,
+    "relaxed": relaxed.RULE,
+    "rejection": user.RULE,
+    "block": user.RULE,
+    "user": user.RULE,
+}
+# Rules under the contract of a user's.
+FUNCTIONS = {"rejection": ratio_test, "block": block_verification}
 
 
 def is_lossless(acceptance: Acceptance) -> bool:
     """Whether the output is the target's own, whatever is drafted."""
-    return RULES[acceptance.rule].lossless and not acceptance.force_num_accepted
+    function = acceptance.function
+    lossless = RULES[acceptance.rule].lossless if function is None else function.lossless
+    return bool(lossless) and not acceptance.force_num_accepted
 
 
 def describe(acceptance: Acceptance) -> str:
     """What `Engine.plan()` says about it."""
     parts = [acceptance.rule]
+    if acceptance.rule == "user" and acceptance.function is not None:
+        states = "lossless" if acceptance.function.lossless else "lossy"
+        parts = [f"user: {acceptance.function.name}, which states that it is {states}"]
     if acceptance.relaxed is not None:
         options = acceptance.relaxed
         parts.append(
@@ -34,4 +49,4 @@ def describe(acceptance: Acceptance) -> str:
     return "; ".join(parts)
 
 
-__all__ = ["RULES", "Judged", "Rule", "describe", "is_lossless"]
+__all__ = ["FUNCTIONS", "RULES", "Judged", "Rule", "describe", "is_lossless"]

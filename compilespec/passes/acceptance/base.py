@@ -27,7 +27,7 @@ class Judged(NamedTuple):
 class Rule:
     """Functions that emit nodes before the output; `ids` and `logits` are [B, S] and [B, S, V]."""
 
-    lossless: bool
+    lossless: bool | None  # None: as the program's rule function states
     decode: Callable[[fx.GraphModule, PassContext, fx.Node, fx.Node], Judged]  # ids, logits
     prefill: Callable[[fx.GraphModule, PassContext, fx.Node], Judged]  # logits, [1, R, V]
     after: Callable[[fx.GraphModule, PassContext, Judged], None] | None = None

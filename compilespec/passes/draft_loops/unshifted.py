@@ -132,7 +132,8 @@ def _propose(
 ) -> fx.Node:
     """The draft that belongs to position first + offset."""
     proposal = splice(gm, ctx, ctx.draft["propose"], {"logits_BV": logits_row})
-    return draft_token(gm, ctx, proposal, first, offset)
+    number = offset + (ctx.phase == "decode")
+    return draft_token(gm, ctx, proposal, first, offset, number=number)
 
 
 def gather_row(logits_BSV: Any, num_emitted_B: Any) -> Any:

@@ -10,7 +10,14 @@ from torch import Tensor
 
 from compilespec.acceptance import Relaxed
 from compilespec.errors import NotSupported
+from compilespec.ops.sample import layout, sample_reference
+from compilespec.ops.sample.probabilities import (
+    draw_weighted_reference,
+    filtered_probs_reference,
+    uniform_reference,
+)
 from compilespec.passes.references.base import Before, Case, Values
+from compilespec.passes.references.placement import place_call
 from compilespec.passes.runner import PassContext
 from compilespec.program import PAD
 
@@ -20,11 +27,11 @@ def splice_acceptance(before: Before, ctx: PassContext, case: Case) -> Values:
 
     Raises: NotSupported for a rule that has no reference.
     """
-    if ctx.acceptance.rule not in ("strict", "relaxed"):
+    if ctx.acceptance.function is None and ctx.acceptance.rule not in ("strict", "relaxed"):
         raise NotSupported(f"acceptance {ctx.acceptance.rule!r} has no reference")
     values = before(case.inputs)
     logits = values.outputs["logits"]
-    choices = [[first_best(scores) for scores in request] for request in logits]
+    choices = _choices(ctx, case, logits)
     buffers: dict[str, Tensor] = {}
     if case.phase == "decode":
         target, counts = _judge(ctx, case, values, choices)
@@ -49,12 +56,31 @@ def splice_acceptance(before: Before, ctx: PassContext, case: Case) -> Values:
     )
 
 
-def _judge(
-    ctx: PassContext, case: Case, values: Values, choices: list[list[int]]
-) -> tuple[list[list[int]], list[int]]:
-    """Each request's tokens, and how many of them are emitted."""
+def _choices(ctx: PassContext, case: Case, logits: Tensor) -> list[list[int]]:
+    """The target's token at every row: the best, or drawn where the request is sampled.  Prefill:
+    one list of each prompt's.
+    """
+    choices = [[first_best(scores) for scores in request] for request in logits]
+    greedy = torch.tensor(choices, dtype=torch.int32, device=logits.device)
+    placed = place_call(ctx.config, case)
+    if case.phase == "prefill":
+        logits, greedy = logits.transpose(0, 1), greedy.transpose(0, 1)
+        drawn = placed.start.unsqueeze(1)
+    else:
+        drawn = placed.start.unsqueeze(1) + torch.arange(1, logits.shape[1] + 1)
+    names = ("sampling_RF", "sampling_RI", "bias_RV", "context_RL", "mask_RSW")
+    state = [case.inputs[name].clone() for name in names]
+    chosen = sample_reference(logits, greedy, None, placed.row_index, drawn, *state)
+    if case.phase == "prefill":
+        chosen = chosen.transpose(0, 1)
+    tokens: list[list[int]] = chosen.tolist()
+    return tokens
+
+
+def _judged_ids(ctx: PassContext, case: Case, values: Values) -> list[list[int]]:
+    """The last token and the drafts of each request, PAD where one is not to be judged."""
     rows = case.inputs["row_B"].tolist()
-    drafts = values.roles["ids"].tolist()
+    drafts: list[list[int]] = values.roles["ids"].tolist()
     if ctx.may_omit_drafts:  # its PAD drafts match nothing
         held = case.inputs["tokens_RS"].tolist()
         own = ctx.config.num_verify_tokens
@@ -66,6 +92,37 @@ def _judge(
             [token if place <= most - count else PAD for place, token in enumerate(ids)]
             for ids, count in zip(drafts, held_back, strict=True)
         ]
+    return drafts
+
+
+def _judge(
+    ctx: PassContext, case: Case, values: Values, choices: list[list[int]]
+) -> tuple[list[list[int]], list[int]]:
+    """Each request's tokens, and how many of them are emitted."""
+    drafts = _judged_ids(ctx, case, values)
+    if ctx.acceptance.function is not None:
+        target, counts = _by_function(ctx, case, values, drafts)
+    else:
+        target, counts = _by_choice(ctx, case, values, drafts, choices)
+    force = ctx.acceptance.force_num_accepted
+    if force:
+        most = ctx.config.num_draft_tokens
+        counts = [
+            min(force, most) + 1 if row >= 0 else count
+            for row, count in zip(case.inputs["row_B"].tolist(), counts, strict=True)
+        ]
+    return target, counts
+
+
+def _by_choice(
+    ctx: PassContext,
+    case: Case,
+    values: Values,
+    drafts: list[list[int]],
+    choices: list[list[int]],
+) -> tuple[list[list[int]], list[int]]:
+    """Drafts are kept where they are the target's choice, or near enough to it."""
+    rows = case.inputs["row_B"].tolist()
     logits, options = values.outputs["logits"], ctx.acceptance.relaxed
     margins = case.inputs["relaxed_delta_R"] if options is not None else None
     target, counts = [], []
@@ -82,14 +139,67 @@ def _judge(
             kept += 1
         target.append([*ids[1 : kept + 1], *choice[kept:]])
         counts.append(kept + 1)
-    force = ctx.acceptance.force_num_accepted
-    if force:
-        most = ctx.config.num_draft_tokens
-        counts = [
-            min(force, most) + 1 if row >= 0 else count
-            for row, count in zip(rows, counts, strict=True)
-        ]
     return target, counts
+
+
+def _by_function(
+    ctx: PassContext, case: Case, values: Values, drafts: list[list[int]]
+) -> tuple[list[list[int]], list[int]]:
+    """The rule's function, one request at a time, with what it reads computed here."""
+    placed, num_drafts = place_call(ctx.config, case), ctx.config.num_draft_tokens
+    names = ("sampling_RF", "sampling_RI", "bias_RV", "context_RL", "mask_RSW")
+    state = [case.inputs[name].clone() for name in names]
+    target, counts = [], []
+    for request, ids in enumerate(drafts):
+        one = slice(request, request + 1)
+        row, start = placed.row_index[one], placed.start[one]
+        logits = values.outputs["logits"][one]
+        drawn = start + torch.arange(1, num_drafts + 2, dtype=torch.int32).unsqueeze(0)
+        best = torch.tensor([[first_best(scores) for scores in logits[0]]], dtype=torch.int32)
+        probs = filtered_probs_reference(logits, best, None, row, drawn, *state)
+        judged = [*ids[1:], PAD].index(PAD)
+        kept, weights = 0, probs[:, 0]
+        if num_drafts:
+            steps = torch.arange(1, num_drafts + 1, dtype=torch.int32).unsqueeze(0)
+            made = {
+                "probs_BSV": probs,
+                "logits_BSV": logits,
+                "draft_probs_BKV": _draft_probs(case, row, ids, probs),
+                "draft_BK": torch.tensor([ids[1:]], dtype=torch.int32),
+                "num_drafts_B": torch.tensor([judged], dtype=torch.int32),
+                "uniform_BK": uniform_reference(
+                    row, drawn[:, :-1], layout.STREAM_ACCEPT + 8 * steps, state[1]
+                ),
+            }
+            rule = ctx.acceptance.function
+            assert rule is not None
+            number, last = rule.function(**{name: made[name] for name in rule.inputs})
+            kept, weights = min(max(int(number), 0), judged), last
+        if weights.dim() == 1:
+            token = min(max(int(weights), 0), probs.shape[-1] - 1)
+        else:
+            if not bool((weights > 0).any()):
+                weights = probs[:, kept]
+            stream = layout.STREAM_RECOVER if kept < judged else layout.STREAM_BONUS
+            word = torch.full_like(start, stream + 8 * (kept + 1))
+            drawn_token = draw_weighted_reference(weights, row, start + kept + 1, word, state[1])
+            token = int(drawn_token)
+        behind = [*[max(draft, 0) for draft in ids[kept + 2 :]], token]
+        target.append([*ids[1 : kept + 1], token, *behind][: num_drafts + 1])
+        counts.append(kept + 1)
+    return target, counts
+
+
+def _draft_probs(case: Case, row: Tensor, ids: list[int], probs: Tensor) -> Tensor:
+    """What the request's drafts were drawn from, [1, K, V]."""
+    num_drafts = len(ids) - 1
+    if "draft_prob_RKV" in case.inputs:
+        return case.inputs["draft_prob_RKV"][row, :num_drafts]
+    known = torch.zeros_like(probs[:, :num_drafts])
+    for place, draft in enumerate(ids[1:]):
+        if draft >= 0:
+            known[0, place, draft] = 1
+    return known
 
 
 def is_near(logits_V: Tensor, draft: int, topk: int, margin: Tensor) -> bool:

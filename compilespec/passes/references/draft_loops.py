@@ -14,6 +14,9 @@ import torch
 from torch import Tensor
 
 from compilespec.errors import NotSupported
+from compilespec.methods.capture import output_widths
+from compilespec.ops.sample import draw_reference, layout
+from compilespec.ops.sample.probabilities import draw_weighted_reference
 from compilespec.passes.kv_groups import KVGroup
 from compilespec.passes.references.base import (
     Attention,
@@ -26,6 +29,7 @@ from compilespec.passes.references.base import (
 from compilespec.passes.references.fragments import run_fragment
 from compilespec.passes.references.placement import place_call, place_tokens
 from compilespec.passes.runner import PassContext
+from compilespec.passes.sampling import wide_dtype
 from compilespec.program import PAD
 
 
@@ -44,8 +48,9 @@ def splice_draft_loop(before: Before, ctx: PassContext, case: Case) -> Values:
     buffers = {
         name: case.inputs[name].clone() for name in ctx.buffers if name not in values.buffers
     }
-    drafter = Drafts(ctx, case, buffers)
+    drafter = Drafts(ctx, case, buffers, values.roles)
     drafts = loop(drafter, values)
+    buffers |= drafter.kept_probs()
     return dataclasses.replace(
         values,
         roles={**values.roles, "drafts": drafts},
@@ -57,11 +62,22 @@ def splice_draft_loop(before: Before, ctx: PassContext, case: Case) -> Values:
 class Drafts:
     """The drafter's captured calls, and the buffers that it alone writes, during one step."""
 
-    def __init__(self, ctx: PassContext, case: Case, buffers: Mapping[str, Tensor]) -> None:
+    def __init__(
+        self,
+        ctx: PassContext,
+        case: Case,
+        buffers: Mapping[str, Tensor],
+        roles: Mapping[str, Tensor],
+    ) -> None:
         self.ctx, self.case, self.config = ctx, case, ctx.config
         self.placed = place_call(ctx.config, case)
         self.calls: list[AttentionCall] = []
         self.buffers = buffers
+        self.probs: list[Tensor] = []  # what each draft was drawn from, [B, V]
+        self._bonus = self.placed.start  # position of the last emitted token
+        if case.phase == "decode":
+            self._bonus = self._bonus + roles["num_emitted"]
+        self._num_proposals = 0
 
     def call(
         self, name: str, tokens: Tokens | None = None, *, owner: str = "draft", **arguments: Tensor
@@ -69,7 +85,44 @@ class Drafts:
         """One captured call; with `tokens` its attention reads and writes the caches of `owner`."""
         attention = self._attention(tokens, owner) if tokens is not None else None
         outputs = run_fragment(self.ctx.draft[name], arguments, attention)
-        return outputs[:1] if name.startswith("propose") else outputs  # greedy: no logits
+        return (self._draft(*outputs),) if name.startswith("propose") else outputs
+
+    def _draft(self, best_B: Tensor, *offered: Tensor) -> Tensor:
+        """The next draft of each request: the best, or drawn where it is sampled."""
+        self._num_proposals += 1
+        if not offered:
+            return best_B
+        position_B = self._bonus + self._num_proposals
+        logits_BV, ids_V = offered[0], offered[1] if len(offered) > 1 else None
+        real, whole = self.case.inputs["sampling_RF"], self.case.inputs["sampling_RI"]
+        rows = self.placed.row_index
+        if self.ctx.acceptance.couples_drafts:
+            return draw_reference(logits_BV, best_B, ids_V, rows, position_B, real, whole)
+        (vocab,) = output_widths(self.ctx.target)
+        probs_BV = torch.zeros(len(rows), vocab, dtype=wide_dtype(self.ctx))
+        for request, row in enumerate(rows.tolist()):
+            temperature = float(real[row, layout.TEMPERATURE])
+            if temperature < layout.MIN_TEMPERATURE:
+                probs_BV[request, best_B[request]] = 1
+                continue
+            scale = real[row, layout.TEMPERATURE].to(probs_BV.dtype)
+            own_V = (logits_BV[request].to(probs_BV.dtype) / scale).softmax(-1)
+            for entry, chance in enumerate(own_V):
+                probs_BV[request, entry if ids_V is None else ids_V[entry]] = chance
+        self.probs.append(probs_BV)
+        stream_B = torch.full_like(position_B, layout.STREAM_DRAFT + 8 * self._num_proposals)
+        return draw_weighted_reference(probs_BV, rows, position_B, stream_B, whole)
+
+    def kept_probs(self) -> dict[str, Tensor]:
+        """The rows of `draft_prob_RKV` after the step, where the program has them."""
+        if not (self.probs and self.ctx.acceptance.reads_draft_probs):
+            return {}
+        kept_RKV = self.case.inputs["draft_prob_RKV"].clone()
+        for request, row in enumerate(self.placed.row_index.tolist()):
+            kept_RKV[row] = 0
+            for number, probs_BV in enumerate(self.probs):
+                kept_RKV[row, number] = probs_BV[request]
+        return {"draft_prob_RKV": kept_RKV}
 
     def single(self, positions: Sequence[int]) -> Tokens:
         """One token a request, at these positions; nowhere for requests that commit nothing."""
