@@ -124,13 +124,14 @@ class InputSpec:
 
     `sources` names the weights an input is made of: more than one when projections were merged
     (rows
-    concatenated in this order); `packed` asks for the layout of `compilespec::packed_linear`.
+    concatenated in this order); `packed` names a layout of `ops.quantized_linear.LAYOUTS`, such as
+    "panels", that of `compilespec::packed_linear`; "" is as it is.
     """
 
     name: str
     kind: Literal["weight", "state", "cache", "batch"]
     sources: tuple[str, ...] = ()
-    packed: bool = False
+    packed: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)

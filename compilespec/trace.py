@@ -26,6 +26,7 @@ import compilespec.ops  # noqa: F401  (registers the operators)
 from compilespec import _torch_compat
 from compilespec.errors import NoPositionInput, TraceError, UnsupportedState
 from compilespec.program import SpecProgram, Traced, TracedInput
+from compilespec.quantization.tensors import stand_ins
 
 ATTENTION = "compilespec"  # our name in transformers' attention registry
 EXAMPLE_SHAPE = (7, 13)  # sizes that few models have as static ones: 2.11 merges equal sizes
@@ -81,6 +82,23 @@ def trace_call(
         owner: prefix of the weights' names where several calls share a module; default `name`.
     Raises: TraceError.
     """
+    with stand_ins(module) as quantized:
+        traced = _capture(module, call, arguments, name=name, owner=owner or name)
+    weights = {
+        path: quantized.get(_torch_compat.storage_place(weight), weight)
+        for path, weight in traced.weights.items()
+    }
+    return dataclasses.replace(traced, weights=weights)
+
+
+def _capture(
+    module: nn.Module,
+    call: Callable[..., Any],
+    arguments: Mapping[str, tuple[Tensor, Sequence[int]]],
+    *,
+    name: str,
+    owner: str,
+) -> Traced:
     started = time.perf_counter()
     captured: dict[str, Any] = {}
 
@@ -116,7 +134,7 @@ def trace_call(
         )
     gm: fx.GraphModule = captured["gm"]
     inputs, weights = _name_inputs(
-        gm, captured["inputs"], module, dict(zip(names, examples, strict=True)), owner or name
+        gm, captured["inputs"], module, dict(zip(names, examples, strict=True)), owner
     )
     _clean_module_paths(gm)
     return Traced(

@@ -187,6 +187,11 @@ def _rows_times_weight(costs: NodeCosts, node: fx.Node) -> Cost:
     return _product(costs, node, args[0], args[1], 2 * costs.num_elements(node) * inner)
 
 
+def _rows_times_quantized(costs: NodeCosts, node: fx.Node) -> Cost:
+    args: Any = node.args
+    return _rows_times_weight(costs, node) + Cost(weight_bytes=costs.num_bytes(args[2]))
+
+
 def _lookup(costs: NodeCosts, node: fx.Node) -> Cost:
     """Rows read from a table; what is selected from activations is fused."""
     if not costs.is_weight(node.args[0]) or not node.meta["val"].is_floating_point():
@@ -229,6 +234,10 @@ _RULES: dict[Any, Callable[[NodeCosts, fx.Node], Cost]] = {
     **dict.fromkeys(_LOOKUPS, _lookup),
     _aten._grouped_mm.default: _rows_times_weight,
     torch.ops.compilespec.packed_linear.default: _rows_times_weight,
+    torch.ops.compilespec.quantized_linear.default: _rows_times_quantized,
+    torch.ops.compilespec.dynamic_int8_linear.default: _rows_times_quantized,
+    torch.ops.compilespec.packed_quantized_linear.default: _rows_times_quantized,
+    torch.ops.compilespec.packed_dynamic_int8_linear.default: _rows_times_quantized,
     torch.ops.compilespec.paged_attention.default: _attention,
 }
 

@@ -43,7 +43,8 @@ def artifact_key(graph: PhaseGraph, program: SpecProgram, options: dict[str, Any
         if weight is not None:
             layout = (tuple(weight.shape), weight.stride(), weight.dtype, weight.device)
             digest.update(f"{node.name} {layout}\n".encode())
-            if not weight.is_floating_point():  # `bound_positions` reads the values of id tables
+            # `bound_positions` reads the values of id tables; bytes are quantized weights
+            if not weight.is_floating_point() and weight.dtype not in (torch.int8, torch.uint8):
                 digest.update(_bytes(weight))
     for name, buffer in sorted(graph.spliced.named_buffers()):
         digest.update(name.encode() + _bytes(buffer))

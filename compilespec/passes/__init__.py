@@ -9,6 +9,7 @@ from compilespec.passes.check_mutations import check_mutations
 from compilespec.passes.cleanup import cleanup
 from compilespec.passes.commit_state import commit_state
 from compilespec.passes.insert_paged_attention import insert_paged_attention
+from compilespec.passes.lower_quantized import lower_quantized
 from compilespec.passes.merge_projections import merge_projections
 from compilespec.passes.narrow_logits import narrow_logits
 from compilespec.passes.output_hidden_states import output_hidden_states
@@ -94,6 +95,12 @@ SPLICE_PASSES = (
         near=("paged_attention",),
         ensures=(contracts.plays("drafts"),),
         reference=references.splice_draft_loop,
+    ),
+    Pass(
+        run=lower_quantized,
+        after=("splice_draft_loop",),
+        numerics="rounding",
+        at_least=0,
     ),
     Pass(
         run=commit_state,

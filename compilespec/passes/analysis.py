@@ -14,7 +14,7 @@ from torch import Tensor, fx
 
 from compilespec.program import is_marker
 
-_LINEAR = (torch.nn.functional.linear, torch._C._nn.linear)
+LINEAR = (torch.nn.functional.linear, torch._C._nn.linear)
 _EMBEDDING = (torch.nn.functional.embedding, torch.embedding)
 # Element-wise operations that models apply to logits: soft caps, scales, casts.
 _ROWWISE_FUNCTIONS = (
@@ -66,7 +66,7 @@ def find_head(logits: fx.Node) -> Head | None:
     """
     node, rowwise = logits, True
     for _ in range(32):
-        if node.op == "call_function" and node.target in _LINEAR:
+        if node.op == "call_function" and node.target in LINEAR:
             hidden, weight = node.args[0], node.args[1]
             if isinstance(hidden, fx.Node) and isinstance(weight, fx.Node):
                 return Head(node=node, hidden=hidden, weight=weight, rowwise=rowwise)

@@ -19,6 +19,7 @@ from compilespec import _torch_compat
 from compilespec.errors import PassError
 from compilespec.passes.runner import PassContext
 from compilespec.program import BufferSpec, InputSpec, Traced
+from compilespec.quantization.tensors import is_quantized, rebuild, take_apart
 
 Example = tuple[tuple[int | None, ...], torch.dtype]  # shape (None where symbolic) and dtype
 
@@ -144,9 +145,13 @@ def splice(
     for node, entry in zip(placeholders, fragment.inputs, strict=True):
         if entry.kind == "argument":
             env[node] = arguments[entry.name]
-        elif entry.kind == "weight":
+        elif entry.kind == "weight" and not is_quantized(fragment.weights[entry.name]):
             env[node] = add_weight(gm, ctx, entry.name, fragment.weights[entry.name])
     with insert:
+        for node, entry in zip(placeholders, fragment.inputs, strict=True):
+            if entry.kind == "weight" and node not in env:
+                weight = fragment.weights[entry.name]
+                env[node] = _add_quantized(gm, ctx, entry.name, weight)
         for node, entry in zip(placeholders, fragment.inputs, strict=True):
             if entry.kind == "symbol" and node.users:
                 env[node] = _bind_symbol(graph, node, fragment, placeholders, env)
@@ -198,6 +203,15 @@ def add_weight(gm: fx.GraphModule, ctx: PassContext, name: str, tensor: Tensor) 
             break
     ctx.weights.setdefault(name, tensor)
     return add_input(gm, ctx, InputSpec(name=name, kind="weight", sources=(name,)))
+
+
+def _add_quantized(gm: fx.GraphModule, ctx: PassContext, name: str, tensor: Tensor) -> fx.Node:
+    """A quantized weight: an input for each of its parts, and the node that rebuilds it."""
+    key, parts = take_apart(tensor)
+    inputs = [add_weight(gm, ctx, f"{name}.{part}", value) for part, value in parts.items()]
+    node = gm.graph.call_function(rebuild, (key, *inputs))
+    node.meta["example"] = (tuple(tensor.shape), tensor.dtype)
+    return node
 
 
 def _bind_symbol(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx
@@ -47,6 +47,45 @@ def find_linears(gm: fx.GraphModule, ctx: PassContext) -> list[Linear]:
         if bias is not None and bias.meta["val"].dim() != 1:
             continue
         found.append(Linear(node=node, x=x, weight=weight, bias=bias))
+    return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuantizedLinear:
+    """A product of a quantized weight, all its parts graph inputs."""
+
+    node: fx.Node  # compilespec::quantized_linear or dynamic_int8_linear
+    x: fx.Node  # [.., K]
+    weight: fx.Node  # placeholder [N, K]
+    scale: fx.Node  # placeholder [N, groups]
+    bias: fx.Node | None  # placeholder [N]
+    extra: tuple[Any, ...]  # further arguments
+
+    @property
+    def num_outputs(self) -> int:
+        return int(self.weight.meta["val"].shape[0])
+
+    @property
+    def bits(self) -> int:
+        """Of a stored weight."""
+        return int(self.extra[0]) if self.extra else 8
+
+
+def find_quantized_linears(gm: fx.GraphModule, ctx: PassContext) -> list[QuantizedLinear]:
+    """Every product of a quantized weight whose parts are weights, in graph order."""
+    ops = torch.ops.compilespec
+    found = []
+    for node in gm.graph.nodes:
+        if node.op == "call_function" and node.target in (
+            ops.quantized_linear.default,
+            ops.dynamic_int8_linear.default,
+        ):
+            x, weight, scale, bias, *extra = node.args
+            if all(part is None or _is_weight(part, ctx) for part in (weight, scale, bias)):
+                linear = QuantizedLinear(
+                    node=node, x=x, weight=weight, scale=scale, bias=bias, extra=tuple(extra)
+                )
+                found.append(linear)
     return found
 
 

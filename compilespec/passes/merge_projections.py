@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import fx
 
 from compilespec.passes.graph import add_input
-from compilespec.passes.linears import Linear, copy_origin, find_linears
+from compilespec.passes.linears import (
+    Linear,
+    QuantizedLinear,
+    copy_origin,
+    find_linears,
+    find_quantized_linears,
+)
 from compilespec.passes.runner import PassContext
 from compilespec.program import InputSpec
 
@@ -18,7 +26,7 @@ _aten = torch.ops.aten
 def merge_projections(gm: fx.GraphModule, ctx: PassContext) -> int:
     """mm(x, t(a)), mm(x, t(b)) -> split(mm(x, t([a; b]))).  Returns: products merged into.
 
-    Rows of the merged weight are the rows of its parts, so every output element is the same dot
+    Products of quantized weights merge with others of the same kind.  Rows of the merged weight are the rows of its parts, so every output element is the same dot
     product.
     Numerics: rounding (a library may order a larger product's sums differently).  Runs on ATen.
     """
@@ -33,6 +41,7 @@ def merge_projections(gm: fx.GraphModule, ctx: PassContext) -> int:
         if len(parts) > 1 and len({part.weight for part in parts}) == len(parts):
             _merge(gm, ctx, parts)
             merged += 1
+    merged += _merge_quantized(gm, ctx)
     gm.graph.eliminate_dead_code(lambda node: node.op == "placeholder" or node.is_impure())
     return merged
 
@@ -45,22 +54,54 @@ def _merge(gm: fx.GraphModule, ctx: PassContext, parts: list[Linear]) -> None:
         if parts[0].bias
         else None
     )
-    sizes = [part.num_outputs for part in parts]
     with gm.graph.inserting_before(first):
         transposed = gm.graph.call_function(_aten.t.default, (weight,))
         if bias is None:
             product = gm.graph.call_function(_aten.mm.default, (parts[0].x, transposed))
         else:
             product = gm.graph.call_function(_aten.addmm.default, (bias, parts[0].x, transposed))
-        split = gm.graph.call_function(_aten.split_with_sizes.default, (product, sizes, -1))
-    mode = first.meta["val"].fake_mode
-    with mode:
+    with first.meta["val"].fake_mode:
         transposed.meta["val"] = weight.meta["val"].t()
-        product.meta["val"] = (
-            parts[0].x.meta["val"].new_empty((first.meta["val"].shape[0], sum(sizes)))
-        )
+    copy_origin(first, transposed)
+    _split(gm, product, parts)
+
+
+def _merge_quantized(gm: fx.GraphModule, ctx: PassContext) -> int:
+    groups: dict[object, list[QuantizedLinear]] = {}
+    for linear in find_quantized_linears(gm, ctx):
+        scale = linear.scale.meta["val"]
+        kind = (linear.node.target, linear.extra, linear.weight.meta["val"].dtype)
+        key = (linear.x, linear.bias is not None, *kind, scale.shape[1], scale.dtype)
+        groups.setdefault(key, []).append(linear)
+    merged = 0
+    for parts in groups.values():
+        first = parts[0]
+        if len(parts) == 1 or len({part.weight for part in parts}) < len(parts):
+            continue
+        weight = _merged_input(gm, ctx, [part.weight for part in parts])
+        scale = _merged_input(gm, ctx, [part.scale for part in parts])
+        biases = [part.bias for part in parts if part.bias]
+        bias = _merged_input(gm, ctx, biases) if biases else None
+        with gm.graph.inserting_before(first.node):
+            op: Any = first.node.target
+            product = gm.graph.call_function(op, (first.x, weight, scale, bias, *first.extra))
+        _split(gm, product, parts)
+        merged += 1
+    return merged
+
+
+def _split(
+    gm: fx.GraphModule, product: fx.Node, parts: Sequence[Linear | QuantizedLinear]
+) -> None:
+    """The columns of the merged product in the place of its parts."""
+    first, sizes = parts[0].node, [part.num_outputs for part in parts]
+    with gm.graph.inserting_before(first):
+        split = gm.graph.call_function(_aten.split_with_sizes.default, (product, sizes, -1))
+    with first.meta["val"].fake_mode:
+        shape = (*first.meta["val"].shape[:-1], sum(sizes))
+        product.meta["val"] = parts[0].x.meta["val"].new_empty(shape)
         split.meta["val"] = list(product.meta["val"].split_with_sizes(sizes, -1))
-    for new in (transposed, product, split):
+    for new in (product, split):
         copy_origin(first, new)
     with gm.graph.inserting_after(split):
         for index, part in reversed(list(enumerate(parts))):

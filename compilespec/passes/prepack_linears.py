@@ -6,9 +6,15 @@ import torch
 from torch import fx
 
 from compilespec.ops.packed_linear import PANEL
+from compilespec.ops.quantized_linear import LAYOUTS
 from compilespec.passes.cleanup import drop_unused_inputs
 from compilespec.passes.graph import add_input
-from compilespec.passes.linears import copy_origin, find_linears
+from compilespec.passes.linears import (
+    QuantizedLinear,
+    copy_origin,
+    find_linears,
+    find_quantized_linears,
+)
 from compilespec.passes.runner import PassContext
 from compilespec.program import InputSpec
 
@@ -16,8 +22,8 @@ PACKABLE = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def prepack_linears(gm: fx.GraphModule, ctx: PassContext) -> int:
-    """mm(x, t(w)) -> compilespec::packed_linear(x, packed(w)).  CPU only.  Returns: products
-    rewritten.
+    """mm(x, t(w)) -> compilespec::packed_linear(x, packed(w)), and the same for quantized weights.
+    CPU only.  Returns: products rewritten.
 
     The operator sums in one order whatever the number of rows, so that a verify step and a plain
     step of the same token agree bit for bit.  Numerics: rounding.  Runs on ATen.
@@ -30,7 +36,7 @@ def prepack_linears(gm: fx.GraphModule, ctx: PassContext) -> int:
     for linear in linears:
         plain = ctx.inputs[linear.weight.meta["role"]]
         spec = InputSpec(
-            name=f"packed.{plain.name}", kind="weight", sources=plain.sources, packed=True
+            name=f"packed.{plain.name}", kind="weight", sources=plain.sources, packed="panels"
         )
         packed = add_input(gm, ctx, spec)
         value = linear.weight.meta["val"]
@@ -44,8 +50,38 @@ def prepack_linears(gm: fx.GraphModule, ctx: PassContext) -> int:
         copy_origin(linear.node, node)
         linear.node.replace_all_uses_with(node)
         gm.graph.erase_node(linear.node)
+    quantized = find_quantized_linears(gm, ctx)
+    for product in quantized:
+        _pack_quantized(gm, ctx, product)
     for node in list(gm.graph.find_nodes(op="call_function", target=torch.ops.aten.t.default)):
         if not node.users:
             gm.graph.erase_node(node)
     drop_unused_inputs(gm, ctx)
-    return len(linears)
+    return len(linears) + len(quantized)
+
+
+def _pack_quantized(gm: fx.GraphModule, ctx: PassContext, linear: QuantizedLinear) -> None:
+    ops = torch.ops.compilespec
+    if linear.node.target is ops.dynamic_int8_linear.default:
+        op, layout = ops.packed_dynamic_int8_linear.default, "quads"
+    else:
+        op, layout = ops.packed_quantized_linear.default, "int4" if linear.bits == 4 else "bytes"
+    weight = _packed_input(gm, ctx, linear.weight, layout)
+    scale = _packed_input(gm, ctx, linear.scale, "scale")
+    with gm.graph.inserting_before(linear.node):
+        node = gm.graph.call_function(op, (linear.x, weight, scale, linear.bias, linear.num_outputs))
+    node.meta["val"] = linear.node.meta["val"]
+    copy_origin(linear.node, node)
+    linear.node.replace_all_uses_with(node)
+    gm.graph.erase_node(linear.node)
+
+
+def _packed_input(gm: fx.GraphModule, ctx: PassContext, plain: fx.Node, layout: str) -> fx.Node:
+    known = ctx.inputs[plain.meta["role"]]
+    spec = InputSpec(
+        name=f"packed.{known.name}", kind="weight", sources=known.sources, packed=layout
+    )
+    packed = add_input(gm, ctx, spec)
+    with plain.meta["val"].fake_mode:
+        packed.meta["val"] = LAYOUTS[layout](plain.meta["val"])
+    return packed

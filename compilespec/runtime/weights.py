@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from compilespec.ops.packed_linear import pack_weight
+from compilespec.ops.quantized_linear import LAYOUTS
 from compilespec.program import InputSpec, LoweredPhase, SpecProgram
 
 
@@ -25,4 +25,4 @@ def materialise(spec: InputSpec, weights: Mapping[str, Tensor]) -> Tensor:
     """A weight input: its sources, concatenated by rows and packed as the graph asks."""
     parts = [weights[name] for name in spec.sources]
     tensor = parts[0] if len(parts) == 1 else torch.cat(parts)
-    return pack_weight(tensor) if spec.packed else tensor
+    return LAYOUTS[spec.packed](tensor) if spec.packed else tensor

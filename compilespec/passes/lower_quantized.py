@@ -1,0 +1,126 @@
+"""Products of quantized weights become operators that the CPU runs well with a few rows."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx
+
+from compilespec.passes.analysis import LINEAR
+from compilespec.passes.runner import PassContext
+from compilespec.quantization.tensors import Kind, kind_of, rebuild
+
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+_FOUR_BITS = (torch.int1, torch.int2, torch.int3, torch.int4)  # stored in -8..7
+
+
+class Product(NamedTuple):
+    """The operator that computes a kind's product, and the names of the parts it reads."""
+
+    op: Any
+    weight: str
+    scale: str
+    extra: tuple[int, ...] = ()  # further arguments
+
+
+def lower_quantized(gm: fx.GraphModule, ctx: PassContext) -> int:
+    """linear(x, rebuild(parts)) -> compilespec::quantized_linear or dynamic_int8_linear.  CPU only.
+
+    Symmetric int8, int4 and float8 weights, and int8 with rows quantized on the way; other kinds
+    keep their own code.  Returns: products rewritten.  Numerics: rounding (sums are float32 and
+    rounded once, whatever torchao does).  Torch IR, where a weight's kind can still be seen.
+    """
+    if not ctx.prepack or ctx.config.dtype not in _FLOATS:
+        return 0
+    lowered = 0
+    for node in list(gm.graph.nodes):
+        if node.op != "call_function" or node.target not in LINEAR:
+            continue
+        x, weight, *rest = node.args
+        if not isinstance(weight, fx.Node) or weight.target is not rebuild:
+            continue
+        product = _product_of(weight, ctx)
+        if product is None:
+            continue
+        bias = rest[0] if rest else node.kwargs.get("bias")
+        nodes = dict(zip(kind_of(str(weight.args[0])).names, weight.args[1:], strict=True))
+        arguments = (x, nodes[product.weight], nodes[product.scale], bias, *product.extra)
+        with gm.graph.inserting_before(node):
+            new = gm.graph.call_function(product.op, arguments)
+        new.meta = {
+            **node.meta,
+            "custom": {k: v for k, v in (node.meta.get("custom") or {}).items() if k != "pass"},
+        }
+        node.replace_all_uses_with(new)
+        gm.graph.erase_node(node)
+        lowered += 1
+    for node in list(gm.graph.find_nodes(op="call_function", target=rebuild)):
+        if not node.users:
+            gm.graph.erase_node(node)
+    return lowered
+
+
+def _product_of(weight: fx.Node, ctx: PassContext) -> Product | None:
+    kind = kind_of(str(weight.args[0]))
+    roles = [node.meta["role"] for node in weight.all_input_nodes]
+    parts = {name: ctx.weights[role] for name, role in zip(kind.names, roles, strict=True)}
+    recognise = _KINDS.get(kind.type.__name__)
+    if recognise is None or not kind.type.__module__.startswith("torchao."):
+        return None
+    return recognise(kind, parts)
+
+
+def _int8(kind: Kind, parts: dict[str, Tensor]) -> Product | None:
+    """torchao's Int8Tensor: a scale a row, or a group of a row."""
+    if not set(parts) <= {"qdata", "scale", "zero_point"} or not _has_groups(kind, parts):
+        return None
+    dynamic = kind.metadata.get("act_quant_kwargs")
+    if dynamic is None:
+        return Product(torch.ops.compilespec.quantized_linear.default, "qdata", "scale", (8,))
+    is_by_row = type(dynamic.granularity).__name__ == "PerRow" and dynamic.granularity.dim == -1
+    is_plain = dynamic.mapping_type.name == "SYMMETRIC" and not getattr(
+        dynamic, "reduce_range", False
+    )
+    if not is_by_row or not is_plain or parts["scale"].shape[1] != 1:
+        return None
+    return Product(torch.ops.compilespec.dynamic_int8_linear.default, "qdata", "scale")
+
+
+def _float8(kind: Kind, parts: dict[str, Tensor]) -> Product | None:
+    """torchao's Float8Tensor, weight only: a scale a row."""
+    if (
+        set(parts) != {"qdata", "scale"}
+        or kind.metadata.get("act_quant_kwargs") is not None
+        or parts["qdata"].dtype != torch.float8_e4m3fn
+        or parts["scale"].shape != (kind.shape[0], 1)
+    ):
+        return None
+    return Product(torch.ops.compilespec.quantized_linear.default, "qdata", "scale", (8,))
+
+
+def _intx(kind: Kind, parts: dict[str, Tensor]) -> Product | None:
+    """torchao's IntxUnpackedToInt8Tensor: any width up to 8 bits, stored as int8."""
+    if (
+        not set(parts) <= {"qdata", "scale", "zero_point"}
+        or kind.metadata.get("activation_quantization") is not None
+        or not _has_groups(kind, parts)
+    ):
+        return None
+    bits = 4 if kind.metadata["target_dtype"] in _FOUR_BITS else 8
+    return Product(torch.ops.compilespec.quantized_linear.default, "qdata", "scale", (bits,))
+
+
+_KINDS = {"Int8Tensor": _int8, "Float8Tensor": _float8, "IntxUnpackedToInt8Tensor": _intx}
+
+
+def _has_groups(kind: Kind, parts: dict[str, Tensor]) -> bool:
+    """Whether qdata is int8 [N, K], symmetric, with scales [N, groups] of a power of two each."""
+    num_columns, depth = kind.shape
+    scale, zero = parts["scale"], parts.get("zero_point")
+    if parts["qdata"].dtype != torch.int8 or scale.dim() != 2 or scale.shape[0] != num_columns:
+        return False
+    if zero is not None and bool(zero.any()):
+        return False
+    size, rest = divmod(depth, scale.shape[1])
+    return rest == 0 and (scale.shape[1] == 1 or size & (size - 1) == 0)

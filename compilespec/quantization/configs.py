@@ -1,0 +1,151 @@
+"""What `quantize=` may be: a torchao config or its short name, and the modules it is for."""
+
+from __future__ import annotations
+
+import fnmatch
+import importlib.metadata
+import importlib.util
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from compilespec.errors import InvalidOption, NotSupported
+
+OLDEST_TORCHAO = (0, 15)
+INSTALL = "pip install 'compilespec[quant]'"
+
+
+@dataclass(frozen=True)
+class Quantize:
+    """How to quantize the products of a model."""
+
+    config: Any
+    """A short name (`NAMES`) or a torchao config object."""
+
+    only: str | Sequence[str] = ()
+    """Module paths or patterns with `*`; empty is every product.  A path covers what is below."""
+
+    skip: str | Sequence[str] = ()
+    """Those that stay as they are."""
+
+    def wants(self, path: str) -> bool:
+        """Whether the module at `path` is to be quantized."""
+        return (not self.only or _covers(self.only, path)) and not _covers(self.skip, path)
+
+    @property
+    def name(self) -> str:
+        return self.config if isinstance(self.config, str) else type(self.config).__name__
+
+    def config_on(self, device: torch.device) -> Any:
+        """The torchao config; what a short name stands for depends on the device."""
+        if not isinstance(self.config, str):
+            return self.config
+        return NAMES[self.config](device)
+
+
+def read_quantize(value: Any, keyword: str = "quantize") -> Quantize | None:
+    """Check what was given for `keyword`.
+
+    Returns: None for None, else a `Quantize` whose name is one of `NAMES` or whose config is an
+    object.
+    Raises: NotSupported (torchao missing or too old, with the command that installs it),
+    InvalidOption (an unknown name, no config).
+    """
+    if value is None:
+        return None
+    asked = value if isinstance(value, Quantize) else Quantize(value)
+    config = asked.config
+    if isinstance(config, str):
+        name = _ALIASES.get(config.replace("-", "_"), config.replace("-", "_"))
+        if name not in NAMES:
+            raise InvalidOption(
+                f"{keyword} must be a torchao config or one of {', '.join(NAMES)} (short: "
+                f"{', '.join(_ALIASES)}); got {config!r}"
+            )
+        asked = Quantize(name, asked.only, asked.skip)
+    require_torchao(f"{keyword}={asked.name!r}")
+    if not isinstance(config, str):
+        from torchao.core.config import AOBaseConfig
+
+        if not isinstance(config, AOBaseConfig):
+            raise InvalidOption(
+                f"{keyword} must be a torchao config or one of {', '.join(NAMES)}; got "
+                f"{type(config).__name__}"
+            )
+    return asked
+
+
+def require_torchao(what: str) -> None:
+    """Raises: NotSupported when torchao is missing or too old."""
+    oldest = ".".join(map(str, OLDEST_TORCHAO))
+    if importlib.util.find_spec("torchao") is None:
+        raise NotSupported(f"{what} needs torchao>={oldest}, which is not installed: {INSTALL}")
+    found = importlib.metadata.version("torchao")
+    numbers = re.match(r"(\d+)\.(\d+)", found)
+    if numbers and tuple(map(int, numbers.groups())) < OLDEST_TORCHAO:
+        raise NotSupported(f"{what} needs torchao>={oldest}, found {found}: {INSTALL}")
+
+
+def _int8_weight_only(device: torch.device) -> Any:
+    from torchao.quantization import Int8WeightOnlyConfig
+
+    return Int8WeightOnlyConfig(version=2)
+
+
+def _int8_dynamic(device: torch.device) -> Any:
+    from torchao.quantization import Int8DynamicActivationInt8WeightConfig
+
+    return Int8DynamicActivationInt8WeightConfig(version=2)
+
+
+def _int4_weight_only(device: torch.device) -> Any:
+    from torchao.quantization import Int4WeightOnlyConfig, IntxWeightOnlyConfig, PerGroup
+
+    if device.type == "cpu":  # Int4WeightOnlyConfig packs for GPUs only
+        return IntxWeightOnlyConfig(weight_dtype=torch.int4, granularity=PerGroup(32))
+    return Int4WeightOnlyConfig(group_size=128, int4_packing_format="tile_packed_to_4d")
+
+
+def _float8_weight_only(device: torch.device) -> Any:
+    from torchao.quantization import Float8WeightOnlyConfig
+
+    return Float8WeightOnlyConfig()
+
+
+def _float8_dynamic(device: torch.device) -> Any:
+    from torchao.quantization import Float8DynamicActivationFloat8WeightConfig, PerRow
+
+    return Float8DynamicActivationFloat8WeightConfig(granularity=PerRow())
+
+
+NAMES: dict[str, Callable[[torch.device], Any]] = {
+    "int8_weight_only": _int8_weight_only,
+    "int8_dynamic": _int8_dynamic,
+    "int4_weight_only": _int4_weight_only,
+    "float8_weight_only": _float8_weight_only,
+    "float8_dynamic": _float8_dynamic,
+}
+_ALIASES = {
+    "int8": "int8_weight_only",
+    "int4": "int4_weight_only",
+    "float8": "float8_weight_only",
+}
+
+
+def runs_on(device: torch.device) -> list[str]:
+    """Short names that the device runs, for messages."""
+    names = [name for name in NAMES if not name.startswith("float8_dynamic")]
+    if device.type != "cuda":
+        return names
+    major, minor = torch.cuda.get_device_capability(device)
+    return list(NAMES) if (major, minor) >= (8, 9) else names
+
+
+def _covers(patterns: str | Sequence[str], path: str) -> bool:
+    for pattern in [patterns] if isinstance(patterns, str) else patterns:
+        if fnmatch.fnmatchcase(path, pattern) or fnmatch.fnmatchcase(path, f"{pattern}.*"):
+            return True
+    return False

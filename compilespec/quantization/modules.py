@@ -1,0 +1,108 @@
+"""Quantizes the products of a module on a copy that shares everything else."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections import Counter
+from typing import TypeVar
+
+import torch
+from torch import nn
+
+from compilespec.errors import InvalidOption, NotSupported
+from compilespec.quantization.configs import Quantize, runs_on
+from compilespec.quantization.tensors import is_quantized
+
+Model = TypeVar("Model", bound=nn.Module)
+
+
+def quantize_module(model: Model, quantize: Quantize, keyword: str = "quantize") -> Model:
+    """A copy of `model` whose products are quantized; `model` itself is left as it is.
+
+    Products are `nn.Linear` modules and heads that drafters hold as a bare matrix; those that are
+    quantized already stay.  All that is not quantized is shared with `model`.
+
+    Raises: InvalidOption (no module is meant; a dtype that torchao refuses), NotSupported (the
+    device cannot run the config: names what it can).
+    """
+    from torchao.quantization import quantize_
+
+    quantized = shallow_copy(model)
+    paths = [
+        path
+        for path, module in quantized.named_modules()
+        if _is_product(path, module) and quantize.wants(path)
+    ]
+    if not paths:
+        known = [path for path, module in model.named_modules() if _is_product(path, module)]
+        raise InvalidOption(
+            f"{keyword}={quantize.name!r} means no module: only={quantize.only!r}, "
+            f"skip={quantize.skip!r}; the products are {_listed(known)}"
+        )
+    weight = quantized.get_submodule(paths[0]).weight
+    device, dtype, chosen = weight.device, weight.dtype, set(paths)
+    config = quantize.config_on(device)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            quantize_(quantized, config, filter_fn=lambda _, path: path in chosen)
+    except (AssertionError, ImportError, NotImplementedError, RuntimeError, ValueError) as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        if dtype not in (torch.float32, torch.bfloat16, torch.float16):
+            raise InvalidOption(
+                f"{keyword}={quantize.name!r} cannot quantize {dtype} weights: {reason}; give "
+                f"dtype='float32' or 'bfloat16'"
+            ) from error
+        raise NotSupported(
+            f"{keyword}={quantize.name!r} does not run on {device.type}: {reason}; what runs here: "
+            f"{', '.join(runs_on(device))}"
+        ) from error
+    if not any(is_quantized(quantized.get_submodule(path).weight) for path in paths):
+        raise InvalidOption(
+            f"{keyword}={quantize.name!r} left all of {_listed(paths)} as they are: their sizes do "
+            f"not suit it; try int8_weight_only"
+        )
+    return quantized
+
+
+def describe_quantized(model: nn.Module) -> str | None:
+    """Which products are quantized, and how; None where none is."""
+    products = [module for path, module in model.named_modules() if _is_product(path, module)]
+    kinds = Counter(type(m.weight).__name__ for m in products if is_quantized(m.weight))
+    if not kinds:
+        return None
+    counts = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
+    return f"{counts} of {len(products)} products"
+
+
+def shallow_copy(module: Model) -> Model:
+    """The module tree anew, with the same tensors in it."""
+    made: dict[int, nn.Module] = {}
+
+    def copied(one: nn.Module) -> nn.Module:
+        if id(one) not in made:
+            new = made[id(one)] = copy.copy(one)
+            for store in ("_parameters", "_buffers"):
+                new.__dict__[store] = dict(one.__dict__[store])
+            new.__dict__["_modules"] = {
+                name: child if child is None else copied(child)
+                for name, child in one.__dict__["_modules"].items()
+            }
+        return made[id(one)]
+
+    result = copied(module)
+    assert isinstance(result, type(module))
+    return result
+
+
+def _is_product(path: str, module: nn.Module) -> bool:
+    weight = getattr(module, "weight", None)
+    if not isinstance(weight, torch.Tensor) or weight.dim() != 2:
+        return False
+    is_head = path.rsplit(".", 1)[-1] == "lm_head"
+    return isinstance(module, nn.Linear) or (is_head and not isinstance(module, nn.Embedding))
+
+
+def _listed(names: list[str], limit: int = 4) -> str:
+    return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" * (len(names) > limit))

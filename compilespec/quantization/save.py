@@ -1,0 +1,58 @@
+"""Quantized checkpoints in Hugging Face layout, which transformers and `compile` load as they are."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from compilespec.errors import InvalidOption
+from compilespec.loading import load_target
+from compilespec.quantization.configs import read_quantize
+from compilespec.quantization.modules import quantize_module
+
+
+def save_quantized(
+    model: nn.Module | str | Path,
+    directory: str | Path,
+    quantize: Any = "int8_weight_only",
+    *,
+    dtype: Any = None,
+) -> Path:
+    """Write a quantized copy of a transformers model: config.json, safetensors, tokenizer.
+
+    `compilespec.compile(directory)` (and transformers' own `from_pretrained`) then starts from the
+    quantized weights; the full-precision ones are never in memory.
+
+    Args:
+        model: as for `compile`: a transformers module, a directory, or "demo".
+        quantize: as for `compile`.
+    Returns: the directory.
+    Raises: InvalidOption (not a transformers model), and what `quantize=` raises.
+    """
+    from transformers import PreTrainedModel, TorchAoConfig
+    from transformers.quantizers.auto import AutoHfQuantizer
+
+    asked = read_quantize(quantize)
+    if asked is None:
+        raise InvalidOption("save_quantized needs quantize=, a torchao config or its short name")
+    target = load_target(model, dtype=dtype)
+    if not isinstance(target.model, PreTrainedModel):
+        raise InvalidOption(
+            f"save_quantized writes transformers models, got {type(target.model).__name__}; save "
+            f"another module's quantized copy with torch.save"
+        )
+    saved: Any = quantize_module(target.model, asked)
+    device = next(target.model.parameters()).device
+    saved.config = copy.deepcopy(saved.config)
+    saved.config.tie_word_embeddings = False  # a quantized head is the embedding no more
+    saved.config.quantization_config = TorchAoConfig(asked.config_on(device))
+    saved.hf_quantizer = AutoHfQuantizer.from_config(
+        saved.config.quantization_config, pre_quantized=True
+    )
+    saved.save_pretrained(directory)
+    if target.tokenizer is not None:
+        target.tokenizer.save_pretrained(directory)
+    return Path(directory)

@@ -1,0 +1,105 @@
+"""Quantized weights on their way through the stages: tensor subclasses, taken apart.
+
+A model is traced with plain stand-ins of its quantized weights.  When a traced graph is spliced,
+each such weight becomes its plain parts, one input each, and a call of `rebuild` that puts them
+together again; the retrace to ATen runs the subclass's own code on the parts, and nothing after it
+knows subclasses.  Imports no torchao: a weight is asked for its parts by PyTorch's own protocol.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from compilespec import _torch_compat
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Kind:
+    """All of a quantized weight that is not a tensor."""
+
+    type: Any
+    names: tuple[str, ...]  # of its parts
+    metadata: Any  # what `__tensor_unflatten__` takes beside them
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+    @property
+    def key(self) -> str:
+        """A name that is the same in every process: it is in the key of compiled artifacts."""
+        text = f"{self.names} {self.metadata} {self.shape} {self.stride}"
+        digest = hashlib.sha256(text.encode()).hexdigest()[:16]
+        return f"{self.type.__module__}.{self.type.__qualname__}:{digest}"
+
+
+_KINDS: dict[str, Kind] = {}  # by key; a graph's code can hold no object but by a name
+
+
+def is_quantized(tensor: object) -> bool:
+    """Whether a tensor is a subclass made of plain parts, as torchao's are."""
+    return isinstance(tensor, Tensor) and hasattr(type(tensor), "__tensor_flatten__")
+
+
+def take_apart(tensor: Any) -> tuple[str, dict[str, Tensor]]:
+    """The key of its kind, for `rebuild`, and its parts by name, in order."""
+    names, metadata = tensor.__tensor_flatten__()
+    kind = Kind(
+        type=type(tensor), names=tuple(names), metadata=metadata,
+        shape=tuple(tensor.shape), stride=tuple(tensor.stride()),
+    )  # fmt: skip
+    _KINDS[kind.key] = kind
+    return kind.key, {name: getattr(tensor, name).detach() for name in names}
+
+
+def kind_of(key: str) -> Kind:
+    """What `take_apart` kept under `key`."""
+    return _KINDS[key]
+
+
+def rebuild(key: str, *parts: Tensor) -> Tensor:
+    """The weight that `take_apart` took apart: a node of spliced graphs."""
+    kind = _KINDS[key]
+    named = dict(zip(kind.names, parts, strict=True))
+    tensor: Tensor = kind.type.__tensor_unflatten__(
+        named, kind.metadata, torch.Size(kind.shape), kind.stride
+    )
+    return tensor
+
+
+@contextlib.contextmanager
+def stand_ins(module: nn.Module) -> Iterator[Mapping[tuple[int, ...], Tensor]]:
+    """Put plain tensors without memory in the place of quantized weights while a module is traced.
+
+    Yields: the quantized weight by the `storage_place` of its stand-in; one stand-in for each,
+    however often it is used.
+    """
+    found: dict[int, tuple[Tensor, Tensor]] = {}  # by the weight's id: itself and its stand-in
+    places: list[tuple[dict[str, Any], str, Tensor]] = []
+    for one in module.modules():
+        for store in (one._parameters, one._buffers):
+            for name, tensor in store.items():
+                if is_quantized(tensor):
+                    assert tensor is not None
+                    if id(tensor) not in found:
+                        found[id(tensor)] = (tensor, _stand_in(tensor))
+                    places.append((store, name, tensor))
+    for store, name, tensor in places:
+        store[name] = found[id(tensor)][1]
+    try:
+        yield {
+            _torch_compat.storage_place(plain): tensor.detach() for tensor, plain in found.values()
+        }
+    finally:
+        for store, name, tensor in places:
+            store[name] = tensor
+
+
+def _stand_in(tensor: Tensor) -> Tensor:
+    plain = torch.empty((), dtype=tensor.dtype, device=tensor.device).expand(tensor.shape)
+    return nn.Parameter(plain, requires_grad=False)
