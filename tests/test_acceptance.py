@@ -281,8 +281,8 @@ def test_t04_forced_acceptance_in_the_engine(model, force):
 @pytest.mark.parametrize(
     "options",
     [
-        {"acceptance": "relaxed", **RELAXED},
-        {"force_num_accepted": 1},
+        pytest.param({"acceptance": "relaxed", **RELAXED}, marks=pytest.mark.slow),
+        pytest.param({"force_num_accepted": 1}, marks=pytest.mark.slow),
         {"acceptance": "relaxed", **RELAXED, "force_num_accepted": 2},
     ],
     ids=["relaxed", "forced", "both"],

@@ -50,8 +50,7 @@ def drafts_by_length(engine: Any, asks: list[Ask]) -> dict[tuple[int, ...], list
     return found
 
 
-@pytest.mark.parametrize("own_embedding", [False, True])
-@pytest.mark.parametrize("rows", [None, 61])
+@pytest.mark.parametrize(("own_embedding", "rows"), [(True, None), (False, 61)])
 def test_t05_ids_are_mapped_once_and_shared_weights_are_one(target, own_embedding, rows):
     """Reduced and whole vocabularies, own and shared embedding: drafts are target ids."""
     model, asks = target

@@ -27,7 +27,13 @@ OPTIONS = {
 
 
 @pytest.mark.parametrize(
-    ("family", "count"), [("llama", 1), ("qwen3_moe", 3), ("gemma3", 5), ("llama", 5)]
+    ("family", "count"),
+    [
+        ("llama", 1),
+        ("qwen3_moe", 3),
+        pytest.param("gemma3", 5, marks=pytest.mark.slow),
+        pytest.param("llama", 5, marks=pytest.mark.slow),
+    ],
 )
 def test_a_model_that_drafts_for_itself_is_right_every_time(family, count):
     """Only if each slot of the drafter's cache holds what the target's own would."""
@@ -43,7 +49,8 @@ def test_a_model_that_drafts_for_itself_is_right_every_time(family, count):
 
 
 @pytest.mark.parametrize(
-    ("family", "other", "count"), [("llama", "gpt2", 3), ("qwen3_moe", "llama", 5)]
+    ("family", "other", "count"),
+    [("llama", "gpt2", 3), pytest.param("qwen3_moe", "llama", 5, marks=pytest.mark.slow)],
 )
 def test_a_model_of_another_family(family, other, count):
     """It often errs: the drafts are those that the drafter itself would continue with."""

@@ -149,7 +149,13 @@ CASES = {
 }
 
 
-@pytest.fixture(scope="module", params=CASES.values(), ids=CASES.keys())
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(case, id=name, marks=pytest.mark.slow if case.k == 5 else ())
+        for name, case in CASES.items()
+    ],
+)
 def lab(request: pytest.FixtureRequest, target: tuple[nn.Module, list[Ask]]) -> Iterator[Any]:
     (model, asks), case = target, request.param
     script, windows = script_of(asks), case.windows or (0,) * case.num_modules

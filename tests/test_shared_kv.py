@@ -74,7 +74,7 @@ def asked(family):
     ("family", "count"),
     [
         ("llama", 1),
-        ("gemma3", 3),
+        pytest.param("gemma3", 3, marks=pytest.mark.slow),
         pytest.param("gemma4", 5, marks=pytest.mark.slow),
         pytest.param("gemma4", 1, marks=pytest.mark.slow),
         pytest.param("gemma4", 3, marks=pytest.mark.slow),
@@ -133,7 +133,9 @@ class Recall(SharedKVDrafter):
         return torch.where(is_known, token_B1, VOCAB - 1).squeeze(1).to(torch.int32)
 
 
-@pytest.mark.parametrize(("family", "layer"), [("llama", 2), ("gemma4", 3)])
+@pytest.mark.parametrize(
+    ("family", "layer"), [("llama", 2), pytest.param("gemma4", 3, marks=pytest.mark.slow)]
+)
 def test_every_draft_sees_exactly_the_committed_keys(family, layer):
     """All drafts are accepted, for every length and batch: no rejected key is seen, none is lost,
     and no draft sees more than the one before (T16)."""

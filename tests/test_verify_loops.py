@@ -44,7 +44,12 @@ def traced(kind: str) -> Any:
     return compilespec.trace(model, spec="user", draft=Heads(model), aux_layers=(2,), **SIZES)
 
 
-KINDS = ["module_rows", "target_rows", "kv_groups", "ngram", "draft_model", "user"]
+KINDS = [
+    "kv_groups",
+    "draft_model",
+    "user",
+    *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("module_rows", "target_rows", "ngram")),
+]
 
 
 @pytest.mark.parametrize("kind", KINDS)
