@@ -26,8 +26,8 @@ _aten = torch.ops.aten
 def merge_projections(gm: fx.GraphModule, ctx: PassContext) -> int:
     """mm(x, t(a)), mm(x, t(b)) -> split(mm(x, t([a; b]))).  Returns: products merged into.
 
-    Products of quantized weights merge with others of the same kind.  Rows of the merged weight are the rows of its parts, so every output element is the same dot
-    product.
+    Products of quantized weights merge with others of the same kind.  Rows of the merged weight are
+    the rows of its parts, so every output element is the same dot product.
     Numerics: rounding (a library may order a larger product's sums differently).  Runs on ATen.
     """
     if not ctx.prepack:
@@ -90,9 +90,7 @@ def _merge_quantized(gm: fx.GraphModule, ctx: PassContext) -> int:
     return merged
 
 
-def _split(
-    gm: fx.GraphModule, product: fx.Node, parts: Sequence[Linear | QuantizedLinear]
-) -> None:
+def _split(gm: fx.GraphModule, product: fx.Node, parts: Sequence[Linear | QuantizedLinear]) -> None:
     """The columns of the merged product in the place of its parts."""
     first, sizes = parts[0].node, [part.num_outputs for part in parts]
     with gm.graph.inserting_before(first):

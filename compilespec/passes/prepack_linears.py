@@ -69,7 +69,9 @@ def _pack_quantized(gm: fx.GraphModule, ctx: PassContext, linear: QuantizedLinea
     weight = _packed_input(gm, ctx, linear.weight, layout)
     scale = _packed_input(gm, ctx, linear.scale, "scale")
     with gm.graph.inserting_before(linear.node):
-        node = gm.graph.call_function(op, (linear.x, weight, scale, linear.bias, linear.num_outputs))
+        node = gm.graph.call_function(
+            op, (linear.x, weight, scale, linear.bias, linear.num_outputs)
+        )
     node.meta["val"] = linear.node.meta["val"]
     copy_origin(linear.node, node)
     linear.node.replace_all_uses_with(node)

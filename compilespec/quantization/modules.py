@@ -40,30 +40,51 @@ def quantize_module(model: Model, quantize: Quantize, keyword: str = "quantize")
             f"{keyword}={quantize.name!r} means no module: only={quantize.only!r}, "
             f"skip={quantize.skip!r}; the products are {_listed(known)}"
         )
-    weight = quantized.get_submodule(paths[0]).weight
-    device, dtype, chosen = weight.device, weight.dtype, set(paths)
-    config = quantize.config_on(device)
+    weight, chosen = quantized.get_submodule(paths[0]).weight, set(paths)
+    config = quantize.config_on(weight.device)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             quantize_(quantized, config, filter_fn=lambda _, path: path in chosen)
-    except (AssertionError, ImportError, NotImplementedError, RuntimeError, ValueError) as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        if dtype not in (torch.float32, torch.bfloat16, torch.float16):
-            raise InvalidOption(
-                f"{keyword}={quantize.name!r} cannot quantize {dtype} weights: {reason}; give "
-                f"dtype='float32' or 'bfloat16'"
-            ) from error
-        raise NotSupported(
-            f"{keyword}={quantize.name!r} does not run on {device.type}: {reason}; what runs here: "
-            f"{', '.join(runs_on(device))}"
-        ) from error
+    except _REFUSALS as error:
+        raise _refusal(quantize, keyword, weight, error) from error
     if not any(is_quantized(quantized.get_submodule(path).weight) for path in paths):
         raise InvalidOption(
             f"{keyword}={quantize.name!r} left all of {_listed(paths)} as they are: their sizes do "
             f"not suit it; try int8_weight_only"
         )
     return quantized
+
+
+_REFUSALS = (AssertionError, ImportError, NotImplementedError, RuntimeError, ValueError)
+
+
+def _refusal(
+    quantize: Quantize, keyword: str, weight: torch.Tensor, error: BaseException
+) -> InvalidOption | NotSupported:
+    """Why torchao raised `error`: the dtype, the device, or the sizes of some weight."""
+    from torchao.quantization import quantize_
+
+    reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
+    device = weight.device
+    if weight.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        return InvalidOption(
+            f"{keyword}={quantize.name!r} cannot quantize {weight.dtype} weights: {reason}; give "
+            f"dtype='float32' or 'bfloat16'"
+        )
+    try:  # on a weight whose sizes suit everybody
+        ordinary = nn.Linear(512, 512, bias=False, device=device, dtype=weight.dtype)
+        quantize_(nn.Sequential(ordinary), quantize.config_on(device))
+    except _REFUSALS:
+        return NotSupported(
+            f"{keyword}={quantize.name!r} does not run on {device.type} with {weight.dtype} "
+            f"weights: {reason}; what runs here: {', '.join(runs_on(device))}"
+        )
+    return InvalidOption(
+        f"{keyword}={quantize.name!r} does not suit the size of every product: {reason}; leave "
+        f"those out with compilespec.Quantize({quantize.name!r}, skip=[...]), or give "
+        f"{keyword}='int8_weight_only'"
+    )
 
 
 def describe_quantized(model: nn.Module) -> str | None:

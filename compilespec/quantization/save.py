@@ -1,4 +1,4 @@
-"""Quantized checkpoints in Hugging Face layout, which transformers and `compile` load as they are."""
+"""Quantized checkpoints in Hugging Face layout, as transformers and `compile` load them."""
 
 from __future__ import annotations
 
