@@ -15,6 +15,7 @@ from compilespec.lowering import BACKENDS
 from compilespec.methods.base import Drafter, TargetInfo
 from compilespec.passes.acceptance import FUNCTIONS, RULES, describe, is_lossless
 from compilespec.program import ProgramConfig
+from compilespec.quantization import Quantize, read_quantize
 
 logger = logging.getLogger(__name__)
 
@@ -49,6 +50,8 @@ class CompileOptions:
     num_draft_tokens: int | None
     smaller_draft_counts: tuple[int, ...] = ()  # further K, one of which a step may choose
     acceptance: Acceptance = STRICT
+    quantize: Quantize | None = None
+    draft_quantize: Quantize | None = None
     disabled_passes: frozenset[str] = frozenset()
 
     def program_config(
@@ -127,8 +130,6 @@ def resolve_options(
         raise NotSupported(f"cudagraphs={cudagraphs!r} is not built yet; leave it at 'auto'")
     for name, value in (
         ("logits_processor", logits_processor),
-        ("quantize", quantize),
-        ("draft_quantize", draft_quantize),
     ):
         if value is not None:
             raise NotSupported(f"{name}= is not built yet; leave it out")
@@ -158,6 +159,8 @@ def resolve_options(
         kv_cache_tokens=kv_cache_tokens,
         num_draft_tokens=num_draft_tokens,
         smaller_draft_counts=smaller,
+        quantize=read_quantize(quantize),
+        draft_quantize=read_quantize(draft_quantize, "draft_quantize"),
         acceptance=resolve_acceptance(
             acceptance,
             force_num_accepted,

@@ -34,6 +34,7 @@ from compilespec.program import (
     ProgramConfig,
     SpecProgram,
 )
+from compilespec.quantization import describe_quantized, quantize_drafter, quantize_target
 from compilespec.runtime.engine import Engine
 from compilespec.runtime.step_runner import StepRunner
 from compilespec.target_info import describe_target
@@ -76,6 +77,11 @@ def compile(
         kv_cache_tokens: size of the KV cache; None is max_batch_size * max_seq_len.
         backend: "inductor", or "eager" (the same rewritten graphs, interpreted).
         buckets: batch sizes that decode steps are padded to; None pads nothing on the CPU.
+        quantize: a torchao config, its short name ("int8_weight_only", "int8_dynamic",
+        "int4_weight_only", "float8_weight_only", "float8_dynamic"), or a `Quantize` that also says
+        for which modules.  Needs the extra `quant`; `model` is left as it is.
+        draft_quantize: the same for the drafter; a head shared with the target follows the target
+        unless it is named here.
         acceptance: "auto" (strict for greedy requests), or "relaxed", which is lossy.
         method_options: options of the method, such as `aux_ids_are=`, and of the acceptance:
         `relaxed_topk`, `relaxed_delta`, `begin_thinking_token_id`, `end_thinking_token_id`;
@@ -102,6 +108,7 @@ def compile(
         num_draft_tokens=num_draft_tokens,
     )
     target = load_target(model, dtype=dtype, device=device, tokenizer=tokenizer)
+    target = quantize_target(target, options.quantize)
     method, options, why = _chosen(method, target, draft, options, method_options)
     program = build_program(target, method, draft, options, method_options, notes=why)
     lowered = lower(program, backend=options.backend)
@@ -140,6 +147,7 @@ def trace(
     method, method_options = _method_of(spec, keywords)
     options = resolve_options(**own, **_take(method_options, ACCEPTANCE_OPTIONS))
     target = load_target(model, dtype=dtype, device=device, tokenizer=tokenizer)
+    target = quantize_target(target, options.quantize)
     method, options, why = _chosen(method, target, draft, options, method_options)
     return build_program(
         target, method, draft, options, method_options, keep_graphs=keep_graphs, notes=why
@@ -208,7 +216,7 @@ def build_program(
         )
     traced = trace_target(target.model)
     info = describe_target(traced, target)
-    drafter = method.load(found, info, method_options)
+    drafter = quantize_drafter(method.load(found, info, method_options), options.draft_quantize)
     capabilities = (drafter.capabilities if drafter else None) or method.capabilities
     drafts = capabilities.kind != "none"
     config = options.program_config(target, info, drafter if drafts else None)
@@ -317,6 +325,9 @@ def _notes(target: Target, drafter: Drafter | None) -> tuple[str, ...]:
     if drafter is not None:
         describe = getattr(drafter, "describe", None)
         notes.append(describe() if describe else type(drafter).__name__)
+    for name, module in (("target", target.model), ("draft", drafter)):
+        if module is not None and (text := describe_quantized(module)):
+            notes.append(f"{name} quantized: {text}")
     return tuple(notes)
 
 

@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Any
 from compilespec.cli import report
 from compilespec.cli.generate import (
     DEMO,
+    add_quantize_options,
     compile_engine,
+    load_quantized,
     print_json,
     read_prompts,
     set_threads,
@@ -55,6 +57,7 @@ def add_parser(commands: Any) -> None:
     add("--backend", choices=("inductor", "eager"), help="default: inductor")
     add("--dtype", help="default: the checkpoint's")
     add("--max-seq-len", type=int, metavar="N", help="longest prompt plus output")
+    add_quantize_options(add)
     add("--threads", type=int, metavar="N", help="CPU threads (default: torch's)")
     add("--json", action="store_true", help="print one JSON object instead of a table")
     parser.set_defaults(run=run)
@@ -62,7 +65,6 @@ def add_parser(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from compilespec.cli import compare
-    from compilespec.loading import load_target
 
     if min(args.num_draft_tokens) < 1 or args.rounds < 1:
         raise InvalidOption("--num-draft-tokens and --rounds: expected at least 1")
@@ -74,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
         plain = stack.enter_context(compile_engine(args, "none"))
         ways = [_way(name, engine, args.max_new_tokens) for name, engine in engines]
         ways.append(_way(PLAIN, plain, args.max_new_tokens))
-        target = load_target(args.model, dtype=plain.plan()["dtype"])
+        target = load_quantized(args, plain.plan()["dtype"])
         with report.status("running") as update:
             comparison = compare.compare(
                 ways,

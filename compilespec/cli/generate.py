@@ -10,6 +10,7 @@ import os
 import select
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,7 @@ from compilespec.errors import InvalidOption, InvalidRequest
 from compilespec.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
+    from compilespec.loading import Target
     from compilespec.runtime.engine import Engine
 
 DEMO = "demo"
@@ -52,6 +54,7 @@ def add_parser(commands: Any) -> None:
     add("--backend", choices=("inductor", "eager"), help="default: inductor")
     add("--dtype", choices=DTYPES, help="default: the checkpoint's")
     add("--max-seq-len", type=int, metavar="N", help="longest prompt plus output")
+    add_quantize_options(add)
     add("--threads", type=int, metavar="N", help="CPU threads (default: torch's)")
     add("--ignore-eos", action="store_true", help="go on after the end-of-sequence token")
     add(
@@ -68,6 +71,12 @@ def run(args: argparse.Namespace) -> int:
     prompts = read_prompts(args)
     set_threads(args.threads)
     return _compare(args, prompts) if args.compare else _generate(args, prompts)
+
+
+def add_quantize_options(add: Callable[..., Any]) -> None:
+    """--quantize and --draft-quantize."""
+    add("--quantize", metavar="NAME", help="quantize the target: int8, int8_dynamic, int4, ...")
+    add("--draft-quantize", metavar="NAME", help="quantize the drafter")
 
 
 def read_prompts(args: argparse.Namespace) -> list[str]:
@@ -124,7 +133,6 @@ def _generate(args: argparse.Namespace, prompts: list[str]) -> int:
 def _compare(args: argparse.Namespace, prompts: list[str]) -> int:
     """Run the method, plain decoding and transformers on the same prompts."""
     from compilespec.cli import compare
-    from compilespec.loading import load_target
 
     spec, count = _spec(args), args.max_new_tokens
     with contextlib.ExitStack() as stack:
@@ -135,7 +143,7 @@ def _compare(args: argparse.Namespace, prompts: list[str]) -> int:
             ways.append(
                 compare.engine_way(title, engine, max_new_tokens=count, ignore_eos=args.ignore_eos)
             )
-        target = load_target(args.model, dtype=engine.plan().get("dtype"))
+        target = load_quantized(args, engine.plan().get("dtype"))
         ways.append(
             compare.transformers_way(
                 target.model,
@@ -169,14 +177,24 @@ def compile_engine(args: argparse.Namespace, spec: str, **changes: Any) -> Engin
         "backend": args.backend,
         "dtype": args.dtype,
         "max_seq_len": args.max_seq_len,
+        "quantize": args.quantize,
     }
     if spec != "none":
         options |= {"draft": args.draft, "num_draft_tokens": args.num_draft_tokens}
+        options["draft_quantize"] = args.draft_quantize
     options |= changes
     given = {name: value for name, value in options.items() if value is not None}
     with report.status(f"compiling {args.model} (spec={spec})"):
         engine: Engine = compilespec.compile(args.model, spec, **given)
     return engine
+
+
+def load_quantized(args: argparse.Namespace, dtype: str | None) -> Target:
+    """The target that `compile_engine` compiles, as a module."""
+    from compilespec.loading import load_target
+    from compilespec.quantization import quantize_target, read_quantize
+
+    return quantize_target(load_target(args.model, dtype=dtype), read_quantize(args.quantize))
 
 
 def _spec(args: argparse.Namespace) -> str:

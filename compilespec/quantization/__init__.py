@@ -6,14 +6,21 @@ checkpoints.
 """
 
 from compilespec.quantization.configs import NAMES, Quantize, read_quantize
-from compilespec.quantization.modules import describe_quantized, quantize_module
+from compilespec.quantization.modules import (
+    describe_quantized,
+    quantize_drafter,
+    quantize_module,
+    quantize_target,
+)
 from compilespec.quantization.save import save_quantized
 
 __all__ = [
     "NAMES",
     "Quantize",
     "describe_quantized",
+    "quantize_drafter",
     "quantize_module",
+    "quantize_target",
     "read_quantize",
     "save_quantized",
 ]

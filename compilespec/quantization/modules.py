@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import warnings
 from collections import Counter
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import nn
@@ -13,6 +14,10 @@ from torch import nn
 from compilespec.errors import InvalidOption, NotSupported
 from compilespec.quantization.configs import Quantize, runs_on
 from compilespec.quantization.tensors import is_quantized
+
+if TYPE_CHECKING:
+    from compilespec.loading import Target
+    from compilespec.methods.base import Drafter
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -54,6 +59,27 @@ def quantize_module(model: Model, quantize: Quantize, keyword: str = "quantize")
             f"not suit it; try int8_weight_only"
         )
     return quantized
+
+
+def quantize_target(target: Target, quantize: Quantize | None) -> Target:
+    """The target with a quantized copy of its model, or itself for None."""
+    if quantize is None:
+        return target
+    return dataclasses.replace(target, model=quantize_module(target.model, quantize))
+
+
+def quantize_drafter(drafter: Drafter | None, quantize: Quantize | None) -> Drafter | None:
+    """A copy of the drafter with quantized products, or itself for None.
+
+    Raises: InvalidOption where there is no drafter, or none with products.
+    """
+    if quantize is None:
+        return drafter
+    if drafter is None:
+        raise InvalidOption(
+            f"draft_quantize={quantize.name!r} needs a drafting method; give spec=, or leave it out"
+        )
+    return quantize_module(drafter, quantize, "draft_quantize")
 
 
 _REFUSALS = (AssertionError, ImportError, NotImplementedError, RuntimeError, ValueError)
