@@ -7,8 +7,13 @@ steps took.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+
+from compilespec.program import PAD
+from compilespec.runtime.executor import Executor
 
 DECAY = 0.97  # weight of the last step's drafts against those of the step before
 PRIOR_RATE, PRIOR_WEIGHT = 0.7, 2.0  # acceptance of a draft that was never tried
@@ -80,17 +85,18 @@ class DraftPolicy:
         self._budget_ms = FIRST_BUDGET * costs.step(self.counts[0], 1)
         self.num_steps = dict.fromkeys(self.counts, 0)
 
-    def choose(self, drafted: Sequence[int], batch: int) -> Choice:
+    def choose(self, drafted: Sequence[int], batch: int, *, needs_replay: bool = False) -> Choice:
         """K of the next step.
 
         Args:
-            drafted: for each request whose drafter is up to date, the most drafts it takes.
+            drafted: for each request whose drafter can be used, the most drafts it takes.
             batch: requests of the step, those without a drafter included.
+            needs_replay: whether some of them had steps of K = 0.
         """
         best = self._best(drafted, batch, self.rates())
         if best:
             self._trial_steps = 0
-        elif self._trial_steps or self._may_try(drafted, batch):
+        elif self._trial_steps or self._may_try(drafted, batch, needs_replay):
             self._trial_steps = (self._trial_steps or NUM_TRIAL_STEPS + 1) - 1
             if self._trial_steps:
                 return Choice(num_draft_tokens=self._smallest(), is_trial=True)
@@ -118,8 +124,8 @@ class DraftPolicy:
     def may_keep_warm(self, batch: int) -> bool:
         """Whether rows whose kept inputs would be lost are worth a replay now; pays for it."""
         cost = self.costs.replay(batch)
-        if not self._can_pay(batch) or self._budget_ms < cost:
-            return False
+        if not self._can_pay(batch) or self._budget_ms < cost + self._trial_ms(batch) / 2:
+            return False  # the looking itself comes first
         self._budget_ms -= cost
         return True
 
@@ -158,11 +164,15 @@ class DraftPolicy:
         tokens = batch + sum(expected_accepted(rates, min(count, most)) for most in drafted)
         return tokens / self.costs.step(count, batch)
 
-    def _may_try(self, drafted: Sequence[int], batch: int) -> bool:
+    def _may_try(self, drafted: Sequence[int], batch: int, needs_replay: bool) -> bool:
         """Whether drafts could pay at all, and enough plain steps went by to look."""
-        cost = NUM_TRIAL_STEPS * self.costs.step(self._smallest(), batch)
-        cost += self.costs.replay(batch) - NUM_TRIAL_STEPS * self.costs.step(0, batch)
+        cost = self._trial_ms(batch) + needs_replay * self.costs.replay(batch)
         return bool(drafted) and self._budget_ms >= cost and self._can_pay(batch, drafted)
+
+    def _trial_ms(self, batch: int) -> float:
+        """What looking takes more than plain steps."""
+        dearer = self.costs.step(self._smallest(), batch) - self.costs.step(0, batch)
+        return NUM_TRIAL_STEPS * max(0.0, dearer)
 
     def _can_pay(self, batch: int, drafted: Sequence[int] | None = None) -> bool:
         """Whether drafts that are all right would beat plain steps."""
@@ -179,6 +189,38 @@ class DraftPolicy:
         for place in range(min(count, num_emitted)):
             self._tried[place] = DECAY * self._tried[place] + 1
             self._accepted[place] = DECAY * self._accepted[place] + (place < num_emitted - 1)
+
+
+def measure(executor: Executor, *, num_times: int = 3) -> StepCosts:
+    """Time the steps of every K, at batch sizes 1, 2, 4, ..., on padded rows: they change nothing.
+
+    What attention costs is not in these times; `StepCosts.update` brings it in.
+    """
+    sizes = executor.geometry
+    batches = [size for size in (2**i for i in range(20)) if size < sizes.max_batch_size]
+    batches.append(sizes.max_batch_size)
+
+    def fastest(run: Callable[[], object]) -> float:
+        run()  # what is set up on first use
+        times = []
+        for _ in range(num_times):
+            started = time.perf_counter()
+            run()
+            times.append((time.perf_counter() - started) * 1e3)
+        return min(times)
+
+    steps, replays = {}, {}
+    for batch in batches:
+        rows = [PAD] * batch
+        for count in (*sizes.draft_counts, sizes.num_draft_tokens):
+            steps[count, batch] = fastest(functools.partial(_run_step, executor, rows, count))
+        if sizes.needs_replay:
+            replays[batch] = fastest(functools.partial(executor.replay, rows, [0] * batch))
+    return StepCosts(steps, replays)
+
+
+def _run_step(executor: Executor, rows: Sequence[int], count: int) -> None:
+    executor.collect(executor.launch_decode(rows, count))
 
 
 def expected_accepted(rates: Sequence[float], count: int) -> float:

@@ -1,0 +1,133 @@
+"""K of a step by measured costs and recent acceptance: a simulated machine, no model."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import pytest
+
+from compilespec.program import NUM_KEPT
+from compilespec.runtime.draft_policy import DraftPolicy, StepCosts, expected_accepted
+
+COUNTS = (0, 2, 5)
+# Milliseconds by K and batch: a machine that has room at batch 1, and none at batch 8.
+COSTS = {
+    (0, 1): 1.0, (2, 1): 1.5, (5, 1): 2.0,
+    (0, 8): 4.0, (2, 8): 11.0, (5, 8): 23.0,
+}  # fmt: skip
+REPLAY = {1: 1.5, 8: 12.0}
+
+
+class Machine:
+    """Decodes `batch` requests for ever; each draft is right with the chance that `right` says."""
+
+    def __init__(self, costs: dict[tuple[int, int], float] = COSTS, seed: int = 0) -> None:
+        self.costs = StepCosts(costs, REPLAY)
+        self.true = StepCosts(costs, REPLAY)
+        self.policy = DraftPolicy(COUNTS, self.costs)
+        self.draw = random.Random(seed)
+        self.ms = self.num_tokens = 0.0
+
+    def run(self, num_tokens: int, batch: int, right: float) -> float:
+        """Tokens a millisecond of new requests, each `num_tokens` long."""
+        ms = emitted_total = 0.0
+        backlog, cold, done = 0, False, 0
+        while done < num_tokens:
+            drafted = [] if cold else [COUNTS[-1]] * batch
+            choice = self.policy.choose(drafted, batch, needs_replay=backlog > 0)
+            count = choice.num_draft_tokens
+            if count and backlog:
+                ms += self.true.replay(batch)
+                if choice.is_trial:
+                    self.policy.pay_replay(batch)
+                backlog = 0
+            elif not count and not cold and backlog == NUM_KEPT:
+                if self.policy.may_keep_warm(batch):
+                    ms += self.true.replay(batch)
+                    backlog = 0
+                else:
+                    cold = True
+            emitted = [1 + self._accepted(0 if cold else count, right) for _ in range(batch)]
+            elapsed = self.true.step(count, batch) * self.draw.uniform(0.95, 1.05)
+            observed: Sequence[int] = [] if cold else emitted
+            self.policy.observe(count, batch, elapsed, observed, trial=choice.is_trial)
+            backlog += count == 0
+            ms += elapsed
+            emitted_total += sum(emitted)
+            done += round(sum(emitted) / batch)
+        return emitted_total / ms
+
+    def fixed(self, count: int, batch: int, right: float) -> float:
+        """Tokens a millisecond of a fixed K."""
+        tokens = 1 + expected_accepted([right] * COUNTS[-1], count)
+        return batch * tokens / self.true.step(count, batch)
+
+    def _accepted(self, count: int, right: float) -> int:
+        accepted = 0
+        while accepted < count and self.draw.random() < right:
+            accepted += 1
+        return accepted
+
+
+@pytest.mark.parametrize("length", [40, 200, 3000])
+@pytest.mark.parametrize("batch", [1, 8])
+def test_where_drafts_never_match_little_is_lost(batch: int, length: int) -> None:
+    machine = Machine()
+    total = sum(machine.run(length, batch, 0.0) for _ in range(6000 // length))
+    assert total / (6000 // length) > 0.95 * machine.fixed(0, batch, 0.0)
+
+
+@pytest.mark.parametrize("right", [0.5, 0.8, 1.0])
+@pytest.mark.parametrize("batch", [1, 8])
+def test_the_best_k_is_found(batch: int, right: float) -> None:
+    machine = Machine()
+    speed = sum(machine.run(300, batch, right) for _ in range(20)) / 20
+    assert speed > 0.95 * max(machine.fixed(count, batch, right) for count in COUNTS)
+
+
+def test_drafts_that_begin_to_match_are_used_again() -> None:
+    """New requests bring drafters that are up to date: the machine looks again, and stays."""
+    machine = Machine()
+    for _ in range(10):
+        machine.run(200, 1, 0.0)
+    assert machine.policy.num_steps[0] > machine.policy.num_steps[5]
+    for _ in range(30):
+        machine.run(200, 1, 0.95)
+    assert machine.run(200, 1, 0.95) > 0.9 * machine.fixed(5, 1, 0.95)
+
+
+def test_drafts_that_cannot_pay_are_never_tried() -> None:
+    """Not even right ones make up for the steps: no probing at all."""
+    costs = {(count, size): 1.0 + 3 * count for count in COUNTS for size in (1, 8)}
+    machine = Machine(costs)
+    machine.run(5000, 8, 1.0)
+    assert machine.policy.num_steps == {0: machine.policy.num_steps[0], 2: 0, 5: 0}
+
+
+def test_a_pause_of_the_machine_does_not_spoil_its_cost() -> None:
+    costs = StepCosts(COSTS, REPLAY)
+    costs.update(0, 1, 1e6)
+    assert costs.step(0, 1) == pytest.approx(1.05)
+    assert costs.step(0, 3) == COSTS[0, 8]  # a batch of 3 runs like the next size
+    assert costs.step(0, 99) == COSTS[0, 8]
+
+
+def test_later_drafts_are_judged_given_the_earlier_ones() -> None:
+    policy = DraftPolicy(COUNTS, StepCosts(COSTS, REPLAY))
+    for _ in range(300):  # the first is always right, the second never
+        policy.observe(5, 1, 2.0, [2], trial=False)
+    rates = policy.rates()
+    assert rates[0] > 0.97
+    assert rates[1] < 0.06
+    assert rates[2] == pytest.approx(rates[1], abs=1e-6)  # never tried: as the one before
+    assert expected_accepted(rates, 5) == pytest.approx(rates[0] * (1 + rates[1]), abs=0.01)
+
+
+def test_a_requests_own_k_counts() -> None:
+    """Requests that take no drafts make those of others too dear."""
+    policy = DraftPolicy(COUNTS, StepCosts(COSTS, REPLAY))
+    for _ in range(100):
+        policy.observe(5, 1, 2.0, [6], trial=False)
+    assert policy.choose([5], 1).num_draft_tokens == 5
+    assert policy.choose([0], 1).num_draft_tokens == 0
