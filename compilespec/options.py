@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from compilespec.acceptance import STRICT, Acceptance, Relaxed, RuleFunction, rule_function
+from compilespec.cudagraphs.buckets import Buckets, read_buckets
+from compilespec.cudagraphs.modes import NO_OPTIONS, GraphOptions, read_graph_options
 from compilespec.errors import InvalidOption, NotSupported
 from compilespec.loading import Target
 from compilespec.lowering import BACKENDS
@@ -19,7 +21,6 @@ from compilespec.quantization import Quantize, read_quantize
 
 logger = logging.getLogger(__name__)
 
-CUDAGRAPH_MODES = ("auto", "full_and_piecewise", "full", "full_decode_only", "piecewise", "none")
 DEFAULT_DRAFT_TOKENS = 3
 DEFAULT_MAX_SEQ_LEN = 4096
 BLOCK_SIZE = 16
@@ -42,13 +43,17 @@ class CompileOptions:
     """Validated keywords; what depends on the model is filled in by `program_config`."""
 
     backend: str
-    buckets: tuple[int, ...] | None
+    buckets: Buckets | None
     max_batch_size: int
     max_seq_len: int | None
     max_prefill_tokens: int
     kv_cache_tokens: int | None
     num_draft_tokens: int | None
     smaller_draft_counts: tuple[int, ...] = ()  # further K, one of which a step may choose
+    enable_prefix_caching: bool = True
+    overlap: bool | None = None  # None: where it gains, on CUDA
+    max_step_tokens: int | None = None
+    graphs: GraphOptions = NO_OPTIONS
     acceptance: Acceptance = STRICT
     quantize: Quantize | None = None
     draft_quantize: Quantize | None = None
@@ -101,18 +106,21 @@ class CompileOptions:
 
 def resolve_options(
     *,
-    cudagraphs: str = "auto",
+    cudagraphs: str | GraphOptions = "auto",
     acceptance: str | Callable[..., Any] = "auto",
     logits_processor: Any = None,
     quantize: Any = None,
     draft_quantize: Any = None,
     backend: str = "inductor",
-    buckets: Sequence[int] | None = None,
+    buckets: Sequence[int] | Mapping[str, Sequence[Any]] | None = None,
     max_batch_size: int = 8,
     max_seq_len: int | None = None,
     max_prefill_tokens: int = 2048,
     kv_cache_tokens: int | None = None,
     num_draft_tokens: int | Sequence[int] | None = None,
+    enable_prefix_caching: bool = True,
+    overlap: bool | str = "auto",
+    max_step_tokens: int | None = None,
     relaxed_topk: int | None = None,
     relaxed_delta: float | None = None,
     begin_thinking_token_id: int | None = None,
@@ -122,15 +130,8 @@ def resolve_options(
     """Check every keyword before anything is loaded.  Raises: InvalidOption, NotSupported."""
     if backend not in BACKENDS:
         raise InvalidOption(f"backend must be one of {', '.join(BACKENDS)}; got {backend!r}")
-    if cudagraphs not in CUDAGRAPH_MODES:
-        raise InvalidOption(
-            f"cudagraphs must be one of {', '.join(CUDAGRAPH_MODES)}; got {cudagraphs!r}"
-        )
-    if cudagraphs not in ("auto", "none"):
-        raise NotSupported(f"cudagraphs={cudagraphs!r} is not built yet; leave it at 'auto'")
-    for name, value in (
-        ("logits_processor", logits_processor),
-    ):
+    graphs = read_graph_options(cudagraphs)
+    for name, value in (("logits_processor", logits_processor),):
         if value is not None:
             raise NotSupported(f"{name}= is not built yet; leave it out")
     num_draft_tokens, smaller = _draft_counts(num_draft_tokens)
@@ -140,25 +141,32 @@ def resolve_options(
         "max_prefill_tokens": max_prefill_tokens,
         "kv_cache_tokens": kv_cache_tokens,
         "num_draft_tokens": num_draft_tokens,
+        "max_step_tokens": max_step_tokens,
     }
     for name, size in sizes.items():
         if size is not None and (not _is_integer(size) or size < 1):
             raise InvalidOption(f"{name} must be a positive integer; got {size!r}")
-    chosen = tuple(sorted(set(buckets))) if buckets is not None else None
-    if chosen is not None and (not chosen or chosen[0] < 1 or chosen[-1] != max_batch_size):
+    if not isinstance(enable_prefix_caching, bool):
         raise InvalidOption(
-            f"buckets must be positive and end at max_batch_size={max_batch_size}; got "
-            f"{list(buckets or ())}"
+            f"enable_prefix_caching must be True or False; got {enable_prefix_caching!r}"
         )
+    if overlap != "auto" and not isinstance(overlap, bool):
+        raise InvalidOption(f"overlap must be 'auto', True or False; got {overlap!r}")
     return CompileOptions(
         backend=backend,
-        buckets=chosen,
+        buckets=read_buckets(
+            buckets, max_batch_size=max_batch_size, max_prefill_tokens=max_prefill_tokens
+        ),
+        graphs=graphs,
         max_batch_size=max_batch_size,
         max_seq_len=max_seq_len,
         max_prefill_tokens=max_prefill_tokens,
         kv_cache_tokens=kv_cache_tokens,
         num_draft_tokens=num_draft_tokens,
         smaller_draft_counts=smaller,
+        enable_prefix_caching=enable_prefix_caching,
+        overlap=overlap if isinstance(overlap, bool) else None,
+        max_step_tokens=max_step_tokens,
         quantize=read_quantize(quantize),
         draft_quantize=read_quantize(draft_quantize, "draft_quantize"),
         acceptance=resolve_acceptance(

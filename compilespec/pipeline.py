@@ -15,6 +15,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from compilespec.cudagraphs.modes import GraphOptions, units_for
 from compilespec.errors import InvalidOption
 from compilespec.loading import Target, find_draft, load_target
 from compilespec.lowering import lower
@@ -36,6 +37,7 @@ from compilespec.program import (
 )
 from compilespec.quantization import describe_quantized, quantize_drafter, quantize_target
 from compilespec.runtime.engine import Engine
+from compilespec.runtime.prefix_cache import lookahead_of, why_not
 from compilespec.runtime.step_runner import StepRunner
 from compilespec.target_info import describe_target
 from compilespec.trace import trace_target
@@ -51,11 +53,14 @@ def compile(
     max_seq_len: int | None = None,
     max_prefill_tokens: int = 2048,
     kv_cache_tokens: int | None = None,
+    enable_prefix_caching: bool = True,
+    overlap: bool | str = "auto",
+    max_step_tokens: int | None = None,
     dtype: torch.dtype | str | None = None,
     device: torch.device | str | None = None,
     backend: str = "inductor",
-    cudagraphs: str = "auto",
-    buckets: Sequence[int] | None = None,
+    cudagraphs: str | GraphOptions = "auto",
+    buckets: Sequence[int] | Mapping[str, Sequence[Any]] | None = None,
     acceptance: str | Callable[..., Any] = "auto",
     logits_processor: Any = None,
     quantize: Any = None,
@@ -75,8 +80,16 @@ def compile(
         max_seq_len: tokens per request, prompt included; None takes the model's limit, at most
         4096.
         kv_cache_tokens: size of the KV cache; None is max_batch_size * max_seq_len.
+        enable_prefix_caching: keep the cache blocks of prompts and outputs until others need them,
+        and find them again for requests that begin alike.
+        overlap: launch a step before the tokens of the last one are read; "auto" where it gains.
+        max_step_tokens: tokens of a step, prefill and decode together, so that long prompts delay
+        other requests less; None is no limit beside max_prefill_tokens.
         backend: "inductor", or "eager" (the same rewritten graphs, interpreted).
-        buckets: batch sizes that decode steps are padded to; None pads nothing on the CPU.
+        cudagraphs: "auto" (full_and_piecewise on CUDA, none on the CPU), "full_and_piecewise",
+        "full", "full_decode_only", "piecewise", "none", or a `GraphOptions` with budgets.
+        buckets: batch sizes that decode steps are padded to, or a dict of "decode" sizes and
+        "prefill" pairs (requests, tokens); None pads nothing where no graphs are captured.
         quantize: a torchao config, its short name ("int8_weight_only", "int8_dynamic",
         "int4_weight_only", "float8_weight_only", "float8_dynamic"), or a `Quantize` that also says
         for which modules.  Needs the extra `quant`; `model` is left as it is.
@@ -106,23 +119,37 @@ def compile(
         max_prefill_tokens=max_prefill_tokens,
         kv_cache_tokens=kv_cache_tokens,
         num_draft_tokens=num_draft_tokens,
+        enable_prefix_caching=enable_prefix_caching,
+        overlap=overlap,
+        max_step_tokens=max_step_tokens,
     )
     target = load_target(model, dtype=dtype, device=device, tokenizer=tokenizer)
     target = quantize_target(target, options.quantize)
     method, options, why = _chosen(method, target, draft, options, method_options)
     program = build_program(target, method, draft, options, method_options, notes=why)
-    lowered = lower(program, backend=options.backend)
-    runner = StepRunner(lowered, buckets=options.buckets)
+    kinds = options.graphs.kinds_on(program.config.device)
+    lowered = lower(program, backend=options.backend, units=units_for(kinds))
+    runner = StepRunner(lowered, buckets=options.buckets, graphs=options.graphs)
+    runner.capture()
+    capabilities = program.phases["decode"].context.capabilities
+    shares = _why_not_shared(program, options) is None
     return Engine(
         runner,
         tokenizer=target.tokenizer,
         eos_token_ids=target.eos_token_ids,
         plan=_plan(program, options, runner),
+        graph_report=runner.graph_report,
         graphs=program.phases,
         buckets=runner.buckets,
         count_recompiles=lambda: runner.num_recompiles,
         on_finish=program.recorder.finish if program.recorder else None,
+        on_preempt=program.recorder.forget if program.recorder else None,
         propose=program.propose_on_host,
+        overlap=_why_not_overlapped(program, options) is None,
+        prefix_lookahead=(
+            lookahead_of(capabilities, program.config.num_draft_tokens) if shares else None
+        ),
+        max_step_tokens=options.max_step_tokens,
     )
 
 
@@ -346,5 +373,27 @@ def _plan(program: SpecProgram, options: CompileOptions, runner: StepRunner) -> 
         "max_batch_size": config.max_batch_size,
         "max_seq_len": config.max_seq_len,
         "kv_cache_mib": sum(b.num_bytes for b in program.buffers if b.kind == "cache") / 2**20,
+        "prefix_caching": _on_or_off(_why_not_shared(program, options)),
+        "overlap": _on_or_off(_why_not_overlapped(program, options)),
         "why": program.notes,
     }
+
+
+def _on_or_off(why_not: str | None) -> str:
+    return "on" if why_not is None else f"off: {why_not}"
+
+
+def _why_not_shared(program: SpecProgram, options: CompileOptions) -> str | None:
+    """Why requests do not share the cache blocks of a common beginning; None: they do."""
+    return why_not(program) if options.enable_prefix_caching else "enable_prefix_caching=False"
+
+
+def _why_not_overlapped(program: SpecProgram, options: CompileOptions) -> str | None:
+    """Why a step is launched only when the last one's tokens were read; None: it is before."""
+    if program.propose_on_host is not None:
+        return "drafts come from the host, which needs the tokens"
+    if program.recorder is not None:
+        return "the host records every step's hidden states"
+    if options.overlap is None and program.config.device.type != "cuda":
+        return "nothing is gained on the CPU"
+    return "overlap=False" if options.overlap is False else None

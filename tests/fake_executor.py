@@ -12,7 +12,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from compilespec.runtime.executor import Geometry, PrefillChunk
-from compilespec.runtime.sampling_rows import RowSampling
+from compilespec.runtime.sampling_rows import RowSampling, TokenLogprobs
+
+JUNK = -7  # a token that nobody may be given
 
 
 class FakeExecutorError(AssertionError):
@@ -49,12 +51,20 @@ def toy_decode(prompt: Sequence[int], count: int, vocab_size: int) -> list[int]:
 
 @dataclass
 class _Row:
-    blocks: tuple[int, ...] = ()
+    blocks: list[int] = field(default_factory=list)
     num_committed: int = 0  # tokens whose KV is in the cache for good
+    num_prefix: int = 0  # of these, those found in the cache
     last: int | None = None  # last emitted token, once the prompt is in
     drafts: list[int] = field(default_factory=list)
-    expected: int | None = None  # token that the next prefill chunk must begin with
+    expected: int | None = None  # token that the next prefill chunk must go on with
     live: bool = False
+
+
+@dataclass
+class _Handle:
+    rows: list[int]
+    tokens: list[list[int]]
+    collected: bool = False
 
 
 class FakeExecutor:
@@ -64,6 +74,8 @@ class FakeExecutor:
         hit_rate: how often the drafter proposes what the target will say, 0.0 to 1.0.
         fail: called with the phase before every call; may raise.
         next_token: the target, a function of the whole context; the hash by default.
+        lookahead: tokens after a position that its entry in the drafter's cache depends on.
+        spoil: called with phase and row at every launch; True: the row's logits hold NaN.
     """
 
     def __init__(
@@ -73,38 +85,54 @@ class FakeExecutor:
         hit_rate: float = 0.7,
         fail: Callable[[str], None] = lambda phase: None,
         next_token: Callable[[Sequence[int]], int] | None = None,
+        lookahead: int = 0,
+        spoil: Callable[[str, int], bool] = lambda phase, row: False,
     ) -> None:
         self.geometry = sizes or geometry()
         self.hit_rate = hit_rate
         self.fail = fail
+        self.spoil = spoil
         self.next_token = next_token or (lambda t: toy_next(t, self.geometry.vocab_size))
+        self.lookahead = lookahead
         self.closed = False
         self.prefill_calls: list[tuple[PrefillChunk, ...]] = []
         self.decode_calls: list[tuple[int, ...]] = []
+        self.max_in_flight = 0  # launches that waited to be read at once
+        self._in_flight: list[_Handle] = []
         self._rows = [_Row() for _ in range(self.geometry.max_batch_size)]
         num_slots = self.geometry.num_blocks * self.geometry.block_size
         self._cache: list[int | None] = [None] * num_slots
+        self._following: list[tuple[int, ...] | None] = [None] * num_slots  # the drafter's cache
 
-    def set_blocks(self, row: int, blocks: Sequence[int]) -> None:
+    def set_blocks(self, row: int, blocks: Sequence[int], prefix: Sequence[int] = ()) -> None:
         _check(not self.closed, "called after close")
-        _check(len(set(blocks)) == len(blocks), f"row {row}: a block twice in one table")
-        _check(len(blocks) <= self.geometry.blocks_per_row, f"row {row}: too many blocks")
-        _check(all(0 <= b < self.geometry.num_blocks for b in blocks), "block outside the cache")
-        for other in self._rows:  # whoever held one of these blocks may never run again
-            if set(other.blocks) & set(blocks):
-                other.live = False
-        self._rows[row] = _Row(blocks=tuple(blocks), live=True)
-        for block in blocks:  # poison
-            start = block * self.geometry.block_size
-            self._cache[start : start + self.geometry.block_size] = [
-                None
-            ] * self.geometry.block_size
+        _check(not self._is_named(row), f"row {row} changes hands with a step in flight")
+        num_shared, rest = divmod(len(prefix), self.geometry.block_size)
+        _check(rest == 0, "a prefix of whole blocks")
+        self._rows[row] = _Row(
+            num_committed=len(prefix), num_prefix=len(prefix), live=True, blocks=list(blocks)
+        )
+        self._take(row, blocks[num_shared:])
+        self._check_table(row)
+        _check(self._read(self._rows[row], len(prefix)) == list(prefix), "a prefix of other tokens")
+
+    def add_blocks(self, row: int, start: int, blocks: Sequence[int]) -> None:
+        own = self._live_row(row)
+        _check(start == len(own.blocks), f"row {row}: block {start} after {len(own.blocks)}")
+        own.blocks += blocks
+        self._take(row, blocks)
+        self._check_table(row)
 
     def set_sampling(self, row: int, sampling: RowSampling) -> None:
         _check(self._rows[row].live, f"row {row}: sampling of a row without blocks")
         _check(sampling.params.temperature == 0, "the toy target is greedy")
 
-    def prefill(self, chunks: Sequence[PrefillChunk]) -> list[int | None]:
+    def logprobs(self, row: int, tokens: Sequence[int], count: int) -> list[TokenLogprobs]:
+        """-token, so that tests see whose they are; those of the last call only."""
+        _check(not self._is_named(row), f"row {row}: logprobs while a later step is in flight")
+        return [TokenLogprobs(token_id=t, logprob=-float(t), top={}) for t in tokens]
+
+    def launch_prefill(self, chunks: Sequence[PrefillChunk]) -> _Handle:
         _check(not self.closed, "called after close")
         num_tokens = sum(len(chunk.tokens) for chunk in chunks)
         _check(0 < num_tokens <= self.geometry.max_prefill_tokens, f"{num_tokens} packed tokens")
@@ -112,41 +140,97 @@ class FakeExecutor:
         _check(len({chunk.row for chunk in chunks}) == len(chunks), "a row twice in one prefill")
         self.fail("prefill")
         self.prefill_calls.append(tuple(chunks))
-        return [self._prefill_chunk(chunk) for chunk in chunks]
+        tokens = [self._prefill_chunk(chunk) for chunk in chunks]
+        return self._launched("prefill", [chunk.row for chunk in chunks], tokens)
 
-    def decode(self, rows: Sequence[int]) -> list[list[int]]:
+    def launch_decode(self, rows: Sequence[int], num_draft_tokens: int | None = None) -> _Handle:
         _check(not self.closed, "called after close")
+        _check(num_draft_tokens in (None, self.geometry.num_draft_tokens), "the toy has one K")
         _check(0 < len(rows) <= self.geometry.max_batch_size, f"{len(rows)} rows")
         _check(len(set(rows)) == len(rows), "a row twice in one decode")
         self.fail("decode")
         self.decode_calls.append(tuple(rows))
-        return [self._decode_row(row) for row in rows]
+        return self._launched("decode", list(rows), [self._decode_row(row) for row in rows])
+
+    def replay(self, rows: Sequence[int], backlogs: Sequence[int]) -> None:
+        raise FakeExecutorError("the toy has one K")
+
+    def set_drafts(self, rows: Sequence[int], drafts: Sequence[Sequence[int]]) -> None:
+        for row, ids in zip(rows, drafts, strict=True):
+            self._live_row(row).drafts = list(ids)
+
+    def collect(self, handle: _Handle) -> list[list[int]]:
+        _check(self._in_flight[:1] == [handle], "launches are read once, in order")
+        self.fail("collect")
+        return self._in_flight.pop(0).tokens
 
     def close(self) -> None:
         self.closed = True
 
-    def _prefill_chunk(self, chunk: PrefillChunk) -> int | None:
-        row = self._live_row(chunk.row)
+    def _launched(self, phase: str, rows: list[int], tokens: list[list[int]]) -> _Handle:
+        for index, row in enumerate(rows):
+            if self.spoil(phase, row):
+                tokens[index] = []
+        self._in_flight.append(_Handle(rows=rows, tokens=tokens))
+        self.max_in_flight = max(self.max_in_flight, len(self._in_flight))
+        return self._in_flight[-1]
+
+    def _is_named(self, row: int) -> bool:
+        return any(row in handle.rows for handle in self._in_flight)
+
+    def _take(self, row: int, blocks: Sequence[int]) -> None:
+        """New owners write before they read; whoever held a block may never run again."""
+        for index, other in enumerate(self._rows):
+            if index != row and set(other.blocks) & set(blocks):
+                _check(not self._is_named(index), "a block changes hands with a step in flight")
+                other.live = False
+        size = self.geometry.block_size
+        for block in blocks:  # poison
+            self._cache[block * size : (block + 1) * size] = [None] * size
+            self._following[block * size : (block + 1) * size] = [None] * size
+
+    def _check_table(self, row: int) -> None:
+        blocks = self._rows[row].blocks
+        _check(len(set(blocks)) == len(blocks), f"row {row}: a block twice in one table")
+        _check(len(blocks) <= self.geometry.blocks_per_row, f"row {row}: too many blocks")
+        _check(all(0 <= b < self.geometry.num_blocks for b in blocks), "block outside the cache")
+
+    def _prefill_chunk(self, chunk: PrefillChunk) -> list[int]:
+        row, sizes = self._live_row(chunk.row), self.geometry
         _check(row.last is None, f"row {chunk.row}: prefill after its prompt ended")
-        _check(chunk.start == row.num_committed, f"row {chunk.row}: chunk starts at {chunk.start}")
-        _check(row.expected in (None, chunk.tokens[0]), f"row {chunk.row}: wrong next_token before")
+        start = max(row.num_prefix, row.num_committed - sizes.num_repeated_tokens)
+        _check(chunk.start == start, f"row {chunk.row}: chunk starts at {chunk.start}")
+        end = chunk.start + len(chunk.tokens)
+        _check(end > row.num_committed, f"row {chunk.row}: a chunk of nothing new")
+        known = self._read(row, row.num_committed)[chunk.start :]
+        _check(chunk.tokens[: len(known)] == tuple(known), f"row {chunk.row}: other tokens again")
+        if row.expected is not None:
+            _check(chunk.tokens[len(known)] == row.expected, f"row {chunk.row}: wrong next_token")
         for offset, token in enumerate(chunk.tokens):
             self._write(row, chunk.start + offset, token)
-        row.num_committed += len(chunk.tokens)
-        row.expected = chunk.next_token
-        if chunk.next_token is not None:
-            return None
-        row.last = self.next_token(self._read(row, row.num_committed))
+        row.num_committed, row.expected = end, chunk.next_token
+        if chunk.next_token is None:
+            row.last = self.next_token(self._read(row, end))
+        ahead = [*chunk.tokens, row.last if row.last is not None else chunk.next_token]
+        for offset in range(len(chunk.tokens)):
+            self._write_following(row, chunk.start + offset, ahead[offset + 1 :])
+        if row.last is None:
+            return []
         self._draft(row)
-        return row.last
+        return [row.last]
 
     def _decode_row(self, index: int) -> list[int]:
         sizes, row = self.geometry, self._live_row(index)
         _check(row.last is not None, f"row {index}: decode before its prompt is in")
-        _check(row.num_committed < sizes.max_seq_len, f"row {index}: at the maximum length")
-        window = [row.last, *row.drafts]
-        start = row.num_committed
-        for position in range(start, min(start + sizes.reserve_tokens, sizes.max_seq_len)):
+        window, start = [row.last, *row.drafts], row.num_committed
+        last = min(start + sizes.reserve_tokens, sizes.max_seq_len)
+        if start >= sizes.max_seq_len or last > len(row.blocks) * sizes.block_size:
+            # Past its last token: a request that ended in the step before.  The device writes
+            # nothing there, and what it says is not asked for.
+            _check(self._is_named(index), f"row {index}: position {last - 1} has no block")
+            row.num_committed = min(start + 1, sizes.max_seq_len)
+            return [JUNK]
+        for position in range(start, last):
             in_window = position - start < len(window)
             self._write(row, position, window[position - start] if in_window else -1)
         emitted: list[int] = []
@@ -157,11 +241,19 @@ class FakeExecutor:
                 break
         row.num_committed += len(emitted)
         row.last = emitted[-1]
+        first = max(0, start - self.lookahead)
+        ahead = [*self._read(row, row.num_committed)[first:], row.last]
+        for offset in range(len(ahead) - 1):
+            self._write_following(row, first + offset, ahead[offset + 1 :])
         self._draft(row)
         return emitted
 
     def _draft(self, row: _Row) -> None:
         context = [*self._read(row, row.num_committed), row.last]
+        for position in range(row.num_committed - max(0, self.lookahead - 1)):
+            right = tuple(context[position + 1 : position + 1 + self.lookahead])
+            found = self._following[self._slot(row, position)]
+            _check(found == right, f"the drafter's entry {position} is for {found}, not {right}")
         row.drafts = []
         for _ in range(self.geometry.num_draft_tokens):
             right = self.next_token(context)
@@ -180,7 +272,15 @@ class FakeExecutor:
         return row.blocks[block] * self.geometry.block_size + offset
 
     def _write(self, row: _Row, position: int, token: int) -> None:
-        self._cache[self._slot(row, position)] = token
+        """Others may read a shared block: it only ever gets what it holds."""
+        slot = self._slot(row, position)
+        sharers = sum(row.blocks[position // self.geometry.block_size] in r.blocks and r.live
+                      for r in self._rows)  # fmt: skip
+        _check(sharers <= 1 or self._cache[slot] == token, "a shared block is written")
+        self._cache[slot] = token
+
+    def _write_following(self, row: _Row, position: int, ahead: Sequence[int]) -> None:
+        self._following[self._slot(row, position)] = tuple(ahead[: self.lookahead])
 
     def _read(self, row: _Row, length: int) -> list[int]:
         tokens = [self._cache[self._slot(row, position)] for position in range(length)]

@@ -133,19 +133,22 @@ def test_requests_join_and_leave_between_steps():
 
 
 def test_scarce_blocks_make_requests_wait_in_order():
-    # 12 blocks of 8 tokens; each request reserves 8 + 25 + 7 tokens = 5 blocks: two at a time.
-    engine = make_engine(num_blocks=12)
+    # 12 blocks of 8 tokens; each request begins with 8 + 7 tokens = 2 blocks and grows to 5, and
+    # one that runs keeps a block free that it may need next: 4 at a time.
+    engine = make_engine(num_blocks=12, max_batch_size=5)
     requests = [
         engine.submit(prompt_of(8, seed=i), SamplingParams(max_new_tokens=25)) for i in range(5)
     ]
     engine.step()
-    assert [r.row >= 0 for r in requests] == [True, True, False, False, False]
+    assert [r.row >= 0 for r in requests] == [True, True, True, True, False]
     while engine.has_work:
         engine.step()
     admitted = [r.timings.admitted_ms for r in requests]
     assert admitted == sorted(admitted)
+    assert requests[0].num_preemptions == 0
     for request in requests:
         assert request.output_token_ids == toy_decode(request.prompt_token_ids, 25, VOCAB)
+    assert engine.stats().num_preemptions > 0
     assert_all_returned(engine)
 
 
@@ -217,10 +220,12 @@ class Traffic:
         self.engine, self.eos = engine, eos
         self.requests: list[Request] = []
 
-    def submit(self, length: int, count: int, ignore_eos: bool) -> None:
+    def submit(self, length: int, count: int, ignore_eos: bool, parting: int) -> None:
+        """A prompt that is another's up to token `parting`."""
         length = min(length, self.engine.geometry.max_seq_len - 1)
         params = SamplingParams(max_new_tokens=count, ignore_eos=ignore_eos)
-        prompt = prompt_of(length, seed=len(self.requests))
+        prompt = prompt_of(90)[: min(parting, length)]
+        prompt += prompt_of(length - len(prompt), seed=1 + len(self.requests))
         self.requests.append(self.engine.submit(prompt, params))
 
     def abort(self, which: int) -> None:
@@ -249,13 +254,20 @@ class Traffic:
         if request.finish_reason != "aborted":
             assert request.finish_reason == ("stop" if ends else "length")
             assert ends or len(got) == limit
-        if got:
-            assert sum(request.emitted_per_step) == len(got) - 1
+        if got:  # one token of each prefill
+            by_steps = sum(request.emitted_per_step)
+            assert len(got) - 1 - request.num_preemptions <= by_steps <= len(got) - 1
 
 
 ACTIONS = st.lists(
     st.one_of(
-        st.tuples(st.just("submit"), st.integers(1, 70), st.integers(1, 30), st.booleans()),
+        st.tuples(
+            st.just("submit"),
+            st.integers(1, 70),
+            st.integers(1, 30),
+            st.booleans(),
+            st.integers(0, 60),
+        ),
         st.tuples(st.just("step")),
         st.tuples(st.just("abort"), st.integers(0, 30)),
     ),
@@ -270,9 +282,12 @@ ACTIONS = st.lists(
     max_batch_size=st.integers(1, 8),
     block_size=st.sampled_from([1, 3, 8, 16]),
     max_seq_len=st.integers(2, 90),
-    max_prefill_tokens=st.sampled_from([1, 7, 48, 200]),
+    max_prefill_tokens=st.sampled_from([7, 48, 200]),
+    max_step_tokens=st.sampled_from([None, 1, 30]),
     spare=st.integers(0, 3),
     hit_rate=st.sampled_from([0.0, 0.6, 1.0]),
+    overlap=st.booleans(),
+    lookahead=st.sampled_from([None, 0, 1, "K"]),
 )
 def test_any_traffic_gives_plain_tokens(
     actions,
@@ -281,19 +296,30 @@ def test_any_traffic_gives_plain_tokens(
     block_size,
     max_seq_len,
     max_prefill_tokens,
+    max_step_tokens,
     spare,
     hit_rate,
+    overlap,
+    lookahead,
 ):
+    if lookahead == "K":
+        lookahead = num_draft_tokens
     sizes = geometry(
         num_draft_tokens=num_draft_tokens,
         max_batch_size=max_batch_size,
         block_size=block_size,
         max_seq_len=max_seq_len,
         max_prefill_tokens=max_prefill_tokens,
-        num_blocks=(1 + spare) * -(-max_seq_len // block_size),
+        num_blocks=-(-(4 + spare) * max_seq_len // (4 * block_size)),
+        num_repeated_tokens=max(0, (lookahead or 0) - 1),
     )
     eos = toy_next(prompt_of(1), VOCAB)  # ends some requests at their first token
-    traffic = Traffic(Engine(FakeExecutor(sizes, hit_rate=hit_rate), eos_token_ids=[eos]), eos)
+    executor = FakeExecutor(sizes, hit_rate=hit_rate, lookahead=lookahead or 0)
+    engine = Engine(
+        executor, eos_token_ids=[eos], overlap=overlap, prefix_lookahead=lookahead,
+        max_step_tokens=max_step_tokens,
+    )  # fmt: skip
+    traffic = Traffic(engine, eos)
     for name, *arguments in actions:
         if name == "step":
             traffic.engine.step()

@@ -1,37 +1,84 @@
-"""The blocks of the KV cache that are free, and who may write the others."""
+"""The blocks of the KV cache: who holds which, and which may be given out."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 
 class BlockPool:
-    """A free list over the physical blocks 0..num_blocks - 1.
+    """The physical blocks 0..num_blocks - 1, each free or held by one request or more.
 
-    The spare block that swallows masked writes is the executor's own and not among them.
+    A block whose contents may be wanted again is `keep`t: once nobody holds it, it is free like the
+    others, but is given out last, the one let go longest ago first.  The spare block that swallows
+    masked writes is the executor's own and not among them.
+
+    Args:
+        on_reuse: called with a kept block that is about to get another owner's contents.
     """
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(
+        self, num_blocks: int, *, on_reuse: Callable[[int], None] = lambda block: None
+    ) -> None:
         self.num_blocks = num_blocks
-        self._free = list(range(num_blocks - 1, -1, -1))  # a stack: low ids first, hot blocks again
-        self._is_free = [True] * num_blocks
+        self.on_reuse = on_reuse
+        self._empty = list(range(num_blocks - 1, -1, -1))  # a stack: low ids first, hot ones again
+        self._idle: dict[int, None] = {}  # kept, held by nobody; the oldest first
+        self._kept: set[int] = set()
+        self._num_holders = [0] * num_blocks
 
     @property
     def num_free(self) -> int:
-        return len(self._free)
+        """Blocks that nobody holds, kept ones included."""
+        return len(self._empty) + len(self._idle)
 
     def allocate(self, count: int) -> tuple[int, ...] | None:
         """Take `count` blocks, or none at all: None when fewer are free."""
-        if count > len(self._free):
+        if count > self.num_free:
             return None
-        taken = tuple(self._free.pop() for _ in range(count))
-        for block in taken:
-            self._is_free[block] = False
-        return taken
+        return tuple(self._take() for _ in range(count))
+
+    def share(self, blocks: Iterable[int]) -> None:
+        """Hold kept blocks, which others may hold too."""
+        for block in blocks:
+            assert block in self._kept, f"block {block} holds nothing that can be shared"
+            self._idle.pop(block, None)
+            self._num_holders[block] += 1
 
     def free(self, blocks: Iterable[int]) -> None:
-        """Give blocks back.  Freeing one twice is a bug of ours, hence the assert."""
-        for block in blocks:
-            assert not self._is_free[block], f"block {block} freed twice"
-            self._is_free[block] = True
-            self._free.append(block)
+        """Let go of blocks, in the order in which a request has them: of those that are kept, the
+        last are given out first, because nobody can use them without the ones before.
+        """
+        for block in reversed(tuple(blocks)):
+            assert self._num_holders[block], f"block {block} freed twice"
+            self._num_holders[block] -= 1
+            if not self._num_holders[block]:
+                self._put_back(block)
+
+    def keep(self, block: int) -> None:
+        """The contents of a block that is held may be wanted again."""
+        assert self._num_holders[block], f"block {block} is held by nobody"
+        self._kept.add(block)
+
+    def discard(self, block: int) -> None:
+        """The contents of a kept block are not wanted any more."""
+        self._kept.remove(block)
+        if block in self._idle:
+            del self._idle[block]
+            self._empty.append(block)
+
+    def _take(self) -> int:
+        if self._empty:
+            block = self._empty.pop()
+        else:
+            block = next(iter(self._idle))
+            del self._idle[block]
+            self._kept.remove(block)
+            self.on_reuse(block)
+        self._num_holders[block] = 1
+        return block
+
+    def _put_back(self, block: int) -> None:
+        if block in self._kept:
+            self._idle[block] = None
+        else:
+            self._empty.append(block)

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+from compilespec.errors import TokenizerFailed
+
 REPLACEMENT = "\ufffd"  # what decoding makes of bytes that are no character (yet)
 PROMPT_WINDOW = 8  # prompt tokens decoded before the output, so that spaces and characters join
 
@@ -130,8 +132,14 @@ class _WindowDecoder:
         return list(prompt_token_ids)
 
     def _decode(self, token_ids: list[int]) -> str:
-        return str(
-            self._tokenizer.decode(
-                token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
+        try:
+            return str(
+                self._tokenizer.decode(
+                    token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
+                )
             )
-        )
+        except Exception as error:
+            message = (str(error).splitlines() or [""])[0]
+            raise TokenizerFailed(
+                f"the tokenizer raised {type(error).__name__} for the tokens {token_ids}: {message}"
+            ) from error

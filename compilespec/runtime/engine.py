@@ -7,9 +7,9 @@ import secrets
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from compilespec.errors import EngineClosed, InvalidRequest, SpecError
+from compilespec.errors import EngineClosed, InvalidRequest, SpecError, TokenizerFailed
 from compilespec.program import HostProposal
 from compilespec.runtime.detokenize import OutputText, Tokenizer
 from compilespec.runtime.executor import Executor
@@ -18,6 +18,9 @@ from compilespec.runtime.request import FinishReason, GenerationOutput, Request,
 from compilespec.runtime.scheduler import Scheduler
 from compilespec.runtime.stats import EngineStats, StatsRecorder
 from compilespec.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from compilespec.runtime.engine_thread import EngineThread
 
 Params = SamplingParams | Sequence[SamplingParams] | None
 
@@ -61,7 +64,12 @@ class Engine:
         buckets: Sequence[int] = (),
         count_recompiles: Callable[[], int] = lambda: 0,
         on_finish: Callable[[Request, FinishReason], None] | None = None,
+        on_preempt: Callable[[Request], None] | None = None,
         propose: HostProposal | None = None,
+        overlap: bool = False,
+        prefix_lookahead: int | None = None,
+        max_step_tokens: int | None = None,
+        graph_report: Callable[[], dict[str, Any] | None] = lambda: None,
     ) -> None:
         """Wrap an executor, which the engine owns from here on.
 
@@ -73,7 +81,10 @@ class Engine:
             buckets: batch sizes that decode runs at; empty where it runs at any size.
             count_recompiles: returns the compilations since the program was ready.
             on_finish: called with every request that ends, while it still has its row.
+            on_preempt: called with every request that loses its row and will be computed anew.
             propose: drafts from the host, called before every verify step for each request.
+            overlap, prefix_lookahead, max_step_tokens: see `Scheduler`.
+            graph_report: returns what graphs were captured so far; part of the plan.
         """
         self.geometry = executor.geometry
         self.tokenizer = tokenizer
@@ -82,8 +93,18 @@ class Engine:
         self._plan = dict(plan or {})
         self._executor = executor
         self._count_recompiles = count_recompiles
+        self._graph_report = graph_report
         self._stats = StatsRecorder(self.geometry.num_draft_tokens, buckets)
-        self._scheduler = Scheduler(executor, self._stats, on_finish=on_finish, propose=propose)
+        self._scheduler = Scheduler(
+            executor,
+            self._stats,
+            on_finish=on_finish,
+            on_preempt=on_preempt,
+            propose=propose,
+            overlap=overlap,
+            prefix_lookahead=prefix_lookahead,
+            max_step_tokens=max_step_tokens,
+        )
         self._ids = itertools.count()
         self._closed = False
 
@@ -100,7 +121,7 @@ class Engine:
         """
         requests = self._requests(prompts, params)
         self._run(requests)
-        return [request.output() for request in requests]
+        return [self._output(request) for request in requests]
 
     def stream(self, prompts: Any, params: Params = None) -> Generator[Delta, None, None]:
         """Run the prompts and yield what each step adds, as it comes; arguments and errors as in
@@ -110,9 +131,14 @@ class Engine:
         """
         return self._stream(self._requests(prompts, params))
 
-    def submit(self, prompt: Any, params: SamplingParams | None = None) -> Request:
+    def submit(
+        self, prompt: Any, params: SamplingParams | None = None, *, priority: int = 0
+    ) -> Request:
         """Queue one prompt; `step` moves it.
 
+        Args:
+            priority: requests of a higher one are admitted before, and make room after; among
+                equal ones who comes first is first.
         Raises: InvalidRequest, NotSupported (nothing was queued), EngineClosed.
         """
         self._check_open()
@@ -122,8 +148,46 @@ class Engine:
                 f"submit takes one sample, got n={len(samples)}; use generate, or submit the "
                 "prompt once a sample with seeds of its own"
             )
+        samples[0].priority = priority
         self._scheduler.add(samples[0])
         return samples[0]
+
+    def serve(self) -> EngineThread:
+        """Run the loop on a thread of its own, which owns the engine until it is closed: submit,
+        stream and abort there, from any thread or event loop.
+
+        Raises: EngineClosed; InvalidRequest where requests were submitted here and not finished.
+        """
+        from compilespec.runtime.engine_thread import EngineThread
+
+        self._check_open()
+        if self.has_work:
+            raise InvalidRequest("finish or abort what was submitted before serve()")
+        return EngineThread(self)
+
+    def make_requests(self, prompt: Any, params: SamplingParams, priority: int) -> list[Request]:
+        """The requests of one prompt, `n` of one seed, not queued; from any thread.
+
+        Raises: InvalidRequest, NotSupported, EngineClosed.
+        """
+        self._check_open()
+        requests = self._samples(prompt, params)
+        for request in requests:
+            request.priority = priority
+        return requests
+
+    def enqueue(self, request: Request) -> None:
+        """Queue what `make_requests` made."""
+        self._check_open()
+        self._scheduler.add(request)
+
+    def take_delta(self, request: Request) -> Delta | None:
+        """What no earlier call returned, with the output if that is all; None where nothing is."""
+        token_ids, text = self._take_delta(request)
+        output = self._output(request) if request.finished else None
+        if output is None and not token_ids and not text:
+            return None
+        return Delta(index=request.sample, token_ids=token_ids, text=text, output=output)
 
     def step(self) -> list[Request]:
         """Run one scheduler step: at most one prefill and one decode; returns the requests that got
@@ -145,6 +209,11 @@ class Engine:
         self._check_open()
         self._scheduler.abort(request)
 
+    def reset_prefix_cache(self) -> None:
+        """Find no prefix again that was computed before: after the weights were changed."""
+        self._check_open()
+        self._scheduler.reset_prefix_cache()
+
     def encode(self, prompt: Any) -> list[int]:
         """Return the prompt's token ids as they would be fed.  Raises: InvalidRequest,
         EngineClosed."""
@@ -157,13 +226,13 @@ class Engine:
 
     def plan(self) -> dict[str, Any]:
         """What the engine runs (method, K, sizes, buckets), and why."""
-        return dict(self._plan)
+        graphs = self._graph_report()
+        return dict(self._plan) if graphs is None else {**self._plan, "cudagraphs": graphs}
 
     def close(self) -> None:
         """Abort what runs and free the device buffers.  Closing twice is harmless."""
         if not self._closed:
-            for request in [*self._scheduler.waiting, *self._scheduler.running]:
-                self._scheduler.abort(request)
+            self._scheduler.close()
             self._closed = True
             self._executor.close()
 
@@ -196,16 +265,32 @@ class Engine:
                 if not any(request.finished for request in open_requests.values()):
                     self.step()
                 for index, request in list(open_requests.items()):
-                    token_ids, text = request.take_delta()
+                    token_ids, text = self._take_delta(request)
                     if request.finished:
                         del open_requests[index]
-                        yield Delta(
-                            index=index, token_ids=token_ids, text=text, output=request.output()
-                        )
+                        output = self._output(request)
+                        yield Delta(index=index, token_ids=token_ids, text=text, output=output)
                     elif token_ids or text:
                         yield Delta(index=index, token_ids=token_ids, text=text)
         finally:
             self._drop(requests)
+
+    def _take_delta(self, request: Request) -> tuple[tuple[int, ...], str]:
+        """`Request.take_delta`; a tokenizer that raises ends this request, not the stream."""
+        try:
+            return request.take_delta()
+        except TokenizerFailed as error:
+            request.output_text = None
+            self._scheduler.fail(request, error)
+            return request.take_delta()
+
+    def _output(self, request: Request) -> GenerationOutput:
+        try:
+            return request.output()
+        except TokenizerFailed as error:
+            request.output_text = None
+            self._scheduler.fail(request, error)
+            return request.output()
 
     def _queue(self, requests: Sequence[Request]) -> None:
         for request in requests:

@@ -16,12 +16,14 @@ FinishReason = Literal["stop", "length", "aborted", "error"]
 
 
 class RequestState(enum.Enum):
-    """Where a request stands; it only moves forward."""
+    """Where a request stands; it only moves forward, but for one that is preempted, which waits
+    again.
+    """
 
     WAITING = "waiting"  # no state row, no blocks
-    PREFILL = "prefill"  # admitted; part of the prompt is not in the cache yet
+    PREFILL = "prefill"  # admitted; part of its tokens is not on its way into the cache yet
     DECODE = "decode"  # emits tokens at every step
-    FINISHED = "finished"  # row and blocks given back
+    FINISHED = "finished"  # nothing more will come
 
 
 @dataclass(kw_only=True)
@@ -47,6 +49,8 @@ class Request:
     params: SamplingParams
     seed: int | None
     sample: int = 0  # which of the samples of its prompt
+    priority: int = 0  # more is earlier
+    arrival: int = 0  # place among all that the scheduler was given
     stop_token_ids: frozenset[int]  # EOS included, unless it is ignored
     output_text: OutputText | None = None  # None without a tokenizer
     state: RequestState = RequestState.WAITING
@@ -58,7 +62,15 @@ class Request:
     timings: RequestTimings = field(default_factory=RequestTimings)
     row: int = -1  # state row while admitted
     blocks: tuple[int, ...] = ()  # cache blocks while admitted
-    num_prefilled: int = 0  # prompt tokens in the cache
+    prefill_token_ids: tuple[int, ...] = ()  # prompt, and the output that it had when admitted
+    num_prefilled: int = 0  # of these, those in the cache or on their way into it
+    num_cached: int = 0  # of these, those that were found in the cache
+    num_computed: int = 0  # tokens whose keys and values are known to be in the cache
+    backlog: int = 0  # of these, the last ones that the drafter's cache lacks
+    num_preemptions: int = 0
+    num_passed: int = 0  # later requests that were admitted before it, by priority
+    block_keys: list[bytes] = field(default_factory=list)  # of its full blocks
+    num_published: int = 0  # of its blocks
     _num_texted: int = 0  # output tokens that output_text has seen
     _num_taken: int = 0  # output tokens that take_delta has returned
 
@@ -70,6 +82,16 @@ class Request:
     def num_tokens(self) -> int:
         return len(self.prompt_token_ids) + len(self.output_token_ids)
 
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """Prompt and output."""
+        return (*self.prompt_token_ids, *self.output_token_ids)
+
+    @property
+    def max_tokens(self) -> int:
+        """Prompt and output at most; the maximum length may end it before."""
+        return len(self.prompt_token_ids) + self.params.max_new_tokens
+
     def sampling(self) -> RowSampling:
         """How its tokens are chosen."""
         return RowSampling(
@@ -77,6 +99,7 @@ class Request:
             seed=self.seed or 0,
             sample=self.sample,
             prompt_token_ids=self.prompt_token_ids,
+            output_token_ids=self.output_token_ids,
             stop_token_ids=self.stop_token_ids,
         )
 
@@ -113,9 +136,9 @@ class Request:
         Text may lag behind its tokens: it waits for whole characters and for the end of what may
         become a stop string.  All of it is out once the request has finished.
         """
+        text = self.update_text()
         new = tuple(self.output_token_ids[self._num_taken :])
         self._num_taken = len(self.output_token_ids)
-        text = self.update_text()
         return new, "" if text is None else text.take()
 
     def output(self) -> GenerationOutput:
@@ -130,6 +153,7 @@ class Request:
             emitted_per_step=list(self.emitted_per_step),
             error=self.error,
             logprobs=None if self.params.logprobs is None else self._logprobs(),
+            num_preemptions=self.num_preemptions,
         )
 
 
@@ -153,14 +177,17 @@ class GenerationOutput:
     """Why generation ended; None while the request runs."""
 
     emitted_per_step: list[int]
-    """Tokens delivered by each verify step, 1..K+1; the first token comes from prefill and is not
-    counted."""
+    """Tokens delivered by each verify step, 1..K+1; those that come from prefill, the first one and
+    the first after each preemption, are not counted."""
 
     error: Exception | None = None
     """What went wrong when `finish_reason` is "error"."""
 
     logprobs: list[TokenLogprobs] | None = None
     """One entry a generated token where `SamplingParams.logprobs` asked for them."""
+
+    num_preemptions: int = 0
+    """How often it had to make room and was computed anew."""
 
     @property
     def acceptance_length(self) -> float:

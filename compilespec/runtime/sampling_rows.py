@@ -20,6 +20,7 @@ class RowSampling:
     seed: int  # 0 .. 2**63 - 1
     sample: int = 0  # which of the `n` samples of a prompt
     prompt_token_ids: Sequence[int]
+    output_token_ids: Sequence[int] = ()  # of a request that had begun and is computed anew
     stop_token_ids: Collection[int]  # EOS included, unless it is ignored
 
 
@@ -40,8 +41,8 @@ def write_row(buffers: Mapping[str, Tensor], row: int, sampling: RowSampling) ->
     if is_biased:
         bias.copy_(dense_bias(params, len(bias)))
     if penalises:
-        prompt = torch.tensor(sampling.prompt_token_ids, dtype=torch.int32)
-        context[: len(prompt)] = prompt.to(context.device)
+        known = [*sampling.prompt_token_ids, *sampling.output_token_ids]
+        context[: len(known)] = torch.tensor(known, dtype=torch.int32).to(context.device)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,28 +1,63 @@
 """Which requests run, in which state rows, over which cache blocks.
 
-First come, first served.  A request is admitted when a row is free and so are all blocks that it
-may ever write; hence no running request can run out.  (Growing on demand and preemption would admit
-more at once.)
+One order rules all: by priority, then first come, first served.  The first in line is admitted when
+a row is free, and blocks for its prompt; a step prefills prompts in chunks and decodes all requests
+whose prompt is in.  Blocks are added as a request grows.  When none is left, the last in line makes
+room: it waits again, and its prompt and output are prefilled when its turn comes.  So the first in
+line always goes on, and every request becomes the first: none starves.  (By priority at most
+`PATIENCE` later requests overtake one.)
+
+With `overlap` a step is launched before the tokens of the last one are read: a request that ended
+in that one still takes part, what it gets is dropped, and its row and blocks are free afterwards.
 """
 
 from __future__ import annotations
 
+import bisect
 import heapq
+import itertools
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
-from compilespec.errors import DraftFailed
-from compilespec.program import HostProposal
+from compilespec.errors import DraftFailed, NanLogits, SpecError
+from compilespec.program import HostProposal, Phase
 from compilespec.runtime.blocks import BlockPool
 from compilespec.runtime.executor import Executor, PrefillChunk
 from compilespec.runtime.host_drafts import propose_drafts
+from compilespec.runtime.prefix_cache import PrefixCache
 from compilespec.runtime.request import FinishReason, Request, RequestState, now_ms
 from compilespec.runtime.stats import StatsRecorder
 from compilespec.runtime.stopping import deliver
 
+PATIENCE = 32  # later requests that may be admitted before one because their priority is higher
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Launch:
+    """A call of the program whose tokens were not read yet."""
+
+    phase: Phase
+    step: int
+    handle: Any
+    most: Mapping[Request, int]  # by request that it names, in order: tokens that it may give
+    ends: Mapping[Request, int]  # prefill: where each chunk ends
+
 
 class Scheduler:
-    """Drives an executor: `add` requests, then `step` until `has_work` is false."""
+    """Drives an executor: `add` requests, then `step` until `has_work` is false.
+
+    Args:
+        on_finish: called with every request that ends, while it still has its row; on_preempt: with
+            every request that loses its row and will be computed anew.
+        propose: drafts from the host.
+        overlap: launch a step before the last one's tokens are read, where no request of the step
+            needs the host in between.
+        prefix_lookahead: find the blocks of known prompts again (see `PrefixCache`); None: do not.
+        max_step_tokens: tokens of a step, prefill and decode together; a step decodes all requests
+            and prefills at least one block.
+    """
 
     def __init__(
         self,
@@ -30,33 +65,53 @@ class Scheduler:
         stats: StatsRecorder,
         *,
         on_finish: Callable[[Request, FinishReason], None] | None = None,
+        on_preempt: Callable[[Request], None] | None = None,
         propose: HostProposal | None = None,
+        overlap: bool = False,
+        prefix_lookahead: int | None = None,
+        max_step_tokens: int | None = None,
     ) -> None:
         self.geometry = executor.geometry
         self.pool = BlockPool(self.geometry.num_blocks)
-        self.waiting: deque[Request] = deque()
-        self.running: list[Request] = []  # in order of admission
+        self.waiting: list[Request] = []  # both in order: the first in line first
+        self.running: list[Request] = []
+        self.prefixes: PrefixCache | None = None
+        if prefix_lookahead is not None:
+            self.prefixes = PrefixCache(
+                self.pool, block_size=self.geometry.block_size, lookahead=prefix_lookahead
+            )
         self._free_rows = list(range(self.geometry.max_batch_size))  # a heap: lowest row first
-        self._executor = executor
-        self._stats = stats
-        self._on_finish = on_finish
-        self._propose = propose
+        self._leaving: list[Request] = []  # finished, but named by a launch
+        self._in_flight: deque[_Launch] = deque()
+        self._received: dict[Request, None] = {}  # in this step, in order
+        self._steps, self._arrivals = 0, itertools.count()
+        self._executor, self._stats = executor, stats
+        self._on_finish, self._on_preempt, self._propose = on_finish, on_preempt, propose
+        self._overlap, self._max_step_tokens = overlap, max_step_tokens
 
     def step(self) -> list[Request]:
-        """Admit what fits, prefill up to the token limit, decode every request whose prompt is in.
+        """Admit what fits, launch a prefill and a decode call, read what is due.
 
         Returns: the requests that received tokens.
         Raises: whatever the executor raises, after ending all running requests with it; waiting
             ones stay.
         """
+        self._received = {}
+        self._steps += 1
         try:
             self._admit()
-            received = self._prefill()
-            received += [request for request in self._decode() if request not in received]
+            is_late = self._overlap and not any(map(_needs_host, self.running))
+            self._launch_prefill()
+            if not is_late:
+                self._collect_all()
+            self._launch_decode()
+            self._collect(before_step=self._steps if is_late else self._steps + 1)
+            if not self.running:
+                self._collect_all()
         except BaseException as error:
             self._end_running(error)
             raise
-        return received
+        return list(self._received)
 
     @property
     def has_work(self) -> bool:
@@ -64,12 +119,37 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         assert request.state is RequestState.WAITING
-        self.waiting.append(request)
+        request.arrival = next(self._arrivals)
+        bisect.insort(self.waiting, request, key=_rank)
 
     def abort(self, request: Request) -> None:
-        """End a request, between steps; its row and blocks are free at once."""
+        """End a request, between steps; its row and blocks are free once no launch names it."""
         if not request.finished:
             self._finish(request, "aborted")
+            if not self.running:
+                self._collect_all()
+
+    def fail(self, request: Request, error: Exception) -> None:
+        """End a request with an error; one that has ended before counts as failed, too."""
+        request.error = error
+        if request.finished:
+            request.finish_reason = "error"
+        else:
+            self._finish(request, "error")
+
+    def reset_prefix_cache(self) -> None:
+        """Forget the published blocks; requests that run publish none of those that they have."""
+        if self.prefixes is not None:
+            self.prefixes.clear()
+            for request in self.running:
+                request.num_published = self.geometry.blocks_per_row
+
+    def close(self) -> None:
+        """Abort all there is; nothing is read any more."""
+        self._in_flight.clear()
+        for request in [*self.waiting, *self.running]:
+            self._finish(request, "aborted")
+        self._release()
 
     def num_blocks_needed(self, num_prompt_tokens: int, max_new_tokens: int) -> int:
         """Blocks for every slot that a request may write, drafts past its end included."""
@@ -77,79 +157,189 @@ class Scheduler:
         slots = num_prompt_tokens + max_new_tokens + sizes.reserve_tokens
         return -(-min(sizes.max_seq_len, slots) // sizes.block_size)
 
+    # --- admission ---
+
     def _admit(self) -> None:
         while self.waiting and self._free_rows:
             request = self.waiting[0]
-            blocks = self.pool.allocate(
-                self.num_blocks_needed(len(request.prompt_token_ids), request.params.max_new_tokens)
-            )
-            if blocks is None:
+            tokens = request.token_ids
+            shared = self._find_prefix(request, tokens)
+            if shared is None:
+                return  # it is being computed
+            self.pool.share(shared)
+            own = self._allocate(self._num_blocks(request, len(tokens)) - len(shared))
+            if own is None:
+                self.pool.free(shared)
                 return  # the first in line waits for its blocks, so that no large request starves
-            self.waiting.popleft()
-            request.row, request.blocks = heapq.heappop(self._free_rows), blocks
-            request.state = RequestState.PREFILL
-            request.timings.admitted_ms = now_ms()
-            self.running.append(request)
-            self._executor.set_blocks(request.row, blocks)
-            self._executor.set_sampling(request.row, request.sampling())
+            del self.waiting[0]
+            self._start(request, tokens, shared, own)
+            self._note_passed(request)
 
-    def _prefill(self) -> list[Request]:
-        requests = [r for r in self.running if r.state is RequestState.PREFILL]
-        chunks = self._pack(requests)
-        if not chunks:
-            return []
-        with self._stats.time_prefill():
-            first_tokens = self._executor.prefill(chunks)
-        assert len(first_tokens) == len(chunks)
-        received = []
-        for request, chunk, token in zip(requests, chunks, first_tokens, strict=False):
-            request.num_prefilled = chunk.start + len(chunk.tokens)
-            assert chunk.finished == (token is not None), (
-                "a finished prompt, and only it, has a token"
-            )
-            if token is not None:
-                request.state = RequestState.DECODE
-                request.timings.first_token_ms = now_ms()
-                self._deliver(request, (token,))
-                received.append(request)
-        return received
-
-    def _pack(self, requests: Sequence[Request]) -> list[PrefillChunk]:
-        """Fill one prefill call in order of admission; the last prompt may be cut.
-
-        A chunk begins with the prompt's last `num_repeated_tokens` prefilled ones (H-22).
+    def _find_prefix(self, request: Request, tokens: Sequence[int]) -> tuple[int, ...] | None:
+        """Blocks that hold the request's first tokens; None where another request is just computing
+        the next one: samples of one prompt share it.
         """
-        chunks: list[PrefillChunk] = []
-        room = self.geometry.max_prefill_tokens
-        for request in requests:
-            prompt, start = request.prompt_token_ids, request.num_prefilled
-            start = max(0, start - self.geometry.num_repeated_tokens)
-            if room <= request.num_prefilled - start:
+        if self.prefixes is None:
+            return ()
+        keys = request.block_keys
+        self.prefixes.extend_keys(keys, tokens)
+        found = self.prefixes.find(keys, len(tokens))
+        wanted = keys[len(found) : self.prefixes.num_findable(len(tokens))][:1]
+        is_coming = any(
+            wanted[0] in other.block_keys[other.num_published :]
+            for other in (self.running if wanted else ())
+            if other.num_computed < len(other.prefill_token_ids)
+        )
+        return None if is_coming else found
+
+    def _allocate(self, count: int) -> tuple[int, ...] | None:
+        """Blocks for another request, unless the running ones would soon lack them."""
+        growing = sum(
+            len(r.blocks) < self._num_blocks(r, self.geometry.max_seq_len) for r in self.running
+        )
+        return self.pool.allocate(count) if count + growing <= self.pool.num_free else None
+
+    def _start(
+        self, request: Request, tokens: tuple[int, ...], shared: tuple[int, ...],
+        own: tuple[int, ...],
+    ) -> None:  # fmt: skip
+        num_cached = len(shared) * self.geometry.block_size
+        request.row, request.blocks = heapq.heappop(self._free_rows), shared + own
+        request.prefill_token_ids, request.num_published = tokens, len(shared)
+        request.num_cached = request.num_prefilled = request.num_computed = num_cached
+        request.state = RequestState.PREFILL
+        if request.timings.admitted_ms is None:
+            request.timings.admitted_ms = now_ms()
+        bisect.insort(self.running, request, key=_rank)
+        self._stats.count_cached(num_cached)
+        self._executor.set_blocks(request.row, request.blocks, tokens[:num_cached])
+        self._executor.set_sampling(request.row, request.sampling())
+
+    def _note_passed(self, request: Request) -> None:
+        """Those who came before it and still wait; who has waited long enough becomes the first."""
+        if not self.waiting or self.waiting[-1].priority >= request.priority:
+            return
+        for other in self.waiting:
+            other.num_passed += other.arrival < request.arrival
+        self.waiting.sort(key=_rank)
+
+    # --- launching ---
+
+    def _launch_prefill(self) -> None:
+        chunks = self._pack()
+        if not chunks:
+            return
+        with self._stats.time("prefill"):
+            handle = self._executor.launch_prefill(list(chunks.values()))
+        self._stats.count_prefill()
+        for request, chunk in chunks.items():
+            request.num_prefilled = chunk.start + len(chunk.tokens)
+            if chunk.finished:
+                request.state = RequestState.DECODE
+        self._in_flight.append(
+            _Launch(
+                phase="prefill",
+                step=self._steps,
+                handle=handle,
+                most={request: int(chunk.finished) for request, chunk in chunks.items()},
+                ends={request: request.num_prefilled for request in chunks},
+            )
+        )
+
+    def _pack(self) -> dict[Request, PrefillChunk]:
+        """Fill one prefill call in order; the last prompt may be cut.
+
+        A chunk begins with the prompt's last `num_repeated_tokens` prefilled ones (H-22), unless
+        they were found in the cache, where their entries are complete.
+        """
+        chunks: dict[Request, PrefillChunk] = {}
+        room = self._prefill_room()
+        for request in self.running:
+            if request.state is not RequestState.PREFILL:
+                continue
+            tokens, done = request.prefill_token_ids, request.num_prefilled
+            start = max(request.num_cached, done - self.geometry.num_repeated_tokens)
+            if room <= done - start:
                 break
-            end = min(len(prompt), start + room)
-            next_token = prompt[end] if end < len(prompt) else None
-            chunks.append(
-                PrefillChunk(
-                    row=request.row, start=start, tokens=prompt[start:end], next_token=next_token
-                )
+            end = min(len(tokens), start + room)
+            chunks[request] = PrefillChunk(
+                row=request.row,
+                start=start,
+                tokens=tokens[start:end],
+                next_token=tokens[end] if end < len(tokens) else None,
             )
             room -= end - start
         return chunks
 
-    def _decode(self) -> list[Request]:
-        requests = [r for r in self.running if r.state is RequestState.DECODE]
+    def _prefill_room(self) -> int:
+        sizes = self.geometry
+        if self._max_step_tokens is None:
+            return sizes.max_prefill_tokens
+        num_decoding = sum(r.state is RequestState.DECODE for r in self.running)
+        left = self._max_step_tokens - num_decoding * (sizes.num_draft_tokens + 1)
+        left = max(left, sizes.num_repeated_tokens + sizes.block_size)
+        return min(left, sizes.max_prefill_tokens)
+
+    def _launch_decode(self) -> None:
+        requests = self._with_room([r for r in self.running if self._goes_on(r)])
         if self._propose is not None:
             requests = self._draft_on_host(self._propose, requests)
         if not requests:
-            return []
-        with self._stats.time_decode(len(requests)):
-            emitted = self._executor.decode([request.row for request in requests])
-        for request, tokens in zip(requests, emitted, strict=True):
-            assert 1 <= len(tokens) <= self.geometry.num_draft_tokens + 1
-            num_delivered = self._deliver(request, tokens)
-            request.emitted_per_step.append(num_delivered)
-            self._stats.count_verify_step(num_delivered)
-        return requests
+            return
+        with self._stats.time("decode"):
+            handle = self._executor.launch_decode([request.row for request in requests])
+        self._stats.count_decode(len(requests))
+        most = dict.fromkeys(requests, self.geometry.num_draft_tokens + 1)
+        self._in_flight.append(
+            _Launch(phase="decode", step=self._steps, handle=handle, most=most, ends={})
+        )
+
+    def _goes_on(self, request: Request) -> bool:
+        """Whether it decodes, and what is in flight does not end it for sure."""
+        if request.state is not RequestState.DECODE:
+            return False
+        coming = sum(launch.most.get(request, 0) > 0 for launch in self._in_flight)
+        return request.num_tokens + coming < min(request.max_tokens, self.geometry.max_seq_len)
+
+    def _with_room(self, requests: Sequence[Request]) -> list[Request]:
+        """Give each the blocks that its next step may write; the last in line make room."""
+        for request in requests:
+            while self._goes_on(request) and not self._grow(request):
+                if self._in_flight:
+                    self._collect_all()  # somebody may have ended
+                else:
+                    self._preempt(self.running[-1])
+        return [request for request in requests if self._goes_on(request)]
+
+    def _grow(self, request: Request) -> bool:
+        coming = sum(launch.most.get(request, 0) for launch in self._in_flight)
+        wanted = self._num_blocks(request, request.num_tokens - 1 + coming)
+        missing = wanted - len(request.blocks)
+        if missing <= 0:
+            return True
+        blocks = self.pool.allocate(missing)
+        if blocks is None:
+            return False
+        self._executor.add_blocks(request.row, len(request.blocks), blocks)
+        request.blocks += blocks
+        return True
+
+    def _num_blocks(self, request: Request, num_committed: int) -> int:
+        """Blocks for what a step may write after so many tokens, no more than it ever needs."""
+        sizes = self.geometry
+        slots = min(num_committed, request.max_tokens) + sizes.reserve_tokens
+        return -(-min(sizes.max_seq_len, slots) // sizes.block_size)
+
+    def _preempt(self, request: Request) -> None:
+        """Take row and blocks from a request that no launch names; it waits to be computed anew."""
+        if self._on_preempt is not None:
+            self._on_preempt(request)
+        self.running.remove(request)
+        self._vacate(request)
+        request.state = RequestState.WAITING
+        request.num_preemptions += 1
+        self._stats.count_preemption()
+        bisect.insort(self.waiting, request, key=_rank)
 
     def _draft_on_host(self, propose: HostProposal, requests: Sequence[Request]) -> list[Request]:
         """Ask for every request's drafts and write them; returns the requests that go on."""
@@ -158,36 +348,136 @@ class Scheduler:
             try:
                 drafted[request] = propose_drafts(propose, request, self.geometry)
             except DraftFailed as error:
-                request.error = error
-                self._finish(request, "error")
+                self.fail(request, error)
         if drafted:
             self._executor.set_drafts([r.row for r in drafted], list(drafted.values()))
         return list(drafted)
+
+    # --- reading ---
+
+    def _collect_all(self) -> None:
+        self._collect(before_step=self._steps + 1)
+
+    def _collect(self, *, before_step: int) -> None:
+        """Read the launches of earlier steps."""
+        while self._in_flight and self._in_flight[0].step < before_step:
+            launch = self._in_flight.popleft()
+            with self._stats.time(launch.phase):
+                given = self._executor.collect(launch.handle)
+            for request, tokens in zip(launch.most, given, strict=True):
+                self._read(launch, request, tokens)
+            self._release()
+
+    def _read(self, launch: _Launch, request: Request, tokens: Sequence[int]) -> None:
+        assert len(tokens) <= launch.most[request], "only a finished prompt, or a step, has tokens"
+        is_prefill = launch.phase == "prefill"
+        request.num_computed = (
+            launch.ends[request] if is_prefill else request.num_computed + len(tokens)
+        )
+        if request.finished:
+            return  # one step late: nobody asked for these
+        if launch.most[request] and not tokens:
+            self._spoil(request)
+        elif tokens:
+            self._received[request] = None
+            if request.timings.first_token_ms is None:
+                request.timings.first_token_ms = now_ms()
+            count = self._deliver(request, tokens)
+            if not is_prefill and request.error is None:
+                request.emitted_per_step.append(count)
+                self._stats.count_verify_step(count)
+        if not request.finished:
+            self._publish(request)
 
     def _deliver(self, request: Request, tokens: Sequence[int]) -> int:
         wanted = request.params.logprobs
         if wanted is not None:
             request.output_logprobs += self._executor.logprobs(request.row, tokens, wanted)
-        count, reason = deliver(request, tokens, max_seq_len=self.geometry.max_seq_len)
+        try:
+            count, reason = deliver(request, tokens, max_seq_len=self.geometry.max_seq_len)
+        except SpecError as error:  # from the caller's tokenizer
+            self.fail(request, error)
+            return 0
         if reason is not None:
             self._finish(request, reason)
         return count
 
+    def _spoil(self, request: Request) -> None:
+        """Its logits held NaN: what it has written may hold NaN, too."""
+        if self.prefixes is not None:
+            self.prefixes.withdraw(request.blocks)
+        place = request.num_tokens
+        self.fail(
+            request,
+            NanLogits(
+                f"the model's logits for token {place} of request {request.id} held NaN; check the "
+                "weights, or try a dtype with more range (float32, bfloat16)"
+            ),
+        )
+
+    def _publish(self, request: Request) -> None:
+        """Let others find the blocks that are complete, in the drafter's cache as well."""
+        if self.prefixes is None:
+            return
+        ahead = max(1, self.prefixes.lookahead)
+        known = request.num_computed - request.backlog + 1 - ahead
+        count = min(known // self.geometry.block_size, len(request.blocks))
+        if count <= request.num_published:
+            return
+        self.prefixes.extend_keys(request.block_keys, request.token_ids)
+        count = min(count, len(request.block_keys))
+        for number in range(request.num_published, count):
+            self.prefixes.publish(request.block_keys[number], request.blocks[number])
+        request.num_published = max(count, request.num_published)
+
+    # --- leaving ---
+
     def _end_running(self, error: BaseException) -> None:
         """After a failed (or interrupted) call the state of the rows is unknown: let them go."""
+        self._in_flight.clear()
+        if self.prefixes is not None:
+            self.prefixes.clear()
         for request in list(self.running):
             request.error = error if isinstance(error, Exception) else None
             self._finish(request, "error" if request.error else "aborted")
+        self._release()
 
     def _finish(self, request: Request, reason: FinishReason) -> None:
+        if reason in ("stop", "length"):
+            self._publish(request)
         if self._on_finish is not None:
-            self._on_finish(request, reason)
+            try:
+                self._on_finish(request, reason)
+            except Exception as error:
+                request.error, reason = error, "error"
+        request.finish_reason, request.timings.finished_ms = reason, now_ms()
         if request.state is RequestState.WAITING:
             self.waiting.remove(request)
         else:
             self.running.remove(request)
-            self.pool.free(request.blocks)
-            heapq.heappush(self._free_rows, request.row)
-        request.row, request.blocks = -1, ()
-        request.state, request.finish_reason = RequestState.FINISHED, reason
-        request.timings.finished_ms = now_ms()
+            self._leaving.append(request)
+        request.state = RequestState.FINISHED
+        self._release()
+
+    def _release(self) -> None:
+        """Free rows and blocks of finished requests that no launch names."""
+        for request in list(self._leaving):
+            if not any(request in launch.most for launch in self._in_flight):
+                self._leaving.remove(request)
+                self._vacate(request)
+
+    def _vacate(self, request: Request) -> None:
+        self.pool.free(request.blocks)
+        heapq.heappush(self._free_rows, request.row)
+        request.row, request.blocks, request.num_published = -1, (), 0
+        request.num_prefilled = request.num_computed = request.num_cached = request.backlog = 0
+
+
+def _rank(request: Request) -> tuple[bool, int, int]:
+    """The place in line: less is earlier."""
+    return request.num_passed < PATIENCE, -request.priority, request.arrival
+
+
+def _needs_host(request: Request) -> bool:
+    """Whether the host acts between two of its steps, on the tokens of the first."""
+    return request.params.logprobs is not None or request.params.guide is not None

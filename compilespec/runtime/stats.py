@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from compilespec.program import Phase
 from compilespec.runtime.request import now_ms
 
 
@@ -45,6 +46,12 @@ class EngineStats:
     num_decodes_by_bucket: Mapping[int, int]
     """Decode calls by the bucket that holds the batch; by batch size where there are none."""
 
+    num_preemptions: int = 0
+    """How often a request had to make room for others and was computed anew."""
+
+    num_cached_tokens: int = 0
+    """Prompt tokens that were found in the KV cache and not computed."""
+
 
 class StatsRecorder:
     """What the scheduler writes; `read` makes the frozen snapshot."""
@@ -56,22 +63,33 @@ class StatsRecorder:
         self._decode_ms = 0.0
         self._num_prefills = 0
         self._num_decodes_by_bucket: Counter[int] = Counter()
+        self._num_preemptions = 0
+        self._num_cached_tokens = 0
 
     @contextlib.contextmanager
-    def time_prefill(self) -> Iterator[None]:
+    def time(self, phase: Phase) -> Iterator[None]:
+        """Add what the body takes, launching or waiting, to a phase's time."""
         start = now_ms()
         yield
-        self._prefill_ms += now_ms() - start
+        elapsed = now_ms() - start
+        if phase == "prefill":
+            self._prefill_ms += elapsed
+        else:
+            self._decode_ms += elapsed
+
+    def count_prefill(self) -> None:
         self._num_prefills += 1
 
-    @contextlib.contextmanager
-    def time_decode(self, batch: int) -> Iterator[None]:
-        start = now_ms()
-        yield
-        self._decode_ms += now_ms() - start
+    def count_decode(self, batch: int) -> None:
         at = bisect.bisect_left(self._buckets, batch)
         bucket = self._buckets[at] if at < len(self._buckets) else batch
         self._num_decodes_by_bucket[bucket] += 1
+
+    def count_preemption(self) -> None:
+        self._num_preemptions += 1
+
+    def count_cached(self, num_tokens: int) -> None:
+        self._num_cached_tokens += num_tokens
 
     def count_verify_step(self, num_emitted: int) -> None:
         self._num_steps_by_emitted[num_emitted] += 1
@@ -91,4 +109,6 @@ class StatsRecorder:
             num_recompiles=num_recompiles,
             num_prefills=self._num_prefills,
             num_decodes_by_bucket=dict(self._num_decodes_by_bucket),
+            num_preemptions=self._num_preemptions,
+            num_cached_tokens=self._num_cached_tokens,
         )

@@ -8,8 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compilespec import _torch_compat
-from compilespec.program import PAD, InputSpec, Lowered, LoweredPhase
+from compilespec.cudagraphs.buckets import Buckets, default_decode, default_prefill
+from compilespec.cudagraphs.dispatcher import Dispatcher, capture_all
+from compilespec.cudagraphs.drivers import make_driver
+from compilespec.cudagraphs.modes import GraphOptions
+from compilespec.cudagraphs.recorder import Recorder
+from compilespec.program import PAD, Lowered
 from compilespec.runtime.executor import Geometry, PrefillChunk
 from compilespec.runtime.sampling_rows import (
     RowSampling,
@@ -26,7 +30,19 @@ class StepRunner:
     State rows, caches and weights are allocated or bound once; a call passes only its batch inputs.
     """
 
-    def __init__(self, lowered: Lowered, *, buckets: Sequence[int] | None = None) -> None:
+    def __init__(
+        self,
+        lowered: Lowered,
+        *,
+        buckets: Sequence[int] | Buckets | None = None,
+        graphs: GraphOptions | None = None,
+    ) -> None:
+        """Allocate buffers and bind weights; nothing is captured yet.
+
+        Args:
+            buckets: sizes that batches are padded to; decode alone, where they are numbers.
+            graphs: what is captured; None: nothing.
+        """
         program, config = lowered.program, lowered.program.config
         self.lowered: Lowered | None = lowered
         self.geometry = Geometry(
@@ -42,7 +58,9 @@ class StepRunner:
             draft_counts=tuple(lowered.variants),
             needs_replay=lowered.replay is not None,
         )
-        self.buckets = tuple(buckets) if buckets else tuple(range(1, config.max_batch_size + 1))
+        self._graphs = graphs or GraphOptions(mode="none")
+        sizes = self._buckets(buckets)
+        self.buckets = tuple(size for (size,) in sizes.decode)
         self._device = config.device
         self._recorder = program.recorder
         self.buffers: dict[str, Tensor] = {
@@ -50,14 +68,59 @@ class StepRunner:
             for spec in program.buffers
         }
         self._weights = bind_weights(program, lowered.calls)
+        kinds = self._graphs.kinds_on(config.device)
+        self._graph_recorder = None
+        if kinds:
+            mode = self._graphs.mode_on(config.device)
+            self._graph_recorder = Recorder(make_driver(config.device), self._graphs, mode=mode)
+        fixed = {**self.buffers, **self._weights}
         self._calls = {
-            name: _Call(phase, self.buffers, self._weights) for name, phase in lowered.calls.items()
+            name: Dispatcher(
+                phase,
+                fixed,
+                config,
+                buckets=sizes.of(phase.phase),
+                kind=kinds.get(phase.phase),
+                recorder=self._graph_recorder,
+                variant=name.removeprefix(phase.phase).removeprefix("."),
+            )
+            for name, phase in lowered.calls.items()
         }
 
-    def set_blocks(self, row: int, blocks: Sequence[int]) -> None:
+    def capture(self) -> None:
+        """Capture graphs, the largest first, as the options say; while rows are free alone."""
+        capture_all(list(self._calls.values()), startup_seconds=self._graphs.startup_seconds)
+
+    def graph_report(self) -> dict[str, Any] | None:
+        """What was captured so far, and what it cost; None where nothing is."""
+        recorder = self._graph_recorder
+        return None if recorder is None else recorder.report.as_dict()
+
+    def _buckets(self, given: Sequence[int] | Buckets | None) -> Buckets:
+        """The given ones; else defaults of the phases that have graphs, else decode as it comes."""
+        assert self.lowered is not None
+        config = self.lowered.program.config
+        if given is not None and not isinstance(given, Buckets):
+            given = Buckets(decode=tuple((size,) for size in sorted(given)))
+        kinds = self._graphs.kinds_on(config.device)
+        decode, prefill = (given.decode, given.prefill) if given else ((), ())
+        rows, tokens = config.max_batch_size, config.max_prefill_tokens
+        if not decode:
+            every = tuple((size,) for size in range(1, rows + 1))
+            decode = default_decode(rows) if "decode" in kinds else every
+        if not prefill and "prefill" in kinds:
+            prefill = default_prefill(rows, tokens)
+        return Buckets(decode=decode, prefill=prefill)
+
+    def set_blocks(self, row: int, blocks: Sequence[int], prefix: Sequence[int] = ()) -> None:
         table = self.buffers["block_table_RM"]
         entries = list(blocks) + [-1] * (table.shape[1] - len(blocks))
-        table[row] = torch.tensor(entries, dtype=torch.int32, device=self._device)
+        table[row] = self._int32(entries)
+        if prefix and "history_RL" in self.buffers:
+            self.buffers["history_RL"][row, : len(prefix)] = self._int32(prefix)
+
+    def add_blocks(self, row: int, start: int, blocks: Sequence[int]) -> None:
+        self.buffers["block_table_RM"][row, start : start + len(blocks)] = self._int32(blocks)
 
     def set_sampling(self, row: int, sampling: RowSampling) -> None:
         write_row(self.buffers, row, sampling)
@@ -65,18 +128,19 @@ class StepRunner:
     def logprobs(self, row: int, tokens: Sequence[int], count: int) -> list[TokenLogprobs]:
         return read_logprobs(self.buffers, row, tokens, min(count, self.geometry.vocab_size))
 
-    def prefill(self, chunks: Sequence[PrefillChunk]) -> list[int | None]:
+    def launch_prefill(self, chunks: Sequence[PrefillChunk]) -> _Launched:
         packed = pack_chunks(chunks)
-        emitted, _, *hidden = self._calls["prefill"](
-            {name: self._int32(values) for name, values in packed.items()}
-        )
+        emitted, counts, *hidden = self._calls["prefill"](packed)
         if self._recorder is not None:
-            states = hidden[0].squeeze(0).split([len(chunk.tokens) for chunk in chunks])
+            live_TE = hidden[0].squeeze(0)[: len(packed["ids_T"])]
+            states = live_TE.split([len(chunk.tokens) for chunk in chunks])
             self._record([chunk.row for chunk in chunks], states)
-        firsts = emitted[:, 0].tolist()
-        return [
-            first if chunk.finished else None for first, chunk in zip(firsts, chunks, strict=True)
-        ]
+        return _Launched(emitted, counts, len(chunks))
+
+    def prefill(self, chunks: Sequence[PrefillChunk]) -> list[int | None]:
+        """Launch and collect: each finished prompt's first token, else None."""
+        given = self.collect(self.launch_prefill(chunks))
+        return [tokens[0] if tokens else None for tokens in given]
 
     def set_drafts(self, rows: Sequence[int], drafts: Sequence[Sequence[int]]) -> None:
         count = self.geometry.num_draft_tokens
@@ -87,29 +151,22 @@ class StepRunner:
         )
 
     def replay(self, rows: Sequence[int], backlogs: Sequence[int]) -> None:
-        bucket = next(size for size in self.buckets if size >= len(rows))
-        missing = bucket - len(rows)
-        self._calls["replay"](
-            {
-                "row_B": self._int32([*rows, *[PAD] * missing]),
-                "backlog_B": self._int32([*backlogs, *[0] * missing]),
-            }
-        )
+        self._calls["replay"]({"row_B": rows, "backlog_B": backlogs})
 
-    def decode(self, rows: Sequence[int], num_draft_tokens: int | None = None) -> list[list[int]]:
+    def launch_decode(self, rows: Sequence[int], num_draft_tokens: int | None = None) -> _Launched:
         is_smaller = num_draft_tokens not in (None, self.geometry.num_draft_tokens)
         name = f"decode.{num_draft_tokens}" if is_smaller else "decode"
-        bucket = next(size for size in self.buckets if size >= len(rows))
-        padded = list(rows) + [PAD] * (bucket - len(rows))
-        emitted, counts, *hidden = self._calls[name]({"row_B": self._int32(padded)})
+        emitted, counts, *hidden = self._calls[name]({"row_B": rows})
         if self._recorder is not None:
             self._record(rows, hidden[0][: len(rows)])
-        return [
-            tokens[:count]
-            for tokens, count in zip(
-                emitted.tolist()[: len(rows)], counts.tolist()[: len(rows)], strict=True
-            )
-        ]
+        return _Launched(emitted, counts, len(rows))
+
+    def decode(self, rows: Sequence[int], num_draft_tokens: int | None = None) -> list[list[int]]:
+        """Launch and collect."""
+        return self.collect(self.launch_decode(rows, num_draft_tokens))
+
+    def collect(self, handle: _Launched) -> list[list[int]]:
+        return handle.read()
 
     @property
     def num_recompiles(self) -> int:
@@ -120,6 +177,8 @@ class StepRunner:
         if self._recorder is not None:
             self._recorder.close()
         self.lowered = None
+        if self._graph_recorder is not None:
+            self._graph_recorder.close()
         self._calls.clear()
         self._weights.clear()
         self.buffers.clear()
@@ -154,35 +213,33 @@ def pack_chunks(chunks: Sequence[PrefillChunk]) -> Mapping[str, list[int]]:
     return packed
 
 
-class _Call:
-    """A phase's callable with its fixed inputs in place."""
+class _Launched:
+    """The tokens of a call, on their way to the host; the call's own outputs may be overwritten."""
 
-    def __init__(
-        self, phase: LoweredPhase, buffers: Mapping[str, Tensor], weights: Mapping[str, Tensor]
-    ) -> None:
-        self._call = phase.call
-        self._inputs: list[Any] = [_fixed(spec, buffers, weights) for spec in phase.inputs]
-        self.num_recompiles = 0
-        self._batch = {
-            spec.name: index for index, spec in enumerate(phase.inputs) if spec.kind == "batch"
-        }
+    def __init__(self, emitted_BS: Tensor, num_emitted_B: Tensor, num_rows: int) -> None:
+        results = (emitted_BS[:num_rows], num_emitted_B[:num_rows])
+        self._ready: torch.cuda.Event | None = None
+        if emitted_BS.is_cuda:
+            host = [torch.empty(r.shape, dtype=r.dtype, pin_memory=True) for r in results]
+            for pinned, result in zip(host, results, strict=True):
+                pinned.copy_(result, non_blocking=True)
+            self._ready = torch.cuda.Event()
+            self._ready.record()
+        else:
+            host = [result.clone() for result in results]
+        self._emitted_BS, self._num_emitted_B = host
 
-    def __call__(self, batch: Mapping[str, Tensor]) -> Sequence[Tensor]:
-        inputs = list(self._inputs)
-        for name, index in self._batch.items():
-            inputs[index] = batch[name]
-        compiled_before = _torch_compat.count_compilations()
-        result: Sequence[Tensor] = self._call(*inputs)
-        self.num_recompiles += _torch_compat.count_compilations() - compiled_before
-        return result
-
-
-def _fixed(
-    spec: InputSpec, buffers: Mapping[str, Tensor], weights: Mapping[str, Tensor]
-) -> Tensor | None:
-    if spec.kind == "batch":
-        return None
-    return weights[spec.name] if spec.kind == "weight" else buffers[spec.name]
+    def read(self) -> list[list[int]]:
+        """Each row's tokens, once they are there.  PAD is no token: it stands in an unfinished
+        prompt's place, and all over a row whose logits held NaN.
+        """
+        if self._ready is not None:
+            self._ready.synchronize()
+        counts = self._num_emitted_B.tolist()
+        return [
+            [token for token in tokens[:count] if token != PAD]
+            for tokens, count in zip(self._emitted_BS.tolist(), counts, strict=True)
+        ]
 
 
 __all__ = ["StepRunner", "pack_chunks"]

@@ -111,6 +111,10 @@ class Recorder:
         if self._num_pending >= self.shard_tokens:
             self.flush()
 
+    def forget(self, request: Any) -> None:
+        """A request is preempted: all its states will come again, in another row."""
+        self._running.pop(request.row, None)
+
     def flush(self) -> None:
         """Write the finished requests as a shard, then the index; each file appears whole."""
         if not self._finished:

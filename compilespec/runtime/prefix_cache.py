@@ -1,0 +1,115 @@
+"""Blocks of the KV cache found again by the tokens that they hold.
+
+A full block is published under the chain hash of all tokens up to its end, and of the `lookahead`
+tokens after it: the drafter's cache pairs a position with the tokens that follow it, so that its
+last entries are only right before the same successors.  Hence every block that is found is right as
+a whole, for target and drafter, and only full blocks are shared: nothing is ever copied.  Seeds and
+parameters are not hashed: keys and values do not depend on them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections.abc import Iterable, Sequence
+
+from compilespec.methods.base import Capabilities
+from compilespec.program import SpecProgram
+from compilespec.runtime.blocks import BlockPool
+
+# State rows that a request's prefill fills whatever it begins with, or that the host writes.
+REBUILT_STATE = frozenset(
+    {
+        "block_table_RM", "tokens_RS", "seq_len_R", "withheld_R", "history_RL", "sampling_RF",
+        "sampling_RI", "bias_RV", "context_RL", "mask_RSW", "logprob_RSN", "logprob_id_RSN",
+        "ring_hidden_RKD", "ring_ids_RK", "kept_aux_RWE", "kept_ids_RW",
+    }
+)  # fmt: skip
+
+
+class PrefixCache:
+    """Which published block holds which tokens.
+
+    Args:
+        lookahead: how many tokens after a position its entries in the drafter's cache depend on.
+    """
+
+    def __init__(self, pool: BlockPool, *, block_size: int, lookahead: int) -> None:
+        self.block_size, self.lookahead = block_size, lookahead
+        self._pool = pool
+        self._block_of: dict[bytes, int] = {}
+        self._key_of: dict[int, bytes] = {}
+        pool.on_reuse = self._forget
+
+    def __len__(self) -> int:
+        return len(self._block_of)
+
+    def extend_keys(self, keys: list[bytes], tokens: Sequence[int]) -> None:
+        """Append the keys of the blocks of `tokens` whose successors are among them.
+
+        Args:
+            keys: those of the first blocks, from an earlier call with fewer of the same tokens.
+        """
+        size = self.block_size
+        for start in range(len(keys) * size, len(tokens) - size - self.lookahead + 1, size):
+            own = tokens[start : start + size + self.lookahead]
+            before = keys[-1] if keys else b""
+            keys.append(
+                hashlib.blake2b(before + array("q", own).tobytes(), digest_size=16).digest()
+            )
+
+    def find(self, keys: Sequence[bytes], num_tokens: int) -> tuple[int, ...]:
+        """The published blocks of the longest known beginning of a prompt."""
+        found = []
+        for key in keys[: self.num_findable(num_tokens)]:
+            if key not in self._block_of:
+                break
+            found.append(self._block_of[key])
+        return tuple(found)
+
+    def num_findable(self, num_tokens: int) -> int:
+        """Blocks of a prompt that may be found: one token or `lookahead` of them are always
+        computed, because the step needs their hidden states.
+        """
+        return max(0, num_tokens - max(1, self.lookahead)) // self.block_size
+
+    def publish(self, key: bytes, block: int) -> None:
+        """Let others find a block that is held, full, and whose successors are committed."""
+        if key not in self._block_of:
+            self._pool.keep(block)
+            self._block_of[key], self._key_of[block] = block, key
+
+    def withdraw(self, blocks: Iterable[int]) -> None:
+        """Let nobody find these blocks any more; who holds them is not affected."""
+        for block in blocks:
+            if block in self._key_of:
+                self._pool.discard(block)
+                self._forget(block)
+
+    def clear(self) -> None:
+        self.withdraw(tuple(self._key_of))
+
+    def _forget(self, block: int) -> None:
+        del self._block_of[self._key_of.pop(block)]
+
+
+def lookahead_of(capabilities: Capabilities, num_draft_tokens: int) -> int:
+    """Row t of a recycled drafter pairs hidden state t with token t+1; module i of a windowed one
+    has token t+1+i, i = 0..K-1; an unshifted drafter, as the target, has token t in slot t.
+    """
+    if capabilities.kind == "windowed":
+        return num_draft_tokens
+    return int(capabilities.kind == "recycled")
+
+
+def why_not(program: SpecProgram) -> str | None:
+    """Why requests of this program cannot share the blocks of a prefix; None: they can."""
+    context = program.phases["decode"].context
+    if program.recorder is not None:
+        return "the hidden states of every prompt token are recorded"
+    if context.kv_block_sizes:
+        return "the drafter's layers have blocks of their own, which are not found by tokens"
+    for buffer in program.buffers:
+        if buffer.kind == "state" and buffer.name not in REBUILT_STATE:
+            return f"the step reads a whole prompt into {buffer.name}"
+    return None
