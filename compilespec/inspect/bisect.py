@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from compilespec.errors import InvalidOption
 from compilespec.inspect.interpret import Stage
@@ -224,11 +223,14 @@ class _RecordingRunner(StepRunner):
         class Recording:
             num_recompiles = 0
 
-            def __call__(self, batch: Mapping[str, Tensor]) -> Any:
+            def __call__(self, batch: Mapping[str, Sequence[int]]) -> Any:
                 inputs = {name: buffer.clone() for name, buffer in runner.buffers.items()}
+                inputs |= {
+                    name: torch.tensor(values, dtype=torch.int32) for name, values in batch.items()
+                }
                 size = len(batch["row_B" if phase == "decode" else "last_R"])
                 name = f"call {len(runner.cases)} ({size} rows)"
-                case = Case(name=name, phase=phase, batch_size=size, inputs={**inputs, **batch})
+                case = Case(name=name, phase=phase, batch_size=size, inputs=inputs)
                 runner.cases.append(case)
                 return call(batch)
 
