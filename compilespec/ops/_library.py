@@ -1,7 +1,12 @@
-"""One way to define an operator: schema, reference and fake in Python, a CPU kernel in C++."""
+"""One way to define an operator: schema, reference and fake in Python, kernels in C++ and Triton."""
 
 from __future__ import annotations
 
+import functools
+import importlib
+import importlib.util
+import os
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,19 +24,22 @@ def define_op(
     fake: Callable[..., Any],
     *,
     has_kernel: bool,
+    triton: str | None = None,
     tags: Sequence[torch.Tag] = (),
 ) -> OpOverload:
     """Define `compilespec::<schema>` and return the overload to call.
 
     The reference serves every device and, until the C++ kernels are loaded, the CPU too: the first
     CPU call of an operator that has a kernel loads them (`_build.load_kernels`) and goes through
-    the dispatcher again.
+    the dispatcher again.  CUDA tensors take the Triton kernel where there is one; Triton is
+    imported by the first such call.
 
     Args:
         schema: operator schema without namespace, such as "double(Tensor x) -> Tensor".
         reference: the definition in plain torch, same signature.
         fake: the same on fake tensors; must return the real strides.
         has_kernel: whether `kernel.cpp` in the operator's folder registers a CPU implementation.
+        triton: the folder whose `kernel.py` has a function of the operator's name and signature.
         tags: torch tags beside `pt2_compliant_tag`.
     """
     name = schema.split("(", 1)[0]
@@ -47,8 +55,41 @@ def define_op(
         return reference(*args)
 
     library.impl(name, run_reference, "CompositeExplicitAutograd")
+    if triton is not None:
+        TRITON_KERNELS[name] = _lazy_triton(name, triton, reference)
+        library.impl(name, TRITON_KERNELS[name], "CUDA")
     torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=library)
     return overload
 
 
+TRITON_KERNELS: dict[str, Callable[..., Any]] = {}  # what serves CUDA, by operator
 _LIBRARIES: list[torch.library.Library] = []  # registrations live as long as these
+
+
+def _lazy_triton(name: str, folder: str, reference: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.cache
+    def load() -> Callable[..., Any]:
+        if not _has_triton():
+            return reference
+        return getattr(importlib.import_module(f"compilespec.ops.{folder}.kernel"), name)
+
+    def run(*args: Any) -> Any:
+        return load()(*args)
+
+    return run
+
+
+@functools.cache
+def _has_triton() -> bool:
+    if os.environ.get("COMPILESPEC_TRITON_KERNELS") == "0":
+        return False
+    if importlib.util.find_spec("triton") is not None:
+        return True
+    warnings.warn(
+        "Triton is not installed: the slow references in torch serve on the GPU, and they cannot "
+        "be captured in CUDA graphs; install triton>=3.6, or set COMPILESPEC_TRITON_KERNELS=0 to "
+        "silence this",
+        RuntimeWarning,
+        stacklevel=4,
+    )
+    return False

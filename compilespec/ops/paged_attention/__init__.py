@@ -2,7 +2,8 @@
 
 On the CPU (`kernel.cpp`) a token's output is bitwise the same in whatever batch, row count or
 packing it is computed: the context is cut at fixed absolute positions and combined in a fixed
-order.
+order.  On a GPU (`kernel.py`) the same holds of the order of the keys, but not of the order within
+the hardware's products.
 """
 
 from __future__ import annotations
@@ -75,5 +76,6 @@ _PAGED_ATTENTION = define_op(
     paged_attention_reference,
     _paged_attention_fake,
     has_kernel=True,
+    triton="paged_attention",
     tags=(torch.Tag.flexible_layout,),
 )

@@ -1,0 +1,310 @@
+"""Paged attention in Triton: write K and V, attend by tiles of rows, merge what was split.
+
+A tile is a few consecutive tokens of one batch row, times the query heads of one KV head, so that
+K and V are read once for all.  Where few tiles would leave the GPU idle, the context is split at
+fixed absolute positions, and a second kernel merges the parts in order.  Grids depend on shapes
+only, nothing is read back to the host: safe in a CUDA graph.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+ENOUGH_PROGRAMS = 256  # with this many tiles the context is not split
+MAX_SEGMENTS = 32
+MIN_SEGMENT = 128  # keys; a multiple of every BLOCK_N
+_COPIED = 1024  # elements that one program of `write_kernel` copies
+
+
+def paged_attention(
+    query_BNSH: Tensor,
+    key_BNSH: Tensor,
+    value_BNSH: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slot_BS: Tensor,
+    row_BS: Tensor,
+    position_BS: Tensor,
+    block_table_RM: Tensor,
+    scale: float,
+    window: int,
+    softcap: float,
+    sinks_N: Tensor | None,
+) -> Tensor:
+    """See `paged_attention_reference`; a slot, row or block outside its tensor counts as -1."""
+    write_cache(key_BNSH, value_BNSH, key_cache, value_cache, slot_BS)
+    return attend(
+        query_BNSH, key_cache, value_cache, row_BS, position_BS, block_table_RM, scale, window,
+        softcap, sinks_N,
+    )  # fmt: skip
+
+
+def write_cache(
+    key_BNSH: Tensor, value_BNSH: Tensor, key_cache: Tensor, value_cache: Tensor, slot_BS: Tensor
+) -> None:
+    """Copy each token's K and V to its slot; a slot of -1 writes nothing."""
+    batch, num_kv_heads, num_tokens, head_dim = key_BNSH.shape
+    value_dim = value_BNSH.shape[3]
+    if batch * num_tokens == 0:
+        return
+    key_BNSH, value_BNSH = _dense_rows(key_BNSH), _dense_rows(value_BNSH)
+    chunks = triton.cdiv(num_kv_heads * max(head_dim, value_dim), _COPIED)
+    write_kernel[(batch * num_tokens, chunks)](
+        key_BNSH, value_BNSH, key_cache, value_cache, slot_BS.contiguous(),
+        num_tokens, key_cache.shape[0] * key_cache.shape[1],
+        *key_BNSH.stride()[:3], *value_BNSH.stride()[:3],
+        NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, VALUE_DIM=value_dim, BLOCK=_COPIED,
+    )  # fmt: skip
+
+
+def attend(
+    query_BNSH: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    row_BS: Tensor,
+    position_BS: Tensor,
+    block_table_RM: Tensor,
+    scale: float,
+    window: int,
+    softcap: float,
+    sinks_N: Tensor | None,
+) -> Tensor:
+    """Attend from the cache alone: [B, S, N, Hv]."""
+    batch, num_heads, num_tokens, head_dim = query_BNSH.shape
+    num_blocks, block_size, num_kv_heads, value_dim = value_cache.shape
+    table_blocks = block_table_RM.shape[1]
+    out = query_BNSH.new_empty((batch, num_tokens, num_heads, value_dim))
+    if batch * num_tokens == 0:
+        return out
+    group, wide = num_heads // num_kv_heads, _wide(query_BNSH.dtype)
+    tile = choose_tile(num_tokens * group, group, head_dim, query_BNSH.dtype)
+    num_tiles = batch * triton.cdiv(num_tokens, tile.num_tokens)
+    segment, num_segments = choose_segments(num_tiles * num_kv_heads, table_blocks * block_size)
+    is_split = num_segments > 1
+    parts = out, out, out
+    if is_split:
+        shape = (batch * num_tokens, num_heads, num_segments)
+        parts = tuple(out.new_empty((*shape, n), dtype=wide) for n in (value_dim, 1, 1))
+    query_BNSH, row_BS, position_BS = (
+        _dense_rows(query_BNSH), row_BS.contiguous(), position_BS.contiguous()
+    )  # fmt: skip
+    sinks = query_BNSH if sinks_N is None else sinks_N.contiguous()
+    shared = {
+        "HAS_SINKS": sinks_N is not None, "WINDOW": window, "VALUE_DIM": value_dim,
+        "BLOCK_V": triton.next_power_of_2(value_dim), "NUM_SEGMENTS": num_segments,
+    }  # fmt: skip
+    attend_kernel[(num_tiles, num_kv_heads, num_segments)](
+        query_BNSH, key_cache, value_cache, row_BS, position_BS, block_table_RM.contiguous(),
+        sinks, out, *parts, num_tokens, block_table_RM.shape[0], table_blocks, num_blocks, segment,
+        *query_BNSH.stride()[:3], NUM_KV_HEADS=num_kv_heads, GROUP=group, HEAD_DIM=head_dim,
+        BLOCK_SIZE=block_size, SCALE=scale, SOFTCAP=softcap, TILE_TOKENS=tile.num_tokens,
+        BLOCK_M=tile.rows, BLOCK_N=tile.keys, BLOCK_H=max(16, triton.next_power_of_2(head_dim)),
+        WIDE=_TYPES[wide], num_warps=tile.num_warps, num_stages=2, **shared,
+    )  # fmt: skip
+    if is_split:
+        merge_kernel[(batch * num_tokens, num_heads)](
+            *parts, row_BS, position_BS, sinks, out, segment,
+            NUM_HEADS=num_heads, BLOCK_G=triton.next_power_of_2(num_segments), **shared,
+        )  # fmt: skip
+    return out
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Tokens, their rows (tokens times grouped heads, padded) and keys that a program holds."""
+
+    num_tokens: int
+    rows: int
+    keys: int
+    num_warps: int
+
+
+def choose_tile(num_rows: int, group: int, head_dim: int, dtype: torch.dtype) -> Tile:
+    """Whole tokens; the fewer bytes an element has, the more of them."""
+    most = 32 if dtype.itemsize > 2 else 128 if head_dim <= 128 else 64
+    rows = max(16, min(triton.next_power_of_2(num_rows), most), triton.next_power_of_2(group))
+    keys = 16 if dtype.itemsize > 2 else 64 if head_dim <= 128 else 32
+    return Tile(rows // group, rows, keys, 8 if rows > 64 else 4)
+
+
+def choose_segments(num_programs: int, num_keys: int) -> tuple[int, int]:
+    """(keys of a segment, how many segments); one segment where the tiles alone fill a GPU."""
+    if num_programs >= ENOUGH_PROGRAMS or num_keys <= MIN_SEGMENT:
+        return max(num_keys, 1), 1
+    segment = triton.cdiv(triton.cdiv(num_keys, MAX_SEGMENTS), MIN_SEGMENT) * MIN_SEGMENT
+    return segment, triton.cdiv(num_keys, segment)
+
+
+def _dense_rows(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+_TYPES = {torch.float32: tl.float32, torch.float64: tl.float64}
+
+
+@triton.jit(do_not_specialize=["tokens_per_batch", "num_cells"])
+def write_kernel(
+    key_ptr, value_ptr, key_cache_ptr, value_cache_ptr, slot_ptr,
+    tokens_per_batch, num_cells, key_b, key_n, key_s, value_b, value_n, value_s,
+    NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0)
+    slot = tl.load(slot_ptr + token).to(tl.int64)
+    if (slot < 0) | (slot >= num_cells):
+        return
+    b, s = (token // tokens_per_batch).to(tl.int64), token % tokens_per_batch
+    place = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    head, h = place // HEAD_DIM, place % HEAD_DIM
+    is_inside = place < NUM_KV_HEADS * HEAD_DIM
+    key = tl.load(key_ptr + b * key_b + head * key_n + s * key_s + h, mask=is_inside)
+    tl.store(key_cache_ptr + slot * (NUM_KV_HEADS * HEAD_DIM) + place, key, mask=is_inside)
+    head, h = place // VALUE_DIM, place % VALUE_DIM
+    is_inside = place < NUM_KV_HEADS * VALUE_DIM
+    value = tl.load(value_ptr + b * value_b + head * value_n + s * value_s + h, mask=is_inside)
+    tl.store(value_cache_ptr + slot * (NUM_KV_HEADS * VALUE_DIM) + place, value, mask=is_inside)
+
+
+@triton.jit(do_not_specialize=["tokens_per_batch", "table_rows", "num_blocks"])
+def attend_kernel(
+    query_ptr, key_cache_ptr, value_cache_ptr, row_ptr, position_ptr, table_ptr, sinks_ptr,
+    out_ptr, part_ptr, part_top_ptr, part_sum_ptr,
+    tokens_per_batch, table_rows, table_blocks, num_blocks, segment, query_b, query_n, query_s,
+    NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, SCALE: tl.constexpr, SOFTCAP: tl.constexpr,
+    WINDOW: tl.constexpr, HAS_SINKS: tl.constexpr, NUM_SEGMENTS: tl.constexpr,
+    TILE_TOKENS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_H: tl.constexpr, BLOCK_V: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    tiles_per_batch = tl.cdiv(tokens_per_batch, TILE_TOKENS)
+    b = tl.program_id(0) // tiles_per_batch
+    kv_head = tl.program_id(1)
+    m = tl.arange(0, BLOCK_M)
+    s_M = tl.program_id(0) % tiles_per_batch * TILE_TOKENS + m // GROUP
+    head_M = kv_head * GROUP + m % GROUP
+    is_token_M = (m < TILE_TOKENS * GROUP) & (s_M < tokens_per_batch)
+    token_M = b * tokens_per_batch + s_M
+    row_M = tl.load(row_ptr + token_M, mask=is_token_M, other=-1)
+    row_M = tl.where(row_M < table_rows, row_M, -1)
+    position_M = tl.load(position_ptr + token_M, mask=is_token_M, other=-1)
+    hi_M = tl.minimum(tl.where(row_M >= 0, position_M, -1), table_blocks * BLOCK_SIZE - 1) + 1
+    lo_M = tl.zeros_like(position_M)
+    if WINDOW > 0:
+        lo_M = tl.maximum(position_M - (WINDOW - 1), 0)
+    h, v = tl.arange(0, BLOCK_H), tl.arange(0, BLOCK_V)
+    place_M = b.to(tl.int64) * query_b + s_M.to(tl.int64) * query_s + head_M * query_n
+    query_MH = tl.load(
+        query_ptr + place_M[:, None] + h[None, :],
+        mask=(is_token_M & (row_M >= 0))[:, None] & (h < HEAD_DIM)[None, :], other=0.0,
+    )  # fmt: skip
+
+    minus_inf = float("-inf")
+    top_M = tl.full([BLOCK_M], minus_inf, WIDE)
+    sum_M = tl.zeros([BLOCK_M], WIDE)
+    acc_MV = tl.zeros([BLOCK_M, BLOCK_V], WIDE)
+    segment_begin = tl.program_id(2) * segment
+    left_M = tl.where(hi_M > lo_M, row_M, -1)
+    row = tl.max(left_M, 0)
+    while row >= 0:  # once a request that has tokens in the tile
+        is_mine_M = left_M == row
+        begin = tl.min(tl.where(is_mine_M, lo_M, 2147483647), 0)
+        end = tl.max(tl.where(is_mine_M, hi_M, 0), 0)
+        begin = tl.maximum(begin // BLOCK_N * BLOCK_N, segment_begin)
+        end = tl.minimum(end, segment_begin + segment)
+        for base in range(begin, end, BLOCK_N):
+            key_N = base + tl.arange(0, BLOCK_N)
+            block_N = tl.load(
+                table_ptr + row.to(tl.int64) * table_blocks + key_N // BLOCK_SIZE,
+                mask=key_N < end, other=-1,
+            )  # fmt: skip
+            is_present_N = (block_N >= 0) & (block_N < num_blocks)
+            cell_N = block_N.to(tl.int64) * BLOCK_SIZE + key_N % BLOCK_SIZE
+            cell_N = cell_N * NUM_KV_HEADS + kv_head
+            key_NH = tl.load(
+                key_cache_ptr + cell_N[:, None] * HEAD_DIM + h[None, :],
+                mask=is_present_N[:, None] & (h < HEAD_DIM)[None, :], other=0.0,
+            )  # fmt: skip
+            score_MN = tl.dot(query_MH, tl.trans(key_NH), input_precision="ieee") * SCALE
+            if SOFTCAP > 0:
+                score_MN = SOFTCAP - 2 * SOFTCAP / (tl.exp(score_MN * (2 / SOFTCAP)) + 1)
+            is_visible_MN = (key_N[None, :] >= lo_M[:, None]) & (key_N[None, :] < hi_M[:, None])
+            is_visible_MN &= is_mine_M[:, None] & is_present_N[None, :]
+            score_MN = tl.where(is_visible_MN, score_MN, minus_inf)
+            new_M = tl.maximum(top_M, tl.max(score_MN, 1))
+            base_M = tl.where(new_M == minus_inf, 0.0, new_M)
+            weight_MN = tl.exp(score_MN - base_M[:, None])
+            fade_M = tl.exp(top_M - base_M)
+            sum_M = sum_M * fade_M + tl.sum(weight_MN, 1)
+            value_NV = tl.load(
+                value_cache_ptr + cell_N[:, None] * VALUE_DIM + v[None, :],
+                mask=is_present_N[:, None] & (v < VALUE_DIM)[None, :], other=0.0,
+            )  # fmt: skip
+            mixed_MV = tl.dot(weight_MN.to(value_NV.dtype), value_NV, input_precision="ieee")
+            acc_MV = acc_MV * fade_M[:, None] + mixed_MV
+            top_M = new_M
+        left_M = tl.where(is_mine_M, -1, left_M)
+        row = tl.max(left_M, 0)
+
+    result_M = token_M.to(tl.int64) * (NUM_KV_HEADS * GROUP) + head_M
+    is_value_MV = is_token_M[:, None] & (v < VALUE_DIM)[None, :]
+    if NUM_SEGMENTS == 1:
+        if HAS_SINKS:
+            sink_M = tl.load(sinks_ptr + head_M, mask=is_token_M, other=0.0).to(WIDE)
+            new_M = tl.maximum(top_M, sink_M)
+            fade_M = tl.exp(top_M - new_M)
+            sum_M = sum_M * fade_M + tl.exp(sink_M - new_M)
+            acc_MV = acc_MV * fade_M[:, None]
+        out_MV = acc_MV / tl.where(sum_M > 0, sum_M, 1.0)[:, None]
+        place_MV = result_M[:, None] * VALUE_DIM + v[None, :]
+        tl.store(out_ptr + place_MV, out_MV.to(out_ptr.dtype.element_ty), mask=is_value_MV)
+    else:
+        part_M = result_M * NUM_SEGMENTS + tl.program_id(2)
+        is_part_M = (lo_M < segment_begin + segment) & (hi_M > segment_begin) & is_token_M
+        tl.store(part_top_ptr + part_M, top_M, mask=is_part_M)
+        tl.store(part_sum_ptr + part_M, sum_M, mask=is_part_M)
+        place_MV = part_M[:, None] * VALUE_DIM + v[None, :]
+        tl.store(part_ptr + place_MV, acc_MV, mask=is_value_MV & is_part_M[:, None])
+
+
+@triton.jit
+def merge_kernel(
+    part_ptr, part_top_ptr, part_sum_ptr, row_ptr, position_ptr, sinks_ptr, out_ptr, segment,
+    NUM_HEADS: tl.constexpr, VALUE_DIM: tl.constexpr, WINDOW: tl.constexpr,
+    HAS_SINKS: tl.constexpr, NUM_SEGMENTS: tl.constexpr, BLOCK_G: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    token, head = tl.program_id(0), tl.program_id(1)
+    row, position = tl.load(row_ptr + token), tl.load(position_ptr + token)
+    g, v = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_V)
+    is_part_G = (g < NUM_SEGMENTS) & (g * segment <= position) & (row >= 0)
+    if WINDOW > 0:
+        is_part_G &= (g + 1) * segment > position - (WINDOW - 1)
+    result = token.to(tl.int64) * NUM_HEADS + head
+    part_G = result * NUM_SEGMENTS + g
+    top_G = tl.load(part_top_ptr + part_G, mask=is_part_G, other=float("-inf"))
+    top = tl.max(top_G, 0)
+    if HAS_SINKS:
+        sink = tl.load(sinks_ptr + head).to(top.dtype)
+        top = tl.maximum(top, sink)
+    base = tl.where(top == float("-inf"), 0.0, top)
+    fade_G = tl.exp(top_G - base)
+    sum_G = tl.load(part_sum_ptr + part_G, mask=is_part_G, other=0.0)
+    total = tl.sum(sum_G * fade_G, 0)
+    if HAS_SINKS:
+        total += tl.exp(sink - base)
+    part_GV = tl.load(
+        part_ptr + part_G[:, None] * VALUE_DIM + v[None, :],
+        mask=is_part_G[:, None] & (v < VALUE_DIM)[None, :], other=0.0,
+    )  # fmt: skip
+    out_V = tl.sum(part_GV * fade_G[:, None], 0) / tl.where(total > 0, total, 1.0)
+    place_V = result * VALUE_DIM + v
+    tl.store(out_ptr + place_V, out_V.to(out_ptr.dtype.element_ty), mask=v < VALUE_DIM)
