@@ -107,6 +107,7 @@ _SAMPLE = define_op(
     sample_reference,
     _like_greedy,
     has_kernel=True,
+    triton="sample",
 )
 _DRAW = define_op(
     "draw(Tensor logits, Tensor greedy, Tensor? ids, Tensor row, Tensor drawn, "
@@ -114,6 +115,7 @@ _DRAW = define_op(
     draw_reference,
     _like_greedy,
     has_kernel=True,
+    triton="sample",
 )
 _NOTE_LOGPROBS = define_op(
     "note_logprobs(Tensor logits, Tensor chosen, Tensor row, Tensor sampling_int, "
@@ -121,6 +123,7 @@ _NOTE_LOGPROBS = define_op(
     note_logprobs_reference,
     _like_logprobs,
     has_kernel=True,
+    triton="sample",
 )
 _PHILOX = define_op(
     "philox(Tensor counter, Tensor key) -> Tensor",
