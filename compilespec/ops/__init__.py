@@ -1,24 +1,33 @@
-"""Custom operators, one folder each: definition in torch, C++ kernel for the CPU, schema, fake.
+"""Custom operators, one folder each: definition in torch, kernels in C++ (CPU) and Triton (GPU),
+schema, fake.
 
 Importing defines the operators (`torch.ops.compilespec.*`) and compiles nothing; `load_kernels()`,
-or the first CPU call of an operator that has a kernel, compiles or loads the C++ library.
+or the first CPU call of an operator that has a kernel, compiles or loads the C++ library.  Triton
+is imported by the first CUDA call.
 """
 
 from compilespec.ops._build import load_kernels
+from compilespec.ops.argmax_linear import argmax_linear, score_linear
 from compilespec.ops.attention import attention
+from compilespec.ops.ngram_match import ngram_match
 from compilespec.ops.packed_linear import pack_weight, packed_linear
 from compilespec.ops.paged_attention import paged_attention
 from compilespec.ops.quantized_linear import dynamic_int8_linear, quantized_linear
+from compilespec.ops.roll_window import roll_window
 from compilespec.ops.sample import draw, sample
 
 __all__ = [
+    "argmax_linear",
     "attention",
     "draw",
     "dynamic_int8_linear",
     "load_kernels",
+    "ngram_match",
     "pack_weight",
     "packed_linear",
     "paged_attention",
     "quantized_linear",
+    "roll_window",
     "sample",
+    "score_linear",
 ]

@@ -1,0 +1,63 @@
+"""The head's product and its argmax in one: logits are never written.
+
+On the CPU the reference serves.  On a GPU (`kernel.py`) each block of the vocabulary keeps its best
+logit, so that the head costs the reading of its weight and nothing that grows with rows times V.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from compilespec.ops._library import define_op
+from compilespec.ops.argmax_linear.reference import (
+    argmax_linear_reference,
+    score_linear_reference,
+)
+
+__all__ = [
+    "argmax_linear",
+    "argmax_linear_reference",
+    "score_linear",
+    "score_linear_reference",
+]
+
+
+def argmax_linear(x: Tensor, weight_VD: Tensor, bias_V: Tensor | None = None) -> Tensor:
+    """argmax(x @ weight.T + bias) without logits; see `argmax_linear_reference`."""
+    return _ARGMAX_LINEAR(x, weight_VD, bias_V)
+
+
+def score_linear(
+    x: Tensor, weight_VD: Tensor, bias_V: Tensor | None, ids: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Argmax, log-sum-exp and one logit a row; see `score_linear_reference`."""
+    return _SCORE_LINEAR(x, weight_VD, bias_V, ids)
+
+
+def _argmax_fake(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return x.new_empty(x.shape[:-1], dtype=torch.int64)
+
+
+def _score_fake(
+    x: Tensor, weight: Tensor, bias: Tensor | None, ids: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+    values = [x.new_empty(x.shape[:-1], dtype=wide) for _ in range(2)]
+    return x.new_empty(x.shape[:-1], dtype=torch.int64), values[0], values[1]
+
+
+_ARGMAX_LINEAR = define_op(
+    "argmax_linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor",
+    argmax_linear_reference,
+    _argmax_fake,
+    has_kernel=False,
+    triton="argmax_linear",
+)
+_SCORE_LINEAR = define_op(
+    "score_linear(Tensor x, Tensor weight, Tensor? bias, Tensor ids) -> (Tensor, Tensor, Tensor)",
+    score_linear_reference,
+    _score_fake,
+    has_kernel=False,
+    triton="argmax_linear",
+)

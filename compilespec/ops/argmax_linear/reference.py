@@ -1,0 +1,39 @@
+"""What `argmax_linear` and `score_linear` compute, in plain torch."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+
+def argmax_linear_reference(x: Tensor, weight_VD: Tensor, bias_V: Tensor | None) -> Tensor:
+    """The index of the largest logit of each row.
+
+    Args:
+        x: [..., D]; weight_VD, bias_V: the head, dtype of x.
+    Returns:
+        int64 [...], contiguous; the first index among equal logits, which are equal as the product
+        rounds them to the dtype of x.  Rows with NaN give some index inside the vocabulary.
+    """
+    return functional.linear(x, weight_VD, bias_V).argmax(-1)
+
+
+def score_linear_reference(
+    x: Tensor, weight_VD: Tensor, bias_V: Tensor | None, ids: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The same, with what log-probabilities need.
+
+    Args:
+        ids: int32 or int64 [...], a token of each row; outside the vocabulary: none.
+    Returns:
+        argmax (int64), log-sum-exp of the rounded logits, and the logit at `ids` (-inf where there
+        is none), both float32 (float64 for float64), all [...].
+    """
+    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+    logits = functional.linear(x, weight_VD, bias_V)
+    is_id = (ids >= 0) & (ids < weight_VD.shape[0])
+    place = torch.where(is_id, ids, 0).long().unsqueeze(-1)
+    picked = logits.gather(-1, place).squeeze(-1).to(wide)
+    picked = torch.where(is_id, picked, float("-inf"))
+    return logits.argmax(-1), logits.to(wide).logsumexp(-1), picked

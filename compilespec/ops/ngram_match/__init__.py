@@ -1,0 +1,33 @@
+"""N-gram lookup in the tokens of each request, one pass over them."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from compilespec.ops._library import define_op
+from compilespec.ops.ngram_match.reference import ngram_match_reference
+
+__all__ = ["ngram_match", "ngram_match_reference"]
+
+
+def ngram_match(
+    history_BL: Tensor, length_B: Tensor, num_draft_tokens: int, max_ngram: int, min_ngram: int
+) -> Tensor:
+    """What followed the newest tokens when they last stood; see `ngram_match_reference`."""
+    return _NGRAM_MATCH(history_BL, length_B, num_draft_tokens, max_ngram, min_ngram)
+
+
+def _fake(
+    history_BL: Tensor, length_B: Tensor, num_draft_tokens: int, max_ngram: int, min_ngram: int
+) -> Tensor:
+    return history_BL.new_empty((history_BL.shape[0], num_draft_tokens))
+
+
+_NGRAM_MATCH = define_op(
+    "ngram_match(Tensor history, Tensor length, int num_draft_tokens, int max_ngram, "
+    "int min_ngram) -> Tensor",
+    ngram_match_reference,
+    _fake,
+    has_kernel=False,
+    triton="ngram_match",
+)

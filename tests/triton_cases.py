@@ -1,0 +1,152 @@
+"""Launches of every Triton kernel at real sizes, on meta tensors: what `triton_aot.py` compiles.
+
+Llama-3.1-8B's shape (8 KV heads of 4 query heads, 128 wide, vocabulary 128256) unless said
+otherwise; bfloat16.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from compilespec.ops.argmax_linear import kernel as head
+from compilespec.ops.ngram_match import kernel as ngram
+from compilespec.ops.paged_attention import kernel as paged_attention
+from compilespec.ops.roll_window import kernel as ring
+from compilespec.ops.sample import kernel as sampling
+from compilespec.ops.sample import layout
+
+Launch = Callable[[], Any]
+
+
+def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def int32(*shape: int) -> Tensor:
+    return meta(*shape, dtype=torch.int32)
+
+
+def attention(
+    batch: int,
+    num_tokens: int,
+    *,
+    num_kv_heads: int = 8,
+    group: int = 4,
+    head_dim: int = 128,
+    value_dim: int = 128,
+    window: int = 0,
+    softcap: float = 0.0,
+    sinks: bool = False,
+    dtype: torch.dtype = torch.bfloat16,
+) -> Launch:
+    """4096 tokens of context at most, in blocks of 16."""
+    num_heads = num_kv_heads * group
+
+    def call() -> Tensor:
+        heads = ((num_heads, head_dim), (num_kv_heads, head_dim), (num_kv_heads, value_dim))
+        query, key, value = (
+            meta(batch, num_tokens, count, width, dtype=dtype).transpose(1, 2)
+            for count, width in heads
+        )
+        caches = (meta(4096, 16, num_kv_heads, n, dtype=dtype) for n in (head_dim, value_dim))
+        places = (int32(batch, num_tokens) for _ in range(3))
+        sink = meta(num_heads, dtype=dtype) if sinks else None
+        return paged_attention.paged_attention(
+            query, key, value, *caches, *places, int32(65, 256), head_dim**-0.5, window, softcap,
+            sink,
+        )  # fmt: skip
+
+    return call
+
+
+def sample(batch: int, num_tokens: int, vocab: int, dtype: torch.dtype = torch.bfloat16) -> Launch:
+    ids = int32(batch, num_tokens) if num_tokens > 1 else None  # a prompt is written by the host
+    places = int32(batch, num_tokens)
+    row = meta(batch, dtype=torch.int64)
+    real, whole, bias = request_rows(vocab)
+    logits, mask = meta(batch, num_tokens, vocab, dtype=dtype), int32(65, 6, -(-vocab // 32))
+    return lambda: sampling.sample(
+        logits, places, ids, row, places, real, whole, bias, int32(65, 4096), mask
+    )
+
+
+def draw(vocab: int, *, mapped: bool, dtype: torch.dtype = torch.bfloat16) -> Launch:
+    ids = meta(vocab, dtype=torch.int64) if mapped else None
+    row, (real, whole, _) = meta(8, dtype=torch.int64), request_rows(vocab)
+    logits = meta(8, vocab, dtype=dtype)
+    return lambda: sampling.draw(logits, int32(8), ids, row, int32(8), real, whole)
+
+
+def logprobs(dtype: torch.dtype = torch.bfloat16) -> Launch:
+    values = meta(65, 6, layout.MAX_LOGPROBS + 1, dtype=torch.float32)
+    row, logits = meta(8, dtype=torch.int64), meta(8, 6, VOCAB, dtype=dtype)
+    return lambda: sampling.note_logprobs(
+        logits, int32(8, 6), row, request_rows(VOCAB)[1], values, int32(65, 6, layout.MAX_LOGPROBS)
+    )
+
+
+def request_rows(vocab: int) -> tuple[Tensor, Tensor, Tensor]:
+    real = meta(65, layout.NUM_FLOATS, dtype=torch.float32)
+    return real, int32(65, layout.NUM_INTS), meta(65, vocab, dtype=torch.float32)
+
+
+def best_of_head(rows: int, dtype: torch.dtype = torch.bfloat16) -> Launch:
+    x, weight = meta(rows, 4096, dtype=dtype), meta(VOCAB, 4096, dtype=dtype)
+    return lambda: head.argmax_linear(x, weight, None)
+
+
+def scored_head(rows: int, dtype: torch.dtype = torch.bfloat16) -> Launch:
+    x, weight = meta(rows, 96, dtype=dtype), meta(997, 96, dtype=dtype)
+    return lambda: head.score_linear(x, weight, meta(997, dtype=dtype), int32(rows))
+
+
+VOCAB = 128256
+COMMON: dict[str, Launch] = {  # what every test run compiles
+    "attention, verify, one request": attention(1, 6),
+    "head, one request": best_of_head(6),
+}
+OTHERS: dict[str, Launch] = {
+    "attention, plain decoding": attention(1, 1),
+    "attention, verify, 64 requests": attention(64, 6),
+    "attention, prefill": attention(1, 2048),
+    "attention, window and sinks": attention(4, 4, group=8, head_dim=64, value_dim=64, window=128,
+                                             sinks=True),
+    "attention, soft cap": attention(2, 4, num_kv_heads=4, group=2, head_dim=256, value_dim=256,
+                                     softcap=50.0, window=4096),
+    "attention, latent heads": attention(1, 4, num_kv_heads=128, group=1, head_dim=192),
+    "attention, awkward heads": attention(3, 9, num_kv_heads=1, group=7, head_dim=80, value_dim=48,
+                                          dtype=torch.float16),
+    "sample": sample(8, 6, VOCAB),
+    "sample, prefill": sample(8, 1, VOCAB),
+    "sample, float64": sample(8, 6, 997, torch.float64),
+    "draw": draw(VOCAB, mapped=False),
+    "draw, mapped": draw(32000, mapped=True),
+    "draw, float64": draw(997, mapped=True, dtype=torch.float64),
+    "logprobs": logprobs(),
+    "logprobs, float64": logprobs(torch.float64),
+    "head, one row": best_of_head(1),
+    "head, 48 rows": best_of_head(48),
+    "head, 384 rows": best_of_head(384),
+    "head, scores": scored_head(6),
+    "head, float32": scored_head(6, torch.float32),
+    "head, float64": scored_head(6, torch.float64),
+    "n-gram": lambda: ngram.ngram_match(int32(8, 4096), int32(8), 5, 3, 1),
+    "ring": lambda: ring.roll_window(
+        meta(65, 3, 7168), int32(65, 3), meta(8, dtype=torch.int64), meta(8, 4, 7168),
+        int32(8, 4), int32(8)),
+    "attention, float32": attention(2, 4, group=3, head_dim=96, dtype=torch.float32),
+    "attention, float64": attention(2, 4, group=3, head_dim=96, dtype=torch.float64),
+}  # fmt: skip
+MAY_SPILL = ("attention, float32", "attention, float64")  # types of tests
+
+
+def all_cases() -> dict[str, Launch]:
+    return COMMON | OTHERS
+
+
+def common_cases() -> dict[str, Launch]:
+    return COMMON
