@@ -9,7 +9,7 @@ import torch
 
 import compilespec
 from compilespec.acceptance import STRICT, Acceptance, Relaxed
-from compilespec.errors import InvalidOption, NotSupported
+from compilespec.errors import InvalidOption
 from compilespec.methods.base import MethodConfig
 from compilespec.methods.eagle3 import random_head
 from compilespec.options import FORCE_VARIABLES, resolve_acceptance
@@ -46,9 +46,9 @@ def test_the_default_is_strict_and_lossless():
     assert describe(STRICT) == "strict"
 
 
-@pytest.mark.parametrize("name", ["rejection", "Strict", "", lambda logits: logits, 3])
-def test_rules_that_are_not_built(name):
-    with pytest.raises(NotSupported, match="not built"):
+@pytest.mark.parametrize("name", ["Strict", "", "user", None, 3])
+def test_unknown_rules(name):
+    with pytest.raises(InvalidOption, match="auto, strict, relaxed, rejection, block, or a funct"):
         resolve_acceptance(name)
 
 
