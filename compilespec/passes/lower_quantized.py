@@ -12,7 +12,7 @@ from compilespec.passes.runner import PassContext
 from compilespec.quantization.tensors import Kind, kind_of, rebuild
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-_FOUR_BITS = (torch.int1, torch.int2, torch.int3, torch.int4)  # stored in -8..7
+_FOUR_BITS = ("torch.int1", "torch.int2", "torch.int3", "torch.int4")  # stored in -8..7
 
 
 class Product(NamedTuple):
@@ -107,7 +107,7 @@ def _intx(kind: Kind, parts: dict[str, Tensor]) -> Product | None:
         or not _has_groups(kind, parts)
     ):
         return None
-    bits = 4 if kind.metadata["target_dtype"] in _FOUR_BITS else 8
+    bits = 4 if str(kind.metadata["target_dtype"]) in _FOUR_BITS else 8
     return Product(torch.ops.compilespec.quantized_linear.default, "qdata", "scale", (bits,))
 
 

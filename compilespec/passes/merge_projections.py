@@ -84,7 +84,8 @@ def _merge_quantized(gm: fx.GraphModule, ctx: PassContext) -> int:
         bias = _merged_input(gm, ctx, biases) if biases else None
         with gm.graph.inserting_before(first.node):
             op: Any = first.node.target
-            product = gm.graph.call_function(op, (first.x, weight, scale, bias, *first.extra))
+            x = first.node.args[0]  # an earlier merge may have replaced what it was
+            product = gm.graph.call_function(op, (x, weight, scale, bias, *first.extra))
         _split(gm, product, parts)
         merged += 1
     return merged

@@ -70,7 +70,7 @@ def _pack_quantized(gm: fx.GraphModule, ctx: PassContext, linear: QuantizedLinea
     scale = _packed_input(gm, ctx, linear.scale, "scale")
     with gm.graph.inserting_before(linear.node):
         node = gm.graph.call_function(
-            op, (linear.x, weight, scale, linear.bias, linear.num_outputs)
+            op, (linear.node.args[0], weight, scale, linear.bias, linear.num_outputs)
         )
     node.meta["val"] = linear.node.meta["val"]
     copy_origin(linear.node, node)

@@ -49,8 +49,7 @@ class Quantize:
 def read_quantize(value: Any, keyword: str = "quantize") -> Quantize | None:
     """Check what was given for `keyword`.
 
-    Returns: None for None, else a `Quantize` whose name is one of `NAMES` or whose config is an
-    object.
+    Returns: None for None, else a `Quantize` whose config is one of `NAMES` or an object.
     Raises: NotSupported (torchao missing or too old, with the command that installs it),
     InvalidOption (an unknown name, no config).
     """
@@ -105,7 +104,10 @@ def _int4_weight_only(device: torch.device) -> Any:
     from torchao.quantization import Int4WeightOnlyConfig, IntxWeightOnlyConfig, PerGroup
 
     if device.type == "cpu":  # Int4WeightOnlyConfig packs for GPUs only
-        return IntxWeightOnlyConfig(weight_dtype=torch.int4, granularity=PerGroup(32))
+        return IntxWeightOnlyConfig(
+            weight_dtype=getattr(torch, "int4"),  # noqa: B009  (unknown to type checkers)
+            granularity=PerGroup(32),
+        )
     return Int4WeightOnlyConfig(group_size=128, int4_packing_format="tile_packed_to_4d")
 
 

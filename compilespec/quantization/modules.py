@@ -45,7 +45,7 @@ def quantize_module(model: Model, quantize: Quantize, keyword: str = "quantize")
             f"{keyword}={quantize.name!r} means no module: only={quantize.only!r}, "
             f"skip={quantize.skip!r}; the products are {_listed(known)}"
         )
-    weight, chosen = quantized.get_submodule(paths[0]).weight, set(paths)
+    weight, chosen = _weight_of(quantized, paths[0]), set(paths)
     config = quantize.config_on(weight.device)
     try:
         with warnings.catch_warnings():
@@ -53,7 +53,7 @@ def quantize_module(model: Model, quantize: Quantize, keyword: str = "quantize")
             quantize_(quantized, config, filter_fn=lambda _, path: path in chosen)
     except _REFUSALS as error:
         raise _refusal(quantize, keyword, weight, error) from error
-    if not any(is_quantized(quantized.get_submodule(path).weight) for path in paths):
+    if not any(is_quantized(_weight_of(quantized, path)) for path in paths):
         raise InvalidOption(
             f"{keyword}={quantize.name!r} left all of {_listed(paths)} as they are: their sizes do "
             f"not suit it; try int8_weight_only"
@@ -141,6 +141,12 @@ def shallow_copy(module: Model) -> Model:
     result = copied(module)
     assert isinstance(result, type(module))
     return result
+
+
+def _weight_of(model: nn.Module, path: str) -> torch.Tensor:
+    weight = model.get_submodule(path).weight
+    assert isinstance(weight, torch.Tensor)
+    return weight
 
 
 def _is_product(path: str, module: nn.Module) -> bool:

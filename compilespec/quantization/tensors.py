@@ -82,10 +82,10 @@ def stand_ins(module: nn.Module) -> Iterator[Mapping[tuple[int, ...], Tensor]]:
     found: dict[int, tuple[Tensor, Tensor]] = {}  # by the weight's id: itself and its stand-in
     places: list[tuple[dict[str, Any], str, Tensor]] = []
     for one in module.modules():
-        for store in (one._parameters, one._buffers):
-            for name, tensor in store.items():
+        stores: tuple[dict[str, Any], ...] = (one._parameters, one._buffers)
+        for store in stores:
+            for name, tensor in list(store.items()):
                 if is_quantized(tensor):
-                    assert tensor is not None
                     if id(tensor) not in found:
                         found[id(tensor)] = (tensor, _stand_in(tensor))
                     places.append((store, name, tensor))
