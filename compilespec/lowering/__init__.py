@@ -41,7 +41,6 @@ PHASE_OPTIONS: dict[Phase, dict[str, Any]] = {
     "decode": {"cpp_wrapper": True, "cpp.threads": 1},
     "prefill": {"cpp.dynamic_threads": True},
 }
-PIECE_OPTIONS: dict[str, Any] = {}
 
 
 def lower(
@@ -136,7 +135,7 @@ def _compile_pieces(graph: PhaseGraph, program: SpecProgram, cache: ArtifactCach
     Raises: PassError where the graph cannot be cut.
     """
     started = time.perf_counter()
-    options = {**INDUCTOR_OPTIONS, **PHASE_OPTIONS[graph.phase], **PIECE_OPTIONS}
+    options = {**INDUCTOR_OPTIONS, **PHASE_OPTIONS[graph.phase]}
     key = artifact_key(graph, program, {**options, "units": "pieces"})
     stored = cache.load_plan(key)
     calls = {} if stored is None else _load_pieces(stored[0], options, cache)

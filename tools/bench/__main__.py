@@ -1,4 +1,4 @@
-"""`python -m tools.bench`: parse the options, run one of the three benchmarks."""
+"""`python -m tools.bench`: parse the options, run one of the benchmarks."""
 
 from __future__ import annotations
 
@@ -18,6 +18,9 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     )
     mode.add_argument(
         "--milestone", action="store_true", help="step times of random models, none and eagle3"
+    )
+    mode.add_argument(
+        "--compile-cost", action="store_true", help="compile seconds of 8, 16 and 32 layers"
     )
     parser.add_argument("--model", default="demo", help="a checkpoint directory, or demo")
     parser.add_argument(
@@ -39,7 +42,11 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--name", help="results/NAME.json (default: the kind of benchmark)")
     options = parser.parse_args(arguments)
     if options.name is None:
-        kinds = {"first-token": options.first_token, "milestone": options.milestone}
+        kinds = {
+            "first-token": options.first_token,
+            "milestone": options.milestone,
+            "compile-cost": options.compile_cost,
+        }
         options.name = next((kind for kind, chosen in kinds.items() if chosen), "speed")
     if options.dtype and not (options.milestone or options.model != "demo"):
         parser.error("--dtype: the demo pair is measured in its own dtype")
@@ -61,6 +68,8 @@ def main(arguments: list[str] | None = None) -> int:
         from tools.bench.first_token import run
     elif options.milestone:
         from tools.bench.milestone import run
+    elif options.compile_cost:
+        from tools.bench.compile_cost import run
     else:
         from tools.bench.speed import run
     return run(options, console)

@@ -1,0 +1,1 @@
+"""What `tools.gpu_check` is made of: random models at real sizes, times of their steps."""

@@ -1,0 +1,83 @@
+"""Times of single steps: on the device, on the host, and what the device could do at best."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from tools.bench.measure import quantiles
+
+NUM_WARM = 3
+
+
+def copy_bytes_per_s(device: torch.device, num_bytes: int, repeats: int = 10) -> float:
+    """Bytes read and written per second by a large copy: what memory gives at best."""
+    source = torch.zeros(num_bytes // 4, dtype=torch.float32, device=device)
+    target = torch.empty_like(source)
+    times = [device_ms(lambda: target.copy_(source), device) for _ in range(repeats + NUM_WARM)]
+    return 2 * num_bytes / (quantiles(times[NUM_WARM:])["p50"] / 1e3)
+
+
+def device_ms(call: Callable[[], Any], device: torch.device) -> float:
+    """Milliseconds that a call keeps the device busy; of wall time where that is the CPU."""
+    if device.type != "cuda":
+        start = time.perf_counter()
+        call()
+        return (time.perf_counter() - start) * 1e3
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    call()
+    end.record()
+    end.synchronize()
+    return float(begin.elapsed_time(end))
+
+
+def time_steps(
+    launch: Callable[[], Any], collect: Callable[[Any], Any], device: torch.device, count: int
+) -> dict[str, Any]:
+    """Times of `count` steps, launched one ahead of the last one read, as the engine does.
+
+    Returns: wall ms a step (quantiles), device ms a step, host microseconds a launch, and the share
+    of the time in which the device waits.
+    """
+    for _ in range(NUM_WARM):
+        collect(launch())
+    busy = [device_ms(launch, device) for _ in range(count)]
+    host_us, wall_ms = [], []
+    pending = launch()
+    mark = time.perf_counter()
+    for _ in range(count):
+        start = time.perf_counter()
+        following = launch()
+        host_us.append((time.perf_counter() - start) * 1e6)
+        collect(pending)
+        pending = following
+        now = time.perf_counter()
+        wall_ms.append((now - mark) * 1e3)
+        mark = now
+    collect(pending)
+    device_p50, wall_p50 = quantiles(busy)["p50"], quantiles(wall_ms)["p50"]
+    return {
+        "step_ms": quantiles(wall_ms),
+        "device_ms": quantiles(busy),
+        "host_us": quantiles(host_us),
+        "idle_share": max(0.0, 1 - device_p50 / wall_p50),
+    }
+
+
+def count_launches(launch: Callable[[], Any], device: torch.device) -> dict[str, int] | None:
+    """Driver calls of one step that put work on the device, by name; None on the CPU."""
+    if device.type != "cuda":
+        return None
+    from torch.profiler import ProfilerActivity, profile
+
+    torch.cuda.synchronize(device)
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as trace:
+        launch()
+        torch.cuda.synchronize(device)
+    counts = {event.key: event.count for event in trace.key_averages()}
+    wanted = ("Launch", "cudaMemcpy", "cuMemcpy")
+    return {name: count for name, count in counts.items() if any(w in name for w in wanted)}
