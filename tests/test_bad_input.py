@@ -141,7 +141,7 @@ def test_impossible_sizes_and_choices_are_refused(name):
     assert "got " in message
 
 
-UNBUILT = {"cudagraphs": "full", "acceptance": "rejection", "logits_processor": print,
+UNBUILT = {"acceptance": "rejection", "logits_processor": print,
            "quantize": "int8", "draft_quantize": "int8"}  # fmt: skip
 
 
