@@ -75,6 +75,18 @@ class DraftFailed(SpecError):
     """
 
 
+class GuideFailed(SpecError):
+    """A guide could not be followed to its end; ends the request it belongs to."""
+
+
+class ProcessorFailed(SpecError):
+    """A logits processor on the host raised, or gave no logits; ends the request it belongs to."""
+
+
+class MissingDependency(SpecError):
+    """An optional dependency is not installed; the message has the command that installs it."""
+
+
 class TokenizerFailed(SpecError):
     """The tokenizer raised while it made text of a request's tokens; ends that request."""
 

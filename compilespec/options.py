@@ -11,8 +11,9 @@ from typing import Any
 from compilespec.acceptance import STRICT, Acceptance, Relaxed, RuleFunction, rule_function
 from compilespec.cudagraphs.buckets import Buckets, read_buckets
 from compilespec.cudagraphs.modes import NO_OPTIONS, GraphOptions, read_graph_options
-from compilespec.errors import InvalidOption, NotSupported
+from compilespec.errors import InvalidOption
 from compilespec.loading import Target
+from compilespec.logits_processor import LogitsProcessor
 from compilespec.lowering import BACKENDS
 from compilespec.methods.base import Drafter, TargetInfo
 from compilespec.passes.acceptance import FUNCTIONS, RULES, describe, is_lossless
@@ -57,6 +58,9 @@ class CompileOptions:
     acceptance: Acceptance = STRICT
     quantize: Quantize | None = None
     draft_quantize: Quantize | None = None
+    logits_processor: LogitsProcessor | None = None
+    host_processors: bool = False
+    prompt_logprobs: bool = False
     disabled_passes: frozenset[str] = frozenset()
 
     def program_config(
@@ -109,6 +113,8 @@ def resolve_options(
     cudagraphs: str | GraphOptions = "auto",
     acceptance: str | Callable[..., Any] = "auto",
     logits_processor: Any = None,
+    host_processors: bool = False,
+    prompt_logprobs: bool = False,
     quantize: Any = None,
     draft_quantize: Any = None,
     backend: str = "inductor",
@@ -131,9 +137,16 @@ def resolve_options(
     if backend not in BACKENDS:
         raise InvalidOption(f"backend must be one of {', '.join(BACKENDS)}; got {backend!r}")
     graphs = read_graph_options(cudagraphs)
-    for name, value in (("logits_processor", logits_processor),):
-        if value is not None:
-            raise NotSupported(f"{name}= is not built yet; leave it out")
+    for name, switch in (
+        ("host_processors", host_processors),
+        ("prompt_logprobs", prompt_logprobs),
+    ):
+        if not isinstance(switch, bool):
+            raise InvalidOption(f"{name} must be True or False; got {switch!r}")
+    if logits_processor is not None and not callable(logits_processor):
+        raise InvalidOption(
+            f"logits_processor must be a function or a module; got {logits_processor!r}"
+        )
     num_draft_tokens, smaller = _draft_counts(num_draft_tokens)
     sizes = {
         "max_batch_size": max_batch_size,
@@ -169,6 +182,9 @@ def resolve_options(
         max_step_tokens=max_step_tokens,
         quantize=read_quantize(quantize),
         draft_quantize=read_quantize(draft_quantize, "draft_quantize"),
+        logits_processor=None if logits_processor is None else LogitsProcessor(logits_processor),
+        host_processors=host_processors,
+        prompt_logprobs=prompt_logprobs,
         acceptance=resolve_acceptance(
             acceptance,
             force_num_accepted,

@@ -25,6 +25,7 @@ from compilespec.options import ACCEPTANCE_OPTIONS, CompileOptions, resolve_opti
 from compilespec.passes.acceptance import describe, is_lossless
 from compilespec.passes.draft_loops import LOOPS
 from compilespec.passes.draft_loops.kept_inputs import READ_BY_REPLAY
+from compilespec.passes.keep_head_input import HeadFunction
 from compilespec.passes.rewrite import rewrite_phase, rewrite_replay
 from compilespec.passes.runner import PassContext
 from compilespec.program import (
@@ -62,7 +63,9 @@ def compile(
     cudagraphs: str | GraphOptions = "auto",
     buckets: Sequence[int] | Mapping[str, Sequence[Any]] | None = None,
     acceptance: str | Callable[..., Any] = "auto",
-    logits_processor: Any = None,
+    logits_processor: Callable[..., Tensor] | None = None,
+    host_processors: bool = False,
+    prompt_logprobs: bool = False,
     quantize: Any = None,
     draft_quantize: Any = None,
     tokenizer: Any = None,
@@ -96,6 +99,12 @@ def compile(
         draft_quantize: the same for the drafter; a head shared with the target follows the target
         unless it is named here.
         acceptance: "auto" (strict for greedy requests), or "relaxed", which is lossy.
+        logits_processor: a function or module that is traced into the step and changes the target's
+        logits; what it may read, and must not do, is said at `LogitsProcessor`.
+        host_processors: requests may have a `logits_processor` of their own, a Python function. A
+        step then waits for the host, copies its logits, and cannot be captured in a CUDA graph.
+        prompt_logprobs: requests may ask for `prompt_logprobs`.  Prefill then gives out its hidden
+        states; others pay nothing else.
         method_options: options of the method, such as `aux_ids_are=`, and of the acceptance:
         `relaxed_topk`, `relaxed_delta`, `begin_thinking_token_id`, `end_thinking_token_id`;
         `force_num_accepted`, for benchmarks, accepts so many drafts whatever they are.
@@ -110,6 +119,8 @@ def compile(
         cudagraphs=cudagraphs,
         acceptance=acceptance,
         logits_processor=logits_processor,
+        host_processors=host_processors,
+        prompt_logprobs=prompt_logprobs,
         quantize=quantize,
         draft_quantize=draft_quantize,
         backend=backend,
@@ -269,6 +280,9 @@ def build_program(
             "weights": weights,
             "buffers": buffers,
             "prepack": config.device.type == "cpu",
+            "logits_processor": options.logits_processor,
+            "host_processors": options.host_processors,
+            "prompt_logprobs": options.prompt_logprobs,
         }
         return PassContext(**{**shared, **changes})
 
@@ -301,6 +315,8 @@ def build_program(
         num_repeated_tokens=num_repeated_tokens(method.capabilities, config),
         recorder=drafter.recorder if drafter else None,
         propose_on_host=drafter.propose_on_host if drafter else None,
+        host_processors=options.host_processors,
+        head=HeadFunction(traced) if options.prompt_logprobs else None,
         variants=variants,
         replay=replay,
         notes=(*_notes(target, drafter), *notes),

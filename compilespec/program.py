@@ -240,6 +240,8 @@ class SpecProgram:
     replay: PhaseGraph | None = None  # brings drafters up to date after steps of K = 0
     recorder: TapSink | None = field(default=None, repr=False)  # of the taps, if they are put out
     propose_on_host: HostProposal | None = field(default=None, repr=False)
+    host_processors: bool = False  # whether the step calls requests' processors on the host
+    head: Callable[[Tensor], Tensor] | None = field(default=None, repr=False)  # for prompt logprobs
     notes: tuple[
         str, ...
     ] = ()  # what was resolved, for `Engine.plan()`: aux layers, draft layout, ...

@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from compilespec.errors import InvalidRequest
+from compilespec.guides import as_guide
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,8 +18,9 @@ class SamplingParams:
     """The parameters of one request, checked when they are made.
 
     Impossible values raise InvalidRequest here; values that are possible but not built yet raise
-    NotSupported when the request is submitted.  Logits are changed in this order: penalties, bias
-    and banned ids, min_new_tokens, temperature, top_k, top_p, min_p.  A token that is drawn depends
+    NotSupported when the request is submitted.  Logits are changed in this order: the engine's
+    logits processor, the request's, penalties, bias and banned ids, min_new_tokens, guide,
+    temperature, top_k, top_p, min_p.  A token that is drawn depends
     on the seed and on the tokens before it, and on nothing else: not on the other requests, nor on
     how many tokens are drafted.
     """
@@ -82,10 +84,24 @@ class SamplingParams:
     of the logits as they are, before anything that sampling changes."""
 
     prompt_logprobs: int | None = None
-    """How many top log-probabilities to return for each prompt token."""
+    """How many top log-probabilities to return for each prompt token but the first, beside its own,
+    0 to 20; the engine must be compiled with prompt_logprobs=True."""
+
+    logits_processor: Callable[[list[int], Any], Any] | None = None
+    """Called with the tokens so far (prompt included) and their float logits, a CPU tensor [V] of
+    its own, for each of the S rows of every step; returns the logits to use.  A function of its
+    arguments and nothing else, so that drafts change no token.  It costs its own time S times a
+    step, and the engine, which must be compiled with host_processors=True, a copy of the logits to
+    the host and back in every step."""
 
     guide: Any = None
-    """A grammar that the output must follow."""
+    """What the output must be, up to EOS: a `compilespec.guides` JsonSchema, Regex or Choice, or a
+    mapping (JSON schema), a string (regular expression) or a sequence (choices) for one.  EOS may
+    come only where the text is whole; with ignore_eos the output ends where nothing can follow."""
+
+    guide_after_token_id: int | None = None
+    """The guide begins after this token of the output, the one that ends reasoning, say; what comes
+    before is free."""
 
     num_draft_tokens: int | None = None
     """Draft tokens per step for this request, at most the engine's; None is the engine's."""
@@ -103,6 +119,7 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         _normalise(self)
+        _check_hooks(self)
         _check_counts(self)
         _check_numbers(self)
         _check_stops(self)
@@ -121,6 +138,20 @@ def _normalise(params: SamplingParams) -> None:
         else:
             raise _invalid(name, "a sequence", value, f"write {name}=({value!r},)")
         object.__setattr__(params, name, value)
+
+
+def _check_hooks(params: SamplingParams) -> None:
+    if params.guide is not None:
+        object.__setattr__(params, "guide", as_guide(params.guide))
+    after = params.guide_after_token_id
+    if after is not None and (not _is_int(after) or after < 0):
+        raise _invalid("guide_after_token_id", "a token id of at least 0", after)
+    if after is not None and params.guide is None:
+        raise _invalid("guide_after_token_id", "a guide with it", after, "give guide=")
+    if params.logits_processor is not None and not callable(params.logits_processor):
+        raise _invalid(
+            "logits_processor", "a function of (token_ids, logits)", params.logits_processor
+        )
 
 
 def _check_counts(params: SamplingParams) -> None:

@@ -106,10 +106,14 @@ def test_the_others_of_a_batch_finish(engine):
     assert not engine.has_work
 
 
-def test_parameters_that_are_not_built_are_refused(engine):
+def test_parameters_that_were_not_compiled_in_are_refused(engine):
     refused(
-        errors.NotSupported, "guide='x'", "not built yet",
-        run=lambda: engine.generate([[3]], SamplingParams(guide="x")),
+        errors.InvalidRequest, "prompt_logprobs", "compiled with prompt_logprobs=True",
+        run=lambda: engine.generate([[3]], SamplingParams(prompt_logprobs=0)),
+    )  # fmt: skip
+    refused(
+        errors.InvalidRequest, "logits_processor", "compiled with host_processors=True",
+        run=lambda: engine.generate([[3]], SamplingParams(logits_processor=max)),
     )  # fmt: skip
     refused(errors.InvalidRequest, run=lambda: SamplingParams(max_new_tokens=0))
     refused(errors.InvalidRequest, "max_new_token", run=lambda: SamplingParams(max_new_token=3))
@@ -141,7 +145,7 @@ def test_impossible_sizes_and_choices_are_refused(name):
     assert "got " in message
 
 
-UNBUILT = {"acceptance": "rejection", "logits_processor": print,
+UNBUILT = {"acceptance": "rejection",
            "quantize": "int8", "draft_quantize": "int8"}  # fmt: skip
 
 

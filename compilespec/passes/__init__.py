@@ -9,11 +9,13 @@ from compilespec.passes.check_mutations import check_mutations
 from compilespec.passes.cleanup import cleanup
 from compilespec.passes.commit_state import commit_state
 from compilespec.passes.insert_paged_attention import insert_paged_attention
+from compilespec.passes.keep_head_input import keep_head_input, output_head_input
 from compilespec.passes.lower_quantized import lower_quantized
 from compilespec.passes.merge_projections import merge_projections
 from compilespec.passes.narrow_logits import narrow_logits
 from compilespec.passes.output_hidden_states import output_hidden_states
 from compilespec.passes.prepack_linears import prepack_linears
+from compilespec.passes.process_logits import num_processors, process_logits
 from compilespec.passes.read_state import read_state
 from compilespec.passes.runner import Pass, PassContext, check_order, run_passes
 from compilespec.passes.shift_hidden_states import pairs_hidden_states, shift_hidden_states
@@ -46,8 +48,13 @@ SPLICE_PASSES = (
         reference=references.read_state,
     ),
     Pass(
+        run=keep_head_input,
+        matches=lambda ctx: 1 if ctx.prompt_logprobs and ctx.phase == "prefill" else None,
+        ensures=(contracts.plays("head_input"),),
+    ),
+    Pass(
         run=narrow_logits,
-        after=("read_state",),
+        after=("read_state", "keep_head_input"),
         numerics="rounding",  # a library may order the sums of fewer rows differently
         ensures=(contracts.plays("logits"),),
         reference=references.narrow_logits,
@@ -64,8 +71,16 @@ SPLICE_PASSES = (
         reference=references.insert_paged_attention,
     ),
     Pass(
-        run=splice_acceptance,
+        run=process_logits,
         after=("narrow_logits",),
+        numerics="rounding",  # a module may order the sums of fewer rows differently
+        matches=num_processors,
+        ensures=(contracts.plays("logits", "raw_logits"),),
+        reference=references.process_logits,
+    ),
+    Pass(
+        run=splice_acceptance,
+        after=("narrow_logits", "process_logits"),
         matches=lambda ctx: 1,
         ensures=(
             contracts.gives("emitted_BS", "num_emitted_B"),
@@ -79,6 +94,11 @@ SPLICE_PASSES = (
         matches=lambda ctx: 1 if ctx.capabilities.outputs_hidden_states else None,
         ensures=(contracts.plays("hidden"),),
         reference=references.output_hidden_states,
+    ),
+    Pass(
+        run=output_head_input,
+        after=("keep_head_input", "splice_acceptance", "output_hidden_states"),
+        matches=lambda ctx: 1 if ctx.prompt_logprobs and ctx.phase == "prefill" else None,
     ),
     Pass(
         run=shift_hidden_states,

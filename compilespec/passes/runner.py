@@ -25,6 +25,7 @@ from compilespec.passes.contracts import (
 from compilespec.program import BufferSpec, InputSpec, PassRecord, Phase, ProgramConfig, Traced
 
 if TYPE_CHECKING:
+    from compilespec.logits_processor import LogitsProcessor
     from compilespec.passes.references import Reference
 
 Level = Literal["torch", "aten"]
@@ -45,6 +46,9 @@ class PassContext:
     kv_layers: tuple[int, ...] = ()  # target layers whose caches a shared_kv drafter reads
     kv_block_sizes: tuple[int, ...] = ()  # by draft step, where they have KV groups of their own
     prepack: bool = True
+    logits_processor: LogitsProcessor | None = None  # traced into the step
+    host_processors: bool = False  # whether requests may have processors on the host
+    prompt_logprobs: bool = False  # whether prefill gives out what enters the head
     read_only: frozenset[str] = frozenset()  # state that this graph reads, and others write
     weights: dict[str, Tensor] = field(default_factory=dict)
     inputs: dict[str, InputSpec] = field(default_factory=dict)  # by placeholder name

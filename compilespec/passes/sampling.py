@@ -20,7 +20,14 @@ from compilespec.ops.sample.layout import (
     STREAM_DRAFT,
     TEMPERATURE,
 )
-from compilespec.passes.graph import add_buffer, arange_like, emit, find_role, output_node
+from compilespec.passes.graph import (
+    add_buffer,
+    arange_like,
+    emit,
+    find_role,
+    has_role,
+    output_node,
+)
 from compilespec.passes.runner import PassContext
 from compilespec.program import BufferSpec
 
@@ -62,7 +69,8 @@ def _target_rows(gm: fx.GraphModule, ctx: PassContext, *, before: fx.Node) -> tu
 
 def note_logprobs(gm: fx.GraphModule, ctx: PassContext, target: fx.Node) -> None:
     """Log-probabilities of the step's tokens go to state rows, which the host reads if asked."""
-    before, logits = output_node(gm), find_role(gm, "logits")
+    before = output_node(gm)
+    logits = find_role(gm, "raw_logits" if has_role(gm, "raw_logits") else "logits")
     if ctx.phase == "prefill":
         logits = emit(gm, lambda x_1RV: x_1RV.squeeze(0).unsqueeze(1), logits, before=before)
     _, whole, *_ = sampling_state(gm, ctx)

@@ -10,9 +10,11 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from compilespec.errors import EngineClosed, InvalidRequest, SpecError, TokenizerFailed
+from compilespec.guides import Vocabulary
 from compilespec.program import HostProposal
 from compilespec.runtime.detokenize import OutputText, Tokenizer
 from compilespec.runtime.executor import Executor
+from compilespec.runtime.host_masks import make_follower
 from compilespec.runtime.prompts import as_prompt_list, check_choices, check_params, read_prompt
 from compilespec.runtime.request import FinishReason, GenerationOutput, Request, RequestState
 from compilespec.runtime.scheduler import Scheduler
@@ -106,6 +108,7 @@ class Engine:
             max_step_tokens=max_step_tokens,
         )
         self._ids = itertools.count()
+        self._vocabulary = Vocabulary(tokenizer, self.geometry.vocab_size)
         self._closed = False
 
     def generate(self, prompts: Any, params: Params = None) -> list[GenerationOutput]:
@@ -349,6 +352,7 @@ class Engine:
                 seed=seed,
                 sample=sample,
                 stop_token_ids=stop_ids,
+                guide=make_follower(params, self._vocabulary, end_ids=eos, stop_ids=stop_ids),
                 output_text=OutputText(self.tokenizer, ids, params.stop)
                 if self.tokenizer is not None
                 else None,

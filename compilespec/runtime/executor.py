@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from torch import Tensor
+
 from compilespec.runtime.sampling_rows import RowSampling, TokenLogprobs
 
 
@@ -27,6 +29,7 @@ class PrefillChunk:
     start: int
     tokens: tuple[int, ...]
     next_token: int | None
+    num_logprobs: int | None = None  # of the prompt's tokens, as many best ones are asked for
 
     @property
     def finished(self) -> bool:
@@ -49,6 +52,8 @@ class Geometry:
     )
 
     num_repeated_tokens: int = 0  # prompt tokens before a chunk that it must hold again
+    host_processors: bool = False  # whether requests may have logits processors on the host
+    prompt_logprobs: bool = False  # whether they may ask for those
     draft_counts: tuple[int, ...] = ()  # further K, smaller ones, that a step may have
     needs_replay: bool = False  # whether rows must be replayed after steps of K = 0
 
@@ -87,9 +92,22 @@ class Executor(Protocol):
         ones' at each place; for requests that ask for them.
         """
 
+    def prompt_logprobs(self, row: int) -> dict[int, TokenLogprobs]:
+        """By position, those of the tokens that the last call's chunk of this row leads to: of a
+        chunk that asks for them, its tokens but the first, and the one that follows it.
+        """
+
     def set_drafts(self, rows: Sequence[int], drafts: Sequence[Sequence[int]]) -> None:
         """Write up to K draft ids a row for the next decode step; for programs whose drafts come
         from the host.
+        """
+
+    def read_drafts(self, rows: Sequence[int]) -> list[list[int]]:
+        """The drafts that the next decode step will judge in each row, up to K of them."""
+
+    def set_masks(self, rows: Sequence[int], masks_NSW: Tensor) -> None:
+        """Write which ids these rows may choose at the first rows of their next window: int32, a
+        bit an id.
         """
 
     def launch_prefill(self, chunks: Sequence[PrefillChunk]) -> Any:

@@ -6,17 +6,11 @@ from collections.abc import Sequence
 from numbers import Integral
 from typing import Any
 
-from compilespec.errors import InvalidRequest, NotSupported
+from compilespec.errors import InvalidRequest
 from compilespec.ops.sample.layout import MAX_LOGPROBS, MAX_STOPS
 from compilespec.runtime.detokenize import Tokenizer
 from compilespec.runtime.executor import Geometry
 from compilespec.sampling_params import SamplingParams
-
-# Fields of SamplingParams of which one value is built.
-BUILT_VALUES: dict[str, Any] = {
-    "prompt_logprobs": None,
-    "guide": None,
-}
 
 
 def as_prompt_list(prompts: Any) -> tuple[list[Any], bool]:
@@ -69,26 +63,36 @@ def read_prompt(prompt: Any, tokenizer: Tokenizer | None, geometry: Geometry) ->
 def check_params(params: Any, tokenizer: Tokenizer | None, geometry: Geometry) -> None:
     """Refuse parameters that this engine cannot serve.
 
-    Raises: NotSupported (a part not built yet, names the field), InvalidRequest (not
-        SamplingParams, stop strings without a tokenizer, ids outside the vocabulary).
+    Raises: InvalidRequest (not SamplingParams, a part that was not compiled in, stop strings
+        without a tokenizer, ids outside the vocabulary).
     """
     if not isinstance(params, SamplingParams):
         raise InvalidRequest(f"params: expected SamplingParams, got {_type(params)}")
-    for name, built in BUILT_VALUES.items():
-        value = getattr(params, name)
-        if value != built:
-            raise NotSupported(
-                f"SamplingParams.{name}={value!r} is not built yet; leave it at {built!r}"
+    for name, is_compiled, option in (
+        ("prompt_logprobs", geometry.prompt_logprobs, "prompt_logprobs=True"),
+        ("logits_processor", geometry.host_processors, "host_processors=True"),
+    ):
+        if getattr(params, name) is not None and not is_compiled:
+            raise InvalidRequest(
+                f"SamplingParams.{name} needs an engine that was compiled with {option}"
             )
     if params.stop and tokenizer is None:
         raise InvalidRequest(
             "SamplingParams.stop needs a tokenizer and the engine has none; compile with "
             "tokenizer=..., or give stop_token_ids"
         )
-    if params.logprobs is not None and params.logprobs > MAX_LOGPROBS:
+    after = params.guide_after_token_id
+    if after is not None and after >= geometry.vocab_size:
         raise InvalidRequest(
-            f"SamplingParams.logprobs: expected at most {MAX_LOGPROBS}, got {params.logprobs}"
+            f"SamplingParams.guide_after_token_id: expected an id from 0 to "
+            f"{geometry.vocab_size - 1}, got {after}"
         )
+    for name in ("logprobs", "prompt_logprobs"):
+        count = getattr(params, name)
+        if count is not None and count > MAX_LOGPROBS:
+            raise InvalidRequest(
+                f"SamplingParams.{name}: expected at most {MAX_LOGPROBS}, got {count}"
+            )
     for name in ("stop_token_ids", "allowed_token_ids", "bad_token_ids", "logit_bias"):
         outside = [t for t in getattr(params, name) or () if t >= geometry.vocab_size]
         if outside:

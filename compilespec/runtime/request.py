@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import enum
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from compilespec.guides.follower import GuideFollower
 from compilespec.runtime.detokenize import OutputText
+from compilespec.runtime.host_processors import HostProcessor
 from compilespec.runtime.sampling_rows import RowSampling, TokenLogprobs
 from compilespec.sampling_params import SamplingParams
 
@@ -53,8 +55,11 @@ class Request:
     arrival: int = 0  # place among all that the scheduler was given
     stop_token_ids: frozenset[int]  # EOS included, unless it is ignored
     output_text: OutputText | None = None  # None without a tokenizer
+    guide: GuideFollower | None = None  # where it stands in its guide
+    processor: HostProcessor | None = None  # calls its logits processor, while it is admitted
     state: RequestState = RequestState.WAITING
     output_token_ids: list[int] = field(default_factory=list)
+    prompt_logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)  # by position
     output_logprobs: list[TokenLogprobs] = field(default_factory=list)
     emitted_per_step: list[int] = field(default_factory=list)
     finish_reason: FinishReason | None = None
@@ -92,6 +97,11 @@ class Request:
         """Prompt and output at most; the maximum length may end it before."""
         return len(self.prompt_token_ids) + self.params.max_new_tokens
 
+    @property
+    def needs_host(self) -> bool:
+        """Whether the host must see its tokens and drafts between two steps."""
+        return self.guide is not None or self.params.logits_processor is not None
+
     def sampling(self) -> RowSampling:
         """How its tokens are chosen."""
         return RowSampling(
@@ -101,7 +111,23 @@ class Request:
             prompt_token_ids=self.prompt_token_ids,
             output_token_ids=self.output_token_ids,
             stop_token_ids=self.stop_token_ids,
+            processor=0 if self.processor is None else self.processor.handle,
         )
+
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        """How many best ones a prefill call is to note at each place; None: nothing."""
+        lacks = len(self.prompt_logprobs) < len(self.prompt_token_ids) - 1
+        return self.params.prompt_logprobs if lacks else None
+
+    def note_prompt(self, noted: Mapping[int, TokenLogprobs]) -> None:
+        """Keep what a prefill call noted of the prompt."""
+        length = len(self.prompt_token_ids)
+        self.prompt_logprobs |= {place: one for place, one in noted.items() if place < length}
+
+    def _prompt_logprobs(self) -> list[TokenLogprobs | None]:
+        places = range(len(self.prompt_token_ids))
+        return [self.prompt_logprobs.get(place) for place in places]
 
     def _logprobs(self) -> list[TokenLogprobs]:
         """Those of the tokens that were delivered."""
@@ -154,6 +180,9 @@ class Request:
             error=self.error,
             logprobs=None if self.params.logprobs is None else self._logprobs(),
             num_preemptions=self.num_preemptions,
+            prompt_logprobs=None
+            if self.params.prompt_logprobs is None
+            else self._prompt_logprobs(),
         )
 
 
@@ -185,6 +214,10 @@ class GenerationOutput:
 
     logprobs: list[TokenLogprobs] | None = None
     """One entry a generated token where `SamplingParams.logprobs` asked for them."""
+
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    """One entry a prompt token where `SamplingParams.prompt_logprobs` asked for them; None for the
+    first one, which follows nothing."""
 
     num_preemptions: int = 0
     """How often it had to make room and was computed anew."""

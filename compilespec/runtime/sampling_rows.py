@@ -22,6 +22,7 @@ class RowSampling:
     prompt_token_ids: Sequence[int]
     output_token_ids: Sequence[int] = ()  # of a request that had begun and is computed anew
     stop_token_ids: Collection[int]  # EOS included, unless it is ignored
+    processor: int = 0  # handle of a logits processor on the host
 
 
 def write_row(buffers: Mapping[str, Tensor], row: int, sampling: RowSampling) -> None:
@@ -38,6 +39,8 @@ def write_row(buffers: Mapping[str, Tensor], row: int, sampling: RowSampling) ->
     if "withheld_R" in buffers:  # drafts of a step that are not judged: the request's own K
         count, own = buffers["tokens_RS"].shape[1] - 1, params.num_draft_tokens
         buffers["withheld_R"][row] = 0 if own is None else max(0, count - own)
+    if "processor_R" in buffers:
+        buffers["processor_R"][row] = sampling.processor
     if is_biased:
         bias.copy_(dense_bias(params, len(bias)))
     if penalises:

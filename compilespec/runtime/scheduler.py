@@ -26,6 +26,8 @@ from compilespec.program import HostProposal, Phase
 from compilespec.runtime.blocks import BlockPool
 from compilespec.runtime.executor import Executor, PrefillChunk
 from compilespec.runtime.host_drafts import propose_drafts
+from compilespec.runtime.host_masks import admitted, write_masks
+from compilespec.runtime.host_processors import HostProcessor
 from compilespec.runtime.prefix_cache import PrefixCache
 from compilespec.runtime.request import FinishReason, Request, RequestState, now_ms
 from compilespec.runtime.stats import StatsRecorder
@@ -179,7 +181,7 @@ class Scheduler:
         """Blocks that hold the request's first tokens; None where another request is just computing
         the next one: samples of one prompt share it.
         """
-        if self.prefixes is None:
+        if self.prefixes is None or request.num_prompt_logprobs is not None:
             return ()
         keys = request.block_keys
         self.prefixes.extend_keys(keys, tokens)
@@ -213,6 +215,8 @@ class Scheduler:
         bisect.insort(self.running, request, key=_rank)
         self._stats.count_cached(num_cached)
         self._executor.set_blocks(request.row, request.blocks, tokens[:num_cached])
+        if request.params.logits_processor is not None:
+            request.processor = HostProcessor(request)
         self._executor.set_sampling(request.row, request.sampling())
 
     def _note_passed(self, request: Request) -> None:
@@ -226,6 +230,7 @@ class Scheduler:
     # --- launching ---
 
     def _launch_prefill(self) -> None:
+        self._guide([r for r in self.running if r.state is RequestState.PREFILL], drafted=False)
         chunks = self._pack()
         if not chunks:
             return
@@ -234,6 +239,8 @@ class Scheduler:
         self._stats.count_prefill()
         for request, chunk in chunks.items():
             request.num_prefilled = chunk.start + len(chunk.tokens)
+            if chunk.num_logprobs is not None:
+                request.note_prompt(self._executor.prompt_logprobs(request.row))
             if chunk.finished:
                 request.state = RequestState.DECODE
         self._in_flight.append(
@@ -267,6 +274,7 @@ class Scheduler:
                 start=start,
                 tokens=tokens[start:end],
                 next_token=tokens[end] if end < len(tokens) else None,
+                num_logprobs=request.num_prompt_logprobs,
             )
             room -= end - start
         return chunks
@@ -284,6 +292,7 @@ class Scheduler:
         requests = self._with_room([r for r in self.running if self._goes_on(r)])
         if self._propose is not None:
             requests = self._draft_on_host(self._propose, requests)
+        requests = self._guide(requests, drafted=True)
         if not requests:
             return
         with self._stats.time("decode"):
@@ -389,17 +398,31 @@ class Scheduler:
         if not request.finished:
             self._publish(request)
 
+    def _guide(self, requests: Sequence[Request], *, drafted: bool) -> list[Request]:
+        """Say what guided requests may choose in the call to come; returns those that go on."""
+        for request, error in write_masks(self._executor, requests, drafted=drafted).items():
+            self.fail(request, error)
+        return [request for request in requests if not request.finished]
+
     def _deliver(self, request: Request, tokens: Sequence[int]) -> int:
+        tokens, error = admitted(request, tokens)
+        if error is not None and not tokens:
+            self.fail(request, error)
+            return 0
         wanted = request.params.logprobs
         if wanted is not None:
             request.output_logprobs += self._executor.logprobs(request.row, tokens, wanted)
         try:
             count, reason = deliver(request, tokens, max_seq_len=self.geometry.max_seq_len)
-        except SpecError as error:  # from the caller's tokenizer
-            self.fail(request, error)
+        except SpecError as failure:  # from the caller's tokenizer
+            self.fail(request, failure)
             return 0
+        if reason is None and request.guide is not None and request.guide.is_complete:
+            reason = "stop"
         if reason is not None:
             self._finish(request, reason)
+        elif error is not None:
+            self.fail(request, error)
         return count
 
     def _spoil(self, request: Request) -> None:
@@ -467,6 +490,8 @@ class Scheduler:
                 self._vacate(request)
 
     def _vacate(self, request: Request) -> None:
+        if request.processor is not None:
+            request.processor.close()
         self.pool.free(request.blocks)
         heapq.heappush(self._free_rows, request.row)
         request.row, request.blocks, request.num_published = -1, (), 0
@@ -480,4 +505,4 @@ def _rank(request: Request) -> tuple[bool, int, int]:
 
 def _needs_host(request: Request) -> bool:
     """Whether the host acts between two of its steps, on the tokens of the first."""
-    return request.params.logprobs is not None or request.params.guide is not None
+    return request.params.logprobs is not None or request.needs_host

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from compilespec.cudagraphs.modes import GraphOptions
 from compilespec.cudagraphs.recorder import Recorder
 from compilespec.program import PAD, Lowered
 from compilespec.runtime.executor import Geometry, PrefillChunk
+from compilespec.runtime.prompt_rows import prompt_logprobs
 from compilespec.runtime.sampling_rows import (
     RowSampling,
     TokenLogprobs,
@@ -57,12 +59,15 @@ class StepRunner:
             num_repeated_tokens=program.num_repeated_tokens,
             draft_counts=tuple(lowered.variants),
             needs_replay=lowered.replay is not None,
+            host_processors=program.host_processors,
+            prompt_logprobs=program.head is not None,
         )
         self._graphs = graphs or GraphOptions(mode="none")
         sizes = self._buckets(buckets)
         self.buckets = tuple(size for (size,) in sizes.decode)
         self._device = config.device
-        self._recorder = program.recorder
+        self._recorder, self._head = program.recorder, program.head
+        self._prompt_logprobs: dict[int, dict[int, TokenLogprobs]] = {}  # by row, by position
         self.buffers: dict[str, Tensor] = {
             spec.name: torch.full(spec.shape, spec.fill, dtype=spec.dtype, device=config.device)
             for spec in program.buffers
@@ -116,8 +121,9 @@ class StepRunner:
         table = self.buffers["block_table_RM"]
         entries = list(blocks) + [-1] * (table.shape[1] - len(blocks))
         table[row] = self._int32(entries)
-        if prefix and "history_RL" in self.buffers:
-            self.buffers["history_RL"][row, : len(prefix)] = self._int32(prefix)
+        for name in ("history_RL", "processed_RL"):  # prefill does not see the prefix
+            if prefix and name in self.buffers:
+                self.buffers[name][row, : len(prefix)] = self._int32(prefix)
 
     def add_blocks(self, row: int, start: int, blocks: Sequence[int]) -> None:
         self.buffers["block_table_RM"][row, start : start + len(blocks)] = self._int32(blocks)
@@ -135,12 +141,31 @@ class StepRunner:
             live_TE = hidden[0].squeeze(0)[: len(packed["ids_T"])]
             states = live_TE.split([len(chunk.tokens) for chunk in chunks])
             self._record([chunk.row for chunk in chunks], states)
+        if self._head is not None:
+            self._note_prompts(self._head, chunks, hidden[-1].squeeze(0))
         return _Launched(emitted, counts, len(chunks))
 
     def prefill(self, chunks: Sequence[PrefillChunk]) -> list[int | None]:
         """Launch and collect: each finished prompt's first token, else None."""
         given = self.collect(self.launch_prefill(chunks))
         return [tokens[0] if tokens else None for tokens in given]
+
+    def _note_prompts(
+        self, head: Callable[[Tensor], Tensor], chunks: Sequence[PrefillChunk], hidden_TD: Tensor
+    ) -> None:
+        """`hidden_TD`: what enters the head at the packed rows; padded ones at the end."""
+        start = 0
+        for chunk in chunks:
+            begin, start = start, start + len(chunk.tokens)
+            if chunk.num_logprobs is None:
+                continue
+            next_tokens = () if chunk.next_token is None else (chunk.next_token,)
+            following = [*chunk.tokens[1:], *next_tokens]
+            made = prompt_logprobs(head, hidden_TD[begin:], following, chunk.num_logprobs)
+            self._prompt_logprobs[chunk.row] = dict(enumerate(made, start=chunk.start + 1))
+
+    def prompt_logprobs(self, row: int) -> dict[int, TokenLogprobs]:
+        return self._prompt_logprobs.pop(row, {})
 
     def set_drafts(self, rows: Sequence[int], drafts: Sequence[Sequence[int]]) -> None:
         count = self.geometry.num_draft_tokens
@@ -149,6 +174,14 @@ class StepRunner:
         self.buffers["tokens_RS"][index, 1:] = torch.tensor(
             padded, dtype=torch.int32, device=self._device
         )
+
+    def read_drafts(self, rows: Sequence[int]) -> list[list[int]]:
+        drafts = self.buffers["tokens_RS"][self._int32(rows), 1:].tolist()
+        return [list(itertools.takewhile(lambda token: token != PAD, ids)) for ids in drafts]
+
+    def set_masks(self, rows: Sequence[int], masks_NSW: Tensor) -> None:
+        count = masks_NSW.shape[1]
+        self.buffers["mask_RSW"][self._int32(rows), :count] = masks_NSW.to(self._device)
 
     def replay(self, rows: Sequence[int], backlogs: Sequence[int]) -> None:
         self._calls["replay"]({"row_B": rows, "backlog_B": backlogs})

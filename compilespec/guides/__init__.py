@@ -1,0 +1,14 @@
+"""Guides: what the output of a request must look like.
+
+`SamplingParams(guide=...)` takes a `JsonSchema`, a `Regex`, a `Choice`, or what stands for them: a
+mapping (a JSON schema), a string (a regular expression), a sequence of strings or of lists of token
+ids (choices).  A guide over text is followed by llguidance, the optional dependency of the extra
+`guide`; choices of token ids need nothing.
+"""
+
+from compilespec.guides.base import Guide, Matcher, Vocabulary
+from compilespec.guides.choice import Choice
+from compilespec.guides.grammar import JsonSchema, Regex
+from compilespec.guides.shorthand import as_guide
+
+__all__ = ["Choice", "Guide", "JsonSchema", "Matcher", "Regex", "Vocabulary", "as_guide"]

@@ -1,0 +1,125 @@
+"""One request on its way through its guide: what may come next, and after each draft."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from compilespec.errors import GuideFailed
+from compilespec.guides.base import Matcher
+
+
+class _Place(NamedTuple):
+    num_tokens: int  # of the output
+    num_matched: int  # of these, the matcher's
+    has_begun: bool
+    has_ended: bool
+
+
+class GuideFollower:
+    """Keeps a matcher in step with a request's output, and looks ahead along its drafts.
+
+    Args:
+        end_ids: ids that may come, and end the output, where the guide's text is whole.
+        starts_after: the guide begins after this token; None: with the first one.
+        banned: ids that the request may not choose anyway.
+        held_ids: ids that it may not choose among its first `min_new_tokens`.
+    """
+
+    def __init__(
+        self,
+        matcher: Matcher,
+        num_words: int,
+        *,
+        end_ids: Collection[int] = (),
+        starts_after: int | None = None,
+        banned: Collection[int] = (),
+        held_ids: Collection[int] = (),
+        min_new_tokens: int = 0,
+    ) -> None:
+        self._matcher, self._num_words = matcher, num_words
+        self._end_ids, self._starts_after = end_ids, starts_after
+        self._banned, self._held_ids, self._num_held = banned, held_ids, min_new_tokens
+        self._place = _Place(0, 0, has_begun=starts_after is None, has_ended=False)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether nothing may come any more: EOS came, or would be all that may, and is none."""
+        if self._place.has_ended or self._end_ids or not self._place.has_begun:
+            return self._place.has_ended
+        return self._matcher.may_end() and not bool(self._matcher.allowed().any())
+
+    def masks(self, drafts: Sequence[int] = ()) -> Tensor:
+        """What may come next, and after each draft up to the first that may not come itself.
+
+        Returns: int32 [1 + drafts that may come, ceil(V / 32)]; the follower stays where it is.
+        Raises: GuideFailed when nothing may come next.
+        """
+        start, rows = self._place, [self._allowed()]
+        if not bool(rows[0].any()):
+            raise GuideFailed(
+                f"the guide leaves nothing to choose after {start.num_tokens} tokens: no id of the "
+                "vocabulary continues it"
+            )
+        try:
+            for token in drafts:
+                if not self._step(token):
+                    break
+                rows.append(self._allowed())
+        finally:
+            self._matcher.rewind(self._place.num_matched - start.num_matched)
+            self._place = start
+        return torch.stack(rows)
+
+    def follow(self, tokens: Sequence[int]) -> tuple[int, GuideFailed | None]:
+        """Go past tokens that were chosen; how many of them belong to the output, and what is wrong
+        with the next one.
+        """
+        for count, token in enumerate(tokens):
+            if self.is_complete:
+                return count, None
+            if not self._step(token):
+                return count, GuideFailed(
+                    f"token {token} after {self._place.num_tokens} tokens is not what the guide "
+                    "allows, together with allowed_token_ids, bad_token_ids and min_new_tokens: "
+                    "nothing is left to choose, or the acceptance is lossy"
+                )
+        return len(tokens), None
+
+    def _allowed(self) -> Tensor:
+        if not self._place.has_begun:
+            return torch.full((self._num_words,), -1, dtype=torch.int32)
+        if self._place.has_ended:
+            return torch.zeros(self._num_words, dtype=torch.int32)
+        words = self._matcher.allowed().clone()
+        may_end = self._matcher.may_end()
+        for token in self._end_ids:
+            bit = 1 << token % 32 if token % 32 < 31 else -(1 << 31)
+            words[token // 32] &= ~bit
+            words[token // 32] |= bit if may_end else 0
+        return words
+
+    def _step(self, token: int) -> bool:
+        """Go past one token; False, and nothing changes, where it may not come."""
+        place = self._place
+        is_held = place.num_tokens < self._num_held and token in self._held_ids
+        if place.has_ended or is_held or token in self._banned:
+            return False
+        matched = begun = ended = False
+        if not place.has_begun:
+            begun = token == self._starts_after
+        elif token in self._end_ids:
+            ended = self._matcher.may_end()
+            if not ended:
+                return False
+        else:
+            matched = self._matcher.advance(token)
+            if not matched:
+                return False
+        self._place = _Place(
+            place.num_tokens + 1, place.num_matched + matched, place.has_begun or begun, ended
+        )
+        return True

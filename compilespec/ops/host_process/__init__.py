@@ -1,0 +1,67 @@
+"""Logits processors on the host, called from inside a step.
+
+A step that has this operator waits for the host wherever it runs, and cannot be captured in a CUDA
+graph.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from compilespec.ops._library import define_op
+
+# Drafts [S-1] and logits [S, V] on the CPU to logits [S, V]; must not raise.
+Processor = Callable[[list[int], Tensor], Tensor]
+
+_processors: dict[int, Processor] = {}
+_handles = itertools.count(1)
+
+
+def register(processor: Processor) -> int:
+    """Make a processor known to all steps; returns its handle, never 0."""
+    handle = next(_handles)
+    _processors[handle] = processor
+    return handle
+
+
+def release(handle: int) -> None:
+    """Forget a processor; harmless where it is unknown."""
+    _processors.pop(handle, None)
+
+
+def host_process_reference(
+    logits_BSV: Tensor, ids_BS: Tensor, row_B: Tensor, processor_R: Tensor
+) -> Tensor:
+    """The logits, those of rows with a processor as it returns them.
+
+    Args:
+        ids_BS: int32, the tokens that the window was fed: the last emitted one, then the drafts.
+        row_B: int64, each request's row; processor_R: int64, handles by row, 0 is none.
+    Returns:
+        float32 [B, S, V], float64 for float64.
+    """
+    wide = torch.float64 if logits_BSV.dtype == torch.float64 else torch.float32
+    result_BSV = logits_BSV.to(wide, copy=True)
+    for b, handle in enumerate(processor_R[row_B].tolist()):
+        processor = _processors.get(handle)
+        if processor is not None:
+            changed_SV = processor(ids_BS[b, 1:].tolist(), result_BSV[b].cpu())
+            result_BSV[b].copy_(changed_SV)
+    return result_BSV
+
+
+def _fake(logits_BSV: Tensor, ids_BS: Tensor, row_B: Tensor, processor_R: Tensor) -> Tensor:
+    wide = torch.float64 if logits_BSV.dtype == torch.float64 else torch.float32
+    return torch.empty_like(logits_BSV, dtype=wide)
+
+
+host_process = define_op(
+    "host_process(Tensor logits, Tensor ids, Tensor row, Tensor processor) -> Tensor",
+    host_process_reference,
+    _fake,
+    has_kernel=False,
+)

@@ -1,0 +1,85 @@
+"""What guided requests may choose, computed on the host between two calls.
+
+The masks of a window's S rows follow from the guide and the drafts, so the host must know the
+drafts: such a request costs a wait for them, and its next step cannot be launched ahead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from compilespec.errors import GuideFailed, SpecError
+from compilespec.guides import Vocabulary
+from compilespec.guides.follower import GuideFollower
+from compilespec.runtime.executor import Executor
+from compilespec.runtime.request import Request
+from compilespec.sampling_params import SamplingParams
+
+
+def make_follower(
+    params: SamplingParams,
+    vocabulary: Vocabulary,
+    *,
+    end_ids: frozenset[int],
+    stop_ids: frozenset[int],
+) -> GuideFollower | None:
+    """The follower of a new request; None where it has no guide.
+
+    Raises: InvalidRequest, MissingDependency.
+    """
+    if params.guide is None:
+        return None
+    banned = set(params.bad_token_ids or ())
+    if params.allowed_token_ids is not None:
+        banned |= set(range(vocabulary.size)) - set(params.allowed_token_ids)
+    return GuideFollower(
+        params.guide.matcher(vocabulary),
+        vocabulary.num_words,
+        end_ids=end_ids,
+        starts_after=params.guide_after_token_id,
+        banned=banned,
+        held_ids=stop_ids,
+        min_new_tokens=params.min_new_tokens,
+    )
+
+
+def write_masks(
+    executor: Executor, requests: Sequence[Request], *, drafted: bool
+) -> dict[Request, GuideFailed]:
+    """Write the masks of the guided ones among the requests for the call that comes next.
+
+    Args:
+        drafted: whether it is a decode step, of which every row follows a draft.
+    Returns: the requests that cannot go on, and why.
+    """
+    guided = [request for request in requests if request.guide is not None]
+    if not guided:
+        return {}
+    rows = [request.row for request in guided]
+    drafts = executor.read_drafts(rows) if drafted else [[]] * len(rows)
+    failed: dict[Request, GuideFailed] = {}
+    masks = []
+    for request, tokens in zip(guided, drafts, strict=True):
+        assert request.guide is not None
+        try:
+            masks.append(request.guide.masks(tokens))
+        except GuideFailed as error:
+            failed[request] = error
+    written = [request.row for request in guided if request not in failed]
+    if written:
+        executor.set_masks(written, torch.nn.utils.rnn.pad_sequence(masks, batch_first=True))
+    return failed
+
+
+def admitted(request: Request, tokens: Sequence[int]) -> tuple[Sequence[int], SpecError | None]:
+    """Of the tokens that a step gave a request, those that its guide and its processor let stand,
+    and what is wrong with the next one.
+    """
+    if request.processor is not None and request.processor.error is not None:
+        return (), request.processor.error
+    if request.guide is None:
+        return tokens, None
+    count, error = request.guide.follow(tokens)
+    return tokens[:count], error

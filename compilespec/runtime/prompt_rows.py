@@ -1,0 +1,42 @@
+"""Log-probabilities of prompt tokens, computed from what entered the head in prefill.
+
+The step's own head runs on the rows that give tokens only; for prompts that ask, it is applied once
+more, beside the step, to their rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from compilespec.runtime.sampling_rows import TokenLogprobs
+
+ROWS_AT_ONCE = 256  # so that logits of a long prompt need no more memory than these
+
+
+def prompt_logprobs(
+    head: Callable[[Tensor], Tensor], hidden_TD: Tensor, following: Sequence[int], count: int
+) -> list[TokenLogprobs]:
+    """Of the tokens that follow each row, and the `count` best at each place.
+
+    Args:
+        hidden_TD: what enters the head at a prompt's rows; following: the token after each row.
+    """
+    made: list[TokenLogprobs] = []
+    for begin in range(0, len(following), ROWS_AT_ONCE):
+        tokens = list(following[begin : begin + ROWS_AT_ONCE])
+        rows = head(hidden_TD[begin : begin + len(tokens)])
+        wide = torch.promote_types(rows.dtype, torch.float32)
+        logprobs_NV = rows.to(wide).log_softmax(-1)
+        index_N1 = torch.tensor(tokens, device=rows.device).unsqueeze(1)
+        own = logprobs_NV.gather(1, index_N1).squeeze(1).tolist()
+        best = logprobs_NV.sort(dim=-1, descending=True, stable=True)
+        ids = best.indices[:, :count].tolist()
+        values = best.values[:, :count].tolist()
+        made += [
+            TokenLogprobs(token_id=t, logprob=o, top=dict(zip(i, v, strict=True)))
+            for t, o, i, v in zip(tokens, own, ids, values, strict=True)
+        ]
+    return made
