@@ -37,6 +37,7 @@ from compilespec.program import (
     SpecProgram,
 )
 from compilespec.quantization import describe_quantized, quantize_drafter, quantize_target
+from compilespec.runtime.draft_policy import DraftPolicy, measure
 from compilespec.runtime.engine import Engine
 from compilespec.runtime.prefix_cache import lookahead_of, why_not
 from compilespec.runtime.step_runner import StepRunner
@@ -144,8 +145,13 @@ def compile(
     runner.capture()
     capabilities = program.phases["decode"].context.capabilities
     shares = _why_not_shared(program, options) is None
+    policy = None
+    if program.variants:
+        counts = (*program.variants, program.config.num_draft_tokens)
+        policy = DraftPolicy(counts, measure(runner))
     return Engine(
         runner,
+        policy=policy,
         tokenizer=target.tokenizer,
         eos_token_ids=target.eos_token_ids,
         plan=_plan(program, options, runner),
@@ -291,11 +297,10 @@ def build_program(
 
     for phase in PHASES:
         phases[phase] = rewritten(context(phase))
-    variants, replay = {}, None
+    variants, replay, parts = {}, None, [buffers]
     if options.smaller_draft_counts:
         check_several_k(capabilities, options)
         loop = LOOPS[capabilities.kind]
-        parts: list[dict[str, BufferSpec]] = []
         for count in options.smaller_draft_counts:
             parts.append({})
             variants[count] = rewritten(context("decode", count, buffers=parts[-1]))
@@ -303,13 +308,11 @@ def build_program(
             parts.append({})
             ctx = context("decode", buffers=parts[-1], read_only=READ_BY_REPLAY)
             replay = rewrite_replay(ctx, disabled=options.disabled_passes)
-        for part in parts:
-            buffers.update(part)
     return SpecProgram(
         method=method.capabilities.name,
         config=config,
         phases=phases,
-        buffers=tuple(buffers.values()),
+        buffers=tuple({name: spec for part in parts for name, spec in part.items()}.values()),
         weights=weights,
         vocab_size=info.vocab_size,
         num_repeated_tokens=num_repeated_tokens(method.capabilities, config),

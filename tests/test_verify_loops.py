@@ -44,12 +44,9 @@ def traced(kind: str) -> Any:
     return compilespec.trace(model, spec="user", draft=Heads(model), aux_layers=(2,), **SIZES)
 
 
-KINDS = [
-    "kv_groups",
-    "draft_model",
-    "user",
-    *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("module_rows", "target_rows", "ngram")),
-]
+SLOW = ("module_rows", "target_rows", "ngram")
+KINDS = ["kv_groups", "draft_model", "user"]
+KINDS += [pytest.param(kind, marks=pytest.mark.slow) for kind in SLOW]
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -89,6 +89,8 @@ class _Guards:
         self, node: fx.Node, operand: Any, subject: Any, low: Any, high: Any, fill: Any
     ) -> fx.Node:
         """`operand` where low <= subject <= high, else `fill`."""
+        while subject.meta["val"].dim() < operand.meta["val"].dim():  # [B] for [B, 1]
+            subject = self._call(node, _aten.unsqueeze.default, subject, -1)
         above = self._call(node, _aten.ge.Scalar, subject, low)
         below = self._call(node, _aten.le.Scalar, subject, high)
         inside = self._call(node, _aten.bitwise_and.Tensor, above, below)

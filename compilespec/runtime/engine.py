@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, Any
 from compilespec.errors import EngineClosed, InvalidRequest, SpecError, TokenizerFailed
 from compilespec.guides import Vocabulary
 from compilespec.program import HostProposal
+from compilespec.runtime.adaptive import AdaptiveDrafts
 from compilespec.runtime.detokenize import OutputText, Tokenizer
+from compilespec.runtime.draft_policy import DraftPolicy
 from compilespec.runtime.executor import Executor
 from compilespec.runtime.host_masks import make_follower
 from compilespec.runtime.prompts import as_prompt_list, check_choices, check_params, read_prompt
@@ -71,6 +73,7 @@ class Engine:
         overlap: bool = False,
         prefix_lookahead: int | None = None,
         max_step_tokens: int | None = None,
+        policy: DraftPolicy | None = None,
         graph_report: Callable[[], dict[str, Any] | None] = lambda: None,
     ) -> None:
         """Wrap an executor, which the engine owns from here on.
@@ -86,6 +89,7 @@ class Engine:
             on_preempt: called with every request that loses its row and will be computed anew.
             propose: drafts from the host, called before every verify step for each request.
             overlap, prefix_lookahead, max_step_tokens: see `Scheduler`.
+            policy: chooses K of every step, where the program has several.
             graph_report: returns what graphs were captured so far; part of the plan.
         """
         self.geometry = executor.geometry
@@ -95,7 +99,7 @@ class Engine:
         self._plan = dict(plan or {})
         self._executor = executor
         self._count_recompiles = count_recompiles
-        self._graph_report = graph_report
+        self._graph_report, self._policy = graph_report, policy
         self._stats = StatsRecorder(self.geometry.num_draft_tokens, buckets)
         self._scheduler = Scheduler(
             executor,
@@ -106,6 +110,7 @@ class Engine:
             overlap=overlap,
             prefix_lookahead=prefix_lookahead,
             max_step_tokens=max_step_tokens,
+            adaptive=None if policy is None else AdaptiveDrafts(executor, policy),
         )
         self._ids = itertools.count()
         self._vocabulary = Vocabulary(tokenizer, self.geometry.vocab_size)
@@ -229,8 +234,9 @@ class Engine:
 
     def plan(self) -> dict[str, Any]:
         """What the engine runs (method, K, sizes, buckets), and why."""
-        graphs = self._graph_report()
-        return dict(self._plan) if graphs is None else {**self._plan, "cudagraphs": graphs}
+        graphs, policy = self._graph_report(), self._policy
+        plan = dict(self._plan) if graphs is None else {**self._plan, "cudagraphs": graphs}
+        return plan if policy is None else {**plan, "adaptive": policy.describe()}
 
     def close(self) -> None:
         """Abort what runs and free the device buffers.  Closing twice is harmless."""

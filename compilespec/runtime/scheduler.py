@@ -23,6 +23,7 @@ from typing import Any
 
 from compilespec.errors import DraftFailed, NanLogits, SpecError
 from compilespec.program import HostProposal, Phase
+from compilespec.runtime.adaptive import AdaptiveDrafts, StepPlan
 from compilespec.runtime.blocks import BlockPool
 from compilespec.runtime.executor import Executor, PrefillChunk
 from compilespec.runtime.host_drafts import propose_drafts
@@ -45,6 +46,8 @@ class _Launch:
     handle: Any
     most: Mapping[Request, int]  # by request that it names, in order: tokens that it may give
     ends: Mapping[Request, int]  # prefill: where each chunk ends
+    started_ms: float = 0.0
+    plan: StepPlan | None = None  # of a step whose K was chosen
 
 
 class Scheduler:
@@ -59,6 +62,7 @@ class Scheduler:
         prefix_lookahead: find the blocks of known prompts again (see `PrefixCache`); None: do not.
         max_step_tokens: tokens of a step, prefill and decode together; a step decodes all requests
             and prefills at least one block.
+        adaptive: chooses K of every step, where the program has several.
     """
 
     def __init__(
@@ -72,6 +76,7 @@ class Scheduler:
         overlap: bool = False,
         prefix_lookahead: int | None = None,
         max_step_tokens: int | None = None,
+        adaptive: AdaptiveDrafts | None = None,
     ) -> None:
         self.geometry = executor.geometry
         self.pool = BlockPool(self.geometry.num_blocks)
@@ -89,6 +94,7 @@ class Scheduler:
         self._steps, self._arrivals = 0, itertools.count()
         self._executor, self._stats = executor, stats
         self._on_finish, self._on_preempt, self._propose = on_finish, on_preempt, propose
+        self._adaptive, self._collected_ms = adaptive, 0.0
         self._overlap, self._max_step_tokens = overlap, max_step_tokens
 
     def step(self) -> list[Request]:
@@ -295,12 +301,23 @@ class Scheduler:
         requests = self._guide(requests, drafted=True)
         if not requests:
             return
+        started = now_ms()
         with self._stats.time("decode"):
-            handle = self._executor.launch_decode([request.row for request in requests])
-        self._stats.count_decode(len(requests))
-        most = dict.fromkeys(requests, self.geometry.num_draft_tokens + 1)
+            plan = self._adaptive.begin(requests) if self._adaptive is not None else None
+            count = None if plan is None else plan.num_draft_tokens
+            handle = self._executor.launch_decode([request.row for request in requests], count)
+        count = self.geometry.num_draft_tokens if count is None else count
+        self._stats.count_decode(len(requests), count)
         self._in_flight.append(
-            _Launch(phase="decode", step=self._steps, handle=handle, most=most, ends={})
+            _Launch(
+                phase="decode",
+                step=self._steps,
+                handle=handle,
+                most=dict.fromkeys(requests, count + 1),
+                ends={},
+                started_ms=started,
+                plan=plan,
+            )
         )
 
     def _goes_on(self, request: Request) -> bool:
@@ -373,6 +390,10 @@ class Scheduler:
             launch = self._in_flight.popleft()
             with self._stats.time(launch.phase):
                 given = self._executor.collect(launch.handle)
+            if launch.plan is not None and self._adaptive is not None:
+                elapsed = now_ms() - max(launch.started_ms, self._collected_ms)
+                self._adaptive.end(launch.plan, list(launch.most), given, elapsed)
+            self._collected_ms = now_ms()
             for request, tokens in zip(launch.most, given, strict=True):
                 self._read(launch, request, tokens)
             self._release()

@@ -6,7 +6,7 @@ import bisect
 import contextlib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from compilespec.program import Phase
 from compilespec.runtime.request import now_ms
@@ -46,6 +46,9 @@ class EngineStats:
     num_decodes_by_bucket: Mapping[int, int]
     """Decode calls by the bucket that holds the batch; by batch size where there are none."""
 
+    num_decodes_by_k: Mapping[int, int] = field(default_factory=dict)
+    """Decode calls by the number of drafts that they verified."""
+
     num_preemptions: int = 0
     """How often a request had to make room for others and was computed anew."""
 
@@ -63,6 +66,7 @@ class StatsRecorder:
         self._decode_ms = 0.0
         self._num_prefills = 0
         self._num_decodes_by_bucket: Counter[int] = Counter()
+        self._num_decodes_by_k: Counter[int] = Counter()
         self._num_preemptions = 0
         self._num_cached_tokens = 0
 
@@ -80,7 +84,8 @@ class StatsRecorder:
     def count_prefill(self) -> None:
         self._num_prefills += 1
 
-    def count_decode(self, batch: int) -> None:
+    def count_decode(self, batch: int, num_draft_tokens: int) -> None:
+        self._num_decodes_by_k[num_draft_tokens] += 1
         at = bisect.bisect_left(self._buckets, batch)
         bucket = self._buckets[at] if at < len(self._buckets) else batch
         self._num_decodes_by_bucket[bucket] += 1
@@ -109,6 +114,7 @@ class StatsRecorder:
             num_recompiles=num_recompiles,
             num_prefills=self._num_prefills,
             num_decodes_by_bucket=dict(self._num_decodes_by_bucket),
+            num_decodes_by_k=dict(self._num_decodes_by_k),
             num_preemptions=self._num_preemptions,
             num_cached_tokens=self._num_cached_tokens,
         )

@@ -84,9 +84,9 @@ def place_kept(
     """Row w of a request is position seq_len - backlog + w; its drafts follow the last one."""
     live_B = row_B >= 0
     index_B = torch.where(live_B, row_B, spare_row).long()
-    start_B = seq_len_R[index_B] - backlog_B
+    start_B = (seq_len_R[index_B] - backlog_B).clamp(min=0)
     offset_W = arange_like(row_B, NUM_KEPT)
-    wanted_BW = (start_B.unsqueeze(1) + offset_W).clamp(min=0)
+    wanted_BW = start_B.unsqueeze(1) + offset_W
     due_BW = live_B.unsqueeze(1) & (offset_W < backlog_B.unsqueeze(1))
     position, row, slot = place(
         wanted_BW, torch.where(due_BW, row_B.unsqueeze(1), -1), index_B.unsqueeze(1), due_BW,
