@@ -51,8 +51,23 @@ def splice_acceptance(gm: fx.GraphModule, ctx: PassContext) -> int:
     note_logprobs(gm, ctx, judged.target)
     for name, node in judged._asdict().items():
         node.meta["role"] = name
-    set_outputs(gm, {"emitted_BS": judged.emitted, "num_emitted_B": judged.num_emitted})
+    if ctx.phase == "prefill":
+        logits = emit(gm, lambda x_1RV: x_1RV.squeeze(0).unsqueeze(1), logits, before=before)
+    said = emit(gm, blank_spoilt, judged.emitted, logits, before=before)
+    set_outputs(gm, {"emitted_BS": said, "num_emitted_B": judged.num_emitted})
     return 1
+
+
+def blank_spoilt(emitted_BS: Any, logits_BSV: Any) -> Any:
+    """PAD in place of all tokens of a request if one of them was judged by logits with NaN.
+
+    The host ends such a request, which no other output shows.  argmax takes a NaN for the largest,
+    so that one element of each row tells.
+    """
+    best_BS1 = logits_BSV.argmax(-1).unsqueeze(-1)
+    is_nan_BS = logits_BSV.gather(-1, best_BS1).squeeze(-1).isnan()
+    is_spoilt_B1 = (is_nan_BS & (emitted_BS >= 0)).any(1, keepdim=True)
+    return torch.where(is_spoilt_B1, PAD, emitted_BS)
 
 
 def drafted_tokens(tokens_RS: Any, index_B: Any, *, num_tokens: int, row_tokens: int) -> Any:
