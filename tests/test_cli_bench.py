@@ -35,8 +35,10 @@ def model_dir(tmp_path, monkeypatch):
 
 
 def test_methods_and_k_are_compared_with_plain_decoding(model_dir, capsys):
+    """Greedily, and at temperature 1: coupled with the same seed, rejection by speed alone."""
     methods = ["--methods", "ngram", "--num-draft-tokens", "1", "2", "--backend", "eager"]
-    assert main(["bench", "--model", model_dir, *methods, *PROMPT, "--json"]) == 0
+    rules = ["--sampled", "coupled,rejection", "--json"]
+    assert main(["bench", "--model", model_dir, *methods, *rules, *PROMPT]) == 0
     result = json.loads(capsys.readouterr().out)
     rows = {row["name"]: row for row in result["comparison"]["rows"]}
     assert list(rows) == ["ngram K=1", "ngram K=2", "plain"]
@@ -44,6 +46,10 @@ def test_methods_and_k_are_compared_with_plain_decoding(model_dir, capsys):
     assert rows["plain"]["ratio"] == 1
     assert rows["plain"]["acceptance_length"] == 1
     assert result["wrong"] == []
+    for sampled in result["sampled"].values():
+        assert [row["name"] for row in sampled["rows"]] == list(rows)
+        assert all(row["identical"] for row in sampled["rows"])
+    assert list(result["sampled"]) == ["coupled", "rejection"]
 
 
 def test_all_skips_what_has_no_drafter(model_dir, capsys):
@@ -51,6 +57,7 @@ def test_all_skips_what_has_no_drafter(model_dir, capsys):
     assert main([*run, *PROMPT]) == 0
     printed = capsys.readouterr()
     assert "ngram K=1" in printed.out
+    assert "T=1" in printed.out
     assert "not run: eagle3 K=1: no drafter beside the target" in printed.err
 
 
@@ -60,7 +67,7 @@ def test_wrong_tokens_are_told_and_no_speed_is(capsys):
         partings=[types.SimpleNamespace(prompt=0, token=3, margin=0.9)],
     )  # fmt: skip
     table = types.SimpleNamespace(rows=[row])
-    status = bench._report(types.SimpleNamespace(json=False), table, {"dtype": "bfloat16"}, {})
+    status = bench._report(types.SimpleNamespace(json=False), table, {"dtype": "bfloat16"}, {}, {})
     printed = capsys.readouterr()
     assert status == 1
     assert printed.out == ""
@@ -72,6 +79,7 @@ def test_wrong_tokens_are_told_and_no_speed_is(capsys):
     [
         (["--methods", "magic"], "unknown method 'magic'"),
         (["--num-draft-tokens", "0"], "expected at least 1"),
+        (["--sampled", "coupled,magic"], "rules among coupled, rejection, block; got 'magic'"),
         (["--methods", "eagle3,ngram", "--draft", "d"], "one method"),
     ],
 )

@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 
 import compilespec
+from compilespec import SamplingParams
+from compilespec.cli import generate as generate_command
 from compilespec.cli import main
 from compilespec.errors import DraftNotFound
 from compilespec.runtime.engine import Engine
@@ -92,6 +94,33 @@ def test_options_reach_compile(fake_compile):
     }
 
 
+def test_sampling_options(fake_compile, capsys):
+    """They reach the request, whose seed comes back; samples are numbered."""
+    sampling = "--top-k 5 --top-p 0.9 --min-p 0.1 --seed 12 --n 2"  # the fake target is greedy
+    assert generate(*sampling.split(), "--acceptance", "rejection", "--prompt", "a", "--json") == 0
+    outputs = json.loads(capsys.readouterr().out)["outputs"]
+    assert [output["seed"] for output in outputs] == [12, 12]
+    assert fake_compile.calls[-1][2] == {"acceptance": "rejection"}
+    assert generate(*sampling.split(), "--prompt", "a", "--prompt", "k") == 0
+    printed = capsys.readouterr().out
+    assert "--- prompt 2 of 2, sample 1 of 2\nlmnop\n" in printed
+    assert printed.count("bcdef") == 2
+
+
+def test_options_are_the_parameters_of_a_request(monkeypatch):
+    seen = []
+    monkeypatch.setattr(
+        generate_command, "_generate",
+        lambda args, prompts: seen.append(generate_command.sampling_params(args)) or 0,
+    )  # fmt: skip
+    options = "--temperature 0.7 --top-k 5 --top-p 0.9 --min-p 0.1 --seed 12 --n 2 --ignore-eos"
+    assert generate(*options.split(), "--prompt", "a") == 0
+    assert seen == [
+        SamplingParams(max_new_tokens=5, temperature=0.7, top_k=5, top_p=0.9, min_p=0.1, seed=12,
+                       n=2, ignore_eos=True)
+    ]  # fmt: skip
+
+
 def test_a_directory_defaults_to_plain_decoding(fake_compile):
     assert generate("--model", "dir", "--prompt", "a") == 0
     assert fake_compile.calls == [("dir", "none", {})]
@@ -127,6 +156,8 @@ def test_no_prompt_is_an_error(fake_compile, capsys):
         (["--prompt-file", "/nowhere/at/all"], "No such file"),
         (["--prompt", "a", "--threads", "0"], "--threads"),
         (["--prompt", "a", "--max-new-tokens", "0"], "max_new_tokens"),
+        (["--prompt", "a", "--top-p", "0"], "top_p"),
+        (["--prompt", "a", "--compare", "--temperature", "1"], "--compare decodes greedily"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(fake_compile, capsys, arguments, message):

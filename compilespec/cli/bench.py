@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
@@ -21,21 +22,25 @@ from compilespec.cli.generate import (
 from compilespec.errors import DraftNotFound, InvalidOption, SpecError
 
 if TYPE_CHECKING:
-    from compilespec.cli.compare import Comparison, Way
+    from compilespec.cli.compare import Comparison
     from compilespec.runtime.engine import Engine
 
 # How far apart the two best logits may be where two ways part, as a share of the dtype's rounding:
 # a wider gap is no near tie, and the tokens are wrong.
 MARGINS = {"bfloat16": 0.25, "float16": 0.05, "float32": 1e-4, "float64": 1e-9}
 PLAIN = "plain"
+COUPLED = "coupled"
+RULES = (COUPLED, "rejection", "block")  # of the columns at TEMPERATURE
+TEMPERATURE, SEED = 1.0, 1
 
 
 def add_parser(commands: Any) -> None:
     parser: argparse.ArgumentParser = commands.add_parser(
         "bench",
         help="acceptance length and speed of methods, beside plain decoding",
-        description="Decode the same prompts with every method and K, check the tokens, then print "
-        "acceptance length, tokens per second and the ratio to plain decoding.",
+        description="Decode the same prompts with every method and K, greedily and sampled, check "
+        "the tokens, then print acceptance length, tokens per second and the ratio to plain "
+        "decoding.",
     )
     add = parser.add_argument
     add("--model", default=DEMO, metavar="DIR|demo", help="target checkpoint (default: demo)")
@@ -59,6 +64,13 @@ def add_parser(commands: Any) -> None:
     add("--max-seq-len", type=int, metavar="N", help="longest prompt plus output")
     add_quantize_options(add)
     add("--threads", type=int, metavar="N", help="CPU threads (default: torch's)")
+    add(
+        "--sampled",
+        default=COUPLED,
+        metavar="RULE[,RULE..]|none",
+        help="columns at temperature 1, by acceptance rule: coupled, rejection, block; all but the "
+        "first compile engines of their own (default: coupled)",
+    )
     add("--json", action="store_true", help="print one JSON object instead of a table")
     parser.set_defaults(run=run)
 
@@ -68,32 +80,67 @@ def run(args: argparse.Namespace) -> int:
 
     if min(args.num_draft_tokens) < 1 or args.rounds < 1:
         raise InvalidOption("--num-draft-tokens and --rounds: expected at least 1")
+    rules = _rules(args)
     prompts = read_prompts(args)
     set_threads(args.threads)
     skipped: dict[str, str] = {}
     with contextlib.ExitStack() as stack:
-        engines = [(name, stack.enter_context(engine)) for name, engine in _engines(args, skipped)]
+        engines = _entered(stack, _engines(args, skipped))
         plain = stack.enter_context(compile_engine(args, "none"))
-        ways = [_way(name, engine, args.max_new_tokens) for name, engine in engines]
-        ways.append(_way(PLAIN, plain, args.max_new_tokens))
-        target = load_quantized(args, plain.plan()["dtype"])
-        with report.status("running") as update:
-            comparison = compare.compare(
-                ways,
-                [plain.encode(prompt) for prompt in prompts],
-                margin=lambda prefix: compare.logit_margin(target.model, prefix),
-                num_rounds=args.rounds,
-                progress=update,
-            )
-        return _report(args, comparison, plain.plan(), skipped)
+        target = load_quantized(args, plain.plan()["dtype"]).model
+        ids = [plain.encode(prompt) for prompt in prompts]
+
+        def compared(
+            engines: list[tuple[str, Engine]], temperature: float, **options: Any
+        ) -> Comparison:
+            about = {"max_new_tokens": args.max_new_tokens, "ignore_eos": True, "seed": SEED}
+            ways = [
+                compare.engine_way(name, engine, temperature=temperature, **about)
+                for name, engine in (*engines, (PLAIN, plain))
+            ]
+            with report.status("running") as update:
+                return compare.compare(
+                    ways, ids, num_rounds=args.rounds, progress=update, **options
+                )
+
+        greedy = compared(engines, 0.0, margin=lambda ids: compare.logit_margin(target, ids))
+        margin = functools.partial(
+            compare.sampled_margin, target, temperature=TEMPERATURE, seed=SEED
+        )
+        sampled = {}
+        for rule in rules:
+            own = engines
+            if rule != COUPLED:
+                own = _entered(stack, _engines(args, skipped, rule))
+            exact = rule == COUPLED
+            sampled[rule] = compared(own, TEMPERATURE, margin=margin, same_tokens=exact)
+        return _report(args, greedy, plain.plan(), skipped, sampled)
 
 
-def _engines(args: argparse.Namespace, skipped: dict[str, str]) -> Iterator[tuple[str, Engine]]:
+def _rules(args: argparse.Namespace) -> list[str]:
+    rules = [] if args.sampled == "none" else args.sampled.split(",")
+    unknown = [rule for rule in rules if rule not in RULES]
+    if unknown:
+        raise InvalidOption(
+            f"--sampled: expected none, or rules among {', '.join(RULES)}; got {unknown[0]!r}"
+        )
+    return rules
+
+
+def _entered(
+    stack: contextlib.ExitStack, engines: Iterator[tuple[str, Engine]]
+) -> list[tuple[str, Engine]]:
+    return [(name, stack.enter_context(engine)) for name, engine in engines]
+
+
+def _engines(
+    args: argparse.Namespace, skipped: dict[str, str], acceptance: str = "auto"
+) -> Iterator[tuple[str, Engine]]:
     """An engine for each method and K.  With --methods all, what cannot run here is skipped."""
     for method in _methods(args):
         for count in sorted(set(args.num_draft_tokens)):
             try:
-                engine = compile_engine(args, method, num_draft_tokens=count)
+                engine = compile_engine(args, method, num_draft_tokens=count, acceptance=acceptance)
             except SpecError as error:
                 if args.methods != "all":
                     raise
@@ -115,34 +162,39 @@ def _methods(args: argparse.Namespace) -> list[str]:
     return names
 
 
-def _way(name: str, engine: Engine, max_new_tokens: int) -> Way:
-    from compilespec.cli.compare import engine_way
-
-    return engine_way(name, engine, max_new_tokens=max_new_tokens, ignore_eos=True)
-
-
 def _report(
     args: argparse.Namespace,
     comparison: Comparison,
     plan: dict[str, Any],
     skipped: dict[str, str],
+    sampled: dict[str, Comparison],
 ) -> int:
     """Print the table, or, when tokens are wrong, only that."""
     limit = MARGINS[plan["dtype"]]
+    titled = {f"T={TEMPERATURE:g} {rule}": other for rule, other in sampled.items()}
     wrong = [
-        f"{row.name}: {report.describe_tokens(row)}"
-        for row in comparison.rows
+        f"{row.name}{title and f', {title}'}: {report.describe_tokens(row)}"
+        for title, other in {"": comparison, **titled}.items()
+        for row in other.rows
         if any(parting.margin > limit for parting in row.partings)
     ]
     if args.json:
+        others = {rule: other.as_dict() for rule, other in sampled.items()}
         print_json(
-            {"comparison": comparison.as_dict(), "skipped": skipped, "wrong": wrong, "plan": plan}
+            {
+                "comparison": comparison.as_dict(),
+                "sampled": others,
+                "temperature": TEMPERATURE,
+                "skipped": skipped,
+                "wrong": wrong,
+                "plan": plan,
+            }
         )
     elif wrong:
         for line in wrong:
             print(f"compilespec: wrong tokens, no speed is printed: {line}", file=sys.stderr)
     else:
-        report.print_comparison(comparison, plan)
+        report.print_comparison(comparison, plan, titled)
         for name, reason in skipped.items():
             print(f"not run: {name}: {reason}", file=sys.stderr)
     return 1 if wrong else 0

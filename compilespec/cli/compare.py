@@ -87,6 +87,7 @@ def compare(
     *,
     margin: Callable[[Sequence[int]], float],
     num_rounds: int = 3,
+    same_tokens: bool = True,
     progress: Callable[[str], None] = lambda text: None,
 ) -> Comparison:
     """Decode all prompts in all ways; the LAST way is the reference for tokens and ratios.
@@ -94,6 +95,7 @@ def compare(
     Args:
         margin: distance of the target's two best logits after a prefix; called once per parting.
         num_rounds: timed rounds, after one that warms up.
+        same_tokens: whether tokens are compared; ways that share a distribution only have others.
         progress: told what is being run.
     """
     first: dict[str, list[Decoded]] = {}
@@ -118,7 +120,9 @@ def compare(
             tokens_per_second=speed[name],
             ratio=speed[name] / speed[reference],
             acceptance_length=_acceptance_length(outcome),
-            partings=find_partings(outcome, first[reference], prompts, margin=margin),
+            partings=find_partings(outcome, first[reference], prompts, margin=margin)
+            if same_tokens
+            else (),
         )
         for name, outcome in first.items()
     )
@@ -127,9 +131,19 @@ def compare(
     )
 
 
-def engine_way(name: str, engine: Engine, *, max_new_tokens: int, ignore_eos: bool) -> Way:
+def engine_way(
+    name: str,
+    engine: Engine,
+    *,
+    max_new_tokens: int,
+    ignore_eos: bool,
+    temperature: float = 0.0,
+    seed: int | None = None,
+) -> Way:
     """Decode with a compiled engine."""
-    params = SamplingParams(max_new_tokens=max_new_tokens, ignore_eos=ignore_eos)
+    params = SamplingParams(
+        max_new_tokens=max_new_tokens, ignore_eos=ignore_eos, temperature=temperature, seed=seed
+    )
 
     def decode(prompt: Sequence[int]) -> Decoded:
         (output,) = engine.generate(list(prompt), params)
@@ -205,14 +219,36 @@ def logit_margin(model: Any, token_ids: Sequence[int]) -> float:
 
     The model is cast to float32 in place (exact for narrower weights) and stays so: time it before.
     """
+    best, second = _last_logits(model, token_ids).topk(2).values.tolist()
+    return float(best - second)
+
+
+def sampled_margin(model: Any, token_ids: Sequence[int], *, temperature: float, seed: int) -> float:
+    """As `logit_margin`, of what a draw compares: logits over the temperature, plus the noise of
+    the next position.
+    """
+    import torch
+
+    from compilespec.ops.sample.layout import STREAM_DRAW
+    from compilespec.ops.sample.philox import gumbel, noise_bits
+
+    scores_V = _last_logits(model, token_ids) / temperature
+    bits_V = noise_bits(
+        torch.arange(len(scores_V), device=scores_V.device), seed_low=seed & 0xFFFFFFFF,
+        seed_high=seed >> 32, sample=0, position=len(token_ids), stream=STREAM_DRAW,
+    )  # fmt: skip
+    best, second = (scores_V + gumbel(bits_V)).topk(2).values.tolist()
+    return float(best - second)
+
+
+def _last_logits(model: Any, token_ids: Sequence[int]) -> Any:
+    """Float32 logits after the tokens."""
     import torch
 
     model.float()
     ids = torch.tensor([list(token_ids)], device=next(model.parameters()).device)
     with torch.no_grad():
-        logits = model(input_ids=ids, use_cache=False).logits[0, -1].float()
-    best, second = logits.topk(2).values.tolist()
-    return float(best - second)
+        return model(input_ids=ids, use_cache=False).logits[0, -1].float()
 
 
 def _speed(outcome: Sequence[Decoded], elapsed_ms: Sequence[float]) -> float:

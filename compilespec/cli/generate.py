@@ -35,8 +35,9 @@ NUM_ROUNDS = 3  # timed rounds of --compare
 def add_parser(commands: Any) -> None:
     parser: argparse.ArgumentParser = commands.add_parser(
         "generate",
-        help="continue prompts, greedily",
-        description="Compile a model (and a drafter), then continue prompts greedily.",
+        help="continue prompts",
+        description="Compile a model (and a drafter), then continue prompts: greedily, or with "
+        "--temperature sampled.",
     )
     add = parser.add_argument
     add("--model", default=DEMO, metavar="DIR|demo", help="target checkpoint (default: demo)")
@@ -63,11 +64,47 @@ def add_parser(commands: Any) -> None:
         help="also run plain decoding and transformers' own generate, and print a table",
     )
     add("--json", action="store_true", help="print one JSON object instead of text")
+    add_sampling_options(parser.add_argument_group("sampling").add_argument)
     parser.set_defaults(run=run)
 
 
+def add_sampling_options(add: Callable[..., Any]) -> None:
+    """How tokens are chosen."""
+    add("--temperature", type=float, default=0.0, metavar="T", help="default: 0, greedy")
+    add("--top-k", type=int, default=0, metavar="N", help="draw among the N best tokens (0: all)")
+    add("--top-p", type=float, default=1.0, metavar="P", help="draw among the best up to P")
+    add("--min-p", type=float, default=0.0, metavar="P", help="drop tokens below P times the best")
+    add("--seed", type=int, metavar="N", help="of the random numbers (default: picked)")
+    add("--n", type=int, default=1, metavar="N", help="samples of each prompt (default: 1)")
+    add(
+        "--acceptance",
+        choices=("auto", "rejection", "block"),
+        help="how drafts of sampled prompts are judged (default: auto, the tokens of plain "
+        "decoding with the same seed)",
+    )
+
+
+def sampling_params(args: argparse.Namespace) -> SamplingParams:
+    """What the options ask of each prompt.  Raises: InvalidRequest."""
+    return SamplingParams(
+        max_new_tokens=args.max_new_tokens,
+        ignore_eos=args.ignore_eos,
+        temperature=args.temperature,
+        top_k=args.top_k,
+        top_p=args.top_p,
+        min_p=args.min_p,
+        seed=args.seed,
+        n=args.n,
+    )
+
+
 def run(args: argparse.Namespace) -> int:
-    SamplingParams(max_new_tokens=args.max_new_tokens)  # before minutes of compiling
+    sampling_params(args)  # before minutes of compiling
+    if args.compare and (args.temperature or args.n > 1):
+        raise InvalidOption(
+            "--compare decodes greedily: leave out --temperature and --n; `compilespec bench` "
+            "compares sampled decoding"
+        )
     prompts = read_prompts(args)
     set_threads(args.threads)
     return _compare(args, prompts) if args.compare else _generate(args, prompts)
@@ -99,9 +136,9 @@ def read_prompts(args: argparse.Namespace) -> list[str]:
 
 def _generate(args: argparse.Namespace, prompts: list[str]) -> int:
     """Stream the prompts; an interrupt keeps what there is."""
-    params = SamplingParams(max_new_tokens=args.max_new_tokens, ignore_eos=args.ignore_eos)
+    params = sampling_params(args)
     with compile_engine(args, _spec(args)) as engine:
-        progress = report.Progress(prompts, quiet=args.json)
+        progress = report.Progress(prompts, quiet=args.json, num_samples=args.n)
         start, interrupted = time.perf_counter(), False
         try:
             with contextlib.closing(engine.stream(prompts, params)) as deltas:
@@ -178,6 +215,7 @@ def compile_engine(args: argparse.Namespace, spec: str, **changes: Any) -> Engin
         "dtype": args.dtype,
         "max_seq_len": args.max_seq_len,
         "quantize": args.quantize,
+        "acceptance": getattr(args, "acceptance", None),
     }
     if spec != "none":
         options |= {"draft": args.draft, "num_draft_tokens": args.num_draft_tokens}

@@ -19,10 +19,12 @@ class Progress:
     The first unfinished prompt is printed live; the others wait for their turn.
     """
 
-    def __init__(self, prompts: Sequence[str], *, quiet: bool) -> None:
+    def __init__(self, prompts: Sequence[str], *, quiet: bool, num_samples: int = 1) -> None:
         from rich.console import Console
 
-        self.errors: dict[int, str] = {}
+        self.errors: dict[int, str] = {}  # by prompt
+        self._num_samples = num_samples
+        prompts = [prompt for prompt in prompts for _ in range(num_samples)]
         self._prompts = prompts
         self._texts = [""] * len(prompts)
         self._token_ids: list[list[int]] = [[] for _ in prompts]
@@ -37,7 +39,8 @@ class Progress:
         if delta.output is not None:
             self._outputs[delta.index] = delta.output
             if delta.output.error is not None:
-                self.errors[delta.index] = " ".join(str(delta.output.error).split())
+                prompt = delta.index // self._num_samples
+                self.errors[prompt] = " ".join(str(delta.output.error).split())
         self._print()
 
     def close(self) -> None:
@@ -69,9 +72,10 @@ class Progress:
                 "prompt_token_ids": output.prompt_token_ids,
                 "emitted_per_step": output.emitted_per_step,
                 "acceptance_length": output.acceptance_length,
+                "seed": output.seed,
             }
-        if index in self.errors:
-            result["error"] = self.errors[index]
+        if index // self._num_samples in self.errors:
+            result["error"] = self.errors[index // self._num_samples]
         return result
 
     def _print(self) -> None:
@@ -87,9 +91,16 @@ class Progress:
             self._write("\n")
         self._current, self._num_printed = index, 0
         if len(self._prompts) > 1:
-            self._write(f"--- prompt {index + 1} of {len(self._prompts)}\n", style="bold")
+            self._write(f"--- {self._title(index)}\n", style="bold")
         if self._console.is_terminal:
             self._write(self._prompts[index], style="dim")
+
+    def _title(self, index: int) -> str:
+        prompt, sample = divmod(index, self._num_samples)
+        title = f"prompt {prompt + 1} of {len(self._prompts) // self._num_samples}"
+        if self._num_samples > 1:
+            title += f", sample {sample + 1} of {self._num_samples}"
+        return title
 
     def _print_current(self) -> None:
         text = self._texts[self._current]
@@ -127,7 +138,12 @@ def print_summary(
     Console(stderr=True).print("; ".join(parts), style="dim", highlight=False, soft_wrap=True)
 
 
-def print_comparison(comparison: Comparison, plan: Mapping[str, Any]) -> None:
+def print_comparison(
+    comparison: Comparison,
+    plan: Mapping[str, Any],
+    sampled: Mapping[str, Comparison] | None = None,
+) -> None:
+    """One line a way; `sampled`: three columns more for each comparison, by title."""
     from rich.console import Console
     from rich.table import Table
 
@@ -140,16 +156,28 @@ def print_comparison(comparison: Comparison, plan: Mapping[str, Any]) -> None:
     for column in ("tokens/s", "ratio", "acceptance length"):
         table.add_column(column, justify="right")
     table.add_column("tokens")
+    others = {
+        title: {row.name: row for row in other.rows} for title, other in (sampled or {}).items()
+    }
+    for title in others:
+        for column in ("tokens/s", "ratio", "acceptance length"):
+            table.add_column(f"{title}: {column}", justify="right")
     for row in comparison.rows:
-        accepted = "" if row.acceptance_length is None else f"{row.acceptance_length:.2f}"
         table.add_row(
             row.name,
-            f"{row.tokens_per_second:.1f}",
-            f"{row.ratio:.2f}x",
-            accepted,
+            *_speed_cells(row),
             "reference" if row.name == comparison.reference else describe_tokens(row),
+            *(cell for rows in others.values() for cell in _speed_cells(rows.get(row.name))),
         )
     Console().print(table)
+
+
+def _speed_cells(row: Row | None) -> tuple[str, str, str]:
+    """Tokens per second, ratio and acceptance length."""
+    if row is None:
+        return "", "", ""
+    accepted = "" if row.acceptance_length is None else f"{row.acceptance_length:.2f}"
+    return f"{row.tokens_per_second:.1f}", f"{row.ratio:.2f}x", accepted
 
 
 def describe_tokens(row: Row) -> str:

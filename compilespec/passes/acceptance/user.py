@@ -138,7 +138,8 @@ def trace_rule(ctx: PassContext) -> Traced:
     module = rule.function if isinstance(rule.function, nn.Module) else nn.Module()
     arguments = {name: made[name] for name in rule.inputs}
     traced = trace_call(module, call, arguments, name="acceptance", owner="acceptance")
-    count, last = (node.meta["example_value"] for node in output_node(traced.graph_module).args[0])  # type: ignore[union-attr]
+    results: Any = output_node(traced.graph_module).args[0]
+    count, last = (node.meta["example_value"] for node in results)
     is_token = last.dim() == 1 and not last.dtype.is_floating_point
     is_weights = last.dim() == 2 and last.shape[1] == vocab and last.dtype.is_floating_point
     if count.dim() != 1 or not (is_token or is_weights):
@@ -151,8 +152,8 @@ def trace_rule(ctx: PassContext) -> Traced:
 
 def gives_weights(traced: Traced) -> bool:
     """Whether the rule weighs the token after the accepted drafts, or names it."""
-    _, last = output_node(traced.graph_module).args[0]  # type: ignore[misc]
-    return bool(last.meta["example_value"].dim() == 2)  # type: ignore[union-attr]
+    results: Any = output_node(traced.graph_module).args[0]
+    return bool(results[1].meta["example_value"].dim() == 2)
 
 
 def _rule(ctx: PassContext) -> RuleFunction:
