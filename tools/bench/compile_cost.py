@@ -23,7 +23,7 @@ from rich.table import Table
 from tools.bench import report
 from tools.bench.first_token import MARK, spawn
 
-LAYERS = (8, 16, 32)
+LAYERS = (8, 32, 16)  # the two that are judged first
 UNITS = ("pieces", "whole")
 GROWTH_LIMIT = 1.5  # of the deepest to the shallowest, compiled in pieces
 SHAPE = {
@@ -54,11 +54,12 @@ def run(options: argparse.Namespace, console: Console) -> int:
                     console.print(f"{units}, {layers} layers, {start}")
                     answer = spawn("tools.bench.compile_cost", job, Path(folder))
                     result["runs"].append({**job, "start": start, **answer})
-    result["growth"] = growth(result["runs"])
-    print_runs(console, result["runs"])
-    console.print(f"written to {report.write_json(options.name, result)}")
+                    result["growth"] = growth(result["runs"])
+                    path = report.write_json(options.name, result)  # what there is, if it is ended
+    print_runs(console, sorted(result["runs"], key=lambda r: (r["units"], r["num_layers"])))
+    console.print(f"written to {path}")
     worst = result["growth"].get("pieces", {}).get("total_cpu_s", 0.0)
-    console.print(f"pieces, {LAYERS[-1]} layers against {LAYERS[0]}, cold: {worst:.2f}x")
+    console.print(f"pieces, {max(LAYERS)} layers against {min(LAYERS)}, cold: {worst:.2f}x")
     return int(worst > GROWTH_LIMIT)
 
 
@@ -67,11 +68,11 @@ def growth(runs: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
     cold = {(r["units"], r["num_layers"]): r for r in runs if r["start"] == "cold"}
     return {
         units: {
-            key: cold[units, LAYERS[-1]][key] / cold[units, LAYERS[0]][key]
+            key: cold[units, max(LAYERS)][key] / cold[units, min(LAYERS)][key]
             for key in ("lower_s", "total_s", "lower_cpu_s", "total_cpu_s")
         }
         for units in UNITS
-        if {(units, LAYERS[0]), (units, LAYERS[-1])} <= set(cold)
+        if {(units, min(LAYERS)), (units, max(LAYERS))} <= set(cold)
     }
 
 
