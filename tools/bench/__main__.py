@@ -22,6 +22,9 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     mode.add_argument(
         "--compile-cost", action="store_true", help="compile seconds of 8, 16 and 32 layers"
     )
+    mode.add_argument(
+        "--adaptive", action="store_true", help="adaptive K beside plain decoding and fixed K"
+    )
     parser.add_argument("--model", default="demo", help="a checkpoint directory, or demo")
     parser.add_argument(
         "--draft", type=Path, help="the drafter's directory (default: found by itself)"
@@ -46,6 +49,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
             "first-token": options.first_token,
             "milestone": options.milestone,
             "compile-cost": options.compile_cost,
+            "adaptive": options.adaptive,
         }
         options.name = next((kind for kind, chosen in kinds.items() if chosen), "speed")
     if options.dtype and not (options.milestone or options.model != "demo"):
@@ -70,6 +74,8 @@ def main(arguments: list[str] | None = None) -> int:
         from tools.bench.milestone import run
     elif options.compile_cost:
         from tools.bench.compile_cost import run
+    elif options.adaptive:
+        from tools.bench.adaptive import run
     else:
         from tools.bench.speed import run
     return run(options, console)

@@ -1,0 +1,141 @@
+"""Adaptive K against every fixed one: where drafts never match, and where they always do.
+
+The ways decode the same prompts by turns.  "never": the demo's target with a head of random
+weights; its tokens are checked against plain decoding's.  "always": the demo's own head, all drafts
+accepted by force, whatever they are: the text is nonsense, the work is that of a perfect drafter.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+import compilespec
+from compilespec import SamplingParams
+from compilespec.loading import load_target
+from compilespec.methods import eagle3
+from compilespec.target_info import describe_target
+from compilespec.trace import trace_target
+from tools.bench import report
+from tools.bench.prompts import load_prompts
+
+COUNTS = (0, 2, 5)
+LIMIT = 0.95  # of the best fixed K
+WAYS: dict[str, dict[str, Any]] = {
+    "plain": {"spec": "none"},
+    **{f"K={k}": {"spec": "eagle3", "num_draft_tokens": k} for k in COUNTS if k},
+    "adaptive": {"spec": "eagle3", "num_draft_tokens": COUNTS},
+}
+
+
+def run(options: argparse.Namespace, console: Console) -> int:
+    """Returns 1 where adaptive K misses the limit, else 0."""
+    torch.set_num_threads(options.threads)
+    prompts = list(load_prompts(max(options.batch)).values())
+    result: dict[str, Any] = {
+        "benchmark": "adaptive K", **report.environment(), "counts": COUNTS, "limit": LIMIT,
+        "max_new_tokens": options.max_new_tokens, "cases": [],
+    }  # fmt: skip
+    for case in ("never", "always"):
+        engines = {name: _engine(case, way, options, console) for name, way in WAYS.items()}
+        try:
+            if case == "never":
+                _check(engines, prompts, options)
+            for batch in options.batch:
+                result["cases"].append(_measure(case, engines, prompts[:batch], options))
+        finally:
+            for engine in engines.values():
+                engine.close()
+    _print(console, result["cases"])
+    console.print(f"written to {report.write_json(options.name, result)}")
+    return int(any(case["adaptive_to_best"] < LIMIT for case in result["cases"]))
+
+
+def _engine(case: str, way: dict[str, Any], options: argparse.Namespace, console: Console) -> Any:
+    extra: dict[str, Any] = {}
+    if way["spec"] != "none" and case == "always":
+        extra["force_num_accepted"] = COUNTS[-1]
+    elif way["spec"] != "none":
+        target = load_target("demo")
+        info = describe_target(trace_target(target.model), target)
+        last = info.num_layers
+        extra["draft"] = eagle3.random_head(
+            info, aux_layers=(2, last // 2, last - 3), draft_vocab_size=info.vocab_size // 2
+        )
+    console.print(f"{case}: compiling {way}")
+    return compilespec.compile(
+        "demo", max_batch_size=max(options.batch), backend=options.backend, **way, **extra
+    )
+
+
+def _check(engines: dict[str, Any], prompts: list[str], options: argparse.Namespace) -> None:
+    """The demo's own kernels give a row the same bits at every K, so tokens must be equal.
+
+    Raises: SystemExit.
+    """
+    texts = {
+        name: [o.token_ids for o in engine.generate(prompts, _params(options))]
+        for name, engine in engines.items()
+    }
+    wrong = [name for name, tokens in texts.items() if tokens != texts["plain"]]
+    if wrong:
+        raise SystemExit(f"error: {', '.join(wrong)} and plain decoding give other tokens")
+
+
+def _params(options: argparse.Namespace) -> SamplingParams:
+    return SamplingParams(max_new_tokens=options.max_new_tokens, ignore_eos=True)
+
+
+def _measure(
+    case: str, engines: dict[str, Any], prompts: list[str], options: argparse.Namespace
+) -> dict[str, Any]:
+    """Decode times only, by turns; the ratio is the median of the rounds' own."""
+    speeds: dict[str, list[float]] = {name: [] for name in engines}
+    for number in range(options.rounds + 1):
+        for name, engine in engines.items():
+            before, started = engine.stats(), time.perf_counter()
+            outputs = engine.generate(prompts, _params(options))
+            elapsed = time.perf_counter() - started
+            prefill = (engine.stats().prefill_ms - before.prefill_ms) / 1e3
+            tokens = sum(len(output.token_ids) - 1 for output in outputs)
+            if number:  # the first round warms up, and lets the policy learn
+                speeds[name].append(tokens / (elapsed - prefill))
+    fixed = [name for name in engines if name != "adaptive"]
+    ratios = [
+        adaptive / max(speeds[name][number] for name in fixed)
+        for number, adaptive in enumerate(speeds["adaptive"])
+    ]
+    return {
+        "case": case,
+        "batch": len(prompts),
+        "tokens_per_s": {name: statistics.median(values) for name, values in speeds.items()},
+        "adaptive_to_best": statistics.median(
+            adaptive / statistics.median(speeds[_best(speeds, fixed)])
+            for adaptive in speeds["adaptive"]
+        ),
+        "adaptive_to_best_by_round": ratios,
+        "policy": engines["adaptive"].plan()["adaptive"],
+    }
+
+
+def _best(speeds: dict[str, list[float]], names: list[str]) -> str:
+    return max(names, key=lambda name: statistics.median(speeds[name]))
+
+
+def _print(console: Console, cases: list[dict[str, Any]]) -> None:
+    table = Table(title="decode tokens per second, medians")
+    for column in ("drafts match", "batch", *WAYS, "adaptive / best fixed"):
+        table.add_column(column, justify="right")
+    for case in cases:
+        speeds = case["tokens_per_s"]
+        table.add_row(
+            case["case"], str(case["batch"]), *(f"{speeds[name]:.0f}" for name in WAYS),
+            f"{case['adaptive_to_best']:.3f}",
+        )  # fmt: skip
+    console.print(table)
