@@ -385,6 +385,13 @@ def rows_swapped(gm: fx.GraphModule, ctx: PassContext) -> None:
     ctx.inputs[spec.name] = wrong
 
 
+def worst_token_taken(gm: fx.GraphModule, ctx: PassContext) -> None:
+    """The head's best token became its worst."""
+    gm.graph.find_nodes(op="call_function", target=ATEN.argmax.default)[0].target = (
+        ATEN.argmin.default
+    )
+
+
 def left_unpacked(gm: fx.GraphModule, ctx: PassContext) -> None:
     """A packed product is given the plain weight's rows, in panels."""
     spec = next(s for s in ctx.inputs.values() if s.packed)
@@ -479,6 +486,8 @@ FAULTS = (
     Fault(pass_name="cleanup", what="drops a write", phase="decode", edit=write_dropped),
     Fault(pass_name="merge_projections", what="swapped projection rows", phase="decode",
           edit=rows_swapped),
+    Fault(pass_name="fuse_head_argmax", what="worst token", phase="decode",
+          edit=worst_token_taken),
     Fault(pass_name="prepack_linears", what="unpacked weight order", phase="decode",
           edit=left_unpacked),
     Fault(pass_name="prepack_linears", what="weights swapped", phase="decode",

@@ -6,6 +6,7 @@ keeps a ring of K pairs and a cache a module, poisoned with NaN before the first
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -134,11 +135,13 @@ class Case:
     num_modules: int
     windows: tuple[int, ...] = ()
     kv_block_sizes: tuple[int, ...] = ()
+    in_one: bool = False  # the ring is the operator's, as on a GPU
 
 
 CASES = {
     "module_rows-K3": Case(chain="module_rows", k=3, num_modules=3),
     "target_rows-K3": Case(chain="target_rows", k=3, num_modules=3),
+    "roll_window-K3": Case(chain="target_rows", k=3, num_modules=3, in_one=True),
     "module_rows-K1": Case(chain="module_rows", k=1, num_modules=1),
     "target_rows-K5": Case(chain="target_rows", k=5, num_modules=5),
     "two modules in turn-K5": Case(chain="module_rows", k=5, num_modules=2),
@@ -161,10 +164,16 @@ def lab(request: pytest.FixtureRequest, target: tuple[nn.Module, list[Ask]]) -> 
     script, windows = script_of(asks), case.windows or (0,) * case.num_modules
     steps = [Step(i, model, script, window) for i, window in enumerate(windows)]
     drafter = WindowedDrafter(steps, case.chain, case.kv_block_sizes)
-    with compilespec.compile(
-        model, spec=Windowed(drafter), num_draft_tokens=case.k, backend="eager", max_batch_size=5,
-        max_seq_len=MAX_SEQ_LEN, max_prefill_tokens=23, buckets=[1, 3, 5],
-    ) as engine:  # fmt: skip
+    with pytest.MonkeyPatch.context() as patch:
+        loop = importlib.import_module("compilespec.passes.draft_loops.windowed")
+        patch.setattr(loop, "rolls_in_one_kernel", lambda ctx: case.in_one)
+        compiled = compilespec.compile(
+            model, spec=Windowed(drafter), num_draft_tokens=case.k, backend="eager",
+            max_batch_size=5, max_seq_len=MAX_SEQ_LEN, max_prefill_tokens=23, buckets=[1, 3, 5],
+        )  # fmt: skip
+    with compiled as engine:
+        nodes = compiled.graphs["decode"].graph_module.graph.nodes
+        assert case.in_one == any("roll_window" in str(node.target) for node in nodes)
         for name, buffer in engine._executor.buffers.items():
             if name.startswith("cache."):
                 buffer.fill_(float("nan"))

@@ -105,6 +105,16 @@ def no_product_has_a_weight(target: Traced) -> Case:
     return graph_of(lambda x, w: (x @ x.t(), x @ (w + 1).t()), x=("batch", x), w=("weight", w))
 
 
+def logits_have_another_reader(target: Traced) -> Case:
+    def function(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        logits = nn.functional.linear(x, w)
+        return logits.argmax(-1), logits.amax(-1)
+
+    gm, ctx = graph_of(function, x=("batch", torch.randn(2, 4)), w=("weight", torch.randn(5, 4)))
+    ctx.fuse_head = True
+    return gm, ctx
+
+
 def every_index_is_inside(target: Traced) -> Case:
     def function(seq_len_R: Tensor, row_B: Tensor, w: Tensor) -> Tensor:
         index = torch.where(row_B >= 0, row_B, 3).long()
@@ -138,6 +148,7 @@ NEGATIVE: dict[str, Callable[[Traced], Case]] = {
     "commit_state": nothing_was_accepted,
     "cleanup": all_nodes_differ_and_are_used,
     "merge_projections": one_product_feeds_the_other,
+    "fuse_head_argmax": logits_have_another_reader,
     "prepack_linears": no_product_has_a_weight,
     "bound_positions": every_index_is_inside,
     "check_mutations": only_buffers_and_temporaries_are_written,

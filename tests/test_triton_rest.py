@@ -48,10 +48,12 @@ def test_the_best_of_the_head_is_the_first_best_logit(rows, depth, vocab, dtype,
     x, weight = whole_numbers(*rows, depth, dtype=dtype), whole_numbers(vocab, depth, dtype=dtype)
     weight[vocab // 2 :] = weight[: vocab - vocab // 2].clone()  # every logit at least twice
     bias_V = whole_numbers(vocab, dtype=dtype) if bias else None
-    want = argmax_linear_reference(x, weight, bias_V)
+    want, largest = argmax_linear_reference(x, weight, bias_V)
     got = head.argmax_linear(x, weight, bias_V)
-    assert got.dtype == torch.int64
-    assert torch.equal(got, want)
+    assert got[0].dtype == torch.int64
+    assert got[1].dtype == dtype
+    assert torch.equal(got[0], want)
+    assert torch.equal(got[1], largest)
     ids = torch.randint(-3, vocab + 2, rows)
     got_scores = head.score_linear(x, weight, bias_V, ids)
     want_scores = score_linear_reference(x, weight, bias_V, ids)
@@ -65,13 +67,13 @@ def test_equal_logits_are_equal_after_rounding():
     """1 + 2**-12 and 1 are one float16: the first of them wins, as it does with logits."""
     weight = torch.tensor([[1.0, 0.0], [1.0, 2.0**-12], [0.5, 0.0]], dtype=torch.float16)
     x = torch.ones(1, 2, dtype=torch.float16)
-    assert head.argmax_linear(x, weight, None).tolist() == [0]
+    assert head.argmax_linear(x, weight, None)[0].tolist() == [0]
 
 
 def test_real_numbers_and_strides():
     x = torch.randn(9, 2, 33).transpose(0, 1)
     weight = torch.randn(33, 200).t()
-    assert torch.equal(head.argmax_linear(x, weight, None), (x @ weight.t()).argmax(-1))
+    assert torch.equal(head.argmax_linear(x, weight, None)[0], (x @ weight.t()).argmax(-1))
     probability = (x @ weight.t()).log_softmax(-1)
     ids = torch.randint(0, 200, (2, 9))
     _, total, picked = head.score_linear(x, weight, None, ids)
@@ -79,12 +81,19 @@ def test_real_numbers_and_strides():
     torch.testing.assert_close(picked - total, want, rtol=1e-5, atol=1e-5)
 
 
-def test_hopeless_logits_give_some_id():
-    x, weight = torch.ones(2, 4), torch.ones(70, 4)
+@pytest.mark.filterwarnings("ignore:invalid value", "ignore:All-NaN")  # numpy's
+def test_a_nan_is_the_largest_and_shows():
+    x, weight = torch.ones(3, 4), torch.ones(200, 4)
     x[0] = math.nan
-    weight[3:] = -math.inf
-    got = head.argmax_linear(x, weight, None)
-    assert 0 <= int(got.min()) <= int(got.max()) < 70
+    x[2] = 0.0
+    weight[7:] = -math.inf  # times 0 is NaN, from id 7 on
+    weight[3] = 2.0
+    for compute in (head.argmax_linear, argmax_linear_reference):
+        best, largest = compute(x, weight, None)
+        assert best.tolist() == [0, 3, 7]
+        assert largest.isnan().tolist() == [True, False, True]
+        best, largest = compute(torch.ones(1, 4), torch.full((70, 4), -math.inf), None)
+        assert (int(best), float(largest)) == (0, -math.inf)
 
 
 def test_opcheck_of_the_head():
@@ -94,7 +103,7 @@ def test_opcheck_of_the_head():
         torch.library.opcheck(ops.argmax_linear.default, (x, weight, None))
         ids = torch.zeros(rows, dtype=torch.int32)
         torch.library.opcheck(ops.score_linear.default, (x, weight, bias, ids))
-        assert torch.equal(argmax_linear(x, weight, bias), (x @ weight.t() + bias).argmax(-1))
+        assert torch.equal(argmax_linear(x, weight, bias)[0], (x @ weight.t() + bias).argmax(-1))
         assert torch.equal(
             score_linear(x, weight, bias, ids)[0], (x @ weight.t() + bias).argmax(-1)
         )

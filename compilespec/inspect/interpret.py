@@ -41,9 +41,10 @@ class Decisions:
             self.winners.append(winner)
             return winner
         wanted = next(self.followed, None)
-        if wanted is None or wanted.shape != winner.shape:
+        if wanted is None or wanted.numel() != winner.numel():
             self.parted.append(node)
             return winner
+        wanted = wanted.reshape(winner.shape)
         own, other = (rows.gather(1, w.reshape(-1, 1)) for w in (winner, wanted))
         self.num_ties += int((winner != wanted).sum())
         if not float((own - other).max()) <= self.bound * scale:  # NaN parts, too
@@ -127,6 +128,7 @@ class _Run(fx.Interpreter):
         self.nodes: dict[str, Any] = {}
 
     def run_node(self, n: fx.Node) -> Any:
+        result: Any
         if self._attention is not None and is_marker(n):
             args, _ = self.fetch_args_kwargs_from_env(n)
             result = self._attention(self._num_markers, args)
@@ -138,6 +140,10 @@ class _Run(fx.Interpreter):
                 (scores, *dims), options = self.fetch_args_kwargs_from_env(n)
                 if (dims[0] if dims else options.get("dim")) in (-1, scores.dim() - 1):
                     result = self._decide(n, scores, result)
+            if n.target is torch.ops.compilespec.argmax_linear.default:
+                args, _ = self.fetch_args_kwargs_from_env(n)
+                scores = torch.nn.functional.linear(*args)
+                result = (self._decide(n, scores, result[0]), result[1])
             if n.target is torch.ops.compilespec.paged_attention.default:
                 self._note_call(n)
             if "role" in n.meta:

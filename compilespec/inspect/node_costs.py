@@ -187,6 +187,16 @@ def _rows_times_weight(costs: NodeCosts, node: fx.Node) -> Cost:
     return _product(costs, node, args[0], args[1], 2 * costs.num_elements(node) * inner)
 
 
+def _fused_head(costs: NodeCosts, node: fx.Node) -> Cost:
+    """A product whose results are not written."""
+    args: Any = node.args
+    return Cost(
+        flops=2 * costs.num_elements(args[0]) * costs.shape(args[1])[0],
+        weight_bytes=costs.num_bytes(args[1]),
+        activation_bytes=costs.num_bytes(args[0]),
+    )
+
+
 def _rows_times_quantized(costs: NodeCosts, node: fx.Node) -> Cost:
     args: Any = node.args
     return _rows_times_weight(costs, node) + Cost(weight_bytes=costs.num_bytes(args[2]))
@@ -233,6 +243,7 @@ _RULES: dict[Any, Callable[[NodeCosts, fx.Node], Cost]] = {
     ),
     **dict.fromkeys(_LOOKUPS, _lookup),
     _aten._grouped_mm.default: _rows_times_weight,
+    torch.ops.compilespec.argmax_linear.default: _fused_head,
     torch.ops.compilespec.packed_linear.default: _rows_times_weight,
     torch.ops.compilespec.quantized_linear.default: _rows_times_quantized,
     torch.ops.compilespec.dynamic_int8_linear.default: _rows_times_quantized,

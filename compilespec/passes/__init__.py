@@ -8,6 +8,7 @@ from compilespec.passes.check_markers import check_markers
 from compilespec.passes.check_mutations import check_mutations
 from compilespec.passes.cleanup import cleanup
 from compilespec.passes.commit_state import commit_state
+from compilespec.passes.fuse_head_argmax import fuse_head_argmax
 from compilespec.passes.insert_paged_attention import insert_paged_attention
 from compilespec.passes.keep_head_input import keep_head_input, output_head_input
 from compilespec.passes.lower_quantized import lower_quantized
@@ -135,6 +136,7 @@ SPLICE_PASSES = (
 ATEN_PASSES = (
     Pass(run=cleanup, at_least=0),
     Pass(run=merge_projections, after=("cleanup",), numerics="rounding", at_least=0),
+    Pass(run=fuse_head_argmax, after=("cleanup",), numerics="rounding", at_least=0),
     Pass(
         run=prepack_linears,
         after=("merge_projections",),

@@ -278,6 +278,7 @@ _VALUE_WRITTEN: dict[Any, int] = {
     _aten.index_copy_.default: 3,
     _aten.copy_.default: 1,
     _aten.scatter_.src: 3,
+    torch.ops.compilespec.roll_window.default: 4,
 }
 
 

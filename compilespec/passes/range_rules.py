@@ -203,6 +203,10 @@ def _getitem(ranges: Ranges, node: fx.Node, operand: Operand) -> Range | None:
         at = _WITH_INDICES[source.target]
         dim: Any = source.args[at] if len(source.args) > at else source.kwargs.get("dim", -1)
         return _index_along(ranges, source.args[0], dim)
+    if source.target is torch.ops.compilespec.argmax_linear.default and index == 0:
+        return _index_along(ranges, source.args[1], 0)
+    if source.target is torch.ops.compilespec.roll_window.default and index == 1:
+        return ranges.sizes.join([operand(source.args[1]), operand(source.args[4])])
     return None
 
 

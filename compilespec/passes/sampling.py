@@ -39,9 +39,21 @@ def sample_target(gm: fx.GraphModule, ctx: PassContext, *, before: fx.Node) -> f
     overrides the others.  Decode hands it the tokens that were fed, for penalties; the prompt is
     written by the host.
     """
+    if ctx.greedy_only:
+        return _greedy(gm, ctx, before=before)
     arguments = _target_rows(gm, ctx, before=before)
     with gm.graph.inserting_before(before):
         return gm.graph.call_function(torch.ops.compilespec.sample.default, arguments)
+
+
+def _greedy(gm: fx.GraphModule, ctx: PassContext, *, before: fx.Node) -> fx.Node:
+    """The argmax of `logits`, whose only reader it is."""
+    logits = find_role(gm, "logits")
+    if ctx.phase == "decode":
+        node: fx.Node = emit(gm, lambda x: x.argmax(-1).to(torch.int32), logits, before=before)
+        return node
+    _, node, _ = emit(gm, prefill_choice, logits, find_role(gm, "start"), before=before)
+    return node
 
 
 def target_probs(gm: fx.GraphModule, ctx: PassContext, *, before: fx.Node) -> fx.Node:
@@ -69,6 +81,8 @@ def _target_rows(gm: fx.GraphModule, ctx: PassContext, *, before: fx.Node) -> tu
 
 def note_logprobs(gm: fx.GraphModule, ctx: PassContext, target: fx.Node) -> None:
     """Log-probabilities of the step's tokens go to state rows, which the host reads if asked."""
+    if ctx.greedy_only:
+        return
     before = output_node(gm)
     logits = find_role(gm, "raw_logits" if has_role(gm, "raw_logits") else "logits")
     if ctx.phase == "prefill":
@@ -101,6 +115,8 @@ def draft_token(
         number: which draft of the step it is, 1..K; `offset` where it is None.
     """
     token, *offered = proposal
+    if ctx.greedy_only:
+        return token
     if not ctx.acceptance.couples_drafts:
         return _own_draft(gm, ctx, token, offered, base, offset, number or offset)
     if not offered:

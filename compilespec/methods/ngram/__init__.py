@@ -6,13 +6,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from compilespec.errors import InvalidOption
 from compilespec.methods.base import Capabilities, TargetInfo
 from compilespec.methods.direct import DirectDrafter
-from compilespec.program import PAD
+from compilespec.ops.ngram_match import ngram_match, ngram_match_reference
 
 DEFAULTS = {"max_ngram": 3, "min_ngram": 1}
 
@@ -25,28 +24,12 @@ class NgramDrafter(DirectDrafter):
         self.max_ngram, self.min_ngram = max_ngram, min_ngram
 
     def draft(self, history_BL: Tensor, length_B: Tensor) -> Tensor:
-        """The longest window of newest tokens (max_ngram .. min_ngram) that also stood earlier, at
-        its most recent place; the K tokens after it, PAD past the newest token or without a match.
+        """The K tokens after the longest window that also stood earlier: `ngram_match_reference`.
 
-        Column e of `matched` counts the tokens before e that equal the newest ones, backwards.
+        On a GPU it is one kernel; elsewhere tensor code, which is compiled with the step.
         """
-        width = history_BL.shape[1]
-        column_L = torch.arange(width, device=history_BL.device)
-        length_B1 = length_B.long().unsqueeze(1)
-        matched_BL = torch.zeros_like(history_BL)
-        is_equal_BL = column_L < length_B1
-        for back in range(1, self.max_ngram + 1):
-            newest_B1 = history_BL.gather(1, (length_B1 - back).clamp(min=0))
-            before_BL = nn.functional.pad(history_BL, (back, 0), value=PAD)[:, :width]
-            is_equal_BL = is_equal_BL & (before_BL == newest_B1) & (before_BL >= 0)
-            is_equal_BL = is_equal_BL & (length_B1 >= back)
-            matched_BL = matched_BL + is_equal_BL
-        score_BL = matched_BL * (width + 1) + column_L
-        end_B1 = score_BL.argmax(1, keepdim=True)
-        is_found_B1 = matched_BL.gather(1, end_B1) >= self.min_ngram
-        wanted_BK = end_B1 + torch.arange(self.num_draft_tokens, device=history_BL.device)
-        drafts_BK = history_BL.gather(1, wanted_BK.clamp(max=width - 1))
-        return torch.where(is_found_B1 & (wanted_BK < length_B1), drafts_BK, PAD)
+        match = ngram_match if history_BL.is_cuda else ngram_match_reference
+        return match(history_BL, length_B, self.num_draft_tokens, self.max_ngram, self.min_ngram)
 
     def describe(self) -> str:
         return f"n-gram lookup, windows of {self.max_ngram} to {self.min_ngram} tokens"

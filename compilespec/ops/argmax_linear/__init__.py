@@ -23,8 +23,10 @@ __all__ = [
 ]
 
 
-def argmax_linear(x: Tensor, weight_VD: Tensor, bias_V: Tensor | None = None) -> Tensor:
-    """argmax(x @ weight.T + bias) without logits; see `argmax_linear_reference`."""
+def argmax_linear(
+    x: Tensor, weight_VD: Tensor, bias_V: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Index and value of the best of x @ weight.T + bias; see `argmax_linear_reference`."""
     return _ARGMAX_LINEAR(x, weight_VD, bias_V)
 
 
@@ -35,8 +37,8 @@ def score_linear(
     return _SCORE_LINEAR(x, weight_VD, bias_V, ids)
 
 
-def _argmax_fake(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return x.new_empty(x.shape[:-1], dtype=torch.int64)
+def _argmax_fake(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape[:-1], dtype=torch.int64), x.new_empty(x.shape[:-1])
 
 
 def _score_fake(
@@ -48,7 +50,7 @@ def _score_fake(
 
 
 _ARGMAX_LINEAR = define_op(
-    "argmax_linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor",
+    "argmax_linear(Tensor x, Tensor weight, Tensor? bias) -> (Tensor, Tensor)",
     argmax_linear_reference,
     _argmax_fake,
     has_kernel=False,

@@ -13,30 +13,32 @@ import triton.language as tl
 from torch import Tensor
 
 
-def argmax_linear(x: Tensor, weight_VD: Tensor, bias_V: Tensor | None) -> Tensor:
+def argmax_linear(x: Tensor, weight_VD: Tensor, bias_V: Tensor | None) -> tuple[Tensor, Tensor]:
     """See `argmax_linear_reference`."""
-    return _run(x, weight_VD, bias_V, None)[0]
+    return _run(x, weight_VD, bias_V, None)[:2]
 
 
 def score_linear(
     x: Tensor, weight_VD: Tensor, bias_V: Tensor | None, ids: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See `score_linear_reference`."""
-    return _run(x, weight_VD, bias_V, ids)
+    argmax, _, total, picked = _run(x, weight_VD, bias_V, ids)
+    return argmax, total, picked
 
 
 def _run(
     x: Tensor, weight_VD: Tensor, bias_V: Tensor | None, ids: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Argmax and its logit; log-sum-exp and the logits at `ids` (both empty without ids)."""
     shape, depth, vocab = x.shape[:-1], x.shape[-1], weight_VD.shape[0]
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     rows = x.reshape(-1, depth)
     count, scores = rows.shape[0], ids is not None
-    argmax = x.new_empty(shape, dtype=torch.int64)
+    argmax, largest = x.new_empty(shape, dtype=torch.int64), x.new_empty(shape)
     total = x.new_empty(shape if scores else (0,), dtype=wide)
     picked = x.new_full(shape if scores else (0,), float("-inf"), dtype=wide)
     if count == 0:
-        return argmax, total, picked
+        return argmax, largest, total, picked
     if rows.stride(1) != 1:
         rows = rows.contiguous()
     if weight_VD.stride(1) != 1:
@@ -54,10 +56,10 @@ def _run(
         num_stages=num_stages,
     )  # fmt: skip
     merge_kernel[(count,)](
-        best, place, mass, argmax, total, blocks, vocab, SCORES=scores,
+        best, place, mass, argmax, largest, total, blocks, vocab, SCORES=scores,
         BLOCK=triton.next_power_of_2(blocks),
     )  # fmt: skip
-    return argmax, total, picked
+    return argmax, largest, total, picked
 
 
 def choose_blocks(count: int, dtype: torch.dtype) -> tuple[int, int, int, int, int]:
@@ -97,8 +99,11 @@ def block_kernel(
         acc_MV += tl.load(bias_ptr + v, mask=is_id, other=0.0).to(WIDE)[None, :]
     logit_MV = acc_MV.to(x_ptr.dtype.element_ty).to(WIDE)  # equal logits stay equal
     logit_MV = tl.where(is_id[None, :], logit_MV, float("-inf"))
-    best_M = tl.max(logit_MV, 1)
-    place_M = tl.min(tl.where(logit_MV == best_M[:, None], v[None, :], 2147483647), 1)
+    is_nan_MV = logit_MV != logit_MV
+    ranked_MV = tl.where(is_nan_MV, float("inf"), logit_MV)
+    best_M = tl.max(ranked_MV, 1)
+    place_M = tl.min(tl.where(ranked_MV == best_M[:, None], v[None, :], 2147483647), 1)
+    best_M = tl.where(tl.max(is_nan_MV.to(tl.int32), 1) != 0, float("nan"), best_M)
     at = m.to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
     tl.store(best_ptr + at, best_M, mask=is_row)
     tl.store(place_ptr + at, place_M, mask=is_row)
@@ -113,7 +118,7 @@ def block_kernel(
 
 @triton.jit
 def merge_kernel(
-    best_ptr, place_ptr, mass_ptr, argmax_ptr, total_ptr, blocks, vocab,
+    best_ptr, place_ptr, mass_ptr, argmax_ptr, largest_ptr, total_ptr, blocks, vocab,
     SCORES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
@@ -121,9 +126,13 @@ def merge_kernel(
     is_block = at < blocks
     best = tl.load(best_ptr + row * blocks + at, mask=is_block, other=float("-inf"))
     place = tl.load(place_ptr + row * blocks + at, mask=is_block, other=2147483647)
-    top = tl.max(best, 0)
-    found = tl.min(tl.where(best == top, place, 2147483647), 0)
+    is_nan = best != best
+    ranked = tl.where(is_nan, float("inf"), best)
+    top = tl.max(ranked, 0)
+    found = tl.min(tl.where(ranked == top, place, 2147483647), 0)
     tl.store(argmax_ptr + row, tl.minimum(found, vocab - 1).to(tl.int64))
+    top = tl.where(tl.max(is_nan.to(tl.int32), 0) != 0, float("nan"), top)
+    tl.store(largest_ptr + row, top.to(largest_ptr.dtype.element_ty))
     if SCORES:
         base = tl.where(top == float("-inf"), 0.0, top)
         mass = tl.load(mass_ptr + row * blocks + at, mask=is_block, other=0.0)

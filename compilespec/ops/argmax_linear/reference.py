@@ -7,16 +7,21 @@ from torch import Tensor
 from torch.nn import functional
 
 
-def argmax_linear_reference(x: Tensor, weight_VD: Tensor, bias_V: Tensor | None) -> Tensor:
-    """The index of the largest logit of each row.
+def argmax_linear_reference(
+    x: Tensor, weight_VD: Tensor, bias_V: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """The largest logit of each row.
 
     Args:
         x: [..., D]; weight_VD, bias_V: the head, dtype of x.
     Returns:
-        int64 [...], contiguous; the first index among equal logits, which are equal as the product
-        rounds them to the dtype of x.  Rows with NaN give some index inside the vocabulary.
+        Its index, int64 [...], the first one among equal logits, which are equal as the product
+        rounds them to the dtype of x; and the logit, dtype of x.  A row with NaN gives NaN, and
+        some index inside the vocabulary.
     """
-    return functional.linear(x, weight_VD, bias_V).argmax(-1)
+    logits = functional.linear(x, weight_VD, bias_V)
+    best = logits.argmax(-1)
+    return best, logits.gather(-1, best.unsqueeze(-1)).squeeze(-1)
 
 
 def score_linear_reference(

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import fx
 
+import compilespec.ops.roll_window  # noqa: F401  (registers the operator)
 from compilespec.passes.draft_loops.recycled import gather_packed
 from compilespec.passes.graph import add_buffer, arange_like, emit, find_role, output_node, splice
 from compilespec.passes.insert_paged_attention import page_markers
@@ -48,10 +49,14 @@ def _decode_window(
     window, index = config.num_verify_tokens, find_role(gm, "row_index")
     rings = _rings(gm, ctx)
     emitted, table = find_role(gm, "num_emitted"), find_role(gm, "block_table_RM")
-    hidden, ids = emit(
-        gm, take_window, *rings, index, hidden, ids, emitted, before=end, window=window
-    )
-    emit(gm, write_ring, *rings, index, hidden, ids, before=end)
+    pairs = (*rings, index, hidden, ids, emitted)
+    if rolls_in_one_kernel(ctx):
+        with gm.graph.inserting_before(end):
+            rolled = gm.graph.call_function(torch.ops.compilespec.roll_window.default, pairs)
+        hidden, ids = emit(gm, lambda both: (both[0], both[1]), rolled, before=end)
+    else:
+        hidden, ids = emit(gm, take_window, *pairs, before=end, window=window)
+        emit(gm, write_ring, *rings, index, hidden, ids, before=end)
     start, live = find_role(gm, "start"), find_role(gm, "live")
     newest = emit(gm, lambda start_B, n_B: start_B + n_B, start, emitted, before=end)
     drafts: list[fx.Node] = []
@@ -70,6 +75,11 @@ def _decode_window(
             ids = emit(gm, next_ids, ids, drafts[-1], before=end)
             hidden = recycled
     return drafts
+
+
+def rolls_in_one_kernel(ctx: PassContext) -> bool:
+    """On a GPU, where gathers and writes of the ring are launches of their own otherwise."""
+    return ctx.config.device.type == "cuda"
 
 
 def _packed_window(

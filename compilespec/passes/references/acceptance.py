@@ -61,6 +61,8 @@ def _choices(ctx: PassContext, case: Case, logits: Tensor) -> list[list[int]]:
     one list of each prompt's.
     """
     choices = [[first_best(scores) for scores in request] for request in logits]
+    if ctx.greedy_only:
+        return choices
     greedy = torch.tensor(choices, dtype=torch.int32, device=logits.device)
     placed = place_call(ctx.config, case)
     if case.phase == "prefill":

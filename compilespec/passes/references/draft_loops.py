@@ -90,7 +90,7 @@ class Drafts:
     def _draft(self, best_B: Tensor, *offered: Tensor) -> Tensor:
         """The next draft of each request: the best, or drawn where it is sampled."""
         self._num_proposals += 1
-        if not offered:
+        if not offered or self.ctx.greedy_only:
             return best_B
         position_B = self._bonus + self._num_proposals
         logits_BV, ids_V = offered[0], offered[1] if len(offered) > 1 else None
