@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import secrets
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
@@ -230,7 +231,14 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """Totals since the engine was made."""
-        return self._stats.read(self._count_recompiles())
+        scheduler = self._scheduler
+        return dataclasses.replace(
+            self._stats.read(self._count_recompiles()),
+            num_running=len(scheduler.running),
+            num_waiting=len(scheduler.waiting),
+            num_free_blocks=scheduler.pool.num_free,
+            num_blocks=self.geometry.num_blocks,
+        )
 
     def plan(self) -> dict[str, Any]:
         """What the engine runs (method, K, sizes, buckets), and why."""

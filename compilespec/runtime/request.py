@@ -36,10 +36,23 @@ class RequestTimings:
     admitted_ms: float | None = None
     first_token_ms: float | None = None
     finished_ms: float | None = None
+    tokens_ms: list[float] = field(default_factory=list)
+    """By token: when its step's tokens were there."""
+
+    @property
+    def queue_ms(self) -> float | None:
+        """From submission to admission."""
+        return None if self.admitted_ms is None else self.admitted_ms - self.submitted_ms
 
     @property
     def time_to_first_token_ms(self) -> float | None:
         return None if self.first_token_ms is None else self.first_token_ms - self.submitted_ms
+
+    @property
+    def time_per_output_token_ms(self) -> float | None:
+        """Mean over the tokens after the first; None before there are two."""
+        times = self.tokens_ms
+        return (times[-1] - times[0]) / (len(times) - 1) if len(times) > 1 else None
 
 
 @dataclass(kw_only=True, eq=False)
@@ -180,6 +193,7 @@ class Request:
             error=self.error,
             logprobs=None if self.params.logprobs is None else self._logprobs(),
             num_preemptions=self.num_preemptions,
+            timings=self.timings,
             prompt_logprobs=None
             if self.params.prompt_logprobs is None
             else self._prompt_logprobs(),
@@ -221,6 +235,9 @@ class GenerationOutput:
 
     num_preemptions: int = 0
     """How often it had to make room and was computed anew."""
+
+    timings: RequestTimings = field(default_factory=RequestTimings, compare=False)
+    """Queue, first token, every token: moments in ms."""
 
     @property
     def acceptance_length(self) -> float:

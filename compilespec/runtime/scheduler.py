@@ -413,6 +413,7 @@ class Scheduler:
             if request.timings.first_token_ms is None:
                 request.timings.first_token_ms = now_ms()
             count = self._deliver(request, tokens)
+            request.timings.tokens_ms += [now_ms()] * count
             if not is_prefill and request.error is None:
                 request.emitted_per_step.append(count)
                 self._stats.count_verify_step(count)

@@ -55,6 +55,18 @@ class EngineStats:
     num_cached_tokens: int = 0
     """Prompt tokens that were found in the KV cache and not computed."""
 
+    num_running: int = 0
+    """Requests that hold a state row now."""
+
+    num_waiting: int = 0
+    """Requests in line now."""
+
+    num_free_blocks: int = 0
+    """Blocks of the KV cache that nobody holds now; those of known prefixes are among them."""
+
+    num_blocks: int = 0
+    """Blocks of the KV cache."""
+
 
 class StatsRecorder:
     """What the scheduler writes; `read` makes the frozen snapshot."""
