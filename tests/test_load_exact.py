@@ -1,0 +1,177 @@
+"""Scarce blocks, shared prefixes and overlap together change no token, for every kind of method.
+
+Float64 on the eager backend, against plain decoding of one request at a time without any of it.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import compilespec
+from compilespec import SamplingParams
+from compilespec.methods.eagle3 import random_head
+from compilespec.methods.mtp.random_modules import random_modules
+from compilespec.methods.save_hidden_states import SavedStates
+from compilespec.runtime.engine import Engine
+from compilespec.runtime.request import Request
+from tests.models import VOCAB, assert_nothing_held, target_info, tiny_target
+
+MAX_SEQ_LEN, K = 80, 3
+SIZES: dict[str, Any] = {"backend": "eager", "max_seq_len": MAX_SEQ_LEN, "max_batch_size": 4,
+                         "max_prefill_tokens": 32}  # fmt: skip
+SAMPLED: tuple[dict[str, Any], ...] = (
+    {},
+    {"temperature": 1.0, "seed": 3},
+    {"temperature": 0.8, "seed": 5, "repetition_penalty": 1.3, "frequency_penalty": 0.4},
+    {"presence_penalty": 1.5, "repetition_penalty": 1.2},
+    {"temperature": 1.2, "seed": 8, "top_k": 9, "min_new_tokens": 18, "stop_token_ids": range(40)},
+    {"temperature": 0.6, "seed": 9, "num_draft_tokens": 1, "logit_bias": {5: 2.0}},
+    {"logprobs": 2, "temperature": 0.9, "seed": 11},
+)
+
+
+def methods(model: nn.Module) -> dict[str, Callable[[], dict[str, Any]]]:
+    """What `compile` takes, by name; the drafters are random and rarely right."""
+    info = target_info(model, MAX_SEQ_LEN)
+    return {
+        "none": lambda: {"spec": "none"},
+        "eagle3": lambda: {"spec": "eagle3", "draft": random_head(info, aux_layers=(0, 1, 2))},
+        "ngram": lambda: {"spec": "ngram"},
+        "draft_model": lambda: {"spec": "draft_model", "draft": copy.deepcopy(model)},
+        "mtp_module_rows": lambda: {"spec": "mtp", "draft": random_modules(info, K)},
+        "mtp_target_rows": lambda: {
+            "spec": "mtp", "draft": random_modules(info, K, chain="target_rows")
+        },
+    }  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    prompt: list[int]
+    params: SamplingParams
+    tokens: list[int]
+
+
+@pytest.fixture(scope="module")
+def lab() -> tuple[nn.Module, list[Asked]]:
+    """A target, and what requests over few beginnings must get."""
+    model = tiny_target("llama", num_layers=2)
+    draw = random.Random(7)
+    beginnings = [[draw.randrange(3, VOCAB) for _ in range(48)] for _ in range(2)]
+    asked = []
+    with compilespec.compile(
+        model, enable_prefix_caching=False, **{**SIZES, "max_batch_size": 1}
+    ) as plain:
+        for number in range(14):
+            start = beginnings[number % 2][: draw.choice((5, 17, 33, 40, 48))]
+            prompt = start + [draw.randrange(3, VOCAB) for _ in range(draw.choice((1, 2, 9)))]
+            params = SamplingParams(
+                max_new_tokens=draw.choice((20, 30, 60)), ignore_eos=True,
+                **SAMPLED[number % len(SAMPLED)],
+            )  # fmt: skip
+            (output,) = plain.generate([prompt], params)
+            asked.append(Asked(prompt=prompt, params=params, tokens=output.token_ids))
+        assert plain.stats().num_preemptions == plain.stats().num_cached_tokens == 0
+    assert len({tuple(ask.tokens) for ask in asked}) == len(asked)
+    return model, asked
+
+
+def serve(engine: Engine, asked: list[Asked]) -> list[Request]:
+    """All at once, and then again one after the other while the first ones run."""
+    requests = [engine.submit(ask.prompt, ask.params) for ask in asked[:6]]
+    for ask in asked[6:]:
+        engine.step()
+        requests.append(engine.submit(ask.prompt, ask.params))
+    while engine.has_work:
+        engine.step()
+    return requests
+
+
+def check(engine: Engine, model: nn.Module, asked: list[Asked]) -> list[Request]:
+    requests = serve(engine, asked)
+    for request, ask in zip(requests, asked, strict=True):
+        assert request.error is None
+        assert request.output_token_ids == ask.tokens, f"{ask.params}"
+    stats = engine.stats()
+    assert stats.num_preemptions > 2
+    assert stats.num_recompiles == 0
+    assert_nothing_held(engine)
+    return requests
+
+
+SLOW = pytest.mark.slow  # every kind of loop; the default ones have the most state
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "eagle3",
+        pytest.param("none", marks=SLOW),
+        pytest.param("ngram", marks=SLOW),
+        pytest.param("draft_model", marks=SLOW),
+        "mtp_module_rows",
+        pytest.param("mtp_target_rows", marks=SLOW),
+    ],
+)
+def test_tokens_are_those_of_plain_decoding(lab, name):
+    """7 blocks of 16, of which one request takes up to 5: the last in line often make room."""
+    model, asked = lab
+    options = methods(model)[name]()
+    if name != "none":
+        options["num_draft_tokens"] = K
+    with compilespec.compile(
+        model, kv_cache_tokens=112, overlap=True, max_step_tokens=40, **options, **SIZES
+    ) as engine:
+        assert engine.plan()["prefix_caching"] == engine.plan()["overlap"] == "on"
+        for name, buffer in engine._executor.buffers.items():
+            if name.startswith("cache."):
+                buffer.fill_(float("nan"))
+        check(engine, model, asked)
+        assert engine.stats().num_cached_tokens > 100
+        seen = engine.stats().num_cached_tokens
+        check(engine, model, asked)  # what is found now was computed by decode steps, too
+        assert engine.stats().num_cached_tokens > seen
+
+
+@pytest.mark.slow
+def test_recorded_states_survive_preemption(lab, tmp_path):
+    """Every request has one record, of all its tokens; prefixes are not shared, which is said."""
+    model, asked = lab
+    asked = [ask for ask in asked if ask.params.num_draft_tokens is None]
+    with compilespec.compile(
+        model, "save_hidden_states", output_dir=tmp_path, aux_layers=(0, 1), kv_cache_tokens=112,
+        **SIZES,
+    ) as engine:  # fmt: skip
+        assert engine.plan()["prefix_caching"] == (
+            "off: the hidden states of every prompt token are recorded"
+        )
+        check(engine, model, asked)
+    saved = SavedStates(tmp_path)
+    found = {tuple(record["input_ids"].tolist()): record for record in saved}
+    assert set(found) == {(*ask.prompt, *ask.tokens)[:-1] for ask in asked}
+    for tokens, record in found.items():
+        with torch.no_grad():
+            states = model(torch.tensor([tokens]), output_hidden_states=True).hidden_states
+        wanted = torch.cat([states[0][0], states[1][0]], -1)
+        torch.testing.assert_close(record["hidden_states"], wanted, atol=1e-9, rtol=1e-9)
+
+
+def test_samples_of_a_prompt_share_its_blocks(lab):
+    model, asked = lab
+    with compilespec.compile(model, **SIZES) as engine:
+        prompt = asked[4].prompt
+        params = SamplingParams(max_new_tokens=9, temperature=1.0, seed=4, n=3, ignore_eos=True)
+        outputs = engine.generate(prompt, params)
+        assert engine.stats().num_cached_tokens == 2 * ((len(prompt) - 1) // 16 * 16) > 0
+        engine.reset_prefix_cache()
+        again = engine.generate(prompt, params)
+        assert [o.token_ids for o in outputs] == [o.token_ids for o in again]
+        assert len({tuple(o.token_ids) for o in outputs}) == 3
