@@ -145,8 +145,7 @@ def test_impossible_sizes_and_choices_are_refused(name):
     assert "got " in message
 
 
-UNBUILT = {"acceptance": "rejection",
-           "quantize": "int8", "draft_quantize": "int8"}  # fmt: skip
+UNBUILT = {"acceptance": "rejection"}
 
 
 @pytest.mark.parametrize("name", UNBUILT)

@@ -479,6 +479,8 @@ FAULTS = (
     Fault(pass_name="commit_state", what="unfinished prompts commit", phase="prefill",
           edit=unfinished_committed),
     Fault(pass_name="commit_state", what="write dropped", phase="decode", edit=write_dropped),
+    Fault(pass_name="lower_quantized", what="counts past a refused draft", phase="decode",
+          edit=any_match_counts),
     Fault(pass_name="to_aten", what="adds where it subtracts", phase="decode",
           edit=addition_subtracted),
     Fault(pass_name="cleanup", what="merges different scalars", phase="decode",

@@ -146,6 +146,7 @@ NEGATIVE: dict[str, Callable[[Traced], Case]] = {
     "shift_hidden_states": there_is_no_drafter,
     "splice_draft_loop": there_is_no_drafter,
     "commit_state": nothing_was_accepted,
+    "lower_quantized": no_product_has_a_weight,
     "cleanup": all_nodes_differ_and_are_used,
     "merge_projections": one_product_feeds_the_other,
     "fuse_head_argmax": logits_have_another_reader,

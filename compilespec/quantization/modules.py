@@ -37,13 +37,15 @@ def quantize_module(model: Model, quantize: Quantize, keyword: str = "quantize")
     paths = [
         path
         for path, module in quantized.named_modules()
-        if _is_product(path, module) and quantize.wants(path)
+        if _is_product(path, module)
+        and quantize.wants(path)
+        and not is_quantized(_weight_of(quantized, path))
     ]
     if not paths:
         known = [path for path, module in model.named_modules() if _is_product(path, module)]
         raise InvalidOption(
             f"{keyword}={quantize.name!r} means no module: only={quantize.only!r}, "
-            f"skip={quantize.skip!r}; the products are {_listed(known)}"
+            f"skip={quantize.skip!r}; products that may be meant: {_listed(known) or 'none'}"
         )
     weight, chosen = _weight_of(quantized, paths[0]), set(paths)
     config = quantize.config_on(weight.device)
