@@ -25,7 +25,7 @@ from compilespec.options import ACCEPTANCE_OPTIONS, CompileOptions, resolve_opti
 from compilespec.passes.acceptance import describe, is_lossless
 from compilespec.passes.draft_loops import LOOPS
 from compilespec.passes.draft_loops.kept_inputs import READ_BY_REPLAY
-from compilespec.passes.keep_head_input import HeadFunction
+from compilespec.passes.output_head_input import HeadFunction
 from compilespec.passes.rewrite import rewrite_phase, rewrite_replay
 from compilespec.passes.runner import PassContext
 from compilespec.program import (
@@ -260,6 +260,7 @@ def build_program(
         )
     traced = trace_target(target.model)
     info = describe_target(traced, target)
+    head = HeadFunction(traced) if options.prompt_logprobs else None
     drafter = quantize_drafter(method.load(found, info, method_options), options.draft_quantize)
     capabilities = (drafter.capabilities if drafter else None) or method.capabilities
     drafts = capabilities.kind != "none"
@@ -319,7 +320,7 @@ def build_program(
         recorder=drafter.recorder if drafter else None,
         propose_on_host=drafter.propose_on_host if drafter else None,
         host_processors=options.host_processors,
-        head=HeadFunction(traced) if options.prompt_logprobs else None,
+        head=head,
         variants=variants,
         replay=replay,
         notes=(*_notes(target, drafter), *notes),

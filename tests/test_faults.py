@@ -15,12 +15,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from compilespec.errors import PassError
 from compilespec.inspect.bisect import BisectReport, bisect
 from compilespec.inspect.verify import VerifyReport, verify
 from compilespec.loading import load_target
+from compilespec.logits_processor import LogitsProcessor
 from compilespec.methods import get_method
 from compilespec.methods.eagle3 import random_head
 from compilespec.passes import ATEN_PASSES, SPLICE_PASSES, rewrite, runner
@@ -88,14 +89,25 @@ def parts() -> Any:
     return target, drafter.capture(CONFIG, info)
 
 
-def build(phase: Phase, *, keep_graphs: bool = True) -> SpecProgram:
+def halved(logits_BSV: Tensor) -> Tensor:
+    return logits_BSV / 2
+
+
+# What a pass needs to run at all.
+NEEDS: dict[str, dict[str, Any]] = {
+    "process_logits": {"logits_processor": LogitsProcessor(halved)},
+    "output_head_input": {"prompt_logprobs": True},
+}
+
+
+def build(phase: Phase, *, keep_graphs: bool = True, **needs: Any) -> SpecProgram:
     """One phase, spliced; the retrace and what follows run when they are asked for."""
     target, draft = parts()
     capabilities = get_method("eagle3").capabilities
     capabilities = dataclasses.replace(capabilities, outputs_hidden_states=True)  # every pass runs
     ctx = PassContext(
         phase=phase, config=CONFIG, capabilities=capabilities, target=target,
-        draft=draft, aux_layers=(0, 1, 2),
+        draft=draft, aux_layers=(0, 1, 2), **needs,
     )  # fmt: skip
     graph = rewrite_phase(ctx, keep_graphs=keep_graphs)
     return SpecProgram(
@@ -144,16 +156,16 @@ def catch(fault: Fault) -> Row:
     """Plant a fault, and see who finds it."""
     with pytest.MonkeyPatch.context() as patch:
         plant(patch, fault)
-        contract = ""
+        contract, needs = "", NEEDS.get(fault.pass_name, {})
         try:
-            graph = build(fault.phase).phases[fault.phase]
+            graph = build(fault.phase, **needs).phases[fault.phase]
             if fault.pass_name not in {entry.name for entry in SPLICE_PASSES}:
                 graph.step  # noqa: B018
         except PassError as error:
             contract = str(error)
             patch.setattr(runner, "check_contracts", lambda *args, **options: None)
             patch.setattr(runner, "_check_count", lambda *args: None)
-        program = build(fault.phase)
+        program = build(fault.phase, **needs)
         report = verify(program, batch_sizes=(CONFIG.max_batch_size,), fail_fast=True)
         return Row(fault=fault, contract=contract, verify=report, bisect=bisect(program))
 
@@ -267,12 +279,17 @@ def unfinished_emitted(gm: fx.GraphModule, ctx: PassContext) -> None:
     rejected_emitted(gm, ctx)
 
 
-def states_rolled(gm: fx.GraphModule, ctx: PassContext) -> None:
-    node = find_role(gm, "hidden")
-    wrong = emit(gm, lambda x: x.roll(1, -1), node, before=output_node(gm))
-    wrong.meta["role"] = node.meta.pop("role")
-    outputs = get_outputs(gm)
-    set_outputs(gm, {name: wrong if one is node else one for name, one in outputs.items()})
+def role_rolled(role: str) -> Edit:
+    """The node that plays a role, and its output if it is one, are rolled by one."""
+
+    def edit(gm: fx.GraphModule, ctx: PassContext) -> None:
+        node = find_role(gm, role)
+        wrong = emit(gm, lambda x: x.roll(1, -1), node, before=output_node(gm))
+        wrong.meta["role"] = node.meta.pop("role")
+        outputs = get_outputs(gm)
+        set_outputs(gm, {name: wrong if one is node else one for name, one in outputs.items()})
+
+    return edit
 
 
 def taps_reversed(gm: fx.GraphModule, ctx: PassContext) -> None:
@@ -452,7 +469,13 @@ FAULTS = (
     Fault(pass_name="splice_acceptance", what="emits for unfinished prompts", phase="prefill",
           edit=unfinished_emitted),
     Fault(pass_name="output_hidden_states", what="states rolled", phase="decode",
-          edit=states_rolled),
+          edit=role_rolled("hidden")),
+    Fault(pass_name="process_logits", what="logits rolled", phase="decode",
+          edit=role_rolled("logits")),
+    Fault(pass_name="process_logits", what="logits rolled", phase="prefill",
+          edit=role_rolled("logits")),
+    Fault(pass_name="output_head_input", what="input rolled", phase="prefill",
+          edit=role_rolled("head_input")),
     Fault(pass_name="shift_hidden_states", what="no shift", phase="decode", edit=unshifted),
     Fault(pass_name="shift_hidden_states", what="taps reversed", phase="decode",
           edit=taps_reversed),

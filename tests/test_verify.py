@@ -21,7 +21,8 @@ SIZES = {"num_draft_tokens": 2, "max_batch_size": 5, "max_seq_len": 43, "max_pre
 DEFAULT = ("gemma2",)  # windows and soft caps
 NUM_LAYERS = {"gemma3": 6}  # its sixth is its first without a window
 ALL_PASSES = {entry.name for entry in (*SPLICE_PASSES, *ATEN_PASSES)} | {"to_aten"}
-ALL_PASSES -= {"output_hidden_states"}  # of programs that save them
+# of programs that save them, have a processor, note prompts
+ALL_PASSES -= {"output_hidden_states", "process_logits", "output_head_input"}
 
 
 def program(family: str, dtype: torch.dtype = torch.float64, **options: Any) -> Any:

@@ -10,10 +10,10 @@ from compilespec.passes.cleanup import cleanup
 from compilespec.passes.commit_state import commit_state
 from compilespec.passes.fuse_head_argmax import fuse_head_argmax
 from compilespec.passes.insert_paged_attention import insert_paged_attention
-from compilespec.passes.keep_head_input import keep_head_input, output_head_input
 from compilespec.passes.lower_quantized import lower_quantized
 from compilespec.passes.merge_projections import merge_projections
 from compilespec.passes.narrow_logits import narrow_logits
+from compilespec.passes.output_head_input import output_head_input
 from compilespec.passes.output_hidden_states import output_hidden_states
 from compilespec.passes.prepack_linears import prepack_linears
 from compilespec.passes.process_logits import num_processors, process_logits
@@ -49,13 +49,8 @@ SPLICE_PASSES = (
         reference=references.read_state,
     ),
     Pass(
-        run=keep_head_input,
-        matches=lambda ctx: 1 if ctx.prompt_logprobs and ctx.phase == "prefill" else None,
-        ensures=(contracts.plays("head_input"),),
-    ),
-    Pass(
         run=narrow_logits,
-        after=("read_state", "keep_head_input"),
+        after=("read_state",),
         numerics="rounding",  # a library may order the sums of fewer rows differently
         ensures=(contracts.plays("logits"),),
         reference=references.narrow_logits,
@@ -98,8 +93,10 @@ SPLICE_PASSES = (
     ),
     Pass(
         run=output_head_input,
-        after=("keep_head_input", "splice_acceptance", "output_hidden_states"),
+        after=("narrow_logits", "splice_acceptance", "output_hidden_states"),
         matches=lambda ctx: 1 if ctx.prompt_logprobs and ctx.phase == "prefill" else None,
+        ensures=(contracts.plays("head_input"),),
+        reference=references.output_head_input,
     ),
     Pass(
         run=shift_hidden_states,

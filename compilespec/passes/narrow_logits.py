@@ -19,11 +19,15 @@ def narrow_logits(gm: fx.GraphModule, ctx: PassContext) -> int:
 
     Where the model does more to its logits than element-wise operations, the rows are gathered
     after them:
-    the same values, at the cost of a product over all rows.
+    the same values, at the cost of a product over all rows.  Role made, where prompts may ask for
+    log-probabilities: `head_input`, [1, T, D], before the gather.
     """
     logits, last = find_role(gm, "logits"), find_role(gm, "last_R")
     head = find_head(logits)
     if head is not None and head.rowwise:
+        if ctx.prompt_logprobs:
+            kept = emit(gm, lambda hidden: hidden.view_as(hidden), head.hidden, before=head.node)
+            kept.meta["role"] = "head_input"
         narrowed = emit(gm, _rows, head.hidden, last, before=head.node)
         head.node.replace_input_with(head.hidden, narrowed)
     else:

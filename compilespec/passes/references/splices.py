@@ -103,6 +103,14 @@ def output_hidden_states(before: Before, ctx: PassContext, case: Case) -> Values
     )
 
 
+def output_head_input(before: Before, ctx: PassContext, case: Case) -> Values:
+    """What the rows that give tokens were gathered from."""
+    values = before(case.inputs)
+    gathered = next(node for node in before.graph.nodes if node.target == "index_select")
+    hidden = values.nodes[str(gathered.args[0])]
+    return dataclasses.replace(values, outputs={**values.outputs, "head_input_1TD": hidden})
+
+
 def _beside(values: Values, ctx: PassContext) -> Tensor:
     taps = [values.roles[f"aux.{index}"] for index in range(len(ctx.aux_layers))]
     aux = taps[0].new_empty((*taps[0].shape[:-1], sum(tap.shape[-1] for tap in taps)))
@@ -155,6 +163,7 @@ __all__ = [
     "commit_state",
     "insert_paged_attention",
     "narrow_logits",
+    "output_head_input",
     "output_hidden_states",
     "read_state",
     "shift_hidden_states",

@@ -1,0 +1,78 @@
+"""For log-probabilities of prompts: what enters the head leaves the prefill step, for all rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from compilespec.errors import NotSupported
+from compilespec.passes.analysis import find_head
+from compilespec.passes.graph import find_role, get_outputs, set_outputs
+from compilespec.passes.runner import PassContext
+from compilespec.program import Traced
+
+
+def output_head_input(gm: fx.GraphModule, ctx: PassContext) -> int:
+    """One more output, `head_input_1TD`, of the role that `narrow_logits` made before it gathered
+    the rows that give tokens.  Numerics: exact.  Torch IR.
+    """
+    set_outputs(gm, {**get_outputs(gm), "head_input_1TD": find_role(gm, "head_input")})
+    return 1
+
+
+class HeadFunction:
+    """The target's own head, on rows [N, D] of what enters it: logits [N, V], operator by operator.
+
+    Raises: NotSupported where the target makes its logits of more than a product and element-wise
+        operations.
+    """
+
+    def __init__(self, target: Traced) -> None:
+        results: Any = target.graph_module.graph.output_node().args[0]
+        logits: fx.Node = results[0]
+        head = find_head(logits)
+        if head is None or not head.rowwise:
+            raise _unsupported()
+        weights = {
+            node: target.weights[entry.name]
+            for node, entry in zip(
+                target.graph_module.graph.find_nodes(op="placeholder"), target.inputs, strict=True
+            )
+            if entry.kind == "weight"
+        }
+        graph = fx.Graph()
+        env: dict[fx.Node, fx.Node] = {head.hidden: graph.placeholder("hidden")}
+        chain, node = [head.node], head.node
+        while node is not logits:
+            node = next(user for user in node.users if user is logits or _leads(user, logits))
+            chain.append(node)
+        root = nn.Module()
+        for node in chain:
+            for index, source in enumerate(node.all_input_nodes):
+                if source not in env and source in weights:
+                    name = f"{node.name}_{index}"
+                    root.register_buffer(name, weights[source].detach())
+                    env[source] = graph.get_attr(name)
+            if any(source not in env for source in node.all_input_nodes):
+                raise _unsupported()
+            env[node] = graph.node_copy(node, lambda old: env[old])
+        graph.output(env[logits])
+        self._module = fx.GraphModule(root, graph)
+
+    @torch.no_grad()
+    def __call__(self, hidden_ND: Tensor) -> Tensor:
+        logits: Tensor = self._module(hidden_ND.unsqueeze(0)).squeeze(0)
+        return logits
+
+
+def _leads(node: fx.Node, end: fx.Node) -> bool:
+    return any(user is end or _leads(user, end) for user in node.users)
+
+
+def _unsupported() -> NotSupported:
+    return NotSupported(
+        "prompt_logprobs=True needs logits that are a product with the head and element-wise "
+        "operations on it; this target does more: leave it out"
+    )
