@@ -286,6 +286,19 @@ class Lowered:
         calls |= {f"decode.{count}": phase for count, phase in self.variants.items()}
         return calls if self.replay is None else {**calls, "replay": self.replay}
 
+    def costs(self) -> dict[str, dict[str, Any]]:
+        """By callable: seconds of compiling or loading, whether the cache had it, and its distinct
+        pieces (None: one unit).
+        """
+        return {
+            name: {
+                "seconds": phase.compile_ms / 1e3,
+                "from_cache": phase.from_cache,
+                "pieces": None if phase.stitched is None else len(phase.stitched.pieces),
+            }
+            for name, phase in self.calls.items()
+        }
+
     def __str__(self) -> str:
         parts = [
             f"{p.phase} {p.compile_ms:.0f} ms{' (cached)' if p.from_cache else ''}"

@@ -10,10 +10,10 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from compilespec.cli import bench, dump, generate, methods
+from compilespec.cli import bench, compile, dump, generate, methods
 from compilespec.errors import SpecError
 
-COMMANDS = (generate, bench, dump, methods)
+COMMANDS = (generate, dump, bench, compile, methods)
 BAD_INPUT, INTERRUPTED = 2, 130
 
 

@@ -114,7 +114,8 @@ def run(args: argparse.Namespace) -> int:
                 own = _entered(stack, _engines(args, skipped, rule))
             exact = rule == COUPLED
             sampled[rule] = compared(own, TEMPERATURE, margin=margin, same_tokens=exact)
-        return _report(args, greedy, plain.plan(), skipped, sampled)
+        costs = {name: engine.plan()["compile"] for name, engine in (*engines, (PLAIN, plain))}
+        return _report(args, greedy, {**plain.plan(), "compile": costs}, skipped, sampled)
 
 
 def _rules(args: argparse.Namespace) -> list[str]:
@@ -195,6 +196,7 @@ def _report(
             print(f"compilespec: wrong tokens, no speed is printed: {line}", file=sys.stderr)
     else:
         report.print_comparison(comparison, plan, titled)
+        report.print_compile_seconds(plan["compile"])
         for name, reason in skipped.items():
             print(f"not run: {name}: {reason}", file=sys.stderr)
     return 1 if wrong else 0

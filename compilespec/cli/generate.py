@@ -137,7 +137,7 @@ def read_prompts(args: argparse.Namespace) -> list[str]:
 def _generate(args: argparse.Namespace, prompts: list[str]) -> int:
     """Stream the prompts; an interrupt keeps what there is."""
     params = sampling_params(args)
-    with compile_engine(args, _spec(args)) as engine:
+    with compile_engine(args, spec_of(args)) as engine:
         progress = report.Progress(prompts, quiet=args.json, num_samples=args.n)
         start, interrupted = time.perf_counter(), False
         try:
@@ -171,7 +171,7 @@ def _compare(args: argparse.Namespace, prompts: list[str]) -> int:
     """Run the method, plain decoding and transformers on the same prompts."""
     from compilespec.cli import compare
 
-    spec, count = _spec(args), args.max_new_tokens
+    spec, count = spec_of(args), args.max_new_tokens
     with contextlib.ExitStack() as stack:
         ways = []
         for name in dict.fromkeys((spec, "none")):
@@ -235,7 +235,7 @@ def load_quantized(args: argparse.Namespace, dtype: str | None) -> Target:
     return quantize_target(load_target(args.model, dtype=dtype), read_quantize(args.quantize))
 
 
-def _spec(args: argparse.Namespace) -> str:
+def spec_of(args: argparse.Namespace) -> str:
     return str(args.spec or ("eagle3" if args.model == DEMO else "none"))
 
 

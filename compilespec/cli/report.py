@@ -180,6 +180,20 @@ def _speed_cells(row: Row | None) -> tuple[str, str, str]:
     return f"{row.tokens_per_second:.1f}", f"{row.ratio:.2f}x", accepted
 
 
+def print_compile_seconds(costs: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> None:
+    """A line a way on stderr: what lowering took, and whether that was a cold or a warm start."""
+    from rich.console import Console
+
+    for name, phases in costs.items():
+        seconds = sum(phase["seconds"] for phase in phases.values())
+        if not seconds:
+            continue  # interpreted
+        cold = [phase for phase, cost in phases.items() if not cost["from_cache"]]
+        start = f"compiled {', '.join(cold)}" if cold else "all from the cache"
+        text = f"{name}: lowered in {seconds:.1f} s ({start})"
+        Console(stderr=True).print(text, style="dim", highlight=False, soft_wrap=True)
+
+
 def describe_tokens(row: Row) -> str:
     """Say "identical", or where each prompt's tokens leave the reference's and how near the choice
     was."""

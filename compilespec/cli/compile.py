@@ -1,0 +1,100 @@
+"""`compilespec compile`: fill the artifact cache ahead of time, so that later starts compile
+nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from typing import Any
+
+from compilespec.cli import report
+from compilespec.cli.generate import (
+    DEMO,
+    DTYPES,
+    add_quantize_options,
+    print_json,
+    set_threads,
+    spec_of,
+)
+
+
+def add_parser(commands: Any) -> None:
+    parser: argparse.ArgumentParser = commands.add_parser(
+        "compile",
+        help="fill the artifact cache ahead of time",
+        description="Compile a model and a drafter as compile() would, and keep the artifacts.  A "
+        "later start with the same model, options, torch and compilespec compiles nothing.  The "
+        "cache is COMPILESPEC_CACHE_DIR, else ~/.cache/compilespec.",
+    )
+    add = parser.add_argument
+    add("--model", default=DEMO, metavar="DIR|demo", help="target checkpoint (default: demo)")
+    add("--spec", help="drafting method (default: eagle3 for the demo, else none)")
+    add("--draft", metavar="DIR", help="drafter checkpoint (default: beside the target)")
+    add("--num-draft-tokens", type=int, metavar="K", help="drafts per step (default: checkpoint's)")
+    add("--max-batch-size", type=int, metavar="N", help="requests at once (default: 8)")
+    add("--max-seq-len", type=int, metavar="N", help="longest prompt plus output")
+    add("--max-prefill-tokens", type=int, metavar="N", help="tokens of a prefill (default: 2048)")
+    add("--kv-cache-tokens", type=int, metavar="N", help="size of the KV cache")
+    add("--dtype", choices=DTYPES, help="default: the checkpoint's")
+    add("--device", help="default: the model's")
+    add_quantize_options(add)
+    add("--cudagraphs", default="auto", metavar="MODE", help="as of compile() (default: auto)")
+    add("--threads", type=int, metavar="N", help="CPU threads (default: torch's)")
+    add("--json", action="store_true", help="print one JSON object instead of a table")
+    parser.set_defaults(run=run)
+
+
+KEYWORDS = (
+    "draft", "num_draft_tokens", "max_batch_size", "max_seq_len", "max_prefill_tokens",
+    "kv_cache_tokens", "dtype", "device", "quantize", "draft_quantize",
+)  # fmt: skip
+
+
+def run(args: argparse.Namespace) -> int:
+    import compilespec
+    from compilespec.cudagraphs.modes import read_graph_options, units_for
+    from compilespec.lowering import lower
+    from compilespec.lowering.artifacts import cache_directory
+
+    graphs = read_graph_options(args.cudagraphs)
+    set_threads(args.threads)
+    given = {name: getattr(args, name) for name in KEYWORDS if getattr(args, name) is not None}
+    started = time.perf_counter()
+    with report.status(f"tracing {args.model}") as update:
+        program = compilespec.trace(args.model, spec_of(args), keep_graphs=False, **given)
+        update(f"compiling {args.model} (spec={program.method})")
+        traced_s = time.perf_counter() - started
+        kinds = graphs.kinds_on(program.config.device)
+        lowered = lower(program, units=units_for(kinds))
+    result = {
+        "model": str(args.model),
+        "method": program.method,
+        "directory": str(cache_directory()),
+        "trace_s": traced_s,
+        "total_s": time.perf_counter() - started,
+        "phases": lowered.costs(),
+    }
+    if args.json:
+        print_json(result)
+    else:
+        _print(result)
+    return 0
+
+
+def _print(result: dict[str, Any]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=f"{result['model']}, {result['method']}: {result['total_s']:.1f} s in all")
+    table.add_column("phase")
+    table.add_column("seconds", justify="right")
+    table.add_column("compiled as")
+    table.add_column("")
+    table.add_row("(trace and rewrite)", f"{result['trace_s']:.1f}", "", "")
+    for name, phase in result["phases"].items():
+        unit = "whole" if phase["pieces"] is None else f"{phase['pieces']} distinct pieces"
+        source = "was in the cache" if phase["from_cache"] else "compiled"
+        table.add_row(name, f"{phase['seconds']:.1f}", unit, source)
+    Console().print(table)
+    Console().print(f"artifacts: {result['directory']}", highlight=False, soft_wrap=True)
