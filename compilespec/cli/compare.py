@@ -146,6 +146,7 @@ def engine_way(
     )
 
     def decode(prompt: Sequence[int]) -> Decoded:
+        engine.reset_prefix_cache()  # every round computes the whole prompt, as others do
         (output,) = engine.generate(list(prompt), params)
         return Decoded(
             token_ids=tuple(output.token_ids), emitted_per_step=tuple(output.emitted_per_step)

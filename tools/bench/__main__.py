@@ -25,6 +25,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     mode.add_argument(
         "--adaptive", action="store_true", help="adaptive K beside plain decoding and fixed K"
     )
+    mode.add_argument("--load", action="store_true", help="minutes of load on the demo")
+    parser.add_argument("--minutes", type=float, default=10, help="of --load")
     parser.add_argument("--model", default="demo", help="a checkpoint directory, or demo")
     parser.add_argument(
         "--draft", type=Path, help="the drafter's directory (default: found by itself)"
@@ -50,6 +52,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
             "milestone": options.milestone,
             "compile-cost": options.compile_cost,
             "adaptive": options.adaptive,
+            "load": options.load,
         }
         options.name = next((kind for kind, chosen in kinds.items() if chosen), "speed")
     if options.dtype and not (options.milestone or options.model != "demo"):
@@ -76,6 +79,8 @@ def main(arguments: list[str] | None = None) -> int:
         from tools.bench.compile_cost import run
     elif options.adaptive:
         from tools.bench.adaptive import run
+    elif options.load:
+        from tools.bench.load import run
     else:
         from tools.bench.speed import run
     return run(options, console)

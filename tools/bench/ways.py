@@ -102,6 +102,7 @@ class CompilespecWay:
         keywords: dict[str, Any] = {
             "max_batch_size": setup.max_batch_size,
             "backend": setup.backend,
+            "enable_prefix_caching": False,  # the others compute every prompt anew, too
         }
         optional = {"max_seq_len": setup.max_seq_len, "dtype": setup.dtype}
         keywords |= {name: value for name, value in optional.items() if value is not None}
