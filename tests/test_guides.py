@@ -122,6 +122,36 @@ def test_shorthands():
     assert SamplingParams(guide=[(1, 2)]).guide == Choice([[1, 2]])
 
 
+class _GivesUp:
+    """A matcher whose parser reaches a limit after the second token."""
+
+    def __init__(self) -> None:
+        self.came = 0
+
+    def allowed(self) -> Tensor:
+        if self.came > 1:
+            raise GuideFailed("too complex")
+        return torch.full((4,), -1, dtype=torch.int32)
+
+    def may_end(self) -> bool:
+        return False
+
+    def advance(self, token: int) -> bool:
+        self.came += 1
+        return True
+
+    def rewind(self, count: int) -> None:
+        self.came -= count
+
+
+def test_a_matcher_that_gives_up_fails_where_the_output_goes_there():
+    guide = GuideFollower(_GivesUp(), 4)
+    assert len(guide.masks([7, 8, 9])) == 2
+    assert guide.follow([7, 8]) == (2, None)
+    with pytest.raises(GuideFailed, match="too complex"):
+        guide.masks()
+
+
 # --- in the engine ---
 
 
@@ -147,7 +177,9 @@ def plain(model) -> Iterator[Engine]:
         yield engine
 
 
-@pytest.fixture(scope="module", params=[1, 4], ids="K{}".format)
+@pytest.fixture(
+    scope="module", params=[pytest.param(1, marks=pytest.mark.slow), 4], ids="K{}".format
+)
 def coupled(model, dial, request) -> Iterator[Engine]:
     count = request.param
     with compilespec.compile(
@@ -263,6 +295,21 @@ def test_samples_of_a_guided_prompt(plain, coupled, dial):
     assert len({tuple(output.token_ids) for output in outputs}) > 1
     again = coupled.generate([PROMPTS[0]], params)
     assert [o.token_ids for o in again] == [o.token_ids for o in outputs]
+
+
+@pytest.mark.slow
+def test_steps_of_several_k(model, dial, plain):
+    """Also after steps without drafts, and replays that draft anew."""
+    params = [guided(seed, 3.0, max_new_tokens=30, guide=[[8, 9] * 10, [8, 7] * 10, [9] * 20])
+              for seed in range(3)]  # fmt: skip
+    wanted = [o.token_ids for o in plain.generate(list(PROMPTS[:3]), params)]
+    dial.know([*p, *tokens, 50, 51] for p, tokens in zip(PROMPTS[:3], wanted, strict=True))
+    dial.draft_from_script(lambda position: position % 5 == 0)
+    with compilespec.compile(
+        model, spec="eagle3", draft=dial, num_draft_tokens=(0, 1, 3), **SIZES
+    ) as engine:
+        outputs = engine.generate(list(PROMPTS[:3]), params)
+        assert [o.token_ids for o in outputs] == wanted
 
 
 def test_requests_that_are_refused(plain):

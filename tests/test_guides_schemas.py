@@ -152,7 +152,7 @@ def make_site(name: str) -> Site:
     return Site(plain=plain, drafted=drafted)
 
 
-@pytest.fixture(scope="module", params=["random", "demo"])
+@pytest.fixture(scope="module", params=["random", pytest.param("demo", marks=pytest.mark.slow)])
 def site(request) -> Iterator[Site]:
     made = make_site(request.param)
     yield made

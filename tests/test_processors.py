@@ -18,6 +18,8 @@ from compilespec.errors import InvalidOption, InvalidRequest, ProcessorFailed
 from compilespec.methods.eagle3 import random_head
 from compilespec.ops import host_process
 from compilespec.ops.sample.philox import gumbel, noise_bits
+from compilespec.options import resolve_options
+from compilespec.program import ProgramConfig
 from compilespec.runtime.engine import Engine
 from tests.models import VOCAB, DialDrafter, assert_nothing_held, target_info, tiny_target
 
@@ -118,7 +120,9 @@ def scripts(dial: DialDrafter, known: list[list[int]]) -> Iterator[None]:
 # --- traced ---
 
 
-@pytest.mark.parametrize("num_drafts", [0, 1, 4], ids="K{}".format)
+@pytest.mark.parametrize(
+    "num_drafts", [*(pytest.param(k, marks=pytest.mark.slow) for k in (0, 1)), 4], ids="K{}".format
+)
 def test_a_traced_processor_that_reads_everything(model, dial, num_drafts):
     spec: dict[str, Any] = {"spec": "eagle3", "draft": dial, "num_draft_tokens": num_drafts}
     with compilespec.compile(
@@ -187,29 +191,32 @@ REFUSED: dict[Any, str] = {
 
 
 @pytest.mark.parametrize("processor", REFUSED, ids=lambda p: getattr(p, "__name__", str(p)))
-def test_processors_that_are_refused(model, dial, processor):
+def test_processors_that_are_refused(processor):
+    config = ProgramConfig(
+        num_draft_tokens=2, max_batch_size=3, max_seq_len=20, max_prefill_tokens=8, block_size=4,
+        num_blocks=9, dtype=torch.float32, device=torch.device("cpu"),
+    )  # fmt: skip
     with pytest.raises(InvalidOption, match=REFUSED[processor]):
-        compilespec.compile(
-            model, spec="eagle3", draft=dial, num_draft_tokens=2, logits_processor=processor,
-            **SIZES,
-        )  # fmt: skip
+        resolve_options(logits_processor=processor).logits_processor.capture("decode", config, 7)
 
 
-@pytest.mark.parametrize("host", [False, True], ids=["traced", "host"])
-def test_passes_are_verified(model, dial, host):
-    """The step with a processor computes what its reference in plain Python says."""
+def test_passes_are_verified(model, dial):
+    """A step with processors of both kinds computes what their reference in plain Python says."""
     program = compilespec.trace(
         model, spec="eagle3", draft=dial, num_draft_tokens=2, logits_processor=Everything(),
-        host_processors=host, **SIZES,
+        host_processors=True, **SIZES,
     )  # fmt: skip
-    report = compilespec.verify(program)
+    report = compilespec.verify(program, passes=("process_logits", "splice_acceptance"))
     assert report.ok, str(report)
+    assert {check.phase for check in report.checks} == {"prefill", "decode"}
 
 
 # --- on the host ---
 
 
-@pytest.fixture(scope="module", params=[0, 4], ids="K{}".format)
+@pytest.fixture(
+    scope="module", params=[pytest.param(0, marks=pytest.mark.slow), 4], ids="K{}".format
+)
 def hosted(model, dial, request) -> Iterator[Engine]:
     spec: dict[str, Any] = {"spec": "eagle3", "draft": dial, "num_draft_tokens": request.param}
     with compilespec.compile(
@@ -300,10 +307,7 @@ def test_one_that_fails_ends_its_request_alone(dial, hosted, name):
     assert_nothing_held(hosted)
 
 
-def test_requests_that_are_refused(model):
-    with compilespec.compile(model, **SIZES) as engine:
-        with pytest.raises(InvalidRequest, match="compiled with host_processors=True"):
-            engine.generate(PROMPTS[0], params_of(0.0, 0, logits_processor=no_repeats))
+def test_what_is_no_function_is_refused():
     with pytest.raises(InvalidRequest, match=r"a function of \(token_ids, logits\)"):
         params_of(0.0, 0, logits_processor="no")
 
