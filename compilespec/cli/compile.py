@@ -13,6 +13,7 @@ from compilespec.cli.generate import (
     DEMO,
     DTYPES,
     add_quantize_options,
+    draft_counts,
     print_json,
     set_threads,
     spec_of,
@@ -31,7 +32,12 @@ def add_parser(commands: Any) -> None:
     add("--model", default=DEMO, metavar="DIR|demo", help="target checkpoint (default: demo)")
     add("--spec", help="drafting method (default: eagle3 for the demo, else none)")
     add("--draft", metavar="DIR", help="drafter checkpoint (default: beside the target)")
-    add("--num-draft-tokens", type=int, metavar="K", help="drafts per step (default: checkpoint's)")
+    add(
+        "--num-draft-tokens",
+        type=draft_counts,
+        metavar="K",
+        help="drafts per step (default: checkpoint's), or several: 0,2,5",
+    )
     add("--max-batch-size", type=int, metavar="N", help="requests at once (default: 8)")
     add("--max-seq-len", type=int, metavar="N", help="longest prompt plus output")
     add("--max-prefill-tokens", type=int, metavar="N", help="tokens of a prefill (default: 2048)")

@@ -51,7 +51,13 @@ def add_parser(commands: Any) -> None:
         "at the end is dropped",
     )
     add("--max-new-tokens", type=int, default=128, metavar="N", help="default: %(default)s")
-    add("--num-draft-tokens", type=int, metavar="K", help="drafts per step (default: checkpoint's)")
+    add(
+        "--num-draft-tokens",
+        type=draft_counts,
+        metavar="K",
+        help="drafts per step (default: checkpoint's); several, as in 0,2,5: each step takes the "
+        "one that pays",
+    )
     add("--backend", choices=("inductor", "eager"), help="default: inductor")
     add("--dtype", choices=DTYPES, help="default: the checkpoint's")
     add("--max-seq-len", type=int, metavar="N", help="longest prompt plus output")
@@ -66,6 +72,12 @@ def add_parser(commands: Any) -> None:
     add("--json", action="store_true", help="print one JSON object instead of text")
     add_sampling_options(parser.add_argument_group("sampling").add_argument)
     parser.set_defaults(run=run)
+
+
+def draft_counts(text: str) -> int | tuple[int, ...]:
+    """`3`, or `0,2,5`.  Raises: ValueError, which argparse reports."""
+    counts = tuple(int(part) for part in text.split(","))
+    return counts[0] if len(counts) == 1 else counts
 
 
 def add_sampling_options(add: Callable[..., Any]) -> None:
