@@ -25,6 +25,9 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     mode.add_argument(
         "--adaptive", action="store_true", help="adaptive K beside plain decoding and fixed K"
     )
+    mode.add_argument(
+        "--sampling", action="store_true", help="step times of greedy and sampled requests"
+    )
     mode.add_argument("--load", action="store_true", help="minutes of load on the demo")
     parser.add_argument("--minutes", type=float, default=10, help="of --load")
     parser.add_argument("--model", default="demo", help="a checkpoint directory, or demo")
@@ -53,6 +56,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
             "compile-cost": options.compile_cost,
             "adaptive": options.adaptive,
             "load": options.load,
+            "sampling": options.sampling,
         }
         options.name = next((kind for kind, chosen in kinds.items() if chosen), "speed")
     if options.dtype and not (options.milestone or options.model != "demo"):
@@ -81,6 +85,8 @@ def main(arguments: list[str] | None = None) -> int:
         from tools.bench.adaptive import run
     elif options.load:
         from tools.bench.load import run
+    elif options.sampling:
+        from tools.bench.sampling import run
     else:
         from tools.bench.speed import run
     return run(options, console)
