@@ -136,4 +136,4 @@ def rule_function(function: Any, name: str | None = None) -> RuleFunction:
             f"acceptance={title}: a rule reads any of {', '.join(RULE_INPUTS)}; got "
             f"{', '.join(unknown) or 'no parameter'}"
         )
-    return RuleFunction(function=function, name=title, lossless=lossless, inputs=inputs)
+    return RuleFunction(function=function, name=str(title), lossless=lossless, inputs=inputs)

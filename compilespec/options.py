@@ -199,7 +199,7 @@ def resolve_options(
 def _draft_counts(given: int | Sequence[int] | None) -> tuple[int | None, tuple[int, ...]]:
     """The largest K, and the other ones of a sequence, in rising order."""
     if given is None or isinstance(given, str) or not isinstance(given, Sequence):
-        return given, ()  # type: ignore[return-value]  # the check of all sizes refuses the rest
+        return given, ()  # the check of all sizes refuses what is no integer
     counts = sorted(set(given)) if all(_is_integer(count) for count in given) else []
     if not counts or counts[0] < 0 or counts[-1] < 1:
         raise InvalidOption(

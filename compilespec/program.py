@@ -282,8 +282,8 @@ class Lowered:
     @property
     def calls(self) -> dict[str, LoweredPhase]:
         """Every callable: the phases, "decode.<K>" for further K, "replay"."""
-        calls: dict[str, LoweredPhase] = dict(self.phases)
-        calls |= {f"decode.{count}": phase for count, phase in self.variants.items()}
+        calls = {f"decode.{count}": phase for count, phase in self.variants.items()}
+        calls |= {str(name): phase for name, phase in self.phases.items()}
         return calls if self.replay is None else {**calls, "replay": self.replay}
 
     def costs(self) -> dict[str, dict[str, Any]]:
