@@ -99,7 +99,10 @@ def compile(
         for which modules.  Needs the extra `quant`; `model` is left as it is.
         draft_quantize: the same for the drafter; a head shared with the target follows the target
         unless it is named here.
-        acceptance: "auto" (strict for greedy requests), or "relaxed", which is lossy.
+        acceptance: how drafts are judged.  "auto": greedy requests strictly, sampled ones by the
+        target's own noise, so that their tokens are those of plain decoding with the same seed;
+        "rejection" or "block": by probabilities, which keeps the distribution; a function marked
+        with `compilespec.acceptance_rule`; or "relaxed", which is lossy.
         logits_processor: a function or module that is traced into the step and changes the target's
         logits; what it may read, and must not do, is said at `LogitsProcessor`.
         host_processors: requests may have a `logits_processor` of their own, a Python function. A
