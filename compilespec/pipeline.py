@@ -345,10 +345,10 @@ def check_several_k(capabilities: Capabilities, options: CompileOptions) -> None
             f"spec={name!r} must see every token, or its cache would have holes: leave 0 out of "
             f"num_draft_tokens="
         )
-    if options.acceptance.rule == "rejection":
+    if options.acceptance.reads_draft_probs:
         raise InvalidOption(
-            "acceptance='rejection' takes one K: give num_draft_tokens= one number, or leave "
-            "acceptance= at 'auto'"
+            f"acceptance={options.acceptance.rule!r} takes one K: give num_draft_tokens= one "
+            f"number, or leave acceptance= at 'auto'"
         )
 
 
