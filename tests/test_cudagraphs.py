@@ -198,7 +198,7 @@ def captured(one: Dispatcher) -> list[tuple[int, ...]]:
 def test_a_batch_runs_in_the_smallest_bucket_that_holds_it(batch: int, bucket: int) -> None:
     toy = Toy()
     one = dispatcher(toy)
-    capture_all([one], startup_seconds=9)
+    capture_all([one], startup_seconds=600)
     assert not toy.state.any(), "capturing ran on padded rows alone"
     toy.batches.clear()
     rows = list(range(batch))[::-1]
@@ -215,7 +215,7 @@ def test_a_batch_runs_in_the_smallest_bucket_that_holds_it(batch: int, bucket: i
 def test_a_batch_larger_than_every_bucket_runs_as_it_is() -> None:
     toy = Toy()
     one = dispatcher(toy)
-    capture_all([one], startup_seconds=9)
+    capture_all([one], startup_seconds=600)
     toy.batches.clear()
     values, _ = one({"row_B": list(range(9))})
     assert toy.batches == [9], "unpadded, uncaptured (E4)"
@@ -239,7 +239,7 @@ def test_the_largest_is_captured_first_and_pieces_before_whole_steps() -> None:
         replace(toys[1].phase("prefill"), inputs=(InputSpec(name="ids_T", kind="batch"),)), {},
         CONFIG, buckets=[(1, 8), (4, 8), (1, 24), (9, 24)], kind="piecewise", recorder=recorder,
     )  # fmt: skip
-    capture_all([decode, prefill], startup_seconds=9)
+    capture_all([decode, prefill], startup_seconds=600)
     assert [key.bucket for key in keys] == [(9, 24), (1, 24), (4, 8), (1, 8), (9,), (4,), (1,)]
     assert [key.kind for key in keys] == ["piecewise"] * 4 + ["full"] * 3
 
@@ -259,7 +259,7 @@ def test_out_of_memory_drops_a_bucket_and_says_so(caplog: pytest.LogCaptureFixtu
     toy = Toy()
     one = dispatcher(toy, driver=MeteredDriver(fails=lambda number: number in (1, 3)))
     with caplog.at_level(logging.WARNING, logger="compilespec"):
-        capture_all([one], startup_seconds=9)
+        capture_all([one], startup_seconds=600)
     assert captured(one) == [(4,)], "8 failed, 4 went well, 1 failed"
     assert "no graph for decode 8 (full): out of memory" in caplog.text
     assert "Tried to allocate 2.00 GiB" in caplog.text
@@ -278,7 +278,7 @@ def test_memory_budget_ends_capturing(caplog: pytest.LogCaptureFixture) -> None:
     toy = Toy()
     one = dispatcher(toy, driver=MeteredDriver(mib=30), options=GraphOptions(max_mib=50))
     with caplog.at_level(logging.WARNING, logger="compilespec"):
-        capture_all([one], startup_seconds=9)
+        capture_all([one], startup_seconds=600)
     assert captured(one) == [(8,), (4,)], "the second goes over, the third is not begun"
     assert "60 MiB of graphs are taken (max_mib)" in caplog.text
     one({"row_B": [3]})
@@ -287,7 +287,7 @@ def test_memory_budget_ends_capturing(caplog: pytest.LogCaptureFixture) -> None:
 
 def test_memory_budget_is_a_quarter_of_what_is_free() -> None:
     one = dispatcher(Toy(), driver=MeteredDriver(mib=100))
-    capture_all([one], startup_seconds=9)
+    capture_all([one], startup_seconds=600)
     assert captured(one) == [(8,)], "100 of 400 MiB"
 
 
@@ -384,7 +384,7 @@ def test_the_graph_holds_no_output_of_the_captured_call() -> None:
 
 def test_report_is_plain_data() -> None:
     one = dispatcher(Toy(), driver=MeteredDriver(mib=30, fails=lambda number: number == 2))
-    capture_all([one], startup_seconds=9)
+    capture_all([one], startup_seconds=600)
     one({"row_B": [1]})
     assert one._recorder is not None
     report = one._recorder.report.as_dict()

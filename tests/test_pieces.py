@@ -220,6 +220,17 @@ def test_families_in_pieces_give_the_tokens_of_the_whole_step(family: str) -> No
     )
 
 
+@pytest.mark.slow
+def test_compiled_pieces_give_the_interpreted_tokens(shallow: SpecProgram, tmp_path: Path) -> None:
+    """Inductor on each piece: layouts at the cuts are those that the graph says."""
+    expected = tokens(lower(shallow, backend="eager"))
+    cache = ArtifactCache(tmp_path)
+    for is_warm in (False, True):
+        lowered = lower(shallow, cache=cache, units=IN_PIECES)
+        assert [phase.from_cache for phase in lowered.phases.values()] == [is_warm] * 2
+        assert tokens(lowered) == expected
+
+
 # --- the cache, with a compiler that takes no time ---
 
 

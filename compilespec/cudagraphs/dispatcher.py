@@ -53,6 +53,7 @@ class Dispatcher:
         self._dims = BUCKET_DIMS[phase.phase]
         self._recordings: dict[Bucket, Recording] = {}
         self._is_dropped: set[Bucket] = set()
+        self._smallest: dict[Bucket, Bucket | None] = {}  # by the sizes of a batch
         limits = {
             "B": config.max_batch_size,
             "R": config.max_batch_size,
@@ -106,7 +107,9 @@ class Dispatcher:
 
     def _choose(self, sizes: Bucket) -> tuple[Bucket, Recording | None]:
         """The bucket to run, and its graph; the batch's own sizes where no graph serves it."""
-        bucket = smallest(self.buckets, sizes)
+        if sizes not in self._smallest:
+            self._smallest[sizes] = smallest(self.buckets, sizes)
+        bucket = self._smallest[sizes]
         if self._recorder is None:
             return bucket or sizes, None
         recording = self.capture(bucket) if bucket is not None else None

@@ -66,14 +66,17 @@ class CudaDriver:
         gc.collect()
         torch.cuda.empty_cache()
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._stream):
-            yield
-        torch.cuda.current_stream(self._device).wait_stream(self._stream)
-        torch.cuda.synchronize(self._device)
+        try:
+            with torch.cuda.stream(self._stream):
+                yield
+        finally:
+            torch.cuda.current_stream(self._device).wait_stream(self._stream)
+            torch.cuda.synchronize(self._device)
 
     def capture(self, call: Call) -> tuple[Graph, Sequence[Tensor]]:
         graph = torch.cuda.CUDAGraph()
-        graph.capture_begin(pool=self._pool)
+        # thread_local: what other threads do on the device meanwhile does not spoil the capture
+        graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
         try:
             made = call()
         except BaseException:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from compilespec.cudagraphs.drivers import Driver
 from compilespec.cudagraphs.modes import GraphOptions
-from compilespec.cudagraphs.recording import Recording, Signature
+from compilespec.cudagraphs.recording import Recording
 from compilespec.cudagraphs.report import CaptureRecord, CaptureReport, GraphKey
 from compilespec.lowering.pieces import OpStep, PieceStep, Stitched
 from compilespec.program import LoweredPhase
@@ -103,7 +103,7 @@ class Recorder:
             num_graphs=num_graphs,
             outputs=outputs,
             names=[spec.name for spec in phase.inputs],
-            signatures=[Signature.of(tensor) for tensor in inputs],
+            inputs=inputs,
         )
 
     def _record_whole(

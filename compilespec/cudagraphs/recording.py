@@ -57,26 +57,27 @@ class Recording:
         num_graphs: int,
         outputs: Sequence[Tensor],
         names: Sequence[str],
-        signatures: Sequence[Signature],
+        inputs: Sequence[Tensor],
     ) -> None:
         self.key = key
         self.num_graphs = num_graphs
         self.outputs = outputs
         self.num_replays = 0
         self._steps = tuple(steps)
-        self._names, self._signatures = tuple(names), tuple(signatures)
-        self._addresses = [signature.address for signature in signatures]
+        self._names, self._inputs = tuple(names), tuple(inputs)
+        self._signatures = tuple(map(Signature.of, inputs))
 
     def replay(self, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
         """Run the bucket again over the tensors it was captured with.
 
         Raises: StaleGraphInput when one of `inputs` has another address, shape, dtype or device.
         """
-        for name, tensor, old in zip(self._names, inputs, self._signatures, strict=True):
-            if tensor.data_ptr() != old.address or tensor.shape != old.shape:
-                self._refuse(name, tensor, old)
-            if tensor.dtype != old.dtype or tensor.device != old.device:
-                self._refuse(name, tensor, old)
+        for index, (tensor, known, old) in enumerate(
+            zip(inputs, self._inputs, self._signatures, strict=True)
+        ):
+            is_known = tensor is known and tensor.data_ptr() == old.address
+            if not is_known and Signature.of(tensor) != old:
+                self._refuse(self._names[index], tensor, old)
         for step in self._steps:
             step()
         self.num_replays += 1

@@ -25,7 +25,7 @@ from compilespec.inspect.verify import (
 from compilespec.lowering import lower
 from compilespec.passes.references import Case
 from compilespec.passes.runner import PassContext
-from compilespec.program import Lowered, Phase, PhaseGraph, SpecProgram
+from compilespec.program import PHASES, Lowered, Phase, PhaseGraph, SpecProgram
 from compilespec.runtime.engine import Engine
 from compilespec.runtime.step_runner import StepRunner
 from compilespec.sampling_params import SamplingParams
@@ -215,7 +215,8 @@ class _RecordingRunner(StepRunner):
         for spec in lowered.program.buffers:
             if spec.kind == "cache":
                 self.buffers[spec.name].fill_(float("nan"))
-        self._calls = {phase: self._recording(phase, call) for phase, call in self._calls.items()}
+        for phase in PHASES:
+            self._calls[phase] = self._recording(phase, self._calls[phase])
 
     def _recording(self, phase: Phase, call: Any) -> Any:
         runner = self
