@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
+from compilespec.errors import InvalidRequest
 from compilespec.runtime.engine import Engine
 from compilespec.runtime.request import Request
 from compilespec.runtime.scheduler import PATIENCE
@@ -202,6 +203,14 @@ def test_higher_priorities_are_admitted_first_and_make_room_last():
     assert ends == [5, 0, -1]
     assert high.num_preemptions == 0
     assert_right([low, high, middle])
+
+
+@pytest.mark.parametrize("priority", [1.5, "high", None, True])
+def test_a_priority_is_an_integer(priority):
+    engine = make_engine()
+    with pytest.raises(InvalidRequest, match="priority: expected an integer"):
+        submit(engine, 4, 2, priority=priority)
+    assert not engine.has_work
 
 
 def test_patience_ends():

@@ -151,6 +151,8 @@ class Engine:
         Raises: InvalidRequest, NotSupported (nothing was queued), EngineClosed.
         """
         self._check_open()
+        if isinstance(priority, bool) or not isinstance(priority, int):
+            raise InvalidRequest(f"priority: expected an integer, got {priority!r}")
         samples = self._samples(prompt, SamplingParams() if params is None else params)
         if len(samples) != 1:
             raise InvalidRequest(
