@@ -151,7 +151,7 @@ def parts() -> Any:
     return trace_target(model), head.eval(), target_info(model, 128)
 
 
-@pytest.mark.parametrize("phase", ["decode", "prefill"])
+@pytest.mark.parametrize("phase", ["decode", pytest.param("prefill", marks=pytest.mark.slow)])
 def test_a_greedy_step_writes_no_logits(parts, phase):
     """Target and drafter: a fused head each pass, no operator of sampling, and verify agrees."""
     target, head, info = parts

@@ -30,14 +30,12 @@ def compile_cases(function: str) -> dict[str, list[dict[str, Any]]]:
 
 
 def check(result: dict[str, list[dict[str, Any]]]) -> None:
-    from tests.triton_cases import MAY_SPILL
-
     for name, kernels in result.items():
         assert kernels, f"{name} launched nothing"
         for one in kernels:
             assert one["shared"] <= MOST_SHARED, (name, one)
             assert one["registers"] <= 255, (name, one)
-            assert name in MAY_SPILL or one["stack"] <= 64, (name, one)
+            assert one["stack"] <= 64, (name, one)  # a few registers may spill, no tile
 
 
 def test_the_decode_step_compiles():

@@ -141,7 +141,6 @@ OTHERS: dict[str, Launch] = {
     "attention, float32": attention(2, 4, group=3, head_dim=96, dtype=torch.float32),
     "attention, float64": attention(2, 4, group=3, head_dim=96, dtype=torch.float64),
 }  # fmt: skip
-MAY_SPILL = ("attention, float32", "attention, float64")  # types of tests
 
 
 def all_cases() -> dict[str, Launch]:
