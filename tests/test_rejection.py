@@ -22,6 +22,7 @@ from compilespec.ops.sample.probabilities import (
     draw_weighted,
     draw_weighted_reference,
     filtered_probs,
+    filtered_probs_dense,
     filtered_probs_reference,
     uniform,
     uniform_reference,
@@ -213,7 +214,7 @@ def test_how_many_drafts_are_accepted():
 # --- operators ---
 
 
-@pytest.mark.parametrize("way", [filtered_probs_reference, filtered_probs])
+@pytest.mark.parametrize("way", [filtered_probs_reference, filtered_probs_dense, filtered_probs])
 @pytest.mark.parametrize("temperature", [0.0, 0.7], ids="T{}".format)
 @pytest.mark.parametrize("name", PARAMETERS)
 def test_filtered_probabilities_are_those_of_transformers_scores(name, temperature, way):
@@ -244,13 +245,17 @@ def test_kernels_equal_references(vocab, dtype):
     logits = (2 * torch.randn(3, batch, vocab + 3)).to(dtype).transpose(0, 1)[..., 1:-2]
     ids, drawn = window(batch, 3, vocab, 38)
     call = (logits, logits.argmax(-1).int(), ids, torch.randperm(batch), drawn)
-    mine, theirs = state.arguments(), state.arguments()
-    for one in (mine, theirs):
-        one[3][:, 9:] = 3
-    got, want = filtered_probs(*call, *mine), filtered_probs_reference(*call, *theirs)
-    assert got.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
-    assert torch.allclose(got, want, atol=1e-6, rtol=0)
-    assert torch.equal(mine[3], theirs[3])
+    state.buffers["context_RL"][:, 9:] = 3
+    state.buffers["sampling_RI"][1::4, layout.FLAGS] |= layout.GUIDE
+    state.buffers["mask_RSW"] = torch.randint(-(2**31), 2**31, (batch, 3, -(-vocab // 32))).int()
+    theirs = state.arguments()
+    want = filtered_probs_reference(*call, *theirs)
+    for way in (filtered_probs, filtered_probs_dense):
+        mine = state.arguments()
+        got = way(*call, *mine)
+        assert got.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+        assert torch.allclose(got, want, atol=1e-6, rtol=0, equal_nan=True)
+        assert torch.equal(mine[3], theirs[3])
     words, stream = state.buffers["sampling_RI"], torch.randint(0, 99, drawn.shape).int()
     keys = (torch.randperm(batch), drawn, stream, words)
     assert torch.equal(uniform(*keys), uniform_reference(*keys))
@@ -356,7 +361,8 @@ def check_distribution(
             marginal, before = pairs.sum(0), tokens[:, step]
         own = params.num_draft_tokens
         steps = [count for output in outputs for count in output.emitted_per_step]
-        assert max(steps) == 1 + (num_drafts if own is None else own)
+        most = 1 + (num_drafts if own is None else own)
+        assert min(2, most) <= max(steps) <= most
         lengths[kind] = sum(steps) / len(steps)
     return lengths
 

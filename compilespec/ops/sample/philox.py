@@ -64,7 +64,7 @@ def noise_bits_of_rows(
     place_BN = ((ids_N >> 6 << 4) | (ids_N & 15)).expand(size)
     rest = (drawn_B.long(), words_BI[:, layout.SAMPLE], stream_B.long())
     counter_BN4 = torch.stack([place_BN, *(word.unsqueeze(1).expand(size) for word in rest)], 2)
-    key_B2 = words_BI[:, [layout.SEED_LOW, layout.SEED_HIGH]]
+    key_B2 = torch.stack([words_BI[:, layout.SEED_LOW], words_BI[:, layout.SEED_HIGH]], 1)
     key_BN2 = key_B2.unsqueeze(1).expand(*size, 2)
     words_N4 = philox_reference(counter_BN4.flatten(0, 1), key_BN2.flatten(0, 1))
     which_N1 = (ids_N >> 4 & 3).repeat(len(row_B)).unsqueeze(1)

@@ -4,6 +4,9 @@ draws by weights.  Noise is keyed as that of `sample`, in streams of its own.
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -87,6 +90,119 @@ def filtered_probs_reference(
     return probs_BSV
 
 
+def filtered_probs_dense(
+    logits_BSV: Tensor,
+    greedy_BS: Tensor,
+    ids_BS: Tensor | None,
+    row_B: Tensor,
+    drawn_BS: Tensor,
+    sampling_RF: Tensor,
+    sampling_RI: Tensor,
+    bias_RV: Tensor,
+    context_RL: Tensor,
+    mask_RSW: Tensor,
+) -> Tensor:
+    """The same for all rows at once: no loop, nothing read on the host, safe in a CUDA graph."""
+    wide = torch.float64 if logits_BSV.dtype == torch.float64 else torch.float32
+    vocab = logits_BSV.shape[-1]
+    reals_B1F = sampling_RF[row_B].to(wide).unsqueeze(1)
+    words_B1I = sampling_RI[row_B].long().unsqueeze(1)
+    flags_B11 = words_B1I[..., layout.FLAGS, None]
+    scores_BSV, drawn_BS = logits_BSV.to(wide), drawn_BS.long()
+    context_BL = _with_fed_tokens(context_RL, row_B, ids_BS, drawn_BS, flags_B11)
+    penalised_BSV = _penalised(scores_BSV, reals_B1F, words_B1I, context_BL, drawn_BS)
+    scores_BSV = torch.where(flags_B11 & layout.PENALISE != 0, penalised_BSV, scores_BSV)
+    biased_BSV = scores_BSV + bias_RV[row_B].to(wide).unsqueeze(1)
+    scores_BSV = torch.where(flags_B11 & layout.BIAS != 0, biased_BSV, scores_BSV)
+    is_held_BS1 = (drawn_BS - words_B1I[..., layout.PROMPT_LEN]).unsqueeze(-1) < words_B1I[
+        ..., layout.MIN_NEW, None
+    ]
+    scores_BSV = scores_BSV.masked_fill(is_held_BS1 & _stops(words_B1I, vocab), -math.inf)
+    ids_V = torch.arange(vocab, device=logits_BSV.device)
+    words_BSV = mask_RSW[row_B, : scores_BSV.shape[1]][..., ids_V // 32]
+    is_banned_BSV = (flags_B11 & layout.GUIDE != 0) & (words_BSV >> (ids_V % 32) & 1 == 0)
+    scores_BSV = scores_BSV.masked_fill(is_banned_BSV, -math.inf)
+    is_drawn_B11 = sampling_RF[row_B].view(len(row_B), 1, -1)[..., layout.TEMPERATURE, None] >= (
+        layout.MIN_TEMPERATURE
+    )
+    asks_B11 = (flags_B11 != 0) | (words_B1I[..., layout.MIN_NEW, None] != 0)
+    best_BS = torch.where(asks_B11.squeeze(-1), scores_BSV.argmax(-1), greedy_BS.long())
+    certain_BSV = (best_BS.unsqueeze(-1) == ids_V).to(wide)
+    scale_B11 = torch.where(is_drawn_B11, reals_B1F[..., layout.TEMPERATURE, None], 1)
+    scores_BSV = scores_BSV / scale_B11
+    is_dropped_BSV = scores_BSV < _lowest_kept(scores_BSV, reals_B1F, words_B1I)
+    probs_BSV = scores_BSV.masked_fill(is_dropped_BSV, -math.inf).softmax(-1)
+    return torch.where(is_drawn_B11, probs_BSV, certain_BSV)
+
+
+def _with_fed_tokens(
+    context_RL: Tensor, row_B: Tensor, ids_BS: Tensor | None, drawn_BS: Tensor, flags_B11: Tensor
+) -> Tensor:
+    """Write the fed tokens of rows with penalties; the rows' context [B, L]."""
+    context_BL = context_RL[row_B]
+    length = context_BL.shape[1]
+    if ids_BS is not None:
+        is_kept_BS = (flags_B11.squeeze(-1) & layout.PENALISE != 0) & (drawn_BS > 0)
+        place_BS = torch.where(is_kept_BS & (drawn_BS <= length), drawn_BS - 1, length)
+        wide_BL = torch.nn.functional.pad(context_BL, (0, 1))  # the last column takes the others
+        context_BL = wide_BL.scatter(1, place_BS, ids_BS.to(wide_BL.dtype))[:, :length]
+        context_RL.index_put_((row_B,), context_BL)
+    return context_BL.long()
+
+
+def _penalised(
+    scores_BSV: Tensor, reals_B1F: Tensor, words_B1I: Tensor, context_BL: Tensor, drawn_BS: Tensor
+) -> Tensor:
+    """Repetition over prompt and output; frequency, then presence, over the output."""
+    vocab, place_L = scores_BSV.shape[-1], torch.arange(context_BL.shape[1], device=drawn_BS.device)
+    is_id_BL = (context_BL >= 0) & (context_BL < vocab)
+    is_before_BSL = (place_L < drawn_BS.unsqueeze(-1)) & is_id_BL.unsqueeze(1)
+    is_output_BSL = is_before_BSL & (place_L >= words_B1I[..., layout.PROMPT_LEN, None])
+    token_BSL = context_BL.clamp(0, vocab - 1).unsqueeze(1).expand(is_before_BSL.shape)
+    zeros_BSV = torch.zeros_like(scores_BSV)
+    seen_BSV = zeros_BSV.scatter_add(2, token_BSL, is_before_BSL.to(zeros_BSV.dtype))
+    count_BSV = zeros_BSV.scatter_add(2, token_BSL, is_output_BSL.to(zeros_BSV.dtype))
+    repetition_B11 = reals_B1F[..., layout.REPETITION, None]
+    scaled_BSV = torch.where(
+        scores_BSV < 0, scores_BSV * repetition_B11, scores_BSV / repetition_B11
+    )
+    scores_BSV = torch.where(seen_BSV > 0, scaled_BSV, scores_BSV)
+    scores_BSV = scores_BSV - reals_B1F[..., layout.FREQUENCY, None] * count_BSV
+    return scores_BSV - torch.where(count_BSV > 0, reals_B1F[..., layout.PRESENCE, None], 0)
+
+
+def _stops(words_B1I: Tensor, vocab: int) -> Tensor:
+    """Which ids `min_new_tokens` holds back: bool [B, 1, V]."""
+    stops_B1N = words_B1I[..., layout.FIRST_STOP :]
+    place_N = torch.arange(stops_B1N.shape[-1], device=stops_B1N.device)
+    is_stop_B1N = place_N < words_B1I[..., layout.NUM_STOPS, None]
+    none_B1V = torch.zeros(
+        *stops_B1N.shape[:2], vocab + 1, dtype=torch.bool, device=stops_B1N.device
+    )
+    held_B1V = none_B1V.scatter(2, torch.where(is_stop_B1N, stops_B1N, vocab), True)
+    return held_B1V[..., :vocab]
+
+
+def _lowest_kept(scores_BSV: Tensor, reals_B1F: Tensor, words_B1I: Tensor) -> Tensor:
+    """`lowest_kept` of every row, [B, S, 1]."""
+    sorted_BSV = scores_BSV.sort(dim=-1, descending=True).values
+    best_BS1, none = sorted_BSV[..., :1], torch.full_like(sorted_BSV[..., :1], -math.inf)
+    count_B11, vocab = words_B1I[..., layout.TOP_K, None], scores_BSV.shape[-1]
+    place_BS1 = (count_B11 - 1).clamp(0, vocab - 1).expand(none.shape)
+    cuts_B11 = (count_B11 > 0) & (count_B11 < vocab)
+    lowest_BS1 = torch.where(cuts_B11, sorted_BSV.gather(2, place_BS1), none)
+    mass_BSV = (sorted_BSV - best_BS1).double().exp() * (sorted_BSV >= lowest_BS1)
+    wanted_BS1 = reals_B1F[..., layout.TOP_P, None].double() * mass_BSV.sum(-1, keepdim=True)
+    is_inside_BSV = (mass_BSV.cumsum(-1) - mass_BSV < wanted_BS1) & (sorted_BSV >= lowest_BS1)
+    last_BS1 = (is_inside_BSV.sum(-1, keepdim=True) - 1).clamp(min=0)
+    is_cut_B11 = reals_B1F[..., layout.TOP_P, None] < 1
+    lowest_BS1 = torch.where(is_cut_B11, sorted_BSV.gather(2, last_BS1), lowest_BS1)
+    share_B11 = reals_B1F[..., layout.MIN_P, None]
+    least_BS1 = best_BS1 + share_B11.double().log().to(best_BS1.dtype)
+    lowest_BS1 = torch.where(share_B11 > 0, torch.maximum(lowest_BS1, least_BS1), lowest_BS1)
+    return torch.where(best_BS1.isfinite(), lowest_BS1, none)
+
+
 def draw_weighted_reference(
     weights_BV: Tensor, row_B: Tensor, drawn_B: Tensor, stream_B: Tensor, sampling_RI: Tensor
 ) -> Tensor:
@@ -126,6 +242,12 @@ def uniform_reference(
     return (bits_BN.to(torch.float32) + 0.5) * 2.0**-24
 
 
+def _filtered_probs(*args: Any) -> Tensor:
+    """Rows that ask for nothing cost nothing on the CPU; elsewhere the host may not look."""
+    on_host = args[0].device.type == "cpu"
+    return (filtered_probs_reference if on_host else filtered_probs_dense)(*args)
+
+
 def _like_logits(logits: Tensor, *rest: Tensor | None) -> Tensor:
     wide = torch.float64 if logits.dtype == torch.float64 else torch.float32
     return logits.new_empty(logits.shape, dtype=wide)
@@ -143,7 +265,7 @@ _FILTERED_PROBS = define_op(
     "filtered_probs(Tensor logits, Tensor greedy, Tensor? ids, Tensor row, Tensor drawn, "
     "Tensor sampling_real, Tensor sampling_int, Tensor bias, Tensor(a!) context, Tensor mask) "
     "-> Tensor",
-    filtered_probs_reference,
+    _filtered_probs,
     _like_logits,
     has_kernel=True,
 )
