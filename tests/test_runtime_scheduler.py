@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from compilespec.errors import NanLogits
 from compilespec.runtime.blocks import BlockPool
 from compilespec.runtime.engine import Engine
 from compilespec.runtime.request import Request, RequestState
@@ -214,19 +215,29 @@ def test_interrupted_generate_leaves_nothing_behind():
 
 
 class Traffic:
-    """A random server: submits, steps and aborts, then checks every request."""
+    """A random server: submits, steps, aborts and NaN, then checks every request."""
 
     def __init__(self, engine: Engine, eos: int) -> None:
         self.engine, self.eos = engine, eos
         self.requests: list[Request] = []
+        self.spoilt: list[Request] = []
 
-    def submit(self, length: int, count: int, ignore_eos: bool, parting: int) -> None:
+    def submit(
+        self, length: int, count: int, ignore_eos: bool, parting: int, priority: int
+    ) -> None:
         """A prompt that is another's up to token `parting`."""
         length = min(length, self.engine.geometry.max_seq_len - 1)
         params = SamplingParams(max_new_tokens=count, ignore_eos=ignore_eos)
         prompt = prompt_of(90)[: min(parting, length)]
         prompt += prompt_of(length - len(prompt), seed=1 + len(self.requests))
-        self.requests.append(self.engine.submit(prompt, params))
+        self.requests.append(self.engine.submit(prompt, params, priority=priority))
+
+    def spoil(self, which: int) -> None:
+        """From now on a request's logits hold NaN."""
+        if self.requests:
+            spoilt = self.requests[which % len(self.requests)]
+            self.spoilt.append(spoilt)
+            self.engine._executor.spoil = lambda phase, row: row in [r.row for r in self.spoilt]
 
     def abort(self, which: int) -> None:
         if self.requests:
@@ -251,7 +262,10 @@ class Traffic:
         ends = not request.params.ignore_eos and self.eos in got
         if ends:
             assert got.index(self.eos) == len(got) - 1
-        if request.finish_reason != "aborted":
+        if request.finish_reason == "error":
+            assert isinstance(request.error, NanLogits)
+            assert request in self.spoilt
+        elif request.finish_reason != "aborted":
             assert request.finish_reason == ("stop" if ends else "length")
             assert ends or len(got) == limit
         if got:  # one token of each prefill
@@ -267,7 +281,9 @@ ACTIONS = st.lists(
             st.integers(1, 30),
             st.booleans(),
             st.integers(0, 60),
+            st.integers(-1, 1),
         ),
+        st.tuples(st.just("spoil"), st.integers(0, 30)),
         st.tuples(st.just("step")),
         st.tuples(st.just("abort"), st.integers(0, 30)),
     ),
