@@ -17,12 +17,15 @@ from compilespec.methods.base import Capabilities
 from compilespec.program import SpecProgram
 from compilespec.runtime.blocks import BlockPool
 
-# State rows that a request's prefill fills whatever it begins with, or that the host writes.
+# State rows with a request's tokens in them, which the host completes where a prefix was found.
+TOKENS_BY_POSITION = ("history_RL", "processed_RL")
+# State rows that every prefill fills, whatever it begins with, or that the host writes.
 REBUILT_STATE = frozenset(
     {
-        "block_table_RM", "tokens_RS", "seq_len_R", "withheld_R", "history_RL", "sampling_RF",
-        "sampling_RI", "bias_RV", "context_RL", "mask_RSW", "logprob_RSN", "logprob_id_RSN",
-        "ring_hidden_RKD", "ring_ids_RK", "kept_aux_RWE", "kept_ids_RW",
+        "block_table_RM", "tokens_RS", "seq_len_R", "withheld_R", "sampling_RF", "sampling_RI",
+        "bias_RV", "context_RL", "mask_RSW", "processor_R", "logprob_RSN", "logprob_id_RSN",
+        "ring_hidden_RKD", "ring_ids_RK", "kept_aux_RWE", "kept_ids_RW", "draft_prob_RKV",
+        *TOKENS_BY_POSITION,
     }
 )  # fmt: skip
 

@@ -16,6 +16,7 @@ from compilespec.cudagraphs.modes import GraphOptions
 from compilespec.cudagraphs.recorder import Recorder
 from compilespec.program import PAD, Lowered
 from compilespec.runtime.executor import Geometry, PrefillChunk
+from compilespec.runtime.prefix_cache import TOKENS_BY_POSITION
 from compilespec.runtime.prompt_rows import prompt_logprobs
 from compilespec.runtime.sampling_rows import (
     RowSampling,
