@@ -74,14 +74,13 @@ def everything_by_hand(num_prompt: int, tokens: list[int], logits_V: Tensor) -> 
 
 @pytest.fixture(scope="module")
 def model() -> nn.Module:
-    return tiny_target("llama", num_layers=4)
+    return tiny_target("llama", num_layers=2)
 
 
 @pytest.fixture(scope="module")
 def dial(model) -> DialDrafter:
-    return DialDrafter(
-        random_head(target_info(model, MAX_SEQ_LEN)), max_seq_len=MAX_SEQ_LEN, dtype=torch.float64
-    )
+    head = random_head(target_info(model, MAX_SEQ_LEN), aux_layers=(0, 1, 2))
+    return DialDrafter(head, max_seq_len=MAX_SEQ_LEN, dtype=torch.float64)
 
 
 def params_of(temperature: float, seed: int, **fields: Any) -> SamplingParams:
@@ -141,24 +140,6 @@ def test_a_traced_processor_that_reads_everything(model, dial, num_drafts):
             assert late.token_ids == wanted[3]
 
 
-def test_logprobs_are_those_of_the_model(model):
-    """Of the logits before the processor, which bans all but one id."""
-
-    def only(logits_BSV: Tensor) -> Tensor:
-        ids_V = torch.arange(logits_BSV.shape[-1])
-        return torch.where(ids_V == 50, logits_BSV, -torch.inf)
-
-    with compilespec.compile(model, logits_processor=only, **SIZES) as engine:
-        (output,) = engine.generate([PROMPTS[0]], params_of(0.0, 0, logprobs=2))
-    assert output.token_ids == [50] * COUNT
-    with torch.no_grad():
-        logits = model(torch.tensor([[*PROMPTS[0], *output.token_ids]])).logits[0]
-    wanted = logits[len(PROMPTS[0]) - 1 : -1].log_softmax(-1)
-    for entry, row in zip(output.logprobs, wanted, strict=True):
-        assert entry.logprob == pytest.approx(float(row[50]), abs=1e-5)
-        assert list(entry.top) == row.topk(2).indices.tolist()
-
-
 def mixes_requests(logits_BSV: Tensor) -> Tensor:
     return logits_BSV - logits_BSV.mean(0, keepdim=True)
 
@@ -200,6 +181,7 @@ def test_processors_that_are_refused(processor):
         resolve_options(logits_processor=processor).logits_processor.capture("decode", config, 7)
 
 
+@pytest.mark.slow
 def test_passes_are_verified(model, dial):
     """A step with processors of both kinds computes what their reference in plain Python says."""
     program = compilespec.trace(
@@ -253,6 +235,24 @@ def test_processors_on_the_host(model, dial, hosted):
         pad_token_id=0, no_repeat_ngram_size=2,
     )  # fmt: skip
     assert greedy[0, len(PROMPTS[1]) :].tolist() == wanted[1]
+
+
+def test_logprobs_are_those_of_the_model(model, dial, hosted):
+    """Of the logits before the processor, which bans all but one id."""
+
+    def only(tokens: list[int], logits_V: Tensor) -> Tensor:
+        return torch.where(torch.arange(VOCAB) == 50, logits_V, -torch.inf)
+
+    dial.draft_at_random()
+    params = params_of(0.0, 0, logprobs=2, logits_processor=only)
+    (output,) = hosted.generate([PROMPTS[0]], params)
+    assert output.token_ids == [50] * COUNT
+    with torch.no_grad():
+        logits = model(torch.tensor([[*PROMPTS[0], *output.token_ids]])).logits[0]
+    wanted = logits[len(PROMPTS[0]) - 1 : -1].log_softmax(-1)
+    for entry, row in zip(output.logprobs, wanted, strict=True):
+        assert entry.logprob == pytest.approx(float(row[50]), abs=1e-5)
+        assert list(entry.top) == row.topk(2).indices.tolist()
 
 
 def test_one_that_is_told_every_prefix_once(dial, hosted):

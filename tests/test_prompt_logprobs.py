@@ -45,14 +45,14 @@ def check(
 
 @pytest.fixture(scope="module")
 def model() -> nn.Module:
-    return tiny_target("llama", num_layers=4)
+    return tiny_target("llama", num_layers=2)
 
 
 @pytest.fixture(scope="module", params=[pytest.param("none", marks=pytest.mark.slow), "eagle3"])
 def engine(model, request) -> Iterator[Engine]:
     spec: dict[str, Any] = {}
     if request.param != "none":
-        head = random_head(target_info(model, 64))
+        head = random_head(target_info(model, 64), aux_layers=(0, 1, 2))
         spec = {"spec": request.param, "draft": head, "num_draft_tokens": 3}
     with compilespec.compile(model, prompt_logprobs=True, **spec, **SIZES) as made:
         yield made

@@ -33,6 +33,7 @@ def process_logits(before: Before, ctx: PassContext, case: Case) -> Values:
     )
 
 
+@torch.no_grad()
 def _processed(ctx: PassContext, case: Case, logits: Tensor) -> tuple[Tensor, Tensor]:
     """The logits, and the context rows with this call's tokens."""
     processor, config = ctx.logits_processor, ctx.config
