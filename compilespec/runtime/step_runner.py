@@ -122,7 +122,7 @@ class StepRunner:
         table = self.buffers["block_table_RM"]
         entries = list(blocks) + [-1] * (table.shape[1] - len(blocks))
         table[row] = self._int32(entries)
-        for name in ("history_RL", "processed_RL"):  # prefill does not see the prefix
+        for name in TOKENS_BY_POSITION:  # prefill does not see the prefix
             if prefix and name in self.buffers:
                 self.buffers[name][row, : len(prefix)] = self._int32(prefix)
 
