@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from compilespec.inspect.bisect import bisect
     from compilespec.inspect.verify import verify
     from compilespec.pipeline import compile, trace
+    from compilespec.quantization import Quantize, save_quantized
     from compilespec.runtime.engine import Engine
     from compilespec.sampling_params import SamplingParams
 
@@ -29,6 +30,8 @@ _LAZY = {
     "acceptance_rule": ("compilespec.acceptance", "acceptance_rule"),
     "compile": ("compilespec.pipeline", "compile"),
     "verify": ("compilespec.inspect.verify", "verify"),
+    "Quantize": ("compilespec.quantization", "Quantize"),
+    "save_quantized": ("compilespec.quantization", "save_quantized"),
     "bisect": ("compilespec.inspect.bisect", "bisect"),
 }
 
