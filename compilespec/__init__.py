@@ -7,10 +7,12 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 __all__ = [
     "Engine",
+    "Quantize",
     "SamplingParams",
     "acceptance_rule",
     "bisect",
     "compile",
+    "save_quantized",
     "trace",
     "verify",
 ]
