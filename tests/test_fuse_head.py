@@ -176,5 +176,5 @@ def test_a_greedy_step_writes_no_logits(parts, phase):
     assert {"sampling_RF", "sampling_RI", "bias_RV", "context_RL", "logprob_RSN"}.isdisjoint(
         ctx.buffers
     )
-    report = compilespec.verify(program)
+    report = compilespec.verify(program, batch_sizes=(config.max_batch_size,))
     assert report.ok, str(report)

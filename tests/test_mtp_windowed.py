@@ -155,7 +155,7 @@ CASES = {
 @pytest.fixture(
     scope="module",
     params=[
-        pytest.param(case, id=name, marks=pytest.mark.slow if case.k == 5 else ())
+        pytest.param(case, id=name, marks=pytest.mark.slow if case.k == 5 or case.in_one else ())
         for name, case in CASES.items()
     ],
 )

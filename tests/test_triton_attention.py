@@ -53,7 +53,7 @@ def check(pool: Pool, tokens_BS: list) -> None:
         torch.testing.assert_close(got_cache, want_cache, rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.fixture(params=["split", "whole"])
+@pytest.fixture(params=["split", pytest.param("whole", marks=pytest.mark.slow)])
 def splitting(request, monkeypatch):
     monkeypatch.setattr(kernel, "ENOUGH_PROGRAMS", 10**9 if request.param == "split" else 0)
     return request.param
@@ -70,7 +70,11 @@ def test_split_contexts_equal_the_reference(case, monkeypatch):
     check(pool, padded(pool))
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(c, marks=pytest.mark.slow if c in CASES[4:7] else ()) for c in CASES],
+    ids=str,
+)
 def test_verify_rows_equal_the_reference(case, monkeypatch):
     monkeypatch.setattr(kernel, "ENOUGH_PROGRAMS", 0)
     pool = Pool(case)
