@@ -8,6 +8,7 @@ can be compared with the model's entry by entry.
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -484,7 +485,7 @@ def test_sizes_are_static_or_the_batch_symbols(lowered):
 def test_every_batch_and_integer_state_input_is_int32(lowered):
     """T13: the graphs are built for int32, and the runner makes nothing else.
 
-    Callers of the engine cannot feed the graphs: batch inputs come from `StepRunner._int32`.
+    Callers of the engine cannot feed the graphs: batch inputs come from `BatchInputs`.
     """
     seen = []
 
@@ -499,12 +500,12 @@ def test_every_batch_and_integer_state_input_is_int32(lowered):
     checked = []
     for phase, call in runner._calls.items():
 
-        def check(*inputs, phase=phase, inner=call._call, batch=call._batch):
+        def check(*inputs, phase=phase, inner=call._phase.call, batch=call._places):
             assert all(inputs[index].dtype == torch.int32 for index in batch.values())
             checked.append(phase)
             return inner(*inputs)
 
-        call._call = check
+        call._phase = dataclasses.replace(call._phase, call=check)
     runner.set_blocks(0, [0, 1])
     runner.prefill([PrefillChunk(row=0, start=0, tokens=(3, 4), next_token=None)])
     runner.decode([0])
