@@ -20,8 +20,9 @@ logger = logging.getLogger("compilespec")
 BACKENDS = ("inductor", "eager")
 Units = Literal["auto", "whole", "pieces"]
 
-# From so many attention layers on a phase is compiled in pieces: its compile time then hardly grows
-# with depth, and a call of a piece (some 20 us each) is little beside what a deep model computes.
+# From so many attention layers on a phase is compiled in pieces: compiling then hardly grows with
+# depth.  Calls of pieces cost the host time, a third of a decode step of 6 layers of width 256 on
+# the CPU, and the less the wider the layers are; replayed as one CUDA graph they cost none.
 PIECES_FROM_LAYERS = 16
 
 # Inductor never owns CUDA graphs (its trees copy inputs and re-record), and bf16 results are
