@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from compilespec.ops import _library
 from compilespec.ops._library import TRITON_KERNELS
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -33,6 +34,24 @@ def test_the_cpu_never_imports_triton_for_an_operator():
         "assert 'triton' not in sys.modules\n"
     )
     run(script)
+
+
+def test_without_triton_the_references_serve(monkeypatch):
+    """One warning says so; a variable of the environment asks for the same without one."""
+
+    def run() -> str:
+        return _library._lazy_triton("argmax_linear", "argmax_linear", lambda: "reference")()
+
+    _library._has_triton.cache_clear()
+    with monkeypatch.context() as patch:
+        patch.setattr(_library.importlib.util, "find_spec", lambda name: None)
+        with pytest.warns(RuntimeWarning, match="install triton"):
+            assert run() == "reference"
+        assert run() == "reference"
+    _library._has_triton.cache_clear()
+    monkeypatch.setenv("COMPILESPEC_TRITON_KERNELS", "0")
+    assert run() == "reference"
+    _library._has_triton.cache_clear()
 
 
 def run(script: str, **environment: str) -> str:

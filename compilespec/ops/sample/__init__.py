@@ -2,7 +2,8 @@
 
 `sample` is the target's choice at every verify row, with all that a request may ask for; `draw` is
 a draft's, coupled with it: the same noise, so that likely drafts are right.  Rows that ask for
-nothing cost nothing.  On the CPU (`kernel.cpp`) the random bits are those of the reference.
+nothing cost nothing.  In both kernels (`kernel.cpp` for the CPU, `kernel.py` for GPUs) the random
+bits are those of the reference.
 """
 
 from __future__ import annotations
