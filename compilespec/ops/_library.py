@@ -1,4 +1,4 @@
-"""One way to define an operator: schema, reference and fake in Python, kernels in C++ and Triton."""
+"""One way to define an operator: schema, reference, fake in Python; kernels in C++ and Triton."""
 
 from __future__ import annotations
 
