@@ -145,17 +145,6 @@ def test_impossible_sizes_and_choices_are_refused(name):
     assert "got " in message
 
 
-UNBUILT = {"acceptance": "rejection"}
-
-
-@pytest.mark.parametrize("name", UNBUILT)
-def test_keywords_of_parts_that_are_not_built_are_refused(name):
-    refused(
-        errors.NotSupported, f"{name}=", "not built yet",
-        run=lambda: compile_target(**{name: UNBUILT[name]}),
-    )  # fmt: skip
-
-
 def test_unknown_names_are_refused():
     message = refused(errors.UnknownMethod, "eagle9", run=lambda: compile_target("eagle9"))
     assert "known methods: none, eagle3" in message
