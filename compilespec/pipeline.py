@@ -97,8 +97,8 @@ def compile(
         quantize: a torchao config, its short name ("int8_weight_only", "int8_dynamic",
         "int4_weight_only", "float8_weight_only", "float8_dynamic"), or a `Quantize` that also says
         for which modules.  Needs the extra `quant`; `model` is left as it is.
-        draft_quantize: the same for the drafter; a head shared with the target follows the target
-        unless it is named here.
+        draft_quantize: the same for the drafter.  A head that it shares with the target becomes
+        its own then, unless the target's is quantized: that one stays shared.
         acceptance: how drafts are judged.  "auto": greedy requests strictly, sampled ones by the
         target's own noise, so that their tokens are those of plain decoding with the same seed;
         "rejection" or "block": by probabilities, which keeps the distribution; a function marked
