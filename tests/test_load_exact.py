@@ -23,6 +23,7 @@ from compilespec.methods.save_hidden_states import SavedStates
 from compilespec.runtime.engine import Engine
 from compilespec.runtime.request import Request
 from tests.models import VOCAB, assert_nothing_held, target_info, tiny_target
+from tests.test_save_hidden_states import seen_by_hooks
 
 MAX_SEQ_LEN, K = 80, 3
 SIZES: dict[str, Any] = {"backend": "eager", "max_seq_len": MAX_SEQ_LEN, "max_batch_size": 4,
@@ -107,13 +108,13 @@ def check(engine: Engine, model: nn.Module, asked: list[Asked]) -> list[Request]
     return requests
 
 
-SLOW = pytest.mark.slow  # every kind of loop; the default ones have the most state
+SLOW = pytest.mark.slow  # every kind of loop; the default one has the most state
 
 
 @pytest.mark.parametrize(
     "name",
     [
-        "eagle3",
+        pytest.param("eagle3", marks=SLOW),
         pytest.param("none", marks=SLOW),
         pytest.param("ngram", marks=SLOW),
         pytest.param("draft_model", marks=SLOW),
@@ -158,12 +159,11 @@ def test_recorded_states_survive_preemption(lab, tmp_path):
     found = {tuple(record["input_ids"].tolist()): record for record in saved}
     assert set(found) == {(*ask.prompt, *ask.tokens)[:-1] for ask in asked}
     for tokens, record in found.items():
-        with torch.no_grad():
-            states = model(torch.tensor([tokens]), output_hidden_states=True).hidden_states
-        wanted = torch.cat([states[0][0], states[1][0]], -1)
+        wanted = seen_by_hooks(model, list(tokens), (0, 1))
         torch.testing.assert_close(record["hidden_states"], wanted, atol=1e-9, rtol=1e-9)
 
 
+@pytest.mark.slow
 def test_samples_of_a_prompt_share_its_blocks(lab):
     model, asked = lab
     with compilespec.compile(model, **SIZES) as engine:
