@@ -404,9 +404,9 @@ def rows_swapped(gm: fx.GraphModule, ctx: PassContext) -> None:
 
 def worst_token_taken(gm: fx.GraphModule, ctx: PassContext) -> None:
     """The head's best token became its worst."""
-    gm.graph.find_nodes(op="call_function", target=ATEN.argmax.default)[0].target = (
-        ATEN.argmin.default
-    )
+    gm.graph.find_nodes(op="call_function", target=ATEN.argmax.default)[
+        0
+    ].target = ATEN.argmin.default
 
 
 def left_unpacked(gm: fx.GraphModule, ctx: PassContext) -> None:

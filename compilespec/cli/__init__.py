@@ -7,6 +7,7 @@ printed).
 from __future__ import annotations
 
 import argparse
+import logging
 import sys
 from collections.abc import Sequence
 
@@ -19,6 +20,8 @@ BAD_INPUT, INTERRUPTED = 2, 130
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code."""
+    # transformers imports torchao where it is installed, whose import warns of torch's plans.
+    logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)
     args = build_parser().parse_args(argv)
     try:
         return int(args.run(args))
