@@ -1,4 +1,4 @@
-"""Guides: what may come after each draft, on the host; tokens that drafts do not change."""
+"""Guides (T25): what may come after each draft, on the host; tokens that drafts do not change."""
 
 from __future__ import annotations
 
