@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from compilespec.errors import InvalidRequest
-from compilespec.guides import as_guide
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,6 +141,8 @@ def _normalise(params: SamplingParams) -> None:
 
 def _check_hooks(params: SamplingParams) -> None:
     if params.guide is not None:
+        from compilespec.guides import as_guide  # imports torch
+
         object.__setattr__(params, "guide", as_guide(params.guide))
     after = params.guide_after_token_id
     if after is not None and (not _is_int(after) or after < 0):
