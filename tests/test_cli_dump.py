@@ -253,7 +253,7 @@ def test_html_page_works_in_chromium(run: Dump, tmp_path: Path) -> None:
 
         browser.run("const box = document.getElementById('search'); box.value = '';"
                     "box.dispatchEvent(new Event('input'));"
-                    "for (const [id, value] of [['left', 0], ['right', 14]]) {"
+                    f"for (const [id, value] of [['left', 0], ['right', {len(records)}]]) {{"
                     "const list = document.getElementById(id); list.value = value;"
                     "list.dispatchEvent(new Event('change')); }")  # fmt: skip
         heads = browser.run("return document.getElementById('heads').innerText")

@@ -20,8 +20,10 @@ BAD_INPUT, INTERRUPTED = 2, 130
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code."""
-    # transformers imports torchao where it is installed, whose import warns of torch's plans.
-    logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)
+    # transformers imports torchao where it is installed, whose import warns of torch's plans and of
+    # libraries for other devices.
+    for name in ("torch.utils._pytree", "torchao"):
+        logging.getLogger(name).setLevel(logging.ERROR)
     args = build_parser().parse_args(argv)
     try:
         return int(args.run(args))
