@@ -30,6 +30,7 @@ from tests.models import (
     run_traffic,
     tiny_target,
 )
+from tests.test_families import FULL, ONCE
 from tests.test_inductor_tokens import assert_same_tokens, tokens_of
 
 MAX_SEQ_LEN = 75
@@ -162,10 +163,10 @@ def test_methods_on_inductor(method: str, family: str, inductor_cache_dir: Any) 
         assert engine.stats().num_recompiles == 0
 
 
-def test_the_default_run_covers_every_method_family_and_k() -> None:
+def test_the_default_run_covers_every_method_and_k() -> None:
     chosen = [one.values for one in combinations() if not one.marks]
     methods, families, lengths = (set(part) for part in zip(*chosen, strict=True))
     assert methods == set(METHODS)
-    assert families == {*FAMILIES, "plain"}
+    assert {*families, *FULL, *ONCE} == {*FAMILIES, "plain"}
     assert lengths == set(DRAFT_LENGTHS)
     assert VOCAB == 97
