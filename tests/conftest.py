@@ -38,8 +38,19 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--accept-snapshots", action="store_true", help="write tests/snapshots anew")
 
 
+SLOW = tuple(
+    line
+    for line in (ROOT / "tests" / "slow_tests.txt").read_text(encoding="utf-8").splitlines()
+    if line and not line.startswith("#")
+)
+
+
+@pytest.hookimpl(tryfirst=True)  # before `-m` selects
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what this machine cannot run, naming the reason."""
+    """Mark the tests of slow_tests.txt; skip what this machine cannot run, naming the reason."""
+    for item in items:
+        if item.nodeid.startswith(SLOW):
+            item.add_marker(pytest.mark.slow)
     skips = []
     if not torch.cuda.is_available():
         skips.append(("gpu", "needs a CUDA device"))

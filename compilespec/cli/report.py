@@ -152,7 +152,7 @@ def print_comparison(
     )
     settings = [str(plan[name]) for name in ("dtype", "device", "backend") if name in plan]
     table = Table(title=", ".join([sizes, *settings]), title_justify="left")
-    table.add_column("")
+    table.add_column("", no_wrap=True)
     for column in ("tokens/s", "ratio", "acceptance length"):
         table.add_column(column, justify="right")
     table.add_column("tokens")
@@ -169,7 +169,10 @@ def print_comparison(
             "reference" if row.name == comparison.reference else describe_tokens(row),
             *(cell for rows in others.values() for cell in _speed_cells(rows.get(row.name))),
         )
-    Console().print(table)
+    console = Console()
+    if not console.is_terminal:  # a file has no width to wrap at
+        console.width = 140
+    console.print(table)
 
 
 def _speed_cells(row: Row | None) -> tuple[str, str, str]:
