@@ -33,8 +33,8 @@ from tests.models import (
 MAX_SEQ_LEN = 75  # no multiple of a block
 DRAFT_LENGTHS = (1, 3, 5, 8)
 BATCHES = (1, 2, 3, 5, 8)
-FULL = ("llama",)  # every K in the default run
-# One K in the default run: what `tests/test_matrix.py` does not run there with another method.
+FULL = ("llama",)  # every K, but for what slow_tests.txt takes away
+# One K in the default run; `tests/test_matrix.py` has cases of the other families.
 ONCE = {"qwen3": 3, "qwen3_moe": 3, "gemma3": 1, "gpt_oss": 1}
 
 # Tracing costs seconds, the more the more layers: as few as give three distinct taps and both kinds
