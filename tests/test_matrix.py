@@ -1,8 +1,8 @@
 """The matrix method x family x K x batch: greedy tokens are the model's own, nothing recompiles.
 
 float64 on the interpreted graphs, tokens equal.  One case of each method is chosen; the default run
-takes those that slow_tests.txt leaves it, the slow run has all combinations.  On Inductor, in float32, with the margin rule:
-a method of each kind of draft loop.
+takes those that slow_tests.txt leaves it, the slow run has all combinations.  On Inductor, in
+float32, with the margin rule: a method of each kind of draft loop.
 """
 
 from __future__ import annotations
