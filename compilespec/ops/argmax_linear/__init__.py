@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from compilespec.ops._library import define_op
+from compilespec.ops._tensors import wide_dtype
 from compilespec.ops.argmax_linear.reference import (
     argmax_linear_reference,
     score_linear_reference,
@@ -44,7 +45,7 @@ def _argmax_fake(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor
 def _score_fake(
     x: Tensor, weight: Tensor, bias: Tensor | None, ids: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+    wide = wide_dtype(x.dtype)
     values = [x.new_empty(x.shape[:-1], dtype=wide) for _ in range(2)]
     return x.new_empty(x.shape[:-1], dtype=torch.int64), values[0], values[1]
 

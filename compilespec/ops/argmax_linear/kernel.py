@@ -12,6 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from compilespec.ops._tensors import wide_dtype
+
 
 def argmax_linear(x: Tensor, weight_VD: Tensor, bias_V: Tensor | None) -> tuple[Tensor, Tensor]:
     """See `argmax_linear_reference`."""
@@ -31,7 +33,7 @@ def _run(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Argmax and its logit; log-sum-exp and the logits at `ids` (both empty without ids)."""
     shape, depth, vocab = x.shape[:-1], x.shape[-1], weight_VD.shape[0]
-    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+    wide = wide_dtype(x.dtype)
     rows = x.reshape(-1, depth)
     count, scores = rows.shape[0], ids is not None
     argmax, largest = x.new_empty(shape, dtype=torch.int64), x.new_empty(shape)

@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from compilespec.ops._tensors import wide_dtype
+
 
 def argmax_linear_reference(
     x: Tensor, weight_VD: Tensor, bias_V: Tensor | None
@@ -35,7 +37,7 @@ def score_linear_reference(
         argmax (int64), log-sum-exp of the rounded logits, and the logit at `ids` (-inf where there
         is none), both float32 (float64 for float64), all [...].
     """
-    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+    wide = wide_dtype(x.dtype)
     logits = functional.linear(x, weight_VD, bias_V)
     is_id = (ids >= 0) & (ids < weight_VD.shape[0])
     place = torch.where(is_id, ids, 0).long().unsqueeze(-1)

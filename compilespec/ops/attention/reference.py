@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from compilespec.ops._tensors import wide_dtype
+
 
 def attention_reference(
     query_BNTH: Tensor,
@@ -29,7 +31,7 @@ def attention_reference(
         [B, T, N, Hv], contiguous, dtype of query; softmax in float32 (float64 for float64).
     Source: transformers' eager_attention_forward; sinks as in gpt-oss.
     """
-    wide = torch.float64 if query_BNTH.dtype == torch.float64 else torch.float32
+    wide = wide_dtype(query_BNTH.dtype)
     group = query_BNTH.shape[1] // key_BNTH.shape[1]
     key_BNTH = key_BNTH.to(wide).repeat_interleave(group, 1)
     value_BNTH = value_BNTH.to(wide).repeat_interleave(group, 1)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from compilespec.ops._library import define_op
+from compilespec.ops._tensors import wide_dtype
 
 # Drafts [S-1] and logits [S, V] on the CPU to logits [S, V]; must not raise.
 Processor = Callable[[list[int], Tensor], Tensor]
@@ -44,7 +45,7 @@ def host_process_reference(
     Returns:
         float32 [B, S, V], float64 for float64.
     """
-    wide = torch.float64 if logits_BSV.dtype == torch.float64 else torch.float32
+    wide = wide_dtype(logits_BSV.dtype)
     result_BSV = logits_BSV.to(wide, copy=True)
     for b, handle in enumerate(processor_R[row_B].tolist()):
         processor = _processors.get(handle)
@@ -55,7 +56,7 @@ def host_process_reference(
 
 
 def _fake(logits_BSV: Tensor, ids_BS: Tensor, row_B: Tensor, processor_R: Tensor) -> Tensor:
-    wide = torch.float64 if logits_BSV.dtype == torch.float64 else torch.float32
+    wide = wide_dtype(logits_BSV.dtype)
     return torch.empty_like(logits_BSV, dtype=wide)
 
 

@@ -6,6 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from compilespec.ops._tensors import wide_dtype
+
 PANEL = 16  # output columns in a panel; kernel.cpp has the same constant
 _INTERLEAVED = [column // 2 + column % 2 * 8 for column in range(PANEL)]  # 0 8 1 9 ... 7 15
 
@@ -50,7 +52,7 @@ def packed_linear_reference(
     Returns:
         [..., out_features], contiguous, dtype of x.
     """
-    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+    wide = wide_dtype(x.dtype)
     weight_NK = unpack_weight(packed, out_features).to(wide)
     bias_N = None if bias_N is None else bias_N.to(wide)
     return F.linear(x.to(wide), weight_NK, bias_N).to(x.dtype).contiguous()

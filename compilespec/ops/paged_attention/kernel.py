@@ -15,6 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from compilespec.ops._tensors import dense_rows, wide_dtype
+
 ENOUGH_PROGRAMS = 256  # with this many tiles the context is not split
 MAX_SEGMENTS = 32
 MIN_SEGMENT = 128  # keys; a multiple of every BLOCK_N
@@ -52,7 +54,7 @@ def write_cache(
     value_dim = value_BNSH.shape[3]
     if batch * num_tokens == 0:
         return
-    key_BNSH, value_BNSH = _dense_rows(key_BNSH), _dense_rows(value_BNSH)
+    key_BNSH, value_BNSH = dense_rows(key_BNSH), dense_rows(value_BNSH)
     chunks = triton.cdiv(num_kv_heads * max(head_dim, value_dim), _COPIED)
     write_kernel[(batch * num_tokens, chunks)](
         key_BNSH, value_BNSH, key_cache, value_cache, slot_BS.contiguous(),
@@ -81,7 +83,7 @@ def attend(
     out = query_BNSH.new_empty((batch, num_tokens, num_heads, value_dim))
     if batch * num_tokens == 0:
         return out
-    group, wide = num_heads // num_kv_heads, _wide(query_BNSH.dtype)
+    group, wide = num_heads // num_kv_heads, wide_dtype(query_BNSH.dtype)
     tile = choose_tile(num_tokens * group, group, head_dim, query_BNSH.dtype)
     num_tiles = batch * triton.cdiv(num_tokens, tile.num_tokens)
     segment, num_segments = choose_segments(num_tiles * num_kv_heads, table_blocks * block_size)
@@ -91,7 +93,7 @@ def attend(
         shape = (batch * num_tokens, num_heads, num_segments)
         parts = tuple(out.new_empty((*shape, n), dtype=wide) for n in (value_dim, 1, 1))
     query_BNSH, row_BS, position_BS = (
-        _dense_rows(query_BNSH), row_BS.contiguous(), position_BS.contiguous()
+        dense_rows(query_BNSH), row_BS.contiguous(), position_BS.contiguous()
     )  # fmt: skip
     sinks = query_BNSH if sinks_N is None else sinks_N.contiguous()
     shared = {
@@ -138,14 +140,6 @@ def choose_segments(num_programs: int, num_keys: int) -> tuple[int, int]:
         return max(num_keys, 1), 1
     segment = triton.cdiv(triton.cdiv(num_keys, MAX_SEGMENTS), MIN_SEGMENT) * MIN_SEGMENT
     return segment, triton.cdiv(num_keys, segment)
-
-
-def _dense_rows(x: Tensor) -> Tensor:
-    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 _TYPES = {torch.float32: tl.float32, torch.float64: tl.float64}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from compilespec.ops._tensors import wide_dtype
 from compilespec.ops.attention.reference import softmax_with_sinks
 
 
@@ -80,7 +81,7 @@ def attend(
     sinks_N: Tensor | None,
 ) -> Tensor:
     """One token against the given cache cells: [N, Hv], zeros when there are none."""
-    wide = torch.float64 if query_NH.dtype == torch.float64 else torch.float32
+    wide = wide_dtype(query_NH.dtype)
     group = query_NH.shape[0] // key_cache.shape[2]
     key_JNH = key_cache.flatten(0, 1)[cell_J].to(wide).repeat_interleave(group, 1)
     value_JNH = value_cache.flatten(0, 1)[cell_J].to(wide).repeat_interleave(group, 1)

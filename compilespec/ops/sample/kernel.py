@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from compilespec.ops._tensors import dense_rows, wide_dtype
 from compilespec.ops.sample import layout
 
 _SPAN = 8192  # ids of one program of the draw kernels; a multiple of 4 * _LANES
@@ -61,8 +62,8 @@ def sample(
     chosen_BS = torch.empty_like(greedy_BS, memory_format=torch.contiguous_format)
     if batch * num_tokens == 0:
         return chosen_BS
-    wide, num_rows = _wide(logits_BSV.dtype), batch * num_tokens
-    logits_BSV, drawn_BS = _dense_rows(logits_BSV), drawn_BS.contiguous()
+    wide, num_rows = wide_dtype(logits_BSV.dtype), batch * num_tokens
+    logits_BSV, drawn_BS = dense_rows(logits_BSV), drawn_BS.contiguous()
     counts_BV = row_B.new_empty((batch, vocab), dtype=torch.int32)
     lowest = logits_BSV.new_empty(num_rows, dtype=wide)
     spans = triton.cdiv(vocab, _SPAN)
@@ -103,8 +104,8 @@ def draw(
     chosen_B = torch.empty_like(greedy_B, memory_format=torch.contiguous_format)
     if batch == 0:
         return chosen_B
-    wide = _wide(logits_BV.dtype)
-    logits_BV, spans = _dense_rows(logits_BV), triton.cdiv(vocab, _SPAN)
+    wide = wide_dtype(logits_BV.dtype)
+    logits_BV, spans = dense_rows(logits_BV), triton.cdiv(vocab, _SPAN)
     best, place = _partial_best(logits_BV, batch, spans, wide)
     params = (row_B.contiguous(), drawn_B.contiguous(), sampling_RF, sampling_RI)
     sizes = {"NUM_REALS": sampling_RF.shape[1], "NUM_WORDS": sampling_RI.shape[1]}
@@ -133,12 +134,12 @@ def note_logprobs(
     own_BS = logprob_RSN.new_empty((batch, num_tokens))
     if batch * num_tokens == 0:
         return own_BS
-    logits_BSV = _dense_rows(logits_BSV)
+    logits_BSV = dense_rows(logits_BSV)
     logprobs_kernel[(batch * num_tokens,)](
         logits_BSV, chosen_BS.contiguous(), row_B.contiguous(), sampling_RI, logprob_RSN,
         logprob_id_RSN, own_BS, num_tokens, vocab, *logits_BSV.stride()[:2],
         logprob_RSN.shape[1], NUM_WORDS=sampling_RI.shape[1], MOST=logprob_id_RSN.shape[2],
-        BLOCK=_BLOCK, WIDE=_TYPES[_wide(logits_BSV.dtype)], num_warps=8,
+        BLOCK=_BLOCK, WIDE=_TYPES[wide_dtype(logits_BSV.dtype)], num_warps=8,
     )  # fmt: skip
     return own_BS
 
@@ -148,14 +149,6 @@ def _partial_best(
 ) -> tuple[Tensor, Tensor]:
     best = like.new_empty((num_rows, spans), dtype=wide)
     return best, like.new_empty((num_rows, spans), dtype=torch.int32)
-
-
-def _dense_rows(x: Tensor) -> Tensor:
-    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 _TYPES = {torch.float32: tl.float32, torch.float64: tl.float64}

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from compilespec.ops._library import define_op
+from compilespec.ops._tensors import wide_dtype
 from compilespec.ops.sample import layout
 from compilespec.ops.sample.philox import gumbel, noise_bits_of_rows
 from compilespec.ops.sample.reference import filter_scores, first_best, processed_rows
@@ -74,7 +75,7 @@ def filtered_probs_reference(
         [B, S, V], float32, or float64 for logits in float64.  Of a row that takes the best token:
         1 there.
     """
-    wide = torch.float64 if logits_BSV.dtype == torch.float64 else torch.float32
+    wide = wide_dtype(logits_BSV.dtype)
     probs_BSV = torch.zeros(logits_BSV.shape, dtype=wide, device=logits_BSV.device)
     probs_BSV.scatter_(2, greedy_BS.long().unsqueeze(2), 1)
     rows = processed_rows(
@@ -103,7 +104,7 @@ def filtered_probs_dense(
     mask_RSW: Tensor,
 ) -> Tensor:
     """The same for all rows at once: no loop, nothing read on the host, safe in a CUDA graph."""
-    wide = torch.float64 if logits_BSV.dtype == torch.float64 else torch.float32
+    wide = wide_dtype(logits_BSV.dtype)
     vocab = logits_BSV.shape[-1]
     reals_B1F = sampling_RF[row_B].to(wide).unsqueeze(1)
     words_B1I = sampling_RI[row_B].long().unsqueeze(1)
@@ -249,7 +250,7 @@ def _filtered_probs(*args: Any) -> Tensor:
 
 
 def _like_logits(logits: Tensor, *rest: Tensor | None) -> Tensor:
-    wide = torch.float64 if logits.dtype == torch.float64 else torch.float32
+    wide = wide_dtype(logits.dtype)
     return logits.new_empty(logits.shape, dtype=wide)
 
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from compilespec.ops._tensors import wide_dtype
 from compilespec.ops.sample import layout
 from compilespec.ops.sample.philox import gumbel, noise_bits
 
@@ -107,7 +108,7 @@ def draw_reference(
     chosen_B = greedy_B.clone()
     if ids_V is None:
         ids_V = torch.arange(logits_BV.shape[1], device=logits_BV.device)
-    wide = torch.float64 if logits_BV.dtype == torch.float64 else torch.float32
+    wide = wide_dtype(logits_BV.dtype)
     for b, (row, position) in enumerate(zip(row_B.tolist(), drawn_B.tolist(), strict=True)):
         reals, words = sampling_RF[row], sampling_RI[row].tolist()
         if float(reals[layout.TEMPERATURE]) < layout.MIN_TEMPERATURE:
@@ -162,7 +163,7 @@ def process(
     logits_V: Tensor, reals: Tensor, words: list[int], bias_V: Tensor, context: Tensor, drawn: int
 ) -> Tensor:
     """Penalties, bias, min_new_tokens: what acts on the logits before the temperature."""
-    wide = torch.float64 if logits_V.dtype == torch.float64 else torch.float32
+    wide = wide_dtype(logits_V.dtype)
     scores_V = logits_V.to(wide)
     reals = reals.to(wide)
     prompt_len = words[layout.PROMPT_LEN]
