@@ -150,18 +150,9 @@ class Engine:
                 equal ones who comes first is first.
         Raises: InvalidRequest, NotSupported (nothing was queued), EngineClosed.
         """
-        self._check_open()
-        if isinstance(priority, bool) or not isinstance(priority, int):
-            raise InvalidRequest(f"priority: expected an integer, got {priority!r}")
-        samples = self._samples(prompt, SamplingParams() if params is None else params)
-        if len(samples) != 1:
-            raise InvalidRequest(
-                f"submit takes one sample, got n={len(samples)}; use generate, or submit the "
-                "prompt once a sample with seeds of its own"
-            )
-        samples[0].priority = priority
-        self._scheduler.add(samples[0])
-        return samples[0]
+        request = self.make_request(prompt, params, priority)
+        self._scheduler.add(request)
+        return request
 
     def serve(self) -> EngineThread:
         """Run the loop on a thread of its own, which owns the engine until it is closed: submit,
@@ -176,29 +167,43 @@ class Engine:
             raise InvalidRequest("finish or abort what was submitted before serve()")
         return EngineThread(self)
 
-    def make_requests(self, prompt: Any, params: SamplingParams, priority: int) -> list[Request]:
+    def make_request(self, prompt: Any, params: SamplingParams | None, priority: int) -> Request:
+        """The request of one prompt, not queued; from any thread.
+
+        Raises: InvalidRequest, NotSupported, EngineClosed.
+        """
+        self._check_open()
+        if isinstance(priority, bool) or not isinstance(priority, int):
+            raise InvalidRequest(f"priority: expected an integer, got {priority!r}")
+        samples = self.make_samples(prompt, params)
+        if len(samples) != 1:
+            raise InvalidRequest(
+                f"submit takes one sample, got n={len(samples)}; use generate, or submit the "
+                "prompt once a sample with seeds of its own"
+            )
+        samples[0].priority = priority
+        return samples[0]
+
+    def make_samples(self, prompt: Any, params: SamplingParams | None) -> list[Request]:
         """The requests of one prompt, `n` of one seed, not queued; from any thread.
 
         Raises: InvalidRequest, NotSupported, EngineClosed.
         """
         self._check_open()
-        requests = self._samples(prompt, params)
-        for request in requests:
-            request.priority = priority
-        return requests
+        return self._samples(prompt, SamplingParams() if params is None else params)
 
     def enqueue(self, request: Request) -> None:
-        """Queue what `make_requests` made."""
+        """Queue what `make_request` or `make_samples` made."""
         self._check_open()
         self._scheduler.add(request)
 
-    def take_delta(self, request: Request) -> Delta | None:
+    def take_delta(self, request: Request, index: int = 0) -> Delta | None:
         """What no earlier call returned, with the output if that is all; None where nothing is."""
         token_ids, text = self._take_delta(request)
         output = self._output(request) if request.finished else None
         if output is None and not token_ids and not text:
             return None
-        return Delta(index=request.sample, token_ids=token_ids, text=text, output=output)
+        return Delta(index=index, token_ids=token_ids, text=text, output=output)
 
     def step(self) -> list[Request]:
         """Run one scheduler step: at most one prefill and one decode; returns the requests that got
@@ -284,13 +289,11 @@ class Engine:
                 if not any(request.finished for request in open_requests.values()):
                     self.step()
                 for index, request in list(open_requests.items()):
-                    token_ids, text = self._take_delta(request)
+                    delta = self.take_delta(request, index)
                     if request.finished:
                         del open_requests[index]
-                        output = self._output(request)
-                        yield Delta(index=index, token_ids=token_ids, text=text, output=output)
-                    elif token_ids or text:
-                        yield Delta(index=index, token_ids=token_ids, text=text)
+                    if delta is not None:
+                        yield delta
         finally:
             self._drop(requests)
 

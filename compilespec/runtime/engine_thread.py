@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from compilespec.errors import EngineClosed, InvalidRequest
+from compilespec.errors import EngineClosed
 from compilespec.runtime.request import GenerationOutput, Request
 from compilespec.sampling_params import SamplingParams
 
@@ -136,7 +136,8 @@ class EngineThread:
 
         Raises: InvalidRequest, NotSupported (nothing was queued), EngineClosed.
         """
-        (ticket,) = self._submit(prompt, params, priority, most=1)
+        ticket = Ticket(self._engine.make_request(prompt, params, priority), self._abort)
+        self._queue([ticket])
         return ticket
 
     def generate(
@@ -146,7 +147,8 @@ class EngineThread:
 
         Raises: as `submit`, before anything was queued.
         """
-        tickets = [t for prompt in prompts for t in self._submit(prompt, params, 0, queue=False)]
+        samples = [one for prompt in prompts for one in self._engine.make_samples(prompt, params)]
+        tickets = [Ticket(request, self._abort) for request in samples]
         self._queue(tickets)
         return [ticket.result() for ticket in tickets]
 
@@ -168,26 +170,6 @@ class EngineThread:
         traceback: TracebackType | None,
     ) -> None:
         self.close()
-
-    def _submit(
-        self,
-        prompt: Any,
-        params: SamplingParams | None,
-        priority: int,
-        *,
-        most: int | None = None,
-        queue: bool = True,
-    ) -> list[Ticket]:
-        requests = self._engine.make_requests(prompt, params or SamplingParams(), priority)
-        if most is not None and len(requests) > most:
-            raise InvalidRequest(
-                f"submit takes one sample, got n={len(requests)}; use generate, or submit the "
-                "prompt once a sample with seeds of its own"
-            )
-        tickets = [Ticket(request, self._abort) for request in requests]
-        if queue:
-            self._queue(tickets)
-        return tickets
 
     def _queue(self, tickets: Sequence[Ticket]) -> None:
         with self._wake:
@@ -241,7 +223,7 @@ class EngineThread:
 
     def _hand_out(self) -> None:
         for request, ticket in list(self._open.items()):
-            delta = self._engine.take_delta(request)
+            delta = self._engine.take_delta(request, request.sample)
             if delta is not None:
                 ticket.give(delta)
                 if delta.output is not None:
