@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -26,6 +26,7 @@ from tests.models import (
     target_info,
     tiny_target,
 )
+from tests.test_matrix import repeating
 
 COUNTS = (0, 1, 3)
 MAX_SEQ_LEN = 125
@@ -165,13 +166,6 @@ def test_the_policy_itself_finds_what_pays(lab: Any) -> None:
     assert sum(plan["num_steps"].values()) > 0
 
 
-def repeat_last(k: int) -> Callable[..., Any]:
-    def draft(history_BL: torch.Tensor, length_B: torch.Tensor) -> torch.Tensor:
-        return history_BL.gather(1, (length_B - 1).long().unsqueeze(1)).expand(-1, k)
-
-    return draft
-
-
 @pytest.mark.parametrize(
     ("method", "counts"),
     [
@@ -187,7 +181,7 @@ def test_other_methods(target: Any, method: str, counts: tuple[int, ...]) -> Non
     info = target_info(model, MAX_SEQ_LEN)
     draft = {
         "ngram": lambda: None,
-        "user": lambda: repeat_last(counts[-1]),
+        "user": lambda: repeating(counts[-1]),
         "shared_kv": lambda: random_drafter(info),
         "draft_model": lambda: tiny_target("llama", num_layers=1, seed=3),
         "mtp_eagle": lambda: mtp.random_modules(info, 1, recycled=True),

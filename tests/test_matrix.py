@@ -81,7 +81,7 @@ METHODS: dict[str, Callable[[nn.Module, Any, int], dict[str, Any]]] = {
 }
 
 
-# What the default run takes of each method.
+# One case of each method: what the default run takes, but for those in slow_tests.txt.
 CHOSEN = {
     "eagle3": ("gpt2", 3),
     "eagle": ("qwen2", 5),
@@ -163,7 +163,7 @@ def test_methods_on_inductor(method: str, family: str, inductor_cache_dir: Any) 
         assert engine.stats().num_recompiles == 0
 
 
-def test_the_default_run_covers_every_method_and_k() -> None:
+def test_the_chosen_cases_cover_every_method_family_and_k() -> None:
     chosen = [one.values for one in combinations() if not one.marks]
     methods, families, lengths = (set(part) for part in zip(*chosen, strict=True))
     assert methods == set(METHODS)
