@@ -8,6 +8,7 @@ stands for, so that a torch release that moves one is repaired here and nowhere 
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -50,11 +51,16 @@ def capture_config() -> Iterator[None]:
 def fake_mode() -> Any:
     """A fresh `FakeTensorMode` with a shape environment that merges equal dynamic sizes into one
     symbol.
+
+    Without its cache of results (`cache_enabled`): to rebuild a symbolic result from an entry
+    costs more than to compute it, a fifth of a retrace.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-    return FakeTensorMode(shape_env=ShapeEnv(duck_shape=True), allow_non_fake_inputs=True)
+    mode = FakeTensorMode(shape_env=ShapeEnv(duck_shape=True), allow_non_fake_inputs=True)
+    mode.cache_enabled = False
+    return mode
 
 
 def fake_tensor(mode: Any, tensor: torch.Tensor, dynamic_dims: Sequence[int] = ()) -> torch.Tensor:
@@ -145,6 +151,7 @@ def is_mutable(target: Callable[..., Any] | str) -> bool:
     return bool(schema is not None and schema.is_mutable)
 
 
+@functools.cache
 def mutated_arguments(target: Callable[..., Any] | str) -> tuple[int, ...]:
     """Positions of the arguments that an operator overload writes."""
     schema = getattr(target, "_schema", None)

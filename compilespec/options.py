@@ -53,6 +53,7 @@ class CompileOptions:
     smaller_draft_counts: tuple[int, ...] = ()  # further K, one of which a step may choose
     enable_prefix_caching: bool = True
     overlap: bool | None = None  # None: where it gains, on CUDA
+    greedy_step: bool | None = None  # None: on CUDA, where heads are fused with their argmax
     max_step_tokens: int | None = None
     graphs: GraphOptions = NO_OPTIONS
     acceptance: Acceptance = STRICT
@@ -126,6 +127,7 @@ def resolve_options(
     num_draft_tokens: int | Sequence[int] | None = None,
     enable_prefix_caching: bool = True,
     overlap: bool | str = "auto",
+    greedy_step: bool | str = "auto",
     max_step_tokens: int | None = None,
     relaxed_topk: int | None = None,
     relaxed_delta: float | None = None,
@@ -163,8 +165,9 @@ def resolve_options(
         raise InvalidOption(
             f"enable_prefix_caching must be True or False; got {enable_prefix_caching!r}"
         )
-    if overlap != "auto" and not isinstance(overlap, bool):
-        raise InvalidOption(f"overlap must be 'auto', True or False; got {overlap!r}")
+    for name, choice in (("overlap", overlap), ("greedy_step", greedy_step)):
+        if choice != "auto" and not isinstance(choice, bool):
+            raise InvalidOption(f"{name} must be 'auto', True or False; got {choice!r}")
     return CompileOptions(
         backend=backend,
         buckets=read_buckets(
@@ -179,6 +182,7 @@ def resolve_options(
         smaller_draft_counts=smaller,
         enable_prefix_caching=enable_prefix_caching,
         overlap=overlap if isinstance(overlap, bool) else None,
+        greedy_step=greedy_step if isinstance(greedy_step, bool) else None,
         max_step_tokens=max_step_tokens,
         quantize=read_quantize(quantize),
         draft_quantize=read_quantize(draft_quantize, "draft_quantize"),

@@ -57,6 +57,7 @@ def compile(
     kv_cache_tokens: int | None = None,
     enable_prefix_caching: bool = True,
     overlap: bool | str = "auto",
+    greedy_step: bool | str = "auto",
     max_step_tokens: int | None = None,
     dtype: torch.dtype | str | None = None,
     device: torch.device | str | None = None,
@@ -87,6 +88,9 @@ def compile(
         enable_prefix_caching: keep the cache blocks of prompts and outputs until others need them,
         and find them again for requests that begin alike.
         overlap: launch a step before the tokens of the last one are read; "auto" where it gains.
+        greedy_step: compile a second decode step for batches whose requests all want the argmax and
+        nothing else (no sampling, penalties, bias, guide or log-probabilities): it never writes the
+        logits where heads are fused with their argmax.  "auto": on CUDA.
         max_step_tokens: tokens of a step, prefill and decode together, so that long prompts delay
         other requests less; None is no limit beside max_prefill_tokens.
         backend: "inductor", or "eager" (the same rewritten graphs, interpreted).
@@ -136,6 +140,7 @@ def compile(
         num_draft_tokens=num_draft_tokens,
         enable_prefix_caching=enable_prefix_caching,
         overlap=overlap,
+        greedy_step=greedy_step,
         max_step_tokens=max_step_tokens,
     )
     target = load_target(model, dtype=dtype, device=device, tokenizer=tokenizer)
@@ -312,6 +317,15 @@ def build_program(
             parts.append({})
             ctx = context("decode", buffers=parts[-1], read_only=READ_BY_REPLAY)
             replay = rewrite_replay(ctx, disabled=options.disabled_passes)
+    greedy: dict[int, PhaseGraph] = {}
+    if has_greedy_step(options, config):
+        for count in (*options.smaller_draft_counts, config.num_draft_tokens):
+            parts.append({})
+            is_largest = count == config.num_draft_tokens
+            ctx = context(
+                "decode", None if is_largest else count, buffers=parts[-1], greedy_only=True
+            )
+            greedy[count] = rewritten(ctx)
     return SpecProgram(
         method=method.capabilities.name,
         config=config,
@@ -325,9 +339,26 @@ def build_program(
         host_processors=options.host_processors,
         head=head,
         variants=variants,
+        greedy=greedy,
         replay=replay,
         notes=(*_notes(target, drafter), *notes),
     )
+
+
+def has_greedy_step(options: CompileOptions, config: ProgramConfig) -> bool:
+    """Whether batches without a sampled request have a decode step of their own.
+
+    Raises: InvalidOption where it is asked for, and the rule or a processor needs the logits.
+    """
+    needs_logits = options.acceptance.rule != "strict" or options.host_processors
+    if options.greedy_step is None:
+        return config.device.type == "cuda" and not needs_logits
+    if options.greedy_step and needs_logits:
+        raise InvalidOption(
+            "greedy_step=True needs acceptance='auto' and host_processors=False: others read the "
+            "logits; leave greedy_step= out"
+        )
+    return options.greedy_step
 
 
 def check_several_k(capabilities: Capabilities, options: CompileOptions) -> None:

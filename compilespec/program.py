@@ -237,6 +237,7 @@ class SpecProgram:
     vocab_size: int
     num_repeated_tokens: int = 0  # prompt tokens that a chunk runs again, for the drafter's sake
     variants: Mapping[int, PhaseGraph] = field(default_factory=dict)  # decode steps of a smaller K
+    greedy: Mapping[int, PhaseGraph] = field(default_factory=dict)  # by K; argmax and nothing else
     replay: PhaseGraph | None = None  # brings drafters up to date after steps of K = 0
     recorder: TapSink | None = field(default=None, repr=False)  # of the taps, if they are put out
     propose_on_host: HostProposal | None = field(default=None, repr=False)
@@ -277,12 +278,14 @@ class Lowered:
     backend: str
     phases: Mapping[Phase, LoweredPhase]
     variants: Mapping[int, LoweredPhase] = field(default_factory=dict)  # by K
+    greedy: Mapping[int, LoweredPhase] = field(default_factory=dict)  # by K
     replay: LoweredPhase | None = None
 
     @property
     def calls(self) -> dict[str, LoweredPhase]:
-        """Every callable: the phases, "decode.<K>" for further K, "replay"."""
+        """Every callable: the phases, "decode.<K>" for further K, "decode.<K>.greedy", "replay"."""
         calls = {f"decode.{count}": phase for count, phase in self.variants.items()}
+        calls |= {f"decode.{count}.greedy": phase for count, phase in self.greedy.items()}
         calls |= {str(name): phase for name, phase in self.phases.items()}
         return calls if self.replay is None else {**calls, "replay": self.replay}
 

@@ -73,6 +73,7 @@ def lower(
         backend=backend,
         phases={name: lowered(graph) for name, graph in program.phases.items()},
         variants={count: lowered(graph) for count, graph in program.variants.items()},
+        greedy={count: lowered(graph) for count, graph in program.greedy.items()},
         replay=lowered(program.replay) if program.replay is not None else None,
     )
 

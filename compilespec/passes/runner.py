@@ -163,6 +163,7 @@ def run_passes(
             )
         )
         before = after
+    gm.recompile()
     return records
 
 
@@ -252,4 +253,3 @@ def _lint(gm: fx.GraphModule, entry: Pass) -> None:
         gm.graph.lint()
     except (RuntimeError, AssertionError) as error:
         raise PassError(f"pass {entry.name} left a broken graph: {error}") from error
-    gm.recompile()

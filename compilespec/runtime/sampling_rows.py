@@ -80,6 +80,20 @@ def read_logprobs(
     ]
 
 
+def is_plain(sampling: RowSampling) -> bool:
+    """Whether the row's tokens are the argmax of the logits as they are, and nothing is noted."""
+    params = sampling.params
+    return not (
+        params.temperature >= layout.MIN_TEMPERATURE
+        or has_penalties(params)
+        or has_bias(params)
+        or params.guide is not None
+        or params.min_new_tokens
+        or params.logprobs is not None
+        or sampling.processor
+    )
+
+
 def has_penalties(params: SamplingParams) -> bool:
     return bool(
         params.repetition_penalty != 1 or params.presence_penalty or params.frequency_penalty

@@ -21,6 +21,7 @@ from compilespec.runtime.prompt_rows import prompt_logprobs
 from compilespec.runtime.sampling_rows import (
     RowSampling,
     TokenLogprobs,
+    is_plain,
     read_logprobs,
     write_row,
 )
@@ -68,6 +69,7 @@ class StepRunner:
         self.buckets = tuple(size for (size,) in sizes.decode)
         self._device = config.device
         self._recorder, self._head = program.recorder, program.head
+        self._is_plain: dict[int, bool] = {}  # by row: whether it asks for the argmax alone
         self._prompt_logprobs: dict[int, dict[int, TokenLogprobs]] = {}  # by row, by position
         self.buffers: dict[str, Tensor] = {
             spec.name: torch.full(spec.shape, spec.fill, dtype=spec.dtype, device=config.device)
@@ -131,6 +133,7 @@ class StepRunner:
 
     def set_sampling(self, row: int, sampling: RowSampling) -> None:
         write_row(self.buffers, row, sampling)
+        self._is_plain[row] = is_plain(sampling)
 
     def logprobs(self, row: int, tokens: Sequence[int], count: int) -> list[TokenLogprobs]:
         return read_logprobs(self.buffers, row, tokens, min(count, self.geometry.vocab_size))
@@ -188,8 +191,11 @@ class StepRunner:
         self._calls["replay"]({"row_B": rows, "backlog_B": backlogs})
 
     def launch_decode(self, rows: Sequence[int], num_draft_tokens: int | None = None) -> _Launched:
-        is_smaller = num_draft_tokens not in (None, self.geometry.num_draft_tokens)
-        name = f"decode.{num_draft_tokens}" if is_smaller else "decode"
+        count = self.geometry.num_draft_tokens if num_draft_tokens is None else num_draft_tokens
+        name = "decode" if count == self.geometry.num_draft_tokens else f"decode.{count}"
+        greedy = f"decode.{count}.greedy"
+        if greedy in self._calls and all(self._is_plain.get(row, False) for row in rows):
+            name = greedy
         emitted, counts, *hidden = self._calls[name]({"row_B": rows})
         if self._recorder is not None:
             self._record(rows, hidden[0][: len(rows)])

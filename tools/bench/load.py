@@ -122,9 +122,7 @@ def _ask(
     )
 
 
-def _speedup(
-    engine: Engine, prompts: Sequence[str], options: argparse.Namespace
-) -> dict[str, Any]:
+def _speedup(engine: Engine, prompts: Sequence[str], options: argparse.Namespace) -> dict[str, Any]:
     """The same 8 prompts one by one and at once, by turns; nothing is found in the cache."""
     params = SamplingParams(max_new_tokens=options.max_new_tokens, ignore_eos=True)
     ids = [engine.encode(prompt) for prompt in prompts[:8]]
