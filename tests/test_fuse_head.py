@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +16,7 @@ import compilespec
 from compilespec.methods import get_method
 from compilespec.methods.eagle3 import random_head
 from compilespec.passes import PassContext
-from compilespec.passes.fuse_head_argmax import fuse_head_argmax
+from compilespec.passes.fuse_head_argmax import fuse_head_argmax, is_faster
 from compilespec.passes.rewrite import rewrite_phase
 from compilespec.program import SpecProgram
 from compilespec.trace import trace_target
@@ -137,8 +139,32 @@ def test_it_is_off_where_nobody_asks(fuse):
     before = code(gm)
     assert fuse_head_argmax(gm, ctx) == 0
     assert code(gm) == before
+
+
+@pytest.mark.parametrize("fuse", [None, False])
+@pytest.mark.parametrize("gains", [True, False])
+def test_on_a_gpu_the_faster_one_is_taken(monkeypatch, fuse, gains):
+    """Measured over one request and over a full batch, unless it is switched off."""
+    module, seen = sys.modules[fuse_head_argmax.__module__], []
+
+    def measured(weight, bias, *, rows):
+        seen.append((tuple(weight.shape), bias, rows))
+        return gains
+
+    monkeypatch.setattr(module, "is_faster", measured)
+    gm, ctx, _ = head_graph(plain, fuse=fuse)
     ctx.config = dataclasses.replace(HAND_CONFIG, device=torch.device("cuda"))
-    assert fuse_head_argmax(gm, ctx) == (1 if fuse is None else 0)
+    assert fuse_head_argmax(gm, ctx) == (fuse is None and gains)
+    assert seen == ([((11, 8), None, (3, 9))] if fuse is None else [])
+
+
+def test_the_faster_one_is_found_by_the_clock(monkeypatch):
+    module = sys.modules[fuse_head_argmax.__module__]
+    weight = torch.randn(64, 32)
+    monkeypatch.setattr(module, "argmax_linear", lambda x, w, b: time.sleep(0.002))
+    assert not is_faster(weight, None, rows=(1, 4))
+    monkeypatch.setattr(module, "argmax_linear", lambda x, w, b: None)
+    assert is_faster(weight, None, rows=(1, 4))
 
 
 # --- the greedy step ---

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
+from torch.utils import benchmark
 
-import compilespec.ops.argmax_linear  # noqa: F401  (registers the operator)
+from compilespec.ops.argmax_linear import argmax_linear
 from compilespec.passes.linears import Linear, copy_origin, find_linears
 from compilespec.passes.runner import PassContext
 
@@ -22,15 +24,17 @@ def fuse_head_argmax(gm: fx.GraphModule, ctx: PassContext) -> int:
     """argmax(mm(x, t(w))) -> compilespec::argmax_linear(x, w), where nothing else reads the logits
     but a gather of the best one.
 
-    On CUDA only, or where `ctx.fuse_head` asks for it.  That the fused head is the faster one has
-    not been measured on a GPU yet: `fuse_head=False` is the switch.  Steps that sample read their
-    logits; with `ctx.greedy_only` the target's and the drafter's heads are fused.  Returns: heads
-    rewritten.  Numerics: rounding (the products' sums may be ordered otherwise).  Runs on ATen.
+    On CUDA, where the fused head is the faster one, which is measured; or as `ctx.fuse_head` says.
+    Steps that sample read their logits; with `ctx.greedy_only` the target's and the drafter's heads
+    are fused.  Returns: heads rewritten.  Numerics: rounding (the products' sums may be ordered
+    otherwise).  Runs on ATen.
     """
-    is_wanted = ctx.config.device.type == "cuda" if ctx.fuse_head is None else ctx.fuse_head
-    if not is_wanted:
+    is_measured = ctx.fuse_head is None and ctx.config.device.type == "cuda"
+    if not (is_measured or ctx.fuse_head):
         return 0
     heads = [head for linear in find_linears(gm, ctx) if (head := _find_head(linear)) is not None]
+    if is_measured:
+        heads = [head for head in heads if _gains(head.linear, ctx)]
     for head in heads:
         _fuse(gm, head)
     for node in list(gm.graph.find_nodes(op="call_function", target=_aten.t.default)):
@@ -45,6 +49,35 @@ class _Head:
     moves: tuple[fx.Node, ...]  # what is done to the rows of logits
     argmax: fx.Node
     gathers: tuple[fx.Node, ...]  # of the best logit
+
+
+def _gains(linear: Linear, ctx: PassContext) -> bool:
+    """Whether the fused head is faster, over one request and over the largest batch."""
+    weight, bias = (
+        None if node is None else ctx.weights[ctx.inputs[node.meta["role"]].sources[0]]
+        for node in (linear.weight, linear.bias)
+    )
+    assert weight is not None
+    tokens = ctx.config.num_verify_tokens
+    return is_faster(weight, bias, rows=(tokens, tokens * ctx.config.max_batch_size))
+
+
+def is_faster(weight_VD: Tensor, bias_V: Tensor | None, *, rows: Sequence[int]) -> bool:
+    """Whether argmax_linear takes less time than the product and its argmax, by the median over
+    0.05 s at each number of rows, the ratios multiplied.
+    """
+    ratio = 1.0
+    for count in rows:
+        names = {
+            "x": weight_VD.new_ones((count, weight_VD.shape[1])), "w": weight_VD, "b": bias_V,
+            "fused": argmax_linear, "linear": torch.nn.functional.linear,
+        }  # fmt: skip
+        fused, apart = (
+            benchmark.Timer(statement, globals=names).blocked_autorange(min_run_time=0.05).median
+            for statement in ("fused(x, w, b)", "linear(x, w, b).argmax(-1)")
+        )
+        ratio *= fused / apart
+    return ratio < 1.0
 
 
 def _find_head(linear: Linear) -> _Head | None:

@@ -46,7 +46,7 @@ class PassContext:
     kv_layers: tuple[int, ...] = ()  # target layers whose caches a shared_kv drafter reads
     kv_block_sizes: tuple[int, ...] = ()  # by draft step, where they have KV groups of their own
     prepack: bool = True
-    fuse_head: bool | None = None  # heads give the best token, no logits; None: on CUDA
+    fuse_head: bool | None = None  # heads give the best token, no logits; None: on CUDA, if faster
     greedy_only: bool = False  # strict, for requests that ask for the argmax and nothing else
     logits_processor: LogitsProcessor | None = None  # traced into the step
     host_processors: bool = False  # whether requests may have processors on the host
