@@ -291,9 +291,9 @@ def test_a_size_that_does_not_suit_is_told_from_a_device() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("config", [name for name in CONFIGS if name != "int8_dynamic"])
+@pytest.mark.parametrize("config", CONFIGS)
 def test_verify_finds_nothing(config: str) -> None:
-    """Of rows that are quantized on the way, rounding differences before them do not stay small."""
+    """Where rows are quantized on the way, differences of rounding do not stay small."""
     program = compilespec.trace(
         target(), "eagle", quantize=config, draft_quantize="int8", max_batch_size=3,
         max_seq_len=64, **drafting("eagle", target()),

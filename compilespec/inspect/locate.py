@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor, fx
 
 from compilespec import _torch_compat
-from compilespec.inspect.compare import BOUNDS, compare
+from compilespec.inspect.compare import compare, rounding_bound
 from compilespec.inspect.interpret import Decisions
 from compilespec.inspect.stages import PassStages
 from compilespec.inspect.verify import value_pairs, wanted_values
@@ -35,7 +35,7 @@ class NodeReport:
 
 def first_parting_node(ctx: PassContext, stages: PassStages, case: Case) -> NodeReport | None:
     """The earliest node of the graph after whose value is wrong; None where all agree."""
-    bound = BOUNDS[ctx.config.dtype] if stages.record.numerics == "rounding" else None
+    bound = rounding_bound(ctx) if stages.record.numerics == "rounding" else None
     decided = Decisions()
     want = wanted_values(ctx, stages, case, decided)
     following = Decisions(bound=bound or 0.0)

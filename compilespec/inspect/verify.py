@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from compilespec.errors import InvalidOption, NotSupported
-from compilespec.inspect.compare import BOUNDS, compare, error_of
+from compilespec.inspect.compare import compare, error_of, rounding_bound
 from compilespec.inspect.interpret import Decisions, Stage
 from compilespec.inspect.random_inputs import random_cases
 from compilespec.inspect.stages import PassStages, pass_stages, with_graphs
@@ -136,9 +136,9 @@ def verify(
     outputs, nodes that passes named, and every buffer.
 
     A pass that changes the interface is compared to its reference instead of the graph before.
-    Exact passes must agree bit for bit; "rounding" passes within `compare.BOUNDS`, where both
-    follow the same argmaxes and may part from one only at a near tie.  The spare state row, which
-    padded rows write, is not compared.
+    Exact passes must agree bit for bit; "rounding" passes within `compare.rounding_bound`, where
+    both follow the same argmaxes and may part from one only at a near tie.  The spare state row,
+    which padded rows write, is not compared.
 
     Args:
         program: from `trace`, or an engine; of an engine that compiled its graphs, the compiled
@@ -232,7 +232,7 @@ def make_cases(
 def check_pass(ctx: PassContext, stages: PassStages, case: Case) -> Check:
     """One pass on one case."""
     record = stages.record
-    bound = BOUNDS[ctx.config.dtype] if record.numerics == "rounding" else None
+    bound = rounding_bound(ctx) if record.numerics == "rounding" else None
     make = functools.partial(
         Check,
         phase=case.phase,
@@ -346,7 +346,7 @@ def final_stage(graph: PhaseGraph) -> Stage:
 
 def check_lowered_call(ctx: PassContext, final: Stage, lowered: LoweredPhase, case: Case) -> Check:
     """A compiled call on one case."""
-    decided, bound = Decisions(), BOUNDS[ctx.config.dtype]
+    decided, bound = Decisions(), rounding_bound(ctx)
     want = dataclasses.replace(final(case.inputs, decisions=decided), calls=())  # not seen inside
     feeds = {
         name: tensor.clone() if name in ctx.buffers else tensor

@@ -46,6 +46,14 @@ def is_quantized(tensor: object) -> bool:
     return isinstance(tensor, Tensor) and hasattr(type(tensor), "__tensor_flatten__")
 
 
+def quantizes_rows(weight: object) -> bool:
+    """Whether products with this weight quantize their other side, too (dynamic quantization)."""
+    return (
+        getattr(weight, "act_quant_kwargs", None) is not None
+        or type(weight).__name__ == "LinearActivationQuantizedTensor"
+    )
+
+
 def take_apart(tensor: Any) -> tuple[str, dict[str, Tensor]]:
     """The key of its kind, for `rebuild`, and its parts by name, in order."""
     names, metadata = tensor.__tensor_flatten__()
