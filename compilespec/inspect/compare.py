@@ -19,8 +19,8 @@ BOUNDS = {
     torch.bfloat16: 6e-2,
     torch.float16: 1e-2,
 }
-# Where activations are quantized on the way, a difference in the last place may round to the next of
-# 8 bits: inputs that were moved by 1e-7 in float32 moved the logits of a three-layer model by up to
+# Where activations are quantized on the way, a difference in the last place may round to the next
+# of 8 bits: inputs moved by 1e-7 in float32 moved the logits of a three-layer model by up to
 # 4%, 1e4 times what they do unquantized.
 QUANTIZED_ROWS_BOUND = 0.1
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
