@@ -40,17 +40,13 @@ class BatchInputs:
         self._stages = [
             _Stage(self._buffer) for _ in range(_NUM_STAGES if device.type == "cuda" else 1)
         ]
-        self._views: dict[tuple[int, ...], dict[str, Tensor]] = {}
 
     def views(self, sizes: Mapping[str, int]) -> dict[str, Tensor]:
-        """The inputs at the given sizes, by name: always the same tensors for the same sizes."""
-        key = tuple(sizes.values())
-        if key not in self._views:
-            self._views[key] = {
-                name: self._buffer[start : start + sizes[name[-1]]]
-                for name, start in self._offsets.items()
-            }
-        return self._views[key]
+        """The inputs at the given sizes, by name: always at the same addresses."""
+        return {
+            name: self._buffer[start : start + sizes[name[-1]]]
+            for name, start in self._offsets.items()
+        }
 
     def write(
         self,

@@ -260,14 +260,13 @@ class _Launched:
         results = (emitted_BS[:num_rows], num_emitted_B[:num_rows])
         self._ready: torch.cuda.Event | None = None
         if emitted_BS.is_cuda:
-            host = [torch.empty(r.shape, dtype=r.dtype, pin_memory=True) for r in results]
-            for pinned, result in zip(host, results, strict=True):
+            self._pinned = [torch.empty(r.shape, dtype=r.dtype, pin_memory=True) for r in results]
+            for pinned, result in zip(self._pinned, results, strict=True):
                 pinned.copy_(result, non_blocking=True)
             self._ready = torch.cuda.Event()
             self._ready.record()
-        else:
-            host = [result.clone() for result in results]
-        self._emitted_BS, self._num_emitted_B = host
+        else:  # there already
+            self._emitted, self._counts = results[0].tolist(), results[1].tolist()
 
     def read(self) -> list[list[int]]:
         """Each row's tokens, once they are there.  PAD is no token: it stands in an unfinished
@@ -275,10 +274,10 @@ class _Launched:
         """
         if self._ready is not None:
             self._ready.synchronize()
-        counts = self._num_emitted_B.tolist()
+            self._emitted, self._counts = (pinned.tolist() for pinned in self._pinned)
         return [
             [token for token in tokens[:count] if token != PAD]
-            for tokens, count in zip(self._emitted_BS.tolist(), counts, strict=True)
+            for tokens, count in zip(self._emitted, self._counts, strict=True)
         ]
 
 
