@@ -208,32 +208,89 @@ Tile<W> pick_tile(int64_t rows, int64_t panels) {
   }
 }
 
-// Add the bias, round once, write the columns that exist.
-template <class W, class Out>
+// The 16 results of a strip, by lane, in whatever registers there are.
+template <class T>
+struct LanesOf {
+  typedef T type __attribute__((vector_size(kPanel * sizeof(T))));
+};
+template <class T>
+using Lanes = typename LanesOf<T>::type;
+
+COMPILESPEC_INLINE Lanes<uint16_t> round_lanes(Lanes<float> value, c10::BFloat16*) {
+  Lanes<uint32_t> bits;
+  std::memcpy(&bits, &value, sizeof(bits));
+  const Lanes<uint32_t> rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+  const Lanes<uint32_t> nan = Lanes<uint32_t>{} + 0x7fc0u;
+  return __builtin_convertvector((bits & 0x7fffffffu) > 0x7f800000u ? nan : rounded,
+                                 Lanes<uint16_t>);
+}
+COMPILESPEC_INLINE Lanes<uint16_t> round_lanes(Lanes<float> value, c10::Half*) {
+  Lanes<uint16_t> result;
+  for (int i = 0; i < kPanel; ++i) result[i] = c10::Half(value[i]).x;
+  return result;
+}
+template <class Acc>
+COMPILESPEC_INLINE Lanes<Acc> round_lanes(Lanes<Acc> value, Acc*) {
+  return value;
+}
+
+// From the order of a strip's lanes to that of the columns.
+template <class W, class T>
+COMPILESPEC_INLINE auto to_columns(T value) {
+  if constexpr (Strip<W>::column(1) == 1) {
+    return value;
+  } else {
+    static_assert(Strip<W>::column(1) == 8 && Strip<W>::column(2) == 1);
+#if defined(__clang__)
+    return __builtin_shufflevector(value, value, 0, 2, 4, 6, 8, 10, 12, 14, 1, 3, 5, 7, 9, 11, 13,
+                                   15);
+#else
+    using Index = std::conditional_t<sizeof(T) == kPanel * 2, uint16_t, uint32_t>;
+    return __builtin_shuffle(
+        value, Lanes<Index>{0, 2, 4, 6, 8, 10, 12, 14, 1, 3, 5, 7, 9, 11, 13, 15});
+#endif
+  }
+}
+
+// Scale, add the bias, round once, write the columns that exist.
+template <class W, class Out, bool kBias>
 void finish(const Problem<W>& problem, const typename Storage<W>::Acc* sum, int64_t sum_stride,
             int64_t first_row, int64_t rows, int64_t panel, int64_t panels) {
   using Acc = typename Storage<W>::Acc;
   for (int64_t p = 0; p < panels; ++p) {
     const int64_t first = (panel + p) * kPanel,
                   columns = std::min<int64_t>(kPanel, problem.num_columns - first);
-    Acc bias[kPanel] = {};
-    if (problem.bias) std::copy_n(problem.bias + first, columns, bias);
+    Lanes<Acc> scale = {}, bias = {};
+    for (int i = 0; i < kPanel; ++i) {
+      const int64_t c = Strip<W>::column(i);
+      if constexpr (Strip<W>::kScaled) scale[i] = problem.scale[first + c] * Strip<W>::kFactor;
+      if (kBias && c < columns) bias[i] = problem.bias[first + c];
+    }
     for (int64_t r = 0; r < rows; ++r) {
       const Acc* from = sum + r * sum_stride + p * kPanel;
       Out* to = (Out*)problem.out + (first_row + r) * problem.num_columns + first;
+      Lanes<Acc> value;
+      std::memcpy(&value, from, sizeof(value));
+      if constexpr (Strip<W>::kScaled) value *= scale;
+      if constexpr (kBias) value += bias;
+      const auto ordered = to_columns<W>(round_lanes(value, (Out*)nullptr));
       Out rounded[kPanel];
-      for (int i = 0; i < kPanel; ++i) {
-        const int c = Strip<W>::column(i);
-        Acc value = from[i];
-        if constexpr (Strip<W>::kScaled) value *= problem.scale[first + c] * Strip<W>::kFactor;
-        convert(problem.bias ? value + bias[c] : value, &rounded[c]);
-      }
+      std::memcpy(rounded, &ordered, sizeof(rounded));
       if (columns == kPanel)
         std::memcpy(to, rounded, sizeof(rounded));
       else
         std::copy_n(rounded, columns, to);
     }
   }
+}
+
+template <class W, class Out>
+void finish(const Problem<W>& problem, const typename Storage<W>::Acc* sum, int64_t sum_stride,
+            int64_t first_row, int64_t rows, int64_t panel, int64_t panels) {
+  if (problem.bias)
+    finish<W, Out, true>(problem, sum, sum_stride, first_row, rows, panel, panels);
+  else
+    finish<W, Out, false>(problem, sum, sum_stride, first_row, rows, panel, panels);
 }
 
 template <class W>
