@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import random
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -95,3 +96,22 @@ def inductor_cache_dir() -> Path:
     path = Path(os.environ["TORCHINDUCTOR_CACHE_DIR"])
     path.mkdir(parents=True, exist_ok=True)
     return path
+
+
+@pytest.fixture
+def threads() -> Iterator[Callable[[int], None]]:
+    """Give torch.set_num_threads, undone after the test."""
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def kernels() -> None:
+    """Skip where the C++ operators cannot be built."""
+    from compilespec.ops import load_kernels
+
+    if not load_kernels():
+        pytest.skip(
+            "no C++ compiler: the references serve, and they promise no bitwise row independence"
+        )

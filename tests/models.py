@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from compilespec import SamplingParams
 from compilespec.methods.base import Drafter, TargetInfo
+from compilespec.program import Traced
 from compilespec.runtime.engine import Engine
 from compilespec.runtime.request import Request
 
@@ -355,3 +356,25 @@ def assert_nothing_held(engine: Engine) -> None:
     assert not scheduler.has_work
     assert sorted(scheduler._free_rows) == list(range(engine.geometry.max_batch_size))
     assert scheduler.pool.num_free == engine.geometry.num_blocks
+
+
+def call_traced(traced: Traced, **arguments: Tensor) -> tuple[Tensor, ...]:
+    """Run a captured call as it is; a size symbol is a dimension of one of its arguments."""
+    placeholders = traced.graph_module.graph.find_nodes(op="placeholder")
+    sizes = {
+        str(symbol): size
+        for node, entry in zip(placeholders, traced.inputs, strict=True)
+        if entry.kind == "argument"
+        for symbol, size in zip(
+            node.meta["example_value"].shape, arguments[entry.name].shape, strict=True
+        )
+    }
+    values = []
+    for node, entry in zip(placeholders, traced.inputs, strict=True):
+        if entry.kind == "symbol":
+            values.append(sizes[str(node.meta["example_value"])])
+        else:
+            values.append(arguments.get(entry.name, traced.weights.get(entry.name)))
+    with torch.no_grad():
+        results: tuple[Tensor, ...] = traced.graph_module(*values)
+    return results

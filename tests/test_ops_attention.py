@@ -14,28 +14,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._inductor.utils import run_and_get_code
 
-from compilespec.ops import attention, load_kernels, pack_weight, packed_linear, paged_attention
+from compilespec.ops import attention, pack_weight, packed_linear, paged_attention
 from compilespec.ops.attention import attention_reference
 from compilespec.ops.paged_attention import paged_attention_reference
 
 TOLERANCE = {torch.float32: 5e-6, torch.float64: 1e-13, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 NAN = float("nan")
-
-
-@pytest.fixture
-def threads():
-    """Give torch.set_num_threads, undone after the test."""
-    before = torch.get_num_threads()
-    yield torch.set_num_threads
-    torch.set_num_threads(before)
-
-
-@pytest.fixture
-def kernels():
-    if not load_kernels():
-        pytest.skip(
-            "no C++ compiler: the references serve, and they promise no bitwise row independence"
-        )
 
 
 @dataclasses.dataclass(frozen=True)

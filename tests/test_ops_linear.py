@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from compilespec.ops import load_kernels, pack_weight, packed_linear
+from compilespec.ops import pack_weight, packed_linear
 from compilespec.ops.packed_linear import packed_linear_reference, unpack_weight
 
 TOLERANCE = {
@@ -17,22 +17,6 @@ TOLERANCE = {
 }  # relative to |x||w|
 DTYPES = list(TOLERANCE)
 SHAPES = [(1, 1), (15, 7), (16, 16), (33, 70), (100, 385), (256, 800)]  # N, K
-
-
-@pytest.fixture
-def threads():
-    """Give torch.set_num_threads, undone after the test."""
-    before = torch.get_num_threads()
-    yield torch.set_num_threads
-    torch.set_num_threads(before)
-
-
-@pytest.fixture
-def kernels():
-    if not load_kernels():
-        pytest.skip(
-            "no C++ compiler: the references serve, and they promise no bitwise row independence"
-        )
 
 
 def make_layer(shape: tuple[int, int], dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:

@@ -33,9 +33,10 @@ from compilespec.passes.rewrite import start_step, to_aten
 from compilespec.passes.runner import check_order, snapshot
 from compilespec.passes.shift_hidden_states import shift_prompt
 from compilespec.passes.splice_draft_loop import splice_draft_loop
-from compilespec.program import BufferSpec, InputSpec, PassRecord, Phase, ProgramConfig, is_marker
+from compilespec.program import InputSpec, PassRecord, Phase, ProgramConfig, is_marker
 from compilespec.target_info import describe_target
 from compilespec.trace import trace_target
+from tests.hand_graphs import call, code, graph_of
 from tests.models import VOCAB, tiny_target
 
 ATEN = torch.ops.aten
@@ -172,53 +173,8 @@ def assert_same(got: dict[str, Tensor], want: dict[str, Tensor], *, bound: float
         )
 
 
-def graph_of(
-    function: Callable[..., Any], **specs: tuple[str, Tensor]
-) -> tuple[fx.GraphModule, PassContext]:
-    """A hand-written ATen graph: `function` traced over inputs given as name=(kind, tensor)."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
-    from torch.fx.experimental.proxy_tensor import make_fx
-
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    fakes = [mode.from_tensor(tensor) for _, tensor in specs.values()]
-    with mode:
-        gm = make_fx(function, tracing_mode="real", _allow_non_fake_inputs=True)(*fakes)
-    ctx = PassContext(
-        phase="decode", config=CONFIG, capabilities=get_method("none").capabilities,
-        target=None, draft={},  # type: ignore[arg-type]
-    )  # fmt: skip
-    for node, (name, (kind, tensor)), fake in zip(
-        gm.graph.find_nodes(op="placeholder"), specs.items(), fakes, strict=True
-    ):
-        node.meta["role"], node.meta["val"] = name, fake
-        ctx.inputs[name] = InputSpec(
-            name=name, kind=kind, sources=(name,) if kind == "weight" else ()
-        )  # type: ignore[arg-type]
-        if kind == "weight":
-            ctx.weights[name] = tensor
-        elif kind in ("state", "cache"):
-            ctx.buffers[name] = BufferSpec(
-                name=name,
-                kind=kind,
-                shape=tuple(tensor.shape),
-                dtype=tensor.dtype,  # type: ignore[arg-type]
-            )
-    return gm, ctx
-
-
 def targets(gm: fx.GraphModule) -> list[Any]:
     return [node.target for node in gm.graph.nodes if node.op == "call_function"]
-
-
-def call(gm: fx.GraphModule, *inputs: Tensor) -> Any:
-    gm.recompile()
-    with torch.no_grad():
-        return gm(*[tensor.clone() for tensor in inputs])
-
-
-def code(gm: fx.GraphModule) -> str:
-    gm.recompile()
-    return gm.code
 
 
 # --- the runner ---

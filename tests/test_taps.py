@@ -17,10 +17,10 @@ from compilespec.passes import SPLICE_PASSES, PassContext, run_passes
 from compilespec.passes.graph import find_role, set_outputs
 from compilespec.passes.rewrite import start_step
 from compilespec.passes.tap_hidden_states import tap_hidden_states
-from compilespec.program import ProgramConfig, Traced
+from compilespec.program import ProgramConfig
 from compilespec.target_info import describe_target
 from compilespec.trace import _attention_interface, trace_target
-from tests.models import FAMILIES, VOCAB, tiny_target
+from tests.models import FAMILIES, VOCAB, call_traced, tiny_target
 
 NUM_LAYERS = 3
 NUM_VERIFY_TOKENS = 3
@@ -188,26 +188,6 @@ def test_combine_and_the_drafters_passes(llama):
         assert torch.equal(logits, drafter.logits(again[0][:, 0]))
         assert torch.equal(tokens, drafter.propose(again[0][:, 0]))
         assert tokens.dtype == torch.int32
-
-
-def call_traced(traced: Traced, **arguments: Tensor) -> tuple[Tensor, ...]:
-    """Run a captured call as it is; a size symbol is a dimension of one of its arguments."""
-    placeholders = traced.graph_module.graph.find_nodes(op="placeholder")
-    sizes = {
-        str(symbol): size
-        for node, entry in zip(placeholders, traced.inputs, strict=True)
-        if entry.kind == "argument"
-        for symbol, size in zip(
-            node.meta["example_value"].shape, arguments[entry.name].shape, strict=True
-        )
-    }
-    values = []
-    for node, entry in zip(placeholders, traced.inputs, strict=True):
-        if entry.kind == "symbol":
-            values.append(sizes[str(node.meta["example_value"])])
-        else:
-            values.append(arguments.get(entry.name, traced.weights.get(entry.name)))
-    return traced.graph_module(*values)
 
 
 def test_a_layer_without_one_residual_stream_is_refused(llama):

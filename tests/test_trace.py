@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from compilespec.errors import NoPositionInput, TraceError
 from compilespec.program import markers
 from compilespec.trace import module_path, source_line, trace_call, trace_target
-from tests.models import FAMILIES, VOCAB, PlainBlock, PlainModel, tiny_target
+from tests.models import FAMILIES, VOCAB, PlainBlock, PlainModel, call_traced, tiny_target
 
 WINDOWED = {"mistral", "gemma2", "gpt_oss"}
 
@@ -37,24 +37,7 @@ def captured(llama):
 
 
 def run(traced, **arguments: Tensor) -> Tensor:
-    """Call a captured graph; a size symbol is a dimension of one of its arguments."""
-    placeholders = traced.graph_module.graph.find_nodes(op="placeholder")
-    sizes = {
-        str(symbol): size
-        for node, entry in zip(placeholders, traced.inputs, strict=True)
-        if entry.kind == "argument"
-        for symbol, size in zip(
-            node.meta["example_value"].shape, arguments[entry.name].shape, strict=True
-        )
-    }
-    values = []
-    for node, entry in zip(placeholders, traced.inputs, strict=True):
-        if entry.kind == "symbol":
-            values.append(sizes[str(node.meta["example_value"])])
-        else:
-            values.append(arguments.get(entry.name, traced.weights.get(entry.name)))
-    with torch.no_grad():
-        (logits,) = traced.graph_module(*values)
+    (logits,) = call_traced(traced, **arguments)
     return logits
 
 
