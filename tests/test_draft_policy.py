@@ -78,10 +78,11 @@ def test_where_drafts_never_match_little_is_lost(batch: int, length: int) -> Non
     assert total / (6000 // length) > 0.95 * machine.fixed(0, batch, 0.0)
 
 
+@pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("right", [0.5, 0.8, 1.0])
 @pytest.mark.parametrize("batch", [1, 8])
-def test_the_best_k_is_found(batch: int, right: float) -> None:
-    machine = Machine()
+def test_the_best_k_is_found(batch: int, right: float, seed: int) -> None:
+    machine = Machine(seed=seed)
     speed = sum(machine.run(300, batch, right) for _ in range(20)) / 20
     assert speed > 0.95 * max(machine.fixed(count, batch, right) for count in COUNTS)
 
@@ -131,3 +132,16 @@ def test_a_requests_own_k_counts() -> None:
         policy.observe(5, 1, 2.0, [6], trial=False)
     assert policy.choose([5], 1).num_draft_tokens == 5
     assert policy.choose([0], 1).num_draft_tokens == 0
+
+
+def test_a_slow_machine_does_not_make_other_k_look_fast():
+    """Every step takes half as long again for a while: the K that pays stays in use."""
+    policy = DraftPolicy(COUNTS, StepCosts(COSTS, REPLAY))
+    for _ in range(200):
+        policy.observe(5, 1, COSTS[5, 1], [6], trial=False)
+    assert policy.choose([5], 1).num_draft_tokens == 5
+    for _ in range(60):
+        policy.observe(5, 1, 1.5 * COSTS[5, 1], [6], trial=False)
+        assert policy.choose([5], 1).num_draft_tokens == 5
+    grown = [policy.costs.step(count, 1) / COSTS[count, 1] for count in COUNTS]
+    assert all(1.3 < ratio < 1.55 for ratio in grown)

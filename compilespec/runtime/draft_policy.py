@@ -16,10 +16,12 @@ from compilespec.program import PAD
 from compilespec.runtime.executor import Executor
 
 DECAY = 0.97  # weight of the last step's drafts against those of the step before
+FORGET = 0.99  # the same of drafts further on than the steps of now go: bad luck must not stay
 PRIOR_RATE, PRIOR_WEIGHT = 0.7, 2.0  # acceptance of a draft that was never tried
 COST_UPDATE = 0.05  # weight of a measured time against the one known
-MARGIN = 0.02  # another K must be better by so much
-EXPLORE_SHARE = 0.03  # of the time of plain steps, for looking again
+SHARED_UPDATE = 0.8  # part of it that holds for the other K, too: the machine, or the context
+MARGIN = 0.03  # another K must be better by so much
+EXPLORE_SHARE = 0.02  # of the time of plain steps, for looking again
 FIRST_BUDGET = 8.0  # plain steps' worth of looking, before there was any
 NUM_TRIAL_STEPS = 4
 
@@ -54,10 +56,16 @@ class StepCosts:
         return self._replay_ms.get(self._bucket(batch), 0.0)
 
     def update(self, count: int, batch: int, elapsed_ms: float) -> None:
-        """A time far above the known one (a pause of the machine) counts as twice that."""
-        key = (count, self._bucket(batch))
-        known = self._ms[key]
-        self._ms[key] = known + COST_UPDATE * (min(elapsed_ms, 2 * known) - known)
+        """A time far above the known one (a pause of the machine) counts as twice that.
+
+        Most of a change is taken to be one of all K: else whichever K is not in use would look fast
+        whenever the machine is slow.
+        """
+        size = self._bucket(batch)
+        change = COST_UPDATE * (min(elapsed_ms / self._ms[count, size], 2.0) - 1)
+        for other, at in self._ms:
+            if at == size:
+                self._ms[other, at] *= 1 + change * (1.0 if other == count else SHARED_UPDATE)
 
     def table(self) -> dict[str, float]:
         """For people: "K=2, batch 4" to milliseconds."""
@@ -80,6 +88,7 @@ class DraftPolicy:
         self.costs = costs
         self._accepted = [0.0] * self.counts[-1]  # by draft position, older ones weigh less
         self._tried = [0.0] * self.counts[-1]
+        self._expected: list[float] | None = None  # accepted of 0, 1, ... drafts, by `rates`
         self._current = self.counts[-1]
         self._trial_steps = 0
         self._budget_ms = FIRST_BUDGET * costs.step(self.counts[0], 1)
@@ -93,7 +102,7 @@ class DraftPolicy:
             batch: requests of the step, those without a drafter included.
             needs_replay: whether some of them had steps of K = 0.
         """
-        best = self._best(drafted, batch, self.rates())
+        best = self._best(drafted, batch)
         if best:
             self._trial_steps = 0
         elif self._trial_steps or self._may_try(drafted, batch, needs_replay):
@@ -150,18 +159,23 @@ class DraftPolicy:
             "num_steps": dict(self.num_steps),
         }
 
-    def _best(self, drafted: Sequence[int], batch: int, rates: Sequence[float]) -> int:
+    def _best(self, drafted: Sequence[int], batch: int) -> int:
         """The K of most tokens a millisecond; the one in use, unless another is clearly better."""
-        speeds = {count: self._speed(count, drafted, batch, rates) for count in self.counts}
+        if self._expected is None:
+            rates = self.rates()
+            self._expected = [expected_accepted(rates, n) for n in range(self.counts[-1] + 1)]
+        expected = self._expected
+        speeds = {count: self._speed(count, drafted, batch, expected) for count in self.counts}
         best = max(speeds, key=lambda count: speeds[count])
         if speeds[best] > (1 + MARGIN) * speeds[self._current]:
             self._current = best
         return self._current
 
     def _speed(
-        self, count: int, drafted: Sequence[int], batch: int, rates: Sequence[float]
+        self, count: int, drafted: Sequence[int], batch: int, expected: Sequence[float]
     ) -> float:
-        tokens = batch + sum(expected_accepted(rates, min(count, most)) for most in drafted)
+        """Tokens a millisecond, where `expected[n]` of n drafts are accepted."""
+        tokens = batch + sum(expected[min(count, most)] for most in drafted)
         return tokens / self.costs.step(count, batch)
 
     def _may_try(self, drafted: Sequence[int], batch: int, needs_replay: bool) -> bool:
@@ -177,7 +191,7 @@ class DraftPolicy:
     def _can_pay(self, batch: int, drafted: Sequence[int] | None = None) -> bool:
         """Whether drafts that are all right would beat plain steps."""
         rows = [self.counts[-1]] * batch if drafted is None else drafted
-        all_right = [1.0] * self.counts[-1]
+        all_right = range(self.counts[-1] + 1)
         plain = self._speed(self.counts[0], rows, batch, all_right)
         return any(self._speed(k, rows, batch, all_right) > plain for k in self.counts[1:])
 
@@ -185,7 +199,11 @@ class DraftPolicy:
         return next(count for count in self.counts if count)
 
     def _learn(self, count: int, num_emitted: int) -> None:
-        """Drafts up to the first wrong one were tried."""
+        """Drafts up to the first wrong one were tried; of those past K less and less is known."""
+        self._expected = None
+        for place in range(count, len(self._tried)):
+            self._tried[place] *= FORGET
+            self._accepted[place] *= FORGET
         for place in range(min(count, num_emitted)):
             self._tried[place] = DECAY * self._tried[place] + 1
             self._accepted[place] = DECAY * self._accepted[place] + (place < num_emitted - 1)
