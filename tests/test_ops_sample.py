@@ -328,6 +328,20 @@ def test_ties_with_the_last_kept_token_are_kept():
         assert set(chosen["operator"].flatten().tolist()) == {0, 1, 2, 3}
 
 
+@pytest.mark.parametrize("top_k", [1, 2, 50, 256, 257, 1500])
+def test_top_k_of_a_large_vocabulary(top_k):
+    """Ties at the last place, and rows that have fewer finite logits than k."""
+    vocab, steps = 2051, 40
+    logits = torch.randint(-60, 60, (2, steps, vocab)) / 8
+    logits[1, :, 30 : vocab - 15] = -torch.inf
+    ids, drawn = window(2, steps, vocab, 9)
+    state = make_state([SamplingParams(temperature=9.0, top_k=top_k)] * 2, vocab)
+    chosen = {way: compute(logits, logits.argmax(-1).int(), ids, torch.arange(2), drawn,
+                           *state.arguments()) for way, compute in WAYS.items()}  # fmt: skip
+    assert torch.equal(chosen["reference"], chosen["operator"])
+    assert top_k == 1 or len(set(chosen["operator"][0].tolist())) > 1
+
+
 # --- distribution ---
 
 

@@ -136,16 +136,33 @@ void fill_noise(const Key& key, int64_t block, float* noise) {
 
 // --- filters ---
 
-// The k-th best score; -inf where there are fewer.
+// The k-th best of `spare`, which is reordered.
+template <class Acc>
+Acc kth_of(std::vector<Acc>& spare, int64_t k) {
+  std::nth_element(spare.begin(), spare.begin() + (k - 1), spare.end(), std::greater<Acc>());
+  return spare[size_t(k - 1)];
+}
+
+// The k-th best score; -inf where there are fewer.  The k-th best of the maxima of 4 k groups is at
+// most that, so that only what reaches it has to be looked at.
 template <class Acc>
 Acc kth_best(const Acc* scores, int64_t count, int64_t k, std::vector<Acc>& spare) {
   constexpr Acc kNone = -std::numeric_limits<Acc>::infinity();
+  const int64_t size = count / (4 * k);  // scores of a group
+  Acc bound = kNone;
   spare.clear();
+  if (size > 1) {
+    for (int64_t base = 0; base + size <= count; base += size) {
+      Acc best = kNone;
+      for (int64_t i = base; i < base + size; ++i) best = scores[i] > best ? scores[i] : best;
+      spare.push_back(best);
+    }
+    bound = kth_of(spare, k);
+    spare.clear();
+  }
   for (int64_t i = 0; i < count; ++i)
-    if (scores[i] > kNone) spare.push_back(scores[i]);
-  if (int64_t(spare.size()) < k) return kNone;
-  std::nth_element(spare.begin(), spare.begin() + (k - 1), spare.end(), std::greater<Acc>());
-  return spare[size_t(k - 1)];
+    if (scores[i] >= bound && scores[i] > kNone) spare.push_back(scores[i]);
+  return int64_t(spare.size()) < k ? kNone : kth_of(spare, k);
 }
 
 // The lowest score of the fewest best tokens (at or above `lowest`) that reach `top_p`.  Buckets of
@@ -352,7 +369,7 @@ using AccOf = std::conditional_t<std::is_same_v<T, double>, double, float>;
 // --- operators ---
 
 // Rows of work that are worth a thread.
-int64_t grain(int64_t vocab) { return 16384 / std::max<int64_t>(vocab, 1) + 1; }
+int64_t grain(int64_t vocab) { return 4096 / std::max<int64_t>(vocab, 1) + 1; }
 
 void check_state(const at::Tensor& row, const at::Tensor& reals, const at::Tensor& words) {
   using c10::ScalarType;
