@@ -98,12 +98,13 @@ def test_drafts_that_begin_to_match_are_used_again() -> None:
     assert machine.run(200, 1, 0.95) > 0.9 * machine.fixed(5, 1, 0.95)
 
 
-def test_drafts_that_cannot_pay_are_never_tried() -> None:
-    """Not even right ones make up for the steps: no probing at all."""
+def test_drafts_that_cannot_pay_are_not_tried_again() -> None:
+    """Not even right ones make up for the steps: each K is met once, and that is all."""
     costs = {(count, size): 1.0 + 3 * count for count in COUNTS for size in (1, 8)}
     machine = Machine(costs)
     machine.run(5000, 8, 1.0)
-    assert machine.policy.num_steps == {0: machine.policy.num_steps[0], 2: 0, 5: 0}
+    assert machine.policy.num_steps[2] <= 1
+    assert machine.policy.num_steps[5] <= 1
 
 
 def test_a_pause_of_the_machine_does_not_spoil_its_cost() -> None:
@@ -125,9 +126,17 @@ def test_later_drafts_are_judged_given_the_earlier_ones() -> None:
     assert expected_accepted(rates, 5) == pytest.approx(rates[0] * (1 + rates[1]), abs=0.01)
 
 
+def policy_that_met_all() -> DraftPolicy:
+    """Of batches of 1, every K has been served."""
+    policy = DraftPolicy(COUNTS, StepCosts(COSTS, REPLAY))
+    for count in COUNTS:
+        policy.observe(count, 1, COSTS[count, 1], [count + 1], trial=False)
+    return policy
+
+
 def test_a_requests_own_k_counts() -> None:
     """Requests that take no drafts make those of others too dear."""
-    policy = DraftPolicy(COUNTS, StepCosts(COSTS, REPLAY))
+    policy = policy_that_met_all()
     for _ in range(100):
         policy.observe(5, 1, 2.0, [6], trial=False)
     assert policy.choose([5], 1).num_draft_tokens == 5
@@ -136,7 +145,7 @@ def test_a_requests_own_k_counts() -> None:
 
 def test_a_slow_machine_does_not_make_other_k_look_fast():
     """Every step takes half as long again for a while: the K that pays stays in use."""
-    policy = DraftPolicy(COUNTS, StepCosts(COSTS, REPLAY))
+    policy = policy_that_met_all()
     for _ in range(200):
         policy.observe(5, 1, COSTS[5, 1], [6], trial=False)
     assert policy.choose([5], 1).num_draft_tokens == 5
@@ -145,3 +154,16 @@ def test_a_slow_machine_does_not_make_other_k_look_fast():
         assert policy.choose([5], 1).num_draft_tokens == 5
     grown = [policy.costs.step(count, 1) / COSTS[count, 1] for count in COUNTS]
     assert all(1.3 < ratio < 1.55 for ratio in grown)
+
+
+@pytest.mark.parametrize("wrong", [(0, 2, 5), (2, 5), (5,), (0,)])
+@pytest.mark.parametrize("right", [0.0, 1.0])
+def test_times_that_were_taken_on_a_busy_machine_do_not_stay(right: float, wrong: Sequence[int]):
+    """Some K seemed to take 300 times as long when the engine started."""
+    machine = Machine()
+    measured = {key: ms * (300 if key[0] in wrong else 1) for key, ms in COSTS.items()}
+    machine.policy = DraftPolicy(COUNTS, StepCosts(measured, REPLAY))
+    for _ in range(40):
+        machine.run(100, 1, right)
+    speed = sum(machine.run(300, 1, right) for _ in range(10)) / 10
+    assert speed > 0.95 * max(machine.fixed(count, 1, right) for count in COUNTS)

@@ -21,7 +21,7 @@ PRIOR_RATE, PRIOR_WEIGHT = 0.7, 2.0  # acceptance of a draft that was never trie
 COST_UPDATE = 0.05  # weight of a measured time against the one known
 SHARED_UPDATE = 0.8  # part of it that holds for the other K, too: the machine, or the context
 MARGIN = 0.03  # another K must be better by so much
-EXPLORE_SHARE = 0.02  # of the time of plain steps, for looking again
+EXPLORE_SHARE = 0.02  # of the time of steps, for looking again
 FIRST_BUDGET = 8.0  # plain steps' worth of looking, before there was any
 NUM_TRIAL_STEPS = 4
 
@@ -37,6 +37,9 @@ class Choice:
 class StepCosts:
     """Milliseconds of a step by K and batch size: measured once, then kept up to date.
 
+    The first times may have been taken while something else had the machine.  So a time far below
+    the known one replaces it, and none is believed that is out of all proportion.
+
     Args:
         measured: by (K, batch size); a batch takes the next larger size that was measured.
         replay_ms: of one replay, by batch size; empty where none is needed.
@@ -47,13 +50,25 @@ class StepCosts:
     ) -> None:
         self._ms = dict(measured)
         self._replay_ms = dict(replay_ms)
+        self._unserved = set(measured)
+        self._counts = sorted({count for count, _ in measured})
         self._sizes = sorted({size for _, size in measured})
 
     def step(self, count: int, batch: int) -> float:
-        return self._ms[count, self._bucket(batch)]
+        """No longer than one of a larger K, and than 2 K + 1 of the shortest."""
+        size = self._bucket(batch)
+        known = [self._ms[one, size] for one in self._counts]
+        larger = known[self._counts.index(count) :]
+        return min(*larger, (2 * count + 1) * min(known)) if count else min(known)
 
     def replay(self, batch: int) -> float:
-        return self._replay_ms.get(self._bucket(batch), 0.0)
+        """It runs the drafter alone: no longer than a step of the largest K."""
+        known = self._replay_ms.get(self._bucket(batch), 0.0)
+        return min(known, self.step(self._counts[-1], batch))
+
+    def is_served(self, count: int, batch: int) -> bool:
+        """Whether a request has seen such a step."""
+        return (count, self._bucket(batch)) not in self._unserved
 
     def update(self, count: int, batch: int, elapsed_ms: float) -> None:
         """A time far above the known one (a pause of the machine) counts as twice that.
@@ -62,6 +77,9 @@ class StepCosts:
         whenever the machine is slow.
         """
         size = self._bucket(batch)
+        self._unserved.discard((count, size))
+        if elapsed_ms < self._ms[count, size] / 2:
+            self._ms[count, size] = elapsed_ms
         change = COST_UPDATE * (min(elapsed_ms / self._ms[count, size], 2.0) - 1)
         for other, at in self._ms:
             if at == size:
@@ -103,6 +121,9 @@ class DraftPolicy:
             needs_replay: whether some of them had steps of K = 0.
         """
         best = self._best(drafted, batch)
+        for count in self.counts if drafted else ():
+            if not self.costs.is_served(count, batch) and self._may_meet(count, batch):
+                return Choice(num_draft_tokens=count, is_trial=True)
         if best:
             self._trial_steps = 0
         elif self._trial_steps or self._may_try(drafted, batch, needs_replay):
@@ -121,9 +142,9 @@ class DraftPolicy:
         """
         self.num_steps[count] += 1
         self.costs.update(count, batch, elapsed_ms)
-        if count == 0:
+        if not trial:
             self._budget_ms += EXPLORE_SHARE * elapsed_ms
-        elif trial:
+        else:
             gained = sum(emitted) - len(emitted)
             plain_ms = self.costs.step(0, batch)
             self._budget_ms -= max(0.0, elapsed_ms - plain_ms * (1 + gained / max(1, batch)))
@@ -177,6 +198,11 @@ class DraftPolicy:
         """Tokens a millisecond, where `expected[n]` of n drafts are accepted."""
         tokens = batch + sum(expected[min(count, most)] for most in drafted)
         return tokens / self.costs.step(count, batch)
+
+    def _may_meet(self, count: int, batch: int) -> bool:
+        """Whether a step of a K whose time was never seen in service can be paid for."""
+        dearer = self.costs.step(count, batch) - self.costs.step(0, batch)
+        return self._budget_ms >= dearer
 
     def _may_try(self, drafted: Sequence[int], batch: int, needs_replay: bool) -> bool:
         """Whether drafts could pay at all, and enough plain steps went by to look."""
