@@ -183,7 +183,8 @@ def test_a_state_buffer_that_was_replaced_is_refused(site: Site) -> None:
     runner.decode([0])
     call = runner._calls["decode"]
     index = next(i for i, spec in enumerate(call._phase.inputs) if spec.name == "seq_len_R")
-    call._fixed[index] = call._fixed[index].clone()
+    bound = call._bound[1,]
+    bound[index] = bound[index].clone()
     with pytest.raises(StaleGraphInput, match="input seq_len_R is not the one"):
         runner.decode([0])
     runner.close()

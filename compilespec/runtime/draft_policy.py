@@ -146,7 +146,7 @@ class DraftPolicy:
             self._budget_ms += EXPLORE_SHARE * elapsed_ms
         else:
             gained = sum(emitted) - len(emitted)
-            plain_ms = self.costs.step(0, batch)
+            plain_ms = self.costs.step(self.counts[0], batch)
             self._budget_ms -= max(0.0, elapsed_ms - plain_ms * (1 + gained / max(1, batch)))
         for num_emitted in emitted if count else ():
             self._learn(count, num_emitted)
@@ -201,7 +201,7 @@ class DraftPolicy:
 
     def _may_meet(self, count: int, batch: int) -> bool:
         """Whether a step of a K whose time was never seen in service can be paid for."""
-        dearer = self.costs.step(count, batch) - self.costs.step(0, batch)
+        dearer = self.costs.step(count, batch) - self.costs.step(self.counts[0], batch)
         return self._budget_ms >= dearer
 
     def _may_try(self, drafted: Sequence[int], batch: int, needs_replay: bool) -> bool:
