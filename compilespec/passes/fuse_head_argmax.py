@@ -33,8 +33,10 @@ def fuse_head_argmax(gm: fx.GraphModule, ctx: PassContext) -> int:
     if not (is_measured or ctx.fuse_head):
         return 0
     heads = [head for linear in find_linears(gm, ctx) if (head := _find_head(linear)) is not None]
-    if is_measured:
-        heads = [head for head in heads if _gains(head.linear, ctx)]
+    if is_measured:  # each weight once: a drafter's head stands in the graph K times
+        linears = {head.linear.weight: head.linear for head in heads}
+        gaining = {weight for weight, linear in linears.items() if _gains(linear, ctx)}
+        heads = [head for head in heads if head.linear.weight in gaining]
     for head in heads:
         _fuse(gm, head)
     for node in list(gm.graph.find_nodes(op="call_function", target=_aten.t.default)):

@@ -59,7 +59,7 @@ class StepCosts:
         size = self._bucket(batch)
         known = [self._ms[one, size] for one in self._counts]
         larger = known[self._counts.index(count) :]
-        return min(*larger, (2 * count + 1) * min(known)) if count else min(known)
+        return min(*larger, (2 * count + 1) * min(known))
 
     def replay(self, batch: int) -> float:
         """It runs the drafter alone: no longer than a step of the largest K."""
