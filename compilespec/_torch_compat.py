@@ -41,10 +41,14 @@ def dynamo_cause(error: BaseException) -> tuple[str, list[tuple[str, int, str]]]
 
 @contextlib.contextmanager
 def capture_config() -> Iterator[None]:
-    """Dynamo settings of a capture: static unless marked, no automatic dynamism
-    (`torch._dynamo.config`).
+    """Dynamo settings of a capture: static unless marked, no automatic dynamism, no cache of fake
+    results, which costs more than it saves where sizes are symbols (`torch._dynamo.config`).
     """
-    with torch._dynamo.config.patch(assume_static_by_default=True, automatic_dynamic_shapes=False):
+    with torch._dynamo.config.patch(
+        assume_static_by_default=True,
+        automatic_dynamic_shapes=False,
+        fake_tensor_cache_enabled=False,
+    ):
         yield
 
 

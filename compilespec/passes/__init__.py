@@ -13,6 +13,7 @@ from compilespec.passes.insert_paged_attention import insert_paged_attention
 from compilespec.passes.lower_quantized import lower_quantized
 from compilespec.passes.merge_projections import merge_projections
 from compilespec.passes.narrow_logits import narrow_logits
+from compilespec.passes.narrow_rows import narrow_rows
 from compilespec.passes.output_head_input import output_head_input
 from compilespec.passes.output_hidden_states import output_hidden_states
 from compilespec.passes.prepack_linears import prepack_linears
@@ -113,6 +114,12 @@ SPLICE_PASSES = (
         near=("paged_attention",),
         ensures=(contracts.plays("drafts"),),
         reference=references.splice_draft_loop,
+    ),
+    Pass(
+        run=narrow_rows,
+        after=("insert_paged_attention", "splice_draft_loop"),
+        numerics="rounding",  # a library may order the sums of fewer rows differently
+        at_least=0,
     ),
     Pass(
         run=lower_quantized,

@@ -15,7 +15,7 @@ from torch import Tensor, fx
 from compilespec.program import is_marker
 
 LINEAR = (torch.nn.functional.linear, torch._C._nn.linear)
-_EMBEDDING = (torch.nn.functional.embedding, torch.embedding)
+EMBEDDING = (torch.nn.functional.embedding, torch.embedding)
 # Element-wise operations that models apply to logits: soft caps, scales, casts.
 _ROWWISE_FUNCTIONS = (
     operator.mul,
@@ -90,7 +90,7 @@ def find_embedding(input_ids: fx.Node) -> fx.Node | None:
     for _ in range(8):
         users = [user for node in frontier for user in node.users]
         for user in users:
-            if user.op == "call_function" and user.target in _EMBEDDING:
+            if user.op == "call_function" and user.target in EMBEDDING:
                 tensors = [arg for arg in user.args if isinstance(arg, fx.Node)]
                 weights = [t for t in tensors if len(shape_of(t) or ()) == 2 and is_float(t)]
                 if weights:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from compilespec.passes.runner import PassContext
 
 ARGUMENTS = ("input_ids", "position_ids")  # what the target reads before `read_state`
+_IN_PLACE = (operator.iadd, operator.isub, operator.imul, operator.itruediv)
 _SIZES = (operator.add, operator.sub, operator.mul, operator.floordiv, operator.getitem)
 
 
@@ -80,7 +81,8 @@ def writes(graph: fx.Graph) -> Iterator[tuple[fx.Node, fx.Node]]:
     """(node, the node whose storage it writes), for every in-place operation."""
     for node in graph.nodes:
         written: Iterable[Any] = ()
-        if node.op == "call_method" and node.target.endswith("_"):
+        is_method = node.op == "call_method" and node.target.endswith("_")
+        if is_method or node.target in _IN_PLACE:
             written = node.args[:1]
         elif node.op == "call_function":
             written = [node.args[i] for i in _torch_compat.mutated_arguments(node.target)]

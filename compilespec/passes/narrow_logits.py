@@ -4,12 +4,11 @@ prefill.
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import fx
 
 from compilespec.passes.analysis import find_head
 from compilespec.passes.graph import emit, find_role, set_outputs
+from compilespec.passes.rows import Rows, take_rows
 from compilespec.passes.runner import PassContext
 
 
@@ -22,21 +21,24 @@ def narrow_logits(gm: fx.GraphModule, ctx: PassContext) -> int:
     the same values, at the cost of a product over all rows.  Role made, where prompts may ask for
     log-probabilities: `head_input`, [1, T, D], before the gather.
     """
-    logits, last = find_role(gm, "logits"), find_role(gm, "last_R")
+    logits = find_role(gm, "logits")
     head = find_head(logits)
     if head is not None and head.rowwise:
         if ctx.prompt_logprobs:
             kept = emit(gm, lambda hidden: hidden.view_as(hidden), head.hidden, before=head.node)
             kept.meta["role"] = "head_input"
-        narrowed = emit(gm, _rows, head.hidden, last, before=head.node)
+        rows = _last_rows(gm, before=head.node)
+        narrowed = take_rows(gm, head.hidden, rows, before=head.node)
         head.node.replace_input_with(head.hidden, narrowed)
     else:
         following = logits.next
-        narrowed = emit(gm, _rows, logits, last, before=following)
+        narrowed = take_rows(gm, logits, _last_rows(gm, before=following), before=following)
         narrowed.meta["role"] = logits.meta.pop("role")
         set_outputs(gm, {"logits": narrowed})
     return 1
 
 
-def _rows(hidden_1TD: Any, last_R: Any) -> Any:
-    return hidden_1TD.index_select(1, last_R.long())
+def _last_rows(gm: fx.GraphModule, *, before: fx.Node) -> Rows:
+    last = find_role(gm, "last_R")
+    index = emit(gm, lambda last_R: last_R.long(), last, before=before)
+    return Rows(index=index, is_packed=True)

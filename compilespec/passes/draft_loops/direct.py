@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from compilespec.passes.draft_loops.recycled import gather_packed, gather_rows
 from compilespec.passes.graph import add_buffer, arange_like, emit, find_role, output_node, splice
+from compilespec.passes.rows import take_newest
 from compilespec.passes.runner import PassContext
 from compilespec.program import PAD, BufferSpec
 
@@ -135,10 +135,6 @@ def _hidden(gm: fx.GraphModule, ctx: PassContext) -> fx.Node:
     end = output_node(gm)
     taps = [find_role(gm, f"aux.{index}") for index in range(len(ctx.aux_layers))]
     aux = emit(gm, lambda *parts: torch.cat(parts, -1), *taps, before=end)
-    gather, row = (
-        (gather_rows, find_role(gm, "num_emitted"))
-        if ctx.phase == "decode"
-        else (gather_packed, find_role(gm, "last_R"))
-    )
-    node: fx.Node = emit(gm, lambda aux_, row_: gather(aux_, aux_, row_)[0], aux, row, before=end)
+    (row,) = take_newest(gm, ctx, aux, before=end)
+    node: fx.Node = emit(gm, lambda x_B1E: x_B1E.squeeze(1), row, before=end)
     return node

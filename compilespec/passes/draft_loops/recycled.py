@@ -10,6 +10,7 @@ from torch import fx
 from compilespec.passes.graph import emit, find_role, output_node, splice
 from compilespec.passes.insert_paged_attention import page_markers
 from compilespec.passes.read_state import place
+from compilespec.passes.rows import take_newest
 from compilespec.passes.runner import PassContext
 from compilespec.passes.sampling import draft_token
 from compilespec.program import markers
@@ -39,7 +40,6 @@ def recycled(gm: fx.GraphModule, ctx: PassContext) -> int:
     num_passes = 1
     if ctx.phase == "decode":
         count = find_role(gm, "num_emitted")
-        head_row, hidden = emit(gm, gather_rows, head_input, recycled, count, before=end)
         start = emit(
             gm,
             lambda start_B, count_B: start_B + count_B,
@@ -48,10 +48,9 @@ def recycled(gm: fx.GraphModule, ctx: PassContext) -> int:
             before=end,
         )
     else:
-        head_row, hidden = emit(
-            gm, gather_packed, head_input, recycled, find_role(gm, "last_R"), before=end
-        )
         start = find_role(gm, "start")
+    head_row, hidden = take_newest(gm, ctx, head_input, recycled, before=end)
+    head_row = emit(gm, lambda x_B1D: x_B1D.squeeze(1), head_row, before=end)
     drafts = [_propose(gm, ctx, head_row, start, 1)]
     row = emit(
         gm,
@@ -106,22 +105,6 @@ def _propose(
     """Draft `number`, 1 to K, which belongs to position start + number."""
     proposal = splice(gm, ctx, ctx.draft["propose"], {"head_input": head_row})
     return draft_token(gm, ctx, proposal, start, number)
-
-
-def gather_rows(head_input_BSD: Any, recycled_BSD: Any, num_emitted_B: Any) -> tuple[Any, Any]:
-    """Row n-1 of each request: the last committed one.  Returns ([B, D], [B, 1, D])."""
-    index_B11 = (num_emitted_B - 1).long().view(-1, 1, 1)
-    head = head_input_BSD.gather(1, index_B11.expand(-1, 1, head_input_BSD.shape[-1]))
-    hidden = recycled_BSD.gather(1, index_B11.expand(-1, 1, recycled_BSD.shape[-1]))
-    return head.squeeze(1), hidden
-
-
-def gather_packed(head_input_1TD: Any, recycled_1TD: Any, last_R: Any) -> tuple[Any, Any]:
-    """Each request's last token of this call.  Returns ([R, D], [R, 1, D])."""
-    index_R = last_R.long()
-    return head_input_1TD[0].index_select(0, index_R), recycled_1TD[0].index_select(
-        0, index_R
-    ).unsqueeze(1)
 
 
 def next_token(

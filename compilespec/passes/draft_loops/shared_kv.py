@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import fx
 
-from compilespec.passes.draft_loops.recycled import gather_packed, gather_rows
 from compilespec.passes.graph import emit, find_role, output_node, splice
 from compilespec.passes.insert_paged_attention import page_markers
 from compilespec.passes.kv_groups import Metadata
 from compilespec.passes.read_state import place
+from compilespec.passes.rows import take_newest
 from compilespec.passes.runner import PassContext
 from compilespec.passes.sampling import draft_token
 from compilespec.program import markers
@@ -56,10 +56,9 @@ def _newest(gm: fx.GraphModule, ctx: PassContext) -> tuple[fx.Node, fx.Node]:
     if ctx.phase == "decode":
         count = find_role(gm, "num_emitted")
         token = emit(gm, bonus_token, target, count, before=end)
-        _, hidden = emit(gm, gather_rows, aux, aux, count, before=end)
     else:
         token = emit(gm, lambda target_R1: target_R1.squeeze(1), target, before=end)
-        _, hidden = emit(gm, gather_packed, aux, aux, find_role(gm, "last_R"), before=end)
+    (hidden,) = take_newest(gm, ctx, aux, before=end)
     return token, hidden
 
 

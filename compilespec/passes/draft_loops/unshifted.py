@@ -11,6 +11,7 @@ from compilespec.passes.draft_loops.recycled import next_token
 from compilespec.passes.graph import arange_like, emit, find_role, output_node, splice
 from compilespec.passes.insert_paged_attention import page_markers
 from compilespec.passes.read_state import place
+from compilespec.passes.rows import take_newest
 from compilespec.passes.runner import PassContext
 from compilespec.passes.sampling import draft_token
 from compilespec.program import markers
@@ -29,7 +30,8 @@ def unshifted(gm: fx.GraphModule, ctx: PassContext) -> int:
     if ctx.phase == "decode":
         emitted = find_role(gm, "num_emitted")
         logits = _all_rows(gm, ctx)
-        row = emit(gm, gather_row, logits, emitted, before=end)
+        (row,) = take_newest(gm, ctx, logits, before=end)
+        row = emit(gm, lambda x_B1V: x_B1V.squeeze(1), row, before=end)
         first = emit(gm, lambda start_B, n_B: start_B + n_B + 1, start, emitted, before=end)
         token = _propose(gm, ctx, row, first, 0)
         drafts, num_singles = [token], count - 1
@@ -134,9 +136,3 @@ def _propose(
     proposal = splice(gm, ctx, ctx.draft["propose"], {"logits_BV": logits_row})
     number = offset + (ctx.phase == "decode")
     return draft_token(gm, ctx, proposal, first, offset, number=number)
-
-
-def gather_row(logits_BSV: Any, num_emitted_B: Any) -> Any:
-    """Row n-1 of each request, [B, V]: that of the bonus token."""
-    index_B11 = (num_emitted_B - 1).long().view(-1, 1, 1)
-    return logits_BSV.gather(1, index_B11.expand(-1, 1, logits_BSV.shape[-1])).squeeze(1)

@@ -8,11 +8,11 @@ import torch
 from torch import fx
 
 import compilespec.ops.roll_window  # noqa: F401  (registers the operator)
-from compilespec.passes.draft_loops.recycled import gather_packed
 from compilespec.passes.graph import add_buffer, arange_like, emit, find_role, output_node, splice
 from compilespec.passes.insert_paged_attention import page_markers
 from compilespec.passes.kv_groups import Metadata
 from compilespec.passes.read_state import place
+from compilespec.passes.rows import Rows, take_newest, take_rows
 from compilespec.passes.runner import PassContext
 from compilespec.passes.sampling import draft_token
 from compilespec.program import BufferSpec, Traced, markers
@@ -67,10 +67,14 @@ def _decode_window(
             num_rows=num_rows, max_seq_len=config.max_seq_len, block_size=config.block_size,
         )  # fmt: skip
         head_input, recycled = _run(gm, ctx, step, (*metadata, table), ids, hidden)
-        row = emit(gm, lambda head_BWD: head_BWD[:, -1], head_input, before=end)
+        last = Rows(index=None)
+        row, output = (take_rows(gm, rows, last, before=end) for rows in (head_input, recycled))
+        row = emit(gm, lambda x_B1D: x_B1D.squeeze(1), row, before=end)
         drafts.append(_propose(gm, ctx, step, row, newest))
+        if step + 1 == config.num_draft_tokens:
+            break
         if ctx.chain == "target_rows":
-            ids, hidden = emit(gm, append_pair, ids, hidden, drafts[-1], recycled, before=end)
+            ids, hidden = emit(gm, append_pair, ids, hidden, drafts[-1], output, before=end)
         else:
             ids = emit(gm, next_ids, ids, drafts[-1], before=end)
             hidden = recycled
@@ -96,8 +100,11 @@ def _packed_window(
     metadata = (find_role(gm, "slot"), find_role(gm, "row"), position, table)
     for step in range(config.num_draft_tokens):
         head_input, recycled = _run(gm, ctx, step, metadata, ids, hidden)
-        row, _ = emit(gm, gather_packed, head_input, head_input, last, before=end)
+        (row,) = take_newest(gm, ctx, head_input, before=end)
+        row = emit(gm, lambda x_R1D: x_R1D.squeeze(1), row, before=end)
         drafts.append(_propose(gm, ctx, step, row, find_role(gm, "start")))
+        if step + 1 == config.num_draft_tokens:
+            break
         ids = emit(gm, shift_ids, ids, drafts[-1], owner, last, before=end)
         if ctx.chain == "target_rows":
             hidden = emit(gm, shift_rows, hidden, recycled, owner, last, before=end)
@@ -186,11 +193,11 @@ def next_ids(ids_BW: Any, draft_B: Any) -> Any:
     return torch.cat([ids_BW[:, 1:], draft_B.clamp(min=0).unsqueeze(1)], 1)
 
 
-def append_pair(ids_BW: Any, hidden_BWD: Any, draft_B: Any, recycled_BWD: Any) -> tuple[Any, Any]:
+def append_pair(ids_BW: Any, hidden_BWD: Any, draft_B: Any, output_B1D: Any) -> tuple[Any, Any]:
     """One pair more: the module's own output with its draft."""
     return (
         torch.cat([ids_BW, draft_B.clamp(min=0).unsqueeze(1)], 1),
-        torch.cat([hidden_BWD, recycled_BWD[:, -1:]], 1),
+        torch.cat([hidden_BWD, output_B1D], 1),
     )
 
 

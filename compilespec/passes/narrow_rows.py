@@ -1,0 +1,276 @@
+"""Rows that nothing reads are not computed."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import fx
+from torch.nn import functional
+
+from compilespec.passes import analysis
+from compilespec.passes.aliases import storage_root
+from compilespec.passes.analysis import EMBEDDING, LINEAR
+from compilespec.passes.contracts import writes
+from compilespec.passes.graph import emit
+from compilespec.passes.rows import Rows, take_rows
+from compilespec.passes.runner import PassContext
+
+Shape = tuple[int | None, ...]
+Reads = list[fx.Node]  # the inputs of which a node reads, for a row, the same row
+ROW = 1  # the dimension of rows: [B, S, ..] or, packed, [1, T, ..]
+
+
+def narrow_rows(gm: fx.GraphModule, ctx: PassContext) -> int:
+    """Move each choice of rows (`take_rows`) up through what computes every row by itself, to
+    where rows meet: behind the attention of the last layer, where a drafter's or, in prefill, the
+    target's rows go on to the head alone.
+
+    Returns: products that have fewer rows now.  Numerics: rounding.  Torch IR.
+    """
+    choices: dict[Rows, list[fx.Node]] = {}
+    for node in gm.graph.nodes:
+        if "rows" in node.meta:
+            choices.setdefault(node.meta["rows"], []).append(node)
+    return sum(_Narrowing(gm, ctx, rows, exits).run() for rows, exits in choices.items())
+
+
+class _Narrowing:
+    """One choice of rows, and the nodes that take them: `exits`."""
+
+    def __init__(
+        self, gm: fx.GraphModule, ctx: PassContext, rows: Rows, exits: list[fx.Node]
+    ) -> None:
+        self.gm, self.ctx, self.rows, self.exits = gm, ctx, rows, exits
+        self.written = {root for _, root in writes(gm.graph)}
+
+    def run(self) -> int:
+        """Compute what only the exits read for the chosen rows; 0 where that has no product."""
+        region = self._find_region()
+        products = sum(node.target in LINEAR for node in region)
+        if not products:
+            return 0
+        graph, before = self.gm.graph, self.exits[0]
+        num_rows = self._num_rows(before)
+        env: dict[fx.Node, fx.Node] = {}
+        for node, reads in reversed(region.items()):
+            for source in reads:
+                if source not in env:
+                    env[source] = take_rows(self.gm, source, self.rows, before=before)
+                    del env[source].meta["rows"]  # it is where it belongs
+            with graph.inserting_before(before):
+                env[node] = graph.node_copy(node, lambda old: env.get(old, old))
+            self._describe(env[node], num_rows)
+        for node in self.exits:
+            node.replace_all_uses_with(env[_source(node)])
+        for node in (*self.exits, *region):
+            graph.erase_node(node)
+        return products
+
+    def _describe(self, node: fx.Node, num_rows: fx.Node | int) -> None:
+        """A copy's shape, and that it is of this pass."""
+        custom = {key: value for key, value in node.meta["custom"].items() if key != "pass"}
+        node.meta = {**node.meta, "custom": custom}
+        if "example" in node.meta:
+            shape, dtype = node.meta["example"]
+            size = num_rows if isinstance(num_rows, int) else None
+            node.meta["example"] = ((*shape[:ROW], size, *shape[ROW + 1 :]), dtype)
+        if node.target in _RESHAPES:
+            sizes = list(_sizes(node))
+            sizes[ROW] = -1 if sizes[ROW] == -1 else num_rows
+            node.args = (node.args[0], tuple(sizes))
+
+    def _find_region(self) -> dict[fx.Node, Reads]:
+        """What only the exits read, directly or through one another, and computes each row by
+        itself; last node first.
+        """
+        exits, wanted = set(self.exits), {_source(node) for node in self.exits}
+        region: dict[fx.Node, Reads] = {}
+        for node in reversed(self.gm.graph.nodes):
+            if node in wanted and all(user in exits or user in region for user in node.users):
+                reads = self._reads(node)
+                if reads is not None:
+                    region[node] = reads
+                    wanted |= set(reads)
+        return region
+
+    def _reads(self, node: fx.Node) -> Reads | None:
+        """The rule of the node's operation; None where it has none or does not allow it."""
+        rule = _RULES.get(node.target) if node.op in ("call_function", "call_method") else None
+        shape = self._shape(node)
+        if rule is None or "role" in node.meta or (shape is not None and shape[ROW] == 1):
+            return None
+        reads = rule(node, self._shape)
+        return None if reads is None or not all(map(self._has_rows, reads)) else reads
+
+    def _has_rows(self, source: fx.Node) -> bool:
+        """Whether the rows can be taken of `source`, later, too: not where it is written in
+        place, nor, with an index a request, where requests share it.
+        """
+        shape = self._shape(source)
+        if shape is None:  # parts of a tensor: it is them that are taken
+            return source.target in _PARTS
+        is_batch = self.rows.is_packed or self.rows.index is None or shape[0] is None
+        return is_batch and len(shape) > ROW and storage_root(source) not in self.written
+
+    def _shape(self, node: fx.Node) -> Shape | None:
+        if node.op == "placeholder":
+            weight = self.ctx.weights.get(str(node.meta.get("role")))
+            return None if weight is None else tuple(weight.shape)
+        if node.op == "get_attr":
+            return tuple(getattr(self.gm, str(node.target)).shape)
+        return analysis.shape_of(node)
+
+    def _num_rows(self, before: fx.Node) -> fx.Node | int:
+        if not self.rows.is_packed:
+            return 1
+        node: fx.Node = emit(
+            self.gm, lambda index_R: index_R.shape[0], self.rows.index, before=before
+        )
+        return node
+
+
+def _source(taken: fx.Node) -> fx.Node:
+    source = taken.args[0]
+    assert isinstance(source, fx.Node)
+    return source
+
+
+# --- how operations read rows: one rule each, given the node and what knows shapes ---
+
+ShapeOf = Callable[[fx.Node], Shape | None]
+Rule = Callable[[fx.Node, ShapeOf], Reads | None]
+
+
+def _elementwise(node: fx.Node, shape_of: ShapeOf) -> Reads | None:
+    """Of every operand that has rows; others are the same for all."""
+    shape, reads = shape_of(node), []
+    for source in node.all_input_nodes:
+        other = shape_of(source)
+        if shape is None or other is None:
+            return None
+        dim = ROW - (len(shape) - len(other))
+        if dim >= 0 and other[dim] != 1:
+            if dim != ROW:
+                return None
+            reads.append(source)
+    return reads
+
+
+def _first(node: fx.Node, shape_of: ShapeOf) -> Reads | None:
+    """Of the first operand, in all dimensions but the last."""
+    source, shape = node.args[0], shape_of(node)
+    is_inner = shape is not None and len(shape) > ROW + 1
+    return [source] if is_inner and isinstance(source, fx.Node) else None
+
+
+def _over_last(node: fx.Node, shape_of: ShapeOf) -> Reads | None:
+    """A softmax, or a reduction that keeps the dimension."""
+    shape, over = shape_of(node), _option(node, 1, "dim")
+    over = over if isinstance(over, (list, tuple)) else (over,)
+    keeps = node.target not in _REDUCTIONS or _option(node, 2, "keepdim")
+    if shape is None or not keeps or any(dim not in (-1, len(shape) - 1) for dim in over):
+        return None
+    return _first(node, shape_of)
+
+
+def _normalisation(node: fx.Node, shape_of: ShapeOf) -> Reads | None:
+    over = _option(node, 1, "normalized_shape")
+    is_last = isinstance(over, (list, tuple)) and len(over) == 1
+    return _first(node, shape_of) if is_last else None
+
+
+def _reshape(node: fx.Node, shape_of: ShapeOf) -> Reads | None:
+    """Where requests and rows stay what they are."""
+    (source, before), after = _first_shape(node, shape_of), shape_of(node)
+    if before is None or after is None or len(_sizes(node)) != len(after):
+        return None
+    stays = len(before) > ROW + 1 and before[: ROW + 1] == after[: ROW + 1]
+    return [source] if stays else None
+
+
+def _sizes(node: fx.Node) -> tuple[Any, ...]:
+    given: Any = node.args[1:]
+    return tuple(given[0] if len(given) == 1 and isinstance(given[0], (list, tuple)) else given)
+
+
+def _parts(node: fx.Node, shape_of: ShapeOf) -> Reads | None:
+    """Of what is cut along another dimension."""
+    source, shape = _first_shape(node, shape_of)
+    return [source] if shape is not None and _is_along_other(node, 2, len(shape)) else None
+
+
+def _cat(node: fx.Node, shape_of: ShapeOf) -> Reads | None:
+    shape, parts = shape_of(node), node.args[0]
+    if shape is None or not isinstance(parts, (list, tuple)):
+        return None
+    return [*parts] if _is_along_other(node, 1, len(shape)) else None
+
+
+def _is_along_other(node: fx.Node, place: int, rank: int) -> bool:
+    dim = _option(node, place, "dim", 0)
+    return isinstance(dim, int) and dim % rank != ROW
+
+
+def _item(node: fx.Node, shape_of: ShapeOf) -> Reads | None:
+    """A part, or slices that leave requests and rows alone."""
+    index: Any = node.args[1]
+    source, shape = _first_shape(node, shape_of)
+    if isinstance(index, int):
+        return [source] if source.target in _PARTS else None
+    if shape is None or not isinstance(index, tuple):
+        return None
+    slices = [item for item in index if item is not Ellipsis]
+    if not all(isinstance(item, slice) for item in slices):
+        return None
+    at = index.index(Ellipsis) if Ellipsis in index else len(index)
+    slices[at:at] = [slice(None)] * (len(shape) - len(slices))
+    is_whole = all(
+        (item.start or 0, item.stop, item.step or 1) == (0, None, 1) for item in slices[: ROW + 1]
+    )
+    return [source] if is_whole else None
+
+
+def _alias(node: fx.Node, shape_of: ShapeOf) -> Reads | None:
+    """`x.view_as(x)`, with which captures keep their outputs apart."""
+    return _elementwise(node, shape_of) if node.args[0] is node.args[1] else None
+
+
+def _first_shape(node: fx.Node, shape_of: ShapeOf) -> tuple[fx.Node, Shape | None]:
+    source: Any = node.args[0]
+    return source, shape_of(source) if isinstance(source, fx.Node) else None
+
+
+def _option(node: fx.Node, place: int, name: str, default: Any = None) -> Any:
+    return node.args[place] if len(node.args) > place else node.kwargs.get(name, default)
+
+
+_REDUCTIONS = ("mean", torch.mean, "sum", torch.sum)
+_RESHAPES = ("view", "reshape", torch.reshape)
+_PARTS = ("chunk", torch.chunk, "split", torch.split)
+_RULES: Mapping[Any, Rule] = {
+    **dict.fromkeys(
+        (
+            operator.add, operator.sub, operator.mul, operator.truediv, operator.neg, operator.pow,
+            torch.add, torch.sub, torch.mul, torch.div, torch.neg, torch.pow, torch.square,
+            torch.sqrt, torch.rsqrt, torch.exp, torch.tanh, torch.sigmoid, torch.relu,
+            functional.relu, functional.silu, functional.gelu, functional.sigmoid,
+            functional.tanh, functional.softplus, functional.dropout,
+            torch._C._nn.gelu, torch._C._nn.silu,
+            "add", "sub", "mul", "div", "neg", "pow", "square", "sqrt", "rsqrt", "exp", "tanh",
+            "sigmoid", "relu", "to", "float", "type", "bfloat16", "half", "double", "contiguous",
+            "clone",
+        ),
+        _elementwise,
+    ),
+    **dict.fromkeys((*LINEAR, *EMBEDDING), _first),
+    **dict.fromkeys((*_REDUCTIONS, functional.softmax, torch.softmax, "softmax"), _over_last),
+    **dict.fromkeys((functional.rms_norm, torch.rms_norm, functional.layer_norm), _normalisation),
+    **dict.fromkeys(_RESHAPES, _reshape),
+    **dict.fromkeys(_PARTS, _parts),
+    torch.cat: _cat,
+    operator.getitem: _item,
+    "view_as": _alias,
+}  # fmt: skip
