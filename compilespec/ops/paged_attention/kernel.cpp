@@ -16,6 +16,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <type_traits>
 #include <vector>
 
 #include "_vector.h"
@@ -26,7 +27,7 @@ namespace paged_attention {
 constexpr int kChunk = 64;     // keys whose scores a tile holds at once
 constexpr int kSegment = 256;  // keys of one unit of split work
 constexpr int kTileRows = 48;  // rows a tile aims at
-constexpr int kGroupRows = 3;  // rows of a register tile
+constexpr int kGroupRows = kNumRegisters == 32 ? 4 : 3;  // rows of the largest register tile
 constexpr int kGroupKeys = 4;  // keys of a register tile
 
 struct View {  // q, k, v as [B, N, S, H] with unit stride over H
@@ -337,6 +338,20 @@ struct Worker {
     for (int r = 0; r < Rows; ++r) mix<1>(row + r, std::max(first[r], end), last[r]);
   }
 
+  // body(rows, first row) over all rows, in as few groups as there can be, of as equal sizes.
+  template <class F>
+  void in_groups(const F& body) {
+    int64_t left = (num_rows + kGroupRows - 1) / kGroupRows;
+    for (int64_t row = 0, rows; left > 0; row += rows, --left) {
+      rows = (num_rows - row + left - 1) / left;
+      if (rows == 1) body(std::integral_constant<int, 1>(), row);
+      if (rows == 2) body(std::integral_constant<int, 2>(), row);
+      if (rows == 3) body(std::integral_constant<int, 3>(), row);
+      if constexpr (kGroupRows == 4)
+        if (rows == 4) body(std::integral_constant<int, 4>(), row);
+    }
+  }
+
   // One segment of the context: seg_top, seg_sum, seg_out of every row (top -inf and sum 0 where it
   // sees nothing).
   void run_segment(int64_t segment) {
@@ -350,15 +365,9 @@ struct Worker {
       const bool all_present =
           std::all_of(present + (begin - base), present + (end - base), [](bool b) { return b; });
       const int64_t first = (begin - base) / kGroupKeys * kGroupKeys, last = end - base;
-      int64_t row = 0;
-      for (; row + kGroupRows <= num_rows; row += kGroupRows) score<kGroupRows>(row, first, last);
-      if (num_rows - row == 2) score<2>(row, first, last);
-      if (num_rows - row == 1) score<1>(row, first, last);
-      for (row = 0; row < num_rows; ++row) soften(row, base, all_present);
-      for (row = 0; row + kGroupRows <= num_rows; row += kGroupRows)
-        mix_group<kGroupRows>(row, base);
-      if (num_rows - row == 2) mix_group<2>(row, base);
-      if (num_rows - row == 1) mix_group<1>(row, base);
+      in_groups([&](auto rows, int64_t row) { score<rows()>(row, first, last); });
+      for (int64_t row = 0; row < num_rows; ++row) soften(row, base, all_present);
+      in_groups([&](auto rows, int64_t row) { mix_group<rows()>(row, base); });
     }
   }
 
