@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 
 def mark_dynamic(tensor: torch.Tensor, dim: int) -> None:
@@ -88,11 +91,126 @@ def retrace(gm: fx.GraphModule, fakes: Sequence[Any], mode: Any) -> fx.GraphModu
     from torch.fx.traceback import preserve_node_meta
 
     def run(*args: Any) -> Any:
-        return fx.Interpreter(gm).run(*args)
+        return _Retracing(gm).run(*args)
 
     with torch.no_grad(), mode, enable_python_dispatcher(), preserve_node_meta():
         traced = make_fx(run, tracing_mode="real", _allow_non_fake_inputs=True)(*fakes)
     return traced
+
+
+class _Retracing(fx.Interpreter):
+    """Runs a graph under `make_fx`.  An operation on tensors that look like those of an earlier
+    one is not traced again: the ATen nodes of that one are copied, onto its own inputs.
+
+    Layers are alike, so that two thirds of a graph are copies.  Private: `get_proxy_mode`,
+    `get_proxy_slot`, `set_proxy_slot`, `snapshot_fake`, `_ProxyTensor`.
+    """
+
+    def __init__(self, gm: fx.GraphModule) -> None:
+        from torch.fx.experimental import proxy_tensor
+
+        super().__init__(gm)
+        self._api: Any = proxy_tensor
+        self._tracer: Any = proxy_tensor.get_proxy_mode().tracer  # type: ignore[union-attr]
+        self._traced: dict[Any, _Stretch] = {}
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        return self._run(super().call_function, target, args, kwargs)
+
+    def call_method(self, target: Any, args: Any, kwargs: Any) -> Any:
+        return self._run(super().call_method, target, args, kwargs)
+
+    def _run(self, trace: Callable[..., Any], target: Any, args: Any, kwargs: Any) -> Any:
+        leaves, form = tree_flatten((args, dict(kwargs)))
+        looks, inputs = self._look_at(leaves)
+        if looks is None:
+            return trace(target, args, kwargs)
+        key = (trace.__name__, target, str(form), looks)
+        if key in self._traced:
+            return self._copy(self._traced[key], inputs)
+        last = next(iter(reversed(self._tracer.graph.nodes)))
+        result = trace(target, args, kwargs)
+        values, result_form = tree_flatten(result)
+        made = list(
+            itertools.takewhile(lambda n: n is not last, reversed(self._tracer.graph.nodes))
+        )
+        nodes = [self._node_of(value) for value in values]
+        is_in_place = any(value is leaf for value in values for leaf in leaves)
+        if not is_in_place and all(node in made for node in nodes):
+            self._traced[key] = _Stretch(inputs, made[::-1], values, nodes, result_form)
+        return result
+
+    def _look_at(self, leaves: list[Any]) -> tuple[Any, list[fx.Node]]:
+        """What decides how an operation on `leaves` is traced, and the nodes of its tensors; no
+        looks, where that takes more than shapes.
+        """
+        looks: list[Any] = []
+        inputs: list[fx.Node] = []
+        for leaf in leaves:
+            if isinstance(leaf, torch.Tensor):
+                node = self._node_of(leaf)
+                if node is None:
+                    return None, []
+                inputs.append(node)
+                sizes = (*leaf.shape, *leaf.stride(), leaf.storage_offset())
+                place = inputs.index(node)  # a tensor given twice is not two
+                looks.append((place, leaf.dtype, leaf.device, *map(_plain, sizes)))
+            elif isinstance(leaf, slice):
+                looks.append((slice, *map(_plain, (leaf.start, leaf.stop, leaf.step))))
+            elif isinstance(leaf, _SCALARS):
+                looks.append((type(leaf), _plain(leaf)))
+            else:
+                return None, []
+        return tuple(looks), inputs
+
+    def _node_of(self, value: Any) -> fx.Node | None:
+        """The node that made a tensor; None for one from outside, and for what is no tensor."""
+        if not isinstance(value, torch.Tensor):
+            return None
+        slot = self._api.get_proxy_slot(value, self._tracer, None)
+        return None if slot is None else slot.proxy.node
+
+    def _copy(self, stretch: _Stretch, inputs: list[fx.Node]) -> Any:
+        """Sizes among the nodes are what they were: only what makes tensors is copied."""
+        env = dict(zip(stretch.inputs, inputs, strict=True))
+        for node in stretch.nodes:
+            if isinstance(node.meta.get("val"), torch.SymInt):
+                continue
+            args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: env.get(n, n))
+            copy = self._tracer.create_node(node.op, node.target, args, kwargs, node.name)
+            for name in ("val", "tensor_meta"):
+                if name in node.meta:
+                    copy.meta[name] = node.meta[name]
+            env[node] = copy
+        values = []
+        for value, made in zip(stretch.values, stretch.value_nodes, strict=True):
+            copy = self._api.snapshot_fake(value)
+            proxy = self._api._ProxyTensor(fx.Proxy(env[made], self._tracer), None)
+            self._api.set_proxy_slot(copy, self._tracer, proxy)
+            values.append(copy)
+        return tree_unflatten(values, stretch.form)
+
+
+@dataclass(frozen=True)
+class _Stretch:
+    """The nodes that tracing one operation made."""
+
+    inputs: list[fx.Node]
+    nodes: list[fx.Node]
+    values: list[Any]  # the tensors of its result
+    value_nodes: list[Any]
+    form: Any
+
+
+_SCALARS = (
+    int, float, bool, str, type(None), type(Ellipsis), torch.SymInt, torch.dtype, torch.device,
+    torch.layout, torch.memory_format,
+)  # fmt: skip
+
+
+def _plain(value: Any) -> Any:
+    """A size that can be compared without a guard."""
+    return value.node.expr if isinstance(value, torch.SymInt) else value
 
 
 def rename_placeholder(node: fx.Node, name: str) -> None:

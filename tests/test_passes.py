@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
+from compilespec import _torch_compat
 from compilespec.errors import PassError
 from compilespec.loading import load_target
 from compilespec.methods import get_method
@@ -22,6 +23,7 @@ from compilespec.passes.check_markers import check_markers
 from compilespec.passes.check_mutations import check_mutations
 from compilespec.passes.cleanup import cleanup
 from compilespec.passes.commit_state import commit_state
+from compilespec.passes.contracts import form
 from compilespec.passes.draft_loops.recycled import next_token
 from compilespec.passes.graph import emit, find_role, get_outputs, output_node, set_outputs
 from compilespec.passes.insert_paged_attention import insert_paged_attention
@@ -736,6 +738,32 @@ def test_commit_needs_the_acceptance(parts):
 
 
 # --- to_aten ---
+
+
+@pytest.mark.parametrize("phase", ["prefill", "decode"])
+def test_copied_operations_are_what_tracing_each_gives(parts, phase, monkeypatch):
+    """Sizes may be made once where they were made often; the rest, in order, is the same."""
+    gm, ctx = started(parts, phase, "commit_state")
+    copied = _tensor_rows(to_aten(gm, ctx)[0])
+    monkeypatch.setattr(_torch_compat, "_Retracing", fx.Interpreter)
+    traced = _tensor_rows(to_aten(gm, ctx)[0])
+    assert len(copied) > 200
+    assert copied == traced
+
+
+def _tensor_rows(gm: fx.GraphModule) -> list[tuple[Any, ...]]:
+    """Nodes that make tensors: operator, arguments by place (sizes by value), shape and origin."""
+    place: dict[fx.Node, Any] = {}
+    rows: list[tuple[Any, ...]] = []
+    for node in gm.graph.nodes:
+        value = node.meta.get("val")
+        if isinstance(value, torch.SymInt):
+            place[node] = str(value.node.expr)
+            continue
+        place[node] = len(rows)
+        arguments = fx.map_arg((node.args, node.kwargs), lambda n: place[n])
+        rows.append((str(node.target), str(arguments), form(value), str(node.meta["custom"])))
+    return rows
 
 
 @pytest.mark.parametrize("seed", range(2))
