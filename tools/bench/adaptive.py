@@ -95,7 +95,9 @@ def _params(options: argparse.Namespace) -> SamplingParams:
 def _measure(
     case: str, engines: dict[str, Any], prompts: list[str], options: argparse.Namespace
 ) -> dict[str, Any]:
-    """Decode times only, by turns; the ratio is the median of the rounds' own."""
+    """Decode times only, by turns; the ratio to the best fixed K is the median of the rounds' own:
+    what slows the machine for a while slows neighbours of a round alike.
+    """
     speeds: dict[str, list[float]] = {name: [] for name in engines}
     for number in range(options.rounds + 1):
         for name, engine in engines.items():
@@ -107,25 +109,17 @@ def _measure(
             if number:  # the first round warms up, and lets the policy learn
                 speeds[name].append(tokens / (elapsed - prefill))
     fixed = [name for name in engines if name != "adaptive"]
-    ratios = [
-        adaptive / max(speeds[name][number] for name in fixed)
-        for number, adaptive in enumerate(speeds["adaptive"])
-    ]
+    best = max(fixed, key=lambda name: statistics.median(speeds[name]))
+    ratios = [one / other for one, other in zip(speeds["adaptive"], speeds[best], strict=True)]
     return {
         "case": case,
         "batch": len(prompts),
         "tokens_per_s": {name: statistics.median(values) for name, values in speeds.items()},
-        "adaptive_to_best": statistics.median(
-            adaptive / statistics.median(speeds[_best(speeds, fixed)])
-            for adaptive in speeds["adaptive"]
-        ),
+        "best_fixed": best,
+        "adaptive_to_best": statistics.median(ratios),
         "adaptive_to_best_by_round": ratios,
         "policy": engines["adaptive"].plan()["adaptive"],
     }
-
-
-def _best(speeds: dict[str, list[float]], names: list[str]) -> str:
-    return max(names, key=lambda name: statistics.median(speeds[name]))
 
 
 def _print(console: Console, cases: list[dict[str, Any]]) -> None:
