@@ -264,6 +264,11 @@ def window_dropped(gm: fx.GraphModule, ctx: PassContext) -> None:
     change(paged(gm, "target")[1], 10, 0)
 
 
+def residual_of_the_next_row(gm: fx.GraphModule, ctx: PassContext) -> None:
+    taken = [n for n in gm.graph.nodes if n.target == "gather" and n.args[1] == 1][-1]
+    changed(gm, taken, 2, lambda index: (index + 1).clamp(max=CONFIG.num_draft_tokens))
+
+
 def any_match_counts(gm: fx.GraphModule, ctx: PassContext) -> None:
     """A draft counts although one before it was refused."""
     cumprod = next(n for n in gm.graph.nodes if n.target == "cumprod")
@@ -502,6 +507,8 @@ FAULTS = (
     Fault(pass_name="commit_state", what="unfinished prompts commit", phase="prefill",
           edit=unfinished_committed),
     Fault(pass_name="commit_state", what="write dropped", phase="decode", edit=write_dropped),
+    Fault(pass_name="narrow_rows", what="residual of the next row", phase="decode",
+          edit=residual_of_the_next_row),
     Fault(pass_name="lower_quantized", what="counts past a refused draft", phase="decode",
           edit=any_match_counts),
     Fault(pass_name="to_aten", what="adds where it subtracts", phase="decode",

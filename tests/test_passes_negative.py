@@ -68,6 +68,12 @@ def decode_needs_the_logits_of_all_rows(target: Traced) -> Case:
     return step(target, "decode", "read_state")
 
 
+def the_last_layer_is_tapped(target: Traced) -> Case:
+    """All its rows are read: only the norm behind it has rows that are not."""
+    done = ("tap_hidden_states", "read_state", "narrow_logits", "insert_paged_attention")
+    return step(target, "prefill", *done, aux_layers=(target.num_attention_layers,))
+
+
 def attention_is_paged_already(target: Traced) -> Case:
     return step(target, "decode", "read_state", "insert_paged_attention")
 
@@ -148,6 +154,7 @@ NEGATIVE: dict[str, Callable[[Traced], Case]] = {
     "shift_hidden_states": there_is_no_drafter,
     "splice_draft_loop": there_is_no_drafter,
     "commit_state": nothing_was_accepted,
+    "narrow_rows": the_last_layer_is_tapped,
     "lower_quantized": no_product_has_a_weight,
     "cleanup": all_nodes_differ_and_are_used,
     "merge_projections": one_product_feeds_the_other,
