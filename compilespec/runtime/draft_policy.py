@@ -8,6 +8,7 @@ steps took.
 from __future__ import annotations
 
 import functools
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -48,18 +49,22 @@ class StepCosts:
     def __init__(
         self, measured: Mapping[tuple[int, int], float], replay_ms: Mapping[int, float]
     ) -> None:
-        self._ms = dict(measured)
-        self._replay_ms = dict(replay_ms)
-        self._unserved = set(measured)
         self._counts = sorted({count for count, _ in measured})
         self._sizes = sorted({size for _, size in measured})
+        self._size_of = [  # by batch size
+            next(size for size in self._sizes if size >= batch)
+            for batch in range(self._sizes[-1] + 1)
+        ]
+        self._ms = {
+            size: {count: measured[count, size] for count in self._counts} for size in self._sizes
+        }
+        self._believed = {size: self._believe(size) for size in self._sizes}
+        self._replay_ms = dict(replay_ms)
+        self._unserved = set(measured)
 
     def step(self, count: int, batch: int) -> float:
         """No longer than one of a larger K, and than 2 K + 1 of the shortest."""
-        size = self._bucket(batch)
-        known = [self._ms[one, size] for one in self._counts]
-        larger = known[self._counts.index(count) :]
-        return min(*larger, (2 * count + 1) * min(known))
+        return self._believed[self._bucket(batch)][count]
 
     def replay(self, batch: int) -> float:
         """It runs the drafter alone: no longer than a step of the largest K."""
@@ -77,20 +82,33 @@ class StepCosts:
         whenever the machine is slow.
         """
         size = self._bucket(batch)
+        known = self._ms[size]
         self._unserved.discard((count, size))
-        if elapsed_ms < self._ms[count, size] / 2:
-            self._ms[count, size] = elapsed_ms
-        change = COST_UPDATE * (min(elapsed_ms / self._ms[count, size], 2.0) - 1)
-        for other, at in self._ms:
-            if at == size:
-                self._ms[other, at] *= 1 + change * (1.0 if other == count else SHARED_UPDATE)
+        if elapsed_ms < known[count] / 2:
+            known[count] = elapsed_ms
+        change = COST_UPDATE * (min(elapsed_ms / known[count], 2.0) - 1)
+        for other in known:
+            known[other] *= 1 + change * (1.0 if other == count else SHARED_UPDATE)
+        self._believed[size] = self._believe(size)
 
     def table(self) -> dict[str, float]:
         """For people: "K=2, batch 4" to milliseconds."""
-        return {f"K={k}, batch {size}": round(ms, 3) for (k, size), ms in sorted(self._ms.items())}
+        return {
+            f"K={count}, batch {size}": round(self._ms[size][count], 3)
+            for count in self._counts
+            for size in self._sizes
+        }
+
+    def _believe(self, size: int) -> dict[int, float]:
+        known, least = self._ms[size], min(self._ms[size].values())
+        believed, bound = {}, math.inf
+        for count in reversed(self._counts):
+            bound = min(bound, known[count])
+            believed[count] = min(bound, (2 * count + 1) * least)
+        return believed
 
     def _bucket(self, batch: int) -> int:
-        return next((size for size in self._sizes if size >= batch), self._sizes[-1])
+        return self._size_of[batch] if batch < len(self._size_of) else self._sizes[-1]
 
 
 class DraftPolicy:
