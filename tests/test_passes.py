@@ -628,9 +628,12 @@ def test_a_choice_of_rows_moves_up_to_where_rows_meet(function, products, form):
         index = gm.graph.get_attr("index")
     rows = Rows(index=None if form == "last" else index, is_packed=form == "packed")
     source: Any = end.args[0]
-    end.args = (take_rows(gm, source, rows, before=end),)
+    taken = take_rows(gm, source, rows, before=end)
+    taken.meta["role"] = "logits"
+    end.args = (taken,)
     want = call(gm, *inputs)
     assert narrow_rows(gm, ctx) == products
+    assert find_role(gm, "logits") is end.args[0]
     gm.graph.lint()
     torch.testing.assert_close(call(gm, *inputs), want)
     assert narrow_rows(gm, ctx) == 0  # nothing is left to move

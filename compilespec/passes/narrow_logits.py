@@ -8,7 +8,7 @@ from torch import fx
 
 from compilespec.passes.analysis import find_head
 from compilespec.passes.graph import emit, find_role, set_outputs
-from compilespec.passes.rows import Rows, take_rows
+from compilespec.passes.rows import newest_rows, take_rows
 from compilespec.passes.runner import PassContext
 
 
@@ -27,18 +27,13 @@ def narrow_logits(gm: fx.GraphModule, ctx: PassContext) -> int:
         if ctx.prompt_logprobs:
             kept = emit(gm, lambda hidden: hidden.view_as(hidden), head.hidden, before=head.node)
             kept.meta["role"] = "head_input"
-        rows = _last_rows(gm, before=head.node)
+        rows = newest_rows(gm, ctx, before=head.node)
         narrowed = take_rows(gm, head.hidden, rows, before=head.node)
         head.node.replace_input_with(head.hidden, narrowed)
     else:
         following = logits.next
-        narrowed = take_rows(gm, logits, _last_rows(gm, before=following), before=following)
+        rows = newest_rows(gm, ctx, before=following)
+        narrowed = take_rows(gm, logits, rows, before=following)
         narrowed.meta["role"] = logits.meta.pop("role")
         set_outputs(gm, {"logits": narrowed})
     return 1
-
-
-def _last_rows(gm: fx.GraphModule, *, before: fx.Node) -> Rows:
-    last = find_role(gm, "last_R")
-    index = emit(gm, lambda last_R: last_R.long(), last, before=before)
-    return Rows(index=index, is_packed=True)

@@ -64,7 +64,10 @@ class _Narrowing:
                 env[node] = graph.node_copy(node, lambda old: env.get(old, old))
             self._describe(env[node], num_rows)
         for node in self.exits:
-            node.replace_all_uses_with(env[_source(node)])
+            narrow = env[_source(node)]
+            if "role" in node.meta:
+                narrow.meta["role"] = node.meta["role"]
+            node.replace_all_uses_with(narrow)
         for node in (*self.exits, *region):
             graph.erase_node(node)
         return products

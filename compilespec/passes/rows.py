@@ -9,7 +9,7 @@ from typing import Any
 from torch import fx
 
 from compilespec.passes.analysis import shape_of
-from compilespec.passes.graph import emit, find_role, output_node
+from compilespec.passes.graph import emit, find_role
 from compilespec.passes.runner import PassContext
 
 
@@ -21,14 +21,13 @@ class Rows:
     is_packed: bool = False
 
 
-def newest_rows(gm: fx.GraphModule, ctx: PassContext) -> Rows:
+def newest_rows(gm: fx.GraphModule, ctx: PassContext, *, before: fx.Node) -> Rows:
     """The last committed row of each request: n-1 of its S in decode, `last_R` in prefill."""
-    end = output_node(gm)
     if ctx.phase == "decode":
         count = find_role(gm, "num_emitted")
-        return Rows(index=emit(gm, lambda n_B: (n_B - 1).long(), count, before=end))
+        return Rows(index=emit(gm, lambda n_B: (n_B - 1).long(), count, before=before))
     last = find_role(gm, "last_R")
-    return Rows(index=emit(gm, lambda last_R: last_R.long(), last, before=end), is_packed=True)
+    return Rows(index=emit(gm, lambda last_R: last_R.long(), last, before=before), is_packed=True)
 
 
 def take_rows(gm: fx.GraphModule, source: fx.Node, rows: Rows, *, before: fx.Node) -> fx.Node:
@@ -49,7 +48,7 @@ def take_newest(
     gm: fx.GraphModule, ctx: PassContext, *sources: fx.Node, before: fx.Node
 ) -> tuple[fx.Node, ...]:
     """`take_rows` of the last committed row of [B, S, D] or [1, T, D] tensors: each [B, 1, D]."""
-    rows = newest_rows(gm, ctx)
+    rows = newest_rows(gm, ctx, before=before)
     taken = tuple(take_rows(gm, source, rows, before=before) for source in sources)
     if not rows.is_packed:
         return taken
