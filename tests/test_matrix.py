@@ -126,7 +126,7 @@ def compiled(method: str, family: str, k: int, **options: Any) -> Any:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize(("method", "family", "k"), combinations())
+@pytest.mark.parametrize(("method", "family", "k"), list(combinations()))
 def test_every_method_gives_the_models_own_tokens(method: str, family: str, k: int) -> None:
     """Requests join and leave; prompts are cut into chunks; up to the maximum length."""
     buckets = [1, 2, 4, 8] if k in (3, 8) else None
