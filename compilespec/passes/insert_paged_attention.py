@@ -10,6 +10,7 @@ from torch import fx
 from compilespec.errors import PassError
 from compilespec.passes.graph import add_buffer, find_role
 from compilespec.passes.kv_groups import KVGroup, Metadata, group_metadata
+from compilespec.passes.linears import copy_origin
 from compilespec.passes.runner import PassContext
 from compilespec.program import BufferSpec, markers
 
@@ -77,7 +78,7 @@ def page_markers(
                 (query, key, value, *caches, *metadata, scale, window, softcap, sinks),
             )
         paged.meta = dict(marker.meta)
-        paged.meta["custom"] = {k: v for k, v in marker.meta["custom"].items() if k != "pass"}
+        copy_origin(marker, paged)
         marker.replace_all_uses_with(paged)
         gm.graph.erase_node(marker)
     return len(markers)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, fx
 
 from compilespec.passes.analysis import LINEAR
+from compilespec.passes.linears import copy_origin
 from compilespec.passes.runner import PassContext
 from compilespec.quantization.tensors import Kind, kind_of, rebuild
 
@@ -48,10 +49,8 @@ def lower_quantized(gm: fx.GraphModule, ctx: PassContext) -> int:
         arguments = (x, nodes[product.weight], nodes[product.scale], bias, *product.extra)
         with gm.graph.inserting_before(node):
             new = gm.graph.call_function(product.op, arguments)
-        new.meta = {
-            **node.meta,
-            "custom": {k: v for k, v in (node.meta.get("custom") or {}).items() if k != "pass"},
-        }
+        new.meta = dict(node.meta)
+        copy_origin(node, new)
         node.replace_all_uses_with(new)
         gm.graph.erase_node(node)
         lowered += 1

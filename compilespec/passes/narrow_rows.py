@@ -15,6 +15,7 @@ from compilespec.passes.aliases import storage_root
 from compilespec.passes.analysis import EMBEDDING, LINEAR
 from compilespec.passes.contracts import writes
 from compilespec.passes.graph import emit
+from compilespec.passes.linears import copy_origin
 from compilespec.passes.rows import Rows, take_rows
 from compilespec.passes.runner import PassContext
 
@@ -59,10 +60,10 @@ class _Narrowing:
             for source in reads:
                 if source not in env:
                     env[source] = take_rows(self.gm, source, self.rows, before=before)
-                    del env[source].meta["rows"]  # it is where it belongs
             with graph.inserting_before(before):
                 env[node] = graph.node_copy(node, lambda old: env.get(old, old))
-            self._describe(env[node], num_rows)
+            copy_origin(node, env[node])
+            self._resize(env[node], num_rows)
         for node in self.exits:
             narrow = env[_source(node)]
             if "role" in node.meta:
@@ -72,10 +73,8 @@ class _Narrowing:
             graph.erase_node(node)
         return products
 
-    def _describe(self, node: fx.Node, num_rows: fx.Node | int) -> None:
-        """A copy's shape, and that it is of this pass."""
-        custom = {key: value for key, value in node.meta["custom"].items() if key != "pass"}
-        node.meta = {**node.meta, "custom": custom}
+    def _resize(self, node: fx.Node, num_rows: fx.Node | int) -> None:
+        """A copy's shape, and the sizes it reshapes to."""
         if "example" in node.meta:
             shape, dtype = node.meta["example"]
             size = num_rows if isinstance(num_rows, int) else None
