@@ -20,6 +20,9 @@ class StepPlan:
     judged: frozenset[Request] = frozenset()  # whose drafts count: up to date, of this K or more
 
 
+PLAIN = StepPlan(num_draft_tokens=0)  # decided together with the step before
+
+
 class AdaptiveDrafts:
     """Between the scheduler and the policy: knows which drafters are up to date.
 
@@ -32,9 +35,15 @@ class AdaptiveDrafts:
         self._executor = executor
         self._most = executor.geometry.num_draft_tokens
         self._replays = executor.geometry.needs_replay
+        self._num_plain = 0  # steps to come that were decided already, for these requests:
+        self._decided_for: Sequence[Request] = ()
 
     def begin(self, requests: Sequence[Request]) -> StepPlan:
         """Choose K for the step of these requests, which follows at once."""
+        if self._num_plain and requests == self._decided_for:
+            self._num_plain -= 1
+            self._note_plain(requests)
+            return PLAIN
         warm = [request for request in requests if request.backlog <= NUM_KEPT]
         behind = [request for request in warm if request.backlog]
         choice = self.policy.choose(
@@ -47,9 +56,11 @@ class AdaptiveDrafts:
                 self.policy.pay_replay(len(behind))
         elif self._would_be_lost(behind) and self.policy.may_keep_warm(len(behind)):
             self._replay(behind)
-        if not count and self._replays:
-            for request in requests:
-                request.backlog += 1
+        if not count:
+            self._note_plain(requests)
+            kept = NUM_KEPT - max((request.backlog for request in warm), default=0)
+            self._num_plain = min(choice.num_steps - 1, max(0, kept))
+            self._decided_for = requests
         judged = frozenset(request for request in warm if self._own(request) >= count)
         return StepPlan(num_draft_tokens=count, is_trial=choice.is_trial, judged=judged)
 
@@ -58,6 +69,9 @@ class AdaptiveDrafts:
         elapsed_ms: float,
     ) -> None:  # fmt: skip
         """The step's tokens were read."""
+        if plan is PLAIN:
+            self.policy.pass_over(elapsed_ms)
+            return
         count = plan.num_draft_tokens
         emitted = []
         for request, tokens in zip(requests, given, strict=True):
@@ -66,6 +80,11 @@ class AdaptiveDrafts:
             elif count and request.backlog:
                 request.backlog += len(tokens)
         self.policy.observe(count, len(requests), elapsed_ms, emitted, trial=plan.is_trial)
+
+    def _note_plain(self, requests: Sequence[Request]) -> None:
+        if self._replays:
+            for request in requests:
+                request.backlog += 1
 
     def _would_be_lost(self, behind: Sequence[Request]) -> bool:
         return any(request.backlog == NUM_KEPT for request in behind)

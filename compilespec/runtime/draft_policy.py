@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
+import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,20 +20,24 @@ from compilespec.runtime.executor import Executor
 DECAY = 0.97  # weight of the last step's drafts against those of the step before
 FORGET = 0.99  # the same of drafts further on than the steps of now go: bad luck must not stay
 PRIOR_RATE, PRIOR_WEIGHT = 0.7, 2.0  # acceptance of a draft that was never tried
-COST_UPDATE = 0.05  # weight of a measured time against the one known
-SHARED_UPDATE = 0.8  # part of it that holds for the other K, too: the machine, or the context
+SPEED_UPDATE = 0.05  # weight of a step against what is known of the machine's speed
+COST_UPDATE = 0.5  # weight of the first steps after a change of K against its known time
+NUM_COST_STEPS = 3  # so many first steps; their median counts
 MARGIN = 0.03  # another K must be better by so much
-EXPLORE_SHARE = 0.02  # of the time of steps, for looking again
+HOPE = 1.25  # a K is looked at again if it would win, were it faster by so much
+EXPLORE_SHARE = 0.015  # of the time of steps, for looking again
 FIRST_BUDGET = 8.0  # plain steps' worth of looking, before there was any
 NUM_TRIAL_STEPS = 4
+NUM_PLAIN_STEPS = 8  # plain steps that are decided at once
 
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """K of the next step, and why."""
+    """K of the next step, or steps, and why."""
 
     num_draft_tokens: int
     is_trial: bool = False  # to find out, against the estimate
+    num_steps: int = 1
 
 
 class StepCosts:
@@ -61,6 +66,13 @@ class StepCosts:
         self._believed = {size: self._believe(size) for size in self._sizes}
         self._replay_ms = dict(replay_ms)
         self._unserved = set(measured)
+        self._last = (-1, -1)  # K and size of the last step
+        self._first_ratios: list[float] | None = None  # to its known time, of the first of a K
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether the next step tells of the machine alone, not of how K compare."""
+        return self._first_ratios is None
 
     def step(self, count: int, batch: int) -> float:
         """No longer than one of a larger K, and than 2 K + 1 of the shortest."""
@@ -78,17 +90,30 @@ class StepCosts:
     def update(self, count: int, batch: int, elapsed_ms: float) -> None:
         """A time far above the known one (a pause of the machine) counts as twice that.
 
-        Most of a change is taken to be one of all K: else whichever K is not in use would look fast
-        whenever the machine is slow.
+        How the K compare is learnt where one follows another, from steps that are neighbours in
+        time.  Later steps of the same K tell how fast the machine is now: they change the times of
+        all K, or whichever is not in use would look fast whenever the machine is slow.
         """
         size = self._bucket(batch)
         known = self._ms[size]
         self._unserved.discard((count, size))
+        last_count, last_size = self._last
+        self._last = (count, size)
         if elapsed_ms < known[count] / 2:
             known[count] = elapsed_ms
-        change = COST_UPDATE * (min(elapsed_ms / known[count], 2.0) - 1)
-        for other in known:
-            known[other] *= 1 + change * (1.0 if other == count else SHARED_UPDATE)
+        ratio = min(elapsed_ms / known[count], 2.0)
+        if size != last_size:
+            self._first_ratios = None
+        elif count != last_count:
+            self._first_ratios = []
+        if self._first_ratios is None:
+            for other in known:
+                known[other] *= 1 + SPEED_UPDATE * (ratio - 1)
+        else:
+            self._first_ratios.append(ratio)
+            if len(self._first_ratios) == NUM_COST_STEPS:
+                known[count] *= 1 + COST_UPDATE * (statistics.median(self._first_ratios) - 1)
+                self._first_ratios = None
         self._believed[size] = self._believe(size)
 
     def table(self) -> dict[str, float]:
@@ -126,7 +151,9 @@ class DraftPolicy:
         self._tried = [0.0] * self.counts[-1]
         self._expected: list[float] | None = None  # accepted of 0, 1, ... drafts, by `rates`
         self._current = self.counts[-1]
-        self._trial_steps = 0
+        self._trial, self._trial_steps = 0, 0  # K that is looked at, and for how many steps more
+        self._looked_at = dict.fromkeys(self.counts, 0)  # when: in steps
+        self._best_speed = 0.0  # tokens a millisecond of the K that seemed best
         self._budget_ms = FIRST_BUDGET * costs.step(self.counts[0], 1)
         self.num_steps = dict.fromkeys(self.counts, 0)
 
@@ -142,13 +169,15 @@ class DraftPolicy:
         for count in self.counts if drafted else ():
             if not self.costs.is_served(count, batch) and self._may_meet(count, batch):
                 return Choice(num_draft_tokens=count, is_trial=True)
-        if best:
-            self._trial_steps = 0
-        elif self._trial_steps or self._may_try(drafted, batch, needs_replay):
-            self._trial_steps = (self._trial_steps or NUM_TRIAL_STEPS + 1) - 1
-            if self._trial_steps:
-                return Choice(num_draft_tokens=self._smallest(), is_trial=True)
-        return Choice(num_draft_tokens=best)
+        if self._trial_steps:
+            self._trial_steps *= bool(drafted) and self._trial != best
+        elif drafted and self._may_look(best, drafted, batch, needs_replay):
+            self._trial_steps = NUM_TRIAL_STEPS
+        if self._trial_steps:
+            self._trial_steps -= 1
+            return Choice(num_draft_tokens=self._trial, is_trial=True)
+        several = not best and self.costs.is_settled
+        return Choice(num_draft_tokens=best, num_steps=NUM_PLAIN_STEPS if several else 1)
 
     def observe(
         self, count: int, batch: int, elapsed_ms: float, emitted: Sequence[int], *, trial: bool
@@ -163,16 +192,22 @@ class DraftPolicy:
         if not trial:
             self._budget_ms += EXPLORE_SHARE * elapsed_ms
         else:
-            gained = sum(emitted) - len(emitted)
-            plain_ms = self.costs.step(self.counts[0], batch)
-            self._budget_ms -= max(0.0, elapsed_ms - plain_ms * (1 + gained / max(1, batch)))
+            tokens = batch + sum(emitted) - len(emitted)
+            self._budget_ms -= max(0.0, elapsed_ms - tokens / self._best_speed)
         for num_emitted in emitted if count else ():
             self._learn(count, num_emitted)
+
+    def pass_over(self, elapsed_ms: float) -> None:
+        """A plain step that was decided with others: nothing is learnt from it."""
+        self.num_steps[0] += 1
+        self._budget_ms += EXPLORE_SHARE * elapsed_ms
 
     def may_keep_warm(self, batch: int) -> bool:
         """Whether rows whose kept inputs would be lost are worth a replay now; pays for it."""
         cost = self.costs.replay(batch)
-        if not self._can_pay(batch) or self._budget_ms < cost + self._trial_ms(batch) / 2:
+        dearer = self.costs.step(self._smallest(), batch) - self.costs.step(0, batch)
+        looking = NUM_TRIAL_STEPS * max(0.0, dearer)
+        if not self._can_pay(batch) or self._budget_ms < cost + looking / 2:
             return False  # the looking itself comes first
         self._budget_ms -= cost
         return True
@@ -200,37 +235,66 @@ class DraftPolicy:
 
     def _best(self, drafted: Sequence[int], batch: int) -> int:
         """The K of most tokens a millisecond; the one in use, unless another is clearly better."""
-        if self._expected is None:
-            rates = self.rates()
-            self._expected = [expected_accepted(rates, n) for n in range(self.counts[-1] + 1)]
-        expected = self._expected
+        expected = self._expected_now()
         speeds = {count: self._speed(count, drafted, batch, expected) for count in self.counts}
         best = max(speeds, key=lambda count: speeds[count])
         if speeds[best] > (1 + MARGIN) * speeds[self._current]:
             self._current = best
+        self._best_speed = speeds[self._current]
         return self._current
 
     def _speed(
         self, count: int, drafted: Sequence[int], batch: int, expected: Sequence[float]
     ) -> float:
         """Tokens a millisecond, where `expected[n]` of n drafts are accepted."""
-        tokens = batch + sum(expected[min(count, most)] for most in drafted)
-        return tokens / self.costs.step(count, batch)
+        return self._tokens(count, drafted, batch, expected) / self.costs.step(count, batch)
+
+    def _tokens(
+        self, count: int, drafted: Sequence[int], batch: int, expected: Sequence[float]
+    ) -> float:
+        return batch + sum(expected[min(count, most)] for most in drafted)
+
+    def _expected_now(self) -> list[float]:
+        if self._expected is None:
+            rates = self.rates()
+            self._expected = [expected_accepted(rates, n) for n in range(self.counts[-1] + 1)]
+        return self._expected
 
     def _may_meet(self, count: int, batch: int) -> bool:
         """Whether a step of a K whose time was never seen in service can be paid for."""
         dearer = self.costs.step(count, batch) - self.costs.step(self.counts[0], batch)
         return self._budget_ms >= dearer
 
-    def _may_try(self, drafted: Sequence[int], batch: int, needs_replay: bool) -> bool:
-        """Whether drafts could pay at all, and enough plain steps went by to look."""
-        cost = self._trial_ms(batch) + needs_replay * self.costs.replay(batch)
-        return bool(drafted) and self._budget_ms >= cost and self._can_pay(batch, drafted)
+    def _may_look(self, best: int, drafted: Sequence[int], batch: int, needs_replay: bool) -> bool:
+        """Whether another K could be better after all, and enough steps went by to look at it."""
+        count = self._hopeful(best, drafted, batch)
+        if count is None:
+            return False
+        replay_ms = self.costs.replay(batch) if needs_replay or not count else 0.0
+        tokens = self._tokens(count, drafted, batch, self._expected_now())
+        dearer = self.costs.step(count, batch) - tokens / self._best_speed
+        if self._budget_ms < NUM_TRIAL_STEPS * max(0.0, dearer) + replay_ms:
+            return False
+        self._trial, self._looked_at[count] = count, sum(self.num_steps.values())
+        if not count:
+            self._budget_ms -= replay_ms  # of the step after the trial
+        return True
 
-    def _trial_ms(self, batch: int) -> float:
-        """What looking takes more than plain steps."""
-        dearer = self.costs.step(self._smallest(), batch) - self.costs.step(0, batch)
-        return NUM_TRIAL_STEPS * max(0.0, dearer)
+    def _hopeful(self, best: int, drafted: Sequence[int], batch: int) -> int | None:
+        """The K to look at.
+
+        From plain steps the fewest drafts, if right ones would pay.  Between other K it is the
+        steps' times that may be wrong: of those that are near, the one not looked at for longest.
+        """
+        if not best:
+            return self._smallest() if self._can_pay(batch, drafted) else None
+        expected, least = self._expected_now(), self._best_speed / HOPE
+        near = [
+            count
+            for count in self.counts
+            if count != best and self._speed(count, drafted, batch, expected) > least
+        ]
+        return min(near, key=lambda count: self._looked_at[count], default=None)
 
     def _can_pay(self, batch: int, drafted: Sequence[int] | None = None) -> bool:
         """Whether drafts that are all right would beat plain steps."""

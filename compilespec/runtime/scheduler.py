@@ -304,7 +304,7 @@ class Scheduler:
         started = now_ms()
         with self._stats.time("decode"):
             plan = self._adaptive.begin(requests) if self._adaptive is not None else None
-            if plan is not None:  # a replay may have drafted anew
+            if plan is not None and plan.num_draft_tokens:  # a replay may have drafted anew
                 write_masks(self._executor, requests, drafted=True)
             count = None if plan is None else plan.num_draft_tokens
             handle = self._executor.launch_decode([request.row for request in requests], count)

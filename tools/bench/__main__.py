@@ -43,7 +43,9 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--max-new-tokens", type=int, default=128)
     parser.add_argument("--max-seq-len", type=int)
     parser.add_argument("--num-prompts", type=int, default=16)
-    parser.add_argument("--rounds", type=int, default=3, help="how often each prompt is timed")
+    parser.add_argument(
+        "--rounds", type=int, help="how often each prompt is timed (3; --adaptive: 40)"
+    )
     parser.add_argument("--repeats", type=int, default=3, help="warm starts of --first-token")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--only", help="only ways whose name contains this (gates may go unjudged)")
@@ -59,6 +61,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
             "sampling": options.sampling,
         }
         options.name = next((kind for kind, chosen in kinds.items() if chosen), "speed")
+    if options.rounds is None:
+        options.rounds = 40 if options.adaptive else 3
     if options.dtype and not (options.milestone or options.model != "demo"):
         parser.error("--dtype: the demo pair is measured in its own dtype")
     return options

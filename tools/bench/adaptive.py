@@ -96,11 +96,15 @@ def _measure(
     case: str, engines: dict[str, Any], prompts: list[str], options: argparse.Namespace
 ) -> dict[str, Any]:
     """Decode times only, by turns; the ratio to the best fixed K is the median of the rounds' own:
-    what slows the machine for a while slows neighbours of a round alike.
+    what slows the machine for a while slows neighbours of a round alike.  Each round begins with
+    another way, so that none always follows the same.
     """
     speeds: dict[str, list[float]] = {name: [] for name in engines}
+    names = list(engines)
     for number in range(options.rounds + 1):
-        for name, engine in engines.items():
+        first = number % len(names)
+        for name in names[first:] + names[:first]:
+            engine = engines[name]
             before, started = engine.stats(), time.perf_counter()
             outputs = engine.generate(prompts, _params(options))
             elapsed = time.perf_counter() - started
