@@ -63,6 +63,11 @@ def is_marker(node: fx.Node) -> bool:
     )
 
 
+def module_path(node: fx.Node) -> str:
+    """The path of the module whose forward made the node, "" at the top."""
+    return str((node.meta.get("custom") or {}).get("module", ""))
+
+
 def markers(gm: fx.GraphModule) -> list[fx.Node]:
     """The attention markers of a graph, in execution order."""
     return [node for node in gm.graph.nodes if is_marker(node)]

@@ -25,7 +25,7 @@ from torch import Tensor, fx, nn
 import compilespec.ops  # noqa: F401  (registers the operators)
 from compilespec import _torch_compat
 from compilespec.errors import NoPositionInput, TraceError, UnsupportedState
-from compilespec.program import SpecProgram, Traced, TracedInput
+from compilespec.program import SpecProgram, Traced, TracedInput, module_path
 from compilespec.quantization.tensors import stand_ins
 
 ATTENTION = "compilespec"  # our name in transformers' attention registry
@@ -417,11 +417,6 @@ def _clean_module_paths(gm: fx.GraphModule) -> None:
             "class": kind,
             "pass": "trace",
         }
-
-
-def module_path(node: fx.Node) -> str:
-    """The path of the module whose forward made the node, "" at the top."""
-    return str((node.meta.get("custom") or {}).get("module", ""))
 
 
 def source_line(node: fx.Node) -> str:

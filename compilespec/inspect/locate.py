@@ -12,9 +12,9 @@ from compilespec.inspect.compare import compare, rounding_bound
 from compilespec.inspect.interpret import Decisions
 from compilespec.inspect.stages import PassStages
 from compilespec.inspect.verify import value_pairs, wanted_values
-from compilespec.passes.analysis import path_of
 from compilespec.passes.references import Case, Values
 from compilespec.passes.runner import PassContext
+from compilespec.program import module_path
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,7 +122,7 @@ def _report(stages: PassStages, node: fx.Node, what: str, text: str) -> NodeRepo
     return NodeReport(
         name=node.name,
         target=str(node.target),
-        module=path_of(node) or f"made by {custom.get('pass', 'tracing')}",
+        module=module_path(node) or f"made by {custom.get('pass', 'tracing')}",
         what=what,
         text=text,
         made=tuple(made.name for made in _made_before(stages, node))[:5],

@@ -15,7 +15,8 @@ from torch import Tensor, fx
 
 from compilespec.errors import InvalidOption
 from compilespec.inspect.graphs import GraphStage
-from compilespec.trace import module_path, source_line
+from compilespec.program import module_path
+from compilespec.trace import source_line
 
 _SHORT_OPS = {"call_function": "call", "call_method": "method", "get_attr": "constant"}
 

@@ -8,11 +8,12 @@ import operator
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-from compilespec.program import is_marker
+from compilespec.program import is_marker, module_path
 
 LINEAR = (torch.nn.functional.linear, torch._C._nn.linear)
 EMBEDDING = (torch.nn.functional.embedding, torch.embedding)
@@ -106,7 +107,7 @@ def layer_prefix(graph: fx.Graph) -> str | None:
     has its index.
     """
     prefixes = {
-        re.split(r"\.\d+(?:\.|$)", path_of(node), maxsplit=1)[0]
+        re.split(r"\.\d+(?:\.|$)", module_path(node), maxsplit=1)[0]
         for node in graph.nodes
         if is_marker(node)
     }
@@ -117,15 +118,16 @@ def layer_prefix(graph: fx.Graph) -> str | None:
     return prefix if None not in indices else None
 
 
-def path_of(node: fx.Node) -> str:
-    return str((node.meta.get("custom") or {}).get("module", ""))
+def argument(node: fx.Node, place: int, name: str, default: Any = None) -> Any:
+    """What the node's call gives for a parameter, by place or by name."""
+    return node.args[place] if len(node.args) > place else node.kwargs.get(name, default)
 
 
 def layer_of(node: fx.Node, prefix: str) -> int | None:
     """Index of the decoder layer that made the node; None outside of the layers."""
-    match = re.match(re.escape(prefix) + r"\.(\d+)(?:\.|$)", path_of(node)) if prefix else None
+    match = re.match(re.escape(prefix) + r"\.(\d+)(?:\.|$)", module_path(node)) if prefix else None
     if match is None and not prefix:
-        match = re.match(r"(\d+)(?:\.|$)", path_of(node))
+        match = re.match(r"(\d+)(?:\.|$)", module_path(node))
     return int(match[1]) if match else None
 
 
@@ -176,4 +178,4 @@ def residual_streams(
 
 
 def describe(nodes: Iterable[fx.Node]) -> str:
-    return ", ".join(f"{node.name} ({path_of(node) or 'top'})" for node in nodes) or "none"
+    return ", ".join(f"{node.name} ({module_path(node) or 'top'})" for node in nodes) or "none"

@@ -6,9 +6,8 @@ import torch
 from torch import fx
 
 from compilespec.errors import PassError
-from compilespec.passes.analysis import path_of
 from compilespec.passes.runner import PassContext
-from compilespec.program import markers
+from compilespec.program import markers, module_path
 
 
 def check_markers(gm: fx.GraphModule, ctx: PassContext) -> int:
@@ -19,7 +18,7 @@ def check_markers(gm: fx.GraphModule, ctx: PassContext) -> int:
     for node in gm.graph.nodes:
         if node.op == "call_function" and node.target is stateless:
             raise PassError(
-                f"{path_of(node) or 'the model'} calls scaled_dot_product_attention, which has "
+                f"{module_path(node) or 'the model'} calls scaled_dot_product_attention, which has "
                 f"no cache"
             )
     return len(markers(gm))

@@ -1,9 +1,8 @@
 """Building blocks of the splicing passes: roles, inputs, emitted operations, spliced fragments.
 
 At the torch level a pass writes ordinary tensor code over `fx.Proxy` objects (`emit`); each
-operation
-becomes a node at the insertion point.  Nodes that later passes look for carry a role in their
-metadata.
+operation becomes a node at the insertion point.  Nodes that later passes look for carry a role in
+their metadata.
 """
 
 from __future__ import annotations

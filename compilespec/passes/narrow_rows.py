@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from compilespec.passes import analysis
 from compilespec.passes.aliases import storage_root
-from compilespec.passes.analysis import EMBEDDING, LINEAR
+from compilespec.passes.analysis import EMBEDDING, LINEAR, argument
 from compilespec.passes.contracts import writes
 from compilespec.passes.graph import emit
 from compilespec.passes.linears import copy_origin
@@ -170,16 +170,16 @@ def _first(node: fx.Node, shape_of: ShapeOf) -> Reads | None:
 
 def _over_last(node: fx.Node, shape_of: ShapeOf) -> Reads | None:
     """A softmax, or a reduction that keeps the dimension."""
-    shape, over = shape_of(node), _option(node, 1, "dim")
+    shape, over = shape_of(node), argument(node, 1, "dim")
     over = over if isinstance(over, (list, tuple)) else (over,)
-    keeps = node.target not in _REDUCTIONS or _option(node, 2, "keepdim")
+    keeps = node.target not in _REDUCTIONS or argument(node, 2, "keepdim")
     if shape is None or not keeps or any(dim not in (-1, len(shape) - 1) for dim in over):
         return None
     return _first(node, shape_of)
 
 
 def _normalisation(node: fx.Node, shape_of: ShapeOf) -> Reads | None:
-    over = _option(node, 1, "normalized_shape")
+    over = argument(node, 1, "normalized_shape")
     is_last = isinstance(over, (list, tuple)) and len(over) == 1
     return _first(node, shape_of) if is_last else None
 
@@ -212,7 +212,7 @@ def _cat(node: fx.Node, shape_of: ShapeOf) -> Reads | None:
 
 
 def _is_along_other(node: fx.Node, place: int, rank: int) -> bool:
-    dim = _option(node, place, "dim", 0)
+    dim = argument(node, place, "dim", 0)
     return isinstance(dim, int) and dim % rank != ROW
 
 
@@ -243,10 +243,6 @@ def _alias(node: fx.Node, shape_of: ShapeOf) -> Reads | None:
 def _first_shape(node: fx.Node, shape_of: ShapeOf) -> tuple[fx.Node, Shape | None]:
     source: Any = node.args[0]
     return source, shape_of(source) if isinstance(source, fx.Node) else None
-
-
-def _option(node: fx.Node, place: int, name: str, default: Any = None) -> Any:
-    return node.args[place] if len(node.args) > place else node.kwargs.get(name, default)
 
 
 _REDUCTIONS = ("mean", torch.mean, "sum", torch.sum)

@@ -11,6 +11,7 @@ import torch
 from torch import fx
 
 import compilespec.ops.sample.probabilities  # noqa: F401  (registers the operators)
+from compilespec.passes.analysis import argument
 from compilespec.passes.sizes import Range, integers
 
 if TYPE_CHECKING:
@@ -200,8 +201,7 @@ def _getitem(ranges: Ranges, node: fx.Node, operand: Operand) -> Range | None:
     if source.target in _WITH_INDICES:
         if index == 0:
             return operand(source.args[0])
-        at = _WITH_INDICES[source.target]
-        dim: Any = source.args[at] if len(source.args) > at else source.kwargs.get("dim", -1)
+        dim = argument(source, _WITH_INDICES[source.target], "dim", -1)
         return _index_along(ranges, source.args[0], dim)
     if source.target is torch.ops.compilespec.argmax_linear.default and index == 0:
         return _index_along(ranges, source.args[1], 0)
@@ -211,7 +211,7 @@ def _getitem(ranges: Ranges, node: fx.Node, operand: Operand) -> Range | None:
 
 
 def _argmax(ranges: Ranges, node: fx.Node, operand: Operand) -> Range | None:
-    dim: Any = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")
+    dim = argument(node, 1, "dim")
     return None if dim is None else _index_along(ranges, node.args[0], dim)
 
 

@@ -22,7 +22,15 @@ from compilespec.passes.contracts import (
     misdescribed,
     written_buffers,
 )
-from compilespec.program import BufferSpec, InputSpec, PassRecord, Phase, ProgramConfig, Traced
+from compilespec.program import (
+    BufferSpec,
+    InputSpec,
+    PassRecord,
+    Phase,
+    ProgramConfig,
+    Traced,
+    module_path,
+)
 
 if TYPE_CHECKING:
     from compilespec.logits_processor import LogitsProcessor
@@ -227,7 +235,7 @@ def _candidates(graph: fx.Graph, near: Sequence[str], limit: int = 5) -> str:
         if node.op.startswith("call") and any(word in str(node.target) for word in near)
     ]
     names = [
-        f"{node.name} ({(node.meta.get('custom') or {}).get('module') or 'top'}"
+        f"{node.name} ({module_path(node) or 'top'}"
         f"{', ' + line if (line := _source_line(node)) else ''})"
         for node in found[:limit]
     ]
