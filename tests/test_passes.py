@@ -866,6 +866,30 @@ def test_cleanup_merges_nothing_across_writes():
     assert targets(gm).count(ATEN.index_put_.default) == 2
 
 
+def test_cleanup_drops_writes_that_only_dead_code_read():
+    """What a model writes in place on its way to a result that nobody wants, through a view too."""
+
+    def function(x: Tensor, cache: Tensor) -> Tensor:
+        top = x.cos()
+        top.div_(top.sum())
+        spread = torch.empty_like(x).view(-1)
+        spread.index_put_((torch.arange(12),), (top * 3).view(-1))
+        dead = spread.view(3, 4) + top
+        kept = x.sin()
+        kept.view(-1).mul_(2.0)
+        cache.add_(kept)
+        del dead
+        return kept
+
+    x, cache = torch.randn(3, 4), torch.zeros(3, 4)
+    gm, ctx = graph_of(function, x=("batch", x), cache=("cache", cache))
+    want, written = call(gm, x, cache).clone(), cache.clone()
+    assert cleanup(gm, ctx) > 0
+    assert not {ATEN.div_.Tensor, ATEN.index_put_.default, ATEN.cos.default} & set(targets(gm))
+    assert torch.equal(call(gm, x, cache.zero_()), want)
+    assert torch.equal(cache, written)
+
+
 def test_cleanup_keeps_temporaries_apart_that_are_written():
     def function(x: Tensor) -> tuple[Tensor, Tensor]:
         first, second = torch.zeros_like(x), torch.zeros_like(x)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -13,7 +14,8 @@ from compilespec.passes.runner import PassContext
 
 
 def cleanup(gm: fx.GraphModule, ctx: PassContext) -> int:
-    """Dead code and common subexpressions; writes of buffers, and reads of them, stay as they are.
+    """Dead code, writes of temporaries that only dead code read among it, and common
+    subexpressions; writes of buffers, and reads of them, stay as they are.
 
     Returns: nodes removed.  Numerics: exact.  Runs on ATen.
     """
@@ -30,8 +32,12 @@ def cleanup(gm: fx.GraphModule, ctx: PassContext) -> int:
         if known is not node:
             node.replace_all_uses_with(known)
             gm.graph.erase_node(node)
-    for node in reversed(list(gm.graph.nodes)):
-        if not node.users and _is_pure(node):
+    order = {node: place for place, node in enumerate(gm.graph.nodes)}
+    sharing: dict[fx.Node, list[fx.Node]] = {}
+    for node in order:
+        sharing.setdefault(storage_root(node), []).append(node)
+    for node in reversed(order):
+        if not node.users and (_is_pure(node) or _is_lost(node, sharing, order)):
             gm.graph.erase_node(node)
     drop_unused_inputs(gm, ctx)
     return before - len(gm.graph.nodes)
@@ -44,6 +50,21 @@ def _is_pure(node: fx.Node) -> bool:
         return False
     tags = getattr(node.target, "tags", ())
     return torch.Tag.nondeterministic_seeded not in tags
+
+
+def _is_lost(
+    node: fx.Node, sharing: Mapping[fx.Node, list[fx.Node]], order: Mapping[fx.Node, int]
+) -> bool:
+    """Whether it writes a temporary's storage that no later node reads: what read it was dead."""
+    if node.op != "call_function":
+        return False
+    written = [node.args[place] for place in _torch_compat.mutated_arguments(node.target)]
+    roots = [storage_root(part) for part in written if isinstance(part, fx.Node)]
+    return bool(roots) and all(
+        root.op == "call_function"
+        and all(order[user] <= order[node] for alias in sharing[root] for user in alias.users)
+        for root in roots
+    )
 
 
 def _freeze(value: Any) -> Any:
