@@ -50,13 +50,12 @@ SLOW = tuple(
 )
 
 
-# The longest files, which begin first: a worker that gets one last would work alone.  Before them
-# what needs no C++ kernels, while the worker with the very first file builds them.
+# The longest files, which begin first: a worker that gets one last would work alone.
 FIRST = (
-    "inductor_tokens", "cost", "trace", "snapshots", "families", "faults", "sampling",
-    "mtp_windowed", "cli_dump", "lowering", "acceptance", "user", "matrix", "demo", "catalogue",
-    "draft_model", "ops_sample", "ops_linear", "shared_kv", "quantize", "guides", "bounds",
-    "step_graph", "cli_bench", "load_simulator", "eagle",
+    "inductor_tokens", "families", "faults", "sampling", "mtp_windowed", "cli_dump", "lowering",
+    "acceptance", "user", "matrix", "demo", "catalogue", "draft_model", "ops_sample", "ops_linear",
+    "shared_kv", "quantize", "guides", "bounds", "snapshots", "step_graph", "cli_bench",
+    "load_simulator", "eagle",
 )  # fmt: skip
 
 
