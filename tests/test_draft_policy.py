@@ -45,11 +45,9 @@ class Machine:
                 elapsed = self._elapsed(0, batch)
                 self.policy.pass_over(elapsed)
                 backlog += 1
-                ms, emitted_total, done = (
-                    ms + elapsed / self.slowness,
-                    emitted_total + batch,
-                    done + 1,
-                )
+                ms += elapsed / self.slowness
+                emitted_total += batch
+                done += 1
                 continue
             drafted = [] if cold else [COUNTS[-1]] * batch
             choice = self.policy.choose(drafted, batch, needs_replay=backlog > 0)
@@ -84,10 +82,8 @@ class Machine:
 
     def _elapsed(self, count: int, batch: int) -> float:
         if self.changes and not self.steps_left:
-            self.slowness, self.steps_left = (
-                self.draw.choice(self.changes),
-                self.draw.randint(5, 90),
-            )
+            self.slowness = self.draw.choice(self.changes)
+            self.steps_left = self.draw.randint(5, 90)
         self.steps_left -= 1
         return self.true.step(count, batch) * self.slowness * self.draw.uniform(0.95, 1.05)
 

@@ -23,11 +23,12 @@ def storage_root(node: fx.Node) -> fx.Node:
 
 def written_roots(graph: fx.Graph) -> set[fx.Node]:
     """Storages that some in-place operation writes."""
-    roots: set[fx.Node] = set()
-    for node in graph.nodes:
-        if node.op == "call_function":
-            for index in _torch_compat.mutated_arguments(node.target):
-                argument = node.args[index]
-                if isinstance(argument, fx.Node):
-                    roots.add(storage_root(argument))
-    return roots
+    return {root for node in graph.nodes for root in roots_written_by(node)}
+
+
+def roots_written_by(node: fx.Node) -> list[fx.Node]:
+    """Storages that this operation writes."""
+    if node.op != "call_function":
+        return []
+    written = [node.args[place] for place in _torch_compat.mutated_arguments(node.target)]
+    return [storage_root(part) for part in written if isinstance(part, fx.Node)]

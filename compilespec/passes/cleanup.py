@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from compilespec import _torch_compat
-from compilespec.passes.aliases import storage_root, written_roots
+from compilespec.passes.aliases import roots_written_by, storage_root, written_roots
 from compilespec.passes.runner import PassContext
 
 
@@ -56,10 +56,7 @@ def _is_lost(
     node: fx.Node, sharing: Mapping[fx.Node, list[fx.Node]], order: Mapping[fx.Node, int]
 ) -> bool:
     """Whether it writes a temporary's storage that no later node reads: what read it was dead."""
-    if node.op != "call_function":
-        return False
-    written = [node.args[place] for place in _torch_compat.mutated_arguments(node.target)]
-    roots = [storage_root(part) for part in written if isinstance(part, fx.Node)]
+    roots = roots_written_by(node)
     return bool(roots) and all(
         root.op == "call_function"
         and all(order[user] <= order[node] for alias in sharing[root] for user in alias.users)
