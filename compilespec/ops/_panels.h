@@ -1,9 +1,10 @@
 // Products of a few rows with a packed weight: the weights are streamed once, sums are float32.
 //
-// A packed weight is [num_panels, K, 16]: one panel holds 16 output columns, k-major, so a k step
-// reads one contiguous 16-column strip.  Each output element is a single chain of fma over k =
-// 0..K-1, whatever the tile, the number of rows or the threads: rows of a batch are bitwise what
-// they are alone.  Kernels that include this say how a strip becomes accumulators (`Strip`).
+// A packed weight is [num_panels, K, columns of a panel], so a k step reads one contiguous strip:
+// 16 columns, or 32 of bfloat16, which fill a cache line.  Each output element is a single chain of
+// fma over k = 0..K-1, whatever the tile, the number of rows or the threads: rows of a batch are
+// bitwise what they are alone.  Kernels that include this say how a strip becomes accumulators
+// (`Strip`); a tile may take a panel in parts.
 #pragma once
 
 #include <ATen/Parallel.h>
@@ -18,16 +19,18 @@
 namespace compilespec {
 namespace packed_linear {
 
-constexpr int kPanel = 16;  // columns of a panel
+constexpr int kPanel = 16;  // columns of a panel, but of a bfloat16 one
 constexpr int64_t kDepth =
     768;  // k steps per pass when several row tiles reuse a panel: the piece stays in L1
 
-// Reads the 16 columns of one k step, which are kStride stored elements, as accumulator vectors.
-// Quantised weights are scaled: by column (kScaled: the finished sum times the scale) or by group of
-// k steps (kGrouped: each strip times its group's scales).
+// Reads the kColumns columns of a part, of which a panel has kParts, in one k step, which is kStride
+// stored elements, as accumulator vectors; column() is where a lane belongs.  Quantised weights are
+// scaled: by column (kScaled: the finished sum times the scale) or by group of k steps (kGrouped:
+// each strip times its group's scales).
 struct PlainStrip {
-  static constexpr int kStride = kPanel;
+  static constexpr int kColumns = kPanel, kParts = 1, kStride = kPanel;
   static constexpr bool kScaled = false, kGrouped = false;
+  static constexpr int column(int lane) { return lane; }
 };
 template <class W>
 struct Strip : PlainStrip {
@@ -39,43 +42,39 @@ struct Strip : PlainStrip {
     else
       return load(strip + v * kLanes<Acc>);
   }
-  static constexpr int column(int lane) { return lane; }
 };
 
-// bfloat16 columns are stored interleaved, 0 8 1 9 ...: the low halves of the 32-bit words are
-// columns 0..7.
+// A bfloat16 strip is 0 8 1 9 ... 7 15 16 24 ... 23 31: the low halves of the first eight 32-bit
+// words are columns 0..7, the high ones 8..15.  A register of 64 bytes takes both halves of the
+// strip at once, smaller ones take one after the other.
 template <>
 struct Strip<c10::BFloat16> : PlainStrip {
   using Acc = float;
-  static constexpr int kVectors = kPanel / kLanes<float>;
-#if defined(__AVX512F__)
-  static COMPILESPEC_INLINE Vector<float> read(const c10::BFloat16* strip, int) {
-    const __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)strip));
-    return (Vector<float>)_mm512_slli_epi32(wide, 16);
-  }
-  static constexpr int column(int lane) { return lane / 2 + (lane % 2) * 8; }
-#else
+  static constexpr int kStride = 32, kColumns = kVectorBytes == 64 ? 32 : 16,
+                       kParts = kStride / kColumns, kVectors = kColumns / kLanes<float>;
   static COMPILESPEC_INLINE Vector<float> read(const c10::BFloat16* strip, int v) {
     const int half = kVectors / 2;
-    return v < half ? Storage<c10::BFloat16>::lo(strip + v * kPanel / half)
-                    : Storage<c10::BFloat16>::hi(strip + (v - half) * kPanel / half);
+    return v < half ? Storage<c10::BFloat16>::lo(strip + v * kColumns / half)
+                    : Storage<c10::BFloat16>::hi(strip + (v - half) * kColumns / half);
   }
-  static constexpr int column(int lane) { return lane; }
-#endif
+  static constexpr int column(int lane) {
+    return kParts == 2 ? lane : lane % 8 + lane / 8 % 2 * 16 + lane / 16 * 8;
+  }
 };
 
 // Accumulator vectors that the register file holds beside a strip and a factor.
 constexpr int kBudget = kNumRegisters * 3 / 4;
 
-// Rows of the largest register tile, and panels side by side in a tile of `rows` rows.
+// Rows of the largest register tile, and parts side by side in a tile of `rows` rows.
 template <class W>
 constexpr int kTileRows = std::min(6, kBudget / Strip<W>::kVectors);
 template <class W>
-constexpr int tile_panels(int rows) {
-  // Measured: with 16 registers, beyond a row or two one prefetched panel beats several that are
+constexpr int tile_parts(int rows) {
+  // Measured: with 16 registers, beyond a row or two one prefetched part beats several that are
   // not.
   if (kNumRegisters == 16 && rows * 4 > 2 * int(sizeof(W))) return 1;
-  return std::clamp(kBudget / (rows * Strip<W>::kVectors), 1, 4);
+  const int parts = std::clamp(kBudget / (rows * Strip<W>::kVectors), 1, 4);
+  return parts == 1 ? 1 : parts / Strip<W>::kParts * Strip<W>::kParts;  // whole panels
 }
 
 // Scales of a tile's columns, [groups][16] a panel; k steps are counted from first_k.
@@ -85,49 +84,58 @@ struct Scales {
   int shift;  // a group is 2^shift k steps
 };
 
-// sum[rows][panels * 16] (+)= x[rows][depth] times `Panels` panels, which lie panel_stride apart.
+// sum[rows][parts * kColumns] (+)= x[rows][depth] times `Parts` parts of panels that lie
+// panel_stride apart.
 //
-// One panel is one stream of memory, too few to hide its latency, so a one-panel tile fetches what
+// One panel is one stream of memory, too few to hide its latency, so a one-part tile fetches what
 // comes after it into L2 as four streams: a quarter apart, from ahead, each ahead_step bytes
 // further every four cache lines.  Wide tiles read as many streams as they have panels anyway.
-template <class W, int Rows, int Panels>
+template <class W, int Rows, int Parts>
 void tile(const typename Storage<W>::Acc* x, int64_t x_stride, const W* weight,
           int64_t panel_stride, int64_t depth, typename Storage<W>::Acc* sum, int64_t sum_stride,
           const char* ahead, int64_t ahead_step, int64_t quarter, bool first,
           const Scales& scales) {
   using Acc = typename Storage<W>::Acc;
-  constexpr int kVectors = Strip<W>::kVectors;
-  Vector<Acc> acc[Rows][Panels * kVectors];
+  constexpr int kVectors = Strip<W>::kVectors, kParts = Strip<W>::kParts;
+  Vector<Acc> acc[Rows][Parts * kVectors];
 #pragma GCC unroll 16
   for (int r = 0; r < Rows; ++r)
 #pragma GCC unroll 16
-    for (int v = 0; v < Panels * kVectors; ++v)
+    for (int v = 0; v < Parts * kVectors; ++v)
       acc[r][v] = first ? Vector<Acc>{} : load(sum + r * sum_stride + v * kLanes<Acc>);
-  auto step = [&](int64_t k) __attribute__((always_inline)) {
+  const auto read = [&](int64_t k, int p, Vector<Acc>* strip) __attribute__((always_inline)) {
+    const W* part = weight + p / kParts * panel_stride + p % kParts * Strip<W>::kColumns;
 #pragma GCC unroll 16
-    for (int p = 0; p < Panels; ++p) {
-      Vector<Acc> strip[kVectors];
+    for (int v = 0; v < kVectors; ++v)
+      strip[v] = Strip<W>::read(part + k * Strip<W>::kStride, v);
+    if constexpr (Strip<W>::kGrouped) {
+      const float* group =
+          scales.data + p * scales.panel_stride + ((scales.first_k + k) >> scales.shift) * kPanel;
 #pragma GCC unroll 16
-      for (int v = 0; v < kVectors; ++v)
-        strip[v] = Strip<W>::read(weight + p * panel_stride + k * Strip<W>::kStride, v);
-      if constexpr (Strip<W>::kGrouped) {
-        const float* group =
-            scales.data + p * scales.panel_stride + ((scales.first_k + k) >> scales.shift) * kPanel;
+      for (int v = 0; v < kVectors; ++v) strip[v] *= load(group + v * kLanes<float>);
+    }
+  };
+  // All strips of a k step first where registers hold them: each factor is then read once.
+  constexpr bool kTogether = (Rows + 1) * Parts * kVectors + 2 <= kNumRegisters;
+  constexpr int kSteps = kTogether ? 1 : Parts, kWide = Parts / kSteps;
+  const auto step = [&](int64_t k) __attribute__((always_inline)) {
 #pragma GCC unroll 16
-        for (int v = 0; v < kVectors; ++v) strip[v] *= load(group + v * kLanes<float>);
-      }
+    for (int p = 0; p < Parts; p += kWide) {
+      Vector<Acc> strip[kWide * kVectors];
+#pragma GCC unroll 16
+      for (int q = 0; q < kWide; ++q) read(k, p + q, strip + q * kVectors);
 #pragma GCC unroll 16
       for (int r = 0; r < Rows; ++r) {
         const Vector<Acc> factor = splat(x[r * x_stride + k]);
 #pragma GCC unroll 16
-        for (int v = 0; v < kVectors; ++v)
+        for (int v = 0; v < kWide * kVectors; ++v)
           acc[r][p * kVectors + v] = fma(factor, strip[v], acc[r][p * kVectors + v]);
       }
     }
   };
   int64_t k = 0;
-  if constexpr (Panels == 1) {
-    constexpr int kPerLine = std::max(1, 64 / int(Strip<W>::kStride * sizeof(W)));  // k steps of a cache line
+  if constexpr (Parts == 1) {
+    constexpr int kPerLine = std::max(1, 64 / int(Strip<W>::kStride * sizeof(W)));  // k steps
     for (; k + 4 * kPerLine <= depth; k += 4 * kPerLine, ahead += ahead_step) {
 #pragma GCC unroll 8
       for (int u = 0; u < 4 * kPerLine; ++u) {
@@ -140,7 +148,7 @@ void tile(const typename Storage<W>::Acc* x, int64_t x_stride, const W* weight,
 #pragma GCC unroll 16
   for (int r = 0; r < Rows; ++r)
 #pragma GCC unroll 16
-    for (int v = 0; v < Panels * kVectors; ++v)
+    for (int v = 0; v < Parts * kVectors; ++v)
       store(sum + r * sum_stride + v * kLanes<Acc>, acc[r][v]);
 }
 
@@ -185,33 +193,34 @@ using Tile = void (*)(const typename Storage<W>::Acc*, int64_t, const W*, int64_
                       typename Storage<W>::Acc*, int64_t, const char*, int64_t, int64_t, bool,
                       const Scales&);
 
-// The register tile of `rows` rows (at most kTileRows) that is `panels` panels wide: 1, what suits
+// The register tile of `rows` rows (at most kTileRows) that is `parts` parts wide: 1, what suits
 // these rows, or what suits the largest tile, which all tiles of a block share.
 template <class W, int Rows>
-Tile<W> pick_width(int64_t panels) {
-  constexpr int kOwn = tile_panels<W>(Rows), kShared = tile_panels<W>(kTileRows<W>);
-  if (panels == kOwn) return tile<W, Rows, kOwn>;
-  if (panels == kShared) return tile<W, Rows, kShared>;
-  TORCH_INTERNAL_ASSERT(panels == 1);
+Tile<W> pick_width(int64_t parts) {
+  constexpr int kOwn = tile_parts<W>(Rows), kShared = tile_parts<W>(kTileRows<W>);
+  if (parts == kOwn) return tile<W, Rows, kOwn>;
+  if (parts == kShared) return tile<W, Rows, kShared>;
+  TORCH_INTERNAL_ASSERT(parts == 1);
   return tile<W, Rows, 1>;
 }
 
 template <class W>
-Tile<W> pick_tile(int64_t rows, int64_t panels) {
+Tile<W> pick_tile(int64_t rows, int64_t parts) {
   switch (rows) {
-    case 1: return pick_width<W, 1>(panels);
-    case 2: return pick_width<W, 2>(panels);
-    case 3: return pick_width<W, 3>(panels);
-    case 4: return pick_width<W, 4>(panels);
-    case 5: return pick_width<W, 5>(panels);
-    default: return pick_width<W, 6>(panels);
+    case 1: return pick_width<W, 1>(parts);
+    case 2: return pick_width<W, 2>(parts);
+    case 3: return pick_width<W, 3>(parts);
+    case 4: return pick_width<W, 4>(parts);
+    case 5: return pick_width<W, 5>(parts);
+    default: return pick_width<W, 6>(parts);
   }
 }
 
-// The 16 results of a strip, by lane, in whatever registers there are.
+// 16 results of a strip, by lane, in whatever registers there are.
+constexpr int kNumLanes = 16;
 template <class T>
 struct LanesOf {
-  typedef T type __attribute__((vector_size(kPanel * sizeof(T))));
+  typedef T type __attribute__((vector_size(kNumLanes * sizeof(T))));
 };
 template <class T>
 using Lanes = typename LanesOf<T>::type;
@@ -226,7 +235,7 @@ COMPILESPEC_INLINE Lanes<uint16_t> round_lanes(Lanes<float> value, c10::BFloat16
 }
 COMPILESPEC_INLINE Lanes<uint16_t> round_lanes(Lanes<float> value, c10::Half*) {
   Lanes<uint16_t> result;
-  for (int i = 0; i < kPanel; ++i) result[i] = c10::Half(value[i]).x;
+  for (int i = 0; i < kNumLanes; ++i) result[i] = c10::Half(value[i]).x;
   return result;
 }
 template <class Acc>
@@ -234,128 +243,120 @@ COMPILESPEC_INLINE Lanes<Acc> round_lanes(Lanes<Acc> value, Acc*) {
   return value;
 }
 
-// From the order of a strip's lanes to that of the columns.
-template <class W, class T>
-COMPILESPEC_INLINE auto to_columns(T value) {
-  if constexpr (Strip<W>::column(1) == 1) {
-    return value;
-  } else {
-    static_assert(Strip<W>::column(1) == 8 && Strip<W>::column(2) == 1);
-#if defined(__clang__)
-    return __builtin_shufflevector(value, value, 0, 2, 4, 6, 8, 10, 12, 14, 1, 3, 5, 7, 9, 11, 13,
-                                   15);
-#else
-    using Index = std::conditional_t<sizeof(T) == kPanel * 2, uint16_t, uint32_t>;
-    return __builtin_shuffle(
-        value, Lanes<Index>{0, 2, 4, 6, 8, 10, 12, 14, 1, 3, 5, 7, 9, 11, 13, 15});
-#endif
-  }
-}
-
 // Scale, add the bias, round once, write the columns that exist.
 template <class W, class Out, bool kBias>
 void finish(const Problem<W>& problem, const typename Storage<W>::Acc* sum, int64_t sum_stride,
-            int64_t first_row, int64_t rows, int64_t panel, int64_t panels) {
+            int64_t first_row, int64_t rows, int64_t part, int64_t parts) {
   using Acc = typename Storage<W>::Acc;
-  for (int64_t p = 0; p < panels; ++p) {
-    const int64_t first = (panel + p) * kPanel,
-                  columns = std::min<int64_t>(kPanel, problem.num_columns - first);
+  constexpr int kRun = 8;  // lanes that are neighbouring columns
+  for (int64_t lane = 0; lane < parts * Strip<W>::kColumns; lane += kNumLanes) {
+    const int64_t base = (part + lane / Strip<W>::kColumns) * Strip<W>::kColumns;
+    const auto column = [&](int i) {
+      return base + Strip<W>::column(int(lane % Strip<W>::kColumns) + i);
+    };
     Lanes<Acc> scale = {}, bias = {};
-    for (int i = 0; i < kPanel; ++i) {
-      const int64_t c = Strip<W>::column(i);
-      if constexpr (Strip<W>::kScaled) scale[i] = problem.scale[first + c] * Strip<W>::kFactor;
-      if (kBias && c < columns) bias[i] = problem.bias[first + c];
+    for (int i = 0; i < kNumLanes; ++i) {
+      if constexpr (Strip<W>::kScaled) scale[i] = problem.scale[column(i)] * Strip<W>::kFactor;
+      if (kBias && column(i) < problem.num_columns) bias[i] = problem.bias[column(i)];
     }
+    const bool whole = column(kNumLanes - 1) < problem.num_columns;
     for (int64_t r = 0; r < rows; ++r) {
-      const Acc* from = sum + r * sum_stride + p * kPanel;
-      Out* to = (Out*)problem.out + (first_row + r) * problem.num_columns + first;
       Lanes<Acc> value;
-      std::memcpy(&value, from, sizeof(value));
+      std::memcpy(&value, sum + r * sum_stride + lane, sizeof(value));
       if constexpr (Strip<W>::kScaled) value *= scale;
       if constexpr (kBias) value += bias;
-      const auto ordered = to_columns<W>(round_lanes(value, (Out*)nullptr));
-      Out rounded[kPanel];
-      std::memcpy(rounded, &ordered, sizeof(rounded));
-      if (columns == kPanel)
-        std::memcpy(to, rounded, sizeof(rounded));
+      const auto rounded = round_lanes(value, (Out*)nullptr);
+      Out results[kNumLanes];
+      std::memcpy(results, &rounded, sizeof(results));
+      Out* to = (Out*)problem.out + (first_row + r) * problem.num_columns;
+      if (whole)
+        for (int i = 0; i < kNumLanes; i += kRun)
+          std::memcpy(to + column(i), results + i, kRun * sizeof(Out));
       else
-        std::copy_n(rounded, columns, to);
+        for (int i = 0; i < kNumLanes; ++i)
+          if (column(i) < problem.num_columns) to[column(i)] = results[i];
     }
   }
 }
 
 template <class W, class Out>
 void finish(const Problem<W>& problem, const typename Storage<W>::Acc* sum, int64_t sum_stride,
-            int64_t first_row, int64_t rows, int64_t panel, int64_t panels) {
+            int64_t first_row, int64_t rows, int64_t part, int64_t parts) {
   if (problem.bias)
-    finish<W, Out, true>(problem, sum, sum_stride, first_row, rows, panel, panels);
+    finish<W, Out, true>(problem, sum, sum_stride, first_row, rows, part, parts);
   else
-    finish<W, Out, false>(problem, sum, sum_stride, first_row, rows, panel, panels);
+    finish<W, Out, false>(problem, sum, sum_stride, first_row, rows, part, parts);
 }
 
 template <class W>
 void finish_any(const Problem<W>& problem, const typename Storage<W>::Acc* sum, int64_t sum_stride,
-                int64_t first_row, int64_t rows, int64_t panel, int64_t panels) {
+                int64_t first_row, int64_t rows, int64_t part, int64_t parts) {
   if constexpr (std::is_same_v<W, double>) {
-    finish<W, double>(problem, sum, sum_stride, first_row, rows, panel, panels);
+    finish<W, double>(problem, sum, sum_stride, first_row, rows, part, parts);
   } else if (problem.x_type == c10::ScalarType::Float) {
-    finish<W, float>(problem, sum, sum_stride, first_row, rows, panel, panels);
+    finish<W, float>(problem, sum, sum_stride, first_row, rows, part, parts);
   } else if (problem.x_type == c10::ScalarType::BFloat16) {
-    finish<W, c10::BFloat16>(problem, sum, sum_stride, first_row, rows, panel, panels);
+    finish<W, c10::BFloat16>(problem, sum, sum_stride, first_row, rows, part, parts);
   } else {
-    finish<W, c10::Half>(problem, sum, sum_stride, first_row, rows, panel, panels);
+    finish<W, c10::Half>(problem, sum, sum_stride, first_row, rows, part, parts);
   }
 }
 
-// One row block against panels [panel, end): a block of one register tile runs through the whole
+// One row block against parts [part, end): a block of one register tile runs through the whole
 // depth at once; several tiles share each piece of a panel while it is in L1, their sums waiting in
 // scratch (the chain of fma is the same).
 template <class W>
 void run_block(const Problem<W>& problem, const typename Storage<W>::Acc* x, int64_t x_stride,
-               int64_t first_row, int64_t rows, int64_t panel, int64_t end,
+               int64_t first_row, int64_t rows, int64_t part, int64_t end,
                std::vector<typename Storage<W>::Acc>& sums) {
-  constexpr int kRows = kTileRows<W>;
+  constexpr int kRows = kTileRows<W>, kStride = Strip<W>::kStride, kParts = Strip<W>::kParts;
   const int64_t num_tiles = (rows + kRows - 1) / kRows, short_tile = rows / num_tiles,
                 num_long = rows % num_tiles;
-  const int width = tile_panels<W>(num_tiles == 1 ? int(rows) : kRows);
+  const int width = tile_parts<W>(num_tiles == 1 ? int(rows) : kRows);
   const int64_t piece = num_tiles == 1 && width > 1 ? problem.depth : kDepth,
-                panel_stride = problem.depth * Strip<W>::kStride;
-  while (panel < end) {
-    const bool wide = end - panel >= width;
-    const int64_t panels = wide ? width : 1, sum_stride = panels * kPanel;
+                panel_stride = problem.depth * kStride;
+  while (part < end) {
+    const int64_t parts = end - part >= width ? width : 1, sum_stride = parts * Strip<W>::kColumns,
+                  place = part % kParts;  // in its panel
     sums.resize(size_t(rows * sum_stride));
-    const Tile<W> kernel = pick_tile<W>(short_tile, panels),
-                  long_kernel = num_long ? pick_tile<W>(short_tile + 1, panels) : kernel;
+    const Tile<W> kernel = pick_tile<W>(short_tile, parts),
+                  long_kernel = num_long ? pick_tile<W>(short_tile + 1, parts) : kernel;
     for (int64_t k = 0; k < std::max<int64_t>(problem.depth, 1); k += piece) {
-      const W* weight = problem.weight + panel * panel_stride + k * Strip<W>::kStride;
-      const Scales scales{problem.scale + panel * problem.num_groups * kPanel,
+      const W* panel = problem.weight + part / kParts * panel_stride + k * kStride;
+      const Scales scales{problem.scale + part * problem.num_groups * kPanel,
                           problem.num_groups * kPanel, k, problem.group_shift};
       const int64_t depth = std::min(piece, problem.depth - k);
+      // What comes after the panel is fetched once by all tiles of all its parts.
+      const int64_t num_runs = num_tiles * kParts, bytes = kStride * int64_t(sizeof(W)),
+                    quarter = depth * bytes / 4, step = std::max<int64_t>(bytes, 64) / num_runs;
       for (int64_t t = 0, r = 0; t < num_tiles; ++t) {
         const bool is_long = t < num_long;
-        const int64_t quarter = depth * Strip<W>::kStride * int64_t(sizeof(W)) / 4,
-                      step = std::max<int64_t>(Strip<W>::kStride * sizeof(W), 64) / num_tiles;
-        const char* ahead = (const char*)(weight + depth * Strip<W>::kStride) + quarter * t / num_tiles;
-        (is_long ? long_kernel : kernel)(x + r * x_stride + k, x_stride, weight, panel_stride,
-                                         depth, sums.data() + r * sum_stride, sum_stride, ahead,
-                                         step, quarter, k == 0, scales);
+        const char* ahead = (const char*)(panel + depth * kStride) +
+                            quarter * (place * num_tiles + t) / num_runs;
+        (is_long ? long_kernel : kernel)(x + r * x_stride + k, x_stride,
+                                         panel + place * Strip<W>::kColumns, panel_stride, depth,
+                                         sums.data() + r * sum_stride, sum_stride, ahead, step,
+                                         quarter, k == 0, scales);
         r += short_tile + is_long;
       }
       if (problem.depth == 0) break;
     }
-    finish_any(problem, sums.data(), sum_stride, first_row, rows, panel, panels);
-    panel += panels;
+    finish_any(problem, sums.data(), sum_stride, first_row, rows, part, parts);
+    part += parts;
   }
 }
 
 template <class W>
 void run(const Problem<W>& problem) {
   using Acc = typename Storage<W>::Acc;
+  constexpr int kParts = Strip<W>::kParts, kColumns = Strip<W>::kColumns;
   const int64_t fit = (256 << 10) / int64_t(sizeof(Acc)) / std::max<int64_t>(problem.depth, 1);
   const int64_t block = std::clamp<int64_t>(fit, 24, 192);  // rows whose x stays in L2
   const int64_t num_blocks = (problem.num_rows + block - 1) / block;
+  const int64_t num_parts = (problem.num_columns + kColumns - 1) / kColumns;
   const double read_ns = double(problem.depth * Strip<W>::kStride * sizeof(W)) / 12;
-  const double compute_ns = double(std::min(block, problem.num_rows) * problem.depth * kPanel) / 30;
+  const double compute_ns =
+      double(std::min(block, problem.num_rows) * problem.depth * kColumns * kParts) / 30;
   const auto grain =
       int64_t(8000 / (std::max(read_ns, compute_ns) + 50)) + 1;  // 8 us pays for waking a thread
   at::parallel_for(0, num_blocks * problem.num_panels, grain, [&](int64_t unit, int64_t end) {
@@ -368,7 +369,8 @@ void run(const Problem<W>& problem) {
       int64_t stride;
       const Acc* x = widen<Acc>(problem.x, problem.x_type, problem.x_stride, first_row, rows,
                                 problem.depth, wide_x, &stride);
-      run_block(problem, x, stride, first_row, rows, panel, last, sums);
+      run_block(problem, x, stride, first_row, rows, panel * kParts,
+                std::min(num_parts, last * kParts), sums);
       unit += last - panel;
     }
   });

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from compilespec.ops.packed_linear import PANEL
+from compilespec.ops.packed_linear import pack_weight
 from compilespec.ops.quantized_linear import LAYOUTS
 from compilespec.passes.cleanup import drop_unused_inputs
 from compilespec.passes.graph import add_input
@@ -40,7 +40,8 @@ def prepack_linears(gm: fx.GraphModule, ctx: PassContext) -> int:
         )
         packed = add_input(gm, ctx, spec)
         value = linear.weight.meta["val"]
-        packed.meta["val"] = value.new_empty((-(-value.shape[0] // PANEL), value.shape[1], PANEL))
+        with value.fake_mode:
+            packed.meta["val"] = pack_weight(value)
         with gm.graph.inserting_before(linear.node):
             node = gm.graph.call_function(
                 torch.ops.compilespec.packed_linear.default,

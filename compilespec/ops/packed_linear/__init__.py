@@ -12,13 +12,15 @@ from torch import Tensor
 
 from compilespec.ops._library import define_op
 from compilespec.ops.packed_linear.reference import (
-    PANEL,
     packed_linear_reference,
+    panel_columns,
     unpack_weight,
 )
 from compilespec.ops.packed_linear.reference import pack_weight as _pack_weight_reference
 
-__all__ = ["PANEL", "pack_weight", "packed_linear", "packed_linear_reference", "unpack_weight"]
+__all__ = [
+    "pack_weight", "packed_linear", "packed_linear_reference", "panel_columns", "unpack_weight",
+]  # fmt: skip
 
 
 def pack_weight(weight_NK: Tensor) -> Tensor:
@@ -33,7 +35,8 @@ def packed_linear(x: Tensor, packed: Tensor, bias_N: Tensor | None, out_features
 
 def _pack_weight_fake(weight_NK: Tensor) -> Tensor:
     num_columns, depth = weight_NK.shape
-    return weight_NK.new_empty(((num_columns + PANEL - 1) // PANEL, depth, PANEL))
+    width = panel_columns(weight_NK.dtype)
+    return weight_NK.new_empty((-(-num_columns // width), depth, width))
 
 
 def _packed_linear_fake(

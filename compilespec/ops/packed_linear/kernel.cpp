@@ -39,17 +39,19 @@ void start(const at::Tensor& x, const at::Tensor& packed, const c10::optional<at
 at::Tensor packed_linear(const at::Tensor& x, const at::Tensor& packed,
                          const c10::optional<at::Tensor>& bias, int64_t out_features) {
   using c10::ScalarType;
-  TORCH_CHECK(packed.dim() == 3 && packed.size(2) == kPanel && packed.is_contiguous(),
-              "packed_linear: expected a contiguous packed weight [panels, K, 16], got ",
-              packed.sizes());
+  const auto type = packed.scalar_type();
+  const int64_t columns =
+      type == ScalarType::BFloat16 ? Strip<c10::BFloat16>::kStride : int64_t(kPanel);
+  TORCH_CHECK(packed.dim() == 3 && packed.size(2) == columns && packed.is_contiguous(),
+              "packed_linear: expected a contiguous packed weight [panels, K, ", columns,
+              "], got ", packed.sizes());
   TORCH_CHECK(x.dim() >= 1 && x.size(-1) == packed.size(1), "packed_linear: expected x [..., ",
               packed.size(1), "], got ", x.sizes());
-  TORCH_CHECK((out_features + kPanel - 1) / kPanel == packed.size(0),
+  TORCH_CHECK((out_features + columns - 1) / columns == packed.size(0),
               "packed_linear: ", packed.size(0), " panels do not hold ", out_features,
               " output features");
   TORCH_CHECK(!bias || (bias->dim() == 1 && bias->size(0) == out_features),
               "packed_linear: expected bias [", out_features, "]");
-  const auto type = packed.scalar_type();
   TORCH_CHECK((x.scalar_type() == ScalarType::Double) == (type == ScalarType::Double),
               "packed_linear: float64 x and weight go together, got ", x.scalar_type(), " and ",
               type);

@@ -48,12 +48,11 @@ struct Storage<Float8> {
 
 namespace packed_linear {
 
-struct QuantisedStrip {
+struct QuantisedStrip : PlainStrip {
   using Acc = float;
-  static constexpr int kStride = kPanel, kVectors = kPanel / kLanes<float>;
-  static constexpr bool kScaled = true, kGrouped = false;
+  static constexpr int kVectors = kPanel / kLanes<float>;
+  static constexpr bool kScaled = true;
   static constexpr float kFactor = 1;  // of the scale
-  static constexpr int column(int lane) { return lane; }
 };
 
 COMPILESPEC_INLINE Vector<float> widen_int8(const void* source) {
