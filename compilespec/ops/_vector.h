@@ -107,7 +107,7 @@ COMPILESPEC_INLINE Vector<double> fma(Vector<double> a, Vector<double> b, Vector
 
 // 2 * kLanes stored elements as two accumulator vectors, lo and hi.  bfloat16 splits into even and
 // odd elements (one shift, one mask, no lane crossing); the other types into first and second half.
-// kPairIndex says which is which.
+// store_pair() is the way back, rounded to nearest even.
 template <class T>
 struct Storage;
 
@@ -117,9 +117,10 @@ struct DirectStorage {
   static constexpr int kPair = 2 * kLanes<T>;
   static COMPILESPEC_INLINE Vector<T> lo(const T* source) { return load(source); }
   static COMPILESPEC_INLINE Vector<T> hi(const T* source) { return load(source + kLanes<T>); }
-  static constexpr int element(int lane) {
-    return lane;
-  }  // lane 0..kPair-1 of (lo, hi) -> stored element
+  static COMPILESPEC_INLINE void store_pair(T* target, Vector<T> lo, Vector<T> hi) {
+    store(target, lo);
+    store(target + kLanes<T>, hi);
+  }
 };
 template <>
 struct Storage<float> : DirectStorage<float> {};
@@ -141,8 +142,16 @@ struct Storage<c10::BFloat16> {
   static COMPILESPEC_INLINE Vector<float> hi(const c10::BFloat16* source) {
     return (Vector<float>)(words(source) & 0xffff0000u);
   }
-  static constexpr int element(int lane) {
-    return lane < kLanes<float> ? 2 * lane : 2 * (lane - kLanes<float>)+1;
+  // The bits of the rounded values, in the high halves of the words.
+  static COMPILESPEC_INLINE VectorU32 round(Vector<float> value) {
+    const VectorU32 bits = (VectorU32)value, nan = VectorU32{} + 0x7fc00000u;
+    return ((bits & 0x7fffffffu) > 0x7f800000u ? nan : bits + 0x7fffu + ((bits >> 16) & 1u)) &
+           0xffff0000u;
+  }
+  static COMPILESPEC_INLINE void store_pair(c10::BFloat16* target, Vector<float> lo,
+                                            Vector<float> hi) {
+    const VectorU32 value = (round(lo) >> 16) | round(hi);
+    std::memcpy(target, &value, sizeof(value));
   }
 };
 
@@ -164,7 +173,13 @@ struct Storage<c10::Half> {
   static COMPILESPEC_INLINE Vector<float> hi(const c10::Half* source) {
     return lo(source + kLanes<float>);
   }
-  static constexpr int element(int lane) { return lane; }
+  static COMPILESPEC_INLINE void store_pair(c10::Half* target, Vector<float> lo,
+                                            Vector<float> hi) {
+    for (int i = 0; i < kLanes<float>; ++i) {
+      target[i] = c10::Half(lo[i]);
+      target[i + kLanes<float>] = c10::Half(hi[i]);
+    }
+  }
 };
 
 // Round to nearest even like torch; written on the bits so that the compiler can vectorise a loop
@@ -177,7 +192,6 @@ COMPILESPEC_INLINE void convert(float source, c10::BFloat16* target) {
 }
 COMPILESPEC_INLINE void convert(float source, c10::Half* target) { *target = c10::Half(source); }
 COMPILESPEC_INLINE void convert(float source, float* target) { *target = source; }
-COMPILESPEC_INLINE void convert(double source, double* target) { *target = source; }
 
 // exp(x) for x <= 88, under 2 ulp; exactly 0 below the smallest normal result, NaN for NaN, exactly
 // 1 for 0.
@@ -270,6 +284,40 @@ COMPILESPEC_INLINE void sum_lanes_4<float>(const Vector<float>* value, float* ta
   const __m128 ab = _mm_add_ps(_mm_unpacklo_ps(a, b), _mm_unpackhi_ps(a, b));  // a02 b02 a13 b13
   const __m128 cd = _mm_add_ps(_mm_unpacklo_ps(c, d), _mm_unpackhi_ps(c, d));
   _mm_storeu_ps(target, _mm_add_ps(_mm_movelh_ps(ab, cd), _mm_movehl_ps(cd, ab)));
+}
+#endif
+
+// Lane sums of 4 x 4 vectors; the same tree for each of them.
+template <class Acc>
+COMPILESPEC_INLINE void sum_lanes_16(const Vector<Acc> (*value)[4], Acc (*target)[4]) {
+  for (int i = 0; i < 4; ++i) sum_lanes_4<Acc>(value[i], target[i]);
+}
+
+#if defined(__AVX512F__)
+template <>
+COMPILESPEC_INLINE void sum_lanes_16<float>(const Vector<float> (*value)[4], float (*target)[4]) {
+  // Halves, then quarters, of two vectors at a time are added into one vector; a quarter of four
+  // sums to one element of it.
+  __m512 eight[8], four[4], two[2];
+#pragma GCC unroll 8
+  for (int i = 0; i < 8; ++i) {
+    const __m512 a = (__m512)value[i / 4][i % 4], b = (__m512)value[2 + i / 4][i % 4];
+    eight[i] = _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x44), _mm512_shuffle_f32x4(a, b, 0xee));
+  }
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; ++i)  // rows 0 2 1 3
+    four[i] = _mm512_add_ps(_mm512_shuffle_f32x4(eight[i], eight[4 + i], 0x88),
+                            _mm512_shuffle_f32x4(eight[i], eight[4 + i], 0xdd));
+#pragma GCC unroll 2
+  for (int i = 0; i < 2; ++i)
+    two[i] = _mm512_add_ps(_mm512_unpacklo_ps(four[2 * i], four[2 * i + 1]),
+                           _mm512_unpackhi_ps(four[2 * i], four[2 * i + 1]));
+  const __m512d low = _mm512_castps_pd(two[0]), high = _mm512_castps_pd(two[1]);
+  const __m512 sum = _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(low, high)),
+                                   _mm512_castpd_ps(_mm512_unpackhi_pd(low, high)));
+  float rows[16];
+  _mm512_storeu_ps(rows, _mm512_shuffle_f32x4(sum, sum, 0xd8));
+  std::memcpy(target, rows, sizeof(rows));
 }
 #endif
 

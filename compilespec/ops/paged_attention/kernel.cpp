@@ -152,7 +152,7 @@ struct Worker {
     num_rows = next.num_tokens * group;
     lo.resize(size_t(num_rows));
     hi.resize(size_t(num_rows));
-    query.assign(size_t(num_rows * key_pad), Acc(0));
+    query.resize(size_t(num_rows * key_pad));
     scores.resize(size_t(num_rows * kChunk));
     alpha.resize(size_t(num_rows));
     for (int64_t r = 0; r < num_rows; ++r) {
@@ -161,37 +161,53 @@ struct Worker {
       hi[r] = problem.position[token] + 1;
       const T* source = token_ptr<T>(problem.query, problem, token, head * group + r % group);
       Acc* target = query.data() + r * key_pad;
-      for (int64_t h = 0; h < key_pad; h += kPair)
-        for (int lane = 0; lane < kPair; ++lane) {
-          const int64_t element = h + Storage<T>::element(lane);
-          if (element < problem.head_dim) target[h + lane] = Acc(source[element]);
+      T last[kPair] = {};
+      for (int64_t h = 0; h < key_pad; h += kPair) {
+        const T* pair = source + h;
+        if (h + kPair > problem.head_dim) {
+          std::copy_n(pair, problem.head_dim - h, last);
+          pair = last;
         }
+        store(target + h, Storage<T>::lo(pair));
+        store(target + h + kL, Storage<T>::hi(pair));
+      }
     }
   }
 
-  // Point keys/values at the cells of [begin, end) in the chunk at base; other cells at zeros.
-  void gather(int64_t base, int64_t begin, int64_t end) {
-    std::fill_n(keys, kChunk, zeros.data());
-    std::fill_n(values, kChunk, zeros.data());
+  // Point keys/values at the cells of [begin, end) in the chunk at base; absent ones, and the rest of
+  // the first and the last group of keys, at zeros.  Returns whether all are present.
+  bool gather(int64_t base, int64_t begin, int64_t end) {
+    std::fill(keys + (begin - base) / kGroupKeys * kGroupKeys, keys + (begin - base), zeros.data());
+    std::fill(keys + (end - base), keys + (end - base + kGroupKeys - 1) / kGroupKeys * kGroupKeys,
+              zeros.data());
     const int32_t* table = problem.table + problem.row[tile->first_token] * problem.table_blocks;
+    const int64_t key_stride = problem.num_kv_heads * problem.head_dim,
+                  value_stride = problem.num_kv_heads * problem.value_dim;
+    bool all_present = true;
     for (int64_t key = begin; key < end;) {
       const int64_t index = key / problem.block_size,
                     stop = std::min(end, (index + 1) * problem.block_size);
       const int64_t block = index < problem.table_blocks ? table[index] : -1;
-      const bool valid = block >= 0 && block < problem.num_blocks;
-      for (; key < stop; ++key) {
+      if (block < 0 || block >= problem.num_blocks) {
+        for (; key < stop; ++key) {
+          present[key - base] = all_present = false;
+          keys[key - base] = values[key - base] = zeros.data();
+        }
+        continue;
+      }
+      const int64_t cell = block * problem.block_size + key % problem.block_size;
+      const T* from_key =
+          (const T*)problem.key_cache + cell * key_stride + kv_head * problem.head_dim;
+      const T* from_value =
+          (const T*)problem.value_cache + cell * value_stride + kv_head * problem.value_dim;
+      for (; key < stop; ++key, from_key += key_stride, from_value += value_stride) {
         const int64_t i = key - base;
-        present[i] = valid;
-        if (!valid) continue;
-        const int64_t cell =
-            (block * problem.block_size + key % problem.block_size) * problem.num_kv_heads +
-            kv_head;
-        keys[i] = pad((const T*)problem.key_cache + cell * problem.head_dim, problem.head_dim,
-                      key_pad, key_copy, i);
-        values[i] = pad((const T*)problem.value_cache + cell * problem.value_dim, problem.value_dim,
-                        value_pad, value_copy, i);
+        present[i] = true;
+        keys[i] = pad(from_key, problem.head_dim, key_pad, key_copy, i);
+        values[i] = pad(from_value, problem.value_dim, value_pad, value_copy, i);
       }
     }
+    return all_present;
   }
 
   static const T* pad(const T* source, int64_t size, int64_t padded, std::vector<T>& copy,
@@ -229,13 +245,14 @@ struct Worker {
           for (int r = 0; r < Rows; ++r) acc[r][i] = fma(part[r], key, acc[r][i]);
         }
       }
-#pragma GCC unroll 4
-      for (int r = 0; r < Rows; ++r) {
-        Acc* target = scores.data() + (row + r) * kChunk + j;
-        sum_lanes_4<Acc>(acc[r], target);
-#pragma GCC unroll 4
-        for (int i = 0; i < kGroupKeys; ++i) target[i] *= scale;
-      }
+      Acc sums[Rows][kGroupKeys];
+      if constexpr (Rows == 4)
+        sum_lanes_16<Acc>(acc, sums);
+      else
+        for (int r = 0; r < Rows; ++r) sum_lanes_4<Acc>(acc[r], sums[r]);
+      for (int r = 0; r < Rows; ++r)
+        for (int i = 0; i < kGroupKeys; ++i)
+          scores[(row + r) * kChunk + j + i] = sums[r][i] * scale;
     }
   }
 
@@ -361,9 +378,7 @@ struct Worker {
     for (int64_t base = segment * kSegment; base < (segment + 1) * kSegment; base += kChunk) {
       const int64_t begin = std::max(base, tile->lo), end = std::min(base + kChunk, tile->hi);
       if (begin >= end) continue;
-      gather(base, begin, end);
-      const bool all_present =
-          std::all_of(present + (begin - base), present + (end - base), [](bool b) { return b; });
+      const bool all_present = gather(base, begin, end);
       const int64_t first = (begin - base) / kGroupKeys * kGroupKeys, last = end - base;
       in_groups([&](auto rows, int64_t row) { score<rows()>(row, first, last); });
       for (int64_t row = 0; row < num_rows; ++row) soften(row, base, all_present);
@@ -414,11 +429,16 @@ struct Worker {
       const Acc factor = total == 0 ? Acc(0) : keep / total;
       T* target = (T*)problem.out + (token * problem.num_heads + head) * problem.value_dim;
       const Acc* source = out.data() + r * value_pad;
-      for (int64_t h = 0; h < value_pad; h += kPair)
-        for (int lane = 0; lane < kPair; ++lane) {
-          const int64_t element = h + Storage<T>::element(lane);
-          if (element < problem.value_dim) convert(source[h + lane] * factor, target + element);
+      for (int64_t h = 0; h < value_pad; h += kPair) {
+        const Vec lo = load(source + h) * factor, hi = load(source + h + kL) * factor;
+        if (h + kPair <= problem.value_dim) {
+          Storage<T>::store_pair(target + h, lo, hi);
+          continue;
         }
+        T last[kPair];
+        Storage<T>::store_pair(last, lo, hi);
+        std::copy_n(last, problem.value_dim - h, target + h);
+      }
     }
   }
 };
