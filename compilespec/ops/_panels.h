@@ -73,7 +73,8 @@ constexpr int tile_parts(int rows) {
   // Measured: with 16 registers, beyond a row or two one prefetched part beats several that are
   // not.
   if (kNumRegisters == 16 && rows * 4 > 2 * int(sizeof(W))) return 1;
-  const int parts = std::clamp(kBudget / (rows * Strip<W>::kVectors), 1, 4);
+  constexpr int kMost = 4 * kPanel / Strip<W>::kColumns;
+  const int parts = std::clamp(kBudget / (rows * Strip<W>::kVectors), 1, kMost);
   return parts == 1 ? 1 : parts / Strip<W>::kParts * Strip<W>::kParts;  // whole panels
 }
 
@@ -84,17 +85,31 @@ struct Scales {
   int shift;  // a group is 2^shift k steps
 };
 
+// k steps of a panel that share a cache line.
+template <class W>
+constexpr int steps_per_line = std::max(1, 64 / int(Strip<W>::kStride * sizeof(W)));
+
+// Streams of memory that a tile fetches ahead: its panels, or four quarters of a lone one, which is
+// too few to hide latency.
+template <class W>
+constexpr int num_streams(int parts) {
+  return parts == 1 ? 4 : parts / Strip<W>::kParts;
+}
+
+// What a tile fetches into L2 while it computes, its share of what comes after its panels: streams
+// that lie `stride` bytes apart, every four cache lines of a panel `lines` lines of each, `step`
+// bytes further than before.
+struct Ahead {
+  const char* from;
+  int64_t stride, step, lines;
+};
+
 // sum[rows][parts * kColumns] (+)= x[rows][depth] times `Parts` parts of panels that lie
 // panel_stride apart.
-//
-// One panel is one stream of memory, too few to hide its latency, so a one-part tile fetches what
-// comes after it into L2 as four streams: a quarter apart, from ahead, each ahead_step bytes
-// further every four cache lines.  Wide tiles read as many streams as they have panels anyway.
 template <class W, int Rows, int Parts>
 void tile(const typename Storage<W>::Acc* x, int64_t x_stride, const W* weight,
           int64_t panel_stride, int64_t depth, typename Storage<W>::Acc* sum, int64_t sum_stride,
-          const char* ahead, int64_t ahead_step, int64_t quarter, bool first,
-          const Scales& scales) {
+          bool first, const Ahead& ahead, const Scales& scales) {
   using Acc = typename Storage<W>::Acc;
   constexpr int kVectors = Strip<W>::kVectors, kParts = Strip<W>::kParts;
   Vector<Acc> acc[Rows][Parts * kVectors];
@@ -133,16 +148,16 @@ void tile(const typename Storage<W>::Acc* x, int64_t x_stride, const W* weight,
       }
     }
   };
+  constexpr int kStreams = num_streams<W>(Parts), kSteps4 = 4 * steps_per_line<W>;
+  const char* from = ahead.from;
   int64_t k = 0;
-  if constexpr (Parts == 1) {
-    constexpr int kPerLine = std::max(1, 64 / int(Strip<W>::kStride * sizeof(W)));  // k steps
-    for (; k + 4 * kPerLine <= depth; k += 4 * kPerLine, ahead += ahead_step) {
+  for (; k + kSteps4 <= depth; k += kSteps4, from += ahead.step) {
+    for (int64_t line = 0; line < ahead.lines; ++line)
+#pragma GCC unroll 4
+      for (int i = 0; i < kStreams; ++i)
+        __builtin_prefetch(from + i * ahead.stride + line * 64, 0, 2);
 #pragma GCC unroll 8
-      for (int u = 0; u < 4 * kPerLine; ++u) {
-        if (u % kPerLine == 0) __builtin_prefetch(ahead + u / kPerLine * quarter, 0, 2);
-        step(k + u);
-      }
-    }
+    for (int u = 0; u < kSteps4; ++u) step(k + u);
   }
   for (; k < depth; ++k) step(k);
 #pragma GCC unroll 16
@@ -190,8 +205,7 @@ const Acc* widen(const void* x, c10::ScalarType type, int64_t stride, int64_t fi
 
 template <class W>
 using Tile = void (*)(const typename Storage<W>::Acc*, int64_t, const W*, int64_t, int64_t,
-                      typename Storage<W>::Acc*, int64_t, const char*, int64_t, int64_t, bool,
-                      const Scales&);
+                      typename Storage<W>::Acc*, int64_t, bool, const Ahead&, const Scales&);
 
 // The register tile of `rows` rows (at most kTileRows) that is `parts` parts wide: 1, what suits
 // these rows, or what suits the largest tile, which all tiles of a block share.
@@ -317,7 +331,8 @@ void run_block(const Problem<W>& problem, const typename Storage<W>::Acc* x, int
                 panel_stride = problem.depth * kStride;
   while (part < end) {
     const int64_t parts = end - part >= width ? width : 1, sum_stride = parts * Strip<W>::kColumns,
-                  place = part % kParts;  // in its panel
+                  place = part % kParts,  // in its panel
+                  num_panels = std::max<int64_t>(parts / kParts, 1);
     sums.resize(size_t(rows * sum_stride));
     const Tile<W> kernel = pick_tile<W>(short_tile, parts),
                   long_kernel = num_long ? pick_tile<W>(short_tile + 1, parts) : kernel;
@@ -326,17 +341,24 @@ void run_block(const Problem<W>& problem, const typename Storage<W>::Acc* x, int
       const Scales scales{problem.scale + part * problem.num_groups * kPanel,
                           problem.num_groups * kPanel, k, problem.group_shift};
       const int64_t depth = std::min(piece, problem.depth - k);
-      // What comes after the panel is fetched once by all tiles of all its parts.
-      const int64_t num_runs = num_tiles * kParts, bytes = kStride * int64_t(sizeof(W)),
-                    quarter = depth * bytes / 4, step = std::max<int64_t>(bytes, 64) / num_runs;
+      // What comes next is fetched by all the tiles, and by both parts of a panel taken in parts.  One
+      // wide tile alone is bound by memory and reads streams enough: measured, it only loses time.
+      const bool lone = parts == 1;
+      const W* next = k + depth < problem.depth
+                          ? panel + depth * kStride
+                          : problem.weight + (part / kParts + num_panels) * panel_stride;
+      const int64_t num_runs = lone ? num_tiles * kParts : num_tiles, bytes = kStride * int64_t(sizeof(W)),
+                    length = lone ? depth * bytes / 4 : depth * bytes,
+                    step = std::max<int64_t>(bytes, 64) * (lone ? 1 : 4) / num_runs;
+      Ahead ahead{nullptr, lone ? length : panel_stride * int64_t(sizeof(W)), step,
+                  num_tiles == 1 && !lone ? 0 : (step + 63) / 64};
       for (int64_t t = 0, r = 0; t < num_tiles; ++t) {
         const bool is_long = t < num_long;
-        const char* ahead = (const char*)(panel + depth * kStride) +
-                            quarter * (place * num_tiles + t) / num_runs;
+        ahead.from = (const char*)next + length * (place * num_tiles + t) / num_runs;
         (is_long ? long_kernel : kernel)(x + r * x_stride + k, x_stride,
                                          panel + place * Strip<W>::kColumns, panel_stride, depth,
-                                         sums.data() + r * sum_stride, sum_stride, ahead, step,
-                                         quarter, k == 0, scales);
+                                         sums.data() + r * sum_stride, sum_stride, k == 0, ahead,
+                                         scales);
         r += short_tile + is_long;
       }
       if (problem.depth == 0) break;
