@@ -128,8 +128,10 @@ struct Worker {
   std::vector<Acc> query, scores, alpha;
   std::vector<T> key_copy, value_copy, zeros;
   std::vector<Acc> sum, top, out, seg_sum, seg_top, seg_out;
-  const T *keys[kChunk], *values[kChunk];
-  bool present[kChunk];
+  const T *segment_keys[kSegment], *segment_values[kSegment];  // cells of the segment at hand
+  bool segment_present[kSegment];
+  const T **keys, **values;  // of the chunk at hand, in those
+  const bool* present;
 
   // The worker of this thread, whose scratch outlives the call.
   static Worker& start(const Problem& problem) {
@@ -139,9 +141,9 @@ struct Worker {
     worker.key_pad = (problem.head_dim + kPair - 1) / kPair * kPair;
     worker.value_pad = (problem.value_dim + kPair - 1) / kPair * kPair;
     worker.zeros.assign(size_t(std::max(worker.key_pad, worker.value_pad)), T(0));
-    if (worker.key_pad != problem.head_dim) worker.key_copy.resize(size_t(kChunk * worker.key_pad));
+    if (worker.key_pad != problem.head_dim) worker.key_copy.resize(size_t(kSegment * worker.key_pad));
     if (worker.value_pad != problem.value_dim)
-      worker.value_copy.resize(size_t(kChunk * worker.value_pad));
+      worker.value_copy.resize(size_t(kSegment * worker.value_pad));
     return worker;
   }
 
@@ -174,12 +176,12 @@ struct Worker {
     }
   }
 
-  // Point keys/values at the cells of [begin, end) in the chunk at base; absent ones, and the rest of
-  // the first and the last group of keys, at zeros.  Returns whether all are present.
+  // Point segment_keys/segment_values at the cells of [begin, end) in the segment at base; absent ones, and the rest
+  // of the first and the last group of keys, at zeros.  Returns whether all are present.
   bool gather(int64_t base, int64_t begin, int64_t end) {
-    std::fill(keys + (begin - base) / kGroupKeys * kGroupKeys, keys + (begin - base), zeros.data());
-    std::fill(keys + (end - base), keys + (end - base + kGroupKeys - 1) / kGroupKeys * kGroupKeys,
-              zeros.data());
+    const int64_t first = begin - base, last = end - base;
+    std::fill(segment_keys + first / kGroupKeys * kGroupKeys, segment_keys + first, zeros.data());
+    std::fill(segment_keys + last, segment_keys + (last + kGroupKeys - 1) / kGroupKeys * kGroupKeys, zeros.data());
     const int32_t* table = problem.table + problem.row[tile->first_token] * problem.table_blocks;
     const int64_t key_stride = problem.num_kv_heads * problem.head_dim,
                   value_stride = problem.num_kv_heads * problem.value_dim;
@@ -190,8 +192,8 @@ struct Worker {
       const int64_t block = index < problem.table_blocks ? table[index] : -1;
       if (block < 0 || block >= problem.num_blocks) {
         for (; key < stop; ++key) {
-          present[key - base] = all_present = false;
-          keys[key - base] = values[key - base] = zeros.data();
+          segment_present[key - base] = all_present = false;
+          segment_keys[key - base] = segment_values[key - base] = zeros.data();
         }
         continue;
       }
@@ -202,9 +204,9 @@ struct Worker {
           (const T*)problem.value_cache + cell * value_stride + kv_head * problem.value_dim;
       for (; key < stop; ++key, from_key += key_stride, from_value += value_stride) {
         const int64_t i = key - base;
-        present[i] = true;
-        keys[i] = pad(from_key, problem.head_dim, key_pad, key_copy, i);
-        values[i] = pad(from_value, problem.value_dim, value_pad, value_copy, i);
+        segment_present[i] = true;
+        segment_keys[i] = pad(from_key, problem.head_dim, key_pad, key_copy, i);
+        segment_values[i] = pad(from_value, problem.value_dim, value_pad, value_copy, i);
       }
     }
     return all_present;
@@ -219,6 +221,12 @@ struct Worker {
     return target;
   }
 
+  // Ask for the cache lines of a cell.
+  static void fetch(const T* cell, int64_t size) {
+    for (int64_t h = 0; h < size; h += 64 / int64_t(sizeof(T))) __builtin_prefetch(cell + h);
+  }
+
+  // Scores of keys [begin, end) of the chunk; the first group of rows fetches their values.
   template <int Rows>
   void score(int64_t row, int64_t begin, int64_t end) {
     const Acc scale = Acc(problem.scale);
@@ -226,6 +234,8 @@ struct Worker {
     for (int64_t j = begin; j < end; j += kGroupKeys) {
       Vec acc[Rows][kGroupKeys] = {};
       const T* const* k = keys + j;
+      if (row == 0)
+        for (int64_t i = j; i < std::min(j + kGroupKeys, end); ++i) fetch(values[i], value_pad);
       for (int64_t h = 0; h < key_pad; h += kPair) {
         Vec part[Rows];
 #pragma GCC unroll 4
@@ -375,13 +385,22 @@ struct Worker {
     seg_top.assign(size_t(num_rows), -std::numeric_limits<Acc>::infinity());
     seg_sum.assign(size_t(num_rows), Acc(0));
     seg_out.assign(size_t(num_rows * value_pad), Acc(0));
-    for (int64_t base = segment * kSegment; base < (segment + 1) * kSegment; base += kChunk) {
-      const int64_t begin = std::max(base, tile->lo), end = std::min(base + kChunk, tile->hi);
+    const int64_t from = segment * kSegment, stop = std::min(from + kSegment, tile->hi);
+    const bool all_present = gather(from, std::max(from, tile->lo), stop);
+    for (int64_t base = from; base < stop; base += kChunk) {
+      const int64_t begin = std::max(base, tile->lo), end = std::min(base + kChunk, stop);
       if (begin >= end) continue;
-      const bool all_present = gather(base, begin, end);
+      keys = segment_keys + (base - from);
+      values = segment_values + (base - from);
+      present = segment_present + (base - from);
       const int64_t first = (begin - base) / kGroupKeys * kGroupKeys, last = end - base;
       in_groups([&](auto rows, int64_t row) { score<rows()>(row, first, last); });
-      for (int64_t row = 0; row < num_rows; ++row) soften(row, base, all_present);
+      const int64_t num_next = std::min<int64_t>(stop - end, kChunk);
+      for (int64_t row = 0; row < num_rows; ++row) {  // and fetch the keys of the next chunk
+        for (int64_t i = num_next * row / num_rows; i < num_next * (row + 1) / num_rows; ++i)
+          fetch(keys[kChunk + i], key_pad);
+        soften(row, base, all_present);
+      }
       in_groups([&](auto rows, int64_t row) { mix_group<rows()>(row, base); });
     }
   }
