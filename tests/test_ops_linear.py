@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -133,3 +139,24 @@ def test_packed_weight_is_a_plain_graph_input():
         return packed_linear(packed_linear(x, packed, None, 33) @ weight_NK, packed, None, 33)
 
     torch.testing.assert_close(torch.compile(double, fullgraph=True)(x, packed), double(x, packed))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="the flag is of x86-64")
+@pytest.mark.parametrize("level", ["x86-64-v2", "x86-64-v3"])
+def test_kernels_for_smaller_registers(tmp_path, level):
+    compiler = tmp_path / "compiler"
+    compiler.write_text(f'#!/bin/bash\nexec g++ "${{@/-march=native/-march={level}}}"\n')
+    compiler.chmod(0o755)
+    folder = Path(__file__).parent
+    names = ("linear", "attention", "quantized")
+    files = [str(folder / f"test_ops_{name}.py") for name in names]
+    environment = {
+        **os.environ, "CXX": str(compiler), "COMPILESPEC_CACHE_DIR": str(tmp_path / "cache")
+    }  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-m", "not slow and not gpu", *files],
+        env=environment, cwd=folder.parent, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-3000:]
+    assert list((tmp_path / "cache" / "kernels").glob("*.so"))
