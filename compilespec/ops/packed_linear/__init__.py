@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from compilespec.ops._library import define_op
+from compilespec.ops.packed_linear.reference import pack_weight as _pack_weight_reference
 from compilespec.ops.packed_linear.reference import (
     packed_linear_reference,
     panel_columns,
     unpack_weight,
 )
-from compilespec.ops.packed_linear.reference import pack_weight as _pack_weight_reference
 
 __all__ = [
     "pack_weight", "packed_linear", "packed_linear_reference", "panel_columns", "unpack_weight",
