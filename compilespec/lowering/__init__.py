@@ -35,6 +35,11 @@ INDUCTOR_OPTIONS: dict[str, Any] = {
     "fallback_random": True,
 }
 
+# Inductor computes a value of up to 30 operations anew in every kernel that reads it: cosines and
+# sines of the rotary embedding in each layer.  On the CPU, values of more than 8 operations that
+# several kernels read are stored.
+CPU_OPTIONS: dict[str, Any] = {"realize_opcount_threshold": 8}
+
 # A decode step is a hundred short calls: a C++ wrapper around them takes a third off the step.
 # What is left beside products and attention is a few rows of element-wise work, where a parallel
 # region costs more than it saves, and a fixed thread count would tie the artifact to the machine.
@@ -110,9 +115,14 @@ def _compile(
         return _compile_whole(graph, program, cache)
 
 
+def _options(graph: PhaseGraph, program: SpecProgram) -> dict[str, Any]:
+    of_device = CPU_OPTIONS if program.config.device.type == "cpu" else {}
+    return {**INDUCTOR_OPTIONS, **of_device, **PHASE_OPTIONS[graph.phase]}
+
+
 def _compile_whole(graph: PhaseGraph, program: SpecProgram, cache: ArtifactCache) -> LoweredPhase:
     started = time.perf_counter()
-    options = {**INDUCTOR_OPTIONS, **PHASE_OPTIONS[graph.phase]}
+    options = _options(graph, program)
     key = artifact_key(graph, program, options)
     stored = cache.load(key)
     if stored is None:
@@ -137,7 +147,7 @@ def _compile_pieces(graph: PhaseGraph, program: SpecProgram, cache: ArtifactCach
     Raises: PassError where the graph cannot be cut.
     """
     started = time.perf_counter()
-    options = {**INDUCTOR_OPTIONS, **PHASE_OPTIONS[graph.phase]}
+    options = _options(graph, program)
     key = artifact_key(graph, program, {**options, "units": "pieces"})
     stored = cache.load_plan(key)
     calls = {} if stored is None else _load_pieces(stored[0], options, cache)

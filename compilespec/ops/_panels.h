@@ -262,33 +262,37 @@ template <class W, class Out, bool kBias>
 void finish(const Problem<W>& problem, const typename Storage<W>::Acc* sum, int64_t sum_stride,
             int64_t first_row, int64_t rows, int64_t part, int64_t parts) {
   using Acc = typename Storage<W>::Acc;
-  constexpr int kRun = 8;  // lanes that are neighbouring columns
-  for (int64_t lane = 0; lane < parts * Strip<W>::kColumns; lane += kNumLanes) {
-    const int64_t base = (part + lane / Strip<W>::kColumns) * Strip<W>::kColumns;
-    const auto column = [&](int i) {
-      return base + Strip<W>::column(int(lane % Strip<W>::kColumns) + i);
-    };
-    Lanes<Acc> scale = {}, bias = {};
+  constexpr int kRun = 8;      // lanes that are neighbouring columns
+  constexpr int kMostSets = 4;  // of lanes, in the widest tile
+  const int num_sets = int(parts) * Strip<W>::kColumns / kNumLanes;
+  const auto column = [&](int set, int i) {
+    const int lane = set * kNumLanes + i, inside = lane % Strip<W>::kColumns;
+    return part * Strip<W>::kColumns + (lane - inside) + Strip<W>::column(inside);
+  };
+  Lanes<Acc> scale[kMostSets] = {}, bias[kMostSets] = {};
+  for (int set = 0; set < num_sets; ++set)
     for (int i = 0; i < kNumLanes; ++i) {
-      if constexpr (Strip<W>::kScaled) scale[i] = problem.scale[column(i)] * Strip<W>::kFactor;
-      if (kBias && column(i) < problem.num_columns) bias[i] = problem.bias[column(i)];
+      const int64_t c = column(set, i);
+      if constexpr (Strip<W>::kScaled) scale[set][i] = problem.scale[c] * Strip<W>::kFactor;
+      if (kBias && c < problem.num_columns) bias[set][i] = problem.bias[c];
     }
-    const bool whole = column(kNumLanes - 1) < problem.num_columns;
-    for (int64_t r = 0; r < rows; ++r) {
+  const bool whole = (part + parts) * Strip<W>::kColumns <= problem.num_columns;
+  for (int64_t r = 0; r < rows; ++r) {
+    Out* to = (Out*)problem.out + (first_row + r) * problem.num_columns;
+    for (int set = 0; set < num_sets; ++set) {
       Lanes<Acc> value;
-      std::memcpy(&value, sum + r * sum_stride + lane, sizeof(value));
-      if constexpr (Strip<W>::kScaled) value *= scale;
-      if constexpr (kBias) value += bias;
+      std::memcpy(&value, sum + r * sum_stride + set * kNumLanes, sizeof(value));
+      if constexpr (Strip<W>::kScaled) value *= scale[set];
+      if constexpr (kBias) value += bias[set];
       const auto rounded = round_lanes(value, (Out*)nullptr);
       Out results[kNumLanes];
       std::memcpy(results, &rounded, sizeof(results));
-      Out* to = (Out*)problem.out + (first_row + r) * problem.num_columns;
       if (whole)
         for (int i = 0; i < kNumLanes; i += kRun)
-          std::memcpy(to + column(i), results + i, kRun * sizeof(Out));
+          std::memcpy(to + column(set, i), results + i, kRun * sizeof(Out));
       else
         for (int i = 0; i < kNumLanes; ++i)
-          if (column(i) < problem.num_columns) to[column(i)] = results[i];
+          if (column(set, i) < problem.num_columns) to[column(set, i)] = results[i];
     }
   }
 }
