@@ -132,7 +132,7 @@ void tile(const typename Storage<W>::Acc* x, int64_t x_stride, const W* weight,
   };
   // All strips of a k step first where registers hold them: each factor is then read once.
   constexpr bool kTogether = (Rows + 1) * Parts * kVectors + 2 <= kNumRegisters;
-  constexpr int kSteps = kTogether ? 1 : Parts, kWide = Parts / kSteps;
+  constexpr int kWide = kTogether ? Parts : 1;
   const auto step = [&](int64_t k) __attribute__((always_inline)) {
 #pragma GCC unroll 16
     for (int p = 0; p < Parts; p += kWide) {
@@ -242,10 +242,7 @@ using Lanes = typename LanesOf<T>::type;
 COMPILESPEC_INLINE Lanes<uint16_t> round_lanes(Lanes<float> value, c10::BFloat16*) {
   Lanes<uint32_t> bits;
   std::memcpy(&bits, &value, sizeof(bits));
-  const Lanes<uint32_t> rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
-  const Lanes<uint32_t> nan = Lanes<uint32_t>{} + 0x7fc0u;
-  return __builtin_convertvector((bits & 0x7fffffffu) > 0x7f800000u ? nan : rounded,
-                                 Lanes<uint16_t>);
+  return __builtin_convertvector(round_to_bfloat16(bits) >> 16, Lanes<uint16_t>);
 }
 COMPILESPEC_INLINE Lanes<uint16_t> round_lanes(Lanes<float> value, c10::Half*) {
   Lanes<uint16_t> result;

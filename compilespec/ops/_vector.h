@@ -105,6 +105,14 @@ COMPILESPEC_INLINE Vector<double> fma(Vector<double> a, Vector<double> b, Vector
 #endif
 }
 
+// The bits of float32 values, one or a vector of them, rounded to nearest even like torch: the result
+// is the high half of each word.
+template <class Bits>
+COMPILESPEC_INLINE Bits round_to_bfloat16(Bits bits) {
+  const Bits nan = Bits{} + 0x7fc00000u, rounded = bits + 0x7fffu + ((bits >> 16) & 1u);
+  return ((bits & 0x7fffffffu) > 0x7f800000u ? nan : rounded) & 0xffff0000u;
+}
+
 // 2 * kLanes stored elements as two accumulator vectors, lo and hi.  bfloat16 splits into even and
 // odd elements (one shift, one mask, no lane crossing); the other types into first and second half.
 // store_pair() is the way back, rounded to nearest even.
@@ -142,15 +150,10 @@ struct Storage<c10::BFloat16> {
   static COMPILESPEC_INLINE Vector<float> hi(const c10::BFloat16* source) {
     return (Vector<float>)(words(source) & 0xffff0000u);
   }
-  // The bits of the rounded values, in the high halves of the words.
-  static COMPILESPEC_INLINE VectorU32 round(Vector<float> value) {
-    const VectorU32 bits = (VectorU32)value, nan = VectorU32{} + 0x7fc00000u;
-    return ((bits & 0x7fffffffu) > 0x7f800000u ? nan : bits + 0x7fffu + ((bits >> 16) & 1u)) &
-           0xffff0000u;
-  }
   static COMPILESPEC_INLINE void store_pair(c10::BFloat16* target, Vector<float> lo,
                                             Vector<float> hi) {
-    const VectorU32 value = (round(lo) >> 16) | round(hi);
+    const VectorU32 value =
+        (round_to_bfloat16((VectorU32)lo) >> 16) | round_to_bfloat16((VectorU32)hi);
     std::memcpy(target, &value, sizeof(value));
   }
 };
@@ -182,13 +185,10 @@ struct Storage<c10::Half> {
   }
 };
 
-// Round to nearest even like torch; written on the bits so that the compiler can vectorise a loop
-// of it.
 COMPILESPEC_INLINE void convert(float source, c10::BFloat16* target) {
   uint32_t bits;
   std::memcpy(&bits, &source, 4);
-  const uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
-  target->x = uint16_t((bits & 0x7fffffffu) > 0x7f800000u ? 0x7fc0u : rounded);
+  target->x = uint16_t(round_to_bfloat16(bits) >> 16);
 }
 COMPILESPEC_INLINE void convert(float source, c10::Half* target) { *target = c10::Half(source); }
 COMPILESPEC_INLINE void convert(float source, float* target) { *target = source; }

@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from compilespec.ops.packed_linear import pack_weight
 from compilespec.ops.quantized_linear import LAYOUTS
 from compilespec.passes.cleanup import drop_unused_inputs
 from compilespec.passes.graph import add_input
@@ -34,14 +33,7 @@ def prepack_linears(gm: fx.GraphModule, ctx: PassContext) -> int:
         linear for linear in find_linears(gm, ctx) if linear.weight.meta["val"].dtype in PACKABLE
     ]
     for linear in linears:
-        plain = ctx.inputs[linear.weight.meta["role"]]
-        spec = InputSpec(
-            name=f"packed.{plain.name}", kind="weight", sources=plain.sources, packed="panels"
-        )
-        packed = add_input(gm, ctx, spec)
-        value = linear.weight.meta["val"]
-        with value.fake_mode:
-            packed.meta["val"] = pack_weight(value)
+        packed = _packed_input(gm, ctx, linear.weight, "panels")
         with gm.graph.inserting_before(linear.node):
             node = gm.graph.call_function(
                 torch.ops.compilespec.packed_linear.default,

@@ -326,9 +326,7 @@ class Scheduler:
         """Whether it decodes, and what is in flight does not end it for sure."""
         if request.state is not RequestState.DECODE:
             return False
-        coming = 0
-        if self._in_flight:
-            coming = sum(launch.most.get(request, 0) > 0 for launch in self._in_flight)
+        coming = sum(launch.most.get(request, 0) > 0 for launch in self._in_flight)
         return request.num_tokens + coming < min(request.max_tokens, self.geometry.max_seq_len)
 
     def _with_room(self, requests: Sequence[Request]) -> list[Request]:

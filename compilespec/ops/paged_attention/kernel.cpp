@@ -176,12 +176,14 @@ struct Worker {
     }
   }
 
-  // Point segment_keys/segment_values at the cells of [begin, end) in the segment at base; absent ones, and the rest
-  // of the first and the last group of keys, at zeros.  Returns whether all are present.
+  // Point segment_keys/segment_values at the cells of [begin, end) in the segment at base; absent
+  // ones, and the rest of the first and the last group of keys, at zeros.  Returns whether all are
+  // present.
   bool gather(int64_t base, int64_t begin, int64_t end) {
     const int64_t first = begin - base, last = end - base;
     std::fill(segment_keys + first / kGroupKeys * kGroupKeys, segment_keys + first, zeros.data());
-    std::fill(segment_keys + last, segment_keys + (last + kGroupKeys - 1) / kGroupKeys * kGroupKeys, zeros.data());
+    std::fill(segment_keys + last,
+              segment_keys + (last + kGroupKeys - 1) / kGroupKeys * kGroupKeys, zeros.data());
     const int32_t* table = problem.table + problem.row[tile->first_token] * problem.table_blocks;
     const int64_t key_stride = problem.num_kv_heads * problem.head_dim,
                   value_stride = problem.num_kv_heads * problem.value_dim;
