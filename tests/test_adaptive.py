@@ -17,6 +17,7 @@ from compilespec.methods import eagle3, mtp
 from compilespec.methods.shared_kv import random_drafter
 from compilespec.program import NUM_KEPT
 from compilespec.runtime.draft_policy import Choice
+from tests.drafters import repeating
 from tests.models import (
     Ask,
     DialDrafter,
@@ -26,7 +27,6 @@ from tests.models import (
     target_info,
     tiny_target,
 )
-from tests.test_matrix import repeating
 
 COUNTS = (0, 1, 3)
 MAX_SEQ_LEN = 125

@@ -7,20 +7,19 @@ float32, with the margin rule: a method of each kind of draft loop.
 
 from __future__ import annotations
 
-import copy
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import compilespec
 from compilespec.loading import Target
-from compilespec.methods import eagle, eagle3, mtp, shared_kv
 from compilespec.target_info import describe_target
 from compilespec.trace import trace_target
+from tests.drafters import METHODS
 from tests.models import (
     FAMILIES,
     VOCAB,
@@ -40,45 +39,6 @@ NUM_LAYERS = {"gemma3": 6}  # its sixth is its first without a window
 SIZES = (
     (1, 30), (40, 35), (31, 12), (57, 18), (16, 9), (70, 5), (74, 1), (2, 9), (12, 6), (3, 20),
 )  # fmt: skip
-
-
-def repeating(k: int) -> Callable[[Tensor, Tensor], Tensor]:
-    """Drafts that are sometimes right: a small random model repeats itself."""
-
-    def repeat_last(history_BL: Tensor, length_B: Tensor) -> Tensor:
-        last_B1 = history_BL.gather(1, (length_B - 1).long().unsqueeze(1))
-        return last_B1.expand(-1, k)
-
-    return repeat_last
-
-
-def noisy(model: nn.Module) -> nn.Module:
-    """The model with noise on its weights: many of its drafts are right, not all."""
-    other = copy.deepcopy(model)
-    torch.manual_seed(3)
-    with torch.no_grad():
-        for parameter in other.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.02)
-    return other
-
-
-# method -> (model, info, K) -> keywords of compile()
-METHODS: dict[str, Callable[[nn.Module, Any, int], dict[str, Any]]] = {
-    "eagle3": lambda model, info, k: {
-        "draft": eagle3.random_head(info, aux_layers=(0, 1, 2), draft_vocab_size=61)
-    },
-    "eagle": lambda model, info, k: {"draft": eagle.random_head(info)},
-    "mtp": lambda model, info, k: {"draft": mtp.random_modules(info, min(k, 3))},
-    "mtp_eagle": lambda model, info, k: {"draft": mtp.random_modules(info, 1, recycled=True)},
-    "mtp_multi": lambda model, info, k: {
-        "draft": mtp.random_modules(info, k, own_head=True, chain="target_rows"),
-        "kv_block_sizes": tuple(8 + 4 * (step % 2) for step in range(k)),
-    },
-    "shared_kv": lambda model, info, k: {"draft": shared_kv.random_drafter(info)},
-    "draft_model": lambda model, info, k: {"draft": noisy(model)},
-    "ngram": lambda model, info, k: {"max_ngram": 2},
-    "user": lambda model, info, k: {"draft": repeating(k)},
-}
 
 
 # One case of each method: what the default run takes, but for those in slow_tests.txt.

@@ -8,13 +8,14 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from compilespec.errors import InvalidRequest
 from compilespec.runtime.detokenize import OutputText
 from compilespec.runtime.engine import Engine
 from compilespec.sampling_params import SamplingParams
 from tests.fake_executor import FakeExecutor, geometry
+from tests.toy_tokenizer import byte_level_tokenizer, byte_spelling
 
 EOS = 256
 TEXT = "def f(x):\n    return 'naïve 漢字 👍🏽 e\u0301'  # END of it\n"
@@ -23,16 +24,10 @@ TEXT = "def f(x):\n    return 'naïve 漢字 👍🏽 e\u0301'  # END of it\n"
 @pytest.fixture(scope="module")
 def byte_level() -> Any:
     """One token per byte, as GPT-2 spells them, and an EOS."""
-    from transformers import PreTrainedTokenizerFast
-
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    spelling = dict(enumerate(_byte_spelling()))
-    assert set(spelling.values()) == set(alphabet)
-    core = Tokenizer(models.BPE({char: byte for byte, char in spelling.items()}, []))
-    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    core.decoder = decoders.ByteLevel()
-    core.add_special_tokens([AddedToken("<eos>", special=True)])
-    return PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<eos>")
+    tokens = [*(bytes([byte]) for byte in range(256)), "<eos>"]
+    tokenizer = byte_level_tokenizer(tokens, eos="<eos>")
+    assert set(byte_spelling()) == set(pre_tokenizers.ByteLevel.alphabet())
+    return tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -61,13 +56,6 @@ def byte_fallback() -> Any:
         ]
     )
     return PreTrainedTokenizerFast(tokenizer_object=core, unk_token="<unk>")
-
-
-def _byte_spelling() -> list[str]:
-    """GPT-2's printable stand-in for each byte."""
-    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = iter(range(256, 512))
-    return [chr(byte) if byte in printable else chr(next(others)) for byte in range(256)]
 
 
 def speaker(text: str, prompt_length: int) -> Any:

@@ -1,0 +1,51 @@
+"""A drafter for every method, for a target of any family; most are random and rarely right."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from compilespec.methods import eagle, eagle3, mtp, shared_kv
+
+
+def repeating(k: int) -> Callable[[Tensor, Tensor], Tensor]:
+    """Drafts that are sometimes right: a small random model repeats itself."""
+
+    def repeat_last(history_BL: Tensor, length_B: Tensor) -> Tensor:
+        last_B1 = history_BL.gather(1, (length_B - 1).long().unsqueeze(1))
+        return last_B1.expand(-1, k)
+
+    return repeat_last
+
+
+def noisy(model: nn.Module) -> nn.Module:
+    """The model with noise on its weights: many of its drafts are right, not all."""
+    other = copy.deepcopy(model)
+    torch.manual_seed(3)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.02)
+    return other
+
+
+# method -> (model, info, K) -> keywords of compile()
+METHODS: dict[str, Callable[[nn.Module, Any, int], dict[str, Any]]] = {
+    "eagle3": lambda model, info, k: {
+        "draft": eagle3.random_head(info, aux_layers=(0, 1, 2), draft_vocab_size=61)
+    },
+    "eagle": lambda model, info, k: {"draft": eagle.random_head(info)},
+    "mtp": lambda model, info, k: {"draft": mtp.random_modules(info, min(k, 3))},
+    "mtp_eagle": lambda model, info, k: {"draft": mtp.random_modules(info, 1, recycled=True)},
+    "mtp_multi": lambda model, info, k: {
+        "draft": mtp.random_modules(info, k, own_head=True, chain="target_rows"),
+        "kv_block_sizes": tuple(8 + 4 * (step % 2) for step in range(k)),
+    },
+    "shared_kv": lambda model, info, k: {"draft": shared_kv.random_drafter(info)},
+    "draft_model": lambda model, info, k: {"draft": noisy(model)},
+    "ngram": lambda model, info, k: {"max_ngram": 2},
+    "user": lambda model, info, k: {"draft": repeating(k)},
+}
