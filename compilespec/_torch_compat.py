@@ -82,18 +82,26 @@ def fake_tensor(mode: Any, tensor: torch.Tensor, dynamic_dims: Sequence[int] = (
     return mode.from_tensor(tensor, symbolic_context=context)
 
 
-def retrace(gm: fx.GraphModule, fakes: Sequence[Any], mode: Any) -> fx.GraphModule:
-    """Trace `gm` to ATen under `mode`, node metadata kept (`make_fx`,
-    `enable_python_dispatcher`).
+@contextlib.contextmanager
+def running_fakes(mode: Any) -> Iterator[None]:
+    """Within, graphs run on fakes of `mode`, without gradients.  A symbol stays one: without
+    `enable_python_dispatcher` operators such as `pad` make it the number that it stood for.
     """
     from torch._dispatch.python import enable_python_dispatcher
+
+    with torch.no_grad(), mode, enable_python_dispatcher():
+        yield
+
+
+def retrace(gm: fx.GraphModule, fakes: Sequence[Any], mode: Any) -> fx.GraphModule:
+    """Trace `gm` to ATen under `mode`, node metadata kept (`make_fx`)."""
     from torch.fx.experimental.proxy_tensor import make_fx
     from torch.fx.traceback import preserve_node_meta
 
     def run(*args: Any) -> Any:
         return _Retracing(gm).run(*args)
 
-    with torch.no_grad(), mode, enable_python_dispatcher(), preserve_node_meta():
+    with running_fakes(mode), preserve_node_meta():
         traced = make_fx(run, tracing_mode="real", _allow_non_fake_inputs=True)(*fakes)
     return traced
 

@@ -42,6 +42,12 @@ class Browser:
         """The value that a script returns."""
         return self.call("POST", "/execute/sync", {"script": script, "args": []})
 
+    def resize(self, width: int, height: int) -> None:
+        """Lay pages out for a screen of so many pixels."""
+        size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
+        command = {"cmd": "Emulation.setDeviceMetricsOverride", "params": size}
+        self.call("POST", "/goog/cdp/execute", command)
+
     def screenshot(self, path: Path) -> None:
         path.write_bytes(base64.b64decode(self.call("GET", "/screenshot")))
 

@@ -13,6 +13,7 @@ from compilespec.inspect.graphs import GraphStage, PhaseStages
 from compilespec.inspect.page import render_page
 from compilespec.inspect.source import render_python
 from compilespec.inspect.table import Row, count_operators, difference, rows_of
+from compilespec.passes.rewrite import EXAMPLE_SIZES
 from tests.models import FAMILIES, VOCAB, tiny_target
 
 DEFAULT = ("qwen3", "plain")  # a common one; a module that transformers does not know
@@ -44,6 +45,16 @@ def test_every_family_is_dumped(family: str) -> None:
     assert num_emitted.tolist() == [1, 1, 1]
     page = render_page([(stage, tables[stage.name]) for stage in stages], "<b>")
     assert "<title>&lt;b&gt;</title>" in page
+
+
+def test_batch_dimensions_are_letters_before_the_retrace() -> None:
+    """ngram pads a history of B rows: on fakes `pad` can turn a symbol into its number."""
+    program = compilespec.trace(tiny_target("qwen3", num_layers=1), "ngram", max_seq_len=75)
+    for phase in program.phases.values():
+        for _, stage in zip((None, *phase.splice_records), PhaseStages(phase), strict=False):
+            shapes = [row.shape for row in rows_of(stage) if row.shape]
+            numbers = set(EXAMPLE_SIZES.values()) & {size for shape in shapes for size in shape}
+            assert not numbers, (phase.phase, stage.name)
 
 
 def _stage(graph: fx.Graph) -> GraphStage:

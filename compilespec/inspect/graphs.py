@@ -173,7 +173,7 @@ class Shapes:
         """The fake result of every node."""
         run = _FakeRun(fx.GraphModule(owner, graph), self._known)
         inputs = [self._input(node) for node in graph.find_nodes(op="placeholder")]
-        with torch.no_grad(), self._mode:
+        with _torch_compat.running_fakes(self._mode):
             run.run(*inputs, enable_io_processing=False)
         return run.values
 
