@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from compilespec.errors import InvalidRequest
+from compilespec.suggest import did_you_mean
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,11 +109,15 @@ class SamplingParams:
 
         def __new__(cls, *args: Any, **keywords: Any) -> SamplingParams:
             known = [field.name for field in dataclasses.fields(cls)]
+            if args:
+                raise InvalidRequest(
+                    f"SamplingParams takes keywords, such as max_new_tokens=64; got {args[0]!r}"
+                )
             for name in keywords:
                 if name not in known:
-                    near = difflib.get_close_matches(name, known, n=1)
-                    cure = f"did you mean {near[0]}?" if near else f"known: {', '.join(known)}"
-                    raise InvalidRequest(f"SamplingParams has no field {name!r}; {cure}")
+                    cure = did_you_mean(name, known, "SamplingParams")
+                    cure = cure or f"; known: {', '.join(known)}"
+                    raise InvalidRequest(f"SamplingParams has no field {name!r}{cure}")
             return super().__new__(cls)
 
     def __post_init__(self) -> None:

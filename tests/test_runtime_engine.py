@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 
 import numpy as np
 import pytest
 import torch
+from transformers import BatchEncoding
 
 from compilespec.errors import EngineClosed, InvalidRequest
 from compilespec.runtime.engine import Engine
@@ -43,6 +45,19 @@ def test_ids_come_in_many_forms(engine, prompt):
     assert engine.submit(prompt).prompt_token_ids == tuple(GOOD)
 
 
+@pytest.mark.parametrize("tensors", [False, True], ids=["lists", "tensors"])
+def test_what_a_tokenizer_returns_is_taken_as_it_is(engine, tensors):
+    """One text's ids, or a batch of rows; a mask that hides nothing is no matter."""
+    rows = torch.tensor if tensors else list
+    one = BatchEncoding({"input_ids": rows(GOOD), "attention_mask": rows([1] * 5)})
+    two = BatchEncoding({"input_ids": rows([GOOD, GOOD]), "attention_mask": rows([[1] * 5] * 2)})
+    assert [o.token_ids for o in engine.generate(one)] == [EXPECTED]
+    assert [o.token_ids for o in engine.generate(two)] == [EXPECTED, EXPECTED]
+    assert [o.token_ids for o in engine.generate([one, GOOD])] == [EXPECTED, EXPECTED]
+    assert engine.submit(one).prompt_token_ids == tuple(GOOD)
+    assert engine.encode({"input_ids": rows([GOOD])}) == GOOD
+
+
 BAD_PROMPTS = [
     ([], "empty"),
     ("", "empty"),
@@ -56,7 +71,13 @@ BAD_PROMPTS = [
     (torch.tensor([[1, 2]]), "2 dimensions"),
     (torch.tensor([0.5]), "0.5"),
     (None, "NoneType"),
-    ({"input_ids": [1]}, "dict"),
+    ({"ids": [1]}, "a dict without input_ids"),
+    ({"input_ids": [[1], [2]]}, "2 rows of input_ids"),
+    ({"input_ids": [[1, 0]], "attention_mask": [[1, 0]]}, "hides 1 of the prompts' tokens"),
+    (b"hi", r"prompt\.decode"),
+    (bytearray(b"hi"), r"prompt\.decode"),
+    ([{"role": "user", "content": "hi"}], r"apply_chat_template\(messages, add_generation"),
+    ({"role": "user", "content": "hi"}, "apply_chat_template"),
 ]
 
 
@@ -68,13 +89,16 @@ def test_a_bad_prompt_is_refused_and_spares_the_others(engine, prompt, message):
     outputs = engine.generate([GOOD, prompt, GOOD])
     assert [o.token_ids for o in outputs] == [EXPECTED, [], EXPECTED]
     assert outputs[1].finish_reason == "error"
-    assert message in str(outputs[1].error)
+    assert re.search(message, str(outputs[1].error))
     deltas = list(engine.stream([prompt, GOOD]))
     assert deltas[0].finish_reason == "error"
     assert deltas[-1].output.token_ids == EXPECTED
 
 
-@pytest.mark.parametrize("prompt", ["", "text", [300], torch.tensor([0.5]), None, 7])
+@pytest.mark.parametrize(
+    "prompt",
+    ["", "text", [300], torch.tensor([0.5]), None, 7, b"hi", [{"role": "user", "content": "hi"}]],
+)
 def test_a_single_bad_prompt_raises(engine, prompt):
     with pytest.raises(InvalidRequest):
         engine.generate(prompt)

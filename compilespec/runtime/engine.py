@@ -18,6 +18,7 @@ from compilespec.runtime.detokenize import OutputText, Tokenizer
 from compilespec.runtime.draft_policy import DraftPolicy
 from compilespec.runtime.executor import Executor
 from compilespec.runtime.host_masks import make_follower
+from compilespec.runtime.keywords import check_keywords
 from compilespec.runtime.prompts import as_prompt_list, check_choices, check_params, read_prompt
 from compilespec.runtime.request import FinishReason, GenerationOutput, Request, RequestState
 from compilespec.runtime.scheduler import Scheduler
@@ -117,11 +118,13 @@ class Engine:
         self._vocabulary = Vocabulary(tokenizer, self.geometry.vocab_size)
         self._closed = False
 
+    @check_keywords
     def generate(self, prompts: Any, params: Params = None) -> list[GenerationOutput]:
         """Run the prompts to their end; outputs in the order of the prompts, `n` of each.
 
         Args:
-            prompts: a string, a list of token ids (or a 1-D integer tensor), or a list of those.
+            prompts: a string, a list of token ids (or a 1-D integer tensor), or a list of those; or
+                what a tokenizer returned, unpadded.
             params: one SamplingParams, or one per prompt; None takes the defaults.
         Raises:
             SpecError: a single prompt cannot be served, or `params` shared by all cannot.  In a
@@ -132,6 +135,7 @@ class Engine:
         self._run(requests)
         return [self._output(request) for request in requests]
 
+    @check_keywords
     def stream(self, prompts: Any, params: Params = None) -> Generator[Delta, None, None]:
         """Run the prompts and yield what each step adds, as it comes; arguments and errors as in
         `generate`.
@@ -140,6 +144,7 @@ class Engine:
         """
         return self._stream(self._requests(prompts, params))
 
+    @check_keywords
     def submit(
         self, prompt: Any, params: SamplingParams | None = None, *, priority: int = 0
     ) -> Request:

@@ -12,6 +12,8 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from compilespec.errors import EngineClosed
+from compilespec.runtime.keywords import check_keywords
+from compilespec.runtime.prompts import as_prompt_list
 from compilespec.runtime.request import GenerationOutput, Request
 from compilespec.sampling_params import SamplingParams
 
@@ -129,6 +131,7 @@ class EngineThread:
         self._thread = threading.Thread(target=self._run, name="compilespec-engine", daemon=True)
         self._thread.start()
 
+    @check_keywords
     def submit(
         self, prompt: Any, params: SamplingParams | None = None, *, priority: int = 0
     ) -> Ticket:
@@ -140,14 +143,16 @@ class EngineThread:
         self._queue([ticket])
         return ticket
 
+    @check_keywords
     def generate(
-        self, prompts: Sequence[Any], params: SamplingParams | None = None
+        self, prompts: Any, params: SamplingParams | None = None
     ) -> list[GenerationOutput]:
-        """Wait for all of a list of prompts; `n` outputs of each, in order.
+        """Wait for all prompts, given as to `Engine.generate`; `n` outputs of each, in order.
 
         Raises: as `submit`, before anything was queued.
         """
-        samples = [one for prompt in prompts for one in self._engine.make_samples(prompt, params)]
+        each, _ = as_prompt_list(prompts)
+        samples = [one for prompt in each for one in self._engine.make_samples(prompt, params)]
         tickets = [Ticket(request, self._abort) for request in samples]
         self._queue(tickets)
         return [ticket.result() for ticket in tickets]

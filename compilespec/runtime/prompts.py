@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from numbers import Integral
 from typing import Any
 
@@ -12,20 +12,26 @@ from compilespec.runtime.detokenize import Tokenizer
 from compilespec.runtime.executor import Geometry
 from compilespec.sampling_params import SamplingParams
 
+CHAT_CURE = "engine.tokenizer.apply_chat_template(messages, add_generation_prompt=True)"
+
 
 def as_prompt_list(prompts: Any) -> tuple[list[Any], bool]:
     """Tell one prompt (a string, a flat sequence of ids, a 1-D array) from many.
 
     Returns: the prompts, and whether it was a single one.  An empty sequence is no prompt at all.
+    Raises: InvalidRequest.
     """
-    if isinstance(prompts, str) or hasattr(prompts, "ndim"):
+    if isinstance(prompts, Mapping):
+        rows = _tokenized_rows(prompts)
+        return rows, len(rows) == 1
+    if isinstance(prompts, str | bytes | bytearray) or hasattr(prompts, "ndim"):
         return [prompts], True
     if not isinstance(prompts, Sequence):
         raise InvalidRequest(
             "prompts: expected a string, a list of token ids, or a list of those, got "
             f"{_type(prompts)}"
         )
-    if prompts and all(_is_int(item) for item in prompts):
+    if prompts and (all(_is_int(item) for item in prompts) or _is_chat(prompts)):
         return [prompts], True
     return list(prompts), False
 
@@ -33,8 +39,17 @@ def as_prompt_list(prompts: Any) -> tuple[list[Any], bool]:
 def read_prompt(prompt: Any, tokenizer: Tokenizer | None, geometry: Geometry) -> tuple[int, ...]:
     """Return the prompt's token ids, checked against the program's sizes.
 
-    Raises: InvalidRequest (empty, too long, ids outside the vocabulary, text without a tokenizer).
+    Raises: InvalidRequest (empty, too long, ids outside the vocabulary, text without a tokenizer,
+        chat messages, a tokenizer's output of several rows or with padding).
     """
+    if isinstance(prompt, Mapping):
+        rows = _tokenized_rows(prompt)
+        if len(rows) != 1:
+            raise InvalidRequest(
+                f"the prompt has {len(rows)} rows of input_ids: expected one; give its rows as a "
+                "list to generate()"
+            )
+        prompt = rows[0]
     if isinstance(prompt, str):
         ids = _encode(prompt, tokenizer)
     else:
@@ -136,8 +151,58 @@ def _encode(prompt: str, tokenizer: Tokenizer | None) -> tuple[int, ...]:
     return tuple(tokenizer.encode(prompt))
 
 
+def _tokenized_rows(encoding: Mapping[str, Any]) -> list[Any]:
+    """The rows of a tokenizer's `input_ids`: one, or a list, or an array of one or two dimensions.
+
+    Raises: InvalidRequest (a chat message, no `input_ids`, masked tokens).
+    """
+    if _is_chat([encoding]):
+        raise _chat_error()
+    if "input_ids" not in encoding:
+        raise InvalidRequest(
+            f"the prompt is {_type(encoding)} without input_ids: expected a string, a list of "
+            "token ids, or what a tokenizer returns"
+        )
+    mask = encoding.get("attention_mask")
+    hidden = 0 if mask is None else sum(row.count(0) for row in _rows(mask))
+    if hidden:
+        raise InvalidRequest(
+            f"attention_mask hides {hidden} of the prompts' tokens: expected prompts without "
+            "padding; call the tokenizer without padding= and return_tensors="
+        )
+    return _rows(encoding["input_ids"])
+
+
+def _rows(value: Any) -> list[Any]:
+    """One row of integers, or an array or a list of rows, as a list of rows."""
+    rows = _plain(value)
+    is_batch = isinstance(rows, list | tuple) and rows and not _is_int(rows[0])
+    return [_plain(row) for row in rows] if is_batch else [rows]
+
+
+def _plain(value: Any) -> Any:
+    return value.tolist() if hasattr(value, "tolist") else value
+
+
+def _is_chat(prompt: Sequence[Any]) -> bool:
+    """Whether it is a conversation: messages with a role each."""
+    return all(isinstance(message, Mapping) and "role" in message for message in prompt)
+
+
+def _chat_error() -> InvalidRequest:
+    return InvalidRequest(
+        "the prompt is chat messages: expected text or token ids; apply the chat template of the "
+        f"model's tokenizer and give {CHAT_CURE}"
+    )
+
+
 def _as_ids(prompt: Any) -> tuple[int, ...]:
     ids = prompt
+    if isinstance(prompt, bytes | bytearray):
+        raise InvalidRequest(
+            f"the prompt is {_type(prompt)}: expected a string or a list of token ids; give "
+            "prompt.decode()"
+        )
     if hasattr(prompt, "ndim"):  # a tensor or an array, without importing what made it
         if prompt.ndim != 1:
             raise InvalidRequest(
@@ -149,6 +214,8 @@ def _as_ids(prompt: Any) -> tuple[int, ...]:
         raise InvalidRequest(
             f"the prompt is {_type(ids)}: expected a string or a list of token ids"
         )
+    if ids and _is_chat(ids):
+        raise _chat_error()
     for position, token in enumerate(ids):
         if not _is_int(token):
             raise InvalidRequest(
@@ -163,4 +230,5 @@ def _is_int(value: object) -> bool:
 
 
 def _type(value: object) -> str:
-    return f"a {type(value).__name__}"
+    name = type(value).__name__
+    return f"{'an' if name[0] in 'aeiou' else 'a'} {name}"
