@@ -8,7 +8,8 @@ from transformers import CONFIG_MAPPING
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from compilespec.errors import CheckpointError, DraftMismatch, InvalidOption, NotSupported
-from compilespec.methods.eagle3.config import normalise, resolve_aux_layers
+from compilespec.methods.eagle3.aux_layers import resolve_aux_layers
+from compilespec.methods.eagle3.config import normalise
 from compilespec.methods.eagle3.drafter import Rope
 
 IDS = "eagle_aux_hidden_state_layer_ids"

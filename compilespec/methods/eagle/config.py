@@ -14,15 +14,8 @@ import torch
 
 from compilespec.errors import CheckpointError, NotSupported
 from compilespec.methods.base import FINAL_NORM
-from compilespec.methods.eagle3.config import (
-    BODIES,
-    DEFAULT_NUM_DRAFT_TOKENS,
-    Eagle3Config,
-    body_config,
-    rope_parameters,
-)
-
-ARCHITECTURE_BODIES = {f"{body}forcausallm": body for body in BODIES}
+from compilespec.methods.decoder_body import BODIES, body_config, body_sizes, named_body
+from compilespec.methods.eagle3.config import Eagle3Config
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,21 +56,9 @@ def read_eagle_config(
     has_bias = "layers.0.self_attn.q_proj.bias" in shapes
     return EagleConfig(
         layout="safeailab",
-        body=body,
-        hidden_size=layer.hidden_size,
         target_hidden_size=layer.hidden_size,
-        intermediate_size=layer.intermediate_size,
-        num_layers=layer.num_hidden_layers,
-        num_heads=layer.num_attention_heads,
-        num_kv_heads=layer.num_key_value_heads,
-        head_dim=getattr(layer, "head_dim", None) or layer.hidden_size // layer.num_attention_heads,
-        vocab_size=layer.vocab_size,
         draft_vocab_size=layer.vocab_size,
-        rms_norm_eps=layer.rms_norm_eps,
-        hidden_act=layer.hidden_act,
-        max_position_embeddings=layer.max_position_embeddings,
-        rope=rope_parameters(layer),
-        window=(layer.sliding_window or 0) if body == "mistral" else 0,
+        **body_sizes(body, layer),
         qkv_bias=bool(fields.get("qkv_bias", fields.get("attention_bias", has_bias)) or has_bias),
         out_bias="layers.0.self_attn.o_proj.bias" in shapes,
         mlp_bias="layers.0.mlp.gate_proj.bias" in shapes,
@@ -86,7 +67,6 @@ def read_eagle_config(
         own_lm_head=False,
         aux_layers=(FINAL_NORM,),
         aux_source="what enters the target's head",
-        num_draft_tokens=DEFAULT_NUM_DRAFT_TOKENS,
     )
 
 
@@ -118,16 +98,11 @@ def _body(fields: Mapping[str, Any]) -> str:
     model_type = fields.get("model_type")
     if model_type in BODIES:
         return str(model_type)
-    architectures = [str(name).lower() for name in fields.get("architectures") or ()]
-    named = [
-        body
-        for architecture in architectures
-        for ending, body in ARCHITECTURE_BODIES.items()
-        if ending in architecture
-    ]
+    architectures = [str(name) for name in fields.get("architectures") or ()]
+    named = named_body(architectures)
     if named or (model_type is None and not architectures):
-        return named[0] if named else "llama"
+        return named or "llama"
     raise NotSupported(
-        f"EAGLE body {model_type!r} (architectures {list(fields.get('architectures') or ())}) is "
-        f"not built; bodies: {', '.join(BODIES)}"
+        f"EAGLE body {model_type!r} (architectures {architectures}) is not built; bodies: "
+        f"{', '.join(BODIES)}"
     )

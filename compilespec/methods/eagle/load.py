@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from compilespec.errors import DraftMismatch, InvalidOption
 from compilespec.methods.base import FINAL_NORM, Drafter, TargetInfo
 from compilespec.methods.checkpoint import drop_training_only, read_config, read_tensors
+from compilespec.methods.decoder_body import BODIES
 from compilespec.methods.eagle.config import EagleConfig, read_eagle_config
 from compilespec.methods.eagle.drafter import EagleDrafter
-from compilespec.methods.eagle3.config import BODIES
 from compilespec.methods.eagle3.load import check_sizes, fill, place
 from compilespec.methods.eagle3.random_head import random_config, random_tensor
 from compilespec.methods.eagle3.save import layer_fields

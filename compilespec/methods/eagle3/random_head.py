@@ -9,7 +9,8 @@ from torch import Tensor
 
 from compilespec.errors import InvalidOption
 from compilespec.methods.base import TargetInfo
-from compilespec.methods.eagle3.config import BODIES, Eagle3Config
+from compilespec.methods.decoder_body import BODIES
+from compilespec.methods.eagle3.config import Eagle3Config
 from compilespec.methods.eagle3.drafter import Eagle3Drafter
 from compilespec.methods.eagle3.load import check_sizes, fill, place
 

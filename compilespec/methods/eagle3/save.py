@@ -12,8 +12,9 @@ from torch import Tensor
 
 from compilespec.errors import InvalidOption
 from compilespec.methods.base import Drafter
-from compilespec.methods.eagle3.config import Eagle3Config, Layout
+from compilespec.methods.eagle3.config import Eagle3Config
 from compilespec.methods.eagle3.drafter import Eagle3Drafter
+from compilespec.methods.eagle3.formats import Layout
 
 ARCHITECTURES = {"llama": "LlamaForCausalLMEagle3", "qwen3": "Eagle3Qwen3ForCausalLM"}
 MODEL_FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")

@@ -16,7 +16,7 @@ from typing import Any, Literal
 from torch import nn
 
 from compilespec.errors import CheckpointError, NotSupported
-from compilespec.methods.eagle3.config import ROPE_TYPES
+from compilespec.methods.decoder_body import ROPE_TYPES
 
 Layout = Literal["deepseek", "step", "mimo", "qwen3_next", "speculators"]
 Hidden = Literal["post_norm", "pre_norm"]

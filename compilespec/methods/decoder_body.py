@@ -1,0 +1,122 @@
+"""The decoder layer of a head: which of transformers' layers it is, and its sizes.
+
+Heads of EAGLE-1 and EAGLE-3 say it in their config.json as an ordinary model does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from transformers import CONFIG_MAPPING
+
+from compilespec.errors import CheckpointError, NotSupported
+
+BODIES = ("llama", "qwen2", "qwen3", "mistral")  # decoder layers the drafter module knows
+ROPE_TYPES = ("default", "linear", "llama3", "yarn")  # their frequencies depend on the config alone
+
+# The body's fields that are handed to transformers, which knows the defaults of each model type.
+BODY_KEYS = (
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "vocab_size",
+    "hidden_act",
+    "rms_norm_eps",
+    "attention_bias",
+    "mlp_bias",
+    "max_position_embeddings",
+    "rope_theta",
+    "rope_scaling",
+    "rope_parameters",
+    "partial_rotary_factor",
+    "sliding_window",
+    "use_sliding_window",
+)
+REQUIRED_KEYS = ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
+
+
+def named_body(architectures: Sequence[str]) -> str | None:
+    """The body in an architecture's name, as in "LlamaForCausalLMEagle3"; None: there is none."""
+    for body in BODIES:
+        if any(f"{body}forcausallm" in name.lower() for name in architectures):
+            return body
+    return None
+
+
+def body_config(body: str, fields: Mapping[str, Any]) -> Any:
+    """The decoder layer's fields as transformers reads them, defaults of the body filled in.
+
+    Raises: CheckpointError (incomplete or impossible), NotSupported.
+    """
+    missing = [key for key in REQUIRED_KEYS if fields.get(key) is None]
+    if missing:
+        raise CheckpointError(f"config.json of the draft lacks {', '.join(missing)}")
+    known = {key: fields[key] for key in BODY_KEYS if fields.get(key) is not None}
+    known.setdefault("num_hidden_layers", 1)
+    known.setdefault("num_key_value_heads", known["num_attention_heads"])
+    for key in (*REQUIRED_KEYS, "num_hidden_layers", "num_key_value_heads", "head_dim"):
+        if key in known:
+            positive(known[key], key)
+    if body == "mistral":
+        known.setdefault("sliding_window", None)
+    try:
+        layer = CONFIG_MAPPING[body](**known)
+    except Exception as error:  # transformers validates with several error types
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        raise CheckpointError(
+            f"config.json of the draft: transformers refuses it as {body!r} ({reason})"
+        ) from error
+    if getattr(layer, "use_sliding_window", False):
+        raise NotSupported("a draft body with use_sliding_window=true is not built")
+    if layer.num_attention_heads % (layer.num_key_value_heads or layer.num_attention_heads):
+        raise CheckpointError(
+            f"config.json of the draft: {layer.num_attention_heads} heads are no multiple of "
+            f"{layer.num_key_value_heads} key-value heads"
+        )
+    return layer
+
+
+def body_sizes(body: str, layer: Any) -> dict[str, Any]:
+    """The fields of an `Eagle3Config` that a `body_config` gives.  Raises: NotSupported."""
+    num_heads = layer.num_attention_heads
+    return {
+        "body": body,
+        "hidden_size": layer.hidden_size,
+        "intermediate_size": layer.intermediate_size,
+        "num_layers": layer.num_hidden_layers,
+        "num_heads": num_heads,
+        "num_kv_heads": layer.num_key_value_heads or num_heads,
+        "head_dim": getattr(layer, "head_dim", None) or layer.hidden_size // num_heads,
+        "vocab_size": layer.vocab_size,
+        "rms_norm_eps": layer.rms_norm_eps,
+        "hidden_act": layer.hidden_act,
+        "max_position_embeddings": layer.max_position_embeddings,
+        "rope": rope_parameters(layer),
+        "window": (layer.sliding_window or 0) if body == "mistral" else 0,
+    }
+
+
+def rope_parameters(layer: Any) -> tuple[tuple[str, Any], ...]:
+    """Rotary parameters of a `body_config`, as sorted items.  Raises: NotSupported."""
+    parameters = dict(layer.rope_parameters)
+    rope_type = parameters.get("rope_type")
+    if rope_type not in ROPE_TYPES:
+        raise NotSupported(
+            f"draft rope_type {rope_type!r} is not built; built: {', '.join(ROPE_TYPES)}"
+        )
+    if parameters.get("partial_rotary_factor", 1.0) not in (None, 1, 1.0):
+        raise NotSupported("draft rope with partial_rotary_factor is not built")
+    return tuple(sorted(parameters.items()))
+
+
+def positive(value: Any, key: str) -> int:
+    """The value, a positive integer.  Raises: CheckpointError."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise CheckpointError(
+            f"config.json of the draft: {key} must be a positive integer, came {value!r}"
+        )
+    return value

@@ -1,0 +1,110 @@
+"""The formats of an EAGLE-3 head's config.json, one reader each.
+
+The EAGLE authors' is flat; SpecForge's and NVIDIA's is the same with a nested `eagle_config`;
+speculators' has the decoder layer under `transformer_layer_config`.  The format is told by
+content, never by file name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from compilespec.errors import CheckpointError, NotSupported
+from compilespec.methods.decoder_body import BODIES, named_body, positive
+
+Layout = Literal["safeailab", "speculators"]
+DEFAULT_NUM_DRAFT_TOKENS = 3
+UNSPECIFIC_TYPES = (None, "eagle3", "eagle", "llama_eagle3", "eagle3_llama")  # name no body
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadFormat:
+    """What a config.json says about a head, read from where its format keeps it."""
+
+    layout: Layout
+    """How its tensors are named."""
+    body_fields: Mapping[str, Any]
+    """The config of the decoder layer."""
+    flag_places: tuple[Mapping[str, Any], ...]
+    """Where the head's own flags may stand; the first that has one wins."""
+    architectures: tuple[str, ...]
+    """Names of the class that wrote it."""
+    num_draft_tokens: int
+    """K that the checkpoint suggests."""
+
+    @property
+    def body(self) -> str:
+        """The model type of the decoder layer, or else the body in the architecture's name.
+
+        Raises: NotSupported.
+        """
+        model_type = self.body_fields.get("model_type")
+        if model_type in BODIES:
+            return str(model_type)
+        if self.body_fields.get("kv_lora_rank"):
+            raise NotSupported(
+                f"EAGLE-3 with an MLA body ({model_type}) is not built; bodies: {', '.join(BODIES)}"
+            )
+        named = named_body(self.architectures)
+        if model_type in UNSPECIFIC_TYPES and (named or not self.architectures):
+            return named or "llama"
+        raise NotSupported(
+            f"EAGLE-3 body {model_type!r} (architectures {list(self.architectures)}) is not "
+            f"built; bodies: {', '.join(BODIES)}"
+        )
+
+    def flag(self, key: str) -> Any:
+        """The value of a flag; None where it stands nowhere."""
+        return next((place[key] for place in self.flag_places if place.get(key) is not None), None)
+
+    def is_on(self, *keys: str) -> bool:
+        """Whether one of the flags is true."""
+        return any(bool(self.flag(key)) for key in keys)
+
+
+def read_format(raw: Mapping[str, Any]) -> HeadFormat:
+    """Read a config.json by the reader of its format.  Raises: CheckpointError, NotSupported."""
+    reader = _read_speculators if "speculators_model_type" in raw else _read_flat
+    return reader(raw)
+
+
+def _read_flat(raw: Mapping[str, Any]) -> HeadFormat:
+    """The EAGLE authors' config, and with a nested `eagle_config` SpecForge's and NVIDIA's."""
+    return HeadFormat(
+        layout="safeailab",
+        body_fields=raw,
+        flag_places=(raw, raw.get("eagle_config") or {}),
+        architectures=_architectures(raw),
+        num_draft_tokens=_num_draft_tokens(raw),
+    )
+
+
+def _read_speculators(raw: Mapping[str, Any]) -> HeadFormat:
+    kind = raw["speculators_model_type"]
+    if kind != "eagle3":
+        raise NotSupported(
+            f"speculators_model_type {kind!r} is not built; eagle3 loads 'eagle3' only"
+        )
+    body_fields = raw.get("transformer_layer_config")
+    if not isinstance(body_fields, Mapping):
+        raise CheckpointError("config.json: speculators format without transformer_layer_config")
+    return HeadFormat(
+        layout="speculators",
+        body_fields=body_fields,
+        flag_places=(raw, raw.get("eagle_config") or {}),
+        architectures=_architectures(raw),
+        num_draft_tokens=_num_draft_tokens(raw),
+    )
+
+
+def _architectures(raw: Mapping[str, Any]) -> tuple[str, ...]:
+    return tuple(str(name) for name in raw.get("architectures") or ())
+
+
+def _num_draft_tokens(raw: Mapping[str, Any]) -> int:
+    proposals = (raw.get("speculators_config") or {}).get("proposal_methods") or [{}]
+    return positive(
+        proposals[0].get("speculative_tokens") or DEFAULT_NUM_DRAFT_TOKENS, "speculative_tokens"
+    )
