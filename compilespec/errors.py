@@ -40,7 +40,9 @@ class DraftMismatch(SpecError):
 
 
 class CheckpointError(SpecError):
-    """A checkpoint lacks tensors, has unexpected ones, or their shapes are wrong."""
+    """A checkpoint is damaged, lacks tensors, or has ones that are unexpected or of a wrong shape or
+    kind.
+    """
 
 
 class TraceError(SpecError):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,6 +11,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from compilespec.checkpoint_files import (
+    TRAINING_ONLY,
+    drop_mtp,
+    integer_tensors,
+    listed,
+    read_config,
+    reason,
+)
 from compilespec.errors import CheckpointError, DraftNotFound, InvalidOption, ModelNotFound
 
 if TYPE_CHECKING:
@@ -44,7 +53,8 @@ def load_target(
 ) -> Target:
     """Load or adopt the target; a module is moved or cast only where a keyword asks for it.
 
-    Raises: ModelNotFound, CheckpointError (tensors missing or misshapen), InvalidOption.
+    Raises: ModelNotFound (a damaged file too), CheckpointError (tensors missing, unexpected,
+    misshapen, or integers where the model has floats), InvalidOption.
     """
     wanted = _as_dtype(dtype)
     directory: Path | None = None
@@ -128,29 +138,59 @@ def _load_directory(directory: Path, dtype: torch.dtype | None) -> nn.Module:
             ignore_mismatched_sizes=True,  # reported below, by name
             output_loading_info=True,
         )
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    except Exception as error:  # whatever a damaged file makes of transformers' readers
         raise ModelNotFound(
-            f"{directory} cannot be loaded as a causal language model: {reason}"
+            f"{directory} cannot be loaded as a causal language model: {reason(error)}"
         ) from error
-    _check_whole(directory, report)
+    _check_whole(directory, model, report)
     loaded: nn.Module = model
     return loaded
 
 
-def _check_whole(directory: Path, report: Mapping[str, Any]) -> None:
-    """transformers fills what a checkpoint lacks with random numbers, and says so in a log."""
-    bad = sorted(report["missing_keys"])
-    bad += [
+def _check_whole(directory: Path, model: nn.Module, report: Mapping[str, Any]) -> None:
+    """transformers fills what a checkpoint lacks with random numbers, leaves out what the model has
+    no place for and casts what it finds; it says so in a log, or not at all.
+    """
+    misshapen = [
         f"{name} of shape {tuple(wanted)} (it is {tuple(came)} there)"
         for name, came, wanted in sorted(report["mismatched_keys"])
     ]
-    if bad:
-        names = ", ".join(bad[:3]) + (f" and {len(bad) - 3} more" if len(bad) > 3 else "")
+    bad = {
+        "lacks": [*sorted(report["missing_keys"]), *misshapen],
+        "has no place in the model for": sorted(_beside_drafters(model, report["unexpected_keys"])),
+        "holds integers where the model has floats in": _integers(directory, model),
+    }
+    problems = [f"{what} {listed(names)}" for what, names in bad.items() if names]
+    if problems:
         raise CheckpointError(
-            f"{directory} lacks {names}; config.json and the weights must belong together: copy "
-            "the checkpoint again"
+            f"{directory} {', '.join(problems)}; config.json and the weights must belong together: "
+            "copy the checkpoint again"
         )
+
+
+def _beside_drafters(model: nn.Module, names: Iterable[str]) -> list[str]:
+    """Leave out what transformers ignores on purpose, what no forward pass reads, and drafters."""
+    ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
+    return [
+        name
+        for name in drop_mtp(names)
+        if not TRAINING_ONLY.search(name)
+        and not any(re.search(pattern, name) for pattern in ignored)
+    ]
+
+
+def _integers(directory: Path, model: nn.Module) -> list[str]:
+    """Tensors of an unquantized checkpoint that hold integers, and that the model has as floats."""
+    raw = read_config(directory)
+    if "quantization_config" in raw or "quantization_config" in (raw.get("text_config") or {}):
+        return []
+    found = integer_tensors(directory)
+    own = tuple(n for n, tensor in model.state_dict().items() if not tensor.is_floating_point())
+    return [
+        f"{name} ({found[name]})"
+        for name in sorted(_beside_drafters(model, found))
+        if not any(one == name or one.endswith(f".{name}") for one in own)
+    ]
 
 
 def _load_tokenizer(directory: Path) -> Any:
@@ -162,8 +202,10 @@ def _load_tokenizer(directory: Path) -> Any:
         return None
     try:
         return AutoTokenizer.from_pretrained(directory, local_files_only=True)
-    except (OSError, ValueError) as error:
-        raise ModelNotFound(f"{directory}: the tokenizer cannot be loaded: {error}") from error
+    except Exception as error:  # the tokenizers library raises no class of its own
+        raise ModelNotFound(
+            f"{directory}: the tokenizer cannot be loaded: {reason(error)}"
+        ) from error
 
 
 def _eos_ids(model: nn.Module, tokenizer: Any) -> tuple[int, ...]:

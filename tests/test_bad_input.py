@@ -18,6 +18,7 @@ import compilespec
 from compilespec import SamplingParams, errors
 from compilespec.cli import main
 from compilespec.loading import load_target
+from compilespec.methods.checkpoint import read_tensors
 from compilespec.methods.eagle3 import random_head, save_head
 from compilespec.target_info import describe_target
 from compilespec.trace import trace_target
@@ -226,6 +227,103 @@ def test_a_target_with_a_misshapen_tensor(tmp_path):
     )  # fmt: skip
 
 
+def changed_tensors(directory: Path, **tensors: Tensor) -> Path:
+    """The checkpoint with these tensors, `__` in a name standing for a dot."""
+    path = directory / "model.safetensors"
+    given = {name.replace("__", "."): tensor for name, tensor in tensors.items()}
+    save_file({**load_file(path), **given}, path, metadata={"format": "pt"})
+    return directory
+
+
+def test_a_target_with_more_layers_than_its_config_says(tmp_path):
+    directory = copy_of(TARGET, tmp_path / "target")
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 1}))
+    refused(
+        errors.CheckpointError, str(directory), "no place", "model.layers.1.input_layernorm.weight",
+        "and 10 more", "config.json", run=lambda: load_target(directory),
+    )  # fmt: skip
+
+
+def test_what_a_target_may_hold_beside_its_own_tensors(tmp_path):
+    """Buffers that nothing reads, and drafters; nothing else."""
+    directory = changed_tensors(
+        copy_of(TARGET, tmp_path / "target"), mtp__fc__weight=torch.ones(2),
+        model__mtp_layers__0__input_layernorm__weight=torch.ones(2),
+        model__layers__3__enorm__weight=torch.ones(2),
+        model__layers__3__mlp__up_proj__weight=torch.ones(2),
+        model__layers__0__self_attn__rotary_emb__inv_freq=torch.ones(2),
+    )  # fmt: skip
+    assert load_target(directory).model.config.num_hidden_layers == 3
+    changed_tensors(directory, adapter__weight=torch.ones(2))
+    refused(
+        errors.CheckpointError, "no place", "adapter.weight", run=lambda: load_target(directory)
+    )
+
+
+def test_a_target_with_integers_for_floats(tmp_path):
+    directory = changed_tensors(
+        copy_of(TARGET, tmp_path / "target"),
+        model__norm__weight=torch.ones(32, dtype=torch.int64),
+    )
+    refused(
+        errors.CheckpointError, str(directory), "integers", "model.norm.weight (i64)",
+        run=lambda: load_target(directory),
+    )  # fmt: skip
+
+
+class Bomb:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.path,)
+
+
+def cut(directory: Path) -> None:
+    path = directory / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def pickled(directory: Path, content: Any) -> None:
+    (directory / "model.safetensors").unlink()
+    if isinstance(content, bytes):
+        (directory / "pytorch_model.bin").write_bytes(content)
+    else:
+        torch.save(content, directory / "pytorch_model.bin")
+
+
+DAMAGES = {
+    "truncated": cut,
+    "empty": lambda path: (path / "model.safetensors").write_bytes(b""),
+    "bomb": lambda path: pickled(path, {"x": Bomb(path / "executed")}),
+    "junk": lambda path: pickled(path, b"hello"),
+    "cut_pickle": lambda path: pickled(path, b"\x80"),
+    "ids_as_names": lambda path: pickled(path, {1: torch.ones(2)}),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_damaged_weights_are_refused_and_never_executed(tmp_path, name):
+    target, draft = copy_of(TARGET, tmp_path / "target"), copy_of(DRAFT, tmp_path / "draft")
+    for directory in (target, draft):
+        DAMAGES[name](directory)
+    message = refused(errors.SpecError, str(target), run=lambda: load_target(target))
+    assert "weights_only" not in message  # no advice to execute it
+    refused(errors.CheckpointError, str(draft), run=lambda: read_tensors(draft))
+    assert not list(tmp_path.rglob("executed"))
+
+
+def test_a_draft_with_integers_for_floats(tmp_path):
+    directory = changed_tensors(
+        copy_of(DRAFT, tmp_path / "draft"), norm__weight=torch.ones(32, dtype=torch.int64)
+    )
+    refused(
+        errors.CheckpointError, "norm.weight expected floats came torch.int64",
+        run=lambda: compile_target("eagle3", draft=directory),
+    )  # fmt: skip
+
+
 def test_a_draft_with_a_missing_tensor(tmp_path):
     directory = drop_tensor(copy_of(DRAFT, tmp_path / "draft"), "midlayer.self_attn.q_proj.weight")
     refused(
@@ -349,6 +447,9 @@ def test_the_command_line_prints_one_line_and_exits_with_2(capsys, tmp_path):
     assert "hidden_norm" in line
     (draft / "config.json").write_text(json.dumps({"architectures": ["Nothing"]}))
     cli_refuses(capsys, *target, "--spec", "eagle3", "--draft", str(draft))
+    damaged = copy_of(TARGET, tmp_path / "damaged")
+    cut(damaged)
+    assert str(damaged) in cli_refuses(capsys, "--model", str(damaged))
 
 
 @pytest.mark.parametrize("text", ["", "x"], ids=["empty", "no_tokenizer"])

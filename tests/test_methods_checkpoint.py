@@ -56,6 +56,14 @@ def test_every_file_kind(tmp_path, write):
         assert read[name].dtype == tensor.dtype
 
 
+def test_a_tensor_is_that_of_the_shard_which_the_index_names(tmp_path):
+    save_file({"fc": torch.ones(2)}, tmp_path / "a.safetensors")
+    save_file({"fc": -torch.ones(2), "x": torch.ones(1)}, tmp_path / "b.safetensors")
+    index = {"weight_map": {"fc": "a.safetensors", "x": "b.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert read_tensors(tmp_path)["fc"].tolist() == [1, 1]
+
+
 def test_training_only_tensors_are_left_out(tmp_path):
     extra = {
         "verifier_lm_head.weight": torch.ones(2),

@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 from torch import nn
 
+from compilespec.checkpoint_files import LAYER, MTP, MTP_LAYER, mtp_layers
 from compilespec.errors import CheckpointError, NotSupported
 from compilespec.methods.decoder_body import ROPE_TYPES
 
@@ -46,9 +47,6 @@ NOT_OF_THE_BLOCK = (
     "transformers_version",
 )
 
-_LAYER = re.compile(r"^(?:model\.)?(?:language_model\.)?layers\.(\d+)\.(.+)$")
-_MTP_LAYER = re.compile(r"^(?:model\.)?mtp_layers\.(\d+)\.(.+)$")
-_QWEN = re.compile(r"^mtp\.(?:layers\.(\d+)\.)?(.+)$")
 _INSIDE = re.compile(r"^(?:transformer|mtp_block)\.")
 
 # Tensor names of a module, next to those of its block, as `MtpStep` has them.
@@ -159,7 +157,7 @@ def layout_of(raw: Mapping[str, Any], modules: Iterable[str]) -> Layout:
     names = list(modules)
     if any(name.startswith("mtp.") for name in names):
         return "qwen3_next"
-    if any(_MTP_LAYER.match(name) for name in names):
+    if any(MTP_LAYER.match(name) for name in names):
         return "mimo"
     own_head = any(name.endswith("shared_head.output.weight") for name in names)
     step = own_head or str(raw.get("model_type", "")).startswith("step3")
@@ -173,15 +171,14 @@ def module_names(raw: Mapping[str, Any], names: Iterable[str]) -> dict[str, str]
     What Qwen3-Next keeps once for all layers (fc and norms) is given to module 0.
     """
     names = list(names)
-    layers = sorted({int(m[1]) for m in map(_LAYER.match, names) if m and m[2] == "enorm.weight"})
-    number = {layer: index for index, layer in enumerate(layers)}
+    number = {layer: index for index, layer in enumerate(mtp_layers(names))}
     renamed: dict[str, str] = {}
     for name in names:
-        if (match := _LAYER.match(name)) and int(match[1]) in number:
+        if (match := LAYER.match(name)) and int(match[1]) in number:
             renamed[name] = _canonical(number[int(match[1])], match[2])
-        elif match := _MTP_LAYER.match(name):
+        elif match := MTP_LAYER.match(name):
             renamed[name] = _canonical(int(match[1]), match[2])
-        elif match := _QWEN.match(name):
+        elif match := MTP.match(name):
             of_block = match[1] is not None
             rest = f"block.{match[2]}" if of_block else _canonical(0, match[2]).split(".", 2)[2]
             renamed[name] = f"steps.{int(match[1] or 0)}.{rest}"

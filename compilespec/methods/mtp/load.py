@@ -257,7 +257,9 @@ def _share_qwen_parts(config: MtpConfig, named: dict[str, Tensor], num_steps: in
 
 
 def _place(name: str, tensor: Tensor, target: TargetInfo) -> Tensor:
-    """On the target's device and in its dtype; the experts' bias in float32 at least."""
+    """On the target's device; floats in its dtype, the experts' bias in float32 at least."""
+    if not tensor.is_floating_point():
+        return tensor.to(target.device)
     dtype = target.dtype
     if name.endswith("e_score_correction_bias"):
         dtype = torch.promote_types(dtype, torch.float32)

@@ -1,0 +1,227 @@
+"""The files of a checkpoint directory, as they are: config.json, safetensors or pytorch_model.bin.
+
+Pickles are read as mappings of names to tensors; nothing in them is executed.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Container, Iterable, Mapping
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from compilespec.errors import CheckpointError
+
+# Files in the order they are looked for, which is transformers' own: (file, is an index of shards).
+WEIGHT_FILES = (
+    ("model.safetensors", False),
+    ("model.safetensors.index.json", True),
+    ("pytorch_model.bin", False),
+    ("pytorch_model.bin.index.json", True),
+)
+
+# Tensors that training libraries leave in a checkpoint and that no forward pass reads.
+TRAINING_ONLY = re.compile(
+    r"(^|\.)(verifier_lm_head\.|verifier_norm\.|rotary_emb\.)|(^|\.)inv_freq$"
+)
+
+# Names in a decoder layer, and in MTP modules that have a name of their own.
+LAYER = re.compile(r"^(?:model\.)?(?:language_model\.)?layers\.(\d+)\.(.+)$")
+MTP_LAYER = re.compile(r"^(?:model\.)?mtp_layers\.(\d+)\.(.+)$")
+MTP = re.compile(r"^mtp\.(?:layers\.(\d+)\.)?(.+)$")
+
+MAX_LISTED = 8  # names of one kind in a message
+
+
+def read_config(directory: str | Path) -> dict[str, Any]:
+    """Read config.json of a checkpoint directory.
+
+    Raises:
+        CheckpointError: no such directory or file, or it holds no JSON object.
+    """
+    path = Path(directory) / "config.json"
+    if not path.parent.is_dir():
+        raise CheckpointError(
+            f"draft checkpoint: expected a directory, {str(directory)!r} is not one"
+        )
+    return _read_json(path)
+
+
+def read_tensors(directory: str | Path, only: Container[str] | None = None) -> dict[str, Tensor]:
+    """Read the tensors of a checkpoint directory to the CPU, training-only ones left out.
+
+    Args:
+        only: names to read, such as a drafter's inside the checkpoint of its target; None for all.
+    Returns:
+        name -> tensor, in the dtype of the file; of shards, from the one that the index names.
+    Raises:
+        CheckpointError: no weight file, a shard that is missing or unreadable, an index that does
+        not match.
+    """
+    path, is_index = _weight_file(Path(directory))
+    tensors = _read_shards(path, only) if is_index else _read_file(path, only)
+    return drop_training_only(tensors)
+
+
+def tensor_names(directory: str | Path) -> list[str]:
+    """The names of all tensors of a checkpoint directory, without reading any from safetensors.
+
+    Raises:
+        CheckpointError: no weight file, or one that is unreadable.
+    """
+    path, is_index = _weight_file(Path(directory))
+    return list(_weight_map(path) if is_index else _read_dtypes(path))
+
+
+def integer_tensors(directory: str | Path) -> dict[str, str]:
+    """The tensors of a checkpoint directory that hold no floating-point numbers: name -> dtype.
+
+    Raises:
+        CheckpointError: no weight file, a shard that is missing or unreadable.
+    """
+    path, is_index = _weight_file(Path(directory))
+    shards = _shards(path) if is_index else {path: None}
+    return {
+        name: dtype
+        for shard, names in shards.items()
+        for name, dtype in _read_dtypes(shard).items()
+        if (names is None or name in names) and not dtype.startswith(("f", "bf"))
+    }
+
+
+def drop_training_only(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Leave out the tensors that only training reads."""
+    return {name: tensor for name, tensor in tensors.items() if not TRAINING_ONLY.search(name)}
+
+
+def mtp_layers(names: Iterable[str]) -> list[int]:
+    """The MTP modules that are numbered on after a target's layers: known by their enorm."""
+    return sorted({int(m[1]) for m in map(LAYER.match, names) if m and m[2] == "enorm.weight"})
+
+
+def drop_mtp(names: Iterable[str]) -> list[str]:
+    """Leave out the names of MTP modules, which a target's own checkpoint may hold."""
+    names = list(names)
+    layers = mtp_layers(names)
+    return [
+        name
+        for name in names
+        if not (MTP.match(name) or MTP_LAYER.match(name))
+        and not ((match := LAYER.match(name)) and int(match[1]) in layers)
+    ]
+
+
+def listed(names: Iterable[str]) -> str:
+    """The first names, and how many more there are."""
+    names = list(names)
+    more = len(names) - MAX_LISTED
+    return ", ".join(names[:MAX_LISTED]) + (f" and {more} more" if more > 0 else "")
+
+
+def reason(error: BaseException) -> str:
+    """One line of what a library says of a file, advice to execute its pickles left out."""
+    if isinstance(error, UnpicklingError):
+        return "no plain pickle of tensors; save it as safetensors"
+    text = str(error).strip() or "no message"
+    return f"{type(error).__name__}: {text.splitlines()[0]}"
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise CheckpointError(f"{path.parent}: no {path.name}") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path}: not readable as JSON ({reason(error)})") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path}: expected a JSON object, came {type(content).__name__}")
+    return content
+
+
+def _weight_file(directory: Path) -> tuple[Path, bool]:
+    """The weights of a directory, and whether the file is an index of shards."""
+    for name, is_index in WEIGHT_FILES:
+        if (directory / name).is_file():
+            return directory / name, is_index
+    expected = ", ".join(name for name, _ in WEIGHT_FILES)
+    raise CheckpointError(f"{directory}: no weights; expected one of {expected}")
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    weight_map = _read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(f, str) for f in weight_map.values()):
+        raise CheckpointError(f"{index}: expected a weight_map of tensor names to file names")
+    return weight_map
+
+
+def _shards(index: Path) -> dict[Path, set[str]]:
+    """The shards, each with the tensors that the index says are there."""
+    shards: dict[Path, set[str]] = {}
+    for name, file_name in _weight_map(index).items():
+        if Path(file_name).name != file_name:
+            raise CheckpointError(
+                f"{index}: shard {file_name!r} lies outside the checkpoint directory"
+            )
+        shards.setdefault(index.parent / file_name, set()).add(name)
+    return shards
+
+
+def _read_shards(index: Path, only: Container[str] | None) -> dict[str, Tensor]:
+    tensors: dict[str, Tensor] = {}
+    for path, names in _shards(index).items():
+        wanted = {name for name in names if only is None or name in only}
+        if not wanted:
+            continue
+        read = _read_file(path, wanted)
+        if lost := sorted(wanted - read.keys()):
+            raise CheckpointError(f"{index}: the shards lack {listed(lost)} ({path.name})")
+        tensors.update(read)
+    return tensors
+
+
+def _read_file(path: Path, only: Container[str] | None = None) -> dict[str, Tensor]:
+    if path.suffix != ".safetensors":
+        content = _read_pickle(path, "cpu")
+        return {name: tensor for name, tensor in content.items() if only is None or name in only}
+    try:
+        with safe_open(path, framework="pt") as file:
+            names = [name for name in file.keys() if only is None or name in only]  # noqa: SIM118
+            return {name: file.get_tensor(name) for name in names}
+    except Exception as error:
+        raise _unreadable(path, error) from error
+
+
+def _read_dtypes(path: Path) -> dict[str, str]:
+    """Name -> dtype, such as "bf16" or "int64"."""
+    if path.suffix != ".safetensors":
+        content = _read_pickle(path, "meta")
+        return {name: str(tensor.dtype).split(".")[-1] for name, tensor in content.items()}
+    try:
+        with safe_open(path, framework="pt") as file:
+            return {name: file.get_slice(name).get_dtype().lower() for name in file.keys()}  # noqa: SIM118
+    except Exception as error:
+        raise _unreadable(path, error) from error
+
+
+def _read_pickle(path: Path, device: str) -> dict[str, Tensor]:
+    try:
+        content = torch.load(path, map_location=device, weights_only=True)
+    except Exception as error:  # a damaged file is refused in many ways: KeyError, IndexError, ..
+        raise _unreadable(path, error) from error
+    if not isinstance(content, dict) or not all(
+        isinstance(name, str) and isinstance(value, Tensor) for name, value in content.items()
+    ):
+        raise CheckpointError(f"{path}: expected a mapping of names to tensors")
+    return content
+
+
+def _unreadable(path: Path, error: Exception) -> CheckpointError:
+    if isinstance(error, FileNotFoundError):
+        return CheckpointError(f"{path.parent}: the shard {path.name} is missing")
+    return CheckpointError(f"{path}: not readable ({reason(error)}); copy it again")
