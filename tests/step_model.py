@@ -41,7 +41,7 @@ K = 0      A plain step runs no drafter and leaves a hole of one pair, kept in t
 `Rules` holds every formula that an engine could get wrong; tests override one at a time and expect
 an error.
 
-Source: DESIGN section 3; requirements M4-M8, M11, A6, A9, E2, E5, H-4, H-6, H-9, H-14, H-16, H-21,
+Source: ARCHITECTURE.md; requirements M4-M8, M11, A6, A9, E2, E5, H-4, H-6, H-9, H-14, H-16, H-21,
 H-22, H-23.
 """
 
@@ -409,7 +409,7 @@ class StepModel:
     """One engine: rows, blocks, caches, steps in flight.
 
     Args:
-        kind, num_draft_tokens, chain: the drafter of DESIGN section 3 (`chain`: windowed).
+        kind, num_draft_tokens, chain: the draft loop, as in ARCHITECTURE.md (`chain`: windowed).
         max_rows, max_seq_len, block_size, num_blocks: sizes; by default enough blocks for all rows.
         overlap: read every step one step late.
         ring_size: pairs kept for rows that plain steps kept from the drafter (H-23).

@@ -1,4 +1,4 @@
-"""Windowed drafting (DESIGN section 3): every draft equals that of a recomputation from scratch.
+"""Windowed drafting: every draft equals that of a recomputation from scratch.
 
 The reference calls the modules over the whole sequence, without a cache, at every step; the engine
 keeps a ring of K pairs and a cache a module, poisoned with NaN before the first request.

@@ -334,7 +334,7 @@ class ReservesForNoStepInFlight(Rules):
 
 
 class Reserves2K(Rules):
-    """One token less than DESIGN reserves."""
+    """One token less than must be reserved."""
 
     def reserved(self, known_len: int, num_draft_tokens: int, in_flight: int) -> int:
         return super().reserved(known_len, num_draft_tokens, in_flight) - 1

@@ -17,6 +17,8 @@ from compilespec.program import Phase, PhaseGraph, SpecProgram
 
 Status = Literal["proved", "guarded", "open"]
 
+HAZARDS = "H-9: positions before 0; H-16: past the maximum length; H-14: attention's inputs written"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Bound:
@@ -80,12 +82,13 @@ class BoundsReport:
             text = f"  {phase:8}{status:8}{what}{times}: {shown}"
             text += f" in {needed}" if needed else ""
             lines.append(f"{text}; {where}" + (f" [{hazards}]" if hazards else ""))
-        return "\n".join(lines)
+        return "\n".join([*lines, HAZARDS])
 
     def __rich__(self) -> Any:
         from rich.table import Table
 
-        table = Table(title=self.summary(), title_justify="left", box=None, pad_edge=False)
+        table = Table(title=self.summary(), caption=HAZARDS, box=None, pad_edge=False)
+        table.title_justify = table.caption_justify = "left"
         for name in ("status", "x", "claim", "range", "needed", "at", "hazard"):
             table.add_column(name, overflow="fold")
         styles = {"proved": "green", "guarded": "yellow", "open": "red"}

@@ -15,13 +15,13 @@ from torch import Tensor, nn
 
 from compilespec.program import HostProposal, ProgramConfig, TapSink, Traced
 
-# How a method's draft loop walks the cache (DESIGN section 3, step 5); "direct" is one call that
-# gives all K drafts and has no cache: n-gram match, extra heads, functions of a user; with
-# "callback" they come from the host, between the calls; with "shared_kv" each is one query at a
-# constant position on the target's caches.
+# How a method's draft loop walks the cache (ARCHITECTURE.md, kinds of draft loops); "direct" is one
+# call that gives all K drafts and has no cache: n-gram match, extra heads, functions of a user;
+# with "callback" they come from the host, between the calls; with "shared_kv" each is one query at
+# a constant position on the target's caches.
 DraftKind = Literal["none", "recycled", "windowed", "unshifted", "direct", "callback", "shared_kv"]
 
-# Which hidden states the modules of a windowed drafter read (DESIGN section 4).
+# Which hidden states the modules of a windowed drafter read (`passes/draft_loops/windowed.py`).
 Chain = Literal["module_rows", "target_rows"]
 
 FINAL_NORM = -1  # an aux layer: the hidden state that enters the target's head, after the last norm

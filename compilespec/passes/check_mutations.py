@@ -13,8 +13,7 @@ def check_mutations(gm: fx.GraphModule, ctx: PassContext) -> int:
     """Every written input is a state or cache buffer; temporaries may be written.  Returns: inputs
     written.
 
-    Source: EVIDENCE on caches that were cloned, or written twice through one storage.  Numerics:
-    exact.  ATen.
+    Caught so: caches that were cloned, or written through two storages.  Numerics: exact.  ATen.
     """
     written = {
         root.meta.get("role")

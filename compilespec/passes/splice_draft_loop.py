@@ -19,7 +19,6 @@ def splice_draft_loop(gm: fx.GraphModule, ctx: PassContext) -> int:
     many columns as the largest K of the program has, PAD after this graph's own.
 
     Returns: the number of drafter passes.  Numerics: exact.  Torch IR.
-    Source: DESIGN section 3.
     """
     loop, config = LOOPS[ctx.capabilities.kind], ctx.config
     num_passes = 0

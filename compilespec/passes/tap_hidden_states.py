@@ -14,7 +14,7 @@ from compilespec.passes.runner import PassContext
 def tap_hidden_states(gm: fx.GraphModule, ctx: PassContext) -> int:
     """Give hs[k] the role `aux.<i>` for the i-th aux layer k.  Numerics: exact.  Runs on torch IR.
 
-    hs[k] is the stream entering layer k (FORMATS 0); FINAL_NORM names the head's input.
+    hs[k] is the stream entering layer k; FINAL_NORM names the head's input.
     Source: requirement I7, as a pass instead of hooks.
     """
     head = find_head(find_role(gm, "logits"))

@@ -19,7 +19,7 @@ __all__ = ["METHOD", "MtpConfig", "MtpDrafter", "MtpStep", "random_modules"]
 
 
 class MtpMethod:
-    """Windowed drafting with the checkpoint's modules (DESIGN sections 3 and 4)."""
+    """Windowed drafting with the checkpoint's modules: a window of K+1 rows a step."""
 
     capabilities = Capabilities(
         name="mtp",

@@ -23,7 +23,7 @@ def recycled(gm: fx.GraphModule, ctx: PassContext) -> int:
     Row j of the first pass writes slot seq_len + j; single passes go on from seq_len + n, their
     hidden state the
     previous pass's output.  Makes the role `drafts` ([B, K], int32).
-    Source: DESIGN section 3; requirements M11, A9, A10, E5.
+    Source: requirements M11, A9, A10, E5.
     """
     end, config = output_node(gm), ctx.config
     table = find_role(gm, "block_table_RM")

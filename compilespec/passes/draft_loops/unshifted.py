@@ -23,7 +23,6 @@ def unshifted(gm: fx.GraphModule, ctx: PassContext) -> int:
     Decode: the S target tokens at seq_len+1 .. seq_len+S (what stands after the bonus token is
     written again before anything attends to it); row n-1 gives draft 1; then K-1 single tokens from
     seq_len+n+1.  Prefill: the prompt at its positions, then K single tokens, the sampled one first.
-    Source: DESIGN section 3.
     """
     count, end = ctx.config.num_draft_tokens, output_node(gm)
     start = find_role(gm, "start")

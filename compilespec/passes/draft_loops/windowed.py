@@ -31,7 +31,7 @@ def windowed(gm: fx.GraphModule, ctx: PassContext) -> int:
                  output of an earlier module and a draft; positions e-K-i .. e
 
     The last i rows that module i writes hold drafts; the next step's window covers them.
-    Source: DESIGN sections 3 and 4; requirements M4-M7, H-4, H-6, H-9, H-21, H-22.
+    Source: requirements M4-M7, H-4, H-6, H-9, H-21, H-22.
     """
     end, count = output_node(gm), ctx.config.num_draft_tokens
     aux, ids = find_role(gm, "aux"), find_role(gm, "draft_ids")

@@ -24,7 +24,7 @@ class Placement:
 
 
 def place_call(config: ProgramConfig, case: Case) -> Placement:
-    """Read the call's tokens off its inputs.  Source: E5, H-16, DESIGN section 3."""
+    """Read the call's tokens off its inputs.  Source: E5, H-16."""
     inputs, spare = case.inputs, config.max_batch_size
     if case.phase == "decode":
         rows = inputs["row_B"].tolist()
