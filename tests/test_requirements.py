@@ -39,7 +39,7 @@ def test_ids_are_read() -> None:
 def test_what_is_cited_is_defined_and_the_reverse() -> None:
     cited: dict[str, Path] = {}
     for path in sources():
-        cited |= {one: path for one in ids_in(path.read_text(encoding="utf-8"))}
+        cited |= dict.fromkeys(ids_in(path.read_text(encoding="utf-8")), path)
     defined = [one for one, _, _ in ROW.findall(DOCUMENT.read_text(encoding="utf-8"))]
     assert len(defined) == len(set(defined))
     undefined = {one: path.name for one, path in cited.items() if one not in defined}

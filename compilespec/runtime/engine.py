@@ -327,8 +327,7 @@ class Engine:
     def _drop(self, requests: Sequence[Request]) -> None:
         """Leave nothing behind when a call ends early; close() has aborted all there was."""
         if not self._closed:
-            for request in requests:
-                self._scheduler.abort(request)
+            self._scheduler.abort(*requests)
 
     def _requests(self, prompts: Any, params: Params) -> list[Request]:
         self._check_open()

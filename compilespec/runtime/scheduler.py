@@ -9,6 +9,10 @@ line always goes on, and every request becomes the first: none starves.  (By pri
 
 With `overlap` a step is launched before the tokens of the last one are read: a request that ended
 in that one still takes part, what it gets is dropped, and its row and blocks are free afterwards.
+
+A change that fails, or is interrupted at any place, leaves rows and blocks in an unknown state.  So
+who holds one is ended, and all are free again.  This rests on one rule: a request enters the list
+that it goes to before it leaves the one where it was, so that none is ever in no list.
 """
 
 from __future__ import annotations
@@ -78,17 +82,13 @@ class Scheduler:
         max_step_tokens: int | None = None,
         adaptive: AdaptiveDrafts | None = None,
     ) -> None:
-        self.geometry = executor.geometry
-        self.pool = BlockPool(self.geometry.num_blocks)
+        self.geometry, self._prefix_lookahead = executor.geometry, prefix_lookahead
         self.waiting: list[Request] = []  # both in order: the first in line first
         self.running: list[Request] = []
-        self.prefixes: PrefixCache | None = None
-        if prefix_lookahead is not None:
-            self.prefixes = PrefixCache(
-                self.pool, block_size=self.geometry.block_size, lookahead=prefix_lookahead
-            )
-        self._free_rows = list(range(self.geometry.max_batch_size))  # a heap: lowest row first
         self._leaving: list[Request] = []  # finished, but named by a launch
+        self._to_abort: deque[Request] = deque()
+        self._is_changing = False  # also left behind by a clean-up that was interrupted
+        self._free_all()
         self._in_flight: deque[_Launch] = deque()
         self._received: dict[Request, None] = {}  # in this step, in order
         self._steps, self._arrivals = 0, itertools.count()
@@ -105,20 +105,7 @@ class Scheduler:
             ones stay.
         """
         self._received = {}
-        self._steps += 1
-        try:
-            self._admit()
-            is_late = self._overlap and not any(map(_needs_host, self.running))
-            self._launch_prefill()
-            if not is_late:
-                self._collect_all()
-            self._launch_decode()
-            self._collect(before_step=self._steps if is_late else self._steps + 1)
-            if not self.running:
-                self._collect_all()
-        except BaseException as error:
-            self._end_running(error)
-            raise
+        self._change(self._step)
         return list(self._received)
 
     @property
@@ -130,40 +117,68 @@ class Scheduler:
         request.arrival = next(self._arrivals)
         bisect.insort(self.waiting, request, key=_rank)
 
-    def abort(self, request: Request) -> None:
-        """End a request, between steps; its row and blocks are free once no launch names it."""
-        if not request.finished:
-            self._finish(request, "aborted")
-            if not self.running:
-                self._collect_all()
+    def abort(self, *requests: Request) -> None:
+        """End requests; their rows and blocks are free once no launch names them.  In the middle
+        of a step (Python's collector may close a stream there) they end with that step.
+        """
+        self._to_abort.extend(requests)
+        if not self._is_changing:
+            self._change(lambda: None)
 
     def fail(self, request: Request, error: Exception) -> None:
-        """End a request with an error; one that has ended before counts as failed, too."""
-        request.error = error
-        if request.finished:
-            request.finish_reason = "error"
-        else:
-            self._finish(request, "error")
+        """End a request with an error, between steps; one that has ended before counts as failed,
+        too.
+        """
+        self._change(lambda: self._fail(request, error))
 
     def reset_prefix_cache(self) -> None:
         """Forget the published blocks; requests that run publish none of those that they have."""
-        if self.prefixes is not None:
-            self.prefixes.clear()
-            for request in self.running:
-                request.num_published = self.geometry.blocks_per_row
+        self._change(self._withdraw_all)
 
     def close(self) -> None:
         """Abort all there is; nothing is read any more."""
-        self._in_flight.clear()
-        for request in [*self.waiting, *self.running]:
-            self._finish(request, "aborted")
-        self._release()
+        self._to_abort.extend(self.waiting)
+        self._end_running(None)
 
     def num_blocks_needed(self, num_prompt_tokens: int, max_new_tokens: int) -> int:
         """Blocks for every slot that a request may write, drafts past its end included."""
         sizes = self.geometry
         slots = num_prompt_tokens + max_new_tokens + sizes.reserve_tokens
         return -(-min(sizes.max_seq_len, slots) // sizes.block_size)
+
+    def _change(self, change: Callable[[], object]) -> None:
+        """Do what may move rows and blocks, and what was put off until then."""
+        if self._is_changing:
+            self._end_running(None)
+        try:
+            self._is_changing = True
+            change()
+            while self._to_abort:
+                if not self._to_abort[0].finished:
+                    self._finish(self._to_abort[0], "aborted")
+                self._to_abort.popleft()
+            if not self.running:
+                self._collect_all()
+            self._is_changing = False
+        except BaseException as error:
+            self._end_running(error)
+            raise
+
+    def _step(self) -> None:
+        self._steps += 1
+        self._admit()
+        is_late = self._overlap and not any(map(_needs_host, self.running))
+        self._launch_prefill()
+        if not is_late:
+            self._collect_all()
+        self._launch_decode()
+        self._collect(before_step=self._steps if is_late else self._steps + 1)
+
+    def _withdraw_all(self) -> None:
+        if self.prefixes is not None:
+            self.prefixes.clear()
+            for request in self.running:
+                request.num_published = self.geometry.blocks_per_row
 
     # --- admission ---
 
@@ -179,8 +194,8 @@ class Scheduler:
             if own is None:
                 self.pool.free(shared)
                 return  # the first in line waits for its blocks, so that no large request starves
-            del self.waiting[0]
             self._start(request, tokens, shared, own)
+            del self.waiting[0]
             self._note_passed(request)
 
     def _find_prefix(self, request: Request, tokens: Sequence[int]) -> tuple[int, ...] | None:
@@ -216,10 +231,10 @@ class Scheduler:
         request.prefill_token_ids, request.num_published = tokens, len(shared)
         request.num_cached = request.num_prefilled = request.num_computed = num_cached
         request.state = RequestState.PREFILL
-        if request.timings.admitted_ms is None:
+        if request.timings.admitted_ms is None:  # after a preemption it finds its own
             request.timings.admitted_ms = now_ms()
+            self._stats.count_cached(num_cached)
         bisect.insort(self.running, request, key=_rank)
-        self._stats.count_cached(num_cached)
         self._executor.set_blocks(request.row, request.blocks, tokens[:num_cached])
         if request.params.logits_processor is not None:
             request.processor = HostProcessor(request)
@@ -362,12 +377,12 @@ class Scheduler:
         """Take row and blocks from a request that no launch names; it waits to be computed anew."""
         if self._on_preempt is not None:
             self._on_preempt(request)
+        bisect.insort(self.waiting, request, key=_rank)
         self.running.remove(request)
-        self._vacate(request)
+        self._free(request)
         request.state = RequestState.WAITING
         request.num_preemptions += 1
         self._stats.count_preemption()
-        bisect.insort(self.waiting, request, key=_rank)
 
     def _draft_on_host(self, propose: HostProposal, requests: Sequence[Request]) -> list[Request]:
         """Ask for every request's drafts and write them; returns the requests that go on."""
@@ -376,7 +391,7 @@ class Scheduler:
             try:
                 drafted[request] = propose_drafts(propose, request, self.geometry)
             except DraftFailed as error:
-                self.fail(request, error)
+                self._fail(request, error)
         if drafted:
             self._executor.set_drafts([r.row for r in drafted], list(drafted.values()))
         return list(drafted)
@@ -425,13 +440,13 @@ class Scheduler:
     def _guide(self, requests: Sequence[Request], *, drafted: bool) -> list[Request]:
         """Say what guided requests may choose in the call to come; returns those that go on."""
         for request, error in write_masks(self._executor, requests, drafted=drafted).items():
-            self.fail(request, error)
+            self._fail(request, error)
         return [request for request in requests if not request.finished]
 
     def _deliver(self, request: Request, tokens: Sequence[int]) -> int:
         tokens, error = admitted(request, tokens)
         if error is not None and not tokens:
-            self.fail(request, error)
+            self._fail(request, error)
             return 0
         wanted = request.params.logprobs
         if wanted is not None:
@@ -439,14 +454,14 @@ class Scheduler:
         try:
             count, reason = deliver(request, tokens, max_seq_len=self.geometry.max_seq_len)
         except SpecError as failure:  # from the caller's tokenizer
-            self.fail(request, failure)
+            self._fail(request, failure)
             return 0
         if reason is None and request.guide is not None and request.guide.is_complete:
             reason = "stop"
         if reason is not None:
             self._finish(request, reason)
         elif error is not None:
-            self.fail(request, error)
+            self._fail(request, error)
         return count
 
     def _spoil(self, request: Request) -> None:
@@ -454,7 +469,7 @@ class Scheduler:
         if self.prefixes is not None:
             self.prefixes.withdraw(request.blocks)
         place = request.num_tokens
-        self.fail(
+        self._fail(
             request,
             NanLogits(
                 f"the model's logits for token {place} of request {request.id} held NaN; check the "
@@ -479,47 +494,84 @@ class Scheduler:
 
     # --- leaving ---
 
-    def _end_running(self, error: BaseException) -> None:
-        """After a failed (or interrupted) call the state of the rows is unknown: let them go."""
+    def _end_running(self, error: BaseException | None) -> None:
+        """Nobody knows what the rows hold: let them all go, and all blocks.  What an interrupt
+        leaves undone here, the next change does.
+        """
+        self._is_changing = True
         self._in_flight.clear()
-        if self.prefixes is not None:
-            self.prefixes.clear()
-        for request in list(self.running):
-            request.error = error if isinstance(error, Exception) else None
-            self._finish(request, "error" if request.error else "aborted")
-        self._release()
+        known = dict.fromkeys([*self._leaving, *self.running, *self.waiting, *self._to_abort])
+        for request in known:
+            was_running = request.state is not RequestState.WAITING
+            if request in self._to_abort and not request.finished:
+                self._end(request, "aborted")
+            elif was_running and not request.finished:
+                request.error = error if isinstance(error, Exception) else None
+                self._end(request, "error" if request.error else "aborted")
+            _vacate(request)
+        self._free_all()
+        self.waiting[:] = sorted((r for r in known if not r.finished), key=_rank)
+        self.running.clear()
+        self._leaving.clear()
+        self._is_changing = False
+
+    def _free_all(self) -> None:
+        """Rows and blocks that nobody holds, and of which nothing is known."""
+        sizes, lookahead = self.geometry, self._prefix_lookahead
+        self._free_rows = list(range(sizes.max_batch_size))  # a heap: lowest row first
+        self.pool = BlockPool(sizes.num_blocks)
+        self.prefixes = (
+            None
+            if lookahead is None
+            else PrefixCache(self.pool, block_size=sizes.block_size, lookahead=lookahead)
+        )
+
+    def _fail(self, request: Request, error: Exception) -> None:
+        request.error = error
+        if request.finished:
+            request.finish_reason = "error"
+        else:
+            self._finish(request, "error")
 
     def _finish(self, request: Request, reason: FinishReason) -> None:
         if reason in ("stop", "length"):
             self._publish(request)
+        self._end(request, reason)
+        if request.row >= 0:
+            self._leaving.append(request)
+        for line in (self.waiting, self.running):
+            if request in line:
+                line.remove(request)
+        self._release()
+
+    def _end(self, request: Request, reason: FinishReason) -> None:
         if self._on_finish is not None:
             try:
                 self._on_finish(request, reason)
             except Exception as error:
                 request.error, reason = error, "error"
         request.finish_reason, request.timings.finished_ms = reason, now_ms()
-        if request.state is RequestState.WAITING:
-            self.waiting.remove(request)
-        else:
-            self.running.remove(request)
-            self._leaving.append(request)
         request.state = RequestState.FINISHED
-        self._release()
 
     def _release(self) -> None:
         """Free rows and blocks of finished requests that no launch names."""
         for request in list(self._leaving):
             if not any(request in launch.most for launch in self._in_flight):
+                self._free(request)
                 self._leaving.remove(request)
-                self._vacate(request)
 
-    def _vacate(self, request: Request) -> None:
-        if request.processor is not None:
-            request.processor.close()
+    def _free(self, request: Request) -> None:
         self.pool.free(request.blocks)
         heapq.heappush(self._free_rows, request.row)
-        request.row, request.blocks, request.num_published = -1, (), 0
-        request.num_prefilled = request.num_computed = request.num_cached = request.backlog = 0
+        _vacate(request)
+
+
+def _vacate(request: Request) -> None:
+    """It holds nothing now."""
+    if request.processor is not None:
+        request.processor.close()
+    request.row, request.blocks, request.num_published = -1, (), 0
+    request.num_prefilled = request.num_computed = request.num_cached = request.backlog = 0
 
 
 def _rank(request: Request) -> tuple[bool, int, int]:

@@ -53,7 +53,8 @@ class EngineStats:
     """How often a request had to make room for others and was computed anew."""
 
     num_cached_tokens: int = 0
-    """Prompt tokens that were found in the KV cache and not computed."""
+    """Prompt tokens that were found in the KV cache and not computed when their request was first
+    admitted."""
 
     num_running: int = 0
     """Requests that hold a state row now."""

@@ -14,8 +14,8 @@ from compilespec.methods.mtp.load import load_drafter
 
 
 class MtpMultiMethod:
-    """As `mtp`, with KV groups (S1, S2, S4, S5): cache blocks of a size of its own for each step, and a ring
-    of them where the step's layer has a window.
+    """As `mtp`, with KV groups (S1, S2, S4, S5): cache blocks of a size of its own for each
+    step, and a ring of them where the step's layer has a window.
     """
 
     capabilities = Capabilities(
