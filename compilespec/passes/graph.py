@@ -8,7 +8,7 @@ their metadata.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -135,51 +135,54 @@ def splice(
     them.
     Fake tensors of the capture are dropped: those of different captures must not mix.
     """
-    graph = gm.graph
-    env: dict[fx.Node, Any] = {}
+    anchor = before if before is not None else output_node(gm)
+    env = _bind_inputs(gm, ctx, fragment, arguments, anchor)
+    ordinal = _num_copies(gm.graph, fragment.name)  # a draft loop splices a fragment repeatedly
     source = fragment.graph_module
-    ordinal = _num_copies(graph, fragment.name)  # a draft loop splices a fragment more than once
-    placeholders = [node for node in source.graph.nodes if node.op == "placeholder"]
-    insert = graph.inserting_before(before if before is not None else output_node(gm))
+    with gm.graph.inserting_before(anchor):
+        for node in source.graph.nodes:
+            if node.op == "get_attr":
+                env[node] = _copy_attribute(gm, source, str(node.target), fragment.name)
+            elif node.op not in ("placeholder", "output"):
+                env[node] = gm.graph.node_copy(node, env.__getitem__)
+                env[node].meta = _meta_of_copy(node, fragment.name, ordinal)
+    results: Any = output_node(source).args[0]
+    return tuple(env[result] for result in results)
+
+
+def _bind_inputs(
+    gm: fx.GraphModule,
+    ctx: PassContext,
+    fragment: Traced,
+    arguments: Mapping[str, fx.Node],
+    anchor: fx.Node,
+) -> dict[fx.Node, Any]:
+    """What stands in `gm` for each placeholder of a fragment; new nodes go before `anchor`."""
+    env: dict[fx.Node, Any] = {}
+    symbols: list[fx.Node] = []
+    placeholders = fragment.graph_module.graph.find_nodes(op="placeholder")
     for node, entry in zip(placeholders, fragment.inputs, strict=True):
         if entry.kind == "argument":
             env[node] = arguments[entry.name]
-        elif entry.kind == "weight" and not is_quantized(fragment.weights[entry.name]):
-            env[node] = add_weight(gm, ctx, entry.name, fragment.weights[entry.name])
-    with insert:
-        for node, entry in zip(placeholders, fragment.inputs, strict=True):
-            if entry.kind == "weight" and node not in env:
-                weight = fragment.weights[entry.name]
-                env[node] = _add_quantized(gm, ctx, entry.name, weight)
-        for node, entry in zip(placeholders, fragment.inputs, strict=True):
-            if entry.kind == "symbol" and node.users:
-                env[node] = _bind_symbol(graph, node, fragment, placeholders, env)
-        for node in source.graph.nodes:
-            if node.op == "placeholder":
-                continue
-            if node.op == "output":
-                break
-            if node.op == "get_attr":
-                env[node] = _copy_attribute(gm, source, str(node.target), fragment.name)
-                continue
-            copy = graph.node_copy(node, lambda old: env[old])
-            copy.meta = {
-                key: value
-                for key, value in node.meta.items()
-                if key not in ("example_value", "val")
-            }
-            copy.meta["custom"] = {
-                **node.meta["custom"],
-                "fragment": fragment.name,
-                "copy": ordinal,
-            }
-            example = node.meta.get("example_value")
-            if isinstance(example, Tensor):
-                shape = tuple(size if isinstance(size, int) else None for size in example.shape)
-                copy.meta["example"] = (shape, example.dtype)
-            env[node] = copy
-    results: Any = output_node(source).args[0]
-    return tuple(env[result] for result in results)
+        elif entry.kind == "weight":
+            env[node] = _bind_weight(gm, ctx, entry.name, fragment.weights[entry.name], anchor)
+        elif node.users:
+            symbols.append(node)
+    with gm.graph.inserting_before(anchor):
+        for node in symbols:
+            env[node] = _bind_symbol(gm.graph, node, fragment, env)
+    return env
+
+
+def _meta_of_copy(node: fx.Node, fragment: str, ordinal: int) -> dict[str, Any]:
+    """A node's metadata without its fake tensor, of which shape and dtype are kept."""
+    meta = {key: value for key, value in node.meta.items() if key not in ("example_value", "val")}
+    meta["custom"] = {**node.meta["custom"], "fragment": fragment, "copy": ordinal}
+    example = node.meta.get("example_value")
+    if isinstance(example, Tensor):
+        shape = tuple(size if isinstance(size, int) else None for size in example.shape)
+        meta["example"] = (shape, example.dtype)
+    return meta
 
 
 def _num_copies(graph: fx.Graph, fragment: str) -> int:
@@ -204,24 +207,26 @@ def add_weight(gm: fx.GraphModule, ctx: PassContext, name: str, tensor: Tensor) 
     return add_input(gm, ctx, InputSpec(name=name, kind="weight", sources=(name,)))
 
 
-def _add_quantized(gm: fx.GraphModule, ctx: PassContext, name: str, tensor: Tensor) -> fx.Node:
-    """A quantized weight: an input for each of its parts, and the node that rebuilds it."""
+def _bind_weight(
+    gm: fx.GraphModule, ctx: PassContext, name: str, tensor: Tensor, anchor: fx.Node
+) -> fx.Node:
+    """The input of a weight; of a quantized one an input a part, and the node that rebuilds it."""
+    if not is_quantized(tensor):
+        return add_weight(gm, ctx, name, tensor)
     key, parts = take_apart(tensor)
     inputs = [add_weight(gm, ctx, f"{name}.{part}", value) for part, value in parts.items()]
-    node = gm.graph.call_function(rebuild, (key, *inputs))
+    with gm.graph.inserting_before(anchor):
+        node = gm.graph.call_function(rebuild, (key, *inputs))
     node.meta["example"] = (tuple(tensor.shape), tensor.dtype)
     return node
 
 
 def _bind_symbol(
-    graph: fx.Graph,
-    symbol: fx.Node,
-    fragment: Traced,
-    placeholders: Sequence[fx.Node],
-    env: Mapping[fx.Node, Any],
+    graph: fx.Graph, symbol: fx.Node, fragment: Traced, env: Mapping[fx.Node, Any]
 ) -> fx.Node:
     """A fragment's size symbol is a dimension of one of its arguments: read it there."""
     value = symbol.meta["example_value"]
+    placeholders = fragment.graph_module.graph.find_nodes(op="placeholder")
     for node, entry in zip(placeholders, fragment.inputs, strict=True):
         if entry.kind != "argument":
             continue
