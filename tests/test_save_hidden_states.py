@@ -13,7 +13,7 @@ import torch
 
 import compilespec
 from compilespec import SamplingParams
-from compilespec.errors import CheckpointError, DraftMismatch, InvalidOption
+from compilespec.errors import CheckpointError, DraftMismatch, EngineClosed, InvalidOption
 from compilespec.methods import get_method
 from compilespec.methods.save_hidden_states import Layout, Recorder, SavedStates, prompt_digest
 from compilespec.trace import _attention_interface
@@ -116,6 +116,25 @@ def test_what_was_aborted_is_not_saved_and_a_directory_is_continued(tmp_path):
     )
     with pytest.raises(IndexError):
         second[4]
+
+
+def test_records_that_cannot_be_written_wait_for_another_close(tmp_path):
+    """The directory's name is taken by a file: a disk that is full, or gone."""
+    model, _ = asked("llama")
+    params, directory = SamplingParams(max_new_tokens=3, ignore_eos=True), tmp_path / "states"
+    engine = compilespec.compile(model, output_dir=directory, aux_layers=(1,), **OPTIONS)
+    server = engine.serve()
+    server.submit([5, 6], params).result(60)
+    directory.touch()
+    with pytest.raises(EngineClosed, match=r"CheckpointError.*1 records cannot be written"):
+        server.close()
+    with pytest.raises(CheckpointError, match="they are kept"):
+        engine.close()
+    assert not engine._executor.buffers
+    directory.unlink()
+    engine.close()
+    engine.close()
+    assert SavedStates(directory).prompt_digests() == {prompt_digest([5, 6])}
 
 
 # --- the recorder by itself ---

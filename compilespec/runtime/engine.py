@@ -259,11 +259,15 @@ class Engine:
         return plan if policy is None else {**plan, "adaptive": policy.describe()}
 
     def close(self) -> None:
-        """Abort what runs and free the device buffers.  Closing twice is harmless."""
-        if not self._closed:
-            self._scheduler.close()
-            self._closed = True
-            self._executor.close()
+        """Abort what runs, write what was recorded and free the device buffers.  Closing twice is
+        harmless.
+
+        Raises: what failed, such as CheckpointError where saved hidden states cannot be written.
+            The engine is closed all the same; another call tries again what failed.
+        """
+        self._scheduler.close()
+        self._closed = True
+        self._executor.close()
 
     def __enter__(self) -> Engine:
         self._check_open()

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from compilespec.errors import EngineClosed
 from compilespec.runtime.keywords import check_keywords
 from compilespec.runtime.prompts import as_prompt_list
-from compilespec.runtime.request import GenerationOutput, Request
+from compilespec.runtime.request import GenerationOutput, Request, RequestState, now_ms
 from compilespec.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ class Ticket:
         self._deltas: deque[Delta] = deque()
         self._output: GenerationOutput | None = None
         self._changed = threading.Condition()
-        self._wakers: list[Callable[[], object]] = []  # of readers that wait in event loops
+        self._sleepers: dict[Callable[[], object], Callable[[], bool]] = {}  # in event loops
 
     @property
     def finished(self) -> bool:
@@ -56,9 +56,8 @@ class Ticket:
 
     async def wait(self) -> GenerationOutput:
         """`result` for event loops.  Cancelling it leaves the request alone."""
-        while self._output is None:
-            await self._news()
-        return self._output
+        await self._sleep(lambda: self.finished)
+        return self.result()
 
     def abort(self) -> None:
         """End the request; it keeps the tokens it has."""
@@ -69,10 +68,10 @@ class Ticket:
         try:
             while True:
                 with self._changed:
-                    self._changed.wait_for(lambda: self._deltas or self._output is not None)
-                    delta = self._deltas.popleft() if self._deltas else None
-                if delta is None:
-                    return
+                    self._changed.wait_for(self._has_news)
+                    if not self._deltas:
+                        return
+                    delta = self._deltas.popleft()
                 yield delta
         finally:
             if not self.finished:
@@ -81,11 +80,15 @@ class Ticket:
     async def __aiter__(self) -> AsyncIterator[Delta]:
         """`__iter__` for event loops."""
         try:
-            while self._deltas or not self.finished:
-                if self._deltas:
-                    yield self._deltas.popleft()
-                else:
-                    await self._news()
+            while True:
+                await self._sleep(self._has_news)
+                with self._changed:
+                    if not self._deltas:
+                        if self.finished:
+                            return
+                        continue  # another reader took it
+                    delta = self._deltas.popleft()
+                yield delta
         finally:
             if not self.finished:
                 self.abort()
@@ -96,11 +99,17 @@ class Ticket:
             self._deltas.append(delta)
             self._output = delta.output
             self._changed.notify_all()
-            wakers, self._wakers = self._wakers, []
-        for wake in wakers:
+            awake = [wake for wake, until in self._sleepers.items() if until()]
+            for wake in awake:
+                del self._sleepers[wake]
+        for wake in awake:
             wake()
 
-    async def _news(self) -> None:
+    def _has_news(self) -> bool:
+        return bool(self._deltas) or self.finished
+
+    async def _sleep(self, until: Callable[[], bool]) -> None:
+        """Let the event loop go on until `until` holds, which `give` asks with the lock held."""
         loop, event = asyncio.get_running_loop(), asyncio.Event()
 
         def wake() -> None:
@@ -108,17 +117,22 @@ class Ticket:
                 loop.call_soon_threadsafe(event.set)
 
         with self._changed:
-            if self._deltas or self.finished:
+            if until():
                 return
-            self._wakers.append(wake)
-        await event.wait()
+            self._sleepers[wake] = until
+        try:
+            await event.wait()
+        finally:
+            with self._changed:
+                self._sleepers.pop(wake, None)
 
 
 class EngineThread:
     """Runs the loop of an engine, which it owns: use the engine through this object alone.
 
-    Every method may be called from any thread.  A step that raises ends the requests that were
-    running with that error, as `Engine.step` says; those that waited go on.
+    Every method may be called from any thread.  A step or an abort that raises ends the requests
+    that were running with that error, as `Engine.step` says; those that waited go on.  Whatever
+    happens, every ticket ends.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -128,6 +142,7 @@ class EngineThread:
         self._to_abort: deque[Ticket] = deque()
         self._open: dict[Request, Ticket] = {}  # the loop's own
         self._is_closing = False
+        self._failure: EngineClosed | None = None  # why the loop ended, or closing failed
         self._thread = threading.Thread(target=self._run, name="compilespec-engine", daemon=True)
         self._thread.start()
 
@@ -139,6 +154,7 @@ class EngineThread:
 
         Raises: InvalidRequest, NotSupported (nothing was queued), EngineClosed.
         """
+        self._check_open()
         ticket = Ticket(self._engine.make_request(prompt, params, priority), self._abort)
         self._queue([ticket])
         return ticket
@@ -151,6 +167,7 @@ class EngineThread:
 
         Raises: as `submit`, before anything was queued.
         """
+        self._check_open()
         each, _ = as_prompt_list(prompts)
         samples = [one for prompt in each for one in self._engine.make_samples(prompt, params)]
         tickets = [Ticket(request, self._abort) for request in samples]
@@ -158,12 +175,29 @@ class EngineThread:
         return [ticket.result() for ticket in tickets]
 
     def close(self, timeout: float | None = None) -> None:
-        """Abort what runs, close the engine, and wait for its thread.  Twice is harmless."""
+        """Abort what runs, close the engine, and wait for its thread.  Twice is harmless.
+
+        Args:
+            timeout: seconds to wait for the step that runs.
+        Raises:
+            EngineClosed: the engine could not be closed, or its thread had failed before; every
+                ticket has ended with this error.  Another call tries again what failed, and raises
+                what `Engine.close` raises.
+            TimeoutError: the step goes on; the engine is closed after it.
+        """
         with self._wake:
             self._is_closing = True
             self._wake.notify()
-        if threading.current_thread() is not self._thread:
-            self._thread.join(timeout)
+        if threading.current_thread() is self._thread:
+            return
+        self._thread.join(timeout)
+        if self._thread.is_alive():
+            raise TimeoutError(f"the step has not ended within {timeout} s; closing comes after it")
+        with self._wake:
+            failure, self._failure = self._failure, None
+            if failure is not None:
+                raise failure
+            self._engine.close()
 
     def __enter__(self) -> EngineThread:
         return self
@@ -178,10 +212,14 @@ class EngineThread:
 
     def _queue(self, tickets: Sequence[Ticket]) -> None:
         with self._wake:
-            if self._is_closing or not self._thread.is_alive():
-                raise EngineClosed("the engine was closed; make another with compilespec.compile()")
+            self._check_open()
             self._arrived.extend(tickets)
             self._wake.notify()
+
+    def _check_open(self) -> None:
+        if self._is_closing:
+            why = self._failure or "the engine was closed"
+            raise EngineClosed(f"{why}; make another with compilespec.compile()")
 
     def _abort(self, ticket: Ticket) -> None:
         with self._wake:
@@ -193,21 +231,13 @@ class EngineThread:
     def _run(self) -> None:
         try:
             while self._take_orders():
-                try:
-                    self._engine.step()
-                except Exception:
-                    logger.exception("a step failed; the requests that were running ended with it")
+                self._attempt(self._engine.step)
                 self._hand_out()
+        except BaseException as error:
+            logger.exception("the engine's thread failed; every request ends with that")
+            self._failure = _told("the engine's thread failed", error)
         finally:
-            with self._wake:
-                self._is_closing = True
-                tickets = list(self._arrived)
-                self._arrived.clear()
-            for ticket in tickets:
-                self._open[ticket.request] = ticket
-                self._engine.enqueue(ticket.request)
-            self._engine.close()
-            self._hand_out()
+            self._end_all()
 
     def _take_orders(self) -> bool:
         """Wait for something to do; false once the engine is to be closed."""
@@ -223,13 +253,58 @@ class EngineThread:
             self._open[ticket.request] = ticket
             self._engine.enqueue(ticket.request)
         for ticket in to_abort:
-            self._engine.abort(ticket.request)
+            self._attempt(self._engine.abort, ticket.request)
         return True
+
+    def _attempt(self, call: Callable[..., object], *arguments: Any) -> None:
+        """Call the engine; where that raises, what was running has ended with the error."""
+        try:
+            call(*arguments)
+        except Exception:
+            logger.exception("a step failed; the requests that were running ended with it")
 
     def _hand_out(self) -> None:
         for request, ticket in list(self._open.items()):
-            delta = self._engine.take_delta(request, request.sample)
+            try:
+                delta = self._engine.take_delta(request, request.sample)
+            except Exception as error:
+                logger.exception("the output of request %d cannot be read; it ends", request.id)
+                self._attempt(self._engine.abort, request)
+                request.output_text = None
+                _end(request, request.error or error)
+                delta = self._engine.take_delta(request, request.sample)
             if delta is not None:
                 ticket.give(delta)
                 if delta.output is not None:
                     del self._open[request]
+
+    def _end_all(self) -> None:
+        """Close the engine; whatever comes of that, every ticket ends."""
+        with self._wake:
+            self._is_closing = True
+            self._open |= {ticket.request: ticket for ticket in self._arrived}
+            self._arrived.clear()
+        try:
+            self._engine.close()
+        except BaseException as error:
+            logger.exception("the engine could not be closed")
+            self._failure = _told("closing the engine failed, close() tries again", error)
+        for request in self._open:
+            is_cut = self._failure is not None and request.finish_reason == "aborted"
+            if is_cut or not request.finished:
+                _end(request, self._failure)
+        self._hand_out()
+
+
+def _end(request: Request, error: Exception | None) -> None:
+    """End a request that the engine does not run, or no longer."""
+    request.state, request.error = RequestState.FINISHED, error
+    request.finish_reason = "aborted" if error is None else "error"
+    request.timings.finished_ms = now_ms()
+
+
+def _told(what: str, error: BaseException) -> EngineClosed:
+    message = (str(error).splitlines() or [""])[0]
+    told = EngineClosed(f"{what} ({type(error).__name__}: {message})")
+    told.__cause__ = error
+    return told

@@ -131,4 +131,4 @@ class Executor(Protocol):
         """
 
     def close(self) -> None:
-        """Free the device buffers."""
+        """Free the device buffers.  Another call does what failed in this one, and is harmless."""

@@ -214,14 +214,14 @@ class StepRunner:
         return sum(call.num_recompiles for call in self._calls.values())
 
     def close(self) -> None:
-        if self._recorder is not None:
-            self._recorder.close()
         self.lowered = None
         if self._graph_recorder is not None:
             self._graph_recorder.close()
         self._calls.clear()
         self._weights.clear()
         self.buffers.clear()
+        if self._recorder is not None:
+            self._recorder.close()
 
     def _record(self, rows: Sequence[int], states: Iterable[Tensor]) -> None:
         assert self._recorder is not None

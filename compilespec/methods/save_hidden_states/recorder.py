@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -116,28 +117,22 @@ class Recorder:
         self._running.pop(request.row, None)
 
     def flush(self) -> None:
-        """Write the finished requests as a shard, then the index; each file appears whole."""
+        """Write the finished requests as a shard, then the index; each file appears whole.
+
+        Raises: CheckpointError; the records are kept, and written with the next.
+        """
         if not self._finished:
             return
-        self.directory.mkdir(parents=True, exist_ok=True)
-        first = sum(shard["num_records"] for shard in self._shards)
-        tensors = {
-            f"{first + index}.{name}": tensor
-            for index, record in enumerate(self._finished)
-            for name, tensor in record.items()
-        }
-        name = f"states-{len(self._shards):05}.safetensors"
-        shard = {"file": name, "num_records": len(self._finished), "num_tokens": self._num_pending}
-        metadata = {"format": "pt", "records": json.dumps(self._notes)}
-        scratch = self.directory / f".{name}.part"
-        save_file(tensors, scratch, metadata=metadata)
-        os.replace(scratch, self.directory / name)
-        self._write_index([*self._shards, shard])
-        self._shards.append(shard)
-        self._finished, self._notes, self._num_pending = [], [], 0
+        try:
+            self._write_shard()
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(
+                f"{self.directory}: {len(self._finished)} records cannot be written ({error}); "
+                "they are kept: mend that, then close the engine (again)"
+            ) from error
 
     def close(self) -> None:
-        """Write what is left."""
+        """Write what is left.  Raises: CheckpointError; another call tries again."""
         self._running.clear()
         self.flush()
 
@@ -164,6 +159,24 @@ class Recorder:
         _check_same(index, self.layout.as_json(), self.directory)
         shards: list[dict[str, Any]] = list(index["shards"])
         return shards
+
+    def _write_shard(self) -> None:
+        self.directory.mkdir(parents=True, exist_ok=True)
+        first = sum(shard["num_records"] for shard in self._shards)
+        tensors = {
+            f"{first + index}.{name}": tensor
+            for index, record in enumerate(self._finished)
+            for name, tensor in record.items()
+        }
+        name = f"states-{len(self._shards):05}.safetensors"
+        shard = {"file": name, "num_records": len(self._finished), "num_tokens": self._num_pending}
+        metadata = {"format": "pt", "records": json.dumps(self._notes)}
+        scratch = self.directory / f".{name}.part"
+        save_file(tensors, scratch, metadata=metadata)
+        os.replace(scratch, self.directory / name)
+        self._write_index([*self._shards, shard])
+        self._shards.append(shard)
+        self._finished, self._notes, self._num_pending = [], [], 0
 
     def _write_index(self, shards: list[dict[str, Any]]) -> None:
         index = {
