@@ -20,6 +20,7 @@ from compilespec.checkpoint_files import (
     reason,
 )
 from compilespec.errors import CheckpointError, DraftNotFound, InvalidOption, ModelNotFound
+from compilespec.placement import read_device, read_dtype
 
 if TYPE_CHECKING:
     from compilespec.methods.base import Capabilities
@@ -56,7 +57,12 @@ def load_target(
     Raises: ModelNotFound (a damaged file too), CheckpointError (tensors missing, unexpected,
     misshapen, or integers where the model has floats), InvalidOption.
     """
-    wanted = _as_dtype(dtype)
+    wanted, device = read_dtype(dtype), read_device(device)
+    if not isinstance(model, nn.Module | str | Path):
+        raise InvalidOption(
+            "model must be an nn.Module, a directory in Hugging Face layout, or 'demo'; got "
+            f"{model!r}"
+        )
     directory: Path | None = None
     if not isinstance(model, nn.Module):
         directory = demo_directory() if model == "demo" else Path(model)
@@ -128,7 +134,7 @@ def _load_directory(directory: Path, dtype: torch.dtype | None) -> nn.Module:
     if not (directory / "config.json").is_file():
         raise ModelNotFound(
             f"{directory} holds no config.json; expected a directory in Hugging Face layout, or "
-            f"'demo'"
+            "'demo'; a model of the hub must be downloaded first: hf download NAME --local-dir DIR"
         )
     try:
         model, report = AutoModelForCausalLM.from_pretrained(
@@ -215,14 +221,3 @@ def _eos_ids(model: nn.Module, tokenizer: Any) -> tuple[int, ...]:
         if value is not None:
             return tuple(value) if isinstance(value, (list, tuple)) else (int(value),)
     return ()
-
-
-def _as_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
-    if dtype is None or isinstance(dtype, torch.dtype):
-        return dtype
-    value = getattr(torch, dtype, None)
-    if not isinstance(value, torch.dtype):
-        raise InvalidOption(
-            f"dtype must be a torch dtype or its name, such as 'bfloat16'; got {dtype!r}"
-        )
-    return value

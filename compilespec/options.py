@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,10 +16,12 @@ from compilespec.errors import InvalidOption
 from compilespec.loading import Target
 from compilespec.logits_processor import LogitsProcessor
 from compilespec.lowering import BACKENDS
-from compilespec.methods.base import Drafter, TargetInfo
+from compilespec.methods.base import Capabilities, Drafter, TargetInfo
 from compilespec.passes.acceptance import FUNCTIONS, RULES, describe, is_lossless
 from compilespec.program import ProgramConfig
 from compilespec.quantization import Quantize, read_quantize
+from compilespec.sampling_params import SamplingParams
+from compilespec.suggest import did_you_mean, not_one_of
 
 logger = logging.getLogger(__name__)
 
@@ -137,7 +140,7 @@ def resolve_options(
 ) -> CompileOptions:
     """Check every keyword before anything is loaded.  Raises: InvalidOption, NotSupported."""
     if backend not in BACKENDS:
-        raise InvalidOption(f"backend must be one of {', '.join(BACKENDS)}; got {backend!r}")
+        raise not_one_of("backend", backend, BACKENDS)
     graphs = read_graph_options(cudagraphs)
     for name, switch in (
         ("host_processors", host_processors),
@@ -200,6 +203,32 @@ def resolve_options(
     )
 
 
+def check_method_options(
+    given: Iterable[str], method: Capabilities, keywords: Sequence[str]
+) -> None:
+    """Refuse names that neither the method nor the acceptance knows as options.
+
+    Args:
+        keywords: those of `compile()`, one of which may have been meant.
+    Raises: InvalidOption.
+    """
+    if method.options is None:
+        return
+    known = (*method.options, *ACCEPTANCE_OPTIONS)
+    fields = [field.name for field in dataclasses.fields(SamplingParams)]
+    for name in given:
+        if name in known:
+            continue
+        what = f"compile() and spec={method.name!r} have no keyword {name!r}"
+        if name in fields:
+            raise InvalidOption(f"{what}; give SamplingParams({name}=...) with the prompts")
+        takes = (
+            f"the method takes {', '.join(method.options)}" if method.options else "leave it out"
+        )
+        cure = did_you_mean(name, (*keywords, *known), "compile") or f"; {takes}"
+        raise InvalidOption(what + cure)
+
+
 def _draft_counts(given: int | Sequence[int] | None) -> tuple[int | None, tuple[int, ...]]:
     """The largest K, and the other ones of a sequence, in rising order."""
     if given is None or isinstance(given, str) or not isinstance(given, Sequence):
@@ -243,10 +272,8 @@ def _rule(acceptance: str | Callable[..., Any]) -> tuple[str, RuleFunction | Non
         return "user", rule_function(acceptance)
     names = ("auto", *(name for name in RULES if name != "user"))
     if acceptance not in names:
-        raise InvalidOption(
-            f"acceptance must be one of {', '.join(names)}, or a function marked with "
-            f"@compilespec.acceptance_rule; got {acceptance!r}"
-        )
+        rules = ", or a function marked with @compilespec.acceptance_rule"
+        raise not_one_of("acceptance", acceptance, names, also=rules)
     rule = "strict" if acceptance == "auto" else acceptance
     function = FUNCTIONS.get(rule)
     return rule, None if function is None else rule_function(function, rule)

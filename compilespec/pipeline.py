@@ -21,7 +21,12 @@ from compilespec.loading import Target, find_draft, load_target
 from compilespec.lowering import lower
 from compilespec.methods import get_method
 from compilespec.methods.base import Capabilities, Drafter, Method, MethodConfig
-from compilespec.options import ACCEPTANCE_OPTIONS, CompileOptions, resolve_options
+from compilespec.options import (
+    ACCEPTANCE_OPTIONS,
+    CompileOptions,
+    check_method_options,
+    resolve_options,
+)
 from compilespec.passes.acceptance import describe, is_lossless
 from compilespec.passes.draft_loops import LOOPS
 from compilespec.passes.draft_loops.kept_inputs import READ_BY_REPLAY
@@ -210,11 +215,16 @@ def _method_of(
     spec: str | Method | MethodConfig | None, options: Mapping[str, Any]
 ) -> tuple[Method, dict[str, Any]]:
     """The method that `spec` names or is, and its options; keywords win over those of a config."""
+    own: Mapping[str, Any] = {}
     if isinstance(spec, MethodConfig):
-        return get_method(spec.name), {**spec.options, **options}
-    if hasattr(spec, "capabilities") and hasattr(spec, "load"):
-        return cast(Method, spec), dict(options)
-    return get_method(spec), dict(options)
+        method, own = get_method(spec.name), spec.options
+    elif hasattr(spec, "capabilities") and hasattr(spec, "load"):
+        method = cast(Method, spec)
+    else:
+        method = get_method(spec)
+    given = {**own, **options}
+    check_method_options(given, method.capabilities, list(inspect.signature(compile).parameters))
+    return method, given
 
 
 def _take(options: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:

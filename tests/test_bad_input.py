@@ -146,21 +146,6 @@ def test_impossible_sizes_and_choices_are_refused(name):
     assert "got " in message
 
 
-def test_unknown_names_are_refused():
-    message = refused(errors.UnknownMethod, "eagle9", run=lambda: compile_target("eagle9"))
-    assert "known methods: none, eagle3" in message
-    with pytest.raises(KeyError):
-        compile_target("eagle9")
-    refused(
-        errors.InvalidOption, "max_batchsize", "no such keyword",
-        run=lambda: compile_target(max_batchsize=3),
-    )  # fmt: skip
-    refused(
-        errors.InvalidOption, "eagle3 has no option depth", "aux_layers",
-        run=lambda: compile_target("eagle3", draft=DRAFT, depth=3),
-    )  # fmt: skip
-
-
 def test_keywords_that_contradict_are_refused():
     refused(errors.InvalidOption, "takes no draft", run=lambda: compile_target(draft=DRAFT))
     refused(

@@ -320,7 +320,10 @@ def test_a_failed_check_is_exit_code_1(run: Dump, monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("--after", "splice_draftloop"), "nearest: splice_draft_loop; passes of decode: check_"),
+        (
+            ("--after", "splice_draftloop"),
+            "did you mean splice_draft_loop? passes of decode: check_",
+        ),
         (("--diff", "narrow_logits"), "narrow_logits did not run in phase decode"),
         (("--before", "start"), "unknown pass 'start'"),
         (("--phase", "verify"), "--phase must be prefill, decode"),

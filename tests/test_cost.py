@@ -229,7 +229,7 @@ def test_published_and_given_devices(monkeypatch):
     monkeypatch.setattr(devices, "measure_cpu", lambda dtype: pytest.fail("measured"))
     given = find_device("cpu", torch.float32, bytes_per_s=1e10, flops_per_s=2e11)
     assert (given.bytes_per_s, given.flops_per_s) == (1e10, 2e11)
-    with pytest.raises(InvalidOption, match="device must be one of h200, cpu; got 'tpu'"):
+    with pytest.raises(InvalidOption, match="roofline must be one of h200, cpu; got 'tpu'"):
         find_device("tpu", torch.float32)
     with pytest.raises(InvalidOption, match=r"no rate is known for .*float64 on an H200"):
         find_device("h200", torch.float64)

@@ -72,8 +72,6 @@ def test_what_does_not_fit_is_refused():
     short.config.max_position_embeddings = 40
     with pytest.raises(DraftMismatch, match="max_seq_len=40"):
         compilespec.compile(model, spec="draft_model", draft=short, **OPTIONS)
-    with pytest.raises(InvalidOption, match="unknown option window"):
-        compilespec.compile(model, spec="draft_model", draft=small, window=3, **OPTIONS)
 
 
 def test_padding_ids_are_never_proposed():

@@ -8,6 +8,7 @@ import torch
 from compilespec.errors import InvalidOption, SpecError, UnknownMethod
 from compilespec.methods import capability_rows, get_method, method_names
 from compilespec.methods.base import TargetInfo
+from compilespec.options import check_method_options
 
 
 @pytest.mark.parametrize(
@@ -79,5 +80,13 @@ def test_none_has_no_drafter():
         lm_head=torch.zeros(8, 8),
     )
     assert get_method("none").load(None, target, {}) is None
-    with pytest.raises(InvalidOption, match="unknown option aux_layers"):
-        get_method("none").load(None, target, {"aux_layers": (1,)})
+
+
+@pytest.mark.parametrize("name", method_names())
+def test_every_method_says_what_options_it_takes(name):
+    capabilities = get_method(name).capabilities
+    assert capabilities.options is not None
+    check_method_options([*capabilities.options, "relaxed_topk"], capabilities, ["dtype"])
+    takes = f"takes {', '.join(capabilities.options)}" if capabilities.options else "leave it out"
+    with pytest.raises(InvalidOption, match=f"spec='{name}' have no keyword 'zzz'; .*{takes}$"):
+        check_method_options(["zzz"], capabilities, ["dtype"])

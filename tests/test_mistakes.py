@@ -3,15 +3,29 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+import torch
 
+import compilespec
 from compilespec import SamplingParams
-from compilespec.errors import InvalidRequest, SpecError
+from compilespec.errors import (
+    InvalidOption,
+    InvalidRequest,
+    ModelNotFound,
+    SpecError,
+    UnknownMethod,
+)
+from compilespec.methods import method_names
+from compilespec.placement import DEVICES, DTYPES
+from compilespec.quantization.configs import NAMES
 from compilespec.runtime.engine import Engine
+from compilespec.runtime.keywords import FIELDS
+from compilespec.suggest import ELSEWHERE
 from tests.fake_executor import FakeExecutor
 
 TIME_LIMIT_S = 2.0  # of this process: other tests may share the cores
@@ -89,3 +103,85 @@ def test_with_an_engine(engine: Engine, name: str) -> None:
         call(engine)
     assert "\n" not in str(caught.value)
     assert not engine.has_work
+
+
+# Arguments of compile(), the class of the error, what its line says.  No target is loaded.
+BY_COMPILE: dict[str, tuple[tuple[Any, ...], dict[str, Any], type[SpecError], str]] = {
+    "no model": ((None,), {}, InvalidOption, "an nn.Module, a directory .*; got None$"),
+    "a number": ((3,), {}, InvalidOption, "model must be .*; got 3$"),
+    "a name of the hub": (
+        ("meta-llama/Llama-3.1-8B",), {}, ModelNotFound, "hf download NAME --local-dir DIR$",
+    ),
+    "a method with a slip": (
+        ("demo", "eagel3"), {}, UnknownMethod, r"did you mean eagle3\? known methods: none, ",
+    ),
+    "a method with a dash": (("demo", "eagle-3"), {}, UnknownMethod, r"did you mean eagle3\?"),
+    "another project's method": (("demo", "NEXTN"), {}, UnknownMethod, r"did you mean mtp_eagle\?"),
+    "no method": (("demo", "lookahead9"), {}, UnknownMethod, "methods: none, eagle3, .*auto$"),
+    "a dtype's short name": (
+        ("demo",), {"dtype": "bf16"}, InvalidOption, r"got 'bf16'; did you mean bfloat16\?$",
+    ),
+    "a dtype of integers": (
+        ("demo",), {"dtype": torch.int8}, InvalidOption, "dtype must be one of .*; got 'int8'$",
+    ),
+    "a device's other name": (
+        ("demo",), {"device": "gpu"}, InvalidOption, r"got 'gpu'; did you mean cuda\?$",
+    ),
+    "a device that is not there": (
+        ("demo",), {"device": "cuda:63"}, InvalidOption, "CUDA devices; leave out device=",
+    ),
+    "vLLM's K": (
+        ("demo",), {"num_speculative_tokens": 3}, InvalidOption, r"mean num_draft_tokens\?$",
+    ),
+    "vLLM's drafter": (("demo",), {"speculative_model": "x"}, InvalidOption, r"mean draft\?$"),
+    "vLLM's length": (("demo",), {"max_model_len": 64}, InvalidOption, r"mean max_seq_len\?$"),
+    "a batch size": (("demo",), {"batch_size": 4}, InvalidOption, r"mean max_batch_size\?$"),
+    "a keyword with a slip": (
+        ("demo",), {"max_batchsize": 4}, InvalidOption, r"mean max_batch_size\?$",
+    ),
+    "a share of the memory": (
+        ("demo",), {"gpu_memory_utilization": 0.9}, InvalidOption,
+        r"mean kv_cache_tokens \(a number of tokens\)\?$",
+    ),
+    "a request's parameter": (
+        ("demo",), {"max_new_tokens": 4}, InvalidOption, r"SamplingParams\(max_new_tokens=...\)",
+    ),
+    "another method's option": (
+        ("demo", "ngram"), {"aux_layers": (1,)}, InvalidOption,
+        "'aux_layers'; the method takes max_ngram, min_ngram$",
+    ),
+    "an option with a slip": (("demo", "ngram"), {"max_gram": 3}, InvalidOption, "mean max_ngram"),
+    "a backend": (("demo",), {"backend": "eagr"}, InvalidOption, r"inductor, eager; .*mean eager\?"),
+    "cudagraphs": (
+        ("demo",), {"cudagraphs": "FULL_DECODE"}, InvalidOption, "mean full_decode_only",
+    ),
+    "acceptance": (("demo",), {"acceptance": "rejecton"}, InvalidOption, r"mean rejection\?$"),
+    "quantize": (
+        ("demo",), {"quantize": "int8wo"}, InvalidOption, r"mean int8_weight_only\?$",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BY_COMPILE)
+def test_by_compile(name: str) -> None:
+    args, keywords, kind, says = BY_COMPILE[name]
+    with within_the_limit(), pytest.raises(kind, match=says) as caught:
+        compilespec.compile(*args, **keywords)
+    assert "\n" not in str(caught.value)
+
+
+def test_names_of_elsewhere_stand_for_names_that_there_are() -> None:
+    compiles = {*inspect.signature(compilespec.compile).parameters, "max_ngram", "min_ngram"}
+    known = {
+        "compile": compiles,
+        "SamplingParams": set(FIELDS),
+        "generate": set(inspect.signature(Engine.generate).parameters),
+        "spec": set(method_names()),
+        "dtype": set(DTYPES),
+        "device": set(DEVICES),
+        "quantize": set(NAMES),
+    }
+    assert set(ELSEWHERE) == set(known)
+    for part, table in ELSEWHERE.items():
+        assert not table.keys() & known[part], "what is right is no mistake"
+        assert {ours.split(" ")[0] for ours in table.values()} <= known[part]

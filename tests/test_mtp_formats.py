@@ -497,11 +497,8 @@ def test_what_is_wrong_is_listed(tmp_path):
         rope_scaling={"rope_type": "dynamic", "factor": 2.0}))  # fmt: skip
     refused(DraftMismatch, "hidden size 48, the target has 24", with_config(hidden_size=48))
     refused(DraftMismatch, "vocabulary 32, the target has 31", with_config(vocab_size=32))
-    refused(InvalidOption, "unknown option windows", windows=3)
     refused(InvalidOption, "chain must be one of", chain="rows")
     refused(InvalidOption, "pos0_mask must be True or False", pos0_mask=1)
-    with pytest.raises(InvalidOption, match="unknown option chain"):
-        load(made.write(tmp_path / "wrong"), made.info, recycled=True, chain="module_rows")
     bare = Case()
     bare.weights = {}
     refused(CheckpointError, "holds no MTP modules", bare)

@@ -212,7 +212,6 @@ def test_options_are_checked(tmp_path):
 
     refused("needs output_dir")
     refused("need 7 target layers", DraftMismatch, output_dir=tmp_path)
-    refused("unknown option layers", output_dir=tmp_path, layers=(1,))
     refused("shard_tokens", output_dir=tmp_path, shard_tokens=0)
     refused("last_hidden must be", output_dir=tmp_path, last_hidden="normed")
     refused("distinct hs indices from 0 to 3", output_dir=tmp_path, aux_layers=(1, 3))

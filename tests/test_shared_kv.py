@@ -356,8 +356,6 @@ def test_targets_and_options_that_do_not_fit(tmp_path, assistant_class):
         load(tmp_path, info, {})
     with pytest.raises(InvalidOption, match="query_position must be one of"):
         load(tmp_path, target("gemma4")[1], {"query_position": "next"})
-    with pytest.raises(InvalidOption, match="unknown option window"):
-        load(tmp_path, info, {"window": 3})
     drafter = random_drafter(info)
     with pytest.raises(InvalidOption, match="only for checkpoints"):
         load(drafter, info, {"query_position": "bonus"})

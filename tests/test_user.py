@@ -103,8 +103,6 @@ def test_what_does_not_fit_is_refused():
         compile_with(lambda logits: logits)
     with pytest.raises(InvalidOption, match="aux_layers"):
         compile_with(lambda hidden_BE: hidden_BE)
-    with pytest.raises(InvalidOption, match="unknown option windows"):
-        compile_with(lambda length_B: length_B, windows=3)
     with pytest.raises(DraftMismatch, match="K=2"):
         compile_with(lambda history_BL: history_BL[:, :4], num_draft_tokens=2)
     with pytest.raises(DraftNotFound):

@@ -11,6 +11,7 @@ import torch
 from compilespec.errors import InvalidOption
 from compilespec.lowering import Units
 from compilespec.program import Phase
+from compilespec.suggest import not_one_of
 
 GraphKind = Literal["full", "piecewise"]
 
@@ -48,9 +49,7 @@ class GraphOptions:
 
     def __post_init__(self) -> None:
         if self.mode not in MODE_NAMES:
-            raise InvalidOption(
-                f"cudagraphs must be one of {', '.join(MODE_NAMES)}; got {self.mode!r}"
-            )
+            raise not_one_of("cudagraphs", self.mode, MODE_NAMES)
         for name in ("startup_seconds", "max_seconds", "max_mib"):
             value = getattr(self, name)
             is_number = isinstance(value, int | float) and not isinstance(value, bool)

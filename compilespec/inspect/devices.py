@@ -12,6 +12,7 @@ import torch
 
 from compilespec.errors import InvalidOption
 from compilespec.lowering.artifacts import cache_directory
+from compilespec.suggest import not_one_of
 
 _COPY_BYTES = 2**28  # far more than caches hold
 _MATMUL_SIZE = 1024
@@ -48,7 +49,7 @@ def find_device(
     Raises: InvalidOption for an unknown device, or a dtype that it has no figure for.
     """
     if name not in DEVICES:
-        raise InvalidOption(f"device must be one of {', '.join(DEVICES)}; got {name!r}")
+        raise not_one_of("roofline", name, DEVICES)
     if bytes_per_s is None or flops_per_s is None:
         known = _measured_cpu(dtype) if name == "cpu" else _h200(dtype)
         bytes_per_s, flops_per_s = bytes_per_s or known[0], flops_per_s or known[1]

@@ -6,7 +6,6 @@ pass has seen, is a stage of its own: "target", "draft.forward", ...
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from compilespec.passes import ATEN_PASSES, SPLICE_PASSES
 from compilespec.passes.rewrite import EXAMPLE_SIZES
 from compilespec.passes.runner import PassContext
 from compilespec.program import PassRecord, Phase, PhaseGraph, SpecProgram, Traced
+from compilespec.suggest import did_you_mean
 
 START = "start"
 TO_ATEN = "to_aten"
@@ -120,12 +120,11 @@ def unknown_pass(name: str, ran: list[str], phase: Phase) -> InvalidOption:
     """The error for a pass that a phase did not run."""
     known = [*(entry.name for entry in SPLICE_PASSES), TO_ATEN]
     known += [entry.name for entry in ATEN_PASSES]
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
     if name in known:
-        what = f"pass {name} did not run in phase {phase}"
+        what = f"pass {name} did not run in phase {phase};"
     else:
-        what = f"unknown pass {name!r}" + (f"; nearest: {near[0]}" if near else "")
-    return InvalidOption(f"{what}; passes of {phase}: {', '.join(ran)}")
+        what = f"unknown pass {name!r}{did_you_mean(name, known) or ';'}"
+    return InvalidOption(f"{what} passes of {phase}: {', '.join(ran)}")
 
 
 def _captured(traced: Traced) -> GraphStage:

@@ -11,6 +11,7 @@ import torch
 from compilespec.errors import ModelNotFound, NotSupported
 from compilespec.methods import get_method
 from compilespec.methods.base import Drafter, TargetInfo
+from compilespec.placement import read_dtype
 
 
 def meta_target(directory: str | Path, dtype: str | None = None) -> Any:
@@ -25,7 +26,7 @@ def meta_target(directory: str | Path, dtype: str | None = None) -> Any:
         raise ModelNotFound(f"--meta: {directory} holds no config.json")
     try:
         config = AutoConfig.from_pretrained(directory, local_files_only=True)
-        wanted = getattr(torch, dtype) if dtype else config.dtype or torch.bfloat16
+        wanted = read_dtype(dtype) or config.dtype or torch.bfloat16
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, dtype=wanted)
     except (OSError, ValueError, KeyError) as error:

@@ -10,10 +10,11 @@ from typing import Any, Literal
 import torch
 
 from compilespec import _torch_compat
-from compilespec.errors import InvalidOption, PassError
+from compilespec.errors import PassError
 from compilespec.lowering.artifacts import ArtifactCache, artifact_key, piece_file_key
 from compilespec.lowering.pieces import Stitched, StitchPlan, split_at_attention
 from compilespec.program import Lowered, LoweredPhase, Phase, PhaseGraph, SpecProgram
+from compilespec.suggest import not_one_of
 
 logger = logging.getLogger("compilespec")
 
@@ -64,7 +65,7 @@ def lower(
     Raises: InvalidOption for an unknown backend.
     """
     if backend not in BACKENDS:
-        raise InvalidOption(f"backend must be one of {', '.join(BACKENDS)}; got {backend!r}")
+        raise not_one_of("backend", backend, BACKENDS)
     artifacts, wanted = cache or ArtifactCache(), units or {}
 
     def lowered(graph: PhaseGraph) -> LoweredPhase:

@@ -18,6 +18,7 @@ from compilespec.methods import (
     user,
 )
 from compilespec.methods.base import Method
+from compilespec.suggest import did_you_mean
 
 METHODS: tuple[Method, ...] = (
     none.METHOD,
@@ -48,7 +49,9 @@ def get_method(name: str | None) -> Method:
     for method in METHODS:
         if wanted in _spellings(method.capabilities.name, method.capabilities.aliases):
             return method
-    raise UnknownMethod(f"unknown method {name!r}; {_known()}")
+    names = [s for m in METHODS for s in _spellings(m.capabilities.name, m.capabilities.aliases)]
+    cure = did_you_mean(name, [*method_names(), *names], "spec")
+    raise UnknownMethod(f"unknown method {name!r}{cure or ';'} {_known()}")
 
 
 def method_names() -> tuple[str, ...]:

@@ -42,6 +42,9 @@ class Capabilities:
     inside_target: bool = False  # the target's own checkpoint may hold the drafter
     folders: tuple[str, ...] = ()  # beside the target, after the one named as the method
     aliases: tuple[str, ...] = ()  # reference mode names that map to this method
+    options: tuple[str, ...] | None = (
+        None  # what `load` takes, by name; None: it checks them itself
+    )
 
     @property
     def may_omit_drafts(self) -> bool:
@@ -136,7 +139,7 @@ class Method(Protocol):
         Returns: the drafter, or None for a method of kind "none".
 
         Raises: CheckpointError (missing, unexpected or misshapen tensors), DraftMismatch (sizes),
-        InvalidOption (unknown option).
+        InvalidOption (an option's value).
         """
 
 

@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from compilespec.errors import InvalidOption, NotSupported
+from compilespec.errors import NotSupported
+from compilespec.suggest import not_one_of
 
 OLDEST_TORCHAO = (0, 15)
 INSTALL = "pip install 'compilespec[quant]'"
@@ -60,20 +61,14 @@ def read_quantize(value: Any, keyword: str = "quantize") -> Quantize | None:
     if isinstance(config, str):
         name = _ALIASES.get(config.replace("-", "_"), config.replace("-", "_"))
         if name not in NAMES:
-            raise InvalidOption(
-                f"{keyword} must be a torchao config or one of {', '.join(NAMES)} (short: "
-                f"{', '.join(_ALIASES)}); got {config!r}"
-            )
+            raise not_one_of(keyword, config, (*NAMES, *_ALIASES), "quantize", also=_OR_CONFIG)
         asked = Quantize(name, asked.only, asked.skip)
     require_torchao(f"{keyword}={asked.name!r}")
     if not isinstance(config, str):
         from torchao.core.config import AOBaseConfig
 
         if not isinstance(config, AOBaseConfig):
-            raise InvalidOption(
-                f"{keyword} must be a torchao config or one of {', '.join(NAMES)}; got "
-                f"{type(config).__name__}"
-            )
+            raise not_one_of(keyword, config, NAMES, also=_OR_CONFIG)
     return asked
 
 
@@ -135,6 +130,7 @@ _ALIASES = {
     "int4": "int4_weight_only",
     "float8": "float8_weight_only",
 }
+_OR_CONFIG = ", or a torchao config"
 
 
 def runs_on(device: torch.device) -> list[str]:

@@ -15,7 +15,9 @@ from compilespec.methods.base import Capabilities, Drafter, TargetInfo
 class AutoMethod:
     """Stands for another method, which `compile()` picks (`compilespec/choosing.py`)."""
 
-    capabilities = Capabilities(name="auto", kind="none", chooses=True, aliases=("AUTO",))
+    capabilities = Capabilities(
+        name="auto", kind="none", chooses=True, aliases=("AUTO",), options=()
+    )
 
     def load(
         self, draft: str | Path | nn.Module | None, target: TargetInfo, options: Mapping[str, Any]

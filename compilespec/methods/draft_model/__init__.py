@@ -15,10 +15,10 @@ from compilespec.loading import load_target
 from compilespec.methods.base import Capabilities, TargetInfo
 from compilespec.methods.draft_model.drafter import ModelDrafter
 from compilespec.methods.draft_model.vocab_map import VocabMap, same_vocabulary, share_tokens
+from compilespec.suggest import not_one_of
 
 __all__ = ["METHOD", "ModelDrafter", "VocabMap", "share_tokens"]
 
-OPTIONS = ("vocab_map", "draft_tokenizer")
 VOCAB_MAPS = ("auto", "same", "shared_tokens")
 
 
@@ -31,6 +31,7 @@ class DraftModelMethod:
         needs_draft_weights=True,
         own_kv_cache=True,
         aliases=("DRAFT_TARGET",),
+        options=("vocab_map", "draft_tokenizer"),
     )
 
     def load(
@@ -46,12 +47,6 @@ class DraftModelMethod:
         Raises: ModelNotFound, CheckpointError, InvalidOption (an option, no module), DraftMismatch
         (tokens to map and no tokenizer).
         """
-        unknown = sorted(options.keys() - set(OPTIONS))
-        if unknown:
-            raise InvalidOption(
-                f"unknown option {', '.join(unknown)}; method 'draft_model' knows "
-                f"{', '.join(OPTIONS)}"
-            )
         if isinstance(draft, nn.Module):
             loaded = load_target(draft)
         elif isinstance(draft, str | Path):
@@ -69,7 +64,7 @@ class DraftModelMethod:
 def _vocabularies(vocab_map: str, target: Any, draft: Any) -> dict[str, Any]:
     """`tokenizers` where ids must be translated, `num_ids` where the two are known to be one."""
     if vocab_map not in VOCAB_MAPS:
-        raise InvalidOption(f"vocab_map must be one of {', '.join(VOCAB_MAPS)}; got {vocab_map!r}")
+        raise not_one_of("vocab_map", vocab_map, VOCAB_MAPS)
     lacking = [
         f"the {who} has none: give {keyword}="
         for who, keyword, tokenizer in (

@@ -27,6 +27,7 @@ class EagleMethod:
         needs_draft_weights=True,
         reads_hidden_states=True,
         own_kv_cache=True,
+        options=(),
     )
 
     def load(

@@ -21,6 +21,7 @@ from compilespec.methods.eagle.drafter import EagleDrafter
 from compilespec.methods.eagle3.load import check_sizes, fill, place
 from compilespec.methods.eagle3.random_head import random_config, random_tensor
 from compilespec.methods.eagle3.save import layer_fields
+from compilespec.suggest import not_one_of
 
 logger = logging.getLogger(__name__)
 
@@ -36,10 +37,6 @@ def load_drafter(
         CheckpointError, DraftMismatch, InvalidOption, NotSupported: each says what was expected and
         what came.
     """
-    if options:
-        raise InvalidOption(
-            f"unknown option {', '.join(sorted(options))}; method 'eagle' knows none"
-        )
     if isinstance(draft, Drafter):
         if isinstance(draft, EagleDrafter):
             check_sizes(draft.config, target)
@@ -73,7 +70,7 @@ def random_head(target: TargetInfo, *, seed: int = 0, **fields: Any) -> EagleDra
     """
     body = str(fields.pop("body", "llama"))
     if body not in BODIES:
-        raise InvalidOption(f"random_head: body must be one of {', '.join(BODIES)}, came {body!r}")
+        raise not_one_of("random_head: body", body, BODIES)
     known = random_config(
         target, target.vocab_size, body, {"fc_bias": True, "own_lm_head": False, **fields}
     )

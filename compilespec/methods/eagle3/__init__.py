@@ -28,6 +28,7 @@ class Eagle3Method:
         reads_hidden_states=True,
         own_kv_cache=True,
         aliases=("EAGLE3", "EAGLE3_ONE_MODEL"),
+        options=("aux_ids_are", "aux_layers", "norm_before_residual"),
     )
 
     def load(

@@ -24,7 +24,6 @@ from compilespec.methods.eagle3.drafter import Eagle3Drafter
 
 logger = logging.getLogger(__name__)
 
-OPTIONS = ("aux_ids_are", "aux_layers", "norm_before_residual")  # see config.normalise
 LEGACY_NAMES = {
     "aux_norm_low.": "fc_norm.0.",
     "aux_norm_mid.": "fc_norm.1.",
@@ -43,11 +42,6 @@ def load_drafter(
         CheckpointError, DraftMismatch, InvalidOption, NotSupported: each says what was expected and
         what came.
     """
-    unknown = sorted(options.keys() - set(OPTIONS))
-    if unknown:
-        raise InvalidOption(
-            f"eagle3 has no option {', '.join(unknown)}; options: {', '.join(OPTIONS)}"
-        )
     if isinstance(draft, Drafter):
         if options:
             raise InvalidOption(

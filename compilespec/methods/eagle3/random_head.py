@@ -13,6 +13,7 @@ from compilespec.methods.decoder_body import BODIES
 from compilespec.methods.eagle3.config import Eagle3Config
 from compilespec.methods.eagle3.drafter import Eagle3Drafter
 from compilespec.methods.eagle3.load import check_sizes, fill, place
+from compilespec.suggest import not_one_of
 
 
 def random_head(
@@ -39,7 +40,7 @@ def random_head(
         DraftMismatch: fields that contradict the target.
     """
     if body not in BODIES:
-        raise InvalidOption(f"random_head: body must be one of {', '.join(BODIES)}, came {body!r}")
+        raise not_one_of("random_head: body", body, BODIES)
     rows = target.vocab_size if draft_vocab_size is None else draft_vocab_size
     if not 1 <= rows <= target.vocab_size:
         raise InvalidOption(

@@ -29,6 +29,7 @@ class MtpMethod:
         own_kv_cache=True,
         inside_target=True,
         aliases=("MTP",),
+        options=("pos0_mask", "chain"),
     )
 
     def load(

@@ -18,6 +18,7 @@ from compilespec.methods.eagle3.drafter import Weight
 from compilespec.methods.mtp.config import MtpConfig, module_names, normalise
 from compilespec.methods.mtp.drafter import MtpDrafter
 from compilespec.methods.mtp.module import build_steps
+from compilespec.suggest import not_one_of
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +50,7 @@ def load_drafter(
         CheckpointError, DraftMismatch, InvalidOption, NotSupported: each says what was expected and
         what came.
     """
-    chain, pos0_mask = _check_options(options, recycled)
+    chain, pos0_mask = _check_options(options)
     if isinstance(draft, Drafter):
         return _adopt(draft, target, options, recycled, chain)
     if isinstance(draft, nn.Module):
@@ -214,14 +215,10 @@ def check_sizes(config: MtpConfig, target: TargetInfo) -> None:
             )
 
 
-def _check_options(options: Mapping[str, Any], recycled: bool) -> tuple[Chain, bool]:
-    known = ("pos0_mask",) if recycled else ("pos0_mask", "chain")
-    unknown = sorted(options.keys() - set(known))
-    if unknown:
-        raise InvalidOption(f"unknown option {', '.join(unknown)}; options: {', '.join(known)}")
+def _check_options(options: Mapping[str, Any]) -> tuple[Chain, bool]:
     chain, mask = options.get("chain", "module_rows"), options.get("pos0_mask", False)
     if chain not in CHAINS:
-        raise InvalidOption(f"chain must be one of {', '.join(CHAINS)}, came {chain!r}")
+        raise not_one_of("chain", chain, CHAINS)
     if not isinstance(mask, bool):
         raise InvalidOption(f"pos0_mask must be True or False, came {mask!r}")
     return chain, mask

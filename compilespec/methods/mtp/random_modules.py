@@ -13,6 +13,7 @@ from compilespec.methods.mtp.config import BODIES, Hidden, Layout, MtpConfig, bl
 from compilespec.methods.mtp.drafter import MtpDrafter
 from compilespec.methods.mtp.load import build, check_sizes, experts_of
 from compilespec.methods.mtp.module import build_steps
+from compilespec.suggest import not_one_of
 
 
 def random_modules(
@@ -45,9 +46,7 @@ def random_modules(
         DraftMismatch: fields that contradict the target.
     """
     if body not in BODIES:
-        raise InvalidOption(
-            f"random_modules: body must be one of {', '.join(BODIES)}, got {body!r}"
-        )
+        raise not_one_of("random_modules: body", body, BODIES)
     if num_modules < 1:
         raise InvalidOption(f"random_modules: num_modules must be 1 or more, got {num_modules}")
     raw = {**_sizes(target), "num_nextn_predict_layers": num_modules, **fields}

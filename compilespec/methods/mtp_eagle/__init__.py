@@ -29,6 +29,7 @@ class MtpEagleMethod:
         reads_hidden_states=True,
         own_kv_cache=True,
         aliases=("MTP_EAGLE", "MTP_EAGLE_ONE_MODEL"),
+        options=("pos0_mask",),
     )
 
     def load(

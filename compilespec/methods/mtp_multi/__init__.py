@@ -26,6 +26,7 @@ class MtpMultiMethod:
         own_kv_cache=True,
         inside_target=True,
         folders=("mtp",),
+        options=("pos0_mask", "chain", "kv_block_sizes"),
     )
 
     def load(

@@ -38,7 +38,9 @@ class NgramDrafter(DirectDrafter):
 class NgramMethod:
     """Drafts from the request's own tokens."""
 
-    capabilities = Capabilities(name="ngram", kind="direct", aliases=("NGRAM",))
+    capabilities = Capabilities(
+        name="ngram", kind="direct", aliases=("NGRAM",), options=tuple(DEFAULTS)
+    )
 
     def load(
         self, draft: str | Path | nn.Module | None, target: TargetInfo, options: Mapping[str, Any]
@@ -47,11 +49,6 @@ class NgramMethod:
 
         Raises: InvalidOption.
         """
-        unknown = sorted(options.keys() - DEFAULTS.keys())
-        if unknown:
-            raise InvalidOption(
-                f"unknown option {', '.join(unknown)}; method 'ngram' knows {', '.join(DEFAULTS)}"
-            )
         sizes = {**DEFAULTS, **options}
         if any(isinstance(size, bool) or not isinstance(size, int) for size in sizes.values()) or (
             not 1 <= sizes["min_ngram"] <= sizes["max_ngram"]

@@ -16,7 +16,6 @@ from compilespec.program import ProgramConfig, Traced
 
 __all__ = ["METHOD", "Layout", "Recorder", "SavedStates", "prompt_digest"]
 
-OPTIONS = ("output_dir", "aux_layers", "last_hidden", "shard_tokens")
 DEFAULT_SHARD_TOKENS = 65536
 
 
@@ -44,6 +43,7 @@ class SaveHiddenStatesMethod:
         kind="none",
         outputs_hidden_states=True,
         aliases=("SAVE_HIDDEN_STATES",),
+        options=("output_dir", "aux_layers", "last_hidden", "shard_tokens"),
     )
 
     def load(
@@ -57,12 +57,6 @@ class SaveHiddenStatesMethod:
         Raises: InvalidOption, DraftMismatch (too few layers for the default), CheckpointError (the
         directory holds something else).
         """
-        unknown = sorted(options.keys() - set(OPTIONS))
-        if unknown:
-            raise InvalidOption(
-                f"unknown option {', '.join(unknown)}; method 'save_hidden_states' knows "
-                f"{', '.join(OPTIONS)}"
-            )
         directory = options.get("output_dir")
         if not isinstance(directory, str | Path):
             raise InvalidOption(

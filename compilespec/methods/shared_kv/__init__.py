@@ -24,6 +24,7 @@ class SharedKVMethod:
         kind="shared_kv",
         needs_draft_weights=True,
         reads_hidden_states=True,
+        options=("query_position",),
     )
 
     def load(

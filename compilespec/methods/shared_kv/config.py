@@ -8,8 +8,9 @@ from typing import Any, Literal
 
 import torch
 
-from compilespec.errors import CheckpointError, DraftMismatch, InvalidOption, NotSupported
+from compilespec.errors import CheckpointError, DraftMismatch, NotSupported
 from compilespec.methods.base import KVLayer, TargetInfo
+from compilespec.suggest import not_one_of
 
 QueryPosition = Literal["bonus", "last_written"]
 QUERY_POSITIONS = ("bonus", "last_written")
@@ -109,9 +110,7 @@ def read_assistant_config(
         NotSupported: a rope type that is not built.
     """
     if query_position not in QUERY_POSITIONS:
-        raise InvalidOption(
-            f"query_position must be one of {', '.join(QUERY_POSITIONS)}; got {query_position!r}"
-        )
+        raise not_one_of("query_position", query_position, QUERY_POSITIONS)
     text = raw.get("text_config")
     if raw.get("model_type") != "gemma4_assistant" or not isinstance(text, Mapping):
         raise CheckpointError(

@@ -20,6 +20,7 @@ from compilespec.methods.shared_kv.config import (
     read_assistant_config,
 )
 from compilespec.methods.shared_kv.drafter import AssistantDrafter, SharedKVDrafter
+from compilespec.suggest import not_one_of
 
 logger = logging.getLogger(__name__)
 
@@ -33,11 +34,6 @@ def load_drafter(
 
     Raises: CheckpointError, DraftMismatch, InvalidOption, NotSupported.
     """
-    unknown = sorted(options.keys() - {"query_position"})
-    if unknown:
-        raise InvalidOption(
-            f"unknown option {', '.join(unknown)}; method 'shared_kv' knows query_position"
-        )
     if isinstance(draft, SharedKVDrafter):
         if options:
             raise InvalidOption("query_position: only for checkpoints, came a drafter module")
@@ -80,7 +76,7 @@ def random_drafter(
         InvalidOption: an unknown query position, or clusters that do not divide the vocabulary.
     """
     if query_position not in QUERY_POSITIONS:
-        raise InvalidOption(f"query_position must be one of {', '.join(QUERY_POSITIONS)}")
+        raise not_one_of("query_position", query_position, QUERY_POSITIONS)
     if num_centroids and target.vocab_size % num_centroids:
         raise InvalidOption(
             f"num_centroids must divide the vocabulary of {target.vocab_size}; got {num_centroids}"

@@ -56,7 +56,11 @@ class UserMethod:
     """The output is the target's own, whatever the function proposes."""
 
     capabilities = Capabilities(
-        name="user", kind="direct", needs_draft_weights=True, aliases=("USER_PROVIDED",)
+        name="user",
+        kind="direct",
+        needs_draft_weights=True,
+        aliases=("USER_PROVIDED",),
+        options=("aux_layers", "traced"),
     )
 
     def load(
@@ -71,11 +75,6 @@ class UserMethod:
 
         Raises: InvalidOption.
         """
-        unknown = sorted(options.keys() - {"aux_layers", "traced"})
-        if unknown:
-            raise InvalidOption(
-                f"unknown option {', '.join(unknown)}; method 'user' knows aux_layers, traced"
-            )
         if not callable(draft):
             raise InvalidOption(
                 f"spec='user' needs draft= a module or a function; got {type(draft).__name__}"

@@ -1,0 +1,46 @@
+"""`dtype=` and `device=`: which numbers a model is made of, and where it runs."""
+
+from __future__ import annotations
+
+import torch
+
+from compilespec.errors import InvalidOption
+from compilespec.suggest import did_you_mean, not_one_of
+
+DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16", "float64")}
+DEVICES = ("cpu", "cuda")
+
+
+def read_dtype(given: object) -> torch.dtype | None:
+    """A dtype by name, or itself; None for None.  Raises: InvalidOption."""
+    name = str(given).removeprefix("torch.") if isinstance(given, torch.dtype) else given
+    if name is None or (isinstance(name, str) and name in DTYPES):
+        return None if name is None else DTYPES[name]
+    raise not_one_of("dtype", name, DTYPES, "dtype", also=", or None for the checkpoint's own")
+
+
+def read_device(given: object) -> torch.device | None:
+    """A device by name, or itself; None for None.
+
+    Raises: InvalidOption (no such device, or torch cannot use it here).
+    """
+    if given is None:
+        return None
+    try:
+        device = torch.device(given)  # type: ignore[call-overload]
+    except (RuntimeError, TypeError):
+        device = None
+    if device is not None and device.type in ("cpu", "meta"):  # meta: to trace without memory
+        return device
+    if device is None or device.type != "cuda":
+        raise InvalidOption(
+            f"device must be 'cpu', 'cuda' or 'cuda:N'; got {str(given)!r}"
+            f"{did_you_mean(str(given), DEVICES, 'device')}"
+        )
+    found = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if (device.index or 0) >= found:
+        raise InvalidOption(
+            f"device={str(device)!r} cannot be used: torch {torch.__version__} finds {found} CUDA "
+            "devices; leave out device=, or install a driver and a torch built for CUDA"
+        )
+    return device
