@@ -42,9 +42,10 @@ from compilespec.program import (
     SpecProgram,
 )
 from compilespec.quantization import describe_quantized, quantize_drafter, quantize_target
-from compilespec.runtime.draft_policy import DraftPolicy, measure
+from compilespec.runtime.draft_policy import DraftPolicy
 from compilespec.runtime.engine import Engine
 from compilespec.runtime.prefix_cache import lookahead_of, why_not
+from compilespec.runtime.step_costs import measure
 from compilespec.runtime.step_runner import StepRunner
 from compilespec.target_info import describe_target
 from compilespec.trace import trace_target

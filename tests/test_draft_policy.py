@@ -8,7 +8,9 @@ from collections.abc import Sequence
 import pytest
 
 from compilespec.program import NUM_KEPT
-from compilespec.runtime.draft_policy import DraftPolicy, StepCosts, expected_accepted
+from compilespec.runtime.acceptance_rates import expected_accepted
+from compilespec.runtime.draft_policy import DraftPolicy
+from compilespec.runtime.step_costs import StepCosts
 
 COUNTS = (0, 2, 5)
 # Milliseconds by K and batch: a machine that has room at batch 1, and none at batch 8.

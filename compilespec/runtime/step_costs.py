@@ -1,0 +1,144 @@
+"""What a verify step takes by K and batch size: measured at the start, then kept up to date."""
+
+from __future__ import annotations
+
+import functools
+import math
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+from compilespec.program import PAD
+from compilespec.runtime.executor import Executor
+
+SPEED_WEIGHT = 0.05  # of one step, against what is known of the machine's speed
+COMPARISON_WEIGHT = 0.5  # of the first steps after a change of K, against its known time
+NUM_COMPARED_STEPS = 3  # so many first steps; their median counts
+
+
+class StepCosts:
+    """Milliseconds of a step by K and batch size: measured once, then kept up to date.
+
+    The first times may have been taken while something else had the machine.  So a time far below
+    the known one replaces it, and none is believed that is out of all proportion.
+
+    Args:
+        measured: by (K, batch size); a batch takes the next larger size that was measured.
+        replay_ms: of one replay, by batch size; empty where none is needed.
+    """
+
+    def __init__(
+        self, measured: Mapping[tuple[int, int], float], replay_ms: Mapping[int, float]
+    ) -> None:
+        self._counts = sorted({count for count, _ in measured})
+        self._sizes = sorted({size for _, size in measured})
+        self._size_of = [  # by batch size
+            next(size for size in self._sizes if size >= batch)
+            for batch in range(self._sizes[-1] + 1)
+        ]
+        self._ms = {
+            size: {count: measured[count, size] for count in self._counts} for size in self._sizes
+        }
+        self._believed = {size: self._believe(size) for size in self._sizes}
+        self._replay_ms = dict(replay_ms)
+        self._unserved = set(measured)
+        self._last = (-1, -1)  # K and size of the last step
+        self._first_ratios: list[float] | None = None  # to its known time, of the first of a K
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether the next step tells of the machine alone, not of how K compare."""
+        return self._first_ratios is None
+
+    def step(self, count: int, batch: int) -> float:
+        """No longer than one of a larger K, and than 2 K + 1 of the shortest."""
+        return self._believed[self._bucket(batch)][count]
+
+    def replay(self, batch: int) -> float:
+        """It runs the drafter alone: no longer than a step of the largest K."""
+        known = self._replay_ms.get(self._bucket(batch), 0.0)
+        return min(known, self.step(self._counts[-1], batch))
+
+    def is_served(self, count: int, batch: int) -> bool:
+        """Whether a request has seen such a step."""
+        return (count, self._bucket(batch)) not in self._unserved
+
+    def update(self, count: int, batch: int, elapsed_ms: float) -> None:
+        """A time far above the known one (a pause of the machine) counts as twice that.
+
+        How the K compare is learnt where one follows another, from steps that are neighbours in
+        time.  Later steps of the same K tell how fast the machine is now: they change the times of
+        all K, or whichever is not in use would look fast whenever the machine is slow.
+        """
+        size = self._bucket(batch)
+        known = self._ms[size]
+        self._unserved.discard((count, size))
+        last_count, last_size = self._last
+        self._last = (count, size)
+        if elapsed_ms < known[count] / 2:
+            known[count] = elapsed_ms
+        ratio = min(elapsed_ms / known[count], 2.0)
+        if size != last_size:
+            self._first_ratios = None
+        elif count != last_count:
+            self._first_ratios = []
+        if self._first_ratios is None:
+            for other in known:
+                known[other] *= 1 + SPEED_WEIGHT * (ratio - 1)
+        else:
+            self._first_ratios.append(ratio)
+            if len(self._first_ratios) == NUM_COMPARED_STEPS:
+                known[count] *= 1 + COMPARISON_WEIGHT * (statistics.median(self._first_ratios) - 1)
+                self._first_ratios = None
+        self._believed[size] = self._believe(size)
+
+    def table(self) -> dict[str, float]:
+        """For people: "K=2, batch 4" to milliseconds."""
+        return {
+            f"K={count}, batch {size}": round(self._ms[size][count], 3)
+            for count in self._counts
+            for size in self._sizes
+        }
+
+    def _believe(self, size: int) -> dict[int, float]:
+        known, least = self._ms[size], min(self._ms[size].values())
+        believed, bound = {}, math.inf
+        for count in reversed(self._counts):
+            bound = min(bound, known[count])
+            believed[count] = min(bound, (2 * count + 1) * least)
+        return believed
+
+    def _bucket(self, batch: int) -> int:
+        return self._size_of[batch] if batch < len(self._size_of) else self._sizes[-1]
+
+
+def measure(executor: Executor, *, num_times: int = 3) -> StepCosts:
+    """Time the steps of every K, at batch sizes 1, 2, 4, ..., on padded rows: they change nothing.
+
+    What attention costs is not in these times; `StepCosts.update` brings it in.
+    """
+    sizes = executor.geometry
+    batches = [size for size in (2**i for i in range(20)) if size < sizes.max_batch_size]
+    batches.append(sizes.max_batch_size)
+
+    def fastest(run: Callable[[], object]) -> float:
+        run()  # what is set up on first use
+        times = []
+        for _ in range(num_times):
+            started = time.perf_counter()
+            run()
+            times.append((time.perf_counter() - started) * 1e3)
+        return min(times)
+
+    steps, replays = {}, {}
+    for batch in batches:
+        rows = [PAD] * batch
+        for count in (*sizes.draft_counts, sizes.num_draft_tokens):
+            steps[count, batch] = fastest(functools.partial(_run_step, executor, rows, count))
+        if sizes.needs_replay:
+            replays[batch] = fastest(functools.partial(executor.replay, rows, [0] * batch))
+    return StepCosts(steps, replays)
+
+
+def _run_step(executor: Executor, rows: Sequence[int], count: int) -> None:
+    executor.collect(executor.launch_decode(rows, count))
