@@ -129,9 +129,13 @@ class SamplingParams:
 
 
 def _normalise(params: SamplingParams) -> None:
-    """Make tuples of whatever sequences came, so that params stay hashable by value and frozen."""
+    """Make tuples of whatever sequences came, and a copy of the mapping: a caller may fill its own
+    anew, and a request keeps what was checked.
+    """
     if isinstance(params.stop, str):
         object.__setattr__(params, "stop", (params.stop,))
+    if isinstance(params.logit_bias, Mapping):
+        object.__setattr__(params, "logit_bias", dict(params.logit_bias))
     for name in ("stop", "stop_token_ids", "allowed_token_ids", "bad_token_ids"):
         value = getattr(params, name)
         if value is None:

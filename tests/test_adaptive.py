@@ -155,6 +155,19 @@ def test_sampled_tokens_and_a_k_of_ones_own(lab: Any) -> None:
         assert max(output.emitted_per_step) <= 3
 
 
+def test_a_k_of_ones_own_is_not_left_behind_where_steps_overlap(lab: Any) -> None:
+    """A step of no drafts is launched before the one of drafts is read, which every drafter saw."""
+    engine, asks, _ = lab
+    engine._scheduler._overlap = True
+    use(engine, Scripted(itertools.cycle((3, 0))))
+    outputs = ask_engine(engine, asks, num_draft_tokens=2)
+    engine._scheduler._overlap = False
+    for output, ask in zip(outputs, asks, strict=True):
+        assert output.token_ids == list(ask.tokens)
+        *whole, _ = output.emitted_per_step
+        assert whole == [3, 1] * (len(whole) // 2) + [3] * (len(whole) % 2)
+
+
 def test_the_policy_itself_finds_what_pays(lab: Any) -> None:
     """Interpreted steps cost nearly the same at every K: drafts that are right are used."""
     engine, asks, _ = lab

@@ -70,7 +70,7 @@ BAD_PROMPTS = [
     ([True], "True"),
     (torch.tensor([[1, 2]]), "2 dimensions"),
     (torch.tensor([0.5]), "0.5"),
-    (None, "NoneType"),
+    (None, "prompt is None"),
     ({"ids": [1]}, "a dict without input_ids"),
     ({"input_ids": [[1], [2]]}, "2 rows of input_ids"),
     ({"input_ids": [[1, 0]], "attention_mask": [[1, 0]]}, "hides 1 of the prompts' tokens"),
@@ -124,8 +124,39 @@ def test_one_params_per_prompt(engine):
     assert [len(o.token_ids) for o in engine.generate([GOOD, GOOD], params)] == [1, 5]
     with pytest.raises(InvalidRequest, match="expected one SamplingParams or 3"):
         engine.generate([GOOD] * 3, params)
-    with pytest.raises(InvalidRequest, match="expected SamplingParams, got a dict"):
-        engine.submit(GOOD, {"max_new_tokens": 3})
+
+
+WRONG_PARAMS = [
+    ({"max_new_tokens": 3}, r"got a dict; write SamplingParams\(\*\*params\)"),
+    (None, "got None; write SamplingParams"),
+    (7, "got an int; write SamplingParams"),
+]
+
+
+@pytest.mark.parametrize(("params", "words"), WRONG_PARAMS, ids=["dict", "None", "int"])
+def test_what_is_no_params_is_named_and_spares_the_others(engine, params, words):
+    good, bad = engine.generate([GOOD, GOOD], [SamplingParams(), params])
+    assert (good.token_ids, bad.token_ids, bad.finish_reason) == (EXPECTED, [], "error")
+    assert re.search(f"params: expected SamplingParams, {words}", str(bad.error))
+    with pytest.raises(InvalidRequest, match=words):
+        engine.generate(GOOD, [params])
+    if params is not None:
+        for call in (engine.generate, engine.stream, engine.submit):
+            with pytest.raises(InvalidRequest, match=words):
+                call(GOOD, params)
+    assert not engine.has_work
+
+
+def test_params_keep_what_was_checked(engine):
+    bias = {5: 100.0}
+    params = SamplingParams(max_new_tokens=3, logit_bias=bias)
+    bias[500] = 2.0
+    request = engine.submit(GOOD, params)
+    params.logit_bias[500] = 2.0
+    assert request.params.logit_bias == {5: 100.0}
+    with pytest.raises(InvalidRequest, match="logit_bias: expected ids from 0 to 258, got 500"):
+        engine.submit(GOOD, params)
+    engine.abort(request)
 
 
 def test_what_was_not_compiled_in_is_refused(engine):

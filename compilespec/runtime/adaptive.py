@@ -18,6 +18,7 @@ class StepPlan:
     num_draft_tokens: int
     is_trial: bool = False
     judged: frozenset[Request] = frozenset()  # whose drafts count: up to date, of this K or more
+    given_up: frozenset[Request] = frozenset()  # whose drafters do not see its tokens
 
 
 PLAIN = StepPlan(num_draft_tokens=0)  # decided together with the step before
@@ -61,8 +62,12 @@ class AdaptiveDrafts:
             kept = NUM_KEPT - max((request.backlog for request in warm), default=0)
             self._num_plain = min(choice.num_steps - 1, max(0, kept))
             self._decided_for = requests
-        judged = frozenset(request for request in warm if self._own(request) >= count)
-        return StepPlan(num_draft_tokens=count, is_trial=choice.is_trial, judged=judged)
+        return StepPlan(
+            num_draft_tokens=count,
+            is_trial=choice.is_trial,
+            judged=frozenset(request for request in warm if self._own(request) >= count),
+            given_up=frozenset(requests).difference(warm) if count else frozenset(),
+        )
 
     def end(
         self, plan: StepPlan, requests: Sequence[Request], given: Sequence[Sequence[int]],
@@ -77,7 +82,7 @@ class AdaptiveDrafts:
         for request, tokens in zip(requests, given, strict=True):
             if request in plan.judged:
                 emitted.append(len(tokens))
-            elif count and request.backlog:
+            elif request in plan.given_up:
                 request.backlog += len(tokens)
         self.policy.observe(count, len(requests), elapsed_ms, emitted, trial=plan.is_trial)
 

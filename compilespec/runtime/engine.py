@@ -344,17 +344,15 @@ class Engine:
             except SpecError as error:
                 if is_single:
                     raise
-                count = item_params.n if isinstance(item_params, SamplingParams) else 1
-                requests += [self._refused(item_params, error) for _ in range(count)]
+                known = item_params if isinstance(item_params, SamplingParams) else SamplingParams()
+                requests += [self._refused(known, error) for _ in range(known.n)]
         return requests
 
     def _params_of_each(self, params: Params, count: int) -> list[SamplingParams]:
-        if params is None or isinstance(params, SamplingParams):
-            shared = params or SamplingParams()
-            check_params(
-                shared, self.tokenizer, self.geometry
-            )  # at fault is the call, not a prompt
-            return [shared] * count
+        params = SamplingParams() if params is None else params
+        if isinstance(params, str) or not isinstance(params, Sequence):
+            check_params(params, self.tokenizer, self.geometry)  # at fault is the call
+            return [params] * count
         each = list(params)
         if len(each) != count:
             raise InvalidRequest(
@@ -365,6 +363,7 @@ class Engine:
     def _samples(self, prompt: Any, params: SamplingParams) -> list[Request]:
         """The requests of one prompt: `n`, of one seed."""
         check_params(params, self.tokenizer, self.geometry)
+        params = dataclasses.replace(params)  # a copy of what the caller might change
         ids = read_prompt(prompt, self.tokenizer, self.geometry)
         self._check_blocks(len(ids), params.max_new_tokens)
         eos = frozenset[int]() if params.ignore_eos else self.eos_token_ids
@@ -403,7 +402,7 @@ class Engine:
             id=next(self._ids),
             prompt_token_ids=(),
             params=params,
-            seed=getattr(params, "seed", None),
+            seed=params.seed,
             stop_token_ids=frozenset(),
             state=RequestState.FINISHED,
             finish_reason="error",

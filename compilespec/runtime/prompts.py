@@ -82,7 +82,8 @@ def check_params(params: Any, tokenizer: Tokenizer | None, geometry: Geometry) -
         without a tokenizer, ids outside the vocabulary).
     """
     if not isinstance(params, SamplingParams):
-        raise InvalidRequest(f"params: expected SamplingParams, got {_type(params)}")
+        cure = "SamplingParams(**params)" if isinstance(params, Mapping) else "SamplingParams(...)"
+        raise InvalidRequest(f"params: expected SamplingParams, got {_type(params)}; write {cure}")
     for name, is_compiled, option in (
         ("prompt_logprobs", geometry.prompt_logprobs, "prompt_logprobs=True"),
         ("logits_processor", geometry.host_processors, "host_processors=True"),
@@ -230,5 +231,7 @@ def _is_int(value: object) -> bool:
 
 
 def _type(value: object) -> str:
+    if value is None:
+        return "None"
     name = type(value).__name__
     return f"{'an' if name[0] in 'aeiou' else 'a'} {name}"
