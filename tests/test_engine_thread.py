@@ -15,6 +15,7 @@ from compilespec import SamplingParams
 from compilespec.errors import EngineClosed, InvalidRequest
 from compilespec.runtime.engine import Delta, Engine
 from compilespec.runtime.engine_thread import Ticket
+from compilespec.runtime.request import Request
 from tests.fake_executor import FakeExecutor, geometry, toy_decode
 
 SIZES = geometry()
@@ -148,6 +149,55 @@ def test_a_failing_step_ends_those_that_ran_and_the_loop_goes_on() -> None:
             assert output.token_ids == tokens[: len(output.token_ids)]
             assert output.finish_reason == "error" or len(output.token_ids) == 40
         assert server.submit([4], params(5)).result(60).token_ids == wanted([4], 5)
+
+
+def test_a_failing_abort_is_survived_as_a_failing_step_is() -> None:
+    """With overlap an abort reads what is in flight, which may fail."""
+    gate, faults = Gate(4), list[Exception]()
+
+    def fail(phase: str) -> None:
+        gate(phase)
+        if phase == "collect" and faults:
+            executor._in_flight.clear()  # what was launched is lost
+            raise faults.pop()
+
+    executor = FakeExecutor(geometry(max_batch_size=1), fail=fail)
+    engine = Engine(executor, overlap=True)
+    abort = engine.abort
+
+    def abort_with_fault(request: Request) -> None:
+        faults.append(RuntimeError("the device is gone"))
+        abort(request)
+
+    engine.abort = abort_with_fault  # type: ignore[method-assign]
+    with engine.serve() as server:
+        first, second = server.submit([1], params(80)), server.submit([2], params(20))
+        assert gate.waits.wait(60)
+        first.abort()
+        gate.allow()
+        assert first.result(60).finish_reason == "aborted"
+        assert second.result(60).token_ids == wanted([2], 20)
+        assert not faults
+        assert server.submit([3], params(5)).result(60).token_ids == wanted([3], 5)
+
+
+def test_an_output_that_cannot_be_read_ends_its_request_alone() -> None:
+    engine = made()
+    take_delta, faults = engine.take_delta, [RuntimeError("no text")]
+
+    def take(request: Request, index: int = 0) -> Delta | None:
+        if request.prompt_token_ids == (1,) and faults:
+            raise faults.pop()
+        return take_delta(request, index)
+
+    engine.take_delta = take  # type: ignore[method-assign]
+    with engine.serve() as server:
+        tickets = [server.submit([k], params(20)) for k in (1, 2)]
+        first, second = (ticket.result(60) for ticket in tickets)
+    assert (first.finish_reason, str(first.error)) == ("error", "no text")
+    streamed = [token for delta in tickets[0] for token in delta.token_ids]
+    assert streamed == first.token_ids
+    assert second.token_ids == wanted([2], 20)
 
 
 def test_bad_requests_are_refused_where_they_are_made() -> None:

@@ -8,6 +8,7 @@ import random
 
 import pytest
 
+from compilespec.errors import TokenizerFailed
 from compilespec.runtime.engine import Engine
 from compilespec.runtime.request import RequestState
 from compilespec.sampling_params import SamplingParams
@@ -138,6 +139,47 @@ def test_a_failing_program_ends_the_running(phase):
     engine._executor._in_flight.clear()  # what was launched is lost
     drain(engine)
     assert requests[2].output_token_ids == toy_decode(requests[2].prompt_token_ids, 9, VOCAB)
+    assert_nothing_held(engine)
+
+
+def test_a_failing_read_in_an_abort_spares_the_waiting():
+    failures: list[Exception] = []
+
+    def fail(phase: str) -> None:
+        if phase == "collect" and failures:
+            raise failures.pop()
+
+    engine = Engine(FakeExecutor(geometry(max_batch_size=1), fail=fail), overlap=True)
+    gone, kept = (engine.submit(prompt_of(5, i), SamplingParams(max_new_tokens=9)) for i in (0, 1))
+    for _ in range(3):
+        engine.step()
+    assert engine._scheduler._in_flight
+    failures.append(RuntimeError("device lost"))
+    with pytest.raises(RuntimeError, match="device lost"):
+        engine.abort(gone)
+    assert (gone.finish_reason, kept.finish_reason) == ("aborted", None)
+    engine._executor._in_flight.clear()  # what was launched is lost
+    drain(engine)
+    assert kept.output_token_ids == toy_decode(kept.prompt_token_ids, 9, VOCAB)
+    assert_nothing_held(engine)
+
+
+def test_a_request_that_its_tokenizer_ends_holds_nothing():
+    class Tokenizer:
+        num_calls = 0
+
+        def encode(self, text: str) -> list[int]:
+            raise NotImplementedError
+
+        def decode(self, token_ids: list[int], **options: object) -> str:
+            self.num_calls += 1
+            if self.num_calls > 6:
+                raise ValueError("a bad id")
+            return "x" * len(token_ids)
+
+    engine = Engine(FakeExecutor(geometry()), tokenizer=Tokenizer(), overlap=True)
+    *_, last = engine.stream(prompt_of(3), SamplingParams(max_new_tokens=50))
+    assert isinstance(last.output.error, TokenizerFailed)
     assert_nothing_held(engine)
 
 

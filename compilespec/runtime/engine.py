@@ -226,7 +226,11 @@ class Engine:
         return self._scheduler.has_work
 
     def abort(self, request: Request) -> None:
-        """End a request now; it keeps the tokens it has.  No effect on a finished one."""
+        """End a request now; it keeps the tokens it has.  No effect on a finished one.
+
+        Raises: EngineClosed; whatever the program raises where a step in flight must be read.  The
+            request has ended then, and others go on.
+        """
         self._check_open()
         self._scheduler.abort(request)
 

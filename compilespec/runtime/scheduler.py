@@ -115,11 +115,14 @@ class Scheduler:
     def add(self, request: Request) -> None:
         assert request.state is RequestState.WAITING
         request.arrival = next(self._arrivals)
-        bisect.insort(self.waiting, request, key=_rank)
+        self._change(lambda: bisect.insort(self.waiting, request, key=_rank))
 
     def abort(self, *requests: Request) -> None:
         """End requests; their rows and blocks are free once no launch names them.  In the middle
-        of a step (Python's collector may close a stream there) they end with that step.
+        of another call (Python's collector may close a stream there) they end with that call.
+
+        Raises: whatever the executor raises where nothing runs any more and it reads what is in
+            flight; the requests have ended, waiting ones stay.
         """
         self._to_abort.extend(requests)
         if not self._is_changing:
