@@ -117,7 +117,6 @@ def test_parameters_that_were_not_compiled_in_are_refused(engine):
         run=lambda: engine.generate([[3]], SamplingParams(logits_processor=max)),
     )  # fmt: skip
     refused(errors.InvalidRequest, run=lambda: SamplingParams(max_new_tokens=0))
-    refused(errors.InvalidRequest, "max_new_token", run=lambda: SamplingParams(max_new_token=3))
 
 
 # --- keywords ---
@@ -131,9 +130,6 @@ IMPOSSIBLE = {
     "kv_cache_tokens=0": {"kv_cache_tokens": 0},
     "num_draft_tokens=0": {"num_draft_tokens": 0},
     "buckets": {"buckets": (1, 4)},  # do not end at the maximum of 8
-    "backend": {"backend": "cuda"},
-    "cudagraphs": {"cudagraphs": "always"},
-    "dtype": {"dtype": "float99"},
 }
 
 
@@ -421,11 +417,8 @@ def cli_refuses(capsys, *arguments: str) -> str:
 
 def test_the_command_line_prints_one_line_and_exits_with_2(capsys, tmp_path):
     target = ("--model", str(TARGET))
-    assert "config.json" in cli_refuses(capsys, "--model", str(tmp_path / "nowhere"))
-    assert "known methods" in cli_refuses(capsys, *target, "--spec", "eagle9")
     assert str(TARGET / "eagle3") in cli_refuses(capsys, *target, "--spec", "eagle3")
-    assert "max_seq_len" in cli_refuses(capsys, *target, "--max-seq-len", "1000")
-    assert "max_new_tokens" in cli_refuses(capsys, *target, "--max-new-tokens", "0")
+    assert "--max-seq-len must be" in cli_refuses(capsys, *target, "--max-seq-len", "1000")
     name = "midlayer.hidden_norm.weight"
     draft = drop_tensor(copy_of(DRAFT, tmp_path / "draft"), name)
     line = cli_refuses(capsys, *target, "--spec", "eagle3", "--draft", str(draft))

@@ -77,7 +77,6 @@ def test_wrong_tokens_are_told_and_no_speed_is(capsys):
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        (["--methods", "magic"], "unknown method 'magic'"),
         (["--num-draft-tokens", "0"], "expected at least 1"),
         (["--sampled", "coupled,magic"], "rules among coupled, rejection, block; got 'magic'"),
         (["--methods", "eagle3,ngram", "--draft", "d"], "one method"),

@@ -44,10 +44,3 @@ def test_a_later_start_compiles_nothing(
     assert printed.count("was in the cache") == 1, "the decode step, which is replayed whole"
     assert printed.count("3 distinct pieces") == 1
     assert len(graphs) == 2 + 3
-
-
-def test_bad_input_is_one_line(model_dir: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["compile", "--model", model_dir, "--cudagraphs", "always"]) == 2
-    assert "cudagraphs must be one of" in capsys.readouterr().err
-    assert main(["compile", "--model", model_dir, "--spec", "eagle9"]) == 2
-    assert "eagle9" in capsys.readouterr().err

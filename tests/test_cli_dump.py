@@ -333,7 +333,7 @@ def test_a_failed_check_is_exit_code_1(run: Dump, monkeypatch: pytest.MonkeyPatc
         (("--all", "--format", "dot"), "prints one graph"),
         (("--list", "--format", "html"), "prints graphs"),
         (("--cost", "--flops", "3"), "--bandwidth and --flops go together"),
-        (("--meta", "--draft", "x"), "leave out --draft"),
+        (("--meta", "--draft", "x"), "leave out --draft and --device"),
         (("-o", "/nowhere/x"), "--output /nowhere/x"),
     ],
     ids=str,

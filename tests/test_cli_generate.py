@@ -155,8 +155,7 @@ def test_no_prompt_is_an_error(fake_compile, capsys):
         (["--model", "no-draft", "--prompt", "a"], "no drafter: searched here"),
         (["--prompt-file", "/nowhere/at/all"], "No such file"),
         (["--prompt", "a", "--threads", "0"], "--threads"),
-        (["--prompt", "a", "--max-new-tokens", "0"], "max_new_tokens"),
-        (["--prompt", "a", "--top-p", "0"], "top_p"),
+        (["--prompt", "a", "--top-p", "0"], "--top-p: expected"),
         (["--prompt", "a", "--compare", "--temperature", "1"], "--compare decodes greedily"),
     ],
 )
@@ -243,14 +242,3 @@ def test_help_is_quick_because_torch_is_not_imported():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert "generate" in done.stdout
     assert done.stdout.strip().endswith("False")
-
-
-def test_unknown_command_exits_with_2():
-    done = subprocess.run(
-        [sys.executable, "-m", "compilespec", "nonsense"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 2
-    assert "nonsense" in done.stderr

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import inspect
+import io
+import re
+import sys
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -13,6 +17,8 @@ import torch
 
 import compilespec
 from compilespec import SamplingParams
+from compilespec.cli import main
+from compilespec.cli.flags import in_flags
 from compilespec.errors import (
     InvalidOption,
     InvalidRequest,
@@ -28,6 +34,7 @@ from compilespec.runtime.keywords import FIELDS
 from compilespec.suggest import ELSEWHERE
 from tests.fake_executor import FakeExecutor
 
+PREFIX = "compilespec: error: "
 TIME_LIMIT_S = 2.0  # of this process: other tests may share the cores
 CHAT = [{"role": "user", "content": "hi"}]
 
@@ -151,7 +158,7 @@ BY_COMPILE: dict[str, tuple[tuple[Any, ...], dict[str, Any], type[SpecError], st
         "'aux_layers'; the method takes max_ngram, min_ngram$",
     ),
     "an option with a slip": (("demo", "ngram"), {"max_gram": 3}, InvalidOption, "mean max_ngram"),
-    "a backend": (("demo",), {"backend": "eagr"}, InvalidOption, r"inductor, eager; .*mean eager\?"),
+    "a backend": (("demo",), {"backend": "eagr"}, InvalidOption, r"inductor, eager;.* eager\?$"),
     "cudagraphs": (
         ("demo",), {"cudagraphs": "FULL_DECODE"}, InvalidOption, "mean full_decode_only",
     ),
@@ -168,6 +175,91 @@ def test_by_compile(name: str) -> None:
     with within_the_limit(), pytest.raises(kind, match=says) as caught:
         compilespec.compile(*args, **keywords)
     assert "\n" not in str(caught.value)
+
+
+# A command line, what its one line on stderr says after "compilespec: error: ".
+BY_COMMAND = {
+    "no command": ("", "required: COMMAND; see compilespec --help$"),
+    "a command with a slip": ("generat --prompt x", "invalid choice: 'generat' .*generate"),
+    "another project's flag": (
+        "generate --prompt x --max-tokens 5", r"no argument --max-tokens; .* --max-new-tokens\?$",
+    ),
+    "a flag with a slip": (
+        "generate --prompt x --temprature=1", r"--temprature; did you mean --temperature\?$",
+    ),
+    "a flag of nobody": ("bench --colour red", "no argument --colour; see compilespec --help$"),
+    "a flag of vLLM": ("compile --max-model-len 64", r"did you mean --max-seq-len\?$"),
+    "a method with a slip": ("generate --prompt x --spec eagel3", r"did you mean eagle3\?"),
+    "a dtype's short name": ("bench --prompt x --dtype bf16", r"^--dtype must be .*bfloat16\?$"),
+    "a device that is not there": (
+        "generate --prompt x --device cuda:63", "^--device 'cuda:63' .*; leave out --device, or",
+    ),
+    "a device of another name": ("compile --device gpu", r"^--device must be .*mean cuda\?$"),
+    "a device to look at": ("dump --device cuda:63 --list", "^--device 'cuda:63' cannot be used"),
+    "a device for nothing": ("dump --meta --device cpu", "leave out --draft and --device$"),
+    "a roofline": ("dump --cost --device h200", r"^--device must be 'cpu'.*; got 'h200'"),
+    "no draft counts": (
+        "generate --prompt x --num-draft-tokens 3;5",
+        "argument --num-draft-tokens: expected a number, or several such as 0,2,5; got '3;5'",
+    ),
+    "no drafts": (
+        "generate --prompt x --num-draft-tokens 0", "^--num-draft-tokens must be a positive",
+    ),
+    "too few tokens": (
+        "generate --prompt x --max-new-tokens 0", "^--max-new-tokens: expected an integer of at",
+    ),
+    "a seed": ("generate --prompt x --seed -1", "^--seed: expected an integer of at least 0"),
+    "a backend": ("generate --prompt x --backend eagr", "argument --backend: .*'eagr' .*eager"),
+    "cudagraphs": (
+        "compile --cudagraphs always", "^--cudagraphs must be one of auto, .*; got 'always'$",
+    ),
+    "a method of several": ("bench --prompt x --methods ngram,magic", "unknown method 'magic'"),
+    "a quantization": (
+        "generate --prompt x --quantize fp8", r"^--quantize must be .*mean float8_dynamic\?$",
+    ),
+    "no model": ("generate --prompt x --model nowhere", "^nowhere holds no config.json"),
+    "no file": ("generate --prompt-file nowhere", "^--prompt-file nowhere: expected a UTF-8"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BY_COMMAND)
+def test_by_command(
+    name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    line, says = BY_COMMAND[name]
+    monkeypatch.setattr(sys, "stdin", io.StringIO(""))
+    with within_the_limit():
+        assert main(line.split()) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.count("\n") == 1
+    start, said = err[: len(PREFIX)], err[len(PREFIX) :].rstrip("\n")
+    assert start == PREFIX
+    assert re.search(says, said), said
+
+
+def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as done:
+        main(["--version"])
+    assert done.value.code == 0
+    assert capsys.readouterr().out == f"compilespec {compilespec.__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("message", "with_flags"),
+    [
+        ("max_seq_len must be at most 9; got 10", "--max-seq-len must be at most 9; got 10"),
+        ("SamplingParams.n: expected 1, got 0", "--n: expected 1, got 0"),
+        ("give draft=X, or leave out draft=", "give --draft X, or leave out --draft"),
+        ("draft x lacks model.draft.max_seq_len", "draft x lacks model.draft.max_seq_len"),
+        ("/tmp/max_seq_len/x holds 'max_seq_len'", "/tmp/max_seq_len/x holds 'max_seq_len'"),
+        ("lower n, or kv_cache_tokens=5 for n=2", "lower n, or kv_cache_tokens=5 for --n 2"),
+    ],
+)  # fmt: skip
+def test_errors_speak_of_the_commands_flags(message: str, with_flags: str) -> None:
+    args = argparse.Namespace(run=None, max_seq_len=1, draft=None, n=1)
+    assert in_flags(message, args) == with_flags
+    assert in_flags(message, argparse.Namespace()) == message
 
 
 def test_names_of_elsewhere_stand_for_names_that_there_are() -> None:

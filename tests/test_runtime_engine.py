@@ -203,7 +203,6 @@ def test_sampling_filters_change_nothing_when_greedy(engine):
         {"allowed_token_ids": []},
         {"logit_bias": [1]},
         {"ignore_eos": 1},
-        {"max_tokens": 5},
     ],
     ids=str,
 )

@@ -11,7 +11,9 @@ import logging
 import sys
 from collections.abc import Sequence
 
+from compilespec import __version__
 from compilespec.cli import bench, compile, dump, generate, methods
+from compilespec.cli.flags import Parser, in_flags, read_arguments
 from compilespec.errors import SpecError
 
 COMMANDS = (generate, dump, bench, compile, methods)
@@ -24,22 +26,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     # libraries for other devices.
     for name in ("torch.utils._pytree", "torchao"):
         logging.getLogger(name).setLevel(logging.ERROR)
-    args = build_parser().parse_args(argv)
+    args = argparse.Namespace()
     try:
+        args = read_arguments(build_parser(), argv)
         return int(args.run(args))
     except SpecError as error:
-        print(f"compilespec: error: {' '.join(str(error).split())}", file=sys.stderr)
+        line = in_flags(" ".join(str(error).split()), args)
+        print(f"compilespec: error: {line}", file=sys.stderr)
         return BAD_INPUT
     except KeyboardInterrupt:
         print("compilespec: interrupted", file=sys.stderr)
         return INTERRUPTED
 
 
-def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def build_parser() -> Parser:
+    parser = Parser(
         prog="compilespec",
         description="Compile a model and a drafter into one program that decodes speculatively.",
     )
+    parser.add_argument("--version", action="version", version=f"compilespec {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for command in COMMANDS:
         command.add_parser(commands)

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from compilespec.cli import report
+from compilespec.cli.flags import add_placement_options
 from compilespec.cli.generate import (
     DEMO,
     add_quantize_options,
@@ -60,8 +61,7 @@ def add_parser(commands: Any) -> None:
     add("--max-new-tokens", type=int, default=64, metavar="N", help="default: %(default)s")
     add("--rounds", type=int, default=3, metavar="N", help="timed rounds (default: %(default)s)")
     add("--backend", choices=("inductor", "eager"), help="default: inductor")
-    add("--dtype", help="default: the checkpoint's")
-    add("--max-seq-len", type=int, metavar="N", help="longest prompt plus output")
+    add_placement_options(add)
     add_quantize_options(add)
     add("--threads", type=int, metavar="N", help="CPU threads (default: torch's)")
     add(

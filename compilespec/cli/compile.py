@@ -9,9 +9,9 @@ import time
 from typing import Any
 
 from compilespec.cli import report
+from compilespec.cli.flags import add_placement_options
 from compilespec.cli.generate import (
     DEMO,
-    DTYPES,
     add_quantize_options,
     draft_counts,
     print_json,
@@ -39,11 +39,9 @@ def add_parser(commands: Any) -> None:
         help="drafts per step (default: checkpoint's), or several: 0,2,5",
     )
     add("--max-batch-size", type=int, metavar="N", help="requests at once (default: 8)")
-    add("--max-seq-len", type=int, metavar="N", help="longest prompt plus output")
     add("--max-prefill-tokens", type=int, metavar="N", help="tokens of a prefill (default: 2048)")
     add("--kv-cache-tokens", type=int, metavar="N", help="size of the KV cache")
-    add("--dtype", choices=DTYPES, help="default: the checkpoint's")
-    add("--device", help="default: the model's")
+    add_placement_options(add)
     add_quantize_options(add)
     add("--cudagraphs", default="auto", metavar="MODE", help="as of compile() (default: auto)")
     add("--threads", type=int, metavar="N", help="CPU threads (default: torch's)")

@@ -13,7 +13,8 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TextIO
 
 from compilespec.cli import report
-from compilespec.cli.generate import DEMO, DTYPES
+from compilespec.cli.flags import add_placement_options
+from compilespec.cli.generate import DEMO
 from compilespec.errors import InvalidOption
 
 if TYPE_CHECKING:
@@ -36,8 +37,7 @@ def add_parser(commands: Any) -> None:
     add("--spec", help="drafting method (default: eagle3 for the demo, else none)")
     add("--draft", metavar="DIR", help="drafter checkpoint (default: beside the target)")
     add("--num-draft-tokens", type=int, metavar="K", help="drafts per step (default: checkpoint's)")
-    add("--dtype", choices=DTYPES, help="default: the checkpoint's")
-    add("--max-seq-len", type=int, metavar="N", help="longest prompt plus output")
+    add_placement_options(add)
     add(
         "--meta",
         action="store_true",
@@ -82,7 +82,7 @@ def add_parser(commands: Any) -> None:
         "--prompt", action="append", metavar="TEXT", help="with --bisect: serve it and compare"
     )
     cost = parser.add_argument_group("with --cost")
-    cost.add_argument("--device", help="roofline of: h200, cpu (measured once)")
+    cost.add_argument("--roofline", metavar="NAME", help="of h200, or cpu (measured once)")
     cost.add_argument("--bandwidth", type=float, metavar="GB/s", help="instead of the device's")
     cost.add_argument("--flops", type=float, metavar="TFLOP/s", help="instead of the device's")
     cost.add_argument("--batch-size", type=int, default=1, metavar="B", help="default: 1")
@@ -333,14 +333,14 @@ def _device(args: argparse.Namespace, program: SpecProgram) -> Any:
 
     bandwidth = args.bandwidth * 1e9 if args.bandwidth else None
     flops = args.flops * 1e12 if args.flops else None
-    if args.device:
+    if args.roofline:
         return find_device(
-            args.device, program.config.dtype, bytes_per_s=bandwidth, flops_per_s=flops
+            args.roofline, program.config.dtype, bytes_per_s=bandwidth, flops_per_s=flops
         )
     if bandwidth and flops:
         return Device(name="given", bytes_per_s=bandwidth, flops_per_s=flops)
     if bandwidth or flops:
-        raise InvalidOption("--bandwidth and --flops go together, or with --device")
+        raise InvalidOption("--bandwidth and --flops go together, or with --roofline")
     return None
 
 
@@ -370,12 +370,14 @@ def _model_and_options(args: argparse.Namespace) -> tuple[Any, dict[str, Any]]:
         from compilespec.inspect.meta import meta_draft, meta_target
         from compilespec.loading import demo_directory
 
-        if draft is not None:
-            raise InvalidOption("--meta makes a random drafter; leave out --draft")
+        if draft is not None or args.device is not None:
+            raise InvalidOption(
+                "--meta makes a random drafter, without memory; leave out --draft and --device"
+            )
         model = meta_target(demo_directory() if model == DEMO else model, args.dtype)
         draft = meta_draft(model, spec)
     else:
-        options["dtype"] = args.dtype
+        options |= {"dtype": args.dtype, "device": args.device}
     if spec != "none":
         options |= {"draft": draft, "num_draft_tokens": args.num_draft_tokens}
     return model, {name: value for name, value in options.items() if value is not None}

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from compilespec.cli import report
+from compilespec.cli.flags import add_placement_options, in_flags
 from compilespec.errors import InvalidOption, InvalidRequest
 from compilespec.sampling_params import SamplingParams
 
@@ -28,7 +29,6 @@ DEMO_PROMPTS = (
     "import os\n\n\ndef read_lines(path):\n    with open(path) as file:\n",
     "def fibonacci(n):\n    if n < 2:\n        return n\n",
 )
-DTYPES = ("float32", "bfloat16", "float16", "float64")
 NUM_ROUNDS = 3  # timed rounds of --compare
 
 
@@ -59,8 +59,7 @@ def add_parser(commands: Any) -> None:
         "one that pays",
     )
     add("--backend", choices=("inductor", "eager"), help="default: inductor")
-    add("--dtype", choices=DTYPES, help="default: the checkpoint's")
-    add("--max-seq-len", type=int, metavar="N", help="longest prompt plus output")
+    add_placement_options(add)
     add_quantize_options(add)
     add("--threads", type=int, metavar="N", help="CPU threads (default: torch's)")
     add("--ignore-eos", action="store_true", help="go on after the end-of-sequence token")
@@ -75,8 +74,13 @@ def add_parser(commands: Any) -> None:
 
 
 def draft_counts(text: str) -> int | tuple[int, ...]:
-    """`3`, or `0,2,5`.  Raises: ValueError, which argparse reports."""
-    counts = tuple(int(part) for part in text.split(","))
+    """`3`, or `0,2,5`.  Raises: ArgumentTypeError, which argparse reports."""
+    try:
+        counts = tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"expected a number, or several such as 0,2,5; got {text!r}"
+        ) from None
     return counts[0] if len(counts) == 1 else counts
 
 
@@ -173,7 +177,8 @@ def _generate(args: argparse.Namespace, prompts: list[str]) -> int:
         else:
             report.print_summary(progress.num_tokens, elapsed_s, stats, interrupted=interrupted)
     for index, error in progress.errors.items():
-        print(f"compilespec: error: prompt {index + 1}: {error}", file=sys.stderr)
+        line = in_flags(error, args)
+        print(f"compilespec: error: prompt {index + 1}: {line}", file=sys.stderr)
     if interrupted:
         return 130
     return 2 if progress.errors else 0
@@ -225,6 +230,7 @@ def compile_engine(args: argparse.Namespace, spec: str, **changes: Any) -> Engin
     options = {
         "backend": args.backend,
         "dtype": args.dtype,
+        "device": args.device,
         "max_seq_len": args.max_seq_len,
         "quantize": args.quantize,
         "acceptance": getattr(args, "acceptance", None),
@@ -244,7 +250,8 @@ def load_quantized(args: argparse.Namespace, dtype: str | None) -> Target:
     from compilespec.loading import load_target
     from compilespec.quantization import quantize_target, read_quantize
 
-    return quantize_target(load_target(args.model, dtype=dtype), read_quantize(args.quantize))
+    target = load_target(args.model, dtype=dtype, device=args.device)
+    return quantize_target(target, read_quantize(args.quantize))
 
 
 def spec_of(args: argparse.Namespace) -> str:

@@ -1,0 +1,67 @@
+"""Flags and the keywords they stand for: what commands share, and errors that speak of flags."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+from compilespec.errors import InvalidOption
+from compilespec.suggest import meant
+
+
+class Parser(argparse.ArgumentParser):
+    """Raises InvalidOption where argparse prints a page and exits."""
+
+    def error(self, message: str) -> NoReturn:
+        raise InvalidOption(f"{message}; see {self.prog} --help")
+
+
+def add_placement_options(add: Callable[..., Any]) -> None:
+    """--dtype, --device and --max-seq-len."""
+    add("--dtype", metavar="NAME", help="float32, bfloat16, float16, float64 (default: as stored)")
+    add("--device", metavar="NAME", help="cpu, cuda or cuda:N (default: cpu)")
+    add("--max-seq-len", type=int, metavar="N", help="longest prompt plus output")
+
+
+def read_arguments(parser: Parser, argv: Sequence[str] | None) -> argparse.Namespace:
+    """The arguments of a command.  Raises: InvalidOption, also for flags that it does not have."""
+    args, unknown = parser.parse_known_args(argv)
+    if unknown:
+        given = unknown[0].partition("=")[0]
+        ours = meant(given.lstrip("-"), _flags(args), "SamplingParams", "compile")
+        name, _, remark = ours.partition(" ")
+        near = f"did you mean {_flags(args)[name]}{remark and f' {remark}'}?" if ours else ""
+        raise InvalidOption(f"no argument {given}; {near or f'see {parser.prog} --help'}")
+    return args
+
+
+def in_flags(message: str, args: argparse.Namespace) -> str:
+    """An error's line with the command's flags in place of the keywords that they stand for.
+
+    A keyword is known by its form: after `SamplingParams.`, before `=`, by an underscore, or as the
+    first word, before "must" or a colon.
+    """
+    flags = _flags(args)
+    name = f"({'|'.join(flags) or '(?!)'})"
+    long = f"({'|'.join(one for one in flags if '_' in one) or '(?!)'})"
+    start = r"(?<![\w.'\"/-])"
+    for form in (
+        rf"{start}SamplingParams\.{name}\b",
+        rf"{start}{name}=(?P<value>(?=[^\s,;).]))?",
+        rf"{start}{long}(?![\w'\"/]|\.\w)",
+        rf"^{name}(?= must|:)",
+    ):
+        message = re.sub(form, lambda found: _flag_of(found, flags), message)
+    return message
+
+
+def _flag_of(found: re.Match[str], flags: dict[str, str]) -> str:
+    has_value = found.groupdict().get("value") is not None
+    return flags[found.group(1)] + (" " if has_value else "")
+
+
+def _flags(args: argparse.Namespace) -> dict[str, str]:
+    """The command's flags by keyword."""
+    return {name: f"--{name.replace('_', '-')}" for name in vars(args) if name != "run"}
