@@ -18,6 +18,7 @@ import torch
 import compilespec
 from compilespec.cli import dump, main
 from tests.browser import open_browser
+from tests.readme import quotes_in, sessions, without_times
 
 LLAMA_70B = {
     "model_type": "llama", "hidden_size": 8192, "intermediate_size": 28672,
@@ -291,7 +292,11 @@ def test_html_page_fits_the_window(run: Dump, tmp_path: Path, width: int) -> Non
 
 
 def test_bounds_and_cost_are_printed_and_json(run: Dump) -> None:
-    assert "proved" in run("--bounds")
+    printed = " ".join((run("--bounds") + run("--cost")).split())
+    quotes = [q for q in quotes_in("`--bounds` lists") if " " in q and not q.startswith("--")]
+    assert len(quotes) == 3  # of README
+    for quote in quotes:
+        assert quote in printed
     assert json.loads(run("--bounds", "--json"))["counts"].get("open", 0) == 0
     cost = json.loads(run("--cost", "--json", "--bandwidth", "10", "--flops", "1"))
     assert cost["device"] == {"name": "given", "bytes_per_s": 1e10, "flops_per_s": 1e12}
@@ -312,6 +317,18 @@ def test_a_failed_check_is_exit_code_1(run: Dump, monkeypatch: pytest.MonkeyPatc
     failing = verify.VerifyReport(method="eagle3", dtype=torch.float32, checks=())
     monkeypatch.setattr(verify, "verify", lambda *args, **options: failing)
     assert run("--verify", code=dump.FAILED) == ""
+
+
+# --- what README shows ---
+
+
+def test_readme_shows_what_the_commands_print(run: Dump) -> None:
+    shown = sessions()
+    assert len(shown) == 3
+    for command, output in shown.items():
+        program, subcommand, *arguments = command.split()
+        assert (program, subcommand) == ("compilespec", "dump")
+        assert without_times(run(*arguments)) == without_times(output)
 
 
 # --- what it refuses ---

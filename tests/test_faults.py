@@ -32,6 +32,7 @@ from compilespec.program import Phase, ProgramConfig, SpecProgram, markers
 from compilespec.target_info import describe_target
 from compilespec.trace import trace_target
 from tests.models import VOCAB, tiny_target
+from tests.readme import README
 
 Edit = Callable[[fx.GraphModule, PassContext], Any]
 ATEN = torch.ops.aten
@@ -567,6 +568,15 @@ def test_the_table_of_faults() -> None:
     print()
     for row in rows:
         print("  ".join(c.ljust(width) for c, width in zip(row, widths, strict=True)).rstrip())
+
+
+def test_readme_counts_them_and_shows_one() -> None:
+    assert f"plants {len(FAULTS)} faults" in README
+    (fault,) = (f for f in FAULTS if str(f) == "splice_draft_loop-wrong-gather-row")
+    start = README.index("pass    splice_draft_loop")
+    shown = README[start : README.index("```", start)].replace(", ...", "")
+    printed = str(catch(fault).bisect)
+    assert [line for line in shown.splitlines() if line not in printed] == []
 
 
 @pytest.mark.parametrize("phase", ["prefill", "decode"])
