@@ -20,6 +20,7 @@ from tests.test_ops_sample import PARAMETERS, make_state, window
 pytest.importorskip("tests.triton_interpreter")
 pytestmark = pytest.mark.interp
 kernel = pytest.importorskip("compilespec.ops.sample.kernel")
+noise = pytest.importorskip("compilespec.ops.sample.kernels.noise")
 triton = pytest.importorskip("triton")
 tl = triton.language
 
@@ -29,14 +30,14 @@ def noise_kernel(
     ids_ptr, words_ptr, bits_ptr, gumbel_ptr, spread_ptr, position, BLOCK: tl.constexpr
 ):
     counter = tl.arange(0, BLOCK)
-    words = kernel.philox_words(counter, position, words_ptr)
+    words = noise.philox_words(counter, position, words_ptr)
     for k in tl.static_range(4):
         ids = (((counter >> 4) << 6) | (counter & 15)) + 16 * k
         tl.store(bits_ptr + ids, words[k].to(tl.int64))
-        tl.store(gumbel_ptr + ids, kernel.gumbel(words[k]))
+        tl.store(gumbel_ptr + ids, noise.gumbel(words[k]))
     for k in tl.static_range(4):
         ids = tl.load(ids_ptr + k * BLOCK + counter)
-        tl.store(spread_ptr + k * BLOCK + counter, kernel.noise_of(ids, position, words_ptr))
+        tl.store(spread_ptr + k * BLOCK + counter, noise.noise_of(ids, position, words_ptr))
 
 
 def test_noise_has_the_reference_bits_and_values():
@@ -58,7 +59,7 @@ def test_noise_has_the_reference_bits_and_values():
 @triton.jit
 def gumbel_kernel(bits_ptr, value_ptr, BLOCK: tl.constexpr):
     at = tl.arange(0, BLOCK)
-    tl.store(value_ptr + at, kernel.gumbel(tl.load(bits_ptr + at).to(tl.uint32)))
+    tl.store(value_ptr + at, noise.gumbel(tl.load(bits_ptr + at).to(tl.uint32)))
 
 
 def test_gumbel_is_precise_in_both_tails():

@@ -1,0 +1,1 @@
+"""The device functions of sampling in Triton, by what they compute; `..kernel` launches them."""
