@@ -9,6 +9,7 @@ only, nothing is read back to the host: safe in a CUDA graph.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -57,9 +58,9 @@ def write_cache(
     key_BNSH, value_BNSH = dense_rows(key_BNSH), dense_rows(value_BNSH)
     chunks = triton.cdiv(num_kv_heads * max(head_dim, value_dim), _COPIED)
     write_kernel[(batch * num_tokens, chunks)](
-        key_BNSH, value_BNSH, key_cache, value_cache, slot_BS.contiguous(),
-        num_tokens, key_cache.shape[0] * key_cache.shape[1],
-        *key_BNSH.stride()[:3], *value_BNSH.stride()[:3],
+        Heads(key_BNSH, *key_BNSH.stride()[:3]), Heads(value_BNSH, *value_BNSH.stride()[:3]),
+        key_cache, value_cache, slot_BS.contiguous(), num_tokens,
+        key_cache.shape[0] * key_cache.shape[1],
         NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, VALUE_DIM=value_dim, BLOCK=_COPIED,
     )  # fmt: skip
 
@@ -88,29 +89,29 @@ def attend(
     num_tiles = batch * triton.cdiv(num_tokens, tile.num_tokens)
     segment, num_segments = choose_segments(num_tiles * num_kv_heads, table_blocks * block_size)
     is_split = num_segments > 1
-    parts = out, out, out
+    parts = Parts(out, out, out)
     if is_split:
         shape = (batch * num_tokens, num_heads, num_segments)
-        parts = tuple(out.new_empty((*shape, n), dtype=wide) for n in (value_dim, 1, 1))
-    query_BNSH, row_BS, position_BS = (
-        dense_rows(query_BNSH), row_BS.contiguous(), position_BS.contiguous()
-    )  # fmt: skip
+        parts = Parts(*(out.new_empty((*shape, n), dtype=wide) for n in (value_dim, 1, 1)))
+    query_BNSH = dense_rows(query_BNSH)
+    places = Places(row_BS.contiguous(), position_BS.contiguous())
     sinks = query_BNSH if sinks_N is None else sinks_N.contiguous()
     shared = {
         "HAS_SINKS": sinks_N is not None, "WINDOW": window, "VALUE_DIM": value_dim,
         "BLOCK_V": triton.next_power_of_2(value_dim), "NUM_SEGMENTS": num_segments,
     }  # fmt: skip
     attend_kernel[(num_tiles, num_kv_heads, num_segments)](
-        query_BNSH, key_cache, value_cache, row_BS, position_BS, block_table_RM.contiguous(),
-        sinks, out, *parts, num_tokens, block_table_RM.shape[0], table_blocks, num_blocks, segment,
-        *query_BNSH.stride()[:3], NUM_KV_HEADS=num_kv_heads, GROUP=group, HEAD_DIM=head_dim,
-        BLOCK_SIZE=block_size, SCALE=scale, SOFTCAP=softcap, TILE_TOKENS=tile.num_tokens,
+        Heads(query_BNSH, *query_BNSH.stride()[:3]),
+        Cache(key_cache, value_cache, block_table_RM.contiguous()), places, sinks, out, parts,
+        num_tokens, block_table_RM.shape[0], table_blocks, num_blocks, segment,
+        NUM_KV_HEADS=num_kv_heads, GROUP=group, HEAD_DIM=head_dim, BLOCK_SIZE=block_size,
+        SCALE=scale, SOFTCAP=softcap, TILE_TOKENS=tile.num_tokens,
         BLOCK_M=tile.rows, BLOCK_N=tile.keys, BLOCK_H=max(16, triton.next_power_of_2(head_dim)),
         WIDE=_TYPES[wide], num_warps=tile.num_warps, num_stages=2, **shared,
     )  # fmt: skip
     if is_split:
         merge_kernel[(batch * num_tokens, num_heads)](
-            *parts, row_BS, position_BS, sinks, out, segment,
+            parts, places, sinks, out, segment,
             NUM_HEADS=num_heads, BLOCK_G=triton.next_power_of_2(num_segments), **shared,
         )  # fmt: skip
     return out
@@ -145,10 +146,41 @@ def choose_segments(num_programs: int, num_keys: int) -> tuple[int, int]:
 _TYPES = {torch.float32: tl.float32, torch.float64: tl.float64}
 
 
+class Heads(NamedTuple):
+    """Queries, keys or values [B, N, S, H] of a step, the last dimension dense."""
+
+    data: Any
+    b: Any  # strides
+    n: Any
+    s: Any
+
+
+class Cache(NamedTuple):
+    """Keys and values by block, and which blocks a state row has."""
+
+    key: Any  # [blocks, block size, KV heads, H]
+    value: Any
+    table: Any  # int32 [R, M]
+
+
+class Places(NamedTuple):
+    """State row and position of each token: int32 [B, S], -1 for none."""
+
+    row: Any
+    position: Any
+
+
+class Parts(NamedTuple):
+    """What the segments of a context gave: weighted values, the highest score, sum of weights."""
+
+    value: Any
+    top: Any
+    sum: Any
+
+
 @triton.jit(do_not_specialize=["tokens_per_batch", "num_cells"])
 def write_kernel(
-    key_ptr, value_ptr, key_cache_ptr, value_cache_ptr, slot_ptr,
-    tokens_per_batch, num_cells, key_b, key_n, key_s, value_b, value_n, value_s,
+    key, value, key_cache_ptr, value_cache_ptr, slot_ptr, tokens_per_batch, num_cells,
     NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -160,19 +192,18 @@ def write_kernel(
     place = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     head, h = place // HEAD_DIM, place % HEAD_DIM
     is_inside = place < NUM_KV_HEADS * HEAD_DIM
-    key = tl.load(key_ptr + b * key_b + head * key_n + s * key_s + h, mask=is_inside)
-    tl.store(key_cache_ptr + slot * (NUM_KV_HEADS * HEAD_DIM) + place, key, mask=is_inside)
+    copied = tl.load(key.data + b * key.b + head * key.n + s * key.s + h, mask=is_inside)
+    tl.store(key_cache_ptr + slot * (NUM_KV_HEADS * HEAD_DIM) + place, copied, mask=is_inside)
     head, h = place // VALUE_DIM, place % VALUE_DIM
     is_inside = place < NUM_KV_HEADS * VALUE_DIM
-    value = tl.load(value_ptr + b * value_b + head * value_n + s * value_s + h, mask=is_inside)
-    tl.store(value_cache_ptr + slot * (NUM_KV_HEADS * VALUE_DIM) + place, value, mask=is_inside)
+    copied = tl.load(value.data + b * value.b + head * value.n + s * value.s + h, mask=is_inside)
+    tl.store(value_cache_ptr + slot * (NUM_KV_HEADS * VALUE_DIM) + place, copied, mask=is_inside)
 
 
 @triton.jit(do_not_specialize=["tokens_per_batch", "table_rows", "num_blocks"])
 def attend_kernel(
-    query_ptr, key_cache_ptr, value_cache_ptr, row_ptr, position_ptr, table_ptr, sinks_ptr,
-    out_ptr, part_ptr, part_top_ptr, part_sum_ptr,
-    tokens_per_batch, table_rows, table_blocks, num_blocks, segment, query_b, query_n, query_s,
+    query, cache, places, sinks_ptr, out_ptr, parts,
+    tokens_per_batch, table_rows, table_blocks, num_blocks, segment,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, SCALE: tl.constexpr, SOFTCAP: tl.constexpr,
     WINDOW: tl.constexpr, HAS_SINKS: tl.constexpr, NUM_SEGMENTS: tl.constexpr,
@@ -187,17 +218,17 @@ def attend_kernel(
     head_M = kv_head * GROUP + m % GROUP
     is_token_M = (m < TILE_TOKENS * GROUP) & (s_M < tokens_per_batch)
     token_M = b * tokens_per_batch + s_M
-    row_M = tl.load(row_ptr + token_M, mask=is_token_M, other=-1)
+    row_M = tl.load(places.row + token_M, mask=is_token_M, other=-1)
     row_M = tl.where(row_M < table_rows, row_M, -1)
-    position_M = tl.load(position_ptr + token_M, mask=is_token_M, other=-1)
+    position_M = tl.load(places.position + token_M, mask=is_token_M, other=-1)
     hi_M = tl.minimum(tl.where(row_M >= 0, position_M, -1), table_blocks * BLOCK_SIZE - 1) + 1
     lo_M = tl.zeros_like(position_M)
     if WINDOW > 0:
         lo_M = tl.maximum(position_M - (WINDOW - 1), 0)
     h, v = tl.arange(0, BLOCK_H), tl.arange(0, BLOCK_V)
-    place_M = b.to(tl.int64) * query_b + s_M.to(tl.int64) * query_s + head_M * query_n
+    place_M = b.to(tl.int64) * query.b + s_M.to(tl.int64) * query.s + head_M * query.n
     query_MH = tl.load(
-        query_ptr + place_M[:, None] + h[None, :],
+        query.data + place_M[:, None] + h[None, :],
         mask=(is_token_M & (row_M >= 0))[:, None] & (h < HEAD_DIM)[None, :], other=0.0,
     )  # fmt: skip
 
@@ -217,14 +248,14 @@ def attend_kernel(
         for base in range(begin, end, BLOCK_N):
             key_N = base + tl.arange(0, BLOCK_N)
             block_N = tl.load(
-                table_ptr + row.to(tl.int64) * table_blocks + key_N // BLOCK_SIZE,
+                cache.table + row.to(tl.int64) * table_blocks + key_N // BLOCK_SIZE,
                 mask=key_N < end, other=-1,
             )  # fmt: skip
             is_present_N = (block_N >= 0) & (block_N < num_blocks)
             cell_N = block_N.to(tl.int64) * BLOCK_SIZE + key_N % BLOCK_SIZE
             cell_N = cell_N * NUM_KV_HEADS + kv_head
             key_NH = tl.load(
-                key_cache_ptr + cell_N[:, None] * HEAD_DIM + h[None, :],
+                cache.key + cell_N[:, None] * HEAD_DIM + h[None, :],
                 mask=is_present_N[:, None] & (h < HEAD_DIM)[None, :], other=0.0,
             )  # fmt: skip
             score_MN = tl.dot(query_MH, tl.trans(key_NH), input_precision="ieee") * SCALE
@@ -239,7 +270,7 @@ def attend_kernel(
             fade_M = tl.exp(top_M - base_M)
             sum_M = sum_M * fade_M + tl.sum(weight_MN, 1)
             value_NV = tl.load(
-                value_cache_ptr + cell_N[:, None] * VALUE_DIM + v[None, :],
+                cache.value + cell_N[:, None] * VALUE_DIM + v[None, :],
                 mask=is_present_N[:, None] & (v < VALUE_DIM)[None, :], other=0.0,
             )  # fmt: skip
             mixed_MV = tl.dot(weight_MN.to(value_NV.dtype), value_NV, input_precision="ieee")
@@ -263,40 +294,40 @@ def attend_kernel(
     else:
         part_M = result_M * NUM_SEGMENTS + tl.program_id(2)
         is_part_M = (lo_M < segment_begin + segment) & (hi_M > segment_begin) & is_token_M
-        tl.store(part_top_ptr + part_M, top_M, mask=is_part_M)
-        tl.store(part_sum_ptr + part_M, sum_M, mask=is_part_M)
+        tl.store(parts.top + part_M, top_M, mask=is_part_M)
+        tl.store(parts.sum + part_M, sum_M, mask=is_part_M)
         place_MV = part_M[:, None] * VALUE_DIM + v[None, :]
-        tl.store(part_ptr + place_MV, acc_MV, mask=is_value_MV & is_part_M[:, None])
+        tl.store(parts.value + place_MV, acc_MV, mask=is_value_MV & is_part_M[:, None])
 
 
 @triton.jit
 def merge_kernel(
-    part_ptr, part_top_ptr, part_sum_ptr, row_ptr, position_ptr, sinks_ptr, out_ptr, segment,
+    parts, places, sinks_ptr, out_ptr, segment,
     NUM_HEADS: tl.constexpr, VALUE_DIM: tl.constexpr, WINDOW: tl.constexpr,
     HAS_SINKS: tl.constexpr, NUM_SEGMENTS: tl.constexpr, BLOCK_G: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     token, head = tl.program_id(0), tl.program_id(1)
-    row, position = tl.load(row_ptr + token), tl.load(position_ptr + token)
+    row, position = tl.load(places.row + token), tl.load(places.position + token)
     g, v = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_V)
     is_part_G = (g < NUM_SEGMENTS) & (g * segment <= position) & (row >= 0)
     if WINDOW > 0:
         is_part_G &= (g + 1) * segment > position - (WINDOW - 1)
     result = token.to(tl.int64) * NUM_HEADS + head
     part_G = result * NUM_SEGMENTS + g
-    top_G = tl.load(part_top_ptr + part_G, mask=is_part_G, other=float("-inf"))
+    top_G = tl.load(parts.top + part_G, mask=is_part_G, other=float("-inf"))
     top = tl.max(top_G, 0)
     if HAS_SINKS:
         sink = tl.load(sinks_ptr + head).to(top.dtype)
         top = tl.maximum(top, sink)
     base = tl.where(top == float("-inf"), 0.0, top)
     fade_G = tl.exp(top_G - base)
-    sum_G = tl.load(part_sum_ptr + part_G, mask=is_part_G, other=0.0)
+    sum_G = tl.load(parts.sum + part_G, mask=is_part_G, other=0.0)
     total = tl.sum(sum_G * fade_G, 0)
     if HAS_SINKS:
         total += tl.exp(sink - base)
     part_GV = tl.load(
-        part_ptr + part_G[:, None] * VALUE_DIM + v[None, :],
+        parts.value + part_G[:, None] * VALUE_DIM + v[None, :],
         mask=is_part_G[:, None] & (v < VALUE_DIM)[None, :], other=0.0,
     )  # fmt: skip
     out_V = tl.sum(part_GV * fade_G[:, None], 0) / tl.where(total > 0, total, 1.0)
