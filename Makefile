@@ -1,5 +1,6 @@
 # make demo    the demo pair, speculative against plain decoding and transformers
 # make test    the default tests (all but slow and gpu);  make test-slow, make test-gpu: those
+# make fuzz    random traffic against plain decoding;  FUZZ_FLAGS="--minutes 20 --seed 7"
 # make lint    ruff, formatting, mypy
 # make accept-snapshots    take the graphs as they are now for tests/snapshots
 # make bench   speeds, after the outputs were checked;  BENCH_FLAGS="--help" says what else it can do
@@ -15,8 +16,9 @@ PYTEST_FLAGS ?=
 TEST_WORKERS ?= 2
 BENCH_FLAGS ?=
 TRAIN_FLAGS ?=
+FUZZ_FLAGS ?=
 
-.PHONY: demo install test test-slow test-gpu accept-snapshots lint format bench first-token milestone train-demo clean distclean
+.PHONY: demo install test test-slow test-gpu fuzz accept-snapshots lint format bench first-token milestone train-demo clean distclean
 
 demo: $(STAMP)
 	$(VENV)/bin/compilespec generate --model demo --spec eagle3 --compare
@@ -50,6 +52,9 @@ test-slow: $(STAMP)
 
 test-gpu: $(STAMP)
 	$(PY) -m pytest -m gpu $(PYTEST_FLAGS)
+
+fuzz: $(STAMP)
+	$(PY) -m tests.fuzz $(FUZZ_FLAGS)
 
 accept-snapshots: $(STAMP)
 	$(PY) -m pytest tests/test_snapshots.py --accept-snapshots $(PYTEST_FLAGS)

@@ -9,7 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from compilespec.loading import Target
 from compilespec.methods import eagle, eagle3, mtp, shared_kv
+from compilespec.methods.base import TargetInfo
+from compilespec.target_info import describe_target
+from compilespec.trace import trace_target
 
 
 def repeating(k: int) -> Callable[[Tensor, Tensor], Tensor]:
@@ -49,3 +53,9 @@ METHODS: dict[str, Callable[[nn.Module, Any, int], dict[str, Any]]] = {
     "ngram": lambda model, info, k: {"max_ngram": 2},
     "user": lambda model, info, k: {"draft": repeating(k)},
 }
+
+
+def traced_info(model: nn.Module) -> TargetInfo:
+    """What a drafter may know of a target, its caches included."""
+    holder = Target(model=model, directory=None, tokenizer=None, eos_token_ids=(), max_seq_len=128)
+    return describe_target(trace_target(model), holder)

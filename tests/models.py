@@ -241,14 +241,20 @@ class DialDrafter(Drafter):
         self.register_buffer("offset", torch.zeros(max_seq_len + 2, dtype=torch.int64))
         self.register_buffer("scripted", torch.zeros(1, dtype=torch.bool))
 
-    def know(self, sequences: Iterable[Sequence[int]]) -> None:
-        """Learn sequences (prompt and continuation) by heart, in place of those known before."""
+    def know(
+        self, sequences: Iterable[Sequence[int]], *, starts: Iterable[int] | None = None
+    ) -> None:
+        """Learn sequences (prompt and continuation) by heart, in place of those known before.
+
+        Args:
+            starts: where each one's continuation starts: what prompts say need not be told apart.
+        """
         sums, following = [], []
-        for tokens in sequences:
+        for tokens, start in zip(sequences, starts or itertools.repeat(1)):  # noqa: B905 endless
             fed = torch.as_tensor(tokens)[1:]
             prefix = self.codes[torch.arange(len(fed)), fed].to(torch.float64).cumsum(0)
-            sums.append(prefix[:-1])
-            following.append(fed[1:])
+            sums.append(prefix[start - 1 : -1])
+            following.append(fed[start:])
         known, token = torch.cat(sums), torch.cat(following)
         near = torch.cdist(known, known) < 0.5
         assert bool((~near | (token[:, None] == token)).all()), "two sequences cannot be told apart"
@@ -356,6 +362,14 @@ def assert_nothing_held(engine: Engine) -> None:
     assert not scheduler.has_work
     assert sorted(scheduler._free_rows) == list(range(engine.geometry.max_batch_size))
     assert scheduler.pool.num_free == engine.geometry.num_blocks
+
+
+def poison(engine: Engine) -> None:
+    """NaN in every cache cell, so that reading one that was not written shows."""
+    engine.reset_prefix_cache()
+    for name, buffer in engine._executor.buffers.items():
+        if name.startswith("cache."):
+            buffer.fill_(float("nan"))
 
 
 def call_traced(traced: Traced, **arguments: Tensor) -> tuple[Tensor, ...]:

@@ -16,10 +16,7 @@ import torch
 from torch import nn
 
 import compilespec
-from compilespec.loading import Target
-from compilespec.target_info import describe_target
-from compilespec.trace import trace_target
-from tests.drafters import METHODS
+from tests.drafters import METHODS, traced_info
 from tests.models import (
     FAMILIES,
     VOCAB,
@@ -72,9 +69,7 @@ def asked(family: str, dtype: torch.dtype = torch.float64) -> tuple[nn.Module, A
     num_layers = NUM_LAYERS.get(family, 2)
     experts = "batched_mm" if dtype == torch.float64 else "grouped_mm"
     model = tiny_target(family, dtype, num_layers=num_layers, experts=experts)
-    holder = Target(model=model, directory=None, tokenizer=None, eos_token_ids=(), max_seq_len=128)
-    info = describe_target(trace_target(model), holder)
-    return model, info, ask_all(tiny_target(family, num_layers=num_layers), SIZES)
+    return model, traced_info(model), ask_all(tiny_target(family, num_layers=num_layers), SIZES)
 
 
 def compiled(method: str, family: str, k: int, **options: Any) -> Any:

@@ -18,7 +18,15 @@ from compilespec import SamplingParams
 from compilespec.methods.eagle3 import random_head
 from compilespec.runtime.engine import Engine
 from compilespec.runtime.request import FinishReason, Request
-from tests.models import Ask, DialDrafter, ask_all, assert_nothing_held, target_info, tiny_target
+from tests.models import (
+    Ask,
+    DialDrafter,
+    ask_all,
+    assert_nothing_held,
+    poison,
+    target_info,
+    tiny_target,
+)
 
 MAX_SEQ_LEN = 75
 MAX_BATCH_SIZE = 4
@@ -106,14 +114,6 @@ def right_answer(
         if token in ends:
             return list(ask.tokens[:count]), "stop"
     return list(ask.tokens[: params.max_new_tokens]), "length"
-
-
-def poison(engine: Engine) -> None:
-    """NaN in every cache cell, so that reading one that was not written shows."""
-    engine.reset_prefix_cache()
-    for name, buffer in engine._executor.buffers.items():
-        if name.startswith("cache."):
-            buffer.fill_(float("nan"))
 
 
 def check(site: Site, request: Request, ask: Ask) -> None:

@@ -1,0 +1,96 @@
+"""What a round compiles: a target, a method, K, sizes and switches."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+from typing import Any
+
+MAX_SEQ_LEN = 112  # 7 blocks
+FAMILIES = ("llama", "llama", "gemma3", "plain")
+
+# By method: K, or several of which every step takes one.
+COUNTS: dict[str, tuple[Any, ...]] = {
+    "none": (None,),
+    "dial": (1, 3, 5, (0, 3), (0, 1, 3), (1, 4), (0, 2, 5)),
+    "eagle3": (2, (0, 3)),
+    "eagle": (3, (0, 2)),
+    "mtp": (1, 3),
+    "mtp_eagle": (3, (0, 1, 3)),
+    "mtp_multi": (1, 3),
+    "shared_kv": (3, (0, 1, 2)),
+    "draft_model": (2, 3, (1, 3)),
+    "ngram": (4, (0, 2, 5)),
+    "user": (3, (0, 3)),
+    "user_host": (3,),
+}
+# Half of the rounds have the drafters that lose acceptance where anything was lost.
+WEIGHTS = {"dial": 8, "draft_model": 2, "user_host": 2}
+
+# What requests may ask for; a round has some of it, so that each also meets steps without.
+LIGHT = ("sampled", "penalties", "bias", "ids", "stop", "caps", "n", "priority", "leave", "text")
+HEAVY = ("logprobs", "guide", "host")  # the host acts between their steps: no overlap
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """One round."""
+
+    seed: int
+    number: int
+    method: str
+    family: str
+    num_draft_tokens: Any
+    has_traced_processor: bool
+    policy: str  # of several K: "own", "warm" or "cold" (scripted, drafters kept up to date or not)
+    features: frozenset[str]
+    num_orders: int  # of each way of serving
+    options: dict[str, Any] = field(default_factory=dict)  # further keywords of compile()
+
+    @property
+    def draw(self) -> random.Random:
+        """A source of its own, always from the start."""
+        return random.Random(f"{self.seed}:{self.number}")
+
+    @property
+    def most(self) -> int:
+        """The largest K."""
+        count = self.num_draft_tokens
+        return max(count) if isinstance(count, tuple) else count or 0
+
+    def __str__(self) -> str:
+        options = ", ".join(f"{name}={value}" for name, value in self.options.items())
+        return (
+            f"{self.method} on {self.family}, K={self.num_draft_tokens}, policy {self.policy}, "
+            f"{options}, traced processor {self.has_traced_processor}, requests with: "
+            f"{', '.join(sorted(self.features)) or 'nothing special'}"
+        )
+
+
+def draw_plan(seed: int, number: int, num_orders: int = 60) -> Plan:
+    draw = random.Random(f"plan {seed}:{number}")
+    method = draw.choices(list(COUNTS), [WEIGHTS.get(name, 1) for name in COUNTS])[0]
+    features = {name for name in LIGHT if draw.random() < 0.6}
+    features |= {name for name in HEAVY if draw.random() < 0.35}
+    batch = draw.choice((1, 2, 3, 4, 4))
+    has_prompt_logprobs = draw.random() < 0.3
+    options = {
+        "overlap": draw.random() < 0.6,
+        "max_batch_size": batch,
+        "kv_cache_tokens": draw.choice((None, 112, 128, 160)),
+        "enable_prefix_caching": draw.random() < 0.75,
+        "max_prefill_tokens": draw.choice((8, 16, 32, 64)),
+        "max_step_tokens": draw.choice((None, None, 24, 40)),
+        "buckets": draw.choice((None, sorted({1, 2, batch}))),
+        "greedy_step": draw.random() < 0.3,
+        "host_processors": "host" in features,
+        "prompt_logprobs": has_prompt_logprobs,
+    }
+    return Plan(
+        seed=seed, number=number, method=method, family=draw.choice(FAMILIES),
+        num_draft_tokens=draw.choice(COUNTS[method]),
+        has_traced_processor=draw.random() < 0.2,
+        policy=draw.choice(("own", "warm", "warm", "cold")),
+        features=frozenset(features | ({"prompt_logprobs"} if has_prompt_logprobs else set())),
+        num_orders=num_orders, options=options,
+    )  # fmt: skip
