@@ -19,7 +19,7 @@ from torch import nn
 import compilespec
 from compilespec import SamplingParams
 from compilespec.errors import InvalidOption, NotSupported
-from compilespec.loading import Target
+from compilespec.loading import Target, load_target
 from compilespec.lowering.artifacts import artifact_key
 from compilespec.quantization import Quantize, quantize_module, read_quantize, save_quantized
 from compilespec.quantization.tensors import is_quantized, stand_ins
@@ -211,6 +211,21 @@ def test_a_saved_model_starts_without_the_full_precision_weights(tmp_path: Any) 
     assert wide == {"model.embed_tokens.weight"}
     with compilespec.compile(saved, "none", **OPTIONS) as engine:
         assert tokens(engine) == plain_tokens("int8_weight_only")
+
+
+@pytest.mark.parametrize("skip", ["lm_head", ()], ids=["head_kept", "head_too"])
+def test_a_saved_tied_model_is_loaded(tmp_path: Any, skip: Any) -> None:
+    config = copy.deepcopy(target().config)
+    config.tie_word_embeddings = True
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    asked = Quantize("int8_weight_only", skip=skip)
+    loaded = load_target(save_quantized(model, tmp_path / "saved", asked)).model
+    assert model.config.tie_word_embeddings
+    head, embedding = loaded.get_output_embeddings().weight, loaded.get_input_embeddings().weight
+    assert (head is embedding) == (skip == "lm_head")
+    ids = torch.tensor([PROMPTS[0]])
+    torch.testing.assert_close(loaded(ids).logits, quantize_module(model, asked)(ids).logits)
 
 
 @pytest.mark.slow

@@ -12,6 +12,7 @@ from compilespec.errors import InvalidOption
 from compilespec.loading import load_target
 from compilespec.quantization.configs import read_quantize
 from compilespec.quantization.modules import quantize_module
+from compilespec.quantization.tensors import is_quantized
 
 
 def save_quantized(
@@ -47,7 +48,9 @@ def save_quantized(
     saved: Any = quantize_module(target.model, asked)
     device = next(target.model.parameters()).device
     saved.config = copy.deepcopy(saved.config)
-    saved.config.tie_word_embeddings = False  # a quantized head is the embedding no more
+    head = saved.get_output_embeddings()
+    if head is not None and is_quantized(head.weight):
+        saved.config.tie_word_embeddings = False  # the head is the embedding no more
     saved.config.quantization_config = TorchAoConfig(asked.config_on(device))
     saved.hf_quantizer = AutoHfQuantizer.from_config(
         saved.config.quantization_config, pre_quantized=True
