@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import re
 from pathlib import Path
@@ -67,6 +68,22 @@ def test_unreadable_artifact_is_compiled_again(
     with caplog.at_level(logging.WARNING, logger="compilespec"):
         assert run(lower(program, cache=cache)) == expected
     assert "compiling again" in caplog.text
+
+
+@pytest.mark.parametrize("damaged", ["k.bin", "k.plan.json"])
+def test_what_is_unreadable_and_cannot_be_deleted_is_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damaged: str
+) -> None:
+    def refuse(path: Path, missing_ok: bool = False) -> None:
+        raise OSError(errno.EROFS, "Read-only file system", str(path))
+
+    cache = ArtifactCache(tmp_path)
+    cache.directory.mkdir()
+    (cache.directory / "k.json").write_text('{"inputs": [], "outputs": []}')
+    (cache.directory / damaged).write_text("[]")
+    monkeypatch.setattr(Path, "unlink", refuse)
+    assert cache.load("k") is None
+    assert cache.load_plan("k") is None
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._inductor.utils import run_and_get_code
 
-from compilespec.ops import attention, pack_weight, packed_linear, paged_attention
+from compilespec.ops import _build, attention, pack_weight, packed_linear, paged_attention
 from compilespec.ops.attention import attention_reference
 from compilespec.ops.paged_attention import paged_attention_reference
 
@@ -337,6 +337,31 @@ def test_no_second_openmp_runtime(kernels):
         path for path in paths if re.match(r"lib(gomp|omp|iomp5)\b", path.rsplit("/", 1)[-1])
     }
     assert len(runtimes) <= 1, runtimes
+
+
+def test_a_damaged_library_is_built_again_and_not_loaded(tmp_path, monkeypatch):
+    built, loaded = [], []
+
+    def build(command):
+        path = Path(command[command.index("-o") + 1])
+        path.write_bytes(bytes(range(200)))
+        built.append(path.suffix)
+
+    monkeypatch.setenv("COMPILESPEC_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(_build, "_run", build)
+    monkeypatch.setattr(_build, "_compiler", lambda: sys.executable)
+    monkeypatch.setattr(torch.ops, "load_library", lambda path: loaded.append(Path(path)))
+
+    def num_builds():
+        assert _build._try_load()
+        assert loaded[-1].read_bytes().startswith(bytes(range(200)))
+        return built.count(".so")
+
+    assert [num_builds(), num_builds()] == [1, 1]
+    whole = loaded[-1].read_bytes()
+    for number, damaged in enumerate((whole[:100], b"", whole[:-1], b"x" + whole[1:]), 2):
+        loaded[-1].write_bytes(damaged)
+        assert [num_builds(), num_builds()] == [number, number]
 
 
 def test_falls_back_to_the_reference_without_a_compiler(tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -84,7 +85,8 @@ class ArtifactCache:
     """Two files an artifact: the compiled step, and the names of its inputs and outputs, written
     last.
 
-    What cannot be read is dropped with a warning and compiled again.
+    What cannot be read is dropped with a warning and compiled again, also where the directory
+    cannot be written.
     """
 
     def __init__(self, directory: Path | None = None) -> None:
@@ -92,20 +94,16 @@ class ArtifactCache:
 
     def load(self, key: str) -> Stored | None:
         code, names = self._paths(key)
-        if not names.exists():
-            return None
         try:
+            if not names.exists():
+                return None
             record = json.loads(names.read_text())
             call = _torch_compat.load_artifact(str(code))
             return call, _inputs_of(record), tuple(record["outputs"])
         except (
             Exception
         ) as error:  # a torn file, another machine's code: whatever it is, compiling repairs it
-            logger.warning(
-                "dropping unreadable artifact %s (%s); compiling again", code.name, error
-            )
-            names.unlink(missing_ok=True)
-            code.unlink(missing_ok=True)
+            _drop(f"artifact {code.name}", error, names, code)
             return None
 
     def save(
@@ -130,15 +128,14 @@ class ArtifactCache:
     ) -> tuple[StitchPlan, tuple[InputSpec, ...], tuple[str, ...]] | None:
         """How the pieces of a phase are put together; None where it is not known."""
         path = self._plan_path(key)
-        if not path.exists():
-            return None
         try:
+            if not path.exists():
+                return None
             record = json.loads(path.read_text())
             plan = StitchPlan.from_json(record["plan"])
             return plan, _inputs_of(record), tuple(record["outputs"])
-        except (ValueError, KeyError, TypeError, OSError) as error:
-            logger.warning("dropping unreadable plan %s (%s); making it again", path.name, error)
-            path.unlink(missing_ok=True)
+        except Exception as error:  # as above
+            _drop(f"plan {path.name}", error, path)
             return None
 
     def save_plan(
@@ -159,6 +156,14 @@ class ArtifactCache:
 
     def _paths(self, key: str) -> tuple[Path, Path]:
         return self.directory / f"{key}.bin", self.directory / f"{key}.json"
+
+
+def _drop(what: str, error: Exception, *files: Path) -> None:
+    """Forget files that cannot be read; they stay where the directory cannot be written."""
+    logger.warning("dropping unreadable %s (%s); compiling again", what, error)
+    for file in files:
+        with contextlib.suppress(OSError):
+            file.unlink(missing_ok=True)
 
 
 def _record(inputs: Sequence[InputSpec], outputs: Sequence[str]) -> dict[str, Any]:

@@ -2,7 +2,9 @@
 
 All `*/kernel.cpp` go through one compiler run into one shared library, kept in a cache directory
 under a hash of all that shapes it: sources, torch, compiler, flags, CPU features.  Whoever finds
-the file only loads it (a few ms).
+the file only loads it (a few ms), after a look at its seal: the hash of the library, behind its
+last byte, where the loader of shared libraries does not look.  To load a cut file would end the
+process by SIGBUS.
 """
 
 from __future__ import annotations
@@ -33,6 +35,7 @@ _FLAGS = (
 # runtime (and no second set of spinning threads) can enter the process, whatever name torch's copy
 # has.
 _LINK_FLAGS = ("-shared", "-fPIC", "-fopenmp", "-fvisibility=hidden")
+_SEAL_BYTES = hashlib.sha256().digest_size
 
 _lock = threading.Lock()
 _loaded: bool | None = None  # None: not tried yet
@@ -69,7 +72,7 @@ def _try_load() -> bool:
         return False
     try:
         path = library_path()
-        if not path.exists():
+        if not _is_whole(path):
             _compile(path)
         torch.ops.load_library(str(path))
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:
@@ -81,6 +84,18 @@ def _try_load() -> bool:
         )
         return False
     return True
+
+
+def _is_whole(path: Path) -> bool:
+    """Whether the file is there and ends with its seal."""
+    if not path.exists():
+        return False
+    content = path.read_bytes()
+    return content[-_SEAL_BYTES:] == _seal(content[:-_SEAL_BYTES])
+
+
+def _seal(library: bytes) -> bytes:
+    return hashlib.sha256(library).digest()
 
 
 def _compile(path: Path) -> None:
@@ -107,6 +122,8 @@ def _compile(path: Path) -> None:
         _run([*command, "-o", str(unit.with_suffix(".o"))])
         libraries = ["-L", str(torch_dir / "lib"), "-ltorch_cpu", "-lc10"]
         _run([compiler, "-shared", str(unit.with_suffix(".o")), "-o", str(result), *libraries])
+        with result.open("ab") as file:
+            file.write(_seal(result.read_bytes()))
         os.replace(result, path)
 
 
