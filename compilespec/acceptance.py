@@ -91,7 +91,9 @@ def acceptance_rule(*, lossless: bool) -> Callable[[AnyFunction], AnyFunction]:
     The names of its parameters say what it reads, of:
 
     probs_BSV        the target's distribution at each row of the window, after temperature,
-                     penalties, bias and filters; a greedy request's is 1 at the token it takes
+                     penalties, bias, guide and filters; a greedy request's is 1 at the token it
+                     takes.  0 everywhere in a row where no id is left to choose, as behind a draft
+                     that a guide forbids; never NaN where the logits are not
     logits_BSV       the target's logits as they are
     draft_probs_BKV  what each draft was drawn from, over the target's ids; 1 at the draft where the
                      drafter gives no distribution
@@ -100,9 +102,10 @@ def acceptance_rule(*, lossless: bool) -> Callable[[AnyFunction], AnyFunction]:
     uniform_BK       float32 in (0, 1), one for each draft, independent of all other noise
 
     Probabilities are float32, or float64 in a float64 program.  It returns two tensors: how many
-    leading drafts are accepted, [B] integers (no more than `num_drafts_B` are), and what the one
-    token after them is: weights to draw it by, [B, V] (they need not sum to one, negative ones
-    count as 0, rows without any weight fall back to the target's distribution), or its id, [B]
+    leading drafts are accepted, [B] integers (no more than `num_drafts_B` are, and none from the
+    first on that a guide forbids, whose probability is 0), and what the one token after them is:
+    weights to draw it by, [B, V] (they need not sum to one, negative ones count as 0; rows without
+    any weight, or cut short by a guide, fall back to the target's distribution), or its id, [B]
     integers.  It is traced once, for any B: tensor code without branches on values.
 
     Drafts, acceptance and the last token are drawn with noise of disjoint streams, new in every

@@ -40,9 +40,7 @@ class DraftMismatch(SpecError):
 
 
 class CheckpointError(SpecError):
-    """A checkpoint is damaged, lacks tensors, or has ones that are unexpected or of a wrong shape or
-    kind.
-    """
+    """A checkpoint is damaged, or has tensors missing, unexpected or of a wrong shape or kind."""
 
 
 class TraceError(SpecError):

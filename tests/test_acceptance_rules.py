@@ -159,6 +159,31 @@ def test_counts_and_ids_stay_inside():
         assert rest == wanted[: LENGTH - 1]
 
 
+@acceptance_rule(lossless=False)
+def everything(probs_BSV, num_drafts_B):
+    """Keeps whatever is drafted; the weights after it are those of its row."""
+    place_B1V = num_drafts_B.long().view(-1, 1, 1).expand(-1, 1, probs_BSV.shape[-1])
+    return num_drafts_B, probs_BSV.gather(1, place_B1V).squeeze(1)
+
+
+GUIDE = [[3, 4, 5, 6, 7, 8], [3, 4, 9, 10, 11, 12], [11, 1, 6, 1, 7, 0]]
+ANYTHING_GOES = {
+    "relaxed_topk": 13, "relaxed_delta": 1.0, "begin_thinking_token_id": 3,
+    "end_thinking_token_id": 2,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "rule", ["rejection", "block", pytest.param(everything, id="everything"), "relaxed"]
+)
+def test_a_draft_that_a_guide_forbids_is_never_kept(rule):
+    """The drafter repeats the last token, which the guide forbids; nothing may follow it."""
+    params = [params_of("plain", seed=seed, guide=GUIDE, max_new_tokens=6) for seed in range(16)]
+    outputs, _ = outputs_of(rule, params, **(ANYTHING_GOES if rule == "relaxed" else {}))
+    assert [output.error for output in outputs] == [None] * len(params)
+    assert {tuple(output.token_ids) for output in outputs} <= {tuple(one) for one in GUIDE}
+
+
 @pytest.mark.slow
 def test_rows_without_weights_take_the_targets_own():
     """A module is a rule, too."""

@@ -248,6 +248,7 @@ def test_kernels_equal_references(vocab, dtype):
     state.buffers["context_RL"][:, 9:] = 3
     state.buffers["sampling_RI"][1::4, layout.FLAGS] |= layout.GUIDE
     state.buffers["mask_RSW"] = torch.randint(-(2**31), 2**31, (batch, 3, -(-vocab // 32))).int()
+    state.buffers["mask_RSW"][::2, 2] = 0  # behind a forbidden draft
     theirs = state.arguments()
     want = filtered_probs_reference(*call, *theirs)
     for way in (filtered_probs, filtered_probs_dense):
@@ -262,6 +263,30 @@ def test_kernels_equal_references(vocab, dtype):
     weights = got[:, 0] - got[:, 1]  # negative ones, and often few above 0
     keys = (keys[0], drawn[:, 0], stream[:, 0], words)
     assert torch.equal(draw_weighted(weights, *keys), draw_weighted_reference(weights, *keys))
+
+
+@pytest.mark.parametrize("way", [filtered_probs_reference, filtered_probs_dense, filtered_probs])
+@pytest.mark.parametrize("temperature", [0.0, 0.7], ids="T{}".format)
+def test_a_row_without_any_id_has_no_probability(way, temperature):
+    """Whatever its request asks for; the rules can read it."""
+    params = [SamplingParams(temperature=temperature, **fields)
+              for fields in ({}, {"top_k": 3}, {"top_p": 0.5}, {"min_p": 0.1})]  # fmt: skip
+    state, batch = make_state(params, 37), len(params)
+    state.buffers["sampling_RI"][:, layout.FLAGS] |= layout.GUIDE
+    state.buffers["mask_RSW"] = torch.full_like(state.buffers["mask_RSW"], -1)
+    state.buffers["mask_RSW"][:, 1] = 0
+    ids, drawn = window(batch, 3, 37, 20)
+    logits = torch.randn(batch, 3, 37)
+    probs = way(
+        logits, logits.argmax(-1).int(), ids, torch.arange(batch), drawn, *state.arguments()
+    )
+    torch.testing.assert_close(probs.sum(-1), torch.tensor([[1.0, 0.0, 1.0]]).expand(batch, 3))
+    for rule in FUNCTIONS.values():
+        draft, uniform = ids[:, 1:], torch.full((batch, 2), 0.5)
+        kept, weights = rule(probs, torch.full((batch, 2, 37), 1 / 37), draft, drawn[:, 0] * 0 + 2,
+                             uniform)  # fmt: skip
+        assert (kept < 2).all()
+        assert weights.isfinite().all()
 
 
 @pytest.mark.parametrize("way", [draw_weighted_reference, draw_weighted])

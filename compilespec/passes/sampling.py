@@ -12,6 +12,8 @@ from torch.nn import functional
 import compilespec.ops.sample.probabilities  # noqa: F401  (registers the operators)
 from compilespec.methods.capture import output_widths
 from compilespec.ops.sample.layout import (
+    FLAGS,
+    GUIDE,
     MAX_LOGPROBS,
     MIN_TEMPERATURE,
     NUM_FLOATS,
@@ -77,6 +79,27 @@ def _target_rows(gm: fx.GraphModule, ctx: PassContext, *, before: fx.Node) -> tu
         ids = None
     state, mask = sampling_state(gm, ctx), _guide_masks(gm, ctx)
     return (logits, greedy, ids, index, drawn, *state, mask)
+
+
+def allowed_drafts(gm: fx.GraphModule, ctx: PassContext, draft: fx.Node) -> fx.Node:
+    """Which of the drafts [B, K] the requests' guides let come: bool [B, K]."""
+    _, whole, *_ = sampling_state(gm, ctx)
+    node: fx.Node = emit(
+        gm, allowed_by_guides, draft, whole, _guide_masks(gm, ctx), find_role(gm, "row_index"),
+        before=output_node(gm), num_drafts=ctx.config.num_draft_tokens,
+    )  # fmt: skip
+    return node
+
+
+def allowed_by_guides(
+    draft_BK: Any, sampling_RI: Any, mask_RSW: Any, index_B: Any, *, num_drafts: int
+) -> Any:
+    """True for every draft of a request without a guide."""
+    place_BK = draft_BK.clamp(min=0).long()
+    words_BKW = mask_RSW[index_B][:, :num_drafts]
+    word_BK = words_BKW.gather(2, (place_BK // 32).unsqueeze(-1)).squeeze(-1)
+    is_free_B1 = (sampling_RI[index_B][:, FLAGS] & GUIDE == 0).unsqueeze(1)
+    return is_free_B1 | (word_BK >> (place_BK % 32) & 1 != 0)
 
 
 def note_logprobs(gm: fx.GraphModule, ctx: PassContext, target: fx.Node) -> None:

@@ -466,8 +466,12 @@ at::Tensor filtered_probs(const at::Tensor& logits, const at::Tensor& greedy,
              using Acc = decltype(lowest);
              const int64_t vocab = int64_t(scores.size());
              Acc* out = static_cast<Acc*>(data) + i * vocab;
+             constexpr Acc kNone = -std::numeric_limits<Acc>::infinity();
+             const bool is_empty = std::all_of(scores.begin(), scores.end(),
+                                               [](Acc score) { return score == kNone; });
+             if (is_empty || real[kTemperature] < kMinTemperature) std::fill_n(out, vocab, Acc(0));
+             if (is_empty) return;
              if (real[kTemperature] < kMinTemperature) {
-               std::fill_n(out, vocab, Acc(0));
                out[first_best(scores.data(), vocab)] = 1;
              } else {
                softmax(scores.data(), vocab, lowest, out);

@@ -73,7 +73,8 @@ def filtered_probs_reference(
     Args: those of `sample_reference`; the context is written as there.
     Returns:
         [B, S, V], float32, or float64 for logits in float64.  Of a row that takes the best token:
-        1 there.
+        1 there.  Of a row in which no id is left, such as one behind a draft that a guide forbids:
+        0 everywhere.
     """
     wide = wide_dtype(logits_BSV.dtype)
     probs_BSV = torch.zeros(logits_BSV.shape, dtype=wide, device=logits_BSV.device)
@@ -84,6 +85,8 @@ def filtered_probs_reference(
     )  # fmt: skip
     for b, s, scores_V, reals, words, _ in rows:
         probs_BSV[b, s] = 0
+        if bool((scores_V == -math.inf).all()):
+            continue
         if float(reals[layout.TEMPERATURE]) < layout.MIN_TEMPERATURE:
             probs_BSV[b, s, first_best(scores_V)] = 1
         else:
@@ -129,11 +132,12 @@ def filtered_probs_dense(
     asks_B11 = (flags_B11 != 0) | (words_B1I[..., layout.MIN_NEW, None] != 0)
     best_BS = torch.where(asks_B11.squeeze(-1), scores_BSV.argmax(-1), greedy_BS.long())
     certain_BSV = (best_BS.unsqueeze(-1) == ids_V).to(wide)
+    is_empty_BS1 = (scores_BSV == -math.inf).all(-1, keepdim=True) & (asks_B11 | is_drawn_B11)
     scale_B11 = torch.where(is_drawn_B11, reals_B1F[..., layout.TEMPERATURE, None], 1)
     scores_BSV = scores_BSV / scale_B11
     is_dropped_BSV = scores_BSV < _lowest_kept(scores_BSV, reals_B1F, words_B1I)
     probs_BSV = scores_BSV.masked_fill(is_dropped_BSV, -math.inf).softmax(-1)
-    return torch.where(is_drawn_B11, probs_BSV, certain_BSV)
+    return torch.where(is_drawn_B11, probs_BSV, certain_BSV).masked_fill(is_empty_BS1, 0)
 
 
 def _with_fed_tokens(

@@ -7,7 +7,7 @@ first; a token has its effect from the next step on.  Source: requirement M10.
 
 Here, unlike there: a margin of 0 is strict, ties included (H-13); a chunk of a prompt without
 markers leaves the margin as it is, and an END in a prompt counts (H-12); among equally probable
-tokens the lower ids are the better ones.
+tokens the lower ids are the better ones; what a guide forbids is never accepted.
 """
 
 from __future__ import annotations
@@ -22,18 +22,21 @@ from compilespec.passes.acceptance import strict
 from compilespec.passes.acceptance.base import Judged, Rule
 from compilespec.passes.graph import add_buffer, arange_like, emit, find_role, output_node
 from compilespec.passes.runner import PassContext
-from compilespec.passes.sampling import sample_target
+from compilespec.passes.sampling import allowed_drafts, sample_target
 from compilespec.program import PAD, BufferSpec
 
 
 def decode(gm: fx.GraphModule, ctx: PassContext, ids: fx.Node, logits: fx.Node) -> Judged:
     end = output_node(gm)
     choice = sample_target(gm, ctx, before=end)
+    draft = emit(gm, lambda ids_BS: ids_BS[:, 1:], ids, before=end)
+    allowed = () if ctx.greedy_only else (allowed_drafts(gm, ctx, draft),)
     return Judged(
         *emit(
-            gm, accept_relaxed, ids, logits, choice, _margins(gm, ctx),
-            find_role(gm, "row_index"), before=end, num_draft_tokens=ctx.config.num_draft_tokens,
-            topk=_options(ctx).topk, dtype=torch.promote_types(ctx.config.dtype, torch.float32),
+            gm, accept_relaxed, draft, logits, choice, _margins(gm, ctx),
+            find_role(gm, "row_index"), *allowed, before=end,
+            num_draft_tokens=ctx.config.num_draft_tokens, topk=_options(ctx).topk,
+            dtype=torch.promote_types(ctx.config.dtype, torch.float32),
         )
     )  # fmt: skip
 
@@ -61,25 +64,27 @@ def update(gm: fx.GraphModule, ctx: PassContext, judged: Judged) -> None:
 
 
 def accept_relaxed(
-    ids_BS: Any, logits_BSV: Any, choice_BS: Any, margin_R: Any, index_B: Any, *,
-    num_draft_tokens: int, topk: int, dtype: torch.dtype,
+    draft_BK: Any, logits_BSV: Any, choice_BS: Any, margin_R: Any, index_B: Any,
+    *is_allowed_BK: Any, num_draft_tokens: int, topk: int, dtype: torch.dtype,
 ) -> tuple[Any, Any, Any]:  # fmt: skip
     """As `strict.accept_matching`; (target, emitted, count): `target_BS` holds the accepted drafts,
-    then the target's choices.
+    then the target's choices.  `is_allowed_BK`: given where requests may have guides.
     """
-    draft_BK, judge_BKV = ids_BS[:, 1:], logits_BSV[:, :num_draft_tokens]
+    judge_BKV = logits_BSV[:, :num_draft_tokens]
     margin_B1 = margin_R[index_B].unsqueeze(1)
     place_BK1 = draft_BK.clamp(min=0).long().unsqueeze(-1)
     score_BK1 = judge_BKV.gather(-1, place_BK1)
-    is_lower_BKV = arange_like(ids_BS, judge_BKV.size(-1)) < place_BK1
+    is_lower_BKV = arange_like(choice_BS, judge_BKV.size(-1)) < place_BK1
     is_better_BKV = (judge_BKV > score_BK1) | ((judge_BKV == score_BK1) & is_lower_BKV)
     probability_BKV = judge_BKV.to(dtype).softmax(-1)
     needed_BK = probability_BKV.amax(-1) - margin_B1
     is_near_BK = probability_BKV.gather(-1, place_BK1).squeeze(-1) >= needed_BK
     is_near_BK = is_near_BK & (is_better_BKV.sum(-1) < topk) & (draft_BK >= 0) & (margin_B1 > 0)
+    for is_so_BK in is_allowed_BK:
+        is_near_BK = is_near_BK & is_so_BK
     is_kept_BK = (draft_BK == choice_BS[:, :num_draft_tokens]) | is_near_BK
     kept_B1 = is_kept_BK.to(torch.int32).cumprod(1).sum(1, keepdim=True).to(torch.int32)
-    step_S = arange_like(ids_BS, num_draft_tokens + 1)
+    step_S = arange_like(choice_BS, num_draft_tokens + 1)
     draft_BS = torch.cat([draft_BK, choice_BS[:, num_draft_tokens:]], 1)
     target_BS = torch.where(step_S < kept_B1, draft_BS, choice_BS)
     emitted_BS = torch.where(step_S <= kept_B1, target_BS, PAD)

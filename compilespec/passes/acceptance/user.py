@@ -20,6 +20,7 @@ from compilespec.passes.acceptance.base import Judged, Rule
 from compilespec.passes.graph import arange_like, emit, find_role, output_node, splice
 from compilespec.passes.runner import PassContext
 from compilespec.passes.sampling import (
+    allowed_drafts,
     drawn_positions,
     read_draft_probs,
     sampling_state,
@@ -67,14 +68,16 @@ def _judge(
     }
     reads = [entry.name for entry in traced.inputs if entry.kind == "argument"]
     count, last = splice(gm, ctx, traced, {name: made[name]() for name in reads})
-    (vocab,) = output_widths(ctx.target)
+    (vocab,), allowed = output_widths(ctx.target), allowed_drafts(gm, ctx, draft)
     if gives_weights(traced):
         count, weights = emit(
-            gm, limit_weights, count, num_drafts, last, probs, before=end,
+            gm, limit_weights, count, num_drafts, allowed, last, probs, before=end,
             vocab_size=vocab, dtype=wide_dtype(ctx),
         )  # fmt: skip
         return count, _draw_last(gm, ctx, weights, count, num_drafts)
-    count, token = emit(gm, limit_token, count, num_drafts, last, before=end, vocab_size=vocab)
+    count, token = emit(
+        gm, limit_token, count, num_drafts, allowed, last, before=end, vocab_size=vocab
+    )
     return count, token
 
 
@@ -167,8 +170,12 @@ def _rule(ctx: PassContext) -> RuleFunction:
 def judged_drafts(ids_BS: Any) -> tuple[Any, Any]:
     """The drafts [B, K], and how many come before the first that is PAD, int32 [B]."""
     draft_BK = ids_BS[:, 1:]
-    num_B = (draft_BK >= 0).to(torch.int32).cumprod(1).sum(1).to(torch.int32)
-    return draft_BK, num_B
+    return draft_BK, _num_leading(draft_BK >= 0)
+
+
+def _num_leading(is_so_BK: Any) -> Any:
+    """How many come before the first that is not so, int32 [B]."""
+    return is_so_BK.to(torch.int32).cumprod(1).sum(1).to(torch.int32)
 
 
 def accept_streams(drawn_BK: Any, *, num_drafts: int) -> Any:
@@ -185,22 +192,28 @@ def last_place(start_B: Any, count_B: Any, num_drafts_B: Any) -> tuple[Any, Any]
 
 
 def limit_weights(
-    count_B: Any, num_drafts_B: Any, weights_BV: Any, probs_BSV: Any, *, vocab_size: int,
-    dtype: torch.dtype,
+    count_B: Any, num_drafts_B: Any, is_allowed_BK: Any, weights_BV: Any, probs_BSV: Any, *,
+    vocab_size: int, dtype: torch.dtype,
 ) -> tuple[Any, Any]:  # fmt: skip
-    """Accept no draft that is not to be judged; rows without a weight take the target's own."""
-    count_B = torch.minimum(count_B.clamp(min=0), num_drafts_B)
+    """Accept no draft that is not to be judged, or that a guide forbids; rows without a weight, or
+    cut short by a guide, take the target's own.
+    """
+    wanted_B = torch.minimum(count_B.clamp(min=0), num_drafts_B)
+    count_B = torch.minimum(wanted_B, _num_leading(is_allowed_BK))
     place_B1V = count_B.long().view(-1, 1, 1).expand(-1, 1, vocab_size)
     own_BV = probs_BSV.gather(1, place_B1V).squeeze(1)
-    is_given_B1 = (weights_BV > 0).any(-1, keepdim=True)
+    is_given_B1 = (weights_BV > 0).any(-1, keepdim=True) & (count_B == wanted_B).unsqueeze(1)
     return count_B, torch.where(is_given_B1, weights_BV.to(dtype), own_BV)
 
 
 def limit_token(
-    count_B: Any, num_drafts_B: Any, token_B: Any, *, vocab_size: int
+    count_B: Any, num_drafts_B: Any, is_allowed_BK: Any, token_B: Any, *, vocab_size: int
 ) -> tuple[Any, Any]:
-    """Accept no draft that is not to be judged; an id outside the vocabulary is the nearest one."""
+    """Accept no draft that is not to be judged, or that a guide forbids; an id outside the
+    vocabulary is the nearest one.
+    """
     count_B = torch.minimum(count_B.clamp(min=0), num_drafts_B)
+    count_B = torch.minimum(count_B, _num_leading(is_allowed_BK))
     return count_B, token_B.clamp(0, vocab_size - 1).to(torch.int32)
 
 

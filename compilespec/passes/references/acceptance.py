@@ -135,6 +135,7 @@ def _by_choice(
             or (
                 options is not None
                 and margins is not None
+                and (ctx.greedy_only or is_allowed(case, row, kept, ids[kept + 1]))
                 and is_near(logits[request, kept], ids[kept + 1], options.topk, margins[row])
             )
         ):
@@ -177,6 +178,11 @@ def _by_function(
             assert rule is not None
             number, last = rule.function(**{name: made[name] for name in rule.inputs})
             kept, weights = min(max(int(number), 0), judged), last
+            forbidden = (i for i in range(kept) if not is_allowed(case, int(row), i, ids[i + 1]))
+            cut = next(forbidden, kept)
+            if cut < kept and last.dim() == 2:
+                weights = torch.zeros_like(last)
+            kept = cut
         if weights.dim() == 1:
             token = min(max(int(weights), 0), probs.shape[-1] - 1)
         else:
@@ -202,6 +208,14 @@ def _draft_probs(case: Case, row: Tensor, ids: list[int], probs: Tensor) -> Tens
         if draft >= 0:
             known[0, place, draft] = 1
     return known
+
+
+def is_allowed(case: Case, row: int, place: int, draft: int) -> bool:
+    """Whether the guide of the request lets the draft come."""
+    if not int(case.inputs["sampling_RI"][row, layout.FLAGS]) & layout.GUIDE:
+        return True
+    word = int(case.inputs["mask_RSW"][row, place, max(draft, 0) // 32])
+    return bool(word >> (max(draft, 0) % 32) & 1)
 
 
 def is_near(logits_V: Tensor, draft: int, topk: int, margin: Tensor) -> bool:
