@@ -53,6 +53,12 @@ class NoPositionInput(TraceError):
     """A plain module takes no `position_ids` and computes no `arange` over its tokens."""
 
 
+class UnsupportedModel(TraceError):
+    """The target is no causal language model of text alone: a later token changes an earlier one's
+    logits, not every token has logits, or it reads more than one sequence of tokens.
+    """
+
+
 class UnsupportedState(SpecError):
     """The target keeps recurrent state, which cannot be rewound after a rejected draft."""
 

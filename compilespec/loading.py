@@ -19,7 +19,13 @@ from compilespec.checkpoint_files import (
     read_config,
     reason,
 )
-from compilespec.errors import CheckpointError, DraftNotFound, InvalidOption, ModelNotFound
+from compilespec.errors import (
+    CheckpointError,
+    DraftNotFound,
+    InvalidOption,
+    ModelNotFound,
+    UnsupportedModel,
+)
 from compilespec.placement import read_device, read_dtype
 
 if TYPE_CHECKING:
@@ -129,7 +135,7 @@ def find_draft(
 
 
 def _load_directory(directory: Path, dtype: torch.dtype | None) -> nn.Module:
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     if not (directory / "config.json").is_file():
         raise ModelNotFound(
@@ -137,6 +143,7 @@ def _load_directory(directory: Path, dtype: torch.dtype | None) -> nn.Module:
             "'demo'; a model of the hub must be downloaded first: hf download NAME --local-dir DIR"
         )
     try:
+        _check_kind(directory, AutoConfig.from_pretrained(directory, local_files_only=True))
         model, report = AutoModelForCausalLM.from_pretrained(
             directory,
             dtype=dtype or "auto",
@@ -144,6 +151,8 @@ def _load_directory(directory: Path, dtype: torch.dtype | None) -> nn.Module:
             ignore_mismatched_sizes=True,  # reported below, by name
             output_loading_info=True,
         )
+    except UnsupportedModel:
+        raise
     except Exception as error:  # whatever a damaged file makes of transformers' readers
         raise ModelNotFound(
             f"{directory} cannot be loaded as a causal language model: {reason(error)}"
@@ -151,6 +160,22 @@ def _load_directory(directory: Path, dtype: torch.dtype | None) -> nn.Module:
     _check_whole(directory, model, report)
     loaded: nn.Module = model
     return loaded
+
+
+def _check_kind(directory: Path, config: Any) -> None:
+    """Before weights are read: transformers has a causal language model for this config."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        cure = (
+            "give a model with a decoder alone"
+            if config.is_encoder_decoder or config.get_text_config() is config
+            else "images and sound cannot be given: load it and give its language model"
+        )
+        raise UnsupportedModel(
+            f"{directory} holds a {config.model_type!r} model; expected a causal language model, "
+            f"one that AutoModelForCausalLM loads; {cure}"
+        )
 
 
 def _check_whole(directory: Path, model: nn.Module, report: Mapping[str, Any]) -> None:

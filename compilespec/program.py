@@ -47,6 +47,27 @@ class Traced:
     def num_attention_layers(self) -> int:
         return len(markers(self.graph_module))
 
+    def bind(self, **arguments: Tensor) -> list[Any]:
+        """What a call of the graph takes, in placeholder order; a size symbol is a dimension of one
+        of the arguments.
+        """
+        placeholders = self.graph_module.graph.find_nodes(op="placeholder")
+        pairs = list(zip(placeholders, self.inputs, strict=True))
+        sizes = {
+            str(symbol): size
+            for node, entry in pairs
+            if entry.kind == "argument"
+            for symbol, size in zip(
+                node.meta["example_value"].shape, arguments[entry.name].shape, strict=True
+            )
+        }
+        return [
+            sizes[str(node.meta["example_value"])]
+            if entry.kind == "symbol"
+            else arguments.get(entry.name, self.weights.get(entry.name))
+            for node, entry in pairs
+        ]
+
     def __str__(self) -> str:
         nodes = len(self.graph_module.graph.nodes)
         return (

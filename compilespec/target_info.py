@@ -10,14 +10,17 @@ from compilespec.loading import Target
 from compilespec.methods.base import KVLayer, TargetInfo
 from compilespec.passes.analysis import find_embedding, find_head, shape_of
 from compilespec.program import Traced, markers
+from compilespec.target_check import check_logits, check_positions
 
 
 def describe_target(traced: Traced, target: Target) -> TargetInfo:
     """Widths, vocabulary, embedding and head of a captured causal LM.
 
-    Raises: TraceError when the graph's output is not a product with a head, or its ids enter no
-    embedding.
+    Raises: UnsupportedModel when not every token has logits over the vocabulary, or tokens are
+    mixed outside of attention; TraceError when the graph's output is not a product with a head, or
+    its ids enter no embedding.
     """
+    check_logits(traced, target.model)
     output = next(node for node in reversed(traced.graph_module.graph.nodes) if node.op == "output")
     logits = output.args[0][0]
     head = find_head(logits)
@@ -32,6 +35,7 @@ def describe_target(traced: Traced, target: Target) -> TargetInfo:
             f"logits that are a product "
             f"with a head; found embedding {embedding}, head {head}"
         )
+    check_positions(traced, target.model)
     hidden_size = (shape_of(head.hidden) or (0,))[-1]
     parameter = next(target.model.parameters())
     return TargetInfo(

@@ -24,13 +24,14 @@ from torch import Tensor, fx, nn
 
 import compilespec.ops  # noqa: F401  (registers the operators)
 from compilespec import _torch_compat
-from compilespec.errors import NoPositionInput, TraceError, UnsupportedState
+from compilespec.errors import NoPositionInput, TraceError, UnsupportedModel, UnsupportedState
 from compilespec.program import SpecProgram, Traced, TracedInput, module_path
 from compilespec.quantization.tensors import stand_ins
 
 ATTENTION = "compilespec"  # our name in transformers' attention registry
 EXAMPLE_SHAPE = (7, 13)  # sizes that few models have as static ones: 2.11 merges equal sizes
 _POSITION_NAMES = ("position_ids", "positions", "input_pos")
+_OTHER_INPUTS = ("pixel_", "image_", "video_", "input_features", "input_values", "audio_")
 _unique = itertools.count()
 
 
@@ -41,7 +42,7 @@ def trace_target(model: nn.Module, *, name: str = "target") -> Traced:
     Returns: a graph with arguments `input_ids` and `position_ids` (int32) and one output, the
     logits.
     Raises: TraceError (graph break; names module, line and cause), NoPositionInput,
-    UnsupportedState.
+    UnsupportedModel (not causal, an encoder-decoder, images beside text), UnsupportedState.
     """
     device = next(model.parameters()).device
     ids = torch.zeros(EXAMPLE_SHAPE, dtype=torch.int32, device=device)
@@ -54,10 +55,9 @@ def trace_target(model: nn.Module, *, name: str = "target") -> Traced:
     with _attention_interface(model) as is_transformers:
         call, takes_positions = _target_call(model, is_transformers)
         traced = trace_call(model, call, arguments, name=name)
-    if not is_transformers:
-        _mark_plain_attention(traced.graph_module, model)
-        if not takes_positions:
-            traced = _rewrite_arange(traced, model)
+    _mark_plain_attention(traced.graph_module, model)
+    if not takes_positions:
+        traced = _rewrite_arange(traced, model)
     if traced.num_attention_layers == 0:
         raise TraceError(
             f"{type(model).__name__} has no attention that can be cached: expected calls through "
@@ -176,9 +176,20 @@ def _marker_attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
+    is_causal: bool | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' attention function contract: [B, N, T, H] in, ([B, T, N, H], weights) out."""
+    """transformers' attention function contract: [B, N, T, H] in, ([B, T, N, H], weights) out.
+
+    Where `is_causal` does not say, the module does, as in transformers' own sdpa function.  What is
+    not causal, or has a mask of the model's own, is left for `_mark_plain_attention` to refuse.
+    """
+    is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    if not is_causal or attention_mask is not None:
+        mixed = torch.nn.functional.scaled_dot_product_attention(
+            query, key, value, attention_mask, enable_gqa=True
+        )
+        return mixed.transpose(1, 2), None
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     output = torch.ops.compilespec.attention(
         query, key, value, float(scale), int(sliding_window or 0), float(softcap or 0.0), s_aux
@@ -208,6 +219,7 @@ def _attention_interface(model: nn.Module) -> Iterator[bool]:
     if not isinstance(model, PreTrainedModel):
         yield False
         return
+    _refuse_other_inputs(model)
     _refuse_recurrent_state(model)
     register_attention()
     configs = {id(m.config): m.config for m in model.modules() if isinstance(m, PreTrainedModel)}
@@ -218,6 +230,23 @@ def _attention_interface(model: nn.Module) -> Iterator[bool]:
     finally:
         for key, config in configs.items():
             config._attn_implementation = before[key]
+
+
+def _refuse_other_inputs(model: Any) -> None:
+    """A prompt is one sequence of tokens: no second one, no images, no sound."""
+    name = type(model).__name__
+    if model.config.is_encoder_decoder:
+        raise UnsupportedModel(
+            f"{name} is an encoder-decoder; expected a causal language model, which has a decoder "
+            "alone, such as AutoModelForCausalLM loads"
+        )
+    taken = [p for p in inspect.signature(model.forward).parameters if p.startswith(_OTHER_INPUTS)]
+    if taken:
+        raise UnsupportedModel(
+            f"{name} takes {taken[0]} beside token ids, which a prompt cannot hold; give its "
+            "language model: lm = AutoModelForCausalLM.from_config(model.config.get_text_config());"
+            " lm.model = model.get_decoder(); lm.lm_head = model.get_output_embeddings()"
+        )
 
 
 def _refuse_recurrent_state(model: Any) -> None:
@@ -244,9 +273,14 @@ def _target_call(model: nn.Module, is_transformers: bool) -> tuple[Callable[...,
     if is_transformers:
 
         def call_transformers(input_ids: Tensor, position_ids: Tensor) -> Tensor:
-            return model(
-                input_ids=input_ids, position_ids=position_ids, use_cache=False, return_dict=True
-            ).logits
+            return _logits_of(
+                model(
+                    input_ids=input_ids,
+                    position_ids=position_ids,
+                    use_cache=False,
+                    return_dict=True,
+                )
+            )
 
         return call_transformers, True
     parameters = list(inspect.signature(model.forward).parameters)
@@ -271,19 +305,19 @@ def _logits_of(output: Any) -> Tensor:
 
 
 def _mark_plain_attention(gm: fx.GraphModule, model: nn.Module) -> None:
-    """scaled_dot_product_attention(is_causal=True) -> the marker."""
+    """scaled_dot_product_attention(is_causal=True) -> the marker.  Raises: UnsupportedModel."""
     functional = torch.nn.functional.scaled_dot_product_attention
     for node in list(gm.graph.nodes):
         if node.op != "call_function" or node.target is not functional:
             continue
         bound = _bind_sdpa(*node.args, **node.kwargs)
         if not bound["is_causal"] or bound["attn_mask"] is not None:
-            raise TraceError(
-                f"{module_path(node) or type(model).__name__}: expected "
-                f"scaled_dot_product_attention(is_causal=True) "
-                f"without a mask, got is_causal={bound['is_causal']}; {source_line(node)}; "
-                f"causal attention is what a "
-                "KV cache can serve"
+            mask = "none" if bound["attn_mask"] is None else "one of its own"
+            raise UnsupportedModel(
+                f"{type(model).__name__}: expected causal attention without a mask of its own, "
+                f"which is all that a KV cache can serve, got is_causal={bound['is_causal']}, "
+                f"mask {mask}, in {module_path(node) or 'the model'}; {source_line(node)}; use a "
+                f"model whose tokens see no later ones"
             )
         head_dim = bound["query"].meta["example_value"].shape[-1]
         scale = float(bound["scale"]) if bound["scale"] is not None else float(head_dim) ** -0.5
@@ -420,13 +454,15 @@ def _clean_module_paths(gm: fx.GraphModule) -> None:
 
 
 def source_line(node: fx.Node) -> str:
-    """The innermost line of the model's source that made the node, as `file.py:12: code`."""
+    """The innermost line of the model's source that made the node, as `file.py:12: code`; ours, the
+    attention that transformers calls, is none of it.
+    """
     trace = [
         line.strip() for line in (node.meta.get("stack_trace") or "").splitlines() if line.strip()
     ]
     for index in range(len(trace) - 1, -1, -1):
         match = re.match(r'File "(.+)", line (\d+)', trace[index])
-        if match:
+        if match and match[1] != __file__:
             code = trace[index + 1] if index + 1 < len(trace) else ""
             return f"{match[1].rsplit('/', 1)[-1]}:{match[2]}: {code}"
     return "source line unknown"

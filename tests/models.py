@@ -374,21 +374,6 @@ def poison(engine: Engine) -> None:
 
 def call_traced(traced: Traced, **arguments: Tensor) -> tuple[Tensor, ...]:
     """Run a captured call as it is; a size symbol is a dimension of one of its arguments."""
-    placeholders = traced.graph_module.graph.find_nodes(op="placeholder")
-    sizes = {
-        str(symbol): size
-        for node, entry in zip(placeholders, traced.inputs, strict=True)
-        if entry.kind == "argument"
-        for symbol, size in zip(
-            node.meta["example_value"].shape, arguments[entry.name].shape, strict=True
-        )
-    }
-    values = []
-    for node, entry in zip(placeholders, traced.inputs, strict=True):
-        if entry.kind == "symbol":
-            values.append(sizes[str(node.meta["example_value"])])
-        else:
-            values.append(arguments.get(entry.name, traced.weights.get(entry.name)))
     with torch.no_grad():
-        results: tuple[Tensor, ...] = traced.graph_module(*values)
+        results: tuple[Tensor, ...] = traced.graph_module(*traced.bind(**arguments))
     return results

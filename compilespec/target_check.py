@@ -1,0 +1,133 @@
+"""Whether a captured graph is that of a causal language model that a KV cache can serve.
+
+Asked of the graph, not of the model's class: every token has logits, and nothing but attention
+carries anything from one token to another.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from compilespec.errors import UnsupportedModel
+from compilespec.passes.analysis import EMBEDDING, LINEAR
+from compilespec.program import Traced, is_marker, module_path
+from compilespec.quantization.tensors import is_quantized
+from compilespec.trace import source_line
+
+
+def check_logits(traced: Traced, model: nn.Module) -> None:
+    """Each token of [B, T] has logits over the vocabulary.
+
+    Raises: UnsupportedModel (a classifier, a model without its head).
+    """
+    results: Any = traced.graph_module.graph.output_node().args[0]
+    ids = next(n for n in traced.graph_module.graph.nodes if n.meta.get("role") == "input_ids")
+    came = [str(size) for size in results[0].meta["example_value"].shape]
+    config: Any = getattr(model, "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    vocab_size = getattr(text, "vocab_size", None)
+    batch, length = (str(size) for size in ids.meta["example_value"].shape)
+    if len(came) == 3 and came[:2] == [batch, length] and came[2] == str(vocab_size or came[2]):
+        return
+    shape = ", ".join({batch: "B", length: "T"}.get(size, size) for size in came)
+    raise UnsupportedModel(
+        f"{type(model).__name__}: expected logits [B, T, {vocab_size or 'V'}], one for each id of "
+        f"the vocabulary after each token, got [{shape}]; give a model with its language head, "
+        f"such as AutoModelForCausalLM loads"
+    )
+
+
+def check_positions(traced: Traced, model: nn.Module) -> None:
+    """Tokens meet in attention alone.  The graph runs once on three tokens, each of which attends
+    to itself only; the embeddings of the outer two are NaN, and the logits of the middle one must
+    not be.  Products are not computed (see `_Tainted`), so that it takes milliseconds whatever the
+    model's size; on the meta device, where no values are, nothing is checked.
+
+    Raises: UnsupportedModel that names the first operation that mixes tokens.
+    """
+    if next(model.parameters()).device.type == "meta":
+        return
+    tainted = _Tainted(traced, taint=True)
+    if not tainted.reaches_the_middle():
+        return
+    if _Tainted(traced, taint=False).reaches_the_middle():
+        return  # NaN of its own: nothing can be told
+    node = tainted.first_mixed
+    where = f"{module_path(node) or 'the model'}, {source_line(node)}" if node else "unknown place"
+    raise UnsupportedModel(
+        f"{type(model).__name__}: expected tokens to meet in causal attention alone, which is all "
+        f"that a KV cache can serve; they are mixed in {where}; use a model without convolution, "
+        f"pooling or recurrence over its tokens"
+    )
+
+
+class _Tainted(fx.Interpreter):
+    """Runs a captured graph to see where NaN gets.
+
+    Attention gives each token its own value.  A product with a weight gives ones, or NaN where a
+    row holds NaN: no weight is read, which is what a run would cost.
+    """
+
+    def __init__(self, traced: Traced, *, taint: bool) -> None:
+        super().__init__(traced.graph_module)
+        self._traced, self._taint = traced, taint
+        self.first_mixed: fx.Node | None = None  # what made NaN of all of a tensor first
+
+    @torch.no_grad()
+    def reaches_the_middle(self) -> bool:
+        """Whether the logits of the second of three tokens hold NaN."""
+        ids = next(n for n in self.graph.nodes if n.meta.get("role") == "input_ids")
+        example = ids.meta["example_value"]
+        position_ids = torch.arange(3, dtype=example.dtype, device=example.device)[None]
+        values = self._traced.bind(
+            input_ids=torch.zeros_like(position_ids), position_ids=position_ids
+        )
+        logits: Tensor = self.run(*map(_plain, values))[0]
+        return bool(logits[:, 1].isnan().any())
+
+    def run_node(self, node: fx.Node) -> Any:
+        result = self._run(node)
+        if self.first_mixed is None and _has_nan(result, everywhere=True):
+            sources = [self.env[source] for source in node.all_input_nodes]
+            if any(_has_nan(s) and not _has_nan(s, everywhere=True) for s in sources):
+                self.first_mixed = node
+        return result
+
+    def _run(self, node: fx.Node) -> Any:
+        if is_marker(node):
+            query, key, value = self.fetch_args_kwargs_from_env(node)[0][:3]
+            return _attend_to_itself(query, key, value)
+        if node.target in LINEAR:
+            rows, weight = self.fetch_args_kwargs_from_env(node)[0][:2]
+            ones = rows.mul(0).sum(-1, keepdim=True) + 1
+            return ones.expand(*rows.shape[:-1], weight.shape[0]).contiguous()
+        result = super().run_node(node)
+        if self._taint and node.target in EMBEDDING:
+            result = result.clone()
+            result[..., ::2, :] = torch.nan
+        return result
+
+
+def _attend_to_itself(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """[B, N, T, H] -> [B, T, N, H]: each token's value, and NaN of its query and key."""
+    groups = query.shape[1] // value.shape[1]
+    nan = query.mul(0).sum(-1, keepdim=True)
+    nan = nan + key.mul(0).sum(-1, keepdim=True).repeat_interleave(groups, 1)
+    return (value.repeat_interleave(groups, 1) + nan).transpose(1, 2)
+
+
+def _has_nan(value: object, *, everywhere: bool = False) -> bool:
+    if not isinstance(value, Tensor) or not value.is_floating_point() or not value.numel():
+        return False
+    nan = value.isnan()
+    return bool(nan.all() if everywhere else nan.any())
+
+
+def _plain(value: Any) -> Any:
+    """A quantized weight's shape and dtype, without memory: its values are not asked for."""
+    if not is_quantized(value):
+        return value
+    return torch.ones((), dtype=value.dtype, device=value.device).expand(value.shape)
