@@ -44,10 +44,10 @@ TRIAL_SEQ_LEN = 256
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """The method, its K, and the reasons, a line each."""
+    """The method, the options with its K, and the reasons, a line each."""
 
     method: Method
-    num_draft_tokens: int | None
+    options: CompileOptions
     why: tuple[str, ...]
 
 
@@ -68,7 +68,8 @@ class Candidate:
 
 
 def choose(target: Target, options: CompileOptions, build: Build) -> Choice:
-    """Pick the method and K with the best prediction at batch size 1.
+    """Pick the method and K with the best prediction at batch size 1.  Of several K that were given
+    the best one counts, and all are kept.
 
     Args:
         build: makes the program of a method under options.
@@ -76,9 +77,10 @@ def choose(target: Target, options: CompileOptions, build: Build) -> Choice:
     plain = next(m for m in METHODS if m.capabilities.name == "none")
     candidates: list[Candidate] = []
     skipped: list[str] = []
-    lengths = (options.num_draft_tokens,) if options.num_draft_tokens else DRAFT_LENGTHS
+    given = (*options.smaller_draft_counts, options.num_draft_tokens)
+    lengths = tuple(count for count in given if count) or DRAFT_LENGTHS
     trial = _trial_options(target, options)
-    base = build(plain, dataclasses.replace(trial, num_draft_tokens=None))
+    base = build(plain, _without_drafts(trial))
     prompts = _prompts(target, base.vocab_size)
     device = _device(base)
     plain_ms = _step_ms(_decode_cost(base, device), device, 0)
@@ -105,11 +107,16 @@ def choose(target: Target, options: CompileOptions, build: Build) -> Choice:
     lines = [f"auto tried {len(prompts)} prompts, {device}", *map(str, candidates)]
     lines += [f"auto left out {reason}" for reason in skipped]
     picked = str(best) if best else "none: nothing is predicted to beat plain decoding"
-    return Choice(
-        method=best.method if best else plain,
-        num_draft_tokens=best.num_draft_tokens if best else None,
-        why=(f"auto picked {picked}", *lines),
-    )
+    why = (f"auto picked {picked}", *lines)
+    if best is None:
+        return Choice(method=plain, options=_without_drafts(options), why=why)
+    count = options.num_draft_tokens or best.num_draft_tokens
+    chosen = dataclasses.replace(options, num_draft_tokens=count)
+    return Choice(method=best.method, options=chosen, why=why)
+
+
+def _without_drafts(options: CompileOptions) -> CompileOptions:
+    return dataclasses.replace(options, num_draft_tokens=None, smaller_draft_counts=())
 
 
 def _trial_options(target: Target, options: CompileOptions) -> CompileOptions:
@@ -137,6 +144,7 @@ def _device(program: SpecProgram) -> Device:
 def _emitted_per_step(
     program: SpecProgram, target: Target, prompts: Sequence[list[int]]
 ) -> list[int]:
+    program = dataclasses.replace(program, variants={}, replay=None)  # the largest K in every step
     runner = StepRunner(lower(program, backend="eager"))
     params = SamplingParams(max_new_tokens=NUM_TOKENS, ignore_eos=True)
     with Engine(runner, tokenizer=None, eos_token_ids=(), plan={}) as engine:

@@ -26,6 +26,7 @@ from compilespec.suggest import did_you_mean, not_one_of
 logger = logging.getLogger(__name__)
 
 DEFAULT_DRAFT_TOKENS = 3
+MAX_DRAFT_TOKENS = 64  # each is a row of the step and, mostly, an unrolled pass of the drafter
 DEFAULT_MAX_SEQ_LEN = 4096
 BLOCK_SIZE = 16
 RELAXED_OPTIONS = (
@@ -89,6 +90,12 @@ class CompileOptions:
         else:
             num_draft_tokens = self.num_draft_tokens or int(
                 getattr(drafter, "num_draft_tokens", 0) or DEFAULT_DRAFT_TOKENS
+            )
+        _check_draft_tokens(num_draft_tokens)
+        if num_draft_tokens >= max_seq_len:
+            raise InvalidOption(
+                f"num_draft_tokens must be below max_seq_len={max_seq_len}, or no step could use "
+                f"all of them; got {num_draft_tokens}"
             )
         tokens = self.kv_cache_tokens or self.max_batch_size * max_seq_len
         num_blocks = -(-tokens // BLOCK_SIZE)
@@ -164,6 +171,7 @@ def resolve_options(
     for name, size in sizes.items():
         if size is not None and (not _is_integer(size) or size < 1):
             raise InvalidOption(f"{name} must be a positive integer; got {size!r}")
+    _check_draft_tokens(num_draft_tokens or 0)
     if not isinstance(enable_prefix_caching, bool):
         raise InvalidOption(
             f"enable_prefix_caching must be True or False; got {enable_prefix_caching!r}"
@@ -240,6 +248,14 @@ def _draft_counts(given: int | Sequence[int] | None) -> tuple[int | None, tuple[
             f"step takes the best, such as (0, 2, 5); got {given!r}"
         )
     return counts[-1], tuple(counts[:-1])
+
+
+def _check_draft_tokens(count: int) -> None:
+    if count > MAX_DRAFT_TOKENS:
+        raise InvalidOption(
+            f"num_draft_tokens must be at most {MAX_DRAFT_TOKENS}, for each draft makes the "
+            f"compiled step longer; got {count}"
+        )
 
 
 def resolve_acceptance(

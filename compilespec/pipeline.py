@@ -87,7 +87,8 @@ def compile(
         plain decoding through the same path.
         draft: directory or module of the drafter; None looks beside the target.
         num_draft_tokens: K; None takes the checkpoint's own, else 3.  Several, such as (0, 2, 5),
-        let every step take the one that pays, by measured times and recent acceptance.
+        let every step take the one that pays, by measured times and recent acceptance.  At most 64,
+        and below max_seq_len.
         max_seq_len: tokens per request, prompt included; None takes the model's limit, at most
         4096.
         kv_cache_tokens: size of the KV cache; None is max_batch_size * max_seq_len.
@@ -254,8 +255,7 @@ def _chosen(
         return build_program(target, one, None, trial, {})
 
     choice = choose(target, options, build)
-    count = choice.num_draft_tokens
-    return choice.method, dataclasses.replace(options, num_draft_tokens=count), choice.why
+    return choice.method, choice.options, choice.why
 
 
 def build_program(
@@ -284,6 +284,7 @@ def build_program(
     capabilities = (drafter.capabilities if drafter else None) or method.capabilities
     drafts = capabilities.kind != "none"
     config = options.program_config(target, info, drafter if drafts else None)
+    num_repeated = num_repeated_tokens(capabilities, config)
     traced_draft = drafter.capture(config, info) if drafter else {}
     weights: dict[str, Tensor] = {}
     phases: dict[Phase, PhaseGraph] = {}
@@ -344,7 +345,7 @@ def build_program(
         buffers=tuple({name: spec for part in parts for name, spec in part.items()}.values()),
         weights=weights,
         vocab_size=info.vocab_size,
-        num_repeated_tokens=num_repeated_tokens(method.capabilities, config),
+        num_repeated_tokens=num_repeated,
         recorder=drafter.recorder if drafter else None,
         propose_on_host=drafter.propose_on_host if drafter else None,
         host_processors=options.host_processors,
@@ -408,8 +409,17 @@ def _block_sizes(drafter: Drafter | None, config: ProgramConfig) -> tuple[int, .
 def num_repeated_tokens(capabilities: Capabilities, config: ProgramConfig) -> int:
     """Module i of a windowed drafter needs tokens, and hidden states, i rows ahead: the rows that
     end a chunk are run again with the next one (H-4, H-22).
+
+    Raises: InvalidOption where that leaves a chunk no room for others.
     """
-    return config.num_draft_tokens - 1 if capabilities.kind == "windowed" else 0
+    count = config.num_draft_tokens - 1 if capabilities.kind == "windowed" else 0
+    if config.max_prefill_tokens <= count:
+        raise InvalidOption(
+            f"max_prefill_tokens must be above {count}: spec={capabilities.name!r} with "
+            f"num_draft_tokens={config.num_draft_tokens} begins each chunk of a prompt with the "
+            f"{count} tokens before it; got {config.max_prefill_tokens}"
+        )
+    return count
 
 
 def _notes(target: Target, drafter: Drafter | None) -> tuple[str, ...]:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 
 import compilespec
+from compilespec import choosing
 from compilespec.errors import InvalidOption
 from tests.models import ask_all, tiny_target
 
@@ -43,6 +45,24 @@ def test_a_given_k_is_kept():
     assert program.config.num_draft_tokens in (0, 2)
     assert any("ngram K=2" in note for note in program.notes)
     assert not any("K=3" in note for note in program.notes)
+
+
+@pytest.mark.parametrize(("emitted", "method"), [(3, "ngram"), (1, "none")])
+def test_of_several_k_all_are_kept_if_the_best_one_pays(monkeypatch, emitted, method):
+    measured = choosing._emitted_per_step
+
+    def measure(*args: Any) -> list[int]:
+        return [emitted for _ in measured(*args)]
+
+    monkeypatch.setattr(choosing, "_emitted_per_step", measure)
+    model = tiny_target("llama", num_layers=2)
+    program = compilespec.trace(model, spec="auto", num_draft_tokens=(0, 2), max_seq_len=64)
+    assert program.method == method
+    drafts = method != "none"
+    assert program.config.num_draft_tokens == 2 * drafts
+    assert list(program.variants) == [0] * drafts
+    named = [note.split(":")[0] for note in program.notes if note.startswith("ngram K=")]
+    assert named == ["ngram K=2"]
 
 
 def test_a_draft_or_options_contradict_it():

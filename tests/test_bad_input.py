@@ -129,6 +129,8 @@ IMPOSSIBLE = {
     "max_prefill_tokens=0": {"max_prefill_tokens": 0},
     "kv_cache_tokens=0": {"kv_cache_tokens": 0},
     "num_draft_tokens=0": {"num_draft_tokens": 0},
+    "num_draft_tokens=65": {"num_draft_tokens": 65},
+    "num_draft_tokens=(0, 1000)": {"num_draft_tokens": (0, 1000)},
     "buckets": {"buckets": (1, 4)},  # do not end at the maximum of 8
 }
 
@@ -153,6 +155,13 @@ def test_keywords_that_contradict_are_refused():
         errors.InvalidOption, "limit of 256 positions; got 257",
         run=lambda: compile_target(max_seq_len=257),
     )  # fmt: skip
+    for count in (32, (0, 32)):
+        refused(
+            errors.InvalidOption, "num_draft_tokens must be below max_seq_len=32", "got 32",
+            run=lambda count=count: compile_target(
+                spec="ngram", num_draft_tokens=count, max_seq_len=32
+            ),
+        )  # fmt: skip
     refused(
         errors.InvalidOption, "kv_cache_tokens must hold one request of max_seq_len=256",
         run=lambda: compile_target(kv_cache_tokens=255 - 15),

@@ -17,10 +17,20 @@ from torch import Tensor, nn
 
 import compilespec
 from compilespec import SamplingParams
+from compilespec.errors import InvalidOption
+from compilespec.methods import mtp
 from compilespec.methods.base import FINAL_NORM, Capabilities, Chain, Drafter, TargetInfo
 from compilespec.methods.capture import capture_windowed
 from compilespec.program import ProgramConfig, Traced
-from tests.models import VOCAB, Ask, ask_all, assert_nothing_held, run_traffic, tiny_target
+from tests.models import (
+    VOCAB,
+    Ask,
+    ask_all,
+    assert_nothing_held,
+    run_traffic,
+    target_info,
+    tiny_target,
+)
 
 MAX_SEQ_LEN = 75
 WIDTH = 48
@@ -205,6 +215,16 @@ def test_t07_every_draft_is_that_of_a_recomputation(lab: Any) -> None:
         counts.update(request.emitted_per_step[:-1])
     assert num_compared > 30
     assert counts >= ({1, 2} if k == 1 else {1, 2, 3})
+
+
+def test_chunks_that_hold_repeated_tokens_alone_are_refused(target: Any) -> None:
+    """Each chunk begins with the K - 1 tokens before it: no prompt would ever be in."""
+    model, _ = target
+    modules = mtp.random_modules(target_info(model, 64), 3)
+    with pytest.raises(InvalidOption, match=r"max_prefill_tokens must be above 2: .* got 2"):
+        compilespec.trace(
+            model, "mtp", draft=modules, num_draft_tokens=3, max_prefill_tokens=2, max_seq_len=64
+        )
 
 
 def test_joins_and_leaves_give_the_models_own_tokens(lab: Any) -> None:
