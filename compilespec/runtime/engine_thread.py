@@ -142,7 +142,9 @@ class EngineThread:
         self._to_abort: deque[Ticket] = deque()
         self._open: dict[Request, Ticket] = {}  # the loop's own
         self._is_closing = False
+        self._is_closed = False  # whether `close` was called
         self._failure: EngineClosed | None = None  # why the loop ended, or closing failed
+        self._untold: EngineClosed | None = None  # the same, where no ticket ended with it
         self._thread = threading.Thread(target=self._run, name="compilespec-engine", daemon=True)
         self._thread.start()
 
@@ -180,9 +182,9 @@ class EngineThread:
         Args:
             timeout: seconds to wait for the step that runs.
         Raises:
-            EngineClosed: the engine could not be closed, or its thread had failed before; every
-                ticket has ended with this error.  Another call tries again what failed, and raises
-                what `Engine.close` raises.
+            EngineClosed: the engine could not be closed, or its thread had failed before.  Where
+                tickets were open they have ended with this error, and it is not raised here, too.
+                Another call tries again what failed, and raises what `Engine.close` raises.
             TimeoutError: the step goes on; the engine is closed after it.
         """
         with self._wake:
@@ -194,10 +196,12 @@ class EngineThread:
         if self._thread.is_alive():
             raise TimeoutError(f"the step has not ended within {timeout} s; closing comes after it")
         with self._wake:
-            failure, self._failure = self._failure, None
+            if self._is_closed:
+                self._engine.close()
+            self._is_closed = True
+            failure, self._untold = self._untold, None
             if failure is not None:
                 raise failure
-            self._engine.close()
 
     def __enter__(self) -> EngineThread:
         return self
@@ -289,10 +293,12 @@ class EngineThread:
         except BaseException as error:
             logger.exception("the engine could not be closed")
             self._failure = _told("closing the engine failed, close() tries again", error)
+        self._untold = self._failure
         for request in self._open:
             is_cut = self._failure is not None and request.finish_reason == "aborted"
             if is_cut or not request.finished:
                 _end(request, self._failure)
+                self._untold = None
         self._hand_out()
 
 
