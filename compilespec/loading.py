@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +26,7 @@ from compilespec.errors import (
     ModelNotFound,
     UnsupportedModel,
 )
+from compilespec.generation_defaults import GenerationDefaults, read_generation_defaults
 from compilespec.placement import read_device, read_dtype
 
 if TYPE_CHECKING:
@@ -41,6 +42,7 @@ class Target:
     tokenizer: Any
     eos_token_ids: tuple[int, ...]
     max_seq_len: int | None  # positions the model can take; None where it does not say
+    generation_defaults: GenerationDefaults = field(default_factory=GenerationDefaults)
 
     def describe(self) -> str:
         parameter = next(self.model.parameters())
@@ -88,6 +90,7 @@ def load_target(
         tokenizer=tokenizer,
         eos_token_ids=_eos_ids(model, tokenizer),
         max_seq_len=getattr(config, "max_position_embeddings", None),
+        generation_defaults=read_generation_defaults(model),
     )
 
 
@@ -240,9 +243,13 @@ def _load_tokenizer(directory: Path) -> Any:
 
 
 def _eos_ids(model: nn.Module, tokenizer: Any) -> tuple[int, ...]:
+    """The ids, one or a list, of the first that names any, as transformers' `generate` has them:
+    generation_config.json, config.json; of the tokenizer, where both are silent.
+    """
     sources = (getattr(model, "generation_config", None), getattr(model, "config", None), tokenizer)
     for source in sources:
         value = getattr(source, "eos_token_id", None)
-        if value is not None:
-            return tuple(value) if isinstance(value, (list, tuple)) else (int(value),)
+        ids = value if isinstance(value, (list, tuple)) else [value]
+        if found := tuple(int(one) for one in ids if one is not None):
+            return found
     return ()

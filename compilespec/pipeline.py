@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -49,6 +50,8 @@ from compilespec.runtime.step_costs import measure
 from compilespec.runtime.step_runner import StepRunner
 from compilespec.target_info import describe_target
 from compilespec.trace import trace_target
+
+logger = logging.getLogger("compilespec")
 
 
 def compile(
@@ -153,6 +156,9 @@ def compile(
     target = load_target(model, dtype=dtype, device=device, tokenizer=tokenizer)
     target = quantize_target(target, options.quantize)
     method, options, why = _chosen(method, target, draft, options, method_options)
+    if asked := target.generation_defaults.describe():
+        logger.info(asked)
+        why = (*why, asked)
     program = build_program(target, method, draft, options, method_options, notes=why)
     kinds = options.graphs.kinds_on(program.config.device)
     lowered = lower(program, backend=options.backend, units=units_for(kinds))
@@ -169,6 +175,7 @@ def compile(
         policy=policy,
         tokenizer=target.tokenizer,
         eos_token_ids=target.eos_token_ids,
+        generation_defaults=target.generation_defaults.params,
         plan=_plan(program, options, runner),
         graph_report=runner.graph_report,
         graphs=program.phases,

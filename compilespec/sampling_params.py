@@ -9,6 +9,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from compilespec.errors import InvalidRequest
+
+if TYPE_CHECKING:
+    from compilespec.runtime.engine import Engine
 from compilespec.suggest import did_you_mean
 
 
@@ -104,6 +107,15 @@ class SamplingParams:
 
     num_draft_tokens: int | None = None
     """Draft tokens per step for this request, at most the engine's; None is the engine's."""
+
+    @classmethod
+    def of(cls, engine: Engine, **changes: Any) -> SamplingParams:
+        """The checkpoint's own defaults (its generation_config.json), as transformers' `generate`
+        applies them, with `changes` in their place.
+
+        Raises: InvalidRequest where the checkpoint or a change asks for the impossible.
+        """
+        return cls(**{**engine.generation_defaults, **changes})
 
     if not TYPE_CHECKING:  # an unknown keyword deserves our error; type checkers see the dataclass
 

@@ -41,6 +41,7 @@ class FakeCompile:
     def __init__(self) -> None:
         self.calls: list[tuple[Any, ...]] = []
         self.fail: Callable[[str], None] = lambda phase: None
+        self.checkpoint: dict[str, Any] = {}  # what it says of EOS and generation
 
     def __call__(self, model: str, spec: str, **options: Any) -> Engine:
         self.calls.append((model, spec, options))
@@ -48,7 +49,9 @@ class FakeCompile:
             raise DraftNotFound("no drafter:\nsearched here")
         sizes = geometry(num_draft_tokens=0 if spec == "none" else 3)
         executor = FakeExecutor(sizes, next_token=next_letter, fail=self.fail)
-        return Engine(executor, tokenizer=AsciiTokenizer(), plan={"method": spec})
+        return Engine(
+            executor, tokenizer=AsciiTokenizer(), plan={"method": spec}, **self.checkpoint
+        )
 
 
 @pytest.fixture
@@ -119,6 +122,25 @@ def test_options_are_the_parameters_of_a_request(monkeypatch):
         SamplingParams(max_new_tokens=5, temperature=0.7, top_k=5, top_p=0.9, min_p=0.1, seed=12,
                        n=2, ignore_eos=True)
     ]  # fmt: skip
+
+
+def test_sampling_that_the_checkpoint_asks_for_is_said_not_to_be_done(fake_compile, capsys):
+    fake_compile.checkpoint = {"generation_defaults": {"temperature": 0.6, "top_k": 20}}
+    assert generate("--prompt", "a") == 0
+    asks = "decoding greedily; generation_config.json asks for sampling: --temperature 0.6 --top-k"
+    assert asks in capsys.readouterr().err
+    assert generate("--prompt", "a", "--temperature", "0") == 0
+    assert "greedily" not in capsys.readouterr().err
+
+
+def test_an_output_of_eos_alone_is_explained(fake_compile, capsys):
+    fake_compile.checkpoint = {"eos_token_ids": (ord("b"), ord("m"))}
+    assert generate("--prompt", "a", "--prompt", "k") == 0
+    err = capsys.readouterr().err
+    assert f"prompt 1: the model ended at once: its first token was EOS (b {ord('b')})" in err
+    assert "prompt 2:" not in err
+    assert generate("--prompt", "a", "--ignore-eos") == 0
+    assert "ended at once" not in capsys.readouterr().err
 
 
 def test_a_directory_defaults_to_plain_decoding(fake_compile):

@@ -86,10 +86,10 @@ def draft_counts(text: str) -> int | tuple[int, ...]:
 
 def add_sampling_options(add: Callable[..., Any]) -> None:
     """How tokens are chosen."""
-    add("--temperature", type=float, default=0.0, metavar="T", help="default: 0, greedy")
-    add("--top-k", type=int, default=0, metavar="N", help="draw among the N best tokens (0: all)")
-    add("--top-p", type=float, default=1.0, metavar="P", help="draw among the best up to P")
-    add("--min-p", type=float, default=0.0, metavar="P", help="drop tokens below P times the best")
+    add("--temperature", type=float, metavar="T", help="default: 0, greedy")
+    add("--top-k", type=int, metavar="N", help="draw among the N best tokens (0: all)")
+    add("--top-p", type=float, metavar="P", help="draw among the best up to P")
+    add("--min-p", type=float, metavar="P", help="drop tokens below P times the best")
     add("--seed", type=int, metavar="N", help="of the random numbers (default: picked)")
     add("--n", type=int, default=1, metavar="N", help="samples of each prompt (default: 1)")
     add(
@@ -105,13 +105,16 @@ def sampling_params(args: argparse.Namespace) -> SamplingParams:
     return SamplingParams(
         max_new_tokens=args.max_new_tokens,
         ignore_eos=args.ignore_eos,
-        temperature=args.temperature,
-        top_k=args.top_k,
-        top_p=args.top_p,
-        min_p=args.min_p,
         seed=args.seed,
         n=args.n,
+        **_sampling_of(args),
     )
+
+
+def _sampling_of(args: argparse.Namespace) -> dict[str, Any]:
+    """The options of drawing that were given."""
+    values = {name: getattr(args, name) for name in ("temperature", "top_k", "top_p", "min_p")}
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def run(args: argparse.Namespace) -> int:
@@ -154,6 +157,8 @@ def _generate(args: argparse.Namespace, prompts: list[str]) -> int:
     """Stream the prompts; an interrupt keeps what there is."""
     params = sampling_params(args)
     with compile_engine(args, spec_of(args)) as engine:
+        if not _sampling_of(args):
+            report.print_unused_defaults(engine.generation_defaults)
         progress = report.Progress(prompts, quiet=args.json, num_samples=args.n)
         start, interrupted = time.perf_counter(), False
         try:
@@ -164,6 +169,8 @@ def _generate(args: argparse.Namespace, prompts: list[str]) -> int:
             interrupted = True
         elapsed_s = time.perf_counter() - start
         progress.close()
+        if not args.ignore_eos:
+            report.print_ended_at_once(progress.results(), engine)
         stats = engine.stats()
         if args.json:
             print_json(

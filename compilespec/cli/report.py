@@ -4,12 +4,13 @@ rest to stderr."""
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from compilespec.cli.compare import Comparison, Row
-    from compilespec.runtime.engine import Delta
+    from compilespec.runtime.engine import Delta, Engine
     from compilespec.runtime.stats import EngineStats
 
 
@@ -119,6 +120,38 @@ def status(text: str) -> Iterator[Callable[[str], None]]:
 
     with Console(stderr=True).status(text) as spinner:
         yield spinner.update
+
+
+def print_unused_defaults(defaults: Mapping[str, Any]) -> None:
+    """A line on stderr where the checkpoint asks to draw tokens and decoding is greedy."""
+    flags = [
+        f"--{name.replace('_', '-')} {defaults[name]}"
+        for name in ("temperature", "top_k", "top_p", "min_p")
+        if name in defaults
+    ]
+    if flags:
+        _note(
+            f"decoding greedily; generation_config.json asks for sampling: {' '.join(flags)} "
+            "(--temperature 0 says no)"
+        )
+
+
+def print_ended_at_once(results: Sequence[Mapping[str, Any]], engine: Engine) -> None:
+    """A line on stderr for each output that has no token but EOS."""
+    for index, result in enumerate(results):
+        ids = result["token_ids"]
+        if len(ids) != 1 or ids[0] not in engine.eos_token_ids:
+            continue
+        name = engine.tokenizer.decode(ids, skip_special_tokens=False) if engine.tokenizer else ""
+        which = f"prompt {index + 1}: " if len(results) > 1 else ""
+        _note(
+            f"{which}the model ended at once: its first token was EOS ({name or 'id'} {ids[0]}); a "
+            "chat model may need its chat template around the prompt, --ignore-eos goes on"
+        )
+
+
+def _note(text: str) -> None:
+    print(f"compilespec: note: {text}", file=sys.stderr)
 
 
 def print_summary(

@@ -76,6 +76,7 @@ class Engine:
         prefix_lookahead: int | None = None,
         max_step_tokens: int | None = None,
         policy: DraftPolicy | None = None,
+        generation_defaults: Mapping[str, Any] | None = None,
         graph_report: Callable[[], dict[str, Any] | None] = lambda: None,
     ) -> None:
         """Wrap an executor, which the engine owns from here on.
@@ -92,11 +93,13 @@ class Engine:
             propose: drafts from the host, called before every verify step for each request.
             overlap, prefix_lookahead, max_step_tokens: see `Scheduler`.
             policy: chooses K of every step, where the program has several.
+            generation_defaults: what the checkpoint asks of requests, for `SamplingParams.of`.
             graph_report: returns what graphs were captured so far; part of the plan.
         """
         self.geometry = executor.geometry
         self.tokenizer = tokenizer
         self.eos_token_ids = frozenset(eos_token_ids)
+        self.generation_defaults: Mapping[str, Any] = dict(generation_defaults or {})
         self.graphs: Mapping[Any, Any] = graphs or {}
         self._plan = dict(plan or {})
         self._executor = executor
