@@ -13,7 +13,7 @@ import torch
 import compilespec
 import compilespec.loading
 from compilespec.cli import compare as comparing
-from compilespec.cli import main
+from compilespec.cli import main, report
 from compilespec.runtime.engine import Engine
 from tests.fake_executor import FakeExecutor, geometry
 
@@ -135,7 +135,7 @@ def test_command_prints_the_table(model, monkeypatch, capsys, as_json):
 
     monkeypatch.setattr(compilespec, "compile", fake_compile, raising=False)
     monkeypatch.setattr(
-        compilespec.loading, "load_target", lambda name, dtype: SimpleNamespace(model=model)
+        compilespec.loading, "load_target", lambda name, **options: SimpleNamespace(model=model)
     )
     monkeypatch.setenv("COLUMNS", "150")
     flags = ["--json"] if as_json else []
@@ -145,9 +145,77 @@ def test_command_prints_the_table(model, monkeypatch, capsys, as_json):
     if as_json:
         rows = json.loads(out)["comparison"]["rows"]
         assert [row["identical"] for row in rows] == [False, True, True]
-        assert rows[0]["partings"][0]["token"] == 2
+        assert [row.get("identical_to_plain") for row in rows] == [False, None, None]
+        assert rows[0]["partings"][0]["token"] == rows[0]["plain_partings"][0]["token"] == 2
     else:
-        assert "prompt 1 parts at token 2 (margin" in out
-        assert "compilespec plain" in out
-        assert "identical" in out
+        words = " ".join(out.split())
+        first, second = out.splitlines()[:2]
+        assert first.startswith("compilespec eagle3 against compilespec plain: 0 of 1 identical")
+        assert second == "compilespec plain against transformers generate: 1 of 1 identical."
+        assert "Prompt 1 parts at token 2: compilespec eagle3 wrote '?'" in words
+        assert "more than float32 rounding explains (0.0001): one of them is wrong" in words
+        assert "A near tie" not in words
         assert "1.00x" in out
+
+
+def comparison_of(
+    as_plain: tuple[comparing.Parting, ...], as_reference: tuple[comparing.Parting, ...]
+) -> comparing.Comparison:
+    """eagle3, plain and transformers, the first two alike but for `as_plain`."""
+
+    def row(name: str, **partings: Any) -> comparing.Row:
+        return comparing.Row(
+            name=name, num_tokens=24, elapsed_ms=1.0, tokens_per_second=24e3, ratio=1.0,
+            acceptance_length=None, **partings,
+        )  # fmt: skip
+
+    rows = (
+        row("eagle3", partings=as_reference + as_plain, plain_partings=as_plain),
+        row("plain", partings=as_reference),
+        row("transformers", partings=()),
+    )
+    return comparing.Comparison(
+        rows=rows, reference="transformers", plain="plain", num_prompts=2, num_rounds=3
+    )
+
+
+def printed(comparison: comparing.Comparison, capsys: Any, **options: Any) -> list[str]:
+    report.print_comparison(comparison, {"dtype": "bfloat16"}, **options)
+    return capsys.readouterr().out.splitlines()
+
+
+def test_a_near_tie_is_explained_once_and_speculation_comes_first(capsys):
+    tie = comparing.Parting(prompt=1, token=7, got=5, expected=6, margin=0.0041)
+    tokenizer = SimpleNamespace(decode=lambda ids: {5: " self", 6: "\n"}[ids[0]])
+    first, second, *rest = printed(comparison_of((), (tie,)), capsys, tokenizer=tokenizer)
+    assert first == (
+        "eagle3 against plain: all 2 prompts identical, 24 tokens compared in this run: "
+        "speculation changed no token."
+    )
+    assert second.startswith(
+        "plain against transformers: 1 of 2 prompts identical; the others part at near ties"
+    )
+    words = " ".join(" ".join(rest).split())
+    assert words.count("Prompt 2 parts") == 1
+    assert (
+        "Prompt 2 parts at token 7: eagle3 and plain wrote ' self', transformers wrote '\\n'. "
+        "There the model's two best tokens have scores (logits) 0.0041 apart, a near tie" in words
+    )
+    assert words.count("A near tie is no error") == 1
+    assert "identical" in next(line for line in rest if "eagle3" in line)
+
+
+def test_nothing_parts_and_nothing_is_explained(capsys):
+    words = " ".join(printed(comparison_of((), ()), capsys))
+    assert "plain against transformers: all 2 prompts identical." in words
+    assert "near tie" not in words
+
+
+def test_speculation_that_parts_says_so_first(capsys):
+    wrong = comparing.Parting(prompt=0, token=1, got=5, expected=None, margin=0.9)
+    first, *rest = printed(comparison_of((wrong,), ()), capsys)
+    assert "1 of 2 prompts identical" in first
+    assert "WRONG TOKENS" in first
+    assert "changed no token" not in first
+    assert "id 5, plain wrote nothing more" in " ".join(" ".join(rest).split())
+    assert "one of them is wrong" in " ".join(rest)

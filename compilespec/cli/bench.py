@@ -26,9 +26,6 @@ if TYPE_CHECKING:
     from compilespec.cli.compare import Comparison
     from compilespec.runtime.engine import Engine
 
-# How far apart the two best logits may be where two ways part, as a share of the dtype's rounding:
-# a wider gap is no near tie, and the tokens are wrong.
-MARGINS = {"bfloat16": 0.25, "float16": 0.05, "float32": 1e-4, "float64": 1e-9}
 PLAIN = "plain"
 COUPLED = "coupled"
 RULES = (COUPLED, "rejection", "block")  # of the columns at TEMPERATURE
@@ -171,6 +168,8 @@ def _report(
     sampled: dict[str, Comparison],
 ) -> int:
     """Print the table, or, when tokens are wrong, only that."""
+    from compilespec.cli.compare import MARGINS
+
     limit = MARGINS[plan["dtype"]]
     titled = {f"T={TEMPERATURE:g} {rule}": other for rule, other in sampled.items()}
     wrong = [

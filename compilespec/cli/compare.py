@@ -20,6 +20,11 @@ if TYPE_CHECKING:
     from compilespec.runtime.engine import Engine
 
 
+# How far apart the two best logits may be where two ways part: a wider gap is no near tie that the
+# dtype's rounding decides, and the tokens are wrong.
+MARGINS = {"bfloat16": 0.25, "float16": 0.05, "float32": 1e-4, "float64": 1e-9}
+
+
 @dataclass(frozen=True, kw_only=True)
 class Decoded:
     """The outcome of one prompt."""
@@ -57,7 +62,8 @@ class Row:
     tokens_per_second: float
     ratio: float  # of tokens_per_second to the reference's
     acceptance_length: float | None
-    partings: tuple[Parting, ...]
+    partings: tuple[Parting, ...]  # from the reference
+    plain_partings: tuple[Parting, ...] | None = None  # from plain decoding; None: not compared
 
     @property
     def identical(self) -> bool:
@@ -70,6 +76,7 @@ class Comparison:
 
     rows: tuple[Row, ...]
     reference: str  # name of the way that ratios and tokens are compared with
+    plain: str | None  # name of the way that tokens are compared with as well
     num_prompts: int
     num_rounds: int
 
@@ -78,6 +85,8 @@ class Comparison:
         data = asdict(self)
         for row, entry in zip(self.rows, data["rows"], strict=True):
             entry["identical"] = row.identical
+            if row.plain_partings is not None:
+                entry["identical_to_plain"] = not row.plain_partings
         return data
 
 
@@ -88,6 +97,7 @@ def compare(
     margin: Callable[[Sequence[int]], float],
     num_rounds: int = 3,
     same_tokens: bool = True,
+    plain: str | None = None,
     progress: Callable[[str], None] = lambda text: None,
 ) -> Comparison:
     """Decode all prompts in all ways; the LAST way is the reference for tokens and ratios.
@@ -96,6 +106,7 @@ def compare(
         margin: distance of the target's two best logits after a prefix; called once per parting.
         num_rounds: timed rounds, after one that warms up.
         same_tokens: whether tokens are compared; ways that share a distribution only have others.
+        plain: name of a way whose tokens the ones before the reference are compared with as well.
         progress: told what is being run.
     """
     first: dict[str, list[Decoded]] = {}
@@ -123,12 +134,16 @@ def compare(
             partings=find_partings(outcome, first[reference], prompts, margin=margin)
             if same_tokens
             else (),
+            plain_partings=find_partings(outcome, first[plain], prompts, margin=margin)
+            if plain is not None and name not in (plain, reference)
+            else None,
         )
         for name, outcome in first.items()
     )
     return Comparison(
-        rows=rows, reference=reference, num_prompts=len(prompts), num_rounds=num_rounds
-    )
+        rows=rows, reference=reference, plain=plain, num_prompts=len(prompts),
+        num_rounds=num_rounds,
+    )  # fmt: skip
 
 
 def engine_way(

@@ -30,6 +30,7 @@ DEMO_PROMPTS = (
     "def fibonacci(n):\n    if n < 2:\n        return n\n",
 )
 NUM_ROUNDS = 3  # timed rounds of --compare
+PLAIN = "compilespec plain"
 
 
 def add_parser(commands: Any) -> None:
@@ -200,7 +201,7 @@ def _compare(args: argparse.Namespace, prompts: list[str]) -> int:
         ways = []
         for name in dict.fromkeys((spec, "none")):
             engine = stack.enter_context(compile_engine(args, name))
-            title = "compilespec plain" if name == "none" else f"compilespec {name}"
+            title = PLAIN if name == "none" else f"compilespec {name}"
             ways.append(
                 compare.engine_way(title, engine, max_new_tokens=count, ignore_eos=args.ignore_eos)
             )
@@ -220,12 +221,13 @@ def _compare(args: argparse.Namespace, prompts: list[str]) -> int:
                 ids,
                 margin=lambda prefix: compare.logit_margin(target.model, prefix),
                 num_rounds=NUM_ROUNDS,
+                plain=PLAIN,
                 progress=update,
             )
         if args.json:
             print_json({"comparison": comparison.as_dict(), "plan": engine.plan()})
         else:
-            report.print_comparison(comparison, engine.plan())
+            report.print_comparison(comparison, engine.plan(), tokenizer=engine.tokenizer)
     return 0
 
 

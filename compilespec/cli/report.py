@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from compilespec.cli.compare import Comparison, Row
+    from compilespec.cli.compare import Comparison, Parting, Row
     from compilespec.runtime.engine import Delta, Engine
     from compilespec.runtime.stats import EngineStats
 
@@ -175,9 +175,63 @@ def print_comparison(
     comparison: Comparison,
     plan: Mapping[str, Any],
     sampled: Mapping[str, Comparison] | None = None,
+    *,
+    tokenizer: Any = None,
 ) -> None:
-    """One line a way; `sampled`: three columns more for each comparison, by title."""
+    """Whose tokens are the same, one line a way, and where they part.
+
+    Args:
+        sampled: three columns more for each comparison, by title.
+        tokenizer: writes tokens that part as text; None: as ids.
+    """
     from rich.console import Console
+
+    from compilespec.cli.compare import MARGINS
+
+    dtype = str(plan["dtype"])
+    console = Console(highlight=False, markup=False)
+    if not console.is_terminal:  # a file has no width to wrap at
+        console.width = 140
+    for line in _verdicts(comparison, MARGINS[dtype]):
+        console.print(line, style="bold")
+    console.print(_comparison_table(comparison, plan, sampled or {}))
+    for line in _explained_partings(comparison, dtype, MARGINS[dtype], tokenizer):
+        console.print(line)
+
+
+def _verdicts(comparison: Comparison, limit: float) -> Iterator[str]:
+    """A line for each two ways whose tokens were compared, speculation against plain first."""
+    for row in comparison.rows:
+        if row.plain_partings is not None:
+            same = _same_prompts(comparison, row.plain_partings)
+            so = _consequence(row.plain_partings, limit) or ": speculation changed no token"
+            compared = f"{row.num_tokens} tokens compared in this run"
+            yield f"{row.name} against {comparison.plain}: {same}, {compared}{so}."
+    for row in comparison.rows:
+        if row.name == comparison.plain != comparison.reference:
+            same = _same_prompts(comparison, row.partings)
+            so = _consequence(row.partings, limit)
+            yield f"{row.name} against {comparison.reference}: {same}{so}."
+
+
+def _consequence(partings: Sequence[Parting], limit: float) -> str:
+    """Why prompts part, in short; "" where none does."""
+    if not partings:
+        return ""
+    if all(parting.margin <= limit for parting in partings):
+        return "; the others part at near ties, no error (see below the table)"
+    return "; WRONG TOKENS (see below the table)"
+
+
+def _same_prompts(comparison: Comparison, partings: Sequence[Parting]) -> str:
+    total = comparison.num_prompts
+    same = f"{total - len(partings)} of {total}" if partings else f"all {total}"
+    return f"{same} prompts identical" if total > 1 else f"{total - len(partings)} of 1 identical"
+
+
+def _comparison_table(
+    comparison: Comparison, plan: Mapping[str, Any], sampled: Mapping[str, Comparison]
+) -> Any:
     from rich.table import Table
 
     sizes = (
@@ -188,10 +242,10 @@ def print_comparison(
     table.add_column("", no_wrap=True)
     for column in ("tokens/s", "ratio", "acceptance length"):
         table.add_column(column, justify="right")
-    table.add_column("tokens")
-    others = {
-        title: {row.name: row for row in other.rows} for title, other in (sampled or {}).items()
-    }
+    compared = [name for name in (comparison.plain, comparison.reference) if name is not None]
+    for name in compared:
+        table.add_column(f"tokens against {name}")
+    others = {title: {row.name: row for row in other.rows} for title, other in sampled.items()}
     for title in others:
         for column in ("tokens/s", "ratio", "acceptance length"):
             table.add_column(f"{title}: {column}", justify="right")
@@ -199,13 +253,61 @@ def print_comparison(
         table.add_row(
             row.name,
             *_speed_cells(row),
-            "reference" if row.name == comparison.reference else describe_tokens(row),
+            *(_token_cell(comparison, row, name) for name in compared),
             *(cell for rows in others.values() for cell in _speed_cells(rows.get(row.name))),
         )
-    console = Console()
-    if not console.is_terminal:  # a file has no width to wrap at
-        console.width = 140
-    console.print(table)
+    return table
+
+
+def _token_cell(comparison: Comparison, row: Row, name: str) -> str:
+    """What a way's tokens are beside those of the way `name`."""
+    partings = row.partings if name == comparison.reference else row.plain_partings
+    if row.name == name:
+        return "reference"
+    if partings is None:
+        return ""
+    if not partings:
+        return "identical"
+    return _same_prompts(comparison, partings)
+
+
+def _explained_partings(
+    comparison: Comparison, dtype: str, limit: float, tokenizer: Any
+) -> Iterator[str]:
+    """A paragraph for each place where tokens part, once for all ways that part alike there, and
+    one that says why near ties are no error.  `limit`: the widest near tie of the dtype."""
+    ways: dict[tuple[Parting, str | None], list[str]] = {}
+    for row in comparison.rows:
+        for other, partings in (
+            (comparison.plain, row.plain_partings), (comparison.reference, row.partings)
+        ):  # fmt: skip
+            for parting in partings or ():
+                ways.setdefault((parting, other), []).append(row.name)
+    for (parting, other), names in ways.items():
+        got, wanted = (_token_text(token, tokenizer) for token in (parting.got, parting.expected))
+        judged = (
+            f"a near tie: {dtype} rounding alone moves scores that far"
+            if parting.margin <= limit
+            else f"more than {dtype} rounding explains ({limit:g}): one of them is wrong, please "
+            "report it"
+        )
+        yield (
+            f"Prompt {parting.prompt + 1} parts at token {parting.token}: {' and '.join(names)} "
+            f"wrote {got}, {other} wrote {wanted}. There the model's two best tokens have scores "
+            f"(logits) {parting.margin:.3g} apart, {judged}."
+        )
+    if any(parting.margin <= limit for parting, _ in ways):
+        yield (
+            "A near tie is no error: the same numbers, added up in another order, are rounded to "
+            "another last digit, so that either token may come out best, and the text goes on from "
+            "it. Different programs add in different orders."
+        )
+
+
+def _token_text(token: int | None, tokenizer: Any) -> str:
+    if token is None:
+        return "nothing more"
+    return f"id {token}" if tokenizer is None else repr(tokenizer.decode([token]))
 
 
 def _speed_cells(row: Row | None) -> tuple[str, str, str]:
