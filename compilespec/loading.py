@@ -71,6 +71,11 @@ def load_target(
             "model must be an nn.Module, a directory in Hugging Face layout, or 'demo'; got "
             f"{model!r}"
         )
+    if tokenizer is not None and not hasattr(tokenizer, "decode"):
+        raise InvalidOption(
+            "tokenizer must be a transformers tokenizer, or have its encode() and decode(); got "
+            f"{tokenizer!r}"
+        )
     directory: Path | None = None
     if not isinstance(model, nn.Module):
         directory = demo_directory() if model == "demo" else Path(model)
@@ -101,25 +106,39 @@ def demo_directory() -> Path:
     return Path(shipped())
 
 
+def check_draft(draft: Any, capabilities: Capabilities) -> None:
+    """Refuse a drafter that cannot be one, before the target is loaded.
+
+    Raises: InvalidOption, DraftNotFound.
+    """
+    method = capabilities.name
+    if draft is None or capabilities.chooses:
+        return
+    if not capabilities.needs_draft_weights:
+        raise InvalidOption(
+            f"spec={method!r} takes no draft; leave out draft= or choose another method"
+        )
+    if isinstance(draft, str | Path):
+        if not (Path(draft) / "config.json").is_file():
+            raise DraftNotFound(
+                f"draft {draft} holds no config.json; expected a checkpoint directory of method "
+                f"{method!r}"
+            )
+    elif not callable(draft):
+        raise InvalidOption(f"draft must be a directory, a module or a function; got {draft!r}")
+
+
 def find_draft(
     draft: str | Path | nn.Module | None, target: Target, capabilities: Capabilities
 ) -> Path | nn.Module:
-    """The drafter: as given, else `TARGET_DIRECTORY/<method>/`, else inside the target's own
-    checkpoint where the method allows that.
+    """The drafter: as given (`check_draft` has passed it), else `TARGET_DIRECTORY/<method>/`, else
+    inside the target's own checkpoint where the method allows that.
 
     Raises: DraftNotFound naming every place that was searched.
     """
     method = capabilities.name
-    if isinstance(draft, nn.Module) or callable(draft):
-        return draft
     if draft is not None:
-        path = Path(draft)
-        if not (path / "config.json").is_file():
-            raise DraftNotFound(
-                f"draft {path} holds no config.json; expected a checkpoint directory of method "
-                f"{method!r}"
-            )
-        return path
+        return Path(draft) if isinstance(draft, str | Path) else draft
     if target.directory is None:
         raise DraftNotFound(
             f"spec={method!r} needs a drafter and the target is a module, so there is no "

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from compilespec.cudagraphs.modes import GraphOptions, units_for
 from compilespec.errors import InvalidOption
-from compilespec.loading import Target, find_draft, load_target
+from compilespec.loading import Target, check_draft, find_draft, load_target
 from compilespec.lowering import lower
 from compilespec.methods import get_method
 from compilespec.methods.base import Capabilities, Drafter, Method, MethodConfig
@@ -131,7 +131,7 @@ def compile(
     Raises: a `compilespec.errors.SpecError` that names what was expected, what came, and what to
     try.
     """
-    method, method_options = _method_of(spec, method_options)
+    method, method_options = _method_of(spec, draft, method_options)
     options = resolve_options(
         **_take(method_options, ACCEPTANCE_OPTIONS),
         cudagraphs=cudagraphs,
@@ -210,7 +210,7 @@ def trace(
     """
     known = set(inspect.signature(resolve_options).parameters) - set(ACCEPTANCE_OPTIONS)
     own = _take(keywords, known)
-    method, method_options = _method_of(spec, keywords)
+    method, method_options = _method_of(spec, draft, keywords)
     options = resolve_options(**own, **_take(method_options, ACCEPTANCE_OPTIONS))
     target = load_target(model, dtype=dtype, device=device, tokenizer=tokenizer)
     target = quantize_target(target, options.quantize)
@@ -221,9 +221,12 @@ def trace(
 
 
 def _method_of(
-    spec: str | Method | MethodConfig | None, options: Mapping[str, Any]
+    spec: str | Method | MethodConfig | None, draft: Any, options: Mapping[str, Any]
 ) -> tuple[Method, dict[str, Any]]:
-    """The method that `spec` names or is, and its options; keywords win over those of a config."""
+    """The method that `spec` names or is, and its options; keywords win over those of a config.
+
+    Raises: UnknownMethod, InvalidOption, DraftNotFound, before anything is loaded.
+    """
     own: Mapping[str, Any] = {}
     if isinstance(spec, MethodConfig):
         method, own = get_method(spec.name), spec.options
@@ -233,6 +236,7 @@ def _method_of(
         method = get_method(spec)
     given = {**own, **options}
     check_method_options(given, method.capabilities, list(inspect.signature(compile).parameters))
+    check_draft(draft, method.capabilities)
     return method, given
 
 
@@ -279,11 +283,6 @@ def build_program(
     found = None
     if method.capabilities.needs_draft_weights:
         found = find_draft(draft, target, method.capabilities)
-    elif draft is not None:
-        raise InvalidOption(
-            f"spec={method.capabilities.name!r} takes no draft; leave out draft= or choose "
-            f"another method"
-        )
     traced = trace_target(target.model)
     info = describe_target(traced, target)
     head = HeadFunction(traced) if options.prompt_logprobs else None

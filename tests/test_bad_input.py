@@ -145,7 +145,6 @@ def test_impossible_sizes_and_choices_are_refused(name):
 
 
 def test_keywords_that_contradict_are_refused():
-    refused(errors.InvalidOption, "takes no draft", run=lambda: compile_target(draft=DRAFT))
     refused(
         errors.InvalidOption,
         "needs a drafting method",

@@ -163,6 +163,16 @@ BY_COMPILE: dict[str, tuple[tuple[Any, ...], dict[str, Any], type[SpecError], st
         ("demo",), {"cudagraphs": "FULL_DECODE"}, InvalidOption, "mean full_decode_only",
     ),
     "acceptance": (("demo",), {"acceptance": "rejecton"}, InvalidOption, r"mean rejection\?$"),
+    "a bucket": (("demo",), {"buckets": 4}, InvalidOption, "list of batch sizes .*; got 4$"),
+    "a tokenizer's name": (
+        ("demo",), {"tokenizer": "gpt2"}, InvalidOption, "tokenizer must be .*; got 'gpt2'$",
+    ),
+    "a drafter's number": (
+        ("demo", "eagle3"), {"draft": 3}, InvalidOption, "draft must be a directory.*; got 3$",
+    ),
+    "a drafter for plain decoding": (
+        ("demo",), {"draft": "x"}, InvalidOption, "leave out draft= or choose another method$",
+    ),
     "quantize": (
         ("demo",), {"quantize": "int8wo"}, InvalidOption, r"mean int8_weight_only\?$",
     ),
@@ -218,6 +228,16 @@ BY_COMMAND = {
         "generate --prompt x --quantize fp8", r"^--quantize must be .*mean float8_dynamic\?$",
     ),
     "no model": ("generate --prompt x --model nowhere", "^nowhere holds no config.json"),
+    "no drafter": (
+        "generate --prompt x --spec eagle3 --draft nowhere", "^draft nowhere holds no config.json",
+    ),
+    "a drafter for plain decoding": (
+        "dump --spec none --draft x", "^--draft must go with a drafting method: give --spec, or",
+    ),
+    "drafts without a method": (
+        "generate --prompt x --model nowhere --num-draft-tokens 3",
+        "^--num-draft-tokens must go with a drafting method: give --spec, or",
+    ),
     "no file": ("generate --prompt-file nowhere", "^--prompt-file nowhere: expected a UTF-8"),
 }  # fmt: skip
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from compilespec.cli import report
 from compilespec.cli.flags import add_placement_options
-from compilespec.cli.generate import DEMO
+from compilespec.cli.generate import DEMO, spec_of
 from compilespec.errors import InvalidOption
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ def run(args: argparse.Namespace) -> int:
     _check_combination(args)
     if args.bisect or (args.verify and args.backend):
         return _check_engine(args)
-    with report.status(f"tracing {args.model} (spec={_spec(args)})"):
+    with report.status(f"tracing {args.model} (spec={spec_of(args)})"):
         program = _trace(args)
         parts = None if _is_report(args) else _parts(args, program)
     if parts is None:
@@ -218,7 +218,7 @@ def _render(args: argparse.Namespace, stages: Sequence[GraphStage]) -> Any:
     wanted = row_filter(args.where)
     phase = args.phase or "decode"
     listed = [(stage, [row for row in rows_of(stage) if wanted(row)]) for stage in stages]
-    model = f"{os.path.basename(os.path.normpath(args.model))}, spec={_spec(args)}"
+    model = f"{os.path.basename(os.path.normpath(args.model))}, spec={spec_of(args)}"
     title = f"{model}, {phase}"
     if args.ops:
         counts = {stage.name: count_operators(rows) for stage, rows in listed}
@@ -310,7 +310,7 @@ def _check_engine(args: argparse.Namespace) -> int:
         model, options = _model_and_options(args)
         backend = args.backend or "eager"
         engine = stack.enter_context(
-            compilespec.compile(model, _spec(args), backend=backend, **options)
+            compilespec.compile(model, spec_of(args), backend=backend, **options)
         )
         if args.verify:
             made = verify(engine, phases=_phases(args), passes=_passes(args))
@@ -357,13 +357,13 @@ def _trace(args: argparse.Namespace) -> SpecProgram:
     import compilespec
 
     model, options = _model_and_options(args)
-    program: SpecProgram = compilespec.trace(model, _spec(args), keep_graphs=True, **options)
+    program: SpecProgram = compilespec.trace(model, spec_of(args), keep_graphs=True, **options)
     return program
 
 
 def _model_and_options(args: argparse.Namespace) -> tuple[Any, dict[str, Any]]:
     """The model, and the keywords of `compilespec.compile` and `trace` that were given."""
-    spec = _spec(args)
+    spec = spec_of(args)
     options = {"max_seq_len": args.max_seq_len}
     model, draft = args.model, args.draft
     if args.meta:
@@ -381,10 +381,6 @@ def _model_and_options(args: argparse.Namespace) -> tuple[Any, dict[str, Any]]:
     if spec != "none":
         options |= {"draft": draft, "num_draft_tokens": args.num_draft_tokens}
     return model, {name: value for name, value in options.items() if value is not None}
-
-
-def _spec(args: argparse.Namespace) -> str:
-    return str(args.spec or ("eagle3" if args.model == DEMO else "none"))
 
 
 @contextlib.contextmanager

@@ -264,7 +264,14 @@ def load_quantized(args: argparse.Namespace, dtype: str | None) -> Target:
 
 
 def spec_of(args: argparse.Namespace) -> str:
-    return str(args.spec or ("eagle3" if args.model == DEMO else "none"))
+    """The method that was asked for.  Raises: InvalidOption where others' options go with none."""
+    spec = str(args.spec or ("eagle3" if args.model == DEMO else "none"))
+    for name in ("draft", "num_draft_tokens", "draft_quantize"):
+        if spec == "none" and getattr(args, name, None) is not None:
+            raise InvalidOption(
+                f"{name} must go with a drafting method: give spec=, or leave {name}= out"
+            )
+    return spec
 
 
 def set_threads(threads: int | None) -> None:

@@ -54,8 +54,13 @@ def read_buckets(given: Any, *, max_batch_size: int, max_prefill_tokens: int) ->
                 f"{dict(given)!r}"
             )
         decode, prefill = given.get("decode"), given.get("prefill")
-    else:
+    elif isinstance(given, Sequence) and not isinstance(given, str):
         decode, prefill = given, None
+    else:
+        raise InvalidOption(
+            f"buckets must be a list of batch sizes that ends at max_batch_size={max_batch_size}, "
+            f'or a dict of "decode" and "prefill"; got {given!r}'
+        )
     return Buckets(
         decode=() if decode is None else _decode(decode, max_batch_size),
         prefill=() if prefill is None else _prefill(prefill, max_batch_size, max_prefill_tokens),
