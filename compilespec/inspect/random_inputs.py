@@ -170,6 +170,9 @@ def _prefill_case(draw: _Draw, batch_size: int, start: Stage) -> Case:
     )
 
 
+_ASKED = ("sampling_RF", "sampling_RI", "mask_RSW")  # what sampled and guided requests ask for
+
+
 class _Draw:
     """Random state for given requests."""
 
@@ -219,7 +222,7 @@ class _Draw:
             return torch.full(shape, float("nan"), dtype=spec.dtype, device=config.device)
         if spec.name == "withheld_R":  # every other request has all drafts but one judged
             return self.int32([row % 2 for row in range(spec.shape[0])])
-        if spec.name in ("sampling_RF", "sampling_RI") and config.dtype == torch.float64:
+        if spec.name in _ASKED and config.dtype == torch.float64:
             return self._sampling(spec)
         if spec.name == "draft_prob_RKV":
             return self._normal(spec.shape, spec.dtype).softmax(-1)
@@ -233,11 +236,20 @@ class _Draw:
         )
 
     def _sampling(self, spec: BufferSpec) -> Tensor:
-        """Every third request is sampled; in float64, where rounding turns no draw around."""
-        rows = torch.zeros(spec.shape, dtype=spec.dtype, device=self.ctx.config.device)
+        """In float64, where rounding turns no choice around: every third request is sampled, every
+        other one has a guide.
+        """
+        device = self.ctx.config.device
+        if spec.name == "mask_RSW":
+            return torch.randint(
+                -(2**31), 2**31, spec.shape, dtype=spec.dtype, device=device,
+                generator=self._generator,
+            )  # fmt: skip
+        rows = torch.zeros(spec.shape, dtype=spec.dtype, device=device)
         if spec.name == "sampling_RI":
             rows[1::3, layout.SEED_LOW] = self.rng.randrange(2**31)
             rows[1::3, layout.TOP_K] = 20
+            rows[::2, layout.FLAGS] = layout.GUIDE
         else:
             rows[1::3, layout.TEMPERATURE] = 0.9
             rows[1::3, layout.TOP_P] = 0.8
