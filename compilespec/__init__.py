@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 __all__ = [
     "Engine",
+    "Progress",
     "Quantize",
     "SamplingParams",
     "acceptance_rule",
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from compilespec.inspect.bisect import bisect
     from compilespec.inspect.verify import verify
     from compilespec.pipeline import compile, trace
+    from compilespec.progress import Progress
     from compilespec.quantization import Quantize, save_quantized
     from compilespec.runtime.engine import Engine
     from compilespec.sampling_params import SamplingParams
@@ -32,6 +34,7 @@ _LAZY = {
     "acceptance_rule": ("compilespec.acceptance", "acceptance_rule"),
     "compile": ("compilespec.pipeline", "compile"),
     "verify": ("compilespec.inspect.verify", "verify"),
+    "Progress": ("compilespec.progress", "Progress"),
     "Quantize": ("compilespec.quantization", "Quantize"),
     "save_quantized": ("compilespec.quantization", "save_quantized"),
     "bisect": ("compilespec.inspect.bisect", "bisect"),

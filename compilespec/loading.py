@@ -28,6 +28,7 @@ from compilespec.errors import (
 )
 from compilespec.generation_defaults import GenerationDefaults, read_generation_defaults
 from compilespec.placement import read_device, read_dtype
+from compilespec.quiet import no_progress_bars, quiet_import
 
 if TYPE_CHECKING:
     from compilespec.methods.base import Capabilities
@@ -43,6 +44,19 @@ class Target:
     eos_token_ids: tuple[int, ...]
     max_seq_len: int | None  # positions the model can take; None where it does not say
     generation_defaults: GenerationDefaults = field(default_factory=GenerationDefaults)
+
+    @property
+    def name(self) -> str:
+        """The directory's, if there is one, and the class's."""
+        kind = type(self.model).__name__
+        if self.directory is None:
+            return kind
+        is_demo = self.directory == demo_directory()
+        return f"{'demo' if is_demo else self.directory.name} ({kind})"
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.model.parameters()).device
 
     def describe(self) -> str:
         parameter = next(self.model.parameters())
@@ -157,22 +171,24 @@ def find_draft(
 
 
 def _load_directory(directory: Path, dtype: torch.dtype | None) -> nn.Module:
-    from transformers import AutoConfig, AutoModelForCausalLM
-
     if not (directory / "config.json").is_file():
         raise ModelNotFound(
             f"{directory} holds no config.json; expected a directory in Hugging Face layout, or "
             "'demo'; a model of the hub must be downloaded first: hf download NAME --local-dir DIR"
         )
+    with quiet_import():
+        import transformers.modeling_utils  # noqa: F401  (what every model is made of)
+        from transformers import AutoConfig, AutoModelForCausalLM
     try:
         _check_kind(directory, AutoConfig.from_pretrained(directory, local_files_only=True))
-        model, report = AutoModelForCausalLM.from_pretrained(
-            directory,
-            dtype=dtype or "auto",
-            local_files_only=True,
-            ignore_mismatched_sizes=True,  # reported below, by name
-            output_loading_info=True,
-        )
+        with no_progress_bars():
+            model, report = AutoModelForCausalLM.from_pretrained(
+                directory,
+                dtype=dtype or "auto",
+                local_files_only=True,
+                ignore_mismatched_sizes=True,  # reported below, by name
+                output_loading_info=True,
+            )
     except UnsupportedModel:
         raise
     except Exception as error:  # whatever a damaged file makes of transformers' readers

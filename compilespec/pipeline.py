@@ -6,8 +6,10 @@ them.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import inspect
+import itertools
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -19,9 +21,9 @@ from torch import Tensor, nn
 from compilespec.cudagraphs.modes import GraphOptions, units_for
 from compilespec.errors import InvalidOption
 from compilespec.loading import Target, check_draft, find_draft, load_target
-from compilespec.lowering import lower
+from compilespec.lowering import lower, prepare_kernels
 from compilespec.methods import get_method
-from compilespec.methods.base import Capabilities, Drafter, Method, MethodConfig
+from compilespec.methods.base import Capabilities, Drafter, Method, MethodConfig, TargetInfo
 from compilespec.options import (
     ACCEPTANCE_OPTIONS,
     CompileOptions,
@@ -41,7 +43,9 @@ from compilespec.program import (
     PhaseGraph,
     ProgramConfig,
     SpecProgram,
+    Traced,
 )
+from compilespec.progress import Progress, Reporter
 from compilespec.quantization import describe_quantized, quantize_drafter, quantize_target
 from compilespec.runtime.draft_policy import DraftPolicy
 from compilespec.runtime.engine import Engine
@@ -80,6 +84,7 @@ def compile(
     quantize: Any = None,
     draft_quantize: Any = None,
     tokenizer: Any = None,
+    progress: Callable[[Progress], object] | None = None,
     **method_options: Any,
 ) -> Engine:
     """Compile a causal language model and a drafter into one program that decodes speculatively.
@@ -123,6 +128,9 @@ def compile(
         step then waits for the host, copies its logits, and cannot be captured in a CUDA graph.
         prompt_logprobs: requests may ask for `prompt_logprobs`.  Prefill then gives out its hidden
         states; others pay nothing else.
+        progress: called with a `compilespec.Progress` record whenever a step of starting begins,
+        tells more of itself, or is done; the same lines go to the logger "compilespec" at INFO.
+        Compiling stops at an exception of its own, which is raised here.
         method_options: options of the method, such as `aux_ids_are=`, and of the acceptance:
         `relaxed_topk`, `relaxed_delta`, `begin_thinking_token_id`, `end_thinking_token_id`;
         `force_num_accepted`, for benchmarks, accepts so many drafts whatever they are.
@@ -153,23 +161,28 @@ def compile(
         greedy_step=greedy_step,
         max_step_tokens=max_step_tokens,
     )
-    target = load_target(model, dtype=dtype, device=device, tokenizer=tokenizer)
-    target = quantize_target(target, options.quantize)
-    method, options, why = _chosen(method, target, draft, options, method_options)
+    reporter = Reporter(progress)
+    target = _load(model, dtype, device, tokenizer, options, reporter)
+    method, options, why = _chosen(method, target, draft, options, method_options, reporter)
     if asked := target.generation_defaults.describe():
         logger.info(asked)
         why = (*why, asked)
-    program = build_program(target, method, draft, options, method_options, notes=why)
+    program = build_program(
+        target, method, draft, options, method_options, notes=why, progress=reporter
+    )
     kinds = options.graphs.kinds_on(program.config.device)
-    lowered = lower(program, backend=options.backend, units=units_for(kinds))
-    runner = StepRunner(lowered, buckets=options.buckets, graphs=options.graphs)
-    runner.capture()
+    lowered = lower(program, backend=options.backend, units=units_for(kinds), progress=reporter)
+    with reporter.step("load", "weights and buffers, in place"):
+        runner = StepRunner(lowered, buckets=options.buckets, graphs=options.graphs)
+    runner.capture(reporter)
     capabilities = program.phases["decode"].context.capabilities
     shares = _why_not_shared(program, options) is None
     policy = None
     if program.variants:
         counts = (*program.variants, program.config.num_draft_tokens)
-        policy = DraftPolicy(counts, measure(runner))
+        with reporter.step("capture", "times of steps, by K"):
+            policy = DraftPolicy(counts, measure(runner))
+    reporter.ready()
     return Engine(
         runner,
         policy=policy,
@@ -201,23 +214,26 @@ def trace(
     device: torch.device | str | None = None,
     tokenizer: Any = None,
     keep_graphs: bool = True,
+    progress: Callable[[Progress], object] | None = None,
     **keywords: Any,
 ) -> SpecProgram:
     """The rewritten graphs without lowering: stages trace and rewrite of `compile`, same keywords.
 
     Args:
         keep_graphs: keep each pass's graph before and after in its `PassRecord`.
+        progress: as for `compile`; no record "ready" ends it.
     """
     known = set(inspect.signature(resolve_options).parameters) - set(ACCEPTANCE_OPTIONS)
     own = _take(keywords, known)
     method, method_options = _method_of(spec, draft, keywords)
     options = resolve_options(**own, **_take(method_options, ACCEPTANCE_OPTIONS))
-    target = load_target(model, dtype=dtype, device=device, tokenizer=tokenizer)
-    target = quantize_target(target, options.quantize)
-    method, options, why = _chosen(method, target, draft, options, method_options)
+    reporter = Reporter(progress)
+    target = _load(model, dtype, device, tokenizer, options, reporter)
+    method, options, why = _chosen(method, target, draft, options, method_options, reporter)
     return build_program(
-        target, method, draft, options, method_options, keep_graphs=keep_graphs, notes=why
-    )
+        target, method, draft, options, method_options, keep_graphs=keep_graphs, notes=why,
+        progress=reporter,
+    )  # fmt: skip
 
 
 def _method_of(
@@ -245,12 +261,27 @@ def _take(options: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
     return {name: options.pop(name) for name in names if name in options}
 
 
+def _load(
+    model: nn.Module | str | Path,
+    dtype: torch.dtype | str | None,
+    device: torch.device | str | None,
+    tokenizer: Any,
+    options: CompileOptions,
+    reporter: Reporter,
+) -> Target:
+    """The target, quantized where that is asked for."""
+    with reporter.step("load", "target"):
+        target = load_target(model, dtype=dtype, device=device, tokenizer=tokenizer)
+        return quantize_target(target, options.quantize)
+
+
 def _chosen(
     method: Method,
     target: Target,
     draft: str | Path | nn.Module | None,
     options: CompileOptions,
     method_options: Mapping[str, Any],
+    reporter: Reporter,
 ) -> tuple[Method, CompileOptions, tuple[str, ...]]:
     """The method itself, or the one that it picks, with its K and the reasons."""
     if not method.capabilities.chooses:
@@ -262,10 +293,14 @@ def _chosen(
         )
     from compilespec.choosing import choose
 
-    def build(one: Method, trial: CompileOptions) -> SpecProgram:
-        return build_program(target, one, None, trial, {})
+    prepare_kernels(target.device, reporter)
+    with reporter.step("trace", "trials of methods") as step:
 
-    choice = choose(target, options, build)
+        def build(one: Method, trial: CompileOptions) -> SpecProgram:
+            step.tell(detail=one.capabilities.name)
+            return build_program(target, one, None, trial, {})
+
+        choice = choose(target, options, build)
     return choice.method, choice.options, choice.why
 
 
@@ -278,20 +313,25 @@ def build_program(
     *,
     keep_graphs: bool = False,
     notes: Sequence[str] = (),
+    progress: Reporter | None = None,
 ) -> SpecProgram:
     """Stages trace and rewrite: the step graphs of both phases, not lowered yet."""
-    found = None
+    progress, found = progress or Reporter(), None
     if method.capabilities.needs_draft_weights:
         found = find_draft(draft, target, method.capabilities)
-    traced = trace_target(target.model)
+    with progress.step("trace", "target"):
+        traced = trace_target(target.model)
     info = describe_target(traced, target)
     head = HeadFunction(traced) if options.prompt_logprobs else None
-    drafter = quantize_drafter(method.load(found, info, method_options), options.draft_quantize)
+    drafter = _load_drafter(method, found, info, options, method_options, progress)
     capabilities = (drafter.capabilities if drafter else None) or method.capabilities
     drafts = capabilities.kind != "none"
     config = options.program_config(target, info, drafter if drafts else None)
     num_repeated = num_repeated_tokens(capabilities, config)
-    traced_draft = drafter.capture(config, info) if drafter else {}
+    traced_draft: Mapping[str, Traced] = {}
+    if drafter is not None:
+        with progress.step("trace", "drafter"):
+            traced_draft = drafter.capture(config, info)
     weights: dict[str, Tensor] = {}
     phases: dict[Phase, PhaseGraph] = {}
     buffers: dict[str, BufferSpec] = {}
@@ -319,8 +359,14 @@ def build_program(
         }
         return PassContext(**{**shared, **changes})
 
+    numbers, total = itertools.count(1), num_graphs(options, config, capabilities)
+
+    def rewriting(ctx: PassContext) -> contextlib.AbstractContextManager[object]:
+        return progress.step("rewrite", ctx.title, index=next(numbers), total=total)
+
     def rewritten(ctx: PassContext) -> PhaseGraph:
-        return rewrite_phase(ctx, keep_graphs=keep_graphs, disabled=options.disabled_passes)
+        with rewriting(ctx):
+            return rewrite_phase(ctx, keep_graphs=keep_graphs, disabled=options.disabled_passes)
 
     for phase in PHASES:
         phases[phase] = rewritten(context(phase))
@@ -334,7 +380,8 @@ def build_program(
         if 0 in variants and loop.needs_replay:
             parts.append({})
             ctx = context("decode", buffers=parts[-1], read_only=READ_BY_REPLAY)
-            replay = rewrite_replay(ctx, disabled=options.disabled_passes)
+            with rewriting(ctx):
+                replay = rewrite_replay(ctx, disabled=options.disabled_passes)
     greedy: dict[int, PhaseGraph] = {}
     if has_greedy_step(options, config):
         for count in (*options.smaller_draft_counts, config.num_draft_tokens):
@@ -346,6 +393,7 @@ def build_program(
             greedy[count] = rewritten(ctx)
     return SpecProgram(
         method=method.capabilities.name,
+        model=target.name,
         config=config,
         phases=phases,
         buffers=tuple({name: spec for part in parts for name, spec in part.items()}.values()),
@@ -361,6 +409,29 @@ def build_program(
         replay=replay,
         notes=(*_notes(target, drafter), *notes),
     )
+
+
+def _load_drafter(
+    method: Method,
+    found: Path | nn.Module | None,
+    info: TargetInfo,
+    options: CompileOptions,
+    method_options: Mapping[str, Any],
+    progress: Reporter,
+) -> Drafter | None:
+    """The method's drafter, quantized where that is asked for; None where it has none."""
+    if found is None and options.draft_quantize is None:
+        return method.load(None, info, method_options)
+    with progress.step("load", "drafter"):
+        return quantize_drafter(method.load(found, info, method_options), options.draft_quantize)
+
+
+def num_graphs(options: CompileOptions, config: ProgramConfig, capabilities: Capabilities) -> int:
+    """How many steps `build_program` rewrites."""
+    smaller, loop = options.smaller_draft_counts, LOOPS.get(capabilities.kind)
+    num_greedy = len(smaller) + 1 if has_greedy_step(options, config) else 0
+    has_replay = loop is not None and 0 in smaller and loop.needs_replay
+    return len(PHASES) + len(smaller) + num_greedy + has_replay
 
 
 def has_greedy_step(options: CompileOptions, config: ProgramConfig) -> bool:
@@ -443,6 +514,7 @@ def _plan(program: SpecProgram, options: CompileOptions, runner: StepRunner) -> 
     config = program.config
     capabilities: Capabilities = program.phases["decode"].context.capabilities
     return {
+        "model": program.model,
         "method": program.method,
         "num_draft_tokens": config.num_draft_tokens,
         "acceptance": describe(options.acceptance),

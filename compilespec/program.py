@@ -75,6 +75,8 @@ class Traced:
             f"{len(self.weights)} weights, {self.trace_ms:.0f} ms)"
         )
 
+    __repr__ = __str__
+
 
 def is_marker(node: fx.Node) -> bool:
     """Whether the node is the stateless attention operator that tracing emits."""
@@ -179,8 +181,8 @@ class PassRecord:
 class StepGraph:
     """One phase's whole step on ATen: every input named, every output named."""
 
-    graph_module: fx.GraphModule
-    inputs: tuple[InputSpec, ...]
+    graph_module: fx.GraphModule = field(repr=False)
+    inputs: tuple[InputSpec, ...] = field(repr=False)
     outputs: tuple[str, ...]
     fakes: tuple[Any, ...] = field(
         repr=False
@@ -207,6 +209,18 @@ class PhaseGraph:
         return self.finish()
 
     @property
+    def kind(self) -> str:
+        """Which of a program's steps it is, whatever K: "prefill", "decode", "decode, greedy" or
+        "replay".
+        """
+        return str(self.context.kind)
+
+    @property
+    def title(self) -> str:
+        """The kind, and K of a decode step: "decode, K=3"."""
+        return str(self.context.title)
+
+    @property
     def graph_module(self) -> fx.GraphModule:
         return self.step.graph_module
 
@@ -229,6 +243,8 @@ class PhaseGraph:
     def __str__(self) -> str:
         num_nodes, num_passes = len(self.spliced.graph.nodes), len(self.splice_records)
         return f"{self.phase}: {num_nodes} nodes spliced by {num_passes} passes"
+
+    __repr__ = __str__
 
 
 # A request's token ids, prompt included, to up to K draft ids: called between two steps.
@@ -257,6 +273,7 @@ class SpecProgram:
 
     method: str
     config: ProgramConfig
+    model: str = ""  # what the target is called
     phases: Mapping[Phase, PhaseGraph]
     buffers: tuple[BufferSpec, ...]
     weights: Mapping[str, Tensor] = field(repr=False)
@@ -273,11 +290,22 @@ class SpecProgram:
         str, ...
     ] = ()  # what was resolved, for `Engine.plan()`: aux layers, draft layout, ...
 
+    @property
+    def num_graphs(self) -> int:
+        """Of all its steps."""
+        others = len(self.variants) + len(self.greedy)
+        return len(self.phases) + others + (self.replay is not None)
+
+    def __repr__(self) -> str:
+        """One line: the model, the method, K, the device and the dtype."""
+        config = self.config
+        counts = ",".join(map(str, sorted({*self.variants, config.num_draft_tokens})))
+        dtype = str(config.dtype).removeprefix("torch.")
+        return f"SpecProgram({self.model}, {self.method}, K={counts}, {config.device}, {dtype})"
+
     def __str__(self) -> str:
         cache_bytes = sum(b.num_bytes for b in self.buffers if b.kind == "cache")
-        lines = [
-            f"SpecProgram({self.method}, K={self.config.num_draft_tokens}, {self.config.dtype})"
-        ]
+        lines = [repr(self)]
         lines += [f"  {self.phases[phase]}" for phase in self.phases]
         lines.append(f"  {len(self.weights)} weights, {cache_bytes / 2**20:.1f} MiB of KV cache")
         return "\n".join(lines)
@@ -334,3 +362,5 @@ class Lowered:
             for p in self.phases.values()
         ]
         return f"Lowered({self.backend}: {', '.join(parts)})"
+
+    __repr__ = __str__

@@ -27,6 +27,7 @@ from compilespec import _torch_compat
 from compilespec.errors import NoPositionInput, TraceError, UnsupportedModel, UnsupportedState
 from compilespec.program import SpecProgram, Traced, TracedInput, module_path
 from compilespec.quantization.tensors import stand_ins
+from compilespec.quiet import quiet_import
 
 ATTENTION = "compilespec"  # our name in transformers' attention registry
 EXAMPLE_SHAPE = (7, 13)  # sizes that few models have as static ones: 2.11 merges equal sizes
@@ -212,7 +213,8 @@ def _attention_interface(model: nn.Module) -> Iterator[bool]:
     is one.
     """
     try:
-        from transformers import PreTrainedModel
+        with quiet_import():
+            from transformers import PreTrainedModel
     except ImportError:
         yield False
         return

@@ -9,6 +9,7 @@ import pytest
 
 import compilespec
 from compilespec.cli import main
+from compilespec.ops import load_kernels
 from tests import fake_compiler
 from tests.models import tiny_target
 
@@ -18,6 +19,7 @@ SIZES = {"max_batch_size": 2, "max_seq_len": 48, "max_prefill_tokens": 24}
 @pytest.fixture
 def model_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     tiny_target("llama", num_layers=2).save_pretrained(tmp_path / "model")
+    load_kernels()  # from where they are kept between runs
     monkeypatch.setenv("COMPILESPEC_CACHE_DIR", str(tmp_path / "cache"))
     return str(tmp_path / "model")
 

@@ -26,6 +26,7 @@ from compilespec.cudagraphs.recording import Signature
 from compilespec.cudagraphs.report import GraphKey
 from compilespec.errors import InvalidOption, StaleGraphInput
 from compilespec.program import InputSpec, LoweredPhase, Phase, ProgramConfig
+from compilespec.progress import Progress, Reporter
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 CONFIG = ProgramConfig(
@@ -215,7 +216,11 @@ def test_a_batch_runs_in_the_smallest_bucket_that_holds_it(batch: int, bucket: i
 def test_a_batch_larger_than_every_bucket_runs_as_it_is() -> None:
     toy = Toy()
     one = dispatcher(toy)
-    capture_all([one], startup_seconds=600)
+    told: list[Progress] = []
+    capture_all([one], startup_seconds=600, progress=Reporter(told.append))
+    assert [(r.what, r.index, r.total) for r in told if r.done] == [
+        ("decode 8 (full)", 1, 3), ("decode 4 (full)", 2, 3), ("decode 1 (full)", 3, 3),
+    ]  # fmt: skip
     toy.batches.clear()
     values, _ = one({"row_B": list(range(9))})
     assert toy.batches == [9], "unpadded, uncaptured (E4)"

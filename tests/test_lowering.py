@@ -17,6 +17,7 @@ from compilespec.errors import InvalidOption
 from compilespec.lowering import INDUCTOR_OPTIONS, lower
 from compilespec.lowering.artifacts import ArtifactCache, artifact_key
 from compilespec.program import SpecProgram
+from compilespec.progress import Progress, Reporter
 from compilespec.runtime.executor import PrefillChunk
 from compilespec.runtime.step_runner import StepRunner
 
@@ -47,14 +48,21 @@ def run(lowered: object, steps: int = 6) -> list[int]:
 
 def test_second_start_compiles_nothing(program: SpecProgram, tmp_path: Path) -> None:
     cache = ArtifactCache(tmp_path)
-    first = lower(program, cache=cache)
+    told: list[Progress] = []
+    first = lower(program, cache=cache, progress=Reporter(told.append))
     compiled = _torch_compat.count_compilations()
     again = small_program()
-    second = lower(again, cache=cache)
+    second = lower(again, cache=cache, progress=Reporter(told.append))
     assert not any(phase.from_cache for phase in first.phases.values())
     assert all(phase.from_cache for phase in second.phases.values())
     assert _torch_compat.count_compilations() == compiled
     assert all("step" not in vars(graph) for graph in again.phases.values()), "the retrace ran"
+    done = [record for record in told if record.done and record.stage == "compile"]
+    steps = [one for one in done if one.what != "C++ kernels"]
+    assert [(one.what, one.index, one.total, one.from_cache) for one in steps] == [
+        ("prefill", 1, 2, False), ("decode, K=0", 2, 2, False),
+        ("prefill", 1, 2, True), ("decode, K=0", 2, 2, True),
+    ]  # fmt: skip
     assert run(first) == run(second) == run(lower(program, backend="eager"))
 
 

@@ -20,7 +20,7 @@ import compilespec
 from compilespec import SamplingParams
 from compilespec.errors import InvalidOption, NotSupported
 from compilespec.loading import Target, load_target
-from compilespec.lowering.artifacts import artifact_key
+from compilespec.lowering.artifacts import ArtifactKey, artifact_key
 from compilespec.quantization import Quantize, quantize_module, read_quantize, save_quantized
 from compilespec.quantization.tensors import is_quantized, stand_ins
 from compilespec.target_info import describe_target
@@ -230,7 +230,7 @@ def test_a_saved_tied_model_is_loaded(tmp_path: Any, skip: Any) -> None:
 
 @pytest.mark.slow
 def test_the_artifact_key_knows_the_config_and_not_the_numbers() -> None:
-    def key(quantize: str | None, model: nn.Module) -> str:
+    def key(quantize: str | None, model: nn.Module) -> ArtifactKey:
         program = compilespec.trace(
             model, "none", quantize=quantize, max_batch_size=3, max_seq_len=64, keep_graphs=False
         )

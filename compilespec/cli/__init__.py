@@ -7,7 +7,6 @@ printed).
 from __future__ import annotations
 
 import argparse
-import logging
 import sys
 from collections.abc import Sequence
 
@@ -22,10 +21,6 @@ BAD_INPUT, INTERRUPTED = 2, 130
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code."""
-    # transformers imports torchao where it is installed, whose import warns of torch's plans and of
-    # libraries for other devices.
-    for name in ("torch.utils._pytree", "torchao"):
-        logging.getLogger(name).setLevel(logging.ERROR)
     args = argparse.Namespace()
     try:
         args = read_arguments(build_parser(), argv)

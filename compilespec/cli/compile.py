@@ -60,17 +60,18 @@ def run(args: argparse.Namespace) -> int:
     from compilespec.cudagraphs.modes import read_graph_options, units_for
     from compilespec.lowering import lower
     from compilespec.lowering.artifacts import cache_directory
+    from compilespec.progress import Reporter
 
     graphs = read_graph_options(args.cudagraphs)
     set_threads(args.threads)
     given = {name: getattr(args, name) for name in KEYWORDS if getattr(args, name) is not None}
     started = time.perf_counter()
-    with report.status(f"tracing {args.model}") as update:
-        program = compilespec.trace(args.model, spec_of(args), keep_graphs=False, **given)
-        update(f"compiling {args.model} (spec={program.method})")
+    spec = spec_of(args)
+    with report.starting(f"{args.model} (spec={spec})", quiet=args.json) as progress:
+        program = compilespec.trace(args.model, spec, keep_graphs=False, progress=progress, **given)
         traced_s = time.perf_counter() - started
         kinds = graphs.kinds_on(program.config.device)
-        lowered = lower(program, units=units_for(kinds))
+        lowered = lower(program, units=units_for(kinds), progress=Reporter(progress))
     result = {
         "model": str(args.model),
         "method": program.method,

@@ -91,7 +91,6 @@ def add_parser(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # they would tear our own spinner
     from compilespec.inspect.table import row_filter
 
     row_filter(args.where)  # a bad pattern is told before seconds of tracing
@@ -303,15 +302,19 @@ def _check_engine(args: argparse.Namespace) -> int:
     from compilespec.inspect.verify import verify
 
     with contextlib.ExitStack() as stack:
-        stack.enter_context(report.status("checking every pass"))
         if args.backend is None and not args.prompt:
+            stack.enter_context(report.status("checking every pass"))
             made: Any = bisect(_trace(args))
             return _print_report(args, made, made.ok)
         model, options = _model_and_options(args)
         backend = args.backend or "eager"
-        engine = stack.enter_context(
-            compilespec.compile(model, spec_of(args), backend=backend, **options)
-        )
+        with report.starting(f"{args.model} (spec={spec_of(args)})") as progress:
+            engine = stack.enter_context(
+                compilespec.compile(
+                    model, spec_of(args), backend=backend, progress=progress, **options
+                )
+            )
+        stack.enter_context(report.status("checking every pass"))
         if args.verify:
             made = verify(engine, phases=_phases(args), passes=_passes(args))
         else:

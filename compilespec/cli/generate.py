@@ -233,7 +233,6 @@ def _compare(args: argparse.Namespace, prompts: list[str]) -> int:
 
 def compile_engine(args: argparse.Namespace, spec: str, **changes: Any) -> Engine:
     """The engine that the options ask for; `changes` to its keywords win."""
-    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # they would tear our own spinner
     import compilespec
 
     options = {
@@ -248,8 +247,9 @@ def compile_engine(args: argparse.Namespace, spec: str, **changes: Any) -> Engin
         options |= {"draft": args.draft, "num_draft_tokens": args.num_draft_tokens}
         options["draft_quantize"] = args.draft_quantize
     options |= changes
-    given = {name: value for name, value in options.items() if value is not None}
-    with report.status(f"compiling {args.model} (spec={spec})"):
+    with report.starting(f"{args.model} (spec={spec})", quiet=args.json) as progress:
+        options |= {"progress": progress}
+        given = {name: value for name, value in options.items() if value is not None}
         engine: Engine = compilespec.compile(args.model, spec, **given)
     return engine
 

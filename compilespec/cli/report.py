@@ -122,6 +122,21 @@ def status(text: str) -> Iterator[Callable[[str], None]]:
         yield spinner.update
 
 
+@contextlib.contextmanager
+def starting(text: str, *, quiet: bool = False) -> Iterator[Callable[[object], None] | None]:
+    """What starting does, in a line that disappears; gives what to pass as `progress=`.
+
+    None where nothing is shown: stderr is no terminal, or `quiet`.
+    """
+    from rich.markup import escape
+
+    if quiet or not sys.stderr.isatty():
+        yield None
+        return
+    with status(escape(text)) as update:
+        yield lambda record: update(escape(f"{text}: {record}"))
+
+
 def print_unused_defaults(defaults: Mapping[str, Any]) -> None:
     """A line on stderr where the checkpoint asks to draw tokens and decoding is greedy."""
     flags = [

@@ -15,8 +15,9 @@ from compilespec.cudagraphs.inputs import BatchInputs
 from compilespec.cudagraphs.modes import GraphKind
 from compilespec.cudagraphs.recorder import Recorder
 from compilespec.cudagraphs.recording import Recording
-from compilespec.cudagraphs.report import GraphKey, show_progress
+from compilespec.cudagraphs.report import GraphKey
 from compilespec.program import LoweredPhase, ProgramConfig
+from compilespec.progress import Reporter
 
 
 class Dispatcher:
@@ -181,14 +182,19 @@ class Dispatcher:
         poison(output[:, sizes[1] :] if is_by_token else output[sizes[0] :])
 
 
-def capture_all(dispatchers: Sequence[Dispatcher], *, startup_seconds: float) -> None:
+def capture_all(
+    dispatchers: Sequence[Dispatcher],
+    *,
+    startup_seconds: float,
+    progress: Reporter | None = None,
+) -> None:
     """Capture at start, pieces before whole steps, the largest first, until the time is spent."""
     work = [(key, d) for d in dispatchers for key in d.keys]
     work.sort(key=lambda item: (item[0].kind == "full", [-size for size in item[0].bucket[::-1]]))
     deadline = time.perf_counter() + startup_seconds
-    with show_progress(len(work)) as advance:
-        for key, dispatcher in work:
-            if time.perf_counter() >= deadline:
-                return
-            advance(str(key))
+    progress = progress or Reporter()
+    for index, (key, dispatcher) in enumerate(work, 1):
+        if time.perf_counter() >= deadline:
+            return
+        with progress.step("capture", str(key), index=index, total=len(work)):
             dispatcher.capture(key.bucket)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import sys
-from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -75,22 +72,3 @@ class CaptureReport:
             "graphs": graphs,
             "dropped": {str(key): reason for key, reason in self.dropped.items()},
         }
-
-
-@contextlib.contextmanager
-def show_progress(total: int) -> Iterator[Callable[[str], None]]:
-    """A bar on stderr, if that is a terminal; gives a function that says what comes next."""
-    if not sys.stderr.isatty() or not total:
-        yield lambda text: None
-        return
-    from rich.console import Console
-    from rich.progress import Progress
-
-    with Progress(console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task("capturing", total=total)
-
-        def advance(text: str) -> None:
-            progress.update(task, description=f"capturing {text}")
-            progress.advance(task)
-
-        yield advance

@@ -12,6 +12,7 @@ from compilespec.errors import ModelNotFound, NotSupported
 from compilespec.methods import get_method
 from compilespec.methods.base import Drafter, TargetInfo
 from compilespec.placement import read_dtype
+from compilespec.quiet import quiet_import
 
 
 def meta_target(directory: str | Path, dtype: str | None = None) -> Any:
@@ -19,7 +20,8 @@ def meta_target(directory: str | Path, dtype: str | None = None) -> Any:
 
     Raises: ModelNotFound where there is no config.json, or transformers cannot build it.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
+    with quiet_import():
+        from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel  # noqa: F401
 
     directory = Path(directory)
     if not (directory / "config.json").is_file():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -11,15 +12,23 @@ import torch
 
 from compilespec import _torch_compat
 from compilespec.errors import PassError
-from compilespec.lowering.artifacts import ArtifactCache, artifact_key, piece_file_key
+from compilespec.lowering.artifacts import (
+    ArtifactCache,
+    ArtifactKey,
+    artifact_key,
+    piece_file_key,
+)
 from compilespec.lowering.pieces import Stitched, StitchPlan, split_at_attention
+from compilespec.ops import _build
 from compilespec.program import Lowered, LoweredPhase, Phase, PhaseGraph, SpecProgram
+from compilespec.progress import Reporter, Step
 from compilespec.suggest import not_one_of
 
 logger = logging.getLogger("compilespec")
 
 BACKENDS = ("inductor", "eager")
 Units = Literal["auto", "whole", "pieces"]
+TO_ATEN = "to ATen"  # the half of rewriting that a step found in the cache does without
 
 # From so many attention layers on a phase is compiled in pieces: compiling then hardly grows with
 # depth.  Calls of pieces cost the host time, a third of a decode step of 6 layers of width 256 on
@@ -56,6 +65,7 @@ def lower(
     backend: str = "inductor",
     cache: ArtifactCache | None = None,
     units: Mapping[Phase, Units] | None = None,
+    progress: Reporter | None = None,
 ) -> Lowered:
     """One callable a phase; with "eager" the same rewritten graphs, run operator by operator.
 
@@ -66,13 +76,18 @@ def lower(
     """
     if backend not in BACKENDS:
         raise not_one_of("backend", backend, BACKENDS)
-    artifacts, wanted = cache or ArtifactCache(), units or {}
+    artifacts, wanted, progress = cache or ArtifactCache(), units or {}, progress or Reporter()
+    numbers, total = itertools.count(1), program.num_graphs
+    prepare_kernels(program.config.device, progress)
 
     def lowered(graph: PhaseGraph) -> LoweredPhase:
-        unit = wanted.get(graph.phase, "auto")
+        unit, index = wanted.get(graph.phase, "auto"), next(numbers)
         if backend == "eager":
-            return _interpret(graph, in_pieces=unit == "pieces")
-        return _compile(graph, program, artifacts, unit)
+            title = f"{graph.title}, {TO_ATEN}"
+            with progress.step("rewrite", title, index=index, total=total):
+                return _interpret(graph, in_pieces=unit == "pieces")
+        with progress.step("compile", graph.title, index=index, total=total) as step:
+            return _compile(graph, program, artifacts, unit, step)
 
     return Lowered(
         program=program,
@@ -82,6 +97,18 @@ def lower(
         greedy={count: lowered(graph) for count, graph in program.greedy.items()},
         replay=lowered(program.replay) if program.replay is not None else None,
     )
+
+
+def prepare_kernels(device: torch.device, progress: Reporter) -> None:
+    """Load the C++ kernels, compiled first where they are not yet: the CPU's first call would."""
+    if device.type != "cpu" or not _build.kernels_untried():
+        return
+    with progress.step("compile", "C++ kernels") as step:
+        is_cached = _build.is_cached()
+        if is_cached is not None:
+            why = "" if is_cached else "there are none for this CPU, compiler and torch"
+            step.tell(from_cache=is_cached, why=why)
+        _build.load_kernels()
 
 
 def _interpret(graph: PhaseGraph, *, in_pieces: bool) -> LoweredPhase:
@@ -102,18 +129,18 @@ def _interpret(graph: PhaseGraph, *, in_pieces: bool) -> LoweredPhase:
 
 
 def _compile(
-    graph: PhaseGraph, program: SpecProgram, cache: ArtifactCache, unit: Units
+    graph: PhaseGraph, program: SpecProgram, cache: ArtifactCache, unit: Units, step: Step
 ) -> LoweredPhase:
     if unit == "auto":
         is_deep = graph.context.num_attention_layers >= PIECES_FROM_LAYERS
         unit = "pieces" if is_deep else "whole"
     if unit == "whole":
-        return _compile_whole(graph, program, cache)
+        return _compile_whole(graph, program, cache, step)
     try:
-        return _compile_pieces(graph, program, cache)
+        return _compile_pieces(graph, program, cache, step)
     except PassError as error:
         logger.warning("%s is compiled as a whole: %s", graph.phase, error)
-        return _compile_whole(graph, program, cache)
+        return _compile_whole(graph, program, cache, step)
 
 
 def _options(graph: PhaseGraph, program: SpecProgram) -> dict[str, Any]:
@@ -121,14 +148,19 @@ def _options(graph: PhaseGraph, program: SpecProgram) -> dict[str, Any]:
     return {**INDUCTOR_OPTIONS, **of_device, **PHASE_OPTIONS[graph.phase]}
 
 
-def _compile_whole(graph: PhaseGraph, program: SpecProgram, cache: ArtifactCache) -> LoweredPhase:
+def _compile_whole(
+    graph: PhaseGraph, program: SpecProgram, cache: ArtifactCache, step: Step
+) -> LoweredPhase:
     started = time.perf_counter()
     options = _options(graph, program)
     key = artifact_key(graph, program, options)
     stored = cache.load(key)
+    step.note(from_cache=stored is not None)
     if stored is None:
+        _tell_why(graph, key, cache, step)
         compiled = _torch_compat.standalone_compile(graph.graph_module, graph.fakes, options)
         cache.save(key, compiled, graph.inputs, graph.outputs)
+        cache.keep_key(key)
         call, inputs, outputs = compiled, graph.inputs, graph.outputs
     else:
         call, inputs, outputs = stored
@@ -142,7 +174,9 @@ def _compile_whole(graph: PhaseGraph, program: SpecProgram, cache: ArtifactCache
     )
 
 
-def _compile_pieces(graph: PhaseGraph, program: SpecProgram, cache: ArtifactCache) -> LoweredPhase:
+def _compile_pieces(
+    graph: PhaseGraph, program: SpecProgram, cache: ArtifactCache, step: Step
+) -> LoweredPhase:
     """Compile each distinct piece, but those that lie in the cache, from whatever model.
 
     Raises: PassError where the graph cannot be cut.
@@ -152,10 +186,14 @@ def _compile_pieces(graph: PhaseGraph, program: SpecProgram, cache: ArtifactCach
     key = artifact_key(graph, program, {**options, "units": "pieces"})
     stored = cache.load_plan(key)
     calls = {} if stored is None else _load_pieces(stored[0], options, cache)
-    if stored is None or len(calls) < len(stored[0].keys):
+    is_warm = stored is not None and len(calls) == len(stored[0].keys)
+    step.note(from_cache=is_warm)
+    if stored is None or not is_warm:
+        _tell_why(graph, key, cache, step)
         plan, pieces = split_at_attention(graph.graph_module)
         calls = {}
-        for name, piece in pieces.items():
+        for number, (name, piece) in enumerate(pieces.items(), 1):
+            step.tell(detail=f"piece {number} of {len(pieces)}")
             file_key = piece_file_key(name, options)
             found = cache.load(file_key)
             if found is None:
@@ -168,10 +206,9 @@ def _compile_pieces(graph: PhaseGraph, program: SpecProgram, cache: ArtifactCach
                 calls[name] = found[0]
         inputs, outputs = graph.inputs, graph.outputs
         cache.save_plan(key, plan, inputs, outputs)
-        is_warm = False
+        cache.keep_key(key)
     else:
         plan, inputs, outputs = stored
-        is_warm = True
     stitched = Stitched(plan, calls)
     return LoweredPhase(
         phase=graph.phase,
@@ -182,6 +219,13 @@ def _compile_pieces(graph: PhaseGraph, program: SpecProgram, cache: ArtifactCach
         from_cache=is_warm,
         stitched=stitched,
     )
+
+
+def _tell_why(graph: PhaseGraph, key: ArtifactKey, cache: ArtifactCache, step: Step) -> None:
+    """Say why a step is compiled anew, and make the ATen graph that is to be compiled."""
+    step.tell(why=cache.why_new(key))
+    with step.inside("rewrite", TO_ATEN):
+        _ = graph.step
 
 
 def _load_pieces(

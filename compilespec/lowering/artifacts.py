@@ -10,7 +10,8 @@ import json
 import logging
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,39 +33,90 @@ def cache_directory() -> Path:
     return Path(os.environ.get("COMPILESPEC_CACHE_DIR") or Path.home() / ".cache" / "compilespec")
 
 
-def artifact_key(graph: PhaseGraph, program: SpecProgram, options: dict[str, Any]) -> str:
-    """Hash of the spliced step, its inputs' layouts, integer weights and constants, all sizes, the
-    options, and the code that lowers it.
+@dataclass(frozen=True)
+class ArtifactKey:
+    """What an artifact depends on, part by part; as a string, the name of its files."""
+
+    parts: tuple[tuple[str, str], ...]
+
+    @functools.cached_property
+    def name(self) -> str:
+        return _digest(json.dumps(self.parts).encode())[:32]
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def artifact_key(graph: PhaseGraph, program: SpecProgram, options: dict[str, Any]) -> ArtifactKey:
+    """The spliced step, its inputs' layouts, integer weights and constants, all sizes, the options,
+    and the code that lowers it.
     """
-    digest = _environment_digest(options)
-    digest.update(f"{graph.phase} {program.config} {program.buffers}\n".encode())
-    digest.update(graph.spliced.code.encode())
+    layouts = hashlib.sha256()
     for node in graph.spliced.graph.find_nodes(op="placeholder"):
         weight = program.weights.get(node.meta["role"])
         if weight is not None:
             layout = (tuple(weight.shape), weight.stride(), weight.dtype, weight.device)
-            digest.update(f"{node.name} {layout}\n".encode())
+            layouts.update(f"{node.name} {layout}\n".encode())
             # `bound_positions` reads the values of id tables; bytes are quantized weights
             if not weight.is_floating_point() and weight.dtype not in (torch.int8, torch.uint8):
-                digest.update(_bytes(weight))
+                layouts.update(_bytes(weight))
+    spliced = hashlib.sha256(graph.spliced.code.encode())
     for name, buffer in sorted(graph.spliced.named_buffers()):
-        digest.update(name.encode() + _bytes(buffer))
-    return digest.hexdigest()[:32]
+        spliced.update(name.encode() + _bytes(buffer))
+    sizes = dataclasses.asdict(program.config)
+    model = sorted((name, tuple(w.shape)) for name, w in graph.context.target.weights.items())
+    return _key(
+        {
+            "model": _digest(repr(model).encode()),
+            "step": graph.kind,
+            **_environment(options),
+            "method": program.method,
+            **{name: str(size).removeprefix("torch.") for name, size in sizes.items()},
+            "K of the step": str(graph.context.config.num_draft_tokens),
+            "buffers": _digest(repr(program.buffers).encode()),
+            "graph of the step": spliced.hexdigest(),
+            "layout of weights": layouts.hexdigest(),
+        }
+    )
 
 
-def piece_file_key(structure: str, options: dict[str, Any]) -> str:
+def piece_file_key(structure: str, options: dict[str, Any]) -> ArtifactKey:
     """The key of a piece: its structure, the options, and the code that lowers it."""
-    digest = _environment_digest(options)
-    digest.update(f"piece {structure}".encode())
-    return digest.hexdigest()[:32]
+    return _key({**_environment(options), "piece": structure})
 
 
-def _environment_digest(options: dict[str, Any]) -> Any:
-    digest = hashlib.sha256()
-    capability = torch.backends.cpu.get_cpu_capability()
-    digest.update(f"{torch.__version__} {capability} {_source_digest()}\n".encode())
-    digest.update(json.dumps(options, sort_keys=True).encode())
-    return digest
+def _key(parts: Mapping[str, str]) -> ArtifactKey:
+    return ArtifactKey(tuple(parts.items()))
+
+
+def _environment(options: dict[str, Any]) -> dict[str, str]:
+    return {
+        "torch version": torch.__version__,
+        "CPU capability": torch.backends.cpu.get_cpu_capability(),
+        "compilespec's code": _source_digest(),
+        "compiler options": json.dumps(options, sort_keys=True),
+    }
+
+
+# What follows from other parts, as a rule: said only where none of those differs.
+_DERIVED = ("K of the step", "buffers", "graph of the step", "layout of weights")
+_IN_FULL = 24  # letters of a value that is worth telling: no digest, no list of options
+
+
+def _difference(stored: Mapping[str, str], wanted: Mapping[str, str]) -> str:
+    """Which parts of two keys differ, and from what to what."""
+    names = _differing(stored, wanted)
+    told = [name for name in names if name not in _DERIVED] or names
+    changes = []
+    for name in told:
+        values = (stored.get(name, "nothing"), wanted.get(name, "nothing"))
+        is_told = max(map(len, values)) <= _IN_FULL
+        changes.append(f"{name} changed{' from {} to {}'.format(*values) if is_told else ''}")
+    return ", ".join(changes) or "the artifact is gone, or cannot be read"
+
+
+def _differing(stored: Mapping[str, str], wanted: Mapping[str, str]) -> list[str]:
+    return [name for name in {**wanted, **stored} if stored.get(name) != wanted.get(name)]
 
 
 @functools.cache
@@ -77,13 +129,17 @@ def _source_digest() -> str:
     return digest.hexdigest()
 
 
+def _digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
 def _bytes(tensor: Tensor) -> bytes:
     return bytes(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
 
 
 class ArtifactCache:
     """Two files an artifact: the compiled step, and the names of its inputs and outputs, written
-    last.
+    last.  Beside them lie the keys of each model's steps, part by part.
 
     What cannot be read is dropped with a warning and compiled again, also where the directory
     cannot be written.
@@ -92,7 +148,7 @@ class ArtifactCache:
     def __init__(self, directory: Path | None = None) -> None:
         self.directory = (directory or cache_directory()) / "artifacts"
 
-    def load(self, key: str) -> Stored | None:
+    def load(self, key: ArtifactKey) -> Stored | None:
         code, names = self._paths(key)
         try:
             if not names.exists():
@@ -107,7 +163,7 @@ class ArtifactCache:
             return None
 
     def save(
-        self, key: str, compiled: Any, inputs: Sequence[InputSpec], outputs: Sequence[str]
+        self, key: ArtifactKey, compiled: Any, inputs: Sequence[InputSpec], outputs: Sequence[str]
     ) -> None:
         code, names = self._paths(key)
         record = _record(inputs, outputs)
@@ -124,7 +180,7 @@ class ArtifactCache:
             logger.warning("artifact %s was not saved: %s", key, error)
 
     def load_plan(
-        self, key: str
+        self, key: ArtifactKey
     ) -> tuple[StitchPlan, tuple[InputSpec, ...], tuple[str, ...]] | None:
         """How the pieces of a phase are put together; None where it is not known."""
         path = self._plan_path(key)
@@ -139,7 +195,11 @@ class ArtifactCache:
             return None
 
     def save_plan(
-        self, key: str, plan: StitchPlan, inputs: Sequence[InputSpec], outputs: Sequence[str]
+        self,
+        key: ArtifactKey,
+        plan: StitchPlan,
+        inputs: Sequence[InputSpec],
+        outputs: Sequence[str],
     ) -> None:
         record = {**_record(inputs, outputs), "plan": plan.to_json()}
         path = self._plan_path(key)
@@ -151,11 +211,51 @@ class ArtifactCache:
         except OSError as error:
             logger.warning("plan %s was not saved: %s", key, error)
 
-    def _plan_path(self, key: str) -> Path:
+    def keep_key(self, key: ArtifactKey) -> None:
+        """Keep the parts of a step's key, for `why_new` of later ones."""
+        path = self._keys_of(key) / f"{key}.json"
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(dir=self.directory) as scratch:
+                Path(f"{scratch}/key").write_text(json.dumps(dict(key.parts)))
+                os.replace(f"{scratch}/key", path)
+        except OSError as error:  # the artifact was not saved either, and that is told
+            logger.debug("key %s was not saved: %s", key, error)
+
+    def why_new(self, key: ArtifactKey) -> str:
+        """How a step's key differs from the nearest one of the same step and model."""
+        wanted = dict(key.parts)
+        keys = [parts for path in self._stored_keys(key) if (parts := _parts_of(path))]
+        if not keys:
+            return "nothing is cached for this model"
+        same_step = [stored for stored in keys if stored.get("step") == wanted["step"]]
+        if not same_step:
+            return "this step is not cached for this model"
+        return _difference(min(same_step, key=lambda k: len(_differing(k, wanted))), wanted)
+
+    def _stored_keys(self, key: ArtifactKey) -> list[Path]:
+        """Of the same model."""
+        try:
+            return sorted(self._keys_of(key).glob("*.json"))
+        except OSError:
+            return []
+
+    def _keys_of(self, key: ArtifactKey) -> Path:
+        return self.directory / "keys" / dict(key.parts)["model"][:32]
+
+    def _plan_path(self, key: ArtifactKey) -> Path:
         return self.directory / f"{key}.plan.json"
 
-    def _paths(self, key: str) -> tuple[Path, Path]:
+    def _paths(self, key: ArtifactKey) -> tuple[Path, Path]:
         return self.directory / f"{key}.bin", self.directory / f"{key}.json"
+
+
+def _parts_of(path: Path) -> dict[str, str]:
+    """The parts of a stored key; none where it cannot be read: only a reason is lost."""
+    try:
+        return {str(name): str(value) for name, value in json.loads(path.read_text()).items()}
+    except Exception:  # as above
+        return {}
 
 
 def _drop(what: str, error: Exception, *files: Path) -> None:

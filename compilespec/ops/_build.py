@@ -61,6 +61,16 @@ def load_kernels() -> bool:
         return _loaded
 
 
+def is_cached() -> bool | None:
+    """Whether `load_kernels` finds a library that fits; None where no library is wanted."""
+    if os.environ.get("COMPILESPEC_CPP_KERNELS") == "0":
+        return None
+    try:
+        return _is_whole(library_path())
+    except OSError:  # `load_kernels` will say so
+        return False
+
+
 def library_path() -> Path:
     """Where this machine's library belongs: under COMPILESPEC_CACHE_DIR or ~/.cache/compilespec."""
     root = os.environ.get("COMPILESPEC_CACHE_DIR") or Path.home() / ".cache" / "compilespec"

@@ -70,6 +70,19 @@ class PassContext:
         return self.target.num_attention_layers
 
     @property
+    def kind(self) -> str:
+        """Which of a program's steps it is, whatever K."""
+        if self.read_only:
+            return "replay"
+        return f"{self.phase}, greedy" if self.greedy_only else self.phase
+
+    @property
+    def title(self) -> str:
+        """The kind, and K of a decode step: "decode, K=3"."""
+        is_decode = self.kind.startswith("decode")
+        return f"{self.kind}, K={self.config.num_draft_tokens}" if is_decode else self.kind
+
+    @property
     def has_drafter(self) -> bool:
         return self.capabilities.kind != "none"
 

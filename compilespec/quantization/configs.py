@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import importlib
 import importlib.metadata
 import importlib.util
 import re
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 
 from compilespec.errors import NotSupported
+from compilespec.quiet import quiet_import
 from compilespec.suggest import not_one_of
 
 OLDEST_TORCHAO = (0, 15)
@@ -73,7 +75,7 @@ def read_quantize(value: Any, keyword: str = "quantize") -> Quantize | None:
 
 
 def require_torchao(what: str) -> None:
-    """Raises: NotSupported when torchao is missing or too old."""
+    """Import torchao.  Raises: NotSupported when it is missing or too old."""
     oldest = ".".join(map(str, OLDEST_TORCHAO))
     if importlib.util.find_spec("torchao") is None:
         raise NotSupported(f"{what} needs torchao>={oldest}, which is not installed: {INSTALL}")
@@ -81,6 +83,8 @@ def require_torchao(what: str) -> None:
     numbers = re.match(r"(\d+)\.(\d+)", found)
     if numbers and tuple(map(int, numbers.groups())) < OLDEST_TORCHAO:
         raise NotSupported(f"{what} needs torchao>={oldest}, found {found}: {INSTALL}")
+    with quiet_import():
+        importlib.import_module("torchao.quantization")
 
 
 def _int8_weight_only(device: torch.device) -> Any:

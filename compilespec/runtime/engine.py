@@ -276,6 +276,14 @@ class Engine:
         self._closed = True
         self._executor.close()
 
+    def __repr__(self) -> str:
+        """One line: the model, the method, K, the device, the dtype, and whether it is closed."""
+        counts = sorted({*self.geometry.draft_counts, self.geometry.num_draft_tokens})
+        parts = [str(self._plan[name]) for name in ("model", "method") if name in self._plan]
+        parts.append(f"K={','.join(map(str, counts))}")
+        parts += [str(self._plan[name]) for name in ("device", "dtype") if name in self._plan]
+        return f"Engine({', '.join(parts)}{', closed' if self._closed else ''})"
+
     def __enter__(self) -> Engine:
         self._check_open()
         return self

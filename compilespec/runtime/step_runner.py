@@ -15,6 +15,7 @@ from compilespec.cudagraphs.drivers import make_driver
 from compilespec.cudagraphs.modes import GraphOptions
 from compilespec.cudagraphs.recorder import Recorder
 from compilespec.program import PAD, Lowered
+from compilespec.progress import Reporter
 from compilespec.runtime.executor import Geometry, PrefillChunk
 from compilespec.runtime.prefix_cache import TOKENS_BY_POSITION
 from compilespec.runtime.prompt_rows import prompt_logprobs
@@ -95,9 +96,13 @@ class StepRunner:
             for name, phase in lowered.calls.items()
         }
 
-    def capture(self) -> None:
+    def capture(self, progress: Reporter | None = None) -> None:
         """Capture graphs, the largest first, as the options say; while rows are free alone."""
-        capture_all(list(self._calls.values()), startup_seconds=self._graphs.startup_seconds)
+        capture_all(
+            list(self._calls.values()),
+            startup_seconds=self._graphs.startup_seconds,
+            progress=progress,
+        )
 
     def graph_report(self) -> dict[str, Any] | None:
         """What was captured so far, and what it cost; None where nothing is."""

@@ -1,0 +1,134 @@
+"""What starting does, told while it is done: small records for a callable, lines for the log."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+logger = logging.getLogger("compilespec")
+
+Stage = Literal["load", "trace", "rewrite", "compile", "capture", "ready"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Progress:
+    """A step of starting that begins, tells more of itself, or is done."""
+
+    stage: Stage
+    """The last record of a start has stage "ready"."""
+
+    what: str
+    """"target", "decode, K=3", "C++ kernels", ..."""
+
+    index: int | None = None
+    """Which step of the stage it is, from 1; None where their number is not known."""
+
+    total: int | None = None
+    """How many steps the stage has."""
+
+    detail: str = ""
+    """How far the step is: "piece 2 of 5"."""
+
+    from_cache: bool | None = None
+    """Whether it was found on disk; None where nothing of the kind is kept, or not known yet."""
+
+    why: str = ""
+    """Why it is compiled anew."""
+
+    done: bool = False
+    """Whether this is the step's last record."""
+
+    elapsed_ms: float = 0.0
+    """Since the step began."""
+
+    seconds: Mapping[Stage, float] = dataclasses.field(default_factory=dict)
+    """Of the last record: by stage.  A step inside another counts for its own stage alone."""
+
+    def __str__(self) -> str:
+        place = "" if self.total is None else f" {self.index}/{self.total}"
+        detail = f", {self.detail}" if self.detail else ""
+        line = f"{self.stage}{place}: {self.what}{detail}"
+        if self.from_cache is not None:
+            line += ", from the cache" if self.from_cache else f", anew ({self.why})"
+        if self.done:
+            line += f", {_in_words(self.elapsed_ms)}"
+        parts = (f"{stage} {seconds:.1f}" for stage, seconds in self.seconds.items())
+        return f"{line} ({', '.join(parts)})" if self.seconds else line
+
+
+class Reporter:
+    """Tells what one start does: the stages open a `step` for each thing that takes time.
+
+    An exception of the callable is raised where it was called, so that starting stops there: what
+    has been compiled by then is in the cache.
+    """
+
+    def __init__(self, tell: Callable[[Progress], object] | None = None) -> None:
+        self._tell = tell
+        self._started = time.perf_counter()
+        self._seconds: dict[Stage, float] = {}
+
+    @contextlib.contextmanager
+    def step(
+        self, stage: Stage, what: str, *, index: int | None = None, total: int | None = None
+    ) -> Iterator[Step]:
+        """Around one thing that takes time; where it raises, no last record comes."""
+        started, told_before = time.perf_counter(), sum(self._seconds.values())
+        step = Step(self, Progress(stage=stage, what=what, index=index, total=total), started)
+        step.tell()
+        yield step
+        elapsed = time.perf_counter() - started
+        inside = sum(self._seconds.values()) - told_before
+        self._seconds[stage] = self._seconds.get(stage, 0.0) + elapsed - inside
+        step.tell(done=True, detail="")
+
+    def ready(self) -> None:
+        """Tell the last record."""
+        elapsed_ms = (time.perf_counter() - self._started) * 1e3
+        self.emit(
+            Progress(
+                stage="ready",
+                what="all",
+                done=True,
+                elapsed_ms=elapsed_ms,
+                seconds=dict(self._seconds),
+            )
+        )
+
+    def emit(self, record: Progress) -> None:
+        logger.info("%s", record)
+        if self._tell is not None:
+            self._tell(record)
+
+
+class Step:
+    """One step, as its stage sees it."""
+
+    def __init__(self, reporter: Reporter, record: Progress, started: float) -> None:
+        self._reporter, self._record, self._started = reporter, record, started
+
+    def note(self, **changes: Any) -> None:
+        """Change what later records say."""
+        self._record = dataclasses.replace(self._record, **changes)
+
+    def tell(self, **changes: Any) -> None:
+        """Change it, and tell it now."""
+        elapsed_ms = (time.perf_counter() - self._started) * 1e3
+        self.note(elapsed_ms=elapsed_ms, **changes)
+        self._reporter.emit(self._record)
+
+    def inside(self, stage: Stage, detail: str) -> contextlib.AbstractContextManager[Step]:
+        """A step of another stage that this one needs."""
+        record = self._record
+        return self._reporter.step(
+            stage, f"{record.what}, {detail}", index=record.index, total=record.total
+        )
+
+
+def _in_words(elapsed_ms: float) -> str:
+    return f"{elapsed_ms:.0f} ms" if elapsed_ms < 1000 else f"{elapsed_ms / 1e3:.1f} s"
