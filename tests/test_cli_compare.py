@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -170,12 +171,16 @@ def comparison_of(
         )  # fmt: skip
 
     rows = (
-        row("eagle3", partings=as_reference + as_plain, plain_partings=as_plain),
-        row("plain", partings=as_reference),
-        row("transformers", partings=()),
+        row("compilespec eagle3", partings=as_reference + as_plain, plain_partings=as_plain),
+        row("compilespec plain", partings=as_reference),
+        row("transformers generate", partings=()),
     )
     return comparing.Comparison(
-        rows=rows, reference="transformers", plain="plain", num_prompts=2, num_rounds=3
+        rows=rows,
+        reference="transformers generate",
+        plain="compilespec plain",
+        num_prompts=2,
+        num_rounds=3,
     )
 
 
@@ -189,25 +194,37 @@ def test_a_near_tie_is_explained_once_and_speculation_comes_first(capsys):
     tokenizer = SimpleNamespace(decode=lambda ids: {5: " self", 6: "\n"}[ids[0]])
     first, second, *rest = printed(comparison_of((), (tie,)), capsys, tokenizer=tokenizer)
     assert first == (
-        "eagle3 against plain: all 2 prompts identical, 24 tokens compared in this run: "
+        "compilespec eagle3 against compilespec plain: "
+        "all 2 prompts identical, 24 tokens compared in this run: "
         "speculation changed no token."
     )
     assert second.startswith(
-        "plain against transformers: 1 of 2 prompts identical; the others part at near ties"
+        "compilespec plain against transformers generate: "
+        "1 of 2 prompts identical; the others part at near ties"
     )
     words = " ".join(" ".join(rest).split())
     assert words.count("Prompt 2 parts") == 1
     assert (
-        "Prompt 2 parts at token 7: eagle3 and plain wrote ' self', transformers wrote '\\n'. "
+        "Prompt 2 parts at token 7: compilespec eagle3 and compilespec plain wrote ' self', "
+        "transformers generate wrote '\\n'. "
         "There the model's two best tokens have scores (logits) 0.0041 apart, a near tie" in words
     )
     assert words.count("A near tie is no error") == 1
     assert "identical" in next(line for line in rest if "eagle3" in line)
 
 
+def test_no_heading_is_cut_on_80_columns(capsys, monkeypatch):
+    monkeypatch.setattr("rich.console.Console.is_terminal", property(lambda self: True))
+    monkeypatch.setenv("COLUMNS", "80")
+    text = re.sub(r"\x1b\[\d*m", "", "\n".join(printed(comparison_of((), ()), capsys)))
+    assert "acceptance" in text
+    assert "…" not in text
+    assert max(map(len, text.splitlines())) <= 80
+
+
 def test_nothing_parts_and_nothing_is_explained(capsys):
     words = " ".join(printed(comparison_of((), ()), capsys))
-    assert "plain against transformers: all 2 prompts identical." in words
+    assert "compilespec plain against transformers generate: all 2 prompts identical." in words
     assert "near tie" not in words
 
 
@@ -217,5 +234,5 @@ def test_speculation_that_parts_says_so_first(capsys):
     assert "1 of 2 prompts identical" in first
     assert "WRONG TOKENS" in first
     assert "changed no token" not in first
-    assert "id 5, plain wrote nothing more" in " ".join(" ".join(rest).split())
+    assert "id 5, compilespec plain wrote nothing more" in " ".join(" ".join(rest).split())
     assert "one of them is wrong" in " ".join(rest)

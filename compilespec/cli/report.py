@@ -254,12 +254,12 @@ def _comparison_table(
     )
     settings = [str(plan[name]) for name in ("dtype", "device", "backend") if name in plan]
     table = Table(title=", ".join([sizes, *settings]), title_justify="left")
-    table.add_column("", no_wrap=True)
+    table.add_column("")
     for column in ("tokens/s", "ratio", "acceptance length"):
-        table.add_column(column, justify="right")
+        table.add_column(column, justify="right", min_width=_longest_word(column))
     compared = [name for name in (comparison.plain, comparison.reference) if name is not None]
     for name in compared:
-        table.add_column(f"tokens against {name}")
+        table.add_column(f"tokens against {name}", min_width=_longest_word(name))
     others = {title: {row.name: row for row in other.rows} for title, other in sampled.items()}
     for title in others:
         for column in ("tokens/s", "ratio", "acceptance length"):
@@ -272,6 +272,11 @@ def _comparison_table(
             *(cell for rows in others.values() for cell in _speed_cells(rows.get(row.name))),
         )
     return table
+
+
+def _longest_word(text: str) -> int:
+    """Narrower than this a column would cut its heading."""
+    return max(map(len, text.split()))
 
 
 def _token_cell(comparison: Comparison, row: Row, name: str) -> str:
