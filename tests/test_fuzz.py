@@ -126,7 +126,7 @@ def test_a_failure_names_its_round(
     assert tally.failed == [3]
     printed = capsys.readouterr().out
     assert "seed 5, round 3: AssertionError: tokens: got [1], expected [2]" in printed
-    assert "python -m tests.fuzz --seed 5 --round 3" in printed
+    assert "python -m tests.fuzz --seed 5 --round 3 --requests 60" in printed
 
 
 def test_a_round_that_hangs_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,13 +11,14 @@ import sys
 
 import torch
 
-from tests.fuzz.run import ROUND_SECONDS, fuzz
+from tests.fuzz.run import NUM_ORDERS, ROUND_SECONDS, fuzz
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
     parser.add_argument("--seed", type=int, default=None, help="of all rounds; drawn if not given")
     parser.add_argument("--round", type=int, default=None, help="play this round alone")
+    parser.add_argument("--requests", type=int, default=NUM_ORDERS, help="of each half of a round")
     parser.add_argument("--minutes", type=float, default=3.0, help="begin no round after so many")
     parser.add_argument("--keep-going", action="store_true", help="do not stop at a failure")
     asked = parser.parse_args()
@@ -25,10 +26,11 @@ def main() -> int:
     seed = secrets.randbits(32) if asked.seed is None else asked.seed
     print(f"seed {seed}", flush=True)
     numbers = itertools.count() if asked.round is None else [asked.round]
-    if asked.round is None:  # the last resort, where not even the watchdog gets through
-        limit = 60 * asked.minutes + 2 * ROUND_SECONDS
-        faulthandler.dump_traceback_later(limit, exit=True)
-    tally = fuzz(seed, numbers, minutes=asked.minutes, goes_on=asked.keep_going)
+    limit = 60 * asked.minutes + 2 * ROUND_SECONDS
+    faulthandler.dump_traceback_later(limit, exit=True)  # where not even the watchdog gets through
+    tally = fuzz(
+        seed, numbers, minutes=asked.minutes, num_orders=asked.requests, goes_on=asked.keep_going
+    )
     for name, count in sorted(tally.met.items()):
         print(f"{count:8d}  {name}")
     print(f"{tally.num_rounds} rounds, failed: {tally.failed or 'none'}")

@@ -14,7 +14,7 @@ from compilespec.runtime.engine_thread import EngineThread, Ticket
 from tests.fuzz.direct import Seen
 from tests.fuzz.orders import Order
 
-WAIT_SECONDS = 60  # far more than any of it takes
+WAIT_SECONDS = 120  # far more than any of it takes
 NUM_THREADS = 3
 IN_A_LOOP = ("wait", "async")
 

@@ -110,7 +110,7 @@ def _answered(
     outputs = free = truth.answer(order.prompt, order.params)
     if not order.asked_for - {"logprobs", "prompt_logprobs", "caps"} and outputs[0].error is None:
         assert truth.is_the_models_own(outputs[0]), f"plain decoding itself is wrong: {order}"
-    if "stop" in plan.features and draw.random() < 0.5:
+    if "stop" in plan.features and outputs[0].token_ids and draw.random() < 0.5:
         stop = _draw_stop(draw, outputs[0])
         if stop:
             params = SamplingParams(**{**fields, **stop})

@@ -44,7 +44,7 @@ class Plan:
     has_traced_processor: bool
     policy: str  # of several K: "own", "warm" or "cold" (scripted, drafters kept up to date or not)
     features: frozenset[str]
-    num_orders: int  # of each way of serving
+    num_orders: int  # by one thread, and as many by clients
     options: dict[str, Any] = field(default_factory=dict)  # further keywords of compile()
 
     @property
@@ -67,11 +67,16 @@ class Plan:
         )
 
 
-def draw_plan(seed: int, number: int, num_orders: int = 60) -> Plan:
+def draw_plan(seed: int, number: int, num_orders: int) -> Plan:
     draw = random.Random(f"plan {seed}:{number}")
     method = draw.choices(list(COUNTS), [WEIGHTS.get(name, 1) for name in COUNTS])[0]
     features = {name for name in LIGHT if draw.random() < 0.6}
     features |= {name for name in HEAVY if draw.random() < 0.35}
+    acceptance = draw.choice(("auto",) * 5 + ("rejection", "block"))
+    count = draw.choice(COUNTS[method])
+    if acceptance != "auto":  # drawn tokens have the right distribution, and are others; one K
+        features.discard("sampled")
+        count = max(count) if isinstance(count, tuple) else count
     batch = draw.choice((1, 2, 3, 4, 4))
     has_prompt_logprobs = draw.random() < 0.3
     options = {
@@ -81,14 +86,15 @@ def draw_plan(seed: int, number: int, num_orders: int = 60) -> Plan:
         "enable_prefix_caching": draw.random() < 0.75,
         "max_prefill_tokens": draw.choice((8, 16, 32, 64)),
         "max_step_tokens": draw.choice((None, None, 24, 40)),
-        "buckets": draw.choice((None, sorted({1, 2, batch}))),
-        "greedy_step": draw.random() < 0.3,
+        "buckets": draw.choice((None, sorted({1, batch}), sorted({min(2, batch), batch}))),
+        "acceptance": acceptance,
+        "greedy_step": acceptance == "auto" and "host" not in features and draw.random() < 0.4,
         "host_processors": "host" in features,
         "prompt_logprobs": has_prompt_logprobs,
     }
     return Plan(
         seed=seed, number=number, method=method, family=draw.choice(FAMILIES),
-        num_draft_tokens=draw.choice(COUNTS[method]),
+        num_draft_tokens=count,
         has_traced_processor=draw.random() < 0.2,
         policy=draw.choice(("own", "warm", "warm", "cold")),
         features=frozenset(features | ({"prompt_logprobs"} if has_prompt_logprobs else set())),

@@ -23,7 +23,8 @@ from tests.fuzz.recorder import Recorder
 from tests.fuzz.truth import Truth
 from tests.models import assert_nothing_held
 
-ROUND_SECONDS = 240  # a round takes some ten
+NUM_ORDERS = 60
+ROUND_SECONDS = 600  # a round takes some ten
 
 
 @dataclass(kw_only=True)
@@ -44,7 +45,7 @@ def fuzz(
     numbers: Iterable[int],
     *,
     minutes: float = float("inf"),
-    num_orders: int = 60,
+    num_orders: int = NUM_ORDERS,
     goes_on: bool = False,
 ) -> Tally:
     """Play the rounds while there is time; stop at the first that fails, unless `goes_on`."""
@@ -125,7 +126,8 @@ def report(plan: Plan, error: BaseException) -> None:
     print(
         f"\nFAILED: seed {plan.seed}, round {plan.number}: {type(error).__name__}: {error}\n"
         f"  round: {plan}\n"
-        f"  again: python -m tests.fuzz --seed {plan.seed} --round {plan.number}",
+        f"  again: python -m tests.fuzz --seed {plan.seed} --round {plan.number} "
+        f"--requests {plan.num_orders}",
         flush=True,
     )
 
