@@ -14,9 +14,9 @@ from compilespec.runtime.engine_thread import Ticket
 from compilespec.runtime.step_runner import StepRunner
 from tests.fuzz.lab import Lab, Policy, build
 from tests.fuzz.orders import DIRECT_WAYS, SERVED_WAYS, Order, draw_orders
-from tests.fuzz.plan import Plan
+from tests.fuzz.plan import COUNTS, Plan, draw_plan
 from tests.fuzz.recorder import Recorder
-from tests.fuzz.run import fuzz, serve_clients, serve_directly
+from tests.fuzz.run import Tally, fuzz, play, serve_clients, serve_directly
 from tests.fuzz.truth import Truth
 
 OPTIONS: dict[str, Any] = {"overlap": True, "max_batch_size": 3, "max_prefill_tokens": 32}
@@ -135,13 +135,31 @@ def test_a_round_that_hangs_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     assert fuzz(5, range(3)).failed == [0]
 
 
-def test_a_very_short_run() -> None:
-    assert not fuzz(2, [4], num_orders=10).failed
+def test_windowed_drafts_under_pressure() -> None:
+    """Few blocks, shared beginnings, overlap: who makes room and is computed anew, or finds a
+    prefix, gets the same tokens.
+    """
+    options = OPTIONS | {"max_batch_size": 4, "kv_cache_tokens": 112, "max_step_tokens": 40}
+    features = frozenset({"sampled", "penalties", "bias", "ids", "stop", "caps", "leave"})
+    tally = Tally()
+    changes = {
+        "number": 4,
+        "num_draft_tokens": 3,
+        "features": features,
+        "options": options,
+        "num_orders": 30,
+    }
+    play(plan_of("mtp", **changes), tally)
+    assert tally.met["preemptions"] > 2  # by the first half, which is always the same
+    assert tally.met["cached tokens"] > 100
 
 
 @pytest.mark.slow
-def test_two_minutes() -> None:
-    tally = fuzz(0, range(1000), minutes=2)
+def test_every_method() -> None:
+    """The first round of each."""
+    rounds = {draw_plan(0, number, 1).method: number for number in reversed(range(100))}
+    assert set(rounds) == set(COUNTS)
+    tally = fuzz(0, rounds.values())
     assert not tally.failed
     for name in ("preemptions", "cached tokens", "replays", "ended by aborted", "ended by stop"):
         assert tally.met[name], f"no {name}"

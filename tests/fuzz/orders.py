@@ -52,9 +52,13 @@ TAKES_SAMPLES = ("generate", "stream")  # n > 1
 def draw_orders(
     plan: Plan, draw: random.Random, truth: Truth, ways: tuple[str, ...]
 ) -> list[Order]:
-    """`plan.num_orders` of them, over few beginnings, each with its answer."""
+    """`plan.num_orders` of them, each with its answer; many begin alike, or go on from one."""
     beginnings = [[draw.randrange(3, VOCAB) for _ in range(48)] for _ in range(2)]
-    return [_draw_order(plan, draw, truth, beginnings, ways) for _ in range(plan.num_orders)]
+    orders: list[Order] = []
+    for _ in range(plan.num_orders):
+        answered = [o.expected[0].prompt_token_ids + o.expected[0].token_ids for o in orders[-5:]]
+        orders.append(_draw_order(plan, draw, truth, [*beginnings, *beginnings, *answered], ways))
+    return orders
 
 
 def _draw_order(
@@ -89,7 +93,7 @@ def _draw_order(
 def _draw_prompt(plan: Plan, draw: random.Random, beginnings: list[list[int]]) -> Any:
     if "text" in plan.features and draw.random() < 0.2:
         return "".join(chr(draw.choice(LETTERS)) for _ in range(draw.randint(1, 30)))
-    start = draw.choice(beginnings)[: draw.choice((0, 5, 16, 17, 33, 40, 48))]
+    start = draw.choice(beginnings)[: draw.choice((0, 5, 16, 17, 33, 40, 48, 80))]
     end = [draw.randrange(3, VOCAB) for _ in range(draw.choice((1, 1, 2, 9, 20)))]
     return [*start, *end]
 
@@ -110,7 +114,8 @@ def _answered(
     outputs = free = truth.answer(order.prompt, order.params)
     if not order.asked_for - {"logprobs", "prompt_logprobs", "caps"} and outputs[0].error is None:
         assert truth.is_the_models_own(outputs[0]), f"plain decoding itself is wrong: {order}"
-    if "stop" in plan.features and outputs[0].token_ids and draw.random() < 0.5:
+    may_stop = "stop" in plan.features and "min_new_tokens" not in fields  # it holds stop ids back
+    if may_stop and outputs[0].token_ids and draw.random() < 0.5:
         stop = _draw_stop(draw, outputs[0])
         if stop:
             params = SamplingParams(**{**fields, **stop})
