@@ -18,7 +18,7 @@ import torch
 import compilespec
 from compilespec.cli import dump, main
 from tests.browser import open_browser
-from tests.readme import quotes_in, sessions, without_times
+from tests.documents import quotes_in, sessions, without_times
 
 LLAMA_70B = {
     "model_type": "llama", "hidden_size": 8192, "intermediate_size": 28672,
@@ -293,8 +293,12 @@ def test_html_page_fits_the_window(run: Dump, tmp_path: Path, width: int) -> Non
 
 def test_bounds_and_cost_are_printed_and_json(run: Dump) -> None:
     printed = " ".join((run("--bounds") + run("--cost")).split())
-    quotes = [q for q in quotes_in("`--bounds` lists") if " " in q and not q.startswith("--")]
-    assert len(quotes) == 3  # of README
+    quotes = [
+        quote
+        for quote in quotes_in("docs/inspect.md", "`--bounds` lists")
+        if " " in quote and not quote.startswith("--")
+    ]
+    assert len(quotes) == 3
     for quote in quotes:
         assert quote in printed
     assert json.loads(run("--bounds", "--json"))["counts"].get("open", 0) == 0
@@ -319,13 +323,14 @@ def test_a_failed_check_is_exit_code_1(run: Dump, monkeypatch: pytest.MonkeyPatc
     assert run("--verify", code=dump.FAILED) == ""
 
 
-# --- what README shows ---
+# --- what the documents show ---
 
 
-def test_readme_shows_what_the_commands_print(run: Dump) -> None:
-    shown = sessions()
-    assert len(shown) == 3
-    for command, output in shown.items():
+@pytest.mark.parametrize(("page", "count"), [("README.md", 1), ("docs/inspect.md", 3)])
+def test_documents_show_what_the_commands_print(run: Dump, page: str, count: int) -> None:
+    shown = list(sessions(page))
+    assert len(shown) == count
+    for command, output in shown:
         program, subcommand, *arguments = command.split()
         assert (program, subcommand) == ("compilespec", "dump")
         assert without_times(run(*arguments)) == without_times(output)

@@ -31,8 +31,8 @@ from compilespec.passes.runner import PassContext, snapshot
 from compilespec.program import Phase, ProgramConfig, SpecProgram, markers
 from compilespec.target_info import describe_target
 from compilespec.trace import trace_target
+from tests.documents import PAGES
 from tests.models import VOCAB, tiny_target
-from tests.readme import README
 
 Edit = Callable[[fx.GraphModule, PassContext], Any]
 ATEN = torch.ops.aten
@@ -570,11 +570,12 @@ def test_the_table_of_faults() -> None:
         print("  ".join(c.ljust(width) for c, width in zip(row, widths, strict=True)).rstrip())
 
 
-def test_readme_counts_them_and_shows_one() -> None:
-    assert f"plants {len(FAULTS)} faults" in README
+def test_the_page_counts_them_and_shows_one() -> None:
+    page = PAGES["docs/inspect.md"]
+    assert f"plants {len(FAULTS)} faults" in page
     (fault,) = (f for f in FAULTS if str(f) == "splice_draft_loop-wrong-gather-row")
-    start = README.index("pass    splice_draft_loop")
-    shown = README[start : README.index("```", start)].replace(", ...", "")
+    start = page.index("pass    splice_draft_loop")
+    shown = page[start : page.index("```", start)].replace(", ...", "")
     printed = str(catch(fault).bisect)
     assert [line for line in shown.splitlines() if line not in printed] == []
 

@@ -1,6 +1,6 @@
 """Compiled in float32: the tokens are those of plain decoding and of the same graphs interpreted.
 
-The margin rule (README, how exactness is obtained): products of 1, of K+1 and of T rows round
+The margin rule (docs/exactness.md): products of 1, of K+1 and of T rows round
 differently, so where tokens part each must be the best of a float64 forward of the model, or fall
 short of it by less than LOGIT_BOUND; and how many requests part is counted.
 """
