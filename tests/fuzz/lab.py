@@ -111,21 +111,21 @@ def _drafting(
     if plan.method == "draft_model":
         return {"spec": "draft_model", "draft": copy.deepcopy(model), **count}
     if plan.method == "user_host":
-        heart = ByHeart([tokens for tokens, _ in known], plan.most)
+        heart = ByHeart(known, plan.most)
         return {"spec": "user", "draft": heart, "traced": False, **count}
     made = METHODS[plan.method](model, _info(plan.family), plan.most)
     return {"spec": plan.method, **made, **count}
 
 
 class ByHeart:
-    """Drafts on the host what follows in a known sequence."""
+    """Drafts on the host what follows in a known sequence, from the second token of its output."""
 
-    def __init__(self, sequences: list[list[int]], count: int) -> None:
+    def __init__(self, known: list[tuple[list[int], int]], count: int) -> None:
         self.num_draft_tokens = count
         self._following = {
             tuple(tokens[:end]): tokens[end : end + count]
-            for tokens in sequences
-            for end in range(1, len(tokens))
+            for tokens, start in known
+            for end in range(start + 1, len(tokens))
         }
 
     def __call__(self, token_ids: list[int]) -> list[int]:
