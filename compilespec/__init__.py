@@ -19,20 +19,21 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from compilespec.acceptance import acceptance_rule
     from compilespec.inspect.bisect import bisect
     from compilespec.inspect.verify import verify
-    from compilespec.pipeline import compile, trace
+    from compilespec.passes.acceptance.rule import acceptance_rule
+    from compilespec.pipeline.entry import compile, trace
     from compilespec.progress import Progress
     from compilespec.quantization import Quantize, save_quantized
     from compilespec.runtime.engine import Engine
-    from compilespec.sampling_params import SamplingParams
+    from compilespec.runtime.sampling_params import SamplingParams
 
 _LAZY = {
     "Engine": ("compilespec.runtime.engine", "Engine"),
-    "SamplingParams": ("compilespec.sampling_params", "SamplingParams"),
-    "acceptance_rule": ("compilespec.acceptance", "acceptance_rule"),
-    "compile": ("compilespec.pipeline", "compile"),
+    "SamplingParams": ("compilespec.runtime.sampling_params", "SamplingParams"),
+    "acceptance_rule": ("compilespec.passes.acceptance.rule", "acceptance_rule"),
+    "compile": ("compilespec.pipeline.entry", "compile"),
+    "trace": ("compilespec.pipeline.entry", "trace"),
     "verify": ("compilespec.inspect.verify", "verify"),
     "Progress": ("compilespec.progress", "Progress"),
     "Quantize": ("compilespec.quantization", "Quantize"),
@@ -47,8 +48,6 @@ def __getattr__(name: str) -> Any:
     """
     from importlib import import_module
 
-    if name == "trace":  # the stage's module, which is callable
-        return import_module("compilespec.trace")
     if name in _LAZY:
         module, attribute = _LAZY[name]
         return getattr(import_module(module), attribute)

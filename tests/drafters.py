@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from compilespec.loading import Target
 from compilespec.methods import eagle, eagle3, mtp, shared_kv
 from compilespec.methods.base import TargetInfo
-from compilespec.target_info import describe_target
-from compilespec.trace import trace_target
+from compilespec.tracing.load import Target
+from compilespec.tracing.target import trace_target
+from compilespec.tracing.target_info import describe_target
 
 
 def repeating(k: int) -> Callable[[Tensor, Tensor], Tensor]:

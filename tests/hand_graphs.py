@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from compilespec.methods import get_method
+from compilespec.methods.registry import get_method
 from compilespec.passes.runner import PassContext
 from compilespec.program import BufferSpec, InputSpec, ProgramConfig
 

@@ -11,11 +11,11 @@ from torch import nn
 
 import compilespec
 from compilespec import SamplingParams, acceptance_rule
-from compilespec.acceptance import RULE_INPUTS
 from compilespec.errors import InvalidOption, TraceError
 from compilespec.methods.eagle3 import random_head
-from compilespec.options import resolve_acceptance
 from compilespec.passes.acceptance import describe, is_lossless
+from compilespec.passes.acceptance.rule import RULE_INPUTS
+from compilespec.pipeline.options import resolve_acceptance
 from tests import test_verify_loops
 from tests.models import VOCAB, greedy_reference, target_info, tiny_target
 from tests.test_rejection import LENGTH, PROMPT, markov_target, params_of

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 import compilespec
-from compilespec import choosing
 from compilespec.errors import InvalidOption
+from compilespec.pipeline import auto as choosing
 from tests.models import ask_all, tiny_target
 
 

@@ -17,11 +17,11 @@ from torch import Tensor, nn
 import compilespec
 from compilespec import SamplingParams, errors
 from compilespec.cli import main
-from compilespec.loading import load_target
 from compilespec.methods.checkpoint import read_tensors
 from compilespec.methods.eagle3 import random_head, save_head
-from compilespec.target_info import describe_target
-from compilespec.trace import trace_target
+from compilespec.tracing.load import load_target
+from compilespec.tracing.target import trace_target
+from compilespec.tracing.target_info import describe_target
 from tests.models import VOCAB, PlainModel
 
 VOCAB_SIZE, MAX_SEQ_LEN, LIMIT = 40, 32, 256

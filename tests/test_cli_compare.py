@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import compilespec
-import compilespec.loading
+import compilespec.tracing.load
 from compilespec.cli import compare as comparing
 from compilespec.cli import main, report
 from compilespec.runtime.engine import Engine
@@ -136,7 +136,9 @@ def test_command_prints_the_table(model, monkeypatch, capsys, as_json):
 
     monkeypatch.setattr(compilespec, "compile", fake_compile, raising=False)
     monkeypatch.setattr(
-        compilespec.loading, "load_target", lambda name, **options: SimpleNamespace(model=model)
+        compilespec.tracing.load,
+        "load_target",
+        lambda name, **options: SimpleNamespace(model=model),
     )
     monkeypatch.setenv("COLUMNS", "150")
     flags = ["--json"] if as_json else []

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, fx
 
 from compilespec.errors import PassError
-from compilespec.passes import ATEN_PASSES, SPLICE_PASSES, contracts
+from compilespec.passes import contracts
 from compilespec.passes.check_markers import check_markers
+from compilespec.passes.order import ATEN_PASSES, SPLICE_PASSES
 from compilespec.passes.runner import Pass, PassContext, run_passes
 from compilespec.program import InputSpec
 from tests.hand_graphs import graph_of

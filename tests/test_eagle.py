@@ -16,8 +16,8 @@ from torch.nn import functional
 import compilespec
 from compilespec import SamplingParams
 from compilespec.errors import CheckpointError, DraftMismatch, InvalidOption, NotSupported
-from compilespec.methods import get_method
 from compilespec.methods.eagle import random_head, save_head
+from compilespec.methods.registry import get_method
 from tests.models import (
     ask_all,
     assert_nothing_held,

@@ -13,11 +13,11 @@ from torch.nn import functional
 from transformers import LlamaConfig
 
 from compilespec.errors import CheckpointError, DraftMismatch, InvalidOption
-from compilespec.methods import get_method
 from compilespec.methods.base import Drafter, TargetInfo
 from compilespec.methods.eagle3 import random_head, save_head
 from compilespec.methods.eagle3.drafter import rope_frequencies
 from compilespec.methods.eagle3.load import check_d2t
+from compilespec.methods.registry import get_method
 
 LAYOUTS = ("safeailab", "speculators")
 VARIANTS = {

@@ -22,7 +22,7 @@ from compilespec.errors import (
 from compilespec.methods.eagle3 import random_head
 from compilespec.runtime.engine import Engine
 from compilespec.runtime.request import Request
-from compilespec.sampling_params import SamplingParams
+from compilespec.runtime.sampling_params import SamplingParams
 from tests.fake_executor import FakeExecutor, geometry, toy_decode
 from tests.models import assert_nothing_held, greedy_reference, target_info, tiny_target
 

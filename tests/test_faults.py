@@ -20,17 +20,18 @@ from torch import Tensor, fx
 from compilespec.errors import PassError
 from compilespec.inspect.bisect import BisectReport, bisect
 from compilespec.inspect.verify import VerifyReport, verify
-from compilespec.loading import load_target
-from compilespec.logits_processor import LogitsProcessor
-from compilespec.methods import get_method
 from compilespec.methods.eagle3 import random_head
-from compilespec.passes import ATEN_PASSES, SPLICE_PASSES, rewrite, runner
+from compilespec.methods.registry import get_method
+from compilespec.passes import rewrite, runner
 from compilespec.passes.graph import emit, find_role, get_outputs, output_node, set_outputs
+from compilespec.passes.logits_processor import LogitsProcessor
+from compilespec.passes.order import ATEN_PASSES, SPLICE_PASSES
 from compilespec.passes.rewrite import rewrite_phase
 from compilespec.passes.runner import PassContext, snapshot
 from compilespec.program import Phase, ProgramConfig, SpecProgram, markers
-from compilespec.target_info import describe_target
-from compilespec.trace import trace_target
+from compilespec.tracing.load import load_target
+from compilespec.tracing.target import trace_target
+from compilespec.tracing.target_info import describe_target
 from tests.documents import PAGES
 from tests.models import VOCAB, tiny_target
 

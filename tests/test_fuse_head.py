@@ -13,13 +13,13 @@ import torch
 from torch import Tensor, nn
 
 import compilespec
-from compilespec.methods import get_method
 from compilespec.methods.eagle3 import random_head
-from compilespec.passes import PassContext
+from compilespec.methods.registry import get_method
 from compilespec.passes.fuse_head_argmax import fuse_head_argmax, is_faster
+from compilespec.passes.order import PassContext
 from compilespec.passes.rewrite import rewrite_phase
 from compilespec.program import SpecProgram
-from compilespec.trace import trace_target
+from compilespec.tracing.target import trace_target
 from tests.hand_graphs import HAND_CONFIG, call, code, graph_of
 from tests.models import VOCAB, target_info, tiny_target
 

@@ -11,8 +11,8 @@ import transformers
 import compilespec
 from compilespec import SamplingParams
 from compilespec.errors import InvalidRequest
-from compilespec.generation_defaults import read_generation_defaults
-from compilespec.loading import load_target
+from compilespec.tracing.generation_defaults import read_generation_defaults
+from compilespec.tracing.load import load_target
 from tests.models import greedy_reference, tiny_target
 
 

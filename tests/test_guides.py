@@ -12,11 +12,11 @@ from torch import Tensor, nn
 import compilespec
 from compilespec import SamplingParams
 from compilespec.errors import GuideFailed, InvalidRequest
-from compilespec.guides import Choice, JsonSchema, Regex, Vocabulary
-from compilespec.guides.follower import GuideFollower
 from compilespec.methods.eagle3 import random_head
 from compilespec.ops.sample.philox import gumbel, noise_bits
 from compilespec.runtime.engine import Engine
+from compilespec.runtime.guides import Choice, JsonSchema, Regex, Vocabulary
+from compilespec.runtime.guides.follower import GuideFollower
 from tests.models import VOCAB, DialDrafter, assert_nothing_held, target_info, tiny_target
 
 EOS, MAX_SEQ_LEN = 2, 64

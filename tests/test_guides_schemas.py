@@ -19,9 +19,9 @@ import compilespec
 from compilespec import SamplingParams
 from compilespec.demo import demo_directory
 from compilespec.errors import InvalidRequest, MissingDependency
-from compilespec.guides import Choice, JsonSchema, Regex, Vocabulary
 from compilespec.methods.eagle3 import random_head
 from compilespec.runtime.engine import Engine
+from compilespec.runtime.guides import Choice, JsonSchema, Regex, Vocabulary
 from tests.models import target_info
 
 MAX_SEQ_LEN, COUNT = 640, 600

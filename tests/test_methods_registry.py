@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from compilespec.errors import InvalidOption, SpecError, UnknownMethod
-from compilespec.methods import capability_rows, get_method, method_names
 from compilespec.methods.base import TargetInfo
-from compilespec.options import check_method_options
+from compilespec.methods.registry import capability_rows, get_method, method_names
+from compilespec.pipeline.options import check_method_options
 
 
 @pytest.mark.parametrize(

@@ -26,12 +26,12 @@ from compilespec.errors import (
     SpecError,
     UnknownMethod,
 )
-from compilespec.methods import method_names
-from compilespec.placement import DEVICES, DTYPES
+from compilespec.errors.suggest import ELSEWHERE
+from compilespec.methods.registry import method_names
 from compilespec.quantization.configs import NAMES
 from compilespec.runtime.engine import Engine
 from compilespec.runtime.keywords import FIELDS
-from compilespec.suggest import ELSEWHERE
+from compilespec.tracing.placement import DEVICES, DTYPES
 from tests.fake_executor import FakeExecutor
 
 PREFIX = "compilespec: error: "

@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import load_file
 
 import compilespec
-from compilespec.loading import load_target
 from compilespec.methods.mtp.load import load_drafter
+from compilespec.tracing.load import load_target
 from tests.models import target_info
 from tests.test_draft_model import check_oracle
 

@@ -14,9 +14,9 @@ import compilespec
 from compilespec import SamplingParams
 from compilespec.cli import main
 from compilespec.errors import UnsupportedModel
-from compilespec.loading import load_target
-from compilespec.target_info import describe_target
-from compilespec.trace import trace_target
+from compilespec.tracing.load import load_target
+from compilespec.tracing.target import trace_target
+from compilespec.tracing.target_info import describe_target
 from tests.models import VOCAB, PlainModel, greedy_reference
 
 SIZES = {

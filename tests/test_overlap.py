@@ -11,7 +11,7 @@ import pytest
 from compilespec.errors import TokenizerFailed
 from compilespec.runtime.engine import Engine
 from compilespec.runtime.request import RequestState
-from compilespec.sampling_params import SamplingParams
+from compilespec.runtime.sampling_params import SamplingParams
 from tests.fake_executor import FakeExecutor, geometry, toy_decode
 from tests.models import assert_nothing_held
 from tests.step_model import StepModel, Toy

@@ -13,11 +13,9 @@ from torch import Tensor, fx, nn
 
 from compilespec import _torch_compat
 from compilespec.errors import PassError
-from compilespec.loading import load_target
-from compilespec.methods import get_method
 from compilespec.methods.eagle3 import random_head
+from compilespec.methods.registry import get_method
 from compilespec.ops.packed_linear import pack_weight
-from compilespec.passes import ATEN_PASSES, SPLICE_PASSES, Pass, PassContext, run_passes
 from compilespec.passes.acceptance.strict import accept_matching, first_token
 from compilespec.passes.check_markers import check_markers
 from compilespec.passes.check_mutations import check_mutations
@@ -30,6 +28,7 @@ from compilespec.passes.insert_paged_attention import insert_paged_attention
 from compilespec.passes.merge_projections import merge_projections
 from compilespec.passes.narrow_logits import narrow_logits
 from compilespec.passes.narrow_rows import narrow_rows
+from compilespec.passes.order import ATEN_PASSES, SPLICE_PASSES, Pass, PassContext, run_passes
 from compilespec.passes.prepack_linears import prepack_linears
 from compilespec.passes.read_state import place, read_decode_state, read_state
 from compilespec.passes.rewrite import start_step, to_aten
@@ -38,8 +37,9 @@ from compilespec.passes.runner import check_order, snapshot
 from compilespec.passes.shift_hidden_states import shift_prompt
 from compilespec.passes.splice_draft_loop import splice_draft_loop
 from compilespec.program import InputSpec, PassRecord, Phase, ProgramConfig, is_marker
-from compilespec.target_info import describe_target
-from compilespec.trace import trace_target
+from compilespec.tracing.load import load_target
+from compilespec.tracing.target import trace_target
+from compilespec.tracing.target_info import describe_target
 from tests.hand_graphs import call, code, graph_of
 from tests.models import VOCAB, tiny_target
 

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor, fx, nn
 
 from compilespec.errors import PassError
-from compilespec.methods import get_method
-from compilespec.passes import ATEN_PASSES, SPLICE_PASSES, PassContext, run_passes
+from compilespec.methods.registry import get_method
 from compilespec.passes.graph import find_role
+from compilespec.passes.order import ATEN_PASSES, SPLICE_PASSES, PassContext, run_passes
 from compilespec.passes.rewrite import start_step
 from compilespec.passes.runner import Pass
 from compilespec.program import Phase, Traced
-from compilespec.trace import trace_target
+from compilespec.tracing.target import trace_target
 from tests.hand_graphs import HAND_CONFIG, code, graph_of
 from tests.models import tiny_target
 

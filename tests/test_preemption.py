@@ -10,8 +10,8 @@ import pytest
 from compilespec.errors import InvalidRequest
 from compilespec.runtime.engine import Engine
 from compilespec.runtime.request import Request
+from compilespec.runtime.sampling_params import SamplingParams
 from compilespec.runtime.scheduler import PATIENCE
-from compilespec.sampling_params import SamplingParams
 from tests.fake_executor import FakeExecutor, geometry, toy_decode
 from tests.models import assert_nothing_held
 

@@ -14,7 +14,7 @@ from compilespec.program import BufferSpec
 from compilespec.runtime.blocks import BlockPool
 from compilespec.runtime.engine import Engine
 from compilespec.runtime.prefix_cache import PrefixCache, lookahead_of, why_not
-from compilespec.sampling_params import SamplingParams
+from compilespec.runtime.sampling_params import SamplingParams
 from tests.fake_executor import FakeExecutor, geometry, toy_decode
 from tests.models import assert_nothing_held
 

@@ -18,7 +18,7 @@ from compilespec.errors import InvalidOption, InvalidRequest, ProcessorFailed
 from compilespec.methods.eagle3 import random_head
 from compilespec.ops import host_process
 from compilespec.ops.sample.philox import gumbel, noise_bits
-from compilespec.options import resolve_options
+from compilespec.pipeline.options import resolve_options
 from compilespec.program import ProgramConfig
 from compilespec.runtime.engine import Engine
 from tests.models import VOCAB, DialDrafter, assert_nothing_held, target_info, tiny_target

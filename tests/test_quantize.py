@@ -19,12 +19,12 @@ from torch import nn
 import compilespec
 from compilespec import SamplingParams
 from compilespec.errors import InvalidOption, NotSupported
-from compilespec.loading import Target, load_target
 from compilespec.lowering.artifacts import ArtifactKey, artifact_key
 from compilespec.quantization import Quantize, quantize_module, read_quantize, save_quantized
-from compilespec.quantization.tensors import is_quantized, stand_ins
-from compilespec.target_info import describe_target
-from compilespec.trace import trace_target
+from compilespec.tracing.load import Target, load_target
+from compilespec.tracing.quantized_weights import is_quantized, stand_ins
+from compilespec.tracing.target import trace_target
+from compilespec.tracing.target_info import describe_target
 from tests.models import VOCAB
 from tests.test_matrix import METHODS as DRAFTERS
 

@@ -12,7 +12,7 @@ from transformers import BatchEncoding
 
 from compilespec.errors import EngineClosed, InvalidRequest
 from compilespec.runtime.engine import Engine
-from compilespec.sampling_params import SamplingParams
+from compilespec.runtime.sampling_params import SamplingParams
 from tests.fake_executor import FakeExecutor, geometry, toy_decode
 
 GOOD = [3, 1, 4, 1, 5]

@@ -12,7 +12,7 @@ from compilespec.errors import NanLogits
 from compilespec.runtime.blocks import BlockPool
 from compilespec.runtime.engine import Engine
 from compilespec.runtime.request import Request, RequestState
-from compilespec.sampling_params import SamplingParams
+from compilespec.runtime.sampling_params import SamplingParams
 from tests.fake_executor import FakeExecutor, geometry, toy_decode, toy_next
 
 VOCAB = 259

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from compilespec.errors import InvalidRequest
 from compilespec.runtime.detokenize import OutputText
 from compilespec.runtime.engine import Engine
-from compilespec.sampling_params import SamplingParams
+from compilespec.runtime.sampling_params import SamplingParams
 from tests.fake_executor import FakeExecutor, geometry
 from tests.toy_tokenizer import byte_level_tokenizer, byte_spelling
 

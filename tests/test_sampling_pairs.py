@@ -19,9 +19,9 @@ import torch
 import compilespec
 from compilespec import SamplingParams
 from compilespec.demo import demo_directory
-from compilespec.loading import load_target
-from compilespec.target_info import describe_target
-from compilespec.trace import trace_target
+from compilespec.tracing.load import load_target
+from compilespec.tracing.target import trace_target
+from compilespec.tracing.target_info import describe_target
 from tests.models import VOCAB, assert_nothing_held, tiny_target
 from tests.test_matrix import METHODS
 from tests.test_sampling import PARAMETERS

@@ -14,9 +14,9 @@ import torch
 import compilespec
 from compilespec import SamplingParams
 from compilespec.errors import CheckpointError, DraftMismatch, EngineClosed, InvalidOption
-from compilespec.methods import get_method
+from compilespec.methods.registry import get_method
 from compilespec.methods.save_hidden_states import Layout, Recorder, SavedStates, prompt_digest
-from compilespec.trace import _attention_interface
+from compilespec.tracing.target import _attention_interface
 from tests.models import ask_all, assert_nothing_held, run_traffic, target_info, tiny_target
 from tests.test_taps import hook_states
 

@@ -14,13 +14,13 @@ from torch import Tensor, nn
 import compilespec
 from compilespec import SamplingParams
 from compilespec.errors import CheckpointError, DraftMismatch, InvalidOption, NotSupported
-from compilespec.loading import load_target
-from compilespec.methods import get_method
+from compilespec.methods.registry import get_method
 from compilespec.methods.shared_kv import SharedKVDrafter, random_drafter
 from compilespec.methods.shared_kv.drafter import attend
 from compilespec.passes.graph import find_role
-from compilespec.target_info import describe_target
-from compilespec.trace import trace_target
+from compilespec.tracing.load import load_target
+from compilespec.tracing.target import trace_target
+from compilespec.tracing.target_info import describe_target
 from tests.models import (
     _COMMON,
     VOCAB,

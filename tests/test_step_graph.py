@@ -18,18 +18,18 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from compilespec import options
-from compilespec.loading import load_target
 from compilespec.lowering import lower
-from compilespec.methods import get_method
 from compilespec.methods.base import Drafter
 from compilespec.methods.eagle3 import random_head
-from compilespec.pipeline import build_program
+from compilespec.methods.registry import get_method
+from compilespec.pipeline import options
+from compilespec.pipeline.entry import build_program
 from compilespec.program import Lowered
 from compilespec.runtime.executor import PrefillChunk
 from compilespec.runtime.step_runner import StepRunner
-from compilespec.target_info import describe_target
-from compilespec.trace import trace_target
+from compilespec.tracing.load import load_target
+from compilespec.tracing.target import trace_target
+from compilespec.tracing.target_info import describe_target
 from tests.models import VOCAB, PlainModel, tiny_target
 from tests.step_model import Forced, Pair, RowRecord, StepModel, Toy
 

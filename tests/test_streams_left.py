@@ -9,7 +9,7 @@ import pytest
 
 from compilespec.runtime import scheduler
 from compilespec.runtime.engine import Engine
-from compilespec.sampling_params import SamplingParams
+from compilespec.runtime.sampling_params import SamplingParams
 from tests.fake_executor import FakeExecutor, geometry, toy_decode
 from tests.models import assert_nothing_held
 

@@ -10,16 +10,16 @@ import torch
 from torch import Tensor, fx, nn
 
 from compilespec.errors import PassError
-from compilespec.loading import load_target
-from compilespec.methods import get_method
 from compilespec.methods.eagle3 import random_head
-from compilespec.passes import SPLICE_PASSES, PassContext, run_passes
+from compilespec.methods.registry import get_method
 from compilespec.passes.graph import find_role, set_outputs
+from compilespec.passes.order import SPLICE_PASSES, PassContext, run_passes
 from compilespec.passes.rewrite import start_step
 from compilespec.passes.tap_hidden_states import tap_hidden_states
 from compilespec.program import ProgramConfig
-from compilespec.target_info import describe_target
-from compilespec.trace import _attention_interface, trace_target
+from compilespec.tracing.load import load_target
+from compilespec.tracing.target import _attention_interface, trace_target
+from compilespec.tracing.target_info import describe_target
 from tests.models import FAMILIES, VOCAB, call_traced, tiny_target
 
 NUM_LAYERS = 3

@@ -13,7 +13,7 @@ import compilespec
 from compilespec.errors import InvalidOption, NotSupported, SpecError
 from compilespec.inspect.compare import BOUNDS, compare
 from compilespec.methods.eagle3 import random_head
-from compilespec.passes import ATEN_PASSES, SPLICE_PASSES
+from compilespec.passes.order import ATEN_PASSES, SPLICE_PASSES
 from compilespec.passes.references import draft_loops
 from tests.models import FAMILIES, VOCAB, target_info, tiny_target
 

@@ -149,7 +149,7 @@ def _engines(
 
 
 def _methods(args: argparse.Namespace) -> list[str]:
-    from compilespec.methods import METHODS, get_method
+    from compilespec.methods.registry import METHODS, get_method
 
     if args.methods == "all":
         drafting = [m.capabilities for m in METHODS if m.capabilities.kind != "none"]

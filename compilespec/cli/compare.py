@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from compilespec.sampling_params import SamplingParams
+from compilespec.runtime.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from compilespec.runtime.engine import Engine

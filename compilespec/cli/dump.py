@@ -371,7 +371,7 @@ def _model_and_options(args: argparse.Namespace) -> tuple[Any, dict[str, Any]]:
     model, draft = args.model, args.draft
     if args.meta:
         from compilespec.inspect.meta import meta_draft, meta_target
-        from compilespec.loading import demo_directory
+        from compilespec.tracing.load import demo_directory
 
         if draft is not None or args.device is not None:
             raise InvalidOption(

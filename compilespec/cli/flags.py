@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from compilespec.errors import InvalidOption
-from compilespec.suggest import meant
+from compilespec.errors.suggest import meant
 
 
 class Parser(argparse.ArgumentParser):

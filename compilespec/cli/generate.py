@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any
 from compilespec.cli import report
 from compilespec.cli.flags import add_placement_options, in_flags
 from compilespec.errors import InvalidOption, InvalidRequest
-from compilespec.sampling_params import SamplingParams
+from compilespec.runtime.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from compilespec.loading import Target
     from compilespec.runtime.engine import Engine
+    from compilespec.tracing.load import Target
 
 DEMO = "demo"
 DEMO_PROMPTS = (
@@ -256,8 +256,8 @@ def compile_engine(args: argparse.Namespace, spec: str, **changes: Any) -> Engin
 
 def load_quantized(args: argparse.Namespace, dtype: str | None) -> Target:
     """The target that `compile_engine` compiles, as a module."""
-    from compilespec.loading import load_target
     from compilespec.quantization import quantize_target, read_quantize
+    from compilespec.tracing.load import load_target
 
     target = load_target(args.model, dtype=dtype, device=args.device)
     return quantize_target(target, read_quantize(args.quantize))

@@ -35,14 +35,14 @@ def add_parser(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from compilespec.methods import capability_rows
+    from compilespec.methods.registry import capability_rows
 
     if args.json:
         rows = mode_rows() if args.modes else capability_rows()
         json.dump(rows, sys.stdout, indent=2, default=str)
         print()
     elif args.modes:
-        from compilespec.modes import truth_table
+        from compilespec.reference_ops.modes import truth_table
 
         table = ((name, ", ".join(m.name for m in modes)) for name, modes in truth_table().items())
         print_table(("predicate", "modes"), table, wraps="modes")
@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
 
 def mode_rows() -> list[dict[str, Any]]:
     """One row per mode of the reference: its number, its method, its predicates."""
-    from compilespec.modes import PREDICATES, SpecMode
+    from compilespec.reference_ops.modes import PREDICATES, SpecMode
 
     return [
         {"mode": mode.name, "value": mode.value, "method": mode.method}

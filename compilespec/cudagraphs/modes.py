@@ -9,9 +9,9 @@ from typing import Any, Literal
 import torch
 
 from compilespec.errors import InvalidOption
+from compilespec.errors.suggest import not_one_of
 from compilespec.lowering import Units
 from compilespec.program import Phase
-from compilespec.suggest import not_one_of
 
 GraphKind = Literal["full", "piecewise"]
 

@@ -27,8 +27,8 @@ from compilespec.passes.references import Case
 from compilespec.passes.runner import PassContext
 from compilespec.program import PHASES, Lowered, Phase, PhaseGraph, SpecProgram
 from compilespec.runtime.engine import Engine
+from compilespec.runtime.sampling_params import SamplingParams
 from compilespec.runtime.step_runner import StepRunner
-from compilespec.sampling_params import SamplingParams
 
 
 @dataclass(frozen=True, kw_only=True)

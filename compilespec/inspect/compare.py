@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from compilespec.passes.runner import PassContext
-from compilespec.quantization.tensors import quantizes_rows
+from compilespec.tracing.quantized_weights import quantizes_rows
 
 # Largest difference that rounding alone may make over a whole step, as a part of the tensor's
 # largest magnitude: about 10^4 units of roundoff in float64, 10^3 in float32, 16 in the 16-bit

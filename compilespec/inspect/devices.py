@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import torch
 
 from compilespec.errors import InvalidOption
+from compilespec.errors.suggest import not_one_of
 from compilespec.lowering.artifacts import cache_directory
-from compilespec.suggest import not_one_of
 
 _COPY_BYTES = 2**28  # far more than caches hold
 _MATMUL_SIZE = 1024

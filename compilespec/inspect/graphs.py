@@ -16,11 +16,11 @@ from torch import Tensor, fx
 
 from compilespec import _torch_compat
 from compilespec.errors import InvalidOption
-from compilespec.passes import ATEN_PASSES, SPLICE_PASSES
+from compilespec.errors.suggest import did_you_mean
+from compilespec.passes.order import ATEN_PASSES, SPLICE_PASSES
 from compilespec.passes.rewrite import EXAMPLE_SIZES
 from compilespec.passes.runner import PassContext
 from compilespec.program import PassRecord, Phase, PhaseGraph, SpecProgram, Traced
-from compilespec.suggest import did_you_mean
 
 START = "start"
 TO_ATEN = "to_aten"

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from torch import Tensor, fx
 
 from compilespec.inspect.interpret import Stage
-from compilespec.passes import ATEN_PASSES, SPLICE_PASSES
+from compilespec.passes.order import ATEN_PASSES, SPLICE_PASSES
 from compilespec.passes.references import Reference
 from compilespec.passes.rewrite import rewrite_phase
 from compilespec.passes.runner import PassContext

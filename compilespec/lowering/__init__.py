@@ -12,6 +12,7 @@ import torch
 
 from compilespec import _torch_compat
 from compilespec.errors import PassError
+from compilespec.errors.suggest import not_one_of
 from compilespec.lowering.artifacts import (
     ArtifactCache,
     ArtifactKey,
@@ -22,7 +23,6 @@ from compilespec.lowering.pieces import Stitched, StitchPlan, split_at_attention
 from compilespec.ops import _build
 from compilespec.program import Lowered, LoweredPhase, Phase, PhaseGraph, SpecProgram
 from compilespec.progress import Reporter, Step
-from compilespec.suggest import not_one_of
 
 logger = logging.getLogger("compilespec")
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from compilespec.errors import DraftMismatch
 from compilespec.program import ProgramConfig, Traced
-from compilespec.trace import EXAMPLE_SHAPE, trace_call
+from compilespec.tracing.target import EXAMPLE_SHAPE, trace_call
 
 if TYPE_CHECKING:
     from compilespec.methods.base import Drafter, TargetInfo

@@ -1,4 +1,4 @@
-"""Reading drafter checkpoints: the files (`compilespec.checkpoint_files`), and strict loading.
+"""Reading drafter checkpoints: the files (`compilespec.tracing.checkpoint_files`), and strict loading.
 
 A wrong loader only lowers acceptance, the output stays right.  So nothing is loaded halfway here: a
 tensor that is missing, unexpected, misshapen or of another kind is an error that lists it.
@@ -10,14 +10,14 @@ from collections.abc import Mapping
 
 from torch import Tensor, nn
 
-from compilespec.checkpoint_files import (
+from compilespec.errors import CheckpointError
+from compilespec.tracing.checkpoint_files import (
     drop_training_only,
     listed,
     read_config,
     read_tensors,
     tensor_names,
 )
-from compilespec.errors import CheckpointError
 
 __all__ = ["drop_training_only", "load_strict", "read_config", "read_tensors", "tensor_names"]
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from compilespec.errors import DraftMismatch, InvalidOption
 from compilespec.methods.base import Drafter, TargetInfo
 from compilespec.program import PAD, ProgramConfig, Traced
-from compilespec.trace import EXAMPLE_SHAPE, trace_call
+from compilespec.tracing.target import EXAMPLE_SHAPE, trace_call
 
 INPUTS = ("history_BL", "length_B", "hidden_BE")
 

@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import fx
 
-from compilespec.passes.analysis import shape_of
 from compilespec.passes.claims import Claim, Place, find_claims, operand_at
 from compilespec.passes.graph import output_node
 from compilespec.passes.linears import copy_origin
 from compilespec.passes.ranges import Ranges
 from compilespec.passes.runner import PassContext
 from compilespec.passes.sizes import L, Sizes
+from compilespec.tracing.structure import shape_of
 
 _aten = torch.ops.aten
 _SLOT, _ROW, _POSITION = (5,), (6,), (7,)  # of paged_attention

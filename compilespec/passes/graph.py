@@ -18,7 +18,7 @@ from compilespec import _torch_compat
 from compilespec.errors import PassError
 from compilespec.passes.runner import PassContext
 from compilespec.program import BufferSpec, InputSpec, Traced
-from compilespec.quantization.tensors import is_quantized, rebuild, take_apart
+from compilespec.tracing.quantized_weights import is_quantized, rebuild, take_apart
 
 Example = tuple[tuple[int | None, ...], torch.dtype]  # shape (None where symbolic) and dtype
 

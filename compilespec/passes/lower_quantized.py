@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
-from compilespec.passes.analysis import LINEAR
 from compilespec.passes.linears import copy_origin
 from compilespec.passes.runner import PassContext
-from compilespec.quantization.tensors import Kind, kind_of, rebuild
+from compilespec.tracing.quantized_weights import Kind, kind_of, rebuild
+from compilespec.tracing.structure import LINEAR
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _FOUR_BITS = ("torch.int1", "torch.int2", "torch.int3", "torch.int4")  # stored in -8..7

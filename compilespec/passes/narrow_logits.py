@@ -6,10 +6,10 @@ from __future__ import annotations
 
 from torch import fx
 
-from compilespec.passes.analysis import find_head
 from compilespec.passes.graph import emit, find_role, set_outputs
 from compilespec.passes.rows import newest_rows, take_rows
 from compilespec.passes.runner import PassContext
+from compilespec.tracing.structure import find_head
 
 
 def narrow_logits(gm: fx.GraphModule, ctx: PassContext) -> int:

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, fx, nn
 
 from compilespec.errors import NotSupported
-from compilespec.passes.analysis import find_head
 from compilespec.passes.graph import find_role, get_outputs, set_outputs
 from compilespec.passes.runner import PassContext
 from compilespec.program import Traced
+from compilespec.tracing.structure import find_head
 
 
 def output_head_input(gm: fx.GraphModule, ctx: PassContext) -> int:

@@ -11,8 +11,8 @@ import torch
 from torch import fx
 
 import compilespec.ops.sample.probabilities  # noqa: F401  (registers the operators)
-from compilespec.passes.analysis import argument
 from compilespec.passes.sizes import Range, integers
+from compilespec.tracing.structure import argument
 
 if TYPE_CHECKING:
     from compilespec.passes.ranges import Ranges

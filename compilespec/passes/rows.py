@@ -8,9 +8,9 @@ from typing import Any
 
 from torch import fx
 
-from compilespec.passes.analysis import shape_of
 from compilespec.passes.graph import emit, find_role
 from compilespec.passes.runner import PassContext
+from compilespec.tracing.structure import shape_of
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Literal
 
 from torch import Tensor, fx
 
-from compilespec.acceptance import STRICT, Acceptance
 from compilespec.errors import PassError
 from compilespec.methods.base import Capabilities, Chain
+from compilespec.passes.acceptance.rule import STRICT, Acceptance
 from compilespec.passes.contracts import (
     EVERYWHERE,
     Contract,
@@ -33,7 +33,7 @@ from compilespec.program import (
 )
 
 if TYPE_CHECKING:
-    from compilespec.logits_processor import LogitsProcessor
+    from compilespec.passes.logits_processor import LogitsProcessor
     from compilespec.passes.references import Reference
 
 Level = Literal["torch", "aten"]

@@ -6,9 +6,9 @@ from torch import fx
 
 from compilespec.errors import PassError
 from compilespec.methods.base import FINAL_NORM
-from compilespec.passes.analysis import describe, find_head, residual_streams, shape_of
 from compilespec.passes.graph import find_role
 from compilespec.passes.runner import PassContext
+from compilespec.tracing.structure import describe, find_head, residual_streams, shape_of
 
 
 def tap_hidden_states(gm: fx.GraphModule, ctx: PassContext) -> int:

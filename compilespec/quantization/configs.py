@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from compilespec.errors import NotSupported
-from compilespec.quiet import quiet_import
-from compilespec.suggest import not_one_of
+from compilespec.errors.suggest import not_one_of
+from compilespec.tracing.quiet import quiet_import
 
 OLDEST_TORCHAO = (0, 15)
 INSTALL = "pip install 'compilespec[quant]'"

@@ -13,11 +13,11 @@ from torch import nn
 
 from compilespec.errors import InvalidOption, NotSupported
 from compilespec.quantization.configs import Quantize, runs_on
-from compilespec.quantization.tensors import is_quantized
+from compilespec.tracing.quantized_weights import is_quantized
 
 if TYPE_CHECKING:
-    from compilespec.loading import Target
     from compilespec.methods.base import Drafter
+    from compilespec.tracing.load import Target
 
 Model = TypeVar("Model", bound=nn.Module)
 

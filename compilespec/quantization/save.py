@@ -9,10 +9,10 @@ from typing import Any
 from torch import nn
 
 from compilespec.errors import InvalidOption
-from compilespec.loading import load_target
 from compilespec.quantization.configs import read_quantize
 from compilespec.quantization.modules import quantize_module
-from compilespec.quantization.tensors import is_quantized
+from compilespec.tracing.load import load_target
+from compilespec.tracing.quantized_weights import is_quantized
 
 
 def save_quantized(

@@ -11,7 +11,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from compilespec.modes import SpecMode
+from compilespec.reference_ops.modes import SpecMode
 from compilespec.reference_ops.sampling import sampling_rows
 
 

@@ -11,19 +11,19 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from compilespec.errors import EngineClosed, InvalidRequest, SpecError, TokenizerFailed
-from compilespec.guides import Vocabulary
 from compilespec.program import HostProposal
 from compilespec.runtime.adaptive import AdaptiveDrafts
 from compilespec.runtime.detokenize import OutputText, Tokenizer
 from compilespec.runtime.draft_policy import DraftPolicy
 from compilespec.runtime.executor import Executor
+from compilespec.runtime.guides import Vocabulary
 from compilespec.runtime.host_masks import make_follower
 from compilespec.runtime.keywords import check_keywords
 from compilespec.runtime.prompts import as_prompt_list, check_choices, check_params, read_prompt
 from compilespec.runtime.request import FinishReason, GenerationOutput, Request, RequestState
+from compilespec.runtime.sampling_params import SamplingParams
 from compilespec.runtime.scheduler import Scheduler
 from compilespec.runtime.stats import EngineStats, StatsRecorder
-from compilespec.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from compilespec.runtime.engine_thread import EngineThread

@@ -15,7 +15,7 @@ from compilespec.errors import EngineClosed
 from compilespec.runtime.keywords import check_keywords
 from compilespec.runtime.prompts import as_prompt_list
 from compilespec.runtime.request import GenerationOutput, Request, RequestState, now_ms
-from compilespec.sampling_params import SamplingParams
+from compilespec.runtime.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from compilespec.runtime.engine import Delta, Engine

@@ -11,11 +11,11 @@ from collections.abc import Sequence
 import torch
 
 from compilespec.errors import GuideFailed, SpecError
-from compilespec.guides import Vocabulary
-from compilespec.guides.follower import GuideFollower
 from compilespec.runtime.executor import Executor
+from compilespec.runtime.guides import Vocabulary
+from compilespec.runtime.guides.follower import GuideFollower
 from compilespec.runtime.request import Request
-from compilespec.sampling_params import SamplingParams
+from compilespec.runtime.sampling_params import SamplingParams
 
 
 def make_follower(

@@ -9,8 +9,8 @@ from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
 from compilespec.errors import InvalidRequest
-from compilespec.sampling_params import SamplingParams
-from compilespec.suggest import meant
+from compilespec.errors.suggest import meant
+from compilespec.runtime.sampling_params import SamplingParams
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -10,7 +10,7 @@ from compilespec.errors import InvalidRequest
 from compilespec.ops.sample.layout import MAX_LOGPROBS, MAX_STOPS
 from compilespec.runtime.detokenize import Tokenizer
 from compilespec.runtime.executor import Geometry
-from compilespec.sampling_params import SamplingParams
+from compilespec.runtime.sampling_params import SamplingParams
 
 CHAT_CURE = "engine.tokenizer.apply_chat_template(messages, add_generation_prompt=True)"
 

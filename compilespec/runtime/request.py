@@ -8,11 +8,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from compilespec.guides.follower import GuideFollower
 from compilespec.runtime.detokenize import OutputText
+from compilespec.runtime.guides.follower import GuideFollower
 from compilespec.runtime.host_processors import HostProcessor
+from compilespec.runtime.sampling_params import SamplingParams
 from compilespec.runtime.sampling_rows import RowSampling, TokenLogprobs
-from compilespec.sampling_params import SamplingParams
 
 FinishReason = Literal["stop", "length", "aborted", "error"]
 

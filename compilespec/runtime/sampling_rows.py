@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from compilespec.ops.sample import layout
-from compilespec.sampling_params import SamplingParams
+from compilespec.runtime.sampling_params import SamplingParams
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,10 +18,10 @@ from rich.table import Table
 
 import compilespec
 from compilespec import SamplingParams
-from compilespec.loading import load_target
 from compilespec.methods import eagle3
-from compilespec.target_info import describe_target
-from compilespec.trace import trace_target
+from compilespec.tracing.load import load_target
+from compilespec.tracing.target import trace_target
+from compilespec.tracing.target_info import describe_target
 from tools.bench import report
 from tools.bench.prompts import load_prompts
 

@@ -13,7 +13,7 @@ from compilespec.methods.base import Capabilities, Drafter, TargetInfo
 
 
 class AutoMethod:
-    """Stands for another method, which `compile()` picks (`compilespec/choosing.py`)."""
+    """Stands for another method, which `compile()` picks (`compilespec/pipeline/auto.py`)."""
 
     capabilities = Capabilities(
         name="auto", kind="none", chooses=True, aliases=("AUTO",), options=()

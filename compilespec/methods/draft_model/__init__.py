@@ -11,11 +11,11 @@ from typing import Any
 from torch import nn
 
 from compilespec.errors import DraftMismatch, InvalidOption
-from compilespec.loading import load_target
+from compilespec.errors.suggest import not_one_of
 from compilespec.methods.base import Capabilities, TargetInfo
 from compilespec.methods.draft_model.drafter import ModelDrafter
 from compilespec.methods.draft_model.vocab_map import VocabMap, same_vocabulary, share_tokens
-from compilespec.suggest import not_one_of
+from compilespec.tracing.load import load_target
 
 __all__ = ["METHOD", "ModelDrafter", "VocabMap", "share_tokens"]
 

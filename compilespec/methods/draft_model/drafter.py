@@ -12,7 +12,7 @@ from compilespec.methods.base import Drafter, TargetInfo
 from compilespec.methods.capture import output_widths
 from compilespec.methods.draft_model.vocab_map import VocabMap, share_tokens
 from compilespec.program import ProgramConfig, Traced
-from compilespec.trace import EXAMPLE_SHAPE, trace_call, trace_target
+from compilespec.tracing.target import EXAMPLE_SHAPE, trace_call, trace_target
 
 
 class ModelDrafter(Drafter):

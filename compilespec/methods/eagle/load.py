@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from compilespec.errors import DraftMismatch, InvalidOption
+from compilespec.errors.suggest import not_one_of
 from compilespec.methods.base import FINAL_NORM, Drafter, TargetInfo
 from compilespec.methods.checkpoint import drop_training_only, read_config, read_tensors
 from compilespec.methods.decoder_body import BODIES
@@ -21,7 +22,6 @@ from compilespec.methods.eagle.drafter import EagleDrafter
 from compilespec.methods.eagle3.load import check_sizes, fill, place
 from compilespec.methods.eagle3.random_head import random_config, random_tensor
 from compilespec.methods.eagle3.save import layer_fields
-from compilespec.suggest import not_one_of
 
 logger = logging.getLogger(__name__)
 

@@ -15,9 +15,9 @@ from typing import Any, Literal
 
 from torch import nn
 
-from compilespec.checkpoint_files import LAYER, MTP, MTP_LAYER, mtp_layers
 from compilespec.errors import CheckpointError, NotSupported
 from compilespec.methods.decoder_body import ROPE_TYPES
+from compilespec.tracing.checkpoint_files import LAYER, MTP, MTP_LAYER, mtp_layers
 
 Layout = Literal["deepseek", "step", "mimo", "qwen3_next", "speculators"]
 Hidden = Literal["post_norm", "pre_norm"]

@@ -7,13 +7,13 @@ from typing import Any
 import torch
 
 from compilespec.errors import InvalidOption
+from compilespec.errors.suggest import not_one_of
 from compilespec.methods.base import Chain, TargetInfo
 from compilespec.methods.eagle3.random_head import random_tensor
 from compilespec.methods.mtp.config import BODIES, Hidden, Layout, MtpConfig, block_config
 from compilespec.methods.mtp.drafter import MtpDrafter
 from compilespec.methods.mtp.load import build, check_sizes, experts_of
 from compilespec.methods.mtp.module import build_steps
-from compilespec.suggest import not_one_of
 
 
 def random_modules(

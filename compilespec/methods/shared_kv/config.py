@@ -9,8 +9,8 @@ from typing import Any, Literal
 import torch
 
 from compilespec.errors import CheckpointError, DraftMismatch, NotSupported
+from compilespec.errors.suggest import not_one_of
 from compilespec.methods.base import KVLayer, TargetInfo
-from compilespec.suggest import not_one_of
 
 QueryPosition = Literal["bonus", "last_written"]
 QUERY_POSITIONS = ("bonus", "last_written")

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from compilespec.errors import DraftMismatch, InvalidOption
+from compilespec.errors.suggest import not_one_of
 from compilespec.methods.base import Drafter, TargetInfo
 from compilespec.methods.checkpoint import load_strict, read_config, read_tensors
 from compilespec.methods.shared_kv.config import (
@@ -20,7 +21,6 @@ from compilespec.methods.shared_kv.config import (
     read_assistant_config,
 )
 from compilespec.methods.shared_kv.drafter import AssistantDrafter, SharedKVDrafter
-from compilespec.suggest import not_one_of
 
 logger = logging.getLogger(__name__)
 

@@ -6,11 +6,11 @@ share.  Which rule runs is the engine's choice (`acceptance=`), not a method's.
 
 from __future__ import annotations
 
-from compilespec.acceptance import Acceptance
 from compilespec.passes.acceptance import relaxed, strict, user
 from compilespec.passes.acceptance.base import Judged, Rule
 from compilespec.passes.acceptance.block import block_verification
 from compilespec.passes.acceptance.rejection import ratio_test
+from compilespec.passes.acceptance.rule import Acceptance
 
 RULES: dict[str, Rule] = {
     "strict": strict.RULE,

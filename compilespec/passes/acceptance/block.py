@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from compilespec.acceptance import acceptance_rule
 from compilespec.passes.acceptance.rejection import residual
+from compilespec.passes.acceptance.rule import acceptance_rule
 
 
 @acceptance_rule(lossless=True)

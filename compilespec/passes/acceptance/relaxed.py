@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from compilespec.acceptance import Relaxed
 from compilespec.passes.acceptance import strict
 from compilespec.passes.acceptance.base import Judged, Rule
+from compilespec.passes.acceptance.rule import Relaxed
 from compilespec.passes.graph import add_buffer, arange_like, emit, find_role, output_node
 from compilespec.passes.runner import PassContext
 from compilespec.passes.sampling import allowed_drafts, sample_target

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from compilespec.acceptance import Relaxed
 from compilespec.errors import NotSupported
 from compilespec.ops.sample import layout, sample_reference
 from compilespec.ops.sample.probabilities import (
@@ -16,6 +15,7 @@ from compilespec.ops.sample.probabilities import (
     filtered_probs_reference,
     uniform_reference,
 )
+from compilespec.passes.acceptance.rule import Relaxed
 from compilespec.passes.references.base import Before, Case, Values
 from compilespec.passes.references.placement import place_call
 from compilespec.passes.runner import PassContext

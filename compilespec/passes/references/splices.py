@@ -9,11 +9,11 @@ from torch import Tensor, fx
 
 from compilespec.errors import PassError
 from compilespec.methods.base import FINAL_NORM
-from compilespec.passes.analysis import is_float, layer_of, layer_prefix, shape_of
 from compilespec.passes.references.base import AttentionCall, Before, Case, Values
 from compilespec.passes.references.dense_attention import dense_attention
 from compilespec.passes.references.placement import place_call
 from compilespec.passes.runner import PassContext
+from compilespec.tracing.structure import is_float, layer_of, layer_prefix, shape_of
 
 
 def tap_hidden_states(before: Before, ctx: PassContext, case: Case) -> Values:

@@ -6,9 +6,9 @@ ids (choices).  A guide over text is followed by llguidance, the optional depend
 `guide`; choices of token ids need nothing.
 """
 
-from compilespec.guides.base import Guide, Matcher, Vocabulary
-from compilespec.guides.choice import Choice
-from compilespec.guides.grammar import JsonSchema, Regex
-from compilespec.guides.shorthand import as_guide
+from compilespec.runtime.guides.base import Guide, Matcher, Vocabulary
+from compilespec.runtime.guides.choice import Choice
+from compilespec.runtime.guides.grammar import JsonSchema, Regex
+from compilespec.runtime.guides.shorthand import as_guide
 
 __all__ = ["Choice", "Guide", "JsonSchema", "Matcher", "Regex", "Vocabulary", "as_guide"]

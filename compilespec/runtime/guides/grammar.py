@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from compilespec.errors import GuideFailed, InvalidRequest, MissingDependency
-from compilespec.guides.base import Matcher, Vocabulary
+from compilespec.runtime.guides.base import Matcher, Vocabulary
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from compilespec.errors import GuideFailed
-from compilespec.guides.base import Matcher
+from compilespec.runtime.guides.base import Matcher
 
 
 class _Place(NamedTuple):

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from compilespec.errors import InvalidRequest
-from compilespec.guides.base import Matcher, Vocabulary
-from compilespec.guides.grammar import escape, text_matcher
+from compilespec.runtime.guides.base import Matcher, Vocabulary
+from compilespec.runtime.guides.grammar import escape, text_matcher
 
 
 @dataclass(frozen=True)

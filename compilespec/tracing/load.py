@@ -11,14 +11,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from compilespec.checkpoint_files import (
-    TRAINING_ONLY,
-    drop_mtp,
-    integer_tensors,
-    listed,
-    read_config,
-    reason,
-)
 from compilespec.errors import (
     CheckpointError,
     DraftNotFound,
@@ -26,9 +18,17 @@ from compilespec.errors import (
     ModelNotFound,
     UnsupportedModel,
 )
-from compilespec.generation_defaults import GenerationDefaults, read_generation_defaults
-from compilespec.placement import read_device, read_dtype
-from compilespec.quiet import no_progress_bars, quiet_import
+from compilespec.tracing.checkpoint_files import (
+    TRAINING_ONLY,
+    drop_mtp,
+    integer_tensors,
+    listed,
+    read_config,
+    reason,
+)
+from compilespec.tracing.generation_defaults import GenerationDefaults, read_generation_defaults
+from compilespec.tracing.placement import read_device, read_dtype
+from compilespec.tracing.quiet import no_progress_bars, quiet_import
 
 if TYPE_CHECKING:
     from compilespec.methods.base import Capabilities

@@ -44,7 +44,7 @@ class SpecMode(enum.IntEnum):
         """Name of the compilespec method that serves the mode: the one that lists it as an alias,
         built or planned; None where none does.
         """
-        from compilespec.methods import capability_rows
+        from compilespec.methods.registry import capability_rows
 
         for row in capability_rows():
             aliases = row["aliases"]

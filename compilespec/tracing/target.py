@@ -13,7 +13,6 @@ import dataclasses
 import inspect
 import itertools
 import re
-import sys
 import time
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,9 +24,9 @@ from torch import Tensor, fx, nn
 import compilespec.ops  # noqa: F401  (registers the operators)
 from compilespec import _torch_compat
 from compilespec.errors import NoPositionInput, TraceError, UnsupportedModel, UnsupportedState
-from compilespec.program import SpecProgram, Traced, TracedInput, module_path
-from compilespec.quantization.tensors import stand_ins
-from compilespec.quiet import quiet_import
+from compilespec.program import Traced, TracedInput, module_path
+from compilespec.tracing.quantized_weights import stand_ins
+from compilespec.tracing.quiet import quiet_import
 
 ATTENTION = "compilespec"  # our name in transformers' attention registry
 EXAMPLE_SHAPE = (7, 13)  # sizes that few models have as static ones: 2.11 merges equal sizes
@@ -502,15 +501,3 @@ def _module_at(root: nn.Module, filename: str, lineno: int) -> str | None:
             best = f"{path or type(root).__name__} ({type(module).__name__})"
             break
     return best
-
-
-class _CallableModule(types.ModuleType):
-    """`compilespec.trace` is a stage's place and, called, `compilespec.pipeline.trace`."""
-
-    def __call__(self, model: Any, spec: Any = "none", **options: Any) -> SpecProgram:
-        from compilespec.pipeline import trace as trace_program
-
-        return trace_program(model, spec, **options)
-
-
-sys.modules[__name__].__class__ = _CallableModule

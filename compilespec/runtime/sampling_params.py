@@ -12,7 +12,7 @@ from compilespec.errors import InvalidRequest
 
 if TYPE_CHECKING:
     from compilespec.runtime.engine import Engine
-from compilespec.suggest import did_you_mean
+from compilespec.errors.suggest import did_you_mean
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,7 +161,7 @@ def _normalise(params: SamplingParams) -> None:
 
 def _check_hooks(params: SamplingParams) -> None:
     if params.guide is not None:
-        from compilespec.guides import as_guide  # imports torch
+        from compilespec.runtime.guides import as_guide
 
         object.__setattr__(params, "guide", as_guide(params.guide))
     after = params.guide_after_token_id

@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from compilespec.errors import InvalidRequest
-from compilespec.guides.base import Guide
-from compilespec.guides.choice import Choice
-from compilespec.guides.grammar import JsonSchema, Regex
+from compilespec.runtime.guides.base import Guide
+from compilespec.runtime.guides.choice import Choice
+from compilespec.runtime.guides.grammar import JsonSchema, Regex
 
 
 def as_guide(value: Any) -> Guide:

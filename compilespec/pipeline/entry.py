@@ -20,22 +20,21 @@ from torch import Tensor, nn
 
 from compilespec.cudagraphs.modes import GraphOptions, units_for
 from compilespec.errors import InvalidOption
-from compilespec.loading import Target, check_draft, find_draft, load_target
 from compilespec.lowering import lower, prepare_kernels
-from compilespec.methods import get_method
 from compilespec.methods.base import Capabilities, Drafter, Method, MethodConfig, TargetInfo
-from compilespec.options import (
-    ACCEPTANCE_OPTIONS,
-    CompileOptions,
-    check_method_options,
-    resolve_options,
-)
+from compilespec.methods.registry import get_method
 from compilespec.passes.acceptance import describe, is_lossless
 from compilespec.passes.draft_loops import LOOPS
 from compilespec.passes.draft_loops.kept_inputs import READ_BY_REPLAY
 from compilespec.passes.output_head_input import HeadFunction
 from compilespec.passes.rewrite import rewrite_phase, rewrite_replay
 from compilespec.passes.runner import PassContext
+from compilespec.pipeline.options import (
+    ACCEPTANCE_OPTIONS,
+    CompileOptions,
+    check_method_options,
+    resolve_options,
+)
 from compilespec.program import (
     PHASES,
     BufferSpec,
@@ -52,8 +51,9 @@ from compilespec.runtime.engine import Engine
 from compilespec.runtime.prefix_cache import lookahead_of, why_not
 from compilespec.runtime.step_costs import measure
 from compilespec.runtime.step_runner import StepRunner
-from compilespec.target_info import describe_target
-from compilespec.trace import trace_target
+from compilespec.tracing.load import Target, check_draft, find_draft, load_target
+from compilespec.tracing.target import trace_target
+from compilespec.tracing.target_info import describe_target
 
 logger = logging.getLogger("compilespec")
 
@@ -291,7 +291,7 @@ def _chosen(
             f"spec={method.capabilities.name!r} looks for drafters itself: leave out draft= and "
             f"method options, or name the method"
         )
-    from compilespec.choosing import choose
+    from compilespec.pipeline.auto import choose
 
     prepare_kernels(target.device, reporter)
     with reporter.step("trace", "trials of methods") as step:

@@ -9,19 +9,25 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from compilespec.acceptance import STRICT, Acceptance, Relaxed, RuleFunction, rule_function
 from compilespec.cudagraphs.buckets import Buckets, read_buckets
 from compilespec.cudagraphs.modes import NO_OPTIONS, GraphOptions, read_graph_options
 from compilespec.errors import InvalidOption
-from compilespec.loading import Target
-from compilespec.logits_processor import LogitsProcessor
+from compilespec.errors.suggest import did_you_mean, not_one_of
 from compilespec.lowering import BACKENDS
 from compilespec.methods.base import Capabilities, Drafter, TargetInfo
 from compilespec.passes.acceptance import FUNCTIONS, RULES, describe, is_lossless
+from compilespec.passes.acceptance.rule import (
+    STRICT,
+    Acceptance,
+    Relaxed,
+    RuleFunction,
+    rule_function,
+)
+from compilespec.passes.logits_processor import LogitsProcessor
 from compilespec.program import ProgramConfig
 from compilespec.quantization import Quantize, read_quantize
-from compilespec.sampling_params import SamplingParams
-from compilespec.suggest import did_you_mean, not_one_of
+from compilespec.runtime.sampling_params import SamplingParams
+from compilespec.tracing.load import Target
 
 logger = logging.getLogger(__name__)
 

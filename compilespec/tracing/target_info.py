@@ -6,11 +6,11 @@ import torch
 from torch import Tensor, fx
 
 from compilespec.errors import TraceError
-from compilespec.loading import Target
 from compilespec.methods.base import KVLayer, TargetInfo
-from compilespec.passes.analysis import find_embedding, find_head, shape_of
 from compilespec.program import Traced, markers
-from compilespec.target_check import check_logits, check_positions
+from compilespec.tracing.load import Target
+from compilespec.tracing.structure import find_embedding, find_head, shape_of
+from compilespec.tracing.target_check import check_logits, check_positions
 
 
 def describe_target(traced: Traced, target: Target) -> TargetInfo:

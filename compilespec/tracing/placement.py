@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from compilespec.errors import InvalidOption
-from compilespec.suggest import did_you_mean, not_one_of
+from compilespec.errors.suggest import did_you_mean, not_one_of
 
 DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16", "float64")}
 DEVICES = ("cpu", "cuda")

@@ -19,16 +19,16 @@ import torch
 from compilespec.errors import SpecError
 from compilespec.inspect.cost import PhaseCost, estimate
 from compilespec.inspect.devices import Device, find_device
-from compilespec.loading import Target
 from compilespec.lowering import lower
-from compilespec.methods import METHODS
 from compilespec.methods.base import Method
-from compilespec.options import CompileOptions
+from compilespec.methods.registry import METHODS
 from compilespec.passes.sizes import Expr, K
+from compilespec.pipeline.options import CompileOptions
 from compilespec.program import SpecProgram
 from compilespec.runtime.engine import Engine
+from compilespec.runtime.sampling_params import SamplingParams
 from compilespec.runtime.step_runner import StepRunner
-from compilespec.sampling_params import SamplingParams
+from compilespec.tracing.load import Target
 
 Build = Callable[[Method, CompileOptions], SpecProgram]
 

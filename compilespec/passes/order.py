@@ -1,0 +1,167 @@
+"""Stage "rewrite": the pipeline of passes, in order, and what each must match."""
+
+from __future__ import annotations
+
+from compilespec.passes import contracts, references
+from compilespec.passes.bound_positions import bound_positions
+from compilespec.passes.check_markers import check_markers
+from compilespec.passes.check_mutations import check_mutations
+from compilespec.passes.cleanup import cleanup
+from compilespec.passes.commit_state import commit_state
+from compilespec.passes.fuse_head_argmax import fuse_head_argmax
+from compilespec.passes.insert_paged_attention import insert_paged_attention
+from compilespec.passes.lower_quantized import lower_quantized
+from compilespec.passes.merge_projections import merge_projections
+from compilespec.passes.narrow_logits import narrow_logits
+from compilespec.passes.narrow_rows import narrow_rows
+from compilespec.passes.output_head_input import output_head_input
+from compilespec.passes.output_hidden_states import output_hidden_states
+from compilespec.passes.prepack_linears import prepack_linears
+from compilespec.passes.process_logits import num_processors, process_logits
+from compilespec.passes.read_state import read_state
+from compilespec.passes.runner import Pass, PassContext, check_order, run_passes
+from compilespec.passes.shift_hidden_states import pairs_hidden_states, shift_hidden_states
+from compilespec.passes.splice_acceptance import splice_acceptance
+from compilespec.passes.splice_draft_loop import num_drafter_passes, splice_draft_loop
+from compilespec.passes.tap_hidden_states import tap_hidden_states
+
+# Torch IR, as Dynamo gives it: only splicing happens here, never dead-code elimination.
+SPLICE_PASSES = (
+    Pass(
+        run=check_markers,
+        matches=lambda ctx: ctx.num_attention_layers,
+        looks_for="an attention marker for each layer that was traced",
+        near=("attention", "softmax"),
+    ),
+    Pass(
+        run=tap_hidden_states,
+        matches=lambda ctx: len(ctx.aux_layers) or None,
+        ensures=(contracts.TAPPED,),
+        reference=references.tap_hidden_states,
+    ),
+    Pass(
+        run=read_state,
+        after=("check_markers",),
+        matches=lambda ctx: 2,
+        ensures=(
+            contracts.NO_ARGUMENTS,
+            contracts.plays("ids", "position", "row", "slot", "row_index", "live", "start"),
+        ),
+        reference=references.read_state,
+    ),
+    Pass(
+        run=narrow_logits,
+        after=("read_state",),
+        numerics="rounding",  # a library may order the sums of fewer rows differently
+        ensures=(contracts.plays("logits"),),
+        reference=references.narrow_logits,
+        matches=lambda ctx: 1 if ctx.phase == "prefill" else None,
+    ),
+    Pass(
+        run=insert_paged_attention,
+        after=("read_state",),
+        numerics="rounding",
+        matches=lambda ctx: ctx.num_attention_layers,
+        looks_for="an attention marker for each layer that was traced",
+        near=("attention", "softmax"),
+        ensures=(contracts.NO_STATELESS, contracts.OWN_CACHES),
+        reference=references.insert_paged_attention,
+    ),
+    Pass(
+        run=process_logits,
+        after=("narrow_logits",),
+        numerics="rounding",  # a module may order the sums of fewer rows differently
+        matches=num_processors,
+        ensures=(contracts.plays("logits", "raw_logits"),),
+        reference=references.process_logits,
+    ),
+    Pass(
+        run=splice_acceptance,
+        after=("narrow_logits", "process_logits"),
+        matches=lambda ctx: 1,
+        ensures=(
+            contracts.gives("emitted_BS", "num_emitted_B"),
+            contracts.plays("target", "num_emitted"),
+        ),
+        reference=references.splice_acceptance,
+    ),
+    Pass(
+        run=output_hidden_states,
+        after=("tap_hidden_states", "splice_acceptance"),
+        matches=lambda ctx: 1 if ctx.capabilities.outputs_hidden_states else None,
+        ensures=(contracts.plays("hidden"),),
+        reference=references.output_hidden_states,
+    ),
+    Pass(
+        run=output_head_input,
+        after=("narrow_logits", "splice_acceptance", "output_hidden_states"),
+        matches=lambda ctx: 1 if ctx.prompt_logprobs and ctx.phase == "prefill" else None,
+        ensures=(contracts.plays("head_input"),),
+        reference=references.output_head_input,
+    ),
+    Pass(
+        run=shift_hidden_states,
+        after=("tap_hidden_states", "splice_acceptance"),
+        matches=lambda ctx: 1 if pairs_hidden_states(ctx) else None,
+        ensures=(contracts.plays("draft_ids", "aux"),),
+        reference=references.shift_hidden_states,
+    ),
+    Pass(
+        run=splice_draft_loop,
+        after=("shift_hidden_states",),
+        matches=num_drafter_passes,
+        looks_for="passes of the drafter",
+        near=("paged_attention",),
+        ensures=(contracts.plays("drafts"),),
+        reference=references.splice_draft_loop,
+    ),
+    Pass(
+        run=narrow_rows,
+        after=("insert_paged_attention", "splice_draft_loop"),
+        numerics="rounding",  # a library may order the sums of fewer rows differently
+        at_least=0,
+    ),
+    Pass(
+        run=lower_quantized,
+        after=("splice_draft_loop",),
+        numerics="rounding",
+        at_least=0,
+    ),
+    Pass(
+        run=commit_state,
+        after=("splice_draft_loop",),
+        matches=lambda ctx: 1,
+        ensures=(contracts.writes_buffers("tokens_RS", "seq_len_R"),),
+        reference=references.commit_state,
+    ),
+)
+
+# ATen, after the one retrace: everything that matches and rewrites.
+ATEN_PASSES = (
+    Pass(run=cleanup, at_least=0),
+    Pass(run=merge_projections, after=("cleanup",), numerics="rounding", at_least=0),
+    Pass(run=fuse_head_argmax, after=("cleanup",), numerics="rounding", at_least=0),
+    Pass(
+        run=prepack_linears,
+        after=("merge_projections",),
+        numerics="rounding",
+        at_least=0,
+        ensures=(contracts.ALL_PACKED,),
+    ),
+    Pass(run=bound_positions, after=("prepack_linears",), at_least=0),
+    Pass(
+        run=check_mutations,
+        after=("bound_positions",),
+        matches=lambda ctx: sum(
+            not buffer.by_host and buffer.name not in ctx.read_only
+            for buffer in ctx.buffers.values()
+        ),
+        looks_for="writes of every buffer that the host does not write",
+        near=("paged_attention", "index_put_"),
+    ),
+)
+
+check_order(SPLICE_PASSES)
+check_order(ATEN_PASSES)
+
+__all__ = ["ATEN_PASSES", "SPLICE_PASSES", "Pass", "PassContext", "run_passes"]

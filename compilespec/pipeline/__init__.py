@@ -1,0 +1,1 @@
+"""`compile()` and `trace()`: the stages, one call each."""
