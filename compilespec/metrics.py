@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from compilespec.errors import MissingDependency
-
-if TYPE_CHECKING:
-    from compilespec.runtime.engine import Engine
+from compilespec.runtime.engine import Engine
 
 INSTALL = "pip install 'compilespec[metrics]'"
 COUNTERS = {

@@ -10,10 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from compilespec.methods import eagle, eagle3, mtp, shared_kv
-from compilespec.methods.base import TargetInfo
 from compilespec.tracing.load import Target
 from compilespec.tracing.target import trace_target
-from compilespec.tracing.target_info import describe_target
+from compilespec.tracing.target_info import TargetInfo, describe_target
 
 
 def repeating(k: int) -> Callable[[Tensor, Tensor], Tensor]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, fx
 
 from compilespec.methods.registry import get_method
-from compilespec.passes.runner import PassContext
+from compilespec.passes.context import PassContext
 from compilespec.program import BufferSpec, InputSpec, ProgramConfig
 
 HAND_CONFIG = ProgramConfig(

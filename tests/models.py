@@ -14,10 +14,12 @@ import transformers
 from torch import Tensor, nn
 
 from compilespec import SamplingParams
-from compilespec.methods.base import Drafter, TargetInfo
+from compilespec.methods.base import Drafter
+from compilespec.methods.recycled import RecycledDrafter
 from compilespec.program import Traced
 from compilespec.runtime.engine import Engine
 from compilespec.runtime.request import Request
+from compilespec.tracing.target_info import TargetInfo
 
 VOCAB = 97  # not a power of two, not a multiple of any vector width
 _COMMON: dict[str, Any] = {
@@ -166,7 +168,7 @@ def greedy_reference(model: nn.Module, prompt: list[int], num_tokens: int) -> li
         return tokens[len(prompt) :]
 
 
-class ScriptedDrafter(Drafter):
+class ScriptedDrafter(RecycledDrafter):
     """Drafts what followed (position, token) in known sequences, plus `error`; has no cache.
 
     With error 0 and the target's own continuations as the script every draft matches, unless two
@@ -217,7 +219,7 @@ def target_info(model: nn.Module, max_seq_len: int) -> TargetInfo:
     )  # fmt: skip
 
 
-class DialDrafter(Drafter):
+class DialDrafter(RecycledDrafter):
     """A head whose proposals can be replaced, by a dial turned between requests, with a script's.
 
     The scripted part drafts the next token of a known sequence if, and only if, its own KV cache

@@ -11,9 +11,9 @@ import compilespec
 from compilespec.errors import InvalidOption
 from compilespec.methods.base import MethodConfig
 from compilespec.methods.eagle3 import random_head
-from compilespec.passes.acceptance import describe, is_lossless
+from compilespec.passes.acceptance.options import FORCE_VARIABLES, resolve_acceptance
+from compilespec.passes.acceptance.registry import describe, is_lossless
 from compilespec.passes.acceptance.rule import STRICT, Acceptance, Relaxed
-from compilespec.pipeline.options import FORCE_VARIABLES, resolve_acceptance
 from tests.models import VOCAB, Ask, assert_nothing_held, run_traffic, target_info, tiny_target
 
 K = 3

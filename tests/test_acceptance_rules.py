@@ -13,9 +13,9 @@ import compilespec
 from compilespec import SamplingParams, acceptance_rule
 from compilespec.errors import InvalidOption, TraceError
 from compilespec.methods.eagle3 import random_head
-from compilespec.passes.acceptance import describe, is_lossless
+from compilespec.passes.acceptance.options import resolve_acceptance
+from compilespec.passes.acceptance.registry import describe, is_lossless
 from compilespec.passes.acceptance.rule import RULE_INPUTS
-from compilespec.pipeline.options import resolve_acceptance
 from tests import test_verify_loops
 from tests.models import VOCAB, greedy_reference, target_info, tiny_target
 from tests.test_rejection import LENGTH, PROMPT, markov_target, params_of

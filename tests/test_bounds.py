@@ -19,7 +19,8 @@ from compilespec.inspect.bounds import prove
 from compilespec.methods.eagle3 import random_head
 from compilespec.passes.bound_positions import bound_positions
 from compilespec.passes.claims import Claim, find_claims
-from compilespec.passes.ranges import CONTRACT, Ranges
+from compilespec.passes.input_ranges import CONTRACT
+from compilespec.passes.ranges import Ranges
 from compilespec.passes.sizes import K as K_SIZE
 from compilespec.passes.sizes import L, R, Range, Sizes, T, V, integers
 from compilespec.runtime.executor import PrefillChunk

@@ -14,8 +14,8 @@ import compilespec
 from compilespec import SamplingParams
 from compilespec.lowering.artifacts import artifact_key
 from compilespec.methods import mtp
-from compilespec.methods.base import Drafter
 from compilespec.methods.eagle3 import random_head, save_head
+from compilespec.methods.recycled import RecycledDrafter
 from tests.models import Ask, ask_all, target_info, tiny_target
 from tests.test_mtp_windowed import fresh_drafts
 
@@ -75,7 +75,7 @@ def test_t05_ids_are_mapped_once_and_shared_weights_are_one(target, own_embeddin
     assert all(program.weights[name].shape == shape for name in embeddings)
 
 
-class OneOutput(Drafter):
+class OneOutput(RecycledDrafter):
     """A head that gives one tensor for both uses, or two different ones (A3)."""
 
     def __init__(self, model: nn.Module, is_tuple: bool) -> None:

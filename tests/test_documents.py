@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from compilespec.cli import build_parser
-from compilespec.methods import METHODS, method_names
+from compilespec.methods.registry import METHODS, method_names
 from tests.documents import PAGES, ROOT, paragraph, table_under
 from tests.models import FAMILIES
 from tools import draw_speed

@@ -13,11 +13,12 @@ from torch.nn import functional
 from transformers import LlamaConfig
 
 from compilespec.errors import CheckpointError, DraftMismatch, InvalidOption
-from compilespec.methods.base import Drafter, TargetInfo
 from compilespec.methods.eagle3 import random_head, save_head
 from compilespec.methods.eagle3.drafter import rope_frequencies
 from compilespec.methods.eagle3.load import check_d2t
+from compilespec.methods.recycled import RecycledDrafter
 from compilespec.methods.registry import get_method
+from compilespec.tracing.target_info import TargetInfo
 
 LAYOUTS = ("safeailab", "speculators")
 VARIANTS = {
@@ -360,12 +361,6 @@ def test_draft_of_another_target(saved):
         load(directory, make_target(num_layers=4))
 
 
-def test_unknown_option(saved):
-    directory, target = saved
-    with pytest.raises(InvalidOption, match="no option aux_ids; options: aux_ids_are"):
-        load(directory, target, aux_ids="hs")
-
-
 def test_absolute_d2t_is_caught(saved):
     directory, target = saved
 
@@ -409,7 +404,7 @@ def test_d2t_rules(d2t, kept, says):
 # Modules instead of directories.
 
 
-class UserDrafter(Drafter):
+class UserDrafter(RecycledDrafter):
     def __init__(self, num_draft_tokens=2, aux_layers=(1, 2)):
         super().__init__()
         self.num_draft_tokens = num_draft_tokens

@@ -11,9 +11,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from compilespec.methods.base import TargetInfo
 from compilespec.methods.eagle3 import Eagle3Drafter
 from compilespec.methods.registry import get_method
+from compilespec.tracing.target_info import TargetInfo
 
 ORACLES = Path(__file__).parent / "data" / "oracles"
 

@@ -14,8 +14,9 @@ import pytest
 
 from compilespec import SamplingParams
 from compilespec.errors import EngineClosed, InvalidRequest
-from compilespec.runtime.engine import Delta, Engine
+from compilespec.runtime.engine import Engine
 from compilespec.runtime.engine_thread import Ticket
+from compilespec.runtime.outputs import Delta
 from compilespec.runtime.request import Request
 from tests.fake_executor import FakeExecutor, geometry, toy_decode
 

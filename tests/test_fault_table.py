@@ -12,13 +12,7 @@ import pytest
 import torch
 
 import compilespec
-from compilespec.errors import (
-    DraftFailed,
-    EngineClosed,
-    InvalidRequest,
-    NanLogits,
-    TokenizerFailed,
-)
+from compilespec.errors import DraftFailed, EngineClosed, InvalidRequest, NanLogits, TokenizerFailed
 from compilespec.methods.eagle3 import random_head
 from compilespec.runtime.engine import Engine
 from compilespec.runtime.request import Request

@@ -23,11 +23,12 @@ from compilespec.inspect.verify import VerifyReport, verify
 from compilespec.methods.eagle3 import random_head
 from compilespec.methods.registry import get_method
 from compilespec.passes import rewrite, runner
+from compilespec.passes.context import PassContext
 from compilespec.passes.graph import emit, find_role, get_outputs, output_node, set_outputs
 from compilespec.passes.logits_processor import LogitsProcessor
 from compilespec.passes.order import ATEN_PASSES, SPLICE_PASSES
 from compilespec.passes.rewrite import rewrite_phase
-from compilespec.passes.runner import PassContext, snapshot
+from compilespec.passes.runner import snapshot
 from compilespec.program import Phase, ProgramConfig, SpecProgram, markers
 from compilespec.tracing.load import load_target
 from compilespec.tracing.target import trace_target

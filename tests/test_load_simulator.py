@@ -16,7 +16,8 @@ from torch import nn
 import compilespec
 from compilespec import SamplingParams
 from compilespec.runtime.engine import Engine
-from compilespec.runtime.request import FinishReason, Request
+from compilespec.runtime.outputs import FinishReason
+from compilespec.runtime.request import Request
 from compilespec.runtime.scheduler import PATIENCE
 from tests.models import VOCAB, assert_nothing_held, tiny_target
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from compilespec.errors import InvalidOption, SpecError, UnknownMethod
-from compilespec.methods.base import TargetInfo
 from compilespec.methods.registry import capability_rows, get_method, method_names
 from compilespec.pipeline.options import check_method_options
+from compilespec.tracing.target_info import TargetInfo
 
 
 @pytest.mark.parametrize(

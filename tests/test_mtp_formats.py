@@ -21,10 +21,11 @@ from compilespec.errors import (
     NotSupported,
     UnsupportedState,
 )
-from compilespec.methods.base import FINAL_NORM, TargetInfo
+from compilespec.methods.capabilities import FINAL_NORM
 from compilespec.methods.mtp.load import load_drafter
 from compilespec.methods.mtp.random_modules import random_modules
 from compilespec.methods.registry import get_method
+from compilespec.tracing.target_info import TargetInfo
 
 D, V, ROWS, NUM_LAYERS = 24, 31, 9, 4
 HEAD, HEADS, KV_HEADS, INNER = 8, 4, 2, 40

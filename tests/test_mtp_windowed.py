@@ -19,9 +19,11 @@ import compilespec
 from compilespec import SamplingParams
 from compilespec.errors import InvalidOption
 from compilespec.methods import mtp
-from compilespec.methods.base import FINAL_NORM, Capabilities, Chain, Drafter, TargetInfo
+from compilespec.methods.base import Drafter
+from compilespec.methods.capabilities import FINAL_NORM, Capabilities, Chain
 from compilespec.methods.capture import capture_windowed
 from compilespec.program import ProgramConfig, Traced
+from compilespec.tracing.target_info import TargetInfo
 from tests.models import (
     VOCAB,
     Ask,

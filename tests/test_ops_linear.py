@@ -13,11 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from compilespec.ops import pack_weight, packed_linear
-from compilespec.ops.packed_linear import (
-    packed_linear_reference,
-    panel_columns,
-    unpack_weight,
-)
+from compilespec.ops.packed_linear import packed_linear_reference, panel_columns, unpack_weight
 
 TOLERANCE = {
     torch.float32: 2e-6,

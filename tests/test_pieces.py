@@ -17,13 +17,7 @@ from compilespec import _torch_compat, lowering
 from compilespec.errors import PassError
 from compilespec.lowering import lower, pieces
 from compilespec.lowering.artifacts import ArtifactCache
-from compilespec.lowering.pieces import (
-    OpStep,
-    PieceStep,
-    Stitched,
-    StitchPlan,
-    split_at_attention,
-)
+from compilespec.lowering.pieces import OpStep, PieceStep, Stitched, StitchPlan, split_at_attention
 from compilespec.program import Lowered, SpecProgram
 from compilespec.runtime.executor import PrefillChunk
 from compilespec.runtime.step_runner import StepRunner

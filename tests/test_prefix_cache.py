@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from compilespec.methods.base import Capabilities
+from compilespec.methods.capabilities import Capabilities
 from compilespec.program import BufferSpec
 from compilespec.runtime.blocks import BlockPool
 from compilespec.runtime.engine import Engine

@@ -27,7 +27,7 @@ from compilespec.ops.sample.probabilities import (
     uniform,
     uniform_reference,
 )
-from compilespec.passes.acceptance import FUNCTIONS
+from compilespec.passes.acceptance.registry import FUNCTIONS
 from compilespec.passes.acceptance.rejection import ratio_test
 from compilespec.runtime.engine import Engine
 from tests.models import PlainModel, greedy_reference

@@ -16,11 +16,14 @@ from torch import Tensor, nn
 
 import compilespec
 from compilespec import SamplingParams
-from compilespec.methods.base import FINAL_NORM, Capabilities, Drafter, TargetInfo
+from compilespec.methods.base import Drafter
+from compilespec.methods.capabilities import FINAL_NORM, Capabilities
 from compilespec.methods.capture import capture_windowed, offers_logits
 from compilespec.methods.eagle3 import random_head
+from compilespec.methods.recycled import RecycledDrafter
 from compilespec.program import ProgramConfig, Traced
-from compilespec.runtime.request import GenerationOutput
+from compilespec.runtime.outputs import GenerationOutput
+from compilespec.tracing.target_info import TargetInfo
 from tests.models import VOCAB, PlainModel, target_info, tiny_target
 
 MAX_SEQ_LEN, COUNT = 48, 20
@@ -71,7 +74,7 @@ class Knowing(nn.Module):
         return (best if self.draft_ids is None else self.draft_ids[best]).to(torch.int32)
 
 
-class KnowingDrafter(Drafter):
+class KnowingDrafter(RecycledDrafter):
     def __init__(self, target: PlainModel, ids: Tensor | None, *, windowed: bool) -> None:
         super().__init__()
         self.steps = nn.ModuleList([Knowing(target, ids)])

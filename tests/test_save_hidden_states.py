@@ -16,7 +16,7 @@ from compilespec import SamplingParams
 from compilespec.errors import CheckpointError, DraftMismatch, EngineClosed, InvalidOption
 from compilespec.methods.registry import get_method
 from compilespec.methods.save_hidden_states import Layout, Recorder, SavedStates, prompt_digest
-from compilespec.tracing.target import _attention_interface
+from compilespec.tracing.attention import marked_attention
 from tests.models import ask_all, assert_nothing_held, run_traffic, target_info, tiny_target
 from tests.test_taps import hook_states
 
@@ -34,7 +34,7 @@ def asked(family):
 
 
 def seen_by_hooks(model, tokens, layers):
-    with _attention_interface(model):  # transformers' eager attention rounds to float32
+    with marked_attention(model):  # transformers' eager attention rounds to float32
         states = hook_states(model, lambda: model(torch.tensor([tokens])))
     return torch.cat([states[k][0] for k in layers], -1)
 

@@ -19,11 +19,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from compilespec.lowering import lower
-from compilespec.methods.base import Drafter
 from compilespec.methods.eagle3 import random_head
+from compilespec.methods.recycled import RecycledDrafter
 from compilespec.methods.registry import get_method
 from compilespec.pipeline import options
-from compilespec.pipeline.entry import build_program
+from compilespec.pipeline.build import build_program
 from compilespec.program import Lowered
 from compilespec.runtime.executor import PrefillChunk
 from compilespec.runtime.step_runner import StepRunner
@@ -40,7 +40,7 @@ NUM_LAYERS = 2
 NUM_DRAFT_TOKENS = 3
 
 
-class ProvenanceDrafter(Drafter):
+class ProvenanceDrafter(RecycledDrafter):
     """Hidden states are (position, token there, depth); draft tokens follow a fixed rule.
 
     A row's cached key is (hidden position, token there, depth, paired token).  The first two

@@ -17,8 +17,9 @@ from compilespec.passes.order import SPLICE_PASSES, PassContext, run_passes
 from compilespec.passes.rewrite import start_step
 from compilespec.passes.tap_hidden_states import tap_hidden_states
 from compilespec.program import ProgramConfig
+from compilespec.tracing.attention import marked_attention
 from compilespec.tracing.load import load_target
-from compilespec.tracing.target import _attention_interface, trace_target
+from compilespec.tracing.target import trace_target
 from compilespec.tracing.target_info import describe_target
 from tests.models import FAMILIES, VOCAB, call_traced, tiny_target
 
@@ -92,7 +93,7 @@ def same_attention(model: nn.Module, monkeypatch):
         output = torch.ops.compilespec.attention(query, key, value, scale, 0, 0.0, None)
         return output.transpose(1, 2)
 
-    with monkeypatch.context() as patch, _attention_interface(model):
+    with monkeypatch.context() as patch, marked_attention(model):
         patch.setattr(nn.functional, "scaled_dot_product_attention", sdpa)
         yield
 

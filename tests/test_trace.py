@@ -12,7 +12,9 @@ from torch import Tensor, nn
 
 from compilespec.errors import NoPositionInput, TraceError
 from compilespec.program import markers, module_path
-from compilespec.tracing.target import source_line, trace_call, trace_target
+from compilespec.tracing.capture import trace_call
+from compilespec.tracing.naming import source_line
+from compilespec.tracing.target import trace_target
 from tests.models import FAMILIES, VOCAB, PlainBlock, PlainModel, call_traced, tiny_target
 
 WINDOWED = {"mistral", "gemma2", "gpt_oss"}

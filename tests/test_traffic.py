@@ -17,7 +17,8 @@ import compilespec
 from compilespec import SamplingParams
 from compilespec.methods.eagle3 import random_head
 from compilespec.runtime.engine import Engine
-from compilespec.runtime.request import FinishReason, Request
+from compilespec.runtime.outputs import FinishReason
+from compilespec.runtime.request import Request
 from tests.models import (
     Ask,
     DialDrafter,

@@ -8,12 +8,7 @@ import pytest
 import torch
 
 from compilespec import SamplingParams
-from compilespec.ops.sample import (
-    draw_reference,
-    layout,
-    note_logprobs_reference,
-    sample_reference,
-)
+from compilespec.ops.sample import draw_reference, layout, note_logprobs_reference, sample_reference
 from compilespec.ops.sample.philox import gumbel, noise_bits
 from tests.test_ops_sample import PARAMETERS, make_state, window
 

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 import compilespec
 from compilespec import SamplingParams
 from compilespec.errors import DraftFailed, DraftMismatch, DraftNotFound, InvalidOption
-from compilespec.methods.base import FINAL_NORM, Capabilities, MethodConfig
+from compilespec.methods.base import MethodConfig
+from compilespec.methods.capabilities import FINAL_NORM, Capabilities
 from compilespec.methods.direct import DirectDrafter
 from tests.direct_methods import MAX_SEQ_LEN, SIZES, Script, check_traffic
 from tests.models import VOCAB, ask_all, assert_nothing_held, tiny_target

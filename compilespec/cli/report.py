@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from compilespec.cli.compare import Comparison, Parting, Row
-    from compilespec.runtime.engine import Delta, Engine
+    from compilespec.runtime.engine import Engine
+    from compilespec.runtime.outputs import Delta
     from compilespec.runtime.stats import EngineStats
 
 

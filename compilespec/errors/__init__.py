@@ -107,3 +107,8 @@ class StaleGraphInput(SpecError):
 
 class EngineClosed(SpecError):
     """The engine was closed; compile a new one."""
+
+
+def is_integer(value: object) -> bool:
+    """Whether an option's value counts as an integer: True and False do not."""
+    return isinstance(value, int) and not isinstance(value, bool)

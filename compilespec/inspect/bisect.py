@@ -23,8 +23,8 @@ from compilespec.inspect.verify import (
     parts_of,
 )
 from compilespec.lowering import lower
+from compilespec.passes.context import PassContext
 from compilespec.passes.references import Case
-from compilespec.passes.runner import PassContext
 from compilespec.program import PHASES, Lowered, Phase, PhaseGraph, SpecProgram
 from compilespec.runtime.engine import Engine
 from compilespec.runtime.sampling_params import SamplingParams

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from compilespec.passes.runner import PassContext
+from compilespec.passes.context import PassContext
 from compilespec.tracing.quantized_weights import quantizes_rows
 
 # Largest difference that rounding alone may make over a whole step, as a part of the tensor's

@@ -17,9 +17,9 @@ from torch import Tensor, fx
 from compilespec import _torch_compat
 from compilespec.errors import InvalidOption
 from compilespec.errors.suggest import did_you_mean
+from compilespec.passes.context import PassContext
 from compilespec.passes.order import ATEN_PASSES, SPLICE_PASSES
 from compilespec.passes.rewrite import EXAMPLE_SIZES
-from compilespec.passes.runner import PassContext
 from compilespec.program import PassRecord, Phase, PhaseGraph, SpecProgram, Traced
 
 START = "start"

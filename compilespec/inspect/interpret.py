@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, fx
 
 from compilespec.errors import SpecError
+from compilespec.passes.context import PassContext
 from compilespec.passes.references import Values
 from compilespec.passes.references.base import Attention, AttentionCall, Tokens
-from compilespec.passes.runner import PassContext
 from compilespec.program import InputSpec, is_marker
 from compilespec.runtime.weights import materialise
 

@@ -12,8 +12,8 @@ from compilespec.inspect.compare import compare, rounding_bound
 from compilespec.inspect.interpret import Decisions
 from compilespec.inspect.stages import PassStages
 from compilespec.inspect.verify import value_pairs, wanted_values
+from compilespec.passes.context import PassContext
 from compilespec.passes.references import Case, Values
-from compilespec.passes.runner import PassContext
 from compilespec.program import module_path
 
 

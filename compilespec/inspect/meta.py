@@ -9,10 +9,11 @@ from typing import Any
 import torch
 
 from compilespec.errors import ModelNotFound, NotSupported
-from compilespec.methods.base import Drafter, TargetInfo
+from compilespec.methods.base import Drafter
 from compilespec.methods.registry import get_method
 from compilespec.tracing.placement import read_dtype
 from compilespec.tracing.quiet import quiet_import
+from compilespec.tracing.target_info import TargetInfo
 
 
 def meta_target(directory: str | Path, dtype: str | None = None) -> Any:

@@ -16,6 +16,7 @@ import sympy
 import torch
 from torch import fx
 
+import compilespec.ops  # noqa: F401  (registers the operators)
 from compilespec import _torch_compat
 from compilespec.passes.aliases import storage_root
 from compilespec.passes.sizes import B, Expr, K, R, T

@@ -17,10 +17,10 @@ from torch import Tensor
 from compilespec.errors import SpecError
 from compilespec.inspect.interpret import Stage
 from compilespec.ops.sample import layout
+from compilespec.passes.context import PassContext
 from compilespec.passes.references import Case
 from compilespec.passes.references.dense_attention import dense_attention
 from compilespec.passes.references.placement import place_call
-from compilespec.passes.runner import PassContext
 from compilespec.program import PAD, BufferSpec
 
 SPARE_BLOCKS = 2  # that no table points to

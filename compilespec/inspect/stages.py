@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from torch import Tensor, fx
 
 from compilespec.inspect.interpret import Stage
+from compilespec.passes.context import PassContext
 from compilespec.passes.order import ATEN_PASSES, SPLICE_PASSES
 from compilespec.passes.references import Reference
 from compilespec.passes.rewrite import rewrite_phase
-from compilespec.passes.runner import PassContext
 from compilespec.program import PassRecord, PhaseGraph
 
 REFERENCES: Mapping[str, Reference] = {

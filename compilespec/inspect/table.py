@@ -16,7 +16,7 @@ from torch import Tensor, fx
 from compilespec.errors import InvalidOption
 from compilespec.inspect.graphs import GraphStage
 from compilespec.program import module_path
-from compilespec.tracing.target import source_line
+from compilespec.tracing.naming import source_line
 
 _SHORT_OPS = {"call_function": "call", "call_method": "method", "get_attr": "constant"}
 

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,12 +16,10 @@ from compilespec.inspect.compare import compare, error_of, rounding_bound
 from compilespec.inspect.interpret import Decisions, Stage
 from compilespec.inspect.random_inputs import random_cases
 from compilespec.inspect.stages import PassStages, pass_stages, with_graphs
+from compilespec.passes.context import PassContext
 from compilespec.passes.references import Case, Values
-from compilespec.passes.runner import PassContext
 from compilespec.program import LoweredPhase, Phase, PhaseGraph, SpecProgram
-
-if TYPE_CHECKING:
-    from compilespec.runtime.engine import Engine
+from compilespec.runtime.engine import Engine
 
 LOWERED = "lower"  # the name under which the lowered callable is compared to its graph
 

@@ -13,12 +13,7 @@ import torch
 from compilespec import _torch_compat
 from compilespec.errors import PassError
 from compilespec.errors.suggest import not_one_of
-from compilespec.lowering.artifacts import (
-    ArtifactCache,
-    ArtifactKey,
-    artifact_key,
-    piece_file_key,
-)
+from compilespec.lowering.artifacts import ArtifactCache, ArtifactKey, artifact_key, piece_file_key
 from compilespec.lowering.pieces import Stitched, StitchPlan, split_at_attention
 from compilespec.ops import _build
 from compilespec.program import Lowered, LoweredPhase, Phase, PhaseGraph, SpecProgram

@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import compilespec
 from compilespec import _torch_compat
 from compilespec.lowering.pieces import StitchPlan
 from compilespec.program import InputSpec, PhaseGraph, SpecProgram
@@ -123,7 +122,7 @@ def _differing(stored: Mapping[str, str], wanted: Mapping[str, str]) -> list[str
 def _source_digest() -> str:
     """Any change of the package's code makes every artifact another one."""
     digest = hashlib.sha256()
-    root = Path(compilespec.__file__).parent
+    root = Path(__file__).parents[1]
     for path in sorted([*root.rglob("*.py"), *root.rglob("*.cpp"), *root.rglob("*.h")]):
         digest.update(str(path.relative_to(root)).encode() + path.read_bytes())
     return digest.hexdigest()

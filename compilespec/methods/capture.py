@@ -2,65 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from compilespec.errors import DraftMismatch
 from compilespec.program import ProgramConfig, Traced
-from compilespec.tracing.target import EXAMPLE_SHAPE, trace_call
-
-if TYPE_CHECKING:
-    from compilespec.methods.base import Drafter, TargetInfo
-
-
-def capture_recycled(
-    drafter: Drafter, config: ProgramConfig, info: TargetInfo
-) -> dict[str, Traced]:
-    """The calls of a recycled drafter, each captured once: "combine" and "forward" at
-    [B, T, ..], "propose" on gathered rows.
-
-    Raises: DraftMismatch when the recycled hidden state has another width than the drafter takes.
-    """
-    shape, dynamic = EXAMPLE_SHAPE, (0, 1)
-
-    def trace(name: str, call: Callable[..., Any], **arguments: Tensor) -> Traced:
-        dims = {key: (value, dynamic) for key, value in arguments.items()}
-        return trace_call(drafter, call, dims, name=f"draft.{name}", owner="draft")
-
-    def combine(aux: Tensor) -> Any:
-        return fresh((drafter.combine(aux),))
-
-    def forward(input_ids: Tensor, position_ids: Tensor, hidden: Tensor) -> Any:
-        return fresh(drafter(input_ids, position_ids, hidden))
-
-    def floats(*size: int) -> Tensor:
-        return torch.zeros(size, dtype=config.dtype, device=config.device)
-
-    ids = torch.zeros(shape, dtype=torch.int32, device=config.device)
-    traced = {
-        "combine": trace(
-            "combine", combine, aux=floats(*shape, len(drafter.aux_layers) * info.hidden_size)
-        )
-    }
-    (hidden_width,) = output_widths(traced["combine"])
-    traced["forward"] = trace(
-        "forward",
-        forward,
-        input_ids=ids,
-        position_ids=ids.clone(),
-        hidden=floats(*shape, hidden_width),
-    )
-    head_width, recycled_width = output_widths(traced["forward"])
-    if recycled_width != hidden_width:
-        raise DraftMismatch(
-            f"the drafter takes hidden states of width {hidden_width} and recycles "
-            f"{recycled_width}; expected one width"
-        )
-    traced["propose"] = trace_proposal(drafter, config, "draft", head_width)
-    return traced
+from compilespec.tracing.capture import EXAMPLE_SHAPE, fresh, output_widths, trace_call
+from compilespec.tracing.target_info import TargetInfo
 
 
 def capture_windowed(drafter: Any, config: ProgramConfig, info: TargetInfo) -> dict[str, Traced]:
@@ -136,15 +86,3 @@ def offers_logits(module: Any) -> bool:
     """Whether `logits` belongs to the `propose` that the module has: both are of one class."""
     owner = next(kind for kind in type(module).__mro__ if "propose" in vars(kind))
     return "logits" in vars(owner)
-
-
-def fresh(outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Views: a tensor that is returned twice, or is an argument, would not be an output of its
-    own.
-    """
-    return tuple(output.view_as(output) for output in outputs)
-
-
-def output_widths(traced: Traced) -> tuple[int, ...]:
-    output = next(node for node in reversed(traced.graph_module.graph.nodes) if node.op == "output")
-    return tuple(int(node.meta["example_value"].shape[-1]) for node in output.args[0])

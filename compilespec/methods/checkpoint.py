@@ -1,4 +1,4 @@
-"""Reading drafter checkpoints: the files (`compilespec.tracing.checkpoint_files`), and strict loading.
+"""Reading drafter checkpoints: the files (`tracing.checkpoint_files`), and strict loading.
 
 A wrong loader only lowers acceptance, the output stays right.  So nothing is loaded halfway here: a
 tensor that is missing, unexpected, misshapen or of another kind is an error that lists it.

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from compilespec.errors import DraftMismatch, InvalidOption
-from compilespec.methods.base import Drafter, TargetInfo
+from compilespec.methods.base import Drafter
 from compilespec.program import PAD, ProgramConfig, Traced
-from compilespec.tracing.target import EXAMPLE_SHAPE, trace_call
+from compilespec.tracing.capture import EXAMPLE_SHAPE, trace_call
+from compilespec.tracing.target_info import TargetInfo
 
 INPUTS = ("history_BL", "length_B", "hidden_BE")
 

@@ -10,10 +10,10 @@ import torch
 from torch import fx
 
 from compilespec.passes.claims import Claim, Place, find_claims, operand_at
+from compilespec.passes.context import PassContext
 from compilespec.passes.graph import output_node
 from compilespec.passes.linears import copy_origin
 from compilespec.passes.ranges import Ranges
-from compilespec.passes.runner import PassContext
 from compilespec.passes.sizes import L, Sizes
 from compilespec.tracing.structure import shape_of
 

@@ -6,7 +6,7 @@ import torch
 from torch import fx
 
 from compilespec.errors import PassError
-from compilespec.passes.runner import PassContext
+from compilespec.passes.context import PassContext
 from compilespec.program import markers, module_path
 
 

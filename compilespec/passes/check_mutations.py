@@ -6,7 +6,7 @@ from torch import fx
 
 from compilespec.errors import PassError
 from compilespec.passes.aliases import written_roots
-from compilespec.passes.runner import PassContext
+from compilespec.passes.context import PassContext
 
 
 def check_mutations(gm: fx.GraphModule, ctx: PassContext) -> int:

@@ -19,7 +19,8 @@ from torch import fx
 
 from compilespec import _torch_compat
 from compilespec.passes.aliases import storage_root, written_roots
-from compilespec.passes.ranges import CONTRACT, Facts, Ranges
+from compilespec.passes.input_ranges import CONTRACT
+from compilespec.passes.ranges import Facts, Ranges
 from compilespec.passes.sizes import K, L, Range, V, integers
 
 _aten = torch.ops.aten

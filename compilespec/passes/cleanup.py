@@ -10,7 +10,7 @@ from torch import fx
 
 from compilespec import _torch_compat
 from compilespec.passes.aliases import roots_written_by, storage_root, written_roots
-from compilespec.passes.runner import PassContext
+from compilespec.passes.context import PassContext
 
 
 def cleanup(gm: fx.GraphModule, ctx: PassContext) -> int:

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import fx
 
+from compilespec.passes.context import PassContext
 from compilespec.passes.graph import add_buffer, emit, find_role, has_role, output_node
 from compilespec.passes.read_state import token_rows
-from compilespec.passes.runner import PassContext
 
 
 def commit_state(gm: fx.GraphModule, ctx: PassContext) -> int:

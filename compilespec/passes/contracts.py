@@ -10,18 +10,16 @@ import operator
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, fx
 
 from compilespec import _torch_compat
 from compilespec.passes.aliases import storage_root
+from compilespec.passes.context import PassContext
 from compilespec.passes.linears import find_linears
 from compilespec.program import markers
-
-if TYPE_CHECKING:
-    from compilespec.passes.runner import PassContext
 
 ARGUMENTS = ("input_ids", "position_ids")  # what the target reads before `read_state`
 _IN_PLACE = (operator.iadd, operator.isub, operator.imul, operator.itruediv)
@@ -181,7 +179,7 @@ def _aux_roles(gm: fx.GraphModule, ctx: PassContext) -> Iterator[str]:
 
 
 def _plain_products(gm: fx.GraphModule, ctx: PassContext) -> Iterator[str]:
-    from compilespec.passes.prepack_linears import PACKABLE
+    from compilespec.passes.linears import PACKABLE
 
     if ctx.prepack:
         for linear in find_linears(gm, ctx):

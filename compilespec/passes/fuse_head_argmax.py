@@ -12,8 +12,8 @@ from torch import Tensor, fx
 from torch.utils import benchmark
 
 from compilespec.ops.argmax_linear import argmax_linear
+from compilespec.passes.context import PassContext
 from compilespec.passes.linears import Linear, copy_origin, find_linears
-from compilespec.passes.runner import PassContext
 
 _aten = torch.ops.aten
 _VIEWS = (_aten.view.default, _aten._unsafe_view.default, _aten.reshape.default)

@@ -16,7 +16,7 @@ from torch import Tensor, fx
 
 from compilespec import _torch_compat
 from compilespec.errors import PassError
-from compilespec.passes.runner import PassContext
+from compilespec.passes.context import PassContext
 from compilespec.program import BufferSpec, InputSpec, Traced
 from compilespec.tracing.quantized_weights import is_quantized, rebuild, take_apart
 

@@ -8,10 +8,10 @@ import torch
 from torch import fx
 
 from compilespec.errors import PassError
+from compilespec.passes.context import PassContext
 from compilespec.passes.graph import add_buffer, find_role
 from compilespec.passes.kv_groups import KVGroup, Metadata, group_metadata
 from compilespec.passes.linears import copy_origin
-from compilespec.passes.runner import PassContext
 from compilespec.program import BufferSpec, markers
 
 

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from compilespec.passes.context import PassContext
 from compilespec.passes.graph import add_weight, emit
-from compilespec.passes.runner import PassContext
 from compilespec.program import ProgramConfig
 
 Metadata = tuple[fx.Node, fx.Node, fx.Node, fx.Node]  # slot, row, position, block table

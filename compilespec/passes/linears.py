@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import fx
 
-if TYPE_CHECKING:
-    from compilespec.passes.runner import PassContext
+from compilespec.passes.context import PassContext
 
 _aten = torch.ops.aten
 
@@ -112,3 +111,6 @@ def copy_origin(source: fx.Node, target: fx.Node) -> None:
             target.meta[key] = source.meta[key]
     custom = source.meta.get("custom") or {}
     target.meta["custom"] = {key: value for key, value in custom.items() if key != "pass"}
+
+
+PACKABLE = (torch.float32, torch.bfloat16, torch.float16, torch.float64)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from compilespec.errors import InvalidOption
 from compilespec.program import Phase, ProgramConfig, Traced
-from compilespec.tracing.target import EXAMPLE_SHAPE, trace_call
+from compilespec.tracing.capture import EXAMPLE_SHAPE, trace_call
 
 # What a logits processor may read, by parameter name.
 PROCESSOR_INPUTS = ("logits_BSV", "position_BS", "ids_BS", "context_BL", "prompt_len_B")

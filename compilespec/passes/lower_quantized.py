@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
+from compilespec.passes.context import PassContext
 from compilespec.passes.linears import copy_origin
-from compilespec.passes.runner import PassContext
 from compilespec.tracing.quantized_weights import Kind, kind_of, rebuild
 from compilespec.tracing.structure import LINEAR
 

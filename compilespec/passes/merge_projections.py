@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from compilespec.passes.context import PassContext
 from compilespec.passes.graph import add_input
 from compilespec.passes.linears import (
     Linear,
@@ -17,7 +18,6 @@ from compilespec.passes.linears import (
     find_linears,
     find_quantized_linears,
 )
-from compilespec.passes.runner import PassContext
 from compilespec.program import InputSpec
 
 _aten = torch.ops.aten

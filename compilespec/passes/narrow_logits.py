@@ -6,9 +6,9 @@ from __future__ import annotations
 
 from torch import fx
 
+from compilespec.passes.context import PassContext
 from compilespec.passes.graph import emit, find_role, set_outputs
 from compilespec.passes.rows import newest_rows, take_rows
-from compilespec.passes.runner import PassContext
 from compilespec.tracing.structure import find_head
 
 

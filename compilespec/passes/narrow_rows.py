@@ -11,11 +11,11 @@ from torch import fx
 from torch.nn import functional
 
 from compilespec.passes.aliases import storage_root
+from compilespec.passes.context import PassContext
 from compilespec.passes.contracts import writes
 from compilespec.passes.graph import emit
 from compilespec.passes.linears import copy_origin
 from compilespec.passes.rows import Rows, take_rows
-from compilespec.passes.runner import PassContext
 from compilespec.tracing import structure as analysis
 from compilespec.tracing.structure import EMBEDDING, LINEAR, argument
 

@@ -8,6 +8,7 @@ from compilespec.passes.check_markers import check_markers
 from compilespec.passes.check_mutations import check_mutations
 from compilespec.passes.cleanup import cleanup
 from compilespec.passes.commit_state import commit_state
+from compilespec.passes.context import PassContext
 from compilespec.passes.fuse_head_argmax import fuse_head_argmax
 from compilespec.passes.insert_paged_attention import insert_paged_attention
 from compilespec.passes.lower_quantized import lower_quantized
@@ -19,7 +20,7 @@ from compilespec.passes.output_hidden_states import output_hidden_states
 from compilespec.passes.prepack_linears import prepack_linears
 from compilespec.passes.process_logits import num_processors, process_logits
 from compilespec.passes.read_state import read_state
-from compilespec.passes.runner import Pass, PassContext, check_order, run_passes
+from compilespec.passes.runner import Pass, check_order, run_passes
 from compilespec.passes.shift_hidden_states import pairs_hidden_states, shift_hidden_states
 from compilespec.passes.splice_acceptance import splice_acceptance
 from compilespec.passes.splice_draft_loop import num_drafter_passes, splice_draft_loop

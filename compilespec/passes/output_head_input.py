@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, fx, nn
 
 from compilespec.errors import NotSupported
+from compilespec.passes.context import PassContext
 from compilespec.passes.graph import find_role, get_outputs, set_outputs
-from compilespec.passes.runner import PassContext
 from compilespec.program import Traced
 from compilespec.tracing.structure import find_head
 

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from compilespec.passes.context import PassContext
 from compilespec.passes.graph import emit, find_role, get_outputs, output_node, set_outputs
-from compilespec.passes.runner import PassContext
 
 
 def output_hidden_states(gm: fx.GraphModule, ctx: PassContext) -> int:

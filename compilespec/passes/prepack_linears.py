@@ -7,17 +7,16 @@ from torch import fx
 
 from compilespec.ops.quantized_linear import LAYOUTS
 from compilespec.passes.cleanup import drop_unused_inputs
+from compilespec.passes.context import PassContext
 from compilespec.passes.graph import add_input
 from compilespec.passes.linears import (
+    PACKABLE,
     QuantizedLinear,
     copy_origin,
     find_linears,
     find_quantized_linears,
 )
-from compilespec.passes.runner import PassContext
 from compilespec.program import InputSpec
-
-PACKABLE = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def prepack_linears(gm: fx.GraphModule, ctx: PassContext) -> int:

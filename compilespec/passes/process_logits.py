@@ -9,12 +9,12 @@ import torch
 from torch import fx
 
 import compilespec.ops.host_process  # noqa: F401  (registers the operator)
-from compilespec.methods.capture import output_widths
 from compilespec.ops.sample.layout import PROMPT_LEN
+from compilespec.passes.context import PassContext
 from compilespec.passes.graph import add_buffer, emit, find_role, output_node, set_outputs, splice
-from compilespec.passes.runner import PassContext
 from compilespec.passes.sampling import drawn_positions, sampling_state
 from compilespec.program import PAD, BufferSpec
+from compilespec.tracing.capture import output_widths
 
 
 def num_processors(ctx: PassContext) -> int | None:

@@ -4,22 +4,38 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import sympy
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 import compilespec.ops.sample.probabilities  # noqa: F401  (registers the operators)
-from compilespec.passes.sizes import Range, integers
+from compilespec.passes.sizes import Expr, Range, Sizes, integers
 from compilespec.tracing.structure import argument
-
-if TYPE_CHECKING:
-    from compilespec.passes.ranges import Ranges
 
 _aten = torch.ops.aten
 Operand = Callable[[Any], Range | None]
-Rule = Callable[["Ranges", fx.Node, Operand], Range | None]
+
+
+class Ranges(Protocol):
+    """What a rule may ask of the interpreter that calls it (`passes.ranges.Ranges`)."""
+
+    @property
+    def sizes(self) -> Sizes:
+        """Named sizes and what is known of their order."""
+
+    def size(self, node: fx.Node, dim: int) -> Expr:
+        """A dimension of a tensor, in named sizes."""
+
+    def constant(self, node: Any) -> Tensor | None:
+        """The integer tensor that a node always holds; None where it may vary."""
+
+    def same_element(self, left: Any, right: Any) -> bool:
+        """Whether two nodes hold one element at every place."""
+
+
+Rule = Callable[[Ranges, fx.Node, Operand], Range | None]
 
 
 # --- element by element ---

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from compilespec.passes.context import PassContext
 from compilespec.passes.graph import (
     add_buffer,
     add_input,
@@ -15,7 +16,6 @@ from compilespec.passes.graph import (
     emit,
     find_role,
 )
-from compilespec.passes.runner import PassContext
 from compilespec.program import BufferSpec, InputSpec, ProgramConfig
 
 

@@ -12,10 +12,11 @@ from torch import fx
 from compilespec import _torch_compat
 from compilespec.errors import PassError
 from compilespec.passes.commit_state import commit_drafts
+from compilespec.passes.context import PassContext
 from compilespec.passes.draft_loops import LOOPS, kept_inputs
 from compilespec.passes.graph import get_outputs, output_node, set_outputs, splice
 from compilespec.passes.order import ATEN_PASSES, SPLICE_PASSES
-from compilespec.passes.runner import PassContext, run_passes, snapshot, stamp
+from compilespec.passes.runner import run_passes, snapshot, stamp
 from compilespec.program import InputSpec, PassRecord, PhaseGraph, StepGraph
 
 # Example sizes of the symbolic dimensions, chosen to equal few static ones.

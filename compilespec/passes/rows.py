@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import fx
 
+from compilespec.passes.context import PassContext
 from compilespec.passes.graph import emit, find_role
-from compilespec.passes.runner import PassContext
 from compilespec.tracing.structure import shape_of
 
 

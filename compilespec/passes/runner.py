@@ -7,89 +7,18 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from dataclasses import dataclass
+from typing import Literal
 
-from torch import Tensor, fx
+from torch import fx
 
 from compilespec.errors import PassError
-from compilespec.methods.base import Capabilities, Chain
-from compilespec.passes.acceptance.rule import STRICT, Acceptance
-from compilespec.passes.contracts import (
-    EVERYWHERE,
-    Contract,
-    broken,
-    misdescribed,
-    written_buffers,
-)
-from compilespec.program import (
-    BufferSpec,
-    InputSpec,
-    PassRecord,
-    Phase,
-    ProgramConfig,
-    Traced,
-    module_path,
-)
-
-if TYPE_CHECKING:
-    from compilespec.passes.logits_processor import LogitsProcessor
-    from compilespec.passes.references import Reference
+from compilespec.passes.context import PassContext
+from compilespec.passes.contracts import EVERYWHERE, Contract, broken, misdescribed, written_buffers
+from compilespec.passes.references import Reference
+from compilespec.program import PassRecord, module_path
 
 Level = Literal["torch", "aten"]
-
-
-@dataclass(kw_only=True)
-class PassContext:
-    """What passes read, and the inputs and buffers they declare.  One context per phase graph."""
-
-    phase: Phase
-    config: ProgramConfig
-    capabilities: Capabilities
-    target: Traced
-    draft: Mapping[str, Traced]  # the drafter's captured calls, by the name its loop knows
-    aux_layers: tuple[int, ...] = ()
-    chain: Chain = "module_rows"  # what the modules of a windowed drafter read
-    acceptance: Acceptance = STRICT
-    kv_layers: tuple[int, ...] = ()  # target layers whose caches a shared_kv drafter reads
-    kv_block_sizes: tuple[int, ...] = ()  # by draft step, where they have KV groups of their own
-    prepack: bool = True
-    fuse_head: bool | None = None  # heads give the best token, no logits; None: on CUDA, if faster
-    greedy_only: bool = False  # strict, for requests that ask for the argmax and nothing else
-    logits_processor: LogitsProcessor | None = None  # traced into the step
-    host_processors: bool = False  # whether requests may have processors on the host
-    prompt_logprobs: bool = False  # whether prefill gives out what enters the head
-    read_only: frozenset[str] = frozenset()  # state that this graph reads, and others write
-    weights: dict[str, Tensor] = field(default_factory=dict)
-    inputs: dict[str, InputSpec] = field(default_factory=dict)  # by placeholder name
-    declared: dict[str, InputSpec] = field(default_factory=dict)  # those of earlier stages, too
-    buffers: dict[str, BufferSpec] = field(default_factory=dict)
-
-    @property
-    def num_attention_layers(self) -> int:
-        return self.target.num_attention_layers
-
-    @property
-    def kind(self) -> str:
-        """Which of a program's steps it is, whatever K."""
-        if self.read_only:
-            return "replay"
-        return f"{self.phase}, greedy" if self.greedy_only else self.phase
-
-    @property
-    def title(self) -> str:
-        """The kind, and K of a decode step: "decode, K=3"."""
-        is_decode = self.kind.startswith("decode")
-        return f"{self.kind}, K={self.config.num_draft_tokens}" if is_decode else self.kind
-
-    @property
-    def has_drafter(self) -> bool:
-        return self.capabilities.kind != "none"
-
-    @property
-    def may_omit_drafts(self) -> bool:
-        """Whether a row may hold PAD for a draft: the method does, or a step of a smaller K did."""
-        return self.capabilities.may_omit_drafts or self.config.max_draft_tokens is not None
 
 
 PassFunction = Callable[[fx.GraphModule, PassContext], int]

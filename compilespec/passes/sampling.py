@@ -10,7 +10,6 @@ from torch import fx
 from torch.nn import functional
 
 import compilespec.ops.sample.probabilities  # noqa: F401  (registers the operators)
-from compilespec.methods.capture import output_widths
 from compilespec.ops.sample.layout import (
     FLAGS,
     GUIDE,
@@ -22,16 +21,10 @@ from compilespec.ops.sample.layout import (
     STREAM_DRAFT,
     TEMPERATURE,
 )
-from compilespec.passes.graph import (
-    add_buffer,
-    arange_like,
-    emit,
-    find_role,
-    has_role,
-    output_node,
-)
-from compilespec.passes.runner import PassContext
+from compilespec.passes.context import PassContext
+from compilespec.passes.graph import add_buffer, arange_like, emit, find_role, has_role, output_node
 from compilespec.program import BufferSpec
+from compilespec.tracing.capture import output_widths
 
 
 def sample_target(gm: fx.GraphModule, ctx: PassContext, *, before: fx.Node) -> fx.Node:

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from compilespec.passes.context import PassContext
 from compilespec.passes.graph import add_input, emit, find_role, output_node
-from compilespec.passes.runner import PassContext
 from compilespec.program import InputSpec
 
 

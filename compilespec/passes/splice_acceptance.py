@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from compilespec.passes.acceptance import RULES, Judged
+from compilespec.passes.acceptance.registry import RULES, Judged
+from compilespec.passes.context import PassContext
 from compilespec.passes.graph import (
     add_buffer,
     arange_like,
@@ -17,7 +18,6 @@ from compilespec.passes.graph import (
     set_outputs,
 )
 from compilespec.passes.read_state import first_columns
-from compilespec.passes.runner import PassContext
 from compilespec.passes.sampling import note_logprobs
 from compilespec.program import PAD, BufferSpec
 

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import fx
 
+from compilespec.passes.context import PassContext
 from compilespec.passes.draft_loops import LOOPS
 from compilespec.passes.graph import emit, find_role, output_node
-from compilespec.passes.runner import PassContext
 from compilespec.passes.sampling import keep_draft_probs
 from compilespec.program import PAD
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from torch import fx
 
 from compilespec.errors import PassError
-from compilespec.methods.base import FINAL_NORM
+from compilespec.methods.capabilities import FINAL_NORM
+from compilespec.passes.context import PassContext
 from compilespec.passes.graph import find_role
-from compilespec.passes.runner import PassContext
 from compilespec.tracing.structure import describe, find_head, residual_streams, shape_of
 
 

@@ -4,30 +4,25 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from compilespec.cudagraphs.buckets import Buckets, read_buckets
 from compilespec.cudagraphs.modes import NO_OPTIONS, GraphOptions, read_graph_options
-from compilespec.errors import InvalidOption
+from compilespec.errors import InvalidOption, is_integer
 from compilespec.errors.suggest import did_you_mean, not_one_of
 from compilespec.lowering import BACKENDS
-from compilespec.methods.base import Capabilities, Drafter, TargetInfo
-from compilespec.passes.acceptance import FUNCTIONS, RULES, describe, is_lossless
-from compilespec.passes.acceptance.rule import (
-    STRICT,
-    Acceptance,
-    Relaxed,
-    RuleFunction,
-    rule_function,
-)
+from compilespec.methods.base import Drafter
+from compilespec.methods.capabilities import Capabilities
+from compilespec.passes.acceptance.options import ACCEPTANCE_OPTIONS, resolve_acceptance
+from compilespec.passes.acceptance.rule import STRICT, Acceptance
 from compilespec.passes.logits_processor import LogitsProcessor
 from compilespec.program import ProgramConfig
 from compilespec.quantization import Quantize, read_quantize
 from compilespec.runtime.sampling_params import SamplingParams
 from compilespec.tracing.load import Target
+from compilespec.tracing.target_info import TargetInfo
 
 logger = logging.getLogger(__name__)
 
@@ -35,18 +30,6 @@ DEFAULT_DRAFT_TOKENS = 3
 MAX_DRAFT_TOKENS = 64  # each is a row of the step and, mostly, an unrolled pass of the drafter
 DEFAULT_MAX_SEQ_LEN = 4096
 BLOCK_SIZE = 16
-RELAXED_OPTIONS = (
-    "relaxed_topk",
-    "relaxed_delta",
-    "begin_thinking_token_id",
-    "end_thinking_token_id",
-)
-ACCEPTANCE_OPTIONS = (*RELAXED_OPTIONS, "force_num_accepted")  # taken from the method's options
-# For benchmarks of programs that cannot be changed; the second is the reference's name for it.
-FORCE_VARIABLES = (
-    "COMPILESPEC_FORCE_NUM_ACCEPTED",
-    "TLLM_SPEC_DECODE_FORCE_NUM_ACCEPTED_TOKENS",
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,7 +158,7 @@ def resolve_options(
         "max_step_tokens": max_step_tokens,
     }
     for name, size in sizes.items():
-        if size is not None and (not _is_integer(size) or size < 1):
+        if size is not None and (not is_integer(size) or size < 1):
             raise InvalidOption(f"{name} must be a positive integer; got {size!r}")
     _check_draft_tokens(num_draft_tokens or 0)
     if not isinstance(enable_prefix_caching, bool):
@@ -247,7 +230,7 @@ def _draft_counts(given: int | Sequence[int] | None) -> tuple[int | None, tuple[
     """The largest K, and the other ones of a sequence, in rising order."""
     if given is None or isinstance(given, str) or not isinstance(given, Sequence):
         return given, ()  # the check of all sizes refuses what is no integer
-    counts = sorted(set(given)) if all(_is_integer(count) for count in given) else []
+    counts = sorted(set(given)) if all(is_integer(count) for count in given) else []
     if not counts or counts[0] < 0 or counts[-1] < 1:
         raise InvalidOption(
             f"num_draft_tokens must be a positive integer, or several of 0 and more of which each "
@@ -264,94 +247,6 @@ def _check_draft_tokens(count: int) -> None:
         )
 
 
-def resolve_acceptance(
-    acceptance: str | Callable[..., Any],
-    force_num_accepted: int | None = None,
-    **relaxed: int | float | None,
-) -> Acceptance:
-    """The rule by name, with its options; a lossy one logs a warning.
-
-    Args:
-        force_num_accepted: None asks the environment (`FORCE_VARIABLES`), once, here.
-        relaxed: `RELAXED_OPTIONS`, None where not given.
-    Raises: InvalidOption.
-    """
-    rule, function = _rule(acceptance)
-    chosen = Acceptance(
-        rule=rule,
-        relaxed=_relaxed(rule, relaxed),
-        function=function,
-        force_num_accepted=_force_num_accepted(force_num_accepted),
-    )
-    if not is_lossless(chosen):
-        logger.warning("acceptance: %s", describe(chosen))
-    return chosen
-
-
-def _rule(acceptance: str | Callable[..., Any]) -> tuple[str, RuleFunction | None]:
-    """A rule's name, and its function where it is one of probabilities."""
-    if callable(acceptance):
-        return "user", rule_function(acceptance)
-    names = ("auto", *(name for name in RULES if name != "user"))
-    if acceptance not in names:
-        rules = ", or a function marked with @compilespec.acceptance_rule"
-        raise not_one_of("acceptance", acceptance, names, also=rules)
-    rule = "strict" if acceptance == "auto" else acceptance
-    function = FUNCTIONS.get(rule)
-    return rule, None if function is None else rule_function(function, rule)
-
-
-def _relaxed(rule: str, given: dict[str, Any]) -> Relaxed | None:
-    present = [name for name, value in given.items() if value is not None]
-    if rule != "relaxed":
-        if present:
-            raise InvalidOption(f"{', '.join(present)}: only with acceptance='relaxed'")
-        return None
-    missing = [name for name in RELAXED_OPTIONS if name not in present]
-    if missing:
-        raise InvalidOption(
-            f"acceptance='relaxed' is lossy and has no defaults; give {', '.join(missing)}"
-        )
-    for name in ("relaxed_topk", "begin_thinking_token_id", "end_thinking_token_id"):
-        low = int(name == "relaxed_topk")
-        if not _is_integer(given[name]) or given[name] < low:
-            raise InvalidOption(f"{name} must be an integer of {low} or more; got {given[name]!r}")
-    topk, delta, begin, end = (given[name] for name in RELAXED_OPTIONS)
-    if isinstance(delta, bool) or not isinstance(delta, int | float) or not 0 <= delta <= 1:
-        raise InvalidOption(
-            f"relaxed_delta must be a difference of probabilities, 0 to 1; got {delta!r}"
-        )
-    if begin == end:
-        raise InvalidOption(f"the tokens that begin and end thinking must differ; got {begin}")
-    return Relaxed(
-        topk=topk, delta=float(delta), begin_thinking_token_id=begin, end_thinking_token_id=end
-    )
-
-
-def _force_num_accepted(given: int | None) -> int:
-    """The option, else the environment, else 0.  Source: requirements I1, H-1."""
-    if given is None:
-        given = _force_from_environment()
-    if not _is_integer(given) or given < 0:
-        raise InvalidOption(
-            f"force_num_accepted must be 0 (off) or a positive number of drafts; got {given!r}"
-        )
-    return given
-
-
-def _force_from_environment() -> int:
-    for name in FORCE_VARIABLES:
-        text = os.environ.get(name)
-        if text is None:
-            continue
-        try:
-            return int(text)
-        except ValueError:
-            logger.warning("%s=%r is no integer: taken as 0, nothing is forced", name, text)
-            return 0
-    return 0
-
-
 def _check_token_ids(acceptance: Acceptance, vocab_size: int) -> None:
     if acceptance.relaxed is not None:
         for name in ("begin_thinking_token_id", "end_thinking_token_id"):
@@ -360,7 +255,3 @@ def _check_token_ids(acceptance: Acceptance, vocab_size: int) -> None:
                 raise InvalidOption(
                     f"{name} must be an id of the target, 0 to {vocab_size - 1}; got {token}"
                 )
-
-
-def _is_integer(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)

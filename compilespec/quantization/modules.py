@@ -6,18 +6,16 @@ import copy
 import dataclasses
 import warnings
 from collections import Counter
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import nn
 
 from compilespec.errors import InvalidOption, NotSupported
+from compilespec.methods.base import Drafter
 from compilespec.quantization.configs import Quantize, runs_on
+from compilespec.tracing.load import Target
 from compilespec.tracing.quantized_weights import is_quantized
-
-if TYPE_CHECKING:
-    from compilespec.methods.base import Drafter
-    from compilespec.tracing.load import Target
 
 Model = TypeVar("Model", bound=nn.Module)
 

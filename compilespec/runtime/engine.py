@@ -6,50 +6,27 @@ import dataclasses
 import itertools
 import secrets
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from compilespec.errors import EngineClosed, InvalidRequest, SpecError, TokenizerFailed
 from compilespec.program import HostProposal
 from compilespec.runtime.adaptive import AdaptiveDrafts
 from compilespec.runtime.detokenize import OutputText, Tokenizer
 from compilespec.runtime.draft_policy import DraftPolicy
+from compilespec.runtime.engine_thread import EngineThread
 from compilespec.runtime.executor import Executor
 from compilespec.runtime.guides import Vocabulary
 from compilespec.runtime.host_masks import make_follower
 from compilespec.runtime.keywords import check_keywords
+from compilespec.runtime.outputs import Delta, FinishReason, GenerationOutput
 from compilespec.runtime.prompts import as_prompt_list, check_choices, check_params, read_prompt
-from compilespec.runtime.request import FinishReason, GenerationOutput, Request, RequestState
+from compilespec.runtime.request import Request, RequestState
 from compilespec.runtime.sampling_params import SamplingParams
 from compilespec.runtime.scheduler import Scheduler
 from compilespec.runtime.stats import EngineStats, StatsRecorder
 
-if TYPE_CHECKING:
-    from compilespec.runtime.engine_thread import EngineThread
-
 Params = SamplingParams | Sequence[SamplingParams] | None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Delta:
-    """What one step added to one prompt of a stream."""
-
-    index: int
-    """Which of the outputs: the prompts in order, the `n` samples of each beside each other."""
-
-    token_ids: tuple[int, ...]
-    """The new tokens."""
-
-    text: str
-    """The new text: it may lag behind the tokens, and is whole once the request has finished."""
-
-    output: GenerationOutput | None = None
-    """The complete result, with the prompt's last delta."""
-
-    @property
-    def finish_reason(self) -> FinishReason | None:
-        return None if self.output is None else self.output.finish_reason
 
 
 class Engine:
@@ -168,8 +145,6 @@ class Engine:
 
         Raises: EngineClosed; InvalidRequest where requests were submitted here and not finished.
         """
-        from compilespec.runtime.engine_thread import EngineThread
-
         self._check_open()
         if self.has_work:
             raise InvalidRequest("finish or abort what was submitted before serve()")

@@ -9,16 +9,14 @@ import threading
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from compilespec.errors import EngineClosed
 from compilespec.runtime.keywords import check_keywords
+from compilespec.runtime.outputs import Delta, GenerationOutput, now_ms
 from compilespec.runtime.prompts import as_prompt_list
-from compilespec.runtime.request import GenerationOutput, Request, RequestState, now_ms
+from compilespec.runtime.request import Request, RequestState
 from compilespec.runtime.sampling_params import SamplingParams
-
-if TYPE_CHECKING:
-    from compilespec.runtime.engine import Delta, Engine
 
 logger = logging.getLogger("compilespec")
 
@@ -127,6 +125,35 @@ class Ticket:
                 self._sleepers.pop(wake, None)
 
 
+class ServedEngine(Protocol):
+    """What a thread asks of the engine that it owns: see `Engine`."""
+
+    @property
+    def has_work(self) -> bool:
+        """Whether any request is unfinished."""
+
+    def make_request(self, prompt: Any, params: SamplingParams | None, priority: int) -> Request:
+        """The request of one prompt, not queued."""
+
+    def make_samples(self, prompt: Any, params: SamplingParams | None) -> list[Request]:
+        """The requests of one prompt, `n` of one seed, not queued."""
+
+    def enqueue(self, request: Request) -> None:
+        """Queue a request."""
+
+    def step(self) -> object:
+        """Run one step."""
+
+    def abort(self, request: Request) -> None:
+        """End a request now."""
+
+    def take_delta(self, request: Request, index: int) -> Delta | None:
+        """What no earlier call returned."""
+
+    def close(self) -> None:
+        """Abort what runs and free the device buffers."""
+
+
 class EngineThread:
     """Runs the loop of an engine, which it owns: use the engine through this object alone.
 
@@ -135,7 +162,7 @@ class EngineThread:
     happens, every ticket ends.
     """
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: ServedEngine) -> None:
         self._engine = engine
         self._wake = threading.Condition()
         self._arrived: deque[Ticket] = deque()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,19 +11,23 @@ from torch import Tensor
 from compilespec.errors import ProcessorFailed
 from compilespec.ops import host_process
 
-if TYPE_CHECKING:
-    from compilespec.runtime.request import Request
-
 
 class HostProcessor:
     """Hands a request's function the tokens so far and their logits, a row of the window at a time.
 
     What goes wrong in it is kept in `error`, and ends the request once the step is over; the
     tokens of that step are dropped.
+
+    Args:
+        function: takes the tokens so far and their logits [V], and returns logits [V].
+        owner: whose function it is, for messages.
+        tokens: returns the request's tokens so far, prompt included.
     """
 
-    def __init__(self, request: Request) -> None:
-        self._request = request
+    def __init__(
+        self, function: Callable[..., Any], *, owner: str, tokens: Callable[[], Sequence[int]]
+    ) -> None:
+        self._function, self._owner, self._tokens = function, owner, tokens
         self.error: ProcessorFailed | None = None
         self.handle = host_process.register(self)
 
@@ -31,7 +36,7 @@ class HostProcessor:
 
     def __call__(self, drafts: list[int], logits_SV: Tensor) -> Tensor:
         """The window's logits [S, V], changed; as they are after a failure."""
-        prefix = [*self._request.prompt_token_ids, *self._request.output_token_ids]
+        prefix = self._tokens()
         rows = []
         try:
             for index, logits_V in enumerate(logits_SV):
@@ -42,13 +47,11 @@ class HostProcessor:
         return torch.stack(rows)
 
     def _row(self, tokens: list[int], logits_V: Tensor) -> Tensor:
-        function = self._request.params.logits_processor
-        assert function is not None
-        name = getattr(function, "__name__", type(function).__name__)
-        where = f"the logits processor {name} (request {self._request.id})"
+        name = getattr(self._function, "__name__", type(self._function).__name__)
+        where = f"the logits processor {name} ({self._owner})"
         shape, dtype = logits_V.shape, logits_V.dtype
         try:
-            changed: Any = function(tokens, logits_V)
+            changed: Any = self._function(tokens, logits_V)
         except Exception as error:
             message = (str(error).splitlines() or [""])[0]
             raise ProcessorFailed(f"{where} raised {type(error).__name__}: {message}") from error

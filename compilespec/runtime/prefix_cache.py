@@ -13,7 +13,7 @@ import hashlib
 from array import array
 from collections.abc import Iterable, Sequence
 
-from compilespec.methods.base import Capabilities
+from compilespec.methods.capabilities import Capabilities
 from compilespec.program import SpecProgram
 from compilespec.runtime.blocks import BlockPool
 

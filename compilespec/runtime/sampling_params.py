@@ -6,13 +6,18 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from compilespec.errors import InvalidRequest
-
-if TYPE_CHECKING:
-    from compilespec.runtime.engine import Engine
 from compilespec.errors.suggest import did_you_mean
+
+
+class HasDefaults(Protocol):
+    """An engine, of which only the defaults of its checkpoint are asked."""
+
+    @property
+    def generation_defaults(self) -> Mapping[str, Any]:
+        """Sampling defaults by the names of `SamplingParams`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,7 +114,7 @@ class SamplingParams:
     """Draft tokens per step for this request, at most the engine's; None is the engine's."""
 
     @classmethod
-    def of(cls, engine: Engine, **changes: Any) -> SamplingParams:
+    def of(cls, engine: HasDefaults, **changes: Any) -> SamplingParams:
         """The checkpoint's own defaults (its generation_config.json), as transformers' `generate`
         applies them, with `changes` in their place.
 

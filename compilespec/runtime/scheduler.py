@@ -33,8 +33,9 @@ from compilespec.runtime.executor import Executor, PrefillChunk
 from compilespec.runtime.host_drafts import propose_drafts
 from compilespec.runtime.host_masks import admitted, write_masks
 from compilespec.runtime.host_processors import HostProcessor
+from compilespec.runtime.outputs import FinishReason, now_ms
 from compilespec.runtime.prefix_cache import PrefixCache
-from compilespec.runtime.request import FinishReason, Request, RequestState, now_ms
+from compilespec.runtime.request import Request, RequestState
 from compilespec.runtime.stats import StatsRecorder
 from compilespec.runtime.stopping import deliver
 
@@ -239,8 +240,11 @@ class Scheduler:
             self._stats.count_cached(num_cached)
         bisect.insort(self.running, request, key=_rank)
         self._executor.set_blocks(request.row, request.blocks, tokens[:num_cached])
-        if request.params.logits_processor is not None:
-            request.processor = HostProcessor(request)
+        function = request.params.logits_processor
+        if function is not None:
+            request.processor = HostProcessor(
+                function, owner=f"request {request.id}", tokens=lambda: request.token_ids
+            )
         self._executor.set_sampling(request.row, request.sampling())
 
     def _note_passed(self, request: Request) -> None:

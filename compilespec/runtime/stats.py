@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from compilespec.program import Phase
-from compilespec.runtime.request import now_ms
+from compilespec.runtime.outputs import now_ms
 
 
 @dataclass(frozen=True, kw_only=True)

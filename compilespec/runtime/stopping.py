@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from compilespec.runtime.request import FinishReason, Request
+from compilespec.runtime.outputs import FinishReason
+from compilespec.runtime.request import Request
 
 
 def deliver(

@@ -6,14 +6,13 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
 from compilespec.errors import (
     CheckpointError,
-    DraftNotFound,
     InvalidOption,
     ModelNotFound,
     UnsupportedModel,
@@ -29,9 +28,6 @@ from compilespec.tracing.checkpoint_files import (
 from compilespec.tracing.generation_defaults import GenerationDefaults, read_generation_defaults
 from compilespec.tracing.placement import read_device, read_dtype
 from compilespec.tracing.quiet import no_progress_bars, quiet_import
-
-if TYPE_CHECKING:
-    from compilespec.methods.base import Capabilities
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,56 +114,6 @@ def demo_directory() -> Path:
     from compilespec.demo import demo_directory as shipped
 
     return Path(shipped())
-
-
-def check_draft(draft: Any, capabilities: Capabilities) -> None:
-    """Refuse a drafter that cannot be one, before the target is loaded.
-
-    Raises: InvalidOption, DraftNotFound.
-    """
-    method = capabilities.name
-    if draft is None or capabilities.chooses:
-        return
-    if not capabilities.needs_draft_weights:
-        raise InvalidOption(
-            f"spec={method!r} takes no draft; leave out draft= or choose another method"
-        )
-    if isinstance(draft, str | Path):
-        if not (Path(draft) / "config.json").is_file():
-            raise DraftNotFound(
-                f"draft {draft} holds no config.json; expected a checkpoint directory of method "
-                f"{method!r}"
-            )
-    elif not callable(draft):
-        raise InvalidOption(f"draft must be a directory, a module or a function; got {draft!r}")
-
-
-def find_draft(
-    draft: str | Path | nn.Module | None, target: Target, capabilities: Capabilities
-) -> Path | nn.Module:
-    """The drafter: as given (`check_draft` has passed it), else `TARGET_DIRECTORY/<method>/`, else
-    inside the target's own checkpoint where the method allows that.
-
-    Raises: DraftNotFound naming every place that was searched.
-    """
-    method = capabilities.name
-    if draft is not None:
-        return Path(draft) if isinstance(draft, str | Path) else draft
-    if target.directory is None:
-        raise DraftNotFound(
-            f"spec={method!r} needs a drafter and the target is a module, so there is no "
-            f"directory to search; give draft="
-        )
-    places = [target.directory / name for name in (method, *capabilities.folders)]
-    for place in places:
-        if (place / "config.json").is_file():
-            return place
-    if capabilities.inside_target:
-        return target.directory
-    raise DraftNotFound(
-        f"no drafter for spec={method!r}: searched {', '.join(map(str, places))}; give "
-        f"draft=DIRECTORY or a module"
-    )
 
 
 def _load_directory(directory: Path, dtype: torch.dtype | None) -> nn.Module:

@@ -13,9 +13,9 @@ from torch import Tensor, fx, nn
 
 from compilespec.errors import UnsupportedModel
 from compilespec.program import Traced, is_marker, module_path
+from compilespec.tracing.naming import source_line
 from compilespec.tracing.quantized_weights import is_quantized
 from compilespec.tracing.structure import EMBEDDING, LINEAR
-from compilespec.tracing.target import source_line
 
 
 def check_logits(traced: Traced, model: nn.Module) -> None:

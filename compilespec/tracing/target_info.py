@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
 import torch
 from torch import Tensor, fx
 
 from compilespec.errors import TraceError
-from compilespec.methods.base import KVLayer, TargetInfo
 from compilespec.program import Traced, markers
 from compilespec.tracing.load import Target
 from compilespec.tracing.structure import find_embedding, find_head, shape_of
@@ -82,3 +84,33 @@ def _weight(traced: Traced, node: fx.Node) -> Tensor:
             f"{name}"
         )
     return torch.Tensor.detach(tensor)
+
+
+@dataclass(frozen=True, kw_only=True)
+class KVLayer:
+    """What one attention layer of the target keeps in its cache."""
+
+    num_heads: int
+    key_dim: int
+    value_dim: int
+    window: int  # keys that a query of the target sees, 0 for all
+    producer: int  # the layer whose keys and values these are: itself, or an earlier one
+
+
+@dataclass(frozen=True, kw_only=True)
+class TargetInfo:
+    """What a drafter may need to know about the target it serves."""
+
+    hidden_size: int
+    vocab_size: int
+    num_layers: int
+    dtype: torch.dtype
+    device: torch.device
+    embedding: Tensor  # [V, D] input embedding weight, shared by identity
+    lm_head: (
+        Tensor  # [V, D] output head weight, shared by identity (the embedding itself when tied)
+    )
+    config: Any = None  # transformers config, when the target has one
+    tokenizer: Any = None  # transformers tokenizer, when one is known
+    max_seq_len: int = 0
+    kv_layers: tuple[KVLayer, ...] = ()  # by layer

@@ -10,7 +10,8 @@ from contextlib import contextmanager
 from typing import Any
 
 from compilespec.program import NUM_KEPT
-from compilespec.runtime.request import GenerationOutput, Request
+from compilespec.runtime.outputs import GenerationOutput
+from compilespec.runtime.request import Request
 from compilespec.runtime.stats import EngineStats
 from tests.fuzz.direct import Seen
 from tests.fuzz.lab import Lab

@@ -7,8 +7,9 @@ from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from compilespec.runtime.engine import Delta, Engine
-from compilespec.runtime.request import GenerationOutput, Request
+from compilespec.runtime.engine import Engine
+from compilespec.runtime.outputs import Delta, GenerationOutput
+from compilespec.runtime.request import Request
 from tests.fuzz.orders import Order
 
 

@@ -13,10 +13,10 @@ import torch
 
 import compilespec
 from compilespec.methods import eagle3
-from compilespec.methods.base import TargetInfo
 from compilespec.runtime.draft_policy import Choice
 from compilespec.runtime.engine import Engine
 from compilespec.runtime.request import Request
+from compilespec.tracing.target_info import TargetInfo
 from tests.drafters import METHODS, traced_info
 from tests.fuzz.orders import CHANGING, Order
 from tests.fuzz.plan import MAX_SEQ_LEN, Plan

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from torch import Tensor
 
 from compilespec import SamplingParams
-from compilespec.runtime.request import GenerationOutput
+from compilespec.runtime.outputs import GenerationOutput
 from tests.fuzz.plan import Plan
 from tests.fuzz.truth import LETTERS, Truth, text_of
 from tests.models import VOCAB

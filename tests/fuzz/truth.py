@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import compilespec
 from compilespec import SamplingParams
-from compilespec.runtime.request import GenerationOutput
+from compilespec.runtime.outputs import GenerationOutput
 from tests.fuzz.plan import MAX_SEQ_LEN
 from tests.models import VOCAB, tiny_target
 from tests.toy_tokenizer import byte_level_tokenizer

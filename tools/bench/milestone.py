@@ -126,8 +126,8 @@ def make_model(family: str, dtype: str) -> Any:
 
 def make_head(model: Any) -> Any:
     """A random EAGLE-3 head that shares the model's embedding and output head."""
-    from compilespec.methods.base import TargetInfo
     from compilespec.methods.eagle3 import random_head
+    from compilespec.tracing.target_info import TargetInfo
 
     target = TargetInfo(
         hidden_size=model.config.hidden_size,

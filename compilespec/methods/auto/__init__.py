@@ -9,7 +9,9 @@ from typing import Any
 from torch import nn
 
 from compilespec.errors import NotSupported
-from compilespec.methods.base import Capabilities, Drafter, TargetInfo
+from compilespec.methods.base import Drafter
+from compilespec.methods.capabilities import Capabilities
+from compilespec.tracing.target_info import TargetInfo
 
 
 class AutoMethod:

@@ -12,10 +12,11 @@ from torch import nn
 
 from compilespec.errors import DraftMismatch, InvalidOption
 from compilespec.errors.suggest import not_one_of
-from compilespec.methods.base import Capabilities, TargetInfo
+from compilespec.methods.capabilities import Capabilities
 from compilespec.methods.draft_model.drafter import ModelDrafter
 from compilespec.methods.draft_model.vocab_map import VocabMap, same_vocabulary, share_tokens
 from compilespec.tracing.load import load_target
+from compilespec.tracing.target_info import TargetInfo
 
 __all__ = ["METHOD", "ModelDrafter", "VocabMap", "share_tokens"]
 

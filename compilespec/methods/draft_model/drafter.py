@@ -8,11 +8,12 @@ import torch
 from torch import Tensor, nn
 
 from compilespec.errors import DraftMismatch
-from compilespec.methods.base import Drafter, TargetInfo
-from compilespec.methods.capture import output_widths
+from compilespec.methods.base import Drafter
 from compilespec.methods.draft_model.vocab_map import VocabMap, share_tokens
 from compilespec.program import ProgramConfig, Traced
-from compilespec.tracing.target import EXAMPLE_SHAPE, trace_call, trace_target
+from compilespec.tracing.capture import EXAMPLE_SHAPE, output_widths, trace_call
+from compilespec.tracing.target import trace_target
+from compilespec.tracing.target_info import TargetInfo
 
 
 class ModelDrafter(Drafter):

@@ -8,10 +8,12 @@ from typing import Any
 
 from torch import nn
 
-from compilespec.methods.base import Capabilities, Drafter, TargetInfo
+from compilespec.methods.base import Drafter
+from compilespec.methods.capabilities import Capabilities
 from compilespec.methods.eagle.config import EagleConfig
 from compilespec.methods.eagle.drafter import EagleDrafter
 from compilespec.methods.eagle.load import load_drafter, random_head, save_head
+from compilespec.tracing.target_info import TargetInfo
 
 __all__ = ["METHOD", "EagleConfig", "EagleDrafter", "random_head", "save_head"]
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from compilespec.errors import CheckpointError, NotSupported
-from compilespec.methods.base import FINAL_NORM
+from compilespec.methods.capabilities import FINAL_NORM
 from compilespec.methods.decoder_body import BODIES, body_config, body_sizes, named_body
 from compilespec.methods.eagle3.config import Eagle3Config
 

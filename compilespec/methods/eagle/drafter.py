@@ -6,12 +6,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from compilespec.methods.base import Drafter
 from compilespec.methods.eagle.config import EagleConfig
 from compilespec.methods.eagle3.drafter import MLP, Attention, Layer, RMSNorm, Rope, Weight
+from compilespec.methods.recycled import RecycledDrafter
 
 
-class EagleDrafter(Drafter):
+class EagleDrafter(RecycledDrafter):
     """One EAGLE-1 head.
 
     Row t takes the target's last hidden state of position t (after the final norm) and the

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from compilespec.errors import DraftMismatch, InvalidOption
 from compilespec.errors.suggest import not_one_of
-from compilespec.methods.base import FINAL_NORM, Drafter, TargetInfo
+from compilespec.methods.base import Drafter
+from compilespec.methods.capabilities import FINAL_NORM
 from compilespec.methods.checkpoint import drop_training_only, read_config, read_tensors
 from compilespec.methods.decoder_body import BODIES
 from compilespec.methods.eagle.config import EagleConfig, read_eagle_config
@@ -22,6 +23,7 @@ from compilespec.methods.eagle.drafter import EagleDrafter
 from compilespec.methods.eagle3.load import check_sizes, fill, place
 from compilespec.methods.eagle3.random_head import random_config, random_tensor
 from compilespec.methods.eagle3.save import layer_fields
+from compilespec.tracing.target_info import TargetInfo
 
 logger = logging.getLogger(__name__)
 

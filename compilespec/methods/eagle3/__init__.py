@@ -8,12 +8,14 @@ from typing import Any
 
 from torch import nn
 
-from compilespec.methods.base import Capabilities, Drafter, TargetInfo
+from compilespec.methods.base import Drafter
+from compilespec.methods.capabilities import Capabilities
 from compilespec.methods.eagle3.config import Eagle3Config
 from compilespec.methods.eagle3.drafter import Eagle3Drafter
 from compilespec.methods.eagle3.load import load_drafter
 from compilespec.methods.eagle3.random_head import random_head
 from compilespec.methods.eagle3.save import save_head
+from compilespec.tracing.target_info import TargetInfo
 
 __all__ = ["METHOD", "Eagle3Config", "Eagle3Drafter", "random_head", "save_head"]
 

@@ -17,11 +17,11 @@ from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 import compilespec.ops.attention  # noqa: F401  (registers the operator that Attention calls)
-from compilespec.methods.base import Drafter
 from compilespec.methods.eagle3.config import Eagle3Config
+from compilespec.methods.recycled import RecycledDrafter
 
 
-class Eagle3Drafter(Drafter):
+class Eagle3Drafter(RecycledDrafter):
     """One EAGLE-3 head.
 
     Row t takes the hidden state of position t and the embedding of the token at t+1, has position

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from compilespec.errors import CheckpointError, DraftMismatch, InvalidOption
-from compilespec.methods.base import Drafter, TargetInfo
+from compilespec.methods.base import Drafter
 from compilespec.methods.checkpoint import (
     drop_training_only,
     load_strict,
@@ -21,6 +21,7 @@ from compilespec.methods.checkpoint import (
 )
 from compilespec.methods.eagle3.config import Eagle3Config, normalise
 from compilespec.methods.eagle3.drafter import Eagle3Drafter
+from compilespec.tracing.target_info import TargetInfo
 
 logger = logging.getLogger(__name__)
 

@@ -9,11 +9,11 @@ from torch import Tensor
 
 from compilespec.errors import InvalidOption
 from compilespec.errors.suggest import not_one_of
-from compilespec.methods.base import TargetInfo
 from compilespec.methods.decoder_body import BODIES
 from compilespec.methods.eagle3.config import Eagle3Config
 from compilespec.methods.eagle3.drafter import Eagle3Drafter
 from compilespec.methods.eagle3.load import check_sizes, fill, place
+from compilespec.tracing.target_info import TargetInfo
 
 
 def random_head(

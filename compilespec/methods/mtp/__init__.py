@@ -8,12 +8,14 @@ from typing import Any
 
 from torch import nn
 
-from compilespec.methods.base import Capabilities, Drafter, TargetInfo
+from compilespec.methods.base import Drafter
+from compilespec.methods.capabilities import Capabilities
 from compilespec.methods.mtp.config import MtpConfig
 from compilespec.methods.mtp.drafter import MtpDrafter
 from compilespec.methods.mtp.load import load_drafter
 from compilespec.methods.mtp.module import MtpStep
 from compilespec.methods.mtp.random_modules import random_modules
+from compilespec.tracing.target_info import TargetInfo
 
 __all__ = ["METHOD", "MtpConfig", "MtpDrafter", "MtpStep", "random_modules"]
 

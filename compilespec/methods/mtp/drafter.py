@@ -6,14 +6,16 @@ from typing import cast
 
 from torch import Tensor, nn
 
-from compilespec.methods.base import FINAL_NORM, Chain, Drafter, TargetInfo
-from compilespec.methods.capture import capture_recycled, capture_windowed
+from compilespec.methods.capabilities import FINAL_NORM, Chain
+from compilespec.methods.capture import capture_windowed
 from compilespec.methods.mtp.config import MtpConfig
 from compilespec.methods.mtp.module import MtpStep
+from compilespec.methods.recycled import RecycledDrafter
 from compilespec.program import ProgramConfig, Traced
+from compilespec.tracing.target_info import TargetInfo
 
 
-class MtpDrafter(Drafter):
+class MtpDrafter(RecycledDrafter):
     """The MTP modules of a checkpoint.
 
     Windowed: draft i is module i's, over rows of its own cache.  Recycled: module 0 drafts every
@@ -37,8 +39,9 @@ class MtpDrafter(Drafter):
 
     def capture(self, config: ProgramConfig, info: TargetInfo) -> dict[str, Traced]:
         """The calls of its kind's draft loop."""
-        capture = capture_recycled if self.recycled else capture_windowed
-        return capture(self, config, info)
+        if self.recycled:
+            return super().capture(config, info)
+        return capture_windowed(self, config, info)
 
     def combine(self, aux: Tensor) -> Tensor:
         """The target's hidden state is taken as it is."""

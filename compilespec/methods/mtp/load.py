@@ -13,12 +13,14 @@ from torch import Tensor, nn
 
 from compilespec.errors import CheckpointError, DraftMismatch, InvalidOption, NotSupported
 from compilespec.errors.suggest import not_one_of
-from compilespec.methods.base import Chain, Drafter, TargetInfo
+from compilespec.methods.base import Drafter
+from compilespec.methods.capabilities import Chain
 from compilespec.methods.checkpoint import load_strict, read_config, read_tensors, tensor_names
 from compilespec.methods.eagle3.drafter import Weight
 from compilespec.methods.mtp.config import MtpConfig, module_names, normalise
 from compilespec.methods.mtp.drafter import MtpDrafter
 from compilespec.methods.mtp.module import build_steps
+from compilespec.tracing.target_info import TargetInfo
 
 logger = logging.getLogger(__name__)
 

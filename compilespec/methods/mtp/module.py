@@ -8,7 +8,7 @@ from torch.nn import functional
 
 from compilespec.methods.eagle3.drafter import Weight
 from compilespec.methods.mtp.config import MtpConfig, body_class
-from compilespec.tracing.target import ATTENTION, register_attention
+from compilespec.tracing.attention import ATTENTION, register_attention
 
 Rope = tuple[Tensor, Tensor]
 

@@ -8,8 +8,10 @@ from typing import Any
 
 from torch import nn
 
-from compilespec.methods.base import Capabilities, Drafter, TargetInfo
+from compilespec.methods.base import Drafter
+from compilespec.methods.capabilities import Capabilities
 from compilespec.methods.mtp.load import load_drafter
+from compilespec.tracing.target_info import TargetInfo
 
 __all__ = ["METHOD"]
 

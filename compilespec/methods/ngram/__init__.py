@@ -9,9 +9,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from compilespec.errors import InvalidOption
-from compilespec.methods.base import Capabilities, TargetInfo
+from compilespec.methods.capabilities import Capabilities
 from compilespec.methods.direct import DirectDrafter
 from compilespec.ops.ngram_match import ngram_match, ngram_match_reference
+from compilespec.tracing.target_info import TargetInfo
 
 DEFAULTS = {"max_ngram": 3, "min_ngram": 1}
 

@@ -9,10 +9,12 @@ from typing import Any
 from torch import nn
 
 from compilespec.errors import DraftMismatch, InvalidOption
-from compilespec.methods.base import FINAL_NORM, Capabilities, Drafter, TargetInfo
+from compilespec.methods.base import Drafter
+from compilespec.methods.capabilities import FINAL_NORM, Capabilities
 from compilespec.methods.save_hidden_states.recorder import Layout, Recorder
 from compilespec.methods.save_hidden_states.saved_states import SavedStates, prompt_digest
 from compilespec.program import ProgramConfig, Traced
+from compilespec.tracing.target_info import TargetInfo
 
 __all__ = ["METHOD", "Layout", "Recorder", "SavedStates", "prompt_digest"]
 

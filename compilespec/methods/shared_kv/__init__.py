@@ -8,10 +8,12 @@ from typing import Any
 
 from torch import nn
 
-from compilespec.methods.base import Capabilities, Drafter, TargetInfo
+from compilespec.methods.base import Drafter
+from compilespec.methods.capabilities import Capabilities
 from compilespec.methods.shared_kv.config import AssistantConfig
 from compilespec.methods.shared_kv.drafter import AssistantDrafter, SharedKVDrafter
 from compilespec.methods.shared_kv.load import load_drafter, random_drafter
+from compilespec.tracing.target_info import TargetInfo
 
 __all__ = ["METHOD", "AssistantConfig", "AssistantDrafter", "SharedKVDrafter", "random_drafter"]
 

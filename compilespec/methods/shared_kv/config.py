@@ -10,7 +10,7 @@ import torch
 
 from compilespec.errors import CheckpointError, DraftMismatch, NotSupported
 from compilespec.errors.suggest import not_one_of
-from compilespec.methods.base import KVLayer, TargetInfo
+from compilespec.tracing.target_info import KVLayer, TargetInfo
 
 QueryPosition = Literal["bonus", "last_written"]
 QUERY_POSITIONS = ("bonus", "last_written")

@@ -11,9 +11,11 @@ from torch.nn import functional
 from transformers.activations import ACT2FN
 
 import compilespec.ops.attention  # noqa: F401  (registers the operator)
-from compilespec.methods.base import FINAL_NORM, Drafter, KVLayer
+from compilespec.methods.base import Drafter
+from compilespec.methods.capabilities import FINAL_NORM
 from compilespec.methods.eagle3.drafter import Weight, rotate
 from compilespec.methods.shared_kv.config import AssistantConfig, AssistantLayer
+from compilespec.tracing.target_info import KVLayer
 
 
 class SharedKVDrafter(Drafter):

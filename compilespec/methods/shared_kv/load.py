@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from compilespec.errors import DraftMismatch, InvalidOption
 from compilespec.errors.suggest import not_one_of
-from compilespec.methods.base import Drafter, TargetInfo
+from compilespec.methods.base import Drafter
 from compilespec.methods.checkpoint import load_strict, read_config, read_tensors
 from compilespec.methods.shared_kv.config import (
     QUERY_POSITIONS,
@@ -21,6 +21,7 @@ from compilespec.methods.shared_kv.config import (
     read_assistant_config,
 )
 from compilespec.methods.shared_kv.drafter import AssistantDrafter, SharedKVDrafter
+from compilespec.tracing.target_info import TargetInfo
 
 logger = logging.getLogger(__name__)
 

@@ -8,9 +8,11 @@ from typing import Any
 from torch import Tensor, nn
 
 from compilespec.errors import InvalidOption
-from compilespec.methods.base import Capabilities, Drafter, TargetInfo
+from compilespec.methods.base import Drafter
+from compilespec.methods.capabilities import Capabilities
 from compilespec.methods.direct import DirectDrafter, input_names
 from compilespec.program import HostProposal, ProgramConfig, Traced
+from compilespec.tracing.target_info import TargetInfo
 
 
 class UserDrafter(DirectDrafter):

@@ -11,10 +11,7 @@ from torch import Tensor
 
 from compilespec.ops._library import define_op
 from compilespec.ops._tensors import wide_dtype
-from compilespec.ops.argmax_linear.reference import (
-    argmax_linear_reference,
-    score_linear_reference,
-)
+from compilespec.ops.argmax_linear.reference import argmax_linear_reference, score_linear_reference
 
 __all__ = [
     "argmax_linear",

@@ -15,12 +15,7 @@ from torch import Tensor
 from compilespec.ops._library import define_op
 from compilespec.ops.packed_linear import pack_weight
 from compilespec.ops.quantized_linear import reference
-from compilespec.ops.quantized_linear.reference import (
-    pack_bytes,
-    pack_int4,
-    pack_quads,
-    pack_scale,
-)
+from compilespec.ops.quantized_linear.reference import pack_bytes, pack_int4, pack_quads, pack_scale
 
 __all__ = ["LAYOUTS", "dynamic_int8_linear", "quantized_linear"]
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from torch import fx
 
-from compilespec.passes.runner import PassContext
+from compilespec.passes.context import PassContext
 
 
 class Judged(NamedTuple):

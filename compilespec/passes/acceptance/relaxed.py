@@ -20,8 +20,8 @@ from torch import fx
 from compilespec.passes.acceptance import strict
 from compilespec.passes.acceptance.base import Judged, Rule
 from compilespec.passes.acceptance.rule import Relaxed
+from compilespec.passes.context import PassContext
 from compilespec.passes.graph import add_buffer, arange_like, emit, find_role, output_node
-from compilespec.passes.runner import PassContext
 from compilespec.passes.sampling import allowed_drafts, sample_target
 from compilespec.program import PAD, BufferSpec
 

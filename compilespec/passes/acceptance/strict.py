@@ -8,8 +8,8 @@ import torch
 from torch import fx
 
 from compilespec.passes.acceptance.base import Judged, Rule
+from compilespec.passes.context import PassContext
 from compilespec.passes.graph import arange_like, emit, find_role, output_node
-from compilespec.passes.runner import PassContext
 from compilespec.passes.sampling import sample_target
 from compilespec.program import PAD
 

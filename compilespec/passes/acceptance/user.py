@@ -12,13 +12,12 @@ import torch
 from torch import Tensor, fx, nn
 
 from compilespec.errors import InvalidOption
-from compilespec.methods.capture import fresh, output_widths
 from compilespec.ops.sample import layout
 from compilespec.passes.acceptance import strict
 from compilespec.passes.acceptance.base import Judged, Rule
 from compilespec.passes.acceptance.rule import RuleFunction
+from compilespec.passes.context import PassContext
 from compilespec.passes.graph import arange_like, emit, find_role, output_node, splice
-from compilespec.passes.runner import PassContext
 from compilespec.passes.sampling import (
     allowed_drafts,
     drawn_positions,
@@ -28,7 +27,7 @@ from compilespec.passes.sampling import (
     wide_dtype,
 )
 from compilespec.program import PAD, Traced
-from compilespec.tracing.target import trace_call
+from compilespec.tracing.capture import fresh, output_widths, trace_call
 
 _EXAMPLE_BATCHES = (7, 11, 13, 17)  # one that equals no other size is traced with
 

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from compilespec.methods.base import DraftKind
+from compilespec.methods.capabilities import DraftKind
+from compilespec.passes.context import PassContext
 from compilespec.passes.draft_loops.callback import callback
 from compilespec.passes.draft_loops.direct import direct, keep_history
 from compilespec.passes.draft_loops.kept_inputs import keep_inputs
@@ -20,7 +21,6 @@ from compilespec.passes.draft_loops.recycled import recycled
 from compilespec.passes.draft_loops.shared_kv import shared_kv
 from compilespec.passes.draft_loops.unshifted import num_unshifted_passes, unshifted
 from compilespec.passes.draft_loops.windowed import windowed
-from compilespec.passes.runner import PassContext
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import fx
 
+from compilespec.passes.context import PassContext
 from compilespec.passes.graph import add_buffer, arange_like, emit, find_role, output_node, splice
 from compilespec.passes.rows import take_newest
-from compilespec.passes.runner import PassContext
 from compilespec.program import PAD, BufferSpec
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from compilespec.passes.context import PassContext
 from compilespec.passes.draft_loops.windowed import argument_width
 from compilespec.passes.graph import (
     add_buffer,
@@ -21,7 +22,6 @@ from compilespec.passes.graph import (
     output_node,
 )
 from compilespec.passes.read_state import block_table, lengths_of_rows, place
-from compilespec.passes.runner import PassContext
 from compilespec.program import NUM_KEPT, BufferSpec, InputSpec
 
 READ_BY_REPLAY = frozenset({"seq_len_R", "kept_aux_RWE", "kept_ids_RW", "context_RL"})

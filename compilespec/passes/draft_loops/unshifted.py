@@ -7,12 +7,12 @@ from typing import Any
 import torch
 from torch import fx
 
+from compilespec.passes.context import PassContext
 from compilespec.passes.draft_loops.recycled import next_token
 from compilespec.passes.graph import arange_like, emit, find_role, output_node, splice
 from compilespec.passes.insert_paged_attention import page_markers
 from compilespec.passes.read_state import place
 from compilespec.passes.rows import take_newest
-from compilespec.passes.runner import PassContext
 from compilespec.passes.sampling import draft_token
 from compilespec.program import markers
 

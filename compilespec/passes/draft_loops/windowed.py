@@ -8,12 +8,12 @@ import torch
 from torch import fx
 
 import compilespec.ops.roll_window  # noqa: F401  (registers the operator)
+from compilespec.passes.context import PassContext
 from compilespec.passes.graph import add_buffer, arange_like, emit, find_role, output_node, splice
 from compilespec.passes.insert_paged_attention import page_markers
 from compilespec.passes.kv_groups import Metadata
 from compilespec.passes.read_state import place
 from compilespec.passes.rows import Rows, take_newest, take_rows
-from compilespec.passes.runner import PassContext
 from compilespec.passes.sampling import draft_token
 from compilespec.program import BufferSpec, Traced, markers
 

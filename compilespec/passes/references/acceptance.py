@@ -16,9 +16,9 @@ from compilespec.ops.sample.probabilities import (
     uniform_reference,
 )
 from compilespec.passes.acceptance.rule import Relaxed
+from compilespec.passes.context import PassContext
 from compilespec.passes.references.base import Before, Case, Values
 from compilespec.passes.references.placement import place_call
-from compilespec.passes.runner import PassContext
 from compilespec.program import PAD
 
 

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from torch import Tensor, fx
 
+from compilespec.passes.context import PassContext
 from compilespec.program import Phase
-
-if TYPE_CHECKING:
-    from compilespec.passes.runner import PassContext
 
 # Called for the i-th attention marker of a graph with the marker's arguments.
 Attention = Callable[[int, tuple[Any, ...]], Tensor]

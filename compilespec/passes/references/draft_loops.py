@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from compilespec.errors import NotSupported
-from compilespec.methods.capture import output_widths
 from compilespec.ops.sample import draw_reference, layout
 from compilespec.ops.sample.probabilities import draw_weighted_reference
+from compilespec.passes.context import PassContext
 from compilespec.passes.kv_groups import KVGroup
 from compilespec.passes.references.base import (
     Attention,
@@ -28,9 +28,9 @@ from compilespec.passes.references.base import (
 )
 from compilespec.passes.references.fragments import run_fragment
 from compilespec.passes.references.placement import place_call, place_tokens
-from compilespec.passes.runner import PassContext
 from compilespec.passes.sampling import wide_dtype
 from compilespec.program import PAD
+from compilespec.tracing.capture import output_widths
 
 
 def splice_draft_loop(before: Before, ctx: PassContext, case: Case) -> Values:

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from compilespec.ops.sample.layout import PROMPT_LEN
+from compilespec.passes.context import PassContext
 from compilespec.passes.references.base import Before, Case, Values
 from compilespec.passes.references.placement import place_call
-from compilespec.passes.runner import PassContext
 
 
 def process_logits(before: Before, ctx: PassContext, case: Case) -> Values:

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor, fx
 
 from compilespec.errors import PassError
-from compilespec.methods.base import FINAL_NORM
+from compilespec.methods.capabilities import FINAL_NORM
+from compilespec.passes.context import PassContext
 from compilespec.passes.references.base import AttentionCall, Before, Case, Values
 from compilespec.passes.references.dense_attention import dense_attention
 from compilespec.passes.references.placement import place_call
-from compilespec.passes.runner import PassContext
 from compilespec.tracing.structure import is_float, layer_of, layer_prefix, shape_of
 
 

@@ -1,0 +1,52 @@
+"""The rules that judge drafts, by name: one file and one line each.
+
+A rule emits its nodes into the step; `splice_acceptance` names the results and does what all rules
+share.  Which rule runs is the engine's choice (`acceptance=`), not a method's.
+"""
+
+from __future__ import annotations
+
+from compilespec.passes.acceptance import relaxed, strict, user
+from compilespec.passes.acceptance.base import Judged, Rule
+from compilespec.passes.acceptance.block import block_verification
+from compilespec.passes.acceptance.rejection import ratio_test
+from compilespec.passes.acceptance.rule import Acceptance
+
+RULES: dict[str, Rule] = {
+    "strict": strict.RULE,
+    "relaxed": relaxed.RULE,
+    "rejection": user.RULE,
+    "block": user.RULE,
+    "user": user.RULE,
+}
+# Rules under the contract of a user's.
+FUNCTIONS = {"rejection": ratio_test, "block": block_verification}
+
+
+def is_lossless(acceptance: Acceptance) -> bool:
+    """Whether the output is the target's own, whatever is drafted."""
+    function = acceptance.function
+    lossless = RULES[acceptance.rule].lossless if function is None else function.lossless
+    return bool(lossless) and not acceptance.force_num_accepted
+
+
+def describe(acceptance: Acceptance) -> str:
+    """What `Engine.plan()` says about it."""
+    parts = [acceptance.rule]
+    if acceptance.rule == "user" and acceptance.function is not None:
+        states = "lossless" if acceptance.function.lossless else "lossy"
+        parts = [f"user: {acceptance.function.name}, which states that it is {states}"]
+    if acceptance.relaxed is not None:
+        options = acceptance.relaxed
+        parts.append(
+            f"topk={options.topk}, delta={options.delta:g} from token "
+            f"{options.begin_thinking_token_id} to token {options.end_thinking_token_id}"
+        )
+    if acceptance.force_num_accepted:
+        parts.append(f"{acceptance.force_num_accepted} drafts accepted by force")
+    if not is_lossless(acceptance):
+        parts.append("LOSSY: the output is not the target's own")
+    return "; ".join(parts)
+
+
+__all__ = ["FUNCTIONS", "RULES", "Judged", "Rule", "describe", "is_lossless"]

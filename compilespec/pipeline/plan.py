@@ -1,0 +1,58 @@
+"""What `Engine.plan()` says: what was decided, and why."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from compilespec.methods.capabilities import Capabilities
+from compilespec.passes.acceptance.registry import describe, is_lossless
+from compilespec.pipeline.options import CompileOptions
+from compilespec.program import SpecProgram
+from compilespec.runtime.prefix_cache import why_not
+from compilespec.runtime.step_runner import StepRunner
+
+
+def describe_plan(
+    program: SpecProgram, options: CompileOptions, runner: StepRunner
+) -> dict[str, Any]:
+    """Method, sizes, what is on and what is off, and the reasons, in plain values."""
+    config = program.config
+    capabilities: Capabilities = program.phases["decode"].context.capabilities
+    return {
+        "model": program.model,
+        "method": program.method,
+        "num_draft_tokens": config.num_draft_tokens,
+        "acceptance": describe(options.acceptance),
+        "lossless": is_lossless(options.acceptance) and capabilities.lossless,
+        "buckets": runner.buckets,
+        "backend": options.backend,
+        "dtype": str(config.dtype).removeprefix("torch."),
+        "device": str(config.device),
+        "max_batch_size": config.max_batch_size,
+        "max_seq_len": config.max_seq_len,
+        "kv_cache_mib": sum(b.num_bytes for b in program.buffers if b.kind == "cache") / 2**20,
+        "compile": runner.lowered.costs() if runner.lowered else {},
+        "prefix_caching": _on_or_off(why_not_shared(program, options)),
+        "overlap": _on_or_off(why_not_overlapped(program, options)),
+        "why": program.notes,
+    }
+
+
+def _on_or_off(why_not: str | None) -> str:
+    return "on" if why_not is None else f"off: {why_not}"
+
+
+def why_not_shared(program: SpecProgram, options: CompileOptions) -> str | None:
+    """Why requests do not share the cache blocks of a common beginning; None: they do."""
+    return why_not(program) if options.enable_prefix_caching else "enable_prefix_caching=False"
+
+
+def why_not_overlapped(program: SpecProgram, options: CompileOptions) -> str | None:
+    """Why a step is launched only when the last one's tokens were read; None: it is before."""
+    if program.propose_on_host is not None:
+        return "drafts come from the host, which needs the tokens"
+    if program.recorder is not None:
+        return "the host records every step's hidden states"
+    if options.overlap is None and program.config.device.type != "cuda":
+        return "nothing is gained on the CPU"
+    return "overlap=False" if options.overlap is False else None

@@ -1,0 +1,110 @@
+"""What requests give: deltas, outputs, and the moments of their lives."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import Literal
+
+from compilespec.runtime.sampling_rows import TokenLogprobs
+
+
+@dataclass(frozen=True, kw_only=True)
+class Delta:
+    """What one step added to one prompt of a stream."""
+
+    index: int
+    """Which of the outputs: the prompts in order, the `n` samples of each beside each other."""
+
+    token_ids: tuple[int, ...]
+    """The new tokens."""
+
+    text: str
+    """The new text: it may lag behind the tokens, and is whole once the request has finished."""
+
+    output: GenerationOutput | None = None
+    """The complete result, with the prompt's last delta."""
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        return None if self.output is None else self.output.finish_reason
+
+
+FinishReason = Literal["stop", "length", "aborted", "error"]
+
+
+@dataclass(kw_only=True)
+class RequestTimings:
+    """Moments of a request's life in ms of one monotonic clock; None: not reached."""
+
+    submitted_ms: float = field(default_factory=lambda: now_ms())
+    admitted_ms: float | None = None
+    first_token_ms: float | None = None
+    finished_ms: float | None = None
+    tokens_ms: list[float] = field(default_factory=list)
+    """By token: when its step's tokens were there."""
+
+    @property
+    def queue_ms(self) -> float | None:
+        """From submission to admission."""
+        return None if self.admitted_ms is None else self.admitted_ms - self.submitted_ms
+
+    @property
+    def time_to_first_token_ms(self) -> float | None:
+        return None if self.first_token_ms is None else self.first_token_ms - self.submitted_ms
+
+    @property
+    def time_per_output_token_ms(self) -> float | None:
+        """Mean over the tokens after the first; None before there are two."""
+        times = self.tokens_ms
+        return (times[-1] - times[0]) / (len(times) - 1) if len(times) > 1 else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerationOutput:
+    """The result of one prompt."""
+
+    prompt_token_ids: list[int]
+    """The prompt as it was fed; empty when it could not be read."""
+
+    token_ids: list[int]
+    """The generated tokens, a final EOS or stop id included, as are those of a stop string."""
+
+    text: str | None
+    """Their text, continuing the prompt's, cut before a stop string; None without a tokenizer."""
+
+    seed: int | None
+    """The key of the random numbers, picked by the engine where the request named none."""
+
+    finish_reason: FinishReason | None
+    """Why generation ended; None while the request runs."""
+
+    emitted_per_step: list[int]
+    """Tokens delivered by each verify step, 1..K+1; those that come from prefill, the first one and
+    the first after each preemption, are not counted."""
+
+    error: Exception | None = None
+    """What went wrong when `finish_reason` is "error"."""
+
+    logprobs: list[TokenLogprobs] | None = None
+    """One entry a generated token where `SamplingParams.logprobs` asked for them."""
+
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    """One entry a prompt token where `SamplingParams.prompt_logprobs` asked for them; None for the
+    first one, which follows nothing."""
+
+    num_preemptions: int = 0
+    """How often it had to make room and was computed anew."""
+
+    timings: RequestTimings = field(default_factory=RequestTimings, compare=False)
+    """Queue, first token, every token: moments in ms."""
+
+    @property
+    def acceptance_length(self) -> float:
+        """Mean tokens delivered per verify step; 0.0 when no verify step ran."""
+        steps = self.emitted_per_step
+        return sum(steps) / len(steps) if steps else 0.0
+
+
+def now_ms() -> float:
+    return time.perf_counter() * 1e3

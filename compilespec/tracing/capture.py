@@ -1,0 +1,162 @@
+"""One call of a module as one graph of torch IR, at sizes that stay symbolic."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import time
+import types
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+import compilespec.ops  # noqa: F401  (registers the operators)
+from compilespec import _torch_compat
+from compilespec.errors import TraceError
+from compilespec.program import Traced
+from compilespec.tracing.naming import clean_module_paths, name_inputs
+from compilespec.tracing.quantized_weights import stand_ins
+
+EXAMPLE_SHAPE = (7, 13)  # sizes that few models have as static ones: 2.11 merges equal sizes
+
+_unique = itertools.count()
+
+
+def trace_call(
+    module: nn.Module,
+    call: Callable[..., Any],
+    arguments: Mapping[str, tuple[Tensor, Sequence[int]]],
+    *,
+    name: str,
+    owner: str | None = None,
+) -> Traced:
+    """Capture `call(**arguments)` as one graph; weights are named by their path in `module`.
+
+    Args:
+        arguments: per name an example tensor and its dynamic dimensions.
+        owner: prefix of the weights' names where several calls share a module; default `name`.
+    Raises: TraceError.
+    """
+    with stand_ins(module) as quantized:
+        traced = _capture(module, call, arguments, name=name, owner=owner or name)
+    weights = {
+        path: quantized.get(_torch_compat.storage_place(weight), weight)
+        for path, weight in traced.weights.items()
+    }
+    return dataclasses.replace(traced, weights=weights)
+
+
+def _capture(
+    module: nn.Module,
+    call: Callable[..., Any],
+    arguments: Mapping[str, tuple[Tensor, Sequence[int]]],
+    *,
+    name: str,
+    owner: str,
+) -> Traced:
+    started = time.perf_counter()
+    captured: dict[str, Any] = {}
+
+    def keep(gm: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        captured["gm"], captured["inputs"] = gm, inputs
+
+        def stop(*_: Any) -> Any:
+            raise _Captured
+
+        return stop
+
+    for tensor, dims in arguments.values():
+        for dim in dims:
+            _torch_compat.mark_dynamic(tensor, dim)
+    names = list(arguments)
+    examples = [tensor for tensor, _ in arguments.values()]
+    function = _with_own_code(call)
+    was_training = module.training
+    module.eval()
+    try:
+        with torch.no_grad(), _torch_compat.capture_config():
+            torch.compile(function, backend=keep, fullgraph=True)(*examples)
+    except _Captured:
+        pass
+    except _torch_compat.dynamo_errors() as error:
+        raise _trace_error(error, module, name) from error
+    finally:
+        module.train(was_training)
+    if "gm" not in captured:
+        raise TraceError(
+            f"{name}: tracing {type(module).__name__} gave no graph: its output does not depend "
+            f"on tensors"
+        )
+    gm: fx.GraphModule = captured["gm"]
+    inputs, weights = name_inputs(
+        gm, captured["inputs"], module, dict(zip(names, examples, strict=True)), owner
+    )
+    clean_module_paths(gm)
+    return Traced(
+        name=name,
+        graph_module=gm,
+        inputs=tuple(inputs),
+        weights=weights,
+        trace_ms=(time.perf_counter() - started) * 1e3,
+    )
+
+
+class _Captured(Exception):
+    """Ends the traced call: the graph is all we want."""
+
+
+def _with_own_code(call: Callable[..., Any]) -> Callable[..., Any]:
+    """A copy of `call` with a code object of its own: Dynamo caches, and counts recompiles, by
+    code.
+    """
+    code = call.__code__.replace(co_name=f"{call.__name__}_{next(_unique)}")
+    copy = types.FunctionType(
+        code, call.__globals__, call.__name__, call.__defaults__, call.__closure__
+    )
+    copy.__kwdefaults__ = call.__kwdefaults__
+    return copy
+
+
+def _trace_error(error: BaseException, module: nn.Module, name: str) -> TraceError:
+    """One line: which module, which source line, what Dynamo could not do, what to try."""
+    cause, frames = _torch_compat.dynamo_cause(error)
+    where, line = type(module).__name__, ""
+    for filename, lineno, _function in frames:
+        found = _module_at(module, filename, lineno)
+        if found is not None:
+            where, line = found, f"{filename.rsplit('/', 1)[-1]}:{lineno}"
+    if not line and frames:
+        line = f"{frames[-1][0].rsplit('/', 1)[-1]}:{frames[-1][1]}"
+    return TraceError(
+        f"{name} cannot be traced as one graph: module {where}, {line or 'line unknown'}: "
+        f"{cause.rstrip('.')}; "
+        "rewrite that line in tensor operations (no .item(), no data-dependent branch, no print)"
+    )
+
+
+def _module_at(root: nn.Module, filename: str, lineno: int) -> str | None:
+    """The deepest module whose forward covers this source line."""
+    best: str | None = None
+    for path, module in root.named_modules():
+        code = getattr(type(module).forward, "__code__", None)
+        if code is None or code.co_filename != filename:
+            continue
+        lines = [line for _, _, line in code.co_lines() if line is not None]
+        if lines and min(lines) <= lineno <= max(lines):
+            best = f"{path or type(root).__name__} ({type(module).__name__})"
+            break
+    return best
+
+
+def fresh(outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Views: a tensor that is returned twice, or is an argument, would not be an output of its
+    own.
+    """
+    return tuple(output.view_as(output) for output in outputs)
+
+
+def output_widths(traced: Traced) -> tuple[int, ...]:
+    output = next(node for node in reversed(traced.graph_module.graph.nodes) if node.op == "output")
+    return tuple(int(node.meta["example_value"].shape[-1]) for node in output.args[0])
