@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import pkgutil
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -76,8 +77,15 @@ def test_every_option_and_file_exists(page: str) -> None:
     text = PAGES[page]
     named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", text))
     assert named <= _options(build_parser()) | OTHERS
-    for name in re.findall(r"\b(?:tests|tools|docs|examples)/[\w/.-]+\.\w+", text):
+    kept = re.sub(r"^```console\n.*?^```$|^`[\w./]+`:$", "", text, flags=re.MULTILINE | re.DOTALL)
+    for name in re.findall(r"\b(?:compilespec|tests|tools|docs|examples)/[\w/.-]+\.\w+", kept):
         assert (ROOT / name).exists(), name
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page not in HISTORY])
+def test_every_name_in_the_package_is_there(page: str) -> None:
+    for name in re.findall(r"`(compilespec(?:\.\w+)+)\b", PAGES[page]):
+        pkgutil.resolve_name(name)
 
 
 # --- methods and models ---
