@@ -70,8 +70,9 @@ def apply(block: Block, root: Path) -> None:
     path = root / block.path
     if block.language != "diff":
         path.parent.mkdir(parents=True, exist_ok=True)
+        text = f"\n\n{block.text}" if path.exists() else block.text
         with path.open("a", encoding="utf-8") as file:
-            file.write(block.text)
+            file.write(text)
         return
     lines = block.text.splitlines(keepends=True)
     assert all(line[0] in " +-\n" for line in lines), block.text
