@@ -29,10 +29,13 @@ OTHERS: set[str] = {"--local-dir"}  # flags of other programs
 # --- the documents as a whole ---
 
 
+def _slug(heading: str) -> str:
+    """A heading's anchor, as GitHub makes it."""
+    return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+
+
 def _slugs(text: str) -> set[str]:
-    """The anchors of a page's headings, as GitHub makes them."""
-    headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
-    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+    return {_slug(heading) for heading in re.findall(r"^#+ (.+)$", text, re.MULTILINE)}
 
 
 def _links(page: str) -> Iterator[tuple[Path, str]]:
@@ -56,6 +59,14 @@ def test_every_page_is_listed() -> None:
     listed = {path for path, _ in _links("docs/README.md")}
     pages = {ROOT / page for page in PAGES if page not in ("README.md", "docs/README.md")}
     assert pages <= listed
+
+
+def test_every_decision_is_in_the_contents() -> None:
+    contents, *entries = re.split(r"^## (?=\d)", PAGES["DECISIONS.md"], flags=re.MULTILINE)
+    listed = [anchor for path, anchor in _links("DECISIONS.md") if path.name == "DECISIONS.md"]
+    titles = [entry.partition("\n")[0] for entry in entries]
+    assert sorted(listed) == sorted(_slug(title) for title in titles)
+    assert contents.count("](#") == len(listed)
 
 
 def test_readme_is_short() -> None:
