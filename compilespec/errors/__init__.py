@@ -1,8 +1,7 @@
 """Every error compilespec raises on purpose.  One base class, messages that name the cure.
 
 A message says what was expected, what came, where, and what to try; it fits on one line, because
-the
-command line prints it as it is and exits with code 2.
+the command line prints it as it is and exits with code 2.
 """
 
 from __future__ import annotations

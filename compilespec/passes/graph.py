@@ -132,8 +132,7 @@ def splice(
     """Copy a captured graph into `gm`, node by node; returns the nodes of its outputs.
 
     Weights become (shared) inputs, size symbols become `sym_size` of the argument that carries
-    them.
-    Fake tensors of the capture are dropped: those of different captures must not mix.
+    them.  Fake tensors of the capture are dropped: those of different captures must not mix.
     """
     anchor = before if before is not None else output_node(gm)
     env = _bind_inputs(gm, ctx, fragment, arguments, anchor)

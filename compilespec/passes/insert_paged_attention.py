@@ -17,8 +17,7 @@ from compilespec.program import BufferSpec, markers
 
 def insert_paged_attention(gm: fx.GraphModule, ctx: PassContext) -> int:
     """Marker -> `compilespec::paged_attention` with the layer's caches and this step's metadata.
-    Numerics:
-    rounding (the same sums over the same keys, in another order).  Runs on torch IR."""
+    Numerics: rounding (the same sums over the same keys, in another order).  Runs on torch IR."""
     table = find_role(gm, "block_table_RM")
     metadata = (find_role(gm, "slot"), find_role(gm, "row"), find_role(gm, "position"), table)
     return page_markers(gm, ctx, markers(gm), "target", metadata)

@@ -17,9 +17,8 @@ def narrow_logits(gm: fx.GraphModule, ctx: PassContext) -> int:
     rounding.  Torch IR.
 
     Where the model does more to its logits than element-wise operations, the rows are gathered
-    after them:
-    the same values, at the cost of a product over all rows.  Role made, where prompts may ask for
-    log-probabilities: `head_input`, [1, T, D], before the gather.
+    after them: the same values, at the cost of a product over all rows.  Role made, where prompts
+    may ask for log-probabilities: `head_input`, [1, T, D], before the gather.
     """
     logits = find_role(gm, "logits")
     head = find_head(logits)

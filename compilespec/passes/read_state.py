@@ -24,11 +24,9 @@ def read_state(gm: fx.GraphModule, ctx: PassContext) -> int:
     metadata.
 
     Roles made: `ids`, `position`, `row`, `slot` (all [B, S] or [1, T], int32), `row_index` (state
-    row per
-    request, the spare row where padded), `live` and `start` (next position to draft from, prefill:
-    after the
-    last token).  Positions at or past the maximum length are redirected: position 0, slot -1, row
-    -1 (E5).
+    row per request, the spare row where padded), `live` and `start` (next position to draft from,
+    prefill: after the last token).  Positions at or past the maximum length are redirected:
+    position 0, slot -1, row -1 (E5).
     Numerics: exact.  Runs on torch IR.
     """
     config = ctx.config
@@ -189,8 +187,7 @@ def place(
 
     Args:
         wanted: int32 positions, [B, S]; row: state rows, int32, -1 = padded; index: the same with
-        the spare row for
-        padded ones, int64; live: bool; all broadcastable to `wanted`.
+        the spare row for padded ones, int64; live: bool; all broadcastable to `wanted`.
     """
     inside = live & (wanted < max_seq_len)
     position = torch.where(inside, wanted, 0)

@@ -29,8 +29,8 @@ class Pass:
     """One entry of the pipeline.
 
     `matches` gives the exact number of places the pass must change (None: not applicable to this
-    context,
-    so the pass is skipped); `at_least=0` instead is for optimisations, which may find nothing.
+    context, so the pass is skipped); `at_least=0` instead is for optimisations, which may find
+    nothing.
     """
 
     run: PassFunction

@@ -17,10 +17,9 @@ def shift_hidden_states(gm: fx.GraphModule, ctx: PassContext) -> int:
     IR.
 
     Decode: row j holds the hidden state of position seq_len + j, and target token j stands at
-    seq_len + j + 1:
-    the pairing needs no movement, and `target` holds no PAD, so the rejected tail is harmless.
-    Prefill: ids move
-    left by one; a chunk that does not end its prompt is followed by the true next token (E2, H-4).
+    seq_len + j + 1: the pairing needs no movement, and `target` holds no PAD, so the rejected tail
+    is harmless.  Prefill: ids move left by one; a chunk that does not end its prompt is followed by
+    the true next token (E2, H-4).
     """
     before = output_node(gm)
     target = find_role(gm, "target")

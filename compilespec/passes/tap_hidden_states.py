@@ -30,8 +30,7 @@ def tap_hidden_states(gm: fx.GraphModule, ctx: PassContext) -> int:
         if len(candidates) != 1:
             raise PassError(
                 f"tap_hidden_states: expected one residual stream entering layer {layer}, found "
-                f"{describe(candidates)}; "
-                f"streams exist for layers {sorted(streams)}"
+                f"{describe(candidates)}; streams exist for layers {sorted(streams)}"
             )
         candidates[0].meta["role"] = f"aux.{index}"
     return len(ctx.aux_layers)

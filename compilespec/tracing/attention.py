@@ -115,8 +115,8 @@ def _refuse_recurrent_state(model: Any) -> None:
     if recurrent:
         raise UnsupportedState(
             f"{type(model).__name__} has layers of type {', '.join(recurrent)}, whose recurrent "
-            f"state cannot be "
-            "rewound after a rejected draft; use a model whose layers are all attention"
+            "state cannot be rewound after a rejected draft; use a model whose layers are all "
+            "attention"
         )
 
 

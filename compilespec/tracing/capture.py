@@ -131,8 +131,8 @@ def _trace_error(error: BaseException, module: nn.Module, name: str) -> TraceErr
         line = f"{frames[-1][0].rsplit('/', 1)[-1]}:{frames[-1][1]}"
     return TraceError(
         f"{name} cannot be traced as one graph: module {where}, {line or 'line unknown'}: "
-        f"{cause.rstrip('.')}; "
-        "rewrite that line in tensor operations (no .item(), no data-dependent branch, no print)"
+        f"{cause.rstrip('.')}; rewrite that line in tensor operations (no .item(), no "
+        "data-dependent branch, no print)"
     )
 
 

@@ -150,8 +150,7 @@ def residual_streams(
     before the norm).
 
     hs[k] is the float node of width `hidden_size` that layer k-1 makes and a later place reads;
-    hs[0] is made
-    before the layers.  Exactly one candidate each in every family that was looked at.
+    hs[0] is made before the layers.  Exactly one candidate each in every family that was looked at.
     """
     prefix = layer_prefix(graph)
     if prefix is None:

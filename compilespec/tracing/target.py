@@ -2,8 +2,8 @@
 
 Two ways in, one operator out.  Hugging Face models reach attention through transformers' attention
 interface; plain modules call `scaled_dot_product_attention(is_causal=True)`.  Both leave as the
-stateless
-marker `compilespec::attention`, with scale, window, soft cap and sinks as the model gave them.
+stateless marker `compilespec::attention`, with scale, window, soft cap and sinks as the model gave
+them.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ def trace_target(model: nn.Module, *, name: str = "target") -> Traced:
     if traced.num_attention_layers == 0:
         raise TraceError(
             f"{type(model).__name__} has no attention that can be cached: expected calls through "
-            f"transformers' "
-            "attention interface or scaled_dot_product_attention(is_causal=True), found none"
+            "transformers' attention interface or scaled_dot_product_attention(is_causal=True), "
+            "found none"
         )
     return traced
 
@@ -120,8 +120,7 @@ def _rewrite_arange(traced: Traced, model: nn.Module) -> Traced:
     if not over_tokens:
         raise NoPositionInput(
             f"{type(model).__name__}.forward takes no position_ids and computes no torch.arange "
-            f"over its tokens, so "
-            "its positions cannot be set; add a position_ids argument"
+            "over its tokens, so its positions cannot be set; add a position_ids argument"
         )
     with gm.graph.inserting_after(placeholders[-1]):
         positions = gm.graph.placeholder("position_ids")

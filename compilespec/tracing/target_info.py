@@ -33,9 +33,8 @@ def describe_target(traced: Traced, target: Target) -> TargetInfo:
     vocab_size = (shape_of(logits) or (None,))[-1]
     if vocab_size is None or head is None or embedding is None:
         raise TraceError(
-            f"{type(target.model).__name__}: expected token ids that enter an embedding and "
-            f"logits that are a product "
-            f"with a head; found embedding {embedding}, head {head}"
+            f"{type(target.model).__name__}: expected token ids that enter an embedding and logits "
+            f"that are a product with a head; found embedding {embedding}, head {head}"
         )
     check_positions(traced, target.model)
     hidden_size = (shape_of(head.hidden) or (0,))[-1]

@@ -2,9 +2,9 @@
 
     python -m tools.bench.quantized            both, written to results/quantized.json
 
-Decode steps (batch 1, plain and with K n-gram drafts) of a 12-layer,
-width-768 Llama of random bfloat16 weights, unquantized and in every config that the CPU runs, by
-turns.  Then the demo's acceptance length with target and draft quantized, each and both.
+Decode steps (batch 1, plain and with K n-gram drafts) of a 12-layer, width-768 Llama of random
+bfloat16 weights, unquantized and in every config that the CPU runs, by turns.  Then the demo's
+acceptance length with target and draft quantized, each and both.
 """
 
 from __future__ import annotations

@@ -103,8 +103,8 @@ def check_sizes(config: Eagle3Config, target: TargetInfo) -> None:
     if config.vocab_size != target.vocab_size:
         raise DraftMismatch(
             f"the draft's target vocabulary is {config.vocab_size}, the target's is "
-            f"{target.vocab_size}: this is the "
-            "draft of another target, or one of the two was padded"
+            f"{target.vocab_size}: this is the draft of another target, or one of the two was "
+            "padded"
         )
 
 
@@ -182,8 +182,7 @@ def _take_apart(module: nn.Module) -> tuple[dict[str, Any], dict[str, Tensor]]:
     ):
         raise DraftMismatch(
             f"draft module {type(module).__name__}: expected a compilespec Drafter, or a module "
-            "with .config and an EAGLE-3 "
-            "state_dict (fc, midlayer.* or layers.0.*, norm, lm_head)"
+            "with .config and an EAGLE-3 state_dict (fc, midlayer.* or layers.0.*, norm, lm_head)"
         )
     return dict(raw), tensors
 

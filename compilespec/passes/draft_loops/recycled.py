@@ -21,8 +21,7 @@ def recycled(gm: fx.GraphModule, ctx: PassContext) -> int:
     single-token passes.
 
     Row j of the first pass writes slot seq_len + j; single passes go on from seq_len + n, their
-    hidden state the
-    previous pass's output.  Makes the role `drafts` ([B, K], int32).
+    hidden state the previous pass's output.  Makes the role `drafts` ([B, K], int32).
     Source: requirements M11, A9, A10, E5.
     """
     end, config = output_node(gm), ctx.config
