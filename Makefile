@@ -57,7 +57,7 @@ fuzz: $(STAMP)
 	$(PY) -m tests.fuzz $(FUZZ_FLAGS)
 
 accept-snapshots: $(STAMP)
-	$(PY) -m pytest tests/test_snapshots.py --accept-snapshots $(PYTEST_FLAGS)
+	$(PY) -m pytest tests/passes/test_snapshots.py --accept-snapshots $(PYTEST_FLAGS)
 
 lint: $(STAMP)
 	$(VENV)/bin/ruff check .

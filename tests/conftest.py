@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import gc
 import os
 import random
@@ -64,10 +65,29 @@ def _turn(item: pytest.Item) -> int:
     return FIRST.index(name) if name in FIRST else len(FIRST)
 
 
+def _is_whole(items: list[pytest.Item]) -> bool:
+    """Whether all test files were collected, so that a line without a test is a stale one."""
+    files = {item.path for item in items}
+    return files >= set((ROOT / "tests").rglob("test_*.py"))
+
+
+def _check_lists(items: list[pytest.Item]) -> None:
+    """Every line of slow_tests.txt, and every name of FIRST, is that of a test that there is."""
+    ids = sorted(item.nodeid for item in items)
+    for line in SLOW:
+        place = bisect.bisect_left(ids, line)
+        if place == len(ids) or not ids[place].startswith(line):
+            raise pytest.UsageError(f"tests/slow_tests.txt: no test begins with {line!r}; mend it")
+    if missing := set(FIRST) - {item.path.stem.removeprefix("test_") for item in items}:
+        raise pytest.UsageError(f"tests/conftest.py: FIRST names no test file: {sorted(missing)}")
+
+
 @pytest.hookimpl(tryfirst=True)  # before `-m` selects
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Order files; mark the tests of slow_tests.txt; skip what cannot run here, saying why."""
     items.sort(key=_turn)
+    if _is_whole(items):
+        _check_lists(items)
     for item in items:
         if item.nodeid.startswith(SLOW):
             item.add_marker(pytest.mark.slow)

@@ -17,11 +17,11 @@ from compilespec.runtime.draft_policy import Choice
 from compilespec.runtime.engine import Engine
 from compilespec.runtime.request import Request
 from compilespec.tracing.target_info import TargetInfo
-from tests.drafters import METHODS, traced_info
 from tests.fuzz.orders import CHANGING, Order
 from tests.fuzz.plan import MAX_SEQ_LEN, Plan
 from tests.fuzz.truth import lean, target, tokenizer
-from tests.models import DialDrafter, poison, target_info
+from tests.support.drafters import METHODS, traced_info
+from tests.support.models import DialDrafter, poison, target_info
 
 NUM_ENTRIES = 4096  # of what a DialDrafter knows
 

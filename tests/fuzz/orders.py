@@ -13,7 +13,7 @@ from compilespec import SamplingParams
 from compilespec.runtime.outputs import GenerationOutput
 from tests.fuzz.plan import Plan
 from tests.fuzz.truth import LETTERS, Truth, text_of
-from tests.models import VOCAB
+from tests.support.models import VOCAB
 
 REPLACEMENT = "\ufffd"
 DEFAULTS = vars(SamplingParams())

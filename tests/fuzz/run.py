@@ -21,7 +21,7 @@ from tests.fuzz.orders import DIRECT_WAYS, SERVED_WAYS, Order, draw_orders
 from tests.fuzz.plan import Plan, draw_plan
 from tests.fuzz.recorder import Recorder
 from tests.fuzz.truth import Truth
-from tests.models import assert_nothing_held
+from tests.support.models import assert_nothing_held
 
 NUM_ORDERS = 60
 ROUND_SECONDS = 600  # a round takes some ten

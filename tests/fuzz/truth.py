@@ -12,8 +12,8 @@ import compilespec
 from compilespec import SamplingParams
 from compilespec.runtime.outputs import GenerationOutput
 from tests.fuzz.plan import MAX_SEQ_LEN
-from tests.models import VOCAB, tiny_target
-from tests.toy_tokenizer import byte_level_tokenizer
+from tests.support.models import VOCAB, tiny_target
+from tests.support.toy_tokenizer import byte_level_tokenizer
 
 EOS = 2
 LETTERS = b"abcdefghijklmn"

@@ -1,0 +1,187 @@
+"""The documents: their links, README's length, and figures against what they are figures of.
+
+Figures that need a trace of the demo are in test_cli_dump.py, the planted faults in test_faults.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import pkgutil
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from compilespec.cli import build_parser
+from compilespec.methods.registry import METHODS, method_names
+from tests.support.documents import PAGES, ROOT, paragraph, table_under
+from tests.support.models import FAMILIES
+from tools import draw_speed
+
+RESULTS = ROOT / "tools" / "bench" / "results"
+HISTORY = ("CHANGELOG.md", "DECISIONS.md")  # speak of what was
+OTHERS: set[str] = {"--local-dir"}  # flags of other programs
+
+
+# --- the documents as a whole ---
+
+
+def _slug(heading: str) -> str:
+    """A heading's anchor, as GitHub makes it."""
+    return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+
+
+def _slugs(text: str) -> set[str]:
+    return {_slug(heading) for heading in re.findall(r"^#+ (.+)$", text, re.MULTILINE)}
+
+
+def _links(page: str) -> Iterator[tuple[Path, str]]:
+    """Files that a page links to, and the anchor in each."""
+    text = re.sub(r"^```.*?^```$", "", PAGES[page], flags=re.MULTILINE | re.DOTALL)
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        if "://" not in target:
+            name, _, anchor = target.partition("#")
+            yield ((ROOT / page).parent / name).resolve() if name else ROOT / page, anchor
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_somewhere(page: str) -> None:
+    for path, anchor in _links(page):
+        assert path.exists(), path
+        if anchor:
+            assert anchor in _slugs(path.read_text(encoding="utf-8")), f"{path}#{anchor}"
+
+
+def test_every_page_is_listed() -> None:
+    listed = {path for path, _ in _links("docs/README.md")}
+    pages = {ROOT / page for page in PAGES if page not in ("README.md", "docs/README.md")}
+    assert pages <= listed
+
+
+def test_every_decision_is_in_the_contents() -> None:
+    contents, *entries = re.split(r"^## (?=\d)", PAGES["DECISIONS.md"], flags=re.MULTILINE)
+    listed = [anchor for path, anchor in _links("DECISIONS.md") if path.name == "DECISIONS.md"]
+    titles = [entry.partition("\n")[0] for entry in entries]
+    assert sorted(listed) == sorted(_slug(title) for title in titles)
+    assert contents.count("](#") == len(listed)
+
+
+def test_readme_is_short() -> None:
+    assert len(PAGES["README.md"].splitlines()) <= 150
+
+
+def _options(parser: argparse.ArgumentParser) -> set[str]:
+    found: set[str] = set()
+    for action in parser._actions:
+        found |= set(action.option_strings)
+        if isinstance(action, argparse._SubParsersAction):
+            for command in action.choices.values():
+                found |= _options(command)
+    return found
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page not in HISTORY])
+def test_every_option_and_file_exists(page: str) -> None:
+    text = PAGES[page]
+    named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", text))
+    assert named <= _options(build_parser()) | OTHERS
+    kept = re.sub(r"^```console\n.*?^```$|^`[\w./]+`:$", "", text, flags=re.MULTILINE | re.DOTALL)
+    for name in re.findall(r"\b(?:compilespec|tests|tools|docs|examples)/[\w/.-]+\.\w+", kept):
+        assert (ROOT / name).exists(), name
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page not in HISTORY])
+def test_every_name_in_the_package_is_there(page: str) -> None:
+    for name in re.findall(r"`(compilespec(?:\.\w+)+)\b", PAGES[page]):
+        pkgutil.resolve_name(name)
+
+
+# --- methods and models ---
+
+
+def test_every_method_has_a_row() -> None:
+    names = [re.sub(r'[`"]', "", row[0]) for row in table_under("docs/methods.md", "`spec=`")]
+    assert names == list(method_names())
+
+
+def test_every_option_of_a_method_has_a_row() -> None:
+    rows = table_under("docs/methods.md", "method | option")
+    named = {
+        (method, option)
+        for row in rows
+        for method in re.findall(r"`(\w+)`", row[0])
+        for option in re.findall(r"(\w+)=", row[1])
+    }
+    known = {
+        (method.capabilities.name, option)
+        for method in METHODS
+        for option in method.capabilities.options or ()
+    }
+    assert named == known
+
+
+def test_every_family_is_named() -> None:
+    words = set(re.findall(r"\w+", paragraph("docs/methods.md", "Any transformers causal LM")))
+    assert set(FAMILIES) <= words
+    kinds = f"all {len(FAMILIES) + 1} kinds of models"  # and the plain module
+    assert kinds in PAGES["docs/exactness.md"]
+
+
+def test_every_environment_variable_has_a_row() -> None:
+    named = {
+        name
+        for row in table_under("docs/tuning.md", "variable")
+        for name in re.findall(r"[A-Z][A-Z_]+", row[0])
+    }
+    sources = "".join(
+        path.read_text(encoding="utf-8") for path in (ROOT / "compilespec").rglob("*.py")
+    )
+    assert set(re.findall(r"\b(?:COMPILESPEC|TLLM)_[A-Z_]+", sources)) <= named
+
+
+# --- speed ---
+
+
+def test_the_picture_is_that_of_the_recorded_run() -> None:
+    assert draw_speed.PICTURE.read_text(encoding="utf-8") == draw_speed.draw(_result("speed.json"))
+
+
+def _result(name: str) -> Any:
+    return json.loads((RESULTS / name).read_text(encoding="utf-8"))
+
+
+def test_speeds_are_those_of_the_recorded_run() -> None:
+    speeds = _result("speed.json")["speeds"]
+    names = {
+        "transformers `generate`, eager": "transformers eager",
+        "transformers, static cache, compiled": "transformers static compiled",
+        "transformers, prompt lookup K=10": "transformers prompt lookup K=10",
+        'compilespec, `spec="none"`': "compilespec none",
+        'compilespec, `spec="eagle3"`, K=1': "compilespec eagle3 K=1",
+        'compilespec, `spec="eagle3"`, K=3': "compilespec eagle3 K=3",
+    }
+    for title, *cells in table_under("docs/tuning.md", "way"):
+        way = names.pop(title)
+        expected = []
+        for batch in ("1", "8"):
+            median = speeds[batch].get(way, {}).get("tokens_per_s", {}).get("p50")
+            base = speeds[batch]["transformers eager"]["tokens_per_s"]["p50"]
+            expected += [f"{median:.0f}", f"{median / base:.1f}"] if median else ["", ""]
+        length = speeds["1"][way].get("acceptance_length")
+        assert cells[:4] == expected, title
+        assert cells[4] == ("" if length is None else f"{length:.2f}".removesuffix(".00"))
+    assert not names
+
+
+def test_first_tokens_are_those_of_the_recorded_run() -> None:
+    specs = _result("first-token.json")["specs"]
+    text = paragraph("docs/tuning.md", "Seconds from process start")
+    numbers = [int(number) for number in re.findall(r"(?<!\w)\d+(?!\w)", text)]
+    assert numbers == [
+        round(specs[spec][f"{start}_first_token_s"])
+        for spec in ("eagle3", "none")
+        for start in ("cold", "warm")
+    ]

@@ -1,0 +1,90 @@
+"""Every program of examples/ runs, on a tiny model in a directory; on the demo in the slow run."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+from compilespec.methods.eagle3 import random_head, save_head
+from tests.support.models import target_info
+from tests.support.toy_tokenizer import byte_level_tokenizer
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+PRINTS = {  # a line of each, for any model
+    "dump_pass": r"\+ .*torch\.cat",
+    "generate": r"-> (stop|length), \d+ tokens, \d\.\d\d a verify step",
+    "guide": r"\{'size': [123], 'colour': '(red|green)'\} stop",
+    "own_drafter": r"tokens by verify step: \[\d",
+    "serve_asyncio": r"patient: (stop|length) after \d+ tokens",
+    "stream": r"-> (stop|length), \d+ ms",
+}
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random target of bytes with a tokenizer, and an EAGLE-3 head where `compile` looks."""
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=257, hidden_size=32, intermediate_size=48, num_hidden_layers=3,
+        num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=256, eos_token_id=256,
+    )  # fmt: skip
+    model = transformers.LlamaForCausalLM(config)
+    path = tmp_path_factory.mktemp("tiny")
+    model.save_pretrained(path)
+    tokens = [*(bytes([byte]) for byte in range(256)), "<end>"]
+    byte_level_tokenizer(tokens, eos="<end>").save_pretrained(path)
+    head = random_head(target_info(model, 256), aux_layers=(0, 1, 2))
+    save_head(head, path / "eagle3")
+    return path
+
+
+def _run(name: str, *arguments: str) -> None:
+    spec = importlib.util.spec_from_file_location(f"examples.{name}", EXAMPLES / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # where tracing looks for a function's globals
+    try:
+        spec.loader.exec_module(module)
+        module.main(*arguments)
+    finally:
+        del sys.modules[spec.name]
+
+
+def _arguments(name: str, model: str) -> tuple[str, ...]:
+    return (model,) if name == "dump_pass" else (model, "eager")
+
+
+def test_every_example_is_run() -> None:
+    assert {path.stem for path in EXAMPLES.glob("*.py")} == set(PRINTS)
+
+
+@pytest.mark.parametrize("name", PRINTS)
+def test_examples_are_short_and_listed(name: str) -> None:
+    text = (EXAMPLES / f"{name}.py").read_text(encoding="utf-8")
+    assert len(text.splitlines()) < 40
+    assert f"python examples/{name}.py" in text
+    assert f"{name}.py" in (EXAMPLES / "README.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("name", PRINTS)
+def test_it_runs_on_a_tiny_model(
+    name: str, directory: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if name == "guide":
+        pytest.importorskip("llguidance")
+    _run(name, *_arguments(name, str(directory)))
+    assert re.search(PRINTS[name], capsys.readouterr().out)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PRINTS)
+def test_it_runs_on_the_demo(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    _run(name, *_arguments(name, "demo"))
+    assert re.search(PRINTS[name], capsys.readouterr().out)

@@ -1,0 +1,591 @@
+"""Every pass made wrong in one place: verification must see it, bisection must name it.
+
+`python -m pytest tests/inspect/test_faults.py -m "" -s` prints the table of faults and what caught each; a
+default run plants one fault a pass.  A fault that the stage contracts refuse outright is planted
+again with the contracts off, so that every row is judged by all three.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx
+
+from compilespec.errors import PassError
+from compilespec.inspect.bisect import BisectReport, bisect
+from compilespec.inspect.verify import VerifyReport, verify
+from compilespec.methods.eagle3 import random_head
+from compilespec.methods.registry import get_method
+from compilespec.passes import rewrite, runner
+from compilespec.passes.context import PassContext
+from compilespec.passes.graph import emit, find_role, get_outputs, output_node, set_outputs
+from compilespec.passes.logits_processor import LogitsProcessor
+from compilespec.passes.order import ATEN_PASSES, SPLICE_PASSES
+from compilespec.passes.rewrite import rewrite_phase
+from compilespec.passes.runner import snapshot
+from compilespec.program import Phase, ProgramConfig, SpecProgram, markers
+from compilespec.tracing.load import load_target
+from compilespec.tracing.target import trace_target
+from compilespec.tracing.target_info import describe_target
+from tests.support.documents import PAGES
+from tests.support.models import VOCAB, tiny_target
+
+Edit = Callable[[fx.GraphModule, PassContext], Any]
+ATEN = torch.ops.aten
+PAGED = torch.ops.compilespec.paged_attention.default
+PACKED = torch.ops.compilespec.packed_linear.default
+SLOT, ROW, POSITION = 5, 6, 7  # arguments of paged attention
+CONFIG = ProgramConfig(
+    num_draft_tokens=3, max_batch_size=5, max_seq_len=26, max_prefill_tokens=64,
+    block_size=4, num_blocks=35, dtype=torch.float64, device=torch.device("cpu"),
+)  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fault:
+    """One pass, wrong in one place."""
+
+    pass_name: str
+    what: str
+    phase: Phase
+    edit: Edit  # runs right after the pass
+
+    def __str__(self) -> str:
+        return f"{self.pass_name}-{self.what.replace(' ', '-')}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """What caught a fault."""
+
+    fault: Fault
+    contract: str  # "" where the contracts have nothing against it
+    verify: VerifyReport
+    bisect: BisectReport
+
+    def cells(self) -> tuple[str, ...]:
+        (check,), node, bisected = self.verify.failed, self.bisect.node, self.bisect
+        sizes = ", ".join(map(str, bisected.wrong_batch_sizes))
+        return (
+            self.fault.pass_name, self.fault.what, self.fault.phase,
+            "refused" if self.contract else "-",
+            check.mismatches[0].value,
+            f"{bisected.pass_name}: {node.name if node else '?'}, batch sizes {sizes}",
+        )  # fmt: skip
+
+
+# --- the step that is made wrong ---
+
+
+@functools.cache
+def parts() -> Any:
+    model = tiny_target("mistral", torch.float64, num_layers=2)  # attends to a window
+    target = trace_target(model)
+    info = describe_target(target, load_target(model))
+    drafter = random_head(info, aux_layers=(0, 1, 2), num_draft_tokens=3).eval()
+    return target, drafter.capture(CONFIG, info)
+
+
+def halved(logits_BSV: Tensor) -> Tensor:
+    return logits_BSV / 2
+
+
+# What a pass needs to run at all.
+NEEDS: dict[str, dict[str, Any]] = {
+    "process_logits": {"logits_processor": LogitsProcessor(halved)},
+    "output_head_input": {"prompt_logprobs": True},
+}
+
+
+def build(phase: Phase, *, keep_graphs: bool = True, **needs: Any) -> SpecProgram:
+    """One phase, spliced; the retrace and what follows run when they are asked for."""
+    target, draft = parts()
+    capabilities = get_method("eagle3").capabilities
+    capabilities = dataclasses.replace(capabilities, outputs_hidden_states=True)  # every pass runs
+    ctx = PassContext(
+        phase=phase, config=CONFIG, capabilities=capabilities, target=target,
+        draft=draft, aux_layers=(0, 1, 2), **needs,
+    )  # fmt: skip
+    graph = rewrite_phase(ctx, keep_graphs=keep_graphs)
+    return SpecProgram(
+        method="eagle3", config=CONFIG, phases={phase: graph},
+        buffers=tuple(ctx.buffers.values()), weights=ctx.weights, vocab_size=VOCAB,
+    )  # fmt: skip
+
+
+def plant(patch: pytest.MonkeyPatch, fault: Fault) -> None:
+    """The pass does its work, then one thing wrong."""
+    if fault.pass_name == "to_aten":
+        patch.setattr(rewrite, "to_aten", _wrong_retrace(fault.edit, rewrite.to_aten))
+        return
+    for name, passes in (("SPLICE_PASSES", SPLICE_PASSES), ("ATEN_PASSES", ATEN_PASSES)):
+        entries = [
+            dataclasses.replace(entry, run=_wrong_pass(fault.edit, entry.run))
+            if entry.name == fault.pass_name
+            else entry
+            for entry in passes
+        ]
+        patch.setattr(rewrite, name, tuple(entries))
+
+
+def _wrong_pass(edit: Edit, run: Any) -> Any:
+    @functools.wraps(run)
+    def wrong(gm: fx.GraphModule, ctx: PassContext) -> int:
+        count = run(gm, ctx)
+        edit(gm, ctx)
+        return count
+
+    return wrong
+
+
+def _wrong_retrace(edit: Edit, run: Any) -> Any:
+    def wrong(gm: fx.GraphModule, ctx: PassContext, *, keep_graphs: bool = False) -> Any:
+        aten, record = run(gm, ctx, keep_graphs=keep_graphs)
+        edit(aten, ctx)
+        aten.recompile()
+        return aten, dataclasses.replace(record, after=snapshot(aten.graph))
+
+    return wrong
+
+
+@functools.cache
+def catch(fault: Fault) -> Row:
+    """Plant a fault, and see who finds it."""
+    with pytest.MonkeyPatch.context() as patch:
+        plant(patch, fault)
+        contract, needs = "", NEEDS.get(fault.pass_name, {})
+        try:
+            graph = build(fault.phase, **needs).phases[fault.phase]
+            if fault.pass_name not in {entry.name for entry in SPLICE_PASSES}:
+                graph.step  # noqa: B018
+        except PassError as error:
+            contract = str(error)
+            patch.setattr(runner, "check_contracts", lambda *args, **options: None)
+            patch.setattr(runner, "_check_count", lambda *args: None)
+        program = build(fault.phase, **needs)
+        report = verify(program, batch_sizes=(CONFIG.max_batch_size,), fail_fast=True)
+        return Row(fault=fault, contract=contract, verify=report, bisect=bisect(program))
+
+
+# --- edits ---
+
+
+def paged(gm: fx.GraphModule, owner: str) -> list[fx.Node]:
+    """Paged attention over the caches of `owner`, in order."""
+    calls = gm.graph.find_nodes(op="call_function", target=PAGED)
+    return [node for node in calls if node.args[3].meta["role"].startswith(f"cache.{owner}.")]
+
+
+def change(node: fx.Node, index: int, value: Any) -> None:
+    node.update_arg(index, value)
+
+
+def changed(gm: fx.GraphModule, node: fx.Node, index: int, function: Callable[[Any], Any]) -> None:
+    """Argument `index` of `node` becomes a function of what it was."""
+    change(node, index, emit(gm, function, node.args[index], before=node))
+
+
+def swap(first: fx.Node, second: fx.Node, *indices: int) -> None:
+    for index in indices:
+        one, other = first.args[index], second.args[index]
+        change(first, index, other)
+        change(second, index, one)
+
+
+def scale_changed(gm: fx.GraphModule, ctx: PassContext) -> None:
+    change(markers(gm)[1], 3, markers(gm)[1].args[3] * 2)
+
+
+def later_layer_tapped(gm: fx.GraphModule, ctx: PassContext) -> None:
+    first, second = find_role(gm, "aux.0"), find_role(gm, "aux.1")
+    first.meta["role"], second.meta["role"] = "aux.1", "aux.0"
+
+
+def normed_stream_tapped(gm: fx.GraphModule, ctx: PassContext) -> None:
+    """What the layer's norm makes of the stream, in place of the stream."""
+    tap = find_role(gm, "aux.1")
+    normed = emit(gm, lambda x: x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True)), tap,
+                  before=tap.next)  # fmt: skip
+    normed.meta |= {"role": tap.meta.pop("role"), "example": tap.meta["example"]}
+
+
+def role_changed(role: str, function: Callable[[Any], Any]) -> Edit:
+    """Everybody who reads the role reads a function of it instead."""
+
+    def edit(gm: fx.GraphModule, ctx: PassContext) -> None:
+        node = find_role(gm, role)
+        wrong = emit(gm, function, node, before=node.next)
+        made = set(wrong.all_input_nodes) | {wrong}
+        node.replace_all_uses_with(wrong, lambda user: user not in made and not _feeds(user, wrong))
+        wrong.meta["role"] = node.meta.pop("role")
+        if "example" in node.meta:
+            wrong.meta["example"] = node.meta["example"]
+
+    return edit
+
+
+def _feeds(node: fx.Node, other: fx.Node) -> bool:
+    frontier = [other]
+    while frontier:
+        for source in frontier.pop().all_input_nodes:
+            if source is node:
+                return True
+            if source.op != "placeholder":
+                frontier.append(source)
+    return False
+
+
+def owner_ignored(gm: fx.GraphModule, ctx: PassContext) -> None:
+    """Every chunk's end gets the first prompt's token."""
+    wrong = emit(gm, lambda following, target: torch.where(
+        following < 0, target[0, 0], following).clamp(min=0).unsqueeze(0),
+        find_role(gm, "next_T"), find_role(gm, "target"), before=find_role(gm, "draft_ids").next,
+    )  # fmt: skip
+    old = find_role(gm, "draft_ids")
+    wrong.meta["role"] = old.meta.pop("role")
+
+
+def layers_share_a_cache(gm: fx.GraphModule, ctx: PassContext) -> None:
+    change(paged(gm, "target")[1], 3, paged(gm, "target")[0].args[3])
+
+
+def caches_swapped(gm: fx.GraphModule, ctx: PassContext) -> None:
+    swap(*paged(gm, "target")[:2], 3, 4)
+
+
+def argument_changed(owner: str, call: int, index: int, function: Callable[[Any], Any]) -> Edit:
+    return lambda gm, ctx: changed(gm, paged(gm, owner)[call], index, function)
+
+
+def window_dropped(gm: fx.GraphModule, ctx: PassContext) -> None:
+    change(paged(gm, "target")[1], 10, 0)
+
+
+def residual_of_the_next_row(gm: fx.GraphModule, ctx: PassContext) -> None:
+    taken = [n for n in gm.graph.nodes if n.target == "gather" and n.args[1] == 1][-1]
+    changed(gm, taken, 2, lambda index: (index + 1).clamp(max=CONFIG.num_draft_tokens))
+
+
+def any_match_counts(gm: fx.GraphModule, ctx: PassContext) -> None:
+    """A draft counts although one before it was refused."""
+    cumprod = next(n for n in gm.graph.nodes if n.target == "cumprod")
+    cumprod.replace_all_uses_with(cumprod.args[0])
+
+
+def rejected_emitted(gm: fx.GraphModule, ctx: PassContext) -> None:
+    outputs = get_outputs(gm)
+    set_outputs(gm, outputs | {"emitted_BS": find_role(gm, "target")})
+
+
+def unfinished_emitted(gm: fx.GraphModule, ctx: PassContext) -> None:
+    rejected_emitted(gm, ctx)
+
+
+def role_rolled(role: str) -> Edit:
+    """The node that plays a role, and its output if it is one, are rolled by one."""
+
+    def edit(gm: fx.GraphModule, ctx: PassContext) -> None:
+        node = find_role(gm, role)
+        wrong = emit(gm, lambda x: x.roll(1, -1), node, before=output_node(gm))
+        wrong.meta["role"] = node.meta.pop("role")
+        outputs = get_outputs(gm)
+        set_outputs(gm, {name: wrong if one is node else one for name, one in outputs.items()})
+
+    return edit
+
+
+def taps_reversed(gm: fx.GraphModule, ctx: PassContext) -> None:
+    node = find_role(gm, "aux")
+    change(node, 0, tuple(reversed(node.args[0])))
+
+
+def unshifted(gm: fx.GraphModule, ctx: PassContext) -> None:
+    """The drafter reads the tokens at the hidden states' own positions."""
+    find_role(gm, "draft_ids").replace_input_with(find_role(gm, "target"), find_role(gm, "ids"))
+
+
+def stale_pass(index: int) -> Edit:
+    """A single pass takes this argument of the pass before it."""
+
+    def edit(gm: fx.GraphModule, ctx: PassContext) -> None:
+        calls = paged(gm, "draft")
+        change(calls[2], index, calls[1].args[index])
+
+    return edit
+
+
+def gathers(gm: fx.GraphModule) -> list[fx.Node]:
+    """The gathers of the drafter's committed rows."""
+    first, second = paged(gm, "draft")[:2]
+    between = list(gm.graph.nodes)
+    between = between[between.index(first) : between.index(second)]
+    return [node for node in between if node.target in ("gather", "index_select")]
+
+
+def wrong_row_gathered(gm: fx.GraphModule, ctx: PassContext) -> None:
+    """One row too late: the first rejected one, or the next request's first."""
+    node = gathers(gm)[0]
+    last = -1 if ctx.phase == "prefill" else CONFIG.num_draft_tokens
+    if ctx.phase == "prefill":
+        changed(gm, node, 2, lambda index: (index + last).clamp(min=0))
+    else:
+        changed(gm, node, 2, lambda index: (index + 1).clamp(max=last))
+
+
+def stale_hidden_gathered(gm: fx.GraphModule, ctx: PassContext) -> None:
+    """The recycled hidden state of the wrong row, the head's row being right."""
+    changed(gm, gathers(gm)[1], 2, lambda index: (index - 1).clamp(min=0))
+
+
+def drafts_reversed(gm: fx.GraphModule, ctx: PassContext) -> None:
+    node = find_role(gm, "drafts")
+    change(node, 0, tuple(reversed(node.args[0])))
+
+
+def commits(gm: fx.GraphModule) -> tuple[fx.Node, fx.Node]:
+    """The writes of tokens and of lengths."""
+    first, second = (node for node in gm.graph.nodes if node.target == "index_put_")
+    return first, second
+
+
+def length_too_long(gm: fx.GraphModule, ctx: PassContext) -> None:
+    changed(gm, commits(gm)[1], 2, lambda length: length + 1)
+
+
+def limit_forgotten(gm: fx.GraphModule, ctx: PassContext) -> None:
+    node = commits(gm)[1]
+    clamp = node.args[2]
+    assert clamp.target == "clamp"
+    change(node, 2, clamp.args[0])
+
+
+def tokens_rolled(gm: fx.GraphModule, ctx: PassContext) -> None:
+    changed(gm, commits(gm)[0], 2, lambda tokens: tokens.roll(1, 1))
+
+
+def unfinished_committed(gm: fx.GraphModule, ctx: PassContext) -> None:
+    """A chunk in the middle of a prompt commits as if it ended it."""
+    rows = emit(gm, lambda row, last: row.squeeze(0)[last.long()].clamp(min=0).long(),
+                find_role(gm, "row"), find_role(gm, "last_R"), before=commits(gm)[0])  # fmt: skip
+    for node in commits(gm):
+        change(node, 1, (rows,))
+
+
+def write_dropped(gm: fx.GraphModule, ctx: PassContext) -> None:
+    node = next(n for n in reversed(gm.graph.nodes) if "index_put_" in str(n.target))
+    gm.graph.erase_node(node)
+
+
+def addition_subtracted(gm: fx.GraphModule, ctx: PassContext) -> None:
+    """An addition of two activations became a subtraction."""
+    floats = [
+        node
+        for node in gm.graph.find_nodes(op="call_function", target=ATEN.add.Tensor)
+        if node.meta["val"].is_floating_point() and len(node.all_input_nodes) == 2
+    ]
+    floats[1].target = ATEN.sub.Tensor
+
+
+def other_scalar_merged(gm: fx.GraphModule, ctx: PassContext) -> None:
+    """Two sums with different numbers are taken for the same."""
+    sums: dict[fx.Node, fx.Node] = {}
+    for node in gm.graph.find_nodes(op="call_function", target=ATEN.add.Tensor):
+        if isinstance(node.args[1], int):
+            first = sums.setdefault(node.args[0], node)
+            if first is not node:
+                node.replace_all_uses_with(first)
+                return
+
+
+def rows_swapped(gm: fx.GraphModule, ctx: PassContext) -> None:
+    """The merged weight's parts in the other order."""
+    spec = next(s for s in ctx.inputs.values() if len(s.sources) == 2)
+    wrong = dataclasses.replace(spec, sources=tuple(reversed(spec.sources)))
+    ctx.inputs[spec.name] = wrong
+
+
+def worst_token_taken(gm: fx.GraphModule, ctx: PassContext) -> None:
+    """The head's best token became its worst."""
+    gm.graph.find_nodes(op="call_function", target=ATEN.argmax.default)[
+        0
+    ].target = ATEN.argmin.default
+
+
+def left_unpacked(gm: fx.GraphModule, ctx: PassContext) -> None:
+    """A packed product is given the plain weight's rows, in panels."""
+    spec = next(s for s in ctx.inputs.values() if s.packed)
+    ctx.inputs[spec.name] = dataclasses.replace(spec, packed=False)
+
+
+def products_swapped(gm: fx.GraphModule, ctx: PassContext) -> None:
+    """Two products of the same shape take each other's weight."""
+    nodes = gm.graph.find_nodes(op="call_function", target=PACKED)
+    first = nodes[0]
+    same = [n for n in nodes if n is not first and n.args[1] is not first.args[1]
+            and n.args[1].meta["val"].shape == first.args[1].meta["val"].shape]  # fmt: skip
+    swap(first, same[0], 1)
+
+
+def padding_clamped(gm: fx.GraphModule, ctx: PassContext) -> None:
+    """A slot of -1, which writes nothing, is bounded to 0, which belongs to somebody."""
+    node = paged(gm, "target")[0]
+    slot = node.args[SLOT]
+    with gm.graph.inserting_before(node):
+        wrong = gm.graph.call_function(ATEN.clamp.default, (slot, 0))
+    wrong.meta["val"] = slot.meta["val"]
+    change(node, SLOT, wrong)
+
+
+FAULTS = (
+    Fault(pass_name="check_markers", what="changes a scale", phase="decode", edit=scale_changed),
+    Fault(pass_name="tap_hidden_states", what="wrong tap layer", phase="decode",
+          edit=later_layer_tapped),
+    Fault(pass_name="tap_hidden_states", what="tap after the norm", phase="prefill",
+          edit=normed_stream_tapped),
+    Fault(pass_name="read_state", what="stale position", phase="decode",
+          edit=role_changed("position", lambda x: (x - 1).clamp(min=0))),
+    Fault(pass_name="read_state", what="slot off by one", phase="decode",
+          edit=role_changed("slot", lambda x: x + 1)),
+    Fault(pass_name="read_state", what="padded rows are row 0", phase="decode",
+          edit=role_changed("row", lambda x: x.clamp(min=0))),
+    Fault(pass_name="read_state", what="start one early", phase="prefill",
+          edit=role_changed("start", lambda x: x - 1)),
+    Fault(pass_name="narrow_logits", what="wrong last_R", phase="prefill",
+          edit=lambda gm, ctx: changed(
+              gm, next(n for n in gm.graph.nodes if n.target == "index_select"), 2,
+              lambda last: (last - 1).clamp(min=0))),
+    Fault(pass_name="insert_paged_attention", what="dropped KV write", phase="decode",
+          edit=argument_changed("target", 1, SLOT, lambda slot: torch.where(slot > 0, -1, slot))),
+    Fault(pass_name="insert_paged_attention", what="stale position", phase="decode",
+          edit=argument_changed("target", 0, POSITION, lambda x: (x - 1).clamp(min=0))),
+    Fault(pass_name="insert_paged_attention", what="window dropped", phase="prefill",
+          edit=window_dropped),
+    Fault(pass_name="insert_paged_attention", what="caches swapped", phase="decode",
+          edit=caches_swapped),
+    Fault(pass_name="insert_paged_attention", what="layers share a cache", phase="decode",
+          edit=layers_share_a_cache),
+    Fault(pass_name="splice_acceptance", what="counts past a refused draft", phase="decode",
+          edit=any_match_counts),
+    Fault(pass_name="splice_acceptance", what="emits refused drafts", phase="decode",
+          edit=rejected_emitted),
+    Fault(pass_name="splice_acceptance", what="emits for unfinished prompts", phase="prefill",
+          edit=unfinished_emitted),
+    Fault(pass_name="output_hidden_states", what="states rolled", phase="decode",
+          edit=role_rolled("hidden")),
+    Fault(pass_name="process_logits", what="logits rolled", phase="decode",
+          edit=role_rolled("logits")),
+    Fault(pass_name="process_logits", what="logits rolled", phase="prefill",
+          edit=role_rolled("logits")),
+    Fault(pass_name="output_head_input", what="input rolled", phase="prefill",
+          edit=role_rolled("head_input")),
+    Fault(pass_name="shift_hidden_states", what="no shift", phase="decode", edit=unshifted),
+    Fault(pass_name="shift_hidden_states", what="taps reversed", phase="decode",
+          edit=taps_reversed),
+    Fault(pass_name="shift_hidden_states", what="owner ignored", phase="prefill",
+          edit=owner_ignored),
+    Fault(pass_name="splice_draft_loop", what="wrong gather row", phase="decode",
+          edit=wrong_row_gathered),
+    Fault(pass_name="splice_draft_loop", what="wrong last_R", phase="prefill",
+          edit=wrong_row_gathered),
+    Fault(pass_name="splice_draft_loop", what="stale hidden state", phase="decode",
+          edit=stale_hidden_gathered),
+    Fault(pass_name="splice_draft_loop", what="stale position", phase="decode",
+          edit=stale_pass(POSITION)),
+    Fault(pass_name="splice_draft_loop", what="stale slot", phase="prefill",
+          edit=stale_pass(SLOT)),
+    Fault(pass_name="splice_draft_loop", what="dropped KV write", phase="decode",
+          edit=argument_changed("draft", 1, SLOT, lambda slot: torch.where(slot > 0, -1, slot))),
+    Fault(pass_name="splice_draft_loop", what="drafts reversed", phase="decode",
+          edit=drafts_reversed),
+    Fault(pass_name="commit_state", what="commits n+1", phase="decode", edit=length_too_long),
+    Fault(pass_name="commit_state", what="limit forgotten", phase="decode",
+          edit=limit_forgotten),
+    Fault(pass_name="commit_state", what="tokens rolled", phase="decode", edit=tokens_rolled),
+    Fault(pass_name="commit_state", what="unfinished prompts commit", phase="prefill",
+          edit=unfinished_committed),
+    Fault(pass_name="commit_state", what="write dropped", phase="decode", edit=write_dropped),
+    Fault(pass_name="narrow_rows", what="residual of the next row", phase="decode",
+          edit=residual_of_the_next_row),
+    Fault(pass_name="lower_quantized", what="counts past a refused draft", phase="decode",
+          edit=any_match_counts),
+    Fault(pass_name="to_aten", what="adds where it subtracts", phase="decode",
+          edit=addition_subtracted),
+    Fault(pass_name="cleanup", what="merges different scalars", phase="decode",
+          edit=other_scalar_merged),
+    Fault(pass_name="cleanup", what="drops a write", phase="decode", edit=write_dropped),
+    Fault(pass_name="merge_projections", what="swapped projection rows", phase="decode",
+          edit=rows_swapped),
+    Fault(pass_name="fuse_head_argmax", what="worst token", phase="decode",
+          edit=worst_token_taken),
+    Fault(pass_name="prepack_linears", what="unpacked weight order", phase="decode",
+          edit=left_unpacked),
+    Fault(pass_name="prepack_linears", what="weights swapped", phase="decode",
+          edit=products_swapped),
+    Fault(pass_name="bound_positions", what="bounds -1 to 0", phase="decode",
+          edit=padding_clamped),
+    Fault(pass_name="check_mutations", what="drops a write", phase="decode", edit=write_dropped),
+)  # fmt: skip
+
+
+def _is_first(fault: Fault) -> bool:
+    return fault is next(other for other in FAULTS if other.pass_name == fault.pass_name)
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        pytest.param(fault, id=str(fault), marks=() if _is_first(fault) else pytest.mark.slow)
+        for fault in FAULTS
+    ],
+)
+def test_a_planted_fault_is_caught_and_named(fault: Fault) -> None:
+    row = catch(fault)
+    if row.contract:
+        assert f"pass {fault.pass_name} (" in row.contract
+    assert [check.pass_name for check in row.verify.failed] == [fault.pass_name]
+    assert row.verify.failed[0].mismatches
+    assert row.bisect.pass_name == fault.pass_name
+    assert row.bisect.node is not None
+    assert row.bisect.wrong_batch_sizes
+    assert not row.bisect.ok
+
+
+def test_every_pass_has_a_fault() -> None:
+    known = {entry.name for entry in (*SPLICE_PASSES, *ATEN_PASSES)} | {"to_aten"}
+    assert {fault.pass_name for fault in FAULTS} == known
+
+
+@pytest.mark.slow
+def test_the_table_of_faults() -> None:
+    """Prints it; costs little after the tests above."""
+    header = ("pass", "fault", "phase", "contract", "verify: first wrong", "bisect names")
+    rows = [header, *(catch(fault).cells() for fault in FAULTS)]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(header))]
+    print()
+    for row in rows:
+        print("  ".join(c.ljust(width) for c, width in zip(row, widths, strict=True)).rstrip())
+
+
+def test_the_page_counts_them_and_shows_one() -> None:
+    page = PAGES["docs/inspect.md"]
+    assert f"plants {len(FAULTS)} faults" in page
+    (fault,) = (f for f in FAULTS if str(f) == "splice_draft_loop-wrong-gather-row")
+    start = page.index("pass    splice_draft_loop")
+    shown = page[start : page.index("```", start)].replace(", ...", "")
+    printed = str(catch(fault).bisect)
+    assert [line for line in shown.splitlines() if line not in printed] == []
+
+
+@pytest.mark.parametrize("phase", ["prefill", "decode"])
+def test_without_a_fault_nothing_is_found(phase: Phase) -> None:
+    program = build(phase, keep_graphs=False)  # the graphs are made when they are missing
+    report = verify(program)
+    assert report.ok, str(report)
+    assert {check.pass_name for check in report.checks} >= {e.name for e in ATEN_PASSES}
+    assert bisect(program).ok

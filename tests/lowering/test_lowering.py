@@ -1,0 +1,159 @@
+"""Stage "lower": what Inductor is given, what comes back from disk, what a second start costs."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+import compilespec
+from compilespec import SamplingParams, _torch_compat
+from compilespec.errors import InvalidOption
+from compilespec.lowering import INDUCTOR_OPTIONS, lower
+from compilespec.lowering.artifacts import ArtifactCache, artifact_key
+from compilespec.program import SpecProgram
+from compilespec.progress import Progress, Reporter
+from compilespec.runtime.executor import PrefillChunk
+from compilespec.runtime.step_runner import StepRunner
+from tests.support.models import tiny_target
+
+PROMPT = (5, 6, 7, 8, 9)
+
+
+@pytest.fixture(scope="module")
+def program() -> SpecProgram:
+    return small_program()
+
+
+def small_program(**changes: int) -> SpecProgram:
+    """A two-layer llama: as little C++ as a whole step can be."""
+    target = tiny_target("llama", torch.float32, num_layers=2)
+    return compilespec.trace(
+        target, spec="none", **{"max_batch_size": 4, "max_seq_len": 64, **changes}
+    )
+
+
+def run(lowered: object, steps: int = 6) -> list[int]:
+    runner = StepRunner(lowered)
+    runner.set_blocks(0, [3, 1, 0])
+    tokens = [*runner.prefill([PrefillChunk(row=0, start=0, tokens=PROMPT, next_token=None)])]
+    for _ in range(steps):
+        tokens += runner.decode([0])[0]
+    return tokens
+
+
+def test_second_start_compiles_nothing(program: SpecProgram, tmp_path: Path) -> None:
+    cache = ArtifactCache(tmp_path)
+    told: list[Progress] = []
+    first = lower(program, cache=cache, progress=Reporter(told.append))
+    compiled = _torch_compat.count_compilations()
+    again = small_program()
+    second = lower(again, cache=cache, progress=Reporter(told.append))
+    assert not any(phase.from_cache for phase in first.phases.values())
+    assert all(phase.from_cache for phase in second.phases.values())
+    assert _torch_compat.count_compilations() == compiled
+    assert all("step" not in vars(graph) for graph in again.phases.values()), "the retrace ran"
+    done = [record for record in told if record.done and record.stage == "compile"]
+    steps = [one for one in done if one.what != "C++ kernels"]
+    assert [(one.what, one.index, one.total, one.from_cache) for one in steps] == [
+        ("prefill", 1, 2, False), ("decode, K=0", 2, 2, False),
+        ("prefill", 1, 2, True), ("decode, K=0", 2, 2, True),
+    ]  # fmt: skip
+    assert run(first) == run(second) == run(lower(program, backend="eager"))
+
+
+def test_unreadable_artifact_is_compiled_again(
+    program: SpecProgram, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    cache = ArtifactCache(tmp_path)
+    expected = run(lower(program, cache=cache))
+    for path in (tmp_path / "artifacts").glob("*.bin"):
+        path.write_bytes(b"torn")
+    with caplog.at_level(logging.WARNING, logger="compilespec"):
+        assert run(lower(program, cache=cache)) == expected
+    assert "compiling again" in caplog.text
+
+
+@pytest.mark.parametrize("damaged", ["k.bin", "k.plan.json"])
+def test_what_is_unreadable_and_cannot_be_deleted_is_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damaged: str
+) -> None:
+    def refuse(path: Path, missing_ok: bool = False) -> None:
+        raise OSError(errno.EROFS, "Read-only file system", str(path))
+
+    cache = ArtifactCache(tmp_path)
+    cache.directory.mkdir()
+    (cache.directory / "k.json").write_text('{"inputs": [], "outputs": []}')
+    (cache.directory / damaged).write_text("[]")
+    monkeypatch.setattr(Path, "unlink", refuse)
+    assert cache.load("k") is None
+    assert cache.load_plan("k") is None
+
+
+@pytest.mark.parametrize(
+    "change", [{"max_batch_size": 5}, {"max_seq_len": 65}, {"kv_cache_tokens": 640}], ids=str
+)
+def test_key_covers_every_size(program: SpecProgram, change: dict[str, int]) -> None:
+    other = small_program(**change)
+    keys = [artifact_key(p.phases["decode"], p, INDUCTOR_OPTIONS) for p in (program, other)]
+    assert keys[0] != keys[1]
+
+
+def test_key_covers_options_and_phase(program: SpecProgram) -> None:
+    keys = {artifact_key(graph, program, INDUCTOR_OPTIONS) for graph in program.phases.values()}
+    keys.add(artifact_key(program.phases["decode"], program, {}))
+    assert len(keys) == 3
+
+
+def test_generated_code_writes_caches_in_place(program: SpecProgram) -> None:
+    """No clone, no copy and no buffer of a cache's size in what Inductor generates."""
+    from torch._inductor.utils import run_and_get_code
+
+    graph = program.phases["decode"]
+
+    def compile_and_run() -> object:
+        call = _torch_compat.standalone_compile(
+            graph.graph_module, graph.fakes, {**INDUCTOR_OPTIONS, "force_disable_caches": True}
+        )
+        buffers = {b.name: torch.full(b.shape, b.fill, dtype=b.dtype) for b in program.buffers}
+        weights = {}
+        for spec in graph.inputs:
+            if spec.kind == "weight":
+                parts = torch.cat([program.weights[name] for name in spec.sources])
+                weights[spec.name] = (
+                    torch.ops.compilespec.pack_weight(parts) if spec.packed else parts
+                )
+        feeds = {**buffers, **weights, "row_B": torch.tensor([0, 1], dtype=torch.int32)}
+        with torch.no_grad():
+            return call(*(feeds[spec.name] for spec in graph.inputs))
+
+    _, codes = run_and_get_code(compile_and_run)
+    code = "\n".join(codes)
+    cache = next(b for b in program.buffers if b.kind == "cache")
+    assert "paged_attention.default(" in code
+    shape = ", ".join(str(size) for size in cache.shape)
+    assert not re.search(rf"empty_strided_cpu\(\({shape}\)", code)
+    assert "aten.clone" not in code
+    assert "auto_functionalized" not in code
+
+
+def test_unknown_backend_is_refused(program: SpecProgram) -> None:
+    with pytest.raises(InvalidOption, match="inductor, eager"):
+        lower(program, backend="tvm")
+
+
+def test_symbolic_batch_serves_every_size() -> None:
+    """One artifact a phase for B = 1..4; the tokens are those of each prompt alone."""
+    target = tiny_target("llama", torch.float32, num_layers=2)
+    prompts = [[3 + i, *range(10, 10 + 4 * i)] for i in range(4)]
+    params = SamplingParams(max_new_tokens=9, ignore_eos=True)
+    with compilespec.compile(target, spec="none", max_batch_size=4, max_seq_len=64) as engine:
+        alone = [engine.generate([prompt], params)[0].token_ids for prompt in prompts]
+        for count in (2, 3, 4):
+            together = [output.token_ids for output in engine.generate(prompts[:count], params)]
+            assert together == alone[:count]
+        assert engine.stats().num_recompiles == 0

@@ -1,0 +1,300 @@
+"""Steps in pieces: what crosses a cut, what is compiled once, what the cache does with it."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx
+
+import compilespec
+from compilespec import _torch_compat, lowering
+from compilespec.errors import PassError
+from compilespec.lowering import lower, pieces
+from compilespec.lowering.artifacts import ArtifactCache
+from compilespec.lowering.pieces import OpStep, PieceStep, Stitched, StitchPlan, split_at_attention
+from compilespec.program import Lowered, SpecProgram
+from compilespec.runtime.executor import PrefillChunk
+from compilespec.runtime.step_runner import StepRunner
+from tests.support import fake_compiler
+from tests.support.models import tiny_target
+
+SIN = torch.ops.aten.sin.default
+
+
+@pytest.fixture
+def cut_at_sin(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small graphs are cut at sines instead of attention."""
+    monkeypatch.setattr(pieces, "CUTS", (SIN,))
+
+
+def traced(function: Callable[..., Any], *shapes: tuple[int, ...]) -> fx.GraphModule:
+    """ATen graph of a function whose arguments share one symbol, their first size (7)."""
+    mode = _torch_compat.fake_mode()
+    fakes = [_torch_compat.fake_tensor(mode, torch.zeros(7, *shape), (0,)) for shape in shapes]
+    gm = _torch_compat.retrace(fx.symbolic_trace(function), fakes, mode)
+    for node, fake in zip(gm.graph.find_nodes(op="placeholder"), fakes, strict=True):
+        node.meta["val"] = fake
+    return gm
+
+
+def stitched(gm: fx.GraphModule) -> Stitched:
+    plan, found = split_at_attention(gm)
+    assert StitchPlan.from_json(json.loads(json.dumps(plan.to_json()))) == plan
+    return Stitched(plan, {key: piece.graph_module.forward for key, piece in found.items()})
+
+
+def assert_same(function: Callable[..., Any], *shapes: tuple[int, ...]) -> StitchPlan:
+    """The pieces compute what the function does, at other sizes than the traced one, too."""
+    whole = stitched(traced(function, *shapes))
+    for size in (1, 7, 12):
+        inputs = [torch.randn(size, *shape) for shape in shapes]
+        mine, theirs = [t.clone() for t in inputs], [t.clone() for t in inputs]
+        torch.testing.assert_close(whole(*mine), function(*theirs), rtol=0, atol=0)
+        for one, other in zip(mine, theirs, strict=True):
+            assert torch.equal(one, other), "written inputs are part of the result"
+    return whole.plan
+
+
+def test_layers_of_one_structure_are_one_piece(cut_at_sin: None) -> None:
+    def layers(x: Tensor, w1: Tensor, w2: Tensor, w3: Tensor) -> tuple[Tensor]:
+        for weight in (w1, w2, w3):
+            x = torch.sin(x * weight) + x
+        return (x,)
+
+    plan = assert_same(layers, (3,), (3,), (3,), (3,))
+    assert len(plan.steps) == 7
+    assert [isinstance(step, OpStep) for step in plan.steps] == [False, True] * 3 + [False]
+    first, middle, again, last = plan.piece_steps
+    assert middle.piece == again.piece
+    assert len({first.piece, middle.piece, last.piece}) == 3
+    assert middle.inputs != again.inputs, "called with weights of their own"
+
+
+def test_a_constant_makes_another_piece(cut_at_sin: None) -> None:
+    def layers(x: Tensor) -> tuple[Tensor]:
+        for factor in (2.0, 3.0, 3.0):
+            x = torch.sin(x) * factor
+        return (torch.sin(x),)
+
+    plan = assert_same(layers, (3,))
+    assert len(plan.piece_steps) == 3
+    assert len(plan.keys) == 2
+
+
+def test_sizes_are_read_again_inside_a_piece(cut_at_sin: None) -> None:
+    def with_sizes(x: Tensor, y: Tensor) -> tuple[Tensor]:
+        count = x.shape[0]
+        mixed = torch.sin(y.sum(0, keepdim=True))
+        return (mixed.expand(count, 3) + x.new_zeros((count * 2, 3))[:count],)
+
+    plan = assert_same(with_sizes, (3,), (3,))
+    last = plan.piece_steps[-1]
+    assert 0 in last.inputs or 1 in last.inputs, "an input of the phase carries the size"
+
+
+def test_a_view_with_a_product_for_a_size_is_taken_again(cut_at_sin: None) -> None:
+    """[B, 4, 3] crosses; [4 * B, 3], a view of it, is made where it is read."""
+
+    def flat(x: Tensor, w: Tensor) -> tuple[Tensor]:
+        y = x * 2
+        rows = y.reshape(-1, 3)
+        mixed = torch.sin(x)
+        return ((rows * mixed.reshape(-1, 3)).reshape(x.shape),)
+
+    plan = assert_same(flat, (4, 3), (1,))
+    first = plan.piece_steps[0]
+    assert len(first.outputs) == 1
+
+
+def test_what_cannot_cross_is_an_error(cut_at_sin: None) -> None:
+    def flat(x: Tensor) -> tuple[Tensor]:
+        rows = x.reshape(-1, 3) * 2  # [4 * B, 3], no view
+        return (torch.sin(x).reshape(-1, 3) * rows,)
+
+    with pytest.raises(PassError, match="has a size that is an expression"):
+        split_at_attention(traced(flat, (4, 3)))
+
+
+def test_writes_happen_in_order_and_once(cut_at_sin: None) -> None:
+    def writes(state: Tensor, x: Tensor) -> tuple[Tensor]:
+        before = state * 1
+        state.add_(x)
+        y = torch.sin(state)
+        state.mul_(2)
+        z = torch.sin(y)
+        return (z + state + before,)
+
+    assert_same(writes, (3,), (3,))
+
+
+def test_results_of_a_split_cross_one_by_one(cut_at_sin: None) -> None:
+    def parts(x: Tensor) -> tuple[Tensor]:
+        left, right = (x * 2).split([1, 2], 1)
+        return (torch.sin(left) + right[:, :1],)
+
+    assert_same(parts, (3,))
+
+
+def test_values_die_after_their_last_reader() -> None:
+    plan = StitchPlan(
+        num_inputs=1,
+        steps=(
+            PieceStep(piece="a", inputs=(0,), outputs=(1, 2, 3)),
+            OpStep(target="aten.sin.default", args=(("value", 1),), output=4),
+            PieceStep(piece="b", inputs=(4, 2), outputs=(5,)),
+        ),
+        outputs=(5,),
+    )
+    assert [sorted(dead) for dead in plan.dies_after] == [[3], [1], [2, 4]]
+    assert plan.dies_next(1)
+    assert not plan.dies_next(0)
+
+
+# --- whole steps ---
+
+
+def program(num_layers: int, family: str = "llama") -> SpecProgram:
+    return compilespec.trace(
+        tiny_target(family, num_layers=num_layers), "none", max_batch_size=3, max_seq_len=48,
+        max_prefill_tokens=24, keep_graphs=False,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def shallow() -> SpecProgram:
+    return program(3)
+
+
+IN_PIECES: Any = {"decode": "pieces", "prefill": "pieces"}
+
+
+def tokens(lowered: Lowered, steps: int = 5) -> list[Any]:
+    runner = StepRunner(lowered)
+    for name, buffer in runner.buffers.items():
+        if name.startswith("cache."):
+            buffer.fill_(float("nan"))
+    runner.set_blocks(0, [4, 1, 0])
+    runner.set_blocks(2, [5, 3, 2])
+    chunks = [
+        PrefillChunk(row=0, start=0, tokens=(5, 6, 7, 8, 9), next_token=None),
+        PrefillChunk(row=2, start=0, tokens=(11,), next_token=None),
+    ]
+    return [runner.prefill(chunks), *(runner.decode([2, 0]) for _ in range(steps))]
+
+
+def test_number_of_pieces_does_not_grow_with_depth(shallow: SpecProgram) -> None:
+    deep = program(4)
+    for phase in ("decode", "prefill"):
+        plans = [split_at_attention(p.phases[phase].graph_module)[0] for p in (shallow, deep)]
+        assert [len(plan.piece_steps) for plan in plans] == [4, 5]
+        assert [len(plan.keys) for plan in plans] == [3, 3]
+        inner = [plan.piece_steps[1].piece for plan in plans]
+        assert inner[0] == inner[1], "a deeper model finds the layer in the cache"
+
+
+def test_pieces_give_the_tokens_of_the_whole_step(shallow: SpecProgram) -> None:
+    whole = tokens(lower(shallow, backend="eager"))
+    assert tokens(lower(shallow, backend="eager", units=IN_PIECES)) == whole
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "family", ["gemma2", "gpt_neox", "gpt2", "phi3", "qwen3_moe", "gpt_oss", "mixtral", "plain"]
+)
+def test_families_in_pieces_give_the_tokens_of_the_whole_step(family: str) -> None:
+    one = program(4, family)
+    assert tokens(lower(one, backend="eager", units=IN_PIECES)) == tokens(
+        lower(one, backend="eager")
+    )
+
+
+@pytest.mark.slow
+def test_compiled_pieces_give_the_interpreted_tokens(shallow: SpecProgram, tmp_path: Path) -> None:
+    """Inductor on each piece: layouts at the cuts are those that the graph says."""
+    expected = tokens(lower(shallow, backend="eager"))
+    cache = ArtifactCache(tmp_path)
+    for is_warm in (False, True):
+        lowered = lower(shallow, cache=cache, units=IN_PIECES)
+        assert [phase.from_cache for phase in lowered.phases.values()] == [is_warm] * 2
+        assert tokens(lowered) == expected
+
+
+# --- the cache, with a compiler that takes no time ---
+
+
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch) -> list[fx.GraphModule]:
+    """The graphs that were compiled."""
+    return fake_compiler.install(monkeypatch)
+
+
+def test_each_piece_is_compiled_once_and_then_found(
+    shallow: SpecProgram, compiled: list[fx.GraphModule], tmp_path: Path
+) -> None:
+    cache = ArtifactCache(tmp_path)
+    expected = tokens(lower(shallow, backend="eager"))
+    first = lower(shallow, cache=cache, units=IN_PIECES)
+    assert len(compiled) == 3 + 3, "three pieces a phase, four calls"
+    assert tokens(first) == expected
+    assert not any(phase.from_cache for phase in first.phases.values())
+    second = lower(shallow, cache=cache, units=IN_PIECES)
+    assert len(compiled) == 6
+    assert all(phase.from_cache for phase in second.phases.values())
+    assert tokens(second) == expected
+
+
+@pytest.mark.parametrize("how", ["torn", "deleted", "plan torn"])
+def test_a_lost_piece_alone_is_compiled_again(
+    shallow: SpecProgram, compiled: list[fx.GraphModule], tmp_path: Path, how: str,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    cache = ArtifactCache(tmp_path)
+    expected = tokens(lower(shallow, cache=cache, units=IN_PIECES))
+    if how == "plan torn":
+        for path in (tmp_path / "artifacts").glob("*.plan.json"):
+            path.write_text('{"plan": ')
+    else:
+        victim = sorted((tmp_path / "artifacts").glob("*.bin"))[0]
+        if how == "torn":
+            victim.write_text("no such artifact")
+        else:
+            victim.unlink()
+    with caplog.at_level(logging.WARNING, logger="compilespec"):
+        again = lower(shallow, cache=cache, units=IN_PIECES)
+    assert len(compiled) == (6 if how == "plan torn" else 7)
+    assert "dropping unreadable" in caplog.text
+    assert tokens(again) == expected
+    lower(shallow, cache=cache, units=IN_PIECES)
+    assert len(compiled) == (6 if how == "plan torn" else 7), "it was saved"
+
+
+def test_pieces_are_for_deep_targets(
+    shallow: SpecProgram, compiled: list[fx.GraphModule], tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    assert lower(shallow, cache=ArtifactCache(tmp_path)).phases["decode"].stitched is None
+    assert len(compiled) == 2
+    monkeypatch.setattr(lowering, "PIECES_FROM_LAYERS", 3)
+    assert lower(shallow, cache=ArtifactCache(tmp_path)).phases["decode"].stitched is not None
+    assert len(compiled) == 2 + 6
+
+
+def test_what_cannot_be_cut_is_compiled_as_a_whole(
+    shallow: SpecProgram, compiled: list[fx.GraphModule], tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    def refuse(gm: fx.GraphModule) -> Any:
+        raise PassError("mm has a size that is an expression")
+
+    monkeypatch.setattr(lowering, "split_at_attention", refuse)
+    with caplog.at_level(logging.WARNING, logger="compilespec"):
+        lowered = lower(shallow, cache=ArtifactCache(tmp_path), units=IN_PIECES)
+    assert "decode is compiled as a whole: mm has a size" in caplog.text
+    assert len(compiled) == 2
+    assert tokens(lowered) == tokens(lower(shallow, backend="eager"))

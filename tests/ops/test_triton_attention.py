@@ -1,0 +1,191 @@
+"""paged_attention's Triton kernels, interpreted: the reference's outputs and caches."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from compilespec.ops.paged_attention import paged_attention_reference
+from tests.ops.test_ops_attention import NAN, Case, Pool
+
+pytest.importorskip("tests.support.triton_interpreter")
+pytestmark = pytest.mark.interp
+# The interpreter multiplies the bits of bfloat16 as if they were numbers: only compiled ahead.
+TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-13, torch.float16: 3e-3}
+
+kernel = pytest.importorskip("compilespec.ops.paged_attention.kernel")
+
+CASES = [
+    Case(batch=0),
+    Case(batch=1, num_tokens=1, context=0),
+    Case(num_tokens=9, context=7, group=1, head_dim=48, value_dim=48),
+    Case(num_tokens=5, context=61, group=5, num_kv_heads=1, head_dim=64, value_dim=64),
+    Case(context=130, num_tokens=3, value_dim=33, head_dim=80, group=3),
+    Case(batch=2, context=300, window=100, head_dim=96, value_dim=96, group=8, num_kv_heads=1),
+    Case(batch=2, context=290, window=7, sinks=True, head_dim=128, value_dim=128, group=4),
+    Case(context=63, softcap=5.0, value_dim=48, group=7, num_kv_heads=1),
+    Case(batch=2, context=150, softcap=2.0, sinks=True, window=65, block_size=7, num_tokens=2),
+    Case(batch=1, context=140, window=1, num_tokens=6),
+]
+
+
+def padded(pool: Pool) -> list:
+    """Decode rows with a padded token and a padded row."""
+    tokens_BS = pool.decode()
+    if len(tokens_BS) > 1:
+        tokens_BS[1][-1] = None
+        tokens_BS.append([None] * pool.case.num_tokens)
+    return tokens_BS
+
+
+def check(pool: Pool, tokens_BS: list) -> None:
+    dtype = pool.case.dtype
+    got_arguments, want_arguments = pool.arguments(tokens_BS), pool.arguments(tokens_BS)
+    got = kernel.paged_attention(*got_arguments)
+    want = paged_attention_reference(*want_arguments)
+    assert got.dtype == dtype
+    assert got.is_contiguous()
+    torch.testing.assert_close(got, want, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+    for b, tokens in enumerate(tokens_BS):
+        for s, token in enumerate(tokens):
+            assert token is not None or not got[b, s].any()
+    for got_cache, want_cache in zip(got_arguments[3:5], want_arguments[3:5], strict=True):
+        torch.testing.assert_close(got_cache, want_cache, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.fixture(params=["split", pytest.param("whole", marks=pytest.mark.slow)])
+def splitting(request, monkeypatch):
+    monkeypatch.setattr(kernel, "ENOUGH_PROGRAMS", 10**9 if request.param == "split" else 0)
+    return request.param
+
+
+SPLIT = Case(batch=2, num_tokens=2, context=150, num_kv_heads=1, sinks=True, head_dim=48)
+
+
+@pytest.mark.parametrize("case", [SPLIT, *(pytest.param(c, marks=pytest.mark.slow) for c in CASES)],
+                         ids=str)  # fmt: skip
+def test_split_contexts_equal_the_reference(case, monkeypatch):
+    monkeypatch.setattr(kernel, "ENOUGH_PROGRAMS", 10**9)
+    pool = Pool(case)
+    check(pool, padded(pool))
+
+
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(c, marks=pytest.mark.slow if c in CASES[4:7] else ()) for c in CASES],
+    ids=str,
+)
+def test_verify_rows_equal_the_reference(case, monkeypatch):
+    monkeypatch.setattr(kernel, "ENOUGH_PROGRAMS", 0)
+    pool = Pool(case)
+    check(pool, padded(pool))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16], ids=str)
+def test_every_dtype(dtype, splitting):
+    pool = Pool(Case(batch=1, num_kv_heads=1, context=133, sinks=True, group=3, dtype=dtype))
+    check(pool, pool.decode())
+
+
+@pytest.mark.parametrize(
+    ("case", "enough"),
+    [
+        (Case(batch=3, context=13, num_tokens=4, group=3, num_kv_heads=1), 0),
+        (Case(batch=2, context=20, window=9, sinks=True, head_dim=48, value_dim=16), 0),
+        pytest.param(Case(batch=2, context=140, softcap=3.0), 10**9, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_packed_prompts_equal_the_reference(case, enough, monkeypatch):
+    """Requests of one tile, each seen once; chunks in any order, padded tokens between them."""
+    monkeypatch.setattr(kernel, "ENOUGH_PROGRAMS", enough)
+    pool = Pool(case)
+    length = case.context + case.num_tokens
+    packed: list = [(0, position) for position in range(length)]
+    for row in range(1, case.batch):
+        packed += [None, *((row, position) for position in range(5 * row, length))]
+    check(pool, [[*packed, None, (0, length - 1)]])
+
+
+def test_the_number_of_segments_changes_rounding_only(monkeypatch):
+    pool = Pool(Case(batch=1, context=140, num_tokens=3, num_kv_heads=1, dtype=torch.float64))
+    outs = []
+    for enough in (0, 10**9):
+        monkeypatch.setattr(kernel, "ENOUGH_PROGRAMS", enough)
+        outs.append(kernel.paged_attention(*pool.arguments(pool.decode())))
+    assert torch.allclose(*outs, rtol=0, atol=1e-14)
+    assert kernel.choose_segments(1, 143)[1] == 2
+
+
+def test_grids_depend_on_shapes_alone(monkeypatch):
+    """Other positions, rows and slots launch the same programs: what a CUDA graph replays."""
+    grids: list = []
+    for name in ("write_kernel", "attend_kernel", "merge_kernel"):
+        monkeypatch.setattr(kernel, name, _Recorder(getattr(kernel, name), grids))
+    pool = Pool(Case(batch=2, context=130, num_kv_heads=1))
+    kernel.paged_attention(*pool.arguments(pool.decode()))
+    first = list(grids)
+    grids.clear()
+    kernel.paged_attention(*pool.arguments([[None] * 4, [(0, 3), (1, 7), None, (1, 2)]]))
+    assert grids == first
+    assert len(first) == 3
+
+
+class _Recorder:
+    def __init__(self, launched, grids):
+        self.launched, self.grids = launched, grids
+
+    def __getitem__(self, grid):
+        self.grids.append(grid)
+        return self.launched[grid]
+
+
+def test_what_is_not_visible_is_never_read(splitting):
+    """Missing blocks, positions past the table, rows past it, unwritten cells: NaN everywhere."""
+    pool = Pool(Case(context=40))
+    pool.table_RM[:, 1] = -1
+    tokens_BS = [[(row, 8 + s) for s in range(4)] for row in range(3)]
+    for position in (8, 40, 5000):
+        got_arguments, want_arguments = pool.arguments(tokens_BS), pool.arguments(tokens_BS)
+        for arguments in (got_arguments, want_arguments):
+            arguments[7][:] = position
+            arguments[5][2] = -1
+            arguments[6][2] = -1
+        got_arguments[5][2, 1] = 10**6  # outside the cache: not written
+        got_arguments[6][2, 1] = 77  # outside the table: a padded token
+        got = kernel.paged_attention(*got_arguments)
+        want = paged_attention_reference(*want_arguments)
+        torch.testing.assert_close(got, want, equal_nan=True, rtol=1e-5, atol=1e-5)
+        for got_cache, want_cache in zip(got_arguments[3:5], want_arguments[3:5], strict=True):
+            assert torch.equal(got_cache.nan_to_num(), want_cache.nan_to_num())
+
+
+def test_any_strides(splitting):
+    pool = Pool(Case(batch=2, context=20))
+    arguments = list(pool.arguments(pool.decode()))
+    want = paged_attention_reference(*[a.clone() if torch.is_tensor(a) else a for a in arguments])
+    for index in range(3):  # the last dimension not dense
+        wide = torch.full((*arguments[index].shape, 2), NAN)
+        wide[..., 0] = arguments[index]
+        arguments[index] = wide[..., 0]
+    for index in (5, 6, 7):
+        arguments[index] = arguments[index].t().contiguous().t()
+    torch.testing.assert_close(kernel.paged_attention(*arguments), want, rtol=1e-5, atol=1e-5)
+
+
+def test_tiles_hold_whole_tokens():
+    for dtype in TOLERANCE:
+        for group in (1, 2, 3, 5, 7, 8, 16, 71):
+            for num_tokens in (1, 4, 9, 500):
+                tile = kernel.choose_tile(num_tokens * group, group, 128, dtype)
+                assert tile.num_tokens >= 1
+                assert tile.num_tokens * group <= tile.rows
+                assert tile.rows >= 16
+
+
+def test_segments_cover_the_context():
+    for keys in (1, 127, 128, 129, 4096, 131072 + 16):
+        for programs in (1, 10**6):
+            segment, count = kernel.choose_segments(programs, keys)
+            assert (count - 1) * segment < keys <= count * segment
+            assert count <= kernel.MAX_SEGMENTS

@@ -1,0 +1,206 @@
+"""fuse_head_argmax, and the greedy step in which nothing but the argmax reads logits."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import compilespec
+from compilespec.methods.eagle3 import random_head
+from compilespec.methods.registry import get_method
+from compilespec.passes.fuse_head_argmax import fuse_head_argmax, is_faster
+from compilespec.passes.order import PassContext
+from compilespec.passes.rewrite import rewrite_phase
+from compilespec.program import SpecProgram
+from compilespec.tracing.target import trace_target
+from tests.support.hand_graphs import HAND_CONFIG, call, code, graph_of
+from tests.support.models import VOCAB, target_info, tiny_target
+
+ATEN = torch.ops.aten
+FUSED = torch.ops.compilespec.argmax_linear.default
+
+
+def head_graph(
+    function: Callable[..., Any], *, bias: bool = False, fuse: bool | None = True
+) -> Any:
+    inputs = {"x": torch.randn(2, 3, 8), "w": torch.randn(11, 8)}
+    if bias:
+        inputs["b"] = torch.randn(11)
+    gm, ctx = graph_of(
+        function, **{name: ("batch" if name == "x" else "weight", t) for name, t in inputs.items()}
+    )
+    ctx.fuse_head = fuse
+    return gm, ctx, list(inputs.values())
+
+
+def plain(x: Tensor, *head: Tensor) -> Tensor:
+    return nn.functional.linear(x, *head).argmax(-1).to(torch.int32)
+
+
+def widened(x: Tensor, w: Tensor) -> Tensor:
+    return nn.functional.linear(x, w).double().argmax(-1)
+
+
+def moved(x: Tensor, w: Tensor) -> Tensor:
+    logits = nn.functional.linear(x[:1], w)
+    return logits.squeeze(0).unsqueeze(1).argmax(2)
+
+
+def best_logit_too(x: Tensor, w: Tensor) -> Any:
+    """The gathered logit is the best one, which the operator gives."""
+    logits = nn.functional.linear(x, w).double()
+    best = logits.argmax(-1)
+    return best, logits.gather(-1, best.unsqueeze(-1)).squeeze(-1).isnan()
+
+
+@pytest.mark.parametrize(
+    ("function", "bias"),
+    [(plain, False), (plain, True), (widened, False), (moved, False), (best_logit_too, False)],
+)
+def test_a_head_whose_argmax_alone_is_wanted_is_fused(function, bias):
+    gm, ctx, inputs = head_graph(function, bias=bias)
+    want = call(gm, *inputs)
+    assert fuse_head_argmax(gm, ctx) == 1
+    got = call(gm, *inputs)
+    torch.testing.assert_close(got, want, rtol=0, atol=0)
+    targets = [node.target for node in gm.graph.nodes]
+    assert FUSED in targets
+    for gone in (ATEN.mm.default, ATEN.addmm.default, ATEN.argmax.default, ATEN.t.default):
+        assert gone not in targets
+    for node in gm.graph.nodes:
+        if node.op == "call_function" and isinstance(node.meta["val"], Tensor):
+            assert 11 not in node.meta["val"].shape
+
+
+def read_twice(x: Tensor, w: Tensor) -> Any:
+    logits = nn.functional.linear(x, w)
+    return logits.argmax(-1), logits.sum()
+
+
+def other_logits_gathered(x: Tensor, w: Tensor) -> Any:
+    logits = nn.functional.linear(x, w)
+    best = logits.argmax(-1)
+    return best, logits.gather(-1, best.unsqueeze(-1) - 1)
+
+
+def kept_dimension(x: Tensor, w: Tensor) -> Tensor:
+    return nn.functional.linear(x, w).argmax(-1, keepdim=True)
+
+
+def over_tokens(x: Tensor, w: Tensor) -> Tensor:
+    return nn.functional.linear(x, w).argmax(1)
+
+
+def over_everything(x: Tensor, w: Tensor) -> Tensor:
+    return nn.functional.linear(x, w).argmax()
+
+
+def narrowed(x: Tensor, w: Tensor) -> Tensor:
+    """Rounding makes ties: another index may come first."""
+    return nn.functional.linear(x, w).bfloat16().argmax(-1)
+
+
+def capped(x: Tensor, w: Tensor) -> Tensor:
+    """Rising, but it rounds: ties again."""
+    return nn.functional.linear(x, w).tanh().argmax(-1)
+
+
+def rows_split(x: Tensor, w: Tensor) -> Tensor:
+    return nn.functional.linear(x, w[:10]).view(12, 5).argmax(-1)
+
+
+def no_weight(x: Tensor, w: Tensor) -> Tensor:
+    return nn.functional.linear(x, w + 1).argmax(-1)
+
+
+OTHERS = (read_twice, other_logits_gathered, kept_dimension, over_tokens, over_everything, narrowed,
+          capped, rows_split, no_weight)  # fmt: skip
+
+
+@pytest.mark.parametrize("function", OTHERS, ids=lambda f: f.__name__)
+def test_other_heads_are_left_alone(function):
+    gm, ctx, _ = head_graph(function)
+    before = code(gm)
+    assert fuse_head_argmax(gm, ctx) == 0
+    assert code(gm) == before
+
+
+@pytest.mark.parametrize("fuse", [None, False])
+def test_it_is_off_where_nobody_asks(fuse):
+    """Without a switch, on the CPU."""
+    gm, ctx, _ = head_graph(plain, fuse=fuse)
+    before = code(gm)
+    assert fuse_head_argmax(gm, ctx) == 0
+    assert code(gm) == before
+
+
+@pytest.mark.parametrize("fuse", [None, False])
+@pytest.mark.parametrize("gains", [True, False])
+def test_on_a_gpu_the_faster_one_is_taken(monkeypatch, fuse, gains):
+    """Measured over one request and over a full batch, unless it is switched off."""
+    module, seen = sys.modules[fuse_head_argmax.__module__], []
+
+    def measured(weight, bias, *, rows):
+        seen.append((tuple(weight.shape), bias, rows))
+        return gains
+
+    monkeypatch.setattr(module, "is_faster", measured)
+    gm, ctx, _ = head_graph(plain, fuse=fuse)
+    ctx.config = dataclasses.replace(HAND_CONFIG, device=torch.device("cuda"))
+    assert fuse_head_argmax(gm, ctx) == (fuse is None and gains)
+    assert seen == ([((11, 8), None, (3, 9))] if fuse is None else [])
+
+
+def test_the_faster_one_is_found_by_the_clock(monkeypatch):
+    module = sys.modules[fuse_head_argmax.__module__]
+    weight = torch.randn(64, 32)
+    monkeypatch.setattr(module, "argmax_linear", lambda x, w, b: time.sleep(0.002))
+    assert not is_faster(weight, None, rows=(1, 4))
+    monkeypatch.setattr(module, "argmax_linear", lambda x, w, b: None)
+    assert is_faster(weight, None, rows=(1, 4))
+
+
+# --- the greedy step ---
+
+
+@pytest.fixture(scope="module")
+def parts() -> Any:
+    model = tiny_target("llama", torch.float64, num_layers=2)
+    head = random_head(target_info(model, 128), aux_layers=(0, 1, 2), num_draft_tokens=3)
+    return trace_target(model), head.eval(), target_info(model, 128)
+
+
+@pytest.mark.parametrize("phase", ["decode", pytest.param("prefill", marks=pytest.mark.slow)])
+def test_a_greedy_step_writes_no_logits(parts, phase):
+    """Target and drafter: a fused head each pass, no operator of sampling, and verify agrees."""
+    target, head, info = parts
+    config = dataclasses.replace(HAND_CONFIG, num_draft_tokens=3, dtype=torch.float64)
+    ctx = PassContext(
+        phase=phase, config=config, capabilities=get_method("eagle3").capabilities, target=target,
+        draft=head.capture(config, info), aux_layers=(0, 1, 2), fuse_head=True, greedy_only=True,
+    )  # fmt: skip
+    graph = rewrite_phase(ctx, keep_graphs=True)
+    program = SpecProgram(
+        method="eagle3", config=config, phases={phase: graph},
+        buffers=tuple(ctx.buffers.values()), weights=ctx.weights, vocab_size=VOCAB,
+    )  # fmt: skip
+    nodes = graph.graph_module.graph.nodes
+    assert sum(node.target is FUSED for node in nodes) == 1 + 3
+    for node in nodes:
+        assert "sample" not in str(node.target)
+        assert "draw" not in str(node.target)
+        value = node.meta.get("val")
+        if isinstance(value, Tensor) and node.op == "call_function" and value.dim() > 1:
+            assert value.shape[-1] != VOCAB
+    assert {"sampling_RF", "sampling_RI", "bias_RV", "context_RL", "logprob_RSN"}.isdisjoint(
+        ctx.buffers
+    )
+    report = compilespec.verify(program, batch_sizes=(config.max_batch_size,))
+    assert report.ok, str(report)

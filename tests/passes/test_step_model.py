@@ -1,0 +1,745 @@
+"""The step model against itself: right rules survive every schedule, each planted fault is caught.
+
+Source: requirements T06-T08, T10, T11 (at the level of slots and tokens), H-4, H-9, H-16, H-21 to
+H-23.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.support.step_model import (
+    PAD,
+    Chain,
+    ConflictingWrite,
+    Forced,
+    ForeignRead,
+    FreedInFlight,
+    Hidden,
+    Kind,
+    NotReserved,
+    OutputMismatch,
+    OutsideLength,
+    PaddedWrite,
+    Prefix,
+    RingOverrun,
+    RowRecord,
+    Rules,
+    StaleRead,
+    StepModel,
+    StepModelError,
+    StepRecord,
+    Toy,
+    UnwrittenRead,
+    WrongRow,
+)
+
+NONE: tuple[Kind, Chain] = ("none", "module_rows")
+RECYCLED: tuple[Kind, Chain] = ("recycled", "module_rows")
+UNSHIFTED: tuple[Kind, Chain] = ("unshifted", "module_rows")
+MODULE_ROWS: tuple[Kind, Chain] = ("windowed", "module_rows")
+TARGET_ROWS: tuple[Kind, Chain] = ("windowed", "target_rows")
+KINDS = (NONE, RECYCLED, UNSHIFTED, MODULE_ROWS, TARGET_ROWS)
+
+
+def kind_id(kind: tuple[Kind, Chain]) -> str:
+    return kind[1] if kind[0] == "windowed" else kind[0]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """A seeded random schedule of joins, chunks, padded batches, plain steps and leaves."""
+
+    kind: tuple[Kind, Chain]
+    num_draft_tokens: int
+    seed: int
+    max_rows: int = 3
+    max_seq_len: int = 24
+    block_size: int = 3
+    num_requests: int = 5
+    overlap: bool = False
+    ring_size: int = 0
+    agreement: float = 0.8
+    eos_rate: float = 0.03
+    whole_prompts: bool = False
+    plain_rate: float = 0.0
+    abort_rate: float = 0.0
+
+    def model(self, rules: Rules | None = None, **options: Any) -> StepModel:
+        return StepModel(
+            self.kind[0],
+            self.num_draft_tokens,
+            chain=self.kind[1],
+            max_rows=self.max_rows,
+            max_seq_len=self.max_seq_len,
+            block_size=self.block_size,
+            overlap=self.overlap,
+            ring_size=self.ring_size,
+            oracle=Toy(agreement=self.agreement, eos_rate=self.eos_rate, seed=self.seed),
+            rules=rules,
+            **options,
+        )
+
+    def run(self, rules: Rules | None = None, **options: Any) -> StepModel:
+        """Serve every request to its end and compare the outputs with plain decoding."""
+        rng, model = random.Random(self.seed), self.model(rules, **options)
+        waiting = [self._request(rng) for _ in range(self.num_requests)]
+        for _ in range(200 * self.num_requests * self.max_seq_len):
+            if not waiting and not model.rows:
+                break
+            while waiting and len(model.rows) < self.max_rows and rng.random() < 0.6:
+                model.admit(*waiting.pop())
+            self._step(rng, model)
+        assert not model.rows, "the schedule did not end"
+        model.drain()
+        model.check_outputs()
+        assert not model.block_owner, "blocks were lost"
+        assert len(set(model.free_blocks)) == self.max_rows * -(
+            -self.max_seq_len // self.block_size
+        )
+        return model
+
+    def _request(self, rng: random.Random) -> tuple[list[int], int]:
+        length = rng.choice([1, 2, rng.randint(1, self.max_seq_len - 1), self.max_seq_len - 1])
+        length = min(length, self.max_seq_len - 1)
+        return [rng.randrange(10) for _ in range(length)], rng.choice([1, 2, 10**9, 10**9])
+
+    def _step(self, rng: random.Random, model: StepModel) -> None:
+        live = [row for row in model.rows if not model.request(row).finish_reason]
+        if live and rng.random() < self.abort_rate:
+            model.abort(live.pop(rng.randrange(len(live))))
+        chunks = []
+        for row in live:
+            left = model.prompt_left(row)
+            if left and rng.random() < 0.8:
+                chunks.append((row, left if self.whole_prompts else rng.randint(1, left)))
+        rows = model.running()
+        rng.shuffle(rows)
+        if rng.random() < 0.4:
+            rows = rows[: rng.randint(0, len(rows))]
+        drafts = 0 if rng.random() < self.plain_rate else self.num_draft_tokens
+        overrun = [row for row in rows if not model.can_draft(row)]
+        if drafts and overrun:
+            rows, drafts = overrun, 0
+        model.step(
+            chunks=chunks,
+            rows=rows,
+            padded_prefill=rng.randint(0, 4),
+            padded_decode=rng.randint(0, 4),
+            num_draft_tokens=drafts,
+        )
+
+
+@pytest.mark.parametrize("num_draft_tokens", range(6), ids="K{}".format)
+@pytest.mark.parametrize("kind", KINDS, ids=kind_id)
+def test_right_rules_survive_every_schedule(
+    kind: tuple[Kind, Chain], num_draft_tokens: int
+) -> None:
+    @settings(derandomize=True, deadline=None, max_examples=20, database=None)
+    @given(
+        st.builds(
+            Schedule,
+            kind=st.just(kind),
+            num_draft_tokens=st.just(num_draft_tokens),
+            seed=st.integers(0, 2**32),
+            max_rows=st.integers(1, 4),
+            max_seq_len=st.integers(2, 32),
+            block_size=st.integers(1, 8),
+            num_requests=st.integers(1, 6),
+            overlap=st.booleans(),
+            ring_size=st.integers(0, 3),
+            agreement=st.sampled_from([0.0, 0.5, 0.8, 0.95, 1.0]),
+            eos_rate=st.sampled_from([0.0, 0.05, 0.3]),
+            whole_prompts=st.booleans(),
+            plain_rate=st.sampled_from([0.0, 0.0, 0.3]),
+            abort_rate=st.sampled_from([0.0, 0.05]),
+        )
+    )
+    def check(schedule: Schedule) -> None:
+        schedule.run()
+
+    check()
+
+
+# Planted faults.
+
+
+class PairsSamePosition(Rules):
+    def paired_token(self, own: Sequence[int], following: Sequence[int], row: int) -> int:
+        return own[row]
+
+
+class PairsTwoAhead(Rules):
+    def paired_token(self, own: Sequence[int], following: Sequence[int], row: int) -> int:
+        return following[min(row + 1, len(following) - 1)]
+
+
+class GathersRowN(Rules):
+    def gather_row(self, num_committed: int) -> int:
+        return num_committed
+
+
+class GathersRowBefore(Rules):
+    def gather_row(self, num_committed: int) -> int:
+        return max(0, num_committed - 2)
+
+
+class GathersLastRow(Rules):
+    """Keeps the packed batch's last row, as if every draft had been accepted."""
+
+    def gather_row(self, num_committed: int) -> int:
+        return 10**6
+
+
+class SinglesOneEarly(Rules):
+    def single_slot(self, kind: Kind, new_seq_len: int, index: int) -> int:
+        return super().single_slot(kind, new_seq_len, index) - 1
+
+
+class SinglesOneLate(Rules):
+    def single_slot(self, kind: Kind, new_seq_len: int, index: int) -> int:
+        return super().single_slot(kind, new_seq_len, index) + 1
+
+
+class SinglesStay(Rules):
+    """Positions are not advanced between single passes (A9)."""
+
+    def single_slot(self, kind: Kind, new_seq_len: int, index: int) -> int:
+        return super().single_slot(kind, new_seq_len, min(index, 1))
+
+
+class FirstPassOneEarly(Rules):
+    def first_slot(self, kind: Kind, seq_len: int) -> int:
+        return super().first_slot(kind, seq_len) - 1
+
+
+class FirstPassOneLate(Rules):
+    def first_slot(self, kind: Kind, seq_len: int) -> int:
+        return super().first_slot(kind, seq_len) + 1
+
+
+class WindowOfK(Rules):
+    """H-21: the window's first row is not written."""
+
+    def window_rows(self, chain: Chain, module: int, num_draft_tokens: int) -> int:
+        return num_draft_tokens
+
+
+class WindowOfS(Rules):
+    """K+1 rows for every module: enough for module_rows, not for target_rows."""
+
+    def window_rows(self, chain: Chain, module: int, num_draft_tokens: int) -> int:
+        return num_draft_tokens + 1
+
+
+class WindowEndsLate(Rules):
+    def window_end(self, seq_len: int, num_committed: int) -> int:
+        return seq_len + num_committed
+
+
+class WindowEndsEarly(Rules):
+    def window_end(self, seq_len: int, num_committed: int) -> int:
+        return seq_len + num_committed - 2
+
+
+class RingOneOld(Rules):
+    def ring_start(self, num_committed: int) -> int:
+        return num_committed - 1
+
+
+class PrefillsOneModule(Rules):
+    """H-22: only the first module sees the prompt."""
+
+    def prefill_modules(self, num_draft_tokens: int) -> int:
+        return 1
+
+
+class ChunkTakesSampled(Rules):
+    """H-4: an unfinished chunk is followed by the sampled token."""
+
+    def next_token(self, prompt: Prefix, end: int, sampled: int, ahead: int) -> int | None:
+        return sampled
+
+
+class OneNextToken(Rules):
+    """Only one prompt token after the chunk is known: right, because boundary rows run again."""
+
+    def next_token(self, prompt: Prefix, end: int, sampled: int, ahead: int) -> int | None:
+        return super().next_token(prompt, end, sampled, ahead) if ahead == 1 else None
+
+
+class BoundaryNotRerun(Rules):
+    def boundary_rows(self, num_draft_tokens: int) -> int:
+        return 0
+
+
+class BoundaryTooShort(OneNextToken):
+    def boundary_rows(self, num_draft_tokens: int) -> int:
+        return num_draft_tokens - 2
+
+
+class HolesNotReplayed(Rules):
+    """H-23."""
+
+    def replayed_pairs(self, num_missing: int) -> int:
+        return 0
+
+
+class WritesPastTheEnd(Rules):
+    def place(self, position: int, max_seq_len: int) -> int | None:
+        return position if position >= 0 else None
+
+
+class ClampsToTheEnd(Rules):
+    """H-16: the last slot is written again."""
+
+    def place(self, position: int, max_seq_len: int) -> int | None:
+        return min(position, max_seq_len - 1) if position >= 0 else None
+
+
+class ClampsToZero(Rules):
+    """H-9: rows before the prompt write slot 0."""
+
+    def place(self, position: int, max_seq_len: int) -> int | None:
+        return max(position, 0) if position < max_seq_len else None
+
+
+class WritesBeforeZero(Rules):
+    """H-9: rows before the prompt are not masked."""
+
+    def place(self, position: int, max_seq_len: int) -> int | None:
+        return position if position < max_seq_len else None
+
+
+class AdvancesByAccepted(Rules):
+    def advance(self, num_emitted: int) -> int:
+        return num_emitted - 1
+
+
+class AdvancesTooFar(Rules):
+    def advance(self, num_emitted: int) -> int:
+        return num_emitted + 1
+
+
+class ReservesForNoStepInFlight(Rules):
+    def reserved(self, known_len: int, num_draft_tokens: int, in_flight: int) -> int:
+        return super().reserved(known_len, num_draft_tokens, 0)
+
+
+class Reserves2K(Rules):
+    """One token less than must be reserved."""
+
+    def reserved(self, known_len: int, num_draft_tokens: int, in_flight: int) -> int:
+        return super().reserved(known_len, num_draft_tokens, in_flight) - 1
+
+
+class FreesAtOnce(Rules):
+    def may_free(self, named_in_flight: bool) -> bool:
+        return True
+
+
+class PaddedWritesSlot(Rules):
+    def padded_slot(self) -> int:
+        return 0
+
+
+class PaddedUpdatesState(Rules):
+    def padded_state_row(self) -> int | None:
+        return 0
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A planted fault: which kinds and smallest K it hurts, and what the model must raise."""
+
+    rules: type[Rules]
+    raises: tuple[type[StepModelError], ...]
+    kinds: tuple[tuple[Kind, Chain], ...]
+    min_k: int = 1
+    options: tuple[tuple[str, Any], ...] = ()
+
+
+WINDOWED = (MODULE_ROWS, TARGET_ROWS)
+SINGLES = (RECYCLED, UNSHIFTED)
+DRAFTERS = (*SINGLES, *WINDOWED)
+HOLE = (UnwrittenRead, ForeignRead)  # nobody wrote the slot, or only an earlier owner of its block
+STALE = (StaleRead,)
+LATE = (("overlap", True),)
+FULL = (("agreement", 1.0), ("eos_rate", 0.0))
+PLAIN = (("ring_size", 8), ("plain_rate", 0.7), ("eos_rate", 0.0))
+TIGHT = (("block_size", 1), ("overlap", True), ("agreement", 1.0), ("eos_rate", 0.0))
+
+FAULTS = (
+    Fault(PairsSamePosition, STALE, DRAFTERS),
+    Fault(PairsTwoAhead, STALE, DRAFTERS),
+    Fault(GathersRowN, (WrongRow,), SINGLES),
+    Fault(GathersRowBefore, (WrongRow,), SINGLES),
+    Fault(GathersLastRow, (WrongRow,), SINGLES),
+    Fault(SinglesOneEarly, STALE, (RECYCLED,), 2),
+    Fault(SinglesOneEarly, (StaleRead, WrongRow), (UNSHIFTED,), 2),
+    Fault(SinglesOneLate, HOLE, (RECYCLED,), 2),
+    Fault(SinglesOneLate, (*HOLE, WrongRow), (UNSHIFTED,), 2),
+    Fault(SinglesStay, STALE, (RECYCLED,), 3),
+    Fault(SinglesStay, (StaleRead, WrongRow), (UNSHIFTED,), 3),
+    Fault(FirstPassOneEarly, STALE, SINGLES),
+    Fault(FirstPassOneLate, (*HOLE, StaleRead, NotReserved), SINGLES),
+    Fault(WindowOfK, HOLE, WINDOWED, 1, FULL),
+    Fault(WindowOfS, STALE, (TARGET_ROWS,), 2, FULL),
+    Fault(WindowEndsLate, (*HOLE, WrongRow), WINDOWED),
+    Fault(WindowEndsEarly, (WrongRow,), WINDOWED),
+    Fault(RingOneOld, STALE, WINDOWED),
+    Fault(PrefillsOneModule, HOLE, WINDOWED, 2),
+    Fault(ChunkTakesSampled, STALE, (RECYCLED, *WINDOWED)),
+    Fault(BoundaryNotRerun, HOLE, (MODULE_ROWS,), 2),
+    Fault(BoundaryTooShort, HOLE, (MODULE_ROWS,), 2),
+    Fault(HolesNotReplayed, (*HOLE, StaleRead), DRAFTERS, 1, PLAIN),
+    Fault(WritesPastTheEnd, (OutsideLength,), KINDS, 2),
+    Fault(WritesPastTheEnd, (OutsideLength,), KINDS, 1, LATE),
+    Fault(ClampsToTheEnd, (ConflictingWrite, StaleRead), KINDS, 2),
+    Fault(ClampsToTheEnd, (ConflictingWrite, StaleRead), KINDS, 1, LATE),
+    Fault(ClampsToZero, (ConflictingWrite, StaleRead), WINDOWED, 2),
+    Fault(WritesBeforeZero, (OutsideLength,), WINDOWED, 2),
+    Fault(AdvancesByAccepted, (StaleRead, OutputMismatch), KINDS, 0),
+    Fault(AdvancesTooFar, (*HOLE, StaleRead, NotReserved), KINDS, 0),
+    Fault(ReservesForNoStepInFlight, (NotReserved,), KINDS, 1, TIGHT),
+    Fault(Reserves2K, (NotReserved,), (UNSHIFTED,), 1, TIGHT),
+    Fault(FreesAtOnce, (FreedInFlight,), KINDS, 0, LATE),
+    Fault(PaddedWritesSlot, (PaddedWrite,), KINDS, 0),
+    Fault(PaddedUpdatesState, (PaddedWrite,), KINDS, 0),
+)
+FAULT_CASES = [
+    pytest.param(fault, kind, k, id=f"{fault.rules.__name__}-{kind_id(kind)}-K{k}-{index}")
+    for index, fault in enumerate(FAULTS)
+    for kind in fault.kinds
+    for k in range(fault.min_k, 6)
+]
+
+
+@pytest.mark.parametrize(("fault", "kind", "num_draft_tokens"), FAULT_CASES)
+def test_planted_fault_is_caught(
+    fault: Fault, kind: tuple[Kind, Chain], num_draft_tokens: int
+) -> None:
+    caught: list[type[StepModelError]] = []
+    options = dict(fault.options)
+    for seed in range(12):
+        schedule = Schedule(kind=kind, num_draft_tokens=num_draft_tokens, seed=seed, **options)
+        try:
+            schedule.run(fault.rules())
+        except StepModelError as error:
+            caught.append(type(error))
+        if len(caught) == 2:
+            break
+    assert caught, "no schedule caught the fault"
+    assert set(caught) <= set(fault.raises)
+
+
+@dataclass(frozen=True)
+class Harmless:
+    """A weaker rule that is still right for these kinds."""
+
+    rules: type[Rules]
+    kinds: tuple[tuple[Kind, Chain], ...]
+    options: tuple[tuple[str, Any], ...] = ()
+    strict_hidden: bool = True
+
+
+HARMLESS = (
+    Harmless(
+        OneNextToken, (RECYCLED, *WINDOWED)
+    ),  # the boundary rows run again: one token is enough
+    Harmless(BoundaryNotRerun, (TARGET_ROWS,)),  # its slots shift instead
+    Harmless(WindowOfS, (MODULE_ROWS,), FULL),
+    Harmless(WindowOfS, (TARGET_ROWS,), FULL, strict_hidden=False),  # tokens right, states recycled
+    Harmless(Reserves2K, (NONE, RECYCLED, *WINDOWED), TIGHT),  # only unshifted reaches L + 2K
+)
+
+
+@pytest.mark.parametrize("num_draft_tokens", range(1, 6), ids="K{}".format)
+@pytest.mark.parametrize(
+    ("harmless", "kind"),
+    [
+        pytest.param(harmless, kind, id=f"{harmless.rules.__name__}-{kind_id(kind)}")
+        for harmless in HARMLESS
+        for kind in harmless.kinds
+    ],
+)
+def test_weaker_rule_is_enough(
+    harmless: Harmless, kind: tuple[Kind, Chain], num_draft_tokens: int
+) -> None:
+    options = dict(harmless.options)
+    for seed in range(4):
+        schedule = Schedule(kind=kind, num_draft_tokens=num_draft_tokens, seed=seed, **options)
+        schedule.run(harmless.rules(), strict_hidden=harmless.strict_hidden)
+
+
+# What a step records: the numbers a real graph's inputs are compared with.
+
+
+def one_row(kind: tuple[Kind, Chain], num_draft_tokens: int, **options: Any) -> StepModel:
+    """One row in one block, so that a flat slot is a position."""
+    size = options.setdefault("max_seq_len", 64)
+    return StepModel(
+        kind[0], num_draft_tokens, chain=kind[1], max_rows=1, block_size=size, **options
+    )
+
+
+def read(record: StepRecord | None) -> StepRecord:
+    assert record is not None
+    return record
+
+
+@pytest.mark.parametrize("agreement", [0.0, 0.7, 1.0], ids="p{}".format)
+@pytest.mark.parametrize("num_draft_tokens", range(6), ids="K{}".format)
+@pytest.mark.parametrize("kind", KINDS, ids=kind_id)
+def test_slots_follow_design(
+    kind: tuple[Kind, Chain], num_draft_tokens: int, agreement: float
+) -> None:
+    count, prompt = num_draft_tokens, [1, 2, 3, 4, 5]
+    model = one_row(kind, count, oracle=Toy(agreement=agreement, eos_rate=0.0))
+    row = model.admit(prompt)
+    done = read(model.prefill([(row, 5)])).prefill[0]
+    assert (done.slots, done.positions) == ((0, 1, 2, 3, 4),) * 2
+    assert (done.new_seq_len, done.num_emitted, len(done.drafts)) == (5, 1, count)
+    while model.rows:
+        done = read(model.decode([row], padded_to=3)).decode[0]
+        seq_len, n = done.seq_len, done.num_emitted
+        if seq_len + 2 * count >= 64:
+            break
+        assert done.positions == done.slots == tuple(range(seq_len, seq_len + count + 1))
+        assert 1 <= n <= count + 1
+        assert done.new_seq_len == seq_len + n
+        assert n == {0.0: 1, 1.0: count + 1}.get(agreement, n)
+        check_passes(kind, count, done)
+
+
+def check_passes(kind: tuple[Kind, Chain], count: int, done: RowRecord) -> None:
+    seq_len, n = done.seq_len, done.num_emitted
+    written = [slot for one in done.passes for slot in one.slots]
+    assert len(done.passes) == (0 if kind == NONE else count)
+    if not written:
+        return
+    first = done.passes[0]
+    if kind in SINGLES:
+        shift = int(kind == UNSHIFTED)
+        assert first.slots == tuple(range(seq_len + shift, seq_len + shift + count + 1))
+        assert first.tokens == done.targets
+        assert first.gather == n - 1
+        singles = [one.slots for one in done.passes[1:]]
+        assert singles == [(seq_len + n + shift + k,) for k in range(count - 1)]
+        assert [one.tokens for one in done.passes[1:]] == [(d,) for d in done.drafts[:-1]]
+        highest = seq_len + 2 * count - (kind == RECYCLED)
+        assert max(written) <= highest
+        assert n != count + 1 or max(written) == highest
+    else:
+        assert max(written) == seq_len + n - 1
+        for module, one in enumerate(done.passes, 1):
+            rows = count + (module if kind == TARGET_ROWS else 1)
+            wanted = range(seq_len + n - rows, seq_len + n)
+            assert one.slots == tuple(max(slot, -1) for slot in wanted)
+            assert one.positions == tuple(max(slot, 0) for slot in wanted)
+
+
+@dataclass(frozen=True)
+class Script:
+    """Target and drafter that follow written texts."""
+
+    text: str
+    drafts: tuple[tuple[str, str], ...]  # tokens seen -> draft
+    eos: int = -2
+
+    def target(self, prefix: Prefix) -> int:
+        return ord(self.text[len(prefix)]) if len(prefix) < len(self.text) else ord("?")
+
+    def draft(self, prefix: Prefix) -> int:
+        return ord(dict(self.drafts)["".join(map(chr, prefix))])
+
+    def garbage(self, prefix: Prefix) -> int:
+        return ord("?")
+
+
+def named(hidden: Hidden | None) -> str:
+    assert hidden is not None
+    return ("h_" if hidden.depth else "H_") + chr(hidden.prefix[-1])
+
+
+def last_rows(done: RowRecord, count: int) -> list[tuple[str, str]]:
+    """The last `count` rows of each module: tokens, and hidden states as M4 writes them."""
+    return [
+        (
+            "".join(map(chr, one.tokens[-count:])),
+            ",".join(named(hidden) for hidden in one.hiddens[-count:]),
+        )
+        for one in done.passes
+    ]
+
+
+def test_golden_traces_of_windowed_mtp() -> None:
+    """Requirement M4; the reference's rows are the last K of each of our windows."""
+    script = Script(
+        "ABCDEFGXK",
+        (
+            *(("ABCDE", "F"), ("ABCDEF", "G"), ("ABCDEFG", "H")),
+            *(("ABCDEFGX", "N"), ("ABCDEFGXN", "O"), ("ABCDEFGXNO", "P")),
+            *(("ABCDEFGXK", "U"), ("ABCDEFGXKU", "V"), ("ABCDEFGXKUV", "Q")),
+        ),
+    )
+    model = one_row(TARGET_ROWS, 3, oracle=script)
+    row = model.admit([ord(token) for token in "ABCD"])
+    done = read(model.prefill([(row, 4)])).prefill[0]
+    assert last_rows(done, 4)[0] == ("BCDE", "H_A,H_B,H_C,H_D")
+    assert last_rows(done, 4)[1] == ("CDEF", "H_B,H_C,H_D,h_E")
+    assert last_rows(done, 4)[2] == ("DEFG", "H_C,H_D,h_E,h_F")
+    assert "".join(map(chr, done.drafts)) == "FGH"
+
+    done = read(model.decode([row])).decode[0]
+    assert "".join(map(chr, done.emitted)) == "FGX"
+    assert last_rows(done, 3) == [
+        ("FGX", "H_E,H_F,H_G"),
+        ("GXN", "H_F,H_G,h_X"),
+        ("XNO", "H_G,h_X,h_N"),
+    ]
+    assert all(one.positions[-3:] == (4, 5, 6) for one in done.passes)
+    assert "".join(map(chr, done.drafts)) == "NOP"
+
+    done = read(model.decode([row])).decode[0]
+    assert "".join(map(chr, done.emitted)) == "K"
+    assert last_rows(done, 3) == [
+        ("GXK", "H_F,H_G,H_X"),
+        ("XKU", "H_G,H_X,h_K"),
+        ("KUV", "H_X,h_K,h_U"),
+    ]
+    assert all(one.positions[-3:] == (5, 6, 7) for one in done.passes)
+    assert "".join(map(chr, done.drafts)) == "UVQ"
+
+
+def test_packed_shift_takes_the_next_prompt_token() -> None:
+    """Requirement E2: [a1 b1 b2 c1 c2 c3] + [a2 b3 c4] -> [a2 b2 b3 c2 c3 c4]."""
+    model = StepModel("recycled", 1, max_rows=3, max_seq_len=8, block_size=2)
+    prompts = ([11, 12, 13], [21, 22, 23, 24], [31, 32, 33, 34, 35])
+    rows = [model.admit(prompt) for prompt in prompts]
+    record = read(model.prefill([(rows[0], 1), (rows[1], 2), (rows[2], 3)], padded_to=4))
+    fed = [token for done in record.prefill[:3] for token in done.passes[0].tokens]
+    assert fed == [12, 22, 23, 32, 33, 34]
+    assert [done.row for done in record.prefill] == [0, 1, 2, -1]
+    assert not any(done.emitted or done.drafts for done in record.prefill)
+
+
+def test_chunk_boundary_of_module_rows() -> None:
+    """H-22: module i gets i true next tokens; the next chunk runs the K-1 rows before it again."""
+    model = one_row(MODULE_ROWS, 3, oracle=Toy(eos_rate=0.0))
+    row = model.admit(range(8))
+    first = read(model.prefill([(row, 4)])).prefill[0]
+    assert [one.tokens[2:] for one in first.passes] == [(1, 2, 3, 4), (2, 3, 4, 5), (3, 4, 5, 6)]
+    second = read(model.prefill([(row, 3)])).prefill[0]  # one prompt token left: modules 2, 3 wait
+    assert [one.slots for one in second.passes] == [
+        (2, 3, 4, 5, 6),
+        (2, 3, 4, 5, -1),
+        (2, 3, 4, -1, -1),
+    ]
+    last = read(model.prefill([(row, 1)])).prefill[0]
+    assert [one.slots for one in last.passes] == [(5, 6, 7)] * 3
+    assert len(last.drafts) == 3
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=kind_id)
+def test_rows_past_the_end_are_redirected(kind: tuple[Kind, Chain]) -> None:
+    """Requirement E5, H-16: prompt at max_seq_len - 1, K beyond the end."""
+    model = one_row(kind, 4, max_seq_len=8, overlap=True, oracle=Toy(eos_rate=0.0))
+    row = model.admit([1] * 6)
+    model.prefill([(row, 6)])
+    model.decode([row])
+    model.decode([row])  # launched before the host saw the request end
+    model.drain()
+    model.check_outputs()
+    assert [len(model.requests[0].output), model.requests[0].finish_reason] == [2, "length"]
+    first, late = model.history[1].decode[0], model.history[2].decode[0]
+    assert (first.slots, first.positions) == ((6, 7, -1, -1, -1), (6, 7, 0, 0, 0))
+    assert late.slots[1:] == (-1,) * 4
+    for one in (*first.passes, *late.passes):
+        assert all(slot < 8 for slot in one.slots)
+        assert all(
+            position == 0
+            for slot, position in zip(one.slots, one.positions, strict=True)
+            if slot < 0
+        )
+
+
+def test_late_eos_runs_one_step_more() -> None:
+    """The row and its blocks stay with the finished request until the step in flight is read."""
+    script = Script("AB$CDEFGHIJKLMNOP", (), eos=ord("$"))
+    model = StepModel(
+        "none", 0, max_rows=1, max_seq_len=16, block_size=2, overlap=True, oracle=script
+    )
+    row = model.admit([ord("A")])
+    assert model.prefill([(row, 1)]) is None
+    assert read(model.decode([row])).prefill[0].emitted == (ord("B"),)
+    assert read(model.decode([row])).decode[0].emitted == (ord("$"),)
+    assert model.requests[0].finish_reason == "stop"
+    assert model.running() == []
+    assert row in model.rows
+    assert model.block_owner
+    model.drain()
+    assert not model.rows
+    assert not model.block_owner
+    assert model.requests[0].output == [ord("B"), ord("$")]
+    assert model.requests[0].emitted_per_step == [1]
+
+
+def test_padded_rows_record_nothing() -> None:
+    model = one_row(RECYCLED, 2)
+    row = model.admit([1, 2])
+    model.prefill([(row, 2)])
+    before = dict(model.cache)
+    record = read(model.decode([], padded_to=4))
+    assert [done.row for done in record.decode] == [-1] * 4
+    assert model.cache == before
+
+
+def test_every_acceptance_count_occurs() -> None:
+    for count in range(6):
+        schedule = Schedule(kind=RECYCLED, num_draft_tokens=count, seed=1, num_requests=20)
+        model = schedule.run()
+        seen = {done.num_emitted for step in model.history for done in step.decode if done.row >= 0}
+        assert seen == set(range(1, count + 2))
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=kind_id)
+def test_forced_tokens_replay_a_recorded_run(kind: tuple[Kind, Chain]) -> None:
+    """The way a real engine is compared: its targets and drafts go in, slots and pairs come out."""
+    source = one_row(kind, 3, oracle=Toy(seed=5, eos_rate=0.0))
+    replay = one_row(kind, 3, oracle=Toy(seed=6, eos_rate=0.0))
+    for model in (source, replay):
+        assert model.admit([1, 2, 3], max_new_tokens=20) == 0
+    want = read(source.prefill([(0, 3)])).prefill[0]
+    forced = {0: Forced(targets=want.targets, drafts=want.drafts)}
+    assert read(replay.prefill([(0, 3)], forced=forced)).prefill[0] == want
+    while source.rows:
+        want = read(source.decode([0])).decode[0]
+        forced = {0: Forced(targets=want.targets, drafts=want.drafts)}
+        assert read(replay.decode([0], forced=forced)).decode[0] == want
+
+
+def test_plain_steps_leave_holes_that_the_ring_fills() -> None:
+    """H-23: a row within the ring drafts again, a row that overran it stays at K = 0."""
+    model = one_row(RECYCLED, 2, ring_size=2, oracle=Toy(eos_rate=0.0))
+    row = model.admit([1, 2, 3])
+    model.prefill([(row, 3)])
+    for _ in range(2):
+        plain = read(model.decode([row], num_draft_tokens=0)).decode[0]
+        assert (len(plain.slots), plain.drafts, plain.passes) == (1, (PAD, PAD), ())
+    done = read(model.decode([row])).decode[0]
+    assert done.num_emitted == 1
+    assert done.passes[0].slots == (3, 4, 5, 6, 7)  # two missing pairs, then the S rows
+    assert done.passes[0].gather == 2
+    for _ in range(3):
+        model.decode([row], num_draft_tokens=0)
+    assert not model.can_draft(row)
+    with pytest.raises(RingOverrun):
+        model.decode([row])

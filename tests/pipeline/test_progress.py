@@ -1,0 +1,264 @@
+"""What starting tells: its steps in order, why it compiles anew, and nothing on stderr."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import compilespec
+from compilespec import Progress
+from compilespec.cli import main, report
+from compilespec.lowering import artifacts, lower, prepare_kernels
+from compilespec.lowering.artifacts import ArtifactCache, ArtifactKey, artifact_key
+from compilespec.ops import _build
+from compilespec.program import SpecProgram
+from compilespec.progress import Reporter
+from tests.support import fake_compiler
+from tests.support.models import tiny_target
+
+SIZES: dict[str, Any] = {"max_batch_size": 2, "max_seq_len": 48, "max_prefill_tokens": 24}
+
+
+def small_program(**options: Any) -> SpecProgram:
+    target = tiny_target("llama", num_layers=2)
+    return compilespec.trace(target, keep_graphs=False, **{**SIZES, **options})
+
+
+@pytest.fixture(scope="module")
+def program() -> SpecProgram:
+    return small_program()
+
+
+def test_an_interpreted_start_tells_its_steps_in_order(caplog: pytest.LogCaptureFixture) -> None:
+    told: list[Progress] = []
+    target = tiny_target("llama", num_layers=2)
+    with caplog.at_level(logging.INFO, logger="compilespec"):
+        engine = compilespec.compile(
+            target, "ngram", num_draft_tokens=(0, 2), backend="eager", progress=told.append, **SIZES
+        )
+    done = [(one.stage, one.what, one.index, one.total) for one in told if one.done]
+    titles = ("prefill", "decode, K=2", "decode, K=0")
+    assert [one for one in done if one[1] != "C++ kernels"] == [
+        ("load", "target", None, None),
+        ("trace", "target", None, None),
+        ("trace", "drafter", None, None),
+        *(("rewrite", title, i, 3) for i, title in enumerate(titles, 1)),
+        *(("rewrite", f"{title}, to ATen", i, 3) for i, title in enumerate(titles, 1)),
+        ("load", "weights and buffers, in place", None, None),
+        ("capture", "times of steps, by K", None, None),
+        ("ready", "all", None, None),
+    ]
+    begun = [one for one in told if not one.done]
+    assert all(one.elapsed_ms < 100 for one in begun if one.what != "C++ kernels")
+    last = told[-1]
+    assert {"load", "trace", "rewrite", "capture"} <= set(last.seconds)
+    assert 0 < sum(last.seconds.values()) <= last.elapsed_ms / 1e3
+    assert [r.getMessage() for r in caplog.records if r.levelno == logging.INFO] == [
+        *map(str, told)
+    ]
+    text = "Engine(LlamaForCausalLM, ngram, K=0,2, cpu, float64"
+    assert repr(engine) == f"{text})"
+    engine.close()
+    assert repr(engine) == f"{text}, closed)"
+
+
+def test_graphs_and_programs_print_a_line(program: SpecProgram) -> None:
+    assert repr(program) == "SpecProgram(LlamaForCausalLM, none, K=0, cpu, float64)"
+    decode = program.phases["decode"]
+    for one in (decode, decode.step, decode.context.target, lower(program, backend="eager")):
+        text = repr(one)
+        assert len(text) < 1500, text[:200]
+        assert "tensor(" not in text
+
+
+def test_time_inside_another_step_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = iter([0.0, 0.0, 1.0, 1.0, 1.0, 3.0, 3.0, 7.0, 7.0, 8.0])
+    monkeypatch.setattr("compilespec.progress.time.perf_counter", lambda: next(now))
+    told: list[Progress] = []
+    reporter = Reporter(told.append)
+    with reporter.step("compile", "decode, K=3", index=2, total=3) as step:
+        with step.inside("rewrite", "to ATen"):
+            pass
+    reporter.ready()
+    assert told[-1].seconds == {"rewrite": 2.0, "compile": 5.0}
+    assert [str(one) for one in told[1:4]] == [
+        "rewrite 2/3: decode, K=3, to ATen",
+        "rewrite 2/3: decode, K=3, to ATen, 2.0 s",
+        "compile 2/3: decode, K=3, 7.0 s",
+    ]
+
+
+def test_an_exception_of_the_callable_stops_the_start() -> None:
+    def stop(record: Progress) -> None:
+        if record.stage == "rewrite":
+            raise InterruptedError(record.what)
+
+    with pytest.raises(InterruptedError, match="prefill"):
+        small_program(progress=stop)
+
+
+# --- why something is compiled anew ---
+
+
+def whys(told: list[Progress]) -> dict[str, str]:
+    return {one.what: one.why for one in told if one.done and one.from_cache is False}
+
+
+def test_the_reason_is_what_differs_from_the_nearest_artifact(
+    program: SpecProgram, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    graphs = fake_compiler.install(monkeypatch)
+    cache = ArtifactCache(tmp_path)
+
+    def start(one: SpecProgram, **options: Any) -> dict[str, str]:
+        told: list[Progress] = []
+        lower(one, cache=cache, progress=Reporter(told.append), **options)
+        return whys(told)
+
+    assert start(program) == {
+        "prefill": "nothing is cached for this model",
+        "decode, K=0": "this step is not cached for this model",
+    }
+    assert start(program) == {}
+    bigger = small_program(max_batch_size=3)
+    assert set(start(bigger).values()) == {
+        "max_batch_size changed from 2 to 3, num_blocks changed from 6 to 9"
+    }
+    drafting = small_program(spec="ngram", num_draft_tokens=2)
+    assert set(start(drafting).values()) == {
+        "method changed from none to ngram, num_draft_tokens changed from 0 to 2"
+    }
+    units: Any = {"prefill": "pieces"}
+    assert start(program, units=units) == {"prefill": "compiler options changed"}
+    assert start(program, units=units) == {}
+    with monkeypatch.context() as patch:
+        patch.setattr(artifacts, "_source_digest", lambda: "f" * 64)
+        assert set(start(program).values()) == {"compilespec's code changed"}
+    for path in cache.directory.glob("*.bin"):
+        path.unlink()
+    assert set(start(program).values()) == {"the artifact is gone, or cannot be read"}
+    assert len(graphs) == 2 * 5 + 3
+
+
+@pytest.mark.parametrize(
+    ("part", "value", "why"),
+    [
+        ("torch version", "2.99", "torch version changed from 2.99 to {}"),
+        ("CPU capability", "none", "CPU capability changed from none to {}"),
+        ("compiler options", "{}", "compiler options changed"),
+        ("dtype", "float16", "dtype changed from float16 to float64"),
+        ("layout of weights", "0" * 64, "layout of weights changed"),
+        ("model", "0" * 64, "nothing is cached for this model"),
+        ("step", "replay", "this step is not cached for this model"),
+    ],
+)
+def test_every_part_of_the_key_has_its_reason(
+    program: SpecProgram, tmp_path: Path, part: str, value: str, why: str
+) -> None:
+    cache = ArtifactCache(tmp_path)
+    key = artifact_key(program.phases["decode"], program, {"an option": "that is long enough"})
+    parts = dict(key.parts)
+    assert part in parts
+    assert ArtifactKey(tuple({**parts, part: value}.items())).name != key.name
+    far = {**parts, part: value, "max_seq_len": "7", "graph of the step": "0" * 64}
+    for stored in (far, {**parts, part: value}):
+        cache.keep_key(ArtifactKey(tuple(stored.items())))
+    assert cache.why_new(key) == why.format(parts[part])
+
+
+def test_damaged_keys_are_passed_over(program: SpecProgram, tmp_path: Path) -> None:
+    cache = ArtifactCache(tmp_path)
+    key = artifact_key(program.phases["decode"], program, {})
+    cache.keep_key(key)
+    (stored,) = cache.directory.glob("keys/*/*.json")
+    for damage in ("", "[1]", '"text"', "\udcff"):
+        stored.write_bytes(damage.encode(errors="surrogateescape"))
+        assert cache.why_new(key) == "nothing is cached for this model"
+    stored.write_text('{"step": "decode", "dtype": 7}')
+    assert "dtype changed from 7 to float64" in cache.why_new(key)
+
+
+def test_building_the_cpp_kernels_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[Progress] = []
+    monkeypatch.setattr(_build, "kernels_untried", lambda: True)
+    monkeypatch.setattr(_build, "is_cached", lambda: False)
+    monkeypatch.setattr(_build, "load_kernels", lambda: told.append(told[-1]))
+    prepare_kernels(torch.device("meta"), Reporter(told.append))
+    assert not told
+    prepare_kernels(torch.device("cpu"), Reporter(told.append))
+    assert [one.from_cache for one in told] == [None, False, False, False], "said before it builds"
+    assert str(dataclasses.replace(told[-1], elapsed_ms=41_000)) == (
+        "compile: C++ kernels, anew (there are none for this CPU, compiler and torch), 41.0 s"
+    )
+
+
+# --- the command line ---
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_terminal_shows_what_starting_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    screen = Terminal()
+    monkeypatch.setattr(sys, "stderr", screen)
+    with report.starting("[demo]") as progress:
+        assert progress is not None
+        progress(Progress(stage="compile", what="decode, K=3", index=2, total=3))
+    assert "[demo]: compile 2/3: decode, K=3" in screen.getvalue()
+
+
+def test_pipes_and_json_show_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fake_compiler.install(monkeypatch)
+    _build.load_kernels()  # from where they are kept between runs
+    monkeypatch.setenv("COMPILESPEC_CACHE_DIR", str(tmp_path / "cache"))
+    tiny_target("llama", num_layers=2).save_pretrained(tmp_path / "model")
+    capsys.readouterr()  # transformers says that it writes
+    command = ["compile", "--model", str(tmp_path / "model"), "--max-seq-len=48"]
+    assert main(command) == 0
+    assert capsys.readouterr().err == ""
+    monkeypatch.setenv("TERM", "xterm")
+    screen = Terminal()
+    monkeypatch.setattr(sys, "stderr", screen)
+    assert main([*command, "--json"]) == 0
+    assert screen.getvalue() == ""
+    assert main(command) == 0
+    assert "compile 2/2: decode, K=0" in screen.getvalue()
+
+
+SCRIPT = """
+import sys
+import compilespec
+options = {"quantize": sys.argv[2]} if len(sys.argv) > 2 else {}
+with compilespec.compile(sys.argv[1], backend="eager", max_seq_len=48, **options) as engine:
+    engine.generate([[1, 2, 3]])
+"""
+
+
+@pytest.mark.parametrize("quantize", [None, pytest.param("int8", marks=pytest.mark.slow)])
+def test_a_start_prints_nothing_on_stderr(
+    quantize: str | None, tmp_path: Path, kernels: None
+) -> None:
+    if quantize is not None:
+        pytest.importorskip("torchao")
+    tiny_target("llama", torch.float32, num_layers=2).save_pretrained(tmp_path)
+    environment = dict(os.environ)
+    environment.pop("HF_HUB_DISABLE_PROGRESS_BARS", None)
+    command = [sys.executable, "-c", SCRIPT, str(tmp_path), *([quantize] if quantize else [])]
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert (done.returncode, done.stderr, done.stdout) == (0, "", "")
