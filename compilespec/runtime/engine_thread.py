@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
+import atexit
 import logging
+import os
 import threading
+import weakref
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, Protocol
 
@@ -17,112 +18,11 @@ from compilespec.runtime.outputs import Delta, GenerationOutput, now_ms
 from compilespec.runtime.prompts import as_prompt_list
 from compilespec.runtime.request import Request, RequestState
 from compilespec.runtime.sampling_params import SamplingParams
+from compilespec.runtime.ticket import Ticket
 
 logger = logging.getLogger("compilespec")
 
-
-class Ticket:
-    """One submitted prompt: wait for its result, or read it as it comes.
-
-    What is not read waits here; the engine never waits for a reader.
-    """
-
-    def __init__(self, request: Request, abort: Callable[[Ticket], None]) -> None:
-        self.request = request
-        self._abort = abort
-        self._deltas: deque[Delta] = deque()
-        self._output: GenerationOutput | None = None
-        self._changed = threading.Condition()
-        self._sleepers: dict[Callable[[], object], Callable[[], bool]] = {}  # in event loops
-
-    @property
-    def finished(self) -> bool:
-        return self._output is not None
-
-    def result(self, timeout: float | None = None) -> GenerationOutput:
-        """Wait for the end.
-
-        Args:
-            timeout: seconds.
-        Raises: TimeoutError; the request goes on.
-        """
-        with self._changed:
-            if not self._changed.wait_for(lambda: self._output is not None, timeout):
-                raise TimeoutError(f"the request has not ended within {timeout} s; it goes on")
-            assert self._output is not None
-            return self._output
-
-    async def wait(self) -> GenerationOutput:
-        """`result` for event loops.  Cancelling it leaves the request alone."""
-        await self._sleep(lambda: self.finished)
-        return self.result()
-
-    def abort(self) -> None:
-        """End the request; it keeps the tokens it has."""
-        self._abort(self)
-
-    def __iter__(self) -> Iterator[Delta]:
-        """What each step added, once each; leaving early aborts the request."""
-        try:
-            while True:
-                with self._changed:
-                    self._changed.wait_for(self._has_news)
-                    if not self._deltas:
-                        return
-                    delta = self._deltas.popleft()
-                yield delta
-        finally:
-            if not self.finished:
-                self.abort()
-
-    async def __aiter__(self) -> AsyncIterator[Delta]:
-        """`__iter__` for event loops."""
-        try:
-            while True:
-                await self._sleep(self._has_news)
-                with self._changed:
-                    if not self._deltas:
-                        if self.finished:
-                            return
-                        continue  # another reader took it
-                    delta = self._deltas.popleft()
-                yield delta
-        finally:
-            if not self.finished:
-                self.abort()
-
-    def give(self, delta: Delta) -> None:
-        """Called by the engine's thread: more, or with `delta.output` the end."""
-        with self._changed:
-            self._deltas.append(delta)
-            self._output = delta.output
-            self._changed.notify_all()
-            awake = [wake for wake, until in self._sleepers.items() if until()]
-            for wake in awake:
-                del self._sleepers[wake]
-        for wake in awake:
-            wake()
-
-    def _has_news(self) -> bool:
-        return bool(self._deltas) or self.finished
-
-    async def _sleep(self, until: Callable[[], bool]) -> None:
-        """Let the event loop go on until `until` holds, which `give` asks with the lock held."""
-        loop, event = asyncio.get_running_loop(), asyncio.Event()
-
-        def wake() -> None:
-            with contextlib.suppress(RuntimeError):  # the loop was closed: nobody waits any more
-                loop.call_soon_threadsafe(event.set)
-
-        with self._changed:
-            if until():
-                return
-            self._sleepers[wake] = until
-        try:
-            await event.wait()
-        finally:
-            with self._changed:
-                self._sleepers.pop(wake, None)
+EXIT_TIMEOUT_S = 60  # that the interpreter waits at its exit for a step that runs
 
 
 class ServedEngine(Protocol):
@@ -159,8 +59,10 @@ class EngineThread:
 
     Every method may be called from any thread.  A step or an abort that raises ends the requests
     that were running with that error, as `Engine.step` says; those that waited go on.  Whatever
-    happens, every ticket ends.
+    happens, every ticket ends.  What is open when the interpreter exits is closed then.
     """
+
+    _all: weakref.WeakSet[EngineThread] = weakref.WeakSet()  # of this process
 
     def __init__(self, engine: ServedEngine) -> None:
         self._engine = engine
@@ -174,6 +76,19 @@ class EngineThread:
         self._untold: EngineClosed | None = None  # the same, where no ticket ended with it
         self._thread = threading.Thread(target=self._run, name="compilespec-engine", daemon=True)
         self._thread.start()
+        self._all.add(self)
+
+    @classmethod
+    def close_all(cls) -> None:
+        """Close those that are open: a thread that the interpreter's exit cuts off in the midst of
+        native code crashes the process.
+        """
+        for thread in list(cls._all):
+            if thread._thread.is_alive():
+                try:
+                    thread.close(EXIT_TIMEOUT_S)
+                except (EngineClosed, TimeoutError) as error:
+                    logger.warning("an engine was not closed at exit: %s", error)
 
     @check_keywords
     def submit(
@@ -327,6 +242,10 @@ class EngineThread:
                 _end(request, self._failure)
                 self._untold = None
         self._hand_out()
+
+
+atexit.register(EngineThread.close_all)
+os.register_at_fork(after_in_child=EngineThread._all.clear)  # a child has no such threads
 
 
 def _end(request: Request, error: Exception | None) -> None:

@@ -10,7 +10,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from compilespec.runtime.engine_thread import EngineThread, Ticket
+from compilespec.runtime.engine_thread import EngineThread
+from compilespec.runtime.ticket import Ticket
 from tests.fuzz.direct import Seen
 from tests.fuzz.orders import Order
 

@@ -5,6 +5,9 @@ from __future__ import annotations
 import asyncio
 import random
 import re
+import subprocess
+import sys
+import textwrap
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -15,9 +18,9 @@ import pytest
 from compilespec import SamplingParams
 from compilespec.errors import EngineClosed, InvalidRequest
 from compilespec.runtime.engine import Engine
-from compilespec.runtime.engine_thread import Ticket
 from compilespec.runtime.outputs import Delta
 from compilespec.runtime.request import Request
+from compilespec.runtime.ticket import Ticket
 from tests.support.fake_executor import FakeExecutor, geometry, toy_decode
 
 SIZES = geometry()
@@ -228,6 +231,27 @@ def test_closing_ends_all_and_refuses_more() -> None:
     server.close()
     assert {ticket.result(60).finish_reason for ticket in [*tickets, late]} == {"aborted"}
     assert engine._executor.closed
+
+
+def test_a_script_that_ends_with_an_exception_closes_what_still_serves() -> None:
+    script = textwrap.dedent("""
+        from compilespec import SamplingParams
+        from compilespec.runtime.engine import Engine
+        from tests.support.fake_executor import FakeExecutor, geometry
+
+        class Executor(FakeExecutor):
+            def close(self):
+                print("closed")
+
+        server = Engine(Executor(geometry(max_seq_len=4000, num_blocks=500))).serve()
+        ticket = server.submit([1], SamplingParams(max_new_tokens=3900, ignore_eos=True))
+        next(iter(ticket))
+        raise ValueError("my mistake")
+    """)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.stdout == "closed\n"
+    assert done.stderr.rstrip().endswith("ValueError: my mistake")
+    assert done.returncode == 1
 
 
 class Unclosable(FakeExecutor):

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from compilespec.runtime.adaptive import AdaptiveDrafts
-from compilespec.runtime.engine_thread import Ticket
 from compilespec.runtime.step_runner import StepRunner
+from compilespec.runtime.ticket import Ticket
 from tests.fuzz.lab import Lab, Policy, build
 from tests.fuzz.orders import DIRECT_WAYS, SERVED_WAYS, Order, draw_orders
 from tests.fuzz.plan import COUNTS, Plan, draw_plan
