@@ -202,23 +202,15 @@ class PhaseGraph:
     spliced: fx.GraphModule
     splice_records: tuple[PassRecord, ...] = field(repr=False)
     finish: Callable[[], StepGraph] = field(repr=False)  # the retrace and the ATen passes
-    context: Any = field(repr=False)  # the `PassContext` that the passes read: what verify runs on
+    context: Any = field(repr=False)  # what its passes read: only `inspect.stages.context_of` asks
+    kind: str  # which step it is, whatever K: "prefill", "decode", "decode, greedy", "replay"
+    title: str  # the kind, and K of a decode step: "decode, K=3"
+    num_draft_tokens: int  # K of this step
+    num_attention_layers: int  # of the target
 
     @functools.cached_property
     def step(self) -> StepGraph:
         return self.finish()
-
-    @property
-    def kind(self) -> str:
-        """Which of a program's steps it is, whatever K: "prefill", "decode", "decode, greedy" or
-        "replay".
-        """
-        return str(self.context.kind)
-
-    @property
-    def title(self) -> str:
-        """The kind, and K of a decode step: "decode, K=3"."""
-        return str(self.context.title)
 
     @property
     def graph_module(self) -> fx.GraphModule:
@@ -277,8 +269,13 @@ class SpecProgram:
     phases: Mapping[Phase, PhaseGraph]
     buffers: tuple[BufferSpec, ...]
     weights: Mapping[str, Tensor] = field(repr=False)
+    target_weights: Mapping[str, Tensor] = field(default_factory=dict, repr=False)  # as captured
     vocab_size: int
+    lossless: bool = True  # whether its tokens are, or are distributed as, those of plain decoding
+    num_reserved_tokens: int = 1  # slots past seq_len that a step may write
     num_repeated_tokens: int = 0  # prompt tokens that a chunk runs again, for the drafter's sake
+    prefix_lookahead: int = 0  # tokens after a position that its entries in the caches depend on
+    has_own_blocks: bool = False  # whether layers of the drafter have blocks of their own sizes
     variants: Mapping[int, PhaseGraph] = field(default_factory=dict)  # decode steps of a smaller K
     greedy: Mapping[int, PhaseGraph] = field(default_factory=dict)  # by K; argmax and nothing else
     replay: PhaseGraph | None = None  # brings drafters up to date after steps of K = 0

@@ -12,7 +12,7 @@ from compilespec.errors import InvalidOption
 from compilespec.inspect.interpret import Stage
 from compilespec.inspect.locate import NodeReport, first_parting_node
 from compilespec.inspect.random_inputs import with_target_inputs
-from compilespec.inspect.stages import PassStages, pass_stages
+from compilespec.inspect.stages import PassStages, context_of, pass_stages
 from compilespec.inspect.verify import (
     LOWERED,
     Check,
@@ -23,7 +23,6 @@ from compilespec.inspect.verify import (
     parts_of,
 )
 from compilespec.lowering import lower
-from compilespec.passes.context import PassContext
 from compilespec.passes.references import Case
 from compilespec.program import PHASES, Lowered, Phase, PhaseGraph, SpecProgram
 from compilespec.runtime.engine import Engine
@@ -141,7 +140,7 @@ def bisect(
         tokens=served.tokens,
         num_prompts=len(prompts),
         found=check,
-        node=first_parting_node(graph.context, stages, case) if stages else None,
+        node=first_parting_node(context_of(graph), stages, case) if stages else None,
         wrong_batch_sizes=tuple(sorted(size for size, right in sizes.items() if not right)),
         right_batch_sizes=tuple(sorted(size for size, right in sizes.items() if right)),
     )
@@ -245,7 +244,7 @@ def _first_wrong(
     graph: PhaseGraph, calls: Sequence[Case], lowered: Any, seed: int
 ) -> tuple[Check, PassStages | None, Case] | None:
     """The first pass of a phase that does not compute what it must, on served or random calls."""
-    ctx: PassContext = graph.context
+    ctx = context_of(graph)
     mine = [with_target_inputs(ctx, case) for case in calls if case.phase == graph.phase]
     # the first calls cover what every call does, the last ones gave the wrong token
     served = mine if len(mine) <= 3 else [mine[0], *mine[-2:]]
@@ -267,12 +266,12 @@ def _first_wrong(
 
 
 def _batch_sizes(graph: PhaseGraph) -> Iterator[int]:
-    yield from range(1, min(8, graph.context.config.max_batch_size) + 1)
+    yield from range(1, min(8, context_of(graph).config.max_batch_size) + 1)
 
 
 def _is_right(graph: PhaseGraph, stages: PassStages | None, size: int, seed: int) -> bool:
     """Whether the pass agrees on a random call of this size."""
-    ctx: PassContext = graph.context
+    ctx = context_of(graph)
     start = next(pass_stages(graph)).before
     (case,) = make_cases(ctx, start, batch_sizes=(size,), seed=seed)
     return stages is None or check_pass(ctx, stages, case).ok

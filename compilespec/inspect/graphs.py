@@ -17,6 +17,7 @@ from torch import Tensor, fx
 from compilespec import _torch_compat
 from compilespec.errors import InvalidOption
 from compilespec.errors.suggest import did_you_mean
+from compilespec.inspect.stages import context_of
 from compilespec.passes.context import PassContext
 from compilespec.passes.order import ATEN_PASSES, SPLICE_PASSES
 from compilespec.passes.rewrite import EXAMPLE_SIZES
@@ -54,7 +55,7 @@ class PhaseStages:
 
     def __init__(self, phase: PhaseGraph, *, with_shapes: bool = True) -> None:
         self.phase = phase
-        self._shapes = Shapes(phase.context) if with_shapes else None
+        self._shapes = Shapes(context_of(phase)) if with_shapes else None
 
     @property
     def names(self) -> list[str]:
@@ -109,7 +110,7 @@ def captured_stages(program: SpecProgram, which: str) -> list[GraphStage]:
 
     Raises: InvalidOption for the drafter of a program that has none.
     """
-    ctx: PassContext = next(iter(program.phases.values())).context
+    ctx = context_of(next(iter(program.phases.values())))
     traced = [ctx.target] if which == "target" else list(ctx.draft.values())
     if not traced:
         raise InvalidOption(f"spec={program.method!r} has no drafter: there is no draft graph")

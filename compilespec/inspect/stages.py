@@ -32,12 +32,20 @@ class PassStages:
     reference: Reference | None  # None: what the graph before computes
 
 
+def context_of(graph: PhaseGraph) -> PassContext:
+    """What the passes of a graph read and declared.  The one way to it after the rewriting: other
+    stages take what they need from fields of `SpecProgram` and `PhaseGraph`.
+    """
+    context: PassContext = graph.context
+    return context
+
+
 def pass_stages(phase: PhaseGraph) -> Iterator[PassStages]:
     """Every pass of a phase, in order; the retrace to ATen runs only when it is reached.
 
     Needs the passes' graphs: see `with_graphs`.
     """
-    ctx: PassContext = phase.context
+    ctx = context_of(phase)
     bound: dict[str, Tensor] = {}
     for record in phase.splice_records:
         yield _stages(record, phase.spliced, phase.spliced, ctx, bound)
@@ -55,7 +63,7 @@ def with_graphs(phase: PhaseGraph) -> PhaseGraph:
         return phase
     known = {entry.name for entry in (*SPLICE_PASSES, *ATEN_PASSES)}
     ran = {record.name for record in phase.records}
-    ctx = dataclasses.replace(phase.context, inputs={}, buffers={}, weights={}, declared={})
+    ctx = dataclasses.replace(context_of(phase), inputs={}, buffers={}, weights={}, declared={})
     return rewrite_phase(ctx, keep_graphs=True, disabled=frozenset(known - ran))
 
 

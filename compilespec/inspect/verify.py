@@ -15,7 +15,7 @@ from compilespec.errors import InvalidOption, NotSupported
 from compilespec.inspect.compare import compare, error_of, rounding_bound
 from compilespec.inspect.interpret import Decisions, Stage
 from compilespec.inspect.random_inputs import random_cases
-from compilespec.inspect.stages import PassStages, pass_stages, with_graphs
+from compilespec.inspect.stages import PassStages, context_of, pass_stages, with_graphs
 from compilespec.passes.context import PassContext
 from compilespec.passes.references import Case, Values
 from compilespec.program import LoweredPhase, Phase, PhaseGraph, SpecProgram
@@ -169,7 +169,7 @@ def verify(
 
 
 def _report(graphs: Mapping[Phase, PhaseGraph], checks: Sequence[Check]) -> VerifyReport:
-    ctx: PassContext = next(iter(graphs.values())).context
+    ctx = context_of(next(iter(graphs.values())))
     return VerifyReport(method=ctx.capabilities.name, dtype=ctx.config.dtype, checks=tuple(checks))
 
 
@@ -203,11 +203,11 @@ def check_phase(
     cases: list[Case] = []
     for stages in pass_stages(graph):
         if not cases:  # the first pass starts from the target alone
-            cases = make_cases(graph.context, stages.before, batch_sizes=batch_sizes, seed=seed)
+            cases = make_cases(context_of(graph), stages.before, batch_sizes=batch_sizes, seed=seed)
         if known is not None:
             known.add(stages.record.name)
         if passes is None or stages.record.name in passes:
-            yield from (check_pass(graph.context, stages, case) for case in cases)
+            yield from (check_pass(context_of(graph), stages, case) for case in cases)
 
 
 def make_cases(
@@ -327,7 +327,7 @@ def check_lowered(
     graph: PhaseGraph, lowered: LoweredPhase, batch_sizes: Sequence[int] | None, seed: int
 ) -> list[Check]:
     """The compiled call of a phase against its graph, run operator by operator."""
-    ctx: PassContext = graph.context
+    ctx = context_of(graph)
     start = next(pass_stages(graph)).before
     cases = make_cases(ctx, start, batch_sizes=batch_sizes, seed=seed, whole_caches=True)
     final = final_stage(graph)
@@ -336,7 +336,7 @@ def check_lowered(
 
 def final_stage(graph: PhaseGraph) -> Stage:
     """The graph that is lowered."""
-    ctx: PassContext = graph.context
+    ctx = context_of(graph)
     module = graph.graph_module
     module.graph.output_node().meta["names"] = graph.outputs
     return Stage(module.graph, module, ctx, ctx.declared, {})

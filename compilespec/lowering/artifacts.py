@@ -63,7 +63,7 @@ def artifact_key(graph: PhaseGraph, program: SpecProgram, options: dict[str, Any
     for name, buffer in sorted(graph.spliced.named_buffers()):
         spliced.update(name.encode() + _bytes(buffer))
     sizes = dataclasses.asdict(program.config)
-    model = sorted((name, tuple(w.shape)) for name, w in graph.context.target.weights.items())
+    model = sorted((name, tuple(w.shape)) for name, w in program.target_weights.items())
     return _key(
         {
             "model": _digest(repr(model).encode()),
@@ -71,7 +71,7 @@ def artifact_key(graph: PhaseGraph, program: SpecProgram, options: dict[str, Any
             **_environment(options),
             "method": program.method,
             **{name: str(size).removeprefix("torch.") for name, size in sizes.items()},
-            "K of the step": str(graph.context.config.num_draft_tokens),
+            "K of the step": str(graph.num_draft_tokens),
             "buffers": _digest(repr(program.buffers).encode()),
             "graph of the step": spliced.hexdigest(),
             "layout of weights": layouts.hexdigest(),

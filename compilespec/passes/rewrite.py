@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -37,9 +38,7 @@ def rewrite_phase(
     def finish() -> StepGraph:
         return finish_phase(gm, ctx, keep_graphs=keep_graphs, disabled=disabled)
 
-    return PhaseGraph(
-        phase=ctx.phase, spliced=gm, splice_records=tuple(records), finish=finish, context=ctx
-    )
+    return _phase_graph(gm, ctx, tuple(records), finish)
 
 
 def rewrite_replay(ctx: PassContext, *, disabled: frozenset[str] = frozenset()) -> PhaseGraph:
@@ -55,12 +54,25 @@ def rewrite_replay(ctx: PassContext, *, disabled: frozenset[str] = frozenset()) 
     set_outputs(gm, {"tokens_BS": tokens})
     stamp(gm.graph, "replay")
     gm.recompile()
+    return _phase_graph(gm, ctx, (), lambda: finish_phase(gm, ctx, disabled=disabled))
+
+
+def _phase_graph(
+    gm: fx.GraphModule,
+    ctx: PassContext,
+    records: tuple[PassRecord, ...],
+    finish: Callable[[], StepGraph],
+) -> PhaseGraph:
     return PhaseGraph(
         phase=ctx.phase,
         spliced=gm,
-        splice_records=(),
-        finish=lambda: finish_phase(gm, ctx, disabled=disabled),
+        splice_records=records,
+        finish=finish,
         context=ctx,
+        kind=ctx.kind,
+        title=ctx.title,
+        num_draft_tokens=ctx.config.num_draft_tokens,
+        num_attention_layers=ctx.num_attention_layers,
     )
 
 

@@ -15,6 +15,7 @@ from compilespec.errors import InvalidOption
 from compilespec.methods.base import Drafter, Method
 from compilespec.methods.capabilities import Capabilities
 from compilespec.methods.find import find_draft
+from compilespec.passes.acceptance.registry import is_lossless
 from compilespec.passes.context import PassContext
 from compilespec.passes.draft_loops import LOOPS
 from compilespec.passes.draft_loops.kept_inputs import READ_BY_REPLAY
@@ -60,7 +61,8 @@ def build_program(
     capabilities = (drafter.capabilities if drafter else None) or method.capabilities
     drafts = capabilities.kind != "none"
     config = options.program_config(target, info, drafter if drafts else None)
-    num_repeated = num_repeated_tokens(capabilities, config)
+    check_sizes(capabilities, config, options)
+    loop = LOOPS[capabilities.kind]
     traced_draft: Mapping[str, Traced] = {}
     if drafter is not None:
         with progress.step("trace", "drafter"):
@@ -105,8 +107,6 @@ def build_program(
         phases[phase] = rewritten(context(phase))
     variants, replay, parts = {}, None, [buffers]
     if options.smaller_draft_counts:
-        check_several_k(capabilities, options)
-        loop = LOOPS[capabilities.kind]
         for count in options.smaller_draft_counts:
             parts.append({})
             variants[count] = rewritten(context("decode", count, buffers=parts[-1]))
@@ -132,7 +132,12 @@ def build_program(
         buffers=tuple({name: spec for part in parts for name, spec in part.items()}.values()),
         weights=weights,
         vocab_size=info.vocab_size,
-        num_repeated_tokens=num_repeated,
+        target_weights=traced.weights,
+        lossless=is_lossless(options.acceptance) and capabilities.lossless,
+        num_reserved_tokens=loop.num_reserved_tokens(config.num_draft_tokens),
+        num_repeated_tokens=loop.num_repeated_tokens(config.num_draft_tokens),
+        prefix_lookahead=loop.lookahead(config.num_draft_tokens),
+        has_own_blocks=bool(_block_sizes(drafter, config)),
         recorder=drafter.recorder if drafter else None,
         propose_on_host=drafter.propose_on_host if drafter else None,
         host_processors=options.host_processors,
@@ -161,9 +166,9 @@ def _load_drafter(
 
 def num_graphs(options: CompileOptions, config: ProgramConfig, capabilities: Capabilities) -> int:
     """How many steps `build_program` rewrites."""
-    smaller, loop = options.smaller_draft_counts, LOOPS.get(capabilities.kind)
+    smaller = options.smaller_draft_counts
     num_greedy = len(smaller) + 1 if has_greedy_step(options, config) else 0
-    has_replay = loop is not None and 0 in smaller and loop.needs_replay
+    has_replay = 0 in smaller and LOOPS[capabilities.kind].needs_replay
     return len(PHASES) + len(smaller) + num_greedy + has_replay
 
 
@@ -183,22 +188,11 @@ def has_greedy_step(options: CompileOptions, config: ProgramConfig) -> bool:
     return options.greedy_step
 
 
-def check_several_k(capabilities: Capabilities, options: CompileOptions) -> None:
-    """Raises: InvalidOption where a method's drafts cannot be fewer in some steps."""
-    loop, name = LOOPS.get(capabilities.kind), capabilities.name
-    if loop is None:
-        raise InvalidOption(f"spec={name!r} drafts nothing: leave out num_draft_tokens=")
-    if not loop.several_k:
-        raise InvalidOption(
-            f"spec={name!r} runs all its modules in every step, or their caches would have holes: "
-            f"give num_draft_tokens= one number"
-        )
-    if 0 in options.smaller_draft_counts and not loop.allows_no_drafts:
-        raise InvalidOption(
-            f"spec={name!r} must see every token, or its cache would have holes: leave 0 out of "
-            f"num_draft_tokens="
-        )
-    if options.acceptance.reads_draft_probs:
+def check_sizes(capabilities: Capabilities, config: ProgramConfig, options: CompileOptions) -> None:
+    """Raises: InvalidOption where the draft loop cannot work with K, or with several of them."""
+    smaller = options.smaller_draft_counts
+    LOOPS[capabilities.kind].check(capabilities.name, config, smaller)
+    if smaller and options.acceptance.reads_draft_probs:
         raise InvalidOption(
             f"acceptance={options.acceptance.rule!r} takes one K: give num_draft_tokens= one "
             f"number, or leave acceptance= at 'auto'"
@@ -214,22 +208,6 @@ def _block_sizes(drafter: Drafter | None, config: ProgramConfig) -> tuple[int, .
             f"came {len(sizes)}"
         )
     return sizes
-
-
-def num_repeated_tokens(capabilities: Capabilities, config: ProgramConfig) -> int:
-    """Module i of a windowed drafter needs tokens, and hidden states, i rows ahead: the rows that
-    end a chunk are run again with the next one (H-4, H-22).
-
-    Raises: InvalidOption where that leaves a chunk no room for others.
-    """
-    count = config.num_draft_tokens - 1 if capabilities.kind == "windowed" else 0
-    if config.max_prefill_tokens <= count:
-        raise InvalidOption(
-            f"max_prefill_tokens must be above {count}: spec={capabilities.name!r} with "
-            f"num_draft_tokens={config.num_draft_tokens} begins each chunk of a prompt with the "
-            f"{count} tokens before it; got {config.max_prefill_tokens}"
-        )
-    return count
 
 
 def _notes(target: Target, drafter: Drafter | None) -> tuple[str, ...]:

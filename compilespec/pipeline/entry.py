@@ -30,7 +30,6 @@ from compilespec.progress import Progress, Reporter
 from compilespec.quantization import quantize_target
 from compilespec.runtime.draft_policy import DraftPolicy
 from compilespec.runtime.engine import Engine
-from compilespec.runtime.prefix_cache import lookahead_of
 from compilespec.runtime.step_costs import measure
 from compilespec.runtime.step_runner import StepRunner
 from compilespec.tracing.load import Target, load_target
@@ -155,7 +154,6 @@ def compile(
     with reporter.step("load", "weights and buffers, in place"):
         runner = StepRunner(lowered, buckets=options.buckets, graphs=options.graphs)
     runner.capture(reporter)
-    capabilities = program.phases["decode"].context.capabilities
     shares = why_not_shared(program, options) is None
     policy = None
     if program.variants:
@@ -178,9 +176,7 @@ def compile(
         on_preempt=program.recorder.forget if program.recorder else None,
         propose=program.propose_on_host,
         overlap=why_not_overlapped(program, options) is None,
-        prefix_lookahead=(
-            lookahead_of(capabilities, program.config.num_draft_tokens) if shares else None
-        ),
+        prefix_lookahead=program.prefix_lookahead if shares else None,
         max_step_tokens=options.max_step_tokens,
     )
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from compilespec.methods.capabilities import Capabilities
-from compilespec.passes.acceptance.registry import describe, is_lossless
+from compilespec.passes.acceptance.registry import describe
 from compilespec.pipeline.options import CompileOptions
 from compilespec.program import SpecProgram
 from compilespec.runtime.prefix_cache import why_not
@@ -17,13 +16,12 @@ def describe_plan(
 ) -> dict[str, Any]:
     """Method, sizes, what is on and what is off, and the reasons, in plain values."""
     config = program.config
-    capabilities: Capabilities = program.phases["decode"].context.capabilities
     return {
         "model": program.model,
         "method": program.method,
         "num_draft_tokens": config.num_draft_tokens,
         "acceptance": describe(options.acceptance),
-        "lossless": is_lossless(options.acceptance) and capabilities.lossless,
+        "lossless": program.lossless,
         "buckets": runner.buckets,
         "backend": options.backend,
         "dtype": str(config.dtype).removeprefix("torch."),

@@ -13,7 +13,6 @@ import hashlib
 from array import array
 from collections.abc import Iterable, Sequence
 
-from compilespec.methods.capabilities import Capabilities
 from compilespec.program import SpecProgram
 from compilespec.runtime.blocks import BlockPool
 
@@ -96,21 +95,11 @@ class PrefixCache:
         del self._block_of[self._key_of.pop(block)]
 
 
-def lookahead_of(capabilities: Capabilities, num_draft_tokens: int) -> int:
-    """Row t of a recycled drafter pairs hidden state t with token t+1; module i of a windowed one
-    has token t+1+i, i = 0..K-1; an unshifted drafter, as the target, has token t in slot t.
-    """
-    if capabilities.kind == "windowed":
-        return num_draft_tokens
-    return int(capabilities.kind == "recycled")
-
-
 def why_not(program: SpecProgram) -> str | None:
     """Why requests of this program cannot share the blocks of a prefix; None: they can."""
-    context = program.phases["decode"].context
     if program.recorder is not None:
         return "the hidden states of every prompt token are recorded"
-    if context.kv_block_sizes:
+    if program.has_own_blocks:
         return "the drafter's layers have blocks of their own, which are not found by tokens"
     for buffer in program.buffers:
         if buffer.kind == "state" and buffer.name not in REBUILT_STATE:

@@ -58,7 +58,7 @@ class StepRunner:
             num_blocks=config.num_blocks,
             num_draft_tokens=config.num_draft_tokens,
             vocab_size=program.vocab_size,
-            reserve_tokens=2 * config.num_draft_tokens + 1,
+            reserve_tokens=program.num_reserved_tokens,
             num_repeated_tokens=program.num_repeated_tokens,
             draft_counts=tuple(lowered.variants),
             needs_replay=lowered.replay is not None,

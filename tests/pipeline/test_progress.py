@@ -17,6 +17,7 @@ import torch
 import compilespec
 from compilespec import Progress
 from compilespec.cli import main, report
+from compilespec.inspect.stages import context_of
 from compilespec.lowering import artifacts, lower, prepare_kernels
 from compilespec.lowering.artifacts import ArtifactCache, ArtifactKey, artifact_key
 from compilespec.ops import _build
@@ -74,7 +75,7 @@ def test_an_interpreted_start_tells_its_steps_in_order(caplog: pytest.LogCapture
 def test_graphs_and_programs_print_a_line(program: SpecProgram) -> None:
     assert repr(program) == "SpecProgram(LlamaForCausalLM, none, K=0, cpu, float64)"
     decode = program.phases["decode"]
-    for one in (decode, decode.step, decode.context.target, lower(program, backend="eager")):
+    for one in (decode, decode.step, context_of(decode).target, lower(program, backend="eager")):
         text = repr(one)
         assert len(text) < 1500, text[:200]
         assert "tensor(" not in text

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from compilespec.methods.capabilities import Capabilities
+from compilespec.passes.draft_loops import LOOPS
 from compilespec.program import BufferSpec
 from compilespec.runtime.blocks import BlockPool
 from compilespec.runtime.engine import Engine
-from compilespec.runtime.prefix_cache import PrefixCache, lookahead_of, why_not
+from compilespec.runtime.prefix_cache import PrefixCache, why_not
 from compilespec.runtime.sampling_params import SamplingParams
 from tests.support.fake_executor import FakeExecutor, geometry, toy_decode
 from tests.support.models import assert_nothing_held
@@ -146,23 +146,17 @@ def test_without_it_nothing_is_found():
 # --- which programs ---
 
 
-def program(kind: str = "recycled", buffers: tuple[str, ...] = (), **changes: Any) -> Any:
-    context = SimpleNamespace(
-        kv_block_sizes=changes.pop("kv_block_sizes", ()), capabilities=Capabilities(
-            name="x", kind=kind
-        )
-    )  # fmt: skip
+def program(buffers: tuple[str, ...] = (), **changes: Any) -> Any:
     specs = [BufferSpec(name=n, kind="state", shape=(2,), dtype=torch.int32) for n in buffers]
     return SimpleNamespace(
-        recorder=changes.get("recorder"), phases={"decode": SimpleNamespace(context=context)},
-        buffers=specs,
-    )  # fmt: skip
+        **{"recorder": None, "has_own_blocks": False, "buffers": specs, **changes}
+    )
 
 
 def test_methods_that_could_not_be_right_do_not_share():
     assert why_not(program(buffers=("seq_len_R", "ring_ids_RK", "history_RL"))) is None
     assert "recorded" in why_not(program(recorder=object()))
-    assert "blocks of their own" in why_not(program(kv_block_sizes=(16, 8)))
+    assert "blocks of their own" in why_not(program(has_own_blocks=True))
     assert "relaxed_delta_R" in why_not(program(buffers=("seq_len_R", "relaxed_delta_R")))
 
 
@@ -171,7 +165,7 @@ def test_methods_that_could_not_be_right_do_not_share():
     [("none", 0), ("recycled", 1), ("windowed", 3), ("unshifted", 0), ("direct", 0)],
 )
 def test_lookahead_follows_from_the_loop(kind, wanted):
-    assert lookahead_of(Capabilities(name="x", kind=kind), 3) == wanted
+    assert LOOPS[kind].lookahead(3) == wanted
 
 
 # --- the parts ---

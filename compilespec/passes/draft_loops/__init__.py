@@ -7,11 +7,12 @@ returns how many drafter passes it spliced.  Which one runs is a capability of t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import fx
 
+from compilespec.errors import InvalidOption
 from compilespec.methods.capabilities import DraftKind
 from compilespec.passes.context import PassContext
 from compilespec.passes.draft_loops.callback import callback
@@ -21,32 +22,80 @@ from compilespec.passes.draft_loops.recycled import recycled
 from compilespec.passes.draft_loops.shared_kv import shared_kv
 from compilespec.passes.draft_loops.unshifted import num_unshifted_passes, unshifted
 from compilespec.passes.draft_loops.windowed import windowed
+from compilespec.program import ProgramConfig
 
 
 @dataclass(frozen=True, kw_only=True)
 class DraftLoop:
-    """One kind of draft loop, and how many drafter passes it must splice."""
+    """One kind of draft loop: what is spliced, and what follows from K for the rest of the engine.
+
+    Functions of an int are given K, the largest one of the program.
+    """
 
     splice: Callable[[fx.GraphModule, PassContext], int]
+
     num_passes: Callable[[PassContext], int]
-    several_k: bool = True  # whether steps may verify and draft fewer than the largest K
-    keep: Callable[[fx.GraphModule, PassContext], None] | None = None  # in steps of K = 0
-    needs_replay: bool = False  # after steps of K = 0, before it drafts again
-    allows_no_drafts: bool = True  # whether steps of K = 0 are possible
-    fills_rows: bool = False  # its one call gives the drafts of the largest K
+    """Drafter passes that `splice` must make."""
+
+    keep: Callable[[fx.GraphModule, PassContext], None] | None = None
+    """Keeps the drafter's inputs in steps of K = 0."""
+
+    needs_replay: bool = False
+    """After steps of K = 0 the kept inputs are run before it drafts again."""
+
+    fills_rows: bool = False
+    """Its one call gives the drafts of the largest K."""
+
+    why_one_k: str | None = None
+    """Why no step may verify and draft fewer than the largest K, and the cure; None: they may."""
+
+    why_never_zero: str | None = None
+    """Why no step may have K = 0, and the cure; None: they may."""
+
+    num_reserved_tokens: Callable[[int], int] = lambda k: 2 * k + 1
+    """Slots past seq_len that a step may write: its S rows, then what the drafter writes ahead."""
+
+    num_repeated_tokens: Callable[[int], int] = lambda k: 0
+    """Tokens at the end of a prompt's chunk that the next chunk runs again (H-4, H-22)."""
+
+    lookahead: Callable[[int], int] = lambda k: 0
+    """Tokens after a position that its entries in the drafter's cache depend on."""
+
+    def check(self, name: str, config: ProgramConfig, smaller_draft_counts: Sequence[int]) -> None:
+        """Whether the loop of method `name` can work with these sizes.  Raises: InvalidOption."""
+        if smaller_draft_counts and self.why_one_k:
+            raise InvalidOption(f"spec={name!r} {self.why_one_k}")
+        if 0 in smaller_draft_counts and self.why_never_zero:
+            raise InvalidOption(f"spec={name!r} {self.why_never_zero}")
+        count = self.num_repeated_tokens(config.num_draft_tokens)
+        if config.max_prefill_tokens <= count:
+            raise InvalidOption(
+                f"max_prefill_tokens must be above {count}: spec={name!r} with "
+                f"num_draft_tokens={config.num_draft_tokens} begins each chunk of a prompt with "
+                f"the {count} tokens before it; got {config.max_prefill_tokens}"
+            )
 
 
 LOOPS: Mapping[DraftKind, DraftLoop] = {
+    "none": DraftLoop(
+        splice=lambda gm, ctx: 0,
+        num_passes=lambda ctx: 0,
+        why_one_k="drafts nothing: leave out num_draft_tokens=",
+    ),
     "recycled": DraftLoop(
         splice=recycled,
         num_passes=lambda ctx: ctx.config.num_draft_tokens,
         keep=keep_inputs,
         needs_replay=True,
+        lookahead=lambda k: 1,  # row t pairs hidden state t with token t+1
     ),
     "windowed": DraftLoop(
         splice=windowed,
         num_passes=lambda ctx: ctx.config.num_draft_tokens,
-        several_k=False,  # every module's cache needs every step
+        why_one_k="runs all its modules in every step, or their caches would have holes: give "
+        "num_draft_tokens= one number",
+        num_repeated_tokens=lambda k: k - 1,  # module i needs tokens and hidden states i rows ahead
+        lookahead=lambda k: k,  # module i has token t+1+i, i = 0..K-1
     ),
     "direct": DraftLoop(
         splice=direct, num_passes=lambda ctx: 1, keep=keep_history, fills_rows=True
@@ -54,6 +103,9 @@ LOOPS: Mapping[DraftKind, DraftLoop] = {
     "shared_kv": DraftLoop(splice=shared_kv, num_passes=lambda ctx: ctx.config.num_draft_tokens),
     "callback": DraftLoop(splice=callback, num_passes=lambda ctx: 0),
     "unshifted": DraftLoop(
-        splice=unshifted, num_passes=num_unshifted_passes, allows_no_drafts=False
+        splice=unshifted,
+        num_passes=num_unshifted_passes,
+        why_never_zero="must see every token, or its cache would have holes: leave 0 out of "
+        "num_draft_tokens=",
     ),
 }
