@@ -156,3 +156,16 @@ def test_a_lazy_circle_and_an_import_upwards_are_found(tmp_path):
     assert against_the_floors(planted, paths) == [
         "compilespec/errors/__init__.py:3 imports compilespec.runtime.engine"
     ]
+
+
+def test_no_test_imports_another_test_file():
+    """What several need stands in tests/support."""
+    files = modules(PACKAGE.parent / "tests")
+    found = [
+        f"{path.relative_to(PACKAGE.parent)}:{line} imports {target}"
+        for name, path in files.items()
+        for imported, line in _imports(ast.parse(path.read_text(encoding="utf-8")))
+        for target in (_module(imported, files),)
+        if target is not None and ".test_" in target
+    ]
+    assert found == []

@@ -68,7 +68,7 @@ import compilespec
 from compilespec import SamplingParams
 from compilespec.methods.eagle3 import random_head
 from compilespec.ops._library import TRITON_KERNELS
-from tests.models import target_info, tiny_target
+from tests.support.models import target_info, tiny_target
 
 calls = []
 if {on_triton}:

@@ -1,8 +1,8 @@
 """Every pass made wrong in one place: verification must see it, bisection must name it.
 
-`python -m pytest tests/inspect/test_faults.py -m "" -s` prints the table of faults and what caught each; a
-default run plants one fault a pass.  A fault that the stage contracts refuse outright is planted
-again with the contracts off, so that every row is judged by all three.
+`python -m pytest tests/inspect/test_faults.py -m "" -s` prints the table of faults and what caught
+each; a default run plants one fault a pass.  A fault that the stage contracts refuse outright is
+planted again with the contracts off, so that every row is judged by all three.
 """
 
 from __future__ import annotations

@@ -16,8 +16,8 @@ from compilespec.lowering.artifacts import artifact_key
 from compilespec.methods import mtp
 from compilespec.methods.eagle3 import random_head, save_head
 from compilespec.methods.recycled import RecycledDrafter
-from tests.methods.test_mtp_windowed import fresh_drafts
 from tests.support.models import Ask, ask_all, target_info, tiny_target
+from tests.support.windowed import fresh_drafts
 
 SIZES = ((5, 18), (23, 25), (2, 30))
 MAX_SEQ_LEN = 64

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import itertools
 import json
 from pathlib import Path
 
@@ -18,6 +17,7 @@ from compilespec.errors import DraftMismatch, InvalidOption
 from compilespec.methods.draft_model import share_tokens
 from tests.support.direct_methods import MAX_SEQ_LEN, SIZES, check_traffic
 from tests.support.models import VOCAB, Ask, ask_all, greedy_reference, tiny_target
+from tests.support.oracles import check_oracle
 
 DATA = Path(__file__).parents[1] / "data" / "draft_model"
 OPTIONS = {
@@ -97,27 +97,6 @@ def test_same_drafts_as_transformers_assisted_generation():
         backend="eager", max_batch_size=2, max_seq_len=64,
     ) as engine:  # fmt: skip
         check_oracle(engine, meta, io)
-
-
-def check_oracle(engine, meta, io):
-    """From the first length past each prompt on; the first drafts by how many are accepted."""
-    for index, trace in enumerate(meta["traces"]):
-        tokens = io[f"out.greedy{index}"].tolist()
-        steps = [step for step in trace if step["cur_len"] > len(io[f"in.prompt{index}"])]
-        known = steps[0]["cur_len"] - 1
-        request = engine.submit(
-            tokens[:known],
-            compilespec.SamplingParams(max_new_tokens=len(tokens) - known, ignore_eos=True),
-        )
-        for step, following in itertools.pairwise(steps):
-            engine.step()  # the first is the prefill and a step
-            assert request.emitted_per_step[-1] == step["accepted"] + 1
-            assert known + len(request.output_token_ids) == following["cur_len"]
-            drafts = engine._executor.buffers["tokens_RS"][request.row, 1:].tolist()
-            assert drafts[: len(following["candidates"])] == following["candidates"]
-        while engine.has_work:
-            engine.step()
-        assert request.output_token_ids == tokens[known:]
 
 
 # --- another vocabulary ---

@@ -19,6 +19,7 @@ import compilespec
 from compilespec.methods.eagle3 import random_head
 from compilespec.runtime.engine import Engine
 from compilespec.runtime.request import Request
+from tests.support.cases import FULL, ONCE
 from tests.support.models import (
     FAMILIES,
     Ask,
@@ -33,9 +34,6 @@ from tests.support.models import (
 MAX_SEQ_LEN = 75  # no multiple of a block
 DRAFT_LENGTHS = (1, 3, 5, 8)
 BATCHES = (1, 2, 3, 5, 8)
-FULL = ("llama",)  # every K, but for what slow_tests.txt takes away
-# One K in the default run; `tests/methods/test_matrix.py` has cases of the other families.
-ONCE = {"qwen3": 3, "qwen3_moe": 3, "gemma3": 1, "gpt_oss": 1}
 
 # Tracing costs seconds, the more the more layers: as few as give three distinct taps and both kinds
 # of layers where a family has two (gemma3's sixth is its first without a window).

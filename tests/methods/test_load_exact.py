@@ -19,7 +19,7 @@ from compilespec import SamplingParams
 from compilespec.methods.save_hidden_states import SavedStates
 from compilespec.runtime.engine import Engine
 from compilespec.runtime.request import Request
-from tests.methods.test_save_hidden_states import seen_by_hooks
+from tests.support.hooks import seen_by_hooks
 from tests.support.models import VOCAB, assert_nothing_held, tiny_target
 
 MAX_SEQ_LEN, K = 80, 3

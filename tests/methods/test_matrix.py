@@ -16,9 +16,9 @@ import torch
 from torch import nn
 
 import compilespec
-from tests.lowering.test_inductor_tokens import assert_same_tokens, tokens_of
-from tests.methods.test_families import FULL, ONCE
+from tests.support.cases import FULL, ONCE
 from tests.support.drafters import METHODS, traced_info
+from tests.support.margin import assert_same_tokens, tokens_of
 from tests.support.models import (
     FAMILIES,
     VOCAB,

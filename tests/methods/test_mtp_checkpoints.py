@@ -12,8 +12,8 @@ from safetensors.torch import load_file
 import compilespec
 from compilespec.methods.mtp.load import load_drafter
 from compilespec.tracing.load import load_target
-from tests.methods.test_draft_model import check_oracle
 from tests.support.models import target_info
+from tests.support.oracles import check_oracle
 
 CASE = Path(__file__).parents[1] / "data" / "oracles" / "d_mtp_deepseek_v3_n1"
 

@@ -16,8 +16,7 @@ from compilespec import SamplingParams
 from compilespec.errors import CheckpointError, DraftMismatch, EngineClosed, InvalidOption
 from compilespec.methods.registry import get_method
 from compilespec.methods.save_hidden_states import Layout, Recorder, SavedStates, prompt_digest
-from compilespec.tracing.attention import marked_attention
-from tests.passes.test_taps import hook_states
+from tests.support.hooks import seen_by_hooks
 from tests.support.models import ask_all, assert_nothing_held, run_traffic, target_info, tiny_target
 
 OPTIONS = {
@@ -31,12 +30,6 @@ SIZES = ((1, 12), (40, 9), (16, 17), (64, 11), (70, 5), (74, 1), (2, 3))
 def asked(family):
     model = tiny_target(family)
     return model, tuple(ask_all(model, SIZES))
-
-
-def seen_by_hooks(model, tokens, layers):
-    with marked_attention(model):  # transformers' eager attention rounds to float32
-        states = hook_states(model, lambda: model(torch.tensor([tokens])))
-    return torch.cat([states[k][0] for k in layers], -1)
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from compilespec.ops.paged_attention import paged_attention_reference
-from tests.ops.test_ops_attention import NAN, Case, Pool
+from tests.support.attention import NAN, Case, Pool
 
 pytest.importorskip("tests.support.triton_interpreter")
 pytestmark = pytest.mark.interp

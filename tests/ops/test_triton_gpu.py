@@ -18,8 +18,8 @@ from compilespec.ops.paged_attention import paged_attention_reference
 from compilespec.ops.roll_window import roll_window_reference
 from compilespec.ops.sample import draw_reference, note_logprobs_reference, sample_reference
 from compilespec.program import PAD
-from tests.ops.test_ops_attention import Case, Pool
-from tests.ops.test_ops_sample import PARAMETERS, State, make_state, window
+from tests.support.attention import Case, Pool
+from tests.support.sampling import PARAMETERS, State, make_state, window
 
 pytestmark = pytest.mark.gpu
 DEVICE = "cuda"

@@ -10,7 +10,7 @@ import torch
 from compilespec import SamplingParams
 from compilespec.ops.sample import draw_reference, layout, note_logprobs_reference, sample_reference
 from compilespec.ops.sample.philox import gumbel, noise_bits
-from tests.ops.test_ops_sample import PARAMETERS, make_state, window
+from tests.support.sampling import PARAMETERS, make_state, window
 
 pytest.importorskip("tests.support.triton_interpreter")
 pytestmark = pytest.mark.interp

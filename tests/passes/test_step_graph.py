@@ -1,4 +1,4 @@
-"""The real step graphs against the plain-Python model of their bookkeeping (tests/support/step_model.py).
+"""The real step graphs against the plain-Python model of their bookkeeping (support/step_model.py).
 
 Two drafters go over the same schedules.  "eagle3" is a random head.  "provenance" computes nothing:
 its hidden states and its cache entries say what they were computed from (position and token of the

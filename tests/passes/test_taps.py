@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import contextmanager
 
 import pytest
@@ -21,6 +20,7 @@ from compilespec.tracing.attention import marked_attention
 from compilespec.tracing.load import load_target
 from compilespec.tracing.target import trace_target
 from compilespec.tracing.target_info import describe_target
+from tests.support.hooks import decoder_layers, hook_states
 from tests.support.models import FAMILIES, VOCAB, call_traced, tiny_target
 
 NUM_LAYERS = 3
@@ -38,12 +38,6 @@ def short_target(family: str) -> nn.Module:
     return model
 
 
-def decoder_layers(model: nn.Module) -> nn.ModuleList:
-    return max(
-        (m for m in model.modules() if isinstance(m, nn.ModuleList)), key=lambda layers: len(layers)
-    )
-
-
 def context(model: nn.Module, aux_layers: tuple[int, ...]) -> PassContext:
     return PassContext(
         phase="decode", config=CONFIG, capabilities=get_method("eagle3").capabilities,
@@ -58,28 +52,6 @@ def run(gm: fx.GraphModule, ctx: PassContext, **arguments: Tensor) -> tuple[Tens
     roles = [node.meta["role"] for node in gm.graph.nodes if node.op == "placeholder"]
     with torch.no_grad():
         return gm(*[arguments[r] if r in arguments else ctx.weights[r] for r in roles])
-
-
-def hook_states(model: nn.Module, call: Callable[[], object]) -> list[Tensor]:
-    """hs[0..n] as hooks see them: the input of every decoder layer, the last one's output."""
-    states: list[Tensor] = []
-
-    def before(_: nn.Module, args: tuple, kwargs: dict) -> None:
-        states.append((args[0] if args else kwargs["hidden_states"]).clone())
-
-    def after(_: nn.Module, args: object, output: object) -> None:
-        states.append((output if isinstance(output, Tensor) else output[0]).clone())
-
-    layers = decoder_layers(model)
-    hooks = [layer.register_forward_pre_hook(before, with_kwargs=True) for layer in layers]
-    hooks.append(layers[-1].register_forward_hook(after))
-    try:
-        with torch.no_grad():
-            call()
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return states
 
 
 @contextmanager

@@ -25,7 +25,7 @@ from compilespec.tracing.load import Target, load_target
 from compilespec.tracing.quantized_weights import is_quantized, stand_ins
 from compilespec.tracing.target import trace_target
 from compilespec.tracing.target_info import describe_target
-from tests.methods.test_matrix import METHODS as DRAFTERS
+from tests.support.drafters import METHODS as DRAFTERS
 from tests.support.models import VOCAB
 
 torchao_quantization = pytest.importorskip("torchao.quantization")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,16 +16,11 @@ from compilespec.methods.eagle3 import random_head
 from compilespec.runtime.engine import Engine
 from compilespec.runtime.request import Request
 from compilespec.runtime.sampling_params import SamplingParams
-from tests.support.fake_executor import FakeExecutor, geometry, toy_decode
+from tests.support.fake_executor import VOCAB, FakeExecutor, geometry, prompt_of, toy_decode
 from tests.support.models import assert_nothing_held, greedy_reference, target_info, tiny_target
 
-VOCAB, COUNT = 259, 24
+COUNT = 24
 VICTIM = 1  # the second of four requests, and its row
-
-
-def prompt_of(length: int, seed: int = 0) -> list[int]:
-    draw = random.Random(1000 * seed + length)
-    return [draw.randrange(VOCAB) for _ in range(length)]
 
 
 class Letters:

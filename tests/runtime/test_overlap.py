@@ -4,29 +4,20 @@ early, and blocks are reserved as the model in `tests/support/step_model.py` say
 
 from __future__ import annotations
 
-import random
-
 import pytest
 
 from compilespec.errors import TokenizerFailed
 from compilespec.runtime.engine import Engine
 from compilespec.runtime.request import RequestState
 from compilespec.runtime.sampling_params import SamplingParams
-from tests.support.fake_executor import FakeExecutor, geometry, toy_decode
+from tests.support.fake_executor import VOCAB, FakeExecutor, geometry, prompt_of, toy_decode
 from tests.support.models import assert_nothing_held
 from tests.support.step_model import StepModel, Toy
-
-VOCAB = 259
 
 
 def make_engine(*, hit_rate: float = 0.7, eos: tuple[int, ...] = (), **sizes: int) -> Engine:
     executor = FakeExecutor(geometry(**sizes), hit_rate=hit_rate)
     return Engine(executor, eos_token_ids=eos, overlap=True)
-
-
-def prompt_of(length: int, seed: int = 0) -> list[int]:
-    draw = random.Random(1000 * seed + length)
-    return [draw.randrange(VOCAB) for _ in range(length)]
 
 
 def drain(engine: Engine) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 
 import pytest
@@ -12,10 +11,8 @@ from compilespec.runtime.engine import Engine
 from compilespec.runtime.request import Request
 from compilespec.runtime.sampling_params import SamplingParams
 from compilespec.runtime.scheduler import PATIENCE
-from tests.support.fake_executor import FakeExecutor, geometry, toy_decode
+from tests.support.fake_executor import VOCAB, FakeExecutor, geometry, prompt_of, toy_decode
 from tests.support.models import assert_nothing_held
-
-VOCAB = 259
 
 
 def make_engine(**options) -> Engine:
@@ -25,11 +22,6 @@ def make_engine(**options) -> Engine:
         if name in options
     }
     return Engine(FakeExecutor(geometry(**options)), **engine_options)
-
-
-def prompt_of(length: int, seed: int = 0) -> list[int]:
-    draw = random.Random(1000 * seed + length)
-    return [draw.randrange(VOCAB) for _ in range(length)]
 
 
 def submit(engine: Engine, length: int, count: int, seed: int = 0, **options) -> Request:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,21 +14,14 @@ from compilespec.runtime.blocks import BlockPool
 from compilespec.runtime.engine import Engine
 from compilespec.runtime.prefix_cache import PrefixCache, why_not
 from compilespec.runtime.sampling_params import SamplingParams
-from tests.support.fake_executor import FakeExecutor, geometry, toy_decode
+from tests.support.fake_executor import VOCAB, FakeExecutor, geometry, prompt_of, toy_decode
 from tests.support.models import assert_nothing_held
-
-VOCAB = 259
 
 
 def make_engine(lookahead: int = 1, *, overlap: bool = False, **sizes: int) -> Engine:
     sizes.setdefault("num_repeated_tokens", max(0, lookahead - 1))
     executor = FakeExecutor(geometry(**sizes), lookahead=lookahead)
     return Engine(executor, prefix_lookahead=lookahead, overlap=overlap)
-
-
-def prompt_of(length: int, seed: int = 0) -> list[int]:
-    draw = random.Random(1000 * seed + length)
-    return [draw.randrange(VOCAB) for _ in range(length)]
 
 
 def num_prefilled(engine: Engine) -> int:

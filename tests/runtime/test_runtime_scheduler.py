@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import random
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -13,18 +11,18 @@ from compilespec.runtime.blocks import BlockPool
 from compilespec.runtime.engine import Engine
 from compilespec.runtime.request import Request, RequestState
 from compilespec.runtime.sampling_params import SamplingParams
-from tests.support.fake_executor import FakeExecutor, geometry, toy_decode, toy_next
-
-VOCAB = 259
+from tests.support.fake_executor import (
+    VOCAB,
+    FakeExecutor,
+    geometry,
+    prompt_of,
+    toy_decode,
+    toy_next,
+)
 
 
 def make_engine(*, hit_rate: float = 0.7, eos: tuple[int, ...] = (), **sizes: int) -> Engine:
     return Engine(FakeExecutor(geometry(**sizes), hit_rate=hit_rate), eos_token_ids=eos)
-
-
-def prompt_of(length: int, seed: int = 0) -> list[int]:
-    draw = random.Random(1000 * seed + length)
-    return [draw.randrange(VOCAB) for _ in range(length)]
 
 
 def assert_all_returned(engine: Engine) -> None:

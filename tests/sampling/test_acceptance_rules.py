@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import pytest
@@ -16,8 +15,8 @@ from compilespec.methods.eagle3 import random_head
 from compilespec.passes.acceptance.options import resolve_acceptance
 from compilespec.passes.acceptance.registry import describe, is_lossless
 from compilespec.passes.acceptance.rule import RULE_INPUTS
-from tests.inspect import test_verify_loops
-from tests.sampling.test_rejection import LENGTH, PROMPT, markov_target, params_of
+from tests.support import loops
+from tests.support.markov import LENGTH, PROMPT, markov_target, params_of
 from tests.support.models import VOCAB, greedy_reference, target_info, tiny_target
 
 K = 2
@@ -247,13 +246,9 @@ def test_ids_are_proved(rule):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", test_verify_loops.KINDS)
-def test_verify_of_rejection_with_every_kind_of_loop(kind, monkeypatch):
-    monkeypatch.setattr(
-        compilespec, "trace", functools.partial(compilespec.trace, acceptance="rejection"),
-        raising=False,
-    )  # fmt: skip
-    program = test_verify_loops.traced(kind)
+@pytest.mark.parametrize("kind", loops.KINDS)
+def test_verify_of_rejection_with_every_kind_of_loop(kind):
+    program = loops.traced(kind, acceptance="rejection")
     report = compilespec.verify(program, passes=["splice_acceptance", "splice_draft_loop"])
     assert report.ok, str(report)
 

@@ -30,7 +30,10 @@ from compilespec.ops.sample.probabilities import (
 from compilespec.passes.acceptance.registry import FUNCTIONS
 from compilespec.passes.acceptance.rejection import ratio_test
 from compilespec.runtime.engine import Engine
-from tests.ops.test_ops_sample import (
+from tests.support.knowing import KnowingDrafter, Method
+from tests.support.markov import KINDS, LENGTH, PROMPT, SAMPLES, VOCAB, K, markov_target, params_of
+from tests.support.models import PlainModel, greedy_reference
+from tests.support.sampling import (
     PARAMETERS,
     STOPS,
     all_params,
@@ -39,8 +42,6 @@ from tests.ops.test_ops_sample import (
     transformers_scores,
     window,
 )
-from tests.sampling.test_sampling_coupled import KnowingDrafter, Method
-from tests.support.models import PlainModel, greedy_reference
 
 FALSE_ALARM = 1e-5
 CERTAIN = 1e-12  # what a wrong rule falls below
@@ -310,35 +311,6 @@ def test_uniform_numbers_are_even_and_inside():
 
 
 # --- in the engine ---
-
-VOCAB, K, PROMPT, LENGTH, SAMPLES = 13, 3, [3, 7, 5], 7, 1500
-KINDS: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "filters": {"top_k": 6, "top_p": 0.95, "min_p": 0.02, "temperature": 0.8},
-    "bias": {"logit_bias": {4: 2.0}, "bad_token_ids": (1, 5), "temperature": 1.4},
-    "one_draft": {"num_draft_tokens": 1},
-    "no_draft": {"num_draft_tokens": 0},
-}
-
-
-def markov_target() -> PlainModel:
-    """13 ids; its logits depend on the last token alone."""
-    torch.manual_seed(0)
-    model = PlainModel(width=16, num_layers=1, num_heads=2, max_positions=64)
-    model.tokens, model.head = nn.Embedding(VOCAB, 16), nn.Linear(16, VOCAB, bias=False)
-    model = model.double().eval()
-    with torch.no_grad():
-        model.places.weight.zero_()
-        model.head.weight.copy_(torch.randn(VOCAB, 16) * 0.4)
-        for linear in (model.blocks[0].out, model.blocks[0].down):
-            linear.weight.zero_()
-            linear.bias.zero_()
-    return model
-
-
-def params_of(kind: str, **changes: Any) -> SamplingParams:
-    options = {"max_new_tokens": LENGTH, "temperature": 1.0, "ignore_eos": True, "seed": 11}
-    return SamplingParams(**{**options, **KINDS[kind], **changes})
 
 
 def noisy(model: PlainModel) -> PlainModel:

@@ -20,38 +20,19 @@ from compilespec.errors import InvalidRequest
 from compilespec.methods.eagle3 import random_head
 from compilespec.ops.sample.philox import gumbel, noise_bits
 from compilespec.runtime.engine import Engine
-from tests.ops.test_ops_sample import transformers_scores
 from tests.support.models import VOCAB, DialDrafter, ScriptedDrafter, target_info, tiny_target
+from tests.support.sampling import REQUEST_PARAMETERS, transformers_scores
 
 MAX_SEQ_LEN, COUNT = 64, 24
 TEMPERATURES = (0.3, 1.0, 1.5)
 PROMPTS = ([5, 6, 7], [40, 41, 42, 43, 44, 45, 46, 47, 48], [11], [90, 3, 90, 3, 90])
-PARAMETERS: dict[str, dict[str, Any]] = {
-    "temperature": {},
-    "repetition_penalty": {"repetition_penalty": 1.4},
-    "presence_penalty": {"presence_penalty": 1.1},
-    "frequency_penalty": {"frequency_penalty": 0.8},
-    "logit_bias": {"logit_bias": {5: 3.0, 17: -1.0, 60: 2.0}},
-    "allowed_token_ids": {"allowed_token_ids": tuple(range(10, 40))},
-    "bad_token_ids": {"bad_token_ids": tuple(range(0, VOCAB, 2))},
-    "min_new_tokens": {"min_new_tokens": 15, "stop_token_ids": tuple(range(50))},
-    "top_k": {"top_k": 7},
-    "top_p": {"top_p": 0.7},
-    "min_p": {"min_p": 0.1},
-    "all": {
-        "repetition_penalty": 1.2, "presence_penalty": 0.5, "frequency_penalty": 0.3,
-        "logit_bias": {5: 1.0, 60: 2.0}, "bad_token_ids": (1, 3, 8), "min_new_tokens": 9,
-        "stop_token_ids": (4, 9, 30), "allowed_token_ids": tuple(range(70)), "top_k": 20,
-        "top_p": 0.95, "min_p": 0.01,
-    },
-}  # fmt: skip
 
 
 def params_of(name: str, temperature: float, seed: int = 7) -> SamplingParams:
     ignore = name not in ("min_new_tokens", "all")
     return SamplingParams(
         max_new_tokens=COUNT, temperature=temperature, seed=seed, ignore_eos=ignore,
-        **PARAMETERS[name],
+        **REQUEST_PARAMETERS[name],
     )  # fmt: skip
 
 
@@ -91,7 +72,7 @@ def site() -> Iterator[Site]:
 # --- what plain decoding draws ---
 
 
-@pytest.mark.parametrize("name", PARAMETERS)
+@pytest.mark.parametrize("name", REQUEST_PARAMETERS)
 def test_plain_decoding_draws_what_transformers_scores_say(site, name):
     """Token by token: the whole model anew, transformers' classes, the noise of the reference."""
     prompt, params = PROMPTS[1], params_of(name, 0.9, seed=2**40 + 3)
@@ -115,9 +96,9 @@ def test_parameters_change_what_is_drawn(site):
     """Else the equalities below would say little."""
     given = {
         tuple(token for prompt in PROMPTS for token in site.tokens(prompt, params_of(name, 1.5)))
-        for name in PARAMETERS
+        for name in REQUEST_PARAMETERS
     }
-    assert len(given) == len(PARAMETERS)
+    assert len(given) == len(REQUEST_PARAMETERS)
     by_temperature = {tuple(site.tokens(PROMPTS[0], params_of("temperature", t)))
                       for t in (0.0, *TEMPERATURES)}  # fmt: skip
     by_seed = {tuple(site.tokens(PROMPTS[0], params_of("temperature", 1.0, seed)))
@@ -128,7 +109,7 @@ def test_parameters_change_what_is_drawn(site):
 # --- coupled drafts ---
 
 
-MIXED = [(name, TEMPERATURES[index % 3]) for index, name in enumerate(PARAMETERS)]
+MIXED = [(name, TEMPERATURES[index % 3]) for index, name in enumerate(REQUEST_PARAMETERS)]
 MIXED += [(name, t) for name in ("temperature", "all") for t in TEMPERATURES]
 
 

@@ -22,9 +22,9 @@ from compilespec.demo import demo_directory
 from compilespec.tracing.load import load_target
 from compilespec.tracing.target import trace_target
 from compilespec.tracing.target_info import describe_target
-from tests.methods.test_matrix import METHODS
-from tests.sampling.test_sampling import PARAMETERS
+from tests.support.drafters import METHODS
 from tests.support.models import VOCAB, assert_nothing_held, tiny_target
+from tests.support.sampling import REQUEST_PARAMETERS
 
 FAMILIES = ("llama", "gemma2", "qwen3_moe")  # plain; windows, soft caps and tied; experts
 TEMPERATURES = (0.3, 1.0, 1.5)
@@ -38,15 +38,15 @@ BATCHES = (1, 4, 2, 3)  # unfinished requests, step by step; then as many as the
 def rows(share: int = 1) -> list[tuple[str, float, int]]:
     """(parameter, temperature, number): all of them, or every `share`-th; greedy ones between."""
     chosen = []
-    for number, (t, name) in enumerate(itertools.product(TEMPERATURES, PARAMETERS)):
-        if (number + number // len(PARAMETERS)) % share == 0:
+    for number, (t, name) in enumerate(itertools.product(TEMPERATURES, REQUEST_PARAMETERS)):
+        if (number + number // len(REQUEST_PARAMETERS)) % share == 0:
             chosen.append((name, t, number))
     return [*chosen, ("temperature", 0.0, 97), ("all", 0.0, 98)]
 
 
 def params_of(name: str, temperature: float, number: int, vocab: int) -> SamplingParams:
     ends = name in ("min_new_tokens", "all")
-    fields = {key: _inside(value, vocab) for key, value in PARAMETERS[name].items()}
+    fields = {key: _inside(value, vocab) for key, value in REQUEST_PARAMETERS[name].items()}
     return SamplingParams(
         max_new_tokens=COUNT, temperature=temperature, seed=1000 + number, ignore_eos=not ends,
         **fields,
@@ -142,9 +142,9 @@ def test_the_array_covers_every_pair():
     assert pairs >= set(itertools.product(METHODS, FAMILIES))
     assert {method for method, family in pairs if family == "demo"} == set(DEMO_METHODS)
     served = {(name, t) for name, t, _ in rows()}
-    assert served >= set(itertools.product(PARAMETERS, TEMPERATURES))
+    assert served >= set(itertools.product(REQUEST_PARAMETERS, TEMPERATURES))
     part = rows(3)
-    assert {name for name, *_ in part} == set(PARAMETERS)
+    assert {name for name, *_ in part} == set(REQUEST_PARAMETERS)
     assert {t for _, t, _ in part} == {0.0, *TEMPERATURES}
 
 

@@ -7,6 +7,7 @@ changes the tokens or raises.
 
 from __future__ import annotations
 
+import random
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -15,6 +16,9 @@ from compilespec.runtime.executor import Geometry, PrefillChunk
 from compilespec.runtime.sampling_rows import RowSampling, TokenLogprobs
 
 JUNK = -7  # a token that nobody may be given
+
+
+VOCAB = 259
 
 
 class FakeExecutorError(AssertionError):
@@ -30,10 +34,16 @@ def geometry(**changes: int) -> Geometry:
         "max_prefill_tokens": 48,
         "block_size": 8,
         "num_blocks": 48,
-        "vocab_size": 259,
+        "vocab_size": VOCAB,
         "reserve_tokens": 2 * num_draft_tokens + 1,
     }
     return Geometry(**{**sizes, **changes})
+
+
+def prompt_of(length: int, seed: int = 0) -> list[int]:
+    """A random prompt, another one for every length and seed."""
+    draw = random.Random(1000 * seed + length)
+    return [draw.randrange(VOCAB) for _ in range(length)]
 
 
 def toy_next(tokens: Sequence[int], vocab_size: int) -> int:
