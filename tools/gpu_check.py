@@ -179,7 +179,7 @@ def measure_program(model: Any, shape: Shape, run: Run, keywords: dict[str, Any]
     )  # fmt: skip
     ready_s = time.perf_counter() - started
     with engine:
-        runner: Any = engine._executor
+        runner: Any = engine.executor
         lowered = runner.lowered
         steps = [measure_steps(runner, model, batch, shape, run) for batch in shape.batches]
         prompt = prompt_of(shape, 0)

@@ -19,6 +19,7 @@ from compilespec.inspect.verify import (
     check_lowered_call,
     check_pass,
     final_stage,
+    lowered_of,
     make_cases,
     parts_of,
 )
@@ -160,9 +161,7 @@ class _Served:
 def _lowered(program: SpecProgram | Engine) -> Lowered:
     if isinstance(program, SpecProgram):
         return lower(program, backend="eager")
-    executor: Any = program._executor
-    lowered: Lowered = executor.lowered
-    return lowered
+    return lowered_of(program)
 
 
 def _greedy(start: Stage, prompt: Sequence[int], num_tokens: int) -> list[int]:

@@ -11,15 +11,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compilespec.errors import InvalidOption, NotSupported
+from compilespec.errors import EngineClosed, InvalidOption, NotSupported
 from compilespec.inspect.compare import compare, error_of, rounding_bound
 from compilespec.inspect.interpret import Decisions, Stage
 from compilespec.inspect.random_inputs import random_cases
 from compilespec.inspect.stages import PassStages, context_of, pass_stages, with_graphs
 from compilespec.passes.context import PassContext
 from compilespec.passes.references import Case, Values
-from compilespec.program import LoweredPhase, Phase, PhaseGraph, SpecProgram
+from compilespec.program import Lowered, LoweredPhase, Phase, PhaseGraph, SpecProgram
 from compilespec.runtime.engine import Engine
+from compilespec.runtime.step_runner import StepRunner
 
 LOWERED = "lower"  # the name under which the lowered callable is compared to its graph
 
@@ -179,9 +180,17 @@ def parts_of(
     """The phases of a program or engine, and what they were compiled to."""
     if isinstance(program, SpecProgram):
         return _kept(program.phases), {}
-    executor: Any = program._executor
-    lowered = executor.lowered
+    lowered = lowered_of(program)
     return _kept(program.graphs), {} if lowered.backend == "eager" else lowered.phases
+
+
+def lowered_of(engine: Engine) -> Lowered:
+    """What an engine runs.  Raises: EngineClosed."""
+    runner = engine.executor
+    assert isinstance(runner, StepRunner), "an engine that was compiled"
+    if runner.lowered is None:
+        raise EngineClosed("the engine is closed; compile a new one")
+    return runner.lowered
 
 
 def _kept(graphs: Mapping[Phase, PhaseGraph]) -> dict[Phase, PhaseGraph]:

@@ -4,6 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
+from compilespec.runtime.executor import Geometry
+
+
+def num_blocks_for(sizes: Geometry, num_tokens: int) -> int:
+    """Blocks for a request's tokens, and for every slot that a step may write past them."""
+    slots = min(sizes.max_seq_len, num_tokens + sizes.reserve_tokens)
+    return -(-slots // sizes.block_size)
+
 
 class BlockPool:
     """The physical blocks 0..num_blocks - 1, each free or held by one request or more.

@@ -3,30 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
-import secrets
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
-from compilespec.errors import EngineClosed, InvalidRequest, SpecError, TokenizerFailed
+from compilespec.errors import EngineClosed, InvalidRequest, TokenizerFailed
 from compilespec.program import HostProposal
 from compilespec.runtime.adaptive import AdaptiveDrafts
-from compilespec.runtime.detokenize import OutputText, Tokenizer
+from compilespec.runtime.admission import Admission, Params
+from compilespec.runtime.detokenize import Tokenizer
 from compilespec.runtime.draft_policy import DraftPolicy
 from compilespec.runtime.engine_thread import EngineThread
 from compilespec.runtime.executor import Executor
-from compilespec.runtime.guides import Vocabulary
-from compilespec.runtime.host_masks import make_follower
 from compilespec.runtime.keywords import check_keywords
 from compilespec.runtime.outputs import Delta, FinishReason, GenerationOutput
-from compilespec.runtime.prompts import as_prompt_list, check_choices, check_params, read_prompt
-from compilespec.runtime.request import Request, RequestState
+from compilespec.runtime.prompts import read_prompt
+from compilespec.runtime.request import Request
 from compilespec.runtime.sampling_params import SamplingParams
 from compilespec.runtime.scheduler import Scheduler
 from compilespec.runtime.stats import EngineStats, StatsRecorder
-
-Params = SamplingParams | Sequence[SamplingParams] | None
 
 
 class Engine:
@@ -94,8 +89,7 @@ class Engine:
             max_step_tokens=max_step_tokens,
             adaptive=None if policy is None else AdaptiveDrafts(executor, policy),
         )
-        self._ids = itertools.count()
-        self._vocabulary = Vocabulary(tokenizer, self.geometry.vocab_size)
+        self._admission = Admission(self.geometry, tokenizer, self.eos_token_ids)
         self._closed = False
 
     @check_keywords
@@ -111,7 +105,8 @@ class Engine:
                 list, a prompt that cannot be served gives an output with finish_reason "error" and
                 the others go on.
         """
-        requests = self._requests(prompts, params)
+        self._check_open()
+        requests = self._admission.of_prompts(prompts, params)
         self._run(requests)
         return [self._output(request) for request in requests]
 
@@ -122,7 +117,8 @@ class Engine:
 
         Closing the iterator early aborts what is left.
         """
-        return self._stream(self._requests(prompts, params))
+        self._check_open()
+        return self._stream(self._admission.of_prompts(prompts, params))
 
     @check_keywords
     def submit(
@@ -156,16 +152,7 @@ class Engine:
         Raises: InvalidRequest, NotSupported, EngineClosed.
         """
         self._check_open()
-        if isinstance(priority, bool) or not isinstance(priority, int):
-            raise InvalidRequest(f"priority: expected an integer, got {priority!r}")
-        samples = self.make_samples(prompt, params)
-        if len(samples) != 1:
-            raise InvalidRequest(
-                f"submit takes one sample, got n={len(samples)}; use generate, or submit the "
-                "prompt once a sample with seeds of its own"
-            )
-        samples[0].priority = priority
-        return samples[0]
+        return self._admission.single(prompt, params, priority)
 
     def make_samples(self, prompt: Any, params: SamplingParams | None) -> list[Request]:
         """The requests of one prompt, `n` of one seed, not queued; from any thread.
@@ -173,7 +160,7 @@ class Engine:
         Raises: InvalidRequest, NotSupported, EngineClosed.
         """
         self._check_open()
-        return self._samples(prompt, SamplingParams() if params is None else params)
+        return self._admission.samples(prompt, params)
 
     def enqueue(self, request: Request) -> None:
         """Queue what `make_request` or `make_samples` made."""
@@ -197,6 +184,11 @@ class Engine:
         """
         self._check_open()
         return self._scheduler.step()
+
+    @property
+    def executor(self) -> Executor:
+        """What runs the steps, which the engine owns: a `StepRunner`, where it was compiled."""
+        return self._executor
 
     @property
     def has_work(self) -> bool:
@@ -322,82 +314,6 @@ class Engine:
         """Leave nothing behind when a call ends early; close() has aborted all there was."""
         if not self._closed:
             self._scheduler.abort(*requests)
-
-    def _requests(self, prompts: Any, params: Params) -> list[Request]:
-        self._check_open()
-        items, is_single = as_prompt_list(prompts)
-        each = self._params_of_each(params, len(items))
-        requests = []
-        for item, item_params in zip(items, each, strict=True):
-            try:
-                requests += self._samples(item, item_params)
-            except SpecError as error:
-                if is_single:
-                    raise
-                known = item_params if isinstance(item_params, SamplingParams) else SamplingParams()
-                requests += [self._refused(known, error) for _ in range(known.n)]
-        return requests
-
-    def _params_of_each(self, params: Params, count: int) -> list[SamplingParams]:
-        params = SamplingParams() if params is None else params
-        if isinstance(params, str) or not isinstance(params, Sequence):
-            check_params(params, self.tokenizer, self.geometry)  # at fault is the call
-            return [params] * count
-        each = list(params)
-        if len(each) != count:
-            raise InvalidRequest(
-                f"params: expected one SamplingParams or {count} (one per prompt), got {len(each)}"
-            )
-        return each
-
-    def _samples(self, prompt: Any, params: SamplingParams) -> list[Request]:
-        """The requests of one prompt: `n`, of one seed."""
-        check_params(params, self.tokenizer, self.geometry)
-        params = dataclasses.replace(params)  # a copy of what the caller might change
-        ids = read_prompt(prompt, self.tokenizer, self.geometry)
-        self._check_blocks(len(ids), params.max_new_tokens)
-        eos = frozenset[int]() if params.ignore_eos else self.eos_token_ids
-        stop_ids = eos.union(params.stop_token_ids)
-        check_choices(params, stop_ids, self.geometry.vocab_size)
-        seed = secrets.randbits(63) if params.seed is None else params.seed
-        return [
-            Request(
-                id=next(self._ids),
-                prompt_token_ids=ids,
-                params=params,
-                seed=seed,
-                sample=sample,
-                stop_token_ids=stop_ids,
-                guide=make_follower(params, self._vocabulary, end_ids=eos, stop_ids=stop_ids),
-                output_text=OutputText(self.tokenizer, ids, params.stop)
-                if self.tokenizer is not None
-                else None,
-            )
-            for sample in range(params.n)
-        ]
-
-    def _check_blocks(self, num_prompt_tokens: int, max_new_tokens: int) -> None:
-        needed = self._scheduler.num_blocks_needed(num_prompt_tokens, max_new_tokens)
-        if needed > self.geometry.num_blocks:
-            raise InvalidRequest(
-                f"the request needs {needed} cache blocks of {self.geometry.block_size} tokens and "
-                f"the engine has {self.geometry.num_blocks}; lower max_new_tokens "
-                f"({max_new_tokens}) or compile with kv_cache_tokens of at least "
-                f"{needed * self.geometry.block_size}"
-            )
-
-    def _refused(self, params: SamplingParams, error: SpecError) -> Request:
-        """A request that ended before it began."""
-        return Request(
-            id=next(self._ids),
-            prompt_token_ids=(),
-            params=params,
-            seed=params.seed,
-            stop_token_ids=frozenset(),
-            state=RequestState.FINISHED,
-            finish_reason="error",
-            error=error,
-        )
 
     def _check_open(self) -> None:
         if self._closed:

@@ -10,7 +10,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from compilespec.errors import EngineClosed
 from compilespec.runtime.keywords import check_keywords
@@ -62,7 +62,7 @@ class EngineThread:
     happens, every ticket ends.  What is open when the interpreter exits is closed then.
     """
 
-    _all: weakref.WeakSet[EngineThread] = weakref.WeakSet()  # of this process
+    _all: ClassVar[weakref.WeakSet[EngineThread]] = weakref.WeakSet()  # of this process
 
     def __init__(self, engine: ServedEngine) -> None:
         self._engine = engine

@@ -28,7 +28,7 @@ from typing import Any
 from compilespec.errors import DraftFailed, NanLogits, SpecError
 from compilespec.program import HostProposal, Phase
 from compilespec.runtime.adaptive import AdaptiveDrafts, StepPlan
-from compilespec.runtime.blocks import BlockPool
+from compilespec.runtime.blocks import BlockPool, num_blocks_for
 from compilespec.runtime.executor import Executor, PrefillChunk
 from compilespec.runtime.host_drafts import propose_drafts
 from compilespec.runtime.host_masks import admitted, write_masks
@@ -143,12 +143,6 @@ class Scheduler:
         """Abort all there is; nothing is read any more."""
         self._to_abort.extend(self.waiting)
         self._end_running(None)
-
-    def num_blocks_needed(self, num_prompt_tokens: int, max_new_tokens: int) -> int:
-        """Blocks for every slot that a request may write, drafts past its end included."""
-        sizes = self.geometry
-        slots = num_prompt_tokens + max_new_tokens + sizes.reserve_tokens
-        return -(-min(sizes.max_seq_len, slots) // sizes.block_size)
 
     def _change(self, change: Callable[[], object]) -> None:
         """Do what may move rows and blocks, and what was put off until then."""
@@ -376,9 +370,7 @@ class Scheduler:
 
     def _num_blocks(self, request: Request, num_committed: int) -> int:
         """Blocks for what a step may write after so many tokens, no more than it ever needs."""
-        sizes = self.geometry
-        slots = min(num_committed, request.max_tokens) + sizes.reserve_tokens
-        return -(-min(sizes.max_seq_len, slots) // sizes.block_size)
+        return num_blocks_for(self.geometry, min(num_committed, request.max_tokens))
 
     def _preempt(self, request: Request) -> None:
         """Take row and blocks from a request that no launch names; it waits to be computed anew."""

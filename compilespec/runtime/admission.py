@@ -1,0 +1,141 @@
+"""Requests made of prompts and parameters, which are checked against the engine's sizes."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import secrets
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from compilespec.errors import InvalidRequest, SpecError
+from compilespec.runtime.blocks import num_blocks_for
+from compilespec.runtime.detokenize import OutputText, Tokenizer
+from compilespec.runtime.executor import Geometry
+from compilespec.runtime.guides import Vocabulary
+from compilespec.runtime.host_masks import make_follower
+from compilespec.runtime.prompts import as_prompt_list, check_choices, check_params, read_prompt
+from compilespec.runtime.request import Request, RequestState
+from compilespec.runtime.sampling_params import SamplingParams
+
+Params = SamplingParams | Sequence[SamplingParams] | None
+
+
+class Admission:
+    """Makes an engine's requests; queues none.  From any thread.
+
+    Args:
+        tokenizer: None where prompts are token ids only.
+        eos_token_ids: ids that end every request that does not ignore them.
+    """
+
+    def __init__(
+        self, geometry: Geometry, tokenizer: Tokenizer | None, eos_token_ids: Iterable[int]
+    ) -> None:
+        self._geometry, self._tokenizer = geometry, tokenizer
+        self._eos_token_ids = frozenset(eos_token_ids)
+        self._vocabulary = Vocabulary(tokenizer, geometry.vocab_size)
+        self._ids = itertools.count()
+
+    def of_prompts(self, prompts: Any, params: Params) -> list[Request]:
+        """The requests of one prompt or many, in order, `n` of each.
+
+        Raises:
+            SpecError: a single prompt cannot be served, or `params` shared by all cannot.  Of a
+                list, a prompt that cannot be served gives requests that have ended with the error.
+        """
+        items, is_single = as_prompt_list(prompts)
+        each = self._params_of_each(params, len(items))
+        requests = []
+        for item, item_params in zip(items, each, strict=True):
+            try:
+                requests += self._samples(item, item_params)
+            except SpecError as error:
+                if is_single:
+                    raise
+                known = item_params if isinstance(item_params, SamplingParams) else SamplingParams()
+                requests += [self._refused(known, error) for _ in range(known.n)]
+        return requests
+
+    def single(self, prompt: Any, params: SamplingParams | None, priority: int) -> Request:
+        """The request of one prompt that is sampled once.
+
+        Raises: InvalidRequest, NotSupported.
+        """
+        if isinstance(priority, bool) or not isinstance(priority, int):
+            raise InvalidRequest(f"priority: expected an integer, got {priority!r}")
+        samples = self.samples(prompt, params)
+        if len(samples) != 1:
+            raise InvalidRequest(
+                f"submit takes one sample, got n={len(samples)}; use generate, or submit the "
+                "prompt once a sample with seeds of its own"
+            )
+        samples[0].priority = priority
+        return samples[0]
+
+    def samples(self, prompt: Any, params: SamplingParams | None) -> list[Request]:
+        """The requests of one prompt: `n`, of one seed.
+
+        Raises: InvalidRequest, NotSupported.
+        """
+        return self._samples(prompt, SamplingParams() if params is None else params)
+
+    def _samples(self, prompt: Any, params: SamplingParams) -> list[Request]:
+        check_params(params, self._tokenizer, self._geometry)
+        params = dataclasses.replace(params)  # a copy of what the caller might change
+        ids = read_prompt(prompt, self._tokenizer, self._geometry)
+        self._check_blocks(len(ids), params.max_new_tokens)
+        eos = frozenset[int]() if params.ignore_eos else self._eos_token_ids
+        stop_ids = eos.union(params.stop_token_ids)
+        check_choices(params, stop_ids, self._geometry.vocab_size)
+        seed = secrets.randbits(63) if params.seed is None else params.seed
+        return [
+            Request(
+                id=next(self._ids),
+                prompt_token_ids=ids,
+                params=params,
+                seed=seed,
+                sample=sample,
+                stop_token_ids=stop_ids,
+                guide=make_follower(params, self._vocabulary, end_ids=eos, stop_ids=stop_ids),
+                output_text=OutputText(self._tokenizer, ids, params.stop)
+                if self._tokenizer is not None
+                else None,
+            )
+            for sample in range(params.n)
+        ]
+
+    def _params_of_each(self, params: Params, count: int) -> list[SamplingParams]:
+        params = SamplingParams() if params is None else params
+        if isinstance(params, str) or not isinstance(params, Sequence):
+            check_params(params, self._tokenizer, self._geometry)  # at fault is the call
+            return [params] * count
+        each = list(params)
+        if len(each) != count:
+            raise InvalidRequest(
+                f"params: expected one SamplingParams or {count} (one per prompt), got {len(each)}"
+            )
+        return each
+
+    def _check_blocks(self, num_prompt_tokens: int, max_new_tokens: int) -> None:
+        sizes = self._geometry
+        needed = num_blocks_for(sizes, num_prompt_tokens + max_new_tokens)
+        if needed > sizes.num_blocks:
+            raise InvalidRequest(
+                f"the request needs {needed} cache blocks of {sizes.block_size} tokens and the "
+                f"engine has {sizes.num_blocks}; lower max_new_tokens ({max_new_tokens}) or "
+                f"compile with kv_cache_tokens of at least {needed * sizes.block_size}"
+            )
+
+    def _refused(self, params: SamplingParams, error: SpecError) -> Request:
+        """A request that ended before it began."""
+        return Request(
+            id=next(self._ids),
+            prompt_token_ids=(),
+            params=params,
+            seed=params.seed,
+            stop_token_ids=frozenset(),
+            state=RequestState.FINISHED,
+            finish_reason="error",
+            error=error,
+        )
