@@ -147,7 +147,7 @@ def _emitted_per_step(
     program = dataclasses.replace(program, variants={}, replay=None)  # the largest K in every step
     runner = StepRunner(lower(program, backend="eager"))
     params = SamplingParams(max_new_tokens=NUM_TOKENS, ignore_eos=True)
-    with Engine(runner, tokenizer=None, eos_token_ids=(), plan={}) as engine:
+    with Engine(runner) as engine:
         outputs = engine.generate(list(prompts), params)
     return [count for output in outputs for count in output.emitted_per_step[:-1]] or [1]
 

@@ -30,6 +30,7 @@ from compilespec.progress import Progress, Reporter
 from compilespec.quantization import quantize_target
 from compilespec.runtime.draft_policy import DraftPolicy
 from compilespec.runtime.engine import Engine
+from compilespec.runtime.serving import ServingOptions
 from compilespec.runtime.step_costs import measure
 from compilespec.runtime.step_runner import StepRunner
 from compilespec.tracing.load import Target, load_target
@@ -157,28 +158,26 @@ def compile(
     shares = why_not_shared(program, options) is None
     policy = None
     if program.variants:
-        counts = (*program.variants, program.config.num_draft_tokens)
         with reporter.step("capture", "times of steps, by K"):
-            policy = DraftPolicy(counts, measure(runner))
+            policy = DraftPolicy(runner.geometry.draft_counts, measure(runner))
     reporter.ready()
-    return Engine(
-        runner,
-        policy=policy,
-        tokenizer=target.tokenizer,
+    options_of_engine = ServingOptions(
         eos_token_ids=target.eos_token_ids,
         generation_defaults=target.generation_defaults.params,
         plan=describe_plan(program, options, runner),
-        graph_report=runner.graph_report,
         graphs=program.phases,
         buckets=runner.buckets,
-        count_recompiles=lambda: runner.num_recompiles,
-        on_finish=program.recorder.finish if program.recorder else None,
-        on_preempt=program.recorder.forget if program.recorder else None,
-        propose=program.propose_on_host,
         overlap=why_not_overlapped(program, options) is None,
         prefix_lookahead=program.prefix_lookahead if shares else None,
         max_step_tokens=options.max_step_tokens,
+        policy=policy,
+        propose=program.propose_on_host,
+        on_finish=program.recorder.finish if program.recorder else None,
+        on_preempt=program.recorder.forget if program.recorder else None,
+        count_recompiles=lambda: runner.num_recompiles,
+        graph_report=runner.graph_report,
     )
+    return Engine(runner, target.tokenizer, options_of_engine)
 
 
 def trace(

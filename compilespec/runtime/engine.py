@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Generator, Sequence
 from types import TracebackType
 from typing import Any
 
 from compilespec.errors import EngineClosed, InvalidRequest, TokenizerFailed
-from compilespec.program import HostProposal
 from compilespec.runtime.adaptive import AdaptiveDrafts
 from compilespec.runtime.admission import Admission, Params
 from compilespec.runtime.detokenize import Tokenizer
-from compilespec.runtime.draft_policy import DraftPolicy
 from compilespec.runtime.engine_thread import EngineThread
 from compilespec.runtime.executor import Executor
 from compilespec.runtime.keywords import check_keywords
-from compilespec.runtime.outputs import Delta, FinishReason, GenerationOutput
+from compilespec.runtime.outputs import Delta, GenerationOutput
 from compilespec.runtime.prompts import read_prompt
 from compilespec.runtime.request import Request
 from compilespec.runtime.sampling_params import SamplingParams
 from compilespec.runtime.scheduler import Scheduler
+from compilespec.runtime.serving import ServingOptions
 from compilespec.runtime.stats import EngineStats, StatsRecorder
 
 
@@ -34,60 +33,33 @@ class Engine:
     def __init__(
         self,
         executor: Executor,
-        *,
         tokenizer: Tokenizer | None = None,
-        eos_token_ids: Iterable[int] = (),
-        plan: Mapping[str, Any] | None = None,
-        graphs: Mapping[Any, Any] | None = None,
-        buckets: Sequence[int] = (),
-        count_recompiles: Callable[[], int] = lambda: 0,
-        on_finish: Callable[[Request, FinishReason], None] | None = None,
-        on_preempt: Callable[[Request], None] | None = None,
-        propose: HostProposal | None = None,
-        overlap: bool = False,
-        prefix_lookahead: int | None = None,
-        max_step_tokens: int | None = None,
-        policy: DraftPolicy | None = None,
-        generation_defaults: Mapping[str, Any] | None = None,
-        graph_report: Callable[[], dict[str, Any] | None] = lambda: None,
+        options: ServingOptions | None = None,
     ) -> None:
         """Wrap an executor, which the engine owns from here on.
 
         Args:
             tokenizer: a transformers tokenizer, or None for token ids only.
-            eos_token_ids: ids that end every request that does not ignore them.
-            plan: what was decided (method, K, buckets) and why; returned by `plan()`.
-            graphs: every graph with its history.
-            buckets: batch sizes that decode runs at; empty where it runs at any size.
-            count_recompiles: returns the compilations since the program was ready.
-            on_finish: called with every request that ends, while it still has its row.
-            on_preempt: called with every request that loses its row and will be computed anew.
-            propose: drafts from the host, called before every verify step for each request.
-            overlap, prefix_lookahead, max_step_tokens: see `Scheduler`.
-            policy: chooses K of every step, where the program has several.
-            generation_defaults: what the checkpoint asks of requests, for `SamplingParams.of`.
-            graph_report: returns what graphs were captured so far; part of the plan.
+            options: how to serve; None takes the defaults.
         """
+        self._options = options = options or ServingOptions()
         self.geometry = executor.geometry
         self.tokenizer = tokenizer
-        self.eos_token_ids = frozenset(eos_token_ids)
-        self.generation_defaults: Mapping[str, Any] = dict(generation_defaults or {})
-        self.graphs: Mapping[Any, Any] = graphs or {}
-        self._plan = dict(plan or {})
-        self._executor = executor
-        self._count_recompiles = count_recompiles
-        self._graph_report, self._policy = graph_report, policy
-        self._stats = StatsRecorder(self.geometry.num_draft_tokens, buckets)
+        self.eos_token_ids = frozenset(options.eos_token_ids)
+        self.generation_defaults = options.generation_defaults
+        self.graphs = options.graphs
+        self._executor, self._policy = executor, options.policy
+        self._stats = StatsRecorder(self.geometry.num_draft_tokens, options.buckets)
         self._scheduler = Scheduler(
             executor,
             self._stats,
-            on_finish=on_finish,
-            on_preempt=on_preempt,
-            propose=propose,
-            overlap=overlap,
-            prefix_lookahead=prefix_lookahead,
-            max_step_tokens=max_step_tokens,
-            adaptive=None if policy is None else AdaptiveDrafts(executor, policy),
+            on_finish=options.on_finish,
+            on_preempt=options.on_preempt,
+            propose=options.propose,
+            overlap=options.overlap,
+            prefix_lookahead=options.prefix_lookahead,
+            max_step_tokens=options.max_step_tokens,
+            adaptive=AdaptiveDrafts(executor, self._policy) if self._policy else None,
         )
         self._admission = Admission(self.geometry, tokenizer, self.eos_token_ids)
         self._closed = False
@@ -219,7 +191,7 @@ class Engine:
         """Totals since the engine was made."""
         scheduler = self._scheduler
         return dataclasses.replace(
-            self._stats.read(self._count_recompiles()),
+            self._stats.read(self._options.count_recompiles()),
             num_running=len(scheduler.running),
             num_waiting=len(scheduler.waiting),
             num_free_blocks=scheduler.pool.num_free,
@@ -228,9 +200,12 @@ class Engine:
 
     def plan(self) -> dict[str, Any]:
         """What the engine runs (method, K, sizes, buckets), and why."""
-        graphs, policy = self._graph_report(), self._policy
-        plan = dict(self._plan) if graphs is None else {**self._plan, "cudagraphs": graphs}
-        return plan if policy is None else {**plan, "adaptive": policy.describe()}
+        plan, graphs = dict(self._options.plan), self._options.graph_report()
+        if graphs is not None:
+            plan["cudagraphs"] = graphs
+        if self._policy is not None:
+            plan["adaptive"] = self._policy.describe()
+        return plan
 
     def close(self) -> None:
         """Abort what runs, write what was recorded and free the device buffers.  Closing twice is
@@ -245,10 +220,10 @@ class Engine:
 
     def __repr__(self) -> str:
         """One line: the model, the method, K, the device, the dtype, and whether it is closed."""
-        counts = sorted({*self.geometry.draft_counts, self.geometry.num_draft_tokens})
-        parts = [str(self._plan[name]) for name in ("model", "method") if name in self._plan]
+        plan, counts = self._options.plan, self.geometry.draft_counts
+        parts = [str(plan[name]) for name in ("model", "method") if name in plan]
         parts.append(f"K={','.join(map(str, counts))}")
-        parts += [str(self._plan[name]) for name in ("device", "dtype") if name in self._plan]
+        parts += [str(plan[name]) for name in ("device", "dtype") if name in plan]
         return f"Engine({', '.join(parts)}{', closed' if self._closed else ''})"
 
     def __enter__(self) -> Engine:

@@ -45,7 +45,8 @@ class Geometry:
     max_prefill_tokens: int  # packed tokens of one prefill call
     block_size: int  # tokens per cache block
     num_blocks: int  # blocks of the cache
-    num_draft_tokens: int  # K
+    num_draft_tokens: int  # K; of a program with several, the largest
+    draft_counts: tuple[int, ...]  # every K that a step may have, rising; the largest is the last
     vocab_size: int
     reserve_tokens: (
         int  # slots past seq_len that one step may write, before the max_seq_len cap: 2K + 1
@@ -54,7 +55,6 @@ class Geometry:
     num_repeated_tokens: int = 0  # prompt tokens before a chunk that it must hold again
     host_processors: bool = False  # whether requests may have logits processors on the host
     prompt_logprobs: bool = False  # whether they may ask for those
-    draft_counts: tuple[int, ...] = ()  # further K, smaller ones, that a step may have
     needs_replay: bool = False  # whether rows must be replayed after steps of K = 0
 
     @property

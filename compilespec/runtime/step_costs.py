@@ -133,7 +133,7 @@ def measure(executor: Executor, *, num_times: int = 3) -> StepCosts:
     steps, replays = {}, {}
     for batch in batches:
         rows = [PAD] * batch
-        for count in (*sizes.draft_counts, sizes.num_draft_tokens):
+        for count in sizes.draft_counts:
             steps[count, batch] = fastest(functools.partial(_run_step, executor, rows, count))
         if sizes.needs_replay:
             replays[batch] = fastest(functools.partial(executor.replay, rows, [0] * batch))

@@ -60,7 +60,7 @@ class StepRunner:
             vocab_size=program.vocab_size,
             reserve_tokens=program.num_reserved_tokens,
             num_repeated_tokens=program.num_repeated_tokens,
-            draft_counts=tuple(lowered.variants),
+            draft_counts=(*sorted(lowered.variants), config.num_draft_tokens),
             needs_replay=lowered.replay is not None,
             host_processors=program.host_processors,
             prompt_logprobs=program.head is not None,

@@ -16,7 +16,7 @@ import compilespec.tracing.load
 from compilespec.cli import compare as comparing
 from compilespec.cli import main, report
 from compilespec.runtime.engine import Engine
-from tests.support.fake_executor import FakeExecutor, geometry
+from tests.support.fake_executor import FakeExecutor, engine_over, geometry
 
 VOCAB = 259
 PROMPTS = [[5, 6, 7], [100, 3], [17] * 9]
@@ -50,7 +50,7 @@ def make_engine(model: Any, *, wrong_from: int = 10**9, **options: Any) -> Engin
         return (int(logits.argmax()) + (len(tokens) >= wrong_from)) % VOCAB
 
     sizes = geometry(num_draft_tokens=2)
-    return Engine(FakeExecutor(sizes, next_token=next_token, hit_rate=0.9), **options)
+    return engine_over(FakeExecutor(sizes, next_token=next_token, hit_rate=0.9), **options)
 
 
 def ways_of(model: Any, engine: Engine, *, eos: tuple[int, ...] = ()) -> list[comparing.Way]:

@@ -17,7 +17,7 @@ from compilespec.cli import generate as generate_command
 from compilespec.cli import main
 from compilespec.errors import DraftNotFound
 from compilespec.runtime.engine import Engine
-from tests.support.fake_executor import FakeExecutor, geometry
+from tests.support.fake_executor import FakeExecutor, engine_over, geometry
 
 
 class AsciiTokenizer:
@@ -49,7 +49,7 @@ class FakeCompile:
             raise DraftNotFound("no drafter:\nsearched here")
         sizes = geometry(num_draft_tokens=0 if spec == "none" else 3)
         executor = FakeExecutor(sizes, next_token=next_letter, fail=self.fail)
-        return Engine(
+        return engine_over(
             executor, tokenizer=AsciiTokenizer(), plan={"method": spec}, **self.checkpoint
         )
 

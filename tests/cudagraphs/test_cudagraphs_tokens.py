@@ -24,6 +24,7 @@ from compilespec.program import SpecProgram
 from compilespec.runtime.engine import Engine
 from compilespec.runtime.executor import PrefillChunk
 from compilespec.runtime.step_runner import StepRunner
+from tests.support.fake_executor import engine_over
 from tests.support.models import Ask, ask_all, run_traffic, target_info, tiny_target
 
 MAX_SEQ_LEN, MAX_BATCH = 61, 5
@@ -47,7 +48,7 @@ class Site:
     def engine(self, mode: str, **options: Any) -> tuple[StepRunner, Engine]:
         runner = self.runner(mode, **options)
         poison_caches(runner)
-        return runner, Engine(runner, count_recompiles=lambda: runner.num_recompiles)
+        return runner, engine_over(runner, count_recompiles=lambda: runner.num_recompiles)
 
 
 @pytest.fixture(scope="module")

@@ -21,7 +21,7 @@ from compilespec.runtime.engine import Engine
 from compilespec.runtime.outputs import Delta
 from compilespec.runtime.request import Request
 from compilespec.runtime.ticket import Ticket
-from tests.support.fake_executor import FakeExecutor, geometry, toy_decode
+from tests.support.fake_executor import FakeExecutor, engine_over, geometry, toy_decode
 
 SIZES = geometry()
 
@@ -167,7 +167,7 @@ def test_a_failing_abort_is_survived_as_a_failing_step_is() -> None:
             raise faults.pop()
 
     executor = FakeExecutor(geometry(max_batch_size=1), fail=fail)
-    engine = Engine(executor, overlap=True)
+    engine = engine_over(executor, overlap=True)
     abort = engine.abort
 
     def abort_with_fault(request: Request) -> None:

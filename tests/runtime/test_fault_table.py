@@ -16,7 +16,14 @@ from compilespec.methods.eagle3 import random_head
 from compilespec.runtime.engine import Engine
 from compilespec.runtime.request import Request
 from compilespec.runtime.sampling_params import SamplingParams
-from tests.support.fake_executor import VOCAB, FakeExecutor, geometry, prompt_of, toy_decode
+from tests.support.fake_executor import (
+    VOCAB,
+    FakeExecutor,
+    engine_over,
+    geometry,
+    prompt_of,
+    toy_decode,
+)
 from tests.support.models import assert_nothing_held, greedy_reference, target_info, tiny_target
 
 COUNT = 24
@@ -129,7 +136,7 @@ def scene(request: pytest.FixtureRequest) -> Scene:
         geometry(max_batch_size=3, max_prefill_tokens=24), lookahead=lookahead or 0
     )
     tokenizer = Letters()
-    engine = Engine(executor, tokenizer=tokenizer, overlap=overlap, prefix_lookahead=lookahead)
+    engine = engine_over(executor, tokenizer=tokenizer, overlap=overlap, prefix_lookahead=lookahead)
     shared = prompt_of(20)
     prompts = [shared, [*shared, *prompt_of(30)], prompt_of(7), prompt_of(9)]
     params = SamplingParams(max_new_tokens=COUNT, stop=("never said",))

@@ -13,7 +13,7 @@ import pytest
 from compilespec.runtime import blocks, engine, prefix_cache, scheduler
 from compilespec.runtime.engine import Engine
 from compilespec.runtime.sampling_params import SamplingParams
-from tests.support.fake_executor import FakeExecutor, geometry, toy_decode
+from tests.support.fake_executor import FakeExecutor, engine_over, geometry, toy_decode
 from tests.support.models import assert_nothing_held
 
 VOCAB = 259
@@ -49,7 +49,7 @@ def make_engine(overlap: bool, fail: Callable[[str], None] = lambda phase: None)
     """So few blocks that requests make room for others."""
     sizes = geometry(num_blocks=8, max_batch_size=3, max_seq_len=64)
     executor = FakeExecutor(sizes, lookahead=1, fail=fail)
-    return Engine(executor, overlap=overlap, prefix_lookahead=1)
+    return engine_over(executor, overlap=overlap, prefix_lookahead=1)
 
 
 def run(engine: Engine, see: Callable[[Place], None], event: str = "line") -> None:

@@ -10,14 +10,21 @@ from compilespec.errors import TokenizerFailed
 from compilespec.runtime.engine import Engine
 from compilespec.runtime.request import RequestState
 from compilespec.runtime.sampling_params import SamplingParams
-from tests.support.fake_executor import VOCAB, FakeExecutor, geometry, prompt_of, toy_decode
+from tests.support.fake_executor import (
+    VOCAB,
+    FakeExecutor,
+    engine_over,
+    geometry,
+    prompt_of,
+    toy_decode,
+)
 from tests.support.models import assert_nothing_held
 from tests.support.step_model import StepModel, Toy
 
 
 def make_engine(*, hit_rate: float = 0.7, eos: tuple[int, ...] = (), **sizes: int) -> Engine:
     executor = FakeExecutor(geometry(**sizes), hit_rate=hit_rate)
-    return Engine(executor, eos_token_ids=eos, overlap=True)
+    return engine_over(executor, eos_token_ids=eos, overlap=True)
 
 
 def drain(engine: Engine) -> None:
@@ -121,7 +128,7 @@ def test_a_failing_program_ends_the_running(phase):
         if current == phase and (phase == "prefill" or next(calls) == 3) and failures:
             raise failures.pop()
 
-    engine = Engine(FakeExecutor(geometry(max_batch_size=2), fail=fail), overlap=True)
+    engine = engine_over(FakeExecutor(geometry(max_batch_size=2), fail=fail), overlap=True)
     requests = [engine.submit(prompt_of(5, i), SamplingParams(max_new_tokens=9)) for i in range(3)]
     with pytest.raises(RuntimeError, match="device lost"):
         drain(engine)
@@ -140,7 +147,7 @@ def test_a_failing_read_in_an_abort_spares_the_waiting():
         if phase == "collect" and failures:
             raise failures.pop()
 
-    engine = Engine(FakeExecutor(geometry(max_batch_size=1), fail=fail), overlap=True)
+    engine = engine_over(FakeExecutor(geometry(max_batch_size=1), fail=fail), overlap=True)
     gone, kept = (engine.submit(prompt_of(5, i), SamplingParams(max_new_tokens=9)) for i in (0, 1))
     for _ in range(3):
         engine.step()
@@ -168,7 +175,7 @@ def test_a_request_that_its_tokenizer_ends_holds_nothing():
                 raise ValueError("a bad id")
             return "x" * len(token_ids)
 
-    engine = Engine(FakeExecutor(geometry()), tokenizer=Tokenizer(), overlap=True)
+    engine = engine_over(FakeExecutor(geometry()), tokenizer=Tokenizer(), overlap=True)
     *_, last = engine.stream(prompt_of(3), SamplingParams(max_new_tokens=50))
     assert isinstance(last.output.error, TokenizerFailed)
     assert_nothing_held(engine)
@@ -182,7 +189,7 @@ def test_the_model_of_the_step_agrees(num_draft_tokens):
         geometry(num_draft_tokens=num_draft_tokens, max_seq_len=96, num_blocks=60),
         hit_rate=1.0, next_token=lambda tokens: toy.target(tuple(tokens)),
     )  # fmt: skip
-    engine = Engine(executor, overlap=True)
+    engine = engine_over(executor, overlap=True)
     model = StepModel(
         "none", num_draft_tokens, max_rows=4, max_seq_len=96, block_size=8, num_blocks=60,
         overlap=True, oracle=toy,

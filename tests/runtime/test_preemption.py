@@ -11,7 +11,14 @@ from compilespec.runtime.engine import Engine
 from compilespec.runtime.request import Request
 from compilespec.runtime.sampling_params import SamplingParams
 from compilespec.runtime.scheduler import PATIENCE
-from tests.support.fake_executor import VOCAB, FakeExecutor, geometry, prompt_of, toy_decode
+from tests.support.fake_executor import (
+    VOCAB,
+    FakeExecutor,
+    engine_over,
+    geometry,
+    prompt_of,
+    toy_decode,
+)
 from tests.support.models import assert_nothing_held
 
 
@@ -21,7 +28,7 @@ def make_engine(**options) -> Engine:
         for name in ("overlap", "prefix_lookahead", "max_step_tokens", "on_preempt")
         if name in options
     }
-    return Engine(FakeExecutor(geometry(**options)), **engine_options)
+    return engine_over(FakeExecutor(geometry(**options)), **engine_options)
 
 
 def submit(engine: Engine, length: int, count: int, seed: int = 0, **options) -> Request:

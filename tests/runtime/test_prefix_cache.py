@@ -14,14 +14,21 @@ from compilespec.runtime.blocks import BlockPool
 from compilespec.runtime.engine import Engine
 from compilespec.runtime.prefix_cache import PrefixCache, why_not
 from compilespec.runtime.sampling_params import SamplingParams
-from tests.support.fake_executor import VOCAB, FakeExecutor, geometry, prompt_of, toy_decode
+from tests.support.fake_executor import (
+    VOCAB,
+    FakeExecutor,
+    engine_over,
+    geometry,
+    prompt_of,
+    toy_decode,
+)
 from tests.support.models import assert_nothing_held
 
 
 def make_engine(lookahead: int = 1, *, overlap: bool = False, **sizes: int) -> Engine:
     sizes.setdefault("num_repeated_tokens", max(0, lookahead - 1))
     executor = FakeExecutor(geometry(**sizes), lookahead=lookahead)
-    return Engine(executor, prefix_lookahead=lookahead, overlap=overlap)
+    return engine_over(executor, prefix_lookahead=lookahead, overlap=overlap)
 
 
 def num_prefilled(engine: Engine) -> int:

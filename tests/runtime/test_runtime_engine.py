@@ -13,7 +13,7 @@ from transformers import BatchEncoding
 from compilespec.errors import EngineClosed, InvalidRequest
 from compilespec.runtime.engine import Engine
 from compilespec.runtime.sampling_params import SamplingParams
-from tests.support.fake_executor import FakeExecutor, geometry, toy_decode
+from tests.support.fake_executor import FakeExecutor, engine_over, geometry, toy_decode
 
 GOOD = [3, 1, 4, 1, 5]
 EXPECTED = toy_decode(GOOD, 16, 259)
@@ -21,7 +21,7 @@ EXPECTED = toy_decode(GOOD, 16, 259)
 
 @pytest.fixture
 def engine() -> Engine:
-    return Engine(FakeExecutor(), plan={"method": "toy"}, graphs={"decode": "graph"})
+    return engine_over(FakeExecutor(), plan={"method": "toy"}, graphs={"decode": "graph"})
 
 
 @pytest.mark.parametrize(
@@ -272,11 +272,11 @@ def test_plan_graphs_and_recompiles_come_from_the_maker(engine):
     assert engine.plan() == {"method": "toy"}
     assert engine.graphs == {"decode": "graph"}
     assert engine.stats().num_recompiles == 0
-    assert Engine(FakeExecutor(), count_recompiles=lambda: 3).stats().num_recompiles == 3
+    assert engine_over(FakeExecutor(), count_recompiles=lambda: 3).stats().num_recompiles == 3
 
 
 def test_steps_are_counted_by_bucket():
-    engine = Engine(FakeExecutor(), buckets=(1, 4))
+    engine = engine_over(FakeExecutor(), buckets=(1, 4))
     params = [SamplingParams(max_new_tokens=n) for n in (20, 20, 1)]
     engine.generate([GOOD, [1], [2]], params)
     stats = engine.stats()

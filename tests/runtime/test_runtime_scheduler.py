@@ -14,6 +14,7 @@ from compilespec.runtime.sampling_params import SamplingParams
 from tests.support.fake_executor import (
     VOCAB,
     FakeExecutor,
+    engine_over,
     geometry,
     prompt_of,
     toy_decode,
@@ -22,7 +23,7 @@ from tests.support.fake_executor import (
 
 
 def make_engine(*, hit_rate: float = 0.7, eos: tuple[int, ...] = (), **sizes: int) -> Engine:
-    return Engine(FakeExecutor(geometry(**sizes), hit_rate=hit_rate), eos_token_ids=eos)
+    return engine_over(FakeExecutor(geometry(**sizes), hit_rate=hit_rate), eos_token_ids=eos)
 
 
 def assert_all_returned(engine: Engine) -> None:
@@ -329,7 +330,7 @@ def test_any_traffic_gives_plain_tokens(
     )
     eos = toy_next(prompt_of(1), VOCAB)  # ends some requests at their first token
     executor = FakeExecutor(sizes, hit_rate=hit_rate, lookahead=lookahead or 0)
-    engine = Engine(
+    engine = engine_over(
         executor, eos_token_ids=[eos], overlap=overlap, prefix_lookahead=lookahead,
         max_step_tokens=max_step_tokens,
     )  # fmt: skip

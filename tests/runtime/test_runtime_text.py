@@ -14,7 +14,7 @@ from compilespec.errors import InvalidRequest
 from compilespec.runtime.detokenize import OutputText
 from compilespec.runtime.engine import Engine
 from compilespec.runtime.sampling_params import SamplingParams
-from tests.support.fake_executor import FakeExecutor, geometry
+from tests.support.fake_executor import FakeExecutor, engine_over, geometry
 from tests.support.toy_tokenizer import byte_level_tokenizer, byte_spelling
 
 EOS = 256
@@ -72,7 +72,7 @@ def speaker(text: str, prompt_length: int) -> Any:
 def speak(tokenizer: Any, text: str, *, hit_rate: float = 0.7) -> Engine:
     sizes = geometry(max_seq_len=256, num_blocks=64)
     executor = FakeExecutor(sizes, hit_rate=hit_rate, next_token=speaker(text, 2))
-    return Engine(executor, tokenizer=tokenizer, eos_token_ids=[EOS])
+    return engine_over(executor, tokenizer=tokenizer, eos_token_ids=[EOS])
 
 
 def all_text(tokens: Sequence[int], tokenizer: Any, prompt: Sequence[int] = (1,)) -> str:

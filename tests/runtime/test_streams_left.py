@@ -10,7 +10,7 @@ import pytest
 from compilespec.runtime import scheduler
 from compilespec.runtime.engine import Engine
 from compilespec.runtime.sampling_params import SamplingParams
-from tests.support.fake_executor import FakeExecutor, geometry, toy_decode
+from tests.support.fake_executor import FakeExecutor, engine_over, geometry, toy_decode
 from tests.support.models import assert_nothing_held
 
 VOCAB = 259
@@ -47,7 +47,7 @@ def test_in_a_call_of_the_program(phase, overlap):
     executor = FakeExecutor(
         geometry(max_batch_size=2), fail=lambda now: hooks.pop(now, lambda: None)()
     )
-    serve_beside(Engine(executor, overlap=overlap), lambda: hooks.update({phase: gc.collect}))
+    serve_beside(engine_over(executor, overlap=overlap), lambda: hooks.update({phase: gc.collect}))
     assert not hooks
 
 
@@ -66,7 +66,7 @@ def test_while_another_request_is_queued(monkeypatch):
 
 @OVERLAP
 def test_while_another_request_is_aborted(monkeypatch, overlap):
-    engine = Engine(FakeExecutor(geometry(max_batch_size=3)), overlap=overlap)
+    engine = engine_over(FakeExecutor(geometry(max_batch_size=3)), overlap=overlap)
     gone = engine.submit([1, 2, 3], params(40))
     real = scheduler.now_ms
 

@@ -11,9 +11,13 @@ import random
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
-from compilespec.runtime.executor import Geometry, PrefillChunk
+from compilespec.runtime.detokenize import Tokenizer
+from compilespec.runtime.engine import Engine
+from compilespec.runtime.executor import Executor, Geometry, PrefillChunk
 from compilespec.runtime.sampling_rows import RowSampling, TokenLogprobs
+from compilespec.runtime.serving import ServingOptions
 
 JUNK = -7  # a token that nobody may be given
 
@@ -25,7 +29,12 @@ class FakeExecutorError(AssertionError):
     """The scheduler broke the protocol."""
 
 
-def geometry(**changes: int) -> Geometry:
+def engine_over(executor: Executor, tokenizer: Tokenizer | None = None, **options: Any) -> Engine:
+    """An engine with these `ServingOptions`."""
+    return Engine(executor, tokenizer, ServingOptions(**options))
+
+
+def geometry(**changes: Any) -> Geometry:
     """Small awkward sizes; vocabulary and blocks are no powers of two."""
     num_draft_tokens = changes.setdefault("num_draft_tokens", 3)
     sizes = {
@@ -35,6 +44,7 @@ def geometry(**changes: int) -> Geometry:
         "block_size": 8,
         "num_blocks": 48,
         "vocab_size": VOCAB,
+        "draft_counts": (num_draft_tokens,),
         "reserve_tokens": 2 * num_draft_tokens + 1,
     }
     return Geometry(**{**sizes, **changes})
