@@ -163,6 +163,18 @@ def test_certain_drafts(name):
     assert 0.01 < float((count == 2).double().mean()) < 0.5
 
 
+def test_a_draft_without_probability_is_refused_whatever_follows_it() -> None:
+    """Rows after a forbidden draft may hold anything: here they are NaN."""
+    probs_BSV = torch.full((1, 3, 3), torch.nan)
+    probs_BSV[0, 0] = torch.tensor([0.5, 0.5, 0.0])
+    draft_probs_BKV, draft_BK = torch.full((1, 2, 3), 1 / 3), torch.tensor([[2, 0]])
+    for rule in FUNCTIONS.values():
+        kept_B, _ = rule(
+            probs_BSV, draft_probs_BKV, draft_BK, torch.tensor([2]), torch.full((1, 2), 0.5)
+        )
+        assert kept_B.tolist() == [0]
+
+
 @pytest.mark.parametrize("shared", ["recover", "accept"])
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_noise_shared_with_the_draft_fails_the_same_test(name, shared):

@@ -44,7 +44,7 @@ def block_verification(
             excess_B = (weight.unsqueeze(1) * probs_BSV[:, i] - draft_probs_BKV[:, i]).clamp(min=0)
             rest = excess_B.sum(-1)
             whole = rest + (1 - weight)
-            before_last = torch.where(whole > 0, rest / whole, 1)
+            before_last = torch.where(whole > 0, rest / whole, weight)  # w is 1 where whole is 0
             accept = torch.where(num_drafts_B == i, weight, before_last)
         is_kept = (uniform_BK[:, i - 1] < accept) & (i <= num_drafts_B)
         kept_B = torch.where(is_kept, i, kept_B)
