@@ -192,9 +192,9 @@ class Engine:
         scheduler = self._scheduler
         return dataclasses.replace(
             self._stats.read(self._options.count_recompiles()),
-            num_running=len(scheduler.running),
-            num_waiting=len(scheduler.waiting),
-            num_free_blocks=scheduler.pool.num_free,
+            num_running=len(scheduler.line.running),
+            num_waiting=len(scheduler.line.waiting),
+            num_free_blocks=scheduler.holdings.pool.num_free,
             num_blocks=self.geometry.num_blocks,
         )
 

@@ -32,6 +32,10 @@ class PrefillChunk:
     num_logprobs: int | None = None  # of the prompt's tokens, as many best ones are asked for
 
     @property
+    def end(self) -> int:
+        return self.start + len(self.tokens)
+
+    @property
     def finished(self) -> bool:
         return self.next_token is None
 

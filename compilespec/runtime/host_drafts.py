@@ -9,8 +9,27 @@ from typing import Any
 
 from compilespec.errors import DraftFailed
 from compilespec.program import HostProposal
-from compilespec.runtime.executor import Geometry
+from compilespec.runtime.executor import Executor, Geometry
 from compilespec.runtime.request import Request
+
+
+def write_drafts(
+    executor: Executor, propose: HostProposal, requests: Sequence[Request]
+) -> dict[Request, DraftFailed]:
+    """Ask for every request's drafts and write them for the decode call that comes next.
+
+    Returns: the requests that cannot go on, and why.
+    """
+    drafts: dict[int, list[int]] = {}  # by row
+    failed: dict[Request, DraftFailed] = {}
+    for request in requests:
+        try:
+            drafts[request.row] = propose_drafts(propose, request, executor.geometry)
+        except DraftFailed as error:
+            failed[request] = error
+    if drafts:
+        executor.set_drafts(list(drafts), list(drafts.values()))
+    return failed
 
 
 def propose_drafts(propose: HostProposal, request: Request, geometry: Geometry) -> list[int]:

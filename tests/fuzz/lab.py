@@ -85,8 +85,8 @@ def build(plan: Plan, orders: Sequence[Order]) -> Lab:
     if isinstance(plan.num_draft_tokens, tuple) and plan.policy != "own":
         runs = _runs(plan.num_draft_tokens, draw)
         scripted: Any = Policy(runs, keeps_warm=plan.policy == "warm")
-        assert engine._scheduler._adaptive is not None
-        engine._policy = engine._scheduler._adaptive.policy = scripted
+        assert engine._scheduler.launches.adaptive is not None
+        engine._policy = engine._scheduler.launches.adaptive.policy = scripted
     poison(engine)
     return Lab(engine=engine, wrong=wrong, judged=_judged(plan, orders, judged))
 

@@ -58,7 +58,7 @@ class Recorder:
         self._replay(rows, backlogs)
 
     def _note(self, kind: Literal["step", "replay"], rows: list[int], counts: list[int]) -> None:
-        owners = {request.row: request for request in self._scheduler.running}
+        owners = {request.row: request for request in self._scheduler.line.running}
         for row, count in zip(rows, counts, strict=True):
             request = owners[row]
             length = len(request.prefill_token_ids)

@@ -58,7 +58,7 @@ def at_random(seed: int) -> Iterator[int]:
 
 
 def use(engine: Any, policy: Scripted) -> Scripted:
-    engine._scheduler._adaptive.policy = policy
+    engine._scheduler.launches.adaptive.policy = policy
     return policy
 
 
@@ -171,7 +171,7 @@ def test_a_k_of_ones_own_is_not_left_behind_where_steps_overlap(lab: Any) -> Non
 def test_the_policy_itself_finds_what_pays(lab: Any) -> None:
     """Interpreted steps cost nearly the same at every K: drafts that are right are used."""
     engine, asks, _ = lab
-    engine._scheduler._adaptive.policy = engine._policy
+    engine._scheduler.launches.adaptive.policy = engine._policy
     outputs = ask_engine(engine, asks)
     assert [o.token_ids for o in outputs] == [list(a.tokens) for a in asks]
     plan = engine.plan()["adaptive"]

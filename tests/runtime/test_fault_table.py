@@ -210,9 +210,9 @@ def test_a_failing_program_spares_those_who_wait(scene, phase, error):
 def step_until_it_raises(engine: Engine, error: BaseException) -> list[Request]:
     """Returns the requests that were running then."""
     while True:
-        before = list(engine._scheduler.running)
+        before = list(engine._scheduler.line.running)
         room = engine.geometry.max_batch_size - len(before)
-        admitted = list(engine._scheduler.waiting)[:room]
+        admitted = list(engine._scheduler.line.waiting)[:room]
         try:
             engine.step()
         except type(error):

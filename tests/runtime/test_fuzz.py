@@ -46,7 +46,7 @@ def several() -> Iterator[Any]:
     def go() -> Recorder:
         recorder = Recorder(lab.engine)
         runs = itertools.cycle(((3, 2), (0, 3), (3, 1), (0, 1), (1, 2)))
-        lab.engine._scheduler._adaptive.policy = Policy(runs, keeps_warm=True)
+        lab.engine._scheduler.launches.adaptive.policy = Policy(runs, keeps_warm=True)
         try:
             serve_directly(lab, recorder, orders, plan.draw)
         finally:

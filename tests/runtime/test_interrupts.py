@@ -10,14 +10,25 @@ from typing import Any
 
 import pytest
 
-from compilespec.runtime import blocks, engine, prefix_cache, scheduler
+from compilespec.runtime import (
+    blocks,
+    chunks,
+    delivery,
+    engine,
+    holdings,
+    launches,
+    line,
+    prefix_cache,
+    scheduler,
+)
 from compilespec.runtime.engine import Engine
 from compilespec.runtime.sampling_params import SamplingParams
 from tests.support.fake_executor import FakeExecutor, engine_over, geometry, toy_decode
 from tests.support.models import assert_nothing_held
 
 VOCAB = 259
-FILES = {module.__file__ for module in (engine, scheduler, blocks, prefix_cache)}
+PARTS = (engine, scheduler, line, holdings, blocks, prefix_cache, chunks, launches, delivery)
+FILES = {module.__file__ for module in PARTS}
 SHARED = list(range(1, 10))  # a block that is found again
 PROMPTS = [SHARED, [5], [*SHARED, 6, 7], [8] * 20, [9, 9]]
 PARAMS = SamplingParams(max_new_tokens=20, ignore_eos=True)

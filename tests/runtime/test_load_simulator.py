@@ -16,9 +16,9 @@ from torch import nn
 import compilespec
 from compilespec import SamplingParams
 from compilespec.runtime.engine import Engine
+from compilespec.runtime.line import PATIENCE
 from compilespec.runtime.outputs import FinishReason
 from compilespec.runtime.request import Request
-from compilespec.runtime.scheduler import PATIENCE
 from tests.support.models import VOCAB, assert_nothing_held, tiny_target
 
 MAX_SEQ_LEN, K = 64, 3

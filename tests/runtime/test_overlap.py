@@ -113,7 +113,7 @@ def test_requests_that_need_the_host_in_between_are_read_at_once():
     wants = engine.submit(prompt_of(9), SamplingParams(max_new_tokens=5, logprobs=0))
     while not wants.finished:
         engine.step()
-        assert not engine._scheduler._in_flight or wants.row < 0
+        assert not engine._scheduler.launches.in_flight or wants.row < 0
     drain(engine)
     assert [entry.token_id for entry in wants.output_logprobs][:5] == wants.output_token_ids
     assert plain.output_token_ids == toy_decode(prompt_of(6), 30, VOCAB)
@@ -133,7 +133,7 @@ def test_a_failing_program_ends_the_running(phase):
     with pytest.raises(RuntimeError, match="device lost"):
         drain(engine)
     assert [r.finish_reason for r in requests] == ["error", "error", None]
-    assert not engine._scheduler._in_flight
+    assert not engine._scheduler.launches.in_flight
     engine._executor._in_flight.clear()  # what was launched is lost
     drain(engine)
     assert requests[2].output_token_ids == toy_decode(requests[2].prompt_token_ids, 9, VOCAB)
@@ -151,7 +151,7 @@ def test_a_failing_read_in_an_abort_spares_the_waiting():
     gone, kept = (engine.submit(prompt_of(5, i), SamplingParams(max_new_tokens=9)) for i in (0, 1))
     for _ in range(3):
         engine.step()
-    assert engine._scheduler._in_flight
+    assert engine._scheduler.launches.in_flight
     failures.append(RuntimeError("device lost"))
     with pytest.raises(RuntimeError, match="device lost"):
         engine.abort(gone)

@@ -8,9 +8,9 @@ import pytest
 
 from compilespec.errors import InvalidRequest
 from compilespec.runtime.engine import Engine
+from compilespec.runtime.line import PATIENCE
 from compilespec.runtime.request import Request
 from compilespec.runtime.sampling_params import SamplingParams
-from compilespec.runtime.scheduler import PATIENCE
 from tests.support.fake_executor import (
     VOCAB,
     FakeExecutor,
@@ -67,7 +67,7 @@ def test_the_last_in_line_makes_room(overlap, lookahead):
     found: list[int] = []
 
     def check() -> None:
-        running = engine._scheduler.running
+        running = engine._scheduler.line.running
         found.extend(r.num_cached for r in running)
         assert [r.arrival for r in running] == sorted(r.arrival for r in running)
         ends.extend(r.id for r in requests if r.finished and r.id not in ends)

@@ -28,10 +28,10 @@ def make_engine(*, hit_rate: float = 0.7, eos: tuple[int, ...] = (), **sizes: in
 
 def assert_all_returned(engine: Engine) -> None:
     scheduler = engine._scheduler
-    assert scheduler.pool.num_free == engine.geometry.num_blocks
-    assert sorted(scheduler._free_rows) == list(range(engine.geometry.max_batch_size))
-    assert not scheduler.running
-    assert not scheduler.waiting
+    assert scheduler.holdings.pool.num_free == engine.geometry.num_blocks
+    assert sorted(scheduler.holdings.free_rows) == list(range(engine.geometry.max_batch_size))
+    assert not scheduler.line.running
+    assert not scheduler.line.waiting
 
 
 @pytest.mark.parametrize("batch", [1, 2, 3, 5, 8, 9], ids="B{}".format)

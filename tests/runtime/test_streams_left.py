@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from compilespec.runtime import scheduler
+from compilespec.runtime import line, scheduler
 from compilespec.runtime.engine import Engine
 from compilespec.runtime.sampling_params import SamplingParams
 from tests.support.fake_executor import FakeExecutor, engine_over, geometry, toy_decode
@@ -52,7 +52,7 @@ def test_in_a_call_of_the_program(phase, overlap):
 
 
 def test_while_another_request_is_queued(monkeypatch):
-    real, hooks = scheduler._rank, [gc.collect, lambda: None]
+    real, hooks = line._rank, [gc.collect, lambda: None]
 
     def rank(request):
         if hooks:
@@ -60,7 +60,7 @@ def test_while_another_request_is_queued(monkeypatch):
         return real(request)
 
     engine = Engine(FakeExecutor(geometry(max_batch_size=2)))
-    serve_beside(engine, lambda: monkeypatch.setattr(scheduler, "_rank", rank))
+    serve_beside(engine, lambda: monkeypatch.setattr(line, "_rank", rank))
     assert not hooks
 
 

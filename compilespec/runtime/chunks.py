@@ -1,0 +1,50 @@
+"""Which prompt tokens the next prefill call takes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from compilespec.runtime.executor import Geometry, PrefillChunk
+from compilespec.runtime.request import Request, RequestState
+
+
+def next_chunks(
+    running: Sequence[Request], sizes: Geometry, max_step_tokens: int | None
+) -> dict[Request, PrefillChunk]:
+    """Fill one prefill call in order; the last prompt may be cut.
+
+    A chunk begins with the prompt's last `num_repeated_tokens` prefilled ones (H-22), unless they
+    were found in the cache, where their entries are complete.
+
+    Args:
+        max_step_tokens: of the step, prefill and decode together; None: as many as a call holds.
+    """
+    chunks: dict[Request, PrefillChunk] = {}
+    room = _room(running, sizes, max_step_tokens)
+    for request in running:
+        if request.state is not RequestState.PREFILL:
+            continue
+        tokens, done = request.prefill_token_ids, request.num_prefilled
+        start = max(request.num_cached, done - sizes.num_repeated_tokens)
+        if room <= done - start:
+            break
+        end = min(len(tokens), start + room)
+        chunks[request] = PrefillChunk(
+            row=request.row,
+            start=start,
+            tokens=tokens[start:end],
+            next_token=tokens[end] if end < len(tokens) else None,
+            num_logprobs=request.num_prompt_logprobs,
+        )
+        room -= end - start
+    return chunks
+
+
+def _room(running: Sequence[Request], sizes: Geometry, max_step_tokens: int | None) -> int:
+    """Tokens of the call; at least one block of new ones."""
+    if max_step_tokens is None:
+        return sizes.max_prefill_tokens
+    num_decoding = sum(request.state is RequestState.DECODE for request in running)
+    left = max_step_tokens - num_decoding * (sizes.num_draft_tokens + 1)
+    left = max(left, sizes.num_repeated_tokens + sizes.block_size)
+    return min(left, sizes.max_prefill_tokens)

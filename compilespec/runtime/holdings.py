@@ -1,0 +1,147 @@
+"""State rows and cache blocks: which are free, and what each request holds of them."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Sequence
+
+from compilespec.runtime.blocks import BlockPool, num_blocks_for
+from compilespec.runtime.executor import Geometry
+from compilespec.runtime.prefix_cache import PrefixCache
+from compilespec.runtime.request import Request
+
+
+class Holdings:
+    """Gives requests rows and blocks, and takes them back; the executor is told by the caller.
+
+    A change that is cut short leaves rows and blocks in an unknown state; `free_all` makes them
+    anew, and does so again where it was cut short itself.
+
+    Args:
+        prefix_lookahead: find the blocks of known prompts again (see `PrefixCache`); None: do not.
+    """
+
+    def __init__(self, sizes: Geometry, prefix_lookahead: int | None) -> None:
+        self._sizes, self._prefix_lookahead = sizes, prefix_lookahead
+        self.free_all(())
+
+    def free_all(self, holders: Iterable[Request]) -> None:
+        """Nobody holds anything, and nothing is known of what the blocks hold."""
+        for request in holders:
+            _vacate(request)
+        sizes, lookahead = self._sizes, self._prefix_lookahead
+        self.free_rows = list(range(sizes.max_batch_size))  # a heap: lowest row first
+        self.pool = BlockPool(sizes.num_blocks)
+        self.prefixes = (
+            None
+            if lookahead is None
+            else PrefixCache(self.pool, block_size=sizes.block_size, lookahead=lookahead)
+        )
+
+    # --- taking and giving back ---
+
+    def take(self, request: Request, running: Sequence[Request]) -> bool:
+        """Give a request a row, and blocks for its tokens: those of a known prefix, which others
+        may hold too, and the rest of its own.
+
+        Returns: False where it must wait: nothing is free, or its prefix is just being computed.
+        """
+        if not self.free_rows:
+            return False
+        tokens = request.token_ids
+        shared = self._find_prefix(request, tokens, running)
+        if shared is None:
+            return False
+        self.pool.share(shared)
+        own = self._allocate(self._num_blocks(request, len(tokens)) - len(shared), running)
+        if own is None:
+            self.pool.free(shared)
+            return False
+        num_cached = len(shared) * self._sizes.block_size
+        request.row, request.blocks = heapq.heappop(self.free_rows), shared + own
+        request.prefill_token_ids, request.num_published = tokens, len(shared)
+        request.num_cached = request.num_prefilled = request.num_computed = num_cached
+        return True
+
+    def grow(self, request: Request, num_committed: int) -> tuple[int, ...] | None:
+        """Give it the blocks that it lacks for what a step after so many tokens may write.
+
+        Returns: the new ones; None where too few are free.
+        """
+        missing = self._num_blocks(request, num_committed) - len(request.blocks)
+        blocks = self.pool.allocate(max(0, missing))
+        if blocks is not None:
+            request.blocks += blocks
+        return blocks
+
+    def free(self, request: Request) -> None:
+        """Take back all that it holds."""
+        self.pool.free(request.blocks)
+        heapq.heappush(self.free_rows, request.row)
+        _vacate(request)
+
+    def _allocate(self, count: int, running: Sequence[Request]) -> tuple[int, ...] | None:
+        """Blocks for another request, unless the running ones would soon lack them."""
+        most = self._sizes.max_seq_len
+        growing = sum(len(r.blocks) < self._num_blocks(r, most) for r in running)
+        return self.pool.allocate(count) if count + growing <= self.pool.num_free else None
+
+    def _num_blocks(self, request: Request, num_committed: int) -> int:
+        """Blocks for what a step may write after so many tokens, no more than it ever needs."""
+        return num_blocks_for(self._sizes, min(num_committed, request.max_tokens))
+
+    # --- shared prefixes ---
+
+    def publish(self, request: Request) -> None:
+        """Let others find the blocks that are complete, in the drafter's cache as well."""
+        if self.prefixes is None:
+            return
+        ahead = max(1, self.prefixes.lookahead)
+        known = request.num_computed - request.backlog + 1 - ahead
+        count = min(known // self._sizes.block_size, len(request.blocks))
+        if count <= request.num_published:
+            return
+        self.prefixes.extend_keys(request.block_keys, request.token_ids)
+        count = min(count, len(request.block_keys))
+        for number in range(request.num_published, count):
+            self.prefixes.publish(request.block_keys[number], request.blocks[number])
+        request.num_published = max(count, request.num_published)
+
+    def withdraw(self, request: Request) -> None:
+        """Let nobody find its blocks any more."""
+        if self.prefixes is not None:
+            self.prefixes.withdraw(request.blocks)
+
+    def withdraw_all(self, running: Iterable[Request]) -> None:
+        """Let nobody find any block that was written so far."""
+        if self.prefixes is not None:
+            self.prefixes.clear()
+            for request in running:
+                request.num_published = self._sizes.blocks_per_row
+
+    def _find_prefix(
+        self, request: Request, tokens: Sequence[int], running: Sequence[Request]
+    ) -> tuple[int, ...] | None:
+        """Blocks that hold the request's first tokens; None where another request is just computing
+        the next one: samples of one prompt share it.
+        """
+        if self.prefixes is None or request.num_prompt_logprobs is not None:
+            return ()
+        keys = request.block_keys
+        self.prefixes.extend_keys(keys, tokens)
+        found = self.prefixes.find(keys, len(tokens))
+        wanted = keys[len(found) : self.prefixes.num_findable(len(tokens))][:1]
+        is_coming = any(
+            wanted[0] in other.block_keys[other.num_published :]
+            for other in (running if wanted else ())
+            if other.num_computed < len(other.prefill_token_ids)
+        )
+        return None if is_coming else found
+
+
+def _vacate(request: Request) -> None:
+    """It holds nothing now."""
+    if request.processor is not None:
+        request.processor.close()
+    request.row, request.blocks, request.num_published = -1, (), 0
+    request.num_prefilled = request.num_computed = request.num_cached = request.backlog = 0

@@ -1,0 +1,119 @@
+"""The calls of the program: launched, timed and counted, and read later, in order."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from compilespec.program import Phase
+from compilespec.runtime.adaptive import AdaptiveDrafts, StepPlan
+from compilespec.runtime.executor import Executor, PrefillChunk
+from compilespec.runtime.host_masks import write_masks
+from compilespec.runtime.outputs import now_ms
+from compilespec.runtime.request import Request
+from compilespec.runtime.stats import StatsRecorder
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Launch:
+    """A call of the program, and whom it names."""
+
+    phase: Phase
+    step: int
+    handle: Any
+    most: Mapping[Request, int]  # by request that it names, in order: tokens that it may give
+    ends: Mapping[Request, int]  # prefill: where each chunk ends
+    started_ms: float = 0.0
+    plan: StepPlan | None = None  # of a step whose K was chosen
+
+    def num_computed(self, request: Request, num_given: int) -> int:
+        """Tokens of a request that are in the cache for sure, once this gave it so many."""
+        return self.ends.get(request, request.num_computed + num_given)
+
+
+class Launches:
+    """Calls the program, and keeps what was not read yet: `in_flight`, the oldest first.
+
+    Args:
+        adaptive: chooses K of every decode step, where the program has several.
+    """
+
+    def __init__(
+        self, executor: Executor, stats: StatsRecorder, adaptive: AdaptiveDrafts | None
+    ) -> None:
+        self.in_flight: deque[Launch] = deque()
+        self.adaptive = adaptive
+        self._executor, self._stats = executor, stats
+        self._step = 0
+        self._read_ms = 0.0  # when the last one was read
+
+    def begin_step(self) -> None:
+        """What is launched from here on belongs to the next step."""
+        self._step += 1
+
+    def prefill(self, chunks: Mapping[Request, PrefillChunk]) -> None:
+        with self._stats.time("prefill"):
+            handle = self._executor.launch_prefill(list(chunks.values()))
+        self._stats.count_prefill()
+        self.in_flight.append(
+            Launch(
+                phase="prefill",
+                step=self._step,
+                handle=handle,
+                most={request: int(chunk.finished) for request, chunk in chunks.items()},
+                ends={request: chunk.end for request, chunk in chunks.items()},
+            )
+        )
+
+    def decode(self, requests: Sequence[Request]) -> None:
+        started = now_ms()
+        with self._stats.time("decode"):
+            plan = self.adaptive.begin(requests) if self.adaptive is not None else None
+            if plan is not None and plan.num_draft_tokens:  # a replay may have drafted anew
+                write_masks(self._executor, requests, drafted=True)
+            count = None if plan is None else plan.num_draft_tokens
+            handle = self._executor.launch_decode([request.row for request in requests], count)
+        count = self._executor.geometry.num_draft_tokens if count is None else count
+        self._stats.count_decode(len(requests), count)
+        self.in_flight.append(
+            Launch(
+                phase="decode",
+                step=self._step,
+                handle=handle,
+                most=dict.fromkeys(requests, count + 1),
+                ends={},
+                started_ms=started,
+                plan=plan,
+            )
+        )
+
+    def is_due(self, *, spare_this_step: bool) -> bool:
+        """Whether one is in flight, of an earlier step where this one's are spared."""
+        return bool(self.in_flight) and not (
+            spare_this_step and self.in_flight[0].step == self._step
+        )
+
+    def read(self) -> tuple[Launch, list[list[int]]]:
+        """Wait for the oldest one; returns the tokens of each request that it names, in order."""
+        launch = self.in_flight.popleft()
+        with self._stats.time(launch.phase):
+            given = self._executor.collect(launch.handle)
+        if launch.plan is not None and self.adaptive is not None:
+            elapsed = now_ms() - max(launch.started_ms, self._read_ms)
+            self.adaptive.end(launch.plan, list(launch.most), given, elapsed)
+        self._read_ms = now_ms()
+        return launch, given
+
+    def names(self, request: Request) -> bool:
+        """Whether one in flight names a request."""
+        return any(request in launch.most for launch in self.in_flight)
+
+    def num_coming(self, request: Request) -> int:
+        """Tokens that those in flight may give a request, at most."""
+        return sum(launch.most.get(request, 0) for launch in self.in_flight)
+
+    def num_sure(self, request: Request) -> int:
+        """Tokens that those in flight give a request, at least."""
+        return sum(launch.most.get(request, 0) > 0 for launch in self.in_flight)
