@@ -77,8 +77,8 @@ def choose(target: Target, options: CompileOptions, build: Build) -> Choice:
     plain = next(m for m in METHODS if m.capabilities.name == "none")
     candidates: list[Candidate] = []
     skipped: list[str] = []
-    given = (*options.smaller_draft_counts, options.num_draft_tokens)
-    lengths = tuple(count for count in given if count) or DRAFT_LENGTHS
+    lengths = tuple(count for count in options.draft_counts if count) or DRAFT_LENGTHS
+    given = options.num_draft_tokens
     trial = _trial_options(target, options)
     base = build(plain, _without_drafts(trial))
     prompts = _prompts(target, base.vocab_size)
@@ -88,7 +88,9 @@ def choose(target: Target, options: CompileOptions, build: Build) -> Choice:
         if method.capabilities.kind == "none":
             continue
         try:
-            program = build(method, dataclasses.replace(trial, num_draft_tokens=max(lengths)))
+            program = build(
+                method, dataclasses.replace(trial, num_draft_tokens=given or max(lengths))
+            )
             emitted = _emitted_per_step(program, target, prompts)
         except SpecError as error:
             skipped.append(f"{method.capabilities.name}: {' '.join(str(error).split())}")
@@ -110,13 +112,12 @@ def choose(target: Target, options: CompileOptions, build: Build) -> Choice:
     why = (f"auto picked {picked}", *lines)
     if best is None:
         return Choice(method=plain, options=_without_drafts(options), why=why)
-    count = options.num_draft_tokens or best.num_draft_tokens
-    chosen = dataclasses.replace(options, num_draft_tokens=count)
+    chosen = dataclasses.replace(options, num_draft_tokens=given or best.num_draft_tokens)
     return Choice(method=best.method, options=chosen, why=why)
 
 
 def _without_drafts(options: CompileOptions) -> CompileOptions:
-    return dataclasses.replace(options, num_draft_tokens=None, smaller_draft_counts=())
+    return dataclasses.replace(options, num_draft_tokens=None)
 
 
 def _trial_options(target: Target, options: CompileOptions) -> CompileOptions:

@@ -82,13 +82,13 @@ def build_program(
             "draft": traced_draft,
             "aux_layers": tuple(drafter.aux_layers) if drafter else (),
             "chain": getattr(drafter, "chain", "module_rows"),
-            "acceptance": options.acceptance,
+            "acceptance": options.acceptance_rule,
             "kv_layers": tuple(drafter.kv_layers) if drafter else (),
             "kv_block_sizes": _block_sizes(drafter, config),
             "weights": weights,
             "buffers": buffers,
             "prepack": config.device.type == "cpu",
-            "logits_processor": options.logits_processor,
+            "logits_processor": options.processor,
             "host_processors": options.host_processors,
             "prompt_logprobs": options.prompt_logprobs,
         }
@@ -101,7 +101,7 @@ def build_program(
 
     def rewritten(ctx: PassContext) -> PhaseGraph:
         with rewriting(ctx):
-            return rewrite_phase(ctx, keep_graphs=keep_graphs, disabled=options.disabled_passes)
+            return rewrite_phase(ctx, keep_graphs=keep_graphs)
 
     for phase in PHASES:
         phases[phase] = rewritten(context(phase))
@@ -114,7 +114,7 @@ def build_program(
             parts.append({})
             ctx = context("decode", buffers=parts[-1], read_only=READ_BY_REPLAY)
             with rewriting(ctx):
-                replay = rewrite_replay(ctx, disabled=options.disabled_passes)
+                replay = rewrite_replay(ctx)
     greedy: dict[int, PhaseGraph] = {}
     if has_greedy_step(options, config):
         for count in (*options.smaller_draft_counts, config.num_draft_tokens):
@@ -133,7 +133,7 @@ def build_program(
         weights=weights,
         vocab_size=info.vocab_size,
         target_weights=traced.weights,
-        lossless=is_lossless(options.acceptance) and capabilities.lossless,
+        lossless=is_lossless(options.acceptance_rule) and capabilities.lossless,
         num_reserved_tokens=loop.num_reserved_tokens(config.num_draft_tokens),
         num_repeated_tokens=loop.num_repeated_tokens(config.num_draft_tokens),
         prefix_lookahead=loop.lookahead(config.num_draft_tokens),
@@ -158,10 +158,12 @@ def _load_drafter(
     progress: Reporter,
 ) -> Drafter | None:
     """The method's drafter, quantized where that is asked for; None where it has none."""
-    if found is None and options.draft_quantize is None:
+    if found is None and options.draft_quantization is None:
         return method.load(None, info, method_options)
     with progress.step("load", "drafter"):
-        return quantize_drafter(method.load(found, info, method_options), options.draft_quantize)
+        return quantize_drafter(
+            method.load(found, info, method_options), options.draft_quantization
+        )
 
 
 def num_graphs(options: CompileOptions, config: ProgramConfig, capabilities: Capabilities) -> int:
@@ -177,24 +179,24 @@ def has_greedy_step(options: CompileOptions, config: ProgramConfig) -> bool:
 
     Raises: InvalidOption where it is asked for, and the rule or a processor needs the logits.
     """
-    needs_logits = options.acceptance.rule != "strict" or options.host_processors
-    if options.greedy_step is None:
+    needs_logits = options.acceptance_rule.rule != "strict" or options.host_processors
+    if options.greedy_step == "auto":
         return config.device.type == "cuda" and not needs_logits
     if options.greedy_step and needs_logits:
         raise InvalidOption(
             "greedy_step=True needs acceptance='auto' and host_processors=False: others read the "
             "logits; leave greedy_step= out"
         )
-    return options.greedy_step
+    return options.greedy_step is True
 
 
 def check_sizes(capabilities: Capabilities, config: ProgramConfig, options: CompileOptions) -> None:
     """Raises: InvalidOption where the draft loop cannot work with K, or with several of them."""
     smaller = options.smaller_draft_counts
     LOOPS[capabilities.kind].check(capabilities.name, config, smaller)
-    if smaller and options.acceptance.reads_draft_probs:
+    if smaller and options.acceptance_rule.reads_draft_probs:
         raise InvalidOption(
-            f"acceptance={options.acceptance.rule!r} takes one K: give num_draft_tokens= one "
+            f"acceptance={options.acceptance_rule.rule!r} takes one K: give num_draft_tokens= one "
             f"number, or leave acceptance= at 'auto'"
         )
 

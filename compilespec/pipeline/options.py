@@ -2,29 +2,37 @@
 
 from __future__ import annotations
 
-import dataclasses
-import logging
+import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from torch import Tensor
+
 from compilespec.cudagraphs.buckets import Buckets, read_buckets
-from compilespec.cudagraphs.modes import NO_OPTIONS, GraphOptions, read_graph_options
+from compilespec.cudagraphs.modes import GraphOptions, read_graph_options
 from compilespec.errors import InvalidOption, is_integer
 from compilespec.errors.suggest import did_you_mean, not_one_of
 from compilespec.lowering import BACKENDS
 from compilespec.methods.base import Drafter
 from compilespec.methods.capabilities import Capabilities
 from compilespec.passes.acceptance.options import ACCEPTANCE_OPTIONS, resolve_acceptance
-from compilespec.passes.acceptance.rule import STRICT, Acceptance
+from compilespec.passes.acceptance.rule import Acceptance
 from compilespec.passes.logits_processor import LogitsProcessor
+from compilespec.pipeline.keywords import (
+    auto_or_switch,
+    check_fields,
+    function_or_none,
+    keyword,
+    positive,
+    positive_or_none,
+    switch,
+)
 from compilespec.program import ProgramConfig
 from compilespec.quantization import Quantize, read_quantize
-from compilespec.runtime.sampling_params import SamplingParams
+from compilespec.runtime.keywords import FIELDS
 from compilespec.tracing.load import Target
 from compilespec.tracing.target_info import TargetInfo
-
-logger = logging.getLogger(__name__)
 
 DEFAULT_DRAFT_TOKENS = 3
 MAX_DRAFT_TOKENS = 64  # each is a row of the step and, mostly, an unrolled pass of the drafter
@@ -32,68 +40,205 @@ DEFAULT_MAX_SEQ_LEN = 4096
 BLOCK_SIZE = 16
 
 
+def _backend(name: str, value: Any) -> None:
+    if value not in BACKENDS:
+        raise not_one_of(name, value, BACKENDS)
+
+
 @dataclass(frozen=True, kw_only=True)
 class CompileOptions:
-    """Validated keywords; what depends on the model is filled in by `program_config`."""
+    """The keywords of `compile()` as users give them; their meanings are properties.
 
-    backend: str
-    buckets: Buckets | None
-    max_batch_size: int
-    max_seq_len: int | None
-    max_prefill_tokens: int
-    kv_cache_tokens: int | None
-    num_draft_tokens: int | None
-    smaller_draft_counts: tuple[int, ...] = ()  # further K, one of which a step may choose
-    enable_prefix_caching: bool = True
-    overlap: bool | None = None  # None: where it gains, on CUDA
-    greedy_step: bool | None = None  # None: on CUDA, where heads are fused with their argmax
-    max_step_tokens: int | None = None
-    graphs: GraphOptions = NO_OPTIONS
-    acceptance: Acceptance = STRICT
-    quantize: Quantize | None = None
-    draft_quantize: Quantize | None = None
-    logits_processor: LogitsProcessor | None = None
-    host_processors: bool = False
-    prompt_logprobs: bool = False
-    disabled_passes: frozenset[str] = frozenset()
+    Making one checks all that needs no model, so that errors come before anything is loaded.
+    Raises: InvalidOption, NotSupported.
+    """
+
+    num_draft_tokens: int | Sequence[int] | None = keyword(
+        None,
+        "K; None takes the checkpoint's own, else 3.  Several, such as (0, 2, 5), let every step "
+        "take the one that pays, by measured times and recent acceptance.  At most 64, and below "
+        "max_seq_len.",
+    )
+    max_batch_size: int = keyword(8, "requests that run at the same time.", positive)
+    max_seq_len: int | None = keyword(
+        None,
+        "tokens per request, prompt included; None takes the model's limit, at most 4096.",
+        positive_or_none,
+    )
+    max_prefill_tokens: int = keyword(
+        2048, "prompt tokens that one step takes; longer prompts come in chunks.", positive
+    )
+    kv_cache_tokens: int | None = keyword(
+        None,
+        "size of the KV cache; None is max_batch_size * max_seq_len.",
+        positive_or_none,
+    )
+    enable_prefix_caching: bool = keyword(
+        True,
+        "keep the cache blocks of prompts and outputs until others need them, and find them again "
+        "for requests that begin alike.",
+        switch,
+    )
+    overlap: bool | str = keyword(
+        "auto",
+        'launch a step before the tokens of the last one are read; "auto" where it gains.',
+        auto_or_switch,
+    )
+    greedy_step: bool | str = keyword(
+        "auto",
+        "compile a second decode step for batches whose requests all want the argmax and nothing "
+        "else (no sampling, penalties, bias, guide or log-probabilities): it never writes the "
+        'logits where heads are fused with their argmax.  "auto": on CUDA.',
+        auto_or_switch,
+    )
+    max_step_tokens: int | None = keyword(
+        None,
+        "tokens of a step, prefill and decode together, so that long prompts delay other requests "
+        "less; None is no limit beside max_prefill_tokens.",
+        positive_or_none,
+    )
+    backend: str = keyword(
+        "inductor", '"inductor", or "eager" (the same rewritten graphs, interpreted).', _backend
+    )
+    cudagraphs: str | GraphOptions = keyword(
+        "auto",
+        '"auto" (full_and_piecewise on CUDA, none on the CPU), "full_and_piecewise", "full", '
+        '"full_decode_only", "piecewise", "none", or a `GraphOptions` with budgets.',
+    )
+    buckets: Sequence[int] | Mapping[str, Sequence[Any]] | None = keyword(
+        None,
+        'batch sizes that decode steps are padded to, or a dict of "decode" sizes and "prefill" '
+        "pairs (requests, tokens); None pads nothing where no graphs are captured.",
+    )
+    acceptance: str | Callable[..., Any] = keyword(
+        "auto",
+        'how drafts are judged.  "auto": greedy requests strictly, sampled ones by the target\'s '
+        "own noise, so that their tokens are those of plain decoding with the same seed; "
+        '"rejection" or "block": by probabilities, which keeps the distribution; a function marked '
+        'with `compilespec.acceptance_rule`; or "relaxed", which is lossy.',
+    )
+    logits_processor: Callable[..., Tensor] | None = keyword(
+        None,
+        "a function or module that is traced into the step and changes the target's logits; what "
+        "it may read, and must not do, is said at `LogitsProcessor`.",
+        function_or_none,
+    )
+    host_processors: bool = keyword(
+        False,
+        "requests may have a `logits_processor` of their own, a Python function.  A step then "
+        "waits for the host, copies its logits, and cannot be captured in a CUDA graph.",
+        switch,
+    )
+    prompt_logprobs: bool = keyword(
+        False,
+        "requests may ask for `prompt_logprobs`.  Prefill then gives out its hidden states; others "
+        "pay nothing else.",
+        switch,
+    )
+    quantize: Any = keyword(
+        None,
+        'a torchao config, its short name ("int8_weight_only", "int8_dynamic", '
+        '"int4_weight_only", "float8_weight_only", "float8_dynamic"), or a `Quantize` that also '
+        "says for which modules.  Needs the extra `quant`; `model` is left as it is.",
+    )
+    draft_quantize: Any = keyword(
+        None,
+        "the same for the drafter.  A head that it shares with the target becomes its own then, "
+        "unless the target's is quantized: that one stays shared.",
+    )
+
+    # ACCEPTANCE_OPTIONS: given among a method's options.
+    relaxed_topk: int | None = keyword(
+        None, "accepts drafts among so many best tokens.", shown=False
+    )
+    relaxed_delta: float | None = keyword(
+        None, "and at most so much less probable than the best one.", shown=False
+    )
+    begin_thinking_token_id: int | None = keyword(
+        None, "relaxed acceptance begins after this token.", shown=False
+    )
+    end_thinking_token_id: int | None = keyword(None, "and ends at this one.", shown=False)
+    force_num_accepted: int | None = keyword(
+        None, "accepts so many drafts whatever they are, for benchmarks.", shown=False
+    )
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        for name, attribute in vars(CompileOptions).items():
+            if isinstance(attribute, functools.cached_property):
+                getattr(self, name)  # reading it checks it
+
+    @functools.cached_property
+    def draft_counts(self) -> tuple[int, ...]:
+        """Every K that was given, in rising order; empty where none was."""
+        given = self.num_draft_tokens
+        if given is None:
+            return ()
+        if isinstance(given, str) or not isinstance(given, Sequence):
+            positive("num_draft_tokens", given)
+            _check_draft_tokens(given)
+            return (given,)
+        counts = sorted(set(given)) if all(is_integer(count) for count in given) else []
+        if not counts or counts[0] < 0 or counts[-1] < 1:
+            raise InvalidOption(
+                f"num_draft_tokens must be a positive integer, or several of 0 and more of which "
+                f"each step takes the best, such as (0, 2, 5); got {given!r}"
+            )
+        _check_draft_tokens(counts[-1])
+        return tuple(counts)
+
+    @property
+    def smaller_draft_counts(self) -> tuple[int, ...]:
+        """Every K but the largest: one of them a step may choose."""
+        return self.draft_counts[:-1]
+
+    @functools.cached_property
+    def bucket_sizes(self) -> Buckets | None:
+        """Of `buckets`; None: nothing is padded where no graphs are captured."""
+        return read_buckets(
+            self.buckets,
+            max_batch_size=self.max_batch_size,
+            max_prefill_tokens=self.max_prefill_tokens,
+        )
+
+    @functools.cached_property
+    def graphs(self) -> GraphOptions:
+        """Of `cudagraphs`."""
+        return read_graph_options(self.cudagraphs)
+
+    @functools.cached_property
+    def acceptance_rule(self) -> Acceptance:
+        """Of `acceptance` and its options."""
+        given = {name: getattr(self, name) for name in ACCEPTANCE_OPTIONS}
+        return resolve_acceptance(self.acceptance, **given)
+
+    @functools.cached_property
+    def processor(self) -> LogitsProcessor | None:
+        """Of `logits_processor`."""
+        given = self.logits_processor
+        return None if given is None else LogitsProcessor(given)
+
+    @functools.cached_property
+    def quantization(self) -> Quantize | None:
+        """Of `quantize`: the target's."""
+        return read_quantize(self.quantize)
+
+    @functools.cached_property
+    def draft_quantization(self) -> Quantize | None:
+        """Of `draft_quantize`."""
+        return read_quantize(self.draft_quantize, "draft_quantize")
 
     def program_config(
         self, target: Target, info: TargetInfo, drafter: Drafter | None
     ) -> ProgramConfig:
         """All sizes, fixed.  Raises: InvalidOption where the model cannot serve them."""
-        _check_token_ids(self.acceptance, info.vocab_size)
-        limit = target.max_seq_len
-        max_seq_len = self.max_seq_len or min(limit or DEFAULT_MAX_SEQ_LEN, DEFAULT_MAX_SEQ_LEN)
-        if limit is not None and max_seq_len > limit:
-            raise InvalidOption(
-                f"max_seq_len must be at most the model's limit of {limit} positions; got "
-                f"{max_seq_len}"
-            )
-        if drafter is None:
-            num_draft_tokens = 0
-            if self.num_draft_tokens:
-                raise InvalidOption(
-                    f"num_draft_tokens={self.num_draft_tokens} needs a drafting method; give "
-                    f"spec=, or leave it out"
-                )
-        else:
-            num_draft_tokens = self.num_draft_tokens or int(
-                getattr(drafter, "num_draft_tokens", 0) or DEFAULT_DRAFT_TOKENS
-            )
-        _check_draft_tokens(num_draft_tokens)
+        _check_token_ids(self.acceptance_rule, info.vocab_size)
+        max_seq_len = self._max_seq_len(target.max_seq_len)
+        num_draft_tokens = self._num_draft_tokens(drafter)
         if num_draft_tokens >= max_seq_len:
             raise InvalidOption(
                 f"num_draft_tokens must be below max_seq_len={max_seq_len}, or no step could use "
                 f"all of them; got {num_draft_tokens}"
-            )
-        tokens = self.kv_cache_tokens or self.max_batch_size * max_seq_len
-        num_blocks = -(-tokens // BLOCK_SIZE)
-        if self.kv_cache_tokens is None:
-            num_blocks = self.max_batch_size * -(-max_seq_len // BLOCK_SIZE)
-        if num_blocks < -(-max_seq_len // BLOCK_SIZE):
-            raise InvalidOption(
-                f"kv_cache_tokens must hold one request of max_seq_len={max_seq_len} tokens; got "
-                f"{tokens}: raise it or lower max_seq_len"
             )
         return ProgramConfig(
             num_draft_tokens=num_draft_tokens,
@@ -101,103 +246,44 @@ class CompileOptions:
             max_seq_len=max_seq_len,
             max_prefill_tokens=self.max_prefill_tokens,
             block_size=BLOCK_SIZE,
-            num_blocks=num_blocks,
+            num_blocks=self._num_blocks(max_seq_len),
             dtype=info.dtype,
             device=info.device,
             max_draft_tokens=num_draft_tokens if self.smaller_draft_counts else None,
         )
 
+    def _max_seq_len(self, limit: int | None) -> int:
+        chosen = self.max_seq_len or min(limit or DEFAULT_MAX_SEQ_LEN, DEFAULT_MAX_SEQ_LEN)
+        if limit is not None and chosen > limit:
+            raise InvalidOption(
+                f"max_seq_len must be at most the model's limit of {limit} positions; got {chosen}"
+            )
+        return chosen
 
-def resolve_options(
-    *,
-    cudagraphs: str | GraphOptions = "auto",
-    acceptance: str | Callable[..., Any] = "auto",
-    logits_processor: Any = None,
-    host_processors: bool = False,
-    prompt_logprobs: bool = False,
-    quantize: Any = None,
-    draft_quantize: Any = None,
-    backend: str = "inductor",
-    buckets: Sequence[int] | Mapping[str, Sequence[Any]] | None = None,
-    max_batch_size: int = 8,
-    max_seq_len: int | None = None,
-    max_prefill_tokens: int = 2048,
-    kv_cache_tokens: int | None = None,
-    num_draft_tokens: int | Sequence[int] | None = None,
-    enable_prefix_caching: bool = True,
-    overlap: bool | str = "auto",
-    greedy_step: bool | str = "auto",
-    max_step_tokens: int | None = None,
-    relaxed_topk: int | None = None,
-    relaxed_delta: float | None = None,
-    begin_thinking_token_id: int | None = None,
-    end_thinking_token_id: int | None = None,
-    force_num_accepted: int | None = None,
-) -> CompileOptions:
-    """Check every keyword before anything is loaded.  Raises: InvalidOption, NotSupported."""
-    if backend not in BACKENDS:
-        raise not_one_of("backend", backend, BACKENDS)
-    graphs = read_graph_options(cudagraphs)
-    for name, switch in (
-        ("host_processors", host_processors),
-        ("prompt_logprobs", prompt_logprobs),
-    ):
-        if not isinstance(switch, bool):
-            raise InvalidOption(f"{name} must be True or False; got {switch!r}")
-    if logits_processor is not None and not callable(logits_processor):
-        raise InvalidOption(
-            f"logits_processor must be a function or a module; got {logits_processor!r}"
-        )
-    num_draft_tokens, smaller = _draft_counts(num_draft_tokens)
-    sizes = {
-        "max_batch_size": max_batch_size,
-        "max_seq_len": max_seq_len,
-        "max_prefill_tokens": max_prefill_tokens,
-        "kv_cache_tokens": kv_cache_tokens,
-        "num_draft_tokens": num_draft_tokens,
-        "max_step_tokens": max_step_tokens,
-    }
-    for name, size in sizes.items():
-        if size is not None and (not is_integer(size) or size < 1):
-            raise InvalidOption(f"{name} must be a positive integer; got {size!r}")
-    _check_draft_tokens(num_draft_tokens or 0)
-    if not isinstance(enable_prefix_caching, bool):
-        raise InvalidOption(
-            f"enable_prefix_caching must be True or False; got {enable_prefix_caching!r}"
-        )
-    for name, choice in (("overlap", overlap), ("greedy_step", greedy_step)):
-        if choice != "auto" and not isinstance(choice, bool):
-            raise InvalidOption(f"{name} must be 'auto', True or False; got {choice!r}")
-    return CompileOptions(
-        backend=backend,
-        buckets=read_buckets(
-            buckets, max_batch_size=max_batch_size, max_prefill_tokens=max_prefill_tokens
-        ),
-        graphs=graphs,
-        max_batch_size=max_batch_size,
-        max_seq_len=max_seq_len,
-        max_prefill_tokens=max_prefill_tokens,
-        kv_cache_tokens=kv_cache_tokens,
-        num_draft_tokens=num_draft_tokens,
-        smaller_draft_counts=smaller,
-        enable_prefix_caching=enable_prefix_caching,
-        overlap=overlap if isinstance(overlap, bool) else None,
-        greedy_step=greedy_step if isinstance(greedy_step, bool) else None,
-        max_step_tokens=max_step_tokens,
-        quantize=read_quantize(quantize),
-        draft_quantize=read_quantize(draft_quantize, "draft_quantize"),
-        logits_processor=None if logits_processor is None else LogitsProcessor(logits_processor),
-        host_processors=host_processors,
-        prompt_logprobs=prompt_logprobs,
-        acceptance=resolve_acceptance(
-            acceptance,
-            force_num_accepted,
-            relaxed_topk=relaxed_topk,
-            relaxed_delta=relaxed_delta,
-            begin_thinking_token_id=begin_thinking_token_id,
-            end_thinking_token_id=end_thinking_token_id,
-        ),
-    )
+    def _num_draft_tokens(self, drafter: Drafter | None) -> int:
+        """K: the largest that was given, else the drafter's own, else the default."""
+        given = self.draft_counts[-1] if self.draft_counts else None
+        if drafter is None:
+            if given is not None:
+                raise InvalidOption(
+                    f"num_draft_tokens={given} needs a drafting method; give spec=, or leave it out"
+                )
+            return 0
+        own = int(getattr(drafter, "num_draft_tokens", 0) or DEFAULT_DRAFT_TOKENS)
+        _check_draft_tokens(given or own)
+        return given or own
+
+    def _num_blocks(self, max_seq_len: int) -> int:
+        of_request = -(-max_seq_len // BLOCK_SIZE)
+        if self.kv_cache_tokens is None:
+            return self.max_batch_size * of_request
+        num_blocks = -(-self.kv_cache_tokens // BLOCK_SIZE)
+        if num_blocks < of_request:
+            raise InvalidOption(
+                f"kv_cache_tokens must hold one request of max_seq_len={max_seq_len} tokens; got "
+                f"{self.kv_cache_tokens}: raise it or lower max_seq_len"
+            )
+        return num_blocks
 
 
 def check_method_options(
@@ -212,31 +298,17 @@ def check_method_options(
     if method.options is None:
         return
     known = (*method.options, *ACCEPTANCE_OPTIONS)
-    fields = [field.name for field in dataclasses.fields(SamplingParams)]
     for name in given:
         if name in known:
             continue
         what = f"compile() and spec={method.name!r} have no keyword {name!r}"
-        if name in fields:
+        if name in FIELDS:
             raise InvalidOption(f"{what}; give SamplingParams({name}=...) with the prompts")
         takes = (
             f"the method takes {', '.join(method.options)}" if method.options else "leave it out"
         )
         cure = did_you_mean(name, (*keywords, *known), "compile") or f"; {takes}"
         raise InvalidOption(what + cure)
-
-
-def _draft_counts(given: int | Sequence[int] | None) -> tuple[int | None, tuple[int, ...]]:
-    """The largest K, and the other ones of a sequence, in rising order."""
-    if given is None or isinstance(given, str) or not isinstance(given, Sequence):
-        return given, ()  # the check of all sizes refuses what is no integer
-    counts = sorted(set(given)) if all(is_integer(count) for count in given) else []
-    if not counts or counts[0] < 0 or counts[-1] < 1:
-        raise InvalidOption(
-            f"num_draft_tokens must be a positive integer, or several of 0 and more of which each "
-            f"step takes the best, such as (0, 2, 5); got {given!r}"
-        )
-    return counts[-1], tuple(counts[:-1])
 
 
 def _check_draft_tokens(count: int) -> None:

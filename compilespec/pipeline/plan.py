@@ -20,7 +20,7 @@ def describe_plan(
         "model": program.model,
         "method": program.method,
         "num_draft_tokens": config.num_draft_tokens,
-        "acceptance": describe(options.acceptance),
+        "acceptance": describe(options.acceptance_rule),
         "lossless": program.lossless,
         "buckets": runner.buckets,
         "backend": options.backend,
@@ -51,6 +51,6 @@ def why_not_overlapped(program: SpecProgram, options: CompileOptions) -> str | N
         return "drafts come from the host, which needs the tokens"
     if program.recorder is not None:
         return "the host records every step's hidden states"
-    if options.overlap is None and program.config.device.type != "cuda":
+    if options.overlap == "auto" and program.config.device.type != "cuda":
         return "nothing is gained on the CPU"
     return "overlap=False" if options.overlap is False else None

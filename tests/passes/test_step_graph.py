@@ -101,10 +101,8 @@ def build(drafter_kind: str) -> Lowered:
         del model.model.layers[NUM_LAYERS:]
         info = describe_target(trace_target(model), load_target(model))
         drafter = random_head(info, aux_layers=(0, 1, 2), draft_vocab_size=61)
-    sizes = options.resolve_options(
-        cudagraphs="auto", acceptance="auto", logits_processor=None, quantize=None,
-        draft_quantize=None, backend="eager", buckets=None, max_batch_size=MAX_ROWS,
-        max_seq_len=MAX_SEQ_LEN, max_prefill_tokens=64, kv_cache_tokens=None,
+    sizes = options.CompileOptions(
+        backend="eager", max_batch_size=MAX_ROWS, max_seq_len=MAX_SEQ_LEN, max_prefill_tokens=64,
         num_draft_tokens=NUM_DRAFT_TOKENS,
     )  # fmt: skip
     with pytest.MonkeyPatch.context() as patch:

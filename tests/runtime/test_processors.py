@@ -18,7 +18,7 @@ from compilespec.errors import InvalidOption, InvalidRequest, ProcessorFailed
 from compilespec.methods.eagle3 import random_head
 from compilespec.ops import host_process
 from compilespec.ops.sample.philox import gumbel, noise_bits
-from compilespec.pipeline.options import resolve_options
+from compilespec.pipeline.options import CompileOptions
 from compilespec.program import ProgramConfig
 from compilespec.runtime.engine import Engine
 from tests.support.models import VOCAB, DialDrafter, assert_nothing_held, target_info, tiny_target
@@ -178,7 +178,7 @@ def test_processors_that_are_refused(processor):
         num_blocks=9, dtype=torch.float32, device=torch.device("cpu"),
     )  # fmt: skip
     with pytest.raises(InvalidOption, match=REFUSED[processor]):
-        resolve_options(logits_processor=processor).logits_processor.capture("decode", config, 7)
+        CompileOptions(logits_processor=processor).processor.capture("decode", config, 7)
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ import compilespec
 from compilespec.errors import InvalidOption
 from compilespec.methods.base import MethodConfig
 from compilespec.methods.eagle3 import random_head
-from compilespec.passes.acceptance.options import FORCE_VARIABLES, resolve_acceptance
+from compilespec.passes.acceptance.options import FORCE_VARIABLES, resolve_acceptance, warn_if_lossy
 from compilespec.passes.acceptance.registry import describe, is_lossless
 from compilespec.passes.acceptance.rule import STRICT, Acceptance, Relaxed
 from tests.support.models import (
@@ -99,9 +99,11 @@ def test_t04_environment_and_option(monkeypatch, caplog):
     monkeypatch.setenv(FORCE_VARIABLES[0], "1")
     caplog.clear()
     assert resolve_acceptance("auto") == Acceptance(force_num_accepted=1)
+    warn_if_lossy(resolve_acceptance("auto"))
     assert "LOSSY" in caplog.text
     caplog.clear()
     assert resolve_acceptance("auto", 0) == STRICT
+    warn_if_lossy(STRICT)
     assert not caplog.text
 
 

@@ -35,7 +35,7 @@ def resolve_acceptance(
     force_num_accepted: int | None = None,
     **relaxed: int | float | None,
 ) -> Acceptance:
-    """The rule by name, with its options; a lossy one logs a warning.
+    """The rule by name, with its options.
 
     Args:
         force_num_accepted: None asks the environment (`FORCE_VARIABLES`), once, here.
@@ -43,15 +43,18 @@ def resolve_acceptance(
     Raises: InvalidOption.
     """
     rule, function = _rule(acceptance)
-    chosen = Acceptance(
+    return Acceptance(
         rule=rule,
         relaxed=_relaxed(rule, relaxed),
         function=function,
         force_num_accepted=_force_num_accepted(force_num_accepted),
     )
-    if not is_lossless(chosen):
-        logger.warning("acceptance: %s", describe(chosen))
-    return chosen
+
+
+def warn_if_lossy(acceptance: Acceptance) -> None:
+    """Log a warning where tokens would not be those of plain decoding, nor so distributed."""
+    if not is_lossless(acceptance):
+        logger.warning("acceptance: %s", describe(acceptance))
 
 
 def _rule(acceptance: str | Callable[..., Any]) -> tuple[str, RuleFunction | None]:

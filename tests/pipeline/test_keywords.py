@@ -1,0 +1,123 @@
+"""The keywords of `compile` and `trace`: what they show, and where they are said."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+import compilespec
+from compilespec.errors import InvalidOption, NotSupported, SpecError
+from compilespec.passes.acceptance.options import ACCEPTANCE_OPTIONS
+from compilespec.pipeline.keywords import MARK, describe_fields, shown_fields
+from compilespec.pipeline.options import CompileOptions
+
+REQUIRED = inspect.Parameter.empty
+FIRST = {"model": REQUIRED, "spec": "none"}
+OF_LOADING = {"draft": None, "dtype": None, "device": None, "tokenizer": None}
+# Public: a name or a default that changes here changes for users.
+KEYWORDS = {
+    "num_draft_tokens": None,
+    "max_batch_size": 8,
+    "max_seq_len": None,
+    "max_prefill_tokens": 2048,
+    "kv_cache_tokens": None,
+    "enable_prefix_caching": True,
+    "overlap": "auto",
+    "greedy_step": "auto",
+    "max_step_tokens": None,
+    "backend": "inductor",
+    "cudagraphs": "auto",
+    "buckets": None,
+    "acceptance": "auto",
+    "logits_processor": None,
+    "host_processors": False,
+    "prompt_logprobs": False,
+    "quantize": None,
+    "draft_quantize": None,
+}
+SIGNATURES: dict[Callable[..., Any], dict[str, Any]] = {
+    compilespec.compile: {**FIRST, **OF_LOADING, "progress": None, **KEYWORDS},
+    compilespec.trace: {**FIRST, **OF_LOADING, "keep_graphs": True, "progress": None, **KEYWORDS},
+}
+
+
+@pytest.mark.parametrize("call", SIGNATURES, ids=lambda call: call.__name__)
+def test_signatures_show_every_keyword_with_its_default(call: Callable[..., Any]) -> None:
+    signature = inspect.signature(call)
+    *parameters, rest = signature.parameters.values()
+    assert [(p.name, p.default) for p in parameters] == [*SIGNATURES[call].items()]
+    for parameter in parameters:
+        is_first = parameter.name in FIRST
+        assert (parameter.kind is inspect.Parameter.KEYWORD_ONLY) is not is_first
+        assert parameter.annotation is not REQUIRED
+    assert str(rest) == "**method_options: 'Any'"
+
+
+def test_help_describes_every_keyword_of_compile() -> None:
+    text = compilespec.compile.__doc__
+    assert text is not None
+    assert MARK.strip() not in text
+    entries = re.findall(r"^        (\w+): \S", text, flags=re.MULTILINE)
+    assert entries == [*inspect.signature(compilespec.compile).parameters]
+    assert max(map(len, text.splitlines())) <= 100
+    assert describe_fields(CompileOptions) in text
+
+
+def test_every_field_is_a_keyword_or_an_option_of_the_acceptance() -> None:
+    shown = [field.name for field in shown_fields(CompileOptions)]
+    hidden = [f.name for f in dataclasses.fields(CompileOptions) if f.name not in shown]
+    assert shown == [*KEYWORDS]
+    assert hidden == [*ACCEPTANCE_OPTIONS]
+    for field in dataclasses.fields(CompileOptions):
+        assert field.metadata["doc"].endswith("."), field.name
+
+
+WRONG: dict[str, tuple[Any, str]] = {
+    "num_draft_tokens": ("3", "a positive integer; got '3'$"),
+    "max_batch_size": (None, "a positive integer; got None$"),
+    "max_seq_len": (0, "a positive integer; got 0$"),
+    "max_prefill_tokens": (True, "a positive integer; got True$"),
+    "kv_cache_tokens": (1.5, "a positive integer; got 1.5$"),
+    "enable_prefix_caching": (1, "True or False; got 1$"),
+    "overlap": ("on", "'auto', True or False; got 'on'$"),
+    "greedy_step": (None, "'auto', True or False; got None$"),
+    "max_step_tokens": (-1, "a positive integer; got -1$"),
+    "backend": ("aot", "one of .*; got 'aot'"),
+    "cudagraphs": ("always", "one of .*; got 'always'"),
+    "buckets": (4, "a list of batch sizes .*; got 4$"),
+    "acceptance": ("all", "one of .*; got 'all'"),
+    "logits_processor": (1, "a function or a module; got 1$"),
+    "host_processors": ("yes", "True or False; got 'yes'$"),
+    "prompt_logprobs": (5, "True or False; got 5$"),
+    "quantize": ("int3", "one of .*; got 'int3'"),
+    "draft_quantize": ("int3", "one of .*; got 'int3'"),
+    "force_num_accepted": (-1, "got -1$"),
+    "relaxed_topk": (3, "only with acceptance='relaxed'$"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_values_are_refused_before_anything_is_loaded(name: str) -> None:
+    value, says = WRONG[name]
+    with pytest.raises((InvalidOption, NotSupported), match=f"{name}.*{says}"):
+        CompileOptions(**{name: value})
+    with pytest.raises(SpecError, match=f"{name}.*{says}"):
+        compilespec.trace("no such model", **{name: value})
+    assert {*WRONG} >= {*KEYWORDS}
+
+
+def test_meanings_follow_from_what_was_given() -> None:
+    options = CompileOptions(num_draft_tokens=[5, 0, 2, 2], buckets=[8, 2], cudagraphs="none")
+    assert options.draft_counts == (0, 2, 5)
+    assert options.smaller_draft_counts == (0, 2)
+    assert options.bucket_sizes is not None
+    assert options.bucket_sizes.decode == ((2,), (8,))
+    assert options.graphs.mode == "none"
+    alone = dataclasses.replace(options, num_draft_tokens=4)
+    assert alone.draft_counts == (4,)
+    assert CompileOptions().draft_counts == CompileOptions().smaller_draft_counts == ()
