@@ -1,4 +1,4 @@
-"""`compilespec methods`: the drafting methods and what each needs; the reference's modes."""
+"""`compilespec methods`: the drafting methods and what each needs; TensorRT-LLM's modes."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-# Capabilities that ask something of the caller or the engine, and a word for each.
+# Capabilities that require something of the caller or the engine, and a word for each.
 NEEDS = {
     "needs_draft_weights": "weights",
     "reads_hidden_states": "hidden",
     "outputs_hidden_states": "hidden",
     "own_kv_cache": "cache",
 }
-COLUMNS = ("method", "kind", "lossless", "needs", "reference names")
+COLUMNS = ("method", "kind", "lossless", "needs", "TensorRT-LLM names")
 
 
 def add_parser(commands: Any) -> None:
@@ -26,7 +26,7 @@ def add_parser(commands: Any) -> None:
         "the target.  cache: a KV cache of the drafter's own.",
     )
     parser.add_argument(
-        "--modes", action="store_true", help="list the reference's modes by predicate instead"
+        "--modes", action="store_true", help="list TensorRT-LLM's modes by predicate instead"
     )
     parser.add_argument(
         "--json", action="store_true", help="print one JSON list instead of a table"
@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def mode_rows() -> list[dict[str, Any]]:
-    """One row per mode of the reference: its number, its method, its predicates."""
+    """One row per mode of TensorRT-LLM: its number, its method, its predicates."""
     from compilespec.reference_ops.modes import PREDICATES, SpecMode
 
     return [
@@ -63,7 +63,7 @@ def mode_rows() -> list[dict[str, Any]]:
 
 
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, wraps: str) -> None:
-    """Every column but `wraps` is as wide as it needs; that one goes on in the next line."""
+    """A table whose column `wraps` alone wraps; the others are as wide as their contents."""
     from rich.console import Console
     from rich.table import Table
 

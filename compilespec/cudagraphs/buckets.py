@@ -17,30 +17,26 @@ _PREFILL_GROWTH = (1.0, 1.5)  # 64, 96, 128, 192, ...: at most half of a batch i
 
 @dataclass(frozen=True, kw_only=True)
 class Buckets:
-    """The sizes that batches are padded to, ascending; a phase without any runs every size as it
-    comes.
-    """
+    """The sizes that batches are padded to, ascending; a phase without any is never padded."""
 
     decode: tuple[Bucket, ...] = ()
-    """(B,) each; the last is the largest batch."""
+    """Buckets (B,); the last is the largest batch."""
 
     prefill: tuple[Bucket, ...] = ()
-    """(R, T) each; some pair holds the largest batch."""
+    """Buckets (R, T); one of them holds the largest batch."""
 
     def of(self, phase: Phase) -> tuple[Bucket, ...]:
         return self.decode if phase == "decode" else self.prefill
 
 
 def smallest(buckets: Iterable[Bucket], sizes: Bucket) -> Bucket | None:
-    """The bucket that holds `sizes` with the fewest tokens, then the fewest requests; None: none
-    does.
-    """
+    """The bucket that holds `sizes` with the fewest tokens, then requests; None if none does."""
     holding = [b for b in buckets if all(x >= y for x, y in zip(b, sizes, strict=True))]
     return min(holding, key=lambda bucket: bucket[::-1], default=None)
 
 
 def read_buckets(given: Any, *, max_batch_size: int, max_prefill_tokens: int) -> Buckets | None:
-    """`buckets=`: decode batch sizes, or a dict of "decode": sizes and "prefill": (R, T) pairs.
+    """Read `buckets=`: decode batch sizes, or {"decode": sizes, "prefill": (R, T) pairs}.
 
     Raises: InvalidOption when a list is empty or does not end at the maximum.
     """

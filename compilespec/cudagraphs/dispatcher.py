@@ -23,9 +23,10 @@ from compilespec.progress import Reporter
 class Dispatcher:
     """Runs one phase on batches of any size.
 
-    A batch is padded to the smallest bucket that holds it.  Where the phase has graphs, that bucket
-    is captured when it is first needed, unless it was at start; a bucket without a graph gives way
-    to the next larger one that has one, and where none has, the phase runs uncaptured, unpadded.
+    A batch is padded to the smallest bucket that holds it.  If the phase has graphs, that bucket is
+    captured when it is first needed, unless it was captured at start.  If the bucket has no graph,
+    the next larger bucket with one is used; if there is none, the phase runs uncaptured and
+    unpadded.
     Source: requirements A7, E4.
     """
 
@@ -44,8 +45,8 @@ class Dispatcher:
 
         Args:
             fixed: weights, state and caches, by input name.
-            buckets: sizes that batches are padded to; none: they run as they come.
-            kind: of the graphs that `recorder` captures; None: the phase has none.
+            buckets: sizes that batches are padded to; if empty, batches run unpadded.
+            kind: kind of the graphs that `recorder` captures; None if the phase has none.
         """
         self.buckets, self.num_recompiles = tuple(buckets), 0
         self._phase, self._variant, self._config = phase, variant, config
@@ -54,7 +55,7 @@ class Dispatcher:
         self._dims = BUCKET_DIMS[phase.phase]
         self._recordings: dict[Bucket, Recording] = {}
         self._is_dropped: set[Bucket] = set()
-        self._bound: dict[Bucket, list[Any]] = {}  # inputs, which are always the same tensors
+        self._bound: dict[Bucket, list[Any]] = {}  # a bucket's inputs are always the same tensors
         self._smallest: dict[Bucket, Bucket | None] = {}  # by the sizes of a batch
         limits = {
             "B": config.max_batch_size,
@@ -89,11 +90,11 @@ class Dispatcher:
 
     @property
     def keys(self) -> list[GraphKey]:
-        """Of the buckets that may have graphs."""
+        """Keys of the buckets that may have graphs."""
         return [self._key(bucket) for bucket in self.buckets] if self._recorder else []
 
     def capture(self, bucket: Bucket) -> Recording | None:
-        """Capture a bucket, if it may have a graph and has none yet."""
+        """Capture a bucket if it may have a graph and does not have one yet."""
         if self._recorder is None or bucket in self._is_dropped:
             return None
         if bucket not in self._recordings:
@@ -159,14 +160,14 @@ class Dispatcher:
         """An input of each dimension, (B,) or (R, T)."""
         return [next(name for name in batch if name[-1] == dim) for dim in self._dims]
 
-    # --- emulation: what nobody may look at shows when somebody does ---
+    # --- emulation: poison the values that nothing may read ---
 
     @property
     def _is_emulated(self) -> bool:
         return self._recorder is not None and self._recorder.is_emulated
 
     def _poison_values(self, bucket: Bucket) -> dict[str, int]:
-        """Legal values that do the most harm where a padded entry is not masked."""
+        """Legal values that do the most harm if a padded entry is not masked."""
         sizes = dict(zip(self._dims, bucket, strict=True))
         return {
             "ids_T": 1,

@@ -1,4 +1,4 @@
-"""What makes graphs: CUDA, or an emulation on any device that executes captured calls again."""
+"""Capture and replay: CUDA graphs, or an emulation that executes captured calls again."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Graph(Protocol):
     """One captured call."""
 
     def replay(self) -> None:
-        """Run it again; what it made stands where it stood."""
+        """Run it again; its results are written to the same addresses."""
 
 
 class Driver(Protocol):
@@ -26,27 +26,27 @@ class Driver(Protocol):
     name: str
 
     def recording(self) -> contextlib.AbstractContextManager[None]:
-        """Around everything that belongs to one bucket."""
+        """A context around everything that belongs to one bucket."""
         ...
 
     def capture(self, call: Call) -> tuple[Graph, Sequence[Tensor]]:
-        """Capture a call and run it once; returns the graph and the tensors that it makes."""
+        """Capture a call and run it once; returns the graph and the tensors it produces."""
         ...
 
     def weak(self, tensor: Tensor) -> Tensor:
-        """The same memory, not kept from being used for something else."""
+        """A tensor over the same memory that does not keep it from being reused."""
         ...
 
     def expiry(self, tensor: Tensor) -> Callable[[], None] | None:
-        """What to do in a replay once nobody reads the tensor any more, if anything."""
+        """What a replay does after the last read of the tensor; None for nothing."""
         ...
 
     def free_bytes(self) -> int | None:
-        """Free memory of the device; None where it does not limit anything."""
+        """Free memory of the device in bytes; None if memory is no limit."""
         ...
 
     def reserved_bytes(self) -> int:
-        """Memory taken from the device."""
+        """Memory allocated on the device, in bytes."""
         ...
 
 
@@ -75,7 +75,7 @@ class CudaDriver:
 
     def capture(self, call: Call) -> tuple[Graph, Sequence[Tensor]]:
         graph = torch.cuda.CUDAGraph()
-        # thread_local: what other threads do on the device meanwhile does not spoil the capture
+        # thread_local: other threads may use the device during the capture
         graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
         try:
             made = call()
@@ -84,14 +84,14 @@ class CudaDriver:
                 graph.capture_end()
             raise
         graph.capture_end()
-        graph.replay()  # capturing executes nothing, and what comes next may read the result
+        graph.replay()  # capturing executes nothing, and the next capture may read the result
         return graph, made
 
     def weak(self, tensor: Tensor) -> Tensor:
         return weak_tensor(tensor)
 
     def expiry(self, tensor: Tensor) -> Callable[[], None] | None:
-        return None  # the pool gave the memory to whoever came next
+        return None  # the pool has already reused the memory
 
     def free_bytes(self) -> int | None:
         return torch.cuda.mem_get_info(self._device)[0]
@@ -101,9 +101,9 @@ class CudaDriver:
 
 
 class EmulatedDriver:
-    """A replay executes the captured call again and copies what it makes to where it first stood.
+    """A replay executes the captured call again and copies its results to their first addresses.
 
-    What expires is poisoned, as memory of a pool is that somebody else writes.
+    Expired values are poisoned: in a graph's pool, other results would overwrite them.
     """
 
     name = "emulated"
@@ -112,7 +112,7 @@ class EmulatedDriver:
         return contextlib.nullcontext()
 
     def capture(self, call: Call) -> tuple[Graph, Sequence[Tensor]]:
-        made = [tensor.clone() for tensor in call()]  # storages of their own, to poison alone
+        made = [tensor.clone() for tensor in call()]  # separate storages to poison
         return _CallAgain(call, made), made
 
     def weak(self, tensor: Tensor) -> Tensor:
@@ -142,7 +142,7 @@ def make_driver(device: torch.device) -> Driver:
 
 
 def poison(tensor: Tensor) -> None:
-    """NaN, the lowest integer, or True: values that show when somebody uses them."""
+    """Fill with NaN, the lowest integer, or True: values whose use is noticed."""
     if tensor.dtype.is_floating_point:
         tensor.fill_(float("nan"))
     elif tensor.dtype == torch.bool:
@@ -154,7 +154,7 @@ def poison(tensor: Tensor) -> None:
 def weak_tensor(tensor: Tensor) -> Tensor:
     """A tensor over the same memory that does not keep it allocated (CUDA).
 
-    Whoever holds it must know by other means that the memory still is what it was.
+    The holder must know by other means that the memory has not been reused.
     """
     if tensor.numel() == 0:
         return torch.empty_like(tensor)

@@ -8,18 +8,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# What a padded entry holds: row -1 reads and writes nothing, so the rest is any legal value.
+# Row -1 reads and writes nothing, so the other inputs of a padded row may hold any legal value.
 _PADDED_ROW = -1
 _ROWS = ("row_B", "row_T", "commit_row_R")
 _ALIGNMENT = 64  # int32 entries: compiled kernels count on aligned addresses
-_NUM_STAGES = 2  # batches that may be on their way to the device at once
+_NUM_STAGES = 2  # batches that may be in transit to the device at once
 
 
 class BatchInputs:
-    """The int32 batch inputs of a phase, in one device buffer: one copy brings a batch there.
+    """The int32 batch inputs of a phase, in one device buffer: one copy transfers a batch.
 
-    On CUDA the host writes pinned memory, a stage a batch, and waits only for a stage whose copy
-    has not run yet.  On the CPU the host writes the buffer itself.
+    On CUDA the host writes pinned memory, one stage per batch, and waits only if the stage's last
+    copy has not run yet.  On the CPU the host writes the buffer itself.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class _Stage:
         self._host = self._pinned.numpy()
 
     def open(self) -> Any:
-        """The memory, as an array, once its last batch has reached the device."""
+        """The memory as an array, once its last batch has reached the device."""
         if self._sent is not None:
             self._sent.synchronize()
         return self._host

@@ -38,14 +38,15 @@ class GraphOptions:
     an emulation for tests: the captured call is executed again over the same buffers."""
 
     startup_seconds: float = 30.0
-    """Capturing at start ends after so long; a bucket that is left is captured when a batch first
-    asks for it.  0: all of them then."""
+    """Seconds that capturing at start may take.  Buckets that remain are captured when a batch
+    first needs them; with 0, all of them are.
+    """
 
     max_seconds: float = 120.0
-    """Capturing altogether, at start and later, ends after so long."""
+    """Seconds that capturing may take in total, at start and later."""
 
     max_mib: float | None = None
-    """Memory of all graphs together.  None: a quarter of what is free when capturing begins."""
+    """MiB of all graphs together.  None: a quarter of what is free when capturing begins."""
 
     def __post_init__(self) -> None:
         if self.mode not in MODE_NAMES:
@@ -71,10 +72,10 @@ NO_OPTIONS = GraphOptions()
 
 
 def units_for(kinds: Mapping[Phase, GraphKind]) -> dict[Phase, Units]:
-    """What must be compiled at once for these kinds of graphs: pieces where they are captured."""
+    """The unit to compile for each kind of graph: pieces if pieces are captured."""
     return {phase: "pieces" for phase, kind in kinds.items() if kind == "piecewise"}
 
 
 def read_graph_options(given: Any) -> GraphOptions:
-    """`cudagraphs=` as options.  Raises: InvalidOption."""
+    """Read `cudagraphs=`.  Raises: InvalidOption."""
     return given if isinstance(given, GraphOptions) else GraphOptions(mode=given)

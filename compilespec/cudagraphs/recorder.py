@@ -42,11 +42,10 @@ class Recorder:
     def capture(
         self, key: GraphKey, phase: LoweredPhase, inputs: Sequence[Tensor]
     ) -> Recording | None:
-        """Capture one bucket; None, said aloud, where that fails or the budget is spent.
+        """Capture one bucket; None, with a warning, if that fails or the budget is spent.
 
         Args:
-            inputs: of the phase, all at the addresses at which replays will find them, every row
-                padded.
+            inputs: the phase's inputs, at the addresses that replays will read, every row padded.
         """
         if reason := self._over_budget():
             self._drop(key, reason)
@@ -75,9 +74,9 @@ class Recorder:
     def _over_budget(self) -> str:
         report = self.report
         if report.seconds >= self._max_seconds:
-            return f"{report.seconds:.0f} s of capturing are spent (max_seconds)"
+            return f"capturing took {report.seconds:.0f} s (max_seconds)"
         if self._max_mib is not None and report.mib >= self._max_mib:
-            return f"{report.mib:.0f} MiB of graphs are taken (max_mib)"
+            return f"graphs take {report.mib:.0f} MiB (max_mib)"
         return ""
 
     def _drop(self, key: GraphKey, reason: str) -> None:
@@ -87,7 +86,7 @@ class Recorder:
         )
 
     def _record(self, key: GraphKey, phase: LoweredPhase, inputs: Sequence[Tensor]) -> Recording:
-        results = phase.call(*inputs)  # what is set up on first use must not be captured
+        results = phase.call(*inputs)  # a first call sets things up; that must not be captured
         outputs = self._output_views(key, results)
         del results
         if key.kind == "full":
@@ -119,10 +118,10 @@ class Recorder:
     def _record_pieces(
         self, stitched: Stitched, inputs: Sequence[Tensor], outputs: Sequence[Tensor]
     ) -> list[Step]:
-        """A graph a piece; the operators between them run as they are, into memory that stays.
+        """One graph per piece; operators between pieces run uncaptured, into memory that is kept.
 
-        A value lives until its last reader was captured, so that the pool uses its memory again
-        just where an uncaptured run would; what steps keep of it is weak.
+        A value is kept alive until its last reader has been captured, so that the pool reuses its
+        memory exactly where an uncaptured run would; the steps hold only weak views of it.
         """
         plan = stitched.plan
         values: dict[int, Tensor] = dict(enumerate(inputs))
@@ -146,7 +145,7 @@ class Recorder:
         values: dict[int, Tensor],
         finals: Sequence[Tensor] | None,
     ) -> Step:
-        """Capture a piece; the last one brings the outputs to their place, too."""
+        """Capture a piece; the last one also copies the outputs to their addresses."""
         piece, given = stitched.pieces[step.piece], [values[number] for number in step.inputs]
         numbers = stitched.plan.outputs if finals is not None else ()
         known = {number: values[number] for number in numbers if number in values}
@@ -165,7 +164,7 @@ class Recorder:
     def _run_operator(
         self, step: OpStep, values: dict[int, Tensor], num_inputs: int, *, is_brief: bool
     ) -> Step:
-        """Run an operator; returns what runs it again, from and to the same places."""
+        """Run an operator; returns a function that runs it again on the same addresses."""
         held = {
             number: values[number] if number < num_inputs else self._driver.weak(values[number])
             for number in step.inputs
@@ -178,7 +177,7 @@ class Recorder:
         return lambda: _copy_all([result], [operator(*args)])
 
     def _place_for(self, like: Tensor, *, is_brief: bool) -> Tensor:
-        """Memory for an operator's result: one place for all that only the next piece reads."""
+        """Memory for an operator's result, shared by results that only the next piece reads."""
         if not is_brief:
             return torch.empty_like(like)
         flat = self._scratch.get(like.dtype)
@@ -187,7 +186,7 @@ class Recorder:
         return flat[: like.numel()].view(like.shape)
 
     def _output_views(self, key: GraphKey, results: Sequence[Tensor]) -> list[Tensor]:
-        """Where the outputs of a phase stand, whatever the bucket."""
+        """The buffers of a phase's outputs, shared by all its buckets."""
         place = (key.phase, key.variant)
         flats = self._outputs.get(place)
         if flats is None or any(f.numel() < r.numel() for f, r in zip(flats, results, strict=True)):

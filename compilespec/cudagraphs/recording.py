@@ -1,4 +1,4 @@
-"""One captured bucket, and what it insists on before it runs again."""
+"""One captured bucket, and what it checks before it is replayed."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ class Signature:
         )
 
     def difference(self, other: Signature) -> str:
-        """Where two differ, in words; empty where they do not."""
+        """How the other input differs, in words; empty if it does not."""
         pairs = [
-            ("on", self.device, other.device),
-            ("of", self.dtype, other.dtype),
-            ("of shape", list(self.shape), list(other.shape)),
-            ("of strides", self.stride, other.stride),
-            ("at address", hex(self.address), hex(other.address)),
+            ("device", self.device, other.device),
+            ("dtype", self.dtype, other.dtype),
+            ("shape", list(self.shape), list(other.shape)),
+            ("strides", self.stride, other.stride),
+            ("address", hex(self.address), hex(other.address)),
         ]
         return "; ".join(
-            f"captured {word} {mine}, came {word} {its}" for word, mine, its in pairs if mine != its
+            f"expected {word} {mine}, got {its}" for word, mine, its in pairs if mine != its
         )
 
 
@@ -87,5 +87,5 @@ class Recording:
         raise StaleGraphInput(
             f"{self.key}: input {name} is not the one that was captured "
             f"({old.difference(Signature.of(tensor))}); write new values into the captured tensor "
-            f"with copy_(), or compile anew"
+            f"with copy_(), or compile again"
         )

@@ -12,13 +12,13 @@ from compilespec.program import Phase
 
 @dataclass(frozen=True)
 class GraphKey:
-    """What a recording is for."""
+    """The phase, bucket, kind and variant that a recording is for."""
 
     phase: Phase
     bucket: Bucket
     kind: GraphKind
     variant: str = ""
-    """Which of several graphs of the phase: "K=1", say; the phase's own where empty."""
+    """Which of several graphs of the phase, such as "K=1"; empty for the phase's own graph."""
 
     def __str__(self) -> str:
         name = f"{self.phase} {self.variant}".rstrip()
@@ -31,24 +31,24 @@ class CaptureRecord:
 
     key: GraphKey
     num_graphs: int
-    """One, or one a piece."""
+    """Graphs of the bucket: one, or one per piece."""
     seconds: float
     mib: float
-    """Memory that the pool took for it; later buckets share what earlier ones took."""
+    """Memory that the pool allocated for it; later buckets share what earlier ones allocated."""
 
 
 @dataclass(kw_only=True)
 class CaptureReport:
-    """Grows while serving, where buckets are captured when first asked for."""
+    """Grows while serving if buckets are captured when they are first needed."""
 
     mode: str
     driver: str
     captured: list[CaptureRecord] = field(default_factory=list)
     dropped: dict[GraphKey, str] = field(default_factory=dict)
-    """Why: batches of these sizes run in a larger bucket, or uncaptured."""
+    """Why the bucket has no graph.  Its batches run in a larger bucket, or uncaptured."""
     num_replays: int = 0
     num_uncaptured: int = 0
-    """Calls of phases with graphs that none served."""
+    """Calls of phases with graphs in which no graph fitted the batch."""
 
     @property
     def seconds(self) -> float:

@@ -1,7 +1,7 @@
-"""Every error compilespec raises on purpose.  One base class, messages that name the cure.
+"""Every error that compilespec raises on purpose.  One base class, messages that name the cure.
 
-A message says what was expected, what came, where, and what to try; it fits on one line, because
-the command line prints it as it is and exits with code 2.
+A message says what was expected, what was given, where, and what to try.  It fits on one line,
+because the command line prints it unchanged and exits with code 2.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class InvalidOption(SpecError, ValueError):
 
 
 class NotSupported(SpecError):
-    """The request is understood, but the part that would serve it is not built."""
+    """The request is understood, but the feature that would serve it is not built."""
 
 
 class ModelNotFound(SpecError):
@@ -39,13 +39,11 @@ class DraftMismatch(SpecError):
 
 
 class CheckpointError(SpecError):
-    """A checkpoint is damaged, or has tensors missing, unexpected or of a wrong shape or kind."""
+    """A checkpoint is damaged, or its tensors are missing, unexpected, misshapen or mistyped."""
 
 
 class TraceError(SpecError):
-    """The model could not be captured as one graph; names the module, the source line and the
-    cause.
-    """
+    """The model cannot be captured as one graph; names the module, source line and cause."""
 
 
 class NoPositionInput(TraceError):
@@ -53,8 +51,8 @@ class NoPositionInput(TraceError):
 
 
 class UnsupportedModel(TraceError):
-    """The target is no causal language model of text alone: a later token changes an earlier one's
-    logits, not every token has logits, or it reads more than one sequence of tokens.
+    """The target is not a causal language model of text alone: a later token changes an earlier
+    one's logits, not every token has logits, or it reads more than one sequence of tokens.
     """
 
 
@@ -63,7 +61,7 @@ class UnsupportedState(SpecError):
 
 
 class PassError(SpecError):
-    """A pass matched another number of places than it must, or broke its stage's contract."""
+    """A pass did not match as many places as it must, or broke its stage's contract."""
 
 
 class ShapeMismatch(SpecError, ValueError):
@@ -71,13 +69,11 @@ class ShapeMismatch(SpecError, ValueError):
 
 
 class InvalidRequest(SpecError, ValueError):
-    """A prompt or its sampling parameters cannot be served; other requests are not affected."""
+    """A prompt or its sampling parameters cannot be served; other requests are unaffected."""
 
 
 class DraftFailed(SpecError):
-    """A drafting function on the host raised, or gave no drafts; ends the request it was called
-    for.
-    """
+    """A drafting function on the host raised or gave no drafts; ends the request that called it."""
 
 
 class GuideFailed(SpecError):
@@ -85,7 +81,7 @@ class GuideFailed(SpecError):
 
 
 class ProcessorFailed(SpecError):
-    """A logits processor on the host raised, or gave no logits; ends the request it belongs to."""
+    """A logits processor on the host raised or gave no logits; ends the request it belongs to."""
 
 
 class MissingDependency(SpecError):
@@ -93,15 +89,15 @@ class MissingDependency(SpecError):
 
 
 class TokenizerFailed(SpecError):
-    """The tokenizer raised while it made text of a request's tokens; ends that request."""
+    """The tokenizer raised while it decoded a request's tokens; ends that request."""
 
 
 class NanLogits(SpecError):
-    """The model's logits for a request held NaN; ends that request, others go on."""
+    """The model's logits for a request contain NaN; ends that request, others continue."""
 
 
 class StaleGraphInput(SpecError):
-    """A tensor that a captured graph reads was replaced: the graph knows the old address only."""
+    """A tensor that a captured graph reads was replaced; the graph knows only its old address."""
 
 
 class EngineClosed(SpecError):
@@ -109,5 +105,5 @@ class EngineClosed(SpecError):
 
 
 def is_integer(value: object) -> bool:
-    """Whether an option's value counts as an integer: True and False do not."""
+    """Whether an option's value is an integer; True and False are not."""
     return isinstance(value, int) and not isinstance(value, bool)

@@ -1,4 +1,4 @@
-"""What a mistaken name was meant to be: a near one of ours, or what other projects call it."""
+"""Suggestions for a mistaken name: a similar name, or the counterpart of another project's name."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from collections.abc import Iterable, Mapping
 
 from compilespec.errors import InvalidOption
 
-# What vLLM, SGLang, TensorRT-LLM, transformers and OpenAI's protocol call things: by where the name
-# is given, the name here, with a remark where the meaning is not quite the same.
+# Names in vLLM, SGLang, TensorRT-LLM, transformers and OpenAI's protocol: by the place where they
+# are given, compilespec's name, with a remark if the meaning differs.
 ELSEWHERE: Mapping[str, Mapping[str, str]] = {
     "compile": {
         "num_speculative_tokens": "num_draft_tokens",
@@ -152,10 +152,10 @@ ELSEWHERE: Mapping[str, Mapping[str, str]] = {
 
 
 def meant(name: object, known: Iterable[str], *where: str) -> str:
-    """The one of `known` that a mistaken name stands for, with a remark if there is one; else "".
+    """The name in `known` that a mistaken name probably means, with a remark if any; else "".
 
     Args:
-        where: parts of `ELSEWHERE` to look in before nearness counts.
+        where: parts of `ELSEWHERE` to search before similar spellings are considered.
     """
     if not isinstance(name, str):
         return ""
@@ -170,7 +170,7 @@ def meant(name: object, known: Iterable[str], *where: str) -> str:
 
 
 def did_you_mean(name: object, known: Iterable[str], *where: str) -> str:
-    """The end of an error's line, "; did you mean ...?", or "" where nothing is near."""
+    """The end of an error message, "; did you mean ...?", or "" if no name is similar."""
     ours = meant(name, known, *where)
     return f"; did you mean {ours}?" if ours else ""
 
@@ -178,10 +178,10 @@ def did_you_mean(name: object, known: Iterable[str], *where: str) -> str:
 def not_one_of(
     what: str, got: object, known: Iterable[str], *where: str, also: str = ""
 ) -> InvalidOption:
-    """The error for a choice that there is not.
+    """The error for a value that is not one of the choices.
 
     Args:
-        also: what else could have been given, put after the names.
+        also: other legal values, added after the names.
     """
     known = tuple(known)
     return InvalidOption(

@@ -1,4 +1,4 @@
-"""Stage "lower": program graphs to callables, through Inductor or interpreted ("eager")."""
+"""Stage "lower": turns program graphs into callables, through Inductor or interpreted ("eager")."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ logger = logging.getLogger("compilespec")
 
 BACKENDS = ("inductor", "eager")
 Units = Literal["auto", "whole", "pieces"]
-TO_ATEN = "to ATen"  # the half of rewriting that a step found in the cache does without
+TO_ATEN = "to ATen"  # the half of rewriting that a cached step skips
 
-# From so many attention layers on a phase is compiled in pieces: compiling then hardly grows with
-# depth.  Calls of pieces cost the host time, a third of a decode step of 6 layers of width 256 on
-# the CPU, and the less the wider the layers are; replayed as one CUDA graph they cost none.
+# With this many attention layers or more, a phase is compiled in pieces: compile time then hardly
+# grows with depth.  Calling pieces costs host time, a third of a decode step of 6 layers of width
+# 256 on the CPU, and less the wider the layers are; replayed as one CUDA graph, they cost none.
 PIECES_FROM_LAYERS = 16
 
 # Inductor never owns CUDA graphs (its trees copy inputs and re-record), and bf16 results are
@@ -40,14 +40,15 @@ INDUCTOR_OPTIONS: dict[str, Any] = {
     "fallback_random": True,
 }
 
-# Inductor computes a value of up to 30 operations anew in every kernel that reads it: cosines and
-# sines of the rotary embedding in each layer.  On the CPU, values of more than 8 operations that
-# several kernels read are stored.
+# Inductor recomputes a value of up to 30 operations in every kernel that reads it, such as the
+# cosines and sines of the rotary embedding in each layer.  On the CPU, values of more than 8
+# operations that several kernels read are stored.
 CPU_OPTIONS: dict[str, Any] = {"realize_opcount_threshold": 8}
 
 # A decode step is a hundred short calls: a C++ wrapper around them takes a third off the step.
-# What is left beside products and attention is a few rows of element-wise work, where a parallel
-# region costs more than it saves, and a fixed thread count would tie the artifact to the machine.
+# Besides products and attention there are only a few rows of element-wise work, for which a
+# parallel region costs more than it saves; a fixed thread count would tie the artifact to the
+# machine.
 PHASE_OPTIONS: dict[Phase, dict[str, Any]] = {
     "decode": {"cpp_wrapper": True, "cpp.threads": 1},
     "prefill": {"cpp.dynamic_threads": True},
@@ -62,11 +63,12 @@ def lower(
     units: Mapping[Phase, Units] | None = None,
     progress: Reporter | None = None,
 ) -> Lowered:
-    """One callable a phase; with "eager" the same rewritten graphs, run operator by operator.
+    """One callable per phase; with "eager", the same rewritten graphs, run operator by operator.
 
     Args:
-        units: by phase, what is compiled at once: the "whole" step, or its "pieces" between
-            attention calls; "auto", also where a phase is not named: pieces of deep targets.
+        units: what is compiled at once, by phase: the "whole" step, or its "pieces" between
+            attention calls; "auto", the default of a phase that is not named, means pieces for deep
+            targets.
     Raises: InvalidOption for an unknown backend.
     """
     if backend not in BACKENDS:
@@ -95,13 +97,13 @@ def lower(
 
 
 def prepare_kernels(device: torch.device, progress: Reporter) -> None:
-    """Load the C++ kernels, compiled first where they are not yet: the CPU's first call would."""
+    """Load the C++ kernels, compiling them if needed, as the CPU's first call would."""
     if device.type != "cpu" or not _build.kernels_untried():
         return
     with progress.step("compile", "C++ kernels") as step:
         is_cached = _build.is_cached()
         if is_cached is not None:
-            why = "" if is_cached else "there are none for this CPU, compiler and torch"
+            why = "" if is_cached else "none are cached for this CPU, compiler and torch"
             step.tell(from_cache=is_cached, why=why)
         _build.load_kernels()
 
@@ -172,9 +174,9 @@ def _compile_whole(
 def _compile_pieces(
     graph: PhaseGraph, program: SpecProgram, cache: ArtifactCache, step: Step
 ) -> LoweredPhase:
-    """Compile each distinct piece, but those that lie in the cache, from whatever model.
+    """Compile each distinct piece that is not in the cache; pieces of other models count.
 
-    Raises: PassError where the graph cannot be cut.
+    Raises: PassError if the graph cannot be cut.
     """
     started = time.perf_counter()
     options = _options(graph, program)
@@ -217,7 +219,7 @@ def _compile_pieces(
 
 
 def _tell_why(graph: PhaseGraph, key: ArtifactKey, cache: ArtifactCache, step: Step) -> None:
-    """Say why a step is compiled anew, and make the ATen graph that is to be compiled."""
+    """Report why a step must be compiled, and make the ATen graph to compile."""
     step.tell(why=cache.why_new(key))
     with step.inside("rewrite", TO_ATEN):
         _ = graph.step
@@ -226,7 +228,7 @@ def _tell_why(graph: PhaseGraph, key: ArtifactKey, cache: ArtifactCache, step: S
 def _load_pieces(
     plan: StitchPlan, options: dict[str, Any], cache: ArtifactCache
 ) -> dict[str, Callable[..., Any]]:
-    """The pieces of a plan that lie in the cache."""
+    """The pieces of a plan that are in the cache."""
     found = {name: cache.load(piece_file_key(name, options)) for name in plan.keys}
     return {name: stored[0] for name, stored in found.items() if stored is not None}
 

@@ -1,4 +1,4 @@
-"""Compiled steps on disk, keyed by everything that shapes them: safe to share and to delete."""
+"""Compiled steps on disk, keyed by everything that they depend on: safe to share and to delete."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def cache_directory() -> Path:
 
 @dataclass(frozen=True)
 class ArtifactKey:
-    """What an artifact depends on, part by part; as a string, the name of its files."""
+    """What an artifact depends on, part by part; its string is the name of the artifact's files."""
 
     parts: tuple[tuple[str, str], ...]
 
@@ -47,8 +47,8 @@ class ArtifactKey:
 
 
 def artifact_key(graph: PhaseGraph, program: SpecProgram, options: dict[str, Any]) -> ArtifactKey:
-    """The spliced step, its inputs' layouts, integer weights and constants, all sizes, the options,
-    and the code that lowers it.
+    """The key of a step: the spliced graph, its inputs' layouts, integer weights and constants, all
+    sizes, the options, and the code that lowers it.
     """
     layouts = hashlib.sha256()
     for node in graph.spliced.graph.find_nodes(op="placeholder"):
@@ -97,21 +97,21 @@ def _environment(options: dict[str, Any]) -> dict[str, str]:
     }
 
 
-# What follows from other parts, as a rule: said only where none of those differs.
+# Parts that usually follow from others: reported only if none of the others differs.
 _DERIVED = ("K of the step", "buffers", "graph of the step", "layout of weights")
-_IN_FULL = 24  # letters of a value that is worth telling: no digest, no list of options
+_MAX_REPORTED_CHARS = 24  # longer values (digests, lists of options) are not worth reporting
 
 
 def _difference(stored: Mapping[str, str], wanted: Mapping[str, str]) -> str:
-    """Which parts of two keys differ, and from what to what."""
+    """Which parts of two keys differ, with their old and new values."""
     names = _differing(stored, wanted)
     told = [name for name in names if name not in _DERIVED] or names
     changes = []
     for name in told:
         values = (stored.get(name, "nothing"), wanted.get(name, "nothing"))
-        is_told = max(map(len, values)) <= _IN_FULL
+        is_told = max(map(len, values)) <= _MAX_REPORTED_CHARS
         changes.append(f"{name} changed{' from {} to {}'.format(*values) if is_told else ''}")
-    return ", ".join(changes) or "the artifact is gone, or cannot be read"
+    return ", ".join(changes) or "the artifact is gone or cannot be read"
 
 
 def _differing(stored: Mapping[str, str], wanted: Mapping[str, str]) -> list[str]:
@@ -120,7 +120,7 @@ def _differing(stored: Mapping[str, str], wanted: Mapping[str, str]) -> list[str
 
 @functools.cache
 def _source_digest() -> str:
-    """Any change of the package's code makes every artifact another one."""
+    """A digest of the package's code: any change of it invalidates every artifact."""
     digest = hashlib.sha256()
     root = Path(__file__).parents[1]
     for path in sorted([*root.rglob("*.py"), *root.rglob("*.cpp"), *root.rglob("*.h")]):
@@ -137,10 +137,10 @@ def _bytes(tensor: Tensor) -> bytes:
 
 
 class ArtifactCache:
-    """Two files an artifact: the compiled step, and the names of its inputs and outputs, written
-    last.  Beside them lie the keys of each model's steps, part by part.
+    """Two files per artifact: the compiled step, and the names of its inputs and outputs, written
+    last.  The keys of each model's steps, part by part, are stored beside them.
 
-    What cannot be read is dropped with a warning and compiled again, also where the directory
+    A file that cannot be read is dropped with a warning and compiled again, even if the directory
     cannot be written.
     """
 
@@ -157,7 +157,7 @@ class ArtifactCache:
             return call, _inputs_of(record), tuple(record["outputs"])
         except (
             Exception
-        ) as error:  # a torn file, another machine's code: whatever it is, compiling repairs it
+        ) as error:  # a truncated file, another machine's code: compiling again repairs it
             _drop(f"artifact {code.name}", error, names, code)
             return None
 
@@ -175,13 +175,13 @@ class ArtifactCache:
                 os.replace(f"{scratch}/names", names)
         except (
             Exception
-        ) as error:  # the engine runs without a saved artifact; only the next start pays
+        ) as error:  # the engine runs without a saved artifact; the next start compiles again
             logger.warning("artifact %s was not saved: %s", key, error)
 
     def load_plan(
         self, key: ArtifactKey
     ) -> tuple[StitchPlan, tuple[InputSpec, ...], tuple[str, ...]] | None:
-        """How the pieces of a phase are put together; None where it is not known."""
+        """How the pieces of a phase are put together; None if it is not stored."""
         path = self._plan_path(key)
         try:
             if not path.exists():
@@ -211,14 +211,14 @@ class ArtifactCache:
             logger.warning("plan %s was not saved: %s", key, error)
 
     def keep_key(self, key: ArtifactKey) -> None:
-        """Keep the parts of a step's key, for `why_new` of later ones."""
+        """Store the parts of a step's key, for `why_new` of later keys."""
         path = self._keys_of(key) / f"{key}.json"
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryDirectory(dir=self.directory) as scratch:
                 Path(f"{scratch}/key").write_text(json.dumps(dict(key.parts)))
                 os.replace(f"{scratch}/key", path)
-        except OSError as error:  # the artifact was not saved either, and that is told
+        except OSError as error:  # the artifact was not saved either, which was logged
             logger.debug("key %s was not saved: %s", key, error)
 
     def why_new(self, key: ArtifactKey) -> str:
@@ -233,7 +233,7 @@ class ArtifactCache:
         return _difference(min(same_step, key=lambda k: len(_differing(k, wanted))), wanted)
 
     def _stored_keys(self, key: ArtifactKey) -> list[Path]:
-        """Of the same model."""
+        """The stored keys of the same model."""
         try:
             return sorted(self._keys_of(key).glob("*.json"))
         except OSError:
@@ -250,7 +250,7 @@ class ArtifactCache:
 
 
 def _parts_of(path: Path) -> dict[str, str]:
-    """The parts of a stored key; none where it cannot be read: only a reason is lost."""
+    """The parts of a stored key; empty if it cannot be read, which only loses a reason."""
     try:
         return {str(name): str(value) for name, value in json.loads(path.read_text()).items()}
     except Exception:  # as above
@@ -258,7 +258,7 @@ def _parts_of(path: Path) -> dict[str, str]:
 
 
 def _drop(what: str, error: Exception, *files: Path) -> None:
-    """Forget files that cannot be read; they stay where the directory cannot be written."""
+    """Delete files that cannot be read, if the directory can be written."""
     logger.warning("dropping unreadable %s (%s); compiling again", what, error)
     for file in files:
         with contextlib.suppress(OSError):

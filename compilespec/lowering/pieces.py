@@ -1,8 +1,8 @@
-"""A step cut at attention: pieces of one structure are compiled once, whatever the depth.
+"""Cuts a step at attention: pieces of one structure are compiled once, whatever the depth.
 
 The operators at the cuts run by themselves between the pieces, which is also where piecewise CUDA
-graphs end and begin.  What crosses a cut are tensors whose every size is a number or one symbol;
-sizes are read off them again inside a piece, and views of other shapes are taken again.
+graphs end and begin.  Only tensors whose every size is a number or one symbol cross a cut.  Inside
+a piece, sizes are read from them again, and views of other shapes are made again.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ CUTS = (torch.ops.compilespec.paged_attention.default,)
 
 @dataclass(frozen=True, kw_only=True)
 class PieceStep:
-    """A call of a piece; values are numbered, the phase's inputs first."""
+    """A call of a piece; its values are numbered, the phase's inputs first."""
 
     piece: str
     """Key of the piece's structure."""
@@ -39,7 +39,7 @@ class OpStep:
     """A call of an operator between two pieces."""
 
     target: str
-    """As "compilespec.paged_attention.default"."""
+    """Name of the operator, such as "compilespec.paged_attention.default"."""
     args: tuple[tuple[str, Any], ...]
     """("value", number) or ("constant", number or None)."""
     output: int
@@ -64,7 +64,7 @@ Step = PieceStep | OpStep
 
 @dataclass(frozen=True, kw_only=True)
 class StitchPlan:
-    """How pieces and operators make a phase."""
+    """The sequence of pieces and operators that makes up a phase."""
 
     num_inputs: int
     steps: tuple[Step, ...]
@@ -76,7 +76,7 @@ class StitchPlan:
 
     @functools.cached_property
     def dies_after(self) -> tuple[tuple[int, ...], ...]:
-        """By step, the values that nobody reads after it; inputs and outputs stay."""
+        """By step, the values that are not read after it; inputs and outputs stay."""
         last: dict[int, int] = {}
         for index, step in enumerate(self.steps):
             made = (step.output,) if isinstance(step, OpStep) else step.outputs
@@ -99,7 +99,7 @@ class StitchPlan:
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """Of the distinct pieces."""
+        """Keys of the distinct pieces."""
         return tuple(dict.fromkeys(step.piece for step in self.piece_steps))
 
     def to_json(self) -> dict[str, Any]:
@@ -132,7 +132,7 @@ class StitchPlan:
 
 
 class Stitched:
-    """The callable of a phase in pieces; what dies is let go at once, as inside one piece."""
+    """The callable of a phase in pieces; values are freed after their last use."""
 
     def __init__(self, plan: StitchPlan, pieces: Mapping[str, Callable[..., Any]]) -> None:
         self.plan, self.pieces = plan, dict(pieces)
@@ -159,7 +159,7 @@ class Stitched:
 
 @dataclass(frozen=True, kw_only=True)
 class Piece:
-    """One structure: a graph over placeholders alone, and the fakes of one place that has it."""
+    """One structure: a graph over placeholders only, and the fake inputs of one of its places."""
 
     key: str
     graph_module: fx.GraphModule = field(repr=False)
@@ -169,15 +169,15 @@ class Piece:
 def split_at_attention(gm: fx.GraphModule) -> tuple[StitchPlan, dict[str, Piece]]:
     """Cut an ATen step graph; returns the plan, and the distinct pieces by key.
 
-    Raises: PassError where something must cross a cut that cannot: a constant, or a tensor with a
-        size that is an expression and that is no view of another.
+    Raises: PassError if something would cross a cut that cannot: a constant, or a tensor that is
+    not a view and has a size that is an expression.
     """
     cut = _Cut(gm)
     return cut.plan(), cut.pieces
 
 
 class _Cut:
-    """A graph in segments: an operator of `CUTS` each, and what stands between them."""
+    """A graph in segments: each is one operator of `CUTS`, or the nodes between two of them."""
 
     def __init__(self, gm: fx.GraphModule) -> None:
         self.pieces: dict[str, Piece] = {}
@@ -207,7 +207,7 @@ class _Cut:
         )
 
     def leaves(self, node: fx.Node, segment: int) -> Iterator[fx.Node]:
-        """The tensors from outside `segment` that `node` needs there; sizes need none."""
+        """The tensors from outside `segment` that `node` needs in it; sizes need none."""
         for given in map(_alias_of, node.all_input_nodes):
             if _is_size(given) or self.segment.get(given) == segment:
                 continue
@@ -217,8 +217,8 @@ class _Cut:
                 yield given
 
     def is_taken_again(self, node: fx.Node, segment: int) -> bool:
-        """Whether a piece takes a view of another segment anew: one that cannot cross, or that
-        views what came into that segment.
+        """Whether a piece makes a view of another segment again: one that cannot cross the cut, or
+        a view of an input of that segment.
         """
         is_view = node.op == "call_function" and _torch_compat.returns_alias(node.target)
         if not is_view or _torch_compat.is_mutable(node.target) or self.segment[node] == segment:
@@ -242,8 +242,8 @@ class _Cut:
         for node in outputs:
             if not _can_cross(node):
                 raise PassError(
-                    f"{node.name} ({node.target}) has a size that is an expression, and cannot "
-                    f"leave its piece"
+                    f"{node.name} ({node.target}) has a size that is an expression and cannot "
+                    "leave its piece"
                 )
         return PieceStep(
             piece=piece.key,
@@ -285,7 +285,7 @@ class _PieceGraph:
         )
 
     def _carriers(self, nodes: Sequence[fx.Node], leaves: Sequence[fx.Node]) -> list[fx.Node]:
-        """Phase inputs that show the symbols of sizes which no leaf shows."""
+        """Phase inputs that have the size symbols which no leaf has."""
         needed = {symbol for node in nodes for symbol in self._symbols(node)}
         shown = {symbol for leaf in leaves for symbol in _dims(leaf)}
         carriers: list[fx.Node] = []
@@ -295,7 +295,7 @@ class _PieceGraph:
         return carriers
 
     def _symbols(self, node: fx.Node) -> Iterator[str]:
-        """Symbols of the sizes that a node, or a view that it takes again, is called with."""
+        """Symbols of the sizes in the arguments of a node, or of a view that it makes again."""
         for given in map(_alias_of, node.all_input_nodes):
             if _is_size(given):
                 yield from map(str, _torch_compat.size_expression(given.meta["val"]).free_symbols)
@@ -324,7 +324,7 @@ class _PieceGraph:
 
 
 def structural_key(graph: fx.Graph) -> str:
-    """Hash of a piece: operators, arguments, layouts of its inputs; symbols by first use."""
+    """Hash of a piece: operators, arguments, input layouts; symbols are numbered by first use."""
     numbers: dict[fx.Node, int] = {}
     symbols: dict[str, str] = {}
 

@@ -1,1 +1,1 @@
-"""The drafting methods, a folder each; `registry.py` lists them."""
+"""The drafting methods, one folder each; `registry.py` lists them."""

@@ -20,7 +20,7 @@ from compilespec.tracing.target_info import TargetInfo
 class Drafter(nn.Module):
     """A drafter.  All ids are TARGET ids; d2t never leaks out of `propose`.
 
-    A drafter gives the calls that the draft loop of its kind splices: recycled ones are
+    A drafter provides the calls that the draft loop of its kind splices: recycled ones are
     `methods.recycled.RecycledDrafter`, direct ones `methods.direct.DirectDrafter`.
     """
 
@@ -30,20 +30,20 @@ class Drafter(nn.Module):
         int, ...
     ] = ()  # hs indices: residual stream ENTERING layer k, n = last layer's output pre-norm
     kv_layers: tuple[int, ...] = ()  # target layers whose caches its attention reads (shared_kv)
-    recorder: TapSink | None = None  # takes the taps that the step gives out
-    propose_on_host: HostProposal | None = None  # where drafts come from between the calls
-    capabilities: Capabilities | None = None  # where an option made them other than the method's
+    recorder: TapSink | None = None  # receives the tapped hidden states that the step outputs
+    propose_on_host: HostProposal | None = None  # proposes drafts on the host, between the calls
+    capabilities: Capabilities | None = None  # set if an option made them differ from the method's
 
     def capture(self, config: ProgramConfig, info: TargetInfo) -> dict[str, Traced]:
         """Capture the calls that the draft loop of the method's kind splices, by name.
 
-        What each loop needs is said in `passes/draft_loops/`.
+        `passes/draft_loops/` says what each loop needs.
         """
         raise NotImplementedError
 
 
 class Method(Protocol):
-    """A method's folder provides one object of this shape, registered in `methods/registry.py`."""
+    """The object that a method's folder provides and `methods/registry.py` lists."""
 
     capabilities: Capabilities
 
@@ -53,7 +53,7 @@ class Method(Protocol):
         """Build the drafter from a checkpoint directory, or adopt a module; check it on the target.
 
         Args:
-            draft: what was found for a method that needs draft weights, None for others.
+            draft: the drafter found for a method that needs draft weights, None for others.
         Returns: the drafter, or None for a method of kind "none".
 
         Raises: CheckpointError (missing, unexpected or misshapen tensors), DraftMismatch (sizes),
@@ -63,7 +63,7 @@ class Method(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class MethodConfig:
-    """A method by name with its options: what `spec=` may be given instead of a string."""
+    """A method's name with its options: `spec=` takes one instead of a string."""
 
     name: str
     options: Mapping[str, Any] = field(default_factory=dict)

@@ -7,8 +7,8 @@ from typing import Literal
 
 # How a method's draft loop walks the cache (ARCHITECTURE.md, kinds of draft loops); "direct" is one
 # call that gives all K drafts and has no cache: n-gram match, extra heads, functions of a user;
-# with "callback" they come from the host, between the calls; with "shared_kv" each is one query at
-# a constant position on the target's caches.
+# with "callback" the host proposes them between the calls; with "shared_kv" each is one query at a
+# constant position on the target's caches.
 DraftKind = Literal["none", "recycled", "windowed", "unshifted", "direct", "callback", "shared_kv"]
 
 # Which hidden states the modules of a windowed drafter read (`passes/draft_loops/windowed.py`).
@@ -25,18 +25,18 @@ class Capabilities:
     kind: DraftKind
     needs_draft_weights: bool = False
     reads_hidden_states: bool = False  # the target's, tapped at the drafter's aux layers
-    outputs_hidden_states: bool = False  # the taps leave the step, for the drafter's `recorder`
+    outputs_hidden_states: bool = False  # the step outputs them, for the drafter's `recorder`
     own_kv_cache: bool = False  # the drafter writes a KV cache of its own
     lossless: bool = True
-    chooses: bool = False  # stands for another method, which is picked before anything is built
+    chooses: bool = False  # a placeholder for a method that is picked before anything is built
     inside_target: bool = False  # the target's own checkpoint may hold the drafter
     folders: tuple[str, ...] = ()  # beside the target, after the one named as the method
-    aliases: tuple[str, ...] = ()  # reference mode names that map to this method
+    aliases: tuple[str, ...] = ()  # TensorRT-LLM's mode names for this method
     options: tuple[str, ...] | None = (
-        None  # what `load` takes, by name; None: it checks them itself
+        None  # names that `load` takes; None: it checks them itself
     )
 
     @property
     def may_omit_drafts(self) -> bool:
-        """Fewer than K drafts are legal: PAD stands where there is none."""
+        """Whether fewer than K drafts are legal, with PAD in place of the missing ones."""
         return self.kind in ("direct", "callback")

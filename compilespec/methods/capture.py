@@ -1,4 +1,4 @@
-"""Capture a drafter's calls: each becomes one graph, at the sizes the draft loop will use."""
+"""Capture a drafter's calls: each becomes one graph, at the sizes that the draft loop uses."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ def capture_windowed(drafter: Any, config: ProgramConfig, info: TargetInfo) -> d
     for each of the K draft steps.
 
     `drafter.steps[i]` is a module under the contract of `Drafter`: forward(input_ids, position_ids,
-    hidden) -> (head_input, recycled), propose(head_input) -> token.  With fewer steps than K they
-    are used in turn, every use with a cache of its own.
+    hidden) -> (head_input, recycled), propose(head_input) -> token.  If there are fewer steps than
+    K, they are used in turn, each use with its own cache.
 
-    Raises: DraftMismatch when a step recycles another width than the next one takes.
+    Raises: DraftMismatch when a step's recycled width is not the one that the next step takes.
     """
     width = len(drafter.aux_layers) * info.hidden_size
     traced: dict[str, Traced] = {}
@@ -57,8 +57,8 @@ def _trace_step(module: Any, config: ProgramConfig, name: str, width: int) -> Tr
 
 
 def trace_proposal(module: Any, config: ProgramConfig, name: str, width: int) -> Traced:
-    """head_input_BD -> (token_B,), and what a draw needs where the module offers `logits`: they,
-    and the target id of each of them, if they are of another vocabulary.
+    """Capture head_input_BD -> (token_B,).  If the module has `logits`, the call also returns them
+    for draws, and the target id of each of them if their vocabulary is another one.
     """
     ids = getattr(module, "draft_ids", None)
     if ids is not None:
@@ -83,6 +83,6 @@ def trace_proposal(module: Any, config: ProgramConfig, name: str, width: int) ->
 
 
 def offers_logits(module: Any) -> bool:
-    """Whether `logits` belongs to the `propose` that the module has: both are of one class."""
+    """Whether `logits` belongs to the module's `propose`: one class defines both."""
     owner = next(kind for kind in type(module).__mro__ if "propose" in vars(kind))
     return "logits" in vars(owner)

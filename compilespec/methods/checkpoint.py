@@ -1,6 +1,6 @@
 """Reading drafter checkpoints: the files (`tracing.checkpoint_files`), and strict loading.
 
-A wrong loader only lowers acceptance, the output stays right.  So nothing is loaded halfway here: a
+A wrongly loaded drafter only lowers acceptance; the output stays right.  So loading is strict: a
 tensor that is missing, unexpected, misshapen or of another kind is an error that lists it.
 """
 
@@ -23,14 +23,13 @@ __all__ = ["drop_training_only", "load_strict", "read_config", "read_tensors", "
 
 
 def load_strict(module: nn.Module, tensors: Mapping[str, Tensor], *, source: str) -> None:
-    """Assign `tensors` to the parameters and persistent buffers of `module`, every one exactly
-    once.
+    """Assign every one of `tensors` to a parameter or persistent buffer of `module`.
 
     Args:
         module: may live on the meta device; its tensors are replaced.  Of their dtype only the kind
             counts: floating point or not.
         tensors: name -> tensor, named as in `module.state_dict()`.
-        source: where the tensors come from, for the message.
+        source: where the tensors were read, for the message.
     Raises:
         CheckpointError: tensors missing, unexpected, misshapen or of the wrong kind; one line that
             lists them.
@@ -38,12 +37,12 @@ def load_strict(module: nn.Module, tensors: Mapping[str, Tensor], *, source: str
     expected = module.state_dict()
     both = sorted(expected.keys() & tensors.keys())
     misshapen = [
-        f"{name} expected {list(expected[name].shape)} came {list(tensors[name].shape)}"
+        f"{name} (expected {list(expected[name].shape)}, got {list(tensors[name].shape)})"
         for name in both
         if expected[name].shape != tensors[name].shape
     ]
     mistyped = [
-        f"{name} expected {_kind(expected[name])} came {tensors[name].dtype}"
+        f"{name} (expected {_kind(expected[name])}, got {tensors[name].dtype})"
         for name in both
         if _kind(expected[name]) != _kind(tensors[name])
     ]

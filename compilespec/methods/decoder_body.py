@@ -1,6 +1,6 @@
 """The decoder layer of a head: which of transformers' layers it is, and its sizes.
 
-Heads of EAGLE-1 and EAGLE-3 say it in their config.json as an ordinary model does.
+The config.json of an EAGLE-1 or EAGLE-3 head names them as an ordinary model's does.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from compilespec.errors import CheckpointError, NotSupported
 BODIES = ("llama", "qwen2", "qwen3", "mistral")  # decoder layers the drafter module knows
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")  # their frequencies depend on the config alone
 
-# The body's fields that are handed to transformers, which knows the defaults of each model type.
+# The body's fields that are passed to transformers, which knows the defaults of each model type.
 BODY_KEYS = (
     "hidden_size",
     "intermediate_size",
@@ -40,7 +40,7 @@ REQUIRED_KEYS = ("hidden_size", "intermediate_size", "num_attention_heads", "voc
 
 
 def named_body(architectures: Sequence[str]) -> str | None:
-    """The body in an architecture's name, as in "LlamaForCausalLMEagle3"; None: there is none."""
+    """The body in an architecture's name, as in "LlamaForCausalLMEagle3"; None if there is none."""
     for body in BODIES:
         if any(f"{body}forcausallm" in name.lower() for name in architectures):
             return body
@@ -81,7 +81,7 @@ def body_config(body: str, fields: Mapping[str, Any]) -> Any:
 
 
 def body_sizes(body: str, layer: Any) -> dict[str, Any]:
-    """The fields of an `Eagle3Config` that a `body_config` gives.  Raises: NotSupported."""
+    """The fields of an `Eagle3Config` that follow from a `body_config`.  Raises: NotSupported."""
     num_heads = layer.num_attention_heads
     return {
         "body": body,
@@ -117,6 +117,6 @@ def positive(value: Any, key: str) -> int:
     """The value, a positive integer.  Raises: CheckpointError."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise CheckpointError(
-            f"config.json of the draft: {key} must be a positive integer, came {value!r}"
+            f"config.json of the draft: {key} must be a positive integer, got {value!r}"
         )
     return value

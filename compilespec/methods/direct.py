@@ -19,20 +19,20 @@ INPUTS = ("history_BL", "length_B", "hidden_BE")
 
 
 class DirectDrafter(Drafter):
-    """Override `draft`; the names of its parameters say what it reads, of:
+    """Override `draft`; the names of its parameters say which of these it reads:
 
     history_BL  int32 [B, max_seq_len]: the request's tokens, the newest last, then -1
     length_B    int32 [B]: how many of them are valid, at least 2
     hidden_BE   [B, A*D]: the target's hidden states at the position before the newest token, those
-                of `aux_layers` side by side (FINAL_NORM: what enters the head)
+                of `aux_layers` concatenated (FINAL_NORM: what enters the head)
 
     `draft` returns [B, K] token ids of the target, K = `self.num_draft_tokens`; an id outside the
-    vocabulary, such as -1, is no draft: it and what comes after it are not accepted.
+    vocabulary, such as -1, is not a draft: it and the ids after it are not accepted.
     """
 
     @property
     def drafting(self) -> Callable[..., Tensor]:
-        """The callable whose parameters are the contract."""
+        """The callable whose parameters say what it reads."""
         draft: Callable[..., Tensor] = self.draft  # type: ignore[assignment]
         return draft
 
@@ -45,7 +45,7 @@ class DirectDrafter(Drafter):
         self.num_draft_tokens = config.num_draft_tokens
         drafting, names = self.drafting, input_names(self.drafting)
         if "hidden_BE" in names and not self.aux_layers:
-            raise InvalidOption("a drafter that reads hidden_BE must say which: set aux_layers")
+            raise InvalidOption("a drafter that reads hidden_BE must set aux_layers")
         arguments = {name: (self._example(name, config, info), (0,)) for name in names}
         vocab_size = info.vocab_size
 
@@ -58,8 +58,8 @@ class DirectDrafter(Drafter):
         shape = tuple(output.args[0][0].meta["example_value"].shape)
         if len(shape) != 2 or shape[1] != config.num_draft_tokens:
             raise DraftMismatch(
-                f"the drafter must return [B, K] ids with K={config.num_draft_tokens}; it returns "
-                f"{list(shape)}: give num_draft_tokens= its number of drafts"
+                f"the drafter must return [B, K] ids with K={config.num_draft_tokens}; got "
+                f"{list(shape)}; set num_draft_tokens= to its number of drafts"
             )
         return {"draft": traced}
 

@@ -16,7 +16,7 @@ def find_draft(
     draft: str | Path | nn.Module | None, target: Target, capabilities: Capabilities
 ) -> Path | nn.Module:
     """The drafter: as given (`check_draft` has passed it), else `TARGET_DIRECTORY/<method>/`, else
-    inside the target's own checkpoint where the method allows that.
+    inside the target's own checkpoint if the method allows that.
 
     Raises: DraftNotFound naming every place that was searched.
     """

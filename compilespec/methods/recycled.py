@@ -1,4 +1,4 @@
-"""Drafters of kind recycled: one head, run again on its own hidden state."""
+"""Drafters of the recycled kind: one head, run again on its own hidden state."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from compilespec.tracing.target_info import TargetInfo
 
 
 class RecycledDrafter(Drafter):
-    """A drafter that runs again on the hidden state it gave.
+    """A drafter that runs again on its own output hidden state.
 
     The engine traces three calls, at these shapes ([B, S] first pass in decode, [1, T] in prefill,
     [B, 1] steps):
@@ -26,7 +26,7 @@ class RecycledDrafter(Drafter):
       propose(head_input_BD)      -> token_B       int32 argmax, mapped to target ids
     Attention inside goes through `torch.ops.compilespec.attention`.
 
-    Optional, in the class that has `propose`: logits(head_input_BD) -> [B, Vd], whose argmax
+    Optional, in the class that defines `propose`: logits(head_input_BD) -> [B, Vd], whose argmax
     `propose` maps, and `draft_ids`, int64 [Vd], their target ids (None: the same).  Drafts of
     sampled requests are then drawn with the target's own noise, and are accepted far more often.
     """
@@ -48,7 +48,8 @@ def capture_recycled(
     """The calls of a recycled drafter, each captured once: "combine" and "forward" at
     [B, T, ..], "propose" on gathered rows.
 
-    Raises: DraftMismatch when the recycled hidden state has another width than the drafter takes.
+    Raises: DraftMismatch when the recycled hidden state's width is not the one that the drafter
+    takes.
     """
     shape, dynamic = EXAMPLE_SHAPE, (0, 1)
 

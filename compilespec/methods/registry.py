@@ -37,14 +37,13 @@ METHODS: tuple[Method, ...] = (
 
 
 def get_method(name: str | None) -> Method:
-    """Find a method by its name or by the reference's name of the mode, in any case; None is
-    "none".
+    """Find a method by its name or by TensorRT-LLM's name for it, in any case; None is "none".
 
     Raises:
         UnknownMethod: no such name; the message lists the known ones.
     """
     if name is not None and not isinstance(name, str):
-        raise UnknownMethod(f"spec: expected a method name, came {type(name).__name__}; {_known()}")
+        raise UnknownMethod(f"spec: expected a method name, got {type(name).__name__}; {_known()}")
     wanted = "none" if name is None else name.strip().casefold()
     for method in METHODS:
         if wanted in _spellings(method.capabilities.name, method.capabilities.aliases):

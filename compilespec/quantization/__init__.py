@@ -1,8 +1,7 @@
-"""Quantization with torchao: configs by name, modules quantized on a copy, weights as plain parts.
+"""Quantization with torchao.
 
-`configs.py` says what may be asked for, `modules.py` applies it, `tensors.py` is how quantized
-weights pass through trace and rewrite (it knows no config and imports no torchao), `save.py` writes
-checkpoints.
+`configs.py` reads the options, `modules.py` quantizes modules on a copy, `save.py` writes
+checkpoints.  How quantized weights pass through the stages is in `tracing/quantized_weights.py`.
 """
 
 from compilespec.quantization.configs import NAMES, Quantize, read_quantize

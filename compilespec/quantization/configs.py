@@ -1,4 +1,4 @@
-"""What `quantize=` may be: a torchao config or its short name, and the modules it is for."""
+"""Reads `quantize=`: a torchao config or its short name, and the modules it applies to."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ class Quantize:
     """A short name (`NAMES`) or a torchao config object."""
 
     only: str | Sequence[str] = ()
-    """Module paths or patterns with `*`; empty is every product.  A path covers what is below."""
+    """Module paths or patterns with `*`; empty for every product.  A path covers its submodules."""
 
     skip: str | Sequence[str] = ()
-    """Those that stay as they are."""
+    """Module paths or patterns that are not quantized."""
 
     def wants(self, path: str) -> bool:
         """Whether the module at `path` is to be quantized."""
@@ -43,18 +43,18 @@ class Quantize:
         return self.config if isinstance(self.config, str) else type(self.config).__name__
 
     def config_on(self, device: torch.device) -> Any:
-        """The torchao config; what a short name stands for depends on the device."""
+        """The torchao config; the meaning of a short name depends on the device."""
         if not isinstance(self.config, str):
             return self.config
         return NAMES[self.config](device)
 
 
 def read_quantize(value: Any, keyword: str = "quantize") -> Quantize | None:
-    """Check what was given for `keyword`.
+    """Check the value of `keyword`.
 
     Returns: None for None, else a `Quantize` whose config is one of `NAMES` or an object.
     Raises: NotSupported (torchao missing or too old, with the command that installs it),
-    InvalidOption (an unknown name, no config).
+    InvalidOption (an unknown name, or not a config).
     """
     if value is None:
         return None
@@ -138,7 +138,7 @@ _OR_CONFIG = ", or a torchao config"
 
 
 def runs_on(device: torch.device) -> list[str]:
-    """Short names that the device runs, for messages."""
+    """Short names of the configs that run on the device, for messages."""
     names = [name for name in NAMES if not name.startswith("float8_dynamic")]
     if device.type != "cuda":
         return names

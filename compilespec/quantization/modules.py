@@ -1,4 +1,4 @@
-"""Quantizes the products of a module on a copy that shares everything else."""
+"""Quantizes the products of a module in a copy that shares everything else."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ Model = TypeVar("Model", bound=nn.Module)
 
 
 def quantize_module(model: Model, quantize: Quantize, keyword: str = "quantize") -> Model:
-    """A copy of `model` whose products are quantized; `model` itself is left as it is.
+    """A copy of `model` whose products are quantized; `model` itself is unchanged.
 
-    Products are `nn.Linear` modules and heads that drafters hold as a bare matrix; those that are
-    quantized already stay.  All that is not quantized is shared with `model`.
+    Products are `nn.Linear` modules and heads that drafters hold as a bare matrix; those already
+    quantized stay so.  Everything that is not quantized is shared with `model`.
 
-    Raises: InvalidOption (no module is meant; a dtype that torchao refuses), NotSupported (the
-    device cannot run the config: names what it can).
+    Raises: InvalidOption (no module matches; torchao refuses the dtype), NotSupported (the device
+    cannot run the config; the message names those that it can).
     """
     from torchao.quantization import quantize_
 
@@ -42,8 +42,8 @@ def quantize_module(model: Model, quantize: Quantize, keyword: str = "quantize")
     if not paths:
         known = [path for path, module in model.named_modules() if _is_product(path, module)]
         raise InvalidOption(
-            f"{keyword}={quantize.name!r} means no module: only={quantize.only!r}, "
-            f"skip={quantize.skip!r}; products that may be meant: {_listed(known) or 'none'}"
+            f"{keyword}={quantize.name!r} matches no module: only={quantize.only!r}, "
+            f"skip={quantize.skip!r}; products of the model: {_listed(known) or 'none'}"
         )
     weight, chosen = _weight_of(quantized, paths[0]), set(paths)
     config = quantize.config_on(weight.device)
@@ -55,8 +55,8 @@ def quantize_module(model: Model, quantize: Quantize, keyword: str = "quantize")
         raise _refusal(quantize, keyword, weight, error) from error
     if not any(is_quantized(_weight_of(quantized, path)) for path in paths):
         raise InvalidOption(
-            f"{keyword}={quantize.name!r} left all of {_listed(paths)} as they are: their sizes do "
-            f"not suit it; try int8_weight_only"
+            f"{keyword}={quantize.name!r} quantized none of {_listed(paths)}: their sizes do not "
+            "suit it; try int8_weight_only"
         )
     return quantized
 
@@ -71,7 +71,7 @@ def quantize_target(target: Target, quantize: Quantize | None) -> Target:
 def quantize_drafter(drafter: Drafter | None, quantize: Quantize | None) -> Drafter | None:
     """A copy of the drafter with quantized products, or itself for None.
 
-    Raises: InvalidOption where there is no drafter, or none with products.
+    Raises: InvalidOption if there is no drafter, or it has no products.
     """
     if quantize is None:
         return drafter
@@ -88,7 +88,7 @@ _REFUSALS = (AssertionError, ImportError, NotImplementedError, RuntimeError, Val
 def _refusal(
     quantize: Quantize, keyword: str, weight: torch.Tensor, error: BaseException
 ) -> InvalidOption | NotSupported:
-    """Why torchao raised `error`: the dtype, the device, or the sizes of some weight."""
+    """The error to raise for torchao's: because of the dtype, the device, or a weight's sizes."""
     from torchao.quantization import quantize_
 
     reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
@@ -98,7 +98,7 @@ def _refusal(
             f"{keyword}={quantize.name!r} cannot quantize {weight.dtype} weights: {reason}; give "
             f"dtype='float32' or 'bfloat16'"
         )
-    try:  # on a weight whose sizes suit everybody
+    try:  # on a weight whose sizes suit every config
         ordinary = nn.Linear(512, 512, bias=False, device=device, dtype=weight.dtype)
         quantize_(nn.Sequential(ordinary), quantize.config_on(device))
     except _REFUSALS:
@@ -114,7 +114,7 @@ def _refusal(
 
 
 def describe_quantized(model: nn.Module) -> str | None:
-    """Which products are quantized, and how; None where none is."""
+    """Which products are quantized, and how; None if none is."""
     products = [module for path, module in model.named_modules() if _is_product(path, module)]
     kinds = Counter(type(m.weight).__name__ for m in products if is_quantized(m.weight))
     if not kinds:
@@ -124,7 +124,7 @@ def describe_quantized(model: nn.Module) -> str | None:
 
 
 def shallow_copy(module: Model) -> Model:
-    """The module tree anew, with the same tensors in it."""
+    """A copy of the module tree that holds the same tensors."""
     made: dict[int, nn.Module] = {}
 
     def copied(one: nn.Module) -> nn.Module:

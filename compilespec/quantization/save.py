@@ -28,10 +28,10 @@ def save_quantized(
     quantized weights; the full-precision ones are never in memory.
 
     Args:
-        model: as for `compile`: a transformers module, a directory, or "demo".
+        model: a transformers module, a directory, or "demo", as for `compile`.
         quantize: as for `compile`.
     Returns: the directory.
-    Raises: InvalidOption (not a transformers model), and what `quantize=` raises.
+    Raises: InvalidOption (not a transformers model), and the errors of `quantize=`.
     """
     from transformers import PreTrainedModel, TorchAoConfig
     from transformers.quantizers.auto import AutoHfQuantizer
@@ -50,7 +50,7 @@ def save_quantized(
     saved.config = copy.deepcopy(saved.config)
     head = saved.get_output_embeddings()
     if head is not None and is_quantized(head.weight):
-        saved.config.tie_word_embeddings = False  # the head is the embedding no more
+        saved.config.tie_word_embeddings = False  # the quantized head is no longer the embedding
     saved.config.quantization_config = TorchAoConfig(asked.config_on(device))
     saved.hf_quantizer = AutoHfQuantizer.from_config(
         saved.config.quantization_config, pre_quantized=True

@@ -1,8 +1,8 @@
-"""The references' small algorithms as plain torch functions: definitions to test against.
+"""Small algorithms of TensorRT-LLM and vLLM as plain torch functions: definitions to test against.
 
-Each names its requirement.  "contexts" are prefill requests, which come first in a batch;
-"generations" are decode requests of K+1 rows each.  Nothing is written into an argument (H-8,
-H-14): what changes is returned.
+Each docstring names its requirement (`docs/requirements.md`).  "contexts" are prefill requests,
+which come first in a batch; "generations" are decode requests of K+1 rows each.  No function writes
+into its arguments (H-8, H-14); it returns what changes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Acceptance: strict, forced, relaxed, and what a rank without logits gives instead."""
+"""Acceptance: strict, forced, relaxed, and the placeholder outputs of a rank without logits."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from compilespec.errors import InvalidOption
 
-TAIL = 1  # what the reference's relaxed kernel leaves after the bonus token
+TAIL = 1  # what TensorRT-LLM's relaxed kernel leaves after the bonus token
 
 
 def accept_strict(
@@ -32,7 +32,7 @@ def accept_strict(
         num_generations, num_drafts = draft_tokens_GK.shape
     if num_rows != num_generations * (num_drafts + 1):
         raise ValueError(
-            f"expected {num_contexts} + {num_generations} * {num_drafts + 1} rows of logits, came "
+            f"expected {num_contexts} + {num_generations} * {num_drafts + 1} rows of logits, got "
             f"{len(target)}"
         )
     accepted_BS = target.new_zeros(num_contexts + num_generations, num_drafts + 1)
@@ -52,7 +52,7 @@ def force_num_accepted(
 ) -> Tensor:
     """Generations accept min(force + 1, K + 1), contexts stay at 1; 0 changes nothing.
 
-    Raises: InvalidOption, where the reference lets a negative number through (H-1).
+    Raises: InvalidOption for a negative number, which TensorRT-LLM lets through (H-1).
     Source: requirement I1.  LOSSY: for benchmarks.
     """
     if force < 0:
@@ -81,7 +81,7 @@ def accept_relaxed(
         context_chunks: the prompt tokens of each context in this call.
     Returns: emitted [B, K+1] int32 (accepted drafts, the argmax of the first row refused, then 1),
     num_accepted [B] int32, and the margins for the next step.
-    Source: requirement M10 with the reference's behaviour in H-12 (every chunk sets the margin
+    Source: requirement M10 with TensorRT-LLM's behaviour in H-12 (every chunk sets the margin
     anew, END in a prompt is ignored) and H-13 (a tie is accepted at margin 0); the margin is a
     difference of probabilities (H-11).  `passes.acceptance.relaxed` says where compilespec differs.
     LOSSY.
@@ -122,7 +122,7 @@ def _judged_drafts(draft_tokens_GK: Tensor, num_rows: int) -> Tensor:
 
 
 def skip_forward(logits: Tensor, batch_size: int, num_draft_tokens: int) -> dict[str, Tensor]:
-    """What a pipeline rank other than the last gives: shapes and dtypes, no contents.
+    """The outputs of a pipeline rank other than the last: shapes and dtypes without contents.
 
     Source: requirement I10.
     """

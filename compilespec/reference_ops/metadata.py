@@ -1,4 +1,4 @@
-"""Metadata of one speculative step, and its copy for a captured graph."""
+"""TensorRT-LLM's metadata of one speculative step, and its copy for a captured graph."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class SpecMetadata:
     num_tokens: int = 0
     all_rank_num_tokens: list[int] | None = None
     all_rank_num_seqs: list[int] | None = None
-    num_extra_kv_tokens: int = 0  # what the drafter's cache holds more than the target's
+    num_extra_kv_tokens: int = 0  # entries that the drafter's cache holds beyond the target's
     num_layers: int = 0
     is_spec_dec_tree: bool = False
     is_spec_dec_dynamic_tree: bool = False
@@ -44,12 +44,14 @@ class SpecMetadata:
     top_ps: Tensor | None = None
 
     def __post_init__(self) -> None:
-        """Makes the buffers whose size is that of the batch; the base has none."""
+        """Allocate the buffers that are as large as the batch; the base class has none."""
 
     def create_cuda_graph_metadata(self, max_batch_size: int) -> Self:
-        """The metadata of a graph for this batch size; a graph's own is returned as it is.
+        """Metadata for a graph of this batch size; metadata that already belongs to a graph is
+        returned unchanged.
 
-        Nothing is shared: tensors and lists are copied before the buffers are made anew (H-2).
+        Nothing is shared: tensors and lists are copied before the buffers are allocated again
+        (H-2).
         Source: requirement I6.
         """
         if self.is_cuda_graph:
@@ -65,7 +67,7 @@ class SpecMetadata:
         return made
 
     def populate_sampling(self, requests: Sequence[tuple[Mapping[str, Any] | None, bool]]) -> None:
-        """Fill the sampling rows, prefix by prefix; nothing unless they are asked for.
+        """Fill the sampling rows, request by request; does nothing unless they are needed.
 
         Source: requirement I8.
         """
@@ -100,24 +102,22 @@ class MTPMetadata(SpecMetadata):
 
     @property
     def subseq_all_rank_num_tokens(self) -> list[int] | None:
-        """Tokens of each rank in the steps after the first: one a sequence, for a module that is
-        used again.
-        """
+        """Tokens of each rank in steps after the first: one per sequence, for a recycled module."""
         return None if self.spec_dec_mode.is_mtp_vanilla() else self.all_rank_num_seqs
 
     @property
     def num_draft_rows(self) -> int:
         """Rows of the drafter's step: vanilla MTP drafts over K rows a generation, not K + 1.
 
-        Computed, where the reference takes it off `num_tokens` at every `prepare` (H-8).
+        Computed; TensorRT-LLM instead subtracts it from `num_tokens` at every `prepare` (H-8).
         """
         return self.num_tokens - self.num_generations * self.spec_dec_mode.is_mtp_vanilla()
 
     def prepare(self, slots: Mapping[int, int]) -> None:
-        """Fill the buffers for the requests of the step; may run again.
+        """Fill the buffers for the requests of the step; may be called repeatedly.
 
         Args:
-            slots: pool slot of each request id.
+            slots: pool row of each request id.
         Raises: ValueError without request_ids.
         """
         if self.request_ids is None:

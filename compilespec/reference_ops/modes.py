@@ -1,6 +1,6 @@
-"""The reference's speculation modes: names, predicates, and the method that serves each.
+"""TensorRT-LLM's speculation modes: names, predicates, and the method that serves each.
 
-The predicates are computed from one record of traits a mode; nothing here asks for a mode by name.
+The predicates are computed from one record of traits per mode; no code asks for a mode by name.
 Source: requirements I2-I4.
 """
 
@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from typing import Protocol
 
 NATIVE_BACKEND = "TRTLLM"  # the attention backend whose kernels verify drafts themselves
-FIRST_SM_WITHOUT_SPEC_DEC = 120  # from this architecture on those kernels do not
+FIRST_SM_WITHOUT_SPEC_DEC = 120  # from this architecture on, those kernels do not
 
 
 class SpecMode(enum.IntEnum):
-    """In the reference's order.  Every name of `PREDICATES` is a method: `mode.is_ngram()`."""
+    """Modes in TensorRT-LLM's order.  Every name in `PREDICATES` is a method: `mode.is_ngram()`."""
 
     MTP = 1
     MTP_EAGLE = 2
@@ -32,7 +32,7 @@ class SpecMode(enum.IntEnum):
 
     @classmethod
     def from_string(cls, name: str | None) -> SpecMode:
-        """The mode of a name in any case; None is NONE.  Raises: KeyError."""
+        """The mode of this name, in any case; NONE for None.  Raises: KeyError."""
         return cls.NONE if name is None else cls[name.upper()]
 
     @property
@@ -41,9 +41,7 @@ class SpecMode(enum.IntEnum):
 
     @property
     def method(self) -> str | None:
-        """Name of the compilespec method that serves the mode: the one that lists it as an alias,
-        built or planned; None where none does.
-        """
+        """The method, built or planned, that lists the mode as an alias; None if none does."""
         from compilespec.methods.registry import capability_rows
 
         for row in capability_rows():
@@ -54,7 +52,7 @@ class SpecMode(enum.IntEnum):
         return None
 
     def extend_ctx(self, backend: str, *, sm: int) -> bool:
-        """Whether decode requests with drafts are run as chunks of a prompt.
+        """Whether decode requests with drafts run as chunks of a prompt.
 
         Args:
             backend: the attention backend; sm: the GPU's architecture, 90 for sm_90.
@@ -77,14 +75,14 @@ class SpecMode(enum.IntEnum):
         return _is_native(backend) and (not is_draft_model or is_first_draft)
 
     def __getattr__(self, name: str) -> Callable[[], bool]:
-        if name.startswith("_") or name not in PREDICATES:  # enum asks while the class is made
+        if name.startswith("_") or name not in PREDICATES:    # the enum's own
             raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
         return lambda: PREDICATES[name](self)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Traits:
-    """What a mode is made of."""
+    """The properties of a mode, from which its predicates follow."""
 
     label: str
     """`is_<label>` is true of this mode only."""
@@ -96,13 +94,13 @@ class Traits:
     """The drafter is a model with an engine of its own."""
 
     drafter: bool = False
-    """An object outside of the target's step proposes."""
+    """An object outside the target's step proposes the drafts."""
 
     decoder: bool = False
     """Has a sampler of its own that reads several tokens a step."""
 
     rewinds_kv: bool = False
-    """Forgets the cache entries of refused drafts."""
+    """Rewinds the cache entries of rejected drafts."""
 
     recomputes_kv: bool = False
     """The draft engine computes the accepted tokens' entries again."""
@@ -111,7 +109,7 @@ class Traits:
     """The drafter's weights are loaded apart from the target's."""
 
     is_mtp_one_model: bool = False
-    """MTP modules inside the target's engine."""
+    """The drafter is MTP modules inside the target's engine."""
 
     is_plain: bool = False
     """No speculation."""
@@ -167,7 +165,7 @@ PREDICATES: Mapping[str, Callable[[SpecMode], bool]] = {
     **{
         f"is_{traits.label}": _is(traits.label)
         for mode, traits in TRAITS.items()
-        if traits.label != "auto"  # the reference has no such predicate
+        if traits.label != "auto"  # TensorRT-LLM has no such predicate
     },
     "use_one_engine": _one_engine,
     "without_logits": _one_engine,
@@ -184,13 +182,13 @@ PREDICATES: Mapping[str, Callable[[SpecMode], bool]] = {
 
 
 class DraftManager(Protocol):
-    """What `attention_need_spec_dec_mode` asks of a draft engine's resource manager."""
+    """What `attention_need_spec_dec_mode` reads of a draft engine's resource manager."""
 
     is_first_draft: bool
 
 
 def truth_table() -> dict[str, tuple[SpecMode, ...]]:
-    """Each predicate and the modes that it holds for."""
+    """Each predicate and the modes for which it is true."""
     return {
         name: tuple(mode for mode in SpecMode if holds(mode)) for name, holds in PREDICATES.items()
     }

@@ -12,10 +12,10 @@ Module = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 class MTPPools:
-    """A slot per request: its last K tokens and hidden states, and its relaxed margin.
+    """A pool row per request: its last K tokens and hidden states, and its relaxed margin.
 
-    Slots are cleared when they are given out, where the reference lets a prompt shorter than K see
-    the tokens of the slot's last owner (H-6).  Source: requirement M1.
+    Rows are cleared when they are assigned; in TensorRT-LLM a prompt shorter than K sees the tokens
+    of the row's last owner (H-6).  Source: requirement M1.
     """
 
     def __init__(
@@ -38,11 +38,11 @@ class MTPPools:
         return len(self.tokens_RK)
 
     def needed_to_completion(self) -> int:
-        """What a request that has its slot will ask for: nothing."""
+        """Pool rows that a request needs beyond the one it has: none."""
         return 0
 
     def add(self, request_id: int) -> int:
-        """A clean slot, on the request's first chunk."""
+        """Assign a cleared row on the request's first chunk."""
         slot = self._free.pop(0)
         self.hidden_RKD[slot], self.tokens_RK[slot] = 0, 0
         if self.delta_R is not None:
@@ -57,14 +57,14 @@ class MTPPools:
         self._free.append(slot)
 
     def update(self, request_id: int, tokens: Tensor, hidden: Tensor, count: int) -> None:
-        """Take over the first `count` of a step's rows: the whole prompt, or what was accepted."""
+        """Store the first `count` of a step's rows: the whole prompt, or the accepted tokens."""
         slot = self.slots[request_id]
         self.tokens_RK[slot] = update_pool(self.tokens_RK[slot], tokens, count)
         self.hidden_RKD[slot] = update_pool(self.hidden_RKD[slot], hidden, count)
 
 
 def update_pool(pool_K: Tensor, new_S: Tensor, count: int) -> Tensor:
-    """The last K rows once `count` new ones are in: cat[count : count + K].
+    """The last K rows after `count` new ones were added: cat[count : count + K].
 
     Tokens and hidden states alike; new_S: the step's inputs (prompt, or last token and drafts).
     Source: requirement M5.
@@ -75,14 +75,14 @@ def update_pool(pool_K: Tensor, new_S: Tensor, count: int) -> Tensor:
 def committed_window(pool_K: Tensor, new_S: Tensor, count: int) -> Tensor:
     """K + 1 rows that end at the last committed one: cat[count - 1 : count + K].
 
-    The reference runs the last K of them, and then skips a slot of every module's cache after a
-    step that accepts all drafts.  Source: H-21.
+    TensorRT-LLM runs the last K of them, and so leaves a gap in every module's cache after a step
+    that accepts all drafts.  Source: H-21.
     """
     return torch.cat([pool_K, new_S])[count - 1 : count + len(pool_K)]
 
 
 def vanilla_context_inputs(ids_L: Tensor, golden: int) -> Tensor:
-    """The prompt moved left by one, then the golden token; hidden states and positions stay.
+    """The prompt moved left by one, then the bonus token; hidden states and positions stay.
 
     Source: requirement M6.
     """
@@ -95,7 +95,7 @@ def vanilla_generation_inputs(
     """(tokens, hidden, positions, valid) of a generation's K rows, after the pool was updated.
 
     Positions are those of the hidden states: the step's last K, less 1 + K - n.  Rows before the
-    request's first token have position 0 and are not valid, where the reference has negative
+    request's first token have position 0 and are not valid; TensorRT-LLM gives them negative
     positions (H-9).  Source: requirement M6.
     """
     num_rows = len(tokens_K)
@@ -111,10 +111,11 @@ def vanilla_draft_loop(
     positions_T: Tensor,
     lens: Sequence[int],
 ) -> Tensor:
-    """Drafts [B, K] int32 of packed requests, one module a draft.
+    """Drafts [B, K] int32 of packed requests, one module per draft.
 
-    Each module's last row gives a draft; then tokens and hidden states move left by one, the draft
-    and the module's own output at that row follow, positions stay.  Source: requirement M7.
+    Each module's last row gives a draft.  Then tokens and hidden states move left by one, the draft
+    and the module's own output at that row are appended, and positions stay.  Source: requirement
+    M7.
     """
     last_B = torch.tensor(lens).cumsum(0) - 1
     drafts = []
@@ -180,7 +181,7 @@ def eagle_draft_lens(
 ) -> tuple[Tensor, Tensor]:
     """(seq_lens int32, positions) of EAGLE's first single-token pass.
 
-    The rejected rows go, the first draft comes; at the limit, neither grows.
+    The rejected rows are dropped and the first draft is appended; at the limit, neither grows.
     Source: requirements A9, E3 (a length is its last position + 1).
     """
     length_B = (seq_lens_B - num_rejected_B + 1).clamp(max=max_model_len).to(torch.int32)

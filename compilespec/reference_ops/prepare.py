@@ -30,8 +30,8 @@ def shift_context_inputs(
 
     Args:
         lens: tokens of each context; accepted_BS: column 0 is the sampled token.
-        next_prefill_tokens: the prompt's own next token where the chunk does not end it (H-4; the
-        reference writes the sampled one), None where it does.
+        next_prefill_tokens: the prompt's own next token where the chunk does not end it (H-4;
+            TensorRT-LLM writes the sampled one), None if it does.
     Source: requirements I14, E2.
     """
     shifted_T = ids_T.roll(-1)
@@ -74,8 +74,8 @@ def prepare_prefill_inputs(
     """The target's rows moved left by one, each request up to its rejected tail, which stays.
 
     The token that ends a request is the sampled one, or the prompt's next one where nothing was
-    sampled (an unfinished chunk).  Lengths and offsets stay those of the target: no host learns
-    how many were rejected.
+    sampled (an unfinished chunk).  Lengths and offsets stay those of the target: the host need not
+    know how many were rejected.
     Source: requirements A4, A6.
     """
     num_requests = len(num_rejected_B)
@@ -129,8 +129,8 @@ def advance_positions(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(positions, seq_lens, slots) of the next draft step; nothing is written past the end.
 
-    A row that would pass `max_model_len` gets position 0, length 1 and slot PAD, and so its drafts
-    must be ignored.  The block index is clamped to the table, padded rows have slot PAD.
+    A row that would pass `max_model_len` gets position 0, length 1 and slot PAD; its drafts must be
+    ignored.  The block index is clamped to the table, padded rows have slot PAD.
     Source: requirements E5, S5, H-16.
     """
     wanted_B = positions_B + 1

@@ -55,12 +55,12 @@ def compute_probs_and_sample_next_token(
     temperature_B: Tensor | None,
     generator: torch.Generator | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Next tokens [B] int64, and the probabilities they were drawn from ([B, V] float32).
+    """Draw the next tokens: int64 [B], and the probabilities they were drawn from, float32 [B, V].
 
     Args:
-        temperature_B: None where all rows are greedy (the logits are returned in place of
-        probabilities); -1 marks a greedy row among others.
-    Source: requirement E12: an exponential race, argmax(p / Exp(1)), leaves the probabilities be.
+        temperature_B: None if all rows are greedy (the logits are then returned in place of the
+            probabilities); -1 marks a greedy row among others.
+    Source: requirement E12: an exponential race, argmax(p / Exp(1)), draws with probabilities p.
     """
     if temperature_B is None:
         return logits_BV.argmax(-1), logits_BV

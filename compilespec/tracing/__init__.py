@@ -1,1 +1,1 @@
-"""Stage "trace": the target as a user gives it, until it is one graph."""
+"""Stage "trace": from the target as the user gives it to one graph."""

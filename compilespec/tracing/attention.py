@@ -1,4 +1,4 @@
-"""Attention becomes a marker: one stateless operator for every attention layer of the target."""
+"""Turns every attention layer of the target into a marker: one stateless operator."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from compilespec.program import module_path
 from compilespec.tracing.naming import source_line
 from compilespec.tracing.quiet import quiet_import
 
-ATTENTION = "compilespec"  # our name in transformers' attention registry
+ATTENTION = "compilespec"  # compilespec's name in transformers' attention registry
 
 _OTHER_INPUTS = ("pixel_", "image_", "video_", "input_features", "input_values", "audio_")
 
@@ -35,10 +35,10 @@ def _marker_attention(
     is_causal: bool | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' attention function contract: [B, N, T, H] in, ([B, T, N, H], weights) out.
+    """Follow transformers' attention contract: [B, N, T, H] in, ([B, T, N, H], weights) out.
 
-    Where `is_causal` does not say, the module does, as in transformers' own sdpa function.  What is
-    not causal, or has a mask of the model's own, is left for `mark_plain_attention` to refuse.
+    If `is_causal` is None, the module decides, as in transformers' own sdpa function.  Calls that
+    are not causal, or pass a mask, are left for `mark_plain_attention` to refuse.
     """
     is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     if not is_causal or attention_mask is not None:
@@ -54,7 +54,7 @@ def _marker_attention(
 
 
 def register_attention() -> None:
-    """Make the marker known to transformers, under the name `ATTENTION`, with no mask."""
+    """Register the marker with transformers under the name `ATTENTION`, without masks."""
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface
 
@@ -64,9 +64,7 @@ def register_attention() -> None:
 
 @contextlib.contextmanager
 def marked_attention(model: nn.Module) -> Iterator[bool]:
-    """Route a transformers model's attention to the marker while it is traced; yields whether it
-    is one.
-    """
+    """Route a transformers model's attention to the marker; yields whether it is such a model."""
     try:
         with quiet_import():
             from transformers import PreTrainedModel
@@ -90,12 +88,12 @@ def marked_attention(model: nn.Module) -> Iterator[bool]:
 
 
 def _refuse_other_inputs(model: Any) -> None:
-    """A prompt is one sequence of tokens: no second one, no images, no sound."""
+    """Refuse models that read a second sequence, images or sound beside the token ids."""
     name = type(model).__name__
     if model.config.is_encoder_decoder:
         raise UnsupportedModel(
-            f"{name} is an encoder-decoder; expected a causal language model, which has a decoder "
-            "alone, such as AutoModelForCausalLM loads"
+            f"{name} is an encoder-decoder; expected a causal language model (decoder only), such "
+            "as AutoModelForCausalLM loads"
         )
     taken = [p for p in inspect.signature(model.forward).parameters if p.startswith(_OTHER_INPUTS)]
     if taken:
@@ -107,7 +105,7 @@ def _refuse_other_inputs(model: Any) -> None:
 
 
 def _refuse_recurrent_state(model: Any) -> None:
-    """Layers that are not attention keep a state that cannot be rewound after a rejected draft."""
+    """Refuse layers with recurrent state, which cannot be rewound after a rejected draft."""
     layer_types = getattr(model.config.get_text_config(), "layer_types", None) or ()
     recurrent = sorted(
         {str(t) for t in layer_types if "attention" not in str(t) or "linear" in str(t)}
@@ -128,12 +126,12 @@ def mark_plain_attention(gm: fx.GraphModule, model: nn.Module) -> None:
             continue
         bound = _bind_sdpa(*node.args, **node.kwargs)
         if not bound["is_causal"] or bound["attn_mask"] is not None:
-            mask = "none" if bound["attn_mask"] is None else "one of its own"
+            mask = "none" if bound["attn_mask"] is None else "given"
             raise UnsupportedModel(
-                f"{type(model).__name__}: expected causal attention without a mask of its own, "
-                f"which is all that a KV cache can serve, got is_causal={bound['is_causal']}, "
-                f"mask {mask}, in {module_path(node) or 'the model'}; {source_line(node)}; use a "
-                f"model whose tokens see no later ones"
+                f"{type(model).__name__}: expected causal attention without a mask, which is all "
+                f"that a KV cache can serve, got is_causal={bound['is_causal']}, mask {mask}, in "
+                f"{module_path(node) or 'the model'}; {source_line(node)}; use a "
+                "model whose tokens do not see later ones"
             )
         head_dim = bound["query"].meta["example_value"].shape[-1]
         scale = float(bound["scale"]) if bound["scale"] is not None else float(head_dim) ** -0.5

@@ -1,4 +1,4 @@
-"""One call of a module as one graph of torch IR, at sizes that stay symbolic."""
+"""Captures one call of a module as one graph of torch IR, with symbolic sizes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from compilespec.program import Traced
 from compilespec.tracing.naming import clean_module_paths, name_inputs
 from compilespec.tracing.quantized_weights import stand_ins
 
-EXAMPLE_SHAPE = (7, 13)  # sizes that few models have as static ones: 2.11 merges equal sizes
+EXAMPLE_SHAPE = (7, 13)  # sizes that few models have as static ones: torch 2.11 merges equal sizes
 
 _unique = itertools.count()
 
@@ -35,7 +35,7 @@ def trace_call(
     """Capture `call(**arguments)` as one graph; weights are named by their path in `module`.
 
     Args:
-        arguments: per name an example tensor and its dynamic dimensions.
+        arguments: an example tensor and its dynamic dimensions by name.
         owner: prefix of the weights' names where several calls share a module; default `name`.
     Raises: TraceError.
     """
@@ -104,13 +104,11 @@ def _capture(
 
 
 class _Captured(Exception):
-    """Ends the traced call: the graph is all we want."""
+    """Ends the traced call once the graph is captured."""
 
 
 def _with_own_code(call: Callable[..., Any]) -> Callable[..., Any]:
-    """A copy of `call` with a code object of its own: Dynamo caches, and counts recompiles, by
-    code.
-    """
+    """A copy of `call` with its own code object, by which Dynamo caches and counts recompiles."""
     code = call.__code__.replace(co_name=f"{call.__name__}_{next(_unique)}")
     copy = types.FunctionType(
         code, call.__globals__, call.__name__, call.__defaults__, call.__closure__
@@ -120,7 +118,7 @@ def _with_own_code(call: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _trace_error(error: BaseException, module: nn.Module, name: str) -> TraceError:
-    """One line: which module, which source line, what Dynamo could not do, what to try."""
+    """One line: the module, the source line, what Dynamo could not do, and what to try."""
     cause, frames = _torch_compat.dynamo_cause(error)
     where, line = type(module).__name__, ""
     for filename, lineno, _function in frames:
@@ -137,7 +135,7 @@ def _trace_error(error: BaseException, module: nn.Module, name: str) -> TraceErr
 
 
 def _module_at(root: nn.Module, filename: str, lineno: int) -> str | None:
-    """The deepest module whose forward covers this source line."""
+    """The deepest module whose forward contains this source line."""
     best: str | None = None
     for path, module in root.named_modules():
         code = getattr(type(module).forward, "__code__", None)
@@ -151,9 +149,7 @@ def _module_at(root: nn.Module, filename: str, lineno: int) -> str | None:
 
 
 def fresh(outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Views: a tensor that is returned twice, or is an argument, would not be an output of its
-    own.
-    """
+    """Return views: a tensor that is returned twice, or is an argument, would get no output."""
     return tuple(output.view_as(output) for output in outputs)
 
 

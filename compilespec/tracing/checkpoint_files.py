@@ -1,4 +1,4 @@
-"""The files of a checkpoint directory, as they are: config.json, safetensors or pytorch_model.bin.
+"""Reads the files of a checkpoint directory: config.json, safetensors or pytorch_model.bin.
 
 Pickles are read as mappings of names to tensors; nothing in them is executed.
 """
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from compilespec.errors import CheckpointError
 
-# Files in the order they are looked for, which is transformers' own: (file, is an index of shards).
+# Files in the order of the search, which is transformers' own: (file, is an index of shards).
 WEIGHT_FILES = (
     ("model.safetensors", False),
     ("model.safetensors.index.json", True),
@@ -31,7 +31,7 @@ TRAINING_ONLY = re.compile(
     r"(^|\.)(verifier_lm_head\.|verifier_norm\.|rotary_emb\.)|(^|\.)inv_freq$"
 )
 
-# Names in a decoder layer, and in MTP modules that have a name of their own.
+# Tensor names of a decoder layer, and of MTP modules with their own prefix.
 LAYER = re.compile(r"^(?:model\.)?(?:language_model\.)?layers\.(\d+)\.(.+)$")
 MTP_LAYER = re.compile(r"^(?:model\.)?mtp_layers\.(\d+)\.(.+)$")
 MTP = re.compile(r"^mtp\.(?:layers\.(\d+)\.)?(.+)$")
@@ -43,26 +43,26 @@ def read_config(directory: str | Path) -> dict[str, Any]:
     """Read config.json of a checkpoint directory.
 
     Raises:
-        CheckpointError: no such directory or file, or it holds no JSON object.
+        CheckpointError: the directory or file is missing, or holds no JSON object.
     """
     path = Path(directory) / "config.json"
     if not path.parent.is_dir():
         raise CheckpointError(
-            f"draft checkpoint: expected a directory, {str(directory)!r} is not one"
+            f"draft checkpoint: expected a directory, got {str(directory)!r}"
         )
     return _read_json(path)
 
 
 def read_tensors(directory: str | Path, only: Container[str] | None = None) -> dict[str, Tensor]:
-    """Read the tensors of a checkpoint directory to the CPU, training-only ones left out.
+    """Read the tensors of a checkpoint directory to the CPU, without training-only ones.
 
     Args:
         only: names to read, such as a drafter's inside the checkpoint of its target; None for all.
     Returns:
-        name -> tensor, in the dtype of the file; of shards, from the one that the index names.
+        name -> tensor, in the dtype of the file, each from the shard that the index names.
     Raises:
-        CheckpointError: no weight file, a shard that is missing or unreadable, an index that does
-        not match.
+        CheckpointError: there is no weight file, a shard is missing or unreadable, or an index does
+            not match.
     """
     path, is_index = _weight_file(Path(directory))
     tensors = _read_shards(path, only) if is_index else _read_file(path, only)
@@ -101,7 +101,7 @@ def drop_training_only(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def mtp_layers(names: Iterable[str]) -> list[int]:
-    """The MTP modules that are numbered on after a target's layers: known by their enorm."""
+    """The indices of MTP modules numbered after a target's layers, recognised by their enorm."""
     return sorted({int(m[1]) for m in map(LAYER.match, names) if m and m[2] == "enorm.weight"})
 
 
@@ -118,16 +118,16 @@ def drop_mtp(names: Iterable[str]) -> list[str]:
 
 
 def listed(names: Iterable[str]) -> str:
-    """The first names, and how many more there are."""
+    """The first names, and the number of the others."""
     names = list(names)
     more = len(names) - MAX_LISTED
     return ", ".join(names[:MAX_LISTED]) + (f" and {more} more" if more > 0 else "")
 
 
 def reason(error: BaseException) -> str:
-    """One line of what a library says of a file, advice to execute its pickles left out."""
+    """A library's error in one line, without its advice to execute pickles."""
     if isinstance(error, UnpicklingError):
-        return "no plain pickle of tensors; save it as safetensors"
+        return "not a plain pickle of tensors; save it as safetensors"
     text = str(error).strip() or "no message"
     return f"{type(error).__name__}: {text.splitlines()[0]}"
 
@@ -140,12 +140,12 @@ def _read_json(path: Path) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: not readable as JSON ({reason(error)})") from error
     if not isinstance(content, dict):
-        raise CheckpointError(f"{path}: expected a JSON object, came {type(content).__name__}")
+        raise CheckpointError(f"{path}: expected a JSON object, got {type(content).__name__}")
     return content
 
 
 def _weight_file(directory: Path) -> tuple[Path, bool]:
-    """The weights of a directory, and whether the file is an index of shards."""
+    """The weight file of a directory, and whether it is an index of shards."""
     for name, is_index in WEIGHT_FILES:
         if (directory / name).is_file():
             return directory / name, is_index
@@ -161,7 +161,7 @@ def _weight_map(index: Path) -> dict[str, str]:
 
 
 def _shards(index: Path) -> dict[Path, set[str]]:
-    """The shards, each with the tensors that the index says are there."""
+    """The shards, each with the tensors that the index assigns to it."""
     shards: dict[Path, set[str]] = {}
     for name, file_name in _weight_map(index).items():
         if Path(file_name).name != file_name:
@@ -212,7 +212,7 @@ def _read_dtypes(path: Path) -> dict[str, str]:
 def _read_pickle(path: Path, device: str) -> dict[str, Tensor]:
     try:
         content = torch.load(path, map_location=device, weights_only=True)
-    except Exception as error:  # a damaged file is refused in many ways: KeyError, IndexError, ..
+    except Exception as error:  # a damaged file raises KeyError, IndexError and more
         raise _unreadable(path, error) from error
     if not isinstance(content, dict) or not all(
         isinstance(name, str) and isinstance(value, Tensor) for name, value in content.items()

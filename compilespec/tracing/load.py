@@ -1,4 +1,4 @@
-"""The target as a user gives it: a module, a directory in Hugging Face layout, or "demo"."""
+"""Loads the target: a module, a directory in Hugging Face layout, or "demo"."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from compilespec.tracing.quiet import no_progress_bars, quiet_import
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """A loaded target and what its checkpoint says about it."""
+    """A loaded target and the facts of its checkpoint."""
 
     model: nn.Module
     directory: Path | None
@@ -43,7 +43,7 @@ class Target:
 
     @property
     def name(self) -> str:
-        """The directory's, if there is one, and the class's."""
+        """The directory's name, if there is one, and the class's."""
         kind = type(self.model).__name__
         if self.directory is None:
             return kind
@@ -70,7 +70,7 @@ def load_target(
     device: torch.device | str | None = None,
     tokenizer: Any = None,
 ) -> Target:
-    """Load or adopt the target; a module is moved or cast only where a keyword asks for it.
+    """Load or adopt the target; a module is moved or cast only if a keyword says so.
 
     Raises: ModelNotFound (a damaged file too), CheckpointError (tensors missing, unexpected,
     misshapen, or integers where the model has floats), InvalidOption.
@@ -83,7 +83,7 @@ def load_target(
         )
     if tokenizer is not None and not hasattr(tokenizer, "decode"):
         raise InvalidOption(
-            "tokenizer must be a transformers tokenizer, or have its encode() and decode(); got "
+            "tokenizer must be a transformers tokenizer or have its encode() and decode(); got "
             f"{tokenizer!r}"
         )
     directory: Path | None = None
@@ -137,7 +137,7 @@ def _load_directory(directory: Path, dtype: torch.dtype | None) -> nn.Module:
             )
     except UnsupportedModel:
         raise
-    except Exception as error:  # whatever a damaged file makes of transformers' readers
+    except Exception as error:  # a damaged file may raise anything in transformers
         raise ModelNotFound(
             f"{directory} cannot be loaded as a causal language model: {reason(error)}"
         ) from error
@@ -147,12 +147,12 @@ def _load_directory(directory: Path, dtype: torch.dtype | None) -> nn.Module:
 
 
 def _check_kind(directory: Path, config: Any) -> None:
-    """Before weights are read: transformers has a causal language model for this config."""
+    """Before weights are read, check that transformers has a causal LM for this config."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         cure = (
-            "give a model with a decoder alone"
+            "give a decoder-only model"
             if config.is_encoder_decoder or config.get_text_config() is config
             else "images and sound cannot be given: load it and give its language model"
         )
@@ -163,12 +163,12 @@ def _check_kind(directory: Path, config: Any) -> None:
 
 
 def _check_whole(directory: Path, model: nn.Module, report: Mapping[str, Any]) -> None:
-    """transformers fills what a checkpoint lacks with random numbers, leaves out what the model has
-    no place for and casts what it finds; it says so in a log, or not at all.
+    """Refuse a checkpoint that does not match its model.  transformers initialises missing tensors
+    at random, ignores unexpected ones and casts the rest, with a log message at most.
     """
     misshapen = [
-        f"{name} of shape {tuple(wanted)} (it is {tuple(came)} there)"
-        for name, came, wanted in sorted(report["mismatched_keys"])
+        f"{name} of shape {tuple(wanted)} (it is {tuple(got)} there)"
+        for name, got, wanted in sorted(report["mismatched_keys"])
     ]
     bad = {
         "lacks": [*sorted(report["missing_keys"]), *misshapen],
@@ -184,7 +184,7 @@ def _check_whole(directory: Path, model: nn.Module, report: Mapping[str, Any]) -
 
 
 def _beside_drafters(model: nn.Module, names: Iterable[str]) -> list[str]:
-    """Leave out what transformers ignores on purpose, what no forward pass reads, and drafters."""
+    """Leave out what transformers ignores on purpose or no forward pass reads, and drafters."""
     ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
     return [
         name
@@ -195,7 +195,7 @@ def _beside_drafters(model: nn.Module, names: Iterable[str]) -> list[str]:
 
 
 def _integers(directory: Path, model: nn.Module) -> list[str]:
-    """Tensors of an unquantized checkpoint that hold integers, and that the model has as floats."""
+    """Tensors of an unquantized checkpoint that hold integers but are floats in the model."""
     raw = read_config(directory)
     if "quantization_config" in raw or "quantization_config" in (raw.get("text_config") or {}):
         return []
@@ -217,15 +217,15 @@ def _load_tokenizer(directory: Path) -> Any:
         return None
     try:
         return AutoTokenizer.from_pretrained(directory, local_files_only=True)
-    except Exception as error:  # the tokenizers library raises no class of its own
+    except Exception as error:  # the tokenizers library has no error class of its own
         raise ModelNotFound(
             f"{directory}: the tokenizer cannot be loaded: {reason(error)}"
         ) from error
 
 
 def _eos_ids(model: nn.Module, tokenizer: Any) -> tuple[int, ...]:
-    """The ids, one or a list, of the first that names any, as transformers' `generate` has them:
-    generation_config.json, config.json; of the tokenizer, where both are silent.
+    """The EOS ids of the first source that has any, in the order of transformers' `generate`:
+    generation_config.json, config.json, then the tokenizer.
     """
     sources = (getattr(model, "generation_config", None), getattr(model, "config", None), tokenizer)
     for source in sources:

@@ -1,4 +1,4 @@
-"""Names for what a capture holds: inputs by weight path, nodes by module path and source line."""
+"""Names in a capture: inputs by weight path, nodes by module path and source line."""
 
 from __future__ import annotations
 
@@ -19,9 +19,7 @@ def name_inputs(
     arguments: Mapping[str, Tensor],
     name: str,
 ) -> tuple[list[TracedInput], dict[str, Tensor]]:
-    """Match placeholders with parameters, buffers and arguments by the identity of the example
-    inputs.
-    """
+    """Match placeholders with parameters, buffers and arguments by example input identity."""
     paths: dict[int, str] = {}
     for path, tensor in itertools.chain(
         module.named_parameters(remove_duplicate=True), module.named_buffers(remove_duplicate=True)
@@ -49,9 +47,7 @@ _WRAPPER = re.compile(r"^[GL]\[['\"]\w+['\"]\]\.?|^L\['self'\]\.?")
 
 
 def clean_module_paths(gm: fx.GraphModule) -> None:
-    """Module paths as the user knows them: `model.layers.3.self_attn`, without Dynamo's frame
-    prefix.
-    """
+    """Strip Dynamo's frame prefix from module paths: `model.layers.3.self_attn` remains."""
     for node in gm.graph.nodes:
         stack = node.meta.get("nn_module_stack")
         path, kind = "", ""
@@ -72,8 +68,8 @@ def clean_module_paths(gm: fx.GraphModule) -> None:
 
 
 def source_line(node: fx.Node) -> str:
-    """The innermost line of the model's source that made the node, as `file.py:12: code`; ours, the
-    attention that transformers calls, is none of it.
+    """The innermost line of the model's source that made the node, as `file.py:12: code`.  Skips
+    compilespec's attention function, which transformers calls.
     """
     trace = [
         line.strip() for line in (node.meta.get("stack_trace") or "").splitlines() if line.strip()

@@ -1,4 +1,4 @@
-"""`dtype=` and `device=`: which numbers a model is made of, and where it runs."""
+"""Reads `dtype=` and `device=`: the numbers that a model is made of, and where it runs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ DEVICES = ("cpu", "cuda")
 
 
 def read_dtype(given: object) -> torch.dtype | None:
-    """A dtype by name, or itself; None for None.  Raises: InvalidOption."""
+    """Read a dtype or its name; None for None.  Raises: InvalidOption."""
     name = str(given).removeprefix("torch.") if isinstance(given, torch.dtype) else given
     if name is None or (isinstance(name, str) and name in DTYPES):
         return None if name is None else DTYPES[name]
@@ -20,7 +20,7 @@ def read_dtype(given: object) -> torch.dtype | None:
 
 
 def read_device(given: object) -> torch.device | None:
-    """A device by name, or itself; None for None.
+    """Read a device or its name; None for None.
 
     Raises: InvalidOption (no such device, or torch cannot use it here).
     """
@@ -30,7 +30,7 @@ def read_device(given: object) -> torch.device | None:
         device = torch.device(given)  # type: ignore[call-overload]
     except (RuntimeError, TypeError):
         device = None
-    if device is not None and device.type in ("cpu", "meta"):  # meta: to trace without memory
+    if device is not None and device.type in ("cpu", "meta"):  # meta: traces without memory
         return device
     if device is None or device.type != "cuda":
         raise InvalidOption(

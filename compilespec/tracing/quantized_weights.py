@@ -1,9 +1,9 @@
-"""Quantized weights on their way through the stages: tensor subclasses, taken apart.
+"""Takes quantized weights, which are tensor subclasses, apart for the stages after trace.
 
-A model is traced with plain stand-ins of its quantized weights.  When a traced graph is spliced,
+A model is traced with plain stand-ins for its quantized weights.  When a traced graph is spliced,
 each such weight becomes its plain parts, one input each, and a call of `rebuild` that puts them
-together again; the retrace to ATen runs the subclass's own code on the parts, and nothing after it
-knows subclasses.  Imports no torchao: a weight is asked for its parts by PyTorch's own protocol.
+together again.  The retrace to ATen runs the subclass's own code on the parts; later stages see no
+subclasses.  torchao is not imported: PyTorch's own protocol gives the parts of a weight.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ from compilespec import _torch_compat
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Kind:
-    """All of a quantized weight that is not a tensor."""
+    """Everything about a quantized weight except its tensors."""
 
     type: Any
     names: tuple[str, ...]  # of its parts
-    metadata: Any  # what `__tensor_unflatten__` takes beside them
+    metadata: Any  # what `__tensor_unflatten__` takes besides them
     shape: tuple[int, ...]
     stride: tuple[int, ...]
 
     @property
     def key(self) -> str:
-        """A name that is the same in every process: it is in the key of compiled artifacts."""
+        """A name that is the same in every process, for the key of compiled artifacts."""
         text = f"{self.names} {self.metadata} {self.shape} {self.stride}"
         digest = hashlib.sha256(text.encode()).hexdigest()[:16]
         return f"{self.type.__module__}.{self.type.__qualname__}:{digest}"
 
 
-_KINDS: dict[str, Kind] = {}  # by key; a graph's code can hold no object but by a name
+_KINDS: dict[str, Kind] = {}  # by key: a graph's code can refer to objects only by name
 
 
 def is_quantized(tensor: object) -> bool:
@@ -47,7 +47,7 @@ def is_quantized(tensor: object) -> bool:
 
 
 def quantizes_rows(weight: object) -> bool:
-    """Whether products with this weight quantize their other side, too (dynamic quantization)."""
+    """Whether products with this weight also quantize their input (dynamic quantization)."""
     return (
         getattr(weight, "act_quant_kwargs", None) is not None
         or type(weight).__name__ == "LinearActivationQuantizedTensor"
@@ -55,7 +55,7 @@ def quantizes_rows(weight: object) -> bool:
 
 
 def take_apart(tensor: Any) -> tuple[str, dict[str, Tensor]]:
-    """The key of its kind, for `rebuild`, and its parts by name, in order."""
+    """The key of a weight's kind, for `rebuild`, and its parts by name, in order."""
     names, metadata = tensor.__tensor_flatten__()
     kind = Kind(
         type=type(tensor), names=tuple(names), metadata=metadata,
@@ -66,12 +66,12 @@ def take_apart(tensor: Any) -> tuple[str, dict[str, Tensor]]:
 
 
 def kind_of(key: str) -> Kind:
-    """What `take_apart` kept under `key`."""
+    """The kind that `take_apart` stored under `key`."""
     return _KINDS[key]
 
 
 def rebuild(key: str, *parts: Tensor) -> Tensor:
-    """The weight that `take_apart` took apart: a node of spliced graphs."""
+    """The weight made of the parts that `take_apart` returned: a node of spliced graphs."""
     kind = _KINDS[key]
     named = dict(zip(kind.names, parts, strict=True))
     tensor: Tensor = kind.type.__tensor_unflatten__(
@@ -82,9 +82,9 @@ def rebuild(key: str, *parts: Tensor) -> Tensor:
 
 @contextlib.contextmanager
 def stand_ins(module: nn.Module) -> Iterator[Mapping[tuple[int, ...], Tensor]]:
-    """Put plain tensors without memory in the place of quantized weights while a module is traced.
+    """Replace quantized weights by plain tensors without memory while a module is traced.
 
-    Yields: the quantized weight by the `storage_place` of its stand-in; one stand-in for each,
+    Yields: each quantized weight by the `storage_place` of its stand-in; a weight has one stand-in
     however often it is used.
     """
     found: dict[int, tuple[Tensor, Tensor]] = {}  # by the weight's id: itself and its stand-in

@@ -1,4 +1,4 @@
-"""Other libraries say nothing, while compilespec loads them, that nobody here can act on."""
+"""Silences messages of other libraries, while they load, on which users cannot act."""
 
 from __future__ import annotations
 
@@ -7,16 +7,14 @@ import logging
 import warnings
 from collections.abc import Iterator
 
-# torchao's import tells of its libraries for other devices and Pythons, and torch of what torchao
-# must change for later versions.
+# On import, torchao logs missing libraries for other devices and Pythons, and torch warns of
+# deprecated calls in torchao.
 _TALKERS = ("torchao", "torch.utils._pytree")
 
 
 @contextlib.contextmanager
 def quiet_import() -> Iterator[None]:
-    """Around an import of torchao, or of transformers' models, which import it where it is
-    installed.
-    """
+    """A context for importing torchao, or transformers' models, which import it if installed."""
     loggers = [logging.getLogger(name) for name in _TALKERS]
     levels = [one.level for one in loggers]
     for one in loggers:
@@ -32,7 +30,7 @@ def quiet_import() -> Iterator[None]:
 
 @contextlib.contextmanager
 def no_progress_bars() -> Iterator[None]:
-    """Around transformers' loading: what starting does is told by `compilespec.progress`."""
+    """A context for transformers' loading: `compilespec.progress` reports the progress instead."""
     from transformers.utils import logging as transformers_logging
 
     was_enabled = transformers_logging.is_progress_bar_enabled()

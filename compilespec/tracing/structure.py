@@ -1,6 +1,4 @@
-"""What can be read off a causal LM's graph without knowing the model: head, embedding, decoder
-layers.
-"""
+"""Finds the head, embedding and decoder layers in the graph of any causal LM."""
 
 from __future__ import annotations
 
@@ -38,11 +36,11 @@ class Head:
     node: fx.Node
     hidden: fx.Node  # its input, [.., D], after the final norm
     weight: fx.Node  # [V, D]
-    rowwise: bool  # everything between the product and the logits acts on each row by itself
+    rowwise: bool  # everything between the product and the logits treats each row by itself
 
 
 def shape_of(node: object) -> tuple[int | None, ...] | None:
-    """A node's shape with None for symbolic sizes; None when it is no tensor."""
+    """A node's shape, with None for symbolic sizes; None if it is not a tensor."""
     if not isinstance(node, fx.Node):
         return None
     if "example" in node.meta:
@@ -62,9 +60,7 @@ def is_float(node: fx.Node) -> bool:
 
 
 def find_head(logits: fx.Node) -> Head | None:
-    """Walk back from the logits over element-wise operations to the head's product; None when
-    there is none.
-    """
+    """Walk back from the logits over element-wise operations to the head's product, or None."""
     node, rowwise = logits, True
     for _ in range(32):
         if node.op == "call_function" and node.target in LINEAR:
@@ -103,8 +99,8 @@ def find_embedding(input_ids: fx.Node) -> fx.Node | None:
 
 
 def layer_prefix(graph: fx.Graph) -> str | None:
-    """The module list that holds the decoder layers, `model.layers`: where every marker's path
-    has its index.
+    """The module list that holds the decoder layers, such as `model.layers`: the prefix of every
+    marker's path before the layer index.
     """
     prefixes = {
         re.split(r"\.\d+(?:\.|$)", module_path(node), maxsplit=1)[0]
@@ -119,12 +115,12 @@ def layer_prefix(graph: fx.Graph) -> str | None:
 
 
 def argument(node: fx.Node, place: int, name: str, default: Any = None) -> Any:
-    """What the node's call gives for a parameter, by place or by name."""
+    """The argument of the node's call for a parameter, by position or by name."""
     return node.args[place] if len(node.args) > place else node.kwargs.get(name, default)
 
 
 def layer_of(node: fx.Node, prefix: str) -> int | None:
-    """Index of the decoder layer that made the node; None outside of the layers."""
+    """Index of the decoder layer that made the node; None outside the layers."""
     match = re.match(re.escape(prefix) + r"\.(\d+)(?:\.|$)", module_path(node)) if prefix else None
     if match is None and not prefix:
         match = re.match(r"(\d+)(?:\.|$)", module_path(node))
@@ -150,7 +146,8 @@ def residual_streams(
     before the norm).
 
     hs[k] is the float node of width `hidden_size` that layer k-1 makes and a later place reads;
-    hs[0] is made before the layers.  Exactly one candidate each in every family that was looked at.
+    hs[0] is made before the layers.  Every model family examined so far has exactly one candidate
+    each.
     """
     prefix = layer_prefix(graph)
     if prefix is None:

@@ -1,9 +1,8 @@
 """Stage "trace": one whole FX graph of an unmodified forward.
 
-Two ways in, one operator out.  Hugging Face models reach attention through transformers' attention
-interface; plain modules call `scaled_dot_product_attention(is_causal=True)`.  Both leave as the
-stateless marker `compilespec::attention`, with scale, window, soft cap and sinks as the model gave
-them.
+Hugging Face models reach attention through transformers' attention interface; plain modules call
+`scaled_dot_product_attention(is_causal=True)`.  Both become the stateless marker
+`compilespec::attention`, with the model's scale, window, soft cap and sinks.
 """
 
 from __future__ import annotations
@@ -25,8 +24,7 @@ _POSITION_NAMES = ("position_ids", "positions", "input_pos")
 
 
 def trace_target(model: nn.Module, *, name: str = "target") -> Traced:
-    """Capture a causal LM once, at [B, T] with both sizes symbolic: every phase's call shape is an
-    instance of it.
+    """Capture a causal LM once, at [B, T] with symbolic sizes, which covers every phase's shapes.
 
     Returns: a graph with arguments `input_ids` and `position_ids` (int32) and one output, the
     logits.
@@ -63,8 +61,8 @@ def trace_target(model: nn.Module, *, name: str = "target") -> Traced:
 
 
 def _target_call(model: nn.Module, is_transformers: bool) -> tuple[Callable[..., Tensor], bool]:
-    """A function (input_ids, position_ids) -> logits over the unmodified model; whether positions
-    are passed.
+    """A function (input_ids, position_ids) -> logits over the unmodified model, and whether it
+    passes the positions.
     """
     if is_transformers:
 
@@ -101,9 +99,7 @@ def _logits_of(output: Any) -> Tensor:
 
 
 def _rewrite_arange(traced: Traced, model: nn.Module) -> Traced:
-    """Aranges over the token dimension are the positions of a module that takes none: feed ours
-    instead.
-    """
+    """Replace aranges over the token dimension: they are the positions if a module takes none."""
     gm = traced.graph_module
     placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
     ids = next(node for node in placeholders if node.meta["role"] == "input_ids")
@@ -130,8 +126,7 @@ def _rewrite_arange(traced: Traced, model: nn.Module) -> Traced:
         "custom": {"pass": "trace"},
     }
     for node in over_tokens:
-        # [B, T] stands where [T] stood: what the model broadcasts over a leading batch stays the
-        # same.
+        # [B, T] replaces [T]; broadcasting over a leading batch dimension works as before.
         with gm.graph.inserting_before(node):
             value = gm.graph.call_method("to", (positions, node.meta["example_value"].dtype))
         value.meta = {k: v for k, v in node.meta.items() if k != "example_value"}

@@ -1,7 +1,7 @@
-"""Whether a captured graph is that of a causal language model that a KV cache can serve.
+"""Checks that a captured graph is a causal language model that a KV cache can serve.
 
-Asked of the graph, not of the model's class: every token has logits, and nothing but attention
-carries anything from one token to another.
+The check reads the graph, not the model's class: every token has logits, and only attention carries
+information from one token to another.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from compilespec.tracing.structure import EMBEDDING, LINEAR
 
 
 def check_logits(traced: Traced, model: nn.Module) -> None:
-    """Each token of [B, T] has logits over the vocabulary.
+    """Check that each token of [B, T] has logits over the vocabulary.
 
     Raises: UnsupportedModel (a classifier, a model without its head).
     """
     results: Any = traced.graph_module.graph.output_node().args[0]
     ids = next(n for n in traced.graph_module.graph.nodes if n.meta.get("role") == "input_ids")
-    came = [str(size) for size in results[0].meta["example_value"].shape]
+    got = [str(size) for size in results[0].meta["example_value"].shape]
     config: Any = getattr(model, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     vocab_size = getattr(text, "vocab_size", None)
     batch, length = (str(size) for size in ids.meta["example_value"].shape)
-    if len(came) == 3 and came[:2] == [batch, length] and came[2] == str(vocab_size or came[2]):
+    if len(got) == 3 and got[:2] == [batch, length] and got[2] == str(vocab_size or got[2]):
         return
-    shape = ", ".join({batch: "B", length: "T"}.get(size, size) for size in came)
+    shape = ", ".join({batch: "B", length: "T"}.get(size, size) for size in got)
     raise UnsupportedModel(
         f"{type(model).__name__}: expected logits [B, T, {vocab_size or 'V'}], one for each id of "
         f"the vocabulary after each token, got [{shape}]; give a model with its language head, "
@@ -41,10 +41,12 @@ def check_logits(traced: Traced, model: nn.Module) -> None:
 
 
 def check_positions(traced: Traced, model: nn.Module) -> None:
-    """Tokens meet in attention alone.  The graph runs once on three tokens, each of which attends
-    to itself only; the embeddings of the outer two are NaN, and the logits of the middle one must
-    not be.  Products are not computed (see `_Tainted`), so that it takes milliseconds whatever the
-    model's size; on the meta device, where no values are, nothing is checked.
+    """Check that tokens are mixed in attention alone.
+
+    The graph runs once on three tokens, each of which attends to itself only; the embeddings of the
+    outer two are NaN, and the logits of the middle one must not be.  Products are not computed (see
+    `_Tainted`), so that the check takes milliseconds whatever the model's size.  On the meta
+    device, which has no values, nothing is checked.
 
     Raises: UnsupportedModel that names the first operation that mixes tokens.
     """
@@ -54,27 +56,27 @@ def check_positions(traced: Traced, model: nn.Module) -> None:
     if not tainted.reaches_the_middle():
         return
     if _Tainted(traced, taint=False).reaches_the_middle():
-        return  # NaN of its own: nothing can be told
+        return  # the model itself makes NaN: the check cannot tell
     node = tainted.first_mixed
     where = f"{module_path(node) or 'the model'}, {source_line(node)}" if node else "unknown place"
     raise UnsupportedModel(
-        f"{type(model).__name__}: expected tokens to meet in causal attention alone, which is all "
-        f"that a KV cache can serve; they are mixed in {where}; use a model without convolution, "
-        f"pooling or recurrence over its tokens"
+        f"{type(model).__name__}: expected tokens to be mixed in causal attention alone, which is "
+        f"all that a KV cache can serve; they are mixed in {where}; use a model without "
+        "convolution, pooling or recurrence over its tokens"
     )
 
 
 class _Tainted(fx.Interpreter):
-    """Runs a captured graph to see where NaN gets.
+    """Runs a captured graph to see where NaN spreads.
 
-    Attention gives each token its own value.  A product with a weight gives ones, or NaN where a
-    row holds NaN: no weight is read, which is what a run would cost.
+    Attention gives each token its own value.  A product with a weight gives ones, or NaN in a row
+    that holds NaN: weights, whose reads are what a run costs, are not read.
     """
 
     def __init__(self, traced: Traced, *, taint: bool) -> None:
         super().__init__(traced.graph_module)
         self._traced, self._taint = traced, taint
-        self.first_mixed: fx.Node | None = None  # what made NaN of all of a tensor first
+        self.first_mixed: fx.Node | None = None  # the first node whose output is all NaN
 
     @torch.no_grad()
     def reaches_the_middle(self) -> bool:
@@ -112,7 +114,7 @@ class _Tainted(fx.Interpreter):
 
 
 def _attend_to_itself(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """[B, N, T, H] -> [B, T, N, H]: each token's value, and NaN of its query and key."""
+    """[B, N, T, H] -> [B, T, N, H]: each token's value, NaN if its query or key has NaN."""
     groups = query.shape[1] // value.shape[1]
     nan = query.mul(0).sum(-1, keepdim=True)
     nan = nan + key.mul(0).sum(-1, keepdim=True).repeat_interleave(groups, 1)
@@ -127,7 +129,7 @@ def _has_nan(value: object, *, everywhere: bool = False) -> bool:
 
 
 def _plain(value: Any) -> Any:
-    """A quantized weight's shape and dtype, without memory: its values are not asked for."""
+    """A quantized weight's shape and dtype, without memory: its values are not needed."""
     if not is_quantized(value):
         return value
     return torch.ones((), dtype=value.dtype, device=value.device).expand(value.shape)

@@ -1,4 +1,4 @@
-"""What a drafter may know about its target, read off the target's graph."""
+"""What a drafter may know about its target, read from the target's graph."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from compilespec.tracing.target_check import check_logits, check_positions
 def describe_target(traced: Traced, target: Target) -> TargetInfo:
     """Widths, vocabulary, embedding and head of a captured causal LM.
 
-    Raises: UnsupportedModel when not every token has logits over the vocabulary, or tokens are
-    mixed outside of attention; TraceError when the graph's output is not a product with a head, or
-    its ids enter no embedding.
+    Raises: UnsupportedModel if not every token has logits over the vocabulary, or tokens are mixed
+    outside attention; TraceError if the graph's output is not a product with a head, or its ids
+    enter no embedding.
     """
     check_logits(traced, target.model)
     output = next(node for node in reversed(traced.graph_module.graph.nodes) if node.op == "output")
@@ -55,7 +55,7 @@ def describe_target(traced: Traced, target: Target) -> TargetInfo:
 
 
 def _kv_layers(traced: Traced) -> tuple[KVLayer, ...]:
-    """Sizes of each layer's keys and values; a layer that is given an earlier one's shares them."""
+    """Sizes of each layer's keys and values; layers may share an earlier layer's."""
     layers: list[KVLayer] = []
     producers: dict[object, int] = {}
     for index, marker in enumerate(markers(traced.graph_module)):
@@ -87,7 +87,7 @@ def _weight(traced: Traced, node: fx.Node) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class KVLayer:
-    """What one attention layer of the target keeps in its cache."""
+    """Sizes of one attention layer's cache in the target."""
 
     num_heads: int
     key_dim: int

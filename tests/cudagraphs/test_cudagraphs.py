@@ -285,7 +285,7 @@ def test_memory_budget_ends_capturing(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, logger="compilespec"):
         capture_all([one], startup_seconds=600)
     assert captured(one) == [(8,), (4,)], "the second goes over, the third is not begun"
-    assert "60 MiB of graphs are taken (max_mib)" in caplog.text
+    assert "graphs take 60 MiB (max_mib)" in caplog.text
     one({"row_B": [3]})
     assert toy.state[3] == 1
 
@@ -316,10 +316,10 @@ def other_address(tensor: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (other_address, "captured at address 0x"),
-        (lambda t: t.to(torch.float32), "captured of torch.float64"),
-        (lambda t: t[:2], r"captured of shape \[3\], came of shape \[2\]"),
-        (lambda t: t.to("meta"), "captured on cpu, came on meta"),
+        (other_address, "expected address 0x"),
+        (lambda t: t.to(torch.float32), "expected dtype torch.float64"),
+        (lambda t: t[:2], r"expected shape \[3\], got \[2\]"),
+        (lambda t: t.to("meta"), "expected device cpu, got meta"),
     ],
     ids=["address", "dtype", "shape", "device"],
 )

@@ -174,7 +174,7 @@ def test_the_authors_files_are_read_as_they_are(tmp_path):
         ({"add": "layers.0.input_layernorm.weight"}, CheckpointError, "unexpected: layers.0.input"),
         ({"add": "norm.weight"}, CheckpointError, "unexpected: norm.weight"),
         ({"drop": "fc.bias"}, CheckpointError, "missing: fc.bias"),
-        ({"drop": "fc.weight"}, CheckpointError, "no EAGLE checkpoint"),
+        ({"drop": "fc.weight"}, CheckpointError, "is not an EAGLE checkpoint"),
         ({"add": "midlayer.hidden_norm.weight"}, CheckpointError, "give spec='eagle3'"),
         ({"add": "layers.0.mlp.experts.0.up_proj.weight"}, NotSupported, "mixture-of-experts"),
         ({"config": {"bias": False}}, CheckpointError, "unexpected: fc.bias"),

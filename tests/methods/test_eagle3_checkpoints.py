@@ -309,19 +309,19 @@ def change_config(directory, **fields):
         ),
         (
             lambda t: t.update({"layers.0.input_layernorm.weight": torch.ones(32)}),
-            "comes twice",
+            "appears twice",
         ),
         (
             lambda t: t.update({"norm.weight": torch.ones(16)}),
-            r"norm.weight expected \[32\] came \[16\]",
+            r"norm.weight \(expected \[32\], got \[16\]\)",
         ),
         (
             lambda t: t.update({"lm_head.weight": torch.ones(30, 32)}),
-            r"lm_head.weight expected \[29, 32\] came \[30, 32\]",
+            r"lm_head.weight \(expected \[29, 32\], got \[30, 32\]\)",
         ),
         (
             lambda t: t.update({"embed_tokens.weight": torch.ones(60, 32)}),
-            r"embed_tokens.weight expected \[61, 32\] came \[60, 32\]",
+            r"embed_tokens.weight \(expected \[61, 32\], got \[60, 32\]\)",
         ),
         (lambda t: t.update(d2t=torch.zeros(28, dtype=torch.int64)), "d2t: expected 29 integers"),
     ],
@@ -385,7 +385,7 @@ def test_absolute_d2t_is_caught(saved):
         ([1, 2, 4], None, "looks like absolute"),
         ([0, 0, 9], None, "outside the target vocabulary"),
         ([-1, 0, 0], None, "outside the target vocabulary"),
-        ([3, 0, 0], None, "falls somewhere"),
+        ([3, 0, 0], None, "d2t decreases"),
         ([0, 0, 1], [1, 2, 3], "contradict"),
     ],
 )
@@ -432,7 +432,7 @@ def test_modules_that_do_not_fit(drafter, says):
 
 
 def test_neither_directory_nor_module():
-    with pytest.raises(InvalidOption, match="came int"):
+    with pytest.raises(InvalidOption, match="got int"):
         load(3, make_target())
 
 

@@ -134,7 +134,7 @@ def test_broken_weights(tmp_path, damage, says):
 
 @pytest.mark.parametrize(
     ("content", "says"),
-    [(None, "no config.json"), ("{", "not readable as JSON"), ("[]", "came list")],
+    [(None, "no config.json"), ("{", "not readable as JSON"), ("[]", "got list")],
 )
 def test_broken_config(tmp_path, content, says):
     if content is not None:
@@ -154,7 +154,7 @@ def test_strict_loading_lists_everything_at_once():
         load_strict(module, {"weight": torch.ones(2, 4), "scale": torch.ones(1)}, source="here")
     message = str(caught.value)
     assert message.startswith("here: missing: bias; unexpected: scale; wrong shape: weight ")
-    assert "expected [2, 3] came [2, 4]" in message
+    assert "(expected [2, 3], got [2, 4])" in message
     assert "\n" not in message
 
 

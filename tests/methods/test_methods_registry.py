@@ -46,7 +46,7 @@ def test_unknown_name_lists_the_known_ones(name):
 
 
 def test_a_name_must_be_a_string():
-    with pytest.raises(UnknownMethod, match="came int"):
+    with pytest.raises(UnknownMethod, match="got int"):
         get_method(3)
 
 

@@ -360,7 +360,7 @@ def test_targets_and_options_that_do_not_fit(tmp_path, assistant_class):
     with pytest.raises(InvalidOption, match="only for checkpoints"):
         load(drafter, info, {"query_position": "bonus"})
     drafter.kv_layers = (9,)
-    with pytest.raises(DraftMismatch, match="from 0 to 3, came"):
+    with pytest.raises(DraftMismatch, match="from 0 to 3, got"):
         load(drafter, info, {})
     with pytest.raises(InvalidOption, match="a SharedKVDrafter"):
         load(nn.Linear(2, 2), info, {})

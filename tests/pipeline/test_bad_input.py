@@ -308,7 +308,7 @@ def test_a_draft_with_integers_for_floats(tmp_path):
         copy_of(DRAFT, tmp_path / "draft"), norm__weight=torch.ones(32, dtype=torch.int64)
     )
     refused(
-        errors.CheckpointError, "norm.weight expected floats came torch.int64",
+        errors.CheckpointError, "norm.weight (expected floats, got torch.int64)",
         run=lambda: compile_target("eagle3", draft=directory),
     )  # fmt: skip
 

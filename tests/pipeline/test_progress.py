@@ -146,7 +146,7 @@ def test_the_reason_is_what_differs_from_the_nearest_artifact(
         assert set(start(program).values()) == {"compilespec's code changed"}
     for path in cache.directory.glob("*.bin"):
         path.unlink()
-    assert set(start(program).values()) == {"the artifact is gone, or cannot be read"}
+    assert set(start(program).values()) == {"the artifact is gone or cannot be read"}
     assert len(graphs) == 2 * 5 + 3
 
 
@@ -198,7 +198,7 @@ def test_building_the_cpp_kernels_is_told(monkeypatch: pytest.MonkeyPatch) -> No
     prepare_kernels(torch.device("cpu"), Reporter(told.append))
     assert [one.from_cache for one in told] == [None, False, False, False], "said before it builds"
     assert str(dataclasses.replace(told[-1], elapsed_ms=41_000)) == (
-        "compile: C++ kernels, anew (there are none for this CPU, compiler and torch), 41.0 s"
+        "compile: C++ kernels, anew (none are cached for this CPU, compiler and torch), 41.0 s"
     )
 
 

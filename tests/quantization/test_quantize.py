@@ -288,7 +288,7 @@ def test_what_the_device_cannot_run_is_an_error_that_names_what_it_can(config: s
     ("make", "message"),
     [
         (lambda: {"quantize": "int8", "dtype": "float64"}, "give dtype='float32' or 'bfloat16'"),
-        (lambda: {"quantize": Quantize("int8", only="no.such")}, "means no module"),
+        (lambda: {"quantize": Quantize("int8", only="no.such")}, "matches no module"),
         (lambda: {"quantize": object()}, "must be a torchao config or one of"),
         (lambda: {"draft_quantize": "int8"}, "needs a drafting method"),
     ],

@@ -15,7 +15,7 @@ from compilespec.tracing.target_info import TargetInfo
 
 
 class AutoMethod:
-    """Stands for another method, which `compile()` picks (`compilespec/pipeline/auto.py`)."""
+    """A placeholder for the method that `compile()` picks (`compilespec/pipeline/auto.py`)."""
 
     capabilities = Capabilities(
         name="auto", kind="none", chooses=True, aliases=("AUTO",), options=()

@@ -1,6 +1,4 @@
-"""An independent causal language model drafts for the target: any family, any size, its own
-vocabulary or the target's.
-"""
+"""An independent causal language model of any family, size and vocabulary drafts for the target."""
 
 from __future__ import annotations
 
@@ -24,7 +22,7 @@ VOCAB_MAPS = ("auto", "same", "shared_tokens")
 
 
 class DraftModelMethod:
-    """A model of its own with a KV cache of its own."""
+    """A separate model with its own KV cache."""
 
     capabilities = Capabilities(
         name="draft_model",
@@ -40,13 +38,13 @@ class DraftModelMethod:
     ) -> ModelDrafter:
         """Load a directory in the target's dtype, or adopt a module as it is.
 
-        Options: `vocab_map`, what an id of one vocabulary is in the other: "same" (itself),
-        "shared_tokens" (by the tokens' strings; the rest is never proposed, and fed as the draft's
-        unknown token), or "auto": the latter where both tokenizers are known and differ.
-        `draft_tokenizer`: that of a draft model given as a module.
+        Options: `vocab_map`, how ids of the two vocabularies correspond: "same" (an id is itself),
+        "shared_tokens" (by the tokens' strings; other tokens are never proposed, and are fed as the
+        draft's unknown token), or "auto": the latter if both tokenizers are known and differ.
+        `draft_tokenizer`: tokenizer of a draft model given as a module.
 
-        Raises: ModelNotFound, CheckpointError, InvalidOption (an option, no module), DraftMismatch
-        (tokens to map and no tokenizer).
+        Raises: ModelNotFound, CheckpointError, InvalidOption (an option's value, or `draft` is not
+        a module), DraftMismatch (a tokenizer is missing).
         """
         if isinstance(draft, nn.Module):
             loaded = load_target(draft)
@@ -63,7 +61,7 @@ class DraftModelMethod:
 
 
 def _vocabularies(vocab_map: str, target: Any, draft: Any) -> dict[str, Any]:
-    """`tokenizers` where ids must be translated, `num_ids` where the two are known to be one."""
+    """`tokenizers` if ids must be translated, `num_ids` if the vocabularies are known to agree."""
     if vocab_map not in VOCAB_MAPS:
         raise not_one_of("vocab_map", vocab_map, VOCAB_MAPS)
     lacking = [

@@ -17,13 +17,13 @@ from compilespec.tracing.target_info import TargetInfo
 
 
 class ModelDrafter(Drafter):
-    """The model as it is; it is traced by the target's tracer.
+    """The unmodified model, traced as the target is.
 
     Args:
-        tokenizers: of target and draft model, where their vocabularies differ; None takes the ids
-        of one as those of the other.
-        num_ids: with one vocabulary, how many ids it has; None: all that the target's head has.
-        What a head has beyond them is padding.
+        tokenizers: tokenizers of target and draft model if their vocabularies differ; None if ids
+            mean the same in both.
+        num_ids: ids of a common vocabulary; None for as many as the target's head has rows.  Rows
+            of a head beyond them are padding.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class ModelDrafter(Drafter):
         super().__init__()
         self.model, self.max_seq_len = model, max_seq_len
         self._tokenizers, self._num_ids = tokenizers, num_ids
-        self.num_draft_tokens = 0  # a model suggests none
+        self.num_draft_tokens = 0  # a model suggests no K
         self.vocab_map: VocabMap | None = None
 
     def capture(self, config: ProgramConfig, info: TargetInfo) -> dict[str, Traced]:

@@ -24,7 +24,7 @@ class VocabMap:
     """int64 [V]: the draft id of each target id, -1 where the draft model has none."""
 
     unknown_id: int
-    """The draft id that stands for those: its tokenizer's unknown token, else its end of text."""
+    """The draft id fed for those: its tokenizer's unknown token, else its end of text."""
 
     @property
     def num_shared(self) -> int:
@@ -44,12 +44,13 @@ class VocabMap:
 
 
 def share_tokens(target: Any, draft: Any, *, vocab_size: int, draft_vocab_size: int) -> VocabMap:
-    """Pair the tokens that are the same string, a leading space being the same in any spelling.
+    """Pair the tokens that are the same string; a leading space is the same in any spelling.
 
     Args:
-        target, draft: transformers tokenizers; vocab_size, draft_vocab_size: rows of the two
-        models' heads, V and Vd: ids past them do not exist, ids that no token has are in no pair.
-    Returns: a map on the CPU.  Of several ids with one string the lowest is taken.
+        target, draft: transformers tokenizers.
+        vocab_size, draft_vocab_size: rows of the two models' heads, V and Vd; larger ids do not
+            exist, and ids without a token are in no pair.
+    Returns: a map on the CPU.  If several ids have one string, the lowest is used.
     Raises: DraftMismatch when no token is shared.
     Source: vLLM's heterogeneous vocabularies, transformers' AssistantToTargetTranslator.
     """
@@ -67,7 +68,8 @@ def share_tokens(target: Any, draft: Any, *, vocab_size: int, draft_vocab_size: 
     if vocab_map.num_shared == 0:
         raise DraftMismatch(
             f"the tokenizers of target ({len(target_ids)} tokens) and draft model "
-            f"({len(draft_ids)} tokens) share no token; choose a draft model of a similar tokenizer"
+            f"({len(draft_ids)} tokens) share no token; choose a draft model with a similar "
+            "tokenizer"
         )
     return vocab_map
 
@@ -78,7 +80,7 @@ def same_vocabulary(target: Any, draft: Any) -> bool:
 
 
 def token_ids(tokenizer: Any, vocab_size: int) -> dict[str, list[int]]:
-    """The ids below `vocab_size` of every token string, ascending, a leading space unified."""
+    """The ids below `vocab_size` of every token string, ascending, leading spaces unified."""
     ids: dict[str, list[int]] = {}
     for token, index in sorted(tokenizer.get_vocab().items(), key=lambda item: item[1]):
         if _exists(index, vocab_size):

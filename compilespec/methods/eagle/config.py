@@ -20,7 +20,7 @@ from compilespec.methods.eagle3.config import Eagle3Config
 
 @dataclass(frozen=True, kw_only=True)
 class EagleConfig(Eagle3Config):
-    """One EAGLE-1 head.  Every field means what it does for EAGLE-3; the one aux layer is the
+    """One EAGLE-1 head.  Every field means the same as for EAGLE-3; the one aux layer is the
     target's last hidden state after the final norm, and the head is always the target's.
     """
 
@@ -45,7 +45,7 @@ def read_eagle_config(
         raw: config.json as it is; `{"model_type": "eagle", "model": {...}}` is unwrapped.
         shapes: tensor names and their shapes.
     Raises:
-        CheckpointError: no EAGLE-1 checkpoint, or the config is incomplete.
+        CheckpointError: not an EAGLE-1 checkpoint, or the config is incomplete.
         NotSupported: a body or variant that is not built; the message names it.
     """
     _check_layout(raw, shapes, source)
@@ -88,13 +88,13 @@ def _check_layout(raw: Mapping[str, Any], shapes: Mapping[str, torch.Size], sour
         )
     if "fc.weight" not in shapes:
         raise CheckpointError(
-            f"{source} is no EAGLE checkpoint: expected fc.weight and layers.0.*, came "
+            f"{source} is not an EAGLE checkpoint: expected fc.weight and layers.0.*, got "
             f"{', '.join(sorted(shapes)[:4]) or 'no tensors'}, ..."
         )
 
 
 def _body(fields: Mapping[str, Any]) -> str:
-    """The model type, or else the body in the architecture's name; llama where neither says."""
+    """The model type, or else the body in the architecture's name; llama if neither says."""
     model_type = fields.get("model_type")
     if model_type in BODIES:
         return str(model_type)

@@ -16,7 +16,7 @@ class EagleDrafter(RecycledDrafter):
 
     Row t takes the target's last hidden state of position t (after the final norm) and the
     embedding of the token at t+1, has position id t, and proposes the token at t+2 through the
-    target's own head.  Its output is the hidden state of the next row, and of the head.
+    target's own head.  Its output is the hidden state of the next row and the input of the head.
 
     Source: Li et al. 2024 (EAGLE, EAGLE-2), chain drafting.
     """
@@ -36,7 +36,7 @@ class EagleDrafter(RecycledDrafter):
         self.lm_head = Weight(config.vocab_size, width)
 
     def combine(self, aux: Tensor) -> Tensor:
-        """The target's last hidden state is the feature itself."""
+        """Return the target's last hidden state unchanged."""
         return aux
 
     def forward(
@@ -46,10 +46,11 @@ class EagleDrafter(RecycledDrafter):
 
         Args:
             input_ids: int32 or int64 target ids, row t the token at t+1; negative ids (padding)
-            count as 0. position_ids: position of the hidden state, t for row t.
+                count as 0.
+            position_ids: position of the hidden state, t for row t.
             hidden: hidden_BSD, from `combine` or recycled.
         Returns:
-            hidden_BSD twice: for `propose`, and the hidden state of the next row.
+            hidden_BSD twice: as the input of `propose`, and as the hidden state of the next row.
         """
         embed_BSD = functional.embedding(input_ids.clamp_min(0), self.embed_tokens.weight)
         cos, sin = self.rope(position_ids, hidden.dtype)
@@ -72,7 +73,7 @@ class EagleDrafter(RecycledDrafter):
 
 
 class FirstLayer(nn.Module):
-    """A decoder layer without an input norm: fc's output enters the attention as it is."""
+    """A decoder layer without an input norm: fc's output enters the attention directly."""
 
     def __init__(self, config: EagleConfig) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Reading, writing and inventing EAGLE-1 heads."""
+"""Reading and writing EAGLE-1 heads, and making random ones."""
 
 from __future__ import annotations
 
@@ -36,8 +36,7 @@ def load_drafter(
     A `Drafter` is adopted as it is; another module must have an EAGLE state_dict and its config.
 
     Raises:
-        CheckpointError, DraftMismatch, InvalidOption, NotSupported: each says what was expected and
-        what came.
+        CheckpointError, DraftMismatch, InvalidOption, NotSupported.
     """
     if isinstance(draft, Drafter):
         if isinstance(draft, EagleDrafter):
@@ -49,7 +48,7 @@ def load_drafter(
         source, raw, tensors = str(draft), read_config(draft), read_tensors(draft)
     else:
         raise InvalidOption(
-            f"draft: expected a directory or an nn.Module, came {type(draft).__name__}"
+            f"draft: expected a directory or an nn.Module, got {type(draft).__name__}"
         )
     config = read_eagle_config(raw, {n: tensor.shape for n, tensor in tensors.items()}, source)
     drafter = _build(config, tensors, target, source)
@@ -60,11 +59,12 @@ def load_drafter(
 def random_head(target: TargetInfo, *, seed: int = 0, **fields: Any) -> EagleDrafter:
     """Build a random head that fits `target`, in its dtype, on its device.
 
-    It accepts next to nothing, but it is a whole head: norm weights differ from 1, biases from 0.
+    Hardly any of its drafts are accepted, but it is a complete head: norm weights differ from 1,
+    biases from 0.
 
     Args:
         target: sizes; its head is shared, and its embedding unless `own_embedding=True`.
-        seed: of the weights.
+        seed: seed of the weights.
         fields: any field of `EagleConfig`; `fc_bias` is True unless given.
     Raises:
         InvalidOption: an unknown field.
@@ -91,13 +91,13 @@ def random_head(target: TargetInfo, *, seed: int = 0, **fields: Any) -> EagleDra
 def save_head(drafter: Drafter, directory: str | Path) -> Path:
     """Write config.json and model.safetensors in the authors' layout; `Method.load` reads it back.
 
-    Matrices shared with the target are left out; K has no field there.
+    Matrices shared with the target are left out; the layout has no field for K.
 
     Raises:
         InvalidOption: another kind of drafter.
     """
     if not isinstance(drafter, EagleDrafter):
-        raise InvalidOption(f"save_head writes an EagleDrafter, came {type(drafter).__name__}")
+        raise InvalidOption(f"save_head writes an EagleDrafter, got {type(drafter).__name__}")
     directory, config = Path(directory), drafter.config
     directory.mkdir(parents=True, exist_ok=True)
     rope = dict(config.rope)

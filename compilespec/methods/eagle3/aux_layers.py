@@ -21,14 +21,14 @@ def resolve_aux_layers(
 ) -> tuple[tuple[int, ...], str]:
     """Turn the ids of a config into ascending hs indices, and say how.
 
-    `eagle_aux_hidden_state_layer_ids` has two meanings in the wild.  Automatic rule: at the top
-    level the ids are hs indices; inside `eagle_config` they are layers whose output is tapped (hs
-    index + 1 further), unless the largest id is n or the smallest is 2, which only hs indices can
-    be.  No ids: hs 2, n//2, n-3.
+    `eagle_aux_hidden_state_layer_ids` has two meanings in published checkpoints.  Automatic rule:
+    at the top level the ids are hs indices; inside `eagle_config` they are layers whose output is
+    tapped (hs index + 1 further), unless the largest id is n or the smallest is 2, which only hs
+    indices can be.  No ids: hs 2, n//2, n-3.
 
     Raises:
-        InvalidOption: aux_ids_are or aux_layers impossible.
-        CheckpointError: the ids are no list of distinct integers, or another number than fc takes.
+        InvalidOption: aux_ids_are or aux_layers is invalid.
+        CheckpointError: the ids are not a list of distinct integers, or not as many as fc takes.
         DraftMismatch: an index lies outside the target, or the default indices coincide.
     """
     if aux_ids_are not in ("auto", "hs", "output"):

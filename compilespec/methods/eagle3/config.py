@@ -1,4 +1,4 @@
-"""One EAGLE-3 head, whatever format its checkpoint came in.
+"""One EAGLE-3 head, whatever the format of its checkpoint.
 
 What the tensors can tell (biases, own embedding, own head, sizes) is taken from them; what they
 cannot (residual, norms, rope) is taken from config.json, which `formats.py` reads.
@@ -21,10 +21,10 @@ from compilespec.methods.eagle3.supported import check_supported
 
 @dataclass(frozen=True, kw_only=True)
 class Eagle3Config:
-    """One EAGLE-3 head, whatever format it came in."""
+    """One EAGLE-3 head, whatever the format of its checkpoint."""
 
     layout: Layout
-    """Tensor naming it came in; `save_head` writes either."""
+    """Tensor naming of its checkpoint; `save_head` writes either."""
     body: str
     """Decoder layer class: one of `BODIES`."""
     hidden_size: int
@@ -50,7 +50,7 @@ class Eagle3Config:
     hidden_act: str
     """Activation of the MLP gate."""
     max_position_embeddings: int
-    """The draft's own limit; often smaller than the target's, and not enforced."""
+    """The draft's own limit in tokens; often smaller than the target's, and not enforced."""
     rope: tuple[tuple[str, Any], ...]
     """transformers' rope_parameters of the DRAFT config, as sorted items; never the target's."""
     window: int = 0
@@ -72,15 +72,15 @@ class Eagle3Config:
     norm_output: bool = False
     """The recycled hidden state is the final norm's output instead of its input."""
     own_embedding: bool = False
-    """The checkpoint brings its embedding; else it is the target's."""
+    """The checkpoint has its own embedding; else the target's is used."""
     own_lm_head: bool = True
-    """The checkpoint brings its output head; else it is the target's."""
+    """The checkpoint has its own output head; else the target's is used."""
     has_d2t: bool = False
     """Draft ids are mapped to target ids: target = draft + d2t[draft]."""
     aux_layers: tuple[int, ...]
     """Ascending hs indices: k is the residual stream entering layer k."""
     aux_source: str = "default"
-    """Where `aux_layers` come from and how they were read."""
+    """Where `aux_layers` were found and how they were read."""
     num_draft_tokens: int = DEFAULT_NUM_DRAFT_TOKENS
     """K that the checkpoint suggests."""
 
@@ -104,13 +104,12 @@ class Eagle3Config:
         rope = dict(self.rope)
         return (
             f"eagle3 {self.layout} {self.body} x{self.num_layers}, hidden {self.hidden_size}, "
-            f"heads {self.num_heads}/{self.num_kv_heads}x{self.head_dim}, vocab {vocab}, "
-            f"aux hs{list(self.aux_layers)} ({self.aux_source}) of width "
-            f"{self.target_hidden_size}, "
-            f"rope {rope['rope_type']} theta {rope['rope_theta']:g}, "
-            f"embedding {'own' if self.own_embedding else 'target'}, lm_head "
-            f"{'own' if self.own_lm_head else 'target'}"
-            f"{''.join(', ' + flag for flag in flags)}, K {self.num_draft_tokens}"
+            f"heads {self.num_heads}/{self.num_kv_heads}x{self.head_dim}, vocab {vocab}, aux "
+            f"hs{list(self.aux_layers)} ({self.aux_source}) of width {self.target_hidden_size}, "
+            f"rope {rope['rope_type']} theta {rope['rope_theta']:g}, embedding "
+            f"{'own' if self.own_embedding else 'target'}, lm_head "
+            f"{'own' if self.own_lm_head else 'target'}{''.join(', ' + flag for flag in flags)}, K "
+            f"{self.num_draft_tokens}"
         )
 
 
@@ -179,7 +178,7 @@ def _num_aux(fc_width: int, target_width: int) -> int:
 def _vocabulary(
     draft_size: Any, vocab_size: int, shapes: Mapping[str, torch.Size]
 ) -> dict[str, Any]:
-    """The head's rows: as config.json says, else those of its tensor, else the target's."""
+    """Rows of the head: as in config.json, else those of its tensor, else the target's."""
     own_head = "lm_head.weight" in shapes
     rows = shapes["lm_head.weight"][0] if own_head else vocab_size
     size = positive(draft_size or rows, "draft_vocab_size")

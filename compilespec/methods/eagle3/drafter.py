@@ -78,7 +78,8 @@ class Eagle3Drafter(RecycledDrafter):
 
         Args:
             input_ids: int32 or int64 target ids, row t the token at t+1; negative ids (padding)
-            count as 0. position_ids: position of the hidden state, t for row t.
+                count as 0.
+            position_ids: position of the hidden state, t for row t.
             hidden: hidden_BSD, from `combine` or recycled.
         Returns:
             head_input_BSD for `propose`, and recycled_BSD, the hidden state of the next row.
@@ -92,7 +93,7 @@ class Eagle3Drafter(RecycledDrafter):
         return head_input_BSD, head_input_BSD if self.config.norm_output else hidden
 
     def logits(self, head_input: Tensor) -> Tensor:
-        """Draft logits over the DRAFT vocabulary, in the drafter's dtype."""
+        """Draft logits [..., Vd] over the DRAFT vocabulary, in the drafter's dtype."""
         return functional.linear(head_input, self.lm_head.weight)
 
     @property
@@ -225,7 +226,9 @@ class RMSNorm(nn.Module):
 
 
 class Weight(nn.Module):
-    """A matrix that may be the target's own: a parameter stays that one, a tensor a buffer."""
+    """A matrix that may be the target's own: a shared parameter stays that parameter, a plain
+    tensor becomes a buffer.
+    """
 
     weight: Tensor
 
@@ -234,7 +237,7 @@ class Weight(nn.Module):
         self.weight = nn.Parameter(torch.empty(rows, columns))
 
     def share(self, tensor: Tensor) -> None:
-        """Hold `tensor` itself from now on, not a copy."""
+        """Hold `tensor` itself, not a copy."""
         del self.weight
         if isinstance(tensor, nn.Parameter):
             self.weight = tensor

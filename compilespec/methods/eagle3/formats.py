@@ -1,7 +1,7 @@
 """The formats of an EAGLE-3 head's config.json, one reader each.
 
 The EAGLE authors' is flat; SpecForge's and NVIDIA's is the same with a nested `eagle_config`;
-speculators' has the decoder layer under `transformer_layer_config`.  The format is told by
+speculators' has the decoder layer under `transformer_layer_config`.  The format is recognised by
 content, never by file name.
 """
 
@@ -24,13 +24,13 @@ class HeadFormat:
     """What a config.json says about a head, read from where its format keeps it."""
 
     layout: Layout
-    """How its tensors are named."""
+    """Naming of its tensors."""
     body_fields: Mapping[str, Any]
     """The config of the decoder layer."""
     flag_places: tuple[Mapping[str, Any], ...]
-    """Where the head's own flags may stand; the first that has one wins."""
+    """The mappings that may hold the head's own flags; the first that has a flag wins."""
     architectures: tuple[str, ...]
-    """Names of the class that wrote it."""
+    """Names of the classes that wrote it."""
     num_draft_tokens: int
     """K that the checkpoint suggests."""
 
@@ -56,7 +56,7 @@ class HeadFormat:
         )
 
     def flag(self, key: str) -> Any:
-        """The value of a flag; None where it stands nowhere."""
+        """The value of a flag; None if no mapping has it."""
         return next((place[key] for place in self.flag_places if place.get(key) is not None), None)
 
     def is_on(self, *keys: str) -> bool:

@@ -40,13 +40,12 @@ def load_drafter(
     A `Drafter` is adopted as it is; another module must have an EAGLE-3 state_dict and its config.
 
     Raises:
-        CheckpointError, DraftMismatch, InvalidOption, NotSupported: each says what was expected and
-        what came.
+        CheckpointError, DraftMismatch, InvalidOption, NotSupported.
     """
     if isinstance(draft, Drafter):
         if options:
             raise InvalidOption(
-                f"{', '.join(sorted(options))}: only for checkpoints, came a Drafter module"
+                f"{', '.join(sorted(options))}: only for checkpoints, got a Drafter module"
             )
         check_drafter(draft, target)
         return draft
@@ -56,7 +55,7 @@ def load_drafter(
         source, raw, tensors = str(draft), read_config(draft), read_tensors(draft)
     else:
         raise InvalidOption(
-            f"draft: expected a directory or an nn.Module, came {type(draft).__name__}"
+            f"draft: expected a directory or an nn.Module, got {type(draft).__name__}"
         )
     drafter = _build(source, raw, tensors, target, options)
     logger.info("%s: %s", source, drafter.describe())
@@ -64,8 +63,8 @@ def load_drafter(
 
 
 def check_drafter(drafter: Drafter, target: TargetInfo) -> None:
-    """Check what any drafter of this method must say, and what an `Eagle3Drafter` knows about its
-    target.
+    """Check the attributes of any drafter of this method, and the target sizes of an
+    `Eagle3Drafter`.
 
     Raises:
         DraftMismatch: attributes missing or impossible, or sizes that are not the target's.
@@ -75,10 +74,10 @@ def check_drafter(drafter: Drafter, target: TargetInfo) -> None:
     layers = getattr(drafter, "aux_layers", None)
     if not isinstance(k, int) or k < 1:
         raise DraftMismatch(
-            f"{name}.num_draft_tokens: expected an integer of 1 or more, came {k!r}"
+            f"{name}.num_draft_tokens: expected an integer of 1 or more, got {k!r}"
         )
     if not isinstance(layers, tuple) or not all(isinstance(i, int) for i in layers) or not layers:
-        raise DraftMismatch(f"{name}.aux_layers: expected a tuple of hs indices, came {layers!r}")
+        raise DraftMismatch(f"{name}.aux_layers: expected a tuple of hs indices, got {layers!r}")
     if min(layers) < 0 or max(layers) > target.num_layers:
         raise DraftMismatch(
             f"{name}.aux_layers: hs{list(layers)} lie outside the target, which has hs[0] to "
@@ -122,7 +121,7 @@ def canonical_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
             new = new_prefix + new.removeprefix(old_prefix) if new.startswith(old_prefix) else new
         if new in renamed:
             raise CheckpointError(
-                f"tensor {new} comes twice, once as {name}; the checkpoint mixes two layouts"
+                f"tensor {new} appears twice, once as {name}; the checkpoint mixes two layouts"
             )
         renamed[new] = tensor
     return renamed
@@ -131,16 +130,16 @@ def canonical_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def check_d2t(d2t: Tensor, t2d: Tensor | None, draft_vocab_size: int, vocab_size: int) -> None:
     """Check that d2t holds offsets (target id = draft id + d2t), agreeing with the mask t2d.
 
-    A map of ABSOLUTE ids (as FR-Spec's) is told by the mask; without one by ids beyond the
-    vocabulary, or by rising at every step, which offsets do only when no two neighbouring tokens
-    are kept.
+    A map of ABSOLUTE ids (as FR-Spec's) is recognised by the mask; without one, by ids beyond the
+    vocabulary, or because it rises at every step, which offsets do only if no two neighbouring
+    tokens are kept.
 
     Raises:
         CheckpointError: the map is absolute, not ascending, out of range or contradicts t2d.
     """
     if d2t.shape != (draft_vocab_size,) or d2t.is_floating_point() or d2t.dtype == torch.bool:
         raise CheckpointError(
-            f"d2t: expected {draft_vocab_size} integers, came {d2t.dtype} {list(d2t.shape)} "
+            f"d2t: expected {draft_vocab_size} integers, got {d2t.dtype} {list(d2t.shape)} "
             "(draft_vocab_size in config)"
         )
     offsets = d2t.to(torch.int64).cpu()
@@ -150,7 +149,7 @@ def check_d2t(d2t: Tensor, t2d: Tensor | None, draft_vocab_size: int, vocab_size
     advice = "expected offsets, target id = draft id + d2t[draft id]"
     if t2d is not None:
         if t2d.shape != (vocab_size,):
-            raise CheckpointError(f"t2d: expected a mask of {vocab_size}, came {list(t2d.shape)}")
+            raise CheckpointError(f"t2d: expected a mask of {vocab_size}, got {list(t2d.shape)}")
         kept = t2d.cpu().to(torch.bool).nonzero().flatten()
         if torch.equal(kept, target_ids):
             return
@@ -163,12 +162,12 @@ def check_d2t(d2t: Tensor, t2d: Tensor | None, draft_vocab_size: int, vocab_size
         guess = (
             "d2t looks like absolute target ids"
             if rising
-            else "d2t leads outside the target vocabulary"
+            else "d2t points outside the target vocabulary"
         )
-        raise CheckpointError(f"{guess} and there is no t2d to compare; {advice}")
+        raise CheckpointError(f"{guess}, and there is no t2d to check it with; {advice}")
     if bool((steps < 0).any()):
         raise CheckpointError(
-            f"d2t falls somewhere, so two draft ids may mean one target id; {advice}"
+            f"d2t decreases, so two draft ids may mean one target id; {advice}"
         )
 
 
@@ -210,7 +209,7 @@ def _build(
 
 
 def place(tensors: dict[str, Tensor], target: TargetInfo) -> None:
-    """Bring the tensors to the target's device, the floating ones to its dtype too."""
+    """Move the tensors to the target's device, and cast the floating ones to its dtype."""
     for name, tensor in tensors.items():
         dtype = target.dtype if tensor.is_floating_point() else torch.int64
         tensors[name] = tensor.to(device=target.device, dtype=dtype)
@@ -224,7 +223,7 @@ def fill(
     source: str,
     device: torch.device,
 ) -> None:
-    """Load and freeze the drafter's own tensors, then put in the target's own ones by identity.
+    """Load and freeze the drafter's own tensors, then share the target's by identity.
 
     `drafter` has a `rope`, and a `Weight` for every shared tensor.
     """
@@ -239,15 +238,15 @@ def fill(
 def _shared(
     config: Eagle3Config, tensors: Mapping[str, Tensor], target: TargetInfo
 ) -> dict[str, Tensor]:
-    """The target's matrices: absent in the checkpoint, or there with the target's values."""
+    """The matrices shared with the target: absent in the checkpoint, or equal to the target's."""
     candidates = (
         ("embed_tokens.weight", config.own_embedding, target.embedding),
         ("lm_head.weight", config.own_lm_head, target.lm_head),
     )
     shared = {}
     for name, own, tensor in candidates:
-        came = tensors.get(name)
-        same = came is not None and came.shape == tensor.shape and torch.equal(came, tensor)
+        got = tensors.get(name)
+        same = got is not None and got.shape == tensor.shape and torch.equal(got, tensor)
         if same or not own:
             shared[name] = tensor
     return shared

@@ -26,17 +26,17 @@ def random_head(
 ) -> Eagle3Drafter:
     """Build a random head that fits `target`, in its dtype, on its device.
 
-    It accepts next to nothing, but it is a whole head: norm weights differ from 1, biases from 0,
-    and its draft vocabulary is a random ascending choice of target ids.
+    Hardly any of its drafts are accepted, but it is a complete head: norm weights differ from 1,
+    biases from 0, and its draft vocabulary is a random ascending choice of target ids.
 
     Args:
         target: sizes; its embedding is shared unless `own_embedding=True`.
         draft_vocab_size: reduced vocabulary; None for the target's whole one, without d2t.
-        seed: of the weights and the choice of ids.
+        seed: seed of the weights and of the choice of ids.
         body: decoder layer class.
         fields: any other field of `Eagle3Config`.
     Raises:
-        InvalidOption: an unknown field, or an impossible vocabulary or body.
+        InvalidOption: an unknown field, or an invalid vocabulary or body.
         DraftMismatch: fields that contradict the target.
     """
     if body not in BODIES:
@@ -44,7 +44,7 @@ def random_head(
     rows = target.vocab_size if draft_vocab_size is None else draft_vocab_size
     if not 1 <= rows <= target.vocab_size:
         raise InvalidOption(
-            f"random_head: draft_vocab_size must be 1..{target.vocab_size}, came {rows}"
+            f"random_head: draft_vocab_size must be 1..{target.vocab_size}, got {rows}"
         )
     config = random_config(target, rows, body, fields)
     check_sizes(config, target)

@@ -31,10 +31,10 @@ def save_head(drafter: Drafter, directory: str | Path, layout: Layout = "safeail
         InvalidOption: another kind of drafter, or an unknown layout.
     """
     if not isinstance(drafter, Eagle3Drafter):
-        raise InvalidOption(f"save_head writes an Eagle3Drafter, came {type(drafter).__name__}")
+        raise InvalidOption(f"save_head writes an Eagle3Drafter, got {type(drafter).__name__}")
     if layout not in ("safeailab", "speculators"):
         raise InvalidOption(
-            f"save_head: layout must be 'safeailab' or 'speculators', came {layout!r}"
+            f"save_head: layout must be 'safeailab' or 'speculators', got {layout!r}"
         )
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)

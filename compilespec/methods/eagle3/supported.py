@@ -1,4 +1,4 @@
-"""Which EAGLE-3 heads are built: one check of a head, whatever its format."""
+"""Which EAGLE-3 heads are supported: one check of a head, whatever its format."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from compilespec.methods.decoder_body import BODIES
 from compilespec.methods.eagle3.formats import HeadFormat
 
 _BUILT = f"bodies: {', '.join(BODIES)}"
-# A part of a tensor's name, and the variant that it gives away.
+# A part of a tensor's name, and the variant that it identifies.
 VARIANTS_BY_TENSOR = {
     "kv_a_proj": f"EAGLE-3 with an MLA body (kv_a_proj tensors) is not built; {_BUILT}",
     "q_a_proj": f"EAGLE-3 with an MLA body (q_a_proj tensors) is not built; {_BUILT}",
@@ -19,7 +19,7 @@ VARIANTS_BY_TENSOR = {
     "mask_hidden": "P-EAGLE (mask_hidden: parallel drafting) is not built",
     "eh_proj": "EAGLE-3 heads with eh_proj before the attention are not built",
 }
-# A flag of config.json, the value that asks for a variant, and the variant.
+# A flag of config.json, the value that selects a variant, and the variant.
 VARIANTS_BY_FLAG = (
     ("eh_proj_before_attn", True, "EAGLE-3 heads with eh_proj before the attention are not built"),
     (
@@ -36,7 +36,7 @@ VARIANTS_BY_FLAG = (
 
 
 def check_supported(head: HeadFormat, shapes: Mapping[str, torch.Size]) -> None:
-    """Refuse what is no EAGLE-3 head, or one of a variant that is not built.
+    """Refuse a checkpoint that is not an EAGLE-3 head, or a variant that is not built.
 
     Args:
         shapes: canonical tensor names and their shapes.

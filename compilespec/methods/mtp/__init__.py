@@ -1,4 +1,4 @@
-"""MTP: one multi-token-prediction module a draft step, each over its own window of rows."""
+"""MTP: one multi-token-prediction module per draft step, each over its own window of rows."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["METHOD", "MtpConfig", "MtpDrafter", "MtpStep", "random_modules"]
 
 
 class MtpMethod:
-    """Windowed drafting with the checkpoint's modules: a window of K+1 rows a step."""
+    """Windowed drafting with the checkpoint's modules: a window of K+1 rows per step."""
 
     capabilities = Capabilities(
         name="mtp",
@@ -40,8 +40,8 @@ class MtpMethod:
         """Load the modules of a checkpoint directory of any layout, or adopt a `Drafter`.
 
         Options: `chain` ("module_rows": each module reads the one before; "target_rows": all read
-        the target's rows), `pos0_mask` (no embedding in the row of position 0).  With K above the
-        number of modules they are used in turn, every use with a cache of its own.
+        the target's rows), `pos0_mask` (no embedding in the row of position 0).  If K exceeds the
+        number of modules, they are used in turn, each use with its own cache.
 
         Raises: CheckpointError, DraftMismatch, InvalidOption, NotSupported.
         """

@@ -1,6 +1,6 @@
 """Every published layout of MTP modules, normalised into one `MtpConfig`.
 
-The layout is told by content: `speculators_model_type`, then the names of the tensors.  What
+The layout is recognised by content: `speculators_model_type`, then the names of the tensors.  What
 neither config.json nor the tensors say (order of the projection's inputs, which hidden state is
 read and recycled) belongs to the layout, and the block is the target's own decoder layer.
 """
@@ -36,7 +36,7 @@ BODIES: dict[str, tuple[str, str]] = {
     "step3p5": ("step3p7", "Step3p7"),
 }
 
-# Keys of config.json that do not describe the block, or that transformers would act upon.
+# Keys of config.json that do not describe the block, or that transformers would act on.
 NOT_OF_THE_BLOCK = (
     "model_type",
     "architectures",
@@ -67,10 +67,10 @@ _OF_THE_MODULE = ("enorm", "hnorm", "eh_proj", "norm", "lm_head", "embed_tokens"
 
 @dataclass(frozen=True, kw_only=True)
 class MtpConfig:
-    """The MTP modules of one checkpoint, whatever layout they came in."""
+    """The MTP modules of one checkpoint, whatever its layout."""
 
     layout: Layout
-    """Naming of the tensors, and what goes with it."""
+    """Naming of the tensors, which also implies the module's variant."""
     body: str
     """Model type of the decoder layer: one of `BODIES`."""
     block: Any = field(repr=False)
@@ -102,8 +102,8 @@ class MtpConfig:
         mask = ", position 0 masked" if self.pos0_mask else ""
         return (
             f"mtp {self.layout} x{self.num_modules}, block {self.body}, hidden {self.hidden_size}, "
-            f"vocab {self.vocab_size}, {order}, {self.hidden} hidden states{mask}, "
-            f"K {self.num_draft_tokens}"
+            f"vocab {self.vocab_size}, {order}, {self.hidden} hidden states{mask}, K "
+            f"{self.num_draft_tokens}"
         )
 
 
@@ -111,7 +111,7 @@ def normalise(raw: Mapping[str, Any], names: Iterable[str], *, pos0_mask: bool) 
     """Read config.json and the tensors' names into one `MtpConfig`.
 
     Raises:
-        CheckpointError: no modules, or another number than the config says.
+        CheckpointError: no modules, or not as many as the config says.
         NotSupported: a body or rope type that is not built; the message names it.
     """
     modules = module_names(raw, names)
@@ -148,7 +148,7 @@ def normalise(raw: Mapping[str, Any], names: Iterable[str], *, pos0_mask: bool) 
 
 
 def layout_of(raw: Mapping[str, Any], modules: Iterable[str]) -> Layout:
-    """Which layout the names of the module tensors and the config are of."""
+    """The layout of a checkpoint, from the names of its module tensors and its config."""
     kind = raw.get("speculators_model_type")
     if kind is not None:
         if kind != "mtp":
@@ -167,8 +167,8 @@ def layout_of(raw: Mapping[str, Any], modules: Iterable[str]) -> Layout:
 def module_names(raw: Mapping[str, Any], names: Iterable[str]) -> dict[str, str]:
     """The tensors of MTP modules: published name -> `steps.<i>.<name in MtpStep>`.
 
-    Modules that DeepSeek's layout numbers on after the target's layers are known by their enorm.
-    What Qwen3-Next keeps once for all layers (fc and norms) is given to module 0.
+    DeepSeek's layout numbers the modules after the target's layers; they are recognised by their
+    enorm.  Tensors that Qwen3-Next keeps once for all layers (fc and norms) are given to module 0.
     """
     names = list(names)
     number = {layer: index for index, layer in enumerate(mtp_layers(names))}
@@ -223,7 +223,7 @@ def block_config(body: str, raw: Mapping[str, Any], num_modules: int) -> Any:
             for index, kind in enumerate(kinds)
             if kind == "sliding_attention"
         }
-        for key in ("swiglu_limits", "swiglu_limits_shared"):  # HF keeps those of the target only
+        for key in ("swiglu_limits", "swiglu_limits_shared"):  # HF keeps the target's only
             limits = raw.get(key) or []
             setattr(config, key, limits[num_layers : num_layers + num_modules] or None)
     config.num_hidden_layers = num_modules

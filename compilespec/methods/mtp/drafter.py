@@ -1,4 +1,4 @@
-"""The MTP drafter: modules in a row, each with a cache of its own, or the first one recycled."""
+"""The MTP drafter: a chain of modules, each with its own cache, or the first one recycled."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from compilespec.tracing.target_info import TargetInfo
 class MtpDrafter(RecycledDrafter):
     """The MTP modules of a checkpoint.
 
-    Windowed: draft i is module i's, over rows of its own cache.  Recycled: module 0 drafts every
-    token, its output the hidden state of the next row.
+    Windowed: module i proposes draft i, over rows of its own cache.  Recycled: module 0 drafts
+    every token, its output the hidden state of the next row.
     """
 
     def __init__(
@@ -38,13 +38,13 @@ class MtpDrafter(RecycledDrafter):
         self.aux_layers = (num_target_layers if config.hidden == "pre_norm" else FINAL_NORM,)
 
     def capture(self, config: ProgramConfig, info: TargetInfo) -> dict[str, Traced]:
-        """The calls of its kind's draft loop."""
+        """Trace the calls that its kind of draft loop needs."""
         if self.recycled:
             return super().capture(config, info)
         return capture_windowed(self, config, info)
 
     def combine(self, aux: Tensor) -> Tensor:
-        """The target's hidden state is taken as it is."""
+        """Return the target's hidden state unchanged."""
         return aux
 
     def forward(
@@ -55,7 +55,7 @@ class MtpDrafter(RecycledDrafter):
         return output
 
     def logits(self, head_input: Tensor) -> Tensor:
-        """Those of module 0."""
+        """Draft logits of module 0."""
         return cast(MtpStep, self.steps[0]).logits(head_input)
 
     def propose(self, head_input: Tensor) -> Tensor:

@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 CHAINS = ("module_rows", "target_rows")
 SHARED = ("embed_tokens.weight", "lm_head.weight")
-SCALE = "_scale_inv"  # of block-wise FP8 weights
+SCALE = "_scale_inv"  # suffix of the scales of block-wise FP8 weights
 FP8_BLOCK = (128, 128)
 INDEXER = ".self_attn.indexer."  # DeepSeek-V3.2's choice of positions; the block here is dense
 OTHER_QUANTISED = re.compile(
@@ -49,8 +49,7 @@ def load_drafter(
         options: `pos0_mask` (bool); `chain` ("module_rows" | "target_rows") unless `recycled`.
         recycled: module 0 drafts every token; the other modules are not read.
     Raises:
-        CheckpointError, DraftMismatch, InvalidOption, NotSupported: each says what was expected and
-        what came.
+        CheckpointError, DraftMismatch, InvalidOption, NotSupported.
     """
     chain, pos0_mask = _check_options(options)
     if isinstance(draft, Drafter):
@@ -111,7 +110,7 @@ def build(
 
 
 def experts_of(target: TargetInfo) -> str:
-    """transformers' implementation of the experts' products: the target's, else the usual one."""
+    """transformers' implementation of the experts' products: the target's, else the default."""
     usual = "batched_mm" if target.dtype == torch.float64 else "grouped_mm"
     return getattr(target.config, "_experts_implementation", None) or usual
 
@@ -119,7 +118,7 @@ def experts_of(target: TargetInfo) -> str:
 def canonical_tensors(
     tensors: Mapping[str, Tensor], raw: Mapping[str, Any], dtype: torch.dtype
 ) -> dict[str, Tensor]:
-    """Dequantise, drop what a dense block does not read, and stack the experts.
+    """Dequantise, drop tensors that a dense block does not read, and stack the experts.
 
     Raises:
         NotSupported: a quantisation that is not block-wise FP8.
@@ -132,8 +131,8 @@ def canonical_tensors(
 def dequantise(
     tensors: Mapping[str, Tensor], raw: Mapping[str, Any], dtype: torch.dtype
 ) -> dict[str, Tensor]:
-    """Block-wise FP8 (`weight` and `weight_scale_inv`, one scale a block), multiplied out in
-    float32 and rounded to `dtype`; other tensors as they are.
+    """Dequantise block-wise FP8 (`weight` and `weight_scale_inv`, one scale per block) in float32,
+    rounded to `dtype`; other tensors are unchanged.
 
     Raises:
         NotSupported: another quantisation; the message names the tensor.
@@ -162,7 +161,7 @@ def _unscale(name: str, tensor: Tensor, scale: Tensor, block: tuple[int, ...]) -
     blocks = (-(-rows // block[0]), -(-columns // block[1]))
     if scale.shape != blocks:
         raise CheckpointError(
-            f"{name}{SCALE}: expected {list(blocks)} scales of blocks {list(block)}, came "
+            f"{name}{SCALE}: expected {list(blocks)} scales of blocks {list(block)}, got "
             f"{list(scale.shape)}"
         )
     spread = scale.float().repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)
@@ -170,7 +169,7 @@ def _unscale(name: str, tensor: Tensor, scale: Tensor, block: tuple[int, ...]) -
 
 
 def stack_experts(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Matrices per expert, as published, become transformers' gate_up_proj and down_proj.
+    """Stack the published matrices per expert into transformers' gate_up_proj and down_proj.
 
     Raises:
         CheckpointError: an expert lacks a matrix.
@@ -206,13 +205,13 @@ def check_sizes(config: MtpConfig, target: TargetInfo) -> None:
     Raises:
         DraftMismatch: hidden size or vocabulary differ.
     """
-    for what, came, wanted in (
+    for what, got, wanted in (
         ("hidden size", config.hidden_size, target.hidden_size),
         ("vocabulary", config.vocab_size, target.vocab_size),
     ):
-        if came != wanted:
+        if got != wanted:
             raise DraftMismatch(
-                f"the MTP modules have {what} {came}, the target has {wanted}: these are the "
+                f"the MTP modules have {what} {got}, the target has {wanted}: these are the "
                 "modules of another target"
             )
 
@@ -222,18 +221,18 @@ def _check_options(options: Mapping[str, Any]) -> tuple[Chain, bool]:
     if chain not in CHAINS:
         raise not_one_of("chain", chain, CHAINS)
     if not isinstance(mask, bool):
-        raise InvalidOption(f"pos0_mask must be True or False, came {mask!r}")
+        raise InvalidOption(f"pos0_mask must be True or False, got {mask!r}")
     return chain, mask
 
 
 def _adopt(
     draft: Drafter, target: TargetInfo, options: Mapping[str, Any], recycled: bool, chain: Chain
 ) -> Drafter:
-    """A drafter as it is; an `MtpDrafter` is used as this method uses its modules."""
+    """Adopt a drafter unchanged, but use an `MtpDrafter`'s modules as this method does."""
     if not isinstance(draft, MtpDrafter) or "pos0_mask" in options:
         if options:
             raise InvalidOption(
-                f"{', '.join(sorted(options))}: only for checkpoints, came a Drafter module"
+                f"{', '.join(sorted(options))}: only for checkpoints, got a Drafter module"
             )
         return draft
     check_sizes(draft.config, target)
@@ -246,7 +245,7 @@ def _adopt(
 
 
 def _share_qwen_parts(config: MtpConfig, named: dict[str, Tensor], num_steps: int) -> None:
-    """Qwen3-Next has one fc and one set of norms for all its layers."""
+    """Give every module the fc and norms that Qwen3-Next keeps once for all layers."""
     if config.layout != "qwen3_next":
         return
     once = [name for name in named if name.startswith("steps.0.") and ".block." not in name]
@@ -256,7 +255,7 @@ def _share_qwen_parts(config: MtpConfig, named: dict[str, Tensor], num_steps: in
 
 
 def _place(name: str, tensor: Tensor, target: TargetInfo) -> Tensor:
-    """On the target's device; floats in its dtype, the experts' bias in float32 at least."""
+    """Move to the target's device and cast floats to its dtype; experts' biases stay float32."""
     if not tensor.is_floating_point():
         return tensor.to(target.device)
     dtype = target.dtype
@@ -266,13 +265,13 @@ def _place(name: str, tensor: Tensor, target: TargetInfo) -> Tensor:
 
 
 def _shared(placed: Mapping[str, Tensor], target: TargetInfo, num_steps: int) -> dict[str, Tensor]:
-    """The target's matrices: absent in the checkpoint, or there with the target's values."""
+    """The matrices shared with the target: absent in the checkpoint, or equal to the target's."""
     own = dict(zip(SHARED, (target.embedding, target.lm_head), strict=True))
     shared = {}
     for index in range(num_steps):
         for kind, tensor in own.items():
-            came = placed.get(f"steps.{index}.{kind}")
-            if came is None or _same(came, tensor):
+            got = placed.get(f"steps.{index}.{kind}")
+            if got is None or _same(got, tensor):
                 shared[f"steps.{index}.{kind}"] = tensor
     return shared
 

@@ -18,8 +18,8 @@ class MtpStep(nn.Module):
 
     Row t takes the hidden state of position t (the target's, or the previous module's) and the
     embedding of the token that follows the one module before saw, x[t+1] for module 0.  Its state
-    dict: enorm, hnorm, eh_proj, block.*, norm, embed_tokens, lm_head; the last two are the
-    target's own unless the checkpoint brings others.
+    dict: enorm, hnorm, eh_proj, block.*, norm, embed_tokens, lm_head; the last two are the target's
+    own unless the checkpoint has others.
 
     Source: DeepSeek-V3 report, section 2.2; the variants as in vLLM, SGLang and transformers.
     """

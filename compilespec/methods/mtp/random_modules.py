@@ -34,14 +34,15 @@ def random_modules(
 ) -> MtpDrafter:
     """Build random modules that fit `target`, in its dtype, on its device.
 
-    They accept next to nothing, but they are whole: norm weights differ from 1, biases from 0.
+    Hardly any of their drafts are accepted, but they are complete: norm weights differ from 1,
+    biases from 0.
 
     Args:
         target: sizes; its embedding is shared, and its head unless `own_head`.
-        seed: of the weights; every module has its own.
+        seed: seed of the weights, which differ between modules.
         body: model type of the decoder layer.
         recycled: module 0 drafts every token.
-        fields: of the body's transformers config, such as `sliding_window` of "mistral".
+        fields: fields of the body's transformers config, such as `sliding_window` of "mistral".
     Raises:
         InvalidOption: an unknown body, or no module.
         DraftMismatch: fields that contradict the target.

@@ -1,4 +1,4 @@
-"""Multi-module MTP: a module and a head a step, over several KV groups (Step-3.5)."""
+"""Multi-module MTP: a module and a head for each step, over several KV groups (Step-3.5)."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from compilespec.tracing.target_info import TargetInfo
 
 
 class MtpMultiMethod:
-    """As `mtp`, with KV groups (S1, S2, S4, S5): cache blocks of a size of its own for each
-    step, and a ring of them where the step's layer has a window.
+    """Like `mtp`, with KV groups (S1, S2, S4, S5): each step has its own block size, and a ring of
+    cache blocks if its layer has a window.
     """
 
     capabilities = Capabilities(
@@ -44,7 +44,7 @@ class MtpMultiMethod:
         sizes = tuple(rest.pop("kv_block_sizes", ()))
         if not all(isinstance(size, int) and size > 0 for size in sizes):
             raise InvalidOption(
-                f"kv_block_sizes: expected a positive integer for each draft step, came {sizes}"
+                f"kv_block_sizes: expected a positive integer for each draft step, got {sizes}"
             )
         drafter = load_drafter(draft, target, rest, recycled=False)
         if sizes:

@@ -1,4 +1,4 @@
-"""N-gram lookup: draft what followed the last time that the newest tokens stood in the request."""
+"""N-gram lookup: draft what followed the last earlier occurrence of the newest n-gram."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ class NgramDrafter(DirectDrafter):
         self.max_ngram, self.min_ngram = max_ngram, min_ngram
 
     def draft(self, history_BL: Tensor, length_B: Tensor) -> Tensor:
-        """The K tokens after the longest window that also stood earlier: `ngram_match_reference`.
+        """The K tokens after the longest window that also occurred earlier:
+        `ngram_match_reference`.
 
         On a GPU it is one kernel; elsewhere tensor code, which is compiled with the step.
         """

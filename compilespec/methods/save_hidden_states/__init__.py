@@ -22,7 +22,7 @@ DEFAULT_SHARD_TOKENS = 65536
 
 
 class StateSaver(Drafter):
-    """Drafts nothing; says which hidden states every call gives out, and who takes them."""
+    """Drafts nothing; names the hidden states that every call outputs, and their recorder."""
 
     def __init__(self, aux_layers: tuple[int, ...], recorder: Recorder) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class SaveHiddenStatesMethod:
         """Options: `output_dir` (required; one that exists is continued), `aux_layers` (hs indices
         of `hidden_states`; the EAGLE-3 default 2, n//2, n-3), `last_hidden` ("pre_norm": the last
         layer's output, which speculators' trainers norm themselves; "post_norm": what enters the
-        head), `shard_tokens` (a file is written when the finished requests hold as many).
+        head), `shard_tokens` (a file is written once the finished requests hold that many tokens).
 
         Raises: InvalidOption, DraftMismatch (too few layers for the default), CheckpointError (the
         directory holds something else).
@@ -85,7 +85,7 @@ class SaveHiddenStatesMethod:
 
 
 def _aux_layers(wanted: Sequence[int] | None, last: int, num_layers: int) -> tuple[int, ...]:
-    """hs indices of `hidden_states`, distinct, and not the last hidden state's."""
+    """hs indices of `hidden_states`: distinct, and without the last hidden state's."""
     n = num_layers
     if wanted is None:
         if not 2 < n // 2 < n - 3:

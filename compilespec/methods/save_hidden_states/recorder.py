@@ -1,4 +1,4 @@
-"""From rows of hidden states, as calls give them out, to shards on disk.
+"""Writes the hidden states that calls output to shards on disk.
 
 A directory holds `index.json` and `states-00000.safetensors`, ...  A shard holds the records
 `{number}.{name}`, numbered through all shards, under the names that speculators' trainers read:
@@ -8,9 +8,10 @@ A directory holds `index.json` and `states-00000.safetensors`, ...  A shard hold
     verifier_last_hidden_states  [T, D]     hs[n], before the final norm
     loss_mask                    int64 [T]  1 where the token was generated
 
-With `last_hidden="post_norm"` the third is `normed_last_hidden_states`, so that a trainer that
-norms it itself fails instead of training on another thing.  Row t holds what the target computed at
-position t; nothing is shifted.  The last token of a request is left out: it was never fed.
+With `last_hidden="post_norm"` the third is named `normed_last_hidden_states`, so that a trainer
+that applies the norm itself fails instead of training on the wrong values.  Row t holds what the
+target computed at position t; nothing is shifted.  The last token of a request is left out: it was
+never fed.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from compilespec.methods.save_hidden_states.saved_states import (
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """What a record's columns are; one directory has one."""
+    """The columns of a record; all records of a directory share one layout."""
 
     aux_layers: tuple[int, ...]
     """hs indices of `hidden_states`, in order."""
@@ -50,7 +51,7 @@ class Layout:
     """D."""
 
     dtype: torch.dtype
-    """Of the states, the target's."""
+    """The target's dtype, in which the states are saved."""
 
     @property
     def last_name(self) -> str:
@@ -71,7 +72,8 @@ class Recorder:
     """Takes the hidden states of running rows, keeps those of finished requests, writes shards.
 
     Memory: the states of the running requests, and less than `shard_tokens` finished ones (plus one
-    request).  Records that are in no shard yet are lost with the process; `close` writes them.
+    request).  Records that are not in a shard yet are lost if the process dies; `close` writes
+    them.
 
     Raises: CheckpointError when `directory` holds something else, or records of another layout.
     """
@@ -81,15 +83,15 @@ class Recorder:
         self._shards = self._continue()
         self._running: dict[int, list[Tensor]] = {}  # by state row
         self._finished: list[dict[str, Tensor]] = []
-        self._notes: list[dict[str, Any]] = []  # of the finished, for the shard's metadata
-        self._num_pending = 0  # tokens of the finished
+        self._notes: list[dict[str, Any]] = []  # metadata of the finished requests' records
+        self._num_pending = 0  # tokens of the finished requests
 
     def add(self, row: int, hidden_SE: Tensor) -> None:
-        """The states of a row's next S tokens."""
+        """Take the hidden states of a row's next S tokens."""
         self._running.setdefault(row, []).append(hidden_SE.detach().to("cpu", copy=True))
 
     def finish(self, request: Any, reason: str) -> None:
-        """A request is over: a record, unless it was aborted or failed."""
+        """Make a record of a request that ended, unless it was aborted or failed."""
         states = self._running.pop(request.row, None)
         if states is None or reason not in ("stop", "length"):
             return
@@ -113,13 +115,13 @@ class Recorder:
             self.flush()
 
     def forget(self, request: Any) -> None:
-        """A request is preempted: all its states will come again, in another row."""
+        """Drop the states of a preempted request: they will be computed again, in another row."""
         self._running.pop(request.row, None)
 
     def flush(self) -> None:
         """Write the finished requests as a shard, then the index; each file appears whole.
 
-        Raises: CheckpointError; the records are kept, and written with the next.
+        Raises: CheckpointError; the records are kept, and written with the next shard.
         """
         if not self._finished:
             return
@@ -128,11 +130,11 @@ class Recorder:
         except (OSError, SafetensorError) as error:
             raise CheckpointError(
                 f"{self.directory}: {len(self._finished)} records cannot be written ({error}); "
-                "they are kept: mend that, then close the engine (again)"
+                "they are kept: fix the cause, then close the engine (again)"
             ) from error
 
     def close(self) -> None:
-        """Write what is left.  Raises: CheckpointError; another call tries again."""
+        """Write the remaining records.  Raises: CheckpointError; another call tries again."""
         self._running.clear()
         self.flush()
 
@@ -194,6 +196,6 @@ def _check_same(index: Mapping[str, Any], mine: Mapping[str, Any], directory: Pa
     for key, value in mine.items():
         if index.get(key) != value:
             raise CheckpointError(
-                f"{directory} has records of {key} {index.get(key)!r}, now it would be {value!r}; "
-                "give another output_dir="
+                f"{directory} holds records with {key} {index.get(key)!r}, got {value!r}; give "
+                "another output_dir="
             )

@@ -23,7 +23,7 @@ class SavedStates(Sequence[dict[str, Tensor]]):
     """The records of a directory as the sample that speculators' trainers expect: `input_ids`,
     `hidden_states`, `verifier_last_hidden_states`, `loss_mask` (see `recorder`).
 
-    Raises: CheckpointError for a directory that holds none, or a shard that cannot be read.
+    Raises: CheckpointError if the directory holds no records or a shard cannot be read.
     """
 
     def __init__(self, directory: str | Path) -> None:
@@ -52,7 +52,7 @@ class SavedStates(Sequence[dict[str, Tensor]]):
             return {name.removeprefix(prefix): file.get_tensor(name) for name in names}
 
     def prompt_digests(self) -> set[str]:
-        """`prompt_digest` of every record: what a run that continues need not do again."""
+        """`prompt_digest` of every record: the prompts that a continued run can skip."""
         return {record["prompt"] for record in self._notes()}
 
     def _notes(self) -> Iterator[dict[str, Any]]:
@@ -74,10 +74,10 @@ def read_index(directory: Path) -> dict[str, Any]:
         known = index["format"] == FORMAT
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(
-            f"{path} is no index of saved hidden states ({type(error).__name__})"
+            f"{path} is not an index of saved hidden states ({type(error).__name__})"
         ) from error
     if not known:
-        raise CheckpointError(f"{path}: expected format {FORMAT!r}, came {index['format']!r}")
+        raise CheckpointError(f"{path}: expected format {FORMAT!r}, got {index['format']!r}")
     return index
 
 

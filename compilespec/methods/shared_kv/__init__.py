@@ -19,7 +19,7 @@ __all__ = ["METHOD", "AssistantConfig", "AssistantDrafter", "SharedKVDrafter", "
 
 
 class SharedKVMethod:
-    """No cache and no prefill of its own: every draft is one query at the last written position."""
+    """No cache or prefill of its own: every draft is one query at the last written position."""
 
     capabilities = Capabilities(
         name="shared_kv",
@@ -34,9 +34,9 @@ class SharedKVMethod:
     ) -> Drafter:
         """Build the drafter from a `gemma4_assistant` checkpoint directory, or adopt a module.
 
-        Option: `query_position`, of a checkpoint's rotary angles: "bonus" (where the newest token
-        will stand, as transformers has it; windows reach one key further) or "last_written" (the
-        newest key's, as vLLM and SGLang have it).
+        Option: `query_position`, the position of a checkpoint's rotary angles: "bonus" (the newest
+        token's, as in transformers; windows reach one key further) or "last_written" (the newest
+        key's, as in vLLM and SGLang).
 
         Raises:
             CheckpointError, DraftMismatch, InvalidOption, NotSupported.

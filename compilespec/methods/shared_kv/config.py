@@ -30,7 +30,7 @@ class AssistantLayer:
     """Target layer whose cache it reads: the last of its type that has keys of its own."""
 
     kv: KVLayer
-    """The sizes of that cache."""
+    """Sizes of that cache."""
 
     window: int
     """Keys that a query sees, 0 for all."""
@@ -47,7 +47,7 @@ class AssistantConfig:
     """H."""
 
     backbone_hidden_size: int
-    """Hb, the target's."""
+    """Hb, the target's hidden size."""
 
     intermediate_size: int
     """Width of the MLP."""
@@ -56,16 +56,16 @@ class AssistantConfig:
     """Query heads."""
 
     vocab_size: int
-    """The target's."""
+    """The target's vocabulary."""
 
     rms_norm_eps: float
-    """Of every RMSNorm."""
+    """Epsilon of every RMSNorm."""
 
     hidden_act: str
     """Activation of the MLP gate."""
 
     layers: tuple[AssistantLayer, ...]
-    """In order."""
+    """The decoder layers, in order."""
 
     query_position: QueryPosition = "bonus"
     """Whose position the queries are rotated by."""
@@ -74,7 +74,7 @@ class AssistantConfig:
     """Clusters of the ordered head; 0: a plain head over the whole vocabulary."""
 
     centroid_top_k: int = 0
-    """Clusters whose tokens are looked at."""
+    """Clusters whose tokens are scored."""
 
     num_draft_tokens: int = DEFAULT_NUM_DRAFT_TOKENS
     """K that the checkpoint suggests."""
@@ -105,7 +105,7 @@ def read_assistant_config(
 
     Raises:
         CheckpointError: another format, or an incomplete config.
-        DraftMismatch: the target has no such layers, or of other sizes.
+        DraftMismatch: the target has no such layers, or their sizes differ.
         InvalidOption: an unknown query position.
         NotSupported: a rope type that is not built.
     """
@@ -114,7 +114,7 @@ def read_assistant_config(
     text = raw.get("text_config")
     if raw.get("model_type") != "gemma4_assistant" or not isinstance(text, Mapping):
         raise CheckpointError(
-            f"expected a config.json of model_type 'gemma4_assistant' with a text_config, came "
+            f"expected a config.json of model_type 'gemma4_assistant' with a text_config, got "
             f"{raw.get('model_type')!r}"
         )
     wanted = ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")

@@ -30,14 +30,14 @@ class SharedKVDrafter(Drafter):
     aux_layers = (FINAL_NORM,)
 
     def combine(self, aux: Tensor) -> Tensor:
-        """The target's last hidden state is the feature itself."""
+        """Return the target's last hidden state unchanged."""
         return aux
 
 
 def attend(query_BNTH: Tensor, kv: KVLayer, *, scale: float, window: int) -> Tensor:
     """Attention of queries alone, [B, N, T, H] in, [B, T, N, Hv] out.
 
-    `kv` says what the target's cache holds; the keys and values here are never looked at.
+    `kv` gives the sizes of the target's cache; the keys and values passed here are never read.
     """
     batch, _, rows, _ = query_BNTH.shape
     key = query_BNTH.new_zeros(batch, kv.num_heads, rows, kv.key_dim)
@@ -49,7 +49,7 @@ def attend(query_BNTH: Tensor, kv: KVLayer, *, scale: float, window: int) -> Ten
 
 
 class AssistantDrafter(SharedKVDrafter):
-    """Gemma-4's assistant: few layers of its width on [embedding ; hidden] of the target's.
+    """Gemma-4's assistant: a few narrow layers on the target's [embedding ; hidden].
 
     Source: transformers' `gemma4_assistant`.
     """
@@ -70,7 +70,7 @@ class AssistantDrafter(SharedKVDrafter):
     def forward(
         self, input_ids: Tensor, position_ids: Tensor, hidden: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """One query a row.
+        """Run the layers on one query per row.
 
         Args:
             input_ids: [B, T] target ids, the newest token of each row; negative ids count as 0.
@@ -115,7 +115,7 @@ class Layers(nn.Module):
 
 
 class Layer(nn.Module):
-    """Norms before and after attention and MLP, and a factor on all of it."""
+    """A decoder layer: norms before and after attention and MLP, and a factor on its output."""
 
     layer_scalar: Tensor
 
@@ -187,7 +187,7 @@ class GatedMLP(nn.Module):
 
 
 class OrderedHead(nn.Module):
-    """Looks at the tokens of the nearest clusters only."""
+    """A head that scores only the tokens of the nearest clusters."""
 
     token_ordering: Tensor
 

@@ -37,12 +37,12 @@ def load_drafter(
     """
     if isinstance(draft, SharedKVDrafter):
         if options:
-            raise InvalidOption("query_position: only for checkpoints, came a drafter module")
+            raise InvalidOption("query_position: only for checkpoints, got a drafter module")
         _check_module(draft, target)
         return draft
     if not isinstance(draft, str | Path):
         raise InvalidOption(
-            f"draft: expected a directory or a SharedKVDrafter, came {type(draft).__name__}"
+            f"draft: expected a directory or a SharedKVDrafter, got {type(draft).__name__}"
         )
     raw, tensors = read_config(draft), read_tensors(draft)
     head = tensors.pop("lm_head.weight", None)
@@ -69,9 +69,9 @@ def random_drafter(
     """Build a random assistant that fits `target`, in its dtype: for tests and first experiments.
 
     Args:
-        target: its `kv_layers` say what there is to read.
-        layer_types: of the drafter's layers; None takes one of each type that the target has.
-        num_centroids, centroid_top_k: of an ordered head; 0: a plain one.
+        target: its `kv_layers` say which caches can be read.
+        layer_types: types of the drafter's layers; None takes one of each type that the target has.
+        num_centroids, centroid_top_k: sizes of an ordered head; 0 for a plain head.
     Raises:
         DraftMismatch: the target has no layer of such a type.
         InvalidOption: an unknown query position, or clusters that do not divide the vocabulary.
@@ -135,7 +135,7 @@ def _check_module(drafter: SharedKVDrafter, target: TargetInfo) -> None:
     if not layers or any(not 0 <= layer < known for layer in layers):
         raise DraftMismatch(
             f"{type(drafter).__name__}.kv_layers: expected target layers from 0 to {known - 1}, "
-            f"came {list(layers)}"
+            f"got {list(layers)}"
         )
 
 

@@ -70,10 +70,10 @@ class UserMethod:
     ) -> UserDrafter | HostDrafter:
         """Adopt a module or function.
 
-        Options: `aux_layers`, which hidden states `hidden_BE` holds; `traced=False` for a function
-        that cannot be traced: called on the host before every verify step with each request's
-        token ids (a list, prompt included), it returns up to K draft ids.  What it raises ends that
-        request, with `DraftFailed`.
+        Options: `aux_layers`, the hidden states that `hidden_BE` holds; `traced=False` for a
+        function that cannot be traced.  Such a function is called on the host before every verify
+        step with each request's token ids (a list, prompt included), and returns up to K draft ids.
+        If it raises, that request ends with `DraftFailed`.
 
         Raises: InvalidOption.
         """
