@@ -32,9 +32,7 @@ class Capabilities:
     inside_target: bool = False  # the target's own checkpoint may hold the drafter
     folders: tuple[str, ...] = ()  # beside the target, after the one named as the method
     aliases: tuple[str, ...] = ()  # TensorRT-LLM's mode names for this method
-    options: tuple[str, ...] | None = (
-        None  # names that `load` takes; None: it checks them itself
-    )
+    options: tuple[str, ...] | None = None  # names that `load` takes; None: it checks them itself
 
     @property
     def may_omit_drafts(self) -> bool:

@@ -1,1 +1,1 @@
-"""Graph passes, one a file; `order.py` lists them as they run."""
+"""Graph passes, one per file; `order.py` lists them in the order in which they run."""

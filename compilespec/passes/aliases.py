@@ -1,4 +1,4 @@
-"""Which nodes share storage on ATen: what in-place operations make unsafe to merge or to forget."""
+"""Which nodes share storage on ATen, and which storages in-place operations write."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from compilespec import _torch_compat
 
 
 def storage_root(node: fx.Node) -> fx.Node:
-    """The node that made the storage `node` is a view of (itself when it made its own)."""
+    """The node that made the storage that `node` views (`node` itself if it made its own)."""
     while node.op == "call_function" and node.args:
         source = node.args[0]
         if not isinstance(source, fx.Node):
@@ -22,7 +22,7 @@ def storage_root(node: fx.Node) -> fx.Node:
 
 
 def written_roots(graph: fx.Graph) -> set[fx.Node]:
-    """Storages that some in-place operation writes."""
+    """Storages that any in-place operation writes."""
     return {root for node in graph.nodes for root in roots_written_by(node)}
 
 

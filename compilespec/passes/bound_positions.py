@@ -1,4 +1,4 @@
-"""Indices that their ranges do not prove to be inside are bounded where they are used."""
+"""Bounds indices, where they are used, that their ranges do not prove to be inside."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ _SLOT, _ROW, _POSITION = (5,), (6,), (7,)  # of paged_attention
 
 
 def bound_positions(gm: fx.GraphModule, ctx: PassContext) -> int:
-    """Clamp indices that are read, redirect rows that are written to the spare one, and make
-    tokens outside of the sequence write nothing; only where `find_claims` proves nothing.
+    """Clamp indices that are read, redirect written rows to the spare row, and make tokens outside
+    the sequence write nothing; only where `find_claims` has no proof.
 
     Returns: operands guarded.  Numerics: exact (values inside pass unchanged).  Runs on ATen.
     """
@@ -31,7 +31,7 @@ def bound_positions(gm: fx.GraphModule, ctx: PassContext) -> int:
     tried: set[tuple[fx.Node, str, Place]] = set()
     while True:
         ranges = Ranges(gm, sizes, ctx.inputs, ctx.weights)
-        failed: dict[fx.Node, Claim] = {}  # one a node: its guard may settle the others
+        failed: dict[fx.Node, Claim] = {}  # one per node: its guard may settle the others
         for claim in find_claims(ranges):
             if not claim.holds and claim.guard and _key(claim) not in tried:
                 failed.setdefault(claim.node, claim)
@@ -56,7 +56,7 @@ def vocab_size(ctx: PassContext) -> int | None:
 
 
 class _Guards:
-    """Inserts guards before their consumers; equal ones of one operand are shared."""
+    """Inserts guards before their consumers; equal guards of one operand are shared."""
 
     def __init__(self, gm: fx.GraphModule, sizes: Sizes) -> None:
         self.gm, self.sizes = gm, sizes
@@ -88,7 +88,7 @@ class _Guards:
     def _masked(
         self, node: fx.Node, operand: Any, subject: Any, low: Any, high: Any, fill: Any
     ) -> fx.Node:
-        """`operand` where low <= subject <= high, else `fill`."""
+        """`operand` if low <= subject <= high, else `fill`."""
         while subject.meta["val"].dim() < operand.meta["val"].dim():  # [B] for [B, 1]
             subject = self._call(node, _aten.unsqueeze.default, subject, -1)
         above = self._call(node, _aten.ge.Scalar, subject, low)
@@ -101,7 +101,7 @@ class _Guards:
         return self._call(node, _aten.where.self, inside, operand, other)
 
     def _limits(self, claim: Claim) -> tuple[Any, Any]:
-        """Both ends as numbers; the end of a dimension that differs from call to call as nodes."""
+        """Both ends as numbers, or as nodes if the dimension varies between calls."""
         low, high = self.sizes.value(claim.needed.low), self.sizes.value(claim.needed.high)
         if not isinstance(high, int):
             size = self._call(claim.node, _aten.sym_size.int, claim.subject, claim.dim)

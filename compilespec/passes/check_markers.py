@@ -1,4 +1,4 @@
-"""Every attention layer is a marker with the sizes it was traced with."""
+"""Checks that every attention layer is a marker with its traced sizes."""
 
 from __future__ import annotations
 

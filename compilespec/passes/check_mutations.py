@@ -1,4 +1,4 @@
-"""A step writes its state and its caches, each through one storage, and nothing else."""
+"""Checks that a step writes only its state and its caches, each through one storage."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from compilespec.passes.context import PassContext
 
 
 def check_mutations(gm: fx.GraphModule, ctx: PassContext) -> int:
-    """Every written input is a state or cache buffer; temporaries may be written.  Returns: inputs
-    written.
+    """Check that every written input is a state or cache buffer; temporaries may be written.
+    Returns: inputs written.
 
-    Caught so: caches that were cloned, or written through two storages.  Numerics: exact.  ATen.
+    This catches caches that were cloned, or written through two storages.  Numerics: exact.  ATen.
     """
     written = {
         root.meta.get("role")

@@ -1,8 +1,8 @@
-"""What must hold of the integers of a step graph, and whether their ranges prove it.
+"""Claims about the integers of a step graph, and whether their ranges prove them.
 
 A claim is about one operand of one node: an index inside its tensor, a slot inside the cache, a
 position inside the maximum length, a state row that keeps its contract, an int32 that does not
-wrap.  `bound_positions` guards the operands of those that are not proved.
+wrap.  `bound_positions` guards the operands of claims that are not proved.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from compilespec.passes.sizes import K, L, Range, V, integers
 _aten = torch.ops.aten
 GUARD_PASS = "bound_positions"
 
-Place = tuple[int, ...]  # where an operand stands: (argument,) or (argument, element of a list)
+Place = tuple[int, ...]  # the place of an operand: (argument,) or (argument, element of a list)
 Guard = Literal["clamp", "redirect", "pad"]
 
 
@@ -41,7 +41,7 @@ class Claim:
     needed: Range
     holds: bool
     is_guarded: bool = False  # the operand is one that `bound_positions` made
-    guard: Guard | None = None  # what can be inserted where it does not hold
+    guard: Guard | None = None  # what can be inserted if it does not hold
     subject: fx.Node | None = None  # "pad": the position that decides; else the indexed tensor
     dim: int = 0  # the dimension that is indexed
     hazards: tuple[str, ...] = ()
@@ -84,7 +84,7 @@ def _indices(ranges: Ranges, node: fx.Node, positions: set[fx.Node]) -> Iterator
         if node.target is _aten.embedding.default:
             what = f"{'position' if is_position else 'token id'} inside {name}"
         guard: Guard | None = "clamp"
-        if node.target not in _READS:  # elsewhere a clamped write would land on another's element
+        if node.target not in _READS:  # a clamped write would overwrite another row's element
             guard = "redirect" if _kind(ranges, storage_root(tensor)) == "state" else None
         claim = _claim(
             ranges,
@@ -150,7 +150,7 @@ _CACHE, _SLOT, _ROW, _POSITION, _TABLE = 3, 5, 6, 7, 8  # arguments of paged_att
 
 
 def _position_nodes(ranges: Ranges) -> set[fx.Node]:
-    """Nodes that are the position of an attention, or one before views and casts."""
+    """Nodes that are the position of an attention, possibly before views and casts."""
     calls = ranges.gm.graph.find_nodes(
         op="call_function", target=torch.ops.compilespec.paged_attention.default
     )
@@ -178,10 +178,11 @@ def _attention(ranges: Ranges, node: fx.Node) -> Iterator[Claim]:
 
 
 def _outside_writes_nothing(ranges: Ranges, node: fx.Node, hazard: str) -> Claim:
-    """A token that wants a position below 0 (H-9) or past the end (H-16) has slot -1, position 0.
+    """A token whose wanted position is below 0 (H-9) or past the end (H-16) has slot -1, position
+    0.
 
-    What it wants is the value before masks and clamps; under the hypothesis that it is outside,
-    slot and position must be what they should.
+    The wanted position is the value before masks and clamps.  Under the hypothesis that it is
+    outside, slot and position must be these.
     """
     args: Any = node.args
     negative = hazard == "H-9"
@@ -206,7 +207,7 @@ def _outside_writes_nothing(ranges: Ranges, node: fx.Node, hazard: str) -> Claim
         facts: Facts = {(wanted, view): ranges.sizes.meet(value, outside)}
         slot, position = ranges.given(args[_SLOT], facts), ranges.given(args[_POSITION], facts)
         if slot is not None and ranges.sizes.is_empty(slot):
-            continue  # where this one is outside, another one already was
+            continue  # if this one is outside, another one already was
         holds = ranges.within(slot, nothing) and ranges.within(position, integers(0, 0))
         claim = dataclasses.replace(claim, value=slot, holds=holds, subject=wanted, detail="")
         if not holds:
@@ -215,8 +216,8 @@ def _outside_writes_nothing(ranges: Ranges, node: fx.Node, hazard: str) -> Claim
 
 
 def _attention_metadata_is_not_written(ranges: Ranges) -> Claim:
-    """H-14: what attention reads (slots, rows, positions, block tables) no step changes, so that
-    there is nothing to restore; and the step writes only declared buffers.
+    """H-14: a step never writes attention metadata (slots, rows, positions, block tables), so that
+    there is nothing to restore; and it writes only declared buffers.
     """
     graph = ranges.gm.graph
     written = written_roots(graph)
@@ -255,7 +256,7 @@ def _kind(ranges: Ranges, node: fx.Node) -> str:
 
 
 def _state_writes(ranges: Ranges, node: fx.Node) -> Iterator[Claim]:
-    """A step leaves its state rows within their contract, which the next step relies on."""
+    """A step leaves its state rows in the ranges on which the next step relies."""
     for written in _torch_compat.mutated_arguments(node.target):
         buffer: Any = node.args[written]
         root = storage_root(buffer)
@@ -284,7 +285,7 @@ _VALUE_WRITTEN: dict[Any, int] = {
 
 
 def _outputs(ranges: Ranges, node: fx.Node) -> Iterator[Claim]:
-    """What the host reads: token ids or PAD."""
+    """The outputs that the host reads are token ids or PAD."""
     values: Any = node.args[0]
     for index, name in enumerate(node.meta.get("names", ())):
         if name.startswith("emitted") and V in ranges.sizes.values:
@@ -296,7 +297,7 @@ def _outputs(ranges: Ranges, node: fx.Node) -> Iterator[Claim]:
 
 
 def _arithmetic(ranges: Ranges, node: fx.Node, positions: set[fx.Node]) -> Iterator[Claim]:
-    """int32 does not wrap; a position that becomes a float stays exact."""
+    """int32 does not overflow; a position cast to a float stays exact."""
     value = node.meta.get("val")
     if not isinstance(value, torch.Tensor):
         return
@@ -364,7 +365,7 @@ def _is_guard(operand: Any) -> bool:
 
 
 def unguarded(operand: Any) -> Any:
-    """The operand as it was before `bound_positions` guarded it."""
+    """The operand before `bound_positions` guarded it."""
     while _is_guard(operand):
         operand = operand.args[1 if operand.target is _aten.where.self else 0]
     return operand

@@ -1,4 +1,4 @@
-"""Remove what nothing uses, compute once what is computed twice."""
+"""Removes dead code and common subexpressions."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from compilespec.passes.context import PassContext
 
 
 def cleanup(gm: fx.GraphModule, ctx: PassContext) -> int:
-    """Dead code, writes of temporaries that only dead code read among it, and common
-    subexpressions; writes of buffers, and reads of them, stay as they are.
+    """Remove dead code, including writes of temporaries that only dead code read, and common
+    subexpressions; writes and reads of buffers are kept.
 
     Returns: nodes removed.  Numerics: exact.  Runs on ATen.
     """
@@ -55,7 +55,7 @@ def _is_pure(node: fx.Node) -> bool:
 def _is_lost(
     node: fx.Node, sharing: Mapping[fx.Node, list[fx.Node]], order: Mapping[fx.Node, int]
 ) -> bool:
-    """Whether it writes a temporary's storage that no later node reads: what read it was dead."""
+    """Whether the node writes a temporary's storage that no later node reads."""
     roots = roots_written_by(node)
     return bool(roots) and all(
         root.op == "call_function"
@@ -65,7 +65,7 @@ def _is_lost(
 
 
 def _freeze(value: Any) -> Any:
-    """A hashable form of node arguments; 1, 1.0 and True stay apart."""
+    """A hashable form of node arguments that distinguishes 1, 1.0 and True."""
     if isinstance(value, (list, tuple)):
         return tuple(_freeze(part) for part in value)
     if isinstance(value, dict):
@@ -80,7 +80,7 @@ def _freeze(value: Any) -> Any:
 
 
 def drop_unused_inputs(gm: fx.GraphModule, ctx: PassContext) -> None:
-    """Weights that only dead code read are no inputs; batch inputs stay: callers pass them."""
+    """Remove weights that only dead code read; batch inputs stay, because callers pass them."""
     for node in list(gm.graph.nodes):
         if (
             node.op == "placeholder"

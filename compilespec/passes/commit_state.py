@@ -1,4 +1,4 @@
-"""The step's result goes back into the state rows, in place."""
+"""Writes the step's result back into the state rows, in place."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from compilespec.passes.read_state import token_rows
 def commit_state(gm: fx.GraphModule, ctx: PassContext) -> int:
     """tokens_RS = [bonus | drafts], seq_len += n, for live rows; padded ones write the spare row.
 
-    A request whose prompt goes on in the next call commits nothing.  Numerics: exact.  Torch IR.
+    A request whose prompt is continued in the next call commits nothing.  Numerics: exact.  Torch
+    IR.
     """
     before, target = output_node(gm), find_role(gm, "target")
     index, start, count = (
@@ -42,7 +43,7 @@ def commit_state(gm: fx.GraphModule, ctx: PassContext) -> int:
 
 
 def commit_drafts(gm: fx.GraphModule, ctx: PassContext) -> fx.Node:
-    """New drafts beside each request's last token; its length stays.  Returns: the rows, [B, S]."""
+    """Write new drafts after each request's last token.  Returns: the rows, [B, S]."""
     tokens = add_buffer(gm, ctx, token_rows(ctx.config))
     node: fx.Node = emit(
         gm, replace_drafts, tokens, find_role(gm, "row_index"), find_role(gm, "drafts"),

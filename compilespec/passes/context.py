@@ -1,4 +1,4 @@
-"""What passes read, and the inputs and buffers that they declare."""
+"""The context of a phase graph: what passes read, and the inputs and buffers they declare."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ class PassContext:
     config: ProgramConfig
     capabilities: Capabilities
     target: Traced
-    draft: Mapping[str, Traced]  # the drafter's captured calls, by the name its loop knows
+    draft: Mapping[str, Traced]  # the drafter's captured calls, by the names that its loop uses
     aux_layers: tuple[int, ...] = ()
     chain: Chain = "module_rows"  # what the modules of a windowed drafter read
     acceptance: Acceptance = STRICT
     kv_layers: tuple[int, ...] = ()  # target layers whose caches a shared_kv drafter reads
-    kv_block_sizes: tuple[int, ...] = ()  # by draft step, where they have KV groups of their own
+    kv_block_sizes: tuple[int, ...] = ()  # by draft step, if they have their own KV groups
     prepack: bool = True
     fuse_head: bool | None = None  # heads give the best token, no logits; None: on CUDA, if faster
-    greedy_only: bool = False  # strict, for requests that ask for the argmax and nothing else
+    greedy_only: bool = False  # strict, for requests that need only the argmax
     logits_processor: LogitsProcessor | None = None  # traced into the step
     host_processors: bool = False  # whether requests may have processors on the host
-    prompt_logprobs: bool = False  # whether prefill gives out what enters the head
+    prompt_logprobs: bool = False  # whether prefill outputs the head's input
     read_only: frozenset[str] = frozenset()  # state that this graph reads, and others write
     weights: dict[str, Tensor] = field(default_factory=dict)
     inputs: dict[str, InputSpec] = field(default_factory=dict)  # by placeholder name
-    declared: dict[str, InputSpec] = field(default_factory=dict)  # those of earlier stages, too
+    declared: dict[str, InputSpec] = field(default_factory=dict)  # with those of earlier stages
     buffers: dict[str, BufferSpec] = field(default_factory=dict)
 
     @property
@@ -45,7 +45,7 @@ class PassContext:
 
     @property
     def kind(self) -> str:
-        """Which of a program's steps it is, whatever K."""
+        """Which of a program's steps this is, without its K."""
         if self.read_only:
             return "replay"
         return f"{self.phase}, greedy" if self.greedy_only else self.phase
@@ -62,5 +62,5 @@ class PassContext:
 
     @property
     def may_omit_drafts(self) -> bool:
-        """Whether a row may hold PAD for a draft: the method does, or a step of a smaller K did."""
+        """Whether a row may hold PAD for a draft, from the method or from a step of a smaller K."""
         return self.capabilities.may_omit_drafts or self.config.max_draft_tokens is not None

@@ -1,7 +1,7 @@
-"""What must hold after every pass: checked by the runner, in milliseconds.
+"""What must hold after every pass; the runner checks it, in milliseconds.
 
-A contract is data beside the pass list: what it says, and a function that yields what is wrong.
-`EVERYWHERE` holds after every pass of its level; a pass's `ensures` from that pass on.
+A contract is data beside the pass list: a statement, and a function that yields its violations.
+`EVERYWHERE` holds after every pass of its level; a pass's `ensures` hold from that pass on.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from compilespec.passes.context import PassContext
 from compilespec.passes.linears import find_linears
 from compilespec.program import markers
 
-ARGUMENTS = ("input_ids", "position_ids")  # what the target reads before `read_state`
+ARGUMENTS = ("input_ids", "position_ids")  # the target's inputs before `read_state`
 _IN_PLACE = (operator.iadd, operator.isub, operator.imul, operator.itruediv)
 _SIZES = (operator.add, operator.sub, operator.mul, operator.floordiv, operator.getitem)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Contract:
-    """`problems` yields what breaks it, nothing where it holds."""
+    """`problems` yields each violation, and nothing if the contract holds."""
 
     says: str
     problems: Callable[[fx.GraphModule, PassContext], Iterable[str]]
@@ -37,7 +37,7 @@ class Contract:
 def broken(
     contracts: Iterable[Contract], gm: fx.GraphModule, ctx: PassContext
 ) -> Iterator[tuple[Contract, str]]:
-    """Every problem, with the contract that it breaks."""
+    """Every violation, with its contract."""
     for contract in contracts:
         for problem in contract.problems(gm, ctx):
             yield contract, problem
@@ -59,7 +59,7 @@ def _unaccounted(gm: fx.GraphModule, ctx: PassContext) -> Iterator[str]:
 def _unnamed_outputs(gm: fx.GraphModule, ctx: PassContext) -> Iterator[str]:
     node = gm.graph.output_node()
     names, results = node.meta.get("names"), node.args[0]
-    if names is None:  # a graph that is no step
+    if names is None:  # a graph that is not a step
         return
     if not isinstance(results, tuple | list) or len(results) != len(names):
         yield f"the outputs {results} are called {', '.join(names)}"
@@ -90,7 +90,7 @@ def writes(graph: fx.Graph) -> Iterator[tuple[fx.Node, fx.Node]]:
 
 
 def written_buffers(graph: fx.Graph) -> Counter[str]:
-    """How many operations write each placeholder, by role."""
+    """The number of operations that write each placeholder, by role."""
     return Counter(
         str(root.meta.get("role")) for _, root in writes(graph) if root.op == "placeholder"
     )
@@ -124,7 +124,7 @@ def plays(*roles: str) -> Contract:
 
 
 def gives(*names: str) -> Contract:
-    """The graph's first outputs are these, in this order."""
+    """The graph's outputs begin with these, in this order."""
 
     def problems(gm: fx.GraphModule, ctx: PassContext) -> Iterator[str]:
         found = gm.graph.output_node().meta.get("names", ())
@@ -211,9 +211,9 @@ EVERYWHERE: Mapping[Literal["torch", "aten"], tuple[Contract, ...]] = {
 
 
 def misdescribed(graph: fx.Graph, author: str) -> Iterator[str]:
-    """Nodes that the pass `author` made, and their users, whose shape is not what it must be.
+    """Nodes that the pass `author` made, and their users, whose recorded shape is wrong.
 
-    Runs each on the fake values of its arguments.  ATen.
+    Each is run on the fake values of its arguments.  ATen.
     """
     new = [
         node
@@ -228,7 +228,7 @@ def misdescribed(graph: fx.Graph, author: str) -> Iterator[str]:
 
 
 def _infer(node: fx.Node) -> Any:
-    """The value of a node on its arguments' fake values; None where no argument is a tensor."""
+    """The value of a node on its arguments' fake values; None if no argument is a tensor."""
     values = [source.meta.get("val") for source in node.all_input_nodes]
     tensors = [value for value in values if isinstance(value, Tensor)]
     if not tensors:

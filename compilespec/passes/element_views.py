@@ -1,4 +1,4 @@
-"""Which element of a tensor each element of a node is, seen through views."""
+"""Maps each element of a node, through views, to the tensor element that it is."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from compilespec.passes.sizes import Range, integers
 _aten = torch.ops.aten
 BOOL = integers(0, 1)
 
-# Which dimension of the tensor under evaluation each dimension of a node is; None where its size
+# For each dimension of a node, the dimension of the evaluated tensor that it is; None if its size
 # is 1.  Two uses of a node under equal views are the same element.
 View = tuple[int | None, ...]
 
 
 def walk(start: fx.Node, is_followed: Callable[[fx.Node], bool]) -> list[tuple[fx.Node, View]]:
-    """`start` and the operands reached from it through views and nodes that are followed."""
+    """`start` and the operands reachable from it through views and followed nodes."""
     found: dict[tuple[fx.Node, View], None] = {}
     frontier = [(start, own_view(start))]
     while frontier:
@@ -71,7 +71,7 @@ def source_element(node: fx.Node, view: View) -> tuple[fx.Node, View]:
 
 
 def dtype_range(node: Any) -> Range | None:
-    """All integers of the node's dtype; None when it holds no integers."""
+    """All integers of the node's dtype; None if it holds no integers."""
     if not is_tensor(node):
         return None
     dtype = node.meta["val"].dtype

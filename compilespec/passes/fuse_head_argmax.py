@@ -1,4 +1,4 @@
-"""A head of which only the best token is wanted gives no logits."""
+"""Fuses a head with its argmax if only the best token is needed, so that no logits are made."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ _DIMS = (_aten.unsqueeze.default, _aten.squeeze.dim)
 
 
 def fuse_head_argmax(gm: fx.GraphModule, ctx: PassContext) -> int:
-    """argmax(mm(x, t(w))) -> compilespec::argmax_linear(x, w), where nothing else reads the logits
-    but a gather of the best one.
+    """argmax(mm(x, t(w))) -> compilespec::argmax_linear(x, w), if nothing but a gather of the best
+    logit reads the logits as well.
 
-    On CUDA, where the fused head is the faster one, which is measured; or as `ctx.fuse_head` says.
-    Steps that sample read their logits; with `ctx.greedy_only` the target's and the drafter's heads
-    are fused.  Returns: heads rewritten.  Numerics: rounding (the products' sums may be ordered
-    otherwise).  Runs on ATen.
+    Applies on CUDA if the fused head is measured to be faster, or as `ctx.fuse_head` says.  Steps
+    that sample read their logits; with `ctx.greedy_only` the heads of target and drafter are both
+    fused.  Returns: heads rewritten.  Numerics: rounding (the products' sums may be ordered
+    differently).  Runs on ATen.
     """
     is_measured = ctx.fuse_head is None and ctx.config.device.type == "cuda"
     if not (is_measured or ctx.fuse_head):
         return 0
     heads = [head for linear in find_linears(gm, ctx) if (head := _find_head(linear)) is not None]
-    if is_measured:  # each weight once: a drafter's head stands in the graph K times
+    if is_measured:  # each weight once: a drafter's head is in the graph K times
         linears = {head.linear.weight: head.linear for head in heads}
         gaining = {weight for weight, linear in linears.items() if _gains(linear, ctx)}
         heads = [head for head in heads if head.linear.weight in gaining]
@@ -48,7 +48,7 @@ def fuse_head_argmax(gm: fx.GraphModule, ctx: PassContext) -> int:
 @dataclass(frozen=True, kw_only=True)
 class _Head:
     linear: Linear
-    moves: tuple[fx.Node, ...]  # what is done to the rows of logits
+    moves: tuple[fx.Node, ...]  # operations on the rows of logits
     argmax: fx.Node
     gathers: tuple[fx.Node, ...]  # of the best logit
 
@@ -83,7 +83,7 @@ def is_faster(weight_VD: Tensor, bias_V: Tensor | None, *, rows: Sequence[int]) 
 
 
 def _find_head(linear: Linear) -> _Head | None:
-    """The product with its readers; None where they want more than its best."""
+    """The product with its readers; None if they need more than its best token."""
     logits, moves = linear.node, []
     while not any(user.target is _aten.argmax.default for user in logits.users):
         if len(logits.users) != 1:
@@ -100,7 +100,7 @@ def _find_head(linear: Linear) -> _Head | None:
 
 
 def _keeps_rows(node: fx.Node, num_outputs: int) -> bool:
-    """Whether each row of logits stays a row, in the same order, under `node`."""
+    """Whether `node` keeps each row of logits a row, in the same order."""
     value, source = node.meta.get("val"), node.all_input_nodes[0].meta.get("val")
     if not isinstance(value, torch.Tensor) or not isinstance(source, torch.Tensor):
         return False
@@ -169,7 +169,7 @@ def _fuse(gm: fx.GraphModule, head: _Head) -> None:
 
 
 def _moved(graph: fx.Graph, node: fx.Node, part: fx.Node) -> fx.Node:
-    """What `node` does to rows of logits, done to one number a row."""
+    """Apply `node`, an operation on rows of logits, to one number per row."""
     arguments: tuple[Any, ...] = node.args[1:]
     is_index = not part.meta["val"].is_floating_point()
     if node.target is _aten._to_copy.default and is_index:

@@ -24,7 +24,7 @@ Example = tuple[tuple[int | None, ...], torch.dtype]  # shape (None where symbol
 
 
 def find_role(gm: fx.GraphModule, role: str) -> fx.Node:
-    """The node that plays `role`; raises PassError when no earlier pass named one."""
+    """The node with the role.  Raises: PassError if no earlier pass named one."""
     for node in gm.graph.nodes:
         if node.meta.get("role") == role:
             return node
@@ -43,14 +43,12 @@ def output_node(gm: fx.GraphModule) -> fx.Node:
 
 
 def after_placeholders(gm: fx.GraphModule) -> fx.Node:
-    """The first node that is not a placeholder: new code that feeds the whole graph goes before
-    it.
-    """
+    """The first node that is not a placeholder; code that feeds the whole graph goes before it."""
     return next(node for node in gm.graph.nodes if node.op != "placeholder")
 
 
 def set_outputs(gm: fx.GraphModule, outputs: Mapping[str, fx.Node]) -> None:
-    """Make these the graph's outputs, in this order, known by these names."""
+    """Make these the graph's outputs, with these names, in this order."""
     node = output_node(gm)
     node.args = (tuple(outputs.values()),)
     node.meta["names"] = tuple(outputs)
@@ -156,7 +154,7 @@ def _bind_inputs(
     arguments: Mapping[str, fx.Node],
     anchor: fx.Node,
 ) -> dict[fx.Node, Any]:
-    """What stands in `gm` for each placeholder of a fragment; new nodes go before `anchor`."""
+    """The node in `gm` for each placeholder of a fragment; new nodes go before `anchor`."""
     env: dict[fx.Node, Any] = {}
     symbols: list[fx.Node] = []
     placeholders = fragment.graph_module.graph.find_nodes(op="placeholder")
@@ -174,7 +172,7 @@ def _bind_inputs(
 
 
 def _meta_of_copy(node: fx.Node, fragment: str, ordinal: int) -> dict[str, Any]:
-    """A node's metadata without its fake tensor, of which shape and dtype are kept."""
+    """A node's metadata, with its fake tensor replaced by shape and dtype."""
     meta = {key: value for key, value in node.meta.items() if key not in ("example_value", "val")}
     meta["custom"] = {**node.meta["custom"], "fragment": fragment, "copy": ordinal}
     example = node.meta.get("example_value")
@@ -185,7 +183,7 @@ def _meta_of_copy(node: fx.Node, fragment: str, ordinal: int) -> dict[str, Any]:
 
 
 def _num_copies(graph: fx.Graph, fragment: str) -> int:
-    """How often a fragment is in the graph."""
+    """The number of copies of a fragment in the graph."""
     made = (node.meta.get("custom") or {} for node in graph.nodes)
     return 1 + max((c.get("copy", 0) for c in made if c.get("fragment") == fragment), default=-1)
 
@@ -209,7 +207,7 @@ def add_weight(gm: fx.GraphModule, ctx: PassContext, name: str, tensor: Tensor) 
 def _bind_weight(
     gm: fx.GraphModule, ctx: PassContext, name: str, tensor: Tensor, anchor: fx.Node
 ) -> fx.Node:
-    """The input of a weight; of a quantized one an input a part, and the node that rebuilds it."""
+    """The input of a weight; a quantized one has an input per part, and a node rebuilds it."""
     if not is_quantized(tensor):
         return add_weight(gm, ctx, name, tensor)
     key, parts = take_apart(tensor)
@@ -238,7 +236,7 @@ def _bind_symbol(
 def _copy_attribute(
     gm: fx.GraphModule, source: fx.GraphModule, target: str, prefix: str
 ) -> fx.Node:
-    """Tensor constants travel with the graph under a name of their own."""
+    """Copy a fragment's tensor constants into the graph under unique names."""
     value: Any = source
     for part in target.split("."):
         value = getattr(value, part)

@@ -19,8 +19,8 @@ from compilespec.passes.sizes import (
 )
 from compilespec.program import NUM_KEPT
 
-# What the host promises about batch inputs, and what state rows hold between steps.  The claims of
-# `claims.py` include that every step leaves its state so; a test holds the host to the rest.
+# What the host guarantees about batch inputs, and the ranges of state rows between steps.  Claims
+# in `claims.py` check that every step keeps the latter; a test checks the host's guarantees.
 CONTRACT: dict[str, Range] = {
     "row_B": integers(-1, MAX_BATCH - 1),
     "row_T": integers(-1, MAX_BATCH - 1),

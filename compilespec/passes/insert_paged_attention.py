@@ -1,4 +1,4 @@
-"""Attention markers become reads and writes of the block-paged KV cache."""
+"""Turns attention markers into reads and writes of the block-paged KV cache."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ def page_markers(
     """Rewrite `markers`, one per layer in order, onto the caches of `owner`.
 
     Args:
-        metadata: slot, row, position and block table nodes of the tokens these markers attend for;
-        with slots of -1 they write nothing.
-        layers: whose cache each marker has; None: 0, 1, ...
-        block_size: of a KV group of their own; None: the program's blocks.
+        metadata: slot, row, position and block table nodes of these markers' tokens; tokens with
+            slot -1 write nothing.
+        layers: the layer whose cache each marker uses; None: 0, 1, ...
+        block_size: block size of the markers' own KV group; None: the program's.
     """
     config = ctx.config
     shape_of_blocks, shared = (config.num_blocks, config.block_size), metadata
@@ -67,7 +67,7 @@ def page_markers(
             )
             if ctx.buffers.get(buffer.name, buffer) != buffer:
                 raise PassError(
-                    f"{buffer.name} is {list(ctx.buffers[buffer.name].shape)}, a marker wants "
+                    f"{buffer.name} is {list(ctx.buffers[buffer.name].shape)}, a marker needs "
                     f"{list(buffer.shape)}; a drafter on the target's cache must have its sizes"
                 )
             caches.append(add_buffer(gm, ctx, buffer))

@@ -1,9 +1,9 @@
-"""KV groups: drafter layers whose cache has blocks of another size, and windows that keep a ring.
+"""KV groups: drafter layers whose cache has its own block size, or a ring for a window.
 
-The blocks of such a group are shared out among the state rows once and for all, so its block table
-is a constant of the program and costs the host nothing.  A layer with a window keeps only as many
-blocks a row as its window and the tokens of one call need, used in turn; a layer without one keeps
-`max_seq_len` tokens a row.
+The blocks of such a group are assigned to the state rows when the program is built, so its block
+table is a constant that costs the host nothing.  A layer with a window keeps only as many blocks
+per row as its window and the tokens of one call need, used in turn; a layer without one keeps
+`max_seq_len` tokens per row.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class KVGroup:
     window: int
 
     def blocks_per_row(self, config: ProgramConfig) -> int:
-        """Blocks that a state row has: all of its positions, or a ring over its window.
+        """Blocks of a state row: for all of its positions, or a ring for its window.
 
         A call writes all its keys before it reads any: at most `max_prefill_tokens` of a request,
         or 2K+1.
@@ -55,7 +55,7 @@ class KVGroup:
 def group_metadata(
     gm: fx.GraphModule, ctx: PassContext, group: KVGroup, metadata: Metadata, *, before: fx.Node
 ) -> Metadata:
-    """The same tokens' metadata in the cache of `group`: its slots and its block table."""
+    """Metadata of the same tokens in the cache of `group`, with its slots and its block table."""
     _, row, position, _ = metadata
     name = f"kv_group.{group.block_size}.{group.window}.block_table"
     known = ctx.weights.get(name)
@@ -65,7 +65,7 @@ def group_metadata(
 
 
 def group_slots(row: Any, position: Any, table_RM: Any, *, block_size: int) -> Any:
-    """Flat cache index of each token, -1 where its row is."""
+    """Flat cache index of each token, -1 if its row is -1."""
     block = table_RM[row.clamp(min=0).long(), (position // block_size).long()]
     slot = block * block_size + position % block_size
     return torch.where(row >= 0, slot, -1).to(torch.int32)

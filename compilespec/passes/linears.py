@@ -1,4 +1,4 @@
-"""Matrix products of a weight, as they look on ATen: what merging and prepacking match."""
+"""Finds matrix products with a weight on ATen, for merging and prepacking."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class QuantizedLinear:
 
     @property
     def bits(self) -> int:
-        """Of a stored weight."""
+        """dtype of the stored weight."""
         return int(self.extra[0]) if self.extra else 8
 
 
@@ -105,7 +105,7 @@ def _is_weight(node: fx.Node, ctx: PassContext) -> bool:
 
 
 def copy_origin(source: fx.Node, target: fx.Node) -> None:
-    """Module path and source line of `source` for a node that replaces it; its maker stays open."""
+    """Module path and source line of `source` for a node that replaces it, without its author."""
     for key in ("stack_trace", "nn_module_stack"):
         if key in source.meta:
             target.meta[key] = source.meta[key]

@@ -1,4 +1,4 @@
-"""A logits processor that is traced into the step: what it may read, its capture, its check."""
+"""A logits processor that is traced into the step: its inputs, its capture and its check."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ PROCESSOR_INPUTS = ("logits_BSV", "position_BS", "ids_BS", "context_BL", "prompt
 class LogitsProcessor(nn.Module):
     """A function or module that changes the target's logits, for all requests of an engine.
 
-    The names of its parameters say what it reads, of:
+    The names of its parameters say which of these it reads:
 
     logits_BSV    the target's logits, in the program's dtype; S is K + 1, in prefill 1
-    position_BS   int32, how many tokens stand before the one that a row chooses
+    position_BS   int32, the number of tokens before the one that a row chooses
     ids_BS        int32, the last of them
-    context_BL    int32 [B, max_seq_len], all of them by place: row (b, s) follows
+    context_BL    int32 [B, max_seq_len], all of them by position: row (b, s) follows
                   context_BL[b, :position_BS[b, s]], earlier drafts included; the rest is stale
     prompt_len_B  int32, how many of them are the prompt
 
-    It returns floating logits [B, S, V].  It must act on each row by itself (that is checked) and
-    keep no state: which rows come together depends on the traffic, and a row may come again.  It is
-    traced for any B: tensor code without branches on values.
+    It returns floating logits [B, S, V].  A row's result must not depend on the other rows (that is
+    checked), and it must keep no state: traffic decides which rows are batched together, and a row
+    may be computed again.  It is traced for any B: tensor code without branches on values.
 
     Raises: InvalidOption for parameters that it cannot be given.
     """
@@ -56,7 +56,8 @@ class LogitsProcessor(nn.Module):
     def capture(self, phase: Phase, config: ProgramConfig, vocab_size: int) -> Traced:
         """The processor at the shapes of one phase, B symbolic.
 
-        Raises: InvalidOption (another shape or dtype comes out, rows are mixed), TraceError.
+        Raises: InvalidOption (the result has another shape or dtype, or rows are mixed),
+        TraceError.
         """
         steps = config.num_verify_tokens if phase == "decode" else 1
         self._check(config, steps, vocab_size)
@@ -65,14 +66,14 @@ class LogitsProcessor(nn.Module):
 
         def call(*tensors: Tensor) -> tuple[Tensor, ...]:
             changed = self.processor(**dict(zip(self.inputs, tensors, strict=True)))
-            return (changed.view_as(changed),)  # never an argument itself
+            return (changed.view_as(changed),)  # the output must not be an argument
 
         return trace_call(self, call, arguments, name="processor", owner="processor")
 
     def _examples(
         self, batch: int, steps: int, config: ProgramConfig, vocab_size: int
     ) -> dict[str, Tensor]:
-        """A call in which every row is in the middle of a sequence of its own."""
+        """Inputs of a call in which every row is in the middle of its own sequence."""
         seeded = torch.Generator().manual_seed(0)
 
         def ids(*shape: int) -> Tensor:
@@ -92,7 +93,7 @@ class LogitsProcessor(nn.Module):
 
     @torch.no_grad()
     def _check(self, config: ProgramConfig, steps: int, vocab_size: int) -> None:
-        """Rows give the same in other company, and with other tokens after their own."""
+        """Check that a row's result does not depend on other rows or on tokens after its own."""
         if config.device.type == "meta":
             return
         whole = self._examples(3, steps, config, vocab_size)
@@ -103,21 +104,23 @@ class LogitsProcessor(nn.Module):
                 alone[name] = alone[name][:, s : s + 1].repeat_interleave(steps, 1)
             end = int(alone["position_BS"][0, 0])
             alone["context_BL"][:, end:] = (alone["context_BL"][:, end:] + 1) % vocab_size
-            came, wanted = self._call(alone)[0, s], together[b, s]
-            if not torch.allclose(came, wanted, rtol=1e-3, atol=1e-3, equal_nan=True):
+            result, wanted = self._call(alone)[0, s], together[b, s]
+            if not torch.allclose(result, wanted, rtol=1e-3, atol=1e-3, equal_nan=True):
                 raise InvalidOption(
-                    f"logits_processor={self.title} mixes rows: row ({b}, {s}) comes out another "
-                    "beside other rows, or with other tokens after its own; it must read nothing "
-                    "but its own logits and context_BL[b, :position_BS[b, s]]"
+                    f"logits_processor={self.title} mixes rows: the result of row ({b}, {s}) "
+                    "depends on other rows or on tokens after its own; it must read only its own "
+                    "logits and context_BL[b, :position_BS[b, s]]"
                 )
 
     def _call(self, inputs: Mapping[str, Tensor]) -> Tensor:
         shape = inputs["logits_BSV"].shape
-        came: Any = self(**{name: tensor.clone() for name, tensor in inputs.items()})
-        if isinstance(came, Tensor) and came.shape == shape and came.is_floating_point():
-            return came
+        result: Any = self(**{name: tensor.clone() for name, tensor in inputs.items()})
+        if isinstance(result, Tensor) and result.shape == shape and result.is_floating_point():
+            return result
         got = (
-            f"{came.dtype} {list(came.shape)}" if isinstance(came, Tensor) else type(came).__name__
+            f"{result.dtype} {list(result.shape)}"
+            if isinstance(result, Tensor)
+            else type(result).__name__
         )
         raise InvalidOption(
             f"logits_processor={self.title} must return floating logits {list(shape)}; got {got}"

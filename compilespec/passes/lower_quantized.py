@@ -1,4 +1,4 @@
-"""Products of quantized weights become operators that the CPU runs well with a few rows."""
+"""Turns products of quantized weights into operators that are fast on the CPU with few rows."""
 
 from __future__ import annotations
 
@@ -28,9 +28,10 @@ class Product(NamedTuple):
 def lower_quantized(gm: fx.GraphModule, ctx: PassContext) -> int:
     """linear(x, rebuild(parts)) -> compilespec::quantized_linear or dynamic_int8_linear.  CPU only.
 
-    Symmetric int8, int4 and float8 weights, and int8 with rows quantized on the way; other kinds
-    keep their own code.  Returns: products rewritten.  Numerics: rounding (sums are float32 and
-    rounded once, whatever torchao does).  Torch IR, where a weight's kind can still be seen.
+    Handles symmetric int8, int4 and float8 weights, and int8 with dynamically quantized rows; other
+    kinds keep their own code.  Returns: products rewritten.  Numerics: rounding (sums are float32
+    and rounded once, unlike torchao's).  Runs on torch IR, in which a weight's kind is still
+    visible.
     """
     if not ctx.prepack or ctx.config.dtype not in _FLOATS:
         return 0
@@ -71,7 +72,7 @@ def _product_of(weight: fx.Node, ctx: PassContext) -> Product | None:
 
 
 def _int8(kind: Kind, parts: dict[str, Tensor]) -> Product | None:
-    """torchao's Int8Tensor: a scale a row, or a group of a row."""
+    """torchao's Int8Tensor: one scale per row, or per group of a row."""
     if not set(parts) <= {"qdata", "scale", "zero_point"} or not _has_groups(kind, parts):
         return None
     dynamic = kind.metadata.get("act_quant_kwargs")
@@ -87,7 +88,7 @@ def _int8(kind: Kind, parts: dict[str, Tensor]) -> Product | None:
 
 
 def _float8(kind: Kind, parts: dict[str, Tensor]) -> Product | None:
-    """torchao's Float8Tensor, weight only: a scale a row."""
+    """torchao's Float8Tensor, weight only: one scale per row."""
     if (
         set(parts) != {"qdata", "scale"}
         or kind.metadata.get("act_quant_kwargs") is not None

@@ -1,4 +1,4 @@
-"""Projections of the same activation become one product: q, k and v; gate and up."""
+"""Merges projections of the same activation into one product: q, k and v; gate and up."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def _merge_quantized(gm: fx.GraphModule, ctx: PassContext) -> int:
         bias = _merged_input(gm, ctx, biases) if biases else None
         with gm.graph.inserting_before(first.node):
             op: Any = first.node.target
-            x = first.node.args[0]  # an earlier merge may have replaced what it was
+            x = first.node.args[0]  # an earlier merge may have replaced it
             product = gm.graph.call_function(op, (x, weight, scale, bias, *first.extra))
         _split(gm, product, parts)
         merged += 1
@@ -92,7 +92,7 @@ def _merge_quantized(gm: fx.GraphModule, ctx: PassContext) -> int:
 
 
 def _split(gm: fx.GraphModule, product: fx.Node, parts: Sequence[Linear | QuantizedLinear]) -> None:
-    """The columns of the merged product in the place of its parts."""
+    """Replace the parts by columns of the merged product."""
     first, sizes = parts[0].node, [part.num_outputs for part in parts]
     with gm.graph.inserting_before(first):
         split = gm.graph.call_function(_aten.split_with_sizes.default, (product, sizes, -1))

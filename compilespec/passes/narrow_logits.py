@@ -1,6 +1,4 @@
-"""The head runs only on the rows whose logits are used: each request's last prompt token in
-prefill.
-"""
+"""Runs the head of a prefill only on the rows whose logits are used: the last of each prompt."""
 
 from __future__ import annotations
 
@@ -16,9 +14,9 @@ def narrow_logits(gm: fx.GraphModule, ctx: PassContext) -> int:
     """Gather rows `last_R` before the head's product: [1, T, V] becomes [1, R, V].  Numerics:
     rounding.  Torch IR.
 
-    Where the model does more to its logits than element-wise operations, the rows are gathered
-    after them: the same values, at the cost of a product over all rows.  Role made, where prompts
-    may ask for log-probabilities: `head_input`, [1, T, D], before the gather.
+    If the model applies more than element-wise operations to its logits, the rows are gathered
+    after them: the same values, at the cost of a product over all rows.  Role made if prompts may
+    ask for log-probabilities: `head_input`, [1, T, D], before the gather.
     """
     logits = find_role(gm, "logits")
     head = find_head(logits)

@@ -1,4 +1,4 @@
-"""Rows that nothing reads are not computed."""
+"""Skips the computation of rows that nothing reads."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from compilespec.tracing import structure as analysis
 from compilespec.tracing.structure import EMBEDDING, LINEAR, argument
 
 Shape = tuple[int | None, ...]
-Reads = list[fx.Node]  # the inputs of which a node reads, for a row, the same row
+Reads = list[fx.Node]  # the inputs of which each row of a node reads the same row
 ROW = 1  # the dimension of rows: [B, S, ..] or, packed, [1, T, ..]
 
 
 def narrow_rows(gm: fx.GraphModule, ctx: PassContext) -> int:
-    """Move each choice of rows (`take_rows`) up through what computes every row by itself, to
-    where rows meet: behind the attention of the last layer, where a drafter's or, in prefill, the
-    target's rows go on to the head alone.
+    """Move each choice of rows (`take_rows`) up through rowwise operations to where rows are mixed:
+    to just after the last layer's attention, if only the head reads the rows of the drafter or, in
+    prefill, of the target.
 
-    Returns: products that have fewer rows now.  Numerics: rounding.  Torch IR.
+    Returns: products that now have fewer rows.  Numerics: rounding.  Torch IR.
     """
     choices: dict[Rows, list[fx.Node]] = {}
     for node in gm.graph.nodes:
@@ -39,7 +39,7 @@ def narrow_rows(gm: fx.GraphModule, ctx: PassContext) -> int:
 
 
 class _Narrowing:
-    """One choice of rows, and the nodes that take them: `exits`."""
+    """One choice of rows, and the nodes that take them (`exits`)."""
 
     def __init__(
         self, gm: fx.GraphModule, ctx: PassContext, rows: Rows, exits: list[fx.Node]
@@ -48,7 +48,7 @@ class _Narrowing:
         self.written = {root for _, root in writes(gm.graph)}
 
     def run(self) -> int:
-        """Compute what only the exits read for the chosen rows; 0 where that has no product."""
+        """Compute nodes that only the exits read for the chosen rows; returns their products."""
         region = self._find_region()
         products = sum(node.target in LINEAR for node in region)
         if not products:
@@ -85,9 +85,7 @@ class _Narrowing:
             node.args = (node.args[0], tuple(sizes))
 
     def _find_region(self) -> dict[fx.Node, Reads]:
-        """What only the exits read, directly or through one another, and computes each row by
-        itself; last node first.
-        """
+        """The rowwise nodes that only the exits and each other read, last node first."""
         exits, wanted = set(self.exits), {_source(node) for node in self.exits}
         region: dict[fx.Node, Reads] = {}
         for node in reversed(self.gm.graph.nodes):
@@ -99,7 +97,7 @@ class _Narrowing:
         return region
 
     def _reads(self, node: fx.Node) -> Reads | None:
-        """The rule of the node's operation; None where it has none or does not allow it."""
+        """The rule of the node's operation; None if it has none or the rule does not apply."""
         rule = _RULES.get(node.target) if node.op in ("call_function", "call_method") else None
         shape = self._shape(node)
         if rule is None or "role" in node.meta or (shape is not None and shape[ROW] == 1):
@@ -108,11 +106,11 @@ class _Narrowing:
         return None if reads is None or not all(map(self._has_rows, reads)) else reads
 
     def _has_rows(self, source: fx.Node) -> bool:
-        """Whether the rows can be taken of `source`, later, too: not where it is written in
-        place, nor, with an index a request, where requests share it.
+        """Whether the rows can also be taken of `source`, later: not if it is written in place, nor
+        if the index has one entry per request and requests share `source`.
         """
         shape = self._shape(source)
-        if shape is None:  # parts of a tensor: it is them that are taken
+        if shape is None:  # a tuple of parts of a tensor: the rows are taken of the parts
             return source.target in _PARTS
         is_batch = self.rows.is_packed or self.rows.index is None or shape[0] is None
         return is_batch and len(shape) > ROW and storage_root(source) not in self.written
@@ -140,14 +138,14 @@ def _source(taken: fx.Node) -> fx.Node:
     return source
 
 
-# --- how operations read rows: one rule each, given the node and what knows shapes ---
+# --- how operations read rows: one rule each ---
 
 ShapeOf = Callable[[fx.Node], Shape | None]
 Rule = Callable[[fx.Node, ShapeOf], Reads | None]
 
 
 def _elementwise(node: fx.Node, shape_of: ShapeOf) -> Reads | None:
-    """Of every operand that has rows; others are the same for all."""
+    """Elementwise operations read the same row of every operand that has rows."""
     shape, reads = shape_of(node), []
     for source in node.all_input_nodes:
         other = shape_of(source)
@@ -162,14 +160,14 @@ def _elementwise(node: fx.Node, shape_of: ShapeOf) -> Reads | None:
 
 
 def _first(node: fx.Node, shape_of: ShapeOf) -> Reads | None:
-    """Of the first operand, in all dimensions but the last."""
+    """Products read the row of their first operand."""
     source, shape = node.args[0], shape_of(node)
     is_inner = shape is not None and len(shape) > ROW + 1
     return [source] if is_inner and isinstance(source, fx.Node) else None
 
 
 def _over_last(node: fx.Node, shape_of: ShapeOf) -> Reads | None:
-    """A softmax, or a reduction that keeps the dimension."""
+    """A softmax or reduction over the last dimension reads the row of its first operand."""
     shape, over = shape_of(node), argument(node, 1, "dim")
     over = over if isinstance(over, (list, tuple)) else (over,)
     keeps = node.target not in _REDUCTIONS or argument(node, 2, "keepdim")
@@ -185,7 +183,7 @@ def _normalisation(node: fx.Node, shape_of: ShapeOf) -> Reads | None:
 
 
 def _reshape(node: fx.Node, shape_of: ShapeOf) -> Reads | None:
-    """Where requests and rows stay what they are."""
+    """Reshapes that keep the request and row dimensions."""
     (source, before), after = _first_shape(node, shape_of), shape_of(node)
     if before is None or after is None or len(_sizes(node)) != len(after):
         return None
@@ -199,7 +197,7 @@ def _sizes(node: fx.Node) -> tuple[Any, ...]:
 
 
 def _parts(node: fx.Node, shape_of: ShapeOf) -> Reads | None:
-    """Of what is cut along another dimension."""
+    """Splits along another dimension."""
     source, shape = _first_shape(node, shape_of)
     return [source] if shape is not None and _is_along_other(node, 2, len(shape)) else None
 
@@ -217,7 +215,7 @@ def _is_along_other(node: fx.Node, place: int, rank: int) -> bool:
 
 
 def _item(node: fx.Node, shape_of: ShapeOf) -> Reads | None:
-    """A part, or slices that leave requests and rows alone."""
+    """A part, or slices that keep all requests and rows."""
     index: Any = node.args[1]
     source, shape = _first_shape(node, shape_of)
     if isinstance(index, int):
@@ -236,7 +234,7 @@ def _item(node: fx.Node, shape_of: ShapeOf) -> Reads | None:
 
 
 def _alias(node: fx.Node, shape_of: ShapeOf) -> Reads | None:
-    """`x.view_as(x)`, with which captures keep their outputs apart."""
+    """`x.view_as(x)`, which captures use to keep their outputs distinct."""
     return _elementwise(node, shape_of) if node.args[0] is node.args[1] else None
 
 

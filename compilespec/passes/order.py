@@ -26,7 +26,7 @@ from compilespec.passes.splice_acceptance import splice_acceptance
 from compilespec.passes.splice_draft_loop import num_drafter_passes, splice_draft_loop
 from compilespec.passes.tap_hidden_states import tap_hidden_states
 
-# Torch IR, as Dynamo gives it: only splicing happens here, never dead-code elimination.
+# Torch IR, as captured by Dynamo: these passes only splice, and never eliminate dead code.
 SPLICE_PASSES = (
     Pass(
         run=check_markers,

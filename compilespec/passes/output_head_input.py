@@ -1,4 +1,4 @@
-"""For log-probabilities of prompts: what enters the head leaves the prefill step, for all rows."""
+"""Outputs the head's input of all rows of a prefill, for log-probabilities of prompts."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from compilespec.tracing.structure import find_head
 
 
 def output_head_input(gm: fx.GraphModule, ctx: PassContext) -> int:
-    """One more output, `head_input_1TD`, of the role that `narrow_logits` made before it gathered
-    the rows that give tokens.  Numerics: exact.  Torch IR.
+    """Add the output `head_input_1TD`, the role that `narrow_logits` made before its gather.
+    Numerics: exact.  Torch IR.
     """
     set_outputs(gm, {**get_outputs(gm), "head_input_1TD": find_role(gm, "head_input")})
     return 1
 
 
 class HeadFunction:
-    """The target's own head, on rows [N, D] of what enters it: logits [N, V], operator by operator.
+    """The target's own head, run eagerly on rows of its input, [N, D]: logits [N, V].
 
-    Raises: NotSupported where the target makes its logits of more than a product and element-wise
-        operations.
+    Raises: NotSupported if the target's logits are not a product followed by element-wise
+    operations.
     """
 
     def __init__(self, target: Traced) -> None:
@@ -74,5 +74,5 @@ def _leads(node: fx.Node, end: fx.Node) -> bool:
 def _unsupported() -> NotSupported:
     return NotSupported(
         "prompt_logprobs=True needs logits that are a product with the head and element-wise "
-        "operations on it; this target does more: leave it out"
+        "operations on it; this target does more; leave it out"
     )

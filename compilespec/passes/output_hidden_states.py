@@ -1,4 +1,4 @@
-"""The tapped hidden states leave the step, for a reader on the host."""
+"""Outputs the tapped hidden states, for a reader on the host."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from compilespec.passes.graph import emit, find_role, get_outputs, output_node, 
 
 
 def output_hidden_states(gm: fx.GraphModule, ctx: PassContext) -> int:
-    """One more output, the taps side by side in order: `hidden_BSE` of the step's tokens, in
-    prefill `hidden_1TE` of the packed ones.  Numerics: exact.  Torch IR.
+    """Add an output, the taps concatenated in order: `hidden_BSE` of the step's tokens, in prefill
+    `hidden_1TE` of the packed ones.  Numerics: exact.  Torch IR.
     """
 
     def side_by_side(*parts: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Products of weights use the layout that is fastest for few rows."""
+"""Prepacks the weights of products into the layout that is fastest for few rows."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def prepack_linears(gm: fx.GraphModule, ctx: PassContext) -> int:
     """mm(x, t(w)) -> compilespec::packed_linear(x, packed(w)), and the same for quantized weights.
     CPU only.  Returns: products rewritten.
 
-    The operator sums in one order whatever the number of rows, so that a verify step and a plain
-    step of the same token agree bit for bit.  Numerics: rounding.  Runs on ATen.
+    The operator's order of summation does not depend on the number of rows, so that a verify step
+    and a plain step of the same token agree bit for bit.  Numerics: rounding.  Runs on ATen.
     """
     if not ctx.prepack:
         return 0

@@ -1,4 +1,4 @@
-"""What changes logits before sampling: a processor traced into the step, processors on the host."""
+"""Changes logits before sampling: a processor traced into the step, and processors on the host."""
 
 from __future__ import annotations
 
@@ -18,15 +18,16 @@ from compilespec.tracing.capture import output_widths
 
 
 def num_processors(ctx: PassContext) -> int | None:
-    """How many there are to splice; None where there is none."""
+    """The number of processors to splice; None if there is none."""
     return (ctx.logits_processor is not None) + ctx.host_processors or None
 
 
 def process_logits(gm: fx.GraphModule, ctx: PassContext) -> int:
-    """The logits that acceptance reads become what the engine's processor, then those of single
-    requests on the host, make of them.
+    """Replace the logits that acceptance reads by the output of the engine's processor, then of the
+    processors of single requests on the host.
 
-    Roles made: `logits` moves to the result, `raw_logits` is what it was, for log-probabilities.
+    Roles made: `logits` moves to the result; `raw_logits` marks the original, for
+    log-probabilities.
     Numerics: rounding.  Torch IR.
     """
     raw, end = find_role(gm, "logits"), output_node(gm)
@@ -100,9 +101,7 @@ def _context(gm: fx.GraphModule, ctx: PassContext) -> Any:
 def write_and_read(
     context_RL: Any, ids: Any, position: Any, row: Any, index_B: Any, *, spare_row: int
 ) -> Any:
-    """The rows of a call's requests, [B, L], with its tokens at their positions; -1, which no row
-    has before its tokens, reads as 0.
-    """
+    """The rows of a call's requests, [B, L], with its tokens at their positions; -1 reads as 0."""
     row = torch.where(row >= 0, row, spare_row).long()
     context_RL.index_put_((row, position.long()), ids)
     return context_RL[index_B].clamp(min=0)

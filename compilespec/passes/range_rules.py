@@ -1,4 +1,4 @@
-"""What each ATen operator makes of the ranges of its operands; operators not listed are unknown."""
+"""The range of each ATen operator's result, from its operands' ranges; others are unknown."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ Operand = Callable[[Any], Range | None]
 
 
 class Ranges(Protocol):
-    """What a rule may ask of the interpreter that calls it (`passes.ranges.Ranges`)."""
+    """What a rule may query of the interpreter that calls it (`passes.ranges.Ranges`)."""
 
     @property
     def sizes(self) -> Sizes:
-        """Named sizes and what is known of their order."""
+        """Named sizes and what is known about their order."""
 
     def size(self, node: fx.Node, dim: int) -> Expr:
         """A dimension of a tensor, in named sizes."""
 
     def constant(self, node: Any) -> Tensor | None:
-        """The integer tensor that a node always holds; None where it may vary."""
+        """The integer tensor that a node always holds; None if it may vary."""
 
     def same_element(self, left: Any, right: Any) -> bool:
-        """Whether two nodes hold one element at every place."""
+        """Whether two nodes hold the same element at every place."""
 
 
 Rule = Callable[[Ranges, fx.Node, Operand], Range | None]
@@ -50,7 +50,7 @@ def _add(ranges: Ranges, node: fx.Node, operand: Operand) -> Range | None:
 
 
 def _sum_with_lookup(ranges: Ranges, node: fx.Node) -> Range | None:
-    """i + table[i] of a constant table, such as draft ids mapped by d2t: every i is looked at."""
+    """i + table[i] of a constant table, such as draft ids mapped by d2t: every i is checked."""
     args: Any = node.args
     for index, value in (args[:2], args[1::-1]):
         if not isinstance(value, fx.Node) or value.target is not _aten.index.Tensor:
@@ -149,7 +149,7 @@ def _masked_fill(ranges: Ranges, node: fx.Node, operand: Operand) -> Range | Non
 
 
 def _compare(ranges: Ranges, node: fx.Node, operand: Operand) -> Range | None:
-    """Decided where the ranges leave one answer."""
+    """Decided if the ranges leave one answer."""
     left, right = operand(node.args[0]), operand(node.args[1])
     if left is None or right is None:
         return integers(0, 1)
@@ -175,7 +175,7 @@ def _or(ranges: Ranges, node: fx.Node, operand: Operand) -> Range | None:
 
 
 def _bits(node: fx.Node, operand: Operand, pick: Callable[..., Any]) -> Range | None:
-    """Of booleans; of integers nothing is known."""
+    """For booleans; nothing is known for integers."""
     parts = [operand(arg) for arg in node.args]
     if node.meta["val"].dtype != torch.bool or any(part is None for part in parts):
         return None
@@ -194,7 +194,7 @@ def _not(ranges: Ranges, node: fx.Node, operand: Operand) -> Range | None:
 
 
 def _first(ranges: Ranges, node: fx.Node, operand: Operand) -> Range | None:
-    """Some of the elements of the first argument."""
+    """The result holds some of the elements of the first argument."""
     return operand(node.args[0])
 
 
@@ -204,7 +204,7 @@ def _all_of_list(ranges: Ranges, node: fx.Node, operand: Operand) -> Range | Non
 
 
 def _with_values(ranges: Ranges, node: fx.Node, operand: Operand) -> Range | None:
-    """Some elements of the first argument replaced by those of the last."""
+    """The first argument, some of its elements replaced by those of the last."""
     return ranges.sizes.join([operand(node.args[0]), operand(node.args[-1])])
 
 
@@ -232,12 +232,12 @@ def _argmax(ranges: Ranges, node: fx.Node, operand: Operand) -> Range | None:
 
 
 def _choice(ranges: Ranges, node: fx.Node, operand: Operand) -> Range | None:
-    """An index into the logits, or what it overrides."""
+    """An index into the logits, or the overridden value."""
     return ranges.sizes.join([operand(node.args[1]), _index_along(ranges, node.args[0], -1)])
 
 
 def _draft_choice(ranges: Ranges, node: fx.Node, operand: Operand) -> Range | None:
-    """The id of an entry of the logits, or what it overrides."""
+    """The id of an entry of the logits, or the overridden value."""
     ids: Any = node.args[2]
     entry = _index_along(ranges, node.args[0], -1) if ids is None else operand(ids)
     return ranges.sizes.join([operand(node.args[1]), entry])
@@ -340,7 +340,7 @@ ELEMENTWISE: dict[Any, Rule] = {
     **dict.fromkeys(NOT, _not),
 }
 
-BOUNDING = (  # they give one of their operands, element by element
+BOUNDING = (  # each element is that of one operand
     _aten.where.self,
     _aten.masked_fill.Scalar,
     _aten.clamp.default,
@@ -359,7 +359,7 @@ _PARTS = (
     _aten.unbind.int,
     _aten.chunk.default,
 )
-_WITH_INDICES = {  # where their `dim` stands
+_WITH_INDICES = {  # the position of their `dim` argument
     _aten.topk.default: 2,
     _aten.sort.default: 1,
     _aten.sort.stable: 9,  # by name only

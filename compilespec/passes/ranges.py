@@ -1,8 +1,8 @@
-"""Which integers a node of a step graph can hold: intervals whose ends are sympy expressions.
+"""The integers that a node of a step graph can hold: intervals whose ends are sympy expressions.
 
-An abstract interpreter over ATen.  It is sound, not complete: an operator that it does not know
-gives the whole range of the node's dtype.  `where` is followed by cases: under a condition on a
-node, the branch is evaluated again with what the condition says about the same element.
+This is an abstract interpreter over ATen.  It is sound, not complete: an operator that it does not
+know gives the whole range of the node's dtype.  `where` is analysed by cases: each branch is
+evaluated again with what the condition says about the same element.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ Evaluate = Callable[[Any], Range | None]
 
 
 class Ranges:
-    """Ranges of one graph's nodes, computed when asked for.
+    """Ranges of one graph's nodes, computed on demand.
 
     Args:
-        inputs: what feeds each placeholder, by role; weights: integer ones are read for their
-        values (those on the meta device have none).
+        inputs: the input of each placeholder, by role.
+        weights: integer weights are read for their values (those on the meta device have none).
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class Ranges:
         return self._evaluate(node, own_view(node), facts)
 
     def exact(self, node: fx.Node) -> Range | None:
-        """What the node would hold in integers without end: outside its dtype where it wraps."""
+        """The node's range in unbounded integers: outside its dtype if it wraps."""
         return self._transfer(node, own_view(node), {})
 
     def size(self, node: fx.Node, dim: int) -> Expr:
@@ -90,7 +90,7 @@ class Ranges:
         return self.sizes.of(shape[dim], self._symbols)
 
     def within(self, value: Range | None, needed: Range) -> bool:
-        """Whether every value of the range certainly is in `needed`; an empty range is."""
+        """Whether every value of the range is certainly in `needed`; true of an empty range."""
         return value is not None and self.sizes.within(value, needed)
 
     def cone(self, node: fx.Node) -> list[tuple[fx.Node, View]]:
@@ -100,7 +100,7 @@ class Ranges:
         return walk(node, lambda one: one.target in ELEMENTWISE or one.target in BOUNDING)
 
     def before_bounds(self, node: fx.Node) -> list[tuple[fx.Node, View]]:
-        """The values that masks and clamps turn into the node: what it would be without them."""
+        """The node's values before masks and clamps."""
         found = walk(node, lambda one: one.target in BOUNDING)
         return [
             pair for pair in found if pair[0].target not in VIEWS and pair[0].target not in BOUNDING
@@ -141,7 +141,7 @@ class Ranges:
             return None
         result = self._transfer(value, view, facts)
         if result is None or not self.sizes.within_numbers(result, whole):
-            result = whole  # the operator is not known, or wraps
+            result = whole  # the operator is unknown, or wraps
         if (value, view) in facts:
             result = self.sizes.meet(result, facts[value, view])
         if not facts:
@@ -149,7 +149,7 @@ class Ranges:
         return result
 
     def _transfer(self, node: fx.Node, view: View, facts: Facts) -> Range | None:
-        """The range that the node's operator makes of its operands'; None: not known."""
+        """The range that follows from the operands' by the operator's rule; None if unknown."""
         if node.op == "placeholder":
             return self._input(node)
         if node.op == "get_attr":
@@ -202,7 +202,7 @@ class Ranges:
         return self.sizes.join(reached) if reached else integers(1, 0)
 
     def _assume(self, condition: Any, truth: bool, view: View, facts: Facts) -> Facts | None:
-        """`facts` and that the condition is `truth`; None when it cannot be."""
+        """`facts`, and that the condition is `truth`; None if it cannot be."""
         while isinstance(condition, fx.Node) and condition.target in VIEWS:
             condition, view = VIEWS[condition.target](condition, view)
         decided = self._evaluate(condition, view, facts)
@@ -254,7 +254,7 @@ class Ranges:
 
 
 def _integers_written(graph: fx.Graph) -> set[fx.Node]:
-    """Storages that an in-place operator writes integers to."""
+    """Storages to which an in-place operator writes integers."""
     roots = set()
     for node in graph.nodes:
         if node.op == "call_function":
@@ -281,7 +281,7 @@ def integer_range(tensor: Any) -> Range | None:
 
 
 def _half_line(relation: str, bound: Range) -> Range:
-    """Integers that stand in `relation` to some value of `bound`."""
+    """Integers that are in `relation` to some value of `bound`."""
     low, high = {
         "lt": (-sympy.oo, bound.high - 1),
         "le": (-sympy.oo, bound.high),

@@ -1,4 +1,4 @@
-"""Positions, slots and ids of a step come from the state buffers, not from the caller."""
+"""Reads the positions, slots and ids of a step from the state buffers, not from the caller."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def read_decode_state(
 
 
 def first_columns(rows: Any, wanted: int, there: int) -> Any:
-    """The first `wanted` of the columns that are there: a step of a smaller K reads fewer."""
+    """The first `wanted` columns: a step of a smaller K reads fewer."""
     return rows if wanted == there else rows[:, :wanted]
 
 
@@ -182,8 +182,8 @@ def place(
     max_seq_len: int,
     block_size: int,
 ) -> tuple[Any, Any, Any]:
-    """Attention metadata of tokens that want a position: (position, row, slot), redirected where
-    they may not be.
+    """Attention metadata (position, row, slot) of tokens at the `wanted` positions, redirected if
+    those are out of range.
 
     Args:
         wanted: int32 positions, [B, S]; row: state rows, int32, -1 = padded; index: the same with

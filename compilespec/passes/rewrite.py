@@ -1,4 +1,4 @@
-"""From captured graphs to one step graph a phase: start, splice, retrace to ATen, rewrite."""
+"""Turns captured graphs into one step graph per phase: start, splice, retrace to ATen, rewrite."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ EXAMPLE_SIZES = {"B": 7, "R": 7, "T": 13}
 def rewrite_phase(
     ctx: PassContext, *, keep_graphs: bool = False, disabled: frozenset[str] = frozenset()
 ) -> PhaseGraph:
-    """Splice one phase's step; the rest of the rewriting waits until its ATen graph is needed.
+    """Splice one phase's step; rewriting it on ATen is deferred until that graph is needed.
     Raises: PassError.
     """
     gm = start_step(ctx)
@@ -42,8 +42,8 @@ def rewrite_phase(
 
 
 def rewrite_replay(ctx: PassContext, *, disabled: frozenset[str] = frozenset()) -> PhaseGraph:
-    """The graph that brings a drafter up to date after steps of K = 0: its loop over the inputs
-    that those steps kept, and the drafts of the next step.  Inputs `row_B`, `backlog_B`.
+    """The graph that brings a drafter up to date after steps of K = 0: its loop runs over the
+    inputs that those steps kept, and drafts for the next step.  Inputs: `row_B`, `backlog_B`.
     """
     gm = fx.GraphModule(torch.nn.Module(), fx.Graph())
     gm.graph.output(())
@@ -123,8 +123,8 @@ def to_aten(
     """The one retrace: ATen, one fake mode, one symbol for every batch dimension, metadata
     everywhere.
 
-    Raises: PassError when tracing needed a guard on a symbol: the graph would be wrong for some
-    batch size.
+    Raises: PassError if tracing needed a guard on a symbol: the graph would be wrong for some batch
+    size.
     """
     started = time.perf_counter()
     placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
@@ -163,8 +163,8 @@ def to_aten(
 
 
 def _fake_input(mode: Any, spec: InputSpec, ctx: PassContext, sizes: dict[str, Any]) -> Any:
-    """A fake of what will feed `spec`.  `sizes` keeps one symbol for each batch dimension, shared
-    by its inputs.
+    """A fake tensor for the input `spec`.  `sizes` keeps one symbol per batch dimension, which its
+    inputs share.
     """
     device = ctx.config.device
     if spec.kind == "weight":

@@ -1,4 +1,4 @@
-"""Choosing rows of a step's tensors, in a way that `narrow_rows` recognises."""
+"""Chooses rows of a step's tensors in a form that `narrow_rows` recognises."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from compilespec.tracing.structure import shape_of
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Rows:
-    """Which rows are read: of each request one, or of a packed call some."""
+    """Which rows are read: one of each request, or some of a packed call."""
 
-    index: fx.Node | None  # int64 [B] or, packed, [R]; None: the last of each request
+    index: fx.Node | None  # int64 [B] or, packed, [R]; None: the last row of each request
     is_packed: bool = False
 
 

@@ -1,6 +1,4 @@
-"""Runs a list of passes over one graph: checks, times and records each.  It knows no pass by
-name.
-"""
+"""Runs a list of passes over one graph: checks, times and records each."""
 
 from __future__ import annotations
 
@@ -38,10 +36,12 @@ class Pass:
     numerics: Literal["exact", "rounding"] = "exact"
     matches: Callable[[PassContext], int | None] | None = None
     at_least: int | None = None
-    looks_for: str = "places"  # what the matches are, for messages
-    near: tuple[str, ...] = ()  # words in the operators that might have been meant
+    looks_for: str = "places"  # what the pass matches, for messages
+    near: tuple[str, ...] = ()  # words in the operators of near misses
     ensures: tuple[Contract, ...] = ()  # hold after this pass and after every later one
-    reference: Reference | None = None  # what the graph after must compute; None: what it did
+    reference: Reference | None = (
+        None  # defines what the rewritten graph computes; None: the same as before
+    )
 
     @property
     def name(self) -> str:
@@ -75,8 +75,8 @@ def run_passes(
 ) -> list[PassRecord]:
     """Apply `passes` in order, in place.
 
-    Raises: PassError when a pass matched another number of places than it must, left a broken
-    graph, or broke a contract of its stage.
+    Raises: PassError if a pass did not match as many places as it must, left a broken graph, or
+    broke a contract of its stage.
     """
     records: list[PassRecord] = []
     ensured = list(EVERYWHERE[level])
@@ -135,10 +135,10 @@ def check_contracts(
     *,
     infer_shapes: bool = False,
 ) -> None:
-    """What must hold after `entry`; `written` counts the writes of each buffer before it.
+    """Check what must hold after `entry`; `written` counts the writes of each buffer before it.
 
-    Shapes cost a tenth of the rewriting, so they are inferred again only where graphs are kept to
-    be looked at.
+    Inferring shapes takes a tenth of the rewriting time, so they are checked only if graphs are
+    kept for inspection.
 
     Raises: PassError.
     """
@@ -191,7 +191,7 @@ def _source_line(node: fx.Node) -> str:
 
 
 def stamp(graph: fx.Graph, name: str) -> None:
-    """Nodes without an author were made by this pass."""
+    """Record this pass as the author of nodes that have none."""
     for node in graph.nodes:
         custom = node.meta.get("custom") or {}
         if "pass" not in custom:

@@ -1,4 +1,4 @@
-"""Tokens are chosen on the device: the state rows of sampling, and the operators that read them."""
+"""Chooses tokens on the device: the state rows of sampling, and the operators that read them."""
 
 from __future__ import annotations
 
@@ -30,9 +30,8 @@ from compilespec.tracing.capture import output_widths
 def sample_target(gm: fx.GraphModule, ctx: PassContext, *, before: fx.Node) -> fx.Node:
     """The target's token at every row of `logits`: [B, S], or [R, 1] in prefill, int32.
 
-    The argmax stays a node of its own, and is what rows get that ask for nothing else; the operator
-    overrides the others.  Decode hands it the tokens that were fed, for penalties; the prompt is
-    written by the host.
+    The argmax is a separate node, which greedy rows use; the operator overrides the other rows. In
+    decode it is given the tokens that were fed, for penalties; the host writes the prompt's.
     """
     if ctx.greedy_only:
         return _greedy(gm, ctx, before=before)
@@ -42,7 +41,7 @@ def sample_target(gm: fx.GraphModule, ctx: PassContext, *, before: fx.Node) -> f
 
 
 def _greedy(gm: fx.GraphModule, ctx: PassContext, *, before: fx.Node) -> fx.Node:
-    """The argmax of `logits`, whose only reader it is."""
+    """The argmax of `logits`; nothing else reads them."""
     logits = find_role(gm, "logits")
     if ctx.phase == "decode":
         node: fx.Node = emit(gm, lambda x: x.argmax(-1).to(torch.int32), logits, before=before)
@@ -59,7 +58,7 @@ def target_probs(gm: fx.GraphModule, ctx: PassContext, *, before: fx.Node) -> fx
 
 
 def _target_rows(gm: fx.GraphModule, ctx: PassContext, *, before: fx.Node) -> tuple[Any, ...]:
-    """What the operators of the target's rows take."""
+    """The arguments of the operators on the target's rows."""
     logits, index = find_role(gm, "logits"), find_role(gm, "row_index")
     start = find_role(gm, "start")
     if ctx.phase == "decode":
@@ -75,7 +74,7 @@ def _target_rows(gm: fx.GraphModule, ctx: PassContext, *, before: fx.Node) -> tu
 
 
 def allowed_drafts(gm: fx.GraphModule, ctx: PassContext, draft: fx.Node) -> fx.Node:
-    """Which of the drafts [B, K] the requests' guides let come: bool [B, K]."""
+    """Which of the drafts [B, K] the requests' guides allow: bool [B, K]."""
     _, whole, *_ = sampling_state(gm, ctx)
     node: fx.Node = emit(
         gm, allowed_by_guides, draft, whole, _guide_masks(gm, ctx), find_role(gm, "row_index"),
@@ -96,7 +95,7 @@ def allowed_by_guides(
 
 
 def note_logprobs(gm: fx.GraphModule, ctx: PassContext, target: fx.Node) -> None:
-    """Log-probabilities of the step's tokens go to state rows, which the host reads if asked."""
+    """Write log-probabilities of the step's tokens into state rows, for the host."""
     if ctx.greedy_only:
         return
     before = output_node(gm)
@@ -126,9 +125,9 @@ def draft_token(
     """The draft of each request for position base + offset, [B], int32.
 
     Args:
-        proposal: outputs of a captured "propose": the best token; the logits where the drafter
-            offers them, and their target ids where they are of another vocabulary.
-        number: which draft of the step it is, 1..K; `offset` where it is None.
+        proposal: outputs of a captured "propose": the best token; the logits if the drafter offers
+            them, and their target ids if their vocabulary is another one.
+        number: number of the draft in the step, 1..K; None: `offset`.
     """
     token, *offered = proposal
     if ctx.greedy_only:
@@ -148,7 +147,7 @@ def draft_token(
         )
 
 
-# --- drafts with noise of their own, and the distributions that they are drawn from ---
+# --- drafts drawn with independent noise, and the distributions that they are drawn from ---
 
 
 def _own_draft(
@@ -160,8 +159,9 @@ def _own_draft(
     offset: int,
     number: int,
 ) -> fx.Node:
-    """Draft `number`, drawn from a distribution over the target's ids that is kept if the rule
-    reads it (role `draft_probs.<number>`); the token itself where the drafter offers no logits.
+    """Draft `number`, drawn from a distribution over the target's ids, or the token itself if the
+    drafter offers no logits.  The distribution is kept if the rule reads it (role
+    `draft_probs.<number>`).
     """
     if not gives_draft_probs(ctx):
         return token
@@ -188,7 +188,7 @@ def gives_draft_probs(ctx: PassContext) -> bool:
 
 
 def keep_draft_probs(gm: fx.GraphModule, ctx: PassContext) -> None:
-    """Write what the step's drafts were drawn from into state rows, for the next step's rule."""
+    """Write the distributions of the step's drafts into state rows, for the next step's rule."""
     if not (ctx.acceptance.reads_draft_probs and gives_draft_probs(ctx)):
         return
     numbers = range(1, ctx.config.num_draft_tokens + 1)
@@ -200,7 +200,7 @@ def keep_draft_probs(gm: fx.GraphModule, ctx: PassContext) -> None:
 
 
 def read_draft_probs(gm: fx.GraphModule, ctx: PassContext, draft: fx.Node) -> fx.Node:
-    """What the drafts [B, K] were drawn from: [B, K, V]; 1 at the draft where nothing is known."""
+    """The distributions of the drafts [B, K]: [B, K, V]; 1 at a draft whose own is unknown."""
     end, count = output_node(gm), ctx.config.num_draft_tokens
     if gives_draft_probs(ctx):
         node: fx.Node = emit(
@@ -220,7 +220,7 @@ def _draft_prob_rows(gm: fx.GraphModule, ctx: PassContext) -> fx.Node:
 
 
 def wide_dtype(ctx: PassContext) -> torch.dtype:
-    """What probabilities are computed in."""
+    """The dtype in which probabilities are computed."""
     return torch.promote_types(ctx.config.dtype, torch.float32)
 
 
@@ -228,9 +228,9 @@ def draft_probs(
     token_B: Any, sampling_RF: Any, index_B: Any, *offered: Any, vocab_size: int, num_missing: int,
     dtype: torch.dtype,
 ) -> Any:  # fmt: skip
-    """Softmax of the drafter's logits at the request's temperature, over the target's ids [B, V];
-    1 at the token where the request is greedy, or no logits are offered.  `num_missing`: how many
-    ids fewer the drafter has, where it has no ids of its own.
+    """Softmax of the drafter's logits at the request's temperature, over the target's ids [B, V]; 1
+    at the token if the request is greedy or there are no logits.  `num_missing`: ids that the
+    drafter's head lacks if it has no vocabulary of its own.
     """
     greedy_BV = one_hot(token_B, vocab_size=vocab_size, dtype=dtype)
     if not offered:
@@ -252,7 +252,7 @@ def draft_probs(
 
 
 def one_hot(token: Any, *, vocab_size: int, dtype: torch.dtype) -> Any:
-    """[..., V]: 1 at the token; all 0 where it is PAD."""
+    """[..., V]: 1 at the token; all 0 if it is PAD."""
     return (token.unsqueeze(-1) == arange_like(token, vocab_size)).to(dtype)
 
 
@@ -263,7 +263,7 @@ def draft_place(base_B: Any, *, offset: int, number: int) -> tuple[Any, Any]:
 
 
 def write_draft_probs(rows_RKV: Any, index_B: Any, *probs_BV: Any, num_missing: int) -> Any:
-    """Drafts that a step of a smaller K does not make have no distribution: 0."""
+    """Append zeros for the drafts that a step of a smaller K does not make."""
     parts = [*probs_BV, *[torch.zeros_like(probs_BV[0])] * num_missing]
     return rows_RKV.index_put_((index_B,), torch.stack(parts, 1))
 
@@ -295,7 +295,7 @@ def sampling_state(gm: fx.GraphModule, ctx: PassContext) -> tuple[fx.Node, ...]:
 
 
 def _guide_masks(gm: fx.GraphModule, ctx: PassContext) -> fx.Node:
-    """Which ids a guided request may choose at each row of its window, a bit an id."""
+    """Which ids a guided request may choose at each row of its window, one bit per id."""
     (vocab_size,) = output_widths(ctx.target)
     shape = (ctx.config.num_row_tokens, -(-vocab_size // 32))
     return _buffer(gm, ctx, "mask_RSW", shape, torch.int32, by_host=True)

@@ -1,4 +1,4 @@
-"""The drafter's input: the hidden state at position t paired with the token at t + 1."""
+"""Makes the drafter's input: the hidden state at position t paired with the token at t + 1."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ def shift_hidden_states(gm: fx.GraphModule, ctx: PassContext) -> int:
     """Make the roles `draft_ids` and `aux` ([B, S] or [1, T]; [.., A*D]).  Numerics: exact.  Torch
     IR.
 
-    Decode: row j holds the hidden state of position seq_len + j, and target token j stands at
-    seq_len + j + 1: the pairing needs no movement, and `target` holds no PAD, so the rejected tail
-    is harmless.  Prefill: ids move left by one; a chunk that does not end its prompt is followed by
+    Decode: row j holds the hidden state of position seq_len + j, and target token j has position
+    seq_len + j + 1: the rows already pair up, and `target` holds no PAD, so the rejected tail is
+    harmless.  Prefill: ids move left by one; a chunk that does not end its prompt is followed by
     the true next token (E2, H-4).
     """
     before = output_node(gm)
@@ -42,8 +42,8 @@ def pairs_hidden_states(ctx: PassContext) -> bool:
 
 
 def shift_prompt(next_T: Any, target_R1: Any, owner_T: Any) -> Any:
-    """next_T: the prompt token after each token, -1 where the prompt ends and the sampled token
-    comes next.
+    """next_T: the prompt token after each token; -1 at the end of the prompt, which the sampled
+    token follows.
     """
     sampled_T = target_R1.squeeze(1)[owner_T.long()]
     return torch.where(next_T < 0, sampled_T, next_T).clamp(min=0).unsqueeze(0)

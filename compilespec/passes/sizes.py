@@ -1,4 +1,4 @@
-"""The named sizes of a program as sympy symbols, and ranges of integers between them."""
+"""The named sizes of a program as sympy symbols, and integer ranges in terms of them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def _size(name: str) -> Expr:
     return sympy.Symbol(name, integer=True, positive=True)
 
 
-B, T, R = _size("B"), _size("T"), _size("R")  # differ from call to call
+B, T, R = _size("B"), _size("T"), _size("R")  # vary between calls
 V, L = _size("V"), _size("max_seq_len")
 BLOCK_SIZE, NUM_BLOCKS, MAX_BATCH = _size("block_size"), _size("num_blocks"), _size("max_batch")
 K = sympy.Symbol("K", integer=True, nonnegative=True)
@@ -29,7 +29,7 @@ _SMALLEST_NAMED = 3  # 0, 1 and 2 are too common to be read as sizes
 
 @dataclass(frozen=True)
 class Range:
-    """All integers from `low` to `high`, both included; none where low > high."""
+    """All integers from `low` to `high`, both included; empty if low > high."""
 
     low: Expr
     high: Expr
@@ -43,12 +43,12 @@ def integers(low: Any, high: Any) -> Range:
 
 
 class Sizes:
-    """Values of the fixed sizes, limits of those that differ from call to call.
+    """Values of the fixed sizes, and limits of those that vary between calls.
 
-    Numbers of a graph are read as the size that has this value, where only one has.  That never
-    changes a value, so every comparison is right for this program.  With `for_all_sizes` no
-    comparison looks at values: what is certain then is so whatever the sizes are, provided the
-    numbers were read rightly (as where all sizes are different and uncommon).
+    A number in a graph is read as the size with that value if there is only one.  That never
+    changes a value, so every comparison is right for this program.  With `for_all_sizes`,
+    comparisons ignore the values: a certain answer then holds for any sizes, provided the numbers
+    were read correctly (which is so if all sizes are distinct and uncommon).
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class Sizes:
         }
 
     def name(self, value: int) -> Expr:
-        """The size that has this value, or the number."""
+        """The size with this value, or the number itself."""
         return self._names.get(value, sympy.Integer(value))
 
     def value(self, expr: Expr) -> Any:
@@ -113,7 +113,7 @@ class Sizes:
 
     @functools.cache  # noqa: B019
     def lowest(self, expr: Expr) -> Any:
-        """A number that `expr` never falls below: every term at the end of B, T, R that suits."""
+        """A lower bound of `expr`: each term at the limit of B, T, R that minimises it."""
         expr = sympy.expand(sympy.sympify(expr).subs(self.values))
         total: Any = sympy.Integer(0)
         for term in sympy.Add.make_args(expr):
@@ -125,11 +125,11 @@ class Sizes:
         return total
 
     def highest(self, expr: Expr) -> Any:
-        """A number that `expr` never exceeds."""
+        """An upper bound of `expr`."""
         return -self.lowest(-expr)
 
     def smallest(self, exprs: Iterable[Expr]) -> Expr:
-        """One of the expressions, or a number, that is at most all of them."""
+        """One of the expressions, or a number, that is at most each of them."""
         candidates = list(dict.fromkeys(exprs))
         for one in candidates:
             if all(self.le(one, other) for other in candidates):
@@ -139,7 +139,7 @@ class Sizes:
         return min(self.lowest(one) for one in candidates)
 
     def largest(self, exprs: Iterable[Expr]) -> Expr:
-        """One of the expressions, or a number, that is at least all of them."""
+        """One of the expressions, or a number, that is at least each of them."""
         return -self.smallest([-one for one in exprs])
 
     # --- ranges ---
@@ -148,20 +148,18 @@ class Sizes:
         return self.le(value.high + 1, value.low)
 
     def within(self, value: Range, needed: Range) -> bool:
-        """Whether every integer of `value` certainly is in `needed`."""
+        """Whether every integer of `value` is certainly in `needed`."""
         return self.is_empty(value) or (
             self.le(needed.low, value.low) and self.le(value.high, needed.high)
         )
 
     def within_numbers(self, value: Range, needed: Range) -> bool:
-        """The same for the sizes of this program, whatever `for_all_sizes` says; `needed` is
-        numbers.
-        """
+        """The same for this program's sizes, ignoring `for_all_sizes`; `needed` is numeric."""
         inside = self.lowest(value.low) >= needed.low and self.highest(value.high) <= needed.high
         return bool(inside) or self.is_empty(value)
 
     def join(self, ranges: Sequence[Range | None]) -> Range | None:
-        """The smallest range that holds all of them; None where one is not known."""
+        """The smallest range that holds all of them; None if one is unknown."""
         known = [value for value in ranges if value is not None]
         if len(known) < len(ranges) or not known:
             return None
@@ -169,7 +167,7 @@ class Sizes:
         return Range(low, self.largest([value.high for value in known]))
 
     def meet(self, left: Range, right: Range) -> Range:
-        """A range that holds what is in both; the ends of `right` where two cannot be compared."""
+        """A range that holds the integers in both; of incomparable ends it takes `right`'s."""
         low = left.low if self.le(right.low, left.low) else right.low
         high = left.high if self.le(left.high, right.high) else right.high
         return Range(low, high)
@@ -177,7 +175,7 @@ class Sizes:
 
 @functools.cache
 def is_nonnegative(expr: Expr) -> bool:
-    """Whether an expression in sizes is >= 0 whatever they are (K >= 0, all others >= 1)."""
+    """Whether an expression is >= 0 for all sizes (K >= 0, all others >= 1)."""
     symbols = sorted(expr.free_symbols, key=str)
     least = {s: sympy.Dummy(str(s), integer=True, nonnegative=True) for s in symbols}
     blocks = sympy.Dummy("blocks", integer=True, nonnegative=True)

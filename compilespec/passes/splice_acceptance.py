@@ -1,4 +1,4 @@
-"""Judge the drafts inside the step: longest accepted prefix and bonus token, no host in between."""
+"""Judges the drafts inside the step, without the host: longest accepted prefix and bonus token."""
 
 from __future__ import annotations
 
@@ -59,10 +59,10 @@ def splice_acceptance(gm: fx.GraphModule, ctx: PassContext) -> int:
 
 
 def blank_spoilt(emitted_BS: Any, logits_BSV: Any) -> Any:
-    """PAD in place of all tokens of a request if one of them was judged by logits with NaN.
+    """Replace all tokens of a request by PAD if one of them was judged by logits with NaN.
 
-    The host ends such a request, which no other output shows.  argmax takes a NaN for the largest,
-    so that one element of each row tells.
+    The host ends such a request; no other output shows the NaN.  argmax treats NaN as the largest
+    value, so that one element per row suffices.
     """
     best_BS1 = logits_BSV.argmax(-1).unsqueeze(-1)
     is_nan_BS = logits_BSV.gather(-1, best_BS1).squeeze(-1).isnan()
@@ -71,14 +71,14 @@ def blank_spoilt(emitted_BS: Any, logits_BSV: Any) -> Any:
 
 
 def drafted_tokens(tokens_RS: Any, index_B: Any, *, num_tokens: int, row_tokens: int) -> Any:
-    """The last emitted token and the drafts as they are in the rows, PAD included: [B, S]."""
+    """The last emitted token and the drafts as stored in the rows, including PAD: [B, S]."""
     return first_columns(tokens_RS[index_B], num_tokens, row_tokens)
 
 
 def _withhold(gm: fx.GraphModule, ctx: PassContext, ids: fx.Node) -> fx.Node:
-    """PAD in place of the drafts that a request does not want judged: its last `withheld_R` ones.
+    """Replace the drafts that must not be judged, a request's last `withheld_R`, by PAD.
 
-    So a request has a K of its own, down to 0, in the same graph.
+    This gives each request its own K, down to 0, in the same graph.
     """
     rows = ctx.config.max_batch_size + 1
     withheld = add_buffer(
@@ -96,16 +96,16 @@ def _withhold(gm: fx.GraphModule, ctx: PassContext, ids: fx.Node) -> fx.Node:
 def withhold_drafts(
     ids_BS: Any, withheld_R: Any, index_B: Any, *, num_tokens: int, row_tokens: int
 ) -> Any:
-    """ids_BS with PAD past the columns that the request's row keeps; column 0 is the last emitted
-    token, the row holds the drafts of the largest K.
+    """ids_BS with PAD after the columns that the request keeps; column 0 is the last emitted token,
+    and the row holds the drafts of the largest K.
     """
     last_B1 = (row_tokens - 1 - withheld_R[index_B]).unsqueeze(1)
     return torch.where(arange_like(ids_BS, num_tokens) <= last_B1, ids_BS, PAD)
 
 
 def _force(gm: fx.GraphModule, ctx: PassContext, judged: Judged) -> Judged:
-    """The forced count in every live row; `target` stays, so what it holds past a wrong draft
-    follows from that draft.  Source: requirement I1.
+    """Put the forced count into every live row; `target` is unchanged, so its tokens after a wrong
+    draft follow from that draft.  Source: requirement I1.
     """
     num_tokens = ctx.config.num_verify_tokens
     emitted, count = emit(
@@ -119,7 +119,7 @@ def _force(gm: fx.GraphModule, ctx: PassContext, judged: Judged) -> Judged:
 def force_count(
     target_BS: Any, count_B: Any, live_B: Any, *, num_tokens: int, num_emitted: int
 ) -> tuple[Any, Any]:
-    """(emitted_BS, num_emitted_B) with the count forced where a row is live."""
+    """(emitted_BS, num_emitted_B) with the forced count in live rows."""
     forced_B = torch.where(live_B, num_emitted, count_B).to(torch.int32)
     step_S = arange_like(target_BS, num_tokens)
     return torch.where(step_S < forced_B.unsqueeze(1), target_BS, PAD), forced_B

@@ -1,4 +1,4 @@
-"""The drafter's passes, unrolled into the step."""
+"""Unrolls the drafter's passes into the step."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from compilespec.program import PAD
 
 
 def splice_draft_loop(gm: fx.GraphModule, ctx: PassContext) -> int:
-    """Splice the draft loop of the method's kind; it makes the role `drafts`: int32, [B, K], or as
-    many columns as the largest K of the program has, PAD after this graph's own.
+    """Splice the draft loop of the method's kind, which makes the role `drafts`: int32 [B, K],
+    padded with PAD to the largest K of the program if this graph's K is smaller.
 
     Returns: the number of drafter passes.  Numerics: exact.  Torch IR.
     """
@@ -41,7 +41,7 @@ def splice_draft_loop(gm: fx.GraphModule, ctx: PassContext) -> int:
 
 
 def num_drafter_passes(ctx: PassContext) -> int | None:
-    """How many passes the loop must splice; None without a drafter."""
+    """The number of passes that the loop must splice; None without a drafter."""
     if not ctx.has_drafter:
         return None
     return LOOPS[ctx.capabilities.kind].num_passes(ctx) if ctx.config.num_draft_tokens else 0

@@ -1,4 +1,4 @@
-"""Name the residual streams that the drafter reads, as the model's forward hooks would see them."""
+"""Names the residual streams that the drafter reads, as the model's forward hooks would."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def tap_hidden_states(gm: fx.GraphModule, ctx: PassContext) -> int:
     width = (shape_of(head.hidden) or (None,))[-1] if head is not None else None
     if head is None or width is None:
         raise PassError(
-            "tap_hidden_states: the model's output is no product with a head, so its width is "
+            "tap_hidden_states: the model's output is not a product with a head, so its width is "
             "unknown"
         )
     streams = residual_streams(gm.graph, find_role(gm, "input_ids"), width)

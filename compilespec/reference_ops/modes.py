@@ -75,7 +75,7 @@ class SpecMode(enum.IntEnum):
         return _is_native(backend) and (not is_draft_model or is_first_draft)
 
     def __getattr__(self, name: str) -> Callable[[], bool]:
-        if name.startswith("_") or name not in PREDICATES:    # the enum's own
+        if name.startswith("_") or name not in PREDICATES:  # the enum's own
             raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
         return lambda: PREDICATES[name](self)
 

@@ -47,9 +47,7 @@ def read_config(directory: str | Path) -> dict[str, Any]:
     """
     path = Path(directory) / "config.json"
     if not path.parent.is_dir():
-        raise CheckpointError(
-            f"draft checkpoint: expected a directory, got {str(directory)!r}"
-        )
+        raise CheckpointError(f"draft checkpoint: expected a directory, got {str(directory)!r}")
     return _read_json(path)
 
 

@@ -477,7 +477,7 @@ def test_what_is_wrong_is_listed(tmp_path):
     weight = made.weights.pop(made.name(1, "mlp.up_proj.weight"))
     refused(CheckpointError, r"missing: steps\.1\.block\.mlp\.up_proj\.weight")
     made.weights[made.name(1, "mlp.up_proj.weight")] = weight[:-1].clone()
-    refused(CheckpointError, r"wrong shape: .*up_proj.weight \(expected \[40, 24\], got \[39, 24\]\)")
+    refused(CheckpointError, r"wrong shape: .*up_proj.weight \(expected \[40, 24\], got \[39")
     made.weights[made.name(1, "mlp.up_proj.weight")] = weight
     made.weights[made.name(0, "mlp.extra.weight")] = weight
     refused(CheckpointError, r"unexpected: steps\.0\.block\.mlp\.extra\.weight")

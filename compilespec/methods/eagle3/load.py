@@ -73,9 +73,7 @@ def check_drafter(drafter: Drafter, target: TargetInfo) -> None:
     k = getattr(drafter, "num_draft_tokens", None)
     layers = getattr(drafter, "aux_layers", None)
     if not isinstance(k, int) or k < 1:
-        raise DraftMismatch(
-            f"{name}.num_draft_tokens: expected an integer of 1 or more, got {k!r}"
-        )
+        raise DraftMismatch(f"{name}.num_draft_tokens: expected an integer of 1 or more, got {k!r}")
     if not isinstance(layers, tuple) or not all(isinstance(i, int) for i in layers) or not layers:
         raise DraftMismatch(f"{name}.aux_layers: expected a tuple of hs indices, got {layers!r}")
     if min(layers) < 0 or max(layers) > target.num_layers:
@@ -166,9 +164,7 @@ def check_d2t(d2t: Tensor, t2d: Tensor | None, draft_vocab_size: int, vocab_size
         )
         raise CheckpointError(f"{guess}, and there is no t2d to check it with; {advice}")
     if bool((steps < 0).any()):
-        raise CheckpointError(
-            f"d2t decreases, so two draft ids may mean one target id; {advice}"
-        )
+        raise CheckpointError(f"d2t decreases, so two draft ids may mean one target id; {advice}")
 
 
 def _take_apart(module: nn.Module) -> tuple[dict[str, Any], dict[str, Tensor]]:

@@ -1,1 +1,1 @@
-"""How drafts are judged: the rules, a file each, their registry and the options that name them."""
+"""How drafts are judged: the rules, one file each, their registry, and their options."""

@@ -1,4 +1,4 @@
-"""What a rule is."""
+"""The interface of an acceptance rule."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class Judged(NamedTuple):
 class Rule:
     """Functions that emit nodes before the output; `ids` and `logits` are [B, S] and [B, S, V]."""
 
-    lossless: bool | None  # None: as the program's rule function states
+    lossless: bool | None  # None: as the program's rule function claims
     decode: Callable[[fx.GraphModule, PassContext, fx.Node, fx.Node], Judged]  # ids, logits
     prefill: Callable[[fx.GraphModule, PassContext, fx.Node], Judged]  # logits, [1, R, V]
     after: Callable[[fx.GraphModule, PassContext, Judged], None] | None = None
-    """Both phases: brings state up to date with what was emitted."""
+    """In both phases: updates the rule's state with the emitted tokens."""

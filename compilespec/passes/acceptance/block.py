@@ -1,7 +1,7 @@
-"""Block verification: the drafts of a step are judged together, which accepts more of them than one
-after the other and keeps the target's distribution as well.
+"""Block verification: judges the drafts of a step together, which is lossless and accepts more
+drafts than judging them one after the other.
 
-It is written under the contract of `compilespec.acceptance_rule`: an example of a user's own.
+It follows the contract of `compilespec.acceptance_rule`: an example for a user's own rule.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ def block_verification(
     num_drafts_B: Tensor,
     uniform_BK: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """The longest prefix i whose uniform number is at most h_i; a later prefix may be accepted
-    although an earlier one was not.
+    """Accept the longest prefix i whose uniform number is at most h_i; it may be longer than a
+    prefix that fails.
 
     w_i = min(1, w_{i-1} p(x_i) / q(x_i)), w_0 = 1; h_i = r_i / (r_i + 1 - w_i) with r_i the sum of
-    the positive part of w_i p_i - q_i over the next token, and h = w at the last draft.  Then the
-    positive part of w p - q is what the next token is drawn from.
+    the positive part of w_i p_i - q_i over the next token, and h = w at the last draft.  The next
+    token is drawn from the positive part of w p - q.
 
     Source: Sun et al. 2024, "Block Verification Accelerates Speculative Decoding", algorithm 2.
     """

@@ -21,9 +21,9 @@ RELAXED_OPTIONS = (
     "end_thinking_token_id",
 )
 
-ACCEPTANCE_OPTIONS = (*RELAXED_OPTIONS, "force_num_accepted")  # taken from the method's options
+ACCEPTANCE_OPTIONS = (*RELAXED_OPTIONS, "force_num_accepted")  # taken out of the method's options
 
-# For benchmarks of programs that cannot be changed; the second is the reference's name for it.
+# For benchmarks of programs that cannot be changed; the second is TensorRT-LLM's name for it.
 FORCE_VARIABLES = (
     "COMPILESPEC_FORCE_NUM_ACCEPTED",
     "TLLM_SPEC_DECODE_FORCE_NUM_ACCEPTED_TOKENS",
@@ -39,7 +39,7 @@ def resolve_acceptance(
 
     Args:
         force_num_accepted: None asks the environment (`FORCE_VARIABLES`), once, here.
-        relaxed: `RELAXED_OPTIONS`, None where not given.
+        relaxed: `RELAXED_OPTIONS`; None if not given.
     Raises: InvalidOption.
     """
     rule, function = _rule(acceptance)
@@ -58,7 +58,7 @@ def warn_if_lossy(acceptance: Acceptance) -> None:
 
 
 def _rule(acceptance: str | Callable[..., Any]) -> tuple[str, RuleFunction | None]:
-    """A rule's name, and its function where it is one of probabilities."""
+    """A rule's name, and its function if it is a function of probabilities."""
     if callable(acceptance):
         return "user", rule_function(acceptance)
     names = ("auto", *(name for name in RULES if name != "user"))
@@ -116,6 +116,6 @@ def _force_from_environment() -> int:
         try:
             return int(text)
         except ValueError:
-            logger.warning("%s=%r is no integer: taken as 0, nothing is forced", name, text)
+            logger.warning("%s=%r is not an integer: nothing is forced", name, text)
             return 0
     return 0

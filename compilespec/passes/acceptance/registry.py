@@ -1,7 +1,7 @@
-"""The rules that judge drafts, by name: one file and one line each.
+"""The acceptance rules by name: one file and one line each.
 
 A rule emits its nodes into the step; `splice_acceptance` names the results and does what all rules
-share.  Which rule runs is the engine's choice (`acceptance=`), not a method's.
+share.  The engine chooses the rule (`acceptance=`), not the method.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ RULES: dict[str, Rule] = {
     "block": user.RULE,
     "user": user.RULE,
 }
-# Rules under the contract of a user's.
+# Rules that are functions under the contract of `acceptance_rule`.
 FUNCTIONS = {"rejection": ratio_test, "block": block_verification}
 
 
 def is_lossless(acceptance: Acceptance) -> bool:
-    """Whether the output is the target's own, whatever is drafted."""
+    """Whether the output is distributed as the target's own, whatever is drafted."""
     function = acceptance.function
     lossless = RULES[acceptance.rule].lossless if function is None else function.lossless
     return bool(lossless) and not acceptance.force_num_accepted
 
 
 def describe(acceptance: Acceptance) -> str:
-    """What `Engine.plan()` says about it."""
+    """The description in `Engine.plan()`."""
     parts = [acceptance.rule]
     if acceptance.rule == "user" and acceptance.function is not None:
         states = "lossless" if acceptance.function.lossless else "lossy"

@@ -1,4 +1,4 @@
-"""Rejection: the ratio test with the residual distribution, which keeps the target's own."""
+"""Rejection: the ratio test with the residual distribution, which is lossless."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ def ratio_test(
     num_drafts_B: Tensor,
     uniform_BK: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Accept a draft with probability min(1, p / q); after the first one that is refused, draw from
-    what p has more than q; after the last one, from p.
+    """Accept a draft with probability min(1, target / draft probability); after the first
+    rejection, draw from the residual distribution; after the last draft, from the target's.
 
     Returns:
         number of accepted drafts [B], and weights of the token after them [B, V].

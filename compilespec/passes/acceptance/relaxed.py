@@ -1,13 +1,13 @@
 """Relaxed: while a request thinks, a draft need only be among the target's best tokens.  LOSSY.
 
 Each request has a margin, `relaxed_delta_R`: a draft is accepted if it is the target's choice, or
-one of its `topk` best tokens and at most the margin less probable than the best; after the first
-one refused comes the target's choice.  The margin is `delta` after BEGIN, 0 after END, and 0 at
-first; a token has its effect from the next step on.  Source: requirement M10.
+one of its `topk` best tokens and at most the margin less probable than the best; the token after
+the first rejected draft is the target's choice.  The margin is `delta` after BEGIN, and 0 at first
+and after END; a token takes effect from the next step on.  Source: requirement M10.
 
-Here, unlike there: a margin of 0 is strict, ties included (H-13); a chunk of a prompt without
+Unlike TensorRT-LLM: a margin of 0 is strict, ties included (H-13); a chunk of a prompt without
 markers leaves the margin as it is, and an END in a prompt counts (H-12); among equally probable
-tokens the lower ids are the better ones; what a guide forbids is never accepted.
+tokens the lower id is better; a token that a guide forbids is never accepted.
 """
 
 from __future__ import annotations
@@ -67,8 +67,9 @@ def accept_relaxed(
     draft_BK: Any, logits_BSV: Any, choice_BS: Any, margin_R: Any, index_B: Any,
     *is_allowed_BK: Any, num_draft_tokens: int, topk: int, dtype: torch.dtype,
 ) -> tuple[Any, Any, Any]:  # fmt: skip
-    """As `strict.accept_matching`; (target, emitted, count): `target_BS` holds the accepted drafts,
-    then the target's choices.  `is_allowed_BK`: given where requests may have guides.
+    """Like `strict.accept_matching`, but returns (target, emitted, count): `target_BS` holds the
+    accepted drafts, then the target's choices.  `is_allowed_BK` is given if requests may have
+    guides.
     """
     judge_BKV = logits_BSV[:, :num_draft_tokens]
     margin_B1 = margin_R[index_B].unsqueeze(1)
@@ -106,8 +107,8 @@ def read_prompts(
 ) -> Any:  # fmt: skip
     """Prefill: the newest marker among a request's tokens of this call, then its first token.
 
-    A request whose first position is in the call starts at 0, whoever had its row before; tokens
-    that a chunk holds again change nothing.
+    A request whose first position is in the call starts at 0, whatever its row held before; tokens
+    that a chunk repeats change nothing.
     """
     request_R = arange_like(last_R, last_R.size(0))
     is_mine_RT = (owner_T == request_R.unsqueeze(1)) & (row_T >= 0)
@@ -124,7 +125,7 @@ def read_prompts(
 
 
 def mark(ids: Any, place: Any, begin: int, end: int) -> Any:
-    """2 * place + 2 where BEGIN stands, one less where END, else 0: the largest is the newest."""
+    """2 * place + 2 at BEGIN, 2 * place + 1 at END, else 0: the largest is the newest."""
     is_marker = (ids == begin) | (ids == end)
     return torch.where(is_marker, 2 * place + 1 + (ids == begin).to(torch.int32), 0)
 

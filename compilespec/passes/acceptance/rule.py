@@ -29,13 +29,13 @@ class Relaxed:
     """A draft may be among this many best tokens of the target while the request thinks."""
 
     delta: float
-    """How much less probable than the best one it may be; a difference of probabilities."""
+    """How much less probable than the best one it may be: a difference of probabilities, 0 to 1."""
 
     begin_thinking_token_id: int
-    """After this token the request thinks."""
+    """The token that begins thinking."""
 
     end_thinking_token_id: int
-    """After this token it does not: its drafts are judged strictly."""
+    """The token that ends thinking: afterwards drafts are judged strictly."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,10 +46,10 @@ class RuleFunction:
     """The function, or a module."""
 
     name: str
-    """What `Engine.plan()` calls it."""
+    """Its name in `Engine.plan()`."""
 
     lossless: bool
-    """Whether it states that the output is distributed as the target's own."""
+    """Whether it claims that the output is distributed as the target's own."""
 
     inputs: tuple[str, ...]
     """Which of `RULE_INPUTS` it reads, in the order of its parameters."""
@@ -57,23 +57,23 @@ class RuleFunction:
 
 @dataclass(frozen=True, kw_only=True)
 class Acceptance:
-    """A rule of `passes.acceptance` by name, and what it is given."""
+    """A rule of `passes.acceptance` by name, and its options."""
 
     rule: str = "strict"
     """Name of the rule."""
 
     relaxed: Relaxed | None = None
-    """Given exactly where the rule is "relaxed"."""
+    """Set exactly if the rule is "relaxed"."""
 
     function: RuleFunction | None = None
-    """Given where the rule is a function of probabilities: "rejection", "block", a user's."""
+    """Set if the rule is a function of probabilities: "rejection", "block", a user's."""
 
     force_num_accepted: int = 0
     """For benchmarks: every step accepts this many drafts (at most K), right or not; 0: off."""
 
     @property
     def couples_drafts(self) -> bool:
-        """Whether drafts are drawn with the target's noise; else with noise of their own (H-15)."""
+        """Whether drafts are drawn with the target's noise; else with independent noise (H-15)."""
         return self.function is None
 
     @property
@@ -88,12 +88,12 @@ STRICT = Acceptance()
 def acceptance_rule(*, lossless: bool) -> Callable[[AnyFunction], AnyFunction]:
     """Mark a function (or a module's class) as a rule for `compile(acceptance=...)`.
 
-    The names of its parameters say what it reads, of:
+    The names of its parameters say which of these it reads:
 
     probs_BSV        the target's distribution at each row of the window, after temperature,
-                     penalties, bias, guide and filters; a greedy request's is 1 at the token it
-                     takes.  0 everywhere in a row where no id is left to choose, as behind a draft
-                     that a guide forbids; never NaN where the logits are not
+                     penalties, bias, guide and filters; a greedy request's is 1 at its
+                     token.  A row without an id to choose, as after a draft that a guide forbids,
+                     is 0 everywhere; never NaN unless the logits are
     logits_BSV       the target's logits as they are
     draft_probs_BKV  what each draft was drawn from, over the target's ids; 1 at the draft where the
                      drafter gives no distribution
@@ -123,7 +123,7 @@ def acceptance_rule(*, lossless: bool) -> Callable[[AnyFunction], AnyFunction]:
 
 
 def rule_function(function: Any, name: str | None = None) -> RuleFunction:
-    """Read a rule off a function or module.  Raises: InvalidOption."""
+    """Make a rule from a function or module.  Raises: InvalidOption."""
     title = name or getattr(function, "__name__", type(function).__name__)
     lossless = getattr(function, "lossless", None)
     if not isinstance(lossless, bool):

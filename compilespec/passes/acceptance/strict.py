@@ -1,4 +1,4 @@
-"""Strict: a draft is accepted where it is the target's own choice, be it the best or drawn."""
+"""Strict: a draft is accepted if it is the target's own choice, greedy or drawn."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ def prefill(gm: fx.GraphModule, ctx: PassContext, logits: fx.Node) -> Judged:
 def accept_matching(ids_BS: Any, target_BS: Any, *, num_draft_tokens: int) -> tuple[Any, Any]:
     """Keep the longest matching prefix of each draft and add the bonus token.
 
-    Strict where the target's tokens are argmaxes; coupled, and as exact, where they are drawn.
+    This is strict acceptance if the target's tokens are argmaxes, and coupled acceptance, as exact,
+    if they are drawn.
 
     Args:
         ids_BS: int32, the last emitted token and the K drafts; target_BS: int32, token i judges
@@ -49,7 +50,7 @@ def accept_matching(ids_BS: Any, target_BS: Any, *, num_draft_tokens: int) -> tu
 
 
 def first_token(target_R1: Any, live_R: Any) -> tuple[Any, Any]:
-    """Prefill: one token a finished prompt, PAD for the others."""
+    """Prefill: one token per finished prompt, PAD for the others."""
     emitted_R1 = torch.where(live_R.unsqueeze(1), target_R1, PAD)
     return emitted_R1, live_R.to(torch.int32)
 

@@ -1,7 +1,7 @@
-"""Rules that are functions of probabilities: a user's own, and the shipped ones.
+"""Rules that are functions of probabilities: users' own, and the shipped ones.
 
-The function is captured and spliced into the step; what it reads is made for it, and the token
-after the accepted drafts is drawn here.  Its contract: `compilespec.acceptance_rule`.
+The function is captured and spliced into the step.  This module makes its inputs and draws the
+token after the accepted drafts.  Its contract: `compilespec.acceptance_rule`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from compilespec.passes.sampling import (
 from compilespec.program import PAD, Traced
 from compilespec.tracing.capture import fresh, output_widths, trace_call
 
-_EXAMPLE_BATCHES = (7, 11, 13, 17)  # one that equals no other size is traced with
+_EXAMPLE_BATCHES = (7, 11, 13, 17)  # traced with one that equals no other size
 
 
 def decode(gm: fx.GraphModule, ctx: PassContext, ids: fx.Node, logits: fx.Node) -> Judged:
@@ -96,7 +96,7 @@ def _uniform(gm: fx.GraphModule, ctx: PassContext) -> fx.Node:
 def _draw_last(
     gm: fx.GraphModule, ctx: PassContext, weights: fx.Node, count: fx.Node, num_drafts: fx.Node
 ) -> fx.Node:
-    """The token after the accepted drafts, [B]: drawn by its weights."""
+    """The token after the accepted drafts, [B], drawn by its weights."""
     end = output_node(gm)
     drawn, stream = emit(gm, last_place, find_role(gm, "start"), count, num_drafts, before=end)
     _, whole, *_ = sampling_state(gm, ctx)
@@ -146,14 +146,14 @@ def trace_rule(ctx: PassContext) -> Traced:
     is_weights = last.dim() == 2 and last.shape[1] == vocab and last.dtype.is_floating_point
     if count.dim() != 1 or not (is_token or is_weights):
         raise InvalidOption(
-            f"acceptance={rule.name}: expected a count [B] and weights [B, {vocab}] or ids [B]; it "
-            f"returns {list(count.shape)} and {last.dtype} {list(last.shape)}"
+            f"acceptance={rule.name}: expected a count [B] and weights [B, {vocab}] or ids [B]; "
+            f"got {list(count.shape)} and {last.dtype} {list(last.shape)}"
         )
     return traced
 
 
 def gives_weights(traced: Traced) -> bool:
-    """Whether the rule weighs the token after the accepted drafts, or names it."""
+    """Whether the rule gives weights for the token after the accepted drafts, not its id."""
     results: Any = output_node(traced.graph_module).args[0]
     return bool(results[1].meta["example_value"].dim() == 2)
 
@@ -167,13 +167,13 @@ def _rule(ctx: PassContext) -> RuleFunction:
 
 
 def judged_drafts(ids_BS: Any) -> tuple[Any, Any]:
-    """The drafts [B, K], and how many come before the first that is PAD, int32 [B]."""
+    """The drafts [B, K], and how many precede the first PAD, int32 [B]."""
     draft_BK = ids_BS[:, 1:]
     return draft_BK, _num_leading(draft_BK >= 0)
 
 
 def _num_leading(is_so_BK: Any) -> Any:
-    """How many come before the first that is not so, int32 [B]."""
+    """The number of leading True entries, int32 [B]."""
     return is_so_BK.to(torch.int32).cumprod(1).sum(1).to(torch.int32)
 
 
@@ -194,7 +194,7 @@ def limit_weights(
     count_B: Any, num_drafts_B: Any, is_allowed_BK: Any, weights_BV: Any, probs_BSV: Any, *,
     vocab_size: int, dtype: torch.dtype,
 ) -> tuple[Any, Any]:  # fmt: skip
-    """Accept no draft that is not to be judged, or that a guide forbids; rows without a weight, or
+    """Accept no draft that must not be judged or that a guide forbids; rows without a weight, or
     cut short by a guide, take the target's own.
     """
     wanted_B = torch.minimum(count_B.clamp(min=0), num_drafts_B)
@@ -208,8 +208,8 @@ def limit_weights(
 def limit_token(
     count_B: Any, num_drafts_B: Any, is_allowed_BK: Any, token_B: Any, *, vocab_size: int
 ) -> tuple[Any, Any]:
-    """Accept no draft that is not to be judged, or that a guide forbids; an id outside the
-    vocabulary is the nearest one.
+    """Accept no draft that must not be judged or that a guide forbids; an id outside the vocabulary
+    is clamped.
     """
     count_B = torch.minimum(count_B.clamp(min=0), num_drafts_B)
     count_B = torch.minimum(count_B, _num_leading(is_allowed_BK))
@@ -219,8 +219,8 @@ def limit_token(
 def emit_tokens(
     draft_BK: Any, count_B: Any, token_B: Any, *, num_tokens: int
 ) -> tuple[Any, Any, Any]:
-    """(target, emitted, count): the accepted drafts and the token after them; what stands behind it
-    in `target` is harmless.
+    """(target, emitted, count): the accepted drafts and the token after them; later entries of
+    `target` are harmless ids.
     """
     token_B1, count_B1 = token_B.unsqueeze(1), count_B.unsqueeze(1)
     step_S = arange_like(token_B, num_tokens)

@@ -1,8 +1,8 @@
-"""The kinds of draft loops, a file each: how a method's drafter is unrolled into the step.
+"""The kinds of draft loops, one file each: how a method's drafter is unrolled into the step.
 
 A loop is a function of (graph, context) that splices the captured calls of the drafter
 (`ctx.draft`), makes the role `drafts` ([B, K] int32 target ids, PAD where nothing is proposed) and
-returns how many drafter passes it spliced.  Which one runs is a capability of the method.
+returns how many drafter passes it spliced.  The method's capabilities say which loop runs.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from compilespec.program import ProgramConfig
 
 @dataclass(frozen=True, kw_only=True)
 class DraftLoop:
-    """One kind of draft loop: what is spliced, and what follows from K for the rest of the engine.
+    """One kind of draft loop: what it splices, and what K implies for the rest of the engine.
 
     Functions of an int are given K, the largest one of the program.
     """
@@ -44,7 +44,7 @@ class DraftLoop:
     """After steps of K = 0 the kept inputs are run before it drafts again."""
 
     fills_rows: bool = False
-    """Its one call gives the drafts of the largest K."""
+    """Its single call gives the drafts of the largest K."""
 
     why_one_k: str | None = None
     """Why no step may verify and draft fewer than the largest K, and the cure; None: they may."""
@@ -53,7 +53,7 @@ class DraftLoop:
     """Why no step may have K = 0, and the cure; None: they may."""
 
     num_reserved_tokens: Callable[[int], int] = lambda k: 2 * k + 1
-    """Slots past seq_len that a step may write: its S rows, then what the drafter writes ahead."""
+    """Slots past seq_len that a step may write: its S rows, then the drafter's writes ahead."""
 
     num_repeated_tokens: Callable[[int], int] = lambda k: 0
     """Tokens at the end of a prompt's chunk that the next chunk runs again (H-4, H-22)."""

@@ -1,4 +1,4 @@
-"""Drafts from the host: the step makes room for them, the caller writes them between two calls."""
+"""Drafts from the host: the step makes room, and the host writes them between two calls."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from compilespec.program import PAD
 
 
 def callback(gm: fx.GraphModule, ctx: PassContext) -> int:
-    """Make the role `drafts` ([B, K], int32) of nothing but PAD; no drafter pass.  Torch IR."""
+    """Make the role `drafts` ([B, K], int32), all PAD, without a drafter pass.  Torch IR."""
     drafts = emit(
         gm, no_drafts, find_role(gm, "row_index"), before=output_node(gm),
         num_draft_tokens=ctx.config.num_draft_tokens,

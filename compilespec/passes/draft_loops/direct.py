@@ -14,14 +14,14 @@ from compilespec.program import PAD, BufferSpec
 
 
 def direct(gm: fx.GraphModule, ctx: PassContext) -> int:
-    """Feed the drafter's one call, "draft", what it reads, by argument name:
+    """Splice the drafter's single call, "draft", with the inputs that its argument names ask for:
 
     history_BL  int32 [B, max_seq_len]: the request's tokens, the bonus token last, then PAD
     length_B    int32 [B]: how many of them are valid
     hidden_BE   [B, A*D]: the target's taps at the last committed row, n-1
 
-    The history is a state buffer of one row a request, declared only when read.  Makes the role
-    `drafts` ([B, K], int32); a PAD among them is no draft.  Torch IR.
+    The history is a state buffer of one row per request, declared only if it is read.  Makes the
+    role `drafts` ([B, K], int32), in which PAD is not a draft.  Torch IR.
     """
     call = ctx.draft["draft"]
     reads = {entry.name for entry in call.inputs if entry.kind == "argument"}
@@ -38,13 +38,13 @@ def direct(gm: fx.GraphModule, ctx: PassContext) -> int:
 
 
 def keep_history(gm: fx.GraphModule, ctx: PassContext) -> None:
-    """A step of K = 0 drafts nothing, but its tokens belong to the history."""
+    """Write the tokens of a step of K = 0, which drafts nothing, into the history."""
     if any(entry.name == "history_BL" for entry in ctx.draft["draft"].inputs):
         _history(gm, ctx, _length(gm, ctx))
 
 
 def _length(gm: fx.GraphModule, ctx: PassContext) -> fx.Node:
-    """Tokens of each request with this step's: those up to `start`, and what was emitted after."""
+    """The tokens of each request, including this step's: up to `start`, then the emitted ones."""
     parts = [find_role(gm, "start")]
     if ctx.phase == "decode":
         parts.append(find_role(gm, "num_emitted"))
@@ -94,8 +94,8 @@ def emitted_places(
     index_B: Any, start_B: Any, count_B: Any, emitted_BS: Any, *, num_tokens: int, spare_row: int,
     max_seq_len: int,
 ) -> tuple[Any, Any, Any]:  # fmt: skip
-    """Decode: emitted token j stands at position start + 1 + j.  Returns (row, column, token),
-    [B, S]; what is PAD or past the maximum length goes to the spare row.
+    """Decode: emitted token j has position start + 1 + j.  Returns (row, column, token), [B, S];
+    PAD and tokens past the maximum length go to the spare row.
     """
     offset_S = arange_like(start_B, num_tokens)
     wanted_BS = (start_B.unsqueeze(1) + offset_S + 1).long()
@@ -110,7 +110,7 @@ def prompt_places(
 ) -> tuple[Any, Any, Any]:  # fmt: skip
     """Prefill: the chunks' tokens at their positions, and each first token after its prompt.
 
-    Returns (row, column, token), [T + R].  A prompt that goes on has the spare row in `index_R`.
+    Returns (row, column, token), [T + R].  An unfinished prompt has the spare row in `index_R`.
     """
     row_R = torch.where(start_R < max_seq_len, index_R, spare_row)
     row = torch.cat([torch.where(row_T >= 0, row_T, spare_row).long(), row_R])
@@ -122,8 +122,8 @@ def write_and_read(
     history_RL: Any, row: Any, column: Any, token: Any, index_B: Any, length_B: Any, live_B: Any,
     *, max_seq_len: int,
 ) -> Any:  # fmt: skip
-    """[B, max_seq_len] tokens, PAD from `length_B` on: what an earlier owner of the row left there
-    is never seen.  Nothing but PAD in padded rows.
+    """[B, max_seq_len] tokens, PAD from `length_B` on, so that tokens of the row's earlier owner
+    are never seen.  Padded rows hold only PAD.
     """
     history_RL.index_put_((row, column), token)
     rows_BL = history_RL[index_B]

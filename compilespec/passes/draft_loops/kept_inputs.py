@@ -1,7 +1,7 @@
-"""Steps of K = 0 draft nothing, but keep what the drafter would have read; `replay` runs it later.
+"""Steps of K = 0 draft nothing but keep the drafter's inputs; `replay` runs the drafter later.
 
-Without this, a drafter with a cache of its own could not be used again after plain steps: its
-cache has holes where they were.  Source: hazard H-23.
+Without this, a drafter with its own cache could not be used again after plain steps, which leave
+holes in that cache.  Source: hazard H-23.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ READ_BY_REPLAY = frozenset({"seq_len_R", "kept_aux_RWE", "kept_ids_RW", "context
 
 
 def keep_inputs(gm: fx.GraphModule, ctx: PassContext) -> None:
-    """Write this step's pair (hidden state, next token) of each request into its ring."""
+    """Write each request's pair (hidden state, next token) of this step into its ring."""
     emit(
         gm, write_pair, *kept(gm, ctx), find_role(gm, "row_index"), find_role(gm, "start"),
         find_role(gm, "aux"), find_role(gm, "draft_ids"), before=output_node(gm),
@@ -36,9 +36,9 @@ def keep_inputs(gm: fx.GraphModule, ctx: PassContext) -> None:
 
 
 def read_kept(gm: fx.GraphModule, ctx: PassContext) -> None:
-    """The pairs of the last `backlog_B` positions as the inputs of a recycled loop, NUM_KEPT rows.
+    """The pairs of the last `backlog_B` positions as inputs of a recycled loop, NUM_KEPT rows.
 
-    Makes the roles that `recycled` reads; rows past a request's backlog write nothing.
+    Makes the roles that `recycled` reads; rows beyond a request's backlog write nothing.
     """
     config, end = ctx.config, output_node(gm)
     rows, backlog, lengths, table = (

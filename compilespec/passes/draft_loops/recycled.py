@@ -1,4 +1,4 @@
-"""Recycled drafting: one drafter, reused; each pass reads the hidden state of the one before."""
+"""Recycled drafting: one drafter, reused; each pass reads the hidden state of the pass before."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from compilespec.program import markers
 
 
 def recycled(gm: fx.GraphModule, ctx: PassContext) -> int:
-    """One pass over the S (or T) rows, gather the last committed row, K-1
+    """Splice one pass over the S (or T) rows, a gather of the last committed row, and K-1
     single-token passes.
 
-    Row j of the first pass writes slot seq_len + j; single passes go on from seq_len + n, their
-    hidden state the previous pass's output.  Makes the role `drafts` ([B, K], int32).
+    Row j of the first pass writes slot seq_len + j; single passes continue from seq_len + n with
+    the previous pass's output as hidden state.  Makes the role `drafts` ([B, K], int32).
     Source: requirements M11, A9, A10, E5.
     """
     end, config = output_node(gm), ctx.config
@@ -101,7 +101,7 @@ def _run(
 def _propose(
     gm: fx.GraphModule, ctx: PassContext, head_row: fx.Node, start: fx.Node, number: int
 ) -> fx.Node:
-    """Draft `number`, 1 to K, which belongs to position start + number."""
+    """Draft `number`, 1 to K, for position start + number."""
     proposal = splice(gm, ctx, ctx.draft["propose"], {"head_input": head_row})
     return draft_token(gm, ctx, proposal, start, number)
 

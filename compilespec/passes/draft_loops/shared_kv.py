@@ -1,4 +1,4 @@
-"""Drafting on the target's caches: one query a draft, its position the same for all of them."""
+"""Drafting on the target's caches: one query per draft, all at the same position."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from compilespec.program import markers
 def shared_kv(gm: fx.GraphModule, ctx: PassContext) -> int:
     """K single-token passes at the position of the newest key, over caches that the target wrote.
 
-    The first takes the bonus token and the target's hidden state one position back, the next ones
-    the draft and the hidden state of the one before.  All share one set of metadata, whose slots
-    are -1: the drafter writes nothing.  Makes the role `drafts` ([B, K], int32).  Torch IR.
+    The first takes the bonus token and the target's hidden state one position back; each later pass
+    takes the draft and the hidden state of the pass before.  All share one set of metadata, whose
+    slots are -1: the drafter writes nothing.  Makes the role `drafts` ([B, K], int32).  Torch IR.
     Source: requirements A2, S9.
     """
     end, config = output_node(gm), ctx.config
@@ -68,7 +68,7 @@ def bonus_token(target_BS: Any, num_emitted_B: Any) -> Any:
 
 
 def _metadata(gm: fx.GraphModule, ctx: PassContext) -> Metadata:
-    """Slot, row and position of the queries, [B, 1], and the block table: made once."""
+    """Slot, row and position of the queries, [B, 1], and the block table, for all passes."""
     config, table = ctx.config, find_role(gm, "block_table_RM")
     newest = [find_role(gm, "start")]
     if ctx.phase == "decode":
@@ -83,7 +83,7 @@ def _metadata(gm: fx.GraphModule, ctx: PassContext) -> Metadata:
 def place_queries(
     index_B: Any, live_B: Any, block_table_RM: Any, *newest: Any, max_seq_len: int, block_size: int
 ) -> tuple[Any, Any, Any]:
-    """(slot, row, position), [B, 1]: a query stands where the newest key does, the sum of `newest`
+    """(slot, row, position), [B, 1]: a query has the newest key's position, the sum of `newest`
     less one, and writes nothing.
     """
     wanted_B1 = (sum(newest) - 1).unsqueeze(1)

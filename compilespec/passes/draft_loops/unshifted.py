@@ -1,4 +1,4 @@
-"""Unshifted drafting: a causal model of its own, which sees the tokens at their own positions."""
+"""Unshifted drafting: a separate causal model, which sees each token at its own position."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ from compilespec.program import markers
 
 
 def unshifted(gm: fx.GraphModule, ctx: PassContext) -> int:
-    """Token x_p in slot p of the drafter's cache.  Makes the role `drafts` ([B, K], int32).
+    """Draft with token x_p in slot p of the drafter's cache.  Makes the role `drafts` ([B, K],
+    int32).
 
-    Decode: the S target tokens at seq_len+1 .. seq_len+S (what stands after the bonus token is
-    written again before anything attends to it); row n-1 gives draft 1; then K-1 single tokens from
+    Decode: the S target tokens at seq_len+1 .. seq_len+S (slots after the bonus token are written
+    again before anything attends to them); row n-1 gives draft 1; then K-1 single tokens from
     seq_len+n+1.  Prefill: the prompt at its positions, then K single tokens, the sampled one first.
     """
     count, end = ctx.config.num_draft_tokens, output_node(gm)
@@ -47,7 +48,7 @@ def unshifted(gm: fx.GraphModule, ctx: PassContext) -> int:
 
 
 def num_unshifted_passes(ctx: PassContext) -> int:
-    """K in decode; in prefill the prompt's pass and K single ones."""
+    """Number of passes: K in decode; in prefill the prompt's pass and K single ones."""
     return ctx.config.num_draft_tokens + (ctx.phase == "prefill")
 
 
@@ -68,7 +69,7 @@ def shifted_rows(
     target_BS: Any, start_B: Any, row_B: Any, index_B: Any, live_B: Any, block_table_RM: Any, *,
     num_tokens: int, max_seq_len: int, block_size: int,
 ) -> tuple[Any, Any, Any, Any]:  # fmt: skip
-    """Token j belongs at position start + 1 + j.  Returns ids, position, row, slot, [B, S]."""
+    """Token j has position start + 1 + j.  Returns ids, position, row, slot, [B, S]."""
     wanted_BS = (start_B + 1).unsqueeze(1) + arange_like(start_B, num_tokens)
     position, row, slot = place(
         wanted_BS, row_B.unsqueeze(1), index_B.unsqueeze(1), live_B.unsqueeze(1), block_table_RM,
@@ -80,7 +81,7 @@ def shifted_rows(
 def _single(
     gm: fx.GraphModule, ctx: PassContext, token: fx.Node, first: fx.Node, index: int
 ) -> fx.Node:
-    """One pass of one token a request, at position first + index; returns the next token, [B]."""
+    """One pass of one token per request, at position first + index; returns the next token, [B]."""
     end, config = output_node(gm), ctx.config
     table = find_role(gm, "block_table_RM")
     ids, position, row, slot = emit(
@@ -94,7 +95,7 @@ def _single(
 
 
 def _live_row(gm: fx.GraphModule) -> fx.Node:
-    """The state row of each request, -1 where nothing may be written; [B]."""
+    """The state row of each request, -1 if nothing may be written; [B]."""
     node: fx.Node = emit(
         gm,
         lambda index, live: torch.where(live, index, -1).to(torch.int32),
@@ -131,7 +132,7 @@ def _run(
 def _propose(
     gm: fx.GraphModule, ctx: PassContext, logits_row: fx.Node, first: fx.Node, offset: int
 ) -> fx.Node:
-    """The draft that belongs to position first + offset."""
+    """The draft for position first + offset."""
     proposal = splice(gm, ctx, ctx.draft["propose"], {"logits_BV": logits_row})
     number = offset + (ctx.phase == "decode")
     return draft_token(gm, ctx, proposal, first, offset, number=number)

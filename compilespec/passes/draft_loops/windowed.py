@@ -1,4 +1,4 @@
-"""Windowed drafting: one module a draft step, each with a cache of its own."""
+"""Windowed drafting: one module per draft step, each with its own cache."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def _decode_window(
 
 
 def rolls_in_one_kernel(ctx: PassContext) -> bool:
-    """On a GPU, where gathers and writes of the ring are launches of their own otherwise."""
+    """Whether to use the operator: on a GPU, where gathers and writes are separate launches."""
     return ctx.config.device.type == "cuda"
 
 
@@ -161,7 +161,7 @@ def store_ring(
 def packed_ring(
     hidden_1TD: Any, ids_1T: Any, position_1T: Any, last_R: Any, *, num_pairs: int
 ) -> tuple[Any, Any]:
-    """The last K pairs of each request of a packed call, zeros where the prompt is shorter."""
+    """The last K pairs of each request of a packed call, zeros if the prompt is shorter."""
     back_K = arange_like(last_R, num_pairs) - (num_pairs - 1)
     last_position_R1 = position_1T[0][last_R.long()].unsqueeze(1)
     inside_RK = last_position_R1 + back_K >= 0
@@ -189,12 +189,12 @@ def window_places(
 
 
 def next_ids(ids_BW: Any, draft_B: Any) -> Any:
-    """Each row's token moves on by one; the last row gets the draft."""
+    """Shift each request's tokens by one row; the last row gets the draft."""
     return torch.cat([ids_BW[:, 1:], draft_B.clamp(min=0).unsqueeze(1)], 1)
 
 
 def append_pair(ids_BW: Any, hidden_BWD: Any, draft_B: Any, output_B1D: Any) -> tuple[Any, Any]:
-    """One pair more: the module's own output with its draft."""
+    """Append one pair: the module's own output with its draft."""
     return (
         torch.cat([ids_BW, draft_B.clamp(min=0).unsqueeze(1)], 1),
         torch.cat([hidden_BWD, output_B1D], 1),
@@ -202,8 +202,8 @@ def append_pair(ids_BW: Any, hidden_BWD: Any, draft_B: Any, output_B1D: Any) -> 
 
 
 def shift_ids(ids_1T: Any, draft_R: Any, owner_T: Any, last_R: Any) -> Any:
-    """`next_ids` of packed rows.  What a prompt that goes on gets in its last rows is not its own:
-    the next chunk runs those rows again.
+    """`next_ids` of packed rows.  The last rows of an unfinished prompt get wrong tokens; the next
+    chunk runs those rows again.
     """
     owner_T = owner_T.long()
     moved_T = ids_1T[0].roll(-1, 0)
@@ -213,7 +213,7 @@ def shift_ids(ids_1T: Any, draft_R: Any, owner_T: Any, last_R: Any) -> Any:
 
 
 def shift_rows(hidden_1TD: Any, recycled_1TD: Any, owner_T: Any, last_R: Any) -> Any:
-    """Each row takes the next row's hidden state, a request's last row the module's output."""
+    """Shift hidden states by one row; a request's last row takes the module's output."""
     moved_TD = hidden_1TD[0].roll(-1, 0)
     is_last_T1 = _is_last(owner_T.long(), last_R).unsqueeze(-1)
     return torch.where(is_last_T1, recycled_1TD[0], moved_TD).unsqueeze(0)
@@ -244,6 +244,6 @@ def _run(
 def _propose(
     gm: fx.GraphModule, ctx: PassContext, step: int, row: fx.Node, newest: fx.Node
 ) -> fx.Node:
-    """Draft step + 1, which belongs as far past the position of the bonus token."""
+    """Draft step + 1, whose position is step + 1 past the bonus token's."""
     proposal = splice(gm, ctx, ctx.draft[f"propose.{step}"], {"head_input": row})
     return draft_token(gm, ctx, proposal, newest, step + 1)
