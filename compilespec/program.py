@@ -8,15 +8,16 @@ The legend of the dimension suffixes is in ARCHITECTURE.md.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, TypeVar
 
 import torch
 from torch import Tensor, fx
 
 Phase = Literal["prefill", "decode"]
 PHASES: tuple[Phase, ...] = ("prefill", "decode")
+StepKind = Literal["full", "greedy", "replay"]
 PAD = -1  # fills emitted tokens after the bonus token; never an id
 NUM_KEPT = (
     64  # drafter inputs that a row keeps in steps of K = 0; one that overran it is not drafted
@@ -127,6 +128,81 @@ class ProgramConfig:
         return -(-self.max_seq_len // self.block_size)
 
 
+@dataclass(frozen=True, order=True)
+class StepKey:
+    """Which graph of a program: its phase, its K, and what it computes of a step.
+
+    "full" serves every batch.  "greedy" serves those whose requests want the argmax and nothing
+    else.  "replay" runs the drafter alone, over what steps of K = 0 kept for it.
+    """
+
+    phase: Phase
+    num_draft_tokens: int
+    kind: StepKind = "full"
+
+    def __str__(self) -> str:
+        if self.phase == "prefill" or self.kind == "replay":  # a program has one of each
+            return self.phase if self.kind == "full" else self.kind
+        name = f"{self.phase}, K={self.num_draft_tokens}"
+        return name if self.kind == "full" else f"{name}, {self.kind}"
+
+
+class _Keyed(Protocol):
+    @property
+    def key(self) -> StepKey: ...
+
+
+KeyedT = TypeVar("KeyedT", bound=_Keyed)
+
+
+class ByStep(Mapping[StepKey, KeyedT]):
+    """A program's graphs, or what was made of each, by `StepKey`.
+
+    "prefill" and "decode" find the full graph of the largest K as well.
+    """
+
+    def __init__(self, entries: Iterable[KeyedT]) -> None:
+        self._entries = {entry.key: entry for entry in entries}
+
+    def __getitem__(self, key: StepKey | Phase) -> KeyedT:
+        return self._entries[self._largest(key) if isinstance(key, str) else key]
+
+    def __iter__(self) -> Iterator[StepKey]:
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    @property
+    def draft_counts(self) -> tuple[int, ...]:
+        """K of each full decode step, ascending."""
+        keys = (key for key in self if key.phase == "decode" and key.kind == "full")
+        return tuple(sorted(key.num_draft_tokens for key in keys))
+
+    @property
+    def replay(self) -> KeyedT | None:
+        """What brings drafters up to date after steps of K = 0; None where nothing has to."""
+        return next((entry for key, entry in self.items() if key.kind == "replay"), None)
+
+    def name(self, key: StepKey) -> str:
+        """A word for the key: "prefill", "decode" of the largest K, "decode.<K>",
+        "decode.<K>.greedy", "replay".
+        """
+        if key.kind == "replay":
+            return key.kind
+        if key.kind == "full" and key == self._largest(key.phase):
+            return key.phase
+        name = f"{key.phase}.{key.num_draft_tokens}"
+        return name if key.kind == "full" else f"{name}.{key.kind}"
+
+    def _largest(self, phase: str) -> StepKey:
+        """Raises: KeyError."""
+        keys = [key for key in self if key.phase == phase and key.kind == "full"]
+        if not keys:
+            raise KeyError(phase)
+        return max(keys)
+
+
 @dataclass(frozen=True, kw_only=True)
 class BufferSpec:
     """A persistent buffer: state rows or one half of a layer's KV cache."""
@@ -192,25 +268,26 @@ class StepGraph:
 
 @dataclass(frozen=True, kw_only=True)
 class PhaseGraph:
-    """One phase's step, spliced on torch IR; its ATen form is made when somebody asks for it.
+    """One step, spliced on torch IR; its ATen form is made when somebody asks for it.
 
     A start that finds the compiled step on disk never does: the spliced graph alone is the
     artifact's key.
     """
 
-    phase: Phase
+    key: StepKey
     spliced: fx.GraphModule
     splice_records: tuple[PassRecord, ...] = field(repr=False)
     finish: Callable[[], StepGraph] = field(repr=False)  # the retrace and the ATen passes
     context: Any = field(repr=False)  # what its passes read: only `inspect.stages.context_of` asks
-    kind: str  # which step it is, whatever K: "prefill", "decode", "decode, greedy", "replay"
-    title: str  # the kind, and K of a decode step: "decode, K=3"
-    num_draft_tokens: int  # K of this step
     num_attention_layers: int  # of the target
 
     @functools.cached_property
     def step(self) -> StepGraph:
         return self.finish()
+
+    @property
+    def phase(self) -> Phase:
+        return self.key.phase
 
     @property
     def graph_module(self) -> fx.GraphModule:
@@ -234,7 +311,7 @@ class PhaseGraph:
 
     def __str__(self) -> str:
         num_nodes, num_passes = len(self.spliced.graph.nodes), len(self.splice_records)
-        return f"{self.phase}: {num_nodes} nodes spliced by {num_passes} passes"
+        return f"{self.key}: {num_nodes} nodes spliced by {num_passes} passes"
 
     __repr__ = __str__
 
@@ -266,7 +343,7 @@ class SpecProgram:
     method: str
     config: ProgramConfig
     model: str = ""  # what the target is called
-    phases: Mapping[Phase, PhaseGraph]
+    graphs: ByStep[PhaseGraph]
     buffers: tuple[BufferSpec, ...]
     weights: Mapping[str, Tensor] = field(repr=False)
     target_weights: Mapping[str, Tensor] = field(default_factory=dict, repr=False)  # as captured
@@ -276,9 +353,6 @@ class SpecProgram:
     num_repeated_tokens: int = 0  # prompt tokens that a chunk runs again, for the drafter's sake
     prefix_lookahead: int = 0  # tokens after a position that its entries in the caches depend on
     has_own_blocks: bool = False  # whether layers of the drafter have blocks of their own sizes
-    variants: Mapping[int, PhaseGraph] = field(default_factory=dict)  # decode steps of a smaller K
-    greedy: Mapping[int, PhaseGraph] = field(default_factory=dict)  # by K; argmax and nothing else
-    replay: PhaseGraph | None = None  # brings drafters up to date after steps of K = 0
     recorder: TapSink | None = field(default=None, repr=False)  # of the taps, if they are put out
     propose_on_host: HostProposal | None = field(default=None, repr=False)
     host_processors: bool = False  # whether the step calls requests' processors on the host
@@ -287,32 +361,26 @@ class SpecProgram:
         str, ...
     ] = ()  # what was resolved, for `Engine.plan()`: aux layers, draft layout, ...
 
-    @property
-    def num_graphs(self) -> int:
-        """Of all its steps."""
-        others = len(self.variants) + len(self.greedy)
-        return len(self.phases) + others + (self.replay is not None)
-
     def __repr__(self) -> str:
         """One line: the model, the method, K, the device and the dtype."""
         config = self.config
-        counts = ",".join(map(str, sorted({*self.variants, config.num_draft_tokens})))
+        counts = ",".join(map(str, self.graphs.draft_counts))
         dtype = str(config.dtype).removeprefix("torch.")
         return f"SpecProgram({self.model}, {self.method}, K={counts}, {config.device}, {dtype})"
 
     def __str__(self) -> str:
         cache_bytes = sum(b.num_bytes for b in self.buffers if b.kind == "cache")
         lines = [repr(self)]
-        lines += [f"  {self.phases[phase]}" for phase in self.phases]
+        lines += [f"  {graph}" for graph in self.graphs.values()]
         lines.append(f"  {len(self.weights)} weights, {cache_bytes / 2**20:.1f} MiB of KV cache")
         return "\n".join(lines)
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoweredPhase:
-    """A callable for one phase and what it cost."""
+    """A callable for one graph and what it cost."""
 
-    phase: Phase
+    key: StepKey
     call: Callable[..., Any] = field(repr=False)
     inputs: tuple[InputSpec, ...] = field(repr=False)
     outputs: tuple[str, ...]
@@ -320,43 +388,36 @@ class LoweredPhase:
     from_cache: bool
     stitched: Any = field(default=None, repr=False)  # `Stitched`, where it was lowered in pieces
 
+    @property
+    def phase(self) -> Phase:
+        return self.key.phase
+
 
 @dataclass(frozen=True, kw_only=True)
 class Lowered:
-    """A program that runs: one callable a phase, weights in their final layout."""
+    """A program that runs: one callable a graph, weights in their final layout."""
 
     program: SpecProgram
     backend: str
-    phases: Mapping[Phase, LoweredPhase]
-    variants: Mapping[int, LoweredPhase] = field(default_factory=dict)  # by K
-    greedy: Mapping[int, LoweredPhase] = field(default_factory=dict)  # by K
-    replay: LoweredPhase | None = None
-
-    @property
-    def calls(self) -> dict[str, LoweredPhase]:
-        """Every callable: the phases, "decode.<K>" for further K, "decode.<K>.greedy", "replay"."""
-        calls = {f"decode.{count}": phase for count, phase in self.variants.items()}
-        calls |= {f"decode.{count}.greedy": phase for count, phase in self.greedy.items()}
-        calls |= {str(name): phase for name, phase in self.phases.items()}
-        return calls if self.replay is None else {**calls, "replay": self.replay}
+    graphs: ByStep[LoweredPhase]
 
     def costs(self) -> dict[str, dict[str, Any]]:
-        """By callable: seconds of compiling or loading, whether the cache had it, and its distinct
+        """By `ByStep.name`: seconds of compiling or loading, whether the cache had it, and its distinct
         pieces (None: one unit).
         """
         return {
-            name: {
+            self.graphs.name(key): {
                 "seconds": phase.compile_ms / 1e3,
                 "from_cache": phase.from_cache,
                 "pieces": None if phase.stitched is None else len(phase.stitched.pieces),
             }
-            for name, phase in self.calls.items()
+            for key, phase in self.graphs.items()
         }
 
     def __str__(self) -> str:
         parts = [
-            f"{p.phase} {p.compile_ms:.0f} ms{' (cached)' if p.from_cache else ''}"
-            for p in self.phases.values()
+            f"{p.key} {p.compile_ms:.0f} ms{' (cached)' if p.from_cache else ''}"
+            for p in self.graphs.values()
         ]
         return f"Lowered({self.backend}: {', '.join(parts)})"
 

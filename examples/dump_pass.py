@@ -11,7 +11,7 @@ import compilespec
 def main(model: str = "demo", name: str = "shift_hidden_states") -> None:
     program = compilespec.trace(model, spec="eagle3", max_seq_len=256)
     print(program)
-    decode = program.phases["decode"]
+    decode = program.graphs["decode"]
     for record in decode.records:
         print(f"{record.name:24}{record.matches:5} places{record.nodes_after:7} nodes")
     (record,) = (record for record in decode.records if record.name == name)

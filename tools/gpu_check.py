@@ -187,7 +187,7 @@ def measure_program(model: Any, shape: Shape, run: Run, keywords: dict[str, Any]
         rate = time_generate(lambda: engine.generate([prompt], params), run)
         return {
             "ready_s": ready_s,
-            "compile_s": {name: p.compile_ms / 1e3 for name, p in lowered.calls.items()},
+            "compile_s": {name: cost["seconds"] for name, cost in lowered.costs().items()},
             "cudagraphs": engine.plan().get("cudagraphs"),
             "steps": steps,
             "tokens_per_s": rate,

@@ -151,7 +151,7 @@ def _step_parts(args: argparse.Namespace, program: SpecProgram) -> Any:
     from compilespec.inspect.graphs import PhaseStages
     from compilespec.inspect.table import difference, row_filter, rows_of
 
-    phase = program.phases[args.phase or "decode"]
+    phase = program.graphs[args.phase or "decode"]
     stages = PhaseStages(phase, with_shapes=not args.ops)  # shapes of a large model take seconds
     title = f"{program.method}, {phase.phase}"
     if args.list:

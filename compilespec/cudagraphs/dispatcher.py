@@ -16,7 +16,7 @@ from compilespec.cudagraphs.modes import GraphKind
 from compilespec.cudagraphs.recorder import Recorder
 from compilespec.cudagraphs.recording import Recording
 from compilespec.cudagraphs.report import GraphKey
-from compilespec.program import LoweredPhase, ProgramConfig
+from compilespec.program import LoweredPhase, ProgramConfig, StepKey
 from compilespec.progress import Reporter
 
 
@@ -39,7 +39,6 @@ class Dispatcher:
         buckets: Sequence[Bucket] = (),
         kind: GraphKind | None = None,
         recorder: Recorder | None = None,
-        variant: str = "",
     ) -> None:
         """Bind a phase to its inputs.
 
@@ -49,7 +48,7 @@ class Dispatcher:
             kind: kind of the graphs that `recorder` captures; None if the phase has none.
         """
         self.buckets, self.num_recompiles = tuple(buckets), 0
-        self._phase, self._variant, self._config = phase, variant, config
+        self._phase, self._config = phase, config
         self._kind = kind
         self._recorder = recorder if kind is not None else None
         self._dims = BUCKET_DIMS[phase.phase]
@@ -87,6 +86,11 @@ class Dispatcher:
             results = self._replay(recording, inputs, sizes)
         self.num_recompiles += _torch_compat.count_compilations() - compiled_before
         return results
+
+    @property
+    def key(self) -> StepKey:
+        """The graph that it runs."""
+        return self._phase.key
 
     @property
     def keys(self) -> list[GraphKey]:
@@ -154,7 +158,7 @@ class Dispatcher:
 
     def _key(self, bucket: Bucket) -> GraphKey:
         assert self._kind is not None
-        return GraphKey(self._phase.phase, bucket, self._kind, self._variant)
+        return GraphKey(self.key, bucket, self._kind)
 
     def _size_names(self, batch: Mapping[str, Sequence[int]]) -> list[str]:
         """An input of each dimension, (B,) or (R, T)."""

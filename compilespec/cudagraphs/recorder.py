@@ -14,7 +14,7 @@ from compilespec.cudagraphs.modes import GraphOptions
 from compilespec.cudagraphs.recording import Recording
 from compilespec.cudagraphs.report import CaptureRecord, CaptureReport, GraphKey
 from compilespec.lowering.pieces import OpStep, PieceStep, Stitched
-from compilespec.program import LoweredPhase
+from compilespec.program import LoweredPhase, StepKey
 
 logger = logging.getLogger("compilespec")
 
@@ -37,7 +37,7 @@ class Recorder:
         share = None if free is None else free / 4 / _MIB
         self._max_mib = share if options.max_mib is None else options.max_mib
         self._scratch: dict[torch.dtype, Tensor] = {}
-        self._outputs: dict[tuple[str, str], list[Tensor]] = {}
+        self._outputs: dict[StepKey, list[Tensor]] = {}
 
     def capture(
         self, key: GraphKey, phase: LoweredPhase, inputs: Sequence[Tensor]
@@ -186,11 +186,12 @@ class Recorder:
         return flat[: like.numel()].view(like.shape)
 
     def _output_views(self, key: GraphKey, results: Sequence[Tensor]) -> list[Tensor]:
-        """The buffers of a phase's outputs, shared by all its buckets."""
-        place = (key.phase, key.variant)
-        flats = self._outputs.get(place)
+        """The buffers of a graph's outputs, shared by all its buckets."""
+        flats = self._outputs.get(key.step)
         if flats is None or any(f.numel() < r.numel() for f, r in zip(flats, results, strict=True)):
-            flats = self._outputs[place] = [result.new_empty(result.numel()) for result in results]
+            flats = self._outputs[key.step] = [
+                result.new_empty(result.numel()) for result in results
+            ]
         return [f[: r.numel()].view(r.shape) for f, r in zip(flats, results, strict=True)]
 
 

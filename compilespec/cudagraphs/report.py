@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from compilespec.cudagraphs.buckets import Bucket
 from compilespec.cudagraphs.modes import GraphKind
-from compilespec.program import Phase
+from compilespec.program import StepKey
 
 
 @dataclass(frozen=True)
 class GraphKey:
-    """The phase, bucket, kind and variant that a recording is for."""
+    """The step, bucket and kind of capture that a recording is for."""
 
-    phase: Phase
+    step: StepKey
     bucket: Bucket
     kind: GraphKind
-    variant: str = ""
-    """Which of several graphs of the phase, such as "K=1"; empty for the phase's own graph."""
 
     def __str__(self) -> str:
-        name = f"{self.phase} {self.variant}".rstrip()
-        return f"{name} {'x'.join(map(str, self.bucket))} ({self.kind})"
+        return f"{self.step}: {'x'.join(map(str, self.bucket))} ({self.kind})"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,9 +56,18 @@ class CaptureReport:
         return sum(record.mib for record in self.captured)
 
     def as_dict(self) -> dict[str, Any]:
-        graphs = [{**asdict(record.key), **asdict(record)} for record in self.captured]
-        for graph in graphs:
-            del graph["key"]
+        graphs = [
+            {
+                "phase": record.key.step.phase,
+                "step": str(record.key.step),
+                "bucket": record.key.bucket,
+                "kind": record.key.kind,
+                "num_graphs": record.num_graphs,
+                "seconds": record.seconds,
+                "mib": record.mib,
+            }
+            for record in self.captured
+        ]
         return {
             "mode": self.mode,
             "driver": self.driver,

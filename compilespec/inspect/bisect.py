@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +17,7 @@ from compilespec.inspect.stages import PassStages, context_of, pass_stages
 from compilespec.inspect.verify import (
     LOWERED,
     Check,
+    check_greedy,
     check_lowered_call,
     check_pass,
     final_stage,
@@ -25,7 +27,7 @@ from compilespec.inspect.verify import (
 )
 from compilespec.lowering import lower
 from compilespec.passes.references import Case
-from compilespec.program import PHASES, Lowered, Phase, PhaseGraph, SpecProgram
+from compilespec.program import ByStep, Lowered, PhaseGraph, SpecProgram, StepKey
 from compilespec.runtime.engine import Engine
 from compilespec.runtime.sampling_params import SamplingParams
 from compilespec.runtime.step_runner import StepRunner
@@ -54,6 +56,7 @@ class BisectReport:
     tokens: TokenReport | None  # None: all equal, or no prompts were run
     num_prompts: int
     found: Check | None
+    steps: tuple[StepKey, ...]  # the graphs whose passes were checked
     node: NodeReport | None = None
     wrong_batch_sizes: tuple[int, ...] = ()
     right_batch_sizes: tuple[int, ...] = ()
@@ -71,6 +74,7 @@ class BisectReport:
             "ok": self.ok,
             "tokens": vars(self.tokens) if self.tokens else None,
             "num_prompts": self.num_prompts,
+            "steps": [str(key) for key in self.steps],
             "found": self.found.to_dict() if self.found else None,
             "node": vars(self.node) if self.node else None,
             "wrong_batch_sizes": self.wrong_batch_sizes,
@@ -83,8 +87,9 @@ class BisectReport:
             same = f"tokens of {self.num_prompts} prompts equal the model's"
             lines.append(f"tokens  {self.tokens or same}")
         if self.found is None:
+            lines.append(f"graphs  {'; '.join(map(str, self.steps))}")
             return "\n".join([*lines, "pass    every pass computes what it must"])
-        lines.append(f"pass    {self.found.pass_name} ({self.found.phase}), at {self.found.case}")
+        lines.append(f"pass    {self.found.pass_name} ({self.found.key}), at {self.found.case}")
         lines += [f"        {m.value}: {m.text}" for m in self.found.mismatches[:3]]
         lines.append(f"node    {self.node or 'not known'}")
         wrong, right = (
@@ -128,18 +133,22 @@ def bisect(
             expected = [_greedy(start, prompt, max_new_tokens) for prompt in prompts]
         served = _serve(_lowered(program), prompts, expected)
     found = None
-    for phase, graph in graphs.items():
-        found = _first_wrong(graph, served.calls, lowered_phases.get(phase), seed)
+    steps: list[StepKey] = []
+    for key, graph in graphs.items():
+        steps.append(key)
+        found = _first_wrong(graph, graphs, served.calls, lowered_phases.get(key), seed)
         if found is not None:
             break
+    made = BisectReport(
+        tokens=served.tokens, num_prompts=len(prompts), found=None, steps=tuple(steps)
+    )
     if found is None:
-        return BisectReport(tokens=served.tokens, num_prompts=len(prompts), found=None)
+        return made
     check, stages, case = found
     sizes = {size: _is_right(graph, stages, size, seed) for size in _batch_sizes(graph)}
     sizes[check.batch_size] = False
-    return BisectReport(
-        tokens=served.tokens,
-        num_prompts=len(prompts),
+    return dataclasses.replace(
+        made,
         found=check,
         node=first_parting_node(context_of(graph), stages, case) if stages else None,
         wrong_batch_sizes=tuple(sorted(size for size, right in sizes.items() if not right)),
@@ -213,23 +222,26 @@ class _RecordingRunner(StepRunner):
         for spec in lowered.program.buffers:
             if spec.kind == "cache":
                 self.buffers[spec.name].fill_(float("nan"))
-        for phase in PHASES:
-            self._calls[phase] = self._recording(phase, self._calls[phase])
+        self._calls = ByStep(self._recording(key, call) for key, call in self._calls.items())
 
-    def _recording(self, phase: Phase, call: Any) -> Any:
+    def _recording(self, key: StepKey, call: Any) -> Any:
         runner = self
 
         class Recording:
             num_recompiles = 0
+
+            @property
+            def key(self) -> StepKey:
+                return key
 
             def __call__(self, batch: Mapping[str, Sequence[int]]) -> Any:
                 inputs = {name: buffer.clone() for name, buffer in runner.buffers.items()}
                 inputs |= {
                     name: torch.tensor(values, dtype=torch.int32) for name, values in batch.items()
                 }
-                size = len(batch["row_B" if phase == "decode" else "last_R"])
+                size = len(batch["row_B" if key.phase == "decode" else "last_R"])
                 name = f"call {len(runner.cases)} ({size} rows)"
-                case = Case(name=name, phase=phase, batch_size=size, inputs=inputs)
+                case = Case(name=name, key=key, batch_size=size, inputs=inputs)
                 runner.cases.append(case)
                 return call(batch)
 
@@ -240,11 +252,15 @@ class _RecordingRunner(StepRunner):
 
 
 def _first_wrong(
-    graph: PhaseGraph, calls: Sequence[Case], lowered: Any, seed: int
+    graph: PhaseGraph,
+    graphs: ByStep[PhaseGraph],
+    calls: Sequence[Case],
+    lowered: Any,
+    seed: int,
 ) -> tuple[Check, PassStages | None, Case] | None:
-    """The first pass of a phase that does not compute what it must, on served or random calls."""
+    """The first pass of a graph that does not compute what it must, on served or random calls."""
     ctx = context_of(graph)
-    mine = [with_target_inputs(ctx, case) for case in calls if case.phase == graph.phase]
+    mine = [with_target_inputs(ctx, case) for case in calls if case.key == graph.key]
     # the first calls cover what every call does, the last ones gave the wrong token
     served = mine if len(mine) <= 3 else [mine[0], *mine[-2:]]
     cases: list[Case] = []
@@ -254,6 +270,11 @@ def _first_wrong(
             check = check_pass(ctx, stages, case)
             if check.mismatches:
                 return check, stages, case
+    if graph.key.kind == "greedy":
+        full = graphs[StepKey(graph.phase, graph.key.num_draft_tokens)]
+        for check in check_greedy(graph, full, None, seed):
+            if check.mismatches:
+                return check, None, cases[0]
     if lowered is not None:
         final = final_stage(graph)
         whole = make_cases(ctx, next(pass_stages(graph)).before, seed=seed, whole_caches=True)

@@ -10,10 +10,11 @@ from typing import Any, Literal
 import sympy
 import torch
 
+from compilespec.inspect.stages import context_of
 from compilespec.passes.claims import Claim, find_claims, operand_at, unguarded
 from compilespec.passes.ranges import Ranges
 from compilespec.passes.sizes import NUM_TABLE_BLOCKS, Range, Sizes
-from compilespec.program import Phase, PhaseGraph, SpecProgram
+from compilespec.program import PhaseGraph, SpecProgram, StepKey
 
 Status = Literal["proved", "guarded", "open"]
 
@@ -24,7 +25,7 @@ HAZARDS = "H-9: positions before 0; H-16: past the maximum length; H-14: attenti
 class Bound:
     """One claim about one node, as `dump --bounds` shows it."""
 
-    phase: Phase
+    step: str  # "decode, K=3": `str` of a `StepKey`
     what: str  # "slot inside the cache, or -1"
     node: str
     module: str  # path in the model or drafter; else the pass that made the node
@@ -38,7 +39,7 @@ class Bound:
 
 @dataclass(frozen=True, kw_only=True)
 class BoundsReport:
-    """Every claim about both phases of a program."""
+    """Every claim about the graphs of a program."""
 
     bounds: tuple[Bound, ...]
 
@@ -56,19 +57,19 @@ class BoundsReport:
         }
 
     def rows(self) -> Iterator[tuple[str, ...]]:
-        """One row for all claims that say the same of a phase: how often, what, where, range,
+        """One row for all claims that say the same of a graph: how often, what, where, range,
         needed range, status, hazards.
         """
         groups: dict[tuple[Any, ...], list[Bound]] = {}
         for bound in self.bounds:
-            key = (bound.phase, bound.what, bound.value, bound.needed, bound.status, bound.detail)
+            key = (bound.step, bound.what, bound.value, bound.needed, bound.status, bound.detail)
             groups.setdefault(key, []).append(bound)
-        for (phase, what, value, needed, status, detail), group in groups.items():
+        for (step, what, value, needed, status, detail), group in groups.items():
             where = f"{group[0].node} ({group[0].module})"
             shown = value if value == group[0].numbers else f"{value} = {group[0].numbers}"
             count = str(len(group)) if len(group) > 1 else ""
             hazards = " ".join(group[0].hazards)
-            yield phase, count, what, where, shown or detail, needed, status, hazards
+            yield step, count, what, where, shown or detail, needed, status, hazards
 
     def summary(self) -> str:
         counts = collections.Counter(bound.status for bound in self.bounds)
@@ -77,9 +78,10 @@ class BoundsReport:
 
     def __str__(self) -> str:
         lines = [self.summary()]
-        for phase, count, what, where, shown, needed, status, hazards in self.rows():
+        width = max((len(bound.step) for bound in self.bounds), default=0) + 1
+        for step, count, what, where, shown, needed, status, hazards in self.rows():
             times = f" x{count}" if count else ""
-            text = f"  {phase:8}{status:8}{what}{times}: {shown}"
+            text = f"  {step:{width}}{status:8}{what}{times}: {shown}"
             text += f" in {needed}" if needed else ""
             lines.append(f"{text}; {where}" + (f" [{hazards}]" if hazards else ""))
         return "\n".join([*lines, HAZARDS])
@@ -93,11 +95,11 @@ class BoundsReport:
             table.add_column(name, overflow="fold")
         styles = {"proved": "green", "guarded": "yellow", "open": "red"}
         last = ""
-        for phase, count, what, where, shown, needed, status, hazards in self.rows():
-            if phase != last:
+        for step, count, what, where, shown, needed, status, hazards in self.rows():
+            if step != last:
                 table.add_section()
-                table.add_row("", "", f"[bold]{phase}[/]")
-                last = phase
+                table.add_row("", "", f"[bold]{step}[/]")
+                last = step
             cells = (cell.replace("[", "\\[") for cell in (what, shown, needed, where, hazards))
             table.add_row(f"[{styles[status]}]{status}[/]", count, *cells)
         return table
@@ -109,22 +111,22 @@ def prove(program: SpecProgram) -> BoundsReport:
     What the graphs' inputs may hold is `passes.ranges.CONTRACT`.  A claim is "guarded" when the
     pass `bound_positions` made the operand it is about.
     """
-    sizes = Sizes(program.config, program.vocab_size)
     bounds = [
-        _bound(phase.phase, claim, ranges)
-        for phase in program.phases.values()
-        for ranges in [_ranges(phase, program, sizes)]
+        _bound(key, claim, ranges)
+        for key, graph in program.graphs.items()
+        for ranges in [_ranges(graph, program)]
         for claim in find_claims(ranges)
     ]
     return BoundsReport(bounds=tuple(bounds))
 
 
-def _ranges(phase: PhaseGraph, program: SpecProgram, sizes: Sizes) -> Ranges:
-    inputs = {spec.name: spec for spec in phase.inputs}
-    return Ranges(phase.graph_module, sizes, inputs, program.weights)
+def _ranges(graph: PhaseGraph, program: SpecProgram) -> Ranges:
+    sizes = Sizes(context_of(graph).config, program.vocab_size)
+    inputs = {spec.name: spec for spec in graph.inputs}
+    return Ranges(graph.graph_module, sizes, inputs, program.weights)
 
 
-def _bound(phase: Phase, claim: Claim, ranges: Ranges) -> Bound:
+def _bound(key: StepKey, claim: Claim, ranges: Ranges) -> Bound:
     custom = claim.node.meta.get("custom") or {}
     value = claim.value
     if claim.is_guarded and claim.place:
@@ -133,7 +135,7 @@ def _bound(phase: Phase, claim: Claim, ranges: Ranges) -> Bound:
     if claim.holds:
         status = "guarded" if claim.is_guarded else "proved"
     return Bound(
-        phase=phase,
+        step=str(key),
         what=claim.what,
         node=claim.node.name,
         module=str(custom.get("module") or custom.get("fragment") or custom.get("pass", "")),

@@ -13,7 +13,7 @@ from torch import fx
 from compilespec.inspect.devices import Device, find_device
 from compilespec.inspect.node_costs import C, Cost, NodeCosts
 from compilespec.passes.sizes import B, Expr, K, R, T
-from compilespec.program import InputSpec, Phase, PhaseGraph, SpecProgram
+from compilespec.program import ByStep, InputSpec, PhaseGraph, SpecProgram, StepKey
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,10 +26,10 @@ class CostRow:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PhaseCost:
-    """One phase: its parts in order, its modules, and the whole graph after each pass."""
+class StepCost:
+    """One graph: its parts in order, its modules, and the whole graph after each pass."""
 
-    phase: Phase
+    key: StepKey
     total: CostRow
     stages: tuple[CostRow, ...]
     modules: tuple[CostRow, ...]
@@ -39,9 +39,11 @@ class PhaseCost:
 
 @dataclass(frozen=True, kw_only=True)
 class CostReport:
-    """Both phases; `sizes` are the numbers that times and amounts are shown for."""
+    """Every graph; `sizes` are the numbers that times and amounts are shown for, but K, which is
+    each graph's own.
+    """
 
-    phases: tuple[PhaseCost, ...]
+    graphs: ByStep[StepCost]
     sizes: Mapping[Expr, int]
     device: Device | None = field(default=None)
 
@@ -50,19 +52,22 @@ class CostReport:
             "sizes": {str(symbol): value for symbol, value in self.sizes.items()},
             "device": vars(self.device) if self.device is not None else None,
             "phases": {
-                one.phase: {
-                    "total": self._row_dict(one.total),
-                    "stages": [self._row_dict(row) for row in one.stages],
-                    "modules": [self._row_dict(row) for row in one.modules],
-                    "passes": [self._row_dict(row) for row in one.passes],
+                self.graphs.name(key): {
+                    "total": self._row_dict(one, one.total),
+                    "stages": [self._row_dict(one, row) for row in one.stages],
+                    "modules": [self._row_dict(one, row) for row in one.modules],
+                    "passes": [self._row_dict(one, row) for row in one.passes],
                     "uncounted": dict(one.uncounted),
                 }
-                for one in self.phases
+                for key, one in self.graphs.items()
             },
         }
 
-    def _row_dict(self, row: CostRow) -> dict[str, Any]:
-        amounts = row.cost.at(self.sizes)
+    def _sizes(self, one: StepCost) -> dict[Expr, int]:
+        return {**self.sizes, K: one.key.num_draft_tokens}
+
+    def _row_dict(self, one: StepCost, row: CostRow) -> dict[str, Any]:
+        amounts = row.cost.at(self._sizes(one))
         return {
             "name": row.name,
             "formulas": {name: str(readable(expr)) for name, expr in vars(row.cost).items()},
@@ -70,24 +75,24 @@ class CostReport:
             "ms": row.ms,
         }
 
-    def formulas(self, one: PhaseCost) -> Iterator[tuple[str, str]]:
-        """The totals of a phase as (quantity, expression)."""
+    def formulas(self, one: StepCost) -> Iterator[tuple[str, str]]:
+        """The totals of a graph as (quantity, expression)."""
         cost = one.total.cost
         yield "FLOPs", str(readable(cost.flops))
         yield "weight bytes", str(readable(cost.weight_bytes))
         yield "KV cache bytes", str(readable(cost.cache_bytes))
         yield "activation bytes", str(readable(cost.activation_bytes))
 
-    def rows(self, one: PhaseCost) -> Iterator[tuple[str, ...]]:
+    def rows(self, one: StepCost) -> Iterator[tuple[str, ...]]:
         """(group, name, FLOPs, weight, cache, activation bytes, time and limit) at the sizes."""
         groups = (("stage", one.stages), ("module", one.modules), ("after pass", one.passes))
         for group, rows in groups:
             for row in rows:
-                yield (group, row.name, *self._amounts(row))
-        yield ("total", one.phase, *self._amounts(one.total))
+                yield (group, row.name, *self._amounts(one, row))
+        yield ("total", str(one.key), *self._amounts(one, one.total))
 
-    def _amounts(self, row: CostRow) -> tuple[str, ...]:
-        cost = row.cost.at(self.sizes)
+    def _amounts(self, one: StepCost, row: CostRow) -> tuple[str, ...]:
+        cost = row.cost.at(self._sizes(one))
         time = ""
         if row.ms is not None and self.device is not None:
             memory_ms = float(cost.num_bytes) / self.device.bytes_per_s * 1e3
@@ -98,8 +103,8 @@ class CostReport:
 
     def __str__(self) -> str:
         lines = [self._heading()]
-        for one in self.phases:
-            lines.append(f"{one.phase}:")
+        for one in self.graphs.values():
+            lines.append(f"{one.key}:")
             lines += [f"  {name:17}{formula}" for name, formula in self.formulas(one)]
             lines.append(f"  {'':52}{'FLOPs':>8}{'weights':>9}{'cache':>9}{'activ.':>9}  time")
             for group, name, flops, weights, cache, activations, time in self.rows(one):
@@ -120,8 +125,8 @@ class CostReport:
         from rich.table import Table
 
         parts: list[Any] = [self._heading()]
-        for one in self.phases:
-            lines = [f"[bold]{one.phase}[/]"]
+        for one in self.graphs.values():
+            lines = [f"[bold]{one.key}[/]"]
             lines += [f"  {name:17}{formula}" for name, formula in self.formulas(one)]
             table = Table(box=None, pad_edge=False)
             table.add_column("")
@@ -147,31 +152,28 @@ def estimate(
     num_prompt_tokens: int = 512,
     num_prompts: int = 1,
 ) -> CostReport:
-    """FLOPs and bytes of both phases' final graphs (`node_costs.py` says what is counted).
+    """FLOPs and bytes of every final graph of a program (`node_costs.py` says what is counted).
 
     B is the decode batch, T and R the packed tokens and prompts of a prefill call, C the keys each
-    token attends to (in prefill the mean), K the number of drafts.  A formula's value at this
-    program's K is exact; its form in K takes the copies of a draft loop's last, repeated part to be
+    token attends to (in prefill the mean), K the number of drafts.  A formula's value at a graph's
+    own K is exact; its form in K takes the copies of a draft loop's last, repeated part to be
     as many as K says.
 
     Args:
         device: for times: a `Device`, or a name that `find_device` knows; None shows none.
         batch_size, context_length, num_prompt_tokens, num_prompts: numbers for B, C, T and R.
     """
-    num_draft_tokens = program.config.num_draft_tokens
-    sizes = {B: batch_size, K: num_draft_tokens, C: context_length}
+    sizes = {B: batch_size, K: program.config.num_draft_tokens, C: context_length}
     sizes |= {T: num_prompt_tokens, R: num_prompts}
     if isinstance(device, str):
         device = find_device(device, program.config.dtype)
-    phases = tuple(
-        _phase_cost(phase, num_draft_tokens, sizes, device) for phase in program.phases.values()
-    )
-    return CostReport(phases=phases, sizes=sizes, device=device)
+    graphs = ByStep(_step_cost(graph, sizes, device) for graph in program.graphs.values())
+    return CostReport(graphs=graphs, sizes=sizes, device=device)
 
 
-def _phase_cost(
-    phase: PhaseGraph, num_draft_tokens: int, sizes: Mapping[Expr, int], device: Device | None
-) -> PhaseCost:
+def _step_cost(phase: PhaseGraph, sizes: Mapping[Expr, int], device: Device | None) -> StepCost:
+    num_draft_tokens = phase.key.num_draft_tokens
+    sizes = {**sizes, K: num_draft_tokens}
     inputs = {spec.name: spec for spec in phase.inputs}
     costs = NodeCosts(phase.graph_module.graph, inputs, num_draft_tokens)
     parts = [_Part(node, cost) for node, cost in costs]
@@ -185,9 +187,9 @@ def _phase_cost(
 
     stages = _grouped(parts, lambda part: _stage_name(part, weights))
     modules = _grouped(parts, lambda part: f"{part.fragment} {part.module}".strip())
-    return PhaseCost(
-        phase=phase.phase,
-        total=row(phase.phase, parts),
+    return StepCost(
+        key=phase.key,
+        total=row(str(phase.key), parts),
         stages=tuple(row(name, chosen) for name, chosen in stages.items()),
         modules=tuple(row(name, chosen) for name, chosen in modules.items()),
         passes=tuple(_after_passes(phase, inputs, num_draft_tokens)),

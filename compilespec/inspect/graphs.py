@@ -110,7 +110,7 @@ def captured_stages(program: SpecProgram, which: str) -> list[GraphStage]:
 
     Raises: InvalidOption for the drafter of a program that has none.
     """
-    ctx = context_of(next(iter(program.phases.values())))
+    ctx = context_of(next(iter(program.graphs.values())))
     traced = [ctx.target] if which == "target" else list(ctx.draft.values())
     if not traced:
         raise InvalidOption(f"spec={program.method!r} has no drafter: there is no draft graph")

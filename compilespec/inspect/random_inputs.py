@@ -1,4 +1,4 @@
-"""Random calls of a phase, as hostile as legal ones get.
+"""Random calls of a graph, as hostile as legal ones get.
 
 Rows and blocks in no order, ragged lengths up to the maximum, padded rows in the middle of a batch,
 chunks that begin and end anywhere; caches hold NaN wherever no step may have written.
@@ -21,7 +21,7 @@ from compilespec.passes.context import PassContext
 from compilespec.passes.references import Case
 from compilespec.passes.references.dense_attention import dense_attention
 from compilespec.passes.references.placement import place_call
-from compilespec.program import PAD, BufferSpec
+from compilespec.program import NUM_KEPT, PAD, BufferSpec
 
 SPARE_BLOCKS = 2  # that no table points to
 FAR = 256  # tokens: a context that is long to attend to in plain Python
@@ -33,6 +33,7 @@ class _Row:
 
     row: int
     length: int
+    backlog: int = 0  # of its last tokens, those that its drafter has not seen
 
 
 def random_cases(
@@ -43,22 +44,23 @@ def random_cases(
     batch_sizes: Sequence[int] | None = None,
     seed: int = 0,
     whole_caches: bool = False,
+    plain: bool = False,
 ) -> list[Case]:
-    """Cases of one phase, smallest batch first.
+    """Cases of one graph, smallest batch first.
 
     Args:
         start: the target alone (ids and positions to logits); it says which drafts to accept.
         batch_sizes: None takes 1, 2 and the largest.
         whole_caches: caches of the program's size instead of just as many blocks as are used.
+        plain: every request asks for the argmax, and nothing else.
     """
     config = ctx.config
     sizes = batch_sizes or sorted({1, min(2, config.max_batch_size), config.max_batch_size})
     make = _decode_case if ctx.phase == "decode" else _prefill_case
+    draws = [_Draw(ctx, vocab_size, seed * 1000 + size, whole_caches, plain) for size in sizes]
     return [
-        with_target_inputs(
-            ctx, make(_Draw(ctx, vocab_size, seed * 1000 + size, whole_caches), size, start)
-        )
-        for size in sizes
+        with_target_inputs(ctx, make(draw, size, start))
+        for draw, size in zip(draws, sizes, strict=True)
     ]
 
 
@@ -78,27 +80,35 @@ def _decode_case(draw: _Draw, batch_size: int, start: Stage) -> Case:
     lengths = [longest - 2, 1, longest - config.num_draft_tokens - 1, longest, 2]
     if longest > FAR:  # histories so long are costly: one of them is enough
         lengths[2:4] = [FAR // 2 - 1, FAR // 2]
-    lengths = [max(1, length) for length in lengths]
+    shortest = 2 if ctx.key.kind == "replay" else 1  # the prompt, and what a step of K = 0 gave
+    lengths = [max(shortest, length) for length in lengths]
     if batch_size == 1:
         lengths = [min(longest - 1, 2 * config.block_size + 1)]
     lengths += [
-        draw.rng.randint(1, min(longest, 4 * config.block_size))
+        draw.rng.randint(shortest, min(longest, 4 * config.block_size))
         for _ in range(batch_size - len(lengths))
     ]
     rows = draw.rng.sample(range(config.max_batch_size), batch_size - num_padded)
-    running = [_Row(row=row, length=length) for row, length in zip(rows, lengths, strict=False)]
+    running = [
+        _Row(row=row, length=length, backlog=draw.backlog(length))
+        for row, length in zip(rows, lengths, strict=False)
+    ]
     inputs = draw.state(running)
     row_B = list(rows)
     for _ in range(num_padded):
         row_B.insert(len(row_B) // 2, PAD)
     inputs["row_B"] = draw.int32(row_B)
+    if ctx.key.kind == "replay":
+        backlogs = {request.row: request.backlog for request in running}
+        inputs["backlog_B"] = draw.int32([backlogs.get(row, 0) for row in row_B])
     case = Case(
         name=f"{batch_size} rows{f', {num_padded} padded' if num_padded else ''}",
-        phase="decode",
+        key=ctx.key,
         batch_size=batch_size,
         inputs=inputs,
     )
-    _match_drafts(ctx, case, start, draw.vocab_size)
+    if ctx.key.kind != "replay":  # which judges none
+        _match_drafts(ctx, case, start, draw.vocab_size)
     return case
 
 
@@ -164,7 +174,7 @@ def _prefill_case(draw: _Draw, batch_size: int, start: Stage) -> Case:
     return Case(
         name=f"{batch_size} prompts, {num_tokens} tokens"
         + (f", {num_padded} padded" if num_padded else ""),
-        phase="prefill",
+        key=draw.ctx.key,
         batch_size=batch_size,
         inputs=inputs,
     )
@@ -176,12 +186,20 @@ _ASKED = ("sampling_RF", "sampling_RI", "mask_RSW")  # what sampled and guided r
 class _Draw:
     """Random state for given requests."""
 
-    def __init__(self, ctx: PassContext, vocab_size: int, seed: int, whole_caches: bool) -> None:
+    def __init__(
+        self, ctx: PassContext, vocab_size: int, seed: int, whole_caches: bool, plain: bool
+    ) -> None:
         if ctx.config.device.type == "meta":
             raise SpecError("a program on meta tensors has no numbers to verify; load the weights")
-        self.ctx, self.vocab_size, self._whole = ctx, vocab_size, whole_caches
+        self.ctx, self.vocab_size, self._whole, self._plain = ctx, vocab_size, whole_caches, plain
         self.rng = random.Random(seed)
         self._generator = torch.Generator(device=ctx.config.device).manual_seed(seed)
+
+    def backlog(self, length: int) -> int:
+        """Of a replay: from one token to as many as are kept."""
+        if self.ctx.key.kind != "replay":
+            return 0
+        return self.rng.randint(1, min(length - 1, NUM_KEPT))
 
     def int32(self, values: Sequence[int]) -> Tensor:
         return torch.tensor(values, dtype=torch.int32, device=self.ctx.config.device)
@@ -206,7 +224,7 @@ class _Draw:
             blocks = self.int32([free.pop() for _ in range(need)])
             inputs["block_table_RM"][request.row, :need] = blocks
             inputs["seq_len_R"][request.row] = request.length
-            self._write_caches(inputs, blocks, request.length)
+            self._write_caches(inputs, blocks, request)
         return inputs
 
     def _reach(self) -> int:
@@ -222,7 +240,7 @@ class _Draw:
             return torch.full(shape, float("nan"), dtype=spec.dtype, device=config.device)
         if spec.name == "withheld_R":  # every other request has all drafts but one judged
             return self.int32([row % 2 for row in range(spec.shape[0])])
-        if spec.name in _ASKED and config.dtype == torch.float64:
+        if spec.name in _ASKED and config.dtype == torch.float64 and not self._plain:
             return self._sampling(spec)
         if spec.name == "draft_prob_RKV":
             return self._normal(spec.shape, spec.dtype).softmax(-1)
@@ -259,14 +277,16 @@ class _Draw:
         """Whether the cache is laid out in the program's blocks, not in those of a KV group."""
         return not self.ctx.kv_block_sizes or spec.name.startswith("cache.target.")
 
-    def _write_caches(self, inputs: dict[str, Tensor], blocks: Tensor, length: int) -> None:
+    def _write_caches(self, inputs: dict[str, Tensor], blocks: Tensor, request: _Row) -> None:
         """Keys and values at the positions that earlier steps wrote."""
         unshifted = self.ctx.capabilities.kind == "unshifted"
         for name, spec in self.ctx.buffers.items():
             if spec.kind != "cache" or not self._is_shared(spec):
                 continue
-            # an unshifted drafter has been fed the last emitted token as well
-            count = length + int(unshifted and length > 0 and not name.startswith("cache.target."))
+            count = request.length
+            if not name.startswith("cache.target."):
+                # an unshifted drafter has been fed the last emitted token as well
+                count += int(unshifted and count > 0) - request.backlog
             count = min(count, len(blocks) * spec.shape[1])
             at = torch.arange(count, device=blocks.device)
             cells = blocks.long()[at // spec.shape[1]] * spec.shape[1] + at % spec.shape[1]

@@ -10,14 +10,14 @@ from torch import Tensor, fx
 
 from compilespec.inspect.interpret import Stage
 from compilespec.passes.context import PassContext
-from compilespec.passes.order import ATEN_PASSES, SPLICE_PASSES
+from compilespec.passes.order import ATEN_PASSES, REPLAY_PASSES, SPLICE_PASSES
 from compilespec.passes.references import Reference
 from compilespec.passes.rewrite import rewrite_phase
 from compilespec.program import PassRecord, PhaseGraph
 
 REFERENCES: Mapping[str, Reference] = {
     entry.name: entry.reference
-    for entry in (*SPLICE_PASSES, *ATEN_PASSES)
+    for entry in (*SPLICE_PASSES, *REPLAY_PASSES, *ATEN_PASSES)
     if entry.reference is not None
 }
 
@@ -61,7 +61,7 @@ def with_graphs(phase: PhaseGraph) -> PhaseGraph:
     """
     if all(record.before is not None for record in phase.splice_records):
         return phase
-    known = {entry.name for entry in (*SPLICE_PASSES, *ATEN_PASSES)}
+    known = {entry.name for entry in (*SPLICE_PASSES, *REPLAY_PASSES, *ATEN_PASSES)}
     ran = {record.name for record in phase.records}
     ctx = dataclasses.replace(context_of(phase), inputs={}, buffers={}, weights={}, declared={})
     return rewrite_phase(ctx, keep_graphs=True, disabled=frozenset(known - ran))

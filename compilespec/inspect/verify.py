@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,11 +19,20 @@ from compilespec.inspect.random_inputs import random_cases
 from compilespec.inspect.stages import PassStages, context_of, pass_stages, with_graphs
 from compilespec.passes.context import PassContext
 from compilespec.passes.references import Case, Values
-from compilespec.program import Lowered, LoweredPhase, Phase, PhaseGraph, SpecProgram
+from compilespec.program import (
+    ByStep,
+    Lowered,
+    LoweredPhase,
+    Phase,
+    PhaseGraph,
+    SpecProgram,
+    StepKey,
+)
 from compilespec.runtime.engine import Engine
 from compilespec.runtime.step_runner import StepRunner
 
 LOWERED = "lower"  # the name under which the lowered callable is compared to its graph
+GREEDY = "greedy_step"  # that under which the greedy step is compared to the full one
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +48,7 @@ class Mismatch:
 class Check:
     """One pass on one case."""
 
-    phase: Phase
+    key: StepKey
     pass_name: str
     case: str
     batch_size: int
@@ -52,12 +62,18 @@ class Check:
     skipped: str = ""  # why nothing was compared
 
     @property
+    def phase(self) -> Phase:
+        return self.key.phase
+
+    @property
     def ok(self) -> bool:
         return not self.mismatches and not self.skipped
 
     def to_dict(self) -> dict[str, Any]:
+        values = {name: value for name, value in vars(self).items() if name != "key"}
         mismatches = [vars(mismatch) for mismatch in self.mismatches]
-        return {**vars(self), "mismatches": mismatches, "ok": self.ok}
+        own = {"mismatches": mismatches, "ok": self.ok}
+        return {"phase": self.phase, "step": str(self.key), **values, **own}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,18 +89,23 @@ class VerifyReport:
         return bool(self.checks) and all(check.ok for check in self.checks)
 
     @property
+    def steps(self) -> tuple[StepKey, ...]:
+        """The graphs that were checked, in the order of the checks."""
+        return tuple(dict.fromkeys(check.key for check in self.checks))
+
+    @property
     def failed(self) -> tuple[Check, ...]:
         """In the order of the pipeline; skipped checks included."""
         return tuple(check for check in self.checks if not check.ok)
 
     def rows(self) -> Iterator[tuple[str, ...]]:
-        """One row a pass and phase: phase, pass, compared with, calls, values, largest error,
+        """One row a pass and graph: graph, pass, compared with, calls, values, largest error,
         bound, result.
         """
-        groups: dict[tuple[str, str], list[Check]] = {}
+        groups: dict[tuple[StepKey, str], list[Check]] = {}
         for check in self.checks:
-            groups.setdefault((check.phase, check.pass_name), []).append(check)
-        for (phase, name), checks in groups.items():
+            groups.setdefault((check.key, check.pass_name), []).append(check)
+        for (key, name), checks in groups.items():
             first = next((check for check in checks if not check.ok), checks[0])
             result = "equal" if first.bound is None else "within the bound"
             if first.skipped:
@@ -94,7 +115,7 @@ class VerifyReport:
                 result = f"PARTS at {first.case}: {worst.value}: {worst.text}"
             ties = sum(check.num_ties for check in checks)
             yield (
-                phase, name, first.against, str(len(checks)),
+                str(key), name, first.against, str(len(checks)),
                 str(sum(check.num_values for check in checks)),
                 f"{max(check.error for check in checks):.1e}",
                 "bitwise" if first.bound is None else f"{first.bound:.0e}",
@@ -110,7 +131,7 @@ class VerifyReport:
         }
 
     def __str__(self) -> str:
-        header = ("phase", "pass", "against", "calls", "values", "error", "bound", "result")
+        header = ("graph", "pass", "against", "calls", "values", "error", "bound", "result")
         rows = [header, *self.rows()]
         widths = [max(len(row[column]) for row in rows) for column in range(len(header) - 1)]
         lines = [
@@ -125,7 +146,7 @@ class VerifyReport:
 def verify(
     program: SpecProgram | Engine,
     *,
-    phases: Collection[Phase] | None = None,
+    phases: Collection[StepKey | str] | None = None,
     passes: Collection[str] | None = None,
     batch_sizes: Sequence[int] | None = None,
     seed: int = 0,
@@ -137,51 +158,68 @@ def verify(
     A pass that changes the interface is compared to its reference instead of the graph before.
     Exact passes must agree bit for bit; "rounding" passes within `compare.rounding_bound`, where
     both follow the same argmaxes and may part from one only at a near tie.  The spare state row,
-    which padded rows write, is not compared.
+    which padded rows write, is not compared.  A greedy step is compared to the full one as well, on
+    calls whose requests all ask for the argmax (pass name "greedy_step").
 
     Args:
         program: from `trace`, or an engine; of an engine that compiled its graphs, the compiled
             calls are compared to the interpreted ones as well (pass name "lower").
-        phases, passes: which to verify; None means all.
+        phases: which graphs to verify, as keys or by `ByStep.name` ("prefill", "decode",
+            "decode.2.greedy"); None means every graph that can run.
+        passes: which to verify; None means all.
         batch_sizes: rows (decode) or prompts (prefill) of the calls; None takes 1, 2 and the
             largest.
         fail_fast: stop at the first pass that does not agree.
     Raises: InvalidOption for an unknown phase or pass; SpecError on meta tensors.
     """
     graphs, lowered = parts_of(program)
-    chosen = {name: graph for name, graph in graphs.items() if phases is None or name in phases}
-    if not chosen or not set(phases or ()) <= set(graphs):
-        raise InvalidOption(f"phases must be among {', '.join(graphs)}; got {list(phases or ())}")
     checks: list[Check] = []
-    known: set[str] = set()
-    for graph in chosen.values():
-        for check in check_phase(
-            graph, passes=passes, batch_sizes=batch_sizes, seed=seed, known=known
-        ):
+    known = {LOWERED, GREEDY}
+    for key in _chosen(graphs, phases):
+        graph = graphs[key]
+        found = check_phase(graph, passes=passes, batch_sizes=batch_sizes, seed=seed, known=known)
+        if key.kind == "greedy" and (passes is None or GREEDY in passes):
+            full = graphs[StepKey(key.phase, key.num_draft_tokens)]
+            found = itertools.chain(found, check_greedy(graph, full, batch_sizes, seed))
+        if key in lowered and (passes is None or LOWERED in passes):
+            whole = check_lowered(graph, lowered[key], batch_sizes, seed)
+            found = itertools.chain(found, whole)
+        for check in found:
             checks.append(check)
             if fail_fast and not check.ok:
-                return _report(chosen, checks)
-        if graph.phase in lowered and (passes is None or LOWERED in passes):
-            checks += check_lowered(graph, lowered[graph.phase], batch_sizes, seed)
-    if passes is not None and not set(passes) <= known | {LOWERED}:
+                return _report(graphs, checks)
+    if passes is not None and not set(passes) <= known:
         unknown = ", ".join(sorted(set(passes) - known))
         raise InvalidOption(f"unknown pass {unknown}; the program ran {', '.join(sorted(known))}")
-    return _report(chosen, checks)
+    return _report(graphs, checks)
 
 
-def _report(graphs: Mapping[Phase, PhaseGraph], checks: Sequence[Check]) -> VerifyReport:
+def _chosen(
+    graphs: ByStep[PhaseGraph], phases: Collection[StepKey | str] | None
+) -> tuple[StepKey, ...]:
+    """The keys that were asked for.  Raises: InvalidOption where one has no graph."""
+    chosen = [key for key in graphs if phases is None or {key, graphs.name(key)} & set(phases)]
+    if not chosen or len(chosen) < len(set(phases or ())):
+        names = ", ".join(map(graphs.name, graphs))
+        asked = ", ".join(map(str, phases or ())) or "none"
+        raise InvalidOption(f"phases must be among {names}; got {asked}")
+    return tuple(chosen)
+
+
+def _report(graphs: ByStep[PhaseGraph], checks: Sequence[Check]) -> VerifyReport:
     ctx = context_of(next(iter(graphs.values())))
     return VerifyReport(method=ctx.capabilities.name, dtype=ctx.config.dtype, checks=tuple(checks))
 
 
 def parts_of(
     program: SpecProgram | Engine,
-) -> tuple[Mapping[Phase, PhaseGraph], Mapping[Phase, LoweredPhase]]:
-    """The phases of a program or engine, and what they were compiled to."""
+) -> tuple[ByStep[PhaseGraph], Mapping[StepKey, LoweredPhase]]:
+    """The graphs of a program or engine, and what they were compiled to."""
+    graphs = ByStep(with_graphs(graph) for graph in program.graphs.values())
     if isinstance(program, SpecProgram):
-        return _kept(program.phases), {}
+        return graphs, {}
     lowered = lowered_of(program)
-    return _kept(program.graphs), {} if lowered.backend == "eager" else lowered.phases
+    return graphs, {} if lowered.backend == "eager" else lowered.graphs
 
 
 def lowered_of(engine: Engine) -> Lowered:
@@ -193,11 +231,7 @@ def lowered_of(engine: Engine) -> Lowered:
     return runner.lowered
 
 
-def _kept(graphs: Mapping[Phase, PhaseGraph]) -> dict[Phase, PhaseGraph]:
-    return {phase: with_graphs(graph) for phase, graph in graphs.items()}
-
-
-# --- one phase, one pass ---
+# --- one graph, one pass ---
 
 
 def check_phase(
@@ -208,7 +242,7 @@ def check_phase(
     seed: int = 0,
     known: set[str] | None = None,
 ) -> Iterator[Check]:
-    """Every pass of a phase on every case, in the order of the pipeline."""
+    """Every pass of a graph on every case, in the order of the pipeline."""
     cases: list[Case] = []
     for stages in pass_stages(graph):
         if not cases:  # the first pass starts from the target alone
@@ -226,13 +260,14 @@ def make_cases(
     batch_sizes: Sequence[int] | None = None,
     seed: int = 0,
     whole_caches: bool = False,
+    plain: bool = False,
 ) -> list[Case]:
     """Random cases, with the ids and positions that the graph reads before `read_state` ran."""
     from compilespec.passes.bound_positions import vocab_size
 
     return random_cases(
         ctx, vocab_size(ctx) or 2, start, batch_sizes=batch_sizes, seed=seed,
-        whole_caches=whole_caches,
+        whole_caches=whole_caches, plain=plain,
     )  # fmt: skip
 
 
@@ -242,7 +277,7 @@ def check_pass(ctx: PassContext, stages: PassStages, case: Case) -> Check:
     bound = rounding_bound(ctx) if record.numerics == "rounding" else None
     make = functools.partial(
         Check,
-        phase=case.phase,
+        key=case.key,
         pass_name=record.name,
         case=case.name,
         batch_size=case.batch_size,
@@ -329,18 +364,35 @@ def _mismatch(
     return Mismatch(value=what, text=difference.text, error=difference.error)
 
 
-# --- the lowered program ---
+# --- whole steps: the greedy one, the lowered ones ---
+
+
+def check_greedy(
+    greedy: PhaseGraph, full: PhaseGraph, batch_sizes: Sequence[int] | None, seed: int
+) -> Iterator[Check]:
+    """The greedy step against the full one of its K, where all requests ask for the argmax."""
+    ctx, own = context_of(full), context_of(greedy).buffers
+    start = next(pass_stages(full)).before
+    cases = make_cases(ctx, start, batch_sizes=batch_sizes, seed=seed, plain=True)
+    stages = final_stage(full), final_stage(greedy)
+    for case in cases:
+        decided = Decisions()
+        want, got = stages[0](case.inputs, decisions=decided), stages[1](case.inputs)
+        kept = {name: buffer for name, buffer in want.buffers.items() if name in own}
+        want = dataclasses.replace(want, buffers=kept, calls=())  # the rest is of other requests
+        mine = dataclasses.replace(case, key=greedy.key)
+        yield _step_check(ctx, mine, GREEDY, "the full step", got, want, decided)
 
 
 def check_lowered(
     graph: PhaseGraph, lowered: LoweredPhase, batch_sizes: Sequence[int] | None, seed: int
-) -> list[Check]:
-    """The compiled call of a phase against its graph, run operator by operator."""
+) -> Iterator[Check]:
+    """The compiled call of a graph against the graph, run operator by operator."""
     ctx = context_of(graph)
     start = next(pass_stages(graph)).before
     cases = make_cases(ctx, start, batch_sizes=batch_sizes, seed=seed, whole_caches=True)
     final = final_stage(graph)
-    return [check_lowered_call(ctx, final, lowered, case) for case in cases]
+    yield from (check_lowered_call(ctx, final, lowered, case) for case in cases)
 
 
 def final_stage(graph: PhaseGraph) -> Stage:
@@ -353,7 +405,7 @@ def final_stage(graph: PhaseGraph) -> Stage:
 
 def check_lowered_call(ctx: PassContext, final: Stage, lowered: LoweredPhase, case: Case) -> Check:
     """A compiled call on one case."""
-    decided, bound = Decisions(), rounding_bound(ctx)
+    decided = Decisions()
     want = dataclasses.replace(final(case.inputs, decisions=decided), calls=())  # not seen inside
     feeds = {
         name: tensor.clone() if name in ctx.buffers else tensor
@@ -364,12 +416,26 @@ def check_lowered_call(ctx: PassContext, final: Stage, lowered: LoweredPhase, ca
     ]
     outputs = dict(zip(lowered.outputs, lowered.call(*inputs), strict=True))
     got = Values(outputs=outputs, buffers={name: feeds[name] for name in ctx.buffers})
+    return _step_check(ctx, case, LOWERED, "the interpreted graph", got, want, decided)
+
+
+def _step_check(
+    ctx: PassContext,
+    case: Case,
+    name: str,
+    against: str,
+    got: Values,
+    want: Values,
+    decided: Decisions,
+) -> Check:
+    """What a whole step gives.  Where two logits are nearer than rounding, nothing is said."""
+    bound = rounding_bound(ctx)
     pairs = list(value_pairs(ctx, case, got, want, with_roles=False))
     found = [m for m in (_mismatch(*pair, bound=bound) for pair in pairs) if m is not None]
     tie = min(decided.margins, default=1.0) < bound
     return Check(
-        phase=case.phase, pass_name=LOWERED, case=case.name, batch_size=case.batch_size,
-        against="the interpreted graph", numerics="rounding", bound=bound, num_values=len(pairs),
+        key=case.key, pass_name=name, case=case.name, batch_size=case.batch_size,
+        against=against, numerics="rounding", bound=bound, num_values=len(pairs),
         error=max((error_of(g, w) for _, g, w in pairs if g is not None), default=0.0),
         num_ties=int(bool(found) and tie), mismatches=() if tie else tuple(found),
         skipped="two logits are nearer than the bound, and the calls part" if found and tie else "",

@@ -16,7 +16,7 @@ from compilespec.errors.suggest import not_one_of
 from compilespec.lowering.artifacts import ArtifactCache, ArtifactKey, artifact_key, piece_file_key
 from compilespec.lowering.pieces import Stitched, StitchPlan, split_at_attention
 from compilespec.ops import _build
-from compilespec.program import Lowered, LoweredPhase, Phase, PhaseGraph, SpecProgram
+from compilespec.program import ByStep, Lowered, LoweredPhase, Phase, PhaseGraph, SpecProgram
 from compilespec.progress import Reporter, Step
 
 logger = logging.getLogger("compilespec")
@@ -63,7 +63,7 @@ def lower(
     units: Mapping[Phase, Units] | None = None,
     progress: Reporter | None = None,
 ) -> Lowered:
-    """One callable per phase; with "eager", the same rewritten graphs, run operator by operator.
+    """One callable per graph; with "eager", the same rewritten graphs, run operator by operator.
 
     Args:
         units: what is compiled at once, by phase: the "whole" step, or its "pieces" between
@@ -74,25 +74,22 @@ def lower(
     if backend not in BACKENDS:
         raise not_one_of("backend", backend, BACKENDS)
     artifacts, wanted, progress = cache or ArtifactCache(), units or {}, progress or Reporter()
-    numbers, total = itertools.count(1), program.num_graphs
+    numbers, total = itertools.count(1), len(program.graphs)
     prepare_kernels(program.config.device, progress)
 
     def lowered(graph: PhaseGraph) -> LoweredPhase:
         unit, index = wanted.get(graph.phase, "auto"), next(numbers)
         if backend == "eager":
-            title = f"{graph.title}, {TO_ATEN}"
+            title = f"{graph.key}, {TO_ATEN}"
             with progress.step("rewrite", title, index=index, total=total):
                 return _interpret(graph, in_pieces=unit == "pieces")
-        with progress.step("compile", graph.title, index=index, total=total) as step:
+        with progress.step("compile", str(graph.key), index=index, total=total) as step:
             return _compile(graph, program, artifacts, unit, step)
 
     return Lowered(
         program=program,
         backend=backend,
-        phases={name: lowered(graph) for name, graph in program.phases.items()},
-        variants={count: lowered(graph) for count, graph in program.variants.items()},
-        greedy={count: lowered(graph) for count, graph in program.greedy.items()},
-        replay=lowered(program.replay) if program.replay is not None else None,
+        graphs=ByStep(lowered(graph) for graph in program.graphs.values()),
     )
 
 
@@ -115,7 +112,7 @@ def _interpret(graph: PhaseGraph, *, in_pieces: bool) -> LoweredPhase:
         calls = {key: piece.graph_module.forward for key, piece in pieces.items()}
         stitched = Stitched(plan, calls)
     return LoweredPhase(
-        phase=graph.phase,
+        key=graph.key,
         call=_with_no_grad(stitched or graph.graph_module.forward),
         inputs=graph.inputs,
         outputs=graph.outputs,
@@ -136,7 +133,7 @@ def _compile(
     try:
         return _compile_pieces(graph, program, cache, step)
     except PassError as error:
-        logger.warning("%s is compiled as a whole: %s", graph.phase, error)
+        logger.warning("%s is compiled as a whole: %s", graph.key, error)
         return _compile_whole(graph, program, cache, step)
 
 
@@ -162,7 +159,7 @@ def _compile_whole(
     else:
         call, inputs, outputs = stored
     return LoweredPhase(
-        phase=graph.phase,
+        key=graph.key,
         call=_with_no_grad(call),
         inputs=inputs,
         outputs=outputs,
@@ -208,7 +205,7 @@ def _compile_pieces(
         plan, inputs, outputs = stored
     stitched = Stitched(plan, calls)
     return LoweredPhase(
-        phase=graph.phase,
+        key=graph.key,
         call=_with_no_grad(stitched),
         inputs=inputs,
         outputs=outputs,

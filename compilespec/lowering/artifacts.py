@@ -67,11 +67,11 @@ def artifact_key(graph: PhaseGraph, program: SpecProgram, options: dict[str, Any
     return _key(
         {
             "model": _digest(repr(model).encode()),
-            "step": graph.kind,
+            "step": f"{graph.phase}, {graph.key.kind}",
             **_environment(options),
             "method": program.method,
             **{name: str(size).removeprefix("torch.") for name, size in sizes.items()},
-            "K of the step": str(graph.num_draft_tokens),
+            "K of the step": str(graph.key.num_draft_tokens),
             "buffers": _digest(repr(program.buffers).encode()),
             "graph of the step": spliced.hexdigest(),
             "layout of weights": layouts.hexdigest(),

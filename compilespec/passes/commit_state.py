@@ -8,7 +8,7 @@ import torch
 from torch import fx
 
 from compilespec.passes.context import PassContext
-from compilespec.passes.graph import add_buffer, emit, find_role, has_role, output_node
+from compilespec.passes.graph import add_buffer, emit, find_role, has_role, output_node, set_outputs
 from compilespec.passes.read_state import token_rows
 
 
@@ -42,14 +42,17 @@ def commit_state(gm: fx.GraphModule, ctx: PassContext) -> int:
     return 1
 
 
-def commit_drafts(gm: fx.GraphModule, ctx: PassContext) -> fx.Node:
-    """Write new drafts after each request's last token.  Returns: the rows, [B, S]."""
+def commit_drafts(gm: fx.GraphModule, ctx: PassContext) -> int:
+    """Write new drafts after each request's last token.  The rows, int32 [B, S], are the graph's
+    output `tokens_BS`.  Numerics: exact.  Torch IR.
+    """
     tokens = add_buffer(gm, ctx, token_rows(ctx.config))
-    node: fx.Node = emit(
+    rows = emit(
         gm, replace_drafts, tokens, find_role(gm, "row_index"), find_role(gm, "drafts"),
         before=output_node(gm),
     )  # fmt: skip
-    return node
+    set_outputs(gm, {"tokens_BS": rows})
+    return 1
 
 
 def replace_drafts(tokens_RS: Any, index_B: Any, drafts_BK: Any) -> Any:

@@ -10,7 +10,15 @@ from torch import Tensor
 from compilespec.methods.capabilities import Capabilities, Chain
 from compilespec.passes.acceptance.rule import STRICT, Acceptance
 from compilespec.passes.logits_processor import LogitsProcessor
-from compilespec.program import BufferSpec, InputSpec, Phase, ProgramConfig, Traced
+from compilespec.program import (
+    BufferSpec,
+    InputSpec,
+    Phase,
+    ProgramConfig,
+    StepKey,
+    StepKind,
+    Traced,
+)
 
 
 @dataclass(kw_only=True)
@@ -44,17 +52,11 @@ class PassContext:
         return self.target.num_attention_layers
 
     @property
-    def kind(self) -> str:
-        """Which of a program's steps this is, without its K."""
-        if self.read_only:
-            return "replay"
-        return f"{self.phase}, greedy" if self.greedy_only else self.phase
-
-    @property
-    def title(self) -> str:
-        """The kind, and K of a decode step: "decode, K=3"."""
-        is_decode = self.kind.startswith("decode")
-        return f"{self.kind}, K={self.config.num_draft_tokens}" if is_decode else self.kind
+    def key(self) -> StepKey:
+        """Which of a program's graphs the passes make."""
+        kind: StepKind = "greedy" if self.greedy_only else "full"
+        kind = "replay" if self.read_only else kind
+        return StepKey(self.phase, self.config.num_draft_tokens, kind)
 
     @property
     def has_drafter(self) -> bool:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from compilespec.passes import contracts, references
 from compilespec.passes.bound_positions import bound_positions
 from compilespec.passes.check_markers import check_markers
 from compilespec.passes.check_mutations import check_mutations
 from compilespec.passes.cleanup import cleanup
-from compilespec.passes.commit_state import commit_state
+from compilespec.passes.commit_state import commit_drafts, commit_state
 from compilespec.passes.context import PassContext
+from compilespec.passes.draft_loops.kept_inputs import read_kept
 from compilespec.passes.fuse_head_argmax import fuse_head_argmax
 from compilespec.passes.insert_paged_attention import insert_paged_attention
 from compilespec.passes.lower_quantized import lower_quantized
@@ -25,6 +28,16 @@ from compilespec.passes.shift_hidden_states import pairs_hidden_states, shift_hi
 from compilespec.passes.splice_acceptance import splice_acceptance
 from compilespec.passes.splice_draft_loop import num_drafter_passes, splice_draft_loop
 from compilespec.passes.tap_hidden_states import tap_hidden_states
+
+_DRAFT_LOOP = Pass(
+    run=splice_draft_loop,
+    after=("shift_hidden_states",),
+    matches=num_drafter_passes,
+    looks_for="passes of the drafter",
+    near=("paged_attention",),
+    ensures=(contracts.plays("drafts"),),
+    reference=references.splice_draft_loop,
+)
 
 # Torch IR, as captured by Dynamo: these passes only splice, and never eliminate dead code.
 SPLICE_PASSES = (
@@ -107,15 +120,7 @@ SPLICE_PASSES = (
         ensures=(contracts.plays("draft_ids", "aux"),),
         reference=references.shift_hidden_states,
     ),
-    Pass(
-        run=splice_draft_loop,
-        after=("shift_hidden_states",),
-        matches=num_drafter_passes,
-        looks_for="passes of the drafter",
-        near=("paged_attention",),
-        ensures=(contracts.plays("drafts"),),
-        reference=references.splice_draft_loop,
-    ),
+    _DRAFT_LOOP,
     Pass(
         run=narrow_rows,
         after=("insert_paged_attention", "splice_draft_loop"),
@@ -134,6 +139,27 @@ SPLICE_PASSES = (
         matches=lambda ctx: 1,
         ensures=(contracts.writes_buffers("tokens_RS", "seq_len_R"),),
         reference=references.commit_state,
+    ),
+)
+
+# Torch IR, from a graph of nothing: the drafter alone, over the inputs that steps of K = 0 kept.
+REPLAY_PASSES = (
+    Pass(
+        run=read_kept,
+        matches=lambda ctx: 1,
+        ensures=(
+            contracts.plays("aux", "draft_ids", "position", "row", "slot", "row_index", "live"),
+            contracts.plays("start", "num_emitted"),
+        ),
+        reference=references.read_kept,
+    ),
+    dataclasses.replace(_DRAFT_LOOP, after=("read_kept",)),
+    Pass(
+        run=commit_drafts,
+        after=("splice_draft_loop",),
+        matches=lambda ctx: 1,
+        ensures=(contracts.gives("tokens_BS"), contracts.writes_buffers("tokens_RS")),
+        reference=references.commit_drafts,
     ),
 )
 
@@ -163,6 +189,7 @@ ATEN_PASSES = (
 )
 
 check_order(SPLICE_PASSES)
+check_order(REPLAY_PASSES)
 check_order(ATEN_PASSES)
 
-__all__ = ["ATEN_PASSES", "SPLICE_PASSES", "Pass", "PassContext", "run_passes"]
+__all__ = ["ATEN_PASSES", "REPLAY_PASSES", "SPLICE_PASSES", "Pass", "PassContext", "run_passes"]

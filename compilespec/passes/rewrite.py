@@ -1,10 +1,9 @@
-"""Turns captured graphs into one step graph per phase: start, splice, retrace to ATen, rewrite."""
+"""Turns captured graphs into step graphs: start, splice, retrace to ATen, rewrite."""
 
 from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,11 +11,9 @@ from torch import fx
 
 from compilespec import _torch_compat
 from compilespec.errors import PassError
-from compilespec.passes.commit_state import commit_drafts
 from compilespec.passes.context import PassContext
-from compilespec.passes.draft_loops import LOOPS, kept_inputs
 from compilespec.passes.graph import get_outputs, output_node, set_outputs, splice
-from compilespec.passes.order import ATEN_PASSES, SPLICE_PASSES
+from compilespec.passes.order import ATEN_PASSES, REPLAY_PASSES, SPLICE_PASSES
 from compilespec.passes.runner import run_passes, snapshot, stamp
 from compilespec.program import InputSpec, PassRecord, PhaseGraph, StepGraph
 
@@ -27,51 +24,23 @@ EXAMPLE_SIZES = {"B": 7, "R": 7, "T": 13}
 def rewrite_phase(
     ctx: PassContext, *, keep_graphs: bool = False, disabled: frozenset[str] = frozenset()
 ) -> PhaseGraph:
-    """Splice one phase's step; rewriting it on ATen is deferred until that graph is needed.
+    """Splice one step; rewriting it on ATen is deferred until that graph is needed.
     Raises: PassError.
     """
-    gm = start_step(ctx)
-    records = run_passes(
-        gm, ctx, SPLICE_PASSES, level="torch", keep_graphs=keep_graphs, disabled=disabled
-    )
+    is_replay = ctx.key.kind == "replay"
+    gm = start_replay() if is_replay else start_step(ctx)
+    passes = REPLAY_PASSES if is_replay else SPLICE_PASSES
+    records = run_passes(gm, ctx, passes, level="torch", keep_graphs=keep_graphs, disabled=disabled)
 
     def finish() -> StepGraph:
         return finish_phase(gm, ctx, keep_graphs=keep_graphs, disabled=disabled)
 
-    return _phase_graph(gm, ctx, tuple(records), finish)
-
-
-def rewrite_replay(ctx: PassContext, *, disabled: frozenset[str] = frozenset()) -> PhaseGraph:
-    """The graph that brings a drafter up to date after steps of K = 0: its loop runs over the
-    inputs that those steps kept, and drafts for the next step.  Inputs: `row_B`, `backlog_B`.
-    """
-    gm = fx.GraphModule(torch.nn.Module(), fx.Graph())
-    gm.graph.output(())
-    set_outputs(gm, {})
-    kept_inputs.read_kept(gm, ctx)
-    LOOPS[ctx.capabilities.kind].splice(gm, ctx)
-    tokens = commit_drafts(gm, ctx)
-    set_outputs(gm, {"tokens_BS": tokens})
-    stamp(gm.graph, "replay")
-    gm.recompile()
-    return _phase_graph(gm, ctx, (), lambda: finish_phase(gm, ctx, disabled=disabled))
-
-
-def _phase_graph(
-    gm: fx.GraphModule,
-    ctx: PassContext,
-    records: tuple[PassRecord, ...],
-    finish: Callable[[], StepGraph],
-) -> PhaseGraph:
     return PhaseGraph(
-        phase=ctx.phase,
+        key=ctx.key,
         spliced=gm,
-        splice_records=records,
+        splice_records=tuple(records),
         finish=finish,
         context=ctx,
-        kind=ctx.kind,
-        title=ctx.title,
-        num_draft_tokens=ctx.config.num_draft_tokens,
         num_attention_layers=ctx.num_attention_layers,
     )
 
@@ -114,6 +83,14 @@ def start_step(ctx: PassContext) -> fx.GraphModule:
     set_outputs(gm, {"logits": logits})
     stamp(gm.graph, "trace")
     gm.recompile()
+    return gm
+
+
+def start_replay() -> fx.GraphModule:
+    """A graph of nothing: a replay runs the drafter alone, over inputs that steps of K = 0 kept."""
+    gm = fx.GraphModule(torch.nn.Module(), fx.Graph())
+    gm.graph.output(())
+    set_outputs(gm, {})
     return gm
 
 

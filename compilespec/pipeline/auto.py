@@ -17,14 +17,14 @@ from typing import Any
 import torch
 
 from compilespec.errors import SpecError
-from compilespec.inspect.cost import PhaseCost, estimate
+from compilespec.inspect.cost import StepCost, estimate
 from compilespec.inspect.devices import Device, find_device
 from compilespec.lowering import lower
 from compilespec.methods.base import Method
 from compilespec.methods.registry import METHODS
 from compilespec.passes.sizes import Expr, K
 from compilespec.pipeline.options import CompileOptions
-from compilespec.program import SpecProgram
+from compilespec.program import PHASES, ByStep, SpecProgram
 from compilespec.runtime.engine import Engine
 from compilespec.runtime.sampling_params import SamplingParams
 from compilespec.runtime.step_runner import StepRunner
@@ -145,7 +145,8 @@ def _device(program: SpecProgram) -> Device:
 def _emitted_per_step(
     program: SpecProgram, target: Target, prompts: Sequence[list[int]]
 ) -> list[int]:
-    program = dataclasses.replace(program, variants={}, replay=None)  # the largest K in every step
+    largest = (program.graphs[phase] for phase in PHASES)  # its K in every step
+    program = dataclasses.replace(program, graphs=ByStep(largest))
     runner = StepRunner(lower(program, backend="eager"))
     params = SamplingParams(max_new_tokens=NUM_TOKENS, ignore_eos=True)
     with Engine(runner) as engine:
@@ -153,13 +154,13 @@ def _emitted_per_step(
     return [count for output in outputs for count in output.emitted_per_step[:-1]] or [1]
 
 
-def _decode_cost(program: SpecProgram, device: Device) -> tuple[PhaseCost, dict[Expr, int]]:
+def _decode_cost(program: SpecProgram, device: Device) -> tuple[StepCost, dict[Expr, int]]:
     report = estimate(program, device=device, context_length=TRIAL_SEQ_LEN // 2)
-    decode = next(one for one in report.phases if one.phase == "decode")
+    decode = report.graphs["decode"]
     return decode, dict(report.sizes)
 
 
-def _step_ms(cost: tuple[PhaseCost, dict[Expr, int]], device: Device, count: int) -> float:
+def _step_ms(cost: tuple[StepCost, dict[Expr, int]], device: Device, count: int) -> float:
     """Roofline time of a step with `count` drafts: each stage by its nearer limit."""
     decode, sizes = cost
     total = 0.0

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from compilespec.errors import InvalidOption
 from compilespec.methods.base import Drafter, Method
@@ -20,15 +18,15 @@ from compilespec.passes.context import PassContext
 from compilespec.passes.draft_loops import LOOPS
 from compilespec.passes.draft_loops.kept_inputs import READ_BY_REPLAY
 from compilespec.passes.output_head_input import HeadFunction
-from compilespec.passes.rewrite import rewrite_phase, rewrite_replay
+from compilespec.passes.rewrite import rewrite_phase
 from compilespec.pipeline.options import CompileOptions
 from compilespec.program import (
     PHASES,
-    BufferSpec,
-    Phase,
+    ByStep,
     PhaseGraph,
     ProgramConfig,
     SpecProgram,
+    StepKey,
     Traced,
 )
 from compilespec.progress import Reporter
@@ -49,14 +47,13 @@ def build_program(
     notes: Sequence[str] = (),
     progress: Reporter | None = None,
 ) -> SpecProgram:
-    """Stages trace and rewrite: the step graphs of both phases, not lowered yet."""
+    """Stages trace and rewrite: the step graphs of a target and its drafter, not lowered yet."""
     progress, found = progress or Reporter(), None
     if method.capabilities.needs_draft_weights:
         found = find_draft(draft, target, method.capabilities)
     with progress.step("trace", "target"):
         traced = trace_target(target.model)
     info = describe_target(traced, target)
-    head = HeadFunction(traced) if options.prompt_logprobs else None
     drafter = _load_drafter(method, found, info, options, method_options, progress)
     capabilities = (drafter.capabilities if drafter else None) or method.capabilities
     drafts = capabilities.kind != "none"
@@ -67,70 +64,16 @@ def build_program(
     if drafter is not None:
         with progress.step("trace", "drafter"):
             traced_draft = drafter.capture(config, info)
-    weights: dict[str, Tensor] = {}
-    phases: dict[Phase, PhaseGraph] = {}
-    buffers: dict[str, BufferSpec] = {}
-
-    def context(phase: Phase, count: int | None = None, **changes: Any) -> PassContext:
-        """What the passes of one graph read; of a step of `count` drafts where it is given."""
-        own = config if count is None else dataclasses.replace(config, num_draft_tokens=count)
-        shared: dict[str, Any] = {
-            "phase": phase,
-            "config": own,
-            "capabilities": capabilities,
-            "target": traced,
-            "draft": traced_draft,
-            "aux_layers": tuple(drafter.aux_layers) if drafter else (),
-            "chain": getattr(drafter, "chain", "module_rows"),
-            "acceptance": options.acceptance_rule,
-            "kv_layers": tuple(drafter.kv_layers) if drafter else (),
-            "kv_block_sizes": _block_sizes(drafter, config),
-            "weights": weights,
-            "buffers": buffers,
-            "prepack": config.device.type == "cpu",
-            "logits_processor": options.processor,
-            "host_processors": options.host_processors,
-            "prompt_logprobs": options.prompt_logprobs,
-        }
-        return PassContext(**{**shared, **changes})
-
-    numbers, total = itertools.count(1), num_graphs(options, config, capabilities)
-
-    def rewriting(ctx: PassContext) -> contextlib.AbstractContextManager[object]:
-        return progress.step("rewrite", ctx.title, index=next(numbers), total=total)
-
-    def rewritten(ctx: PassContext) -> PhaseGraph:
-        with rewriting(ctx):
-            return rewrite_phase(ctx, keep_graphs=keep_graphs)
-
-    for phase in PHASES:
-        phases[phase] = rewritten(context(phase))
-    variants, replay, parts = {}, None, [buffers]
-    if options.smaller_draft_counts:
-        for count in options.smaller_draft_counts:
-            parts.append({})
-            variants[count] = rewritten(context("decode", count, buffers=parts[-1]))
-        if 0 in variants and loop.needs_replay:
-            parts.append({})
-            ctx = context("decode", buffers=parts[-1], read_only=READ_BY_REPLAY)
-            with rewriting(ctx):
-                replay = rewrite_replay(ctx)
-    greedy: dict[int, PhaseGraph] = {}
-    if has_greedy_step(options, config):
-        for count in (*options.smaller_draft_counts, config.num_draft_tokens):
-            parts.append({})
-            is_largest = count == config.num_draft_tokens
-            ctx = context(
-                "decode", None if is_largest else count, buffers=parts[-1], greedy_only=True
-            )
-            greedy[count] = rewritten(ctx)
+    first = _context(options, config, capabilities, traced, drafter, traced_draft)
+    contexts = _contexts(first, step_keys(options, config, capabilities))
+    graphs = _rewritten(contexts, keep_graphs, progress)  # passes declare buffers, weights
     return SpecProgram(
         method=method.capabilities.name,
         model=target.name,
         config=config,
-        phases=phases,
-        buffers=tuple({name: spec for part in parts for name, spec in part.items()}.values()),
-        weights=weights,
+        graphs=graphs,
+        buffers=tuple({name: b for ctx in contexts for name, b in ctx.buffers.items()}.values()),
+        weights=first.weights,
         vocab_size=info.vocab_size,
         target_weights=traced.weights,
         lossless=is_lossless(options.acceptance_rule) and capabilities.lossless,
@@ -141,12 +84,84 @@ def build_program(
         recorder=drafter.recorder if drafter else None,
         propose_on_host=drafter.propose_on_host if drafter else None,
         host_processors=options.host_processors,
-        head=head,
-        variants=variants,
-        greedy=greedy,
-        replay=replay,
+        head=HeadFunction(traced) if options.prompt_logprobs else None,
         notes=(*_notes(target, drafter), *notes),
     )
+
+
+def step_keys(
+    options: CompileOptions, config: ProgramConfig, capabilities: Capabilities
+) -> tuple[StepKey, ...]:
+    """The graphs that a program needs, in the order in which they are rewritten and lowered.
+
+    Raises: InvalidOption for a greedy step where there can be none.
+    """
+    largest, smaller = config.num_draft_tokens, options.smaller_draft_counts
+    keys = [*(StepKey(phase, largest) for phase in PHASES)]
+    keys += (StepKey("decode", count) for count in smaller)
+    if 0 in smaller and LOOPS[capabilities.kind].needs_replay:
+        keys.append(StepKey("decode", largest, "replay"))
+    if has_greedy_step(options, config):
+        keys += (StepKey("decode", count, "greedy") for count in (*smaller, largest))
+    return tuple(keys)
+
+
+def _context(
+    options: CompileOptions,
+    config: ProgramConfig,
+    capabilities: Capabilities,
+    traced: Traced,
+    drafter: Drafter | None,
+    traced_draft: Mapping[str, Traced],
+) -> PassContext:
+    """What the passes of the first graph read; the other graphs' contexts are made of it."""
+    return PassContext(
+        phase="prefill",
+        config=config,
+        capabilities=capabilities,
+        target=traced,
+        draft=traced_draft,
+        aux_layers=tuple(drafter.aux_layers) if drafter else (),
+        chain=getattr(drafter, "chain", "module_rows"),
+        acceptance=options.acceptance_rule,
+        kv_layers=tuple(drafter.kv_layers) if drafter else (),
+        kv_block_sizes=_block_sizes(drafter, config),
+        prepack=config.device.type == "cpu",
+        logits_processor=options.processor,
+        host_processors=options.host_processors,
+        prompt_logprobs=options.prompt_logprobs,
+    )
+
+
+def _contexts(first: PassContext, keys: Sequence[StepKey]) -> list[PassContext]:
+    """A context a graph.  All share their weights, and the full steps of the largest K their
+    buffers; the others know their own alone.
+    """
+    full = {StepKey(phase, first.config.num_draft_tokens) for phase in PHASES}
+    return [
+        dataclasses.replace(
+            first,
+            phase=key.phase,
+            config=dataclasses.replace(first.config, num_draft_tokens=key.num_draft_tokens),
+            greedy_only=key.kind == "greedy",
+            read_only=READ_BY_REPLAY if key.kind == "replay" else frozenset(),
+            inputs={},
+            declared={},
+            buffers=first.buffers if key in full else {},
+        )
+        for key in keys
+    ]
+
+
+def _rewritten(
+    contexts: Sequence[PassContext], keep_graphs: bool, progress: Reporter
+) -> ByStep[PhaseGraph]:
+    graphs = []
+    for index, ctx in enumerate(contexts, 1):
+        with progress.step("rewrite", str(ctx.key), index=index, total=len(contexts)):
+            graph = rewrite_phase(ctx, keep_graphs=keep_graphs)
+            graphs.append(graph)
+    return ByStep(graphs)
 
 
 def _load_drafter(
@@ -164,14 +179,6 @@ def _load_drafter(
         return quantize_drafter(
             method.load(found, info, method_options), options.draft_quantization
         )
-
-
-def num_graphs(options: CompileOptions, config: ProgramConfig, capabilities: Capabilities) -> int:
-    """How many steps `build_program` rewrites."""
-    smaller = options.smaller_draft_counts
-    num_greedy = len(smaller) + 1 if has_greedy_step(options, config) else 0
-    has_replay = 0 in smaller and LOOPS[capabilities.kind].needs_replay
-    return len(PHASES) + len(smaller) + num_greedy + has_replay
 
 
 def has_greedy_step(options: CompileOptions, config: ProgramConfig) -> bool:

@@ -226,7 +226,7 @@ def _serving_options(
         eos_token_ids=target.eos_token_ids,
         generation_defaults=target.generation_defaults.params,
         plan=describe_plan(program, options, runner),
-        graphs=program.phases,
+        graphs=program.graphs,
         buckets=runner.buckets,
         overlap=why_not_overlapped(program, options) is None,
         prefix_lookahead=program.prefix_lookahead if shares else None,

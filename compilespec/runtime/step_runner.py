@@ -14,7 +14,7 @@ from compilespec.cudagraphs.dispatcher import Dispatcher, capture_all
 from compilespec.cudagraphs.drivers import make_driver
 from compilespec.cudagraphs.modes import GraphOptions
 from compilespec.cudagraphs.recorder import Recorder
-from compilespec.program import PAD, Lowered
+from compilespec.program import PAD, ByStep, Lowered, StepKey
 from compilespec.progress import Reporter
 from compilespec.runtime.executor import Geometry, PrefillChunk
 from compilespec.runtime.prefix_cache import TOKENS_BY_POSITION
@@ -60,8 +60,8 @@ class StepRunner:
             vocab_size=program.vocab_size,
             reserve_tokens=program.num_reserved_tokens,
             num_repeated_tokens=program.num_repeated_tokens,
-            draft_counts=(*sorted(lowered.variants), config.num_draft_tokens),
-            needs_replay=lowered.replay is not None,
+            draft_counts=lowered.graphs.draft_counts,
+            needs_replay=lowered.graphs.replay is not None,
             host_processors=program.host_processors,
             prompt_logprobs=program.head is not None,
         )
@@ -76,25 +76,24 @@ class StepRunner:
             spec.name: torch.full(spec.shape, spec.fill, dtype=spec.dtype, device=config.device)
             for spec in program.buffers
         }
-        self._weights = bind_weights(program, lowered.calls)
+        self._weights = bind_weights(program, lowered.graphs)
         kinds = self._graphs.kinds_on(config.device)
         self._graph_recorder = None
         if kinds:
             mode = self._graphs.mode_on(config.device)
             self._graph_recorder = Recorder(make_driver(config.device), self._graphs, mode=mode)
         fixed = {**self.buffers, **self._weights}
-        self._calls = {
-            name: Dispatcher(
+        self._calls = ByStep(
+            Dispatcher(
                 phase,
                 fixed,
                 config,
                 buckets=sizes.of(phase.phase),
                 kind=kinds.get(phase.phase),
                 recorder=self._graph_recorder,
-                variant=name.removeprefix(phase.phase).removeprefix("."),
             )
-            for name, phase in lowered.calls.items()
-        }
+            for phase in lowered.graphs.values()
+        )
 
     def capture(self, progress: Reporter | None = None) -> None:
         """Capture graphs, the largest first, as the options say; while rows are free alone."""
@@ -193,15 +192,16 @@ class StepRunner:
         self.buffers["mask_RSW"][self._int32(rows), :count] = masks_NSW.to(self._device)
 
     def replay(self, rows: Sequence[int], backlogs: Sequence[int]) -> None:
-        self._calls["replay"]({"row_B": rows, "backlog_B": backlogs})
+        replay = self._calls.replay
+        assert replay is not None, "only where the geometry says needs_replay"
+        replay({"row_B": rows, "backlog_B": backlogs})
 
     def launch_decode(self, rows: Sequence[int], num_draft_tokens: int | None = None) -> _Launched:
         count = self.geometry.num_draft_tokens if num_draft_tokens is None else num_draft_tokens
-        name = "decode" if count == self.geometry.num_draft_tokens else f"decode.{count}"
-        greedy = f"decode.{count}.greedy"
+        call, greedy = self._calls[StepKey("decode", count)], StepKey("decode", count, "greedy")
         if greedy in self._calls and all(self._is_plain.get(row, False) for row in rows):
-            name = greedy
-        emitted, counts, *hidden = self._calls[name]({"row_B": rows})
+            call = self._calls[greedy]
+        emitted, counts, *hidden = call({"row_B": rows})
         if self._recorder is not None:
             self._record(rows, hidden[0][: len(rows)])
         return _Launched(emitted, counts, len(rows))
@@ -222,7 +222,7 @@ class StepRunner:
         self.lowered = None
         if self._graph_recorder is not None:
             self._graph_recorder.close()
-        self._calls.clear()
+        self._calls = ByStep(())
         self._weights.clear()
         self.buffers.clear()
         if self._recorder is not None:

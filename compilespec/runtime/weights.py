@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 
 from compilespec.ops.quantized_linear import LAYOUTS
-from compilespec.program import InputSpec, LoweredPhase, SpecProgram
+from compilespec.program import InputSpec, LoweredPhase, SpecProgram, StepKey
 
 
-def bind_weights(program: SpecProgram, phases: Mapping[str, LoweredPhase]) -> dict[str, Tensor]:
-    """Every weight input by name, merged and packed once however many phases read it."""
+def bind_weights(program: SpecProgram, graphs: Mapping[StepKey, LoweredPhase]) -> dict[str, Tensor]:
+    """Every weight input by name, merged and packed once however many graphs read it."""
     bound: dict[str, Tensor] = {}
-    for phase in phases.values():
-        for spec in phase.inputs:
+    for graph in graphs.values():
+        for spec in graph.inputs:
             if spec.kind == "weight" and spec.name not in bound:
                 bound[spec.name] = materialise(spec, program.weights)
     return bound

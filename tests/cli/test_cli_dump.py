@@ -182,7 +182,7 @@ def test_python_is_a_module_that_runs(run: Dump, tmp_path: Path, stage: tuple[st
         assert results[0].shape == (2, 8, 2048)
         return
     graph = (
-        program.phases[name].spliced if "--after" in stage else program.phases[name].graph_module
+        program.graphs[name].spliced if "--after" in stage else program.graphs[name].graph_module
     )
     with torch.no_grad():
         expected = graph(*[_copied(value) for value in inputs.values()])

@@ -25,7 +25,7 @@ from compilespec.cudagraphs.recorder import Recorder
 from compilespec.cudagraphs.recording import Signature
 from compilespec.cudagraphs.report import GraphKey
 from compilespec.errors import InvalidOption, StaleGraphInput
-from compilespec.program import InputSpec, LoweredPhase, Phase, ProgramConfig
+from compilespec.program import InputSpec, LoweredPhase, Phase, ProgramConfig, StepKey
 from compilespec.progress import Progress, Reporter
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
@@ -141,7 +141,7 @@ class Toy:
 
     def phase(self, name: Phase = "decode") -> LoweredPhase:
         return LoweredPhase(
-            phase=name,
+            key=StepKey(name, 0),
             call=self,
             inputs=(
                 InputSpec(name="row_B", kind="batch"),
@@ -219,7 +219,7 @@ def test_a_batch_larger_than_every_bucket_runs_as_it_is() -> None:
     told: list[Progress] = []
     capture_all([one], startup_seconds=600, progress=Reporter(told.append))
     assert [(r.what, r.index, r.total) for r in told if r.done] == [
-        ("decode 8 (full)", 1, 3), ("decode 4 (full)", 2, 3), ("decode 1 (full)", 3, 3),
+        ("decode, K=0: 8 (full)", 1, 3), ("decode, K=0: 4 (full)", 2, 3), ("decode, K=0: 1 (full)", 3, 3),
     ]  # fmt: skip
     toy.batches.clear()
     values, _ = one({"row_B": list(range(9))})
@@ -266,7 +266,7 @@ def test_out_of_memory_drops_a_bucket_and_says_so(caplog: pytest.LogCaptureFixtu
     with caplog.at_level(logging.WARNING, logger="compilespec"):
         capture_all([one], startup_seconds=600)
     assert captured(one) == [(4,)], "8 failed, 4 went well, 1 failed"
-    assert "no graph for decode 8 (full): out of memory" in caplog.text
+    assert "no graph for decode, K=0: 8 (full): out of memory" in caplog.text
     assert "Tried to allocate 2.00 GiB" in caplog.text
     assert one._recorder is not None
     assert len(one._recorder.report.dropped) == 2
@@ -337,7 +337,7 @@ def test_replay_refuses_an_input_that_is_another(
     with pytest.raises(StaleGraphInput, match=words) as caught:
         recording.replay(inputs)
     message = str(caught.value)
-    assert "decode 4 (full): input weight" in message
+    assert "decode, K=0: 4 (full): input weight" in message
     assert "copy_()" in message
     assert "\n" not in message
     assert toy.state[1] == 1, "nothing ran"
@@ -399,10 +399,10 @@ def test_report_is_plain_data() -> None:
     assert all(graph["num_graphs"] == 1 and graph["seconds"] > 0 for graph in report["graphs"])
     assert [graph["mib"] for graph in report["graphs"]] == [30.0, 30.0]
     assert report["mib"] == 60
-    assert list(report["dropped"]) == ["decode 4 (full)"]
+    assert list(report["dropped"]) == ["decode, K=0: 4 (full)"]
     assert (report["num_replays"], report["num_uncaptured"]) == (1, 0)
-    assert str(GraphKey("prefill", (2, 64), "piecewise")) == "prefill 2x64 (piecewise)"
-    assert str(GraphKey("decode", (2,), "full", "1")) == "decode 1 2 (full)"
+    assert str(GraphKey(StepKey("prefill", 1), (2, 64), "piecewise")) == "prefill: 2x64 (piecewise)"
+    assert str(GraphKey(StepKey("decode", 1), (2,), "full")) == "decode, K=1: 2 (full)"
 
 
 # --- inputs ---

@@ -460,7 +460,7 @@ def program() -> compilespec.program.SpecProgram:
 def test_a_program_is_proved_for_all_sizes(program):
     """No comparison looks at a size's value; what is about int32 and floats has to."""
     sizes = Sizes(program.config, program.vocab_size, for_all_sizes=True)
-    for phase in program.phases.values():
+    for phase in program.graphs.values():
         inputs = {spec.name: spec for spec in phase.inputs}
         ranges = Ranges(phase.graph_module, sizes, inputs, program.weights)
         unproved = {claim.what for claim in find_claims(ranges) if not claim.holds}
@@ -472,7 +472,7 @@ def test_a_program_is_proved_and_nothing_is_inserted(program):
     assert {bound.status for bound in report.bounds} == {"proved"}
     for hazard in ("H-9", "H-14", "H-16"):
         assert {bound.phase for bound in report.of_hazard(hazard)} == {"prefill", "decode"}
-    for phase in program.phases.values():
+    for phase in program.graphs.values():
         matches = {record.name: record.matches for record in phase.records}
         assert matches["bound_positions"] == 0
     text = str(report)

@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import compilespec
 from compilespec.errors import InvalidOption
 from compilespec.inspect import devices
-from compilespec.inspect.cost import PhaseCost, estimate
+from compilespec.inspect.cost import StepCost, estimate
 from compilespec.inspect.devices import Device, find_device
 from compilespec.inspect.node_costs import C, Cost, NodeCosts
 from compilespec.methods.eagle3 import random_head
@@ -45,11 +45,11 @@ def program() -> Any:
     return program_of(3, keep_graphs=True)
 
 
-def phases_of(program: Any, **options: Any) -> dict[str, PhaseCost]:
-    return {one.phase: one for one in estimate(program, **options).phases}
+def phases_of(program: Any, **options: Any) -> dict[str, StepCost]:
+    return estimate(program, **options).graphs
 
 
-def stage(one: PhaseCost, name: str) -> Cost:
+def stage(one: StepCost, name: str) -> Cost:
     return next(row.cost for row in one.stages if row.name == name)
 
 
@@ -214,7 +214,7 @@ def test_a_roofline_is_the_slower_of_memory_and_arithmetic(program):
     memory = Device(name="x", bytes_per_s=1e9, flops_per_s=1e30)
     for device, quantity in ((compute, "flops"), (memory, "num_bytes")):
         report = estimate(program, device=device, batch_size=2, context_length=10)
-        for one in report.phases:
+        for one in report.graphs.values():
             amount = getattr(one.total.cost.at(report.sizes), quantity)
             assert one.total.ms == pytest.approx(float(amount) / 1e6)
             assert sum(row.ms for row in one.stages) == pytest.approx(one.total.ms)

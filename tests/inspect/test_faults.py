@@ -29,7 +29,7 @@ from compilespec.passes.logits_processor import LogitsProcessor
 from compilespec.passes.order import ATEN_PASSES, SPLICE_PASSES
 from compilespec.passes.rewrite import rewrite_phase
 from compilespec.passes.runner import snapshot
-from compilespec.program import Phase, ProgramConfig, SpecProgram, markers
+from compilespec.program import ByStep, Phase, ProgramConfig, SpecProgram, markers
 from compilespec.tracing.load import load_target
 from compilespec.tracing.target import trace_target
 from compilespec.tracing.target_info import describe_target
@@ -114,7 +114,7 @@ def build(phase: Phase, *, keep_graphs: bool = True, **needs: Any) -> SpecProgra
     )  # fmt: skip
     graph = rewrite_phase(ctx, keep_graphs=keep_graphs)
     return SpecProgram(
-        method="eagle3", config=CONFIG, phases={phase: graph},
+        method="eagle3", config=CONFIG, graphs=ByStep([graph]),
         buffers=tuple(ctx.buffers.values()), weights=ctx.weights, vocab_size=VOCAB,
     )  # fmt: skip
 
@@ -161,7 +161,7 @@ def catch(fault: Fault) -> Row:
         plant(patch, fault)
         contract, needs = "", NEEDS.get(fault.pass_name, {})
         try:
-            graph = build(fault.phase, **needs).phases[fault.phase]
+            graph = build(fault.phase, **needs).graphs[fault.phase]
             if fault.pass_name not in {entry.name for entry in SPLICE_PASSES}:
                 graph.step  # noqa: B018
         except PassError as error:

@@ -28,7 +28,7 @@ DEFAULT = ("qwen3", "plain")  # a common one; a module that transformers does no
 )
 def test_every_family_is_dumped(family: str) -> None:
     program = compilespec.trace(tiny_target(family, num_layers=2), "none", max_seq_len=75)
-    stages = PhaseStages(program.phases["decode"])
+    stages = PhaseStages(program.graphs["decode"])
     tables = {stage.name: rows_of(stage) for stage in stages}
     for name in ("start", "commit_state"):
         (logits,) = [row for row in tables[name] if row.role == "logits" and row.op != "output"]
@@ -50,7 +50,7 @@ def test_every_family_is_dumped(family: str) -> None:
 def test_batch_dimensions_are_letters_before_the_retrace() -> None:
     """ngram pads a history of B rows: on fakes `pad` can turn a symbol into its number."""
     program = compilespec.trace(tiny_target("qwen3", num_layers=1), "ngram", max_seq_len=75)
-    for phase in program.phases.values():
+    for phase in program.graphs.values():
         for _, stage in zip((None, *phase.splice_records), PhaseStages(phase), strict=False):
             shapes = [row.shape for row in rows_of(stage) if row.shape]
             numbers = set(EXAMPLE_SIZES.values()) & {size for shape in shapes for size in shape}

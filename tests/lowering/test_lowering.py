@@ -53,10 +53,10 @@ def test_second_start_compiles_nothing(program: SpecProgram, tmp_path: Path) -> 
     compiled = _torch_compat.count_compilations()
     again = small_program()
     second = lower(again, cache=cache, progress=Reporter(told.append))
-    assert not any(phase.from_cache for phase in first.phases.values())
-    assert all(phase.from_cache for phase in second.phases.values())
+    assert not any(phase.from_cache for phase in first.graphs.values())
+    assert all(phase.from_cache for phase in second.graphs.values())
     assert _torch_compat.count_compilations() == compiled
-    assert all("step" not in vars(graph) for graph in again.phases.values()), "the retrace ran"
+    assert all("step" not in vars(graph) for graph in again.graphs.values()), "the retrace ran"
     done = [record for record in told if record.done and record.stage == "compile"]
     steps = [one for one in done if one.what != "C++ kernels"]
     assert [(one.what, one.index, one.total, one.from_cache) for one in steps] == [
@@ -99,13 +99,13 @@ def test_what_is_unreadable_and_cannot_be_deleted_is_passed_over(
 )
 def test_key_covers_every_size(program: SpecProgram, change: dict[str, int]) -> None:
     other = small_program(**change)
-    keys = [artifact_key(p.phases["decode"], p, INDUCTOR_OPTIONS) for p in (program, other)]
+    keys = [artifact_key(p.graphs["decode"], p, INDUCTOR_OPTIONS) for p in (program, other)]
     assert keys[0] != keys[1]
 
 
 def test_key_covers_options_and_phase(program: SpecProgram) -> None:
-    keys = {artifact_key(graph, program, INDUCTOR_OPTIONS) for graph in program.phases.values()}
-    keys.add(artifact_key(program.phases["decode"], program, {}))
+    keys = {artifact_key(graph, program, INDUCTOR_OPTIONS) for graph in program.graphs.values()}
+    keys.add(artifact_key(program.graphs["decode"], program, {}))
     assert len(keys) == 3
 
 
@@ -113,7 +113,7 @@ def test_generated_code_writes_caches_in_place(program: SpecProgram) -> None:
     """No clone, no copy and no buffer of a cache's size in what Inductor generates."""
     from torch._inductor.utils import run_and_get_code
 
-    graph = program.phases["decode"]
+    graph = program.graphs["decode"]
 
     def compile_and_run() -> object:
         call = _torch_compat.standalone_compile(

@@ -191,7 +191,7 @@ def tokens(lowered: Lowered, steps: int = 5) -> list[Any]:
 def test_number_of_pieces_does_not_grow_with_depth(shallow: SpecProgram) -> None:
     deep = program(4)
     for phase in ("decode", "prefill"):
-        plans = [split_at_attention(p.phases[phase].graph_module)[0] for p in (shallow, deep)]
+        plans = [split_at_attention(p.graphs[phase].graph_module)[0] for p in (shallow, deep)]
         assert [len(plan.piece_steps) for plan in plans] == [4, 5]
         assert [len(plan.keys) for plan in plans] == [3, 3]
         inner = [plan.piece_steps[1].piece for plan in plans]
@@ -221,7 +221,7 @@ def test_compiled_pieces_give_the_interpreted_tokens(shallow: SpecProgram, tmp_p
     cache = ArtifactCache(tmp_path)
     for is_warm in (False, True):
         lowered = lower(shallow, cache=cache, units=IN_PIECES)
-        assert [phase.from_cache for phase in lowered.phases.values()] == [is_warm] * 2
+        assert [phase.from_cache for phase in lowered.graphs.values()] == [is_warm] * 2
         assert tokens(lowered) == expected
 
 
@@ -242,10 +242,10 @@ def test_each_piece_is_compiled_once_and_then_found(
     first = lower(shallow, cache=cache, units=IN_PIECES)
     assert len(compiled) == 3 + 3, "three pieces a phase, four calls"
     assert tokens(first) == expected
-    assert not any(phase.from_cache for phase in first.phases.values())
+    assert not any(phase.from_cache for phase in first.graphs.values())
     second = lower(shallow, cache=cache, units=IN_PIECES)
     assert len(compiled) == 6
-    assert all(phase.from_cache for phase in second.phases.values())
+    assert all(phase.from_cache for phase in second.graphs.values())
     assert tokens(second) == expected
 
 
@@ -278,10 +278,10 @@ def test_pieces_are_for_deep_targets(
     shallow: SpecProgram, compiled: list[fx.GraphModule], tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    assert lower(shallow, cache=ArtifactCache(tmp_path)).phases["decode"].stitched is None
+    assert lower(shallow, cache=ArtifactCache(tmp_path)).graphs["decode"].stitched is None
     assert len(compiled) == 2
     monkeypatch.setattr(lowering, "PIECES_FROM_LAYERS", 3)
-    assert lower(shallow, cache=ArtifactCache(tmp_path)).phases["decode"].stitched is not None
+    assert lower(shallow, cache=ArtifactCache(tmp_path)).graphs["decode"].stitched is not None
     assert len(compiled) == 2 + 6
 
 

@@ -184,7 +184,7 @@ def test_t29_loads_are_deterministic_and_drafters_have_artifacts_of_their_own(
     other = compilespec.trace(
         model, spec="eagle3", draft=random_head(info, aux_layers=(0, 1, 3)), **sizes
     )
-    keys = [artifact_key(program.phases["decode"], program, {}) for program in (*programs, other)]
+    keys = [artifact_key(program.graphs["decode"], program, {}) for program in (*programs, other)]
     assert keys[0] == keys[1] != keys[2]
     weights = programs[0].weights
     places = [(w.untyped_storage().data_ptr(), w.storage_offset()) for w in weights.values()]

@@ -180,7 +180,7 @@ def test_metadata_is_made_once_and_nothing_is_written():
     )
     assert drafter.kv_layers == (2, 3)  # the last of each type with keys of its own
     assert not [spec.name for spec in program.buffers if "draft" in spec.name]
-    for phase in program.phases.values():
+    for phase in program.graphs.values():
         calls = phase.spliced.graph.find_nodes(op="call_function", target=PAGED)
         target_calls, own = calls[:6], calls[6:]
         caches = [node.args[3].meta["role"] for node in own]

@@ -18,7 +18,7 @@ from compilespec.methods.registry import get_method
 from compilespec.passes.fuse_head_argmax import fuse_head_argmax, is_faster
 from compilespec.passes.order import PassContext
 from compilespec.passes.rewrite import rewrite_phase
-from compilespec.program import SpecProgram
+from compilespec.program import ByStep, SpecProgram
 from compilespec.tracing.target import trace_target
 from tests.support.hand_graphs import HAND_CONFIG, call, code, graph_of
 from tests.support.models import VOCAB, target_info, tiny_target
@@ -188,7 +188,7 @@ def test_a_greedy_step_writes_no_logits(parts, phase):
     )  # fmt: skip
     graph = rewrite_phase(ctx, keep_graphs=True)
     program = SpecProgram(
-        method="eagle3", config=config, phases={phase: graph},
+        method="eagle3", config=config, graphs=ByStep([graph]),
         buffers=tuple(ctx.buffers.values()), weights=ctx.weights, vocab_size=VOCAB,
     )  # fmt: skip
     nodes = graph.graph_module.graph.nodes

@@ -164,7 +164,7 @@ def check(name: str, graph: fx.Graph, request: pytest.FixtureRequest) -> None:
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("phase", PHASES)
 def test_llama_by_stage(llama, phase, stage, request):
-    graph = llama.phases[phase]
+    graph = llama.graphs[phase]
     records = {record.name: record for record in graph.records}
     stages = {
         "spliced": graph.spliced.graph,
@@ -176,4 +176,4 @@ def test_llama_by_stage(llama, phase, stage, request):
 
 @pytest.mark.parametrize("phase", PHASES)
 def test_demo_final(demo, phase, request):
-    check(f"demo.{phase}-final", demo.phases[phase].graph_module.graph, request)
+    check(f"demo.{phase}-final", demo.graphs[phase].graph_module.graph, request)

@@ -399,7 +399,7 @@ def test_padded_rows_change_nothing(lowered, schedule):
 def test_a_wholly_padded_step_writes_nothing(lowered):
     runner = poisoned_runner(lowered)
     before = {name: buffer.clone() for name, buffer in runner.buffers.items()}
-    phase = lowered.phases["decode"]
+    phase = lowered.graphs["decode"]
     call = runner._calls["decode"]
     with OperatorTrace() as trace:
         call({"row_B": torch.full((3,), -1, dtype=torch.int32)})
@@ -455,7 +455,7 @@ def test_no_operator_copies_to_the_host_or_sizes_by_data(lowered):
     scripted(twin)
     nodes = {
         str(node.target)
-        for phase in lowered.program.phases.values()
+        for phase in lowered.program.graphs.values()
         for node in phase.graph_module.graph.nodes
         if node.op == "call_function"
     }
@@ -468,7 +468,7 @@ def test_no_operator_copies_to_the_host_or_sizes_by_data(lowered):
 
 def test_sizes_are_static_or_the_batch_symbols(lowered):
     """No unbacked symbol; one symbol in decode (B), two in prefill (T, R)."""
-    for name, phase in lowered.program.phases.items():
+    for key, phase in lowered.program.graphs.items():
         symbols = set()
         for node in phase.graph_module.graph.nodes:
             value = node.meta.get("val")
@@ -477,7 +477,7 @@ def test_sizes_are_static_or_the_batch_symbols(lowered):
                     if isinstance(size, torch.SymInt):
                         symbols |= {str(symbol) for symbol in size.node.expr.free_symbols}
         assert all(symbol.startswith("s") for symbol in symbols)
-        assert len(symbols) == {"decode": 1, "prefill": 2}[name]
+        assert len(symbols) == {"decode": 1, "prefill": 2}[key.phase]
 
 
 def test_every_batch_and_integer_state_input_is_int32(lowered):
@@ -487,7 +487,7 @@ def test_every_batch_and_integer_state_input_is_int32(lowered):
     """
     seen = []
 
-    for phase in lowered.program.phases.values():
+    for phase in lowered.program.graphs.values():
         for spec, fake in zip(phase.inputs, phase.fakes, strict=True):
             if spec.kind in ("batch", "state"):
                 seen.append(spec.name)
@@ -507,4 +507,4 @@ def test_every_batch_and_integer_state_input_is_int32(lowered):
     runner.set_blocks(0, [0, 1])
     runner.prefill([PrefillChunk(row=0, start=0, tokens=(3, 4), next_token=None)])
     runner.decode([0])
-    assert checked == ["prefill", "decode"]
+    assert [key.phase for key in checked] == ["prefill", "decode"]

@@ -74,7 +74,7 @@ def test_an_interpreted_start_tells_its_steps_in_order(caplog: pytest.LogCapture
 
 def test_graphs_and_programs_print_a_line(program: SpecProgram) -> None:
     assert repr(program) == "SpecProgram(LlamaForCausalLM, none, K=0, cpu, float64)"
-    decode = program.phases["decode"]
+    decode = program.graphs["decode"]
     for one in (decode, decode.step, context_of(decode).target, lower(program, backend="eager")):
         text = repr(one)
         assert len(text) < 1500, text[:200]
@@ -166,7 +166,7 @@ def test_every_part_of_the_key_has_its_reason(
     program: SpecProgram, tmp_path: Path, part: str, value: str, why: str
 ) -> None:
     cache = ArtifactCache(tmp_path)
-    key = artifact_key(program.phases["decode"], program, {"an option": "that is long enough"})
+    key = artifact_key(program.graphs["decode"], program, {"an option": "that is long enough"})
     parts = dict(key.parts)
     assert part in parts
     assert ArtifactKey(tuple({**parts, part: value}.items())).name != key.name
@@ -178,7 +178,7 @@ def test_every_part_of_the_key_has_its_reason(
 
 def test_damaged_keys_are_passed_over(program: SpecProgram, tmp_path: Path) -> None:
     cache = ArtifactCache(tmp_path)
-    key = artifact_key(program.phases["decode"], program, {})
+    key = artifact_key(program.graphs["decode"], program, {})
     cache.keep_key(key)
     (stored,) = cache.directory.glob("keys/*/*.json")
     for damage in ("", "[1]", '"text"', "\udcff"):

@@ -234,7 +234,7 @@ def test_the_artifact_key_knows_the_config_and_not_the_numbers() -> None:
         program = compilespec.trace(
             model, "none", quantize=quantize, max_batch_size=3, max_seq_len=64, keep_graphs=False
         )
-        return artifact_key(program.phases["decode"], program, {})
+        return artifact_key(program.graphs["decode"], program, {})
 
     scaled = copy.deepcopy(target())
     with torch.no_grad():

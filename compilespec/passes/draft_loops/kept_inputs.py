@@ -35,10 +35,11 @@ def keep_inputs(gm: fx.GraphModule, ctx: PassContext) -> None:
     )  # fmt: skip
 
 
-def read_kept(gm: fx.GraphModule, ctx: PassContext) -> None:
+def read_kept(gm: fx.GraphModule, ctx: PassContext) -> int:
     """The pairs of the last `backlog_B` positions as inputs of a recycled loop, NUM_KEPT rows.
 
-    Makes the roles that `recycled` reads; rows beyond a request's backlog write nothing.
+    Makes the roles that `recycled` reads; rows beyond a request's backlog write nothing.  Numerics:
+    exact.  Torch IR.
     """
     config, end = ctx.config, output_node(gm)
     rows, backlog, lengths, table = (
@@ -57,6 +58,7 @@ def read_kept(gm: fx.GraphModule, ctx: PassContext) -> None:
     )  # fmt: skip
     for role, node in zip(roles, made, strict=True):
         node.meta["role"] = role
+    return 1
 
 
 def kept(gm: fx.GraphModule, ctx: PassContext) -> tuple[fx.Node, fx.Node]:

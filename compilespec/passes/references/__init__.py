@@ -10,6 +10,7 @@ from __future__ import annotations
 from compilespec.passes.references.acceptance import splice_acceptance
 from compilespec.passes.references.base import Before, Case, Reference, Values
 from compilespec.passes.references.draft_loops import splice_draft_loop
+from compilespec.passes.references.kept_inputs import commit_drafts, read_kept
 from compilespec.passes.references.process_logits import process_logits
 from compilespec.passes.references.splices import (
     commit_state,
@@ -27,12 +28,14 @@ __all__ = [
     "Case",
     "Reference",
     "Values",
+    "commit_drafts",
     "commit_state",
     "insert_paged_attention",
     "narrow_logits",
     "output_head_input",
     "output_hidden_states",
     "process_logits",
+    "read_kept",
     "read_state",
     "shift_hidden_states",
     "splice_acceptance",

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from torch import Tensor, fx
 
 from compilespec.passes.context import PassContext
-from compilespec.program import Phase
+from compilespec.program import Phase, StepKey
 
 # Called for the i-th attention marker of a graph with the marker's arguments.
 Attention = Callable[[int, tuple[Any, ...]], Tensor]
@@ -17,12 +17,16 @@ Attention = Callable[[int, tuple[Any, ...]], Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One call of a phase: every state buffer, cache and batch input by name."""
+    """One call of a graph: every state buffer, cache and batch input by name."""
 
     name: str  # "5 rows, 1 padded"
-    phase: Phase
+    key: StepKey
     batch_size: int  # rows of the call, padded ones included
     inputs: Mapping[str, Tensor]
+
+    @property
+    def phase(self) -> Phase:
+        return self.key.phase
 
 
 @dataclass(frozen=True, kw_only=True)

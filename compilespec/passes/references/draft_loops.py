@@ -27,6 +27,7 @@ from compilespec.passes.references.base import (
     Values,
 )
 from compilespec.passes.references.fragments import run_fragment
+from compilespec.passes.references.kept_inputs import keep_pairs
 from compilespec.passes.references.placement import place_call, place_tokens
 from compilespec.passes.sampling import wide_dtype
 from compilespec.program import PAD
@@ -49,14 +50,28 @@ def splice_draft_loop(before: Before, ctx: PassContext, case: Case) -> Values:
         name: case.inputs[name].clone() for name in ctx.buffers if name not in values.buffers
     }
     drafter = Drafts(ctx, case, buffers, values.roles)
-    drafts = loop(drafter, values)
-    buffers |= drafter.kept_probs()
+    if ctx.config.num_draft_tokens:
+        drafts = _widened(ctx, loop(drafter, values))
+        buffers |= drafter.kept_probs()
+    else:
+        drafts = _widened(ctx, values.roles["target"].new_empty((len(drafter.state_rows()), 0)))
+        if ctx.capabilities.kind == "recycled":
+            keep_pairs(drafter.placed, values, buffers)
+        if ctx.capabilities.kind == "direct" and "history_RL" in buffers:
+            _history(drafter, values)
     return dataclasses.replace(
         values,
         roles={**values.roles, "drafts": drafts},
         buffers={**values.buffers, **buffers},
         calls=(*values.calls, *drafter.calls),
     )
+
+
+def _widened(ctx: PassContext, drafts_BK: Tensor) -> Tensor:
+    """As many columns as the largest K of the program has; PAD after the graph's own."""
+    missing = ctx.config.num_row_tokens - 1 - drafts_BK.shape[1]
+    pad = drafts_BK.new_full((drafts_BK.shape[0], missing), PAD)
+    return torch.cat([drafts_BK, pad], 1)
 
 
 class Drafts:
@@ -329,16 +344,7 @@ def direct(draft: Drafts, values: Values) -> Tensor:
             lengths, dtype=torch.int32, device=inputs["block_table_RM"].device
         )
     if "history_BL" in reads:
-        history = draft.buffers["history_RL"]
-        if not is_decode:
-            packed = (inputs[name].tolist() for name in ("ids_T", "position_T", "row_T"))
-            for token, position, row in zip(*packed, strict=True):
-                history[row, position] = token  # -1, the spare row, is the last one
-        for row, start, new in zip(rows, starts, roles["emitted"].tolist(), strict=True):
-            for j, token in enumerate(new):
-                position = start + j + int(is_decode)
-                if token != PAD and position < config.max_seq_len:
-                    history[row, position] = token
+        history = _history(draft, values)
         arguments["history_BL"] = torch.stack([history[row] for row in rows])
         for request, length in enumerate(lengths):
             is_live = rows[request] < config.max_batch_size
@@ -353,6 +359,23 @@ def direct(draft: Drafts, values: Values) -> Tensor:
         arguments["hidden_BE"] = torch.stack([aux[b, row] for b, row in picked])
     (drafts,) = draft.call("draft", **arguments)  # type: ignore[arg-type]
     return drafts
+
+
+def _history(draft: Drafts, values: Values) -> Tensor:
+    """The history rows, with the tokens of this step written into them."""
+    history, inputs = draft.buffers["history_RL"], draft.case.inputs
+    is_decode = draft.case.phase == "decode"
+    if not is_decode:
+        packed = (inputs[name].tolist() for name in ("ids_T", "position_T", "row_T"))
+        for token, position, row in zip(*packed, strict=True):
+            history[row, position] = token  # -1, the spare row, is the last one
+    starts, rows = draft.placed.start.tolist(), draft.placed.row_index.tolist()
+    for row, start, new in zip(rows, starts, values.roles["emitted"].tolist(), strict=True):
+        for j, token in enumerate(new):
+            position = start + j + int(is_decode)
+            if token != PAD and position < draft.config.max_seq_len:
+                history[row, position] = token
+    return history
 
 
 def shared_kv(draft: Drafts, values: Values) -> Tensor:

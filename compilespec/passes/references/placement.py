@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from compilespec.passes.references.base import Case, Tokens
-from compilespec.program import ProgramConfig
+from compilespec.program import NUM_KEPT, ProgramConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,11 +26,13 @@ class Placement:
 def place_call(config: ProgramConfig, case: Case) -> Placement:
     """Read the call's tokens off its inputs.  Source: E5, H-16."""
     inputs, spare = case.inputs, config.max_batch_size
+    if case.key.kind == "replay":
+        return _place_replay(config, inputs)
     if case.phase == "decode":
         rows = inputs["row_B"].tolist()
         state_rows = [row if row >= 0 else spare for row in rows]
         start = [int(inputs["seq_len_R"][row]) for row in state_rows]
-        ids = [inputs["tokens_RS"][row].tolist() for row in state_rows]
+        ids = [inputs["tokens_RS"][row].tolist()[: config.num_verify_tokens] for row in state_rows]
         wanted = [[begin + j for j in range(config.num_verify_tokens)] for begin in start]
         token_rows = [[row] * config.num_verify_tokens for row in rows]
     else:
@@ -43,6 +45,35 @@ def place_call(config: ProgramConfig, case: Case) -> Placement:
     device = inputs["block_table_RM"].device
     return Placement(
         ids=_int32([[max(token, 0) for token in part] for part in ids], device),
+        tokens=place_tokens(config, inputs, token_rows, wanted),
+        row_index=torch.tensor(state_rows, device=device),
+        live=torch.tensor([row >= 0 for row in rows], device=device),
+        start=_int32(start, device),
+    )
+
+
+def _place_replay(config: ProgramConfig, inputs: Mapping[str, Tensor]) -> Placement:
+    """NUM_KEPT tokens a request, from the first one that its drafter has not seen; those past its
+    backlog are nowhere.
+    """
+    rows, backlogs = inputs["row_B"].tolist(), inputs["backlog_B"].tolist()
+    state_rows = [row if row >= 0 else config.max_batch_size for row in rows]
+    start = [
+        max(int(inputs["seq_len_R"][row]) - backlog, 0)
+        for row, backlog in zip(state_rows, backlogs, strict=True)
+    ]
+    wanted = [[begin + place for place in range(NUM_KEPT)] for begin in start]
+    token_rows = [
+        [row if place < backlog else -1 for place in range(NUM_KEPT)]
+        for row, backlog in zip(rows, backlogs, strict=True)
+    ]
+    ids = [
+        [int(inputs["kept_ids_RW"][row, position % NUM_KEPT]) for position in positions]
+        for row, positions in zip(state_rows, wanted, strict=True)
+    ]
+    device = inputs["block_table_RM"].device
+    return Placement(
+        ids=_int32(ids, device),
         tokens=place_tokens(config, inputs, token_rows, wanted),
         row_index=torch.tensor(state_rows, device=device),
         live=torch.tensor([row >= 0 for row in rows], device=device),

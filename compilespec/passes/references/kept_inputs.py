@@ -1,0 +1,69 @@
+"""What steps of K = 0 must keep for the drafter, and a replay make of it, one request at a time."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from compilespec.passes.context import PassContext
+from compilespec.passes.references.base import Before, Case, Values
+from compilespec.passes.references.placement import Placement, place_call
+from compilespec.program import NUM_KEPT
+
+
+def keep_pairs(placed: Placement, values: Values, buffers: Mapping[str, Tensor]) -> None:
+    """Write the step's one pair of each request (hidden state, next token) into its ring."""
+    for request, row in enumerate(placed.row_index.tolist()):
+        column = int(placed.start[request]) % NUM_KEPT
+        buffers["kept_aux_RWE"][row, column] = values.roles["aux"][request, 0]
+        buffers["kept_ids_RW"][row, column] = values.roles["draft_ids"][request, 0]
+
+
+def read_kept(before: Before, ctx: PassContext, case: Case) -> Values:
+    """The pairs that steps of K = 0 kept, from the first position of each request's backlog on."""
+    values, placed = before(case.inputs), place_call(ctx.config, case)
+    aux, ids, counts = [], [], []
+    for request, row in enumerate(placed.row_index.tolist()):
+        start = int(placed.start[request])
+        columns = [(start + place) % NUM_KEPT for place in range(NUM_KEPT)]
+        aux.append(torch.stack([case.inputs["kept_aux_RWE"][row, column] for column in columns]))
+        ids.append(torch.stack([case.inputs["kept_ids_RW"][row, column] for column in columns]))
+        counts.append(min(max(int(case.inputs["backlog_B"][request]), 1), NUM_KEPT))
+    roles = {
+        "aux": torch.stack(aux),
+        "draft_ids": torch.stack(ids),
+        "position": placed.tokens.position,
+        "row": placed.tokens.row,
+        "slot": placed.tokens.slot,
+        "row_index": placed.row_index,
+        "live": placed.live,
+        "start": placed.start,
+        "num_emitted": torch.tensor(counts, dtype=torch.int32, device=placed.start.device),
+    }
+    kept = {name: case.inputs[name].clone() for name in ("kept_aux_RWE", "kept_ids_RW")}
+    return dataclasses.replace(
+        values, roles={**values.roles, **roles}, buffers={**values.buffers, **kept}
+    )
+
+
+def commit_drafts(before: Before, ctx: PassContext, case: Case) -> Values:
+    """Each row keeps its last token, and has the new drafts after it; lengths stay."""
+    values, placed = before(case.inputs), place_call(ctx.config, case)
+    tokens_RS = case.inputs["tokens_RS"].clone()
+    rows: list[Tensor] = []
+    for request, row in enumerate(placed.row_index.tolist()):
+        last = case.inputs["tokens_RS"][row, :1]
+        rows.append(torch.cat([last, values.roles["drafts"][request].to(last.dtype)]))
+        if placed.live[request]:
+            tokens_RS[row] = rows[-1]
+    return dataclasses.replace(
+        values,
+        outputs={"tokens_BS": torch.stack(rows)},
+        buffers={**values.buffers, "tokens_RS": tokens_RS},
+    )
+
+
+__all__ = ["commit_drafts", "keep_pairs", "read_kept"]
