@@ -169,3 +169,15 @@ def test_no_test_imports_another_test_file():
         if target is not None and ".test_" in target
     ]
     assert found == []
+
+
+def test_only_inspect_reads_the_rewriters_context(files):
+    """Stages after the rewriting take what they need from fields of the program."""
+    found = [
+        f"{name}:{node.lineno}"
+        for name, path in files.items()
+        if _part(name) in ("program", "lowering", "cudagraphs", "runtime", "pipeline", "inspect")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Attribute) and node.attr == "context"
+    ]
+    assert [place.partition(":")[0] for place in found] == ["compilespec.inspect.stages"], found

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from compilespec.passes.draft_loops import LOOPS
 from compilespec.program import BufferSpec
 from compilespec.runtime.blocks import BlockPool
 from compilespec.runtime.engine import Engine
@@ -157,14 +156,6 @@ def test_methods_that_could_not_be_right_do_not_share():
     assert "recorded" in why_not(program(recorder=object()))
     assert "blocks of their own" in why_not(program(has_own_blocks=True))
     assert "relaxed_delta_R" in why_not(program(buffers=("seq_len_R", "relaxed_delta_R")))
-
-
-@pytest.mark.parametrize(
-    ("kind", "wanted"),
-    [("none", 0), ("recycled", 1), ("windowed", 3), ("unshifted", 0), ("direct", 0)],
-)
-def test_lookahead_follows_from_the_loop(kind, wanted):
-    assert LOOPS[kind].lookahead(3) == wanted
 
 
 # --- the parts ---

@@ -87,6 +87,7 @@ def test_eos_is_that_of_the_first_file_that_names_any(
 
     class Tokens:
         eos_token_id = tokenizer
+        encode = decode = None
 
     assert load_target(model, tokenizer=Tokens()).eos_token_ids == expected
 
@@ -102,7 +103,7 @@ def test_an_engine_ends_at_any_eos_and_says_what_it_leaves(caplog: Any) -> None:
         engine = compilespec.compile(model, backend="eager", max_seq_len=32)
     asked = "generation_config.json asks for temperature=0.6"
     said = [r.message for r in caplog.records if r.name == "compilespec"]
-    assert [text.startswith(asked) for text in said] == [True]
+    assert sum(text.startswith(asked) for text in said) == 1
     with engine:
         assert any(line.startswith(asked) for line in engine.plan()["why"])
         (output,) = engine.generate(prompt)

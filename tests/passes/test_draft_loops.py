@@ -1,0 +1,62 @@
+"""What follows from K for the rest of the engine: one record a kind of draft loop."""
+
+from __future__ import annotations
+
+from typing import Any, get_args
+
+import pytest
+import torch
+
+from compilespec.errors import InvalidOption
+from compilespec.methods.capabilities import DraftKind
+from compilespec.passes.draft_loops import LOOPS
+from compilespec.program import ProgramConfig
+
+# By kind, at K = 3: slots past seq_len, tokens run again, tokens that an entry depends on.
+AT_THREE = {
+    "none": (7, 0, 0),
+    "recycled": (7, 0, 1),
+    "windowed": (7, 2, 3),
+    "unshifted": (7, 0, 0),
+    "direct": (7, 0, 0),
+    "callback": (7, 0, 0),
+    "shared_kv": (7, 0, 0),
+}
+
+
+def sizes(**changes: Any) -> ProgramConfig:
+    own = {
+        "num_draft_tokens": 3, "max_batch_size": 2, "max_seq_len": 32, "max_prefill_tokens": 16,
+        "block_size": 8, "num_blocks": 8, "dtype": torch.float32, "device": torch.device("cpu"),
+    }  # fmt: skip
+    return ProgramConfig(**{**own, **changes})
+
+
+def test_every_kind_says_what_it_needs() -> None:
+    assert {*LOOPS} == {*AT_THREE} == {*get_args(DraftKind)}
+    for kind, loop in LOOPS.items():
+        needs = (loop.num_reserved_tokens(3), loop.num_repeated_tokens(3), loop.lookahead(3))
+        assert needs == AT_THREE[kind], kind
+
+
+@pytest.mark.parametrize(
+    ("kind", "smaller", "says"),
+    [
+        ("none", (2,), "drafts nothing: leave out num_draft_tokens=$"),
+        ("windowed", (2,), "caches would have holes: give num_draft_tokens= one number$"),
+        ("unshifted", (0, 2), "cache would have holes: leave 0 out of num_draft_tokens=$"),
+    ],
+)
+def test_several_k_are_refused_where_a_cache_would_have_holes(
+    kind: DraftKind, smaller: tuple[int, ...], says: str
+) -> None:
+    LOOPS[kind].check("x", sizes(), ())
+    with pytest.raises(InvalidOption, match=f"spec='x' .*{says}"):
+        LOOPS[kind].check("x", sizes(), smaller)
+
+
+def test_a_chunk_holds_more_than_the_tokens_that_are_run_again() -> None:
+    LOOPS["windowed"].check("x", sizes(max_prefill_tokens=3), ())
+    with pytest.raises(InvalidOption, match=r"max_prefill_tokens must be above 2: .*; got 2$"):
+        LOOPS["windowed"].check("x", sizes(max_prefill_tokens=2), ())
+    LOOPS["recycled"].check("x", sizes(max_prefill_tokens=1), (0, 1))
