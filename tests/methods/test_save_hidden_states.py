@@ -190,7 +190,7 @@ def test_a_directory_of_something_else_is_refused(tmp_path):
     changed = Layout(aux_layers=(2, 5), last_hidden="pre_norm", hidden_size=3, dtype=torch.float32)
     with pytest.raises(CheckpointError, match=r"aux_layers \[2, 4\], got \[2, 5\]"):
         Recorder(other, changed, shard_tokens=4)
-    with pytest.raises(CheckpointError, match="no index"):
+    with pytest.raises(CheckpointError, match="not an index"):
         SavedStates(tmp_path / "nothing")
 
 
