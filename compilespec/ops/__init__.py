@@ -1,5 +1,4 @@
-"""Custom operators, one folder each: definition in torch, kernels in C++ (CPU) and Triton (GPU),
-schema, fake.
+"""Custom operators, one folder each: reference in torch, kernels in C++ and Triton, schema, fake.
 
 Importing defines the operators (`torch.ops.compilespec.*`) and compiles nothing; `load_kernels()`,
 or the first CPU call of an operator that has a kernel, compiles or loads the C++ library.  Triton

@@ -1,10 +1,10 @@
 """Compile the C++ CPU kernels with the system compiler, once per machine, and load them.
 
-All `*/kernel.cpp` go through one compiler run into one shared library, kept in a cache directory
-under a hash of all that shapes it: sources, torch, compiler, flags, CPU features.  Whoever finds
-the file only loads it (a few ms), after a look at its seal: the hash of the library, behind its
-last byte, where the loader of shared libraries does not look.  To load a cut file would end the
-process by SIGBUS.
+One compiler run builds all `*/kernel.cpp` into one shared library, cached under a hash of
+everything that it depends on: sources, torch, compiler, flags, CPU features.  A process that finds
+the file only loads it (a few ms), after checking its seal: the library's hash, appended after its
+last byte, which the dynamic loader ignores.  Loading a truncated file would kill the process with
+SIGBUS.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ def kernels_untried() -> bool:
 
 
 def load_kernels() -> bool:
-    """Register the C++ kernels on the CPU dispatch key; compile them when no cached library fits.
+    """Register the C++ kernels on the CPU dispatch key; compile them if no cached library fits.
 
     Returns:
-        True when the kernels serve CPU calls; False when the references do (no compiler, a failed
+        True if the kernels serve CPU calls; False if the references do (no compiler, a failed
         compile, or COMPILESPEC_CPP_KERNELS=0), after one RuntimeWarning that says why.  Later calls
         return the first answer.
     """
@@ -62,17 +62,17 @@ def load_kernels() -> bool:
 
 
 def is_cached() -> bool | None:
-    """Whether `load_kernels` finds a library that fits; None where no library is wanted."""
+    """Whether `load_kernels` finds a library that fits; None if no library is wanted."""
     if os.environ.get("COMPILESPEC_CPP_KERNELS") == "0":
         return None
     try:
         return _is_whole(library_path())
-    except OSError:  # `load_kernels` will say so
+    except OSError:  # `load_kernels` will report it
         return False
 
 
 def library_path() -> Path:
-    """Where this machine's library belongs: under COMPILESPEC_CACHE_DIR or ~/.cache/compilespec."""
+    """The path of this machine's library, under COMPILESPEC_CACHE_DIR or ~/.cache/compilespec."""
     root = os.environ.get("COMPILESPEC_CACHE_DIR") or Path.home() / ".cache" / "compilespec"
     return Path(root) / "kernels" / f"compilespec_ops_{_key()}.so"
 
@@ -97,7 +97,7 @@ def _try_load() -> bool:
 
 
 def _is_whole(path: Path) -> bool:
-    """Whether the file is there and ends with its seal."""
+    """Whether the file exists and ends with its seal."""
     if not path.exists():
         return False
     content = path.read_bytes()
@@ -109,7 +109,7 @@ def _seal(library: bytes) -> bytes:
 
 
 def _compile(path: Path) -> None:
-    """Build in a private directory beside `path`, then rename: readers see nothing or all of it."""
+    """Build in a private directory beside `path`, then rename: readers see all of it or nothing."""
     compiler = _compiler()
     if compiler is None:
         raise RuntimeError("no C++ compiler found (CXX, g++, clang++)")

@@ -31,7 +31,7 @@ def define_op(
 
     The reference serves every device and, until the C++ kernels are loaded, the CPU too: the first
     CPU call of an operator that has a kernel loads them (`_build.load_kernels`) and goes through
-    the dispatcher again.  CUDA tensors take the Triton kernel where there is one; Triton is
+    the dispatcher again.  CUDA tensors take the Triton kernel if there is one; Triton is
     imported by the first such call.
 
     Args:
@@ -62,7 +62,7 @@ def define_op(
     return overload
 
 
-TRITON_KERNELS: dict[str, Callable[..., Any]] = {}  # what serves CUDA, by operator
+TRITON_KERNELS: dict[str, Callable[..., Any]] = {}  # the CUDA implementations, by operator
 _LIBRARIES: list[torch.library.Library] = []  # registrations live as long as these
 
 

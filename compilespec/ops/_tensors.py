@@ -1,4 +1,4 @@
-"""What operators' references and kernels ask of the tensors that they are given."""
+"""Helpers of operators' references and kernels for their input tensors."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from torch import Tensor
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What sums are made in: float64 for float64, float32 for all narrower ones."""
+    """The dtype of sums: float64 for float64, float32 for all narrower dtypes."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def dense_rows(x: Tensor) -> Tensor:
-    """The same values with the last dimension's elements beside each other."""
+    """The same values with a dense last dimension."""
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()

@@ -49,9 +49,7 @@ class Pass:
 
 
 def check_order(passes: Sequence[Pass]) -> None:
-    """Every `after` must name an earlier pass of the list; a pass states how many matches it must
-    have.
-    """
+    """Check that every `after` names an earlier pass and each pass says how often it matches."""
     seen: set[str] = set()
     for entry in passes:
         missing = [name for name in entry.after if name not in seen]

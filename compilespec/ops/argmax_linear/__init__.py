@@ -1,7 +1,7 @@
-"""The head's product and its argmax in one: logits are never written.
+"""The head's product and its argmax in one operator: logits are never written.
 
-On the CPU the reference serves.  On a GPU (`kernel.py`) each block of the vocabulary keeps its best
-logit, so that the head costs the reading of its weight and nothing that grows with rows times V.
+The CPU uses the reference.  On a GPU (`kernel.py`) each block of the vocabulary keeps its best
+logit, so that the head only reads its weight, and writes nothing that grows with rows times V.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ __all__ = [
 def argmax_linear(
     x: Tensor, weight_VD: Tensor, bias_V: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Index and value of the best of x @ weight.T + bias; see `argmax_linear_reference`."""
+    """Index and value of the maximum of x @ weight.T + bias; see `argmax_linear_reference`."""
     return _ARGMAX_LINEAR(x, weight_VD, bias_V)
 
 
 def score_linear(
     x: Tensor, weight_VD: Tensor, bias_V: Tensor | None, ids: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Argmax, log-sum-exp and one logit a row; see `score_linear_reference`."""
+    """Argmax, log-sum-exp and one logit per row; see `score_linear_reference`."""
     return _SCORE_LINEAR(x, weight_VD, bias_V, ids)
 
 

@@ -1,8 +1,8 @@
-"""argmax_linear and score_linear in Triton: one block of the vocabulary a program.
+"""argmax_linear and score_linear in Triton: one block of the vocabulary per program.
 
 A program multiplies its rows of the weight with all tokens (at most 128 at a time), rounds as the
-product would, and keeps each token's best logit and its place; a second kernel takes the best of
-the blocks, the first where they are equal.  Safe in a CUDA graph.
+product would, and keeps each token's best logit and its index; a second kernel takes the best of
+the blocks, the first of equal ones.  Safe in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def block_kernel(
         acc_MV += tl.dot(x_MK, tl.trans(weight_VK), input_precision="ieee")
     if HAS_BIAS:
         acc_MV += tl.load(bias_ptr + v, mask=is_id, other=0.0).to(WIDE)[None, :]
-    logit_MV = acc_MV.to(x_ptr.dtype.element_ty).to(WIDE)  # equal logits stay equal
+    logit_MV = acc_MV.to(x_ptr.dtype.element_ty).to(WIDE)  # compared as rounded
     logit_MV = tl.where(is_id[None, :], logit_MV, float("-inf"))
     is_nan_MV = logit_MV != logit_MV
     ranked_MV = tl.where(is_nan_MV, float("inf"), logit_MV)

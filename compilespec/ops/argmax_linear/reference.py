@@ -17,9 +17,9 @@ def argmax_linear_reference(
     Args:
         x: [..., D]; weight_VD, bias_V: the head, dtype of x.
     Returns:
-        Its index, int64 [...], the first one among equal logits, which are equal as the product
-        rounds them to the dtype of x; and the logit, dtype of x.  A row with NaN gives NaN, and
-        some index inside the vocabulary.
+        Its index, int64 [...], the first among equal logits, which are compared as rounded to the
+        dtype of x; and the logit, dtype of x.  A row with NaN gives NaN, and some index inside the
+        vocabulary.
     """
     logits = functional.linear(x, weight_VD, bias_V)
     best = logits.argmax(-1)
@@ -29,7 +29,7 @@ def argmax_linear_reference(
 def score_linear_reference(
     x: Tensor, weight_VD: Tensor, bias_V: Tensor | None, ids: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The same, with what log-probabilities need.
+    """The same, with the values that log-probabilities need.
 
     Args:
         ids: int32 or int64 [...], a token of each row; outside the vocabulary: none.

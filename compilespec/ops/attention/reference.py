@@ -49,7 +49,7 @@ def attention_reference(
 
 
 def softmax_with_sinks(score_BNTT: Tensor, sinks_N: Tensor | None) -> Tensor:
-    """Softmax over J of [B, N, T, J]; a head's sink takes probability and contributes nothing."""
+    """Softmax over J of [B, N, T, J]; a head's sink takes probability but contributes no value."""
     if sinks_N is None:
         return torch.softmax(score_BNTT, dim=-1)
     sink_BNT1 = sinks_N.to(score_BNTT.dtype).view(1, -1, 1, 1).expand(*score_BNTT.shape[:-1], 1)

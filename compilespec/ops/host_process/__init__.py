@@ -1,7 +1,6 @@
 """Logits processors on the host, called from inside a step.
 
-A step that has this operator waits for the host wherever it runs, and cannot be captured in a CUDA
-graph.
+A step with this operator waits for the host on any device, and cannot be captured in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -23,24 +22,24 @@ _handles = itertools.count(1)
 
 
 def register(processor: Processor) -> int:
-    """Make a processor known to all steps; returns its handle, never 0."""
+    """Register a processor for all steps; returns its handle, never 0."""
     handle = next(_handles)
     _processors[handle] = processor
     return handle
 
 
 def release(handle: int) -> None:
-    """Forget a processor; harmless where it is unknown."""
+    """Unregister a processor; harmless if it is unknown."""
     _processors.pop(handle, None)
 
 
 def host_process_reference(
     logits_BSV: Tensor, ids_BS: Tensor, row_B: Tensor, processor_R: Tensor
 ) -> Tensor:
-    """The logits, those of rows with a processor as it returns them.
+    """The logits, with those of rows that have a processor replaced by its result.
 
     Args:
-        ids_BS: int32, the tokens that the window was fed: the last emitted one, then the drafts.
+        ids_BS: int32, the tokens fed to the window: the last emitted one, then the drafts.
         row_B: int64, each request's row; processor_R: int64, handles by row, 0 is none.
     Returns:
         float32 [B, S, V], float64 for float64.

@@ -13,7 +13,7 @@ __all__ = ["ngram_match", "ngram_match_reference"]
 def ngram_match(
     history_BL: Tensor, length_B: Tensor, num_draft_tokens: int, max_ngram: int, min_ngram: int
 ) -> Tensor:
-    """What followed the newest tokens when they last stood; see `ngram_match_reference`."""
+    """The tokens after the newest n-gram's last occurrence; see `ngram_match_reference`."""
     return _NGRAM_MATCH(history_BL, length_B, num_draft_tokens, max_ngram, min_ngram)
 
 

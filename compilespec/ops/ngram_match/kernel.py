@@ -1,4 +1,4 @@
-"""ngram_match in Triton: a program a request, as long as the request's own tokens."""
+"""ngram_match in Triton: one program per request, which reads only the request's own tokens."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def ngram_kernel(
     NUM_DRAFTS: tl.constexpr, MAX_NGRAM: tl.constexpr, MIN_NGRAM: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The best column is the one with the longest match, the last one of them."""
+    """Find the last column with the longest match, and draft the tokens after it."""
     b = tl.program_id(0).to(tl.int64)
     history_ptr += b * width
     length = tl.load(length_ptr + b).to(tl.int32)

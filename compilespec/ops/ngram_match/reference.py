@@ -11,13 +11,13 @@ from compilespec.program import PAD
 def ngram_match_reference(
     history_BL: Tensor, length_B: Tensor, num_draft_tokens: int, max_ngram: int, min_ngram: int
 ) -> Tensor:
-    """The longest window of newest tokens (max_ngram .. min_ngram) that also stood earlier, at its
-    most recent place; the K tokens after it.
+    """The K tokens after the most recent earlier occurrence of the longest window of newest tokens
+    (max_ngram .. min_ngram) that has one.
 
     Args:
         history_BL: int32, a request's tokens, PAD from `length_B` (int32 or int64) on.
     Returns:
-        int32 [B, K], PAD past the newest token, or without a match.
+        int32 [B, K], PAD past the newest token or if there is no match.
 
     Column e of `matched` counts the tokens before e that equal the newest ones, backwards.
     """

@@ -1,8 +1,8 @@
-"""Linear layer over a packed weight: a few rows cost what one costs, and rows are independent.
+"""Linear layer over a packed weight: a few rows cost as much as one, and rows are independent.
 
 On the CPU (`kernel.cpp`) every output element is one chain of fused multiply-adds over k = 0..K-1
-in float32 (float64 for float64), rounded once: its bits do not depend on the number of rows, on the
-batch or on the threads.
+in float32 (float64 for float64), rounded once: its bits do not depend on the number of rows, the
+batch or the threads.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from compilespec.ops._tensors import wide_dtype
 
-PANEL = 16  # output columns in a panel, but in a bfloat16 one; _panels.h has the same constants
+PANEL = 16  # output columns in a panel, unless it is bfloat16; _panels.h has the same constants
 BFLOAT16_PANEL = 32
 _INTERLEAVED = [  # 0 8 1 9 ... 7 15 16 24 ... 23 31
     first + column // 2 + column % 2 * 8 for first in (0, 16) for column in range(16)
@@ -29,8 +29,8 @@ def pack_weight(weight_NK: Tensor) -> Tensor:
         [ceil(N / 16), K, 16], or [ceil(N / 32), K, 32] for bfloat16: contiguous, same dtype,
         missing columns zero.  The columns of a bfloat16 panel, a cache line for each k, are stored
         in the order 0 8 1 9 ... 7 15 16 24 ... 23 31: the low and the high halves of 32-bit words
-        are neighbours, so that the kernel widens them with a shift and a mask.  An ordinary tensor:
-        it may be saved, moved and be a graph input.
+        are neighbours, so that the kernel widens them with a shift and a mask.  It is an ordinary
+        tensor, which may be saved, moved and used as a graph input.
     """
     num_columns, depth = weight_NK.shape
     width = panel_columns(weight_NK.dtype)
@@ -56,9 +56,9 @@ def packed_linear_reference(
 
     Args:
         x: [..., K], float32, bfloat16 or float16; float64 only together with a float64 weight.
-        packed: result of `pack_weight`, of any of these dtypes, on the same device.
+        packed: result of `pack_weight`, in any of these dtypes, on the same device.
         bias_N: [out_features] or None; added before rounding.
-        out_features: N, which the padded panels alone do not tell.
+        out_features: N, which the padded panels do not determine.
     Returns:
         [..., out_features], contiguous, dtype of x.
     """

@@ -1,9 +1,9 @@
 """Paged attention for decode rows and packed prefill: write K/V to the paged cache, then attend.
 
-On the CPU (`kernel.cpp`) a token's output is bitwise the same in whatever batch, row count or
-packing it is computed: the context is cut at fixed absolute positions and combined in a fixed
-order.  On a GPU (`kernel.py`) the same holds of the order of the keys, but not of the order within
-the hardware's products.
+On the CPU (`kernel.cpp`) a token's output is bitwise the same for any batch, row count or packing:
+the context is cut at fixed absolute positions and combined in a fixed order.  On a GPU
+(`kernel.py`) this holds for the order of the keys, but not for the order within the hardware's
+products.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Paged attention in Triton: write K and V, attend by tiles of rows, merge what was split.
+"""Paged attention in Triton: write K and V, attend by tiles of rows, merge the splits.
 
-A tile is a few consecutive tokens of one batch row, times the query heads of one KV head, so that
-K and V are read once for all.  Where few tiles would leave the GPU idle, the context is split at
+A tile is a few consecutive tokens of one batch row, times the query heads of one KV head, so that K
+and V are read once for all of them.  If few tiles would leave the GPU idle, the context is split at
 fixed absolute positions, and a second kernel merges the parts in order.  Grids depend on shapes
 only, nothing is read back to the host: safe in a CUDA graph.
 """
@@ -77,7 +77,7 @@ def attend(
     softcap: float,
     sinks_N: Tensor | None,
 ) -> Tensor:
-    """Attend from the cache alone: [B, S, N, Hv]."""
+    """Attend to the cache only: [B, S, N, Hv]."""
     batch, num_heads, num_tokens, head_dim = query_BNSH.shape
     num_blocks, block_size, num_kv_heads, value_dim = value_cache.shape
     table_blocks = block_table_RM.shape[1]
@@ -119,7 +119,7 @@ def attend(
 
 @dataclass(frozen=True)
 class Tile:
-    """Tokens, their rows (tokens times grouped heads, padded) and keys that a program holds."""
+    """Tokens, rows (tokens times grouped heads, padded) and keys of a program."""
 
     num_tokens: int
     rows: int
@@ -128,7 +128,7 @@ class Tile:
 
 
 def choose_tile(num_rows: int, group: int, head_dim: int, dtype: torch.dtype) -> Tile:
-    """Whole tokens; the fewer bytes an element has, the more of them."""
+    """Number of whole tokens of a program; more for narrower dtypes."""
     most = 32 if dtype.itemsize > 2 else 128 if head_dim <= 128 else 64
     rows = max(16, min(triton.next_power_of_2(num_rows), most), triton.next_power_of_2(group))
     keys = 16 if dtype.itemsize > 2 else 64 if head_dim <= 128 else 32
@@ -136,7 +136,7 @@ def choose_tile(num_rows: int, group: int, head_dim: int, dtype: torch.dtype) ->
 
 
 def choose_segments(num_programs: int, num_keys: int) -> tuple[int, int]:
-    """(keys of a segment, how many segments); one segment where the tiles alone fill a GPU."""
+    """(keys of a segment, number of segments); one segment if the tiles alone fill a GPU."""
     if num_programs >= ENOUGH_PROGRAMS or num_keys <= MIN_SEGMENT:
         return max(num_keys, 1), 1
     segment = triton.cdiv(triton.cdiv(num_keys, MAX_SEGMENTS), MIN_SEGMENT) * MIN_SEGMENT
@@ -171,7 +171,7 @@ class Places(NamedTuple):
 
 
 class Parts(NamedTuple):
-    """What the segments of a context gave: weighted values, the highest score, sum of weights."""
+    """The results of a context's segments: weighted values, highest score, sum of weights."""
 
     value: Any
     top: Any
@@ -239,7 +239,7 @@ def attend_kernel(
     segment_begin = tl.program_id(2) * segment
     left_M = tl.where(hi_M > lo_M, row_M, -1)
     row = tl.max(left_M, 0)
-    while row >= 0:  # once a request that has tokens in the tile
+    while row >= 0:  # once per request with tokens in the tile
         is_mine_M = left_M == row
         begin = tl.min(tl.where(is_mine_M, lo_M, 2147483647), 0)
         end = tl.max(tl.where(is_mine_M, hi_M, 0), 0)

@@ -38,7 +38,7 @@ def paged_attention_reference(
         position_BS: int32, the token sees cache positions 0..position (the last `window` of them
             when window > 0).
         block_table_RM: int32, block of positions m * block_size onwards; an entry -1 (or a position
-            beyond the table) is never read, its positions are invisible.
+            beyond the table) is never read, and its positions are invisible.
         scale, window, softcap, sinks_N: as in `attention_reference`.
     Returns:
         [B, S, N, Hv], contiguous, dtype of query.  All writes come before all reads.

@@ -2,7 +2,7 @@
 
 On the CPU (`kernel.cpp`) the stored weights are widened as they are read and summed in float32 in
 one order (weight-only), or multiplied in integers with rows that are quantised on the way (dynamic
-int8), so that the bits of a row do not depend on the other rows, on the batch or on the threads.
+int8), so that the bits of a row do not depend on the other rows, the batch or the threads.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from compilespec.ops.quantized_linear.reference import pack_bytes, pack_int4, pa
 
 __all__ = ["LAYOUTS", "dynamic_int8_linear", "quantized_linear"]
 
-# What `InputSpec.packed` may ask for.
+# The layouts that `InputSpec.packed` may name.
 LAYOUTS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "panels": pack_weight,
     "bytes": pack_bytes,
@@ -39,7 +39,7 @@ def quantized_linear(
 def dynamic_int8_linear(
     x: Tensor, weight_NK: Tensor, scale_N1: Tensor, bias_N: Tensor | None
 ) -> Tensor:
-    """Both sides in int8; see `reference.dynamic_int8_linear_reference`."""
+    """Linear layer with both sides in int8; see `reference.dynamic_int8_linear_reference`."""
     return _DYNAMIC_INT8_LINEAR(x, weight_NK, scale_N1, bias_N)
 
 
@@ -69,8 +69,8 @@ _DYNAMIC_INT8_LINEAR = define_op(
     tags=_TAGS,
 )
 define_op(
-    "packed_quantized_linear(Tensor x, Tensor packed, Tensor scale, Tensor? bias, "
-    "int out_features) -> Tensor",
+    "packed_quantized_linear(Tensor x, Tensor packed, Tensor scale, Tensor? bias, int "
+    "out_features) -> Tensor",
     reference.packed_quantized_linear_reference,
     _packed_fake,
     has_kernel=True,

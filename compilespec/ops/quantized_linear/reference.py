@@ -1,4 +1,4 @@
-"""What the products with quantised weights compute, in plain torch, and their packed layouts."""
+"""What products with quantised weights compute, in plain torch, and their packed layouts."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def quantized_linear_reference(
     Args:
         x: [..., K], float32, bfloat16 or float16.
         weight_NK: int8, or float8_e4m3fn with one group.
-        scale_NG: any floating dtype; column g scales the input features of group g, K / G each,
-        a power of two where there are several.
+        scale_NG: any floating dtype; column g scales the input features of group g, K / G each, a
+            power of two if G > 1.
         bias_N: any floating dtype, or None; added before rounding.
         bits: 8, or 4: all weights are in -8..7 (`pack_int4` stores two in a byte).
     Returns: [..., N], contiguous, dtype of x.
@@ -69,7 +69,7 @@ def dynamic_int8_linear_reference(
     largest = x.abs().amax(-1, keepdim=True)
     row_scale = (largest / 127.5).clamp(min=LEAST_SCALE).float()
     ints = (x * (1 / row_scale)).round().clamp(-128, 127)
-    dots = ints.double() @ weight_NK.double().t()  # whole numbers: exact
+    dots = ints.double() @ weight_NK.double().t()  # integers: exact
     y = (dots.float() * row_scale).to(x.dtype).float() * scale_N1.float().flatten()
     y = y if bias_N is None else y + bias_N.float()
     return y.to(x.dtype).contiguous()

@@ -18,7 +18,7 @@ def roll_window(
     ids_BS: Tensor,
     num_emitted_B: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Pairs of the window, and the ring brought up to date; see `roll_window_reference`."""
+    """Return the window's pairs and update the ring; see `roll_window_reference`."""
     return _ROLL_WINDOW(ring_hidden_RKD, ring_ids_RK, index_B, hidden_BSD, ids_BS, num_emitted_B)
 
 

@@ -1,4 +1,4 @@
-"""roll_window in Triton: a program loads its columns of the window, then writes them."""
+"""roll_window in Triton: each program loads its columns of the window, then writes them."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def roll_kernel(
     ids_W = tl.where(is_old, ids_W, fed_W)
     at = window_ptr + (b * (KEPT + 1) + w)[:, None] * WIDTH + d[None, :]
     tl.store(at, hidden_WD, mask=(w <= KEPT)[:, None] & is_inside)
-    tl.debug_barrier()  # the ring was read: now it may be written
+    tl.debug_barrier()  # all reads of the ring are done: it may be written
     kept = ring_ptr + (row * KEPT + w - 1)[:, None] * WIDTH + d[None, :]
     tl.store(kept, hidden_WD, mask=((w > 0) & (w <= KEPT))[:, None] & is_inside)
     if tl.program_id(1) == 0:

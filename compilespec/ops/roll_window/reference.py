@@ -18,8 +18,8 @@ def roll_window_reference(
 
     Args:
         ring_hidden_RKD, ring_ids_RK (int32): rows of the requests, written in place.
-        index_B: int64, each request's row; requests that share one (padded rows) leave any of
-            theirs there.
+        index_B: int64, each request's row; if requests share a row (padded ones do), any of their
+            pairs may end up there.
         hidden_BSD, ids_BS (int32): S = K + 1 pairs; num_emitted_B: int32, n in 1..S.
     Returns:
         [B, K+1, D] and int32 [B, K+1].

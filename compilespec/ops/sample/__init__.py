@@ -1,9 +1,9 @@
 """Choose tokens on the device: greedy, or drawn with noise that depends on the request alone.
 
-`sample` is the target's choice at every verify row, with all that a request may ask for; `draw` is
-a draft's, coupled with it: the same noise, so that likely drafts are right.  Rows that ask for
-nothing cost nothing.  In both kernels (`kernel.cpp` for the CPU, `kernel.py` for GPUs) the random
-bits are those of the reference.
+`sample` is the target's choice at every verify row, with every option that a request may set;
+`draw` chooses a draft with the same noise, so that likely drafts are right.  Plain greedy rows cost
+nothing.  In both kernels (`kernel.cpp` for the CPU, `kernel.py` for GPUs) the random bits are those
+of the reference.
 """
 
 from __future__ import annotations
@@ -111,8 +111,8 @@ _SAMPLE = define_op(
     triton="sample",
 )
 _DRAW = define_op(
-    "draw(Tensor logits, Tensor greedy, Tensor? ids, Tensor row, Tensor drawn, "
-    "Tensor sampling_real, Tensor sampling_int) -> Tensor",
+    "draw(Tensor logits, Tensor greedy, Tensor? ids, Tensor row, Tensor drawn, Tensor "
+    "sampling_real, Tensor sampling_int) -> Tensor",
     draw_reference,
     _like_greedy,
     has_kernel=True,

@@ -1,9 +1,9 @@
-"""sample, draw and note_logprobs in Triton: rows that ask for nothing leave at once.
+"""sample, draw and note_logprobs in Triton; plain greedy rows return at once.
 
-A row that asks goes through four kernels: its context is counted (penalties), the lowest score
-that the filters keep is searched (filters), blocks of the vocabulary give their best of score and
-noise, and the best of those is picked.  Scores are made anew from the logits in every pass, so
-that no [rows, V] buffer exists.  Noise of 64 token ids comes from 16 counters, as in `noise_bits`.
+Other rows go through four kernels: one counts the context (penalties), one searches the lowest
+score that the filters keep, one finds the best sum of score and noise in each block of the
+vocabulary, and one picks the best of those.  Scores are recomputed from the logits in every pass,
+so that no [rows, V] buffer exists.  The noise of 64 token ids uses 16 counters, as in `noise_bits`.
 Grids depend on shapes only: safe in a CUDA graph.
 """
 
@@ -82,7 +82,7 @@ def draw(
     sampling_RF: Tensor,
     sampling_RI: Tensor,
 ) -> Tensor:
-    """See `draw_reference`; a row without any possible id gets the greedy one."""
+    """See `draw_reference`; a row without a legal id gets the greedy one."""
     batch, vocab = logits_BV.shape
     chosen_B = torch.empty_like(greedy_B, memory_format=torch.contiguous_format)
     if batch == 0:

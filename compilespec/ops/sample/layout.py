@@ -1,6 +1,6 @@
-"""What a request's sampling rows hold, column by column; kernel.cpp has the same numbers.
+"""The columns of a request's sampling rows; kernel.cpp has the same numbers.
 
-A row of zeros is greedy decoding without anything that changes logits.
+A row of zeros means greedy decoding on unprocessed logits.
 """
 
 # sampling_RF, float32
@@ -12,11 +12,11 @@ SEED_LOW, SEED_HIGH, SAMPLE, FLAGS, TOP_K, PROMPT_LEN, MIN_NEW, LOGPROBS, NUM_ST
 FIRST_STOP, MAX_STOPS = 9, 55
 NUM_INTS = FIRST_STOP + MAX_STOPS
 
-# LOGPROBS: 0 is none, 1 the chosen token's, n + 1 the n best ones' too
+# LOGPROBS: 0 is none, 1 the chosen token's, n + 1 also those of the n best
 MAX_LOGPROBS = 20
 
 # FLAGS
-PENALISE = 1  # some penalty is on: the row of context_RL is kept and read
+PENALISE = 1  # some penalty is set: the row of context_RL is kept and read
 BIAS = 2  # the row of bias_RV is added
 GUIDE = 4  # mask_RSW says which ids each row of the window may choose
 
@@ -26,5 +26,6 @@ MIN_TEMPERATURE = 1e-5  # below it the most probable token is taken
 STREAM_DRAW = 0  # the target's draw, and that of a draft coupled with it
 STREAM_DRAFT, STREAM_ACCEPT, STREAM_RECOVER, STREAM_BONUS = 1, 2, 3, 4  # of rules with weights
 STEP = 8
-"""These four differ in every step as well: STEP * (position - the last emitted token's) is added,
-so that what a step drew and did not use has no part in what a later one draws."""
+"""These four also differ in every step: STEP * (position - the last emitted token's) is added, so
+that unused draws of a step do not influence later ones.
+"""

@@ -16,7 +16,8 @@ def philox_reference(counter_N4: Tensor, key_2: Tensor) -> Tensor:
     """Philox-4x32-10: four random words for each counter.
 
     Args:
-        counter_N4, key_2: int64 holding unsigned 32-bit words; a key each, [N, 2], is fine too.
+        counter_N4, key_2: int64 holding unsigned 32-bit words; one key per counter, [N, 2], also
+            works.
     Returns:
         [N, 4] int64, unsigned 32-bit words.
     Source: Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3".
@@ -32,7 +33,7 @@ def philox_reference(counter_N4: Tensor, key_2: Tensor) -> Tensor:
 
 
 def _multiply(word: Tensor, factor: int) -> tuple[Tensor, Tensor]:
-    """High and low word of a product of two words; no part leaves int64."""
+    """High and low word of a product of two words; no intermediate overflows int64."""
     upper = word * (factor >> 16)
     lower = word * (factor & 0xFFFF) + ((upper & 0xFFFF) << 16)
     return (lower >> 32) + (upper >> 16), lower & _WORD
@@ -44,8 +45,8 @@ def noise_bits(
     """The random word of each token id: int64 [N], unsigned 32-bit words.
 
     Key: the seed.  Counter: (place of the id, position of the token being drawn, sample index,
-    stream).  Sixty-four ids share sixteen counters, sixteen neighbours a word of each: id
-    64 a + 16 k + i is word k of counter 16 a + i.
+    stream).  Sixty-four ids share sixteen counters; each sixteen neighbours use one word of each:
+    id 64 a + 16 k + i is word k of counter 16 a + i.
     """
     ids_N = ids_N.long()
     place_N = (ids_N >> 6 << 4) | (ids_N & 15)
@@ -74,7 +75,7 @@ def noise_bits_of_rows(
 def gumbel(bits_N: Tensor) -> Tensor:
     """-log(-log(u)) with u = (bits + 1/2) / 2**32: float32, finite, exact in both tails.
 
-    Above one half, -log(u) comes from 1 - u, which keeps all its digits where u is near 1.
+    Above one half, -log(u) is computed from 1 - u, which keeps all its digits if u is near 1.
     """
     is_upper_N = bits_N >> 31 == 1
     word_N = torch.where(is_upper_N, bits_N ^ _WORD, bits_N)

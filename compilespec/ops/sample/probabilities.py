@@ -1,5 +1,5 @@
-"""What rules need that judge by probabilities: the target's at every verify row, uniform numbers,
-draws by weights.  Noise is keyed as that of `sample`, in streams of its own.
+"""Operators for rules that judge by probabilities: the target's distribution at every verify row,
+uniform numbers, and draws by weight.  Noise is keyed like that of `sample`, in separate streams.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def filtered_probs(
 def draw_weighted(
     weights_BV: Tensor, row_B: Tensor, drawn_B: Tensor, stream_B: Tensor, sampling_RI: Tensor
 ) -> Tensor:
-    """Draw one id a row; see `draw_weighted_reference`."""
+    """Draw one id per row; see `draw_weighted_reference`."""
     return _DRAW_WEIGHTED(weights_BV, row_B, drawn_B, stream_B, sampling_RI)
 
 
@@ -72,9 +72,9 @@ def filtered_probs_reference(
 
     Args: those of `sample_reference`; the context is written as there.
     Returns:
-        [B, S, V], float32, or float64 for logits in float64.  Of a row that takes the best token:
-        1 there.  Of a row in which no id is left, such as one behind a draft that a guide forbids:
-        0 everywhere.
+        [B, S, V], float32, or float64 for logits in float64.  A row that takes the best token is 1
+        there.  A row without a legal id, such as one after a draft that a guide forbids, is 0
+        everywhere.
     """
     wide = wide_dtype(logits_BSV.dtype)
     probs_BSV = torch.zeros(logits_BSV.shape, dtype=wide, device=logits_BSV.device)
@@ -106,7 +106,7 @@ def filtered_probs_dense(
     context_RL: Tensor,
     mask_RSW: Tensor,
 ) -> Tensor:
-    """The same for all rows at once: no loop, nothing read on the host, safe in a CUDA graph."""
+    """The same for all rows at once, without loops or host reads: safe in a CUDA graph."""
     wide = wide_dtype(logits_BSV.dtype)
     vocab = logits_BSV.shape[-1]
     reals_B1F = sampling_RF[row_B].to(wide).unsqueeze(1)
@@ -143,13 +143,15 @@ def filtered_probs_dense(
 def _with_fed_tokens(
     context_RL: Tensor, row_B: Tensor, ids_BS: Tensor | None, drawn_BS: Tensor, flags_B11: Tensor
 ) -> Tensor:
-    """Write the fed tokens of rows with penalties; the rows' context [B, L]."""
+    """Write the fed tokens of rows with penalties; returns the rows' context [B, L]."""
     context_BL = context_RL[row_B]
     length = context_BL.shape[1]
     if ids_BS is not None:
         is_kept_BS = (flags_B11.squeeze(-1) & layout.PENALISE != 0) & (drawn_BS > 0)
         place_BS = torch.where(is_kept_BS & (drawn_BS <= length), drawn_BS - 1, length)
-        wide_BL = torch.nn.functional.pad(context_BL, (0, 1))  # the last column takes the others
+        wide_BL = torch.nn.functional.pad(
+            context_BL, (0, 1)
+        )  # the last one takes the others' writes
         context_BL = wide_BL.scatter(1, place_BS, ids_BS.to(wide_BL.dtype))[:, :length]
         context_RL.index_put_((row_B,), context_BL)
     return context_BL.long()
@@ -158,7 +160,7 @@ def _with_fed_tokens(
 def _penalised(
     scores_BSV: Tensor, reals_B1F: Tensor, words_B1I: Tensor, context_BL: Tensor, drawn_BS: Tensor
 ) -> Tensor:
-    """Repetition over prompt and output; frequency, then presence, over the output."""
+    """Apply repetition over prompt and output; frequency, then presence, over the output."""
     vocab, place_L = scores_BSV.shape[-1], torch.arange(context_BL.shape[1], device=drawn_BS.device)
     is_id_BL = (context_BL >= 0) & (context_BL < vocab)
     is_before_BSL = (place_L < drawn_BS.unsqueeze(-1)) & is_id_BL.unsqueeze(1)
@@ -177,7 +179,7 @@ def _penalised(
 
 
 def _stops(words_B1I: Tensor, vocab: int) -> Tensor:
-    """Which ids `min_new_tokens` holds back: bool [B, 1, V]."""
+    """Which ids `min_new_tokens` forbids: bool [B, 1, V]."""
     stops_B1N = words_B1I[..., layout.FIRST_STOP :]
     place_N = torch.arange(stops_B1N.shape[-1], device=stops_B1N.device)
     is_stop_B1N = place_N < words_B1I[..., layout.NUM_STOPS, None]
@@ -211,15 +213,15 @@ def _lowest_kept(scores_BSV: Tensor, reals_B1F: Tensor, words_B1I: Tensor) -> Te
 def draw_weighted_reference(
     weights_BV: Tensor, row_B: Tensor, drawn_B: Tensor, stream_B: Tensor, sampling_RI: Tensor
 ) -> Tensor:
-    """Draw an id with a chance in proportion to its weight.
+    """Draw an id with a probability in proportion to its weight.
 
     Args:
-        weights_BV: float32 or float64, worked on in float32; those that are not above 0 (or are
+        weights_BV: float32 or float64, computed in float32; ids whose weight is not above 0 (or is
             subnormal) are never drawn.
         row_B: int64, the request's row of the state buffers, for its seed.
         drawn_B: int32, position of the token; stream_B: int32, see `layout.stream_word`.
     Returns:
-        int32 [B]; 0 where no weight is above 0.
+        int32 [B]; 0 if no weight is above 0.
     """
     ids_V = torch.arange(weights_BV.shape[1], device=weights_BV.device)
     bits_BV = noise_bits_of_rows(ids_V, row_B, drawn_B, stream_B, sampling_RI)
@@ -234,7 +236,7 @@ def uniform_reference(
 ) -> Tensor:
     """Numbers keyed by (request, position, stream): odd multiples of 2**-25, all in (0, 1).
 
-    Args: see `draw_weighted_reference`, N a row.
+    Args: see `draw_weighted_reference`; N numbers per row.
     Returns:
         float32 [B, N].
     """
@@ -248,7 +250,7 @@ def uniform_reference(
 
 
 def _filtered_probs(*args: Any) -> Tensor:
-    """Rows that ask for nothing cost nothing on the CPU; elsewhere the host may not look."""
+    """Whether a CPU call can skip plain greedy rows; on other devices the host must not read."""
     on_host = args[0].device.type == "cpu"
     return (filtered_probs_reference if on_host else filtered_probs_dense)(*args)
 

@@ -25,24 +25,23 @@ def sample_reference(
     context_RL: Tensor,
     mask_RSW: Tensor,
 ) -> Tensor:
-    """Choose the target's token at every row: argmax or draw, as the row's request asks.
+    """Choose the target's token at every row: the argmax or a draw, as the row's request says.
 
     Args:
-        logits_BSV: any floating dtype; worked on in float32, float64 in float64.
-        greedy_BS: int32, the argmax of the logits: the answer of rows that ask for nothing else.
-        ids_BS: int32, the token that row (b, s) was fed, which stands at position drawn - 1; None
-            where the host has written the context.
+        logits_BSV: any floating dtype; computed in float32 (float64 for float64).
+        greedy_BS: int32, the argmax of the logits, which is the token of plain greedy rows.
+        ids_BS: int32, the token fed to row (b, s), at position drawn - 1; None if the host has
+            written the context.
         row_B: int64, the request's row of the state buffers.
-        drawn_BS: int32, position of the token that the row draws, which has `drawn` tokens before
-            it.
+        drawn_BS: int32, position of the token that the row draws: the number of tokens before it.
         sampling_RF, sampling_RI: see `layout`; bias_RV float32: added where the row's flag is set.
-        context_RL: int32, tokens by position; written in place, for rows with penalties only: what
-            row (b, s) is conditioned on is then context[row, :drawn], earlier drafts included.
+        context_RL: int32, tokens by position; written in place, only for rows with penalties: row
+            (b, s) is then conditioned on context[row, :drawn], earlier drafts included.
         mask_RSW: int32 [rows, S or more, ceil(V / 32)], for rows with guides only: bit i of word w
             says whether row (b, s) may choose id 32 w + i.
     Returns:
         int32 [B, S], in 0..V-1.  A token depends on its own logits, position, prefix and
-        parameters: not on the batch, nor on how many rows are verified together.
+        parameters, but not on the batch or on how many rows are verified together.
     """
     chosen_BS = greedy_BS.clone()
     rows = processed_rows(
@@ -65,8 +64,8 @@ def processed_rows(
     context_RL: Tensor,
     mask_RSW: Tensor,
 ) -> Iterator[tuple[int, int, Tensor, Tensor, list[int], int]]:
-    """Rows that ask for something: (b, s, scores before the temperature, the request's reals and
-    words, position drawn); writes the context.  Arguments as in `sample_reference`.
+    """The rows that are not plain greedy: (b, s, scores before the temperature, the request's reals
+    and words, position drawn); writes the context.  Arguments as in `sample_reference`.
     """
     max_seq_len = context_RL.shape[1]
     drawn = drawn_BS.tolist()
@@ -95,12 +94,12 @@ def draw_reference(
     sampling_RF: Tensor,
     sampling_RI: Tensor,
 ) -> Tensor:
-    """Draft with the noise that the target will draw with: temperature alone, no filters.
+    """Draft with the noise with which the target will draw: only temperature, no filters.
 
     Args:
         logits_BV: the drafter's, over its own vocabulary; ids_V: int64, the target id of each of
-            its entries (negative: none); None where they are the same.
-        greedy_B: int32 target ids, the answer of greedy rows.
+            its entries (negative: none); None if the ids are the same.
+        greedy_B: int32 target ids, the drafts of greedy rows.
         row_B, drawn_B, sampling_RF, sampling_RI: as in `sample_reference`.
     Returns:
         int32 [B] target ids.
@@ -127,7 +126,7 @@ def note_logprobs_reference(
     logprob_RSN: Tensor,
     logprob_id_RSN: Tensor,
 ) -> Tensor:
-    """Write log-softmax values of the logits as they are, for rows that ask for them.
+    """Write log-softmax values of the unprocessed logits, for rows that ask for them.
 
     Args:
         chosen_BS: int32, the tokens of the step.
@@ -154,7 +153,7 @@ def note_logprobs_reference(
 
 
 def is_plain(temperature: float, words: list[int]) -> bool:
-    """Whether a request takes the argmax of the logits as they are."""
+    """Whether a request takes the argmax of the unprocessed logits."""
     changes = words[layout.FLAGS] or words[layout.MIN_NEW]
     return temperature < layout.MIN_TEMPERATURE and not changes
 
@@ -162,7 +161,7 @@ def is_plain(temperature: float, words: list[int]) -> bool:
 def process(
     logits_V: Tensor, reals: Tensor, words: list[int], bias_V: Tensor, context: Tensor, drawn: int
 ) -> Tensor:
-    """Penalties, bias, min_new_tokens: what acts on the logits before the temperature."""
+    """Apply penalties, bias and min_new_tokens, which act on the logits before the temperature."""
     wide = wide_dtype(logits_V.dtype)
     scores_V = logits_V.to(wide)
     reals = reals.to(wide)
@@ -179,14 +178,14 @@ def process(
 
 
 def guided(scores_V: Tensor, mask_W: Tensor) -> Tensor:
-    """-inf where the mask's bit is 0."""
+    """The scores, -inf where the mask's bit is 0."""
     ids_V = torch.arange(len(scores_V), device=scores_V.device)
     allowed_V = (mask_W[ids_V // 32] >> (ids_V % 32)) & 1
     return scores_V.masked_fill(allowed_V == 0, -math.inf)
 
 
 def _penalise(scores_V: Tensor, reals: Tensor, context: Tensor, prompt_len: int) -> Tensor:
-    """Repetition over prompt and output; frequency, then presence, over the output."""
+    """Apply repetition over prompt and output; frequency, then presence, over the output."""
     vocab = len(scores_V)
     seen_V = torch.bincount(context, minlength=vocab) > 0
     repetition = reals[layout.REPETITION]
@@ -198,7 +197,7 @@ def _penalise(scores_V: Tensor, reals: Tensor, context: Tensor, prompt_len: int)
 
 
 def choose(scores_V: Tensor, reals: Tensor, words: list[int], drawn: int) -> int:
-    """The best of processed logits, or a draw from what the filters leave of them."""
+    """The best of processed logits, or a draw from those that pass the filters."""
     if float(reals[layout.TEMPERATURE]) < layout.MIN_TEMPERATURE:
         return first_best(scores_V)
     scores_V = filter_scores(scores_V, reals, words)
@@ -207,15 +206,15 @@ def choose(scores_V: Tensor, reals: Tensor, words: list[int], drawn: int) -> int
 
 
 def filter_scores(scores_V: Tensor, reals: Tensor, words: list[int]) -> Tensor:
-    """Divided by the temperature; -inf where the filters drop a token."""
+    """The scores divided by the temperature; -inf where the filters drop a token."""
     scores_V = scores_V / reals[layout.TEMPERATURE].to(scores_V.dtype)
     return scores_V.masked_fill(scores_V < lowest_kept(scores_V, reals, words), -math.inf)
 
 
 def lowest_kept(scores_V: Tensor, reals: Tensor, words: list[int]) -> Tensor:
-    """The score below which top_k, then top_p of what that leaves, then min_p drop a token.
+    """The score below which top_k, then top_p of the remaining tokens, then min_p drop a token.
 
-    A token as good as the last one that is kept is kept.
+    A token that ties with the last one kept is kept.
     """
     best, lowest = scores_V.max(), scores_V.new_full((), -math.inf)
     if not bool(best.isfinite()):
@@ -225,7 +224,7 @@ def lowest_kept(scores_V: Tensor, reals: Tensor, words: list[int]) -> Tensor:
     if float(reals[layout.TOP_P]) < 1:
         kept = scores_V[scores_V >= lowest].sort(descending=True).values
         mass = (kept - best).double().exp()
-        before = mass.cumsum(0) - mass  # of the better ones
+        before = mass.cumsum(0) - mass  # mass of the better tokens
         lowest = kept[before < reals[layout.TOP_P].double() * mass.sum()][-1]
     if float(reals[layout.MIN_P]) > 0:
         least = best + reals[layout.MIN_P].double().log().to(best.dtype)
@@ -246,5 +245,5 @@ def _noise(ids_V: Tensor, words: list[int], drawn: int) -> Tensor:
 
 
 def first_best(scores_V: Tensor) -> int:
-    """The first of the best."""
+    """The index of the first maximum."""
     return int((scores_V == scores_V.max()).nonzero()[:1].sum())

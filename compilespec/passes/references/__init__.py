@@ -1,8 +1,8 @@
-"""What the passes that change a step's interface must compute, in plain Python.
+"""References of the passes that change a step's interface, in plain Python.
 
-A reference gets the graph before its pass as a callable and one call's inputs, and says what the
-graph after the pass must give.  It shares no code with the pass: a fault in one shows against the
-other.
+A reference takes the graph before its pass as a callable and one call's inputs, and returns what
+the graph after the pass must compute.  It shares no code with the pass, so that a fault in one
+shows against the other.
 """
 
 from __future__ import annotations

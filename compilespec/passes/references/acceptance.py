@@ -23,7 +23,7 @@ from compilespec.program import PAD
 
 
 def splice_acceptance(before: Before, ctx: PassContext, case: Case) -> Values:
-    """The tokens of this step by the program's rule, its forced count, and its state.
+    """The tokens of this step by the program's rule, with its forced count and its state.
 
     Raises: NotSupported for a rule that has no reference.
     """
@@ -57,8 +57,8 @@ def splice_acceptance(before: Before, ctx: PassContext, case: Case) -> Values:
 
 
 def _choices(ctx: PassContext, case: Case, logits: Tensor) -> list[list[int]]:
-    """The target's token at every row: the best, or drawn where the request is sampled.  Prefill:
-    one list of each prompt's.
+    """The target's token at every row: the best, or drawn if the request is sampled.  Prefill: one
+    list with each prompt's token.
     """
     choices = [[first_best(scores) for scores in request] for request in logits]
     if ctx.greedy_only:
@@ -80,10 +80,10 @@ def _choices(ctx: PassContext, case: Case, logits: Tensor) -> list[list[int]]:
 
 
 def _judged_ids(ctx: PassContext, case: Case, values: Values) -> list[list[int]]:
-    """The last token and the drafts of each request, PAD where one is not to be judged."""
+    """The last token and the drafts of each request, PAD for drafts that must not be judged."""
     rows = case.inputs["row_B"].tolist()
     drafts: list[list[int]] = values.roles["ids"].tolist()
-    if ctx.may_omit_drafts:  # its PAD drafts match nothing
+    if ctx.may_omit_drafts:  # PAD drafts match nothing
         held = case.inputs["tokens_RS"].tolist()
         own = ctx.config.num_verify_tokens
         drafts = [held[row][:own] for row in rows]  # -1: the spare row
@@ -123,7 +123,7 @@ def _by_choice(
     drafts: list[list[int]],
     choices: list[list[int]],
 ) -> tuple[list[list[int]], list[int]]:
-    """Drafts are kept where they are the target's choice, or near enough to it."""
+    """Keep drafts that are the target's choice, or near enough to it."""
     rows = case.inputs["row_B"].tolist()
     logits, options = values.outputs["logits"], ctx.acceptance.relaxed
     margins = case.inputs["relaxed_delta_R"] if options is not None else None
@@ -148,7 +148,7 @@ def _by_choice(
 def _by_function(
     ctx: PassContext, case: Case, values: Values, drafts: list[list[int]]
 ) -> tuple[list[list[int]], list[int]]:
-    """The rule's function, one request at a time, with what it reads computed here."""
+    """Call the rule's function for one request at a time, on inputs computed here."""
     placed, num_drafts = place_call(ctx.config, case), ctx.config.num_draft_tokens
     names = ("sampling_RF", "sampling_RI", "bias_RV", "context_RL", "mask_RSW")
     state = [case.inputs[name].clone() for name in names]
@@ -199,7 +199,7 @@ def _by_function(
 
 
 def _draft_probs(case: Case, row: Tensor, ids: list[int], probs: Tensor) -> Tensor:
-    """What the request's drafts were drawn from, [1, K, V]."""
+    """The distributions of the request's drafts, [1, K, V]."""
     num_drafts = len(ids) - 1
     if "draft_prob_RKV" in case.inputs:
         return case.inputs["draft_prob_RKV"][row, :num_drafts]
@@ -211,7 +211,7 @@ def _draft_probs(case: Case, row: Tensor, ids: list[int], probs: Tensor) -> Tens
 
 
 def is_allowed(case: Case, row: int, place: int, draft: int) -> bool:
-    """Whether the guide of the request lets the draft come."""
+    """Whether the guide of the request allows the draft."""
     if not int(case.inputs["sampling_RI"][row, layout.FLAGS]) & layout.GUIDE:
         return True
     word = int(case.inputs["mask_RSW"][row, place, max(draft, 0) // 32])
@@ -259,6 +259,6 @@ def _read(margin_R: Tensor, row: int, tokens: Sequence[int], options: Relaxed) -
 
 
 def first_best(scores_V: Tensor) -> int:
-    """The lowest id among the best; the first NaN, where there is one."""
+    """The lowest id among the best; the first NaN if there is one."""
     best_V = scores_V.isnan() if bool(scores_V.isnan().any()) else scores_V == scores_V.max()
     return int(best_V.nonzero()[0])

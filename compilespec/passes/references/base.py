@@ -1,4 +1,4 @@
-"""What a reference gets and gives."""
+"""The inputs and results of a pass's reference."""
 
 from __future__ import annotations
 
@@ -44,18 +44,18 @@ class AttentionCall:
 
     cache: str
     tokens: Tokens
-    key: Tensor | None = None  # None where a reference says nothing about it
+    key: Tensor | None = None  # None if the reference does not check it
     node: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Values:
-    """What a graph computed, or must compute, in one call."""
+    """The values that a graph computed, or must compute, in one call."""
 
     outputs: Mapping[str, Tensor]
-    roles: Mapping[str, Tensor] = field(default_factory=dict)  # nodes that passes named
+    roles: Mapping[str, Tensor] = field(default_factory=dict)  # values of the nodes with a role
     buffers: Mapping[str, Tensor] = field(default_factory=dict)  # after the call
-    calls: Sequence[AttentionCall] = ()  # of paged attention, in order
+    calls: Sequence[AttentionCall] = ()  # calls of paged attention, in order
     nodes: Mapping[str, Any] = field(default_factory=dict, repr=False)  # every node, by name
 
 

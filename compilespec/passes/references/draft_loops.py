@@ -1,4 +1,4 @@
-"""The draft loop, driven from outside: the drafter's captured calls, one after the other.
+"""The draft loop driven from Python: the drafter's captured calls, one after the other.
 
 Every call has the shape it has in the step, and its attention is the paged operator on metadata
 computed in plain Python, so that the result must be equal bit for bit.
@@ -35,7 +35,7 @@ from compilespec.tracing.capture import output_widths
 
 
 def splice_draft_loop(before: Before, ctx: PassContext, case: Case) -> Values:
-    """What the method's kind of loop drafts and writes.
+    """The drafts and writes of the method's kind of loop.
 
     Raises: NotSupported for a kind that has no reference.
     """
@@ -88,7 +88,7 @@ class Drafts:
         self.placed = place_call(ctx.config, case)
         self.calls: list[AttentionCall] = []
         self.buffers = buffers
-        self.probs: list[Tensor] = []  # what each draft was drawn from, [B, V]
+        self.probs: list[Tensor] = []  # the distribution of each draft, [B, V]
         self._bonus = self.placed.start  # position of the last emitted token
         if case.phase == "decode":
             self._bonus = self._bonus + roles["num_emitted"]
@@ -103,7 +103,7 @@ class Drafts:
         return (self._draft(*outputs),) if name.startswith("propose") else outputs
 
     def _draft(self, best_B: Tensor, *offered: Tensor) -> Tensor:
-        """The next draft of each request: the best, or drawn where it is sampled."""
+        """The next draft of each request: the best, or drawn if the request is sampled."""
         self._num_proposals += 1
         if not offered or self.ctx.greedy_only:
             return best_B
@@ -129,7 +129,7 @@ class Drafts:
         return draw_weighted_reference(probs_BV, rows, position_B, stream_B, whole)
 
     def kept_probs(self) -> dict[str, Tensor]:
-        """The rows of `draft_prob_RKV` after the step, where the program has them."""
+        """The rows of `draft_prob_RKV` after the step, if the program has them."""
         if not (self.probs and self.ctx.acceptance.reads_draft_probs):
             return {}
         kept_RKV = self.case.inputs["draft_prob_RKV"].clone()
@@ -140,18 +140,18 @@ class Drafts:
         return {"draft_prob_RKV": kept_RKV}
 
     def single(self, positions: Sequence[int]) -> Tokens:
-        """One token a request, at these positions; nowhere for requests that commit nothing."""
+        """One token per request, at these positions; none for requests that commit nothing."""
         rows = [[row] for row in self.state_rows()]
         return place_tokens(self.config, self.case.inputs, rows, [[p] for p in positions])
 
     def state_rows(self) -> list[int]:
-        """The state row of each request of the call, -1 where it commits nothing."""
+        """The state row of each request of the call, -1 if it commits nothing."""
         name = "row_B" if self.case.phase == "decode" else "commit_row_R"
         rows: list[int] = self.case.inputs[name].tolist()
         return rows
 
     def ids(self, tokens: Tensor) -> Tensor:
-        """[B] tokens as [B, 1] ids: PAD is no id."""
+        """[B] tokens as [B, 1] ids; PAD, which is not an id, becomes 0."""
         ids = [[max(token, 0)] for token in tokens.tolist()]
         return torch.tensor(ids, dtype=torch.int32, device=tokens.device)
 
@@ -301,7 +301,7 @@ def _packed(draft: Drafts, roles: Mapping[str, Tensor]) -> list[Tensor]:
 
 
 def unshifted(draft: Drafts, values: Values) -> Tensor:
-    """A model of its own: the tokens at their own positions, then single ones."""
+    """A separate model: a pass over the tokens at their own positions, then single-token passes."""
     config, roles = draft.config, values.roles
     start = draft.placed.start.tolist()
     if draft.case.phase == "decode":
@@ -331,7 +331,7 @@ def _model(draft: Drafts, tokens: Tokens, ids: Tensor) -> tuple[Tensor, ...]:
 
 
 def direct(draft: Drafts, values: Values) -> Tensor:
-    """One call on what it reads: the request's tokens so far, their number, a hidden state."""
+    """One call on its inputs: the request's tokens so far, their number, a hidden state."""
     roles, inputs, config = values.roles, draft.case.inputs, draft.config
     starts, rows = draft.placed.start.tolist(), draft.placed.row_index.tolist()
     is_decode = draft.case.phase == "decode"
@@ -379,7 +379,7 @@ def _history(draft: Drafts, values: Values) -> Tensor:
 
 
 def shared_kv(draft: Drafts, values: Values) -> Tensor:
-    """Single queries at the newest key, on what the target has just written."""
+    """Single queries at the newest key, on the caches that the target has just written."""
     roles, start = values.roles, draft.placed.start.tolist()
     if draft.case.phase == "decode":
         counts = roles["num_emitted"].tolist()
@@ -407,7 +407,7 @@ def shared_kv(draft: Drafts, values: Values) -> Tensor:
 
 
 def _on_target(draft: Drafts, values: Values, tokens: Tokens) -> Attention:
-    """Attention on copies of the target's caches: what it would write shows nowhere."""
+    """Attention on copies of the target's caches, so that its writes have no effect."""
 
     def attend(call: int, args: tuple[Any, ...]) -> Tensor:
         layer = draft.ctx.kv_layers[call]
@@ -425,7 +425,7 @@ def _on_target(draft: Drafts, values: Values, tokens: Tokens) -> Attention:
 
 
 def callback(draft: Drafts, values: Values) -> Tensor:
-    """None: the host writes them before the next call."""
+    """No drafts: the host writes them before the next call."""
     shape = (len(draft.state_rows()), draft.config.num_draft_tokens)
     return torch.full(shape, PAD, dtype=torch.int32, device=values.roles["target"].device)
 

@@ -1,4 +1,4 @@
-"""Where tokens stand: positions, rows and slots, one token at a time."""
+"""Positions, rows and slots, computed one token at a time."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from compilespec.program import NUM_KEPT, ProgramConfig
 
 @dataclass(frozen=True, kw_only=True)
 class Placement:
-    """What a call runs on: its tokens, and the requests that they belong to."""
+    """The tokens of a call, and the requests that they belong to."""
 
     ids: Tensor  # int32, like `tokens`
     tokens: Tokens
@@ -24,7 +24,7 @@ class Placement:
 
 
 def place_call(config: ProgramConfig, case: Case) -> Placement:
-    """Read the call's tokens off its inputs.  Source: E5, H-16."""
+    """Read the call's tokens from its inputs.  Source: E5, H-16."""
     inputs, spare = case.inputs, config.max_batch_size
     if case.key.kind == "replay":
         return _place_replay(config, inputs)
@@ -87,7 +87,7 @@ def place_tokens(
     rows: Sequence[Sequence[int]],
     positions: Sequence[Sequence[int]],
 ) -> Tokens:
-    """Each token of `rows` (-1: padded) at its position, or redirected where it may not be."""
+    """Place each token of `rows` (-1: padded), redirected if its position is out of range."""
     table = inputs["block_table_RM"].tolist()
     placed = [
         [_place(config, table, row, position) for row, position in zip(*pair, strict=True)]

@@ -1,4 +1,4 @@
-"""Logits after a processor, a row at a time, by the processor itself."""
+"""Logits after a processor, computed one row at a time by the processor itself."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from compilespec.passes.references.placement import place_call
 
 
 def process_logits(before: Before, ctx: PassContext, case: Case) -> Values:
-    """Each row's logits as the engine's processor gives them for the tokens before it; processors
-    on the host leave the rows of a case as they are, in float32 or wider.
+    """Each row's logits from the engine's processor, given the tokens before it.  Processors on the
+    host leave the rows of a test case unchanged, in float32 or wider.
     """
     values = before(case.inputs)
     logits, buffers = values.outputs["logits"], dict(values.buffers)
@@ -43,13 +43,13 @@ def _processed(ctx: PassContext, case: Case, logits: Tensor) -> tuple[Tensor, Te
     context = case.inputs.get("processed_RL", unread).clone()
     flat = (tensor.flatten().tolist() for tensor in (placed.tokens.row, placed.tokens.position))
     for token, row, position in zip(placed.ids.flatten().tolist(), *flat, strict=True):
-        context[row, position] = token  # row -1: the spare one
+        context[row, position] = token  # row -1 is the spare row
     rows, starts = placed.row_index.tolist(), placed.start.tolist()
     decodes = case.phase == "decode"
     made = []
     for b, (row, start) in enumerate(zip(rows, starts, strict=True)):
         for s in range(logits.shape[1] if decodes else 1):
-            place = start + s + int(decodes)  # of the token that the row chooses
+            place = start + s + int(decodes)  # position of the token that the row chooses
             last = placed.ids[b, s] if decodes else placed.ids[0, case.inputs["last_R"][b]]
             reads = {
                 "logits_BSV": logits[b, s] if decodes else logits[0, b],

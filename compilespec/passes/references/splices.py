@@ -48,7 +48,7 @@ def _entering(graph: fx.Graph, layer: int, num_layers: int) -> str:
 
 
 def read_state(before: Before, ctx: PassContext, case: Case) -> Values:
-    """The graph before, given the ids and positions that plain Python reads off the state."""
+    """The graph before, run on the ids and positions that plain Python reads from the state."""
     placed = place_call(ctx.config, case)
     own = {"input_ids": placed.ids, "position_ids": placed.tokens.position}
     values = before({**case.inputs, **own})
@@ -65,7 +65,7 @@ def read_state(before: Before, ctx: PassContext, case: Case) -> Values:
 
 
 def narrow_logits(before: Before, ctx: PassContext, case: Case) -> Values:
-    """Of all rows' logits, each request's last."""
+    """The logits of each request's last row."""
     values = before(case.inputs)
     wide_1TV = values.outputs["logits"]
     rows = [wide_1TV[0, last] for last in case.inputs["last_R"].tolist()]
@@ -92,7 +92,7 @@ def insert_paged_attention(before: Before, ctx: PassContext, case: Case) -> Valu
 
 
 def output_hidden_states(before: Before, ctx: PassContext, case: Case) -> Values:
-    """Every tap in its own columns, in order."""
+    """All taps, concatenated in order."""
     values = before(case.inputs)
     hidden = _beside(values, ctx)
     name = "hidden_BSE" if case.phase == "decode" else "hidden_1TE"
@@ -104,7 +104,7 @@ def output_hidden_states(before: Before, ctx: PassContext, case: Case) -> Values
 
 
 def output_head_input(before: Before, ctx: PassContext, case: Case) -> Values:
-    """What the rows that give tokens were gathered from."""
+    """The head's input of all rows, before the gather."""
     values = before(case.inputs)
     gathered = next(node for node in before.graph.nodes if node.target == "index_select")
     hidden = values.nodes[str(gathered.args[0])]
@@ -137,7 +137,7 @@ def shift_hidden_states(before: Before, ctx: PassContext, case: Case) -> Values:
 
 
 def commit_state(before: Before, ctx: PassContext, case: Case) -> Values:
-    """Bonus token, drafts and new length of every live row; other rows stay as they are."""
+    """Bonus token, drafts and new length of every live row; other rows are unchanged."""
     values = before(case.inputs)
     placed = place_call(ctx.config, case)
     tokens_RS, seq_len_R = (case.inputs[name].clone() for name in ("tokens_RS", "seq_len_R"))

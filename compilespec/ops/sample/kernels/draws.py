@@ -1,4 +1,4 @@
-"""Draws: the best of score and noise, span by span of the vocabulary, then over the spans."""
+"""Draws: the best sum of score and noise, first in each span of the vocabulary, then overall."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def better_of(score, ids, best, place):
 
 @triton.jit
 def store_best(best, place, index, best_ptr, place_ptr):
-    """The best of a program's lanes, as its span's; the first id wins ties."""
+    """Write the best of a program's lanes as its span's best; the first id wins ties."""
     top = tl.max(best, 0)
     at = index * tl.num_programs(1) + tl.program_id(1)
     tl.store(best_ptr + at, top)
@@ -64,7 +64,7 @@ def draft_kernel(
     requests, logits_ptr, ids_ptr, best_ptr, place_ptr, vocab, logits_b,
     HAS_MAP: tl.constexpr, SPAN: tl.constexpr, LANES: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """The same of a drafter: temperature and noise alone, over target ids where it has a map."""
+    """The same for a drafter: only temperature and noise, over target ids if it has a map."""
     b = tl.program_id(0)
     row = tl.load(requests.row + b)
     words_ptr = requests.words + row * NUM_WORDS
@@ -101,7 +101,7 @@ def pick_kernel(
     requests, best_ptr, place_ptr, greedy_ptr, ids_ptr, chosen_ptr, num_tokens, spans, vocab,
     HAS_MAP: tl.constexpr, FOR_DRAFT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The best of a row's spans, or the greedy token of a row that asks for nothing."""
+    """The best of a row's spans, or the token of a plain greedy row."""
     at = tl.program_id(0)
     row = tl.load(requests.row + at // num_tokens)
     chosen = tl.load(greedy_ptr + at)

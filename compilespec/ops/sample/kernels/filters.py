@@ -21,7 +21,7 @@ def threshold_kernel(
     requests, window, lowest_ptr,
     WIDE: tl.constexpr, KEY: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write each row's lowest score that is kept; -inf where nothing is dropped."""
+    """Write each row's lowest score that is kept; -inf if nothing is dropped."""
     row = row_of(requests, window, tl.program_id(0))
     top_k, top_p = tl.load(row.words + TOP_K), tl.load(row.reals + TOP_P)
     min_p = tl.load(row.reals + MIN_P)
@@ -53,7 +53,7 @@ def best_score(row, WIDE: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def mass_from(lowest, best, row, WIDE: tl.constexpr, BLOCK: tl.constexpr):
-    """Probability, times that of the best token's inverse, of the scores from `lowest` up."""
+    """Probability of the scores from `lowest` up, relative to the best token's."""
     mass_V = tl.zeros([BLOCK], WIDE)
     for first in range(0, row.vocab, BLOCK):
         score = scores_at(first + tl.arange(0, BLOCK), row, WIDE)
@@ -69,7 +69,7 @@ def highest_with(
 ):  # fmt: skip
     """The highest score such that the scores from there up (and >= lowest) weigh at least `wanted`.
 
-    Each weighs 1, or its probability.  Two bits of the score's ordered key are found in a pass.
+    Each weighs 1, or its probability.  Each pass finds two bits of the score's ordered key.
     """
     found = tl.full([], -(2 ** (BITS - 1)), KEY)
     for step in range(BITS // 2):

@@ -1,4 +1,4 @@
-"""Log-probabilities of the tokens that were chosen, and of the best ones at their places."""
+"""Log-probabilities of the chosen tokens, and of the best ones at their positions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gumbel noise by counter: the bits of `noise_bits`, four words a counter."""
+"""Gumbel noise by counter: the bits of `noise_bits`, four words per counter."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ STREAM_DRAW = tl.constexpr(layout.STREAM_DRAW)
 
 @triton.jit
 def log(x):
-    """Of positive normal float32, about one ulp: what the hardware approximates is worse near 1."""
+    """Logarithm of a positive normal float32 to about one ulp; the hardware's is worse near 1."""
     bits = x.to(tl.int32, bitcast=True)
     exponent = (bits - 0x3F3504F3) >> 23
     f = (bits - (exponent << 23)).to(tl.float32, bitcast=True) - 1.0
@@ -33,13 +33,13 @@ def log(x):
 
 @triton.jit
 def gumbel(bits):
-    """-log(-log(u)), u = (bits + 1/2) / 2**32; above one half by way of 1 - u."""
+    """-log(-log(u)), u = (bits + 1/2) / 2**32; above one half computed from 1 - u."""
     upper = bits.to(tl.int32, bitcast=True) >> 31  # all ones where u > 1/2
     word = bits.to(tl.int32, bitcast=True) ^ upper
     v = (word.to(tl.float32) + 0.5) * 2.3283064365386963e-10
     u = tl.where(upper != 0, 1.0 - v, v)
     lost, minus_log = 1.0 - u, -log(u)
-    # log1p: the rounding of 1 - v is undone in proportion
+    # log1p: corrects the rounding of 1 - v in proportion
     precise = tl.where(lost > 0, minus_log * tl.div_rn(v, tl.where(lost > 0, lost, 1.0)), v)
     return -log(tl.where(upper != 0, precise, minus_log))
 

@@ -1,4 +1,4 @@
-"""What a request asks of its tokens, read in a kernel from its state row."""
+"""A request's sampling parameters, read in a kernel from its state row."""
 
 from __future__ import annotations
 
@@ -46,6 +46,6 @@ class Requests(NamedTuple):
 
 @triton.jit
 def is_plain(reals_ptr, words_ptr):
-    """Whether a request takes the argmax of the logits as they are."""
+    """Whether a request takes the argmax of the unprocessed logits."""
     changes = tl.load(words_ptr + FLAGS) | tl.load(words_ptr + MIN_NEW)
     return (tl.load(reals_ptr + TEMPERATURE) < MIN_TEMPERATURE) & (changes == 0)

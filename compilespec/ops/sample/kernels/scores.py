@@ -1,6 +1,6 @@
-"""Scores: what penalties, bias, guide and temperature make of the logits of a row.
+"""Scores: the logits of a row after penalties, bias, guide and temperature.
 
-They are made anew from the logits wherever they are read, so that no [rows, V] buffer exists.
+They are recomputed from the logits wherever they are read, so that no [rows, V] buffer exists.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Row(NamedTuple):
     mask: Any
     vocab: Any
     counted: Any  # context[:counted] is in `counts`
-    num_context: Any  # the rest of the context ends here
+    num_context: Any  # end of the uncounted context
     drawn: Any  # position of the token being drawn
 
 
@@ -87,7 +87,7 @@ def row_of(requests, window, index):
 
 @triton.jit
 def divide(x, by, WIDE: tl.constexpr):
-    """Rounded as the reference rounds."""
+    """Round as the reference does."""
     if WIDE == tl.float64:  # noqa: SIM300
         return x / by
     else:
@@ -96,7 +96,7 @@ def divide(x, by, WIDE: tl.constexpr):
 
 @triton.jit
 def scores_at(ids, row, WIDE: tl.constexpr):
-    """What `process`, the guide and the temperature make of the logits of `ids`; -inf outside."""
+    """The logits of `ids` after `process`, guide and temperature; -inf outside the vocabulary."""
     is_id = (ids >= 0) & (ids < row.vocab)
     score = tl.load(row.logits + ids, mask=is_id, other=NONE).to(WIDE)
     flags, prompt_len = tl.load(row.words + FLAGS), tl.load(row.words + PROMPT_LEN)
@@ -129,9 +129,9 @@ def scores_at(ids, row, WIDE: tl.constexpr):
 def count_kernel(
     requests, window, ids_ptr, HAS_IDS: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """Write what was fed into the context; count the context that all rows of a request share.
+    """Write the fed tokens into the context; count the context that all rows of a request share.
 
-    A count is 2 for each token of the output, and not 0 where a token is in prompt or output.
+    An id's count is 2 for each occurrence in the output, and not 0 if it is in prompt or output.
     """
     num_tokens, vocab, max_seq_len = window.num_tokens, window.vocab, window.max_seq_len
     b = tl.program_id(0).to(tl.int64)
@@ -163,7 +163,7 @@ def count_kernel(
 
 @triton.jit
 def shared_context(drawn_ptr, num_tokens, max_seq_len):
-    """How much of the context precedes every row of a request and was not written by this step."""
+    """Length of the context before every row of a request, without this step's writes."""
     least = max_seq_len + 1
     for s in range(num_tokens):
         least = tl.minimum(least, tl.load(drawn_ptr + s))
