@@ -220,7 +220,7 @@ def measure_steps(runner: Any, model: Any, batch: int, shape: Shape, run: Run) -
     times = time_steps(launch, runner.collect, run.device, run.num_steps)
     step_s = times["step_ms"]["p50"] / 1e3
     is_dense = "num_experts" not in shape.config
-    weights = num_bytes_read(runner._weights, model) if is_dense else None
+    weights = num_bytes_read(runner.weights, model) if is_dense else None
     return {
         "batch": batch,
         "context": shape.context,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,6 +61,25 @@ def read_buckets(given: Any, *, max_batch_size: int, max_prefill_tokens: int) ->
         decode=() if decode is None else _decode(decode, max_batch_size),
         prefill=() if prefill is None else _prefill(prefill, max_batch_size, max_prefill_tokens),
     )
+
+
+def choose_buckets(
+    given: Sequence[int] | Buckets | None,
+    *,
+    has_graphs: Container[Phase],
+    max_batch_size: int,
+    max_prefill_tokens: int,
+) -> Buckets:
+    """The given ones; else defaults of the phases that have graphs, else decode as it comes."""
+    if given is not None and not isinstance(given, Buckets):
+        given = Buckets(decode=tuple((size,) for size in sorted(given)))
+    decode, prefill = (given.decode, given.prefill) if given else ((), ())
+    if not decode:
+        every = tuple((size,) for size in range(1, max_batch_size + 1))
+        decode = default_decode(max_batch_size) if "decode" in has_graphs else every
+    if not prefill and "prefill" in has_graphs:
+        prefill = default_prefill(max_batch_size, max_prefill_tokens)
+    return Buckets(decode=decode, prefill=prefill)
 
 
 def default_decode(max_batch_size: int) -> tuple[Bucket, ...]:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from compilespec.cudagraphs.drivers import Driver
+from compilespec.cudagraphs.drivers import Driver, make_driver
 from compilespec.cudagraphs.modes import GraphOptions
 from compilespec.cudagraphs.recording import Recording
 from compilespec.cudagraphs.report import CaptureRecord, CaptureReport, GraphKey
@@ -20,6 +20,13 @@ logger = logging.getLogger("compilespec")
 
 _MIB = 2**20
 Step = Callable[[], None]
+
+
+def make_recorder(options: GraphOptions, device: torch.device) -> Recorder | None:
+    """What captures graphs on a device; None where the options ask for none there."""
+    if not options.kinds_on(device):
+        return None
+    return Recorder(make_driver(device), options, mode=options.mode_on(device))
 
 
 class Recorder:

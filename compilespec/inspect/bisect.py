@@ -222,7 +222,7 @@ class _RecordingRunner(StepRunner):
         for spec in lowered.program.buffers:
             if spec.kind == "cache":
                 self.buffers[spec.name].fill_(float("nan"))
-        self._calls = ByStep(self._recording(key, call) for key, call in self._calls.items())
+        self.calls = ByStep(self._recording(key, call) for key, call in self.calls.items())
 
     def _recording(self, key: StepKey, call: Any) -> Any:
         runner = self

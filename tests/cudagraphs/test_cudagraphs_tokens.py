@@ -106,7 +106,7 @@ def test_full_decode_is_one_graph_and_one_replay_a_step(site: Site, rows: int) -
     assert report is not None
     assert all(graph["num_graphs"] == 1 for graph in report["graphs"])
     begin(runner, rows)
-    recordings = runner._calls["decode"]._recordings
+    recordings = runner.calls["decode"]._recordings
     for _ in range(3):
         runner.decode(list(range(rows)))
     bucket = next(size for size in (1, 2, 5) if size >= rows)
@@ -134,9 +134,9 @@ def test_capturing_and_padded_batches_change_no_state(site: Site) -> None:
     before = {name: buffer.clone() for name, buffer in runner.buffers.items()}
     runner.capture()
     for (size,) in BUCKETS.decode:
-        runner._calls["decode"]({"row_B": [-1] * size})
+        runner.calls["decode"]({"row_B": [-1] * size})
     for requests, tokens in BUCKETS.prefill:
-        runner._calls["prefill"](padded_prefill(requests, tokens))
+        runner.calls["prefill"](padded_prefill(requests, tokens))
     for name, buffer in runner.buffers.items():
         live = slice(None) if name.startswith("cache.") else slice(spare)
         assert torch.equal(buffer[live], before[name][live]), name
@@ -153,7 +153,7 @@ def padded_prefill(requests: int, tokens: int) -> dict[str, list[int]]:
 def test_without_its_bucket_a_batch_runs_unpadded(site: Site) -> None:
     """E4: what is larger than every bucket runs at its own size; the tokens are the same."""
     runner, engine = site.engine("full_and_piecewise")
-    for call in runner._calls.values():
+    for call in runner.calls.values():
         call._is_dropped.add(call.buckets[-1])
     with engine:
         asks = site.asks[:5]
@@ -182,7 +182,7 @@ def test_a_state_buffer_that_was_replaced_is_refused(site: Site) -> None:
     runner = site.runner("full")
     begin(runner, 1)
     runner.decode([0])
-    call = runner._calls["decode"]
+    call = runner.calls["decode"]
     index = next(i for i, spec in enumerate(call._phase.inputs) if spec.name == "seq_len_R")
     bound = call._bound[1,]
     bound[index] = bound[index].clone()
@@ -195,7 +195,7 @@ def test_after_a_replay_nothing_that_crossed_a_cut_is_left(site: Site) -> None:
     """The check of the check: values expire, so the right tokens above prove the lifetimes."""
     runner = site.runner("piecewise")
     begin(runner, 1)
-    call = runner._calls["decode"]
+    call = runner.calls["decode"]
     recording = call.capture((1,))
     assert recording is not None
     graphs = [step.__self__ for step in recording._steps if hasattr(step, "__self__")]

@@ -24,7 +24,7 @@ from compilespec.passes.ranges import Ranges
 from compilespec.passes.sizes import K as K_SIZE
 from compilespec.passes.sizes import L, R, Range, Sizes, T, V, integers
 from compilespec.runtime.executor import PrefillChunk
-from compilespec.runtime.step_runner import pack_chunks
+from compilespec.runtime.packing import pack_chunks
 from tests.support.hand_graphs import HAND_CONFIG, call, code, graph_of
 from tests.support.models import FAMILIES, VOCAB, target_info, tiny_target
 

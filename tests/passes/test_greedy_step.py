@@ -41,7 +41,7 @@ def called(engines, monkeypatch):
     plain_call = Dispatcher.__call__
 
     def noted(dispatcher, batch):
-        if dispatcher in engines[0]._executor._calls.values() and "row_B" in batch:
+        if dispatcher in engines[0]._executor.calls.values() and "row_B" in batch:
             names.append(dispatcher.key.kind)
         return plain_call(dispatcher, batch)
 
@@ -56,7 +56,7 @@ def test_plain_batches_take_it_and_write_the_same_tokens(engines, called):
     assert called
     assert set(called) == {"greedy"}
     assert with_step.stats().num_recompiles == 0
-    assert "greedy" not in {key.kind for key in without._executor._calls}
+    assert "greedy" not in {key.kind for key in without._executor.calls}
 
 
 ASKS = {

@@ -543,7 +543,7 @@ def test_prompt_shift_worked_example():
 
 def test_prompt_shift_on_ragged_chunks():
     from compilespec.runtime.executor import PrefillChunk
-    from compilespec.runtime.step_runner import pack_chunks
+    from compilespec.runtime.packing import pack_chunks
 
     rng = random.Random(0)
     gm = emitted_graph(shift_prompt, ["next", "target", "owner"])

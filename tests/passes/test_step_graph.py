@@ -400,7 +400,7 @@ def test_a_wholly_padded_step_writes_nothing(lowered):
     runner = poisoned_runner(lowered)
     before = {name: buffer.clone() for name, buffer in runner.buffers.items()}
     phase = lowered.graphs["decode"]
-    call = runner._calls["decode"]
+    call = runner.calls["decode"]
     with OperatorTrace() as trace:
         call({"row_B": torch.full((3,), -1, dtype=torch.int32)})
     assert all((c.slots == -1).all() and (c.rows == -1).all() for c in trace.attention)
@@ -496,7 +496,7 @@ def test_every_batch_and_integer_state_input_is_int32(lowered):
     assert {"row_B", "ids_T", "position_T", "tokens_RS", "seq_len_R", "block_table_RM"} <= set(seen)
     runner = StepRunner(lowered)
     checked = []
-    for phase, call in runner._calls.items():
+    for phase, call in runner.calls.items():
 
         def check(*inputs, phase=phase, inner=call._phase.call, batch=call._places):
             assert all(inputs[index].dtype == torch.int32 for index in batch.values())

@@ -319,7 +319,7 @@ def test_nan_on_the_device():
         assert heir.token_ids == greedy_reference(model, prompts[2], 20)
         assert engine.stats().num_cached_tokens == 0
         assert_nothing_held(engine)
-        for name, weight in engine._executor._weights.items():
+        for name, weight in engine.executor.weights.items():
             if "embed" in name:
                 weight[9] = torch.nan  # a prompt that has this token
         (output,) = engine.generate([prompts[1]], params)

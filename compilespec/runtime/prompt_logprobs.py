@@ -11,12 +11,41 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from compilespec.runtime.executor import PrefillChunk
 from compilespec.runtime.sampling_rows import TokenLogprobs
 
 ROWS_AT_ONCE = 256  # so that logits of a long prompt need no more memory than these
 
 
-def prompt_logprobs(
+class PromptLogprobs:
+    """Computes them for the chunks that ask, and keeps them until they are taken.
+
+    Args:
+        head: of the target, hidden states [N, D] to logits [N, V].
+    """
+
+    def __init__(self, head: Callable[[Tensor], Tensor]) -> None:
+        self._head = head
+        self._noted: dict[int, dict[int, TokenLogprobs]] = {}  # by row, by position
+
+    def note(self, chunks: Sequence[PrefillChunk], hidden_TD: Tensor) -> None:
+        """Args: hidden_TD: what enters the head at the packed rows; padded ones at the end."""
+        start = 0
+        for chunk in chunks:
+            begin, start = start, start + len(chunk.tokens)
+            if chunk.num_logprobs is None:
+                continue
+            next_tokens = () if chunk.next_token is None else (chunk.next_token,)
+            following = [*chunk.tokens[1:], *next_tokens]
+            made = _of_rows(self._head, hidden_TD[begin:], following, chunk.num_logprobs)
+            self._noted[chunk.row] = dict(enumerate(made, start=chunk.start + 1))
+
+    def take(self, row: int) -> dict[int, TokenLogprobs]:
+        """By position, what was noted of the row's chunk."""
+        return self._noted.pop(row, {})
+
+
+def _of_rows(
     head: Callable[[Tensor], Tensor], hidden_TD: Tensor, following: Sequence[int], count: int
 ) -> list[TokenLogprobs]:
     """Of the tokens that follow each row, and the `count` best at each place.

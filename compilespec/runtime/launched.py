@@ -1,0 +1,36 @@
+"""A call's tokens on their way from the device to the host."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from compilespec.program import PAD
+
+
+class Launched:
+    """The tokens of a call, on their way to the host; the call's own outputs may be overwritten."""
+
+    def __init__(self, emitted_BS: Tensor, num_emitted_B: Tensor, num_rows: int) -> None:
+        results = (emitted_BS[:num_rows], num_emitted_B[:num_rows])
+        self._ready: torch.cuda.Event | None = None
+        if emitted_BS.is_cuda:
+            self._pinned = [torch.empty(r.shape, dtype=r.dtype, pin_memory=True) for r in results]
+            for pinned, result in zip(self._pinned, results, strict=True):
+                pinned.copy_(result, non_blocking=True)
+            self._ready = torch.cuda.Event()
+            self._ready.record()
+        else:  # there already
+            self._emitted, self._counts = results[0].tolist(), results[1].tolist()
+
+    def read(self) -> list[list[int]]:
+        """Each row's tokens, once they are there.  PAD is no token: it stands in an unfinished
+        prompt's place, and all over a row whose logits held NaN.
+        """
+        if self._ready is not None:
+            self._ready.synchronize()
+            self._emitted, self._counts = (pinned.tolist() for pinned in self._pinned)
+        return [
+            [token for token in tokens[:count] if token != PAD]
+            for tokens, count in zip(self._emitted, self._counts, strict=True)
+        ]

@@ -1,0 +1,29 @@
+"""The prompt chunks of a prefill call as one packed batch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from compilespec.program import PAD
+from compilespec.runtime.executor import PrefillChunk
+
+
+def pack_chunks(chunks: Sequence[PrefillChunk]) -> Mapping[str, list[int]]:
+    """The packed prefill batch as the graph's batch inputs: T tokens of R chunks."""
+    packed: dict[str, list[int]] = {
+        name: []
+        for name in ("ids_T", "next_T", "position_T", "row_T", "owner_T", "last_R", "commit_row_R")
+    }
+    for index, chunk in enumerate(chunks):
+        count = len(chunk.tokens)
+        packed["ids_T"] += chunk.tokens
+        packed["next_T"] += [
+            *chunk.tokens[1:],
+            PAD if chunk.next_token is None else chunk.next_token,
+        ]
+        packed["position_T"] += range(chunk.start, chunk.start + count)
+        packed["row_T"] += [chunk.row] * count
+        packed["owner_T"] += [index] * count
+        packed["last_R"].append(len(packed["ids_T"]) - 1)
+        packed["commit_row_R"].append(chunk.row if chunk.finished else PAD)
+    return packed

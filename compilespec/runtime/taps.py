@@ -1,0 +1,34 @@
+"""Hidden states that a call gives out, handed to the drafter's recorder request by request."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from torch import Tensor
+
+from compilespec.program import TapSink
+from compilespec.runtime.executor import PrefillChunk
+
+
+class Taps:
+    """Cuts what a call gives out by state rows."""
+
+    def __init__(self, sink: TapSink) -> None:
+        self._sink = sink
+
+    def add_chunks(self, chunks: Sequence[PrefillChunk], hidden_TE: Tensor) -> None:
+        """Of a prefill call: the chunks' tokens, packed; padded ones at the end."""
+        counts = [len(chunk.tokens) for chunk in chunks]
+        self._add([chunk.row for chunk in chunks], hidden_TE[: sum(counts)].split(counts))
+
+    def add_rows(self, rows: Sequence[int], hidden_BSE: Tensor) -> None:
+        """Of a decode call: the window of each row; padded ones at the end."""
+        self._add(rows, hidden_BSE[: len(rows)])
+
+    def close(self) -> None:
+        """Nothing more will come."""
+        self._sink.close()
+
+    def _add(self, rows: Sequence[int], states: Iterable[Tensor]) -> None:
+        for row, hidden_SE in zip(rows, states, strict=True):
+            self._sink.add(row, hidden_SE)
