@@ -1,6 +1,6 @@
-"""Draws README's picture of speed: `python -m tools.draw_speed`, from results/speed.json.
+"""Draws the README's speed chart from results/speed.json: `python -m tools.draw_speed`.
 
-Standard output takes the SVG when it is given `-`.
+With the argument `-`, the SVG goes to standard output.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "tools" / "bench" / "results" / "speed.json"
 PICTURE = ROOT / "docs" / "images" / "speed.svg"
 
-WAYS = {  # of the recorded run, by what the picture calls them
+WAYS = {  # names in the recorded run, by their labels in the chart
     "transformers, eager": "transformers eager",
     "transformers, compiled": "transformers static compiled",
     "compilespec, plain": "compilespec none",
@@ -23,14 +23,14 @@ WAYS = {  # of the recorded run, by what the picture calls them
     "compilespec, EAGLE-3, K=3": "compilespec eagle3 K=3",
 }
 WIDTH, LABELS, BAR, GAP, HEAD = 760, 205, 18, 6, 26  # pixels; HEAD is a panel's title
-STYLE = (  # tones that read on white and on black
+STYLE = (  # colours that are legible on white and on black
     "text { font: 13px system-ui, sans-serif; fill: #6e7781 } .title { font-weight: 600 } "
     ".other { fill: #8c959f } .ours { fill: #2f81f7 }"
 )
 
 
 def draw(results: Mapping[str, Any]) -> str:
-    """The SVG: a panel of bars for each batch size, medians of tokens per second."""
+    """The SVG: a panel of bars for each batch size, showing median tokens per second."""
     panel = HEAD + len(WAYS) * (BAR + GAP) + 14
     parts = [
         line

@@ -1,8 +1,8 @@
 """`python -m tools.gpu_check`: the gpu tests and the GPU benchmark, within ten minutes on one GPU.
 
 Random weights at real sizes, drafts accepted by force; writes one JSON file.  `--smoke` runs all of
-it on the CPU, over tiny models and emulated graphs, in seconds: it measures nothing, it shows that
-nothing is broken.
+it on the CPU with tiny models and emulated graphs, in seconds: it measures nothing, but shows that
+the code works.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 @dataclass(kw_only=True)
 class Run:
-    """What all measurements share: where, how long still, and what was left out."""
+    """What all measurements share: the device, the time left, and what was skipped."""
 
     device: torch.device
     dtype: torch.dtype
@@ -46,7 +46,7 @@ class Run:
     skipped: list[str] = field(default_factory=list)
 
     def has_time(self, what: str, seconds: float) -> bool:
-        """Whether so many seconds are left; if not, `what` is noted as skipped."""
+        """Whether `seconds` are left; if not, `what` is recorded as skipped."""
         if time.monotonic() + seconds <= self.deadline:
             return True
         self.skipped.append(f"{what}: less than {seconds:.0f} s were left")
@@ -56,15 +56,15 @@ class Run:
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tools.gpu_check", description=__doc__)
     parser.add_argument("--smoke", action="store_true", help="tiny models on the CPU, no speeds")
-    parser.add_argument("--minutes", type=float, default=10.0, help="end within (default: 10)")
-    parser.add_argument("--only", nargs="+", choices=sorted(SHAPES), help="of the models")
-    parser.add_argument("--no-tests", action="store_true", help="leave the gpu tests out")
+    parser.add_argument("--minutes", type=float, default=10.0, help="time limit (default: 10)")
+    parser.add_argument("--only", nargs="+", choices=sorted(SHAPES), help="models to measure")
+    parser.add_argument("--no-tests", action="store_true", help="skip the gpu tests")
     parser.add_argument("--json", type=Path, metavar="FILE", help="default: results/gpu-check.json")
     return parser.parse_args(arguments)
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Exit status: 0; 1 when a test failed or a program recompiled; 2 without a GPU."""
+    """Exit status: 0; 1 if a test failed or a program recompiled; 2 without a GPU."""
     options = parse(arguments)
     if not options.smoke and not torch.cuda.is_available():
         print("gpu_check: no CUDA device; --smoke runs the same code on the CPU", file=sys.stderr)
@@ -117,7 +117,7 @@ def is_broken(result: dict[str, Any]) -> bool:
 
 
 def run_tests(run: Run) -> dict[str, Any]:
-    """The tests that need a GPU, in a process of their own, in at most a third of the time."""
+    """Run the tests that need a GPU in a separate process, in at most a third of the time."""
     limit_s = (run.deadline - time.monotonic()) / 3
     command = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "tests"]
     try:
@@ -130,7 +130,7 @@ def run_tests(run: Run) -> dict[str, Any]:
 
 
 def measure_model(name: str, shape: Shape, run: Run, copy_gb_per_s: float) -> dict[str, Any]:
-    """Plain decoding, every forced acceptance length, transformers; what time allows of it."""
+    """Measure plain decoding, every forced acceptance length and transformers, as time allows."""
     model = make_target(shape, run.dtype, run.device)
     programs = []
     for what, keywords in programs_of(model, shape):
@@ -153,7 +153,7 @@ def measure_model(name: str, shape: Shape, run: Run, copy_gb_per_s: float) -> di
 
 
 def programs_of(model: Any, shape: Shape) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Plain decoding, then the extremes of acceptance, then what lies between."""
+    """Plain decoding, then the extremes of acceptance, then the lengths between them."""
     yield "plain", {"spec": "none"}
     from tools.bench.milestone import make_head
 
@@ -197,7 +197,7 @@ def measure_program(model: Any, shape: Shape, run: Run, keywords: dict[str, Any]
 
 
 def measure_steps(runner: Any, model: Any, batch: int, shape: Shape, run: Run) -> dict[str, Any]:
-    """Steps of a batch whose prompts are in."""
+    """Time the steps of a batch whose prompts have been prefilled."""
     from compilespec.runtime.executor import PrefillChunk
 
     sizes, rows = runner.geometry, list(range(batch))
@@ -233,7 +233,7 @@ def measure_steps(runner: Any, model: Any, batch: int, shape: Shape, run: Run) -
 
 
 def transformers_ways(run: Run) -> list[tuple[str, float, dict[str, Any]]]:
-    """Names, seconds that they may take, keywords of `generate`."""
+    """Names, time limits in seconds, and keywords of `generate`."""
     ways: list[tuple[str, float, dict[str, Any]]] = [("eager", 0 if run.is_smoke else 15, {})]
     if not run.is_smoke:
         ways.append(("compiled", 90, {"cache_implementation": "static"}))
@@ -252,7 +252,7 @@ def generate(model: Any, shape: Shape, run: Run, extra: dict[str, Any]) -> None:
 
 
 def time_generate(call: Callable[[], Any], run: Run) -> dict[str, float]:
-    """Tokens per second of one prompt, prefill included, after a call that warms up."""
+    """Tokens per second of one prompt, prefill included, after a warm-up call."""
     rates = []
     for _ in range(2 if run.is_smoke else 4):
         if run.device.type == "cuda":

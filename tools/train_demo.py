@@ -48,7 +48,7 @@ def main() -> None:
     parser.add_argument("--generated", type=int, default=1024, help="sequences of each kind")
     parser.add_argument("--out", type=Path, help="where export writes")
     parser.add_argument("--processes", type=int, default=2)
-    parser.add_argument("--threads", type=int, default=1, help="of each process")
+    parser.add_argument("--threads", type=int, default=1, help="threads of each process")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     tokenizer, splits, hashes = encoded_splits(CACHE)

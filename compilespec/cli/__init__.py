@@ -1,6 +1,6 @@
 """The command line.  Nothing heavy is imported before a command runs, so that `--help` is quick.
 
-Exit codes: 0 done, 2 bad input (one line on stderr), 130 interrupted (what was made so far is
+Exit codes: 0 done, 2 bad input (one line on stderr), 130 interrupted (the output so far is
 printed).
 """
 

@@ -1,4 +1,4 @@
-"""`compilespec bench`: every drafting method and K on the same prompts, beside plain decoding."""
+"""`compilespec bench`: every drafting method and K on the same prompts, against plain decoding."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ if TYPE_CHECKING:
 
 PLAIN = "plain"
 COUPLED = "coupled"
-RULES = (COUPLED, "rejection", "block")  # of the columns at TEMPERATURE
+RULES = (COUPLED, "rejection", "block")  # acceptance rules of the columns at TEMPERATURE
 TEMPERATURE, SEED = 1.0, 1
 
 
 def add_parser(commands: Any) -> None:
     parser: argparse.ArgumentParser = commands.add_parser(
         "bench",
-        help="acceptance length and speed of methods, beside plain decoding",
+        help="acceptance length and speed of methods, compared with plain decoding",
         description="Decode the same prompts with every method and K, greedily and sampled, check "
         "the tokens, then print acceptance length, tokens per second and the ratio to plain "
         "decoding.",
@@ -46,7 +46,7 @@ def add_parser(commands: Any) -> None:
         "--methods",
         default="all",
         metavar="NAME[,NAME..]|all",
-        help="drafting methods; all: those whose drafter lies beside the target (default: all)",
+        help="drafting methods; all: those whose drafter is beside the target (default: all)",
     )
     add("--draft", metavar="DIR", help="drafter checkpoint, if one method is given")
     add(
@@ -65,8 +65,8 @@ def add_parser(commands: Any) -> None:
         "--sampled",
         default=COUPLED,
         metavar="RULE[,RULE..]|none",
-        help="columns at temperature 1, by acceptance rule: coupled, rejection, block; all but the "
-        "first compile engines of their own (default: coupled)",
+        help="columns at temperature 1, by acceptance rule: coupled, rejection, block; each rule "
+        "but the first compiles its own engines (default: coupled)",
     )
     add("--json", action="store_true", help="print one JSON object instead of a table")
     parser.set_defaults(run=run)
@@ -134,7 +134,7 @@ def _entered(
 def _engines(
     args: argparse.Namespace, skipped: dict[str, str], acceptance: str = "auto"
 ) -> Iterator[tuple[str, Engine]]:
-    """An engine for each method and K.  With --methods all, what cannot run here is skipped."""
+    """An engine for each method and K.  With --methods all, methods that cannot run are skipped."""
     for method in _methods(args):
         for count in sorted(set(args.num_draft_tokens)):
             try:
@@ -156,7 +156,7 @@ def _methods(args: argparse.Namespace) -> list[str]:
         return [capabilities.name for capabilities in drafting]
     names = [get_method(name).capabilities.name for name in args.methods.split(",")]
     if args.draft is not None and len(names) > 1:
-        raise InvalidOption("--draft: give one method with it, a drafter fits no other")
+        raise InvalidOption("--draft: expected a single method, because a drafter fits no other")
     return names
 
 
@@ -167,7 +167,7 @@ def _report(
     skipped: dict[str, str],
     sampled: dict[str, Comparison],
 ) -> int:
-    """Print the table, or, when tokens are wrong, only that."""
+    """Print the table, or only the wrong tokens if there are any."""
     from compilespec.cli.compare import MARGINS
 
     limit = MARGINS[plan["dtype"]]

@@ -1,7 +1,7 @@
-"""Several ways to decode the same prompts: speeds side by side, and where the tokens part.
+"""Compares ways to decode the same prompts: their speeds, and where their tokens part.
 
-Prompts run one at a time, each way in turn, so that all see the same machine; the first round warms
-up and gives the tokens, the others are timed.  Nothing here prints.
+Prompts run one at a time, on each way in turn, so that all ways see the same machine load.  The
+first round warms up and gives the tokens; the others are timed.  Nothing here prints.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from compilespec.runtime.engine import Engine
 
 
-# How far apart the two best logits may be where two ways part: a wider gap is no near tie that the
-# dtype's rounding decides, and the tokens are wrong.
+# The largest gap between the two best logits at which two ways may part.  Rounding in this dtype
+# does not explain a wider gap, so the tokens are wrong.
 MARGINS = {"bfloat16": 0.25, "float16": 0.05, "float32": 1e-4, "float64": 1e-9}
 
 
@@ -30,7 +30,7 @@ class Decoded:
     """The outcome of one prompt."""
 
     token_ids: tuple[int, ...]
-    emitted_per_step: tuple[int, ...] = ()  # empty where the way has no verify steps
+    emitted_per_step: tuple[int, ...] = ()  # empty if the way has no verify steps
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +43,7 @@ class Way:
 
 @dataclass(frozen=True, kw_only=True)
 class Parting:
-    """Where a way's tokens leave the reference's."""
+    """Where a way's tokens part from the reference's."""
 
     prompt: int  # index of the prompt
     token: int  # index of the first generated token that differs
@@ -75,8 +75,8 @@ class Comparison:
     """The table, and how it was made."""
 
     rows: tuple[Row, ...]
-    reference: str  # name of the way that ratios and tokens are compared with
-    plain: str | None  # name of the way that tokens are compared with as well
+    reference: str  # name of the way with which ratios and tokens are compared
+    plain: str | None  # name of the way with which tokens are also compared
     num_prompts: int
     num_rounds: int
 
@@ -100,14 +100,15 @@ def compare(
     plain: str | None = None,
     progress: Callable[[str], None] = lambda text: None,
 ) -> Comparison:
-    """Decode all prompts in all ways; the LAST way is the reference for tokens and ratios.
+    """Decode all prompts in all ways; tokens and speeds are compared with the LAST way's.
 
     Args:
-        margin: distance of the target's two best logits after a prefix; called once per parting.
-        num_rounds: timed rounds, after one that warms up.
-        same_tokens: whether tokens are compared; ways that share a distribution only have others.
-        plain: name of a way whose tokens the ones before the reference are compared with as well.
-        progress: told what is being run.
+        margin: distance between the target's two best logits after a prefix; called once per
+            parting.
+        num_rounds: timed rounds, after a warm-up round.
+        same_tokens: whether to compare tokens; ways that share only a distribution differ in them.
+        plain: name of a way with which the tokens of the ways before the last are also compared.
+        progress: called with the name of what is running.
     """
     first: dict[str, list[Decoded]] = {}
     for way in ways:
@@ -161,7 +162,7 @@ def engine_way(
     )
 
     def decode(prompt: Sequence[int]) -> Decoded:
-        engine.reset_prefix_cache()  # every round computes the whole prompt, as others do
+        engine.reset_prefix_cache()  # every round computes the whole prompt, as other ways do
         (output,) = engine.generate(list(prompt), params)
         return Decoded(
             token_ids=tuple(output.token_ids), emitted_per_step=tuple(output.emitted_per_step)
@@ -178,10 +179,10 @@ def transformers_way(
     eos_token_ids: Sequence[int] = (),
     name: str = "transformers generate",
 ) -> Way:
-    """Decode with transformers' own `generate`, eager and greedy.
+    """Decode with transformers' own `generate`, eagerly and greedily.
 
     Args:
-        model: a causal language model of transformers; its generation settings are set aside
+        model: a causal language model of transformers; its generation settings are replaced
             meanwhile.
         max_seq_len: the engines' limit, which transformers does not know.
         eos_token_ids: ids that end an output; none to ignore EOS.
@@ -233,14 +234,15 @@ def find_partings(
 def logit_margin(model: Any, token_ids: Sequence[int]) -> float:
     """Return how far apart the two best logits after `token_ids` are, computed in float32.
 
-    The model is cast to float32 in place (exact for narrower weights) and stays so: time it before.
+    The model is cast to float32 in place (exact for narrower weights) and stays so: run timings
+    first.
     """
     best, second = _last_logits(model, token_ids).topk(2).values.tolist()
     return float(best - second)
 
 
 def sampled_margin(model: Any, token_ids: Sequence[int], *, temperature: float, seed: int) -> float:
-    """As `logit_margin`, of what a draw compares: logits over the temperature, plus the noise of
+    """Like `logit_margin`, for the scores of a draw: logits over the temperature, plus the noise of
     the next position.
     """
     import torch
@@ -279,7 +281,7 @@ def _acceptance_length(outcome: Sequence[Decoded]) -> float | None:
 
 @contextlib.contextmanager
 def _generation_config(model: Any, config: Any) -> Iterator[None]:
-    """Replace the model's own settings: those passed to a call are mixed with them instead."""
+    """Replace the model's own settings; generate() would merge settings passed to it with them."""
     before, model.generation_config = model.generation_config, config
     try:
         yield

@@ -1,6 +1,4 @@
-"""`compilespec compile`: fill the artifact cache ahead of time, so that later starts compile
-nothing.
-"""
+"""`compilespec compile`: fills the artifact cache, so that later starts compile nothing."""
 
 from __future__ import annotations
 
@@ -43,7 +41,7 @@ def add_parser(commands: Any) -> None:
     add("--kv-cache-tokens", type=int, metavar="N", help="size of the KV cache")
     add_placement_options(add)
     add_quantize_options(add)
-    add("--cudagraphs", default="auto", metavar="MODE", help="as of compile() (default: auto)")
+    add("--cudagraphs", default="auto", metavar="MODE", help="as for compile() (default: auto)")
     add("--threads", type=int, metavar="N", help="CPU threads (default: torch's)")
     add("--json", action="store_true", help="print one JSON object instead of a table")
     parser.set_defaults(run=run)

@@ -1,4 +1,4 @@
-"""`compilespec dump`: what the passes made of a model, looked at, checked, bounded and priced.
+"""`compilespec dump`: the graph after every pass, printed, checked, bounded or priced.
 
 Nothing is compiled.  Exit codes: 0 done, 1 a check that was asked for failed, 2 bad input.
 """
@@ -58,9 +58,11 @@ def add_parser(commands: Any) -> None:
     what.add_argument("--list", action="store_true", help="the passes: matches, nodes, time")
     what.add_argument("--ops", action="store_true", help="counts of operators per stage")
     what.add_argument(
-        "--verify", action="store_true", help="run every pass against what it must do"
+        "--verify", action="store_true", help="check every pass against its reference"
     )
-    what.add_argument("--bisect", action="store_true", help="find the pass and node that go wrong")
+    what.add_argument(
+        "--bisect", action="store_true", help="find the pass and node at which values go wrong"
+    )
     what.add_argument(
         "--bounds", action="store_true", help="claims about indices, proved or guarded"
     )
@@ -68,8 +70,8 @@ def add_parser(commands: Any) -> None:
     add(
         "--where",
         metavar="PATTERN",
-        help="only rows whose name, target, role or module has this part, matches this glob, or "
-        "this /regular expression/",
+        help="only rows whose name, target, role or module contains this or matches this glob or "
+        "/regular expression/",
     )
     add("--format", choices=FORMATS, default="text", help="default: %(default)s")
     add("--json", action="store_const", const="json", dest="format", help="same as --format json")
@@ -79,10 +81,13 @@ def add_parser(commands: Any) -> None:
         "--backend", choices=("inductor", "eager"), help="also check compiled calls"
     )
     checks.add_argument(
-        "--prompt", action="append", metavar="TEXT", help="with --bisect: serve it and compare"
+        "--prompt",
+        action="append",
+        metavar="TEXT",
+        help="with --bisect: serve this prompt and compare",
     )
     cost = parser.add_argument_group("with --cost")
-    cost.add_argument("--roofline", metavar="NAME", help="of h200, or cpu (measured once)")
+    cost.add_argument("--roofline", metavar="NAME", help="device: h200, or cpu (measured once)")
     cost.add_argument("--bandwidth", type=float, metavar="GB/s", help="instead of the device's")
     cost.add_argument("--flops", type=float, metavar="TFLOP/s", help="instead of the device's")
     cost.add_argument("--batch-size", type=int, default=1, metavar="B", help="default: 1")
@@ -93,7 +98,7 @@ def add_parser(commands: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     from compilespec.inspect.table import row_filter
 
-    row_filter(args.where)  # a bad pattern is told before seconds of tracing
+    row_filter(args.where)  # report a bad pattern before seconds of tracing
     _check_combination(args)
     if args.bisect or (args.verify and args.backend):
         return _check_engine(args)
@@ -108,7 +113,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check_combination(args: argparse.Namespace) -> None:
-    """What cannot be asked for together.  Raises: InvalidOption."""
+    """Refuse options that exclude each other.  Raises: InvalidOption."""
     asked = args.phase or "decode"
     if asked not in PHASES and asked.split(".")[0] not in ("target", "draft"):
         raise InvalidOption(
@@ -131,7 +136,7 @@ def _check_combination(args: argparse.Namespace) -> None:
 
 
 def _parts(args: argparse.Namespace, program: SpecProgram) -> Any:
-    """What is asked for: JSON data, or a list of tables and strings."""
+    """The requested output: JSON data, or a list of tables and strings."""
     if (args.phase or "decode") in PHASES:
         return _step_parts(args, program)
     from compilespec.inspect.graphs import captured_stages
@@ -185,7 +190,7 @@ def _step_parts(args: argparse.Namespace, program: SpecProgram) -> Any:
 
 
 def _chosen(args: argparse.Namespace, stages: PhaseStages) -> Sequence[GraphStage]:
-    """The stages that the options name; the last where they name none."""
+    """The stages that the options name; the last if they name none."""
     if args.after:
         return [stages[_position(stages, args.after, allow_start=True)]]
     if args.before:
@@ -210,7 +215,7 @@ def _position(stages: PhaseStages, name: str, *, allow_start: bool = False) -> i
 
 
 def _render(args: argparse.Namespace, stages: Sequence[GraphStage]) -> Any:
-    """Tables, operator counts, or a page, of these stages."""
+    """Tables, operator counts or a page for these stages."""
     from compilespec.inspect import text
     from compilespec.inspect.table import count_operators, row_filter, rows_of
 
@@ -296,7 +301,7 @@ def _report(args: argparse.Namespace, program: SpecProgram) -> int:
 
 
 def _check_engine(args: argparse.Namespace) -> int:
-    """Verify or bisect a program, or an engine where its compiled calls or prompts count too."""
+    """Verify or bisect a program, or an engine if compiled calls or prompts are checked too."""
     import compilespec
     from compilespec.inspect.bisect import bisect
     from compilespec.inspect.verify import verify
@@ -331,7 +336,7 @@ def _passes(args: argparse.Namespace) -> list[str] | None:
 
 
 def _device(args: argparse.Namespace, program: SpecProgram) -> Any:
-    """The device of `--cost`.  Raises: InvalidOption where half of one is given."""
+    """The device of `--cost`.  Raises: InvalidOption if only half of one is given."""
     from compilespec.inspect.devices import Device, find_device
 
     bandwidth = args.bandwidth * 1e9 if args.bandwidth else None
@@ -388,7 +393,7 @@ def _model_and_options(args: argparse.Namespace) -> tuple[Any, dict[str, Any]]:
 
 @contextlib.contextmanager
 def _output(args: argparse.Namespace) -> Iterator[TextIO]:
-    """The file that was asked for, else stdout.  A reader that leaves early is no error."""
+    """The requested file, else stdout.  A reader that closes the pipe early is not an error."""
     if args.output:
         try:
             file = open(args.output, "w", encoding="utf-8")  # noqa: SIM115  (closed below)

@@ -1,4 +1,4 @@
-"""Flags and the keywords they stand for: what commands share, and errors that speak of flags."""
+"""Flags that commands share, and errors that name flags instead of keywords."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from compilespec.errors.suggest import meant
 
 
 class Parser(argparse.ArgumentParser):
-    """Raises InvalidOption where argparse prints a page and exits."""
+    """Raises InvalidOption where argparse would print the usage and exit."""
 
     def error(self, message: str) -> NoReturn:
         raise InvalidOption(f"{message}; see {self.prog} --help")
@@ -26,7 +26,7 @@ def add_placement_options(add: Callable[..., Any]) -> None:
 
 
 def read_arguments(parser: Parser, argv: Sequence[str] | None) -> argparse.Namespace:
-    """The arguments of a command.  Raises: InvalidOption, also for flags that it does not have."""
+    """The arguments of a command.  Raises: InvalidOption, also for unknown flags."""
     args, unknown = parser.parse_known_args(argv)
     if unknown:
         given = unknown[0].partition("=")[0]
@@ -38,10 +38,10 @@ def read_arguments(parser: Parser, argv: Sequence[str] | None) -> argparse.Names
 
 
 def in_flags(message: str, args: argparse.Namespace) -> str:
-    """An error's line with the command's flags in place of the keywords that they stand for.
+    """An error message with the command's flags in place of the keywords that they stand for.
 
-    A keyword is known by its form: after `SamplingParams.`, before `=`, by an underscore, or as the
-    first word, before "must" or a colon.
+    A keyword is recognised by its form: after `SamplingParams.`, before `=`, by an underscore, or
+    as the first word, before "must" or a colon.
     """
     flags = _flags(args)
     name = f"({'|'.join(flags) or '(?!)'})"

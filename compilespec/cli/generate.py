@@ -1,4 +1,4 @@
-"""`compilespec generate`: prompts in, text out as it comes, or a table of ways side by side."""
+"""`compilespec generate`: streams text for prompts, or compares ways of decoding in a table."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def add_parser(commands: Any) -> None:
     add(
         "--prompt-file",
         metavar="FILE",
-        help="file with one prompt, '-' for stdin (read too if no prompt is given); one newline "
+        help="file with one prompt, '-' for stdin (also read if no prompt is given); one newline "
         "at the end is dropped",
     )
     add("--max-new-tokens", type=int, default=128, metavar="N", help="default: %(default)s")
@@ -56,14 +56,14 @@ def add_parser(commands: Any) -> None:
         "--num-draft-tokens",
         type=draft_counts,
         metavar="K",
-        help="drafts per step (default: checkpoint's); several, as in 0,2,5: each step takes the "
-        "one that pays",
+        help="drafts per step (default: checkpoint's); several, as in 0,2,5: each step uses the "
+        "fastest",
     )
     add("--backend", choices=("inductor", "eager"), help="default: inductor")
     add_placement_options(add)
     add_quantize_options(add)
     add("--threads", type=int, metavar="N", help="CPU threads (default: torch's)")
-    add("--ignore-eos", action="store_true", help="go on after the end-of-sequence token")
+    add("--ignore-eos", action="store_true", help="continue after the end-of-sequence token")
     add(
         "--compare",
         action="store_true",
@@ -86,23 +86,23 @@ def draft_counts(text: str) -> int | tuple[int, ...]:
 
 
 def add_sampling_options(add: Callable[..., Any]) -> None:
-    """How tokens are chosen."""
+    """The flags that say how tokens are chosen."""
     add("--temperature", type=float, metavar="T", help="default: 0, greedy")
     add("--top-k", type=int, metavar="N", help="draw among the N best tokens (0: all)")
     add("--top-p", type=float, metavar="P", help="draw among the best up to P")
     add("--min-p", type=float, metavar="P", help="drop tokens below P times the best")
-    add("--seed", type=int, metavar="N", help="of the random numbers (default: picked)")
+    add("--seed", type=int, metavar="N", help="seed of the random numbers (default: picked)")
     add("--n", type=int, default=1, metavar="N", help="samples of each prompt (default: 1)")
     add(
         "--acceptance",
         choices=("auto", "rejection", "block"),
-        help="how drafts of sampled prompts are judged (default: auto, the tokens of plain "
-        "decoding with the same seed)",
+        help="how drafts of sampled prompts are judged (default: auto, which gives plain "
+        "decoding's tokens for the same seed)",
     )
 
 
 def sampling_params(args: argparse.Namespace) -> SamplingParams:
-    """What the options ask of each prompt.  Raises: InvalidRequest."""
+    """The sampling parameters of each prompt.  Raises: InvalidRequest."""
     return SamplingParams(
         max_new_tokens=args.max_new_tokens,
         ignore_eos=args.ignore_eos,
@@ -113,13 +113,13 @@ def sampling_params(args: argparse.Namespace) -> SamplingParams:
 
 
 def _sampling_of(args: argparse.Namespace) -> dict[str, Any]:
-    """The options of drawing that were given."""
+    """The sampling options that were given."""
     values = {name: getattr(args, name) for name in ("temperature", "top_k", "top_p", "min_p")}
     return {name: value for name, value in values.items() if value is not None}
 
 
 def run(args: argparse.Namespace) -> int:
-    sampling_params(args)  # before minutes of compiling
+    sampling_params(args)  # check before minutes of compiling
     if args.compare and (args.temperature or args.n > 1):
         raise InvalidOption(
             "--compare decodes greedily: leave out --temperature and --n; `compilespec bench` "
@@ -155,7 +155,7 @@ def read_prompts(args: argparse.Namespace) -> list[str]:
 
 
 def _generate(args: argparse.Namespace, prompts: list[str]) -> int:
-    """Stream the prompts; an interrupt keeps what there is."""
+    """Stream the prompts; an interrupt keeps the text so far."""
     params = sampling_params(args)
     with compile_engine(args, spec_of(args)) as engine:
         if not _sampling_of(args):
@@ -232,7 +232,7 @@ def _compare(args: argparse.Namespace, prompts: list[str]) -> int:
 
 
 def compile_engine(args: argparse.Namespace, spec: str, **changes: Any) -> Engine:
-    """The engine that the options ask for; `changes` to its keywords win."""
+    """The engine that the options describe; `changes` override its keywords."""
     import compilespec
 
     options = {
@@ -264,7 +264,7 @@ def load_quantized(args: argparse.Namespace, dtype: str | None) -> Target:
 
 
 def spec_of(args: argparse.Namespace) -> str:
-    """The method that was asked for.  Raises: InvalidOption where others' options go with none."""
+    """The requested method.  Raises: InvalidOption if there is none, but options for one."""
     spec = str(args.spec or ("eagle3" if args.model == DEMO else "none"))
     for name in ("draft", "num_draft_tokens", "draft_quantize"):
         if spec == "none" and getattr(args, name, None) is not None:
@@ -294,15 +294,14 @@ def _read_file(name: str) -> str:
 
 
 def _stdin_has_text(*, wait: bool) -> bool:
-    """Whether to read stdin: never from a terminal; without `wait`, only if something is there
-    already."""
+    """Whether to read stdin: never from a terminal; without `wait`, only if input is ready."""
     if sys.stdin is None or sys.stdin.closed or sys.stdin.isatty():
         return False
     if wait:
         return True
     try:
         ready, _, _ = select.select([sys.stdin], [], [], 0.1)
-    except (OSError, ValueError):  # no real file behind it
+    except (OSError, ValueError):  # not a real file
         return False
     return bool(ready)
 

@@ -1,5 +1,6 @@
-"""What `generate` shows: text as it comes, a summary, a table.  Text and tables go to stdout, the
-rest to stderr."""
+"""The output of `generate`: streamed text, a summary, a table.  Text and tables go to stdout, the
+rest to stderr.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +47,7 @@ class Progress:
         self._print()
 
     def close(self) -> None:
-        """Print what waited; after an interrupt nothing more will come."""
+        """Print the waiting texts; after an interrupt, no more will follow."""
         while self._current < len(self._prompts) - 1 and any(self._texts[self._current + 1 :]):
             self._begin(self._current + 1)
             self._print_current()
@@ -116,7 +117,7 @@ class Progress:
 
 @contextlib.contextmanager
 def status(text: str) -> Iterator[Callable[[str], None]]:
-    """A spinner on stderr while something runs; gives a function that changes its text."""
+    """A spinner on stderr while something runs; yields a function that changes its text."""
     from rich.console import Console
 
     with Console(stderr=True).status(text) as spinner:
@@ -125,9 +126,9 @@ def status(text: str) -> Iterator[Callable[[str], None]]:
 
 @contextlib.contextmanager
 def starting(text: str, *, quiet: bool = False) -> Iterator[Callable[[object], None] | None]:
-    """What starting does, in a line that disappears; gives what to pass as `progress=`.
+    """Show the progress of starting in a line that disappears; yields the value for `progress=`.
 
-    None where nothing is shown: stderr is no terminal, or `quiet`.
+    None if nothing is shown: stderr is not a terminal, or `quiet`.
     """
     from rich.markup import escape
 
@@ -139,7 +140,7 @@ def starting(text: str, *, quiet: bool = False) -> Iterator[Callable[[object], N
 
 
 def print_unused_defaults(defaults: Mapping[str, Any]) -> None:
-    """A line on stderr where the checkpoint asks to draw tokens and decoding is greedy."""
+    """Print a line on stderr if the checkpoint asks for sampling and decoding is greedy."""
     flags = [
         f"--{name.replace('_', '-')} {defaults[name]}"
         for name in ("temperature", "top_k", "top_p", "min_p")
@@ -148,12 +149,12 @@ def print_unused_defaults(defaults: Mapping[str, Any]) -> None:
     if flags:
         _note(
             f"decoding greedily; generation_config.json asks for sampling: {' '.join(flags)} "
-            "(--temperature 0 says no)"
+            "(--temperature 0 declines)"
         )
 
 
 def print_ended_at_once(results: Sequence[Mapping[str, Any]], engine: Engine) -> None:
-    """A line on stderr for each output that has no token but EOS."""
+    """Print a line on stderr for each output that has no token but EOS."""
     for index, result in enumerate(results):
         ids = result["token_ids"]
         if len(ids) != 1 or ids[0] not in engine.eos_token_ids:
@@ -162,7 +163,7 @@ def print_ended_at_once(results: Sequence[Mapping[str, Any]], engine: Engine) ->
         which = f"prompt {index + 1}: " if len(results) > 1 else ""
         _note(
             f"{which}the model ended at once: its first token was EOS ({name or 'id'} {ids[0]}); a "
-            "chat model may need its chat template around the prompt, --ignore-eos goes on"
+            "chat model may need its chat template around the prompt; --ignore-eos continues"
         )
 
 
@@ -194,11 +195,11 @@ def print_comparison(
     *,
     tokenizer: Any = None,
 ) -> None:
-    """Whose tokens are the same, one line a way, and where they part.
+    """Which ways have the same tokens, one line per way, and where they part.
 
     Args:
-        sampled: three columns more for each comparison, by title.
-        tokenizer: writes tokens that part as text; None: as ids.
+        sampled: comparisons by title; each adds three columns.
+        tokenizer: prints the tokens that differ as text; None: as ids.
     """
     from rich.console import Console
 
@@ -206,7 +207,7 @@ def print_comparison(
 
     dtype = str(plan["dtype"])
     console = Console(highlight=False, markup=False)
-    if not console.is_terminal:  # a file has no width to wrap at
+    if not console.is_terminal:  # a file has no width
         console.width = 140
     for line in _verdicts(comparison, MARGINS[dtype]):
         console.print(line, style="bold")
@@ -216,7 +217,7 @@ def print_comparison(
 
 
 def _verdicts(comparison: Comparison, limit: float) -> Iterator[str]:
-    """A line for each two ways whose tokens were compared, speculation against plain first."""
+    """A line for each pair of ways whose tokens were compared, speculation against plain first."""
     for row in comparison.rows:
         if row.plain_partings is not None:
             same = _same_prompts(comparison, row.plain_partings)
@@ -231,11 +232,11 @@ def _verdicts(comparison: Comparison, limit: float) -> Iterator[str]:
 
 
 def _consequence(partings: Sequence[Parting], limit: float) -> str:
-    """Why prompts part, in short; "" where none does."""
+    """Why prompts part, in short; "" if none does."""
     if not partings:
         return ""
     if all(parting.margin <= limit for parting in partings):
-        return "; the others part at near ties, no error (see below the table)"
+        return "; the others part at near ties, which is no error (see below the table)"
     return "; WRONG TOKENS (see below the table)"
 
 
@@ -276,12 +277,12 @@ def _comparison_table(
 
 
 def _longest_word(text: str) -> int:
-    """Narrower than this a column would cut its heading."""
+    """The width below which a column would cut its heading."""
     return max(map(len, text.split()))
 
 
 def _token_cell(comparison: Comparison, row: Row, name: str) -> str:
-    """What a way's tokens are beside those of the way `name`."""
+    """A way's tokens compared with those of the way `name`."""
     partings = row.partings if name == comparison.reference else row.plain_partings
     if row.name == name:
         return "reference"
@@ -295,8 +296,9 @@ def _token_cell(comparison: Comparison, row: Row, name: str) -> str:
 def _explained_partings(
     comparison: Comparison, dtype: str, limit: float, tokenizer: Any
 ) -> Iterator[str]:
-    """A paragraph for each place where tokens part, once for all ways that part alike there, and
-    one that says why near ties are no error.  `limit`: the widest near tie of the dtype."""
+    """A paragraph for each place where tokens part, once for all ways that part there alike, and
+    one that says why near ties are no error.  `limit`: the widest near tie of the dtype.
+    """
     ways: dict[tuple[Parting, str | None], list[str]] = {}
     for row in comparison.rows:
         for other, partings in (
@@ -319,9 +321,9 @@ def _explained_partings(
         )
     if any(parting.margin <= limit for parting, _ in ways):
         yield (
-            "A near tie is no error: the same numbers, added up in another order, are rounded to "
-            "another last digit, so that either token may come out best, and the text goes on from "
-            "it. Different programs add in different orders."
+            "A near tie is no error: the same numbers, added up in another order, round to a "
+            "different last digit, so that either token may be the best, and the text continues "
+            "from it. Different programs add in different orders."
         )
 
 
@@ -340,7 +342,7 @@ def _speed_cells(row: Row | None) -> tuple[str, str, str]:
 
 
 def print_compile_seconds(costs: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> None:
-    """A line a way on stderr: what lowering took, and whether that was a cold or a warm start."""
+    """Print a line per way on stderr: the time of lowering, and whether the start was warm."""
     from rich.console import Console
 
     for name, phases in costs.items():
@@ -354,8 +356,7 @@ def print_compile_seconds(costs: Mapping[str, Mapping[str, Mapping[str, Any]]]) 
 
 
 def describe_tokens(row: Row) -> str:
-    """Say "identical", or where each prompt's tokens leave the reference's and how near the choice
-    was."""
+    """Say "identical", or where each prompt's tokens part and by what margin."""
     if row.identical:
         return "identical"
     return "; ".join(

@@ -17,26 +17,26 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         "--first-token", action="store_true", help="seconds to first token of fresh processes"
     )
     mode.add_argument(
-        "--milestone", action="store_true", help="step times of random models, none and eagle3"
+        "--milestone",
+        action="store_true",
+        help="step times of random models, plain and with eagle3",
     )
     mode.add_argument(
         "--compile-cost", action="store_true", help="compile seconds of 8, 16 and 32 layers"
     )
     mode.add_argument(
-        "--adaptive", action="store_true", help="adaptive K beside plain decoding and fixed K"
+        "--adaptive", action="store_true", help="adaptive K against plain decoding and fixed K"
     )
     mode.add_argument(
         "--sampling", action="store_true", help="step times of greedy and sampled requests"
     )
     mode.add_argument("--load", action="store_true", help="minutes of load on the demo")
-    parser.add_argument("--minutes", type=float, default=10, help="of --load")
+    parser.add_argument("--minutes", type=float, default=10, help="minutes of --load")
     parser.add_argument("--model", default="demo", help="a checkpoint directory, or demo")
     parser.add_argument(
-        "--draft", type=Path, help="the drafter's directory (default: found by itself)"
+        "--draft", type=Path, help="the drafter's directory (default: looked for beside the target)"
     )
-    parser.add_argument(
-        "--dtype", help="instead of the model's own, e.g. float32 (milestone: of the model)"
-    )
+    parser.add_argument("--dtype", help="dtype instead of the model's own, such as float32")
     parser.add_argument("--backend", default="inductor", choices=["inductor", "eager"])
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--num-draft-tokens", type=int, nargs="+", default=[1, 3, 5], metavar="K")

@@ -1,8 +1,8 @@
-"""Adaptive K against every fixed one: where drafts never match, and where they always do.
+"""Adaptive K against every fixed K, with drafts that never match and drafts that always do.
 
 The ways decode the same prompts by turns.  "never": the demo's target with a head of random
-weights; its tokens are checked against plain decoding's.  "always": the demo's own head, all drafts
-accepted by force, whatever they are: the text is nonsense, the work is that of a perfect drafter.
+weights; its tokens are checked against plain decoding's.  "always": the demo's own head with all
+drafts accepted by force: the text is nonsense, but the work is that of a perfect drafter.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tools.bench import report
 from tools.bench.prompts import load_prompts
 
 COUNTS = (0, 2, 5)
-LIMIT = 0.95  # of the best fixed K
+LIMIT = 0.95  # share of the speed of the best fixed K
 WAYS: dict[str, dict[str, Any]] = {
     "plain": {"spec": "none"},
     **{f"K={k}": {"spec": "eagle3", "num_draft_tokens": k} for k in COUNTS if k},
@@ -35,7 +35,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 def run(options: argparse.Namespace, console: Console) -> int:
-    """Returns 1 where adaptive K misses the limit, else 0."""
+    """Returns 1 if adaptive K misses the limit, else 0."""
     torch.set_num_threads(options.threads)
     prompts = list(load_prompts(max(options.batch)).values())
     result: dict[str, Any] = {
@@ -75,7 +75,7 @@ def _engine(case: str, way: dict[str, Any], options: argparse.Namespace, console
 
 
 def _check(engines: dict[str, Any], prompts: list[str], options: argparse.Namespace) -> None:
-    """The demo's own kernels give a row the same bits at every K, so tokens must be equal.
+    """Check that tokens are equal: the CPU kernels give a row the same bits at every K.
 
     Raises: SystemExit.
     """
@@ -95,9 +95,9 @@ def _params(options: argparse.Namespace) -> SamplingParams:
 def _measure(
     case: str, engines: dict[str, Any], prompts: list[str], options: argparse.Namespace
 ) -> dict[str, Any]:
-    """Decode times only, by turns; the ratio to the best fixed K is the median of the rounds' own:
-    what slows the machine for a while slows neighbours of a round alike.  Each round begins with
-    another way, so that none always follows the same.
+    """Decode times only, by turns.  The ratio to the best fixed K is the median of the rounds'
+    ratios, because a slow spell of the machine slows all ways of a round alike.  Each round begins
+    with another way, so that none always follows the same one.
     """
     speeds: dict[str, list[float]] = {name: [] for name in engines}
     names = list(engines)

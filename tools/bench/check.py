@@ -1,9 +1,9 @@
-"""Are the tokens of a way greedy tokens of the model?  Checked before any speed is printed.
+"""Checks, before any speed is printed, that a way's tokens are greedy tokens of the model.
 
-Two programs that add the same products in another order part at a near tie and write different,
-equally greedy texts from there.  So a difference is judged by the logits: a wider copy of the model
-reads each way's whole text at once, and no token may lie further below the best logit than rounding
-explains.
+Two programs that add the same products in different orders may part at a near tie, and then write
+different, equally greedy texts.  So a difference is judged by the logits: a copy of the model in a
+wider dtype reads each way's whole text at once, and no token may lie further below the best logit
+than rounding explains.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ MARGIN_BOUND = {
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """One way's tokens for one prompt, beside the reference way's."""
+    """One way's tokens for one prompt, compared with the baseline's."""
 
     way: str
     batch: int
     prompt: str
     num_tokens: int
     first_difference: int | None
-    """Index of the first token that differs from the reference's; None: identical."""
+    """Index of the first token that differs from the baseline's; None if identical."""
     margin: float | None
-    """At that index: logit of the reference's token minus logit of this way's."""
+    """At that index: logit of the baseline's token minus logit of this way's."""
     worst_margin: float
     """Best logit minus logit of the chosen token, where it is largest relative to `bound`."""
     worst_index: int
@@ -51,10 +51,10 @@ class Comparison:
 
 
 class Checker:
-    """Judges texts by a wide copy of the model.
+    """Judges texts by a copy of the model in a wider dtype.
 
     Args:
-        model: a causal LM; it is copied, to float64 where it is float32 or wider, else to float32.
+        model: a causal LM; it is copied, to float64 if it is float32 or wider, else to float32.
     """
 
     def __init__(self, model: nn.Module, bound: float | None = None) -> None:
@@ -83,12 +83,13 @@ class Checker:
         """Judge one text.
 
         Raises:
-            ValueError: the text has another length than the reference's (all ways ignore EOS).
+            ValueError: the text is not as long as the baseline's (all ways ignore EOS).
         """
         if len(tokens) != len(reference):
             raise ValueError(
-                f"{way}, batch {batch}, prompt {name!r}: {len(tokens)} tokens, the reference has "
-                f"{len(reference)}; every way must ignore EOS and emit max_new_tokens"
+                f"{way}, batch {batch}, prompt {name!r}: expected {len(reference)} tokens, as from "
+                f"the baseline, got {len(tokens)}; every way must ignore EOS and emit "
+                "max_new_tokens"
             )
         logits_TV = self.logits(prompt, tokens)
         rows_T = torch.arange(len(tokens))

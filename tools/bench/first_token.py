@@ -1,8 +1,8 @@
-"""Time to first token of a fresh process, with empty caches and with filled ones.
+"""Time to first token of a new process, with empty and with filled caches.
 
 Each measurement is a new Python process, timed from just before it is started to its first token,
 so that imports, loading, tracing and compiling all count.  The child then finishes its request, so
-that what compiles after the first token lands in the caches before the next, warm, process starts.
+that code compiled after the first token is also in the caches when the next, warm process starts.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ MARK = "RESULT "
 
 
 def run(options: argparse.Namespace, console: Console) -> int:
-    """Returns 1 when a limit is exceeded, else 0."""
+    """Returns 1 if a limit is exceeded, else 0."""
     result: dict[str, Any] = {"benchmark": "first token", **report.environment(), "specs": {}}
     specs = [("none", None), ("eagle3", options.num_draft_tokens[0])]
     for spec, num_draft_tokens in specs:
@@ -82,10 +82,10 @@ def run(options: argparse.Namespace, console: Console) -> int:
 
 
 def spawn(module: str, job: dict[str, Any], cache_dir: Path) -> dict[str, Any]:
-    """Run `python -m module --child JOB` with its caches under `cache_dir`; the JSON it printed.
+    """Run `python -m module --child JOB` with its caches under `cache_dir`; returns its JSON.
 
     Raises:
-        RuntimeError: the child failed; the message ends with what it wrote.
+        RuntimeError: the child failed; the message ends with its stderr.
     """
     env = dict(os.environ)
     for variable in CACHE_VARIABLES:

@@ -1,4 +1,4 @@
-"""What the speeds must reach: ratios between ways of one run, as data."""
+"""The required speeds: ratios between ways of one run, as data."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ EAGER = "transformers eager"
 STATIC = "transformers static compiled"
 LOOKUP = "transformers prompt lookup"
 PLAIN = "compilespec none"
-EAGLE3 = "compilespec eagle3"  # the best of the K that were run
+EAGLE3 = "compilespec eagle3"  # the best K that was run
 LLAMA_CPP = "llama.cpp"
 
 
@@ -21,7 +21,7 @@ class Gate:
     against: tuple[str, ...]
     ratio: float
     required: bool = True
-    """False: a goal.  It is printed, but missing it does not fail the run."""
+    """False for a goal, which is printed but does not fail the run if it is missed."""
 
 
 GATES = (
@@ -58,11 +58,11 @@ class Verdict:
 def judge(
     speeds: Mapping[str, float], batch: int, gates: tuple[Gate, ...] = GATES
 ) -> list[Verdict]:
-    """Verdicts for the ways that ran; a gate whose sides did not both run gives none.
+    """Verdicts for the ways that ran; a gate has none if one of its sides did not run.
 
     Args:
         speeds: tokens/s by the name of the way.  "compilespec eagle3 K=3" counts for the gate's
-            "compilespec eagle3": of several, the fastest.
+            "compilespec eagle3"; the fastest of several counts.
     """
     verdicts = []
     for gate in gates:

@@ -1,10 +1,10 @@
-"""Which layout of a weight is fastest for 1 to 48 rows, by shape: what `prepack_linears` rests on.
+"""The fastest layout of a weight for 1 to 48 rows, by shape: the basis of `prepack_linears`.
 
     python -m tools.bench.layouts              written to results/layouts.json
 
 Every layout of `compilespec.ops.quantized_linear.LAYOUTS` that may hold a kind of weight, on the
-shapes of a model of width 768: microseconds of one product, by turns, over copies of the weight
-that no cache holds together.  Outputs are compared with the float32 product first.
+shapes of a model of width 768: microseconds of one product, by turns, over more copies of the
+weight than fit in a cache.  Outputs are compared with the float32 product first.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ SHAPES = ((2304, 768), (768, 768), (6144, 768), (768, 3072), (32000, 768))  # N,
 ROWS = (1, 2, 4, 6, 8, 12, 16, 24, 48)
 GROUP = 128  # input features that share a scale in int4
 BASE = "bfloat16 panels"
-FEW_ROWS = 6  # of one request: what a layout is chosen by first
+FEW_ROWS = 6  # rows of one request, the main criterion for a layout
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +46,7 @@ class Way:
 
 
 def ways(shape: tuple[int, int], total_bytes: int) -> Iterator[Way]:
-    """Each layout with as many copies of a weight as fill `total_bytes`."""
+    """Each layout, with as many copies of a weight as fill `total_bytes`."""
     ops = torch.ops.compilespec
     outputs, depth = shape
     generator = torch.Generator().manual_seed(0)
@@ -92,7 +92,7 @@ def ways(shape: tuple[int, int], total_bytes: int) -> Iterator[Way]:
 
 
 def check(way: Way, x: Tensor) -> None:
-    """Raises: AssertionError where the product is wrong: no time is reported then."""
+    """Raises: AssertionError if the product is wrong; then no time is reported."""
     want = x.float() @ way.weight.T
     error = float((way.call(x, 0).float() - want).abs().max() / want.abs().max())
     assert error < way.tolerance, f"{way.name}: off by {error:.1e} of the largest output"
@@ -143,11 +143,11 @@ def print_table(console: Console, results: list[dict[str, Any]]) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Returns 1 when int4 in bytes is faster than packed int4 at few rows, for most shapes."""
+    """Returns 1 if int4 in bytes is faster than packed int4 at few rows, for most shapes."""
     parser = argparse.ArgumentParser(prog="python -m tools.bench.layouts")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--megabytes", type=int, default=96, help="of the copies of a weight")
+    parser.add_argument("--megabytes", type=int, default=96, help="size of the copies of a weight")
     parser.add_argument("--name", default="layouts", help="results/NAME.json")
     options = parser.parse_args(arguments)
     torch.set_num_threads(options.threads)

@@ -1,7 +1,7 @@
-"""Minutes of load: clients that come and go, more of them than state rows, over a shared cache.
+"""Minutes of load: clients come and go, more of them than state rows, over a shared cache.
 
-Then what must hold of a server: nothing is compiled while it serves, its memory stays, and requests
-together are served faster than one after the other.
+It checks what must hold for a server: nothing is compiled while it serves, its memory does not
+grow, and requests are served faster together than one after the other.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from tools.bench import measure, report
 from tools.bench.prompts import load_prompts
 
 MAX_GROWTH = 0.02  # of resident memory, after the first fifth of the time
-MIN_SPEEDUP = 2.5  # of 8 at once against one by one
-NUM_CLIENTS = 12  # waiting for an answer at any time; 8 have a row
+MIN_SPEEDUP = 2.5  # of 8 requests at once over one by one
+NUM_CLIENTS = 12  # requests in the engine at any time; 8 of them have a row
 ABORTED = 0.03  # of all requests
-REPEATS = 3  # of every prompt, where throughput is measured
+REPEATS = 3  # of every prompt when throughput is measured
 
 
 def run(options: argparse.Namespace, console: Console) -> int:
-    """Returns 1 where something does not hold, else 0."""
+    """Returns 1 if a check fails, else 0."""
     torch.set_num_threads(options.threads)
     prompts = list(load_prompts(options.num_prompts).values())
     speedup: dict[str, Any] = {}
@@ -63,7 +63,7 @@ def run(options: argparse.Namespace, console: Console) -> int:
 
 
 def serve(engine: Engine, prompts: Sequence[str], seconds: float, seed: int = 0) -> dict[str, Any]:
-    """Keep `NUM_CLIENTS` requests in the engine for so long; half of them greedy."""
+    """Keep `NUM_CLIENTS` requests in the engine for that time; half of them are greedy."""
     draw = random.Random(seed)
     before, start = engine.stats(), time.perf_counter()
     clients: list[Request] = []
@@ -111,7 +111,7 @@ def serve(engine: Engine, prompts: Sequence[str], seconds: float, seed: int = 0)
 
 
 def resident_bytes() -> int:
-    """Of this process, as the kernel counts it."""
+    """Resident memory of this process, as the kernel counts it."""
     pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE")
 
@@ -119,7 +119,7 @@ def resident_bytes() -> int:
 def _ask(
     draw: random.Random, engine: Engine, prompts: Sequence[str]
 ) -> tuple[list[int], SamplingParams]:
-    """A prompt, cut anywhere, and what is wanted of it."""
+    """A prompt, cut anywhere, and its sampling parameters."""
     ids = engine.encode(draw.choice(prompts))
     ids = ids[: max(1, draw.randrange(len(ids) // 8, len(ids) + 1) // 8 * 8)]
     temperature = draw.choice((0.0, 0.0, 0.7, 1.0))
@@ -131,8 +131,9 @@ def _ask(
 def _speedup(engine: Engine, prompts: Sequence[str], options: argparse.Namespace) -> dict[str, Any]:
     """The same requests one by one and 8 at a time, by turns.
 
-    There are several for each row, so that a row whose request ends goes to the next one: of 8
-    alone, speculation lets some end long before the others, and the batch is seldom 8.
+    There are several requests for each row, so that a row whose request ends serves the next one.
+    With only 8 requests, speculation would finish some long before the others, and the batch would
+    seldom be 8.
     """
     params = SamplingParams(max_new_tokens=options.max_new_tokens, ignore_eos=True)
     ids = [engine.encode(prompt) for prompt in prompts] * REPEATS
@@ -146,7 +147,9 @@ def _speedup(engine: Engine, prompts: Sequence[str], options: argparse.Namespace
                 times[name].append(time.perf_counter() - start)
             texts[name] = [list(result.token_ids) for result in results]
     if texts["one by one"] != texts["at once"]:
-        raise SystemExit("requests together say other tokens than one by one: not timed")
+        raise SystemExit(
+            "requests served together gave other tokens than one by one; nothing was timed"
+        )
     ratios = [a / b for a, b in zip(*times.values(), strict=True)]
     return {
         "num_requests": len(ids),

@@ -1,4 +1,4 @@
-"""Interleaved timing: all ways run the same prompts by turns, so that noise falls on all alike."""
+"""Interleaved timing: ways run the same prompts by turns, so that noise affects all alike."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 @dataclass(kw_only=True)
 class Samples:
-    """What one way did at one batch size; one entry per generate call."""
+    """The measurements of one way at one batch size; one entry per generate call."""
 
     ms: list[float] = field(default_factory=list)
     num_tokens: list[int] = field(default_factory=list)
@@ -35,7 +35,7 @@ def quantiles(values: Sequence[float]) -> dict[str, float]:
         ValueError: no values.
     """
     if not values:
-        raise ValueError("quantiles of nothing; at least one sample is needed")
+        raise ValueError("quantiles: expected at least one sample, got none")
     ordered = sorted(values)
 
     def at(share: float) -> float:
@@ -61,8 +61,8 @@ def interleave(
         num_inputs: each way sees all of them in each round.
         on_call: told the way's name after each call (progress).
     Returns:
-        The samples of each way.  On each input the ways go one after the other, and who goes first
-        moves by one each time, so that no way always inherits the same neighbour's caches.
+        The samples of each way.  On each input the ways run one after the other, and the first one
+        rotates, so that no way always follows the same one's caches.
     """
     names = list(calls)
     samples = {name: Samples() for name in names}

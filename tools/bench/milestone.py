@@ -1,4 +1,4 @@
-"""Step times of random models: how much of a step is ours, without a trained checkpoint.
+"""Step times of random models, which need no trained checkpoint.
 
 A random head's drafts are almost never accepted, so every step verifies K drafts and emits one
 token, and the context stays about where it was set.  Each configuration runs in its own process
@@ -56,7 +56,7 @@ MODELS = {
 
 
 def run(options: argparse.Namespace, console: Console) -> int:
-    """Returns 1 when a configuration failed or recompiled, else 0."""
+    """Returns 1 if a configuration failed or recompiled, else 0."""
     result: dict[str, Any] = {"benchmark": "milestone", **report.environment(), "runs": []}
     failed = False
     for job in jobs(options):
@@ -189,7 +189,7 @@ def time_steps(engine: Any, batch: int, context: int) -> dict[str, float]:
     params = compilespec.SamplingParams(max_new_tokens=480, ignore_eos=True)
     prompts_BT = torch.randint(1, 2048, (batch, context), generator=generator)
     requests = [engine.submit(prompt, params) for prompt in prompts_BT.tolist()]
-    # Prefill takes at most one step per request and chunk; then the loop is steady.
+    # Prefill takes at most one step per request and chunk; then every step decodes the whole batch.
     before = engine.stats().num_verify_steps
     while engine.stats().num_verify_steps < before + 8 * batch:
         engine.step()

@@ -1,4 +1,4 @@
-"""What quantization costs and gains: step times of a random model, acceptance of the demo pair.
+"""Cost and gain of quantization: step times of a random model, acceptance of the demo pair.
 
     python -m tools.bench.quantized            both, written to results/quantized.json
 
@@ -30,20 +30,20 @@ from tools.bench.prompts import load_prompts
 CONFIGS = ("int8_weight_only", "int8_dynamic", "int4_weight_only", "float8_weight_only")
 DEFAULT = "int8_weight_only"
 BF16 = "bf16"
-NUM_WARM = 3  # turns that are not counted
+NUM_WARM = 3  # warm-up turns
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Returns 1 when the default config is slower than bf16."""
+    """Returns 1 if the default config is slower than bf16."""
     parser = argparse.ArgumentParser(prog="python -m tools.bench.quantized")
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--width", type=int, default=768)
     parser.add_argument("--context", type=int, default=64, help="prompt tokens before the steps")
     parser.add_argument("--num-draft-tokens", type=int, default=5, metavar="K")
-    parser.add_argument("--rounds", type=int, default=40, help="of one step in every way")
+    parser.add_argument("--rounds", type=int, default=40, help="rounds of one step in every way")
     parser.add_argument("--configs", nargs="*", default=list(CONFIGS), metavar="NAME")
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--num-prompts", type=int, default=6, help="of the demo")
+    parser.add_argument("--num-prompts", type=int, default=6, help="prompts of the demo")
     parser.add_argument("--only", choices=["steps", "acceptance"], help="one of the two tables")
     parser.add_argument("--backend", default="inductor", choices=["inductor", "eager"])
     parser.add_argument("--name", default="quantized", help="results/NAME.json")
@@ -100,7 +100,7 @@ def measure_steps(options: argparse.Namespace, console: Console) -> list[dict[st
         own, base = times[row["config"], count], times[BF16, count]
         row["step_ms"] = quantiles(own)
         row["ratio_to_bf16"] = statistics.median(base) / statistics.median(own)
-        # turn by turn, so that what slows the machine for a while slows both
+        # by turns, so that a slow spell of the machine affects both
         row["paired_ratio"] = quantiles([b / o for b, o in zip(base, own, strict=True)])
         # on a machine that others use, one thread: what waiting for a core does not change
         own, base = busy[row["config"], count], busy[BF16, count]
@@ -123,8 +123,8 @@ def random_model(num_layers: int, width: int) -> torch.nn.Module:
 
 
 def one_step(engine: Any, context: int) -> Callable[[], tuple[float, float]]:
-    """A function that runs a decode step and returns its milliseconds, and those of them that the
-    process had a core; requests are replaced.
+    """A function that runs a decode step and returns its milliseconds of wall time and of processor
+    time; finished requests are replaced.
     """
     prompt = [1 + 7 * i % 1000 for i in range(context)]
     params = SamplingParams(max_new_tokens=2 * context, ignore_eos=True)
@@ -141,7 +141,7 @@ def one_step(engine: Any, context: int) -> Callable[[], tuple[float, float]]:
 
 
 def weight_bytes(engine: Any) -> int:
-    """Of the weights, and their scales, that the products of a decode step read."""
+    """Bytes of the weights and scales that the products of a decode step read."""
     read = {
         part
         for node in engine.graphs["decode"].graph_module.graph.nodes

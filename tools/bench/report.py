@@ -1,4 +1,4 @@
-"""What a run leaves behind: one JSON file, and tables for people."""
+"""The results of a run: one JSON file, and tables for people."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PACKAGES = ("torch", "transformers", "triton", "compilespec", "llama-cpp-python"
 
 
 def environment() -> dict[str, object]:
-    """Commit, versions and device: what a number needs beside it."""
+    """Commit, versions and device, without which a number means nothing."""
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "commit": _git("rev-parse", "HEAD") or "unknown",
@@ -41,7 +41,7 @@ def environment() -> dict[str, object]:
 
 
 def cpu_name() -> str:
-    """The processor's own name for itself, with the matrix extensions that decide bf16 speed."""
+    """The processor's name, with the matrix extensions that decide bf16 speed."""
     info = Path("/proc/cpuinfo")
     if not info.exists():
         return platform.processor() or platform.machine()
@@ -60,7 +60,7 @@ def write_json(name: str, content: Mapping[str, Any], folder: Path = RESULTS_DIR
 
 
 def print_check(console: Console, comparisons: Sequence[Comparison]) -> None:
-    """One row per way and batch: how many texts are identical, and how near a tie the rest part."""
+    """One row per way and batch: how many texts are identical, and the margins where others part."""
     table = Table(title="outputs beside transformers eager (batch 1)")
     for column in (
         "way",

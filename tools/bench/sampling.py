@@ -1,8 +1,8 @@
-"""What sampling costs a step: the same engine with greedy and with sampled requests, by turns.
+"""The cost of sampling in a step: the same engine with greedy and with sampled requests, by turns.
 
-A step with sampled rows verifies as many tokens as a greedy one, so milliseconds a step are
-compared, not tokens per second.  The kinds go one after the other on each group of prompts, and who
-goes first moves by one each time.
+A step with sampled rows verifies as many tokens as a greedy one, so milliseconds per step are
+compared, not tokens per second.  The kinds run one after the other on each group of prompts, and
+the first one rotates.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tools.bench.prompts import encode_prompts, load_prompts
 from tools.bench.speed import find_model, make_batches
 
 GREEDY = "greedy"
-LIMIT = 1.15  # ratio to greedy steps that the kinds in GATED may reach
+LIMIT = 1.15  # largest ratio to greedy steps for the kinds in GATED
 GATED = ("T=1",)
 KINDS: dict[str, dict[str, Any]] = {
     GREEDY: {},
@@ -37,7 +37,7 @@ NUM_STEPS, NUM_WARM = 24, 4
 
 
 def run(options: argparse.Namespace, console: Console) -> int:
-    """Returns 1 when a gate is missed or something recompiled, else 0."""
+    """Returns 1 if a gate is missed or something recompiled, else 0."""
     import torch
 
     import compilespec

@@ -1,4 +1,4 @@
-"""The main benchmark: check what every way writes, then time all of them by turns, then judge."""
+"""The main benchmark: check every way's output, time all ways by turns, then judge the gates."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tools.bench.ways import Setup, Way, build_ways
 
 
 def run(options: argparse.Namespace, console: Console) -> int:
-    """Exit status: 0, or 1 when an output is wrong, a program recompiled or a gate is missed."""
+    """Exit status: 0, or 1 if an output is wrong, a program recompiled or a gate is missed."""
     torch.set_num_threads(options.threads)
     model_dir = find_model(options.model)
     model = load_model(model_dir, options.dtype)
@@ -88,7 +88,7 @@ def check_outputs(
     checker: Checker,
     console: Console,
 ) -> list[Comparison]:
-    """Run every way on every batch once (a warm-up); the first way at batch 1 is the reference."""
+    """Run every way on every batch once (a warm-up); the first way at batch 1 is the baseline."""
     reference = {name: ways[0].generate([ids])[0] for name, ids in prompts.items()}
     comparisons = []
     with Progress(console=console, transient=True) as progress:
@@ -147,7 +147,7 @@ def time_ways(
 
 
 def generate(way: Way, inputs: list[list[list[int]]], index: int) -> int:
-    """Run one batch; the number of new tokens."""
+    """Run one batch; returns the number of new tokens."""
     return sum(map(len, way.generate(inputs[index])))
 
 

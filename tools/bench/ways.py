@@ -21,12 +21,12 @@ LOOKUP_TOKENS = (3, 10)
 
 
 class Unavailable(Exception):
-    """This way cannot run here; the message says why."""
+    """A way cannot run on this machine; the message says why."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:
-    """What all ways share."""
+    """The settings that all ways share."""
 
     model_dir: Path
     model: nn.Module
@@ -38,7 +38,7 @@ class Setup:
     backend: str = "inductor"
     max_seq_len: int | None = None
     dtype: torch.dtype | None = None
-    """Instead of the config's."""
+    """The dtype to use instead of the config's."""
 
 
 class Way(Protocol):
@@ -46,28 +46,28 @@ class Way(Protocol):
 
     name: str
     max_batch_size: int
-    """Largest batch that it can run; 1 for ways that take one prompt only."""
+    """Largest batch that it can run; 1 for ways that take a single prompt."""
 
     def generate(self, prompts: list[list[int]]) -> list[list[int]]:
         """The greedy continuation of each prompt, exactly max_new_tokens ids."""
         ...
 
     def stats(self) -> dict[str, object]:
-        """What else is worth recording after a run."""
+        """Further values to record after a run."""
         ...
 
     def close(self) -> None: ...
 
 
 class TransformersWay:
-    """`model.generate`, with whatever keywords make the variant."""
+    """`model.generate`, with the keywords of a variant."""
 
     def __init__(self, setup: Setup, name: str, max_batch_size: int, **keywords: Any) -> None:
         from transformers import GenerationConfig
 
         self.name = name
         self.max_batch_size = max_batch_size
-        # A shallow copy shares the weights but not what generate() leaves on the model.
+        # A shallow copy shares the weights but not the state that generate() leaves on the model.
         self.model: Any = copy.copy(setup.model)
         self.model.generation_config = GenerationConfig(pad_token_id=0, eos_token_id=None)
         self.keywords = {"do_sample": False, "max_new_tokens": setup.max_new_tokens, **keywords}
@@ -102,7 +102,7 @@ class CompilespecWay:
         keywords: dict[str, Any] = {
             "max_batch_size": setup.max_batch_size,
             "backend": setup.backend,
-            "enable_prefix_caching": False,  # the others compute every prompt anew, too
+            "enable_prefix_caching": False,  # the others compute every prompt again, too
         }
         optional = {"max_seq_len": setup.max_seq_len, "dtype": setup.dtype}
         keywords |= {name: value for name, value in optional.items() if value is not None}
@@ -136,10 +136,10 @@ class CompilespecWay:
 def build_ways(
     setup: Setup, draft_tokens: tuple[int, ...], only: str | None = None
 ) -> tuple[list[Way], dict[str, str]]:
-    """Every way that can run, the reference (transformers eager) first, and why the others cannot.
+    """Every way that can run, the baseline (transformers eager) first, and why the others cannot.
 
     Args:
-        only: keep ways whose name contains this; the reference is always kept.
+        only: keep ways whose name contains this; the baseline is always kept.
     """
     batch = setup.max_batch_size
     makers: dict[str, Any] = {

@@ -1,1 +1,1 @@
-"""What `tools.gpu_check` is made of: random models at real sizes, times of their steps."""
+"""Parts of `tools.gpu_check`: random models at real sizes, and the times of their steps."""

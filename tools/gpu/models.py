@@ -11,14 +11,14 @@ import torch
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """A target with an EAGLE-3 head of its width."""
+    """Sizes of a target with an EAGLE-3 head of the same width."""
 
     family: str
     config: Mapping[str, Any]
     num_draft_tokens: int
     batches: tuple[int, ...]
     forced: tuple[int, ...]
-    """Drafts accepted by force, a program each; 0: as they come, which is none of a random head."""
+    """Numbers of drafts accepted by force, one program each; 0: none (the head is random)."""
     context: int
     """Prompt tokens of every request."""
 
@@ -83,8 +83,8 @@ def make_target(shape: Shape, dtype: torch.dtype, device: torch.device) -> Any:
 
 
 def num_bytes_read(weights: Mapping[str, torch.Tensor], model: Any) -> int:
-    """Bytes of weights that a step reads: all but an input embedding that is not the head, too; of
-    that it reads a few rows.
+    """Bytes of weights that a step reads: all but an untied input embedding, of which it reads only
+    a few rows.
     """
     embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
     seen = {w.data_ptr(): w.numel() * w.element_size() for w in weights.values()}

@@ -1,4 +1,4 @@
-"""Times of single steps: on the device, on the host, and what the device could do at best."""
+"""Times of single steps on the device and the host, and the device's memory bandwidth."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ NUM_WARM = 3
 
 
 def copy_bytes_per_s(device: torch.device, num_bytes: int, repeats: int = 10) -> float:
-    """Bytes read and written per second by a large copy: what memory gives at best."""
+    """Bytes read and written per second by a large copy: the best that memory achieves."""
     source = torch.zeros(num_bytes // 4, dtype=torch.float32, device=device)
     target = torch.empty_like(source)
     times = [device_ms(lambda: target.copy_(source), device) for _ in range(repeats + NUM_WARM)]
@@ -22,7 +22,7 @@ def copy_bytes_per_s(device: torch.device, num_bytes: int, repeats: int = 10) ->
 
 
 def device_ms(call: Callable[[], Any], device: torch.device) -> float:
-    """Milliseconds that a call keeps the device busy; of wall time where that is the CPU."""
+    """Milliseconds that a call keeps the device busy; wall time on the CPU."""
     if device.type != "cuda":
         start = time.perf_counter()
         call()
@@ -38,10 +38,10 @@ def device_ms(call: Callable[[], Any], device: torch.device) -> float:
 def time_steps(
     launch: Callable[[], Any], collect: Callable[[Any], Any], device: torch.device, count: int
 ) -> dict[str, Any]:
-    """Times of `count` steps, launched one ahead of the last one read, as the engine does.
+    """Times of `count` steps, each launched before the previous one is read, as in the engine.
 
-    Returns: wall ms a step (quantiles), device ms a step, host microseconds a launch, and the share
-    of the time in which the device waits.
+    Returns: wall ms per step (quantiles), device ms per step, host microseconds per launch, and the
+    share of the time in which the device waits.
     """
     for _ in range(NUM_WARM):
         collect(launch())
@@ -69,7 +69,7 @@ def time_steps(
 
 
 def count_launches(launch: Callable[[], Any], device: torch.device) -> dict[str, int] | None:
-    """Driver calls of one step that put work on the device, by name; None on the CPU."""
+    """Driver calls of one step that submit work to the device, by name; None on the CPU."""
     if device.type != "cuda":
         return None
     from torch.profiler import ProfilerActivity, profile
