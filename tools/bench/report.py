@@ -60,7 +60,7 @@ def write_json(name: str, content: Mapping[str, Any], folder: Path = RESULTS_DIR
 
 
 def print_check(console: Console, comparisons: Sequence[Comparison]) -> None:
-    """One row per way and batch: how many texts are identical, and the margins where others part."""
+    """One row per way and batch: how many texts are identical, and margins where others part."""
     table = Table(title="outputs beside transformers eager (batch 1)")
     for column in (
         "way",
