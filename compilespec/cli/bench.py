@@ -156,7 +156,7 @@ def _methods(args: argparse.Namespace) -> list[str]:
         return [capabilities.name for capabilities in drafting]
     names = [get_method(name).capabilities.name for name in args.methods.split(",")]
     if args.draft is not None and len(names) > 1:
-        raise InvalidOption("--draft: expected a single method, because a drafter fits no other")
+        raise InvalidOption("--draft: expected one method, because a drafter fits no other")
     return names
 
 
