@@ -186,13 +186,12 @@ class ByStep(Mapping[StepKey, KeyedT]):
 
     def name(self, key: StepKey) -> str:
         """A word for the key: "prefill", "decode" of the largest K, "decode.<K>",
-        "decode.<K>.greedy", "replay".
+        "decode.greedy", "decode.<K>.greedy", "replay".
         """
         if key.kind == "replay":
             return key.kind
-        if key.kind == "full" and key == self._largest(key.phase):
-            return key.phase
-        name = f"{key.phase}.{key.num_draft_tokens}"
+        is_largest = key.num_draft_tokens == self._largest(key.phase).num_draft_tokens
+        name = key.phase if is_largest else f"{key.phase}.{key.num_draft_tokens}"
         return name if key.kind == "full" else f"{name}.{key.kind}"
 
     def _largest(self, phase: str) -> StepKey:
@@ -402,8 +401,8 @@ class Lowered:
     graphs: ByStep[LoweredPhase]
 
     def costs(self) -> dict[str, dict[str, Any]]:
-        """By `ByStep.name`: seconds of compiling or loading, whether the cache had it, and its distinct
-        pieces (None: one unit).
+        """By `ByStep.name`: seconds of compiling or loading, whether the cache had it, and its
+        distinct pieces (None: one unit).
         """
         return {
             self.graphs.name(key): {

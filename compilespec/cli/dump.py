@@ -8,21 +8,23 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TextIO
 
 from compilespec.cli import report
 from compilespec.cli.flags import add_placement_options
-from compilespec.cli.generate import DEMO, spec_of
+from compilespec.cli.generate import DEMO, draft_counts, spec_of
 from compilespec.errors import InvalidOption
 
 if TYPE_CHECKING:
     from compilespec.inspect.graphs import GraphStage, PhaseStages
-    from compilespec.program import SpecProgram
+    from compilespec.program import PhaseGraph, SpecProgram
 
 FORMATS = ("text", "json", "python", "dot", "html")
-PHASES = ("prefill", "decode")
+STEPS = "prefill, decode, decode.K, decode.greedy, decode.K.greedy, replay"
+STEP = re.compile(r"prefill|decode(\.\d+)?(\.greedy)?|replay")
 FAILED = 1
 
 
@@ -36,7 +38,13 @@ def add_parser(commands: Any) -> None:
     add("--model", default=DEMO, metavar="DIR|demo", help="target checkpoint (default: demo)")
     add("--spec", help="drafting method (default: eagle3 for the demo, else none)")
     add("--draft", metavar="DIR", help="drafter checkpoint (default: beside the target)")
-    add("--num-draft-tokens", type=int, metavar="K", help="drafts per step (default: checkpoint's)")
+    add(
+        "--num-draft-tokens",
+        type=draft_counts,
+        metavar="K",
+        help="drafts per step (default: checkpoint's), or several: 0,2,5",
+    )
+    add("--greedy-step", action="store_true", help="with steps for batches of greedy requests")
     add_placement_options(add)
     add(
         "--meta",
@@ -46,8 +54,8 @@ def add_parser(commands: Any) -> None:
     add(
         "--phase",
         metavar="PHASE",
-        help="prefill, decode (default), or captured graphs before any pass: target, draft, "
-        "draft.NAME",
+        help=f"a step (default: decode): {STEPS}; or captured graphs before any pass: target, "
+        "draft, draft.NAME",
     )
     stage = parser.add_argument_group("stages (default: the last)").add_mutually_exclusive_group()
     stage.add_argument("--after", metavar="PASS", help="the graph that this pass left")
@@ -115,15 +123,13 @@ def run(args: argparse.Namespace) -> int:
 def _check_combination(args: argparse.Namespace) -> None:
     """Refuse options that exclude each other.  Raises: InvalidOption."""
     asked = args.phase or "decode"
-    if asked not in PHASES and asked.split(".")[0] not in ("target", "draft"):
-        raise InvalidOption(
-            f"--phase must be prefill, decode, target, draft or draft.NAME; got {asked!r}"
-        )
+    is_step = STEP.fullmatch(asked) is not None
+    if not is_step and asked.split(".")[0] not in ("target", "draft"):
+        raise InvalidOption(f"--phase must be {STEPS}, target, draft or draft.NAME; got {asked!r}")
     staged = next((name for name in ("after", "before", "all", "diff") if vars(args)[name]), None)
-    if asked not in PHASES and (staged or args.list):
+    if not is_step and (staged or args.list):
         raise InvalidOption(
-            f"--phase {asked} is captured before any pass; --{staged or 'list'} needs prefill or "
-            f"decode"
+            f"--phase {asked} is captured before any pass; --{staged or 'list'} needs a step"
         )
     is_table = not (args.list or args.ops or _is_report(args))
     if args.format in ("python", "dot", "html") and not is_table:
@@ -137,7 +143,7 @@ def _check_combination(args: argparse.Namespace) -> None:
 
 def _parts(args: argparse.Namespace, program: SpecProgram) -> Any:
     """The requested output: JSON data, or a list of tables and strings."""
-    if (args.phase or "decode") in PHASES:
+    if STEP.fullmatch(args.phase or "decode"):
         return _step_parts(args, program)
     from compilespec.inspect.graphs import captured_stages
 
@@ -156,12 +162,13 @@ def _step_parts(args: argparse.Namespace, program: SpecProgram) -> Any:
     from compilespec.inspect.graphs import PhaseStages
     from compilespec.inspect.table import difference, row_filter, rows_of
 
-    phase = program.graphs[args.phase or "decode"]
+    phase = _step(args, program)
     stages = PhaseStages(phase, with_shapes=not args.ops)  # shapes of a large model take seconds
-    title = f"{program.method}, {phase.phase}"
+    name = program.graphs.name(phase.key)
+    title = f"{program.method}, {name}"
     if args.list:
         if args.format == "json":
-            return {"phase": phase.phase, "passes": _pass_dicts(phase.records)}
+            return {"phase": name, "passes": _pass_dicts(phase.records)}
         return [text.pass_table(title, phase.records)]
     if args.diff and args.format != "html":
         position = _position(stages, args.diff)
@@ -174,7 +181,7 @@ def _step_parts(args: argparse.Namespace, program: SpecProgram) -> Any:
         ]
         if args.format == "json":
             return {
-                "phase": phase.phase,
+                "phase": name,
                 "pass": args.diff,
                 "changes": [
                     {
@@ -187,6 +194,18 @@ def _step_parts(args: argparse.Namespace, program: SpecProgram) -> Any:
             }
         return [text.change_table(f"{title}: what {args.diff} changed", changes)]
     return _render(args, _chosen(args, stages))
+
+
+def _step(args: argparse.Namespace, program: SpecProgram) -> PhaseGraph:
+    """The graph that `--phase` names.  Raises: InvalidOption where the program has none such."""
+    asked = args.phase or "decode"
+    graphs = {program.graphs.name(key): graph for key, graph in program.graphs.items()}
+    if asked not in graphs:
+        raise InvalidOption(
+            f"the program has no step {asked!r}; it has {', '.join(graphs)} "
+            f"(--num-draft-tokens and --greedy-step make more)"
+        )
+    return graphs[asked]
 
 
 def _chosen(args: argparse.Namespace, stages: PhaseStages) -> Sequence[GraphStage]:
@@ -388,6 +407,8 @@ def _model_and_options(args: argparse.Namespace) -> tuple[Any, dict[str, Any]]:
         options |= {"dtype": args.dtype, "device": args.device}
     if spec != "none":
         options |= {"draft": draft, "num_draft_tokens": args.num_draft_tokens}
+    if args.greedy_step:
+        options["greedy_step"] = True
     return model, {name: value for name, value in options.items() if value is not None}
 
 

@@ -98,7 +98,7 @@ def operator_table(title: str, counts: Mapping[str, Mapping[str, int]]) -> TextT
 
 
 def stage_title(stage: GraphStage, phase: str) -> str:
-    if phase not in ("prefill", "decode"):
+    if phase.split(".")[0] in ("target", "draft"):
         return f"{stage.name}, as captured"
     return f"{phase} at the start" if stage.record is None else f"{phase} after {stage.name}"
 

@@ -350,6 +350,7 @@ def test_documents_show_what_the_commands_print(run: Dump, page: str, count: int
         (("--before", "start"), "unknown pass 'start'"),
         (("--phase", "verify"), "--phase must be prefill, decode"),
         (("--phase", "target", "--list"), "is captured before any pass"),
+        (("--phase", "decode.2"), "no step 'decode.2'; it has prefill, decode (--num-draft"),
         (("--phase", "draft.forwards"), "there are draft.combine, draft.forward, draft.propose"),
         (("--where", "/(/"), "--where /(/:"),
         (("--all", "--format", "dot"), "prints one graph"),

@@ -219,7 +219,9 @@ def test_a_batch_larger_than_every_bucket_runs_as_it_is() -> None:
     told: list[Progress] = []
     capture_all([one], startup_seconds=600, progress=Reporter(told.append))
     assert [(r.what, r.index, r.total) for r in told if r.done] == [
-        ("decode, K=0: 8 (full)", 1, 3), ("decode, K=0: 4 (full)", 2, 3), ("decode, K=0: 1 (full)", 3, 3),
+        ("decode, K=0: 8 (full)", 1, 3),
+        ("decode, K=0: 4 (full)", 2, 3),
+        ("decode, K=0: 1 (full)", 3, 3),
     ]  # fmt: skip
     toy.batches.clear()
     values, _ = one({"row_B": list(range(9))})
