@@ -214,7 +214,7 @@ def _block_sizes(drafter: Drafter | None, config: ProgramConfig) -> tuple[int, .
     if sizes and len(sizes) != config.num_draft_tokens:
         raise InvalidOption(
             f"kv_block_sizes: expected one for each of the {config.num_draft_tokens} draft steps, "
-            f"came {len(sizes)}"
+            f"got {len(sizes)}"
         )
     return sizes
 

@@ -83,8 +83,8 @@ def compile(
             `force_num_accepted`, for benchmarks, accepts so many drafts whatever they are.
 
     Returns: an `Engine`, ready to generate.
-    Raises: a `compilespec.errors.SpecError` that names what was expected, what came, and what to
-        try.
+    Raises: a `compilespec.errors.SpecError` that names what was expected, what was given, and
+        what to try.
     """
     asked, reporter = _ask(spec, draft, keywords), Reporter(progress)
     target = _load(model, dtype, device, tokenizer, asked.options, reporter)

@@ -63,7 +63,8 @@ class Line:
         self.leaving.clear()
 
     def _note_passed(self, request: Request) -> None:
-        """Those who came before it and still wait; who has waited long enough becomes the first."""
+        """Count the passing for each earlier request that still waits; one that was passed often enough
+        becomes the first."""
         if not self.waiting or self.waiting[-1].priority >= request.priority:
             return
         for other in self.waiting:

@@ -1,4 +1,4 @@
-"""One request: what came, where it stands, and what it gave."""
+"""One request: its prompt and parameters, where it stands, and its output."""
 
 from __future__ import annotations
 

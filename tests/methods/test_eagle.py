@@ -204,10 +204,8 @@ def test_what_does_not_fit_is_named(tmp_path, change, error, words):
     assert "\n" not in str(caught.value)
 
 
-def test_options_and_fields_are_checked():
+def test_fields_and_target_are_checked():
     _, info = target("llama")
-    with pytest.raises(InvalidOption, match="knows none"):
-        load(random_head(info), info, aux_layers=(2,))
     with pytest.raises(InvalidOption, match="body must be"):
         random_head(info, body="gpt2")
     with pytest.raises(DraftMismatch, match="another target"):

@@ -49,7 +49,7 @@ class Choice:
 
 
 class _IdMatcher:
-    """The options that what came so far is a prefix of."""
+    """The options that begin with the tokens so far."""
 
     def __init__(self, options: Sequence[tuple[int, ...]], num_words: int) -> None:
         self._options, self._num_words = options, num_words
