@@ -186,12 +186,13 @@ class ByStep(Mapping[StepKey, KeyedT]):
 
     def name(self, key: StepKey) -> str:
         """A word for the key: "prefill", "decode" of the largest K, "decode.<K>",
-        "decode.greedy", "decode.<K>.greedy", "replay".
+        "decode.<K>.greedy", "replay".
         """
         if key.kind == "replay":
             return key.kind
-        is_largest = key.num_draft_tokens == self._largest(key.phase).num_draft_tokens
-        name = key.phase if is_largest else f"{key.phase}.{key.num_draft_tokens}"
+        if key.kind == "full" and key == self._largest(key.phase):
+            return key.phase
+        name = f"{key.phase}.{key.num_draft_tokens}"
         return name if key.kind == "full" else f"{name}.{key.kind}"
 
     def _largest(self, phase: str) -> StepKey:

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from compilespec.program import PhaseGraph, SpecProgram
 
 FORMATS = ("text", "json", "python", "dot", "html")
-STEPS = "prefill, decode, decode.K, decode.greedy, decode.K.greedy, replay"
-STEP = re.compile(r"prefill|decode(\.\d+)?(\.greedy)?|replay")
+STEPS = "prefill, decode, decode.K, decode.K.greedy, replay"
+STEP = re.compile(r"prefill|decode(\.\d+(\.greedy)?)?|replay")
 FAILED = 1
 
 

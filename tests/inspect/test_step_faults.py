@@ -50,7 +50,7 @@ def test_keys_are_read_and_found(program: SpecProgram) -> None:
     ]  # fmt: skip
     assert [graphs.name(key) for key in KEYS] == [
         "prefill", "decode", "decode.0", "decode.2", "replay", "decode.0.greedy",
-        "decode.2.greedy", "decode.greedy",
+        "decode.2.greedy", "decode.5.greedy",
     ]  # fmt: skip
     assert graphs["decode"] is graphs[StepKey("decode", 5)]
     assert graphs["prefill"] is graphs[StepKey("prefill", 5)]
