@@ -21,6 +21,7 @@ from compilespec.inspect.verify import (
     check_lowered_call,
     check_pass,
     final_stage,
+    full_step_of,
     lowered_of,
     make_cases,
     parts_of,
@@ -270,8 +271,7 @@ def _first_wrong(
             check = check_pass(ctx, stages, case)
             if check.mismatches:
                 return check, stages, case
-    if graph.key.kind == "greedy":
-        full = graphs[StepKey(graph.phase, graph.key.num_draft_tokens)]
+    if (full := full_step_of(graphs, graph.key)) is not None:
         for check in check_greedy(graph, full, None, seed):
             if check.mismatches:
                 return check, None, cases[0]

@@ -178,8 +178,8 @@ def verify(
     for key in _chosen(graphs, phases):
         graph = graphs[key]
         found = check_phase(graph, passes=passes, batch_sizes=batch_sizes, seed=seed, known=known)
-        if key.kind == "greedy" and (passes is None or GREEDY in passes):
-            full = graphs[StepKey(key.phase, key.num_draft_tokens)]
+        full = full_step_of(graphs, key)
+        if full is not None and (passes is None or GREEDY in passes):
             found = itertools.chain(found, check_greedy(graph, full, batch_sizes, seed))
         if key in lowered and (passes is None or LOWERED in passes):
             whole = check_lowered(graph, lowered[key], batch_sizes, seed)
@@ -365,6 +365,13 @@ def _mismatch(
 
 
 # --- whole steps: the greedy one, the lowered ones ---
+
+
+def full_step_of(graphs: ByStep[PhaseGraph], key: StepKey) -> PhaseGraph | None:
+    """The step that a greedy one stands for; None of other steps, and where there is none."""
+    if key.kind != "greedy":
+        return None
+    return graphs.get(StepKey(key.phase, key.num_draft_tokens))
 
 
 def check_greedy(
