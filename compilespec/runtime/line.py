@@ -63,8 +63,9 @@ class Line:
         self.leaving.clear()
 
     def _note_passed(self, request: Request) -> None:
-        """Count the passing for each earlier request that still waits; one that was passed often enough
-        becomes the first."""
+        """Count it for each earlier request that still waits; one that was passed often enough
+        becomes the first.
+        """
         if not self.waiting or self.waiting[-1].priority >= request.priority:
             return
         for other in self.waiting:
