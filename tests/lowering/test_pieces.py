@@ -295,6 +295,6 @@ def test_what_cannot_be_cut_is_compiled_as_a_whole(
     monkeypatch.setattr(lowering, "split_at_attention", refuse)
     with caplog.at_level(logging.WARNING, logger="compilespec"):
         lowered = lower(shallow, cache=ArtifactCache(tmp_path), units=IN_PIECES)
-    assert "decode is compiled as a whole: mm has a size" in caplog.text
+    assert "decode, K=0 is compiled as a whole: mm has a size" in caplog.text
     assert len(compiled) == 2
     assert tokens(lowered) == tokens(lower(shallow, backend="eager"))

@@ -72,9 +72,7 @@ def expected_steps(ask, count):
     return steps
 
 
-@pytest.mark.parametrize(
-    "options", [{"max_ngram": 0}, {"min_ngram": 4}, {"max_ngram": 2.0}, {"window": 3}]
-)
+@pytest.mark.parametrize("options", [{"max_ngram": 0}, {"min_ngram": 4}, {"max_ngram": 2.0}])
 def test_options(options):
     with pytest.raises(InvalidOption):
         METHOD.load(None, None, options)

@@ -11,14 +11,14 @@ from torch.nn import functional
 from transformers.activations import ACT2FN
 
 import compilespec.ops.attention  # noqa: F401  (registers the operator)
-from compilespec.methods.base import Drafter
 from compilespec.methods.capabilities import FINAL_NORM
 from compilespec.methods.eagle3.drafter import Weight, rotate
+from compilespec.methods.recycled import RecycledDrafter
 from compilespec.methods.shared_kv.config import AssistantConfig, AssistantLayer
 from compilespec.tracing.target_info import KVLayer
 
 
-class SharedKVDrafter(Drafter):
+class SharedKVDrafter(RecycledDrafter):
     """A drafter whose attention reads caches of the target and writes none.
 
     `kv_layers` names the target layer of each attention, in the order of the calls.  `forward` is
