@@ -5,11 +5,14 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor, fx, nn
 
 from compilespec.program import TracedInput
+
+_OWN_FOLDER = Path(__file__).parent
 
 
 def name_inputs(
@@ -69,14 +72,14 @@ def clean_module_paths(gm: fx.GraphModule) -> None:
 
 def source_line(node: fx.Node) -> str:
     """The innermost line of the model's source that made the node, as `file.py:12: code`.  Skips
-    compilespec's attention function, which transformers calls.
+    this package: transformers calls its attention function.
     """
     trace = [
         line.strip() for line in (node.meta.get("stack_trace") or "").splitlines() if line.strip()
     ]
     for index in range(len(trace) - 1, -1, -1):
         match = re.match(r'File "(.+)", line (\d+)', trace[index])
-        if match and match[1] != __file__:
+        if match and Path(match[1]).parent != _OWN_FOLDER:
             code = trace[index + 1] if index + 1 < len(trace) else ""
             return f"{match[1].rsplit('/', 1)[-1]}:{match[2]}: {code}"
     return "source line unknown"
