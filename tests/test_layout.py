@@ -1,4 +1,4 @@
-"""The direction of imports: from higher floors to lower ones, and never in a circle.
+"""The layout: imports from higher floors to lower ones and never in a circle, short functions.
 
 Read from the source, so that lazy imports, and those for type checkers alone, count as well.
 """
@@ -6,10 +6,12 @@ Read from the source, so that lazy imports, and those for type checkers alone, c
 from __future__ import annotations
 
 import ast
+import statistics
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -181,3 +183,25 @@ def test_only_inspect_reads_the_rewriters_context(files):
         if isinstance(node, ast.Attribute) and node.attr == "context"
     ]
     assert [place.partition(":")[0] for place in found] == ["compilespec.inspect.stages"], found
+
+
+def functions(files: Mapping[str, Path]) -> Iterator[tuple[str, Any]]:
+    """Every function of the package by its dotted name."""
+    for name, path in files.items():
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                yield f"{name}.{node.name}", node
+
+
+def test_functions_are_short_and_take_few_arguments(files):
+    """Kernels aside: their arguments are those of an operator, their bodies one loop."""
+    lengths, found = [], []
+    for name, node in functions(files):
+        lengths.append(node.end_lineno - node.lineno + 1)
+        num_arguments = len(node.args.args) + len(node.args.kwonlyargs)
+        if not name.startswith("compilespec.ops.") and (lengths[-1] > 80 or num_arguments > 12):
+            found.append(f"{name}: {lengths[-1]} lines, {num_arguments} arguments")
+    assert found == []
+    middle, tenth = statistics.median(lengths), sorted(lengths)[int(0.9 * len(lengths))]
+    assert middle <= 8
+    assert tenth <= 24
