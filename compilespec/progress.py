@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from compilespec.errors import InvalidOption
+
 logger = logging.getLogger("compilespec")
 
 Stage = Literal["load", "trace", "rewrite", "compile", "capture", "ready"]
@@ -66,9 +68,16 @@ class Reporter:
 
     An exception of the callable is raised where it was called, so that starting stops there: what
     has been compiled by then is in the cache.
+
+    Raises: InvalidOption, for what cannot be called.
     """
 
     def __init__(self, tell: Callable[[Progress], object] | None = None) -> None:
+        if tell is not None and not callable(tell):
+            raise InvalidOption(
+                f"progress must be a function of one `Progress` record; got {tell!r}; "
+                f"progress=print prints it"
+            )
         self._tell = tell
         self._started = time.perf_counter()
         self._seconds: dict[Stage, float] = {}

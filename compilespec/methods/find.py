@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,10 @@ from compilespec.tracing.load import Target
 
 
 def find_draft(
-    draft: str | Path | nn.Module | None, target: Target, capabilities: Capabilities
-) -> Path | nn.Module:
+    draft: str | Path | nn.Module | Callable[..., Any] | None,
+    target: Target,
+    capabilities: Capabilities,
+) -> Path | nn.Module | Callable[..., Any]:
     """The drafter: as given (`check_draft` has passed it), else `TARGET_DIRECTORY/<method>/`, else
     inside the target's own checkpoint if the method allows that.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +39,7 @@ from compilespec.tracing.target_info import TargetInfo, describe_target
 def build_program(
     target: Target,
     method: Method,
-    draft: str | Path | nn.Module | None,
+    draft: str | Path | nn.Module | Callable[..., Any] | None,
     options: CompileOptions,
     method_options: Mapping[str, Any],
     *,
@@ -166,7 +166,7 @@ def _rewritten(
 
 def _load_drafter(
     method: Method,
-    found: Path | nn.Module | None,
+    found: Any,
     info: TargetInfo,
     options: CompileOptions,
     method_options: Mapping[str, Any],

@@ -46,7 +46,7 @@ class Asked:
     """What a call asks for, checked; nothing is loaded yet."""
 
     method: Method
-    draft: str | Path | nn.Module | None
+    draft: str | Path | nn.Module | Callable[..., Any] | None
     options: CompileOptions
     method_options: Mapping[str, Any]
     notes: tuple[str, ...] = ()  # why it is so, for `Engine.plan()`
@@ -57,7 +57,7 @@ def compile(
     model: nn.Module | str | Path,
     spec: str | Method | MethodConfig | None = "none",
     *,
-    draft: str | Path | nn.Module | None = None,
+    draft: str | Path | nn.Module | Callable[..., Any] | None = None,
     dtype: torch.dtype | str | None = None,
     device: torch.device | str | None = None,
     tokenizer: Any = None,
@@ -70,7 +70,8 @@ def compile(
         model: an nn.Module, a directory in Hugging Face layout, or "demo".
         spec: drafting method by name, as a config, or a method object of one's own; "none" is
             plain decoding through the same path.
-        draft: directory or module of the drafter; None looks beside the target.
+        draft: directory or module of the drafter (for spec="user" a function, too); None looks
+            beside the target.
         dtype: of the weights; None takes the model's own, a directory's is that of its config.
         device: where it runs; None takes the model's own.
         tokenizer: for prompts that are text; None takes the one beside the model, if there is one.
@@ -113,7 +114,7 @@ def trace(
     model: nn.Module | str | Path,
     spec: str | Method | MethodConfig | None = "none",
     *,
-    draft: str | Path | nn.Module | None = None,
+    draft: str | Path | nn.Module | Callable[..., Any] | None = None,
     dtype: torch.dtype | str | None = None,
     device: torch.device | str | None = None,
     tokenizer: Any = None,
@@ -134,7 +135,7 @@ def trace(
 
 def _ask(
     spec: str | Method | MethodConfig | None,
-    draft: str | Path | nn.Module | None,
+    draft: str | Path | nn.Module | Callable[..., Any] | None,
     keywords: Mapping[str, Any],
 ) -> Asked:
     """The method that `spec` names or is, and the options; keywords win over those of a config.

@@ -58,6 +58,11 @@ def refused(kind: type[errors.SpecError], *fragments: str, run: Any) -> str:
     return message
 
 
+@pytest.mark.parametrize("call", [compilespec.compile, compilespec.trace])
+def test_progress_must_be_callable(call: Any) -> None:
+    refused(errors.InvalidOption, "progress", "True", run=lambda: call("nowhere", progress=True))
+
+
 def compile_target(spec: Any = "none", model: Any = TARGET, **options: Any) -> compilespec.Engine:
     return compilespec.compile(model, spec, **{"backend": "eager", **options})
 
