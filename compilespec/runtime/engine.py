@@ -62,7 +62,7 @@ class Engine:
             adaptive=AdaptiveDrafts(executor, self._policy) if self._policy else None,
         )
         self._admission = Admission(self.geometry, tokenizer, self.eos_token_ids)
-        self._closed = False
+        self._closed, self._is_served = False, False
 
     @check_keywords
     def generate(self, prompts: Any, params: Params = None) -> list[GenerationOutput]:
@@ -77,7 +77,7 @@ class Engine:
                 list, a prompt that cannot be served gives an output with finish_reason "error" and
                 the others go on.
         """
-        self._check_open()
+        self._check_free()
         requests = self._admission.of_prompts(prompts, params)
         self._run(requests)
         return [self._output(request) for request in requests]
@@ -89,7 +89,7 @@ class Engine:
 
         Closing the iterator early aborts what is left.
         """
-        self._check_open()
+        self._check_free()
         return self._stream(self._admission.of_prompts(prompts, params))
 
     @check_keywords
@@ -103,6 +103,7 @@ class Engine:
                 equal ones who comes first is first.
         Raises: InvalidRequest, NotSupported (nothing was queued), EngineClosed.
         """
+        self._check_free()
         request = self.make_request(prompt, params, priority)
         self._scheduler.add(request)
         return request
@@ -111,12 +112,15 @@ class Engine:
         """Run the loop on a thread of its own, which owns the engine until it is closed: submit,
         stream and abort there, from any thread or event loop.
 
-        Raises: EngineClosed; InvalidRequest where requests were submitted here and not finished.
+        Raises: EngineClosed; InvalidRequest where requests were submitted here and not finished,
+            and from `generate`, `stream`, `submit` and another `serve` of this engine from then on.
         """
-        self._check_open()
+        self._check_free()
         if self.has_work:
             raise InvalidRequest("finish or abort what was submitted before serve()")
-        return EngineThread(self)
+        server = EngineThread(self)
+        self._is_served = True
+        return server
 
     def make_request(self, prompt: Any, params: SamplingParams | None, priority: int) -> Request:
         """The request of one prompt, not queued; from any thread.
@@ -247,7 +251,7 @@ class Engine:
             self._drop(requests)
 
     def _stream(self, requests: Sequence[Request]) -> Generator[Delta, None, None]:
-        self._check_open()  # the engine may have been closed since the iterator was made
+        self._check_free()  # the engine may have been closed since the iterator was made
         open_requests = dict(enumerate(requests))
         try:
             self._queue(requests)
@@ -293,3 +297,12 @@ class Engine:
     def _check_open(self) -> None:
         if self._closed:
             raise EngineClosed("the engine is closed; compile a new one")
+
+    def _check_free(self) -> None:
+        """The engine is open, and the caller's own: `serve` has not given it to a thread."""
+        self._check_open()
+        if self._is_served:
+            raise InvalidRequest(
+                "the engine belongs to the thread that serve() started: call what serve() "
+                "returned, such as server.submit(prompt)"
+            )

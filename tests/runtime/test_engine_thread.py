@@ -337,6 +337,22 @@ def test_an_engine_with_work_is_not_handed_over() -> None:
         assert server.submit([1, 2], params(4)).result(60).token_ids == wanted([1, 2], 4)
 
 
+def test_a_served_engine_is_used_through_its_thread_alone() -> None:
+    engine = made()
+    begun = engine.stream([1, 2], params(4))
+    with engine.serve() as server:
+        for call in (engine.generate, engine.stream, engine.submit):
+            with pytest.raises(InvalidRequest, match="what serve\\(\\) returned"):
+                call([1, 2], params(4))
+        with pytest.raises(InvalidRequest, match="what serve\\(\\) returned"):
+            engine.serve()
+        with pytest.raises(InvalidRequest, match="what serve\\(\\) returned"):
+            next(begun)
+        assert server.submit([1, 2], params(4)).result(60).token_ids == wanted([1, 2], 4)
+    with pytest.raises(EngineClosed):
+        engine.generate([1, 2], params(4))
+
+
 def test_awaiting_a_ticket_leaves_the_event_loop_free_and_wakes_it_once() -> None:
     """The program makes a call for each beat of the loop, which must go on beating."""
     gate, wakes = Gate(), count()
