@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from compilespec.errors import InvalidOption
+from compilespec.errors import CheckpointError, InvalidOption
 from compilespec.quantization.configs import read_quantize
 from compilespec.quantization.modules import quantize_module
 from compilespec.tracing.load import load_target
@@ -31,7 +31,8 @@ def save_quantized(
         model: a transformers module, a directory, or "demo", as for `compile`.
         quantize: as for `compile`.
     Returns: the directory.
-    Raises: InvalidOption (not a transformers model), and the errors of `quantize=`.
+    Raises: InvalidOption (not a transformers model), CheckpointError (a directory that cannot be
+        made), and the errors of `quantize=`.
     """
     from transformers import PreTrainedModel, TorchAoConfig
     from transformers.quantizers.auto import AutoHfQuantizer
@@ -45,6 +46,7 @@ def save_quantized(
             f"save_quantized writes transformers models, got {type(target.model).__name__}; save "
             f"another module's quantized copy with torch.save"
         )
+    _make_directory(Path(directory))
     saved: Any = quantize_module(target.model, asked)
     device = next(target.model.parameters()).device
     saved.config = copy.deepcopy(saved.config)
@@ -59,3 +61,13 @@ def save_quantized(
     if target.tokenizer is not None:
         target.tokenizer.save_pretrained(directory)
     return Path(directory)
+
+
+def _make_directory(directory: Path) -> None:
+    """Where transformers meets a file of that name, it logs a line and writes nothing."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CheckpointError(
+            f"{directory} cannot be made a directory ({error.strerror}); give another place"
+        ) from error

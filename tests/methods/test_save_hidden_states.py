@@ -180,6 +180,8 @@ def test_a_run_killed_between_its_files_is_continued(tmp_path, monkeypatch):
 
 def test_a_directory_of_something_else_is_refused(tmp_path):
     (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(CheckpointError, match="must be a directory that can be read"):
+        Recorder(tmp_path / "notes.txt", LAYOUT, shard_tokens=4)
     with pytest.raises(CheckpointError, match=r"holds notes\.txt"):
         Recorder(tmp_path, LAYOUT, shard_tokens=4)
     (tmp_path / "index.json").write_text(json.dumps({"format": "other"}))

@@ -18,7 +18,7 @@ from torch import nn
 
 import compilespec
 from compilespec import SamplingParams
-from compilespec.errors import InvalidOption, NotSupported
+from compilespec.errors import CheckpointError, InvalidOption, NotSupported
 from compilespec.lowering.artifacts import ArtifactKey, artifact_key
 from compilespec.quantization import Quantize, quantize_module, read_quantize, save_quantized
 from compilespec.tracing.load import Target, load_target
@@ -211,6 +211,13 @@ def test_a_saved_model_starts_without_the_full_precision_weights(tmp_path: Any) 
     assert wide == {"model.embed_tokens.weight"}
     with compilespec.compile(saved, "none", **OPTIONS) as engine:
         assert tokens(engine) == plain_tokens("int8_weight_only")
+
+
+@pytest.mark.parametrize("place", ["file", "file/below"])
+def test_a_place_that_cannot_be_a_directory_is_refused(tmp_path: Any, place: str) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(CheckpointError, match="cannot be made a directory"):
+        save_quantized(target(), tmp_path / place, "int8")
 
 
 @pytest.mark.parametrize("skip", ["lm_head", ()], ids=["head_kept", "head_too"])

@@ -147,10 +147,17 @@ class Recorder:
 
     def _continue(self) -> list[dict[str, Any]]:
         """The shards that the directory's index lists; others are leftovers of a killed run."""
-        if not self.directory.exists() or not any(self.directory.iterdir()):
+        try:
+            held = list(self.directory.iterdir()) if self.directory.exists() else []
+        except OSError as error:
+            raise CheckpointError(
+                f"output_dir must be a directory that can be read, or a new one; got "
+                f"{self.directory} ({error.strerror})"
+            ) from error
+        if not held:
             return []
         if not (self.directory / INDEX_FILE).exists():
-            left = [p for p in self.directory.iterdir() if "states-" not in p.name]
+            left = [path for path in held if "states-" not in path.name]
             if left:
                 raise CheckpointError(
                     f"{self.directory} holds {left[0].name} and no {INDEX_FILE}; give output_dir= "
