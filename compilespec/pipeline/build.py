@@ -64,6 +64,9 @@ def build_program(
     if drafter is not None:
         with progress.step("trace", "drafter"):
             traced_draft = drafter.capture(config, info)
+        loop.check_calls(
+            capabilities.name, type(drafter).__name__, traced_draft, config.num_draft_tokens
+        )
     first = _context(options, config, capabilities, traced, drafter, traced_draft)
     contexts = _contexts(first, step_keys(options, config, capabilities))
     graphs = _rewritten(contexts, keep_graphs, progress)  # passes declare buffers, weights

@@ -7,10 +7,14 @@ from typing import Any, get_args
 import pytest
 import torch
 
-from compilespec.errors import InvalidOption
+import compilespec
+from compilespec.errors import DraftMismatch, InvalidOption
+from compilespec.methods.base import Drafter
 from compilespec.methods.capabilities import DraftKind
+from compilespec.methods.direct import DirectDrafter
 from compilespec.passes.draft_loops import LOOPS
 from compilespec.program import ProgramConfig
+from tests.support.models import tiny_target
 
 # By kind, at K = 3: slots past seq_len, tokens run again, tokens that an entry depends on.
 AT_THREE = {
@@ -60,3 +64,22 @@ def test_a_chunk_holds_more_than_the_tokens_that_are_run_again() -> None:
     with pytest.raises(InvalidOption, match=r"max_prefill_tokens must be above 2: .*; got 2$"):
         LOOPS["windowed"].check("x", sizes(max_prefill_tokens=2), ())
     LOOPS["recycled"].check("x", sizes(max_prefill_tokens=1), (0, 1))
+
+
+class Echo(DirectDrafter):
+    num_draft_tokens, aux_layers = 2, (0,)
+
+    def draft(self, history_BL: torch.Tensor) -> torch.Tensor:
+        return history_BL[:, -2:]
+
+
+class Bare(Drafter):
+    num_draft_tokens, aux_layers = 2, (0,)
+
+
+@pytest.mark.parametrize("spec", ["eagle3", "mtp"])
+@pytest.mark.parametrize(("drafter", "got"), [(Echo(), "draft"), (Bare(), "none")])
+def test_a_drafter_of_another_kind_is_refused(spec: str, drafter: Drafter, got: str) -> None:
+    says = rf"^{type(drafter).__name__}: expected a drafter for spec='{spec}', .*; got {got}: "
+    with pytest.raises(DraftMismatch, match=says):
+        compilespec.trace(tiny_target("llama"), spec=spec, draft=drafter, max_seq_len=64)

@@ -13,7 +13,6 @@ from compilespec.methods.base import Drafter
 from compilespec.methods.capabilities import FINAL_NORM, Capabilities
 from compilespec.methods.save_hidden_states.recorder import Layout, Recorder
 from compilespec.methods.save_hidden_states.saved_states import SavedStates, prompt_digest
-from compilespec.program import ProgramConfig, Traced
 from compilespec.tracing.target_info import TargetInfo
 
 __all__ = ["METHOD", "Layout", "Recorder", "SavedStates", "prompt_digest"]
@@ -28,10 +27,6 @@ class StateSaver(Drafter):
         super().__init__()
         self.num_draft_tokens, self.aux_layers, self.recorder = 0, aux_layers, recorder
         self._description = recorder.describe()
-
-    def capture(self, config: ProgramConfig, info: TargetInfo) -> dict[str, Traced]:
-        """Nothing is traced."""
-        return {}
 
     def describe(self) -> str:
         return self._description

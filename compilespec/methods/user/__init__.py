@@ -11,7 +11,7 @@ from compilespec.errors import InvalidOption
 from compilespec.methods.base import Drafter
 from compilespec.methods.capabilities import Capabilities
 from compilespec.methods.direct import DirectDrafter, input_names
-from compilespec.program import HostProposal, ProgramConfig, Traced
+from compilespec.program import HostProposal
 from compilespec.tracing.target_info import TargetInfo
 
 
@@ -44,10 +44,6 @@ class HostDrafter(Drafter):
         super().__init__()
         object.__setattr__(self, "propose_on_host", function)  # a module would become a submodule
         self.num_draft_tokens = int(getattr(function, "num_draft_tokens", 0))
-
-    def capture(self, config: ProgramConfig, info: TargetInfo) -> dict[str, Traced]:
-        """Nothing is traced."""
-        return {}
 
     def describe(self) -> str:
         name = getattr(self.propose_on_host, "__name__", type(self.propose_on_host).__name__)

@@ -7,12 +7,12 @@ returns how many drafter passes it spliced.  The method's capabilities say which
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import fx
 
-from compilespec.errors import InvalidOption
+from compilespec.errors import DraftMismatch, InvalidOption
 from compilespec.methods.capabilities import DraftKind
 from compilespec.passes.context import PassContext
 from compilespec.passes.draft_loops.callback import callback
@@ -36,6 +36,9 @@ class DraftLoop:
 
     num_passes: Callable[[PassContext], int]
     """Drafter passes that `splice` must make."""
+
+    calls: Callable[[int], Sequence[str]] = lambda k: ()
+    """Captured calls of the drafter that `splice` reads whatever the drafter."""
 
     keep: Callable[[fx.GraphModule, PassContext], None] | None = None
     """Keeps the drafter's inputs in steps of K = 0."""
@@ -75,6 +78,19 @@ class DraftLoop:
                 f"the {count} tokens before it; got {config.max_prefill_tokens}"
             )
 
+    def check_calls(self, name: str, drafter: str, calls: Iterable[str], k: int) -> None:
+        """Whether the class `drafter` captured what the loop of method `name` splices.
+
+        Raises: DraftMismatch.
+        """
+        wanted, given = self.calls(k), list(calls)
+        if not {*wanted} <= {*given}:
+            raise DraftMismatch(
+                f"{drafter}: expected a drafter for spec={name!r}, which captures the calls "
+                f"{', '.join(wanted)}; got {', '.join(given) or 'none'}: choose its own method, or "
+                "derive it from the class that methods.base.Drafter names"
+            )
+
 
 LOOPS: Mapping[DraftKind, DraftLoop] = {
     "none": DraftLoop(
@@ -85,6 +101,7 @@ LOOPS: Mapping[DraftKind, DraftLoop] = {
     "recycled": DraftLoop(
         splice=recycled,
         num_passes=lambda ctx: ctx.config.num_draft_tokens,
+        calls=lambda k: ("combine", "forward", "propose"),
         keep=keep_inputs,
         needs_replay=True,
         lookahead=lambda k: 1,  # row t pairs hidden state t with token t+1
@@ -92,19 +109,29 @@ LOOPS: Mapping[DraftKind, DraftLoop] = {
     "windowed": DraftLoop(
         splice=windowed,
         num_passes=lambda ctx: ctx.config.num_draft_tokens,
+        calls=lambda k: [f"{call}.{step}" for step in range(k) for call in ("forward", "propose")],
         why_one_k="runs all its modules in every step, or their caches would have holes: give "
         "num_draft_tokens= one number",
         num_repeated_tokens=lambda k: k - 1,  # module i needs tokens and hidden states i rows ahead
         lookahead=lambda k: k,  # module i has token t+1+i, i = 0..K-1
     ),
     "direct": DraftLoop(
-        splice=direct, num_passes=lambda ctx: 1, keep=keep_history, fills_rows=True
+        splice=direct,
+        num_passes=lambda ctx: 1,
+        calls=lambda k: ("draft",),
+        keep=keep_history,
+        fills_rows=True,
     ),
-    "shared_kv": DraftLoop(splice=shared_kv, num_passes=lambda ctx: ctx.config.num_draft_tokens),
+    "shared_kv": DraftLoop(
+        splice=shared_kv,
+        num_passes=lambda ctx: ctx.config.num_draft_tokens,
+        calls=lambda k: ("combine", "forward", "propose"),
+    ),
     "callback": DraftLoop(splice=callback, num_passes=lambda ctx: 0),
     "unshifted": DraftLoop(
         splice=unshifted,
         num_passes=num_unshifted_passes,
+        calls=lambda k: ("forward", "propose"),
         why_never_zero="must see every token, or its cache would have holes: leave 0 out of "
         "num_draft_tokens=",
     ),
