@@ -136,6 +136,11 @@ def _check_combination(args: argparse.Namespace) -> None:
         raise InvalidOption(f"--format {args.format} prints graphs; use text or json here")
     if args.format in ("python", "dot") and (args.all or args.diff):
         raise InvalidOption(f"--format {args.format} prints one graph; choose it with --after")
+    if args.prompt and not args.bisect:
+        raise InvalidOption("--prompt is served by --bisect alone: give both, or leave it out")
+    for name, size in (("batch-size", args.batch_size), ("context-length", args.context_length)):
+        if size < 1:
+            raise InvalidOption(f"--{name} must be a positive integer; got {size}")
 
 
 # --- graphs ---

@@ -207,6 +207,8 @@ BY_COMMAND = {
     "a device of another name": ("compile --device gpu", r"^--device must be .*mean cuda\?$"),
     "a device to look at": ("dump --device cuda:63 --list", "^--device 'cuda:63' cannot be used"),
     "a device for nothing": ("dump --meta --device cpu", "leave out --draft and --device$"),
+    "a prompt to look at": ("dump --prompt x", "^--prompt is served by --bisect alone"),
+    "a batch of none": ("dump --cost --batch-size 0", "^--batch-size must be .*; got 0$"),
     "a roofline": ("dump --cost --device h200", r"^--device must be 'cpu'.*; got 'h200'"),
     "no draft counts": (
         "generate --prompt x --num-draft-tokens 3;5",
