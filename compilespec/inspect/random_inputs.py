@@ -114,7 +114,7 @@ def _decode_case(draw: _Draw, batch_size: int, start: Stage) -> Case:
 
 def _match_drafts(ctx: PassContext, case: Case, start: Stage, vocab_size: int) -> None:
     """Rewrite the drafts in place: some row's first m are what the target will say, the next one is
-    not, and those after it are again; m differs from row to row.
+    not, and those after it are again; m differs from row to row.  Guides allow those m.
     """
     num_drafts, tokens_RS = ctx.config.num_draft_tokens, case.inputs["tokens_RS"]
     for draft in range(1, num_drafts + 1):
@@ -124,7 +124,11 @@ def _match_drafts(ctx: PassContext, case: Case, start: Stage, vocab_size: int) -
                 continue
             matching = (index + case.batch_size) % (num_drafts + 1)
             wrong = int(draft == matching + 1)
-            tokens_RS[row, draft] = (best_BS[index, draft - 1] + wrong) % vocab_size
+            best = int(best_BS[index, draft - 1])
+            tokens_RS[row, draft] = (best + wrong) % vocab_size
+            if "mask_RSW" in case.inputs and draft <= matching:
+                word, bit = divmod(best, 32)
+                case.inputs["mask_RSW"][row, draft - 1, word] |= (-1 if bit == 31 else 1) << bit
 
 
 def target_logits(ctx: PassContext, case: Case, start: Stage) -> Tensor:

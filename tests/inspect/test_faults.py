@@ -19,7 +19,8 @@ from torch import Tensor, fx
 
 from compilespec.errors import PassError
 from compilespec.inspect.bisect import BisectReport, bisect
-from compilespec.inspect.verify import VerifyReport, verify
+from compilespec.inspect.stages import context_of, pass_stages, with_graphs
+from compilespec.inspect.verify import VerifyReport, make_cases, verify
 from compilespec.methods.eagle3 import random_head
 from compilespec.methods.registry import get_method
 from compilespec.passes import rewrite, runner
@@ -580,6 +581,19 @@ def test_the_page_counts_them_and_shows_one() -> None:
     shown = page[start : page.index("```", start)].replace(", ...", "")
     printed = str(catch(fault).bisect)
     assert [line for line in shown.splitlines() if line not in printed] == []
+
+
+def test_guides_allow_the_drafts_that_match() -> None:
+    """Or a fault after acceptance would be seen by luck alone: with some seeds."""
+    graph = with_graphs(build("decode").graphs["decode"])
+    start = next(pass_stages(graph)).before
+    for seed in range(4):
+        (case,) = make_cases(context_of(graph), start, batch_sizes=(5,), seed=seed)
+        masks, tokens = case.inputs["mask_RSW"].tolist(), case.inputs["tokens_RS"].tolist()
+        for index, row in enumerate(case.inputs["row_B"].tolist()):
+            for place in range((index + 5) % 4 if row >= 0 else 0):
+                word, bit = divmod(tokens[row][place + 1], 32)
+                assert masks[row][place][word] >> bit & 1
 
 
 @pytest.mark.parametrize("phase", ["prefill", "decode"])
