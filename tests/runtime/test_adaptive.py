@@ -17,6 +17,9 @@ from compilespec.methods import eagle3, mtp
 from compilespec.methods.shared_kv import random_drafter
 from compilespec.program import NUM_KEPT
 from compilespec.runtime.draft_policy import Choice
+from compilespec.tracing.load import load_target
+from compilespec.tracing.target import trace_target
+from compilespec.tracing.target_info import describe_target
 from tests.support.drafters import repeating
 from tests.support.models import (
     Ask,
@@ -191,7 +194,7 @@ def test_the_policy_itself_finds_what_pays(lab: Any) -> None:
 )
 def test_other_methods(target: Any, method: str, counts: tuple[int, ...]) -> None:
     model, asks = target
-    info = target_info(model, MAX_SEQ_LEN)
+    info = describe_target(trace_target(model), load_target(model))
     draft = {
         "ngram": lambda: None,
         "user": lambda: repeating(counts[-1]),
