@@ -226,10 +226,10 @@ class BufferSpec:
 class InputSpec:
     """What feeds one placeholder of a program graph.
 
-    `sources` names the weights an input is made of: more than one when projections were merged
-    (rows
-    concatenated in this order); `packed` names a layout of `ops.quantized_linear.LAYOUTS`, such as
-    "panels", that of `compilespec::packed_linear`; "" is as it is.
+    `sources` names the weights that an input is made of: more than one when projections were merged
+    (their rows concatenated in this order).  `packed` names a layout of
+    `ops.quantized_linear.LAYOUTS`, such as "panels", that of `compilespec::packed_linear`; ""
+    leaves the weight as it is.
     """
 
     name: str
