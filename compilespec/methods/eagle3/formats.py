@@ -1,4 +1,4 @@
-"""The formats of an EAGLE-3 head's config.json, one reader each.
+"""The formats of an EAGLE-3 head's config.json: where each keeps what.
 
 The EAGLE authors' is flat; SpecForge's and NVIDIA's is the same with a nested `eagle_config`;
 speculators' has the decoder layer under `transformer_layer_config`.  The format is recognised by
@@ -65,23 +65,18 @@ class HeadFormat:
 
 
 def read_format(raw: Mapping[str, Any]) -> HeadFormat:
-    """Read a config.json by the reader of its format.  Raises: CheckpointError, NotSupported."""
-    reader = _read_speculators if "speculators_model_type" in raw else _read_flat
-    return reader(raw)
-
-
-def _read_flat(raw: Mapping[str, Any]) -> HeadFormat:
-    """The EAGLE authors' config, and with a nested `eagle_config` SpecForge's and NVIDIA's."""
+    """Read a config.json of any format.  Raises: CheckpointError, NotSupported."""
+    is_speculators = "speculators_model_type" in raw
     return HeadFormat(
-        layout="safeailab",
-        body_fields=raw,
+        layout="speculators" if is_speculators else "safeailab",
+        body_fields=_speculators_body(raw) if is_speculators else raw,
         flag_places=(raw, raw.get("eagle_config") or {}),
         architectures=_architectures(raw),
         num_draft_tokens=_num_draft_tokens(raw),
     )
 
 
-def _read_speculators(raw: Mapping[str, Any]) -> HeadFormat:
+def _speculators_body(raw: Mapping[str, Any]) -> Mapping[str, Any]:
     kind = raw["speculators_model_type"]
     if kind != "eagle3":
         raise NotSupported(
@@ -90,13 +85,7 @@ def _read_speculators(raw: Mapping[str, Any]) -> HeadFormat:
     body_fields = raw.get("transformer_layer_config")
     if not isinstance(body_fields, Mapping):
         raise CheckpointError("config.json: speculators format without transformer_layer_config")
-    return HeadFormat(
-        layout="speculators",
-        body_fields=body_fields,
-        flag_places=(raw, raw.get("eagle_config") or {}),
-        architectures=_architectures(raw),
-        num_draft_tokens=_num_draft_tokens(raw),
-    )
+    return body_fields
 
 
 def _architectures(raw: Mapping[str, Any]) -> tuple[str, ...]:
