@@ -35,12 +35,7 @@ def read_kept(before: Before, ctx: PassContext, case: Case) -> Values:
     roles = {
         "aux": torch.stack(aux),
         "draft_ids": torch.stack(ids),
-        "position": placed.tokens.position,
-        "row": placed.tokens.row,
-        "slot": placed.tokens.slot,
-        "row_index": placed.row_index,
-        "live": placed.live,
-        "start": placed.start,
+        **placed.roles(),
         "num_emitted": torch.tensor(counts, dtype=torch.int32, device=placed.start.device),
     }
     kept = {name: case.inputs[name].clone() for name in ("kept_aux_RWE", "kept_ids_RW")}

@@ -22,6 +22,17 @@ class Placement:
     live: Tensor  # bool [B]
     start: Tensor  # int32 [B], the first position that has no token (decode: of this call)
 
+    def roles(self) -> dict[str, Tensor]:
+        """By the roles that passes give to the nodes that compute the same."""
+        return {
+            "position": self.tokens.position,
+            "row": self.tokens.row,
+            "slot": self.tokens.slot,
+            "row_index": self.row_index,
+            "live": self.live,
+            "start": self.start,
+        }
+
 
 def place_call(config: ProgramConfig, case: Case) -> Placement:
     """Read the call's tokens from its inputs.  Source: E5, H-16."""

@@ -52,15 +52,7 @@ def read_state(before: Before, ctx: PassContext, case: Case) -> Values:
     placed = place_call(ctx.config, case)
     own = {"input_ids": placed.ids, "position_ids": placed.tokens.position}
     values = before({**case.inputs, **own})
-    roles = {
-        "ids": placed.ids,
-        "position": placed.tokens.position,
-        "row": placed.tokens.row,
-        "slot": placed.tokens.slot,
-        "row_index": placed.row_index,
-        "live": placed.live,
-        "start": placed.start,
-    }
+    roles = {"ids": placed.ids, **placed.roles()}
     return dataclasses.replace(values, roles={**values.roles, **roles})
 
 
