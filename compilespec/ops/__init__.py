@@ -8,16 +8,21 @@ is imported by the first CUDA call.
 from compilespec.ops._build import load_kernels
 from compilespec.ops.argmax_linear import argmax_linear, score_linear
 from compilespec.ops.attention import attention
+from compilespec.ops.causal_conv import cached_conv, causal_conv
 from compilespec.ops.ngram_match import ngram_match
 from compilespec.ops.packed_linear import pack_weight, packed_linear
 from compilespec.ops.paged_attention import paged_attention
 from compilespec.ops.quantized_linear import dynamic_int8_linear, quantized_linear
+from compilespec.ops.recurrence import cached_recurrence, recurrence
 from compilespec.ops.roll_window import roll_window
 from compilespec.ops.sample import draw, sample
 
 __all__ = [
     "argmax_linear",
     "attention",
+    "cached_conv",
+    "cached_recurrence",
+    "causal_conv",
     "draw",
     "dynamic_int8_linear",
     "load_kernels",
@@ -26,6 +31,7 @@ __all__ = [
     "packed_linear",
     "paged_attention",
     "quantized_linear",
+    "recurrence",
     "roll_window",
     "sample",
     "score_linear",
