@@ -193,9 +193,13 @@ def capture_all(
     startup_seconds: float,
     progress: Reporter | None = None,
 ) -> None:
-    """Capture at start, pieces before whole steps, the largest first, until the time is spent."""
+    """Capture at start until the time is spent: decode steps first, since one that is captured in
+    traffic holds up every request, and the largest first, whose memory the others find allocated.
+    """
     work = [(key, d) for d in dispatchers for key in d.keys]
-    work.sort(key=lambda item: (item[0].kind == "full", [-size for size in item[0].bucket[::-1]]))
+    work.sort(
+        key=lambda item: (item[0].step.phase != "decode", [-size for size in item[0].bucket[::-1]])
+    )
     deadline = time.perf_counter() + startup_seconds
     progress = progress or Reporter()
     for index, (key, dispatcher) in enumerate(work, 1):

@@ -91,4 +91,4 @@ class _Stage:
     def send(self) -> None:
         if self._sent is not None:
             self._target.copy_(self._pinned, non_blocking=True)
-            self._sent.record()
+            self._sent.record(torch.cuda.current_stream(self._target.device))

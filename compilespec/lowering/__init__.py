@@ -43,15 +43,15 @@ INDUCTOR_OPTIONS: dict[str, Any] = {
 # Inductor recomputes a value of up to 30 operations in every kernel that reads it, such as the
 # cosines and sines of the rotary embedding in each layer.  On the CPU, values of more than 8
 # operations that several kernels read are stored.
-CPU_OPTIONS: dict[str, Any] = {"realize_opcount_threshold": 8}
-
+#
 # A decode step is a hundred short calls: a C++ wrapper around them takes a third off the step.
 # Besides products and attention there are only a few rows of element-wise work, for which a
 # parallel region costs more than it saves; a fixed thread count would tie the artifact to the
-# machine.
-PHASE_OPTIONS: dict[Phase, dict[str, Any]] = {
-    "decode": {"cpp_wrapper": True, "cpp.threads": 1},
-    "prefill": {"cpp.dynamic_threads": True},
+# machine.  On CUDA a graph replays the step, and the wrapper would need a CUDA toolkit, which
+# torch's own packages do not bring.
+CPU_OPTIONS: dict[Phase, dict[str, Any]] = {
+    "decode": {"realize_opcount_threshold": 8, "cpp_wrapper": True, "cpp.threads": 1},
+    "prefill": {"realize_opcount_threshold": 8, "cpp.dynamic_threads": True},
 }
 
 
@@ -137,16 +137,16 @@ def _compile(
         return _compile_whole(graph, program, cache, step)
 
 
-def _options(graph: PhaseGraph, program: SpecProgram) -> dict[str, Any]:
-    of_device = CPU_OPTIONS if program.config.device.type == "cpu" else {}
-    return {**INDUCTOR_OPTIONS, **of_device, **PHASE_OPTIONS[graph.phase]}
+def inductor_options(device: torch.device, phase: Phase) -> dict[str, Any]:
+    """What Inductor is told for a step of a phase on a device."""
+    return {**INDUCTOR_OPTIONS, **(CPU_OPTIONS[phase] if device.type == "cpu" else {})}
 
 
 def _compile_whole(
     graph: PhaseGraph, program: SpecProgram, cache: ArtifactCache, step: Step
 ) -> LoweredPhase:
     started = time.perf_counter()
-    options = _options(graph, program)
+    options = inductor_options(program.config.device, graph.phase)
     key = artifact_key(graph, program, options)
     stored = cache.load(key)
     step.note(from_cache=stored is not None)
@@ -176,10 +176,11 @@ def _compile_pieces(
     Raises: PassError if the graph cannot be cut.
     """
     started = time.perf_counter()
-    options = _options(graph, program)
+    device = program.config.device
+    options = inductor_options(device, graph.phase)
     key = artifact_key(graph, program, {**options, "units": "pieces"})
     stored = cache.load_plan(key)
-    calls = {} if stored is None else _load_pieces(stored[0], options, cache)
+    calls = {} if stored is None else _load_pieces(stored[0], options, device, cache)
     is_warm = stored is not None and len(calls) == len(stored[0].keys)
     step.note(from_cache=is_warm)
     if stored is None or not is_warm:
@@ -188,7 +189,7 @@ def _compile_pieces(
         calls = {}
         for number, (name, piece) in enumerate(pieces.items(), 1):
             step.tell(detail=f"piece {number} of {len(pieces)}")
-            file_key = piece_file_key(name, options)
+            file_key = piece_file_key(name, options, device)
             found = cache.load(file_key)
             if found is None:
                 compiled = _torch_compat.standalone_compile(
@@ -223,10 +224,10 @@ def _tell_why(graph: PhaseGraph, key: ArtifactKey, cache: ArtifactCache, step: S
 
 
 def _load_pieces(
-    plan: StitchPlan, options: dict[str, Any], cache: ArtifactCache
+    plan: StitchPlan, options: dict[str, Any], device: torch.device, cache: ArtifactCache
 ) -> dict[str, Callable[..., Any]]:
     """The pieces of a plan that are in the cache."""
-    found = {name: cache.load(piece_file_key(name, options)) for name in plan.keys}
+    found = {name: cache.load(piece_file_key(name, options, device)) for name in plan.keys}
     return {name: stored[0] for name, stored in found.items() if stored is not None}
 
 

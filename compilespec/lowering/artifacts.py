@@ -6,6 +6,8 @@ import contextlib
 import dataclasses
 import functools
 import hashlib
+import importlib
+import importlib.util
 import json
 import logging
 import os
@@ -68,7 +70,7 @@ def artifact_key(graph: PhaseGraph, program: SpecProgram, options: dict[str, Any
         {
             "model": _digest(repr(model).encode()),
             "step": f"{graph.phase}, {graph.key.kind}",
-            **_environment(options),
+            **_environment(options, program.config.device),
             "method": program.method,
             **{name: str(size).removeprefix("torch.") for name, size in sizes.items()},
             "K of the step": str(graph.key.num_draft_tokens),
@@ -79,21 +81,36 @@ def artifact_key(graph: PhaseGraph, program: SpecProgram, options: dict[str, Any
     )
 
 
-def piece_file_key(structure: str, options: dict[str, Any]) -> ArtifactKey:
-    """The key of a piece: its structure, the options, and the code that lowers it."""
-    return _key({**_environment(options), "piece": structure})
+def piece_file_key(structure: str, options: dict[str, Any], device: torch.device) -> ArtifactKey:
+    """The key of a piece: its structure, the options, where it runs, and the code that lowers
+    it.
+    """
+    return _key({**_environment(options, device), "device": str(device), "piece": structure})
 
 
 def _key(parts: Mapping[str, str]) -> ArtifactKey:
     return ArtifactKey(tuple(parts.items()))
 
 
-def _environment(options: dict[str, Any]) -> dict[str, str]:
+def _environment(options: dict[str, Any], device: torch.device) -> dict[str, str]:
     return {
         "torch version": torch.__version__,
         "CPU capability": torch.backends.cpu.get_cpu_capability(),
+        **(_gpu(device) if device.type == "cuda" else {}),
         "compilespec's code": _source_digest(),
         "compiler options": json.dumps(options, sort_keys=True),
+    }
+
+
+def _gpu(device: torch.device) -> dict[str, str]:
+    """What machine code for a GPU depends on: its architecture, its model where kernels were tuned
+    by measurement, and Triton, whose version is not torch's.
+    """
+    found = torch.cuda.get_device_properties(device)
+    triton = importlib.import_module("triton") if importlib.util.find_spec("triton") else None
+    return {
+        "GPU": f"{found.name} (sm_{found.major}{found.minor})",
+        "Triton version": "none" if triton is None else str(triton.__version__),
     }
 
 

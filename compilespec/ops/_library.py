@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import importlib.util
@@ -74,9 +75,15 @@ def _lazy_triton(name: str, folder: str, reference: Callable[..., Any]) -> Calla
         return getattr(importlib.import_module(f"compilespec.ops.{folder}.kernel"), name)
 
     def run(*args: Any) -> Any:
-        return load()(*args)
+        with _on_device_of(args[0]):
+            return load()(*args)
 
     return run
+
+
+def _on_device_of(tensor: torch.Tensor) -> contextlib.AbstractContextManager[Any]:
+    """Triton launches kernels on the current device, wherever their tensors are."""
+    return torch.cuda.device(tensor.device) if tensor.is_cuda else contextlib.nullcontext()
 
 
 @functools.cache

@@ -19,7 +19,7 @@ class Launched:
             for pinned, result in zip(self._pinned, results, strict=True):
                 pinned.copy_(result, non_blocking=True)
             self._ready = torch.cuda.Event()
-            self._ready.record()
+            self._ready.record(torch.cuda.current_stream(emitted_BS.device))
         else:  # there already
             self._emitted, self._counts = results[0].tolist(), results[1].tolist()
 

@@ -232,7 +232,8 @@ def test_a_batch_larger_than_every_bucket_runs_as_it_is() -> None:
     assert one._recorder.report.num_replays == 0
 
 
-def test_the_largest_is_captured_first_and_pieces_before_whole_steps() -> None:
+def test_decode_steps_are_captured_first_and_of_each_phase_the_largest() -> None:
+    """What is left when the time at start is spent stalls traffic later: better a prefill."""
     toys = [Toy(), Toy()]
     driver = EmulatedDriver()
     recorder = Recorder(driver, GraphOptions(), mode="full_and_piecewise")
@@ -246,9 +247,9 @@ def test_the_largest_is_captured_first_and_pieces_before_whole_steps() -> None:
         replace(toys[1].phase("prefill"), inputs=(InputSpec(name="ids_T", kind="batch"),)), {},
         CONFIG, buckets=[(1, 8), (4, 8), (1, 24), (9, 24)], kind="piecewise", recorder=recorder,
     )  # fmt: skip
-    capture_all([decode, prefill], startup_seconds=600)
-    assert [key.bucket for key in keys] == [(9, 24), (1, 24), (4, 8), (1, 8), (9,), (4,), (1,)]
-    assert [key.kind for key in keys] == ["piecewise"] * 4 + ["full"] * 3
+    capture_all([prefill, decode], startup_seconds=600)
+    assert [key.bucket for key in keys] == [(9,), (4,), (1,), (9, 24), (1, 24), (4, 8), (1, 8)]
+    assert [key.kind for key in keys] == ["full"] * 3 + ["piecewise"] * 4
 
 
 def test_without_time_at_start_buckets_are_captured_when_they_are_needed() -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import logging
 import re
+import types
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,9 +15,9 @@ import torch
 import compilespec
 from compilespec import SamplingParams, _torch_compat
 from compilespec.errors import InvalidOption
-from compilespec.lowering import INDUCTOR_OPTIONS, lower
-from compilespec.lowering.artifacts import ArtifactCache, artifact_key
-from compilespec.program import SpecProgram
+from compilespec.lowering import INDUCTOR_OPTIONS, inductor_options, lower
+from compilespec.lowering.artifacts import ArtifactCache, artifact_key, piece_file_key
+from compilespec.program import PHASES, SpecProgram
 from compilespec.progress import Progress, Reporter
 from compilespec.runtime.executor import PrefillChunk
 from compilespec.runtime.step_runner import StepRunner
@@ -107,6 +109,38 @@ def test_key_covers_options_and_phase(program: SpecProgram) -> None:
     keys = {artifact_key(graph, program, INDUCTOR_OPTIONS) for graph in program.graphs.values()}
     keys.add(artifact_key(program.graphs["decode"], program, {}))
     assert len(keys) == 3
+
+
+def test_a_key_on_cuda_covers_the_gpu_triton_and_the_place(
+    program: SpecProgram, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Machine code of one GPU must not be found by another, nor that of cuda:0 by cuda:1."""
+    gpus = {"H100": (9, 0), "L4": (8, 9), "A100": (8, 0)}
+
+    def keys(gpu: str, index: int, triton_version: str) -> set[str]:
+        major, minor = gpus[gpu]
+        found = types.SimpleNamespace(name=gpu, major=major, minor=minor)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: found)
+        monkeypatch.setattr(triton, "__version__", triton_version)
+        device = torch.device("cuda", index)
+        there = replace(program, config=replace(program.config, device=device))
+        step = artifact_key(there.graphs["decode"], there, INDUCTOR_OPTIONS)
+        return {step.name, piece_file_key("a piece", INDUCTOR_OPTIONS, device).name}
+
+    triton = pytest.importorskip("triton")
+    made = [keys(gpu, 0, "3.7") for gpu in gpus]
+    made += [keys("H100", 1, "3.7"), keys("H100", 0, "3.8")]
+    assert len(set().union(*made)) == 2 * len(made)
+    assert keys("H100", 0, "3.7") == made[0]
+
+
+def test_only_steps_on_the_cpu_get_a_cpp_wrapper() -> None:
+    """On CUDA it is compiled by nvcc, which torch's own packages do not bring."""
+    for phase in PHASES:
+        cuda = inductor_options(torch.device("cuda", 0), phase)
+        assert not [name for name in cuda if name.startswith("cpp")]
+        assert cuda == INDUCTOR_OPTIONS
+    assert inductor_options(torch.device("cpu"), "decode")["cpp_wrapper"]
 
 
 def test_generated_code_writes_caches_in_place(program: SpecProgram) -> None:
