@@ -34,7 +34,7 @@ TRAINING_ONLY = re.compile(
 # Tensor names of a decoder layer, and of MTP modules with their own prefix.
 LAYER = re.compile(r"^(?:model\.)?(?:language_model\.)?layers\.(\d+)\.(.+)$")
 MTP_LAYER = re.compile(r"^(?:model\.)?mtp_layers\.(\d+)\.(.+)$")
-MTP = re.compile(r"^mtp\.(?:layers\.(\d+)\.)?(.+)$")
+MTP = re.compile(r"^(?:model\.)?(?:language_model\.)?mtp\.(?:layers\.(\d+)\.)?(.+)$")
 
 MAX_LISTED = 8  # names of one kind in a message
 

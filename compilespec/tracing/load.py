@@ -93,6 +93,8 @@ def load_target(
         tokenizer = tokenizer if tokenizer is not None else _load_tokenizer(directory)
     if wanted is not None or device is not None:
         model = model.to(dtype=wanted, device=device)
+    if directory is not None:
+        _set_experts(model)
     if next(model.parameters(), None) is None:
         raise InvalidOption(
             f"{type(model).__name__} has no parameters; expected a causal language model"
@@ -144,6 +146,12 @@ def _load_directory(directory: Path, dtype: torch.dtype | None) -> nn.Module:
     _check_whole(directory, model, report)
     loaded: nn.Module = model
     return loaded
+
+
+def _set_experts(model: Any) -> None:
+    """In float64 take experts one by one: the grouped product of transformers' default has none."""
+    if model.dtype == torch.float64 and model._can_set_experts_implementation():
+        model.set_experts_implementation("batched_mm")
 
 
 def _check_kind(directory: Path, config: Any) -> None:

@@ -254,6 +254,68 @@ class Qwen3Next(Case):
         return output
 
 
+class Qwen35Moe(Qwen3Next):
+    """The text model's config under text_config, and the experts of a layer in one tensor."""
+
+    shapes: ClassVar[dict[str, tuple[int, ...]]] = {
+        **{name: shape for name, shape in Qwen3Next.shapes.items() if ".experts." not in name},
+        "mlp.experts.gate_up_proj": (NUM_EXPERTS, 32, D),
+        "mlp.experts.down_proj": (NUM_EXPERTS, D, 16),
+    }
+    kind, prefix = "qwen3_5_moe", "mtp."
+
+    def raw(self) -> dict[str, Any]:
+        text = {key: value for key, value in super().raw().items() if "rotary" not in key}
+        text |= {
+            "model_type": f"{self.kind}_text", "mtp_num_hidden_layers": self.modules,
+            "mtp_use_dedicated_embeddings": False,
+            "rope_parameters": {
+                "rope_type": "default", "rope_theta": text.pop("rope_theta"),
+                "partial_rotary_factor": 0.25, "mrope_interleaved": True,
+                "mrope_section": [1, 0, 0],
+            },
+        }  # fmt: skip
+        return {
+            "model_type": self.kind, "architectures": ["Qwen3_5MoeForConditionalGeneration"],
+            "text_config": text, "vision_config": {},
+        }  # fmt: skip
+
+    def name(self, index: int, rest: str) -> str:
+        rest = rest.removesuffix(".weight") if ".experts." in rest else rest
+        return self.prefix + super().name(index, rest).removeprefix("mtp.")
+
+    def linear(self, x: Tensor, index: int, name: str) -> Tensor:
+        if ".experts." not in name:
+            return super().linear(x, index, name)
+        *_, expert, kind = name.split(".")
+        fused = "down_proj" if kind == "down_proj" else "gate_up_proj"
+        matrix = self.weights[self.name(index, f"mlp.experts.{fused}")][int(expert)]
+        half = {"gate_proj": slice(16), "up_proj": slice(16, 32)}.get(kind, slice(None))
+        return functional.linear(x, matrix[half])
+
+
+class Qwen35(Qwen35Moe):
+    """Dense, and named as inside the wrapper."""
+
+    shapes: ClassVar[dict[str, tuple[int, ...]]] = {
+        **{name: shape for name, shape in Qwen3Next.shapes.items() if not name.startswith("mlp.")},
+        **MLP,
+    }
+    kind, prefix = "qwen3_5", "model.language_model.mtp."
+
+    def mlp(self, x_TD: Tensor, index: int, prefix: str = "mlp") -> Tensor:
+        return Case.mlp(self, x_TD, index, prefix)
+
+
+class Qwen3NextDense(Qwen3Next):
+    """The tensors say that these modules have no experts, though the target's layers do."""
+
+    shapes: ClassVar[dict[str, tuple[int, ...]]] = Qwen35.shapes
+
+    def mlp(self, x_TD: Tensor, index: int, prefix: str = "mlp") -> Tensor:
+        return Case.mlp(self, x_TD, index, prefix)
+
+
 class Step(Case):
     layout, plus_one, own_head, modules, rotary = "step", True, True, 3, HEAD // 2
     window, heads_of_window = 4, 6
@@ -294,7 +356,12 @@ class Step(Case):
         return self.weights[self.name(index, "transformer.shared_head.output.weight")]
 
 
-CASES = {case.__name__: case for case in (Case, Qwen2, MiMo, Speculators, Qwen3Next, Step)}
+CASES = {
+    case.__name__: case
+    for case in (
+        Case, Qwen2, MiMo, Speculators, Qwen3Next, Qwen35Moe, Qwen35, Qwen3NextDense, Step,
+    )
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module", params=CASES)

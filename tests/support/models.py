@@ -209,7 +209,7 @@ def target_info(model: nn.Module, max_seq_len: int) -> TargetInfo:
     """What `describe_target` reads off a trace, read off the module: no trace to pay for."""
     if hasattr(model, "get_input_embeddings"):
         embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-        num_layers = model.config.num_hidden_layers
+        num_layers = model.config.get_text_config().num_hidden_layers
     else:
         embedding, head, num_layers = model.tokens, model.head, len(model.blocks)
     return TargetInfo(

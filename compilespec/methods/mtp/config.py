@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -33,6 +33,8 @@ BODIES: dict[str, tuple[str, str]] = {
     "deepseek_v32": ("deepseek_v3", "DeepseekV3"),  # dense: exact up to index_topk positions
     "glm4_moe": ("glm4_moe", "Glm4Moe"),
     "qwen3_next": ("qwen3_next", "Qwen3Next"),
+    "qwen3_5_text": ("qwen3_5", "Qwen3_5"),
+    "qwen3_5_moe_text": ("qwen3_5_moe", "Qwen3_5Moe"),
     "step3p5": ("step3p7", "Step3p7"),
 }
 
@@ -49,6 +51,9 @@ NOT_OF_THE_BLOCK = (
 
 _INSIDE = re.compile(r"^(?:transformer|mtp_block)\.")
 
+# Keys of config.json that count the modules.
+_COUNTS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")
+
 # Tensor names of a module, next to those of its block, as `MtpStep` has them.
 _RENAMED: dict[str, str] = {
     "shared_head.norm": "norm",
@@ -63,6 +68,8 @@ _RENAMED: dict[str, str] = {
     "pre_fc_norm_hidden": "hnorm",
 }
 _OF_THE_MODULE = ("enorm", "hnorm", "eh_proj", "norm", "lm_head", "embed_tokens")
+_EMBEDDING = "embed_tokens.weight"
+_DENSE = "block.mlp.gate_proj.weight"  # experts have a router and matrices of their own
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,9 +128,10 @@ def normalise(raw: Mapping[str, Any], names: Iterable[str], *, pos0_mask: bool) 
             "model.layers.N.eh_proj.weight, model.mtp_layers.0.* or mtp.fc.weight"
         )
     layout = layout_of(raw, modules)
-    found = 1 + max(int(new.split(".")[1]) for new in modules.values())
+    new_names = set(modules.values())
+    found = 1 + max(int(new.split(".")[1]) for new in new_names)
     inner = raw.get("transformer_layer_config" if layout == "speculators" else "text_config", raw)
-    said = inner.get("num_nextn_predict_layers") or inner.get("num_mtp_layers")
+    said = next((inner[key] for key in _COUNTS if inner.get(key)), None)
     if said is not None and int(said) != found and layout != "speculators":
         raise CheckpointError(
             f"config.json says {said} MTP modules, the tensors are those of {found}; copy the "
@@ -135,10 +143,16 @@ def normalise(raw: Mapping[str, Any], names: Iterable[str], *, pos0_mask: bool) 
             f"MTP modules with a decoder layer of model_type {body!r} are not built; known: "
             f"{', '.join(BODIES)}"
         )
+    if inner.get("mtp_use_dedicated_embeddings") and f"steps.0.{_EMBEDDING}" not in new_names:
+        raise CheckpointError(
+            "config.json says mtp_use_dedicated_embeddings, expected mtp.embed_tokens.weight among "
+            "the tensors; copy the checkpoint again"
+        )
+    dense = [index for index in range(found) if f"steps.{index}.{_DENSE}" in new_names]
     return MtpConfig(
         layout=layout,
         body=body,
-        block=block_config(body, inner, found),
+        block=block_config(body, inner, found, dense=dense),
         num_modules=found,
         hidden_first=layout == "mimo",
         hidden="pre_norm" if layout == "step" else "post_norm",
@@ -155,7 +169,7 @@ def layout_of(raw: Mapping[str, Any], modules: Iterable[str]) -> Layout:
             raise CheckpointError(f"speculators_model_type is {kind!r}, expected 'mtp'")
         return "speculators"
     names = list(modules)
-    if any(name.startswith("mtp.") for name in names):
+    if any(MTP.match(name) for name in names):
         return "qwen3_next"
     if any(MTP_LAYER.match(name) for name in names):
         return "mimo"
@@ -197,13 +211,18 @@ def body_class(body: str, kind: str) -> type[nn.Module]:
     """transformers' class of a body: "DecoderLayer", "RMSNorm" or "RotaryEmbedding"."""
     package, prefix = BODIES[body]
     module = importlib.import_module(f"transformers.models.{package}.modeling_{package}")
-    found: type[nn.Module] = getattr(module, prefix + kind)
+    of_text = getattr(module, f"{prefix}Text{kind}", None)  # beside one for images
+    found: type[nn.Module] = of_text or getattr(module, prefix + kind)
     return found
 
 
-def block_config(body: str, raw: Mapping[str, Any], num_modules: int) -> Any:
+def block_config(
+    body: str, raw: Mapping[str, Any], num_modules: int, *, dense: Sequence[int] = ()
+) -> Any:
     """transformers' config for `num_modules` decoder layers, numbered from 0.
 
+    Args:
+        dense: layers without experts, where a body of experts may have such.
     Raises:
         NotSupported: a rope type whose frequencies depend on the positions.
     """
@@ -230,7 +249,7 @@ def block_config(body: str, raw: Mapping[str, Any], num_modules: int) -> Any:
     if hasattr(config, "first_k_dense_replace"):
         config.first_k_dense_replace = 0  # the modules' MLPs are experts
     if hasattr(config, "decoder_sparse_step"):
-        config.decoder_sparse_step, config.mlp_only_layers = 1, []
+        config.decoder_sparse_step, config.mlp_only_layers = 1, list(dense)
     if getattr(config, "layer_types", None) is not None:
         config.layer_types = kinds
     _check_rope(config.rope_parameters)

@@ -137,7 +137,8 @@ def dequantise(
     Raises:
         NotSupported: another quantisation; the message names the tensor.
     """
-    quantisation = raw.get("quantization_config") or {}
+    text = raw.get("text_config") or {}
+    quantisation = raw.get("quantization_config") or text.get("quantization_config") or {}
     block = tuple(quantisation.get("weight_block_size") or FP8_BLOCK)
     plain: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
@@ -157,15 +158,15 @@ def dequantise(
 
 
 def _unscale(name: str, tensor: Tensor, scale: Tensor, block: tuple[int, ...]) -> Tensor:
-    rows, columns = tensor.shape
-    blocks = (-(-rows // block[0]), -(-columns // block[1]))
-    if scale.shape != blocks:
+    *experts, rows, columns = tensor.shape
+    blocks = [*experts, -(-rows // block[0]), -(-columns // block[1])]
+    if list(scale.shape) != blocks:
         raise CheckpointError(
-            f"{name}{SCALE}: expected {list(blocks)} scales of blocks {list(block)}, got "
+            f"{name}{SCALE}: expected {blocks} scales of blocks {list(block)}, got "
             f"{list(scale.shape)}"
         )
-    spread = scale.float().repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)
-    return tensor.float() * spread[:rows, :columns]
+    spread = scale.float().repeat_interleave(block[0], -2).repeat_interleave(block[1], -1)
+    return tensor.float() * spread[..., :rows, :columns]
 
 
 def stack_experts(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

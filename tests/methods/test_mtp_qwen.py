@@ -1,0 +1,173 @@
+"""MTP heads inside checkpoints of Qwen3-Next and Qwen3.5: target and drafter from one folder."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+import compilespec
+from compilespec.errors import CheckpointError, UnsupportedModel
+from compilespec.methods.mtp.load import dequantise, load_drafter
+from compilespec.tracing.load import load_target
+from compilespec.tracing.target_info import TargetInfo
+from tests.support.models import VOCAB, target_info
+from tests.support.qwen_mtp import FAMILIES, MAX_POSITIONS, mtp_tensors, publish, whole_model
+
+ORACLE = Path(__file__).parents[1] / "data" / "oracles" / "b_mtp_qwen3_next"
+
+
+# --- against the speculators library ---
+
+
+@pytest.fixture(scope="module", params=["speculators", "qwen3_next"])
+def oracle(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory):
+    native = load_file(ORACLE / "native.safetensors")
+    folder = ORACLE
+    if request.param == "qwen3_next":
+        folder = tmp_path_factory.mktemp("native")
+        raw = json.loads((ORACLE / "config.json").read_text())["transformer_layer_config"]
+        (folder / "config.json").write_text(json.dumps(raw))
+        save_file(native, folder / "model.safetensors")
+    info = TargetInfo(
+        hidden_size=32, vocab_size=96, num_layers=4, dtype=torch.float32,
+        device=torch.device("cpu"), embedding=native["model.embed_tokens.weight"],
+        lm_head=native["lm_head.weight"],
+    )  # fmt: skip
+    drafter = load_drafter(folder, info, {}, recycled=False)
+    assert drafter.config.layout == request.param
+    return drafter, info
+
+
+@torch.no_grad()
+def test_each_use_of_the_module_equals_speculators(oracle):
+    """Use k reads the output of use k-1 at the same position, and the token k+1 further on."""
+    drafter, info = oracle
+    io, meta = load_file(ORACLE / "io.safetensors"), json.loads((ORACLE / "meta.json").read_text())
+    ids, hidden = io["in.input_ids"][None], io["in.target_hidden"][None]
+    (step,) = drafter.steps
+    assert step.embed_tokens.weight is info.embedding
+    for use in range(3):
+        count = ids.shape[1] - use - 1
+        place = torch.arange(count)[None]
+        head_input, hidden = step(ids[:, use + 1 :].int(), place, hidden[:, :count])
+        wanted = io[f"out.step{use}_hidden_postnorm"]
+        close = {"atol": meta["atol"], "rtol": 0.0}
+        torch.testing.assert_close(hidden[0, : len(wanted)], wanted, **close)
+        logits = step.logits(head_input)[0, : len(wanted)]
+        torch.testing.assert_close(logits, io[f"out.step{use}_logits"], **close)
+
+
+# --- whole checkpoints ---
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def published(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory):
+    folder = tmp_path_factory.mktemp(request.param)
+    return publish(request.param, folder), folder
+
+
+@torch.no_grad()
+def test_the_text_model_is_the_target(published):
+    """Renamed, and without the image tower and the head, which transformers leaves out."""
+    whole, folder = published
+    target = load_target(folder)
+    assert target.max_seq_len == MAX_POSITIONS
+    assert type(target.model).__name__.endswith("ForCausalLM")
+    ids = torch.arange(3, 20)[None]
+    assert torch.equal(target.model(ids).logits, whole(input_ids=ids).logits)
+
+
+def test_the_head_is_read_from_the_same_folder(published):
+    whole, folder = published
+    info = target_info(whole, MAX_POSITIONS)
+    drafter = load_drafter(folder, info, {}, recycled=False)
+    assert drafter.config.layout == "qwen3_next"
+    assert drafter.config.num_draft_tokens == 1
+    (step,) = drafter.steps
+    assert step.lm_head.weight is info.lm_head
+    wanted = mtp_tensors(whole, 1, fused=True)
+    read = step.state_dict()
+    for name in ("input_layernorm", "self_attn.q_proj", "self_attn.q_norm"):
+        assert torch.equal(read[f"block.{name}.weight"], wanted[f"mtp.layers.0.{name}.weight"])
+    for name, tensor in wanted.items():
+        if ".experts." in name:
+            assert torch.equal(read[name.replace("mtp.layers.0", "block")], tensor)
+    assert torch.equal(read["enorm.weight"], wanted["mtp.pre_fc_norm_embedding.weight"])
+    assert torch.equal(read["eh_proj.weight"], wanted["mtp.fc.weight"])
+
+
+def test_experts_may_be_one_tensor_and_modules_share_what_is_kept_once(tmp_path):
+    whole = publish("qwen3_5_moe", tmp_path, num_modules=2, fused=True)
+    load_target(tmp_path)
+    first, second = load_drafter(tmp_path, target_info(whole, 64), {}, recycled=False).steps
+    wanted = mtp_tensors(whole, 2, fused=True)
+    for index, step in enumerate((first, second)):
+        name = f"mtp.layers.{index}.mlp.experts.gate_up_proj"
+        assert torch.equal(step.block.mlp.experts.gate_up_proj, wanted[name])
+    assert torch.equal(first.eh_proj.weight, second.eh_proj.weight)
+    assert not torch.equal(first.block.mlp.gate.weight, second.block.mlp.gate.weight)
+
+
+def test_the_wrapper_itself_is_no_target():
+    with pytest.raises(UnsupportedModel, match=r"pixel_values .* give its language model"):
+        compilespec.compile(whole_model("qwen3_5"), backend="eager", max_seq_len=32)
+
+
+def test_what_is_wrong_with_a_head_is_named(tmp_path):
+    folder = tmp_path / "whole"
+    whole = publish("qwen3_5", folder)
+    info, shard = target_info(whole, 64), folder / "model-3-of-3.safetensors"
+    tensors, raw = load_file(shard), json.loads((folder / "config.json").read_text())
+
+    def refused(words: str, change: Callable[[dict[str, Tensor]], Any], **config: Any) -> None:
+        """The head alone, changed, in a folder of its own."""
+        changed = dict(tensors)
+        change(changed)
+        save_file(changed, tmp_path / "model.safetensors")
+        text = {**raw, "text_config": {**raw["text_config"], **config}}
+        (tmp_path / "config.json").write_text(json.dumps(text))
+        with pytest.raises(CheckpointError, match=words):
+            load_drafter(tmp_path, info, {}, recycled=False)
+
+    refused(
+        "missing: steps.0.block.mlp.up_proj", lambda t: t.pop("mtp.layers.0.mlp.up_proj.weight")
+    )
+    refused("missing: steps.0.hnorm", lambda t: t.pop("mtp.pre_fc_norm_hidden.weight"))
+    refused("unexpected: steps.0.block.mlp.gate.weight", lambda t: t.update(
+        {"mtp.layers.0.mlp.gate.weight": torch.ones(4, 48)}))  # fmt: skip
+    refused("says 2 MTP modules", dict.copy, mtp_num_hidden_layers=2)
+    refused(r"expected mtp\.embed_tokens\.weight", dict.copy, mtp_use_dedicated_embeddings=True)
+    refused("holds no MTP modules", dict.clear)
+    shard.unlink()
+    with pytest.raises(CheckpointError, match=r"model-3-of-3\.safetensors is missing"):
+        load_drafter(folder, info, {}, recycled=False)
+
+
+def test_an_embedding_of_its_own_is_used(tmp_path):
+    whole = publish("qwen3_5", tmp_path)
+    own, shard = torch.randn(VOCAB, 48), tmp_path / "model-3-of-3.safetensors"
+    save_file({**load_file(shard), "mtp.embed_tokens.weight": own}, shard)
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    index["weight_map"]["mtp.embed_tokens.weight"] = shard.name
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    (step,) = load_drafter(tmp_path, target_info(whole, 64), {}, recycled=False).steps
+    assert torch.equal(step.embed_tokens.weight, own.double())
+    load_target(tmp_path)
+
+
+def test_fp8_blocks_of_stacked_experts_are_dequantised():
+    weight = torch.randn(3, 20, 12).to(torch.float8_e4m3fn)
+    scale = torch.rand(3, 2, 1) + 0.5
+    tensors = {"experts.gate_up_proj": weight, "experts.gate_up_proj_scale_inv": scale}
+    raw = {"text_config": {"quantization_config": {"weight_block_size": [16, 16]}}}
+    (plain,) = dequantise(tensors, raw, torch.float32).values()
+    for expert in range(3):
+        rows = scale[expert].repeat_interleave(16, 0)[:20]
+        assert torch.equal(plain[expert], weight[expert].float() * rows)
