@@ -67,11 +67,12 @@ def _unnamed_outputs(gm: fx.GraphModule, ctx: PassContext) -> Iterator[str]:
 
 def _lost_writes(gm: fx.GraphModule, ctx: PassContext) -> Iterator[str]:
     order = {node: index for index, node in enumerate(gm.graph.nodes)}
+    last_read = {storage_root(a): i for node, i in order.items() for a in node.all_input_nodes}
     for node, root in writes(gm.graph):
         if root.op == "placeholder":
             if root.meta.get("role") not in ctx.buffers:
                 yield f"{node.name} writes {root.name}, which is neither state nor cache"
-        elif not any(order[user] > order[node] for user in root.users) and not node.users:
+        elif last_read[root] <= order[node] and not node.users:
             yield f"{node.name} writes {root.name}, which nothing reads after it"
 
 

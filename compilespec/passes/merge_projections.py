@@ -109,6 +109,40 @@ def _split(gm: fx.GraphModule, product: fx.Node, parts: Sequence[Linear | Quanti
             copy_origin(part.node, piece)
             part.node.replace_all_uses_with(piece)
             gm.graph.erase_node(part.node)
+            _copy_for_views(gm, piece)
+
+
+def _copy_for_views(gm: fx.GraphModule, piece: fx.Node) -> None:
+    """Copy the piece before a view that takes elements of several rows as neighbours: its rows lie
+    apart now, as columns of the product.
+    """
+    num_columns = piece.meta["val"].shape[-1]
+    pending = [piece]
+    for node in pending:
+        for view in [user for user in node.users if user.target in _VIEWS]:
+            if _keeps_rows(view.meta["val"].shape, num_columns):
+                pending.append(view)
+                continue
+            with gm.graph.inserting_before(view):
+                copy = gm.graph.call_function(
+                    _aten.clone.default, (node,), {"memory_format": torch.contiguous_format}
+                )
+            copy.meta["val"] = node.meta["val"].new_empty(node.meta["val"].shape)
+            copy_origin(view, copy)
+            view.replace_input_with(node, copy)
+
+
+_VIEWS = (_aten.view.default, _aten._unsafe_view.default)
+
+
+def _keeps_rows(shape: Sequence[int | torch.SymInt], num_columns: int) -> bool:
+    """Whether a row is the product of the last dimensions."""
+    size = 1
+    for dim in reversed(shape):
+        if size == num_columns or not isinstance(dim, int):
+            break
+        size *= dim
+    return size == num_columns
 
 
 def _merged_input(gm: fx.GraphModule, ctx: PassContext, parts: list[fx.Node]) -> fx.Node:

@@ -114,7 +114,21 @@ def test_a_broken_contract_is_an_error_of_the_pass(edit, message):
         run(step, edit, **INPUTS)
 
 
+def read_by_an_earlier_view(gm: fx.GraphModule, ctx: PassContext) -> None:
+    """A view, then a write to what it views, then a use of the view."""
+    x = next(n for n in gm.graph.nodes if n.meta.get("role") == "x")
+    output = gm.graph.output_node()
+    with gm.graph.inserting_before(output):
+        copy = gm.graph.call_function(ATEN.clone.default, (x,))
+        view, other = (gm.graph.call_function(ATEN.alias.default, (copy,)) for _ in range(2))
+        write = gm.graph.call_function(ATEN.add_.Tensor, (other, 1))
+        read = gm.graph.call_function(ATEN.neg.default, (view,))
+    for node in (copy, view, other, write, read):
+        node.meta["val"] = x.meta["val"]
+
+
 def test_a_graph_that_keeps_them_passes():
+    run(step, read_by_an_earlier_view, **INPUTS)
     run(step, nothing, contracts.writes_buffers("state"), **INPUTS)
 
 

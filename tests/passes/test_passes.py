@@ -946,6 +946,28 @@ def test_merge_projections_makes_one_product():
         torch.testing.assert_close(got, one, rtol=1e-6, atol=1e-6)
 
 
+def test_merge_projections_copies_what_is_viewed_across_rows():
+    """Heads of all tokens in one list, as gated norms take them; heads of each token need none."""
+    weights = {"a": torch.randn(8, 4), "b": torch.randn(6, 4)}
+    x = torch.randn(6, 4)
+
+    def function(x, a, b):
+        first, second = nn.functional.linear(x, a), nn.functional.linear(x, b)
+        heads = second.reshape(x.shape[0], 3, 2)
+        return first.reshape(x.shape[0], 2, 4).reshape(-1, 4) * 2, heads + 1, heads.reshape(-1)
+
+    placed = {name: ("weight", weight) for name, weight in weights.items()}
+    gm, ctx = graph_of(function, x=("batch", x), **placed)
+    want = call(gm, x, *weights.values())
+    assert merge_projections(gm, ctx) == 1
+    assert targets(gm).count(ATEN.clone.default) == 2
+    gm.graph.lint()
+    inputs = {"x": x, **weights, "a+b": torch.cat([*weights.values()])}
+    roles = [node.meta["role"] for node in gm.graph.find_nodes(op="placeholder")]
+    for got, one in zip(call(gm, *[inputs[r] for r in roles]), want, strict=True):
+        torch.testing.assert_close(got, one, rtol=1e-6, atol=1e-6)
+
+
 def test_merge_projections_leaves_alone_what_is_not_a_group():
     gm, ctx, *_ = two_linears(prepack=False)  # off where nothing gains by it
     before = code(gm)
