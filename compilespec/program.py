@@ -48,6 +48,11 @@ class Traced:
     def num_attention_layers(self) -> int:
         return len(markers(self.graph_module))
 
+    @property
+    def num_recurrent_markers(self) -> int:
+        """Recurrences and causal convolutions: a recurrent layer often has one of each."""
+        return len(markers(self.graph_module, "recurrence", "causal_conv"))
+
     def bind(self, **arguments: Tensor) -> list[Any]:
         """What a call of the graph takes, in placeholder order; a size symbol is a dimension of one
         of the arguments.
@@ -79,12 +84,19 @@ class Traced:
     __repr__ = __str__
 
 
-def is_marker(node: fx.Node) -> bool:
-    """Whether the node is the stateless attention operator that tracing emits."""
-    return node.op == "call_function" and node.target in (
-        torch.ops.compilespec.attention,
-        torch.ops.compilespec.attention.default,
-    )
+MARKERS = ("attention", "recurrence", "causal_conv")
+
+
+def marker_kind(node: fx.Node) -> str:
+    """Which of `MARKERS` the node is: the stateless operators that tracing emits where tokens are
+    mixed; "" for other nodes.
+    """
+    packet = getattr(node.target, "overloadpacket", node.target)
+    if node.op == "call_function" and isinstance(packet, torch._ops.OpOverloadPacket):
+        namespace, _, name = packet._qualified_op_name.partition("::")
+        if namespace == "compilespec" and name in MARKERS:
+            return name
+    return ""
 
 
 def module_path(node: fx.Node) -> str:
@@ -92,9 +104,10 @@ def module_path(node: fx.Node) -> str:
     return str((node.meta.get("custom") or {}).get("module", ""))
 
 
-def markers(gm: fx.GraphModule) -> list[fx.Node]:
-    """The attention markers of a graph, in execution order."""
-    return [node for node in gm.graph.nodes if is_marker(node)]
+def markers(gm: fx.GraphModule, *kinds: str) -> list[fx.Node]:
+    """The attention markers of a graph, or those of the given kinds, in execution order."""
+    wanted = kinds or ("attention",)
+    return [node for node in gm.graph.nodes if marker_kind(node) in wanted]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,8 +13,8 @@ from torch import Tensor, fx
 from compilespec.errors import SpecError
 from compilespec.passes.context import PassContext
 from compilespec.passes.references import Values
-from compilespec.passes.references.base import Attention, AttentionCall, Tokens
-from compilespec.program import InputSpec, is_marker
+from compilespec.passes.references.base import AttentionCall, Mixers, Tokens
+from compilespec.program import InputSpec, marker_kind
 from compilespec.runtime.weights import materialise
 
 
@@ -73,11 +74,11 @@ class Stage:
     def __call__(
         self,
         inputs: Mapping[str, Tensor],
-        attention: Attention | None = None,
+        mixers: Mixers | None = None,
         decisions: Decisions | None = None,
     ) -> Values:
-        """Run on copies of `inputs`, by name; `attention` is called in place of markers."""
-        run = _Run(self.graph, self._owner, attention, decisions or Decisions())
+        """Run on copies of `inputs`, by name; `mixers` are called in place of markers."""
+        run = _Run(self.graph, self._owner, mixers or {}, decisions or Decisions())
         feeds, buffers = [], {}
         for node in self.graph.find_nodes(op="placeholder"):
             name = node.meta["role"]
@@ -118,21 +119,22 @@ class _Run(fx.Interpreter):
         self,
         graph: fx.Graph,
         owner: fx.GraphModule,
-        attention: Attention | None,
+        mixers: Mixers,
         decisions: Decisions,
     ) -> None:
         super().__init__(owner, garbage_collect_values=False, graph=graph)
-        self._attention, self._decisions, self._num_markers = attention, decisions, 0
+        self._mixers, self._decisions, self._num_markers = mixers, decisions, Counter[str]()
         self.roles: dict[str, Tensor] = {}
         self.calls: list[AttentionCall] = []
         self.nodes: dict[str, Any] = {}
 
     def run_node(self, n: fx.Node) -> Any:
         result: Any
-        if self._attention is not None and is_marker(n):
+        kind = marker_kind(n)
+        if kind in self._mixers:
             args, _ = self.fetch_args_kwargs_from_env(n)
-            result = self._attention(self._num_markers, args)
-            self._num_markers += 1
+            result = self._mixers[kind](self._num_markers[kind], args)
+            self._num_markers[kind] += 1
         else:
             result = super().run_node(n)
         if n.op in ("call_function", "call_method"):

@@ -21,6 +21,7 @@ from compilespec.passes.context import PassContext
 from compilespec.passes.references import Case
 from compilespec.passes.references.dense_attention import dense_attention
 from compilespec.passes.references.placement import place_call
+from compilespec.passes.references.recurrent_state import recurrent_layers, target_progress
 from compilespec.program import NUM_KEPT, PAD, BufferSpec
 
 SPARE_BLOCKS = 2  # that no table points to
@@ -134,9 +135,12 @@ def _match_drafts(ctx: PassContext, case: Case, start: Stage, vocab_size: int) -
 def target_logits(ctx: PassContext, case: Case, start: Stage) -> Tensor:
     """The target's logits over dense histories: no pass had a hand in them."""
     tokens = place_call(ctx.config, case).tokens
-    caches = {name: t.clone() for name, t in case.inputs.items() if name.startswith("cache.")}
-    attention = dense_attention(caches, "target", tokens, case.inputs["block_table_RM"])
-    return start(with_target_inputs(ctx, case).inputs, attention).outputs["logits"]
+    buffers = {name: case.inputs[name].clone() for name in ctx.buffers if ".target." in name}
+    attend = dense_attention(buffers, "target", tokens, case.inputs["block_table_RM"])
+    mixers = {"attention": attend}
+    if ctx.num_recurrent_markers:
+        mixers |= recurrent_layers(buffers, "target", tokens, target_progress(ctx, case))
+    return start(with_target_inputs(ctx, case).inputs, mixers).outputs["logits"]
 
 
 def _prefill_case(draw: _Draw, batch_size: int, start: Stage) -> Case:
@@ -228,8 +232,15 @@ class _Draw:
             blocks = self.int32([free.pop() for _ in range(need)])
             inputs["block_table_RM"][request.row, :need] = blocks
             inputs["seq_len_R"][request.row] = request.length
+            if "absorbed_R" in inputs:
+                inputs["absorbed_R"][request.row] = request.length - self._num_kept(request)
             self._write_caches(inputs, blocks, request)
         return inputs
+
+    def _num_kept(self, request: _Row) -> int:
+        """Accepted drafts of the last step, which the states of recurrent layers do not hold."""
+        most = min(self.ctx.config.num_row_tokens - 1, request.length)
+        return self.rng.randint(0, most) if self.ctx.phase == "decode" else 0
 
     def _reach(self) -> int:
         """Positions past the length that a call may write: 2K+1 in decode, a chunk in prefill."""
@@ -252,7 +263,8 @@ class _Draw:
             return torch.full(spec.shape, spec.fill, dtype=spec.dtype, device=config.device)
         if spec.dtype.is_floating_point:
             return self._normal(spec.shape, spec.dtype)
-        high = config.max_seq_len if spec.name == "seq_len_R" else self.vocab_size
+        is_length = spec.name in ("seq_len_R", "absorbed_R")
+        high = config.max_seq_len if is_length else self.vocab_size
         return torch.randint(
             1, high, spec.shape, dtype=spec.dtype, device=config.device, generator=self._generator
         )

@@ -59,6 +59,8 @@ def find_claims(ranges: Ranges) -> Iterator[Claim]:
             continue
         if node.target is torch.ops.compilespec.paged_attention.default:
             yield from _attention(ranges, node)
+        if node.target in _STATES:
+            yield from _recurrent_state(ranges, node)
         yield from _indices(ranges, node, positions)
         yield from _state_writes(ranges, node)
         yield from _arithmetic(ranges, node, positions)
@@ -175,6 +177,25 @@ def _attention(ranges: Ranges, node: fx.Node) -> Iterator[Claim]:
         yield dataclasses.replace(claim, subject=args[at])
     yield _outside_writes_nothing(ranges, node, "H-9")
     yield _outside_writes_nothing(ranges, node, "H-16")
+
+
+# --- recurrent layers ---
+
+# by operator: the arguments state (its rows are what is indexed), row and position
+_STATES: dict[Any, tuple[int, int, int]] = {
+    torch.ops.compilespec.cached_recurrence.default: (5, 7, 8),
+    torch.ops.compilespec.cached_conv.default: (3, 4, 5),
+}
+
+
+def _recurrent_state(ranges: Ranges, node: fx.Node) -> Iterator[Claim]:
+    args: Any = node.args
+    state, row, position = _STATES[node.target]
+    rows = Range(sympy.Integer(-1), ranges.size(args[state], 0) - 1)
+    yield _claim(ranges, node, (row,), "row inside the states, or -1", rows, guard=None)
+    inside = integers(0, L - 1)
+    what = "position inside the maximum length"
+    yield _claim(ranges, node, (position,), what, inside, guard=None, hazards=("H-9", "H-16"))
 
 
 def _outside_writes_nothing(ranges: Ranges, node: fx.Node, hazard: str) -> Claim:

@@ -52,6 +52,10 @@ class PassContext:
         return self.target.num_attention_layers
 
     @property
+    def num_recurrent_markers(self) -> int:
+        return self.target.num_recurrent_markers
+
+    @property
     def key(self) -> StepKey:
         """Which of a program's graphs the passes make."""
         kind: StepKind = "greedy" if self.greedy_only else "full"

@@ -155,6 +155,11 @@ def _stateless_attention(gm: fx.GraphModule, ctx: PassContext) -> Iterator[str]:
     yield from (f"{node.name} is stateless" for node in markers(gm))
 
 
+def _stateless_recurrence(gm: fx.GraphModule, ctx: PassContext) -> Iterator[str]:
+    found = markers(gm, "recurrence", "causal_conv")
+    yield from (f"{node.name} has no state" for node in found)
+
+
 def _target_caches(gm: fx.GraphModule, ctx: PassContext) -> Iterator[str]:
     op = torch.ops.compilespec.paged_attention.default
     used = [
@@ -198,6 +203,9 @@ ONLY_ATEN = Contract(
 )
 NO_ARGUMENTS = Contract(says="ids and positions come from the state", problems=_plain_arguments)
 NO_STATELESS = Contract(says="no stateless attention is left", problems=_stateless_attention)
+NO_STATELESS_RECURRENCE = Contract(
+    says="no recurrence without a state is left", problems=_stateless_recurrence
+)
 OWN_CACHES = Contract(says="each target layer has caches of its own", problems=_target_caches)
 TAPPED = Contract(says="one node plays each aux role", problems=_aux_roles)
 ALL_PACKED = Contract(says="every product of a weight is packed", problems=_plain_products)

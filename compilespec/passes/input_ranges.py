@@ -38,6 +38,7 @@ CONTRACT: dict[str, Range] = {
     "kept_ids_RW": integers(0, V - 1),
     "backlog_B": integers(0, NUM_KEPT),
     "seq_len_R": integers(0, L),
+    "absorbed_R": integers(0, L),
     "block_table_RM": integers(-1, NUM_BLOCKS - 1),
 }
 
@@ -45,6 +46,7 @@ CONTRACT: dict[str, Range] = {
 STATE_SHAPES: dict[str, tuple[Expr, ...]] = {
     "tokens_RS": (MAX_BATCH + 1, K + 1),
     "seq_len_R": (MAX_BATCH + 1,),
+    "absorbed_R": (MAX_BATCH + 1,),
     "block_table_RM": (MAX_BATCH + 1, NUM_TABLE_BLOCKS),
     "cache": (NUM_BLOCKS, BLOCK_SIZE),
 }

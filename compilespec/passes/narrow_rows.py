@@ -86,10 +86,26 @@ class _Narrowing:
 
     def _find_region(self) -> dict[fx.Node, Reads]:
         """The rowwise nodes that only the exits and each other read, last node first."""
+        outside: set[fx.Node] = set()
+        while True:
+            region = self._region_without(outside)
+            # a part has its rows taken where others read other parts of the same tensor
+            torn = {n for n in region if n.target is operator.getitem} - outside
+            torn = {n for n in torn if self._is_tuple(_source(n)) and _source(n) not in region}
+            if not torn:
+                return region
+            outside |= torn
+
+    def _is_tuple(self, node: fx.Node) -> bool:
+        return self._shape(node) is None and node.target in _PARTS
+
+    def _region_without(self, outside: set[fx.Node]) -> dict[fx.Node, Reads]:
         exits, wanted = set(self.exits), {_source(node) for node in self.exits}
         region: dict[fx.Node, Reads] = {}
         for node in reversed(self.gm.graph.nodes):
-            if node in wanted and all(user in exits or user in region for user in node.users):
+            if node in outside or node not in wanted:
+                continue
+            if all(user in exits or user in region for user in node.users):
                 reads = self._reads(node)
                 if reads is not None:
                     region[node] = reads
@@ -110,8 +126,8 @@ class _Narrowing:
         if the index has one entry per request and requests share `source`.
         """
         shape = self._shape(source)
-        if shape is None:  # a tuple of parts of a tensor: the rows are taken of the parts
-            return source.target in _PARTS
+        if shape is None:  # the rows are taken of the parts, or of what was divided
+            return self._is_tuple(source)
         is_batch = self.rows.is_packed or self.rows.index is None or shape[0] is None
         return is_batch and len(shape) > ROW and storage_root(source) not in self.written
 

@@ -14,6 +14,7 @@ from compilespec.passes.context import PassContext
 from compilespec.passes.draft_loops.kept_inputs import read_kept
 from compilespec.passes.fuse_head_argmax import fuse_head_argmax
 from compilespec.passes.insert_paged_attention import insert_paged_attention
+from compilespec.passes.insert_recurrent_state import insert_recurrent_state
 from compilespec.passes.lower_quantized import lower_quantized
 from compilespec.passes.merge_projections import merge_projections
 from compilespec.passes.narrow_logits import narrow_logits
@@ -80,6 +81,16 @@ SPLICE_PASSES = (
         near=("attention", "softmax"),
         ensures=(contracts.NO_STATELESS, contracts.OWN_CACHES),
         reference=references.insert_paged_attention,
+    ),
+    Pass(
+        run=insert_recurrent_state,
+        after=("read_state",),
+        numerics="rounding",
+        matches=lambda ctx: ctx.num_recurrent_markers or None,
+        looks_for="a marker for each recurrence and causal convolution that was traced",
+        near=("recurrence", "conv"),
+        ensures=(contracts.NO_STATELESS_RECURRENCE, contracts.plays("absorbed", "commits")),
+        reference=references.insert_recurrent_state,
     ),
     Pass(
         run=process_logits,

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor, fx, nn
 
 import compilespec.ops  # noqa: F401  (registers the operators)
-from compilespec.errors import UnsupportedModel, UnsupportedState
+from compilespec.errors import UnsupportedModel
 from compilespec.program import module_path
 from compilespec.tracing.naming import source_line
 from compilespec.tracing.quiet import quiet_import
+from compilespec.tracing.recurrence import marked_recurrence
 
 ATTENTION = "compilespec"  # compilespec's name in transformers' attention registry
 
@@ -64,7 +65,10 @@ def register_attention() -> None:
 
 @contextlib.contextmanager
 def marked_attention(model: nn.Module) -> Iterator[bool]:
-    """Route a transformers model's attention to the marker; yields whether it is such a model."""
+    """Route a transformers model's attention, and what it has of recurrence, to the markers.
+
+    Yields whether it is such a model.
+    """
     try:
         with quiet_import():
             from transformers import PreTrainedModel
@@ -75,13 +79,13 @@ def marked_attention(model: nn.Module) -> Iterator[bool]:
         yield False
         return
     _refuse_other_inputs(model)
-    _refuse_recurrent_state(model)
     register_attention()
     configs = {id(m.config): m.config for m in model.modules() if isinstance(m, PreTrainedModel)}
     before = {key: config._attn_implementation for key, config in configs.items()}
     model.set_attn_implementation(ATTENTION)
     try:
-        yield True
+        with marked_recurrence(model):
+            yield True
     finally:
         for key, config in configs.items():
             config._attn_implementation = before[key]
@@ -101,20 +105,6 @@ def _refuse_other_inputs(model: Any) -> None:
             f"{name} takes {taken[0]} beside token ids, which a prompt cannot hold; give its "
             "language model: lm = AutoModelForCausalLM.from_config(model.config.get_text_config());"
             " lm.model = model.get_decoder(); lm.lm_head = model.get_output_embeddings()"
-        )
-
-
-def _refuse_recurrent_state(model: Any) -> None:
-    """Refuse layers with recurrent state, which cannot be rewound after a rejected draft."""
-    layer_types = getattr(model.config.get_text_config(), "layer_types", None) or ()
-    recurrent = sorted(
-        {str(t) for t in layer_types if "attention" not in str(t) or "linear" in str(t)}
-    )
-    if recurrent:
-        raise UnsupportedState(
-            f"{type(model).__name__} has layers of type {', '.join(recurrent)}, whose recurrent "
-            "state cannot be rewound after a rejected draft; use a model whose layers are all "
-            "attention"
         )
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from compilespec.program import is_marker, module_path
+from compilespec.program import marker_kind, module_path
 
 LINEAR = (torch.nn.functional.linear, torch._C._nn.linear)
 EMBEDDING = (torch.nn.functional.embedding, torch.embedding)
@@ -105,13 +105,21 @@ def layer_prefix(graph: fx.Graph) -> str | None:
     prefixes = {
         re.split(r"\.\d+(?:\.|$)", module_path(node), maxsplit=1)[0]
         for node in graph.nodes
-        if is_marker(node)
+        if marker_kind(node)
     }
     if len(prefixes) != 1:
         return None
     prefix = prefixes.pop()
-    indices = [layer_of(node, prefix) for node in graph.nodes if is_marker(node)]
+    indices = [layer_of(node, prefix) for node in graph.nodes if marker_kind(node)]
     return prefix if None not in indices else None
+
+
+def num_decoder_layers(graph: fx.Graph) -> int:
+    """Layers of the module list that `layer_prefix` names; without one, the attention layers."""
+    prefix = layer_prefix(graph)
+    if prefix is None:
+        return sum(marker_kind(node) == "attention" for node in graph.nodes)
+    return 1 + max(layer for node in graph.nodes if (layer := layer_of(node, prefix)) is not None)
 
 
 def argument(node: fx.Node, place: int, name: str, default: Any = None) -> Any:

@@ -6,13 +6,14 @@ information from one token to another.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
 from compilespec.errors import UnsupportedModel
-from compilespec.program import Traced, is_marker, module_path
+from compilespec.program import Traced, marker_kind, module_path
 from compilespec.tracing.naming import source_line
 from compilespec.tracing.quantized_weights import is_quantized
 from compilespec.tracing.structure import EMBEDDING, LINEAR
@@ -60,9 +61,9 @@ def check_positions(traced: Traced, model: nn.Module) -> None:
     node = tainted.first_mixed
     where = f"{module_path(node) or 'the model'}, {source_line(node)}" if node else "unknown place"
     raise UnsupportedModel(
-        f"{type(model).__name__}: expected tokens to be mixed in causal attention alone, which is "
-        f"all that a KV cache can serve; they are mixed in {where}; use a model without "
-        "convolution, pooling or recurrence over its tokens"
+        f"{type(model).__name__}: expected tokens to be mixed in causal attention and known "
+        f"recurrent layers alone, for which there are caches; they are mixed in {where}; use a "
+        "model without other convolution, pooling or recurrence over its tokens"
     )
 
 
@@ -99,9 +100,8 @@ class _Tainted(fx.Interpreter):
         return result
 
     def _run(self, node: fx.Node) -> Any:
-        if is_marker(node):
-            query, key, value = self.fetch_args_kwargs_from_env(node)[0][:3]
-            return _attend_to_itself(query, key, value)
+        if kind := marker_kind(node):
+            return _ALONE[kind](*self.fetch_args_kwargs_from_env(node)[0])
         if node.target in LINEAR:
             rows, weight = self.fetch_args_kwargs_from_env(node)[0][:2]
             ones = rows.mul(0).sum(-1, keepdim=True) + 1
@@ -113,12 +113,25 @@ class _Tainted(fx.Interpreter):
         return result
 
 
-def _attend_to_itself(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+def _attend_to_itself(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> Tensor:
     """[B, N, T, H] -> [B, T, N, H]: each token's value, NaN if its query or key has NaN."""
     groups = query.shape[1] // value.shape[1]
     nan = query.mul(0).sum(-1, keepdim=True)
     nan = nan + key.mul(0).sum(-1, keepdim=True).repeat_interleave(groups, 1)
     return (value.repeat_interleave(groups, 1) + nan).transpose(1, 2)
+
+
+def _recur_alone(query: Tensor, key: Tensor, value: Tensor, decay: Tensor, *_: Any) -> Tensor:
+    """[B, T, N, K], [B, T, H, V]: each token's value, NaN if its query, key or decay has NaN."""
+    nan = torch.stack([x.mul(0).flatten(2).sum(-1) for x in (query, key, decay)]).sum(0)
+    return (value + nan[..., None, None]).contiguous()
+
+
+_ALONE: Mapping[str, Callable[..., Tensor]] = {
+    "attention": _attend_to_itself,
+    "recurrence": _recur_alone,
+    "causal_conv": lambda x, *_: x.contiguous(),
+}
 
 
 def _has_nan(value: object, *, everywhere: bool = False) -> bool:

@@ -11,7 +11,12 @@ from torch import Tensor, fx
 from compilespec.errors import TraceError
 from compilespec.program import Traced, markers
 from compilespec.tracing.load import Target
-from compilespec.tracing.structure import find_embedding, find_head, shape_of
+from compilespec.tracing.structure import (
+    find_embedding,
+    find_head,
+    num_decoder_layers,
+    shape_of,
+)
 from compilespec.tracing.target_check import check_logits, check_positions
 
 
@@ -42,7 +47,7 @@ def describe_target(traced: Traced, target: Target) -> TargetInfo:
     return TargetInfo(
         hidden_size=int(hidden_size or 0),
         vocab_size=int(vocab_size),
-        num_layers=traced.num_attention_layers,
+        num_layers=num_decoder_layers(traced.graph_module.graph),
         dtype=parameter.dtype,
         device=parameter.device,
         embedding=_weight(traced, embedding),

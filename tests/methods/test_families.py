@@ -22,6 +22,7 @@ from compilespec.runtime.request import Request
 from tests.support.cases import FULL, ONCE
 from tests.support.models import (
     FAMILIES,
+    HYBRIDS,
     Ask,
     DialDrafter,
     ask_all,
@@ -49,7 +50,7 @@ SIZES = (
 
 
 def _matrix() -> Iterator[Any]:
-    for family in (*FAMILIES, "plain"):
+    for family in (*FAMILIES, *HYBRIDS, "plain"):
         for draft_length in DRAFT_LENGTHS:
             is_default = family in FULL or ONCE.get(family) == draft_length
             yield pytest.param(
@@ -116,7 +117,7 @@ def assert_answers(requests: list[Request], asks: tuple[Ask, ...]) -> None:
         assert request.finish_reason == "length"
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, "plain"])
+@pytest.mark.parametrize("family", [*FAMILIES, *HYBRIDS, "plain"])
 def test_plain_decoding_gives_the_models_own_tokens(family: str) -> None:
     model = tiny_target(family, num_layers=NUM_PLAIN_LAYERS)
     asks = tuple(ask_all(model, SIZES[7:]))

@@ -13,13 +13,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn import functional
 
-import compilespec
 from compilespec.errors import (
     CheckpointError,
     DraftMismatch,
     InvalidOption,
     NotSupported,
-    UnsupportedState,
 )
 from compilespec.methods.capabilities import FINAL_NORM
 from compilespec.methods.mtp.load import load_drafter
@@ -570,18 +568,3 @@ def test_what_is_wrong_is_listed(tmp_path):
     bare = Case()
     bare.weights = {}
     refused(CheckpointError, "holds no MTP modules", bare)
-
-
-def test_a_target_with_recurrent_state_is_refused():
-    import transformers
-
-    config = transformers.Qwen3NextConfig(
-        **{**SIZES, **Qwen3Next.config}, linear_num_key_heads=2, linear_num_value_heads=2,
-        linear_key_head_dim=8, linear_value_head_dim=8,
-    )  # fmt: skip
-    model = transformers.AutoModelForCausalLM.from_config(config)
-    with pytest.raises(UnsupportedState, match="linear_attention"):
-        compilespec.compile(
-            model, spec="mtp_eagle", draft=random_modules(target_info(), 1), backend="eager",
-            max_seq_len=32,
-        )  # fmt: skip

@@ -396,18 +396,16 @@ def test_models_that_cannot_be_traced():
     refused(errors.InvalidOption, "no parameters", run=lambda: compile_target(model=nn.Identity()))
 
 
-def test_a_recurrent_model_is_refused():
-    config = transformers.Qwen3NextConfig(
-        vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=4,
-        num_attention_heads=2, num_key_value_heads=1, head_dim=16, num_experts=2,
-        num_experts_per_tok=1, moe_intermediate_size=16, shared_expert_intermediate_size=16,
-        linear_num_value_heads=2, linear_num_key_heads=1, linear_key_head_dim=8,
-        linear_value_head_dim=8,
+def test_recurrent_layers_that_nothing_stands_for_are_refused():
+    config = transformers.MiniMaxConfig(
+        vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=1, head_dim=16, num_local_experts=2,
+        num_experts_per_tok=1, layer_types=["linear_attention", "full_attention"],
     )  # fmt: skip
     with torch.device("meta"):
-        model = transformers.Qwen3NextForCausalLM(config)
+        model = transformers.MiniMaxForCausalLM(config)
     refused(
-        errors.UnsupportedState, "Qwen3NextForCausalLM", "linear_attention", "rewound",
+        errors.UnsupportedState, "MiniMaxForCausalLM", "linear_attention", "rewound",
         run=lambda: compile_target(model=model.to_empty(device="cpu")),
     )  # fmt: skip
 

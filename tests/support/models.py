@@ -20,6 +20,7 @@ from compilespec.program import Traced
 from compilespec.runtime.engine import Engine
 from compilespec.runtime.request import Request
 from compilespec.tracing.target_info import TargetInfo
+from tests.support.hybrids import ROUTED, hybrid_configs
 
 VOCAB = 97  # not a power of two, not a multiple of any vector width
 _COMMON: dict[str, Any] = {
@@ -73,7 +74,13 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     ),
 }
 
-MOE = ("qwen3_moe", "mixtral", "gpt_oss")  # transformers offers several products for the experts
+HYBRIDS = hybrid_configs(_COMMON)
+MOE = (
+    "qwen3_moe",
+    "mixtral",
+    "gpt_oss",
+    *ROUTED,
+)  # transformers offers several products for the experts
 TIED = ("gemma2", "gemma3", "gpt2")  # one matrix is embedding and head
 
 
@@ -84,13 +91,16 @@ def tiny_target(
     experts: str = "batched_mm",
     num_layers: int | None = None,
 ) -> nn.Module:
-    """A random target with larger weights than the default, so that its tokens are not trivial."""
+    """A random target with larger weights than the default, so that its tokens are not trivial.
+
+    Hybrids have four layers, whatever `num_layers` says.
+    """
     torch.manual_seed(seed)
     if family == "plain":
         model: nn.Module = PlainModel(num_layers=num_layers or 7)
     else:
-        config = FAMILIES[family]()
-        if num_layers is not None:
+        config = {**FAMILIES, **HYBRIDS}[family]()
+        if num_layers is not None and family in FAMILIES:
             if getattr(config, "layer_types", None):
                 config.layer_types = config.layer_types[:num_layers]
             config.num_hidden_layers = num_layers
@@ -100,8 +110,8 @@ def tiny_target(
             **({"experts_implementation": experts} if family in MOE else {}),
         )
     with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() >= 2:
+        for name, parameter in model.named_parameters():
+            if parameter.dim() >= 2 and not name.endswith("A_log"):  # rates, not products
                 parameter.copy_(torch.randn_like(parameter) * 1.4 / parameter.shape[-1] ** 0.5)
         if family in TIED:  # else the last token's own row of the head wins, over and over
             model.get_input_embeddings().weight.mul_(0.3)

@@ -7,12 +7,12 @@ returns how many drafter passes it spliced.  The method's capabilities say which
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import fx
 
-from compilespec.errors import DraftMismatch, InvalidOption
+from compilespec.errors import DraftMismatch, InvalidOption, UnsupportedState
 from compilespec.methods.capabilities import DraftKind
 from compilespec.passes.context import PassContext
 from compilespec.passes.draft_loops.callback import callback
@@ -22,7 +22,7 @@ from compilespec.passes.draft_loops.recycled import recycled
 from compilespec.passes.draft_loops.shared_kv import shared_kv
 from compilespec.passes.draft_loops.unshifted import num_unshifted_passes, unshifted
 from compilespec.passes.draft_loops.windowed import windowed
-from compilespec.program import ProgramConfig
+from compilespec.program import ProgramConfig, Traced
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +48,9 @@ class DraftLoop:
 
     fills_rows: bool = False
     """Its single call gives the drafts of the largest K."""
+
+    keeps_states: bool = False
+    """Whether a drafter may have recurrent layers."""
 
     why_one_k: str | None = None
     """Why no step may verify and draft fewer than the largest K, and the cure; None: they may."""
@@ -78,12 +81,18 @@ class DraftLoop:
                 f"the {count} tokens before it; got {config.max_prefill_tokens}"
             )
 
-    def check_calls(self, name: str, drafter: str, calls: Iterable[str], k: int) -> None:
+    def check_calls(self, name: str, drafter: str, calls: Mapping[str, Traced], k: int) -> None:
         """Whether the class `drafter` captured what the loop of method `name` splices.
 
-        Raises: DraftMismatch.
+        Raises: DraftMismatch; UnsupportedState for a drafter whose states it could not rewind.
         """
         wanted, given = self.calls(k), list(calls)
+        if not self.keeps_states and any(call.num_recurrent_markers for call in calls.values()):
+            raise UnsupportedState(
+                f"{drafter}: a drafter for spec={name!r} may not have recurrent layers, whose "
+                "state it could not rewind; use one whose layers are attention, or "
+                "spec='draft_model'"
+            )
         if not {*wanted} <= {*given}:
             raise DraftMismatch(
                 f"{drafter}: expected a drafter for spec={name!r}, which captures the calls "
@@ -131,6 +140,7 @@ LOOPS: Mapping[DraftKind, DraftLoop] = {
     "unshifted": DraftLoop(
         splice=unshifted,
         num_passes=num_unshifted_passes,
+        keeps_states=True,
         calls=lambda k: ("forward", "propose"),
         why_never_zero="must see every token, or its cache would have holes: leave 0 out of "
         "num_draft_tokens=",

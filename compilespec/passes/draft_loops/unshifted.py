@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from compilespec.passes.draft_loops.recycled import next_token
 from compilespec.passes.graph import arange_like, emit, find_role, output_node, splice
 from compilespec.passes.insert_paged_attention import page_markers
 from compilespec.passes.read_state import place
+from compilespec.passes.recurrent_state import StateMetadata, keep_states
 from compilespec.passes.rows import take_newest
 from compilespec.passes.sampling import draft_token
 from compilespec.program import markers
@@ -36,7 +38,7 @@ def unshifted(gm: fx.GraphModule, ctx: PassContext) -> int:
         token = _propose(gm, ctx, row, first, 0)
         drafts, num_singles = [token], count - 1
     else:
-        _run(gm, ctx, _metadata(gm), find_role(gm, "ids"))
+        _run(gm, ctx, _metadata(gm), find_role(gm, "ids"), _prompt_state, ())
         token = emit(gm, lambda x_R1: x_R1.squeeze(1), find_role(gm, "target"), before=end)
         first, drafts, num_singles = start, [], count
     for index in range(num_singles):
@@ -62,7 +64,8 @@ def _all_rows(gm: fx.GraphModule, ctx: PassContext) -> fx.Node:
         num_tokens=config.num_verify_tokens, max_seq_len=config.max_seq_len,
         block_size=config.block_size,
     )  # fmt: skip
-    return _run(gm, ctx, (slot, row, position, table), ids)
+    known = (find_role(gm, "start"), find_role(gm, "num_emitted"))
+    return _run(gm, ctx, (slot, row, position, table), ids, _emitted_state, known)
 
 
 def shifted_rows(
@@ -89,7 +92,10 @@ def _single(
         find_role(gm, "live"), table, before=end, step=index + 1, max_seq_len=config.max_seq_len,
         block_size=config.block_size,
     )  # fmt: skip
-    logits = _run(gm, ctx, (slot, row, position, table), ids)
+    is_emitted = ctx.phase == "prefill" and index == 0  # the first token after the prompt
+    state = _prompt_state if is_emitted else _drafted_state
+    known = (first, int(ctx.phase == "prefill"))
+    logits = _run(gm, ctx, (slot, row, position, table), ids, state, () if is_emitted else known)
     row = emit(gm, lambda x_B1V: x_B1V.squeeze(1), logits, before=end)
     return _propose(gm, ctx, row, first, index + 1)
 
@@ -116,17 +122,45 @@ def _run(
     ctx: PassContext,
     metadata: tuple[fx.Node, fx.Node, fx.Node, fx.Node],
     ids: fx.Node,
+    state: Callable[..., Any],
+    known: tuple[Any, ...],
 ) -> fx.Node:
     """Splice one pass of the model over the drafter's caches; returns its logits.
 
-    `ids` are the target's; a drafter of another vocabulary has a call "translate" for them.
+    Args:
+        ids: the target's; a drafter of another vocabulary has a call "translate" for them.
+        state, known: what gives a recurrent drafter's `absorbed` and `commits`
+            (`StateMetadata`), called with the positions and `known`.
     """
     if "translate" in ctx.draft:
         (ids,) = splice(gm, ctx, ctx.draft["translate"], {"input_ids": ids})
     arguments = {"input_ids": ids, "position_ids": metadata[2]}
     (logits,) = splice(gm, ctx, ctx.draft["forward"], arguments)
     page_markers(gm, ctx, markers(gm), "draft", metadata)
+    if ctx.draft["forward"].num_recurrent_markers:
+        _, row, position, _ = metadata
+        first = markers(gm, "recurrence", "causal_conv")[0]
+        absorbed, commits = emit(gm, state, position, *known, before=first)
+        at = StateMetadata(row=row, position=position, absorbed=absorbed, commits=commits)
+        keep_states(gm, ctx, "draft", at)
     return logits
+
+
+def _prompt_state(position_BS: Any) -> tuple[Any, Any]:
+    """The model's state holds all tokens before these, which are the request's for good."""
+    return position_BS, position_BS >= 0
+
+
+def _emitted_state(position_BS: Any, start_B: Any, num_emitted_B: Any) -> tuple[Any, Any]:
+    """The step before, or prefill, took the token at `start`; of the target's tokens n are kept."""
+    absorbed_B1 = (start_B + 1).unsqueeze(1)
+    commits_BS = position_BS < absorbed_B1 + num_emitted_B.unsqueeze(1)
+    return absorbed_B1 + torch.zeros_like(position_BS), commits_BS
+
+
+def _drafted_state(position_B1: Any, first_B: Any, num_emitted: int) -> tuple[Any, Any]:
+    """Drafts after the last emitted token, the one before position first + num_emitted."""
+    return (first_B + num_emitted).unsqueeze(1) + torch.zeros_like(position_B1), position_B1 < 0
 
 
 def _propose(

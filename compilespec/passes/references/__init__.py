@@ -15,6 +15,7 @@ from compilespec.passes.references.process_logits import process_logits
 from compilespec.passes.references.splices import (
     commit_state,
     insert_paged_attention,
+    insert_recurrent_state,
     narrow_logits,
     output_head_input,
     output_hidden_states,
@@ -31,6 +32,7 @@ __all__ = [
     "commit_drafts",
     "commit_state",
     "insert_paged_attention",
+    "insert_recurrent_state",
     "narrow_logits",
     "output_head_input",
     "output_hidden_states",

@@ -11,8 +11,9 @@ from torch import Tensor, fx
 from compilespec.passes.context import PassContext
 from compilespec.program import Phase, StepKey
 
-# Called for the i-th attention marker of a graph with the marker's arguments.
+# Called for the i-th marker of its kind in a graph with the marker's arguments.
 Attention = Callable[[int, tuple[Any, ...]], Tensor]
+Mixers = Mapping[str, Attention]  # by kind of marker, see `program.MARKERS`
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,9 +65,7 @@ class Before(Protocol):
 
     graph: fx.Graph
 
-    def __call__(
-        self, inputs: Mapping[str, Tensor], attention: Attention | None = None
-    ) -> Values: ...
+    def __call__(self, inputs: Mapping[str, Tensor], mixers: Mixers | None = None) -> Values: ...
 
 
 Reference = Callable[[Before, "PassContext", Case], Values]

@@ -7,6 +7,7 @@ computed in plain Python, so that the result must be equal bit for bit.
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -29,6 +30,7 @@ from compilespec.passes.references.base import (
 from compilespec.passes.references.fragments import run_fragment
 from compilespec.passes.references.kept_inputs import keep_pairs
 from compilespec.passes.references.placement import place_call, place_tokens
+from compilespec.passes.references.recurrent_state import Progress, recurrent_layers
 from compilespec.passes.sampling import wide_dtype
 from compilespec.program import PAD
 from compilespec.tracing.capture import output_widths
@@ -81,7 +83,7 @@ class Drafts:
         self,
         ctx: PassContext,
         case: Case,
-        buffers: Mapping[str, Tensor],
+        buffers: dict[str, Tensor],
         roles: Mapping[str, Tensor],
     ) -> None:
         self.ctx, self.case, self.config = ctx, case, ctx.config
@@ -95,11 +97,21 @@ class Drafts:
         self._num_proposals = 0
 
     def call(
-        self, name: str, tokens: Tokens | None = None, *, owner: str = "draft", **arguments: Tensor
+        self,
+        name: str,
+        tokens: Tokens | None = None,
+        *,
+        owner: str = "draft",
+        progress: Progress | None = None,
+        **arguments: Tensor,
     ) -> tuple[Tensor, ...]:
-        """One captured call; with `tokens` its attention reads and writes the caches of `owner`."""
-        attention = self._attention(tokens, owner) if tokens is not None else None
-        outputs = run_fragment(self.ctx.draft[name], arguments, attention)
+        """One captured call; with `tokens` its attention reads and writes the caches of `owner`,
+        with `progress` its recurrent layers read and write their states.
+        """
+        mixers = {} if tokens is None else {"attention": self._attention(tokens, owner)}
+        if tokens is not None and progress is not None:
+            mixers |= recurrent_layers(self.buffers, owner, tokens, progress)
+        outputs = run_fragment(self.ctx.draft[name], arguments, mixers)
         return (self._draft(*outputs),) if name.startswith("propose") else outputs
 
     def _draft(self, best_B: Tensor, *offered: Tensor) -> Tensor:
@@ -149,6 +161,14 @@ class Drafts:
         name = "row_B" if self.case.phase == "decode" else "commit_row_R"
         rows: list[int] = self.case.inputs[name].tolist()
         return rows
+
+    def progress(self, held: Sequence[int], kept: Sequence[int]) -> Progress:
+        """By request: the tokens in its states, and the position up to which the call's stay."""
+        rows = self.state_rows()
+        return Progress(
+            absorbed=dict(zip(rows, held, strict=True)),
+            committed=dict(zip(rows, kept, strict=True)),
+        )
 
     def ids(self, tokens: Tensor) -> Tensor:
         """[B] tokens as [B, 1] ids; PAD, which is not an id, becomes 0."""
@@ -309,25 +329,41 @@ def unshifted(draft: Drafts, values: Values) -> Tensor:
         rows = [[row] * config.num_verify_tokens for row in draft.state_rows()]
         positions = [[s + 1 + j for j in range(config.num_verify_tokens)] for s in start]
         tokens = place_tokens(config, draft.case.inputs, rows, positions)
-        (logits,) = _model(draft, tokens, roles["target"].clamp(min=0))
+        held = [s + 1 for s in start]
+        kept = [s + n for s, n in zip(held, counts, strict=True)]
+        progress = draft.progress(held, kept)
+        (logits,) = _model(draft, tokens, roles["target"].clamp(min=0), progress)
         picked = torch.stack([logits[b, n - 1] for b, n in enumerate(counts)])
-        drafts = [*draft.call("propose", logits_BV=picked)]
+        drafts, held = [*draft.call("propose", logits_BV=picked)], kept
         token, first = drafts[0], [s + n + 1 for s, n in zip(start, counts, strict=True)]
     else:
-        _model(draft, draft.placed.tokens, draft.placed.ids)
+        _model(draft, draft.placed.tokens, draft.placed.ids, _whole_prompts(draft.placed.tokens))
         token, first, drafts = roles["target"][:, 0], start, []
+        held, kept = start, [s + 1 for s in start]
     while len(drafts) < config.num_draft_tokens:
         tokens = draft.single(first)
-        (logits,) = _model(draft, tokens, draft.ids(token))
+        (logits,) = _model(draft, tokens, draft.ids(token), draft.progress(held, kept))
+        held = kept  # drafts do not stay
         drafts += draft.call("propose", logits_BV=logits[:, 0])
         token, first = drafts[-1], [position + 1 for position in first]
     return torch.stack(drafts, 1)
 
 
-def _model(draft: Drafts, tokens: Tokens, ids: Tensor) -> tuple[Tensor, ...]:
+def _whole_prompts(tokens: Tokens) -> Progress:
+    """The states hold what comes before each request's tokens, which are there to stay."""
+    first: dict[int, int] = {}
+    pairs = zip(tokens.row.flatten().tolist(), tokens.position.flatten().tolist(), strict=True)
+    for row, position in pairs:
+        first.setdefault(row, position)
+    return Progress(absorbed=first, committed=dict.fromkeys(first, sys.maxsize))
+
+
+def _model(draft: Drafts, tokens: Tokens, ids: Tensor, progress: Progress) -> tuple[Tensor, ...]:
     if "translate" in draft.ctx.draft:
         (ids,) = draft.call("translate", input_ids=ids)
-    return draft.call("forward", tokens, input_ids=ids, position_ids=tokens.position)
+    return draft.call(
+        "forward", tokens, input_ids=ids, position_ids=tokens.position, progress=progress
+    )
 
 
 def direct(draft: Drafts, values: Values) -> Tensor:
@@ -399,7 +435,7 @@ def shared_kv(draft: Drafts, values: Values) -> Tensor:
         arguments = {
             "input_ids": draft.ids(token), "position_ids": tokens.position, "hidden": hidden
         }  # fmt: skip
-        attend = _on_target(draft, values, tokens)
+        attend = {"attention": _on_target(draft, values, tokens)}
         head, hidden = run_fragment(draft.ctx.draft["forward"], arguments, attend)
         (token,) = draft.call("propose", head_input=head[:, 0])
         drafts.append(token)

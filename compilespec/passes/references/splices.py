@@ -13,6 +13,7 @@ from compilespec.passes.context import PassContext
 from compilespec.passes.references.base import AttentionCall, Before, Case, Values
 from compilespec.passes.references.dense_attention import dense_attention
 from compilespec.passes.references.placement import place_call
+from compilespec.passes.references.recurrent_state import recurrent_layers, target_progress
 from compilespec.tracing.structure import is_float, layer_of, layer_prefix, shape_of
 
 
@@ -73,14 +74,28 @@ def insert_paged_attention(before: Before, ctx: PassContext, case: Case) -> Valu
     caches = {
         name: tensor.clone() for name, tensor in case.inputs.items() if name.startswith("cache.")
     }
-    values = before(
-        case.inputs, dense_attention(caches, "target", tokens, case.inputs["block_table_RM"])
-    )
+    attend = dense_attention(caches, "target", tokens, case.inputs["block_table_RM"])
+    values = before(case.inputs, {"attention": attend})
     calls = [
         AttentionCall(cache=f"cache.target.{layer}.key", tokens=tokens)
         for layer in range(ctx.num_attention_layers)
     ]
     return dataclasses.replace(values, buffers={**values.buffers, **caches}, calls=calls)
+
+
+def insert_recurrent_state(before: Before, ctx: PassContext, case: Case) -> Values:
+    """Each request's tokens, one after the other, from the state that its row holds."""
+    tokens, progress = place_call(ctx.config, case).tokens, target_progress(ctx, case)
+    buffers = {
+        name: tensor.clone()
+        for name, tensor in case.inputs.items()
+        if name.startswith(("recurrence.target.", "causal_conv.target."))
+    }
+    values = before(case.inputs, recurrent_layers(buffers, "target", tokens, progress))
+    buffers["absorbed_R"] = case.inputs["absorbed_R"].clone()
+    for row, count in progress.committed.items():
+        buffers["absorbed_R"][row] = count
+    return dataclasses.replace(values, buffers={**values.buffers, **buffers})
 
 
 def output_hidden_states(before: Before, ctx: PassContext, case: Case) -> Values:
@@ -154,6 +169,7 @@ def commit_state(before: Before, ctx: PassContext, case: Case) -> Values:
 __all__ = [
     "commit_state",
     "insert_paged_attention",
+    "insert_recurrent_state",
     "narrow_logits",
     "output_head_input",
     "output_hidden_states",
