@@ -298,3 +298,8 @@ def returns_alias(target: Callable[..., Any] | str) -> bool:
     """Whether an operator overload returns a view of, or the same tensor as, its first argument."""
     schema = getattr(target, "_schema", None)
     return schema is not None and any(value.alias_info is not None for value in schema.returns)
+
+
+def example_of(size: Any) -> int:
+    """The size that a symbol stood for when it was traced (`SymInt.node.hint`)."""
+    return size if isinstance(size, int) else int(size.node.hint)

@@ -2,7 +2,8 @@
 
 Random weights at real sizes, drafts accepted by force; writes one JSON file.  `--smoke` runs all of
 it on the CPU with tiny models and emulated graphs, in seconds: it measures nothing, but shows that
-the code works.
+the code works.  `--without-gpu` shows what can be shown of the CUDA path without one: every step
+compiled to machine code, and engines on that code, interpreted (`tools.without_gpu`).
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from tools.bench import report
 from tools.bench.measure import quantiles
 from tools.gpu.models import SHAPES, SMOKE_SHAPES, Shape, make_target, num_bytes_read
 from tools.gpu.steps import copy_bytes_per_s, count_launches, time_steps
+from tools.without_gpu.prove import PARTS, prove
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -56,8 +58,11 @@ class Run:
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tools.gpu_check", description=__doc__)
     parser.add_argument("--smoke", action="store_true", help="tiny models on the CPU, no speeds")
+    parser.add_argument("--without-gpu", action="store_true", help="compile and interpret instead")
     parser.add_argument("--minutes", type=float, default=10.0, help="time limit (default: 10)")
     parser.add_argument("--only", nargs="+", choices=sorted(SHAPES), help="models to measure")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=(), metavar="PART",
+                        help="of --without-gpu, in place of all: " + ", ".join(PARTS))  # fmt: skip
     parser.add_argument("--no-tests", action="store_true", help="skip the gpu tests")
     parser.add_argument("--json", type=Path, metavar="FILE", help="default: results/gpu-check.json")
     return parser.parse_args(arguments)
@@ -66,6 +71,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 def main(arguments: list[str] | None = None) -> int:
     """Exit status: 0; 1 if a test failed or a program recompiled; 2 without a GPU."""
     options = parse(arguments)
+    if options.without_gpu:
+        return prove(options.json or report.RESULTS_DIR / "without-gpu.json", options.parts)
     if not options.smoke and not torch.cuda.is_available():
         print("gpu_check: no CUDA device; --smoke runs the same code on the CPU", file=sys.stderr)
         return 2

@@ -9,70 +9,34 @@ from __future__ import annotations
 
 import importlib
 import json
-import re
-import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import triton
-from triton import knobs
-from triton.backends.compiler import GPUTarget
-from triton.runtime.jit import JITFunction
 
-SM_90 = GPUTarget("cuda", 90, 32)
-
-
-class AbsentGPU:
-    """The part of a driver that compiling asks for."""
-
-    def get_current_target(self) -> GPUTarget:
-        return SM_90
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
-
-    def get_active_torch_device(self) -> str:
-        return "meta"
+from tools.without_gpu.gpus import GPUS, Driver
+from tools.without_gpu.machine_code import Kernel, compiling_launches
 
 
 def compile_launches(call: Callable[[], Any]) -> list[dict[str, Any]]:
     """Run `call`; each launch in it compiles and runs nothing.  One record a kernel compiled."""
     done: list[dict[str, Any]] = []
-    launch = JITFunction.run
+    started = time.perf_counter()
 
-    def compile_only(self: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
-        started = time.perf_counter()
-        kernel = launch(self, *args, grid=grid, warmup=True, **kwargs)
-        record = {"kernel": self.__name__, "grid": list(grid), "shared": kernel.metadata.shared,
-                  "seconds": round(time.perf_counter() - started, 2)}  # fmt: skip
-        done.append(record | resources(kernel.asm["cubin"]))
+    def launched(kernel: Kernel, args: Sequence[Any], grid: tuple[int, ...]) -> None:
+        nonlocal started
+        seconds, started = round(time.perf_counter() - started, 2), time.perf_counter()
+        done.append({"kernel": kernel.name, "grid": list(grid), "shared": kernel.shared,
+                     "seconds": seconds, "registers": kernel.registers, "stack": kernel.stack}
+        )  # fmt: skip
 
-    triton.runtime.driver.set_active(AbsentGPU())
-    JITFunction.run = compile_only  # type: ignore[method-assign]
-    try:
+    triton.runtime.driver.set_active(Driver(GPUS["sm_90"], "meta"))
+    with compiling_launches(launched):
         call()
-    finally:
-        JITFunction.run = launch  # type: ignore[method-assign]
     return done
-
-
-def resources(cubin: bytes) -> dict[str, int]:
-    """Registers of a thread and bytes of its stack, where spilled registers go."""
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        Path(file.name).write_bytes(cubin)
-        tool = knobs.nvidia.cuobjdump.path
-        text = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True,
-                              check=True).stdout  # fmt: skip
-    found = re.search(r"REG:(\d+) STACK:(\d+)", text)
-    assert found, text
-    return {"registers": int(found[1]), "stack": int(found[2])}
 
 
 def main() -> None:

@@ -1,0 +1,64 @@
+"""Steps at real size, compiled for GPUs that are not there: no copy, no wait, kernels in bounds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tools.without_gpu.prove import PARTS, faults_of, run_part
+
+pytest.importorskip("triton")
+
+# Launches of a layer: those that Inductor generates, ours (attention: write, attend, merge), and
+# products of a library.  A step has `OTHERS` beside its target's layers, for each of K drafts too.
+LAYER = {"llama-3.1-8b": 15, "moe": 24}
+OTHERS = 20
+STEPS = [name for name in PARTS if "sm_" in name]
+
+
+@pytest.fixture(scope="module")
+def smallest() -> dict[str, Any]:
+    """The record of the smallest step: plain greedy decoding with one layer of Llama-3.1-8B."""
+    part = run_part("smallest step")
+    assert not faults_of(part)
+    return part["records"][0]
+
+
+def test_a_step_copies_nothing_and_waits_for_nothing(smallest: dict[str, Any]) -> None:
+    assert smallest["step"] == "decode.0.greedy"
+    for what in ("cache_copies", "weights_beside_products", "host_copies", "syncs", "references"):
+        assert smallest[what] == [], what
+
+
+def test_every_kernel_fits_on_the_gpu(smallest: dict[str, Any]) -> None:
+    assert smallest["num_kernels"] >= 10
+    assert smallest["most_registers"] <= 255
+    assert smallest["most_shared"] <= 227 * 1024
+    assert smallest["spilled"] == []
+
+
+def test_weights_are_read_once_and_little_else(smallest: dict[str, Any]) -> None:
+    assert smallest["most_reads_of_a_weight"] == {"target": 1}
+    assert 1 < smallest["bytes_over_floor"] <= 1.1
+
+
+def test_a_step_launches_little(smallest: dict[str, Any]) -> None:
+    assert smallest["launches"]["all"] <= LAYER["llama-3.1-8b"] + 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", STEPS)
+def test_every_step_of_a_program(name: str) -> None:
+    """Full and greedy steps of several K, prefill and replay, with an EAGLE-3 head."""
+    part = run_part(name)
+    assert not faults_of(part)
+    layer = LAYER[name.partition(",")[0]]
+    kinds = {"prefill", "decode", "decode.0", "decode.0.greedy", "decode.2.greedy", "replay"}
+    assert {record["step"] for record in part["records"]} == kinds
+    for record in part["records"]:
+        assert record["launches_of_a_layer"].get("all", 0) <= layer, record["step"]
+        assert record["launches"]["all"] <= 2 * layer + 3 * OTHERS, record["step"]
+        assert record["most_reads_of_a_weight"].get("target", 1) == 1, record["step"]
+        assert record["most_reads_of_a_weight"].get("draft", 0) <= 2, record["step"]
+        assert record["bytes_over_floor"] <= 1.1, record["step"]

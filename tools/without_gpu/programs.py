@@ -1,0 +1,52 @@
+"""Programs at real size, with few layers: layers are alike, and so is their code."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from compilespec.program import SpecProgram
+from tools.gpu.models import SHAPES
+from tools.without_gpu.dry_run import dry_run
+from tools.without_gpu.facts import facts, faults
+from tools.without_gpu.gpus import GPUS
+from tools.without_gpu.machine_code import compile_step
+from tools.without_gpu.steps import meta_target, on_cuda, program_on_cuda
+
+SIZES = {"max_batch_size": 64, "max_seq_len": 4096}
+
+
+def real_program(shape: str, *, spec: str, layers: int, **keywords: Any) -> SpecProgram:
+    """The program of a model of `tools.gpu.models.SHAPES`, in bfloat16."""
+    chosen = SHAPES[shape]
+    config = {**chosen.config, "num_hidden_layers": layers}
+    target = meta_target(chosen.family, config, torch.bfloat16)
+    return program_on_cuda(target, spec, **SIZES, **keywords)
+
+
+def proven_steps(
+    program: SpecProgram, arch: str, depth: int, only: str | None = None
+) -> Iterator[dict[str, Any]]:
+    """Compile every step, or the one of a name such as "decode.3.greedy"; one record a step.
+
+    Args:
+        depth: layers of the whole model, for whose launches those of a layer are multiplied.
+    """
+    gpu = GPUS[arch]
+    for key, graph in program.graphs.items():
+        name = program.graphs.name(key)
+        if only is not None and name != only:
+            continue
+        compiled = compile_step(on_cuda(graph.graph_module, graph.fakes, graph.inputs), gpu)
+        found = facts(compiled, dry_run(compiled, gpu), program.buffers)
+        missing = depth - graph.num_attention_layers if name != "replay" else 0
+        launches = found["launches"]["all"] + missing * found["launches_of_a_layer"]["all"]
+        yield {
+            "step": name,
+            "arch": arch,
+            "faults": faults(found, gpu),
+            "launches_at_full_depth": launches,
+            **found,
+        }

@@ -1,0 +1,76 @@
+"""Runs every part in a process of its own, and keeps what each has shown in one JSON file."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tools.bench import report
+
+ROOT = Path(__file__).resolve().parents[2]
+_STEPS = ("tools.without_gpu", "steps")
+_EAGLE3 = ("--layers", "2", "--spec", "eagle3", "--num-draft-tokens", "0", "2")
+INTERPRETED = ("llama", "qwen3_moe", "gpt_oss", "gemma2", "llama-bf16")
+
+# By name: the module to run, and its arguments.
+PARTS: dict[str, tuple[str, ...]] = {
+    "smallest step": (*_STEPS, "llama-3.1-8b", "--layers", "1", "--only", "decode.0.greedy"),
+    "llama-3.1-8b, sm_90": (*_STEPS, "llama-3.1-8b", *_EAGLE3),
+    "moe, sm_90": (*_STEPS, "moe", *_EAGLE3),
+    "llama-3.1-8b, sm_80": (*_STEPS, "llama-3.1-8b", *_EAGLE3, "--arch", "sm_80"),
+    "moe, sm_80": (*_STEPS, "moe", *_EAGLE3, "--arch", "sm_80"),
+    "quantized": ("tools.without_gpu", "quantized"),
+    **{f"interpreted {case}": ("tests.support.interpreted_cuda", case) for case in INTERPRETED},
+}
+
+
+def prove(path: Path, only: Sequence[str] = ()) -> int:
+    """Run the parts, or `only` some, and write what they print to `path` as it comes.
+
+    Parts that are not run keep what the file says of them.  Returns: 1 if a part failed or found a
+    fault, else 0.
+    """
+    parts = json.loads(path.read_text())["parts"] if path.exists() else {}
+    for name in only or PARTS:
+        print(json.dumps({"part": name}), flush=True)
+        parts[name] = run_part(name)
+        for record in (*parts[name]["records"], *parts[name].get("error", ())):
+            print(json.dumps(record), flush=True)
+        ordered = {name: parts[name] for name in PARTS if name in parts}
+        result = {"benchmark": "the CUDA path without a GPU", "parts": ordered}
+        report.write_json(path.stem, result, path.parent)
+    return int(any(faults_of(part) for part in parts.values()))
+
+
+def run_part(name: str, timeout_s: float = 3600) -> dict[str, Any]:
+    """When and with what it ran, its seconds and exit status, and the records that it printed."""
+    module, *arguments = PARTS[name]
+    is_interpreted = name.startswith("interpreted")
+    environment = {**os.environ, "TRITON_INTERPRET": str(int(is_interpreted))}
+    environment["PYTHONPATH"] = str(ROOT)
+    started = time.perf_counter()
+    done = subprocess.run(
+        [sys.executable, "-m", module, *arguments], capture_output=True, text=True, cwd=ROOT,
+        env=environment, timeout=timeout_s, check=False,
+    )  # fmt: skip
+    part = {
+        "command": f"python -m {' '.join(PARTS[name])}",
+        **{what: report.environment()[what] for what in ("date", "commit", "versions")},
+        "seconds": round(time.perf_counter() - started, 1),
+        "exit_status": done.returncode,
+        "records": [json.loads(line) for line in done.stdout.splitlines() if line[:1] == "{"],
+    }
+    return part if not done.returncode else {**part, "error": done.stderr.splitlines()[-15:]}
+
+
+def faults_of(part: dict[str, Any]) -> list[str]:
+    """What a part found that may not be; a part that failed, or said nothing, is a fault."""
+    if part["exit_status"] or not part["records"]:
+        return [f"exit status {part['exit_status']}", *part.get("error", ())]
+    return [fault for record in part["records"] for fault in record["faults"]]
