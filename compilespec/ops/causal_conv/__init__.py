@@ -43,5 +43,5 @@ _CACHED_CONV = define_op(
     "Tensor position) -> Tensor",
     cached_conv_reference,
     _fake,
-    has_kernel=False,
+    has_kernel=True,
 )
