@@ -67,7 +67,7 @@ def test_cached_conv_equals_reference(width, channels, bias, dtype):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("width", [1, 3, 4], ids="W{}".format)
 def test_bits_do_not_depend_on_how_tokens_come(width, dtype, kernels, threads):
-    """A prompt at once, one by one, by steps whose drafts are rejected, on any number of threads."""
+    """A prompt at once, one by one, by steps whose drafts are rejected, on several threads."""
     layer = Layer(width, 300, bias=True, dtype=dtype)
     threads(1)
     want = causal_conv(layer.x, layer.weight, layer.bias)

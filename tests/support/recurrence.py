@@ -1,4 +1,4 @@
-"""Requests for the recurrent operators: inputs of every token, poisoned buffers, calls of chunks."""
+"""Requests for cached_recurrence: inputs of every token, poisoned buffers, calls of chunks."""
 
 from __future__ import annotations
 
@@ -60,9 +60,7 @@ class Pool:
     def __post_init__(self) -> None:
         case, wide = self.case, wide_dtype(self.case.dtype)
         self.inputs, self.other = self._draw(), self._draw()
-        width = sum(self.inputs[name][0, 0].numel() for name in self.inputs) - (
-            self.inputs["query"][0, 0].numel()
-        )
+        width = sum(part[0, 0].numel() for name, part in self.inputs.items() if name != "query")
         heads = (case.rows, case.heads, case.key_dim, case.value_dim)
         self.state = torch.full(heads, NAN, dtype=wide)
         self.recent = torch.full((case.rows, case.num_kept, width), NAN, dtype=wide)
@@ -140,7 +138,8 @@ def _views_of_a_projection(parts: dict[str, Tensor], batch: int) -> dict[str, Te
     for dtype in {part.dtype for part in parts.values()}:
         mine = {name: part.flatten(1) for name, part in parts.items() if part.dtype == dtype}
         whole = torch.cat([*mine.values(), next(iter(mine.values()))[:, :1]], 1)
-        for name, part in zip(mine, whole.split([p.shape[1] for p in mine.values()] + [1], 1)):
+        split = whole[:, :-1].split([part.shape[1] for part in mine.values()], 1)
+        for name, part in zip(mine, split, strict=True):
             shape = (batch, -1, *parts[name].shape[1:])
             views[name] = part.unflatten(0, shape[:2]).unflatten(-1, shape[2:])
     return views

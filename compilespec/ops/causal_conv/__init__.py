@@ -44,4 +44,5 @@ _CACHED_CONV = define_op(
     cached_conv_reference,
     _fake,
     has_kernel=True,
+    triton="causal_conv",
 )

@@ -73,4 +73,5 @@ _CACHED_RECURRENCE = define_op(
     cached_recurrence_reference,
     _fake,
     has_kernel=True,
+    triton="recurrence",
 )
