@@ -64,9 +64,10 @@ def test_bits_do_not_depend_on_how_tokens_come(case):
     assert torch.equal(steps.state[1], pool.state[1])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize(
-    ("width", "channels", "bias"), [(4, 37, True), (1, 5, False), (3, 600, True)]
+    ("width", "channels", "bias", "dtype"),
+    [(4, 37, True, torch.float32), (1, 5, False, torch.float64), (3, 600, True, torch.bfloat16)],
+    ids=str,
 )
 def test_cached_conv_equals_reference(width, channels, bias, dtype):
     """Prompts, a step, drafts rejected, padding; the ring holds NaN."""
