@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from torch import nn
 from transformers.cache_utils import MtpCache
 from transformers.modeling_layers import MtpModel
 
@@ -27,6 +27,7 @@ from tests.support.models import (
     target_info,
     tiny_target,
 )
+from tests.support.mtp import per_expert, recycled_drafts
 
 MAX_SEQ_LEN = 37
 SIZES = ((1, 11), (22, 15), (16, 9), (36, 1), (2, 6))
@@ -98,22 +99,6 @@ def publish(family: str, num_modules: int, folder: Path) -> Path:
     return folder
 
 
-def per_expert(name: str, tensor: Tensor) -> dict[str, Tensor]:
-    """The fused matrices of transformers as the files have them."""
-    stem, _, kind = name.rpartition(".")
-    if not stem.endswith(".experts"):
-        return {name: tensor.clone()}
-    parts: dict[str, Tensor] = {}
-    for expert, matrix in enumerate(tensor):
-        if kind == "down_proj":
-            parts[f"{stem}.{expert}.down_proj.weight"] = matrix.clone()
-        else:
-            gate, up = matrix.chunk(2)
-            parts[f"{stem}.{expert}.gate_proj.weight"] = gate.clone()
-            parts[f"{stem}.{expert}.up_proj.weight"] = up.clone()
-    return parts
-
-
 @pytest.fixture(scope="module", params=CONFIGS)
 def published(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory):
     family = request.param
@@ -141,20 +126,6 @@ def test_modules_in_a_row_compute_what_transformers_does(published):
         ids = torch.cat([ids[:, 1:], drafts[-1][None]], 1)
     assert torch.stack(drafts, 1).tolist() == wanted.tolist()
     torch.testing.assert_close(torch.stack(logits, 1), wanted_logits, atol=1e-4, rtol=0.0)
-
-
-@torch.no_grad()
-def fresh_drafts(model: nn.Module, drafter: Any, tokens: list[int], count: int) -> list[int]:
-    """Drafts after `tokens`, the last of which is the bonus token; nothing is cached."""
-    ids = torch.tensor([tokens])
-    hidden, ids, drafts = model.model(ids[:, :-1]).last_hidden_state, ids[:, 1:], []
-    for _ in range(count):
-        place = torch.arange(ids.shape[1])[None]
-        head_input, recycled = drafter(ids, place, hidden)
-        drafts.append(int(drafter.propose(head_input[:, -1])))
-        ids = torch.cat([ids, torch.tensor([drafts[-1:]])], 1)
-        hidden = torch.cat([hidden, recycled[:, -1:]], 1)
-    return drafts
 
 
 @pytest.mark.parametrize(
@@ -195,7 +166,7 @@ def test_tokens_and_drafts_of_one_module_recycled(published, count):
                 continue
             drafts = engine._executor.buffers["tokens_RS"][request.row, 1:].tolist()
             tokens = [*prompt, *request.output_token_ids]
-            assert drafts == fresh_drafts(model, drafter, tokens, count)
+            assert drafts == recycled_drafts(model, drafter, tokens, count)
             num_compared += 1
         assert num_compared >= 2
 

@@ -2,23 +2,38 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 import compilespec
+from compilespec import SamplingParams
+from compilespec.cli import main
 from compilespec.errors import CheckpointError, UnsupportedModel
 from compilespec.methods.mtp.load import dequantise, load_drafter
 from compilespec.tracing.load import load_target
 from compilespec.tracing.target_info import TargetInfo
-from tests.support.models import VOCAB, target_info
+from tests.support.models import (
+    VOCAB,
+    Ask,
+    ask_all,
+    assert_nothing_held,
+    poison,
+    run_traffic,
+    target_info,
+)
+from tests.support.mtp import recycled_drafts
 from tests.support.qwen_mtp import FAMILIES, MAX_POSITIONS, mtp_tensors, publish, whole_model
+from tests.support.toy_tokenizer import byte_level_tokenizer
+from tests.support.windowed import fresh_drafts
 
 ORACLE = Path(__file__).parents[1] / "data" / "oracles" / "b_mtp_qwen3_next"
 
@@ -151,7 +166,8 @@ def test_what_is_wrong_with_a_head_is_named(tmp_path):
 
 
 def test_an_embedding_of_its_own_is_used(tmp_path):
-    whole = publish("qwen3_5", tmp_path)
+    """And of a tied target, whose files have no head."""
+    whole = publish("qwen3_5", tmp_path, is_tied=True)
     own, shard = torch.randn(VOCAB, 48), tmp_path / "model-3-of-3.safetensors"
     save_file({**load_file(shard), "mtp.embed_tokens.weight": own}, shard)
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
@@ -159,7 +175,8 @@ def test_an_embedding_of_its_own_is_used(tmp_path):
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     (step,) = load_drafter(tmp_path, target_info(whole, 64), {}, recycled=False).steps
     assert torch.equal(step.embed_tokens.weight, own.double())
-    load_target(tmp_path)
+    assert torch.equal(step.lm_head.weight, whole.get_input_embeddings().weight)
+    assert load_target(tmp_path).model.config.tie_word_embeddings
 
 
 def test_fp8_blocks_of_stacked_experts_are_dequantised():
@@ -171,3 +188,106 @@ def test_fp8_blocks_of_stacked_experts_are_dequantised():
     for expert in range(3):
         rows = scale[expert].repeat_interleave(16, 0)[:20]
         assert torch.equal(plain[expert], weight[expert].float() * rows)
+
+
+# --- end to end ---
+
+MAX_SEQ_LEN = 52
+SIZES = ((1, 12), (22, 15), (16, 9), (40, 12), (2, 6))
+OPTIONS: dict[str, Any] = {
+    "backend": "eager", "max_batch_size": 4, "max_seq_len": MAX_SEQ_LEN, "max_prefill_tokens": 16,
+}  # fmt: skip
+
+
+@functools.cache
+def expected(folder: Path) -> tuple[nn.Module, list[Ask], list[Ask]]:
+    """The text model, its greedy tokens, and tokens that plain decoding draws."""
+    model = load_target(folder).model
+    asks = ask_all(model, SIZES)
+    with compilespec.compile(folder, "none", **OPTIONS) as engine:
+        outputs = engine.generate([list(ask.prompt) for ask in asks], sampled(asks))
+    drawn = [
+        Ask(prompt=ask.prompt, tokens=tuple(output.token_ids))
+        for ask, output in zip(asks, outputs, strict=True)
+    ]
+    return model, asks, drawn
+
+
+def sampled(asks: list[Ask]) -> list[SamplingParams]:
+    return [
+        SamplingParams(
+            temperature=0.6, seed=number, max_new_tokens=len(ask.tokens), ignore_eos=True
+        )
+        for number, ask in enumerate(asks)
+    ]
+
+
+def matrix() -> Iterator[Any]:
+    for family, method, k in itertools.product(FAMILIES, ("mtp", "mtp_eagle"), (1, 3, 5)):
+        chosen = (family, method, k) == ("qwen3_5", "mtp", 3)
+        yield pytest.param(
+            family,
+            method,
+            k,
+            marks=() if chosen else pytest.mark.slow,
+            id=f"{family}-{method}-K{k}",
+        )
+
+
+@pytest.mark.parametrize(("published", "method", "k"), list(matrix()), indirect=["published"])
+def test_a_published_folder_is_target_and_drafter(published, method, k):
+    """Joins, leaves, prompts in chunks, up to the maximum length; some drafts are accepted."""
+    _, folder = published
+    model, asks, drawn = expected(folder)
+    info = target_info(model, MAX_SEQ_LEN)
+    drafter = load_drafter(folder, info, {}, recycled=method == "mtp_eagle")
+    with compilespec.compile(folder, method, num_draft_tokens=k, **OPTIONS) as engine:
+        assert any("mtp qwen3_next x1" in why for why in engine.plan()["why"])
+        poison(engine)
+        for request, ask in zip(run_traffic(engine, asks, (1, 2, 4)), asks, strict=True):
+            assert request.output_token_ids == list(ask.tokens)
+        assert 1.1 < engine.stats().acceptance_length < k + 0.9
+        prompts = [list(ask.prompt) for ask in drawn]
+        outputs = engine.generate(prompts, sampled(asks))
+        assert [output.token_ids for output in outputs] == [list(ask.tokens) for ask in drawn]
+        check_drafts(engine, asks[1], functools.partial(DRAFTS[method], model, drafter), k)
+        assert_nothing_held(engine)
+        assert engine.stats().num_recompiles == 0
+
+
+DRAFTS = {"mtp": fresh_drafts, "mtp_eagle": recycled_drafts}
+
+
+@torch.no_grad()
+def check_drafts(
+    engine: compilespec.Engine, ask: Ask, drafts: Callable[[list[int], int], list[int]], k: int
+) -> None:
+    """Every draft of a request is that of a recomputation from scratch."""
+    params = SamplingParams(max_new_tokens=len(ask.tokens), ignore_eos=True)
+    request = engine.submit(list(ask.prompt), params)
+    num_compared = 0
+    while engine.has_work:
+        engine.step()
+        if request.row < 0 or not request.output_token_ids:
+            continue
+        tokens = [*ask.prompt, *request.output_token_ids]
+        room = MAX_SEQ_LEN - len(tokens)
+        state = engine._executor.buffers["tokens_RS"][request.row, 1:].tolist()
+        assert state[:room] == drafts(tokens, k)[:room]
+        num_compared += 1
+    assert num_compared > 2
+
+
+@pytest.mark.slow
+def test_the_command_line_serves_the_folder(published, capsys):
+    _, folder = published
+    names = [*(bytes([byte]) for byte in range(32, 127)), "<|end|>", "<|pad|>"]
+    byte_level_tokenizer(names, eos="<|end|>").save_pretrained(folder)
+    printed = []
+    options = ["--backend", "eager", "--max-new-tokens", "9", "--ignore-eos", "--json"]
+    for spec in ("none", "mtp", "mtp_eagle"):
+        asked = ["--model", str(folder), "--spec", spec, "--prompt", "a + b"]
+        assert main(["generate", *asked, *options]) == 0
+        printed.append(json.loads(capsys.readouterr().out)["outputs"][0]["token_ids"])
+    assert len(printed[0]) == 9
+    assert printed == [printed[0]] * 3

@@ -43,6 +43,5 @@ _CACHED_CONV = define_op(
     "Tensor position) -> Tensor",
     cached_conv_reference,
     _fake,
-    has_kernel=True,
-    triton="causal_conv",
+    has_kernel=False,
 )

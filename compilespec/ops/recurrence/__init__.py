@@ -72,6 +72,5 @@ _CACHED_RECURRENCE = define_op(
     "Tensor commits, str kind) -> Tensor",
     cached_recurrence_reference,
     _fake,
-    has_kernel=True,
-    triton="recurrence",
+    has_kernel=False,
 )
