@@ -34,6 +34,10 @@ limits     Positions at or past max_seq_len, or before 0: slot -1 (write nothing
 padding    A row of -1 writes no slot and no state.
 overlap    The host reads step i after it launched step i+1, so a request that ended in i still runs
            in i+1; its row and blocks are freed once no launched step names them.
+states     With `conv_width` the target has recurrent layers, and so has an unshifted drafter: their
+           rows are `step_states`.
+K          A step may verify and draft fewer than the largest K: it reads the first columns of
+           `tokens`, and pads what it writes.  (Not with a windowed drafter.)
 K = 0      A plain step runs no drafter and leaves a hole of one pair, kept in the ring; the next
            drafting step feeds the missing pairs first.  A row that missed more than `ring_size`
            pairs may not draft again.
@@ -52,15 +56,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, Protocol
 
+from tests.support.step_states import Prefix, StatePass, StateRules, States, StepModelError
+
 Kind = Literal["none", "recycled", "windowed", "unshifted"]
 Chain = Literal["module_rows", "target_rows"]
-Prefix = tuple[int, ...]
 PAD = -1
 TARGET = 0  # cache group of the target; drafter modules are 1, 2, ...
-
-
-class StepModelError(Exception):
-    """The modelled engine broke a rule."""
 
 
 class UnwrittenRead(StepModelError):
@@ -189,8 +190,8 @@ class Toy:
         return self._hash("garbage", prefix) % self.vocab_size
 
 
-class Rules:
-    """The formulas of the step.  A test plants a fault by overriding one of them.
+class Rules(StateRules):
+    """The formulas of the step and its states.  A test plants a fault by overriding one of them.
 
     The expected contents of the caches (`StepModel._law`) are derived without this class.
     """
@@ -388,6 +389,7 @@ class Work:
     next_tokens: list[int | None]  # unfinished chunk: 2nd, 3rd, ... token after it
     tail: dict[int, Value]  # slots of the rejected tail -> what the first pass puts there
     forced: Forced | None
+    num_draft_tokens: int  # K of the step
     num_missing: int = 0
     drafts: list[int] = field(default_factory=list)
     passes: list[PassRecord] = field(default_factory=list)
@@ -412,6 +414,7 @@ class StepModel:
         kind, num_draft_tokens, chain: the draft loop, as in ARCHITECTURE.md (`chain`: windowed).
         max_rows, max_seq_len, block_size, num_blocks: sizes; by default enough blocks for all rows.
         overlap: read every step one step late.
+        conv_width: the width of the convolutions in recurrent layers; None: there are none.
         ring_size: pairs kept for rows that plain steps kept from the drafter (H-23).
         strict_hidden: False accepts a slot whose tokens are right but whose hidden state was
             recycled where the true one is known by now (what a K+1-row window leaves in
@@ -433,6 +436,7 @@ class StepModel:
         chain: Chain = "module_rows",
         overlap: bool = False,
         ring_size: int = 0,
+        conv_width: int | None = None,
         strict_hidden: bool = True,
         oracle: Oracle | None = None,
         rules: Rules | None = None,
@@ -450,6 +454,9 @@ class StepModel:
         self.rows: dict[int, Row] = {}
         self.requests: list[Request] = []
         self.in_flight: list[Launch] = []
+        self.states: States | None = None
+        if conv_width is not None:
+            self.states = States(conv_width, num_draft_tokens, self.rules)
         self.history: list[StepRecord] = []
 
     # What the scheduler calls.
@@ -507,7 +514,7 @@ class StepModel:
         num_draft_tokens: int | None = None,
         forced: Mapping[int, Forced] | None = None,
     ) -> StepRecord | None:
-        """One decode replay; `num_draft_tokens=0` makes it a plain step."""
+        """One decode replay; `num_draft_tokens`, its K, is the largest unless given (0: plain)."""
         return self.step(
             rows=rows, padded_decode=padded_to, num_draft_tokens=num_draft_tokens, forced=forced
         )
@@ -529,8 +536,11 @@ class StepModel:
             first).
         """
         drafts = self.num_draft_tokens if num_draft_tokens is None else num_draft_tokens
-        if drafts not in (0, self.num_draft_tokens):
-            raise ValueError("a step drafts 0 or num_draft_tokens tokens")
+        fewer = range(1, self.num_draft_tokens) if self.kind != "windowed" else ()
+        if drafts not in (0, self.num_draft_tokens, *fewer):
+            raise ValueError(f"a step of {drafts} drafts, of at most {self.num_draft_tokens}")
+        if not drafts and rows and self._drafter_has_states and self.num_draft_tokens:
+            raise ValueError("a drafter with states must see every token")
         packed = []
         for row in rows:
             packed.append((row, self._launch_decode(row, drafts)))
@@ -566,6 +576,10 @@ class StepModel:
                 want = want[: len(request.output)]
             if request.output != want:
                 raise OutputMismatch(f"request {request.id}: {request.output}, plain {want}")
+
+    @property
+    def _drafter_has_states(self) -> bool:
+        return self.states is not None and self.kind == "unshifted"
 
     # The host: reserving, reading, freeing.
 
@@ -654,6 +668,8 @@ class StepModel:
             raise PaddedWrite(
                 f"slot {self.rules.padded_slot()}, row {self.rules.padded_state_row()}"
             )
+        if count and self.states is not None:
+            self.states.spoil()
 
     def _state(self, row: int, request: int) -> Row:
         if row not in self.rows or self.rows[row].request != request:
@@ -668,6 +684,7 @@ class StepModel:
         own = prompt[start:end]
         feeds = [Feed(t, prompt[: t + 1], prompt[t]) for t in range(start, end)]
         slots, positions, _ = self._attend(state, TARGET, feeds, lambda t: prompt[: t + 1])
+        self._prompt_states(row, request_id, prompt, start, end)
         sampled = forced.targets[0] if forced else self.oracle.target(prompt[:end])
         depths = range(1, max(1, self.num_draft_tokens) + 1)
         ahead = [self.rules.next_token(prompt, end, sampled, depth) for depth in depths]
@@ -688,6 +705,7 @@ class StepModel:
             next_tokens=ahead[1:],
             tail={},
             forced=forced,
+            num_draft_tokens=self.num_draft_tokens,
         )
         self._draft(work)
         self._push_ring(state, work.pairs, end - start)
@@ -716,6 +734,7 @@ class StepModel:
         seen = [(*committed[:seq_len], *own[: j + 1]) for j in rows]
         feeds = [Feed(seq_len + j, seen[j], own[j]) for j in rows]
         slots, positions, written = self._attend(state, TARGET, feeds, lambda t: truth[: t + 1])
+        self._verify_states(row, state, feeds, truth, launch.num_draft_tokens)
         if forced:
             targets = tuple(forced.targets)
         else:
@@ -725,6 +744,9 @@ class StepModel:
         while count < len(own) and own[count] == targets[count - 1]:
             count += 1
         emitted = targets[:count]
+        if self.states is not None:
+            absorbed = self.rules.count(seq_len, count, self.max_seq_len)
+            self.states.set_absorbed(row, absorbed, self.max_seq_len)
         known = (*committed, *emitted)
         work = Work(
             row=state,
@@ -742,13 +764,14 @@ class StepModel:
             tail=self._tail(seq_len, count, seen, targets, committed),
             forced=forced,
             num_missing=self.rules.replayed_pairs(state.missing),
+            num_draft_tokens=launch.num_draft_tokens,
         )
         if launch.num_draft_tokens:
             self._draft(work)
             state.missing = 0
         else:
-            work.drafts = [PAD] * self.num_draft_tokens
             state.missing += 1
+        work.drafts += [PAD] * (self.num_draft_tokens - len(work.drafts))
         self._push_ring(state, work.pairs, count)
         state.seq_len, state.sequence = seq_len + self.rules.advance(count), known
         state.tokens = (emitted[-1], *work.drafts)
@@ -791,7 +814,7 @@ class StepModel:
         if self.num_draft_tokens == 0:
             return
         if self.kind == "none":
-            while work.drafts_wanted and len(work.drafts) < self.num_draft_tokens:
+            while work.drafts_wanted and len(work.drafts) < work.num_draft_tokens:
                 self._propose(work, Hidden(0, (*work.known, *work.drafts)), True)
         elif self.kind == "recycled":
             self._draft_recycled(work)
@@ -809,7 +832,7 @@ class StepModel:
         feeds = self._pair_feeds(slot - missing, pairs)
         gather = missing + rules.gather_row(work.num_committed)
         out = self._pass(work, 1, feeds, gather if work.drafts_wanted else None)
-        for index in range(1, self.num_draft_tokens):
+        for index in range(1, work.num_draft_tokens):
             if out is not None:
                 slot = rules.single_slot(self.kind, work.last + 1, index)
                 feeds = self._pair_feeds(slot, [Pair(out, work.drafts[-1])])
@@ -828,11 +851,15 @@ class StepModel:
             Feed(slot + j, (*sequence[: slot + j], token), token) for j, token in enumerate(tokens)
         ]
         gather = missing + rules.gather_row(work.num_committed)
+        self._first_pass_states(work, feeds)
         self._pass(work, 1, feeds, gather if singles else None)
-        for index in range(singles, self.num_draft_tokens if work.drafts_wanted else 0):
+        for index in range(singles, work.num_draft_tokens if work.drafts_wanted else 0):
             slot = rules.single_slot(self.kind, work.last + 1, index)
             sequence = (*work.known, *work.drafts)
-            self._pass(work, 1, [Feed(slot, (*sequence[:slot], sequence[-1]), sequence[-1])], 0)
+            single = [Feed(slot, (*sequence[:slot], sequence[-1]), sequence[-1])]
+            absorbed = rules.single_absorbed(work.last + 1, index)
+            self._draft_states(work, single, absorbed, [rules.single_commits(index)])
+            self._pass(work, 1, single, 0)
 
     def _draft_module_rows(self, work: Work) -> None:
         count = self.num_draft_tokens
@@ -947,6 +974,90 @@ class StepModel:
             return Pair(Hidden(source, tokens[: source + 1], max(0, source - last)), after)
 
         return target_row
+
+    # Recurrent layers.
+
+    def _prompt_states(self, row: int, request: int, prompt: Prefix, start: int, end: int) -> None:
+        """The target's, over a chunk and the tokens before it that it runs again."""
+        if self.states is None:
+            return
+        is_windowed, finished = self.kind == "windowed", end == len(prompt)
+        repeated = max(0, self.num_draft_tokens - 1) if is_windowed else 0
+        told = max(0, self.rules.repeated_tokens(self.num_draft_tokens)) if is_windowed else 0
+        first = max(0, start - repeated)
+        committed = self.rules.prompt_commits(end, told, finished)
+        self.states.run(
+            TARGET,
+            StatePass(
+                row=row,
+                request=request,
+                first=first,
+                prefixes=[prompt[: t + 1] for t in range(first, end)],
+                law=lambda t: prompt[: t + 1],
+                absorbed=self.states.absorbed.get(row, 0),
+                commits=[t < committed for t in range(first, end)],
+                num_draft_tokens=self.num_draft_tokens,
+            ),
+        )
+        count = self.rules.prompt_count(end, told, finished)
+        self.states.set_absorbed(row, count, self.max_seq_len)
+
+    def _verify_states(
+        self, row: int, state: Row, feeds: Sequence[Feed], truth: Prefix, count: int
+    ) -> None:
+        """The target's, over the rows of a verify step."""
+        if self.states is not None:
+            self._run_states(
+                TARGET, row, state.request, feeds, lambda t: truth[: t + 1],
+                self.states.absorbed.get(row, 0),
+                [self.rules.commits(j) for j in range(len(feeds))], count,
+            )  # fmt: skip
+
+    def _first_pass_states(self, work: Work, feeds: Sequence[Feed]) -> None:
+        """An unshifted drafter's, over a chunk, or over the target tokens of a step."""
+        if work.prefill:
+            self._draft_states(work, feeds, work.start, [True] * len(feeds))
+        else:
+            commits = [self.rules.draft_commits(j, work.num_committed) for j in range(len(feeds))]
+            self._draft_states(work, feeds, self.rules.draft_absorbed(work.start), commits)
+
+    def _draft_states(
+        self, work: Work, feeds: Sequence[Feed], absorbed: int, commits: Sequence[bool]
+    ) -> None:
+        if self._drafter_has_states:
+            row = self.requests[work.row.request].row
+            law = self._law(1, (*work.known, *work.drafts), work.last)
+            tail = {} if work.passes else work.tail
+
+            def wanted(position: int) -> Prefix:
+                value = tail.get(position) or law(position)
+                assert not isinstance(value, Pair)
+                return value
+
+            self._run_states(
+                1, row, work.row.request, feeds, wanted, absorbed, commits, work.num_draft_tokens
+            )
+
+    def _run_states(
+        self,
+        group: int,
+        row: int,
+        request: int,
+        feeds: Sequence[Feed],
+        law: Callable[[int], Prefix],
+        absorbed: int,
+        commits: Sequence[bool],
+        count: int,
+    ) -> None:
+        """The rows inside the maximum length; the others are at row -1, which has no state."""
+        live = [f for f in feeds if self.rules.place(f.position, self.max_seq_len) is not None]
+        prefixes = [f.value for f in live if not isinstance(f.value, Pair)]
+        if live and self.states is not None:
+            call = StatePass(
+                row=row, request=request, first=live[0].position, prefixes=prefixes, law=law,
+                absorbed=absorbed, commits=commits[: len(live)], num_draft_tokens=count,
+            )  # fmt: skip
+            self.states.run(group, call)
 
     # The cache.
 

@@ -13,8 +13,10 @@ import torch
 from torch import Tensor
 
 from compilespec.ops.argmax_linear import kernel as head
+from compilespec.ops.causal_conv import kernel as conv
 from compilespec.ops.ngram_match import kernel as ngram
 from compilespec.ops.paged_attention import kernel as paged_attention
+from compilespec.ops.recurrence import kernel as state
 from compilespec.ops.roll_window import kernel as ring
 from compilespec.ops.sample import kernel as sampling
 from compilespec.ops.sample import layout
@@ -104,10 +106,53 @@ def scored_head(rows: int, dtype: torch.dtype = torch.bfloat16) -> Launch:
     return lambda: head.score_linear(x, weight, meta(997, dtype=dtype), int32(rows))
 
 
+def recurrence(
+    batch: int,
+    num_tokens: int,
+    heads: int,
+    key_heads: int,
+    key_dim: int,
+    value_dim: int,
+    *,
+    per_key: bool = False,
+    beta: bool = True,
+    dtype: torch.dtype = torch.bfloat16,
+) -> Launch:
+    """Three kept tokens, 64 requests."""
+    size = (batch, num_tokens)
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    keys = meta(*size, 2 * key_heads, key_dim, dtype=dtype)
+    value, decay = (
+        meta(*size, heads, value_dim, dtype=dtype),
+        meta(*size, heads, *([key_dim] if per_key else []), dtype=wide),
+    )
+    width = key_heads * key_dim + decay[0, 0].numel() + heads * (value_dim + beta)
+    return lambda: state.cached_recurrence(
+        keys[:, :, :key_heads], keys[:, :, key_heads:], value, decay,
+        meta(*size, heads, dtype=dtype) if beta else None,
+        meta(64, heads, key_dim, value_dim, dtype=wide), meta(64, 3, width, dtype=wide),
+        int32(*size), int32(*size), int32(*size), meta(*size, dtype=torch.bool), "",
+    )  # fmt: skip
+
+
+def convolution(batch: int, num_tokens: int, dtype: torch.dtype = torch.bfloat16) -> Launch:
+    size = (batch, num_tokens)
+    x, weight = meta(*size, 8192, dtype=dtype), meta(8192, 4, dtype=dtype)
+    return lambda: conv.cached_conv(
+        x,
+        weight,
+        meta(8192, dtype=dtype),
+        meta(64, 6, 8192, dtype=dtype),
+        int32(*size),
+        int32(*size),
+    )
+
+
 VOCAB = 128256
 COMMON: dict[str, Launch] = {  # what every test run compiles
     "attention, verify, one request": attention(1, 6),
     "head, one request": best_of_head(6),
+    "recurrence, gated delta rule": recurrence(1, 4, 32, 16, 128, 128),
 }
 OTHERS: dict[str, Launch] = {
     "attention, plain decoding": attention(1, 1),
@@ -138,6 +183,14 @@ OTHERS: dict[str, Launch] = {
     "ring": lambda: ring.roll_window(
         meta(65, 3, 7168), int32(65, 3), meta(8, dtype=torch.int64), meta(8, 4, 7168),
         int32(8, 4), int32(8)),
+    "recurrence, a prompt": recurrence(1, 2048, 32, 16, 128, 128),
+    "recurrence, per key": recurrence(8, 4, 32, 32, 128, 128, per_key=True),
+    "recurrence, Mamba-2": recurrence(8, 4, 128, 8, 128, 64, beta=False),
+    "recurrence, Mamba": recurrence(8, 4, 5120, 1, 16, 1, per_key=True, beta=False),
+    "recurrence, float64": recurrence(2, 4, 6, 3, 48, 80, dtype=torch.float64),
+    "convolution": convolution(8, 4),
+    "convolution, a prompt": convolution(1, 2048),
+    "convolution, float64": convolution(2, 1, torch.float64),
     "attention, float32": attention(2, 4, group=3, head_dim=96, dtype=torch.float32),
     "attention, float64": attention(2, 4, group=3, head_dim=96, dtype=torch.float64),
 }  # fmt: skip

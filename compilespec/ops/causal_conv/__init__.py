@@ -43,5 +43,6 @@ _CACHED_CONV = define_op(
     "Tensor position) -> Tensor",
     cached_conv_reference,
     _fake,
-    has_kernel=False,
+    has_kernel=True,
+    triton="causal_conv",
 )

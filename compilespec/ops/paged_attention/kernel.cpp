@@ -19,6 +19,7 @@
 #include <type_traits>
 #include <vector>
 
+#include "_share.h"
 #include "_vector.h"
 
 namespace compilespec {
@@ -464,23 +465,13 @@ struct Worker {
   }
 };
 
-// Work items are taken from a shared counter, longest context first; results do not depend on who
-// takes what.
-template <class F>
-void share(int64_t num_items, double total_ns, const F& body) {
-  const int64_t threads =
-      std::min<int64_t>({at::get_num_threads(), num_items, int64_t(total_ns / 8000) + 1});
-  std::atomic<int64_t> next{0};
-  at::parallel_for(0, threads, 1, [&](int64_t, int64_t) { body(next); });
-}
-
 template <class T>
 void run(const Problem& problem) {
   using Acc = typename Storage<T>::Acc;
   write_cache<T>(problem);
   static thread_local std::vector<Tile> tiles;
   make_tiles<T>(problem, tiles);
-  std::sort(tiles.begin(), tiles.end(),
+  std::sort(tiles.begin(), tiles.end(),  // the longest context is taken first
             [](const Tile& a, const Tile& b) { return a.hi - a.lo > b.hi - b.lo; });
   double cells = 0;
   for (const Tile& tile : tiles)

@@ -72,5 +72,6 @@ _CACHED_RECURRENCE = define_op(
     "Tensor commits, str kind) -> Tensor",
     cached_recurrence_reference,
     _fake,
-    has_kernel=False,
+    has_kernel=True,
+    triton="recurrence",
 )

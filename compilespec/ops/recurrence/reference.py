@@ -128,7 +128,7 @@ def cached_recurrence_reference(
         first = position_T[tokens[0]]
         state_HKV = torch.zeros_like(state_RHKV[row]) if first == 0 else state_RHKV[row].clone()
         num_kept = recent_RPE.shape[1]
-        for position in range(max(absorbed_T[tokens[0]], first - num_kept), first):
+        for position in range(max(absorbed_T[tokens[0]], first - num_kept, 0), first):
             parts = _unpack(recent_RPE[row, position % num_kept], shapes)
             state_HKV = advance(state_HKV, *parts, *([None] if beta_TH is None else []))
         for token in tokens:
