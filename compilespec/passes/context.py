@@ -36,6 +36,7 @@ class PassContext:
     kv_layers: tuple[int, ...] = ()  # target layers whose caches a shared_kv drafter reads
     kv_block_sizes: tuple[int, ...] = ()  # by draft step, if they have their own KV groups
     prepack: bool = True
+    merge: bool = True  # products of one activation become one
     fuse_head: bool | None = None  # heads give the best token, no logits; None: on CUDA, if faster
     greedy_only: bool = False  # strict, for requests that need only the argmax
     logits_processor: LogitsProcessor | None = None  # traced into the step

@@ -30,7 +30,7 @@ def merge_projections(gm: fx.GraphModule, ctx: PassContext) -> int:
     the rows of its parts, so every output element is the same dot product.
     Numerics: rounding (a library may order a larger product's sums differently).  Runs on ATen.
     """
-    if not ctx.prepack:
+    if not ctx.merge:
         return 0
     groups: dict[tuple[fx.Node, bool, torch.dtype], list[Linear]] = {}
     for linear in find_linears(gm, ctx):

@@ -130,6 +130,7 @@ def _context(
         kv_layers=tuple(drafter.kv_layers) if drafter else (),
         kv_block_sizes=_block_sizes(drafter, config),
         prepack=config.device.type == "cpu",
+        merge=config.device.type in ("cpu", "cuda"),
         logits_processor=options.processor,
         host_processors=options.host_processors,
         prompt_logprobs=options.prompt_logprobs,

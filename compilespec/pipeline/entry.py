@@ -36,6 +36,7 @@ from compilespec.runtime.engine import Engine
 from compilespec.runtime.serving import ServingOptions
 from compilespec.runtime.step_costs import measure
 from compilespec.runtime.step_runner import StepRunner
+from compilespec.runtime.weights import share_merged
 from compilespec.tracing.load import Target, load_target
 
 logger = logging.getLogger("compilespec")
@@ -99,6 +100,7 @@ def compile(
     lowered = lower(program, backend=options.backend, units=units_for(kinds), progress=reporter)
     with reporter.step("load", "weights and buffers, in place"):
         runner = StepRunner(lowered, buckets=options.bucket_sizes, graphs=options.graphs)
+        share_merged(target.model, program, lowered.graphs, runner.weights)
     runner.capture(reporter)
     policy = None
     if options.smaller_draft_counts:

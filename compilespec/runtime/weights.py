@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from compilespec import _torch_compat
 from compilespec.ops.quantized_linear import LAYOUTS
 from compilespec.program import InputSpec, LoweredPhase, SpecProgram, StepKey
 
@@ -19,6 +20,36 @@ def bind_weights(program: SpecProgram, graphs: Mapping[StepKey, LoweredPhase]) -
             if spec.kind == "weight" and spec.name not in bound:
                 bound[spec.name] = materialise(spec, program.weights)
     return bound
+
+
+def share_merged(
+    model: nn.Module,
+    program: SpecProgram,
+    graphs: Mapping[StepKey, LoweredPhase],
+    bound: Mapping[str, Tensor],
+) -> int:
+    """Let the parameters of `model` be rows of the merged weights that were made of them, so that
+    none is in memory twice.  Their values stay the same; packed weights are left alone.
+
+    Returns: bytes that were given back.
+    """
+    kept = [*model.parameters(), *program.weights.values(), *program.target_weights.values()]
+    holders: dict[tuple[int, ...], list[Tensor]] = {}
+    for tensor in kept:
+        holders.setdefault(_torch_compat.storage_place(tensor), []).append(tensor)
+    merged = {s.name: s for g in graphs.values() for s in g.inputs if len(s.sources) > 1}
+    given_back = 0
+    for spec in merged.values():
+        if spec.packed:
+            continue
+        parts = [program.weights[name] for name in spec.sources]
+        for part, rows in zip(parts, bound[spec.name].split([len(p) for p in parts]), strict=True):
+            same = holders.pop(_torch_compat.storage_place(part), [])
+            given_back += rows.nbytes if same else 0  # else of an earlier merged weight
+            for tensor in same:
+                if tensor.shape == rows.shape:
+                    tensor.data = rows
+    return given_back
 
 
 def materialise(spec: InputSpec, weights: Mapping[str, Tensor]) -> Tensor:

@@ -12,7 +12,7 @@ pytest.importorskip("triton")
 
 # Launches of a layer: those that Inductor generates, ours (attention: write, attend, merge), and
 # products of a library.  A step has `OTHERS` beside its target's layers, for each of K drafts too.
-LAYER = {"llama-3.1-8b": 15, "moe": 24}
+LAYER = {"llama-3.1-8b": 12, "moe": 22}
 OTHERS = 20
 STEPS = [name for name in PARTS if "sm_" in name]
 
@@ -44,7 +44,7 @@ def test_weights_are_read_once_and_little_else(smallest: dict[str, Any]) -> None
 
 
 def test_a_step_launches_little(smallest: dict[str, Any]) -> None:
-    assert smallest["launches"]["all"] <= LAYER["llama-3.1-8b"] + 4
+    assert smallest["launches"]["all"] <= LAYER["llama-3.1-8b"] + 6
 
 
 @pytest.mark.slow

@@ -36,7 +36,7 @@ from compilespec.passes.rows import Rows, one_row, packed_rows, take_rows
 from compilespec.passes.runner import check_order, snapshot
 from compilespec.passes.shift_hidden_states import shift_prompt
 from compilespec.passes.splice_draft_loop import splice_draft_loop
-from compilespec.program import InputSpec, PassRecord, Phase, ProgramConfig, is_marker
+from compilespec.program import InputSpec, PassRecord, Phase, ProgramConfig, marker_kind
 from compilespec.tracing.load import load_target
 from compilespec.tracing.target import trace_target
 from compilespec.tracing.target_info import describe_target
@@ -267,7 +267,7 @@ def test_check_markers_counts_and_leaves_the_graph(parts):
 def test_check_markers_refuses_attention_without_a_cache(parts):
     ctx = context(parts, "decode")
     gm = start_step(ctx)
-    marker = next(node for node in gm.graph.nodes if is_marker(node))
+    marker = next(node for node in gm.graph.nodes if marker_kind(node) == "attention")
     marker.target, marker.args = nn.functional.scaled_dot_product_attention, marker.args[:3]
     with pytest.raises(PassError, match=r"model.layers.0.self_attn calls scaled_dot_product"):
         check_markers(gm, ctx)
@@ -439,7 +439,7 @@ def test_paged_attention_from_an_empty_cache_equals_the_markers(parts):
     inputs["row_T"] = torch.ones(7, dtype=torch.int32)
     want = _logits(gm, ctx, inputs)
     assert insert_paged_attention(gm, ctx) == NUM_LAYERS
-    assert not any(is_marker(node) for node in gm.graph.nodes)
+    assert not any(marker_kind(node) for node in gm.graph.nodes)
     caches = [name for name, spec in ctx.buffers.items() if spec.kind == "cache"]
     assert caches == [
         f"cache.target.{i}.{half}" for i in range(NUM_LAYERS) for half in ("key", "value")
@@ -452,7 +452,7 @@ def test_paged_attention_from_an_empty_cache_equals_the_markers(parts):
 
 def test_paged_attention_needs_known_shapes(parts):
     gm, ctx = started(parts, "decode", "insert_paged_attention")
-    marker = next(node for node in gm.graph.nodes if is_marker(node))
+    marker = next(node for node in gm.graph.nodes if marker_kind(node) == "attention")
     del marker.args[1].meta["example"]
     with pytest.raises(PassError, match="layer 0: the key of an attention marker has no known"):
         insert_paged_attention(gm, ctx)
@@ -969,7 +969,7 @@ def test_merge_projections_copies_what_is_viewed_across_rows():
 
 
 def test_merge_projections_leaves_alone_what_is_not_a_group():
-    gm, ctx, *_ = two_linears(prepack=False)  # off where nothing gains by it
+    gm, ctx, *_ = two_linears(merge=False)  # off where nothing runs: on the meta device
     before = code(gm)
     assert merge_projections(gm, ctx) == 0
     assert code(gm) == before

@@ -37,7 +37,7 @@ def passes_of_cuda() -> Iterator[None]:
     """
 
     def context(**given: Any) -> PassContext:
-        return PassContext(**{**given, "prepack": False, "fuse_head": True})
+        return PassContext(**{**given, "prepack": False, "merge": True, "fuse_head": True})
 
     with mock.patch.object(build, "PassContext", context):
         yield
