@@ -374,6 +374,12 @@ class SpecProgram:
         str, ...
     ] = ()  # what was resolved, for `Engine.plan()`: aux layers, draft layout, ...
 
+    @property
+    def state_bytes_per_request(self) -> int:
+        """Of recurrent layers, the drafter's too: whatever the request's length is."""
+        kinds = ("recurrence.", "causal_conv.")
+        return sum(b.num_bytes // b.shape[0] for b in self.buffers if b.name.startswith(kinds))
+
     def __repr__(self) -> str:
         """One line: the model, the method, K, the device and the dtype."""
         config = self.config

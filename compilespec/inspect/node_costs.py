@@ -232,6 +232,43 @@ def _attention(costs: NodeCosts, node: fx.Node) -> Cost:
     )
 
 
+def _recurrence(costs: NodeCosts, node: fx.Node) -> Cost:
+    """A request's state is read and written once a call; each token decays it, changes it and reads
+    it.  What is kept of drafts that may be rejected is written, and half of it read again.
+    """
+    args: Any = node.args
+    query, key, value, _, beta, state, recent, row = args[:8]
+    batch, tokens = costs.shape(row)[0], costs.num_elements(row)
+    requests = costs.requests if batch == 1 else batch
+    one_state = sympy.prod(costs.shape(state)[1:])
+    drafts = K * batch if K in costs.shape(row)[-1].free_symbols else _ZERO
+    kept_bytes = costs.shape(recent)[2] * recent.meta["val"].element_size()
+    replayed = drafts / 2  # of K drafts, taking any number to be as likely
+    moved = sum((costs.num_bytes(x) for x in (query, key, value)), _ZERO)
+    return Cost(
+        flops=(tokens + replayed) * one_state * (5 if beta is None else 7),
+        cache_bytes=2 * requests * one_state * state.meta["val"].element_size()
+        + (drafts + replayed) * kept_bytes,
+        activation_bytes=moved + costs.num_bytes(node),
+    )
+
+
+def _convolution(costs: NodeCosts, node: fx.Node) -> Cost:
+    """Each token reads W inputs of its channel, W-1 of a request's first token from its ring."""
+    args: Any = node.args
+    x, weight, _, recent, row = args[:5]
+    channels, width = costs.shape(weight)[-2:]
+    batch, tokens = costs.shape(row)[0], costs.num_elements(row)
+    requests = costs.requests if batch == 1 else batch
+    cell_bytes = channels * recent.meta["val"].element_size()
+    return Cost(
+        flops=2 * tokens * channels * width,
+        weight_bytes=costs.num_bytes(weight),
+        cache_bytes=cell_bytes * (requests * (width - 1) + tokens),
+        activation_bytes=costs.num_bytes(x) + costs.num_bytes(node),
+    )
+
+
 _LOOKUPS = (
     _aten.embedding.default,
     _aten.index.Tensor,
@@ -251,6 +288,8 @@ _RULES: dict[Any, Callable[[NodeCosts, fx.Node], Cost]] = {
     torch.ops.compilespec.packed_quantized_linear.default: _rows_times_quantized,
     torch.ops.compilespec.packed_dynamic_int8_linear.default: _rows_times_quantized,
     torch.ops.compilespec.paged_attention.default: _attention,
+    torch.ops.compilespec.cached_recurrence.default: _recurrence,
+    torch.ops.compilespec.cached_conv.default: _convolution,
 }
 
 _GROUPED_FALLBACK = "transformers.grouped_mm_fallback.default"  # registered when it is first used

@@ -101,9 +101,9 @@ def why_not(program: SpecProgram) -> str | None:
         return "the hidden states of every prompt token are recorded"
     if program.has_own_blocks:
         return "the drafter's layers have blocks of their own, which are not found by tokens"
+    if program.state_bytes_per_request:
+        return "recurrent layers keep a request's newest state, not those at the ends of blocks"
     for buffer in program.buffers:
-        if buffer.name.startswith(("recurrence.", "causal_conv.")):
-            return "recurrent layers keep a request's newest state, not those at the ends of blocks"
         if buffer.kind == "state" and buffer.name not in REBUILT_STATE:
             return f"the step reads a whole prompt into {buffer.name}"
     return None

@@ -377,10 +377,10 @@ def assert_nothing_held(engine: Engine) -> None:
 
 
 def poison(engine: Engine) -> None:
-    """NaN in every cache cell, so that reading one that was not written shows."""
+    """NaN in every cache cell and recurrent state, so that reading what was not written shows."""
     engine.reset_prefix_cache()
     for name, buffer in engine._executor.buffers.items():
-        if name.startswith("cache."):
+        if name.startswith(("cache.", "recurrence.", "causal_conv.")):
             buffer.fill_(float("nan"))
 
 
