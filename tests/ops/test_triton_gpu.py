@@ -13,11 +13,14 @@ from torch import Tensor
 
 from compilespec import SamplingParams
 from compilespec.ops.argmax_linear import argmax_linear_reference, score_linear_reference
+from compilespec.ops.causal_conv import cached_conv_reference
 from compilespec.ops.ngram_match import ngram_match_reference
 from compilespec.ops.paged_attention import paged_attention_reference
+from compilespec.ops.recurrence import cached_recurrence_reference
 from compilespec.ops.roll_window import roll_window_reference
 from compilespec.ops.sample import draw_reference, note_logprobs_reference, sample_reference
 from compilespec.program import PAD
+from tests.support import recurrence
 from tests.support.attention import Case, Pool
 from tests.support.sampling import PARAMETERS, State, make_state, window
 
@@ -144,6 +147,53 @@ def test_ngram_and_ring():
     got, want = OPS.roll_window(*mine), roll_window_reference(*call)
     for a, b in ((got[0], want[0]), (got[1], want[1]), (mine[0], call[0]), (mine[1], call[1])):
         assert torch.equal(a.cpu(), b)
+
+
+STATES = [
+    recurrence.Case(heads=32, key_heads=16, key_dim=128, value_dim=128),
+    recurrence.Case(heads=4, key_heads=2, key_dim=17, value_dim=80, per_key=True),
+    recurrence.Case(heads=600, key_heads=1, key_dim=16, value_dim=1, per_key=True, beta=False),
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("case", STATES, ids=str)
+def test_recurrent_states(case, dtype):
+    """A prompt, verify steps whose drafts are rejected and replayed, and the prompt at once."""
+    pool = recurrence.Pool(recurrence.Case(**{**vars(case), "dtype": dtype}))
+
+    def on_gpu(*call: Any) -> Tensor:
+        mine = moved(call)
+        result = OPS.cached_recurrence(*mine).cpu()
+        call[5].copy_(mine[5])
+        call[6].copy_(mine[6])
+        return result
+
+    outputs, states = [], []
+    for compute in (on_gpu, cached_recurrence_reference):
+        steps = pool.fresh()
+        first = compute(*steps.arguments([recurrence.Chunk(1, 0, 4), None]))[0, :4]
+        rest, _, end = recurrence.verify(steps, 1, 4, [3, 0, 1, 2], 3, compute)
+        outputs.append(torch.cat([first, rest]))
+        states.append(steps.state)
+    torch.testing.assert_close(*outputs, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+    wide = TOLERANCE[pool.state.dtype]
+    torch.testing.assert_close(*states, rtol=wide, atol=wide, equal_nan=True)
+    whole = on_gpu(*pool.fresh().arguments([None, recurrence.Chunk(1, 0, end)]))[0, 1:]
+    assert torch.equal(whole, outputs[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
+def test_convolutions(dtype):
+    x, weight, bias = torch.randn(1, 40, 1000), torch.randn(1000, 4), torch.randn(1000)
+    ring, position = torch.zeros(3, 6, 1000), torch.arange(40, dtype=torch.int32)
+    row = torch.where(position < 30, 1, torch.where(position < 33, -1, 2)).int()
+    position = torch.where(row == 2, position - 33, position)
+    theirs = (*(part.to(dtype) for part in (x, weight, bias, ring)), row[None], position[None])
+    mine = moved(theirs)
+    got, want = OPS.cached_conv(*mine), cached_conv_reference(*theirs)
+    torch.testing.assert_close(got.cpu(), want, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+    assert torch.equal(mine[3].cpu(), theirs[3])
 
 
 def test_a_cuda_graph_replays_what_eager_computes():
