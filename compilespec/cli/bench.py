@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from compilespec.cli import report
-from compilespec.cli.flags import add_placement_options
+from compilespec.cli.flags import add_draft_vocab_options, add_placement_options
 from compilespec.cli.generate import (
     DEMO,
     add_quantize_options,
@@ -60,6 +60,7 @@ def add_parser(commands: Any) -> None:
     add("--backend", choices=("inductor", "eager"), help="default: inductor")
     add_placement_options(add)
     add_quantize_options(add)
+    add_draft_vocab_options(add)
     add("--threads", type=int, metavar="N", help="CPU threads (default: torch's)")
     add(
         "--sampled",

@@ -7,7 +7,7 @@ import time
 from typing import Any
 
 from compilespec.cli import report
-from compilespec.cli.flags import add_placement_options
+from compilespec.cli.flags import add_draft_vocab_options, add_placement_options
 from compilespec.cli.generate import (
     DEMO,
     add_quantize_options,
@@ -41,6 +41,7 @@ def add_parser(commands: Any) -> None:
     add("--kv-cache-tokens", type=int, metavar="N", help="size of the KV cache")
     add_placement_options(add)
     add_quantize_options(add)
+    add_draft_vocab_options(add)
     add("--cudagraphs", default="auto", metavar="MODE", help="as for compile() (default: auto)")
     add("--threads", type=int, metavar="N", help="CPU threads (default: torch's)")
     add("--json", action="store_true", help="print one JSON object instead of a table")
@@ -49,7 +50,8 @@ def add_parser(commands: Any) -> None:
 
 KEYWORDS = (
     "draft", "num_draft_tokens", "max_batch_size", "max_seq_len", "max_prefill_tokens",
-    "kv_cache_tokens", "dtype", "device", "quantize", "draft_quantize",
+    "kv_cache_tokens", "dtype", "device", "quantize", "draft_quantize", "draft_vocab_size",
+    "draft_vocab_counts",
 )  # fmt: skip
 
 

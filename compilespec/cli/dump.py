@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TextIO
 
 from compilespec.cli import report
-from compilespec.cli.flags import add_placement_options
+from compilespec.cli.flags import add_draft_vocab_options, add_placement_options
 from compilespec.cli.generate import DEMO, draft_counts, spec_of
 from compilespec.errors import InvalidOption
 
@@ -44,6 +44,7 @@ def add_parser(commands: Any) -> None:
         metavar="K",
         help="drafts per step (default: checkpoint's), or several: 0,2,5",
     )
+    add_draft_vocab_options(add)
     add("--greedy-step", action="store_true", help="with steps for batches of greedy requests")
     add_placement_options(add)
     add(
@@ -411,7 +412,8 @@ def _model_and_options(args: argparse.Namespace) -> tuple[Any, dict[str, Any]]:
     else:
         options |= {"dtype": args.dtype, "device": args.device}
     if spec != "none":
-        options |= {"draft": draft, "num_draft_tokens": args.num_draft_tokens}
+        names = ("num_draft_tokens", "draft_vocab_size", "draft_vocab_counts")
+        options |= {"draft": draft, **{name: getattr(args, name) for name in names}}
     if args.greedy_step:
         options["greedy_step"] = True
     return model, {name: value for name, value in options.items() if value is not None}

@@ -25,6 +25,16 @@ def add_placement_options(add: Callable[..., Any]) -> None:
     add("--max-seq-len", type=int, metavar="N", help="longest prompt plus output")
 
 
+def add_draft_vocab_options(add: Callable[..., Any]) -> None:
+    """--draft-vocab-size and --draft-vocab-counts."""
+    add("--draft-vocab-size", type=int, metavar="N", help="rows that the drafter's head keeps")
+    add(
+        "--draft-vocab-counts",
+        metavar="FILE",
+        help="counts or a text to choose them by (default: token_counts.json beside the target)",
+    )
+
+
 def read_arguments(parser: Parser, argv: Sequence[str] | None) -> argparse.Namespace:
     """The arguments of a command.  Raises: InvalidOption, also for unknown flags."""
     args, unknown = parser.parse_known_args(argv)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from compilespec.cli import report
-from compilespec.cli.flags import add_placement_options, in_flags
+from compilespec.cli.flags import add_draft_vocab_options, add_placement_options, in_flags
 from compilespec.errors import InvalidOption, InvalidRequest
 from compilespec.runtime.sampling_params import SamplingParams
 
@@ -29,6 +29,9 @@ DEMO_PROMPTS = (
     "import os\n\n\ndef read_lines(path):\n    with open(path) as file:\n",
     "def fibonacci(n):\n    if n < 2:\n        return n\n",
 )
+OF_DRAFTERS = (
+    "draft", "num_draft_tokens", "draft_quantize", "draft_vocab_size", "draft_vocab_counts",
+)  # fmt: skip
 NUM_ROUNDS = 3  # timed rounds of --compare
 PLAIN = "compilespec plain"
 
@@ -62,6 +65,7 @@ def add_parser(commands: Any) -> None:
     add("--backend", choices=("inductor", "eager"), help="default: inductor")
     add_placement_options(add)
     add_quantize_options(add)
+    add_draft_vocab_options(add)
     add("--threads", type=int, metavar="N", help="CPU threads (default: torch's)")
     add("--ignore-eos", action="store_true", help="continue after the end-of-sequence token")
     add(
@@ -244,8 +248,7 @@ def compile_engine(args: argparse.Namespace, spec: str, **changes: Any) -> Engin
         "acceptance": getattr(args, "acceptance", None),
     }
     if spec != "none":
-        options |= {"draft": args.draft, "num_draft_tokens": args.num_draft_tokens}
-        options["draft_quantize"] = args.draft_quantize
+        options |= {name: getattr(args, name) for name in OF_DRAFTERS}
     options |= changes
     with report.starting(f"{args.model} (spec={spec})", quiet=args.json) as progress:
         options |= {"progress": progress}
@@ -266,7 +269,7 @@ def load_quantized(args: argparse.Namespace, dtype: str | None) -> Target:
 def spec_of(args: argparse.Namespace) -> str:
     """The requested method.  Raises: InvalidOption if there is none, but options for one."""
     spec = str(args.spec or ("eagle3" if args.model == DEMO else "none"))
-    for name in ("draft", "num_draft_tokens", "draft_quantize"):
+    for name in OF_DRAFTERS:
         if spec == "none" and getattr(args, name, None) is not None:
             raise InvalidOption(
                 f"{name} must go with a drafting method: give spec=, or leave {name}= out"

@@ -35,6 +35,7 @@ class PassContext:
     acceptance: Acceptance = STRICT
     kv_layers: tuple[int, ...] = ()  # target layers whose caches a shared_kv drafter reads
     kv_block_sizes: tuple[int, ...] = ()  # by draft step, if they have their own KV groups
+    draft_ids: Tensor | None = None  # int64 [N], ascending, on the CPU: all that it may propose
     prepack: bool = True
     merge: bool = True  # products of one activation become one
     fuse_head: bool | None = None  # heads give the best token, no logits; None: on CUDA, if faster

@@ -262,21 +262,19 @@ def _first_shape(node: fx.Node, shape_of: ShapeOf) -> tuple[fx.Node, Shape | Non
 _REDUCTIONS = ("mean", torch.mean, "sum", torch.sum)
 _RESHAPES = ("view", "reshape", torch.reshape)
 _PARTS = ("chunk", torch.chunk, "split", torch.split)
+ELEMENTWISE = (
+    operator.add, operator.sub, operator.mul, operator.truediv, operator.neg, operator.pow,
+    torch.add, torch.sub, torch.mul, torch.div, torch.neg, torch.pow, torch.square,
+    torch.sqrt, torch.rsqrt, torch.exp, torch.tanh, torch.sigmoid, torch.relu,
+    functional.relu, functional.silu, functional.gelu, functional.sigmoid,
+    functional.tanh, functional.softplus, functional.dropout,
+    torch._C._nn.gelu, torch._C._nn.silu,
+    "add", "sub", "mul", "div", "neg", "pow", "square", "sqrt", "rsqrt", "exp", "tanh",
+    "sigmoid", "relu", "to", "float", "type", "bfloat16", "half", "double", "contiguous",
+    "clone",
+)  # fmt: skip
 _RULES: Mapping[Any, Rule] = {
-    **dict.fromkeys(
-        (
-            operator.add, operator.sub, operator.mul, operator.truediv, operator.neg, operator.pow,
-            torch.add, torch.sub, torch.mul, torch.div, torch.neg, torch.pow, torch.square,
-            torch.sqrt, torch.rsqrt, torch.exp, torch.tanh, torch.sigmoid, torch.relu,
-            functional.relu, functional.silu, functional.gelu, functional.sigmoid,
-            functional.tanh, functional.softplus, functional.dropout,
-            torch._C._nn.gelu, torch._C._nn.silu,
-            "add", "sub", "mul", "div", "neg", "pow", "square", "sqrt", "rsqrt", "exp", "tanh",
-            "sigmoid", "relu", "to", "float", "type", "bfloat16", "half", "double", "contiguous",
-            "clone",
-        ),
-        _elementwise,
-    ),
+    **dict.fromkeys(ELEMENTWISE, _elementwise),
     **dict.fromkeys((*LINEAR, *EMBEDDING), _first),
     **dict.fromkeys((*_REDUCTIONS, functional.softmax, torch.softmax, "softmax"), _over_last),
     **dict.fromkeys((functional.rms_norm, torch.rms_norm, functional.layer_norm), _normalisation),

@@ -29,6 +29,7 @@ from compilespec.passes.shift_hidden_states import pairs_hidden_states, shift_hi
 from compilespec.passes.splice_acceptance import splice_acceptance
 from compilespec.passes.splice_draft_loop import num_drafter_passes, splice_draft_loop
 from compilespec.passes.tap_hidden_states import tap_hidden_states
+from compilespec.passes.trim_draft_head import trim_draft_head
 
 _DRAFT_LOOP = Pass(
     run=splice_draft_loop,
@@ -38,6 +39,15 @@ _DRAFT_LOOP = Pass(
     near=("paged_attention",),
     ensures=(contracts.plays("drafts"),),
     reference=references.splice_draft_loop,
+)
+
+_TRIM = Pass(
+    run=trim_draft_head,
+    after=("splice_draft_loop",),
+    matches=lambda ctx: None if ctx.draft_ids is None else ctx.config.num_draft_tokens or None,
+    looks_for="argmaxes over the drafter's head",
+    near=("argmax", "linear"),
+    reference=references.trim_draft_head,
 )
 
 # Torch IR, as captured by Dynamo: these passes only splice, and never eliminate dead code.
@@ -132,15 +142,16 @@ SPLICE_PASSES = (
         reference=references.shift_hidden_states,
     ),
     _DRAFT_LOOP,
+    _TRIM,
     Pass(
         run=narrow_rows,
-        after=("insert_paged_attention", "splice_draft_loop"),
+        after=("insert_paged_attention", "splice_draft_loop", "trim_draft_head"),
         numerics="rounding",  # a library may order the sums of fewer rows differently
         at_least=0,
     ),
     Pass(
         run=lower_quantized,
-        after=("splice_draft_loop",),
+        after=("splice_draft_loop", "trim_draft_head"),
         numerics="rounding",
         at_least=0,
     ),
@@ -165,6 +176,7 @@ REPLAY_PASSES = (
         reference=references.read_kept,
     ),
     dataclasses.replace(_DRAFT_LOOP, after=("read_kept",)),
+    _TRIM,
     Pass(
         run=commit_drafts,
         after=("splice_draft_loop",),

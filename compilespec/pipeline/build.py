@@ -19,6 +19,7 @@ from compilespec.passes.draft_loops import LOOPS
 from compilespec.passes.draft_loops.kept_inputs import READ_BY_REPLAY
 from compilespec.passes.output_head_input import HeadFunction
 from compilespec.passes.rewrite import rewrite_phase
+from compilespec.pipeline.draft_vocab import DraftVocabulary, choose_draft_ids
 from compilespec.pipeline.options import CompileOptions
 from compilespec.program import (
     PHASES,
@@ -67,7 +68,8 @@ def build_program(
         loop.check_calls(
             capabilities.name, type(drafter).__name__, traced_draft, config.num_draft_tokens
         )
-    first = _context(options, config, capabilities, traced, drafter, traced_draft)
+    kept = choose_draft_ids(options, target, info.vocab_size, traced_draft)
+    first = _context(options, config, capabilities, traced, drafter, traced_draft, kept)
     contexts = _contexts(first, step_keys(options, config, capabilities))
     graphs = _rewritten(contexts, keep_graphs, progress)  # passes declare buffers, weights
     return SpecProgram(
@@ -88,7 +90,7 @@ def build_program(
         propose_on_host=drafter.propose_on_host if drafter else None,
         host_processors=options.host_processors,
         head=HeadFunction(traced) if options.prompt_logprobs else None,
-        notes=(*_notes(target, drafter), *notes),
+        notes=(*_notes(target, drafter, kept), *notes),
     )
 
 
@@ -116,6 +118,7 @@ def _context(
     traced: Traced,
     drafter: Drafter | None,
     traced_draft: Mapping[str, Traced],
+    kept: DraftVocabulary | None,
 ) -> PassContext:
     """What the passes of the first graph read; the other graphs' contexts are made of it."""
     return PassContext(
@@ -129,6 +132,7 @@ def _context(
         acceptance=options.acceptance_rule,
         kv_layers=tuple(drafter.kv_layers) if drafter else (),
         kv_block_sizes=_block_sizes(drafter, config),
+        draft_ids=kept.ids if kept else None,
         prepack=config.device.type == "cpu",
         merge=config.device.type in ("cpu", "cuda"),
         logits_processor=options.processor,
@@ -223,11 +227,15 @@ def _block_sizes(drafter: Drafter | None, config: ProgramConfig) -> tuple[int, .
     return sizes
 
 
-def _notes(target: Target, drafter: Drafter | None) -> tuple[str, ...]:
+def _notes(
+    target: Target, drafter: Drafter | None, kept: DraftVocabulary | None
+) -> tuple[str, ...]:
     notes = [target.describe()]
     if drafter is not None:
         describe = getattr(drafter, "describe", None)
         notes.append(describe() if describe else type(drafter).__name__)
+    if kept is not None:
+        notes.append(kept.describe())
     for name, module in (("target", target.model), ("draft", drafter)):
         if module is not None and (text := describe_quantized(module)):
             notes.append(f"{name} quantized: {text}")

@@ -25,6 +25,7 @@ from compilespec.methods.find import check_draft
 from compilespec.methods.registry import get_method
 from compilespec.passes.acceptance.options import ACCEPTANCE_OPTIONS, warn_if_lossy
 from compilespec.pipeline.build import build_program
+from compilespec.pipeline.draft_vocab import check_has_head
 from compilespec.pipeline.keywords import shown_fields, shows
 from compilespec.pipeline.options import CompileOptions, check_method_options
 from compilespec.pipeline.plan import describe_plan, why_not_overlapped, why_not_shared
@@ -158,6 +159,7 @@ def _ask(
     own = {name: value for name, value in keywords.items() if name in names}
     judging = {name: given.pop(name) for name in ACCEPTANCE_OPTIONS if name in given}
     options = CompileOptions(**own, **judging)
+    check_has_head(options, method.capabilities)
     warn_if_lossy(options.acceptance_rule)
     return Asked(method=method, draft=draft, options=options, method_options=given)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -43,6 +44,14 @@ BLOCK_SIZE = 16
 def _backend(name: str, value: Any) -> None:
     if value not in BACKENDS:
         raise not_one_of(name, value, BACKENDS)
+
+
+def _counts_or_file(name: str, value: Any) -> None:
+    if isinstance(value, str | Path):
+        if not Path(value).is_file():
+            raise InvalidOption(f"{name} must be a file of counts or of text; there is no {value}")
+    elif not (value is None or isinstance(value, Mapping | Sequence | Tensor)):
+        raise InvalidOption(f"{name} must be a file, texts, or counts by token id; got {value!r}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,6 +155,19 @@ class CompileOptions:
         "the same for the drafter.  A head that it shares with the target becomes its own then, "
         "unless the target's is quantized: that one stays shared.",
     )
+    draft_vocab_size: int | None = keyword(
+        None,
+        "rows that a drafter's large head keeps, those of the tokens that occur most often: drafts "
+        "are cheaper, and rare tokens are never drafted.  The output is what it was.",
+        positive_or_none,
+    )
+    draft_vocab_counts: Any = keyword(
+        None,
+        "how often each token occurs: a file that `Engine.save_token_counts` wrote, a text file or "
+        "texts, which the tokenizer splits, or counts by token id; None looks for "
+        "token_counts.json beside the target.",
+        _counts_or_file,
+    )
 
     # ACCEPTANCE_OPTIONS: given among a method's options.
     relaxed_topk: int | None = keyword(
@@ -164,6 +186,10 @@ class CompileOptions:
 
     def __post_init__(self) -> None:
         check_fields(self)
+        if self.draft_vocab_counts is not None and self.draft_vocab_size is None:
+            raise InvalidOption(
+                "draft_vocab_counts= needs draft_vocab_size=, the rows that a drafter's head keeps"
+            )
         for name, attribute in vars(CompileOptions).items():
             if isinstance(attribute, functools.cached_property):
                 getattr(self, name)  # reading it checks it

@@ -57,6 +57,7 @@ class Delivery:
     def record(self, request: Request, delivered: Delivered, phase: Phase) -> None:
         """Note in the request's timings, and in the counters, what it got."""
         count = delivered.num_tokens
+        self._stats.count_tokens(request.output_token_ids[len(request.output_token_ids) - count :])
         request.timings.tokens_ms += [now_ms()] * count
         if phase == "decode" and request.error is None:
             request.emitted_per_step.append(count)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Generator, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -21,6 +22,7 @@ from compilespec.runtime.sampling_params import SamplingParams
 from compilespec.runtime.scheduler import Scheduler
 from compilespec.runtime.serving import ServingOptions
 from compilespec.runtime.stats import EngineStats, StatsRecorder
+from compilespec.runtime.token_counts import save_counts
 
 
 class Engine:
@@ -201,6 +203,14 @@ class Engine:
             num_free_blocks=scheduler.holdings.pool.num_free,
             num_blocks=self.geometry.num_blocks,
         )
+
+    def token_counts(self) -> dict[int, int]:
+        """How often each token was delivered, by id; `draft_vocab_counts=` takes it as it is."""
+        return self._stats.token_counts()
+
+    def save_token_counts(self, path: str | Path) -> Path:
+        """Write `token_counts()` as JSON, for `draft_vocab_counts=` of a later start."""
+        return save_counts(path, self.token_counts(), self.geometry.vocab_size)
 
     def plan(self) -> dict[str, Any]:
         """What the engine runs (method, K, sizes, buckets), and why."""

@@ -82,6 +82,7 @@ class StatsRecorder:
         self._num_decodes_by_k: Counter[int] = Counter()
         self._num_preemptions = 0
         self._num_cached_tokens = 0
+        self._tokens: Counter[int] = Counter()
 
     @contextlib.contextmanager
     def time(self, phase: Phase) -> Iterator[None]:
@@ -111,6 +112,13 @@ class StatsRecorder:
 
     def count_verify_step(self, num_emitted: int) -> None:
         self._num_steps_by_emitted[num_emitted] += 1
+
+    def count_tokens(self, token_ids: Sequence[int]) -> None:
+        self._tokens.update(token_ids)
+
+    def token_counts(self) -> dict[int, int]:
+        """How often each token was delivered; from any thread."""
+        return dict(self._tokens)
 
     def read(self, num_recompiles: int) -> EngineStats:
         by_emitted = self._num_steps_by_emitted

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from compilespec.passes.references.acceptance import splice_acceptance
 from compilespec.passes.references.base import Before, Case, Reference, Values
-from compilespec.passes.references.draft_loops import splice_draft_loop
+from compilespec.passes.references.draft_loops import splice_draft_loop, trim_draft_head
 from compilespec.passes.references.kept_inputs import commit_drafts, read_kept
 from compilespec.passes.references.process_logits import process_logits
 from compilespec.passes.references.splices import (
@@ -43,4 +43,5 @@ __all__ = [
     "splice_acceptance",
     "splice_draft_loop",
     "tap_hidden_states",
+    "trim_draft_head",
 ]

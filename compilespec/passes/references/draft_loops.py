@@ -27,13 +27,16 @@ from compilespec.passes.references.base import (
     Tokens,
     Values,
 )
-from compilespec.passes.references.fragments import run_fragment
+from compilespec.passes.references.fragments import products, run_fragment
 from compilespec.passes.references.kept_inputs import keep_pairs
 from compilespec.passes.references.placement import place_call, place_tokens
 from compilespec.passes.references.recurrent_state import Progress, recurrent_layers
 from compilespec.passes.sampling import wide_dtype
 from compilespec.program import PAD
 from compilespec.tracing.capture import output_widths
+
+# Names of the buffers that loops read and write.
+WRITTEN_BY_LOOPS = ("cache.draft", "recurrence.draft", "causal_conv.draft", "ring_")
 
 
 def splice_draft_loop(before: Before, ctx: PassContext, case: Case) -> Values:
@@ -47,11 +50,34 @@ def splice_draft_loop(before: Before, ctx: PassContext, case: Case) -> Values:
             f"the draft loop {ctx.capabilities.kind!r} has no reference; known: "
             f"{', '.join(sorted(LOOP_REFERENCES))}"
         )
+    return _drafted(loop, before(case.inputs), ctx, case)
+
+
+def trim_draft_head(before: Before, ctx: PassContext, case: Case) -> Values:
+    """The loop once more, from what was before it: its head computes the columns of
+    `ctx.draft_ids` alone.
+    """
     values = before(case.inputs)
+    num_calls = 0 if case.key.kind == "replay" else ctx.num_attention_layers
+    theirs = dataclasses.replace(
+        values,
+        roles={n: value for n, value in values.roles.items() if not n.startswith("draft_probs.")},
+        buffers={n: b for n, b in values.buffers.items() if not n.startswith(WRITTEN_BY_LOOPS)},
+        calls=values.calls[:num_calls],
+    )
+    loop = LOOP_REFERENCES[ctx.capabilities.kind]
+    assert ctx.draft_ids is not None
+    return _drafted(loop, theirs, ctx, case, ctx.draft_ids.to(ctx.config.device))
+
+
+def _drafted(
+    loop: Loop, values: Values, ctx: PassContext, case: Case, kept_ids: Tensor | None = None
+) -> Values:
+    """What the step has computed before its draft loop, and what the loop adds."""
     buffers = {
         name: case.inputs[name].clone() for name in ctx.buffers if name not in values.buffers
     }
-    drafter = Drafts(ctx, case, buffers, values.roles)
+    drafter = Drafts(ctx, case, buffers, values.roles, kept_ids)
     if ctx.config.num_draft_tokens:
         drafts = _widened(ctx, loop(drafter, values))
         buffers |= drafter.kept_probs()
@@ -85,8 +111,10 @@ class Drafts:
         case: Case,
         buffers: dict[str, Tensor],
         roles: Mapping[str, Tensor],
+        kept_ids: Tensor | None,  # the only ones that it may propose; None: all
     ) -> None:
         self.ctx, self.case, self.config = ctx, case, ctx.config
+        self._kept_ids = kept_ids
         self.placed = place_call(ctx.config, case)
         self.calls: list[AttentionCall] = []
         self.buffers = buffers
@@ -111,8 +139,20 @@ class Drafts:
         mixers = {} if tokens is None else {"attention": self._attention(tokens, owner)}
         if tokens is not None and progress is not None:
             mixers |= recurrent_layers(self.buffers, owner, tokens, progress)
-        outputs = run_fragment(self.ctx.draft[name], arguments, mixers)
-        return (self._draft(*outputs),) if name.startswith("propose") else outputs
+        outputs = run_fragment(self.ctx.draft[name], arguments, mixers, self._columns(name))
+        if not name.startswith("propose"):
+            return outputs
+        if self._kept_ids is not None and len(outputs) > 1:
+            outputs = (*outputs, self._kept_ids)
+        return (self._draft(*outputs),)
+
+    def _columns(self, name: str) -> Tensor | None:
+        """The columns that a call computes of its last product; None: all.  The head is in the
+        call that proposes, or else in the one before it.
+        """
+        proposals = [call for one, call in self.ctx.draft.items() if one.startswith("propose")]
+        is_apart = any(products(call.graph_module) for call in proposals)
+        return self._kept_ids if name.startswith("propose") or not is_apart else None
 
     def _draft(self, best_B: Tensor, *offered: Tensor) -> Tensor:
         """The next draft of each request: the best, or drawn if the request is sampled."""
@@ -466,7 +506,8 @@ def callback(draft: Drafts, values: Values) -> Tensor:
     return torch.full(shape, PAD, dtype=torch.int32, device=values.roles["target"].device)
 
 
-LOOP_REFERENCES: Mapping[str, Callable[[Drafts, Values], Tensor]] = {
+Loop = Callable[[Drafts, Values], Tensor]
+LOOP_REFERENCES: Mapping[str, Loop] = {
     "recycled": recycled,
     "windowed": windowed,
     "unshifted": unshifted,
