@@ -193,6 +193,12 @@ def _plain_products(gm: fx.GraphModule, ctx: PassContext) -> Iterator[str]:
                 yield f"{linear.node.name} multiplies by {linear.weight.meta['role']}"
 
 
+def _draws_of_rows(gm: fx.GraphModule, ctx: PassContext) -> Iterator[str]:
+    for node in gm.graph.find_nodes(op="call_function", target=torch.ops.compilespec.draw.default):
+        if node.args[2] is None:
+            yield f"{node.name} takes rows for ids"
+
+
 ACCOUNTED = Contract(says="every placeholder is a declared input", problems=_unaccounted)
 NAMED = Contract(says="every output has a name", problems=_unnamed_outputs)
 WRITES_REACH = Contract(
@@ -208,6 +214,7 @@ NO_STATELESS_RECURRENCE = Contract(
 )
 OWN_CACHES = Contract(says="each target layer has caches of its own", problems=_target_caches)
 TAPPED = Contract(says="one node plays each aux role", problems=_aux_roles)
+DRAWN_BY_ID = Contract(says="draws from a cut head know its ids", problems=_draws_of_rows)
 ALL_PACKED = Contract(says="every product of a weight is packed", problems=_plain_products)
 
 EVERYWHERE: Mapping[Literal["torch", "aten"], tuple[Contract, ...]] = {

@@ -47,6 +47,7 @@ _TRIM = Pass(
     matches=lambda ctx: None if ctx.draft_ids is None else ctx.config.num_draft_tokens or None,
     looks_for="argmaxes over the drafter's head",
     near=("argmax", "linear"),
+    ensures=(contracts.DRAWN_BY_ID,),
     reference=references.trim_draft_head,
 )
 

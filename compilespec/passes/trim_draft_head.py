@@ -178,8 +178,14 @@ def _is_choice(node: fx.Node, source: fx.Node) -> bool:
         _is_proposal(node)
         and argument(node, 1, "dim") in (-1, len(shape_of(source) or ()) - 1)
         and not argument(node, 2, "keepdim", False)
-        and all(user.target in ("to", "int", "long", "type") for user in node.users)
+        and _is_the_draft(node)
     )
+
+
+def _is_the_draft(node: fx.Node) -> bool:
+    """Whether the captured call gives out the index as it is, but for its dtype."""
+    readers = [user for user in node.users if _fragment(user).endswith(".propose")]
+    return all(user.target in ("to", "int", "type") and _is_the_draft(user) for user in readers)
 
 
 def _is_draw(node: fx.Node, source: fx.Node) -> bool:

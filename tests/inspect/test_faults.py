@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -30,6 +31,7 @@ from compilespec.passes.logits_processor import LogitsProcessor
 from compilespec.passes.order import ATEN_PASSES, SPLICE_PASSES
 from compilespec.passes.rewrite import rewrite_phase
 from compilespec.passes.runner import snapshot
+from compilespec.passes.trim_draft_head import KEPT_IDS
 from compilespec.program import ByStep, Phase, ProgramConfig, SpecProgram, markers
 from compilespec.tracing.load import load_target
 from compilespec.tracing.target import trace_target
@@ -101,6 +103,7 @@ def halved(logits_BSV: Tensor) -> Tensor:
 NEEDS: dict[str, dict[str, Any]] = {
     "process_logits": {"logits_processor": LogitsProcessor(halved)},
     "output_head_input": {"prompt_logprobs": True},
+    "trim_draft_head": {"draft_ids": torch.arange(0, VOCAB, 3)},
 }
 
 
@@ -349,6 +352,30 @@ def drafts_reversed(gm: fx.GraphModule, ctx: PassContext) -> None:
     change(node, 0, tuple(reversed(node.args[0])))
 
 
+def kept_ids_read(gm: fx.GraphModule) -> list[fx.Node]:
+    """Where the index of a draft's row becomes an id."""
+    (table,) = (node for node in gm.graph.nodes if node.meta.get("role") == KEPT_IDS)
+    return [node for node in table.users if node.target is operator.getitem]
+
+
+def row_drafted(gm: fx.GraphModule, ctx: PassContext) -> None:
+    """The second draft is the index of its row, not the id."""
+    node = kept_ids_read(gm)[1]
+    node.replace_all_uses_with(node.args[1])
+
+
+def rows_draw(gm: fx.GraphModule, ctx: PassContext) -> None:
+    """The noise of a sampled draft is that of its row, not of the id."""
+    draw = torch.ops.compilespec.draw.default
+    change(gm.graph.find_nodes(op="call_function", target=draw)[0], 2, None)
+
+
+def other_rows_kept(gm: fx.GraphModule, ctx: PassContext) -> None:
+    (weight,) = (n for n in gm.graph.nodes if str(n.meta.get("role")).endswith(".kept"))
+    for product in list(weight.users):
+        changed(gm, product, 1, lambda rows: rows.roll(1, 0))
+
+
 def commits(gm: fx.GraphModule) -> tuple[fx.Node, fx.Node]:
     """The writes of tokens and of lengths."""
     first, second = (node for node in gm.graph.nodes if node.target == "index_put_")
@@ -504,6 +531,11 @@ FAULTS = (
           edit=argument_changed("draft", 1, SLOT, lambda slot: torch.where(slot > 0, -1, slot))),
     Fault(pass_name="splice_draft_loop", what="drafts reversed", phase="decode",
           edit=drafts_reversed),
+    Fault(pass_name="trim_draft_head", what="drafts a row", phase="decode", edit=row_drafted),
+    Fault(pass_name="trim_draft_head", what="draws with noise of rows", phase="decode",
+          edit=rows_draw),
+    Fault(pass_name="trim_draft_head", what="keeps other rows", phase="prefill",
+          edit=other_rows_kept),
     Fault(pass_name="commit_state", what="commits n+1", phase="decode", edit=length_too_long),
     Fault(pass_name="commit_state", what="limit forgotten", phase="decode",
           edit=limit_forgotten),

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
+import tempfile
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -19,13 +21,15 @@ from compilespec.errors import InvalidOption, NotSupported, SpecError
 from compilespec.inspect.bounds import prove
 from compilespec.inspect.cost import estimate
 from compilespec.inspect.devices import find_device
+from compilespec.inspect.verify import verify
 from compilespec.methods import eagle3, shared_kv
 from compilespec.passes.sizes import B
 from compilespec.pipeline import build
-from compilespec.pipeline.draft_vocab import DraftVocabulary, count_tokens
+from compilespec.pipeline.draft_vocab import DraftVocabulary, choose_draft_ids, count_tokens
+from compilespec.pipeline.options import CompileOptions
 from compilespec.runtime.engine import Engine
 from compilespec.runtime.token_counts import read_counts, save_counts
-from compilespec.tracing.load import load_target
+from compilespec.tracing.load import Target, load_target
 from tests.support.drafters import METHODS, traced_info
 from tests.support.knowing import KnowingDrafter, Method
 from tests.support.markov import PROMPT, markov_target, params_of
@@ -55,8 +59,17 @@ def lab() -> tuple[nn.Module, Any]:
 
 @functools.cache
 def plain_tokens() -> list[list[int]]:
-    with compilespec.compile(lab()[0], **OPTIONS) as engine:
-        return [list(output.token_ids) for output in engine.generate(list(PROMPTS), list(PARAMS))]
+    return plain_run()[0]
+
+
+@functools.cache
+def plain_run() -> tuple[list[list[int]], dict[int, int], str]:
+    """The tokens of plain decoding, how often each occurs, and the file that says so."""
+    with compilespec.compile(lab()[0], **OPTIONS) as engine, tempfile.TemporaryDirectory() as place:
+        outputs = engine.generate(list(PROMPTS), list(PARAMS))
+        path = engine.save_token_counts(Path(place) / "counts.json")
+        tokens = [list(output.token_ids) for output in outputs]
+        return tokens, engine.token_counts(), path.read_text(encoding="utf-8")
 
 
 def drafting(method: str, k: int) -> dict[str, Any]:
@@ -87,7 +100,7 @@ def run(engine: Engine) -> tuple[list[list[int]], set[int]]:
     return [list(request.output_token_ids) for request in requests], drafts
 
 
-CHOSEN = {("eagle3", 3), ("mtp", 2), ("draft_model", 1)}
+CHOSEN = {("eagle3", 3), ("draft_model", 1)}
 CASES = [
     pytest.param(method, k, marks=() if (method, k) in CHOSEN else pytest.mark.slow)
     for method in ("eagle3", "eagle", "mtp", "mtp_eagle", "mtp_multi", "shared_kv", "draft_model")
@@ -106,6 +119,22 @@ def test_tokens_are_those_of_plain_decoding(method: str, k: int) -> None:
     assert drafts <= {*KEPT}
     coverage = sum(COUNTS[token] for token in KEPT) / sum(COUNTS)
     assert f"{SIZE} of {VOCAB} rows, which are {coverage:.1%} of the tokens counted" in note
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["gemma2", "biased"])
+def test_heads_of_draft_models(kind: str) -> None:
+    """Logits with a soft cap, of a head that is the embedding; a head with a bias."""
+    other: Any = tiny_target("plain" if kind == "biased" else kind, num_layers=1)
+    if kind == "biased":
+        other.head.bias = nn.Parameter(torch.randn(VOCAB, dtype=torch.float64))
+    keywords = trimmed("draft_model", 2, draft=other)
+    program = compilespec.trace(lab()[0], "draft_model", **keywords)
+    assert verify(program, passes={"trim_draft_head"}, batch_sizes=(2,)).ok
+    with compilespec.compile(lab()[0], "draft_model", **keywords) as engine:
+        tokens, drafts = run(engine)
+    assert tokens == plain_tokens()
+    assert drafts <= {*KEPT}
 
 
 @pytest.mark.slow
@@ -143,10 +172,10 @@ def knowing(chain: str, rule: str, ids: Tensor | None, **options: Any) -> Engine
 @pytest.mark.parametrize(
     ("chain", "rule"),
     [
-        ("recycled", "auto"),
-        ("module_rows", "rejection"),
+        ("module_rows", "auto"),
+        ("recycled", "rejection"),
         pytest.param("target_rows", "auto", marks=pytest.mark.slow),
-        pytest.param("recycled", "rejection", marks=pytest.mark.slow),
+        pytest.param("recycled", "auto", marks=pytest.mark.slow),
         pytest.param("recycled", "block", marks=pytest.mark.slow),
     ],
 )
@@ -161,7 +190,8 @@ def test_a_trimmed_head_is_one_with_a_reduced_vocabulary(chain: str, rule: str) 
         assert accepted(engine) == wanted
 
 
-@pytest.mark.parametrize("rule", ["auto", pytest.param("rejection", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("rule", ["auto", "rejection"])
 def test_all_rows_change_nothing(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with knowing("recycled", rule, None) as engine:
         wanted = accepted(engine)
@@ -174,6 +204,7 @@ def test_all_rows_change_nothing(rule: str, monkeypatch: pytest.MonkeyPatch) -> 
         assert accepted(engine) == wanted
 
 
+@pytest.mark.slow
 def test_a_head_of_one_row() -> None:
     with knowing("recycled", "auto", None, draft_vocab_size=1, draft_vocab_counts={4: 9}) as engine:
         outputs = engine.generate([PROMPT], params_of("plain", seed=3))
@@ -194,7 +225,9 @@ def traced(method: str, size: int | None = SIZE) -> compilespec.SpecProgram:
     return compilespec.trace(lab()[0], method, keep_graphs=False, **keywords)
 
 
-@pytest.mark.parametrize("method", ["eagle3", "eagle", "draft_model"])
+@pytest.mark.parametrize("method", [
+    "eagle3", *(pytest.param(name, marks=pytest.mark.slow) for name in ("eagle", "draft_model"))
+])  # fmt: skip
 def test_steps_read_the_chosen_rows_alone(method: str) -> None:
     """And a head of the whole vocabulary only where the target, or an embedding, is the same."""
     program, model = traced(method), lab()[0]
@@ -216,7 +249,7 @@ def test_indices_of_the_table_are_proved() -> None:
     table = [bound for bound in report.bounds if bound.what == "index into draft.kept_ids"]
     assert len(table) == 2 * 3  # the drafts of prefill and of decode
     assert {bound.status for bound in table} == {"proved"}
-    assert {bound.numbers for bound in table} == {f"0..{SIZE - 1}"}
+    assert {bound.numbers for bound in table} == {f"[0, {SIZE - 1}]"}
     drafts = [bound for bound in report.bounds if bound.what == "what is written to tokens_RS"]
     assert {bound.status for bound in drafts} == {"proved"}
 
@@ -240,29 +273,33 @@ def counted(given: Any, tokenizer: Any = None) -> Tensor:
     return count_tokens(given, target, VOCAB)[0]
 
 
+def chosen(target: Target, given: Any, size: int = SIZE) -> DraftVocabulary:
+    options = CompileOptions(draft_vocab_size=size, draft_vocab_counts=given)
+    kept = choose_draft_ids(options, target, VOCAB, {})
+    assert kept is not None
+    return kept
+
+
 def test_counts_of_an_engine_serve_a_later_one(tmp_path: Path) -> None:
+    tokens, counts, text = plain_run()
+    wanted = Counter(token for output in tokens for token in output)
+    assert counts == wanted
     path = tmp_path / "counts.json"
-    with compilespec.compile(lab()[0], **OPTIONS) as engine:
-        outputs = engine.generate(list(PROMPTS), list(PARAMS))
-        wanted = Counter(token for output in outputs for token in output.token_ids)
-        assert engine.token_counts() == wanted
-        assert engine.save_token_counts(path) == path
-    counts_V = torch.zeros(VOCAB, dtype=torch.float64)
-    for token, count in wanted.items():
-        counts_V[token] = count
-    assert torch.equal(read_counts(path, VOCAB), counts_V)
+    path.write_text(text, encoding="utf-8")
+    assert read_counts(path, VOCAB).tolist() == [wanted[token] for token in range(VOCAB)]
     best = sorted(range(VOCAB), key=lambda token: (-wanted[token], token))[:SIZE]
-    keywords = trimmed("eagle3", draft_vocab_counts=path)
-    program = compilespec.trace(lab()[0], "eagle3", keep_graphs=False, **keywords)
-    assert program.weights["draft.kept_ids"].tolist() == sorted(best)
+    kept = chosen(load_target(lab()[0]), path)
+    assert kept.ids.tolist() == sorted(best)
+    assert kept.coverage == sum(wanted[token] for token in best) / wanted.total()
+    assert str(path) in kept.describe()
 
 
 def test_a_file_beside_the_target_is_found(tmp_path: Path) -> None:
-    lab()[0].save_pretrained(tmp_path)
+    target = dataclasses.replace(load_target(lab()[0]), directory=tmp_path)
+    with pytest.raises(InvalidOption, match=r"holds no token_counts\.json: give"):
+        chosen(target, None)
     save_counts(tmp_path / "token_counts.json", {6: 2, 3: 1}, VOCAB)
-    keywords = trimmed("eagle3", draft_vocab_counts=None, draft_vocab_size=3)
-    program = compilespec.trace(str(tmp_path), "eagle3", keep_graphs=False, **keywords)
-    assert program.weights["draft.kept_ids"].tolist() == [0, 3, 6]
+    assert chosen(target, None, size=3).ids.tolist() == [0, 3, 6]
 
 
 def test_every_form_of_counts(tmp_path: Path) -> None:
@@ -307,8 +344,9 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize("name", WRONG)
 def test_wrong_counts_are_refused(name: str) -> None:
     changes, says = WRONG[name]
+    keywords = {"draft_vocab_size": SIZE, "draft_vocab_counts": COUNTS, **changes}
     with pytest.raises(InvalidOption, match=says) as caught:
-        compilespec.trace(lab()[0], "eagle3", **trimmed("eagle3", **changes))
+        choose_draft_ids(CompileOptions(**keywords), load_target(lab()[0]), VOCAB, {})
     assert "\n" not in str(caught.value)
 
 
@@ -343,7 +381,9 @@ def refused() -> dict[str, tuple[dict[str, Any], type[SpecError], str]]:
     }
 
 
-@pytest.mark.parametrize("method", ["eagle3", "shared_kv", "eagle"])
+@pytest.mark.parametrize("method", [
+    "eagle3", *(pytest.param(name, marks=pytest.mark.slow) for name in ("shared_kv", "eagle"))
+])  # fmt: skip
 def test_other_heads_are_refused(method: str) -> None:
     changes, kind, says = refused()[method]
     with pytest.raises(kind, match=says) as caught:
@@ -351,6 +391,7 @@ def test_other_heads_are_refused(method: str) -> None:
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.slow
 def test_a_quantized_head_is_refused_and_the_rest_is_not() -> None:
     pytest.importorskip("torchao")
     model = tiny_target("llama", torch.float32, num_layers=2)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
-from compilespec.errors import PassError
+from compilespec.errors import NotSupported, PassError
 from compilespec.methods.registry import get_method
 from compilespec.passes.graph import find_role
 from compilespec.passes.order import ATEN_PASSES, SPLICE_PASSES, PassContext, run_passes
@@ -92,6 +92,12 @@ def nothing_was_accepted(target: Traced) -> Case:
     return step(target, "decode", "read_state", "insert_paged_attention")
 
 
+def the_head_is_the_targets(target: Traced) -> Case:
+    """Its product and its argmax are no proposal of a drafter."""
+    done = ("read_state", "insert_paged_attention", "splice_acceptance")
+    return step(target, "decode", *done, draft_ids=torch.arange(5))
+
+
 def all_nodes_differ_and_are_used(target: Traced) -> Case:
     x = torch.ones(3, 3)
     return graph_of(lambda x, y: (x + 1) * (y + 1) * (x + 1.5) * x.sum(0), x=("batch", x),
@@ -154,6 +160,7 @@ NEGATIVE: dict[str, Callable[[Traced], Case]] = {
     "shift_hidden_states": there_is_no_drafter,
     "splice_draft_loop": there_is_no_drafter,
     "commit_state": nothing_was_accepted,
+    "trim_draft_head": the_head_is_the_targets,
     "narrow_rows": the_last_layer_is_tapped,
     "lower_quantized": no_product_has_a_weight,
     "cleanup": all_nodes_differ_and_are_used,
@@ -163,7 +170,8 @@ NEGATIVE: dict[str, Callable[[Traced], Case]] = {
     "bound_positions": every_index_is_inside,
     "check_mutations": only_buffers_and_temporaries_are_written,
 }
-REFUSED = ("read_state", "splice_acceptance", "commit_state")  # with an error, not in silence
+# with an error, not in silence
+REFUSED = ("read_state", "splice_acceptance", "trim_draft_head", "commit_state")
 
 
 @pytest.mark.parametrize("name", PASSES)
@@ -173,7 +181,7 @@ def test_there_is_a_graph_that_the_pass_leaves_alone(name, target):
     before, roles = code(gm), placeholders(gm)
     entry = PASSES[name]
     if name in REFUSED:
-        with pytest.raises(PassError):
+        with pytest.raises((PassError, NotSupported)):
             entry.run(gm, ctx)
     elif is_applied(entry, ctx):
         entry.run(gm, ctx)

@@ -39,6 +39,8 @@ KEYWORDS = {
     "prompt_logprobs": False,
     "quantize": None,
     "draft_quantize": None,
+    "draft_vocab_size": None,
+    "draft_vocab_counts": None,
 }
 SIGNATURES: dict[Callable[..., Any], dict[str, Any]] = {
     compilespec.compile: {**FIRST, **OF_LOADING, "progress": None, **KEYWORDS},
@@ -96,6 +98,8 @@ WRONG: dict[str, tuple[Any, str]] = {
     "prompt_logprobs": (5, "True or False; got 5$"),
     "quantize": ("int3", "one of .*; got 'int3'"),
     "draft_quantize": ("int3", "one of .*; got 'int3'"),
+    "draft_vocab_size": (0, "a positive integer; got 0$"),
+    "draft_vocab_counts": (3, "a file, texts, or counts by token id; got 3$"),
     "force_num_accepted": (-1, "got -1$"),
     "relaxed_topk": (3, "only with acceptance='relaxed'$"),
 }
