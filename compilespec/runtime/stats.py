@@ -82,7 +82,7 @@ class StatsRecorder:
         self._num_decodes_by_k: Counter[int] = Counter()
         self._num_preemptions = 0
         self._num_cached_tokens = 0
-        self._tokens: Counter[int] = Counter()
+        self._tokens: dict[int, int] = {}
 
     @contextlib.contextmanager
     def time(self, phase: Phase) -> Iterator[None]:
@@ -114,7 +114,8 @@ class StatsRecorder:
         self._num_steps_by_emitted[num_emitted] += 1
 
     def count_tokens(self, token_ids: Sequence[int]) -> None:
-        self._tokens.update(token_ids)
+        for token in token_ids:
+            self._tokens[token] = self._tokens.get(token, 0) + 1
 
     def token_counts(self) -> dict[int, int]:
         """How often each token was delivered; from any thread."""

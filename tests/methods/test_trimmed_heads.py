@@ -100,7 +100,7 @@ def run(engine: Engine) -> tuple[list[list[int]], set[int]]:
     return [list(request.output_token_ids) for request in requests], drafts
 
 
-CHOSEN = {("eagle3", 3), ("draft_model", 1)}
+CHOSEN = {("eagle3", 3)}
 CASES = [
     pytest.param(method, k, marks=() if (method, k) in CHOSEN else pytest.mark.slow)
     for method in ("eagle3", "eagle", "mtp", "mtp_eagle", "mtp_multi", "shared_kv", "draft_model")
@@ -172,7 +172,7 @@ def knowing(chain: str, rule: str, ids: Tensor | None, **options: Any) -> Engine
 @pytest.mark.parametrize(
     ("chain", "rule"),
     [
-        ("module_rows", "auto"),
+        pytest.param("module_rows", "auto", marks=pytest.mark.slow),
         ("recycled", "rejection"),
         pytest.param("target_rows", "auto", marks=pytest.mark.slow),
         pytest.param("recycled", "auto", marks=pytest.mark.slow),
@@ -254,6 +254,7 @@ def test_indices_of_the_table_are_proved() -> None:
     assert {bound.status for bound in drafts} == {"proved"}
 
 
+@pytest.mark.slow
 def test_the_cost_of_a_step_has_the_smaller_head() -> None:
     """Three drafts, each of one row."""
     device = find_device("cpu", torch.float64)
