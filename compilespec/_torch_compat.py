@@ -275,6 +275,14 @@ def count_compilations() -> int:
     )
 
 
+def end_allocating(device: torch.device, pool: Any) -> None:
+    """End a capture's use of a graph pool that `capture_end` left open because it failed
+    (`_cuda_endAllocateToPool`); harmless where it is closed.
+    """
+    with contextlib.suppress(RuntimeError):
+        torch._C._cuda_endAllocateToPool(device.index, pool)
+
+
 def is_mutable(target: Callable[..., Any] | str) -> bool:
     """Whether an operator overload writes one of its arguments (`OpOverload._schema`)."""
     schema = getattr(target, "_schema", None)

@@ -406,6 +406,7 @@ class LoweredPhase:
     compile_ms: float
     from_cache: bool
     stitched: Any = field(default=None, repr=False)  # `Stitched`, where it was lowered in pieces
+    waits_for_host: str = ""  # why a call of it cannot be captured; "" where it can
 
     @property
     def phase(self) -> Phase:

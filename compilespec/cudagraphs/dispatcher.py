@@ -44,13 +44,16 @@ class Dispatcher:
 
         Args:
             fixed: weights, state and caches, by input name.
-            buckets: sizes that batches are padded to; if empty, batches run unpadded.
+            buckets: sizes that batches are padded to; if empty, or if no graph can hold the phase,
+                batches run unpadded.
             kind: kind of the graphs that `recorder` captures; None if the phase has none.
         """
-        self.buckets, self.num_recompiles = tuple(buckets), 0
+        self.num_recompiles = 0
         self._phase, self._config = phase, config
         self._kind = kind
-        self._recorder = recorder if kind is not None else None
+        is_refused = kind is not None and recorder is not None and recorder.refuses(phase)
+        self.buckets = () if is_refused else tuple(buckets)
+        self._recorder = recorder if kind is not None and not is_refused else None
         self._dims = BUCKET_DIMS[phase.phase]
         self._recordings: dict[Bucket, Recording] = {}
         self._is_dropped: set[Bucket] = set()

@@ -5,12 +5,18 @@ from __future__ import annotations
 import contextlib
 import gc
 from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from compilespec import _torch_compat
+
 Call = Callable[[], Sequence[Tensor]]
+
+
+class CaptureFailed(Exception):
+    """A call did what no graph can hold, such as waiting for the device."""
 
 
 class Graph(Protocol):
@@ -30,7 +36,10 @@ class Driver(Protocol):
         ...
 
     def capture(self, call: Call) -> tuple[Graph, Sequence[Tensor]]:
-        """Capture a call and run it once; returns the graph and the tensors it produces."""
+        """Capture a call and run it once; returns the graph and the tensors it produces.
+
+        Raises: CaptureFailed, after which nothing more can be captured; torch.OutOfMemoryError.
+        """
         ...
 
     def weak(self, tensor: Tensor) -> Tensor:
@@ -59,6 +68,7 @@ class CudaDriver:
         self._device = device
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(device)
+        self._spoilt: list[Any] = []  # torch's allocator may ask a graph that failed again
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
@@ -79,13 +89,24 @@ class CudaDriver:
         graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
         try:
             made = call()
-        except BaseException:
-            with contextlib.suppress(RuntimeError):  # the capture was invalidated
-                graph.capture_end()
+            graph.capture_end()
+        except BaseException as error:
+            self._abandon(graph)
+            if isinstance(error, RuntimeError) and not isinstance(error, torch.OutOfMemoryError):
+                raise CaptureFailed((str(error).splitlines() or [""])[0]) from error
             raise
-        graph.capture_end()
         graph.replay()  # capturing executes nothing, and the next capture may read the result
         return graph, made
+
+    def _abandon(self, graph: Any) -> None:
+        """End a capture that failed, in torch's allocator too, which it leaves out where the
+        capture is spoilt: it could give no memory back any more.
+        """
+        try:
+            graph.capture_end()
+        except RuntimeError:
+            self._spoilt.append(graph)
+            _torch_compat.end_allocating(self._device, self._pool)
 
     def weak(self, tensor: Tensor) -> Tensor:
         return weak_tensor(tensor)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from compilespec.cudagraphs.drivers import Driver, make_driver
+from compilespec.cudagraphs.drivers import CaptureFailed, Driver, make_driver
 from compilespec.cudagraphs.modes import GraphOptions
 from compilespec.cudagraphs.recording import Recording
 from compilespec.cudagraphs.report import CaptureRecord, CaptureReport, GraphKey
@@ -45,16 +45,30 @@ class Recorder:
         self._max_mib = share if options.max_mib is None else options.max_mib
         self._scratch: dict[torch.dtype, Tensor] = {}
         self._outputs: dict[StepKey, list[Tensor]] = {}
+        self._failed = ""  # why nothing more is captured
+
+    def refuses(self, phase: LoweredPhase) -> bool:
+        """Whether a phase cannot be captured, as is known beforehand; says so once."""
+        if phase.waits_for_host:
+            self.report.refused[phase.key] = phase.waits_for_host
+            logger.warning(
+                "no graphs for %s, which runs uncaptured: the host waits in its middle (%s)",
+                phase.key,
+                phase.waits_for_host,
+            )
+        return bool(phase.waits_for_host)
 
     def capture(
         self, key: GraphKey, phase: LoweredPhase, inputs: Sequence[Tensor]
     ) -> Recording | None:
-        """Capture one bucket; None, with a warning, if that fails or the budget is spent.
+        """Capture one bucket; None, with a warning, if that fails or the budget is spent.  Where a
+        call cannot be captured, nothing is captured any more: torch's allocator may be left in the
+        middle of that capture.
 
         Args:
             inputs: the phase's inputs, at the addresses that replays will read, every row padded.
         """
-        if reason := self._over_budget():
+        if reason := self._failed or self._over_budget():
             self._drop(key, reason)
             return None
         started, before = time.perf_counter(), self._driver.reserved_bytes()
@@ -63,6 +77,10 @@ class Recorder:
                 recording = self._record(key, phase, inputs)
         except torch.OutOfMemoryError as error:
             self._drop(key, f"out of memory ({str(error).splitlines()[0]})")
+            return None
+        except CaptureFailed as error:
+            self._drop(key, f"it cannot be captured ({error})")
+            self._failed = f"capturing {key} failed"
             return None
         self.report.captured.append(
             CaptureRecord(

@@ -43,6 +43,8 @@ class CaptureReport:
     captured: list[CaptureRecord] = field(default_factory=list)
     dropped: dict[GraphKey, str] = field(default_factory=dict)
     """Why the bucket has no graph.  Its batches run in a larger bucket, or uncaptured."""
+    refused: dict[StepKey, str] = field(default_factory=dict)
+    """Why the step has no graphs at all: the operator in which the host waits for the device."""
     num_replays: int = 0
     num_uncaptured: int = 0
     """Calls of phases with graphs in which no graph fitted the batch."""
@@ -77,4 +79,5 @@ class CaptureReport:
             "num_uncaptured": self.num_uncaptured,
             "graphs": graphs,
             "dropped": {str(key): reason for key, reason in self.dropped.items()},
+            "refused": {str(key): reason for key, reason in self.refused.items()},
         }

@@ -13,7 +13,14 @@ import torch
 from compilespec import _torch_compat
 from compilespec.errors import PassError
 from compilespec.errors.suggest import not_one_of
-from compilespec.lowering.artifacts import ArtifactCache, ArtifactKey, artifact_key, piece_file_key
+from compilespec.lowering.artifacts import (
+    ArtifactCache,
+    ArtifactKey,
+    Interface,
+    artifact_key,
+    piece_file_key,
+)
+from compilespec.lowering.host_waits import why_host_waits
 from compilespec.lowering.pieces import Stitched, StitchPlan, split_at_attention
 from compilespec.ops import _build
 from compilespec.program import ByStep, Lowered, LoweredPhase, Phase, PhaseGraph, SpecProgram
@@ -81,7 +88,7 @@ def lower(
         if backend == "eager":
             title = f"{graph.key}, {TO_ATEN}"
             with progress.step("rewrite", title, index=index, total=total):
-                return _interpret(graph, in_pieces=unit == "pieces")
+                return _interpret(graph, program.config.device, in_pieces=unit == "pieces")
         with progress.step("compile", str(graph.key), index=index, total=total) as step:
             return _compile(graph, program, artifacts, unit, step)
 
@@ -104,7 +111,7 @@ def prepare_kernels(device: torch.device, progress: Reporter) -> None:
         _build.load_kernels()
 
 
-def _interpret(graph: PhaseGraph, *, in_pieces: bool) -> LoweredPhase:
+def _interpret(graph: PhaseGraph, device: torch.device, *, in_pieces: bool) -> LoweredPhase:
     stitched = None
     if in_pieces:
         plan, pieces = split_at_attention(graph.graph_module)
@@ -113,12 +120,15 @@ def _interpret(graph: PhaseGraph, *, in_pieces: bool) -> LoweredPhase:
     return LoweredPhase(
         key=graph.key,
         call=_with_no_grad(stitched or graph.graph_module.forward),
-        inputs=graph.inputs,
-        outputs=graph.outputs,
         compile_ms=0.0,
         from_cache=False,
         stitched=stitched,
+        **_interface(graph, device)._asdict(),
     )
+
+
+def _interface(graph: PhaseGraph, device: torch.device) -> Interface:
+    return Interface(graph.inputs, graph.outputs, why_host_waits(graph.graph_module, device))
 
 
 def _compile(
@@ -152,18 +162,18 @@ def _compile_whole(
     if stored is None:
         _tell_why(graph, key, cache, step)
         compiled = _torch_compat.standalone_compile(graph.graph_module, graph.fakes, options)
-        cache.save(key, compiled, graph.inputs, graph.outputs)
+        interface = _interface(graph, program.config.device)
+        cache.save(key, compiled, interface)
         cache.keep_key(key)
-        call, inputs, outputs = compiled, graph.inputs, graph.outputs
+        call = compiled
     else:
-        call, inputs, outputs = stored
+        call, interface = stored
     return LoweredPhase(
         key=graph.key,
         call=_with_no_grad(call),
-        inputs=inputs,
-        outputs=outputs,
         compile_ms=(time.perf_counter() - started) * 1e3,
         from_cache=stored is not None,
+        **interface._asdict(),
     )
 
 
@@ -194,24 +204,23 @@ def _compile_pieces(
                 compiled = _torch_compat.standalone_compile(
                     piece.graph_module, piece.fakes, options
                 )
-                cache.save(file_key, compiled, (), ())
+                cache.save(file_key, compiled, Interface())
                 calls[name] = compiled
             else:
                 calls[name] = found[0]
-        inputs, outputs = graph.inputs, graph.outputs
-        cache.save_plan(key, plan, inputs, outputs)
+        interface = _interface(graph, device)
+        cache.save_plan(key, plan, interface)
         cache.keep_key(key)
     else:
-        plan, inputs, outputs = stored
+        plan, interface = stored
     stitched = Stitched(plan, calls)
     return LoweredPhase(
         key=graph.key,
         call=_with_no_grad(stitched),
-        inputs=inputs,
-        outputs=outputs,
         compile_ms=(time.perf_counter() - started) * 1e3,
         from_cache=is_warm,
         stitched=stitched,
+        **interface._asdict(),
     )
 
 

@@ -12,10 +12,10 @@ import json
 import logging
 import os
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,7 +26,16 @@ from compilespec.program import InputSpec, PhaseGraph, SpecProgram
 
 logger = logging.getLogger("compilespec")
 
-Stored = tuple[Any, tuple[InputSpec, ...], tuple[str, ...]]  # callable, its inputs, its outputs
+
+class Interface(NamedTuple):
+    """What is stored beside the code of a step."""
+
+    inputs: tuple[InputSpec, ...] = ()
+    outputs: tuple[str, ...] = ()
+    waits_for_host: str = ""
+
+
+Stored = tuple[Any, Interface]  # a callable, and what is known of it
 
 
 def cache_directory() -> Path:
@@ -170,19 +179,16 @@ class ArtifactCache:
             if not names.exists():
                 return None
             record = json.loads(names.read_text())
-            call = _torch_compat.load_artifact(str(code))
-            return call, _inputs_of(record), tuple(record["outputs"])
+            return _torch_compat.load_artifact(str(code)), _interface_of(record)
         except (
             Exception
         ) as error:  # a truncated file, another machine's code: compiling again repairs it
             _drop(f"artifact {code.name}", error, names, code)
             return None
 
-    def save(
-        self, key: ArtifactKey, compiled: Any, inputs: Sequence[InputSpec], outputs: Sequence[str]
-    ) -> None:
+    def save(self, key: ArtifactKey, compiled: Any, interface: Interface) -> None:
         code, names = self._paths(key)
-        record = _record(inputs, outputs)
+        record = _record(interface)
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryDirectory(dir=self.directory) as scratch:
@@ -195,29 +201,20 @@ class ArtifactCache:
         ) as error:  # the engine runs without a saved artifact; the next start compiles again
             logger.warning("artifact %s was not saved: %s", key, error)
 
-    def load_plan(
-        self, key: ArtifactKey
-    ) -> tuple[StitchPlan, tuple[InputSpec, ...], tuple[str, ...]] | None:
+    def load_plan(self, key: ArtifactKey) -> tuple[StitchPlan, Interface] | None:
         """How the pieces of a phase are put together; None if it is not stored."""
         path = self._plan_path(key)
         try:
             if not path.exists():
                 return None
             record = json.loads(path.read_text())
-            plan = StitchPlan.from_json(record["plan"])
-            return plan, _inputs_of(record), tuple(record["outputs"])
+            return StitchPlan.from_json(record["plan"]), _interface_of(record)
         except Exception as error:  # as above
             _drop(f"plan {path.name}", error, path)
             return None
 
-    def save_plan(
-        self,
-        key: ArtifactKey,
-        plan: StitchPlan,
-        inputs: Sequence[InputSpec],
-        outputs: Sequence[str],
-    ) -> None:
-        record = {**_record(inputs, outputs), "plan": plan.to_json()}
+    def save_plan(self, key: ArtifactKey, plan: StitchPlan, interface: Interface) -> None:
+        record = {**_record(interface), "plan": plan.to_json()}
         path = self._plan_path(key)
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
@@ -282,11 +279,13 @@ def _drop(what: str, error: Exception, *files: Path) -> None:
             file.unlink(missing_ok=True)
 
 
-def _record(inputs: Sequence[InputSpec], outputs: Sequence[str]) -> dict[str, Any]:
-    return {"inputs": [dataclasses.asdict(spec) for spec in inputs], "outputs": list(outputs)}
+def _record(interface: Interface) -> dict[str, Any]:
+    inputs = [dataclasses.asdict(spec) for spec in interface.inputs]
+    return {**interface._asdict(), "inputs": inputs}
 
 
-def _inputs_of(record: dict[str, Any]) -> tuple[InputSpec, ...]:
-    return tuple(
+def _interface_of(record: dict[str, Any]) -> Interface:
+    inputs = tuple(
         InputSpec(**{**spec, "sources": tuple(spec["sources"])}) for spec in record["inputs"]
     )
+    return Interface(inputs, tuple(record["outputs"]), str(record["waits_for_host"]))

@@ -241,5 +241,6 @@ def _serving_options(
         on_finish=recorder.finish if recorder else None,
         on_preempt=recorder.forget if recorder else None,
         count_recompiles=lambda: runner.num_recompiles,
+        count_state_copies=lambda: runner.num_state_copies,
         graph_report=runner.graph_report,
     )

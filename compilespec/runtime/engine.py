@@ -198,6 +198,7 @@ class Engine:
         scheduler = self._scheduler
         return dataclasses.replace(
             self._stats.read(self._options.count_recompiles()),
+            num_state_copies=self._options.count_state_copies(),
             num_running=len(scheduler.line.running),
             num_waiting=len(scheduler.line.waiting),
             num_free_blocks=scheduler.holdings.pool.num_free,

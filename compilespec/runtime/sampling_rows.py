@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from compilespec.ops.sample import layout
+from compilespec.runtime.host_writes import HostWrites
 from compilespec.runtime.sampling_params import SamplingParams
 
 
@@ -25,27 +26,24 @@ class RowSampling:
     processor: int = 0  # handle of a logits processor on the host
 
 
-def write_row(buffers: Mapping[str, Tensor], row: int, sampling: RowSampling) -> None:
+def write_row(host: HostWrites, row: int, sampling: RowSampling) -> None:
     """Write all that the row's last owner may have left: parameters; bias and prompt where read."""
-    params = sampling.params
-    reals, words, bias, context = (
-        buffers[name][row] for name in ("sampling_RF", "sampling_RI", "bias_RV", "context_RL")
-    )
+    params, buffers = sampling.params, host.buffers
     penalises, is_biased = has_penalties(params), has_bias(params)
-    reals.copy_(torch.tensor(_reals(params), dtype=torch.float32))
+    host.write("sampling_RF", row, _reals(params))
     is_guided = params.guide is not None
     flags = layout.PENALISE * penalises | layout.BIAS * is_biased | layout.GUIDE * is_guided
-    words.copy_(torch.tensor(_words(sampling, flags), dtype=torch.int32))
+    host.write("sampling_RI", row, _words(sampling, flags))
     if "withheld_R" in buffers:  # drafts of a step that are not judged: the request's own K
         count, own = buffers["tokens_RS"].shape[1] - 1, params.num_draft_tokens
-        buffers["withheld_R"][row] = 0 if own is None else max(0, count - own)
+        host.write("withheld_R", row, [0 if own is None else max(0, count - own)])
     if "processor_R" in buffers:
-        buffers["processor_R"][row] = sampling.processor
+        host.write("processor_R", row, [sampling.processor])
     if is_biased:
-        bias.copy_(dense_bias(params, len(bias)))
+        host.write("bias_RV", row, dense_bias(params, buffers["bias_RV"].shape[1]))
     if penalises:
         known = [*sampling.prompt_token_ids, *sampling.output_token_ids]
-        context[: len(known)] = torch.tensor(known, dtype=torch.int32).to(context.device)
+        host.write("context_RL", row, known)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -55,5 +55,8 @@ class ServingOptions:
     count_recompiles: Callable[[], int] = lambda: 0
     """Returns the compilations since the program was ready."""
 
+    count_state_copies: Callable[[], int] = lambda: 0
+    """Returns the copies of what the host wrote into state rows."""
+
     graph_report: Callable[[], dict[str, Any] | None] = lambda: None
     """Returns what graphs were captured so far; part of the plan."""

@@ -56,6 +56,10 @@ class EngineStats:
     """Prompt tokens that were found in the KV cache and not computed when their request was first
     admitted."""
 
+    num_state_copies: int = 0
+    """Copies of what the host wrote into state rows (blocks, parameters, masks) to the device: at
+    most one a call of the program; 0 on the CPU."""
+
     num_running: int = 0
     """Requests that hold a state row now."""
 

@@ -16,6 +16,7 @@ from compilespec.cudagraphs.recorder import make_recorder
 from compilespec.program import PAD, ByStep, Lowered, LoweredPhase, ProgramConfig, StepKey
 from compilespec.progress import Reporter
 from compilespec.runtime.executor import Geometry, PrefillChunk
+from compilespec.runtime.host_writes import HostWrites
 from compilespec.runtime.launched import Launched
 from compilespec.runtime.packing import pack_chunks
 from compilespec.runtime.prefix_cache import TOKENS_BY_POSITION
@@ -62,6 +63,7 @@ class StepRunner:
             spec.name: torch.full(spec.shape, spec.fill, dtype=spec.dtype, device=config.device)
             for spec in program.buffers
         }
+        self._host = HostWrites(self.buffers, config.device)
         self.weights = bind_weights(program, lowered.graphs)
         self._graphs = graphs or GraphOptions(mode="none")
         self._graph_recorder = make_recorder(self._graphs, config.device)
@@ -103,24 +105,24 @@ class StepRunner:
         return None if recorder is None else recorder.report.as_dict()
 
     def set_blocks(self, row: int, blocks: Sequence[int], prefix: Sequence[int] = ()) -> None:
-        table = self.buffers["block_table_RM"]
-        entries = list(blocks) + [-1] * (table.shape[1] - len(blocks))
-        table[row] = self._int32(entries)
+        rest = self.buffers["block_table_RM"].shape[1] - len(blocks)
+        self._host.write("block_table_RM", row, [*blocks, *[-1] * rest])
         for name in TOKENS_BY_POSITION:  # prefill does not see the prefix
             if prefix and name in self.buffers:
-                self.buffers[name][row, : len(prefix)] = self._int32(prefix)
+                self._host.write(name, row, prefix)
 
     def add_blocks(self, row: int, start: int, blocks: Sequence[int]) -> None:
-        self.buffers["block_table_RM"][row, start : start + len(blocks)] = self._int32(blocks)
+        self._host.write("block_table_RM", row, blocks, start)
 
     def set_sampling(self, row: int, sampling: RowSampling) -> None:
-        write_row(self.buffers, row, sampling)
+        write_row(self._host, row, sampling)
         self._is_plain[row] = is_plain(sampling)
 
     def logprobs(self, row: int, tokens: Sequence[int], count: int) -> list[TokenLogprobs]:
         return read_logprobs(self.buffers, row, tokens, min(count, self.geometry.vocab_size))
 
     def launch_prefill(self, chunks: Sequence[PrefillChunk]) -> Launched:
+        self._host.send()
         packed = pack_chunks(chunks)
         emitted, counts, *hidden = self.calls["prefill"](packed)
         if self._taps is not None:
@@ -139,23 +141,22 @@ class StepRunner:
 
     def set_drafts(self, rows: Sequence[int], drafts: Sequence[Sequence[int]]) -> None:
         count = self.geometry.num_draft_tokens
-        padded = [[*ids, *[PAD] * (count - len(ids))] for ids in drafts]
-        index = torch.tensor(rows, device=self._device)
-        self.buffers["tokens_RS"][index, 1:] = torch.tensor(
-            padded, dtype=torch.int32, device=self._device
-        )
+        for row, ids in zip(rows, drafts, strict=True):
+            self._host.write("tokens_RS", row, [*ids, *[PAD] * (count - len(ids))], 1)
 
     def read_drafts(self, rows: Sequence[int]) -> list[list[int]]:
+        self._host.send()  # they may have come from the host
         drafts = self.buffers["tokens_RS"][self._int32(rows), 1:].tolist()
         return [list(itertools.takewhile(lambda token: token != PAD, ids)) for ids in drafts]
 
     def set_masks(self, rows: Sequence[int], masks_NSW: Tensor) -> None:
-        count = masks_NSW.shape[1]
-        self.buffers["mask_RSW"][self._int32(rows), :count] = masks_NSW.to(self._device)
+        for row, mask_SW in zip(rows, masks_NSW, strict=True):
+            self._host.write("mask_RSW", row, mask_SW)
 
     def replay(self, rows: Sequence[int], backlogs: Sequence[int]) -> None:
         replay = self.calls.replay
         assert replay is not None, "only where the geometry says needs_replay"
+        self._host.send()
         replay({"row_B": rows, "backlog_B": backlogs})
 
     def launch_decode(self, rows: Sequence[int], num_draft_tokens: int | None = None) -> Launched:
@@ -163,6 +164,7 @@ class StepRunner:
         call, greedy = self.calls[StepKey("decode", count)], StepKey("decode", count, "greedy")
         if greedy in self.calls and all(self._is_plain.get(row, False) for row in rows):
             call = self.calls[greedy]
+        self._host.send()
         emitted, counts, *hidden = call({"row_B": rows})
         if self._taps is not None:
             self._taps.add_rows(rows, hidden[0])
@@ -179,6 +181,11 @@ class StepRunner:
     def num_recompiles(self) -> int:
         """Graphs compiled while serving: none, ever; counted so that a fault shows."""
         return sum(call.num_recompiles for call in self.calls.values())
+
+    @property
+    def num_state_copies(self) -> int:
+        """Copies of what the host wrote into state rows; at most one a launch, none on the CPU."""
+        return self._host.num_copies
 
     def close(self) -> None:
         self.lowered = None

@@ -5,68 +5,24 @@ Padding, expired values and outputs of earlier calls are poisoned, so that whoev
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
-
 import pytest
 import torch
-from torch import nn
 
-import compilespec
 from compilespec import SamplingParams
-from compilespec.cudagraphs.buckets import Buckets
 from compilespec.cudagraphs.drivers import poison
-from compilespec.cudagraphs.modes import MODES, GraphOptions, units_for
+from compilespec.cudagraphs.modes import MODES
 from compilespec.errors import StaleGraphInput
-from compilespec.lowering import lower
-from compilespec.methods.eagle3 import random_head
-from compilespec.program import SpecProgram
-from compilespec.runtime.engine import Engine
 from compilespec.runtime.executor import PrefillChunk
 from compilespec.runtime.step_runner import StepRunner
-from tests.support.fake_executor import engine_over
-from tests.support.models import Ask, ask_all, run_traffic, target_info, tiny_target
+from tests.support.graph_site import BUCKETS, MAX_SEQ_LEN, Site, the_site
+from tests.support.models import run_traffic
 
-MAX_SEQ_LEN, MAX_BATCH = 61, 5
-BUCKETS = Buckets(decode=((1,), (2,), (5,)), prefill=((1, 8), (2, 16), (5, 24)))
-PROMPTS = (1, 7, 8, 9, 16, 17, 23, 24, 40)  # bucket edges and their neighbours; the last in chunks
 CAPTURED = [mode for mode in MODES if mode != "none"]
-
-
-@dataclass(frozen=True)
-class Site:
-    model: nn.Module
-    program: SpecProgram
-    asks: list[Ask]
-
-    def runner(self, mode: str, buckets: Buckets = BUCKETS, **options: Any) -> StepRunner:
-        graphs = GraphOptions(mode=mode, **options)
-        units = units_for(graphs.kinds_on(self.program.config.device))
-        lowered = lower(self.program, backend="eager", units=units)
-        return StepRunner(lowered, buckets=buckets, graphs=graphs)
-
-    def engine(self, mode: str, **options: Any) -> tuple[StepRunner, Engine]:
-        runner = self.runner(mode, **options)
-        poison_caches(runner)
-        return runner, engine_over(runner, count_recompiles=lambda: runner.num_recompiles)
 
 
 @pytest.fixture(scope="module")
 def site() -> Site:
-    model = tiny_target("llama", num_layers=3)
-    head = random_head(target_info(model, MAX_SEQ_LEN), aux_layers=(0, 1, 2))
-    program = compilespec.trace(
-        model, spec="eagle3", draft=head, num_draft_tokens=2, max_batch_size=MAX_BATCH,
-        max_seq_len=MAX_SEQ_LEN, max_prefill_tokens=24, keep_graphs=False,
-    )  # fmt: skip
-    asks = ask_all(model, ((length, 9) for length in PROMPTS))
-    return Site(model, program, asks)
-
-
-def poison_caches(runner: StepRunner) -> None:
-    for name, buffer in runner.buffers.items():
-        if name.startswith("cache."):
-            buffer.fill_(float("nan"))
+    return the_site()
 
 
 @pytest.mark.parametrize("startup_seconds", [0.0, 60.0], ids=["lazy", "at_start"])

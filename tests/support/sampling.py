@@ -15,6 +15,7 @@ from compilespec import SamplingParams
 from compilespec.ops.sample import (
     layout,
 )
+from compilespec.runtime.host_writes import HostWrites
 from compilespec.runtime.sampling_rows import RowSampling, write_row
 from tests.support.models import VOCAB
 
@@ -43,11 +44,11 @@ def make_state(
         "context_RL": torch.full((count, max_seq_len), -(2**31), dtype=torch.int32),
         "mask_RSW": torch.zeros(count, 400, -(-vocab // 32), dtype=torch.int32),
     }
-    prompts = []
+    prompts, host = [], HostWrites(buffers, torch.device("cpu"))
     for row, one in enumerate([*params, SamplingParams()]):
         prompts.append(tuple(torch.randint(0, vocab, (num_prompt,)).tolist()))
         write_row(
-            buffers, row,
+            host, row,
             RowSampling(params=one, seed=1000 + row if one.seed is None else one.seed,
                         prompt_token_ids=prompts[-1], stop_token_ids=STOPS),
         )  # fmt: skip

@@ -1,0 +1,54 @@
+"""Which steps make the host wait for the device in their middle: no CUDA graph can hold them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+# What reads numbers of the device on the host, and says so nowhere.
+_WAITING = {
+    "compilespec::host_process": "requests' logits processors run on the host",
+    "transformers::grouped_mm_fallback": "the experts' products read the sizes of their groups",
+}
+_TAGS = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
+
+
+def why_host_waits(gm: fx.GraphModule, device: torch.device) -> str:
+    """The first operator of an ATen graph that waits for the device, and why; "" where none does.
+
+    Args:
+        device: where the graph runs; the products of experts wait on GPUs before sm_90.
+    """
+    for node in gm.graph.nodes:
+        if isinstance(node.target, torch._ops.OpOverload) and (why := _why(node, device)):
+            return f"{node.target}: {why}"
+    return ""
+
+
+def _why(node: fx.Node, device: torch.device) -> str:
+    target: Any = node.target
+    name = target.name().removesuffix(".default")
+    if name in _WAITING:
+        return _WAITING[name]
+    if name == "aten::_grouped_mm" and device.type == "cuda":
+        dtype, (major, _) = node.meta["val"].dtype, torch.cuda.get_device_capability(device)
+        is_fast = major >= 9 and dtype == torch.bfloat16
+        return "" if is_fast else f"{dtype} on sm_{major}x reads the sizes of the groups"
+    if name in ("aten::index.Tensor", "aten::index_put", "aten::index_put_"):
+        return "a mask as an index" if any(map(_is_mask, node.all_input_nodes[1:])) else ""
+    if any(tag in target.tags for tag in _TAGS):
+        return "what it gives depends on numbers"
+    is_move = name in ("aten::_to_copy", "aten::copy_") and len(_device_types(node)) > 1
+    return "a copy between host and device" if is_move else ""
+
+
+def _is_mask(node: fx.Node) -> bool:
+    value = node.meta.get("val")
+    return isinstance(value, torch.Tensor) and value.dtype == torch.bool
+
+
+def _device_types(node: fx.Node) -> set[str]:
+    values = [one.meta.get("val") for one in (node, *node.all_input_nodes)]
+    return {value.device.type for value in values if isinstance(value, torch.Tensor)}
