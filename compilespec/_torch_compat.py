@@ -1,8 +1,7 @@
 """Every private torch API that compilespec uses, behind one door.  Works on torch 2.11 to 2.13.
 
 Nothing else in the package may import from a `torch._*` module.  Each function says which private
-name it
-stands for, so that a torch release that moves one is repaired here and nowhere else.
+name it stands for, so that a torch release that moves one is repaired here and nowhere else.
 """
 
 from __future__ import annotations
@@ -10,6 +9,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import logging
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -25,16 +26,25 @@ def mark_dynamic(tensor: torch.Tensor, dim: int) -> None:
 
 
 def dynamo_errors() -> tuple[type[BaseException], ...]:
-    """The exceptions with which Dynamo refuses a model (`torch._dynamo.exc`)."""
+    """The exceptions with which Dynamo refuses a model (`torch._dynamo.exc`), and a model whose
+    code fixes a symbolic size (`ConstraintViolationError`).
+    """
     from torch._dynamo import exc
+    from torch.fx.experimental.symbolic_shapes import ConstraintViolationError
 
-    return (exc.TorchDynamoException,)
+    return (exc.TorchDynamoException, ConstraintViolationError)
 
 
 def dynamo_cause(error: BaseException) -> tuple[str, list[tuple[str, int, str]]]:
     """First line of why Dynamo refused, and the user's frames as (file, line, function),
     outermost first.
     """
+    from torch.fx.experimental.symbolic_shapes import ConstraintViolationError
+
+    if isinstance(error, ConstraintViolationError):
+        found = re.findall(r'File "(.+)", line (\d+), in (\w+)', str(error))
+        cause = "it works for one number of tokens alone, as a loop over tokens does"
+        return cause, [(name, int(line), function) for name, line, function in found]
     cause = str(getattr(error, "msg", "") or error).strip().splitlines()
     frames = getattr(error, "real_stack", None) or []
     return (cause[0] if cause else type(error).__name__), [
@@ -45,14 +55,21 @@ def dynamo_cause(error: BaseException) -> tuple[str, list[tuple[str, int, str]]]
 @contextlib.contextmanager
 def capture_config() -> Iterator[None]:
     """Dynamo settings of a capture: static unless marked, no automatic dynamism, no cache of fake
-    results, which costs more than it saves where sizes are symbols (`torch._dynamo.config`).
+    results, which costs more than it saves where sizes are symbols (`torch._dynamo.config`).  What
+    `torch._guards` logs of an error is raised, too: it is said once.
     """
-    with torch._dynamo.config.patch(
-        assume_static_by_default=True,
-        automatic_dynamic_shapes=False,
-        fake_tensor_cache_enabled=False,
-    ):
-        yield
+    guards = logging.getLogger("torch._guards")
+    level = guards.level
+    guards.setLevel(logging.CRITICAL)
+    try:
+        with torch._dynamo.config.patch(
+            assume_static_by_default=True,
+            automatic_dynamic_shapes=False,
+            fake_tensor_cache_enabled=False,
+        ):
+            yield
+    finally:
+        guards.setLevel(level)
 
 
 def fake_mode() -> Any:

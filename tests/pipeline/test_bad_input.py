@@ -396,6 +396,17 @@ def test_models_that_cannot_be_traced():
     refused(errors.InvalidOption, "no parameters", run=lambda: compile_target(model=nn.Identity()))
 
 
+def test_a_loop_over_tokens_is_refused(caplog):
+    model = transformers.RwkvForCausalLM(
+        transformers.RwkvConfig(vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2)
+    )
+    refused(
+        errors.TraceError, "rwkv_linear_attention", "one number of tokens alone",
+        run=lambda: compile_target(model=model),
+    )  # fmt: skip
+    assert not caplog.records
+
+
 def test_recurrent_layers_that_nothing_stands_for_are_refused():
     config = transformers.MiniMaxConfig(
         vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=2,

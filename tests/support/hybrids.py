@@ -80,6 +80,17 @@ def hybrid_configs(common: Mapping[str, Any]) -> dict[str, Callable[[], Any]]:
             "Lfm2Config", layer_types=["conv", "full_attention", "conv", "conv"],
             conv_L_cache=3, block_ff_dim=80, block_multiple_of=8,
         ),
+        "lfm2_moe": lambda: config(
+            "Lfm2MoeConfig", layer_types=["conv", "full_attention", "conv", "conv"],
+            conv_L_cache=3, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32,
+            num_dense_layers=1,
+        ),
+        "zamba2": lambda: config(
+            "Zamba2Config", layers_block_type=["mamba", "hybrid", "mamba", "hybrid"],
+            mamba_d_state=10, mamba_d_conv=4, mamba_expand=2, mamba_ngroups=2, n_mamba_heads=8,
+            mamba_headdim=12, num_mem_blocks=1, chunk_size=8, use_mamba_kernels=False,
+            attention_head_dim=24,
+        ),
         "jamba": lambda: config(
             "JambaConfig", attn_layer_period=4, attn_layer_offset=1,
             expert_layer_period=2, expert_layer_offset=1, num_experts=4, num_experts_per_tok=2,
@@ -89,4 +100,4 @@ def hybrid_configs(common: Mapping[str, Any]) -> dict[str, Callable[[], Any]]:
     }  # fmt: skip
 
 
-ROUTED = ("qwen3_next", "qwen3_5_moe", "kimi_linear", "granitemoehybrid", "jamba")
+ROUTED = ("qwen3_next", "qwen3_5_moe", "kimi_linear", "granitemoehybrid", "jamba", "lfm2_moe")
