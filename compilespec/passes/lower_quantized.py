@@ -1,4 +1,4 @@
-"""Turns products of quantized weights into operators that are fast on the CPU with few rows."""
+"""Turns products of quantized weights into operators that are fast with few rows."""
 
 from __future__ import annotations
 
@@ -25,15 +25,18 @@ class Product(NamedTuple):
     extra: tuple[int, ...] = ()  # further arguments
 
 
-def lower_quantized(gm: fx.GraphModule, ctx: PassContext) -> int:
-    """linear(x, rebuild(parts)) -> compilespec::quantized_linear or dynamic_int8_linear.  CPU only.
+_WEIGHT_ONLY = torch.ops.compilespec.quantized_linear.default
 
-    Handles symmetric int8, int4 and float8 weights, and int8 with dynamically quantized rows; other
-    kinds keep their own code.  Returns: products rewritten.  Numerics: rounding (sums are float32
-    and rounded once, unlike torchao's).  Runs on torch IR, in which a weight's kind is still
-    visible.
+
+def lower_quantized(gm: fx.GraphModule, ctx: PassContext) -> int:
+    """linear(x, rebuild(parts)) -> compilespec::quantized_linear or dynamic_int8_linear.
+
+    Handles symmetric int8, int4 and float8 weights, and on the CPU int8 with dynamically quantized
+    rows; other kinds keep their own code.  Returns: products rewritten.  Numerics: rounding (sums
+    are float32 and rounded once, unlike torchao's).  Runs on torch IR, in which a weight's kind is
+    still visible.
     """
-    if not ctx.prepack or ctx.config.dtype not in _FLOATS:
+    if not (ctx.prepack or ctx.merge) or ctx.config.dtype not in _FLOATS:
         return 0
     lowered = 0
     for node in list(gm.graph.nodes):
@@ -43,7 +46,7 @@ def lower_quantized(gm: fx.GraphModule, ctx: PassContext) -> int:
         if not isinstance(weight, fx.Node) or weight.target is not rebuild:
             continue
         product = _product_of(weight, ctx)
-        if product is None:
+        if product is None or not (ctx.prepack or product.op is _WEIGHT_ONLY):
             continue
         bias = rest[0] if rest else node.kwargs.get("bias")
         nodes = dict(zip(kind_of(str(weight.args[0])).names, weight.args[1:], strict=True))
@@ -77,7 +80,7 @@ def _int8(kind: Kind, parts: dict[str, Tensor]) -> Product | None:
         return None
     dynamic = kind.metadata.get("act_quant_kwargs")
     if dynamic is None:
-        return Product(torch.ops.compilespec.quantized_linear.default, "qdata", "scale", (8,))
+        return Product(_WEIGHT_ONLY, "qdata", "scale", (8,))
     is_by_row = type(dynamic.granularity).__name__ == "PerRow" and dynamic.granularity.dim == -1
     is_plain = dynamic.mapping_type.name == "SYMMETRIC" and not getattr(
         dynamic, "reduce_range", False
@@ -96,7 +99,7 @@ def _float8(kind: Kind, parts: dict[str, Tensor]) -> Product | None:
         or parts["scale"].shape != (kind.shape[0], 1)
     ):
         return None
-    return Product(torch.ops.compilespec.quantized_linear.default, "qdata", "scale", (8,))
+    return Product(_WEIGHT_ONLY, "qdata", "scale", (8,))
 
 
 def _intx(kind: Kind, parts: dict[str, Tensor]) -> Product | None:
@@ -108,7 +111,7 @@ def _intx(kind: Kind, parts: dict[str, Tensor]) -> Product | None:
     ):
         return None
     bits = 4 if str(kind.metadata["target_dtype"]) in _FOUR_BITS else 8
-    return Product(torch.ops.compilespec.quantized_linear.default, "qdata", "scale", (bits,))
+    return Product(_WEIGHT_ONLY, "qdata", "scale", (bits,))
 
 
 _KINDS = {"Int8Tensor": _int8, "Float8Tensor": _float8, "IntxUnpackedToInt8Tensor": _intx}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 
 import torch
@@ -35,7 +36,7 @@ def share_merged(
     """
     kept = [*model.parameters(), *program.weights.values(), *program.target_weights.values()]
     holders: dict[tuple[int, ...], list[Tensor]] = {}
-    for tensor in kept:
+    for tensor in itertools.chain.from_iterable(map(_plain_tensors, kept)):
         holders.setdefault(_torch_compat.storage_place(tensor), []).append(tensor)
     merged = {s.name: s for g in graphs.values() for s in g.inputs if len(s.sources) > 1}
     given_back = 0
@@ -50,6 +51,14 @@ def share_merged(
                 if tensor.shape == rows.shape:
                     tensor.data = rows
     return given_back
+
+
+def _plain_tensors(tensor: Tensor) -> list[Tensor]:
+    """The tensor, or those that a quantized one keeps its numbers in."""
+    if not hasattr(tensor, "__tensor_flatten__"):
+        return [tensor]
+    names, _ = tensor.__tensor_flatten__()
+    return [plain for name in names for plain in _plain_tensors(getattr(tensor, name))]
 
 
 def materialise(spec: InputSpec, weights: Mapping[str, Tensor]) -> Tensor:

@@ -16,6 +16,7 @@ from compilespec.ops.argmax_linear import kernel as head
 from compilespec.ops.causal_conv import kernel as conv
 from compilespec.ops.ngram_match import kernel as ngram
 from compilespec.ops.paged_attention import kernel as paged_attention
+from compilespec.ops.quantized_linear import kernel as quantized
 from compilespec.ops.recurrence import kernel as state
 from compilespec.ops.roll_window import kernel as ring
 from compilespec.ops.sample import kernel as sampling
@@ -148,6 +149,13 @@ def convolution(batch: int, num_tokens: int, dtype: torch.dtype = torch.bfloat16
     )
 
 
+def quantized_linear(
+    rows: int, weight: torch.dtype, groups: int = 1, dtype: torch.dtype = torch.bfloat16
+) -> Launch:
+    x, scale = meta(rows, 4096, dtype=dtype), meta(14336, groups)
+    return lambda: quantized.quantized_linear(x, meta(14336, 4096, dtype=weight), scale, None, 8)
+
+
 VOCAB = 128256
 COMMON: dict[str, Launch] = {  # what every test run compiles
     "attention, verify, one request": attention(1, 6),
@@ -179,6 +187,10 @@ OTHERS: dict[str, Launch] = {
     "head, scores": scored_head(6),
     "head, float32": scored_head(6, torch.float32),
     "head, float64": scored_head(6, torch.float64),
+    "quantized, float8, 6 rows": quantized_linear(6, torch.float8_e4m3fn),
+    "quantized, float8, 384 rows": quantized_linear(384, torch.float8_e4m3fn),
+    "quantized, int8 in groups": quantized_linear(48, torch.int8, groups=32),
+    "quantized, float32": quantized_linear(6, torch.int8, dtype=torch.float32),
     "n-gram": lambda: ngram.ngram_match(int32(8, 4096), int32(8), 5, 3, 1),
     "ring": lambda: ring.roll_window(
         meta(65, 3, 7168), int32(65, 3), meta(8, dtype=torch.int64), meta(8, 4, 7168),

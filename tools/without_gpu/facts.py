@@ -26,6 +26,7 @@ def facts(
         "launches": launches_of(run),
         "launches_of_a_layer": launches_of(DryRun(calls=first_layer(run))),
         "library_calls": Counter(call.name for call in run.calls if call.kind == "library"),
+        "own_calls": Counter(call.name for call in run.calls if call.kind == "own"),
         "bytes": total,
         "floor_bytes": floor,
         "bytes_over_floor": round(total / floor, 4),

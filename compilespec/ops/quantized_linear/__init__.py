@@ -3,6 +3,7 @@
 On the CPU (`kernel.cpp`) the stored weights are widened as they are read and summed in float32 in
 one order (weight-only), or multiplied in integers with rows that are quantised on the way (dynamic
 int8), so that the bits of a row do not depend on the other rows, the batch or the threads.
+`kernel.py` is the weight-only product on CUDA.
 """
 
 from __future__ import annotations
@@ -59,6 +60,7 @@ _QUANTIZED_LINEAR = define_op(
     reference.quantized_linear_reference,
     _fake,
     has_kernel=False,
+    triton="quantized_linear",
     tags=_TAGS,
 )
 _DYNAMIC_INT8_LINEAR = define_op(

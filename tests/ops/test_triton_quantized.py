@@ -1,0 +1,68 @@
+"""quantized_linear: reference and Triton kernel."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from compilespec.ops.quantized_linear.reference import quantized_linear_reference
+
+pytest.importorskip("tests.support.triton_interpreter")
+pytestmark = pytest.mark.interp
+kernel = pytest.importorskip("compilespec.ops.quantized_linear.kernel")
+
+TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}  # relative to |x||w|
+
+
+def int8(*shape: int) -> Tensor:
+    return torch.randint(-128, 128, shape, dtype=torch.int8)
+
+
+def float8(*shape: int) -> Tensor:
+    """Every finite value, subnormal ones and both zeros, over and over."""
+    values = torch.arange(256, dtype=torch.uint8)
+    values = values[(values & 0x7F) != 0x7F]
+    repeated = values.repeat(-(-shape[0] * shape[1] // len(values)))
+    return repeated[: shape[0] * shape[1]].view(shape).view(torch.float8_e4m3fn)
+
+
+@pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
+@pytest.mark.parametrize(
+    ("rows", "shape", "groups", "weight"),
+    [
+        ((1,), (1, 32), 1, int8),
+        ((3, 5), (33, 96), 3, int8),
+        ((2, 1), (70, 100), 1, float8),
+        ((33,), (65, 48), 1, float8),
+        ((2,), (5, 24), 3, int8),  # groups of 8: the reference serves
+        ((0, 4), (9, 16), 1, int8),
+    ],
+    ids=str,
+)
+def test_products_are_those_of_the_reference(rows, shape, groups, weight, dtype):
+    x, weight_NK = torch.randn(*rows, shape[1]).to(dtype), weight(*shape)
+    scale = torch.rand(shape[0], groups) * 0.01 + 0.001
+    bias = torch.randn(shape[0]).to(dtype) if groups == 1 else None
+    want = quantized_linear_reference(x, weight_NK, scale, bias, 8)
+    got = kernel.quantized_linear(x, weight_NK, scale, bias, 8)
+    assert got.dtype == dtype
+    assert got.is_contiguous()
+    wide = scale.repeat_interleave(shape[1] // groups, 1) * weight_NK.float().abs()
+    bound = TOLERANCE[dtype] * (x.float().abs() @ wide.t() + (0 if bias is None else bias.abs()))
+    assert ((got.float() - want.float()).abs() <= bound).all()
+
+
+def test_float8_is_widened_exactly():
+    """A row of the identity picks each weight out as it is; NaN stays NaN."""
+    weight_NK = torch.arange(256, dtype=torch.uint8).view(16, 16).view(torch.float8_e4m3fn)
+    got = kernel.quantized_linear(torch.eye(16), weight_NK[:, :], torch.ones(16, 1), None, 8)
+    finite = weight_NK.float().isfinite().all(1)
+    assert torch.equal(got.t()[finite], weight_NK.float()[finite])
+    assert got.t()[~finite].isnan().any(1).all()
+
+
+def test_a_strided_input_is_read_in_place():
+    x, weight_NK, scale = torch.randn(32, 6).t()[:, :32], int8(7, 32), torch.rand(7, 1)
+    got = kernel.quantized_linear(x, weight_NK, scale, None, 8)
+    torch.testing.assert_close(got, quantized_linear_reference(x, weight_NK, scale, None, 8))
