@@ -43,8 +43,8 @@ def dynamo_cause(error: BaseException) -> tuple[str, list[tuple[str, int, str]]]
 
     if isinstance(error, ConstraintViolationError):
         found = re.findall(r'File "(.+)", line (\d+), in (\w+)', str(error))
-        cause = "it works for one number of tokens alone, as a loop over tokens does"
-        return cause, [(name, int(line), function) for name, line, function in found]
+        said = "it works for one number of tokens alone, as a loop over tokens does"
+        return said, [(name, int(line), function) for name, line, function in found]
     cause = str(getattr(error, "msg", "") or error).strip().splitlines()
     frames = getattr(error, "real_stack", None) or []
     return (cause[0] if cause else type(error).__name__), [
