@@ -50,15 +50,21 @@ def test_a_step_launches_little(smallest: dict[str, Any]) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", STEPS)
 def test_every_step_of_a_program(name: str) -> None:
-    """Full and greedy steps of several K, prefill and replay, with an EAGLE-3 head."""
+    """Full and greedy steps and prefill, with an EAGLE-3 head; of llama also K = 0, and replay."""
     part = run_part(name)
     assert not faults_of(part)
     layer = LAYER[name.partition(",")[0]]
-    kinds = {"prefill", "decode", "decode.0", "decode.0.greedy", "decode.2.greedy", "replay"}
+    kinds = {"prefill", "decode", "decode.2.greedy"}
+    if name == "llama-3.1-8b, sm_90":
+        kinds |= {"decode.0", "decode.0.greedy", "replay"}
     assert {record["step"] for record in part["records"]} == kinds
     for record in part["records"]:
-        assert record["launches_of_a_layer"].get("all", 0) <= layer, record["step"]
+        if record["step"] == "replay":  # the drafter alone, over 64 tokens that it was not given
+            assert record["launches"]["all"] <= 3 * OTHERS
+            assert record["bytes_over_floor"] <= 1.3
+            continue
+        assert record["launches_of_a_layer"]["all"] <= layer, record["step"]
         assert record["launches"]["all"] <= 2 * layer + 3 * OTHERS, record["step"]
-        assert record["most_reads_of_a_weight"].get("target", 1) == 1, record["step"]
+        assert record["most_reads_of_a_weight"]["target"] == 1, record["step"]
         assert record["most_reads_of_a_weight"].get("draft", 0) <= 2, record["step"]
         assert record["bytes_over_floor"] <= 1.1, record["step"]

@@ -23,7 +23,7 @@ from tools import draw_speed
 
 RESULTS = ROOT / "tools" / "bench" / "results"
 HISTORY = ("CHANGELOG.md", "DECISIONS.md")  # speak of what was
-OTHERS: set[str] = {"--local-dir"}  # flags of other programs
+OTHERS: set[str] = {"--local-dir", "--without-gpu"}  # flags of other programs, and of tools
 
 
 # --- the documents as a whole ---

@@ -15,16 +15,17 @@ from tools.bench import report
 
 ROOT = Path(__file__).resolve().parents[2]
 _STEPS = ("tools.without_gpu", "steps")
-_EAGLE3 = ("--layers", "2", "--spec", "eagle3", "--num-draft-tokens", "0", "2")
+_ONE_K = ("--spec", "eagle3", "--num-draft-tokens", "2")
+_SEVERAL_K = ("--spec", "eagle3", "--num-draft-tokens", "0", "2")
 INTERPRETED = ("llama", "qwen3_moe", "gpt_oss", "gemma2", "llama-bf16")
 
 # By name: the module to run, and its arguments.
 PARTS: dict[str, tuple[str, ...]] = {
     "smallest step": (*_STEPS, "llama-3.1-8b", "--layers", "1", "--only", "decode.0.greedy"),
-    "llama-3.1-8b, sm_90": (*_STEPS, "llama-3.1-8b", *_EAGLE3),
-    "moe, sm_90": (*_STEPS, "moe", *_EAGLE3),
-    "llama-3.1-8b, sm_80": (*_STEPS, "llama-3.1-8b", *_EAGLE3, "--arch", "sm_80"),
-    "moe, sm_80": (*_STEPS, "moe", *_EAGLE3, "--arch", "sm_80"),
+    "llama-3.1-8b, sm_90": (*_STEPS, "llama-3.1-8b", *_SEVERAL_K),
+    "moe, sm_90": (*_STEPS, "moe", *_ONE_K),
+    "llama-3.1-8b, sm_80": (*_STEPS, "llama-3.1-8b", *_ONE_K, "--arch", "sm_80"),
+    "moe, sm_80": (*_STEPS, "moe", *_ONE_K, "--arch", "sm_80"),
     "quantized": ("tools.without_gpu", "quantized"),
     **{f"interpreted {case}": ("tests.support.interpreted_cuda", case) for case in INTERPRETED},
 }
