@@ -404,7 +404,7 @@ def test_a_loop_over_tokens_is_refused(caplog):
         errors.TraceError, "modeling_rwkv.py:", "one number of tokens alone",
         run=lambda: compile_target(model=model),
     )  # fmt: skip
-    assert not caplog.records
+    assert not [record for record in caplog.records if record.name.startswith("torch")]
 
 
 def test_recurrent_layers_that_nothing_stands_for_are_refused():
