@@ -380,6 +380,15 @@ class SpecProgram:
         kinds = ("recurrence.", "causal_conv.")
         return sum(b.num_bytes // b.shape[0] for b in self.buffers if b.name.startswith(kinds))
 
+    @property
+    def cache_bytes_per_token(self) -> int:
+        """Bytes that one more token takes in all caches of the program's blocks, the drafter's
+        included; those of KV groups have blocks of their own, which a row holds for good.
+        """
+        blocks = (self.config.num_blocks, self.config.block_size)
+        caches = [b for b in self.buffers if b.kind == "cache" and b.shape[:2] == blocks]
+        return sum(cache.num_bytes for cache in caches) // (blocks[0] * blocks[1])
+
     def __repr__(self) -> str:
         """One line: the model, the method, K, the device and the dtype."""
         config = self.config

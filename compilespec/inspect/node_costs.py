@@ -213,18 +213,20 @@ def _lookup(costs: NodeCosts, node: fx.Node) -> Cost:
 
 def _attention(costs: NodeCosts, node: fx.Node) -> Cost:
     """Each token against its C keys (or its window's); a request's keys are read once for all its
-    tokens of the call, each token's own key and value are written.
+    tokens of the call, each token's own key and value are written.  Values that are parts of keys
+    (latents) are neither read nor written again.
     """
     args: Any = node.args
     query, key, value, key_cache = args[:4]
     slot, window = args[5], int(args[10])
     num_heads, head_dim = query.meta["val"].shape[1], query.meta["val"].shape[3]
-    num_kv_heads, value_dim = value.meta["val"].shape[1], value.meta["val"].shape[3]
+    num_kv_heads, value_dim = key.meta["val"].shape[1], node.meta["val"].shape[3]
     keys = sympy.Min(C, window) if window else C
-    cell_bytes = num_kv_heads * (head_dim + value_dim) * key_cache.meta["val"].element_size()
+    cell_dim = head_dim + (0 if value is None else value_dim)
+    cell_bytes = num_kv_heads * cell_dim * key_cache.meta["val"].element_size()
     batch, tokens = costs.shape(slot)[0], costs.num_elements(slot)
     requests = costs.requests if batch == 1 else batch  # prefill packs all into one row
-    moved = sum((costs.num_bytes(x) for x in (query, key, value)), _ZERO)
+    moved = sum((costs.num_bytes(x) for x in (query, key, value) if x is not None), _ZERO)
     return Cost(
         flops=2 * tokens * num_heads * keys * (head_dim + value_dim),
         cache_bytes=cell_bytes * (requests * keys + tokens),
@@ -282,6 +284,7 @@ _RULES: dict[Any, Callable[[NodeCosts, fx.Node], Cost]] = {
     **dict.fromkeys(_LOOKUPS, _lookup),
     _aten._grouped_mm.default: _rows_times_weight,
     torch.ops.compilespec.argmax_linear.default: _fused_head,
+    torch.ops.compilespec.head_linear.default: _rows_times_weight,
     torch.ops.compilespec.packed_linear.default: _rows_times_weight,
     torch.ops.compilespec.quantized_linear.default: _rows_times_quantized,
     torch.ops.compilespec.dynamic_int8_linear.default: _rows_times_quantized,

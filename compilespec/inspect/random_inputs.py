@@ -18,6 +18,7 @@ from compilespec.errors import SpecError
 from compilespec.inspect.interpret import Stage
 from compilespec.ops.sample import layout
 from compilespec.passes.context import PassContext
+from compilespec.passes.expansion import Expansion
 from compilespec.passes.references import Case
 from compilespec.passes.references.dense_attention import dense_attention
 from compilespec.passes.references.placement import place_call
@@ -136,11 +137,21 @@ def target_logits(ctx: PassContext, case: Case, start: Stage) -> Tensor:
     """The target's logits over dense histories: no pass had a hand in them."""
     tokens = place_call(ctx.config, case).tokens
     buffers = {name: case.inputs[name].clone() for name in ctx.buffers if ".target." in name}
+    expand_latents(ctx, buffers)
     attend = dense_attention(buffers, "target", tokens, case.inputs["block_table_RM"])
     mixers = {"attention": attend}
     if ctx.num_recurrent_markers:
         mixers |= recurrent_layers(buffers, "target", tokens, target_progress(ctx, case))
     return start(with_target_inputs(ctx, case).inputs, mixers).outputs["logits"]
+
+
+def expand_latents(ctx: PassContext, caches: dict[str, Tensor]) -> None:
+    """Keys and values in place of the target's latents, for a graph that knows of none."""
+    for place, expansion in ctx.latents.items():
+        if isinstance(expansion, Expansion) and place.startswith("target."):
+            latents, weight = caches[f"cache.{place}.key"], ctx.weights[expansion.weight]
+            key, value = expansion.expand(latents.squeeze(2), weight)
+            caches[f"cache.{place}.key"], caches[f"cache.{place}.value"] = key, value
 
 
 def _prefill_case(draw: _Draw, batch_size: int, start: Stage) -> Case:

@@ -13,10 +13,12 @@ import torch
 from torch import Tensor
 
 from compilespec.errors import EngineClosed, InvalidOption, NotSupported
+from compilespec.inspect.call_pairs import call_pairs
 from compilespec.inspect.compare import compare, error_of, rounding_bound
 from compilespec.inspect.interpret import Decisions, Stage
 from compilespec.inspect.random_inputs import random_cases
 from compilespec.inspect.stages import PassStages, context_of, pass_stages, with_graphs
+from compilespec.passes.absorb_latents import absorb_latents
 from compilespec.passes.context import PassContext
 from compilespec.passes.references import Case, Values
 from compilespec.program import (
@@ -251,6 +253,21 @@ def check_phase(
             known.add(stages.record.name)
         if passes is None or stages.record.name in passes:
             yield from (check_pass(context_of(graph), stages, case) for case in cases)
+            if stages.record.name == absorb_latents.__name__:
+                yield from check_calls(context_of(graph), stages.record.name, seed)
+
+
+def check_calls(ctx: PassContext, name: str, seed: int) -> Iterator[Check]:
+    """The drafter's calls, over latents against as they were captured."""
+    bound = rounding_bound(ctx)
+    for call, batch_size, got, want in call_pairs(ctx, seed):
+        pairs = [(f"output {i}", *pair) for i, pair in enumerate(zip(got, want, strict=True))]
+        yield Check(
+            key=ctx.key, pass_name=name, case=f"the drafter's {call}", batch_size=batch_size,
+            against="the call before", numerics="rounding", bound=bound, num_values=len(pairs),
+            error=max((error_of(g, w) for _, g, w in pairs), default=0.0),
+            mismatches=tuple(m for m in (_mismatch(*p, bound=bound) for p in pairs) if m),
+        )  # fmt: skip
 
 
 def make_cases(

@@ -9,6 +9,7 @@ from compilespec.ops._build import load_kernels
 from compilespec.ops.argmax_linear import argmax_linear, score_linear
 from compilespec.ops.attention import attention
 from compilespec.ops.causal_conv import cached_conv, causal_conv
+from compilespec.ops.head_linear import head_linear
 from compilespec.ops.ngram_match import ngram_match
 from compilespec.ops.packed_linear import pack_weight, packed_linear
 from compilespec.ops.paged_attention import paged_attention
@@ -25,6 +26,7 @@ __all__ = [
     "causal_conv",
     "draw",
     "dynamic_int8_linear",
+    "head_linear",
     "load_kernels",
     "ngram_match",
     "pack_weight",

@@ -280,6 +280,8 @@ def _state_writes(ranges: Ranges, node: fx.Node) -> Iterator[Claim]:
     """A step leaves its state rows in the ranges on which the next step relies."""
     for written in _torch_compat.mutated_arguments(node.target):
         buffer: Any = node.args[written]
+        if not isinstance(buffer, fx.Node):  # an optional one that is not given
+            continue
         root = storage_root(buffer)
         role = str(root.meta.get("role"))
         if role not in CONTRACT or root.op != "placeholder":

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from compilespec.methods.capabilities import Capabilities, Chain
 from compilespec.passes.acceptance.rule import STRICT, Acceptance
+from compilespec.passes.expansion import Expansion
 from compilespec.passes.logits_processor import LogitsProcessor
 from compilespec.program import (
     BufferSpec,
@@ -44,6 +45,8 @@ class PassContext:
     host_processors: bool = False  # whether requests may have processors on the host
     prompt_logprobs: bool = False  # whether prefill outputs the head's input
     read_only: frozenset[str] = frozenset()  # state that this graph reads, and others write
+    expanded: Mapping[str, Traced] = field(default_factory=dict)  # `draft` before latents
+    latents: dict[str, Expansion | str] = field(default_factory=dict)  # see `absorb_latents`
     weights: dict[str, Tensor] = field(default_factory=dict)
     inputs: dict[str, InputSpec] = field(default_factory=dict)  # by placeholder name
     declared: dict[str, InputSpec] = field(default_factory=dict)  # with those of earlier stages

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 
 import torch
@@ -13,6 +14,7 @@ from compilespec.passes.graph import add_buffer, find_role
 from compilespec.passes.kv_groups import KVGroup, Metadata, group_metadata
 from compilespec.passes.linears import copy_origin
 from compilespec.program import BufferSpec, markers
+from compilespec.tracing.structure import shape_of
 
 
 def insert_paged_attention(gm: fx.GraphModule, ctx: PassContext) -> int:
@@ -35,6 +37,8 @@ def page_markers(
 ) -> int:
     """Rewrite `markers`, one per layer in order, onto the caches of `owner`.
 
+    A layer whose values are the beginning of its keys has a cache of keys alone.
+
     Args:
         metadata: slot, row, position and block table nodes of these markers' tokens; tokens with
             slot -1 write nothing.
@@ -50,34 +54,57 @@ def page_markers(
             group = KVGroup(block_size=block_size, window=int(str(window)))
             metadata = group_metadata(gm, ctx, group, shared, before=marker)
             shape_of_blocks = (group.num_blocks(config), block_size)
-        caches = []
-        for half, tensor in (("key", key), ("value", value)):
-            shape = tensor.meta.get("example") if isinstance(tensor, fx.Node) else None
-            if shape is None or len(shape[0]) != 4:
-                raise PassError(
-                    f"layer {layer}: the {half} of an attention marker has no known [B, N, T, H] "
-                    f"shape"
-                )
-            _, heads, _, head_dim = shape[0]
-            buffer = BufferSpec(
-                name=f"cache.{owner}.{layer}.{half}",
-                kind="cache",
-                shape=(*shape_of_blocks, int(heads or 0), int(head_dim or 0)),
-                dtype=shape[1],
-            )
-            if ctx.buffers.get(buffer.name, buffer) != buffer:
-                raise PassError(
-                    f"{buffer.name} is {list(ctx.buffers[buffer.name].shape)}, a marker needs "
-                    f"{list(buffer.shape)}; a drafter on the target's cache must have its sizes"
-                )
-            caches.append(add_buffer(gm, ctx, buffer))
+        value_dim = leading_part(value, key)
+        halves = (("key", key),) if value_dim else (("key", key), ("value", value))
+        caches: list[fx.Node | None] = [
+            _cache(gm, ctx, f"{owner}.{layer}.{half}", tensor, shape_of_blocks)
+            for half, tensor in halves
+        ]
+        if value_dim:
+            value = None
+            caches.append(None)
         with gm.graph.inserting_before(marker):
             paged = gm.graph.call_function(
                 torch.ops.compilespec.paged_attention.default,
-                (query, key, value, *caches, *metadata, scale, window, softcap, sinks),
-            )
+                (
+                    query, key, value, *caches, *metadata, scale, window, softcap, sinks,
+                    *((value_dim,) if value_dim else ()),
+                ),
+            )  # fmt: skip
         paged.meta = dict(marker.meta)
         copy_origin(marker, paged)
         marker.replace_all_uses_with(paged)
         gm.graph.erase_node(marker)
     return len(markers)
+
+
+def leading_part(value: object, key: object) -> int:
+    """How many of a key's first numbers the value is; 0 if it is something else."""
+    if not isinstance(value, fx.Node) or value.target is not operator.getitem:
+        return 0
+    source, index = value.args
+    width = (shape_of(value) or (None,))[-1]
+    is_first = source is key and index == (Ellipsis, slice(None, width, None))
+    return int(width) if is_first and isinstance(width, int) else 0
+
+
+def _cache(
+    gm: fx.GraphModule, ctx: PassContext, name: str, tensor: object, blocks: tuple[int, int]
+) -> fx.Node:
+    """The cache `cache.<name>` of a marker's keys or values, made on first use."""
+    shape = tensor.meta.get("example") if isinstance(tensor, fx.Node) else None
+    if shape is None or len(shape[0]) != 4:
+        raise PassError(f"cache.{name}: its attention marker has no known [B, N, T, H] shape")
+    _, heads, _, head_dim = shape[0]
+    buffer = BufferSpec(
+        name=f"cache.{name}",
+        kind="cache",
+        shape=(*blocks, int(heads or 0), int(head_dim or 0)),
+        dtype=shape[1],
+    )
+    if ctx.buffers.get(buffer.name, buffer) != buffer:
+        raise PassError(
+            f"{buffer.name} is {list(ctx.buffers[buffer.name].shape)}, a marker needs "
+            f"{list(buffer.shape)}; a drafter on the target's cache must have its sizes"
+        )
+    return add_buffer(gm, ctx, buffer)

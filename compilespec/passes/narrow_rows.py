@@ -275,7 +275,7 @@ ELEMENTWISE = (
 )  # fmt: skip
 _RULES: Mapping[Any, Rule] = {
     **dict.fromkeys(ELEMENTWISE, _elementwise),
-    **dict.fromkeys((*LINEAR, *EMBEDDING), _first),
+    **dict.fromkeys((*LINEAR, *EMBEDDING, torch.ops.compilespec.head_linear.default), _first),
     **dict.fromkeys((*_REDUCTIONS, functional.softmax, torch.softmax, "softmax"), _over_last),
     **dict.fromkeys((functional.rms_norm, torch.rms_norm, functional.layer_norm), _normalisation),
     **dict.fromkeys(_RESHAPES, _reshape),

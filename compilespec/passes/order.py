@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from compilespec.passes import contracts, references
+from compilespec.passes.absorb_latents import absorb_latents
 from compilespec.passes.bound_positions import bound_positions
 from compilespec.passes.check_markers import check_markers
 from compilespec.passes.check_mutations import check_mutations
@@ -59,6 +60,7 @@ SPLICE_PASSES = (
         looks_for="an attention marker for each layer that was traced",
         near=("attention", "softmax"),
     ),
+    Pass(run=absorb_latents, after=("check_markers",), numerics="rounding", at_least=0),
     Pass(
         run=tap_hidden_states,
         matches=lambda ctx: len(ctx.aux_layers) or None,
@@ -85,7 +87,7 @@ SPLICE_PASSES = (
     ),
     Pass(
         run=insert_paged_attention,
-        after=("read_state",),
+        after=("read_state", "absorb_latents"),
         numerics="rounding",
         matches=lambda ctx: ctx.num_attention_layers,
         looks_for="an attention marker for each layer that was traced",

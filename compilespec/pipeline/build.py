@@ -13,6 +13,7 @@ from compilespec.errors import InvalidOption
 from compilespec.methods.base import Drafter, Method
 from compilespec.methods.capabilities import Capabilities
 from compilespec.methods.find import find_draft
+from compilespec.passes.absorb_latents import absorb_calls, describe_latents
 from compilespec.passes.acceptance.registry import is_lossless
 from compilespec.passes.context import PassContext
 from compilespec.passes.draft_loops import LOOPS
@@ -69,7 +70,9 @@ def build_program(
             capabilities.name, type(drafter).__name__, traced_draft, config.num_draft_tokens
         )
     kept = choose_draft_ids(options, target, info.vocab_size, traced_draft)
-    first = _context(options, config, capabilities, traced, drafter, traced_draft, kept)
+    absorbed, latents = absorb_calls(traced_draft)
+    first = _context(options, config, capabilities, traced, drafter, absorbed, kept)
+    first.expanded, first.latents = traced_draft, latents
     contexts = _contexts(first, step_keys(options, config, capabilities))
     graphs = _rewritten(contexts, keep_graphs, progress)  # passes declare buffers, weights
     return SpecProgram(
@@ -90,7 +93,7 @@ def build_program(
         propose_on_host=drafter.propose_on_host if drafter else None,
         host_processors=options.host_processors,
         head=HeadFunction(traced) if options.prompt_logprobs else None,
-        notes=(*_notes(target, drafter, kept), *notes),
+        notes=(*_notes(target, drafter, kept), *describe_latents(first.latents), *notes),
     )
 
 

@@ -30,6 +30,7 @@ def describe_plan(
         "max_seq_len": config.max_seq_len,
         "kv_cache_mib": sum(b.num_bytes for b in program.buffers if b.kind == "cache") / 2**20,
         "state_mib_per_request": program.state_bytes_per_request / 2**20,
+        "kv_cache_bytes_per_token": program.cache_bytes_per_token,
         "compile": runner.lowered.costs() if runner.lowered else {},
         "prefix_caching": _on_or_off(why_not_shared(program, options)),
         "overlap": _on_or_off(why_not_overlapped(program, options)),

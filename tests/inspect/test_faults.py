@@ -87,8 +87,8 @@ class Row:
 
 
 @functools.cache
-def parts() -> Any:
-    model = tiny_target("mistral", torch.float64, num_layers=2)  # attends to a window
+def parts(family: str) -> Any:
+    model = tiny_target(family, torch.float64, num_layers=2)
     target = trace_target(model)
     info = describe_target(target, load_target(model))
     drafter = random_head(info, aux_layers=(0, 1, 2), num_draft_tokens=3).eval()
@@ -104,12 +104,17 @@ NEEDS: dict[str, dict[str, Any]] = {
     "process_logits": {"logits_processor": LogitsProcessor(halved)},
     "output_head_input": {"prompt_logprobs": True},
     "trim_draft_head": {"draft_ids": torch.arange(0, VOCAB, 3)},
+    "absorb_latents": {"family": "deepseek_v3"},
 }
 
 
-def build(phase: Phase, *, keep_graphs: bool = True, **needs: Any) -> SpecProgram:
-    """One phase, spliced; the retrace and what follows run when they are asked for."""
-    target, draft = parts()
+def build(
+    phase: Phase, *, keep_graphs: bool = True, family: str = "mistral", **needs: Any
+) -> SpecProgram:
+    """One phase, spliced; the retrace and what follows run when they are asked for.  Mistral has
+    a window.
+    """
+    target, draft = parts(family)
     capabilities = get_method("eagle3").capabilities
     capabilities = dataclasses.replace(capabilities, outputs_hidden_states=True)  # every pass runs
     ctx = PassContext(
@@ -460,6 +465,25 @@ def products_swapped(gm: fx.GraphModule, ctx: PassContext) -> None:
     swap(first, same[0], 1)
 
 
+def _multiplied(gm: fx.GraphModule) -> list[fx.Node]:
+    op = torch.ops.compilespec.head_linear.default
+    return list(gm.graph.find_nodes(op="call_function", target=op))
+
+
+def halves_swapped(gm: fx.GraphModule, ctx: PassContext) -> None:
+    """Keys take their columns of the product where values have theirs."""
+    columns = _multiplied(gm)[0].args[1]
+    first = columns.args[1][1]
+    width = columns.args[0].args[2]
+    change(columns, 1, (slice(None), slice(width - first.stop, width)))
+
+
+def rope_first(gm: fx.GraphModule, ctx: PassContext) -> None:
+    """The cache's order in the keys, another one in the queries."""
+    query = markers(gm)[0].args[0].args[0]
+    change(query, 0, list(reversed(query.args[0])))
+
+
 def padding_clamped(gm: fx.GraphModule, ctx: PassContext) -> None:
     """A slot of -1, which writes nothing, is bounded to 0, which belongs to somebody."""
     node = paged(gm, "target")[0]
@@ -472,6 +496,8 @@ def padding_clamped(gm: fx.GraphModule, ctx: PassContext) -> None:
 
 FAULTS = (
     Fault(pass_name="check_markers", what="changes a scale", phase="decode", edit=scale_changed),
+    Fault(pass_name="absorb_latents", what="halves swapped", phase="decode", edit=halves_swapped),
+    Fault(pass_name="absorb_latents", what="rope first", phase="prefill", edit=rope_first),
     Fault(pass_name="tap_hidden_states", what="wrong tap layer", phase="decode",
           edit=later_layer_tapped),
     Fault(pass_name="tap_hidden_states", what="tap after the norm", phase="prefill",

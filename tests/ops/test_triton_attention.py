@@ -26,6 +26,9 @@ CASES = [
     Case(context=63, softcap=5.0, value_dim=48, group=7, num_kv_heads=1),
     Case(batch=2, context=150, softcap=2.0, sinks=True, window=65, block_size=7, num_tokens=2),
     Case(batch=1, context=140, window=1, num_tokens=6),
+    Case(latent=True, num_kv_heads=1, group=7, head_dim=40, value_dim=29, context=150),
+    Case(latent=True, batch=2, head_dim=21, value_dim=21, window=9, sinks=True, context=30),
+    Case(latent=True, batch=1, num_kv_heads=1, group=68, head_dim=300, value_dim=260, context=20),
 ]
 
 
@@ -50,6 +53,8 @@ def check(pool: Pool, tokens_BS: list) -> None:
         for s, token in enumerate(tokens):
             assert token is not None or not got[b, s].any()
     for got_cache, want_cache in zip(got_arguments[3:5], want_arguments[3:5], strict=True):
+        if want_cache is None:
+            continue
         torch.testing.assert_close(got_cache, want_cache, rtol=0, atol=0, equal_nan=True)
 
 
@@ -72,7 +77,10 @@ def test_split_contexts_equal_the_reference(case, monkeypatch):
 
 @pytest.mark.parametrize(
     "case",
-    [pytest.param(c, marks=pytest.mark.slow if c in CASES[4:7] else ()) for c in CASES],
+    [
+        pytest.param(c, marks=pytest.mark.slow if c in (*CASES[4:7], *CASES[11:]) else ())
+        for c in CASES
+    ],
     ids=str,
 )
 def test_verify_rows_equal_the_reference(case, monkeypatch):

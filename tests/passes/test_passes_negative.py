@@ -60,6 +60,14 @@ def only_looked_at(target: Traced) -> Case:
     return step(target, "decode", aux_layers=(0, 1, 2))
 
 
+def keys_and_values_have_a_bias(target: Traced) -> Case:
+    """A product of a latent plus a bias is no function of the latent's product alone."""
+    model = tiny_target("deepseek_v3", torch.float32, num_layers=1)
+    product = model.model.layers[0].self_attn.kv_b_proj
+    product.bias = nn.Parameter(torch.ones(product.out_features))
+    return step(trace_target(model), "decode")
+
+
 def ids_come_from_the_state_already(target: Traced) -> Case:
     return step(target, "decode", "read_state")
 
@@ -149,6 +157,7 @@ def only_buffers_and_temporaries_are_written(target: Traced) -> Case:
 
 NEGATIVE: dict[str, Callable[[Traced], Case]] = {
     "check_markers": only_looked_at,
+    "absorb_latents": keys_and_values_have_a_bias,
     "tap_hidden_states": only_looked_at,
     "read_state": ids_come_from_the_state_already,
     "narrow_logits": decode_needs_the_logits_of_all_rows,

@@ -25,6 +25,7 @@ class Case:
     window: int = 0
     softcap: float = 0.0
     sinks: bool = False
+    latent: bool = False  # values are the beginning of the keys, and have no cache
     dtype: torch.dtype = torch.float32
 
     def __str__(self) -> str:
@@ -65,6 +66,8 @@ class Pool:
             )
             for _ in range(case.batch)
         ]
+        for request in self.requests if case.latent else ():
+            request.value = request.key[..., : case.value_dim]
         self.sinks = fill(num_heads) if case.sinks else None
         order = torch.randperm(num_blocks, generator=generator)[: case.batch * blocks].int()
         unused = torch.full((case.batch, 2), -1, dtype=torch.int32)
@@ -108,11 +111,12 @@ class Pool:
             *(
                 query.transpose(1, 2),
                 key.transpose(1, 2),
-                value,
+                None if case.latent else value,
                 self.key_cache.clone(),
-                self.value_cache.clone(),
+                None if case.latent else self.value_cache.clone(),
             ),
             *(*metadata, self.table_RM, scale, case.window, case.softcap, self.sinks),
+            *((case.value_dim,) if case.latent else ()),
         )
 
     def decode(self) -> list[list[tuple[int, int] | None]]:

@@ -36,6 +36,14 @@ _COMMON: dict[str, Any] = {
     "eos_token_id": 2,
 }
 _MOE = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
+_ROUTED = {
+    **_MOE, "n_routed_experts": 4, "n_shared_experts": 1, "n_group": 2, "topk_group": 1,
+    "first_k_dense_replace": 1,
+}  # fmt: skip
+_LATENT = {
+    "num_key_value_heads": 4, "kv_lora_rank": 14, "qk_nope_head_dim": 10, "qk_rope_head_dim": 6,
+    "v_head_dim": 11,
+}  # fmt: skip
 
 
 def _config(kind: str, **changes: Any) -> Any:
@@ -72,15 +80,18 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     "gpt_oss": lambda: _config(
         "GptOssConfig", head_dim=16, sliding_window=8, num_local_experts=4, num_experts_per_tok=2
     ),
+    # latent attention: a dense layer, then layers of experts
+    "deepseek_v3": lambda: _config("DeepseekV3Config", q_lora_rank=24, **_LATENT, **_ROUTED),
+    "glm4_moe_lite": lambda: _config(
+        "Glm4MoeLiteConfig", q_lora_rank=24, **_LATENT, **_ROUTED, mlp_layer_types=None
+    ),
 }
 
 HYBRIDS = hybrid_configs(_COMMON)
-MOE = (
-    "qwen3_moe",
-    "mixtral",
-    "gpt_oss",
-    *ROUTED,
-)  # transformers offers several products for the experts
+MOE = (  # transformers offers several products for the experts
+    "qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3", "glm4_moe_lite", *ROUTED,
+)  # fmt: skip
+LATENT = ("deepseek_v3", "glm4_moe_lite")  # keys and values are one product of a latent
 TIED = ("gemma2", "gemma3", "gpt2")  # one matrix is embedding and head
 
 

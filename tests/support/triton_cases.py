@@ -44,6 +44,7 @@ def attention(
     window: int = 0,
     softcap: float = 0.0,
     sinks: bool = False,
+    latent: bool = False,
     dtype: torch.dtype = torch.bfloat16,
 ) -> Launch:
     """4096 tokens of context at most, in blocks of 16."""
@@ -55,7 +56,12 @@ def attention(
             meta(batch, num_tokens, count, width, dtype=dtype).transpose(1, 2)
             for count, width in heads
         )
-        caches = (meta(4096, 16, num_kv_heads, n, dtype=dtype) for n in (head_dim, value_dim))
+        caches = [meta(4096, 16, num_kv_heads, n, dtype=dtype) for n in (head_dim, value_dim)]
+        if latent:
+            return paged_attention.paged_attention(
+                query, key, None, caches[0], None, *(int32(batch, num_tokens) for _ in range(3)),
+                int32(65, 256), head_dim**-0.5, window, softcap, None, value_dim,
+            )  # fmt: skip
         places = (int32(batch, num_tokens) for _ in range(3))
         sink = meta(num_heads, dtype=dtype) if sinks else None
         return paged_attention.paged_attention(
@@ -171,6 +177,10 @@ OTHERS: dict[str, Launch] = {
     "attention, soft cap": attention(2, 4, num_kv_heads=4, group=2, head_dim=256, value_dim=256,
                                      softcap=50.0, window=4096),
     "attention, latent heads": attention(1, 4, num_kv_heads=128, group=1, head_dim=192),
+    "attention, latents": attention(8, 4, num_kv_heads=1, group=128, head_dim=576, value_dim=512,
+                                    latent=True),
+    "attention, latents, one token": attention(1, 1, num_kv_heads=1, group=128, head_dim=576,
+                                               value_dim=512, latent=True),
     "attention, awkward heads": attention(3, 9, num_kv_heads=1, group=7, head_dim=80, value_dim=48,
                                           dtype=torch.float16),
     "sample": sample(8, 6, VOCAB),

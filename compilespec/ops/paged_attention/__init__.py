@@ -20,9 +20,9 @@ __all__ = ["paged_attention", "paged_attention_reference"]
 def paged_attention(
     query_BNSH: Tensor,
     key_BNSH: Tensor,
-    value_BNSH: Tensor,
+    value_BNSH: Tensor | None,
     key_cache: Tensor,
-    value_cache: Tensor,
+    value_cache: Tensor | None,
     slot_BS: Tensor,
     row_BS: Tensor,
     position_BS: Tensor,
@@ -31,6 +31,7 @@ def paged_attention(
     window: int = 0,
     softcap: float = 0.0,
     sinks_N: Tensor | None = None,
+    value_dim: int = 0,
 ) -> Tensor:
     """Write K/V to the cache in place and attend from it; see `paged_attention_reference`."""
     return _PAGED_ATTENTION(
@@ -47,15 +48,16 @@ def paged_attention(
         window,
         softcap,
         sinks_N,
+        value_dim,
     )
 
 
 def _paged_attention_fake(
     query: Tensor,
     key: Tensor,
-    value: Tensor,
+    value: Tensor | None,
     key_cache: Tensor,
-    value_cache: Tensor,
+    value_cache: Tensor | None,
     slot: Tensor,
     row: Tensor,
     position: Tensor,
@@ -64,15 +66,17 @@ def _paged_attention_fake(
     window: int,
     softcap: float,
     sinks: Tensor | None,
+    value_dim: int = 0,
 ) -> Tensor:
     batch, num_heads, num_tokens, _ = query.shape
-    return query.new_empty((batch, num_tokens, num_heads, value.shape[3]))
+    width = value_dim if value is None else value.shape[3]
+    return query.new_empty((batch, num_tokens, num_heads, width))
 
 
 _PAGED_ATTENTION = define_op(
-    "paged_attention(Tensor query, Tensor key, Tensor value, Tensor(a!) key_cache, "
-    "Tensor(b!) value_cache, Tensor slot, Tensor row, Tensor position, Tensor block_table, "
-    "float scale, int window, float softcap, Tensor? sinks) -> Tensor",
+    "paged_attention(Tensor query, Tensor key, Tensor? value, Tensor(a!) key_cache, "
+    "Tensor(b!)? value_cache, Tensor slot, Tensor row, Tensor position, Tensor block_table, "
+    "float scale, int window, float softcap, Tensor? sinks, int value_dim=0) -> Tensor",
     paged_attention_reference,
     _paged_attention_fake,
     has_kernel=True,

@@ -8,7 +8,8 @@
 // changes a bit.
 //
 // Rows of a tile: the tokens of one request times the query heads of one KV head, so that K and V
-// are read once for all.
+// are read once for all.  Without a value cache a value is the beginning of its key (latents): one
+// cell then serves both the scores and the mixing, and is fetched once.
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
@@ -38,7 +39,7 @@ struct View {  // q, k, v as [B, N, S, H] with unit stride over H
 
 struct Problem {
   View query, key, value;
-  void *key_cache, *value_cache, *out;
+  void *key_cache, *value_cache, *out;  // value_cache: null where values are parts of keys
   const int32_t *slot, *row, *position, *table;
   const void* sinks;  // [N] as Acc, or null
   int64_t num_tokens, tokens_per_batch, num_heads, num_kv_heads, head_dim, value_dim;
@@ -73,13 +74,14 @@ void write_cache(const Problem& problem) {
       if (slot < 0) continue;
       TORCH_CHECK(slot < cells, "paged_attention: slot ", slot, " in a cache of ", cells);
       T* key = (T*)problem.key_cache + slot * problem.num_kv_heads * problem.head_dim;
-      T* value = (T*)problem.value_cache + slot * problem.num_kv_heads * problem.value_dim;
-      for (int64_t n = 0; n < problem.num_kv_heads; ++n) {
+      for (int64_t n = 0; n < problem.num_kv_heads; ++n)
         std::memcpy(key + n * problem.head_dim, token_ptr<T>(problem.key, problem, token, n),
                     size_t(problem.head_dim) * sizeof(T));
+      if (!problem.value_cache) continue;
+      T* value = (T*)problem.value_cache + slot * problem.num_kv_heads * problem.value_dim;
+      for (int64_t n = 0; n < problem.num_kv_heads; ++n)
         std::memcpy(value + n * problem.value_dim, token_ptr<T>(problem.value, problem, token, n),
                     size_t(problem.value_dim) * sizeof(T));
-      }
     }
   });
 }
@@ -143,7 +145,7 @@ struct Worker {
     worker.value_pad = (problem.value_dim + kPair - 1) / kPair * kPair;
     worker.zeros.assign(size_t(std::max(worker.key_pad, worker.value_pad)), T(0));
     if (worker.key_pad != problem.head_dim) worker.key_copy.resize(size_t(kSegment * worker.key_pad));
-    if (worker.value_pad != problem.value_dim)
+    if (problem.value_cache && worker.value_pad != problem.value_dim)
       worker.value_copy.resize(size_t(kSegment * worker.value_pad));
     return worker;
   }
@@ -203,14 +205,20 @@ struct Worker {
       const int64_t cell = block * problem.block_size + key % problem.block_size;
       const T* from_key =
           (const T*)problem.key_cache + cell * key_stride + kv_head * problem.head_dim;
-      const T* from_value =
-          (const T*)problem.value_cache + cell * value_stride + kv_head * problem.value_dim;
-      for (; key < stop; ++key, from_key += key_stride, from_value += value_stride) {
-        const int64_t i = key - base;
+      const int64_t first_i = key - base;
+      for (int64_t i = first_i; i < stop - base; ++i, from_key += key_stride) {
         segment_present[i] = true;
         segment_keys[i] = pad(from_key, problem.head_dim, key_pad, key_copy, i);
-        segment_values[i] = pad(from_value, problem.value_dim, value_pad, value_copy, i);
+        // Of a value that is part of its key, what lies past value_dim is never stored.
+        segment_values[i] = segment_keys[i];
       }
+      if (problem.value_cache) {
+        const T* from_value =
+            (const T*)problem.value_cache + cell * value_stride + kv_head * problem.value_dim;
+        for (int64_t i = first_i; i < stop - base; ++i, from_value += value_stride)
+          segment_values[i] = pad(from_value, problem.value_dim, value_pad, value_copy, i);
+      }
+      key = stop;
     }
     return all_present;
   }
@@ -237,7 +245,7 @@ struct Worker {
     for (int64_t j = begin; j < end; j += kGroupKeys) {
       Vec acc[Rows][kGroupKeys] = {};
       const T* const* k = keys + j;
-      if (row == 0)
+      if (row == 0 && problem.value_cache)
         for (int64_t i = j; i < std::min(j + kGroupKeys, end); ++i) fetch(values[i], value_pad);
       for (int64_t h = 0; h < key_pad; h += kPair) {
         Vec part[Rows];
@@ -548,20 +556,40 @@ const int32_t* int32_ptr(const at::Tensor& tensor, const char* name, at::Tensor&
   return (const int32_t*)keep.const_data_ptr();
 }
 
-at::Tensor paged_attention(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
-                           at::Tensor& key_cache, at::Tensor& value_cache, const at::Tensor& slot,
+// Values of their own must fit the keys, and their cache the keys' one.
+void check_values(const Problem& p, const at::Tensor& key, const at::Tensor& value,
+                  const at::Tensor& key_cache, const at::Tensor& value_cache) {
+  TORCH_CHECK(value.dim() == 4 && value_cache.dim() == 4 && value_cache.is_contiguous(),
+              "paged_attention: v and its cache have four dims, and the cache is contiguous");
+  TORCH_CHECK(value.scalar_type() == key.scalar_type() &&
+                  value_cache.scalar_type() == key.scalar_type(),
+              "paged_attention: q, k, v and the caches share one dtype, got ", key.scalar_type(),
+              ", ", value.scalar_type(), " and ", value_cache.scalar_type());
+  TORCH_CHECK(value.size(0) == key.size(0) && value.size(1) == key.size(1) &&
+                  value.size(2) == key.size(2),
+              "paged_attention: k ", key.sizes(), " and v ", value.sizes(), " do not fit");
+  TORCH_CHECK(value_cache.size(0) == p.num_blocks && value_cache.size(1) == p.block_size &&
+                  value_cache.size(2) == p.num_kv_heads && value_cache.size(3) == p.value_dim,
+              "paged_attention: caches ", key_cache.sizes(), " and ", value_cache.sizes(),
+              " do not fit k ", key.sizes(), " and v ", value.sizes());
+}
+
+at::Tensor paged_attention(const at::Tensor& query, const at::Tensor& key,
+                           const c10::optional<at::Tensor>& value, at::Tensor& key_cache,
+                           const c10::optional<at::Tensor>& value_cache, const at::Tensor& slot,
                            const at::Tensor& row, const at::Tensor& position,
                            const at::Tensor& block_table, double scale, int64_t window,
-                           double softcap, const c10::optional<at::Tensor>& sinks) {
+                           double softcap, const c10::optional<at::Tensor>& sinks,
+                           int64_t value_dim) {
   using c10::ScalarType;
-  TORCH_CHECK(query.dim() == 4 && key.dim() == 4 && value.dim() == 4 && key_cache.dim() == 4 &&
-                  value_cache.dim() == 4,
+  const bool has_values = value && value->defined();
+  TORCH_CHECK(has_values == (value_cache && value_cache->defined()),
+              "paged_attention: v and its cache go together");
+  TORCH_CHECK(query.dim() == 4 && key.dim() == 4 && key_cache.dim() == 4,
               "paged_attention: q, k, v and the caches have four dims");
-  TORCH_CHECK(key_cache.is_contiguous() && value_cache.is_contiguous(),
-              "paged_attention: caches must be contiguous");
+  TORCH_CHECK(key_cache.is_contiguous(), "paged_attention: caches must be contiguous");
   const auto type = query.scalar_type();
-  for (const at::Tensor* tensor :
-       {&key, &value, (const at::Tensor*)&key_cache, (const at::Tensor*)&value_cache})
+  for (const at::Tensor* tensor : {&key, (const at::Tensor*)&key_cache})
     TORCH_CHECK(tensor->scalar_type() == type,
                 "paged_attention: q, k, v and the caches share one dtype, got ", type, " and ",
                 tensor->scalar_type());
@@ -571,7 +599,7 @@ at::Tensor paged_attention(const at::Tensor& query, const at::Tensor& key, const
   p.tokens_per_batch = query.size(2);
   p.head_dim = query.size(3);
   p.num_kv_heads = key.size(1);
-  p.value_dim = value.size(3);
+  p.value_dim = has_values ? value->size(3) : value_dim;
   p.num_tokens = batch * p.tokens_per_batch;
   p.num_blocks = key_cache.size(0);
   p.block_size = key_cache.size(1);
@@ -579,22 +607,21 @@ at::Tensor paged_attention(const at::Tensor& query, const at::Tensor& key, const
               "paged_attention: ", p.num_heads, " query heads cannot share ", p.num_kv_heads,
               " KV heads");
   TORCH_CHECK(key.size(0) == batch && key.size(2) == p.tokens_per_batch &&
-                  key.size(3) == p.head_dim && value.size(0) == batch &&
-                  value.size(1) == p.num_kv_heads && value.size(2) == p.tokens_per_batch,
-              "paged_attention: q ", query.sizes(), ", k ", key.sizes(), ", v ", value.sizes(),
-              " do not fit");
-  TORCH_CHECK(key_cache.size(2) == p.num_kv_heads && key_cache.size(3) == p.head_dim &&
-                  value_cache.size(0) == p.num_blocks && value_cache.size(1) == p.block_size &&
-                  value_cache.size(2) == p.num_kv_heads && value_cache.size(3) == p.value_dim,
-              "paged_attention: caches ", key_cache.sizes(), " and ", value_cache.sizes(),
-              " do not fit k ", key.sizes(), " and v ", value.sizes());
+                  key.size(3) == p.head_dim,
+              "paged_attention: q ", query.sizes(), " and k ", key.sizes(), " do not fit");
+  TORCH_CHECK(key_cache.size(2) == p.num_kv_heads && key_cache.size(3) == p.head_dim,
+              "paged_attention: cache ", key_cache.sizes(), " does not fit k ", key.sizes());
+  if (has_values) check_values(p, key, *value, key_cache, *value_cache);
+  TORCH_CHECK(has_values || (p.value_dim > 0 && p.value_dim <= p.head_dim),
+              "paged_attention: a value is the first 1 to ", p.head_dim, " numbers of its key, got ",
+              p.value_dim);
   at::Tensor out =
       at::empty({batch, p.tokens_per_batch, p.num_heads, p.value_dim}, query.options());
   if (p.num_tokens == 0) return out;
   at::Tensor keep[8];
   p.query = view_of(query, keep[0]);
   p.key = view_of(key, keep[1]);
-  p.value = view_of(value, keep[2]);
+  if (has_values) p.value = view_of(*value, keep[2]);
   p.slot = int32_ptr(slot, "slot", keep[3]);
   p.row = int32_ptr(row, "row", keep[4]);
   p.position = int32_ptr(position, "position", keep[5]);
@@ -606,7 +633,7 @@ at::Tensor paged_attention(const at::Tensor& query, const at::Tensor& key, const
   p.table_rows = block_table.size(0);
   p.table_blocks = block_table.size(1);
   p.key_cache = key_cache.mutable_data_ptr();
-  p.value_cache = value_cache.mutable_data_ptr();
+  p.value_cache = has_values ? value_cache->mutable_data_ptr() : nullptr;
   p.out = out.mutable_data_ptr();
   p.window = window;
   p.scale = scale;

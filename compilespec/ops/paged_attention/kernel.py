@@ -1,7 +1,9 @@
 """Paged attention in Triton: write K and V, attend by tiles of rows, merge the splits.
 
 A tile is a few consecutive tokens of one batch row, times the query heads of one KV head, so that K
-and V are read once for all of them.  If few tiles would leave the GPU idle, the context is split at
+and V are read once for all of them.  Without a value cache a value is the beginning of its key
+(latents): it is loaded once, for the scores and for the mixing, and the many heads that share it
+may take several tiles.  If few tiles would leave the GPU idle, the context is split at
 fixed absolute positions, and a second kernel merges the parts in order.  Grids depend on shapes
 only, nothing is read back to the host: safe in a CUDA graph.
 """
@@ -27,9 +29,9 @@ _COPIED = 1024  # elements that one program of `write_kernel` copies
 def paged_attention(
     query_BNSH: Tensor,
     key_BNSH: Tensor,
-    value_BNSH: Tensor,
+    value_BNSH: Tensor | None,
     key_cache: Tensor,
-    value_cache: Tensor,
+    value_cache: Tensor | None,
     slot_BS: Tensor,
     row_BS: Tensor,
     position_BS: Tensor,
@@ -38,21 +40,29 @@ def paged_attention(
     window: int,
     softcap: float,
     sinks_N: Tensor | None,
+    value_dim: int = 0,
 ) -> Tensor:
     """See `paged_attention_reference`; a slot, row or block outside its tensor counts as -1."""
     write_cache(key_BNSH, value_BNSH, key_cache, value_cache, slot_BS)
     return attend(
         query_BNSH, key_cache, value_cache, row_BS, position_BS, block_table_RM, scale, window,
-        softcap, sinks_N,
+        softcap, sinks_N, value_dim,
     )  # fmt: skip
 
 
 def write_cache(
-    key_BNSH: Tensor, value_BNSH: Tensor, key_cache: Tensor, value_cache: Tensor, slot_BS: Tensor
+    key_BNSH: Tensor,
+    value_BNSH: Tensor | None,
+    key_cache: Tensor,
+    value_cache: Tensor | None,
+    slot_BS: Tensor,
 ) -> None:
     """Copy each token's K and V to its slot; a slot of -1 writes nothing."""
     batch, num_kv_heads, num_tokens, head_dim = key_BNSH.shape
-    value_dim = value_BNSH.shape[3]
+    if value_BNSH is None or value_cache is None:
+        value_BNSH, value_cache, value_dim = key_BNSH, key_cache, 0
+    else:
+        value_dim = value_BNSH.shape[3]
     if batch * num_tokens == 0:
         return
     key_BNSH, value_BNSH = dense_rows(key_BNSH), dense_rows(value_BNSH)
@@ -68,7 +78,7 @@ def write_cache(
 def attend(
     query_BNSH: Tensor,
     key_cache: Tensor,
-    value_cache: Tensor,
+    value_cache: Tensor | None,
     row_BS: Tensor,
     position_BS: Tensor,
     block_table_RM: Tensor,
@@ -76,18 +86,24 @@ def attend(
     window: int,
     softcap: float,
     sinks_N: Tensor | None,
+    value_dim: int = 0,
 ) -> Tensor:
     """Attend to the cache only: [B, S, N, Hv]."""
     batch, num_heads, num_tokens, head_dim = query_BNSH.shape
-    num_blocks, block_size, num_kv_heads, value_dim = value_cache.shape
+    num_blocks, block_size, num_kv_heads, _ = key_cache.shape
+    value_dim = value_dim if value_cache is None else value_cache.shape[3]
+    first_key = value_dim if value_cache is None else 0  # what a score reads beside the value
     table_blocks = block_table_RM.shape[1]
     out = query_BNSH.new_empty((batch, num_tokens, num_heads, value_dim))
     if batch * num_tokens == 0:
         return out
-    group, wide = num_heads // num_kv_heads, wide_dtype(query_BNSH.dtype)
-    tile = choose_tile(num_tokens * group, group, head_dim, query_BNSH.dtype)
+    wide = wide_dtype(query_BNSH.dtype)
+    parts_of_group = split_group(num_heads // num_kv_heads, value_dim)
+    num_groups = num_kv_heads * parts_of_group
+    group = num_heads // num_groups
+    tile = choose_tile(num_tokens * group, group, max(head_dim, value_dim), query_BNSH.dtype)
     num_tiles = batch * triton.cdiv(num_tokens, tile.num_tokens)
-    segment, num_segments = choose_segments(num_tiles * num_kv_heads, table_blocks * block_size)
+    segment, num_segments = choose_segments(num_tiles * num_groups, table_blocks * block_size)
     is_split = num_segments > 1
     parts = Parts(out, out, out)
     if is_split:
@@ -100,13 +116,15 @@ def attend(
         "HAS_SINKS": sinks_N is not None, "WINDOW": window, "VALUE_DIM": value_dim,
         "BLOCK_V": triton.next_power_of_2(value_dim), "NUM_SEGMENTS": num_segments,
     }  # fmt: skip
-    attend_kernel[(num_tiles, num_kv_heads, num_segments)](
+    values = key_cache if value_cache is None else value_cache
+    attend_kernel[(num_tiles, num_groups, num_segments)](
         Heads(query_BNSH, *query_BNSH.stride()[:3]),
-        Cache(key_cache, value_cache, block_table_RM.contiguous()), places, sinks, out, parts,
+        Cache(key_cache, values, block_table_RM.contiguous()), places, sinks, out, parts,
         num_tokens, block_table_RM.shape[0], table_blocks, num_blocks, segment,
-        NUM_KV_HEADS=num_kv_heads, GROUP=group, HEAD_DIM=head_dim, BLOCK_SIZE=block_size,
-        SCALE=scale, SOFTCAP=softcap, TILE_TOKENS=tile.num_tokens,
-        BLOCK_M=tile.rows, BLOCK_N=tile.keys, BLOCK_H=max(16, triton.next_power_of_2(head_dim)),
+        NUM_GROUPS=num_groups, GROUP_PARTS=parts_of_group, GROUP=group, HEAD_DIM=head_dim,
+        FIRST_KEY=first_key, BLOCK_SIZE=block_size, SCALE=scale, SOFTCAP=softcap,
+        TILE_TOKENS=tile.num_tokens, BLOCK_M=tile.rows, BLOCK_N=tile.keys,
+        BLOCK_H=max(16, triton.next_power_of_2(head_dim - first_key)),
         WIDE=_TYPES[wide], num_warps=tile.num_warps, num_stages=2, **shared,
     )  # fmt: skip
     if is_split:
@@ -127,12 +145,24 @@ class Tile:
     num_warps: int
 
 
+WIDE_DIM = 256  # beyond it a tile has few rows, or their values would not fit registers
+WIDE_ROWS = 32
+
+
+def split_group(group: int, value_dim: int) -> int:
+    """Into how many tiles the heads of a KV head go: as few as let registers hold their values."""
+    most = WIDE_ROWS if value_dim > WIDE_DIM else group
+    parts = (n for n in range(1, group + 1) if group % n == 0 and group // n <= most)
+    return next(parts)
+
+
 def choose_tile(num_rows: int, group: int, head_dim: int, dtype: torch.dtype) -> Tile:
     """Number of whole tokens of a program; more for narrower dtypes."""
-    most = 32 if dtype.itemsize > 2 else 128 if head_dim <= 128 else 64
+    is_wide = head_dim > WIDE_DIM
+    most = WIDE_ROWS if dtype.itemsize > 2 or is_wide else 128 if head_dim <= 128 else 64
     rows = max(16, min(triton.next_power_of_2(num_rows), most), triton.next_power_of_2(group))
     keys = 16 if dtype.itemsize > 2 else 64 if head_dim <= 128 else 32
-    return Tile(rows // group, rows, keys, 8 if rows > 64 else 4)
+    return Tile(rows // group, rows, keys, 8 if rows > 64 or is_wide else 4)
 
 
 def choose_segments(num_programs: int, num_keys: int) -> tuple[int, int]:
@@ -194,28 +224,34 @@ def write_kernel(
     is_inside = place < NUM_KV_HEADS * HEAD_DIM
     copied = tl.load(key.data + b * key.b + head * key.n + s * key.s + h, mask=is_inside)
     tl.store(key_cache_ptr + slot * (NUM_KV_HEADS * HEAD_DIM) + place, copied, mask=is_inside)
-    head, h = place // VALUE_DIM, place % VALUE_DIM
-    is_inside = place < NUM_KV_HEADS * VALUE_DIM
-    copied = tl.load(value.data + b * value.b + head * value.n + s * value.s + h, mask=is_inside)
-    tl.store(value_cache_ptr + slot * (NUM_KV_HEADS * VALUE_DIM) + place, copied, mask=is_inside)
+    if VALUE_DIM > 0:
+        head, h = place // VALUE_DIM, place % VALUE_DIM
+        is_inside = place < NUM_KV_HEADS * VALUE_DIM
+        copied = tl.load(
+            value.data + b * value.b + head * value.n + s * value.s + h, mask=is_inside
+        )
+        tl.store(
+            value_cache_ptr + slot * (NUM_KV_HEADS * VALUE_DIM) + place, copied, mask=is_inside
+        )
 
 
 @triton.jit(do_not_specialize=["tokens_per_batch", "table_rows", "num_blocks"])
 def attend_kernel(
     query, cache, places, sinks_ptr, out_ptr, parts,
     tokens_per_batch, table_rows, table_blocks, num_blocks, segment,
-    NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, SCALE: tl.constexpr, SOFTCAP: tl.constexpr,
+    NUM_GROUPS: tl.constexpr, GROUP_PARTS: tl.constexpr, GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr, FIRST_KEY: tl.constexpr, VALUE_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, SCALE: tl.constexpr, SOFTCAP: tl.constexpr,
     WINDOW: tl.constexpr, HAS_SINKS: tl.constexpr, NUM_SEGMENTS: tl.constexpr,
     TILE_TOKENS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_H: tl.constexpr, BLOCK_V: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     tiles_per_batch = tl.cdiv(tokens_per_batch, TILE_TOKENS)
     b = tl.program_id(0) // tiles_per_batch
-    kv_head = tl.program_id(1)
+    group = tl.program_id(1)  # of the heads that share a KV head, or a part of them
     m = tl.arange(0, BLOCK_M)
     s_M = tl.program_id(0) % tiles_per_batch * TILE_TOKENS + m // GROUP
-    head_M = kv_head * GROUP + m % GROUP
+    head_M = group * GROUP + m % GROUP
     is_token_M = (m < TILE_TOKENS * GROUP) & (s_M < tokens_per_batch)
     token_M = b * tokens_per_batch + s_M
     row_M = tl.load(places.row + token_M, mask=is_token_M, other=-1)
@@ -227,10 +263,16 @@ def attend_kernel(
         lo_M = tl.maximum(position_M - (WINDOW - 1), 0)
     h, v = tl.arange(0, BLOCK_H), tl.arange(0, BLOCK_V)
     place_M = b.to(tl.int64) * query.b + s_M.to(tl.int64) * query.s + head_M * query.n
+    is_live_M = is_token_M & (row_M >= 0)
     query_MH = tl.load(
-        query.data + place_M[:, None] + h[None, :],
-        mask=(is_token_M & (row_M >= 0))[:, None] & (h < HEAD_DIM)[None, :], other=0.0,
+        query.data + place_M[:, None] + (FIRST_KEY + h)[None, :],
+        mask=is_live_M[:, None] & (h < HEAD_DIM - FIRST_KEY)[None, :], other=0.0,
     )  # fmt: skip
+    if FIRST_KEY > 0:
+        query_MV = tl.load(
+            query.data + place_M[:, None] + v[None, :],
+            mask=is_live_M[:, None] & (v < VALUE_DIM)[None, :], other=0.0,
+        )  # fmt: skip
 
     minus_inf = float("-inf")
     top_M = tl.full([BLOCK_M], minus_inf, WIDE)
@@ -253,12 +295,19 @@ def attend_kernel(
             )  # fmt: skip
             is_present_N = (block_N >= 0) & (block_N < num_blocks)
             cell_N = block_N.to(tl.int64) * BLOCK_SIZE + key_N % BLOCK_SIZE
-            cell_N = cell_N * NUM_KV_HEADS + kv_head
+            cell_N = cell_N * (NUM_GROUPS // GROUP_PARTS) + group // GROUP_PARTS
             key_NH = tl.load(
-                cache.key + cell_N[:, None] * HEAD_DIM + h[None, :],
-                mask=is_present_N[:, None] & (h < HEAD_DIM)[None, :], other=0.0,
+                cache.key + cell_N[:, None] * HEAD_DIM + (FIRST_KEY + h)[None, :],
+                mask=is_present_N[:, None] & (h < HEAD_DIM - FIRST_KEY)[None, :], other=0.0,
             )  # fmt: skip
-            score_MN = tl.dot(query_MH, tl.trans(key_NH), input_precision="ieee") * SCALE
+            score_MN = tl.dot(query_MH, tl.trans(key_NH), input_precision="ieee")
+            if FIRST_KEY > 0:
+                value_NV = tl.load(
+                    cache.key + cell_N[:, None] * HEAD_DIM + v[None, :],
+                    mask=is_present_N[:, None] & (v < VALUE_DIM)[None, :], other=0.0,
+                )  # fmt: skip
+                score_MN += tl.dot(query_MV, tl.trans(value_NV), input_precision="ieee")
+            score_MN *= SCALE
             if SOFTCAP > 0:
                 score_MN = SOFTCAP - 2 * SOFTCAP / (tl.exp(score_MN * (2 / SOFTCAP)) + 1)
             is_visible_MN = (key_N[None, :] >= lo_M[:, None]) & (key_N[None, :] < hi_M[:, None])
@@ -269,17 +318,18 @@ def attend_kernel(
             weight_MN = tl.exp(score_MN - base_M[:, None])
             fade_M = tl.exp(top_M - base_M)
             sum_M = sum_M * fade_M + tl.sum(weight_MN, 1)
-            value_NV = tl.load(
-                cache.value + cell_N[:, None] * VALUE_DIM + v[None, :],
-                mask=is_present_N[:, None] & (v < VALUE_DIM)[None, :], other=0.0,
-            )  # fmt: skip
+            if FIRST_KEY == 0:
+                value_NV = tl.load(
+                    cache.value + cell_N[:, None] * VALUE_DIM + v[None, :],
+                    mask=is_present_N[:, None] & (v < VALUE_DIM)[None, :], other=0.0,
+                )  # fmt: skip
             mixed_MV = tl.dot(weight_MN.to(value_NV.dtype), value_NV, input_precision="ieee")
             acc_MV = acc_MV * fade_M[:, None] + mixed_MV
             top_M = new_M
         left_M = tl.where(is_mine_M, -1, left_M)
         row = tl.max(left_M, 0)
 
-    result_M = token_M.to(tl.int64) * (NUM_KV_HEADS * GROUP) + head_M
+    result_M = token_M.to(tl.int64) * (NUM_GROUPS * GROUP) + head_M
     is_value_MV = is_token_M[:, None] & (v < VALUE_DIM)[None, :]
     if NUM_SEGMENTS == 1:
         if HAS_SINKS:

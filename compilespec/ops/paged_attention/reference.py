@@ -12,9 +12,9 @@ from compilespec.ops.attention.reference import softmax_with_sinks
 def paged_attention_reference(
     query_BNSH: Tensor,
     key_BNSH: Tensor,
-    value_BNSH: Tensor,
+    value_BNSH: Tensor | None,
     key_cache: Tensor,
-    value_cache: Tensor,
+    value_cache: Tensor | None,
     slot_BS: Tensor,
     row_BS: Tensor,
     position_BS: Tensor,
@@ -23,6 +23,7 @@ def paged_attention_reference(
     window: int,
     softcap: float,
     sinks_N: Tensor | None,
+    value_dim: int = 0,
 ) -> Tensor:
     """Write every token's K and V to the cache, then let every token attend to its request's cache.
 
@@ -31,6 +32,8 @@ def paged_attention_reference(
             Hv].
         key_cache: [num_blocks, block_size, Nkv, H], contiguous, written in place; value_cache alike
             with Hv.
+        value_BNSH, value_cache: both None where a value is the first `value_dim` numbers of its
+            key, as in attention over latents: there is one cache then, and Hv is `value_dim`.
         slot_BS: int32, flat cache index (block * block_size + offset) to write to; -1 writes
             nothing.
         row_BS: int32, the token's row of the block table; -1 is a padded token: reads nothing,
@@ -47,18 +50,21 @@ def paged_attention_reference(
     slot_T, row_T, position_T = slot_BS.reshape(-1), row_BS.reshape(-1), position_BS.reshape(-1)
     written_T = slot_T >= 0
     for cache, new_BNSH in ((key_cache, key_BNSH), (value_cache, value_BNSH)):
+        if cache is None or new_BNSH is None:
+            continue
         new_TNH = new_BNSH.transpose(1, 2).flatten(0, 1)
         cache.view(-1, *cache.shape[2:])[slot_T[written_T].long()] = new_TNH[written_T]
+    values = key_cache[..., :value_dim] if value_cache is None else value_cache
     query_TNH = query_BNSH.transpose(1, 2).flatten(0, 1)
-    out_TNH = query_BNSH.new_zeros((batch * num_tokens, num_heads, value_BNSH.shape[3]))
+    out_TNH = query_BNSH.new_zeros((batch * num_tokens, num_heads, values.shape[3]))
     for token, (row, position) in enumerate(zip(row_T.tolist(), position_T.tolist(), strict=True)):
         if row < 0:
             continue
         cell_J = visible_cells(block_table_RM[row], position, window, key_cache.shape[1])
         out_TNH[token] = attend(
-            query_TNH[token], key_cache, value_cache, cell_J, scale, softcap, sinks_N
+            query_TNH[token], key_cache, values, cell_J, scale, softcap, sinks_N
         )
-    return out_TNH.view(batch, num_tokens, num_heads, value_BNSH.shape[3])
+    return out_TNH.view(batch, num_tokens, num_heads, values.shape[3])
 
 
 def visible_cells(table_M: Tensor, position: int, window: int, block_size: int) -> Tensor:

@@ -15,11 +15,15 @@ from compilespec.passes.references.base import Attention, Tokens
 def dense_attention(
     caches: MutableMapping[str, Tensor], owner: str, tokens: Tokens, block_table_RM: Tensor
 ) -> Attention:
-    """Attention for a graph whose i-th marker is layer i of `owner`; writes K and V to `caches`."""
+    """Attention for a graph whose i-th marker is layer i of `owner`; writes K and V to `caches`.
+
+    Without a cache of values they are the beginning of the keys.
+    """
 
     def attend(layer: int, args: tuple[Any, ...]) -> Tensor:
         query, key, value, *options = args
-        key_cache, value_cache = (caches[f"cache.{owner}.{layer}.{h}"] for h in ("key", "value"))
+        key_cache = caches[f"cache.{owner}.{layer}.key"]
+        value_cache = caches.get(f"cache.{owner}.{layer}.value", key_cache[..., : value.shape[3]])
         for cache, new_BNSH in ((key_cache, key), (value_cache, value)):
             new_TNH = new_BNSH.transpose(1, 2).flatten(0, 1)
             for token, slot in enumerate(tokens.slot.flatten().tolist()):

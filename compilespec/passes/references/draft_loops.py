@@ -221,9 +221,10 @@ class Drafts:
             names = [f"cache.{owner}.{layer}.{half}" for half in ("key", "value")]
             placed, table = self._grouped(tokens, owner, window=int(options[1]))
             self.calls.append(AttentionCall(cache=names[0], tokens=placed, key=key))
+            key_cache, value_cache = self.buffers[names[0]], self.buffers.get(names[1])
             result: Tensor = torch.ops.compilespec.paged_attention(
-                query, key, value, *(self.buffers[name] for name in names), placed.slot,
-                placed.row, placed.position, table, *options,
+                query, key, None if value_cache is None else value, key_cache, value_cache,
+                placed.slot, placed.row, placed.position, table, *options, value.shape[3],
             )  # fmt: skip
             return result
 

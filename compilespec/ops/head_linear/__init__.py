@@ -1,0 +1,40 @@
+"""A product for each head: what latent attention multiplies queries and results with.
+
+On the CPU (`kernel.cpp`) the bits of a row do not depend on the number of rows, the batch or the
+threads, as those of `packed_linear` do not.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from compilespec.ops._library import define_op
+from compilespec.ops.head_linear.reference import head_linear_reference
+
+__all__ = ["head_linear", "head_linear_reference"]
+
+
+def head_linear(x: Tensor, weight_NKO: Tensor) -> Tensor:
+    """Multiply each head's rows by its matrix; see `head_linear_reference`."""
+    return _HEAD_LINEAR(x, weight_NKO)
+
+
+def _head_linear(x: Tensor, weight_NKO: Tensor) -> Tensor:
+    """Where there is no kernel: on CUDA a batched product of the library, which sums in float32."""
+    if x.is_cuda:
+        return torch.einsum("...nk,nko->...no", x, weight_NKO).contiguous()
+    return head_linear_reference(x, weight_NKO)
+
+
+def _head_linear_fake(x: Tensor, weight_NKO: Tensor) -> Tensor:
+    return x.new_empty((*x.shape[:-1], weight_NKO.shape[2]))
+
+
+_HEAD_LINEAR = define_op(
+    "head_linear(Tensor x, Tensor weight) -> Tensor",
+    _head_linear,
+    _head_linear_fake,
+    has_kernel=True,
+    tags=(torch.Tag.flexible_layout,),
+)
