@@ -10,7 +10,7 @@ import os
 import select
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -53,6 +53,11 @@ def add_parser(commands: Any) -> None:
         metavar="FILE",
         help="file with one prompt, '-' for stdin (also read if no prompt is given); one newline "
         "at the end is dropped",
+    )
+    add(
+        "--chat",
+        action="store_true",
+        help="each prompt is a user's message, put into the model's chat template",
     )
     add("--max-new-tokens", type=int, default=128, metavar="N", help="default: %(default)s")
     add(
@@ -167,7 +172,7 @@ def _generate(args: argparse.Namespace, prompts: list[str]) -> int:
         progress = report.Progress(prompts, quiet=args.json, num_samples=args.n)
         start, interrupted = time.perf_counter(), False
         try:
-            with contextlib.closing(engine.stream(prompts, params)) as deltas:
+            with contextlib.closing(engine.stream(_asked(args, prompts), params)) as deltas:
                 for delta in deltas:
                     progress.add(delta)
         except KeyboardInterrupt:
@@ -218,7 +223,7 @@ def _compare(args: argparse.Namespace, prompts: list[str]) -> int:
                 eos_token_ids=() if args.ignore_eos else sorted(engine.eos_token_ids),
             )
         )
-        ids = [engine.encode(prompt) for prompt in prompts]
+        ids = [engine.encode(prompt) for prompt in _asked(args, prompts)]
         with report.status("running") as update:
             comparison = compare.compare(
                 ways,
@@ -233,6 +238,13 @@ def _compare(args: argparse.Namespace, prompts: list[str]) -> int:
         else:
             report.print_comparison(comparison, engine.plan(), tokenizer=engine.tokenizer)
     return 0
+
+
+def _asked(args: argparse.Namespace, prompts: Sequence[str]) -> list[Any]:
+    """What the engine is given for the prompts: their text, or conversations of one message."""
+    if not args.chat:
+        return list(prompts)
+    return [{"messages": [{"role": "user", "content": prompt}]} for prompt in prompts]
 
 
 def compile_engine(args: argparse.Namespace, spec: str, **changes: Any) -> Engine:

@@ -163,7 +163,8 @@ def print_ended_at_once(results: Sequence[Mapping[str, Any]], engine: Engine) ->
         which = f"prompt {index + 1}: " if len(results) > 1 else ""
         _note(
             f"{which}the model ended at once: its first token was EOS ({name or 'id'} {ids[0]}); a "
-            "chat model may need its chat template around the prompt; --ignore-eos continues"
+            "chat model may need its chat template around the prompt (--chat); --ignore-eos "
+            "continues"
         )
 
 

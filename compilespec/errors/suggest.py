@@ -114,7 +114,7 @@ ELSEWHERE: Mapping[str, Mapping[str, str]] = {
         "input_ids": "prompts (a tokenizer's output is taken as it is)",
         "attention_mask": "prompts (a tokenizer's output is taken as it is)",
         "prompt_token_ids": "prompts",
-        "messages": "prompts (after the tokenizer's apply_chat_template)",
+        "messages": 'prompts ({"messages": messages}, or call engine.chat)',
         "sampling_params": "params",
         "generation_config": "params",
     },

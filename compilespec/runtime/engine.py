@@ -11,6 +11,7 @@ from typing import Any
 from compilespec.errors import EngineClosed, InvalidRequest, TokenizerFailed
 from compilespec.runtime.adaptive import AdaptiveDrafts
 from compilespec.runtime.admission import Admission, Params
+from compilespec.runtime.chat import chat_prompts
 from compilespec.runtime.detokenize import Tokenizer
 from compilespec.runtime.engine_thread import EngineThread
 from compilespec.runtime.executor import Executor
@@ -71,8 +72,8 @@ class Engine:
         """Run the prompts to their end; outputs in the order of the prompts, `n` of each.
 
         Args:
-            prompts: a string, a list of token ids (or a 1-D integer tensor), or a list of those; or
-                what a tokenizer returned, unpadded.
+            prompts: a string, a list of token ids (or a 1-D integer tensor), a conversation as
+                `{"messages": [...]}`, or a list of those; or what a tokenizer returned, unpadded.
             params: one SamplingParams, or one per prompt; None takes the defaults.
         Raises:
             SpecError: a single prompt cannot be served, or `params` shared by all cannot.  In a
@@ -83,6 +84,18 @@ class Engine:
         requests = self._admission.of_prompts(prompts, params)
         self._run(requests)
         return [self._output(request) for request in requests]
+
+    @check_keywords
+    def chat(self, messages: Any, params: Params = None) -> list[GenerationOutput]:
+        """Answer a conversation through the tokenizer's chat template, `n` outputs of it.
+
+        Args:
+            messages: mappings with "role" and "content" (text), as in
+                `[{"role": "user", "content": "Hello"}]`, or a list of such conversations.
+            params: as for `generate`; `SamplingParams.of(engine)` has what the checkpoint asks.
+        Raises: as `generate`; InvalidRequest where there is no chat template, or it refuses them.
+        """
+        return self.generate(chat_prompts(messages), params)
 
     @check_keywords
     def stream(self, prompts: Any, params: Params = None) -> Generator[Delta, None, None]:

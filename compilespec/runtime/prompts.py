@@ -1,4 +1,4 @@
-"""Prompts as callers give them: text or token ids, one or many."""
+"""Prompts as callers give them: text, token ids or a conversation, one or many."""
 
 from __future__ import annotations
 
@@ -8,19 +8,20 @@ from typing import Any
 
 from compilespec.errors import InvalidRequest
 from compilespec.ops.sample.layout import MAX_LOGPROBS, MAX_STOPS
+from compilespec.runtime.chat import chat_error, encode_chat, is_chat, is_chat_prompt
 from compilespec.runtime.detokenize import Tokenizer
 from compilespec.runtime.executor import Geometry
 from compilespec.runtime.sampling_params import SamplingParams
 
-CHAT_CURE = "engine.tokenizer.apply_chat_template(messages, add_generation_prompt=True)"
-
 
 def as_prompt_list(prompts: Any) -> tuple[list[Any], bool]:
-    """Tell one prompt (a string, a flat sequence of ids, a 1-D array) from many.
+    """Tell one prompt (a string, ids in a flat sequence or 1-D array, a conversation) from many.
 
     Returns: the prompts, and whether it was a single one.  An empty sequence is no prompt at all.
     Raises: InvalidRequest.
     """
+    if is_chat_prompt(prompts):
+        return [prompts], True
     if isinstance(prompts, Mapping):
         rows = _tokenized_rows(prompts)
         return rows, len(rows) == 1
@@ -31,7 +32,7 @@ def as_prompt_list(prompts: Any) -> tuple[list[Any], bool]:
             "prompts: expected a string, a list of token ids, or a list of those, got "
             f"{_type(prompts)}"
         )
-    if prompts and (all(_is_int(item) for item in prompts) or _is_chat(prompts)):
+    if prompts and (all(_is_int(item) for item in prompts) or is_chat(prompts)):
         return [prompts], True
     return list(prompts), False
 
@@ -40,9 +41,10 @@ def read_prompt(prompt: Any, tokenizer: Tokenizer | None, geometry: Geometry) ->
     """Return the prompt's token ids, checked against the program's sizes.
 
     Raises: InvalidRequest (empty, too long, ids outside the vocabulary, text without a tokenizer,
-        chat messages, a tokenizer's output of several rows or with padding).
+        messages that the chat template cannot take, a tokenizer's output of several rows or with
+        padding).
     """
-    if isinstance(prompt, Mapping):
+    if isinstance(prompt, Mapping) and not is_chat_prompt(prompt):
         rows = _tokenized_rows(prompt)
         if len(rows) != 1:
             raise InvalidRequest(
@@ -50,7 +52,9 @@ def read_prompt(prompt: Any, tokenizer: Tokenizer | None, geometry: Geometry) ->
                 "list to generate()"
             )
         prompt = rows[0]
-    if isinstance(prompt, str):
+    if is_chat_prompt(prompt):
+        ids = encode_chat(prompt, tokenizer)
+    elif isinstance(prompt, str):
         ids = _encode(prompt, tokenizer)
     else:
         ids = _as_ids(prompt)
@@ -157,8 +161,8 @@ def _tokenized_rows(encoding: Mapping[str, Any]) -> list[Any]:
 
     Raises: InvalidRequest (a chat message, no `input_ids`, masked tokens).
     """
-    if _is_chat([encoding]):
-        raise _chat_error()
+    if is_chat([encoding]):
+        raise chat_error()
     if "input_ids" not in encoding:
         raise InvalidRequest(
             f"the prompt is {_type(encoding)} without input_ids: expected a string, a list of "
@@ -185,18 +189,6 @@ def _plain(value: Any) -> Any:
     return value.tolist() if hasattr(value, "tolist") else value
 
 
-def _is_chat(prompt: Sequence[Any]) -> bool:
-    """Whether it is a conversation: messages with a role each."""
-    return all(isinstance(message, Mapping) and "role" in message for message in prompt)
-
-
-def _chat_error() -> InvalidRequest:
-    return InvalidRequest(
-        "the prompt is chat messages: expected text or token ids; apply the chat template of the "
-        f"model's tokenizer and give {CHAT_CURE}"
-    )
-
-
 def _as_ids(prompt: Any) -> tuple[int, ...]:
     ids = prompt
     if isinstance(prompt, bytes | bytearray):
@@ -215,8 +207,8 @@ def _as_ids(prompt: Any) -> tuple[int, ...]:
         raise InvalidRequest(
             f"the prompt is {_type(ids)}: expected a string or a list of token ids"
         )
-    if ids and _is_chat(ids):
-        raise _chat_error()
+    if ids and is_chat(ids):
+        raise chat_error()
     for position, token in enumerate(ids):
         if not _is_int(token):
             raise InvalidRequest(

@@ -264,3 +264,23 @@ def test_help_is_quick_because_torch_is_not_imported():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert "generate" in done.stdout
     assert done.stdout.strip().endswith("False")
+
+
+def test_chat_puts_every_prompt_into_the_template(fake_compile, capsys, monkeypatch):
+    def apply_chat_template(self, messages: Any, **options: Any) -> list[int]:
+        assert options == {"add_generation_prompt": True, "return_dict": False}
+        (message,) = messages
+        return self.encode(f"{message['role']}:{message['content']}")
+
+    monkeypatch.setattr(AsciiTokenizer, "chat_template", "there is one", raising=False)
+    monkeypatch.setattr(AsciiTokenizer, "apply_chat_template", apply_chat_template, raising=False)
+    assert generate("--chat", "--prompt", "hi", "--json") == 0
+    result = json.loads(capsys.readouterr().out)["outputs"][0]
+    assert result["prompt"] == "hi"
+    assert result["prompt_token_ids"] == AsciiTokenizer().encode("user:hi")
+    assert result["text"] == "jklmn"
+
+
+def test_chat_without_a_template_is_bad_input(fake_compile, capsys):
+    assert generate("--chat", "--prompt", "hi") == 2
+    assert "has no chat template" in capsys.readouterr().err

@@ -56,7 +56,7 @@ def within_the_limit() -> Iterator[None]:
 WITH_AN_ENGINE: dict[str, tuple[Callable[[Engine], Any], type[SpecError], str]] = {
     "chat messages": (
         lambda e: e.generate(CHAT), InvalidRequest,
-        r"give engine\.tokenizer\.apply_chat_template\(messages, add_generation_prompt=True\)$",
+        r'give engine\.chat\(messages\), or \{"messages": messages\} as the prompt$',
     ),
     "a padded batch": (
         lambda e: e.generate({"input_ids": [[3, 0]], "attention_mask": [[1, 0]]}), InvalidRequest,

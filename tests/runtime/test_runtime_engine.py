@@ -76,8 +76,9 @@ BAD_PROMPTS = [
     ({"input_ids": [[1, 0]], "attention_mask": [[1, 0]]}, "hides 1 of the prompts' tokens"),
     (b"hi", r"prompt\.decode"),
     (bytearray(b"hi"), r"prompt\.decode"),
-    ([{"role": "user", "content": "hi"}], r"apply_chat_template\(messages, add_generation"),
-    ({"role": "user", "content": "hi"}, "apply_chat_template"),
+    ([{"role": "user", "content": "hi"}], r"give engine\.chat\(messages\)"),
+    ({"role": "user", "content": "hi"}, r"give engine\.chat\(messages\)"),
+    ({"messages": [{"role": "user", "content": "hi"}]}, "no tokenizer"),
 ]
 
 

@@ -1,0 +1,115 @@
+"""Conversations as prompts: messages in, the ids that the tokenizer's chat template makes of them.
+
+Source: the messages of OpenAI's chat completions, text only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from compilespec.errors import InvalidRequest
+
+CHAT_CURE = 'engine.chat(messages), or {"messages": messages} as the prompt'
+
+
+def is_chat(prompt: Sequence[Any]) -> bool:
+    """Whether it is a conversation: messages with a role each."""
+    return all(isinstance(message, Mapping) and "role" in message for message in prompt)
+
+
+def is_chat_prompt(prompt: Any) -> bool:
+    """Whether it is a prompt of the form `{"messages": [...]}`."""
+    return isinstance(prompt, Mapping) and "messages" in prompt
+
+
+def chat_prompts(messages: Any) -> Any:
+    """The prompt of one conversation (a list of messages), or those of a list of conversations.
+
+    Raises: InvalidRequest.
+    """
+    if not isinstance(messages, Sequence) or isinstance(messages, str | bytes):
+        raise _not_messages(messages)
+    if is_chat(messages):  # an empty one, too, which `encode_chat` refuses
+        return {"messages": messages}
+    return [{"messages": one} for one in messages]
+
+
+def encode_chat(prompt: Mapping[str, Any], tokenizer: Any) -> tuple[int, ...]:
+    """The ids of a `{"messages": [...]}` prompt, up to where the assistant's answer begins.
+
+    The template writes the tokens that begin a text itself, so none is put in front of it.
+    Raises: InvalidRequest (no messages, other content than text, no tokenizer, no chat template,
+        or one that refuses the messages).
+    """
+    if others := [name for name in prompt if name != "messages"]:
+        raise InvalidRequest(
+            f"the prompt has {others[0]!r} beside messages: expected messages alone; apply the "
+            "chat template yourself to give it more, and pass the ids"
+        )
+    messages = _read_messages(prompt["messages"])
+    if tokenizer is None:
+        raise InvalidRequest(
+            "the prompt is chat messages and the engine has no tokenizer; compile with "
+            "tokenizer=..., or give token ids"
+        )
+    if not getattr(tokenizer, "chat_template", None):
+        raise InvalidRequest(
+            "the prompt is chat messages and the tokenizer has no chat template: expected that of "
+            "a chat model; set engine.tokenizer.chat_template, or give text"
+        )
+    try:
+        ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+        return tuple(int(token) for token in ids)
+    except Exception as error:  # templates raise what they like: bad roles, a wrong order
+        why = (str(error).splitlines() or ["no message"])[0]
+        raise InvalidRequest(
+            f"the chat template refuses the messages ({type(error).__name__}: {why}); give roles "
+            "that it knows, in their order"
+        ) from error
+
+
+def chat_error() -> InvalidRequest:
+    """What messages get that are given as if they were ids."""
+    return InvalidRequest(
+        f"the prompt is chat messages: expected text or token ids here; give {CHAT_CURE}"
+    )
+
+
+def _read_messages(messages: Any) -> list[dict[str, Any]]:
+    if not isinstance(messages, Sequence) or isinstance(messages, str | bytes):
+        raise _not_messages(messages)
+    if not messages:
+        raise InvalidRequest("messages is empty: expected at least one message")
+    return [_read_message(index, message) for index, message in enumerate(messages)]
+
+
+def _read_message(index: int, message: Any) -> dict[str, Any]:
+    """The message with its content as one string."""
+    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+        raise InvalidRequest(
+            f"message {index} is {message!r:.60}: expected a mapping with a role and content"
+        )
+    content = message.get("content")
+    if isinstance(content, str):
+        return dict(message)
+    if not isinstance(content, Sequence) or not all(map(_is_text, content)):
+        raise InvalidRequest(
+            f"the content of message {index} is {content!r:.60}: expected text, or a list of "
+            '{"type": "text", "text": ...}; images, sound and tool calls are not taken'
+        )
+    return {**message, "content": "".join(part["text"] for part in content)}
+
+
+def _is_text(part: Any) -> bool:
+    return (
+        isinstance(part, Mapping)
+        and part.get("type") == "text"
+        and isinstance(part.get("text"), str)
+    )
+
+
+def _not_messages(messages: Any) -> InvalidRequest:
+    return InvalidRequest(
+        f"messages: expected a list of mappings with a role and content, got {messages!r:.60}"
+    )
