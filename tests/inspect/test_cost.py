@@ -187,6 +187,45 @@ def test_a_window_bounds_the_context():
     assert cost.activation_bytes == 2 * (4 * 3 * 5 * 2 * 8)
 
 
+def test_a_recurrence_moves_its_states_once_and_a_delta_rule_reads_them_before():
+    def mamba(query: Any, value: Any, decay: Any, state: Any, recent: Any, i: Any) -> Any:
+        return torch.ops.compilespec.cached_recurrence(
+            query, query, value, decay, None, state, recent, i, i, i, i > 0, "mamba2"
+        )
+
+    def delta(query: Any, value: Any, decay: Any, state: Any, recent: Any, i: Any) -> Any:
+        return torch.ops.compilespec.cached_recurrence(
+            query, query, value, decay, decay, state, recent, i, i, i, i > 0, "gated_delta"
+        )
+
+    inputs = {
+        "query": ("batch", torch.zeros(3, 5, 1, 6)), "value": ("batch", torch.zeros(3, 5, 2, 4)),
+        "decay": ("batch", torch.zeros(3, 5, 2)), "state": ("state", torch.zeros(7, 2, 6, 4)),
+        "recent": ("state", torch.zeros(7, 4, 18)),
+        "i": ("batch", torch.zeros(3, 5, dtype=torch.int32)),
+    }  # fmt: skip
+    one_state = 2 * 6 * 4
+    for function, operations in ((mamba, 1 + 2 + 2), (delta, 1 + 2 + 2 + 2)):
+        cost = only_cost(function, **inputs)
+        assert cost.flops == 3 * 5 * one_state * operations
+        assert cost.cache_bytes == 2 * 3 * one_state * 4  # nothing was left by a step of drafts
+        assert cost.activation_bytes == 4 * 3 * 5 * (6 + 6 + 2 * 8)
+
+
+def test_a_convolution_reads_the_ring_once_a_request():
+    cost = only_cost(
+        lambda x, weight, recent, i: torch.ops.compilespec.cached_conv(
+            x, weight, None, recent, i, i
+        ),
+        x=("batch", torch.zeros(3, 5, 8)), weight=("weight", torch.zeros(8, 4)),
+        recent=("state", torch.zeros(7, 6, 8)), i=("batch", torch.zeros(3, 5, dtype=torch.int32)),
+    )  # fmt: skip
+    assert cost == Cost(
+        flops=2 * 15 * 8 * 4, weight_bytes=4 * 32, cache_bytes=4 * 8 * (3 * 3 + 15),
+        activation_bytes=4 * 2 * 15 * 8,
+    )  # fmt: skip
+
+
 def test_products_know_weights_from_activations():
     x, w = ("batch", torch.zeros(5, 4)), ("weight", torch.zeros(3, 4))
     weighted = only_cost(lambda x, w: x @ w.t(), x=x, w=w)

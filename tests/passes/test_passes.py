@@ -608,9 +608,15 @@ def _in_place(x: Tensor, w: Tensor, v: Tensor) -> Tensor:
     return nn.functional.linear(y, v)
 
 
+def _torn(x: Tensor, w: Tensor, v: Tensor) -> Tensor:
+    """One part is mixed over rows, so that the rows are taken of the other part, not of both."""
+    low, high = nn.functional.linear(x, w).chunk(2, dim=-1)
+    return nn.functional.linear(torch.cat([low.cumsum(1), high[..., :3] * 2], dim=-1), v)
+
+
 @pytest.mark.parametrize(
     ("function", "products"),
-    [(_mlp, 2), (_centred, 1), (_in_place, 0)],
+    [(_mlp, 2), (_centred, 1), (_in_place, 0), (_torn, 1)],
     ids=lambda x: getattr(x, "__name__", None),
 )
 @pytest.mark.parametrize("form", ["one of each", "packed", "last"])

@@ -14,6 +14,7 @@ from compilespec.errors import NotSupported, PassError
 from compilespec.methods.registry import get_method
 from compilespec.passes.graph import find_role
 from compilespec.passes.order import ATEN_PASSES, SPLICE_PASSES, PassContext, run_passes
+from compilespec.passes.recurrent_state import StateMetadata, keep_states
 from compilespec.passes.rewrite import start_step
 from compilespec.passes.runner import Pass
 from compilespec.program import Phase, Traced
@@ -84,6 +85,10 @@ def the_last_layer_is_tapped(target: Traced) -> Case:
 
 def attention_is_paged_already(target: Traced) -> Case:
     return step(target, "decode", "read_state", "insert_paged_attention")
+
+
+def there_are_no_recurrent_layers(target: Traced) -> Case:
+    return step(target, "decode", "read_state")
 
 
 def nobody_named_the_logits(target: Traced) -> Case:
@@ -162,6 +167,7 @@ NEGATIVE: dict[str, Callable[[Traced], Case]] = {
     "read_state": ids_come_from_the_state_already,
     "narrow_logits": decode_needs_the_logits_of_all_rows,
     "insert_paged_attention": attention_is_paged_already,
+    "insert_recurrent_state": there_are_no_recurrent_layers,
     "splice_acceptance": nobody_named_the_logits,
     "process_logits": there_is_no_drafter,
     "output_hidden_states": nothing_was_accepted,
@@ -209,3 +215,19 @@ def placeholders(gm: fx.GraphModule) -> list[str]:
 
 def test_graphs_are_kept_for_passes_that_exist():
     assert set(NEGATIVE) == set(PASSES)
+
+
+def test_states_are_kept_for_recurrent_markers_alone(target):
+    """Attention markers stay; a marker of which no shape is known is refused."""
+    gm, ctx = step(target, "decode", "read_state")
+    row, position = find_role(gm, "row"), find_role(gm, "position")
+    at = StateMetadata(row=row, position=position, absorbed=position, commits=row)
+    before = code(gm)
+    assert keep_states(gm, ctx, "draft", at) == 0
+    assert code(gm) == before
+    logits = find_role(gm, "logits")
+    with gm.graph.inserting_after(logits):
+        gm.graph.call_function(torch.ops.compilespec.causal_conv, (logits, logits, None))
+    del logits.meta["example"]
+    with pytest.raises(PassError, match=r"causal_conv.draft.0: an argument of the marker has no"):
+        keep_states(gm, ctx, "draft", at)

@@ -120,13 +120,29 @@ def tiny_target(
             attn_implementation="eager",
             **({"experts_implementation": experts} if family in MOE else {}),
         )
+    return _enliven(model, family).to(dtype).eval()
+
+
+def tiny_hybrid(
+    family: str, dtype: torch.dtype = torch.float64, seed: int = 0, num_layers: int = 2
+) -> nn.Module:
+    """A hybrid of fewer layers than `tiny_target`'s: one with a state, one with attention, ..."""
+    torch.manual_seed(seed)
+    config = HYBRIDS[family]()
+    config.num_hidden_layers = num_layers
+    config.layer_types = config.layer_types[:num_layers]
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    return _enliven(model, family).to(dtype).eval()
+
+
+def _enliven(model: nn.Module, family: str) -> nn.Module:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.dim() >= 2 and not name.endswith("A_log"):  # rates, not products
                 parameter.copy_(torch.randn_like(parameter) * 1.4 / parameter.shape[-1] ** 0.5)
         if family in TIED:  # else the last token's own row of the head wins, over and over
             model.get_input_embeddings().weight.mul_(0.3)
-    return model.to(dtype).eval()
+    return model
 
 
 class PlainModel(nn.Module):

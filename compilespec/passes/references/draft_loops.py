@@ -1,7 +1,7 @@
 """The draft loop driven from Python: the drafter's captured calls, one after the other.
 
-Every call has the shape it has in the step, and its attention is the paged operator on metadata
-computed in plain Python, so that the result must be equal bit for bit.
+Every call has the shape it has in the step; its attention and its recurrent layers are the step's
+operators on metadata computed in plain Python, so that the result must be equal bit for bit.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from compilespec.passes.references.base import (
 from compilespec.passes.references.fragments import products, run_fragment
 from compilespec.passes.references.kept_inputs import keep_pairs
 from compilespec.passes.references.placement import place_call, place_tokens
-from compilespec.passes.references.recurrent_state import Progress, recurrent_layers
+from compilespec.passes.references.recurrent_state import Progress, recurrent_operators
 from compilespec.passes.sampling import wide_dtype
 from compilespec.program import PAD
 from compilespec.tracing.capture import output_widths
@@ -138,7 +138,7 @@ class Drafts:
         """
         mixers = {} if tokens is None else {"attention": self._attention(tokens, owner)}
         if tokens is not None and progress is not None:
-            mixers |= recurrent_layers(self.buffers, owner, tokens, progress)
+            mixers |= recurrent_operators(self.buffers, owner, tokens, progress)
         outputs = run_fragment(self.ctx.draft[name], arguments, mixers, self._columns(name))
         if not name.startswith("propose"):
             return outputs

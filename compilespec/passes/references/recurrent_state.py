@@ -91,6 +91,34 @@ def recurrent_layers(
     return {"recurrence": recur, "causal_conv": convolve}
 
 
+def recurrent_operators(
+    buffers: MutableMapping[str, Tensor], owner: str, tokens: Tokens, progress: Progress
+) -> Mixers:
+    """The same by the operators that serve, on metadata from Python: equal bit for bit."""
+    ops, rows = torch.ops.compilespec, tokens.row.tolist()
+    absorbed = tokens.row.new_tensor([[progress.absorbed.get(r, 0) for r in row] for row in rows])
+    committed = tokens.row.new_tensor(
+        [[min(progress.committed.get(r, 0), 2**31 - 1) for r in row] for row in rows]
+    )
+    commits = tokens.position < committed
+
+    def recur(layer: int, args: tuple[Any, ...]) -> Tensor:
+        *inputs, kind = args
+        name = f"recurrence.{owner}.{layer}"
+        result: Tensor = ops.cached_recurrence(
+            *inputs, buffers[f"{name}.state"], buffers[f"{name}.recent"], tokens.row,
+            tokens.position, absorbed, commits, kind,
+        )  # fmt: skip
+        return result
+
+    def convolve(layer: int, args: tuple[Any, ...]) -> Tensor:
+        ring = buffers[f"causal_conv.{owner}.{layer}.recent"]
+        result: Tensor = ops.cached_conv(*args, ring, tokens.row, tokens.position)
+        return result
+
+    return {"recurrence": recur, "causal_conv": convolve}
+
+
 def _by_row(tokens: Tokens) -> dict[int, list[tuple[int, int]]]:
     """(position, place in the call) of each state row's tokens."""
     pairs = zip(tokens.row.flatten().tolist(), tokens.position.flatten().tolist(), strict=True)
