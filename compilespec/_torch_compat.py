@@ -283,6 +283,13 @@ def load_artifact(path: str) -> Any:
     return artifact.load(path=path, format="binary")
 
 
+def int_mm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """`torch._int_mm`: int8 [M, K] @ [K, N] to int32; on CUDA, M of 17 and more, K and N multiples
+    of 8.
+    """
+    return torch._int_mm(a, b)
+
+
 def count_compilations() -> int:
     """Graphs Inductor has compiled in this process (`torch._dynamo.utils.counters`)."""
     from torch._dynamo.utils import counters

@@ -7,11 +7,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
+from compilespec.ops.quantized_linear import dynamic_int8_product
 from compilespec.passes.context import PassContext
 from compilespec.passes.linears import copy_origin
 from compilespec.tracing.quantized_weights import Kind, kind_of, rebuild
 from compilespec.tracing.structure import LINEAR
 
+_WEIGHT_ONLY = torch.ops.compilespec.quantized_linear.default
+_DYNAMIC_INT8 = torch.ops.compilespec.dynamic_int8_linear.default
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _FOUR_BITS = ("torch.int1", "torch.int2", "torch.int3", "torch.int4")  # stored in -8..7
 
@@ -25,16 +28,14 @@ class Product(NamedTuple):
     extra: tuple[int, ...] = ()  # further arguments
 
 
-_WEIGHT_ONLY = torch.ops.compilespec.quantized_linear.default
-
-
 def lower_quantized(gm: fx.GraphModule, ctx: PassContext) -> int:
     """linear(x, rebuild(parts)) -> compilespec::quantized_linear or dynamic_int8_linear.
 
-    Handles symmetric int8, int4 and float8 weights, and on the CPU int8 with dynamically quantized
-    rows; other kinds keep their own code.  Returns: products rewritten.  Numerics: rounding (sums
-    are float32 and rounded once, unlike torchao's).  Runs on torch IR, in which a weight's kind is
-    still visible.
+    Handles symmetric int8, int4 and float8 weights, and int8 with dynamically quantized rows; other
+    kinds keep their own code.  On GPUs the last is `dynamic_int8_product`: torchao's code calls a
+    product that refuses the few rows of a step.  Returns: products rewritten.  Numerics: rounding
+    (sums are float32 and rounded once, unlike torchao's).  Runs on torch IR, in which a weight's
+    kind is still visible.
     """
     if not (ctx.prepack or ctx.merge) or ctx.config.dtype not in _FLOATS:
         return 0
@@ -46,7 +47,7 @@ def lower_quantized(gm: fx.GraphModule, ctx: PassContext) -> int:
         if not isinstance(weight, fx.Node) or weight.target is not rebuild:
             continue
         product = _product_of(weight, ctx)
-        if product is None or not (ctx.prepack or product.op is _WEIGHT_ONLY):
+        if product is None:
             continue
         bias = rest[0] if rest else node.kwargs.get("bias")
         nodes = dict(zip(kind_of(str(weight.args[0])).names, weight.args[1:], strict=True))
@@ -71,7 +72,10 @@ def _product_of(weight: fx.Node, ctx: PassContext) -> Product | None:
     recognise = _KINDS.get(kind.type.__name__)
     if recognise is None or not kind.type.__module__.startswith("torchao."):
         return None
-    return recognise(kind, parts)
+    product = recognise(kind, parts)
+    if product is not None and product.op is _DYNAMIC_INT8 and not ctx.prepack:
+        return product._replace(op=dynamic_int8_product)
+    return product
 
 
 def _int8(kind: Kind, parts: dict[str, Tensor]) -> Product | None:
@@ -87,7 +91,7 @@ def _int8(kind: Kind, parts: dict[str, Tensor]) -> Product | None:
     )
     if not is_by_row or not is_plain or parts["scale"].shape[1] != 1:
         return None
-    return Product(torch.ops.compilespec.dynamic_int8_linear.default, "qdata", "scale")
+    return Product(_DYNAMIC_INT8, "qdata", "scale")
 
 
 def _float8(kind: Kind, parts: dict[str, Tensor]) -> Product | None:

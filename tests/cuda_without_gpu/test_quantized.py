@@ -37,6 +37,5 @@ def test_int8_rows_are_multiplied_in_int8(steps: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.xfail(reason="torchao sums each column of the weight in every step", strict=True)
 def test_int8_dynamic_reads_its_weights_once(steps: dict[str, Any]) -> None:
     assert steps["int8_dynamic"]["most_reads_of_a_weight"] == {"target": 1}

@@ -16,9 +16,10 @@ from torch import Tensor
 from compilespec.ops._library import define_op
 from compilespec.ops.packed_linear import pack_weight
 from compilespec.ops.quantized_linear import reference
+from compilespec.ops.quantized_linear.integer_product import dynamic_int8_product
 from compilespec.ops.quantized_linear.reference import pack_bytes, pack_int4, pack_quads, pack_scale
 
-__all__ = ["LAYOUTS", "dynamic_int8_linear", "quantized_linear"]
+__all__ = ["LAYOUTS", "dynamic_int8_linear", "dynamic_int8_product", "quantized_linear"]
 
 # The layouts that `InputSpec.packed` may name.
 LAYOUTS: Mapping[str, Callable[[Tensor], Tensor]] = {
