@@ -38,26 +38,28 @@ TO_ATEN = "to ATen"  # the half of rewriting that a cached step skips
 PIECES_FROM_LAYERS = 16
 
 # Inductor never owns CUDA graphs (its trees copy inputs and re-record), and bf16 results are
-# rounded where eager rounds them, so that the two backends agree.  It recomputes a value of up to
-# 30 operations in every kernel that reads it, such as the cosines and sines of the rotary embedding
-# in each layer: values of more than 8 that several kernels read are stored.
+# rounded where eager rounds them, so that the two backends agree.
 INDUCTOR_OPTIONS: dict[str, Any] = {
     "triton.cudagraphs": False,
     "emulate_precision_casts": True,
     "size_asserts": False,
     "nan_asserts": False,
     "fallback_random": True,
-    "realize_opcount_threshold": 8,
 }
 
+# Inductor recomputes a value of up to 30 operations in every kernel that reads it, such as the
+# cosines and sines of the rotary embedding in each layer.  On the CPU, values of more than 8
+# operations that several kernels read are stored; on CUDA that would be three launches more in each
+# layer with experts, and pieces share the tables as it is.
+#
 # A decode step is a hundred short calls: a C++ wrapper around them takes a third off the step.
 # Besides products and attention there are only a few rows of element-wise work, for which a
 # parallel region costs more than it saves; a fixed thread count would tie the artifact to the
 # machine.  On CUDA a graph replays the step, and the wrapper would need a CUDA toolkit, which
 # torch's own packages do not bring.
 CPU_OPTIONS: dict[Phase, dict[str, Any]] = {
-    "decode": {"cpp_wrapper": True, "cpp.threads": 1},
-    "prefill": {"cpp.dynamic_threads": True},
+    "decode": {"realize_opcount_threshold": 8, "cpp_wrapper": True, "cpp.threads": 1},
+    "prefill": {"realize_opcount_threshold": 8, "cpp.dynamic_threads": True},
 }
 
 
