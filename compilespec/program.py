@@ -292,7 +292,7 @@ class PhaseGraph:
     splice_records: tuple[PassRecord, ...] = field(repr=False)
     finish: Callable[[], StepGraph] = field(repr=False)  # the retrace and the ATen passes
     context: Any = field(repr=False)  # what its passes read: only `inspect.stages.context_of` asks
-    num_attention_layers: int  # of the target
+    num_layers: int  # of the target
 
     @functools.cached_property
     def step(self) -> StepGraph:

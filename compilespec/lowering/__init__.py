@@ -137,7 +137,7 @@ def _compile(
     graph: PhaseGraph, program: SpecProgram, cache: ArtifactCache, unit: Units, step: Step
 ) -> LoweredPhase:
     if unit == "auto":
-        is_deep = graph.num_attention_layers >= PIECES_FROM_LAYERS
+        is_deep = graph.num_layers >= PIECES_FROM_LAYERS
         unit = "pieces" if is_deep else "whole"
     if unit == "whole":
         return _compile_whole(graph, program, cache, step)

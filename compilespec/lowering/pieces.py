@@ -1,4 +1,4 @@
-"""Cuts a step at attention: pieces of one structure are compiled once, whatever the depth.
+"""Cuts a step at attention and recurrences: pieces of one structure are compiled once.
 
 The operators at the cuts run by themselves between the pieces, which is also where piecewise CUDA
 graphs end and begin.  Only tensors whose every size is a number or one symbol cross a cut.  Inside
@@ -17,11 +17,14 @@ from typing import Any
 import torch
 from torch import fx
 
-import compilespec.ops.paged_attention  # noqa: F401  (registers the operator)
+import compilespec.ops  # noqa: F401  (registers the operators)
 from compilespec import _torch_compat
 from compilespec.errors import PassError
 
-CUTS = (torch.ops.compilespec.paged_attention.default,)
+CUTS = (
+    torch.ops.compilespec.paged_attention.default,
+    torch.ops.compilespec.cached_recurrence.default,
+)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,6 +16,7 @@ from compilespec.passes.graph import get_outputs, output_node, set_outputs, spli
 from compilespec.passes.order import ATEN_PASSES, REPLAY_PASSES, SPLICE_PASSES
 from compilespec.passes.runner import run_passes, snapshot, stamp
 from compilespec.program import InputSpec, PassRecord, PhaseGraph, StepGraph
+from compilespec.tracing.structure import num_decoder_layers
 
 # Example sizes of the symbolic dimensions, chosen to equal few static ones.
 EXAMPLE_SIZES = {"B": 7, "R": 7, "T": 13}
@@ -41,7 +42,7 @@ def rewrite_phase(
         splice_records=tuple(records),
         finish=finish,
         context=ctx,
-        num_attention_layers=ctx.num_attention_layers,
+        num_layers=num_decoder_layers(ctx.target.graph_module.graph),
     )
 
 

@@ -177,7 +177,7 @@ IN_PIECES: Any = {"decode": "pieces", "prefill": "pieces"}
 def tokens(lowered: Lowered, steps: int = 5) -> list[Any]:
     runner = StepRunner(lowered)
     for name, buffer in runner.buffers.items():
-        if name.startswith("cache."):
+        if name.startswith(("cache.", "recurrence.", "causal_conv.")):
             buffer.fill_(float("nan"))
     runner.set_blocks(0, [4, 1, 0])
     runner.set_blocks(2, [5, 3, 2])
@@ -205,8 +205,12 @@ def test_pieces_give_the_tokens_of_the_whole_step(shallow: SpecProgram) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "family", ["gemma2", "gpt_neox", "gpt2", "phi3", "qwen3_moe", "gpt_oss", "mixtral", "plain"]
-)
+    "family",
+    [
+        "gemma2", "gpt_neox", "gpt2", "phi3", "qwen3_moe", "gpt_oss", "mixtral", "plain",
+        "qwen3_next", "nemotron_h", "falcon_h1", "lfm2",
+    ],
+)  # fmt: skip
 def test_families_in_pieces_give_the_tokens_of_the_whole_step(family: str) -> None:
     one = program(4, family)
     assert tokens(lower(one, backend="eager", units=IN_PIECES)) == tokens(

@@ -41,7 +41,7 @@ def proven_steps(
             continue
         compiled = compile_step(on_cuda(graph.graph_module, graph.fakes, graph.inputs), gpu)
         found = facts(compiled, dry_run(compiled, gpu), program.buffers)
-        missing = depth - graph.num_attention_layers if name != "replay" else 0
+        missing = depth - graph.num_layers if name != "replay" else 0
         launches = found["launches"]["all"] + missing * found["launches_of_a_layer"]["all"]
         yield {
             "step": name,

@@ -14,25 +14,31 @@ from compilespec.passes.references.base import AttentionCall, Before, Case, Valu
 from compilespec.passes.references.dense_attention import dense_attention
 from compilespec.passes.references.placement import place_call
 from compilespec.passes.references.recurrent_state import recurrent_layers, target_progress
-from compilespec.tracing.structure import is_float, layer_of, layer_prefix, shape_of
+from compilespec.tracing.structure import (
+    is_float,
+    layer_of,
+    layer_prefix,
+    num_decoder_layers,
+    shape_of,
+)
 
 
 def tap_hidden_states(before: Before, ctx: PassContext, case: Case) -> Values:
     """hs[k] is what the first node of layer k reads; hs[n] what the first node after them reads."""
     values = before(case.inputs)
     taps = {
-        f"aux.{index}": values.nodes[_entering(before.graph, layer, ctx.num_attention_layers)]
+        f"aux.{index}": values.nodes[_entering(before.graph, layer)]
         for index, layer in enumerate(ctx.aux_layers)
     }
     return dataclasses.replace(values, roles={**values.roles, **taps})
 
 
-def _entering(graph: fx.Graph, layer: int, num_layers: int) -> str:
+def _entering(graph: fx.Graph, layer: int) -> str:
     """Name of the hidden state that enters `layer`, seen from its readers."""
     if layer == FINAL_NORM:
         products = [n for n in graph.nodes if "linear" in str(n.target) and len(n.args) > 1]
         return str(products[-1].args[0])
-    prefix = layer_prefix(graph) or ""
+    prefix, num_layers = layer_prefix(graph) or "", num_decoder_layers(graph)
     layers = {node: layer_of(node, prefix) for node in graph.nodes}
     last_in_layers = [node for node in graph.nodes if layers[node] == num_layers - 1][-1:]
     past_end = False
