@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 MAX_SEQ_LEN = 112  # 7 blocks
-FAMILIES = ("llama", "llama", "gemma3", "plain")
+RECURRENT = ("qwen3_5", "nemotron_h")  # a delta rule; Mamba-2
+FAMILIES = ("llama", "llama", "gemma3", "plain", *RECURRENT)
 
 # By method: K, or several of which every step takes one.
 COUNTS: dict[str, tuple[Any, ...]] = {

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 import compilespec
 from compilespec import SamplingParams
 from compilespec.runtime.outputs import GenerationOutput
-from tests.fuzz.plan import MAX_SEQ_LEN
-from tests.support.models import VOCAB, tiny_target
+from tests.fuzz.plan import MAX_SEQ_LEN, RECURRENT
+from tests.support.models import VOCAB, tiny_hybrid, tiny_target
 from tests.support.toy_tokenizer import byte_level_tokenizer
 
 EOS = 2
@@ -48,7 +48,7 @@ def text_of(tokens: list[int]) -> str:
 
 @functools.cache
 def target(family: str) -> nn.Module:
-    return tiny_target(family, num_layers=2)
+    return tiny_hybrid(family) if family in RECURRENT else tiny_target(family, num_layers=2)
 
 
 def lean(logits_BSV: Tensor, position_BS: Tensor, ids_BS: Tensor) -> Tensor:
