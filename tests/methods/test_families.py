@@ -117,7 +117,13 @@ def assert_answers(requests: list[Request], asks: tuple[Ask, ...]) -> None:
         assert request.finish_reason == "length"
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, *HYBRIDS, "plain"])
+@pytest.mark.parametrize(
+    "family",
+    [
+        *FAMILIES, "plain",
+        *(pytest.param(f, marks=() if f == "lfm2" else pytest.mark.slow) for f in HYBRIDS),
+    ],
+)  # fmt: skip
 def test_plain_decoding_gives_the_models_own_tokens(family: str) -> None:
     model = tiny_target(family, num_layers=NUM_PLAIN_LAYERS)
     asks = tuple(ask_all(model, SIZES[7:]))
