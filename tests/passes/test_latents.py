@@ -14,12 +14,18 @@ from torch import Tensor, nn
 import compilespec
 from compilespec.inspect.call_pairs import call_pairs
 from compilespec.inspect.compare import compare
-from compilespec.passes.absorb_latents import absorb_calls, describe_latents
+from compilespec.methods.registry import get_method
+from compilespec.passes.absorb_latents import absorb_calls, absorb_latents, describe_latents
+from compilespec.passes.context import PassContext
 from compilespec.passes.expansion import Expansion
 from compilespec.passes.insert_paged_attention import leading_part
 from compilespec.passes.references.fragments import run_fragment
+from compilespec.passes.rewrite import start_step
 from compilespec.program import Traced, markers
 from compilespec.tracing.capture import EXAMPLE_SHAPE, trace_call
+from compilespec.tracing.target import trace_target
+from tests.support.hand_graphs import HAND_CONFIG
+from tests.support.models import tiny_target
 
 HEAD_LINEAR = torch.ops.compilespec.head_linear.default
 WIDTH, HEADS, RANK, NOPE, ROPE, VALUE = 20, 3, 7, 5, 4, 6
@@ -183,6 +189,21 @@ def test_expanded_latents_are_the_keys_and_values_of_the_layer():
     expanded = expansion.expand(seen["after"][0].squeeze(1), call.weights[expansion.weight])
     for got, want in zip(expanded, seen["before"], strict=True):
         torch.testing.assert_close(got.transpose(1, 2), want)
+
+
+def test_layers_that_a_drafter_reads_stay_as_they_are():
+    ctx = PassContext(
+        phase="decode", config=HAND_CONFIG, capabilities=get_method("none").capabilities,
+        target=trace_target(tiny_target("glm4_moe_lite", torch.float32, num_layers=2)), draft={},
+        kv_layers=(1,),
+    )  # fmt: skip
+    gm = start_step(ctx)
+    assert absorb_latents(gm, ctx) == 1
+    first, second = ctx.latents["target.0"], ctx.latents["target.1"]
+    assert isinstance(first, Expansion)
+    assert second == "a drafter reads its keys and values"
+    heads = [marker.args[1].meta["example"][0][1] for marker in markers(gm)]
+    assert heads == [1, 4]
 
 
 def test_a_fault_in_a_drafters_call_is_seen_beside_its_capture():
