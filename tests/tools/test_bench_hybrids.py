@@ -1,17 +1,24 @@
-"""The bench of hybrids: its twins, what runs, and when it fails."""
+"""The bench of hybrids: its twins, what runs, whose steps are timed, and when it fails."""
+
+from types import SimpleNamespace
 
 import pytest
+import torch
+from rich.console import Console
 
 from tools.bench.hybrids import (
     CONFIGS,
     METHODS,
+    NUM_WARM,
     PLAIN,
     Samples,
     chosen,
     is_slow,
     judge,
     parse,
+    print_rows,
     random_model,
+    take_turns,
 )
 
 
@@ -55,3 +62,47 @@ def test_a_hybrid_is_slow_by_its_steps_or_by_what_drafts_cost(
     times: tuple[float, float, float, float], slow: list[str]
 ) -> None:
     assert [row["way"] for row in judge(samples(*times)) if is_slow(row)] == slow
+
+
+class FakeEngine:
+    """A step takes one prompt, or else decodes a token of every request."""
+
+    geometry = SimpleNamespace(max_seq_len=32)
+
+    def __init__(self) -> None:
+        self.requests: list[SimpleNamespace] = []
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.requests)
+
+    def submit(self, prompt: list[int], params: object) -> SimpleNamespace:
+        self.requests.append(SimpleNamespace(output_token_ids=[]))
+        return self.requests[-1]
+
+    def step(self) -> None:
+        waiting = [request for request in self.requests if not request.output_token_ids]
+        for request in waiting[:1] or self.requests:
+            request.output_token_ids.append(0)
+
+    def abort(self, request: SimpleNamespace) -> None:
+        assert len(request.output_token_ids) == 1 + 5 + NUM_WARM, "as many steps as rounds"
+        self.requests.remove(request)
+
+
+def test_every_way_of_both_models_steps_once_a_round() -> None:
+    model = SimpleNamespace(get_output_embeddings=lambda: torch.nn.Linear(4, 97))
+    both = [
+        SimpleNamespace(
+            is_twin=is_twin, model=model, engines={PLAIN: FakeEngine(), "ngram": FakeEngine()}
+        )
+        for is_twin in (False, True)
+    ]
+    times = take_turns(both, batch=2, context=7, rounds=5)  # type: ignore[arg-type]
+    assert {key: len(steps) for key, steps in times.items()} == {
+        (is_twin, way): 5 for is_twin in (False, True) for way in (PLAIN, "ngram")
+    }
+    console = Console(record=True, width=120)
+    rows = [{"batch": 2, "context": 7, **row} for row in judge(samples(10, 19, 10, 14))]
+    print_rows(console, "title", rows)
+    assert console.export_text().count("slow") == 1
