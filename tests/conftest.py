@@ -96,6 +96,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         skips.append(("gpu", "needs a CUDA device"))
     if os.environ.get("TRITON_INTERPRET") != "1":
         skips.append(("interp", "needs TRITON_INTERPRET=1 (off by default where there is a GPU)"))
+    if not (ROOT / "models" / "smollm2-135m-instruct" / "config.json").is_file():
+        skips.append(("real", "needs models/smollm2-135m-instruct: make smollm2"))
     for item in items:
         for marker, reason in skips:
             if item.get_closest_marker(marker):

@@ -41,14 +41,14 @@ def add_parser(commands: Any) -> None:
         "decoding.",
     )
     add = parser.add_argument
-    add("--model", default=DEMO, metavar="DIR|demo", help="target checkpoint (default: demo)")
+    add("--model", default=DEMO, metavar="DIR|NAME", help="target checkpoint (default: demo)")
     add(
         "--methods",
         default="all",
         metavar="NAME[,NAME..]|all",
         help="drafting methods; all: those whose drafter is beside the target (default: all)",
     )
-    add("--draft", metavar="DIR", help="drafter checkpoint, if one method is given")
+    add("--draft", metavar="DIR|NAME", help="drafter checkpoint, if one method is given")
     add(
         "--num-draft-tokens", type=int, nargs="+", default=[1, 3, 5], metavar="K",
         help="drafts per step (default: 1 3 5)",

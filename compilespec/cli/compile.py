@@ -27,9 +27,9 @@ def add_parser(commands: Any) -> None:
         "cache is COMPILESPEC_CACHE_DIR, else ~/.cache/compilespec.",
     )
     add = parser.add_argument
-    add("--model", default=DEMO, metavar="DIR|demo", help="target checkpoint (default: demo)")
+    add("--model", default=DEMO, metavar="DIR|NAME", help="target checkpoint (default: demo)")
     add("--spec", help="drafting method (default: eagle3 for the demo, else none)")
-    add("--draft", metavar="DIR", help="drafter checkpoint (default: beside the target)")
+    add("--draft", metavar="DIR|NAME", help="drafter checkpoint (default: beside the target)")
     add(
         "--num-draft-tokens",
         type=draft_counts,

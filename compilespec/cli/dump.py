@@ -35,9 +35,9 @@ def add_parser(commands: Any) -> None:
         description="Print the graph of a phase after any pass.  Nothing is compiled.",
     )
     add = parser.add_argument
-    add("--model", default=DEMO, metavar="DIR|demo", help="target checkpoint (default: demo)")
+    add("--model", default=DEMO, metavar="DIR|NAME", help="target checkpoint (default: demo)")
     add("--spec", help="drafting method (default: eagle3 for the demo, else none)")
-    add("--draft", metavar="DIR", help="drafter checkpoint (default: beside the target)")
+    add("--draft", metavar="DIR|NAME", help="drafter checkpoint (default: beside the target)")
     add(
         "--num-draft-tokens",
         type=draft_counts,
@@ -401,13 +401,12 @@ def _model_and_options(args: argparse.Namespace) -> tuple[Any, dict[str, Any]]:
     model, draft = args.model, args.draft
     if args.meta:
         from compilespec.inspect.meta import meta_draft, meta_target
-        from compilespec.tracing.load import demo_directory
 
         if draft is not None or args.device is not None:
             raise InvalidOption(
                 "--meta makes a random drafter, without memory; leave out --draft and --device"
             )
-        model = meta_target(demo_directory() if model == DEMO else model, args.dtype)
+        model = meta_target(model, args.dtype)
         draft = meta_draft(model, spec)
     else:
         options |= {"dtype": args.dtype, "device": args.device}

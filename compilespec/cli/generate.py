@@ -44,9 +44,14 @@ def add_parser(commands: Any) -> None:
         "--temperature sampled.",
     )
     add = parser.add_argument
-    add("--model", default=DEMO, metavar="DIR|demo", help="target checkpoint (default: demo)")
+    add(
+        "--model",
+        default=DEMO,
+        metavar="DIR|NAME",
+        help="target: a directory, org/name of the hub, a GGUF file, or demo (default: demo)",
+    )
     add("--spec", help="drafting method (default: eagle3 for the demo, else none)")
-    add("--draft", metavar="DIR", help="drafter checkpoint (default: beside the target)")
+    add("--draft", metavar="DIR|NAME", help="drafter checkpoint (default: beside the target)")
     add("--prompt", action="append", metavar="TEXT", help="prompt; may be repeated")
     add(
         "--prompt-file",

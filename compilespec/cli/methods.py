@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
+
+from compilespec.errors import InvalidOption
 
 # Capabilities that require something of the caller or the engine, and a word for each.
 NEEDS = {
@@ -29,6 +32,9 @@ def add_parser(commands: Any) -> None:
         "--modes", action="store_true", help="list TensorRT-LLM's modes by predicate instead"
     )
     parser.add_argument(
+        "--drafts", action="store_true", help="list published drafters by target instead"
+    )
+    parser.add_argument(
         "--json", action="store_true", help="print one JSON list instead of a table"
     )
     parser.set_defaults(run=run)
@@ -37,10 +43,15 @@ def add_parser(commands: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     from compilespec.methods.registry import capability_rows
 
+    if args.modes and args.drafts:
+        raise InvalidOption("--modes and --drafts are two lists: give one of them")
     if args.json:
-        rows = mode_rows() if args.modes else capability_rows()
+        rows = mode_rows() if args.modes else draft_rows() if args.drafts else capability_rows()
         json.dump(rows, sys.stdout, indent=2, default=str)
         print()
+    elif args.drafts:
+        drafts = draft_rows()
+        print_lines([tuple(drafts[0]), *(tuple(row.values()) for row in drafts)])
     elif args.modes:
         from compilespec.reference_ops.modes import truth_table
 
@@ -49,6 +60,13 @@ def run(args: argparse.Namespace) -> int:
     else:
         print_table(COLUMNS, map(_method_cells, capability_rows()), wraps="needs")
     return 0
+
+
+def draft_rows() -> list[dict[str, Any]]:
+    """One row per published drafter: its target, method, name on the hub and layout."""
+    from compilespec.methods.published import PUBLISHED
+
+    return [dataclasses.asdict(row) for row in PUBLISHED]
 
 
 def mode_rows() -> list[dict[str, Any]]:
@@ -73,6 +91,14 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, wraps:
     for row in rows:
         table.add_row(*row)
     Console().print(table)
+
+
+def print_lines(rows: Sequence[Sequence[str]]) -> None:
+    """Rows of columns that are as wide as they must be, on terminals of any width."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        padded = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+        print("  ".join(padded).rstrip())
 
 
 def _method_cells(row: dict[str, Any]) -> tuple[str, ...]:

@@ -27,7 +27,7 @@ class NotSupported(SpecError):
 
 
 class ModelNotFound(SpecError):
-    """The target given as a directory cannot be loaded."""
+    """The target given by a path or a name cannot be found or loaded."""
 
 
 class DraftNotFound(SpecError):

@@ -12,21 +12,23 @@ from compilespec.errors import ModelNotFound, NotSupported
 from compilespec.methods.base import Drafter
 from compilespec.methods.registry import get_method
 from compilespec.tracing.placement import read_dtype
+from compilespec.tracing.places import find_model
 from compilespec.tracing.quiet import quiet_import
 from compilespec.tracing.target_info import TargetInfo
 
 
-def meta_target(directory: str | Path, dtype: str | None = None) -> Any:
-    """The model that a directory's config.json describes, with no weights behind it.
+def meta_target(model_name: str | Path, dtype: str | None = None) -> Any:
+    """The model that a config.json describes, found as `find_model` does, with no weights.
 
     Raises: ModelNotFound where there is no config.json, or transformers cannot build it.
     """
     with quiet_import():
         from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel  # noqa: F401
 
-    directory = Path(directory)
-    if not (directory / "config.json").is_file():
-        raise ModelNotFound(f"--meta: {directory} holds no config.json")
+    place = find_model(model_name)
+    directory = place.directory
+    if place.gguf_file is not None:
+        raise ModelNotFound(f"--meta: {place.path} holds no config.json; leave --meta out")
     try:
         config = AutoConfig.from_pretrained(directory, local_files_only=True)
         wanted = read_dtype(dtype) or config.dtype or torch.bfloat16

@@ -29,6 +29,7 @@ class Capabilities:
     own_kv_cache: bool = False  # the drafter writes a KV cache of its own
     lossless: bool = True
     chooses: bool = False  # a placeholder for a method that is picked before anything is built
+    drafts_with_model: bool = False  # its drafter is a causal language model, as targets are
     inside_target: bool = False  # the target's own checkpoint may hold the drafter
     folders: tuple[str, ...] = ()  # beside the target, after the one named as the method
     aliases: tuple[str, ...] = ()  # TensorRT-LLM's mode names for this method

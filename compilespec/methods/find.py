@@ -8,9 +8,11 @@ from typing import Any
 
 from torch import nn
 
-from compilespec.errors import DraftNotFound, InvalidOption
+from compilespec.errors import DraftNotFound, InvalidOption, ModelNotFound
 from compilespec.methods.capabilities import Capabilities
+from compilespec.methods.published import published_draft
 from compilespec.tracing.load import Target
+from compilespec.tracing.places import find_model
 
 
 def find_draft(
@@ -18,10 +20,11 @@ def find_draft(
     target: Target,
     capabilities: Capabilities,
 ) -> Path | nn.Module | Callable[..., Any]:
-    """The drafter: as given (`check_draft` has passed it), else `TARGET_DIRECTORY/<method>/`, else
-    inside the target's own checkpoint if the method allows that.
+    """The drafter: as given (`read_draft` has passed it), else `TARGET_DIRECTORY/<method>/`, else
+    inside the target's own checkpoint if the method allows that, else in the table of published
+    drafters by the target's name.
 
-    Raises: DraftNotFound naming every place that was searched.
+    Raises: DraftNotFound naming every place that was searched, or what to download.
     """
     method = capabilities.name
     if draft is not None:
@@ -35,31 +38,51 @@ def find_draft(
     for place in places:
         if (place / "config.json").is_file():
             return place
-    if capabilities.inside_target:
+    if capabilities.inside_target and (target.directory / "config.json").is_file():
         return target.directory
-    raise DraftNotFound(
-        f"no drafter for spec={method!r}: searched {', '.join(map(str, places))}; give "
-        f"draft=DIRECTORY or a module"
-    )
+    none = f"no drafter for spec={method!r}: searched {', '.join(map(str, places))} and the "
+    none += "published drafters (compilespec methods --drafts)"
+    if published := published_draft(target.given_name, method):
+        try:
+            return _draft_place(published, capabilities)
+        except DraftNotFound as error:
+            raise DraftNotFound(f"{none}, where {error}") from error
+    raise DraftNotFound(f"{none}; give draft= a directory, a name of the hub or a module")
 
 
-def check_draft(draft: Any, capabilities: Capabilities) -> None:
-    """Refuse a drafter that cannot be one, before the target is loaded.
+def read_draft(draft: Any, capabilities: Capabilities) -> Any:
+    """The drafter as given, or the path that its name leads to; refuse one that cannot be one,
+    before the target is loaded.
 
     Raises: InvalidOption, DraftNotFound.
     """
     method = capabilities.name
     if draft is None or capabilities.chooses:
-        return
+        return draft
     if not capabilities.needs_draft_weights:
         raise InvalidOption(
             f"spec={method!r} takes no draft; leave out draft= or choose another method"
         )
     if isinstance(draft, str | Path):
-        if not (Path(draft) / "config.json").is_file():
-            raise DraftNotFound(
-                f"draft {draft} holds no config.json; expected a checkpoint directory of method "
-                f"{method!r}"
-            )
-    elif not callable(draft):
-        raise InvalidOption(f"draft must be a directory, a module or a function; got {draft!r}")
+        return _draft_place(draft, capabilities)
+    if not callable(draft):
+        raise InvalidOption(
+            f"draft must be a directory, a name of the hub, a module or a function; got {draft!r}"
+        )
+    return draft
+
+
+def _draft_place(draft: str | Path, capabilities: Capabilities) -> Path:
+    """The directory of a drafter, or a GGUF file where the method's drafter is a model."""
+    try:
+        place = find_model(draft)
+    except ModelNotFound as error:
+        raise DraftNotFound(
+            f"draft {error}; a checkpoint of method {capabilities.name!r} is needed"
+        ) from error
+    if place.gguf_file is not None and not capabilities.drafts_with_model:
+        raise DraftNotFound(
+            f"draft {place.path} is a GGUF file; expected a checkpoint directory of method "
+            f"{capabilities.name!r}, with config.json"
+        )
+    return place.path

@@ -21,7 +21,7 @@ from compilespec.cudagraphs.modes import units_for
 from compilespec.errors import InvalidOption
 from compilespec.lowering import lower, prepare_kernels
 from compilespec.methods.base import Method, MethodConfig
-from compilespec.methods.find import check_draft
+from compilespec.methods.find import read_draft
 from compilespec.methods.registry import get_method
 from compilespec.passes.acceptance.options import ACCEPTANCE_OPTIONS, warn_if_lossy
 from compilespec.pipeline.build import build_program
@@ -69,11 +69,12 @@ def compile(
     """Compile a causal language model and a drafter into one program that decodes speculatively.
 
     Args:
-        model: an nn.Module, a directory in Hugging Face layout, or "demo".
+        model: an nn.Module, a directory in Hugging Face layout, a name of the hub ("org/name" or
+            "org/name@revision"), a GGUF file (extra `gguf`), or "demo".
         spec: drafting method by name, as a config, or a method object of one's own; "none" is
             plain decoding through the same path.
-        draft: directory or module of the drafter (for spec="user" a function, too); None looks
-            beside the target.
+        draft: directory, name of the hub or module of the drafter (for spec="user" a function,
+            too); None looks beside the target and in its checkpoint, then for a published one.
         dtype: of the weights; None takes the model's own, a directory's is that of its config.
         device: where it runs; None takes the model's own.
         tokenizer: for prompts that are text; None takes the one beside the model, if there is one.
@@ -155,7 +156,7 @@ def _ask(
     else:
         method = get_method(spec)
     check_method_options(given, method.capabilities, list(inspect.signature(compile).parameters))
-    check_draft(draft, method.capabilities)
+    draft = read_draft(draft, method.capabilities)
     own = {name: value for name, value in keywords.items() if name in names}
     judging = {name: given.pop(name) for name in ACCEPTANCE_OPTIONS if name in given}
     options = CompileOptions(**own, **judging)

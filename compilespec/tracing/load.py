@@ -1,9 +1,9 @@
-"""Loads the target: a module, a directory in Hugging Face layout, or "demo"."""
+"""Loads the target: a module, or what a path, a name of the hub or "demo" leads to."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,8 +26,12 @@ from compilespec.tracing.checkpoint_files import (
     reason,
 )
 from compilespec.tracing.generation_defaults import GenerationDefaults, read_generation_defaults
+from compilespec.tracing.gguf_file import load_gguf
 from compilespec.tracing.placement import read_device, read_dtype
+from compilespec.tracing.places import EXPECTED, ModelPlace, find_model
 from compilespec.tracing.quiet import no_progress_bars, quiet_import
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,20 +39,18 @@ class Target:
     """A loaded target and the facts of its checkpoint."""
 
     model: nn.Module
-    directory: Path | None
+    directory: Path | None  # where its drafters and counts are looked for, too
     tokenizer: Any
     eos_token_ids: tuple[int, ...]
     max_seq_len: int | None  # positions the model can take; None where it does not say
     generation_defaults: GenerationDefaults = field(default_factory=GenerationDefaults)
+    given_name: str | None = None  # the name by which it was found, as `ModelPlace` has it
 
     @property
     def name(self) -> str:
-        """The directory's name, if there is one, and the class's."""
+        """The name by which it was found, if it was, and the class's."""
         kind = type(self.model).__name__
-        if self.directory is None:
-            return kind
-        is_demo = self.directory == demo_directory()
-        return f"{'demo' if is_demo else self.directory.name} ({kind})"
+        return kind if self.given_name is None else f"{self.given_name} ({kind})"
 
     @property
     def device(self) -> torch.device:
@@ -73,27 +75,24 @@ def load_target(
     """Load or adopt the target; a module is moved or cast only if a keyword says so.
 
     Raises: ModelNotFound (a damaged file too), CheckpointError (tensors missing, unexpected,
-    misshapen, or integers where the model has floats), InvalidOption.
+    misshapen, or integers where the model has floats), MissingDependency, InvalidOption.
     """
     wanted, device = read_dtype(dtype), read_device(device)
     if not isinstance(model, nn.Module | str | Path):
-        raise InvalidOption(
-            "model must be an nn.Module, a directory in Hugging Face layout, or 'demo'; got "
-            f"{model!r}"
-        )
+        raise InvalidOption(f"model must be an nn.Module, {EXPECTED}; got {model!r}")
     if tokenizer is not None and not hasattr(tokenizer, "decode"):
         raise InvalidOption(
             "tokenizer must be a transformers tokenizer or have its encode() and decode(); got "
             f"{tokenizer!r}"
         )
-    directory: Path | None = None
+    place: ModelPlace | None = None
     if not isinstance(model, nn.Module):
-        directory = demo_directory() if model == "demo" else Path(model)
-        model = _load_directory(directory, wanted)
-        tokenizer = tokenizer if tokenizer is not None else _load_tokenizer(directory)
+        place = find_model(model)
+        model = _load_place(place, wanted)
+        tokenizer = tokenizer if tokenizer is not None else _load_tokenizer(place)
     if wanted is not None or device is not None:
         model = model.to(dtype=wanted, device=device)
-    if directory is not None:
+    if place is not None:
         _set_experts(model)
     if next(model.parameters(), None) is None:
         raise InvalidOption(
@@ -103,27 +102,26 @@ def load_target(
     config = getattr(model, "config", None)
     return Target(
         model=model,
-        directory=directory,
+        directory=place.directory if place else None,
         tokenizer=tokenizer,
         eos_token_ids=_eos_ids(model, tokenizer),
         max_seq_len=getattr(config, "max_position_embeddings", None),
         generation_defaults=read_generation_defaults(model),
+        given_name=place.name if place else None,
     )
 
 
-def demo_directory() -> Path:
-    """The demo target that ships with the package; its drafter lies in `eagle3/` beside it."""
-    from compilespec.demo import demo_directory as shipped
-
-    return Path(shipped())
+def _load_place(place: ModelPlace, dtype: torch.dtype | None) -> nn.Module:
+    if place.gguf_file is None:
+        return _load_directory(place.directory, dtype)
+    with quiet_import(), no_progress_bars():
+        model, report = load_gguf(place.path, dtype)
+    _check_whole(place.path, model, report, integers=[])
+    loaded: nn.Module = model
+    return loaded
 
 
 def _load_directory(directory: Path, dtype: torch.dtype | None) -> nn.Module:
-    if not (directory / "config.json").is_file():
-        raise ModelNotFound(
-            f"{directory} holds no config.json; expected a directory in Hugging Face layout, or "
-            "'demo'; a model of the hub must be downloaded first: hf download NAME --local-dir DIR"
-        )
     with quiet_import():
         import transformers.modeling_utils  # noqa: F401  (what every model is made of)
         from transformers import AutoConfig, AutoModelForCausalLM
@@ -143,7 +141,7 @@ def _load_directory(directory: Path, dtype: torch.dtype | None) -> nn.Module:
         raise ModelNotFound(
             f"{directory} cannot be loaded as a causal language model: {reason(error)}"
         ) from error
-    _check_whole(directory, model, report)
+    _check_whole(directory, model, report, integers=_integers(directory, model))
     loaded: nn.Module = model
     return loaded
 
@@ -170,7 +168,9 @@ def _check_kind(directory: Path, config: Any) -> None:
         )
 
 
-def _check_whole(directory: Path, model: nn.Module, report: Mapping[str, Any]) -> None:
+def _check_whole(
+    path: Path, model: nn.Module, report: Mapping[str, Any], *, integers: Sequence[str]
+) -> None:
     """Refuse a checkpoint that does not match its model.  transformers initialises missing tensors
     at random, ignores unexpected ones and casts the rest, with a log message at most.
     """
@@ -181,13 +181,13 @@ def _check_whole(directory: Path, model: nn.Module, report: Mapping[str, Any]) -
     bad = {
         "lacks": [*sorted(report["missing_keys"]), *misshapen],
         "has no place in the model for": sorted(_beside_drafters(model, report["unexpected_keys"])),
-        "holds integers where the model has floats in": _integers(directory, model),
+        "holds integers where the model has floats in": integers,
     }
     problems = [f"{what} {listed(names)}" for what, names in bad.items() if names]
     if problems:
         raise CheckpointError(
-            f"{directory} {', '.join(problems)}; config.json and the weights must belong together: "
-            "copy the checkpoint again"
+            f"{path} {', '.join(problems)}; config.json and the weights must belong together: copy "
+            "the checkpoint again"
         )
 
 
@@ -216,18 +216,18 @@ def _integers(directory: Path, model: nn.Module) -> list[str]:
     ]
 
 
-def _load_tokenizer(directory: Path) -> Any:
+def _load_tokenizer(place: ModelPlace) -> Any:
     from transformers import AutoTokenizer
 
-    if not any(
-        (directory / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")
-    ):
+    names = [place.gguf_file] if place.gguf_file else TOKENIZER_FILES
+    if not any((place.directory / name).is_file() for name in names):
         return None
+    inside = {"gguf_file": place.gguf_file} if place.gguf_file else {}
     try:
-        return AutoTokenizer.from_pretrained(directory, local_files_only=True)
+        return AutoTokenizer.from_pretrained(place.directory, local_files_only=True, **inside)
     except Exception as error:  # the tokenizers library has no error class of its own
         raise ModelNotFound(
-            f"{directory}: the tokenizer cannot be loaded: {reason(error)}"
+            f"{place.path}: the tokenizer cannot be loaded: {reason(error)}"
         ) from error
 
 

@@ -117,7 +117,7 @@ BY_COMPILE: dict[str, tuple[tuple[Any, ...], dict[str, Any], type[SpecError], st
     "no model": ((None,), {}, InvalidOption, "an nn.Module, a directory .*; got None$"),
     "a number": ((3,), {}, InvalidOption, "model must be .*; got 3$"),
     "a name of the hub": (
-        ("meta-llama/Llama-3.1-8B",), {}, ModelNotFound, "hf download NAME --local-dir DIR$",
+        ("meta-llama/Llama-3.1-8B",), {}, ModelNotFound, "hf download meta-llama/Llama-3.1-8B$",
     ),
     "a method with a slip": (
         ("demo", "eagel3"), {}, UnknownMethod, r"did you mean eagle3\? known methods: none, ",

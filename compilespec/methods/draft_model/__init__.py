@@ -28,6 +28,7 @@ class DraftModelMethod:
         name="draft_model",
         kind="unshifted",
         needs_draft_weights=True,
+        drafts_with_model=True,
         own_kv_cache=True,
         aliases=("DRAFT_TARGET",),
         options=("vocab_map", "draft_tokenizer"),

@@ -1,0 +1,86 @@
+"""Models of the hub by name: found in its cache, or downloaded into it.
+
+huggingface_hub decides where the cache is (HF_HOME), which token is used, and whether the network
+may be asked (HF_HUB_OFFLINE).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from compilespec.errors import ModelNotFound
+from compilespec.tracing.checkpoint_files import reason
+
+# "org/name", with a branch, tag or commit behind an "@".
+HUB_NAME = re.compile(r"(?P<name>\w[\w.-]*/\w[\w.-]*)(?:@(?P<revision>\w[\w./-]*))?")
+
+# What is read of a checkpoint; its weights as safetensors, or else as pickles.
+FILES = ["*.json", "*.jinja", "*.model", "*.txt", "*.safetensors"]
+PICKLES = ["pytorch_model*.bin", "pytorch_model*.bin.index.json"]
+OTHERS = ["*/*", "consolidated*"]  # folders, and a second form of the same weights
+
+
+def is_hub_name(name: object) -> bool:
+    """Whether it has the form "org/name" or "org/name@revision"."""
+    return isinstance(name, str) and HUB_NAME.fullmatch(name) is not None
+
+
+def find_on_hub(name: str) -> Path:
+    """The folder of the hub's cache that holds a model, downloaded where it is not there yet.
+
+    Args:
+        name: for which `is_hub_name` holds.
+    Raises: ModelNotFound (no such model or revision, no access, or neither cached nor reachable).
+    """
+    match = HUB_NAME.fullmatch(name)
+    assert match is not None
+    repo, revision = match["name"], match["revision"]
+    from huggingface_hub import errors, snapshot_download
+
+    command = f"hf download {repo}" + (f" --revision {revision}" if revision else "")
+    try:
+        with _bars_on_terminals_only():
+            folder = snapshot_download(
+                repo, revision=revision, allow_patterns=FILES, ignore_patterns=OTHERS
+            )
+            if not any(Path(folder).glob("*.safetensors")):
+                snapshot_download(
+                    repo, revision=revision, allow_patterns=PICKLES, ignore_patterns=OTHERS
+                )
+    except errors.GatedRepoError as error:
+        raise ModelNotFound(
+            f"{name} is gated: accept its terms on its page of the hub and log in: hf auth login"
+        ) from error
+    except (errors.RepositoryNotFoundError, errors.RevisionNotFoundError) as error:
+        raise ModelNotFound(
+            f"{name} is no directory here, and the hub has no such model or revision, or not for "
+            "you: check its name, or log in: hf auth login"
+        ) from error
+    except errors.LocalEntryNotFoundError as error:
+        raise ModelNotFound(
+            f"{name} is no directory here, is not whole in the hub's cache (HF_HOME), and the hub "
+            f"cannot be reached; where there is network, download it: {command}"
+        ) from error
+    except Exception as error:  # what the network and the disk may raise
+        raise ModelNotFound(
+            f"{name} cannot be downloaded from the hub: {reason(error)}; try {command}"
+        ) from error
+    return Path(folder)
+
+
+@contextlib.contextmanager
+def _bars_on_terminals_only() -> Iterator[None]:
+    from huggingface_hub import utils
+
+    silent = not sys.stderr.isatty() and not utils.are_progress_bars_disabled()
+    if silent:
+        utils.disable_progress_bars()
+    try:
+        yield
+    finally:
+        if silent:
+            utils.enable_progress_bars()

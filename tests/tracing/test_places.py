@@ -1,0 +1,287 @@
+"""Models by path and by name: a hub cache laid out by hand, and a tiny GGUF file."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+import compilespec
+from compilespec.errors import DraftNotFound, MissingDependency, ModelNotFound
+from compilespec.methods.find import read_draft
+from compilespec.methods.registry import get_method
+from compilespec.tracing import gguf_file
+from compilespec.tracing.hub import is_hub_name
+from compilespec.tracing.load import load_target
+from compilespec.tracing.places import find_model
+
+ORACLES = Path(__file__).parent.parent / "data" / "oracles"
+TARGET, DRAFT = ORACLES / "c_target", ORACLES / "c_eagle3_d2t_chain" / "draft"
+COMMIT, OLDER = "0123456789abcdef0123456789abcdef01234567", "f" * 40
+TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}"
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch) -> Path:
+    """An empty cache of the hub, which cannot be reached."""
+    from huggingface_hub import constants
+
+    assert constants.HF_HUB_OFFLINE
+    cache = tmp_path / "hub"
+    cache.mkdir()
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache))
+    return cache
+
+
+def cached(hub: Path, name: str, source: Path, revisions: dict[str, str]) -> Path:
+    """Lay out a model in the cache as a download leaves it; returns its newest snapshot."""
+    folder = hub / f"models--{name.replace('/', '--')}"
+    for revision, commit in revisions.items():
+        ref = folder / "refs" / revision
+        ref.parent.mkdir(parents=True, exist_ok=True)
+        ref.write_text(commit)
+        if not (folder / "snapshots" / commit).exists():
+            shutil.copytree(source, folder / "snapshots" / commit)
+    return folder / "snapshots" / revisions["main"]
+
+
+def test_the_form_of_a_name():
+    for name in ("org/name", "a-b/C.d_1", "org/name@main", "org/name@refs/pr/3", f"o/n@{COMMIT}"):
+        assert is_hub_name(name), name
+    for name in (
+        "demo",
+        "gpt2",
+        "./dir/x",
+        "/abs/dir",
+        "a/b/c",
+        "~/models",
+        "org/",
+        7,
+        Path("o/n"),
+    ):
+        assert not is_hub_name(name), name
+
+
+def test_a_cached_model_and_its_revisions(hub):
+    main = cached(hub, "org/tiny", TARGET, {"main": COMMIT, "v1.0": OLDER})
+    place = find_model("org/tiny")
+    assert (place.name, place.directory) == ("org/tiny", main)
+    older = main.parent / OLDER
+    assert find_model("org/tiny@v1.0").directory == older
+    assert find_model(f"org/tiny@{OLDER}").directory == older
+    target = load_target("org/tiny")
+    assert target.name == "org/tiny (LlamaForCausalLM)"
+    assert target.directory == main
+
+
+def test_target_and_drafter_by_name_decode_as_from_directories(hub):
+    cached(hub, "org/tiny", TARGET, {"main": COMMIT})
+    cached(hub, "org/tiny-eagle3", DRAFT, {"main": COMMIT})
+    keywords: dict[str, Any] = {"backend": "eager", "max_batch_size": 1, "max_seq_len": 64}
+    outputs = []
+    for model, draft in (("org/tiny", "org/tiny-eagle3"), (TARGET, DRAFT)):
+        with compilespec.compile(model, "eagle3", draft=draft, **keywords) as engine:
+            (output,) = engine.generate([5, 3, 8, 1, 2])
+            outputs.append((output.token_ids, output.emitted_per_step))
+            named = "org/tiny" if model == "org/tiny" else "c_target"
+            assert engine.plan()["model"] == f"{named} (LlamaForCausalLM)"
+    assert outputs[0] == outputs[1]
+
+
+def test_what_is_on_disk_comes_before_the_hub(hub, tmp_path, monkeypatch):
+    cached(hub, "org/tiny", TARGET, {"main": COMMIT})
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(TARGET, tmp_path / "org" / "tiny")
+    assert find_model("org/tiny").directory == Path("org/tiny")
+
+
+@pytest.mark.parametrize(
+    ("name", "command"),
+    [
+        ("org/none", "hf download org/none$"),
+        ("org/none@v2", "hf download org/none --revision v2$"),
+    ],
+)
+def test_a_name_that_is_not_cached_says_what_to_download(hub, name, command):
+    with pytest.raises(ModelNotFound, match=command) as caught:
+        find_model(name)
+    message = str(caught.value)
+    assert message.startswith(f"{name} is no directory here, is not whole in the hub's cache")
+    assert "\n" not in message
+    with pytest.raises(
+        DraftNotFound, match=f"^draft {name} is .*; a checkpoint of method 'eagle3'"
+    ):
+        read_draft(name, get_method("eagle3").capabilities)
+
+
+def test_a_repository_of_gguf_files_alone(hub, tmp_path):
+    (tmp_path / "files").mkdir()
+    (tmp_path / "files" / "README.md").write_text("x")
+    cached(hub, "org/x-GGUF", tmp_path / "files", {"main": COMMIT})
+    with pytest.raises(ModelNotFound, match=r"hf download org/x-GGUF FILE\.gguf$"):
+        find_model("org/x-GGUF")
+
+
+def test_what_the_hub_answers_is_told(hub, monkeypatch):
+    import huggingface_hub
+    from huggingface_hub import errors
+
+    answers: list[Exception] = []
+
+    def download(*args: Any, **keywords: Any) -> str:
+        raise answers.pop()
+
+    class Response:
+        headers: dict[str, str] = {}  # noqa: RUF012
+        request = None
+        status_code = 401
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    for answer, message in (
+        (errors.GatedRepoError("x", response=Response()), "is gated: .*hf auth login$"),
+        (errors.RepositoryNotFoundError("x", response=Response()), "no such model or revision"),
+        (errors.RevisionNotFoundError("x", response=Response()), "no such model or revision"),
+        (OSError("No space left\non device"), "OSError: No space left; try hf download org/x$"),
+    ):
+        answers.append(answer)
+        with pytest.raises(ModelNotFound, match=message):
+            find_model("org/x")
+
+
+def test_paths_that_hold_no_model(tmp_path):
+    (tmp_path / "weights.bin").write_bytes(b"x")
+    for path, message in (
+        (tmp_path, "holds no config.json and no GGUF file; expected a directory"),
+        (tmp_path / "weights.bin", "is a file, and no GGUF file"),
+        (str(tmp_path / "nowhere"), "holds no config.json"),
+    ):
+        with pytest.raises(ModelNotFound, match=message):
+            find_model(path)
+
+
+# --- GGUF ---
+
+
+def test_a_gguf_file_is_found_by_itself_and_by_its_directory(tmp_path):
+    (tmp_path / "tiny.Q4_1.gguf").write_bytes(b"GGUF")
+    for path in (tmp_path, tmp_path / "tiny.Q4_1.gguf"):
+        place = find_model(path)
+        assert dataclasses.astuple(place) == ("tiny.Q4_1", tmp_path, "tiny.Q4_1.gguf")
+        assert read_draft(path, get_method("draft_model").capabilities) == place.path
+        with pytest.raises(DraftNotFound, match="is a GGUF file; expected a checkpoint directory"):
+            read_draft(path, get_method("eagle3").capabilities)
+    (tmp_path / "other.gguf").write_bytes(b"GGUF")
+    with pytest.raises(ModelNotFound, match=r"several GGUF files \(other.gguf, tiny.Q4_1.gguf\)"):
+        find_model(tmp_path)
+
+
+def test_gguf_without_its_libraries_names_the_extra(tmp_path, monkeypatch):
+    (tmp_path / "tiny.gguf").write_bytes(b"GGUF")
+    monkeypatch.setattr(gguf_file, "find_spec", lambda name: None)
+    with pytest.raises(MissingDependency, match=r"gguf and accelerate.*'compilespec\[gguf\]'$"):
+        load_target(tmp_path)
+
+
+def test_a_damaged_gguf_file(tmp_path):
+    pytest.importorskip("gguf")
+    pytest.importorskip("accelerate")
+    (tmp_path / "tiny.gguf").write_bytes(b"GGUF and no more")
+    with pytest.raises(ModelNotFound, match="cannot be loaded as a causal language model"):
+        load_target(tmp_path)
+
+
+def tiny_llama() -> Any:
+    config = transformers.LlamaConfig(
+        vocab_size=260, hidden_size=64, intermediate_size=96, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=128,
+        tie_word_embeddings=False, bos_token_id=256, eos_token_id=257, rms_norm_eps=1e-5,
+    )  # fmt: skip
+    return transformers.LlamaForCausalLM(config).eval()
+
+
+GGUF_NAMES = {
+    "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down", "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm", "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm", "lm_head": "output", "model.layers": "blk",
+}  # fmt: skip
+
+
+def write_gguf(model: Any, path: Path, *, quantized: bool) -> None:
+    """Write a Llama as llama.cpp's converter does, with a tokenizer of single bytes."""
+    gguf: Any = pytest.importorskip("gguf")
+    from tests.support.toy_tokenizer import byte_spelling
+
+    config, writer = model.config, gguf.GGUFWriter(path, "llama")
+    writer.add_name("tiny")
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_rope_dimension_count(config.head_dim)
+    writer.add_rope_freq_base(10000.0)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_vocab_size(config.vocab_size)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list([*byte_spelling(), "<bos>", "<eos>", "xy", "<|endoftext|>"])
+    writer.add_token_types([1] * 256 + [3, 3, 1, 3])
+    writer.add_token_merges(["x y"])
+    writer.add_bos_token_id(256)
+    writer.add_eos_token_id(257)
+    writer.add_chat_template(TEMPLATE)
+    for name, tensor in model.state_dict().items():
+        data = tensor.float().numpy()
+        for part, heads in (("q_proj", 4), ("k_proj", 2)):
+            if part in name:  # llama.cpp rotates neighbouring pairs
+                halves = data.reshape(heads, 2, -1, data.shape[1])
+                data = halves.swapaxes(1, 2).reshape(data.shape)
+        for theirs, ours in GGUF_NAMES.items():
+            name = name.replace(theirs, ours)
+        kind = None
+        if quantized and "ffn" in name and data.ndim == 2:
+            kind = gguf.GGMLQuantizationType.Q8_0
+            data = gguf.quantize(data, kind)
+        writer.add_tensor(name, data, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def test_a_gguf_file_gives_model_tokenizer_and_template(tmp_path, capfd):
+    pytest.importorskip("accelerate")
+    model = tiny_llama()
+    write_gguf(model, tmp_path / "tiny.gguf", quantized=False)
+    target = load_target(tmp_path)
+    assert target.name == "tiny (LlamaForCausalLM)"
+    assert target.model.dtype == torch.float32
+    assert target.max_seq_len == 128
+    assert target.eos_token_ids == (257,)
+    for name, tensor in model.state_dict().items():
+        torch.testing.assert_close(target.model.state_dict()[name], tensor, rtol=0, atol=0)
+    assert target.tokenizer.encode("hé", add_special_tokens=False) == list("hé".encode())
+    assert target.tokenizer.chat_template == TEMPLATE
+    assert "de-quantizing" not in capfd.readouterr().err
+
+
+def test_a_quantized_gguf_file_is_dequantised_and_served(tmp_path):
+    pytest.importorskip("accelerate")
+    model = tiny_llama()
+    path = tmp_path / "tiny.Q8_0.gguf"
+    write_gguf(model, path, quantized=True)
+    assert load_target(path).model.dtype == torch.bfloat16
+    with compilespec.compile(
+        path, "draft_model", draft=path, dtype="float32", backend="eager", max_batch_size=1,
+        max_seq_len=48, num_draft_tokens=2,
+    ) as engine:  # fmt: skip
+        (output,) = engine.chat([{"role": "user", "content": "abc"}])
+        assert output.prompt_token_ids == list(b"abc")
+        assert set(output.emitted_per_step[:-1]) == {3}  # it drafts for itself
