@@ -59,6 +59,7 @@ ELSEWHERE: Mapping[str, Mapping[str, str]] = {
         "tp_size": "device (an engine runs on one)",
         "quantization": "quantize",
         "quantization_config": "quantize",
+        "revision": "model ('org/name@revision')",
         "enforce_eager": "cudagraphs ('none': no CUDA graphs) or backend ('eager': uncompiled)",
         "cuda_graph_config": "cudagraphs",
         "use_cuda_graph": "cudagraphs",
