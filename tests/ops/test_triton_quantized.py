@@ -38,7 +38,7 @@ def float8(*shape: int) -> Tensor:
         ((2,), (5, 24), 3, int8),  # groups of 8: the reference serves
         ((0, 4), (9, 16), 1, int8),
     ],
-    ids=str,
+    ids=lambda value: getattr(value, "__name__", str(value)),
 )
 def test_products_are_those_of_the_reference(rows, shape, groups, weight, dtype):
     x, weight_NK = torch.randn(*rows, shape[1]).to(dtype), weight(*shape)
