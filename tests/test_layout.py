@@ -9,6 +9,7 @@ import ast
 import statistics
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -205,3 +206,9 @@ def test_functions_are_short_and_take_few_arguments(files):
     middle, tenth = statistics.median(lengths), sorted(lengths)[int(0.9 * len(lengths))]
     assert middle <= 8
     assert tenth <= 24
+
+
+def test_no_two_test_files_share_a_name() -> None:
+    """pytest imports test files by their bare names."""
+    names = Counter(path.name for path in (PACKAGE.parent / "tests").rglob("test_*.py"))
+    assert [name for name, count in names.items() if count > 1] == []
