@@ -146,15 +146,15 @@ def test_without_it_nothing_is_found():
 
 def program(buffers: tuple[str, ...] = (), **changes: Any) -> Any:
     specs = [BufferSpec(name=n, kind="state", shape=(2,), dtype=torch.int32) for n in buffers]
-    return SimpleNamespace(
-        **{"recorder": None, "has_own_blocks": False, "buffers": specs, **changes}
-    )
+    facts = {"recorder": None, "has_own_blocks": False, "state_bytes_per_request": 0}
+    return SimpleNamespace(**{**facts, "buffers": specs, **changes})
 
 
 def test_methods_that_could_not_be_right_do_not_share():
     assert why_not(program(buffers=("seq_len_R", "ring_ids_RK", "history_RL"))) is None
     assert "recorded" in why_not(program(recorder=object()))
     assert "blocks of their own" in why_not(program(has_own_blocks=True))
+    assert "newest state" in why_not(program(state_bytes_per_request=64))
     assert "relaxed_delta_R" in why_not(program(buffers=("seq_len_R", "relaxed_delta_R")))
 
 
