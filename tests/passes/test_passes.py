@@ -454,7 +454,9 @@ def test_paged_attention_needs_known_shapes(parts):
     gm, ctx = started(parts, "decode", "insert_paged_attention")
     marker = next(node for node in gm.graph.nodes if marker_kind(node) == "attention")
     del marker.args[1].meta["example"]
-    with pytest.raises(PassError, match=r"cache\.target\.0\.key: its attention marker has no known"):
+    with pytest.raises(
+        PassError, match=r"cache\.target\.0\.key: its attention marker has no known"
+    ):
         insert_paged_attention(gm, ctx)
 
 
