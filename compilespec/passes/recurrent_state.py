@@ -6,6 +6,7 @@ the few tokens after them gave; see `ops.recurrence`.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,7 +49,7 @@ def _keep_state(
     query, key, value, decay, beta, kind = marker.args
     sizes = [_sizes(node, name) for node in (key, value, decay, *([] if beta is None else [beta]))]
     (_, key_dim), (heads, value_dim) = sizes[0], sizes[1]
-    width = sum(_product(size) for size in sizes)
+    width = sum(map(math.prod, sizes))
     rows, dtype = ctx.config.max_batch_size + 1, _dtype(value)
     state = BufferSpec(
         name=f"{name}.state", kind="state", shape=(rows, heads, key_dim, value_dim), dtype=dtype
@@ -115,13 +116,6 @@ def _shape(node: object, name: str) -> tuple[int | None, ...]:
 def _sizes(node: object, name: str) -> tuple[int, ...]:
     """The sizes of one token."""
     return tuple(int(size or 0) for size in _shape(node, name)[2:])
-
-
-def _product(sizes: tuple[int, ...]) -> int:
-    count = 1
-    for size in sizes:
-        count *= size
-    return count
 
 
 def _dtype(node: Any) -> torch.dtype:

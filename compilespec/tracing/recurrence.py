@@ -18,6 +18,7 @@ from torch import Tensor
 
 import compilespec.ops  # noqa: F401  (registers the operators)
 from compilespec.errors import UnsupportedState
+from compilespec.ops._tensors import wide_dtype
 
 
 @contextlib.contextmanager
@@ -142,7 +143,7 @@ _MARKED = {**_RECURRENCES, "causal_conv1d_fn": _causal_convolution}
 
 def _widen(x: Tensor) -> Tensor:
     """The states are float32, as in the models' own code; float64 models keep float64."""
-    return x if x.dtype == torch.float64 else x.float()
+    return x.to(wide_dtype(x.dtype))
 
 
 def _l2norm(x: Tensor) -> Tensor:
