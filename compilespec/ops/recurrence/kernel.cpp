@@ -184,12 +184,14 @@ struct Columns {
     for (int64_t i = 0; i < num_tokens; ++i) {
       Acc* save = i != commit || commit < replayed ? nullptr : is_whole() ? state : edge.data();
       Acc found[kWidth];
-      if (i + 1 < num_tokens) {
-        read(segment, i + 1);
-        pass<true, true>(tile.data(), kWidth, i, found, save);
-      } else {
-        pass<true, false>(tile.data(), kWidth, i, found, save);
-      }
+      const bool ends = i + 1 == num_tokens;
+      if (!ends) read(segment, i + 1);
+      if (i < replayed)
+        pass<true, true, false>(tile.data(), kWidth, i, nullptr, nullptr);
+      else if (!ends)
+        pass<true, true, true>(tile.data(), kWidth, i, found, save);
+      else
+        pass<true, false, true>(tile.data(), kWidth, i, found, save);
       if (save && !is_whole()) copy(edge.data(), kWidth, state, problem.value_dim);
       if (i >= replayed) write(found, segment.begin + i - replayed);
     }
@@ -221,16 +223,16 @@ struct Columns {
     if (segment.first == 0) {
       std::fill_n(tile.data(), problem.key_dim * kWidth, Acc(0));
     } else if (is_whole()) {
-      pass<false, true>(state, problem.value_dim, -1, nullptr, nullptr);
+      pass<false, true, false>(state, problem.value_dim, -1, nullptr, nullptr);
     } else {
       copy(state, problem.value_dim, tile.data(), kWidth);
-      pass<false, true>(tile.data(), kWidth, -1, nullptr, nullptr);
+      pass<false, true, false>(tile.data(), kWidth, -1, nullptr, nullptr);
     }
   }
 
-  // Add token i and read what its query finds; then fade for token i + 1 and look up its key.  Both
+  // Add token i and read what its query finds; then fade for token i + 1 and look up its key.  All
   // in one pass over the tile.
-  template <bool Add, bool Fade>
+  template <bool Add, bool Fade, bool Read>
   void pass(const Acc* source, int64_t source_stride, int64_t i, Acc* out, Acc* save) {
     const Inputs &now = inputs[i & 1], &next = inputs[(i + 1) & 1];
     const int64_t num_keys = problem.key_dim, save_stride = is_whole() ? problem.value_dim : kWidth;
@@ -245,7 +247,7 @@ struct Columns {
     for (int64_t k = 0; k < num_keys; ++k) {
       // Held in registers: four loads for each of the factors would take longer than the products.
       const Vec key = in_register(splat(Add ? now.key.data()[k] : Acc(0)));
-      const Vec query = in_register(splat(Add ? now.query.data()[k] : Acc(0)));
+      const Vec query = in_register(splat(Read ? now.query.data()[k] : Acc(0)));
       const Vec kept = in_register(splat(Fade ? next.kept.data()[k] : Acc(0)));
       const Vec next_key = in_register(splat(Fade && HasBeta ? next.key.data()[k] : Acc(0)));
 #pragma GCC unroll 4
@@ -253,7 +255,7 @@ struct Columns {
         Vec state = load(source + k * source_stride + v * kL);
         if (Add) {
           state = fma(key, update[v], state);
-          found[v] = fma(query, state, found[v]);
+          if (Read) found[v] = fma(query, state, found[v]);
           if (save) store(save + k * save_stride + v * kL, state);
         }
         if (Fade) {
@@ -266,7 +268,7 @@ struct Columns {
 #pragma GCC unroll 4
     for (int v = 0; v < Vectors; ++v) {
       known[v] = next_known[v];
-      if (Add) store(out + v * kL, found[v]);
+      if (Read) store(out + v * kL, found[v]);
     }
   }
 
