@@ -30,6 +30,8 @@ _MAMBA: dict[str, Any] = {
     "mamba_expand": 2,
     "mamba_chunk_size": 8,
 }
+# Above it, the models' own decoding, which has no lower limit, and their prefill agree.
+_NO_LIMIT = 1e-9
 _LINEAR_FIRST = ["linear_attention", "full_attention", "linear_attention", "linear_attention"]
 
 
@@ -66,7 +68,7 @@ def hybrid_configs(common: Mapping[str, Any]) -> dict[str, Callable[[], Any]]:
             "NemotronHConfig",
             layers_block_type=["linear_attention", "full_attention", "mlp", "linear_attention"],
             head_dim=12, mamba_num_heads=8, mamba_head_dim=12, n_groups=2, ssm_state_size=10,
-            conv_kernel=4, chunk_size=8, expand=2,
+            conv_kernel=4, chunk_size=8, expand=2, time_step_min=_NO_LIMIT,
         ),
         "granitemoehybrid": lambda: config(
             "GraniteMoeHybridConfig", layer_types=_LINEAR_FIRST,
@@ -89,7 +91,7 @@ def hybrid_configs(common: Mapping[str, Any]) -> dict[str, Callable[[], Any]]:
             "Zamba2Config", layers_block_type=["mamba", "hybrid", "mamba", "hybrid"],
             mamba_d_state=10, mamba_d_conv=4, mamba_expand=2, mamba_ngroups=2, n_mamba_heads=8,
             mamba_headdim=12, num_mem_blocks=1, chunk_size=8, use_mamba_kernels=False,
-            attention_head_dim=24,
+            attention_head_dim=24, time_step_min=_NO_LIMIT,
         ),
         "jamba": lambda: config(
             "JambaConfig", attn_layer_period=4, attn_layer_offset=1,
