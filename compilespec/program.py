@@ -429,6 +429,7 @@ class Lowered:
     program: SpecProgram
     backend: str
     graphs: ByStep[LoweredPhase]
+    attention: Mapping[str, str] = field(default_factory=dict)  # by form: which kernel serves it
 
     def costs(self) -> dict[str, dict[str, Any]]:
         """By `ByStep.name`: seconds of compiling or loading, whether the cache had it, and its

@@ -20,6 +20,7 @@ from compilespec.lowering.artifacts import (
     artifact_key,
     piece_file_key,
 )
+from compilespec.lowering.attention_choice import attention_kernels
 from compilespec.lowering.host_waits import why_host_waits
 from compilespec.lowering.pieces import Stitched, StitchPlan, split_at_attention
 from compilespec.ops import _build
@@ -84,6 +85,7 @@ def lower(
     artifacts, wanted, progress = cache or ArtifactCache(), units or {}, progress or Reporter()
     numbers, total = itertools.count(1), len(program.graphs)
     prepare_kernels(program.config.device, progress)
+    attention = attention_kernels(program)
 
     def lowered(graph: PhaseGraph) -> LoweredPhase:
         unit, index = wanted.get(graph.phase, "auto"), next(numbers)
@@ -98,6 +100,7 @@ def lower(
         program=program,
         backend=backend,
         graphs=ByStep(lowered(graph) for graph in program.graphs.values()),
+        attention=attention,
     )
 
 

@@ -70,7 +70,7 @@ _LIBRARIES: list[torch.library.Library] = []  # registrations live as long as th
 def _lazy_triton(name: str, folder: str, reference: Callable[..., Any]) -> Callable[..., Any]:
     @functools.cache
     def load() -> Callable[..., Any]:
-        if not _has_triton():
+        if not has_triton():
             return reference
         return getattr(importlib.import_module(f"compilespec.ops.{folder}.kernel"), name)
 
@@ -87,7 +87,8 @@ def _on_device_of(tensor: torch.Tensor) -> contextlib.AbstractContextManager[Any
 
 
 @functools.cache
-def _has_triton() -> bool:
+def has_triton() -> bool:
+    """Whether Triton's kernels serve on CUDA; warned of where they are missing."""
     if os.environ.get("COMPILESPEC_TRITON_KERNELS") == "0":
         return False
     if importlib.util.find_spec("triton") is not None:

@@ -32,6 +32,7 @@ def describe_plan(
         "state_mib_per_request": program.state_bytes_per_request / 2**20,
         "kv_cache_bytes_per_token": program.cache_bytes_per_token,
         "compile": runner.lowered.costs() if runner.lowered else {},
+        "attention": dict(runner.lowered.attention) if runner.lowered else {},
         "prefix_caching": _on_or_off(why_not_shared(program, options)),
         "overlap": _on_or_off(why_not_overlapped(program, options)),
         "why": program.notes,

@@ -329,7 +329,7 @@ def test_a_phase_that_is_known_to_wait_is_not_captured(caplog: pytest.LogCapture
 
 
 def test_triton_launches_on_the_device_of_its_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_library, "_has_triton", lambda: False)
+    monkeypatch.setattr(_library, "has_triton", lambda: False)
     gpu = Gpu("at once", "cuda:1")
     with gpu.installed():
         run = _library._lazy_triton("twice", "twice", lambda x: gpu.current_device)

@@ -43,16 +43,16 @@ def test_without_triton_the_references_serve(monkeypatch):
         call = _library._lazy_triton("argmax_linear", "argmax_linear", lambda x: "reference")
         return call(torch.zeros(1))
 
-    _library._has_triton.cache_clear()
+    _library.has_triton.cache_clear()
     with monkeypatch.context() as patch:
         patch.setattr(_library.importlib.util, "find_spec", lambda name: None)
         with pytest.warns(RuntimeWarning, match="install triton"):
             assert run() == "reference"
         assert run() == "reference"
-    _library._has_triton.cache_clear()
+    _library.has_triton.cache_clear()
     monkeypatch.setenv("COMPILESPEC_TRITON_KERNELS", "0")
     assert run() == "reference"
-    _library._has_triton.cache_clear()
+    _library.has_triton.cache_clear()
 
 
 def run(script: str, **environment: str) -> str:

@@ -15,6 +15,7 @@ from torch import Tensor
 from compilespec.ops.argmax_linear import kernel as head
 from compilespec.ops.causal_conv import kernel as conv
 from compilespec.ops.ngram_match import kernel as ngram
+from compilespec.ops.paged_attention import flash
 from compilespec.ops.paged_attention import kernel as paged_attention
 from compilespec.ops.quantized_linear import kernel as quantized
 from compilespec.ops.recurrence import kernel as state
@@ -70,6 +71,11 @@ def attention(
         )  # fmt: skip
 
     return call
+
+
+def runs(batch: int, num_tokens: int) -> Launch:
+    places = int32(batch, num_tokens), int32(batch, num_tokens)
+    return lambda: flash.find_runs(*places, int32(65, 256), 4096, 16)
 
 
 def sample(batch: int, num_tokens: int, vocab: int, dtype: torch.dtype = torch.bfloat16) -> Launch:
@@ -183,6 +189,8 @@ OTHERS: dict[str, Launch] = {
                                                value_dim=512, latent=True),
     "attention, awkward heads": attention(3, 9, num_kv_heads=1, group=7, head_dim=80, value_dim=48,
                                           dtype=torch.float16),
+    "attention by a library": runs(64, 6),
+    "attention by a library, prefill": runs(1, 2048),
     "sample": sample(8, 6, VOCAB),
     "sample, prefill": sample(8, 1, VOCAB),
     "sample, float64": sample(8, 6, 997, torch.float64),

@@ -19,6 +19,8 @@ import triton.language as tl
 from torch import Tensor
 
 from compilespec.ops._tensors import dense_rows, wide_dtype
+from compilespec.ops.paged_attention.choice import why_not_flash
+from compilespec.ops.paged_attention.form import form_of
 
 ENOUGH_PROGRAMS = 256  # with this many tiles the context is not split
 MAX_SEGMENTS = 32
@@ -44,6 +46,15 @@ def paged_attention(
 ) -> Tensor:
     """See `paged_attention_reference`; a slot, row or block outside its tensor counts as -1."""
     write_cache(key_BNSH, value_BNSH, key_cache, value_cache, slot_BS)
+    form = form_of(
+        key_cache, value_cache, window, softcap, has_sinks=sinks_N is not None, value_dim=value_dim
+    )
+    if value_cache is not None and not why_not_flash(form, key_cache.device):
+        from compilespec.ops.paged_attention import flash
+
+        return flash.attend(
+            query_BNSH, key_cache, value_cache, row_BS, position_BS, block_table_RM, scale, window
+        )
     return attend(
         query_BNSH, key_cache, value_cache, row_BS, position_BS, block_table_RM, scale, window,
         softcap, sinks_N, value_dim,

@@ -1,0 +1,47 @@
+"""Which kernels serve a program's attention, decided before anything is compiled or captured."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import fx
+
+from compilespec.ops._library import has_triton
+from compilespec.ops.paged_attention.choice import why_not_flash
+from compilespec.ops.paged_attention.form import Form, form_of
+from compilespec.program import BufferSpec, SpecProgram
+
+
+def attention_kernels(program: SpecProgram) -> Mapping[str, str]:
+    """By form of attention, such as "heads of 128, blocks of 16": the kernel, and why no other."""
+    buffers = {buffer.name: buffer for buffer in program.buffers}
+    forms = {
+        form for graph in program.graphs.values() for form in _forms(graph.spliced.graph, buffers)
+    }
+    device = program.config.device
+    return {str(form): _kernel(form, device) for form in sorted(forms, key=str)}
+
+
+def _forms(graph: fx.Graph, buffers: Mapping[str, BufferSpec]) -> Iterator[Form]:
+    target = torch.ops.compilespec.paged_attention.default
+    for node in graph.find_nodes(op="call_function", target=target):
+        _, _, _, keys, values, _, _, _, _, _, window, softcap, sinks, *rest = node.args
+        caches = [
+            buffers[cache.meta["role"]] if isinstance(cache, fx.Node) else None
+            for cache in (keys, values)
+        ]
+        assert caches[0] is not None
+        yield form_of(
+            caches[0], caches[1], window, softcap, has_sinks=sinks is not None,
+            value_dim=rest[0] if rest else 0,
+        )  # fmt: skip
+
+
+def _kernel(form: Form, device: torch.device) -> str:
+    if device.type != "cuda":
+        return "C++" if device.type == "cpu" else "torch"
+    if not has_triton():
+        return "torch: Triton is not installed, or switched off"
+    why_not = why_not_flash(form, device)
+    return f"Triton (not FlashAttention-3: {why_not})" if why_not else "FlashAttention-3"

@@ -1,0 +1,58 @@
+"""Which kernel serves an attention call on CUDA: FlashAttention-3 where it can, else our own."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+from compilespec.ops.paged_attention.form import Form
+
+_DTYPES = (torch.bfloat16, torch.float16)
+_MOST_HEAD_DIM = 256
+ACTIVATE = 'torch.nn.attention.activate_flash_attention_impl("FA3")'
+
+
+@functools.cache
+def why_not_flash(form: Form, device: torch.device) -> str:
+    """Why FlashAttention-3 does not serve a form on a device; "" where it does.
+
+    Asked first while compiling, and answered once for the whole process: a graph that was captured
+    with one kernel never meets another.  Where all is as the library wants it, it must give what
+    the reference gives in a small case; so the first answer launches kernels and waits for them.
+    """
+    if why := _why_not_this(form) or _why_not_here(device):
+        return why
+    from compilespec.ops.paged_attention import flash
+
+    return flash.why_wrong(form, device)
+
+
+def _why_not_this(form: Form) -> str:
+    """What torch's entry cannot be asked for."""
+    if form.is_latent:
+        return "values are the beginning of their keys"
+    if form.has_sinks:
+        return "its softmax has no sinks"
+    if form.softcap:
+        return "its scores are not capped"
+    if form.head_dim != form.value_dim:
+        return f"keys are {form.head_dim} wide and values {form.value_dim}"
+    if form.head_dim % 8 or form.head_dim > _MOST_HEAD_DIM:
+        return f"heads are {form.head_dim} wide: no multiple of 8 up to {_MOST_HEAD_DIM}"
+    if form.dtype not in _DTYPES:
+        return f"{str(form.dtype).removeprefix('torch.')} is neither bfloat16 nor float16"
+    return ""
+
+
+def _why_not_here(device: torch.device) -> str:
+    from torch.nn.attention import current_flash_attention_impl
+
+    if device.type != "cuda":
+        return f"it runs on {device.type}"
+    major, minor = torch.cuda.get_device_capability(device)
+    if major != 9:
+        return f"the GPU is sm_{major}{minor}, not sm_90"
+    if current_flash_attention_impl() != "FA3":
+        return f"it is not active: {ACTIVATE} before compile() makes it so, where it is installed"
+    return ""
