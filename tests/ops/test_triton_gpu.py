@@ -16,6 +16,7 @@ from compilespec.ops.argmax_linear import argmax_linear_reference, score_linear_
 from compilespec.ops.causal_conv import cached_conv_reference
 from compilespec.ops.ngram_match import ngram_match_reference
 from compilespec.ops.paged_attention import paged_attention_reference
+from compilespec.ops.paged_attention.form import Form
 from compilespec.ops.recurrence import cached_recurrence_reference
 from compilespec.ops.roll_window import roll_window_reference
 from compilespec.ops.sample import draw_reference, note_logprobs_reference, sample_reference
@@ -55,6 +56,20 @@ def test_attention(case, dtype):
     torch.testing.assert_close(got.cpu(), want, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
     for got_cache, want_cache in zip(mine[3:5], theirs[3:5], strict=True):
         torch.testing.assert_close(got_cache.cpu(), want_cache, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("window", [0, 5])
+def test_flash_attention_3(window, dtype):
+    pytest.importorskip("flash_attn_interface")
+    from compilespec.ops.paged_attention import flash
+
+    form = Form(dtype=dtype, head_dim=128, value_dim=128, block_size=16, window=window)
+    torch.nn.attention.activate_flash_attention_impl("FA3")
+    try:
+        assert flash.why_wrong(form, torch.device(DEVICE)) == ""
+    finally:
+        torch.nn.attention.restore_flash_attention_impl()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
