@@ -39,7 +39,8 @@ class PassContext:
     draft_ids: Tensor | None = None  # int64 [N], ascending, on the CPU: all that it may propose
     prepack: bool = True
     merge: bool = True  # products of one activation become one
-    fuse_head: bool | None = None  # heads give the best token, no logits; None: on CUDA, if faster
+    on_gpu: bool = False
+    fuse_head: bool | None = None  # heads give the best token, no logits; None: as sizes say, on GPUs
     greedy_only: bool = False  # strict, for requests that need only the argmax
     logits_processor: LogitsProcessor | None = None  # traced into the step
     host_processors: bool = False  # whether requests may have processors on the host

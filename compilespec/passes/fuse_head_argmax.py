@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, fx
-from torch.utils import benchmark
+from torch import fx
 
-from compilespec.ops.argmax_linear import argmax_linear
 from compilespec.passes.context import PassContext
 from compilespec.passes.linears import Linear, copy_origin, find_linears
+from compilespec.passes.ranges import Ranges
+from compilespec.passes.sizes import Sizes
 
 _aten = torch.ops.aten
 _VIEWS = (_aten.view.default, _aten._unsafe_view.default, _aten.reshape.default)
@@ -24,19 +23,17 @@ def fuse_head_argmax(gm: fx.GraphModule, ctx: PassContext) -> int:
     """argmax(mm(x, t(w))) -> compilespec::argmax_linear(x, w), if nothing but a gather of the best
     logit reads the logits as well.
 
-    Applies on CUDA if the fused head is measured to be faster, or as `ctx.fuse_head` says.  Steps
-    that sample read their logits; with `ctx.greedy_only` the heads of target and drafter are both
+    Applies on GPUs where sizes speak for it (`pays`), or as `ctx.fuse_head` says.  Steps that
+    sample read their logits; with `ctx.greedy_only` the heads of target and drafter are both
     fused.  Returns: heads rewritten.  Numerics: rounding (the products' sums may be ordered
     differently).  Runs on ATen.
     """
-    is_measured = ctx.fuse_head is None and ctx.config.device.type == "cuda"
-    if not (is_measured or ctx.fuse_head):
+    if not (ctx.on_gpu if ctx.fuse_head is None else ctx.fuse_head):
         return 0
     heads = [head for linear in find_linears(gm, ctx) if (head := _find_head(linear)) is not None]
-    if is_measured:  # each weight once: a drafter's head is in the graph K times
-        linears = {head.linear.weight: head.linear for head in heads}
-        gaining = {weight for weight, linear in linears.items() if _gains(linear, ctx)}
-        heads = [head for head in heads if head.linear.weight in gaining]
+    if ctx.fuse_head is None:
+        ranges = Ranges(gm, Sizes(ctx.config, None), ctx.inputs, {})
+        heads = [head for head in heads if _pays(head.linear, ranges)]
     for head in heads:
         _fuse(gm, head)
     for node in list(gm.graph.find_nodes(op="call_function", target=_aten.t.default)):
@@ -53,33 +50,27 @@ class _Head:
     gathers: tuple[fx.Node, ...]  # of the best logit
 
 
-def _gains(linear: Linear, ctx: PassContext) -> bool:
-    """Whether the fused head is faster, over one request and over the largest batch."""
-    weight, bias = (
-        None if node is None else ctx.weights[ctx.inputs[node.meta["role"]].sources[0]]
-        for node in (linear.weight, linear.bias)
-    )
-    assert weight is not None
-    tokens = ctx.config.num_verify_tokens
-    return is_faster(weight, bias, rows=(tokens, tokens * ctx.config.max_batch_size))
+MOST_ROWS = 128
+LEAST_OUTPUTS = 8192
 
 
-def is_faster(weight_VD: Tensor, bias_V: Tensor | None, *, rows: Sequence[int]) -> bool:
-    """Whether argmax_linear takes less time than the product and its argmax, by the median over
-    0.05 s at each number of rows, the ratios multiplied.
+def pays(most_rows: float, num_outputs: int, dtype: torch.dtype) -> bool:
+    """Whether a GPU takes less time for argmax_linear than for a product and its argmax.
+
+    It reads the weight once as the product does, and saves writing and reading the logits, and a
+    launch.  But a library's product is the faster one
+    - with more than `MOST_ROWS` rows, at which multiplications begin to take longer than reading
+      the weight (each weight of two bytes is multiplied with all rows by one program till then);
+    - with fewer than `LEAST_OUTPUTS` outputs, whose 128 programs do not fill a GPU: a library
+      splits the sums as well;
+    - for types of more than two bytes, which matrix units do not multiply as they are.
     """
-    ratio = 1.0
-    for count in rows:
-        names = {
-            "x": weight_VD.new_ones((count, weight_VD.shape[1])), "w": weight_VD, "b": bias_V,
-            "fused": argmax_linear, "linear": torch.nn.functional.linear,
-        }  # fmt: skip
-        fused, apart = (
-            benchmark.Timer(statement, globals=names).blocked_autorange(min_run_time=0.05).median
-            for statement in ("fused(x, w, b)", "linear(x, w, b).argmax(-1)")
-        )
-        ratio *= fused / apart
-    return ratio < 1.0
+    return most_rows <= MOST_ROWS and num_outputs >= LEAST_OUTPUTS and dtype.itemsize <= 2
+
+
+def _pays(linear: Linear, ranges: Ranges) -> bool:
+    most_rows = ranges.sizes.highest(ranges.size(linear.x, 0))  # at the largest batch
+    return pays(float(most_rows), linear.num_outputs, linear.weight.meta["val"].dtype)
 
 
 def _find_head(linear: Linear) -> _Head | None:

@@ -29,6 +29,7 @@ from compilespec.passes.runner import Pass, check_order, run_passes
 from compilespec.passes.shift_hidden_states import pairs_hidden_states, shift_hidden_states
 from compilespec.passes.splice_acceptance import splice_acceptance
 from compilespec.passes.splice_draft_loop import num_drafter_passes, splice_draft_loop
+from compilespec.passes.split_argmax import split_argmax
 from compilespec.passes.tap_hidden_states import tap_hidden_states
 from compilespec.passes.trim_draft_head import trim_draft_head
 
@@ -194,6 +195,7 @@ ATEN_PASSES = (
     Pass(run=cleanup, at_least=0),
     Pass(run=merge_projections, after=("cleanup",), numerics="rounding", at_least=0),
     Pass(run=fuse_head_argmax, after=("cleanup",), numerics="rounding", at_least=0),
+    Pass(run=split_argmax, after=("fuse_head_argmax",), at_least=0),
     Pass(
         run=prepack_linears,
         after=("merge_projections",),
@@ -201,7 +203,7 @@ ATEN_PASSES = (
         at_least=0,
         ensures=(contracts.ALL_PACKED,),
     ),
-    Pass(run=bound_positions, after=("prepack_linears",), at_least=0),
+    Pass(run=bound_positions, after=("prepack_linears", "split_argmax"), at_least=0),
     Pass(
         run=check_mutations,
         after=("bound_positions",),

@@ -138,6 +138,7 @@ def _context(
         draft_ids=kept.ids if kept else None,
         prepack=config.device.type == "cpu",
         merge=config.device.type in ("cpu", "cuda"),
+        on_gpu=config.device.type == "cuda",
         logits_processor=options.processor,
         host_processors=options.host_processors,
         prompt_logprobs=options.prompt_logprobs,

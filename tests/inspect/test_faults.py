@@ -582,6 +582,7 @@ FAULTS = (
           edit=rows_swapped),
     Fault(pass_name="fuse_head_argmax", what="worst token", phase="decode",
           edit=worst_token_taken),
+    Fault(pass_name="split_argmax", what="worst token", phase="decode", edit=worst_token_taken),
     Fault(pass_name="prepack_linears", what="unpacked weight order", phase="decode",
           edit=left_unpacked),
     Fault(pass_name="prepack_linears", what="weights swapped", phase="decode",

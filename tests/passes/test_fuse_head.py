@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import sys
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import compilespec
 from compilespec.methods.eagle3 import random_head
 from compilespec.methods.registry import get_method
-from compilespec.passes.fuse_head_argmax import fuse_head_argmax, is_faster
+from compilespec.passes.fuse_head_argmax import fuse_head_argmax, pays
 from compilespec.passes.order import PassContext
 from compilespec.passes.rewrite import rewrite_phase
 from compilespec.program import ByStep, SpecProgram
@@ -28,11 +28,15 @@ FUSED = torch.ops.compilespec.argmax_linear.default
 
 
 def head_graph(
-    function: Callable[..., Any], *, bias: bool = False, fuse: bool | None = True
+    function: Callable[..., Any],
+    *,
+    bias: bool = False,
+    fuse: bool | None = True,
+    dtype: torch.dtype = torch.float32,
 ) -> Any:
-    inputs = {"x": torch.randn(2, 3, 8), "w": torch.randn(11, 8)}
+    inputs = {"x": torch.randn(2, 3, 8, dtype=dtype), "w": torch.randn(11, 8, dtype=dtype)}
     if bias:
-        inputs["b"] = torch.randn(11)
+        inputs["b"] = torch.randn(11, dtype=dtype)
     gm, ctx = graph_of(
         function, **{name: ("batch" if name == "x" else "weight", t) for name, t in inputs.items()}
     )
@@ -141,30 +145,53 @@ def test_it_is_off_where_nobody_asks(fuse):
     assert code(gm) == before
 
 
+BF16 = torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("most_rows", "num_outputs", "dtype", "fused"),
+    [
+        (1, 128256, BF16, True),
+        (128, 8192, torch.float16, True),
+        (129, 128256, BF16, False),
+        (48, 8191, BF16, False),
+        (6, 128256, torch.float32, False),
+        (math.inf, 128256, BF16, False),  # nobody knows how many
+    ],
+)
+def test_sizes_decide(most_rows, num_outputs, dtype, fused):
+    assert pays(most_rows, num_outputs, dtype) == fused
+
+
+@pytest.mark.parametrize(("limit", "fused"), [(6, 1), (5, 0)])
 @pytest.mark.parametrize("fuse", [None, False])
-@pytest.mark.parametrize("gains", [True, False])
-def test_on_a_gpu_the_faster_one_is_taken(monkeypatch, fuse, gains):
-    """Measured over one request and over a full batch, unless it is switched off."""
-    module, seen = sys.modules[fuse_head_argmax.__module__], []
-
-    def measured(weight, bias, *, rows):
-        seen.append((tuple(weight.shape), bias, rows))
-        return gains
-
-    monkeypatch.setattr(module, "is_faster", measured)
-    gm, ctx, _ = head_graph(plain, fuse=fuse)
-    ctx.config = dataclasses.replace(HAND_CONFIG, device=torch.device("cuda"))
-    assert fuse_head_argmax(gm, ctx) == (fuse is None and gains)
-    assert seen == ([((11, 8), None, (3, 9))] if fuse is None else [])
-
-
-def test_the_faster_one_is_found_by_the_clock(monkeypatch):
+def test_on_a_gpu_sizes_decide_at_the_largest_batch(monkeypatch, fuse, limit, fused):
+    """Nothing is run for it: the weights have no data, and no device is asked to finish."""
     module = sys.modules[fuse_head_argmax.__module__]
-    weight = torch.randn(64, 32)
-    monkeypatch.setattr(module, "argmax_linear", lambda x, w, b: time.sleep(0.002))
-    assert not is_faster(weight, None, rows=(1, 4))
-    monkeypatch.setattr(module, "argmax_linear", lambda x, w, b: None)
-    assert is_faster(weight, None, rows=(1, 4))
+    monkeypatch.setattr(module, "MOST_ROWS", limit)
+    monkeypatch.setattr(module, "LEAST_OUTPUTS", 11)
+    monkeypatch.setattr(torch.cuda, "synchronize", None)
+    gm, ctx, _ = head_graph(plain, fuse=fuse, dtype=BF16)
+    ctx.weights = {name: weight.to("meta") for name, weight in ctx.weights.items()}
+    ctx.on_gpu = True
+    assert fuse_head_argmax(gm, ctx) == (fused if fuse is None else 0)
+
+
+@pytest.mark.parametrize(("max_batch_size", "fused"), [(42, 3), (43, 2), (129, 0)])
+def test_each_head_is_judged_by_its_own_rows(monkeypatch, max_batch_size, fused):
+    """The target's head has three rows a request, at most 128; each of the drafts' one."""
+    monkeypatch.setattr(sys.modules[fuse_head_argmax.__module__], "LEAST_OUTPUTS", VOCAB)
+    model = tiny_target("llama", BF16, num_layers=1)
+    info = target_info(model, 64)
+    head = random_head(info, aux_layers=(0,), num_draft_tokens=2).eval()
+    config = dataclasses.replace(HAND_CONFIG, max_batch_size=max_batch_size, dtype=BF16)
+    ctx = PassContext(
+        phase="decode", config=config, capabilities=get_method("eagle3").capabilities,
+        target=trace_target(model), draft=head.capture(config, info), aux_layers=(0,),
+        greedy_only=True, on_gpu=True, prepack=False,
+    )  # fmt: skip
+    nodes = rewrite_phase(ctx, keep_graphs=False).finish().graph_module.graph.nodes
+    assert sum(node.target is FUSED for node in nodes) == fused
 
 
 # --- the greedy step ---

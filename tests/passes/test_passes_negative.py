@@ -140,6 +140,12 @@ def logits_have_another_reader(target: Traced) -> Case:
     return gm, ctx
 
 
+def rows_are_short(target: Traced) -> Case:
+    gm, ctx = graph_of(lambda x: x.argmax(-1), x=("batch", torch.randn(2, 8191)))
+    ctx.on_gpu = True
+    return gm, ctx
+
+
 def every_index_is_inside(target: Traced) -> Case:
     def function(seq_len_R: Tensor, row_B: Tensor, w: Tensor) -> Tensor:
         index = torch.where(row_B >= 0, row_B, 3).long()
@@ -181,6 +187,7 @@ NEGATIVE: dict[str, Callable[[Traced], Case]] = {
     "cleanup": all_nodes_differ_and_are_used,
     "merge_projections": one_product_feeds_the_other,
     "fuse_head_argmax": logits_have_another_reader,
+    "split_argmax": rows_are_short,
     "prepack_linears": no_product_has_a_weight,
     "bound_positions": every_index_is_inside,
     "check_mutations": only_buffers_and_temporaries_are_written,

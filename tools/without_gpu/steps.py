@@ -30,14 +30,16 @@ def program_on_cuda(target: Any, spec: str, **keywords: Any) -> SpecProgram:
 
 
 @contextlib.contextmanager
-def passes_of_cuda() -> Iterator[None]:
+def passes_of_cuda(*, fuse_head: bool | None = None) -> Iterator[None]:
     """Within, graphs are rewritten as they are on CUDA, wherever their weights are.
 
-    Heads are fused with their argmax without being timed first.
+    Args:
+        fuse_head: whether heads are fused with their argmax whatever their sizes.
     """
+    changed = {"prepack": False, "merge": True, "on_gpu": True, "fuse_head": fuse_head}
 
     def context(**given: Any) -> PassContext:
-        return PassContext(**{**given, "prepack": False, "merge": True, "fuse_head": True})
+        return PassContext(**{**given, **changed})
 
     with mock.patch.object(build, "PassContext", context):
         yield
