@@ -40,7 +40,7 @@ class PassContext:
     prepack: bool = True
     merge: bool = True  # products of one activation become one
     on_gpu: bool = False
-    fuse_head: bool | None = None  # heads give the best token, no logits; None: as sizes say, on GPUs
+    fuse_head: bool | None = None  # heads give no logits; None: on GPUs, as sizes say
     greedy_only: bool = False  # strict, for requests that need only the argmax
     logits_processor: LogitsProcessor | None = None  # traced into the step
     host_processors: bool = False  # whether requests may have processors on the host

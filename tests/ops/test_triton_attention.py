@@ -122,7 +122,29 @@ def test_the_number_of_segments_changes_rounding_only(monkeypatch):
         monkeypatch.setattr(kernel, "ENOUGH_PROGRAMS", enough)
         outs.append(kernel.paged_attention(*pool.arguments(pool.decode())))
     assert torch.allclose(*outs, rtol=0, atol=1e-14)
-    assert kernel.choose_segments(1, 143)[1] == 2
+    assert kernel.choose_segments(1, 143) == 2
+
+
+@pytest.mark.parametrize(
+    ("context", "window", "table", "num_parts"),
+    [(300, 0, 320, 3), (300, 0, 60000, 3), (20, 0, 60000, 1), (300, 140, 60000, 2)],
+)
+def test_what_a_row_sees_is_cut_whatever_its_table_could_hold(
+    context, window, table, num_parts, monkeypatch
+):
+    """Parts of at least 128 keys (of a window: where it begins), and a row whose context is short
+    beside them; one launch, whose grid the table's length decides.
+    """
+    launched: list = []
+    monkeypatch.setattr(kernel, "merge_kernel", _Recorder(kernel.merge_kernel, [], launched))
+    case = Case(batch=2, num_tokens=1, num_kv_heads=1, group=2, head_dim=16, context=context,
+                window=window, value_dim=16)  # fmt: skip
+    pool = Pool(case)
+    missing = table // case.block_size - pool.table_RM.shape[1]
+    pool.table_RM = torch.nn.functional.pad(pool.table_RM, (0, missing), value=-1)
+    check(pool, [[(0, context)], [(1, 5)]])
+    ((parts, *_),) = launched
+    assert ((parts.sum != 0).sum((1, 2, 3)) // 2).tolist() == [num_parts, 1]
 
 
 def test_grids_depend_on_shapes_alone(monkeypatch):
@@ -140,12 +162,19 @@ def test_grids_depend_on_shapes_alone(monkeypatch):
 
 
 class _Recorder:
-    def __init__(self, launched, grids):
-        self.launched, self.grids = launched, grids
+    def __init__(self, launched, grids, arguments=None):
+        self.launched, self.grids, self.arguments = launched, grids, arguments
 
     def __getitem__(self, grid):
         self.grids.append(grid)
-        return self.launched[grid]
+        if self.arguments is None:
+            return self.launched[grid]
+
+        def launch(*args, **named):
+            self.arguments.append(args)
+            self.launched[grid](*args, **named)
+
+        return launch
 
 
 def test_what_is_not_visible_is_never_read(splitting):
@@ -191,9 +220,11 @@ def test_tiles_hold_whole_tokens():
                 assert tile.rows >= 16
 
 
-def test_segments_cover_the_context():
-    for keys in (1, 127, 128, 129, 4096, 131072 + 16):
-        for programs in (1, 10**6):
-            segment, count = kernel.choose_segments(programs, keys)
-            assert (count - 1) * segment < keys <= count * segment
-            assert count <= kernel.MAX_SEGMENTS
+def test_split_contexts_make_two_to_four_programs_a_multiprocessor():
+    """Of the 132 of an H100, unless tiles alone are more, or keys or segments too few."""
+    for programs in (8, 9, 24, 100, 200, 256, 400, 512):
+        made = programs * kernel.choose_segments(programs, 131072)
+        assert 1.9 <= made / 132 <= 4, programs
+    assert kernel.choose_segments(600, 131072) == 1
+    assert kernel.choose_segments(1, 131072) == kernel.MAX_SEGMENTS
+    assert [kernel.choose_segments(8, keys) for keys in (0, 1, 128, 129, 1000)] == [1, 1, 1, 2, 8]

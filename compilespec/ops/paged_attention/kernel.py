@@ -3,9 +3,10 @@
 A tile is a few consecutive tokens of one batch row, times the query heads of one KV head, so that K
 and V are read once for all of them.  Without a value cache a value is the beginning of its key
 (latents): it is loaded once, for the scores and for the mixing, and the many heads that share it
-may take several tiles.  If few tiles would leave the GPU idle, the context is split at
-fixed absolute positions, and a second kernel merges the parts in order.  Grids depend on shapes
-only, nothing is read back to the host: safe in a CUDA graph.
+may take several tiles.  If few tiles would leave the GPU idle, what a tile sees is cut into equal
+segments, and a second kernel merges the parts in order.  How many depends on shapes only, how long
+they are on the device's positions: a short context in a table for a long one is cut as finely.
+Grids depend on shapes only, nothing is read back to the host: safe in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from compilespec.ops._tensors import dense_rows, wide_dtype
 from compilespec.ops.paged_attention.choice import why_not_flash
 from compilespec.ops.paged_attention.form import form_of
 
-ENOUGH_PROGRAMS = 256  # with this many tiles the context is not split
-MAX_SEGMENTS = 32
+ENOUGH_PROGRAMS = 512  # at most this many, where contexts are split; two to four a multiprocessor
+MAX_SEGMENTS = 64
 MIN_SEGMENT = 128  # keys; a multiple of every BLOCK_N
 _COPIED = 1024  # elements that one program of `write_kernel` copies
 
@@ -114,7 +115,10 @@ def attend(
     group = num_heads // num_groups
     tile = choose_tile(num_tokens * group, group, max(head_dim, value_dim), query_BNSH.dtype)
     num_tiles = batch * triton.cdiv(num_tokens, tile.num_tokens)
-    segment, num_segments = choose_segments(num_tiles * num_groups, table_blocks * block_size)
+    most_keys = table_blocks * block_size
+    if window > 0:
+        most_keys = min(most_keys, window + num_tokens)
+    num_segments = choose_segments(num_tiles * num_groups, most_keys)
     is_split = num_segments > 1
     parts = Parts(out, out, out)
     if is_split:
@@ -124,24 +128,26 @@ def attend(
     places = Places(row_BS.contiguous(), position_BS.contiguous())
     sinks = query_BNSH if sinks_N is None else sinks_N.contiguous()
     shared = {
-        "HAS_SINKS": sinks_N is not None, "WINDOW": window, "VALUE_DIM": value_dim,
-        "BLOCK_V": triton.next_power_of_2(value_dim), "NUM_SEGMENTS": num_segments,
+        "HAS_SINKS": sinks_N is not None, "VALUE_DIM": value_dim,
+        "BLOCK_V": triton.next_power_of_2(value_dim),
     }  # fmt: skip
     values = key_cache if value_cache is None else value_cache
     attend_kernel[(num_tiles, num_groups, num_segments)](
         Heads(query_BNSH, *query_BNSH.stride()[:3]),
         Cache(key_cache, values, block_table_RM.contiguous()), places, sinks, out, parts,
-        num_tokens, block_table_RM.shape[0], table_blocks, num_blocks, segment,
+        num_tokens, block_table_RM.shape[0], table_blocks, num_blocks,
         NUM_GROUPS=num_groups, GROUP_PARTS=parts_of_group, GROUP=group, HEAD_DIM=head_dim,
-        FIRST_KEY=first_key, BLOCK_SIZE=block_size, SCALE=scale, SOFTCAP=softcap,
-        TILE_TOKENS=tile.num_tokens, BLOCK_M=tile.rows, BLOCK_N=tile.keys,
+        FIRST_KEY=first_key, BLOCK_SIZE=block_size, SCALE=scale, SOFTCAP=softcap, WINDOW=window,
+        IS_SPLIT=is_split, MIN_SEGMENT=MIN_SEGMENT, TILE_TOKENS=tile.num_tokens,
+        BLOCK_M=tile.rows, BLOCK_N=tile.keys,
         BLOCK_H=max(16, triton.next_power_of_2(head_dim - first_key)),
         WIDE=_TYPES[wide], num_warps=tile.num_warps, num_stages=2, **shared,
     )  # fmt: skip
     if is_split:
         merge_kernel[(batch * num_tokens, num_heads)](
-            parts, places, sinks, out, segment,
-            NUM_HEADS=num_heads, BLOCK_G=triton.next_power_of_2(num_segments), **shared,
+            parts, sinks, out, num_segments,
+            NUM_HEADS=num_heads, BLOCK_G=triton.next_power_of_2(num_segments),
+            num_warps=8 if value_dim > WIDE_DIM else 4, **shared,
         )  # fmt: skip
     return out
 
@@ -176,12 +182,10 @@ def choose_tile(num_rows: int, group: int, head_dim: int, dtype: torch.dtype) ->
     return Tile(rows // group, rows, keys, 8 if rows > 64 or is_wide else 4)
 
 
-def choose_segments(num_programs: int, num_keys: int) -> tuple[int, int]:
-    """(keys of a segment, number of segments); one segment if the tiles alone fill a GPU."""
-    if num_programs >= ENOUGH_PROGRAMS or num_keys <= MIN_SEGMENT:
-        return max(num_keys, 1), 1
-    segment = triton.cdiv(triton.cdiv(num_keys, MAX_SEGMENTS), MIN_SEGMENT) * MIN_SEGMENT
-    return segment, triton.cdiv(num_keys, segment)
+def choose_segments(num_programs: int, most_keys: int) -> int:
+    """Into how many segments contexts are cut; 1 if the tiles alone fill a GPU."""
+    wanted = ENOUGH_PROGRAMS // max(num_programs, 1)
+    return max(1, min(wanted, MAX_SEGMENTS, triton.cdiv(most_keys, MIN_SEGMENT)))
 
 
 _TYPES = {torch.float32: tl.float32, torch.float64: tl.float64}
@@ -249,13 +253,14 @@ def write_kernel(
 @triton.jit(do_not_specialize=["tokens_per_batch", "table_rows", "num_blocks"])
 def attend_kernel(
     query, cache, places, sinks_ptr, out_ptr, parts,
-    tokens_per_batch, table_rows, table_blocks, num_blocks, segment,
+    tokens_per_batch, table_rows, table_blocks, num_blocks,
     NUM_GROUPS: tl.constexpr, GROUP_PARTS: tl.constexpr, GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr, FIRST_KEY: tl.constexpr, VALUE_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, SCALE: tl.constexpr, SOFTCAP: tl.constexpr,
-    WINDOW: tl.constexpr, HAS_SINKS: tl.constexpr, NUM_SEGMENTS: tl.constexpr,
-    TILE_TOKENS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_H: tl.constexpr, BLOCK_V: tl.constexpr, WIDE: tl.constexpr,
+    WINDOW: tl.constexpr, HAS_SINKS: tl.constexpr, IS_SPLIT: tl.constexpr,
+    MIN_SEGMENT: tl.constexpr, TILE_TOKENS: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_V: tl.constexpr,
+    WIDE: tl.constexpr,
 ):  # fmt: skip
     tiles_per_batch = tl.cdiv(tokens_per_batch, TILE_TOKENS)
     b = tl.program_id(0) // tiles_per_batch
@@ -289,7 +294,9 @@ def attend_kernel(
     top_M = tl.full([BLOCK_M], minus_inf, WIDE)
     sum_M = tl.zeros([BLOCK_M], WIDE)
     acc_MV = tl.zeros([BLOCK_M, BLOCK_V], WIDE)
-    segment_begin = tl.program_id(2) * segment
+    first = tl.min(tl.where(hi_M > lo_M, lo_M, 2147483647), 0) // BLOCK_N * BLOCK_N
+    segment = tl.cdiv(tl.max(hi_M, 0) - first, tl.num_programs(2) * MIN_SEGMENT) * MIN_SEGMENT
+    segment_begin = first + tl.program_id(2) * segment
     left_M = tl.where(hi_M > lo_M, row_M, -1)
     row = tl.max(left_M, 0)
     while row >= 0:  # once per request with tokens in the tile
@@ -342,7 +349,7 @@ def attend_kernel(
 
     result_M = token_M.to(tl.int64) * (NUM_GROUPS * GROUP) + head_M
     is_value_MV = is_token_M[:, None] & (v < VALUE_DIM)[None, :]
-    if NUM_SEGMENTS == 1:
+    if not IS_SPLIT:
         if HAS_SINKS:
             sink_M = tl.load(sinks_ptr + head_M, mask=is_token_M, other=0.0).to(WIDE)
             new_M = tl.maximum(top_M, sink_M)
@@ -353,29 +360,25 @@ def attend_kernel(
         place_MV = result_M[:, None] * VALUE_DIM + v[None, :]
         tl.store(out_ptr + place_MV, out_MV.to(out_ptr.dtype.element_ty), mask=is_value_MV)
     else:
-        part_M = result_M * NUM_SEGMENTS + tl.program_id(2)
-        is_part_M = (lo_M < segment_begin + segment) & (hi_M > segment_begin) & is_token_M
-        tl.store(parts.top + part_M, top_M, mask=is_part_M)
-        tl.store(parts.sum + part_M, sum_M, mask=is_part_M)
+        part_M = result_M * tl.num_programs(2) + tl.program_id(2)
+        tl.store(parts.top + part_M, top_M, mask=is_token_M)
+        tl.store(parts.sum + part_M, sum_M, mask=is_token_M)
         place_MV = part_M[:, None] * VALUE_DIM + v[None, :]
-        tl.store(parts.value + place_MV, acc_MV, mask=is_value_MV & is_part_M[:, None])
+        tl.store(parts.value + place_MV, acc_MV, mask=is_value_MV & (sum_M != 0)[:, None])
 
 
 @triton.jit
 def merge_kernel(
-    parts, places, sinks_ptr, out_ptr, segment,
-    NUM_HEADS: tl.constexpr, VALUE_DIM: tl.constexpr, WINDOW: tl.constexpr,
-    HAS_SINKS: tl.constexpr, NUM_SEGMENTS: tl.constexpr, BLOCK_G: tl.constexpr,
-    BLOCK_V: tl.constexpr,
+    parts, sinks_ptr, out_ptr, num_segments,
+    NUM_HEADS: tl.constexpr, VALUE_DIM: tl.constexpr, HAS_SINKS: tl.constexpr,
+    BLOCK_G: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     token, head = tl.program_id(0), tl.program_id(1)
-    row, position = tl.load(places.row + token), tl.load(places.position + token)
     g, v = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_V)
-    is_part_G = (g < NUM_SEGMENTS) & (g * segment <= position) & (row >= 0)
-    if WINDOW > 0:
-        is_part_G &= (g + 1) * segment > position - (WINDOW - 1)
     result = token.to(tl.int64) * NUM_HEADS + head
-    part_G = result * NUM_SEGMENTS + g
+    part_G = result * num_segments + g
+    sum_G = tl.load(parts.sum + part_G, mask=g < num_segments, other=0.0)
+    is_part_G = sum_G != 0  # a NaN is a part; of others no value was written
     top_G = tl.load(parts.top + part_G, mask=is_part_G, other=float("-inf"))
     top = tl.max(top_G, 0)
     if HAS_SINKS:
@@ -383,7 +386,6 @@ def merge_kernel(
         top = tl.maximum(top, sink)
     base = tl.where(top == float("-inf"), 0.0, top)
     fade_G = tl.exp(top_G - base)
-    sum_G = tl.load(parts.sum + part_G, mask=is_part_G, other=0.0)
     total = tl.sum(sum_G * fade_G, 0)
     if HAS_SINKS:
         total += tl.exp(sink - base)
