@@ -7,6 +7,7 @@ import torch
 
 from compilespec.ops.paged_attention import paged_attention_reference
 from tests.support.attention import NAN, Case, Pool
+from tests.support.trees import Tree
 
 pytest.importorskip("tests.support.triton_interpreter")
 pytestmark = pytest.mark.interp
@@ -113,6 +114,32 @@ def test_packed_prompts_equal_the_reference(case, enough, monkeypatch):
     for row in range(1, case.batch):
         packed += [None, *((row, position) for position in range(5 * row, length))]
     check(pool, [[*packed, None, (0, length - 1)]])
+
+
+@pytest.mark.parametrize(
+    ("case", "enough"),
+    [
+        (Case(batch=2, context=13, group=3, num_kv_heads=1, sinks=True), 0),
+        (Case(batch=1, context=126, window=4, softcap=3.0, head_dim=24, value_dim=20), 10**9),
+        pytest.param(Case(context=126, group=7), 10**9, marks=pytest.mark.slow),
+        pytest.param(Case(context=0, window=1), 0, marks=pytest.mark.slow),
+        (Case(latent=True, batch=1, head_dim=40, value_dim=29, context=20, window=9), 0),
+        pytest.param(Case(latent=True, context=126, head_dim=21, value_dim=5), 10**9,
+                     marks=pytest.mark.slow),
+    ],
+    ids=str,
+)  # fmt: skip
+@pytest.mark.parametrize("earlier", [0, 4], ids="earlier{}".format)
+def test_nodes_of_trees_equal_the_reference(case, enough, earlier, monkeypatch):
+    monkeypatch.setattr(kernel, "ENOUGH_PROGRAMS", enough)
+    tree = Tree(case)
+    got_arguments, want_arguments = (tree.arguments(earlier=earlier) for _ in range(2))
+    for arguments in (got_arguments, want_arguments):
+        arguments[6][-1, 3:] = -1  # padded nodes
+    got = kernel.paged_attention(*got_arguments)
+    torch.testing.assert_close(
+        got, paged_attention_reference(*want_arguments), rtol=1e-5, atol=1e-5
+    )
 
 
 def test_the_number_of_segments_changes_rounding_only(monkeypatch):

@@ -46,9 +46,10 @@ def attention(
     softcap: float = 0.0,
     sinks: bool = False,
     latent: bool = False,
+    path_size: int = 0,
     dtype: torch.dtype = torch.bfloat16,
 ) -> Launch:
-    """4096 tokens of context at most, in blocks of 16."""
+    """4096 tokens of context at most, in blocks of 16; a tree's nodes if `path_size` is given."""
     num_heads = num_kv_heads * group
 
     def call() -> Tensor:
@@ -65,9 +66,10 @@ def attention(
             )  # fmt: skip
         places = (int32(batch, num_tokens) for _ in range(3))
         sink = meta(num_heads, dtype=dtype) if sinks else None
+        path = int32(batch, num_tokens, path_size) if path_size else None
         return paged_attention.paged_attention(
             query, key, value, *caches, *places, int32(65, 256), head_dim**-0.5, window, softcap,
-            sink,
+            sink, 0, path,
         )  # fmt: skip
 
     return call
@@ -178,6 +180,7 @@ OTHERS: dict[str, Launch] = {
     "attention, plain decoding": attention(1, 1),
     "attention, verify, 64 requests": attention(64, 6),
     "attention, prefill": attention(1, 2048),
+    "attention, trees": attention(8, 33, path_size=6),
     "attention, window and sinks": attention(4, 4, group=8, head_dim=64, value_dim=64, window=128,
                                              sinks=True),
     "attention, soft cap": attention(2, 4, num_kv_heads=4, group=2, head_dim=256, value_dim=256,

@@ -12,9 +12,12 @@ import torch
 from torch import Tensor
 
 from compilespec.ops._library import define_op
-from compilespec.ops.paged_attention.reference import paged_attention_reference
+from compilespec.ops.paged_attention.reference import (
+    paged_attention_reference,
+    write_cache_reference,
+)
 
-__all__ = ["paged_attention", "paged_attention_reference"]
+__all__ = ["paged_attention", "paged_attention_reference", "write_cache", "write_cache_reference"]
 
 
 def paged_attention(
@@ -32,6 +35,7 @@ def paged_attention(
     softcap: float = 0.0,
     sinks_N: Tensor | None = None,
     value_dim: int = 0,
+    path_BSP: Tensor | None = None,
 ) -> Tensor:
     """Write K/V to the cache in place and attend from it; see `paged_attention_reference`."""
     return _PAGED_ATTENTION(
@@ -49,7 +53,19 @@ def paged_attention(
         softcap,
         sinks_N,
         value_dim,
+        path_BSP,
     )
+
+
+def write_cache(
+    key_BNSH: Tensor,
+    value_BNSH: Tensor | None,
+    key_cache: Tensor,
+    value_cache: Tensor | None,
+    slot_BS: Tensor,
+) -> None:
+    """Write K/V to the cache in place and no more; see `write_cache_reference`."""
+    _WRITE_CACHE(key_BNSH, value_BNSH, key_cache, value_cache, slot_BS)
 
 
 def _paged_attention_fake(
@@ -67,6 +83,7 @@ def _paged_attention_fake(
     softcap: float,
     sinks: Tensor | None,
     value_dim: int = 0,
+    path: Tensor | None = None,
 ) -> Tensor:
     batch, num_heads, num_tokens, _ = query.shape
     width = value_dim if value is None else value.shape[3]
@@ -76,10 +93,19 @@ def _paged_attention_fake(
 _PAGED_ATTENTION = define_op(
     "paged_attention(Tensor query, Tensor key, Tensor? value, Tensor(a!) key_cache, "
     "Tensor(b!)? value_cache, Tensor slot, Tensor row, Tensor position, Tensor block_table, "
-    "float scale, int window, float softcap, Tensor? sinks, int value_dim=0) -> Tensor",
+    "float scale, int window, float softcap, Tensor? sinks, int value_dim=0, Tensor? path=None) "
+    "-> Tensor",
     paged_attention_reference,
     _paged_attention_fake,
     has_kernel=True,
     triton="paged_attention",
     tags=(torch.Tag.flexible_layout,),
+)
+_WRITE_CACHE = define_op(
+    "write_cache(Tensor key, Tensor? value, Tensor(a!) key_cache, Tensor(b!)? value_cache, "
+    "Tensor slot) -> ()",
+    write_cache_reference,
+    lambda key, value, key_cache, value_cache, slot: None,
+    has_kernel=True,
+    triton="paged_attention",
 )

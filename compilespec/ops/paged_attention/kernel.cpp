@@ -10,6 +10,10 @@
 // Rows of a tile: the tokens of one request times the query heads of one KV head, so that K and V
 // are read once for all.  Without a value cache a value is the beginning of its key (latents): one
 // cell then serves both the scores and the mixing, and is fetched once.
+//
+// A token with a path (a node of a tree) takes its last keys from this call's own, in the order of
+// its path, at the positions that they stand for: the recipe is that of a chain, bit for bit.  What
+// the tokens of a tile share, the cache before the tree, they still read together.
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
@@ -41,7 +45,9 @@ struct Problem {
   View query, key, value;
   void *key_cache, *value_cache, *out;  // value_cache: null where values are parts of keys
   const int32_t *slot, *row, *position, *table;
-  const void* sinks;  // [N] as Acc, or null
+  const void* sinks;    // [N] as Acc, or null
+  const int32_t* path;  // [B, S, path_size], or null
+  int64_t path_size, num_keys, keys_per_batch;
   int64_t num_tokens, tokens_per_batch, num_heads, num_kv_heads, head_dim, value_dim;
   int64_t num_blocks, block_size, table_rows, table_blocks;
   int64_t window;
@@ -50,16 +56,27 @@ struct Problem {
 
 struct Tile {  // consecutive tokens of one request; the keys that any of them sees
   int64_t first_token, num_tokens, lo, hi;
+  int64_t shared;  // the first position at which each has a key of its own
 };
 
 template <class T>
-const T* token_ptr(const View& view, const Problem& problem, int64_t token, int64_t head) {
-  const int64_t b = token / problem.tokens_per_batch, s = token % problem.tokens_per_batch;
+const T* token_ptr(const View& view, int64_t per_batch, int64_t token, int64_t head) {
+  const int64_t b = token / per_batch, s = token % per_batch;
   return (const T*)view.data + b * view.batch + head * view.head + s * view.token;
 }
 
 int64_t first_key(const Problem& problem, int64_t position) {
   return problem.window > 0 ? std::max<int64_t>(0, position - problem.window + 1) : 0;
+}
+
+// Tokens on the path of a token.
+int64_t path_length(const Problem& problem, int64_t token) {
+  int64_t length = 0;
+  if (problem.path)
+    for (const int32_t* path = problem.path + token * problem.path_size;
+         length < problem.path_size && path[length] >= 0;)
+      ++length;
+  return length;
 }
 
 template <class T>
@@ -68,19 +85,19 @@ void write_cache(const Problem& problem) {
   const int64_t bytes =
       problem.num_kv_heads * (problem.head_dim + problem.value_dim) * int64_t(sizeof(T));
   const int64_t grain = (256 << 10) / std::max<int64_t>(bytes, 1) + 1;
-  at::parallel_for(0, problem.num_tokens, grain, [&](int64_t begin, int64_t end) {
+  at::parallel_for(0, problem.num_keys, grain, [&](int64_t begin, int64_t end) {
     for (int64_t token = begin; token < end; ++token) {
       const int64_t slot = problem.slot[token];
       if (slot < 0) continue;
       TORCH_CHECK(slot < cells, "paged_attention: slot ", slot, " in a cache of ", cells);
       T* key = (T*)problem.key_cache + slot * problem.num_kv_heads * problem.head_dim;
       for (int64_t n = 0; n < problem.num_kv_heads; ++n)
-        std::memcpy(key + n * problem.head_dim, token_ptr<T>(problem.key, problem, token, n),
+        std::memcpy(key + n * problem.head_dim, token_ptr<T>(problem.key, problem.keys_per_batch, token, n),
                     size_t(problem.head_dim) * sizeof(T));
       if (!problem.value_cache) continue;
       T* value = (T*)problem.value_cache + slot * problem.num_kv_heads * problem.value_dim;
       for (int64_t n = 0; n < problem.num_kv_heads; ++n)
-        std::memcpy(value + n * problem.value_dim, token_ptr<T>(problem.value, problem, token, n),
+        std::memcpy(value + n * problem.value_dim, token_ptr<T>(problem.value, problem.keys_per_batch, token, n),
                     size_t(problem.value_dim) * sizeof(T));
     }
   });
@@ -102,14 +119,16 @@ void make_tiles(const Problem& problem, std::vector<Tile>& tiles) {
     TORCH_CHECK(row < problem.table_rows, "paged_attention: row ", row, " in a block table of ",
                 problem.table_rows);
     const int64_t lo = first_key(problem, position), hi = position + 1;
+    const int64_t shared = problem.path ? hi - path_length(problem, token)
+                                        : std::numeric_limits<int64_t>::max();
     Tile* last = tiles.empty() ? nullptr : &tiles.back();
     if (last && last->num_tokens < most && last->first_token + last->num_tokens == token &&
-        problem.row[last->first_token] == row) {
+        problem.row[last->first_token] == row && last->shared == shared) {
       last->num_tokens++;
       last->lo = std::min(last->lo, lo);
       last->hi = std::max(last->hi, hi);
     } else {
-      tiles.push_back({token, 1, lo, hi});
+      tiles.push_back({token, 1, lo, hi, shared});
     }
   }
 }
@@ -164,7 +183,8 @@ struct Worker {
       const int64_t token = next.first_token + r / group;
       lo[r] = first_key(problem, problem.position[token]);
       hi[r] = problem.position[token] + 1;
-      const T* source = token_ptr<T>(problem.query, problem, token, head * group + r % group);
+      const T* source = token_ptr<T>(problem.query, problem.tokens_per_batch, token,
+                                     head * group + r % group);
       Acc* target = query.data() + r * key_pad;
       T last[kPair] = {};
       for (int64_t h = 0; h < key_pad; h += kPair) {
@@ -230,6 +250,27 @@ struct Worker {
     std::copy_n(source, size, target);
     std::fill(target + size, target + padded, T(0));
     return target;
+  }
+
+  // Point the keys of a segment's positions [begin, end) at those on a token's path, where it has
+  // some.
+  void follow_path(int64_t token, int64_t from, int64_t begin, int64_t end) {
+    const int64_t stop = problem.position[token] + 1, root = stop - path_length(problem, token);
+    const int64_t b = token / problem.tokens_per_batch;
+    const int32_t* path = problem.path + token * problem.path_size;
+    for (int64_t key = std::max(begin, root); key < std::min(end, stop); ++key) {
+      const int64_t index = path[key - root], i = key - from;
+      TORCH_CHECK(index < problem.keys_per_batch, "paged_attention: key ", index, " on a path of ",
+                  problem.keys_per_batch, " keys");
+      const int64_t place = b * problem.keys_per_batch + index;
+      const T* own = token_ptr<T>(problem.key, problem.keys_per_batch, place, kv_head);
+      segment_keys[i] = segment_values[i] = pad(own, problem.head_dim, key_pad, key_copy, i);
+      if (problem.value_cache) {
+        own = token_ptr<T>(problem.value, problem.keys_per_batch, place, kv_head);
+        segment_values[i] = pad(own, problem.value_dim, value_pad, value_copy, i);
+      }
+      segment_present[i] = true;
+    }
   }
 
   // Ask for the cache lines of a cell.
@@ -376,12 +417,13 @@ struct Worker {
     for (int r = 0; r < Rows; ++r) mix<1>(row + r, std::max(first[r], end), last[r]);
   }
 
-  // body(rows, first row) over all rows, in as few groups as there can be, of as equal sizes.
+  // body(rows, first row) over rows [row, end), in as few groups as there can be, of as equal
+  // sizes.
   template <class F>
-  void in_groups(const F& body) {
-    int64_t left = (num_rows + kGroupRows - 1) / kGroupRows;
-    for (int64_t row = 0, rows; left > 0; row += rows, --left) {
-      rows = (num_rows - row + left - 1) / left;
+  void in_groups(int64_t row, int64_t end, const F& body) {
+    int64_t left = (end - row + kGroupRows - 1) / kGroupRows;
+    for (int64_t rows; left > 0; row += rows, --left) {
+      rows = (end - row + left - 1) / left;
       if (rows == 1) body(std::integral_constant<int, 1>(), row);
       if (rows == 2) body(std::integral_constant<int, 2>(), row);
       if (rows == 3) body(std::integral_constant<int, 3>(), row);
@@ -404,16 +446,35 @@ struct Worker {
       keys = segment_keys + (base - from);
       values = segment_values + (base - from);
       present = segment_present + (base - from);
-      const int64_t first = (begin - base) / kGroupKeys * kGroupKeys, last = end - base;
-      in_groups([&](auto rows, int64_t row) { score<rows()>(row, first, last); });
       const int64_t num_next = std::min<int64_t>(stop - end, kChunk);
-      for (int64_t row = 0; row < num_rows; ++row) {  // and fetch the keys of the next chunk
-        for (int64_t i = num_next * row / num_rows; i < num_next * (row + 1) / num_rows; ++i)
-          fetch(keys[kChunk + i], key_pad);
-        soften(row, base, all_present);
+      if (end <= tile->shared) {
+        run_chunk(0, num_rows, base, begin, end, num_next, all_present);
+        continue;
       }
-      in_groups([&](auto rows, int64_t row) { mix_group<rows()>(row, base); });
+      for (int64_t row = 0; row < num_rows; row += group) {  // each token with its own keys
+        if (hi[row] <= begin) continue;
+        follow_path(tile->first_token + row / group, from, begin, end);
+        run_chunk(row, row + group, base, begin, end, 0, all_present);
+      }
     }
+  }
+
+  // Keys [begin, end) of the chunk at base, for rows [first_row, last_row); fetches num_next keys
+  // of the next chunk.
+  void run_chunk(int64_t first_row, int64_t last_row, int64_t base, int64_t begin, int64_t end,
+                 int64_t num_next, bool all_present) {
+    const int64_t first = (begin - base) / kGroupKeys * kGroupKeys, last = end - base;
+    const int64_t count = last_row - first_row;
+    in_groups(first_row, last_row,
+              [&](auto rows, int64_t row) { score<rows()>(row, first, last); });
+    for (int64_t row = first_row; row < last_row; ++row) {
+      const int64_t done = row - first_row;
+      for (int64_t i = num_next * done / count; i < num_next * (done + 1) / count; ++i)
+        fetch(keys[kChunk + i], key_pad);
+      soften(row, base, all_present);
+    }
+    in_groups(first_row, last_row,
+              [&](auto rows, int64_t row) { mix_group<rows()>(row, base); });
   }
 
   // Fold a segment's result into top, sum, out; the first segment that a row sees is copied.
@@ -548,10 +609,11 @@ View view_of(const at::Tensor& tensor, at::Tensor& keep) {
   return {keep.const_data_ptr(), keep.stride(0), keep.stride(1), keep.stride(2)};
 }
 
-const int32_t* int32_ptr(const at::Tensor& tensor, const char* name, at::Tensor& keep) {
-  TORCH_CHECK(tensor.scalar_type() == c10::ScalarType::Int && tensor.dim() == 2,
-              "paged_attention: ", name, " must be a 2-d int32 tensor, got ", tensor.scalar_type(),
-              " ", tensor.sizes());
+const int32_t* int32_ptr(const at::Tensor& tensor, const char* name, at::Tensor& keep,
+                         int64_t dims = 2) {
+  TORCH_CHECK(tensor.scalar_type() == c10::ScalarType::Int && tensor.dim() == dims,
+              "paged_attention: ", name, " must be a ", dims, "-d int32 tensor, got ",
+              tensor.scalar_type(), " ", tensor.sizes());
   keep = tensor.is_contiguous() ? tensor : tensor.contiguous();
   return (const int32_t*)keep.const_data_ptr();
 }
@@ -574,66 +636,105 @@ void check_values(const Problem& p, const at::Tensor& key, const at::Tensor& val
               " do not fit k ", key.sizes(), " and v ", value.sizes());
 }
 
+// What keys, values, slots and caches say, checked.
+void describe_keys(Problem& p, const at::Tensor& key, const c10::optional<at::Tensor>& value,
+                   at::Tensor& key_cache, const c10::optional<at::Tensor>& value_cache,
+                   const at::Tensor& slot, int64_t value_dim, at::Tensor* keep) {
+  const bool has_values = value && value->defined();
+  TORCH_CHECK(has_values == (value_cache && value_cache->defined()),
+              "paged_attention: v and its cache go together");
+  TORCH_CHECK(key.dim() == 4 && key_cache.dim() == 4,
+              "paged_attention: q, k, v and the caches have four dims");
+  TORCH_CHECK(key_cache.is_contiguous(), "paged_attention: caches must be contiguous");
+  TORCH_CHECK(key_cache.scalar_type() == key.scalar_type(),
+              "paged_attention: q, k, v and the caches share one dtype, got ", key.scalar_type(),
+              " and ", key_cache.scalar_type());
+  p.num_kv_heads = key.size(1);
+  p.head_dim = key.size(3);
+  p.value_dim = has_values ? value->size(3) : value_dim;
+  p.keys_per_batch = key.size(2);
+  p.num_keys = key.size(0) * p.keys_per_batch;
+  p.num_blocks = key_cache.size(0);
+  p.block_size = key_cache.size(1);
+  TORCH_CHECK(key_cache.size(2) == p.num_kv_heads && key_cache.size(3) == p.head_dim,
+              "paged_attention: cache ", key_cache.sizes(), " does not fit k ", key.sizes());
+  if (has_values) check_values(p, key, *value, key_cache, *value_cache);
+  p.key = view_of(key, keep[0]);
+  if (has_values) p.value = view_of(*value, keep[1]);
+  p.slot = int32_ptr(slot, "slot", keep[2]);
+  TORCH_CHECK(slot.numel() == p.num_keys, "paged_attention: slot is [", key.size(0), ", ",
+              p.keys_per_batch, "], got ", slot.sizes());
+  p.key_cache = key_cache.mutable_data_ptr();
+  p.value_cache = has_values ? value_cache->mutable_data_ptr() : nullptr;
+}
+
+template <class F>
+void with_dtype(c10::ScalarType type, const F& body) {
+  switch (type) {
+    case c10::ScalarType::Float: body(float()); break;
+    case c10::ScalarType::Double: body(double()); break;
+    case c10::ScalarType::BFloat16: body(c10::BFloat16()); break;
+    case c10::ScalarType::Half: body(c10::Half()); break;
+    default: TORCH_CHECK(false, "paged_attention: unsupported dtype ", type);
+  }
+}
+
+void write_cache_op(const at::Tensor& key, const c10::optional<at::Tensor>& value,
+                    at::Tensor& key_cache, const c10::optional<at::Tensor>& value_cache,
+                    const at::Tensor& slot) {
+  Problem p{};
+  at::Tensor keep[3];
+  describe_keys(p, key, value, key_cache, value_cache, slot, 0, keep);
+  with_dtype(key.scalar_type(), [&](auto zero) { write_cache<decltype(zero)>(p); });
+}
+
 at::Tensor paged_attention(const at::Tensor& query, const at::Tensor& key,
                            const c10::optional<at::Tensor>& value, at::Tensor& key_cache,
                            const c10::optional<at::Tensor>& value_cache, const at::Tensor& slot,
                            const at::Tensor& row, const at::Tensor& position,
                            const at::Tensor& block_table, double scale, int64_t window,
                            double softcap, const c10::optional<at::Tensor>& sinks,
-                           int64_t value_dim) {
+                           int64_t value_dim, const c10::optional<at::Tensor>& path) {
   using c10::ScalarType;
-  const bool has_values = value && value->defined();
-  TORCH_CHECK(has_values == (value_cache && value_cache->defined()),
-              "paged_attention: v and its cache go together");
-  TORCH_CHECK(query.dim() == 4 && key.dim() == 4 && key_cache.dim() == 4,
-              "paged_attention: q, k, v and the caches have four dims");
-  TORCH_CHECK(key_cache.is_contiguous(), "paged_attention: caches must be contiguous");
+  TORCH_CHECK(query.dim() == 4, "paged_attention: q, k, v and the caches have four dims");
   const auto type = query.scalar_type();
-  for (const at::Tensor* tensor : {&key, (const at::Tensor*)&key_cache})
-    TORCH_CHECK(tensor->scalar_type() == type,
-                "paged_attention: q, k, v and the caches share one dtype, got ", type, " and ",
-                tensor->scalar_type());
+  TORCH_CHECK(key.scalar_type() == type,
+              "paged_attention: q, k, v and the caches share one dtype, got ", type, " and ",
+              key.scalar_type());
   Problem p{};
+  at::Tensor keep[9];
+  describe_keys(p, key, value, key_cache, value_cache, slot, value_dim, keep);
   const int64_t batch = query.size(0);
   p.num_heads = query.size(1);
   p.tokens_per_batch = query.size(2);
-  p.head_dim = query.size(3);
-  p.num_kv_heads = key.size(1);
-  p.value_dim = has_values ? value->size(3) : value_dim;
   p.num_tokens = batch * p.tokens_per_batch;
-  p.num_blocks = key_cache.size(0);
-  p.block_size = key_cache.size(1);
   TORCH_CHECK(p.num_kv_heads > 0 && p.num_heads % p.num_kv_heads == 0,
               "paged_attention: ", p.num_heads, " query heads cannot share ", p.num_kv_heads,
               " KV heads");
-  TORCH_CHECK(key.size(0) == batch && key.size(2) == p.tokens_per_batch &&
-                  key.size(3) == p.head_dim,
+  const bool has_path = path && path->defined();
+  TORCH_CHECK(key.size(0) == batch && (has_path || key.size(2) == p.tokens_per_batch) &&
+                  query.size(3) == p.head_dim,
               "paged_attention: q ", query.sizes(), " and k ", key.sizes(), " do not fit");
-  TORCH_CHECK(key_cache.size(2) == p.num_kv_heads && key_cache.size(3) == p.head_dim,
-              "paged_attention: cache ", key_cache.sizes(), " does not fit k ", key.sizes());
-  if (has_values) check_values(p, key, *value, key_cache, *value_cache);
-  TORCH_CHECK(has_values || (p.value_dim > 0 && p.value_dim <= p.head_dim),
+  TORCH_CHECK(p.value_cache || (p.value_dim > 0 && p.value_dim <= p.head_dim),
               "paged_attention: a value is the first 1 to ", p.head_dim, " numbers of its key, got ",
               p.value_dim);
   at::Tensor out =
       at::empty({batch, p.tokens_per_batch, p.num_heads, p.value_dim}, query.options());
   if (p.num_tokens == 0) return out;
-  at::Tensor keep[8];
-  p.query = view_of(query, keep[0]);
-  p.key = view_of(key, keep[1]);
-  if (has_values) p.value = view_of(*value, keep[2]);
-  p.slot = int32_ptr(slot, "slot", keep[3]);
+  p.query = view_of(query, keep[3]);
   p.row = int32_ptr(row, "row", keep[4]);
   p.position = int32_ptr(position, "position", keep[5]);
   p.table = int32_ptr(block_table, "block_table", keep[6]);
-  TORCH_CHECK(slot.numel() == p.num_tokens && row.numel() == p.num_tokens &&
-                  position.numel() == p.num_tokens,
-              "paged_attention: slot, row and position are [", batch, ", ", p.tokens_per_batch,
-              "]");
+  TORCH_CHECK(row.numel() == p.num_tokens && position.numel() == p.num_tokens,
+              "paged_attention: row and position are [", batch, ", ", p.tokens_per_batch, "]");
+  if (has_path) {
+    p.path = int32_ptr(*path, "path", keep[8], 3);
+    p.path_size = path->size(2);
+    TORCH_CHECK(path->numel() == p.num_tokens * p.path_size, "paged_attention: path is [", batch,
+                ", ", p.tokens_per_batch, ", ..], got ", path->sizes());
+  }
   p.table_rows = block_table.size(0);
   p.table_blocks = block_table.size(1);
-  p.key_cache = key_cache.mutable_data_ptr();
-  p.value_cache = has_values ? value_cache->mutable_data_ptr() : nullptr;
   p.out = out.mutable_data_ptr();
   p.window = window;
   p.scale = scale;
@@ -645,17 +746,14 @@ at::Tensor paged_attention(const at::Tensor& query, const at::Tensor& key,
         sinks->to(type == ScalarType::Double ? ScalarType::Double : ScalarType::Float).contiguous();
     p.sinks = keep[7].const_data_ptr();
   }
-  switch (type) {
-    case ScalarType::Float: run<float>(p); break;
-    case ScalarType::Double: run<double>(p); break;
-    case ScalarType::BFloat16: run<c10::BFloat16>(p); break;
-    case ScalarType::Half: run<c10::Half>(p); break;
-    default: TORCH_CHECK(false, "paged_attention: unsupported dtype ", type);
-  }
+  with_dtype(type, [&](auto zero) { run<decltype(zero)>(p); });
   return out;
 }
 
-TORCH_LIBRARY_IMPL(compilespec, CPU, m) { m.impl("paged_attention", paged_attention); }
+TORCH_LIBRARY_IMPL(compilespec, CPU, m) {
+  m.impl("paged_attention", paged_attention);
+  m.impl("write_cache", write_cache_op);
+}
 
 }  // namespace paged_attention
 }  // namespace compilespec

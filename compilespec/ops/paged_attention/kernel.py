@@ -7,6 +7,9 @@ may take several tiles.  If few tiles would leave the GPU idle, what a tile sees
 segments, and a second kernel merges the parts in order.  How many depends on shapes only, how long
 they are on the device's positions: a short context in a table for a long one is cut as finely.
 Grids depend on shapes only, nothing is read back to the host: safe in a CUDA graph.
+
+Of a token with a path the keys at its last positions are the call's own: the program of the last
+segment goes over those, with a mask, after the cache.
 """
 
 from __future__ import annotations
@@ -44,21 +47,23 @@ def paged_attention(
     softcap: float,
     sinks_N: Tensor | None,
     value_dim: int = 0,
+    path_BSP: Tensor | None = None,
 ) -> Tensor:
     """See `paged_attention_reference`; a slot, row or block outside its tensor counts as -1."""
     write_cache(key_BNSH, value_BNSH, key_cache, value_cache, slot_BS)
     form = form_of(
         key_cache, value_cache, window, softcap, has_sinks=sinks_N is not None, value_dim=value_dim
     )
-    if value_cache is not None and not why_not_flash(form, key_cache.device):
+    if path_BSP is None and value_cache is not None and not why_not_flash(form, key_cache.device):
         from compilespec.ops.paged_attention import flash
 
         return flash.attend(
             query_BNSH, key_cache, value_cache, row_BS, position_BS, block_table_RM, scale, window
         )
+    own = None if path_BSP is None else (key_BNSH, value_BNSH, path_BSP)
     return attend(
         query_BNSH, key_cache, value_cache, row_BS, position_BS, block_table_RM, scale, window,
-        softcap, sinks_N, value_dim,
+        softcap, sinks_N, value_dim, own,
     )  # fmt: skip
 
 
@@ -99,8 +104,11 @@ def attend(
     softcap: float,
     sinks_N: Tensor | None,
     value_dim: int = 0,
+    own: tuple[Tensor, Tensor | None, Tensor] | None = None,
 ) -> Tensor:
-    """Attend to the cache only: [B, S, N, Hv]."""
+    """Attend to the cache and, where tokens have paths, to `own`, the keys, the values and those
+    paths: [B, S, N, Hv].
+    """
     batch, num_heads, num_tokens, head_dim = query_BNSH.shape
     num_blocks, block_size, num_kv_heads, _ = key_cache.shape
     value_dim = value_dim if value_cache is None else value_cache.shape[3]
@@ -127,6 +135,7 @@ def attend(
     query_BNSH = dense_rows(query_BNSH)
     places = Places(row_BS.contiguous(), position_BS.contiguous())
     sinks = query_BNSH if sinks_N is None else sinks_N.contiguous()
+    path = Path.of(own, query_BNSH, places.row)
     shared = {
         "HAS_SINKS": sinks_N is not None, "VALUE_DIM": value_dim,
         "BLOCK_V": triton.next_power_of_2(value_dim),
@@ -134,12 +143,12 @@ def attend(
     values = key_cache if value_cache is None else value_cache
     attend_kernel[(num_tiles, num_groups, num_segments)](
         Heads(query_BNSH, *query_BNSH.stride()[:3]),
-        Cache(key_cache, values, block_table_RM.contiguous()), places, sinks, out, parts,
+        Cache(key_cache, values, block_table_RM.contiguous()), places, path, sinks, out, parts,
         num_tokens, block_table_RM.shape[0], table_blocks, num_blocks,
         NUM_GROUPS=num_groups, GROUP_PARTS=parts_of_group, GROUP=group, HEAD_DIM=head_dim,
         FIRST_KEY=first_key, BLOCK_SIZE=block_size, SCALE=scale, SOFTCAP=softcap, WINDOW=window,
         IS_SPLIT=is_split, MIN_SEGMENT=MIN_SEGMENT, TILE_TOKENS=tile.num_tokens,
-        BLOCK_M=tile.rows, BLOCK_N=tile.keys,
+        PATH_SIZE=path.size, BLOCK_M=tile.rows, BLOCK_N=tile.keys,
         BLOCK_H=max(16, triton.next_power_of_2(head_dim - first_key)),
         WIDE=_TYPES[wide], num_warps=tile.num_warps, num_stages=2, **shared,
     )  # fmt: skip
@@ -215,6 +224,32 @@ class Places(NamedTuple):
     position: Any
 
 
+class Path(NamedTuple):
+    """The keys and values of a call, and which of them each of its tokens sees instead of the
+    cache's last ones.
+    """
+
+    key: Any  # Heads
+    value: Any  # Heads; those of the keys where a value is part of its key
+    index: Any  # int32 [B, S, P]
+    num_keys: Any  # of a batch row
+
+    @classmethod
+    def of(cls, own: tuple[Tensor, Tensor | None, Tensor] | None, *unread: Tensor) -> Path:
+        """`unread`: queries and integers to name where there are no paths."""
+        query, index = unread
+        key, value, path = own or (query, None, index)
+        key = dense_rows(key)
+        value = key if value is None else dense_rows(value)
+        heads = [Heads(x, *x.stride()[:3]) for x in (key, value)]
+        return cls(*heads, path.contiguous(), key.shape[2])
+
+    @property
+    def size(self) -> int:
+        """P; 0 where tokens have none."""
+        return self.index.shape[2] if self.index.dim() == 3 else 0
+
+
 class Parts(NamedTuple):
     """The results of a context's segments: weighted values, highest score, sum of weights."""
 
@@ -252,7 +287,7 @@ def write_kernel(
 
 @triton.jit(do_not_specialize=["tokens_per_batch", "table_rows", "num_blocks"])
 def attend_kernel(
-    query, cache, places, sinks_ptr, out_ptr, parts,
+    query, cache, places, path, sinks_ptr, out_ptr, parts,
     tokens_per_batch, table_rows, table_blocks, num_blocks,
     NUM_GROUPS: tl.constexpr, GROUP_PARTS: tl.constexpr, GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr, FIRST_KEY: tl.constexpr, VALUE_DIM: tl.constexpr,
@@ -260,7 +295,7 @@ def attend_kernel(
     WINDOW: tl.constexpr, HAS_SINKS: tl.constexpr, IS_SPLIT: tl.constexpr,
     MIN_SEGMENT: tl.constexpr, TILE_TOKENS: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_V: tl.constexpr,
-    WIDE: tl.constexpr,
+    PATH_SIZE: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     tiles_per_batch = tl.cdiv(tokens_per_batch, TILE_TOKENS)
     b = tl.program_id(0) // tiles_per_batch
@@ -277,6 +312,13 @@ def attend_kernel(
     lo_M = tl.zeros_like(position_M)
     if WINDOW > 0:
         lo_M = tl.maximum(position_M - (WINDOW - 1), 0)
+    stop_M = hi_M  # of what the cache holds
+    if PATH_SIZE > 0:
+        root_M = position_M + 1
+        for p in range(PATH_SIZE):
+            own_M = tl.load(path.index + token_M * PATH_SIZE + p, mask=is_token_M, other=-1)
+            root_M -= (own_M >= 0).to(tl.int32)
+        stop_M = tl.minimum(hi_M, root_M)
     h, v = tl.arange(0, BLOCK_H), tl.arange(0, BLOCK_V)
     place_M = b.to(tl.int64) * query.b + s_M.to(tl.int64) * query.s + head_M * query.n
     is_live_M = is_token_M & (row_M >= 0)
@@ -294,15 +336,15 @@ def attend_kernel(
     top_M = tl.full([BLOCK_M], minus_inf, WIDE)
     sum_M = tl.zeros([BLOCK_M], WIDE)
     acc_MV = tl.zeros([BLOCK_M, BLOCK_V], WIDE)
-    first = tl.min(tl.where(hi_M > lo_M, lo_M, 2147483647), 0) // BLOCK_N * BLOCK_N
-    segment = tl.cdiv(tl.max(hi_M, 0) - first, tl.num_programs(2) * MIN_SEGMENT) * MIN_SEGMENT
+    first = tl.min(tl.where(stop_M > lo_M, lo_M, 2147483647), 0) // BLOCK_N * BLOCK_N
+    segment = tl.cdiv(tl.max(stop_M, 0) - first, tl.num_programs(2) * MIN_SEGMENT) * MIN_SEGMENT
     segment_begin = first + tl.program_id(2) * segment
-    left_M = tl.where(hi_M > lo_M, row_M, -1)
+    left_M = tl.where(stop_M > lo_M, row_M, -1)
     row = tl.max(left_M, 0)
     while row >= 0:  # once per request with tokens in the tile
         is_mine_M = left_M == row
         begin = tl.min(tl.where(is_mine_M, lo_M, 2147483647), 0)
-        end = tl.max(tl.where(is_mine_M, hi_M, 0), 0)
+        end = tl.max(tl.where(is_mine_M, stop_M, 0), 0)
         begin = tl.maximum(begin // BLOCK_N * BLOCK_N, segment_begin)
         end = tl.minimum(end, segment_begin + segment)
         for base in range(begin, end, BLOCK_N):
@@ -328,7 +370,7 @@ def attend_kernel(
             score_MN *= SCALE
             if SOFTCAP > 0:
                 score_MN = SOFTCAP - 2 * SOFTCAP / (tl.exp(score_MN * (2 / SOFTCAP)) + 1)
-            is_visible_MN = (key_N[None, :] >= lo_M[:, None]) & (key_N[None, :] < hi_M[:, None])
+            is_visible_MN = (key_N[None, :] >= lo_M[:, None]) & (key_N[None, :] < stop_M[:, None])
             is_visible_MN &= is_mine_M[:, None] & is_present_N[None, :]
             score_MN = tl.where(is_visible_MN, score_MN, minus_inf)
             new_M = tl.maximum(top_M, tl.max(score_MN, 1))
@@ -346,6 +388,36 @@ def attend_kernel(
             top_M = new_M
         left_M = tl.where(is_mine_M, -1, left_M)
         row = tl.max(left_M, 0)
+
+    if PATH_SIZE > 0:
+        is_here_M = is_live_M & (tl.program_id(2) == tl.num_programs(2) - 1)
+        kv_head = group // GROUP_PARTS
+        for base in range(0, path.num_keys, BLOCK_N):
+            key_N = base + tl.arange(0, BLOCK_N)
+            is_visible_MN = (key_N[None, :] < 0) & is_here_M[:, None]
+            for p in range(PATH_SIZE):
+                own_M = tl.load(path.index + token_M * PATH_SIZE + p, mask=is_here_M, other=-1)
+                own_M = tl.where(root_M + p >= lo_M, own_M, -1)
+                is_visible_MN |= own_M[:, None] == key_N[None, :]
+            is_present_N = key_N < path.num_keys
+            place_N = b.to(tl.int64) * path.key.b + kv_head * path.key.n
+            place_N += key_N.to(tl.int64) * path.key.s
+            key_NH = tl.load(
+                path.key.data + place_N[:, None] + (FIRST_KEY + h)[None, :],
+                mask=is_present_N[:, None] & (h < HEAD_DIM - FIRST_KEY)[None, :], other=0.0,
+            )  # fmt: skip
+            score_MN = tl.dot(query_MH, tl.trans(key_NH), input_precision="ieee")
+            place_N = b.to(tl.int64) * path.value.b + kv_head * path.value.n
+            place_N += key_N.to(tl.int64) * path.value.s
+            value_NV = tl.load(
+                path.value.data + place_N[:, None] + v[None, :],
+                mask=is_present_N[:, None] & (v < VALUE_DIM)[None, :], other=0.0,
+            )  # fmt: skip
+            if FIRST_KEY > 0:
+                score_MN += tl.dot(query_MV, tl.trans(value_NV), input_precision="ieee")
+            top_M, sum_M, acc_MV = _add_keys(
+                score_MN, is_visible_MN, value_NV, top_M, sum_M, acc_MV, SCALE, SOFTCAP
+            )
 
     result_M = token_M.to(tl.int64) * (NUM_GROUPS * GROUP) + head_M
     is_value_MV = is_token_M[:, None] & (v < VALUE_DIM)[None, :]
@@ -365,6 +437,25 @@ def attend_kernel(
         tl.store(parts.sum + part_M, sum_M, mask=is_token_M)
         place_MV = part_M[:, None] * VALUE_DIM + v[None, :]
         tl.store(parts.value + place_MV, acc_MV, mask=is_value_MV & (sum_M != 0)[:, None])
+
+
+@triton.jit
+def _add_keys(
+    score_MN, is_visible_MN, value_NV, top_M, sum_M, acc_MV,
+    SCALE: tl.constexpr, SOFTCAP: tl.constexpr,
+):  # fmt: skip
+    """The running softmax with more keys."""
+    score_MN *= SCALE
+    if SOFTCAP > 0:
+        score_MN = SOFTCAP - 2 * SOFTCAP / (tl.exp(score_MN * (2 / SOFTCAP)) + 1)
+    score_MN = tl.where(is_visible_MN, score_MN, float("-inf"))
+    new_M = tl.maximum(top_M, tl.max(score_MN, 1))
+    base_M = tl.where(new_M == float("-inf"), 0.0, new_M)
+    weight_MN = tl.exp(score_MN - base_M[:, None])
+    fade_M = tl.exp(top_M - base_M)
+    sum_M = sum_M * fade_M + tl.sum(weight_MN, 1)
+    mixed_MV = tl.dot(weight_MN.to(value_NV.dtype), value_NV, input_precision="ieee")
+    return new_M, sum_M, acc_MV * fade_M[:, None] + mixed_MV
 
 
 @triton.jit
