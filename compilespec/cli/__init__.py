@@ -1,12 +1,13 @@
 """The command line.  Nothing heavy is imported before a command runs, so that `--help` is quick.
 
 Exit codes: 0 done, 2 bad input (one line on stderr), 130 interrupted (the output so far is
-printed).
+printed), 141 the reader of the output has gone.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 
@@ -16,7 +17,7 @@ from compilespec.cli.flags import Parser, in_flags, read_arguments
 from compilespec.errors import SpecError
 
 COMMANDS = (generate, dump, bench, compile, methods)
-BAD_INPUT, INTERRUPTED = 2, 130
+BAD_INPUT, INTERRUPTED, CUT_OFF = 2, 130, 141
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -24,7 +25,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = argparse.Namespace()
     try:
         args = read_arguments(build_parser(), argv)
-        return int(args.run(args))
+        code = int(args.run(args))
+        sys.stdout.flush()
+        return code
     except SpecError as error:
         line = in_flags(" ".join(str(error).split()), args)
         print(f"compilespec: error: {line}", file=sys.stderr)
@@ -32,6 +35,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("compilespec: interrupted", file=sys.stderr)
         return INTERRUPTED
+    except BrokenPipeError:  # `| head` has read enough; what is buffered goes nowhere
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return CUT_OFF
 
 
 def build_parser() -> Parser:

@@ -101,7 +101,11 @@ class StaleGraphInput(SpecError):
 
 
 class EngineClosed(SpecError):
-    """The engine was closed; compile a new one."""
+    """The engine was closed, or takes no more requests; compile a new one."""
+
+
+class QueueFull(SpecError):
+    """As many requests wait as may; the request was not queued, and may be tried again."""
 
 
 def is_integer(value: object) -> bool:

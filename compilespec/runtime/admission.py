@@ -8,7 +8,7 @@ import secrets
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from compilespec.errors import InvalidRequest, SpecError
+from compilespec.errors import InvalidRequest, SpecError, is_integer
 from compilespec.runtime.blocks import num_blocks_for
 from compilespec.runtime.detokenize import OutputText, Tokenizer
 from compilespec.runtime.executor import Geometry
@@ -62,23 +62,27 @@ class Admission:
 
         Raises: InvalidRequest, NotSupported.
         """
-        if isinstance(priority, bool) or not isinstance(priority, int):
-            raise InvalidRequest(f"priority: expected an integer, got {priority!r}")
-        samples = self.samples(prompt, params)
+        samples = self.samples(prompt, params, priority)
         if len(samples) != 1:
             raise InvalidRequest(
                 f"submit takes one sample, got n={len(samples)}; use generate, or submit the "
                 "prompt once a sample with seeds of its own"
             )
-        samples[0].priority = priority
         return samples[0]
 
-    def samples(self, prompt: Any, params: SamplingParams | None) -> list[Request]:
+    def samples(
+        self, prompt: Any, params: SamplingParams | None, priority: int = 0
+    ) -> list[Request]:
         """The requests of one prompt: `n`, of one seed.
 
         Raises: InvalidRequest, NotSupported.
         """
-        return self._samples(prompt, SamplingParams() if params is None else params)
+        if not is_integer(priority):
+            raise InvalidRequest(f"priority: expected an integer, got {priority!r}")
+        samples = self._samples(prompt, SamplingParams() if params is None else params)
+        for sample in samples:
+            sample.priority = priority
+        return samples
 
     def _samples(self, prompt: Any, params: SamplingParams) -> list[Request]:
         check_params(params, self._tokenizer, self._geometry)

@@ -54,9 +54,18 @@ class Delivery:
             return Delivered(num_tokens=count, error=error)
         return Delivered(num_tokens=count, reason=reason)
 
-    def record(self, request: Request, delivered: Delivered, phase: Phase) -> None:
-        """Note in the request's timings, and in the counters, what it got."""
+    def record(
+        self, request: Request, delivered: Delivered, phase: Phase, *, given: int, drafted: int
+    ) -> None:
+        """Note in the request's timings, and in the counters, what it got.
+
+        Args: given: tokens of the launch, of which all but the last one were drafts; drafted: how
+            many drafts it judged.
+        """
         count = delivered.num_tokens
+        request.output_drafted += [index < given - 1 for index in range(count)]
+        own = request.params.num_draft_tokens
+        request.num_drafted += drafted if own is None else min(drafted, own)
         self._stats.count_tokens(request.output_token_ids[len(request.output_token_ids) - count :])
         request.timings.tokens_ms += [now_ms()] * count
         if phase == "decode" and request.error is None:

@@ -33,12 +33,16 @@ class OutputText:
         self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int], stop: Sequence[str] = ()
     ) -> None:
         self.text = ""
-        self.stopped = False
+        self.stopped_by: str | None = None  # the stop string before which `text` was cut
         self._decoder = _WindowDecoder(tokenizer, prompt_token_ids)
         self._stop = tuple(stop)
         self._longest_stop = max(map(len, self._stop), default=0)
         self._num_taken = 0
         self._finished = False
+
+    @property
+    def stopped(self) -> bool:
+        return self.stopped_by is not None
 
     def add(self, token_ids: Sequence[int]) -> bool:
         """Append tokens; returns whether a stop string is now complete (then `text` ends before
@@ -71,9 +75,10 @@ class OutputText:
 
     def _cut(self, text: str) -> bool:
         start = max(0, len(self.text) - self._longest_stop + 1)  # earlier text holds no stop string
-        found = [at for stop in self._stop if (at := text.find(stop, start)) >= 0]
+        found = [(at, stop) for stop in self._stop if (at := text.find(stop, start)) >= 0]
         if found:
-            self.text, self.stopped = text[: min(found)], True
+            end, self.stopped_by = min(found, key=lambda place: place[0])
+            self.text = text[:end]
         return self.stopped
 
     def _held_back(self) -> int:

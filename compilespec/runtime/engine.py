@@ -8,7 +8,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from compilespec.errors import EngineClosed, InvalidRequest, TokenizerFailed
+from compilespec.errors import EngineClosed, InvalidRequest, TokenizerFailed, is_integer
 from compilespec.runtime.adaptive import AdaptiveDrafts
 from compilespec.runtime.admission import Admission, Params
 from compilespec.runtime.chat import chat_prompts
@@ -123,17 +123,25 @@ class Engine:
         self._scheduler.add(request)
         return request
 
-    def serve(self) -> EngineThread:
+    @check_keywords
+    def serve(self, *, max_waiting: int | None = None) -> EngineThread:
         """Run the loop on a thread of its own, which owns the engine until it is closed: submit,
         stream and abort there, from any thread or event loop.
 
+        Args:
+            max_waiting: requests that may wait beside the `max_batch_size` that run; one more is
+                refused with QueueFull.  None: no limit.
         Raises: EngineClosed; InvalidRequest where requests were submitted here and not finished,
             and from `generate`, `stream`, `submit` and another `serve` of this engine from then on.
         """
         self._check_free()
         if self.has_work:
             raise InvalidRequest("finish or abort what was submitted before serve()")
-        server = EngineThread(self)
+        if max_waiting is not None and (not is_integer(max_waiting) or max_waiting < 0):
+            raise InvalidRequest(
+                f"max_waiting: expected an integer of at least 0, or None, got {max_waiting!r}"
+            )
+        server = EngineThread(self, max_waiting)
         self._is_served = True
         return server
 
@@ -145,13 +153,15 @@ class Engine:
         self._check_open()
         return self._admission.single(prompt, params, priority)
 
-    def make_samples(self, prompt: Any, params: SamplingParams | None) -> list[Request]:
+    def make_samples(
+        self, prompt: Any, params: SamplingParams | None, priority: int = 0
+    ) -> list[Request]:
         """The requests of one prompt, `n` of one seed, not queued; from any thread.
 
         Raises: InvalidRequest, NotSupported, EngineClosed.
         """
         self._check_open()
-        return self._admission.samples(prompt, params)
+        return self._admission.samples(prompt, params, priority)
 
     def enqueue(self, request: Request) -> None:
         """Queue what `make_request` or `make_samples` made."""
@@ -164,7 +174,16 @@ class Engine:
         output = self._output(request) if request.finished else None
         if output is None and not token_ids and not text:
             return None
-        return Delta(index=index, token_ids=token_ids, text=text, output=output)
+        end = len(request.output_token_ids)
+        new = slice(end - len(token_ids), end)
+        return Delta(
+            index=index,
+            token_ids=token_ids,
+            text=text,
+            output=output,
+            logprobs=None if request.params.logprobs is None else request.output_logprobs[new],
+            drafted=tuple(request.output_drafted[new]),
+        )
 
     def step(self) -> list[Request]:
         """Run one scheduler step: at most one prefill and one decode; returns the requests that got

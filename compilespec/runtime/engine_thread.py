@@ -9,16 +9,19 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Literal, Protocol
 
-from compilespec.errors import EngineClosed
+from compilespec.errors import EngineClosed, QueueFull
+from compilespec.runtime.executor import Geometry
 from compilespec.runtime.keywords import check_keywords
 from compilespec.runtime.outputs import Delta, GenerationOutput, now_ms
 from compilespec.runtime.prompts import as_prompt_list
 from compilespec.runtime.request import Request, RequestState
 from compilespec.runtime.sampling_params import SamplingParams
-from compilespec.runtime.ticket import Ticket
+from compilespec.runtime.stats import EngineStats
+from compilespec.runtime.ticket import Ticket, WakeUps
 
 logger = logging.getLogger("compilespec")
 
@@ -28,14 +31,21 @@ EXIT_TIMEOUT_S = 60  # that the interpreter waits at its exit for a step that ru
 class ServedEngine(Protocol):
     """What a thread asks of the engine that it owns: see `Engine`."""
 
+    geometry: Geometry
+
     @property
     def has_work(self) -> bool:
         """Whether any request is unfinished."""
 
+    def stats(self) -> EngineStats:
+        """Totals since the engine was made."""
+
     def make_request(self, prompt: Any, params: SamplingParams | None, priority: int) -> Request:
         """The request of one prompt, not queued."""
 
-    def make_samples(self, prompt: Any, params: SamplingParams | None) -> list[Request]:
+    def make_samples(
+        self, prompt: Any, params: SamplingParams | None, priority: int
+    ) -> list[Request]:
         """The requests of one prompt, `n` of one seed, not queued."""
 
     def enqueue(self, request: Request) -> None:
@@ -54,6 +64,23 @@ class ServedEngine(Protocol):
         """Abort what runs and free the device buffers."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class EngineHealth:
+    """How an engine's thread does."""
+
+    state: Literal["ready", "draining", "closed", "failed"]
+    """"failed": the thread ended with an error, or the engine could not be closed."""
+
+    num_open: int
+    """Requests that have not ended."""
+
+    step_ms: float
+    """How long the step that runs has been running; 0.0 between steps."""
+
+    failure: str | None = None
+    """Why it failed."""
+
+
 class EngineThread:
     """Runs the loop of an engine, which it owns: use the engine through this object alone.
 
@@ -64,9 +91,15 @@ class EngineThread:
 
     _all: ClassVar[weakref.WeakSet[EngineThread]] = weakref.WeakSet()  # of this process
 
-    def __init__(self, engine: ServedEngine) -> None:
-        self._engine = engine
-        self._wake = threading.Condition()
+    def __init__(self, engine: ServedEngine, max_waiting: int | None = None) -> None:
+        """Args: max_waiting: requests that may wait beside those that run; None: no limit."""
+        self._engine, self._max_waiting = engine, max_waiting
+        lock = threading.RLock()
+        self._wake = threading.Condition(lock)  # of the engine's thread
+        self._idle = threading.Condition(lock)  # notified once no ticket is open
+        self._num_open = 0
+        self._step_began_ms: float | None = None
+        self._is_draining = False
         self._arrived: deque[Ticket] = deque()
         self._to_abort: deque[Ticket] = deque()
         self._open: dict[Request, Ticket] = {}  # the loop's own
@@ -96,12 +129,23 @@ class EngineThread:
     ) -> Ticket:
         """Queue one prompt.  Iterate over the ticket (`for`, `async for`), or ask for its result.
 
-        Raises: InvalidRequest, NotSupported (nothing was queued), EngineClosed.
+        Raises: InvalidRequest, NotSupported, QueueFull (nothing was queued), EngineClosed.
         """
-        self._check_open()
+        self._check_room(1)
         ticket = Ticket(self._engine.make_request(prompt, params, priority), self._abort)
         self._queue([ticket])
         return ticket
+
+    @check_keywords
+    def submit_samples(
+        self, prompt: Any, params: SamplingParams | None = None, *, priority: int = 0
+    ) -> list[Ticket]:
+        """`submit` for `SamplingParams(n=)`: a ticket for each of the samples, in order."""
+        self._check_room(1 if params is None else params.n)
+        samples = self._engine.make_samples(prompt, params, priority)
+        tickets = [Ticket(request, self._abort) for request in samples]
+        self._queue(tickets)
+        return tickets
 
     @check_keywords
     def generate(
@@ -113,10 +157,42 @@ class EngineThread:
         """
         self._check_open()
         each, _ = as_prompt_list(prompts)
-        samples = [one for prompt in each for one in self._engine.make_samples(prompt, params)]
+        samples = [one for prompt in each for one in self._engine.make_samples(prompt, params, 0)]
         tickets = [Ticket(request, self._abort) for request in samples]
         self._queue(tickets)
         return [ticket.result() for ticket in tickets]
+
+    def stats(self) -> EngineStats:
+        """`Engine.stats`, also while a step runs."""
+        return self._engine.stats()
+
+    def health(self) -> EngineHealth:
+        """How the thread does; waits for no step."""
+        began = self._step_began_ms
+        with self._wake:
+            if self._failure is not None:
+                state: Literal["ready", "draining", "closed", "failed"] = "failed"
+            elif self._is_closing:
+                state = "closed"
+            else:
+                state = "draining" if self._is_draining else "ready"
+            return EngineHealth(
+                state=state,
+                num_open=self._num_open,
+                step_ms=0.0 if began is None else now_ms() - began,
+                failure=None if self._failure is None else str(self._failure),
+            )
+
+    def drain(self, timeout: float | None = None) -> bool:
+        """Take no more requests, and wait until those there are have ended.
+
+        Args:
+            timeout: seconds.
+        Returns: whether all have ended; `close` aborts the others.
+        """
+        with self._wake:
+            self._is_draining = True
+            return self._idle.wait_for(lambda: self._num_open == 0, timeout)
 
     def close(self, timeout: float | None = None) -> None:
         """Abort what runs, close the engine, and wait for its thread.  Twice is harmless.
@@ -158,14 +234,29 @@ class EngineThread:
 
     def _queue(self, tickets: Sequence[Ticket]) -> None:
         with self._wake:
-            self._check_open()
+            self._check_room(len(tickets))
+            self._num_open += len(tickets)
             self._arrived.extend(tickets)
             self._wake.notify()
+
+    def _check_room(self, count: int) -> None:
+        """Raises: EngineClosed; QueueFull where so many more would be too many."""
+        self._check_open()
+        if self._max_waiting is None:
+            return
+        most = self._max_waiting + self._engine.geometry.max_batch_size
+        if self._num_open + count > most:
+            raise QueueFull(
+                f"{self._num_open} requests are open: expected at most {most} with the {count} "
+                f"that came (max_batch_size and max_waiting); try again when some have ended"
+            )
 
     def _check_open(self) -> None:
         if self._is_closing:
             why = self._failure or "the engine was closed"
             raise EngineClosed(f"{why}; make another with compilespec.compile()")
+        if self._is_draining:
+            raise EngineClosed("the engine ends what it has, and takes no more; try another")
 
     def _abort(self, ticket: Ticket) -> None:
         with self._wake:
@@ -177,7 +268,9 @@ class EngineThread:
     def _run(self) -> None:
         try:
             while self._take_orders():
+                self._step_began_ms = now_ms()
                 self._attempt(self._engine.step)
+                self._step_began_ms = None
                 self._hand_out()
         except BaseException as error:
             logger.exception("the engine's thread failed; every request ends with that")
@@ -210,6 +303,7 @@ class EngineThread:
             logger.exception("a step failed; the requests that were running ended with it")
 
     def _hand_out(self) -> None:
+        wake_ups = WakeUps()
         for request, ticket in list(self._open.items()):
             try:
                 delta = self._engine.take_delta(request, request.sample)
@@ -219,10 +313,15 @@ class EngineThread:
                 request.output_text = None
                 _end(request, request.error or error)
                 delta = self._engine.take_delta(request, request.sample)
-            if delta is not None:
-                ticket.give(delta)
-                if delta.output is not None:
-                    del self._open[request]
+            if delta is None:
+                continue
+            if delta.output is not None:
+                del self._open[request]
+            with self._wake:  # who reads the end, and submits again, must find its room
+                self._num_open -= delta.output is not None
+                ticket.give(delta, wake_ups)
+                self._idle.notify_all()
+        wake_ups.send()
 
     def _end_all(self) -> None:
         """Close the engine; whatever comes of that, every ticket ends."""

@@ -25,6 +25,12 @@ class Delta:
     output: GenerationOutput | None = None
     """The complete result, with the prompt's last delta."""
 
+    logprobs: list[TokenLogprobs] | None = None
+    """One entry a new token where `SamplingParams.logprobs` asked for them."""
+
+    drafted: tuple[bool, ...] = ()
+    """By new token: whether it was a draft, which the target accepted."""
+
     @property
     def finish_reason(self) -> FinishReason | None:
         return None if self.output is None else self.output.finish_reason
@@ -95,6 +101,18 @@ class GenerationOutput:
 
     num_preemptions: int = 0
     """How often it had to make room and was computed anew."""
+
+    stopped_by: str | int | None = None
+    """The stop string, or the EOS or stop id, that ended it; None where something else did."""
+
+    num_cached_tokens: int = 0
+    """Prompt tokens that were found in the KV cache when it was first admitted."""
+
+    num_accepted_drafts: int = 0
+    """Of its tokens, those that were drafts."""
+
+    num_rejected_drafts: int = 0
+    """Drafts of its verify steps that are none of its tokens."""
 
     timings: RequestTimings = field(default_factory=RequestTimings, compare=False)
     """Queue, first token, every token: moments in ms."""

@@ -45,6 +45,8 @@ class Request:
     prompt_logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)  # by position
     output_logprobs: list[TokenLogprobs] = field(default_factory=list)
     emitted_per_step: list[int] = field(default_factory=list)
+    output_drafted: list[bool] = field(default_factory=list)  # whether the token was a draft
+    num_drafted: int = 0  # drafts that its verify steps judged
     finish_reason: FinishReason | None = None
     error: Exception | None = None
     timings: RequestTimings = field(default_factory=RequestTimings)
@@ -53,6 +55,7 @@ class Request:
     prefill_token_ids: tuple[int, ...] = ()  # prompt, and the output that it had when admitted
     num_prefilled: int = 0  # of these, those in the cache or on their way into it
     num_cached: int = 0  # of these, those that were found in the cache
+    num_found: int = 0  # the same, when it was first admitted
     num_computed: int = 0  # tokens whose keys and values are known to be in the cache
     backlog: int = 0  # of these, the last ones that the drafter's cache lacks
     num_preemptions: int = 0
@@ -150,9 +153,19 @@ class Request:
         self._num_taken = len(self.output_token_ids)
         return new, "" if text is None else text.take()
 
+    @property
+    def stopped_by(self) -> str | int | None:
+        """The stop string or id that ended it."""
+        if self.finish_reason != "stop":
+            return None
+        if self.output_text is not None and self.output_text.stopped:
+            return self.output_text.stopped_by
+        last = self.output_token_ids[-1] if self.output_token_ids else None
+        return last if last in self.stop_token_ids else None
+
     def output(self) -> GenerationOutput:
         """What the request gave so far; final once it has finished."""
-        text = self.update_text()
+        text, num_accepted = self.update_text(), sum(self.output_drafted)
         return GenerationOutput(
             prompt_token_ids=list(self.prompt_token_ids),
             token_ids=list(self.output_token_ids),
@@ -163,6 +176,10 @@ class Request:
             error=self.error,
             logprobs=None if self.params.logprobs is None else self._logprobs(),
             num_preemptions=self.num_preemptions,
+            stopped_by=self.stopped_by,
+            num_cached_tokens=self.num_found,
+            num_accepted_drafts=num_accepted,
+            num_rejected_drafts=self.num_drafted - num_accepted,
             timings=self.timings,
             prompt_logprobs=None
             if self.params.prompt_logprobs is None

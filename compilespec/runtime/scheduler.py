@@ -193,6 +193,7 @@ class Scheduler:
         request.state = RequestState.PREFILL
         if request.timings.admitted_ms is None:  # after a preemption it finds its own
             request.timings.admitted_ms = now_ms()
+            request.num_found = request.num_cached
             self._stats.count_cached(request.num_cached)
         self.line.run(request)
         known = request.prefill_token_ids[: request.num_cached]
@@ -290,7 +291,10 @@ class Scheduler:
                 self._fail(request, delivered.error)
             elif delivered.reason is not None:
                 self._finish(request, delivered.reason)
-            self._delivery.record(request, delivered, launch.phase)
+            drafted = launch.most[request] - 1
+            self._delivery.record(
+                request, delivered, launch.phase, given=len(tokens), drafted=drafted
+            )
         if not request.finished:
             self.holdings.publish(request)
 

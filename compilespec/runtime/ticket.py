@@ -7,9 +7,32 @@ import contextlib
 import threading
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator
+from typing import NamedTuple
 
 from compilespec.runtime.outputs import Delta, GenerationOutput
 from compilespec.runtime.request import Request
+
+
+class WakeUps:
+    """Who sleeps in event loops and has news: a loop is called once for all of its sleepers."""
+
+    def __init__(self) -> None:
+        self._events: dict[asyncio.AbstractEventLoop, list[asyncio.Event]] = {}
+
+    def add(self, loop: asyncio.AbstractEventLoop, event: asyncio.Event) -> None:
+        self._events.setdefault(loop, []).append(event)
+
+    def send(self) -> None:
+        """Wake them."""
+        for loop, events in self._events.items():
+            with contextlib.suppress(RuntimeError):  # the loop was closed: nobody waits any more
+                loop.call_soon_threadsafe(_set_all, events)
+        self._events = {}
+
+
+def _set_all(events: list[asyncio.Event]) -> None:
+    for event in events:
+        event.set()
 
 
 class Ticket:
@@ -24,7 +47,7 @@ class Ticket:
         self._deltas: deque[Delta] = deque()
         self._output: GenerationOutput | None = None
         self._changed = threading.Condition()
-        self._sleepers: dict[Callable[[], object], Callable[[], bool]] = {}  # in event loops
+        self._sleepers: dict[asyncio.Event, _Sleeper] = {}
 
     @property
     def finished(self) -> bool:
@@ -82,35 +105,56 @@ class Ticket:
             if not self.finished:
                 self.abort()
 
-    def give(self, delta: Delta) -> None:
-        """Called by the engine's thread: more, or with `delta.output` the end."""
+    async def batches(self) -> AsyncIterator[list[Delta]]:
+        """`__aiter__`, but all that came since the last time together."""
+        try:
+            while True:
+                await self._sleep(self._has_news)
+                with self._changed:
+                    deltas, self._deltas = list(self._deltas), deque()
+                    if not deltas and self.finished:
+                        return
+                if deltas:
+                    yield deltas
+        finally:
+            if not self.finished:
+                self.abort()
+
+    def give(self, delta: Delta, wake_ups: WakeUps | None = None) -> None:
+        """Called by the engine's thread: more, or with `delta.output` the end.
+
+        Args: wake_ups: takes who sleeps in event loops, for the caller to wake; None: wakes them.
+        """
+        ours = WakeUps() if wake_ups is None else wake_ups
         with self._changed:
             self._deltas.append(delta)
             self._output = delta.output
             self._changed.notify_all()
-            awake = [wake for wake, until in self._sleepers.items() if until()]
-            for wake in awake:
-                del self._sleepers[wake]
-        for wake in awake:
-            wake()
+            awake = [event for event, sleeper in self._sleepers.items() if sleeper.until()]
+            for event in awake:
+                ours.add(self._sleepers.pop(event).loop, event)
+        if wake_ups is None:
+            ours.send()
 
     def _has_news(self) -> bool:
         return bool(self._deltas) or self.finished
 
     async def _sleep(self, until: Callable[[], bool]) -> None:
         """Let the event loop go on until `until` holds, which `give` asks with the lock held."""
-        loop, event = asyncio.get_running_loop(), asyncio.Event()
-
-        def wake() -> None:
-            with contextlib.suppress(RuntimeError):  # the loop was closed: nobody waits any more
-                loop.call_soon_threadsafe(event.set)
-
+        event = asyncio.Event()
         with self._changed:
             if until():
                 return
-            self._sleepers[wake] = until
+            self._sleepers[event] = _Sleeper(asyncio.get_running_loop(), until)
         try:
             await event.wait()
         finally:
             with self._changed:
-                self._sleepers.pop(wake, None)
+                self._sleepers.pop(event, None)
+
+
+class _Sleeper(NamedTuple):
+    """Who waits in an event loop, and for what."""
+
+    loop: asyncio.AbstractEventLoop
+    until: Callable[[], bool]

@@ -6,7 +6,9 @@ import argparse
 import contextlib
 import inspect
 import io
+import os
 import re
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -299,3 +301,13 @@ def test_names_of_elsewhere_stand_for_names_that_there_are() -> None:
     for part, table in ELSEWHERE.items():
         assert not table.keys() & known[part], "what is right is no mistake"
         assert {ours.split(" ")[0] for ours in table.values()} <= known[part]
+
+
+def test_a_reader_that_has_read_enough_is_no_error() -> None:
+    """As in `compilespec methods --drafts | head -1`: here its end of the pipe is closed."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "compilespec", "methods", "--drafts"]
+    with os.fdopen(writer, "w") as stdout:
+        done = subprocess.run(command, stdout=stdout, stderr=subprocess.PIPE, text=True)
+    assert (done.returncode, done.stderr) == (141, "")

@@ -22,6 +22,7 @@ from compilespec.runtime.outputs import Delta
 from compilespec.runtime.request import Request
 from compilespec.runtime.ticket import Ticket
 from tests.support.fake_executor import FakeExecutor, engine_over, geometry, toy_decode
+from tests.support.gates import Gate
 
 SIZES = geometry()
 
@@ -41,22 +42,6 @@ def wanted(prompt: list[int], count: int) -> list[int]:
 def prompts(number: int) -> list[list[int]]:
     draw = random.Random(number)
     return [[draw.randrange(259) for _ in range(draw.randint(1, 40))] for _ in range(number)]
-
-
-class Gate:
-    """Lets the program make as many calls as the test allows; the next one waits."""
-
-    def __init__(self, calls: int = 0) -> None:
-        self._allowed = threading.Semaphore(calls)
-        self.waits = threading.Event()  # the engine's thread stands here
-
-    def __call__(self, phase: str) -> None:
-        if not self._allowed.acquire(blocking=False):
-            self.waits.set()
-            assert self._allowed.acquire(timeout=20), "the test allows no call"
-
-    def allow(self, calls: int = 10_000) -> None:
-        self._allowed.release(calls)
 
 
 def delta_of(ticket: Ticket, *tokens: int, ends: bool = False) -> Delta:
