@@ -10,12 +10,15 @@ import torch
 from compilespec import SamplingParams
 from compilespec.ops.sample import draw_reference, layout, note_logprobs_reference, sample_reference
 from compilespec.ops.sample.philox import gumbel, noise_bits
+from compilespec.ops.sample.reference import lowest_kept
 from tests.support.sampling import PARAMETERS, make_state, window
 
 pytest.importorskip("tests.support.triton_interpreter")
 pytestmark = pytest.mark.interp
 kernel = pytest.importorskip("compilespec.ops.sample.kernel")
 noise = pytest.importorskip("compilespec.ops.sample.kernels.noise")
+filters = pytest.importorskip("compilespec.ops.sample.kernels.filters")
+scores = pytest.importorskip("compilespec.ops.sample.kernels.scores")
 triton = pytest.importorskip("triton")
 tl = triton.language
 
@@ -109,9 +112,84 @@ def test_every_parameter_equals_the_reference(vocab, dtype, names):
     assert not torch.equal(got, call[1])
 
 
+@triton.jit
+def lowest_kernel(
+    requests, window, search, lowest_ptr,
+    STEPS: tl.constexpr, SPANS: tl.constexpr, WIDE: tl.constexpr, KEY: tl.constexpr,
+    BITS: tl.constexpr,
+):  # fmt: skip
+    index = tl.program_id(0)
+    row = scores.row_of(requests, window, index)
+    lowest = filters.lowest_kept(search, index, row, STEPS, SPANS, WIDE, KEY, BITS)
+    tl.store(lowest_ptr + index, lowest)
+
+
+def thresholds(logits: torch.Tensor, state: object) -> torch.Tensor:
+    """Of one row a request: the lowest score that its filters keep."""
+    batch, _, vocab = logits.shape
+    real, whole, bias, context, mask = state.arguments()
+    drawn, wide = torch.full((batch, 1), 5, dtype=torch.int32), kernel.wide_dtype(logits.dtype)
+    counts = torch.full((batch, vocab), 99, dtype=torch.int32)
+    requests = kernel.Requests(torch.arange(batch), drawn, real, whole)
+    window = kernel.Window(logits, bias, context, counts, mask, 1, vocab, context.shape[1],
+                           *mask.shape[1:], *logits.stride()[:2])  # fmt: skip
+    search, sizes = kernel.search_lowest(requests, window, drawn, batch, has_ids=False)
+    lowest = torch.full((batch,), math.nan, dtype=wide)
+    sizes.pop("enable_fp_fusion")
+    lowest_kernel[(batch,)](requests, window, search, lowest, **sizes)
+    return lowest
+
+
+FILTERS = [
+    {"top_k": 1}, {"top_k": 40}, {"top_k": 96}, {"top_k": 1000}, {"top_p": 0.9}, {"top_p": 0.01},
+    {"top_p": 0.999}, {"min_p": 0.05}, {"top_k": 50, "top_p": 0.8}, {"top_k": 3, "top_p": 0.999},
+    {"top_k": 60, "top_p": 0.95, "min_p": 0.02}, {},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("vocab", "dtype", "turns"),
+    [
+        (300, torch.float32, 2),  # of the logits' kinds against the filters
+        (97, torch.float64, 1),
+        pytest.param(97, torch.float32, 11, marks=pytest.mark.slow),
+        pytest.param(700, torch.bfloat16, 11, marks=pytest.mark.slow),
+        pytest.param(301, torch.float64, 11, marks=pytest.mark.slow),
+        pytest.param(5003, torch.float32, 11, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_thresholds_have_the_reference_bits(vocab, dtype, turns, monkeypatch):
+    """Every filter over logits of all sizes and signs, ties, forbidden ids, and what is no number;
+    rows in several spans of several blocks; also for rows whose tables others have used.
+    """
+    monkeypatch.setattr(kernel, "_SEARCH_SPAN", 256)
+    monkeypatch.setattr(kernel, "_BLOCK", 128)
+    params = [SamplingParams(temperature=0.7, **chosen) for chosen in FILTERS]
+    state = make_state(params, vocab)
+    real, whole = state.arguments()[:2]
+    torch.manual_seed(0)
+    logits = torch.randn(len(FILTERS), 1, vocab, dtype=torch.float64)
+    some = torch.rand(logits.shape) < 0.4
+    kinds = (
+        3 * logits, 1e-3 * logits, 100 * logits, logits - 40, 30 + logits, logits.round(),
+        torch.zeros_like(logits), logits.masked_fill(some, -math.inf), logits * 1e-30,
+        torch.full_like(logits, -math.inf), logits.masked_fill(some, math.inf),
+    )  # fmt: skip
+    for turn in range(turns):
+        chosen_kinds = [kinds[(b + turn) % len(kinds)][b] for b in range(len(FILTERS))]
+        rows = torch.stack(chosen_kinds).to(dtype)
+        got = thresholds(rows, state)
+        for b, (row, chosen) in enumerate(zip(rows[:, 0], FILTERS, strict=True)):
+            scores_V = row.to(got.dtype) / real[b, layout.TEMPERATURE].to(got.dtype)
+            want = lowest_kept(scores_V, real[b], whole[b].tolist())
+            assert got[b].tolist() == want.tolist(), chosen
+
+
 def test_large_vocabularies_are_cut_into_blocks_and_spans(monkeypatch):
     monkeypatch.setattr(kernel, "_BLOCK", 1024)
     monkeypatch.setattr(kernel, "_SPAN", 1024)
+    monkeypatch.setattr(kernel, "_SEARCH_SPAN", 1024)
     params = [SamplingParams(temperature=1.0, top_k=900, top_p=0.99),
               SamplingParams(temperature=0.9, repetition_penalty=1.4)]  # fmt: skip
     vocab = 2100

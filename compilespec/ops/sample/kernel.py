@@ -1,13 +1,16 @@
 """sample, draw and note_logprobs in Triton; plain greedy rows return at once.
 
-Other rows go through four kernels: one counts the context (penalties), one searches the lowest
-score that the filters keep, one finds the best sum of score and noise in each block of the
-vocabulary, and one picks the best of those.  Scores are recomputed from the logits in every pass,
-so that no [rows, V] buffer exists.  The noise of 64 token ids uses 16 counters, as in `noise_bits`.
+Other rows go through these kernels: one counts the context (penalties), one searches the lowest
+score that the filters keep, a digit a launch (`kernels/filters.py`), one finds the best sum of
+score and noise in each span of the vocabulary, and one picks the best of those.  Scores are
+recomputed from the logits in every pass, so that no [rows, V] buffer exists; a row's spans are
+programs of their own.  The noise of 64 token ids uses 16 counters, as in `noise_bits`.
 Grids depend on shapes only: safe in a CUDA graph.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import triton
@@ -16,14 +19,15 @@ from torch import Tensor
 
 from compilespec.ops._tensors import dense_rows, wide_dtype
 from compilespec.ops.sample.kernels.draws import draft_kernel, draw_kernel, pick_kernel
-from compilespec.ops.sample.kernels.filters import threshold_kernel
+from compilespec.ops.sample.kernels.filters import DIGIT, DIGITS, Search, search_kernel
 from compilespec.ops.sample.kernels.logprobs import logprobs_kernel
 from compilespec.ops.sample.kernels.requests import Requests
 from compilespec.ops.sample.kernels.scores import Window, count_kernel
 
 _SPAN = 8192  # ids of one program of the draw kernels; a multiple of 4 * _LANES
 _LANES = 256
-_BLOCK = 2048  # ids that a whole-row kernel holds at once
+_BLOCK = 2048  # ids that a program holds at once
+_SEARCH_SPAN = 4096  # ids of one program of a search
 
 
 def sample(
@@ -46,7 +50,6 @@ def sample(
     wide, num_rows = wide_dtype(logits_BSV.dtype), batch * num_tokens
     logits_BSV, drawn_BS = dense_rows(logits_BSV), drawn_BS.contiguous()
     counts_BV = row_B.new_empty((batch, vocab), dtype=torch.int32)
-    lowest = logits_BSV.new_empty(num_rows, dtype=wide)
     spans = triton.cdiv(vocab, _SPAN)
     best, place = _partial_best(logits_BSV, num_rows, spans, wide)
     requests = Requests(row_B.contiguous(), drawn_BS, sampling_RF, sampling_RI)
@@ -54,23 +57,51 @@ def sample(
         logits_BSV, bias_RV, context_RL, counts_BV, mask_RSW, num_tokens, vocab,
         context_RL.shape[1], *mask_RSW.shape[1:], *logits_BSV.stride()[:2],
     )  # fmt: skip
-    count_kernel[(batch,)](
-        requests, window, drawn_BS if ids_BS is None else ids_BS.contiguous(),
-        HAS_IDS=ids_BS is not None, BLOCK=_BLOCK,
-    )  # fmt: skip
-    exact = {"WIDE": _TYPES[wide], "enable_fp_fusion": False}
-    threshold_kernel[(num_rows,)](
-        requests, window, lowest, KEY=_KEYS[wide], BITS=8 * wide.itemsize, BLOCK=_BLOCK,
-        num_warps=8, **exact,
-    )  # fmt: skip
+    ids = drawn_BS if ids_BS is None else ids_BS.contiguous()
+    search, sizes = search_lowest(requests, window, ids, num_rows, has_ids=ids_BS is not None)
     draw_kernel[(num_rows, spans)](
-        requests, window, lowest, best, place, SPAN=_SPAN, LANES=_LANES, **exact
+        requests, window, search, best, place, SPAN=_SPAN, LANES=_LANES, **sizes
     )
     pick_kernel[(num_rows,)](
         requests, best, place, greedy_BS.contiguous(), place, chosen_BS, num_tokens, spans, vocab,
         HAS_MAP=False, FOR_DRAFT=False, BLOCK=triton.next_power_of_2(spans),
     )  # fmt: skip
     return chosen_BS
+
+
+def search_lowest(
+    requests: Requests, window: Window, ids: Tensor, num_rows: int, *, has_ids: bool
+) -> tuple[Search, dict[str, Any]]:
+    """Search each row's lowest score that the filters keep.
+
+    Returns: what `lowest_kept` reads, and its compile-time sizes.
+    """
+    like, vocab, wide = window.logits, window.vocab, wide_dtype(window.logits.dtype)
+    key, bits = _KEYS[wide], 8 * wide.itemsize
+    steps = triton.cdiv(bits, DIGIT.value)
+    spans = triton.cdiv(vocab, _SEARCH_SPAN)
+    search = Search(
+        tables=like.new_empty((num_rows, 2 * steps, DIGITS.value), dtype=torch.int64),
+        found=like.new_empty((num_rows, 2 * steps), dtype=key),
+        wanted=like.new_empty((num_rows, 2 * steps), dtype=torch.int64),
+        best=like.new_empty((num_rows, spans), dtype=wide),
+        num_spans=spans,
+        unit=2.0 ** (62 - vocab.bit_length()),  # the sum of a row is below 2**62
+    )
+    count_kernel[(num_rows // window.num_tokens, window.num_tokens)](
+        requests, window, search.tables, 2 * steps * DIGITS.value, ids, HAS_IDS=has_ids,
+        BLOCK=_BLOCK,
+    )  # fmt: skip
+    sizes = {
+        "STEPS": steps, "SPANS": triton.next_power_of_2(spans), "WIDE": _TYPES[wide],
+        "KEY": _TYPES[key], "BITS": bits, "enable_fp_fusion": False,
+    }  # fmt: skip
+    for step in range(2 * steps):
+        search_kernel[(num_rows, spans)](
+            requests, window, search, step, BY_MASS=step >= steps, SPAN=_SEARCH_SPAN,
+            BLOCK=_BLOCK, num_warps=8, **sizes,
+        )  # fmt: skip
+    return search, sizes
 
 
 def draw(
@@ -133,5 +164,8 @@ def _partial_best(
     return best, like.new_empty((num_rows, spans), dtype=torch.int32)
 
 
-_TYPES = {torch.float32: tl.float32, torch.float64: tl.float64}
-_KEYS = {torch.float32: tl.int32, torch.float64: tl.int64}
+_TYPES = {
+    torch.float32: tl.float32, torch.float64: tl.float64, torch.int32: tl.int32,
+    torch.int64: tl.int64,
+}  # fmt: skip
+_KEYS = {torch.float32: torch.int32, torch.float64: torch.int64}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from compilespec.ops.sample.kernels.filters import lowest_kept
 from compilespec.ops.sample.kernels.noise import gumbel, noise_of, philox_words
 from compilespec.ops.sample.kernels.requests import (
     LAST_ID,
@@ -35,15 +36,16 @@ def store_best(best, place, index, best_ptr, place_ptr):
 
 @triton.jit
 def draw_kernel(
-    requests, window, lowest_ptr, best_ptr, place_ptr,
-    WIDE: tl.constexpr, SPAN: tl.constexpr, LANES: tl.constexpr,
+    requests, window, search, best_ptr, place_ptr,
+    STEPS: tl.constexpr, SPANS: tl.constexpr, WIDE: tl.constexpr, KEY: tl.constexpr,
+    BITS: tl.constexpr, SPAN: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     """The best token of a row in one span of the vocabulary."""
     row = row_of(requests, window, tl.program_id(0))
     if is_plain(row.reals, row.words):
         return
     is_drawn = tl.load(row.reals + TEMPERATURE) >= MIN_TEMPERATURE
-    lowest = tl.load(lowest_ptr + tl.program_id(0))
+    lowest = lowest_kept(search, tl.program_id(0), row, STEPS, SPANS, WIDE, KEY, BITS)
     begin = tl.program_id(1) * SPAN
     best = tl.full([LANES], NONE, WIDE)
     place = tl.zeros([LANES], tl.int32) + begin

@@ -49,3 +49,13 @@ def is_plain(reals_ptr, words_ptr):
     """Whether a request takes the argmax of the unprocessed logits."""
     changes = tl.load(words_ptr + FLAGS) | tl.load(words_ptr + MIN_NEW)
     return (tl.load(reals_ptr + TEMPERATURE) < MIN_TEMPERATURE) & (changes == 0)
+
+
+@triton.jit
+def filters_of(reals_ptr, words_ptr, vocab):
+    """top_k (0: none), top_p, min_p, and whether a request has any of them."""
+    top_k = tl.load(words_ptr + TOP_K)
+    top_k = tl.where(top_k < vocab, tl.maximum(top_k, 0), 0)
+    top_p, min_p = tl.load(reals_ptr + TOP_P), tl.load(reals_ptr + MIN_P)
+    is_drawn = tl.load(reals_ptr + TEMPERATURE) >= MIN_TEMPERATURE
+    return top_k, top_p, min_p, is_drawn & ((top_k > 0) | (top_p < 1) | (min_p > 0))

@@ -27,6 +27,7 @@ from compilespec.ops.sample.kernels.requests import (
     PROMPT_LEN,
     REPETITION,
     TEMPERATURE,
+    filters_of,
 )
 
 
@@ -127,9 +128,10 @@ def scores_at(ids, row, WIDE: tl.constexpr):
 
 @triton.jit
 def count_kernel(
-    requests, window, ids_ptr, HAS_IDS: tl.constexpr, BLOCK: tl.constexpr
+    requests, window, tables_ptr, table_size, ids_ptr, HAS_IDS: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """Write the fed tokens into the context; count the context that all rows of a request share.
+    """One row of a request.  Clear the tables of its filters; its first row also writes the fed
+    tokens into the context, and counts the context that all rows of the request share.
 
     An id's count is 2 for each occurrence in the output, and not 0 if it is in prompt or output.
     """
@@ -138,7 +140,13 @@ def count_kernel(
     row = tl.load(requests.row + b)
     words_ptr = requests.words + row * NUM_WORDS
     drawn_ptr = requests.drawn + b * window.num_tokens
-    if (tl.load(words_ptr + FLAGS) & PENALISE) == 0:
+    _, _, _, is_filtered = filters_of(requests.reals + row * NUM_REALS, words_ptr, vocab)
+    if is_filtered:
+        tables_ptr += (b * num_tokens + tl.program_id(1)) * table_size
+        for first in range(0, table_size, BLOCK):
+            at = first + tl.arange(0, BLOCK)
+            tl.store(tables_ptr + at, tl.zeros([BLOCK], tl.int64), mask=at < table_size)
+    if (tl.program_id(1) > 0) | ((tl.load(words_ptr + FLAGS) & PENALISE) == 0):
         return
     context_ptr = window.context + row * max_seq_len
     counts_ptr = window.counts + b * vocab
