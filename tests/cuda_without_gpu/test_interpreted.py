@@ -7,6 +7,7 @@ import pytest
 from tools.without_gpu.prove import INTERPRETED, faults_of, run_part
 
 pytest.importorskip("triton")
+OTHERS = {"qwen3_5": ("cached_recurrence", "cached_conv")}
 
 
 @pytest.mark.slow
@@ -21,4 +22,5 @@ def test_tokens_are_those_of_the_interpreted_graphs(case: str) -> None:
     assert len(requests) == 6
     assert len({tuple(request["cuda"]) for request in requests}) > 1
     assert launched["generated_kernels"] > 20
-    assert {"paged_attention", "sample", "draw", "argmax_linear"} <= set(launched["own_operators"])
+    expected = {"paged_attention", "sample", "draw", "argmax_linear", *OTHERS.get(case, ())}
+    assert expected <= set(launched["own_operators"])

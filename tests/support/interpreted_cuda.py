@@ -30,7 +30,7 @@ from compilespec.lowering.artifacts import ArtifactCache
 from compilespec.methods.eagle3 import random_head
 from compilespec.ops._library import TRITON_KERNELS
 from tests.support.margin import shortfall
-from tests.support.models import target_info, tiny_target
+from tests.support.models import HYBRIDS, target_info, tiny_hybrid, tiny_target
 from tools.without_gpu.absent import absent_gpu, allocating, counting
 from tools.without_gpu.gpus import GPUS
 from tools.without_gpu.machine_code import lowered
@@ -59,6 +59,8 @@ CASES = {
     "qwen3_moe": Case(family="qwen3_moe"),
     "gpt_oss": Case(family="gpt_oss", num_draft_tokens=1),
     "gemma2": Case(family="gemma2", num_draft_tokens=1),
+    "qwen3_5": Case(family="qwen3_5", num_draft_tokens=1),  # recurrent layers
+    "deepseek_v3": Case(family="deepseek_v3", num_draft_tokens=1),  # latents
     "llama-bf16": Case(family="llama", dtype=torch.bfloat16, num_draft_tokens=1),
 }
 BF16_BOUND = 16 * torch.finfo(torch.bfloat16).eps  # of logits of order 1, through few layers
@@ -74,7 +76,8 @@ class Launched:
 
 def compare(case: Case) -> Iterator[dict[str, Any]]:
     """Tokens of both ways, a record a request; then one that counts what was launched."""
-    model = tiny_target(case.family, case.dtype, num_layers=2)
+    make = tiny_hybrid if case.family in HYBRIDS else tiny_target
+    model = make(case.family, case.dtype, num_layers=2)
     eager = tokens_of(case, model, backend="eager")
     launched = Launched()
     with on_generated_code(launched):

@@ -1,47 +1,53 @@
-"""`tools.gpu_check --smoke` runs all that the real check runs."""
+"""`tools.gpu_check`: `--smoke` runs what the real check runs; parts that fail cost themselves."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tools import gpu_check
+from tools.gpu.measure import PLAIN, VERIFY
 from tools.gpu.models import SHAPES, SMOKE_SHAPES
+from tools.gpu.summary import part_name
+from tools.gpu_check import GOALS_OF, Part
 
 
 def test_smoke_runs_the_whole_path(tmp_path: Path) -> None:
-    assert gpu_check.main(["--smoke", "--only", "small", "--json", str(tmp_path / "out.json")]) == 0
-    result = json.loads((tmp_path / "out.json").read_text())
+    path = tmp_path / "out.json"
+    assert gpu_check.main(["--smoke", "--only", "small", "--json", str(path)]) == 0
+    result = json.loads(path.read_text())
     assert result["is_smoke"]
-    assert result["copy_gb_per_s"] > 0
-    assert result["skipped"] == []
-    programs = {p["program"]: p for p in result["models"]["small"]["programs"]}
-    assert list(programs) == ["plain", "eagle3 K=2, 2 drafts forced"]
-    for program in programs.values():
-        assert [step["batch"] for step in program["steps"]] == [1, 3]
-        for step in program["steps"]:
+    assert result["skipped"] == ["small, vllm: vLLM is not installed"]
+    ways = [PLAIN, VERIFY, "2", "eager", "compiled"]
+    assert list(result["parts"]) == ["copy", *(f"small, {way}" for way in ways)]
+    assert result["parts"]["copy"]["records"][0]["copy_gb_per_s"] > 0
+    for way, emitted in ((PLAIN, 1), ("2", 3)):
+        began, *steps, ended = result["parts"][f"small, {way}"]["records"]
+        assert set(began["attention"].values()) == {"C++"}
+        assert {graph["phase"] for graph in began["cudagraphs"]["graphs"]} == {"decode", "prefill"}
+        assert [step["batch"] for step in steps] == [1, 3]
+        assert [step["emitted_per_row"] for step in steps] == [emitted, emitted]
+        for step in steps:
             assert step["step_ms"]["p50"] > 0
             assert step["host_us"]["p50"] > 0
             assert 0 <= step["idle_share"] < 1
-            assert step["share_of_copy"] > 0
-        assert program["num_recompiles"] == 0
-        assert program["ratio"]["eager"] > 0
-        assert {graph["phase"] for graph in program["cudagraphs"]["graphs"]} == {
-            "decode", "prefill",
-        }  # fmt: skip
-    forced = programs["eagle3 K=2, 2 drafts forced"]["steps"]
-    assert [step["emitted_per_row"] for step in forced] == [3, 3]
-    assert [step["emitted_per_row"] for step in programs["plain"]["steps"]] == [1, 1]
+        assert ended["num_recompiles"] == 0
+        assert result["share_of_copy"][f"small, {way}"] > 0
+        assert result["times_as_fast_as"][f"small, {way}"]["eager"] > 0
+    assert all(goal["measured"] is not None for goal in result["goals"])
 
 
 def test_what_does_not_fit_into_the_time_is_named(tmp_path: Path) -> None:
-    options = ["--smoke", "--minutes", "-1", "--json", str(tmp_path / "out.json")]
-    assert gpu_check.main(options) == 0
-    result = json.loads((tmp_path / "out.json").read_text())
-    assert result["models"] == {}
-    assert len(result["skipped"]) == len(SMOKE_SHAPES)
+    path = tmp_path / "out.json"
+    assert gpu_check.main(["--smoke", "--minutes", "-1", "--json", str(path)]) == 0
+    result = json.loads(path.read_text())
+    assert result["parts"] == {}
+    planned = dict(gpu_check.parts_of(SMOKE_SHAPES, is_smoke=True, tests=True))
+    assert len(result["skipped"]) == len(planned)
+    assert all(goal["is_met"] is None for goal in result["goals"])
 
 
 def test_without_a_gpu_one_line_says_so(
@@ -52,11 +58,98 @@ def test_without_a_gpu_one_line_says_so(
     assert "--smoke" in capsys.readouterr().err
 
 
-def test_a_recompilation_or_a_failed_test_is_a_failure() -> None:
-    good = {"models": {"m": {"programs": [{"num_recompiles": 0}]}}}
-    assert not gpu_check.is_broken(good)
-    assert gpu_check.is_broken({**good, "tests": {"exit_status": 1}})
-    assert gpu_check.is_broken({"models": {"m": {"programs": [{"num_recompiles": 1}]}}})
+# --- parts that fail ---
+
+
+def fake(code: str, **limits: Any) -> Part:
+    return Part(arguments=("-c", code), **{"limit_s": 60, "least_s": 1, **limits})
+
+
+def printing(*records: dict[str, Any]) -> str:
+    return "; ".join(f"print({json.dumps(record)!r}, flush=True)" for record in records)
+
+
+def step(ms: float, **more: Any) -> dict[str, Any]:
+    times = {"step_ms": {"p50": ms}, "device_ms": {"p50": ms}}
+    return {"batch": 1, "idle_share": 0.01, "weight_gb": 16.0, **times, **more}
+
+
+RATE = {"tokens_per_s": {"p50": 200.0}, "num_recompiles": 0}
+COPY = printing({"copy_gb_per_s": 3000.0})
+
+
+def check(planned: dict[str, Part], path: Path, seconds: float = 600) -> dict[str, Any]:
+    result = gpu_check.run_parts(planned, path, {}, [GOALS_OF], seconds)
+    assert json.loads(path.read_text()) == json.loads(json.dumps(result, default=str))
+    return result
+
+
+def test_parts_that_crash_and_hang_cost_only_themselves(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What they had measured counts, and the file is there while later ones run."""
+    path = tmp_path / "out.json"
+    reads = f"import json; n = len(json.load(open({str(path)!r}))['parts'])"
+    result = check(
+        {
+            "copy": fake(COPY),
+            part_name(GOALS_OF, PLAIN): fake(printing(step(6.0)) + "; import os; os.abort()"),
+            part_name(GOALS_OF, VERIFY): fake(
+                printing(step(7.2)) + "; import time; time.sleep(600)", limit_s=3
+            ),
+            "after": fake(f"{reads}; print(json.dumps({{'seen': n}}))"),
+            part_name(GOALS_OF, "vllm"): fake("", why_not="vLLM is not installed"),
+        },
+        path,
+    )
+    assert gpu_check.is_broken(result)
+    statuses = [part["exit_status"] for part in result["parts"].values()]
+    assert statuses == [0, -6, 124, 0]
+    assert result["parts"]["after"]["records"] == [{"seen": 3}]
+    assert result["skipped"] == [f"{GOALS_OF}, vllm: vLLM is not installed"]
+    share, ratio, idle = result["goals"]
+    assert share["measured"] == pytest.approx(16 / 6e-3 / 3000)
+    assert ratio["measured"] == pytest.approx(1.2)
+    assert [goal["is_met"] for goal in (share, ratio, idle)] == [True, True, True]
+    assert "FAILED (124): stopped after 3 s" in capsys.readouterr().out
+
+
+def test_goals_that_are_missed_and_ratios_to_peers(tmp_path: Path) -> None:
+    result = check(
+        {
+            "copy": fake(COPY),
+            part_name(GOALS_OF, PLAIN): fake(printing(step(8.0, idle_share=0.3), RATE)),
+            part_name(GOALS_OF, VERIFY): fake(printing(step(12.0), RATE)),
+            part_name(GOALS_OF, "eager"): fake(printing({"tokens_per_s": {"p50": 40.0}})),
+        },
+        tmp_path / "out.json",
+    )
+    assert not gpu_check.is_broken(result)
+    assert [goal["is_met"] for goal in result["goals"]] == [False, False, False]
+    assert result["times_as_fast_as"] == {
+        part_name(GOALS_OF, way): {"eager": 5.0} for way in (PLAIN, VERIFY)
+    }
+
+
+def test_a_recompilation_or_a_failed_part_is_a_failure() -> None:
+    def result(status: int, recompiled: int) -> dict[str, Any]:
+        records = [{"num_recompiles": recompiled}]
+        return {"parts": {"one": {"exit_status": status, "records": records}}}
+
+    assert not gpu_check.is_broken(result(0, 0))
+    assert gpu_check.is_broken(result(1, 0))
+    assert gpu_check.is_broken(result(0, 1))
+
+
+# --- what is planned ---
+
+
+def test_what_the_goals_need_comes_first() -> None:
+    planned = dict(gpu_check.parts_of(SHAPES, is_smoke=False, tests=True))
+    assert list(planned)[:4] == ["copy", f"{GOALS_OF}, plain", f"{GOALS_OF}, verify", "tests"]
+    assert {f"{name}, {peer}" for name in SHAPES for peer in ("eager", "vllm")} <= set(planned)
+    for part in planned.values():
+        assert part.least_s <= part.limit_s <= 240
 
 
 def test_the_real_shapes_are_those_that_were_asked_for() -> None:

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from tools import parts
 from tools.bench import report
 
-ROOT = Path(__file__).resolve().parents[2]
 _STEPS = ("tools.without_gpu", "steps")
 _ONE_K = ("--spec", "eagle3", "--num-draft-tokens", "2")
 _SEVERAL_K = ("--spec", "eagle3", "--num-draft-tokens", "0", "2")
-INTERPRETED = ("llama", "qwen3_moe", "gpt_oss", "gemma2", "llama-bf16")
+INTERPRETED = (
+    "llama", "qwen3_moe", "gpt_oss", "gemma2", "qwen3_5", "deepseek_v3", "llama-bf16",
+)  # fmt: skip
 
 # By name: the module to run, and its arguments.
 PARTS: dict[str, tuple[str, ...]] = {
@@ -37,37 +35,28 @@ def prove(path: Path, only: Sequence[str] = ()) -> int:
     Parts that are not run keep what the file says of them.  Returns: 1 if a part failed or found a
     fault, else 0.
     """
-    parts = json.loads(path.read_text())["parts"] if path.exists() else {}
+    known = json.loads(path.read_text())["parts"] if path.exists() else {}
     for name in only or PARTS:
         print(json.dumps({"part": name}), flush=True)
-        parts[name] = run_part(name)
-        for record in (*parts[name]["records"], *parts[name].get("error", ())):
+        known[name] = run_part(name)
+        for record in (*known[name]["records"], *known[name].get("error", ())):
             print(json.dumps(record), flush=True)
-        ordered = {name: parts[name] for name in PARTS if name in parts}
+        ordered = {name: known[name] for name in PARTS if name in known}
         result = {"benchmark": "the CUDA path without a GPU", "parts": ordered}
         report.write_json(path.stem, result, path.parent)
-    return int(any(faults_of(part) for part in parts.values()))
+    return int(any(faults_of(part) for part in known.values()))
 
 
 def run_part(name: str, timeout_s: float = 3600) -> dict[str, Any]:
     """When and with what it ran, its seconds and exit status, and the records that it printed."""
-    module, *arguments = PARTS[name]
-    is_interpreted = name.startswith("interpreted")
-    environment = {**os.environ, "TRITON_INTERPRET": str(int(is_interpreted))}
-    environment["PYTHONPATH"] = str(ROOT)
-    started = time.perf_counter()
-    done = subprocess.run(
-        [sys.executable, "-m", module, *arguments], capture_output=True, text=True, cwd=ROOT,
-        env=environment, timeout=timeout_s, check=False,
-    )  # fmt: skip
-    part = {
+    about, is_interpreted = report.environment(), name.startswith("interpreted")
+    environment = {"TRITON_INTERPRET": str(int(is_interpreted))}
+    done = parts.run(["-m", *PARTS[name]], timeout_s, environment)
+    return {
         "command": f"python -m {' '.join(PARTS[name])}",
-        **{what: report.environment()[what] for what in ("date", "commit", "versions")},
-        "seconds": round(time.perf_counter() - started, 1),
-        "exit_status": done.returncode,
-        "records": [json.loads(line) for line in done.stdout.splitlines() if line[:1] == "{"],
+        **{what: about[what] for what in ("date", "commit", "versions")},
+        **done,
     }
-    return part if not done.returncode else {**part, "error": done.stderr.splitlines()[-15:]}
 
 
 def faults_of(part: dict[str, Any]) -> list[str]:
