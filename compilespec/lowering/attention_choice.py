@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import fx
@@ -25,16 +26,18 @@ def attention_kernels(program: SpecProgram) -> Mapping[str, str]:
 
 def _forms(graph: fx.Graph, buffers: Mapping[str, BufferSpec]) -> Iterator[Form]:
     target = torch.ops.compilespec.paged_attention.default
+    names = [argument.name for argument in target._schema.arguments]
     for node in graph.find_nodes(op="call_function", target=target):
-        _, _, _, keys, values, _, _, _, _, _, window, softcap, sinks, *rest = node.args
+        given: dict[str, Any] = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
         caches = [
             buffers[cache.meta["role"]] if isinstance(cache, fx.Node) else None
-            for cache in (keys, values)
+            for cache in (given["key_cache"], given["value_cache"])
         ]
         assert caches[0] is not None
         yield form_of(
-            caches[0], caches[1], window, softcap, has_sinks=sinks is not None,
-            value_dim=rest[0] if rest else 0,
+            caches[0], caches[1], given["window"], given["softcap"],
+            has_sinks=given["sinks"] is not None, value_dim=given.get("value_dim", 0),
+            has_paths=given.get("path") is not None,
         )  # fmt: skip
 
 

@@ -27,6 +27,7 @@ def smallest() -> dict[str, Any]:
 
 def test_a_step_copies_nothing_and_waits_for_nothing(smallest: dict[str, Any]) -> None:
     assert smallest["step"] == "decode.0.greedy"
+    assert smallest["waits_for_host"] == ""
     for what in ("cache_copies", "weights_beside_products", "host_copies", "syncs", "references"):
         assert smallest[what] == [], what
 
@@ -59,6 +60,9 @@ def test_every_step_of_a_program(name: str) -> None:
         kinds |= {"decode.0", "decode.0.greedy", "replay"}
     assert {record["step"] for record in part["records"]} == kinds
     for record in part["records"]:
+        why = "aten._grouped_mm.default: torch.bfloat16 on sm_8x" if name == "moe, sm_80" else ""
+        assert record["waits_for_host"].startswith(why)
+        assert bool(record["waits_for_host"]) == bool(why)
         if record["step"] == "replay":  # the drafter alone, over 64 tokens that it was not given
             assert record["launches"]["all"] <= 3 * OTHERS
             assert record["bytes_over_floor"] <= 1.3

@@ -165,6 +165,7 @@ def test_an_empty_call() -> None:
     [
         ({"is_latent": True}, "values are the beginning of their keys"),
         ({"has_sinks": True}, "its softmax has no sinks"),
+        ({"has_paths": True}, "its tokens are a chain, not a tree"),
         ({"softcap": 50.0}, "its scores are not capped"),
         ({"value_dim": 64}, "keys are 128 wide and values 64"),
         ({"head_dim": 84, "value_dim": 84}, "heads are 84 wide: no multiple of 8 up to 256"),

@@ -7,13 +7,15 @@ from typing import Any
 
 import torch
 
+from compilespec.lowering.host_waits import why_host_waits
 from compilespec.program import SpecProgram
 from tools.gpu.models import SHAPES
+from tools.without_gpu.absent import absent_gpu
 from tools.without_gpu.dry_run import dry_run
 from tools.without_gpu.facts import facts, faults
 from tools.without_gpu.gpus import GPUS
 from tools.without_gpu.machine_code import compile_step
-from tools.without_gpu.steps import meta_target, on_cuda, program_on_cuda
+from tools.without_gpu.steps import CUDA, meta_target, on_cuda, program_on_cuda
 
 SIZES = {"max_batch_size": 64, "max_seq_len": 4096}
 
@@ -31,6 +33,9 @@ def proven_steps(
 ) -> Iterator[dict[str, Any]]:
     """Compile every step, or the one of a name such as "decode.3.greedy"; one record a step.
 
+    A dry run does not see waits within a library's call: `waits_for_host` says what is known of the
+    step's operators; such a step is not captured.
+
     Args:
         depth: layers of the whole model, for whose launches those of a layer are multiplied.
     """
@@ -40,6 +45,8 @@ def proven_steps(
         if only is not None and name != only:
             continue
         compiled = compile_step(on_cuda(graph.graph_module, graph.fakes, graph.inputs), gpu)
+        with absent_gpu(gpu):
+            waits_for_host = why_host_waits(graph.graph_module, CUDA)
         found = facts(compiled, dry_run(compiled, gpu), program.buffers)
         missing = depth - graph.num_layers if name != "replay" else 0
         launches = found["launches"]["all"] + missing * found["launches_of_a_layer"]["all"]
@@ -47,6 +54,7 @@ def proven_steps(
             "step": name,
             "arch": arch,
             "faults": faults(found, gpu),
+            "waits_for_host": waits_for_host,
             "launches_at_full_depth": launches,
             **found,
         }

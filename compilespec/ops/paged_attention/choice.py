@@ -32,6 +32,8 @@ def _why_not_this(form: Form) -> str:
     """What torch's entry cannot be asked for."""
     if form.is_latent:
         return "values are the beginning of their keys"
+    if form.has_paths:
+        return "its tokens are a chain, not a tree"
     if form.has_sinks:
         return "its softmax has no sinks"
     if form.softcap:

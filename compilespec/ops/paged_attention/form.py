@@ -22,12 +22,14 @@ class Form:
     softcap: float = 0.0
     has_sinks: bool = False
     is_latent: bool = False
+    has_paths: bool = False
 
     def __str__(self) -> str:
         extras = (
             f"window of {self.window}" if self.window else "",
             f"scores capped at {self.softcap:g}" if self.softcap else "",
             "sinks" if self.has_sinks else "",
+            "paths of a tree" if self.has_paths else "",
         )
         width = f"{self.head_dim}"
         if self.value_dim != self.head_dim:
@@ -45,6 +47,7 @@ def form_of(
     *,
     has_sinks: bool,
     value_dim: int,
+    has_paths: bool,
 ) -> Form:
     """The form of a call of `paged_attention` with these arguments."""
     return Form(
@@ -56,4 +59,5 @@ def form_of(
         softcap=softcap,
         has_sinks=has_sinks,
         is_latent=value_cache is None,
+        has_paths=has_paths,
     )

@@ -52,9 +52,10 @@ def paged_attention(
     """See `paged_attention_reference`; a slot, row or block outside its tensor counts as -1."""
     write_cache(key_BNSH, value_BNSH, key_cache, value_cache, slot_BS)
     form = form_of(
-        key_cache, value_cache, window, softcap, has_sinks=sinks_N is not None, value_dim=value_dim
-    )
-    if path_BSP is None and value_cache is not None and not why_not_flash(form, key_cache.device):
+        key_cache, value_cache, window, softcap, has_sinks=sinks_N is not None,
+        value_dim=value_dim, has_paths=path_BSP is not None,
+    )  # fmt: skip
+    if value_cache is not None and not why_not_flash(form, key_cache.device):
         from compilespec.ops.paged_attention import flash
 
         return flash.attend(
