@@ -287,6 +287,7 @@ _RULES: dict[Any, Callable[[NodeCosts, fx.Node], Cost]] = {
     torch.ops.compilespec.head_linear.default: _rows_times_weight,
     torch.ops.compilespec.packed_linear.default: _rows_times_weight,
     torch.ops.compilespec.quantized_linear.default: _rows_times_quantized,
+    torch.ops.compilespec.int4_linear.default: _rows_times_quantized,
     torch.ops.compilespec.dynamic_int8_linear.default: _rows_times_quantized,
     torch.ops.compilespec.packed_quantized_linear.default: _rows_times_quantized,
     torch.ops.compilespec.packed_dynamic_int8_linear.default: _rows_times_quantized,

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import fx
 
 from compilespec.ops.quantized_linear import LAYOUTS
+from compilespec.ops.quantized_linear.reference import NIBBLES
 from compilespec.passes.cleanup import drop_unused_inputs
 from compilespec.passes.context import PassContext
 from compilespec.passes.graph import add_input
@@ -20,14 +23,14 @@ from compilespec.program import InputSpec
 
 
 def prepack_linears(gm: fx.GraphModule, ctx: PassContext) -> int:
-    """mm(x, t(w)) -> compilespec::packed_linear(x, packed(w)), and the same for quantized weights.
-    CPU only.  Returns: products rewritten.
+    """mm(x, t(w)) -> compilespec::packed_linear(x, packed(w)), and the same for quantized weights,
+    on the CPU; on GPUs only weights of four bits, two in a byte.  Returns: products rewritten.
 
-    The operator's order of summation does not depend on the number of rows, so that a verify step
-    and a plain step of the same token agree bit for bit.  Numerics: rounding.  Runs on ATen.
+    The CPU operators' order of summation does not depend on the number of rows, so that a verify
+    step and a plain step of the same token agree bit for bit.  Numerics: rounding.  Runs on ATen.
     """
     if not ctx.prepack:
-        return 0
+        return _pack_four_bits(gm, ctx) if ctx.on_gpu else 0
     linears = [
         linear for linear in find_linears(gm, ctx) if linear.weight.meta["val"].dtype in PACKABLE
     ]
@@ -52,6 +55,22 @@ def prepack_linears(gm: fx.GraphModule, ctx: PassContext) -> int:
     return len(linears) + len(quantized)
 
 
+def _pack_four_bits(gm: fx.GraphModule, ctx: PassContext) -> int:
+    found = [linear for linear in find_quantized_linears(gm, ctx) if _has_nibbles(linear)]
+    for linear in found:
+        weight = _packed_input(gm, ctx, linear.weight, "nibbles")
+        arguments = (linear.node.args[0], weight, linear.scale, linear.bias)
+        _put(gm, linear, torch.ops.compilespec.int4_linear.default, arguments)
+    drop_unused_inputs(gm, ctx)
+    return len(found)
+
+
+def _has_nibbles(linear: QuantizedLinear) -> bool:
+    """Whether a weight's groups can be packed by rows."""
+    depth, groups = linear.weight.meta["val"].shape[1], linear.scale.meta["val"].shape[1]
+    return linear.bits == 4 and depth // groups % NIBBLES == 0
+
+
 def _pack_quantized(gm: fx.GraphModule, ctx: PassContext, linear: QuantizedLinear) -> None:
     ops = torch.ops.compilespec
     if linear.node.target is ops.dynamic_int8_linear.default:
@@ -60,10 +79,13 @@ def _pack_quantized(gm: fx.GraphModule, ctx: PassContext, linear: QuantizedLinea
         op, layout = ops.packed_quantized_linear.default, "int4" if linear.bits == 4 else "bytes"
     weight = _packed_input(gm, ctx, linear.weight, layout)
     scale = _packed_input(gm, ctx, linear.scale, "scale")
+    _put(gm, linear, op, (linear.node.args[0], weight, scale, linear.bias, linear.num_outputs))
+
+
+def _put(gm: fx.GraphModule, linear: QuantizedLinear, op: Any, arguments: tuple[Any, ...]) -> None:
+    """Put a call in the product's place."""
     with gm.graph.inserting_before(linear.node):
-        node = gm.graph.call_function(
-            op, (linear.node.args[0], weight, scale, linear.bias, linear.num_outputs)
-        )
+        node = gm.graph.call_function(op, arguments)
     node.meta["val"] = linear.node.meta["val"]
     copy_origin(linear.node, node)
     linear.node.replace_all_uses_with(node)

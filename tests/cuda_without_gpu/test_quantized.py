@@ -21,7 +21,7 @@ def steps() -> dict[str, Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["int8_weight_only", "float8_weight_only"])
+@pytest.mark.parametrize("name", ["int8_weight_only", "float8_weight_only", "int4_weight_only"])
 def test_small_weights_are_multiplied_as_they_are(steps: dict[str, Any], name: str) -> None:
     step = steps[name]
     assert step["own_calls"]["linear_kernel"] == PRODUCTS + 1

@@ -6,7 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from compilespec.ops.quantized_linear.reference import quantized_linear_reference
+from compilespec.ops.quantized_linear.reference import (
+    pack_nibbles,
+    quantized_linear_reference,
+    unpack_nibbles,
+)
 
 pytest.importorskip("tests.support.triton_interpreter")
 pytestmark = pytest.mark.interp
@@ -51,6 +55,49 @@ def test_products_are_those_of_the_reference(rows, shape, groups, weight, dtype)
     wide = scale.repeat_interleave(shape[1] // groups, 1) * weight_NK.float().abs()
     bound = TOLERANCE[dtype] * (x.float().abs() @ wide.t() + (0 if bias is None else bias.abs()))
     assert ((got.float() - want.float()).abs() <= bound).all()
+
+
+def int4(*shape: int) -> Tensor:
+    return torch.randint(-8, 8, shape, dtype=torch.int8)
+
+
+@pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
+@pytest.mark.parametrize(
+    ("rows", "shape", "groups"),
+    [
+        ((1,), (1, 32), 1),
+        ((3, 5), (33, 96), 3),
+        ((17,), (70, 256), 4),
+        ((2,), (70, 160), 1),  # the last block of features is cut
+        ((2,), (5, 192), 2),  # groups of 96: blocks of 32
+        ((2,), (5, 64), 4),  # groups of 16: the reference serves
+        ((0, 4), (9, 64), 1),
+    ],
+    ids=str,
+)
+def test_products_of_four_bits_are_those_of_the_reference(rows, shape, groups, dtype):
+    x, weight_NK = torch.randn(*rows, shape[1]).to(dtype), int4(*shape)
+    scale = torch.rand(shape[0], groups) * 0.01 + 0.001
+    bias = torch.randn(shape[0]).to(dtype) if groups != 3 else None
+    want = quantized_linear_reference(x, weight_NK, scale, bias, 4)
+    got = kernel.int4_linear(x, pack_nibbles(weight_NK), scale, bias)
+    assert got.dtype == dtype
+    assert got.is_contiguous()
+    wide = scale.repeat_interleave(shape[1] // groups, 1) * weight_NK.float().abs()
+    bound = TOLERANCE[dtype] * (x.float().abs() @ wide.t() + (0 if bias is None else bias.abs()))
+    assert ((got.float() - want.float()).abs() <= bound).all()
+
+
+def test_four_bits_are_packed_by_rows_and_widened_exactly():
+    """Packed rows are rows, so that merged weights are packed as their parts would be."""
+    weight_NK = torch.arange(-8, 8, dtype=torch.int8).repeat(3, 4)
+    weight_NK[1] = weight_NK[1].flip(0)
+    packed = pack_nibbles(weight_NK)
+    assert (packed.shape, packed.dtype) == ((3, 32), torch.uint8)
+    assert torch.equal(unpack_nibbles(packed), weight_NK)
+    assert torch.equal(torch.cat([pack_nibbles(weight_NK[:1]), packed[1:]]), packed)
+    got = kernel.int4_linear(torch.eye(64), packed, torch.ones(3, 2), None)
+    assert torch.equal(got.t(), weight_NK.float())
 
 
 def test_float8_is_widened_exactly():

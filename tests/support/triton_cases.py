@@ -170,6 +170,12 @@ def quantized_linear(
     return lambda: quantized.quantized_linear(x, meta(14336, 4096, dtype=weight), scale, None, 8)
 
 
+def four_bits(rows: int, groups: int = 64, dtype: torch.dtype = torch.bfloat16) -> Launch:
+    x, scale = meta(rows, 4096, dtype=dtype), meta(14336, groups)
+    packed = meta(14336, 2048, dtype=torch.uint8)
+    return lambda: quantized.int4_linear(x, packed, scale, None)
+
+
 VOCAB = 128256
 COMMON: dict[str, Launch] = {  # what every test run compiles
     "attention, verify, one request": attention(1, 6),
@@ -211,6 +217,10 @@ OTHERS: dict[str, Launch] = {
     "quantized, float8, 6 rows": quantized_linear(6, torch.float8_e4m3fn),
     "quantized, float8, 384 rows": quantized_linear(384, torch.float8_e4m3fn),
     "quantized, int8 in groups": quantized_linear(48, torch.int8, groups=32),
+    "quantized, four bits, 6 rows": four_bits(6),
+    "quantized, four bits, 384 rows": four_bits(384),
+    "quantized, four bits, groups of 32": four_bits(48, groups=128),
+    "quantized, four bits, float32": four_bits(6, dtype=torch.float32),
     "quantized, float32": quantized_linear(6, torch.int8, dtype=torch.float32),
     "n-gram": lambda: ngram.ngram_match(int32(8, 4096), int32(8), 5, 3, 1),
     "ring": lambda: ring.roll_window(

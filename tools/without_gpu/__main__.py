@@ -19,6 +19,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     steps.add_argument("--spec", default="none")
     steps.add_argument("--num-draft-tokens", type=int, nargs="+")
     steps.add_argument("--only", metavar="STEP", help="such as decode.0.greedy")
+    steps.add_argument("--plain", action="store_true", help="without the passes for speed")
     quantized = parts.add_parser("quantized", help="the products of a quantized step")
     quantized.add_argument("names", nargs="*")
     return parser.parse_args(arguments)
@@ -38,7 +39,11 @@ def records(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
         counts = tuple(options.num_draft_tokens)
         keywords["num_draft_tokens"] = counts if len(counts) > 1 else counts[0]
     program = programs.real_program(
-        options.shape, spec=options.spec, layers=options.layers, **keywords
+        options.shape,
+        spec=options.spec,
+        layers=options.layers,
+        optimised=not options.plain,
+        **keywords,
     )
     depth = SHAPES[options.shape].config["num_hidden_layers"]
     yield from programs.proven_steps(program, options.arch, depth, options.only)

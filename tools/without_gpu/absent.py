@@ -9,9 +9,10 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import math
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -150,6 +151,18 @@ def launching(call: Callable[..., None]) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         _patch(stack, CachingAutotuner, run=lambda self, *args, **kwargs: call(self, *args))
         yield
+
+
+def programs_of(kernel: Any, arguments: Sequence[Any]) -> int:
+    """Of a launch of one of Inductor's kernels: with the configuration that gives the fewest."""
+    from torch._inductor.runtime.triton_heuristics import GridExpr
+
+    named = dict(zip(kernel.fn.arg_names, arguments, strict=False))
+    grids = [
+        GridExpr.from_meta(kernel.inductor_meta, result.config).eval_slow(named)
+        for result in kernel.compile_results
+    ]
+    return min(math.prod(grid) for grid in grids)
 
 
 @contextlib.contextmanager

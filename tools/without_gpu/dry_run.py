@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 from compilespec import _torch_compat
 from compilespec.ops._library import TRITON_KERNELS
 from compilespec.program import InputSpec
-from tools.without_gpu.absent import absent_gpu, allocating, launching
+from tools.without_gpu.absent import absent_gpu, allocating, launching, programs_of
 from tools.without_gpu.gpus import Gpu
 from tools.without_gpu.machine_code import CompiledStep, Kernel, compiling_launches
 
@@ -37,6 +37,7 @@ class Call:
     matrices: Mapping[InputSpec, int] = field(default_factory=dict)
     """Its weights of two dimensions and more, and their bytes."""
     grid: tuple[int, ...] = ()
+    """Programs; of a generated kernel their number, at least."""
 
     def reads(self, kind: str) -> bool:
         return any(entry.kind == kind for entry in self.inputs)
@@ -124,7 +125,8 @@ class _Watcher(TorchDispatchMode):
     def generated(self, kernel: Any, *args: Any) -> None:
         """A launch of a kernel that Inductor generated."""
         num_bytes = round(1e9 * kernel.inductor_meta["kernel_num_gb"])
-        self._add("generated", kernel.fn.__name__, args, num_bytes=num_bytes)
+        grid = (programs_of(kernel, args),)
+        self._add("generated", kernel.fn.__name__, args, num_bytes=num_bytes, grid=grid)
 
     def own(self, kernel: Kernel, args: Sequence[Any], grid: tuple[int, ...]) -> None:
         """A launch of one of our kernels, which was compiled for it."""

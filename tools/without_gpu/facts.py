@@ -13,6 +13,7 @@ from tools.without_gpu.gpus import Gpu
 from tools.without_gpu.machine_code import CompiledStep, Kernel
 
 MOST_REGISTERS = 255  # of a thread, on every architecture since sm_35
+MUCH = 1 << 20  # bytes that no few programs should read and write
 MOST_STACK = 64  # bytes of a thread: the sine of a large angle needs 32, a few registers may spill
 
 
@@ -36,6 +37,7 @@ def facts(
         "host_copies": run.host_copies,
         "syncs": run.syncs,
         "references": run.references,
+        "fewest_programs": fewest_programs(run),
         "num_kernels": len(kernels),
         "most_registers": max(kernel.registers for kernel in kernels),
         "most_shared": max(kernel.shared for kernel in kernels),
@@ -58,11 +60,23 @@ def faults(found: dict[str, Any], gpu: Gpu) -> list[str]:
         )
         if found[name]
     ]
+    for name, programs in found["fewest_programs"].items():
+        if programs < gpu.num_multiprocessors:
+            said.append(f"{name}: {programs} programs, {gpu.num_multiprocessors} multiprocessors")
     if found["most_registers"] > MOST_REGISTERS:
         said.append(f"{found['most_registers']} registers, of {MOST_REGISTERS}")
     if found["most_shared"] > gpu.most_shared:
         said.append(f"{found['most_shared']} bytes of shared memory, of {gpu.most_shared}")
     return said
+
+
+def fewest_programs(run: DryRun) -> dict[str, int]:
+    """The generated kernel that moves `MUCH` with the fewest programs; none if none moves that."""
+    calls = [c for c in run.calls if c.kind == "generated" and c.num_bytes >= MUCH]
+    if not calls:
+        return {}
+    fewest = min(calls, key=lambda call: call.grid)
+    return {fewest.name: fewest.grid[0]}
 
 
 def spilled(kernels: Sequence[Kernel]) -> list[str]:

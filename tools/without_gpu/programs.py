@@ -21,7 +21,9 @@ SIZES = {"max_batch_size": 64, "max_seq_len": 4096}
 
 
 def real_program(shape: str, *, spec: str, layers: int, **keywords: Any) -> SpecProgram:
-    """The program of a model of `tools.gpu.models.SHAPES`, in bfloat16."""
+    """The program of a model of `tools.gpu.models.SHAPES`, in bfloat16; keywords also of
+    `program_on_cuda`.
+    """
     chosen = SHAPES[shape]
     config = {**chosen.config, "num_hidden_layers": layers}
     target = meta_target(chosen.family, config, torch.bfloat16)

@@ -21,6 +21,14 @@ INTERPRETED = (
 PARTS: dict[str, tuple[str, ...]] = {
     "smallest step": (*_STEPS, "llama-3.1-8b", "--layers", "1", "--only", "decode.0.greedy"),
     "llama-3.1-8b, sm_90": (*_STEPS, "llama-3.1-8b", *_SEVERAL_K),
+    "before the passes for speed": (
+        *_STEPS,
+        "llama-3.1-8b",
+        *_ONE_K,
+        "--plain",
+        "--only",
+        "decode.2.greedy",
+    ),
     "moe, sm_90": (*_STEPS, "moe", *_ONE_K),
     "llama-3.1-8b, sm_80": (*_STEPS, "llama-3.1-8b", *_ONE_K, "--arch", "sm_80"),
     "moe, sm_80": (*_STEPS, "moe", *_ONE_K, "--arch", "sm_80"),

@@ -20,23 +20,27 @@ from compilespec.program import InputSpec, SpecProgram
 CUDA = torch.device("cuda:0")
 
 
-def program_on_cuda(target: Any, spec: str, **keywords: Any) -> SpecProgram:
+def program_on_cuda(
+    target: Any, spec: str, *, optimised: bool = True, **keywords: Any
+) -> SpecProgram:
     """The program of a model on the meta device, with the passes that CUDA has."""
     draft = None if spec == "none" else meta_draft(target, spec)
-    with passes_of_cuda():
+    with passes_of_cuda(optimised=optimised):
         return compilespec.trace(
             target, spec, draft=draft, keep_graphs=False, greedy_step=True, **keywords
         )
 
 
 @contextlib.contextmanager
-def passes_of_cuda(*, fuse_head: bool | None = None) -> Iterator[None]:
+def passes_of_cuda(*, fuse_head: bool | None = None, optimised: bool = True) -> Iterator[None]:
     """Within, graphs are rewritten as they are on CUDA, wherever their weights are.
 
     Args:
         fuse_head: whether heads are fused with their argmax whatever their sizes.
+        optimised: False leaves out what only makes steps faster, to compare with.
     """
-    changed = {"prepack": False, "merge": True, "on_gpu": True, "fuse_head": fuse_head}
+    changed = {"prepack": False, "merge": optimised, "on_gpu": optimised}
+    changed |= {"fuse_head": fuse_head if optimised else False}
 
     def context(**given: Any) -> PassContext:
         return PassContext(**{**given, **changed})

@@ -3,7 +3,7 @@
 On the CPU (`kernel.cpp`) the stored weights are widened as they are read and summed in float32 in
 one order (weight-only), or multiplied in integers with rows that are quantised on the way (dynamic
 int8), so that the bits of a row do not depend on the other rows, the batch or the threads.
-`kernel.py` is the weight-only product on CUDA.
+`kernel.py` is the weight-only product on CUDA, of stored weights and of four bits packed by rows.
 """
 
 from __future__ import annotations
@@ -17,7 +17,13 @@ from compilespec.ops._library import define_op
 from compilespec.ops.packed_linear import pack_weight
 from compilespec.ops.quantized_linear import reference
 from compilespec.ops.quantized_linear.integer_product import dynamic_int8_product
-from compilespec.ops.quantized_linear.reference import pack_bytes, pack_int4, pack_quads, pack_scale
+from compilespec.ops.quantized_linear.reference import (
+    pack_bytes,
+    pack_int4,
+    pack_nibbles,
+    pack_quads,
+    pack_scale,
+)
 
 __all__ = ["LAYOUTS", "dynamic_int8_linear", "dynamic_int8_product", "quantized_linear"]
 
@@ -26,6 +32,7 @@ LAYOUTS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "panels": pack_weight,
     "bytes": pack_bytes,
     "int4": pack_int4,
+    "nibbles": pack_nibbles,
     "quads": pack_quads,
     "scale": pack_scale,
 }
@@ -49,6 +56,10 @@ def _fake(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, bits: i
     return x.new_empty((*x.shape[:-1], weight.shape[0]))
 
 
+def _int4_fake(x: Tensor, packed: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
+    return x.new_empty((*x.shape[:-1], packed.shape[0]))
+
+
 def _packed_fake(
     x: Tensor, packed: Tensor, scale: Tensor, bias: Tensor | None, out_features: int
 ) -> Tensor:
@@ -60,6 +71,14 @@ _QUANTIZED_LINEAR = define_op(
     "quantized_linear(Tensor x, Tensor weight, Tensor scale, Tensor? bias, int bits) -> Tensor",
     reference.quantized_linear_reference,
     _fake,
+    has_kernel=False,
+    triton="quantized_linear",
+    tags=_TAGS,
+)
+define_op(
+    "int4_linear(Tensor x, Tensor packed, Tensor scale, Tensor? bias) -> Tensor",
+    reference.int4_linear_reference,
+    _int4_fake,
     has_kernel=False,
     triton="quantized_linear",
     tags=_TAGS,

@@ -1,4 +1,4 @@
-"""quantized_linear in Triton: weights are widened in registers, and scales multiply the sums.
+"""Products of quantized weights in Triton: weights are widened in registers, sums are scaled.
 
 A program multiplies a block of weight rows with all tokens (at most 128 at a time), so that the
 small weight is read once and no wide copy of it exists.  Safe in a CUDA graph.
@@ -11,8 +11,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from compilespec.ops.quantized_linear.reference import quantized_linear_reference
+from compilespec.ops.quantized_linear import reference
+from compilespec.ops.quantized_linear.reference import (
+    int4_linear_reference,
+    quantized_linear_reference,
+)
 
+NIBBLES = tl.constexpr(reference.NIBBLES)
 _LEAST_GROUP = 16  # input features of a block product
 
 
@@ -20,10 +25,32 @@ def quantized_linear(
     x: Tensor, weight_NK: Tensor, scale_NG: Tensor, bias_N: Tensor | None, bits: int
 ) -> Tensor:
     """See `quantized_linear_reference`; narrower groups than 16 are its own business."""
-    num_outputs, depth = weight_NK.shape
-    groups = scale_NG.shape[1]
-    if depth // groups < _LEAST_GROUP or x.dtype == torch.float64:
+    depth_of_group = weight_NK.shape[1] // scale_NG.shape[1]
+    if depth_of_group < _LEAST_GROUP or x.dtype == torch.float64:
         return quantized_linear_reference(x, weight_NK, scale_NG, bias_N, bits)
+    is_float8 = weight_NK.dtype == torch.float8_e4m3fn
+    by_bits = is_float8 and not _widens_float8(x)
+    weight_NK = weight_NK.view(torch.uint8) if by_bits else weight_NK
+    return _multiply(x, weight_NK, scale_NG, bias_N, by_bits=by_bits)
+
+
+def int4_linear(x: Tensor, packed: Tensor, scale_NG: Tensor, bias_N: Tensor | None) -> Tensor:
+    """See `int4_linear_reference`; groups that are no multiples of 32 are its own business."""
+    if x.shape[-1] // scale_NG.shape[1] % NIBBLES.value or x.dtype == torch.float64:
+        return int4_linear_reference(x, packed, scale_NG, bias_N)
+    return _multiply(x, packed.view(torch.int8), scale_NG, bias_N, four_bits=True)
+
+
+def _multiply(
+    x: Tensor,
+    weight: Tensor,
+    scale_NG: Tensor,
+    bias_N: Tensor | None,
+    *,
+    by_bits: bool = False,
+    four_bits: bool = False,
+) -> Tensor:
+    num_outputs, depth, groups = weight.shape[0], x.shape[-1], scale_NG.shape[1]
     rows = x.reshape(-1, depth)
     out = x.new_empty((*x.shape[:-1], num_outputs))
     count = rows.shape[0]
@@ -31,15 +58,13 @@ def quantized_linear(
         return out
     if rows.stride(1) != 1:
         rows = rows.contiguous()
-    is_float8 = weight_NK.dtype == torch.float8_e4m3fn
-    by_bits = is_float8 and not _widens_float8(x)
-    weight_NK = (weight_NK.view(torch.uint8) if by_bits else weight_NK).contiguous()
     block_m, block_n, block_k, num_warps, num_stages = choose_blocks(count, x.dtype)
     linear_kernel[(triton.cdiv(count, block_m), triton.cdiv(num_outputs, block_n))](
-        rows, weight_NK, scale_NG.contiguous(),
+        rows, weight.contiguous(), scale_NG.contiguous(),
         scale_NG if bias_N is None else bias_N.contiguous(), out,
         count, num_outputs, rows.stride(0),
         DEPTH=depth, GROUPS=groups, HAS_BIAS=bias_N is not None, BY_BITS=by_bits,
+        FOUR_BITS=four_bits,
         BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=min(block_k, _even_part(depth // groups)),
         num_warps=num_warps, num_stages=num_stages,
     )  # fmt: skip
@@ -80,11 +105,36 @@ def widen_float8(byte):
     return tl.where(wide >= 128, -size, size)
 
 
+@triton.jit
+def product(x_MK, weight_NK):
+    weight_NK = weight_NK.to(tl.float32).to(x_MK.dtype)
+    return tl.dot(x_MK, tl.trans(weight_NK), input_precision="ieee")
+
+
+@triton.jit
+def four_bit_part(
+    x_ptr, weight_ptr, m, n, first, is_row, is_output, x_row,
+    DEPTH: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """The product of BLOCK_K input features: those in low halves of bytes, and those in high."""
+    byte = first // 2 + tl.arange(0, BLOCK_K // 2)
+    half: tl.constexpr = NIBBLES // 2
+    k = byte // half * NIBBLES + byte % half
+    x_ptrs = x_ptr + m.to(tl.int64)[:, None] * x_row + k[None, :]
+    is_x = is_row[:, None] & (k < DEPTH)[None, :]
+    bytes_NK = tl.load(
+        weight_ptr + n.to(tl.int64)[:, None] * (DEPTH // 2) + byte[None, :],
+        mask=is_output[:, None] & (k < DEPTH)[None, :], other=0,
+    ).to(tl.int32)  # fmt: skip
+    low_MN = product(tl.load(x_ptrs, mask=is_x, other=0.0), (bytes_NK << 28) >> 28)
+    return low_MN + product(tl.load(x_ptrs + half, mask=is_x, other=0.0), bytes_NK >> 4)
+
+
 @triton.jit(do_not_specialize=["num_rows"])
 def linear_kernel(
     x_ptr, weight_ptr, scale_ptr, bias_ptr, out_ptr, num_rows, num_outputs, x_row,
     DEPTH: tl.constexpr, GROUPS: tl.constexpr, HAS_BIAS: tl.constexpr, BY_BITS: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    FOUR_BITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -92,18 +142,23 @@ def linear_kernel(
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     acc_MN = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for first in range(0, DEPTH, BLOCK_K):
-        k = first + tl.arange(0, BLOCK_K)
-        x_MK = tl.load(
-            x_ptr + m.to(tl.int64)[:, None] * x_row + k[None, :],
-            mask=is_row[:, None] & (k < DEPTH)[None, :], other=0.0,
-        )  # fmt: skip
-        weight_NK = tl.load(
-            weight_ptr + n.to(tl.int64)[:, None] * DEPTH + k[None, :],
-            mask=is_output[:, None] & (k < DEPTH)[None, :], other=0.0,
-        )  # fmt: skip
-        if BY_BITS:
-            weight_NK = widen_float8(weight_NK)
-        part_MN = tl.dot(x_MK, tl.trans(weight_NK.to(tl.float32).to(dtype)), input_precision="ieee")
+        if FOUR_BITS:
+            part_MN = four_bit_part(
+                x_ptr, weight_ptr, m, n, first, is_row, is_output, x_row, DEPTH, BLOCK_K
+            )
+        else:
+            k = first + tl.arange(0, BLOCK_K)
+            x_MK = tl.load(
+                x_ptr + m.to(tl.int64)[:, None] * x_row + k[None, :],
+                mask=is_row[:, None] & (k < DEPTH)[None, :], other=0.0,
+            )  # fmt: skip
+            weight_NK = tl.load(
+                weight_ptr + n.to(tl.int64)[:, None] * DEPTH + k[None, :],
+                mask=is_output[:, None] & (k < DEPTH)[None, :], other=0.0,
+            )  # fmt: skip
+            if BY_BITS:
+                weight_NK = widen_float8(weight_NK)
+            part_MN = product(x_MK, weight_NK)
         if GROUPS > 1:
             group = first // (DEPTH // GROUPS)
             part_MN *= tl.load(

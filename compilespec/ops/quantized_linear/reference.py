@@ -9,6 +9,7 @@ from torch import Tensor
 from compilespec.ops.packed_linear.reference import PANEL, pack_weight, unpack_weight
 
 QUAD = 4  # k steps of one integer dot product; kernel.cpp has the same constant
+NIBBLES = 32  # neighbours that `pack_nibbles` takes together
 LEAST_SCALE = torch.finfo(torch.float32).eps
 
 
@@ -50,6 +51,13 @@ def packed_quantized_linear_reference(
     return quantized_linear_reference(
         x, weight_NK, unpack_weight(scale, out_features), bias_N, bits
     )
+
+
+def int4_linear_reference(
+    x: Tensor, packed: Tensor, scale_NG: Tensor, bias_N: Tensor | None
+) -> Tensor:
+    """`quantized_linear` from weights of four bits, packed by `pack_nibbles`."""
+    return quantized_linear_reference(x, unpack_nibbles(packed), scale_NG, bias_N, 4)
 
 
 def dynamic_int8_linear_reference(
@@ -105,6 +113,24 @@ def unpack_int4(packed: Tensor, out_features: int) -> Tensor:
     """Invert `pack_int4`."""
     halves = torch.cat([packed & 15, packed >> 4], -1).view(torch.int8)
     return unpack_weight(torch.where(halves > 7, halves - 16, halves), out_features)
+
+
+def pack_nibbles(weight_NK: Tensor) -> Tensor:
+    """int8 [N, K] of -8..7, K a multiple of 32, as uint8 [N, K / 2]: of 32 neighbours, i and i + 16
+    share a byte, i in its low half.  Rows stay rows: for GPUs, which read many at once.
+    """
+    num_columns, depth = weight_NK.shape
+    halves = (weight_NK.view(torch.uint8) & 15).view(num_columns, depth // NIBBLES, 2, NIBBLES // 2)
+    return (halves[:, :, 0] | halves[:, :, 1] << 4).reshape(num_columns, depth // 2)
+
+
+def unpack_nibbles(packed: Tensor) -> Tensor:
+    """Invert `pack_nibbles`."""
+    num_columns, num_bytes = packed.shape
+    bytes_ = packed.view(num_columns, -1, NIBBLES // 2)
+    halves = torch.stack([bytes_ & 15, bytes_ >> 4], 2).view(num_columns, 2 * num_bytes)
+    wide = halves.to(torch.int8)
+    return torch.where(wide > 7, wide - 16, wide)
 
 
 def pack_scale(scale_NG: Tensor) -> Tensor:

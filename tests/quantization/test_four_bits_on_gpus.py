@@ -1,0 +1,52 @@
+"""Weights of four bits on GPUs: merged, packed by rows, and never widened in memory."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from compilespec.ops.quantized_linear import quantized_linear
+from compilespec.passes.merge_projections import merge_projections
+from compilespec.passes.prepack_linears import prepack_linears
+from compilespec.quantization.configs import NAMES
+from compilespec.runtime.weights import materialise
+from tests.support.hand_graphs import call, graph_of
+
+INT4 = torch.ops.compilespec.int4_linear.default
+
+
+def two_products(x: Tensor, a: Tensor, b: Tensor, sa: Tensor, sb: Tensor) -> tuple[Tensor, Tensor]:
+    return quantized_linear(x, a, sa, None, 4), quantized_linear(x, b, sb, None, 4)
+
+
+def weights(depth: int, groups: int) -> list[Tensor]:
+    ints = [torch.randint(-8, 8, (rows, depth), dtype=torch.int8) for rows in (5, 3)]
+    return [*ints, *(torch.rand(len(rows), groups) for rows in ints)]
+
+
+@pytest.mark.parametrize(("depth", "groups", "is_packed"), [(192, 3, True), (48, 3, False)])
+def test_merged_weights_are_packed(depth: int, groups: int, is_packed: bool) -> None:
+    """Groups of 64, and of 16, which stay as they are."""
+    x, parts = torch.randn(2, depth), weights(depth, groups)
+    names = dict(zip(("a", "b", "sa", "sb"), parts, strict=True))
+    gm, ctx = graph_of(
+        two_products, x=("batch", x), **{name: ("weight", t) for name, t in names.items()}
+    )
+    ctx.prepack, ctx.on_gpu = False, True
+    assert merge_projections(gm, ctx) == 1
+    assert prepack_linears(gm, ctx) == is_packed
+    assert len(gm.graph.find_nodes(op="call_function", target=INT4)) == is_packed
+    inputs = [ctx.inputs[node.meta["role"]] for node in gm.graph.find_nodes(op="placeholder")]
+    assert [spec.packed for spec in inputs if spec.sources == ("a", "b")] == [
+        "nibbles" if is_packed else ""
+    ]
+    bound = [x if s.kind == "batch" else materialise(s, names) for s in inputs]
+    num_bytes = sum(tensor.nbytes for tensor in bound if not tensor.is_floating_point())
+    assert num_bytes == 8 * depth // (2 if is_packed else 1)
+    torch.testing.assert_close(call(gm, *bound), two_products(x, *parts))
+
+
+def test_cuda_has_groups_that_fill_a_sector() -> None:
+    config = NAMES["int4_weight_only"](torch.device("cuda"))
+    assert config.granularity.group_size % 64 == 0
