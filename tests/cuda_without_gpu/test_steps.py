@@ -44,8 +44,22 @@ def test_weights_are_read_once_and_little_else(smallest: dict[str, Any]) -> None
     assert 1 < smallest["bytes_over_floor"] <= 1.1
 
 
+def test_much_is_moved_by_many_programs(smallest: dict[str, Any]) -> None:
+    """Logits and activations: no kernel that Inductor made leaves most of the GPU idle."""
+    assert all(count >= 132 for count in smallest["fewest_programs"].values())
+
+
 def test_a_step_launches_little(smallest: dict[str, Any]) -> None:
     assert smallest["launches"]["all"] <= LAYER["llama-3.1-8b"] + 6
+
+
+@pytest.mark.slow
+def test_the_passes_for_speed_save_a_fifth_of_the_launches() -> None:
+    """And split the argmax of the target's logits, of which a row was a program."""
+    (before,) = run_part("before the passes for speed")["records"]
+    assert before["launches_of_a_layer"]["all"] >= 15
+    assert before["launches_of_a_layer"]["all"] - 3 >= LAYER["llama-3.1-8b"]
+    assert min(before["fewest_programs"].values()) < 132
 
 
 @pytest.mark.slow

@@ -46,7 +46,8 @@ def records(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
         **keywords,
     )
     depth = SHAPES[options.shape].config["num_hidden_layers"]
-    yield from programs.proven_steps(program, options.arch, depth, options.only)
+    for record in programs.proven_steps(program, options.arch, depth, options.only):
+        yield {**record, "faults": []} if options.plain else record  # nothing is claimed of it
 
 
 def main(arguments: list[str] | None = None) -> int:
