@@ -22,7 +22,7 @@ import torch
 
 from tools import parts
 from tools.bench import report
-from tools.gpu.measure import PEERS, PLAIN, REAL, SMOKE, VERIFY
+from tools.gpu.measure import FLASH, PEERS, PLAIN, REAL, SMOKE, VERIFY
 from tools.gpu.models import SHAPES, SMOKE_SHAPES, Shape
 from tools.gpu.summary import first_step, goals, part_name, ratios, share_of_copy, value_of
 from tools.without_gpu.prove import PARTS, prove
@@ -57,7 +57,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Exit status: 0; 1 if a part failed or a program recompiled; 2 without a GPU."""
+    """Exit status: 0; 1 if a part failed or a program recompiled; 2 where nothing can be run."""
     options = parse(arguments)
     if options.without_gpu:
         return prove(options.json or report.RESULTS_DIR / "without-gpu.json", options.parts)
@@ -66,6 +66,9 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     shapes = SMOKE_SHAPES if options.smoke else SHAPES
     wanted = {name: shape for name, shape in shapes.items() if name in (options.only or shapes)}
+    if not wanted:
+        print(f"gpu_check: --smoke has {', '.join(shapes)}", file=sys.stderr)
+        return 2
     planned = dict(parts_of(wanted, is_smoke=options.smoke, tests=not options.no_tests))
     path = options.json or report.RESULTS_DIR / "gpu-check.json"
     about = {"is_smoke": options.smoke, "dtype": str((SMOKE if options.smoke else REAL).dtype)}
@@ -77,7 +80,7 @@ def main(arguments: list[str] | None = None) -> int:
 def parts_of(
     shapes: Mapping[str, Shape], *, is_smoke: bool, tests: bool
 ) -> Iterator[tuple[str, Part]]:
-    """By name, what matters most first: the goals' model, tests, other models, peers, the rest."""
+    """By name, what matters most first: the goals, the gpu tests, peers, then the other models."""
     smoke = ("--smoke",) if is_smoke else ()
 
     def measured(*what: str, limit_s: float, least_s: float, why_not: str = "") -> Part:
@@ -86,30 +89,36 @@ def parts_of(
             least_s=_EXPECTED_S if is_smoke else least_s, why_not=why_not,
         )  # fmt: skip
 
-    def program(model: str, way: str) -> tuple[str, Part]:
-        return part_name(model, way), measured("program", model, way, limit_s=240, least_s=45)
+    def program(model: str, way: str, why_not: str = "") -> tuple[str, Part]:
+        part = measured("program", model, way, limit_s=240, least_s=45, why_not=why_not)
+        return part_name(model, way), part
 
+    def peers(model: str) -> Iterator[tuple[str, Part]]:
+        for name in PEERS:
+            why_not = why_missing("vllm") if name == "vllm" else ""
+            part = measured("peer", model, name, limit_s=150, least_s=20, why_not=why_not)
+            yield part_name(model, name), part
+
+    first, *others = sorted(shapes, key=lambda name: name != GOALS_OF)
     yield "copy", measured("copy", limit_s=60, least_s=10)
-    ordered = sorted(shapes, key=lambda name: name != GOALS_OF)
-    for way in (PLAIN, VERIFY):
-        yield from (program(model, way) for model in ordered[:1])
+    yield program(first, PLAIN)
+    yield program(first, VERIFY)
     if tests and not is_smoke:
         command = ("-m", "pytest", "-m", "gpu", "-q", "tests")
         yield "tests", Part(arguments=command, limit_s=200, least_s=30)
-    for way in (PLAIN, VERIFY):
-        yield from (program(model, way) for model in ordered[1:])
-    most = {name: str(shapes[name].forced[-1]) for name in ordered}
-    yield from (program(model, way) for model, way in most.items())
-    missing = "" if importlib.util.find_spec("vllm") else "vLLM is not installed"
-    for name in PEERS:
-        why_not = missing if name == "vllm" else ""
-        for model in ordered:
-            yield (
-                part_name(model, name),
-                measured("peer", model, name, limit_s=150, least_s=20, why_not=why_not),
-            )
-    for model in ordered:
+    yield program(first, str(shapes[first].forced[-1]))
+    yield program(first, FLASH, why_missing("flash_attn_interface"))
+    yield from peers(first)
+    for model in others:
+        for way in (PLAIN, VERIFY, str(shapes[model].forced[-1])):
+            yield program(model, way)
+        yield from peers(model)
+    for model in (first, *others):
         yield from (program(model, str(count)) for count in shapes[model].forced[:-1])
+
+
+def why_missing(package: str) -> str:
+    return "" if importlib.util.find_spec(package) else f"{package} is not installed"
 
 
 def run_parts(

@@ -20,7 +20,10 @@ def test_smoke_runs_the_whole_path(tmp_path: Path) -> None:
     assert gpu_check.main(["--smoke", "--only", "small", "--json", str(path)]) == 0
     result = json.loads(path.read_text())
     assert result["is_smoke"]
-    assert result["skipped"] == ["small, vllm: vLLM is not installed"]
+    assert result["skipped"] == [
+        "small, flash: flash_attn_interface is not installed",
+        "small, vllm: vllm is not installed",
+    ]
     ways = [PLAIN, VERIFY, "2", "eager", "compiled"]
     assert list(result["parts"]) == ["copy", *(f"small, {way}" for way in ways)]
     assert result["parts"]["copy"]["records"][0]["copy_gb_per_s"] > 0
@@ -56,6 +59,8 @@ def test_without_a_gpu_one_line_says_so(
     monkeypatch.setattr(gpu_check.torch.cuda, "is_available", lambda: False)
     assert gpu_check.main([]) == 2
     assert "--smoke" in capsys.readouterr().err
+    assert gpu_check.main(["--smoke", "--only", GOALS_OF]) == 2
+    assert "--smoke has small, moe" in capsys.readouterr().err
 
 
 # --- parts that fail ---

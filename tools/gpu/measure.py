@@ -1,7 +1,8 @@
 """One measurement of `tools.gpu_check`, in this process: a line of JSON a record, as it comes.
 
 `python -m tools.gpu.measure copy`, `program MODEL WAY` and `peer MODEL NAME`; a way is "plain",
-"verify" (drafts that cost next to nothing to make) or a number of drafts, accepted by force.
+"flash" (the same with FlashAttention-3), "verify" (drafts that cost next to nothing to make) or a
+number of drafts, accepted by force.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from tools.bench.measure import quantiles
 from tools.gpu.models import SHAPES, SMOKE_SHAPES, Shape, make_target, num_bytes_read
 from tools.gpu.steps import copy_bytes_per_s, count_launches, time_steps
 
-PLAIN, VERIFY = "plain", "verify"
+PLAIN, FLASH, VERIFY = "plain", "flash", "verify"
 PEERS = ("eager", "compiled", "vllm")  # transformers' two, and vLLM
 
 
@@ -61,7 +62,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     what.add_parser("copy", help="memory bandwidth")
     program = what.add_parser("program", help="a program's steps, and one prompt")
     program.add_argument("model", choices=sorted(SHAPES))
-    program.add_argument("way", help=f"{PLAIN}, {VERIFY}, or a number")
+    program.add_argument("way", help=f"{PLAIN}, {FLASH}, {VERIFY}, or a number")
     peer = what.add_parser("peer", help="the same prompt, elsewhere")
     peer.add_argument("model", choices=sorted(SHAPES))
     peer.add_argument("name", choices=PEERS)
@@ -91,7 +92,7 @@ def tell(record: dict[str, Any]) -> None:
 
 def keywords_of(way: str, shape: Shape, model: Any) -> dict[str, Any]:
     """The keywords of `compile()` for a way of decoding."""
-    if way == PLAIN:
+    if way in (PLAIN, FLASH):
         return {"spec": "none"}
     count = shape.num_draft_tokens
     if way == VERIFY:
@@ -106,6 +107,8 @@ def measure_program(shape: Shape, setting: Setting, way: str) -> None:
     """Tell what starting took; then, of each batch, its steps; then how fast one prompt goes."""
     import compilespec
 
+    if way == FLASH:
+        torch.nn.attention.activate_flash_attention_impl("FA3")
     model = make_target(shape, setting.dtype, setting.device)
     room = (shape.num_draft_tokens + 1) * (3 * setting.num_steps + setting.num_tokens + 16)
     started = time.perf_counter()
