@@ -57,11 +57,13 @@ INDUCTOR_OPTIONS: dict[str, Any] = {
 # Besides products and attention there are only a few rows of element-wise work, for which a
 # parallel region costs more than it saves; a fixed thread count would tie the artifact to the
 # machine.  On CUDA a graph replays the step, and the wrapper would need a CUDA toolkit, which
-# torch's own packages do not bring.
+# torch's own packages do not bring.  Products of odd sizes are not padded there: Inductor would
+# time them while it compiles, and might copy their weights in every step.
 CPU_OPTIONS: dict[Phase, dict[str, Any]] = {
     "decode": {"realize_opcount_threshold": 8, "cpp_wrapper": True, "cpp.threads": 1},
     "prefill": {"realize_opcount_threshold": 8, "cpp.dynamic_threads": True},
 }
+CUDA_OPTIONS: dict[str, Any] = {"shape_padding": False}
 
 
 def lower(
@@ -153,7 +155,8 @@ def _compile(
 
 def inductor_options(device: torch.device, phase: Phase) -> dict[str, Any]:
     """What Inductor is told for a step of a phase on a device."""
-    return {**INDUCTOR_OPTIONS, **(CPU_OPTIONS[phase] if device.type == "cpu" else {})}
+    others = {"cpu": CPU_OPTIONS[phase], "cuda": CUDA_OPTIONS}.get(device.type, {})
+    return {**INDUCTOR_OPTIONS, **others}
 
 
 def _compile_whole(

@@ -26,7 +26,6 @@ OPTIONS: dict[str, Any] = {
     **inductor_options(CUDA, "decode"),
     "compile_threads": 1,  # workers of other processes would not know the GPU
     "force_disable_caches": True,  # no GPU that is there may find code made without it
-    "shape_padding": False,  # products of odd sizes are padded if a timing says so
     "benchmark_combo_kernel": True,  # every kernel notes the bytes that it reads and writes
 }
 
