@@ -1,11 +1,14 @@
-"""A tiny step with faults planted in it: prints, as one line of JSON, what is said of it.
+"""A tiny step with faults planted in it: prints, as a line of JSON, what is said of it.
 
-Run in a process of its own: `python -m tests.support.planted_faults`.
+Run in a process of its own: `python -m tests.support.planted_faults all`, or `each`: a line for the
+step without a fault, and one for each fault alone.
 """
 
 from __future__ import annotations
 
 import json
+import sys
+from collections.abc import Callable, Sequence
 from typing import Any
 from unittest import mock
 
@@ -13,6 +16,7 @@ import torch
 from torch import fx
 
 from compilespec.ops.paged_attention import kernel as paged_attention
+from compilespec.program import SpecProgram
 from tools.without_gpu.dry_run import dry_run
 from tools.without_gpu.facts import facts, faults
 from tools.without_gpu.gpus import GPUS
@@ -88,19 +92,36 @@ def _replace_first_result(output: fx.Node, new: fx.Node) -> None:
     output.update_arg(0, (new, *results[1:]))
 
 
-def main() -> None:
-    target = meta_target("llama", _TINY, torch.bfloat16)
-    program = program_on_cuda(target, "none", max_batch_size=4, max_seq_len=256)
+FAULTS: dict[str, Callable[[fx.Graph], None] | None] = {
+    "a clone of the cache": clone_of_the_cache,
+    "a weight in another layout": copy_of_a_weight,
+    "an item": item,
+    "copies of pageable memory": pageable_copy,
+    "too much shared memory": None,  # it is planted in the kernel
+}
+
+
+def said_of(program: SpecProgram, planted: Sequence[str]) -> list[str]:
     graph = program.graphs[min(key for key in program.graphs if key.kind == "greedy")]
     step = on_cuda(graph.graph_module, graph.fakes, graph.inputs)
-    for plant in (clone_of_the_cache, copy_of_a_weight, item, pageable_copy):
-        plant(step.graph_module.graph)
+    for name in planted:
+        if (plant := FAULTS[name]) is not None:
+            plant(step.graph_module.graph)
     infer(step.graph_module.graph, step.fakes)
     step.graph_module.recompile()
     compiled = compile_step(step, GPU)
-    with mock.patch.object(paged_attention, "choose_tile", large_tile):
+    tile = large_tile if "too much shared memory" in planted else paged_attention.choose_tile
+    with mock.patch.object(paged_attention, "choose_tile", tile):
         found = facts(compiled, dry_run(compiled, GPU), program.buffers)
-    print(json.dumps(faults(found, GPU)))
+    return faults(found, GPU)
+
+
+def main() -> None:
+    target = meta_target("llama", _TINY, torch.bfloat16)
+    program = program_on_cuda(target, "none", max_batch_size=4, max_seq_len=256)
+    sets = [[*FAULTS]] if sys.argv[1] == "all" else [[], *([name] for name in FAULTS)]
+    for planted in sets:
+        print(json.dumps({"planted": planted, "said": said_of(program, planted)}), flush=True)
 
 
 if __name__ == "__main__":
