@@ -28,6 +28,7 @@ FLOORS = (
     ("runtime",),
     ("metrics", "inspect"),
     ("pipeline",),
+    ("training",),
     ("__init__",),  # the package's face: hands names on
     ("cli",),
     ("__main__",),

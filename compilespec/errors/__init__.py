@@ -100,6 +100,10 @@ class StaleGraphInput(SpecError):
     """A tensor that a captured graph reads was replaced; the graph knows only its old address."""
 
 
+class TrainingDiverged(SpecError):
+    """The loss of a drafter that is trained is no number any more; the last state is kept."""
+
+
 class EngineClosed(SpecError):
     """The engine was closed, or takes no more requests; compile a new one."""
 

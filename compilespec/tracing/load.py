@@ -56,6 +56,10 @@ class Target:
     def device(self) -> torch.device:
         return next(self.model.parameters()).device
 
+    @property
+    def dtype(self) -> torch.dtype:
+        return next(self.model.parameters()).dtype
+
     def describe(self) -> str:
         parameter = next(self.model.parameters())
         count = sum(p.numel() for p in self.model.parameters())

@@ -80,7 +80,7 @@ def load_corpus(*, with_packages: bool = True) -> Corpus:
     seen: set[str] = set()
     train: list[str] = []
     held_out: list[tuple[str, str]] = []
-    for path in _python_files(root):
+    for path in python_files(root):
         text = _read(path)
         if text is None or (digest := _digest(text)) in seen:
             continue
@@ -169,7 +169,8 @@ def sample_windows(
     return torch.stack(rows).long()
 
 
-def _python_files(root: Path) -> Iterator[Path]:
+def python_files(root: Path) -> Iterator[Path]:
+    """Source files below `root`, in a fixed order; no tests, generated or vendored ones."""
     for folder, names, files in os.walk(root):
         names[:] = sorted(n for n in names if n not in SKIPPED_FOLDERS and "config-" not in n)
         for name in sorted(files):
@@ -196,7 +197,7 @@ def _package_texts(package: Package, seen: set[str], held_lines: set[str]) -> li
     assert spec is not None
     assert spec.origin is not None
     found: dict[str, str] = {}
-    for path in _python_files(Path(spec.origin).parent):
+    for path in python_files(Path(spec.origin).parent):
         text = _read(path) if path.name != "version.py" else None
         if text is not None and (digest := _digest(text)) not in seen:
             found[digest] = text

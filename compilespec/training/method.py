@@ -1,0 +1,66 @@
+"""What training asks of a drafting method; a class of one's own plugs in here."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from compilespec.tracing.target_info import TargetInfo
+from compilespec.training.batches import Lesson
+from compilespec.training.options import TrainOptions
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepLosses:
+    """What a lesson's draft steps cost, and how often they were right."""
+
+    losses: Tensor
+    """float32 [depth], the mean cross entropy of each draft step."""
+    right: Tensor
+    """float32 [depth], the part of the places where the steps up to this one chose what the target
+    would."""
+
+
+class TrainingMethod(ABC):
+    """How the drafter of one method is made, taught and saved."""
+
+    spec: str
+    """The method by which `compile()` runs what is saved."""
+
+    @abstractmethod
+    def create(self, info: TargetInfo, counts: Tensor, options: TrainOptions) -> nn.Module:
+        """A new drafter, float32, its trained parameters requiring gradients.
+
+        Args:
+            counts: int64 [V], how often each token occurs in the data.
+        Raises: DraftMismatch, InvalidOption.
+        """
+
+    @abstractmethod
+    def aux_layers(self, drafter: nn.Module) -> tuple[int, ...]:
+        """The hs indices that a lesson's `aux` holds side by side."""
+
+    @abstractmethod
+    def draft_ids(self, drafter: nn.Module) -> Tensor | None:
+        """int64, the ascending ids that can be drafted; None: all."""
+
+    @abstractmethod
+    def losses(self, drafter: nn.Module, lesson: Lesson, depth: int) -> StepLosses:
+        """Teach one lesson.  No host sync is needed."""
+
+    @abstractmethod
+    def save(self, drafter: nn.Module, directory: Path, dtype: torch.dtype, layout: str) -> None:
+        """Write a checkpoint that `compile(draft=directory)` loads."""
+
+    def slow_parameters(self, drafter: nn.Module) -> Iterable[str]:
+        """Names of matrices that AdamW trains instead of Muon: embeddings and heads."""
+        return ("lm_head", "embed")
+
+    def compile_steps(self) -> None:
+        """Let torch.compile make forward and backward; nothing, where a method has no such part."""
+        return None
