@@ -50,6 +50,8 @@ def add_parser(commands: Any) -> None:
 def add_learning_options(add: Callable[..., Any]) -> None:
     """The flags of `TrainOptions` that few need."""
     add("--learning-rate", type=float, metavar="R", help="the highest (default: 0.005)")
+    add("--warmup-steps", type=int, metavar="N", help="in which the rate rises (default: 60)")
+    add("--decay-share", type=float, metavar="P", help="of the run, to fall in (default: 0.25)")
     add("--batch-tokens", type=int, metavar="N", help="tokens of a step (default: 4096)")
     add("--max-length", type=int, metavar="N", help="tokens of a sequence (default: 1024)")
     add("--depth", type=int, metavar="N", help="draft steps that are trained (default: 3)")
@@ -58,9 +60,11 @@ def add_learning_options(add: Callable[..., Any]) -> None:
     )
     add("--intermediate-size", type=int, metavar="N", help="of the head's MLP (default: target's)")
     add("--num-draft-tokens", type=int, metavar="K", help="of the measurements (default: 3)")
+    add("--held-out-one-in", type=int, metavar="N", help="sequences kept to measure (default: 20)")
     add("--eval-every", type=int, metavar="N", help="steps between measurements (default: 200)")
     add("--eval-prompts", type=int, metavar="N", help="of a measurement (default: 16)")
-    add("--eval-backend", choices=("inductor", "eager"), help="default: inductor")
+    add("--eval-new-tokens", type=int, metavar="N", help="of each answer (default: 96)")
+    add("--backend", choices=("inductor", "eager"), help="default: inductor")
     add("--patience", type=int, metavar="N", help="measurements without gain (default: 6)")
     add("--save-every", type=int, metavar="N", help="steps between saved states (default: 50)")
     add("--dtype", metavar="NAME", help="of the target while training (default on CPUs: float32)")

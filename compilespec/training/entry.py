@@ -94,7 +94,9 @@ def train(
     if generate:
         if not isinstance(data, str | Path):
             raise InvalidOption("generate=True takes a file of prompts, not a loader")
-        data = answer(target, data, output, max_new_tokens, temperatures, listener)
+        data = answer(
+            target, data, output, max_new_tokens, temperatures, listener, backend=options.backend
+        )
     teacher = Teacher(_for_teaching(target, model, tokenizer, options))
     loader = (
         FileData(
@@ -121,12 +123,14 @@ def answer(
     max_new_tokens: int,
     temperatures: tuple[float, ...],
     listener: Listener,
+    *,
+    backend: str = "inductor",
 ) -> Path:
     """Let the target answer the prompts of `data`; returns the file of its answers."""
     prompts, path = read_prompts(data), output / GENERATED
     with compile_engine(
         target.model, "none", tokenizer=target.tokenizer, max_batch_size=16,
-        max_seq_len=min(target.max_seq_len or 2048, 2048),
+        max_seq_len=min(target.max_seq_len or 2048, 2048), backend=backend,
     ) as engine:  # fmt: skip
         generate_answers(
             engine,
@@ -159,7 +163,8 @@ def plan_of(trainer: Trainer) -> list[str]:
     return [
         f"{trainer.method.spec}: {trained / 1e6:.2f}M parameters to train, head of {num_rows} of "
         f"{info.vocab_size} tokens",
-        f"data: {len(trainer.learned)} sequences to learn from, {len(trainer.judged)} held out",
+        f"data: {len(trainer.learned)} sequences to learn from, {len(trainer.judged)} held out"
+        f"{'' if trainer.judged else ': too few, the acceptance will not be measured'}",
         f"memory beside the model: {trained * 16 / 2**20:.0f} MiB for weights and optimiser, up to "
         f"{(states + probs) / 2**20:.0f} MiB for a step; disk: {trained * 12 / 2**20:.0f} MiB for "
         f"the state, {trained * trainer.target.dtype.itemsize / 2**20:.0f} MiB for the drafter",

@@ -5,8 +5,8 @@ A drafter is judged by how well it foresees its target, so it learns best from w
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -55,53 +55,82 @@ def generate_answers(
     """
     journal = Journal(path)
     done = {record["key"] for _, record in read_records(path)}
-    waiting = (one for one in prompts if one.key not in done)
-    num_done = sum(one.key in done for one in prompts)
-    tokens = failed = 0
-    errors: list[str] = []
-    running: list[tuple[Prompt, float, Any]] = []
+    run = _Run(engine, journal, [one for one in prompts if one.key not in done])
+    num_before = len(prompts) - len(run.waiting)
+
+    def state() -> Generated:
+        return Generated(
+            num_done=num_before + run.num_answered, num_prompts=len(prompts),
+            num_tokens=run.num_tokens, num_failed=len(run.errors),
+        )  # fmt: skip
+
     with journal:
-        while True:
-            room = engine.geometry.max_batch_size + 2 - len(running)
-            for one in itertools.islice(waiting, 0 if until() else room):
-                heat = temperature_of(one, temperatures)
-                try:
-                    running.append(
-                        (one, heat, engine.submit(one.prompt, _params(one, heat, max_new_tokens)))
-                    )
-                except SpecError as error:
-                    failed += 1
-                    errors.append(str(error))
-            if not running:
-                break
-            engine.step()
-            for entry in [entry for entry in running if entry[2].finished]:
-                running.remove(entry)
-                output = entry[2].output()
-                if output.finish_reason not in ("stop", "length"):
-                    failed += 1
-                    errors.append(str(output.error))
-                    continue
-                journal.append(_record(entry[0], entry[1], output))
-                num_done, tokens = num_done + 1, tokens + len(output.token_ids)
-                if on_record is not None:
-                    on_record(_state(num_done, prompts, tokens, failed))
-    if failed and not num_done:
+        try:
+            while run.waiting or run.running:
+                if not until():
+                    run.begin(temperatures, max_new_tokens)
+                elif not run.running:
+                    break
+                for _ in run.step():
+                    if on_record is not None:
+                        on_record(state())
+        finally:
+            run.drop()
+    if run.errors and not state().num_done:
         raise InvalidOption(
-            f"none of the {failed} prompts could be answered; the first: {errors[0]}"
+            f"none of the {len(run.errors)} prompts could be answered; the first: {run.errors[0]}"
         )
-    return _state(num_done, prompts, tokens, failed)
+    return state()
+
+
+class _Run:
+    """Prompts on their way through an engine."""
+
+    def __init__(self, engine: Engine, journal: Journal, waiting: list[Prompt]) -> None:
+        self.engine, self.journal = engine, journal
+        self.waiting = deque(waiting)
+        self.running: list[tuple[Prompt, float, Any]] = []
+        self.errors: list[str] = []
+        self.num_answered = self.num_tokens = 0
+
+    def begin(self, temperatures: Sequence[float], max_new_tokens: int) -> None:
+        """Submit as many as keep every row of the engine busy."""
+        while self.waiting and len(self.running) < self.engine.geometry.max_batch_size + 2:
+            one = self.waiting.popleft()
+            heat = temperature_of(one, temperatures)
+            params = SamplingParams(
+                max_new_tokens=max_new_tokens, temperature=heat, seed=int(one.key[8:15], 16)
+            )
+            try:
+                self.running.append((one, heat, self.engine.submit(one.prompt, params)))
+            except SpecError as error:
+                self.errors.append(str(error))
+
+    def step(self) -> Iterator[None]:
+        """One step of the engine; yields after each record that is on disk."""
+        if self.running:
+            self.engine.step()
+        for entry in [entry for entry in self.running if entry[2].finished]:
+            self.running.remove(entry)
+            prompt, heat, request = entry
+            output = request.output()
+            if output.finish_reason in ("stop", "length"):
+                self.journal.append(_record(prompt, heat, output))
+                self.num_answered += 1
+                self.num_tokens += len(output.token_ids)
+                yield
+            else:
+                self.errors.append(str(output.error))
+
+    def drop(self) -> None:
+        """Leave nothing in the engine."""
+        for _, _, request in self.running:
+            self.engine.abort(request)
 
 
 def temperature_of(prompt: Prompt, temperatures: Sequence[float]) -> float:
     """One of them, by the prompt's hash."""
     return temperatures[int(prompt.key[:8], 16) % len(temperatures)]
-
-
-def _params(prompt: Prompt, temperature: float, max_new_tokens: int) -> SamplingParams:
-    return SamplingParams(
-        max_new_tokens=max_new_tokens, temperature=temperature, seed=int(prompt.key[8:15], 16)
-    )
 
 
 def _record(prompt: Prompt, temperature: float, output: Any) -> dict[str, Any]:
@@ -114,9 +143,3 @@ def _record(prompt: Prompt, temperature: float, output: Any) -> dict[str, Any]:
         "text": output.text,
         "finish_reason": output.finish_reason,
     }
-
-
-def _state(num_done: int, prompts: Sequence[Prompt], tokens: int, failed: int) -> Generated:
-    return Generated(
-        num_done=num_done, num_prompts=len(prompts), num_tokens=tokens, num_failed=failed
-    )

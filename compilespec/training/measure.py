@@ -46,7 +46,7 @@ def measure(
         num_draft_tokens=options.num_draft_tokens,
         max_batch_size=min(8, len(prompts)),
         max_seq_len=-(-longest // 64) * 64,
-        backend=options.eval_backend,
+        backend=options.backend,
     ) as engine:
         params = SamplingParams(max_new_tokens=options.eval_new_tokens)
         outputs = engine.generate(prompts, params)

@@ -66,8 +66,8 @@ class TrainOptions:
     eval_new_tokens: int = 96
     """Tokens of each answer."""
 
-    eval_backend: str = "inductor"
-    """What the measuring engine runs on: "eager" starts sooner, and is slower."""
+    backend: str = "inductor"
+    """What the engines run on that answer prompts and measure: "eager" starts sooner, is slower."""
 
     patience: int = 6
     """Measurements without a better acceptance after which the run ends."""
@@ -87,10 +87,8 @@ class TrainOptions:
     def __post_init__(self) -> None:
         if self.layout not in LAYOUTS:
             raise InvalidOption(f"layout must be one of {', '.join(LAYOUTS)}; got {self.layout!r}")
-        if self.eval_backend not in ("inductor", "eager"):
-            raise InvalidOption(
-                f"eval_backend must be 'inductor' or 'eager'; got {self.eval_backend!r}"
-            )
+        if self.backend not in ("inductor", "eager"):
+            raise InvalidOption(f"backend must be 'inductor' or 'eager'; got {self.backend!r}")
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if field.name in _LEAST and value is not None:
@@ -110,7 +108,7 @@ class TrainOptions:
         """The options that a resumed run may not change: they decide its losses."""
         changeable = (
             "layout", "steps", "max_minutes", "eval_every", "eval_prompts", "eval_new_tokens",
-            "eval_backend", "patience", "save_every", "compiled", "num_draft_tokens", "decay_share",
+            "backend", "patience", "save_every", "compiled", "num_draft_tokens", "decay_share",
             "dtype",
         )  # fmt: skip
         given = dataclasses.asdict(self)

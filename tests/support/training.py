@@ -23,7 +23,7 @@ def quick_options(**changes: Any) -> TrainOptions:
     """A few small steps, measured on the eager backend."""
     given: dict[str, Any] = {
         "steps": 6, "batch_tokens": 128, "max_length": 48, "warmup_steps": 2, "eval_every": 100,
-        "eval_prompts": 3, "eval_new_tokens": 8, "eval_backend": "eager", "save_every": 2,
+        "eval_prompts": 3, "eval_new_tokens": 8, "backend": "eager", "save_every": 2,
         "held_out_one_in": 4,
     }  # fmt: skip
     return TrainOptions(**{**given, **changes})

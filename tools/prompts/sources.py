@@ -70,7 +70,7 @@ def passages() -> Iterator[Passage]:
             yield from _docstrings_of(path, package)
     for distribution in importlib.metadata.distributions():
         name = distribution.metadata["Name"] or ""
-        body = str(distribution.metadata.get_payload() or "")
+        _, _, body = (distribution.read_text("METADATA") or "").partition("\n\n")
         for text in _cut(_without_markup(body)):
             yield Passage(title=name, text=text)
 
