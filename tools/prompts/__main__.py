@@ -1,6 +1,6 @@
 """Write prompts as JSONL: those to train on, and those held out.
 
-    python -m tools.prompts --out FOLDER
+    python -m tools.prompts --output FOLDER
 
 Each line has "messages", "domain" and "source"; a source (a function, a passage, a topic) is held
 out as a whole, by its hash.  The order is that of a hash too, so that the beginning of the file is
@@ -53,17 +53,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--out", type=Path, required=True, metavar="FOLDER")
+    parser.add_argument("--output", type=Path, required=True, metavar="FOLDER")
     parser.add_argument("--count", type=int, default=20_000, help="default: %(default)s")
     args = parser.parse_args()
     prompts = chosen(args.count)
-    args.out.mkdir(parents=True, exist_ok=True)
+    args.output.mkdir(parents=True, exist_ok=True)
     for name, held_out in (("prompts", False), ("held-out", True)):
         lines = [one for one in prompts if is_held_out(str(one["source"])) == held_out]
         text = "".join(json.dumps(one, ensure_ascii=False) + "\n" for one in lines)
-        (args.out / f"{name}.jsonl").write_text(text, encoding="utf-8")
+        (args.output / f"{name}.jsonl").write_text(text, encoding="utf-8")
         counts = Counter(one["domain"] for one in lines)
-        print(f"{args.out / name}.jsonl: {len(lines)} prompts, {dict(counts)}")
+        print(f"{args.output / name}.jsonl: {len(lines)} prompts, {dict(counts)}")
 
 
 def chosen(count: int) -> list[Prompt]:
