@@ -15,7 +15,7 @@ from compilespec.program import PAD, ProgramConfig, Traced
 from compilespec.tracing.capture import EXAMPLE_SHAPE, trace_call
 from compilespec.tracing.target_info import TargetInfo
 
-INPUTS = ("history_BL", "length_B", "hidden_BE")
+INPUTS = ("history_BL", "length_B", "past_ML", "hidden_BE")
 
 
 class DirectDrafter(Drafter):
@@ -23,12 +23,16 @@ class DirectDrafter(Drafter):
 
     history_BL  int32 [B, max_seq_len]: the request's tokens, the newest last, then -1
     length_B    int32 [B]: how many of them are valid, at least 2
+    past_ML     int32 [M, max_seq_len]: what the last M requests that ended had, prompt included,
+                in no order, each followed by -1; M = `self.num_past_texts`
     hidden_BE   [B, A*D]: the target's hidden states at the position before the newest token, those
                 of `aux_layers` concatenated (FINAL_NORM: what enters the head)
 
     `draft` returns [B, K] token ids of the target, K = `self.num_draft_tokens`; an id outside the
     vocabulary, such as -1, is not a draft: it and the ids after it are not accepted.
     """
+
+    num_past_texts = 0
 
     @property
     def drafting(self) -> Callable[..., Tensor]:
@@ -46,7 +50,12 @@ class DirectDrafter(Drafter):
         drafting, names = self.drafting, input_names(self.drafting)
         if "hidden_BE" in names and not self.aux_layers:
             raise InvalidOption("a drafter that reads hidden_BE must set aux_layers")
-        arguments = {name: (self._example(name, config, info), (0,)) for name in names}
+        if "past_ML" in names and self.num_past_texts < 1:
+            raise InvalidOption("a drafter that reads past_ML must set num_past_texts")
+        arguments = {
+            name: (self._example(name, config, info), () if name == "past_ML" else (0,))
+            for name in names
+        }
         vocab_size = info.vocab_size
 
         def call(*tensors: Tensor) -> Tensor:
@@ -68,7 +77,8 @@ class DirectDrafter(Drafter):
         if name == "hidden_BE":
             width = len(self.aux_layers) * info.hidden_size
             return torch.zeros(batch, width, dtype=config.dtype, device=device)
-        shape = (batch, config.max_seq_len) if name == "history_BL" else (batch,)
+        rows = self.num_past_texts if name == "past_ML" else batch
+        shape = (rows,) if name == "length_B" else (rows, config.max_seq_len)
         return torch.ones(shape, dtype=torch.int32, device=device)
 
 

@@ -16,6 +16,7 @@ from compilespec.methods import (
     none,
     save_hidden_states,
     shared_kv,
+    suffix,
     user,
 )
 from compilespec.methods.base import Method
@@ -29,6 +30,7 @@ METHODS: tuple[Method, ...] = (
     mtp_multi.METHOD,
     shared_kv.METHOD,
     draft_model.METHOD,
+    suffix.METHOD,
     ngram.METHOD,
     user.METHOD,
     save_hidden_states.METHOD,

@@ -32,6 +32,7 @@ CONTRACT: dict[str, Range] = {
     "last_R": integers(0, T - 1),
     "tokens_RS": integers(-1, V - 1),
     "history_RL": integers(-1, V - 1),
+    "past_ML": integers(-1, V - 1),
     "processed_RL": integers(-1, V - 1),
     "withheld_R": integers(0, K),
     "ring_ids_RK": integers(0, V - 1),

@@ -16,8 +16,8 @@ from compilespec.runtime.detokenize import Tokenizer
 from compilespec.runtime.engine_thread import EngineThread
 from compilespec.runtime.executor import Executor
 from compilespec.runtime.keywords import check_keywords
-from compilespec.runtime.outputs import Delta, GenerationOutput
-from compilespec.runtime.prompts import read_prompt
+from compilespec.runtime.outputs import Delta, FinishReason, GenerationOutput
+from compilespec.runtime.prompts import read_prompt, read_text
 from compilespec.runtime.request import Request
 from compilespec.runtime.sampling_params import SamplingParams
 from compilespec.runtime.scheduler import Scheduler
@@ -56,7 +56,7 @@ class Engine:
         self._scheduler = Scheduler(
             executor,
             self._stats,
-            on_finish=options.on_finish,
+            on_finish=self._end,
             on_preempt=options.on_preempt,
             propose=options.propose,
             overlap=options.overlap,
@@ -237,6 +237,21 @@ class Engine:
             num_blocks=self.geometry.num_blocks,
         )
 
+    def remember(self, text: Any) -> None:
+        """Let the drafter look texts up that no request gave: documentation, code, past answers.
+
+        Only methods that draft from past texts (`suffix`) read it; others take no notice.
+
+        Args:
+            text: a string or token ids; one longer than `max_seq_len` is remembered in pieces.
+        Raises: InvalidRequest (neither, or an id outside the vocabulary), EngineClosed.
+        """
+        self._check_open()
+        size = self.geometry.max_seq_len
+        tokens = read_text(text, self.tokenizer, self.geometry)
+        for first in range(0, len(tokens), size):
+            self._executor.keep_text(tokens[first : first + size])
+
     def token_counts(self) -> dict[int, int]:
         """How often each token was delivered, by id; `draft_vocab_counts=` takes it as it is."""
         return self._stats.token_counts()
@@ -326,6 +341,12 @@ class Engine:
             request.output_text = None
             self._scheduler.fail(request, error)
             return request.output()
+
+    def _end(self, request: Request, reason: FinishReason) -> None:
+        if self._options.on_finish is not None:
+            self._options.on_finish(request, reason)
+        if reason in ("stop", "length"):
+            self._executor.keep_text(request.token_ids)
 
     def _queue(self, requests: Sequence[Request]) -> None:
         for request in requests:

@@ -109,6 +109,9 @@ class Executor(Protocol):
     def read_drafts(self, rows: Sequence[int]) -> list[list[int]]:
         """The drafts that the next decode step will judge in each row, up to K of them."""
 
+    def keep_text(self, tokens: Sequence[int]) -> None:
+        """Remember the tokens of a request that ended, where the program's drafter reads such."""
+
     def set_masks(self, rows: Sequence[int], masks_NSW: Tensor) -> None:
         """Write which ids these rows may choose at the first rows of their next window: int32, a
         bit an id.

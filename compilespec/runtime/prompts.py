@@ -40,9 +40,23 @@ def as_prompt_list(prompts: Any) -> tuple[list[Any], bool]:
 def read_prompt(prompt: Any, tokenizer: Tokenizer | None, geometry: Geometry) -> tuple[int, ...]:
     """Return the prompt's token ids, checked against the program's sizes.
 
-    Raises: InvalidRequest (empty, too long, ids outside the vocabulary, text without a tokenizer,
-        messages that the chat template cannot take, a tokenizer's output of several rows or with
-        padding).
+    Raises: InvalidRequest (what `read_text` refuses, or too long).
+    """
+    ids = read_text(prompt, tokenizer, geometry)
+    if len(ids) >= geometry.max_seq_len:
+        raise InvalidRequest(
+            f"the prompt has {len(ids)} tokens: expected at most {geometry.max_seq_len - 1}, to "
+            "leave room for one new token; shorten it or compile with a max_seq_len above "
+            f"{len(ids)}"
+        )
+    return ids
+
+
+def read_text(prompt: Any, tokenizer: Tokenizer | None, geometry: Geometry) -> tuple[int, ...]:
+    """Return the token ids of a prompt of any length.
+
+    Raises: InvalidRequest (empty, ids outside the vocabulary, text without a tokenizer, messages
+        that the chat template cannot take, a tokenizer's output of several rows or with padding).
     """
     if isinstance(prompt, Mapping) and not is_chat_prompt(prompt):
         rows = _tokenized_rows(prompt)
@@ -62,12 +76,6 @@ def read_prompt(prompt: Any, tokenizer: Tokenizer | None, geometry: Geometry) ->
         raise InvalidRequest(
             "the prompt is empty: expected at least one token; give the id that begins a text, if "
             "the model has one"
-        )
-    if len(ids) >= geometry.max_seq_len:
-        raise InvalidRequest(
-            f"the prompt has {len(ids)} tokens: expected at most {geometry.max_seq_len - 1}, to "
-            "leave room for one new token; shorten it or compile with a max_seq_len above "
-            f"{len(ids)}"
         )
     for position, token in enumerate(ids):
         if not 0 <= token < geometry.vocab_size:

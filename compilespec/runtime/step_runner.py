@@ -19,6 +19,7 @@ from compilespec.runtime.executor import Geometry, PrefillChunk
 from compilespec.runtime.host_writes import HostWrites
 from compilespec.runtime.launched import Launched
 from compilespec.runtime.packing import pack_chunks
+from compilespec.runtime.past_texts import BUFFER, PastTexts
 from compilespec.runtime.prefix_cache import TOKENS_BY_POSITION
 from compilespec.runtime.prompt_logprobs import PromptLogprobs
 from compilespec.runtime.sampling_rows import (
@@ -64,6 +65,7 @@ class StepRunner:
             for spec in program.buffers
         }
         self._host = HostWrites(self.buffers, config.device)
+        self._past_texts = PastTexts(self._host) if BUFFER in self.buffers else None
         self.weights = bind_weights(program, lowered.graphs)
         self._graphs = graphs or GraphOptions(mode="none")
         self._graph_recorder = make_recorder(self._graphs, config.device)
@@ -148,6 +150,10 @@ class StepRunner:
         self._host.send()  # they may have come from the host
         drafts = self.buffers["tokens_RS"][self._int32(rows), 1:].tolist()
         return [list(itertools.takewhile(lambda token: token != PAD, ids)) for ids in drafts]
+
+    def keep_text(self, tokens: Sequence[int]) -> None:
+        if self._past_texts is not None:
+            self._past_texts.keep(tokens)
 
     def set_masks(self, rows: Sequence[int], masks_NSW: Tensor) -> None:
         for row, mask_SW in zip(rows, masks_NSW, strict=True):

@@ -22,6 +22,7 @@ COUNTS: dict[str, tuple[Any, ...]] = {
     "shared_kv": (3, (0, 1, 2)),
     "draft_model": (2, 3, (1, 3)),
     "ngram": (4, (0, 2, 5)),
+    "suffix": (3, (0, 4)),
     "user": (3, (0, 3)),
     "user_host": (3,),
 }

@@ -7,7 +7,7 @@ import pytest
 import compilespec
 from tests.support.loops import KINDS, traced
 
-SLOW = ("module_rows", "target_rows", "ngram")
+SLOW = ("module_rows", "target_rows", "ngram", "suffix")
 CASES = [pytest.param(kind, marks=[pytest.mark.slow] * (kind in SLOW)) for kind in KINDS]
 
 

@@ -49,6 +49,7 @@ METHODS: dict[str, Callable[[nn.Module, Any, int], dict[str, Any]]] = {
     },
     "shared_kv": lambda model, info, k: {"draft": shared_kv.random_drafter(info)},
     "draft_model": lambda model, info, k: {"draft": noisy(model)},
+    "suffix": lambda model, info, k: {"num_past_texts": 3},
     "ngram": lambda model, info, k: {"max_ngram": 2},
     "user": lambda model, info, k: {"draft": repeating(k)},
 }

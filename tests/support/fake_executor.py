@@ -143,6 +143,9 @@ class FakeExecutor:
         self._take(row, blocks)
         self._check_table(row)
 
+    def keep_text(self, tokens: Sequence[int]) -> None:
+        _check(not self.closed, "called after close")
+
     def set_sampling(self, row: int, sampling: RowSampling) -> None:
         _check(self._rows[row].live, f"row {row}: sampling of a row without blocks")
         _check(sampling.params.temperature == 0, "the toy target is greedy")

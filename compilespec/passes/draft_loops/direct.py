@@ -10,7 +10,7 @@ from torch import fx
 from compilespec.passes.context import PassContext
 from compilespec.passes.graph import add_buffer, arange_like, emit, find_role, output_node, splice
 from compilespec.passes.rows import take_newest
-from compilespec.program import PAD, BufferSpec
+from compilespec.program import PAD, BufferSpec, Traced
 
 
 def direct(gm: fx.GraphModule, ctx: PassContext) -> int:
@@ -18,6 +18,7 @@ def direct(gm: fx.GraphModule, ctx: PassContext) -> int:
 
     history_BL  int32 [B, max_seq_len]: the request's tokens, the bonus token last, then PAD
     length_B    int32 [B]: how many of them are valid
+    past_ML     int32 [M, max_seq_len]: texts of requests that ended, which the host writes
     hidden_BE   [B, A*D]: the target's taps at the last committed row, n-1
 
     The history is a state buffer of one row per request, declared only if it is read.  Makes the
@@ -30,6 +31,8 @@ def direct(gm: fx.GraphModule, ctx: PassContext) -> int:
         arguments["length_B"] = _length(gm, ctx)
     if "history_BL" in reads:
         arguments["history_BL"] = _history(gm, ctx, arguments["length_B"])
+    if "past_ML" in reads:
+        arguments["past_ML"] = _past_texts(gm, ctx, call)
     if "hidden_BE" in reads:
         arguments["hidden_BE"] = _hidden(gm, ctx)
     (drafts,) = splice(gm, ctx, call, arguments)
@@ -129,6 +132,27 @@ def write_and_read(
     rows_BL = history_RL[index_B]
     is_valid = arange_like(length_B, max_seq_len) < length_B.unsqueeze(1)
     return torch.where(is_valid & live_B.unsqueeze(1), rows_BL, PAD)
+
+
+def _past_texts(gm: fx.GraphModule, ctx: PassContext, call: Traced) -> fx.Node:
+    placeholders = call.graph_module.graph.find_nodes(op="placeholder")
+    (past,) = (
+        node
+        for node, entry in zip(placeholders, call.inputs, strict=True)
+        if entry.name == "past_ML"
+    )
+    return add_buffer(
+        gm,
+        ctx,
+        BufferSpec(
+            name="past_ML",
+            kind="state",
+            shape=tuple(past.meta["example_value"].shape),
+            dtype=torch.int32,
+            fill=PAD,
+            by_host=True,
+        ),
+    )
 
 
 def _hidden(gm: fx.GraphModule, ctx: PassContext) -> fx.Node:

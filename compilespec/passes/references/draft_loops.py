@@ -426,6 +426,8 @@ def direct(draft: Drafts, values: Values) -> Tensor:
         for request, length in enumerate(lengths):
             is_live = rows[request] < config.max_batch_size
             arguments["history_BL"][request, length if is_live else 0 :] = PAD
+    if "past_ML" in reads:
+        arguments["past_ML"] = draft.buffers["past_ML"]
     if "hidden_BE" in reads:
         aux = torch.cat([roles[f"aux.{i}"] for i in range(len(draft.ctx.aux_layers))], -1)
         picked = (
