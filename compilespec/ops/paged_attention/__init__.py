@@ -2,8 +2,8 @@
 
 On the CPU (`kernel.cpp`) a token's output is bitwise the same for any batch, row count or packing:
 the context is cut at fixed absolute positions and combined in a fixed order.  On a GPU
-(`kernel.py`) this holds for the order of the keys, but not for the order within the hardware's
-products.
+(`kernel.py`) the cuts depend on the longest context of a tile and on the number of tiles, so that
+rounding may differ.
 """
 
 from __future__ import annotations
