@@ -17,6 +17,7 @@ from compilespec.ops.causal_conv import cached_conv_reference
 from compilespec.ops.ngram_match import ngram_match_reference
 from compilespec.ops.paged_attention import paged_attention_reference
 from compilespec.ops.paged_attention.form import Form
+from compilespec.ops.quantized_linear.reference import pack_nibbles, quantized_linear_reference
 from compilespec.ops.recurrence import cached_recurrence_reference
 from compilespec.ops.roll_window import roll_window_reference
 from compilespec.ops.sample import draw_reference, note_logprobs_reference, sample_reference
@@ -146,6 +147,30 @@ def test_head(rows, dtype):
     got = OPS.score_linear(*moved((x, weight, None, ids)))
     for a, b in zip(got, score_linear_reference(x, weight, None, ids), strict=True):
         torch.testing.assert_close(a.cpu(), b, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("rows", [1, 6, 48, 300])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_products_of_quantized_weights(rows, bits, dtype):
+    """One product with groups, for four bits packed by rows, and one with float8 weights."""
+    x = torch.randn(rows, 512, device=DEVICE).to(dtype)
+    ints = torch.randint(-(2 ** (bits - 1)), 2 ** (bits - 1), (300, 512), device=DEVICE).char()
+    scale = torch.rand(300, 8, device=DEVICE) * 0.01 + 0.001
+    want = quantized_linear_reference(x, ints, scale, None, bits)
+    if bits == 4:
+        got = OPS.int4_linear(x, pack_nibbles(ints), scale, None)
+    else:
+        got = OPS.quantized_linear(x, ints, scale, None, bits)
+        eight = torch.randn(300, 512, device=DEVICE).to(torch.float8_e4m3fn)
+        call = (x, eight, scale[:, :1], None, 8)
+        close(OPS.quantized_linear(*call), quantized_linear_reference(*call), dtype)
+    close(got, want, dtype)
+
+
+def close(got: Tensor, want: Tensor, dtype: torch.dtype) -> None:
+    scale = float(want.abs().max())
+    torch.testing.assert_close(got / scale, want / scale, rtol=0, atol=TOLERANCE[dtype])
 
 
 def test_ngram_and_ring():
