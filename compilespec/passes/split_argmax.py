@@ -18,11 +18,14 @@ LEAST_COLUMNS = 2 * SPAN
 
 
 def split_argmax(gm: fx.GraphModule, ctx: PassContext) -> int:
-    """argmax(x, -1) -> the first best of the argmaxes of x's spans.
+    """argmax(x, -1) -> the first of the argmaxes of x's spans that are the best.
 
     Inductor gives a row to one block, whatever its length: the argmax of a few rows of logits would
     leave most of a GPU idle.  GPUs only.  Returns: argmaxes split.  Numerics: exact (the first of
-    equal values, and of NaNs, wins in a span, and so does the first span).  Runs on ATen.
+    equal values, and of NaNs, wins).  Runs on ATen.
+
+    The index is not gathered: what a kernel loads at an index that it has just found is lost in
+    torch 2.13, if another reduction follows ("tmp17 is not defined").
     """
     if not ctx.on_gpu:
         return 0
@@ -54,23 +57,27 @@ def _split(gm: fx.GraphModule, node: fx.Node) -> None:
     span = math.ceil(columns / count)
     missing = count * span - columns
 
-    def call(target: Callable[..., Any], *args: Any) -> fx.Node:
+    def call(target: Callable[..., Any], *args: Any, **named: Any) -> fx.Node:
         with gm.graph.inserting_before(node):
-            new = gm.graph.call_function(target, args)
+            new = gm.graph.call_function(target, args, named)
         with x.meta["val"].fake_mode:
-            new.meta["val"] = target(*fx.node.map_arg(args, lambda arg: arg.meta["val"]))
+            new.meta["val"] = target(*fx.node.map_arg(args, lambda arg: arg.meta["val"]), **named)
         copy_origin(node, new)
         return new
 
-    if missing:
+    if missing:  # never taken: what is added comes last
         x = call(_aten.constant_pad_nd.default, x, [0, missing], -math.inf)
     spans = call(_aten.unfold.default, x, -1, span, span)  # [.., count, span]
-    own = call(_aten.argmax.default, spans, -1)
-    first = call(_aten.argmax.default, call(_aten.amax.default, spans, [-1]), -1)
-    place = call(_aten.gather.default, own, -1, call(_aten.unsqueeze.default, first, -1))
-    begin = call(_aten.mul.Tensor, first, span)
-    best = call(_aten.add.Tensor, begin, call(_aten.squeeze.dim, place, -1))
-    if missing:  # never taken: what was added comes last
-        best = call(_aten.clamp.default, best, 0, columns - 1)
+    begin = call(_aten.arange.start_step, 0, count * span, span, device=x.meta["val"].device)
+    place = call(_aten.add.Tensor, call(_aten.argmax.default, spans, -1), begin)
+    own = call(_aten.amax.default, spans, [-1])
+    is_best = call(
+        _aten.bitwise_or.Tensor,
+        call(_aten.eq.Tensor, own, call(_aten.amax.default, own, [-1], True)),
+        call(_aten.ne.Tensor, own, own),  # NaN, which is the best then
+    )
+    last = call(_aten.full.default, [], columns - 1, dtype=torch.int64, device=x.meta["val"].device)
+    first = call(_aten.amin.default, call(_aten.where.self, is_best, place, last), [-1])
+    best = call(_aten.clamp.default, first, 0, columns - 1)
     node.replace_all_uses_with(best)
     gm.graph.erase_node(node)

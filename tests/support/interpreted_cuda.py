@@ -29,6 +29,7 @@ from compilespec import SamplingParams, _torch_compat
 from compilespec.lowering.artifacts import ArtifactCache
 from compilespec.methods.eagle3 import random_head
 from compilespec.ops._library import TRITON_KERNELS
+from compilespec.passes.split_argmax import split_argmax
 from tests.support.margin import shortfall
 from tests.support.models import HYBRIDS, target_info, tiny_hybrid, tiny_target
 from tools.without_gpu.absent import absent_gpu, allocating, counting
@@ -36,6 +37,7 @@ from tools.without_gpu.gpus import GPUS
 from tools.without_gpu.machine_code import lowered
 from tools.without_gpu.steps import on_cuda, passes_of_cuda
 
+SPLITTING = sys.modules[split_argmax.__module__]
 SIZES = {"max_batch_size": 3, "max_seq_len": 64, "max_prefill_tokens": 32}
 PROMPTS = ([5, 6, 7, 8, 9, 10, 11], [3, 4], list(range(1, 20)))
 GREEDY = SamplingParams(max_new_tokens=4, ignore_eos=True)
@@ -145,6 +147,8 @@ def on_generated_code(launched: Launched) -> Iterator[None]:
     original = _torch_compat.standalone_compile
     with contextlib.ExitStack() as stack:
         stack.enter_context(passes_of_cuda(fuse_head=True))
+        for name, columns in (("SPAN", 32), ("LEAST_COLUMNS", 64)):  # of vocabularies of toys
+            stack.enter_context(mock.patch.object(SPLITTING, name, columns))
         stack.enter_context(counting(lambda name: launched.generated.update([name])))
         stack.enter_context(mock.patch.object(_torch_compat, "standalone_compile", compiled))
         for name in ("load", "load_plan", "save", "save_plan", "keep_key"):

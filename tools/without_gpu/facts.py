@@ -13,7 +13,7 @@ from tools.without_gpu.gpus import Gpu
 from tools.without_gpu.machine_code import CompiledStep, Kernel
 
 MOST_REGISTERS = 255  # of a thread, on every architecture since sm_35
-MUCH = 1 << 20  # bytes that no few programs should read and write
+MUCH = 128 << 10  # bytes for a program: more than those of a norm's row
 MOST_STACK = 64  # bytes of a thread: the sine of a large angle needs 32, a few registers may spill
 
 
@@ -71,8 +71,9 @@ def faults(found: dict[str, Any], gpu: Gpu) -> list[str]:
 
 
 def fewest_programs(run: DryRun) -> dict[str, int]:
-    """The generated kernel that moves `MUCH` with the fewest programs; none if none moves that."""
-    calls = [c for c in run.calls if c.kind == "generated" and c.num_bytes >= MUCH]
+    """Of the generated kernels whose programs move `MUCH` each, if any: the one with the fewest."""
+    generated = (call for call in run.calls if call.kind == "generated")
+    calls = [call for call in generated if call.num_bytes >= MUCH * call.grid[0]]
     if not calls:
         return {}
     fewest = min(calls, key=lambda call: call.grid)
