@@ -27,7 +27,7 @@ FLOORS = (
     ("quantization", "passes", "reference_ops"),
     ("runtime",),
     ("metrics", "inspect"),
-    ("pipeline",),
+    ("pipeline", "serving"),
     ("training",),
     ("__init__",),  # the package's face: hands names on
     ("cli",),

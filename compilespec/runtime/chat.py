@@ -1,6 +1,6 @@
 """Conversations as prompts: messages in, the ids that the tokenizer's chat template makes of them.
 
-Source: the messages of OpenAI's chat completions, text only.
+Source: the messages and tools of OpenAI's chat completions, text only.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from typing import Any
 
 from compilespec.errors import InvalidRequest
 
+BESIDE = ("tools", "template_options")  # what a prompt may have beside its messages
 CHAT_CURE = 'engine.chat(messages), or {"messages": messages} as the prompt'
 
 
@@ -38,14 +39,16 @@ def chat_prompts(messages: Any) -> Any:
 def encode_chat(prompt: Mapping[str, Any], tokenizer: Any) -> tuple[int, ...]:
     """The ids of a `{"messages": [...]}` prompt, up to where the assistant's answer begins.
 
-    The template writes the tokens that begin a text itself, so none is put in front of it.
+    Beside messages it may have "tools", a list in OpenAI's form, and "template_options", a mapping
+    of what else the template reads, such as `{"enable_thinking": False}`.  The template writes the
+    tokens that begin a text itself, so none is put in front of it.
     Raises: InvalidRequest (no messages, other content than text, no tokenizer, no chat template,
-        or one that refuses the messages).
+        or one that refuses the messages, or takes no tools).
     """
-    if others := [name for name in prompt if name != "messages"]:
+    if others := [name for name in prompt if name not in ("messages", *BESIDE)]:
         raise InvalidRequest(
-            f"the prompt has {others[0]!r} beside messages: expected messages alone; apply the "
-            "chat template yourself to give it more, and pass the ids"
+            f"the prompt has {others[0]!r} beside messages: expected {' or '.join(BESIDE)}; apply "
+            "the chat template yourself to give it more, and pass the ids"
         )
     messages = _read_messages(prompt["messages"])
     if tokenizer is None:
@@ -58,8 +61,11 @@ def encode_chat(prompt: Mapping[str, Any], tokenizer: Any) -> tuple[int, ...]:
             "the prompt is chat messages and the tokenizer has no chat template: expected that of "
             "a chat model; set engine.tokenizer.chat_template, or give text"
         )
+    options = _read_options(prompt, tokenizer)
     try:
-        ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+        ids = tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, return_dict=False, **options
+        )
         return tuple(int(token) for token in ids)
     except Exception as error:  # templates raise what they like: bad roles, a wrong order
         why = (str(error).splitlines() or ["no message"])[0]
@@ -74,6 +80,26 @@ def chat_error() -> InvalidRequest:
     return InvalidRequest(
         f"the prompt is chat messages: expected text or token ids here; give {CHAT_CURE}"
     )
+
+
+def _read_options(prompt: Mapping[str, Any], tokenizer: Any) -> dict[str, Any]:
+    """What a template is given beside messages."""
+    tools, more = prompt.get("tools"), prompt.get("template_options") or {}
+    if not isinstance(more, Mapping) or not all(isinstance(name, str) for name in more):
+        raise InvalidRequest(f"template_options: expected names and values, got {more!r:.60}")
+    if own := {"messages", "tools", "conversation", "tokenize", "return_dict"} & {*more}:
+        raise InvalidRequest(
+            f"template_options: {min(own)!r} is none of the template's; leave it out"
+        )
+    if not tools:
+        return dict(more)
+    template = tokenizer.chat_template
+    if isinstance(template, str) and "tools" not in template:
+        raise InvalidRequest(
+            "the chat template takes no tools: expected that of a model which was trained to call "
+            "them; describe the tools in a message, or serve another model"
+        )
+    return {**more, "tools": list(tools)}
 
 
 def _read_messages(messages: Any) -> list[dict[str, Any]]:
@@ -91,12 +117,12 @@ def _read_message(index: int, message: Any) -> dict[str, Any]:
             f"message {index} is {message!r:.60}: expected a mapping with a role and content"
         )
     content = message.get("content")
-    if isinstance(content, str):
+    if isinstance(content, str) or (content is None and message.get("tool_calls")):
         return dict(message)
     if not isinstance(content, Sequence) or not all(map(_is_text, content)):
         raise InvalidRequest(
             f"the content of message {index} is {content!r:.60}: expected text, or a list of "
-            '{"type": "text", "text": ...}; images, sound and tool calls are not taken'
+            '{"type": "text", "text": ...}; images and sound are not taken'
         )
     return {**message, "content": "".join(part["text"] for part in content)}
 

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import threading
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from typing import NamedTuple
 
 from compilespec.runtime.outputs import Delta, GenerationOutput
@@ -105,7 +105,7 @@ class Ticket:
             if not self.finished:
                 self.abort()
 
-    async def batches(self) -> AsyncIterator[list[Delta]]:
+    async def batches(self) -> AsyncGenerator[list[Delta], None]:
         """`__aiter__`, but all that came since the last time together."""
         try:
             while True:

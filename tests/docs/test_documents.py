@@ -24,6 +24,9 @@ from tools import draw_speed
 RESULTS = ROOT / "tools" / "bench" / "results"
 HISTORY = ("CHANGELOG.md", "DECISIONS.md")  # speak of what was
 OTHERS: set[str] = {"--local-dir", "--without-gpu"}  # flags of other programs, and of tools
+VLLM = {"--max-model-len", "--max-num-seqs", "--max-num-batched-tokens", "--gpu-memory-utilization",
+        "--speculative-config", "--tool-call-parser", "--enable-auto-tool-choice",
+        "--enforce-eager"}  # fmt: skip
 
 
 # --- the documents as a whole ---
@@ -87,7 +90,7 @@ def _options(parser: argparse.ArgumentParser) -> set[str]:
 def test_every_option_and_file_exists(page: str) -> None:
     text = PAGES[page]
     named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", text))
-    assert named <= _options(build_parser()) | OTHERS
+    assert named <= _options(build_parser()) | OTHERS | VLLM
     kept = re.sub(r"^```console\n.*?^```$|^`[\w./]+`:$", "", text, flags=re.MULTILINE | re.DOTALL)
     for name in re.findall(r"\b(?:compilespec|tests|tools|docs|examples)/[\w/.-]+\.\w+", kept):
         assert (ROOT / name).exists(), name

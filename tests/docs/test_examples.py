@@ -24,6 +24,7 @@ PRINTS = {  # a line of each, for any model
     "serve_asyncio": r"patient: (stop|length) after \d+ tokens",
     "stream": r"-> (stop|length), \d+ ms",
 }
+CLIENTS = ("openai_client",)  # run by tests/serving
 
 
 @pytest.fixture(scope="module")
@@ -62,10 +63,10 @@ def _arguments(name: str, model: str) -> tuple[str, ...]:
 
 
 def test_every_example_is_run() -> None:
-    assert {path.stem for path in EXAMPLES.glob("*.py")} == set(PRINTS)
+    assert {path.stem for path in EXAMPLES.glob("*.py")} == {*PRINTS, *CLIENTS}
 
 
-@pytest.mark.parametrize("name", PRINTS)
+@pytest.mark.parametrize("name", [*PRINTS, *CLIENTS])
 def test_examples_are_short_and_listed(name: str) -> None:
     text = (EXAMPLES / f"{name}.py").read_text(encoding="utf-8")
     assert len(text.splitlines()) < 40

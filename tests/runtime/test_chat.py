@@ -119,8 +119,27 @@ def test_chat_refuses_what_is_no_conversation(engine):
         with pytest.raises(InvalidRequest, match="messages: expected a list of mappings"):
             engine.chat(messages)
     assert "message 1 is 'x'" in str(engine.chat([[*QUESTION, "x"]])[0].error)
-    with pytest.raises(InvalidRequest, match="'tools' beside messages"):
-        engine.generate({"messages": QUESTION, "tools": []})
+    with pytest.raises(InvalidRequest, match="'images' beside messages: expected tools or"):
+        engine.generate({"messages": QUESTION, "images": []})
+
+
+def test_tools_and_options_reach_the_template(tokenizer):
+    tool = {"type": "function", "function": {"name": "f"}}
+    asked = {"messages": QUESTION, "tools": [tool], "template_options": {"mood": "!"}}
+    with_tools = copy.deepcopy(tokenizer)
+    with_tools.chat_template = "{% for t in tools %}{{ t.function.name }}{% endfor %}{{ mood }}"
+    sizes = geometry(vocab_size=258, max_seq_len=64)
+    with engine_over(FakeExecutor(sizes), tokenizer=with_tools) as engine:
+        assert engine.encode(asked) == text_ids("f!")
+        calls = [{"id": "1", "type": "function", "function": {"name": "f", "arguments": {}}}]
+        called = {"role": "assistant", "content": None, "tool_calls": calls}
+        assert engine.encode({**asked, "messages": [*QUESTION, called]}) == text_ids("f!")
+        for wrong in ({"tokenize": False}, [1]):
+            with pytest.raises(InvalidRequest, match="template_options: "):
+                engine.encode({**asked, "template_options": wrong})
+    with engine_over(FakeExecutor(sizes), tokenizer=tokenizer) as engine:
+        with pytest.raises(InvalidRequest, match="template takes no tools"):
+            engine.encode(asked)
 
 
 def test_a_tokenizer_without_a_template_is_named(tokenizer):

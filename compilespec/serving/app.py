@@ -1,0 +1,170 @@
+"""The application: routes over one engine, in OpenAI's protocol."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import orjson
+from fastapi import FastAPI, Request, Response
+from starlette.exceptions import HTTPException
+from starlette.responses import HTMLResponse
+
+from compilespec.runtime.engine import Engine
+from compilespec.serving.chat import answer_chat, chat_prompt
+from compilespec.serving.completions import complete
+from compilespec.serving.errors import ApiError
+from compilespec.serving.guard import Guard
+from compilespec.serving.options import ServerOptions
+from compilespec.serving.protocol import DetokenizeRequest, TokenizeRequest, read_body
+from compilespec.serving.service import Service
+from compilespec.serving.telemetry import Telemetry, stats_of
+
+PAGE = Path(__file__).with_name("page.html")
+PAGE_POLICY = (
+    "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
+    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+
+
+def create_app(engine: Engine, options: ServerOptions | None = None) -> FastAPI:
+    """An ASGI application that serves the engine, which it owns from here on.
+
+    Args:
+        engine: what `compile` returned; `app.state.service.close()`, or the end of the
+            application's lifespan, closes it.
+        options: None takes the defaults.
+    Raises: as `Engine.serve`; MissingDependency without the extra `serve`.
+    """
+    options = options or ServerOptions()
+    service = Service(engine, options)
+
+    @contextlib.asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        yield
+        service.close()
+
+    app = FastAPI(title="compilespec", lifespan=lifespan, docs_url=None, redoc_url=None,
+                  openapi_url=None)  # fmt: skip
+    app.state.service = service
+    _add_routes(app, service)
+    paths = (*(getattr(route, "path", "") for route in app.routes), "/metrics")
+    telemetry = Telemetry(service, paths)
+    app.add_api_route("/metrics", _metrics_route(telemetry), methods=["GET"])
+    app.add_middleware(Guard, options=options, observe=telemetry.observe)
+    app.add_exception_handler(ApiError, _told)
+    app.add_exception_handler(HTTPException, _http_error)
+    return app
+
+
+def _add_routes(app: FastAPI, service: Service) -> None:
+    @app.post("/v1/completions")
+    async def completions(request: Request) -> Response:
+        return await complete(service, request)
+
+    @app.post("/v1/chat/completions")
+    async def chat_completions(request: Request) -> Response:
+        return await answer_chat(service, request)
+
+    @app.get("/v1/models")
+    async def models() -> Response:
+        return _json({"object": "list", "data": [_model(service, n) for n in _names(service)]})
+
+    @app.get("/v1/models/{name:path}")
+    async def model(name: str) -> Response:
+        service.check_model(name)
+        return _json(_model(service, name))
+
+    @app.get("/health")
+    async def health() -> Response:
+        state = service.thread.health().state
+        return _json({"status": state}, 200 if state == "ready" else 503)
+
+    @app.get("/stats")
+    async def stats() -> Response:
+        return _json(stats_of(service))
+
+    @app.post("/tokenize")
+    async def tokenize(request: Request) -> Response:
+        asked = await read_body(request, TokenizeRequest)
+        return _json(await service.off_the_loop(lambda: _tokenize(service, asked)))
+
+    @app.post("/detokenize")
+    async def detokenize(request: Request) -> Response:
+        asked = await read_body(request, DetokenizeRequest)
+        return _json(await service.off_the_loop(lambda: _detokenize(service, asked)))
+
+    @app.get("/")
+    async def page() -> Response:
+        return HTMLResponse(
+            PAGE.read_text(encoding="utf-8"),
+            headers={"Content-Security-Policy": PAGE_POLICY, "X-Content-Type-Options": "nosniff"},
+        )
+
+
+def _metrics_route(telemetry: Telemetry) -> Any:
+    async def metrics() -> Response:
+        text, kind = telemetry.text()
+        return Response(text, headers={"Content-Type": kind})
+
+    return metrics
+
+
+def _names(service: Service) -> tuple[str, ...]:
+    return service.options.model_names
+
+
+def _model(service: Service, name: str) -> dict[str, Any]:
+    engine = service.engine
+    return {
+        "id": name,
+        "object": "model",
+        "created": 0,
+        "owned_by": "compilespec",
+        "max_model_len": engine.geometry.max_seq_len,
+        "method": engine.plan().get("method"),
+        "num_draft_tokens": list(engine.geometry.draft_counts),
+    }
+
+
+def _tokenize(service: Service, asked: TokenizeRequest) -> dict[str, Any]:
+    service.check_model(asked.model)
+    if (asked.prompt is None) == (asked.messages is None):
+        raise ApiError(400, "expected a prompt, or messages; give one of them")
+    prompt: Any = asked.prompt
+    if asked.messages is not None:
+        prompt = chat_prompt(asked, asked.tools)
+    ids = service.engine.encode(prompt)
+    return {
+        "tokens": ids,
+        "count": len(ids),
+        "max_model_len": service.engine.geometry.max_seq_len,
+    }
+
+
+def _detokenize(service: Service, asked: DetokenizeRequest) -> dict[str, Any]:
+    service.check_model(asked.model)
+    if service.tokenizer is None:
+        raise ApiError(400, "the model has no tokenizer")
+    service.engine.encode(asked.tokens)  # refuses ids that there are not
+    return {"prompt": str(service.tokenizer.decode(asked.tokens))}
+
+
+def _json(data: Any, status: int = 200) -> Response:
+    return Response(orjson.dumps(data), status_code=status, media_type="application/json")
+
+
+def _told(request: Request, error: Exception) -> Response:
+    assert isinstance(error, ApiError)
+    return error.response()
+
+
+def _http_error(request: Request, error: Exception) -> Response:
+    """Of the router: no such path, or not with this method."""
+    assert isinstance(error, HTTPException)
+    what = f"{request.method} {request.url.path}"
+    code = "not_found" if error.status_code == 404 else "method_not_allowed"
+    told = ApiError(error.status_code, f"there is no {what}; see GET /v1/models", code=code)
+    return told.response(error.headers)

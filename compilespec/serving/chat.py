@@ -1,0 +1,205 @@
+"""/v1/chat/completions: conversations answered through the model's chat template."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncGenerator, Sequence
+from typing import Any
+
+import orjson
+from starlette.requests import Request
+from starlette.responses import Response
+
+from compilespec.runtime.outputs import Delta, GenerationOutput
+from compilespec.runtime.ticket import Ticket
+from compilespec.serving.answers import (
+    Frame,
+    UsageCount,
+    abort_open,
+    ending,
+    follow,
+    marks,
+    usage,
+    wait_all,
+)
+from compilespec.serving.events import EventStream, unless_left
+from compilespec.serving.logprobs import chat_logprobs
+from compilespec.serving.params import read_guide, read_params
+from compilespec.serving.parsers.parts import Parser, Parts
+from compilespec.serving.protocol import ChatRequest, read_body
+from compilespec.serving.service import Prompt, Service
+from compilespec.serving.tools import Reading, read_tools
+
+
+async def answer_chat(service: Service, request: Request) -> Response:
+    """Raises: ApiError, ClientGone."""
+    asked = await read_body(request, ChatRequest)
+    service.check_model(asked.model)
+    service.check_count(asked.n or 1)
+    answer = _Chat(service, asked)
+    prompts, tickets = await unless_left(request, service.submit(answer.read, asked.priority))
+    if asked.stream:
+        events = answer.events(prompts, tickets)
+        return EventStream(events, service.options, lambda: abort_open(tickets))
+    outputs = await unless_left(request, wait_all(tickets, service.options))
+    return Response(orjson.dumps(answer.whole(outputs)), media_type="application/json")
+
+
+class _Chat:
+    """One request and its answer, in as many samples as it asks for."""
+
+    def __init__(self, service: Service, asked: ChatRequest) -> None:
+        self._service, self._asked = service, asked
+        kind = "chat.completion.chunk" if asked.stream else "chat.completion"
+        name = service.options.model_names[0]
+        self._frame = Frame(kind=kind, model=name, prefix="chatcmpl")
+        self._reading: Reading | None = None
+
+    def read(self) -> list[Prompt]:
+        """The prompt; not on the event loop.  Raises: SpecError, ApiError."""
+        asked, engine = self._asked, self._service.engine
+        tools = read_tools(asked, self._service)
+        ids = engine.encode(chat_prompt(asked, tools.shown))
+        self._reading = tools.reading(ids)
+        guide = self._reading.guide(read_guide(asked))
+        params = read_params(asked, engine, len(ids), guide)
+        return [Prompt(token_ids=ids, params=params)]
+
+    def whole(self, outputs: Sequence[GenerationOutput]) -> dict[str, Any]:
+        choices = [self._choice(index, output) for index, output in enumerate(outputs)]
+        return self._frame.around(choices, usage=usage(outputs, len(outputs)))
+
+    async def events(
+        self, prompts: Sequence[Prompt], tickets: Sequence[Ticket]
+    ) -> AsyncGenerator[dict[str, Any], None]:
+        count = UsageCount(self._asked.stream_options, prompts)
+        outputs: dict[int, GenerationOutput] = {}
+        streams = [_Stream(self._parser()) for _ in tickets]
+        async for index, delta in follow(tickets):
+            choice = self._piece(index, delta, streams[index])
+            if delta.output is not None:
+                outputs[index] = delta.output
+            if choice is not None:
+                yield self._frame.around([choice], **count.add(delta))
+        if count.is_asked:
+            ended = [outputs[index] for index in range(len(tickets))]
+            yield self._frame.around([], usage=usage(ended, len(ended)))
+
+    def _parser(self) -> Parser:
+        assert self._reading is not None, "the prompt is read before its answer"
+        return self._reading.parser()
+
+    def _choice(self, index: int, output: GenerationOutput) -> dict[str, Any]:
+        parser = self._parser()
+        parts = parser.add(output.text or "") + parser.finish()
+        message: dict[str, Any] = {
+            "role": "assistant",
+            "content": parts.content if parts.content or not parts.calls else None,
+        }
+        if parts.reasoning:
+            message["reasoning_content"] = parts.reasoning
+        if parts.calls:
+            message["tool_calls"] = [call.as_dict() for call in parts.calls]
+        choice = {
+            "index": index,
+            "message": message,
+            "logprobs": None
+            if output.logprobs is None
+            else chat_logprobs(output.logprobs, self._service.spelled),
+            **self._ending(output, has_calls=bool(parts.calls)),
+        }
+        if self._asked.return_token_ids:
+            choice["token_ids"] = output.token_ids
+        return choice
+
+    def _piece(self, index: int, delta: Delta, stream: _Stream) -> dict[str, Any] | None:
+        """What a delta adds to a choice; None: nothing yet."""
+        asked = self._asked
+        told = stream.add(delta)
+        wants_all = asked.logprobs or asked.mark_drafts or asked.return_token_ids
+        if not told and delta.output is None and not wants_all:
+            return None
+        choice: dict[str, Any] = {"index": index, "delta": told, "finish_reason": None}
+        if delta.logprobs is not None:
+            choice["logprobs"] = chat_logprobs(delta.logprobs, self._service.spelled)
+        if delta.output is not None:
+            choice |= self._ending(delta.output, has_calls=stream.num_calls > 0)
+        if asked.return_token_ids:
+            choice["token_ids"] = list(delta.token_ids)
+        if asked.mark_drafts:
+            choice["drafted"] = marks(delta, self._service.spelled)
+        return choice
+
+    def _ending(self, output: GenerationOutput, *, has_calls: bool) -> dict[str, Any]:
+        told = ending(output, self._service.engine.eos_token_ids)
+        if has_calls and told["finish_reason"] == "stop":
+            told["finish_reason"] = "tool_calls"
+        return told
+
+
+class _Stream:
+    """One choice of an answer that comes in pieces."""
+
+    def __init__(self, parser: Parser) -> None:
+        self._parser, self._is_begun = parser, False
+        self.num_calls = 0
+
+    def add(self, delta: Delta) -> dict[str, Any]:
+        """The `delta` of a chunk; empty where there is nothing to tell yet."""
+        parts = self._parser.add(delta.text)
+        if delta.output is not None:
+            parts += self._parser.finish()
+        told = self._told(parts)
+        if not self._is_begun and (told or delta.output is not None):
+            told = {"role": "assistant", "content": "", **told}
+            self._is_begun = True
+        return told
+
+    def _told(self, parts: Parts) -> dict[str, Any]:
+        told: dict[str, Any] = {}
+        if parts.content:
+            told["content"] = parts.content
+        if parts.reasoning:
+            told["reasoning_content"] = parts.reasoning
+        if parts.calls:
+            numbered = enumerate(parts.calls, start=self.num_calls)
+            told["tool_calls"] = [{"index": at, **call.as_dict()} for at, call in numbered]
+            self.num_calls += len(parts.calls)
+        return told
+
+
+def chat_prompt(asked: Any, tools: Sequence[Any] | None) -> dict[str, Any]:
+    """The prompt for the engine: messages as templates read them."""
+    prompt: dict[str, Any] = {"messages": [_message(one) for one in asked.messages]}
+    if tools:
+        prompt["tools"] = list(tools)
+    options = dict(getattr(asked, "chat_template_kwargs", None) or {})
+    effort = getattr(asked, "reasoning_effort", None)
+    if effort is not None:
+        options.setdefault("reasoning_effort", effort)
+    if options:
+        prompt["template_options"] = options
+    return prompt
+
+
+def _message(given: dict[str, Any]) -> dict[str, Any]:
+    """Without nulls; "developer" is what OpenAI calls "system"; arguments of calls as objects."""
+    message = {name: value for name, value in given.items() if value is not None}
+    if message.get("role") == "developer":
+        message["role"] = "system"
+    calls = message.get("tool_calls")
+    if isinstance(calls, list):
+        message["tool_calls"] = [_call(call) for call in calls]
+        message.setdefault("content", "")
+    return message
+
+
+def _call(given: Any) -> Any:
+    function = given.get("function") if isinstance(given, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
+        return given
+    arguments = function["arguments"]
+    try:
+        return {**given, "function": {**function, "arguments": json.loads(arguments or "{}")}}
+    except ValueError:
+        return given

@@ -1,0 +1,114 @@
+"""Answers that come in pieces (server-sent events), and clients that leave."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from typing import Any, TypeVar
+
+import orjson
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Message, Receive, Scope, Send
+
+from compilespec.serving.errors import api_error, timed_out
+from compilespec.serving.options import ServerOptions
+
+logger = logging.getLogger("compilespec.serving")
+
+T = TypeVar("T")
+
+
+class ClientGone(Exception):
+    """Nobody waits for the answer any more."""
+
+
+async def unless_left(request: Request, work: Awaitable[T]) -> T:
+    """What `work` gives; cancelled once the client has left.
+
+    Raises: ClientGone, or what `work` raises.
+    """
+    task = asyncio.ensure_future(work)
+    watch = asyncio.ensure_future(_left(request.receive))
+    try:
+        await asyncio.wait((task, watch), return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientGone
+        return task.result()
+    finally:
+        await _cancel(task, watch)
+
+
+class EventStream(Response):
+    """Sends objects as they come.  Stops at once when the client leaves, or takes nothing.
+
+    Args:
+        objects: of JSON; an error that it raises becomes the last event.
+        on_end: called in the end, whatever that was.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(
+        self,
+        objects: AsyncGenerator[dict[str, Any], None],
+        options: ServerOptions,
+        on_end: Callable[[], object],
+    ) -> None:
+        super().__init__(headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
+        del self.headers["content-length"]
+        self._objects, self._options, self._on_end = objects, options, on_end
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        writes = asyncio.ensure_future(self._write(send))
+        watch = asyncio.ensure_future(_left(receive))
+        try:
+            await asyncio.wait((writes, watch), return_when=asyncio.FIRST_COMPLETED)
+            if not writes.done():
+                raise ClientGone
+            writes.result()
+        finally:
+            self._on_end()
+            await _cancel(writes, watch)
+            await self._objects.aclose()
+
+    async def _write(self, send: Send) -> None:
+        start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
+        await self._send(send, start)
+        limit = self._options.request_timeout_s
+        try:
+            async with asyncio.timeout(limit):
+                async for one in self._objects:
+                    await self._send_event(send, orjson.dumps(one))
+        except ClientGone:
+            raise
+        except Exception as error:
+            told = timed_out(limit) if isinstance(error, TimeoutError) else api_error(error)
+            if told.status == 500:
+                logger.exception("a stream ended with an error")
+            await self._send_event(send, orjson.dumps(told.body))
+        await self._send_event(send, b"[DONE]")
+        await self._send(send, {"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _send_event(self, send: Send, data: bytes) -> None:
+        body = b"data: " + data + b"\n\n"
+        await self._send(send, {"type": "http.response.body", "body": body, "more_body": True})
+
+    async def _send(self, send: Send, message: Message) -> None:
+        try:
+            async with asyncio.timeout(self._options.write_timeout_s):
+                await send(message)
+        except (TimeoutError, OSError) as error:
+            raise ClientGone from error
+
+
+async def _left(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _cancel(*tasks: asyncio.Future[Any]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,159 @@
+"""What stands before the routes: ids, keys, sizes, one line of log a request.
+
+A request is read whole, within its size and time, before any of our code looks at it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import logging
+import re
+import time
+import uuid
+from collections.abc import Callable
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from compilespec.serving.errors import ApiError, server_error
+from compilespec.serving.events import ClientGone
+from compilespec.serving.options import ServerOptions
+
+logger = logging.getLogger("compilespec.serving")
+OPEN_PATHS = ("/", "/health")  # without a key: they tell nothing of what is served
+_ID = re.compile(r"[\w.:-]{1,64}")
+
+Observe = Callable[[str, int, float], object]
+
+
+class Guard:
+    """ASGI middleware.
+
+    Args:
+        observe: told path, status and seconds of every request.
+    """
+
+    def __init__(self, app: ASGIApp, options: ServerOptions, observe: Observe) -> None:
+        self._app, self._options, self._observe = app, options, observe
+        self._digests = [_digest(key.encode()) for key in options.api_keys]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers, started = Headers(scope=scope), time.perf_counter()
+        given = headers.get("x-request-id", "")
+        request_id = given if _ID.fullmatch(given) else uuid.uuid4().hex
+        status = 0
+
+        async def answer(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                MutableHeaders(scope=message)["X-Request-Id"] = request_id
+            await send(message)
+
+        try:
+            replay = await self._admit(scope, headers, receive)
+            await self._app(scope, replay, answer)
+        except ApiError as error:
+            await _refuse(error, scope, receive, answer)
+        except ClientGone:
+            status = 499
+        except Exception:
+            logger.exception("request %s failed", request_id)
+            if not status:
+                await _refuse(server_error(), scope, receive, answer)
+        finally:
+            seconds = time.perf_counter() - started
+            self._observe(scope["path"], status, seconds)
+            logger.info(
+                "%s %s %s %s %d %.0f ms", request_id, _client(scope), scope["method"],
+                scope["path"], status or 499, seconds * 1e3,
+            )  # fmt: skip
+
+    async def _admit(self, scope: Scope, headers: Headers, receive: Receive) -> Receive:
+        """The request, read.  Raises: ApiError, ClientGone."""
+        if self._digests and scope["path"] not in OPEN_PATHS:
+            self._check_key(headers.get("authorization", ""))
+        if scope["method"] in ("POST", "PUT", "PATCH"):
+            kind = headers.get("content-type", "").partition(";")[0].strip().lower()
+            if kind != "application/json":
+                raise ApiError(415, "expected Content-Type: application/json")
+        try:
+            async with asyncio.timeout(self._options.read_timeout_s):
+                body = await self._read(headers, receive)
+        except TimeoutError as error:
+            raise ApiError(408, "the request did not arrive in time; send it again") from error
+        return _replay(body, receive)
+
+    def _check_key(self, given: str) -> None:
+        scheme, _, key = given.partition(" ")
+        digest = _digest(key.strip().encode("latin-1"))  # the bytes that came
+        matches = [hmac.compare_digest(digest, known) for known in self._digests]
+        if scheme.lower() != "bearer" or not any(matches):
+            error = ApiError(
+                401,
+                "this needs an API key: send the header 'Authorization: Bearer KEY'",
+                kind="authentication_error",
+                code="invalid_api_key",
+            )
+            raise error
+
+    async def _read(self, headers: Headers, receive: Receive) -> bytes:
+        limit = self._options.max_body_bytes
+        length = headers.get("content-length", "0")
+        if length.isdecimal() and int(length) > limit:
+            raise _too_large(limit)
+        parts, size, more = [], 0, True
+        while more:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                raise ClientGone
+            parts.append(message.get("body", b""))
+            size += len(parts[-1])
+            if size > limit:
+                raise _too_large(limit)
+            more = message.get("more_body", False)
+        return b"".join(parts)
+
+
+def _replay(body: bytes, receive: Receive) -> Receive:
+    """Gives the body at once, then what else comes: that the client has left."""
+    is_given = False
+
+    async def replay() -> Message:
+        nonlocal is_given
+        if is_given:
+            return await receive()
+        is_given = True
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    return replay
+
+
+async def _refuse(error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
+    headers = {"WWW-Authenticate": "Bearer"} if error.status == 401 else {}
+    if error.status in (401, 408, 413, 415):  # part of the request may not have been read
+        headers["Connection"] = "close"
+    await error.response(headers)(scope, receive, send)
+
+
+def _too_large(limit: int) -> ApiError:
+    return ApiError(
+        413,
+        f"the request is larger than {limit} bytes; shorten it, or start the server with a larger "
+        "--max-body-bytes",
+        code="request_too_large",
+    )
+
+
+def _digest(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()
+
+
+def _client(scope: Scope) -> str:
+    client = scope.get("client")
+    return str(client[0]) if client else "-"

@@ -1,0 +1,69 @@
+"""Parts of an answer, and text that waits for the end of a tag."""
+
+from __future__ import annotations
+
+import uuid
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+
+@dataclass(frozen=True, kw_only=True)
+class ToolCall:
+    """A call that the model asks for."""
+
+    name: str
+    arguments: str
+    """JSON."""
+
+    id: str = field(default_factory=lambda: f"call_{uuid.uuid4().hex[:24]}")
+
+    def as_dict(self) -> dict[str, Any]:
+        function = {"name": self.name, "arguments": self.arguments}
+        return {"id": self.id, "type": "function", "function": function}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parts:
+    """What a piece of text adds to an answer."""
+
+    content: str = ""
+    reasoning: str = ""
+    calls: tuple[ToolCall, ...] = ()
+
+    def __add__(self, other: Parts) -> Parts:
+        return Parts(
+            content=self.content + other.content,
+            reasoning=self.reasoning + other.reasoning,
+            calls=self.calls + other.calls,
+        )
+
+    def __bool__(self) -> bool:
+        return bool(self.content or self.reasoning or self.calls)
+
+
+class Parser(Protocol):
+    """Takes the text of one answer, piece by piece."""
+
+    def add(self, text: str) -> Parts:
+        """What can be said once this has come."""
+
+    def finish(self) -> Parts:
+        """The rest: no more comes."""
+
+
+class Plain:
+    """All is content."""
+
+    def add(self, text: str) -> Parts:
+        return Parts(content=text)
+
+    def finish(self) -> Parts:
+        return Parts()
+
+
+def held_back(text: str, tag: str) -> int:
+    """How many characters at the end of the text may begin the tag."""
+    for length in range(min(len(tag) - 1, len(text)), 0, -1):
+        if tag.startswith(text[-length:]):
+            return length
+    return 0

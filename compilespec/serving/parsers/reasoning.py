@@ -1,0 +1,54 @@
+"""Reasoning between `<think>` and `</think>`, as Qwen3 and DeepSeek-R1 write it."""
+
+from __future__ import annotations
+
+from compilespec.serving.parsers.parts import Parser, Parts, held_back
+
+BEGIN, END = "<think>", "</think>"
+
+
+class Think:
+    """The reasoning at the beginning of an answer; what follows is for the next parser.
+
+    Args:
+        is_begun: the prompt ends with the tag that begins it.
+    """
+
+    def __init__(self, following: Parser, *, is_begun: bool) -> None:
+        self._following = following
+        self._state = "inside" if is_begun else "before"
+        self._text = ""
+
+    def add(self, text: str) -> Parts:
+        self._text += text
+        parts = Parts()
+        if self._state == "before":
+            start = self._text.lstrip()
+            if start.startswith(BEGIN):
+                self._state, self._text = "inside", start.removeprefix(BEGIN)
+            elif not BEGIN.startswith(start):
+                self._state = "after"
+        if self._state == "inside":
+            parts += self._read_inside()
+        if self._state == "between":
+            self._text = self._text.lstrip()
+            self._state = "after" if self._text else "between"
+        if self._state == "after":
+            rest, self._text = self._text, ""
+            parts += self._following.add(rest)
+        return parts
+
+    def finish(self) -> Parts:
+        rest, self._text = self._text, ""
+        if self._state == "inside":
+            return Parts(reasoning=rest) + self._following.finish()
+        return self._following.add(rest) + self._following.finish()
+
+    def _read_inside(self) -> Parts:
+        thought, tag, rest = self._text.partition(END)
+        if tag:
+            self._state, self._text = "between", rest
+        else:
+            keep = len(thought) - held_back(thought, END)
+            thought, self._text = thought[:keep], thought[keep:]
+        return Parts(reasoning=thought)

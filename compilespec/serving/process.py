@@ -1,0 +1,148 @@
+"""The server as a process: uvicorn, signals, an end that loses no request."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import time
+from dataclasses import dataclass
+from types import FrameType
+
+import uvicorn
+
+from compilespec.errors import EngineClosed, InvalidOption
+from compilespec.runtime.engine import Engine
+from compilespec.serving.app import create_app
+from compilespec.serving.options import ServerOptions
+from compilespec.serving.service import Service
+
+logger = logging.getLogger("compilespec.serving")
+CLOSE_TIMEOUT_S = 30.0  # for the step that runs
+REPLY_TIMEOUT_S = 5  # for answers that are whole to be taken
+
+
+@dataclass(frozen=True, kw_only=True)
+class Binding:
+    """Where a server listens, and how it ends."""
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    """0: any that is free."""
+
+    ssl_certfile: str | None = None
+    ssl_keyfile: str | None = None
+    ssl_keyfile_password: str | None = None
+    ssl_ca_certs: str | None = None
+    """Of clients, which must have a certificate then."""
+
+    drain_timeout_s: float = 60.0
+    """For requests to end after SIGTERM; what runs longer is aborted."""
+
+
+def run(
+    engine: Engine, options: ServerOptions | None = None, binding: Binding | None = None
+) -> int:
+    """Serve until a signal comes.  SIGTERM or SIGINT: take no more, end what there is; a second
+    one: abort it.
+
+    Returns: the exit code, 1 where the engine failed.
+    Raises: InvalidOption: nothing can listen there, or the certificate cannot be read.
+    """
+    binding = binding or Binding()
+    listener = listen(binding)
+    app = create_app(engine, options)
+    service: Service = app.state.service
+    try:
+        config = uvicorn.Config(
+            app,
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            date_header=True,
+            lifespan="off",
+            timeout_graceful_shutdown=REPLY_TIMEOUT_S,
+            ssl_certfile=binding.ssl_certfile,
+            ssl_keyfile=binding.ssl_keyfile,
+            ssl_keyfile_password=binding.ssl_keyfile_password,
+            ssl_ca_certs=binding.ssl_ca_certs,
+            ssl_cert_reqs=2 if binding.ssl_ca_certs else 0,
+        )
+        try:
+            config.load()
+        except OSError as error:
+            raise InvalidOption(
+                f"the certificate cannot be read: {error}; check its files"
+            ) from error
+        _announce(binding, listener)
+        server = Server(config, service, binding.drain_timeout_s)
+        server.run(sockets=[listener])
+    finally:
+        listener.close()
+        try:
+            service.close()
+        except (EngineClosed, TimeoutError) as error:
+            logger.error("the engine was not closed: %s", error)
+    return int(server.has_failed)
+
+
+class Server(uvicorn.Server):
+    """Ends when its requests have, or its engine has failed."""
+
+    def __init__(self, config: uvicorn.Config, service: Service, drain_timeout_s: float) -> None:
+        super().__init__(config)
+        self.has_failed = False
+        self._service, self._drain_timeout_s = service, drain_timeout_s
+        self._num_signals = 0
+        self._drains_until: float | None = None
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        self._num_signals += 1  # `on_tick` sees it within 0.1 s
+
+    async def on_tick(self, counter: int) -> bool:
+        health = self._service.thread.health()
+        if health.state == "failed":
+            logger.error("the engine failed, the server exits: %s", health.failure)
+            self.has_failed = True
+            return True
+        if self._num_signals > 1:
+            return True
+        if self._num_signals and self._drains_until is None:
+            self._drains_until = time.monotonic() + self._drain_timeout_s
+            self._service.thread.drain(timeout=0)
+            logger.info("stopping: %d requests are open", health.num_open)
+        elif self._drains_until is not None and (
+            health.num_open == 0 or time.monotonic() > self._drains_until
+        ):
+            return True
+        return await super().on_tick(counter)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        try:
+            await asyncio.to_thread(self._service.thread.close, CLOSE_TIMEOUT_S)
+        except (EngineClosed, TimeoutError) as error:
+            logger.error("the engine was not closed: %s", error)
+        await super().shutdown(sockets)
+
+
+def listen(binding: Binding) -> socket.socket:
+    family = socket.AF_INET6 if ":" in binding.host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((binding.host, binding.port))
+        listener.listen(2048)
+    except (OSError, OverflowError) as error:
+        listener.close()
+        raise InvalidOption(
+            f"cannot listen on {binding.host}:{binding.port}: {error}; choose another host= or "
+            "port="
+        ) from error
+    return listener
+
+
+def _announce(binding: Binding, listener: socket.socket) -> None:
+    scheme = "https" if binding.ssl_certfile else "http"
+    host, port = listener.getsockname()[:2]
+    host = f"[{host}]" if ":" in host else host
+    logger.warning("serving on %s://%s:%d", scheme, host, port)

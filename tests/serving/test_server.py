@@ -1,0 +1,470 @@
+"""The server over the toy program: what clients are given and refused, and how it ends."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import runpy
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import openai
+import pytest
+
+from compilespec import SamplingParams
+from compilespec.errors import InvalidOption
+from compilespec.serving import ServerOptions
+from tests.support.fake_executor import toy_decode
+from tests.support.gates import Gate
+from tests.support.live_server import EOS, VOCAB, Live, live, toy_engine, toy_tokenizer
+
+HELLO = [{"role": "user", "content": "hello"}]
+HELLO_IDS = list(b"u:helloa:")
+GREEDY = {"temperature": 0, "model": "toy"}
+
+
+def expected(prompt: list[int], count: int) -> list[int]:
+    tokens = toy_decode(prompt, count, VOCAB)
+    return tokens[: tokens.index(EOS) + 1] if EOS in tokens else tokens
+
+
+def events(response: httpx2.Response) -> list[Any]:
+    lines = [line.removeprefix("data: ") for line in response.iter_lines() if line]
+    assert lines[-1] == "[DONE]"
+    return [json.loads(line) for line in lines[:-1]]
+
+
+def wait_until(holds: Callable[[], bool]) -> None:
+    until = time.monotonic() + 20
+    while not holds():
+        assert time.monotonic() < until, "it does not come true"
+        time.sleep(0.01)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Live]:
+    with live(toy_engine()) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def client(server: Live) -> Iterator[httpx2.Client]:
+    with server.client() as client:
+        yield client
+
+
+def text_of(ids: list[int]) -> str:
+    return str(toy_tokenizer().decode(ids, skip_special_tokens=True))
+
+
+# --- answers ---
+
+
+def test_completions_by_the_openai_client(server: Live) -> None:
+    prompts = [[1, 2, 3], [77] * 20]
+    with server.openai() as client:
+        ask = client.completions.create
+        whole = ask(model="toy", prompt=prompts, max_tokens=21, temperature=0, n=2,
+                    extra_body={"return_token_ids": True})  # fmt: skip
+        assert [choice.index for choice in whole.choices] == [0, 1, 2, 3]
+        for choice, prompt in zip(whole.choices, [p for p in prompts for _ in "ab"], strict=True):
+            assert choice.token_ids == expected(prompt, 21)
+            assert choice.text == text_of(choice.token_ids)
+            assert choice.finish_reason == "length"
+        told = whole.usage
+        assert (told.prompt_tokens, told.completion_tokens) == (23, 84)
+        details = told.completion_tokens_details
+        assert details.accepted_prediction_tokens > 0 < details.rejected_prediction_tokens
+        assert told.prompt_tokens_details.cached_tokens == 0
+        texts = [""] * 4
+        ends: dict[int, str] = {}
+        stream = ask(model="toy", prompt=prompts, max_tokens=21, temperature=0, n=2, stream=True,
+                     stream_options={"include_usage": True})  # fmt: skip
+        for chunk in stream:
+            for choice in chunk.choices:
+                texts[choice.index] += choice.text
+                if choice.finish_reason:
+                    ends[choice.index] = choice.finish_reason
+            usage = chunk.usage
+        assert texts == [choice.text for choice in whole.choices]
+        assert ends == dict.fromkeys(range(4), "length")
+        assert (usage.prompt_tokens, usage.completion_tokens) == (23, 84)
+
+
+def test_chat_by_the_openai_client(server: Live) -> None:
+    with server.openai() as client:
+        ask = client.chat.completions.create
+        whole = ask(model="toy", messages=HELLO, max_completion_tokens=30, temperature=0,
+                    logprobs=True, extra_body={"return_token_ids": True})  # fmt: skip
+        choice = whole.choices[0]
+        assert choice.token_ids == expected(HELLO_IDS, 30)
+        assert (choice.message.role, choice.message.content) == (
+            "assistant", text_of(choice.token_ids),
+        )  # fmt: skip
+        assert [one.logprob for one in choice.logprobs.content] == [
+            -float(token) for token in choice.token_ids
+        ]
+        chunks = list(ask(model="toy", messages=HELLO, max_tokens=30, temperature=0, stream=True,
+                          logprobs=True))  # fmt: skip
+        assert chunks[0].choices[0].delta.role == "assistant"
+        told = [chunk.choices[0] for chunk in chunks]
+        assert "".join(one.delta.content or "" for one in told) == choice.message.content
+        logprobs = [entry.logprob for one in told for entry in one.logprobs.content]
+        assert logprobs == [one.logprob for one in choice.logprobs.content]
+        assert told[-1].finish_reason == choice.finish_reason
+
+
+def test_what_is_left_open_is_openais_and_the_models(client: httpx2.Client) -> None:
+    completion = client.post("/v1/completions", json={"prompt": [5], "temperature": 0}).json()
+    assert completion["usage"]["completion_tokens"] == 16
+    chat = client.post("/v1/chat/completions", json={"messages": HELLO, "temperature": 0}).json()
+    assert chat["usage"]["completion_tokens"] == len(expected(HELLO_IDS, 256 - len(HELLO_IDS)))
+
+
+def test_fields_of_ours(client: httpx2.Client) -> None:
+    body = {**GREEDY, "prompt": [9, 9], "max_tokens": 20, "ignore_eos": True, "priority": 3,
+            "num_draft_tokens": 1, "top_k": -1, "mark_drafts": True, "stream": True}  # fmt: skip
+    with client.stream("POST", "/v1/completions", json=body) as response:
+        marks = [mark for event in events(response) for mark in event["choices"][0]["drafted"]]
+    tokens = toy_decode([9, 9], 20, VOCAB)
+    spelled = [bytes([t]) if t < 256 else b"<eos>" if t == EOS else None for t in tokens]
+    assert [bytes(ids) for ids, _ in marks] == [
+        s if s is not None else " ä".encode() if t == 257 else "€".encode()[:2]
+        for s, t in zip(spelled, tokens, strict=True)
+    ]
+    assert marks[0][1] is False
+    whole = {**body, "stream": False, "stop_token_ids": [tokens[4]]}
+    choice = client.post("/v1/completions", json=whole).json()["choices"][0]
+    assert choice["finish_reason"] == "stop"
+    assert choice["stop_reason"] == tokens[4]
+
+
+def test_echo_and_no_token_at_all(client: httpx2.Client) -> None:
+    body = {**GREEDY, "prompt": "abc", "max_tokens": 0, "echo": True, "logprobs": None}
+    told = client.post("/v1/completions", json=body).json()
+    assert told["choices"][0]["text"] == "abc"
+    assert told["choices"][0]["finish_reason"] == "length"
+    assert told["usage"]["completion_tokens"] == 0
+    body |= {"max_tokens": 3, "prompt": [97, 98]}
+    text = client.post("/v1/completions", json=body).json()["choices"][0]["text"]
+    assert text == "ab" + text_of(expected([97, 98], 3))
+    with client.stream("POST", "/v1/completions", json={**body, "stream": True}) as response:
+        assert "".join(event["choices"][0]["text"] for event in events(response)) == text
+
+
+def test_a_stop_string_is_named_and_eos_is_not() -> None:
+    with live(toy_engine("one two three")) as server, server.client() as client:
+
+        def ask(**fields: Any) -> Any:
+            body = {"messages": HELLO, "temperature": 0, **fields}
+            return client.post("/v1/chat/completions", json=body).json()["choices"][0]
+
+        ended = ask()
+        assert (ended["message"]["content"], ended["finish_reason"]) == ("one two three", "stop")
+        assert ended["stop_reason"] is None
+        for stop in (" t", ["zzz", " t"]):
+            ended = ask(stop=stop)
+            assert (ended["message"]["content"], ended["stop_reason"]) == ("one", " t")
+
+
+def test_models_tokens_stats_and_metrics(server: Live, client: httpx2.Client) -> None:
+    assert [one["id"] for one in client.get("/v1/models").json()["data"]] == ["toy"]
+    assert client.get("/v1/models/toy").json()["max_model_len"] == 256
+    told = client.post("/tokenize", json={"messages": HELLO}).json()
+    assert told == {"tokens": HELLO_IDS, "count": len(HELLO_IDS), "max_model_len": 256}
+    assert client.post("/tokenize", json={"prompt": "né"}).json()["tokens"] == list("né".encode())
+    back = client.post("/detokenize", json={"tokens": list("né".encode())})
+    assert back.json() == {"prompt": "né"}
+    stats = client.get("/stats").json()
+    assert stats["num_open"] == 0
+    assert stats["num_free_blocks"] == stats["num_blocks"]
+    text = client.get("/metrics").text
+    assert "compilespec_verify_steps_total" in text
+    assert 'compilespec_http_requests_total{path="/tokenize",status="200"}' in text
+    assert "compilespec_open_requests 0.0" in text
+
+
+# --- refusals ---
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+BAD: dict[str, tuple[str, Any, int, str]] = {
+    "unknown field": (COMPLETIONS, {"prompt": "x", "temprature": 1}, 400, "mean temperature"),
+    "vLLM's field": (CHAT, {"messages": HELLO, "guided_json": {}}, 400, "response_format="),
+    "nothing": (COMPLETIONS, {}, 400, "^prompt: "),
+    "no object": (COMPLETIONS, [1], 400, "expected one JSON object"),
+    "no prompt": (COMPLETIONS, {"prompt": ""}, 400, "prompt is empty"),
+    "prompt of the wrong kind": (COMPLETIONS, {"prompt": {"a": 1}}, 400, "^prompt"),
+    "one of several": (COMPLETIONS, {"prompt": ["x", ""]}, 400, "prompt is empty"),
+    "ids that there are not": (COMPLETIONS, {"prompt": [1, 999]}, 400, "from 0 to 258"),
+    "too long": (COMPLETIONS, {"prompt": "x" * 300}, 400, "start the server with --max-seq-len"),
+    "temperature": (CHAT, {"messages": HELLO, "temperature": -1}, 400, "^temperature: expected"),
+    "no tokens": (COMPLETIONS, {"prompt": "x", "max_tokens": 0}, 400, "0 together with echo"),
+    "min_tokens": (COMPLETIONS, {"prompt": "x", "min_tokens": 99}, 400, "at most max_tokens"),
+    "model": (COMPLETIONS, {"prompt": "x", "model": "gpt"}, 404, "no model 'gpt'; served: toy"),
+    "echo": (COMPLETIONS, {"prompt": "x", "echo": True, "logprobs": 1}, 400, "--prompt-logprobs"),
+    "best_of": (COMPLETIONS, {"prompt": "x", "best_of": 3}, 400, "best_of"),
+    "too many": (COMPLETIONS, {"prompt": "x", "n": 999}, 400, "send it in parts"),
+    "no messages": (CHAT, {"messages": []}, 400, "messages is empty"),
+    "image": (
+        CHAT,
+        {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+        400,
+        "images",
+    ),
+    "format": (CHAT, {"messages": HELLO, "response_format": {"type": "xml"}}, 400, "json_schema"),
+    "schema": (
+        CHAT,
+        {"messages": HELLO, "response_format": {"type": "json_schema", "json_schema": {}}},
+        400,
+        "schema",
+    ),
+    "regex": (
+        CHAT,
+        {"messages": HELLO, "response_format": {"type": "regex", "regex": "("}},
+        400,
+        "response_format: llguidance refuses",
+    ),
+    "tool": (CHAT, {"messages": HELLO, "tools": [{"type": "x"}]}, 400, "^tools: expected"),
+    "choice without tools": (CHAT, {"messages": HELLO, "tool_choice": "required"}, 400, "no tools"),
+    "priority": (COMPLETIONS, {"prompt": "x", "priority": "high"}, 400, "^priority: "),
+    "both": ("/tokenize", {"prompt": "x", "messages": HELLO}, 400, "give one of them"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_bodies_are_refused_with_the_cure(
+    server: Live, client: httpx2.Client, name: str
+) -> None:
+    import re
+
+    path, body, status, message = BAD[name]
+    answer = client.post(path, json=body)
+    assert answer.status_code == status, answer.text
+    error = answer.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert re.search(message, error["message"]), error["message"]
+    assert "\n" not in error["message"]
+    assert not re.search(r"/work|/home|site-packages|Traceback|\.py\b", answer.text)
+    assert server.service.thread.health().num_open == 0
+
+
+def test_what_is_no_json_or_no_route(client: httpx2.Client) -> None:
+    json_type = {"Content-Type": "application/json"}
+    for content in (b"", b"{", b'{"prompt": NaN}', b"[" * 100_000, b'{"prompt": "\xff"}'):
+        answer = client.post("/v1/completions", content=content, headers=json_type)
+        assert answer.status_code == 400
+        assert "no JSON" in answer.json()["error"]["message"]
+    assert client.post("/v1/completions", content=b"{}").status_code == 415
+    for answer in (
+        client.get("/nope"),
+        client.get("/v1/completions"),
+        client.post("/health", json={}),
+    ):
+        assert answer.status_code in (404, 405)
+        assert answer.json()["error"]["code"] in ("not_found", "method_not_allowed")
+
+
+def test_errors_by_the_openai_client(server: Live) -> None:
+    with server.openai() as client:
+        with pytest.raises(openai.BadRequestError, match="--max-seq-len"):
+            client.completions.create(model="toy", prompt="x" * 300)
+        with pytest.raises(openai.NotFoundError) as raised:
+            client.chat.completions.create(model="gpt", messages=HELLO)
+        assert raised.value.code == "model_not_found"
+
+
+def test_without_the_key_nothing_is_learnt() -> None:
+    options = ServerOptions(model_names=("toy",), api_keys=("first", "sécond"))
+    with live(toy_engine(), options) as server, server.client() as client:
+        told = set()
+        for path in ("/v1/models", "/metrics", "/stats", "/nope", "/v1/completions", "/docs"):
+            for headers in (
+                {},
+                {"Authorization": "Bearer wrong"},
+                {"Authorization": "Basic first"},
+            ):
+                answer = client.get(path, headers=headers)
+                assert answer.status_code == 401
+                assert answer.headers["WWW-Authenticate"] == "Bearer"
+                told.add(answer.text)
+        assert len(told) == 1
+        answer = client.post("/v1/completions", json={"prompt": "x"})
+        assert (answer.status_code, answer.text) == (401, told.pop())
+        assert client.get("/health").json() == {"status": "ready"}
+        assert client.get("/").status_code == 200
+        key = {"Authorization": "Bearer sécond".encode()}
+        assert client.get("/v1/models", headers=key).status_code == 200
+        with server.openai("first") as one:
+            assert one.models.list().data[0].id == "toy"
+        with server.openai("third") as one, pytest.raises(openai.AuthenticationError):
+            one.models.list()
+
+
+def test_sizes_and_times_have_limits() -> None:
+    options = ServerOptions(max_body_bytes=200, read_timeout_s=0.2, request_timeout_s=0.3)
+    gate = Gate()
+    with live(toy_engine(fail=gate), options) as server, server.client() as client:
+        large = {"prompt": "x" * 300}
+        assert client.post("/v1/completions", json=large).status_code == 413
+        pieces = (json.dumps(large)[i : i + 50].encode() for i in range(0, 320, 50))
+        kind = {"Content-Type": "application/json"}
+        answer = client.post("/v1/completions", content=pieces, headers=kind)  # of unknown length
+        assert answer.status_code == 413
+        assert "--max-body-bytes" in answer.json()["error"]["message"]
+        with socket.create_connection(server.url.removeprefix("http://").split(":")) as slow:
+            slow.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: "
+                         b"application/json\r\nContent-Length: 100\r\n\r\n{")  # fmt: skip
+            assert b" 408 " in slow.recv(1000)
+        answer = client.post("/v1/completions", json={"prompt": "x"})
+        assert answer.status_code == 504
+        assert "--request-timeout" in answer.json()["error"]["message"]
+        with client.stream("POST", "/v1/completions", json={"prompt": "x", "stream": True}) as r:
+            assert events(r)[-1]["error"]["code"] == "timeout"
+        gate.allow()
+        wait_until(lambda: server.service.thread.health().num_open == 0)
+
+
+def test_a_full_queue_is_429_with_a_time_to_try_again() -> None:
+    gate = Gate()
+    options = ServerOptions(max_waiting=0)
+    with live(toy_engine(fail=gate), options) as server, server.client() as client:
+        with contextlib.ExitStack() as stack:
+            body = {"prompt": [1], "max_tokens": 2, "stream": True}
+            for _ in range(4):
+                stack.enter_context(client.stream("POST", "/v1/completions", json=body))
+            answer = client.post("/v1/completions", json=body)
+            assert answer.status_code == 429
+            assert int(answer.headers["Retry-After"]) >= 1
+            assert answer.json()["error"]["code"] == "queue_full"
+            assert client.get("/health").json() == {"status": "ready"}  # busy, and well
+            gate.allow()
+        wait_until(lambda: server.service.thread.health().num_open == 0)
+        assert client.post("/v1/completions", json={**body, "stream": False}).status_code == 200
+
+
+# --- clients that leave, servers that end ---
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_leaves_aborts_its_requests(stream: bool) -> None:
+    gate = Gate(8)
+    with live(toy_engine(fail=gate)) as server:
+        thread = server.service.thread
+        body = {"prompt": [1], "max_tokens": 200, "n": 2, "stream": stream, "ignore_eos": True}
+        with pytest.raises(httpx2.ReadTimeout):
+            (_read_one if stream else _give_up)(server, body)
+        gate.allow()
+        wait_until(lambda: thread.health().num_open == 0)
+        stats = thread.stats()
+        assert stats.num_emitted < 300
+        assert stats.num_free_blocks == stats.num_blocks
+
+
+def _give_up(server: Live, body: Any) -> None:
+    with server.client() as client:
+        client.post("/v1/completions", json=body, timeout=0.5)
+
+
+def _read_one(server: Live, body: Any) -> None:
+    with server.client() as client, client.stream("POST", "/v1/completions", json=body) as answer:
+        next(answer.iter_lines())
+    raise httpx2.ReadTimeout("left")
+
+
+def test_a_signal_ends_the_server_when_its_requests_have() -> None:
+    gate = Gate(2)
+    with live(toy_engine(fail=gate)) as server, server.client() as client:
+        answers: list[httpx2.Response] = []
+
+        def ask() -> None:
+            body = {"prompt": [3], "max_tokens": 30, "temperature": 0, "return_token_ids": True}
+            answers.append(httpx2.post(f"{server.url}/v1/completions", json=body, timeout=30,
+                                       trust_env=False))  # fmt: skip
+
+        asking = threading.Thread(target=ask)
+        asking.start()
+        wait_until(lambda: server.service.thread.health().num_open == 1)
+        server.stop()
+        wait_until(lambda: client.get("/health").status_code == 503)
+        assert client.get("/health").json() == {"status": "draining"}
+        refused = client.post("/v1/completions", json={"prompt": "x"})
+        assert refused.status_code == 503
+        assert int(refused.headers["Retry-After"]) > 0
+        gate.allow()
+        asking.join(20)
+        assert answers[0].json()["choices"][0]["token_ids"] == expected([3], 30)
+        wait_until(lambda: server.service.thread.health().state == "closed")
+        with pytest.raises(httpx2.TransportError):
+            wait_until(lambda: client.get("/health").status_code == 0)
+        assert not server.server.has_failed
+
+
+def test_what_runs_longer_than_a_drain_may_is_told_so() -> None:
+    gate = Gate(2)
+    with live(toy_engine(fail=gate), drain_timeout_s=0.2) as server, server.client() as client:
+        body = {"prompt": [3], "max_tokens": 200, "stream": True, "ignore_eos": True}
+        with client.stream("POST", "/v1/completions", json=body) as answer:
+            server.stop()
+            gate.allow(3)
+            assert gate.waits.wait(20)
+            wait_until(lambda: server.service.thread._is_closing)
+            gate.allow()
+            assert events(answer)[-1]["error"]["code"] == "stopping"
+
+
+def test_an_engine_that_fails_ends_the_server_and_a_step_that_fails_does_not() -> None:
+    faults = [RuntimeError("secret path /etc/x")]
+
+    def fail(phase: str) -> None:
+        if faults:
+            raise faults.pop()
+
+    with live(toy_engine(fail=fail)) as server, server.client() as client:
+        answer = client.post("/v1/completions", json={"prompt": "x"})
+        assert answer.status_code == 500
+        assert "secret" not in answer.text
+        assert "X-Request-Id" in answer.json()["error"]["message"]
+        assert client.post("/v1/completions", json={"prompt": "x"}).status_code == 200
+        faults.append(SystemExit(3))  # type: ignore[arg-type]
+        answer = client.post("/v1/completions", json={"prompt": "x"})
+        assert answer.status_code == 503
+        wait_until(lambda: server.server.has_failed)
+
+
+def test_requests_have_ids_and_a_line_of_log(client: httpx2.Client, caplog: Any) -> None:
+    with caplog.at_level(logging.INFO, logger="compilespec.serving"):
+        answer = client.get("/health", headers={"X-Request-Id": "mine-1"})
+        assert answer.headers["X-Request-Id"] == "mine-1"
+        other = client.get("/health", headers={"X-Request-Id": "a b"}).headers["X-Request-Id"]
+        assert other != "a b"
+        wait_until(lambda: any(other in record.getMessage() for record in caplog.records))
+    assert any("mine-1" in r.getMessage() and "GET /health 200" in r.getMessage()
+               for r in caplog.records)  # fmt: skip
+
+
+def test_the_example_is_answered(server: Live, capsys: Any) -> None:
+    path = Path(__file__).resolve().parents[2] / "examples" / "openai_client.py"
+    runpy.run_path(str(path))["main"](server.url, "toy")
+    assert '"completion_tokens":48' in capsys.readouterr().out
+
+
+def test_options_are_checked() -> None:
+    for wrong in (
+        {"model_names": ()}, {"api_keys": ("",)}, {"max_waiting": -1}, {"max_body_bytes": 0},
+        {"request_timeout_s": 0}, {"tool_parser": "xml"}, {"reasoning_parser": "r1"},
+    ):  # fmt: skip
+        with pytest.raises(InvalidOption, match=f"{next(iter(wrong))}: expected"):
+            ServerOptions(**wrong)  # type: ignore[arg-type]
+
+
+def test_the_engine_belongs_to_the_server() -> None:
+    engine = toy_engine()
+    with live(engine):
+        with pytest.raises(Exception, match="belongs to the thread"):
+            engine.generate([1], SamplingParams())

@@ -1,0 +1,113 @@
+"""A server on a free port of this machine, on a thread of its own; engines that it serves."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import httpx2
+import uvicorn
+
+from compilespec.runtime.engine import Engine
+from compilespec.serving import ServerOptions, create_app
+from compilespec.serving.process import Binding, Server, listen
+from tests.support.fake_executor import FakeExecutor, engine_over, geometry
+from tests.support.toy_tokenizer import byte_level_tokenizer
+
+VOCAB = 259
+EOS = 256
+TEMPLATE = (
+    "{% for m in messages %}{{ m.role[0] }}:{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function.arguments.x }}{% endfor %}\n"
+    "{% endfor %}{% for t in tools or [] %}[{{ t.function.name }}]{% endfor %}"
+    "{% if add_generation_prompt %}a:{% endif %}"
+)
+
+
+def toy_tokenizer() -> Any:
+    """A token a byte, EOS, and the bytes of half a character; with a chat template."""
+    tokens = [*(bytes([byte]) for byte in range(256)), "<eos>", " ä".encode(), "€".encode()[:2]]
+    tokenizer = byte_level_tokenizer(tokens, eos="<eos>")
+    tokenizer.chat_template = TEMPLATE
+    return tokenizer
+
+
+def toy_engine(says: str | None = None, *, hit_rate: float = 0.6, **options: Any) -> Engine:
+    """An engine over the toy program.
+
+    Args: says: what follows every prompt that ends with `a:`, then EOS; None: the hash.
+    """
+    sizes = geometry(vocab_size=VOCAB, max_seq_len=256, num_blocks=160, max_prefill_tokens=256)
+    if says is not None:
+        options["next_token"] = _saying(says.encode())
+    executor = FakeExecutor(sizes, hit_rate=hit_rate, **options)
+    return engine_over(
+        executor,
+        tokenizer=toy_tokenizer(),
+        eos_token_ids=(EOS,),
+        generation_defaults={"temperature": 0.0},  # the toy draws nothing
+    )
+
+
+def _saying(text: bytes) -> Any:
+    said = [*text, EOS]
+
+    def following(context: Any) -> int:
+        place = len(context) - bytes(min(token, 255) for token in context).rfind(b"a:") - 2
+        return said[place] if place < len(said) else EOS
+
+    return following
+
+
+class Live:
+    """A server that runs: where it is, and its parts."""
+
+    def __init__(self, server: Server, port: int, app: Any) -> None:
+        self.server, self.app, self.service = server, app, app.state.service
+        self.url = f"http://127.0.0.1:{port}"
+
+    def client(self, **options: Any) -> httpx2.Client:
+        return httpx2.Client(base_url=self.url, timeout=30, trust_env=False, **options)
+
+    def openai(self, key: str = "none", **options: Any) -> Any:
+        import openai
+
+        client = httpx2.Client(timeout=30, trust_env=False)
+        return openai.OpenAI(
+            base_url=f"{self.url}/v1", api_key=key, max_retries=0, http_client=client, **options
+        )
+
+    def stop(self) -> None:
+        """As a signal does."""
+        self.server.handle_exit(15, None)
+
+
+@contextlib.contextmanager
+def live(
+    engine: Engine, options: ServerOptions | None = None, *, drain_timeout_s: float = 20
+) -> Iterator[Live]:
+    app = create_app(engine, options or ServerOptions(model_names=("toy",)))
+    listener = listen(Binding(port=0))
+    config = uvicorn.Config(
+        app, log_config=None, access_log=False, lifespan="off", timeout_graceful_shutdown=5
+    )
+    server = Server(config, app.state.service, drain_timeout_s)
+    thread = threading.Thread(
+        target=lambda: asyncio.run(server.serve(sockets=[listener])), daemon=True
+    )
+    thread.start()
+    try:
+        while not server.started:
+            assert thread.is_alive()
+            time.sleep(0.005)
+        yield Live(server, listener.getsockname()[1], app)
+    finally:
+        server.handle_exit(15, None)
+        server.handle_exit(15, None)
+        thread.join(30)
+        app.state.service.close()
+        assert not thread.is_alive()
