@@ -12,11 +12,11 @@ import sys
 from collections.abc import Sequence
 
 from compilespec import __version__
-from compilespec.cli import bench, compile, dump, generate, methods, serve, train
+from compilespec.cli import bench, chat, compile, dump, generate, methods, serve, train
 from compilespec.cli.flags import Parser, in_flags, read_arguments
 from compilespec.errors import SpecError
 
-COMMANDS = (generate, serve, dump, bench, compile, methods, train)
+COMMANDS = (generate, chat, serve, dump, bench, compile, methods, train)
 BAD_INPUT, INTERRUPTED, CUT_OFF = 2, 130, 141
 
 

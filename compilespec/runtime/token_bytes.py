@@ -24,6 +24,7 @@ class TokenBytes:
         self._tokenizer = tokenizer
         self._known: dict[int, bytes] = {}
         self._added = {int(i): str(t) for i, t in _added(tokenizer).items()}
+        self._special = frozenset(getattr(tokenizer, "all_special_ids", None) or ())
         self._is_fast = getattr(tokenizer, "backend_tokenizer", None) is not None
         self._is_byte_level = self._is_fast and _is_byte_level(tokenizer)
 
@@ -32,6 +33,10 @@ class TokenBytes:
         if known is None:
             known = self._known[token_id] = self._read(token_id)
         return known
+
+    def shown(self, token_id: int) -> bytes:
+        """The same; special tokens leave no text."""
+        return b"" if token_id in self._special else self(token_id)
 
     def text(self, token_id: int) -> str:
         """The token as text; a part of a character as `bytes:\\xe2\\x82`, as OpenAI writes it."""

@@ -143,7 +143,7 @@ def ending(output: GenerationOutput, eos_token_ids: frozenset[int]) -> dict[str,
 def marks(delta: Delta, spelled: TokenBytes) -> list[list[Any]]:
     """The bytes of each token, and whether it was a draft."""
     return [
-        [list(spelled(token)), flag]
+        [list(spelled.shown(token)), flag]
         for token, flag in zip(delta.token_ids, delta.drafted, strict=True)
     ]
 
