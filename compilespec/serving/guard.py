@@ -22,6 +22,7 @@ from compilespec.serving.events import ClientGone
 from compilespec.serving.options import ServerOptions
 
 logger = logging.getLogger("compilespec.serving")
+MAX_READ_BYTES = 64 * 2**20  # of a request that is refused for its size
 OPEN_PATHS = ("/", "/health")  # without a key: they tell nothing of what is served
 _ID = re.compile(r"[\w.:-]{1,64}")
 
@@ -76,48 +77,60 @@ class Guard:
 
     async def _admit(self, scope: Scope, headers: Headers, receive: Receive) -> Receive:
         """The request, read.  Raises: ApiError, ClientGone."""
+        limit, objection = self._options.max_body_bytes, self._objection(scope, headers)
+        try:
+            async with asyncio.timeout(self._options.read_timeout_s):
+                body = await _read(receive, 0 if objection else limit)
+        except TimeoutError as error:
+            late = ApiError(408, "the request did not arrive in time; send it again")
+            raise objection or late from error
+        if objection is not None:
+            raise objection
+        if body is None:
+            raise ApiError(
+                413,
+                f"the request is larger than {limit} bytes; shorten it, or start the server with a "
+                "larger --max-body-bytes",
+                code="request_too_large",
+            )
+        return _replay(body, receive)
+
+    def _objection(self, scope: Scope, headers: Headers) -> ApiError | None:
+        """What is wrong with a request before its body is looked at."""
         if self._digests and scope["path"] not in OPEN_PATHS:
-            self._check_key(headers.get("authorization", ""))
+            scheme, _, key = headers.get("authorization", "").partition(" ")
+            digest = _digest(key.strip().encode("latin-1"))  # the bytes that came
+            matches = [hmac.compare_digest(digest, known) for known in self._digests]
+            if scheme.lower() != "bearer" or not any(matches):
+                return ApiError(
+                    401,
+                    "this needs an API key: send the header 'Authorization: Bearer KEY'",
+                    kind="authentication_error",
+                    code="invalid_api_key",
+                )
         if scope["method"] in ("POST", "PUT", "PATCH"):
             kind = headers.get("content-type", "").partition(";")[0].strip().lower()
             if kind != "application/json":
-                raise ApiError(415, "expected Content-Type: application/json")
-        try:
-            async with asyncio.timeout(self._options.read_timeout_s):
-                body = await self._read(headers, receive)
-        except TimeoutError as error:
-            raise ApiError(408, "the request did not arrive in time; send it again") from error
-        return _replay(body, receive)
+                return ApiError(415, "expected Content-Type: application/json")
+        return None
 
-    def _check_key(self, given: str) -> None:
-        scheme, _, key = given.partition(" ")
-        digest = _digest(key.strip().encode("latin-1"))  # the bytes that came
-        matches = [hmac.compare_digest(digest, known) for known in self._digests]
-        if scheme.lower() != "bearer" or not any(matches):
-            error = ApiError(
-                401,
-                "this needs an API key: send the header 'Authorization: Bearer KEY'",
-                kind="authentication_error",
-                code="invalid_api_key",
-            )
-            raise error
 
-    async def _read(self, headers: Headers, receive: Receive) -> bytes:
-        limit = self._options.max_body_bytes
-        length = headers.get("content-length", "0")
-        if length.isdecimal() and int(length) > limit:
-            raise _too_large(limit)
-        parts, size, more = [], 0, True
-        while more:
-            message = await receive()
-            if message["type"] == "http.disconnect":
-                raise ClientGone
+async def _read(receive: Receive, limit: int) -> bytes | None:
+    """The body; None where it is longer than that.
+
+    It is read to its end all the same, within bounds: a connection that is closed with bytes unread
+    is reset, and its client may lose the answer.
+    """
+    parts, size, more = list[bytes](), 0, True
+    while more and size < MAX_READ_BYTES:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientGone
+        size += len(message.get("body", b""))
+        more = message.get("more_body", False)
+        if size <= limit:
             parts.append(message.get("body", b""))
-            size += len(parts[-1])
-            if size > limit:
-                raise _too_large(limit)
-            more = message.get("more_body", False)
-        return b"".join(parts)
+    return b"".join(parts) if size <= limit else None
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:
@@ -136,18 +149,9 @@ def _replay(body: bytes, receive: Receive) -> Receive:
 
 async def _refuse(error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
     headers = {"WWW-Authenticate": "Bearer"} if error.status == 401 else {}
-    if error.status in (401, 408, 413, 415):  # part of the request may not have been read
+    if error.status in (408, 413):  # part of the request may not have been read
         headers["Connection"] = "close"
     await error.response(headers)(scope, receive, send)
-
-
-def _too_large(limit: int) -> ApiError:
-    return ApiError(
-        413,
-        f"the request is larger than {limit} bytes; shorten it, or start the server with a larger "
-        "--max-body-bytes",
-        code="request_too_large",
-    )
 
 
 def _digest(key: bytes) -> bytes:

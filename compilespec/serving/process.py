@@ -19,6 +19,7 @@ from compilespec.serving.service import Service
 
 logger = logging.getLogger("compilespec.serving")
 CLOSE_TIMEOUT_S = 30.0  # for the step that runs
+KEEP_ALIVE_S = 75  # more than clients keep idle connections, so that none is closed in use
 REPLY_TIMEOUT_S = 5  # for answers that are whole to be taken
 
 
@@ -62,6 +63,7 @@ def run(
             date_header=True,
             lifespan="off",
             timeout_graceful_shutdown=REPLY_TIMEOUT_S,
+            timeout_keep_alive=KEEP_ALIVE_S,
             ssl_certfile=binding.ssl_certfile,
             ssl_keyfile=binding.ssl_keyfile,
             ssl_keyfile_password=binding.ssl_keyfile_password,

@@ -317,6 +317,8 @@ def test_sizes_and_times_have_limits() -> None:
         answer = client.post("/v1/completions", content=pieces, headers=kind)  # of unknown length
         assert answer.status_code == 413
         assert "--max-body-bytes" in answer.json()["error"]["message"]
+        unread = client.post("/v1/completions", content=b"x" * 2_000_000, headers=kind)
+        assert unread.status_code == 413  # read to its end, so that the answer arrives
         with socket.create_connection(server.url.removeprefix("http://").split(":")) as slow:
             slow.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: "
                          b"application/json\r\nContent-Length: 100\r\n\r\n{")  # fmt: skip
