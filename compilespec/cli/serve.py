@@ -114,10 +114,11 @@ def _add_server_options(add: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from compilespec.serving import run as serve
-    from compilespec.serving.process import Binding
+    from compilespec.serving.process import Binding, check
 
     options = server_options(args)  # check before minutes of compiling
     binding = Binding(**_given(args, OF_BINDING))
+    check(binding)
     template = _read(args.chat_template, "--chat-template")
     set_threads(args.threads)
     _log(quiet=args.quiet)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
+import ssl
 import time
 from dataclasses import dataclass
 from types import FrameType
@@ -41,6 +42,26 @@ class Binding:
     """For requests to end after SIGTERM; what runs longer is aborted."""
 
 
+def check(binding: Binding) -> None:
+    """Find out now what would fail once an engine is there.
+
+    Raises: InvalidOption: nothing can listen there, or the certificate cannot be read.
+    """
+    listen(binding).close()
+    if binding.ssl_certfile is None:
+        if binding.ssl_keyfile is not None or binding.ssl_ca_certs is not None:
+            raise InvalidOption("ssl_keyfile and ssl_ca_certs need ssl_certfile: give it, too")
+        return
+    try:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        password = binding.ssl_keyfile_password or ""
+        context.load_cert_chain(binding.ssl_certfile, binding.ssl_keyfile, password)
+        if binding.ssl_ca_certs is not None:
+            context.load_verify_locations(binding.ssl_ca_certs)
+    except OSError as error:
+        raise InvalidOption(f"the certificate cannot be read: {error}; check its files") from error
+
+
 def run(
     engine: Engine, options: ServerOptions | None = None, binding: Binding | None = None
 ) -> int:
@@ -51,6 +72,7 @@ def run(
     Raises: InvalidOption: nothing can listen there, or the certificate cannot be read.
     """
     binding = binding or Binding()
+    check(binding)
     listener = listen(binding)
     app = create_app(engine, options)
     service: Service = app.state.service
@@ -68,14 +90,9 @@ def run(
             ssl_keyfile=binding.ssl_keyfile,
             ssl_keyfile_password=binding.ssl_keyfile_password,
             ssl_ca_certs=binding.ssl_ca_certs,
-            ssl_cert_reqs=2 if binding.ssl_ca_certs else 0,
+            ssl_cert_reqs=ssl.CERT_REQUIRED if binding.ssl_ca_certs else ssl.CERT_NONE,
         )
-        try:
-            config.load()
-        except OSError as error:
-            raise InvalidOption(
-                f"the certificate cannot be read: {error}; check its files"
-            ) from error
+        config.load()
         _announce(binding, listener)
         server = Server(config, service, binding.drain_timeout_s)
         server.run(sockets=[listener])

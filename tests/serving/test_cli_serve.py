@@ -1,0 +1,137 @@
+"""`compilespec serve`: what cannot be is said before anything is compiled; HTTPS."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import signal
+import socket
+import ssl
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+
+from compilespec.cli import main, serve
+from compilespec.errors import InvalidOption
+from compilespec.serving import ServerOptions
+from compilespec.serving.process import Binding
+
+SERVER = """
+import logging, sys
+from compilespec.serving import run
+from compilespec.serving.process import Binding
+from tests.support.live_server import toy_engine
+logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stdout)
+binding = Binding(port=0, ssl_certfile=sys.argv[1], ssl_keyfile=sys.argv[2])
+sys.exit(run(toy_engine("yes"), None, binding))
+"""
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """What the command would compile and serve."""
+    seen: dict[str, Any] = {}
+
+    class Compiled:
+        tokenizer = None
+
+    def compile_engine(args: Any, spec: str, **changes: Any) -> Any:
+        seen.update(spec=spec, changes=changes)
+        return Compiled()
+
+    def run(engine: Any, options: ServerOptions, binding: Binding) -> int:
+        seen.update(options=options, binding=binding)
+        return 0
+
+    monkeypatch.setattr(serve, "compile_engine", compile_engine)
+    monkeypatch.setattr("compilespec.serving.process.run", run)
+    monkeypatch.setattr(serve, "_log", lambda *, quiet: None)
+    monkeypatch.delenv(serve.KEY_VARIABLE, raising=False)
+    return seen
+
+
+def test_flags_reach_engine_options_and_binding(
+    asked: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("one\ntwo\n")
+    monkeypatch.setenv(serve.KEY_VARIABLE, "three")
+    flags = ["--model", "org/name", "--port", "0", "--max-batch-size", "3", "--prompt-logprobs",
+             "--api-key-file", str(keys), "--max-waiting", "7", "--request-timeout", "9",
+             "--drain-timeout", "4", "--tool-parser", "llama"]  # fmt: skip
+    assert main(["serve", *flags]) == 0
+    assert asked["changes"] == {"max_batch_size": 3, "prompt_logprobs": True}
+    assert asked["spec"] == "none"
+    assert asked["options"] == ServerOptions(
+        model_names=("org/name",), api_keys=("one", "two", "three"), max_waiting=7,
+        request_timeout_s=9, tool_parser="llama",
+    )  # fmt: skip
+    assert asked["binding"] == Binding(port=0, drain_timeout_s=4)
+    assert asked["binding"].host == "127.0.0.1"
+    assert main(["serve", "--port", "0", "--served-model-name", "a"]) == 0
+    assert (asked["spec"], asked["options"].model_names) == ("eagle3", ("a",))
+
+
+def test_what_cannot_be_is_said_at_once(
+    asked: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "empty").write_text("\n")
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        for flags, message in (
+            (["--port", port], "cannot listen on 127.0.0.1"),
+            (["--port", "0", "--ssl-certfile", "nope"], "certificate cannot be read"),
+            (["--port", "0", "--ssl-keyfile", "nope"], "need --ssl-certfile"),
+            (["--port", "0", "--api-key-file", str(tmp_path / "empty")], "a key a line"),
+            (["--port", "0", "--chat-template", "nope"], "expected a UTF-8 text file"),
+            (["--port", "0", "--max-waiting", "-1"], "--max-waiting: expected"),
+        ):
+            assert main(["serve", *flags]) == 2
+            assert message in capsys.readouterr().err
+    assert asked == {}
+    with pytest.raises(InvalidOption):
+        serve.server_options(serve_args(max_body_bytes=0))
+
+
+def serve_args(**changes: Any) -> Any:
+    import argparse
+
+    parser = argparse.ArgumentParser()
+    serve.add_parser(parser.add_subparsers())
+    args = parser.parse_args(["serve"])
+    vars(args).update(changes)
+    return args
+
+
+@pytest.mark.slow
+def test_https(tmp_path: Path) -> None:
+    openssl = shutil.which("openssl")
+    if openssl is None:
+        pytest.skip("needs openssl, to make a certificate")
+    certificate, key = tmp_path / "cert.pem", tmp_path / "key.pem"
+    subprocess.run(
+        [openssl, "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj",
+         "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(key), "-out",
+         str(certificate)],
+        check=True, capture_output=True,
+    )  # fmt: skip
+    command = [sys.executable, "-c", SERVER, str(certificate), str(key)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            found = re.search(r"https://\S+", process.stdout.readline())
+            assert found is not None
+            trusted = ssl.create_default_context(cafile=str(certificate))
+            with httpx2.Client(base_url=found[0], verify=trusted, trust_env=False) as client:
+                assert client.get("/health").json() == {"status": "ready"}
+                assert "server" not in client.get("/health").headers
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(30) == 0
+        finally:
+            process.kill()
