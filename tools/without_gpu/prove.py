@@ -12,6 +12,7 @@ from tools.bench import report
 
 _STEPS = ("tools.without_gpu", "steps")
 _ONE_K = ("--spec", "eagle3", "--num-draft-tokens", "2")
+_GREEDY = (*_STEPS, "llama-3.1-8b", *_ONE_K, "--only", "decode.2.greedy")
 _SEVERAL_K = ("--spec", "eagle3", "--num-draft-tokens", "0", "2")
 INTERPRETED = (
     "llama", "qwen3_moe", "gpt_oss", "gemma2", "qwen3_5", "deepseek_v3", "llama-bf16",
@@ -21,14 +22,8 @@ INTERPRETED = (
 PARTS: dict[str, tuple[str, ...]] = {
     "smallest step": (*_STEPS, "llama-3.1-8b", "--layers", "1", "--only", "decode.0.greedy"),
     "llama-3.1-8b, sm_90": (*_STEPS, "llama-3.1-8b", *_SEVERAL_K),
-    "before the passes for speed": (
-        *_STEPS,
-        "llama-3.1-8b",
-        *_ONE_K,
-        "--plain",
-        "--only",
-        "decode.2.greedy",
-    ),
+    "before the passes for speed": (*_GREEDY, "--plain"),
+    "after the passes for speed": _GREEDY,
     "moe, sm_90": (*_STEPS, "moe", *_ONE_K),
     "llama-3.1-8b, sm_80": (*_STEPS, "llama-3.1-8b", *_ONE_K, "--arch", "sm_80"),
     "moe, sm_80": (*_STEPS, "moe", *_ONE_K, "--arch", "sm_80"),
