@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ pytest.importorskip("triton")
 # products of a library.  A step has `OTHERS` beside its target's layers, for each of K drafts too.
 LAYER = {"llama-3.1-8b": 12, "moe": 22}
 OTHERS = 24
+RESULTS = Path(__file__).resolve().parents[2] / "tools/bench/results/without-gpu.json"
 STEPS = [name for name in PARTS if "sm_" in name]
 
 
@@ -51,6 +54,31 @@ def test_much_is_moved_by_many_programs(smallest: dict[str, Any]) -> None:
 
 def test_a_step_launches_little(smallest: dict[str, Any]) -> None:
     assert smallest["launches"]["all"] <= LAYER["llama-3.1-8b"] + 6
+
+
+def recorded(name: str) -> dict[str, dict[str, Any]]:
+    """A part's records in the committed results, by step."""
+    return {
+        record["step"]: record
+        for record in json.loads(RESULTS.read_text())["parts"][name]["records"]
+    }
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_recorded_steps_are_within_bounds(name: str) -> None:
+    for step, record in recorded(name).items():
+        assert record["faults"] == []
+        if step != "replay":
+            assert record["bytes_over_floor"] <= 1.1
+            assert record["launches_of_a_layer"]["all"] <= LAYER[name.partition(",")[0]]
+
+
+def test_recorded_launches_are_fewer_than_before() -> None:
+    """Of a whole Llama-3.1-8B: three in each of 32 layers."""
+    before = recorded("before the passes for speed")["decode.2.greedy"]
+    after = recorded("llama-3.1-8b, sm_90")["decode.2.greedy"]
+    assert before["launches_at_full_depth"] - after["launches_at_full_depth"] >= 3 * 32
+    assert after["bytes"] < before["bytes"]
 
 
 @pytest.mark.slow

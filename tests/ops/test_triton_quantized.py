@@ -100,6 +100,14 @@ def test_four_bits_are_packed_by_rows_and_widened_exactly():
     assert torch.equal(got.t(), weight_NK.float())
 
 
+def test_the_operator_of_four_bits_is_one():
+    weight_NK, scale = int4(6, 64), torch.rand(6, 2)
+    arguments = (torch.randn(2, 3, 64), pack_nibbles(weight_NK), scale, torch.randn(6))
+    torch.library.opcheck(torch.ops.compilespec.int4_linear.default, arguments)
+    want = quantized_linear_reference(arguments[0], weight_NK, scale, arguments[3], 4)
+    assert torch.equal(torch.ops.compilespec.int4_linear(*arguments), want)
+
+
 def test_float8_is_widened_exactly():
     """A row of the identity picks each weight out as it is; NaN stays NaN."""
     weight_NK = torch.arange(256, dtype=torch.uint8).view(16, 16).view(torch.float8_e4m3fn)
