@@ -36,6 +36,23 @@ def whole_numbers(*shape: int, dtype: torch.dtype) -> Tensor:
     return torch.randint(-2, 3, shape).to(dtype)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("columns", [1, 63, 64, 200])
+def test_the_first_of_a_rows_best_is_found_in_spans(columns, dtype, monkeypatch):
+    """Ties in a span and between spans, infinities, strided rows; of NaN, an index inside."""
+    monkeypatch.setattr(head, "SPAN", 64)
+    x = whole_numbers(3, 5, columns + 2, dtype=dtype)[..., 1:-1]
+    x[0, 0], x[0, 1] = -math.inf, math.inf
+    x[0, 2, :-1] = -math.inf
+    assert torch.equal(head.row_argmax(x), x.argmax(-1))
+    x[1, :, ::3] = math.nan
+    found = head.row_argmax(x)
+    assert torch.equal(found[::2], x[::2].argmax(-1))
+    assert 0 <= int(found.min()) <= int(found.max()) < columns
+    assert head.row_argmax(x[:0]).shape == (0, 5)
+    torch.library.opcheck(torch.ops.compilespec.row_argmax.default, (x[0],))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16], ids=str)
 @pytest.mark.parametrize(
     ("rows", "depth", "vocab"),

@@ -211,6 +211,7 @@ OTHERS: dict[str, Launch] = {
     "head, one row": best_of_head(1),
     "head, 48 rows": best_of_head(48),
     "head, 384 rows": best_of_head(384),
+    "head, rows of logits": lambda: head.row_argmax(meta(8, 6, VOCAB)),
     "head, scores": scored_head(6),
     "head, float32": scored_head(6, torch.float32),
     "head, float64": scored_head(6, torch.float64),

@@ -11,7 +11,11 @@ from torch import Tensor
 
 from compilespec.ops._library import define_op
 from compilespec.ops._tensors import wide_dtype
-from compilespec.ops.argmax_linear.reference import argmax_linear_reference, score_linear_reference
+from compilespec.ops.argmax_linear.reference import (
+    argmax_linear_reference,
+    row_argmax_reference,
+    score_linear_reference,
+)
 
 __all__ = [
     "argmax_linear",
@@ -51,6 +55,13 @@ _ARGMAX_LINEAR = define_op(
     "argmax_linear(Tensor x, Tensor weight, Tensor? bias) -> (Tensor, Tensor)",
     argmax_linear_reference,
     _argmax_fake,
+    has_kernel=False,
+    triton="argmax_linear",
+)
+define_op(
+    "row_argmax(Tensor x) -> Tensor",
+    row_argmax_reference,
+    lambda x: x.new_empty(x.shape[:-1], dtype=torch.int64),
     has_kernel=False,
     triton="argmax_linear",
 )

@@ -20,6 +20,29 @@ def argmax_linear(x: Tensor, weight_VD: Tensor, bias_V: Tensor | None) -> tuple[
     return _run(x, weight_VD, bias_V, None)[:2]
 
 
+def row_argmax(x: Tensor) -> Tensor:
+    """See `row_argmax_reference`."""
+    columns, wide = x.shape[-1], wide_dtype(x.dtype)
+    argmax = x.new_empty(x.shape[:-1], dtype=torch.int64)
+    count = argmax.numel()
+    if count == 0:
+        return argmax
+    rows = x.reshape(count, columns)
+    if rows.stride(1) != 1:
+        rows = rows.contiguous()
+    spans = triton.cdiv(columns, SPAN)
+    best, largest = x.new_empty((count, spans), dtype=wide), x.new_empty(count)
+    place = x.new_empty((count, spans), dtype=torch.int32)
+    span_kernel[(count, spans)](
+        rows, best, place, columns, rows.stride(0), SPAN=SPAN, WIDE=_TYPES[wide]
+    )
+    merge_kernel[(count,)](
+        best, place, best, argmax, largest, best, spans, columns, SCORES=False,
+        BLOCK=triton.next_power_of_2(spans),
+    )  # fmt: skip
+    return argmax
+
+
 def score_linear(
     x: Tensor, weight_VD: Tensor, bias_V: Tensor | None, ids: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -72,6 +95,7 @@ def choose_blocks(count: int, dtype: torch.dtype) -> tuple[int, int, int, int, i
     return (tokens, 64, 128, 4, 4) if tokens <= 32 else (tokens, 128, 64, 8, 3)
 
 
+SPAN = 4096  # columns of a program of `span_kernel`
 _TYPES = {torch.float32: tl.float32, torch.float64: tl.float64}
 
 
@@ -116,6 +140,24 @@ def block_kernel(
         is_mine_M = (ids_M // BLOCK_V == tl.program_id(1)) & (ids_M >= 0) & (ids_M < vocab)
         mine_M = tl.sum(tl.where(v[None, :] == ids_M[:, None], logit_MV, 0.0), 1)
         tl.store(picked_ptr + m, mine_M, mask=is_mine_M)
+
+
+@triton.jit
+def span_kernel(
+    x_ptr, best_ptr, place_ptr, columns, x_row, SPAN: tl.constexpr, WIDE: tl.constexpr
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * SPAN + tl.arange(0, SPAN)
+    is_inside = at < columns
+    value = tl.load(x_ptr + row * x_row + at, mask=is_inside, other=float("-inf")).to(WIDE)
+    is_nan = value != value
+    ranked = tl.where(is_nan, float("inf"), value)
+    top = tl.max(ranked, 0)
+    place = tl.min(tl.where((ranked == top) & is_inside, at, 2147483647), 0)
+    best = tl.where(tl.max(is_nan.to(tl.int32), 0) != 0, float("nan"), top)
+    index = row * tl.num_programs(1) + tl.program_id(1)
+    tl.store(best_ptr + index, best)
+    tl.store(place_ptr + index, place)
 
 
 @triton.jit

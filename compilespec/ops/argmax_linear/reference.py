@@ -26,6 +26,11 @@ def argmax_linear_reference(
     return best, logits.gather(-1, best.unsqueeze(-1)).squeeze(-1)
 
 
+def row_argmax_reference(x: Tensor) -> Tensor:
+    """The first index of each row's largest value: int64 [...]; of a row with NaN, some index."""
+    return x.argmax(-1)
+
+
 def score_linear_reference(
     x: Tensor, weight_VD: Tensor, bias_V: Tensor | None, ids: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
