@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 __all__ = [
+    "DraftTree",
     "Engine",
     "Progress",
     "Quantize",
@@ -21,6 +22,7 @@ __all__ = [
 if TYPE_CHECKING:
     from compilespec.inspect.bisect import bisect
     from compilespec.inspect.verify import verify
+    from compilespec.methods.draft_tree import DraftTree
     from compilespec.passes.acceptance.rule import acceptance_rule
     from compilespec.pipeline.entry import compile, trace
     from compilespec.progress import Progress
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
     from compilespec.runtime.sampling_params import SamplingParams
 
 _LAZY = {
+    "DraftTree": ("compilespec.methods.draft_tree", "DraftTree"),
     "Engine": ("compilespec.runtime.engine", "Engine"),
     "SamplingParams": ("compilespec.runtime.sampling_params", "SamplingParams"),
     "acceptance_rule": ("compilespec.passes.acceptance.rule", "acceptance_rule"),

@@ -111,12 +111,24 @@ def markers(gm: fx.GraphModule, *kinds: str) -> list[fx.Node]:
 
 
 @dataclass(frozen=True, kw_only=True)
+class TreeShape:
+    """The size of a step's tree of drafts, and of a static one its form.  The root, the last
+    emitted token, is not counted among the nodes.
+    """
+
+    depth: int  # drafts on the longest path
+    num_nodes: int
+    top_k: int = 0  # of a dynamic tree: nodes that are continued at each depth, and by how many
+    choices: tuple[tuple[int, ...], ...] = ()  # of a static one: each node's ranks, by depth
+
+
+@dataclass(frozen=True, kw_only=True)
 class ProgramConfig:
     """The sizes of a program.  All of them are fixed when it is built; every shape follows from
     them.
     """
 
-    num_draft_tokens: int  # K of a graph; 0 is plain decoding
+    num_draft_tokens: int  # K of a graph; 0 is plain decoding; of a tree its depth
     max_batch_size: int  # state rows
     max_seq_len: int  # tokens per request, prompt included
     max_prefill_tokens: int  # packed tokens of one prefill call
@@ -125,16 +137,22 @@ class ProgramConfig:
     dtype: torch.dtype
     device: torch.device
     max_draft_tokens: int | None = None  # of a program with several K: the largest
+    tree: TreeShape | None = None  # of the drafts; None: they are a chain
 
     @property
     def num_verify_tokens(self) -> int:
-        """S = K + 1."""
+        """S: K + 1, or the nodes of a tree and its root."""
+        return 1 + (self.tree.num_nodes if self.tree else self.num_draft_tokens)
+
+    @property
+    def num_step_tokens(self) -> int:
+        """Tokens that a step gives at most: K + 1."""
         return self.num_draft_tokens + 1
 
     @property
     def num_row_tokens(self) -> int:
         """Tokens of a state row: S of the largest K."""
-        return 1 + max(self.num_draft_tokens, self.max_draft_tokens or 0)
+        return max(self.num_verify_tokens, 1 + (self.max_draft_tokens or 0))
 
     @property
     def blocks_per_row(self) -> int:
@@ -369,6 +387,7 @@ class SpecProgram:
     recorder: TapSink | None = field(default=None, repr=False)  # of the taps, if they are put out
     propose_on_host: HostProposal | None = field(default=None, repr=False)
     host_processors: bool = False  # whether the step calls requests' processors on the host
+    draft_tree: bool = False  # whether the drafts are a tree
     head: Callable[[Tensor], Tensor] | None = field(default=None, repr=False)  # for prompt logprobs
     notes: tuple[
         str, ...

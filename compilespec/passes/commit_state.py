@@ -10,10 +10,12 @@ from torch import fx
 from compilespec.passes.context import PassContext
 from compilespec.passes.graph import add_buffer, emit, find_role, has_role, output_node, set_outputs
 from compilespec.passes.read_state import token_rows
+from compilespec.passes.trees import parent_rows
 
 
 def commit_state(gm: fx.GraphModule, ctx: PassContext) -> int:
     """tokens_RS = [bonus | drafts], seq_len += n, for live rows; padded ones write the spare row.
+    With a tree of drafts also parents_RS.
 
     A request whose prompt is continued in the next call commits nothing.  Numerics: exact.  Torch
     IR.
@@ -39,6 +41,9 @@ def commit_state(gm: fx.GraphModule, ctx: PassContext) -> int:
         bonus, length = target, start
     parts = (bonus, find_role(gm, "drafts")) if has_role(gm, "drafts") else (bonus,)
     emit(gm, _write, tokens, lengths, index, length, *parts, before=before)
+    if has_role(gm, "parents"):
+        topology = add_buffer(gm, ctx, parent_rows(ctx.config))
+        emit(gm, write_rows, topology, index, find_role(gm, "parents"), before=before)
     return 1
 
 
@@ -59,6 +64,10 @@ def replace_drafts(tokens_RS: Any, index_B: Any, drafts_BK: Any) -> Any:
     rows_BS = torch.cat([tokens_RS[index_B][:, :1], drafts_BK], 1)
     tokens_RS.index_put_((index_B,), rows_BS)
     return rows_BS
+
+
+def write_rows(rows_RN: Any, index_B: Any, values_BN: Any) -> Any:
+    return rows_RN.index_put_((index_B,), values_BN)
 
 
 def _decode_result(

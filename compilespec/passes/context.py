@@ -74,5 +74,9 @@ class PassContext:
 
     @property
     def may_omit_drafts(self) -> bool:
-        """Whether a row may hold PAD for a draft, from the method or from a step of a smaller K."""
-        return self.capabilities.may_omit_drafts or self.config.max_draft_tokens is not None
+        """Whether a row may hold PAD for a draft: from the method, from a step of a smaller K, or
+        in a tree whose node has too few continuations.
+        """
+        config = self.config
+        several = config.max_draft_tokens is not None or config.tree is not None
+        return self.capabilities.may_omit_drafts or several

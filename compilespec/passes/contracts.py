@@ -107,8 +107,13 @@ def _foreign_operators(gm: fx.GraphModule, ctx: PassContext) -> Iterator[str]:
             and not str(node.target).startswith("<function sym_")
         ):
             yield f"{node.name} = {node.target}"
-        elif node.op == "call_function" and "val" not in node.meta:
+        elif node.op == "call_function" and "val" not in node.meta and _gives_something(node):
             yield f"{node.name} has no shape"
+
+
+def _gives_something(node: fx.Node) -> bool:
+    target = node.target
+    return not isinstance(target, torch._ops.OpOverload) or bool(target._schema.returns)
 
 
 # --- from one pass on ---

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import fx
 
 from compilespec.errors import PassError
 from compilespec.passes.context import PassContext
-from compilespec.passes.graph import add_buffer, find_role
+from compilespec.passes.graph import add_buffer, emit, find_role
 from compilespec.passes.kv_groups import KVGroup, Metadata, group_metadata
 from compilespec.passes.linears import copy_origin
+from compilespec.passes.trees import verifies_tree
 from compilespec.program import BufferSpec, markers
 from compilespec.tracing.structure import shape_of
 
@@ -21,8 +23,21 @@ def insert_paged_attention(gm: fx.GraphModule, ctx: PassContext) -> int:
     """Marker -> `compilespec::paged_attention` with the layer's caches and this step's metadata.
     Numerics: rounding (the same sums over the same keys, in another order).  Runs on torch IR."""
     table = find_role(gm, "block_table_RM")
-    metadata = (find_role(gm, "slot"), find_role(gm, "row"), find_role(gm, "position"), table)
-    return page_markers(gm, ctx, markers(gm), "target", metadata)
+    slot, row, position = (find_role(gm, role) for role in ("slot", "row", "position"))
+    found, branches = markers(gm), None
+    if verifies_tree(ctx) and found:  # what is accepted is written later
+        slot = emit(gm, lambda slot_BS: torch.full_like(slot_BS, -1), slot, before=found[0])
+        branches = Branches(path=find_role(gm, "path"))
+    return page_markers(gm, ctx, found, "target", (slot, row, position, table), branches=branches)
+
+
+@dataclass(kw_only=True)
+class Branches:
+    """Tokens that see keys of the call, by `path`, before those of the cache end."""
+
+    path: fx.Node  # int32 [B, S, P]
+    earlier: dict[int, tuple[fx.Node, fx.Node | None]] = field(default_factory=dict)
+    """By layer, keys and values of calls before, which the paths count first; kept up to date."""
 
 
 def page_markers(
@@ -34,6 +49,7 @@ def page_markers(
     *,
     block_size: int | None = None,
     layers: Sequence[int] | None = None,
+    branches: Branches | None = None,
 ) -> int:
     """Rewrite `markers`, one per layer in order, onto the caches of `owner`.
 
@@ -44,6 +60,7 @@ def page_markers(
             slot -1 write nothing.
         layers: the layer whose cache each marker uses; None: 0, 1, ...
         block_size: block size of the markers' own KV group; None: the program's.
+        branches: of nodes of a tree; None: all keys are in the caches.
     """
     config = ctx.config
     shape_of_blocks, shared = (config.num_blocks, config.block_size), metadata
@@ -63,12 +80,15 @@ def page_markers(
         if value_dim:
             value = None
             caches.append(None)
+        extra: tuple[int | fx.Node, ...] = (value_dim,) if value_dim else ()
+        if branches is not None:
+            key, value = _with_earlier(gm, branches, layer, key, value, before=marker)
+            extra = (value_dim, branches.path)
         with gm.graph.inserting_before(marker):
             paged = gm.graph.call_function(
                 torch.ops.compilespec.paged_attention.default,
                 (
-                    query, key, value, *caches, *metadata, scale, window, softcap, sinks,
-                    *((value_dim,) if value_dim else ()),
+                    query, key, value, *caches, *metadata, scale, window, softcap, sinks, *extra,
                 ),
             )  # fmt: skip
         paged.meta = dict(marker.meta)
@@ -76,6 +96,22 @@ def page_markers(
         marker.replace_all_uses_with(paged)
         gm.graph.erase_node(marker)
     return len(markers)
+
+
+def _with_earlier(
+    gm: fx.GraphModule, branches: Branches, layer: int, *new: object, before: fx.Node
+) -> tuple[fx.Node, fx.Node | None]:
+    """Keys and values (None of latents) of a layer, those of the calls before first."""
+    known = branches.earlier.get(layer)
+    if known is not None:
+        new = tuple(
+            None if part is None else emit(
+                gm, lambda *parts: torch.cat(parts, 2), old, part, before=before
+            )
+            for old, part in zip(known, new, strict=True)
+        )  # fmt: skip
+    branches.earlier[layer] = new  # type: ignore[assignment]
+    return branches.earlier[layer]
 
 
 def leading_part(value: object, key: object) -> int:

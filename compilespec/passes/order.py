@@ -16,6 +16,7 @@ from compilespec.passes.draft_loops.kept_inputs import read_kept
 from compilespec.passes.fuse_head_argmax import fuse_head_argmax
 from compilespec.passes.insert_paged_attention import insert_paged_attention
 from compilespec.passes.insert_recurrent_state import insert_recurrent_state
+from compilespec.passes.keep_path import keep_path
 from compilespec.passes.lower_quantized import lower_quantized
 from compilespec.passes.merge_projections import merge_projections
 from compilespec.passes.narrow_logits import narrow_logits
@@ -31,6 +32,7 @@ from compilespec.passes.splice_acceptance import splice_acceptance
 from compilespec.passes.splice_draft_loop import num_drafter_passes, splice_draft_loop
 from compilespec.passes.split_argmax import split_argmax
 from compilespec.passes.tap_hidden_states import tap_hidden_states
+from compilespec.passes.trees import verifies_tree
 from compilespec.passes.trim_draft_head import trim_draft_head
 
 _DRAFT_LOOP = Pass(
@@ -123,6 +125,14 @@ SPLICE_PASSES = (
             contracts.plays("target", "num_emitted"),
         ),
         reference=references.splice_acceptance,
+    ),
+    Pass(
+        run=keep_path,
+        after=("tap_hidden_states", "insert_paged_attention", "splice_acceptance"),
+        matches=lambda ctx: ctx.num_attention_layers if verifies_tree(ctx) else None,
+        looks_for="caches of the target's layers",
+        near=("paged_attention",),
+        ensures=(contracts.plays("position", "row", "slot"),),
     ),
     Pass(
         run=output_hidden_states,

@@ -16,6 +16,7 @@ from compilespec.passes.graph import (
     emit,
     find_role,
 )
+from compilespec.passes.trees import follow_parents, parent_rows, verifies_tree
 from compilespec.program import BufferSpec, InputSpec, ProgramConfig
 
 
@@ -25,7 +26,8 @@ def read_state(gm: fx.GraphModule, ctx: PassContext) -> int:
 
     Roles made: `ids`, `position`, `row`, `slot` (all [B, S] or [1, T], int32), `row_index` (state
     row per request, the spare row where padded), `live` and `start` (next position to draft from,
-    prefill: after the last token).  Positions at or past the maximum length are redirected:
+    prefill: after the last token).  Of a tree also `depth` ([B, S]) and `path` ([B, S, P]); the
+    positions of its nodes are by depth.  Positions at or past the maximum length are redirected:
     position 0, slot -1, row -1 (E5).
     Numerics: exact.  Runs on torch IR.
     """
@@ -36,6 +38,7 @@ def read_state(gm: fx.GraphModule, ctx: PassContext) -> int:
     old_ids, old_positions = find_role(gm, "input_ids"), find_role(gm, "position_ids")
     if ctx.phase == "decode":
         rows = add_input(gm, ctx, InputSpec(name="row_B", kind="batch"))
+        nodes = _read_topology(gm, ctx, rows) if verifies_tree(ctx) else ()
         made = emit(
             gm,
             read_decode_state,
@@ -43,7 +46,8 @@ def read_state(gm: fx.GraphModule, ctx: PassContext) -> int:
             tokens,
             lengths,
             tables,
-            before=after_placeholders(gm),
+            *nodes[:1],
+            before=after_placeholders(gm) if not nodes else nodes[-1].next,
             num_tokens=config.num_verify_tokens,
             row_tokens=config.num_row_tokens,
             max_seq_len=config.max_seq_len,
@@ -80,6 +84,27 @@ def read_state(gm: fx.GraphModule, ctx: PassContext) -> int:
     return 2
 
 
+def _read_topology(gm: fx.GraphModule, ctx: PassContext, rows: fx.Node) -> tuple[fx.Node, ...]:
+    """Make the roles `depth` and `path` of a tree's rows."""
+    config = ctx.config
+    parents = add_buffer(gm, ctx, parent_rows(config))
+    depth, path = emit(
+        gm, read_parents, rows, parents, before=after_placeholders(gm),
+        spare_row=config.max_batch_size, num_tokens=config.num_verify_tokens,
+        max_depth=config.num_draft_tokens,
+    )  # fmt: skip
+    depth.meta["role"], path.meta["role"] = "depth", "path"
+    return depth, path
+
+
+def read_parents(
+    row_B: Any, parents_RS: Any, *, spare_row: int, num_tokens: int, max_depth: int
+) -> tuple[Any, Any]:
+    """Depths and paths of each request's tree: see `follow_parents`."""
+    index_B = torch.where(row_B >= 0, row_B, spare_row).long()
+    return follow_parents(parents_RS[index_B], num_tokens=num_tokens, max_depth=max_depth)
+
+
 def block_table(config: ProgramConfig) -> BufferSpec:
     """The blocks of each row's request, in order; -1 after them."""
     return BufferSpec(
@@ -109,6 +134,7 @@ def read_decode_state(
     tokens_RS: Any,
     seq_len_R: Any,
     block_table_RM: Any,
+    depth_BS: Any = None,
     *,
     num_tokens: int,
     row_tokens: int,
@@ -116,14 +142,15 @@ def read_decode_state(
     block_size: int,
     spare_row: int,
 ) -> tuple[Any, ...]:
-    """Decode: row b's S tokens sit at positions seq_len .. seq_len + K; padded rows (-1) read the
-    spare row.
+    """Decode: row b's S tokens sit at positions seq_len .. seq_len + K, those of a tree by depth;
+    padded rows (-1) read the spare row.
     """
     live_B = row_B >= 0
     index_B = torch.where(live_B, row_B, spare_row).long()
     ids_BS = first_columns(tokens_RS[index_B], num_tokens, row_tokens).clamp(min=0)
     start_B = seq_len_R[index_B]
-    wanted_BS = start_B.unsqueeze(1) + arange_like(row_B, num_tokens)
+    ahead = arange_like(row_B, num_tokens) if depth_BS is None else depth_BS
+    wanted_BS = start_B.unsqueeze(1) + ahead
     position_BS, row_BS, slot_BS = place(
         wanted_BS,
         row_B.unsqueeze(1),

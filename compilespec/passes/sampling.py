@@ -9,6 +9,7 @@ import torch
 from torch import fx
 from torch.nn import functional
 
+import compilespec.ops.sample.draft_noise
 import compilespec.ops.sample.probabilities  # noqa: F401  (registers the operators)
 from compilespec.ops.sample.layout import (
     FLAGS,
@@ -23,6 +24,7 @@ from compilespec.ops.sample.layout import (
 )
 from compilespec.passes.context import PassContext
 from compilespec.passes.graph import add_buffer, arange_like, emit, find_role, has_role, output_node
+from compilespec.passes.trees import taken_rows, verifies_tree
 from compilespec.program import BufferSpec
 from compilespec.tracing.capture import output_widths
 
@@ -63,8 +65,11 @@ def _target_rows(gm: fx.GraphModule, ctx: PassContext, *, before: fx.Node) -> tu
     start = find_role(gm, "start")
     if ctx.phase == "decode":
         greedy = emit(gm, lambda x_BSV: x_BSV.argmax(-1).to(torch.int32), logits, before=before)
-        num_tokens = ctx.config.num_verify_tokens
-        drawn = emit(gm, drawn_positions, start, before=before, num_tokens=num_tokens)
+        depth = (find_role(gm, "depth"),) if verifies_tree(ctx) else ()
+        drawn = emit(
+            gm, drawn_positions, start, *depth, before=before,
+            num_tokens=ctx.config.num_verify_tokens,
+        )  # fmt: skip
         ids: fx.Node | None = find_role(gm, "ids")
     else:
         logits, greedy, drawn = emit(gm, prefill_choice, logits, start, before=before)
@@ -102,6 +107,8 @@ def note_logprobs(gm: fx.GraphModule, ctx: PassContext, target: fx.Node) -> None
     logits = find_role(gm, "raw_logits" if has_role(gm, "raw_logits") else "logits")
     if ctx.phase == "prefill":
         logits = emit(gm, lambda x_1RV: x_1RV.squeeze(0).unsqueeze(1), logits, before=before)
+    if verifies_tree(ctx):
+        logits = taken_rows(gm, logits, output_widths(ctx.target)[0], before=before)
     _, whole, *_ = sampling_state(gm, ctx)
     tokens = ctx.config.num_row_tokens
     values = _buffer(gm, ctx, "logprob_RSN", (tokens, MAX_LOGPROBS + 1), torch.float32)
@@ -145,6 +152,30 @@ def draft_token(
             torch.ops.compilespec.draw.default,
             (logits, token, ids, find_role(gm, "row_index"), drawn, real, whole),
         )
+
+
+def draft_noise(
+    gm: fx.GraphModule, ctx: PassContext, drawn: fx.Node, ids: fx.Node | None, num_ids: int
+) -> tuple[fx.Node, ...]:
+    """The temperature [B] and the noise [B, V] with which the target will draw the token at
+    `drawn`: 1 and 0 for greedy requests; nothing where all are greedy.
+    """
+    if ctx.greedy_only:
+        return ()
+    before, index = output_node(gm), find_role(gm, "row_index")
+    real, whole, *_ = sampling_state(gm, ctx)
+    temperature = emit(gm, drawn_temperature, real, index, before=before)
+    with gm.graph.inserting_before(before):
+        noise = gm.graph.call_function(
+            torch.ops.compilespec.draft_noise.default, (index, drawn, ids, num_ids, real, whole)
+        )
+    return temperature, noise
+
+
+def drawn_temperature(sampling_RF: Any, index_B: Any) -> Any:
+    """[B]: 1 for greedy requests."""
+    temperature_B = sampling_RF[index_B][:, TEMPERATURE]
+    return torch.where(temperature_B >= MIN_TEMPERATURE, temperature_B, 1)
 
 
 # --- drafts drawn with independent noise, and the distributions that they are drawn from ---
@@ -268,9 +299,12 @@ def write_draft_probs(rows_RKV: Any, index_B: Any, *probs_BV: Any, num_missing: 
     return rows_RKV.index_put_((index_B,), torch.stack(parts, 1))
 
 
-def drawn_positions(start_B: Any, *, num_tokens: int) -> Any:
-    """Row s holds the token at start + s and draws the next one, int32 [B, S]."""
-    return start_B.unsqueeze(1) + (arange_like(start_B, num_tokens) + 1)
+def drawn_positions(start_B: Any, depth_BS: Any = None, *, num_tokens: int) -> Any:
+    """Row s holds the token at start + s, of a tree at start + its depth, and draws the next one,
+    int32 [B, S].
+    """
+    place = arange_like(start_B, num_tokens) if depth_BS is None else depth_BS
+    return start_B.unsqueeze(1) + (place + 1)
 
 
 def prefill_choice(logits_1RV: Any, start_R: Any) -> tuple[Any, Any, Any]:

@@ -19,6 +19,7 @@ from compilespec.passes.graph import (
 )
 from compilespec.passes.read_state import first_columns
 from compilespec.passes.sampling import note_logprobs
+from compilespec.passes.trees import verifies_tree
 from compilespec.program import PAD, BufferSpec
 
 
@@ -41,31 +42,42 @@ def splice_acceptance(gm: fx.GraphModule, ctx: PassContext) -> int:
             )  # fmt: skip
         if ctx.config.num_draft_tokens:
             ids = _withhold(gm, ctx, ids)
-        judged = rule.decode(gm, ctx, ids, logits)
+        judge = rule.decode_tree if verifies_tree(ctx) else rule.decode
+        assert judge is not None, "checked when the program was planned"
+        judged = judge(gm, ctx, ids, logits)
         if ctx.acceptance.force_num_accepted:
             judged = _force(gm, ctx, judged)
     else:
         judged = rule.prefill(gm, ctx, logits)
     if rule.after is not None:
         rule.after(gm, ctx, judged)
-    note_logprobs(gm, ctx, judged.target)
     for name, node in judged._asdict().items():
-        node.meta["role"] = name
+        if node is not None:
+            node.meta["role"] = name
+    note_logprobs(gm, ctx, judged.target)
     if ctx.phase == "prefill":
         logits = emit(gm, lambda x_1RV: x_1RV.squeeze(0).unsqueeze(1), logits, before=before)
-    said = emit(gm, blank_spoilt, judged.emitted, logits, before=before)
+    spoilt = emit(gm, spoilt_rows, logits, before=before)
+    if judged.taken is not None:
+        spoilt = emit(gm, lambda x, at: x.gather(1, at.long()), spoilt, judged.taken, before=before)
+    said = emit(gm, blank_spoilt, judged.emitted, spoilt, before=before)
     set_outputs(gm, {"emitted_BS": said, "num_emitted_B": judged.num_emitted})
     return 1
 
 
-def blank_spoilt(emitted_BS: Any, logits_BSV: Any) -> Any:
-    """Replace all tokens of a request by PAD if one of them was judged by logits with NaN.
-
-    The host ends such a request; no other output shows the NaN.  argmax treats NaN as the largest
-    value, so that one element per row suffices.
+def spoilt_rows(logits_BSV: Any) -> Any:
+    """Which rows hold NaN.  argmax treats NaN as the largest value, so that one element per row
+    suffices.
     """
     best_BS1 = logits_BSV.argmax(-1).unsqueeze(-1)
-    is_nan_BS = logits_BSV.gather(-1, best_BS1).squeeze(-1).isnan()
+    return logits_BSV.gather(-1, best_BS1).squeeze(-1).isnan()
+
+
+def blank_spoilt(emitted_BS: Any, is_nan_BS: Any) -> Any:
+    """Replace all tokens of a request by PAD if one of them was judged by logits with NaN.
+
+    The host ends such a request; no other output shows the NaN.
+    """
     is_spoilt_B1 = (is_nan_BS & (emitted_BS >= 0)).any(1, keepdim=True)
     return torch.where(is_spoilt_B1, PAD, emitted_BS)
 
@@ -86,21 +98,25 @@ def _withhold(gm: fx.GraphModule, ctx: PassContext, ids: fx.Node) -> fx.Node:
         ctx,
         BufferSpec(name="withheld_R", kind="state", shape=(rows,), dtype=torch.int32, by_host=True),
     )
+    depth = (find_role(gm, "depth"),) if verifies_tree(ctx) else ()
     node: fx.Node = emit(
-        gm, withhold_drafts, ids, withheld, find_role(gm, "row_index"), before=output_node(gm),
-        num_tokens=ctx.config.num_verify_tokens, row_tokens=ctx.config.num_row_tokens,
+        gm, withhold_drafts, ids, withheld, find_role(gm, "row_index"), *depth,
+        before=output_node(gm), num_tokens=ctx.config.num_verify_tokens,
+        row_tokens=ctx.config.num_row_tokens,
     )  # fmt: skip
     return node
 
 
 def withhold_drafts(
-    ids_BS: Any, withheld_R: Any, index_B: Any, *, num_tokens: int, row_tokens: int
-) -> Any:
-    """ids_BS with PAD after the columns that the request keeps; column 0 is the last emitted token,
-    and the row holds the drafts of the largest K.
+    ids_BS: Any, withheld_R: Any, index_B: Any, depth_BS: Any = None, *, num_tokens: int,
+    row_tokens: int,
+) -> Any:  # fmt: skip
+    """ids_BS with PAD after the columns that the request keeps, or below that depth of a tree;
+    column 0 is the last emitted token, and the row holds the drafts of the largest K.
     """
     last_B1 = (row_tokens - 1 - withheld_R[index_B]).unsqueeze(1)
-    return torch.where(arange_like(ids_BS, num_tokens) <= last_B1, ids_BS, PAD)
+    place = arange_like(ids_BS, num_tokens) if depth_BS is None else depth_BS
+    return torch.where(place <= last_B1, ids_BS, PAD)
 
 
 def _force(gm: fx.GraphModule, ctx: PassContext, judged: Judged) -> Judged:

@@ -22,6 +22,7 @@ from compilespec.passes.output_head_input import HeadFunction
 from compilespec.passes.rewrite import rewrite_phase
 from compilespec.pipeline.draft_vocab import DraftVocabulary, choose_draft_ids
 from compilespec.pipeline.options import CompileOptions
+from compilespec.pipeline.trees import check_tree
 from compilespec.program import (
     PHASES,
     ByStep,
@@ -69,6 +70,7 @@ def build_program(
         loop.check_calls(
             capabilities.name, type(drafter).__name__, traced_draft, config.num_draft_tokens
         )
+    check_tree(options, config, capabilities, traced, traced_draft)
     kept = choose_draft_ids(options, target, info.vocab_size, traced_draft)
     absorbed, latents = absorb_calls(traced_draft)
     first = _context(options, config, capabilities, traced, drafter, absorbed, kept)
@@ -92,6 +94,7 @@ def build_program(
         recorder=drafter.recorder if drafter else None,
         propose_on_host=drafter.propose_on_host if drafter else None,
         host_processors=options.host_processors,
+        draft_tree=config.tree is not None,
         head=HeadFunction(traced) if options.prompt_logprobs else None,
         notes=(*_notes(target, drafter, kept), *describe_latents(first.latents), *notes),
     )

@@ -17,6 +17,7 @@ from compilespec.errors.suggest import did_you_mean, not_one_of
 from compilespec.lowering import BACKENDS
 from compilespec.methods.base import Drafter
 from compilespec.methods.capabilities import Capabilities
+from compilespec.methods.draft_tree import DraftTree
 from compilespec.passes.acceptance.options import ACCEPTANCE_OPTIONS, resolve_acceptance
 from compilespec.passes.acceptance.rule import Acceptance
 from compilespec.passes.logits_processor import LogitsProcessor
@@ -46,6 +47,14 @@ def _backend(name: str, value: Any) -> None:
         raise not_one_of(name, value, BACKENDS)
 
 
+def _tree_or_none(name: str, value: Any) -> None:
+    if value is not None and not isinstance(value, DraftTree):
+        raise InvalidOption(
+            f"{name} must be a compilespec.DraftTree, such as DraftTree(top_k=4, depth=4, "
+            f"num_nodes=16); got {value!r}"
+        )
+
+
 def _counts_or_file(name: str, value: Any) -> None:
     if isinstance(value, str | Path):
         if not Path(value).is_file():
@@ -67,6 +76,12 @@ class CompileOptions:
         "K; None takes the checkpoint's own, else 3.  Several, such as (0, 2, 5), let every step "
         "take the one that pays, by measured times and recent acceptance.  At most 64, and below "
         "max_seq_len.",
+    )
+    draft_tree: DraftTree | None = keyword(
+        None,
+        "verify a tree of drafts instead of a chain: several guesses for each position.  Its depth "
+        "is K; num_draft_tokens is left out.  For eagle3, eagle, mtp_eagle and draft_model.",
+        _tree_or_none,
     )
     max_batch_size: int = keyword(8, "requests that run at the same time.", positive)
     max_seq_len: int | None = keyword(
@@ -260,11 +275,13 @@ class CompileOptions:
         """All sizes, fixed.  Raises: InvalidOption where the model cannot serve them."""
         _check_token_ids(self.acceptance_rule, info.vocab_size)
         max_seq_len = self._max_seq_len(target.max_seq_len)
+        tree = None if self.draft_tree is None else self.draft_tree.shape
         num_draft_tokens = self._num_draft_tokens(drafter)
         if num_draft_tokens >= max_seq_len:
             raise InvalidOption(
-                f"num_draft_tokens must be below max_seq_len={max_seq_len}, or no step could use "
-                f"all of them; got {num_draft_tokens}"
+                f"{'the depth of draft_tree' if tree else 'num_draft_tokens'} must be below "
+                f"max_seq_len={max_seq_len}, or no step could use all of them; got "
+                f"{num_draft_tokens}"
             )
         return ProgramConfig(
             num_draft_tokens=num_draft_tokens,
@@ -276,6 +293,7 @@ class CompileOptions:
             dtype=info.dtype,
             device=info.device,
             max_draft_tokens=num_draft_tokens if self.smaller_draft_counts else None,
+            tree=tree,
         )
 
     def _max_seq_len(self, limit: int | None) -> int:
@@ -289,6 +307,14 @@ class CompileOptions:
     def _num_draft_tokens(self, drafter: Drafter | None) -> int:
         """K: the largest that was given, else the drafter's own, else the default."""
         given = self.draft_counts[-1] if self.draft_counts else None
+        if self.draft_tree is not None:
+            if given is not None or drafter is None:
+                raise InvalidOption(
+                    "draft_tree= needs a drafting method; give spec="
+                    if drafter is None
+                    else "draft_tree= says how many tokens are drafted; leave num_draft_tokens= out"
+                )
+            given = self.draft_tree.shape.depth
         if drafter is None:
             if given is not None:
                 raise InvalidOption(

@@ -223,4 +223,5 @@ def _geometry(lowered: Lowered) -> Geometry:
         needs_replay=lowered.graphs.replay is not None,
         host_processors=program.host_processors,
         prompt_logprobs=program.head is not None,
+        draft_tree=program.draft_tree,
     )

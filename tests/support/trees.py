@@ -46,3 +46,10 @@ class Tree:
         for index in (6, 7, 14):
             arguments[index] = arguments[index][:, earlier:]
         return arguments
+
+
+def parents_of_rows(mask: Sequence[Sequence[int]]) -> list[int]:
+    """The parent of each row of an ancestor mask (a row sees its ancestors and itself); 0 of the
+    root.
+    """
+    return [max((j for j in range(i) if row[j]), default=0) for i, row in enumerate(mask)]

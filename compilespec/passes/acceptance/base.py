@@ -21,6 +21,10 @@ class Judged(NamedTuple):
     target: fx.Node
     emitted: fx.Node
     num_emitted: fx.Node
+    taken: fx.Node | None = None
+    """Of a tree: the rows of the accepted path, [B, P], 0 after them; the others are [B, P] then,
+    along this path, P = K + 1.
+    """
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,5 +34,7 @@ class Rule:
     lossless: bool | None  # None: as the program's rule function claims
     decode: Callable[[fx.GraphModule, PassContext, fx.Node, fx.Node], Judged]  # ids, logits
     prefill: Callable[[fx.GraphModule, PassContext, fx.Node], Judged]  # logits, [1, R, V]
+    decode_tree: Callable[[fx.GraphModule, PassContext, fx.Node, fx.Node], Judged] | None = None
+    """`decode` of a tree; None: the rule judges chains alone."""
     after: Callable[[fx.GraphModule, PassContext, Judged], None] | None = None
     """In both phases: updates the rule's state with the emitted tokens."""

@@ -11,6 +11,7 @@ from compilespec.passes.acceptance.base import Judged, Rule
 from compilespec.passes.context import PassContext
 from compilespec.passes.graph import arange_like, emit, find_role, output_node
 from compilespec.passes.sampling import sample_target
+from compilespec.passes.trees import longest_accepted
 from compilespec.program import PAD
 
 
@@ -20,6 +21,16 @@ def decode(gm: fx.GraphModule, ctx: PassContext, ids: fx.Node, logits: fx.Node) 
     return Judged(
         target, *emit(gm, accept_matching, ids, target, before=end, num_draft_tokens=count)
     )
+
+
+def decode_tree(gm: fx.GraphModule, ctx: PassContext, ids: fx.Node, logits: fx.Node) -> Judged:
+    end = output_node(gm)
+    target = sample_target(gm, ctx, before=end)
+    taken, tokens, emitted, count = emit(
+        gm, longest_accepted, ids, target, find_role(gm, "depth"), find_role(gm, "path"),
+        before=end, max_depth=ctx.config.num_draft_tokens,
+    )  # fmt: skip
+    return Judged(tokens, emitted, count, taken)
 
 
 def prefill(gm: fx.GraphModule, ctx: PassContext, logits: fx.Node) -> Judged:
@@ -55,4 +66,4 @@ def first_token(target_R1: Any, live_R: Any) -> tuple[Any, Any]:
     return emitted_R1, live_R.to(torch.int32)
 
 
-RULE = Rule(lossless=True, decode=decode, prefill=prefill)
+RULE = Rule(lossless=True, decode=decode, prefill=prefill, decode_tree=decode_tree)

@@ -52,6 +52,9 @@ class DraftLoop:
     keeps_states: bool = False
     """Whether a drafter may have recurrent layers."""
 
+    grows_trees: bool = False
+    """Whether the drafts may be a tree."""
+
     why_one_k: str | None = None
     """Why no step may verify and draft fewer than the largest K, and the cure; None: they may."""
 
@@ -114,6 +117,7 @@ LOOPS: Mapping[DraftKind, DraftLoop] = {
         keep=keep_inputs,
         needs_replay=True,
         lookahead=lambda k: 1,  # row t pairs hidden state t with token t+1
+        grows_trees=True,
     ),
     "windowed": DraftLoop(
         splice=windowed,
@@ -141,6 +145,7 @@ LOOPS: Mapping[DraftKind, DraftLoop] = {
         splice=unshifted,
         num_passes=num_unshifted_passes,
         keeps_states=True,
+        grows_trees=True,
         calls=lambda k: ("forward", "propose"),
         why_never_zero="must see every token, or its cache would have holes: leave 0 out of "
         "num_draft_tokens=",

@@ -8,12 +8,14 @@ import torch
 from torch import fx
 
 from compilespec.passes.context import PassContext
+from compilespec.passes.draft_loops.tree import Growth, Level, grow_tree, parents_hidden
 from compilespec.passes.graph import emit, find_role, output_node, splice
-from compilespec.passes.insert_paged_attention import page_markers
+from compilespec.passes.insert_paged_attention import Branches, page_markers
 from compilespec.passes.read_state import place
 from compilespec.passes.rows import take_newest
 from compilespec.passes.sampling import draft_token
 from compilespec.program import markers
+from compilespec.tracing.capture import output_widths
 
 
 def recycled(gm: fx.GraphModule, ctx: PassContext) -> int:
@@ -49,6 +51,8 @@ def recycled(gm: fx.GraphModule, ctx: PassContext) -> int:
     else:
         start = find_role(gm, "start")
     head_row, hidden = take_newest(gm, ctx, head_input, recycled, before=end)
+    if config.tree is not None:
+        return num_passes + _grow(gm, ctx, head_row, hidden, start)
     head_row = emit(gm, lambda x_B1D: x_B1D.squeeze(1), head_row, before=end)
     drafts = [_propose(gm, ctx, head_row, start, 1)]
     row = emit(
@@ -89,12 +93,36 @@ def recycled(gm: fx.GraphModule, ctx: PassContext) -> int:
     return num_passes
 
 
+def _grow(
+    gm: fx.GraphModule, ctx: PassContext, head: fx.Node, hidden: fx.Node, start: fx.Node
+) -> int:
+    """A tree of drafts from the last committed row, whose next one is at `start`."""
+    width = output_widths(ctx.draft["forward"])[1]
+
+    def advance(level: Level) -> fx.Node:
+        nonlocal hidden
+        before = parents_hidden(gm, level, hidden, width)
+        ids = emit(gm, lambda ids_BF: ids_BF.clamp(min=0), level.ids, before=output_node(gm))
+        head, hidden = _run(
+            gm, ctx, level.metadata, level.branches, input_ids=ids,
+            position_ids=level.metadata[2], hidden=before,
+        )  # fmt: skip
+        return head
+
+    drawn = emit(gm, lambda start_B: start_B + 1, start, before=output_node(gm))
+    return grow_tree(gm, ctx, head, "head_input", Growth(start, drawn, advance))
+
+
 def _run(
-    gm: fx.GraphModule, ctx: PassContext, metadata: tuple[fx.Node, ...], **arguments: fx.Node
+    gm: fx.GraphModule,
+    ctx: PassContext,
+    metadata: tuple[fx.Node, ...],
+    branches: Branches | None = None,
+    **arguments: fx.Node,
 ) -> tuple[fx.Node, ...]:
     """Splice one drafter pass and give its attention the drafter's caches."""
     outputs = splice(gm, ctx, ctx.draft["forward"], arguments)
-    page_markers(gm, ctx, markers(gm), "draft", metadata)  # type: ignore[arg-type]
+    page_markers(gm, ctx, markers(gm), "draft", metadata, branches=branches)  # type: ignore[arg-type]
     return outputs
 
 

@@ -10,8 +10,9 @@ from torch import fx
 
 from compilespec.passes.context import PassContext
 from compilespec.passes.draft_loops.recycled import next_token
+from compilespec.passes.draft_loops.tree import Growth, Level, grow_tree
 from compilespec.passes.graph import arange_like, emit, find_role, output_node, splice
-from compilespec.passes.insert_paged_attention import page_markers
+from compilespec.passes.insert_paged_attention import Branches, page_markers
 from compilespec.passes.read_state import place
 from compilespec.passes.recurrent_state import StateMetadata, keep_states
 from compilespec.passes.rows import take_newest
@@ -33,6 +34,9 @@ def unshifted(gm: fx.GraphModule, ctx: PassContext) -> int:
         emitted = find_role(gm, "num_emitted")
         logits = _all_rows(gm, ctx)
         (row,) = take_newest(gm, ctx, logits, before=end)
+        if ctx.config.tree is not None:
+            first = emit(gm, lambda start_B, n_B: start_B + n_B + 1, start, emitted, before=end)
+            return 1 + _grow(gm, ctx, row, first)
         row = emit(gm, lambda x_B1V: x_B1V.squeeze(1), row, before=end)
         first = emit(gm, lambda start_B, n_B: start_B + n_B + 1, start, emitted, before=end)
         token = _propose(gm, ctx, row, first, 0)
@@ -40,6 +44,10 @@ def unshifted(gm: fx.GraphModule, ctx: PassContext) -> int:
     else:
         _run(gm, ctx, _metadata(gm), find_role(gm, "ids"), _prompt_state, ())
         token = emit(gm, lambda x_R1: x_R1.squeeze(1), find_role(gm, "target"), before=end)
+        if ctx.config.tree is not None:
+            logits = _next_logits(gm, ctx, token, start, 0)
+            first = emit(gm, lambda start_B: start_B + 1, start, before=end)
+            return 2 + _grow(gm, ctx, logits, first)
         first, drafts, num_singles = start, [], count
     for index in range(num_singles):
         token = _single(gm, ctx, token, first, index)
@@ -61,7 +69,7 @@ def _all_rows(gm: fx.GraphModule, ctx: PassContext) -> fx.Node:
     ids, position, row, slot = emit(
         gm, shifted_rows, find_role(gm, "target"), find_role(gm, "start"),
         _live_row(gm), find_role(gm, "row_index"), find_role(gm, "live"), table, before=end,
-        num_tokens=config.num_verify_tokens, max_seq_len=config.max_seq_len,
+        num_tokens=config.num_step_tokens, max_seq_len=config.max_seq_len,
         block_size=config.block_size,
     )  # fmt: skip
     known = (find_role(gm, "start"), find_role(gm, "num_emitted"))
@@ -85,6 +93,25 @@ def _single(
     gm: fx.GraphModule, ctx: PassContext, token: fx.Node, first: fx.Node, index: int
 ) -> fx.Node:
     """One pass of one token per request, at position first + index; returns the next token, [B]."""
+    logits = _next_logits(gm, ctx, token, first, index)
+    row = emit(gm, lambda x_B1V: x_B1V.squeeze(1), logits, before=output_node(gm))
+    return _propose(gm, ctx, row, first, index + 1)
+
+
+def _grow(gm: fx.GraphModule, ctx: PassContext, logits: fx.Node, first: fx.Node) -> int:
+    """A tree of drafts after the logits [B, 1, V], the first ones at position `first`."""
+
+    def advance(level: Level) -> fx.Node:
+        ids = emit(gm, lambda ids_BF: ids_BF.clamp(min=0), level.ids, before=output_node(gm))
+        return _run(gm, ctx, level.metadata, ids, _prompt_state, (), level.branches)
+
+    return grow_tree(gm, ctx, logits, "logits_BV", Growth(first, first, advance))
+
+
+def _next_logits(
+    gm: fx.GraphModule, ctx: PassContext, token: fx.Node, first: fx.Node, index: int
+) -> fx.Node:
+    """The logits [B, 1, V] after one token per request, at position first + index."""
     end, config = output_node(gm), ctx.config
     table = find_role(gm, "block_table_RM")
     ids, position, row, slot = emit(
@@ -95,9 +122,7 @@ def _single(
     is_emitted = ctx.phase == "prefill" and index == 0  # the first token after the prompt
     state = _prompt_state if is_emitted else _drafted_state
     known = (first, int(ctx.phase == "prefill"))
-    logits = _run(gm, ctx, (slot, row, position, table), ids, state, () if is_emitted else known)
-    row = emit(gm, lambda x_B1V: x_B1V.squeeze(1), logits, before=end)
-    return _propose(gm, ctx, row, first, index + 1)
+    return _run(gm, ctx, (slot, row, position, table), ids, state, () if is_emitted else known)
 
 
 def _live_row(gm: fx.GraphModule) -> fx.Node:
@@ -124,6 +149,7 @@ def _run(
     ids: fx.Node,
     state: Callable[..., Any],
     known: tuple[Any, ...],
+    branches: Branches | None = None,
 ) -> fx.Node:
     """Splice one pass of the model over the drafter's caches; returns its logits.
 
@@ -136,7 +162,7 @@ def _run(
         (ids,) = splice(gm, ctx, ctx.draft["translate"], {"input_ids": ids})
     arguments = {"input_ids": ids, "position_ids": metadata[2]}
     (logits,) = splice(gm, ctx, ctx.draft["forward"], arguments)
-    page_markers(gm, ctx, markers(gm), "draft", metadata)
+    page_markers(gm, ctx, markers(gm), "draft", metadata, branches=branches)
     if ctx.draft["forward"].num_recurrent_markers:
         _, row, position, _ = metadata
         first = markers(gm, "recurrence", "causal_conv")[0]

@@ -1,0 +1,65 @@
+"""The noise with which a request's next tokens are drawn, for drafters that choose several."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from compilespec.ops._library import define_op
+from compilespec.ops.sample import layout
+from compilespec.ops.sample.philox import gumbel, noise_bits_of_rows
+
+
+def draft_noise(
+    row_B: Tensor,
+    drawn_B: Tensor,
+    ids_V: Tensor | None,
+    num_ids: int,
+    sampling_RF: Tensor,
+    sampling_RI: Tensor,
+) -> Tensor:
+    """What `sample` adds to the target's scores; see `draft_noise_reference`."""
+    return _DRAFT_NOISE(row_B, drawn_B, ids_V, num_ids, sampling_RF, sampling_RI)
+
+
+def draft_noise_reference(
+    row_B: Tensor,
+    drawn_B: Tensor,
+    ids_V: Tensor | None,
+    num_ids: int,
+    sampling_RF: Tensor,
+    sampling_RI: Tensor,
+) -> Tensor:
+    """The Gumbel noise of each token id at the position that is drawn.
+
+    Args:
+        row_B: int64, the request's row of the state buffers; drawn_B: int32, as in
+            `sample_reference`.
+        ids_V: int64, target ids (negative: none); None: 0 to num_ids - 1.
+    Returns:
+        float32 [B, V], 0 for greedy requests.
+    """
+    is_drawn_B = sampling_RF[row_B][:, layout.TEMPERATURE] >= layout.MIN_TEMPERATURE
+    if ids_V is None:
+        ids_V = torch.arange(num_ids, device=row_B.device)
+    if row_B.device.type == "cpu" and not bool(is_drawn_B.any()):  # else the host must not read
+        return sampling_RF.new_zeros((len(row_B), len(ids_V)))
+    stream_B = torch.full_like(drawn_B, layout.STREAM_DRAW)
+    bits_BV = noise_bits_of_rows(ids_V.clamp(min=0), row_B, drawn_B, stream_B, sampling_RI)
+    return torch.where(is_drawn_B.unsqueeze(1), gumbel(bits_BV), 0)
+
+
+def _fake(
+    row: Tensor, drawn: Tensor, ids: Tensor | None, num_ids: int, real: Tensor, words: Tensor
+) -> Tensor:
+    width = num_ids if ids is None else ids.shape[0]
+    return real.new_empty((row.shape[0], width), dtype=torch.float32)
+
+
+_DRAFT_NOISE = define_op(
+    "draft_noise(Tensor row, Tensor drawn, Tensor? ids, int num_ids, Tensor sampling_real, "
+    "Tensor sampling_int) -> Tensor",
+    draft_noise_reference,
+    _fake,
+    has_kernel=False,
+)

@@ -1,0 +1,60 @@
+"""Whether a program can have a tree of drafts, checked before its graphs are made."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from compilespec.errors import InvalidOption, NotSupported, UnsupportedState
+from compilespec.methods.capabilities import Capabilities
+from compilespec.passes.acceptance.registry import RULES
+from compilespec.passes.draft_loops import LOOPS
+from compilespec.passes.draft_loops.tree import check_drafter
+from compilespec.pipeline.options import CompileOptions
+from compilespec.program import ProgramConfig, Traced
+
+
+def check_tree(
+    options: CompileOptions,
+    config: ProgramConfig,
+    capabilities: Capabilities,
+    target: Traced,
+    draft: Mapping[str, Traced],
+) -> None:
+    """Refuse a tree that the program could not grow or judge.
+
+    Raises: InvalidOption, NotSupported, UnsupportedState, DraftMismatch.
+    """
+    if config.tree is None:
+        return
+    name = capabilities.name
+    if not LOOPS[capabilities.kind].grows_trees:
+        able = ", ".join(repr(kind) for kind, loop in LOOPS.items() if loop.grows_trees)
+        raise InvalidOption(
+            f"spec={name!r} drafts no trees, only methods of the kinds {able} do (eagle3, eagle, "
+            "mtp_eagle, draft_model); leave draft_tree= out"
+        )
+    recurrent = [
+        who
+        for who, traced in (("the target", target), *(("the drafter", c) for c in draft.values()))
+        if traced.num_recurrent_markers
+    ]
+    if recurrent:
+        raise UnsupportedState(
+            f"{recurrent[0]} has recurrent layers, whose state follows one path alone; leave "
+            "draft_tree= out"
+        )
+    check_drafter(draft["propose"], config.tree, name)
+    acceptance = options.acceptance_rule
+    if RULES[acceptance.rule].decode_tree is None:
+        raise NotSupported(
+            f"acceptance={acceptance.rule!r} judges no trees yet; leave acceptance= or draft_tree= "
+            "out"
+        )
+    for given, keyword in (
+        (acceptance.force_num_accepted, "force_num_accepted"),
+        (options.logits_processor, "logits_processor"),
+        (options.host_processors, "host_processors"),
+        (options.draft_vocab_size, "draft_vocab_size"),
+    ):
+        if given:
+            raise NotSupported(f"{keyword}= and draft_tree= do not go together yet; leave one out")
