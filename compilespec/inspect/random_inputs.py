@@ -10,6 +10,7 @@ import dataclasses
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,6 +24,7 @@ from compilespec.passes.references import Case
 from compilespec.passes.references.dense_attention import dense_attention
 from compilespec.passes.references.placement import place_call
 from compilespec.passes.references.recurrent_state import recurrent_layers, target_progress
+from compilespec.passes.references.trees import path_attention
 from compilespec.program import NUM_KEPT, PAD, BufferSpec
 
 SPARE_BLOCKS = 2  # that no table points to
@@ -119,6 +121,9 @@ def _match_drafts(ctx: PassContext, case: Case, start: Stage, vocab_size: int) -
     not, and those after it are again; m differs from row to row.  Guides allow those m.
     """
     num_drafts, tokens_RS = ctx.config.num_draft_tokens, case.inputs["tokens_RS"]
+    if ctx.config.tree is not None:
+        _match_tree(ctx, case, start, vocab_size)
+        return
     for draft in range(1, num_drafts + 1):
         best_BS = target_logits(ctx, case, start).argmax(-1)
         for index, row in enumerate(case.inputs["row_B"].tolist()):
@@ -133,12 +138,39 @@ def _match_drafts(ctx: PassContext, case: Case, start: Stage, vocab_size: int) -
                 case.inputs["mask_RSW"][row, draft - 1, word] |= (-1 if bit == 31 else 1) << bit
 
 
+def _match_tree(ctx: PassContext, case: Case, start: Stage, vocab_size: int) -> None:
+    """The same of a tree: down to some depth one child of each node, and no other, is what the
+    target will say.
+    """
+    num_drafts, tokens_RS = ctx.config.num_draft_tokens, case.inputs["tokens_RS"]
+    paths = place_call(ctx.config, case).paths
+    for depth in range(1, num_drafts + 1):
+        best_BS = target_logits(ctx, case, start).argmax(-1)
+        for index, row in enumerate(case.inputs["row_B"].tolist()):
+            if row < 0:
+                continue
+            matching = (index + case.batch_size) % (num_drafts + 1)
+            seen: dict[int, int] = {}  # children so far, by parent
+            for path in reversed([path for path in paths[index] if len(path) == depth + 1]):
+                parent, node = path[-2:]
+                seen[parent] = seen.get(parent, -1) + 1
+                wrong = seen[parent] + int(depth > matching)
+                best = int(best_BS[index, parent])
+                tokens_RS[row, node] = (best + wrong) % vocab_size
+                if "mask_RSW" in case.inputs and not wrong:
+                    word, bit = divmod(best, 32)
+                    case.inputs["mask_RSW"][row, parent, word] |= (-1 if bit == 31 else 1) << bit
+
+
 def target_logits(ctx: PassContext, case: Case, start: Stage) -> Tensor:
     """The target's logits over dense histories: no pass had a hand in them."""
-    tokens = place_call(ctx.config, case).tokens
+    placed = place_call(ctx.config, case)
+    tokens = placed.tokens
     buffers = {name: case.inputs[name].clone() for name in ctx.buffers if ".target." in name}
     expand_latents(ctx, buffers)
     attend = dense_attention(buffers, "target", tokens, case.inputs["block_table_RM"])
+    if placed.paths:
+        attend = path_attention(buffers, "target", ctx.config, case.inputs, placed)
     mixers = {"attention": attend}
     if ctx.num_recurrent_markers:
         mixers |= recurrent_layers(buffers, "target", tokens, target_progress(ctx, case))
@@ -220,7 +252,17 @@ class _Draw:
             return 0
         return self.rng.randint(1, min(length - 1, NUM_KEPT))
 
-    def int32(self, values: Sequence[int]) -> Tensor:
+    def _tree(self, num_rows: int) -> list[int]:
+        """Parents of a random tree, not deeper than the program's."""
+        parents, depths = [0], [0]
+        for row in range(1, num_rows):
+            known = [i for i in range(row) if depths[i] < self.ctx.config.num_draft_tokens]
+            # chains are likely, for a tree of random parents is flat
+            parents.append(known[-1] if self.rng.random() < 0.5 else self.rng.choice(known))
+            depths.append(depths[parents[-1]] + 1)
+        return parents
+
+    def int32(self, values: Sequence[Any]) -> Tensor:
         return torch.tensor(values, dtype=torch.int32, device=self.ctx.config.device)
 
     def state(self, running: Sequence[_Row]) -> dict[str, Tensor]:
@@ -268,6 +310,8 @@ class _Draw:
             return self.int32([row % 2 for row in range(spec.shape[0])])
         if spec.name in _ASKED and config.dtype == torch.float64 and not self._plain:
             return self._sampling(spec)
+        if spec.name == "parents_RS":
+            return self.int32([self._tree(spec.shape[1]) for _ in range(spec.shape[0])])
         if spec.name == "draft_prob_RKV":
             return self._normal(spec.shape, spec.dtype).softmax(-1)
         if spec.by_host:  # nothing that a request might ask for

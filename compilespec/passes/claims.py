@@ -59,6 +59,8 @@ def find_claims(ranges: Ranges) -> Iterator[Claim]:
             continue
         if node.target is torch.ops.compilespec.paged_attention.default:
             yield from _attention(ranges, node)
+        if node.target is torch.ops.compilespec.write_cache.default:
+            yield _kept_slots(ranges, node)
         if node.target in _STATES:
             yield from _recurrent_state(ranges, node)
         yield from _indices(ranges, node, positions)
@@ -177,6 +179,15 @@ def _attention(ranges: Ranges, node: fx.Node) -> Iterator[Claim]:
         yield dataclasses.replace(claim, subject=args[at])
     yield _outside_writes_nothing(ranges, node, "H-9")
     yield _outside_writes_nothing(ranges, node, "H-16")
+
+
+def _kept_slots(ranges: Ranges, node: fx.Node) -> Claim:
+    """Of keys that are written without attention: `write_cache`."""
+    args: Any = node.args
+    cache = args[2]
+    slots = ranges.size(cache, 0) * ranges.size(cache, 1)
+    inside = Range(sympy.Integer(-1), slots - 1)
+    return _claim(ranges, node, (4,), "slot inside the cache, or -1", inside, guard=None)
 
 
 # --- recurrent layers ---

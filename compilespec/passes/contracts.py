@@ -185,6 +185,19 @@ def _target_caches(gm: fx.GraphModule, ctx: PassContext) -> Iterator[str]:
         yield f"{len(mine)} calls for {len(wanted)} layers"
 
 
+def _kept_paths(gm: fx.GraphModule, ctx: PassContext) -> Iterator[str]:
+    attends, keeps = (
+        [node.args[at] for node in gm.graph.find_nodes(op="call_function", target=op)]
+        for op, at in (
+            (torch.ops.compilespec.paged_attention.default, 3),
+            (torch.ops.compilespec.write_cache.default, 2),
+        )
+    )
+    mine = [cache for cache in attends if str(cache.meta.get("role")).startswith("cache.target.")]
+    if mine != keeps:
+        yield f"{len(keeps)} caches are written, {len(mine)} are read"
+
+
 def _aux_roles(gm: fx.GraphModule, ctx: PassContext) -> Iterator[str]:
     yield from plays(*(f"aux.{index}" for index in range(len(ctx.aux_layers)))).problems(gm, ctx)
 
@@ -217,6 +230,7 @@ NO_STATELESS = Contract(says="no stateless attention is left", problems=_statele
 NO_STATELESS_RECURRENCE = Contract(
     says="no recurrence without a state is left", problems=_stateless_recurrence
 )
+KEPT_PATHS = Contract(says="each target layer keeps the accepted path", problems=_kept_paths)
 OWN_CACHES = Contract(says="each target layer has caches of its own", problems=_target_caches)
 TAPPED = Contract(says="one node plays each aux role", problems=_aux_roles)
 DRAWN_BY_ID = Contract(says="draws from a cut head know its ids", problems=_draws_of_rows)

@@ -132,7 +132,8 @@ SPLICE_PASSES = (
         matches=lambda ctx: ctx.num_attention_layers if verifies_tree(ctx) else None,
         looks_for="caches of the target's layers",
         near=("paged_attention",),
-        ensures=(contracts.plays("position", "row", "slot"),),
+        ensures=(contracts.plays("position", "row", "slot"), contracts.KEPT_PATHS),
+        reference=references.keep_path,
     ),
     Pass(
         run=output_hidden_states,

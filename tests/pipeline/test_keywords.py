@@ -22,6 +22,7 @@ OF_LOADING = {"draft": None, "dtype": None, "device": None, "tokenizer": None}
 # Public: a name or a default that changes here changes for users.
 KEYWORDS = {
     "num_draft_tokens": None,
+    "draft_tree": None,
     "max_batch_size": 8,
     "max_seq_len": None,
     "max_prefill_tokens": 2048,

@@ -23,6 +23,7 @@ from compilespec.passes.references.splices import (
     shift_hidden_states,
     tap_hidden_states,
 )
+from compilespec.passes.references.trees import keep_path
 
 __all__ = [
     "Before",
@@ -33,6 +34,7 @@ __all__ = [
     "commit_state",
     "insert_paged_attention",
     "insert_recurrent_state",
+    "keep_path",
     "narrow_logits",
     "output_head_input",
     "output_hidden_states",

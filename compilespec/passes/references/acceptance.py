@@ -19,6 +19,7 @@ from compilespec.passes.acceptance.rule import Relaxed
 from compilespec.passes.context import PassContext
 from compilespec.passes.references.base import Before, Case, Values
 from compilespec.passes.references.placement import place_call
+from compilespec.passes.references.trees import accepted_path
 from compilespec.program import PAD
 
 
@@ -70,6 +71,8 @@ def _choices(ctx: PassContext, case: Case, logits: Tensor) -> list[list[int]]:
         drawn = placed.start.unsqueeze(1)
     else:
         drawn = placed.start.unsqueeze(1) + torch.arange(1, logits.shape[1] + 1)
+        if placed.paths:
+            drawn = placed.start.unsqueeze(1) + _depths(ctx, case) + 1
     names = ("sampling_RF", "sampling_RI", "bias_RV", "context_RL", "mask_RSW")
     state = [case.inputs[name].clone() for name in names]
     chosen = sample_reference(logits, greedy, None, placed.row_index, drawn, *state)
@@ -77,6 +80,12 @@ def _choices(ctx: PassContext, case: Case, logits: Tensor) -> list[list[int]]:
         chosen = chosen.transpose(0, 1)
     tokens: list[list[int]] = chosen.tolist()
     return tokens
+
+
+def _depths(ctx: PassContext, case: Case) -> Tensor:
+    """The depth of each row of a tree, int32 [B, S]."""
+    paths = place_call(ctx.config, case).paths
+    return torch.tensor([[len(path) - 1 for path in tree] for tree in paths], dtype=torch.int32)
 
 
 def _judged_ids(ctx: PassContext, case: Case, values: Values) -> list[list[int]]:
@@ -90,9 +99,12 @@ def _judged_ids(ctx: PassContext, case: Case, values: Values) -> list[list[int]]
     if ctx.config.num_draft_tokens:
         held_back = [int(case.inputs["withheld_R"][row]) for row in rows]
         most = ctx.config.num_row_tokens - 1
+        places = [list(range(len(ids))) for ids in drafts]
+        if ctx.config.tree is not None:
+            places = _depths(ctx, case).tolist()
         drafts = [
-            [token if place <= most - count else PAD for place, token in enumerate(ids)]
-            for ids, count in zip(drafts, held_back, strict=True)
+            [token if place <= most - count else PAD for place, token in zip(at, ids, strict=True)]
+            for at, ids, count in zip(places, drafts, held_back, strict=True)
         ]
     return drafts
 
@@ -102,6 +114,8 @@ def _judge(
 ) -> tuple[list[list[int]], list[int]]:
     """Each request's tokens, and how many of them are emitted."""
     drafts = _judged_ids(ctx, case, values)
+    if ctx.config.tree is not None:
+        return _along_tree(ctx, case, drafts, choices)
     if ctx.acceptance.function is not None:
         target, counts = _by_function(ctx, case, values, drafts)
     else:
@@ -113,6 +127,20 @@ def _judge(
             min(force, most) + 1 if row >= 0 else count
             for row, count in zip(case.inputs["row_B"].tolist(), counts, strict=True)
         ]
+    return target, counts
+
+
+def _along_tree(
+    ctx: PassContext, case: Case, drafts: list[list[int]], choices: list[list[int]]
+) -> tuple[list[list[int]], list[int]]:
+    """The choices on the longest accepted path; after it those of the root."""
+    target, counts = [], []
+    trees = place_call(ctx.config, case).paths
+    for tree, ids, choice in zip(trees, drafts, choices, strict=True):
+        path = accepted_path(tree, ids, choice)
+        rows = [*path, *[0] * (ctx.config.num_step_tokens - len(path))]
+        target.append([choice[row] for row in rows])
+        counts.append(len(path))
     return target, counts
 
 

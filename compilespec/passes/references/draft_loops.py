@@ -28,8 +28,9 @@ from compilespec.passes.references.base import (
     Values,
 )
 from compilespec.passes.references.fragments import products, run_fragment
+from compilespec.passes.references.grown_trees import grow, level_calls, rank_tokens
 from compilespec.passes.references.kept_inputs import keep_pairs
-from compilespec.passes.references.placement import place_call, place_tokens
+from compilespec.passes.references.placement import place_chain, place_tokens
 from compilespec.passes.references.recurrent_state import Progress, recurrent_operators
 from compilespec.passes.sampling import wide_dtype
 from compilespec.program import PAD
@@ -87,9 +88,12 @@ def _drafted(
             keep_pairs(drafter.placed, values, buffers)
         if ctx.capabilities.kind == "direct" and "history_RL" in buffers:
             _history(drafter, values)
+    made = {"drafts": drafts}
+    if drafter.parents is not None:
+        made["parents"] = drafter.parents
     return dataclasses.replace(
         values,
-        roles={**values.roles, "drafts": drafts},
+        roles={**values.roles, **made},
         buffers={**values.buffers, **buffers},
         calls=(*values.calls, *drafter.calls),
     )
@@ -113,9 +117,10 @@ class Drafts:
         roles: Mapping[str, Tensor],
         kept_ids: Tensor | None,  # the only ones that it may propose; None: all
     ) -> None:
-        self.ctx, self.case, self.config = ctx, case, ctx.config
+        self.ctx, self.case = ctx, case
+        self.config = dataclasses.replace(ctx.config, tree=None)  # see `place_chain`
         self._kept_ids = kept_ids
-        self.placed = place_call(ctx.config, case)
+        self.placed = place_chain(ctx.config, case)
         self.calls: list[AttentionCall] = []
         self.buffers = buffers
         self.probs: list[Tensor] = []  # the distribution of each draft, [B, V]
@@ -123,6 +128,7 @@ class Drafts:
         if case.phase == "decode":
             self._bonus = self._bonus + roles["num_emitted"]
         self._num_proposals = 0
+        self.parents: Tensor | None = None  # of the rows of a tree, [B, N + 1]
 
     def call(
         self,
@@ -191,6 +197,40 @@ class Drafts:
                 kept_RKV[row, number] = probs_BV[request]
         return {"draft_prob_RKV": kept_RKV}
 
+    def grow(
+        self, argument: str, first: Sequence[int], drawn: Sequence[int], follow: Chain
+    ) -> Tensor:
+        """The drafts of a tree, [B, N]; keeps the rows' `parents`.
+
+        Args:
+            argument: what "propose" calls its input; first, drawn: by request, the position of
+                drafts of depth 1 in the drafter, and the one that they are drawn for.
+            follow: that input after a path, run as a chain.
+        """
+        shape, kept, calls = self.ctx.config.tree, self.buffers, list(self.calls)
+        assert shape is not None
+        grown = []
+        for request, row in enumerate(self.state_rows()):
+
+            def best(path: Sequence[int], request: int = request, row: int = row) -> Any:
+                self.buffers = {name: buffer.clone() for name, buffer in kept.items()}
+                places = [
+                    place_tokens(self.config, self.case.inputs, [[row]], [[first[request] + d]])
+                    for d in range(len(path))
+                ]
+                head = follow(self, request, places, path)
+                state_row = int(self.placed.row_index[request])
+                at = drawn[request] + len(path)
+                return rank_tokens(self.ctx, self.case, state_row, at, argument, head)
+
+            grown.append(grow(shape, best))
+        self.buffers = kept
+        self.calls = [*calls, *level_calls(self.ctx, self.case, self.state_rows(), first)]
+        device = self.placed.start.device
+        drafts, parents = zip(*grown, strict=True)
+        self.parents = torch.tensor(parents, dtype=torch.int32, device=device)
+        return torch.tensor(drafts, dtype=torch.int32, device=device)
+
     def single(self, positions: Sequence[int]) -> Tokens:
         """One token per request, at these positions; none for requests that commit nothing."""
         rows = [[row] for row in self.state_rows()]
@@ -256,6 +296,10 @@ def recycled(draft: Drafts, values: Values) -> Tensor:
         "forward", tokens, input_ids=roles["draft_ids"], position_ids=tokens.position, hidden=hidden
     )
     head, hidden, start = _committed_rows(draft, roles, head, hidden)
+    if draft.ctx.config.tree is not None:
+        return draft.grow(
+            "head_input", start, [s + 1 for s in start], _recycled_chain(head, hidden)
+        )
     drafts = [*draft.call("propose", head_input=head)]
     for step in range(draft.config.num_draft_tokens - 1):
         tokens = draft.single([position + step for position in start])
@@ -265,6 +309,21 @@ def recycled(draft: Drafts, values: Values) -> Tensor:
         )  # fmt: skip
         drafts += draft.call("propose", head_input=head[:, 0])
     return torch.stack(drafts, 1)
+
+
+def _recycled_chain(head_BD: Tensor, hidden_B1D: Tensor) -> Chain:
+    def follow(draft: Drafts, request: int, tokens: Sequence[Tokens], ids: Sequence[int]) -> Tensor:
+        one = slice(request, request + 1)
+        head, hidden = head_BD[one], hidden_B1D[one]
+        for place, token in zip(tokens, ids, strict=True):
+            fed = draft.ids(head.new_tensor([token], dtype=torch.int32))
+            heads, hidden = draft.call(
+                "forward", place, input_ids=fed, position_ids=place.position, hidden=hidden
+            )
+            head = heads[:, 0]
+        return head
+
+    return follow
 
 
 def _committed_rows(
@@ -375,8 +434,11 @@ def unshifted(draft: Drafts, values: Values) -> Tensor:
         progress = draft.progress(held, kept)
         (logits,) = _model(draft, tokens, roles["target"].clamp(min=0), progress)
         picked = torch.stack([logits[b, n - 1] for b, n in enumerate(counts)])
+        first = [s + n + 1 for s, n in zip(start, counts, strict=True)]
+        if draft.ctx.config.tree is not None:
+            return draft.grow("logits_BV", first, first, _model_chain(picked))
         drafts, held = [*draft.call("propose", logits_BV=picked)], kept
-        token, first = drafts[0], [s + n + 1 for s, n in zip(start, counts, strict=True)]
+        token = drafts[0]
     else:
         _model(draft, draft.placed.tokens, draft.placed.ids, _whole_prompts(draft.placed.tokens))
         token, first, drafts = roles["target"][:, 0], start, []
@@ -384,10 +446,25 @@ def unshifted(draft: Drafts, values: Values) -> Tensor:
     while len(drafts) < config.num_draft_tokens:
         tokens = draft.single(first)
         (logits,) = _model(draft, tokens, draft.ids(token), draft.progress(held, kept))
+        if draft.ctx.config.tree is not None:  # after the prompt's first token
+            first = [position + 1 for position in first]
+            return draft.grow("logits_BV", first, first, _model_chain(logits[:, 0]))
         held = kept  # drafts do not stay
         drafts += draft.call("propose", logits_BV=logits[:, 0])
         token, first = drafts[-1], [position + 1 for position in first]
     return torch.stack(drafts, 1)
+
+
+def _model_chain(logits_BV: Tensor) -> Chain:
+    def follow(draft: Drafts, request: int, tokens: Sequence[Tokens], ids: Sequence[int]) -> Tensor:
+        last = logits_BV[request : request + 1]
+        for place, token in zip(tokens, ids, strict=True):
+            fed = draft.ids(last.new_tensor([token], dtype=torch.int32))
+            (logits,) = _model(draft, place, fed, draft.progress([0], [0]))
+            last = logits[:, 0]
+        return last
+
+    return follow
 
 
 def _whole_prompts(tokens: Tokens) -> Progress:
@@ -510,6 +587,7 @@ def callback(draft: Drafts, values: Values) -> Tensor:
 
 
 Loop = Callable[[Drafts, Values], Tensor]
+Chain = Callable[[Drafts, int, Sequence[Tokens], Sequence[int]], Tensor]
 LOOP_REFERENCES: Mapping[str, Loop] = {
     "recycled": recycled,
     "windowed": windowed,

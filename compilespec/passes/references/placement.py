@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -21,6 +22,7 @@ class Placement:
     row_index: Tensor  # int64 [B], the state row, or the spare one
     live: Tensor  # bool [B]
     start: Tensor  # int32 [B], the first position that has no token (decode: of this call)
+    paths: Sequence[Sequence[Sequence[int]]] = ()  # of a tree, by request: each row's, root first
 
     def roles(self) -> dict[str, Tensor]:
         """By the roles that passes give to the nodes that compute the same."""
@@ -34,9 +36,26 @@ class Placement:
         }
 
 
+def place_chain(config: ProgramConfig, case: Case) -> Placement:
+    """`place_call` without trees: what follows the accepted path is placed as after a chain."""
+    return place_call(dataclasses.replace(config, tree=None), case)
+
+
+def paths_from_root(parents: Sequence[int]) -> list[list[int]]:
+    """The rows from the root, row 0, to each row of a tree."""
+    paths = []
+    for row in range(len(parents)):
+        path = [row]
+        while path[0]:
+            path.insert(0, parents[path[0]])
+        paths.append(path)
+    return paths
+
+
 def place_call(config: ProgramConfig, case: Case) -> Placement:
     """Read the call's tokens from its inputs.  Source: E5, H-16."""
     inputs, spare = case.inputs, config.max_batch_size
+    paths: list[list[list[int]]] = []
     if case.key.kind == "replay":
         return _place_replay(config, inputs)
     if case.phase == "decode":
@@ -45,6 +64,12 @@ def place_call(config: ProgramConfig, case: Case) -> Placement:
         start = [int(inputs["seq_len_R"][row]) for row in state_rows]
         ids = [inputs["tokens_RS"][row].tolist()[: config.num_verify_tokens] for row in state_rows]
         wanted = [[begin + j for j in range(config.num_verify_tokens)] for begin in start]
+        if config.tree is not None:
+            paths = [paths_from_root(inputs["parents_RS"][row].tolist()) for row in state_rows]
+            wanted = [
+                [begin + len(path) - 1 for path in tree]
+                for begin, tree in zip(start, paths, strict=True)
+            ]
         token_rows = [[row] * config.num_verify_tokens for row in rows]
     else:
         rows = inputs["commit_row_R"].tolist()
@@ -60,6 +85,7 @@ def place_call(config: ProgramConfig, case: Case) -> Placement:
         row_index=torch.tensor(state_rows, device=device),
         live=torch.tensor([row >= 0 for row in rows], device=device),
         start=_int32(start, device),
+        paths=paths,
     )
 
 

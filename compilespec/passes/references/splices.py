@@ -14,6 +14,7 @@ from compilespec.passes.references.base import AttentionCall, Before, Case, Valu
 from compilespec.passes.references.dense_attention import dense_attention
 from compilespec.passes.references.placement import place_call
 from compilespec.passes.references.recurrent_state import recurrent_layers, target_progress
+from compilespec.passes.references.trees import path_attention, topology, unwritten
 from compilespec.tracing.structure import (
     is_float,
     layer_of,
@@ -60,6 +61,8 @@ def read_state(before: Before, ctx: PassContext, case: Case) -> Values:
     own = {"input_ids": placed.ids, "position_ids": placed.tokens.position}
     values = before({**case.inputs, **own})
     roles = {"ids": placed.ids, **placed.roles()}
+    if placed.paths:
+        roles |= topology(placed, ctx.config.num_draft_tokens)
     return dataclasses.replace(values, roles={**values.roles, **roles})
 
 
@@ -76,11 +79,15 @@ def narrow_logits(before: Before, ctx: PassContext, case: Case) -> Values:
 
 def insert_paged_attention(before: Before, ctx: PassContext, case: Case) -> Values:
     """Stateless attention over the dense history of each row."""
-    tokens = place_call(ctx.config, case).tokens
+    placed = place_call(ctx.config, case)
+    tokens = placed.tokens
     caches = {
         name: tensor.clone() for name, tensor in case.inputs.items() if name.startswith("cache.")
     }
     attend = dense_attention(caches, "target", tokens, case.inputs["block_table_RM"])
+    if placed.paths:
+        attend = path_attention(caches, "target", ctx.config, case.inputs, placed)
+        tokens = unwritten(tokens)
     values = before(case.inputs, {"attention": attend})
     calls = [
         AttentionCall(cache=f"cache.target.{layer}.key", tokens=tokens)
@@ -167,9 +174,13 @@ def commit_state(before: Before, ctx: PassContext, case: Case) -> Values:
         tokens = [bonus, *(drafts[index].tolist() if drafts is not None else ())]
         tokens_RS[row] = torch.tensor(tokens, dtype=tokens_RS.dtype)
         seq_len_R[row] = length
-    return dataclasses.replace(
-        values, buffers={**values.buffers, "tokens_RS": tokens_RS, "seq_len_R": seq_len_R}
-    )
+    written = {"tokens_RS": tokens_RS, "seq_len_R": seq_len_R}
+    if "parents" in values.roles:
+        written["parents_RS"] = case.inputs["parents_RS"].clone()
+        for index, row in enumerate(placed.row_index.tolist()):
+            if placed.live[index]:
+                written["parents_RS"][row] = values.roles["parents"][index]
+    return dataclasses.replace(values, buffers={**values.buffers, **written})
 
 
 __all__ = [
