@@ -32,7 +32,7 @@ from compilespec.passes.order import ATEN_PASSES, SPLICE_PASSES
 from compilespec.passes.rewrite import rewrite_phase
 from compilespec.passes.runner import snapshot
 from compilespec.passes.trim_draft_head import KEPT_IDS
-from compilespec.program import ByStep, Phase, ProgramConfig, SpecProgram, markers
+from compilespec.program import ByStep, Phase, ProgramConfig, SpecProgram, TreeShape, markers
 from compilespec.tracing.load import load_target
 from compilespec.tracing.target import trace_target
 from compilespec.tracing.target_info import describe_target
@@ -105,25 +105,28 @@ NEEDS: dict[str, dict[str, Any]] = {
     "output_head_input": {"prompt_logprobs": True},
     "trim_draft_head": {"draft_ids": torch.arange(0, VOCAB, 3)},
     "absorb_latents": {"family": "deepseek_v3"},
+    "keep_path": {"tree": TreeShape(depth=3, num_nodes=7, top_k=2)},
 }
 
 
 def build(
-    phase: Phase, *, keep_graphs: bool = True, family: str = "mistral", **needs: Any
-) -> SpecProgram:
+    phase: Phase, *, keep_graphs: bool = True, family: str = "mistral",
+    tree: TreeShape | None = None, **needs: Any,
+) -> SpecProgram:  # fmt: skip
     """One phase, spliced; the retrace and what follows run when they are asked for.  Mistral has
     a window.
     """
     target, draft = parts(family)
+    config = dataclasses.replace(CONFIG, tree=tree)
     capabilities = get_method("eagle3").capabilities
     capabilities = dataclasses.replace(capabilities, outputs_hidden_states=True)  # every pass runs
     ctx = PassContext(
-        phase=phase, config=CONFIG, capabilities=capabilities, target=target,
+        phase=phase, config=config, capabilities=capabilities, target=target,
         draft=draft, aux_layers=(0, 1, 2), **needs,
     )  # fmt: skip
     graph = rewrite_phase(ctx, keep_graphs=keep_graphs)
     return SpecProgram(
-        method="eagle3", config=CONFIG, graphs=ByStep([graph]),
+        method="eagle3", config=config, graphs=ByStep([graph]),
         buffers=tuple(ctx.buffers.values()), weights=ctx.weights, vocab_size=VOCAB,
     )  # fmt: skip
 
@@ -183,6 +186,21 @@ def catch(fault: Fault) -> Row:
 
 
 # --- edits ---
+
+
+def other_rows_keys(gm: fx.GraphModule, ctx: PassContext) -> None:
+    for node in gm.graph.find_nodes(
+        op="call_function", target=torch.ops.compilespec.write_cache.default
+    ):
+        slot = emit(gm, lambda slot_BS: slot_BS.roll(1, 1), node.args[4], before=node)
+        node.args = (*node.args[:4], slot)
+
+
+def other_rows_hidden(gm: fx.GraphModule, ctx: PassContext) -> None:
+    taken = find_role(gm, "aux.0")
+    del taken.meta["role"]
+    other = emit(gm, lambda x_BPD: x_BPD.roll(1, 1), taken, before=output_node(gm))
+    other.meta["role"] = "aux.0"
 
 
 def paged(gm: fx.GraphModule, owner: str) -> list[fx.Node]:
@@ -562,6 +580,9 @@ FAULTS = (
           edit=rows_draw),
     Fault(pass_name="trim_draft_head", what="keeps other rows", phase="prefill",
           edit=other_rows_kept),
+    Fault(pass_name="keep_path", what="keys of other rows", phase="decode", edit=other_rows_keys),
+    Fault(pass_name="keep_path", what="hidden states of other rows", phase="decode",
+          edit=other_rows_hidden),
     Fault(pass_name="commit_state", what="commits n+1", phase="decode", edit=length_too_long),
     Fault(pass_name="commit_state", what="limit forgotten", phase="decode",
           edit=limit_forgotten),
