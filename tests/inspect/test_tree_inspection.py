@@ -30,7 +30,7 @@ DYNAMIC = DraftTree(top_k=3, depth=3, num_nodes=8)
 )
 def program(request: pytest.FixtureRequest) -> SpecProgram:
     method, tree = request.param
-    model = tiny_target("mistral", torch.float64, num_layers=1)
+    model = tiny_target("mistral", torch.float64, num_layers=2)
     drafter = METHODS[method](model, traced_info(model), tree.shape.depth)
     return compilespec.trace(
         model, method, **drafter, draft_tree=tree, max_batch_size=3, max_seq_len=40,
