@@ -50,7 +50,7 @@ def add_parser(commands: Any) -> None:
 def add_learning_options(add: Callable[..., Any]) -> None:
     """The flags of `TrainOptions` that few need."""
     add("--learning-rate", type=float, metavar="R", help="the highest (default: 0.005)")
-    add("--warmup-steps", type=int, metavar="N", help="in which the rate rises (default: 60)")
+    add("--warmup-steps", type=int, metavar="N", help="in which the rate rises (default: 30)")
     add("--decay-share", type=float, metavar="P", help="of the run, to fall in (default: 0.25)")
     add("--batch-tokens", type=int, metavar="N", help="tokens of a step (default: 4096)")
     add("--max-length", type=int, metavar="N", help="tokens of a sequence (default: 1024)")
@@ -117,4 +117,6 @@ def run(args: argparse.Namespace) -> int:
             f"{result.acceptance:.2f} at K = {options.num_draft_tokens}",
             file=sys.stderr,
         )
+    if result.interrupted:
+        raise KeyboardInterrupt  # the state is saved, and --resume goes on
     return 0

@@ -15,6 +15,7 @@ from compilespec.errors.suggest import not_one_of
 from compilespec.pipeline.entry import compile as compile_engine
 from compilespec.tracing.load import Target, load_target
 from compilespec.training.data import FileData, Loader, read_prompts
+from compilespec.training.draft_model import DraftModelTraining
 from compilespec.training.eagle3 import Eagle3Training
 from compilespec.training.generation import GENERATED, Generated, generate_answers
 from compilespec.training.method import TrainingMethod
@@ -24,7 +25,10 @@ from compilespec.training.state import FILE_NAME, RunState
 from compilespec.training.teacher import Teacher
 from compilespec.training.trainer import Trainer, num_trained
 
-METHODS: Mapping[str, type[TrainingMethod]] = {"eagle3": Eagle3Training}
+METHODS: Mapping[str, type[TrainingMethod]] = {
+    "eagle3": Eagle3Training,
+    "draft_model": DraftModelTraining,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +42,8 @@ class TrainResult:
     """The best acceptance length that was measured; 0.0 where none was."""
     last: Record | None
     """The last step of this call; None where the run was over already."""
+    interrupted: bool = False
+    """Whether a signal ended it, with its state saved."""
 
 
 class Listener:
@@ -112,7 +118,11 @@ def train(
     listener.on_plan(plan_of(trainer))
     last = trainer.train()
     return TrainResult(
-        output=output, num_steps=trainer.run.step, acceptance=trainer.run.best, last=last
+        output=output,
+        num_steps=trainer.run.step,
+        acceptance=trainer.run.best,
+        last=last,
+        interrupted=trainer.interrupted,
     )
 
 

@@ -43,6 +43,7 @@ def measure(
         target.model,
         spec,
         draft=draft,
+        tokenizer=target.tokenizer,
         num_draft_tokens=options.num_draft_tokens,
         max_batch_size=min(8, len(prompts)),
         max_seq_len=-(-longest // 64) * 64,

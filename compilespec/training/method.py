@@ -20,7 +20,7 @@ class StepLosses:
     """What a lesson's draft steps cost, and how often they were right."""
 
     losses: Tensor
-    """float32 [depth], the mean cross entropy of each draft step."""
+    """float32, the mean cross entropy of each draft step that learns by itself: [depth], or [1]."""
     right: Tensor
     """float32 [depth], the part of the places where the steps up to this one chose what the target
     would."""

@@ -27,7 +27,7 @@ class TrainOptions:
     learning_rate: float = 5e-3
     """At its highest: of Muon for matrices, and half of it of AdamW for the head."""
 
-    warmup_steps: int = 60
+    warmup_steps: int = 30
     """Steps in which the learning rate rises."""
 
     decay_share: float = 0.25

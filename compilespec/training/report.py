@@ -135,11 +135,11 @@ def card(
 
 
 def _table(records: Sequence[Mapping[str, Any]]) -> str:
-    depth = len(records[0]["losses"])
+    num_losses, depth = len(records[0]["losses"]), len(records[0]["right"])
     text = io.StringIO()
     table = csv.writer(text, lineterminator="\n")
     table.writerow(
-        ["step", "loss", *(f"loss_{i + 1}" for i in range(depth)),
+        ["step", "loss", *(f"loss_{i + 1}" for i in range(num_losses)),
          *(f"right_{i + 1}" for i in range(depth)),
          "learning_rate", "norm", "tokens", "seconds", "acceptance"]
     )  # fmt: skip

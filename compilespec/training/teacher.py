@@ -46,7 +46,8 @@ class Teacher:
         positions_BT = positions_BT.expand(ids_BT.shape).contiguous()
         bound = self._traced.bind(input_ids=ids_BT.to(torch.int32), position_ids=positions_BT)
         *aux, hidden_BTD = self._run(*bound)
-        return torch.cat(aux, -1), hidden_BTD
+        aux_BTE = torch.cat(aux, -1) if aux else hidden_BTD[..., :0]
+        return aux_BTE, hidden_BTD
 
     @torch.no_grad()
     def probabilities(self, hidden_ND: Tensor, ids: Tensor | None) -> tuple[Tensor, Tensor]:

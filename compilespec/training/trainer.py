@@ -96,6 +96,11 @@ class Trainer:
         self._save()
         return last
 
+    @property
+    def interrupted(self) -> bool:
+        """Whether `train` ended because it was told to, before the end of the run."""
+        return self._stop
+
     def _one_step(self, samples: Sequence[Sample]) -> Record:
         run, options, started = self.run, self.options, time.monotonic()
         run.schedule.update(run.step, run.seconds, options, finish=self._finish())
@@ -104,7 +109,8 @@ class Trainer:
         ids = self.method.draft_ids(self.drafter)
         lesson = make_lesson(self.teacher, batch, ids, options.depth)
         result = self.method.losses(self.drafter, lesson, options.depth)
-        weights = options.step_decay ** torch.arange(options.depth, device=result.losses.device)
+        steps = torch.arange(len(result.losses), device=result.losses.device)
+        weights = options.step_decay**steps
         loss = (result.losses * weights).sum() / weights.sum()
         if not bool(torch.isfinite(loss)):
             raise TrainingDiverged(
@@ -239,12 +245,16 @@ class Trainer:
 
     @contextmanager
     def _interruptible(self) -> Iterator[None]:
-        """SIGINT and SIGTERM end the run after the step, with its state saved."""
+        """SIGINT and SIGTERM end the run after the step, with its state saved; a second one at
+        once.
+        """
         if threading.current_thread() is not threading.main_thread():
             yield
             return
 
         def stop(*_: Any) -> None:
+            if self._stop:
+                raise KeyboardInterrupt
             self._stop = True
 
         before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}

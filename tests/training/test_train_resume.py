@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import pytest
 from compilespec.errors import CheckpointError, InvalidOption, TrainingDiverged
 from compilespec.training import state, trainer
 from compilespec.training.data import Sample, split_held_out
+from compilespec.training.eagle3 import Eagle3Training
 from compilespec.training.entry import Listener, train
 from compilespec.training.schedule import Schedule
 from tests.support.training import quick_options, tiny_teacher, write_lines, written_by
@@ -49,9 +52,9 @@ def losses(folder: Path) -> list[float]:
     return [json.loads(line)["losses"] for line in lines]
 
 
-@pytest.mark.parametrize("stop", [2, 5])
-def test_a_stopped_run_has_the_same_losses(model, data, tmp_path, stop):
-    """Stopped between two saved states, and over the end of an epoch."""
+def test_a_stopped_run_has_the_same_losses(model, data, tmp_path):
+    """Stopped between two saved states; the rest goes over the end of an epoch."""
+    stop = 4
     options = quick_options(steps=14, batch_tokens=256)
     train(model, data, tmp_path / "whole", options=options)
     with pytest.raises(KeyboardInterrupt):
@@ -68,6 +71,20 @@ def test_a_stopped_run_has_the_same_losses(model, data, tmp_path, stop):
     assert states[0]["run"]["place"]["epoch"] > 0
     for name, tensor in states[0]["drafter"].items():
         assert tensor.equal(states[1]["drafter"][name])
+
+
+def test_a_signal_ends_the_run_with_its_state_saved(model, data, tmp_path):
+    class Told(Listener):
+        def on_record(self, record: Any, run: Any) -> None:
+            if record.step == 2:
+                signal.raise_signal(signal.SIGTERM)
+
+    options = quick_options(save_every=50)
+    result = train(model, data, tmp_path, options=options, listener=Told())
+    assert (result.num_steps, result.interrupted) == (3, True)
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    again = train(model, data, tmp_path, options=options, resume=True)
+    assert (again.num_steps, again.interrupted) == (6, False)
 
 
 def test_data_may_grow_but_not_change(model, data, tmp_path):
@@ -188,3 +205,27 @@ def test_one_sequence_that_is_held_out_leaves_nothing(model, tmp_path):
     data = write_lines(tmp_path / "one.jsonl", [{"token_ids": held_out.token_ids}])
     with pytest.raises(InvalidOption, match="all are held out"):
         train(model, data, tmp_path / "out", options=quick_options(held_out_one_in=2, steps=1))
+
+
+class Few:
+    """A loader of one's own."""
+
+    def samples(self) -> list[Sample]:
+        return [Sample(token_ids=(one, *range(3, 9)), start=2) for one in range(12)]
+
+
+class Narrow(Eagle3Training):
+    """A method of one's own."""
+
+    def create(self, info: Any, counts: Any, options: Any) -> Any:
+        return super().create(info, counts, dataclasses.replace(options, intermediate_size=5))
+
+
+def test_a_loader_and_a_method_of_ones_own(model, tmp_path):
+    options = quick_options(steps=2, layout="speculators")
+    result = train(model, Few(), tmp_path, method=Narrow(), options=options)
+    assert result.num_steps == 2
+    raw = json.loads((tmp_path / "config.json").read_text())
+    assert raw["transformer_layer_config"]["intermediate_size"] == 5
+    with pytest.raises(InvalidOption, match=r"method.*eagle3"):
+        train(model, Few(), tmp_path / "other", method="eagle4", options=options)
