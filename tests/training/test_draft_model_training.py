@@ -18,7 +18,7 @@ def test_a_draft_model_learns_and_is_measured_by_the_engine(tmp_path):
     result = train(model, data, tmp_path / "out", method="draft_model", options=options)
     lines = (tmp_path / "out" / "training" / "log.jsonl").read_text().splitlines()
     losses = [json.loads(line)["loss"] for line in lines]
-    assert sum(losses[-5:]) < 0.9 * sum(losses[:5])
+    assert sum(losses[-5:]) < 0.95 * sum(losses[:5])
     assert result.acceptance >= 1.0
     assert json.loads((tmp_path / "out" / "config.json").read_text())["num_hidden_layers"] == 2
 
