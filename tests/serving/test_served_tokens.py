@@ -12,10 +12,9 @@ import pytest
 
 import compilespec
 from compilespec import SamplingParams
-from compilespec.methods.eagle3 import random_head
 from compilespec.serving import ServerOptions
 from tests.support.live_server import Live, live
-from tests.support.models import VOCAB, target_info, tiny_target
+from tests.support.models import VOCAB, tiny_target
 from tests.support.toy_tokenizer import byte_level_tokenizer
 
 TEXT = (string.ascii_letters + string.digits + string.punctuation + " \n")[: VOCAB - 1]
@@ -34,7 +33,7 @@ def served() -> Iterator[tuple[Live, dict[str, Any]]]:
     tokenizer = byte_level_tokenizer(spelled, eos="<eos>")
     tokenizer.chat_template = TEMPLATE
     engine = compilespec.compile(
-        model, "eagle3", draft=random_head(target_info(model, 128), aux_layers=(0, 1, 2)),
+        model, "ngram",
         num_draft_tokens=3, backend="eager", max_seq_len=128, max_batch_size=4,
         prompt_logprobs=True, tokenizer=tokenizer,
     )  # fmt: skip
