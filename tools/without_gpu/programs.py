@@ -17,7 +17,7 @@ from tools.without_gpu.gpus import GPUS
 from tools.without_gpu.machine_code import compile_step
 from tools.without_gpu.steps import CUDA, meta_target, on_cuda, program_on_cuda
 
-SIZES = {"max_batch_size": 64, "max_seq_len": 4096}
+SIZES: dict[str, Any] = {"max_batch_size": 64, "max_seq_len": 4096}
 
 
 def real_program(shape: str, *, spec: str, layers: int, **keywords: Any) -> SpecProgram:
