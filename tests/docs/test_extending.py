@@ -21,7 +21,9 @@ import pytest
 from tests.support.documents import PAGES, ROOT
 
 PAGE = PAGES["docs/extending.md"]
-COPIED = ("ARCHITECTURE.md", "CHANGELOG.md", "DECISIONS.md", "README.md", "pyproject.toml")
+COPIED = (
+    "ARCHITECTURE.md", "CHANGELOG.md", "DECISIONS.md", "Dockerfile", "README.md", "pyproject.toml",
+)  # fmt: skip
 TREES = ("compilespec", "docs", "examples", "tests", "tools")
 LINKED = ("compilespec/demo/checkpoint", "tests/data")  # read only, and large
 LONG = ("tests/inspect/test_faults.py",)

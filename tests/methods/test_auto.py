@@ -47,7 +47,7 @@ def test_a_given_k_is_kept():
     assert not any("K=3" in note for note in program.notes)
 
 
-@pytest.mark.parametrize(("emitted", "method"), [(3, "ngram"), (1, "none")])
+@pytest.mark.parametrize(("emitted", "method"), [(3, "suffix"), (1, "none")])
 def test_of_several_k_all_are_kept_if_the_best_one_pays(monkeypatch, emitted, method):
     measured = choosing._emitted_per_step
 

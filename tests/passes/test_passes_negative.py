@@ -105,6 +105,10 @@ def nothing_was_accepted(target: Traced) -> Case:
     return step(target, "decode", "read_state", "insert_paged_attention")
 
 
+def drafts_are_a_chain(target: Traced) -> Case:
+    return step(target, "decode", "read_state")
+
+
 def the_head_is_the_targets(target: Traced) -> Case:
     """Its product and its argmax are no proposal of a drafter."""
     done = ("read_state", "insert_paged_attention", "splice_acceptance")
@@ -175,6 +179,7 @@ NEGATIVE: dict[str, Callable[[Traced], Case]] = {
     "insert_paged_attention": attention_is_paged_already,
     "insert_recurrent_state": there_are_no_recurrent_layers,
     "splice_acceptance": nobody_named_the_logits,
+    "keep_path": drafts_are_a_chain,
     "process_logits": there_is_no_drafter,
     "output_hidden_states": nothing_was_accepted,
     "output_head_input": nothing_was_accepted,

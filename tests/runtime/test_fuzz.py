@@ -106,9 +106,9 @@ def test_a_delta_that_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     lab: Lab = build(plan, orders)
     give, count = Ticket.give, iter(range(10_000))
 
-    def sometimes(self: Ticket, delta: Any) -> None:
+    def sometimes(self: Ticket, delta: Any, *wake_ups: Any) -> None:
         if delta.output is not None or next(count) % 7:
-            give(self, delta)
+            give(self, delta, *wake_ups)
 
     monkeypatch.setattr(Ticket, "give", sometimes)
     with pytest.raises(AssertionError, match="tokens of all deltas"):
