@@ -1,0 +1,208 @@
+"""The drafter's captured calls, and the buffers that it alone writes, during one step."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from compilespec.ops.sample import draw_reference, layout
+from compilespec.ops.sample.probabilities import draw_weighted_reference
+from compilespec.passes.context import PassContext
+from compilespec.passes.kv_groups import KVGroup
+from compilespec.passes.references.base import Attention, AttentionCall, Case, Tokens
+from compilespec.passes.references.fragments import products, run_fragment
+from compilespec.passes.references.grown_trees import grow, level_calls, rank_tokens
+from compilespec.passes.references.placement import place_chain, place_tokens
+from compilespec.passes.references.recurrent_state import Progress, recurrent_operators
+from compilespec.passes.sampling import wide_dtype
+from compilespec.tracing.capture import output_widths
+
+
+class Drafts:
+    """The drafter's captured calls, and the buffers that it alone writes, during one step."""
+
+    def __init__(
+        self,
+        ctx: PassContext,
+        case: Case,
+        buffers: dict[str, Tensor],
+        roles: Mapping[str, Tensor],
+        kept_ids: Tensor | None,  # the only ones that it may propose; None: all
+    ) -> None:
+        self.ctx, self.case = ctx, case
+        self.config = dataclasses.replace(ctx.config, tree=None)  # see `place_chain`
+        self._kept_ids = kept_ids
+        self.placed = place_chain(ctx.config, case)
+        self.calls: list[AttentionCall] = []
+        self.buffers = buffers
+        self.probs: list[Tensor] = []  # the distribution of each draft, [B, V]
+        self._bonus = self.placed.start  # position of the last emitted token
+        if case.phase == "decode":
+            self._bonus = self._bonus + roles["num_emitted"]
+        self._num_proposals = 0
+        self.parents: Tensor | None = None  # of the rows of a tree, [B, N + 1]
+
+    def call(
+        self,
+        name: str,
+        tokens: Tokens | None = None,
+        *,
+        owner: str = "draft",
+        progress: Progress | None = None,
+        **arguments: Tensor,
+    ) -> tuple[Tensor, ...]:
+        """One captured call; with `tokens` its attention reads and writes the caches of `owner`,
+        with `progress` its recurrent layers read and write their states.
+        """
+        mixers = {} if tokens is None else {"attention": self._attention(tokens, owner)}
+        if tokens is not None and progress is not None:
+            mixers |= recurrent_operators(self.buffers, owner, tokens, progress)
+        outputs = run_fragment(self.ctx.draft[name], arguments, mixers, self._columns(name))
+        if not name.startswith("propose"):
+            return outputs
+        if self._kept_ids is not None and len(outputs) > 1:
+            outputs = (*outputs, self._kept_ids)
+        return (self._draft(*outputs),)
+
+    def _columns(self, name: str) -> Tensor | None:
+        """The columns that a call computes of its last product; None: all.  The head is in the
+        call that proposes, or else in the one before it.
+        """
+        proposals = [call for one, call in self.ctx.draft.items() if one.startswith("propose")]
+        is_apart = any(products(call.graph_module) for call in proposals)
+        return self._kept_ids if name.startswith("propose") or not is_apart else None
+
+    def _draft(self, best_B: Tensor, *offered: Tensor) -> Tensor:
+        """The next draft of each request: the best, or drawn if the request is sampled."""
+        self._num_proposals += 1
+        if not offered or self.ctx.greedy_only:
+            return best_B
+        position_B = self._bonus + self._num_proposals
+        logits_BV, ids_V = offered[0], offered[1] if len(offered) > 1 else None
+        real, whole = self.case.inputs["sampling_RF"], self.case.inputs["sampling_RI"]
+        rows = self.placed.row_index
+        if self.ctx.acceptance.couples_drafts:
+            return draw_reference(logits_BV, best_B, ids_V, rows, position_B, real, whole)
+        (vocab,) = output_widths(self.ctx.target)
+        probs_BV = torch.zeros(len(rows), vocab, dtype=wide_dtype(self.ctx))
+        for request, row in enumerate(rows.tolist()):
+            temperature = float(real[row, layout.TEMPERATURE])
+            if temperature < layout.MIN_TEMPERATURE:
+                probs_BV[request, best_B[request]] = 1
+                continue
+            scale = real[row, layout.TEMPERATURE].to(probs_BV.dtype)
+            own_V = (logits_BV[request].to(probs_BV.dtype) / scale).softmax(-1)
+            for entry, chance in enumerate(own_V):
+                probs_BV[request, entry if ids_V is None else ids_V[entry]] = chance
+        self.probs.append(probs_BV)
+        stream_B = torch.full_like(position_B, layout.STREAM_DRAFT + 8 * self._num_proposals)
+        return draw_weighted_reference(probs_BV, rows, position_B, stream_B, whole)
+
+    def kept_probs(self) -> dict[str, Tensor]:
+        """The rows of `draft_prob_RKV` after the step, if the program has them."""
+        if not (self.probs and self.ctx.acceptance.reads_draft_probs):
+            return {}
+        kept_RKV = self.case.inputs["draft_prob_RKV"].clone()
+        for request, row in enumerate(self.placed.row_index.tolist()):
+            kept_RKV[row] = 0
+            for number, probs_BV in enumerate(self.probs):
+                kept_RKV[row, number] = probs_BV[request]
+        return {"draft_prob_RKV": kept_RKV}
+
+    def grow(
+        self, argument: str, first: Sequence[int], drawn: Sequence[int], follow: Chain
+    ) -> Tensor:
+        """The drafts of a tree, [B, N]; keeps the rows' `parents`.
+
+        Args:
+            argument: what "propose" calls its input; first, drawn: by request, the position of
+                drafts of depth 1 in the drafter, and the one that they are drawn for.
+            follow: that input after a path, run as a chain.
+        """
+        shape, kept, calls = self.ctx.config.tree, self.buffers, list(self.calls)
+        assert shape is not None
+        grown = []
+        for request, row in enumerate(self.state_rows()):
+
+            def best(path: Sequence[int], request: int = request, row: int = row) -> Any:
+                self.buffers = {name: buffer.clone() for name, buffer in kept.items()}
+                places = [
+                    place_tokens(self.config, self.case.inputs, [[row]], [[first[request] + d]])
+                    for d in range(len(path))
+                ]
+                head = follow(self, request, places, path)
+                state_row = int(self.placed.row_index[request])
+                at = drawn[request] + len(path)
+                return rank_tokens(self.ctx, self.case, state_row, at, argument, head)
+
+            grown.append(grow(shape, best))
+        self.buffers = kept
+        self.calls = [*calls, *level_calls(self.ctx, self.case, self.state_rows(), first)]
+        device = self.placed.start.device
+        drafts, parents = zip(*grown, strict=True)
+        self.parents = torch.tensor(parents, dtype=torch.int32, device=device)
+        return torch.tensor(drafts, dtype=torch.int32, device=device)
+
+    def single(self, positions: Sequence[int]) -> Tokens:
+        """One token per request, at these positions; none for requests that commit nothing."""
+        rows = [[row] for row in self.state_rows()]
+        return place_tokens(self.config, self.case.inputs, rows, [[p] for p in positions])
+
+    def state_rows(self) -> list[int]:
+        """The state row of each request of the call, -1 if it commits nothing."""
+        name = "row_B" if self.case.phase == "decode" else "commit_row_R"
+        rows: list[int] = self.case.inputs[name].tolist()
+        return rows
+
+    def progress(self, held: Sequence[int], kept: Sequence[int]) -> Progress:
+        """By request: the tokens in its states, and the position up to which the call's stay."""
+        rows = self.state_rows()
+        return Progress(
+            absorbed=dict(zip(rows, held, strict=True)),
+            committed=dict(zip(rows, kept, strict=True)),
+        )
+
+    def ids(self, tokens: Tensor) -> Tensor:
+        """[B] tokens as [B, 1] ids; PAD, which is not an id, becomes 0."""
+        ids = [[max(token, 0)] for token in tokens.tolist()]
+        return torch.tensor(ids, dtype=torch.int32, device=tokens.device)
+
+    def _attention(self, tokens: Tokens, owner: str) -> Attention:
+        def attend(layer: int, args: tuple[Any, ...]) -> Tensor:
+            query, key, value, *options = args
+            names = [f"cache.{owner}.{layer}.{half}" for half in ("key", "value")]
+            placed, table = self._grouped(tokens, owner, window=int(options[1]))
+            self.calls.append(AttentionCall(cache=names[0], tokens=placed, key=key))
+            key_cache, value_cache = self.buffers[names[0]], self.buffers.get(names[1])
+            result: Tensor = torch.ops.compilespec.paged_attention(
+                query, key, None if value_cache is None else value, key_cache, value_cache,
+                placed.slot, placed.row, placed.position, table, *options, value.shape[3],
+            )  # fmt: skip
+            return result
+
+        return attend
+
+    def _grouped(self, tokens: Tokens, owner: str, *, window: int) -> tuple[Tokens, Tensor]:
+        """The tokens in the KV group of a draft step, and its block table."""
+        sizes = self.ctx.kv_block_sizes
+        if not sizes:
+            return tokens, self.case.inputs["block_table_RM"]
+        group = KVGroup(block_size=sizes[int(owner.removeprefix("draft."))], window=window)
+        table, size = group.table(self.config), group.block_size
+        slots = [
+            [int(table[row, p // size]) * size + p % size if row >= 0 else -1 for row, p in pairs]
+            for pairs in (
+                list(zip(*both, strict=True))
+                for both in zip(tokens.row.tolist(), tokens.position.tolist(), strict=True)
+            )
+        ]
+        slot = torch.tensor(slots, dtype=torch.int32, device=table.device)
+        return dataclasses.replace(tokens, slot=slot), table
+
+
+# What "propose" takes after a path, of one request: its places and tokens, run as a chain.
+Chain = Callable[[Drafts, int, Sequence[Tokens], Sequence[int]], Tensor]
