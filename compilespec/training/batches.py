@@ -79,9 +79,19 @@ def make_batch(samples: Sequence[Sample]) -> Batch:
     return Batch(ids=ids_BT, lengths=lengths, origins=origin_BA)
 
 
-def make_lesson(teacher: Teacher, batch: Batch, draft_ids: Tensor | None, depth: int) -> Lesson:
-    """Run the teacher over a batch, for `depth` draft steps."""
-    aux_BTE, hidden_BTD = teacher.states(batch.ids)
+def make_lesson(
+    teacher: Teacher,
+    batch: Batch,
+    draft_ids: Tensor | None,
+    depth: int,
+    states: tuple[Tensor, Tensor] | None = None,
+) -> Lesson:
+    """What the teacher says of a batch, for `depth` draft steps.
+
+    Args:
+        states: what `teacher.states` gives for it, where that is known.
+    """
+    aux_BTE, hidden_BTD = states or teacher.states(batch.ids)
     width = hidden_BTD.shape[2]
     num_judged = batch.origins.shape[1] + depth - 1
     at_BP = batch.origins[:, :1] + 1 + torch.arange(num_judged, device=batch.ids.device)

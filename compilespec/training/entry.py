@@ -22,6 +22,12 @@ from compilespec.training.method import TrainingMethod
 from compilespec.training.options import TrainOptions
 from compilespec.training.report import Record
 from compilespec.training.state import FILE_NAME, RunState
+from compilespec.training.stored_states import (
+    KeptStates,
+    RecordedStates,
+    StateStore,
+    is_recorded,
+)
 from compilespec.training.teacher import Teacher
 from compilespec.training.trainer import Trainer, num_trained
 
@@ -77,8 +83,8 @@ def train(
 
     Args:
         model: the target, as `compile` takes it.
-        data: a .jsonl or .txt file or a folder of such (see `compilespec.training.data`), or a
-            `Loader`.
+        data: a .jsonl or .txt file or a folder of such (see `compilespec.training.data`), a folder
+            that `spec="save_hidden_states"` wrote, or a `Loader`.
         output: a folder for the drafter; beside it `training/` with state, log, table and plots.
         method: by name, or a `TrainingMethod` of one's own.
         generate: `data` holds prompts; the target answers them first, into output/generated.jsonl.
@@ -104,15 +110,11 @@ def train(
             target, data, output, max_new_tokens, temperatures, listener, backend=options.backend
         )
     teacher = Teacher(_for_teaching(target, model, tokenizer, options))
-    loader = (
-        FileData(
-            data, target.tokenizer,
-            vocab_size=teacher.info.vocab_size, max_length=options.max_length,
-        )
-        if isinstance(data, str | Path)
-        else data
-    )  # fmt: skip
-    trainer = Trainer(target, teacher, taught, loader, output, options, listener.on_record)
+    loader = _load_data(data, target, teacher, options)
+    store: StateStore | None = loader if isinstance(loader, RecordedStates) else None
+    if options.keep_states and store is None:
+        store = KeptStates(output / "training" / "states")
+    trainer = Trainer(target, teacher, taught, loader, output, options, listener.on_record, store)
     if has_state:
         trainer.resume()
     listener.on_plan(plan_of(trainer))
@@ -178,7 +180,31 @@ def plan_of(trainer: Trainer) -> list[str]:
         f"memory beside the model: {trained * 16 / 2**20:.0f} MiB for weights and optimiser, up to "
         f"{(states + probs) / 2**20:.0f} MiB for a step; disk: {trained * 12 / 2**20:.0f} MiB for "
         f"the state, {trained * trainer.target.dtype.itemsize / 2**20:.0f} MiB for the drafter",
+        *_plan_of_states(trainer),
     ]
+
+
+def _plan_of_states(trainer: Trainer) -> list[str]:
+    """What keeping the hidden states takes."""
+    if not isinstance(trainer.store, KeptStates):
+        return []
+    num_tokens = sum(map(len, trainer.learned))
+    return [
+        f"hidden states: up to {num_tokens * trainer.store.row_bytes / 2**20:.0f} MiB of disk for "
+        f"the {num_tokens} tokens that there are now, {trainer.store.row_bytes} bytes each"
+    ]
+
+
+def _load_data(
+    data: str | Path | Loader, target: Target, teacher: Teacher, options: TrainOptions
+) -> Loader:
+    if not isinstance(data, str | Path):
+        return data
+    if is_recorded(Path(data)):
+        return RecordedStates(Path(data))
+    return FileData(
+        data, target.tokenizer, vocab_size=teacher.info.vocab_size, max_length=options.max_length
+    )
 
 
 def _for_teaching(

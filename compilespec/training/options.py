@@ -78,6 +78,10 @@ class TrainOptions:
     dtype: str | None = None
     """Of the target while training; None: float32 on the CPU, else as stored."""
 
+    keep_states: bool = False
+    """Keep the target's hidden states on disk, in bfloat16: the target then runs once a sequence,
+    instead of once an epoch."""
+
     compiled: bool = False
     """Run forward and backward through torch.compile: worth it for long runs."""
 

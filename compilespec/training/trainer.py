@@ -31,6 +31,7 @@ from compilespec.training.options import TrainOptions
 from compilespec.training.report import Facts, Record, write_reports
 from compilespec.training.state import FILE_NAME as STATE
 from compilespec.training.state import RunState, load_state, restore, save_state
+from compilespec.training.stored_states import StateStore
 from compilespec.training.teacher import Teacher
 
 LOG, FINISH = "log.jsonl", "finish"
@@ -48,10 +49,11 @@ class Trainer:
         output: Path,
         options: TrainOptions,
         on_record: Callable[[Record, RunState], object] = lambda record, run: None,
+        store: StateStore | None = None,
     ) -> None:
         self.target, self.teacher, self.method = target, teacher, method
         self.loader, self.output, self.options = loader, output, options
-        self.on_record = on_record
+        self.on_record, self.store = on_record, store
         self.folder = output / "training"
         self.learned, self.judged = self._split(None)
         counts = count_tokens(self.learned, teacher.info.vocab_size)
@@ -59,7 +61,10 @@ class Trainer:
         self.optimizer = MuonAdamW(
             self.drafter.named_parameters(), adam_names=method.slow_parameters(self.drafter)
         )
-        teacher.tap(method.aux_layers(self.drafter), compiled=options.compiled)
+        aux_layers = method.aux_layers(self.drafter)
+        teacher.tap(aux_layers, compiled=options.compiled)
+        if store is not None:
+            store.open(teacher, aux_layers)
         if options.compiled:
             method.compile_steps()
         self.run = RunState()
@@ -107,7 +112,8 @@ class Trainer:
         rate = options.learning_rate * run.schedule.factor(run.step, options.warmup_steps)
         batch = make_batch(samples).to(self.teacher.info.device)
         ids = self.method.draft_ids(self.drafter)
-        lesson = make_lesson(self.teacher, batch, ids, options.depth)
+        states = self.store.of(samples) if self.store is not None else None
+        lesson = make_lesson(self.teacher, batch, ids, options.depth, states)
         result = self.method.losses(self.drafter, lesson, options.depth)
         steps = torch.arange(len(result.losses), device=result.losses.device)
         weights = options.step_decay**steps

@@ -1,0 +1,142 @@
+"""Hidden states on disk: the same lessons, and the target runs once a sequence."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import compilespec
+from compilespec import SamplingParams
+from compilespec.errors import CheckpointError, InvalidOption
+from compilespec.methods.capabilities import FINAL_NORM
+from compilespec.tracing.load import load_target
+from compilespec.training import trainer
+from compilespec.training.data import Sample
+from compilespec.training.entry import train
+from compilespec.training.stored_states import KeptStates, RecordedStates
+from compilespec.training.teacher import Teacher
+from tests.support.training import quick_options, tiny_teacher, written_by
+
+AUX = (2, 3, 4)
+SAMPLES = (
+    Sample(token_ids=(1, 2, 3, 4, 5), start=2),
+    Sample(token_ids=(7, 8, 9), start=1),
+    Sample(token_ids=(5, 4, 3, 2, 1, 6, 7), start=3),
+)
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return tiny_teacher()
+
+
+@pytest.fixture(scope="module")
+def teacher(model: Any) -> Teacher:
+    made = Teacher(load_target(model))
+    made.tap(AUX)
+    return made
+
+
+@pytest.fixture(autouse=True)
+def _no_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = trainer.Acceptance(overall=1.5, by_domain={}, num_prompts=1, num_steps=1)
+    monkeypatch.setattr(trainer, "measure", lambda *args: found)
+
+
+def opened(folder: Path, teacher: Teacher) -> KeptStates:
+    store = KeptStates(folder)
+    store.open(teacher, AUX)
+    return store
+
+
+def test_kept_states_are_the_teachers_in_bfloat16(teacher, tmp_path, monkeypatch):
+    store = opened(tmp_path, teacher)
+    store.of(SAMPLES[:2])
+    aux, last = store.of(SAMPLES)  # two known, one new
+    for row, sample in enumerate(SAMPLES):
+        alone = teacher.states(torch.tensor([sample.token_ids]))
+        for found, expected in zip((aux, last), alone, strict=True):
+            mine = found[row, : len(sample)]
+            torch.testing.assert_close(mine, expected[0].bfloat16().float(), rtol=2**-7, atol=1e-6)
+            assert not found[row, len(sample) :].any()
+    monkeypatch.setattr(teacher, "states", None)  # a call would raise
+    again = opened(tmp_path, teacher).of(SAMPLES)
+    assert all(one.equal(other) for one, other in zip(again, (aux, last), strict=True))
+
+
+def test_what_a_killed_process_left_is_cut_off(teacher, tmp_path):
+    expected = opened(tmp_path, teacher).of(SAMPLES)
+    index, rows = tmp_path / "index.jsonl", tmp_path / "rows.bin"
+    index.write_text("".join(index.read_text().splitlines(keepends=True)[:-1]) + '{"sam')
+    rows.write_bytes(rows.read_bytes() + b"half a row")
+    store = opened(tmp_path, teacher)
+    assert rows.stat().st_size == sum(map(len, SAMPLES[:2])) * store.row_bytes
+    assert all(a.equal(b) for a, b in zip(store.of(SAMPLES), expected, strict=True))
+
+
+def test_other_states_and_a_file_that_ends_early_are_refused(teacher, tmp_path):
+    opened(tmp_path, teacher).of(SAMPLES)
+    with pytest.raises(InvalidOption, match="another output folder"):
+        KeptStates(tmp_path).open(teacher, (1, 2, 3))
+    store = opened(tmp_path, teacher)
+    (tmp_path / "rows.bin").write_bytes(b"")
+    with pytest.raises(CheckpointError, match="ends before what its index says"):
+        store.of(SAMPLES)
+
+
+def test_the_target_runs_once_a_sequence(model, tmp_path, monkeypatch):
+    data = written_by(model, tmp_path / "written.jsonl")
+    seen = []
+    real = Teacher.states
+    monkeypatch.setattr(
+        Teacher, "states", lambda self, ids: [seen.append(len(ids)), real(self, ids)][1]
+    )
+    lengths = {}
+    for name, keep in (("fly", False), ("kept", True)):
+        seen.clear()
+        options = quick_options(steps=16, batch_tokens=256, keep_states=keep)
+        train(model, data, tmp_path / name, options=options)
+        lengths[name] = sum(seen)
+    log = [
+        [json.loads(line)["loss"] for line in (tmp_path / name / "training/log.jsonl").open()]
+        for name in lengths
+    ]
+    assert lengths["kept"] < 24 < lengths["fly"]  # several epochs
+    torch.testing.assert_close(torch.tensor(log[1]), torch.tensor(log[0]), rtol=1e-2, atol=0)
+
+
+def test_a_folder_of_saved_states_is_data(model, tmp_path):
+    folder = tmp_path / "saved"
+    layers = {"aux_layers": AUX, "last_hidden": "post_norm"}
+    with compilespec.compile(
+        model, "save_hidden_states", output_dir=folder, backend="eager", max_batch_size=2,
+        max_seq_len=32, **layers,
+    ) as engine:  # fmt: skip
+        outputs = engine.generate([[1, 2, 3], [9, 8]], SamplingParams(max_new_tokens=8))
+    data = RecordedStates(folder)
+    teacher = Teacher(load_target(model))
+    teacher.tap((*AUX, FINAL_NORM)[:3])
+    data.open(teacher, AUX)
+    written = {one.prompt_token_ids[0]: one for one in outputs}
+    for sample in data.samples():
+        output = written[sample.token_ids[0]]
+        whole = (*output.prompt_token_ids, *output.token_ids)
+        assert sample.token_ids == whole[: len(sample)]
+        assert sample.start == len(output.prompt_token_ids)
+        for found, expected in zip(
+            data.of([sample]), teacher.states(torch.tensor([sample.token_ids])), strict=True
+        ):
+            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    with pytest.raises(InvalidOption, match="the drafter reads"):
+        RecordedStates(folder).open(teacher, (1, 2, 3))
+
+
+def test_states_before_the_norm_are_refused(tmp_path):
+    index = {"format": "compilespec hidden states 1", "last_hidden": "pre_norm", "shards": []}
+    (tmp_path / "index.json").write_text(json.dumps(index))
+    with pytest.raises(InvalidOption, match="last_hidden='post_norm'"):
+        RecordedStates(tmp_path)
