@@ -10,6 +10,7 @@ Source: Li et al. 2025 (EAGLE-3).
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, cast
 
@@ -59,19 +60,11 @@ class Eagle3Training(TrainingMethod):
         return cast(Eagle3Drafter, drafter).draft_ids
 
     def losses(self, drafter: nn.Module, lesson: Lesson, depth: int) -> StepLosses:
-        head, batch = cast(Eagle3Drafter, drafter), lesson.batch
-        ids, losses, rights = head.draft_ids, [], []
-        right_BA = torch.ones(batch.origins.shape, device=batch.origins.device)
-        for step, hidden in enumerate(self._unroll(head, lesson.aux, batch, depth)):
-            probs, best = lesson.judge(step)
-            weight_BA = batch.weights(step)
-            total, chosen_BA = self._cost(hidden, head.norm, head.lm_head.weight, probs, weight_BA)
-            count = weight_BA.sum().clamp_min(1)
-            target_ids = chosen_BA if ids is None else ids[chosen_BA]
-            right_BA = right_BA * (target_ids == best) * weight_BA
-            losses.append(total / count)
-            rights.append(right_BA.sum() / count)
-        return StepLosses(losses=torch.stack(losses), right=torch.stack(rights))
+        head = cast(Eagle3Drafter, drafter)
+        outputs = self._unroll(head, lesson.aux, lesson.batch, depth)
+        return judge(
+            lesson, outputs, head.norm, head.lm_head.weight, head.draft_ids, cost=self._cost
+        )
 
     def save(self, drafter: nn.Module, directory: Path, dtype: torch.dtype, layout: str) -> None:
         stored = copy.deepcopy(drafter).to(dtype)
@@ -106,6 +99,29 @@ class Eagle3Training(TrainingMethod):
             if head.config.norm_output:
                 hidden = head.norm(hidden)
         return outputs
+
+
+def judge(
+    lesson: Lesson,
+    outputs: Iterable[Tensor],
+    norm: nn.Module,
+    head: Tensor,
+    draft_ids: Tensor | None = None,
+    cost: Callable[..., tuple[Tensor, Tensor]] | None = None,
+) -> StepLosses:
+    """What the hidden states [B, A, D] of the draft steps cost, one step after the other."""
+    batch, losses, rights = lesson.batch, [], []
+    right_BA = torch.ones(batch.origins.shape, device=batch.origins.device)
+    for step, hidden in enumerate(outputs):
+        probs, best = lesson.judge(step)
+        weight_BA = batch.weights(step)
+        total, chosen_BA = (cost or step_cost)(hidden, norm, head, probs, weight_BA)
+        count = weight_BA.sum().clamp_min(1)
+        target_ids = chosen_BA if draft_ids is None else draft_ids[chosen_BA]
+        right_BA = right_BA * (target_ids == best) * weight_BA
+        losses.append(total / count)
+        rights.append(right_BA.sum() / count)
+    return StepLosses(losses=torch.stack(losses), right=torch.stack(rights))
 
 
 def project(
@@ -196,35 +212,51 @@ def head_config(info: TargetInfo, options: TrainOptions) -> Eagle3Config:
         raise InvalidOption(
             f"draft_vocab_size must be at most the target's {info.vocab_size}; got {rows}"
         )
-    if not info.kv_layers:
-        raise DraftMismatch("the target has no attention layers to take the head's shape from")
-    kv = info.kv_layers[0]
-    given = info.config.get_text_config() if hasattr(info.config, "get_text_config") else None
-    num_heads = getattr(given, "num_attention_heads", None) or kv.num_heads
     aux, source = _aux_layers(info.num_layers)
+    sizes = layer_sizes(info, options)
     return Eagle3Config(
         layout="safeailab",
         body="llama",
         hidden_size=info.hidden_size,
         target_hidden_size=info.hidden_size,
-        intermediate_size=options.intermediate_size
-        or getattr(given, "intermediate_size", None)
-        or 4 * info.hidden_size,
+        intermediate_size=sizes["intermediate_size"],
         num_layers=1,
-        num_heads=num_heads,
-        num_kv_heads=kv.num_heads if num_heads % kv.num_heads == 0 else num_heads,
-        head_dim=kv.key_dim,
+        num_heads=sizes["num_attention_heads"],
+        num_kv_heads=sizes["num_key_value_heads"],
+        head_dim=sizes["head_dim"],
         vocab_size=info.vocab_size,
         draft_vocab_size=rows,
-        rms_norm_eps=getattr(given, "rms_norm_eps", None) or 1e-5,
+        rms_norm_eps=sizes["rms_norm_eps"],
         hidden_act="silu",
         max_position_embeddings=info.max_seq_len or 4096,
-        rope=(("rope_theta", _theta(given)), ("rope_type", "default")),
+        rope=(("rope_theta", sizes["rope_theta"]), ("rope_type", "default")),
         has_d2t=rows < info.vocab_size,
         aux_layers=aux,
         aux_source=source,
         num_draft_tokens=options.num_draft_tokens,
     )
+
+
+def layer_sizes(info: TargetInfo, options: TrainOptions) -> dict[str, Any]:
+    """A llama layer of the target's own shape, by the names of transformers' config.
+
+    Raises: DraftMismatch if the target has no attention to take it from.
+    """
+    if not info.kv_layers:
+        raise DraftMismatch("the target has no attention layers to take the head's shape from")
+    kv = info.kv_layers[0]
+    given = info.config.get_text_config() if hasattr(info.config, "get_text_config") else None
+    num_heads = getattr(given, "num_attention_heads", None) or kv.num_heads
+    return {
+        "intermediate_size": options.intermediate_size
+        or getattr(given, "intermediate_size", None)
+        or 4 * info.hidden_size,
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": kv.num_heads if num_heads % kv.num_heads == 0 else num_heads,
+        "head_dim": kv.key_dim,
+        "rms_norm_eps": getattr(given, "rms_norm_eps", None) or 1e-5,
+        "rope_theta": _theta(given),
+    }
 
 
 def _aux_layers(num_layers: int) -> tuple[tuple[int, ...], str]:

@@ -19,6 +19,7 @@ from compilespec.training.draft_model import DraftModelTraining
 from compilespec.training.eagle3 import Eagle3Training
 from compilespec.training.generation import GENERATED, Generated, generate_answers
 from compilespec.training.method import TrainingMethod
+from compilespec.training.mtp_eagle import MtpEagleTraining
 from compilespec.training.options import TrainOptions
 from compilespec.training.report import Record
 from compilespec.training.state import FILE_NAME, RunState
@@ -34,6 +35,7 @@ from compilespec.training.trainer import Trainer, num_trained
 METHODS: Mapping[str, type[TrainingMethod]] = {
     "eagle3": Eagle3Training,
     "draft_model": DraftModelTraining,
+    "mtp_eagle": MtpEagleTraining,
 }
 
 

@@ -1,0 +1,165 @@
+"""Training of one MTP module that drafts every token, on the module that the engine runs.
+
+Each draft step runs the block on the output of the one before.  Its attention sees what the
+drafter's cache would hold: the first step's keys of the same and earlier rows, and the later steps'
+keys of its own row.
+
+Source: DeepSeek-V3 report, section 2.2, with the training-time test of Li et al. 2025 (EAGLE-3).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from compilespec.methods.mtp.drafter import MtpDrafter
+from compilespec.methods.mtp.module import MtpStep
+from compilespec.methods.mtp.random_modules import random_modules
+from compilespec.tracing.target_info import TargetInfo
+from compilespec.training.batches import Batch, Lesson
+from compilespec.training.eagle3 import INITIAL_STD, judge, layer_sizes
+from compilespec.training.method import StepLosses, TrainingMethod
+from compilespec.training.options import TrainOptions
+
+ATTENTION = "compilespec_training"  # in transformers' attention registry
+
+
+class MtpEagleTraining(TrainingMethod):
+    """A module of one llama layer of the target's shape, with the target's embedding and head."""
+
+    spec = "mtp_eagle"
+
+    def create(self, info: TargetInfo, counts: Tensor, options: TrainOptions) -> nn.Module:
+        sizes = layer_sizes(info, options)
+        drafter = random_modules(info, 1, recycled=True, **sizes).float()
+        step = cast(MtpStep, drafter.steps[0])
+        for holder, tensor in ((step.embed_tokens, info.embedding), (step.lm_head, info.lm_head)):
+            holder.share(tensor.detach().float())
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(options.seed)
+            initialise(step)
+        register_attention()
+        drafter.config.block._attn_implementation = ATTENTION
+        return drafter.requires_grad_(True).to(info.device)
+
+    def aux_layers(self, drafter: nn.Module) -> tuple[int, ...]:
+        return cast(MtpDrafter, drafter).aux_layers
+
+    def draft_ids(self, drafter: nn.Module) -> Tensor | None:
+        return None
+
+    def losses(self, drafter: nn.Module, lesson: Lesson, depth: int) -> StepLosses:
+        step = cast(MtpStep, cast(MtpDrafter, drafter).steps[0])
+        outputs = unroll(step, lesson.aux, lesson.batch, depth)
+        return judge(lesson, outputs, nn.Identity(), step.lm_head.weight)
+
+    def save(self, drafter: nn.Module, directory: Path, dtype: torch.dtype, layout: str) -> None:
+        """DeepSeek's names, which every reader of MTP modules knows; `layout` has no other."""
+        config = cast(MtpDrafter, drafter).config.block
+        raw = config.to_dict() | {
+            "architectures": ["LlamaForCausalLMMTP"],
+            "num_nextn_predict_layers": 1,
+            "dtype": str(dtype).removeprefix("torch."),
+        }
+        prefix = f"model.layers.{config.num_hidden_layers}."
+        tensors = {
+            prefix + _published(name): tensor.detach().to("cpu", dtype).contiguous().clone()
+            for name, tensor in cast(MtpDrafter, drafter).steps[0].named_parameters()
+            if tensor.requires_grad
+        }
+        text = json.dumps(raw, indent=2, sort_keys=True, default=str)
+        (directory / "config.json").write_text(f"{text}\n", encoding="utf-8")
+        save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+
+
+def _published(name: str) -> str:
+    return f"shared_head.{name}" if name == "norm.weight" else name.removeprefix("block.")
+
+
+def initialise(step: MtpStep) -> None:
+    """Norms of ones, small matrices, and a projection that hands the hidden state through."""
+    for name, parameter in step.named_parameters():
+        if parameter.ndim == 1:
+            nn.init.ones_(parameter)
+        else:
+            inner = name.endswith(("o_proj.weight", "down_proj.weight"))
+            nn.init.normal_(parameter, std=INITIAL_STD / 2**0.5 if inner else INITIAL_STD)
+    width = step.config.hidden_size
+    with torch.no_grad():
+        step.eh_proj.weight[:, -width:] += torch.eye(width)
+
+
+def unroll(step: MtpStep, hidden_BTD: Tensor, batch: Batch, depth: int) -> Iterator[Tensor]:
+    """The head's input [B, A, D] of every draft step of every origin."""
+    every_T = torch.arange(batch.ids.shape[1], device=batch.ids.device).expand(batch.ids.shape)
+    at_BA = batch.origins.clamp_max(batch.ids.shape[1] - 1)
+    index = at_BA[..., None].expand(-1, -1, hidden_BTD.shape[2])
+    with unrolled_attention():
+        for number in range(depth):
+            head_input_BTD, hidden_BTD = step(
+                batch.ids_at(every_T + 1 + number), every_T + number, hidden_BTD
+            )
+            yield head_input_BTD.gather(1, index)
+
+
+# --- attention ---
+
+_seen: list[tuple[Tensor, Tensor]] | None = None  # keys and values of the steps so far
+
+
+@contextmanager
+def unrolled_attention() -> Iterator[None]:
+    """Inside, a call of the attention is the next draft step of the same rows."""
+    global _seen
+    _seen = []
+    try:
+        yield
+    finally:
+        _seen = None
+
+
+def register_attention() -> None:
+    """Make it known to transformers."""
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(ATTENTION, _attend)
+
+
+def _attend(
+    module: nn.Module,
+    query_BNTH: Tensor,
+    key_BNTH: Tensor,
+    value_BNTH: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """transformers' attention contract: [B, N, T, H] in, ([B, T, N, H], weights) out."""
+    scale = query_BNTH.shape[-1] ** -0.5 if scaling is None else scaling
+    group = query_BNTH.shape[1] // key_BNTH.shape[1]
+    key, value = (x.repeat_interleave(group, 1) for x in (key_BNTH, value_BNTH))
+    before = [] if _seen is None else list(_seen)
+    if _seen is not None:
+        _seen.append((key, value))
+    if not before:
+        out = F.scaled_dot_product_attention(query_BNTH, key, value, is_causal=True, scale=scale)
+        return out.transpose(1, 2), None
+    query, own = query_BNTH * scale, [*before[1:], (key, value)]
+    first_key, first_value = before[0]
+    length = query.shape[2]
+    future = torch.ones(length, length, dtype=torch.bool, device=query.device).triu(1)
+    score = (query @ first_key.mT).masked_fill(future, float("-inf"))
+    single = [(query * one).sum(-1, keepdim=True) for one, _ in own]
+    weight = torch.softmax(torch.cat([score, *single], -1), -1)
+    out = weight[..., :length] @ first_value
+    for place, (_, own_value) in enumerate(own):
+        out = out + weight[..., length + place : length + place + 1] * own_value
+    return out.transpose(1, 2), None
