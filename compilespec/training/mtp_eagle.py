@@ -160,6 +160,6 @@ def _attend(
     single = [(query * one).sum(-1, keepdim=True) for one, _ in own]
     weight = torch.softmax(torch.cat([score, *single], -1), -1)
     out = weight[..., :length] @ first_value
-    for place, (_, own_value) in enumerate(own):
-        out = out + weight[..., length + place : length + place + 1] * own_value
+    for place, pair in enumerate(own):
+        out = out + weight[..., length + place : length + place + 1] * pair[1]
     return out.transpose(1, 2), None

@@ -65,9 +65,8 @@ def recorded(name: str) -> dict[str, dict[str, Any]]:
     }
 
 
-@pytest.mark.parametrize("name", [name for name in STEPS if name != "moe, sm_90"])
+@pytest.mark.parametrize("name", STEPS)
 def test_recorded_steps_are_within_bounds(name: str) -> None:
-    """Experts on sm_90 were recorded with an option that cost three launches a layer."""
     for step, record in recorded(name).items():
         assert record["faults"] == []
         if step != "replay":
