@@ -27,8 +27,8 @@ FLOORS = (
     ("quantization", "passes", "reference_ops"),
     ("runtime",),
     ("metrics", "inspect"),
-    ("pipeline", "serving"),
-    ("training",),
+    ("pipeline",),
+    ("serving", "training"),
     ("__init__",),  # the package's face: hands names on
     ("cli",),
     ("__main__",),
@@ -126,7 +126,11 @@ def test_every_module_can_be_imported_first(files):
         "def works(name):\n"
         "    child = os.fork()\n"
         "    if not child:\n"
-        "        importlib.import_module(name)\n"
+        "        try:\n"
+        "            importlib.import_module(name)\n"
+        "        except ModuleNotFoundError as error:\n"
+        "            if error.name != 'ray':  # an extra that development does not need\n"
+        "                raise\n"
         "        os._exit(0)\n"
         "    return os.waitpid(child, 0)[1] == 0\n"
         "print([name for name in sys.argv[1:] if not works(name)])\n"

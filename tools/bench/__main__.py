@@ -31,6 +31,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         "--sampling", action="store_true", help="step times of greedy and sampled requests"
     )
     mode.add_argument("--load", action="store_true", help="minutes of load on the demo")
+    mode.add_argument("--serving", action="store_true", help="what HTTP costs, against the engine")
     parser.add_argument("--minutes", type=float, default=10, help="minutes of --load")
     parser.add_argument("--model", default="demo", help="a checkpoint directory, or demo")
     parser.add_argument(
@@ -58,6 +59,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
             "compile-cost": options.compile_cost,
             "adaptive": options.adaptive,
             "load": options.load,
+            "serving": options.serving,
             "sampling": options.sampling,
         }
         options.name = next((kind for kind, chosen in kinds.items() if chosen), "speed")
@@ -89,6 +91,8 @@ def main(arguments: list[str] | None = None) -> int:
         from tools.bench.adaptive import run
     elif options.load:
         from tools.bench.load import run
+    elif options.serving:
+        from tools.bench.serving import run
     elif options.sampling:
         from tools.bench.sampling import run
     else:

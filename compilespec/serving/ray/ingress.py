@@ -1,0 +1,142 @@
+"""The deployment that takes HTTP: it reads and checks a request and passes it on to a replica."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from typing import Any
+
+import orjson
+from ray.exceptions import RayActorError
+from ray.serve.exceptions import BackPressureError
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Message, Receive, Scope, Send
+
+from compilespec.serving.errors import ApiError, server_error, timed_out
+from compilespec.serving.events import unless_left
+from compilespec.serving.guard import Guard
+from compilespec.serving.options import ServerOptions
+from compilespec.serving.ray.messages import Forwarded, is_stream
+from compilespec.serving.ray.prefixes import prompt_keys
+
+logger = logging.getLogger("compilespec.serving")
+
+
+class Ingress:
+    """Args: replicas: the handle of the engines' deployment."""
+
+    def __init__(self, replicas: Any, options: ServerOptions) -> None:
+        self._replicas = replicas.options(stream=True)
+        self._options = options
+        self._guard = Guard(self._forward, options, lambda path, status, seconds: None)
+
+    async def __call__(self, request: Request) -> Response:
+        return _Answer(self._guard)
+
+    async def _forward(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """ASGI.  Raises: ApiError where nothing was sent yet; ClientGone."""
+        request = Request(scope, receive)
+        forwarded = await _read(request)
+        relay = _Relay(send)
+        answer = self._replicas.answer.remote(forwarded)
+        try:
+            await unless_left(request, relay.run(answer, self._options.request_timeout_s))
+        except Exception as error:
+            told = _told(error, self._options)
+            if told is None:
+                raise
+            await relay.end(told)
+        finally:
+            answer.cancel()  # nothing where it has ended
+
+
+class _Answer(Response):
+    """Hands Ray's ASGI on to an application."""
+
+    def __init__(self, app: Any) -> None:
+        super().__init__()
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._app(scope, receive, send)
+
+
+class _Relay:
+    """Sends what a replica answers, and if it ends in the midst of it, that."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self._start: Message | None = None
+        self._is_whole = False
+
+    async def run(self, answer: Any, limit_s: float) -> None:
+        async with asyncio.timeout(limit_s), contextlib.aclosing(aiter_of(answer)) as batches:
+            async for batch in batches:
+                for message in batch:
+                    await self._pass_on(message)
+
+    async def end(self, error: ApiError) -> None:
+        """Raises: the error, where nothing was sent yet."""
+        if self._start is None:
+            raise error
+        if self._is_whole:
+            return
+        if not is_stream(self._start):
+            raise error  # the connection is cut: what came is no answer
+        body = b"data: " + orjson.dumps(error.body) + b"\n\ndata: [DONE]\n\n"
+        await self._send({"type": "http.response.body", "body": body, "more_body": False})
+
+    async def _pass_on(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self._start = message
+        await self._send(message)
+        self._is_whole = message["type"] == "http.response.body" and not message.get("more_body")
+
+
+async def aiter_of(answer: Any) -> Any:
+    """Ray's generators have no `aclose`."""
+    async for batch in answer:
+        yield batch
+
+
+async def _read(request: Request) -> Forwarded:
+    body = await request.body()  # which the guard has read
+    client = request.scope.get("client")
+    return Forwarded(
+        method=request.method,
+        path=request.url.path,
+        query=request.scope.get("query_string", b""),
+        headers=tuple((bytes(name), bytes(value)) for name, value in request.scope["headers"]),
+        body=body,
+        client=None if client is None else (str(client[0]), int(client[1])),
+        keys=prompt_keys(body) if request.method == "POST" else (),
+    )
+
+
+def _told(error: Exception, options: ServerOptions) -> ApiError | None:
+    """What a client is told of a failed call; None: it is not one."""
+    if isinstance(error, RayActorError):
+        logger.warning("a replica ended with a request: %s", error)
+        return ApiError(
+            503,
+            "the replica that was answering has ended, and this request with it; send it again",
+            kind="service_unavailable_error",
+            code="replica_lost",
+            retry_after=1,
+        )
+    if isinstance(error, BackPressureError):
+        return ApiError(
+            429,
+            "all replicas are busy, and as many requests wait as may; try again later",
+            kind="rate_limit_error",
+            code="queue_full",
+            retry_after=1,
+        )
+    if isinstance(error, TimeoutError):
+        return timed_out(options.request_timeout_s)
+    if type(error).__module__.startswith("ray."):
+        logger.error("a call of a replica failed", exc_info=error)
+        return server_error()
+    return None
