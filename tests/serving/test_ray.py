@@ -217,6 +217,17 @@ def test_a_replica_that_is_taken_away_ends_what_it_has(cluster: Cluster) -> None
         time.sleep(0.2)
 
 
+def test_the_config_file_is_one() -> None:
+    import yaml
+    from ray.serve.schema import ServeDeploySchema
+
+    from compilespec.serving.ray import build
+
+    text = (Path(__file__).resolve().parents[2] / "examples" / "ray_serve.yaml").read_text()
+    found = ServeDeploySchema.model_validate(yaml.safe_load(text))
+    assert isinstance(build(found.applications[0].args), serve.Application)
+
+
 def test_options_are_checked_and_handed_on() -> None:
     from compilespec.serving.ray import build
     from compilespec.serving.ray.deploy import Arguments, _engine_options, _server_options
