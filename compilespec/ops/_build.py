@@ -1,7 +1,7 @@
 """Compile the C++ CPU kernels with the system compiler, once per machine, and load them.
 
-One compiler run builds all `*/kernel.cpp` into one shared library, cached under a hash of
-everything that it depends on: sources, torch, compiler, flags, CPU features.  A process that finds
+All `*/kernel.cpp` become one shared library, built by a few compilers side by side, cached under a
+hash of everything that it depends on: sources, torch, compiler, flags, CPU features.  A process that finds
 the file only loads it (a few ms), after checking its seal: the library's hash, appended after its
 last byte, which the dynamic loader ignores.  Loading a truncated file would kill the process with
 SIGBUS.
@@ -17,6 +17,9 @@ import subprocess
 import tempfile
 import threading
 import warnings
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -115,26 +118,58 @@ def _compile(path: Path) -> None:
         raise RuntimeError("no C++ compiler found (CXX, g++, clang++)")
     path.parent.mkdir(parents=True, exist_ok=True)
     torch_dir = Path(torch.__file__).parent
-    with tempfile.TemporaryDirectory(dir=path.parent, prefix="build-") as folder:
-        unit = Path(folder) / "kernels.cpp"
-        unit.write_text(
-            "".join(f'#include "{source}"\n' for source in _sources() if source.suffix == ".cpp")
-        )
-        result = Path(folder) / path.name
+    with (
+        _only_builder(path),
+        tempfile.TemporaryDirectory(dir=path.parent, prefix="build-") as folder,
+    ):
+        if _is_whole(path):  # another process has built it meanwhile
+            return
         include = torch_dir / "include"
-        command = [compiler, *_flags(), *_LINK_FLAGS, "-I", str(_OPS), "-isystem", str(include)]
-        command += [
-            "-isystem",
-            str(include / "torch" / "csrc" / "api" / "include"),
-            str(unit),
-            "-c",
-        ]
-        _run([*command, "-o", str(unit.with_suffix(".o"))])
+        headers = [_OPS, include, include / "torch" / "csrc" / "api" / "include"]
+        command = [compiler, *_flags(), *_LINK_FLAGS, "-I", str(headers[0])]
+        command += [word for header in headers[1:] for word in ("-isystem", str(header))]
+        units = _write_units(Path(folder))
+        with ThreadPoolExecutor(len(units)) as pool:
+            jobs = ([*command, str(u), "-c", "-o", str(u.with_suffix(".o"))] for u in units)
+            list(pool.map(_run, jobs))
+        result = Path(folder) / path.name
         libraries = ["-L", str(torch_dir / "lib"), "-ltorch_cpu", "-lc10"]
-        _run([compiler, "-shared", str(unit.with_suffix(".o")), "-o", str(result), *libraries])
+        objects = [str(unit.with_suffix(".o")) for unit in units]
+        _run([compiler, "-shared", *objects, "-o", str(result), *libraries])
         with result.open("ab") as file:
             file.write(_seal(result.read_bytes()))
         os.replace(result, path)
+
+
+def _write_units(folder: Path) -> list[Path]:
+    """Files that include the kernels between them, one for each of up to four processors.
+
+    Torch's headers take as long as a kernel, so a unit a kernel would cost twice the work.
+    """
+    count = min(os.cpu_count() or 1, 4)
+    units: list[list[Path]] = [[] for _ in range(count)]
+    kernels = [source for source in _sources() if source.suffix == ".cpp"]
+    for kernel in sorted(kernels, key=lambda source: -source.stat().st_size):
+        min(units, key=lambda unit: sum(one.stat().st_size for one in unit)).append(kernel)
+    files = []
+    for number, unit in enumerate(units):
+        file = folder / f"kernels{number}.cpp"
+        file.write_text("".join(f'#include "{kernel}"\n' for kernel in unit))
+        files.append(file)
+    return files
+
+
+@contextmanager
+def _only_builder(path: Path) -> Iterator[None]:
+    """Waits while another process builds the same library; elsewhere than on POSIX, both build."""
+    try:
+        import fcntl
+    except ImportError:
+        yield
+        return
+    with path.with_suffix(".lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def _run(command: list[str]) -> None:

@@ -263,6 +263,25 @@ def test_a_damaged_library_is_built_again_and_not_loaded(tmp_path, monkeypatch):
         assert [num_builds(), num_builds()] == [number, number]
 
 
+def test_compilers_share_the_kernels_and_two_processes_build_once(tmp_path, monkeypatch):
+    commands = []
+
+    def build(command):
+        commands.append(command)
+        Path(command[command.index("-o") + 1]).write_bytes(b"built")
+
+    monkeypatch.setattr(_build, "_run", build)
+    monkeypatch.setattr(_build.os, "cpu_count", lambda: 3)
+    library = tmp_path / "kernels" / "library.so"
+    _build._compile(library)
+    assert len(commands) == 3 + 1  # and the linker
+    _build._compile(library)  # as a process that waited for the first does
+    assert len(commands) == 4
+    units = _build._write_units(tmp_path)
+    included = [line.split('"')[1] for unit in units for line in unit.read_text().splitlines()]
+    assert sorted(included) == [str(one) for one in _build._sources() if one.suffix == ".cpp"]
+
+
 def test_falls_back_to_the_reference_without_a_compiler(tmp_path):
     script = (
         "import warnings, torch\n"
