@@ -1,10 +1,10 @@
 """Compile the C++ CPU kernels with the system compiler, once per machine, and load them.
 
-All `*/kernel.cpp` become one shared library, built by a few compilers side by side, cached under a
-hash of everything that it depends on: sources, torch, compiler, flags, CPU features.  A process that finds
-the file only loads it (a few ms), after checking its seal: the library's hash, appended after its
-last byte, which the dynamic loader ignores.  Loading a truncated file would kill the process with
-SIGBUS.
+All `*/kernel.cpp` become one shared library, built by a few compilers side by side and cached under
+a hash of everything that it depends on: sources, torch, compiler, flags, CPU features.  A process
+that finds the file only loads it (a few ms), after checking its seal: the library's hash, appended
+after its last byte, which the dynamic loader ignores.  Loading a truncated file would kill the
+process with SIGBUS.
 """
 
 from __future__ import annotations

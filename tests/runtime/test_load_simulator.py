@@ -153,8 +153,8 @@ def site():
 
 @pytest.mark.parametrize(
     ("count", "seed"),
-    [(150, 1), pytest.param(2000, 2, marks=pytest.mark.slow)],
-    ids=["150", "2000"],
+    [(80, 1), pytest.param(2000, 2, marks=pytest.mark.slow)],
+    ids=["80", "2000"],
 )
 def test_a_day_of_traffic(site, count, seed):
     engine, oracle = site
