@@ -4,6 +4,7 @@
 # make fuzz    random traffic against plain decoding;  FUZZ_FLAGS="--minutes 20 --seed 7"
 # make lint    ruff, formatting, mypy
 # make accept-snapshots    take the graphs as they are now for tests/snapshots
+# make bench-real    speeds on that model, beside transformers and llama.cpp
 # make bench   speeds, after the outputs were checked;  BENCH_FLAGS="--help" says what else it can do
 # Needs Python 3.11 or 3.12 with its headers, make and g++.  PYTHON=... picks an interpreter, VENV=... a place.
 
@@ -19,7 +20,7 @@ BENCH_FLAGS ?=
 TRAIN_FLAGS ?=
 FUZZ_FLAGS ?=
 
-.PHONY: demo install test test-slow test-gpu test-real smollm2 fuzz accept-snapshots lint format bench first-token milestone train-demo clean distclean
+.PHONY: demo install test test-slow test-gpu test-real smollm2 fuzz accept-snapshots lint format bench bench-real first-token milestone train-demo clean distclean
 
 demo: $(STAMP)
 	$(VENV)/bin/compilespec generate --model demo --spec eagle3 --compare
@@ -78,6 +79,9 @@ format: $(STAMP)
 
 bench: $(STAMP)
 	$(PY) -m tools.bench $(BENCH_FLAGS)
+
+bench-real: smollm2
+	$(PY) -m tools.bench.real $(BENCH_FLAGS)
 
 first-token: $(STAMP)
 	$(PY) -m tools.bench --first-token $(BENCH_FLAGS)

@@ -29,11 +29,15 @@ LAYER_TENSORS = {
 
 
 class LlamaCppWay:
-    """Greedy decoding by llama.cpp, batch 1: one `eval` per token, argmax outside."""
+    """Greedy decoding by llama.cpp, batch 1: one `eval` per token, argmax outside.
+
+    Args:
+        kind: of the matrices, such as "Q8_0" or "Q4_1" of GGUF; None: the model's own dtype.
+    """
 
     max_batch_size = 1
 
-    def __init__(self, setup: Setup, name: str) -> None:
+    def __init__(self, setup: Setup, name: str, kind: str | None = None) -> None:
         try:
             import gguf  # noqa: F401
             import llama_cpp
@@ -43,7 +47,7 @@ class LlamaCppWay:
         self.max_new_tokens = setup.max_new_tokens
         self.folder = tempfile.TemporaryDirectory(prefix="compilespec-bench-")
         path = Path(self.folder.name) / "model.gguf"
-        write_gguf(setup.model, path)
+        write_gguf(setup.model, path, kind)
         config: Any = setup.model.config
         self.llama: Any = llama_cpp.Llama(
             model_path=str(path),
@@ -78,8 +82,8 @@ class LlamaCppWay:
         self.folder.cleanup()
 
 
-def write_gguf(model: Any, path: Path) -> None:
-    """Write a Llama-architecture model as GGUF.
+def write_gguf(model: Any, path: Path, kind: str | None = None) -> None:
+    """Write a Llama-architecture model as GGUF, its matrices in one of GGUF's kinds.
 
     Raises:
         Unavailable: another architecture, or a feature (biases, rope scaling) not written here.
@@ -112,7 +116,7 @@ def write_gguf(model: Any, path: Path) -> None:
     state: dict[str, Tensor] = model.state_dict()
     heads = {"self_attn.q_proj": config.num_attention_heads}
     heads["self_attn.k_proj"] = config.num_key_value_heads
-    _add(writer, "token_embd.weight", state["model.embed_tokens.weight"])
+    _add(writer, "token_embd.weight", state["model.embed_tokens.weight"], kind)
     for layer in range(config.num_hidden_layers):
         for source, name in LAYER_TENSORS.items():
             if f"model.layers.{layer}.{source}.bias" in state:
@@ -120,10 +124,10 @@ def write_gguf(model: Any, path: Path) -> None:
             weight = state[f"model.layers.{layer}.{source}.weight"]
             if source in heads:
                 weight = _interleave_rope(weight, heads[source])
-            _add(writer, f"blk.{layer}.{name}.weight", weight)
+            _add(writer, f"blk.{layer}.{name}.weight", weight, kind)
     _add(writer, "output_norm.weight", state["model.norm.weight"])
     if not config.tie_word_embeddings:
-        _add(writer, "output.weight", state["lm_head.weight"])
+        _add(writer, "output.weight", state["lm_head.weight"], kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -137,12 +141,15 @@ def _interleave_rope(weight_ND: Tensor, num_heads: int) -> Tensor:
     return halves.transpose(1, 2).reshape(rows, columns)
 
 
-def _add(writer: Any, name: str, weight: Tensor) -> None:
+def _add(writer: Any, name: str, weight: Tensor, kind: str | None = None) -> None:
     import gguf
 
     weight = weight.detach().cpu()
     if weight.ndim == 1:  # llama.cpp wants norms in float32
         writer.add_tensor(name, weight.float().numpy())
+    elif kind is not None:
+        number = gguf.GGMLQuantizationType[kind]
+        writer.add_tensor(name, gguf.quantize(weight.float().numpy(), number), raw_dtype=number)
     elif weight.dtype == torch.bfloat16:
         writer.add_tensor(
             name,

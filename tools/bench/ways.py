@@ -94,7 +94,14 @@ class TransformersWay:
 class CompilespecWay:
     """compilespec through its public API, on the same directory."""
 
-    def __init__(self, setup: Setup, name: str, spec: str, num_draft_tokens: int | None) -> None:
+    def __init__(
+        self,
+        setup: Setup,
+        name: str,
+        spec: str,
+        num_draft_tokens: int | None,
+        quantize: str | None = None,
+    ) -> None:
         import compilespec
 
         self.name = name
@@ -104,11 +111,13 @@ class CompilespecWay:
             "backend": setup.backend,
             "enable_prefix_caching": False,  # the others compute every prompt again, too
         }
-        optional = {"max_seq_len": setup.max_seq_len, "dtype": setup.dtype}
+        optional = {
+            "max_seq_len": setup.max_seq_len, "dtype": setup.dtype, "quantize": quantize,
+        }  # fmt: skip
         keywords |= {name: value for name, value in optional.items() if value is not None}
         if num_draft_tokens is not None:
             keywords["num_draft_tokens"] = num_draft_tokens
-            if setup.draft is not None:
+            if setup.draft is not None and spec not in ("ngram", "suffix"):
                 keywords["draft"] = str(setup.draft)
         self.engine: Any = compilespec.compile(str(setup.model_dir), spec=spec, **keywords)
         self.params = compilespec.SamplingParams(

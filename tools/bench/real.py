@@ -1,0 +1,265 @@
+"""Speeds on a real public model: SmolLM2-135M-Instruct, as `make smollm2` writes it.
+
+    python -m tools.bench.real            written to results/real.json
+
+Eight prompts of four kinds through the chat template, every way by turns: compilespec plain, with
+n-grams and with the trained head, in bfloat16 and with quantized weights; transformers; llama.cpp
+where llama-cpp-python and gguf are installed.  Outputs are checked first: those in bfloat16 against
+transformers' own logits, quantized ones against plain decoding with the same weights.  Prefill is
+timed apart, as the first token of a long prompt.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from tools.bench import gates, report
+from tools.bench.check import Checker
+from tools.bench.measure import interleave
+from tools.bench.speed import generate, load_model, make_batches
+from tools.bench.ways import CompilespecWay, Setup, TransformersWay, Unavailable, Way
+from tools.real_models import SMOLLM2
+
+PROMPTS = Path(__file__).with_name("real_prompts.json")
+HEAD = Path(__file__).resolve().parents[2] / "drafts" / "smollm2-135m-instruct-eagle3"
+PREFILL_TOKENS = 1500
+BF16 = "bf16"
+# Ratios that the head is to reach at batch 1, over the fastest of the others.
+GOALS = {
+    ("eagle3", ""): {"compilespec none": 1.5, "llama.cpp": 1.6},
+    ("eagle3", "int8"): {"llama.cpp Q8_0": 1.4},
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contestant:
+    """A way to make, and the weights it decodes with: ways of one kind are compared."""
+
+    name: str
+    weights: str
+    make: Callable[[str], Way]
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Exit status: 1 if tokens are wrong or a program recompiled; a missed goal is printed."""
+    options = parse(arguments)
+    torch.set_num_threads(options.threads)
+    console = Console(width=None if sys.stdout.isatty() else 140)
+    model = load_model(options.model, "bfloat16")
+    prompts = read_prompts(options.model, options.num_prompts)
+    setup = Setup(
+        model_dir=options.model, model=model, max_new_tokens=options.max_new_tokens,
+        max_batch_size=max(options.batch), num_threads=options.threads,
+        draft=options.draft if options.draft.is_dir() else None, max_seq_len=2048,
+    )  # fmt: skip
+    ways, skipped = build(contestants(setup, options.num_draft_tokens), options.only, console)
+    result: dict[str, Any] = {
+        "benchmark": "real", **report.environment(), "skipped": skipped,
+        "prompt_tokens": {name: len(ids) for name, ids in prompts.items()},
+    }  # fmt: skip
+    try:
+        result["outputs"] = check(ways, prompts, options.batch, Checker(model))
+        wrong = [name for name, found in result["outputs"].items() if not found["right"]]
+        if wrong:
+            console.print(f"[red]wrong tokens from {', '.join(wrong)}; no speed is printed[/]")
+            return 1
+        result["speeds"] = {
+            size: time_batch(ways, prompts, size, options.rounds) for size in options.batch
+        }
+        result["prefill"] = time_prefill(ways, prompts, setup, options.rounds)
+    finally:
+        for _, way in ways:
+            way.close()
+    print_tables(console, result)
+    console.print(f"written to {report.write_json(options.name, result)}")
+    summaries = [one for by_way in result["speeds"].values() for one in by_way.values()]
+    return int(any(one.get("num_recompiles") for one in summaries))
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m tools.bench.real")
+    parser.add_argument("--model", type=Path, default=SMOLLM2, help="(default: %(default)s)")
+    parser.add_argument("--draft", type=Path, default=HEAD, help="the EAGLE-3 head")
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 8])
+    parser.add_argument("--num-draft-tokens", type=int, nargs="+", default=[2, 3, 4], metavar="K")
+    parser.add_argument("--max-new-tokens", type=int, default=128)
+    parser.add_argument("--num-prompts", type=int, default=8)
+    parser.add_argument("--rounds", type=int, default=2, help="how often each prompt is timed")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--only", nargs="+", help="only ways whose name contains one of these")
+    parser.add_argument("--name", default="real", help="results/NAME.json")
+    return parser.parse_args(arguments)
+
+
+def read_prompts(model_dir: Path, count: int) -> dict[str, list[int]]:
+    """Name -> token ids, a user's message through the chat template."""
+    from transformers import AutoTokenizer
+
+    tokenizer: Any = AutoTokenizer.from_pretrained(model_dir, local_files_only=True)
+    texts = json.loads(PROMPTS.read_text(encoding="utf-8"))
+    return {
+        name: [
+            int(one)
+            for one in tokenizer.apply_chat_template(
+                [{"role": "user", "content": text}], add_generation_prompt=True, return_dict=False
+            )
+        ]
+        for name, text in list(texts.items())[:count]
+    }
+
+
+def contestants(setup: Setup, draft_tokens: Sequence[int]) -> list[Contestant]:
+    """transformers first: the reference of what decodes in bfloat16."""
+    from tools.bench.llama_cpp import LlamaCppWay
+
+    ours = partial(_compilespec, setup)
+    batch = setup.max_batch_size
+    found = [
+        Contestant(
+            name=gates.EAGER, weights=BF16, make=lambda name: TransformersWay(setup, name, batch)
+        ),
+        Contestant(
+            name=gates.LOOKUP, weights=BF16,
+            make=lambda name: TransformersWay(setup, name, 1, prompt_lookup_num_tokens=3),
+        ),
+        Contestant(name="llama.cpp", weights=BF16, make=lambda name: LlamaCppWay(setup, name)),
+        Contestant(
+            name="llama.cpp Q8_0", weights="Q8_0",
+            make=lambda name: LlamaCppWay(setup, name, "Q8_0"),
+        ),
+        Contestant(
+            name="llama.cpp Q4_1", weights="Q4_1",
+            make=lambda name: LlamaCppWay(setup, name, "Q4_1"),
+        ),
+    ]  # fmt: skip
+    for weights, quantize in ((BF16, None), ("int8", "int8"), ("int4", "int4")):
+        suffix = "" if quantize is None else f" {quantize}"
+        found.append(ours(f"compilespec none{suffix}", weights, "none", None, quantize))
+        found.append(ours(f"compilespec ngram K=4{suffix}", weights, "ngram", 4, quantize))
+        for k in draft_tokens if quantize is None else draft_tokens[:1]:
+            found.append(ours(f"compilespec eagle3 K={k}{suffix}", weights, "eagle3", k, quantize))
+    return found
+
+
+def _compilespec(
+    setup: Setup, name: str, weights: str, spec: str, k: int | None, quantize: str | None
+) -> Contestant:
+    def make(name: str) -> Way:
+        if spec == "eagle3" and setup.draft is None:
+            raise Unavailable("there is no head; give --draft")
+        return CompilespecWay(setup, name, spec, k, quantize)
+
+    return Contestant(name=name, weights=weights, make=make)
+
+
+def build(
+    wanted: Sequence[Contestant], only: Sequence[str] | None, console: Console
+) -> tuple[list[tuple[str, Way]], dict[str, str]]:
+    """The ways that run here, with the weights of each, and why the others do not."""
+    ways, skipped = [], {}
+    for one in wanted:
+        if only and one.name != gates.EAGER and not any(part in one.name for part in only):
+            continue
+        try:
+            ways.append((one.weights, one.make(one.name)))
+        except Unavailable as reason:
+            skipped[one.name] = str(reason)
+            console.print(f"skipped {one.name}: {reason}")
+    return ways, skipped
+
+
+def check(
+    ways: Sequence[tuple[str, Way]],
+    prompts: dict[str, list[int]],
+    batches: Sequence[int],
+    checker: Checker,
+) -> dict[str, dict[str, Any]]:
+    """Run every way on every prompt, which warms it up; what it wrote, judged."""
+    reference = {name: ways[0][1].generate([ids])[0] for name, ids in prompts.items()}
+    plain: dict[str, dict[str, list[int]]] = {}
+    found = {}
+    for weights, way in ways:
+        written = {name: way.generate([ids])[0] for name, ids in prompts.items()}
+        for size in batches:
+            if 1 < size <= way.max_batch_size:
+                for group in make_batches(list(prompts), size):
+                    way.generate([prompts[name] for name in group])
+        if weights == BF16:
+            judged = [
+                checker.compare(way.name, 1, name, prompts[name], tokens, reference[name])
+                for name, tokens in written.items()
+            ]
+            right = all(one.ok for one in judged)
+            same = sum(one.first_difference is None for one in judged)
+        else:
+            expected = plain.setdefault(weights, written)
+            same = sum(written[name] == expected[name] for name in written)
+            right = same == len(written)
+        found[way.name] = {"right": right, "identical": same, "of": len(written)}
+    return found
+
+
+def time_batch(
+    ways: Sequence[tuple[str, Way]], prompts: dict[str, list[int]], size: int, rounds: int
+) -> dict[str, dict[str, Any]]:
+    inputs = [[prompts[name] for name in group] for group in make_batches(list(prompts), size)]
+    running = [way for _, way in ways if size <= way.max_batch_size]
+    samples = interleave(
+        {way.name: partial(generate, way, inputs) for way in running}, len(inputs),
+        rounds if size == 1 else rounds * 2,
+    )  # fmt: skip
+    return {way.name: {**samples[way.name].summary(), **way.stats()} for way in running}
+
+
+def time_prefill(
+    ways: Sequence[tuple[str, Way]], prompts: dict[str, list[int]], setup: Setup, rounds: int
+) -> dict[str, dict[str, Any]]:
+    """Tokens of a long prompt a second: its whole call less the rate of the tokens after it."""
+    endless = [one for ids in prompts.values() for one in ids] * 4
+    long, short = endless[:PREFILL_TOKENS], endless[:8]
+    found = {}
+    for way in (way for _, way in ways):
+        way.generate([long])
+        calls = {
+            "long": partial(generate, way, [[long]]),
+            "short": partial(generate, way, [[short]]),
+        }
+        samples = interleave(calls, 1, rounds)
+        ms = min(samples["long"].ms) - min(samples["short"].ms)
+        found[way.name] = {"prompt_tokens": len(long), "tokens_per_s": len(long) / ms * 1e3}
+    return found
+
+
+def print_tables(console: Console, result: dict[str, Any]) -> None:
+    for size, summaries in result["speeds"].items():
+        report.print_speeds(console, size, summaries, gates.EAGER)
+    table = Table(title=f"prompt of {PREFILL_TOKENS} tokens: tokens per second")
+    table.add_column("way")
+    table.add_column("tokens/s", justify="right")
+    for name, row in result["prefill"].items():
+        table.add_row(name, f"{row['tokens_per_s']:,.0f}")
+    console.print(table)
+    speeds = {n: s["tokens_per_s"]["p50"] for n, s in result["speeds"].get(1, {}).items()}
+    for (first, last), over in GOALS.items():
+        mine = [rate for name, rate in speeds.items() if first in name and name.endswith(last)]
+        if not last:
+            mine = [rate for name, rate in speeds.items() if first in name and "int" not in name]
+        for other, ratio in over.items():
+            if mine and other in speeds:
+                found = max(mine) / speeds[other]
+                console.print(f"{first} {last}: {found:.2f} x {other} (goal {ratio:.1f})")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
