@@ -24,6 +24,7 @@ IN_API_WORDS = (
     (r"\bmax_new_tokens\b", "max_tokens"),
     (r"\bmin_new_tokens\b", "min_tokens"),
     (r"\bguide\b(?=:| needs)", "response_format"),
+    (r"^Choice: ", "response_format: "),
     (r"compile with (?:a )?max_seq_len", "start the server with --max-seq-len"),
     (r"compile with kv_cache_tokens", "start the server with --kv-cache-tokens"),
     (
@@ -145,6 +146,10 @@ def in_api_words(message: str) -> str:
 def validation_error(errors: list[Any]) -> ApiError:
     """Of the first thing that pydantic finds wrong."""
     first = errors[0]
+    if first["loc"][:1] == ("prompt",) and len(first["loc"]) > 1:  # of the first of its forms
+        return bad_request(
+            "prompt: expected a text, token ids, or a list of either, of one kind", param="prompt"
+        )
     place = ".".join(str(part) for part in first["loc"])
     what = str(first["msg"]).removeprefix("Value error, ")
     return bad_request(f"{place}: {what}" if place else what, param=place or None)

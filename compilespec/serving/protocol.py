@@ -6,10 +6,17 @@ Unknown fields are refused, so that nothing that was asked is passed over.
 from __future__ import annotations
 
 import difflib
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, Self, TypeVar
 
 import orjson
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    model_validator,
+)
 from starlette.requests import Request
 
 from compilespec.serving.errors import bad_request, validation_error
@@ -124,6 +131,12 @@ class ChatRequest(Sampling):
 
     # Ours.
     chat_template_kwargs: dict[str, Any] | None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.top_logprobs and not self.logprobs:
+            raise ValueError("top_logprobs needs logprobs: true; give it, too")
+        return self
 
     @property
     def wants_logprobs(self) -> int | None:

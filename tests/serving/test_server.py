@@ -233,6 +233,14 @@ BAD: dict[str, tuple[str, Any, int, str]] = {
     "tool": (CHAT, {"messages": HELLO, "tools": [{"type": "x"}]}, 400, "^tools: expected"),
     "choice without tools": (CHAT, {"messages": HELLO, "tool_choice": "required"}, 400, "no tools"),
     "priority": (COMPLETIONS, {"prompt": "x", "priority": "high"}, 400, "^priority: "),
+    "prompt of two kinds": (COMPLETIONS, {"prompt": ["x", 1]}, 400, "^prompt: expected a text"),
+    "top without logprobs": (CHAT, {"messages": HELLO, "top_logprobs": 2}, 400, "^top_logprobs"),
+    "no choice": (
+        CHAT,
+        {"messages": HELLO, "response_format": {"type": "choice", "choice": []}},
+        400,
+        "^response_format: expected a sequence",
+    ),
     "both": ("/tokenize", {"prompt": "x", "messages": HELLO}, 400, "give one of them"),
 }  # fmt: skip
 
