@@ -16,9 +16,16 @@ from tools.bench import report, serving
 from tools.bench.__main__ import main
 from tools.serving import evals, loads
 
-pytestmark = pytest.mark.slow
+
+def test_the_committed_scores_are_equal() -> None:
+    file = Path(report.__file__).with_name("results") / "lm-eval.json"
+    found = json.loads(file.read_text(encoding="utf-8"))
+    assert found["differences"] == []
+    assert found["largest_difference"] <= evals.TOLERANCE
+    assert found["ways"]["none"] == found["ways"]["eagle3"]
 
 
+@pytest.mark.slow
 def test_lm_eval_scores_are_those_of_its_own_backend_and_of_no_speculation() -> None:
     pytest.importorskip("lm_eval")
     options = argparse.Namespace(
@@ -30,6 +37,7 @@ def test_lm_eval_scores_are_those_of_its_own_backend_and_of_no_speculation() -> 
     assert all(way["scores"]["documents"] > 1 for way in found["ways"].values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tool", ["guidellm", "aiperf"])
 def test_load_tools_find_every_request_answered(tool: str) -> None:
     if importlib.util.find_spec(tool) is None or shutil.which(
@@ -47,6 +55,7 @@ def test_load_tools_find_every_request_answered(tool: str) -> None:
         assert found["accepted_drafts"] > 0 < found["rejected_drafts"]
 
 
+@pytest.mark.slow
 def test_what_http_costs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(report, "RESULTS_DIR", tmp_path)
     monkeypatch.setattr(serving, "MAX_LOSS", 1.0)
