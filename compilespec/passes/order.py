@@ -33,7 +33,7 @@ from compilespec.passes.splice_draft_loop import num_drafter_passes, splice_draf
 from compilespec.passes.split_argmax import split_argmax
 from compilespec.passes.tap_hidden_states import tap_hidden_states
 from compilespec.passes.trees import verifies_tree
-from compilespec.passes.trim_draft_head import trim_draft_head
+from compilespec.passes.trim_draft_head import num_proposals, trim_draft_head
 
 _DRAFT_LOOP = Pass(
     run=splice_draft_loop,
@@ -48,7 +48,7 @@ _DRAFT_LOOP = Pass(
 _TRIM = Pass(
     run=trim_draft_head,
     after=("splice_draft_loop",),
-    matches=lambda ctx: None if ctx.draft_ids is None else ctx.config.num_draft_tokens or None,
+    matches=lambda ctx: None if ctx.draft_ids is None else num_proposals(ctx) or None,
     looks_for="argmaxes over the drafter's head",
     near=("argmax", "linear"),
     ensures=(contracts.DRAWN_BY_ID,),

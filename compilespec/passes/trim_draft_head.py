@@ -14,6 +14,7 @@ from torch.nn import functional
 from compilespec.errors import NotSupported
 from compilespec.passes.cleanup import drop_unused_inputs
 from compilespec.passes.context import PassContext
+from compilespec.passes.draft_loops import LOOPS
 from compilespec.passes.graph import add_weight, emit
 from compilespec.passes.narrow_rows import ELEMENTWISE
 from compilespec.passes.rows import take_rows
@@ -42,7 +43,7 @@ def trim_draft_head(gm: fx.GraphModule, ctx: PassContext) -> int:
     heads = {path.product.args[1] for path in paths if path.choices}
     choices = [node for path in paths for node in path.choices]
     lost = [node.name for node in gm.graph.nodes if _is_proposal(node) and node not in choices]
-    if lost or len(choices) != ctx.config.num_draft_tokens:
+    if lost or len(choices) != num_proposals(ctx):
         raise NotSupported(
             "draft_vocab_size= needs a drafter whose draft is the argmax over a product with its "
             f"head; {lost[0] if lost else 'a proposal'} of spec={ctx.capabilities.name!r} is none: "
@@ -54,6 +55,12 @@ def trim_draft_head(gm: fx.GraphModule, ctx: PassContext) -> int:
             _trim(gm, ctx, path, table)
     drop_unused_inputs(gm, ctx)
     return len(choices)
+
+
+def num_proposals(ctx: PassContext) -> int:
+    """Calls of the drafter that propose, in a graph."""
+    count = ctx.config.num_draft_tokens
+    return min(count, 1) if LOOPS[ctx.capabilities.kind].proposes_at_once else count
 
 
 @dataclass
@@ -213,8 +220,11 @@ def _carries(node: fx.Node, source: fx.Node, ctx: PassContext) -> bool:
     """Whether each column of the result is computed from that column, and numbers of its row."""
     if node.target in ("softmax", torch.softmax, functional.softmax):
         return argument(node, 1, "dim") == -1
+    if node.target == "unflatten":
+        return node.args[1] == 0
     if node.target in _MOVES:  # dimensions 0 and 1, before the last
-        rank, dims = len(shape_of(source) or (0, 0, 0)), node.args[1:]
+        dims = node.args[1:2] if node.target == "select" else node.args[1:]
+        rank = len(shape_of(source) or (0, 0, 0))
         return rank > 2 and bool(dims) and all(dim in (0, 1) for dim in dims)
     if node.target == "view_as":
         return node.args[0] is source and node.args[1] is source
@@ -233,5 +243,5 @@ def _is_narrow(node: fx.Node, ctx: PassContext) -> bool:
     return not shape or shape[-1] == 1
 
 
-_MOVES = ("squeeze", "unsqueeze", "transpose")
+_MOVES = ("squeeze", "unsqueeze", "transpose", "select")
 _ENDS: Mapping[str, Any] = {"choices": _is_choice, "draws": _is_draw, "pads": _is_pad}

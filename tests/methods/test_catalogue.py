@@ -17,6 +17,7 @@ from compilespec.methods import mtp
 from compilespec.methods.eagle3 import random_head, save_head
 from compilespec.methods.recycled import RecycledDrafter
 from tests.support.models import Ask, ask_all, target_info, tiny_target
+from tests.support.seen_drafts import drafts_by_tokens
 from tests.support.windowed import fresh_drafts
 
 SIZES = ((5, 18), (23, 25), (2, 30))
@@ -33,21 +34,7 @@ def target() -> tuple[nn.Module, list[Ask]]:
 
 
 def drafts_by_length(engine: Any, asks: list[Ask]) -> dict[tuple[int, ...], list[int]]:
-    """Every (request's tokens so far) -> the K drafts in its state row; checks the tokens."""
-    params = [SamplingParams(max_new_tokens=len(a.tokens), ignore_eos=True) for a in asks]
-    requests = [engine.submit(list(a.prompt), p) for a, p in zip(asks, params, strict=True)]
-    found = {}
-    while engine.has_work:
-        engine.step()
-        for request in requests:
-            if request.row >= 0 and request.output_token_ids:
-                tokens = (*request.prompt_token_ids, *request.output_token_ids)
-                state = engine._executor.buffers["tokens_RS"][request.row].tolist()
-                if len(tokens) + len(state) < MAX_SEQ_LEN:
-                    found[tokens] = state[1:]
-    for request, ask in zip(requests, asks, strict=True):
-        assert request.output_token_ids == list(ask.tokens)
-    return found
+    return drafts_by_tokens(engine, asks, MAX_SEQ_LEN)
 
 
 @pytest.mark.parametrize(("own_embedding", "rows"), [(True, None), (False, 61)])

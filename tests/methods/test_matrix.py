@@ -48,6 +48,7 @@ CHOSEN = {
     "mtp_multi": ("plain", 3),
     "shared_kv": ("gemma2", 1),
     "draft_model": ("phi3", 1),
+    "peagle": ("qwen3", 3),
     "suffix": ("qwen3", 3),
     "ngram": ("olmo2", 8),
     "user": ("gpt_neox", 5),

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from compilespec.methods import eagle, eagle3, mtp, shared_kv
+from compilespec.methods import eagle, eagle3, mtp, peagle, shared_kv
 from compilespec.tracing.load import Target
 from compilespec.tracing.target import trace_target
 from compilespec.tracing.target_info import TargetInfo, describe_target
@@ -49,6 +49,9 @@ METHODS: dict[str, Callable[[nn.Module, Any, int], dict[str, Any]]] = {
     },
     "shared_kv": lambda model, info, k: {"draft": shared_kv.random_drafter(info)},
     "draft_model": lambda model, info, k: {"draft": noisy(model)},
+    "peagle": lambda model, info, k: {
+        "draft": peagle.random_head(info, aux_layers=(0, 1, 2), draft_vocab_size=61, num_layers=2)
+    },
     "suffix": lambda model, info, k: {"num_past_texts": 3},
     "ngram": lambda model, info, k: {"max_ngram": 2},
     "user": lambda model, info, k: {"draft": repeating(k)},

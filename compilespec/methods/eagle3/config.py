@@ -121,6 +121,7 @@ def normalise(
     aux_ids_are: AuxIdsAre = "auto",
     aux_layers: Sequence[int] | None = None,
     norm_before_residual: bool | None = None,
+    kind: str = "eagle3",
 ) -> Eagle3Config:
     """Read config.json and the tensors' names and shapes into one `Eagle3Config`.
 
@@ -131,12 +132,13 @@ def normalise(
         aux_ids_are: what the ids in the config mean: hs indices, or layers whose OUTPUT is tapped.
         aux_layers: hs indices that replace whatever the config says.
         norm_before_residual: replaces the config's value.
+        kind: speculators' name of the head's kind.
     Raises:
         CheckpointError: the config is incomplete or contradicts the tensors.
         NotSupported: a body, rope type or variant that is not built; the message names it.
         DraftMismatch: no aux ids in the config, and the target has too few layers for the default.
     """
-    head = read_format(raw)
+    head = read_format(raw, kind)
     check_supported(head, shapes)
     layer = body_config(head.body, head.body_fields)
     target_width = positive(

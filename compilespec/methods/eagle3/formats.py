@@ -64,23 +64,27 @@ class HeadFormat:
         return any(bool(self.flag(key)) for key in keys)
 
 
-def read_format(raw: Mapping[str, Any]) -> HeadFormat:
-    """Read a config.json of any format.  Raises: CheckpointError, NotSupported."""
+def read_format(raw: Mapping[str, Any], kind: str = "eagle3") -> HeadFormat:
+    """Read a config.json of any format, of a head of speculators' `kind`.
+
+    Raises: CheckpointError, NotSupported.
+    """
     is_speculators = "speculators_model_type" in raw
     return HeadFormat(
         layout="speculators" if is_speculators else "safeailab",
-        body_fields=_speculators_body(raw) if is_speculators else raw,
+        body_fields=_speculators_body(raw, kind) if is_speculators else raw,
         flag_places=(raw, raw.get("eagle_config") or {}),
         architectures=_architectures(raw),
         num_draft_tokens=_num_draft_tokens(raw),
     )
 
 
-def _speculators_body(raw: Mapping[str, Any]) -> Mapping[str, Any]:
-    kind = raw["speculators_model_type"]
-    if kind != "eagle3":
+def _speculators_body(raw: Mapping[str, Any], kind: str) -> Mapping[str, Any]:
+    given = raw["speculators_model_type"]
+    if given != kind:
         raise NotSupported(
-            f"speculators_model_type {kind!r} is not built; eagle3 loads 'eagle3' only"
+            f"speculators_model_type {given!r}: {kind} loads {kind!r} only; give spec={given!r} if "
+            "that is a method"
         )
     body_fields = raw.get("transformer_layer_config")
     if not isinstance(body_fields, Mapping):

@@ -43,23 +43,33 @@ def load_drafter(
         CheckpointError, DraftMismatch, InvalidOption, NotSupported.
     """
     if isinstance(draft, Drafter):
-        if options:
-            raise InvalidOption(
-                f"{', '.join(sorted(options))}: only for checkpoints, got a Drafter module"
-            )
-        check_drafter(draft, target)
-        return draft
-    if isinstance(draft, nn.Module):
-        source, raw, tensors = f"draft module {type(draft).__name__}", *_take_apart(draft)
-    elif isinstance(draft, str | Path):
-        source, raw, tensors = str(draft), read_config(draft), read_tensors(draft)
-    else:
-        raise InvalidOption(
-            f"draft: expected a directory or an nn.Module, got {type(draft).__name__}"
-        )
+        return adopt(draft, target, options)
+    source, raw, tensors = read_head(draft)
     drafter = _build(source, raw, tensors, target, options)
     logger.info("%s: %s", source, drafter.describe())
     return drafter
+
+
+def adopt(drafter: Drafter, target: TargetInfo, options: Mapping[str, Any]) -> Drafter:
+    """A drafter as it is, checked.  Raises: DraftMismatch, InvalidOption."""
+    if options:
+        raise InvalidOption(
+            f"{', '.join(sorted(options))}: only for checkpoints, got a Drafter module"
+        )
+    check_drafter(drafter, target)
+    return drafter
+
+
+def read_head(draft: str | Path | nn.Module) -> tuple[str, dict[str, Any], dict[str, Tensor]]:
+    """Where a head comes from, its config and its tensors, by the drafter module's names.
+
+    Raises: CheckpointError, DraftMismatch, InvalidOption.
+    """
+    if isinstance(draft, nn.Module):
+        return f"draft module {type(draft).__name__}", *_take_apart(draft)
+    if isinstance(draft, str | Path):
+        return str(draft), read_config(draft), canonical_names(read_tensors(draft))
+    raise InvalidOption(f"draft: expected a directory or an nn.Module, got {type(draft).__name__}")
 
 
 def check_drafter(drafter: Drafter, target: TargetInfo) -> None:
@@ -171,10 +181,8 @@ def _take_apart(module: nn.Module) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Config and tensors of a transformers-like module."""
     config: Any = getattr(module, "config", None)
     raw = config.to_dict() if hasattr(config, "to_dict") else config
-    tensors = drop_training_only(module.state_dict())
-    if not isinstance(raw, Mapping) or "layers.0.hidden_norm.weight" not in canonical_names(
-        tensors
-    ):
+    tensors = canonical_names(drop_training_only(module.state_dict()))
+    if not isinstance(raw, Mapping) or "layers.0.hidden_norm.weight" not in tensors:
         raise DraftMismatch(
             f"draft module {type(module).__name__}: expected a compilespec Drafter, or a module "
             "with .config and an EAGLE-3 state_dict (fc, midlayer.* or layers.0.*, norm, lm_head)"
@@ -189,19 +197,30 @@ def _build(
     target: TargetInfo,
     options: Mapping[str, Any],
 ) -> Eagle3Drafter:
-    tensors = canonical_names(tensors)
     shapes = {name: tensor.shape for name, tensor in tensors.items()}
     config = normalise(raw, shapes, target.num_layers, **options)
+    with torch.device("meta"):
+        drafter = Eagle3Drafter(config)
+    fill_head(drafter, tensors, target, source=source)
+    return drafter
+
+
+def fill_head(
+    drafter: Eagle3Drafter, tensors: dict[str, Tensor], target: TargetInfo, *, source: str
+) -> None:
+    """Give a drafter on the meta device the tensors of a checkpoint, by its own names, and share
+    the target's.
+
+    Raises: CheckpointError, DraftMismatch.
+    """
+    config = drafter.config
     check_sizes(config, target)
     t2d = tensors.pop("t2d", None)
     if "d2t" in tensors:
         check_d2t(tensors["d2t"], t2d, config.draft_vocab_size, config.vocab_size)
-    with torch.device("meta"):
-        drafter = Eagle3Drafter(config)
     place(tensors, target)
     shared = _shared(config, tensors, target)
     fill(drafter, tensors, shared, source=source, device=target.device)
-    return drafter
 
 
 def place(tensors: dict[str, Tensor], target: TargetInfo) -> None:

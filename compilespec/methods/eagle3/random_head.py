@@ -39,17 +39,20 @@ def random_head(
         InvalidOption: an unknown field, or an invalid vocabulary or body.
         DraftMismatch: fields that contradict the target.
     """
-    if body not in BODIES:
-        raise not_one_of("random_head: body", body, BODIES)
     rows = target.vocab_size if draft_vocab_size is None else draft_vocab_size
-    if not 1 <= rows <= target.vocab_size:
-        raise InvalidOption(
-            f"random_head: draft_vocab_size must be 1..{target.vocab_size}, got {rows}"
-        )
-    config = random_config(target, rows, body, fields)
-    check_sizes(config, target)
     with torch.device("meta"):
-        drafter = Eagle3Drafter(config)
+        drafter = Eagle3Drafter(random_config(target, rows, body, fields))
+    fill_randomly(drafter, target, seed)
+    return drafter
+
+
+def fill_randomly(drafter: Eagle3Drafter, target: TargetInfo, seed: int) -> None:
+    """Give a drafter on the meta device random tensors, and those that it shares with the target.
+
+    Raises: DraftMismatch.
+    """
+    config = drafter.config
+    check_sizes(config, target)
     generator = torch.Generator().manual_seed(seed)
     tensors = {
         name: like if target.device.type == "meta" else random_tensor(name, like.shape, generator)
@@ -57,6 +60,7 @@ def random_head(
         if name != "d2t"
     }
     if config.has_d2t:
+        rows = config.draft_vocab_size
         kept = torch.randperm(target.vocab_size, generator=generator)[:rows].sort().values
         tensors["d2t"] = kept - torch.arange(rows)
     place(tensors, target)
@@ -66,7 +70,6 @@ def random_head(
     if not config.own_lm_head:
         shared["lm_head.weight"] = target.lm_head
     fill(drafter, tensors, shared, source="random head", device=target.device)
-    return drafter
 
 
 def spread_aux_layers(num_target_layers: int) -> tuple[int, ...]:
@@ -80,6 +83,12 @@ def spread_aux_layers(num_target_layers: int) -> tuple[int, ...]:
 
 def random_config(target: TargetInfo, rows: int, body: str, fields: dict[str, Any]) -> Eagle3Config:
     """Sizes that fit the target; `fields` replace the defaults.  Raises: InvalidOption."""
+    if body not in BODIES:
+        raise not_one_of("random_head: body", body, BODIES)
+    if not 1 <= rows <= target.vocab_size:
+        raise InvalidOption(
+            f"random_head: draft_vocab_size must be 1..{target.vocab_size}, got {rows}"
+        )
     width = int(fields.get("hidden_size", target.hidden_size))
     head_dim = next(
         (size for size in (128, 64, 32, 16, 8) if width % size == 0 and width // size >= 4), width

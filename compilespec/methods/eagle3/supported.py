@@ -16,7 +16,7 @@ VARIANTS_BY_TENSOR = {
     "kv_a_proj": f"EAGLE-3 with an MLA body (kv_a_proj tensors) is not built; {_BUILT}",
     "q_a_proj": f"EAGLE-3 with an MLA body (q_a_proj tensors) is not built; {_BUILT}",
     ".experts.": f"EAGLE-3 with a mixture-of-experts body is not built; {_BUILT}",
-    "mask_hidden": "P-EAGLE (mask_hidden: parallel drafting) is not built",
+    "mask_hidden": "a P-EAGLE head (mask_hidden: parallel drafting); give spec='peagle'",
     "eh_proj": "EAGLE-3 heads with eh_proj before the attention are not built",
 }
 # A flag of config.json, the value that selects a variant, and the variant.

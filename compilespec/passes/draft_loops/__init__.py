@@ -18,6 +18,7 @@ from compilespec.passes.context import PassContext
 from compilespec.passes.draft_loops.callback import callback
 from compilespec.passes.draft_loops.direct import direct, keep_history
 from compilespec.passes.draft_loops.kept_inputs import keep_inputs
+from compilespec.passes.draft_loops.parallel import num_parallel_passes, parallel
 from compilespec.passes.draft_loops.recycled import recycled
 from compilespec.passes.draft_loops.shared_kv import shared_kv
 from compilespec.passes.draft_loops.unshifted import num_unshifted_passes, unshifted
@@ -51,6 +52,9 @@ class DraftLoop:
 
     keeps_states: bool = False
     """Whether a drafter may have recurrent layers."""
+
+    proposes_at_once: bool = False
+    """One call of "propose" gives all drafts."""
 
     grows_trees: bool = False
     """Whether the drafts may be a tree."""
@@ -118,6 +122,16 @@ LOOPS: Mapping[DraftKind, DraftLoop] = {
         needs_replay=True,
         lookahead=lambda k: 1,  # row t pairs hidden state t with token t+1
         grows_trees=True,
+    ),
+    "parallel": DraftLoop(
+        splice=parallel,
+        num_passes=num_parallel_passes,
+        calls=lambda k: ("combine", "mask", "forward", "propose"),
+        keep=keep_inputs,
+        needs_replay=True,
+        proposes_at_once=True,
+        num_reserved_tokens=lambda k: k + 1,  # what is drafted is written nowhere
+        lookahead=lambda k: 1,
     ),
     "windowed": DraftLoop(
         splice=windowed,

@@ -39,17 +39,7 @@ def recycled(gm: fx.GraphModule, ctx: PassContext) -> int:
         hidden=combined,
     )
     num_passes = 1
-    if ctx.phase == "decode":
-        count = find_role(gm, "num_emitted")
-        start = emit(
-            gm,
-            lambda start_B, count_B: start_B + count_B,
-            find_role(gm, "start"),
-            count,
-            before=end,
-        )
-    else:
-        start = find_role(gm, "start")
+    start = next_position(gm, ctx)
     head_row, hidden = take_newest(gm, ctx, head_input, recycled, before=end)
     if config.tree is not None:
         return num_passes + _grow(gm, ctx, head_row, hidden, start)
@@ -91,6 +81,18 @@ def recycled(gm: fx.GraphModule, ctx: PassContext) -> int:
     stacked = emit(gm, lambda *parts: torch.stack(parts, 1), *drafts, before=end)
     stacked.meta["role"] = "drafts"
     return num_passes
+
+
+def next_position(gm: fx.GraphModule, ctx: PassContext) -> fx.Node:
+    """The position after the last committed row of each request, [B]."""
+    start = find_role(gm, "start")
+    if ctx.phase == "prefill":
+        return start
+    node: fx.Node = emit(
+        gm, lambda start_B, count_B: start_B + count_B, start, find_role(gm, "num_emitted"),
+        before=output_node(gm),
+    )  # fmt: skip
+    return node
 
 
 def _grow(
