@@ -8,9 +8,17 @@ from typing import Literal
 # How a method's draft loop walks the cache (ARCHITECTURE.md, kinds of draft loops); "direct" is one
 # call that gives all K drafts and has no cache: n-gram match, extra heads, functions of a user;
 # with "callback" the host proposes them between the calls; with "shared_kv" each is one query at a
-# constant position on the target's caches; with "parallel" one pass gives all K drafts.
+# constant position on the target's caches; with "parallel" and "block" one pass gives all K drafts.
 DraftKind = Literal[
-    "none", "recycled", "parallel", "windowed", "unshifted", "direct", "callback", "shared_kv"
+    "none",
+    "recycled",
+    "parallel",
+    "block",
+    "windowed",
+    "unshifted",
+    "direct",
+    "callback",
+    "shared_kv",
 ]
 
 # Which hidden states the modules of a windowed drafter read (`passes/draft_loops/windowed.py`).

@@ -6,7 +6,7 @@ The config.json of an EAGLE-1 or EAGLE-3 head names them as an ordinary model's 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from transformers import CONFIG_MAPPING
 
@@ -37,6 +37,31 @@ BODY_KEYS = (
     "use_sliding_window",
 )
 REQUIRED_KEYS = ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
+
+
+class BodyConfig(Protocol):
+    """Sizes of a decoder layer that its MLP and its rotary positions read."""
+
+    @property
+    def hidden_size(self) -> int: ...
+    @property
+    def intermediate_size(self) -> int: ...
+    @property
+    def hidden_act(self) -> str: ...
+    @property
+    def mlp_bias(self) -> bool: ...
+    @property
+    def num_heads(self) -> int: ...
+    @property
+    def head_dim(self) -> int: ...
+    @property
+    def max_position_embeddings(self) -> int: ...
+    @property
+    def rope(self) -> tuple[tuple[str, Any], ...]: ...
+    @property
+    def own_embedding(self) -> bool: ...
+    @property
+    def own_lm_head(self) -> bool: ...
 
 
 def named_body(architectures: Sequence[str]) -> str | None:

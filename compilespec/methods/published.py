@@ -42,6 +42,16 @@ PUBLISHED: tuple[PublishedDraft, ...] = (
         "meta-llama/Llama-3.1-8B-Instruct": "RedHatAI/Llama-3.1-8B-Instruct-speculator.eagle3",
         "meta-llama/Llama-3.3-70B-Instruct": "RedHatAI/Llama-3.3-70B-Instruct-speculator.eagle3",
     }),
+    *_rows("peagle", "EAGLE authors", {
+        "openai/gpt-oss-20b": "amazon/GPT-OSS-20B-P-EAGLE",
+        "openai/gpt-oss-120b": "amazon/gpt-oss-120b-p-eagle",
+    }),
+    *_rows("dflash", "authors", {
+        "Qwen/Qwen3-4B": "z-lab/Qwen3-4B-DFlash-b16",
+        "Qwen/Qwen3-8B": "z-lab/Qwen3-8B-DFlash-b16",
+        "Qwen/Qwen3-Coder-30B-A3B-Instruct": "z-lab/Qwen3-Coder-30B-A3B-DFlash",
+        "openai/gpt-oss-20b": "z-lab/gpt-oss-20b-DFlash",
+    }),
     *_rows("eagle", "EAGLE authors", {
         "meta-llama/Meta-Llama-3-8B-Instruct": "yuhuili/EAGLE-LLaMA3-Instruct-8B",
         "meta-llama/Meta-Llama-3-70B-Instruct": "yuhuili/EAGLE-LLaMA3-Instruct-70B",

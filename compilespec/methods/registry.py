@@ -6,7 +6,9 @@ from compilespec.errors import UnknownMethod
 from compilespec.errors.suggest import did_you_mean
 from compilespec.methods import (
     auto,
+    dflash,
     draft_model,
+    dspark,
     eagle,
     eagle3,
     mtp,
@@ -27,6 +29,8 @@ METHODS: tuple[Method, ...] = (
     eagle3.METHOD,
     eagle.METHOD,
     peagle.METHOD,
+    dflash.METHOD,
+    dspark.METHOD,
     mtp.METHOD,
     mtp_eagle.METHOD,
     mtp_multi.METHOD,

@@ -36,6 +36,7 @@ class Branches:
     """Tokens that see keys of the call, by `path`, before those of the cache end."""
 
     path: fx.Node  # int32 [B, S, P]
+    first: fx.Node | None = None  # int32 [B, S]: of rows of a block, see `paged_attention`
     earlier: dict[int, tuple[fx.Node, fx.Node | None]] = field(default_factory=dict)
     """By layer, keys and values of calls before, which the paths count first; kept up to date."""
 
@@ -74,7 +75,7 @@ def page_markers(
         value_dim = leading_part(value, key)
         halves = (("key", key),) if value_dim else (("key", key), ("value", value))
         caches: list[fx.Node | None] = [
-            _cache(gm, ctx, f"{owner}.{layer}.{half}", tensor, shape_of_blocks)
+            cache_of(gm, ctx, f"{owner}.{layer}.{half}", tensor, shape_of_blocks)
             for half, tensor in halves
         ]
         if value_dim:
@@ -84,6 +85,8 @@ def page_markers(
         if branches is not None:
             key, value = _with_earlier(gm, branches, layer, key, value, before=marker)
             extra = (value_dim, branches.path)
+            if branches.first is not None:
+                extra = (*extra, branches.first)
         with gm.graph.inserting_before(marker):
             paged = gm.graph.call_function(
                 torch.ops.compilespec.paged_attention.default,
@@ -124,10 +127,10 @@ def leading_part(value: object, key: object) -> int:
     return int(width) if is_first and isinstance(width, int) else 0
 
 
-def _cache(
+def cache_of(
     gm: fx.GraphModule, ctx: PassContext, name: str, tensor: object, blocks: tuple[int, int]
 ) -> fx.Node:
-    """The cache `cache.<name>` of a marker's keys or values, made on first use."""
+    """The cache `cache.<name>` of keys or values, [B, N, S, H], made on first use."""
     shape = tensor.meta.get("example") if isinstance(tensor, fx.Node) else None
     if shape is None or len(shape[0]) != 4:
         raise PassError(f"cache.{name}: its attention marker has no known [B, N, T, H] shape")

@@ -36,9 +36,12 @@ def shift_hidden_states(gm: fx.GraphModule, ctx: PassContext) -> int:
 
 
 def pairs_hidden_states(ctx: PassContext) -> bool:
-    """Whether the drafter reads rows of (hidden state, next token); some kinds read one row."""
+    """Whether the drafter reads rows of (hidden state, next token); some kinds read one row, or
+    hidden states alone.
+    """
     reads_one_row = ctx.capabilities.kind in ("direct", "shared_kv")
-    return ctx.capabilities.reads_hidden_states and not reads_one_row
+    reads_no_tokens = ctx.capabilities.kind == "block"
+    return ctx.capabilities.reads_hidden_states and not (reads_one_row or reads_no_tokens)
 
 
 def shift_prompt(next_T: Any, target_R1: Any, owner_T: Any) -> Any:

@@ -221,7 +221,7 @@ def _carries(node: fx.Node, source: fx.Node, ctx: PassContext) -> bool:
     if node.target in ("softmax", torch.softmax, functional.softmax):
         return argument(node, 1, "dim") == -1
     if node.target == "unflatten":
-        return node.args[1] == 0
+        return bool(node.args[1] == 0)
     if node.target in _MOVES:  # dimensions 0 and 1, before the last
         dims = node.args[1:2] if node.target == "select" else node.args[1:]
         rank = len(shape_of(source) or (0, 0, 0))

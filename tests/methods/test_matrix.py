@@ -49,6 +49,8 @@ CHOSEN = {
     "shared_kv": ("gemma2", 1),
     "draft_model": ("phi3", 1),
     "peagle": ("qwen3", 3),
+    "dflash": ("llama", 5),
+    "dspark": ("mistral", 3),
     "suffix": ("qwen3", 3),
     "ngram": ("olmo2", 8),
     "user": ("gpt_neox", 5),

@@ -14,12 +14,12 @@ from torch import Tensor, nn
 import compilespec
 from compilespec import SamplingParams
 from compilespec.errors import CheckpointError, DraftMismatch, NotSupported
+from compilespec.inspect.bounds import prove
 from compilespec.methods.peagle import METHOD, PEagleDrafter, random_head
 from compilespec.methods.registry import get_method
 from compilespec.tracing.target_info import TargetInfo
-from tests.support.models import Ask, ask_all, assert_nothing_held, run_traffic
+from tests.support.models import Ask, ask_all, assert_nothing_held, run_traffic, tiny_target
 from tests.support.models import target_info as info_of
-from tests.support.models import tiny_target
 from tests.support.seen_drafts import drafts_by_tokens
 
 ORACLE = Path(__file__).parents[1] / "data" / "oracles" / "b_peagle"
@@ -179,3 +179,4 @@ def test_the_loop_is_what_its_reference_says(target, acceptance) -> None:
     )  # fmt: skip
     report = compilespec.verify(program, passes=["splice_draft_loop", "commit_state"])
     assert report.ok, str(report)
+    assert {bound.status for bound in prove(program).bounds} == {"proved"}

@@ -7,6 +7,7 @@ import torch
 
 from compilespec.ops.paged_attention import paged_attention_reference
 from tests.support.attention import NAN, Case, Pool
+from tests.support.block_rows import BlockRows
 from tests.support.trees import Tree
 
 pytest.importorskip("tests.support.triton_interpreter")
@@ -140,6 +141,24 @@ def test_nodes_of_trees_equal_the_reference(case, enough, earlier, monkeypatch):
     torch.testing.assert_close(
         got, paged_attention_reference(*want_arguments), rtol=1e-5, atol=1e-5
     )
+
+
+@pytest.mark.parametrize(
+    ("case", "enough"),
+    [
+        (Case(batch=2, context=13, group=3, num_kv_heads=1), 0),
+        (Case(batch=1, context=140, head_dim=24, value_dim=20), 10**9),
+        pytest.param(Case(latent=True, batch=1, head_dim=40, value_dim=29, context=20), 0,
+                     marks=pytest.mark.slow),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_rows_of_blocks_equal_the_reference(case, enough, monkeypatch):
+    monkeypatch.setattr(kernel, "ENOUGH_PROGRAMS", enough)
+    rows = BlockRows(case)
+    got = kernel.paged_attention(*rows.arguments())
+    want = paged_attention_reference(*rows.arguments())
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
 
 
 def test_the_number_of_segments_changes_rounding_only(monkeypatch):

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from compilespec.methods import eagle, eagle3, mtp, peagle, shared_kv
+from compilespec.methods import dflash, dspark, eagle, eagle3, mtp, peagle, shared_kv
 from compilespec.tracing.load import Target
 from compilespec.tracing.target import trace_target
 from compilespec.tracing.target_info import TargetInfo, describe_target
@@ -51,6 +51,19 @@ METHODS: dict[str, Callable[[nn.Module, Any, int], dict[str, Any]]] = {
     "draft_model": lambda model, info, k: {"draft": noisy(model)},
     "peagle": lambda model, info, k: {
         "draft": peagle.random_head(info, aux_layers=(0, 1, 2), draft_vocab_size=61, num_layers=2)
+    },
+    "dflash": lambda model, info, k: {
+        "draft": dflash.random_drafter(
+            info,
+            aux_layers=(0, 2),
+            block_size=k + 1,
+            draft_vocab_size=61,
+            windows=(0, 7),
+            sight="causal",
+        )
+    },
+    "dspark": lambda model, info, k: {
+        "draft": dspark.random_drafter(info, aux_layers=(0, 2), block_size=k, markov_type="rnn")
     },
     "suffix": lambda model, info, k: {"num_past_texts": 3},
     "ngram": lambda model, info, k: {"max_ngram": 2},

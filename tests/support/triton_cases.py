@@ -47,9 +47,12 @@ def attention(
     sinks: bool = False,
     latent: bool = False,
     path_size: int = 0,
+    is_block: bool = False,
     dtype: torch.dtype = torch.bfloat16,
 ) -> Launch:
-    """4096 tokens of context at most, in blocks of 16; a tree's nodes if `path_size` is given."""
+    """4096 tokens of context at most, in blocks of 16; a tree's nodes if `path_size` is given, or
+    the rows of a block.
+    """
     num_heads = num_kv_heads * group
 
     def call() -> Tensor:
@@ -69,7 +72,7 @@ def attention(
         path = int32(batch, num_tokens, path_size) if path_size else None
         return paged_attention.paged_attention(
             query, key, value, *caches, *places, int32(65, 256), head_dim**-0.5, window, softcap,
-            sink, 0, path,
+            sink, 0, path, int32(batch, num_tokens) if is_block else None,
         )  # fmt: skip
 
     return call
@@ -187,6 +190,7 @@ OTHERS: dict[str, Launch] = {
     "attention, verify, 64 requests": attention(64, 6),
     "attention, prefill": attention(1, 2048),
     "attention, trees": attention(8, 33, path_size=6),
+    "attention, blocks": attention(8, 16, path_size=16, is_block=True),
     "attention, window and sinks": attention(4, 4, group=8, head_dim=64, value_dim=64, window=128,
                                              sinks=True),
     "attention, soft cap": attention(2, 4, num_kv_heads=4, group=2, head_dim=256, value_dim=256,

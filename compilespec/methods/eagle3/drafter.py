@@ -17,6 +17,7 @@ from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 import compilespec.ops.attention  # noqa: F401  (registers the operator that Attention calls)
+from compilespec.methods.decoder_body import BodyConfig
 from compilespec.methods.eagle3.config import Eagle3Config
 from compilespec.methods.recycled import RecycledDrafter
 
@@ -196,7 +197,7 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     """Gated MLP."""
 
-    def __init__(self, config: Eagle3Config) -> None:
+    def __init__(self, config: BodyConfig) -> None:
         super().__init__()
         width, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
         self.gate_proj = nn.Linear(width, inner, bias=bias)
@@ -250,7 +251,7 @@ class Rope(nn.Module):
 
     inv_freq: Tensor
 
-    def __init__(self, config: Eagle3Config) -> None:
+    def __init__(self, config: BodyConfig) -> None:
         super().__init__()
         with torch.device("cpu"):  # real values even when the module is built on the meta device
             inv_freq, self.scaling = rope_frequencies(config)
@@ -269,7 +270,7 @@ class Rope(nn.Module):
         return self
 
 
-def rope_frequencies(config: Eagle3Config) -> tuple[Tensor, float]:
+def rope_frequencies(config: BodyConfig) -> tuple[Tensor, float]:
     """Inverse frequencies (float32 [H/2]) and the factor on cos and sin, as transformers."""
     parameters: dict[str, Any] = dict(config.rope)
     if parameters["rope_type"] == "default":

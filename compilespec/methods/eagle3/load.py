@@ -19,6 +19,7 @@ from compilespec.methods.checkpoint import (
     read_config,
     read_tensors,
 )
+from compilespec.methods.decoder_body import BodyConfig
 from compilespec.methods.eagle3.config import Eagle3Config, normalise
 from compilespec.methods.eagle3.drafter import Eagle3Drafter
 from compilespec.tracing.target_info import TargetInfo
@@ -219,7 +220,7 @@ def fill_head(
     if "d2t" in tensors:
         check_d2t(tensors["d2t"], t2d, config.draft_vocab_size, config.vocab_size)
     place(tensors, target)
-    shared = _shared(config, tensors, target)
+    shared = shared_matrices(config, tensors, target)
     fill(drafter, tensors, shared, source=source, device=target.device)
 
 
@@ -250,8 +251,8 @@ def fill(
         drafter.get_submodule(name.removesuffix(".weight")).share(tensor)  # type: ignore[operator]
 
 
-def _shared(
-    config: Eagle3Config, tensors: Mapping[str, Tensor], target: TargetInfo
+def shared_matrices(
+    config: BodyConfig, tensors: Mapping[str, Tensor], target: TargetInfo
 ) -> dict[str, Tensor]:
     """The matrices shared with the target: absent in the checkpoint, or equal to the target's."""
     candidates = (

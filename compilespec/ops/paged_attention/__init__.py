@@ -36,6 +36,7 @@ def paged_attention(
     sinks_N: Tensor | None = None,
     value_dim: int = 0,
     path_BSP: Tensor | None = None,
+    first_BS: Tensor | None = None,
 ) -> Tensor:
     """Write K/V to the cache in place and attend from it; see `paged_attention_reference`."""
     return _PAGED_ATTENTION(
@@ -54,6 +55,7 @@ def paged_attention(
         sinks_N,
         value_dim,
         path_BSP,
+        first_BS,
     )
 
 
@@ -84,6 +86,7 @@ def _paged_attention_fake(
     sinks: Tensor | None,
     value_dim: int = 0,
     path: Tensor | None = None,
+    first: Tensor | None = None,
 ) -> Tensor:
     batch, num_heads, num_tokens, _ = query.shape
     width = value_dim if value is None else value.shape[3]
@@ -93,8 +96,8 @@ def _paged_attention_fake(
 _PAGED_ATTENTION = define_op(
     "paged_attention(Tensor query, Tensor key, Tensor? value, Tensor(a!) key_cache, "
     "Tensor(b!)? value_cache, Tensor slot, Tensor row, Tensor position, Tensor block_table, "
-    "float scale, int window, float softcap, Tensor? sinks, int value_dim=0, Tensor? path=None) "
-    "-> Tensor",
+    "float scale, int window, float softcap, Tensor? sinks, int value_dim=0, Tensor? path=None, "
+    "Tensor? first=None) -> Tensor",
     paged_attention_reference,
     _paged_attention_fake,
     has_kernel=True,

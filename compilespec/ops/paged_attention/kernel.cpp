@@ -13,7 +13,8 @@
 //
 // A token with a path (a node of a tree) takes its last keys from this call's own, in the order of
 // its path, at the positions that they stand for: the recipe is that of a chain, bit for bit.  What
-// the tokens of a tile share, the cache before the tree, they still read together.
+// the tokens of a tile share, the cache before the tree, they still read together.  The path of a
+// token with a first position of its own (a row of a block) follows the cache's last key instead.
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
@@ -46,7 +47,8 @@ struct Problem {
   void *key_cache, *value_cache, *out;  // value_cache: null where values are parts of keys
   const int32_t *slot, *row, *position, *table;
   const void* sinks;    // [N] as Acc, or null
-  const int32_t* path;  // [B, S, path_size], or null
+  const int32_t* path;   // [B, S, path_size], or null
+  const int32_t* first;  // [B, S], or null
   int64_t path_size, num_keys, keys_per_batch;
   int64_t num_tokens, tokens_per_batch, num_heads, num_kv_heads, head_dim, value_dim;
   int64_t num_blocks, block_size, table_rows, table_blocks;
@@ -65,10 +67,6 @@ const T* token_ptr(const View& view, int64_t per_batch, int64_t token, int64_t h
   return (const T*)view.data + b * view.batch + head * view.head + s * view.token;
 }
 
-int64_t first_key(const Problem& problem, int64_t position) {
-  return problem.window > 0 ? std::max<int64_t>(0, position - problem.window + 1) : 0;
-}
-
 // Tokens on the path of a token.
 int64_t path_length(const Problem& problem, int64_t token) {
   int64_t length = 0;
@@ -77,6 +75,18 @@ int64_t path_length(const Problem& problem, int64_t token) {
          length < problem.path_size && path[length] >= 0;)
       ++length;
   return length;
+}
+
+// The first position that a token sees, and the one after its last; a path may go on past the end of
+// the cache.
+int64_t first_key(const Problem& problem, int64_t token) {
+  const int64_t position = problem.position[token];
+  if (problem.first) return std::min<int64_t>(std::max(problem.first[token], 0), position + 1);
+  return problem.window > 0 ? std::max<int64_t>(0, position - problem.window + 1) : 0;
+}
+
+int64_t end_key(const Problem& problem, int64_t token) {
+  return problem.position[token] + 1 + (problem.first ? path_length(problem, token) : 0);
 }
 
 template <class T>
@@ -118,7 +128,7 @@ void make_tiles(const Problem& problem, std::vector<Tile>& tiles) {
     }
     TORCH_CHECK(row < problem.table_rows, "paged_attention: row ", row, " in a block table of ",
                 problem.table_rows);
-    const int64_t lo = first_key(problem, position), hi = position + 1;
+    const int64_t lo = first_key(problem, token), hi = end_key(problem, token);
     const int64_t shared = problem.path ? hi - path_length(problem, token)
                                         : std::numeric_limits<int64_t>::max();
     Tile* last = tiles.empty() ? nullptr : &tiles.back();
@@ -181,8 +191,8 @@ struct Worker {
     alpha.resize(size_t(num_rows));
     for (int64_t r = 0; r < num_rows; ++r) {
       const int64_t token = next.first_token + r / group;
-      lo[r] = first_key(problem, problem.position[token]);
-      hi[r] = problem.position[token] + 1;
+      lo[r] = first_key(problem, token);
+      hi[r] = end_key(problem, token);
       const T* source = token_ptr<T>(problem.query, problem.tokens_per_batch, token,
                                      head * group + r % group);
       Acc* target = query.data() + r * key_pad;
@@ -255,7 +265,7 @@ struct Worker {
   // Point the keys of a segment's positions [begin, end) at those on a token's path, where it has
   // some.
   void follow_path(int64_t token, int64_t from, int64_t begin, int64_t end) {
-    const int64_t stop = problem.position[token] + 1, root = stop - path_length(problem, token);
+    const int64_t stop = end_key(problem, token), root = stop - path_length(problem, token);
     const int64_t b = token / problem.tokens_per_batch;
     const int32_t* path = problem.path + token * problem.path_size;
     for (int64_t key = std::max(begin, root); key < std::min(end, stop); ++key) {
@@ -694,7 +704,8 @@ at::Tensor paged_attention(const at::Tensor& query, const at::Tensor& key,
                            const at::Tensor& row, const at::Tensor& position,
                            const at::Tensor& block_table, double scale, int64_t window,
                            double softcap, const c10::optional<at::Tensor>& sinks,
-                           int64_t value_dim, const c10::optional<at::Tensor>& path) {
+                           int64_t value_dim, const c10::optional<at::Tensor>& path,
+                           const c10::optional<at::Tensor>& first) {
   using c10::ScalarType;
   TORCH_CHECK(query.dim() == 4, "paged_attention: q, k, v and the caches have four dims");
   const auto type = query.scalar_type();
@@ -702,7 +713,7 @@ at::Tensor paged_attention(const at::Tensor& query, const at::Tensor& key,
               "paged_attention: q, k, v and the caches share one dtype, got ", type, " and ",
               key.scalar_type());
   Problem p{};
-  at::Tensor keep[9];
+  at::Tensor keep[10];
   describe_keys(p, key, value, key_cache, value_cache, slot, value_dim, keep);
   const int64_t batch = query.size(0);
   p.num_heads = query.size(1);
@@ -732,6 +743,11 @@ at::Tensor paged_attention(const at::Tensor& query, const at::Tensor& key,
     p.path_size = path->size(2);
     TORCH_CHECK(path->numel() == p.num_tokens * p.path_size, "paged_attention: path is [", batch,
                 ", ", p.tokens_per_batch, ", ..], got ", path->sizes());
+  }
+  if (first && first->defined()) {
+    p.first = int32_ptr(*first, "first", keep[9]);
+    TORCH_CHECK(has_path && first->numel() == p.num_tokens, "paged_attention: first is [", batch,
+                ", ", p.tokens_per_batch, "], with a path; got ", first->sizes());
   }
   p.table_rows = block_table.size(0);
   p.table_blocks = block_table.size(1);

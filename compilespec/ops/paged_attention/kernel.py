@@ -48,6 +48,7 @@ def paged_attention(
     sinks_N: Tensor | None,
     value_dim: int = 0,
     path_BSP: Tensor | None = None,
+    first_BS: Tensor | None = None,
 ) -> Tensor:
     """See `paged_attention_reference`; a slot, row or block outside its tensor counts as -1."""
     write_cache(key_BNSH, value_BNSH, key_cache, value_cache, slot_BS)
@@ -61,7 +62,7 @@ def paged_attention(
         return flash.attend(
             query_BNSH, key_cache, value_cache, row_BS, position_BS, block_table_RM, scale, window
         )
-    own = None if path_BSP is None else (key_BNSH, value_BNSH, path_BSP)
+    own = None if path_BSP is None else (key_BNSH, value_BNSH, path_BSP, first_BS)
     return attend(
         query_BNSH, key_cache, value_cache, row_BS, position_BS, block_table_RM, scale, window,
         softcap, sinks_N, value_dim, own,
@@ -105,10 +106,10 @@ def attend(
     softcap: float,
     sinks_N: Tensor | None,
     value_dim: int = 0,
-    own: tuple[Tensor, Tensor | None, Tensor] | None = None,
+    own: tuple[Tensor, Tensor | None, Tensor, Tensor | None] | None = None,
 ) -> Tensor:
-    """Attend to the cache and, where tokens have paths, to `own`, the keys, the values and those
-    paths: [B, S, N, Hv].
+    """Attend to the cache and, where tokens have paths, to `own`, the keys, the values, those paths
+    and the first positions: [B, S, N, Hv].
     """
     batch, num_heads, num_tokens, head_dim = query_BNSH.shape
     num_blocks, block_size, num_kv_heads, _ = key_cache.shape
@@ -149,7 +150,8 @@ def attend(
         NUM_GROUPS=num_groups, GROUP_PARTS=parts_of_group, GROUP=group, HEAD_DIM=head_dim,
         FIRST_KEY=first_key, BLOCK_SIZE=block_size, SCALE=scale, SOFTCAP=softcap, WINDOW=window,
         IS_SPLIT=is_split, MIN_SEGMENT=MIN_SEGMENT, TILE_TOKENS=tile.num_tokens,
-        PATH_SIZE=path.size, BLOCK_M=tile.rows, BLOCK_N=tile.keys,
+        PATH_SIZE=path.size, HAS_FIRST=own is not None and own[3] is not None,
+        BLOCK_M=tile.rows, BLOCK_N=tile.keys,
         BLOCK_H=max(16, triton.next_power_of_2(head_dim - first_key)),
         WIDE=_TYPES[wide], num_warps=tile.num_warps, num_stages=2, **shared,
     )  # fmt: skip
@@ -234,16 +236,20 @@ class Path(NamedTuple):
     value: Any  # Heads; those of the keys where a value is part of its key
     index: Any  # int32 [B, S, P]
     num_keys: Any  # of a batch row
+    first: Any  # int32 [B, S]: the first position that each token sees in the cache
 
     @classmethod
-    def of(cls, own: tuple[Tensor, Tensor | None, Tensor] | None, *unread: Tensor) -> Path:
+    def of(
+        cls, own: tuple[Tensor, Tensor | None, Tensor, Tensor | None] | None, *unread: Tensor
+    ) -> Path:
         """`unread`: queries and integers to name where there are no paths."""
         query, index = unread
-        key, value, path = own or (query, None, index)
+        key, value, path, first = own or (query, None, index, None)
+        first = index if first is None else first
         key = dense_rows(key)
         value = key if value is None else dense_rows(value)
         heads = [Heads(x, *x.stride()[:3]) for x in (key, value)]
-        return cls(*heads, path.contiguous(), key.shape[2])
+        return cls(*heads, path.contiguous(), key.shape[2], first.contiguous())
 
     @property
     def size(self) -> int:
@@ -296,7 +302,7 @@ def attend_kernel(
     WINDOW: tl.constexpr, HAS_SINKS: tl.constexpr, IS_SPLIT: tl.constexpr,
     MIN_SEGMENT: tl.constexpr, TILE_TOKENS: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_V: tl.constexpr,
-    PATH_SIZE: tl.constexpr, WIDE: tl.constexpr,
+    PATH_SIZE: tl.constexpr, HAS_FIRST: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     tiles_per_batch = tl.cdiv(tokens_per_batch, TILE_TOKENS)
     b = tl.program_id(0) // tiles_per_batch
@@ -316,9 +322,13 @@ def attend_kernel(
     stop_M = hi_M  # of what the cache holds
     if PATH_SIZE > 0:
         root_M = position_M + 1
-        for p in range(PATH_SIZE):
-            own_M = tl.load(path.index + token_M * PATH_SIZE + p, mask=is_token_M, other=-1)
-            root_M -= (own_M >= 0).to(tl.int32)
+        if HAS_FIRST:
+            lo_M = tl.maximum(tl.load(path.first + token_M, mask=is_token_M, other=0), 0)
+            lo_M = tl.minimum(lo_M, root_M)
+        else:
+            for p in range(PATH_SIZE):
+                own_M = tl.load(path.index + token_M * PATH_SIZE + p, mask=is_token_M, other=-1)
+                root_M -= (own_M >= 0).to(tl.int32)
         stop_M = tl.minimum(hi_M, root_M)
     h, v = tl.arange(0, BLOCK_H), tl.arange(0, BLOCK_V)
     place_M = b.to(tl.int64) * query.b + s_M.to(tl.int64) * query.s + head_M * query.n

@@ -25,6 +25,7 @@ def paged_attention_reference(
     sinks_N: Tensor | None,
     value_dim: int = 0,
     path_BSP: Tensor | None = None,
+    first_BS: Tensor | None = None,
 ) -> Tensor:
     """Write every token's K and V to the cache, then let every token attend to its request's cache.
 
@@ -49,6 +50,9 @@ def paged_attention_reference(
             positions after position - n, whose keys are then not read from the cache.  So a node of
             a tree sees the root of the tree and what leads from there to itself, and computes what
             it would in a chain.  None: all keys are in the cache.
+        first_BS: int32, the first position that each token sees in the cache, which then is seen up
+            to position, whatever the window; the path is seen beside that, in any order.  So the
+            rows of a block see what precedes the block, and each other.
     Returns:
         [B, S, N, Hv], contiguous, dtype of query.  All writes come before all reads.
     """
@@ -62,6 +66,9 @@ def paged_attention_reference(
         path_P = path_P[path_P >= 0].long()
         last = positions[b][s] - len(path_P)
         first = max(0, positions[b][s] - window + 1) if window > 0 else 0
+        if first_BS is not None:
+            last = positions[b][s]
+            first = min(max(0, int(first_BS[b, s])), last + 1)
         cell_J = visible_cells(block_table_RM[rows[b][s]], first, last, key_cache.shape[1])
         path_P = path_P[max(0, first - last - 1) :]
         key_JNH = torch.cat([key_cache.flatten(0, 1)[cell_J], key_BNSH[b, :, path_P].movedim(1, 0)])

@@ -15,6 +15,7 @@ from torch import fx
 from compilespec.errors import DraftMismatch, InvalidOption, UnsupportedState
 from compilespec.methods.capabilities import DraftKind
 from compilespec.passes.context import PassContext
+from compilespec.passes.draft_loops.block import block, write_context
 from compilespec.passes.draft_loops.callback import callback
 from compilespec.passes.draft_loops.direct import direct, keep_history
 from compilespec.passes.draft_loops.kept_inputs import keep_inputs
@@ -132,6 +133,15 @@ LOOPS: Mapping[DraftKind, DraftLoop] = {
         proposes_at_once=True,
         num_reserved_tokens=lambda k: k + 1,  # what is drafted is written nowhere
         lookahead=lambda k: 1,
+    ),
+    "block": DraftLoop(
+        splice=block,
+        num_passes=lambda ctx: 1,
+        calls=lambda k: ("context", "block", "forward", "propose"),
+        keep=write_context,
+        fills_rows=True,
+        proposes_at_once=True,
+        num_reserved_tokens=lambda k: k + 1,
     ),
     "windowed": DraftLoop(
         splice=windowed,

@@ -33,7 +33,7 @@ def parallel(gm: fx.GraphModule, ctx: PassContext) -> int:
         head, num_passes = _one_pass(gm, ctx, start, num_masked), 1
     else:
         head, num_passes = _prompt_passes(gm, ctx, start, num_masked), 1 + (num_masked > 0)
-    drafts = propose_all(gm, ctx, head, start)
+    drafts = propose_all(gm, ctx, head, start, ctx.config.num_draft_tokens)
     drafts.meta["role"] = "drafts"
     return num_passes
 
@@ -117,9 +117,11 @@ def _run(
     return head
 
 
-def propose_all(gm: fx.GraphModule, ctx: PassContext, head: fx.Node, start: fx.Node) -> fx.Node:
-    """The drafts [B, K] of one call of "propose" on [B, K, D]; draft i is for start + i."""
-    end, count = output_node(gm), ctx.config.num_draft_tokens
+def propose_all(
+    gm: fx.GraphModule, ctx: PassContext, head: fx.Node, start: fx.Node, count: int
+) -> fx.Node:
+    """The drafts [B, count] of one call of "propose" on [B, count, D]; draft i is for start + i."""
+    end = output_node(gm)
     rows = emit(gm, lambda x_BKD: x_BKD.flatten(0, 1), head, before=end)
     token, *offered = splice(gm, ctx, ctx.draft["propose"], {"head_input": rows})
     if ctx.greedy_only or not offered:

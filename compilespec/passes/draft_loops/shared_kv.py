@@ -50,16 +50,22 @@ def shared_kv(gm: fx.GraphModule, ctx: PassContext) -> int:
 
 def _newest(gm: fx.GraphModule, ctx: PassContext) -> tuple[fx.Node, fx.Node]:
     """The bonus token [B] and the hidden state before it [B, 1, A*D] of each request."""
-    end, target = output_node(gm), find_role(gm, "target")
+    end = output_node(gm)
     taps = [find_role(gm, f"aux.{index}") for index in range(len(ctx.aux_layers))]
     aux = emit(gm, lambda *parts: torch.cat(parts, -1), *taps, before=end)
-    if ctx.phase == "decode":
-        count = find_role(gm, "num_emitted")
-        token = emit(gm, bonus_token, target, count, before=end)
-    else:
-        token = emit(gm, lambda target_R1: target_R1.squeeze(1), target, before=end)
     (hidden,) = take_newest(gm, ctx, aux, before=end)
-    return token, hidden
+    return newest_token(gm, ctx), hidden
+
+
+def newest_token(gm: fx.GraphModule, ctx: PassContext) -> fx.Node:
+    """The last token of each request's step, or the one after its prompt, [B]."""
+    end, target = output_node(gm), find_role(gm, "target")
+    node: fx.Node
+    if ctx.phase == "decode":
+        node = emit(gm, bonus_token, target, find_role(gm, "num_emitted"), before=end)
+    else:
+        node = emit(gm, lambda target_R1: target_R1.squeeze(1), target, before=end)
+    return node
 
 
 def bonus_token(target_BS: Any, num_emitted_B: Any) -> Any:

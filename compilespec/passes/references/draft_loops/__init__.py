@@ -15,9 +15,12 @@ from torch import Tensor
 
 from compilespec.errors import NotSupported
 from compilespec.passes.context import PassContext
+from compilespec.passes.draft_loops import LOOPS
 from compilespec.passes.references.base import Before, Case, Values
+from compilespec.passes.references.draft_loops.block import block, write_context
 from compilespec.passes.references.draft_loops.direct import callback, direct, write_history
 from compilespec.passes.references.draft_loops.drafts import Drafts
+from compilespec.passes.references.draft_loops.parallel import parallel
 from compilespec.passes.references.draft_loops.recycled import recycled
 from compilespec.passes.references.draft_loops.shared_kv import shared_kv
 from compilespec.passes.references.draft_loops.unshifted import unshifted
@@ -28,6 +31,8 @@ from compilespec.program import PAD
 Loop = Callable[[Drafts, Values], Tensor]
 LOOP_REFERENCES: Mapping[str, Loop] = {
     "recycled": recycled,
+    "parallel": parallel,
+    "block": block,
     "windowed": windowed,
     "unshifted": unshifted,
     "direct": direct,
@@ -83,8 +88,10 @@ def _drafted(
         buffers |= drafter.kept_probs()
     else:
         drafts = _widened(ctx, values.roles["target"].new_empty((len(drafter.state_rows()), 0)))
-        if ctx.capabilities.kind == "recycled":
+        if LOOPS[ctx.capabilities.kind].needs_replay:
             keep_pairs(drafter.placed, values, buffers)
+        if ctx.capabilities.kind == "block":
+            write_context(drafter, values)
         if ctx.capabilities.kind == "direct" and "history_RL" in buffers:
             write_history(drafter, values)
     made = {"drafts": drafts}

@@ -53,12 +53,14 @@ class Drafts:
         *,
         owner: str = "draft",
         progress: Progress | None = None,
+        sights: Sequence[Sight] = (),
         **arguments: Tensor,
     ) -> tuple[Tensor, ...]:
         """One captured call; with `tokens` its attention reads and writes the caches of `owner`,
-        with `progress` its recurrent layers read and write their states.
+        with `progress` its recurrent layers read and write their states.  `sights`: what the tokens
+        see, one for each layer or one for all.
         """
-        mixers = {} if tokens is None else {"attention": self._attention(tokens, owner)}
+        mixers = {} if tokens is None else {"attention": self._attention(tokens, owner, sights)}
         if tokens is not None and progress is not None:
             mixers |= recurrent_operators(self.buffers, owner, tokens, progress)
         outputs = run_fragment(self.ctx.draft[name], arguments, mixers, self._columns(name))
@@ -67,6 +69,20 @@ class Drafts:
         if self._kept_ids is not None and len(outputs) > 1:
             outputs = (*outputs, self._kept_ids)
         return (self._draft(*outputs),)
+
+    def propose_all(self, head_BKD: Tensor) -> Tensor:
+        """The drafts [B, K] of one call of "propose"."""
+        count, columns = head_BKD.shape[1], self._columns("propose")
+        arguments = {"head_input": head_BKD.flatten(0, 1)}
+        best, *offered = run_fragment(self.ctx.draft["propose"], arguments, {}, columns)
+        ids = offered[1:]
+        if self._kept_ids is not None and offered:
+            ids = [self._kept_ids]
+        drafts = []
+        for number in range(count):
+            own = [part[number::count] for part in (best, *offered[:1])]
+            drafts.append(self._draft(*own, *ids))
+        return torch.stack(drafts, 1)
 
     def _columns(self, name: str) -> Tensor | None:
         """The columns that a call computes of its last product; None: all.  The head is in the
@@ -171,8 +187,9 @@ class Drafts:
         ids = [[max(token, 0)] for token in tokens.tolist()]
         return torch.tensor(ids, dtype=torch.int32, device=tokens.device)
 
-    def _attention(self, tokens: Tokens, owner: str) -> Attention:
+    def _attention(self, tokens: Tokens, owner: str, sights: Sequence[Sight]) -> Attention:
         def attend(layer: int, args: tuple[Any, ...]) -> Tensor:
+            sight = sights[layer % len(sights)] if sights else ()
             query, key, value, *options = args
             names = [f"cache.{owner}.{layer}.{half}" for half in ("key", "value")]
             placed, table = self._grouped(tokens, owner, window=int(options[1]))
@@ -181,6 +198,7 @@ class Drafts:
             result: Tensor = torch.ops.compilespec.paged_attention(
                 query, key, None if value_cache is None else value, key_cache, value_cache,
                 placed.slot, placed.row, placed.position, table, *options, value.shape[3],
+                *sight,
             )  # fmt: skip
             return result
 
@@ -204,5 +222,7 @@ class Drafts:
         return dataclasses.replace(tokens, slot=slot), table
 
 
+# The last arguments of `paged_attention`: paths, and the first positions if they are given.
+Sight = tuple[Tensor, ...]
 # What "propose" takes after a path, of one request: its places and tokens, run as a chain.
 Chain = Callable[[Drafts, int, Sequence[Tokens], Sequence[int]], Tensor]

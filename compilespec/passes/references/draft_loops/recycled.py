@@ -18,7 +18,7 @@ def recycled(draft: Drafts, values: Values) -> Tensor:
     head, hidden = draft.call(
         "forward", tokens, input_ids=roles["draft_ids"], position_ids=tokens.position, hidden=hidden
     )
-    head, hidden, start = _committed_rows(draft, roles, head, hidden)
+    head, hidden, start = committed_rows(draft, roles, head, hidden)
     if draft.ctx.config.tree is not None:
         return draft.grow(
             "head_input", start, [s + 1 for s in start], _recycled_chain(head, hidden)
@@ -49,7 +49,7 @@ def _recycled_chain(head_BD: Tensor, hidden_B1D: Tensor) -> Chain:
     return follow
 
 
-def _committed_rows(
+def committed_rows(
     draft: Drafts, roles: Mapping[str, Tensor], head: Tensor, hidden: Tensor
 ) -> tuple[Tensor, Tensor, list[int]]:
     """Each request's last committed row, [B, D] and [B, 1, D], and the position after it."""
