@@ -36,6 +36,8 @@ BODY_KEYS = (
     "sliding_window",
     "use_sliding_window",
 )
+SLIDING = "sliding_attention"  # a layer's type
+WINDOW_KEYS = ("sliding_window", "use_sliding_window", "layer_types")
 REQUIRED_KEYS = ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
 
 
@@ -136,6 +138,26 @@ def rope_parameters(layer: Any) -> tuple[tuple[str, Any], ...]:
     if parameters.get("partial_rotary_factor", 1.0) not in (None, 1, 1.0):
         raise NotSupported("draft rope with partial_rotary_factor is not built")
     return tuple(sorted(parameters.items()))
+
+
+def layer_windows(
+    fields: Mapping[str, Any], num_layers: int, default: Sequence[str] | None = None
+) -> tuple[int, ...]:
+    """The window of each layer that `layer_types` (or `default`) says has one, 0 of the others;
+    empty if there are no types.  Raises: CheckpointError.
+    """
+    types = fields.get("layer_types") or default
+    if types is None:
+        return ()
+    if len(types) != num_layers:
+        raise CheckpointError(
+            f"config.json of the draft: layer_types names {len(types)} layers, num_hidden_layers "
+            f"is {num_layers}"
+        )
+    if SLIDING not in types:
+        return (0,) * num_layers
+    size = positive(fields.get("sliding_window"), "sliding_window")
+    return tuple(size if one == SLIDING else 0 for one in types)
 
 
 def positive(value: Any, key: str) -> int:

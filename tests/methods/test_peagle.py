@@ -92,6 +92,18 @@ def test_faults_of_a_checkpoint_are_named(tmp_path, config, tensors, error, says
     assert "\n" not in str(caught.value)
 
 
+def test_layers_may_have_windows(tmp_path) -> None:
+    raw = json.loads((ORACLE / "config.json").read_text())["transformer_layer_config"]
+    types = ["sliding_attention", "full_attention"]
+    body = {**raw, "layer_types": types, "sliding_window": 9, "use_sliding_window": True}
+    config = {"transformer_layer_config": body}
+    drafter = METHOD.load(changed(tmp_path, config, {}), target_info(), {})
+    assert [layer.self_attn.window for layer in drafter.layers] == [9, 0]
+    body["layer_types"] = types[:1]
+    with pytest.raises(CheckpointError, match="layer_types names 1 layers, num_hidden_layers is 2"):
+        METHOD.load(changed(tmp_path, config, {}), target_info(), {})
+
+
 def test_the_flat_layout_and_its_key_are_read(tmp_path) -> None:
     raw = json.loads((ORACLE / "config.json").read_text())
     nested = raw["transformer_layer_config"]
@@ -122,7 +134,11 @@ def test_the_flat_layout_and_its_key_are_read(tmp_path) -> None:
 def target() -> tuple[nn.Module, list[Ask], PEagleDrafter]:
     model = tiny_target("llama", num_layers=3)
     head = random_head(
-        info_of(model, MAX_SEQ_LEN), aux_layers=(0, 1, 2), draft_vocab_size=61, num_layers=2
+        info_of(model, MAX_SEQ_LEN),
+        aux_layers=(0, 1, 2),
+        draft_vocab_size=61,
+        num_layers=2,
+        windows=(0, 7),
     )
     return model, ask_all(model, SIZES), head
 

@@ -20,6 +20,8 @@ from tests.support.models import tiny_target
 AT_THREE = {
     "none": (7, 0, 0),
     "recycled": (7, 0, 1),
+    "parallel": (4, 0, 1),
+    "block": (4, 0, 0),
     "windowed": (7, 2, 3),
     "unshifted": (7, 0, 0),
     "direct": (7, 0, 0),

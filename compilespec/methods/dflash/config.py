@@ -14,7 +14,15 @@ import torch
 
 from compilespec.errors import CheckpointError, DraftMismatch, InvalidOption, NotSupported
 from compilespec.methods.capabilities import FINAL_NORM
-from compilespec.methods.decoder_body import BODIES, body_config, body_sizes, positive
+from compilespec.methods.decoder_body import (
+    BODIES,
+    SLIDING,
+    WINDOW_KEYS,
+    body_config,
+    body_sizes,
+    layer_windows,
+    positive,
+)
 from compilespec.methods.mask_token import read_mask_token
 
 Layout = Literal["speculators", "authors", "transformers"]
@@ -22,8 +30,6 @@ Layout = Literal["speculators", "authors", "transformers"]
 # the block, or "causal", those up to itself; "distance", what is no further than the window.
 Sight = Literal["anchor", "causal", "distance"]
 
-_SLIDING = "sliding_attention"
-_NO_LAYERS = ("sliding_window", "use_sliding_window", "layer_types")  # read here, layer by layer
 _OF_TRANSFORMERS = {  # defaults of the class that writes the layout
     "head_dim": 128, "rms_norm_eps": 1e-5, "sliding_window": 2048, "block_size": 16,
     "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
@@ -136,8 +142,9 @@ def normalise(
     model_type = fields.get("model_type")
     layer_class = str(model_type) if model_type in BODIES else "qwen3"
     layer = body_config(
-        layer_class, {k: v for k, v in _one_rope(fields).items() if k not in _NO_LAYERS}
+        layer_class, {k: v for k, v in _one_rope(fields).items() if k not in WINDOW_KEYS}
     )
+    default = [SLIDING] * layer.num_hidden_layers if layout == "transformers" else None
     indices, source = _aux_layers(layout, places, aux_layers, num_target_layers)
     fc_width = shapes["fc.weight"][1]
     if fc_width % len(indices):
@@ -164,7 +171,8 @@ def normalise(
         mask_token_id=read_mask_token(places, ("mask_token_id",), vocab_size),
         sample_from_anchor=from_anchor,
         num_draft_tokens=_suggested(raw, block_size - (not from_anchor)),
-        windows=_windows(fields, layer.num_hidden_layers, layout),
+        windows=layer_windows(fields, layer.num_hidden_layers, default)
+        or (0,) * layer.num_hidden_layers,
         sight=_sight(layout, places),
         qkv_bias="layers.0.self_attn.q_proj.bias" in shapes,
         out_bias="layers.0.self_attn.o_proj.bias" in shapes,
@@ -204,8 +212,8 @@ def read_layout(
 def _one_rope(fields: Mapping[str, Any]) -> dict[str, Any]:
     """The fields with one set of rotary parameters: of several that of layers with a window."""
     rope = fields.get("rope_parameters")
-    if isinstance(rope, Mapping) and _SLIDING in rope:
-        return {**fields, "rope_parameters": rope[_SLIDING]}
+    if isinstance(rope, Mapping) and SLIDING in rope:
+        return {**fields, "rope_parameters": rope[SLIDING]}
     return dict(fields)
 
 
@@ -243,23 +251,6 @@ def _aux_layers(
         indices = tuple(FINAL_NORM if one == num_target_layers else one for one in indices)
         source += ", the last one's behind the norm"
     return indices, source
-
-
-def _windows(fields: Mapping[str, Any], num_layers: int, layout: Layout) -> tuple[int, ...]:
-    """By layer, 0 for none."""
-    default = [_SLIDING] * num_layers if layout == "transformers" else None
-    types, window = fields.get("layer_types") or default, fields.get("sliding_window")
-    if types is None:
-        return (0,) * num_layers
-    if len(types) != num_layers:
-        raise CheckpointError(
-            f"config.json of the draft: layer_types names {len(types)} layers, num_hidden_layers "
-            f"is {num_layers}"
-        )
-    if _SLIDING not in types:
-        return (0,) * num_layers
-    size = positive(window, "sliding_window")
-    return tuple(size if one == _SLIDING else 0 for one in types)
 
 
 def _sight(layout: Layout, places: tuple[Mapping[str, Any], ...]) -> Sight:

@@ -13,7 +13,13 @@ from typing import Any
 import torch
 
 from compilespec.errors import CheckpointError
-from compilespec.methods.decoder_body import body_config, body_sizes, positive
+from compilespec.methods.decoder_body import (
+    WINDOW_KEYS,
+    body_config,
+    body_sizes,
+    layer_windows,
+    positive,
+)
 from compilespec.methods.eagle3.aux_layers import AuxIdsAre, resolve_aux_layers
 from compilespec.methods.eagle3.formats import DEFAULT_NUM_DRAFT_TOKENS, Layout, read_format
 from compilespec.methods.eagle3.supported import check_supported
@@ -55,6 +61,8 @@ class Eagle3Config:
     """transformers' rope_parameters of the DRAFT config, as sorted items; never the target's."""
     window: int = 0
     """Sliding window of the attention in tokens, 0 for none."""
+    windows: tuple[int, ...] = ()
+    """The same by layer, where layers differ; else empty."""
     qkv_bias: bool = False
     """q, k and v projections have a bias."""
     out_bias: bool = False
@@ -140,7 +148,10 @@ def normalise(
     """
     head = read_format(raw, kind)
     check_supported(head, shapes)
-    layer = body_config(head.body, head.body_fields)
+    fields = head.body_fields
+    if fields.get("layer_types"):  # what has a window is said layer by layer
+        fields = {key: value for key, value in fields.items() if key not in WINDOW_KEYS}
+    layer = body_config(head.body, fields)
     target_width = positive(
         head.flag("target_hidden_size") or layer.hidden_size, "target_hidden_size"
     )
@@ -164,6 +175,7 @@ def normalise(
         **_vocabulary(head.flag("draft_vocab_size"), layer.vocab_size, shapes),
         **_norms(head.is_on),
         **_biases(head.body, layer, shapes),
+        windows=layer_windows(head.body_fields, layer.num_hidden_layers),
         own_embedding="embed_tokens.weight" in shapes or target_width != layer.hidden_size,
     )
 

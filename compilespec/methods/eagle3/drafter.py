@@ -53,6 +53,8 @@ class Eagle3Drafter(RecycledDrafter):
                 *(Layer(config, config.hidden_size) for _ in range(config.num_layers - 1)),
             ]
         )
+        for layer, window in zip(self.layers, config.windows, strict=False):
+            layer.self_attn.window = window  # type: ignore[union-attr]
         self.norm = RMSNorm(config.hidden_size, eps)
         self.lm_head = Weight(config.draft_vocab_size, config.hidden_size)
         self.register_buffer(

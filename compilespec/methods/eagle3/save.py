@@ -12,6 +12,7 @@ from torch import Tensor
 
 from compilespec.errors import InvalidOption
 from compilespec.methods.base import Drafter
+from compilespec.methods.decoder_body import SLIDING
 from compilespec.methods.eagle3.config import Eagle3Config
 from compilespec.methods.eagle3.drafter import Eagle3Drafter
 from compilespec.methods.eagle3.formats import Layout
@@ -119,6 +120,11 @@ def _head_fields(config: Eagle3Config) -> dict[str, Any]:
     }
 
 
+def _layer_types(config: Eagle3Config) -> dict[str, Any]:
+    types = [SLIDING if window else "full_attention" for window in config.windows]
+    return {"layer_types": types} if any(config.windows) else {}
+
+
 def layer_fields(config: Eagle3Config) -> dict[str, Any]:
     """The decoder layer's part of a config.json, without its rotary parameters."""
     return {
@@ -135,6 +141,7 @@ def layer_fields(config: Eagle3Config) -> dict[str, Any]:
         "attention_bias": config.qkv_bias,
         "mlp_bias": config.mlp_bias,
         "max_position_embeddings": config.max_position_embeddings,
-        "sliding_window": config.window or None,
+        "sliding_window": max(config.windows, default=config.window) or None,
+        **_layer_types(config),
         "bias": config.fc_bias,
     }

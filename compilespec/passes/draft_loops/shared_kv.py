@@ -53,8 +53,9 @@ def _newest(gm: fx.GraphModule, ctx: PassContext) -> tuple[fx.Node, fx.Node]:
     end = output_node(gm)
     taps = [find_role(gm, f"aux.{index}") for index in range(len(ctx.aux_layers))]
     aux = emit(gm, lambda *parts: torch.cat(parts, -1), *taps, before=end)
+    token = newest_token(gm, ctx)
     (hidden,) = take_newest(gm, ctx, aux, before=end)
-    return newest_token(gm, ctx), hidden
+    return token, hidden
 
 
 def newest_token(gm: fx.GraphModule, ctx: PassContext) -> fx.Node:
