@@ -91,10 +91,9 @@ def _measure(job: dict[str, Any], rounds: int) -> dict[str, list[dict[str, float
 async def _over_http(port: int, job: dict[str, Any], *, is_stream: bool) -> dict[str, float]:
     """All requests, as many at once as there are clients."""
     bodies = iter([_body(job, prompt, is_stream=is_stream) for prompt in _prompts(job)])
-    num_tokens = 0
+    counts = list[int]()
 
     async def client() -> None:
-        nonlocal num_tokens
         reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=2**24)
         for body in bodies:
             head = (
@@ -102,12 +101,12 @@ async def _over_http(port: int, job: dict[str, Any], *, is_stream: bool) -> dict
                 f"Content-Length: {len(body)}\r\n\r\n"
             )
             writer.write(head.encode() + body)
-            num_tokens += await _num_tokens(reader)
+            counts.append(await _num_tokens(reader))
         writer.close()
 
     start = time.perf_counter()
     await asyncio.gather(*(client() for _ in range(job["clients"])))
-    return {"seconds": time.perf_counter() - start, "num_tokens": num_tokens}
+    return {"seconds": time.perf_counter() - start, "num_tokens": sum(counts)}
 
 
 async def _num_tokens(reader: asyncio.StreamReader) -> int:
