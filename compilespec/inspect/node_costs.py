@@ -234,6 +234,17 @@ def _attention(costs: NodeCosts, node: fx.Node) -> Cost:
     )
 
 
+def _write_path(costs: NodeCosts, node: fx.Node) -> Cost:
+    """Reads the keys and values of a tree's rows; attention has counted a write of each."""
+    args: Any = node.args
+    moved = (costs.num_bytes(x) for x in args[:2] if x is not None)
+    return Cost(activation_bytes=sum(moved, _ZERO))
+
+
+def _noise(costs: NodeCosts, node: fx.Node) -> Cost:
+    return Cost(activation_bytes=costs.num_bytes(node))
+
+
 def _recurrence(costs: NodeCosts, node: fx.Node) -> Cost:
     """A request's state is read and written once a call; each token decays it, changes it and reads
     it.  What is kept of drafts that may be rejected is written, and half of it read again.
@@ -292,6 +303,8 @@ _RULES: dict[Any, Callable[[NodeCosts, fx.Node], Cost]] = {
     torch.ops.compilespec.packed_quantized_linear.default: _rows_times_quantized,
     torch.ops.compilespec.packed_dynamic_int8_linear.default: _rows_times_quantized,
     torch.ops.compilespec.paged_attention.default: _attention,
+    torch.ops.compilespec.write_cache.default: _write_path,
+    torch.ops.compilespec.draft_noise.default: _noise,
     torch.ops.compilespec.cached_recurrence.default: _recurrence,
     torch.ops.compilespec.cached_conv.default: _convolution,
 }
@@ -307,8 +320,8 @@ def _rule_of(node: fx.Node) -> Callable[[NodeCosts, fx.Node], Cost] | None:
 
 # Views, constants, small reductions and in-place writes of state: no more than element-wise.
 _FUSED_NAMES = """
-    _softmax _to_copy _unsafe_view alias all amax amin any arange argmax argmin cat chunk
-    clone constant_pad_nd copy_ cumprod cumsum detach empty empty_like expand fill_ flip
+    _log_softmax _softmax _to_copy _unsafe_view alias all amax amin any arange argmax argmin cat
+    chunk clone constant_pad_nd copy_ cumprod cumsum detach empty empty_like expand fill_ flip
     floor_divide
     full full_like histc index_add index_put index_put_ lift_fresh_copy max mean min
     native_layer_norm new_full new_ones new_zeros one_hot ones ones_like permute repeat

@@ -312,7 +312,7 @@ class _Draw:
             return self._sampling(spec)
         if spec.name == "parents_RS":
             return self.int32([self._tree(spec.shape[1]) for _ in range(spec.shape[0])])
-        if spec.name == "draft_prob_RKV":
+        if spec.name in ("draft_prob_RKV", "child_prob_RIV"):
             return self._normal(spec.shape, spec.dtype).softmax(-1)
         if spec.by_host:  # nothing that a request might ask for
             return torch.full(spec.shape, spec.fill, dtype=spec.dtype, device=config.device)

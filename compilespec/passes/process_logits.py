@@ -13,6 +13,7 @@ from compilespec.ops.sample.layout import PROMPT_LEN
 from compilespec.passes.context import PassContext
 from compilespec.passes.graph import add_buffer, emit, find_role, output_node, set_outputs, splice
 from compilespec.passes.sampling import drawn_positions, sampling_state
+from compilespec.passes.trees import verifies_tree
 from compilespec.program import PAD, BufferSpec
 from compilespec.tracing.capture import output_widths
 
@@ -47,7 +48,8 @@ def process_logits(gm: fx.GraphModule, ctx: PassContext) -> int:
         (logits,) = splice(gm, ctx, traced, {name: known[name]() for name in reads})
     if ctx.host_processors:
         handles = _handles(gm, ctx)
-        arguments = (logits, _last_tokens(gm, ctx), find_role(gm, "row_index"), handles)
+        path = (find_role(gm, "path"),) if verifies_tree(ctx) else ()
+        arguments = (logits, _last_tokens(gm, ctx), find_role(gm, "row_index"), handles, *path)
         with gm.graph.inserting_before(end):
             logits = gm.graph.call_function(torch.ops.compilespec.host_process.default, arguments)
     if ctx.phase == "prefill":
@@ -61,7 +63,10 @@ def _positions(gm: fx.GraphModule, ctx: PassContext) -> Any:
     start, end = find_role(gm, "start"), output_node(gm)
     if ctx.phase == "prefill":
         return emit(gm, lambda start_R: start_R.unsqueeze(1), start, before=end)
-    return emit(gm, drawn_positions, start, before=end, num_tokens=ctx.config.num_verify_tokens)
+    depth = (find_role(gm, "depth"),) if verifies_tree(ctx) else ()
+    return emit(
+        gm, drawn_positions, start, *depth, before=end, num_tokens=ctx.config.num_verify_tokens
+    )
 
 
 def _last_tokens(gm: fx.GraphModule, ctx: PassContext) -> Any:

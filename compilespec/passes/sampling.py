@@ -20,6 +20,7 @@ from compilespec.ops.sample.layout import (
     NUM_INTS,
     STEP,
     STREAM_DRAFT,
+    STREAM_DRAW,
     TEMPERATURE,
 )
 from compilespec.passes.context import PassContext
@@ -155,10 +156,11 @@ def draft_token(
 
 
 def draft_noise(
-    gm: fx.GraphModule, ctx: PassContext, drawn: fx.Node, ids: fx.Node | None, num_ids: int
-) -> tuple[fx.Node, ...]:
+    gm: fx.GraphModule, ctx: PassContext, drawn: fx.Node, ids: fx.Node | None, num_ids: int,
+    stream: int = STREAM_DRAW,
+) -> tuple[fx.Node, ...]:  # fmt: skip
     """The temperature [B] and the noise [B, V] with which the target will draw the token at
-    `drawn`: 1 and 0 for greedy requests; nothing where all are greedy.
+    `drawn`, or that of another stream: 1 and 0 for greedy requests; nothing where all are greedy.
     """
     if ctx.greedy_only:
         return ()
@@ -167,7 +169,8 @@ def draft_noise(
     temperature = emit(gm, drawn_temperature, real, index, before=before)
     with gm.graph.inserting_before(before):
         noise = gm.graph.call_function(
-            torch.ops.compilespec.draft_noise.default, (index, drawn, ids, num_ids, real, whole)
+            torch.ops.compilespec.draft_noise.default,
+            (index, drawn, ids, num_ids, real, whole, stream),
         )
     return temperature, noise
 
@@ -220,7 +223,8 @@ def gives_draft_probs(ctx: PassContext) -> bool:
 
 def keep_draft_probs(gm: fx.GraphModule, ctx: PassContext) -> None:
     """Write the distributions of the step's drafts into state rows, for the next step's rule."""
-    if not (ctx.acceptance.reads_draft_probs and gives_draft_probs(ctx)):
+    is_read = ctx.acceptance.reads_draft_probs and ctx.config.tree is None
+    if not (is_read and gives_draft_probs(ctx)):
         return
     numbers = range(1, ctx.config.num_draft_tokens + 1)
     parts = [find_role(gm, f"draft_probs.{number}") for number in numbers]

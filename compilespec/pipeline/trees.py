@@ -50,10 +50,14 @@ def check_tree(
             f"acceptance={acceptance.rule!r} judges no trees yet; leave acceptance= or draft_tree= "
             "out"
         )
+    processor = options.processor
+    if processor is not None and "context_BL" in processor.inputs:
+        raise NotSupported(
+            "draft_tree= has no context_BL for logits_processor=, for each row has a path of its "
+            "own; read ids_BS alone, give requests a processor on the host, or leave one out"
+        )
     for given, keyword in (
         (acceptance.force_num_accepted, "force_num_accepted"),
-        (options.logits_processor, "logits_processor"),
-        (options.host_processors, "host_processors"),
         (options.draft_vocab_size, "draft_vocab_size"),
     ):
         if given:

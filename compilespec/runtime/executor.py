@@ -59,7 +59,7 @@ class Geometry:
     num_repeated_tokens: int = 0  # prompt tokens before a chunk that it must hold again
     host_processors: bool = False  # whether requests may have logits processors on the host
     prompt_logprobs: bool = False  # whether they may ask for those
-    draft_tree: bool = False  # whether drafts are a tree, which has no penalties and guides yet
+    draft_tree: bool = False  # whether drafts are a tree, which has no penalties yet
     needs_replay: bool = False  # whether rows must be replayed after steps of K = 0
 
     @property
@@ -108,7 +108,14 @@ class Executor(Protocol):
         """
 
     def read_drafts(self, rows: Sequence[int]) -> list[list[int]]:
-        """The drafts that the next decode step will judge in each row, up to K of them."""
+        """The drafts that the next decode step will judge in each row, up to K of them; those of a
+        tree by node, PAD where a node has none.
+        """
+
+    def read_parents(self, rows: Sequence[int]) -> Sequence[list[int] | None]:
+        """Of each row's tree of drafts, what each follows: 0 the last token, i draft i; None where
+        drafts are chains.
+        """
 
     def keep_text(self, tokens: Sequence[int]) -> None:
         """Remember the tokens of a request that ended, where the program's drafter reads such."""

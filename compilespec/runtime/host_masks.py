@@ -59,12 +59,13 @@ def write_masks(
         return {}
     rows = [request.row for request in guided]
     drafts = executor.read_drafts(rows) if drafted else [[]] * len(rows)
+    parents = executor.read_parents(rows) if drafted else [None] * len(rows)
     failed: dict[Request, GuideFailed] = {}
     masks = []
-    for request, tokens in zip(guided, drafts, strict=True):
+    for request, tokens, follows in zip(guided, drafts, parents, strict=True):
         assert request.guide is not None
         try:
-            masks.append(request.guide.masks(tokens))
+            masks.append(request.guide.masks(tokens, follows))
         except GuideFailed as error:
             failed[request] = error
     written = [request.row for request in guided if request not in failed]

@@ -34,13 +34,15 @@ class HostProcessor:
     def close(self) -> None:
         host_process.release(self.handle)
 
-    def __call__(self, drafts: list[int], logits_SV: Tensor) -> Tensor:
-        """The window's logits [S, V], changed; as they are after a failure."""
+    def __call__(self, drafts: list[list[int]], logits_SV: Tensor) -> Tensor:
+        """The window's logits [S, V], changed, each row after its drafts; as they are after a
+        failure.
+        """
         prefix = self._tokens()
         rows = []
         try:
-            for index, logits_V in enumerate(logits_SV):
-                rows.append(self._row([*prefix, *drafts[:index]], logits_V.clone()))
+            for own, logits_V in zip(drafts, logits_SV, strict=True):
+                rows.append(self._row([*prefix, *own], logits_V.clone()))
         except ProcessorFailed as error:
             self.error = error
             return logits_SV

@@ -105,10 +105,10 @@ def check_params(params: Any, tokenizer: Tokenizer | None, geometry: Geometry) -
             raise InvalidRequest(
                 f"SamplingParams.{name} needs an engine that was compiled with {option}"
             )
-    if geometry.draft_tree and (has_penalties(params) or params.guide is not None):
+    if geometry.draft_tree and has_penalties(params):
         raise InvalidRequest(
-            "SamplingParams: an engine that was compiled with draft_tree= serves no guides and no "
-            "penalties yet; compile without it"
+            "SamplingParams: an engine that was compiled with draft_tree= serves no penalties "
+            "yet; compile without it"
         )
     if params.stop and tokenizer is None:
         raise InvalidRequest(

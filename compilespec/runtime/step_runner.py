@@ -148,8 +148,16 @@ class StepRunner:
 
     def read_drafts(self, rows: Sequence[int]) -> list[list[int]]:
         self._host.send()  # they may have come from the host
-        drafts = self.buffers["tokens_RS"][self._int32(rows), 1:].tolist()
+        drafts: list[list[int]] = self.buffers["tokens_RS"][self._int32(rows), 1:].tolist()
+        if self.geometry.draft_tree:
+            return drafts
         return [list(itertools.takewhile(lambda token: token != PAD, ids)) for ids in drafts]
+
+    def read_parents(self, rows: Sequence[int]) -> Sequence[list[int] | None]:
+        if not self.geometry.draft_tree:
+            return [None] * len(rows)
+        parents: list[list[int]] = self.buffers["parents_RS"][self._int32(rows), 1:].tolist()
+        return parents
 
     def keep_text(self, tokens: Sequence[int]) -> None:
         if self._past_texts is not None:

@@ -15,6 +15,8 @@ from torch import nn
 
 import compilespec
 from compilespec import DraftTree, SamplingParams
+from compilespec.runtime.guides import Choice, Vocabulary
+from compilespec.runtime.guides.follower import GuideFollower
 from tests.support.drafters import METHODS, traced_info
 from tests.support.models import (
     Ask,
@@ -42,6 +44,10 @@ TREES = {
     "dynamic": DraftTree(top_k=3, depth=4, num_nodes=11),
     "wide": DraftTree(top_k=5, depth=2, num_nodes=30),
     "one": DraftTree(top_k=2, depth=1, num_nodes=1),
+    "n8": DraftTree(top_k=4, depth=3, num_nodes=8),
+    "n16": DraftTree(top_k=4, depth=4, num_nodes=16),
+    "n32": DraftTree(top_k=6, depth=5, num_nodes=32),
+    "n60": DraftTree(top_k=8, depth=6, num_nodes=60),
 }  # fmt: skip
 CHOSEN = (("eagle3", "gemma2", "dynamic"),)
 
@@ -73,6 +79,15 @@ def compiled(method: str, family: str, tree: DraftTree | None, **options: Any) -
         for method in ("eagle3", "draft_model", "eagle", "mtp_eagle")
         for family in ("gemma2", "mistral", "gpt_oss", "llama", "deepseek_v3", "plain")
         for tree in ("static", "dynamic", "bush", "wide", "one")
+    ]
+    + [
+        pytest.param(method, family, tree, id=f"{method}-{family}-{tree}", marks=pytest.mark.slow)
+        for method, family, tree in (
+            ("eagle3", "gpt_oss", "n60"),
+            ("draft_model", "mistral", "n32"),
+            ("mtp_eagle", "llama", "n16"),
+            ("eagle", "gemma2", "n8"),
+        )
     ],
 )  # fmt: skip
 def test_trees_give_the_models_own_tokens(method: str, family: str, tree: str) -> None:
@@ -91,15 +106,17 @@ def test_trees_give_the_models_own_tokens(method: str, family: str, tree: str) -
 
 @pytest.fixture(scope="module")
 def tree_engine():
-    with compiled("draft_model", "mistral", TREES["static"], kv_cache_tokens=144) as engine:
+    options = {"kv_cache_tokens": 144, "host_processors": True}
+    with compiled("draft_model", "mistral", TREES["static"], **options) as engine:
         yield engine
 
 
 @pytest.fixture(scope="module")
 def plain_engine():
     with compilespec.compile(
-        asked("mistral")[0], max_batch_size=4, max_seq_len=MAX_SEQ_LEN, backend="eager"
-    ) as engine:
+        asked("mistral")[0], max_batch_size=4, max_seq_len=MAX_SEQ_LEN, backend="eager",
+        host_processors=True,
+    ) as engine:  # fmt: skip
         yield engine
 
 
@@ -136,6 +153,37 @@ def test_sampled_tokens_are_those_of_plain_decoding(tree_engine, plain_engine):
     assert max(mine[0].emitted_per_step) > 1
 
 
+def shy(tokens, logits_V):
+    """What came before may hardly come again soon."""
+    logits_V[tokens[-6:]] -= 3.0
+    return logits_V
+
+
+def test_guides_and_processors_follow_each_path(tree_engine, plain_engine):
+    """Requests with them, and without, in one batch; greedy and sampled."""
+    choices = Choice([[first, *range(first % 7, first % 7 + 9)] for first in range(30, 60)])
+    params = [
+        SamplingParams(max_new_tokens=12, guide=choices),
+        SamplingParams(max_new_tokens=14, logits_processor=shy, ignore_eos=True),
+        SamplingParams(max_new_tokens=14, ignore_eos=True),
+        SamplingParams(max_new_tokens=12, guide=choices, temperature=0.9, seed=3),
+    ]
+    prompts = [list(ask.prompt) for ask in asked("mistral")[2][:4]]
+    mine, plain = (engine.generate(prompts, params) for engine in (tree_engine, plain_engine))
+    assert [one.token_ids for one in mine] == [one.token_ids for one in plain]
+    assert max(mine[1].emitted_per_step) > 1
+
+
+def test_masks_after_every_node_of_a_tree():
+    """Of five drafts, one may not come, what follows it is not looked at, and PAD is none."""
+    guide = Choice([[1, 2, 3], [1, 4], [5, 6]])
+    follower = GuideFollower(guide.matcher(Vocabulary(None, 40)), 2)
+    masks = follower.masks([1, 7, 5, -1, 4, 2], [0, 0, 0, 1, 1, 2])
+    ids = [[i for i in range(40) if int(row[i // 32]) >> (i % 32) & 1] for row in masks]
+    assert ids == [[1, 5], [2, 4], [], [6], [], []]
+    assert torch.equal(follower.masks(), masks[:1])
+
+
 def test_a_request_may_want_fewer_drafts(tree_engine):
     ask = asked("mistral")[2][0]
     for own in (0, 1, 2):
@@ -161,27 +209,31 @@ def test_a_tree_of_one_path_is_a_chain(method):
 
 
 def test_what_trees_do_not_serve_is_refused(tree_engine):
-    for params in (
-        SamplingParams(repetition_penalty=1.2),
-        SamplingParams(guide=compilespec.runtime.guides.Choice(("a", "b"))),
-    ):
-        with pytest.raises(compilespec.errors.InvalidRequest, match="draft_tree="):
-            tree_engine.generate([3, 4], params)
+    with pytest.raises(compilespec.errors.InvalidRequest, match="draft_tree="):
+        tree_engine.generate([3, 4], SamplingParams(repetition_penalty=1.2))
 
 
 # --- the authors' generations ---
 
 
-@pytest.fixture(scope="module")
-def authors():
+@pytest.fixture(
+    scope="module",
+    params=[
+        "c_eagle3_full_tree",
+        pytest.param("c_eagle1_tree", marks=pytest.mark.slow),
+        pytest.param("c_eagle3_d2t_tree", marks=pytest.mark.slow),
+    ],
+)
+def authors(request):
     """The engine on the case, its prompts, tokens and iterations."""
-    case = ORACLES / "c_eagle3_full_tree"
+    case = ORACLES / request.param
     io, meta = load_file(case / "io.safetensors"), json.loads((case / "meta.json").read_text())
     tree = DraftTree(
         top_k=meta["top_k"], depth=meta["depth"] + 1, num_nodes=meta["total_token"] - 1
     )
     with compilespec.compile(
-        str(ORACLES / "c_target"), spec="eagle3", draft=str(case / "draft"), draft_tree=tree,
+        str(ORACLES / "c_target"), spec=meta["kind"], draft=str(case / meta["draft"]),
+        draft_tree=tree,
         backend="eager", max_batch_size=3,
     ) as engine:  # fmt: skip
         yield engine, io, meta["traces"]
@@ -258,7 +310,7 @@ def test_a_tree_that_cannot_be_is_refused(given, message):
     assert "\n" not in str(caught.value)
 
 
-def unchanged(logits_BSV):
+def by_context(logits_BSV, context_BL):
     return logits_BSV
 
 
@@ -273,14 +325,13 @@ def refused(*case: Any, slow: bool = True) -> Any:
         ("eagle3", {"draft_tree": 7}, "InvalidOption", "must be a compilespec.DraftTree"),
         ("eagle3", {"num_draft_tokens": 3}, "InvalidOption", "leave num_draft_tokens= out"),
         ("eagle3", {"max_seq_len": 3}, "InvalidOption", "depth of draft_tree must be below"),
-        ("eagle3", {"acceptance": "rejection"}, "NotSupported", "judges no trees"),
+        ("eagle3", {"acceptance": "block"}, "NotSupported", "judges no trees"),
         (
             "eagle3",
-            {"logits_processor": unchanged},
+            {"logits_processor": by_context},
             "NotSupported",
-            "go together",
+            "has no context_BL",
         ),
-        ("eagle3", {"host_processors": True}, "NotSupported", "go together"),
         ("eagle3", {"draft_tree": DraftTree(choices=[(97,)])}, "DraftMismatch", "98 best tokens"),
         ("ngram", {}, "InvalidOption", "spec='ngram' drafts no trees"),
         ("mtp", {}, "InvalidOption", "spec='mtp' drafts no trees"),

@@ -317,7 +317,7 @@ def test_the_operator():
     logits = torch.randn(3, 2, 5, dtype=torch.bfloat16)
     ids = torch.tensor([[1, 2], [3, 4], [0, 1]], dtype=torch.int32)
     handles, rows = torch.zeros(4, dtype=torch.int64), torch.tensor([2, 0, 3])
-    handles[0] = host_process.register(lambda drafts, logits_SV: logits_SV * 0 + drafts[0])
+    handles[0] = host_process.register(lambda drafts, logits_SV: logits_SV * 0 + drafts[1][0])
     try:
         changed = host_process.host_process(logits, ids, rows, handles)
         assert torch.equal(changed[1], torch.full((2, 5), 4.0))

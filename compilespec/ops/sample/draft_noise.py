@@ -17,9 +17,10 @@ def draft_noise(
     num_ids: int,
     sampling_RF: Tensor,
     sampling_RI: Tensor,
+    stream: int = layout.STREAM_DRAW,
 ) -> Tensor:
     """What `sample` adds to the target's scores; see `draft_noise_reference`."""
-    return _DRAFT_NOISE(row_B, drawn_B, ids_V, num_ids, sampling_RF, sampling_RI)
+    return _DRAFT_NOISE(row_B, drawn_B, ids_V, num_ids, sampling_RF, sampling_RI, stream)
 
 
 def draft_noise_reference(
@@ -29,6 +30,7 @@ def draft_noise_reference(
     num_ids: int,
     sampling_RF: Tensor,
     sampling_RI: Tensor,
+    stream: int = layout.STREAM_DRAW,
 ) -> Tensor:
     """The Gumbel noise of each token id at the position that is drawn.
 
@@ -36,6 +38,7 @@ def draft_noise_reference(
         row_B: int64, the request's row of the state buffers; drawn_B: int32, as in
             `sample_reference`.
         ids_V: int64, target ids (negative: none); None: 0 to num_ids - 1.
+        stream: which of the numbers of a position; the target draws with those of STREAM_DRAW.
     Returns:
         float32 [B, V], 0 for greedy requests.
     """
@@ -44,21 +47,22 @@ def draft_noise_reference(
         ids_V = torch.arange(num_ids, device=row_B.device)
     if row_B.device.type == "cpu" and not bool(is_drawn_B.any()):  # else the host must not read
         return sampling_RF.new_zeros((len(row_B), len(ids_V)))
-    stream_B = torch.full_like(drawn_B, layout.STREAM_DRAW)
+    stream_B = torch.full_like(drawn_B, stream)
     bits_BV = noise_bits_of_rows(ids_V.clamp(min=0), row_B, drawn_B, stream_B, sampling_RI)
     return torch.where(is_drawn_B.unsqueeze(1), gumbel(bits_BV), 0)
 
 
 def _fake(
-    row: Tensor, drawn: Tensor, ids: Tensor | None, num_ids: int, real: Tensor, words: Tensor
-) -> Tensor:
+    row: Tensor, drawn: Tensor, ids: Tensor | None, num_ids: int, real: Tensor, words: Tensor,
+    stream: int = layout.STREAM_DRAW,
+) -> Tensor:  # fmt: skip
     width = num_ids if ids is None else ids.shape[0]
     return real.new_empty((row.shape[0], width), dtype=torch.float32)
 
 
 _DRAFT_NOISE = define_op(
     "draft_noise(Tensor row, Tensor drawn, Tensor? ids, int num_ids, Tensor sampling_real, "
-    "Tensor sampling_int) -> Tensor",
+    "Tensor sampling_int, int stream=0) -> Tensor",
     draft_noise_reference,
     _fake,
     has_kernel=False,

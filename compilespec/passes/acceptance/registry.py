@@ -6,7 +6,9 @@ share.  The engine chooses the rule (`acceptance=`), not the method.
 
 from __future__ import annotations
 
-from compilespec.passes.acceptance import relaxed, strict, user
+import dataclasses
+
+from compilespec.passes.acceptance import multi_candidate, relaxed, strict, user
 from compilespec.passes.acceptance.base import Judged, Rule
 from compilespec.passes.acceptance.block import block_verification
 from compilespec.passes.acceptance.rejection import ratio_test
@@ -15,7 +17,7 @@ from compilespec.passes.acceptance.rule import Acceptance
 RULES: dict[str, Rule] = {
     "strict": strict.RULE,
     "relaxed": relaxed.RULE,
-    "rejection": user.RULE,
+    "rejection": dataclasses.replace(user.RULE, decode_tree=multi_candidate.decode_tree),
     "block": user.RULE,
     "user": user.RULE,
 }

@@ -8,7 +8,8 @@ import torch
 from torch import fx
 
 from compilespec.passes.context import PassContext
-from compilespec.passes.draft_loops.tree import Growth, Level, grow_tree, parents_hidden
+from compilespec.passes.draft_loops.levels import Level
+from compilespec.passes.draft_loops.tree import Growth, grow_tree, parents_hidden
 from compilespec.passes.graph import emit, find_role, output_node, splice
 from compilespec.passes.insert_paged_attention import Branches, page_markers
 from compilespec.passes.read_state import place

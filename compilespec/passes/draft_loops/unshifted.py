@@ -9,8 +9,9 @@ import torch
 from torch import fx
 
 from compilespec.passes.context import PassContext
+from compilespec.passes.draft_loops.levels import Level
 from compilespec.passes.draft_loops.recycled import next_token
-from compilespec.passes.draft_loops.tree import Growth, Level, grow_tree
+from compilespec.passes.draft_loops.tree import Growth, grow_tree
 from compilespec.passes.graph import arange_like, emit, find_role, output_node, splice
 from compilespec.passes.insert_paged_attention import Branches, page_markers
 from compilespec.passes.read_state import place

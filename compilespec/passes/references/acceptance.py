@@ -18,8 +18,10 @@ from compilespec.ops.sample.probabilities import (
 from compilespec.passes.acceptance.rule import Relaxed
 from compilespec.passes.context import PassContext
 from compilespec.passes.references.base import Before, Case, Values
+from compilespec.passes.references.grown_trees import are_drawn
 from compilespec.passes.references.placement import place_call
 from compilespec.passes.references.trees import accepted_path
+from compilespec.passes.references.trials import judge_by_trials
 from compilespec.program import PAD
 
 
@@ -115,7 +117,7 @@ def _judge(
     """Each request's tokens, and how many of them are emitted."""
     drafts = _judged_ids(ctx, case, values)
     if ctx.config.tree is not None:
-        return _along_tree(ctx, case, drafts, choices)
+        return _along_tree(ctx, case, values.outputs["logits"], drafts, choices)
     if ctx.acceptance.function is not None:
         target, counts = _by_function(ctx, case, values, drafts)
     else:
@@ -131,9 +133,12 @@ def _judge(
 
 
 def _along_tree(
-    ctx: PassContext, case: Case, drafts: list[list[int]], choices: list[list[int]]
-) -> tuple[list[list[int]], list[int]]:
+    ctx: PassContext, case: Case, logits: Tensor, drafts: list[list[int]],
+    choices: list[list[int]],
+) -> tuple[list[list[int]], list[int]]:  # fmt: skip
     """The choices on the longest accepted path; after it those of the root."""
+    if are_drawn(ctx):
+        return judge_by_trials(ctx, case, logits, drafts)
     target, counts = [], []
     trees = place_call(ctx.config, case).paths
     for tree, ids, choice in zip(trees, drafts, choices, strict=True):

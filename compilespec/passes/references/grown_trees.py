@@ -29,18 +29,21 @@ class Node:
     score: float = 0.0
 
 
-def grow(shape: TreeShape, best: Best) -> tuple[list[int], list[int]]:
-    """The drafts of a request and the parents of the rows."""
-    nodes = _static(shape, best) if shape.choices else _dynamic(shape, best)
+def grow(shape: TreeShape, best: Best, *, is_drawn: bool) -> tuple[list[int], list[int]]:
+    """The drafts of a request and the parents of the rows.  Of a static tree whose children are
+    drawn, siblings are the first draws, whatever their ranks.
+    """
+    nodes = _static(shape, best, is_drawn) if shape.choices else _dynamic(shape, best)
     rows = {(): 0} | {node.place: row for row, node in enumerate(nodes, 1)}
     return [node.path[-1] for node in nodes], [0, *(rows[node.place[:-1]] for node in nodes)]
 
 
-def _static(shape: TreeShape, best: Best) -> list[Node]:
+def _static(shape: TreeShape, best: Best, is_drawn: bool) -> list[Node]:
     nodes: dict[tuple[int, ...], Node] = {(): Node(path=(), place=())}
     for place in shape.choices:
         before = nodes[place[:-1]].path
-        _, token = best(before)[place[-1]]
+        siblings = [one for one in shape.choices if one[:-1] == place[:-1]]
+        _, token = best(before)[siblings.index(place) if is_drawn else place[-1]]
         nodes[place] = Node(path=(*before, token), place=place)
     return [nodes[place] for place in shape.choices]
 
@@ -65,22 +68,46 @@ def _dynamic(shape: TreeShape, best: Best) -> list[Node]:
     return [drafted[place] for place in sorted(order[: shape.num_nodes])]
 
 
-def rank_tokens(
-    ctx: PassContext, case: Case, row: int, drawn: int, argument: str, head_1D: Tensor
-) -> list[tuple[float, int]]:
-    """(log-probability, target id) of what may come at position `drawn`, best first: of the
-    drafter's logits, of a sampled request with temperature and noise.
-    """
+def are_drawn(ctx: PassContext) -> bool:
+    """Whether the children of a node are draws without replacement."""
+    assert ctx.config.tree is not None
+    return ctx.acceptance.function is not None and bool(ctx.config.tree.choices)
+
+
+def is_sampled(ctx: PassContext, case: Case, row: int) -> bool:
+    if ctx.greedy_only:
+        return False
+    return float(case.inputs["sampling_RF"][row, layout.TEMPERATURE]) >= layout.MIN_TEMPERATURE
+
+
+def scored_tokens(
+    ctx: PassContext, case: Case, row: int, argument: str, head_1D: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The drafter's logits after a row, of a sampled request at its temperature, and their ids."""
     _, logits_1V, *ids = run_fragment(ctx.draft["propose"], {argument: head_1D})
     scores_V = logits_1V[0].to(torch.promote_types(logits_1V.dtype, torch.float32))
     known = torch.arange(len(scores_V)) if not ids else ids[0]
-    reals, words = case.inputs["sampling_RF"][row], case.inputs["sampling_RI"][row].tolist()
-    if not ctx.greedy_only and float(reals[layout.TEMPERATURE]) >= layout.MIN_TEMPERATURE:
+    if is_sampled(ctx, case, row):
+        scores_V = scores_V / case.inputs["sampling_RF"][row, layout.TEMPERATURE].to(scores_V.dtype)
+    return scores_V, known
+
+
+def rank_tokens(
+    ctx: PassContext, case: Case, row: int, drawn: int, depth: int, scored: tuple[Tensor, Tensor]
+) -> list[tuple[float, int]]:
+    """(log-probability, target id) of what may come at position `drawn` and this depth, best first;
+    with the noise by which it is drawn, if it is.
+    """
+    scores_V, known = scored
+    words = case.inputs["sampling_RI"][row].tolist()
+    is_coupled = ctx.acceptance.function is None
+    if is_sampled(ctx, case, row) and (is_coupled or are_drawn(ctx)):
         bits = noise_bits(
             known.clamp(min=0), seed_low=words[layout.SEED_LOW], seed_high=words[layout.SEED_HIGH],
-            sample=words[layout.SAMPLE], position=drawn, stream=layout.STREAM_DRAW,
+            sample=words[layout.SAMPLE], position=drawn,
+            stream=layout.STREAM_DRAW if is_coupled else layout.STREAM_DRAFT + 8 * depth,
         )  # fmt: skip
-        scores_V = scores_V / reals[layout.TEMPERATURE].to(scores_V.dtype) + gumbel(bits)
+        scores_V = scores_V + gumbel(bits)
     scores_V = scores_V.masked_fill(known < 0, float("-inf")).log_softmax(0)
     pairs = sorted(zip(scores_V.tolist(), known.tolist(), strict=True), key=lambda pair: -pair[0])
     return [(score, token if score > float("-inf") else PAD) for score, token in pairs]
@@ -106,3 +133,26 @@ def level_calls(
         for layer in range(ctx.draft["forward"].num_attention_layers):
             calls.append(AttentionCall(cache=f"cache.draft.{layer}.key", tokens=tokens))
     return calls
+
+
+def child_distributions(
+    ctx: PassContext, drafts: Sequence[int],
+    after: Callable[[Sequence[int]], tuple[Tensor, Tensor]], vocab_size: int, *, sampled: bool,
+) -> Tensor:  # fmt: skip
+    """What the children of each inner node of a static tree were drawn from, [I, V]; 0 for greedy
+    requests.  `after` gives logits and ids after a path.
+    """
+    shape = ctx.config.tree
+    assert shape is not None
+    tokens = dict(zip(shape.choices, drafts, strict=True))
+    inner = [place for place in ((), *shape.choices) if any(p[:-1] == place for p in shape.choices)]
+    rows = []
+    for place in inner:
+        scores_V, ids_V = after([tokens[place[:d]] for d in range(1, len(place) + 1)])
+        probs_V = scores_V.new_zeros(vocab_size)
+        if sampled:
+            own_V = scores_V.masked_fill(ids_V < 0, float("-inf")).softmax(0)
+            for token, chance in zip(ids_V.tolist(), own_V, strict=True):
+                probs_V[token] += chance if token >= 0 else 0
+        rows.append(probs_V)
+    return torch.stack(rows)

@@ -49,7 +49,8 @@ def _processed(ctx: PassContext, case: Case, logits: Tensor) -> tuple[Tensor, Te
     made = []
     for b, (row, start) in enumerate(zip(rows, starts, strict=True)):
         for s in range(logits.shape[1] if decodes else 1):
-            place = start + s + int(decodes)  # position of the token that the row chooses
+            depth = len(placed.paths[b][s]) - 1 if placed.paths else s
+            place = start + depth + int(decodes)  # position of the token that the row chooses
             last = placed.ids[b, s] if decodes else placed.ids[0, case.inputs["last_R"][b]]
             reads = {
                 "logits_BSV": logits[b, s] if decodes else logits[0, b],

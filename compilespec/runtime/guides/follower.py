@@ -52,29 +52,44 @@ class GuideFollower:
             return self._place.has_ended
         return self._matcher.may_end() and not bool(self._matcher.allowed().any())
 
-    def masks(self, drafts: Sequence[int] = ()) -> Tensor:
-        """What may come next, and after each draft up to the first that may not come itself.
+    def masks(self, drafts: Sequence[int] = (), parents: Sequence[int] | None = None) -> Tensor:
+        """What may come next, and after each draft that may come itself.
 
-        Returns: int32 [1 + drafts that may come, ceil(V / 32)]; the follower stays where it is.
+        Args:
+            parents: of a tree of drafts, the row that each follows: 0 the next token, i draft i;
+                None: each follows the one before.
+        Returns:
+            int32 [1 + the last draft that may come, ceil(V / 32)], 0 after those that may not; the
+            follower stays where it is.
         Raises: GuideFailed when nothing may come next.
         """
-        start, rows = self._place, [self._allowed()]
+        rows = {0: self._allowed()}
         if not bool(rows[0].any()):
             raise GuideFailed(
-                f"the guide leaves nothing to choose after {start.num_tokens} tokens: no id of the "
-                "vocabulary continues it"
+                f"the guide leaves nothing to choose after {self._place.num_tokens} tokens: no id "
+                "of the vocabulary continues it"
             )
-        try:
-            for token in drafts:
-                if not self._step(token):
-                    break
-                rows.append(self._allowed())
-        except GuideFailed:  # only if the output goes there
-            pass
-        finally:
-            self._matcher.rewind(self._place.num_matched - start.num_matched)
-            self._place = start
-        return torch.stack(rows)
+        self._look_ahead(0, drafts, range(len(drafts)) if parents is None else parents, rows)
+        none = torch.zeros_like(rows[0])
+        return torch.stack([rows.get(row, none) for row in range(max(rows) + 1)])
+
+    def _look_ahead(
+        self, row: int, drafts: Sequence[int], parents: Sequence[int], rows: dict[int, Tensor]
+    ) -> None:
+        """Add the masks after the drafts that follow `row`, and after those that follow them."""
+        start = self._place
+        for child, (token, parent) in enumerate(zip(drafts, parents, strict=True), 1):
+            if parent != row or token < 0:
+                continue
+            try:
+                if self._step(token):
+                    rows[child] = self._allowed()
+                    self._look_ahead(child, drafts, parents, rows)
+            except GuideFailed:  # only if the output goes there
+                continue
+            finally:
+                self._matcher.rewind(self._place.num_matched - start.num_matched)
+                self._place = start
 
     def follow(self, tokens: Sequence[int]) -> tuple[int, GuideFailed | None]:
         """Go past tokens that were chosen; how many of them belong to the output, and what is wrong

@@ -15,7 +15,15 @@ from compilespec.passes.context import PassContext
 from compilespec.passes.kv_groups import KVGroup
 from compilespec.passes.references.base import Attention, AttentionCall, Case, Tokens
 from compilespec.passes.references.fragments import products, run_fragment
-from compilespec.passes.references.grown_trees import grow, level_calls, rank_tokens
+from compilespec.passes.references.grown_trees import (
+    are_drawn,
+    child_distributions,
+    grow,
+    is_sampled,
+    level_calls,
+    rank_tokens,
+    scored_tokens,
+)
 from compilespec.passes.references.placement import place_chain, place_tokens
 from compilespec.passes.references.recurrent_state import Progress, recurrent_operators
 from compilespec.passes.sampling import wide_dtype
@@ -141,21 +149,32 @@ class Drafts:
         """
         shape, kept, calls = self.ctx.config.tree, self.buffers, list(self.calls)
         assert shape is not None
-        grown = []
+        grown, (vocab_size,) = [], output_widths(self.ctx.target)
+        is_drawn = are_drawn(self.ctx)
         for request, row in enumerate(self.state_rows()):
+            state_row = int(self.placed.row_index[request])
 
-            def best(path: Sequence[int], request: int = request, row: int = row) -> Any:
+            def after(path: Sequence[int], request: int = request, row: int = row) -> Any:
                 self.buffers = {name: buffer.clone() for name, buffer in kept.items()}
                 places = [
                     place_tokens(self.config, self.case.inputs, [[row]], [[first[request] + d]])
                     for d in range(len(path))
                 ]
                 head = follow(self, request, places, path)
-                state_row = int(self.placed.row_index[request])
-                at = drawn[request] + len(path)
-                return rank_tokens(self.ctx, self.case, state_row, at, argument, head)
+                at = int(self.placed.row_index[request])
+                return scored_tokens(self.ctx, self.case, at, argument, head)
 
-            grown.append(grow(shape, best))
+            def best(path: Sequence[int], after: Any = after, request: int = request) -> Any:
+                at, depth = drawn[request] + len(path), len(path) + 1
+                state_row = int(self.placed.row_index[request])
+                return rank_tokens(self.ctx, self.case, state_row, at, depth, after(path))
+
+            grown.append(grow(shape, best, is_drawn=is_drawn))
+            if is_drawn:
+                sampled = is_sampled(self.ctx, self.case, state_row)
+                kept["child_prob_RIV"][state_row] = child_distributions(
+                    self.ctx, grown[-1][0], after, vocab_size, sampled=sampled
+                )
         self.buffers = kept
         self.calls = [*calls, *level_calls(self.ctx, self.case, self.state_rows(), first)]
         device = self.placed.start.device

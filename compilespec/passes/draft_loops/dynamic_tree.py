@@ -1,0 +1,111 @@
+"""Dynamic trees: they grow where the drafter is sure."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import fx
+
+from compilespec.passes.draft_loops.levels import Chosen
+from compilespec.passes.graph import arange_like, emit
+from compilespec.program import PAD, TreeShape
+
+
+class DynamicTree:
+    """The most probable paths.  Source: Li et al. 2024 (EAGLE-2), section 4."""
+
+    def __init__(self, shape: TreeShape) -> None:
+        self._shape, self._depth = shape, 0
+        self._scores: list[fx.Node] = []  # of all that was drafted, by depth: [B, ..]
+        self._tokens: list[fx.Node] = []
+        self._parents: list[fx.Node] = []  # by their place among all that was drafted; -1: the root
+        self._last: tuple[fx.Node, ...] = ()  # of the nodes that were run: scores, places, paths
+
+    def grow(
+        self, gm: fx.GraphModule, scores: fx.Node, ids: fx.Node | None, *, is_last: bool,
+        before: fx.Node,
+    ) -> Chosen | None:  # fmt: skip
+        width = self._shape.top_k
+        summed, tokens, parents = emit(
+            gm, continuations, scores, *self._last[:2], before=before, width=width,
+            ids=ids,
+        )  # fmt: skip
+        self._scores.append(summed)
+        self._tokens.append(tokens)
+        self._parents.append(parents)
+        if is_last:
+            return None
+        drafted = 0 if self._depth == 0 else width + (self._depth - 1) * width**2
+        chosen, chosen_ids, parent, place, path = emit(
+            gm, most_probable, summed, tokens, *self._last[2:], before=before, width=width,
+            num_before=drafted, num_keys=self._depth * width,
+        )  # fmt: skip
+        self._last = (chosen, place, path)
+        self._depth += 1
+        return Chosen(chosen_ids, parent, path, width)
+
+    def finish(self, gm: fx.GraphModule, *, before: fx.Node) -> tuple[fx.Node, fx.Node]:
+        scores, tokens, parents = (
+            emit(gm, lambda *parts: torch.cat(parts, 1), *parts, before=before)
+            for parts in (self._scores, self._tokens, self._parents)
+        )
+        drafts, topology = emit(
+            gm, best_nodes, scores, tokens, parents, before=before,
+            num_nodes=self._shape.num_nodes,
+        )  # fmt: skip
+        return drafts, topology
+
+
+def continuations(
+    scores_BFV: Any, before_BF: Any = None, place_BF: Any = None, *, width: int, ids: Any
+) -> tuple[Any, Any, Any]:
+    """The `width` best continuations of each row: the log-probability of their paths, tokens and
+    parents, each [B, F * width].
+    """
+    best_BFW, id_BFW = scores_BFV.log_softmax(-1).topk(width, -1)
+    if before_BF is not None:
+        best_BFW = best_BFW + before_BF.unsqueeze(2)
+    best_BFW = torch.where(best_BFW.isnan(), -math.inf, best_BFW)
+    tokens_BFW = id_BFW if ids is None else ids[id_BFW]
+    tokens_BFW = torch.where(best_BFW > -math.inf, tokens_BFW, PAD).to(torch.int32)
+    nothing_BFW = torch.zeros_like(tokens_BFW)
+    parents_BFW = nothing_BFW - 1 if place_BF is None else nothing_BFW + place_BF.unsqueeze(2)
+    return best_BFW.flatten(1), tokens_BFW.flatten(1), parents_BFW.flatten(1)
+
+
+def most_probable(
+    scores_BN: Any, tokens_BN: Any, path_BFd: Any = None, *, width: int, num_before: int,
+    num_keys: int,
+) -> tuple[Any, ...]:  # fmt: skip
+    """Of a depth's continuations the `width` most probable ones: their scores and tokens, their
+    parents among the nodes run last, their places among all continuations, and their paths by the
+    keys of the runs, `num_keys` so far.
+    """
+    best_BW, index_BW = scores_BN.topk(width, 1)
+    parent_BW = index_BW // width if path_BFd is not None else torch.zeros_like(index_BW)
+    key_BW1 = (torch.zeros_like(index_BW) + (arange_like(index_BW, width) + num_keys)).unsqueeze(2)
+    path = key_BW1.to(torch.int32)
+    if path_BFd is not None:
+        count = num_keys // width
+        earlier = path_BFd.gather(1, parent_BW.unsqueeze(2).expand(-1, -1, count))
+        path = torch.cat([earlier, path], 2)
+    place_BW = (index_BW + num_before).to(torch.int32)
+    return best_BW, tokens_BN.gather(1, index_BW), parent_BW, place_BW, path
+
+
+def best_nodes(
+    scores_BC: Any, tokens_BC: Any, parents_BC: Any, *, num_nodes: int
+) -> tuple[Any, Any]:
+    """The drafts [B, N] whose paths are the most probable, in the order in which they were drafted,
+    and the parents [B, N + 1] of the rows.
+
+    Of equal ones the first drafted is better, so that a node never goes without its parent.
+    """
+    order_BC = scores_BC.sort(dim=1, descending=True, stable=True)[1]
+    index_BN = order_BC[:, :num_nodes].sort(dim=1)[0]
+    parent_BN = parents_BC.gather(1, index_BN).long()
+    is_before_BNN = index_BN.unsqueeze(1) < parent_BN.unsqueeze(2)
+    row_BN = torch.where(parent_BN < 0, 0, is_before_BNN.sum(-1) + 1).to(torch.int32)
+    return tokens_BC.gather(1, index_BN), torch.cat([torch.zeros_like(row_BN[:, :1]), row_BN], 1)

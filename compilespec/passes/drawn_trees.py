@@ -1,0 +1,124 @@
+"""Trees whose nodes' children are drawn, without replacement, as rejection needs them.
+
+A static tree has as many children of a node as its form says, whatever they are, so they can be
+draws, of which the ratio test knows the distribution.  Of a dynamic one the best are kept, which
+nothing could be divided by: its children are the most probable tokens, and no draws.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import fx
+from torch.nn import functional
+
+from compilespec.ops.sample.layout import MIN_TEMPERATURE, STEP, STREAM_DRAFT, TEMPERATURE
+from compilespec.passes.context import PassContext
+from compilespec.passes.graph import add_buffer, emit, find_role, output_node
+from compilespec.passes.sampling import draft_noise, sampling_state, wide_dtype
+from compilespec.program import BufferSpec, TreeShape
+from compilespec.tracing.capture import output_widths
+
+
+def draws_children(ctx: PassContext) -> bool:
+    """Whether the children of a node are drawn with noise of their own."""
+    tree = ctx.config.tree
+    return tree is not None and bool(tree.choices) and not ctx.acceptance.couples_drafts
+
+
+def child_noise(
+    gm: fx.GraphModule, ctx: PassContext, drawn: fx.Node, ids: fx.Node | None, width: int,
+    depth: int,
+) -> tuple[fx.Node, ...]:  # fmt: skip
+    """Temperature [B], and the noise [B, V] that chooses the drafts of a depth: the target's, their
+    own, or none; nothing where all requests are greedy.
+    """
+    if ctx.acceptance.couples_drafts:
+        return draft_noise(gm, ctx, drawn, ids, width)
+    stream = STREAM_DRAFT + STEP * depth
+    made = draft_noise(gm, ctx, drawn, ids, width, stream)
+    return made if draws_children(ctx) else made[:1]
+
+
+def inner_rows(shape: TreeShape) -> list[int]:
+    """The rows of a static tree that have children, the root first."""
+    rows = {path: row for row, path in enumerate(((), *shape.choices))}
+    return sorted({rows[path[:-1]] for path in shape.choices})
+
+
+def sibling_ranks(shape: TreeShape) -> dict[tuple[int, ...], int]:
+    """The number of each node of a static tree among its siblings."""
+    seen: dict[tuple[int, ...], int] = {}
+    ranks = {}
+    for path in shape.choices:  # siblings come in order
+        ranks[path] = seen.get(path[:-1], 0)
+        seen[path[:-1]] = ranks[path] + 1
+    return ranks
+
+
+def child_probs(
+    gm: fx.GraphModule, ctx: PassContext, logits: fx.Node, ids: fx.Node | None, num_rows: int
+) -> fx.Node:
+    """What the children of a level's nodes are drawn from, over the target's ids: [B, F, V]; 0 for
+    greedy requests, whose children are no draws.
+    """
+    real, *_ = sampling_state(gm, ctx)
+    (vocab_size,) = output_widths(ctx.target)
+    width = output_widths(ctx.draft["propose"])[1]
+    node: fx.Node = emit(
+        gm, spread_probs, logits, real, find_role(gm, "row_index"), *([] if ids is None else [ids]),
+        before=output_node(gm), num_rows=num_rows, vocab_size=vocab_size,
+        num_missing=vocab_size - width, dtype=wide_dtype(ctx),
+    )  # fmt: skip
+    return node
+
+
+def spread_probs(
+    logits_NV: Any, sampling_RF: Any, index_B: Any, ids_V: Any = None, *, num_rows: int,
+    vocab_size: int, num_missing: int, dtype: torch.dtype,
+) -> Any:  # fmt: skip
+    """Softmax of the logits at the requests' temperatures, over the target's ids."""
+    temperature_B11 = sampling_RF[index_B][:, TEMPERATURE].view(-1, 1, 1)
+    is_drawn_B11 = temperature_B11 >= MIN_TEMPERATURE
+    logits_BFV = logits_NV.unflatten(0, (-1, num_rows)).to(dtype)
+    scores_BFV = logits_BFV / torch.where(is_drawn_B11, temperature_B11, 1).to(dtype)
+    if ids_V is None:
+        probs_BFV = functional.pad(scores_BFV.softmax(-1), (0, num_missing))
+    else:
+        own_BFV = torch.where(ids_V >= 0, scores_BFV, -math.inf).softmax(-1)
+        zeros_BFV = functional.pad(torch.zeros_like(own_BFV[..., :1]), (0, vocab_size - 1))
+        probs_BFV = zeros_BFV.index_add(2, ids_V.clamp(min=0), own_BFV)
+    return torch.where(is_drawn_B11, probs_BFV, 0)
+
+
+def keep_child_probs(gm: fx.GraphModule, ctx: PassContext, levels: list[fx.Node]) -> None:
+    """Write the distributions of the inner nodes, level by level, into state rows."""
+    emit(
+        gm, write_rows, _prob_rows(gm, ctx), find_role(gm, "row_index"), *levels,
+        before=output_node(gm),
+    )  # fmt: skip
+
+
+def read_child_probs(gm: fx.GraphModule, ctx: PassContext) -> fx.Node:
+    """The distributions of the inner nodes, [B, I, V]."""
+    node: fx.Node = emit(
+        gm, lambda rows, index_B: rows[index_B], _prob_rows(gm, ctx), find_role(gm, "row_index"),
+        before=output_node(gm),
+    )  # fmt: skip
+    return node
+
+
+def write_rows(rows_RIV: Any, index_B: Any, *levels: Any) -> Any:
+    probs_BIV = torch.cat(levels, 1) if len(levels) > 1 else levels[0]
+    return rows_RIV.index_put_((index_B,), probs_BIV)
+
+
+def _prob_rows(gm: fx.GraphModule, ctx: PassContext) -> fx.Node:
+    tree = ctx.config.tree
+    assert tree is not None, "checked by the caller"
+    (vocab_size,) = output_widths(ctx.target)
+    shape = (ctx.config.max_batch_size + 1, len(inner_rows(tree)), vocab_size)
+    buffer = BufferSpec(name="child_prob_RIV", kind="state", shape=shape, dtype=wide_dtype(ctx))
+    return add_buffer(gm, ctx, buffer)
