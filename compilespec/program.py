@@ -388,6 +388,8 @@ class SpecProgram:
     propose_on_host: HostProposal | None = field(default=None, repr=False)
     host_processors: bool = False  # whether the step calls requests' processors on the host
     draft_tree: bool = False  # whether the drafts are a tree
+    looks_up: bool = False  # whether drafts are found in texts, by steps of K = 0 as well
+    combines: bool = False  # whether only some are, where they are surer than a model's
     head: Callable[[Tensor], Tensor] | None = field(default=None, repr=False)  # for prompt logprobs
     notes: tuple[
         str, ...

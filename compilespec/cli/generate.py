@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from compilespec.cli import report
 from compilespec.cli.flags import add_draft_vocab_options, add_placement_options, in_flags
 from compilespec.errors import InvalidOption, InvalidRequest
+from compilespec.pipeline.options import AUTO
 from compilespec.runtime.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -69,8 +70,8 @@ def add_parser(commands: Any) -> None:
         "--num-draft-tokens",
         type=draft_counts,
         metavar="K",
-        help="drafts per step (default: checkpoint's); several, as in 0,2,5: each step uses the "
-        "fastest",
+        help="drafts per step (default: checkpoint's); several, as in 0,2,5, or auto: each step "
+        "uses the fastest",
     )
     add("--backend", choices=("inductor", "eager"), help="default: inductor")
     add_placement_options(add)
@@ -88,13 +89,15 @@ def add_parser(commands: Any) -> None:
     parser.set_defaults(run=run)
 
 
-def draft_counts(text: str) -> int | tuple[int, ...]:
-    """`3`, or `0,2,5`.  Raises: ArgumentTypeError, which argparse reports."""
+def draft_counts(text: str) -> int | str | tuple[int, ...]:
+    """`3`, `0,2,5` or `auto`.  Raises: ArgumentTypeError, which argparse reports."""
+    if text == AUTO:
+        return text
     try:
         counts = tuple(int(part) for part in text.split(","))
     except ValueError:
         raise argparse.ArgumentTypeError(
-            f"expected a number, or several such as 0,2,5; got {text!r}"
+            f"expected a number, several such as 0,2,5, or auto; got {text!r}"
         ) from None
     return counts[0] if len(counts) == 1 else counts
 

@@ -36,6 +36,7 @@ class Capabilities:
     needs_draft_weights: bool = False
     reads_hidden_states: bool = False  # the target's, tapped at the drafter's aux layers
     outputs_hidden_states: bool = False  # the step outputs them, for the drafter's `recorder`
+    looks_up: bool = False  # drafts, some at least, are found in texts: steps of K = 0 look, too
     own_kv_cache: bool = False  # the drafter writes a KV cache of its own
     lossless: bool = True
     chooses: bool = False  # a placeholder for a method that is picked before anything is built
@@ -48,4 +49,14 @@ class Capabilities:
     @property
     def may_omit_drafts(self) -> bool:
         """Whether fewer than K drafts are legal, with PAD in place of the missing ones."""
-        return self.kind in ("direct", "callback")
+        return self.kind in ("direct", "callback") or self.looks_up
+
+    @property
+    def combines(self) -> bool:
+        """Whether a look-up's drafts take the place of a model's where they are surer."""
+        return self.looks_up and self.kind != "direct"
+
+    @property
+    def drafts_in_step(self) -> bool:
+        """Whether the step itself makes the drafts."""
+        return self.kind not in ("none", "callback")

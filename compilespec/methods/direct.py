@@ -29,7 +29,9 @@ class DirectDrafter(Drafter):
                 of `aux_layers` concatenated (FINAL_NORM: what enters the head)
 
     `draft` returns [B, K] token ids of the target, K = `self.num_draft_tokens`; an id outside the
-    vocabulary, such as -1, is not a draft: it and the ids after it are not accepted.
+    vocabulary, such as -1, is not a draft: it and the ids after it are not accepted.  It may also
+    return how sure it is, as a second tensor: [B] integers, 0 where it has nothing to propose,
+    larger ones for surer drafts (the length of a match, say).  Steps of several K choose K by it.
     """
 
     num_past_texts = 0
@@ -58,9 +60,11 @@ class DirectDrafter(Drafter):
         }
         vocab_size = info.vocab_size
 
-        def call(*tensors: Tensor) -> Tensor:
-            ids = drafting(**dict(zip(names, tensors, strict=True)))
-            return torch.where((ids >= 0) & (ids < vocab_size), ids, PAD).to(torch.int32)
+        def call(*tensors: Tensor) -> tuple[Tensor, ...]:
+            found = drafting(**dict(zip(names, tensors, strict=True)))
+            ids, *sure_B = found if isinstance(found, tuple) else (found,)  # type: ignore[var-annotated]
+            kept_BK = torch.where((ids >= 0) & (ids < vocab_size), ids, PAD).to(torch.int32)
+            return kept_BK, *(sure.to(torch.int32) for sure in sure_B)
 
         traced = trace_call(self, call, arguments, name="draft.draft", owner="draft")
         output = next(node for node in reversed(traced.graph_module.graph.nodes))

@@ -19,6 +19,7 @@ from torch import fx
 
 from compilespec import _torch_compat
 from compilespec.passes.aliases import storage_root, written_roots
+from compilespec.passes.evidence import NUM_BITS
 from compilespec.passes.input_ranges import CONTRACT
 from compilespec.passes.ranges import Facts, Ranges
 from compilespec.passes.sizes import K, L, Range, V, integers
@@ -328,6 +329,9 @@ def _outputs(ranges: Ranges, node: fx.Node) -> Iterator[Claim]:
         elif isinstance(values[index], fx.Node) and name.startswith("num_emitted"):
             what = f"output {name} counts verified tokens"
             yield _claim(ranges, node, (0, index), what, integers(0, K + 1), guard=None)
+        elif isinstance(values[index], fx.Node) and name.startswith("outcome"):
+            what, largest = f"output {name} has room for its parts", 1 << 3 * NUM_BITS + 1
+            yield _claim(ranges, node, (0, index), what, integers(0, largest), guard=None)
 
 
 def _arithmetic(ranges: Ranges, node: fx.Node, positions: set[fx.Node]) -> Iterator[Claim]:

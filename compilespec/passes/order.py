@@ -13,6 +13,7 @@ from compilespec.passes.cleanup import cleanup
 from compilespec.passes.commit_state import commit_drafts, commit_state
 from compilespec.passes.context import PassContext
 from compilespec.passes.draft_loops.kept_inputs import read_kept
+from compilespec.passes.evidence import report_evidence
 from compilespec.passes.fuse_head_argmax import fuse_head_argmax
 from compilespec.passes.insert_paged_attention import insert_paged_attention
 from compilespec.passes.insert_recurrent_state import insert_recurrent_state
@@ -121,7 +122,7 @@ SPLICE_PASSES = (
         after=("narrow_logits", "process_logits"),
         matches=lambda ctx: 1,
         ensures=(
-            contracts.gives("emitted_BS", "num_emitted_B"),
+            contracts.gives("emitted_BS", "num_emitted_B|outcome_B"),
             contracts.plays("target", "num_emitted"),
         ),
         reference=references.splice_acceptance,
@@ -169,6 +170,13 @@ SPLICE_PASSES = (
         after=("splice_draft_loop", "trim_draft_head"),
         numerics="rounding",
         at_least=0,
+    ),
+    Pass(
+        run=report_evidence,
+        after=("splice_acceptance", "splice_draft_loop"),
+        matches=lambda ctx: 1 if ctx.tells_evidence else None,
+        ensures=(contracts.gives("emitted_BS", "outcome_B"),),
+        reference=references.report_evidence,
     ),
     Pass(
         run=commit_state,

@@ -24,6 +24,7 @@ from compilespec.ops.sample.layout import (
     TEMPERATURE,
 )
 from compilespec.passes.context import PassContext
+from compilespec.passes.evidence import note_sureness
 from compilespec.passes.graph import add_buffer, arange_like, emit, find_role, has_role, output_node
 from compilespec.passes.trees import taken_rows, verifies_tree
 from compilespec.program import BufferSpec
@@ -138,6 +139,8 @@ def draft_token(
         number: number of the draft in the step, 1..K; None: `offset`.
     """
     token, *offered = proposal
+    if offered:
+        note_sureness(gm, ctx, offered[0], number or offset)
     if ctx.greedy_only:
         return token
     if not ctx.acceptance.couples_drafts:

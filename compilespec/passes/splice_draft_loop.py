@@ -9,7 +9,8 @@ from torch import fx
 
 from compilespec.passes.context import PassContext
 from compilespec.passes.draft_loops import LOOPS
-from compilespec.passes.graph import emit, find_role, output_node
+from compilespec.passes.evidence import note_evidence, note_level
+from compilespec.passes.graph import emit, find_role, has_role, output_node
 from compilespec.passes.sampling import keep_draft_probs
 from compilespec.program import PAD
 
@@ -20,31 +21,40 @@ def splice_draft_loop(gm: fx.GraphModule, ctx: PassContext) -> int:
 
     Returns: the number of drafter passes.  Numerics: exact.  Torch IR.
     """
-    loop, config = LOOPS[ctx.capabilities.kind], ctx.config
-    num_passes = 0
-    drafts: tuple[fx.Node, ...] = ()
-    if config.num_draft_tokens:
+    loop, num_passes = LOOPS[ctx.capabilities.kind], 0
+    if ctx.drafts_now:
         num_passes = loop.splice(gm, ctx)
         keep_draft_probs(gm, ctx)
-        if loop.fills_rows or config.num_row_tokens == config.num_verify_tokens:
-            return num_passes
-        drafts = (find_role(gm, "drafts"),)
-        del drafts[0].meta["role"]
+        note_level(gm)
     elif loop.keep is not None:
         loop.keep(gm, ctx)
+    if not (loop.fills_rows and num_passes):
+        _widen(gm, ctx)
+    note_evidence(gm, ctx)
+    return num_passes
+
+
+def _widen(gm: fx.GraphModule, ctx: PassContext) -> None:
+    """Make `drafts` as wide as those of the largest K; PAD where there are none."""
+    num_columns = ctx.config.num_row_tokens - ctx.config.num_verify_tokens
+    drafts: tuple[fx.Node, ...] = ()
+    if has_role(gm, "drafts"):
+        if not num_columns:
+            return
+        drafts = (find_role(gm, "drafts"),)
+        del drafts[0].meta["role"]
     wide = emit(
         gm, pad_columns, find_role(gm, "row_index"), *drafts, before=output_node(gm),
-        num_columns=config.num_row_tokens - config.num_verify_tokens,
+        num_columns=num_columns,
     )  # fmt: skip
     wide.meta["role"] = "drafts"
-    return num_passes
 
 
 def num_drafter_passes(ctx: PassContext) -> int | None:
     """The number of passes that the loop must splice; None without a drafter."""
     if not ctx.has_drafter:
         return None
-    return LOOPS[ctx.capabilities.kind].num_passes(ctx) if ctx.config.num_draft_tokens else 0
+    return LOOPS[ctx.capabilities.kind].num_passes(ctx) if ctx.drafts_now else 0
 
 
 def pad_columns(index_B: Any, *drafts_BK: Any, num_columns: int) -> Any:

@@ -73,6 +73,7 @@ class _Path:
     rows: list[fx.Node] = field(default_factory=list)  # choose rows: see `take_rows`
     choices: list[fx.Node] = field(default_factory=list)  # argmaxes
     draws: list[fx.Node] = field(default_factory=list)
+    sums: list[fx.Node] = field(default_factory=list)  # how sure a draft is, among its columns
     pads: list[fx.Node] = field(default_factory=list)  # distributions, padded to the target's ids
 
     def ends_at(self, node: fx.Node, source: fx.Node) -> bool:
@@ -204,6 +205,10 @@ def _is_pad(node: fx.Node, source: fx.Node) -> bool:
     return node.target is functional.pad and not _fragment(node)
 
 
+def _is_sum(node: fx.Node, source: fx.Node) -> bool:
+    return node.target in (torch.amax, torch.logsumexp) and not _fragment(node)
+
+
 def _is_limit(node: fx.Node, ctx: PassContext) -> bool:
     """Whether a node cuts off columns that are no ids of the target: x[:, :V]."""
     index = node.args[1] if node.target is operator.getitem else None
@@ -244,4 +249,9 @@ def _is_narrow(node: fx.Node, ctx: PassContext) -> bool:
 
 
 _MOVES = ("squeeze", "unsqueeze", "transpose", "select")
-_ENDS: Mapping[str, Any] = {"choices": _is_choice, "draws": _is_draw, "pads": _is_pad}
+_ENDS: Mapping[str, Any] = {
+    "choices": _is_choice,
+    "draws": _is_draw,
+    "sums": _is_sum,
+    "pads": _is_pad,
+}

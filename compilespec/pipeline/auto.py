@@ -22,8 +22,9 @@ from compilespec.inspect.devices import Device, find_device
 from compilespec.lowering import lower
 from compilespec.methods.base import Method
 from compilespec.methods.registry import METHODS
+from compilespec.passes.draft_loops import LOOPS
 from compilespec.passes.sizes import Expr, K
-from compilespec.pipeline.options import CompileOptions
+from compilespec.pipeline.options import AUTO, CompileOptions
 from compilespec.program import PHASES, ByStep, SpecProgram
 from compilespec.runtime.engine import Engine
 from compilespec.runtime.sampling_params import SamplingParams
@@ -79,6 +80,7 @@ def choose(target: Target, options: CompileOptions, build: Build) -> Choice:
     skipped: list[str] = []
     lengths = tuple(count for count in options.draft_counts if count) or DRAFT_LENGTHS
     given = options.num_draft_tokens
+    tried = max(lengths) if given in (None, AUTO) else given
     trial = _trial_options(target, options)
     base = build(plain, _without_drafts(trial))
     prompts = _prompts(target, base.vocab_size)
@@ -88,9 +90,7 @@ def choose(target: Target, options: CompileOptions, build: Build) -> Choice:
         if method.capabilities.kind == "none":
             continue
         try:
-            program = build(
-                method, dataclasses.replace(trial, num_draft_tokens=given or max(lengths))
-            )
+            program = build(method, dataclasses.replace(trial, num_draft_tokens=tried))
             emitted = _emitted_per_step(program, target, prompts)
         except SpecError as error:
             skipped.append(f"{method.capabilities.name}: {' '.join(str(error).split())}")
@@ -112,7 +112,10 @@ def choose(target: Target, options: CompileOptions, build: Build) -> Choice:
     why = (f"auto picked {picked}", *lines)
     if best is None:
         return Choice(method=plain, options=_without_drafts(options), why=why)
-    chosen = dataclasses.replace(options, num_draft_tokens=given or best.num_draft_tokens)
+    if given is None:  # what is measured in service says more than the trial
+        one_k = LOOPS[best.method.capabilities.kind].why_one_k is not None
+        given = best.num_draft_tokens if one_k else AUTO
+    chosen = dataclasses.replace(options, num_draft_tokens=given)
     return Choice(method=best.method, options=chosen, why=why)
 
 

@@ -20,6 +20,7 @@ from compilespec.passes.draft_loops import LOOPS
 from compilespec.passes.draft_loops.kept_inputs import READ_BY_REPLAY
 from compilespec.passes.output_head_input import HeadFunction
 from compilespec.passes.rewrite import rewrite_phase
+from compilespec.pipeline.draft_counts import resolve_draft_counts
 from compilespec.pipeline.draft_vocab import DraftVocabulary, choose_draft_ids
 from compilespec.pipeline.options import CompileOptions
 from compilespec.pipeline.trees import check_tree
@@ -60,6 +61,7 @@ def build_program(
     drafter = _load_drafter(method, found, info, options, method_options, progress)
     capabilities = (drafter.capabilities if drafter else None) or method.capabilities
     drafts = capabilities.kind != "none"
+    options, why_counts = resolve_draft_counts(options, capabilities, drafter)
     config = options.program_config(target, info, drafter if drafts else None)
     check_sizes(capabilities, config, options)
     loop = LOOPS[capabilities.kind]
@@ -95,8 +97,15 @@ def build_program(
         propose_on_host=drafter.propose_on_host if drafter else None,
         host_processors=options.host_processors,
         draft_tree=config.tree is not None,
+        looks_up=capabilities.looks_up,
+        combines=capabilities.combines,
         head=HeadFunction(traced) if options.prompt_logprobs else None,
-        notes=(*_notes(target, drafter, kept), *describe_latents(first.latents), *notes),
+        notes=(
+            *_notes(target, drafter, kept),
+            *describe_latents(first.latents),
+            *why_counts,
+            *notes,
+        ),
     )
 
 

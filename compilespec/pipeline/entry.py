@@ -105,9 +105,10 @@ def compile(
         share_merged(target.model, program, lowered.graphs, runner.weights)
     runner.capture(reporter)
     policy = None
-    if options.smaller_draft_counts:
+    sizes = runner.geometry
+    if len(sizes.draft_counts) > 1:
         with reporter.step("capture", "times of steps, by K"):
-            policy = DraftPolicy(runner.geometry.draft_counts, measure(runner))
+            policy = DraftPolicy(sizes.draft_counts, measure(runner), looks_up=sizes.looks_up)
     reporter.ready()
     serving = _serving_options(program, options, target, runner, policy)
     return Engine(runner, target.tokenizer, serving)

@@ -37,6 +37,7 @@ from compilespec.tracing.load import Target
 from compilespec.tracing.target_info import TargetInfo
 
 DEFAULT_DRAFT_TOKENS = 3
+AUTO = "auto"  # several K, as the method can have them
 MAX_DRAFT_TOKENS = 64  # each is a row of the step and, mostly, an unrolled pass of the drafter
 DEFAULT_MAX_SEQ_LEN = 4096
 BLOCK_SIZE = 16
@@ -71,10 +72,11 @@ class CompileOptions:
     Raises: InvalidOption, NotSupported.
     """
 
-    num_draft_tokens: int | Sequence[int] | None = keyword(
+    num_draft_tokens: int | str | Sequence[int] | None = keyword(
         None,
         "K; None takes the checkpoint's own, else 3.  Several, such as (0, 2, 5), let every step "
-        "take the one that pays, by measured times and recent acceptance.  At most 64, and below "
+        "take the one that pays, by measured times, by how sure the drafter is, and by how often "
+        'it was right; "auto" takes several that suit the method.  At most 64, and below '
         "max_seq_len.",
     )
     draft_tree: DraftTree | None = keyword(
@@ -213,17 +215,18 @@ class CompileOptions:
     def draft_counts(self) -> tuple[int, ...]:
         """Every K that was given, in rising order; empty where none was."""
         given = self.num_draft_tokens
-        if given is None:
+        if given is None or given == AUTO:
             return ()
-        if isinstance(given, str) or not isinstance(given, Sequence):
+        if isinstance(given, int) or not isinstance(given, Sequence):
             positive("num_draft_tokens", given)
             _check_draft_tokens(given)
             return (given,)
-        counts = sorted(set(given)) if all(is_integer(count) for count in given) else []
+        several = not isinstance(given, str) and all(is_integer(count) for count in given)
+        counts: list[int] = sorted({int(count) for count in given}) if several else []
         if not counts or counts[0] < 0 or counts[-1] < 1:
             raise InvalidOption(
-                f"num_draft_tokens must be a positive integer, or several of 0 and more of which "
-                f"each step takes the best, such as (0, 2, 5); got {given!r}"
+                f"num_draft_tokens must be a positive integer, 'auto', or several of 0 and more of "
+                f"which each step takes the best, such as (0, 2, 5); got {given!r}"
             )
         _check_draft_tokens(counts[-1])
         return tuple(counts)

@@ -17,6 +17,7 @@ class AcceptanceRates:
     """
 
     def __init__(self, max_drafts: int) -> None:
+        self.max_drafts = max_drafts
         self._accepted = [0.0] * max_drafts
         self._tried = [0.0] * max_drafts
         self._expected: list[float] | None = None
@@ -31,12 +32,16 @@ class AcceptanceRates:
             self._tried[place] = DECAY * self._tried[place] + 1
             self._accepted[place] = DECAY * self._accepted[place] + (place < num_emitted - 1)
 
-    def rates(self) -> list[float]:
-        """Of draft 1, 2, ..., each given that those before it were accepted."""
-        rates, prior = [], PRIOR_RATE
-        for accepted, tried in zip(self._accepted, self._tried, strict=True):
-            prior = (accepted + PRIOR_WEIGHT * prior) / (tried + PRIOR_WEIGHT)
-            rates.append(prior)
+    def rates(self, prior: Sequence[float] | None = None) -> list[float]:
+        """Of draft 1, 2, ..., each given that those before it were accepted.
+
+        Args: prior: what is believed of drafts that were never tried; None: as the one before.
+        """
+        rates, rate = [], PRIOR_RATE
+        for place, (accepted, tried) in enumerate(zip(self._accepted, self._tried, strict=True)):
+            believed = rate if prior is None else (prior[place] + (rate if place else prior[0])) / 2
+            rate = (accepted + PRIOR_WEIGHT * believed) / (tried + PRIOR_WEIGHT)
+            rates.append(rate)
         return rates
 
     def expected(self) -> list[float]:
@@ -45,6 +50,50 @@ class AcceptanceRates:
             rates = self.rates()
             self._expected = [expected_accepted(rates, n) for n in range(len(rates) + 1)]
         return self._expected
+
+
+class LearntAcceptance:
+    """`AcceptanceRates` by how sure the drafter was: levels of `passes/evidence.py`.
+
+    A level that was seldom seen is taken for the average of all.
+
+    Args:
+        max_drafts: the largest K.
+    """
+
+    def __init__(self, max_drafts: int) -> None:
+        self.pooled = AcceptanceRates(max_drafts)
+        self._levels: dict[int, AcceptanceRates] = {}
+        self._expected: dict[int, list[float]] = {}
+
+    def learn(self, level: int, num_tried: int, num_right: int) -> None:
+        """One request's drafts, `num_tried` of which could be judged."""
+        self._expected.clear()
+        for rates in (self.pooled, self._of(level)):
+            rates.learn(num_tried, 1 + min(num_right, num_tried))
+
+    def expected(self, level: int) -> list[float]:
+        """Accepted drafts of a step that verifies 0, 1, 2, ... of this level."""
+        known = self._expected.get(level)
+        if known is None:
+            rates = self._of(level).rates(self.pooled.rates())
+            known = [expected_accepted(rates, n) for n in range(len(rates) + 1)]
+            self._expected[level] = known
+        return known
+
+    def expected_of_all(self) -> list[float]:
+        """The same, whatever the level."""
+        return self.pooled.expected()
+
+    def by_level(self) -> dict[int, list[float]]:
+        """Rates by draft of the levels that were seen."""
+        pooled = self.pooled.rates()
+        return {level: rates.rates(pooled) for level, rates in sorted(self._levels.items())}
+
+    def _of(self, level: int) -> AcceptanceRates:
+        if level not in self._levels:
+            self._levels[level] = AcceptanceRates(self.pooled.max_drafts)
+        return self._levels[level]
 
 
 def expected_accepted(rates: Sequence[float], count: int) -> float:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
+from compilespec.passes.evidence import FIRST_MATCH, Evidence
 from compilespec.program import NUM_KEPT
-from compilespec.runtime.draft_policy import DraftPolicy
+from compilespec.runtime.draft_policy import Drafted, DraftPolicy, Judged
 from compilespec.runtime.executor import Executor
 from compilespec.runtime.request import Request
+
+NUM_UNSEEN = 16  # steps without a draft, one of which is decided like any other
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,38 +20,56 @@ class StepPlan:
 
     num_draft_tokens: int
     is_trial: bool = False
-    judged: frozenset[Request] = frozenset()  # whose drafts count: up to date, of this K or more
+    judged: Mapping[Request, Drafted] = field(default_factory=dict)  # whose drafts count
     given_up: frozenset[Request] = frozenset()  # whose drafters do not see its tokens
+    why: str = ""  # of a step that was not chosen: nothing is learnt of it
 
 
-PLAIN = StepPlan(num_draft_tokens=0)  # decided together with the step before
+PLAIN = StepPlan(num_draft_tokens=0, why="decided with the step before")
+NOTHING_FOUND = StepPlan(num_draft_tokens=0, why="nothing to verify")
 
 
 class AdaptiveDrafts:
-    """Between the scheduler and the policy: knows which drafters are up to date.
+    """Between the scheduler and the policy: knows which drafters are up to date, and what each
+    request's last step said of its drafts.
 
     `Request.backlog` counts the steps of K = 0 that a drafter with a cache of its own has not seen.
     Up to NUM_KEPT of them can be replayed; a request with more is never drafted again (H-23).
+    `Request.evidence` is None where nobody knows: after a replay, and before the first step.
     """
 
     def __init__(self, executor: Executor, policy: DraftPolicy) -> None:
         self.policy = policy
         self._executor = executor
+        self._sizes = executor.geometry
         self._most = executor.geometry.num_draft_tokens
-        self._replays = executor.geometry.needs_replay
+        self._finds_all = self._sizes.looks_up and not self._sizes.combines
+        self._may_skip = self._finds_all and 0 in self._sizes.draft_counts
+        self._num_unseen = 0  # steps since the last one that was decided
         self._num_plain = 0  # steps to come that were decided already, for these requests:
         self._decided_for: Sequence[Request] = ()
 
-    def begin(self, requests: Sequence[Request]) -> StepPlan:
-        """Choose K for the step of these requests, which follows at once."""
+    def begin(self, requests: Sequence[Request], *, is_late: bool = False) -> StepPlan:
+        """Choose K for the step of these requests, which follows at once.
+
+        Args:
+            is_late: whether a step before it was not read yet, so that the evidence is of the
+                drafts before these.
+        """
         if self._num_plain and requests == self._decided_for:
             self._num_plain -= 1
             self._note_plain(requests)
             return PLAIN
-        warm = [request for request in requests if request.backlog <= NUM_KEPT]
-        behind = [request for request in warm if request.backlog]
+        if self._may_skip and not is_late and self._has_nothing(requests):
+            return NOTHING_FOUND
+        drafted = {
+            request: self._drafted(request, is_late)
+            for request in requests
+            if request.backlog <= NUM_KEPT
+        }
+        behind = [request for request in drafted if request.backlog]
         choice = self.policy.choose(
-            [self._own(request) for request in warm], len(requests), needs_replay=bool(behind)
+            list(drafted.values()), len(requests), needs_replay=bool(behind)
         )
         count = choice.num_draft_tokens
         if count and behind:
@@ -59,47 +80,85 @@ class AdaptiveDrafts:
             self._replay(behind)
         if not count:
             self._note_plain(requests)
-            kept = NUM_KEPT - max((request.backlog for request in warm), default=0)
+            kept = NUM_KEPT - max((request.backlog for request in drafted), default=0)
             self._num_plain = min(choice.num_steps - 1, max(0, kept))
             self._decided_for = requests
         return StepPlan(
             num_draft_tokens=count,
             is_trial=choice.is_trial,
-            judged=frozenset(request for request in warm if self._own(request) >= count),
-            given_up=frozenset(requests).difference(warm) if count else frozenset(),
+            judged={request: one for request, one in drafted.items() if one.most >= count},
+            given_up=frozenset(requests).difference(drafted) if count else frozenset(),
         )
 
     def end(
-        self, plan: StepPlan, requests: Sequence[Request], given: Sequence[Sequence[int]],
+        self,
+        plan: StepPlan,
+        requests: Sequence[Request],
+        given: Sequence[Sequence[int]],
+        evidence: Sequence[Evidence],
         elapsed_ms: float,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """The step's tokens were read."""
-        if plan is PLAIN:
-            self.policy.pass_over(elapsed_ms)
+        self.note(requests, evidence)
+        if plan.why:
+            self.policy.pass_over(elapsed_ms, plan.why)
             return
-        count = plan.num_draft_tokens
-        emitted = []
-        for request, tokens in zip(requests, given, strict=True):
-            if request in plan.judged:
-                emitted.append(len(tokens))
+        judged = []
+        goes_on = [one.goes_on for one in evidence] or [False] * len(requests)
+        for request, tokens, one_more in zip(requests, given, goes_on, strict=True):
+            if request in plan.judged and tokens:
+                tried = self._num_tried(plan.judged[request], plan.num_draft_tokens)
+                level = plan.judged[request].level
+                judged.append(Judged(tried, len(tokens) - 1 + one_more, level))
             elif request in plan.given_up:
                 request.backlog += len(tokens)
-        self.policy.observe(count, len(requests), elapsed_ms, emitted, trial=plan.is_trial)
+        self.policy.observe(
+            plan.num_draft_tokens, len(requests), elapsed_ms, judged, trial=plan.is_trial
+        )
+
+    def note(self, requests: Sequence[Request], evidence: Sequence[Evidence]) -> None:
+        """What a call that was read says of the drafts that it left."""
+        for request, one in zip(requests, evidence, strict=False):
+            request.evidence = one
+
+    def _has_nothing(self, requests: Sequence[Request]) -> bool:
+        """Whether no request has a draft.  Now and then such a step is decided all the same, so
+        that its time is learnt.
+        """
+        if any(one.evidence is None or one.evidence.num_drafts for one in requests):
+            return False
+        self._num_unseen = (self._num_unseen + 1) % NUM_UNSEEN
+        return self._num_unseen != 0
+
+    def _drafted(self, request: Request, is_late: bool) -> Drafted:
+        own, evidence = request.params.num_draft_tokens, request.evidence
+        most = self._most if own is None else min(own, self._most)
+        if evidence is None or not (self._sizes.looks_up or evidence.num_drafts):
+            return Drafted(most, is_found=self._finds_all)
+        is_found = self._finds_all or evidence.level >= FIRST_MATCH
+        if not is_found and request.backlog:  # a replay comes before they are verified
+            return Drafted(most)
+        known = None if is_late else evidence.num_drafts
+        return Drafted(most, evidence.level, known, is_found)
+
+    def _num_tried(self, drafted: Drafted, count: int) -> int:
+        """Drafts of a step of K = `count` that could be right."""
+        if not self._sizes.tells_evidence:
+            return count
+        if drafted.num_drafts is not None:
+            return min(count + 1, drafted.num_drafts)
+        return min(count + 1, self._most) if drafted.is_found else count
 
     def _note_plain(self, requests: Sequence[Request]) -> None:
-        if self._replays:
+        if self._sizes.needs_replay:
             for request in requests:
                 request.backlog += 1
 
     def _would_be_lost(self, behind: Sequence[Request]) -> bool:
         return any(request.backlog == NUM_KEPT for request in behind)
 
-    def _own(self, request: Request) -> int:
-        own = request.params.num_draft_tokens
-        return self._most if own is None else min(own, self._most)
-
     def _replay(self, requests: Sequence[Request]) -> None:
         rows = [request.row for request in requests]
         self._executor.replay(rows, [request.backlog for request in requests])
         for request in requests:
-            request.backlog = 0
+            request.backlog, request.evidence = 0, None

@@ -7,10 +7,12 @@ steps took.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from compilespec.runtime.acceptance_rates import AcceptanceRates
+from compilespec.runtime.acceptance_rates import LearntAcceptance
 from compilespec.runtime.exploration import NUM_TRIAL_STEPS, Exploration
 from compilespec.runtime.step_costs import StepCosts
 
@@ -18,6 +20,7 @@ SWITCH_GAIN = 0.03  # another K is taken when it is believed to be faster by so 
 RETRY_SPEEDUP = (
     1.25  # another K is tried when it would win, were it faster than believed by so much
 )
+NUM_SAVED_STEPS = 64  # of the largest K: what trials may cost is never saved up beyond that
 NUM_PLAIN_STEPS = 8  # plain steps that are decided at once
 
 
@@ -30,65 +33,92 @@ class Choice:
     num_steps: int = 1
 
 
+class Drafted(NamedTuple):
+    """A request whose drafter can be used, before a step."""
+
+    most: int  # drafts that it takes
+    level: int = 0  # how sure its drafts are (`passes/evidence.py`)
+    num_drafts: int | None = None  # that are there now; None: not known
+    is_found: bool = False  # looked up: however many a step verifies, the next one has as many
+
+
+class Judged(NamedTuple):
+    """A request's drafts, after a step."""
+
+    num_tried: int  # drafts that could be judged, one more than were verified where that one is
+    num_right: int  # of these, before the first wrong one
+    level: int = 0
+
+
 class DraftPolicy:
     """Chooses K for every step.
 
     Args:
         counts: the K that there are graphs for, at least two, in rising order.
         costs: what a step of each takes.
+        looks_up: whether drafts are found in texts, now and then: every step is decided anew.
     """
 
-    def __init__(self, counts: Sequence[int], costs: StepCosts) -> None:
+    def __init__(self, counts: Sequence[int], costs: StepCosts, *, looks_up: bool = False) -> None:
         self.counts = tuple(counts)
         self.costs = costs
-        self.acceptance = AcceptanceRates(self.counts[-1])
+        self.acceptance = LearntAcceptance(self.counts[-1])
         self.num_steps = dict.fromkeys(self.counts, 0)
+        self.reasons: Counter[str] = Counter()  # steps, by why they had their K
+        self._looks_up = looks_up
         self._exploration = Exploration(self.counts, costs.step(self.counts[0], 1))
         self._current = self.counts[-1]
         self._best_speed = 0.0  # tokens a millisecond of the K that seemed best
 
-    def choose(self, drafted: Sequence[int], batch: int, *, needs_replay: bool = False) -> Choice:
+    def choose(
+        self, drafted: Sequence[Drafted], batch: int, *, needs_replay: bool = False
+    ) -> Choice:
         """K of the next step.
 
         Args:
-            drafted: for each request whose drafter can be used, the most drafts it takes.
+            drafted: each request whose drafter can be used.
             batch: requests of the step, those without a drafter included.
             needs_replay: whether some of them had steps of K = 0.
         """
         best = self._best(drafted, batch)
         for count in self.counts if drafted else ():
             if not self.costs.is_served(count, batch) and self._may_meet(count, batch):
+                self.reasons["first use of a K"] += 1
                 return Choice(num_draft_tokens=count, is_trial=True)
         if self._exploration.is_trying:
             self._exploration.stop_unless(bool(drafted), best)
         elif drafted:
             self._begin_trial(best, drafted, batch, needs_replay)
         if self._exploration.is_trying:
+            self.reasons["trial"] += 1
             return Choice(num_draft_tokens=self._exploration.next_step(), is_trial=True)
-        several = not best and self.costs.is_settled
+        self.reasons["drafts pay" if best else "drafts do not pay"] += 1
+        several = not best and self.costs.is_settled and not self._looks_up
         return Choice(num_draft_tokens=best, num_steps=NUM_PLAIN_STEPS if several else 1)
 
     def observe(
-        self, count: int, batch: int, elapsed_ms: float, emitted: Sequence[int], *, trial: bool
+        self, count: int, batch: int, elapsed_ms: float, judged: Sequence[Judged], *, trial: bool
     ) -> None:
         """Learn from a step of K = `count`.
 
         Args:
-            emitted: tokens of each request whose drafts counted: up to its own K + 1.
+            judged: the drafts of each request for which they counted.
         """
         self.num_steps[count] += 1
         self.costs.update(count, batch, elapsed_ms)
         if not trial:
             self._exploration.earn(elapsed_ms)
         else:
-            tokens = batch + sum(emitted) - len(emitted)
+            tokens = batch + sum(min(one.num_right, count) for one in judged)
             self._exploration.pay(elapsed_ms - tokens / self._best_speed)
-        for num_emitted in emitted if count else ():
-            self.acceptance.learn(count, num_emitted)
+        for one in judged:
+            if one.num_tried:
+                self.acceptance.learn(one.level, one.num_tried, one.num_right)
 
-    def pass_over(self, elapsed_ms: float) -> None:
+    def pass_over(self, elapsed_ms: float, why: str = "decided with the step before") -> None:
         """A plain step that was decided with others: nothing is learnt from it."""
         self.num_steps[0] += 1
+        self.reasons[why] += 1
         self._exploration.earn(elapsed_ms)
 
     def may_keep_warm(self, batch: int) -> bool:
@@ -107,41 +137,53 @@ class DraftPolicy:
 
     def rates(self) -> list[float]:
         """Acceptance of draft 1, 2, ..., given those before it were accepted."""
-        return self.acceptance.rates()
+        return self.acceptance.pooled.rates()
 
     def describe(self) -> dict[str, object]:
         """For `Engine.plan()`."""
         return {
             "counts": self.counts,
             "acceptance_by_position": [round(rate, 3) for rate in self.rates()],
+            "acceptance_by_level": {
+                level: [round(rate, 3) for rate in rates]
+                for level, rates in self.acceptance.by_level().items()
+            },
             "step_ms": self.costs.table(),
             "num_steps": dict(self.num_steps),
+            "num_steps_by_reason": dict(self.reasons),
         }
 
     # --- speeds ---
 
-    def _best(self, drafted: Sequence[int], batch: int) -> int:
-        """The K of most tokens a millisecond; the one in use, unless another is clearly better."""
-        expected = self.acceptance.expected()
-        speeds = {count: self._speed(count, drafted, batch, expected) for count in self.counts}
+    def _best(self, drafted: Sequence[Drafted], batch: int) -> int:
+        """The K of most tokens a millisecond; the one in use, unless another is clearly better.
+        What a look-up found is another thing at every step: there the best is taken as it is.
+        """
+        expected = [self.acceptance.expected(one.level) for one in drafted]
+        usual = self.acceptance.expected_of_all()
+        speeds = {
+            count: _num_tokens(count, drafted, batch, expected, usual)
+            / self.costs.step(count, batch)
+            for count in self.counts
+        }
         best = max(speeds, key=lambda count: speeds[count])
-        if speeds[best] > (1 + SWITCH_GAIN) * speeds[self._current]:
+        gain = 0.0 if all(one.is_found for one in drafted) else SWITCH_GAIN
+        if speeds[best] > (1 + gain) * speeds[self._current]:
             self._current = best
         self._best_speed = speeds[self._current]
         return self._current
 
-    def _speed(
-        self, count: int, drafted: Sequence[int], batch: int, expected: Sequence[float]
-    ) -> float:
-        """Tokens a millisecond, where `expected[n]` of n drafts are accepted."""
-        return _num_tokens(count, drafted, batch, expected) / self.costs.step(count, batch)
-
-    def _could_pay(self, batch: int, drafted: Sequence[int] | None = None) -> bool:
-        """Whether drafts that are all right would beat plain steps."""
-        rows = [self.counts[-1]] * batch if drafted is None else drafted
+    def _speed_if_right(self, count: int, drafted: Sequence[Drafted], batch: int) -> float:
+        """Tokens a millisecond, where all drafts are accepted."""
         all_right = range(self.counts[-1] + 1)
-        plain = self._speed(self.counts[0], rows, batch, all_right)
-        return any(self._speed(k, rows, batch, all_right) > plain for k in self.counts[1:])
+        tokens = _num_tokens(count, drafted, batch, [all_right] * len(drafted), all_right)
+        return tokens / self.costs.step(count, batch)
+
+    def _could_pay(self, batch: int, drafted: Sequence[Drafted] | None = None) -> bool:
+        """Whether drafts that are all right would beat plain steps."""
+        rows = [Drafted(self.counts[-1])] * batch if drafted is None else drafted
+        plain = self._speed_if_right(self.counts[0], rows, batch)
+        return any(self._speed_if_right(k, rows, batch) > plain for k in self.counts[1:])
 
     def _smallest(self) -> int:
         return next(count for count in self.counts if count)
@@ -154,14 +196,15 @@ class DraftPolicy:
         return self._exploration.can_pay(dearer)
 
     def _begin_trial(
-        self, best: int, drafted: Sequence[int], batch: int, needs_replay: bool
+        self, best: int, drafted: Sequence[Drafted], batch: int, needs_replay: bool
     ) -> None:
         """Try another K, if one could be better after all and there is budget for it."""
+        self._exploration.limit(NUM_SAVED_STEPS * self.costs.step(self.counts[-1], batch))
         count = self._worth_a_trial(best, drafted, batch)
         if count is None:
             return
         replay_ms = self.costs.replay(batch) if needs_replay or not count else 0.0
-        tokens = _num_tokens(count, drafted, batch, self.acceptance.expected())
+        tokens = self._usual_speed(count, drafted, batch) * self.costs.step(count, batch)
         dearer = self.costs.step(count, batch) - tokens / self._best_speed
         if not self._exploration.can_pay_trial(dearer, replay_ms):
             return
@@ -169,7 +212,14 @@ class DraftPolicy:
         if not count:
             self._exploration.pay(replay_ms)  # of the step after the trial
 
-    def _worth_a_trial(self, best: int, drafted: Sequence[int], batch: int) -> int | None:
+    def _usual_speed(self, count: int, drafted: Sequence[Drafted], batch: int) -> float:
+        """Tokens a millisecond, whatever the evidence of this step says."""
+        usual = self.acceptance.expected_of_all()
+        rows = [Drafted(one.most) for one in drafted]
+        tokens = _num_tokens(count, rows, batch, [usual] * len(rows), usual)
+        return tokens / self.costs.step(count, batch)
+
+    def _worth_a_trial(self, best: int, drafted: Sequence[Drafted], batch: int) -> int | None:
         """The K to try.
 
         From plain steps the fewest drafts, if right ones would pay.  Between other K it is the
@@ -177,15 +227,32 @@ class DraftPolicy:
         """
         if not best:
             return self._smallest() if self._could_pay(batch, drafted) else None
-        expected, least = self.acceptance.expected(), self._best_speed / RETRY_SPEEDUP
+        least = self._best_speed / RETRY_SPEEDUP
         near = [
             count
             for count in self.counts
-            if count != best and self._speed(count, drafted, batch, expected) > least
+            if count != best and self._usual_speed(count, drafted, batch) > least
         ]
         return self._exploration.longest_untried(near)
 
 
-def _num_tokens(count: int, drafted: Sequence[int], batch: int, expected: Sequence[float]) -> float:
-    """Tokens of a step of K = `count`, where `expected[n]` of n drafts are accepted."""
-    return batch + sum(expected[min(count, most)] for most in drafted)
+def _num_tokens(
+    count: int,
+    drafted: Sequence[Drafted],
+    batch: int,
+    expected: Sequence[Sequence[float]],
+    usual: Sequence[float],
+) -> float:
+    """Tokens of a step of K = `count`, where `expected[i][n]` of n drafts of request i are
+    accepted.  K of a model has two ends, the drafts that are verified now and as many that are made
+    for the next step, of which `usual[n]` are accepted: each is half of what it brings.
+    """
+    total = float(batch)
+    for one, by_count in zip(drafted, expected, strict=True):
+        wanted = min(count, one.most)
+        there = wanted if one.num_drafts is None else min(wanted, one.num_drafts)
+        if one.is_found or one.num_drafts is None:
+            total += by_count[there]
+        else:
+            total += (by_count[there] + usual[wanted]) / 2
+    return total

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from compilespec.passes.evidence import Evidence
 from compilespec.runtime.sampling_rows import RowSampling, TokenLogprobs
 
 
@@ -61,6 +62,9 @@ class Geometry:
     prompt_logprobs: bool = False  # whether they may ask for those
     draft_tree: bool = False  # whether drafts are a tree, which has no penalties yet
     needs_replay: bool = False  # whether rows must be replayed after steps of K = 0
+    tells_evidence: bool = False  # whether steps say how sure their drafts are
+    looks_up: bool = False  # whether drafts are found in texts, by steps of K = 0 as well
+    combines: bool = False  # whether only some are, where they are surer than a model's
 
     @property
     def blocks_per_row(self) -> int:
@@ -143,6 +147,11 @@ class Executor(Protocol):
     def collect(self, handle: Any) -> list[list[int]]:
         """Wait for a launch; the tokens of each row: 1..K+1 in decode, one for a finished prompt,
         none for an unfinished one.  None where there must be some: the row's logits held NaN.
+        """
+
+    def evidence(self, handle: Any) -> Sequence[Evidence]:
+        """What a launch that was collected says of the drafts that it left, row by row; empty
+        unless the geometry says `tells_evidence`.
         """
 
     def close(self) -> None:

@@ -33,6 +33,10 @@ class Exploration:
         """Time that a trial took beyond what its tokens are worth."""
         self._budget_ms -= max(0.0, ms)
 
+    def limit(self, ms: float) -> None:
+        """Keep no more than this: what was set aside when times seemed longer is not spent."""
+        self._budget_ms = min(self._budget_ms, ms)
+
     def can_pay(self, ms: float) -> bool:
         return self._budget_ms >= ms
 

@@ -145,3 +145,4 @@ def _vacate(request: Request) -> None:
         request.processor.close()
     request.row, request.blocks, request.num_published = -1, (), 0
     request.num_prefilled = request.num_computed = request.num_cached = request.backlog = 0
+    request.evidence = None

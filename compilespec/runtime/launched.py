@@ -5,14 +5,25 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from compilespec.passes.evidence import Evidence, read_outcome
 from compilespec.program import PAD
 
 
 class Launched:
     """The tokens of a call, on their way to the host; the call's own outputs may be overwritten."""
 
-    def __init__(self, emitted_BS: Tensor, num_emitted_B: Tensor, num_rows: int) -> None:
+    def __init__(
+        self,
+        emitted_BS: Tensor,
+        num_emitted_B: Tensor,
+        num_rows: int,
+        *,
+        has_evidence: bool = False,
+    ) -> None:
+        """Args: has_evidence: the numbers are those of `outcome_B` (`passes/evidence.py`)."""
         results = (emitted_BS[:num_rows], num_emitted_B[:num_rows])
+        self._has_evidence = has_evidence
+        self.evidence: list[Evidence] = []  # of each row, once it was read
         self._ready: torch.cuda.Event | None = None
         if emitted_BS.is_cuda:
             self._pinned = [torch.empty(r.shape, dtype=r.dtype, pin_memory=True) for r in results]
@@ -30,6 +41,10 @@ class Launched:
         if self._ready is not None:
             self._ready.synchronize()
             self._emitted, self._counts = (pinned.tolist() for pinned in self._pinned)
+        if self._has_evidence:
+            outcomes = [read_outcome(outcome) for outcome in self._counts]
+            self._counts = [count for count, _ in outcomes]
+            self.evidence = [evidence for _, evidence in outcomes]
         return [
             [token for token in tokens[:count] if token != PAD]
             for tokens, count in zip(self._emitted, self._counts, strict=True)

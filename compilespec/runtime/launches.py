@@ -70,7 +70,10 @@ class Launches:
     def decode(self, requests: Sequence[Request]) -> None:
         started = now_ms()
         with self._stats.time("decode"):
-            plan = self.adaptive.begin(requests) if self.adaptive is not None else None
+            is_late = any(map(self.names, requests)) if self.in_flight else False
+            plan = None
+            if self.adaptive is not None:
+                plan = self.adaptive.begin(requests, is_late=is_late)
             if plan is not None and plan.num_draft_tokens:  # a replay may have drafted anew
                 write_masks(self._executor, requests, drafted=True)
             count = None if plan is None else plan.num_draft_tokens
@@ -100,9 +103,14 @@ class Launches:
         launch = self.in_flight.popleft()
         with self._stats.time(launch.phase):
             given = self._executor.collect(launch.handle)
-        if launch.plan is not None and self.adaptive is not None:
-            elapsed = now_ms() - max(launch.started_ms, self._read_ms)
-            self.adaptive.end(launch.plan, list(launch.most), given, elapsed)
+        if self.adaptive is not None:
+            evidence = self._executor.evidence(launch.handle)
+            requests = list(launch.most)
+            if launch.plan is not None:
+                elapsed = now_ms() - max(launch.started_ms, self._read_ms)
+                self.adaptive.end(launch.plan, requests, given, evidence, elapsed)
+            else:
+                self.adaptive.note(requests, evidence)
         self._read_ms = now_ms()
         return launch, given
 

@@ -6,6 +6,7 @@ import enum
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from compilespec.passes.evidence import Evidence
 from compilespec.runtime.detokenize import OutputText
 from compilespec.runtime.guides.follower import GuideFollower
 from compilespec.runtime.host_processors import HostProcessor
@@ -58,6 +59,7 @@ class Request:
     num_found: int = 0  # the same, when it was first admitted
     num_computed: int = 0  # tokens whose keys and values are known to be in the cache
     backlog: int = 0  # of these, the last ones that the drafter's cache lacks
+    evidence: Evidence | None = None  # of the drafts in its row, as far as they were read
     num_preemptions: int = 0
     num_passed: int = 0  # later requests that were admitted before it, by priority
     block_keys: list[bytes] = field(default_factory=list)  # of its full blocks

@@ -13,6 +13,7 @@ from compilespec.cudagraphs.buckets import Bucket, Buckets, choose_buckets
 from compilespec.cudagraphs.dispatcher import Dispatcher, capture_all
 from compilespec.cudagraphs.modes import GraphOptions
 from compilespec.cudagraphs.recorder import make_recorder
+from compilespec.passes.evidence import Evidence
 from compilespec.program import PAD, ByStep, Lowered, LoweredPhase, ProgramConfig, StepKey
 from compilespec.progress import Reporter
 from compilespec.runtime.executor import Geometry, PrefillChunk
@@ -131,7 +132,7 @@ class StepRunner:
             self._taps.add_chunks(chunks, hidden[0].squeeze(0))
         if self._prompts is not None:
             self._prompts.note(chunks, hidden[-1].squeeze(0))
-        return Launched(emitted, counts, len(chunks))
+        return self._launched(emitted, counts, len(chunks))
 
     def prefill(self, chunks: Sequence[PrefillChunk]) -> list[int | None]:
         """Launch and collect: each finished prompt's first token, else None."""
@@ -182,7 +183,7 @@ class StepRunner:
         emitted, counts, *hidden = call({"row_B": rows})
         if self._taps is not None:
             self._taps.add_rows(rows, hidden[0])
-        return Launched(emitted, counts, len(rows))
+        return self._launched(emitted, counts, len(rows))
 
     def decode(self, rows: Sequence[int], num_draft_tokens: int | None = None) -> list[list[int]]:
         """Launch and collect."""
@@ -190,6 +191,9 @@ class StepRunner:
 
     def collect(self, handle: Launched) -> list[list[int]]:
         return handle.read()
+
+    def evidence(self, handle: Launched) -> Sequence[Evidence]:
+        return handle.evidence
 
     @property
     def num_recompiles(self) -> int:
@@ -210,6 +214,10 @@ class StepRunner:
         self.buffers.clear()
         if self._taps is not None:
             self._taps.close()
+
+    def _launched(self, emitted_BS: Tensor, counts_B: Tensor, num_rows: int) -> Launched:
+        has_evidence = self.geometry.tells_evidence
+        return Launched(emitted_BS, counts_B, num_rows, has_evidence=has_evidence)
 
     def _int32(self, values: Sequence[int]) -> Tensor:
         return torch.tensor(values, dtype=torch.int32, device=self._device)
@@ -232,4 +240,7 @@ def _geometry(lowered: Lowered) -> Geometry:
         host_processors=program.host_processors,
         prompt_logprobs=program.head is not None,
         draft_tree=program.draft_tree,
+        tells_evidence="outcome_B" in lowered.graphs["decode"].outputs,
+        looks_up=program.looks_up,
+        combines=program.combines,
     )

@@ -43,6 +43,15 @@ def by_definition(past, own, count, longest, shortest):
     return drafts + [-1] * (count - len(drafts))
 
 
+def length_of_match(past, own, longest, shortest):
+    """Of the longest context that was followed by a token."""
+    for size in range(min(longest, len(own)), shortest - 1, -1):
+        for text in [*past, own]:
+            if any(text[end - size : end] == own[-size:] for end in range(size, len(text))):
+                return size
+    return 0
+
+
 def rows(texts):
     return torch.tensor([[*text, *[-1] * (WIDTH - len(text))] for text in texts], dtype=torch.int32)
 
@@ -57,15 +66,18 @@ def test_both_searches_against_plain_python(own, past, count, longest, data):
     lengths = torch.tensor([len(text) for text in own], dtype=torch.int32)
     wanted = [by_definition(past, text, count, longest, shortest) for text in own]
     for search in (suffix_match_reference, suffix_match):
-        found = search(rows(own), lengths, rows(past), count, longest, shortest, 3)
-        assert found.dtype == torch.int32
+        found, matched = search(rows(own), lengths, rows(past), count, longest, shortest, 3)
+        assert found.dtype == matched.dtype == torch.int32
         assert found.tolist() == wanted
+        assert matched.tolist() == [length_of_match(past, text, longest, shortest) for text in own]
 
 
 def test_padding_finds_nothing_and_operator_is_well_formed():
     own, lengths = rows([[], [1, 2, 1]]), torch.tensor([1, 3], dtype=torch.int32)
     arguments = (own, lengths, rows([[], [1, 2, 2]]), 3, 4, 1, 3)
-    assert suffix_match(*arguments).tolist() == [[-1, -1, -1], [2, 1, -1]]
+    drafts, matched = suffix_match(*arguments)
+    assert drafts.tolist() == [[-1, -1, -1], [2, 1, -1]]
+    assert matched.tolist() == [0, 1]
     torch.library.opcheck(torch.ops.compilespec.suffix_match.default, arguments)
 
 

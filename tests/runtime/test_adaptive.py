@@ -16,7 +16,7 @@ from compilespec.errors import InvalidOption
 from compilespec.methods import eagle3, mtp
 from compilespec.methods.shared_kv import random_drafter
 from compilespec.program import NUM_KEPT
-from compilespec.runtime.draft_policy import Choice
+from compilespec.runtime.draft_policy import Choice, Drafted
 from compilespec.tracing.load import load_target
 from compilespec.tracing.target import trace_target
 from compilespec.tracing.target_info import describe_target
@@ -42,7 +42,7 @@ class Scripted:
     def __init__(self, counts: Iterator[int], *, keeps_warm: bool = True) -> None:
         self.counts, self.keeps_warm, self.taken = counts, keeps_warm, list[int]()
 
-    def choose(self, drafted: Sequence[int], batch: int, *, needs_replay: bool) -> Choice:
+    def choose(self, drafted: Sequence[Drafted], batch: int, *, needs_replay: bool) -> Choice:
         self.taken.append(next(self.counts))
         return Choice(num_draft_tokens=self.taken[-1])
 
@@ -52,6 +52,9 @@ class Scripted:
         return self.keeps_warm
 
     def pay_replay(self, batch: int) -> None: ...
+
+    def pass_over(self, elapsed_ms: float, why: str) -> None:
+        self.taken.append(0)  # nothing to verify, so that it was not asked
 
 
 def at_random(seed: int) -> Iterator[int]:

@@ -9,7 +9,7 @@ import pytest
 
 from compilespec.program import NUM_KEPT
 from compilespec.runtime.acceptance_rates import expected_accepted
-from compilespec.runtime.draft_policy import DraftPolicy
+from compilespec.runtime.draft_policy import Drafted, DraftPolicy, Judged
 from compilespec.runtime.step_costs import StepCosts
 
 COUNTS = (0, 2, 5)
@@ -51,7 +51,7 @@ class Machine:
                 emitted_total += batch
                 done += 1
                 continue
-            drafted = [] if cold else [COUNTS[-1]] * batch
+            drafted = [] if cold else [Drafted(COUNTS[-1])] * batch
             choice = self.policy.choose(drafted, batch, needs_replay=backlog > 0)
             count = choice.num_draft_tokens
             if count and backlog:
@@ -67,7 +67,7 @@ class Machine:
                     cold = True
             emitted = [1 + self._accepted(0 if cold else count, right) for _ in range(batch)]
             elapsed = self._elapsed(count, batch)
-            observed: Sequence[int] = [] if cold else emitted
+            observed = [] if cold else [Judged(count, num - 1) for num in emitted]
             self.policy.observe(count, batch, elapsed, observed, trial=choice.is_trial)
             backlog += count == 0
             if not count:
@@ -144,7 +144,7 @@ def test_a_pause_of_the_machine_does_not_spoil_its_cost() -> None:
 def test_later_drafts_are_judged_given_the_earlier_ones() -> None:
     policy = DraftPolicy(COUNTS, StepCosts(COSTS, REPLAY))
     for _ in range(300):  # the first is always right, the second never
-        policy.observe(5, 1, 2.0, [2], trial=False)
+        policy.observe(5, 1, 2.0, [Judged(5, 1)], trial=False)
     rates = policy.rates()
     assert rates[0] > 0.97
     assert rates[1] < 0.06
@@ -156,7 +156,7 @@ def policy_that_met_all() -> DraftPolicy:
     """Of batches of 1, every K has been served."""
     policy = DraftPolicy(COUNTS, StepCosts(COSTS, REPLAY))
     for count in COUNTS:
-        policy.observe(count, 1, COSTS[count, 1], [count + 1], trial=False)
+        policy.observe(count, 1, COSTS[count, 1], [Judged(count, count)], trial=False)
     return policy
 
 
@@ -164,20 +164,20 @@ def test_a_requests_own_k_counts() -> None:
     """Requests that take no drafts make those of others too dear."""
     policy = policy_that_met_all()
     for _ in range(100):
-        policy.observe(5, 1, 2.0, [6], trial=False)
-    assert policy.choose([5], 1).num_draft_tokens == 5
-    assert policy.choose([0], 1).num_draft_tokens == 0
+        policy.observe(5, 1, 2.0, [Judged(5, 5)], trial=False)
+    assert policy.choose([Drafted(5)], 1).num_draft_tokens == 5
+    assert policy.choose([Drafted(0)], 1).num_draft_tokens == 0
 
 
 def test_a_slow_machine_does_not_make_other_k_look_fast():
     """Every step takes half as long again for a while: the K that pays stays in use."""
     policy = policy_that_met_all()
     for _ in range(200):
-        policy.observe(5, 1, COSTS[5, 1], [6], trial=False)
-    assert policy.choose([5], 1).num_draft_tokens == 5
+        policy.observe(5, 1, COSTS[5, 1], [Judged(5, 5)], trial=False)
+    assert policy.choose([Drafted(5)], 1).num_draft_tokens == 5
     for _ in range(60):
-        policy.observe(5, 1, 1.5 * COSTS[5, 1], [6], trial=False)
-        assert policy.choose([5], 1).num_draft_tokens == 5
+        policy.observe(5, 1, 1.5 * COSTS[5, 1], [Judged(5, 5)], trial=False)
+        assert policy.choose([Drafted(5)], 1).num_draft_tokens == 5
     grown = [policy.costs.step(count, 1) / COSTS[count, 1] for count in COUNTS]
     assert all(1.3 < ratio < 1.55 for ratio in grown)
 

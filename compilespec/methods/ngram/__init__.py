@@ -24,8 +24,8 @@ class NgramDrafter(DirectDrafter):
         super().__init__()
         self.max_ngram, self.min_ngram = max_ngram, min_ngram
 
-    def draft(self, history_BL: Tensor, length_B: Tensor) -> Tensor:
-        """The K tokens after the longest window that also occurred earlier:
+    def draft(self, history_BL: Tensor, length_B: Tensor) -> tuple[Tensor, Tensor]:
+        """The K tokens after the longest window that also occurred earlier, and its length:
         `ngram_match_reference`.
 
         On a GPU it is one kernel; elsewhere tensor code, which is compiled with the step.
@@ -41,7 +41,7 @@ class NgramMethod:
     """Drafts from the request's own tokens."""
 
     capabilities = Capabilities(
-        name="ngram", kind="direct", aliases=("NGRAM",), options=tuple(DEFAULTS)
+        name="ngram", kind="direct", looks_up=True, aliases=("NGRAM",), options=tuple(DEFAULTS)
     )
 
     def load(

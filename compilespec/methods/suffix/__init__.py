@@ -29,8 +29,9 @@ class SuffixDrafter(DirectDrafter):
         self.max_match, self.min_match = max_match, min_match
         self.num_past_texts, self.vocab_size = num_past_texts, vocab_size
 
-    def draft(self, history_BL: Tensor, length_B: Tensor, past_ML: Tensor) -> Tensor:
-        """The K tokens that the places with the longest match vote for: `suffix_match_reference`.
+    def draft(self, history_BL: Tensor, length_B: Tensor, past_ML: Tensor) -> tuple[Tensor, Tensor]:
+        """The K tokens that the places with the longest match vote for, and the match's length:
+        `suffix_match_reference`.
 
         The CPU has a kernel for it; on a GPU it is tensor code, which is compiled with the step.
         """
@@ -50,7 +51,9 @@ class SuffixDrafter(DirectDrafter):
 class SuffixMethod:
     """Drafts from the request's own tokens and from past requests."""
 
-    capabilities = Capabilities(name="suffix", kind="direct", options=tuple(DEFAULTS))
+    capabilities = Capabilities(
+        name="suffix", kind="direct", looks_up=True, options=tuple(DEFAULTS)
+    )
 
     def load(
         self, draft: str | Path | nn.Module | None, target: TargetInfo, options: Mapping[str, Any]

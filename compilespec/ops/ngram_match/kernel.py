@@ -9,22 +9,23 @@ from torch import Tensor
 
 def ngram_match(
     history_BL: Tensor, length_B: Tensor, num_draft_tokens: int, max_ngram: int, min_ngram: int
-) -> Tensor:
+) -> tuple[Tensor, Tensor]:
     """See `ngram_match_reference`."""
     batch, width = history_BL.shape
     drafts_BK = history_BL.new_empty((batch, num_draft_tokens))
+    matched_B = history_BL.new_empty((batch,))
     if batch:
         ngram_kernel[(batch,)](
-            history_BL.contiguous(), length_B.contiguous(), drafts_BK, width,
+            history_BL.contiguous(), length_B.contiguous(), drafts_BK, matched_B, width,
             NUM_DRAFTS=num_draft_tokens, MAX_NGRAM=max_ngram, MIN_NGRAM=min_ngram,
             BLOCK_K=triton.next_power_of_2(num_draft_tokens), BLOCK=1024,
         )  # fmt: skip
-    return drafts_BK
+    return drafts_BK, matched_B
 
 
 @triton.jit(do_not_specialize=["width"])
 def ngram_kernel(
-    history_ptr, length_ptr, drafts_ptr, width,
+    history_ptr, length_ptr, drafts_ptr, matched_ptr, width,
     NUM_DRAFTS: tl.constexpr, MAX_NGRAM: tl.constexpr, MIN_NGRAM: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -49,6 +50,7 @@ def ngram_kernel(
         best_L = tl.maximum(best_L, score)
     best = tl.max(best_L, 0)
     is_found = best >= MIN_NGRAM * (width + 1)
+    tl.store(matched_ptr + b, tl.where(is_found, best // (width + 1), 0).to(tl.int32))
     k = tl.arange(0, BLOCK_K)
     wanted = best % (width + 1) + k
     is_draft = is_found & (wanted < length) & (wanted < width) & (k < NUM_DRAFTS)

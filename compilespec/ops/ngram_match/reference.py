@@ -10,14 +10,15 @@ from compilespec.program import PAD
 
 def ngram_match_reference(
     history_BL: Tensor, length_B: Tensor, num_draft_tokens: int, max_ngram: int, min_ngram: int
-) -> Tensor:
+) -> tuple[Tensor, Tensor]:
     """The K tokens after the most recent earlier occurrence of the longest window of newest tokens
     (max_ngram .. min_ngram) that has one.
 
     Args:
         history_BL: int32, a request's tokens, PAD from `length_B` (int32 or int64) on.
     Returns:
-        int32 [B, K], PAD past the newest token or if there is no match.
+        int32 [B, K], PAD past the newest token or if there is no match; and int32 [B], the tokens
+        of the window that was found, 0 if none was.
 
     Column e of `matched` counts the tokens before e that equal the newest ones, backwards.
     """
@@ -37,4 +38,5 @@ def ngram_match_reference(
     is_found_B1 = matched_BL.gather(1, end_B1) >= min_ngram
     wanted_BK = end_B1 + torch.arange(num_draft_tokens, device=history_BL.device)
     drafts_BK = history_BL.gather(1, wanted_BK.clamp(max=width - 1))
-    return torch.where(is_found_B1 & (wanted_BK < length_B1), drafts_BK, PAD)
+    matched_B = torch.where(is_found_B1, matched_BL.gather(1, end_B1), 0).squeeze(1)
+    return torch.where(is_found_B1 & (wanted_BK < length_B1), drafts_BK, PAD), matched_B

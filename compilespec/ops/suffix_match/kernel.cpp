@@ -5,6 +5,7 @@
 #include <torch/library.h>
 
 #include <algorithm>
+#include <tuple>
 #include <vector>
 
 #include "_share.h"
@@ -84,8 +85,9 @@ struct Search {
   }
 };
 
-at::Tensor suffix_match(const at::Tensor& history, const at::Tensor& length, const at::Tensor& past,
-                        int64_t num_draft_tokens, int64_t max_match, int64_t min_match, int64_t) {
+std::tuple<at::Tensor, at::Tensor> suffix_match(const at::Tensor& history, const at::Tensor& length,
+                                                const at::Tensor& past, int64_t num_draft_tokens,
+                                                int64_t max_match, int64_t min_match, int64_t) {
   TORCH_CHECK(history.dim() == 2 && history.scalar_type() == c10::ScalarType::Int &&
                   past.dim() == 2 && past.scalar_type() == c10::ScalarType::Int,
               "suffix_match: expected int32 history [B, L] and past [M, L], got ",
@@ -97,12 +99,14 @@ at::Tensor suffix_match(const at::Tensor& history, const at::Tensor& length, con
   const at::Tensor own = history.contiguous(), texts = past.contiguous();
   const at::Tensor lengths = length.to(c10::ScalarType::Long).contiguous();
   at::Tensor out = at::full({history.size(0), num_draft_tokens}, -1, history.options());
+  at::Tensor matched = at::full({history.size(0)}, 0, history.options());
   const int64_t batch = own.size(0), width = own.size(1);
   const int64_t num_past = texts.size(0), past_width = texts.size(1);
   const auto* own_ptr = (const int32_t*)own.const_data_ptr();
   const auto* past_ptr = (const int32_t*)texts.const_data_ptr();
   const auto* length_ptr = (const int64_t*)lengths.const_data_ptr();
   auto* out_ptr = (int32_t*)out.mutable_data_ptr();
+  auto* matched_ptr = (int32_t*)matched.mutable_data_ptr();
   const double cells = double(batch) * double(width + num_past * past_width);
   share(batch, cells / 8, [&](std::atomic<int64_t>& next) {
     std::vector<std::pair<int32_t, int64_t>> tokens;
@@ -113,11 +117,12 @@ at::Tensor suffix_match(const at::Tensor& history, const at::Tensor& length, con
       Search search{row + num_own - 1, num_own, max_match, min_match, {}};
       for (int64_t m = 0; m < num_past; ++m) search.run({past_ptr + m * past_width, past_width});
       search.run({row, num_own});
+      if (!search.places.empty()) matched_ptr[b] = int32_t(search.longest);
       for (int64_t k = 0; k < num_draft_tokens; ++k)
         if (!search.vote(tokens, out_ptr + b * num_draft_tokens + k)) break;
     }
   });
-  return out;
+  return {out, matched};
 }
 
 TORCH_LIBRARY_IMPL(compilespec, CPU, m) { m.impl("suffix_match", suffix_match); }

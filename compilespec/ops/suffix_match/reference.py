@@ -16,7 +16,7 @@ def suffix_match_reference(
     max_match: int,
     min_match: int,
     vocab_size: int,
-) -> Tensor:
+) -> tuple[Tensor, Tensor]:
     """The K tokens that most often followed the longest context that occurred before.
 
     A place is a token of a past text, or of the request itself, and its match is how many tokens
@@ -31,7 +31,8 @@ def suffix_match_reference(
         min_match: the shortest match that counts, at least 1.
         vocab_size: greater than every id.
     Returns:
-        int32 [B, K], PAD where no place votes.
+        int32 [B, K], PAD where no place votes; and int32 [B], the length of the match of those
+        that vote, 0 if none does.
     Source: Oliaro et al. 2024, SuffixDecoding (votes along the longest match; here without a tree).
     """
     batch = history_BL.shape[0]
@@ -54,7 +55,9 @@ def suffix_match_reference(
         is_found_B1 = score_BN.gather(1, best_B1) >= 0
         drafts.append(torch.where(is_found_B1, token_BN.gather(1, best_B1), PAD))
         votes_BN = votes_BN & (token_BN == drafts[-1])
-    return torch.cat(drafts, 1).to(torch.int32)
+    is_long_B1 = longest_B1 >= min_match
+    matched_B = torch.where(is_long_B1, longest_B1, 0).squeeze(1)
+    return torch.cat(drafts, 1).to(torch.int32), matched_B.to(torch.int32)
 
 
 def _matched(text_BN: Tensor, history_BL: Tensor, length_B: Tensor, max_match: int) -> Tensor:

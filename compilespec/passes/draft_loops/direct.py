@@ -8,6 +8,7 @@ import torch
 from torch import fx
 
 from compilespec.passes.context import PassContext
+from compilespec.passes.evidence import level_of_matches
 from compilespec.passes.graph import add_buffer, arange_like, emit, find_role, output_node, splice
 from compilespec.passes.rows import take_newest
 from compilespec.program import PAD, BufferSpec, Traced
@@ -24,6 +25,17 @@ def direct(gm: fx.GraphModule, ctx: PassContext) -> int:
     The history is a state buffer of one row per request, declared only if it is read.  Makes the
     role `drafts` ([B, K], int32), in which PAD is not a draft.  Torch IR.
     """
+    drafts, level = proposed(gm, ctx)
+    drafts.meta["role"] = "drafts"
+    if level is not None:
+        level.meta["role"] = "level"
+    return 1
+
+
+def proposed(gm: fx.GraphModule, ctx: PassContext) -> tuple[fx.Node, fx.Node | None]:
+    """The drafts of the call "draft", and their level (see `evidence.py`) where it says how sure
+    they are.
+    """
     call = ctx.draft["draft"]
     reads = {entry.name for entry in call.inputs if entry.kind == "argument"}
     arguments: dict[str, fx.Node] = {}
@@ -35,9 +47,10 @@ def direct(gm: fx.GraphModule, ctx: PassContext) -> int:
         arguments["past_ML"] = _past_texts(gm, ctx, call)
     if "hidden_BE" in reads:
         arguments["hidden_BE"] = _hidden(gm, ctx)
-    (drafts,) = splice(gm, ctx, call, arguments)
-    drafts.meta["role"] = "drafts"
-    return 1
+    drafts, *sure = splice(gm, ctx, call, arguments)
+    if not (sure and (ctx.tells_evidence or ctx.capabilities.combines)):
+        return drafts, None
+    return drafts, emit(gm, level_of_matches, sure[0], before=output_node(gm))
 
 
 def keep_history(gm: fx.GraphModule, ctx: PassContext) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from compilespec.passes.references.acceptance import splice_acceptance
 from compilespec.passes.references.base import Before, Case, Reference, Values
 from compilespec.passes.references.draft_loops import splice_draft_loop, trim_draft_head
+from compilespec.passes.references.evidence import report_evidence
 from compilespec.passes.references.kept_inputs import commit_drafts, read_kept
 from compilespec.passes.references.process_logits import process_logits
 from compilespec.passes.references.splices import (
@@ -41,6 +42,7 @@ __all__ = [
     "process_logits",
     "read_kept",
     "read_state",
+    "report_evidence",
     "shift_hidden_states",
     "splice_acceptance",
     "splice_draft_loop",

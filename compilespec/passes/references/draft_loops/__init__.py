@@ -18,6 +18,7 @@ from compilespec.passes.context import PassContext
 from compilespec.passes.draft_loops import LOOPS
 from compilespec.passes.references.base import Before, Case, Values
 from compilespec.passes.references.draft_loops.block import block, write_context
+from compilespec.passes.references.draft_loops.combined import combined
 from compilespec.passes.references.draft_loops.direct import callback, direct, write_history
 from compilespec.passes.references.draft_loops.drafts import Drafts
 from compilespec.passes.references.draft_loops.parallel import parallel
@@ -25,6 +26,7 @@ from compilespec.passes.references.draft_loops.recycled import recycled
 from compilespec.passes.references.draft_loops.shared_kv import shared_kv
 from compilespec.passes.references.draft_loops.unshifted import unshifted
 from compilespec.passes.references.draft_loops.windowed import windowed
+from compilespec.passes.references.evidence import evidence_of
 from compilespec.passes.references.kept_inputs import keep_pairs
 from compilespec.program import PAD
 
@@ -83,7 +85,7 @@ def _drafted(
         name: case.inputs[name].clone() for name in ctx.buffers if name not in values.buffers
     }
     drafter = Drafts(ctx, case, buffers, values.roles, kept_ids)
-    if ctx.config.num_draft_tokens:
+    if ctx.drafts_now:
         drafts = _widened(ctx, loop(drafter, values))
         buffers |= drafter.kept_probs()
     else:
@@ -94,7 +96,11 @@ def _drafted(
             write_context(drafter, values)
         if ctx.capabilities.kind == "direct" and "history_RL" in buffers:
             write_history(drafter, values)
+    if ctx.capabilities.combines and case.key.kind != "replay":
+        drafts = combined(drafter, values, drafts)
     made = {"drafts": drafts}
+    if ctx.tells_evidence:
+        made["evidence"] = evidence_of(drafts, drafter.levels(len(drafts)))
     if drafter.parents is not None:
         made["parents"] = drafter.parents
     return dataclasses.replace(

@@ -39,7 +39,8 @@ def direct(draft: Drafts, values: Values) -> Tensor:
             else [(0, last) for last in inputs["last_R"].tolist()]
         )
         arguments["hidden_BE"] = torch.stack([aux[b, row] for b, row in picked])
-    (drafts,) = draft.call("draft", **arguments)  # type: ignore[arg-type]
+    drafts, *sure = draft.call("draft", **arguments)  # type: ignore[arg-type]
+    draft.matched = sure[0].tolist() if sure else None
     return drafts
 
 

@@ -14,6 +14,7 @@ from compilespec.ops.sample.probabilities import draw_weighted_reference
 from compilespec.passes.context import PassContext
 from compilespec.passes.kv_groups import KVGroup
 from compilespec.passes.references.base import Attention, AttentionCall, Case, Tokens
+from compilespec.passes.references.evidence import level_of_chances, level_of_match
 from compilespec.passes.references.fragments import products, run_fragment
 from compilespec.passes.references.grown_trees import (
     are_drawn,
@@ -53,6 +54,8 @@ class Drafts:
             self._bonus = self._bonus + roles["num_emitted"]
         self._num_proposals = 0
         self.parents: Tensor | None = None  # of the rows of a tree, [B, N + 1]
+        self.chances: list[Tensor] = []  # of each draft, that of the likeliest token, [B]
+        self.matched: list[int] | None = None  # by request, tokens of context that were found
 
     def call(
         self,
@@ -105,6 +108,7 @@ class Drafts:
         self._num_proposals += 1
         if not offered or self.ctx.greedy_only:
             return best_B
+        self.chances.append(offered[0].float().softmax(-1).amax(-1))
         position_B = self._bonus + self._num_proposals
         logits_BV, ids_V = offered[0], offered[1] if len(offered) > 1 else None
         real, whole = self.case.inputs["sampling_RF"], self.case.inputs["sampling_RI"]
@@ -125,6 +129,15 @@ class Drafts:
         self.probs.append(probs_BV)
         stream_B = torch.full_like(position_B, layout.STREAM_DRAFT + 8 * self._num_proposals)
         return draw_weighted_reference(probs_BV, rows, position_B, stream_B, whole)
+
+    def levels(self, batch: int) -> list[int]:
+        """How sure the drafts of each request are: by a look-up, or else by the model."""
+        modelled = [0] * batch
+        if self.chances:
+            by_request = torch.stack(self.chances, 1).tolist()
+            modelled = [level_of_chances(chances) for chances in by_request]
+        found = [0] * batch if self.matched is None else map(level_of_match, self.matched)
+        return [one or other for one, other in zip(found, modelled, strict=True)]
 
     def kept_probs(self) -> dict[str, Tensor]:
         """The rows of `draft_prob_RKV` after the step, if the program has them."""

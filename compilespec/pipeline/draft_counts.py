@@ -1,0 +1,51 @@
+"""What `num_draft_tokens="auto"` stands for: the K that a method's steps may choose from."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from compilespec.errors import InvalidOption
+from compilespec.methods.base import Drafter
+from compilespec.methods.capabilities import Capabilities
+from compilespec.passes.draft_loops import LOOPS
+from compilespec.pipeline.options import AUTO, DEFAULT_DRAFT_TOKENS, CompileOptions
+
+FOUND = (0, 2, 4, 8)  # a look-up is free: many drafts where it found a long match, none elsewhere
+DRAFTED = (0, 1, 3, 5)  # each draft of a model takes a pass of it
+
+
+def resolve_draft_counts(
+    options: CompileOptions, capabilities: Capabilities, drafter: Drafter | None
+) -> tuple[CompileOptions, tuple[str, ...]]:
+    """The options with their K, and a line for `Engine.plan()` where they were left to us.
+
+    Raises: InvalidOption where there is no drafter, or a tree.
+    """
+    if options.num_draft_tokens != AUTO:
+        return options, ()
+    name, loop = capabilities.name, LOOPS[capabilities.kind]
+    if drafter is None or capabilities.kind == "none":
+        raise InvalidOption(
+            f"num_draft_tokens={AUTO!r} needs a drafting method; give spec=, or leave it out"
+        )
+    if options.draft_tree is not None:
+        raise InvalidOption(
+            "draft_tree= says how many tokens are drafted; leave num_draft_tokens= out"
+        )
+    why_one_k = loop.why_one_k and f"spec={name!r} {loop.why_one_k.split(':')[0].split(', or')[0]}"
+    if options.acceptance_rule.reads_draft_probs:
+        why_one_k = f"acceptance={options.acceptance_rule.rule!r} takes one K"
+    own = int(getattr(drafter, "num_draft_tokens", 0) or DEFAULT_DRAFT_TOKENS)
+    if why_one_k:
+        return (
+            dataclasses.replace(options, num_draft_tokens=None),
+            (f"num_draft_tokens={AUTO!r}: K={own} alone, for {why_one_k}",),
+        )
+    wanted = FOUND if capabilities.looks_up else (*DRAFTED, own)
+    limit = options.max_seq_len or max(wanted) + 1
+    counts = tuple(sorted({k for k in wanted if k < limit and (k or not loop.why_never_zero)}))
+    why = (
+        f"num_draft_tokens={AUTO!r}: every step verifies {', '.join(map(str, counts[:-1]))} or "
+        f"{counts[-1]} drafts, whichever pays"
+    )
+    return dataclasses.replace(options, num_draft_tokens=counts), (why,)
