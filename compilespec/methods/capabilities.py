@@ -57,6 +57,11 @@ class Capabilities:
         return self.looks_up and self.kind != "direct"
 
     @property
+    def drafter(self) -> str:
+        """The method whose drafter is looked for: of "a+b" the second."""
+        return self.name.rpartition("+")[2]
+
+    @property
     def drafts_in_step(self) -> bool:
         """Whether the step itself makes the drafts."""
         return self.kind not in ("none", "callback")

@@ -26,7 +26,7 @@ def find_draft(
 
     Raises: DraftNotFound naming every place that was searched, or what to download.
     """
-    method = capabilities.name
+    method = capabilities.drafter
     if draft is not None:
         return Path(draft) if isinstance(draft, str | Path) else draft
     if target.directory is None:
@@ -78,11 +78,11 @@ def _draft_place(draft: str | Path, capabilities: Capabilities) -> Path:
         place = find_model(draft)
     except ModelNotFound as error:
         raise DraftNotFound(
-            f"draft {error}; a checkpoint of method {capabilities.name!r} is needed"
+            f"draft {error}; a checkpoint of method {capabilities.drafter!r} is needed"
         ) from error
     if place.gguf_file is not None and not capabilities.drafts_with_model:
         raise DraftNotFound(
             f"draft {place.path} is a GGUF file; expected a checkpoint directory of method "
-            f"{capabilities.name!r}, with config.json"
+            f"{capabilities.drafter!r}, with config.json"
         )
     return place.path

@@ -23,6 +23,7 @@ from compilespec.methods import (
     user,
 )
 from compilespec.methods.base import Method
+from compilespec.methods.combined import combined_method
 
 METHODS: tuple[Method, ...] = (
     none.METHOD,
@@ -46,13 +47,17 @@ METHODS: tuple[Method, ...] = (
 
 def get_method(name: str | None) -> Method:
     """Find a method by its name or by TensorRT-LLM's name for it, in any case; None is "none".
+    "suffix+eagle3" is a look-up with a model to fall back on (`methods/combined.py`).
 
     Raises:
         UnknownMethod: no such name; the message lists the known ones.
+        InvalidOption: "a+b" of methods that do not go together.
     """
     if name is not None and not isinstance(name, str):
         raise UnknownMethod(f"spec: expected a method name, got {type(name).__name__}; {_known()}")
     wanted = "none" if name is None else name.strip().casefold()
+    if "+" in wanted:
+        return combined_method(*(get_method(part) for part in wanted.split("+")))
     for method in METHODS:
         if wanted in _spellings(method.capabilities.name, method.capabilities.aliases):
             return method

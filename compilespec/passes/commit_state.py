@@ -54,14 +54,18 @@ def commit_drafts(gm: fx.GraphModule, ctx: PassContext) -> int:
     tokens = add_buffer(gm, ctx, token_rows(ctx.config))
     rows = emit(
         gm, replace_drafts, tokens, find_role(gm, "row_index"), find_role(gm, "drafts"),
-        before=output_node(gm),
+        before=output_node(gm), keeps_found=ctx.capabilities.combines,
     )  # fmt: skip
     set_outputs(gm, {"tokens_BS": rows})
     return 1
 
 
-def replace_drafts(tokens_RS: Any, index_B: Any, drafts_BK: Any) -> Any:
-    rows_BS = torch.cat([tokens_RS[index_B][:, :1], drafts_BK], 1)
+def replace_drafts(tokens_RS: Any, index_B: Any, drafts_BK: Any, *, keeps_found: bool) -> Any:
+    """Steps of K = 0 leave no drafts but those that a look-up found, which may stay."""
+    rows_BS = tokens_RS[index_B]
+    if keeps_found:
+        drafts_BK = torch.where(rows_BS[:, 1:2] >= 0, rows_BS[:, 1:], drafts_BK)
+    rows_BS = torch.cat([rows_BS[:, :1], drafts_BK], 1)
     tokens_RS.index_put_((index_B,), rows_BS)
     return rows_BS
 

@@ -48,7 +48,8 @@ def note_sureness(gm: fx.GraphModule, ctx: PassContext, logits: fx.Node, number:
     """Make the role `sure.<number>`, [B]: the log-probability of the likeliest token.  Where a step
     never writes its logits, they are not written for this.
     """
-    if ctx.tells_evidence and not ctx.greedy_only:
+    is_read = ctx.tells_evidence or (ctx.capabilities.combines and not ctx.read_only)
+    if is_read and not ctx.greedy_only:
         node = emit(gm, best_logprob, logits, before=output_node(gm))
         node.meta["role"] = f"sure.{number}"
 

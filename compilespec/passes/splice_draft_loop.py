@@ -9,6 +9,7 @@ from torch import fx
 
 from compilespec.passes.context import PassContext
 from compilespec.passes.draft_loops import LOOPS
+from compilespec.passes.draft_loops.combined import combine
 from compilespec.passes.evidence import note_evidence, note_level
 from compilespec.passes.graph import emit, find_role, has_role, output_node
 from compilespec.passes.sampling import keep_draft_probs
@@ -30,6 +31,8 @@ def splice_draft_loop(gm: fx.GraphModule, ctx: PassContext) -> int:
         loop.keep(gm, ctx)
     if not (loop.fills_rows and num_passes):
         _widen(gm, ctx)
+    if ctx.capabilities.combines and not ctx.read_only:
+        combine(gm, ctx)
     note_evidence(gm, ctx)
     return num_passes
 

@@ -225,6 +225,12 @@ def check_sizes(capabilities: Capabilities, config: ProgramConfig, options: Comp
     """Raises: InvalidOption where the draft loop cannot work with K, or with several of them."""
     smaller = options.smaller_draft_counts
     LOOPS[capabilities.kind].check(capabilities.name, config, smaller)
+    if capabilities.combines and options.acceptance_rule.reads_draft_probs:
+        raise InvalidOption(
+            f"acceptance={options.acceptance_rule.rule!r} reads the probabilities of drafts, which "
+            f"those of a look-up in spec={capabilities.name!r} do not have: leave acceptance= at "
+            "'auto'"
+        )
     if smaller and options.acceptance_rule.reads_draft_probs:
         raise InvalidOption(
             f"acceptance={options.acceptance_rule.rule!r} takes one K: give num_draft_tokens= one "

@@ -33,6 +33,11 @@ def check_tree(
             f"spec={name!r} drafts no trees, only methods of the kinds {able} do (eagle3, eagle, "
             "mtp_eagle, draft_model); leave draft_tree= out"
         )
+    if capabilities.combines:
+        raise NotSupported(
+            f"spec={name!r} and draft_tree= do not go together yet; leave draft_tree= out, or name "
+            f"{capabilities.drafter!r} alone"
+        )
     recurrent = [
         who
         for who, traced in (("the target", target), *(("the drafter", c) for c in draft.values()))

@@ -161,4 +161,6 @@ class AdaptiveDrafts:
         rows = [request.row for request in requests]
         self._executor.replay(rows, [request.backlog for request in requests])
         for request in requests:
-            request.backlog, request.evidence = 0, None
+            request.backlog = 0
+            if request.evidence is not None and request.evidence.level < FIRST_MATCH:
+                request.evidence = None  # what was found stays

@@ -106,18 +106,19 @@ NEEDS: dict[str, dict[str, Any]] = {
     "trim_draft_head": {"draft_ids": torch.arange(0, VOCAB, 3)},
     "absorb_latents": {"family": "deepseek_v3"},
     "keep_path": {"tree": TreeShape(depth=3, num_nodes=7, top_k=2)},
+    "report_evidence": {"most": 5},
 }
 
 
 def build(
     phase: Phase, *, keep_graphs: bool = True, family: str = "mistral",
-    tree: TreeShape | None = None, **needs: Any,
+    tree: TreeShape | None = None, most: int | None = None, **needs: Any,
 ) -> SpecProgram:  # fmt: skip
     """One phase, spliced; the retrace and what follows run when they are asked for.  Mistral has
-    a window.
+    a window.  `most`: the largest of several K.
     """
     target, draft = parts(family)
-    config = dataclasses.replace(CONFIG, tree=tree)
+    config = dataclasses.replace(CONFIG, tree=tree, max_draft_tokens=most)
     capabilities = get_method("eagle3").capabilities
     capabilities = dataclasses.replace(capabilities, outputs_hidden_states=True)  # every pass runs
     ctx = PassContext(
@@ -312,6 +313,12 @@ def rejected_emitted(gm: fx.GraphModule, ctx: PassContext) -> None:
 
 def unfinished_emitted(gm: fx.GraphModule, ctx: PassContext) -> None:
     rejected_emitted(gm, ctx)
+
+
+def one_draft_more(gm: fx.GraphModule, ctx: PassContext) -> None:
+    outputs = get_outputs(gm)
+    wrong = emit(gm, lambda x: x + 256, outputs["outcome_B"], before=output_node(gm))
+    set_outputs(gm, outputs | {"outcome_B": wrong})
 
 
 def role_rolled(role: str) -> Edit:
@@ -575,6 +582,8 @@ FAULTS = (
           edit=argument_changed("draft", 1, SLOT, lambda slot: torch.where(slot > 0, -1, slot))),
     Fault(pass_name="splice_draft_loop", what="drafts reversed", phase="decode",
           edit=drafts_reversed),
+    Fault(pass_name="report_evidence", what="counts one draft more", phase="decode",
+          edit=one_draft_more),
     Fault(pass_name="trim_draft_head", what="drafts a row", phase="decode", edit=row_drafted),
     Fault(pass_name="trim_draft_head", what="draws with noise of rows", phase="decode",
           edit=rows_draw),

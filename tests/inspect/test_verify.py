@@ -21,9 +21,9 @@ SIZES = {"num_draft_tokens": 2, "max_batch_size": 5, "max_seq_len": 43, "max_pre
 DEFAULT = ("gemma2",)  # windows and soft caps
 NUM_LAYERS = {"gemma3": 6}  # its sixth is its first without a window
 ALL_PASSES = {entry.name for entry in (*SPLICE_PASSES, *ATEN_PASSES)} | {"to_aten"}
-# of programs that save them, have a processor, note prompts, have states, trim the head
+# of programs that save them, have a processor, note prompts, have states, trim the head, choose K
 ALL_PASSES -= {"output_hidden_states", "process_logits", "output_head_input"}
-ALL_PASSES -= {"insert_recurrent_state", "trim_draft_head"}
+ALL_PASSES -= {"insert_recurrent_state", "trim_draft_head", "report_evidence"}
 
 
 def program(family: str, dtype: torch.dtype = torch.float64, **options: Any) -> Any:

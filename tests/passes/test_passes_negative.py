@@ -185,6 +185,7 @@ NEGATIVE: dict[str, Callable[[Traced], Case]] = {
     "output_head_input": nothing_was_accepted,
     "shift_hidden_states": there_is_no_drafter,
     "splice_draft_loop": there_is_no_drafter,
+    "report_evidence": there_is_no_drafter,
     "commit_state": nothing_was_accepted,
     "trim_draft_head": the_head_is_the_targets,
     "narrow_rows": the_last_layer_is_tapped,

@@ -25,17 +25,16 @@ def direct(gm: fx.GraphModule, ctx: PassContext) -> int:
     The history is a state buffer of one row per request, declared only if it is read.  Makes the
     role `drafts` ([B, K], int32), in which PAD is not a draft.  Torch IR.
     """
-    drafts, level = proposed(gm, ctx)
+    drafts, *sure = proposed(gm, ctx)
     drafts.meta["role"] = "drafts"
-    if level is not None:
+    if sure and ctx.tells_evidence:
+        level = emit(gm, level_of_matches, sure[0], before=output_node(gm))
         level.meta["role"] = "level"
     return 1
 
 
-def proposed(gm: fx.GraphModule, ctx: PassContext) -> tuple[fx.Node, fx.Node | None]:
-    """The drafts of the call "draft", and their level (see `evidence.py`) where it says how sure
-    they are.
-    """
+def proposed(gm: fx.GraphModule, ctx: PassContext) -> tuple[fx.Node, ...]:
+    """What the call "draft" gives: the drafts, and how sure they are if it says so."""
     call = ctx.draft["draft"]
     reads = {entry.name for entry in call.inputs if entry.kind == "argument"}
     arguments: dict[str, fx.Node] = {}
@@ -47,10 +46,7 @@ def proposed(gm: fx.GraphModule, ctx: PassContext) -> tuple[fx.Node, fx.Node | N
         arguments["past_ML"] = _past_texts(gm, ctx, call)
     if "hidden_BE" in reads:
         arguments["hidden_BE"] = _hidden(gm, ctx)
-    drafts, *sure = splice(gm, ctx, call, arguments)
-    if not (sure and (ctx.tells_evidence or ctx.capabilities.combines)):
-        return drafts, None
-    return drafts, emit(gm, level_of_matches, sure[0], before=output_node(gm))
+    return splice(gm, ctx, call, arguments)
 
 
 def keep_history(gm: fx.GraphModule, ctx: PassContext) -> None:

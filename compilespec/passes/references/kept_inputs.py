@@ -11,7 +11,7 @@ from torch import Tensor
 from compilespec.passes.context import PassContext
 from compilespec.passes.references.base import Before, Case, Values
 from compilespec.passes.references.placement import Placement, place_call
-from compilespec.program import NUM_KEPT
+from compilespec.program import NUM_KEPT, PAD
 
 
 def keep_pairs(placed: Placement, values: Values, buffers: Mapping[str, Tensor]) -> None:
@@ -51,7 +51,11 @@ def commit_drafts(before: Before, ctx: PassContext, case: Case) -> Values:
     rows: list[Tensor] = []
     for request, row in enumerate(placed.row_index.tolist()):
         last = case.inputs["tokens_RS"][row, :1]
-        rows.append(torch.cat([last, values.roles["drafts"][request].to(last.dtype)]))
+        drafts = values.roles["drafts"][request].to(last.dtype)
+        there = case.inputs["tokens_RS"][row, 1:]
+        if ctx.capabilities.combines and int(there[0]) != PAD:  # found by a look-up
+            drafts = there
+        rows.append(torch.cat([last, drafts]))
         if placed.live[request]:
             tokens_RS[row] = rows[-1]
     return dataclasses.replace(

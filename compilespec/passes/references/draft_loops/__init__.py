@@ -42,6 +42,9 @@ LOOP_REFERENCES: Mapping[str, Loop] = {
     "callback": callback,
 }
 
+# Roles that loops make, and a reference does not.
+MADE_BY_LOOPS = ("draft_probs.", "sure.", "level")
+
 # Names of the buffers that loops read and write.
 WRITTEN_BY_LOOPS = ("cache.draft", "recurrence.draft", "causal_conv.draft", "ring_")
 
@@ -68,7 +71,7 @@ def trim_draft_head(before: Before, ctx: PassContext, case: Case) -> Values:
     num_calls = 0 if case.key.kind == "replay" else ctx.num_attention_layers
     theirs = dataclasses.replace(
         values,
-        roles={n: value for n, value in values.roles.items() if not n.startswith("draft_probs.")},
+        roles={n: value for n, value in values.roles.items() if not n.startswith(MADE_BY_LOOPS)},
         buffers={n: b for n, b in values.buffers.items() if not n.startswith(WRITTEN_BY_LOOPS)},
         calls=values.calls[:num_calls],
     )
