@@ -213,10 +213,11 @@ class DraftPolicy:
             self._exploration.pay(replay_ms)  # of the step after the trial
 
     def _usual_speed(self, count: int, drafted: Sequence[Drafted], batch: int) -> float:
-        """Tokens a millisecond, whatever the evidence of this step says."""
+        """Tokens a millisecond, whatever a model says of its drafts in this step."""
         usual = self.acceptance.expected_of_all()
-        rows = [Drafted(one.most) for one in drafted]
-        tokens = _num_tokens(count, rows, batch, [usual] * len(rows), usual)
+        rows = [one if one.is_found else Drafted(one.most) for one in drafted]
+        expected = [self.acceptance.expected(r.level) if r.is_found else usual for r in rows]
+        tokens = _num_tokens(count, rows, batch, expected, usual)
         return tokens / self.costs.step(count, batch)
 
     def _worth_a_trial(self, best: int, drafted: Sequence[Drafted], batch: int) -> int | None:

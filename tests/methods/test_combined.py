@@ -17,7 +17,6 @@ from compilespec.errors import InvalidOption, NotSupported, UnknownMethod
 from compilespec.methods import eagle3, mtp, suffix
 from compilespec.methods.combined import CombinedMethod
 from compilespec.methods.registry import get_method
-from tests.runtime.test_adaptive import Scripted, use
 from tests.support.models import (
     VOCAB,
     DialDrafter,
@@ -27,6 +26,7 @@ from tests.support.models import (
     target_info,
     tiny_target,
 )
+from tests.support.scripted import Scripted, use
 
 COUNTS = (0, 1, 3)
 MAX_SEQ_LEN = 125

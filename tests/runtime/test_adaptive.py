@@ -16,7 +16,6 @@ from compilespec.errors import InvalidOption
 from compilespec.methods import eagle3, mtp
 from compilespec.methods.shared_kv import random_drafter
 from compilespec.program import NUM_KEPT
-from compilespec.runtime.draft_policy import Choice, Drafted
 from compilespec.tracing.load import load_target
 from compilespec.tracing.target import trace_target
 from compilespec.tracing.target_info import describe_target
@@ -30,42 +29,17 @@ from tests.support.models import (
     target_info,
     tiny_target,
 )
+from tests.support.scripted import Scripted, use
 
 COUNTS = (0, 1, 3)
 MAX_SEQ_LEN = 125
 SIZES = ((5, 100), (21, 90), (1, 120))
 
 
-class Scripted:
-    """A policy that takes K from a list, and keeps drafters warm or lets them go."""
-
-    def __init__(self, counts: Iterator[int], *, keeps_warm: bool = True) -> None:
-        self.counts, self.keeps_warm, self.taken = counts, keeps_warm, list[int]()
-
-    def choose(self, drafted: Sequence[Drafted], batch: int, *, needs_replay: bool) -> Choice:
-        self.taken.append(next(self.counts))
-        return Choice(num_draft_tokens=self.taken[-1])
-
-    def observe(self, *args: Any, **kwargs: Any) -> None: ...
-
-    def may_keep_warm(self, batch: int) -> bool:
-        return self.keeps_warm
-
-    def pay_replay(self, batch: int) -> None: ...
-
-    def pass_over(self, elapsed_ms: float, why: str) -> None:
-        self.taken.append(0)  # nothing to verify, so that it was not asked
-
-
 def at_random(seed: int) -> Iterator[int]:
     draw = random.Random(seed)
     while True:
         yield from [draw.choice(COUNTS)] * draw.choice((1, 1, 2, 5, 11))
-
-
-def use(engine: Any, policy: Scripted) -> Scripted:
-    engine._scheduler.launches.adaptive.policy = policy
-    return policy
 
 
 def ask_engine(engine: Any, asks: Sequence[Ask], **fields: Any) -> list[Any]:
