@@ -149,7 +149,7 @@ def fixed_speed(make: Any, batch: int, count: int, seeds: int = 3) -> float:
     return sum(speeds) / len(speeds)
 
 
-@pytest.mark.parametrize("batch", [1, 8])
+@pytest.mark.parametrize("batch", [1, pytest.param(8, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("make", [never, always, ordinary, misleading])
 def test_as_fast_as_the_best_k_and_never_slower_than_plain(make: Any, batch: int) -> None:
     fixed = {count: fixed_speed(make, batch, count) for count in COUNTS}

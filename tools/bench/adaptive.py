@@ -1,15 +1,20 @@
-"""Adaptive K against every fixed K, with drafts that never match and drafts that always do.
+"""K chosen for every step against every fixed K, on texts that repeat and texts that do not.
 
-The ways decode the same prompts by turns.  "never": the demo's target with a head of random
-weights; its tokens are checked against plain decoding's.  "always": the demo's own head with all
-drafts accepted by force: the text is nonsense, but the work is that of a perfect drafter.
+    python -m tools.bench.adaptive           written to results/adaptive.json
+
+An engine a method has steps of several K; it decodes the same prompts with each K for all steps and
+with the K that it chooses, by turns, one round after the other.  Tokens are checked to be the same
+whatever K was.  On a machine that others use as well, `modelled` is the better figure: steps by K,
+each at the fastest time that was measured for one at the start.
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
+import sys
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,122 +23,154 @@ from rich.table import Table
 
 import compilespec
 from compilespec import SamplingParams
-from compilespec.methods import eagle3
-from compilespec.tracing.load import load_target
-from compilespec.tracing.target import trace_target
-from compilespec.tracing.target_info import describe_target
+from compilespec.runtime.adaptive import AdaptiveDrafts, StepPlan
+from compilespec.runtime.step_costs import StepCosts, measure
 from tools.bench import report
 from tools.bench.prompts import load_prompts
 
-COUNTS = (0, 2, 5)
 LIMIT = 0.95  # share of the speed of the best fixed K
-WAYS: dict[str, dict[str, Any]] = {
-    "plain": {"spec": "none"},
-    **{f"K={k}": {"spec": "eagle3", "num_draft_tokens": k} for k in COUNTS if k},
-    "adaptive": {"spec": "eagle3", "num_draft_tokens": COUNTS},
-}
+LEAST = 0.97  # of that of plain steps
+METHODS = ("ngram", "suffix", "eagle3")
+AUTO = "auto"
+REPEATED = "def area_{0}(width, height):\n    return width * height + {0}\n\n"
+
+
+class Fixed:
+    """In the place of `AdaptiveDrafts`: one K for all steps."""
+
+    def __init__(self, count: int, adaptive: AdaptiveDrafts) -> None:
+        self.policy, self._adaptive = adaptive.policy, adaptive
+        self._count = count
+
+    def begin(self, requests: Sequence[Any], *, is_late: bool = False) -> StepPlan:
+        if not self._count:
+            self._adaptive._note_plain(requests)
+        return StepPlan(num_draft_tokens=self._count)
+
+    def end(self, *_: Any) -> None: ...
+
+    def note(self, requests: Sequence[Any], evidence: Sequence[Any]) -> None:
+        self._adaptive.note(requests, evidence)
+
+
+def texts(num: int) -> dict[str, tuple[list[str], dict[str, Any]]]:
+    """By case, the prompts, and how they are answered."""
+    ordinary = list(load_prompts(num).values())
+    copied = ["".join(REPEATED.format(i) for i in range(k, k + 4)) for k in range(num)]
+    always = [f"{word} = [{', '.join(['0'] * 24)}, " for word in "abcdefghijklmnop"[:num]]
+    return {
+        "ordinary": (ordinary, {}),
+        "copied": (copied, {}),
+        "never": (ordinary, {"temperature": 3.0, "seed": 1}),
+        "always": (always, {}),
+    }
 
 
 def run(options: argparse.Namespace, console: Console) -> int:
-    """Returns 1 if adaptive K misses the limit, else 0."""
+    """Returns 1 if the K that is chosen misses a limit, else 0."""
     torch.set_num_threads(options.threads)
-    prompts = list(load_prompts(max(options.batch)).values())
     result: dict[str, Any] = {
-        "benchmark": "adaptive K", **report.environment(), "counts": COUNTS, "limit": LIMIT,
-        "max_new_tokens": options.max_new_tokens, "cases": [],
+        "benchmark": "adaptive K", **report.environment(), "limit": LIMIT, "least": LEAST,
+        "max_new_tokens": options.max_new_tokens, "rounds": options.rounds, "cases": [],
     }  # fmt: skip
-    for case in ("never", "always"):
-        engines = {name: _engine(case, way, options, console) for name, way in WAYS.items()}
-        try:
-            if case == "never":
-                _check(engines, prompts, options)
+    for method in [m for m in METHODS if not options.only or options.only in m]:
+        console.print(f"compiling {method}")
+        with compilespec.compile(
+            "demo", method, num_draft_tokens=AUTO, max_batch_size=max(options.batch),
+            backend=options.backend,
+        ) as engine:  # fmt: skip
+            costs = measure(engine._executor, num_times=8)
             for batch in options.batch:
-                result["cases"].append(_measure(case, engines, prompts[:batch], options))
-        finally:
-            for engine in engines.values():
-                engine.close()
-    _print(console, result["cases"])
-    console.print(f"written to {report.write_json(options.name, result)}")
-    return int(any(case["adaptive_to_best"] < LIMIT for case in result["cases"]))
+                for case, (prompts, fields) in texts(batch).items():
+                    params = SamplingParams(
+                        max_new_tokens=options.max_new_tokens, ignore_eos=True, **fields
+                    )
+                    row = compare(engine, costs, prompts, params, options.rounds)
+                    result["cases"].append({"method": method, "case": case, "batch": batch, **row})
+                    report.write_json(options.name, result)  # what there is, if it is ended
+    show(console, result["cases"])
+    return int(any(missed(case) for case in result["cases"]))
 
 
-def _engine(case: str, way: dict[str, Any], options: argparse.Namespace, console: Console) -> Any:
-    extra: dict[str, Any] = {}
-    if way["spec"] != "none" and case == "always":
-        extra["force_num_accepted"] = COUNTS[-1]
-    elif way["spec"] != "none":
-        target = load_target("demo")
-        info = describe_target(trace_target(target.model), target)
-        last = info.num_layers
-        extra["draft"] = eagle3.random_head(
-            info, aux_layers=(2, last // 2, last - 3), draft_vocab_size=info.vocab_size // 2
-        )
-    console.print(f"{case}: compiling {way}")
-    return compilespec.compile(
-        "demo", max_batch_size=max(options.batch), backend=options.backend, **way, **extra
-    )
+def missed(case: dict[str, Any]) -> bool:
+    modelled = case["modelled_tokens_per_s"]
+    chosen = modelled[AUTO]
+    fixed = [speed for way, speed in modelled.items() if way != AUTO]
+    return bool(chosen < LIMIT * max(fixed) or chosen < LEAST * modelled.get("K=0", 0.0))
 
 
-def _check(engines: dict[str, Any], prompts: list[str], options: argparse.Namespace) -> None:
-    """Check that tokens are equal: the CPU kernels give a row the same bits at every K.
-
-    Raises: SystemExit.
-    """
-    texts = {
-        name: [o.token_ids for o in engine.generate(prompts, _params(options))]
-        for name, engine in engines.items()
-    }
-    wrong = [name for name, tokens in texts.items() if tokens != texts["plain"]]
-    if wrong:
-        raise SystemExit(f"error: {', '.join(wrong)} and plain decoding give other tokens")
-
-
-def _params(options: argparse.Namespace) -> SamplingParams:
-    return SamplingParams(max_new_tokens=options.max_new_tokens, ignore_eos=True)
-
-
-def _measure(
-    case: str, engines: dict[str, Any], prompts: list[str], options: argparse.Namespace
+def compare(
+    engine: Any, costs: StepCosts, prompts: list[str], params: SamplingParams, rounds: int
 ) -> dict[str, Any]:
-    """Decode times only, by turns.  The ratio to the best fixed K is the median of the rounds'
-    ratios, because a slow spell of the machine slows all ways of a round alike.  Each round begins
-    with another way, so that none always follows the same one.
+    """Tokens a second of decode steps by way, measured and modelled: medians of the rounds.
+
+    Raises: SystemExit if a way gives other tokens.
     """
-    speeds: dict[str, list[float]] = {name: [] for name in engines}
-    names = list(engines)
-    for number in range(options.rounds + 1):
-        first = number % len(names)
-        for name in names[first:] + names[:first]:
-            engine = engines[name]
+    launches = engine._scheduler.launches
+    adaptive, counts = launches.adaptive, engine.geometry.draft_counts
+    ways: dict[str, Any] = {AUTO: adaptive, **{f"K={k}": Fixed(k, adaptive) for k in counts}}
+    measured: dict[str, list[float]] = {name: [] for name in ways}
+    modelled: dict[str, list[float]] = {name: [] for name in ways}
+    steps: dict[str, dict[int, int]] = {}
+    tokens: dict[str, Any] = {}
+    for number in range(rounds + 1):
+        names = list(ways)[number % len(ways) :] + list(ways)[: number % len(ways)]
+        for name in names:
+            launches.adaptive = ways[name]
             before, started = engine.stats(), time.perf_counter()
-            outputs = engine.generate(prompts, _params(options))
-            elapsed = time.perf_counter() - started
-            prefill = (engine.stats().prefill_ms - before.prefill_ms) / 1e3
-            tokens = sum(len(output.token_ids) - 1 for output in outputs)
+            outputs = engine.generate(prompts, params)
+            elapsed = (time.perf_counter() - started) * 1e3
+            after = engine.stats()
+            tokens[name] = [output.token_ids for output in outputs]
+            given = sum(len(one) - 1 for one in tokens[name])
+            steps[name] = {
+                k: after.num_decodes_by_k.get(k, 0) - before.num_decodes_by_k.get(k, 0)
+                for k in counts
+            }
+            ms = sum(costs.step(k, len(prompts)) * num for k, num in steps[name].items())
             if number:  # the first round warms up, and lets the policy learn
-                speeds[name].append(tokens / (elapsed - prefill))
-    fixed = [name for name in engines if name != "adaptive"]
-    best = max(fixed, key=lambda name: statistics.median(speeds[name]))
-    ratios = [one / other for one, other in zip(speeds["adaptive"], speeds[best], strict=True)]
+                measured[name].append(given / (elapsed - after.prefill_ms + before.prefill_ms))
+                modelled[name].append(given / ms)
+    launches.adaptive = adaptive
+    wrong = [name for name in ways if tokens[name] != tokens["K=0" if 0 in counts else AUTO]]
     return {
-        "case": case,
-        "batch": len(prompts),
-        "tokens_per_s": {name: statistics.median(values) for name, values in speeds.items()},
-        "best_fixed": best,
-        "adaptive_to_best": statistics.median(ratios),
-        "adaptive_to_best_by_round": ratios,
-        "policy": engines["adaptive"].plan()["adaptive"],
+        "tokens_per_s": {
+            name: 1e3 * statistics.median(values) for name, values in measured.items()
+        },
+        "modelled_tokens_per_s": {
+            name: 1e3 * statistics.median(values) for name, values in modelled.items()
+        },
+        "steps_by_k": steps[AUTO],
+        "other_tokens": wrong,
+        "policy": engine.plan()["adaptive"],
     }
 
 
-def _print(console: Console, cases: list[dict[str, Any]]) -> None:
-    table = Table(title="decode tokens per second, medians")
-    for column in ("drafts match", "batch", *WAYS, "adaptive / best fixed"):
+def show(console: Console, cases: list[dict[str, Any]]) -> None:
+    table = Table(title="decode tokens per second: measured (modelled)")
+    for column in ("method", "text", "batch", "chosen", "best fixed", "K = 0", "steps by K"):
         table.add_column(column, justify="right")
     for case in cases:
-        speeds = case["tokens_per_s"]
-        table.add_row(
-            case["case"], str(case["batch"]), *(f"{speeds[name]:.0f}" for name in WAYS),
-            f"{case['adaptive_to_best']:.3f}",
-        )  # fmt: skip
+        speeds, modelled = case["tokens_per_s"], case["modelled_tokens_per_s"]
+        best = max((way for way in modelled if way != AUTO), key=lambda way: modelled[way])
+        cells = [f"{speeds.get(w, 0):.0f} ({modelled.get(w, 0):.0f})" for w in (AUTO, best, "K=0")]
+        by_k = ", ".join(f"{k}: {num}" for k, num in case["steps_by_k"].items())
+        cells[1] = f"{best}: {cells[1]}"
+        table.add_row(case["method"], case["case"], str(case["batch"]), *cells, by_k)
     console.print(table)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m tools.bench.adaptive")
+    parser.add_argument("--backend", default="inductor", choices=["inductor", "eager"])
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 8])
+    parser.add_argument("--max-new-tokens", type=int, default=128)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--only", help="only methods whose name contains this")
+    parser.add_argument("--name", default="adaptive", help="results/NAME.json")
+    return run(parser.parse_args(arguments), Console(width=None if sys.stdout.isatty() else 140))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
