@@ -106,7 +106,7 @@ def expected_steps(taken: Sequence[int], num_prompt: int, num_output: int) -> li
     return steps
 
 
-@pytest.mark.parametrize("seed", [None, 0, 1])
+@pytest.mark.parametrize("seed", [None, 0, pytest.param(1, marks=pytest.mark.slow)])
 def test_the_surer_one_drafts_and_the_models_cache_misses_nothing(lab: Any, seed: int | None):
     engine, asks, finder, _ = lab
     finder.is_misled.fill_(True)
@@ -119,7 +119,7 @@ def test_the_surer_one_drafts_and_the_models_cache_misses_nothing(lab: Any, seed
         assert output.emitted_per_step == wanted
 
 
-@pytest.mark.parametrize("misled", [True, False])
+@pytest.mark.parametrize("misled", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_joins_leaves_preemption_and_the_maximum_length(lab: Any, misled: bool) -> None:
     engine, asks, finder, dial = lab
     finder.is_misled.fill_(misled)
