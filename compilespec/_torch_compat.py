@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import hashlib
 import itertools
 import logging
 import re
@@ -266,13 +267,26 @@ def free_guards(mode: Any) -> list[str]:
 def standalone_compile(gm: fx.GraphModule, inputs: Sequence[Any], options: dict[str, Any]) -> Any:
     """`torch._inductor.standalone_compile` on an ATen graph, shapes taken from the graph;
     saveable.
+
+    Inductor's own cache knows an operator by its name alone: code that was generated for an earlier
+    signature would be found there, and crash.  Hence the tag.
     """
     import torch._inductor
+    from torch.compiler import config
 
-    with torch.no_grad():
+    tag = f"{config.cache_key_tag} {operators_digest()}"
+    with torch.no_grad(), config.patch(cache_key_tag=tag):
         return torch._inductor.standalone_compile(
             gm, list(inputs), dynamic_shapes="from_graph", options={"config_patches": options}
         )
+
+
+@functools.cache
+def operators_digest() -> str:
+    """A digest of the signatures of our operators (`torch._C._jit_get_all_schemas`)."""
+    schemas = torch._C._jit_get_all_schemas()
+    ours = sorted(str(one) for one in schemas if one.name.startswith("compilespec::"))
+    return hashlib.sha256("\n".join(ours).encode()).hexdigest()[:16]
 
 
 def load_artifact(path: str) -> Any:

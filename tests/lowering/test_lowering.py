@@ -191,3 +191,21 @@ def test_symbolic_batch_serves_every_size() -> None:
             together = [output.token_ids for output in engine.generate(prompts[:count], params)]
             assert together == alone[:count]
         assert engine.stats().num_recompiles == 0
+
+
+def test_inductors_own_cache_knows_the_signatures_of_our_operators(monkeypatch):
+    """Its key has an operator's name alone; code made for an earlier signature would crash."""
+    from torch.compiler import config
+
+    seen = []
+    monkeypatch.setattr(
+        torch._inductor, "standalone_compile", lambda *_, **__: seen.append(config.cache_key_tag)
+    )
+    schemas = torch._C._jit_get_all_schemas()
+    for found in (schemas, schemas, [one for one in schemas if "draw" not in one.name]):
+        monkeypatch.setattr(torch._C, "_jit_get_all_schemas", lambda found=found: found)
+        _torch_compat.operators_digest.cache_clear()
+        _torch_compat.standalone_compile(torch.fx.GraphModule({}, torch.fx.Graph()), [], {})
+    _torch_compat.operators_digest.cache_clear()
+    assert seen[0] == seen[1] != seen[2]
+    assert config.cache_key_tag not in seen
