@@ -18,6 +18,7 @@ import pytest
 import torch
 from torch import Tensor, fx
 
+from compilespec import DraftTree
 from compilespec.errors import PassError
 from compilespec.inspect.bisect import BisectReport, bisect
 from compilespec.inspect.stages import context_of, pass_stages, with_graphs
@@ -25,6 +26,7 @@ from compilespec.inspect.verify import VerifyReport, make_cases, verify
 from compilespec.methods.eagle3 import random_head
 from compilespec.methods.registry import get_method
 from compilespec.passes import rewrite, runner
+from compilespec.passes.acceptance.options import resolve_acceptance
 from compilespec.passes.context import PassContext
 from compilespec.passes.graph import emit, find_role, get_outputs, output_node, set_outputs
 from compilespec.passes.logits_processor import LogitsProcessor
@@ -58,6 +60,7 @@ class Fault:
     what: str
     phase: Phase
     edit: Edit  # runs right after the pass
+    step: str = ""  # of `NEEDS`, where the pass's own is another step
 
     def __str__(self) -> str:
         return f"{self.pass_name}-{self.what.replace(' ', '-')}"
@@ -107,6 +110,10 @@ NEEDS: dict[str, dict[str, Any]] = {
     "absorb_latents": {"family": "deepseek_v3"},
     "keep_path": {"tree": TreeShape(depth=3, num_nodes=7, top_k=2)},
     "report_evidence": {"most": 5},
+    "rejection along a tree": {
+        "tree": DraftTree(choices=[(0,), (2,), (0, 0), (0, 1), (1,), (1, 0), (0, 0, 0)]).shape,
+        "acceptance": resolve_acceptance("rejection"),
+    },
 }
 
 
@@ -172,7 +179,7 @@ def catch(fault: Fault) -> Row:
     """Plant a fault, and see who finds it."""
     with pytest.MonkeyPatch.context() as patch:
         plant(patch, fault)
-        contract, needs = "", NEEDS.get(fault.pass_name, {})
+        contract, needs = "", NEEDS.get(fault.step or fault.pass_name, {})
         try:
             graph = build(fault.phase, **needs).graphs[fault.phase]
             if fault.pass_name not in {entry.name for entry in SPLICE_PASSES}:
@@ -304,6 +311,14 @@ def any_match_counts(gm: fx.GraphModule, ctx: PassContext) -> None:
     """A draft counts although one before it was refused."""
     cumprod = next(n for n in gm.graph.nodes if n.target == "cumprod")
     cumprod.replace_all_uses_with(cumprod.args[0])
+
+
+def follows_the_root(gm: fx.GraphModule, ctx: PassContext) -> None:
+    """Whatever was accepted, what comes next is judged and drawn as after the root."""
+    op = torch.ops.compilespec.filtered_probs.default
+    (probs,) = gm.graph.find_nodes(op="call_function", target=op)
+    for column in list(probs.users):
+        change(column, 1, (slice(None), 0))
 
 
 def rejected_emitted(gm: fx.GraphModule, ctx: PassContext) -> None:
@@ -553,6 +568,8 @@ FAULTS = (
           edit=any_match_counts),
     Fault(pass_name="splice_acceptance", what="emits refused drafts", phase="decode",
           edit=rejected_emitted),
+    Fault(pass_name="splice_acceptance", what="distributions of the root", phase="decode",
+          edit=follows_the_root, step="rejection along a tree"),
     Fault(pass_name="splice_acceptance", what="emits for unfinished prompts", phase="prefill",
           edit=unfinished_emitted),
     Fault(pass_name="output_hidden_states", what="states rolled", phase="decode",
