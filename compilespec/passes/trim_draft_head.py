@@ -73,6 +73,8 @@ class _Path:
     rows: list[fx.Node] = field(default_factory=list)  # choose rows: see `take_rows`
     choices: list[fx.Node] = field(default_factory=list)  # argmaxes
     draws: list[fx.Node] = field(default_factory=list)
+    bests: list[fx.Node] = field(default_factory=list)  # of a tree: its topk
+    noises: list[fx.Node] = field(default_factory=list)  # what a tree's scores are drawn with
     sums: list[fx.Node] = field(default_factory=list)  # how sure a draft is, among its columns
     pads: list[fx.Node] = field(default_factory=list)  # distributions, padded to the target's ids
 
@@ -105,6 +107,8 @@ def _follow(product: fx.Node, ctx: PassContext) -> _Path | None:
                 path.rows.append(user)
             elif _is_limit(user, ctx):
                 path.limits.append(user)
+            elif (noise := _added_noise(user, node)) is not None:
+                path.noises.append(noise)
             elif not _carries(user, node, ctx):
                 return None
             seen.add(user)
@@ -129,15 +133,25 @@ def _trim(gm: fx.GraphModule, ctx: PassContext, path: _Path, table: fx.Node) -> 
         _replace(gm, node, node.args[0])
     for node in path.draws:
         node.args = (*node.args[:2], table, *node.args[3:])
+    for node in path.noises:
+        node.args = (*node.args[:2], table, len(ctx.draft_ids), *node.args[4:])
+    for node in path.bests:
+        for index in [user for user in node.users if user.args[1] == 1]:
+            _map(gm, index, table)
     for node in path.pads:
         spread = emit(gm, spread_over_ids, node.args[0], table, before=node, vocab_size=vocab_size)
         _replace(gm, node, spread)
     for node in path.choices:
-        readers = list(node.users)
-        with gm.graph.inserting_after(node):
-            chosen = gm.graph.call_function(operator.getitem, (table, node))
-        for reader in readers:
-            reader.replace_input_with(node, chosen)
+        _map(gm, node, table)
+
+
+def _map(gm: fx.GraphModule, node: fx.Node, table: fx.Node) -> None:
+    """Whoever reads an index reads the id that the table has there."""
+    readers = list(node.users)
+    with gm.graph.inserting_after(node):
+        chosen = gm.graph.call_function(operator.getitem, (table, node))
+    for reader in readers:
+        reader.replace_input_with(node, chosen)
 
 
 def _kept(gm: fx.GraphModule, ctx: PassContext, weight: Any) -> fx.Node | None:
@@ -157,10 +171,10 @@ def _kept(gm: fx.GraphModule, ctx: PassContext, weight: Any) -> fx.Node | None:
     return add_weight(gm, ctx, name, ctx.weights[name])
 
 
-def spread_over_ids(probs_BN: Any, ids_N: Any, *, vocab_size: int) -> Any:
-    """Probabilities of some of the target's ids, over all of them: [B, V]."""
-    zeros_BV = probs_BN.new_zeros((probs_BN.shape[0], vocab_size))
-    return zeros_BV.index_add(1, ids_N, probs_BN)
+def spread_over_ids(probs_N: Any, ids_N: Any, *, vocab_size: int) -> Any:
+    """Probabilities of some of the target's ids, [..., N], over all of them: [..., V]."""
+    zeros_V = functional.pad(torch.zeros_like(probs_N[..., :1]), (0, vocab_size - 1))
+    return zeros_V.index_add(-1, ids_N, probs_N)
 
 
 def _replace(gm: fx.GraphModule, old: fx.Node, new: Any) -> None:
@@ -201,6 +215,21 @@ def _is_draw(node: fx.Node, source: fx.Node) -> bool:
     return is_draw and node.args[0] is source and node.args[2] is None
 
 
+def _is_best(node: fx.Node, source: fx.Node) -> bool:
+    return node.target == "topk" and argument(node, 2, "dim") == -1 and not _fragment(node)
+
+
+def _added_noise(node: fx.Node, source: fx.Node) -> fx.Node | None:
+    """The noise by ids that a node adds, if it does."""
+    if node.target is not operator.add or len(node.all_input_nodes) != 2:
+        return None
+    (other,) = (one for one in node.all_input_nodes if one is not source)
+    while other.target in ("unsqueeze", "to"):
+        other = other.all_input_nodes[0]
+    is_noise = other.target is torch.ops.compilespec.draft_noise.default
+    return other if is_noise and other.args[2] is None else None
+
+
 def _is_pad(node: fx.Node, source: fx.Node) -> bool:
     return node.target is functional.pad and not _fragment(node)
 
@@ -223,7 +252,7 @@ def _is_limit(node: fx.Node, ctx: PassContext) -> bool:
 
 def _carries(node: fx.Node, source: fx.Node, ctx: PassContext) -> bool:
     """Whether each column of the result is computed from that column, and numbers of its row."""
-    if node.target in ("softmax", torch.softmax, functional.softmax):
+    if node.target in ("log_softmax", "softmax", torch.softmax, functional.softmax):
         return argument(node, 1, "dim") == -1
     if node.target == "unflatten":
         return bool(node.args[1] == 0)
@@ -252,6 +281,7 @@ _MOVES = ("squeeze", "unsqueeze", "transpose", "select")
 _ENDS: Mapping[str, Any] = {
     "choices": _is_choice,
     "draws": _is_draw,
+    "bests": _is_best,
     "sums": _is_sum,
     "pads": _is_pad,
 }

@@ -48,7 +48,7 @@ def check_tree(
             f"{recurrent[0]} has recurrent layers, whose state follows one path alone; leave "
             "draft_tree= out"
         )
-    check_drafter(draft["propose"], config.tree, name)
+    check_drafter(draft["propose"], config.tree, name, options.draft_vocab_size)
     acceptance = options.acceptance_rule
     if RULES[acceptance.rule].decode_tree is None:
         raise NotSupported(
@@ -61,9 +61,7 @@ def check_tree(
             "draft_tree= has no context_BL for logits_processor=, for each row has a path of its "
             "own; read ids_BS alone, give requests a processor on the host, or leave one out"
         )
-    for given, keyword in (
-        (acceptance.force_num_accepted, "force_num_accepted"),
-        (options.draft_vocab_size, "draft_vocab_size"),
-    ):
-        if given:
-            raise NotSupported(f"{keyword}= and draft_tree= do not go together yet; leave one out")
+    if acceptance.force_num_accepted:
+        raise NotSupported(
+            "force_num_accepted= and draft_tree= do not go together yet; leave one out"
+        )

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import compilespec
-from compilespec import SamplingParams
+from compilespec import DraftTree, SamplingParams
 from compilespec.errors import InvalidOption, NotSupported, SpecError
 from compilespec.inspect.bounds import prove
 from compilespec.inspect.cost import estimate
@@ -48,6 +48,10 @@ PARAMS = tuple(
     )
 )
 COUNTS = (torch.arange(VOCAB) * 37 % VOCAB + 1).tolist()  # no two alike, in no order
+TREES = {
+    "static": DraftTree(choices=[(0,), (1,), (3,), (0, 0), (0, 1), (1, 0), (0, 0, 2)]),
+    "dynamic": DraftTree(top_k=3, depth=3, num_nodes=8),
+}
 KEPT = sorted(sorted(range(VOCAB), key=lambda token: -COUNTS[token])[:SIZE])
 
 
@@ -160,12 +164,15 @@ def accepted(engine: Engine) -> list[Any]:
     return [(output.token_ids, output.emitted_per_step) for output in outputs]
 
 
-def knowing(chain: str, rule: str, ids: Tensor | None, **options: Any) -> Engine:
+def knowing(
+    chain: str, rule: str, ids: Tensor | None, tree: DraftTree | None = None, **options: Any
+) -> Engine:
     model = markov_target()
     spec = Method(KnowingDrafter(model, ids, windowed=chain != "recycled"), chain)
+    form: dict[str, Any] = {"num_draft_tokens": 3} if tree is None else {"draft_tree": tree}
     return compilespec.compile(
-        model, spec, acceptance=rule, num_draft_tokens=3, backend="eager", max_seq_len=16,
-        max_batch_size=3, **options,
+        model, spec, acceptance=rule, backend="eager", max_seq_len=16, max_batch_size=3, **form,
+        **options,
     )  # fmt: skip
 
 
@@ -188,6 +195,39 @@ def test_a_trimmed_head_is_one_with_a_reduced_vocabulary(chain: str, rule: str) 
     options = {"draft_vocab_size": len(ids), "draft_vocab_counts": counts}
     with knowing(chain, rule, None, **options) as engine:
         assert accepted(engine) == wanted
+
+
+@pytest.mark.parametrize(
+    ("tree", "rule"),
+    [
+        ("static", "rejection"),
+        pytest.param("static", "auto", marks=pytest.mark.slow),
+        pytest.param("dynamic", "rejection", marks=pytest.mark.slow),
+        ("dynamic", "auto"),
+    ],
+)
+def test_trees_of_a_trimmed_head_are_those_of_a_reduced_vocabulary(tree: str, rule: str) -> None:
+    ids = torch.arange(0, MARKOV_VOCAB, 2)
+    with knowing("recycled", rule, ids, TREES[tree]) as engine:
+        wanted = accepted(engine)
+    options = {"draft_vocab_size": len(ids), "draft_vocab_counts": dict.fromkeys(ids.tolist(), 1)}
+    with knowing("recycled", rule, None, TREES[tree], **options) as engine:
+        assert accepted(engine) == wanted
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tree", TREES)
+@pytest.mark.parametrize("method", ["eagle3", "draft_model"])
+def test_trees_give_the_tokens_of_plain_decoding(method: str, tree: str) -> None:
+    keywords = trimmed(method, TREES[tree].shape.depth, draft_tree=TREES[tree])
+    del keywords["num_draft_tokens"]
+    program = compilespec.trace(lab()[0], method, **keywords)
+    assert verify(program, batch_sizes=(2,)).ok
+    assert prove(program).num_open == 0
+    with compilespec.compile(lab()[0], method, **keywords) as engine:
+        tokens, drafts = run(engine)
+    assert tokens == plain_tokens()
+    assert drafts <= {*KEPT}
 
 
 @pytest.mark.slow

@@ -97,8 +97,11 @@ def parents_hidden(gm: fx.GraphModule, level: Level, hidden: fx.Node, width: int
     return node
 
 
-def check_drafter(propose: Traced, shape: TreeShape, name: str) -> None:
-    """Whether a drafter can grow the tree.  Raises: DraftMismatch."""
+def check_drafter(propose: Traced, shape: TreeShape, name: str, num_kept: int | None) -> None:
+    """Whether a drafter, of whose head `num_kept` rows are left, can grow the tree.
+
+    Raises: DraftMismatch.
+    """
     widths = output_widths(propose)
     if len(widths) < 2:
         raise DraftMismatch(
@@ -106,10 +109,11 @@ def check_drafter(propose: Traced, shape: TreeShape, name: str) -> None:
             f"spec={name!r} offers none: define `logits` beside `propose`, or leave draft_tree= out"
         )
     most = max(shape.top_k, max((rank + 1 for path in shape.choices for rank in path), default=0))
-    if most > widths[1]:
+    known = min(widths[1], num_kept or widths[1])
+    if most > known:
         raise DraftMismatch(
-            f"draft_tree= takes the {most} best tokens of a node, and the drafter knows "
-            f"{widths[1]}; give fewer"
+            f"draft_tree= takes the {most} best tokens of a node, and the drafter knows {known}; "
+            "give fewer"
         )
 
 

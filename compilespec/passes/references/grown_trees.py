@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -81,10 +81,15 @@ def is_sampled(ctx: PassContext, case: Case, row: int) -> bool:
 
 
 def scored_tokens(
-    ctx: PassContext, case: Case, row: int, argument: str, head_1D: Tensor
-) -> tuple[Tensor, Tensor]:
-    """The drafter's logits after a row, of a sampled request at its temperature, and their ids."""
-    _, logits_1V, *ids = run_fragment(ctx.draft["propose"], {argument: head_1D})
+    ctx: PassContext, case: Case, row: int, propose: Mapping[str, Tensor], *,
+    columns: Tensor | None, kept_ids: Tensor | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The drafter's logits after a row, of a sampled request at its temperature, and their ids.
+
+    propose: the arguments of that call; columns: those of its last product; None: all.
+    """
+    _, logits_1V, *ids = run_fragment(ctx.draft["propose"], propose, {}, columns)
+    ids = ids if kept_ids is None else [kept_ids]
     scores_V = logits_1V[0].to(torch.promote_types(logits_1V.dtype, torch.float32))
     known = torch.arange(len(scores_V)) if not ids else ids[0]
     if is_sampled(ctx, case, row):

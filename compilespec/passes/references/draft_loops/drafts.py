@@ -175,7 +175,10 @@ class Drafts:
                 ]
                 head = follow(self, request, places, path)
                 at = int(self.placed.row_index[request])
-                return scored_tokens(self.ctx, self.case, at, argument, head)
+                return scored_tokens(
+                    self.ctx, self.case, at, {argument: head}, columns=self._columns("propose"),
+                    kept_ids=self._kept_ids,
+                )  # fmt: skip
 
             def best(path: Sequence[int], after: Any = after, request: int = request) -> Any:
                 at, depth = drawn[request] + len(path), len(path) + 1
