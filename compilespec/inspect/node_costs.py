@@ -241,6 +241,12 @@ def _write_path(costs: NodeCosts, node: fx.Node) -> Cost:
     return Cost(activation_bytes=sum(moved, _ZERO))
 
 
+def _penalties(costs: NodeCosts, node: fx.Node) -> Cost:
+    """A copy of the logits."""
+    source: Any = node.args[0]
+    return Cost(activation_bytes=costs.num_bytes(source) + costs.num_bytes(node))
+
+
 def _noise(costs: NodeCosts, node: fx.Node) -> Cost:
     return Cost(activation_bytes=costs.num_bytes(node))
 
@@ -305,6 +311,7 @@ _RULES: dict[Any, Callable[[NodeCosts, fx.Node], Cost]] = {
     torch.ops.compilespec.paged_attention.default: _attention,
     torch.ops.compilespec.write_cache.default: _write_path,
     torch.ops.compilespec.draft_noise.default: _noise,
+    torch.ops.compilespec.penalise_paths.default: _penalties,
     torch.ops.compilespec.cached_recurrence.default: _recurrence,
     torch.ops.compilespec.cached_conv.default: _convolution,
 }

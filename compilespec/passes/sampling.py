@@ -26,6 +26,7 @@ from compilespec.ops.sample.layout import (
 from compilespec.passes.context import PassContext
 from compilespec.passes.evidence import note_sureness
 from compilespec.passes.graph import add_buffer, arange_like, emit, find_role, has_role, output_node
+from compilespec.passes.tree_penalties import penalise_paths
 from compilespec.passes.trees import taken_rows, verifies_tree
 from compilespec.program import BufferSpec
 from compilespec.tracing.capture import output_widths
@@ -64,7 +65,9 @@ def target_probs(gm: fx.GraphModule, ctx: PassContext, *, before: fx.Node) -> fx
 def _target_rows(gm: fx.GraphModule, ctx: PassContext, *, before: fx.Node) -> tuple[Any, ...]:
     """The arguments of the operators on the target's rows."""
     logits, index = find_role(gm, "logits"), find_role(gm, "row_index")
-    start = find_role(gm, "start")
+    start, state = find_role(gm, "start"), sampling_state(gm, ctx)
+    if verifies_tree(ctx):
+        logits, state = penalise_paths(gm, logits, state, before=before)
     if ctx.phase == "decode":
         greedy = emit(gm, lambda x_BSV: x_BSV.argmax(-1).to(torch.int32), logits, before=before)
         depth = (find_role(gm, "depth"),) if verifies_tree(ctx) else ()
@@ -76,8 +79,7 @@ def _target_rows(gm: fx.GraphModule, ctx: PassContext, *, before: fx.Node) -> tu
     else:
         logits, greedy, drawn = emit(gm, prefill_choice, logits, start, before=before)
         ids = None
-    state, mask = sampling_state(gm, ctx), _guide_masks(gm, ctx)
-    return (logits, greedy, ids, index, drawn, *state, mask)
+    return (logits, greedy, ids, index, drawn, *state, _guide_masks(gm, ctx))
 
 
 def allowed_drafts(gm: fx.GraphModule, ctx: PassContext, draft: fx.Node) -> fx.Node:

@@ -18,7 +18,8 @@ from compilespec.passes.graph import (
     set_outputs,
 )
 from compilespec.passes.read_state import first_columns
-from compilespec.passes.sampling import note_logprobs
+from compilespec.passes.sampling import note_logprobs, sampling_state
+from compilespec.passes.tree_penalties import keep_context
 from compilespec.passes.trees import verifies_tree
 from compilespec.program import PAD, BufferSpec
 
@@ -49,6 +50,8 @@ def splice_acceptance(gm: fx.GraphModule, ctx: PassContext) -> int:
             judged = _force(gm, ctx, judged)
     else:
         judged = rule.prefill(gm, ctx, logits)
+    if judged.taken is not None and not ctx.greedy_only:
+        keep_context(gm, ctx, sampling_state(gm, ctx), judged.taken)
     if rule.after is not None:
         rule.after(gm, ctx, judged)
     for name, node in judged._asdict().items():

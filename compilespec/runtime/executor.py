@@ -60,7 +60,7 @@ class Geometry:
     num_repeated_tokens: int = 0  # prompt tokens before a chunk that it must hold again
     host_processors: bool = False  # whether requests may have logits processors on the host
     prompt_logprobs: bool = False  # whether they may ask for those
-    draft_tree: bool = False  # whether drafts are a tree, which has no penalties yet
+    draft_tree: bool = False  # whether drafts are a tree
     needs_replay: bool = False  # whether rows must be replayed after steps of K = 0
     tells_evidence: bool = False  # whether steps say how sure their drafts are
     looks_up: bool = False  # whether drafts are found in texts, by steps of K = 0 as well

@@ -12,7 +12,6 @@ from compilespec.runtime.chat import chat_error, encode_chat, is_chat, is_chat_p
 from compilespec.runtime.detokenize import Tokenizer
 from compilespec.runtime.executor import Geometry
 from compilespec.runtime.sampling_params import SamplingParams
-from compilespec.runtime.sampling_rows import has_penalties
 
 
 def as_prompt_list(prompts: Any) -> tuple[list[Any], bool]:
@@ -105,11 +104,6 @@ def check_params(params: Any, tokenizer: Tokenizer | None, geometry: Geometry) -
             raise InvalidRequest(
                 f"SamplingParams.{name} needs an engine that was compiled with {option}"
             )
-    if geometry.draft_tree and has_penalties(params):
-        raise InvalidRequest(
-            "SamplingParams: an engine that was compiled with draft_tree= serves no penalties "
-            "yet; compile without it"
-        )
     if params.stop and tokenizer is None:
         raise InvalidRequest(
             "SamplingParams.stop needs a tokenizer and the engine has none; compile with "

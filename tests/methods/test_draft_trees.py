@@ -208,9 +208,21 @@ def test_a_tree_of_one_path_is_a_chain(method):
     assert steps[0] == steps[1]
 
 
-def test_what_trees_do_not_serve_is_refused(tree_engine):
-    with pytest.raises(compilespec.errors.InvalidRequest, match="draft_tree="):
-        tree_engine.generate([3, 4], SamplingParams(repetition_penalty=1.2))
+def test_penalties_follow_each_path(tree_engine, plain_engine):
+    """Greedy and sampled, beside a request without any."""
+    some = {"max_new_tokens": 25, "ignore_eos": True}
+    params = [
+        SamplingParams(repetition_penalty=1.15, **some),
+        SamplingParams(temperature=0.8, seed=5, frequency_penalty=0.3, **some),
+        SamplingParams(**some),
+        SamplingParams(temperature=0.6, seed=6, presence_penalty=0.9, repetition_penalty=1.1,
+                       min_new_tokens=4, max_new_tokens=12),
+    ]  # fmt: skip
+    prompts = [list(ask.prompt) for ask in asked("mistral")[2][:4]]
+    mine, plain = (engine.generate(prompts, params) for engine in (tree_engine, plain_engine))
+    assert [one.token_ids for one in mine] == [one.token_ids for one in plain]
+    assert mine[0].token_ids != mine[2].token_ids[: len(mine[0].token_ids)]
+    assert max(max(one.emitted_per_step) for one in (mine[0], mine[1])) > 1
 
 
 # --- the authors' generations ---

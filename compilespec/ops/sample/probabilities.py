@@ -160,15 +160,30 @@ def _with_fed_tokens(
 def _penalised(
     scores_BSV: Tensor, reals_B1F: Tensor, words_B1I: Tensor, context_BL: Tensor, drawn_BS: Tensor
 ) -> Tensor:
-    """Apply repetition over prompt and output; frequency, then presence, over the output."""
-    vocab, place_L = scores_BSV.shape[-1], torch.arange(context_BL.shape[1], device=drawn_BS.device)
+    return apply_penalties(
+        scores_BSV, reals_B1F, *count_context(scores_BSV, words_B1I, context_BL, drawn_BS)
+    )
+
+
+def count_context(
+    like_BSV: Tensor, words_B1I: Tensor, context_BL: Tensor, drawn_BS: Tensor
+) -> tuple[Tensor, Tensor]:
+    """How often each id is in context[:drawn], and how often in the output part of it."""
+    vocab, place_L = like_BSV.shape[-1], torch.arange(context_BL.shape[1], device=drawn_BS.device)
     is_id_BL = (context_BL >= 0) & (context_BL < vocab)
     is_before_BSL = (place_L < drawn_BS.unsqueeze(-1)) & is_id_BL.unsqueeze(1)
     is_output_BSL = is_before_BSL & (place_L >= words_B1I[..., layout.PROMPT_LEN, None])
     token_BSL = context_BL.clamp(0, vocab - 1).unsqueeze(1).expand(is_before_BSL.shape)
-    zeros_BSV = torch.zeros_like(scores_BSV)
+    zeros_BSV = torch.zeros_like(like_BSV)
     seen_BSV = zeros_BSV.scatter_add(2, token_BSL, is_before_BSL.to(zeros_BSV.dtype))
     count_BSV = zeros_BSV.scatter_add(2, token_BSL, is_output_BSL.to(zeros_BSV.dtype))
+    return seen_BSV, count_BSV
+
+
+def apply_penalties(
+    scores_BSV: Tensor, reals_B1F: Tensor, seen_BSV: Tensor, count_BSV: Tensor
+) -> Tensor:
+    """Apply repetition over prompt and output; frequency, then presence, over the output."""
     repetition_B11 = reals_B1F[..., layout.REPETITION, None]
     scaled_BSV = torch.where(
         scores_BSV < 0, scores_BSV * repetition_B11, scores_BSV / repetition_B11
