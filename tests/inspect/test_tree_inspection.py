@@ -20,27 +20,21 @@ DYNAMIC = DraftTree(top_k=3, depth=3, num_nodes=8)
 @pytest.fixture(
     scope="module",
     params=[
-        ("eagle3", DYNAMIC, "auto"),
+        ("eagle3", DYNAMIC),
         *(
             pytest.param(case, marks=pytest.mark.slow)
-            for case in (
-                ("eagle3", STATIC, "auto"),
-                ("draft_model", STATIC, "auto"),
-                ("draft_model", DYNAMIC, "auto"),
-                ("eagle3", STATIC, "rejection"),
-                ("eagle3", DYNAMIC, "rejection"),
-            )
+            for case in (("eagle3", STATIC), ("draft_model", STATIC), ("draft_model", DYNAMIC))
         ),
     ],
-    ids=lambda case: f"{case[0]}-{'static' if case[1].choices else 'dynamic'}-{case[2]}",
+    ids=lambda case: f"{case[0]}-{'static' if case[1].choices else 'dynamic'}",
 )
 def program(request: pytest.FixtureRequest) -> SpecProgram:
-    method, tree, rule = request.param
+    method, tree = request.param
     model = tiny_target("mistral", torch.float64, num_layers=2)
     drafter = METHODS[method](model, traced_info(model), tree.shape.depth)
     return compilespec.trace(
-        model, method, **drafter, draft_tree=tree, acceptance=rule, max_batch_size=3,
-        max_seq_len=40, max_prefill_tokens=40,
+        model, method, **drafter, draft_tree=tree, max_batch_size=3, max_seq_len=40,
+        max_prefill_tokens=40,
     )  # fmt: skip
 
 

@@ -88,7 +88,7 @@ def scored_tokens(
 
     propose: the arguments of that call; columns: those of its last product; None: all.
     """
-    _, logits_1V, *ids = run_fragment(ctx.draft["propose"], propose, {}, columns)
+    _, logits_1V, *ids = run_fragment(ctx.draft["propose"], dict(propose), {}, columns)
     ids = ids if kept_ids is None else [kept_ids]
     scores_V = logits_1V[0].to(torch.promote_types(logits_1V.dtype, torch.float32))
     known = torch.arange(len(scores_V)) if not ids else ids[0]
