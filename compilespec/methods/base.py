@@ -34,6 +34,11 @@ class Drafter(nn.Module):
     propose_on_host: HostProposal | None = None  # proposes drafts on the host, between the calls
     capabilities: Capabilities | None = None  # set if an option made them differ from the method's
 
+    @property
+    def max_draft_tokens(self) -> int | None:
+        """The most drafts that it can give; None: any number."""
+        return None
+
     def capture(self, config: ProgramConfig, info: TargetInfo) -> dict[str, Traced]:
         """Capture the calls that the draft loop of the method's kind splices, by name: none here.
 

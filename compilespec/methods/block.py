@@ -36,6 +36,10 @@ class BlockDrafter(Drafter):
     num_proposing_rows: int
     num_layers: int
 
+    @property
+    def max_draft_tokens(self) -> int | None:
+        return self.num_proposing_rows
+
     def capture(self, config: ProgramConfig, info: TargetInfo) -> dict[str, Traced]:
         """The four calls.  Raises: InvalidOption where K is more than the block has rows for."""
         if config.num_draft_tokens > self.num_proposing_rows:

@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 # How a method's draft loop walks the cache (ARCHITECTURE.md, kinds of draft loops); "direct" is one
-# call that gives all K drafts and has no cache: n-gram match, extra heads, functions of a user;
-# with "callback" the host proposes them between the calls; with "shared_kv" each is one query at a
-# constant position on the target's caches; with "parallel" and "block" one pass gives all K drafts.
+# call that gives all K drafts and has no cache: n-gram match, functions of a user; with "heads"
+# each draft is a call of its own, all on one hidden state; with "callback" the host proposes them
+# between the calls; with "shared_kv" each is one query at a constant position on the target's
+# caches; with "parallel" and "block" one pass gives all K drafts.
 DraftKind = Literal[
     "none",
     "recycled",
@@ -17,6 +18,7 @@ DraftKind = Literal[
     "windowed",
     "unshifted",
     "direct",
+    "heads",
     "callback",
     "shared_kv",
 ]

@@ -52,6 +52,10 @@ PUBLISHED: tuple[PublishedDraft, ...] = (
         "Qwen/Qwen3-Coder-30B-A3B-Instruct": "z-lab/Qwen3-Coder-30B-A3B-DFlash",
         "openai/gpt-oss-20b": "z-lab/gpt-oss-20b-DFlash",
     }),
+    *_rows("medusa", "authors", {
+        f"lmsys/vicuna-{size}-v1.3": f"FasterDecoding/medusa-vicuna-{size}-v1.3"
+        for size in ("7b", "13b", "33b")
+    }),
     *_rows("eagle", "EAGLE authors", {
         "meta-llama/Meta-Llama-3-8B-Instruct": "yuhuili/EAGLE-LLaMA3-Instruct-8B",
         "meta-llama/Meta-Llama-3-70B-Instruct": "yuhuili/EAGLE-LLaMA3-Instruct-70B",

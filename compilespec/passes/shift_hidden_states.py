@@ -39,7 +39,7 @@ def pairs_hidden_states(ctx: PassContext) -> bool:
     """Whether the drafter reads rows of (hidden state, next token); some kinds read one row, or
     hidden states alone.
     """
-    reads_one_row = ctx.capabilities.kind in ("direct", "shared_kv")
+    reads_one_row = ctx.capabilities.kind in ("direct", "heads", "shared_kv")
     reads_no_tokens = ctx.capabilities.kind == "block"
     return ctx.capabilities.reads_hidden_states and not (reads_one_row or reads_no_tokens)
 

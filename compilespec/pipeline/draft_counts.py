@@ -42,7 +42,8 @@ def resolve_draft_counts(
             (f"num_draft_tokens={AUTO!r}: K={own} alone, for {why_one_k}",),
         )
     wanted = FOUND if capabilities.looks_up else (*DRAFTED, own)
-    limit = options.max_seq_len or max(wanted) + 1
+    most = getattr(drafter, "max_draft_tokens", None) or max(wanted)
+    limit = min(options.max_seq_len or most + 1, most + 1)
     counts = tuple(sorted({k for k in wanted if k < limit and (k or not loop.why_never_zero)}))
     why = (
         f"num_draft_tokens={AUTO!r}: every step verifies {', '.join(map(str, counts[:-1]))} or "

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping, Sequence
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -51,29 +51,32 @@ def read_config(directory: str | Path) -> dict[str, Any]:
     return _read_json(path)
 
 
-def read_tensors(directory: str | Path, only: Container[str] | None = None) -> dict[str, Tensor]:
+def read_tensors(
+    directory: str | Path, only: Container[str] | None = None, *, own_files: Sequence[str] = ()
+) -> dict[str, Tensor]:
     """Read the tensors of a checkpoint directory to the CPU, without training-only ones.
 
     Args:
         only: names to read, such as a drafter's inside the checkpoint of its target; None for all.
+        own_files: names of weight files that come before those that all models have.
     Returns:
         name -> tensor, in the dtype of the file, each from the shard that the index names.
     Raises:
         CheckpointError: there is no weight file, a shard is missing or unreadable, or an index does
             not match.
     """
-    path, is_index = _weight_file(Path(directory))
+    path, is_index = _weight_file(Path(directory), own_files)
     tensors = _read_shards(path, only) if is_index else _read_file(path, only)
     return drop_training_only(tensors)
 
 
-def tensor_names(directory: str | Path) -> list[str]:
+def tensor_names(directory: str | Path, *, own_files: Sequence[str] = ()) -> list[str]:
     """The names of all tensors of a checkpoint directory, without reading any from safetensors.
 
     Raises:
         CheckpointError: no weight file, or one that is unreadable.
     """
-    path, is_index = _weight_file(Path(directory))
+    path, is_index = _weight_file(Path(directory), own_files)
     return list(_weight_map(path) if is_index else _read_dtypes(path))
 
 
@@ -142,12 +145,13 @@ def _read_json(path: Path) -> dict[str, Any]:
     return content
 
 
-def _weight_file(directory: Path) -> tuple[Path, bool]:
+def _weight_file(directory: Path, own_files: Sequence[str] = ()) -> tuple[Path, bool]:
     """The weight file of a directory, and whether it is an index of shards."""
-    for name, is_index in WEIGHT_FILES:
+    files = (*((name, False) for name in own_files), *WEIGHT_FILES)
+    for name, is_index in files:
         if (directory / name).is_file():
             return directory / name, is_index
-    expected = ", ".join(name for name, _ in WEIGHT_FILES)
+    expected = ", ".join(name for name, _ in files)
     raise CheckpointError(f"{directory}: no weights; expected one of {expected}")
 
 

@@ -20,7 +20,7 @@ HUB_NAME = re.compile(r"(?P<name>\w[\w.-]*/\w[\w.-]*)(?:@(?P<revision>\w[\w./-]*
 
 # What is read of a checkpoint; its weights as safetensors, or else as pickles.
 FILES = ["*.json", "*.jinja", "*.model", "*.txt", "*.safetensors"]
-PICKLES = ["pytorch_model*.bin", "pytorch_model*.bin.index.json"]
+PICKLES = ["pytorch_model*.bin", "pytorch_model*.bin.index.json", "medusa_lm_head.pt"]
 OTHERS = ["*/*", "consolidated*"]  # folders, and a second form of the same weights
 
 

@@ -24,6 +24,7 @@ AT_THREE = {
     "block": (4, 0, 0),
     "windowed": (7, 2, 3),
     "unshifted": (7, 0, 0),
+    "heads": (4, 0, 0),
     "direct": (7, 0, 0),
     "callback": (7, 0, 0),
     "shared_kv": (7, 0, 0),

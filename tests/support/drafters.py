@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from compilespec.methods import dflash, dspark, eagle, eagle3, mtp, peagle, shared_kv
+from compilespec.methods import dflash, dspark, eagle, eagle3, medusa, mtp, peagle, shared_kv
 from compilespec.tracing.load import Target
 from compilespec.tracing.target import trace_target
 from compilespec.tracing.target_info import TargetInfo, describe_target
@@ -65,6 +65,7 @@ METHODS: dict[str, Callable[[nn.Module, Any, int], dict[str, Any]]] = {
     "dspark": lambda model, info, k: {
         "draft": dspark.random_drafter(info, aux_layers=(0, 2), block_size=k, markov_type="rnn")
     },
+    "medusa": lambda model, info, k: {"draft": medusa.random_heads(info, k)},
     "suffix": lambda model, info, k: {"num_past_texts": 3},
     "ngram": lambda model, info, k: {"max_ngram": 2},
     "user": lambda model, info, k: {"draft": repeating(k)},

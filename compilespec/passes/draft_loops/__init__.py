@@ -18,6 +18,7 @@ from compilespec.passes.context import PassContext
 from compilespec.passes.draft_loops.block import block, write_context
 from compilespec.passes.draft_loops.callback import callback
 from compilespec.passes.draft_loops.direct import direct, keep_history
+from compilespec.passes.draft_loops.heads import heads
 from compilespec.passes.draft_loops.kept_inputs import keep_inputs
 from compilespec.passes.draft_loops.parallel import num_parallel_passes, parallel
 from compilespec.passes.draft_loops.recycled import recycled
@@ -158,6 +159,12 @@ LOOPS: Mapping[DraftKind, DraftLoop] = {
         calls=lambda k: ("draft",),
         keep=keep_history,
         fills_rows=True,
+    ),
+    "heads": DraftLoop(
+        splice=heads,
+        num_passes=lambda ctx: ctx.config.num_draft_tokens,
+        calls=lambda k: [f"propose.{step}" for step in range(k)],
+        num_reserved_tokens=lambda k: k + 1,
     ),
     "shared_kv": DraftLoop(
         splice=shared_kv,

@@ -45,7 +45,7 @@ def proposed(gm: fx.GraphModule, ctx: PassContext) -> tuple[fx.Node, ...]:
     if "past_ML" in reads:
         arguments["past_ML"] = _past_texts(gm, ctx, call)
     if "hidden_BE" in reads:
-        arguments["hidden_BE"] = _hidden(gm, ctx)
+        arguments["hidden_BE"] = newest_hidden(gm, ctx)
     return splice(gm, ctx, call, arguments)
 
 
@@ -164,7 +164,8 @@ def _past_texts(gm: fx.GraphModule, ctx: PassContext, call: Traced) -> fx.Node:
     )
 
 
-def _hidden(gm: fx.GraphModule, ctx: PassContext) -> fx.Node:
+def newest_hidden(gm: fx.GraphModule, ctx: PassContext) -> fx.Node:
+    """The target's taps at the last committed row, concatenated: [B, A*D]."""
     end = output_node(gm)
     taps = [find_role(gm, f"aux.{index}") for index in range(len(ctx.aux_layers))]
     aux = emit(gm, lambda *parts: torch.cat(parts, -1), *taps, before=end)

@@ -21,6 +21,7 @@ from compilespec.passes.references.draft_loops.block import block, write_context
 from compilespec.passes.references.draft_loops.combined import combined
 from compilespec.passes.references.draft_loops.direct import callback, direct, write_history
 from compilespec.passes.references.draft_loops.drafts import Drafts
+from compilespec.passes.references.draft_loops.heads import heads
 from compilespec.passes.references.draft_loops.parallel import parallel
 from compilespec.passes.references.draft_loops.recycled import recycled
 from compilespec.passes.references.draft_loops.shared_kv import shared_kv
@@ -38,6 +39,7 @@ LOOP_REFERENCES: Mapping[str, Loop] = {
     "windowed": windowed,
     "unshifted": unshifted,
     "direct": direct,
+    "heads": heads,
     "shared_kv": shared_kv,
     "callback": callback,
 }

@@ -32,16 +32,21 @@ def direct(draft: Drafts, values: Values) -> Tensor:
     if "past_ML" in reads:
         arguments["past_ML"] = draft.buffers["past_ML"]
     if "hidden_BE" in reads:
-        aux = torch.cat([roles[f"aux.{i}"] for i in range(len(draft.ctx.aux_layers))], -1)
-        picked = (
-            [(b, n - 1) for b, n in enumerate(counts)]
-            if is_decode
-            else [(0, last) for last in inputs["last_R"].tolist()]
-        )
-        arguments["hidden_BE"] = torch.stack([aux[b, row] for b, row in picked])
+        arguments["hidden_BE"] = newest_hidden(draft, values)
     drafts, *sure = draft.call("draft", **arguments)  # type: ignore[arg-type]
     draft.matched = sure[0].tolist() if sure else None
     return drafts
+
+
+def newest_hidden(draft: Drafts, values: Values) -> Tensor:
+    """The target's hidden states at the last committed row of each request, [B, A*D]."""
+    roles = values.roles
+    aux = torch.cat([roles[f"aux.{i}"] for i in range(len(draft.ctx.aux_layers))], -1)
+    if draft.case.phase == "decode":
+        picked = [(b, n - 1) for b, n in enumerate(roles["num_emitted"].tolist())]
+    else:
+        picked = [(0, last) for last in draft.case.inputs["last_R"].tolist()]
+    return torch.stack([aux[b, row] for b, row in picked])
 
 
 def write_history(draft: Drafts, values: Values) -> Tensor:
