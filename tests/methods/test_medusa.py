@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -182,7 +183,7 @@ def test_what_is_no_checkpoint_is_refused(tmp_path, target) -> None:
     with pytest.raises(InvalidOption, match="a directory or a MedusaDrafter, got Linear"):
         METHOD.load(nn.Linear(2, 2), info, {})
     with pytest.raises(DraftMismatch, match="width 48, the target's are 64"):
-        METHOD.load(heads, target_info(tiny_target("gpt2", num_layers=1), MAX_SEQ_LEN), {})
+        METHOD.load(heads, dataclasses.replace(info, hidden_size=64), {})
     with pytest.raises(
         InvalidOption, match=r"num_draft_tokens=4: the drafter has 3 heads, .* at most 3$"
     ):
