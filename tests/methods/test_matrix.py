@@ -51,7 +51,7 @@ CHOSEN = {
     "peagle": ("qwen3", 3),
     "dflash": ("llama", 5),
     "dspark": ("mistral", 3),
-    "medusa": ("gemma3", 3),
+    "medusa": ("mistral", 3),
     "suffix": ("qwen3", 3),
     "ngram": ("olmo2", 8),
     "user": ("gpt_neox", 5),

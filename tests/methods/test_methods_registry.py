@@ -36,7 +36,7 @@ def test_mode_names_are_names_of_methods():
     assert get_method("AUTO").capabilities.name == "auto"
 
 
-@pytest.mark.parametrize("name", ["eagle4", "", "eagle 3", "medusa"])
+@pytest.mark.parametrize("name", ["eagle4", "", "eagle 3", "hydra"])
 def test_unknown_name_lists_the_known_ones(name):
     with pytest.raises(UnknownMethod, match="eagle3") as caught:
         get_method(name)
