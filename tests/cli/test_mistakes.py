@@ -214,7 +214,7 @@ BY_COMMAND = {
     "a roofline": ("dump --cost --device h200", r"^--device must be 'cpu'.*; got 'h200'"),
     "no draft counts": (
         "generate --prompt x --num-draft-tokens 3;5",
-        "argument --num-draft-tokens: expected a number, or several such as 0,2,5; got '3;5'",
+        "argument --num-draft-tokens: expected a number, several such as 0,2,5, or auto; got '3;5'",
     ),
     "no drafts": (
         "generate --prompt x --num-draft-tokens 0", "^--num-draft-tokens must be a positive",
