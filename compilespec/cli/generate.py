@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 from compilespec.cli import report
 from compilespec.cli.flags import add_draft_vocab_options, add_placement_options, in_flags
 from compilespec.errors import InvalidOption, InvalidRequest
-from compilespec.pipeline.options import AUTO
 from compilespec.runtime.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -91,7 +90,7 @@ def add_parser(commands: Any) -> None:
 
 def draft_counts(text: str) -> int | str | tuple[int, ...]:
     """`3`, `0,2,5` or `auto`.  Raises: ArgumentTypeError, which argparse reports."""
-    if text == AUTO:
+    if text == "auto":
         return text
     try:
         counts = tuple(int(part) for part in text.split(","))

@@ -44,6 +44,11 @@ def read_outcome(outcome: int) -> tuple[int, Evidence]:
     return num_emitted, Evidence(num_drafts, level, bool(goes_on))
 
 
+def without_level(outcome_B: torch.Tensor) -> torch.Tensor:
+    """The same, its drafts as sure as if nothing were known of them."""
+    return outcome_B & ~((1 << NUM_BITS) - 1 << 2 * NUM_BITS)
+
+
 def note_sureness(gm: fx.GraphModule, ctx: PassContext, logits: fx.Node, number: int) -> None:
     """Make the role `sure.<number>`, [B]: the log-probability of the likeliest token.  Where a step
     never writes its logits, they are not written for this.

@@ -38,7 +38,7 @@ def test_matcher_against_plain_python(histories, count, longest, data):
     drafter.num_draft_tokens = count
     rows = [tokens + [-1] * (20 - len(tokens)) for tokens in histories]
     lengths = [len(tokens) for tokens in histories]
-    drafts = drafter.draft(
+    drafts, _ = drafter.draft(
         torch.tensor(rows, dtype=torch.int32), torch.tensor(lengths, dtype=torch.int32)
     )
     assert drafts.tolist() == [lookup(tokens, count, longest, shortest) for tokens in histories]

@@ -81,7 +81,7 @@ def test_every_field_is_a_keyword_or_an_option_of_the_acceptance() -> None:
 
 
 WRONG: dict[str, tuple[Any, str]] = {
-    "num_draft_tokens": ("3", "a positive integer; got '3'$"),
+    "num_draft_tokens": ("3", r"a positive integer, 'auto', or several .*; got '3'$"),
     "draft_tree": ([(0,)], r"a compilespec.DraftTree, .*; got \[\(0,\)\]$"),
     "max_batch_size": (None, "a positive integer; got None$"),
     "max_seq_len": (0, "a positive integer; got 0$"),
