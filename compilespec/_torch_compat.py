@@ -275,7 +275,7 @@ def standalone_compile(gm: fx.GraphModule, inputs: Sequence[Any], options: dict[
     from torch.compiler import config
 
     tag = f"{config.cache_key_tag} {operators_digest()}"
-    with torch.no_grad(), config.patch(cache_key_tag=tag):
+    with torch.no_grad(), config.patch(cache_key_tag=tag):  # type: ignore[attr-defined]
         return torch._inductor.standalone_compile(
             gm, list(inputs), dynamic_shapes="from_graph", options={"config_patches": options}
         )
