@@ -67,10 +67,12 @@ class Lesson:
         return self.probs[:, step : step + count], self.best[:, step : step + count]
 
 
-def make_batch(samples: Sequence[Sample]) -> Batch:
-    """Sequences of three tokens or more, as one batch."""
+def make_batch(samples: Sequence[Sample], *, learn_prompts: bool = False) -> Batch:
+    """Sequences of three tokens or more, as one batch, with an origin for every token that is
+    learned: those of the answers, or all.
+    """
     lengths = torch.tensor([len(one) for one in samples])
-    starts = torch.tensor([one.start for one in samples])
+    starts = torch.tensor([1 if learn_prompts else one.start for one in samples])
     ids_BT = torch.zeros(len(samples), int(lengths.max()), dtype=torch.int64)
     for row, one in zip(ids_BT, samples, strict=True):
         row[: len(one)] = torch.tensor(one.token_ids)

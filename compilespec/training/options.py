@@ -82,6 +82,10 @@ class TrainOptions:
     """Keep the target's hidden states on disk, in bfloat16: the target then runs once a sequence,
     instead of once an epoch."""
 
+    learn_prompts: bool = False
+    """Learn from the tokens of the prompts too, by what the target would have said there; without,
+    from those of the answers alone.  For runs with little data."""
+
     compiled: bool = False
     """Run forward and backward through torch.compile: worth it for long runs."""
 

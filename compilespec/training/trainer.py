@@ -110,7 +110,8 @@ class Trainer:
         run, options, started = self.run, self.options, time.monotonic()
         run.schedule.update(run.step, run.seconds, options, finish=self._finish())
         rate = options.learning_rate * run.schedule.factor(run.step, options.warmup_steps)
-        batch = make_batch(samples).to(self.teacher.info.device)
+        batch = make_batch(samples, learn_prompts=options.learn_prompts)
+        batch = batch.to(self.teacher.info.device)
         ids = self.method.draft_ids(self.drafter)
         states = self.store.of(samples) if self.store is not None else None
         lesson = make_lesson(self.teacher, batch, ids, options.depth, states)

@@ -131,10 +131,12 @@ def test_a_sample_stays_on_its_side_and_batches_are_bounded():
     assert batches != list(epoch_batches(learned, seed=0, epoch=2, batch_tokens=40))
 
 
-def test_a_batch_learns_from_what_was_written():
-    batch = make_batch(
-        [Sample(token_ids=(5, 6, 7, 8, 9), start=3), Sample(token_ids=(1, 2, 3), start=1)]
-    )
+def test_a_batch_learns_from_what_was_written_or_from_all():
+    samples = [Sample(token_ids=(5, 6, 7, 8, 9), start=3), Sample(token_ids=(1, 2, 3), start=1)]
+    everything = make_batch(samples, learn_prompts=True)
+    assert everything.origins.tolist() == [[0, 1, 2], [0, 1, 2]]
+    assert everything.weights(0).tolist() == [[1.0, 1.0, 1.0], [1.0, 0.0, 0.0]]
+    batch = make_batch(samples)
     assert batch.origins.tolist() == [[2], [0]]
     assert batch.weights(0).tolist() == [[1.0], [1.0]]
     assert batch.weights(1).tolist() == [[0.0], [0.0]]
