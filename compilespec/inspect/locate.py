@@ -11,7 +11,7 @@ from compilespec import _torch_compat
 from compilespec.inspect.compare import compare, rounding_bound
 from compilespec.inspect.interpret import Decisions
 from compilespec.inspect.stages import PassStages
-from compilespec.inspect.verify import value_pairs, wanted_values
+from compilespec.inspect.verify import bound_of, value_pairs, wanted_values
 from compilespec.passes.context import PassContext
 from compilespec.passes.references import Case, Values
 from compilespec.program import module_path
@@ -50,7 +50,7 @@ def first_parting_node(ctx: PassContext, stages: PassStages, case: Case) -> Node
     for what, node, one, other in _compared(ctx, stages, case, got, want):
         if one is None:
             found.append((order[node], node, what, "missing on one side"))
-        elif difference := compare(one, other, bound=bound):
+        elif difference := compare(one, other, bound=bound_of(ctx, what, want, bound)):
             found.append((order[node], node, what, difference.text))
     parted = {node.name: node for node in order if node.name in following.parted}
     found += [(order[node], node, "argmax", "another winner") for node in parted.values()]

@@ -322,7 +322,11 @@ def check_pass(ctx: PassContext, stages: PassStages, case: Case) -> Check:
         Mismatch(value=f"node {name}", text="another winner than before, beyond the bound")
         for name in following.parted
     ]
-    mismatches += [m for m in (_mismatch(*pair, bound=bound) for pair in pairs) if m is not None]
+    mismatches += [
+        m
+        for m in (_mismatch(*pair, bound=bound_of(ctx, pair[0], want, bound)) for pair in pairs)
+        if m is not None
+    ]
     largest = max((error_of(g, w) for _, g, w in pairs if g is not None), default=0.0)
     return make(
         num_values=len(pairs), error=largest, num_ties=following.num_ties,
@@ -369,6 +373,12 @@ def value_pairs(
         if ctx.buffers[name].kind == "state":
             one, other = one[:spare], other[:spare]
         yield f"buffer {name}", one, other
+
+
+def bound_of(ctx: PassContext, what: str, want: Values, bound: float | None) -> float | None:
+    """The bound of a value that `value_pairs` names, `bound` unless its reference rounds it."""
+    is_rounded = what.removeprefix("buffer ") in want.rounded
+    return rounding_bound(ctx) if is_rounded and bound is None else bound
 
 
 def _mismatch(

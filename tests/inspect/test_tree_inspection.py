@@ -20,26 +20,32 @@ DYNAMIC = DraftTree(top_k=3, depth=3, num_nodes=8)
 @pytest.fixture(
     scope="module",
     params=[
-        ("eagle3", DYNAMIC),
+        ("eagle3", DYNAMIC, "auto"),
         *(
             pytest.param(case, marks=pytest.mark.slow)
-            for case in (("eagle3", STATIC), ("draft_model", STATIC), ("draft_model", DYNAMIC))
+            for case in (
+                ("eagle3", STATIC, "auto"),
+                ("draft_model", STATIC, "auto"),
+                ("draft_model", DYNAMIC, "auto"),
+                ("eagle3", STATIC, "rejection"),
+                ("eagle3", DYNAMIC, "rejection"),
+            )
         ),
     ],
-    ids=lambda case: f"{case[0]}-{'static' if case[1].choices else 'dynamic'}",
+    ids=lambda case: f"{case[0]}-{'static' if case[1].choices else 'dynamic'}-{case[2]}",
 )
 def program(request: pytest.FixtureRequest) -> SpecProgram:
-    method, tree = request.param
+    method, tree, rule = request.param
     model = tiny_target("mistral", torch.float64, num_layers=2)
     drafter = METHODS[method](model, traced_info(model), tree.shape.depth)
     return compilespec.trace(
-        model, method, **drafter, draft_tree=tree, max_batch_size=3, max_seq_len=40,
-        max_prefill_tokens=40,
+        model, method, **drafter, draft_tree=tree, acceptance=rule, max_batch_size=5,
+        max_seq_len=40, max_prefill_tokens=40,
     )  # fmt: skip
 
 
 def test_every_pass_agrees(program: SpecProgram) -> None:
-    report = compilespec.verify(program, batch_sizes=[1, 3])
+    report = compilespec.verify(program, batch_sizes=[1, 5])
     assert report.ok, str(report)
     assert not any(check.skipped for check in report.checks)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -57,6 +57,7 @@ class Values:
     roles: Mapping[str, Tensor] = field(default_factory=dict)  # values of the nodes with a role
     buffers: Mapping[str, Tensor] = field(default_factory=dict)  # after the call
     calls: Sequence[AttentionCall] = ()  # calls of paged attention, in order
+    rounded: Collection[str] = ()  # buffers that a reference computes from products of fewer rows
     nodes: Mapping[str, Any] = field(default_factory=dict, repr=False)  # every node, by name
 
 

@@ -113,6 +113,7 @@ def _drafted(
         roles={**values.roles, **made},
         buffers={**values.buffers, **buffers},
         calls=(*values.calls, *drafter.calls),
+        rounded=() if drafter.child_prob_RIV is None else ("child_prob_RIV",),
     )
 
 

@@ -49,6 +49,7 @@ class Drafts:
         self.calls: list[AttentionCall] = []
         self.buffers = buffers
         self.probs: list[Tensor] = []  # the distribution of each draft, [B, V]
+        self.child_prob_RIV: Tensor | None = None  # those of the children of a tree's nodes
         self._bonus = self.placed.start  # position of the last emitted token
         if case.phase == "decode":
             self._bonus = self._bonus + roles["num_emitted"]
@@ -140,7 +141,9 @@ class Drafts:
         return [one or other for one, other in zip(found, modelled, strict=True)]
 
     def kept_probs(self) -> dict[str, Tensor]:
-        """The rows of `draft_prob_RKV` after the step, if the program has them."""
+        """`draft_prob_RKV` or `child_prob_RIV` after the step, if the program has one."""
+        if self.child_prob_RIV is not None:
+            return {"child_prob_RIV": self.child_prob_RIV}
         if not (self.probs and self.ctx.acceptance.reads_draft_probs):
             return {}
         kept_RKV = self.case.inputs["draft_prob_RKV"].clone()
@@ -164,6 +167,8 @@ class Drafts:
         assert shape is not None
         grown, (vocab_size,) = [], output_widths(self.ctx.target)
         is_drawn = are_drawn(self.ctx)
+        if is_drawn:
+            self.child_prob_RIV = self.case.inputs["child_prob_RIV"].clone()
         for request, row in enumerate(self.state_rows()):
             state_row = int(self.placed.row_index[request])
 
@@ -186,9 +191,9 @@ class Drafts:
                 return rank_tokens(self.ctx, self.case, state_row, at, depth, after(path))
 
             grown.append(grow(shape, best, is_drawn=is_drawn))
-            if is_drawn:
+            if self.child_prob_RIV is not None:
                 sampled = is_sampled(self.ctx, self.case, state_row)
-                kept["child_prob_RIV"][state_row] = child_distributions(
+                self.child_prob_RIV[state_row] = child_distributions(
                     self.ctx, grown[-1][0], after, vocab_size, sampled=sampled
                 )
         self.buffers = kept
