@@ -252,7 +252,7 @@ def _block_sizes(drafter: Drafter | None, config: ProgramConfig) -> tuple[int, .
 def _notes(
     target: Target, drafter: Drafter | None, kept: DraftVocabulary | None
 ) -> tuple[str, ...]:
-    notes = [target.describe()]
+    notes = [target.describe(), *target.notes]
     if drafter is not None:
         describe = getattr(drafter, "describe", None)
         notes.append(describe() if describe else type(drafter).__name__)

@@ -38,6 +38,7 @@ from compilespec.runtime.serving import ServingOptions
 from compilespec.runtime.step_costs import measure
 from compilespec.runtime.step_runner import StepRunner
 from compilespec.runtime.weights import share_merged
+from compilespec.tracing.adapters import merge_adapter
 from compilespec.tracing.load import Target, load_target
 
 logger = logging.getLogger("compilespec")
@@ -174,9 +175,11 @@ def _load(
     options: CompileOptions,
     reporter: Reporter,
 ) -> Target:
-    """The target, quantized where that is asked for."""
+    """The target, with an adapter merged into it and quantized where that is asked for."""
     with reporter.step("load", "target"):
         target = load_target(model, dtype=dtype, device=device, tokenizer=tokenizer)
+        if options.merged_adapter is not None:
+            target = merge_adapter(target, options.merged_adapter)
         return quantize_target(target, options.quantization)
 
 

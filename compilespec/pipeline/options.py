@@ -64,6 +64,11 @@ def _counts_or_file(name: str, value: Any) -> None:
         raise InvalidOption(f"{name} must be a file, texts, or counts by token id; got {value!r}")
 
 
+def _adapters(name: str, value: Any) -> None:
+    if not (value is None or isinstance(value, str | Path)):
+        raise InvalidOption(f"{name} must be the directory of a LoRA adapter; got {value!r}")
+
+
 @dataclass(frozen=True, kw_only=True)
 class CompileOptions:
     """The keywords of `compile()` as users give them; their meanings are properties.
@@ -172,6 +177,12 @@ class CompileOptions:
         "the same for the drafter.  A head that it shares with the target becomes its own then, "
         "unless the target's is quantized: that one stays shared.",
     )
+    adapters: str | Path | Mapping[str, str | Path] | None = keyword(
+        None,
+        "a directory with a LoRA adapter of peft, which is merged into the target's weights; "
+        "`model` is left as it is.",
+        _adapters,
+    )
     draft_vocab_size: int | None = keyword(
         None,
         "rows that a drafter's large head keeps, those of the tokens that occur most often: drafts "
@@ -261,6 +272,12 @@ class CompileOptions:
         """Of `logits_processor`."""
         given = self.logits_processor
         return None if given is None else LogitsProcessor(given)
+
+    @property
+    def merged_adapter(self) -> str | Path | None:
+        """Of `adapters`: the one that is merged into the target."""
+        given = self.adapters
+        return given if isinstance(given, str | Path) else None
 
     @functools.cached_property
     def quantization(self) -> Quantize | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import warnings
 from collections import Counter
@@ -14,6 +13,7 @@ from torch import nn
 from compilespec.errors import InvalidOption, NotSupported
 from compilespec.methods.base import Drafter
 from compilespec.quantization.configs import Quantize, runs_on
+from compilespec.tracing.copies import shallow_copy
 from compilespec.tracing.load import Target
 from compilespec.tracing.quantized_weights import is_quantized
 
@@ -121,26 +121,6 @@ def describe_quantized(model: nn.Module) -> str | None:
         return None
     counts = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
     return f"{counts} of {len(products)} products"
-
-
-def shallow_copy(module: Model) -> Model:
-    """A copy of the module tree that holds the same tensors."""
-    made: dict[int, nn.Module] = {}
-
-    def copied(one: nn.Module) -> nn.Module:
-        if id(one) not in made:
-            new = made[id(one)] = copy.copy(one)
-            for store in ("_parameters", "_buffers"):
-                new.__dict__[store] = dict(one.__dict__[store])
-            new.__dict__["_modules"] = {
-                name: child if child is None else copied(child)
-                for name, child in one.__dict__["_modules"].items()
-            }
-        return made[id(one)]
-
-    result = copied(module)
-    assert isinstance(result, type(module))
-    return result
 
 
 def _weight_of(model: nn.Module, path: str) -> torch.Tensor:

@@ -48,7 +48,7 @@ def read_config(directory: str | Path) -> dict[str, Any]:
     path = Path(directory) / "config.json"
     if not path.parent.is_dir():
         raise CheckpointError(f"draft checkpoint: expected a directory, got {str(directory)!r}")
-    return _read_json(path)
+    return read_json(path)
 
 
 def read_tensors(
@@ -133,7 +133,8 @@ def reason(error: BaseException) -> str:
     return f"{type(error).__name__}: {text.splitlines()[0]}"
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a JSON object.  Raises: CheckpointError (missing, unreadable, something else)."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -156,7 +157,7 @@ def _weight_file(directory: Path, own_files: Sequence[str] = ()) -> tuple[Path, 
 
 
 def _weight_map(index: Path) -> dict[str, str]:
-    weight_map = _read_json(index).get("weight_map")
+    weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(f, str) for f in weight_map.values()):
         raise CheckpointError(f"{index}: expected a weight_map of tensor names to file names")
     return weight_map

@@ -45,6 +45,7 @@ class Target:
     max_seq_len: int | None  # positions the model can take; None where it does not say
     generation_defaults: GenerationDefaults = field(default_factory=GenerationDefaults)
     given_name: str | None = None  # the name by which it was found, as `ModelPlace` has it
+    notes: tuple[str, ...] = ()  # what was done to it, for `Engine.plan()`
 
     @property
     def name(self) -> str:

@@ -40,6 +40,7 @@ KEYWORDS = {
     "prompt_logprobs": False,
     "quantize": None,
     "draft_quantize": None,
+    "adapters": None,
     "draft_vocab_size": None,
     "draft_vocab_counts": None,
 }
@@ -100,6 +101,7 @@ WRONG: dict[str, tuple[Any, str]] = {
     "prompt_logprobs": (5, "True or False; got 5$"),
     "quantize": ("int3", "one of .*; got 'int3'"),
     "draft_quantize": ("int3", "one of .*; got 'int3'"),
+    "adapters": (3, "the directory of a LoRA adapter; got 3$"),
     "draft_vocab_size": (0, "a positive integer; got 0$"),
     "draft_vocab_counts": (3, "a file, texts, or counts by token id; got 3$"),
     "force_num_accepted": (-1, "got -1$"),
