@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import socket
 import ssl
+import sys
 import time
 from dataclasses import dataclass
 from types import FrameType
@@ -21,6 +23,7 @@ from compilespec.serving.service import Service
 logger = logging.getLogger("compilespec.serving")
 CLOSE_TIMEOUT_S = 30.0  # for the step that runs
 KEEP_ALIVE_S = 75  # more than clients keep idle connections, so that none is closed in use
+SWITCH_INTERVAL_S = 0.0005  # for the loop to get its turn while the engine's thread runs Python
 REPLY_TIMEOUT_S = 5  # for answers that are whole to be taken
 
 
@@ -95,6 +98,7 @@ def run(
         config.load()
         _announce(binding, listener)
         server = Server(config, service, binding.drain_timeout_s)
+        _prefer_short_pauses()
         server.run(sockets=[listener])
     finally:
         listener.close()
@@ -142,6 +146,15 @@ class Server(uvicorn.Server):
         except (EngineClosed, TimeoutError) as error:
             logger.error("the engine was not closed: %s", error)
         await super().shutdown(sockets)
+
+
+def _prefer_short_pauses() -> None:
+    """Of the process: turns of the interpreter change hands often, and what was made by now (torch,
+    the program) is no garbage that a collection need look at.
+    """
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    gc.collect()
+    gc.freeze()
 
 
 def listen(binding: Binding) -> socket.socket:

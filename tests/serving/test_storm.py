@@ -214,5 +214,6 @@ def test_none_is_lost_or_wrong_and_nothing_is_left_behind(capsys: Any) -> None:
     assert storm.wrong == []
     assert sum(storm.seen.values()) == NUM_REQUESTS
     assert sum(count for kind, count in storm.seen.items() if kind.endswith("right")) > 500
-    assert statistics.median(times_ms) < (100 if is_idle else 2000)
+    usual = statistics.quantiles(times_ms, n=20)[-1]  # the longest is of 64 first connections
+    assert usual < (100 if is_idle else 2000)
     assert memory[-3] - memory[2] < 32
