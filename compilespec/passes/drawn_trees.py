@@ -17,7 +17,7 @@ from torch.nn import functional
 from compilespec.ops.sample.layout import MIN_TEMPERATURE, STEP, STREAM_DRAFT, TEMPERATURE
 from compilespec.passes.context import PassContext
 from compilespec.passes.graph import add_buffer, emit, find_role, output_node
-from compilespec.passes.sampling import draft_noise, sampling_state, wide_dtype
+from compilespec.passes.sampling import draft_noise, head_width, sampling_state, wide_dtype
 from compilespec.program import BufferSpec, TreeShape
 from compilespec.tracing.capture import output_widths
 
@@ -66,7 +66,7 @@ def child_probs(
     """
     real, *_ = sampling_state(gm, ctx)
     (vocab_size,) = output_widths(ctx.target)
-    width = output_widths(ctx.draft["propose"])[1]
+    width = head_width(ctx)
     node: fx.Node = emit(
         gm, spread_probs, logits, real, find_role(gm, "row_index"), *([] if ids is None else [ids]),
         before=output_node(gm), num_rows=num_rows, vocab_size=vocab_size,

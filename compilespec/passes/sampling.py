@@ -226,6 +226,12 @@ def gives_draft_probs(ctx: PassContext) -> bool:
     return any(len(output_widths(call)) > 1 for call in calls)
 
 
+def head_width(ctx: PassContext) -> int:
+    """Ids that the drafter's head knows, of a drafter that offers logits."""
+    proposals = (call for name, call in ctx.draft.items() if name.startswith("propose"))
+    return output_widths(next(proposals))[1]
+
+
 def keep_draft_probs(gm: fx.GraphModule, ctx: PassContext) -> None:
     """Write the distributions of the step's drafts into state rows, for the next step's rule."""
     is_read = ctx.acceptance.reads_draft_probs and ctx.config.tree is None

@@ -87,7 +87,7 @@ class CompileOptions:
     draft_tree: DraftTree | None = keyword(
         None,
         "verify a tree of drafts instead of a chain: several guesses for each position.  Its depth "
-        "is K; num_draft_tokens is left out.  For eagle3, eagle, mtp_eagle and draft_model.",
+        "is K; num_draft_tokens is left out.  For eagle3, eagle, mtp_eagle, draft_model, medusa.",
         _tree_or_none,
     )
     max_batch_size: int = keyword(8, "requests that run at the same time.", positive)

@@ -31,7 +31,7 @@ def check_tree(
         able = ", ".join(repr(kind) for kind, loop in LOOPS.items() if loop.grows_trees)
         raise InvalidOption(
             f"spec={name!r} drafts no trees, only methods of the kinds {able} do (eagle3, eagle, "
-            "mtp_eagle, draft_model); leave draft_tree= out"
+            "mtp_eagle, draft_model, medusa); leave draft_tree= out"
         )
     if capabilities.combines:
         raise NotSupported(
@@ -48,7 +48,8 @@ def check_tree(
             f"{recurrent[0]} has recurrent layers, whose state follows one path alone; leave "
             "draft_tree= out"
         )
-    check_drafter(draft["propose"], config.tree, name, options.draft_vocab_size)
+    proposals = (call for one, call in draft.items() if one.startswith("propose"))
+    check_drafter(next(proposals), config.tree, name, options.draft_vocab_size)
     acceptance = options.acceptance_rule
     if RULES[acceptance.rule].decode_tree is None:
         raise NotSupported(

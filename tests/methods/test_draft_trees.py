@@ -87,6 +87,8 @@ def compiled(method: str, family: str, tree: DraftTree | None, **options: Any) -
             ("draft_model", "mistral", "n32"),
             ("mtp_eagle", "llama", "n16"),
             ("eagle", "gemma2", "n8"),
+            ("medusa", "gemma2", "static"),
+            ("medusa", "mistral", "dynamic"),
         )
     ],
 )  # fmt: skip

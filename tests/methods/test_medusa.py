@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import compilespec
-from compilespec import SamplingParams
+from compilespec import DraftTree, SamplingParams
 from compilespec.errors import CheckpointError, DraftMismatch, InvalidOption, NotSupported
 from compilespec.inspect.bounds import prove
 from compilespec.methods.medusa import METHOD, MedusaDrafter, random_heads
@@ -263,3 +263,56 @@ def test_the_loop_is_what_its_reference_says(target, options) -> None:
     report = compilespec.verify(program, passes=passes)
     assert report.ok, str(report)
     assert {bound.status for bound in prove(program).bounds} == {"proved"}
+
+
+# --- trees ---
+
+STATIC = DraftTree(choices=[(0,), (1,), (3,), (0, 0), (0, 2), (1, 1), (0, 2, 0), (1, 1, 4)])
+
+
+def test_a_node_is_the_token_of_its_rank_by_the_head_of_its_depth(target) -> None:
+    model, asks, heads = target
+    tensors = published(heads)
+    with compilespec.compile(model, "medusa", draft=heads, draft_tree=STATIC, **OPTIONS) as engine:
+        found = drafts_by_tokens(engine, asks, MAX_SEQ_LEN)
+        assert_nothing_held(engine)
+    assert len(found) > 40
+    for tokens, drafts in found.items():
+        with torch.no_grad():
+            state = model.model(torch.tensor([tokens[:-1]])).last_hidden_state[0, -1]
+        best = [logits_of(tensors, i, state).argsort(descending=True) for i in range(NUM_HEADS)]
+        assert drafts == [int(best[len(path) - 1][path[-1]]) for path in STATIC.shape.choices]
+
+
+def test_sampled_tokens_along_a_tree_are_those_of_plain_decoding(target) -> None:
+    model, asks, heads = target
+    prompts = [list(ask.prompt) for ask in asks]
+    params = SamplingParams(max_new_tokens=12, temperature=0.9, seed=5, ignore_eos=True)
+    texts = []
+    for spec, draft in (("none", {}), ("medusa", {"draft": heads, "draft_tree": STATIC})):
+        with compilespec.compile(model, spec, **OPTIONS, **draft) as engine:
+            texts.append([out.token_ids for out in engine.generate(prompts, params)])
+    assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize(
+    ("tree", "acceptance"),
+    [(STATIC, "auto"), (STATIC, "rejection"), (DraftTree(top_k=2, depth=3, num_nodes=5), "auto")],
+    ids=["static", "rejection", "dynamic"],
+)
+def test_trees_are_what_their_reference_says(target, tree, acceptance) -> None:
+    model, _, heads = target
+    program = compilespec.trace(
+        model, "medusa", draft=heads, draft_tree=tree, acceptance=acceptance, max_batch_size=3,
+        max_seq_len=43, max_prefill_tokens=64,
+    )  # fmt: skip
+    report = compilespec.verify(program, passes=["splice_draft_loop", "commit_state"])
+    assert report.ok, str(report)
+    assert {bound.status for bound in prove(program).bounds} == {"proved"}
+
+
+def test_a_tree_deeper_than_there_are_heads_is_refused(target) -> None:
+    model, _, heads = target
+    tree = DraftTree(choices=[(0,) * depth for depth in range(1, 5)])
+    with pytest.raises(InvalidOption, match="drafts 4 deep: the drafter has 3 heads"):
+        compilespec.trace(model, "medusa", draft=heads, draft_tree=tree)

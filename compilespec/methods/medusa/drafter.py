@@ -80,8 +80,11 @@ class MedusaDrafter(Drafter):
         """
         count = config.num_draft_tokens
         if count > len(self.heads):
+            given = f"num_draft_tokens={count}"
+            if config.tree is not None:
+                given = f"draft_tree= drafts {count} deep"
             raise InvalidOption(
-                f"num_draft_tokens={count}: the drafter has {len(self.heads)} heads, each for one "
+                f"{given}: the drafter has {len(self.heads)} heads, each for one "
                 f"draft; give at most {len(self.heads)}"
             )
         return {

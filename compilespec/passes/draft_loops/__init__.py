@@ -164,6 +164,7 @@ LOOPS: Mapping[DraftKind, DraftLoop] = {
         splice=heads,
         num_passes=lambda ctx: ctx.config.num_draft_tokens,
         calls=lambda k: [f"propose.{step}" for step in range(k)],
+        grows_trees=True,
         num_reserved_tokens=lambda k: k + 1,
     ),
     "shared_kv": DraftLoop(

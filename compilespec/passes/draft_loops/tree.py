@@ -1,8 +1,8 @@
-"""Trees of drafts, grown by a drafter level by level.
+"""Trees of drafts, grown level by level.
 
-Each pass of the drafter runs the nodes of one depth that go on, F of them, and gives the scores of
-what may follow each.  A node's keys are the call's own or those of passes before, by its path;
-nothing of it is written to a cache.
+Each depth takes the scores of what may follow the nodes of the one before that go on, F of them: of
+a pass of the drafter over these, or of a head that knows no node.  In a pass, a node's keys are the
+call's own or those of passes before, by its path; nothing of it is written to a cache.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import fx
 from compilespec.errors import DraftMismatch
 from compilespec.passes.context import PassContext
 from compilespec.passes.draft_loops.dynamic_tree import DynamicTree
-from compilespec.passes.draft_loops.levels import Grower, Level
+from compilespec.passes.draft_loops.levels import Chosen, Grower, Level
 from compilespec.passes.draft_loops.static_tree import StaticTree
 from compilespec.passes.drawn_trees import (
     child_noise,
@@ -35,9 +35,14 @@ from compilespec.passes.graph import (
 from compilespec.passes.insert_paged_attention import Branches
 from compilespec.passes.kv_groups import Metadata
 from compilespec.passes.read_state import place
-from compilespec.passes.sampling import wide_dtype
+from compilespec.passes.sampling import head_width, wide_dtype
 from compilespec.program import Traced, TreeShape
 from compilespec.tracing.capture import output_widths
+
+# The logits [B * F, Vd] of what follows nodes, and their target ids if the drafter has a vocabulary
+# of its own.
+Logits = tuple[fx.Node, fx.Node | None]
+Follow = Callable[[int, Chosen | None], Logits]
 
 
 class Growth(NamedTuple):
@@ -56,31 +61,48 @@ class Growth(NamedTuple):
 def grow_tree(
     gm: fx.GraphModule, ctx: PassContext, head: fx.Node, argument: str, growth: Growth
 ) -> int:
-    """Make the roles `drafts`, [B, num_nodes], and `parents`, [B, num_nodes + 1].
+    """`grow_levels` by a drafter that runs the nodes of each level.
 
     Args:
         head: what "propose" takes, of the last committed row, [B, 1, D]; argument: by which name.
     Returns: passes of the drafter over levels.
     """
+    num_keys = 0
+    branches: Branches | None = None
+
+    def follow(depth: int, level: Chosen | None) -> Logits:
+        nonlocal head, num_keys, branches
+        if level is not None:
+            num_keys += level.num
+            metadata = _places(gm, ctx, growth, depth - 1, level.num, num_keys)
+            branches = Branches(path=level.path, earlier=branches.earlier if branches else {})
+            head = growth.advance(Level(level.ids, level.parent, metadata, branches))
+        return _logits(gm, ctx, head, argument)
+
+    return grow_levels(gm, ctx, growth.drawn, follow)
+
+
+def grow_levels(gm: fx.GraphModule, ctx: PassContext, drawn: fx.Node, follow: Follow) -> int:
+    """Make the roles `drafts`, [B, num_nodes], and `parents`, [B, num_nodes + 1].
+
+    Args:
+        drawn: [B], the position that drafts of depth 1 are drawn for.
+        follow: the logits of a depth's drafts after each node that was chosen before, F of them;
+            after the last committed row, if None was.
+    Returns: levels after the first.
+    """
     shape, end = ctx.config.tree, output_node(gm)
     assert shape is not None, "checked by the caller"
     grower: Grower = StaticTree(shape, ctx) if shape.choices else DynamicTree(shape)
-    num_rows, num_keys = 1, 0
-    branches: Branches | None = None
+    level: Chosen | None = None
     distributions: list[fx.Node] = []
     for depth in range(1, shape.depth + 1):
-        logits, ids = _logits(gm, ctx, head, argument)
-        scores = _scores(gm, ctx, logits, ids, growth, num_rows, depth)
+        logits, ids = follow(depth, level)
+        num_rows = 1 if level is None else level.num
+        scores = _scores(gm, ctx, logits, ids, drawn, num_rows, depth)
         if draws_children(ctx):
             distributions.append(child_probs(gm, ctx, logits, ids, num_rows))
-        more = grower.grow(gm, scores, ids, is_last=depth == shape.depth, before=end)
-        if more is None:
-            break
-        num_rows = more.num
-        num_keys += num_rows
-        metadata = _places(gm, ctx, growth, depth, num_rows, num_keys)
-        branches = Branches(path=more.path, earlier=branches.earlier if branches else {})
-        head = growth.advance(Level(more.ids, more.parent, metadata, branches))
+        level = grower.grow(gm, scores, ids, is_last=depth == shape.depth, before=end)
     if distributions:
         keep_child_probs(gm, ctx, distributions)
     drafts, parents = grower.finish(gm, before=end)
@@ -120,12 +142,8 @@ def check_drafter(propose: Traced, shape: TreeShape, name: str, num_kept: int | 
 # --- scores, places ---
 
 
-def _logits(
-    gm: fx.GraphModule, ctx: PassContext, head: fx.Node, argument: str
-) -> tuple[fx.Node, fx.Node | None]:
-    """The logits [B * F, Vd] of what follows each row, and their target ids if the drafter has a
-    vocabulary of its own.
-    """
+def _logits(gm: fx.GraphModule, ctx: PassContext, head: fx.Node, argument: str) -> Logits:
+    """What follows each row, by the drafter's one head."""
     end = output_node(gm)
     rows = emit(gm, lambda x_BFD: x_BFD.flatten(0, 1), head, before=end)
     _, logits, *ids = splice(gm, ctx, ctx.draft["propose"], {argument: rows})
@@ -133,13 +151,13 @@ def _logits(
 
 
 def _scores(
-    gm: fx.GraphModule, ctx: PassContext, logits: fx.Node, ids: fx.Node | None, growth: Growth,
+    gm: fx.GraphModule, ctx: PassContext, logits: fx.Node, ids: fx.Node | None, drawn: fx.Node,
     num_rows: int, depth: int,
 ) -> fx.Node:  # fmt: skip
     """The scores [B, F, Vd] by which what follows each row is chosen."""
     end = output_node(gm)
-    drawn = emit(gm, lambda drawn_B: drawn_B + (depth - 1), growth.drawn, before=end)
-    width = output_widths(ctx.draft["propose"])[1]
+    drawn = emit(gm, lambda drawn_B: drawn_B + (depth - 1), drawn, before=end)
+    width = head_width(ctx)
     noise = child_noise(gm, ctx, drawn, ids, width, depth)
     scores: fx.Node = emit(
         gm, node_scores, logits, *noise, before=end, num_rows=num_rows, dtype=wide_dtype(ctx)

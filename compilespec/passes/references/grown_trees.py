@@ -81,14 +81,15 @@ def is_sampled(ctx: PassContext, case: Case, row: int) -> bool:
 
 
 def scored_tokens(
-    ctx: PassContext, case: Case, row: int, propose: Mapping[str, Tensor], *,
+    ctx: PassContext, case: Case, row: int, call: str, arguments: Mapping[str, Tensor], *,
     columns: Tensor | None, kept_ids: Tensor | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The drafter's logits after a row, of a sampled request at its temperature, and their ids.
+    """The logits of a call that proposes after a row, of a sampled request at its temperature, and
+    their ids.
 
-    propose: the arguments of that call; columns: those of its last product; None: all.
+    columns: those of its last product; None: all.
     """
-    _, logits_1V, *ids = run_fragment(ctx.draft["propose"], dict(propose), {}, columns)
+    _, logits_1V, *ids = run_fragment(ctx.draft[call], dict(arguments), {}, columns)
     ids = ids if kept_ids is None else [kept_ids]
     scores_V = logits_1V[0].to(torch.promote_types(logits_1V.dtype, torch.float32))
     known = torch.arange(len(scores_V)) if not ids else ids[0]
@@ -124,6 +125,8 @@ def level_calls(
     """What the attention of each level must be given: its nodes, and keys that are not written."""
     shape, calls, num_keys = ctx.config.tree, [], 0
     assert shape is not None
+    if "forward" not in ctx.draft:
+        return []
     inner = {place[:-1] for place in shape.choices}
     config = dataclasses.replace(ctx.config, tree=None)
     for depth in range(1, shape.depth):

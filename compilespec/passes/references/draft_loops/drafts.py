@@ -180,8 +180,9 @@ class Drafts:
                 ]
                 head = follow(self, request, places, path)
                 at = int(self.placed.row_index[request])
+                call = "propose" if "propose" in self.ctx.draft else f"propose.{len(path)}"
                 return scored_tokens(
-                    self.ctx, self.case, at, {argument: head}, columns=self._columns("propose"),
+                    self.ctx, self.case, at, call, {argument: head}, columns=self._columns(call),
                     kept_ids=self._kept_ids,
                 )  # fmt: skip
 
@@ -202,6 +203,11 @@ class Drafts:
         drafts, parents = zip(*grown, strict=True)
         self.parents = torch.tensor(parents, dtype=torch.int32, device=device)
         return torch.tensor(drafts, dtype=torch.int32, device=device)
+
+    def newest(self) -> list[int]:
+        """The position of each request's last emitted token."""
+        positions: list[int] = self._bonus.tolist()
+        return positions
 
     def single(self, positions: Sequence[int]) -> Tokens:
         """One token per request, at these positions; none for requests that commit nothing."""
