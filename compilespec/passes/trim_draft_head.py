@@ -256,6 +256,8 @@ def _carries(node: fx.Node, source: fx.Node, ctx: PassContext) -> bool:
         return argument(node, 1, "dim") == -1
     if node.target == "unflatten":
         return bool(node.args[1] == 0)
+    if node.target == "repeat_interleave":
+        return bool(node.args[2] == 0)
     if node.target in _MOVES:  # dimensions 0 and 1, before the last
         dims = node.args[1:2] if node.target == "select" else node.args[1:]
         rank = len(shape_of(source) or (0, 0, 0))

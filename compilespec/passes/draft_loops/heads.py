@@ -52,4 +52,4 @@ def _grow(gm: fx.GraphModule, ctx: PassContext, hidden: fx.Node, newest: fx.Node
 
 def after_each(logits_BV: Any, *, num_nodes: int) -> Any:
     """The same logits for each of a level's nodes: [B * F, V]."""
-    return logits_BV.unsqueeze(1).expand(-1, num_nodes, -1).flatten(0, 1)
+    return logits_BV.repeat_interleave(num_nodes, 0)
