@@ -42,14 +42,19 @@ def meta_target(model_name: str | Path, dtype: str | None = None) -> Any:
 def meta_draft(model: Any, spec: str) -> Drafter | None:
     """A random drafter of the method on the meta device; None where the method has none to load.
 
-    Raises: NotSupported for a method without `random_head`.
+    Raises: NotSupported for a method without `random_head` or a `random_drafter` of such a target.
     """
     capabilities = get_method(spec).capabilities
     if not capabilities.needs_draft_weights:
         return None
-    make = getattr(import_module(f"compilespec.methods.{capabilities.name}"), "random_head", None)
+    module = import_module(f"compilespec.methods.{capabilities.name}")
+    make = getattr(module, "random_head", None)
+    if make is None and capabilities.own_kv_cache:  # else it is made to fit the target's caches
+        make = getattr(module, "random_drafter", None)
     if make is None:
-        raise NotSupported(f"--meta: method {capabilities.name!r} has no random head")
+        raise NotSupported(
+            f"--meta: method {capabilities.name!r} has no random drafter; leave --meta out"
+        )
     drafter: Drafter = make(_describe(model))
     return drafter
 

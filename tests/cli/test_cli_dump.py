@@ -393,8 +393,8 @@ def test_an_interrupt_is_exit_code_130(run: Dump, monkeypatch: pytest.MonkeyPatc
 # --- without weights ---
 
 
-def _dump_meta(directory: Path, capsys: pytest.CaptureFixture[str]) -> Any:
-    options = ["--model", str(directory), "--spec", "eagle3", "--meta", "--json"]
+def _dump_meta(directory: Path, capsys: pytest.CaptureFixture[str], spec: str = "eagle3") -> Any:
+    options = ["--model", str(directory), "--spec", spec, "--meta", "--json"]
     assert main(["dump", *options, "--ops"]) == 0
     return json.loads(capsys.readouterr().out)["operators"]
 
@@ -404,6 +404,17 @@ def test_meta_needs_only_a_config(tmp_path: Path, capsys: pytest.CaptureFixture[
     operators = _dump_meta(tmp_path, capsys)
     # four layers of the target, and the head's own in each of three draft passes
     assert operators["check_mutations"]["compilespec.paged_attention.default"] == 4 + 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("spec", "num_calls"), [("peagle", 1), ("dflash", 2), ("dspark", 2)])
+def test_meta_drafts_in_one_pass(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], spec: str, num_calls: int
+) -> None:
+    """A call of attention for each layer of the drafter."""
+    (tmp_path / "config.json").write_text(json.dumps({**LLAMA_70B, "num_hidden_layers": 4}))
+    operators = _dump_meta(tmp_path, capsys, spec)
+    assert operators["check_mutations"]["compilespec.paged_attention.default"] == 4 + num_calls
 
 
 @pytest.mark.slow

@@ -1,6 +1,4 @@
-"""Drafters that propose all drafts in one pass: one draft a step, up to the maximum length, in a
-cache that is too small for all requests.
-"""
+"""Drafters that propose all drafts in one pass: the smallest K, full caches, rejection."""
 
 from __future__ import annotations
 
@@ -27,16 +25,13 @@ def target() -> tuple[nn.Module, Any, list[Ask]]:
     return model, traced_info(model), ask_all(model, SIZES)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("method", "acceptance"), [("peagle", "auto"), ("peagle", "rejection"), ("dflash", "auto")]
-)
-def test_one_draft_a_step(target, method: str, acceptance: str) -> None:
-    """No masked row at all of P-EAGLE."""
+def served(target: tuple[nn.Module, Any, list[Ask]], method: str, k: Any, **options: Any) -> None:
+    """Greedy tokens up to the maximum length, in a cache that is too small for all requests."""
     model, info, asks = target
+    largest = k if isinstance(k, int) else max(k)
     with compilespec.compile(
-        model, method, num_draft_tokens=1, acceptance=acceptance, **METHODS[method](model, info, 1),
-        **PRESSED,
+        model, method, num_draft_tokens=k, **METHODS[method](model, info, largest), **PRESSED,
+        **options,
     ) as engine:  # fmt: skip
         requests = run_traffic(engine, asks, (1, 3, 2, 3))
         assert [r.output_token_ids for r in requests] == [list(ask.tokens) for ask in asks]
@@ -44,3 +39,16 @@ def test_one_draft_a_step(target, method: str, acceptance: str) -> None:
         stats = engine.stats()
         assert stats.num_preemptions > 0
         assert stats.num_recompiles == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("acceptance", ["auto", "rejection"])
+@pytest.mark.parametrize("method", ["peagle", "dflash", "dspark"])
+def test_one_draft_a_step(target, method: str, acceptance: str) -> None:
+    """No masked row at all of P-EAGLE; a block of one row of DSpark."""
+    served(target, method, 1, acceptance=acceptance)
+
+
+@pytest.mark.slow
+def test_drafts_in_turn_with_several_k_and_zero(target) -> None:
+    served(target, "dspark", (0, 1, 3))

@@ -22,7 +22,7 @@ from compilespec.inspect.bounds import prove
 from compilespec.inspect.cost import estimate
 from compilespec.inspect.devices import find_device
 from compilespec.inspect.verify import verify
-from compilespec.methods import eagle3, shared_kv
+from compilespec.methods import dflash, eagle3, peagle, shared_kv
 from compilespec.passes.sizes import B
 from compilespec.pipeline import build
 from compilespec.pipeline.draft_vocab import DraftVocabulary, choose_draft_ids, count_tokens
@@ -79,8 +79,11 @@ def plain_run() -> tuple[list[list[int]], dict[int, int], str]:
 def drafting(method: str, k: int) -> dict[str, Any]:
     """A drafter with a head of the whole vocabulary."""
     model, info = lab()
-    if method == "eagle3":
-        return {"draft": eagle3.random_head(info, aux_layers=(0, 1, 2))}
+    if method in ("eagle3", "peagle"):
+        make = eagle3.random_head if method == "eagle3" else peagle.random_head
+        return {"draft": make(info, aux_layers=(0, 1, 2))}
+    if method == "dflash":
+        return {"draft": dflash.random_drafter(info, aux_layers=(0, 2), block_size=k + 1)}
     return METHODS[method](model, info, k)
 
 
@@ -107,9 +110,12 @@ def run(engine: Engine) -> tuple[list[list[int]], set[int]]:
 CHOSEN = {("eagle3", 3)}
 CASES = [
     pytest.param(method, k, marks=() if (method, k) in CHOSEN else pytest.mark.slow)
-    for method in ("eagle3", "eagle", "mtp", "mtp_eagle", "mtp_multi", "shared_kv", "draft_model")
+    for method in (
+        "eagle3", "eagle", "mtp", "mtp_eagle", "mtp_multi", "shared_kv", "draft_model", "peagle",
+        "dflash",
+    )
     for k in (1, 2, 3, 5)
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("method", "k"), CASES)
@@ -419,12 +425,17 @@ def refused() -> dict[str, tuple[dict[str, Any], type[SpecError], str]]:
         "eagle3": ({"draft": small}, InvalidOption, f"reduced to 61 of {VOCAB}: leave it out"),
         "shared_kv": ({"draft": clusters}, NotSupported, "argmax over a product with its head"),
         "eagle": ({"draft": own}, NotSupported, "argmax over a product with its head"),
+        "dspark": ({}, NotSupported, "argmax over a product with its head"),
     }
 
 
-@pytest.mark.parametrize("method", [
-    "eagle3", *(pytest.param(name, marks=pytest.mark.slow) for name in ("shared_kv", "eagle"))
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "method",
+    [
+        "eagle3",
+        *(pytest.param(m, marks=pytest.mark.slow) for m in ("shared_kv", "eagle", "dspark")),
+    ],
+)
 def test_other_heads_are_refused(method: str) -> None:
     changes, kind, says = refused()[method]
     with pytest.raises(kind, match=says) as caught:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 import compilespec
 from compilespec import SamplingParams
+from compilespec.methods import dflash, dspark, peagle
 from compilespec.ops.sample import layout
 from compilespec.ops.sample.probabilities import (
     draw_weighted,
@@ -30,6 +31,7 @@ from compilespec.ops.sample.probabilities import (
 from compilespec.passes.acceptance.registry import FUNCTIONS
 from compilespec.passes.acceptance.rejection import ratio_test
 from compilespec.runtime.engine import Engine
+from compilespec.tracing.target_info import TargetInfo
 from tests.support.fits import (
     CERTAIN,
     COUNT,
@@ -43,7 +45,7 @@ from tests.support.fits import (
 )
 from tests.support.knowing import KnowingDrafter, Method
 from tests.support.markov import KINDS, LENGTH, PROMPT, SAMPLES, VOCAB, K, markov_target, params_of
-from tests.support.models import PlainModel, greedy_reference
+from tests.support.models import PlainModel, greedy_reference, target_info
 from tests.support.sampling import (
     PARAMETERS,
     all_params,
@@ -296,6 +298,17 @@ def test_uniform_numbers_are_even_and_inside():
 
 # --- in the engine ---
 
+# Drafters that draw all drafts from one pass; random, over some of the ids.
+ONE_PASS: dict[str, Callable[[TargetInfo], Any]] = {
+    "peagle": lambda info: peagle.random_head(info, aux_layers=(0, 1), draft_vocab_size=7),
+    "dflash": lambda info: dflash.random_drafter(
+        info, aux_layers=(0, 1), draft_vocab_size=7, block_size=K + 1
+    ),
+    "dspark": lambda info: dspark.random_drafter(
+        info, aux_layers=(0, 1), draft_vocab_size=7, block_size=K, markov_type="rnn"
+    ),
+}
+
 
 def compiled(model: nn.Module, spec: Any, rule: Any, **options: Any) -> Engine:
     return compilespec.compile(
@@ -371,13 +384,17 @@ def test_t23_logprobs_are_those_of_the_model(lab):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rule", FUNCTIONS)
-@pytest.mark.parametrize("kind", ["recycled", "module_rows", "target_rows", "draft_model", "ngram"])
+@pytest.mark.parametrize(
+    "kind", ["recycled", "module_rows", "target_rows", "draft_model", "ngram", *ONE_PASS]
+)
 def test_every_kind_of_drafter_follows_the_target(kind, rule):
     model = markov_target()
     spec: Any = kind
     options: dict[str, Any] = {}
     if kind == "draft_model":
         options["draft"] = noisy(model)
+    elif kind in ONE_PASS:
+        options["draft"] = ONE_PASS[kind](target_info(model, max_seq_len=16))
     elif kind != "ngram":
         spec = noisy_drafter(model, kind, half=False)
     with compiled(model, spec, rule, **options) as engine:
