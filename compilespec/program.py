@@ -19,6 +19,7 @@ Phase = Literal["prefill", "decode"]
 PHASES: tuple[Phase, ...] = ("prefill", "decode")
 StepKind = Literal["full", "greedy", "replay"]
 PAD = -1  # fills emitted tokens after the bonus token; never an id
+NO_ADAPTER = -1  # the slot of a request without one
 NUM_KEPT = (
     64  # drafter inputs that a row keeps in steps of K = 0; one that overran it is not drafted
 )
@@ -123,6 +124,15 @@ class TreeShape:
 
 
 @dataclass(frozen=True, kw_only=True)
+class AdapterShape:
+    """The room for LoRA adapters beside the target's products."""
+
+    num_slots: int  # adapters that can be there at once
+    rank: int  # all are padded to it
+    modules: tuple[str, ...]  # paths of the products that they may change
+
+
+@dataclass(frozen=True, kw_only=True)
 class ProgramConfig:
     """The sizes of a program.  All of them are fixed when it is built; every shape follows from
     them.
@@ -138,6 +148,7 @@ class ProgramConfig:
     device: torch.device
     max_draft_tokens: int | None = None  # of a program with several K: the largest
     tree: TreeShape | None = None  # of the drafts; None: they are a chain
+    adapters: AdapterShape | None = None  # of the target; None: requests have none
 
     @property
     def num_verify_tokens(self) -> int:

@@ -13,7 +13,7 @@ from torch import Tensor, fx
 from compilespec.errors import SpecError
 from compilespec.passes.context import PassContext
 from compilespec.passes.references import Values
-from compilespec.passes.references.base import AttentionCall, Mixers, Tokens
+from compilespec.passes.references.base import AttentionCall, Follow, Mixers, Tokens
 from compilespec.program import InputSpec, marker_kind
 from compilespec.runtime.weights import materialise
 
@@ -76,9 +76,13 @@ class Stage:
         inputs: Mapping[str, Tensor],
         mixers: Mixers | None = None,
         decisions: Decisions | None = None,
+        *,
+        follow: Follow | None = None,
     ) -> Values:
-        """Run on copies of `inputs`, by name; `mixers` are called in place of markers."""
-        run = _Run(self.graph, self._owner, mixers or {}, decisions or Decisions())
+        """Run on copies of `inputs`, by name; `mixers` are called in place of markers, `follow`
+        after every operation.
+        """
+        run = _Run(self.graph, self._owner, mixers or {}, decisions or Decisions(), follow)
         feeds, buffers = [], {}
         for node in self.graph.find_nodes(op="placeholder"):
             name = node.meta["role"]
@@ -121,8 +125,10 @@ class _Run(fx.Interpreter):
         owner: fx.GraphModule,
         mixers: Mixers,
         decisions: Decisions,
+        follow: Follow | None,
     ) -> None:
         super().__init__(owner, garbage_collect_values=False, graph=graph)
+        self._follow = follow
         self._mixers, self._decisions, self._num_markers = mixers, decisions, Counter[str]()
         self.roles: dict[str, Tensor] = {}
         self.calls: list[AttentionCall] = []
@@ -138,6 +144,8 @@ class _Run(fx.Interpreter):
         else:
             result = super().run_node(n)
         if n.op in ("call_function", "call_method"):
+            if self._follow is not None:
+                result = self._follow(n, self.fetch_args_kwargs_from_env(n)[0], result)
             if n.target in _ARGMAX:
                 (scores, *dims), options = self.fetch_args_kwargs_from_env(n)
                 if (dims[0] if dims else options.get("dim")) in (-1, scores.dim() - 1):

@@ -108,7 +108,8 @@ class NodeCosts:
     def is_weight(self, node: Any) -> bool:
         root = storage_root(node)
         spec = self._inputs.get(str(root.meta.get("role")))
-        return root.op == "get_attr" or (spec is not None and spec.kind == "weight")
+        is_given = spec is not None and (spec.kind == "weight" or spec.name.startswith("adapter."))
+        return root.op == "get_attr" or is_given
 
     @property
     def requests(self) -> Expr:

@@ -314,6 +314,12 @@ class _Draw:
             return self.int32([self._tree(spec.shape[1]) for _ in range(spec.shape[0])])
         if spec.name in ("draft_prob_RKV", "child_prob_RIV"):
             return self._normal(spec.shape, spec.dtype).softmax(-1)
+        if spec.name == "adapter_R":
+            assert config.adapters is not None, "rows have slots where there are adapters"
+            most = config.adapters.num_slots
+            return self.int32([row % (most + 1) - 1 for row in range(spec.shape[0])])
+        if spec.name.startswith("adapter."):
+            return self._normal(spec.shape, spec.dtype) / spec.shape[-1] ** 0.5
         if spec.by_host:  # nothing that a request might ask for
             return torch.full(spec.shape, spec.fill, dtype=spec.dtype, device=config.device)
         if spec.dtype.is_floating_point:

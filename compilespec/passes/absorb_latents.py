@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, fx
 
 import compilespec.ops.head_linear  # noqa: F401  (registers the operator)
+from compilespec.passes.add_adapters import may_be_adapted
 from compilespec.passes.context import PassContext
 from compilespec.passes.expansion import Expansion
 from compilespec.passes.graph import emit
@@ -32,7 +33,9 @@ def absorb_latents(gm: fx.GraphModule, ctx: PassContext) -> int:
     """
 
     def weight_of(node: fx.Node) -> Tensor | None:
-        return ctx.weights.get(str(node.meta.get("role"))) if node.op == "placeholder" else None
+        role = str(node.meta.get("role"))
+        is_whole = node.op == "placeholder" and not may_be_adapted(ctx, role)
+        return ctx.weights.get(role) if is_whole else None
 
     shared = dict.fromkeys(ctx.kv_layers, "a drafter reads its keys and values")
     found = _absorb_all(gm, "target", weight_of, shared)

@@ -70,7 +70,7 @@ def _prove(marker: fx.Node, values: _Columns, parts: list[_Part], weight_of: Wei
         raise NoProof("the product that keys and values are made of has a bias")
     tensor = weight_of(weight)
     if tensor is None or tensor.dtype != _dtype(latent):
-        raise NoProof("the weight of keys and values is quantized or computed")
+        raise NoProof("the weight of keys and values is quantized, adapted or computed")
     query_shape, shape = shape_of(marker.args[0]), shape_of(latent)
     if query_shape is None or query_shape[1] != values.num_heads:
         raise NoProof("several query heads share a key")

@@ -10,6 +10,7 @@ import torch
 from torch import fx
 from torch.nn import functional
 
+from compilespec.passes.add_adapters import adapted
 from compilespec.passes.aliases import storage_root
 from compilespec.passes.context import PassContext
 from compilespec.passes.contracts import writes
@@ -254,6 +255,12 @@ def _alias(node: fx.Node, shape_of: ShapeOf) -> Reads | None:
     return _elementwise(node, shape_of) if node.args[0] is node.args[1] else None
 
 
+def _adapted(node: fx.Node, shape_of: ShapeOf) -> Reads | None:
+    """A product, what it is of, and which adapter's numbers count."""
+    reads: Any = node.args[:3]
+    return None if any(shape_of(source) is None for source in reads) else [*reads]
+
+
 def _first_shape(node: fx.Node, shape_of: ShapeOf) -> tuple[fx.Node, Shape | None]:
     source: Any = node.args[0]
     return source, shape_of(source) if isinstance(source, fx.Node) else None
@@ -281,6 +288,7 @@ _RULES: Mapping[Any, Rule] = {
     **dict.fromkeys(_RESHAPES, _reshape),
     **dict.fromkeys(_PARTS, _parts),
     torch.cat: _cat,
+    adapted: _adapted,
     operator.getitem: _item,
     "view_as": _alias,
 }  # fmt: skip

@@ -6,6 +6,7 @@ import dataclasses
 
 from compilespec.passes import contracts, references
 from compilespec.passes.absorb_latents import absorb_latents
+from compilespec.passes.add_adapters import add_adapters, num_adapted
 from compilespec.passes.bound_positions import bound_positions
 from compilespec.passes.check_markers import check_markers
 from compilespec.passes.check_mutations import check_mutations
@@ -80,6 +81,15 @@ SPLICE_PASSES = (
             contracts.plays("ids", "position", "row", "slot", "row_index", "live", "start"),
         ),
         reference=references.read_state,
+    ),
+    Pass(
+        run=add_adapters,
+        after=("absorb_latents", "read_state"),
+        numerics="rounding",
+        matches=num_adapted,
+        looks_for="products of the modules that adapters may change",
+        near=("linear",),
+        reference=references.add_adapters,
     ),
     Pass(
         run=narrow_logits,

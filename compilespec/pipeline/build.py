@@ -20,12 +20,14 @@ from compilespec.passes.draft_loops import LOOPS
 from compilespec.passes.draft_loops.kept_inputs import READ_BY_REPLAY
 from compilespec.passes.output_head_input import HeadFunction
 from compilespec.passes.rewrite import rewrite_phase
+from compilespec.pipeline.adapters import adapter_shape, describe_adapters
 from compilespec.pipeline.draft_counts import resolve_draft_counts
 from compilespec.pipeline.draft_vocab import DraftVocabulary, choose_draft_ids
 from compilespec.pipeline.options import CompileOptions
 from compilespec.pipeline.trees import check_tree
 from compilespec.program import (
     PHASES,
+    AdapterShape,
     ByStep,
     PhaseGraph,
     ProgramConfig,
@@ -63,6 +65,7 @@ def build_program(
     drafts = capabilities.kind != "none"
     options, why_counts = resolve_draft_counts(options, capabilities, drafter)
     config = options.program_config(target, info, drafter if drafts else None)
+    config = dataclasses.replace(config, adapters=adapter_shape(options, target, traced))
     check_sizes(capabilities, config, options)
     loop = LOOPS[capabilities.kind]
     traced_draft: Mapping[str, Traced] = {}
@@ -101,7 +104,7 @@ def build_program(
         combines=capabilities.combines,
         head=HeadFunction(traced) if options.prompt_logprobs else None,
         notes=(
-            *_notes(target, drafter, kept),
+            *_notes(target, drafter, kept, config.adapters),
             *describe_latents(first.latents),
             *why_counts,
             *notes,
@@ -250,9 +253,14 @@ def _block_sizes(drafter: Drafter | None, config: ProgramConfig) -> tuple[int, .
 
 
 def _notes(
-    target: Target, drafter: Drafter | None, kept: DraftVocabulary | None
+    target: Target,
+    drafter: Drafter | None,
+    kept: DraftVocabulary | None,
+    adapters: AdapterShape | None,
 ) -> tuple[str, ...]:
     notes = [target.describe(), *target.notes]
+    if adapters is not None:
+        notes.append(describe_adapters(adapters, target.adapters or {}))
     if drafter is not None:
         describe = getattr(drafter, "describe", None)
         notes.append(describe() if describe else type(drafter).__name__)

@@ -24,6 +24,7 @@ from compilespec.methods.base import Method, MethodConfig
 from compilespec.methods.find import read_draft
 from compilespec.methods.registry import get_method
 from compilespec.passes.acceptance.options import ACCEPTANCE_OPTIONS, warn_if_lossy
+from compilespec.pipeline.adapters import with_adapters
 from compilespec.pipeline.build import build_program
 from compilespec.pipeline.draft_vocab import check_has_head
 from compilespec.pipeline.keywords import shown_fields, shows
@@ -38,7 +39,6 @@ from compilespec.runtime.serving import ServingOptions
 from compilespec.runtime.step_costs import measure
 from compilespec.runtime.step_runner import StepRunner
 from compilespec.runtime.weights import share_merged
-from compilespec.tracing.adapters import merge_adapter
 from compilespec.tracing.load import Target, load_target
 
 logger = logging.getLogger("compilespec")
@@ -112,7 +112,10 @@ def compile(
             policy = DraftPolicy(sizes.draft_counts, measure(runner), looks_up=sizes.looks_up)
     reporter.ready()
     serving = _serving_options(program, options, target, runner, policy)
-    return Engine(runner, target.tokenizer, serving)
+    engine = Engine(runner, target.tokenizer, serving)
+    for name, adapter in (target.adapters or {}).items():
+        engine.adapters.put(name, adapter)
+    return engine
 
 
 @shows(CompileOptions)
@@ -175,12 +178,10 @@ def _load(
     options: CompileOptions,
     reporter: Reporter,
 ) -> Target:
-    """The target, with an adapter merged into it and quantized where that is asked for."""
+    """The target, with its adapters, and quantized where that is asked for."""
     with reporter.step("load", "target"):
         target = load_target(model, dtype=dtype, device=device, tokenizer=tokenizer)
-        if options.merged_adapter is not None:
-            target = merge_adapter(target, options.merged_adapter)
-        return quantize_target(target, options.quantization)
+        return quantize_target(with_adapters(target, options), options.quantization)
 
 
 def _choose(asked: Asked, target: Target, reporter: Reporter) -> Asked:

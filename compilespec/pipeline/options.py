@@ -65,8 +65,15 @@ def _counts_or_file(name: str, value: Any) -> None:
 
 
 def _adapters(name: str, value: Any) -> None:
-    if not (value is None or isinstance(value, str | Path)):
-        raise InvalidOption(f"{name} must be the directory of a LoRA adapter; got {value!r}")
+    if value is None or isinstance(value, str | Path):
+        return
+    is_by_name = isinstance(value, Mapping) and all(
+        isinstance(key, str) and key and isinstance(path, str | Path) for key, path in value.items()
+    )
+    if not is_by_name:
+        raise InvalidOption(
+            f"{name} must be the directory of a LoRA adapter, or directories by name; got {value!r}"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,9 +186,21 @@ class CompileOptions:
     )
     adapters: str | Path | Mapping[str, str | Path] | None = keyword(
         None,
-        "a directory with a LoRA adapter of peft, which is merged into the target's weights; "
-        "`model` is left as it is.",
+        "a directory with a LoRA adapter of peft, which is merged into the target's weights, while "
+        "`model` is left as it is; or directories by name, among which each request chooses with "
+        "`SamplingParams(adapter=)`.  {} makes room for some that are loaded later.",
         _adapters,
+    )
+    max_adapters: int | None = keyword(
+        None,
+        "adapters that can be loaded at once, which every step pays for; None: as many as "
+        "adapters= has, at least one.",
+        positive_or_none,
+    )
+    max_adapter_rank: int | None = keyword(
+        None,
+        "the highest rank of theirs, to which all are padded; None: that of adapters=, or 16.",
+        positive_or_none,
     )
     draft_vocab_size: int | None = keyword(
         None,
@@ -218,6 +237,11 @@ class CompileOptions:
             raise InvalidOption(
                 "draft_vocab_counts= needs draft_vocab_size=, the rows that a drafter's head keeps"
             )
+        for name in ("max_adapters", "max_adapter_rank"):
+            if getattr(self, name) is not None and not isinstance(self.adapters, Mapping):
+                raise InvalidOption(
+                    f"{name}= needs adapters={{name: directory}}, among which requests choose"
+                )
         for name, attribute in vars(CompileOptions).items():
             if isinstance(attribute, functools.cached_property):
                 getattr(self, name)  # reading it checks it
@@ -272,12 +296,6 @@ class CompileOptions:
         """Of `logits_processor`."""
         given = self.logits_processor
         return None if given is None else LogitsProcessor(given)
-
-    @property
-    def merged_adapter(self) -> str | Path | None:
-        """Of `adapters`: the one that is merged into the target."""
-        given = self.adapters
-        return given if isinstance(given, str | Path) else None
 
     @functools.cached_property
     def quantization(self) -> Quantize | None:

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from compilespec.errors import InvalidRequest, SpecError, is_integer
+from compilespec.runtime.adapters import Adapters
 from compilespec.runtime.blocks import num_blocks_for
 from compilespec.runtime.detokenize import OutputText, Tokenizer
 from compilespec.runtime.executor import Geometry
@@ -26,13 +27,18 @@ class Admission:
 
     Args:
         tokenizer: None where prompts are token ids only.
+        adapters: those that requests may ask for.
         eos_token_ids: ids that end every request that does not ignore them.
     """
 
     def __init__(
-        self, geometry: Geometry, tokenizer: Tokenizer | None, eos_token_ids: Iterable[int]
+        self,
+        geometry: Geometry,
+        tokenizer: Tokenizer | None,
+        adapters: Adapters,
+        eos_token_ids: Iterable[int],
     ) -> None:
-        self._geometry, self._tokenizer = geometry, tokenizer
+        self._geometry, self._tokenizer, self._adapters = geometry, tokenizer, adapters
         self._eos_token_ids = frozenset(eos_token_ids)
         self._vocabulary = Vocabulary(tokenizer, geometry.vocab_size)
         self._ids = itertools.count()
@@ -87,6 +93,7 @@ class Admission:
     def _samples(self, prompt: Any, params: SamplingParams) -> list[Request]:
         check_params(params, self._tokenizer, self._geometry)
         params = dataclasses.replace(params)  # a copy of what the caller might change
+        adapter = self._adapters.find(params.adapter)
         ids = read_prompt(prompt, self._tokenizer, self._geometry)
         self._check_blocks(len(ids), params.max_new_tokens)
         eos = frozenset[int]() if params.ignore_eos else self._eos_token_ids
@@ -101,6 +108,7 @@ class Admission:
                 seed=seed,
                 sample=sample,
                 stop_token_ids=stop_ids,
+                adapter=adapter,
                 guide=make_follower(params, self._vocabulary, end_ids=eos, stop_ids=stop_ids),
                 output_text=OutputText(self._tokenizer, ids, params.stop)
                 if self._tokenizer is not None

@@ -9,6 +9,7 @@ from types import TracebackType
 from typing import Any
 
 from compilespec.errors import EngineClosed, InvalidRequest, TokenizerFailed, is_integer
+from compilespec.runtime.adapters import Adapters, LoadedAdapter
 from compilespec.runtime.adaptive import AdaptiveDrafts
 from compilespec.runtime.admission import Admission, Params
 from compilespec.runtime.chat import chat_prompts
@@ -64,7 +65,10 @@ class Engine:
             max_step_tokens=options.max_step_tokens,
             adaptive=AdaptiveDrafts(executor, self._policy) if self._policy else None,
         )
-        self._admission = Admission(self.geometry, tokenizer, self.eos_token_ids)
+        self.adapters = Adapters(
+            executor=executor, shape=self.geometry.adapters, in_use=self._adapters_in_use
+        )
+        self._admission = Admission(self.geometry, tokenizer, self.adapters, self.eos_token_ids)
         self._closed, self._is_served = False, False
 
     @check_keywords
@@ -120,7 +124,7 @@ class Engine:
         """
         self._check_free()
         request = self.make_request(prompt, params, priority)
-        self._scheduler.add(request)
+        self._add(request)
         return request
 
     @check_keywords
@@ -166,7 +170,7 @@ class Engine:
     def enqueue(self, request: Request) -> None:
         """Queue what `make_request` or `make_samples` made."""
         self._check_open()
-        self._scheduler.add(request)
+        self._add(request)
 
     def take_delta(self, request: Request, index: int = 0) -> Delta | None:
         """What no earlier call returned, with the output if that is all; None where nothing is."""
@@ -218,6 +222,24 @@ class Engine:
         """Find no prefix again that was computed before: after the weights were changed."""
         self._check_open()
         self._scheduler.reset_prefix_cache()
+
+    def load_adapter(self, name: str, directory: str | Path) -> None:
+        """Load a LoRA adapter for `SamplingParams(adapter=name)`, also in the place of another of
+        that name; nothing is compiled.  Requests that run keep the adapter that they began with.
+
+        Raises: CheckpointError, NotSupported (not an adapter of this model, or of modules or a rank
+            that there is no room for), InvalidRequest (all places are taken), EngineClosed.
+        """
+        self._check_free()
+        self.adapters.put(name, self.adapters.read(directory))
+
+    def drop_adapter(self, name: str) -> None:
+        """Forget an adapter; requests that have it go on with it to their end.
+
+        Raises: InvalidRequest where there is none of that name, EngineClosed.
+        """
+        self._check_free()
+        self.adapters.drop(name)
 
     def encode(self, prompt: Any) -> list[int]:
         """Return the prompt's token ids as they would be fed.  Raises: InvalidRequest,
@@ -351,7 +373,17 @@ class Engine:
     def _queue(self, requests: Sequence[Request]) -> None:
         for request in requests:
             if not request.finished:
-                self._scheduler.add(request)
+                self._add(request)
+
+    def _add(self, request: Request) -> None:
+        """Queue a request, or end it where its adapter was replaced since it was made."""
+        if request.adapter is None or self.adapters.is_held(request.adapter):
+            self._scheduler.add(request)
+        else:
+            request.end(InvalidRequest(f"adapter {request.adapter.name!r} was dropped meanwhile"))
+
+    def _adapters_in_use(self) -> list[LoadedAdapter | None]:
+        return [r.adapter for r in self._scheduler.line.everyone() if not r.finished]
 
     def _drop(self, requests: Sequence[Request]) -> None:
         """Leave nothing behind when a call ends early; close() has aborted all there was."""

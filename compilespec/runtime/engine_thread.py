@@ -9,16 +9,19 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
 from typing import Any, ClassVar, Literal, Protocol
 
 from compilespec.errors import EngineClosed, QueueFull
+from compilespec.runtime.adapters import Adapters
 from compilespec.runtime.executor import Geometry
 from compilespec.runtime.keywords import check_keywords
 from compilespec.runtime.outputs import Delta, GenerationOutput, now_ms
 from compilespec.runtime.prompts import as_prompt_list
-from compilespec.runtime.request import Request, RequestState
+from compilespec.runtime.request import Request
 from compilespec.runtime.sampling_params import SamplingParams
 from compilespec.runtime.stats import EngineStats
 from compilespec.runtime.ticket import Ticket, WakeUps
@@ -59,6 +62,10 @@ class ServedEngine(Protocol):
 
     def take_delta(self, request: Request, index: int) -> Delta | None:
         """What no earlier call returned."""
+
+    @property
+    def adapters(self) -> Adapters:
+        """The adapters that requests may ask for."""
 
     def close(self) -> None:
         """Abort what runs and free the device buffers."""
@@ -102,6 +109,7 @@ class EngineThread:
         self._is_draining = False
         self._arrived: deque[Ticket] = deque()
         self._to_abort: deque[Ticket] = deque()
+        self._to_do: deque[tuple[Callable[[], None], Future[None]]] = deque()
         self._open: dict[Request, Ticket] = {}  # the loop's own
         self._is_closing = False
         self._is_closed = False  # whether `close` was called
@@ -161,6 +169,32 @@ class EngineThread:
         tickets = [Ticket(request, self._abort) for request in samples]
         self._queue(tickets)
         return [ticket.result() for ticket in tickets]
+
+    @check_keywords
+    def load_adapter(self, name: str, directory: str | Path) -> None:
+        """`Engine.load_adapter`, between two steps; the files are read while steps run."""
+        self._check_open()
+        adapter = self._engine.adapters.read(directory)
+        self._between_steps(lambda: self._engine.adapters.put(name, adapter))
+
+    @check_keywords
+    def drop_adapter(self, name: str) -> None:
+        """`Engine.drop_adapter`."""
+        self._check_open()
+        self._between_steps(lambda: self._engine.adapters.drop(name))
+
+    def adapter_names(self) -> tuple[str, ...]:
+        """The adapters that requests may ask for."""
+        return self._engine.adapters.names
+
+    def _between_steps(self, change: Callable[[], None]) -> None:
+        """Wait until the engine's thread has done it.  Raises: what it raises, EngineClosed."""
+        done: Future[None] = Future()
+        with self._wake:
+            self._check_open()
+            self._to_do.append((change, done))
+            self._wake.notify()
+        done.result()
 
     def stats(self) -> EngineStats:
         """`Engine.stats`, also while a step runs."""
@@ -282,12 +316,24 @@ class EngineThread:
         """Wait for something to do; false once the engine is to be closed."""
         with self._wake:
             self._wake.wait_for(
-                lambda: self._arrived or self._to_abort or self._is_closing or self._engine.has_work
+                lambda: (
+                    self._arrived
+                    or self._to_abort
+                    or self._to_do
+                    or self._is_closing
+                    or self._engine.has_work
+                )
             )
             if self._is_closing:
                 return False
+            to_do, self._to_do = self._to_do, deque()
             arrived, self._arrived = self._arrived, deque()
             to_abort, self._to_abort = self._to_abort, deque()
+        for change, done in to_do:
+            try:
+                done.set_result(change())
+            except Exception as error:
+                done.set_exception(error)
         for ticket in arrived:
             self._open[ticket.request] = ticket
             self._engine.enqueue(ticket.request)
@@ -311,7 +357,7 @@ class EngineThread:
                 logger.exception("the output of request %d cannot be read; it ends", request.id)
                 self._attempt(self._engine.abort, request)
                 request.output_text = None
-                _end(request, request.error or error)
+                request.end(request.error or error)
                 delta = self._engine.take_delta(request, request.sample)
             if delta is None:
                 continue
@@ -327,6 +373,9 @@ class EngineThread:
         """Close the engine; whatever comes of that, every ticket ends."""
         with self._wake:
             self._is_closing = True
+            for _, done in self._to_do:
+                done.set_exception(EngineClosed("the engine was closed before it came to this"))
+            self._to_do.clear()
             self._open |= {ticket.request: ticket for ticket in self._arrived}
             self._arrived.clear()
         try:
@@ -338,20 +387,13 @@ class EngineThread:
         for request in self._open:
             is_cut = self._failure is not None and request.finish_reason == "aborted"
             if is_cut or not request.finished:
-                _end(request, self._failure)
+                request.end(self._failure)
                 self._untold = None
         self._hand_out()
 
 
 atexit.register(EngineThread.close_all)
 os.register_at_fork(after_in_child=EngineThread._all.clear)  # a child has no such threads
-
-
-def _end(request: Request, error: Exception | None) -> None:
-    """End a request that the engine does not run, or no longer."""
-    request.state, request.error = RequestState.FINISHED, error
-    request.finish_reason = "aborted" if error is None else "error"
-    request.timings.finished_ms = now_ms()
 
 
 def _told(what: str, error: BaseException) -> EngineClosed:

@@ -7,14 +7,16 @@ and the device's step (graphs, caches, state buffers).  The scheduler never sees
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from torch import Tensor
 
 from compilespec.passes.evidence import Evidence
+from compilespec.program import AdapterShape
 from compilespec.runtime.sampling_rows import RowSampling, TokenLogprobs
+from compilespec.tracing.adapter_files import LowRank
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +67,7 @@ class Geometry:
     tells_evidence: bool = False  # whether steps say how sure their drafts are
     looks_up: bool = False  # whether drafts are found in texts, by steps of K = 0 as well
     combines: bool = False  # whether only some are, where they are surer than a model's
+    adapters: AdapterShape | None = None  # the room for them; None: requests have none
 
     @property
     def blocks_per_row(self) -> int:
@@ -95,6 +98,14 @@ class Executor(Protocol):
 
     def set_sampling(self, row: int, sampling: RowSampling) -> None:
         """Write how the row's tokens are chosen; before the request's first prefill."""
+
+    def adapter_products(self) -> Mapping[str, tuple[int, int]]:
+        """(out, in) of the products that adapters may change, by path."""
+
+    def write_adapter(self, slot: int, modules: Mapping[str, LowRank]) -> None:
+        """Put an adapter into a slot that no request uses; modules that it does not change get
+        zeros.
+        """
 
     def logprobs(self, row: int, tokens: Sequence[int], count: int) -> list[TokenLogprobs]:
         """Log-probabilities of the tokens that the last call gave the row, and the `count` best

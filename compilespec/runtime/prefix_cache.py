@@ -4,7 +4,8 @@ A full block is published under the chain hash of all tokens up to its end, and 
 tokens after it: the drafter's cache pairs a position with the tokens that follow it, so that its
 last entries are only right before the same successors.  Hence every block that is found is right as
 a whole, for target and drafter, and only full blocks are shared: nothing is ever copied.  Seeds and
-parameters are not hashed: keys and values do not depend on them.
+parameters are not hashed: keys and values do not depend on them, but for the adapter, with which a
+chain begins.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ REBUILT_STATE = frozenset(
         "block_table_RM", "tokens_RS", "parents_RS", "seq_len_R", "withheld_R", "sampling_RF",
         "sampling_RI", "bias_RV", "context_RL", "mask_RSW", "processor_R", "logprob_RSN",
         "logprob_id_RSN", "ring_hidden_RKD", "ring_ids_RK", "kept_aux_RWE", "kept_ids_RW",
-        "draft_prob_RKV", "child_prob_RIV", "past_ML", *TOKENS_BY_POSITION,
+        "draft_prob_RKV", "child_prob_RIV", "past_ML", "adapter_R", *TOKENS_BY_POSITION,
     }
 )  # fmt: skip
 
@@ -46,16 +47,17 @@ class PrefixCache:
     def __len__(self) -> int:
         return len(self._block_of)
 
-    def extend_keys(self, keys: list[bytes], tokens: Sequence[int]) -> None:
+    def extend_keys(self, keys: list[bytes], tokens: Sequence[int], first: bytes = b"") -> None:
         """Append the keys of the blocks of `tokens` whose successors are among them.
 
         Args:
             keys: those of the first blocks, from an earlier call with fewer of the same tokens.
+            first: what the entries depend on beside tokens, such as an adapter.
         """
         size = self.block_size
         for start in range(len(keys) * size, len(tokens) - size - self.lookahead + 1, size):
             own = tokens[start : start + size + self.lookahead]
-            before = keys[-1] if keys else b""
+            before = keys[-1] if keys else first
             keys.append(
                 hashlib.blake2b(before + array("q", own).tobytes(), digest_size=16).digest()
             )
@@ -104,6 +106,7 @@ def why_not(program: SpecProgram) -> str | None:
     if program.state_bytes_per_request:
         return "recurrent layers keep a request's newest state, not those at the ends of blocks"
     for buffer in program.buffers:
-        if buffer.kind == "state" and buffer.name not in REBUILT_STATE:
+        is_of_rows = buffer.kind == "state" and not buffer.name.startswith("adapter.")
+        if is_of_rows and buffer.name not in REBUILT_STATE:
             return f"the step reads a whole prompt into {buffer.name}"
     return None

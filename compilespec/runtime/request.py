@@ -7,10 +7,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from compilespec.passes.evidence import Evidence
+from compilespec.program import NO_ADAPTER
+from compilespec.runtime.adapters import LoadedAdapter
 from compilespec.runtime.detokenize import OutputText
 from compilespec.runtime.guides.follower import GuideFollower
 from compilespec.runtime.host_processors import HostProcessor
-from compilespec.runtime.outputs import FinishReason, GenerationOutput, RequestTimings
+from compilespec.runtime.outputs import FinishReason, GenerationOutput, RequestTimings, now_ms
 from compilespec.runtime.sampling_params import SamplingParams
 from compilespec.runtime.sampling_rows import RowSampling, TokenLogprobs
 
@@ -40,6 +42,7 @@ class Request:
     stop_token_ids: frozenset[int]  # EOS included, unless it is ignored
     output_text: OutputText | None = None  # None without a tokenizer
     guide: GuideFollower | None = None  # where it stands in its guide
+    adapter: LoadedAdapter | None = None  # changes the target for it
     processor: HostProcessor | None = None  # calls its logits processor, while it is admitted
     state: RequestState = RequestState.WAITING
     output_token_ids: list[int] = field(default_factory=list)
@@ -86,6 +89,11 @@ class Request:
         return len(self.prompt_token_ids) + self.params.max_new_tokens
 
     @property
+    def prefix_key(self) -> bytes:
+        """What its cache blocks depend on beside tokens."""
+        return b"" if self.adapter is None else self.adapter.key
+
+    @property
     def needs_host(self) -> bool:
         """Whether the host must see its tokens and drafts between two steps."""
         return self.guide is not None or self.params.logits_processor is not None
@@ -100,6 +108,7 @@ class Request:
             output_token_ids=self.output_token_ids,
             stop_token_ids=self.stop_token_ids,
             processor=0 if self.processor is None else self.processor.handle,
+            adapter=NO_ADAPTER if self.adapter is None else self.adapter.slot,
         )
 
     @property
@@ -120,6 +129,12 @@ class Request:
     def _logprobs(self) -> list[TokenLogprobs]:
         """Those of the tokens that were delivered."""
         return self.output_logprobs[: len(self.output_token_ids)]
+
+    def end(self, error: Exception | None) -> None:
+        """End it where no engine runs it, or no longer."""
+        self.state, self.error = RequestState.FINISHED, error
+        self.finish_reason = "aborted" if error is None else "error"
+        self.timings.finished_ms = now_ms()
 
     def update_text(self) -> OutputText | None:
         """Bring `output_text` up to the tokens; a final EOS or stop id leaves no text."""

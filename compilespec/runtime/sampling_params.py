@@ -113,6 +113,10 @@ class SamplingParams:
     num_draft_tokens: int | None = None
     """Draft tokens per step for this request, at most the engine's; None is the engine's."""
 
+    adapter: str | None = None
+    """The LoRA adapter to generate with, by the name that it has in `compile(adapters=)` or
+    `Engine.load_adapter`; None is the target as it is."""
+
     @classmethod
     def of(cls, engine: HasDefaults, **changes: Any) -> SamplingParams:
         """The checkpoint's own defaults (its generation_config.json), as transformers' `generate`
@@ -169,6 +173,8 @@ def _check_hooks(params: SamplingParams) -> None:
         from compilespec.runtime.guides import as_guide
 
         object.__setattr__(params, "guide", as_guide(params.guide))
+    if params.adapter is not None and not isinstance(params.adapter, str):
+        raise _invalid("adapter", "the name of an adapter, or None", params.adapter)
     after = params.guide_after_token_id
     if after is not None and (not _is_int(after) or after < 0):
         raise _invalid("guide_after_token_id", "a token id of at least 0", after)

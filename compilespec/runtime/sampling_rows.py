@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from compilespec.ops.sample import layout
+from compilespec.program import NO_ADAPTER
 from compilespec.runtime.host_writes import HostWrites
 from compilespec.runtime.sampling_params import SamplingParams
 
@@ -24,6 +25,7 @@ class RowSampling:
     output_token_ids: Sequence[int] = ()  # of a request that had begun and is computed anew
     stop_token_ids: Collection[int]  # EOS included, unless it is ignored
     processor: int = 0  # handle of a logits processor on the host
+    adapter: int = NO_ADAPTER  # the slot of its adapter
 
 
 def write_row(host: HostWrites, row: int, sampling: RowSampling) -> None:
@@ -37,6 +39,8 @@ def write_row(host: HostWrites, row: int, sampling: RowSampling) -> None:
     if "withheld_R" in buffers:  # drafts of a step that are not judged: the request's own K
         count, own = buffers["tokens_RS"].shape[1] - 1, params.num_draft_tokens
         host.write("withheld_R", row, [0 if own is None else max(0, count - own)])
+    if "adapter_R" in buffers:
+        host.write("adapter_R", row, [sampling.adapter])
     if "processor_R" in buffers:
         host.write("processor_R", row, [sampling.processor])
     if is_biased:

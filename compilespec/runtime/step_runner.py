@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from compilespec.cudagraphs.recorder import make_recorder
 from compilespec.passes.evidence import Evidence
 from compilespec.program import PAD, ByStep, Lowered, LoweredPhase, ProgramConfig, StepKey
 from compilespec.progress import Reporter
+from compilespec.runtime.adapter_slots import product_sizes, write_adapter
 from compilespec.runtime.executor import Geometry, PrefillChunk
 from compilespec.runtime.host_writes import HostWrites
 from compilespec.runtime.launched import Launched
@@ -32,6 +33,7 @@ from compilespec.runtime.sampling_rows import (
 )
 from compilespec.runtime.taps import Taps
 from compilespec.runtime.weights import bind_weights
+from compilespec.tracing.adapter_files import LowRank
 
 
 class StepRunner:
@@ -120,6 +122,14 @@ class StepRunner:
     def set_sampling(self, row: int, sampling: RowSampling) -> None:
         write_row(self._host, row, sampling)
         self._is_plain[row] = is_plain(sampling)
+
+    def adapter_products(self) -> Mapping[str, tuple[int, int]]:
+        shape = self.geometry.adapters
+        return {} if shape is None else product_sizes(self.buffers, shape)
+
+    def write_adapter(self, slot: int, modules: Mapping[str, LowRank]) -> None:
+        assert self.geometry.adapters is not None, "the engine checks that there is room"
+        write_adapter(self.buffers, self.geometry.adapters, slot, modules)
 
     def logprobs(self, row: int, tokens: Sequence[int], count: int) -> list[TokenLogprobs]:
         return read_logprobs(self.buffers, row, tokens, min(count, self.geometry.vocab_size))
@@ -243,4 +253,5 @@ def _geometry(lowered: Lowered) -> Geometry:
         tells_evidence="outcome_B" in lowered.graphs["decode"].outputs,
         looks_up=program.looks_up,
         combines=program.combines,
+        adapters=config.adapters,
     )

@@ -1,18 +1,21 @@
-"""LoRA adapters of the target: merged into its weights, or checked against its products."""
+"""LoRA adapters of the target: merged into its weights, or beside its products."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from compilespec.errors import CheckpointError, NotSupported
+from compilespec.program import Traced, module_path
 from compilespec.tracing.adapter_files import Adapter, describe_misfits, names_of, read_adapter
 from compilespec.tracing.copies import shallow_copy
 from compilespec.tracing.load import Target
 from compilespec.tracing.quantized_weights import is_quantized
+from compilespec.tracing.structure import LINEAR, find_head, shape_of
 
 
 def merge_adapter(target: Target, directory: Any) -> Target:
@@ -29,7 +32,7 @@ def merge_adapter(target: Target, directory: Any) -> Target:
     products = {path: module for path, module in merged.named_modules() if _is_product(module)}
     shapes = {path: _shape(module) for path, module in products.items()}
     if misfits := describe_misfits(adapter, shapes):
-        raise CheckpointError(misfit_message(adapter, target, misfits))
+        raise CheckpointError(misfit_message(adapter, misfits, target.name))
     for path, part in adapter.modules.items():
         module: Any = products[path]
         if is_quantized(module.weight):
@@ -43,11 +46,36 @@ def merge_adapter(target: Target, directory: Any) -> Target:
     return dataclasses.replace(target, model=merged, notes=(*target.notes, note))
 
 
-def misfit_message(adapter: Adapter, target: Target, misfits: str) -> str:
+def misfit_message(adapter: Adapter, misfits: str, model: str) -> str:
     return (
-        f"{adapter.source} {misfits}; expected an adapter of {target.name}: give the model that "
-        f"it was trained on (it adapts {names_of(adapter.modules)})"
+        f"{adapter.source} {misfits}; expected an adapter of {model}: give the model that it was "
+        f"trained on (it adapts {names_of(adapter.modules)})"
     )
+
+
+def adaptable_products(traced: Traced) -> Mapping[str, tuple[int, int]]:
+    """(out, in) of the products that requests' adapters may change, by path: those of a module's
+    own weight with [B, T, in] or [B, 1, T, in], but for the head.
+    """
+    graph = traced.graph_module.graph
+    outputs: Any = graph.output_node().args[0]
+    head = find_head(outputs[0])
+    found = {}
+    for node in graph.nodes:
+        if node.op != "call_function" or node.target not in LINEAR:
+            continue
+        path, shape, source = module_path(node), shape_of(node), shape_of(node.args[0])
+        is_own = _role(node.args[1]) == f"{traced.name}.{path}.weight"
+        is_head = head is not None and node is head.node
+        if not is_own or is_head or shape is None or source is None:
+            continue
+        if source[:-1] == shape[:-1] and source[:-1] in ((None, None), (None, 1, None)):
+            found[path] = (int(shape[-1] or 0), int(source[-1] or 0))
+    return found
+
+
+def _role(node: object) -> str:
+    return str(node.meta.get("role")) if isinstance(node, fx.Node) else ""
 
 
 def _merged(weight: Tensor, up: Tensor, down: Tensor, *, is_turned: bool) -> Tensor:

@@ -17,6 +17,7 @@ from compilespec.errors import (
     ModelNotFound,
     UnsupportedModel,
 )
+from compilespec.tracing.adapter_files import Adapter
 from compilespec.tracing.checkpoint_files import (
     TRAINING_ONLY,
     drop_mtp,
@@ -46,6 +47,7 @@ class Target:
     generation_defaults: GenerationDefaults = field(default_factory=GenerationDefaults)
     given_name: str | None = None  # the name by which it was found, as `ModelPlace` has it
     notes: tuple[str, ...] = ()  # what was done to it, for `Engine.plan()`
+    adapters: Mapping[str, Adapter] | None = None  # by the names that requests use
 
     @property
     def name(self) -> str:

@@ -27,6 +27,7 @@ from compilespec.methods.eagle3 import random_head
 from compilespec.methods.registry import get_method
 from compilespec.passes import rewrite, runner
 from compilespec.passes.acceptance.options import resolve_acceptance
+from compilespec.passes.add_adapters import adapted
 from compilespec.passes.context import PassContext
 from compilespec.passes.graph import emit, find_role, get_outputs, output_node, set_outputs
 from compilespec.passes.logits_processor import LogitsProcessor
@@ -34,7 +35,15 @@ from compilespec.passes.order import ATEN_PASSES, SPLICE_PASSES
 from compilespec.passes.rewrite import rewrite_phase
 from compilespec.passes.runner import snapshot
 from compilespec.passes.trim_draft_head import KEPT_IDS
-from compilespec.program import ByStep, Phase, ProgramConfig, SpecProgram, TreeShape, markers
+from compilespec.program import (
+    AdapterShape,
+    ByStep,
+    Phase,
+    ProgramConfig,
+    SpecProgram,
+    TreeShape,
+    markers,
+)
 from compilespec.tracing.load import load_target
 from compilespec.tracing.target import trace_target
 from compilespec.tracing.target_info import describe_target
@@ -108,6 +117,13 @@ NEEDS: dict[str, dict[str, Any]] = {
     "output_head_input": {"prompt_logprobs": True},
     "trim_draft_head": {"draft_ids": torch.arange(0, VOCAB, 3)},
     "absorb_latents": {"family": "deepseek_v3"},
+    "add_adapters": {
+        "adapters": AdapterShape(
+            num_slots=3,
+            rank=4,
+            modules=("model.layers.0.self_attn.q_proj", "model.layers.1.mlp.down_proj"),
+        ),
+    },
     "keep_path": {"tree": TreeShape(depth=3, num_nodes=7, top_k=2)},
     "report_evidence": {"most": 5},
     "rejection along a tree": {
@@ -119,13 +135,14 @@ NEEDS: dict[str, dict[str, Any]] = {
 
 def build(
     phase: Phase, *, keep_graphs: bool = True, family: str = "mistral",
-    tree: TreeShape | None = None, most: int | None = None, **needs: Any,
+    tree: TreeShape | None = None, most: int | None = None,
+    adapters: AdapterShape | None = None, **needs: Any,
 ) -> SpecProgram:  # fmt: skip
     """One phase, spliced; the retrace and what follows run when they are asked for.  Mistral has
     a window.  `most`: the largest of several K.
     """
     target, draft = parts(family)
-    config = dataclasses.replace(CONFIG, tree=tree, max_draft_tokens=most)
+    config = dataclasses.replace(CONFIG, tree=tree, max_draft_tokens=most, adapters=adapters)
     capabilities = get_method("eagle3").capabilities
     capabilities = dataclasses.replace(capabilities, outputs_hidden_states=True)  # every pass runs
     ctx = PassContext(
@@ -284,6 +301,14 @@ def owner_ignored(gm: fx.GraphModule, ctx: PassContext) -> None:
     )  # fmt: skip
     old = find_role(gm, "draft_ids")
     wrong.meta["role"] = old.meta.pop("role")
+
+
+def adapters_changed(index: int, function: Callable[[Any], Any]) -> Edit:
+    def edit(gm: fx.GraphModule, ctx: PassContext) -> None:
+        for node in gm.graph.find_nodes(op="call_function", target=adapted):
+            changed(gm, node, index, function)
+
+    return edit
 
 
 def layers_share_a_cache(gm: fx.GraphModule, ctx: PassContext) -> None:
@@ -550,6 +575,10 @@ FAULTS = (
           edit=role_changed("row", lambda x: x.clamp(min=0))),
     Fault(pass_name="read_state", what="start one early", phase="prefill",
           edit=role_changed("start", lambda x: x - 1)),
+    Fault(pass_name="add_adapters", what="adapter of the next request", phase="decode",
+          edit=adapters_changed(2, lambda keeps: keeps.roll(1, 0))),
+    Fault(pass_name="add_adapters", what="columns of the next slot", phase="prefill",
+          edit=adapters_changed(4, lambda up: up.roll(4, 1))),
     Fault(pass_name="narrow_logits", what="wrong last_R", phase="prefill",
           edit=lambda gm, ctx: changed(
               gm, next(n for n in gm.graph.nodes if n.target == "index_select"), 2,

@@ -17,7 +17,7 @@ from compilespec.passes.order import ATEN_PASSES, SPLICE_PASSES, PassContext, ru
 from compilespec.passes.recurrent_state import StateMetadata, keep_states
 from compilespec.passes.rewrite import start_step
 from compilespec.passes.runner import Pass
-from compilespec.program import Phase, Traced
+from compilespec.program import AdapterShape, Phase, Traced
 from compilespec.tracing.target import trace_target
 from tests.support.hand_graphs import HAND_CONFIG, code, graph_of
 from tests.support.models import tiny_target
@@ -71,6 +71,12 @@ def keys_and_values_have_a_bias(target: Traced) -> Case:
 
 def ids_come_from_the_state_already(target: Traced) -> Case:
     return step(target, "decode", "read_state")
+
+
+def its_products_are_no_modules_of_adapters(target: Traced) -> Case:
+    shape = AdapterShape(num_slots=2, rank=8, modules=("model.layers.0.mlp",))
+    config = dataclasses.replace(HAND_CONFIG, adapters=shape)
+    return step(target, "decode", "read_state", config=config)
 
 
 def decode_needs_the_logits_of_all_rows(target: Traced) -> Case:
@@ -175,6 +181,7 @@ NEGATIVE: dict[str, Callable[[Traced], Case]] = {
     "absorb_latents": keys_and_values_have_a_bias,
     "tap_hidden_states": only_looked_at,
     "read_state": ids_come_from_the_state_already,
+    "add_adapters": its_products_are_no_modules_of_adapters,
     "narrow_logits": decode_needs_the_logits_of_all_rows,
     "insert_paged_attention": attention_is_paged_already,
     "insert_recurrent_state": there_are_no_recurrent_layers,

@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import random
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from compilespec.program import NO_ADAPTER
 from compilespec.runtime.detokenize import Tokenizer
 from compilespec.runtime.engine import Engine
 from compilespec.runtime.executor import Executor, Geometry, PrefillChunk
 from compilespec.runtime.sampling_rows import RowSampling, TokenLogprobs
 from compilespec.runtime.serving import ServingOptions
+from compilespec.tracing.adapter_files import LowRank
 
 JUNK = -7  # a token that nobody may be given
 
@@ -78,6 +80,7 @@ class _Row:
     drafts: list[int] = field(default_factory=list)
     expected: int | None = None  # token that the next prefill chunk must go on with
     live: bool = False
+    slot: int = NO_ADAPTER
 
 
 @dataclass
@@ -117,6 +120,7 @@ class FakeExecutor:
         self.closed = False
         self.prefill_calls: list[tuple[PrefillChunk, ...]] = []
         self.decode_calls: list[tuple[int, ...]] = []
+        self.adapters: dict[int, int] = {}  # by slot
         self.max_in_flight = 0  # launches that waited to be read at once
         self._in_flight: list[_Handle] = []
         self._rows = [_Row() for _ in range(self.geometry.max_batch_size)]
@@ -149,6 +153,15 @@ class FakeExecutor:
     def set_sampling(self, row: int, sampling: RowSampling) -> None:
         _check(self._rows[row].live, f"row {row}: sampling of a row without blocks")
         _check(sampling.params.temperature == 0, "the toy target is greedy")
+        self._rows[row].slot = sampling.adapter
+
+    def adapter_products(self) -> Mapping[str, tuple[int, int]]:
+        return {"layer": (5, 7)}
+
+    def write_adapter(self, slot: int, modules: Mapping[str, LowRank]) -> None:
+        using = [index for index, row in enumerate(self._rows) if row.slot == slot]
+        _check(not any(map(self._is_named, using)), "an adapter changes with a step in flight")
+        self.adapters[slot] = int(modules["layer"].up.sum())
 
     def logprobs(self, row: int, tokens: Sequence[int], count: int) -> list[TokenLogprobs]:
         """-token, so that tests see whose they are; those of the last call only."""
@@ -233,7 +246,7 @@ class FakeExecutor:
             self._write(row, chunk.start + offset, token)
         row.num_committed, row.expected = end, chunk.next_token
         if chunk.next_token is None:
-            row.last = self.next_token(self._read(row, end))
+            row.last = self._next(row, self._read(row, end))
         ahead = [*chunk.tokens, row.last if row.last is not None else chunk.next_token]
         for offset in range(len(chunk.tokens)):
             self._write_following(row, chunk.start + offset, ahead[offset + 1 :])
@@ -258,7 +271,7 @@ class FakeExecutor:
             self._write(row, position, window[position - start] if in_window else -1)
         emitted: list[int] = []
         for j in range(len(window)):
-            emitted.append(self.next_token(self._read(row, start) + window[: j + 1]))
+            emitted.append(self._next(row, self._read(row, start) + window[: j + 1]))
             past_end = start + j + 1 >= sizes.max_seq_len
             if past_end or j + 1 == len(window) or window[j + 1] != emitted[-1]:
                 break
@@ -279,10 +292,15 @@ class FakeExecutor:
             _check(found == right, f"the drafter's entry {position} is for {found}, not {right}")
         row.drafts = []
         for _ in range(self.geometry.num_draft_tokens):
-            right = self.next_token(context)
+            right = self._next(row, context)
             hits = zlib.crc32(bytes(str(context), "ascii")) % 1000 < self.hit_rate * 1000
             row.drafts.append(right if hits else (right + 1) % self.geometry.vocab_size)
             context.append(row.drafts[-1])
+
+    def _next(self, row: _Row, context: Sequence[int]) -> int:
+        """The target's next token; an adapter is a token before all others."""
+        first = [] if row.slot == NO_ADAPTER else [self.adapters[row.slot]]
+        return self.next_token([*first, *context])
 
     def _live_row(self, index: int) -> _Row:
         row = self._rows[index]

@@ -8,6 +8,7 @@ shows against the other.
 from __future__ import annotations
 
 from compilespec.passes.references.acceptance import splice_acceptance
+from compilespec.passes.references.adapters import add_adapters
 from compilespec.passes.references.base import Before, Case, Reference, Values
 from compilespec.passes.references.draft_loops import splice_draft_loop, trim_draft_head
 from compilespec.passes.references.evidence import report_evidence
@@ -31,6 +32,7 @@ __all__ = [
     "Case",
     "Reference",
     "Values",
+    "add_adapters",
     "commit_drafts",
     "commit_state",
     "insert_paged_attention",

@@ -14,6 +14,8 @@ from compilespec.program import Phase, StepKey
 # Called for the i-th marker of its kind in a graph with the marker's arguments.
 Attention = Callable[[int, tuple[Any, ...]], Tensor]
 Mixers = Mapping[str, Attention]  # by kind of marker, see `program.MARKERS`
+# Called with each operation's node, arguments and result; returns the result to go on with.
+Follow = Callable[[fx.Node, tuple[Any, ...], Any], Any]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +68,13 @@ class Before(Protocol):
 
     graph: fx.Graph
 
-    def __call__(self, inputs: Mapping[str, Tensor], mixers: Mixers | None = None) -> Values: ...
+    def __call__(
+        self,
+        inputs: Mapping[str, Tensor],
+        mixers: Mixers | None = None,
+        *,
+        follow: Follow | None = None,
+    ) -> Values: ...
 
 
 Reference = Callable[[Before, "PassContext", Case], Values]

@@ -1,0 +1,142 @@
+"""Adds what LoRA adapters change to the target's products, each row by its request's adapter."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.nn import functional
+
+from compilespec.passes.context import PassContext
+from compilespec.passes.graph import add_buffer, arange_like, emit, find_role
+from compilespec.passes.linears import copy_origin
+from compilespec.program import (
+    NO_ADAPTER,
+    AdapterShape,
+    BufferSpec,
+    ProgramConfig,
+    module_path,
+)
+from compilespec.tracing.structure import LINEAR
+
+
+def add_adapters(gm: fx.GraphModule, ctx: PassContext) -> int:
+    """linear(x, W) -> adapted(linear(x, W), x, keeps, A, B), for every product that an adapter may
+    change.
+
+    A holds the matrices of all slots, rank rows each, and B their columns: one product with each
+    serves any mixture of adapters, and `keeps` says which of the numbers between them belong to a
+    row's own.  The matrices are buffers that the host fills, so a new adapter compiles nothing.
+    Returns: products.  Numerics: exact where a row has no adapter.  Torch IR.
+    Source: Hu et al. 2021, LoRA, section 4.1.
+    """
+    shape = ctx.config.adapters
+    assert shape is not None, "the pass runs where there is room for adapters"
+    products = [n for n in products_of(gm.graph, shape) if _is_target(n)]
+    keeps = _own_numbers(gm, ctx, shape) if products else None
+    for node in products:
+        _, dtype = node.meta["example"]
+        down, up = (
+            add_buffer(gm, ctx, buffer)
+            for buffer in matrices(shape, module_path(node), *_widths(node), dtype)
+        )
+        with gm.graph.inserting_after(node):
+            new = gm.graph.call_function(adapted, (node, node.args[0], keeps, down, up))
+        node.replace_all_uses_with(new)
+        new.update_arg(0, node)  # which it read before
+        new.meta["example"] = node.meta["example"]
+        copy_origin(node, new)
+        if "role" in node.meta:
+            new.meta["role"] = node.meta.pop("role")
+    return len(products)
+
+
+def adapted(product: Tensor, x: Tensor, keeps: Tensor, down: Tensor, up: Tensor) -> Tensor:
+    """product + (x A^T) B^T, of the numbers between A and B only those of the row's own adapter.
+
+    Args:
+        product: [B, S, out] or [B, 1, S, out]; x: the same with `in`; keeps: bool,
+            [B, S, slots * rank].
+        down: A, [slots * rank, in]; up: B, [out, slots * rank], of finite numbers.
+    """
+    keeps = keeps if product.dim() == keeps.dim() else keeps.unsqueeze(1)
+    low = torch.where(keeps, functional.linear(x, down), 0.0)
+    return product + functional.linear(low, up)
+
+
+def num_adapted(ctx: PassContext) -> int | None:
+    """The number of products to change; None without adapters."""
+    shape = ctx.config.adapters
+    return None if shape is None else len(list(products_of(ctx.target.graph_module.graph, shape)))
+
+
+def products_of(graph: fx.Graph, shape: AdapterShape) -> Iterator[fx.Node]:
+    """The products of the modules that adapters may change."""
+    for node in graph.nodes:
+        if node.target in LINEAR and module_path(node) in shape.modules:
+            yield node
+
+
+def may_be_adapted(ctx: PassContext, role: str) -> bool:
+    """Whether an adapter may change the product of a weight, which is not all of it then."""
+    shape = ctx.config.adapters
+    module = role.removeprefix(f"{ctx.target.name}.").removesuffix(".weight")
+    return shape is not None and module in shape.modules
+
+
+def adapter_rows(config: ProgramConfig) -> BufferSpec:
+    """The slot of each row's adapter; -1 where it has none."""
+    return BufferSpec(
+        name="adapter_R", kind="state", shape=(config.max_batch_size + 1,), dtype=torch.int32,
+        fill=NO_ADAPTER, by_host=True,
+    )  # fmt: skip
+
+
+def matrices(
+    shape: AdapterShape, module: str, num_outputs: int, num_inputs: int, dtype: torch.dtype
+) -> tuple[BufferSpec, BufferSpec]:
+    """A and B of a module, of all slots."""
+    width = shape.num_slots * shape.rank
+    sizes = {"down": (width, num_inputs), "up": (num_outputs, width)}
+    down, up = (
+        BufferSpec(name=f"adapter.{module}.{half}", kind="state", shape=size, dtype=dtype,
+                   by_host=True)
+        for half, size in sizes.items()
+    )  # fmt: skip
+    return down, up
+
+
+def _own_numbers(gm: fx.GraphModule, ctx: PassContext, shape: AdapterShape) -> fx.Node:
+    """Which numbers between A and B are of a token's own adapter: bool, [B, S, slots * rank]."""
+    config, row = ctx.config, find_role(gm, "row")
+    slots = add_buffer(gm, ctx, adapter_rows(config))
+    width = shape.num_slots * shape.rank
+    keeps: fx.Node = emit(
+        gm, own_numbers, slots, row, before=row.next, spare_row=config.max_batch_size,
+        width=width, rank=shape.rank,
+    )  # fmt: skip
+    tokens = (None, config.num_verify_tokens) if ctx.phase == "decode" else (1, None)
+    keeps.meta["example"] = ((*tokens, width), torch.bool)
+    return keeps
+
+
+def own_numbers(adapter_R: Any, row: Any, *, spare_row: int, width: int, rank: int) -> Any:
+    """Whether each number belongs to the slot of each token's row; padded tokens read the spare
+    row's.
+    """
+    slot = adapter_R[torch.where(row >= 0, row, spare_row).long()]
+    return slot.unsqueeze(-1) == arange_like(adapter_R, width) // rank
+
+
+def _is_target(node: fx.Node) -> bool:
+    return (node.meta.get("custom") or {}).get("fragment") == "target"
+
+
+def _widths(node: fx.Node) -> tuple[int, int]:
+    """(out, in) of a product."""
+    (*_, num_outputs), _ = node.meta["example"]
+    source: Any = node.args[0]
+    (*_, num_inputs), _ = source.meta["example"]
+    return int(num_outputs), int(num_inputs)

@@ -1,0 +1,132 @@
+"""LoRA adapters while serving: which are loaded, in which slots, and who uses them."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from compilespec.errors import CheckpointError, InvalidRequest
+from compilespec.errors.suggest import did_you_mean
+from compilespec.program import AdapterShape
+from compilespec.runtime.executor import Executor
+from compilespec.tracing.adapter_files import Adapter, describe_misfits, read_adapter
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class LoadedAdapter:
+    """An adapter in its slot.  One that is loaded again is another."""
+
+    name: str
+    slot: int
+    source: str
+    key: bytes  # what the keys of its requests' cache blocks begin with
+
+
+@dataclass(kw_only=True)
+class Adapters:
+    """The adapters of an engine.  From any thread, but for `put`: that writes between two steps.
+
+    A slot is free when no name has it and no unfinished request uses it: one that is replaced or
+    dropped serves its requests to their end.
+
+    Args:
+        shape: None where the program has no room for any.
+        in_use: those of unfinished requests.
+    """
+
+    executor: Executor
+    shape: AdapterShape | None
+    in_use: Callable[[], Iterable[LoadedAdapter | None]]
+    _loaded: dict[str, LoadedAdapter] = field(default_factory=dict)
+    _slots: dict[int, LoadedAdapter] = field(default_factory=dict)  # what each holds
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _serial: itertools.count[int] = field(default_factory=itertools.count)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(self._loaded)
+
+    def find(self, name: str | None) -> LoadedAdapter | None:
+        """The adapter that a request asks for.  Raises: InvalidRequest where there is none."""
+        if name is None:
+            return None
+        self._check_room()
+        found = self._loaded.get(name)
+        if found is None:
+            known = ", ".join(self._loaded) or "none"
+            cure = did_you_mean(name, self.names) or "; load it with load_adapter()"
+            raise InvalidRequest(f"no adapter {name!r} is loaded; loaded: {known}{cure}")
+        return found
+
+    def is_held(self, adapter: LoadedAdapter) -> bool:
+        """Whether its slot still holds it."""
+        return self._slots.get(adapter.slot) is adapter
+
+    def read(self, directory: str | Path) -> Adapter:
+        """Read an adapter and check it against the room there is.
+
+        Raises: CheckpointError, NotSupported (see `read_adapter`; another model's, a rank or
+            modules that the program has no room for), InvalidRequest.
+        """
+        shape = self._check_room()
+        adapter = read_adapter(directory)
+        if adapter.rank > shape.rank:
+            raise CheckpointError(
+                f"{adapter.source} has rank {adapter.rank}, and there is room for {shape.rank}; "
+                f"compile with max_adapter_rank={adapter.rank}"
+            )
+        if misfits := describe_misfits(adapter, self.executor.adapter_products()):
+            raise CheckpointError(
+                f"{adapter.source} {misfits} as a product that adapters may change; compile with "
+                "adapters= of one that changes the same modules, or with adapters={}, for all"
+            )
+        return adapter
+
+    def put(self, name: str, adapter: Adapter) -> None:
+        """Give a slot to an adapter, under a new name or in another's place.
+
+        Raises: InvalidRequest where no slot is free.
+        """
+        shape = self._check_room()
+        if not isinstance(name, str) or not name:
+            raise InvalidRequest(f"an adapter's name is a text; got {name!r}")
+        with self._lock:
+            slot = self._free_slot(name, shape)
+            self.executor.write_adapter(slot, adapter.modules)
+            loaded = LoadedAdapter(
+                name=name, slot=slot, source=adapter.source,
+                key=f"adapter {next(self._serial)}".encode(),
+            )  # fmt: skip
+            self._slots[slot] = self._loaded[name] = loaded
+
+    def drop(self, name: str) -> None:
+        """Let no new request have it.  Raises: InvalidRequest where it is not loaded."""
+        self.find(name)
+        with self._lock:
+            self._loaded.pop(name, None)
+
+    def _free_slot(self, name: str, shape: AdapterShape) -> int:
+        """One that nobody needs; the name's own at last."""
+        used = {one.slot for one in self.in_use() if one is not None}
+        named = {one.slot for one in self._loaded.values()}
+        own = self._loaded.get(name)
+        candidates = [*(s for s in range(shape.num_slots) if s not in named)]
+        candidates += [own.slot] if own is not None else []
+        free = next((slot for slot in candidates if slot not in used), None)
+        if free is None:
+            raise InvalidRequest(
+                f"all {shape.num_slots} places for adapters are taken; drop_adapter() one, wait "
+                "for its requests to end, or compile with a higher max_adapters"
+            )
+        return free
+
+    def _check_room(self) -> AdapterShape:
+        if self.shape is None:
+            raise InvalidRequest(
+                "the engine has no room for adapters that requests choose; compile with "
+                "adapters={name: directory}"
+            )
+        return self.shape

@@ -1,0 +1,160 @@
+"""Batches of several adapters: each request's tokens are those of the model with its own merged.
+
+float64 on the interpreted graphs, tokens equal; one case on Inductor, by the margin rule.
+"""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+
+import pytest
+import torch
+
+import compilespec
+from compilespec import SamplingParams
+from compilespec.errors import InvalidOption, NotSupported
+from tests.support.adapters import EVERYWHERE, merged_by_hand, write_adapter
+from tests.support.drafters import METHODS, traced_info
+from tests.support.models import tiny_target
+
+NAMES = (None, "all", "few", "down", "rs", "few")
+PROMPTS = ([3, 14, 15, 9, 26], [5, 35], [8, 9, 7, 9, 3, 2, 38, 46], [11], [4] * 19, [8, 9, 7])
+COUNT = 22
+
+
+@functools.cache
+def model(dtype: torch.dtype = torch.float64) -> torch.nn.Module:
+    return tiny_target("llama", dtype, num_layers=2)
+
+
+@pytest.fixture(scope="module")
+def adapters(tmp_path_factory) -> dict[str, Path]:
+    """Of different ranks and modules."""
+    folder = tmp_path_factory.mktemp("adapters")
+    kinds = {
+        "all": {"names": EVERYWHERE, "rank": 3},
+        "few": {"names": ("q_proj", "v_proj"), "rank": 9},
+        "down": {"names": ("down_proj",), "rank": 1},
+        "rs": {"names": ("k_proj", "o_proj"), "rank": 4, "use_rslora": True},
+    }
+    return {
+        name: write_adapter(folder / name, model(), seed=seed, **kind)
+        for seed, (name, kind) in enumerate(kinds.items())
+    }
+
+
+def own_tokens(directory: Path | None, prompt: list[int], count: int = COUNT) -> list[int]:
+    """Greedy tokens of transformers' `generate` with the adapter merged into the model."""
+    merged = model() if directory is None else merged_by_hand(model(), directory)
+    ids = torch.tensor([prompt])
+    out = merged.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False,
+        eos_token_id=None, pad_token_id=0,
+    )  # fmt: skip
+    return out[0, len(prompt) :].tolist()
+
+
+def compiled(adapters, spec="none", k=None, **options):
+    if spec in METHODS:
+        options |= METHODS[spec](model(), traced_info(model()), k)
+    options = {"backend": "eager", "max_batch_size": 5, "max_seq_len": 64, **options}
+    return compilespec.compile(
+        model(), spec, num_draft_tokens=k, adapters=adapters, **options
+    )  # fmt: skip
+
+
+def params(name, count=COUNT):
+    return SamplingParams(max_new_tokens=count, ignore_eos=True, adapter=name)
+
+
+@pytest.mark.parametrize(
+    ("spec", "k"),
+    [
+        pytest.param("none", None, marks=pytest.mark.slow),
+        ("ngram", 3),
+        ("eagle3", 1),
+        pytest.param("eagle3", 3, marks=pytest.mark.slow),
+        pytest.param("draft_model", 1, marks=pytest.mark.slow),
+        pytest.param("draft_model", 3, marks=pytest.mark.slow),
+    ],
+)
+def test_a_mixed_batch_has_the_tokens_of_merged_models(adapters, spec, k):
+    """Chunks, and too few blocks for all: the last in line are preempted."""
+    with compiled(
+        adapters, spec, k, max_prefill_tokens=12, kv_cache_tokens=112, max_adapters=5
+    ) as engine:
+        outputs = engine.generate([*PROMPTS], [params(name) for name in NAMES])
+        for output, name, prompt in zip(outputs, NAMES, PROMPTS, strict=True):
+            assert output.token_ids == own_tokens(adapters.get(name), prompt), name
+        assert sum(output.num_preemptions for output in outputs) > 0
+        load_and_drop(engine, adapters)
+        assert engine.stats().num_recompiles == 0
+
+
+def load_and_drop(engine, adapters):
+    """Another one under a known name, and a new one; cached blocks are of their own adapter."""
+    prompt = [*range(40, 59)]
+    before = own_tokens(adapters["all"], prompt, 5)
+    for _ in range(2):
+        (output,) = engine.generate([prompt], params("all", 5))
+        assert output.token_ids == before
+    assert output.num_cached_tokens == 16
+    engine.load_adapter("new", adapters["few"])
+    engine.load_adapter("all", adapters["down"])
+    for name, own in (("new", "few"), ("all", "down"), (None, None)):
+        (output,) = engine.generate([prompt], params(name, 5))
+        assert output.token_ids == own_tokens(adapters.get(own), prompt, 5), name
+        assert output.num_cached_tokens == 0
+    engine.drop_adapter("new")
+
+
+@pytest.mark.slow
+def test_adapters_on_inductor(adapters, inductor_cache_dir):
+    narrow = model(torch.float32)
+    with compilespec.compile(
+        narrow, "ngram", num_draft_tokens=3, adapters=adapters, max_seq_len=64, max_batch_size=5
+    ) as engine:
+        outputs = engine.generate([*PROMPTS], [params(name) for name in NAMES])
+        for output, name, prompt in zip(outputs, NAMES, PROMPTS, strict=True):
+            assert_near_tie_at_most(output.token_ids, adapters.get(name), prompt)
+        engine.load_adapter("all", adapters["down"])
+        assert engine.stats().num_recompiles == 0
+        assert compilespec.verify(engine).ok
+
+
+def assert_near_tie_at_most(tokens, directory, prompt):
+    """Equal, or parted where float64 has two logits next to each other."""
+    wanted = own_tokens(directory, prompt)
+    if tokens == wanted:
+        return
+    at = next(i for i, pair in enumerate(zip(tokens, wanted, strict=True)) if pair[0] != pair[1])
+    merged = model() if directory is None else merged_by_hand(model(), directory)
+    logits = merged(torch.tensor([[*prompt, *wanted[:at]]])).logits[0, -1]
+    best = logits.topk(2).values
+    assert float(best[0] - best[1]) < 1e-4 * float(logits.abs().max()), (tokens, wanted)
+
+
+def test_room_follows_from_what_is_given(adapters):
+    program = compilespec.trace(model(), adapters=adapters, max_seq_len=64)
+    shape = program.config.adapters
+    assert (shape.num_slots, shape.rank, len(shape.modules)) == (4, 16, 14)
+    empty = compilespec.trace(model(), adapters={}, max_adapters=3, max_adapter_rank=20)
+    shape = empty.config.adapters
+    assert (shape.num_slots, shape.rank, len(shape.modules)) == (3, 32, 14)
+    with pytest.raises(InvalidOption, match="max_adapters must be at least the 4 of adapters="):
+        compilespec.trace(model(), adapters=adapters, max_adapters=3)
+    with pytest.raises(InvalidOption, match="at least 9, the rank of adapter 'few'; got 8"):
+        compilespec.trace(model(), adapters=adapters, max_adapter_rank=8)
+    with pytest.raises(InvalidOption, match="max_adapters= needs adapters="):
+        compilespec.trace(model(), adapters=adapters["all"], max_adapters=3)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_products_that_cannot_be_shared_are_named(tmp_path, family):
+    """The head, and weights that are [in, out]: they can be merged."""
+    target = tiny_target(family, num_layers=1)
+    name = "lm_head" if family == "llama" else "c_attn"
+    directory = write_adapter(tmp_path, target, (name,))
+    with pytest.raises(NotSupported, match=rf"{name}, which .*; .* merge it with adapters=DIR"):
+        compilespec.trace(target, adapters={"one": directory})
