@@ -155,3 +155,19 @@ def capture_turns(drafter: Any, config: ProgramConfig, info: TargetInfo) -> dict
     trace("follow", follow, head_input=floats(head_width), token=ids_B.clone(), state=floats(rank))
     trace("propose", propose, base=floats(vocab), features=floats(rank))
     return traced
+
+
+def capture_sureness(drafter: Any, config: ProgramConfig, head_width: int) -> Traced:
+    """sure(head_input_BD, token_B) -> logit_B: how probably the draft of a row will be accepted, by
+    a head that is trained to say so, given the token before it.
+    """
+    batch, device = EXAMPLE_SHAPE[0], config.device
+
+    def sure(head_input: Tensor, token: Tensor) -> Any:
+        return fresh((drafter.confidence(head_input, token),))
+
+    rows = {
+        "head_input": (torch.zeros(batch, head_width, dtype=config.dtype, device=device), (0,)),
+        "token": (torch.zeros(batch, dtype=torch.int32, device=device), (0,)),
+    }
+    return trace_call(drafter, sure, rows, name="draft.sure", owner="draft")

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import fx
+from torch.nn import functional
 
 from compilespec.passes.context import PassContext
 from compilespec.passes.graph import (
@@ -19,6 +20,7 @@ from compilespec.passes.graph import (
     has_role,
     output_node,
     set_outputs,
+    splice,
 )
 
 NUM_MODEL_LEVELS = 8  # levels 1 to 8: eighths of a draft's probability in the drafter's eyes
@@ -51,12 +53,36 @@ def without_level(outcome_B: torch.Tensor) -> torch.Tensor:
 
 def note_sureness(gm: fx.GraphModule, ctx: PassContext, logits: fx.Node, number: int) -> None:
     """Make the role `sure.<number>`, [B]: the log-probability of the likeliest token.  Where a step
-    never writes its logits, they are not written for this.
+    never writes its logits, they are not written for this; a drafter with a head for it says it
+    itself.
     """
-    is_read = ctx.tells_evidence or (ctx.capabilities.combines and not ctx.read_only)
-    if is_read and not ctx.greedy_only:
+    if _reads_sureness(ctx) and "sure" not in ctx.draft and not ctx.greedy_only:
         node = emit(gm, best_logprob, logits, before=output_node(gm))
         node.meta["role"] = f"sure.{number}"
+
+
+def note_confidence(
+    gm: fx.GraphModule, ctx: PassContext, row: fx.Node, token: fx.Node, number: int, *,
+    place: int | None = None,
+) -> None:  # fmt: skip
+    """The same of a drafter with a call "sure", for the draft of `row`, [B, D], after `token`; with
+    `place`, of that row of several, [B, N, D].
+    """
+    if _reads_sureness(ctx) and "sure" in ctx.draft:
+        if place is not None:
+            row = emit(gm, lambda x_BND: x_BND[:, place], row, before=output_node(gm))
+        given = {"head_input": row, "token": token}
+        (logit,) = splice(gm, ctx, ctx.draft["sure"], given)
+        node = emit(gm, accepted_logprob, logit, before=output_node(gm))
+        node.meta["role"] = f"sure.{number}"
+
+
+def _reads_sureness(ctx: PassContext) -> bool:
+    return ctx.tells_evidence or (ctx.capabilities.combines and not ctx.read_only)
+
+
+def accepted_logprob(logit_B: Any) -> Any:
+    return functional.logsigmoid(logit_B.float())
 
 
 def best_logprob(logits_BV: Any) -> Any:

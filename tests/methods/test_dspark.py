@@ -123,6 +123,27 @@ def test_the_loop_is_what_its_reference_says(target, acceptance) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("rank", [8, 0])
+def test_the_confidence_head_says_how_sure_the_drafts_are(target, rank) -> None:
+    """Where K is chosen by it: a step of one K does not even hold its weight."""
+    model, _ = target
+    draft = drafter_of(model, "rnn", markov_rank=rank)
+    nn.init.normal_(draft.confidence_head.proj.weight, std=3.0)
+    sizes = {"max_batch_size": 4, "max_seq_len": 43, "max_prefill_tokens": 64}
+    single, several = (
+        compilespec.trace(model, "dspark", draft=draft, num_draft_tokens=k, **sizes)
+        for k in (3, (1, 3))
+    )
+    head = "draft.confidence_head.proj.weight"
+    assert head not in single.weights
+    assert head in several.weights
+    passes = ["splice_draft_loop", "report_evidence", "commit_state"]
+    report = compilespec.verify(several, passes=passes)
+    assert report.ok, str(report)
+    assert {bound.status for bound in prove(several).bounds} == {"proved"}
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_sampled_tokens_are_those_of_plain_decoding(target, kind) -> None:
     model, asks = target

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from compilespec.methods.block import capture_block, capture_turns
+from compilespec.methods.block import capture_block, capture_sureness, capture_turns
 from compilespec.methods.dflash.drafter import DFlashDrafter
 from compilespec.methods.dspark.config import DSparkConfig
 from compilespec.program import ProgramConfig, Traced
@@ -34,10 +34,14 @@ class DSparkDrafter(DFlashDrafter):
         self.confidence_head = ConfidenceHead(config) if config.has_confidence else None
 
     def capture_calls(self, config: ProgramConfig, info: TargetInfo) -> dict[str, Traced]:
-        """The calls of a block drafter; with a Markov head, those that choose drafts in turn."""
-        if self.markov_head is None:
-            return capture_block(self, config, info)
-        return capture_turns(self, config, info)
+        """The calls of a block drafter; with a Markov head, those that choose drafts in turn; and
+        with a confidence head one that says how sure they are.
+        """
+        capture = capture_block if self.markov_head is None else capture_turns
+        calls = capture(self, config, info)
+        if self.confidence_head is not None:
+            calls["sure"] = capture_sureness(self, config, self.config.hidden_size)
+        return calls
 
     def state(self, head_input: Tensor, token: Tensor) -> Tensor:
         """The Markov head's state [B, r] before the first row that proposes.

@@ -11,6 +11,7 @@ from compilespec.passes.context import PassContext
 from compilespec.passes.draft_loops.parallel import propose_all, take_draft
 from compilespec.passes.draft_loops.recycled import next_position
 from compilespec.passes.draft_loops.shared_kv import newest_token
+from compilespec.passes.evidence import note_confidence
 from compilespec.passes.graph import arange_like, emit, find_role, output_node, splice
 from compilespec.passes.insert_paged_attention import Branches, cache_of, page_markers
 from compilespec.passes.kv_groups import Metadata
@@ -47,6 +48,8 @@ def block(gm: fx.GraphModule, ctx: PassContext) -> int:
     else:
         head = emit(gm, lambda x_BND: x_BND[:, :count], head, before=output_node(gm))
         drafts = propose_all(gm, ctx, head, newest, count)
+        for number in range(1, count + 1):
+            note_confidence(gm, ctx, head, token, number, place=number - 1)
     drafts.meta["role"] = "drafts"
     return 1
 
@@ -72,6 +75,7 @@ def _propose_in_turn(
             gm, ctx, ctx.draft["follow"], {"head_input": row, "token": token, "state": state}
         )
         proposal = splice(gm, ctx, ctx.draft["propose"], {"base": logits, "features": features})
+        note_confidence(gm, ctx, row, token, number)
         token = draft_token(gm, ctx, proposal, newest, number)
         drafts.append(token)
     node: fx.Node = emit(gm, lambda *parts: torch.stack(parts, 1), *drafts, before=end)

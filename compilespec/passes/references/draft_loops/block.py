@@ -32,6 +32,8 @@ def block(draft: Drafts, values: Values) -> Tensor:
     count = draft.ctx.config.num_row_tokens - 1
     if "follow" in draft.ctx.draft:
         return _in_turn(draft, head, token, count)
+    for number in range(count):
+        draft.judge(head[:, number], token)
     return draft.propose_all(head[:, :count])
 
 
@@ -45,6 +47,7 @@ def _in_turn(draft: Drafts, head: Tensor, token: Tensor, count: int) -> Tensor:
         features, state = draft.call(
             "follow", head_input=rows[number::count], token=token, state=state
         )
+        draft.judge(rows[number::count], token)
         (token,) = draft.call("propose", base=base[number::count], features=features)
         drafts.append(token)
     return torch.stack(drafts, 1)

@@ -55,7 +55,7 @@ class Drafts:
             self._bonus = self._bonus + roles["num_emitted"]
         self._num_proposals = 0
         self.parents: Tensor | None = None  # of the rows of a tree, [B, N + 1]
-        self.chances: list[Tensor] = []  # of each draft, that of the likeliest token, [B]
+        self.chances: list[Tensor] = []  # of each draft, to be accepted, [B]
         self.matched: list[int] | None = None  # by request, tokens of context that were found
 
     def call(
@@ -109,7 +109,8 @@ class Drafts:
         self._num_proposals += 1
         if not offered or self.ctx.greedy_only:
             return best_B
-        self.chances.append(offered[0].float().softmax(-1).amax(-1))
+        if "sure" not in self.ctx.draft:
+            self.chances.append(offered[0].float().softmax(-1).amax(-1))
         position_B = self._bonus + self._num_proposals
         logits_BV, ids_V = offered[0], offered[1] if len(offered) > 1 else None
         real, whole = self.case.inputs["sampling_RF"], self.case.inputs["sampling_RI"]
@@ -130,6 +131,12 @@ class Drafts:
         self.probs.append(probs_BV)
         stream_B = torch.full_like(position_B, layout.STREAM_DRAFT + 8 * self._num_proposals)
         return draw_weighted_reference(probs_BV, rows, position_B, stream_B, whole)
+
+    def judge(self, head_BD: Tensor, token_B: Tensor) -> None:
+        """Note what the drafter's own head says of the draft of these rows, if it has one."""
+        if "sure" in self.ctx.draft:
+            (logit_B,) = self.call("sure", head_input=head_BD, token=token_B)
+            self.chances.append(logit_B.float().sigmoid())
 
     def levels(self, batch: int) -> list[int]:
         """How sure the drafts of each request are: by a look-up, or else by the model."""
