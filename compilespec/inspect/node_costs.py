@@ -16,7 +16,10 @@ import sympy
 import torch
 from torch import fx
 
-import compilespec.ops  # noqa: F401  (registers the operators)
+import compilespec.ops
+import compilespec.ops.sample.draft_noise
+import compilespec.ops.sample.path_penalties
+import compilespec.ops.sample.probabilities  # noqa: F401  (these register the operators)
 from compilespec import _torch_compat
 from compilespec.passes.aliases import storage_root
 from compilespec.passes.sizes import B, Expr, K, R, T
@@ -252,6 +255,18 @@ def _noise(costs: NodeCosts, node: fx.Node) -> Cost:
     return Cost(activation_bytes=costs.num_bytes(node))
 
 
+def _distributions(costs: NodeCosts, node: fx.Node) -> Cost:
+    """The logits of every row are read, and its distribution written."""
+    logits: Any = node.args[0]
+    return Cost(activation_bytes=costs.num_bytes(logits) + costs.num_bytes(node))
+
+
+def _draws(costs: NodeCosts, node: fx.Node) -> Cost:
+    """The weights are read; what is drawn is a number a row."""
+    weights: Any = node.args[0]
+    return Cost(activation_bytes=costs.num_bytes(weights))
+
+
 def _recurrence(costs: NodeCosts, node: fx.Node) -> Cost:
     """A request's state is read and written once a call; each token decays it, changes it and reads
     it.  What is kept of drafts that may be rejected is written, and half of it read again.
@@ -312,6 +327,9 @@ _RULES: dict[Any, Callable[[NodeCosts, fx.Node], Cost]] = {
     torch.ops.compilespec.paged_attention.default: _attention,
     torch.ops.compilespec.write_cache.default: _write_path,
     torch.ops.compilespec.draft_noise.default: _noise,
+    torch.ops.compilespec.filtered_probs.default: _distributions,
+    torch.ops.compilespec.draw_weighted.default: _draws,
+    torch.ops.compilespec.uniform_noise.default: _noise,
     torch.ops.compilespec.penalise_paths.default: _penalties,
     torch.ops.compilespec.cached_recurrence.default: _recurrence,
     torch.ops.compilespec.cached_conv.default: _convolution,

@@ -61,5 +61,5 @@ def test_every_index_is_proved(program: SpecProgram) -> None:
 def test_a_tree_costs_its_rows(program: SpecProgram) -> None:
     shown = str(estimate(program))
     assert "decode" in shown
-    for operator in ("write_cache", "draft_noise"):
+    for operator in ("write_cache", "draft_noise", "filtered_probs", "uniform_noise"):
         assert f"not counted: compilespec.{operator}" not in shown
