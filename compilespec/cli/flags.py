@@ -35,6 +35,35 @@ def add_draft_vocab_options(add: Callable[..., Any]) -> None:
     )
 
 
+def add_adapter_option(add: Callable[..., Any], *, by_name: bool) -> None:
+    """--adapter."""
+    if by_name:
+        add(
+            "--adapter",
+            action="append",
+            metavar="[NAME=]DIR",
+            help="a LoRA adapter that clients choose with the model's name NAME; may be repeated; "
+            "without NAME= one that is merged into the target",
+        )
+    else:
+        add("--adapter", metavar="DIR", help="a LoRA adapter, merged into the target")
+
+
+def read_adapters(given: str | Sequence[str] | None) -> str | dict[str, str] | None:
+    """What --adapter means to `compile(adapters=)`.  Raises: InvalidOption."""
+    if given is None or isinstance(given, str):
+        return given
+    named = dict(value.split("=", 1) for value in given if "=" in value)
+    if len(named) == len(given):
+        return named
+    if len(given) > 1:
+        raise InvalidOption(
+            "--adapter: expected one DIR, which is merged, or NAME=DIR each, with names of their "
+            f"own; got {', '.join(given)}"
+        )
+    return given[0]
+
+
 def read_arguments(parser: Parser, argv: Sequence[str] | None) -> argparse.Namespace:
     """The arguments of a command.  Raises: InvalidOption, also for unknown flags."""
     args, unknown = parser.parse_known_args(argv)

@@ -15,7 +15,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from compilespec.cli import report
-from compilespec.cli.flags import add_draft_vocab_options, add_placement_options, in_flags
+from compilespec.cli.flags import (
+    add_adapter_option,
+    add_draft_vocab_options,
+    add_placement_options,
+    in_flags,
+    read_adapters,
+)
 from compilespec.errors import InvalidOption, InvalidRequest
 from compilespec.runtime.sampling_params import SamplingParams
 
@@ -75,6 +81,7 @@ def add_parser(commands: Any) -> None:
     add("--backend", choices=("inductor", "eager"), help="default: inductor")
     add_placement_options(add)
     add_quantize_options(add)
+    add_adapter_option(add, by_name=False)
     add_draft_vocab_options(add)
     add("--threads", type=int, metavar="N", help="CPU threads (default: torch's)")
     add("--ignore-eos", action="store_true", help="continue after the end-of-sequence token")
@@ -264,6 +271,7 @@ def compile_engine(args: argparse.Namespace, spec: str, **changes: Any) -> Engin
         "device": args.device,
         "max_seq_len": args.max_seq_len,
         "quantize": args.quantize,
+        "adapters": read_adapters(getattr(args, "adapter", None)),
         "acceptance": getattr(args, "acceptance", None),
     }
     if spec != "none":
@@ -279,9 +287,12 @@ def compile_engine(args: argparse.Namespace, spec: str, **changes: Any) -> Engin
 def load_quantized(args: argparse.Namespace, dtype: str | None) -> Target:
     """The target that `compile_engine` compiles, as a module."""
     from compilespec.quantization import quantize_target, read_quantize
+    from compilespec.tracing.adapters import merge_adapter
     from compilespec.tracing.load import load_target
 
     target = load_target(args.model, dtype=dtype, device=args.device)
+    if getattr(args, "adapter", None) is not None:
+        target = merge_adapter(target, args.adapter)
     return quantize_target(target, read_quantize(args.quantize))
 
 

@@ -10,7 +10,11 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from compilespec.cli.flags import add_draft_vocab_options, add_placement_options
+from compilespec.cli.flags import (
+    add_adapter_option,
+    add_draft_vocab_options,
+    add_placement_options,
+)
 from compilespec.cli.generate import (
     DEMO,
     add_quantize_options,
@@ -33,7 +37,10 @@ OF_BINDING = (
     "host", "port", "ssl_certfile", "ssl_keyfile", "ssl_keyfile_password", "ssl_ca_certs",
     "drain_timeout_s",
 )  # fmt: skip
-OF_ENGINE = ("max_batch_size", "max_prefill_tokens", "kv_cache_tokens", "max_step_tokens")
+OF_ENGINE = (
+    "max_batch_size", "max_prefill_tokens", "kv_cache_tokens", "max_step_tokens", "max_adapters",
+    "max_adapter_rank",
+)  # fmt: skip
 
 
 def add_parser(commands: Any) -> None:
@@ -63,6 +70,9 @@ def add_parser(commands: Any) -> None:
     add("--backend", choices=("inductor", "eager"), help="default: inductor")
     add_placement_options(add)
     add_quantize_options(add)
+    add_adapter_option(add, by_name=True)
+    add("--max-adapters", type=int, metavar="N", help="adapters that can be loaded at once")
+    add("--max-adapter-rank", type=int, metavar="N", help="highest rank that there is room for")
     add_draft_vocab_options(add)
     add("--threads", type=int, metavar="N", help="CPU threads (default: torch's)")
     add("--max-batch-size", type=int, metavar="N", help="requests that run at once (default: 8)")

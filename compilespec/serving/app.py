@@ -113,7 +113,7 @@ def _metrics_route(telemetry: Telemetry) -> Any:
 
 
 def _names(service: Service) -> tuple[str, ...]:
-    return service.options.model_names
+    return service.names
 
 
 def _model(service: Service, name: str) -> dict[str, Any]:

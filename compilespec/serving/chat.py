@@ -51,7 +51,7 @@ class _Chat:
     def __init__(self, service: Service, asked: ChatRequest) -> None:
         self._service, self._asked = service, asked
         kind = "chat.completion.chunk" if asked.stream else "chat.completion"
-        name = service.options.model_names[0]
+        name = service.name_of(asked.model)
         self._frame = Frame(kind=kind, model=name, prefix="chatcmpl")
         self._reading: Reading | None = None
 
@@ -62,7 +62,8 @@ class _Chat:
         ids = engine.encode(chat_prompt(asked, tools.shown))
         self._reading = tools.reading(ids)
         guide = self._reading.guide(read_guide(asked))
-        params = read_params(asked, engine, len(ids), guide)
+        adapter = self._service.adapter_of(asked.model)
+        params = read_params(asked, engine, len(ids), {**guide, "adapter": adapter})
         return [Prompt(token_ids=ids, params=params)]
 
     def whole(self, outputs: Sequence[GenerationOutput]) -> dict[str, Any]:

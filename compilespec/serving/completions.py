@@ -36,7 +36,7 @@ async def complete(service: Service, request: Request) -> Response:
     service.check_count(len(asked.prompts) * (asked.n or 1))
     if asked.stream and asked.echo and asked.logprobs is not None:
         raise bad_request("echo with logprobs comes in one piece; leave out stream", "stream")
-    frame = Frame(kind="text_completion", model=service.options.model_names[0], prefix="cmpl")
+    frame = Frame(kind="text_completion", model=service.name_of(asked.model), prefix="cmpl")
     answer = _Completion(service, asked, frame)
     prompts, tickets = await unless_left(request, service.submit(answer.read, asked.priority))
     if asked.stream:
@@ -57,14 +57,16 @@ class _Completion:
     def read(self) -> list[Prompt]:
         """The prompts; not on the event loop.  Raises: SpecError, ApiError."""
         asked, engine = self._asked, self._service.engine
-        guide = {"guide": read_guide(asked)}
+        chosen = {
+            "guide": read_guide(asked), "adapter": self._service.adapter_of(asked.model),
+        }  # fmt: skip
         prompts = []
         for given in asked.prompts:
             ids = engine.encode(given)
             text = given if isinstance(given, str) else None
             if asked.echo and text is None and engine.tokenizer is not None:
                 text = str(engine.tokenizer.decode(ids))
-            params = read_params(asked, engine, len(ids), guide)
+            params = read_params(asked, engine, len(ids), chosen)
             prompts.append(Prompt(token_ids=ids, params=params, text=text))
         return prompts
 

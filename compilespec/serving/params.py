@@ -21,9 +21,11 @@ COMPLETION_TOKENS = 16  # OpenAI's default there; a chat's is what there is room
 
 
 def read_params(
-    asked: CompletionRequest | ChatRequest, engine: Engine, num_prompt_tokens: int, guide: Any
+    asked: CompletionRequest | ChatRequest, engine: Engine, num_prompt_tokens: int, chosen: Any
 ) -> SamplingParams:
     """The parameters of one prompt; what the request leaves open is the checkpoint's.
+
+    Args: chosen: its guide and its adapter, by the names of `SamplingParams`.
 
     Raises: InvalidRequest, ApiError.
     """
@@ -41,7 +43,7 @@ def read_params(
             "stop": asked.stop,
             "logprobs": asked.wants_logprobs,
             "prompt_logprobs": _prompt_logprobs(asked),
-            **guide,
+            **chosen,
         }
     )
 

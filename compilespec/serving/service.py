@@ -77,9 +77,22 @@ class Service:
         self._readers.shutdown(wait=False, cancel_futures=True)
         self.thread.close()
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What requests may name as `model`: the target, or an adapter."""
+        return (*self.options.model_names, *self.thread.adapter_names())
+
+    def adapter_of(self, name: str | None) -> str | None:
+        """The adapter that a request names as its model; None: the target as it is."""
+        return None if name is None or name in self.options.model_names else name
+
+    def name_of(self, name: str | None) -> str:
+        """The name of the model in the answer to such a request."""
+        return self.adapter_of(name) or self.options.model_names[0]
+
     def check_model(self, name: str | None) -> None:
         """Raises: ApiError where a request names a model that is not served."""
-        names = self.options.model_names
+        names = self.names
         if name is not None and name not in names:
             raise ApiError(
                 404,

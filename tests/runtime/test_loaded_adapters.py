@@ -3,37 +3,22 @@
 from __future__ import annotations
 
 import pytest
-import torch
-from safetensors.torch import save_file
 from torch import nn
 
 from compilespec import SamplingParams
 from compilespec.errors import CheckpointError, EngineClosed, InvalidRequest
-from compilespec.program import AdapterShape
-from tests.support.adapters import write_adapter
+from tests.support.adapters import TOY_ADAPTERS, save_toy_adapter, write_adapter
 from tests.support.fake_executor import VOCAB, FakeExecutor, engine_over, geometry, toy_decode
 
 PROMPT = [3, 1, 4, 1, 5]
-SHAPE = AdapterShape(num_slots=2, rank=8, modules=("layer",))
-
-
-def saved(directory, mark, rank=2):
-    """An adapter that the toy target takes for the number `mark`."""
-    model = nn.ModuleDict({"layer": nn.Linear(7, 5)})
-    write_adapter(directory, model, ("layer",), rank=rank, lora_alpha=rank)
-    up = torch.zeros(5, rank)
-    up[0, 0] = mark
-    tensors = {"layer.lora_A.weight": torch.ones(rank, 7), "layer.lora_B.weight": up}
-    save_file(tensors, directory / "adapter_model.safetensors")
-    return directory
 
 
 @pytest.fixture
 def engine(tmp_path):
-    executor = FakeExecutor(geometry(adapters=SHAPE))
+    executor = FakeExecutor(geometry(adapters=TOY_ADAPTERS))
     with engine_over(executor) as engine:
-        engine.load_adapter("one", saved(tmp_path / "one", 11))
-        engine.load_adapter("two", saved(tmp_path / "two", 22))
+        engine.load_adapter("one", save_toy_adapter(tmp_path / "one", 11))
+        engine.load_adapter("two", save_toy_adapter(tmp_path / "two", 22))
         yield engine
 
 
@@ -53,7 +38,7 @@ def test_each_request_has_its_own(engine):
 def test_one_that_is_replaced_serves_its_requests_to_their_end(engine, tmp_path):
     running = engine.submit(PROMPT, asking("one", 30))
     engine.step()
-    new = saved(tmp_path / "new", 33)
+    new = save_toy_adapter(tmp_path / "new", 33)
     with pytest.raises(InvalidRequest, match="all 2 places for adapters are taken"):
         engine.load_adapter("one", new)
     engine.drop_adapter("two")
@@ -79,7 +64,7 @@ def test_a_dropped_one_is_not_found_again(engine):
 
 def test_a_request_whose_adapter_went_before_it_came_ends_with_the_reason(engine, tmp_path):
     request = engine.make_request(PROMPT, asking("two"), 0)
-    engine.load_adapter("two", saved(tmp_path / "new", 33))
+    engine.load_adapter("two", save_toy_adapter(tmp_path / "new", 33))
     engine.enqueue(request)
     assert request.finished
     assert str(request.error) == "adapter 'two' was dropped meanwhile"
@@ -88,12 +73,12 @@ def test_a_request_whose_adapter_went_before_it_came_ends_with_the_reason(engine
 
 def test_what_there_is_no_room_for_is_refused(engine, tmp_path):
     with pytest.raises(CheckpointError, match=r"rank 9, and there is room for 8; .*=9"):
-        engine.load_adapter("one", saved(tmp_path / "wide", 1, rank=9))
+        engine.load_adapter("one", save_toy_adapter(tmp_path / "wide", 1, rank=9))
     other = write_adapter(tmp_path / "other", nn.ModuleDict({"x": nn.Linear(3, 3)}), ("x",))
     with pytest.raises(CheckpointError, match=r"changes x, which the model has not"):
         engine.load_adapter("one", other)
     with pytest.raises(InvalidRequest, match="an adapter's name is a text; got 7"):
-        engine.load_adapter(7, saved(tmp_path / "new", 1))
+        engine.load_adapter(7, save_toy_adapter(tmp_path / "new", 1))
     with pytest.raises(InvalidRequest, match="adapter"):
         SamplingParams(adapter=3)
     with engine_over(FakeExecutor()) as plain:
@@ -107,7 +92,7 @@ def test_a_served_engine_loads_between_steps(engine, tmp_path):
     with engine.serve() as server:
         ticket = server.submit(PROMPT, asking("one", 40))
         server.drop_adapter("two")
-        server.load_adapter("three", saved(tmp_path / "three", 33))
+        server.load_adapter("three", save_toy_adapter(tmp_path / "three", 33))
         assert server.submit(PROMPT, asking("three")).result().token_ids == wanted(33)
         assert ticket.result().token_ids == wanted(11, 40)
         assert server.adapter_names() == ("one", "three")

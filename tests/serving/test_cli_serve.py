@@ -16,6 +16,7 @@ import httpx2
 import pytest
 
 from compilespec.cli import main, serve
+from compilespec.cli.flags import read_adapters
 from compilespec.errors import InvalidOption
 from compilespec.serving import ServerOptions
 from compilespec.serving.process import Binding
@@ -74,6 +75,15 @@ def test_flags_reach_engine_options_and_binding(
     assert asked["binding"].host == "127.0.0.1"
     assert main(["serve", "--port", "0", "--served-model-name", "a"]) == 0
     assert (asked["spec"], asked["options"].model_names) == ("eagle3", ("a",))
+
+
+def test_adapters_are_named_or_one_is_merged() -> None:
+    assert read_adapters(None) is None
+    assert read_adapters(["some/dir"]) == read_adapters("some/dir") == "some/dir"
+    assert read_adapters(["a=one", "b=two=2"]) == {"a": "one", "b": "two=2"}
+    for given in (["a=one", "two"], ["one", "two"], ["a=one", "a=two"]):
+        with pytest.raises(InvalidOption, match="--adapter: expected one DIR, which is merged, or"):
+            read_adapters(given)
 
 
 def test_what_cannot_be_is_said_at_once(

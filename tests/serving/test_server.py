@@ -20,6 +20,7 @@ import pytest
 from compilespec import SamplingParams
 from compilespec.errors import InvalidOption
 from compilespec.serving import ServerOptions
+from tests.support.adapters import TOY_ADAPTERS, save_toy_adapter
 from tests.support.fake_executor import toy_decode
 from tests.support.gates import Gate
 from tests.support.live_server import EOS, VOCAB, Live, live, toy_engine, toy_tokenizer
@@ -478,3 +479,25 @@ def test_the_engine_belongs_to_the_server() -> None:
     with live(engine):
         with pytest.raises(Exception, match="belongs to the thread"):
             engine.generate([1], SamplingParams())
+
+
+def test_a_model_may_be_an_adapter(tmp_path: Path) -> None:
+    directory = save_toy_adapter(tmp_path, 33)
+    with live(toy_engine(adapters=TOY_ADAPTERS)) as server, server.client() as client:
+        server.service.thread.load_adapter("tuned", directory)
+        names = [one["id"] for one in client.get("/v1/models").json()["data"]]
+        assert names[-1] == "tuned"
+        texts = {}
+        for name in (names[0], "tuned"):
+            body = {"model": name, "prompt": [5, 6, 7], "temperature": 0, "return_token_ids": True}
+            answer = client.post("/v1/completions", json=body).json()
+            assert answer["model"] == name
+            texts[name] = answer["choices"][0]["token_ids"]
+        assert texts[names[0]] == expected([5, 6, 7], 16)
+        assert texts["tuned"] == expected([33, 5, 6, 7], 16)
+        messages = [{"role": "user", "content": "hello"}]
+        body = {"model": "tuned", "messages": messages, "max_tokens": 4}
+        assert client.post("/v1/chat/completions", json=body).json()["model"] == "tuned"
+        server.service.thread.drop_adapter("tuned")
+        refused = client.post("/v1/chat/completions", json=body)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (404, "model_not_found")

@@ -13,6 +13,9 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from compilespec.program import AdapterShape
+
+TOY_ADAPTERS = AdapterShape(num_slots=2, rank=8, modules=("layer",))  # of the toy executor
 EVERYWHERE = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
@@ -80,3 +83,13 @@ def merged_by_hand(model: nn.Module, directory: Path) -> nn.Module:
         with torch.no_grad():
             module.weight.copy_(module.weight.double() + change)
     return merged
+
+
+def save_toy_adapter(directory: Path, mark: int, rank: int = 2) -> Path:
+    """An adapter that the toy target takes for the token `mark` before all others."""
+    model = nn.ModuleDict({"layer": nn.Linear(7, 5)})
+    up = torch.zeros(5, rank)
+    up[0, 0] = mark
+    halves = {"A": torch.ones(rank, 7), "B": up}
+    tensors = {f"base_model.model.layer.lora_{half}.weight": t for half, t in halves.items()}
+    return write_adapter(directory, model, ("layer",), rank=rank, lora_alpha=rank, tensors=tensors)

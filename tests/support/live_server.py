@@ -12,6 +12,7 @@ from typing import Any
 import httpx2
 import uvicorn
 
+from compilespec.program import AdapterShape
 from compilespec.runtime.engine import Engine
 from compilespec.serving import ServerOptions, create_app
 from compilespec.serving.process import Binding, Server, listen
@@ -36,12 +37,20 @@ def toy_tokenizer() -> Any:
     return tokenizer
 
 
-def toy_engine(says: str | None = None, *, hit_rate: float = 0.6, **options: Any) -> Engine:
+def toy_engine(
+    says: str | None = None,
+    *,
+    hit_rate: float = 0.6,
+    adapters: AdapterShape | None = None,
+    **options: Any,
+) -> Engine:
     """An engine over the toy program.
 
     Args: says: what follows every prompt that ends with `a:`, then EOS; None: the hash.
     """
-    sizes = geometry(vocab_size=VOCAB, max_seq_len=256, num_blocks=160, max_prefill_tokens=256)
+    sizes = geometry(
+        vocab_size=VOCAB, max_seq_len=256, num_blocks=160, max_prefill_tokens=256, adapters=adapters
+    )
     if says is not None:
         options["next_token"] = _saying(says.encode())
     executor = FakeExecutor(sizes, hit_rate=hit_rate, **options)
