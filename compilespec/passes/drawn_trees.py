@@ -25,7 +25,7 @@ from compilespec.tracing.capture import output_widths
 def draws_children(ctx: PassContext) -> bool:
     """Whether the children of a node are drawn with noise of their own."""
     tree = ctx.config.tree
-    return tree is not None and bool(tree.choices) and not ctx.acceptance.couples_drafts
+    return tree is not None and bool(tree.choices) and ctx.acceptance.reads_draft_probs
 
 
 def child_noise(

@@ -79,14 +79,14 @@ def _target_rows(gm: fx.GraphModule, ctx: PassContext, *, before: fx.Node) -> tu
     else:
         logits, greedy, drawn = emit(gm, prefill_choice, logits, start, before=before)
         ids = None
-    return (logits, greedy, ids, index, drawn, *state, _guide_masks(gm, ctx))
+    return (logits, greedy, ids, index, drawn, *state, guide_masks(gm, ctx))
 
 
 def allowed_drafts(gm: fx.GraphModule, ctx: PassContext, draft: fx.Node) -> fx.Node:
     """Which of the drafts [B, K] the requests' guides allow: bool [B, K]."""
     _, whole, *_ = sampling_state(gm, ctx)
     node: fx.Node = emit(
-        gm, allowed_by_guides, draft, whole, _guide_masks(gm, ctx), find_role(gm, "row_index"),
+        gm, allowed_by_guides, draft, whole, guide_masks(gm, ctx), find_role(gm, "row_index"),
         before=output_node(gm), num_drafts=ctx.config.num_draft_tokens,
     )  # fmt: skip
     return node
@@ -343,7 +343,7 @@ def sampling_state(gm: fx.GraphModule, ctx: PassContext) -> tuple[fx.Node, ...]:
     return real, whole, bias, context
 
 
-def _guide_masks(gm: fx.GraphModule, ctx: PassContext) -> fx.Node:
+def guide_masks(gm: fx.GraphModule, ctx: PassContext) -> fx.Node:
     """Which ids a guided request may choose at each row of its window, one bit per id."""
     (vocab_size,) = output_widths(ctx.target)
     shape = (ctx.config.num_row_tokens, -(-vocab_size // 32))

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from compilespec.errors import InvalidOption, NotSupported, UnsupportedState
 from compilespec.methods.capabilities import Capabilities
 from compilespec.passes.acceptance.registry import RULES
+from compilespec.passes.acceptance.tree_rules import check_tree_rule
 from compilespec.passes.draft_loops import LOOPS
 from compilespec.passes.draft_loops.tree import check_drafter
 from compilespec.pipeline.options import CompileOptions
@@ -56,6 +57,7 @@ def check_tree(
             f"acceptance={acceptance.rule!r} judges no trees yet; leave acceptance= or draft_tree= "
             "out"
         )
+    check_tree_rule(acceptance)
     processor = options.processor
     if processor is not None and "context_BL" in processor.inputs:
         raise NotSupported(

@@ -328,6 +328,11 @@ def by_context(logits_BSV, context_BL):
     return logits_BSV
 
 
+@compilespec.acceptance_rule(lossless=False)
+def blind(probs_BSV, num_drafts_B):
+    return num_drafts_B, probs_BSV[:, 0]
+
+
 def refused(*case: Any, slow: bool = True) -> Any:
     """A case; building it takes seconds where the model is traced first."""
     return pytest.param(*case, marks=pytest.mark.slow if slow else ())
@@ -340,6 +345,7 @@ def refused(*case: Any, slow: bool = True) -> Any:
         ("eagle3", {"num_draft_tokens": 3}, "InvalidOption", "leave num_draft_tokens= out"),
         ("eagle3", {"max_seq_len": 3}, "InvalidOption", "depth of draft_tree must be below"),
         ("eagle3", {"acceptance": "block"}, "NotSupported", "judges no trees"),
+        ("eagle3", {"acceptance": blind}, "NotSupported", "a rule reads parents_BS"),
         (
             "eagle3",
             {"logits_processor": by_context},

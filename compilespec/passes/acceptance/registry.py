@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from compilespec.passes.acceptance import multi_candidate, relaxed, strict, user
+from compilespec.passes.acceptance import multi_candidate, relaxed, strict, tree_rules, user
 from compilespec.passes.acceptance.base import Judged, Rule
 from compilespec.passes.acceptance.block import block_verification
 from compilespec.passes.acceptance.rejection import ratio_test
@@ -19,7 +19,7 @@ RULES: dict[str, Rule] = {
     "relaxed": relaxed.RULE,
     "rejection": dataclasses.replace(user.RULE, decode_tree=multi_candidate.decode_tree),
     "block": user.RULE,
-    "user": user.RULE,
+    "user": dataclasses.replace(user.RULE, decode_tree=tree_rules.decode_tree),
 }
 # Rules that are functions under the contract of `acceptance_rule`.
 FUNCTIONS = {"rejection": ratio_test, "block": block_verification}

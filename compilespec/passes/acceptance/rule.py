@@ -17,6 +17,7 @@ RULE_INPUTS = (
     "draft_BK",
     "num_drafts_B",
     "uniform_BK",
+    "parents_BS",
 )
 AnyFunction = TypeVar("AnyFunction", bound=Callable[..., Any])
 
@@ -100,10 +101,16 @@ def acceptance_rule(*, lossless: bool) -> Callable[[AnyFunction], AnyFunction]:
     draft_BK         int32, the drafts; -1 where there is none
     num_drafts_B     int32, how many leading drafts are to be judged, 0..K
     uniform_BK       float32 in (0, 1), one for each draft, independent of all other noise
+    parents_BS       int32, the row of the window that each row follows; row 0 is its own
+
+    The window is the last token and the drafts, K + 1 rows.  With `draft_tree=` it is a tree of N
+    drafts: row i + 1 holds draft_BK[:, i], K is N there, and a rule reads `parents_BS` and neither
+    `num_drafts_B` nor `draft_probs_BKV`; no row comes before its parent.
 
     Probabilities are float32, or float64 in a float64 program.  It returns two tensors: how many
-    leading drafts are accepted, [B] integers (no more than `num_drafts_B` are, and none from the
-    first on that a guide forbids, whose probability is 0), and what the one token after them is:
+    leading drafts are accepted, [B] integers, of a tree the row of the last one (no more than
+    `num_drafts_B` are, and none from the first on that a guide forbids, whose probability is 0, or
+    that there is not), and what the one token after them is:
     weights to draw it by, [B, V] (they need not sum to one, negative ones count as 0; rows without
     any weight, or cut short by a guide, fall back to the target's distribution), or its id, [B]
     integers.  It is traced once, for any B: tensor code without branches on values.

@@ -6,6 +6,7 @@ token after the accepted drafts.  Its contract: `compilespec.acceptance_rule`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -56,14 +57,15 @@ def _judge(
     num_drafts: fx.Node,
 ) -> tuple[fx.Node, fx.Node]:
     """How many drafts the rule accepts, and the token after them, both [B]."""
-    end, traced = output_node(gm), trace_rule(ctx)
-    made = {
+    end, traced, num_tokens = output_node(gm), trace_rule(ctx), ctx.config.num_verify_tokens
+    made: dict[str, Callable[[], fx.Node]] = {
         "probs_BSV": lambda: probs,
         "logits_BSV": lambda: logits,
         "draft_probs_BKV": lambda: read_draft_probs(gm, ctx, draft),
         "draft_BK": lambda: draft,
         "num_drafts_B": lambda: num_drafts,
         "uniform_BK": lambda: _uniform(gm, ctx),
+        "parents_BS": lambda: emit(gm, rows_before, draft, before=end, num_tokens=num_tokens),
     }
     reads = [entry.name for entry in traced.inputs if entry.kind == "argument"]
     count, last = splice(gm, ctx, traced, {name: made[name]() for name in reads})
@@ -116,7 +118,7 @@ def trace_rule(ctx: PassContext) -> Traced:
     """
     rule, config = _rule(ctx), ctx.config
     (vocab,) = output_widths(ctx.target)
-    num_drafts, num_tokens = config.num_draft_tokens, config.num_verify_tokens
+    num_drafts, num_tokens = config.num_verify_tokens - 1, config.num_verify_tokens
     wide = wide_dtype(ctx)
     sizes = (num_drafts, num_tokens, vocab)
     batch = next(size for size in _EXAMPLE_BATCHES if size not in sizes)
@@ -131,6 +133,7 @@ def trace_rule(ctx: PassContext) -> Traced:
         "draft_BK": example(torch.int32, num_drafts),
         "num_drafts_B": example(torch.int32),
         "uniform_BK": example(torch.float32, num_drafts),
+        "parents_BS": example(torch.int32, num_tokens),
     }
 
     def call(*tensors: Tensor) -> tuple[Tensor, ...]:
@@ -175,6 +178,12 @@ def judged_drafts(ids_BS: Any) -> tuple[Any, Any]:
 def _num_leading(is_so_BK: Any) -> Any:
     """The number of leading True entries, int32 [B]."""
     return is_so_BK.to(torch.int32).cumprod(1).sum(1).to(torch.int32)
+
+
+def rows_before(draft_BK: Any, *, num_tokens: int) -> Any:
+    """The row that each row of a chain follows, int32 [B, S]."""
+    before_S = (arange_like(draft_BK, num_tokens) - 1).clamp(min=0)
+    return (before_S + torch.zeros_like(draft_BK[:, :1])).to(torch.int32)
 
 
 def accept_streams(drawn_BK: Any, *, num_drafts: int) -> Any:

@@ -20,6 +20,7 @@ from compilespec.passes.context import PassContext
 from compilespec.passes.references.base import Before, Case, Values
 from compilespec.passes.references.grown_trees import are_drawn
 from compilespec.passes.references.placement import place_call
+from compilespec.passes.references.rules import is_allowed, judge_by_rule
 from compilespec.passes.references.trees import accepted_path
 from compilespec.passes.references.trials import judge_by_trials
 from compilespec.program import PAD
@@ -139,6 +140,8 @@ def _along_tree(
     """The choices on the longest accepted path; after it those of the root."""
     if are_drawn(ctx):
         return judge_by_trials(ctx, case, logits, drafts)
+    if ctx.acceptance.rule == "user":
+        return judge_by_rule(ctx, case, logits, drafts)
     target, counts = [], []
     trees = place_call(ctx.config, case).paths
     for tree, ids, choice in zip(trees, drafts, choices, strict=True):
@@ -241,14 +244,6 @@ def _draft_probs(case: Case, row: Tensor, ids: list[int], probs: Tensor) -> Tens
         if draft >= 0:
             known[0, place, draft] = 1
     return known
-
-
-def is_allowed(case: Case, row: int, place: int, draft: int) -> bool:
-    """Whether the guide of the request allows the draft."""
-    if not int(case.inputs["sampling_RI"][row, layout.FLAGS]) & layout.GUIDE:
-        return True
-    word = int(case.inputs["mask_RSW"][row, place, max(draft, 0) // 32])
-    return bool(word >> (max(draft, 0) % 32) & 1)
 
 
 def is_near(logits_V: Tensor, draft: int, topk: int, margin: Tensor) -> bool:

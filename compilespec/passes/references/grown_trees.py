@@ -71,7 +71,7 @@ def _dynamic(shape: TreeShape, best: Best) -> list[Node]:
 def are_drawn(ctx: PassContext) -> bool:
     """Whether the children of a node are draws without replacement."""
     assert ctx.config.tree is not None
-    return ctx.acceptance.function is not None and bool(ctx.config.tree.choices)
+    return ctx.acceptance.reads_draft_probs and bool(ctx.config.tree.choices)
 
 
 def is_sampled(ctx: PassContext, case: Case, row: int) -> bool:
