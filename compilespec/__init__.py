@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 __all__ = [
     "DraftTree",
+    "EmbedsPrompt",
     "Engine",
     "Progress",
     "Quantize",
@@ -27,11 +28,13 @@ if TYPE_CHECKING:
     from compilespec.pipeline.entry import compile, trace
     from compilespec.progress import Progress
     from compilespec.quantization import Quantize, save_quantized
+    from compilespec.runtime.embeds_prompt import EmbedsPrompt
     from compilespec.runtime.engine import Engine
     from compilespec.runtime.sampling_params import SamplingParams
 
 _LAZY = {
     "DraftTree": ("compilespec.methods.draft_tree", "DraftTree"),
+    "EmbedsPrompt": ("compilespec.runtime.embeds_prompt", "EmbedsPrompt"),
     "Engine": ("compilespec.runtime.engine", "Engine"),
     "SamplingParams": ("compilespec.runtime.sampling_params", "SamplingParams"),
     "acceptance_rule": ("compilespec.passes.acceptance.rule", "acceptance_rule"),

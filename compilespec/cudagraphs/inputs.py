@@ -11,7 +11,7 @@ from compilespec.cudagraphs.staging import Staging
 
 # Row -1 reads and writes nothing, so the other inputs of a padded row may hold any legal value.
 _PADDED_ROW = -1
-_ROWS = ("row_B", "row_T", "commit_row_R")
+_ROWS = ("row_B", "row_T", "commit_row_R", "given_T")
 _ALIGNMENT = 64  # int32 entries: compiled kernels count on aligned addresses
 
 

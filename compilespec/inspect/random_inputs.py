@@ -220,6 +220,11 @@ def _prefill_case(draw: _Draw, batch_size: int, start: Stage) -> Case:
     for name, value in (("ids_T", 0), ("next_T", 0), ("position_T", 0), ("row_T", PAD),
                         ("owner_T", 0)):  # fmt: skip
         packed[name] += [value] * num_padded
+    if "embeds_PD" in draw.ctx.buffers:  # every other token
+        count = len(packed["ids_T"]) - num_padded
+        rows = draw.rng.sample(range(count), count)
+        given = [row if token % 2 else PAD for token, row in enumerate(rows)]
+        packed["given_T"] = [*given, *[PAD] * num_padded]
     inputs = draw.state(running) | {name: draw.int32(values) for name, values in packed.items()}
     num_tokens = len(packed["ids_T"])
     return Case(
@@ -318,6 +323,8 @@ class _Draw:
             assert config.adapters is not None, "rows have slots where there are adapters"
             most = config.adapters.num_slots
             return self.int32([row % (most + 1) - 1 for row in range(spec.shape[0])])
+        if spec.name == "embeds_PD":
+            return self._normal(spec.shape, spec.dtype)
         if spec.name.startswith("adapter."):
             return self._normal(spec.shape, spec.dtype) / spec.shape[-1] ** 0.5
         if spec.by_host:  # nothing that a request might ask for

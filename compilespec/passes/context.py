@@ -45,6 +45,7 @@ class PassContext:
     logits_processor: LogitsProcessor | None = None  # traced into the step
     host_processors: bool = False  # whether requests may have processors on the host
     prompt_logprobs: bool = False  # whether prefill outputs the head's input
+    prompt_embeds: bool = False  # whether rows of a prompt may be embeddings
     read_only: frozenset[str] = frozenset()  # state that this graph reads, and others write
     expanded: Mapping[str, Traced] = field(default_factory=dict)  # `draft` before latents
     latents: dict[str, Expansion | str] = field(default_factory=dict)  # see `absorb_latents`

@@ -29,6 +29,7 @@ CONTRACT: dict[str, Range] = {
     "next_T": integers(-1, V - 1),
     "position_T": integers(0, L - 1),
     "owner_T": integers(0, R - 1),
+    "given_T": integers(-1, T - 1),
     "last_R": integers(0, T - 1),
     "tokens_RS": integers(-1, V - 1),
     "history_RL": integers(-1, V - 1),

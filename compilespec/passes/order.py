@@ -27,6 +27,7 @@ from compilespec.passes.output_head_input import output_head_input
 from compilespec.passes.output_hidden_states import output_hidden_states
 from compilespec.passes.prepack_linears import prepack_linears
 from compilespec.passes.process_logits import num_processors, process_logits
+from compilespec.passes.read_embeds import read_embeds
 from compilespec.passes.read_state import read_state
 from compilespec.passes.runner import Pass, check_order, run_passes
 from compilespec.passes.shift_hidden_states import pairs_hidden_states, shift_hidden_states
@@ -81,6 +82,14 @@ SPLICE_PASSES = (
             contracts.plays("ids", "position", "row", "slot", "row_index", "live", "start"),
         ),
         reference=references.read_state,
+    ),
+    Pass(
+        run=read_embeds,
+        after=("tap_hidden_states", "read_state"),
+        matches=lambda ctx: 1 if ctx.prompt_embeds and ctx.phase == "prefill" else None,
+        looks_for="the embedding of token ids",
+        near=("embedding",),
+        reference=references.read_embeds,
     ),
     Pass(
         run=add_adapters,

@@ -157,6 +157,7 @@ def _context(
         logits_processor=options.processor,
         host_processors=options.host_processors,
         prompt_logprobs=options.prompt_logprobs,
+        prompt_embeds=options.prompt_embeds,
     )
 
 

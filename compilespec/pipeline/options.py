@@ -173,6 +173,12 @@ class CompileOptions:
         "pay nothing else.",
         switch,
     )
+    prompt_embeds: bool = keyword(
+        False,
+        "prompts may be embeddings, as `compilespec.EmbedsPrompt`.  Prefill then reads a buffer of "
+        "max_prefill_tokens rows.",
+        switch,
+    )
     quantize: Any = keyword(
         None,
         'a torchao config, its short name ("int8_weight_only", "int8_dynamic", '

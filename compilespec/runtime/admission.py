@@ -12,6 +12,7 @@ from compilespec.errors import InvalidRequest, SpecError, is_integer
 from compilespec.runtime.adapters import Adapters
 from compilespec.runtime.blocks import num_blocks_for
 from compilespec.runtime.detokenize import OutputText, Tokenizer
+from compilespec.runtime.embeds_prompt import EmbedsPrompt, content_ids, read_embeds
 from compilespec.runtime.executor import Geometry
 from compilespec.runtime.guides import Vocabulary
 from compilespec.runtime.host_masks import make_follower
@@ -95,6 +96,8 @@ class Admission:
         params = dataclasses.replace(params)  # a copy of what the caller might change
         adapter = self._adapters.find(params.adapter)
         ids = read_prompt(prompt, self._tokenizer, self._geometry)
+        embeds = read_embeds(prompt, self._geometry) if isinstance(prompt, EmbedsPrompt) else None
+        contents = () if embeds is None else content_ids(embeds, ids)
         self._check_blocks(len(ids), params.max_new_tokens)
         eos = frozenset[int]() if params.ignore_eos else self._eos_token_ids
         stop_ids = eos.union(params.stop_token_ids)
@@ -109,6 +112,8 @@ class Admission:
                 sample=sample,
                 stop_token_ids=stop_ids,
                 adapter=adapter,
+                embeds=embeds,
+                content_ids=contents,
                 guide=make_follower(params, self._vocabulary, end_ids=eos, stop_ids=stop_ids),
                 output_text=OutputText(self._tokenizer, ids, params.stop)
                 if self._tokenizer is not None

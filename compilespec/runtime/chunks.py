@@ -35,6 +35,7 @@ def next_chunks(
             tokens=tokens[start:end],
             next_token=tokens[end] if end < len(tokens) else None,
             num_logprobs=request.num_prompt_logprobs,
+            embeds=request.embeds_of(start, end),
         )
         room -= end - start
     return chunks

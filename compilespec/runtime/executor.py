@@ -33,6 +33,7 @@ class PrefillChunk:
     tokens: tuple[int, ...]
     next_token: int | None
     num_logprobs: int | None = None  # of the prompt's tokens, as many best ones are asked for
+    embeds: Tensor | None = None  # [n, D], of its first n tokens, in place of those of their ids
 
     @property
     def end(self) -> int:
@@ -68,6 +69,7 @@ class Geometry:
     looks_up: bool = False  # whether drafts are found in texts, by steps of K = 0 as well
     combines: bool = False  # whether only some are, where they are surer than a model's
     adapters: AdapterShape | None = None  # the room for them; None: requests have none
+    embeds_width: int | None = None  # of prompts as embeddings; None: there are none
 
     @property
     def blocks_per_row(self) -> int:

@@ -101,7 +101,7 @@ class Holdings:
         count = min(known // self._sizes.block_size, len(request.blocks))
         if count <= request.num_published:
             return
-        self.prefixes.extend_keys(request.block_keys, request.token_ids, request.prefix_key)
+        self.prefixes.extend_keys(request.block_keys, request.key_ids, request.prefix_key)
         count = min(count, len(request.block_keys))
         for number in range(request.num_published, count):
             self.prefixes.publish(request.block_keys[number], request.blocks[number])
@@ -128,7 +128,7 @@ class Holdings:
         if self.prefixes is None or request.num_prompt_logprobs is not None:
             return ()
         keys = request.block_keys
-        self.prefixes.extend_keys(keys, tokens, request.prefix_key)
+        self.prefixes.extend_keys(keys, request.key_ids, request.prefix_key)
         found = self.prefixes.find(keys, len(tokens))
         wanted = keys[len(found) : self.prefixes.num_findable(len(tokens))][:1]
         is_coming = any(

@@ -12,8 +12,11 @@ def pack_chunks(chunks: Sequence[PrefillChunk]) -> Mapping[str, list[int]]:
     """The packed prefill batch as the graph's batch inputs: T tokens of R chunks."""
     packed: dict[str, list[int]] = {
         name: []
-        for name in ("ids_T", "next_T", "position_T", "row_T", "owner_T", "last_R", "commit_row_R")
-    }
+        for name in (
+            "ids_T", "next_T", "position_T", "row_T", "owner_T", "given_T", "last_R",
+            "commit_row_R",
+        )
+    }  # fmt: skip
     for index, chunk in enumerate(chunks):
         count = len(chunk.tokens)
         packed["ids_T"] += chunk.tokens
@@ -24,6 +27,8 @@ def pack_chunks(chunks: Sequence[PrefillChunk]) -> Mapping[str, list[int]]:
         packed["position_T"] += range(chunk.start, chunk.start + count)
         packed["row_T"] += [chunk.row] * count
         packed["owner_T"] += [index] * count
+        num_given, place = 0 if chunk.embeds is None else len(chunk.embeds), len(packed["given_T"])
+        packed["given_T"] += [*range(place, place + num_given), *[PAD] * (count - num_given)]
         packed["last_R"].append(len(packed["ids_T"]) - 1)
         packed["commit_row_R"].append(chunk.row if chunk.finished else PAD)
     return packed

@@ -10,6 +10,7 @@ from compilespec.errors import InvalidRequest
 from compilespec.ops.sample.layout import MAX_LOGPROBS, MAX_STOPS
 from compilespec.runtime.chat import chat_error, encode_chat, is_chat, is_chat_prompt
 from compilespec.runtime.detokenize import Tokenizer
+from compilespec.runtime.embeds_prompt import EmbedsPrompt, placeholder_ids
 from compilespec.runtime.executor import Geometry
 from compilespec.runtime.sampling_params import SamplingParams
 
@@ -20,7 +21,7 @@ def as_prompt_list(prompts: Any) -> tuple[list[Any], bool]:
     Returns: the prompts, and whether it was a single one.  An empty sequence is no prompt at all.
     Raises: InvalidRequest.
     """
-    if is_chat_prompt(prompts):
+    if is_chat_prompt(prompts) or isinstance(prompts, EmbedsPrompt):
         return [prompts], True
     if isinstance(prompts, Mapping):
         rows = _tokenized_rows(prompts)
@@ -68,6 +69,8 @@ def read_text(prompt: Any, tokenizer: Tokenizer | None, geometry: Geometry) -> t
         prompt = rows[0]
     if is_chat_prompt(prompt):
         ids = encode_chat(prompt, tokenizer)
+    elif isinstance(prompt, EmbedsPrompt):
+        ids = _as_ids(placeholder_ids(prompt, geometry))
     elif isinstance(prompt, str):
         ids = _encode(prompt, tokenizer)
     else:

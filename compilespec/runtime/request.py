@@ -6,6 +6,8 @@ import enum
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from torch import Tensor
+
 from compilespec.passes.evidence import Evidence
 from compilespec.program import NO_ADAPTER
 from compilespec.runtime.adapters import LoadedAdapter
@@ -43,6 +45,8 @@ class Request:
     output_text: OutputText | None = None  # None without a tokenizer
     guide: GuideFollower | None = None  # where it stands in its guide
     adapter: LoadedAdapter | None = None  # changes the target for it
+    embeds: Tensor | None = None  # [T, D], of its prompt, in place of those of its ids
+    content_ids: tuple[int, ...] = ()  # what they hold, a number a position
     processor: HostProcessor | None = None  # calls its logits processor, while it is admitted
     state: RequestState = RequestState.WAITING
     output_token_ids: list[int] = field(default_factory=list)
@@ -92,6 +96,17 @@ class Request:
     def prefix_key(self) -> bytes:
         """What its cache blocks depend on beside tokens."""
         return b"" if self.adapter is None else self.adapter.key
+
+    @property
+    def key_ids(self) -> tuple[int, ...]:
+        """What its cache blocks hold, position by position: tokens, or other content."""
+        return (*(self.content_ids or self.prompt_token_ids), *self.output_token_ids)
+
+    def embeds_of(self, start: int, end: int) -> Tensor | None:
+        """The prompt's embeddings at these positions; None where there are none."""
+        if self.embeds is None or start >= len(self.embeds):
+            return None
+        return self.embeds[start:end]
 
     @property
     def needs_host(self) -> bool:

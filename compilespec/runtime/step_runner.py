@@ -17,6 +17,7 @@ from compilespec.passes.evidence import Evidence
 from compilespec.program import PAD, ByStep, Lowered, LoweredPhase, ProgramConfig, StepKey
 from compilespec.progress import Reporter
 from compilespec.runtime.adapter_slots import product_sizes, write_adapter
+from compilespec.runtime.embeds_prompt import write_embeds
 from compilespec.runtime.executor import Geometry, PrefillChunk
 from compilespec.runtime.host_writes import HostWrites
 from compilespec.runtime.launched import Launched
@@ -137,6 +138,8 @@ class StepRunner:
     def launch_prefill(self, chunks: Sequence[PrefillChunk]) -> Launched:
         self._host.send()
         packed = pack_chunks(chunks)
+        if "embeds_PD" in self.buffers:
+            write_embeds(self.buffers["embeds_PD"], chunks)
         emitted, counts, *hidden = self.calls["prefill"](packed)
         if self._taps is not None:
             self._taps.add_chunks(chunks, hidden[0].squeeze(0))
@@ -254,4 +257,5 @@ def _geometry(lowered: Lowered) -> Geometry:
         looks_up=program.looks_up,
         combines=program.combines,
         adapters=config.adapters,
+        embeds_width=next((b.shape[1] for b in program.buffers if b.name == "embeds_PD"), None),
     )

@@ -32,6 +32,7 @@ from compilespec.passes.context import PassContext
 from compilespec.passes.graph import emit, find_role, get_outputs, output_node, set_outputs
 from compilespec.passes.logits_processor import LogitsProcessor
 from compilespec.passes.order import ATEN_PASSES, SPLICE_PASSES
+from compilespec.passes.read_embeds import merged
 from compilespec.passes.rewrite import rewrite_phase
 from compilespec.passes.runner import snapshot
 from compilespec.passes.trim_draft_head import KEPT_IDS
@@ -117,6 +118,7 @@ NEEDS: dict[str, dict[str, Any]] = {
     "output_head_input": {"prompt_logprobs": True},
     "trim_draft_head": {"draft_ids": torch.arange(0, VOCAB, 3)},
     "absorb_latents": {"family": "deepseek_v3"},
+    "read_embeds": {"prompt_embeds": True},
     "add_adapters": {
         "adapters": AdapterShape(
             num_slots=3,
@@ -301,6 +303,11 @@ def owner_ignored(gm: fx.GraphModule, ctx: PassContext) -> None:
     )  # fmt: skip
     old = find_role(gm, "draft_ids")
     wrong.meta["role"] = old.meta.pop("role")
+
+
+def other_rows_given(gm: fx.GraphModule, ctx: PassContext) -> None:
+    (node,) = gm.graph.find_nodes(op="call_function", target=merged)
+    changed(gm, node, 1, lambda given: given.roll(1, 0))
 
 
 def adapters_changed(index: int, function: Callable[[Any], Any]) -> Edit:
@@ -575,6 +582,8 @@ FAULTS = (
           edit=role_changed("row", lambda x: x.clamp(min=0))),
     Fault(pass_name="read_state", what="start one early", phase="prefill",
           edit=role_changed("start", lambda x: x - 1)),
+    Fault(pass_name="read_embeds", what="rows of other tokens", phase="prefill",
+          edit=other_rows_given),
     Fault(pass_name="add_adapters", what="adapter of the next request", phase="decode",
           edit=adapters_changed(2, lambda keeps: keeps.roll(1, 0))),
     Fault(pass_name="add_adapters", what="columns of the next slot", phase="prefill",

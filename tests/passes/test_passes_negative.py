@@ -73,6 +73,10 @@ def ids_come_from_the_state_already(target: Traced) -> Case:
     return step(target, "decode", "read_state")
 
 
+def decode_reads_its_own_tokens(target: Traced) -> Case:
+    return step(target, "decode", "read_state", prompt_embeds=True)
+
+
 def its_products_are_no_modules_of_adapters(target: Traced) -> Case:
     shape = AdapterShape(num_slots=2, rank=8, modules=("model.layers.0.mlp",))
     config = dataclasses.replace(HAND_CONFIG, adapters=shape)
@@ -181,6 +185,7 @@ NEGATIVE: dict[str, Callable[[Traced], Case]] = {
     "absorb_latents": keys_and_values_have_a_bias,
     "tap_hidden_states": only_looked_at,
     "read_state": ids_come_from_the_state_already,
+    "read_embeds": decode_reads_its_own_tokens,
     "add_adapters": its_products_are_no_modules_of_adapters,
     "narrow_logits": decode_needs_the_logits_of_all_rows,
     "insert_paged_attention": attention_is_paged_already,

@@ -82,7 +82,7 @@ def params(name, count=COUNT):
 def test_a_mixed_batch_has_the_tokens_of_merged_models(adapters, spec, k):
     """Chunks, and too few blocks for all: the last in line are preempted."""
     with compiled(
-        adapters, spec, k, max_prefill_tokens=12, kv_cache_tokens=112, max_adapters=5
+        adapters, spec, k, max_prefill_tokens=12, kv_cache_tokens=80, max_adapters=5
     ) as engine:
         outputs = engine.generate([*PROMPTS], [params(name) for name in NAMES])
         for output, name, prompt in zip(outputs, NAMES, PROMPTS, strict=True):

@@ -11,6 +11,7 @@ from compilespec.passes.references.acceptance import splice_acceptance
 from compilespec.passes.references.adapters import add_adapters
 from compilespec.passes.references.base import Before, Case, Reference, Values
 from compilespec.passes.references.draft_loops import splice_draft_loop, trim_draft_head
+from compilespec.passes.references.embeds import read_embeds
 from compilespec.passes.references.evidence import report_evidence
 from compilespec.passes.references.kept_inputs import commit_drafts, read_kept
 from compilespec.passes.references.process_logits import process_logits
@@ -42,6 +43,7 @@ __all__ = [
     "output_head_input",
     "output_hidden_states",
     "process_logits",
+    "read_embeds",
     "read_kept",
     "read_state",
     "report_evidence",
