@@ -104,6 +104,14 @@ class TrainingDiverged(SpecError):
     """The loss of a drafter that is trained is no number any more; the last state is kept."""
 
 
+class RankLost(SpecError):
+    """Another process of a tensor-parallel job ended; so does this one."""
+
+
+class RanksDiffer(SpecError):
+    """The processes of a tensor-parallel job do not have the same code, model and options."""
+
+
 class EngineClosed(SpecError):
     """The engine was closed, or takes no more requests; compile a new one."""
 

@@ -106,7 +106,7 @@ def _environment(options: dict[str, Any], device: torch.device) -> dict[str, str
         "torch version": torch.__version__,
         "CPU capability": torch.backends.cpu.get_cpu_capability(),
         **(_gpu(device) if device.type == "cuda" else {}),
-        "compilespec's code": _source_digest(),
+        "compilespec's code": source_digest(),
         "compiler options": json.dumps(options, sort_keys=True),
     }
 
@@ -145,7 +145,7 @@ def _differing(stored: Mapping[str, str], wanted: Mapping[str, str]) -> list[str
 
 
 @functools.cache
-def _source_digest() -> str:
+def source_digest() -> str:
     """A digest of the package's code: any change of it invalidates every artifact."""
     digest = hashlib.sha256()
     root = Path(__file__).parents[1]

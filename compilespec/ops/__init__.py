@@ -9,6 +9,7 @@ from compilespec.ops._build import load_kernels
 from compilespec.ops.argmax_linear import argmax_linear, score_linear
 from compilespec.ops.attention import attention
 from compilespec.ops.causal_conv import cached_conv, causal_conv
+from compilespec.ops.collectives import all_gather, all_reduce
 from compilespec.ops.head_linear import head_linear
 from compilespec.ops.ngram_match import ngram_match
 from compilespec.ops.packed_linear import pack_weight, packed_linear
@@ -19,6 +20,8 @@ from compilespec.ops.roll_window import roll_window
 from compilespec.ops.sample import draw, sample
 
 __all__ = [
+    "all_gather",
+    "all_reduce",
     "argmax_linear",
     "attention",
     "cached_conv",

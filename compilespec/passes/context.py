@@ -11,6 +11,7 @@ from compilespec.methods.capabilities import Capabilities, Chain
 from compilespec.passes.acceptance.rule import STRICT, Acceptance
 from compilespec.passes.expansion import Expansion
 from compilespec.passes.logits_processor import LogitsProcessor
+from compilespec.passes.sharding.plan import Sharding
 from compilespec.program import (
     BufferSpec,
     InputSpec,
@@ -46,6 +47,7 @@ class PassContext:
     host_processors: bool = False  # whether requests may have processors on the host
     prompt_logprobs: bool = False  # whether prefill outputs the head's input
     prompt_embeds: bool = False  # whether rows of a prompt may be embeddings
+    sharding: Sharding | None = None  # among the ranks of tensor parallelism; None: there is one
     read_only: frozenset[str] = frozenset()  # state that this graph reads, and others write
     expanded: Mapping[str, Traced] = field(default_factory=dict)  # `draft` before latents
     latents: dict[str, Expansion | str] = field(default_factory=dict)  # see `absorb_latents`

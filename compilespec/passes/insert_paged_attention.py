@@ -141,6 +141,8 @@ def cache_of(
         shape=(*blocks, int(heads or 0), int(head_dim or 0)),
         dtype=shape[1],
     )
+    if ctx.sharding is not None:
+        buffer = ctx.sharding.own(buffer)
     if ctx.buffers.get(buffer.name, buffer) != buffer:
         raise PassError(
             f"{buffer.name} is {list(ctx.buffers[buffer.name].shape)}, a marker needs "

@@ -30,6 +30,7 @@ from compilespec.passes.process_logits import num_processors, process_logits
 from compilespec.passes.read_embeds import read_embeds
 from compilespec.passes.read_state import read_state
 from compilespec.passes.runner import Pass, check_order, run_passes
+from compilespec.passes.shard_weights import shard_weights
 from compilespec.passes.shift_hidden_states import pairs_hidden_states, shift_hidden_states
 from compilespec.passes.splice_acceptance import splice_acceptance
 from compilespec.passes.splice_draft_loop import num_drafter_passes, splice_draft_loop
@@ -56,6 +57,13 @@ _TRIM = Pass(
     near=("argmax", "linear"),
     ensures=(contracts.DRAWN_BY_ID,),
     reference=references.trim_draft_head,
+)
+
+_SHARD = Pass(
+    run=shard_weights,
+    after=("splice_draft_loop", "trim_draft_head"),
+    numerics="rounding",  # what the ranks got is added in their order
+    matches=lambda ctx: None if ctx.sharding is None else 1,
 )
 
 # Torch IR, as captured by Dynamo: these passes only splice, and never eliminate dead code.
@@ -204,6 +212,7 @@ SPLICE_PASSES = (
         ensures=(contracts.writes_buffers("tokens_RS", "seq_len_R"),),
         reference=references.commit_state,
     ),
+    dataclasses.replace(_SHARD, after=("narrow_rows", "lower_quantized", "commit_state")),
 )
 
 # Torch IR, from a graph of nothing: the drafter alone, over the inputs that steps of K = 0 kept.
@@ -226,6 +235,7 @@ REPLAY_PASSES = (
         ensures=(contracts.gives("tokens_BS"), contracts.writes_buffers("tokens_RS")),
         reference=references.commit_drafts,
     ),
+    _SHARD,
 )
 
 # ATen, after the one retrace: everything that matches and rewrites.

@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import re
 import time
-from typing import Any
-
 import torch
 from torch import fx
 
 from compilespec import _torch_compat
 from compilespec.errors import PassError
 from compilespec.passes.context import PassContext
+from compilespec.passes.fakes import fake_inputs
 from compilespec.passes.graph import get_outputs, output_node, set_outputs, splice
 from compilespec.passes.order import ATEN_PASSES, REPLAY_PASSES, SPLICE_PASSES
 from compilespec.passes.runner import run_passes, snapshot, stamp
-from compilespec.program import InputSpec, PassRecord, PhaseGraph, StepGraph
+from compilespec.program import PassRecord, PhaseGraph, StepGraph
 from compilespec.tracing.structure import num_decoder_layers
-
-# Example sizes of the symbolic dimensions, chosen to equal few static ones.
-EXAMPLE_SIZES = {"B": 7, "R": 7, "T": 13}
 
 
 def rewrite_phase(
@@ -108,8 +104,7 @@ def to_aten(
     placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
     specs = [ctx.inputs[node.meta["role"]] for node in placeholders]
     mode = _torch_compat.fake_mode()
-    sizes: dict[str, Any] = {}
-    fakes = [_fake_input(mode, spec, ctx, sizes) for spec in specs]
+    fakes = fake_inputs(mode, gm, ctx)
     names = tuple(get_outputs(gm))
     aten = _torch_compat.retrace(gm, fakes, mode)
     for node, spec, fake in zip(aten.graph.find_nodes(op="placeholder"), specs, fakes, strict=True):
@@ -138,22 +133,3 @@ def to_aten(
         after=snapshot(aten.graph) if keep_graphs else None,
     )
     return aten, record
-
-
-def _fake_input(mode: Any, spec: InputSpec, ctx: PassContext, sizes: dict[str, Any]) -> Any:
-    """A fake tensor for the input `spec`.  `sizes` keeps one symbol per batch dimension, which its
-    inputs share.
-    """
-    device = ctx.config.device
-    if spec.kind == "weight":
-        return _torch_compat.fake_tensor(mode, ctx.weights[spec.name])
-    if spec.kind == "batch":
-        dim = spec.name[-1]
-        if dim not in sizes:
-            example = torch.zeros(EXAMPLE_SIZES[dim], dtype=torch.int32, device=device)
-            sizes[dim] = _torch_compat.fake_tensor(mode, example, dynamic_dims=(0,)).shape[0]
-        with mode:
-            return torch.empty((sizes[dim],), dtype=torch.int32, device=device)
-    buffer = ctx.buffers[spec.name]
-    with mode:
-        return torch.empty(buffer.shape, dtype=buffer.dtype, device=device)

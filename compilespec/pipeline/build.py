@@ -107,6 +107,7 @@ def build_program(
             *_notes(target, drafter, kept, config.adapters),
             *describe_latents(first.latents),
             *why_counts,
+            *(first.sharding.describe() if first.sharding else ()),
             *notes,
         ),
     )
@@ -158,6 +159,7 @@ def _context(
         host_processors=options.host_processors,
         prompt_logprobs=options.prompt_logprobs,
         prompt_embeds=options.prompt_embeds,
+        sharding=options.sharding,
     )
 
 
@@ -187,7 +189,8 @@ def _rewritten(
     graphs = []
     for index, ctx in enumerate(contexts, 1):
         with progress.step("rewrite", str(ctx.key), index=index, total=len(contexts)):
-            graph = rewrite_phase(ctx, keep_graphs=keep_graphs)
+            in_lockstep = ctx.sharding is not None  # the ranks' steps are compared with the whole
+            graph = rewrite_phase(ctx, keep_graphs=keep_graphs or in_lockstep)
             graphs.append(graph)
     return ByStep(graphs)
 

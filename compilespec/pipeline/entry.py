@@ -29,6 +29,7 @@ from compilespec.pipeline.build import build_program
 from compilespec.pipeline.draft_vocab import check_has_head
 from compilespec.pipeline.keywords import shown_fields, shows
 from compilespec.pipeline.options import CompileOptions, check_method_options
+from compilespec.pipeline.parallel import compare_ranks, join_ranks, lead_or_follow
 from compilespec.pipeline.plan import describe_plan, why_not_overlapped, why_not_shared
 from compilespec.program import SpecProgram
 from compilespec.progress import Progress, Reporter
@@ -92,6 +93,7 @@ def compile(
         what to try.
     """
     asked, reporter = _ask(spec, draft, keywords), Reporter(progress)
+    ranks = join_ranks(asked.options, asked.method.capabilities)
     target = _load(model, dtype, device, tokenizer, asked.options, reporter)
     asked = _choose(asked, target, reporter)
     if defaults := target.generation_defaults.describe():
@@ -99,20 +101,23 @@ def compile(
         asked = dataclasses.replace(asked, notes=(*asked.notes, defaults))
     program = _build(asked, target, reporter)
     options = asked.options
+    if ranks is not None:
+        compare_ranks(ranks, program, options)
     kinds = options.graphs.kinds_on(program.config.device)
     lowered = lower(program, backend=options.backend, units=units_for(kinds), progress=reporter)
     with reporter.step("load", "weights and buffers, in place"):
         runner = StepRunner(lowered, buckets=options.bucket_sizes, graphs=options.graphs)
         share_merged(target.model, program, lowered.graphs, runner.weights)
     runner.capture(reporter)
+    executor = runner if ranks is None else lead_or_follow(ranks, program, runner, reporter)
     policy = None
     sizes = runner.geometry
     if len(sizes.draft_counts) > 1:
         with reporter.step("capture", "times of steps, by K"):
-            policy = DraftPolicy(sizes.draft_counts, measure(runner), looks_up=sizes.looks_up)
+            policy = DraftPolicy(sizes.draft_counts, measure(executor), looks_up=sizes.looks_up)
     reporter.ready()
     serving = _serving_options(program, options, target, runner, policy)
-    engine = Engine(runner, target.tokenizer, serving)
+    engine = Engine(executor, target.tokenizer, serving)
     for name, adapter in (target.adapters or {}).items():
         engine.adapters.put(name, adapter)
     return engine

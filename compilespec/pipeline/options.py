@@ -18,9 +18,11 @@ from compilespec.lowering import BACKENDS
 from compilespec.methods.base import Drafter
 from compilespec.methods.capabilities import Capabilities
 from compilespec.methods.draft_tree import DraftTree
+from compilespec.ops.collectives.group import this_rank
 from compilespec.passes.acceptance.options import ACCEPTANCE_OPTIONS, resolve_acceptance
 from compilespec.passes.acceptance.rule import Acceptance
 from compilespec.passes.logits_processor import LogitsProcessor
+from compilespec.passes.sharding.plan import WAYS, Sharding
 from compilespec.pipeline.keywords import (
     auto_or_switch,
     check_fields,
@@ -74,6 +76,19 @@ def _adapters(name: str, value: Any) -> None:
         raise InvalidOption(
             f"{name} must be the directory of a LoRA adapter, or directories by name; got {value!r}"
         )
+
+
+def _ways_or_none(name: str, value: Any) -> None:
+    if value is None:
+        return
+    if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
+        raise InvalidOption(
+            f'{name} must be a dict of ways by module path, such as {{"*.mlp": "whole"}}; got '
+            f"{value!r}"
+        )
+    for way in value.values():
+        if way not in WAYS:
+            raise not_one_of(name, way, WAYS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -221,6 +236,18 @@ class CompileOptions:
         "token_counts.json beside the target.",
         _counts_or_file,
     )
+    tensor_parallel_size: int = keyword(
+        1,
+        "processes that share one model, each with its part of the weights and of the KV cache; "
+        "the program runs under torchrun with so many.",
+        positive,
+    )
+    tensor_parallel_plan: Mapping[str, str] | None = keyword(
+        None,
+        'how linear layers are cut, by module path or pattern: "columns" (of their outputs), '
+        '"rows" (of their inputs) or "whole"; None derives it from the graph.',
+        _ways_or_none,
+    )
 
     # ACCEPTANCE_OPTIONS: given among a method's options.
     relaxed_topk: int | None = keyword(
@@ -302,6 +329,14 @@ class CompileOptions:
         """Of `logits_processor`."""
         given = self.logits_processor
         return None if given is None else LogitsProcessor(given)
+
+    @property
+    def sharding(self) -> Sharding | None:
+        """Of `tensor_parallel_size`: a new plan, of this process's rank, undecided yet."""
+        size = self.tensor_parallel_size
+        if size == 1:
+            return None
+        return Sharding(size=size, rank=this_rank(), wanted=self.tensor_parallel_plan or {})
 
     @functools.cached_property
     def quantization(self) -> Quantize | None:

@@ -143,7 +143,7 @@ def test_the_reason_is_what_differs_from_the_nearest_artifact(
     assert start(program, units=units) == {"prefill": "compiler options changed"}
     assert start(program, units=units) == {}
     with monkeypatch.context() as patch:
-        patch.setattr(artifacts, "_source_digest", lambda: "f" * 64)
+        patch.setattr(artifacts, "source_digest", lambda: "f" * 64)
         assert set(start(program).values()) == {"compilespec's code changed"}
     for path in cache.directory.glob("*.bin"):
         path.unlink()

@@ -1,0 +1,106 @@
+"""What ranks of a tensor-parallel job tell each other inside a step.
+
+Each operator gathers the ranks' parts (`group.py`) and goes on in rank order, so that every rank
+gets the same bits, and a row's bits do not depend on the rows beside it: libraries' reductions cut
+tensors anywhere, and add in an order that follows from the cut.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from compilespec.ops._library import define_op
+from compilespec.ops.collectives.group import Group, acting, current
+from compilespec.ops.collectives.reference import (
+    argmax_of_ranks,
+    concatenate_ranks,
+    embed_own_rows,
+    sum_of_ranks,
+    take_own,
+)
+
+__all__ = [
+    "Group",
+    "acting",
+    "all_gather",
+    "all_reduce",
+    "argmax_shard",
+    "current",
+    "embed_shard",
+    "take_shard",
+]
+
+
+def _all_reduce(x: Tensor, size: int) -> Tensor:
+    return sum_of_ranks(current(size).gather(x))
+
+
+def _all_gather(x: Tensor, dim: int, length: int, size: int) -> Tensor:
+    return concatenate_ranks(current(size).gather(x), dim, length)
+
+
+def _argmax_shard(logits: Tensor, length: int, size: int) -> Tensor:
+    group = current(size)
+    num_rows = logits.shape[-1]
+    own = logits[..., : min(num_rows, max(length - group.rank * num_rows, 0))]
+    if own.shape[-1] == 0:
+        best, index = logits.new_full(logits.shape[:-1], -torch.inf), None
+    else:
+        index = own.argmax(-1)
+        best = own.gather(-1, index.unsqueeze(-1)).squeeze(-1)
+    index = torch.zeros_like(best, dtype=torch.int64) if index is None else index
+    ids = group.gather(index + group.rank * num_rows)
+    return argmax_of_ranks(group.gather(best), ids)
+
+
+def _embed_shard(ids: Tensor, weight: Tensor, size: int) -> Tensor:
+    return embed_own_rows(ids, weight, current(size).rank)
+
+
+def _take_shard(x: Tensor, dim: int, parts: int, size: int) -> Tensor:
+    return take_own(x, dim, parts, current(size).rank * parts // size)
+
+
+def _gathered(x: Tensor, dim: int, length: int, size: int) -> Tensor:
+    shape = list(x.shape)
+    shape[dim] = length
+    return x.new_empty(shape)
+
+
+def _taken(x: Tensor, dim: int, parts: int, size: int) -> Tensor:
+    shape = list(x.shape)
+    shape[dim] = shape[dim] // parts
+    return x.new_empty(shape)
+
+
+all_reduce = define_op(
+    "all_reduce(Tensor x, int size) -> Tensor",
+    _all_reduce,
+    lambda x, size: x.new_empty(x.shape),
+    has_kernel=False,
+)
+all_gather = define_op(
+    "all_gather(Tensor x, int dim, int length, int size) -> Tensor",
+    _all_gather,
+    _gathered,
+    has_kernel=False,
+)
+argmax_shard = define_op(
+    "argmax_shard(Tensor logits, int length, int size) -> Tensor",
+    _argmax_shard,
+    lambda logits, length, size: logits.new_empty(logits.shape[:-1], dtype=torch.int64),
+    has_kernel=False,
+)
+embed_shard = define_op(
+    "embed_shard(Tensor ids, Tensor weight, int size) -> Tensor",
+    _embed_shard,
+    lambda ids, weight, size: weight.new_empty((*ids.shape, weight.shape[1])),
+    has_kernel=False,
+)
+take_shard = define_op(
+    "take_shard(Tensor x, int dim, int parts, int size) -> Tensor",
+    _take_shard,
+    _taken,
+    has_kernel=False,
+)

@@ -1,0 +1,117 @@
+"""Who the ranks of a step are: processes of `torch.distributed`, or threads of one process."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from compilespec.errors import NotSupported, RankLost
+
+
+class Group(Protocol):
+    """The ranks that run a step together, all in the same order of operators."""
+
+    rank: int
+    size: int
+
+    def gather(self, x: Tensor) -> list[Tensor]:
+        """Every rank's tensor of this call, in rank order; all have one shape and dtype."""
+
+
+class _Acting(threading.local):
+    group: Group | None = None
+
+
+_acting = _Acting()
+_process: list[Group] = []  # the group of all threads that have none of their own
+
+
+@contextlib.contextmanager
+def acting(group: Group | None) -> Iterator[None]:
+    """Within, steps of this thread are those of a rank of `group`."""
+    before, _acting.group = _acting.group, group
+    try:
+        yield
+    finally:
+        _acting.group = before
+
+
+def current(size: int) -> Group:
+    """The group of this thread.  Raises: NotSupported where none of that size runs here."""
+    group = _acting.group or (_process[-1] if _process else None)
+    if group is None or group.size != size:
+        raise NotSupported(
+            f"a step for {size} ranks of tensor parallelism runs in a job of so many processes "
+            f"alone: start them with torchrun --nproc-per-node {size}"
+        )
+    return group
+
+
+class ProcessGroup:
+    """The processes of a `torch.distributed` group."""
+
+    def __init__(self, group: Any = None) -> None:
+        self._group = group
+        self.rank = torch.distributed.get_rank(group)
+        self.size = torch.distributed.get_world_size(group)
+
+    def gather(self, x: Tensor) -> list[Tensor]:
+        """As bytes, so that every dtype goes through unchanged."""
+        flat = x.detach().contiguous().view(-1).view(torch.uint8)
+        parts = [torch.empty_like(flat) for _ in range(self.size)]
+        try:
+            torch.distributed.all_gather(parts, flat, group=self._group)
+        except RuntimeError as error:
+            raise RankLost(
+                f"rank {self.rank} lost another rank of the job inside a step: "
+                f"{str(error).splitlines()[0]}"
+            ) from error
+        return [part.view(x.dtype).view(x.shape) for part in parts]
+
+
+class _Meeting:
+    """Where threads leave their tensors and take those of the others."""
+
+    def __init__(self, size: int) -> None:
+        self.barrier = threading.Barrier(size)
+        self.left: list[Any] = [None] * size
+
+
+class ThreadGroup:
+    """A rank among threads of this process: tries a job's steps without its processes."""
+
+    def __init__(self, rank: int, meeting: _Meeting) -> None:
+        self.rank, self.size, self._meeting = rank, len(meeting.left), meeting
+
+    @classmethod
+    def make(cls, size: int) -> list[ThreadGroup]:
+        """One for each rank."""
+        meeting = _Meeting(size)
+        return [cls(rank, meeting) for rank in range(size)]
+
+    def gather(self, x: Tensor) -> list[Tensor]:
+        self._meeting.left[self.rank] = x.detach().clone()
+        self._meeting.barrier.wait()
+        parts = list(self._meeting.left)
+        self._meeting.barrier.wait()
+        return parts
+
+    def leave(self) -> None:
+        """Wake the others, who fail: this rank will not come to the next meeting."""
+        self._meeting.barrier.abort()
+
+
+def serve_process(group: Group) -> None:
+    """Let all steps of this process be those of a rank of `group`."""
+    _process[:] = [group]
+
+
+def this_rank() -> int:
+    """Of this thread's group, or the process's; 0 where there is none."""
+    group = _acting.group or (_process[-1] if _process else None)
+    return 0 if group is None else group.rank

@@ -1,0 +1,48 @@
+"""What the collectives compute, of the ranks' parts in rank order."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def sum_of_ranks(parts: Sequence[Tensor]) -> Tensor:
+    """((part 0 + part 1) + part 2) + ...: the same bits on every rank, whatever the shape."""
+    total = parts[0].clone()
+    for part in parts[1:]:
+        total += part
+    return total
+
+
+def concatenate_ranks(parts: Sequence[Tensor], dim: int, length: int) -> Tensor:
+    """The parts side by side; what is past `length` was padding."""
+    return torch.cat(list(parts), dim).narrow(dim, 0, length).contiguous()
+
+
+def argmax_of_ranks(best: Sequence[Tensor], ids: Sequence[Tensor]) -> Tensor:
+    """Of each rank's largest logit and its id, the id of the largest; the first one where several
+    are, and NaN is larger than all numbers, as for `torch.argmax`.
+
+    Args:
+        ids: int64, beside the values: an index in a narrow floating type would be rounded.
+    """
+    winner = torch.stack(list(best)).argmax(0, keepdim=True)
+    return torch.stack(list(ids)).gather(0, winner).squeeze(0)
+
+
+def embed_own_rows(ids: Tensor, weight_VD: Tensor, rank: int) -> Tensor:
+    """The rows of ids that this rank's part of the table holds; zeros for the others, so that the
+    sum over ranks is the row itself, bit for bit.
+    """
+    own = ids.long() - rank * weight_VD.shape[0]
+    is_own = (own >= 0) & (own < weight_VD.shape[0])
+    rows = weight_VD[torch.where(is_own, own, 0)]
+    return torch.where(is_own.unsqueeze(-1), rows, torch.zeros_like(rows))
+
+
+def take_own(x: Tensor, dim: int, parts: int, piece: int) -> Tensor:
+    """One of `parts` equal pieces of a dimension of what every rank has whole."""
+    length = x.shape[dim] // parts
+    return x.narrow(dim, piece * length, length).contiguous()

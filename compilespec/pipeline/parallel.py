@@ -1,0 +1,116 @@
+"""What a tensor-parallel start does beside the stages: join, compare, check, and follow."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from compilespec.errors import NotSupported
+from compilespec.inspect.lockstep import check_lockstep
+from compilespec.inspect.stages import context_of
+from compilespec.lowering.artifacts import source_digest
+from compilespec.methods.capabilities import Capabilities
+from compilespec.pipeline.options import CompileOptions
+from compilespec.program import SpecProgram
+from compilespec.progress import Reporter
+from compilespec.runtime.executor import Executor
+from compilespec.runtime.ranks import LeadExecutor, Ranks, follow
+from compilespec.runtime.step_runner import StepRunner
+
+
+def join_ranks(options: CompileOptions, method: Capabilities) -> Ranks | None:
+    """This process among those of its job; None where one process has the whole model.
+
+    Raises: NotSupported where something asked for is not built for several ranks.
+    """
+    size = options.tensor_parallel_size
+    if size == 1:
+        return None
+    check_parallel(options, method)
+    return Ranks(size)
+
+
+def check_parallel(options: CompileOptions, method: Capabilities) -> None:
+    """Raises: NotSupported."""
+    missing = {
+        "spec='auto' (name the method)": method.chooses,
+        "spec='save_hidden_states'": method.outputs_hidden_states,
+        "host_processors=True": options.host_processors,
+        "prompt_logprobs=True": options.prompt_logprobs,
+        "quantize=": options.quantization is not None,
+        "draft_quantize=": options.draft_quantization is not None,
+    }
+    for name, is_asked in missing.items():
+        if is_asked:
+            raise NotSupported(
+                f"{name} is not built for tensor_parallel_size={options.tensor_parallel_size}: "
+                "leave it out, or run one process"
+            )
+
+
+def compare_ranks(ranks: Ranks, program: SpecProgram, options: CompileOptions) -> None:
+    """Raises: RanksDiffer where a rank has other code, options or weights; NotSupported."""
+    if program.config.device.type != "cpu":
+        raise NotSupported(
+            f"tensor_parallel_size={ranks.size} runs on the CPU alone so far, by gloo; got "
+            f"device={program.config.device}"
+        )
+    steps = [graph.spliced.code for graph in program.graphs.values()]
+    ranks.agree(
+        {
+            "version of torch": torch.__version__,
+            "version of compilespec": source_digest()[:12],
+            "options": f"{program.method}, {options}",
+            "weights": f"{_checksum(_whole_weights(program)):08x}",
+            "graphs": f"{zlib.crc32(''.join(steps).encode()):08x}",
+        }
+    )
+
+
+def _whole_weights(program: SpecProgram) -> Mapping[str, Tensor]:
+    return {n: w for n, w in program.weights.items() if not n.endswith(".shard")}
+
+
+def _checksum(weights: Mapping[str, Tensor]) -> int:
+    total = 0
+    for name, tensor in sorted(weights.items()):
+        total = zlib.crc32(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode(), total)
+        numbers = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
+        total = zlib.crc32(numbers, total)
+    return total
+
+
+def lead_or_follow(
+    ranks: Ranks, program: SpecProgram, runner: StepRunner, reporter: Reporter
+) -> Executor:
+    """Rank 0's executor.  On other ranks this does what rank 0 does until its engine is closed,
+    and ends the process.
+
+    Raises: PassError where the ranks' steps do not give what one process computes; SystemExit.
+    """
+    with reporter.step("load", "ranks in lockstep"):
+        check_lockstep(program, ranks.group, ranks.all_true)
+    _forget_whole(program)
+    if ranks.rank == 0:
+        return LeadExecutor(runner, ranks)
+    reporter.ready()
+    follow(runner, ranks)
+    raise SystemExit(0)
+
+
+def _forget_whole(program: SpecProgram) -> None:
+    """Let go of weights that this rank has a part of."""
+    for graph in program.graphs.values():
+        ctx = context_of(graph)
+        assert ctx.sharding is not None
+        for name in ctx.sharding.sources.values():
+            for kept in (ctx.weights, ctx.sharding.whole, ctx.target.weights):
+                if isinstance(kept, dict) and name in kept and _is_unread(program, name):
+                    kept[name] = kept[name].to("meta")
+
+
+def _is_unread(program: SpecProgram, name: str) -> bool:
+    return not any(name in context_of(graph).inputs for graph in program.graphs.values())
