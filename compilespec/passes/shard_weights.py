@@ -16,6 +16,7 @@ from compilespec.passes.graph import add_input, has_role
 from compilespec.passes.sharding.flow import Flow, Shard
 from compilespec.passes.sharding.plan import Sharding
 from compilespec.passes.sharding.rules import rule_of
+from compilespec.passes.sharding.views import op_name
 from compilespec.program import InputSpec, module_path
 
 COLLECTIVES = ("all_reduce", "all_gather", "argmax_shard")
@@ -38,6 +39,7 @@ def shard_weights(gm: fx.GraphModule, ctx: PassContext) -> int:
     _note_head(gm, sharding, values)
     flow = Flow(gm, ctx, sharding, values)
     flow.run(rule_of)
+    _note_unseen(gm, ctx, sharding)
     sharding.settled |= set(sharding.cuts)
     placed = {node: flow.of(node, node) for node in gm.graph.nodes}
     for node, shard in placed.items():
@@ -66,6 +68,18 @@ def _note_head(gm: fx.GraphModule, sharding: Sharding, values: dict[fx.Node, Any
         sharding.vocab_size = int(values[logits].shape[-1])
 
 
+def _note_unseen(gm: fx.GraphModule, ctx: PassContext, sharding: Sharding) -> None:
+    """Matrices that no rule asked about stay whole, aloud."""
+    for node in gm.graph.find_nodes(op="placeholder"):
+        name = str(node.meta["role"])
+        weight = ctx.weights.get(name)
+        if weight is None or weight.dim() < 2 or name in sharding.cuts:
+            continue
+        if sharding.may_cut(name):
+            readers = ", ".join(sorted({op_name(user) for user in node.users}))
+            sharding.cuts[name], sharding.why_whole[name] = None, f"no rule for {readers}"
+
+
 def _bind_pieces(gm: fx.GraphModule, ctx: PassContext, sharding: Sharding, flow: Flow) -> None:
     """An input of a rank's piece in place of each weight that is cut."""
     for node in gm.graph.find_nodes(op="placeholder"):
@@ -81,15 +95,9 @@ def _bind_pieces(gm: fx.GraphModule, ctx: PassContext, sharding: Sharding, flow:
         users = [user for user in node.users if (node, user) not in flow.whole_uses]
         for user in users:
             user.replace_input_with(node, new)
-        _follow_edits(flow, node, new)
         if not node.users:
             gm.graph.erase_node(node)
             del ctx.inputs[name]
-
-
-def _follow_edits(flow: Flow, node: fx.Node, new: fx.Node) -> None:
-    """What was noted of an input is true of its piece."""
-    flow.placed[new] = flow.placed[node]
 
 
 def _cut_caches(ctx: PassContext, sharding: Sharding, flow: Flow) -> None:

@@ -79,7 +79,7 @@ def _checksum(weights: Mapping[str, Tensor]) -> int:
     for name, tensor in sorted(weights.items()):
         total = zlib.crc32(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode(), total)
         numbers = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
-        total = zlib.crc32(numbers, total)
+        total = zlib.crc32(numbers.data, total)
     return total
 
 

@@ -45,4 +45,5 @@ def embed_own_rows(ids: Tensor, weight_VD: Tensor, rank: int) -> Tensor:
 def take_own(x: Tensor, dim: int, parts: int, piece: int) -> Tensor:
     """One of `parts` equal pieces of a dimension of what every rank has whole."""
     length = x.shape[dim] // parts
-    return x.narrow(dim, piece * length, length).contiguous()
+    own = x.narrow(dim, piece * length, length)
+    return own.clone(memory_format=torch.contiguous_format)

@@ -25,18 +25,16 @@ def paged_attention(flow: Flow, node: fx.Node) -> Placed:
     if not any((*found, *known)):
         return None
     asked, *kept = found
-    parts = _parts(flow, operands, asked, kept, node)
+    parts = _parts(flow, operands, asked, kept)
+    assert asked is not None
     for cache, before in zip(caches, known, strict=True):
         if before is not None and before.cut.parts != parts:
             raise Refused("attention over a cache that is cut in another way", *operands)
-        if parts > 1:
-            origins = frozenset[str]().union(*(s.origins for s in kept if s))
-            flow.caches[str(cache.meta["role"])] = kept[0].at(CACHE_HEADS) if kept[0] else Shard(
-                asked.cut, origins
-            )  # fmt: skip
-    if isinstance(sinks, fx.Node) and flow.of(sinks, node) is None:
-        if not flow.propose(sinks, 0, asked.cut):
-            raise Refused("attention with sinks that are whole", *operands)
+        if parts > 1 and kept[0] is not None:
+            flow.caches[str(cache.meta["role"])] = kept[0].at(CACHE_HEADS)
+    has_whole_sinks = isinstance(sinks, fx.Node) and flow.of(sinks, node) is None
+    if isinstance(sinks, fx.Node) and has_whole_sinks and not flow.propose(sinks, 0, asked.cut):
+        raise Refused("attention with sinks that are whole", *operands)
     return asked.at(2, *(s for s in kept if s is not None))
 
 
@@ -45,7 +43,6 @@ def _parts(
     operands: list[fx.Node],
     asked: Shard | None,
     kept: list[Shard | None],
-    node: fx.Node,
 ) -> int:
     """Pieces of keys and values, 1 if every rank has the one head.  Raises: Refused."""
     size = flow.sharding.size

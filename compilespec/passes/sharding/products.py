@@ -15,8 +15,8 @@ def linear(flow: Flow, node: fx.Node) -> Placed:
     """x @ weight.T + bias.  By columns: a piece of the outputs each.  By rows: each rank multiplies
     its piece of the inputs, and what they got is summed.
     """
-    x, weight, bias = (*node.args, *([None] * (3 - len(node.args))))
-    bias = node.kwargs.get("bias", bias)
+    x, weight = node.args[:2]
+    bias = node.args[2] if len(node.args) > 2 else node.kwargs.get("bias")
     assert isinstance(x, fx.Node)
     assert isinstance(weight, fx.Node)
     last = len(flow.shape(x)) - 1
@@ -36,7 +36,8 @@ def matmul(flow: Flow, node: fx.Node) -> Placed:
     x, weight = (weight, x) if is_left else (x, weight)
     ndim, ndim_x, ndim_result = (len(flow.shape(one)) for one in (weight, x, node))
     if min(ndim, ndim_x) < 2:
-        return whole_operands(flow, node)
+        _want_whole(flow, node)
+        return None
     outputs, inputs = (ndim - 2, ndim - 1) if is_left else (ndim - 1, ndim - 2)
     dims = _Dims(ndim_x - (2 if is_left else 1), outputs, inputs, ndim_result - (ndim - outputs))
     given = flow.of(x, node)
@@ -52,7 +53,7 @@ def matmul(flow: Flow, node: fx.Node) -> Placed:
     return _product(flow, node, x, weight, None, dims)
 
 
-def whole_operands(flow: Flow, node: fx.Node) -> None:
+def _want_whole(flow: Flow, node: fx.Node) -> None:
     """Raises: Refused where one is cut."""
     if any(flow.of(x, node) for x in node.all_input_nodes):
         raise Refused("a product of vectors", *node.all_input_nodes)
@@ -89,9 +90,11 @@ def _decide(flow: Flow, weight: fx.Node, dims: _Dims, given: Shard | None) -> No
         flow.propose(weight, dims.outputs)
     elif way == "rows":
         flow.propose(weight, dims.inputs)
-    elif given is not None and given.cut.dim == dims.summed:
-        if given.cut.parts == flow.sharding.size:
-            flow.propose(weight, dims.inputs, given.cut)
+    elif given is not None and (given.cut.dim, given.cut.parts) == (
+        dims.summed,
+        flow.sharding.size,
+    ):
+        flow.propose(weight, dims.inputs, given.cut)
 
 
 def _product(

@@ -10,13 +10,25 @@ from compilespec.passes.sharding.flow import Flow, Placed, Refused, Shard
 from compilespec.passes.sharding.views import dim_argument, op_name
 
 POINTWISE = frozenset(
-    "abs add add_ bfloat16 clamp clamp_ clone contiguous cos div div_ double dropout erf exp "
-    "float gelu half isnan log log1p log_sigmoid logsigmoid masked_fill maximum minimum mul mul_ "
-    "neg pow relu relu_ rsqrt sigmoid sign silu sin softplus sqrt square sub sub_ tanh to truediv "
-    "type_as where".split()
-)
-ALONG = frozenset("mean sum var softmax log_softmax cumsum amax amin topk argmax logsumexp".split())
-OTHER_DIMS = frozenset("index_select repeat_interleave roll flip".split())
+    (
+        "abs", "add", "add_", "bfloat16", "clamp", "clamp_", "clone", "contiguous", "cos", "div",
+        "div_", "double", "dropout", "erf", "exp", "float", "gelu", "half", "isnan", "log",
+        "log1p", "logsigmoid", "masked_fill", "maximum", "minimum", "mul", "mul_", "neg", "pow",
+        "relu", "relu_", "rsqrt", "sigmoid", "sign", "silu", "sin", "softplus", "sqrt", "square",
+        "sub", "sub_", "tanh", "to", "truediv", "type_as", "where"
+    )
+)  # fmt: skip
+ALONG = frozenset(
+    (
+        "mean", "sum", "var", "softmax", "log_softmax", "cumsum", "amax", "amin", "topk",
+        "argmax", "logsumexp"
+    )
+)  # fmt: skip
+OTHER_DIMS = frozenset(
+    (
+        "index_select", "repeat_interleave", "roll", "flip"
+    )
+)  # fmt: skip
 
 
 def rule_of(flow: Flow, node: fx.Node) -> Placed:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
@@ -334,7 +335,7 @@ def stretches(x: fx.Node, dim: int, length: int, flow: Flow) -> tuple[int, ...]:
                     return ()
                 ends.update(entry.indices(length)[:2])
     bounds = sorted(ends)
-    return tuple(high - low for low, high in zip(bounds, bounds[1:], strict=False))
+    return tuple(high - low for low, high in itertools.pairwise(bounds))
 
 
 def _set_slice(node: fx.Node, old: slice, new: slice) -> None:

@@ -1,0 +1,110 @@
+"""The collectives of a step, between threads: rank order, bits, ties, padding."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from compilespec.errors import NotSupported
+from compilespec.ops.collectives import acting, current
+from compilespec.ops.collectives.group import ThreadGroup
+
+OPS = torch.ops.compilespec
+
+
+def by_ranks(size: int, function: Callable[[int], Any]) -> list[Any]:
+    """What each rank's call gives."""
+    found: list[Any] = [None] * size
+
+    def run(group: ThreadGroup) -> None:
+        with acting(group):
+            found[group.rank] = function(group.rank)
+
+    threads = [threading.Thread(target=run, args=(group,)) for group in ThreadGroup.make(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return found
+
+
+@pytest.mark.parametrize("size", [2, 3, 5], ids="{} ranks".format)
+def test_a_row_of_a_sum_has_the_same_bits_alone_and_among_others(size):
+    torch.manual_seed(0)
+    parts = torch.randn(size, 7, 19, dtype=torch.float32)
+    whole = by_ranks(size, lambda rank: OPS.all_reduce(parts[rank], size))
+    assert all(torch.equal(one, whole[0]) for one in whole)
+    for row in range(7):
+        alone = by_ranks(size, lambda rank, row=row: OPS.all_reduce(parts[rank, row], size))
+        assert torch.equal(alone[0], whole[0][row])
+
+
+def test_gathered_parts_stand_in_rank_order_without_their_padding():
+    whole = torch.arange(2 * 7.0).view(2, 7)
+    padded = torch.nn.functional.pad(whole, (0, 2))
+    found = by_ranks(3, lambda rank: OPS.all_gather(padded[:, 3 * rank : 3 * rank + 3], 1, 7, 3))
+    assert all(torch.equal(one, whole) for one in found)
+
+
+@pytest.mark.parametrize("size", [2, 3, 7, 8], ids="{} ranks".format)
+def test_an_argmax_over_ranks_is_the_argmax(size):
+    """Ties go to the first id, NaN is largest, padding never wins; a rank may have padding only."""
+    length = 13
+    rows = torch.tensor(
+        [
+            [0.0] * length,
+            [-5.0] * (length - 1) + [-4.0],
+            [1.0, 3.0, 3.0] + [0.0] * 7 + [3.0] * 3,
+            [float("-inf")] * length,
+            [0.0] * 6 + [float("nan")] + [9.0] * 6,
+        ]
+    )
+    num_rows = -(-length // size)
+    padded = torch.nn.functional.pad(rows, (0, num_rows * size - length))
+
+    def own(rank: int) -> Tensor:
+        piece = padded[:, rank * num_rows : (rank + 1) * num_rows]
+        return OPS.argmax_shard(piece, length, size)
+
+    for one in by_ranks(size, own):
+        assert one.tolist() == rows.argmax(-1).tolist()
+
+
+def test_rows_of_a_table_that_is_cut_add_up_to_the_rows():
+    table, ids = torch.randn(6, 5, dtype=torch.float64), torch.tensor([[0, 5, 3], [2, 2, 4]])
+
+    def looked_up(rank: int) -> Tensor:
+        return OPS.all_reduce(OPS.embed_shard(ids, table[2 * rank : 2 * rank + 2], 3), 3)
+
+    assert all(torch.equal(one, table[ids]) for one in by_ranks(3, looked_up))
+
+
+def test_pieces_of_what_all_have_are_shared_by_several_ranks():
+    whole = torch.arange(12.0).view(3, 4)
+    found = by_ranks(4, lambda rank: OPS.take_shard(whole, 1, 2, 4).tolist())
+    assert found[0] == found[1] == whole[:, :2].tolist()
+    assert found[2] == found[3] == whole[:, 2:].tolist()
+
+
+def test_without_a_job_a_step_for_several_ranks_is_refused():
+    with pytest.raises(NotSupported, match="torchrun --nproc-per-node 2"):
+        current(2)
+
+
+def test_operators_keep_their_promises_to_the_compiler():
+    x = torch.randn(3, 4)
+    group = ThreadGroup.make(1)[0]
+    with acting(group):
+        for op, args in (
+            (OPS.all_reduce, (x, 1)),
+            (OPS.all_gather, (x, 1, 3, 1)),
+            (OPS.argmax_shard, (x, 4, 1)),
+            (OPS.embed_shard, (torch.tensor([1, 2]), x, 1)),
+            (OPS.take_shard, (x, 0, 1, 1)),
+        ):
+            torch.library.opcheck(op.default, args)

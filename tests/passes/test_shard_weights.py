@@ -1,0 +1,170 @@
+"""A model cut among ranks: what is cut, what the ranks' steps compute, and faults that are named.
+
+Here threads are the ranks; `tests/runtime/test_ranks.py` runs processes.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import fx
+
+import compilespec
+from compilespec.errors import InvalidOption, PassError
+from compilespec.inspect.lockstep import check_lockstep
+from compilespec.inspect.stages import context_of
+from compilespec.passes.shard_weights import collectives_of
+from compilespec.passes.sharding.plan import Cut
+from compilespec.program import SpecProgram
+from tests.support.models import tiny_target
+
+OPS = torch.ops.compilespec
+
+
+def traced(family: str = "llama", size: int = 2, spec: str = "none", **keywords: Any) -> Any:
+    model = tiny_target(family, num_layers=keywords.pop("num_layers", 1))
+    drafts = {} if spec == "none" else {"num_draft_tokens": 2}
+    return compilespec.trace(
+        model, spec, max_seq_len=64, max_batch_size=3, tensor_parallel_size=size,
+        **drafts, **keywords,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def llama() -> SpecProgram:
+    return traced(spec="ngram")
+
+
+def cuts(program: SpecProgram) -> dict[str, Cut | None]:
+    sharding = context_of(program.graphs["decode"]).sharding
+    assert sharding is not None
+    return sharding.cuts
+
+
+def test_a_layer_is_cut_by_columns_then_by_rows(llama):
+    found = {
+        name.removeprefix("target.").removesuffix(".weight"): cut.dim
+        for name, cut in cuts(llama).items()
+        if cut is not None
+    }
+    attention = {"q_proj": 0, "k_proj": 0, "v_proj": 0, "o_proj": 1}
+    assert found == {
+        "model.embed_tokens": 0,
+        **{f"model.layers.0.self_attn.{name}": dim for name, dim in attention.items()},
+        "model.layers.0.mlp.gate_proj": 0,
+        "model.layers.0.mlp.up_proj": 0,
+        "model.layers.0.mlp.down_proj": 1,
+        "lm_head": 0,
+    }
+
+
+def test_two_sums_a_layer_one_for_the_embedding_and_the_head_gathered(llama):
+    for graph in llama.graphs.values():
+        assert collectives_of(graph.spliced.graph) == {"all_reduce": 3, "all_gather": 1}
+
+
+def test_a_rank_has_its_heads_caches_and_pieces_alone(llama):
+    caches = [buffer for buffer in llama.buffers if buffer.kind == "cache"]
+    assert {buffer.shape[2] for buffer in caches} == {1}
+    assert llama.weights["target.model.layers.0.mlp.up_proj.weight.shard"].shape == (40, 48)
+    assert llama.weights["target.lm_head.weight.shard"].shape == (49, 48)  # 97 rows, one of zeros
+    names = {spec.name for spec in llama.graphs["decode"].inputs if spec.kind == "weight"}
+    assert not any("up_proj" in name and ".shard" not in name for name in names)
+
+
+def test_the_ranks_together_compute_the_step_of_one_process(llama):
+    check_lockstep(llama)
+
+
+@pytest.mark.parametrize(
+    ("family", "size"),
+    [("llama", 4), ("qwen3", 2), ("gemma3", 2), ("phi3", 2), ("olmo2", 2), ("gpt2", 2),
+     ("mixtral", 2), ("gpt_oss", 2), ("deepseek_v3", 4), ("gpt_neox", 2), ("qwen3_moe", 2)],
+)  # fmt: skip
+def test_families_in_lockstep(family, size):
+    """Four ranks of two heads of keys hold each head twice."""
+    program = traced(family, size, num_layers=2)
+    check_lockstep(program)
+    why = "; ".join(program.notes)
+    assert ("q_proj" in why) == (family == "olmo2"), why  # a norm over all its heads
+
+
+def reduction_dropped(graph: fx.Graph) -> None:
+    """A sum over ranks is left out."""
+    total = graph.find_nodes(op="call_function", target=OPS.all_reduce.default)[1]
+    total.replace_all_uses_with(total.args[0])
+    total.args[0].meta["stands_for"] = total.meta["stands_for"]
+    graph.erase_node(total)
+
+
+def other_piece(graph: fx.Graph) -> None:
+    """Rank 1 has the piece of rank 0."""
+    node = next(n for n in graph.nodes if n.op == "placeholder" and "up_proj" in n.name)
+    user = next(iter(node.users))
+    with graph.inserting_before(user):
+        other = graph.call_function(torch.flip, (node, [0]))
+    user.replace_input_with(node, other)
+
+
+@pytest.mark.parametrize(
+    ("plant", "named"), [(reduction_dropped, "o_proj"), (other_piece, "up_proj")]
+)
+def test_a_planted_fault_is_named(
+    llama: SpecProgram, plant: Callable[[fx.Graph], None], named: str
+) -> None:
+    graph = llama.graphs["decode"].spliced
+    kept = copy.copy(graph.graph)
+    whole = fx.Graph()
+    whole.graph_copy(kept, env := {})
+    plant(graph.graph)
+    try:
+        with pytest.raises(PassError, match=rf"decode step is not that of one process.*{named}"):
+            check_lockstep(llama)
+    finally:
+        del env
+        graph.graph = kept
+
+
+@pytest.mark.parametrize(
+    ("plan", "says"),
+    [
+        ({"*.down_proj": "columns"}, "down_proj.*cut by columns does not fit"),
+        ({"*.q_proj": "rows"}, "q_proj.*cut by rows does not fit"),
+    ],
+)
+def test_a_plan_that_does_not_fit_names_the_weight(plan, says):
+    with pytest.raises(InvalidOption, match=says):
+        traced(tensor_parallel_plan=plan)
+
+
+def test_a_plan_keeps_modules_whole():
+    program = traced(tensor_parallel_plan={"*.mlp.*": "whole"})
+    assert cuts(program)["target.model.layers.0.mlp.up_proj.weight"] is None
+    assert collectives_of(program.graphs["decode"].spliced.graph)["all_reduce"] == 2
+    assert any("mlp" in note and "the plan says so" in note for note in program.notes)
+
+
+@pytest.mark.parametrize(
+    ("keyword", "says"),
+    [
+        ({"tensor_parallel_size": 0}, "tensor_parallel_size must be a positive integer"),
+        ({"tensor_parallel_plan": "rows"}, "tensor_parallel_plan must be a dict"),
+        ({"tensor_parallel_plan": {"*": "diagonal"}}, "columns"),
+    ],
+)
+def test_bad_options_are_refused(keyword, says):
+    with pytest.raises(InvalidOption, match=says):
+        compilespec.trace(tiny_target("llama", num_layers=1), **keyword)
+
+
+def test_pieces_of_several_stretches_and_of_a_padded_dimension():
+    whole = torch.arange(12.0).view(12, 1)
+    cut = Cut(0, 2, segments=(8, 4))
+    assert cut.piece(whole, 1, 2).flatten().tolist() == [4, 5, 6, 7, 10, 11]
+    padded = Cut(0, 3, length=7)
+    assert padded.piece(whole[:7], 2, 3).flatten().tolist() == [6, 0, 0]
+    assert Cut(0, 2).piece(whole, 2, 4).flatten().tolist() == [6, 7, 8, 9, 10, 11]

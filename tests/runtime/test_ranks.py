@@ -1,0 +1,105 @@
+"""Jobs of several processes: tokens are those of one, and what goes wrong is said by every rank."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+import compilespec
+from compilespec.errors import NotSupported
+from tests.support.models import tiny_target
+from tests.support.rank_job import CASES, alone, run_job, run_processes
+
+FAULTS = ("other-weights", "other-options", "wrong-plan")
+WORKING = [name for name, case in CASES.items() if not case.fault and name not in FAULTS]
+CHOSEN = "llama-ngram"  # the default run starts one job
+
+
+@pytest.fixture(scope="module")
+def small_job(tmp_path_factory):
+    return run_job([CHOSEN, "other-weights"], tmp_path_factory.mktemp("ranks"))
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory):
+    return run_job([*WORKING, *FAULTS], tmp_path_factory.mktemp("ranks"))
+
+
+@pytest.fixture(scope="module")
+def job_of_four(tmp_path_factory):
+    return run_job(["llama-ngram", "llama-eagle3"], tmp_path_factory.mktemp("ranks"), 4)
+
+
+def check_tokens(name: str, results: list[dict[str, object]], size: int) -> None:
+    expected, (lead, *others) = alone(name), results
+    assert others == [{"followed": True}] * (size - 1), others
+    assert lead.get("tokens") == expected["tokens"], lead
+    assert lead["emitted"] == expected["emitted"]
+    assert lead["recompiles"] == 0
+
+
+def test_a_small_job_gives_the_tokens_of_one_process(small_job):
+    check_tokens(CHOSEN, small_job[CHOSEN], 2)
+    assert small_job[CHOSEN][0]["cache_mib"] == alone(CHOSEN)["cache_mib"] / 2
+
+
+def test_other_weights_are_said_by_every_rank(small_job):
+    for said in small_job["other-weights"]:
+        assert said["error"] == "RanksDiffer"
+        assert said["says"].startswith("rank 1 has other weights than rank 0:")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", WORKING)
+def test_two_ranks_give_the_tokens_of_one_process(job, name):
+    check_tokens(name, job[name], 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["llama-ngram", "llama-eagle3"])
+def test_four_ranks_of_two_heads_of_keys(job_of_four, name):
+    check_tokens(name, job_of_four[name], 4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "error", "says"),
+    [
+        ("other-options", "RanksDiffer", "rank 1 has other options"),
+        ("wrong-plan", "InvalidOption", "down_proj"),
+    ],
+)
+def test_faults_are_said_by_every_rank(job, name, error, says):
+    for said in job[name]:
+        assert said["error"] == error
+        assert says in said["says"]
+
+
+@pytest.mark.slow
+def test_a_rank_that_dies_ends_the_job(tmp_path):
+    """Rank 0 of this case ends without a word: the other one says so, within seconds."""
+    started = time.monotonic()
+    result = run_processes(["dies"], tmp_path, 2)
+    assert result.returncode != 0
+    assert time.monotonic() - started < 600
+    assert not (tmp_path / "rank0.json").exists()
+
+
+def test_without_a_job_the_way_to_start_one_is_said():
+    with pytest.raises(NotSupported, match="torchrun --nproc-per-node 2"):
+        compilespec.compile(tiny_target("llama", num_layers=1), tensor_parallel_size=2)
+
+
+@pytest.mark.parametrize(
+    ("spec", "keywords"),
+    [
+        ("auto", {}), ("save_hidden_states", {}), ("none", {"host_processors": True}),
+        ("none", {"prompt_logprobs": True}),
+    ],
+)  # fmt: skip
+def test_what_is_not_built_for_ranks_is_refused(spec, keywords):
+    with pytest.raises(NotSupported, match="is not built for tensor_parallel_size=2"):
+        compilespec.compile(
+            tiny_target("llama", num_layers=1), spec, tensor_parallel_size=2, **keywords
+        )

@@ -1,0 +1,153 @@
+"""Cases of tensor parallelism: run by pytest as one process, and by a job of several.
+
+torchrun --nproc-per-node 2 -m tests.support.rank_job RESULTS CASE CASE ...
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import compilespec
+from compilespec import SamplingParams
+from compilespec.passes.shard_weights import collectives_of
+from tests.support.drafters import METHODS
+from tests.support.models import target_info, tiny_target
+
+ROOT = Path(__file__).parents[2]
+PROMPTS = [[5, 9, 7, 30, 11, 40, 41, 40, 41], [3, 3], [12, 60, 61, 62, 60, 61], [88]]
+
+
+@dataclass(frozen=True)
+class RankCase:
+    """One engine, and what it is asked."""
+
+    family: str
+    spec: str = "none"
+    num_layers: int = 2
+    num_draft_tokens: int = 2
+    changes: Mapping[str, Any] = field(default_factory=dict)  # keywords of compile()
+    fault: str = ""
+
+
+CASES: dict[str, RankCase] = {
+    "llama-ngram": RankCase("llama", "ngram"),
+    "llama-none": RankCase("llama"),
+    "llama-eagle3": RankCase("llama", "eagle3", num_layers=3),
+    "llama-draft_model": RankCase("llama", "draft_model"),
+    "llama-mtp": RankCase("llama", "mtp"),
+    "qwen3-ngram": RankCase("qwen3", "ngram"),
+    "gemma3-ngram": RankCase("gemma3", "ngram"),
+    "phi3-eagle3": RankCase("phi3", "eagle3", num_layers=3),
+    "olmo2-none": RankCase("olmo2"),
+    "mixtral-ngram": RankCase("mixtral", "ngram"),
+    "gpt_oss-none": RankCase("gpt_oss"),
+    "deepseek_v3-ngram": RankCase("deepseek_v3", "ngram"),
+    "llama-several": RankCase(
+        "llama", "eagle3", num_layers=3, changes={"num_draft_tokens": (0, 2)}
+    ),
+    "llama-inductor": RankCase("llama", "ngram", changes={"backend": "inductor"}),
+    "other-weights": RankCase("llama", num_layers=1, fault="weights"),
+    "other-options": RankCase("llama", num_layers=1, fault="options"),
+    "wrong-plan": RankCase(
+        "llama", num_layers=1, changes={"tensor_parallel_plan": {"*.down_proj": "columns"}}
+    ),
+    "dies": RankCase("llama", num_layers=1, fault="dies"),
+}
+
+
+def run_case(case: RankCase, size: int, rank: int = 0) -> dict[str, Any]:
+    """What a case's engine gives, in plain values; an error's class and words instead."""
+    try:
+        return _run(case, size, rank)
+    except compilespec.SpecError as error:
+        return {"error": type(error).__name__, "says": str(error)}
+    except SystemExit:
+        return {"followed": True}
+
+
+def _run(case: RankCase, size: int, rank: int) -> dict[str, Any]:
+    inductor = case.changes.get("backend") == "inductor"
+    dtype = torch.float32 if inductor else torch.float64
+    is_odd = rank == 1
+    model = tiny_target(
+        case.family, dtype, num_layers=case.num_layers, seed=int(case.fault == "weights" and is_odd)
+    )
+    keywords: dict[str, Any] = {"backend": "eager", "max_seq_len": 64, "max_batch_size": 3}
+    if case.spec != "none":
+        keywords["num_draft_tokens"] = case.num_draft_tokens
+        torch.manual_seed(1)
+        info = target_info(model, max_seq_len=64)
+        keywords |= METHODS[case.spec](model, info, case.num_draft_tokens)
+    keywords |= case.changes
+    if case.fault == "options" and is_odd:
+        keywords["max_batch_size"] = 2
+    with compilespec.compile(
+        model, spec=case.spec, tensor_parallel_size=size, **keywords
+    ) as engine:
+        if case.fault == "dies":
+            engine.generate(PROMPTS[:1], SamplingParams(max_new_tokens=4, ignore_eos=True))
+            os._exit(7)
+        params = [
+            SamplingParams(max_new_tokens=14, ignore_eos=True, temperature=warmth, seed=3, top_k=20)
+            for warmth in (0.0, 0.9, 0.0, 1.3)
+        ]
+        outputs = engine.generate(PROMPTS, params)
+        decode = engine.graphs["decode"].spliced.graph
+        return {
+            "tokens": [output.token_ids for output in outputs],
+            "emitted": [output.emitted_per_step for output in outputs],
+            "cache_mib": engine.plan()["kv_cache_mib"],
+            "collectives": collectives_of(decode),
+            "why": list(engine.plan()["why"]),
+            "recompiles": engine.stats().num_recompiles,
+        }
+
+
+def run_job(names: Sequence[str], directory: Path, size: int = 2) -> dict[str, list[Any]]:
+    """Each case's results by rank, of one job for all of them."""
+    result = run_processes(names, directory, size)
+    assert result.returncode == 0, result.stderr[-3000:]
+    found = [json.loads((directory / f"rank{rank}.json").read_text()) for rank in range(size)]
+    return {name: [one[name] for one in found] for name in names}
+
+
+def run_processes(
+    names: Sequence[str], directory: Path, size: int
+) -> subprocess.CompletedProcess[str]:
+    """The job itself."""
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node",
+        str(size), "-m", "tests.support.rank_job", str(directory), *names,
+    ]  # fmt: skip
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        command, capture_output=True, text=True, cwd=ROOT, env=environment, timeout=1500
+    )
+
+
+def main() -> None:
+    directory, names = Path(sys.argv[1]), sys.argv[2:]
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    found = {name: run_case(CASES[name], size, rank) for name in names}
+    (directory / f"rank{rank}.json").write_text(json.dumps(found))
+
+
+def alone(name: str) -> dict[str, Any]:
+    """The same case in one process."""
+    case = CASES[name]
+    plain = {k: v for k, v in case.changes.items() if not k.startswith("tensor_parallel")}
+    return run_case(dataclasses.replace(case, changes=plain, fault=""), 1)
+
+
+if __name__ == "__main__":
+    main()
