@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from compilespec import __version__
 from compilespec.cli import bench, chat, compile, dump, generate, methods, serve, train
 from compilespec.cli.flags import Parser, in_flags, read_arguments
+from compilespec.cli.ranks import start_ranks, starts_ranks
 from compilespec.errors import SpecError
 
 COMMANDS = (generate, chat, serve, dump, bench, compile, methods, train)
@@ -25,6 +26,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = argparse.Namespace()
     try:
         args = read_arguments(build_parser(), argv)
+        if args.run in (generate.run, serve.run) and starts_ranks(args):
+            given = sys.argv[1:] if argv is None else argv
+            return start_ranks(given, args.tensor_parallel_size)
         code = int(args.run(args))
         sys.stdout.flush()
         return code

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 from compilespec.cli import report
 from compilespec.cli.flags import add_draft_vocab_options, add_placement_options
 from compilespec.cli.generate import DEMO, draft_counts, spec_of
+from compilespec.cli.ranks import add_ranks_option
 from compilespec.errors import InvalidOption
 
 if TYPE_CHECKING:
@@ -47,6 +48,7 @@ def add_parser(commands: Any) -> None:
     add_draft_vocab_options(add)
     add("--greedy-step", action="store_true", help="with steps for batches of greedy requests")
     add_placement_options(add)
+    add_ranks_option(add)
     add(
         "--meta",
         action="store_true",
@@ -397,7 +399,10 @@ def _trace(args: argparse.Namespace) -> SpecProgram:
 def _model_and_options(args: argparse.Namespace) -> tuple[Any, dict[str, Any]]:
     """The model, and the keywords of `compilespec.compile` and `trace` that were given."""
     spec = spec_of(args)
-    options = {"max_seq_len": args.max_seq_len}
+    options = {
+        "max_seq_len": args.max_seq_len,
+        "tensor_parallel_size": args.tensor_parallel_size,
+    }
     model, draft = args.model, args.draft
     if args.meta:
         from compilespec.inspect.meta import meta_draft, meta_target

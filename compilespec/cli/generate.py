@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from compilespec.cli import report
+<<<<<<< HEAD
 from compilespec.cli.flags import (
     add_adapter_option,
     add_draft_vocab_options,
@@ -22,6 +23,10 @@ from compilespec.cli.flags import (
     in_flags,
     read_adapters,
 )
+=======
+from compilespec.cli.flags import add_draft_vocab_options, add_placement_options, in_flags
+from compilespec.cli.ranks import add_ranks_option
+>>>>>>> 93f7bd4 (Tensor parallelism: documents, command line, ranks that part in order)
 from compilespec.errors import InvalidOption, InvalidRequest
 from compilespec.runtime.sampling_params import SamplingParams
 
@@ -83,6 +88,7 @@ def add_parser(commands: Any) -> None:
     add_quantize_options(add)
     add_adapter_option(add, by_name=False)
     add_draft_vocab_options(add)
+    add_ranks_option(add)
     add("--threads", type=int, metavar="N", help="CPU threads (default: torch's)")
     add("--ignore-eos", action="store_true", help="continue after the end-of-sequence token")
     add(
@@ -143,6 +149,8 @@ def _sampling_of(args: argparse.Namespace) -> dict[str, Any]:
 
 def run(args: argparse.Namespace) -> int:
     sampling_params(args)  # check before minutes of compiling
+    if args.compare and args.tensor_parallel_size:
+        raise InvalidOption("--compare runs one process: leave out --tensor-parallel-size")
     if args.compare and (args.temperature or args.n > 1):
         raise InvalidOption(
             "--compare decodes greedily: leave out --temperature and --n; `compilespec bench` "
@@ -273,6 +281,7 @@ def compile_engine(args: argparse.Namespace, spec: str, **changes: Any) -> Engin
         "quantize": args.quantize,
         "adapters": read_adapters(getattr(args, "adapter", None)),
         "acceptance": getattr(args, "acceptance", None),
+        "tensor_parallel_size": getattr(args, "tensor_parallel_size", None),
     }
     if spec != "none":
         options |= {name: getattr(args, name) for name in OF_DRAFTERS}

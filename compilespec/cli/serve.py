@@ -23,6 +23,7 @@ from compilespec.cli.generate import (
     set_threads,
     spec_of,
 )
+from compilespec.cli.ranks import add_ranks_option
 from compilespec.errors import InvalidOption
 
 if TYPE_CHECKING:
@@ -74,6 +75,7 @@ def add_parser(commands: Any) -> None:
     add("--max-adapters", type=int, metavar="N", help="adapters that can be loaded at once")
     add("--max-adapter-rank", type=int, metavar="N", help="highest rank that there is room for")
     add_draft_vocab_options(add)
+    add_ranks_option(add)
     add("--threads", type=int, metavar="N", help="CPU threads (default: torch's)")
     add("--max-batch-size", type=int, metavar="N", help="requests that run at once (default: 8)")
     add("--max-prefill-tokens", type=int, metavar="N", help="tokens of a prefill (default: 2048)")

@@ -92,7 +92,7 @@ def lead_or_follow(
     Raises: PassError where the ranks' steps do not give what one process computes; SystemExit.
     """
     with reporter.step("load", "ranks in lockstep"):
-        check_lockstep(program, ranks.group, ranks.all_true)
+        check_lockstep(program, ranks.group, ranks.tell)
     _forget_whole(program)
     if ranks.rank == 0:
         return LeadExecutor(runner, ranks)

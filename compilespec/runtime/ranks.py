@@ -28,6 +28,9 @@ _LENGTH_BYTES = 8
 _FOREVER = timedelta(days=3650)  # followers wait for the next launch however long it takes
 
 
+_open: list[object] = []  # this process's executor that other ranks follow; one at a time
+
+
 class Ranks:
     """This process among those of its job."""
 
@@ -36,6 +39,10 @@ class Ranks:
 
         Raises: NotSupported, InvalidOption where there is no job of so many processes.
         """
+        if _open:
+            raise NotSupported(
+                "the ranks of a job follow one engine at a time: close the other one first"
+            )
         torch_distributed = torch.distributed
         if not torch_distributed.is_initialized():
             if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
@@ -69,7 +76,7 @@ class Ranks:
                     f"{found[0][name]}; start every rank with the same code, model and options"
                 )
 
-    def all_true(self, answer: str) -> list[str]:
+    def tell(self, answer: str) -> list[str]:
         """Every rank's answer, in rank order."""
         found: list[Any] = [None] * self.size
         with self._watched():
@@ -102,6 +109,11 @@ class Ranks:
                 data += bytes(rest.numpy().tobytes())
         return data
 
+    def part(self) -> None:
+        """Wait until every rank has come this far, or ended: after the last message."""
+        with contextlib.suppress(RankLost), self._watched():
+            torch.distributed.barrier(group=self._control)
+
     @contextlib.contextmanager
     def _watched(self) -> Any:
         try:
@@ -121,6 +133,7 @@ class LeadExecutor:
         self._executor, self._ranks = executor, ranks
         self._waiting: list[bytes] = []  # calls since the last message
         self._closed = False
+        _open.append(self)
         atexit.register(self._leave)
 
     def set_blocks(self, row: int, blocks: Sequence[int], prefix: Sequence[int] = ()) -> None:
@@ -186,8 +199,10 @@ class LeadExecutor:
         if not self._closed:
             self._closed = True
             atexit.unregister(self._leave)
+            _open.clear()
             with contextlib.suppress(RankLost):
                 self._send("close")
+                self._ranks.part()
 
     def _note(self, name: str, *args: Any) -> None:
         """For the next message; as the arguments are now."""
@@ -206,4 +221,5 @@ def follow(executor: Executor, ranks: Ranks) -> None:
             name, args = pickle.loads(call)
             getattr(executor, name)(*args)
             if name == "close":
+                ranks.part()
                 return

@@ -703,7 +703,7 @@ def test_a_planted_fault_is_caught_and_named(fault: Fault) -> None:
 
 def test_every_pass_has_a_fault() -> None:
     known = {entry.name for entry in (*SPLICE_PASSES, *ATEN_PASSES)} | {"to_aten"}
-    known -= {"insert_recurrent_state"}  # test_recurrent_faults.py has its own
+    known -= {"insert_recurrent_state", "shard_weights"}  # their own tests have their faults
     assert {fault.pass_name for fault in FAULTS} == known
 
 

@@ -17,7 +17,12 @@ from compilespec.passes.order import ATEN_PASSES, SPLICE_PASSES, PassContext, ru
 from compilespec.passes.recurrent_state import StateMetadata, keep_states
 from compilespec.passes.rewrite import start_step
 from compilespec.passes.runner import Pass
+<<<<<<< HEAD
 from compilespec.program import AdapterShape, Phase, Traced
+=======
+from compilespec.passes.sharding.plan import Sharding
+from compilespec.program import Phase, Traced
+>>>>>>> 93f7bd4 (Tensor parallelism: documents, command line, ranks that part in order)
 from compilespec.tracing.target import trace_target
 from tests.support.hand_graphs import HAND_CONFIG, code, graph_of
 from tests.support.models import tiny_target
@@ -180,6 +185,11 @@ def only_buffers_and_temporaries_are_written(target: Traced) -> Case:
     return graph_of(function, state=("state", torch.zeros(2)), x=("batch", torch.ones(3)))
 
 
+def the_plan_keeps_all_weights_whole(target: Traced) -> Case:
+    sharding = Sharding(size=2, wanted={"*": "whole"})
+    return step(target, "decode", "read_state", "insert_paged_attention", sharding=sharding)
+
+
 NEGATIVE: dict[str, Callable[[Traced], Case]] = {
     "check_markers": only_looked_at,
     "absorb_latents": keys_and_values_have_a_bias,
@@ -201,6 +211,7 @@ NEGATIVE: dict[str, Callable[[Traced], Case]] = {
     "commit_state": nothing_was_accepted,
     "trim_draft_head": the_head_is_the_targets,
     "narrow_rows": the_last_layer_is_tapped,
+    "shard_weights": the_plan_keeps_all_weights_whole,
     "lower_quantized": no_product_has_a_weight,
     "cleanup": all_nodes_differ_and_are_used,
     "merge_projections": one_product_feeds_the_other,

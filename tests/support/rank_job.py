@@ -19,6 +19,7 @@ import torch
 
 import compilespec
 from compilespec import SamplingParams
+from compilespec.errors import SpecError
 from compilespec.passes.shard_weights import collectives_of
 from tests.support.drafters import METHODS
 from tests.support.models import target_info, tiny_target
@@ -69,7 +70,7 @@ def run_case(case: RankCase, size: int, rank: int = 0) -> dict[str, Any]:
     """What a case's engine gives, in plain values; an error's class and words instead."""
     try:
         return _run(case, size, rank)
-    except compilespec.SpecError as error:
+    except SpecError as error:
         return {"error": type(error).__name__, "says": str(error)}
     except SystemExit:
         return {"followed": True}
