@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from compilespec.cli import report
-<<<<<<< HEAD
 from compilespec.cli.flags import (
     add_adapter_option,
     add_draft_vocab_options,
@@ -23,10 +22,7 @@ from compilespec.cli.flags import (
     in_flags,
     read_adapters,
 )
-=======
-from compilespec.cli.flags import add_draft_vocab_options, add_placement_options, in_flags
 from compilespec.cli.ranks import add_ranks_option
->>>>>>> 93f7bd4 (Tensor parallelism: documents, command line, ranks that part in order)
 from compilespec.errors import InvalidOption, InvalidRequest
 from compilespec.runtime.sampling_params import SamplingParams
 

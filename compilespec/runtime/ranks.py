@@ -22,6 +22,7 @@ from compilespec.ops.collectives.group import ProcessGroup, serve_process
 from compilespec.passes.evidence import Evidence
 from compilespec.runtime.executor import Executor, PrefillChunk
 from compilespec.runtime.sampling_rows import RowSampling, TokenLogprobs
+from compilespec.tracing.adapter_files import LowRank
 
 _MESSAGE_BYTES = 4096  # of the first message of a launch, its length included; a rest follows
 _LENGTH_BYTES = 8
@@ -147,6 +148,12 @@ class LeadExecutor:
     def set_sampling(self, row: int, sampling: RowSampling) -> None:
         self._note("set_sampling", row, sampling)
         self._executor.set_sampling(row, sampling)
+
+    def adapter_products(self) -> Mapping[str, tuple[int, int]]:
+        return self._executor.adapter_products()
+
+    def write_adapter(self, slot: int, modules: Mapping[str, LowRank]) -> None:
+        raise NotSupported("adapters among which requests choose are not built for several ranks")
 
     def logprobs(self, row: int, tokens: Sequence[int], count: int) -> list[TokenLogprobs]:
         return self._executor.logprobs(row, tokens, count)

@@ -17,12 +17,8 @@ from compilespec.passes.order import ATEN_PASSES, SPLICE_PASSES, PassContext, ru
 from compilespec.passes.recurrent_state import StateMetadata, keep_states
 from compilespec.passes.rewrite import start_step
 from compilespec.passes.runner import Pass
-<<<<<<< HEAD
-from compilespec.program import AdapterShape, Phase, Traced
-=======
 from compilespec.passes.sharding.plan import Sharding
-from compilespec.program import Phase, Traced
->>>>>>> 93f7bd4 (Tensor parallelism: documents, command line, ranks that part in order)
+from compilespec.program import AdapterShape, Phase, Traced
 from compilespec.tracing.target import trace_target
 from tests.support.hand_graphs import HAND_CONFIG, code, graph_of
 from tests.support.models import tiny_target
