@@ -55,7 +55,7 @@ def shard_weights(gm: fx.GraphModule, ctx: PassContext) -> int:
     _cut_caches(ctx, sharding, flow)
     for edit in list(flow.edits.values()):
         edit()
-    for node in flow.gathered:
+    for node in [node for node in gm.graph.nodes if node in flow.gathered]:  # alike on every rank
         _gather(flow, node)
     _check_shapes(gm, ctx, values)
     return 1

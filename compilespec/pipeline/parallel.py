@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import zlib
 from collections.abc import Mapping
 
@@ -64,11 +65,22 @@ def compare_ranks(ranks: Ranks, program: SpecProgram, options: CompileOptions) -
         {
             "version of torch": torch.__version__,
             "version of compilespec": source_digest()[:12],
-            "options": f"{program.method}, {options}",
+            "method": program.method,
+            **{f"{name}=": value for name, value in _plain_options(options).items()},
             "weights": f"{_checksum(_whole_weights(program)):08x}",
             "graphs": f"{zlib.crc32(''.join(steps).encode()):08x}",
         }
     )
+
+
+def _plain_options(options: CompileOptions) -> dict[str, str]:
+    """Of functions and other objects, which may lie anywhere, their type alone."""
+    plain = str | int | float | tuple | list | dict | None
+    return {
+        name: repr(value) if isinstance(value, plain) else type(value).__name__
+        for name, value in vars(options).items()
+        if name in {field.name for field in dataclasses.fields(options)}
+    }
 
 
 def _whole_weights(program: SpecProgram) -> Mapping[str, Tensor]:

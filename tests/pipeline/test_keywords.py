@@ -46,6 +46,8 @@ KEYWORDS = {
     "max_adapter_rank": None,
     "draft_vocab_size": None,
     "draft_vocab_counts": None,
+    "tensor_parallel_size": 1,
+    "tensor_parallel_plan": None,
 }
 SIGNATURES: dict[Callable[..., Any], dict[str, Any]] = {
     compilespec.compile: {**FIRST, **OF_LOADING, "progress": None, **KEYWORDS},
@@ -110,6 +112,8 @@ WRONG: dict[str, tuple[Any, str]] = {
     "max_adapter_rank": (2, "= needs adapters="),
     "draft_vocab_size": (0, "a positive integer; got 0$"),
     "draft_vocab_counts": (3, "a file, texts, or counts by token id; got 3$"),
+    "tensor_parallel_size": (0, "a positive integer; got 0$"),
+    "tensor_parallel_plan": ("rows", "a dict of ways by module path, .*; got 'rows'$"),
     "force_num_accepted": (-1, "got -1$"),
     "relaxed_topk": (3, "only with acceptance='relaxed'$"),
 }

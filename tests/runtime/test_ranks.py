@@ -66,7 +66,11 @@ def test_four_ranks_of_two_heads_of_keys(job_of_four, name):
 @pytest.mark.parametrize(
     ("name", "error", "says"),
     [
-        ("other-options", "RanksDiffer", "rank 1 has other options"),
+        (
+            "other-options",
+            "RanksDiffer",
+            "rank 1 has other max_batch_size= than rank 0: 2, expected 3",
+        ),
         ("wrong-plan", "InvalidOption", "down_proj"),
     ],
 )
