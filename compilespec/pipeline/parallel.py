@@ -75,7 +75,7 @@ def compare_ranks(ranks: Ranks, program: SpecProgram, options: CompileOptions) -
 
 def _plain_options(options: CompileOptions) -> dict[str, str]:
     """Of functions and other objects, which may lie anywhere, their type alone."""
-    plain = str | int | float | tuple | list | dict | None
+    plain = (str, int, float, tuple, list, dict, type(None))
     return {
         name: repr(value) if isinstance(value, plain) else type(value).__name__
         for name, value in vars(options).items()
