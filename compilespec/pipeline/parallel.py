@@ -41,6 +41,7 @@ def check_parallel(options: CompileOptions, method: Capabilities) -> None:
         "spec='save_hidden_states'": method.outputs_hidden_states,
         "host_processors=True": options.host_processors,
         "prompt_logprobs=True": options.prompt_logprobs,
+        "prompt_embeds=True": options.prompt_embeds,
         "adapters= by name": isinstance(options.adapters, Mapping),
         "quantize=": options.quantization is not None,
         "draft_quantize=": options.draft_quantization is not None,
