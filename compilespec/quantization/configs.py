@@ -19,6 +19,7 @@ from compilespec.tracing.quiet import quiet_import
 
 OLDEST_TORCHAO = (0, 15)
 INSTALL = "pip install 'compilespec[quant]'"
+HEAD = "lm_head"
 
 
 @dataclass(frozen=True)
@@ -42,11 +43,16 @@ class Quantize:
     def name(self) -> str:
         return self.config if isinstance(self.config, str) else type(self.config).__name__
 
-    def config_on(self, device: torch.device) -> Any:
-        """The torchao config; the meaning of a short name depends on the device."""
+    def config_on(self, device: torch.device, path: str = "") -> Any:
+        """The torchao config of a module; the meaning of a short name depends on the device, and
+        a head gets the bits of `_OF_HEADS` unless `only` asks for it by itself.
+        """
         if not isinstance(self.config, str):
             return self.config
-        return NAMES[self.config](device)
+        name = self.config
+        if path.rsplit(".", 1)[-1] == HEAD and not self.only:
+            name = _OF_HEADS.get(name, name)
+        return NAMES[name](device)
 
 
 def read_quantize(value: Any, keyword: str = "quantize") -> Quantize | None:
@@ -127,6 +133,8 @@ NAMES: dict[str, Callable[[torch.device], Any]] = {
     "float8_weight_only": _float8_weight_only,
     "float8_dynamic": _float8_dynamic,
 }
+# A head of 4 bits costs more of a model's quality than all its layers: docs/tuning.md has figures.
+_OF_HEADS = {"int4_weight_only": "int8_weight_only"}
 _ALIASES = {
     "int8": "int8_weight_only",
     "int4": "int4_weight_only",

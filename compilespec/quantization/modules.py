@@ -5,14 +5,15 @@ from __future__ import annotations
 import dataclasses
 import warnings
 from collections import Counter
-from typing import TypeVar
+from collections.abc import Iterable
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
 from compilespec.errors import InvalidOption, NotSupported
 from compilespec.methods.base import Drafter
-from compilespec.quantization.configs import Quantize, runs_on
+from compilespec.quantization.configs import HEAD, Quantize, runs_on
 from compilespec.tracing.copies import shallow_copy
 from compilespec.tracing.load import Target
 from compilespec.tracing.quantized_weights import is_quantized
@@ -45,12 +46,12 @@ def quantize_module(model: Model, quantize: Quantize, keyword: str = "quantize")
             f"{keyword}={quantize.name!r} matches no module: only={quantize.only!r}, "
             f"skip={quantize.skip!r}; products of the model: {_listed(known) or 'none'}"
         )
-    weight, chosen = _weight_of(quantized, paths[0]), set(paths)
-    config = quantize.config_on(weight.device)
+    weight = _weight_of(quantized, paths[0])
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            quantize_(quantized, config, filter_fn=lambda _, path: path in chosen)
+            for config, chosen in _by_config(paths, quantize, weight.device):
+                quantize_(quantized, config, filter_fn=lambda _, path: path in chosen)  # noqa: B023
     except _REFUSALS as error:
         raise _refusal(quantize, keyword, weight, error) from error
     if not any(is_quantized(_weight_of(quantized, path)) for path in paths):
@@ -59,6 +60,20 @@ def quantize_module(model: Model, quantize: Quantize, keyword: str = "quantize")
             "suit it; try int8_weight_only"
         )
     return quantized
+
+
+def _by_config(
+    paths: Iterable[str], quantize: Quantize, device: torch.device
+) -> Iterable[tuple[Any, set[str]]]:
+    found: list[tuple[Any, set[str]]] = []
+    for path in paths:
+        config = quantize.config_on(device, path)
+        same = next((chosen for known, chosen in found if known == config), None)
+        if same is None:
+            found.append((config, {path}))
+        else:
+            same.add(path)
+    return found
 
 
 def quantize_target(target: Target, quantize: Quantize | None) -> Target:
@@ -133,7 +148,7 @@ def _is_product(path: str, module: nn.Module) -> bool:
     weight = getattr(module, "weight", None)
     if not isinstance(weight, torch.Tensor) or weight.dim() != 2:
         return False
-    is_head = path.rsplit(".", 1)[-1] == "lm_head"
+    is_head = path.rsplit(".", 1)[-1] == HEAD
     return isinstance(module, nn.Linear) or (is_head and not isinstance(module, nn.Embedding))
 
 

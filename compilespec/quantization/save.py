@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from compilespec.errors import CheckpointError, InvalidOption
-from compilespec.quantization.configs import read_quantize
+from compilespec.quantization.configs import HEAD, read_quantize
 from compilespec.quantization.modules import quantize_module
 from compilespec.tracing.load import load_target
 from compilespec.tracing.quantized_weights import is_quantized
@@ -37,9 +37,11 @@ def save_quantized(
     from transformers import PreTrainedModel, TorchAoConfig
     from transformers.quantizers.auto import AutoHfQuantizer
 
-    asked = read_quantize(quantize)
+    asked = read_quantize(quantize)  # with an error where torchao is not there
     if asked is None:
         raise InvalidOption("save_quantized needs quantize=, a torchao config or its short name")
+    from torchao.quantization import FqnToConfig
+
     target = load_target(model, dtype=dtype)
     if not isinstance(target.model, PreTrainedModel):
         raise InvalidOption(
@@ -53,7 +55,11 @@ def save_quantized(
     head = saved.get_output_embeddings()
     if head is not None and is_quantized(head.weight):
         saved.config.tie_word_embeddings = False  # the quantized head is no longer the embedding
-    saved.config.quantization_config = TorchAoConfig(asked.config_on(device))
+    config, of_head = asked.config_on(device), asked.config_on(device, HEAD)
+    if of_head != config:
+        paths = [p for p, m in saved.named_modules() if is_quantized(getattr(m, "weight", None))]
+        config = FqnToConfig({path: asked.config_on(device, path) for path in paths})
+    saved.config.quantization_config = TorchAoConfig(config)
     saved.hf_quantizer = AutoHfQuantizer.from_config(
         saved.config.quantization_config, pre_quantized=True
     )

@@ -20,7 +20,13 @@ import compilespec
 from compilespec import SamplingParams
 from compilespec.errors import CheckpointError, InvalidOption, NotSupported
 from compilespec.lowering.artifacts import ArtifactKey, artifact_key
-from compilespec.quantization import Quantize, quantize_module, read_quantize, save_quantized
+from compilespec.quantization import (
+    NAMES,
+    Quantize,
+    quantize_module,
+    read_quantize,
+    save_quantized,
+)
 from compilespec.tracing.load import Target, load_target
 from compilespec.tracing.quantized_weights import is_quantized, stand_ins
 from compilespec.tracing.target import trace_target
@@ -30,6 +36,7 @@ from tests.support.models import VOCAB
 
 torchao_quantization = pytest.importorskip("torchao.quantization")
 
+INT4 = NAMES["int4_weight_only"](torch.device("cpu"))  # as a config of one's own
 CONFIGS = ("int8_weight_only", "int8_dynamic", "int4_weight_only", "float8_weight_only")
 PROMPTS = [[5, 17, 33, 2, 8], [44, 3, 3, 9, 12, 61, 7], [80]]
 PARAMS = SamplingParams(max_new_tokens=25, ignore_eos=True)
@@ -121,7 +128,7 @@ def test_speculative_equals_plain_decoding_of_the_same_target(config: str, metho
         # q, k and v are one product, gate and up another; a layer has o and down; the head
         assert len(set(of_target)) == num_layers * 4 + 1
         why = " ".join(engine.plan()["why"])
-        assert f"target quantized: {num_layers * 7 + 1} " in why
+        assert f"of {num_layers * 7 + 1} products" in why.partition("target quantized: ")[2]
         assert ("draft quantized: " in why) == (method in OWN_WEIGHTS)
 
 
@@ -220,13 +227,26 @@ def test_a_place_that_cannot_be_a_directory_is_refused(tmp_path: Any, place: str
         save_quantized(target(), tmp_path / place, "int8")
 
 
-@pytest.mark.parametrize("skip", ["lm_head", ()], ids=["head_kept", "head_too"])
-def test_a_saved_tied_model_is_loaded(tmp_path: Any, skip: Any) -> None:
+def test_a_head_keeps_eight_bits_where_four_are_not_asked_for_by_name() -> None:
+    usual = quantize_module(target(), Quantize("int4_weight_only"))
+    asked = quantize_module(target(), Quantize("int4_weight_only", only="lm_head"))
+    named = quantize_module(target(), read_quantize(INT4))
+    kinds = [type(one.lm_head.weight).__name__ for one in (usual, asked, named)]
+    assert kinds == ["Int8Tensor", "IntxUnpackedToInt8Tensor", "IntxUnpackedToInt8Tensor"]
+    assert type(usual.model.layers[0].mlp.up_proj.weight).__name__ == "IntxUnpackedToInt8Tensor"
+
+
+@pytest.mark.parametrize(
+    ("kind", "skip"),
+    [("int8_weight_only", "lm_head"), ("int8_weight_only", ()), ("int4_weight_only", ())],
+    ids=["head_kept", "head_too", "head_otherwise"],
+)
+def test_a_saved_tied_model_is_loaded(tmp_path: Any, kind: str, skip: Any) -> None:
     config = copy.deepcopy(target().config)
     config.tie_word_embeddings = True
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
-    asked = Quantize("int8_weight_only", skip=skip)
+    asked = Quantize(kind, skip=skip)
     loaded = load_target(save_quantized(model, tmp_path / "saved", asked)).model
     assert model.config.tie_word_embeddings
     head, embedding = loaded.get_output_embeddings().weight, loaded.get_input_embeddings().weight

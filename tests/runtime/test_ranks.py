@@ -13,7 +13,7 @@ from tests.support.rank_job import CASES, alone, run_job, run_processes
 
 FAULTS = ("other-weights", "other-options", "wrong-plan")
 WORKING = [name for name, case in CASES.items() if not case.fault and name not in FAULTS]
-CHOSEN = "llama-ngram"  # the default run starts one job
+CHOSEN = "llama-ngram"
 
 
 @pytest.fixture(scope="module")
@@ -39,11 +39,13 @@ def check_tokens(name: str, results: list[dict[str, object]], size: int) -> None
     assert lead["recompiles"] == 0
 
 
+@pytest.mark.slow
 def test_a_small_job_gives_the_tokens_of_one_process(small_job):
     check_tokens(CHOSEN, small_job[CHOSEN], 2)
     assert small_job[CHOSEN][0]["cache_mib"] == alone(CHOSEN)["cache_mib"] / 2
 
 
+@pytest.mark.slow
 def test_other_weights_are_said_by_every_rank(small_job):
     for said in small_job["other-weights"]:
         assert said["error"] == "RanksDiffer"
