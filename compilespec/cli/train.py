@@ -68,6 +68,7 @@ def add_learning_options(add: Callable[..., Any]) -> None:
     add("--patience", type=int, metavar="N", help="measurements without gain (default: 6)")
     add("--save-every", type=int, metavar="N", help="steps between saved states (default: 50)")
     add("--dtype", metavar="NAME", help="of the target while training (default on CPUs: float32)")
+    add("--start-from", metavar="DIR", help="a drafter's checkpoint to begin with")
     add("--learn-prompts", action="store_true", help="learn from the prompts' tokens too")
     add("--keep-states", action="store_true", help="keep the target's hidden states on disk")
     add("--compiled", action="store_true", help="forward and backward through torch.compile")

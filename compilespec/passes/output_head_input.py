@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -60,6 +61,18 @@ class HeadFunction:
             env[node] = graph.node_copy(node, lambda old: env[old])
         graph.output(env[logits])
         self._module = fx.GraphModule(root, graph)
+        self._num_rows = weights[head.weight].shape[0]
+
+    def of(self, ids: Tensor) -> HeadFunction:
+        """The same of some ids alone: logits [N, len(ids)]."""
+        narrow = copy.copy(self)
+        narrow._module = copy.copy(self._module)
+        buffers = dict(self._module.named_buffers())
+        narrow._module._buffers = {
+            name: buffer[ids] if buffer.shape[:1] == (self._num_rows,) else buffer
+            for name, buffer in buffers.items()
+        }
+        return narrow
 
     @torch.no_grad()
     def __call__(self, hidden_ND: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from compilespec.training.data import Sample
-from compilespec.training.teacher import Teacher
+from compilespec.training.teacher import Said, States, Teacher
 
 GROUP = 64  # samples that are sorted by length before they are cut into batches
 
@@ -86,20 +86,22 @@ def make_lesson(
     batch: Batch,
     draft_ids: Tensor | None,
     depth: int,
-    states: tuple[Tensor, Tensor] | None = None,
+    states: States | None = None,
 ) -> Lesson:
     """What the teacher says of a batch, for `depth` draft steps.
 
     Args:
         states: what `teacher.states` gives for it, where that is known.
     """
-    aux_BTE, hidden_BTD = states or teacher.states(batch.ids)
+    aux_BTE, hidden_BTD, said = states or teacher.states(batch.ids)
     width = hidden_BTD.shape[2]
     num_judged = batch.origins.shape[1] + depth - 1
     at_BP = batch.origins[:, :1] + 1 + torch.arange(num_judged, device=batch.ids.device)
     at_BP = at_BP.clamp_max(batch.ids.shape[1] - 1)
     rows_BPD = hidden_BTD.gather(1, at_BP[..., None].expand(-1, -1, width))
-    probs, best = teacher.probabilities(rows_BPD.flatten(0, 1), draft_ids)
+    if said is not None:
+        said = Said(*(one.gather(1, at_BP).flatten() for one in said))
+    probs, best = teacher.probabilities(rows_BPD.flatten(0, 1), draft_ids, said)
     return Lesson(
         batch=batch,
         aux=aux_BTE.float(),

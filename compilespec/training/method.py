@@ -10,6 +10,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from compilespec.errors import DraftMismatch
+from compilespec.methods.registry import get_method
 from compilespec.tracing.target_info import TargetInfo
 from compilespec.training.batches import Lesson
 from compilespec.training.options import TrainOptions
@@ -41,6 +43,25 @@ class TrainingMethod(ABC):
         Raises: DraftMismatch, InvalidOption.
         """
 
+    @torch.no_grad()
+    def start_from(self, drafter: nn.Module, directory: str, info: TargetInfo) -> None:
+        """Give a new drafter the weights of a checkpoint, by the names that both have.
+
+        Raises: CheckpointError, DraftMismatch where it has others, or of other sizes.
+        """
+        loaded = get_method(self.spec).load(directory, info, {})
+        assert loaded is not None, "a method that is trained has weights"
+        found = loaded.state_dict()
+        for name, tensor in own_tensors(drafter).items():
+            other = found.get(name)
+            if other is None or other.shape != tensor.shape:
+                got = "none" if other is None else f"one of {list(other.shape)}"
+                raise DraftMismatch(
+                    f"{directory}: expected a {name} of {list(tensor.shape)}, got {got}; give the "
+                    "sizes that it was trained with (draft_vocab_size, intermediate_size)"
+                )
+            tensor.copy_(other)
+
     @abstractmethod
     def aux_layers(self, drafter: nn.Module) -> tuple[int, ...]:
         """The hs indices that a lesson's `aux` holds side by side."""
@@ -64,3 +85,13 @@ class TrainingMethod(ABC):
     def compile_steps(self) -> None:
         """Let torch.compile make forward and backward; nothing, where a method has no such part."""
         return None
+
+
+def own_tensors(drafter: nn.Module) -> dict[str, Tensor]:
+    """What is trained or chosen, without what is the target's."""
+    trained = {n for n, p in drafter.named_parameters() if p.requires_grad}
+    return {
+        name: tensor.detach()
+        for name, tensor in drafter.state_dict().items()
+        if name in trained or not tensor.is_floating_point()
+    }

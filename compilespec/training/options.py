@@ -82,6 +82,9 @@ class TrainOptions:
     """Keep the target's hidden states on disk, in bfloat16: the target then runs once a sequence,
     instead of once an epoch."""
 
+    start_from: str | None = None
+    """A checkpoint of the method whose weights the run begins with; None: new ones."""
+
     learn_prompts: bool = False
     """Learn from the tokens of the prompts too, by what the target would have said there; without,
     from those of the answers alone.  For runs with little data."""
@@ -117,7 +120,7 @@ class TrainOptions:
         changeable = (
             "layout", "steps", "max_minutes", "eval_every", "eval_prompts", "eval_new_tokens",
             "backend", "patience", "save_every", "compiled", "num_draft_tokens", "decay_share",
-            "dtype",
+            "dtype", "start_from",
         )  # fmt: skip
         given = dataclasses.asdict(self)
         return {name: value for name, value in given.items() if name not in changeable}

@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from compilespec.errors import CheckpointError, InvalidOption
 from compilespec.training.batches import Place
 from compilespec.training.files import replace
+from compilespec.training.method import own_tensors
 from compilespec.training.optim import MuonAdamW
 from compilespec.training.options import TrainOptions
 from compilespec.training.schedule import Schedule
@@ -99,13 +100,3 @@ def restore(
     return RunState(
         **{**run, "place": Place(**run["place"]), "schedule": Schedule(**run["schedule"])}
     )
-
-
-def own_tensors(drafter: nn.Module) -> dict[str, Tensor]:
-    """What is trained or chosen, without what is the target's."""
-    trained = {n for n, p in drafter.named_parameters() if p.requires_grad}
-    return {
-        name: tensor.detach()
-        for name, tensor in drafter.state_dict().items()
-        if name in trained or not tensor.is_floating_point()
-    }

@@ -21,9 +21,10 @@ from compilespec.methods.save_hidden_states.saved_states import INDEX_FILE, Save
 from compilespec.training.batches import make_batch
 from compilespec.training.data import Sample, digest
 from compilespec.training.files import Journal, cut, read_records, writing
-from compilespec.training.teacher import Teacher
+from compilespec.training.teacher import Said, States, Teacher
 
 DTYPE = torch.bfloat16
+SAID_BYTES = 8  # a float32 that is never 0, and an int32; zeros where nothing is known yet
 
 
 class StateStore(Protocol):
@@ -36,15 +37,14 @@ class StateStore(Protocol):
         """
         ...
 
-    def of(self, samples: Sequence[Sample]) -> tuple[Tensor, Tensor]:
-        """The aux hidden states [B, T, A*D] and the head's input [B, T, D] of some samples, zero
-        behind the end of each.  Raises: CheckpointError.
-        """
+    def of(self, samples: Sequence[Sample]) -> States:
+        """Those of some samples, zero behind the end of each.  Raises: CheckpointError."""
         ...
 
 
 class KeptStates:
-    """States that the teacher computes once, in a file of rows beside an index of its sequences.
+    """States that the teacher computes once, in a file of rows beside an index of its sequences,
+    and what it says there in another of `SAID_BYTES` a row.
 
     A sequence stands in the index only when its rows are on disk; what a killed process left behind
     the last of them is cut off.
@@ -76,24 +76,38 @@ class KeptStates:
             content.touch()
             cut(content, self._end * self.row_bytes).close()
             self._rows = content.open("rb+", buffering=0)
+            said = self.folder / "said.bin"
+            said.touch()
+            self._said = said.open("rb+", buffering=0)
 
     @property
     def row_bytes(self) -> int:
         """Bytes of a token."""
         return self._row * DTYPE.itemsize
 
-    def of(self, samples: Sequence[Sample]) -> tuple[Tensor, Tensor]:
+    def of(self, samples: Sequence[Sample]) -> States:
         names = [digest(str(one.token_ids)) for one in samples]
         missing = {n: s for n, s in zip(names, samples, strict=True) if n not in self._places}
         if missing:
             self._compute(missing)
-        rows = pad_sequence([self._read(*self._places[name]) for name in names], batch_first=True)
-        rows = rows.to(self._teacher.info.device)
-        return rows[..., : -self._width], rows[..., -self._width :]
+        each = [self._read(*self._places[name]) for name in names]
+        said = [
+            self._read_said(self._places[n][0], rows) for n, rows in zip(names, each, strict=True)
+        ]
+        device = self._teacher.info.device
+        rows = pad_sequence(each, batch_first=True).to(device)
+        columns = (
+            pad_sequence(list(column), batch_first=True) for column in zip(*said, strict=True)
+        )
+        return States(
+            rows[..., : -self._width],
+            rows[..., -self._width :],
+            Said(*(column.to(device) for column in columns)),
+        )
 
     def _compute(self, missing: dict[str, Sample]) -> None:
         batch = make_batch(list(missing.values())).to(self._teacher.info.device)
-        rows_BTR = torch.cat(self._teacher.states(batch.ids), -1).to("cpu", DTYPE)
+        rows_BTR = torch.cat(self._teacher.states(batch.ids)[:2], -1).to("cpu", DTYPE)
         for rows, (name, sample) in zip(rows_BTR, missing.items(), strict=True):
             whole = rows[: len(sample)].contiguous().view(torch.uint8).numpy()
             with writing(self.folder):
@@ -105,6 +119,23 @@ class KeptStates:
             self._index.append(place)
             self._places[name] = (self._end, len(sample))
             self._end += len(sample)
+
+    def _read_said(self, first: int, rows: Tensor) -> Said:
+        """What the target says after the rows that begin there; computed where it is not known."""
+        place, size = first * SAID_BYTES, len(rows) * SAID_BYTES
+        self._said.seek(place)
+        content = bytearray(self._said.read(size)).ljust(size, b"\0")
+        known = torch.frombuffer(content, dtype=torch.int32).view(-1, 2)
+        if bool(known[:, 0].all()):
+            return Said(known[:, 0].clone().view(torch.float32), known[:, 1].long())
+        said = self._teacher.says(rows[:, -self._width :].to(self._teacher.info.device))
+        said = Said(*(one.cpu() for one in said))
+        numbers = torch.stack([said.normalizer.view(torch.int32), said.best.int()], 1)
+        with writing(self.folder):
+            self._said.seek(place)
+            if self._said.write(numbers.contiguous().numpy().tobytes()) != size:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return said
 
     def _read(self, first: int, length: int) -> Tensor:
         self._rows.seek(first * self.row_bytes)
@@ -150,13 +181,13 @@ class RecordedStates:
             )
         self._device = info.device
 
-    def of(self, samples: Sequence[Sample]) -> tuple[Tensor, Tensor]:
+    def of(self, samples: Sequence[Sample]) -> States:
         records = [self._saved[self._numbers[one]] for one in samples]
         aux, last = (
             pad_sequence([record[name].float() for record in records], batch_first=True)
             for name in ("hidden_states", "normed_last_hidden_states")
         )
-        return aux.to(self._device), last.to(self._device)
+        return States(aux.to(self._device), last.to(self._device))
 
     def _read_samples(self) -> Iterator[tuple[int, Sample]]:
         for number, record in enumerate(self._saved):

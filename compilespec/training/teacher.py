@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
@@ -18,6 +18,25 @@ from compilespec.tracing.target import trace_target
 from compilespec.tracing.target_info import TargetInfo, describe_target
 
 
+class Said(NamedTuple):
+    """What the target says after some rows, but for the single probabilities."""
+
+    normalizer: Tensor
+    """float32, the log of the sum of the exponentials of its logits."""
+    best: Tensor
+    """int64, the most probable id."""
+
+
+class States(NamedTuple):
+    """What a lesson is made of: `aux` [B, T, A*D] side by side, `hidden` [B, T, D], the head's
+    input, and what the target says there ([B, T] each), where that is known.
+    """
+
+    aux: Tensor
+    hidden: Tensor
+    said: Said | None = None
+
+
 class Teacher:
     """The target's graph, cut before the head, with the hidden states that a drafter reads.
 
@@ -28,6 +47,7 @@ class Teacher:
         self._traced = trace_target(target.model)
         self.info: TargetInfo = describe_target(self._traced, target)
         self._head = HeadFunction(self._traced)
+        self._narrow: tuple[Tensor, HeadFunction] | None = None
         self._run: Any = None
 
     def tap(self, aux_layers: tuple[int, ...], *, compiled: bool = False) -> None:
@@ -40,26 +60,46 @@ class Teacher:
         self._run = torch.compile(run, dynamic=True) if compiled else run
 
     @torch.no_grad()
-    def states(self, ids_BT: Tensor) -> tuple[Tensor, Tensor]:
-        """The aux hidden states side by side [B, T, A*D], and the head's input [B, T, D]."""
+    def states(self, ids_BT: Tensor) -> States:
+        """The hidden states that were tapped, and the head's input."""
         positions_BT = torch.arange(ids_BT.shape[1], dtype=torch.int32, device=ids_BT.device)
         positions_BT = positions_BT.expand(ids_BT.shape).contiguous()
         bound = self._traced.bind(input_ids=ids_BT.to(torch.int32), position_ids=positions_BT)
         *aux, hidden_BTD = self._run(*bound)
         aux_BTE = torch.cat(aux, -1) if aux else hidden_BTD[..., :0]
-        return aux_BTE, hidden_BTD
+        return States(aux_BTE, hidden_BTD)
 
     @torch.no_grad()
-    def probabilities(self, hidden_ND: Tensor, ids: Tensor | None) -> tuple[Tensor, Tensor]:
+    def says(self, hidden_ND: Tensor) -> Said:
+        """After rows of the head's input, [N] each."""
+        logits = (self._head(rows).float() for rows in hidden_ND.split(256))
+        parts = [(rows.logsumexp(-1), rows.argmax(-1)) for rows in logits]
+        return Said(*(torch.cat(columns) for columns in zip(*parts, strict=True)))
+
+    @torch.no_grad()
+    def probabilities(
+        self, hidden_ND: Tensor, ids: Tensor | None, said: Said | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Of rows of the head's input: float32 probabilities [N, Vd] of the ids that can be drafted
         (all: None), not renormalised, and the most probable id [N].
+
+        Args:
+            said: what `says` gives for the rows: then the ids that can be drafted are enough.
         """
+        if ids is not None and said is not None:
+            logits = self._head_of(ids)(hidden_ND).float()
+            return (logits - said.normalizer[:, None]).exp(), said.best
         parts, best = [], []
         for rows in hidden_ND.split(256):
             probs = torch.softmax(self._head(rows).float(), -1)
             best.append(probs.argmax(-1))
             parts.append(probs if ids is None else probs[:, ids])
         return torch.cat(parts), torch.cat(best)
+
+    def _head_of(self, ids: Tensor) -> HeadFunction:
+        if self._narrow is None or not self._narrow[0].equal(ids):
+            self._narrow = ids.clone(), self._head.of(ids)
+        return self._narrow[1]
 
 
 def _cut_before_head(traced: Traced, aux_layers: tuple[int, ...], width: int) -> None:

@@ -58,6 +58,8 @@ class Trainer:
         self.learned, self.judged = self._split(None)
         counts = count_tokens(self.learned, teacher.info.vocab_size)
         self.drafter = method.create(teacher.info, counts, options)
+        if options.start_from is not None:
+            method.start_from(self.drafter, options.start_from, teacher.info)
         self.optimizer = MuonAdamW(
             self.drafter.named_parameters(), adam_names=method.slow_parameters(self.drafter)
         )

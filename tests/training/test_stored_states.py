@@ -18,7 +18,7 @@ from compilespec.training import trainer
 from compilespec.training.data import Sample
 from compilespec.training.entry import train
 from compilespec.training.stored_states import KeptStates, RecordedStates
-from compilespec.training.teacher import Teacher
+from compilespec.training.teacher import Said, Teacher
 from tests.support.training import quick_options, tiny_teacher, written_by
 
 AUX = (2, 3, 4)
@@ -53,19 +53,42 @@ def opened(folder: Path, teacher: Teacher) -> KeptStates:
     return store
 
 
+def same(one: Any, other: Any) -> bool:
+    """Whether two `States` are equal to the bit."""
+    pairs = zip((*one[:2], *one[2]), (*other[:2], *other[2]), strict=True)
+    return all(mine.equal(theirs) for mine, theirs in pairs)
+
+
 def test_kept_states_are_the_teachers_in_bfloat16(teacher, tmp_path, monkeypatch):
     store = opened(tmp_path, teacher)
     store.of(SAMPLES[:2])
-    aux, last = store.of(SAMPLES)  # two known, one new
+    aux, last, said = store.of(SAMPLES)  # two known, one new
     for row, sample in enumerate(SAMPLES):
-        alone = teacher.states(torch.tensor([sample.token_ids]))
+        alone = teacher.states(torch.tensor([sample.token_ids]))[:2]
         for found, expected in zip((aux, last), alone, strict=True):
             mine = found[row, : len(sample)]
             torch.testing.assert_close(mine, expected[0].bfloat16().float(), rtol=2**-7, atol=1e-6)
             assert not found[row, len(sample) :].any()
     monkeypatch.setattr(teacher, "states", None)  # a call would raise
     again = opened(tmp_path, teacher).of(SAMPLES)
-    assert all(one.equal(other) for one, other in zip(again, (aux, last), strict=True))
+    assert same(again, (aux, last, said))
+    (tmp_path / "said.bin").unlink()  # as an earlier version left it
+    assert same(opened(tmp_path, teacher).of(SAMPLES), again)
+
+
+def test_what_the_target_says_is_kept_and_enough_for_a_reduced_vocabulary(teacher, tmp_path):
+    """Probabilities from the ids that can be drafted alone are those of the whole softmax."""
+    store, ids = opened(tmp_path, teacher), torch.tensor([1, 4, 5, 40])
+    _, last, said = store.of(SAMPLES[:1])
+    rows = last.flatten(0, 1)
+    expected, best = teacher.probabilities(rows, ids)
+    kept = Said(*(column.flatten() for column in said))
+    found, found_best = teacher.probabilities(rows, ids, kept)
+    torch.testing.assert_close(found, expected)
+    assert found_best.equal(best)
+    says = teacher.says(rows)
+    assert says.best.equal(best)
+    torch.testing.assert_close(says.normalizer, kept.normalizer)
 
 
 def test_what_a_killed_process_left_is_cut_off(teacher, tmp_path):
@@ -75,7 +98,7 @@ def test_what_a_killed_process_left_is_cut_off(teacher, tmp_path):
     rows.write_bytes(rows.read_bytes() + b"half a row")
     store = opened(tmp_path, teacher)
     assert rows.stat().st_size == sum(map(len, SAMPLES[:2])) * store.row_bytes
-    assert all(a.equal(b) for a, b in zip(store.of(SAMPLES), expected, strict=True))
+    assert same(store.of(SAMPLES), expected)
 
 
 def test_other_states_and_a_file_that_ends_early_are_refused(teacher, tmp_path):
@@ -128,7 +151,7 @@ def test_a_folder_of_saved_states_is_data(model, tmp_path):
         assert sample.token_ids == whole[: len(sample)]
         assert sample.start == len(output.prompt_token_ids)
         for found, expected in zip(
-            data.of([sample]), teacher.states(torch.tensor([sample.token_ids])), strict=True
+            data.of([sample])[:2], teacher.states(torch.tensor([sample.token_ids]))[:2], strict=True
         ):
             torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
     with pytest.raises(InvalidOption, match="the drafter reads"):

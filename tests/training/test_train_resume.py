@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
-from compilespec.errors import CheckpointError, InvalidOption, TrainingDiverged
+from compilespec.errors import CheckpointError, DraftMismatch, InvalidOption, TrainingDiverged
 from compilespec.training import state, trainer
 from compilespec.training.data import Sample, split_held_out
 from compilespec.training.eagle3 import Eagle3Training
@@ -85,6 +87,22 @@ def test_a_signal_ends_the_run_with_its_state_saved(model, data, tmp_path):
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
     again = train(model, data, tmp_path, options=options, resume=True)
     assert (again.num_steps, again.interrupted) == (6, False)
+
+
+@pytest.mark.parametrize("method", ["eagle3", "mtp_eagle"])
+def test_a_run_begins_with_the_weights_of_a_checkpoint(model, data, tmp_path, method):
+    """The one step's learning rate is too small to change much of what was stored."""
+    first, second = tmp_path / "first", tmp_path / "second"
+    train(model, data, first, method=method, options=quick_options(steps=3, depth=1))
+    options = quick_options(steps=1, start_from=str(first), learning_rate=1e-12)
+    train(model, data, second, method=method, options=options)
+    stored = [load_file(folder / "model.safetensors") for folder in (first, second)]
+    assert stored[0].keys() == stored[1].keys()
+    for name, tensor in stored[0].items():
+        torch.testing.assert_close(stored[1][name], tensor, rtol=0, atol=1e-10)
+    other = quick_options(steps=1, start_from=str(first), intermediate_size=24)
+    with pytest.raises(DraftMismatch, match=r"expected a .* of \[24, .*intermediate_size"):
+        train(model, data, tmp_path / "third", method=method, options=other)
 
 
 def test_data_may_grow_but_not_change(model, data, tmp_path):
