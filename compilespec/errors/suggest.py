@@ -55,8 +55,14 @@ ELSEWHERE: Mapping[str, Mapping[str, str]] = {
         "async_scheduling": "overlap",
         "torch_dtype": "dtype",
         "device_map": "device",
-        "tensor_parallel_size": "device (an engine runs on one)",
-        "tp_size": "device (an engine runs on one)",
+        "tp": "tensor_parallel_size",
+        "tp_size": "tensor_parallel_size",
+        "lora_modules": "adapters",
+        "lora_paths": "adapters",
+        "enable_lora": "adapters ({}: room for those that are loaded later)",
+        "max_loras": "max_adapters",
+        "max_lora_rank": "max_adapter_rank",
+        "enable_prompt_embeds": "prompt_embeds",
         "quantization": "quantize",
         "quantization_config": "quantize",
         "revision": "model ('org/name@revision')",
@@ -151,6 +157,8 @@ ELSEWHERE: Mapping[str, Mapping[str, str]] = {
     },
 }
 
+SIMILAR = 0.65  # of difflib's ratio: a slip of the keyboard, not another name of equal length
+
 
 def meant(name: object, known: Iterable[str], *where: str) -> str:
     """The name in `known` that a mistaken name probably means, with a remark if any; else "".
@@ -166,7 +174,7 @@ def meant(name: object, known: Iterable[str], *where: str) -> str:
         ours = ELSEWHERE[part].get(wanted, "")
         if ours and re.match(r"\w+", ours).group() in spelled:  # type: ignore[union-attr]
             return ours
-    near = difflib.get_close_matches(wanted, spelled, n=1)
+    near = difflib.get_close_matches(wanted, spelled, n=1, cutoff=SIMILAR)
     return spelled[near[0]] if near else ""
 
 

@@ -155,7 +155,7 @@ def test_a_proved_layer_attends_to_its_latents_and_gives_the_same(spelling):
     ("spelling", "reason"),
     [
         ("bias", "has a bias"),
-        ("computed", "quantized or computed"),
+        ("computed", "quantized, adapted or computed"),
         ("no_rope", "more than a part of the product"),
         ("reversed", "more than a part of the product"),
         ("overwritten", "add_ writes in place"),
