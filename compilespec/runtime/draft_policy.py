@@ -22,6 +22,7 @@ RETRY_SPEEDUP = (
 )
 NUM_SAVED_STEPS = 64  # of the largest K: what trials may cost is never saved up beyond that
 NUM_PLAIN_STEPS = 8  # plain steps that are decided at once
+SHORTAGE = 1 / 8  # a K that rises is short of drafts for one step, of so many that it stays
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -246,7 +247,8 @@ def _num_tokens(
 ) -> float:
     """Tokens of a step of K = `count`, where `expected[i][n]` of n drafts of request i are
     accepted.  K of a model has two ends, the drafts that are verified now and as many that are made
-    for the next step, of which `usual[n]` are accepted: each is half of what it brings.
+    for the next step, of which `usual[n]` are accepted: each is half of what it brings.  Where
+    there are fewer now than K, because the step before had a smaller one, that lasts one step.
     """
     total = float(batch)
     for one, by_count in zip(drafted, expected, strict=True):
@@ -255,5 +257,6 @@ def _num_tokens(
         if one.is_found or one.num_drafts is None:
             total += by_count[there]
         else:
-            total += (by_count[there] + usual[wanted]) / 2
+            soon = by_count[wanted] - SHORTAGE * (by_count[wanted] - by_count[there])
+            total += (soon + usual[wanted]) / 2
     return total
