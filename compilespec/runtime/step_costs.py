@@ -41,6 +41,7 @@ class StepCosts:
         }
         self._believed = {size: self._believe(size) for size in self._sizes}
         self._replay_ms = dict(replay_ms)
+        self._risen = dict.fromkeys(self._sizes, 1.0)  # what all were multiplied by, by batch size
         self._unserved = set(measured)
         self._last = (-1, -1)  # K and size of the last step
         self._first_ratios: list[float] | None = None  # to its known time, of the first of a K
@@ -76,6 +77,7 @@ class StepCosts:
         last_count, last_size = self._last
         self._last = (count, size)
         if elapsed_ms < known[count] / 2:
+            self._change_all(size, 1 / min(max(self._risen[size], 1.0), known[count] / elapsed_ms))
             known[count] = elapsed_ms
         ratio = min(elapsed_ms / known[count], 2.0)
         if size != last_size:
@@ -83,14 +85,19 @@ class StepCosts:
         elif count != last_count:
             self._first_ratios = []
         if self._first_ratios is None:
-            for other in known:
-                known[other] *= 1 + SPEED_WEIGHT * (ratio - 1)
+            self._change_all(size, 1 + SPEED_WEIGHT * (ratio - 1))
         else:
             self._first_ratios.append(ratio)
             if len(self._first_ratios) == NUM_COMPARED_STEPS:
                 known[count] *= 1 + COMPARISON_WEIGHT * (statistics.median(self._first_ratios) - 1)
                 self._first_ratios = None
         self._believed[size] = self._believe(size)
+
+    def _change_all(self, size: int, factor: float) -> None:
+        """The machine became slower or faster."""
+        self._risen[size] *= factor
+        for count in self._ms[size]:
+            self._ms[size][count] *= factor
 
     def table(self) -> dict[str, float]:
         """For people: "K=2, batch 4" to milliseconds."""

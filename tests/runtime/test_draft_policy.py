@@ -205,6 +205,20 @@ def test_times_that_are_a_little_wrong_are_put_right(wrong: int, factor: float) 
     assert speed > 0.95 * max(machine.fixed(count, 8, 1.0) for count in COUNTS)
 
 
+def test_a_slow_minute_leaves_no_k_behind():
+    """Every step of one K took long; once they do not, the others are no slower than before."""
+    costs = StepCosts(COSTS, REPLAY)
+    before = costs.table()
+    for _ in range(100):
+        costs.update(2, 1, 1000.0)
+    assert costs.table()["K=5, batch 1"] > 10 * before["K=5, batch 1"]
+    costs.update(2, 1, before["K=2, batch 1"])
+    after = costs.table()
+    assert {k: after[k] for k in after if k.endswith("batch 1")} == pytest.approx(
+        {k: before[k] for k in before if k.endswith("batch 1")}, abs=1e-3
+    )
+
+
 @pytest.mark.parametrize("wrong", [(0, 2, 5), (2, 5), (5,), (0,)])
 @pytest.mark.parametrize("right", [0.0, 1.0])
 def test_times_that_were_taken_on_a_busy_machine_do_not_stay(right: float, wrong: Sequence[int]):
