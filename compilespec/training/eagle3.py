@@ -173,6 +173,34 @@ def draft_step(
     query = query.unflatten(2, (attention.num_kv_heads, group))
     mine = keys_values(attention, fused, cos, sin)
     beside = [*own, mine] if adds_own else own
+    if beside:
+        out = attend_beside(query, key_BTNH, value_BTNH, visible_BAT, beside)
+    else:
+        out = F.scaled_dot_product_attention(
+            query.flatten(2, 3).transpose(1, 2),
+            key_BTNH.transpose(1, 2),
+            value_BTNH.transpose(1, 2),
+            attn_mask=visible_BAT[:, None],
+            scale=1.0,
+            enable_gqa=group > 1,
+        ).transpose(1, 2)
+    residual = normed if layer.norm_before_residual else hidden
+    hidden = residual + attention.o_proj(out.reshape(hidden.shape[0], num_rows, -1))
+    return hidden + layer.mlp(layer.post_attention_layernorm(hidden)), mine
+
+
+def attend_beside(
+    query: Tensor,
+    key_BTNH: Tensor,
+    value_BTNH: Tensor,
+    visible_BAT: Tensor,
+    beside: list[tuple[Tensor, Tensor]],
+) -> Tensor:
+    """Attention [B, A, Nkv, G, H] of scaled queries to the rows they see, and to some of their own.
+
+    Args:
+        beside: keys and values [B, A, Nkv, H] that only the row itself sees.
+    """
     score = torch.einsum("bangh,btnh->bngat", query, key_BTNH)
     score = score.masked_fill(~visible_BAT[:, None, None], float("-inf"))
     single = [torch.einsum("bangh,banh->bnga", query, key)[..., None] for key, _ in beside]
@@ -182,9 +210,7 @@ def draft_step(
     for place, (_, value) in enumerate(beside):
         share = weight[..., length + place].permute(0, 3, 1, 2)[..., None]
         out = out + share * value[:, :, :, None]
-    residual = normed if layer.norm_before_residual else hidden
-    hidden = residual + attention.o_proj(out.reshape(hidden.shape[0], num_rows, -1))
-    return hidden + layer.mlp(layer.post_attention_layernorm(hidden)), mine
+    return out
 
 
 def step_cost(

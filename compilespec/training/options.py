@@ -25,7 +25,7 @@ class TrainOptions:
     """Minutes of training of the whole run, calls that were resumed included."""
 
     learning_rate: float = 5e-3
-    """At its highest: of Muon for matrices, and half of it of AdamW for the head."""
+    """At its highest: of Muon for matrices, and a tenth of it of AdamW for the head."""
 
     warmup_steps: int = 30
     """Steps in which the learning rate rises."""
