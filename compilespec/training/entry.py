@@ -17,6 +17,7 @@ from compilespec.tracing.load import Target, load_target
 from compilespec.training.data import FileData, Loader, read_prompts
 from compilespec.training.draft_model import DraftModelTraining
 from compilespec.training.eagle3 import Eagle3Training
+from compilespec.training.files import alone_in
 from compilespec.training.generation import GENERATED, Generated, generate_answers
 from compilespec.training.method import TrainingMethod
 from compilespec.training.mtp_eagle import MtpEagleTraining
@@ -113,14 +114,17 @@ def train(
         )
     teacher = Teacher(_for_teaching(target, model, tokenizer, options))
     loader = _load_data(data, target, teacher, options)
-    store: StateStore | None = loader if isinstance(loader, RecordedStates) else None
-    if options.keep_states and store is None:
-        store = KeptStates(output / "training" / "states")
-    trainer = Trainer(target, teacher, taught, loader, output, options, listener.on_record, store)
-    if has_state:
-        trainer.resume()
-    listener.on_plan(plan_of(trainer))
-    last = trainer.train()
+    with alone_in(output / "training"):
+        store: StateStore | None = loader if isinstance(loader, RecordedStates) else None
+        if options.keep_states and store is None:
+            store = KeptStates(output / "training" / "states")
+        trainer = Trainer(
+            target, teacher, taught, loader, output, options, listener.on_record, store
+        )
+        if has_state:
+            trainer.resume()
+        listener.on_plan(plan_of(trainer))
+        last = trainer.train()
     return TrainResult(
         output=output,
         num_steps=trainer.run.step,

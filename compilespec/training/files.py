@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from compilespec.errors import CheckpointError
+from compilespec.errors import CheckpointError, InvalidOption
+
+LOCK = "lock"
 
 
 class Journal:
@@ -57,6 +61,26 @@ class Journal:
         traceback: TracebackType | None,
     ) -> None:
         self.close()
+
+
+@contextmanager
+def alone_in(folder: Path) -> Iterator[None]:
+    """Keep a folder to this process; the system frees it when the process ends, however that is.
+
+    Raises: InvalidOption where another process has it; CheckpointError.
+    """
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        file = (folder / LOCK).open("w")
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise InvalidOption(
+                f"{folder} is being written by another process: wait for it to end, or give "
+                "another output folder"
+            ) from error
+        yield
 
 
 def cut(path: Path, size: int) -> Any:

@@ -17,6 +17,8 @@ from compilespec.training import state, trainer
 from compilespec.training.data import Sample, split_held_out
 from compilespec.training.eagle3 import Eagle3Training
 from compilespec.training.entry import Listener, train
+from compilespec.training.files import alone_in
+from compilespec.training.options import TrainOptions
 from compilespec.training.schedule import Schedule
 from tests.support.training import quick_options, tiny_teacher, write_lines, written_by
 
@@ -195,6 +197,14 @@ def test_a_worse_head_does_not_replace_a_better_one(model, data, tmp_path, monke
     assert result.acceptance == 2.0
     assert len(set(heads)) == 1
     assert not [one for one in tmp_path.iterdir() if one.name.startswith(".parts")]
+
+
+def test_two_runs_do_not_write_one_folder(model, data, tmp_path):
+    with (
+        alone_in(tmp_path / "run" / "training"),
+        pytest.raises(InvalidOption, match="written by another process"),
+    ):
+        train(model, data, tmp_path / "run", options=TrainOptions(steps=1))
 
 
 def test_a_schedule_follows_steps_minutes_or_a_wish():
