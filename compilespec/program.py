@@ -20,6 +20,8 @@ PHASES: tuple[Phase, ...] = ("prefill", "decode")
 StepKind = Literal["full", "greedy", "replay"]
 PAD = -1  # fills emitted tokens after the bonus token; never an id
 NO_ADAPTER = -1  # the slot of a request without one
+ROPE_OFFSETS = "rope_offsets"  # what rotary positions of a traced call are more than the tokens'
+ROPE_ROWS = 3  # of them a token, where a model has several: time, height and width
 NUM_KEPT = (
     64  # drafter inputs that a row keeps in steps of K = 0; one that overran it is not drafted
 )
@@ -54,10 +56,18 @@ class Traced:
         """Recurrences and causal convolutions: a recurrent layer often has one of each."""
         return len(markers(self.graph_module, "recurrence", "causal_conv"))
 
+    @property
+    def has_rope_offsets(self) -> bool:
+        """Whether tokens have rotary positions beside their own."""
+        return any(entry.name == ROPE_OFFSETS for entry in self.inputs)
+
     def bind(self, **arguments: Tensor) -> list[Any]:
         """What a call of the graph takes, in placeholder order; a size symbol is a dimension of one
-        of the arguments.
+        of the arguments.  Offsets that are not given are 0.
         """
+        if self.has_rope_offsets and ROPE_OFFSETS not in arguments:
+            own = arguments["position_ids"]
+            arguments[ROPE_OFFSETS] = own.new_zeros((ROPE_ROWS, *own.shape))
         placeholders = self.graph_module.graph.find_nodes(op="placeholder")
         pairs = list(zip(placeholders, self.inputs, strict=True))
         sizes = {

@@ -28,7 +28,15 @@ from compilespec.inspect.verify import (
 )
 from compilespec.lowering import lower
 from compilespec.passes.references import Case
-from compilespec.program import ByStep, Lowered, PhaseGraph, SpecProgram, StepKey
+from compilespec.program import (
+    ROPE_OFFSETS,
+    ROPE_ROWS,
+    ByStep,
+    Lowered,
+    PhaseGraph,
+    SpecProgram,
+    StepKey,
+)
 from compilespec.runtime.engine import Engine
 from compilespec.runtime.sampling_params import SamplingParams
 from compilespec.runtime.step_runner import StepRunner
@@ -180,7 +188,9 @@ def _greedy(start: Stage, prompt: Sequence[int], num_tokens: int) -> list[int]:
     for _ in range(num_tokens):
         ids = torch.tensor([tokens], dtype=torch.int32, device=start.device)
         positions = torch.arange(len(tokens), dtype=torch.int32, device=start.device).unsqueeze(0)
-        logits = start({"input_ids": ids, "position_ids": positions}).outputs["logits"]
+        own = {"input_ids": ids, "position_ids": positions}
+        own[ROPE_OFFSETS] = positions.new_zeros((ROPE_ROWS, *positions.shape))
+        logits = start(own).outputs["logits"]
         tokens.append(int(logits[0, -1].argmax()))
     return tokens[len(prompt) :]
 

@@ -20,7 +20,8 @@ from compilespec.inspect.interpret import Stage
 from compilespec.ops.sample import layout
 from compilespec.passes.context import PassContext
 from compilespec.passes.expansion import Expansion
-from compilespec.passes.references import Case
+from compilespec.passes.read_rope_offsets import OFFSETS_T
+from compilespec.passes.references import Case, rope_offsets
 from compilespec.passes.references.dense_attention import dense_attention
 from compilespec.passes.references.placement import place_call
 from compilespec.passes.references.recurrent_state import recurrent_layers, target_progress
@@ -72,6 +73,7 @@ def with_target_inputs(ctx: PassContext, case: Case) -> Case:
     """The case with the ids and positions that the target alone reads, before `read_state`."""
     placed = place_call(ctx.config, case)
     own = {"input_ids": placed.ids, "position_ids": placed.tokens.position}
+    own |= rope_offsets(ctx, case)
     return dataclasses.replace(case, inputs={**case.inputs, **own})
 
 
@@ -225,6 +227,9 @@ def _prefill_case(draw: _Draw, batch_size: int, start: Stage) -> Case:
         rows = draw.rng.sample(range(count), count)
         given = [row if token % 2 else PAD for token, row in enumerate(rows)]
         packed["given_T"] = [*given, *[PAD] * num_padded]
+    if draw.ctx.target.has_rope_offsets:
+        for name in OFFSETS_T:
+            packed[name] = [draw.rng.randint(-9, 9) for _ in packed["ids_T"]]
     inputs = draw.state(running) | {name: draw.int32(values) for name, values in packed.items()}
     num_tokens = len(packed["ids_T"])
     return Case(
@@ -323,6 +328,8 @@ class _Draw:
             assert config.adapters is not None, "rows have slots where there are adapters"
             most = config.adapters.num_slots
             return self.int32([row % (most + 1) - 1 for row in range(spec.shape[0])])
+        if spec.name == "rope_delta_R":
+            return self.int32([row % 7 - 4 for row in range(spec.shape[0])])
         if spec.name == "embeds_PD":
             return self._normal(spec.shape, spec.dtype)
         if spec.name.startswith("adapter."):

@@ -19,9 +19,10 @@ from compilespec import _torch_compat
 from compilespec.passes.aliases import storage_root
 from compilespec.passes.context import PassContext
 from compilespec.passes.linears import find_linears
-from compilespec.program import markers
+from compilespec.program import ROPE_OFFSETS, markers
 
-ARGUMENTS = ("input_ids", "position_ids")  # the target's inputs before `read_state`
+# The target's inputs before `read_state` takes the first two, and `read_rope_offsets` the third.
+ARGUMENTS = ("input_ids", "position_ids", ROPE_OFFSETS)
 _IN_PLACE = (operator.iadd, operator.isub, operator.imul, operator.itruediv)
 _SIZES = (operator.add, operator.sub, operator.mul, operator.floordiv, operator.getitem)
 

@@ -28,6 +28,7 @@ from compilespec.passes.output_hidden_states import output_hidden_states
 from compilespec.passes.prepack_linears import prepack_linears
 from compilespec.passes.process_logits import num_processors, process_logits
 from compilespec.passes.read_embeds import read_embeds
+from compilespec.passes.read_rope_offsets import read_rope_offsets
 from compilespec.passes.read_state import read_state
 from compilespec.passes.runner import Pass, check_order, run_passes
 from compilespec.passes.shard_weights import shard_weights
@@ -82,8 +83,14 @@ SPLICE_PASSES = (
         reference=references.tap_hidden_states,
     ),
     Pass(
-        run=read_state,
+        run=read_rope_offsets,
         after=("check_markers",),
+        matches=lambda ctx: 1 if ctx.target.has_rope_offsets else None,
+        reference=references.read_rope_offsets,
+    ),
+    Pass(
+        run=read_state,
+        after=("check_markers", "read_rope_offsets"),
         matches=lambda ctx: 2,
         ensures=(
             contracts.NO_ARGUMENTS,

@@ -11,6 +11,7 @@ from torch import fx
 from compilespec import _torch_compat
 from compilespec.errors import PassError
 from compilespec.passes.context import PassContext
+from compilespec.passes.contracts import ARGUMENTS
 from compilespec.passes.fakes import fake_inputs
 from compilespec.passes.graph import get_outputs, output_node, set_outputs, splice
 from compilespec.passes.order import ATEN_PASSES, REPLAY_PASSES, SPLICE_PASSES
@@ -66,12 +67,12 @@ def finish_phase(
 
 
 def start_step(ctx: PassContext) -> fx.GraphModule:
-    """A graph of the target alone: arguments `input_ids` and `position_ids`, weights as inputs,
-    output `logits`.
+    """A graph of the target alone: its arguments (`input_ids`, `position_ids`, and `rope_offsets` if
+    it has them), weights as inputs, output `logits`.
     """
     gm = fx.GraphModule(torch.nn.Module(), fx.Graph())
     arguments = {}
-    for name in ("input_ids", "position_ids"):
+    for name in (ARGUMENTS if ctx.target.has_rope_offsets else ARGUMENTS[:2]):
         node = gm.graph.placeholder(name)
         node.meta["role"] = name
         arguments[name] = node

@@ -37,6 +37,7 @@ from compilespec.program import (
 )
 from compilespec.progress import Reporter
 from compilespec.quantization import describe_quantized, quantize_drafter
+from compilespec.tracing.images import takes_images
 from compilespec.tracing.load import Target
 from compilespec.tracing.target import trace_target
 from compilespec.tracing.target_info import TargetInfo, describe_target
@@ -58,7 +59,7 @@ def build_program(
     if method.capabilities.needs_draft_weights:
         found = find_draft(draft, target, method.capabilities)
     with progress.step("trace", "target"):
-        traced = trace_target(target.model)
+        traced = trace_target(target.model, offsets=options.sharding is None)
     info = describe_target(traced, target)
     drafter = _load_drafter(method, found, info, options, method_options, progress)
     capabilities = (drafter.capabilities if drafter else None) or method.capabilities
@@ -78,7 +79,8 @@ def build_program(
     check_tree(options, config, capabilities, traced, traced_draft)
     kept = choose_draft_ids(options, target, info.vocab_size, traced_draft)
     absorbed, latents = absorb_calls(traced_draft)
-    first = _context(options, config, capabilities, traced, drafter, absorbed, kept)
+    has_images = takes_images(target.model) and options.sharding is None
+    first = _context(options, config, capabilities, traced, drafter, absorbed, kept, has_images)
     first.expanded, first.latents = traced_draft, latents
     contexts = _contexts(first, step_keys(options, config, capabilities))
     graphs = _rewritten(contexts, keep_graphs, progress)  # passes declare buffers, weights
@@ -138,6 +140,7 @@ def _context(
     drafter: Drafter | None,
     traced_draft: Mapping[str, Traced],
     kept: DraftVocabulary | None,
+    has_images: bool,
 ) -> PassContext:
     """What the passes of the first graph read; the other graphs' contexts are made of it."""
     return PassContext(
@@ -158,7 +161,7 @@ def _context(
         logits_processor=options.processor,
         host_processors=options.host_processors,
         prompt_logprobs=options.prompt_logprobs,
-        prompt_embeds=options.prompt_embeds,
+        prompt_embeds=options.prompt_embeds or has_images,
         sharding=options.sharding,
     )
 

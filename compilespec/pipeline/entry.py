@@ -36,10 +36,12 @@ from compilespec.progress import Progress, Reporter
 from compilespec.quantization import quantize_target
 from compilespec.runtime.draft_policy import DraftPolicy
 from compilespec.runtime.engine import Engine
+from compilespec.runtime.image_prompts import ImageReader
 from compilespec.runtime.serving import ServingOptions
 from compilespec.runtime.step_costs import measure
 from compilespec.runtime.step_runner import StepRunner
 from compilespec.runtime.weights import share_merged
+from compilespec.tracing.images import takes_images
 from compilespec.tracing.load import Target, load_target
 
 logger = logging.getLogger("compilespec")
@@ -249,9 +251,17 @@ def _serving_options(
         max_step_tokens=options.max_step_tokens,
         policy=policy,
         propose=program.propose_on_host,
+        images=_image_reader(target, runner),
         on_finish=recorder.finish if recorder else None,
         on_preempt=recorder.forget if recorder else None,
         count_recompiles=lambda: runner.num_recompiles,
         count_state_copies=lambda: runner.num_state_copies,
         graph_report=runner.graph_report,
     )
+
+
+def _image_reader(target: Target, runner: StepRunner) -> ImageReader | None:
+    """What reads prompts with images; None of text models, and of steps that take no embeddings."""
+    if not takes_images(target.model) or runner.geometry.embeds_width is None:
+        return None
+    return ImageReader(target.model, target.processor, runner.geometry)

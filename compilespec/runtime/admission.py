@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import secrets
@@ -14,8 +15,11 @@ from compilespec.runtime.blocks import num_blocks_for
 from compilespec.runtime.detokenize import OutputText, Tokenizer
 from compilespec.runtime.embeds_prompt import EmbedsPrompt, content_ids, read_embeds
 from compilespec.runtime.executor import Geometry
+from compilespec.runtime.given_rows import all_rows
 from compilespec.runtime.guides import Vocabulary
 from compilespec.runtime.host_masks import make_follower
+from compilespec.runtime.image_inputs import has_images
+from compilespec.runtime.image_prompts import ImagePrompt, ImageReader, ReadPrompt
 from compilespec.runtime.prompts import as_prompt_list, check_choices, check_params, read_prompt
 from compilespec.runtime.request import Request, RequestState
 from compilespec.runtime.sampling_params import SamplingParams
@@ -30,6 +34,7 @@ class Admission:
         tokenizer: None where prompts are token ids only.
         adapters: those that requests may ask for.
         eos_token_ids: ids that end every request that does not ignore them.
+        images: reads prompts with images, where the model takes them.
     """
 
     def __init__(
@@ -38,8 +43,10 @@ class Admission:
         tokenizer: Tokenizer | None,
         adapters: Adapters,
         eos_token_ids: Iterable[int],
+        images: ImageReader | None = None,
     ) -> None:
         self._geometry, self._tokenizer, self._adapters = geometry, tokenizer, adapters
+        self._images = images
         self._eos_token_ids = frozenset(eos_token_ids)
         self._vocabulary = Vocabulary(tokenizer, geometry.vocab_size)
         self._ids = itertools.count()
@@ -53,6 +60,7 @@ class Admission:
         """
         items, is_single = as_prompt_list(prompts)
         each = self._params_of_each(params, len(items))
+        items = self._with_images(items)
         requests = []
         for item, item_params in zip(items, each, strict=True):
             try:
@@ -95,9 +103,8 @@ class Admission:
         check_params(params, self._tokenizer, self._geometry)
         params = dataclasses.replace(params)  # a copy of what the caller might change
         adapter = self._adapters.find(params.adapter)
-        ids = read_prompt(prompt, self._tokenizer, self._geometry)
-        embeds = read_embeds(prompt, self._geometry) if isinstance(prompt, EmbedsPrompt) else None
-        contents = () if embeds is None else content_ids(embeds, ids)
+        read = self.read(prompt)
+        ids = read.ids
         self._check_blocks(len(ids), params.max_new_tokens)
         eos = frozenset[int]() if params.ignore_eos else self._eos_token_ids
         stop_ids = eos.union(params.stop_token_ids)
@@ -112,8 +119,9 @@ class Admission:
                 sample=sample,
                 stop_token_ids=stop_ids,
                 adapter=adapter,
-                embeds=embeds,
-                content_ids=contents,
+                given=read.rows,
+                content_ids=read.content_ids,
+                rope=read.rope,
                 guide=make_follower(params, self._vocabulary, end_ids=eos, stop_ids=stop_ids),
                 output_text=OutputText(self._tokenizer, ids, params.stop)
                 if self._tokenizer is not None
@@ -121,6 +129,39 @@ class Admission:
             )
             for sample in range(params.n)
         ]
+
+    def read(self, prompt: Any) -> ReadPrompt:
+        """What a request of this prompt is made of.  Raises: InvalidRequest, NotSupported."""
+        if isinstance(prompt, ImagePrompt) or has_images(prompt):
+            return self._image_reader().read(prompt)
+        ids = read_prompt(prompt, self._tokenizer, self._geometry)
+        if not isinstance(prompt, EmbedsPrompt):
+            return ReadPrompt(ids=ids)
+        embeds = read_embeds(prompt, self._geometry)
+        return ReadPrompt(ids=ids, rows=all_rows(embeds), content_ids=content_ids(embeds, ids))
+
+    def _with_images(self, items: Sequence[Any]) -> list[Any]:
+        """The prompts, with the images of all of them encoded together; what is wrong with one is
+        said when it is read.
+        """
+        prepared = list(items)
+        for index, item in enumerate(items):
+            if has_images(item) and self._images is not None:
+                with contextlib.suppress(SpecError):
+                    prepared[index] = self._images.prepare(item)
+        ready = [one for one in prepared if isinstance(one, ImagePrompt)]
+        if ready:
+            self._image_reader().encode(ready)
+        return prepared
+
+    def _image_reader(self) -> ImageReader:
+        if self._images is None:
+            raise InvalidRequest(
+                "the prompt has images and the model takes none: give text, or compile a model of "
+                "images and text (such as AutoModelForImageTextToText loads), without "
+                "tensor_parallel_size="
+            )
+        return self._images
 
     def _params_of_each(self, params: Params, count: int) -> list[SamplingParams]:
         params = SamplingParams() if params is None else params

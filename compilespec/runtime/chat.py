@@ -45,11 +45,7 @@ def encode_chat(prompt: Mapping[str, Any], tokenizer: Any) -> tuple[int, ...]:
     Raises: InvalidRequest (no messages, other content than text, no tokenizer, no chat template,
         or one that refuses the messages, or takes no tools).
     """
-    if others := [name for name in prompt if name not in ("messages", *BESIDE)]:
-        raise InvalidRequest(
-            f"the prompt has {others[0]!r} beside messages: expected {' or '.join(BESIDE)}; apply "
-            "the chat template yourself to give it more, and pass the ids"
-        )
+    check_names(prompt)
     messages = _read_messages(prompt["messages"])
     if tokenizer is None:
         raise InvalidRequest(
@@ -61,7 +57,7 @@ def encode_chat(prompt: Mapping[str, Any], tokenizer: Any) -> tuple[int, ...]:
             "the prompt is chat messages and the tokenizer has no chat template: expected that of "
             "a chat model; set engine.tokenizer.chat_template, or give text"
         )
-    options = _read_options(prompt, tokenizer)
+    options = chat_options(prompt, tokenizer)
     try:
         ids = tokenizer.apply_chat_template(
             messages, add_generation_prompt=True, return_dict=False, **options
@@ -82,8 +78,17 @@ def chat_error() -> InvalidRequest:
     )
 
 
-def _read_options(prompt: Mapping[str, Any], tokenizer: Any) -> dict[str, Any]:
-    """What a template is given beside messages."""
+def check_names(prompt: Mapping[str, Any]) -> None:
+    """Refuse what a prompt cannot have beside messages.  Raises: InvalidRequest."""
+    if others := [name for name in prompt if name not in ("messages", *BESIDE)]:
+        raise InvalidRequest(
+            f"the prompt has {others[0]!r} beside messages: expected {' or '.join(BESIDE)}; apply "
+            "the chat template yourself to give it more, and pass the ids"
+        )
+
+
+def chat_options(prompt: Mapping[str, Any], tokenizer: Any) -> dict[str, Any]:
+    """What a template is given beside messages.  Raises: InvalidRequest."""
     tools, more = prompt.get("tools"), prompt.get("template_options") or {}
     if not isinstance(more, Mapping) or not all(isinstance(name, str) for name in more):
         raise InvalidRequest(f"template_options: expected names and values, got {more!r:.60}")
@@ -122,7 +127,7 @@ def _read_message(index: int, message: Any) -> dict[str, Any]:
     if not isinstance(content, Sequence) or not all(map(_is_text, content)):
         raise InvalidRequest(
             f"the content of message {index} is {content!r:.60}: expected text, or a list of "
-            '{"type": "text", "text": ...}; images and sound are not taken'
+            '{"type": "text", "text": ...}; sound and videos are not taken'
         )
     return {**message, "content": "".join(part["text"] for part in content)}
 

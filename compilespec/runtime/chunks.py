@@ -35,7 +35,8 @@ def next_chunks(
             tokens=tokens[start:end],
             next_token=tokens[end] if end < len(tokens) else None,
             num_logprobs=request.num_prompt_logprobs,
-            embeds=request.embeds_of(start, end),
+            given=None if request.given is None else request.given.between(start, end),
+            rope=None if request.rope is None else request.rope.between(start, end),
         )
         room -= end - start
     return chunks

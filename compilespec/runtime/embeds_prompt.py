@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from compilespec.errors import InvalidRequest
-from compilespec.runtime.executor import Geometry, PrefillChunk
+from compilespec.runtime.executor import Geometry
 
 PLACEHOLDER = 0  # the id of a position that has none
 
@@ -73,14 +73,3 @@ def content_ids(embeds_TD: Tensor, token_ids: Sequence[int]) -> tuple[int, ...]:
         for row, token in zip(rows, token_ids, strict=True)
     )
     return tuple(-1 - (int.from_bytes(digest, "little") >> 1) for digest in digests)
-
-
-def write_embeds(embeds_PD: Tensor, chunks: Sequence[PrefillChunk]) -> None:
-    """Put the rows of a packed call where its tokens lie.  On CUDA the copies take their place on
-    the stream.
-    """
-    start = 0
-    for chunk in chunks:
-        if chunk.embeds is not None:
-            embeds_PD[start : start + len(chunk.embeds)].copy_(chunk.embeds)
-        start += len(chunk.tokens)

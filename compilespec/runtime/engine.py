@@ -18,7 +18,7 @@ from compilespec.runtime.engine_thread import EngineThread
 from compilespec.runtime.executor import Executor
 from compilespec.runtime.keywords import check_keywords
 from compilespec.runtime.outputs import Delta, FinishReason, GenerationOutput
-from compilespec.runtime.prompts import read_prompt, read_text
+from compilespec.runtime.prompts import read_text
 from compilespec.runtime.request import Request
 from compilespec.runtime.sampling_params import SamplingParams
 from compilespec.runtime.scheduler import Scheduler
@@ -68,7 +68,9 @@ class Engine:
         self.adapters = Adapters(
             executor=executor, shape=self.geometry.adapters, in_use=self._adapters_in_use
         )
-        self._admission = Admission(self.geometry, tokenizer, self.adapters, self.eos_token_ids)
+        self._admission = Admission(
+            self.geometry, tokenizer, self.adapters, self.eos_token_ids, options.images
+        )
         self._closed, self._is_served = False, False
 
     @check_keywords
@@ -245,7 +247,7 @@ class Engine:
         """Return the prompt's token ids as they would be fed.  Raises: InvalidRequest,
         EngineClosed."""
         self._check_open()
-        return list(read_prompt(prompt, self.tokenizer, self.geometry))
+        return list(self._admission.read(prompt).ids)
 
     def stats(self) -> EngineStats:
         """Totals since the engine was made."""

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from compilespec.passes.evidence import Evidence
 from compilespec.program import AdapterShape
+from compilespec.runtime.given_rows import GivenRows
 from compilespec.runtime.sampling_rows import RowSampling, TokenLogprobs
 from compilespec.tracing.adapter_files import LowRank
 
@@ -33,7 +34,8 @@ class PrefillChunk:
     tokens: tuple[int, ...]
     next_token: int | None
     num_logprobs: int | None = None  # of the prompt's tokens, as many best ones are asked for
-    embeds: Tensor | None = None  # [n, D], of its first n tokens, in place of those of their ids
+    given: GivenRows | None = None  # embeddings, in place of those of their ids
+    rope: Sequence[Sequence[int]] | None = None  # offsets of its rotary positions, by axis
 
     @property
     def end(self) -> int:

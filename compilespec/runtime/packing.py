@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from compilespec.passes.read_rope_offsets import OFFSETS_T
 from compilespec.program import PAD
 from compilespec.runtime.executor import PrefillChunk
 
@@ -14,7 +15,7 @@ def pack_chunks(chunks: Sequence[PrefillChunk]) -> Mapping[str, list[int]]:
         name: []
         for name in (
             "ids_T", "next_T", "position_T", "row_T", "owner_T", "given_T", "last_R",
-            "commit_row_R",
+            "commit_row_R", *OFFSETS_T,
         )
     }  # fmt: skip
     for index, chunk in enumerate(chunks):
@@ -27,8 +28,12 @@ def pack_chunks(chunks: Sequence[PrefillChunk]) -> Mapping[str, list[int]]:
         packed["position_T"] += range(chunk.start, chunk.start + count)
         packed["row_T"] += [chunk.row] * count
         packed["owner_T"] += [index] * count
-        num_given, place = 0 if chunk.embeds is None else len(chunk.embeds), len(packed["given_T"])
-        packed["given_T"] += [*range(place, place + num_given), *[PAD] * (count - num_given)]
+        start = len(packed["given_T"])
+        packed["given_T"] += [PAD] * count
+        for place in () if chunk.given is None else chunk.given.places:
+            packed["given_T"][start + place] = start + place
+        for name, offsets in zip(OFFSETS_T, chunk.rope or [[0] * count] * 3, strict=True):
+            packed[name] += offsets
         packed["last_R"].append(len(packed["ids_T"]) - 1)
         packed["commit_row_R"].append(chunk.row if chunk.finished else PAD)
     return packed

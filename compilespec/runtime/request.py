@@ -6,12 +6,11 @@ import enum
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from torch import Tensor
-
 from compilespec.passes.evidence import Evidence
 from compilespec.program import NO_ADAPTER
 from compilespec.runtime.adapters import LoadedAdapter
 from compilespec.runtime.detokenize import OutputText
+from compilespec.runtime.given_rows import GivenRows, RopeOffsets
 from compilespec.runtime.guides.follower import GuideFollower
 from compilespec.runtime.host_processors import HostProcessor
 from compilespec.runtime.outputs import FinishReason, GenerationOutput, RequestTimings, now_ms
@@ -45,8 +44,9 @@ class Request:
     output_text: OutputText | None = None  # None without a tokenizer
     guide: GuideFollower | None = None  # where it stands in its guide
     adapter: LoadedAdapter | None = None  # changes the target for it
-    embeds: Tensor | None = None  # [T, D], of its prompt, in place of those of its ids
-    content_ids: tuple[int, ...] = ()  # what they hold, a number a position
+    given: GivenRows | None = None  # embeddings of its prompt, in place of those of its ids
+    content_ids: tuple[int, ...] = ()  # what its prompt holds, a number a position; (): its ids
+    rope: RopeOffsets | None = None  # how far its rotary positions are from its tokens'
     processor: HostProcessor | None = None  # calls its logits processor, while it is admitted
     state: RequestState = RequestState.WAITING
     output_token_ids: list[int] = field(default_factory=list)
@@ -102,12 +102,6 @@ class Request:
         """What its cache blocks hold, position by position: tokens, or other content."""
         return (*(self.content_ids or self.prompt_token_ids), *self.output_token_ids)
 
-    def embeds_of(self, start: int, end: int) -> Tensor | None:
-        """The prompt's embeddings at these positions; None where there are none."""
-        if self.embeds is None or start >= len(self.embeds):
-            return None
-        return self.embeds[start:end]
-
     @property
     def needs_host(self) -> bool:
         """Whether the host must see its tokens and drafts between two steps."""
@@ -124,6 +118,7 @@ class Request:
             stop_token_ids=self.stop_token_ids,
             processor=0 if self.processor is None else self.processor.handle,
             adapter=NO_ADAPTER if self.adapter is None else self.adapter.slot,
+            rope_delta=0 if self.rope is None else self.rope.after,
         )
 
     @property

@@ -26,6 +26,7 @@ class RowSampling:
     stop_token_ids: Collection[int]  # EOS included, unless it is ignored
     processor: int = 0  # handle of a logits processor on the host
     adapter: int = NO_ADAPTER  # the slot of its adapter
+    rope_delta: int = 0  # added to the rotary positions of its tokens
 
 
 def write_row(host: HostWrites, row: int, sampling: RowSampling) -> None:
@@ -41,6 +42,8 @@ def write_row(host: HostWrites, row: int, sampling: RowSampling) -> None:
         host.write("withheld_R", row, [0 if own is None else max(0, count - own)])
     if "adapter_R" in buffers:
         host.write("adapter_R", row, [sampling.adapter])
+    if "rope_delta_R" in buffers:
+        host.write("rope_delta_R", row, [sampling.rope_delta])
     if "processor_R" in buffers:
         host.write("processor_R", row, [sampling.processor])
     if is_biased:

@@ -8,6 +8,7 @@ from typing import Any
 
 from compilespec.program import HostProposal
 from compilespec.runtime.draft_policy import DraftPolicy
+from compilespec.runtime.image_prompts import ImageReader
 from compilespec.runtime.outputs import FinishReason
 from compilespec.runtime.request import Request
 
@@ -51,6 +52,9 @@ class ServingOptions:
 
     on_preempt: Callable[[Request], None] | None = None
     """Called with every request that loses its row and will be computed anew."""
+
+    images: ImageReader | None = None
+    """Reads prompts with images, where the model takes them."""
 
     count_recompiles: Callable[[], int] = lambda: 0
     """Returns the compilations since the program was ready."""

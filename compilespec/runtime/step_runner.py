@@ -17,8 +17,8 @@ from compilespec.passes.evidence import Evidence
 from compilespec.program import PAD, ByStep, Lowered, LoweredPhase, ProgramConfig, StepKey
 from compilespec.progress import Reporter
 from compilespec.runtime.adapter_slots import product_sizes, write_adapter
-from compilespec.runtime.embeds_prompt import write_embeds
 from compilespec.runtime.executor import Geometry, PrefillChunk
+from compilespec.runtime.given_rows import write_rows
 from compilespec.runtime.host_writes import HostWrites
 from compilespec.runtime.launched import Launched
 from compilespec.runtime.packing import pack_chunks
@@ -139,13 +139,20 @@ class StepRunner:
         self._host.send()
         packed = pack_chunks(chunks)
         if "embeds_PD" in self.buffers:
-            write_embeds(self.buffers["embeds_PD"], chunks)
+            self._write_given(chunks)
         emitted, counts, *hidden = self.calls["prefill"](packed)
         if self._taps is not None:
             self._taps.add_chunks(chunks, hidden[0].squeeze(0))
         if self._prompts is not None:
             self._prompts.note(chunks, hidden[-1].squeeze(0))
         return self._launched(emitted, counts, len(chunks))
+
+    def _write_given(self, chunks: Sequence[PrefillChunk]) -> None:
+        start = 0
+        for chunk in chunks:
+            if chunk.given is not None:
+                write_rows(self.buffers["embeds_PD"], start, chunk.given)
+            start += len(chunk.tokens)
 
     def prefill(self, chunks: Sequence[PrefillChunk]) -> list[int | None]:
         """Launch and collect: each finished prompt's first token, else None."""

@@ -13,6 +13,7 @@ from torch import Tensor, fx, nn
 import compilespec.ops  # noqa: F401  (registers the operators)
 from compilespec.errors import UnsupportedModel
 from compilespec.program import module_path
+from compilespec.tracing.images import takes_images
 from compilespec.tracing.naming import source_line
 from compilespec.tracing.quiet import quiet_import
 from compilespec.tracing.recurrence import marked_recurrence
@@ -92,13 +93,17 @@ def marked_attention(model: nn.Module) -> Iterator[bool]:
 
 
 def _refuse_other_inputs(model: Any) -> None:
-    """Refuse models that read a second sequence, images or sound beside the token ids."""
+    """Refuse models that read a second sequence beside the token ids, or images or sound in another
+    form than as rows among them.
+    """
     name = type(model).__name__
     if model.config.is_encoder_decoder:
         raise UnsupportedModel(
             f"{name} is an encoder-decoder; expected a causal language model (decoder only), such "
             "as AutoModelForCausalLM loads"
         )
+    if takes_images(model):
+        return
     taken = [p for p in inspect.signature(model.forward).parameters if p.startswith(_OTHER_INPUTS)]
     if taken:
         raise UnsupportedModel(

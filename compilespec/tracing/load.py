@@ -28,8 +28,10 @@ from compilespec.tracing.checkpoint_files import (
 )
 from compilespec.tracing.generation_defaults import GenerationDefaults, read_generation_defaults
 from compilespec.tracing.gguf_file import load_gguf
+from compilespec.tracing.images import takes_images
 from compilespec.tracing.placement import read_device, read_dtype
 from compilespec.tracing.places import EXPECTED, ModelPlace, find_model
+from compilespec.tracing.processors import is_processor, load_processor
 from compilespec.tracing.quiet import no_progress_bars, quiet_import
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
@@ -47,6 +49,7 @@ class Target:
     generation_defaults: GenerationDefaults = field(default_factory=GenerationDefaults)
     given_name: str | None = None  # the name by which it was found, as `ModelPlace` has it
     notes: tuple[str, ...] = ()  # what was done to it, for `Engine.plan()`
+    processor: Any = None  # of text and images, where the model takes both
     adapters: Mapping[str, Adapter] | None = None  # by the names that requests use
 
     @property
@@ -97,6 +100,11 @@ def load_target(
         place = find_model(model)
         model = _load_place(place, wanted)
         tokenizer = tokenizer if tokenizer is not None else _load_tokenizer(place)
+    processor = tokenizer if is_processor(tokenizer) else None
+    if processor is not None:
+        tokenizer = processor.tokenizer
+    elif place is not None and takes_images(model):
+        processor = load_processor(place.directory)
     if wanted is not None or device is not None:
         model = model.to(dtype=wanted, device=device)
     if place is not None:
@@ -106,15 +114,15 @@ def load_target(
             f"{type(model).__name__} has no parameters; expected a causal language model"
         )
     model.eval()
-    config = getattr(model, "config", None)
     return Target(
         model=model,
         directory=place.directory if place else None,
         tokenizer=tokenizer,
         eos_token_ids=_eos_ids(model, tokenizer),
-        max_seq_len=getattr(config, "max_position_embeddings", None),
+        max_seq_len=getattr(text_config(model), "max_position_embeddings", None),
         generation_defaults=read_generation_defaults(model),
         given_name=place.name if place else None,
+        processor=processor,
     )
 
 
@@ -131,11 +139,12 @@ def _load_place(place: ModelPlace, dtype: torch.dtype | None) -> nn.Module:
 def _load_directory(directory: Path, dtype: torch.dtype | None) -> nn.Module:
     with quiet_import():
         import transformers.modeling_utils  # noqa: F401  (what every model is made of)
-        from transformers import AutoConfig, AutoModelForCausalLM
+        from transformers import AutoConfig
     try:
-        _check_kind(directory, AutoConfig.from_pretrained(directory, local_files_only=True))
+        config = AutoConfig.from_pretrained(directory, local_files_only=True)
+        auto_class = _auto_class(directory, config)
         with no_progress_bars():
-            model, report = AutoModelForCausalLM.from_pretrained(
+            model, report = auto_class.from_pretrained(
                 directory,
                 dtype=dtype or "auto",
                 local_files_only=True,
@@ -159,20 +168,37 @@ def _set_experts(model: Any) -> None:
         model.set_experts_implementation("batched_mm")
 
 
-def _check_kind(directory: Path, config: Any) -> None:
-    """Before weights are read, check that transformers has a causal LM for this config."""
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+def _auto_class(directory: Path, config: Any) -> Any:
+    """What loads this config: as text alone where transformers has that, else with images.
 
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        cure = (
-            "give a decoder-only model"
-            if config.is_encoder_decoder or config.get_text_config() is config
-            else "images and sound cannot be given: load it and give its language model"
-        )
-        raise UnsupportedModel(
-            f"{directory} holds a {config.model_type!r} model; expected a causal language model, "
-            f"one that AutoModelForCausalLM loads; {cure}"
-        )
+    Raises: UnsupportedModel, before weights are read.
+    """
+    from transformers import (
+        MODEL_FOR_CAUSAL_LM_MAPPING,
+        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+        AutoModelForCausalLM,
+        AutoModelForImageTextToText,
+    )
+
+    if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return AutoModelForCausalLM
+    if type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and not config.is_encoder_decoder:
+        return AutoModelForImageTextToText
+    cure = (
+        "give a decoder-only model"
+        if config.is_encoder_decoder or config.get_text_config() is config
+        else "sound and videos cannot be given: load it and give its language model"
+    )
+    raise UnsupportedModel(
+        f"{directory} holds a {config.model_type!r} model; expected a causal language model, "
+        f"one that AutoModelForCausalLM or AutoModelForImageTextToText loads; {cure}"
+    )
+
+
+def text_config(model: nn.Module) -> Any:
+    """The config of the model, or of the language model in it; None where it has none."""
+    config = getattr(model, "config", None)
+    return config.get_text_config() if hasattr(config, "get_text_config") else config
 
 
 def _check_whole(
@@ -242,7 +268,8 @@ def _eos_ids(model: nn.Module, tokenizer: Any) -> tuple[int, ...]:
     """The EOS ids of the first source that has any, in the order of transformers' `generate`:
     generation_config.json, config.json, then the tokenizer.
     """
-    sources = (getattr(model, "generation_config", None), getattr(model, "config", None), tokenizer)
+    configs = (getattr(model, "config", None), text_config(model))
+    sources = (getattr(model, "generation_config", None), *configs, tokenizer)
     for source in sources:
         value = getattr(source, "eos_token_id", None)
         ids = value if isinstance(value, (list, tuple)) else [value]

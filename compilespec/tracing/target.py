@@ -16,22 +16,27 @@ import torch
 from torch import Tensor, nn
 
 from compilespec.errors import NoPositionInput, TraceError
-from compilespec.program import Traced, TracedInput
+from compilespec.program import ROPE_OFFSETS, ROPE_ROWS, Traced, TracedInput
 from compilespec.tracing.attention import mark_plain_attention, marked_attention
 from compilespec.tracing.capture import EXAMPLE_SHAPE, trace_call
+from compilespec.tracing.images import rope_module
 
 _POSITION_NAMES = ("position_ids", "positions", "input_pos")
 
 
-def trace_target(model: nn.Module, *, name: str = "target") -> Traced:
+def trace_target(model: nn.Module, *, name: str = "target", offsets: bool = False) -> Traced:
     """Capture a causal LM once, at [B, T] with symbolic sizes, which covers every phase's shapes.
 
+    Args:
+        offsets: whether rotary positions may differ from the tokens' own, where images are taken.
     Returns: a graph with arguments `input_ids` and `position_ids` (int32) and one output, the
-    logits.
+    logits; with offsets, of a model whose tokens have three rotary positions, also with
+    `rope_offsets` (int32, [3, B, T]), what those are more than the tokens' own.
     Raises: TraceError (graph break; names module, line and cause), NoPositionInput,
     UnsupportedModel (not causal, an encoder-decoder, images beside text), UnsupportedState.
     """
     device = next(model.parameters()).device
+    arguments: dict[str, tuple[Tensor, tuple[int, ...]]]
     ids = torch.zeros(EXAMPLE_SHAPE, dtype=torch.int32, device=device)
     positions = (
         torch.arange(EXAMPLE_SHAPE[1], dtype=torch.int32, device=device)
@@ -39,8 +44,11 @@ def trace_target(model: nn.Module, *, name: str = "target") -> Traced:
         .contiguous()
     )
     arguments = {"input_ids": (ids, (0, 1)), "position_ids": (positions, (0, 1))}
+    if offsets and rope_module(model) is not None:
+        zeros = torch.zeros((ROPE_ROWS, *EXAMPLE_SHAPE), dtype=torch.int32, device=device)
+        arguments[ROPE_OFFSETS] = (zeros, (1, 2))
     with marked_attention(model) as is_transformers:
-        call, takes_positions = _target_call(model, is_transformers)
+        call, takes_positions = _target_call(model, is_transformers, ROPE_OFFSETS in arguments)
         traced = trace_call(model, call, arguments, name=name)
     mark_plain_attention(traced.graph_module, model)
     if not takes_positions:
@@ -60,10 +68,25 @@ def trace_target(model: nn.Module, *, name: str = "target") -> Traced:
 # --- calling the model ---
 
 
-def _target_call(model: nn.Module, is_transformers: bool) -> tuple[Callable[..., Tensor], bool]:
+def _target_call(
+    model: nn.Module, is_transformers: bool, has_offsets: bool
+) -> tuple[Callable[..., Tensor], bool]:
     """A function (input_ids, position_ids) -> logits over the unmodified model, and whether it
     passes the positions.
     """
+    if has_offsets:
+
+        def call_with_offsets(
+            input_ids: Tensor, position_ids: Tensor, rope_offsets: Tensor
+        ) -> Tensor:
+            positions = position_ids.unsqueeze(0) + rope_offsets
+            return _logits_of(
+                model(
+                    input_ids=input_ids, position_ids=positions, use_cache=False, return_dict=True
+                )
+            )
+
+        return call_with_offsets, True
     if is_transformers:
 
         def call_transformers(input_ids: Tensor, position_ids: Tensor) -> Tensor:

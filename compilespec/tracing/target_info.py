@@ -10,7 +10,7 @@ from torch import Tensor, fx
 
 from compilespec.errors import TraceError
 from compilespec.program import Traced, markers
-from compilespec.tracing.load import Target
+from compilespec.tracing.load import Target, text_config
 from compilespec.tracing.structure import (
     find_embedding,
     find_head,
@@ -52,7 +52,7 @@ def describe_target(traced: Traced, target: Target) -> TargetInfo:
         device=parameter.device,
         embedding=_weight(traced, embedding),
         lm_head=_weight(traced, head.weight),
-        config=getattr(target.model, "config", None),
+        config=text_config(target.model),
         tokenizer=target.tokenizer,
         max_seq_len=target.max_seq_len or 0,
         kv_layers=_kv_layers(traced),
@@ -114,7 +114,7 @@ class TargetInfo:
     lm_head: (
         Tensor  # [V, D] output head weight, shared by identity (the embedding itself when tied)
     )
-    config: Any = None  # transformers config, when the target has one
+    config: Any = None  # transformers config of the language model, when the target has one
     tokenizer: Any = None  # transformers tokenizer, when one is known
     max_seq_len: int = 0
     kv_layers: tuple[KVLayer, ...] = ()  # by layer

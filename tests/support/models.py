@@ -120,7 +120,7 @@ def tiny_target(
             attn_implementation="eager",
             **({"experts_implementation": experts} if family in MOE else {}),
         )
-    return _enliven(model, family).to(dtype).eval()
+    return enliven(model, family).to(dtype).eval()
 
 
 def tiny_hybrid(
@@ -132,10 +132,10 @@ def tiny_hybrid(
     config.num_hidden_layers = num_layers
     config.layer_types = config.layer_types[:num_layers]
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
-    return _enliven(model, family).to(dtype).eval()
+    return enliven(model, family).to(dtype).eval()
 
 
-def _enliven(model: nn.Module, family: str) -> nn.Module:
+def enliven(model: nn.Module, family: str) -> nn.Module:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.dim() >= 2 and not name.endswith("A_log"):  # rates, not products

@@ -15,6 +15,7 @@ from compilespec.passes.references.embeds import read_embeds
 from compilespec.passes.references.evidence import report_evidence
 from compilespec.passes.references.kept_inputs import commit_drafts, read_kept
 from compilespec.passes.references.process_logits import process_logits
+from compilespec.passes.references.rope_offsets import read_rope_offsets, rope_offsets
 from compilespec.passes.references.splices import (
     commit_state,
     insert_paged_attention,
@@ -45,8 +46,10 @@ __all__ = [
     "process_logits",
     "read_embeds",
     "read_kept",
+    "read_rope_offsets",
     "read_state",
     "report_evidence",
+    "rope_offsets",
     "shift_hidden_states",
     "splice_acceptance",
     "splice_draft_loop",

@@ -1,0 +1,53 @@
+"""What a prompt gives beside token ids: embeddings of some rows, rotary positions."""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class GivenRows:
+    """Rows of a prompt, or of a chunk of it, that are embeddings."""
+
+    places: Sequence[int]  # where they stand, rising
+    rows: Tensor  # [N, D], on the CPU
+
+    def between(self, start: int, end: int) -> GivenRows | None:
+        """Those of a chunk, with places counted from its first token; None where there are none."""
+        first, stop = (bisect.bisect_left(self.places, place) for place in (start, end))
+        if first == stop:
+            return None
+        places = [place - start for place in self.places[first:stop]]
+        return GivenRows(places=places, rows=self.rows[first:stop])
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class RopeOffsets:
+    """How far rotary positions are from the tokens' own: of a prompt's tokens, and after it."""
+
+    of_prompt: Sequence[Sequence[int]]  # by axis: time, height, width
+    after: int
+
+    def between(self, start: int, end: int) -> tuple[list[int], ...]:
+        """Those of a chunk, by axis."""
+        count = len(self.of_prompt[0])
+        num_after = max(0, end - max(start, count))
+        return tuple([*axis[start:end], *[self.after] * num_after] for axis in self.of_prompt)
+
+
+def all_rows(rows_TD: Tensor) -> GivenRows:
+    """A whole prompt of embeddings."""
+    return GivenRows(places=range(len(rows_TD)), rows=rows_TD)
+
+
+def write_rows(embeds_PD: Tensor, start: int, given: GivenRows) -> None:
+    """Put a chunk's rows where its tokens lie in a call.  On CUDA the copies take their place on
+    the stream.
+    """
+    places = torch.tensor(given.places, device=embeds_PD.device) + start
+    embeds_PD[places] = given.rows.to(embeds_PD)

@@ -1,0 +1,177 @@
+"""The rows that images become: the target's tower, and a cache of what it gave."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from compilespec.errors import InvalidRequest, NotSupported
+
+CACHE_BYTES = 256 * 1024 * 1024
+BATCH = 16  # images of one call of the tower
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Image:
+    """One image as the tower takes it."""
+
+    inputs: Mapping[str, Tensor]  # by argument of `get_image_features`, along the first dimension
+    key: bytes  # of its content
+
+    @property
+    def form(self) -> tuple[Any, ...]:
+        """Images of one form can be encoded together."""
+        return tuple((name, value.dtype, value.shape[1:]) for name, value in self.inputs.items())
+
+
+def split_images(given: Mapping[str, Any]) -> tuple[Image, ...]:
+    """A processor's output, cut into its images.
+
+    Pixels have a row an image, or, beside a grid of patches for each image (`image_grid_thw`), a
+    row a patch.
+    Raises: InvalidRequest (no tensors, NaN, or sizes that do not belong together).
+    """
+    tensors = {name: _tensor(name, value) for name, value in given.items()}
+    if "pixel_values" not in tensors:
+        raise InvalidRequest(
+            f"the prompt has {', '.join(tensors) or 'no images'} and no pixel_values: expected all "
+            "that the model's processor returned"
+        )
+    pixels, grid = tensors["pixel_values"], tensors.get("image_grid_thw")
+    count = len(pixels) if grid is None else len(grid)
+    sizes = [1] * count if grid is None else [int(one) for one in grid.prod(-1)]
+    for name, value in tensors.items():
+        wanted = sum(sizes) if value is pixels else count
+        if len(value) != wanted or not count:
+            raise InvalidRequest(
+                f"{name} has {len(value)} rows: expected {wanted}, for {count} images; give all "
+                "that the model's processor returned for this prompt alone"
+            )
+    parts = {
+        name: value.split(sizes if value is pixels else 1) for name, value in tensors.items()
+    }
+    return tuple(
+        _image({name: part[index] for name, part in parts.items()}) for index in range(count)
+    )
+
+
+def _tensor(name: str, value: Any) -> Tensor:
+    tensor = torch.as_tensor(value)
+    if tensor.dim() == 0:
+        raise InvalidRequest(f"{name}: expected a row for each image, got one number")
+    if tensor.is_floating_point() and not torch.isfinite(tensor).all():
+        raise InvalidRequest(f"{name} holds NaN or infinity: expected finite numbers")
+    return tensor.detach().cpu()
+
+
+def _image(inputs: Mapping[str, Tensor]) -> Image:
+    digest = hashlib.blake2b(digest_size=16)
+    for name, value in sorted(inputs.items()):
+        digest.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
+        digest.update(value.contiguous().view(torch.uint8).numpy().tobytes())
+    return Image(inputs=inputs, key=digest.digest())
+
+
+class ImageTower:
+    """Encodes images with the target's tower, in eager mode, and remembers the newest rows.  From
+    any thread, one at a time.
+    """
+
+    def __init__(self, model: nn.Module, max_bytes: int = CACHE_BYTES) -> None:
+        self._model: Any = model
+        self._max_bytes, self._lock = max_bytes, threading.Lock()
+        self._known: OrderedDict[bytes, Tensor] = OrderedDict()
+        self.num_encoded = 0  # images that the tower saw
+
+    def features(self, images: Sequence[Image]) -> list[Tensor]:
+        """The rows of each image, [n, D], on the CPU.
+
+        Raises: InvalidRequest where the tower does not take them, NotSupported where it gives more
+            than rows among the embeddings.
+        """
+        with self._lock:
+            found = {image.key: self._find(image) for image in images}
+            missing = [image for image in _distinct(images) if found[image.key] is None]
+            for batch in _batches(missing):
+                found |= self._encode(batch)
+            return [rows for image in images if (rows := found[image.key]) is not None]
+
+    def encode(self, images: Sequence[Image]) -> None:
+        """Remember the rows of images, of many prompts in as few calls as their forms allow; a call
+        that fails is left to `features`.
+        """
+        with self._lock:
+            missing = [image for image in _distinct(images) if image.key not in self._known]
+            for batch in _batches(missing):
+                try:
+                    self._encode(batch)
+                except (InvalidRequest, NotSupported):
+                    continue
+
+    def _find(self, image: Image) -> Tensor | None:
+        if image.key in self._known:
+            self._known.move_to_end(image.key)
+        return self._known.get(image.key)
+
+    def _encode(self, batch: Sequence[Image]) -> dict[bytes, Tensor]:
+        rows = [one.to("cpu", copy=True).contiguous() for one in self._run(batch)]
+        made = {image.key: one for image, one in zip(batch, rows, strict=True)}
+        self._known |= made
+        while sum(one.nbytes for one in self._known.values()) > self._max_bytes:
+            self._known.popitem(last=False)
+        self.num_encoded += len(batch)
+        return made
+
+    @torch.no_grad()
+    def _run(self, batch: Sequence[Image]) -> list[Tensor]:
+        parameter = next(self._model.parameters())
+        inputs = {}
+        for name in batch[0].inputs:
+            value = torch.cat([image.inputs[name] for image in batch]).to(parameter.device)
+            inputs[name] = value.to(parameter.dtype) if value.is_floating_point() else value
+        name = type(self._model).__name__
+        try:
+            output = self._model.get_image_features(**inputs, return_dict=True)
+        except Exception as error:  # models raise what they like for sizes that they do not take
+            why = (str(error).splitlines() or ["no message"])[0]
+            shapes = ", ".join(f"{key} {list(value.shape)}" for key, value in inputs.items())
+            raise InvalidRequest(
+                f"{name}.get_image_features refuses {shapes} ({type(error).__name__}: {why}); give "
+                "what the model's own processor returns"
+            ) from error
+        if getattr(output, "deepstack_features", None) is not None:
+            raise NotSupported(
+                f"{name} adds features of images to several of its layers: expected rows among the "
+                "embeddings alone; give text alone, or another model"
+            )
+        rows = getattr(output, "pooler_output", output)
+        found = [one.reshape(-1, one.shape[-1]) for one in rows]
+        if len(found) != len(batch) or not all(torch.isfinite(one).all() for one in found):
+            raise InvalidRequest(
+                f"{name}.get_image_features gave rows for {len(found)} of {len(batch)} images, or "
+                "numbers that are not finite: expected finite rows for each image"
+            )
+        return found
+
+
+def _distinct(images: Iterable[Image]) -> list[Image]:
+    return list({image.key: image for image in images}.values())
+
+
+def _batches(images: Sequence[Image]) -> list[list[Image]]:
+    """Images of one form together, few enough for a call."""
+    by_form: dict[tuple[Any, ...], list[Image]] = {}
+    for image in images:
+        by_form.setdefault(image.form, []).append(image)
+    return [
+        group[start : start + BATCH]
+        for group in by_form.values()
+        for start in range(0, len(group), BATCH)
+    ]

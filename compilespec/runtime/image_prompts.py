@@ -1,0 +1,132 @@
+"""Prompts with images: token ids in which an image's rows stand for its placeholders."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from compilespec.errors import InvalidRequest
+from compilespec.runtime.executor import Geometry
+from compilespec.runtime.given_rows import GivenRows, RopeOffsets
+from compilespec.runtime.image_features import Image, ImageTower, split_images
+from compilespec.runtime.image_inputs import is_image_input, process
+from compilespec.runtime.prompts import read_prompt
+from compilespec.tracing.images import image_token_id, rope_module
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ReadPrompt:
+    """What a request is made of, whatever form its prompt had."""
+
+    ids: tuple[int, ...]
+    rows: GivenRows | None = None
+    content_ids: tuple[int, ...] = ()  # what stands at each position; empty: the ids
+    rope: RopeOffsets | None = None
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ImagePrompt:
+    """A prompt with images, processed and checked; the images are not encoded yet."""
+
+    ids: tuple[int, ...]
+    inputs: Mapping[str, Any]  # what the processor made, by name
+    images: tuple[Image, ...]
+
+
+class ImageReader:
+    """Reads the prompts with images of one model.  From any thread.
+
+    Args:
+        model: the target, whose tower runs eagerly.
+        processor: transformers' processor of it; None: prompts are what one returned.
+    """
+
+    def __init__(self, model: nn.Module, processor: Any, geometry: Geometry) -> None:
+        self._name, self._processor, self._geometry = type(model).__name__, processor, geometry
+        self._placeholder, self._rope = image_token_id(model), rope_module(model)
+        self._tower = ImageTower(model)
+
+    def prepare(self, prompt: Any) -> ImagePrompt:
+        """Process and check a prompt.
+
+        Raises: InvalidRequest (no processor, what it refuses, several rows, no images, NaN, and
+            what other prompts are refused for), NotSupported (videos).
+        """
+        if isinstance(prompt, ImagePrompt):
+            return prompt
+        inputs = process(prompt, self._processor)
+        ids = read_prompt(
+            {name: inputs[name] for name in ("input_ids", "attention_mask") if name in inputs},
+            None,
+            self._geometry,
+        )
+        given = {name: value for name, value in inputs.items() if is_image_input(name)}
+        return ImagePrompt(ids=ids, inputs=inputs, images=split_images(given))
+
+    def encode(self, prompts: Sequence[ImagePrompt]) -> None:
+        """Encode the images of several prompts together; those that cannot be are left to `read`,
+        which says why.
+        """
+        self._tower.encode([image for prompt in prompts for image in prompt.images])
+
+    def read(self, prompt: Any) -> ReadPrompt:
+        """Encode a prompt's images and put their rows where their placeholders stand.
+
+        Raises: as `prepare`; InvalidRequest (more or fewer rows than placeholders, of another
+            width, or what the tower cannot take), NotSupported (features of several layers).
+        """
+        ready = self.prepare(prompt)
+        rows = self._tower.features(ready.images)
+        places = [place for place, token in enumerate(ready.ids) if token == self._placeholder]
+        counts = [len(one) for one in rows]
+        self._check(rows, len(places), sum(counts))
+        contents = [
+            _content(image.key, number)
+            for image, count in zip(ready.images, counts, strict=True)
+            for number in range(count)
+        ]
+        content_ids = list(ready.ids)
+        for place, content in zip(places, contents, strict=True):
+            content_ids[place] = content
+        return ReadPrompt(
+            ids=ready.ids,
+            rows=GivenRows(places=places, rows=torch.cat(rows)),
+            content_ids=tuple(content_ids),
+            rope=self._offsets(ready),
+        )
+
+    def _check(self, rows: Sequence[Tensor], num_places: int, num_rows: int) -> None:
+        width = self._geometry.embeds_width
+        if bad := next((one for one in rows if one.shape[-1] != width), None):
+            raise InvalidRequest(
+                f"{self._name}: an image has rows of width {bad.shape[-1]}: expected {width}, the "
+                "target's; the checkpoint's projector belongs to another model"
+            )
+        if num_rows != num_places:
+            raise InvalidRequest(
+                f"the prompt's {len(rows)} images have {num_rows} rows and it has {num_places} "
+                f"placeholders (id {self._placeholder}): expected one for each row; name every "
+                "image once in the prompt, and let the model's processor write the placeholders"
+            )
+
+    def _offsets(self, prompt: ImagePrompt) -> RopeOffsets | None:
+        """Source: transformers' `get_rope_index`, whose positions count from 0 for each axis."""
+        if self._rope is None:
+            return None
+        ids = torch.tensor([prompt.ids])
+        types = torch.tensor([[int(token == self._placeholder) for token in prompt.ids]])
+        grids = {name: value for name, value in prompt.inputs.items() if name.endswith("_thw")}
+        positions, delta = self._rope.get_rope_index(ids, mm_token_type_ids=types, **grids)
+        own = torch.arange(len(prompt.ids))
+        return RopeOffsets(of_prompt=(positions[:, 0] - own).tolist(), after=int(delta.item()))
+
+
+def _content(key: bytes, number: int) -> int:
+    """A number below 0 for a row of an image."""
+    digest = hashlib.blake2b(key + number.to_bytes(8, "little"), digest_size=8).digest()
+    return -1 - (int.from_bytes(digest, "little") >> 1)

@@ -1,0 +1,117 @@
+"""Tiny random image-text-to-text models, and prompts with images for them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+
+from tests.support.models import VOCAB, enliven
+
+IMAGE, VIDEO = 90, 91  # the placeholders' ids
+_TEXT: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+_TOWER = {
+    "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "image_size": 12, "patch_size": 4,
+}  # fmt: skip
+
+
+def _llava() -> Any:
+    return transformers.LlavaConfig(
+        vision_config=transformers.CLIPVisionConfig(**_TOWER, projection_dim=24),
+        text_config=transformers.LlamaConfig(**_TEXT, head_dim=12),
+        image_token_id=IMAGE,
+        vision_feature_layer=-1,
+    )
+
+
+def _qwen2_5_vl() -> Any:
+    return transformers.Qwen2_5_VLConfig(
+        vision_config={
+            "depth": 2, "hidden_size": 24, "intermediate_size": 40, "num_heads": 2,
+            "patch_size": 4, "out_hidden_size": 48, "window_size": 16, "fullatt_block_indexes": [1],
+        },
+        text_config={
+            **_TEXT, "rope_parameters": {
+                "rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 2, 2],
+            },
+        },
+        image_token_id=IMAGE, video_token_id=VIDEO, vision_start_token_id=92,
+        vision_end_token_id=93,
+    )  # fmt: skip
+
+
+def _gemma3() -> Any:
+    return transformers.Gemma3Config(
+        vision_config=transformers.SiglipVisionConfig(**_TOWER, vision_use_head=False),
+        text_config=transformers.Gemma3TextConfig(**_TEXT, head_dim=16, sliding_window=20),
+        mm_tokens_per_image=9,
+        image_token_id=IMAGE,
+        boi_token_id=92,
+        eoi_token_id=93,
+    )
+
+
+FAMILIES = {"llava": _llava, "qwen2_5_vl": _qwen2_5_vl, "gemma3": _gemma3}
+
+
+def tiny_images_target(family: str, seed: int = 0) -> nn.Module:
+    """A random model in float64 whose tokens depend on the images."""
+    torch.manual_seed(seed)
+    model = transformers.AutoModelForImageTextToText.from_config(
+        FAMILIES[family](), attn_implementation="eager"
+    )
+    return enliven(model, family).to(torch.float64).eval()
+
+
+def pixels(family: str, num_images: int, seed: int = 0) -> dict[str, Tensor]:
+    """What a processor makes of images: the arguments of the model's `get_image_features`."""
+    generator = torch.Generator().manual_seed(seed)
+    if family == "qwen2_5_vl":
+        grids = [[1, 4, 6], [1, 2, 4], [1, 8, 4]]
+        grid = torch.tensor([grids[(seed + place) % 3] for place in range(num_images)])
+        shape: tuple[int, ...] = (int(grid.prod(-1).sum()), 3 * 2 * 4 * 4)
+        return {
+            "pixel_values": torch.randn(shape, generator=generator, dtype=torch.float64),
+            "image_grid_thw": grid,
+        }
+    shape = (num_images, 3, 12, 12)
+    return {"pixel_values": torch.randn(shape, generator=generator, dtype=torch.float64)}
+
+
+def num_places(family: str, images: dict[str, Tensor]) -> list[int]:
+    """Placeholders of each image."""
+    if family == "qwen2_5_vl":
+        return [int(count) // 4 for count in images["image_grid_thw"].prod(-1)]
+    return [9] * len(images["pixel_values"])
+
+
+def prompt(
+    family: str, *parts: list[int] | None, seed: int = 0, **changes: Any
+) -> dict[str, Tensor]:
+    """A processor's output: text as ids, an image for each None."""
+    images = pixels(family, sum(part is None for part in parts), seed)
+    counts = iter(num_places(family, images))
+    ids: list[int] = []
+    for part in parts:
+        ids += [IMAGE] * next(counts) if part is None else part
+    types = [[int(token == IMAGE) for token in ids]]
+    made = {"input_ids": torch.tensor([ids]), "attention_mask": torch.ones(1, len(ids)).long()}
+    if family == "qwen2_5_vl":
+        made["mm_token_type_ids"] = torch.tensor(types)
+    if family == "gemma3":
+        made["token_type_ids"] = torch.tensor(types)
+    return {**made, **images, **changes}
