@@ -26,6 +26,7 @@ from compilespec.passes.references.dense_attention import dense_attention
 from compilespec.passes.references.placement import place_call
 from compilespec.passes.references.recurrent_state import recurrent_layers, target_progress
 from compilespec.passes.references.trees import path_attention
+from compilespec.passes.sights import AHEAD
 from compilespec.program import NUM_KEPT, PAD, BufferSpec
 
 SPARE_BLOCKS = 2  # that no table points to
@@ -227,6 +228,10 @@ def _prefill_case(draw: _Draw, batch_size: int, start: Stage) -> Case:
         rows = draw.rng.sample(range(count), count)
         given = [row if token % 2 else PAD for token, row in enumerate(rows)]
         packed["given_T"] = [*given, *[PAD] * num_padded]
+    if draw.ctx.sees_ahead:  # as far as the chunk, for what follows it is not written
+        packed[AHEAD] = [0] * len(packed["ids_T"])
+        for place, owner in enumerate(packed["owner_T"][: len(packed["ids_T"]) - num_padded]):
+            packed[AHEAD][place] = draw.rng.randint(0, packed["last_R"][owner] - place)
     if draw.ctx.target.has_rope_offsets:
         for name in OFFSETS_T:
             packed[name] = [draw.rng.randint(-9, 9) for _ in packed["ids_T"]]

@@ -47,6 +47,7 @@ class PassContext:
     host_processors: bool = False  # whether requests may have processors on the host
     prompt_logprobs: bool = False  # whether prefill outputs the head's input
     prompt_embeds: bool = False  # whether rows of a prompt may be embeddings
+    sees_ahead: bool = False  # whether tokens of a prompt may see later ones
     sharding: Sharding | None = None  # among the ranks of tensor parallelism; None: there is one
     read_only: frozenset[str] = frozenset()  # state that this graph reads, and others write
     expanded: Mapping[str, Traced] = field(default_factory=dict)  # `draft` before latents

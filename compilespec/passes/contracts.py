@@ -159,6 +159,14 @@ def _plain_arguments(gm: fx.GraphModule, ctx: PassContext) -> Iterator[str]:
             yield f"placeholder {node.name}"
 
 
+def _plain_offsets(gm: fx.GraphModule, ctx: PassContext) -> Iterator[str]:
+    yield from (
+        f"placeholder {node.name}"
+        for node in gm.graph.find_nodes(op="placeholder")
+        if node.meta.get("role") == ROPE_OFFSETS
+    )
+
+
 def _stateless_attention(gm: fx.GraphModule, ctx: PassContext) -> Iterator[str]:
     yield from (f"{node.name} is stateless" for node in markers(gm))
 
@@ -229,6 +237,7 @@ ONLY_ATEN = Contract(
     says="only ATen and compilespec operators, each with a shape", problems=_foreign_operators
 )
 NO_ARGUMENTS = Contract(says="ids and positions come from the state", problems=_plain_arguments)
+NO_OFFSETS = Contract(says="rotary offsets come from the host", problems=_plain_offsets)
 NO_STATELESS = Contract(says="no stateless attention is left", problems=_stateless_attention)
 NO_STATELESS_RECURRENCE = Contract(
     says="no recurrence without a state is left", problems=_stateless_recurrence

@@ -30,6 +30,7 @@ CONTRACT: dict[str, Range] = {
     "position_T": integers(0, L - 1),
     "owner_T": integers(0, R - 1),
     "given_T": integers(-1, T - 1),
+    "ahead_T": integers(0, L - 1),
     "rope_time_T": integers(-L, L),
     "rope_height_T": integers(-L, L),
     "rope_width_T": integers(-L, L),

@@ -14,6 +14,7 @@ from compilespec.passes.context import PassContext
 from compilespec.passes.graph import add_buffer, emit, find_role
 from compilespec.passes.kv_groups import KVGroup, Metadata, group_metadata
 from compilespec.passes.linears import copy_origin
+from compilespec.passes.sights import Sights, read_sights
 from compilespec.passes.trees import verifies_tree
 from compilespec.program import BufferSpec, markers
 from compilespec.tracing.structure import shape_of
@@ -28,7 +29,9 @@ def insert_paged_attention(gm: fx.GraphModule, ctx: PassContext) -> int:
     if verifies_tree(ctx) and found:  # what is accepted is written later
         slot = emit(gm, lambda slot_BS: torch.full_like(slot_BS, -1), slot, before=found[0])
         branches = Branches(path=find_role(gm, "path"))
-    return page_markers(gm, ctx, found, "target", (slot, row, position, table), branches=branches)
+    sights = read_sights(gm, ctx, position, before=found[0]) if found else None
+    metadata = (slot, row, position if sights is None else sights.last, table)
+    return page_markers(gm, ctx, found, "target", metadata, branches=branches, sights=sights)
 
 
 @dataclass(kw_only=True)
@@ -51,6 +54,7 @@ def page_markers(
     block_size: int | None = None,
     layers: Sequence[int] | None = None,
     branches: Branches | None = None,
+    sights: Sights | None = None,
 ) -> int:
     """Rewrite `markers`, one per layer in order, onto the caches of `owner`.
 
@@ -62,6 +66,7 @@ def page_markers(
         layers: the layer whose cache each marker uses; None: 0, 1, ...
         block_size: block size of the markers' own KV group; None: the program's.
         branches: of nodes of a tree; None: all keys are in the caches.
+        sights: where tokens see later ones; None: they do not.
     """
     config = ctx.config
     shape_of_blocks, shared = (config.num_blocks, config.block_size), metadata
@@ -87,6 +92,8 @@ def page_markers(
             extra = (value_dim, branches.path)
             if branches.first is not None:
                 extra = (*extra, branches.first)
+        if sights is not None and int(str(window)) > 0:
+            extra = (value_dim, sights.path, sights.first(gm, int(str(window)), marker))
         with gm.graph.inserting_before(marker):
             paged = gm.graph.call_function(
                 torch.ops.compilespec.paged_attention.default,

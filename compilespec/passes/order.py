@@ -86,6 +86,7 @@ SPLICE_PASSES = (
         run=read_rope_offsets,
         after=("check_markers",),
         matches=lambda ctx: 1 if ctx.target.has_rope_offsets else None,
+        ensures=(contracts.NO_OFFSETS,),
         reference=references.read_rope_offsets,
     ),
     Pass(

@@ -28,9 +28,7 @@ def read_rope_offsets(gm: fx.GraphModule, ctx: PassContext) -> int:
         rows = add_input(gm, ctx, InputSpec(name="row_B", kind="batch"))
         deltas = add_buffer(gm, ctx, rope_deltas(ctx.config))
         spare = ctx.config.max_batch_size
-        new = emit(
-            gm, decode_offsets, rows, deltas, before=after_placeholders(gm), spare_row=spare
-        )
+        new = emit(gm, decode_offsets, rows, deltas, before=after_placeholders(gm), spare_row=spare)
     old.replace_all_uses_with(new)
     gm.graph.erase_node(old)
     return 1

@@ -67,12 +67,12 @@ def finish_phase(
 
 
 def start_step(ctx: PassContext) -> fx.GraphModule:
-    """A graph of the target alone: its arguments (`input_ids`, `position_ids`, and `rope_offsets` if
-    it has them), weights as inputs, output `logits`.
+    """A graph of the target alone: its arguments (`input_ids`, `position_ids`, and `rope_offsets`
+    where it has them), weights as inputs, output `logits`.
     """
     gm = fx.GraphModule(torch.nn.Module(), fx.Graph())
     arguments = {}
-    for name in (ARGUMENTS if ctx.target.has_rope_offsets else ARGUMENTS[:2]):
+    for name in ARGUMENTS if ctx.target.has_rope_offsets else ARGUMENTS[:2]:
         node = gm.graph.placeholder(name)
         node.meta["role"] = name
         arguments[name] = node

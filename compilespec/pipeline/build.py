@@ -37,7 +37,7 @@ from compilespec.program import (
 )
 from compilespec.progress import Reporter
 from compilespec.quantization import describe_quantized, quantize_drafter
-from compilespec.tracing.images import takes_images
+from compilespec.tracing.images import has_own_masks, takes_images
 from compilespec.tracing.load import Target
 from compilespec.tracing.target import trace_target
 from compilespec.tracing.target_info import TargetInfo, describe_target
@@ -79,8 +79,9 @@ def build_program(
     check_tree(options, config, capabilities, traced, traced_draft)
     kept = choose_draft_ids(options, target, info.vocab_size, traced_draft)
     absorbed, latents = absorb_calls(traced_draft)
-    has_images = takes_images(target.model) and options.sharding is None
-    first = _context(options, config, capabilities, traced, drafter, absorbed, kept, has_images)
+    first = _context(options, config, capabilities, traced, drafter, absorbed, kept)
+    if takes_images(target.model) and options.sharding is None:
+        first.prompt_embeds, first.sees_ahead = True, has_own_masks(target.model)
     first.expanded, first.latents = traced_draft, latents
     contexts = _contexts(first, step_keys(options, config, capabilities))
     graphs = _rewritten(contexts, keep_graphs, progress)  # passes declare buffers, weights
@@ -140,7 +141,6 @@ def _context(
     drafter: Drafter | None,
     traced_draft: Mapping[str, Traced],
     kept: DraftVocabulary | None,
-    has_images: bool,
 ) -> PassContext:
     """What the passes of the first graph read; the other graphs' contexts are made of it."""
     return PassContext(
@@ -161,7 +161,7 @@ def _context(
         logits_processor=options.processor,
         host_processors=options.host_processors,
         prompt_logprobs=options.prompt_logprobs,
-        prompt_embeds=options.prompt_embeds or has_images,
+        prompt_embeds=options.prompt_embeds,
         sharding=options.sharding,
     )
 

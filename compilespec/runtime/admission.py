@@ -121,6 +121,7 @@ class Admission:
                 adapter=adapter,
                 given=read.rows,
                 content_ids=read.content_ids,
+                ahead=read.ahead,
                 rope=read.rope,
                 guide=make_follower(params, self._vocabulary, end_ids=eos, stop_ids=stop_ids),
                 output_text=OutputText(self._tokenizer, ids, params.stop)

@@ -28,7 +28,11 @@ def next_chunks(
         start = max(request.num_cached, done - sizes.num_repeated_tokens)
         if room <= done - start:
             break
-        end = min(len(tokens), start + room)
+        end = request.whole_until(start, min(len(tokens), start + room))
+        if end <= done and not chunks:  # tokens that see each other go before `max_step_tokens`
+            end = done + request.ahead[done] + 1
+        if end <= done:
+            break
         chunks[request] = PrefillChunk(
             row=request.row,
             start=start,
@@ -36,6 +40,7 @@ def next_chunks(
             next_token=tokens[end] if end < len(tokens) else None,
             num_logprobs=request.num_prompt_logprobs,
             given=None if request.given is None else request.given.between(start, end),
+            ahead=request.ahead_of(start, end),
             rope=None if request.rope is None else request.rope.between(start, end),
         )
         room -= end - start

@@ -35,6 +35,7 @@ class PrefillChunk:
     next_token: int | None
     num_logprobs: int | None = None  # of the prompt's tokens, as many best ones are asked for
     given: GivenRows | None = None  # embeddings, in place of those of their ids
+    ahead: Sequence[int] | None = None  # how many later tokens each of its tokens sees
     rope: Sequence[Sequence[int]] | None = None  # offsets of its rotary positions, by axis
 
     @property

@@ -54,9 +54,7 @@ def split_images(given: Mapping[str, Any]) -> tuple[Image, ...]:
                 f"{name} has {len(value)} rows: expected {wanted}, for {count} images; give all "
                 "that the model's processor returned for this prompt alone"
             )
-    parts = {
-        name: value.split(sizes if value is pixels else 1) for name, value in tensors.items()
-    }
+    parts = {name: value.split(sizes if value is pixels else 1) for name, value in tensors.items()}
     return tuple(
         _image({name: part[index] for name, part in parts.items()}) for index in range(count)
     )

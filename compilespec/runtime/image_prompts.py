@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +17,12 @@ from compilespec.runtime.given_rows import GivenRows, RopeOffsets
 from compilespec.runtime.image_features import Image, ImageTower, split_images
 from compilespec.runtime.image_inputs import is_image_input, process
 from compilespec.runtime.prompts import read_prompt
-from compilespec.tracing.images import image_token_id, rope_module
+from compilespec.tracing.images import (
+    has_own_masks,
+    image_token_id,
+    rope_module,
+    tokens_ahead,
+)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -26,6 +32,7 @@ class ReadPrompt:
     ids: tuple[int, ...]
     rows: GivenRows | None = None
     content_ids: tuple[int, ...] = ()  # what stands at each position; empty: the ids
+    ahead: tuple[int, ...] = ()  # how many later tokens each sees; empty: none
     rope: RopeOffsets | None = None
 
 
@@ -49,6 +56,7 @@ class ImageReader:
     def __init__(self, model: nn.Module, processor: Any, geometry: Geometry) -> None:
         self._name, self._processor, self._geometry = type(model).__name__, processor, geometry
         self._placeholder, self._rope = image_token_id(model), rope_module(model)
+        self._masked = model if has_own_masks(model) else None
         self._tower = ImageTower(model)
 
     def prepare(self, prompt: Any) -> ImagePrompt:
@@ -93,10 +101,16 @@ class ImageReader:
         content_ids = list(ready.ids)
         for place, content in zip(places, contents, strict=True):
             content_ids[place] = content
+        ahead = self._ahead(ready)
+        for place, count in enumerate(ahead):  # what a token sees is part of what it holds
+            if count:
+                seen = content_ids[place : place + count + 1]
+                content_ids[place] = _content(array("q", seen).tobytes(), 0)
         return ReadPrompt(
             ids=ready.ids,
             rows=GivenRows(places=places, rows=torch.cat(rows)),
             content_ids=tuple(content_ids),
+            ahead=ahead,
             rope=self._offsets(ready),
         )
 
@@ -108,18 +122,36 @@ class ImageReader:
                 "target's; the checkpoint's projector belongs to another model"
             )
         if num_rows != num_places:
+            images = "image has" if len(rows) == 1 else "images have"
             raise InvalidRequest(
-                f"the prompt's {len(rows)} images have {num_rows} rows and it has {num_places} "
+                f"the prompt's {len(rows)} {images} {num_rows} rows and it has {num_places} "
                 f"placeholders (id {self._placeholder}): expected one for each row; name every "
                 "image once in the prompt, and let the model's processor write the placeholders"
             )
+
+    def _ahead(self, prompt: ImagePrompt) -> tuple[int, ...]:
+        if self._masked is None:
+            return ()
+        types = prompt.inputs.get("token_type_ids")
+        own = self._types(prompt) if types is None else torch.as_tensor(types).flatten().tolist()
+        ahead, room = tokens_ahead(self._masked, own), self._geometry.max_prefill_tokens
+        if max(ahead) + self._geometry.num_repeated_tokens >= room:
+            raise InvalidRequest(
+                f"the tokens of an image see each other, {max(ahead) + 1} of them: expected at "
+                f"most {room - self._geometry.num_repeated_tokens}, for a call; compile with a "
+                f"larger max_prefill_tokens"
+            )
+        return tuple(ahead)
+
+    def _types(self, prompt: ImagePrompt) -> list[int]:
+        return [int(token == self._placeholder) for token in prompt.ids]
 
     def _offsets(self, prompt: ImagePrompt) -> RopeOffsets | None:
         """Source: transformers' `get_rope_index`, whose positions count from 0 for each axis."""
         if self._rope is None:
             return None
         ids = torch.tensor([prompt.ids])
-        types = torch.tensor([[int(token == self._placeholder) for token in prompt.ids]])
+        types = torch.tensor([self._types(prompt)])
         grids = {name: value for name, value in prompt.inputs.items() if name.endswith("_thw")}
         positions, delta = self._rope.get_rope_index(ids, mm_token_type_ids=types, **grids)
         own = torch.arange(len(prompt.ids))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from compilespec.passes.read_rope_offsets import OFFSETS_T
+from compilespec.passes.sights import AHEAD
 from compilespec.program import PAD
 from compilespec.runtime.executor import PrefillChunk
 
@@ -15,7 +16,7 @@ def pack_chunks(chunks: Sequence[PrefillChunk]) -> Mapping[str, list[int]]:
         name: []
         for name in (
             "ids_T", "next_T", "position_T", "row_T", "owner_T", "given_T", "last_R",
-            "commit_row_R", *OFFSETS_T,
+            "commit_row_R", AHEAD, *OFFSETS_T,
         )
     }  # fmt: skip
     for index, chunk in enumerate(chunks):
@@ -32,6 +33,7 @@ def pack_chunks(chunks: Sequence[PrefillChunk]) -> Mapping[str, list[int]]:
         packed["given_T"] += [PAD] * count
         for place in () if chunk.given is None else chunk.given.places:
             packed["given_T"][start + place] = start + place
+        packed[AHEAD] += chunk.ahead or [0] * count
         for name, offsets in zip(OFFSETS_T, chunk.rope or [[0] * count] * 3, strict=True):
             packed[name] += offsets
         packed["last_R"].append(len(packed["ids_T"]) - 1)

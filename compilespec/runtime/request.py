@@ -46,6 +46,7 @@ class Request:
     adapter: LoadedAdapter | None = None  # changes the target for it
     given: GivenRows | None = None  # embeddings of its prompt, in place of those of its ids
     content_ids: tuple[int, ...] = ()  # what its prompt holds, a number a position; (): its ids
+    ahead: tuple[int, ...] = ()  # how many later tokens each of its prompt sees; (): none
     rope: RopeOffsets | None = None  # how far its rotary positions are from its tokens'
     processor: HostProcessor | None = None  # calls its logits processor, while it is admitted
     state: RequestState = RequestState.WAITING
@@ -101,6 +102,18 @@ class Request:
     def key_ids(self) -> tuple[int, ...]:
         """What its cache blocks hold, position by position: tokens, or other content."""
         return (*(self.content_ids or self.prompt_token_ids), *self.output_token_ids)
+
+    def ahead_of(self, start: int, end: int) -> list[int] | None:
+        """How many later tokens those of a chunk see; None where none sees any."""
+        own = self.ahead[start:end]
+        return [*own, *[0] * (end - start - len(own))] if any(own) else None
+
+    def whole_until(self, start: int, end: int) -> int:
+        """Where a chunk from `start` must end, at `end` or before, so that no token of it sees one
+        behind it; `start` where there is no such place.
+        """
+        places = enumerate(self.ahead[start:end], start)
+        return next((place for place, ahead in places if place + ahead >= end), end)
 
     @property
     def needs_host(self) -> bool:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
-TEXT_INPUTS = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids")
+from compilespec.errors import NotSupported, UnsupportedModel
 
 
 def takes_images(model: nn.Module) -> bool:
@@ -29,3 +32,54 @@ def rope_module(model: nn.Module) -> Any:
     """
     has_images = takes_images(model)
     return next((m for m in model.modules() if has_images and hasattr(m, "get_rope_index")), None)
+
+
+def has_own_masks(model: nn.Module) -> bool:
+    """Whether attention over a prompt with images may be another than causal (Gemma 3).
+
+    Raises: UnsupportedModel where it is another over text alone (PaliGemma).
+    """
+    if not hasattr(model, "create_masks_for_generate"):
+        return False
+    if any(tokens_ahead(model, [0] * 5)):
+        raise UnsupportedModel(
+            f"{type(model).__name__}: tokens of text see later ones: expected causal attention, "
+            "but for the tokens of an image; give a model whose text is causal"
+        )
+    return True
+
+
+def tokens_ahead(model: nn.Module, types: Sequence[int]) -> list[int]:
+    """How many later tokens each token of a prompt sees, by the model's own masks.
+
+    Args:
+        types: of its tokens, 0 for text (`token_type_ids`).
+    Raises: NotSupported where a token does not see all from its window's first one to its last.
+    """
+    any_model, count = cast(Any, model), len(types)
+    config = copy.deepcopy(any_model.config)
+    config._attn_implementation = config.get_text_config()._attn_implementation = "sdpa"
+    of_types = torch.tensor([types])
+    made = any_model.create_masks_for_generate(
+        config=config, inputs_embeds=torch.empty(1, count, 0), attention_mask=None,
+        past_key_values=None, position_ids=None, token_type_ids=of_types,
+        mm_token_type_ids=of_types, is_first_iteration=True,
+    )  # fmt: skip
+    masks = made.values() if isinstance(made, Mapping) else [made]
+    seen = [mask[0, 0] for mask in masks if mask is not None]  # None: causal
+    place = torch.arange(count)
+    last = torch.stack([place, *(_last_seen(mask) for mask in seen)]).amax(0)
+    window = getattr(config.get_text_config(), "sliding_window", None) or count
+    for mask in seen:
+        wanted = place <= last[:, None]
+        in_window = wanted & (place > place[:, None] - window)
+        if not torch.equal(mask, wanted) and not torch.equal(mask, in_window):
+            raise NotSupported(
+                f"{type(model).__name__}: a prompt's attention mask is none that is served: "
+                "expected each token to see all up to the last of its image; give text alone"
+            )
+    return (last - place).tolist()
+
+
+def _last_seen(mask_TT: Tensor) -> Tensor:
+    return mask_TT.shape[1] - 1 - mask_TT.flip(1).int().argmax(1)

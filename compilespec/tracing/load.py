@@ -90,6 +90,8 @@ def load_target(
     wanted, device = read_dtype(dtype), read_device(device)
     if not isinstance(model, nn.Module | str | Path):
         raise InvalidOption(f"model must be an nn.Module, {EXPECTED}; got {model!r}")
+    processor = tokenizer if is_processor(tokenizer) else None
+    tokenizer = tokenizer if processor is None else processor.tokenizer
     if tokenizer is not None and not hasattr(tokenizer, "decode"):
         raise InvalidOption(
             "tokenizer must be a transformers tokenizer or have its encode() and decode(); got "
@@ -100,10 +102,7 @@ def load_target(
         place = find_model(model)
         model = _load_place(place, wanted)
         tokenizer = tokenizer if tokenizer is not None else _load_tokenizer(place)
-    processor = tokenizer if is_processor(tokenizer) else None
-    if processor is not None:
-        tokenizer = processor.tokenizer
-    elif place is not None and takes_images(model):
+    if processor is None and place is not None and takes_images(model):
         processor = load_processor(place.directory)
     if wanted is not None or device is not None:
         model = model.to(dtype=wanted, device=device)
@@ -197,7 +196,7 @@ def _auto_class(directory: Path, config: Any) -> Any:
 
 def text_config(model: nn.Module) -> Any:
     """The config of the model, or of the language model in it; None where it has none."""
-    config = getattr(model, "config", None)
+    config: Any = getattr(model, "config", None)
     return config.get_text_config() if hasattr(config, "get_text_config") else config
 
 

@@ -48,6 +48,7 @@ from compilespec.program import (
 from compilespec.tracing.load import load_target
 from compilespec.tracing.target import trace_target
 from compilespec.tracing.target_info import describe_target
+from tests.support import images
 from tests.support.documents import PAGES
 from tests.support.models import VOCAB, tiny_target
 
@@ -101,8 +102,11 @@ class Row:
 
 @functools.cache
 def parts(family: str) -> Any:
-    model = tiny_target(family, torch.float64, num_layers=2)
-    target = trace_target(model)
+    if family in images.FAMILIES:
+        model = images.tiny_images_target(family)
+    else:
+        model = tiny_target(family, torch.float64, num_layers=2)
+    target = trace_target(model, offsets=True)
     info = describe_target(target, load_target(model))
     drafter = random_head(info, aux_layers=(0, 1, 2), num_draft_tokens=3).eval()
     return target, drafter.capture(CONFIG, info)
@@ -119,6 +123,8 @@ NEEDS: dict[str, dict[str, Any]] = {
     "trim_draft_head": {"draft_ids": torch.arange(0, VOCAB, 3)},
     "absorb_latents": {"family": "deepseek_v3"},
     "read_embeds": {"prompt_embeds": True},
+    "read_rope_offsets": {"family": "qwen2_5_vl"},
+    "tokens that see later ones": {"sees_ahead": True},
     "add_adapters": {
         "adapters": AdapterShape(
             num_slots=3,
@@ -308,6 +314,21 @@ def owner_ignored(gm: fx.GraphModule, ctx: PassContext) -> None:
 def other_rows_given(gm: fx.GraphModule, ctx: PassContext) -> None:
     (node,) = gm.graph.find_nodes(op="call_function", target=merged)
     changed(gm, node, 1, lambda given: given.roll(1, 0))
+
+
+def axes_turned(gm: fx.GraphModule, ctx: PassContext) -> None:
+    """Width stands for time, and time for width."""
+    node = next(n for n in gm.graph.nodes if n.target is torch.stack and len(n.args[0]) == 3)
+    change(node, 0, tuple(reversed(node.args[0])))
+
+
+def offsets_of_the_next_row(gm: fx.GraphModule, ctx: PassContext) -> None:
+    (node,) = find_role(gm, "rope_delta_R").users
+    changed(gm, node, 1, lambda index: index.roll(1, 0))
+
+
+def later_tokens_hidden(gm: fx.GraphModule, ctx: PassContext) -> None:
+    change(paged(gm, "target")[1], POSITION, find_role(gm, "position"))
 
 
 def adapters_changed(index: int, function: Callable[[Any], Any]) -> Edit:
@@ -582,6 +603,9 @@ FAULTS = (
           edit=role_changed("row", lambda x: x.clamp(min=0))),
     Fault(pass_name="read_state", what="start one early", phase="prefill",
           edit=role_changed("start", lambda x: x - 1)),
+    Fault(pass_name="read_rope_offsets", what="axes turned", phase="prefill", edit=axes_turned),
+    Fault(pass_name="read_rope_offsets", what="offsets of the next row", phase="decode",
+          edit=offsets_of_the_next_row),
     Fault(pass_name="read_embeds", what="rows of other tokens", phase="prefill",
           edit=other_rows_given),
     Fault(pass_name="add_adapters", what="adapter of the next request", phase="decode",
@@ -594,6 +618,8 @@ FAULTS = (
               lambda last: (last - 1).clamp(min=0))),
     Fault(pass_name="insert_paged_attention", what="dropped KV write", phase="decode",
           edit=argument_changed("target", 1, SLOT, lambda slot: torch.where(slot > 0, -1, slot))),
+    Fault(pass_name="insert_paged_attention", what="later tokens hidden", phase="prefill",
+          edit=later_tokens_hidden, step="tokens that see later ones"),
     Fault(pass_name="insert_paged_attention", what="stale position", phase="decode",
           edit=argument_changed("target", 0, POSITION, lambda x: (x - 1).clamp(min=0))),
     Fault(pass_name="insert_paged_attention", what="window dropped", phase="prefill",

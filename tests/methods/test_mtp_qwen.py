@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import compilespec
 from compilespec import SamplingParams
 from compilespec.cli import main
-from compilespec.errors import CheckpointError, UnsupportedModel
+from compilespec.errors import CheckpointError
 from compilespec.methods.mtp.load import dequantise, load_drafter
 from compilespec.tracing.load import load_target
 from compilespec.tracing.target_info import TargetInfo
@@ -31,7 +31,7 @@ from tests.support.models import (
     target_info,
 )
 from tests.support.mtp import recycled_drafts
-from tests.support.qwen_mtp import FAMILIES, MAX_POSITIONS, mtp_tensors, publish, whole_model
+from tests.support.qwen_mtp import FAMILIES, MAX_POSITIONS, mtp_tensors, publish
 from tests.support.toy_tokenizer import byte_level_tokenizer
 from tests.support.windowed import fresh_drafts
 
@@ -128,11 +128,6 @@ def test_experts_may_be_one_tensor_and_modules_share_what_is_kept_once(tmp_path)
         assert torch.equal(step.block.mlp.experts.gate_up_proj, wanted[name])
     assert torch.equal(first.eh_proj.weight, second.eh_proj.weight)
     assert not torch.equal(first.block.mlp.gate.weight, second.block.mlp.gate.weight)
-
-
-def test_the_wrapper_itself_is_no_target():
-    with pytest.raises(UnsupportedModel, match=r"pixel_values .* give its language model"):
-        compilespec.compile(whole_model("qwen3_5"), backend="eager", max_seq_len=32)
 
 
 def test_what_is_wrong_with_a_head_is_named(tmp_path):

@@ -74,6 +74,10 @@ def ids_come_from_the_state_already(target: Traced) -> Case:
     return step(target, "decode", "read_state")
 
 
+def no_token_has_rotary_positions_of_its_own(target: Traced) -> Case:
+    return step(target, "decode")
+
+
 def decode_reads_its_own_tokens(target: Traced) -> Case:
     return step(target, "decode", "read_state", prompt_embeds=True)
 
@@ -191,6 +195,7 @@ NEGATIVE: dict[str, Callable[[Traced], Case]] = {
     "absorb_latents": keys_and_values_have_a_bias,
     "tap_hidden_states": only_looked_at,
     "read_state": ids_come_from_the_state_already,
+    "read_rope_offsets": no_token_has_rotary_positions_of_its_own,
     "read_embeds": decode_reads_its_own_tokens,
     "add_adapters": its_products_are_no_modules_of_adapters,
     "narrow_logits": decode_needs_the_logits_of_all_rows,

@@ -57,7 +57,14 @@ def _qwen2_5_vl() -> Any:
 def _gemma3() -> Any:
     return transformers.Gemma3Config(
         vision_config=transformers.SiglipVisionConfig(**_TOWER, vision_use_head=False),
-        text_config=transformers.Gemma3TextConfig(**_TEXT, head_dim=16, sliding_window=20),
+        text_config=transformers.Gemma3TextConfig(
+            **_TEXT,
+            tie_word_embeddings=False,
+            head_dim=16,
+            sliding_window=14,
+            layer_types=["sliding_attention", "full_attention"],
+        ),
+        tie_word_embeddings=False,
         mm_tokens_per_image=9,
         image_token_id=IMAGE,
         boi_token_id=92,

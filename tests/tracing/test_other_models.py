@@ -41,6 +41,15 @@ def llava() -> Any:
     )
 
 
+def qwen2_audio() -> Any:
+    audio = transformers.Qwen2AudioEncoderConfig(
+        d_model=32, encoder_ffn_dim=64, encoder_layers=1, encoder_attention_heads=4, num_mel_bins=8
+    )
+    text = transformers.Qwen2Config(num_key_value_heads=2, **SIZES)
+    config = transformers.Qwen2AudioConfig(audio_config=audio, text_config=text)
+    return transformers.Qwen2AudioForConditionalGeneration(config)
+
+
 def t5() -> Any:
     config = transformers.T5Config(
         vocab_size=VOCAB, d_model=48, d_kv=12, d_ff=80, num_layers=2, num_heads=4
@@ -101,9 +110,9 @@ REFUSED = {
         lambda: transformers.LlamaModel(llama_config()),
         r"LlamaModel: expected logits \[B, T, 97\].* got \[B, T, 48\]",
     ),
-    "Llava": (
-        llava,
-        r"LlavaForConditionalGeneration takes pixel_values .* give its language model",
+    "Qwen2-Audio": (
+        qwen2_audio,
+        r"Qwen2AudioForConditionalGeneration takes input_features .* give its language model",
     ),
     **{
         name: (lambda mix=mix: Mixing(mix), r"they are mixed in .*test_other_models.py:\d+: ")
@@ -120,7 +129,7 @@ def test_other_models_are_refused_in_one_line(name: str) -> None:
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("name", ["BERT", "T5", "classifier", "without a head", "Llava"])
+@pytest.mark.parametrize("name", ["BERT", "T5", "classifier", "without a head", "Qwen2-Audio"])
 def test_their_directories_too(name: str, tmp_path: Path, capsys: Any) -> None:
     REFUSED[name][0]().save_pretrained(tmp_path)
     options = ["--model", str(tmp_path), "--backend", "eager", "--prompt", "a"]

@@ -13,12 +13,19 @@ from compilespec.passes.references.base import Attention, Tokens
 
 
 def dense_attention(
-    caches: MutableMapping[str, Tensor], owner: str, tokens: Tokens, block_table_RM: Tensor
+    caches: MutableMapping[str, Tensor],
+    owner: str,
+    tokens: Tokens,
+    block_table_RM: Tensor,
+    ahead_T: Tensor | None = None,
 ) -> Attention:
     """Attention for a graph whose i-th marker is layer i of `owner`; writes K and V to `caches`.
 
     Without a cache of values they are the beginning of the keys.
+    Args:
+        ahead_T: how many later tokens each token sees; None: none.
     """
+    ahead = torch.zeros_like(tokens.position.flatten()) if ahead_T is None else ahead_T
 
     def attend(layer: int, args: tuple[Any, ...]) -> Tensor:
         query, key, value, *options = args
@@ -29,7 +36,7 @@ def dense_attention(
             for token, slot in enumerate(tokens.slot.flatten().tolist()):
                 if slot >= 0:
                     cache.flatten(0, 1)[slot] = new_TNH[token]
-        return _attend_rows(query, key_cache, value_cache, tokens, block_table_RM, *options)
+        return _attend_rows(query, key_cache, value_cache, tokens, ahead, block_table_RM, *options)
 
     return attend
 
@@ -39,6 +46,7 @@ def _attend_rows(
     key_cache: Tensor,
     value_cache: Tensor,
     tokens: Tokens,
+    ahead_T: Tensor,
     block_table_RM: Tensor,
     scale: float,
     window: int,
@@ -53,7 +61,8 @@ def _attend_rows(
     for row in sorted({row for row in row_T.tolist() if row >= 0}):
         mine_T = (row_T == row).nonzero().flatten()
         position_Q = position_T[mine_T].long()
-        length = int(position_Q.max()) + 1
+        ahead_Q = ahead_T[mine_T].long()
+        length = int((position_Q + ahead_Q).max()) + 1
         blocks = block_table_RM[row, : -(-length // key_cache.shape[1])].long()
         group = query_TNH.shape[1] // key_cache.shape[2]
         key_NJH, value_NJH = (
@@ -69,7 +78,7 @@ def _attend_rows(
         if softcap > 0:
             score_NQJ = torch.tanh(score_NQJ / softcap) * softcap
         age_QJ = position_Q[:, None] - torch.arange(length, device=position_Q.device)
-        hidden_QJ = age_QJ < 0
+        hidden_QJ = age_QJ < -ahead_Q[:, None]
         if window > 0:
             hidden_QJ |= age_QJ >= window
         score_NQJ = score_NQJ.masked_fill(hidden_QJ, float("-inf"))

@@ -84,7 +84,10 @@ def insert_paged_attention(before: Before, ctx: PassContext, case: Case) -> Valu
     caches = {
         name: tensor.clone() for name, tensor in case.inputs.items() if name.startswith("cache.")
     }
-    attend = dense_attention(caches, "target", tokens, case.inputs["block_table_RM"])
+    ahead_T = case.inputs.get("ahead_T")
+    attend = dense_attention(caches, "target", tokens, case.inputs["block_table_RM"], ahead_T)
+    if ahead_T is not None:
+        tokens = dataclasses.replace(tokens, position=tokens.position + ahead_T)
     if placed.paths:
         attend = path_attention(caches, "target", ctx.config, case.inputs, placed)
         tokens = unwritten(tokens)
