@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import warnings
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any, TypeVar
 
 import torch
@@ -15,17 +15,25 @@ from compilespec.errors import InvalidOption, NotSupported
 from compilespec.methods.base import Drafter
 from compilespec.quantization.configs import HEAD, Quantize, runs_on
 from compilespec.tracing.copies import shallow_copy
+from compilespec.tracing.images import tower_paths
 from compilespec.tracing.load import Target
 from compilespec.tracing.quantized_weights import is_quantized
 
 Model = TypeVar("Model", bound=nn.Module)
 
 
-def quantize_module(model: Model, quantize: Quantize, keyword: str = "quantize") -> Model:
+def quantize_module(
+    model: Model,
+    quantize: Quantize,
+    keyword: str = "quantize",
+    *,
+    apart: Collection[str] = (),
+) -> Model:
     """A copy of `model` whose products are quantized; `model` itself is unchanged.
 
     Products are `nn.Linear` modules and heads that drafters hold as a bare matrix; those already
-    quantized stay so.  Everything that is not quantized is shared with `model`.
+    quantized stay so, and so do those at paths in `apart`.  Everything that is not quantized is
+    shared with `model`.
 
     Raises: InvalidOption (no module matches; torchao refuses the dtype), NotSupported (the device
     cannot run the config; the message names those that it can).
@@ -38,6 +46,7 @@ def quantize_module(model: Model, quantize: Quantize, keyword: str = "quantize")
         for path, module in quantized.named_modules()
         if _is_product(path, module)
         and quantize.wants(path)
+        and path not in apart
         and not is_quantized(_weight_of(quantized, path))
     ]
     if not paths:
@@ -80,7 +89,9 @@ def quantize_target(target: Target, quantize: Quantize | None) -> Target:
     """The target with a quantized copy of its model, or itself for None."""
     if quantize is None:
         return target
-    return dataclasses.replace(target, model=quantize_module(target.model, quantize))
+    towers = tower_paths(target.model)  # which run eagerly, as they are
+    model = quantize_module(target.model, quantize, apart=towers)
+    return dataclasses.replace(target, model=model)
 
 
 def quantize_drafter(drafter: Drafter | None, quantize: Quantize | None) -> Drafter | None:

@@ -133,6 +133,8 @@ class Admission:
 
     def read(self, prompt: Any) -> ReadPrompt:
         """What a request of this prompt is made of.  Raises: InvalidRequest, NotSupported."""
+        if isinstance(prompt, ReadPrompt):
+            return prompt
         if isinstance(prompt, ImagePrompt) or has_images(prompt):
             return self._image_reader().read(prompt)
         ids = read_prompt(prompt, self._tokenizer, self._geometry)

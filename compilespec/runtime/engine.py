@@ -16,6 +16,7 @@ from compilespec.runtime.chat import chat_prompts
 from compilespec.runtime.detokenize import Tokenizer
 from compilespec.runtime.engine_thread import EngineThread
 from compilespec.runtime.executor import Executor
+from compilespec.runtime.image_prompts import ReadPrompt
 from compilespec.runtime.keywords import check_keywords
 from compilespec.runtime.outputs import Delta, FinishReason, GenerationOutput
 from compilespec.runtime.prompts import read_text
@@ -246,8 +247,14 @@ class Engine:
     def encode(self, prompt: Any) -> list[int]:
         """Return the prompt's token ids as they would be fed.  Raises: InvalidRequest,
         EngineClosed."""
+        return list(self.read(prompt).ids)
+
+    def read(self, prompt: Any) -> ReadPrompt:
+        """A prompt, tokenized and its images encoded, as `submit` takes it too: for those who must
+        know its ids before.  Raises: InvalidRequest, NotSupported, EngineClosed.
+        """
         self._check_open()
-        return list(self._admission.read(prompt).ids)
+        return self._admission.read(prompt)
 
     def stats(self) -> EngineStats:
         """Totals since the engine was made."""

@@ -59,12 +59,13 @@ class _Chat:
         """The prompt; not on the event loop.  Raises: SpecError, ApiError."""
         asked, engine = self._asked, self._service.engine
         tools = read_tools(asked, self._service)
-        ids = engine.encode(chat_prompt(asked, tools.shown))
+        read = engine.read(chat_prompt(asked, tools.shown))
+        ids = list(read.ids)
         self._reading = tools.reading(ids)
         guide = self._reading.guide(read_guide(asked))
         adapter = self._service.adapter_of(asked.model)
         params = read_params(asked, engine, len(ids), {**guide, "adapter": adapter})
-        return [Prompt(token_ids=ids, params=params)]
+        return [Prompt(token_ids=ids, params=params, read=read)]
 
     def whole(self, outputs: Sequence[GenerationOutput]) -> dict[str, Any]:
         choices = [self._choice(index, output) for index, output in enumerate(outputs)]

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 from compilespec.errors import SpecError
 from compilespec.runtime.engine import Engine
 from compilespec.runtime.engine_thread import EngineThread
+from compilespec.runtime.image_prompts import ReadPrompt
 from compilespec.runtime.sampling_params import SamplingParams
 from compilespec.runtime.ticket import Ticket
 from compilespec.runtime.token_bytes import TokenBytes
@@ -29,6 +30,7 @@ class Prompt:
     token_ids: list[int]
     params: SamplingParams
     text: str | None = None  # as it was given
+    read: ReadPrompt | None = None  # with its images; None: its ids are all
 
 
 class Service:
@@ -116,7 +118,7 @@ class Service:
         try:
             for prompt in prompts:
                 tickets += self.thread.submit_samples(
-                    prompt.token_ids, prompt.params, priority=priority
+                    prompt.read or prompt.token_ids, prompt.params, priority=priority
                 )
         except BaseException:
             for ticket in tickets:

@@ -26,6 +26,16 @@ def image_token_id(model: nn.Module) -> int | None:
     return token if isinstance(token, int) else None
 
 
+def tower_paths(model: nn.Module) -> frozenset[str]:
+    """The modules that make rows of images: all beside the language model and its head."""
+    if not takes_images(model):
+        return frozenset()
+    any_model = cast(Any, model)
+    own = {id(module) for module in any_model.get_decoder().modules()}
+    own.add(id(any_model.get_output_embeddings()))
+    return frozenset(path for path, module in model.named_modules() if id(module) not in own)
+
+
 def rope_module(model: nn.Module) -> Any:
     """The module that says which rotary positions the tokens of a prompt with images have, three
     each (Qwen2-VL and its kin: time, height and width); None where those are the tokens' own.

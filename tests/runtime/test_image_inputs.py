@@ -165,7 +165,7 @@ def test_transformers_own_processor(tmp_path):
         "{{ p.text if p.type == 'text' else '<image>' }}{% endfor %}{% endfor %}",
     )  # fmt: skip
     processor.save_pretrained(tmp_path)
-    model().float().save_pretrained(tmp_path)
+    tiny_images_target("llava").float().save_pretrained(tmp_path)
     target = load_target(tmp_path)
     assert is_processor(target.processor)
     own = ImageReader(target.model, target.processor, geometry(embeds_width=48, vocab_size=97))

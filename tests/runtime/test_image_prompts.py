@@ -16,10 +16,13 @@ from torch import nn
 import compilespec
 from compilespec import EmbedsPrompt, SamplingParams
 from compilespec.errors import InvalidRequest, NotSupported, UnsupportedModel
+from compilespec.quantization import quantize_target, read_quantize
 from compilespec.runtime.chunks import next_chunks
 from compilespec.runtime.image_features import ImageTower, split_images
 from compilespec.runtime.request import Request, RequestState
 from compilespec.tracing import images as image_models
+from compilespec.tracing.load import load_target
+from compilespec.tracing.quantized_weights import is_quantized
 from compilespec.tracing.target import trace_target
 from tests.support.drafters import METHODS, traced_info
 from tests.support.fake_executor import FakeExecutor, engine_over
@@ -100,7 +103,7 @@ def test_batches_that_mix_images_and_text(family, spec, k):
 
 def prefixes_are_found_by_content(engine: Any, family: str) -> None:
     """The same ids, with other images: what is before the image is found, and no more."""
-    first, other = (prompt(family, [4, 5] * 8, None, [6] * 9, seed=seed) for seed in (6, 9))
+    first, other = (prompt(family, [4] * 19, None, [6] * 12, seed=seed) for seed in (6, 9))
     whole = first["input_ids"].shape[1] // 16 * 16
     for given, num_cached in ((first, 0), (other, 16), (first, whole)):
         (output,) = engine.generate([given], PARAMS)
@@ -193,7 +196,7 @@ def test_a_call_must_hold_an_image():
 @SLOW
 def test_embeddings_and_trees_beside_images():
     """Rows that a user gives; drafts along a tree have the offsets of their request, too."""
-    given = prompt("qwen2_5_vl", [5], None, [6], None)
+    given = prompt("qwen2_5_vl", [5], None, [6], None, [7])
     weight = model("qwen2_5_vl").get_input_embeddings().weight.detach()
     tree = compilespec.DraftTree(choices=[(0,), (1,), (0, 0), (0, 1), (0, 0, 0)])
     with compiled("qwen2_5_vl", "eagle3", None, draft_tree=tree) as engine:
@@ -260,6 +263,20 @@ def test_features_of_several_layers_are_refused(monkeypatch):
     images = split_images({"pixel_values": prompt("llava", None)["pixel_values"]})
     with pytest.raises(NotSupported, match="adds features of images to several of its layers"):
         ImageTower(model("llava")).features(images)
+
+
+def test_towers_stay_as_they_are_where_the_model_is_quantized():
+    pytest.importorskip("torchao")
+    target = load_target(tiny_images_target("llava").float())
+    quantized = quantize_target(target, read_quantize("int8_weight_only", "quantize")).model
+    assert is_quantized(quantized.lm_head.weight)
+    assert is_quantized(quantized.model.language_model.layers[1].mlp.up_proj.weight)
+    linear = [
+        path for path in image_models.tower_paths(quantized)
+        if isinstance(quantized.get_submodule(path), nn.Linear)
+    ]  # fmt: skip
+    assert "model.multi_modal_projector.linear_1" in linear
+    assert not any(is_quantized(quantized.get_submodule(path).weight) for path in linear)
 
 
 def test_placeholders_are_known():

@@ -16,9 +16,12 @@ from typing import Any
 import httpx2
 import openai
 import pytest
+import torch
 
 from compilespec import SamplingParams
 from compilespec.errors import InvalidOption
+from compilespec.runtime.given_rows import GivenRows
+from compilespec.runtime.image_prompts import ReadPrompt
 from compilespec.serving import ServerOptions
 from tests.support.adapters import TOY_ADAPTERS, save_toy_adapter
 from tests.support.fake_executor import toy_decode
@@ -501,3 +504,24 @@ def test_a_model_may_be_an_adapter(tmp_path: Path) -> None:
         server.service.thread.drop_adapter("tuned")
         refused = client.post("/v1/chat/completions", json=body)
         assert (refused.status_code, refused.json()["error"]["code"]) == (404, "model_not_found")
+
+
+def test_images_of_a_chat_reach_the_engine() -> None:
+    """Read once: the tower and the processor do nothing twice."""
+    asked, rows = [], GivenRows(places=[1, 2], rows=torch.ones(2, 4))
+
+    class Reader:
+        def read(self, prompt: Any) -> ReadPrompt:
+            asked.append(prompt)
+            return ReadPrompt(ids=tuple(HELLO_IDS), rows=rows)
+
+    engine = toy_engine(images=Reader())
+    part = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+    with live(engine) as server, server.openai() as client:
+        answer = client.chat.completions.create(
+            model="toy", messages=[{"role": "user", "content": [part]}], max_tokens=5
+        )
+    assert answer.usage.prompt_tokens == len(HELLO_IDS)
+    assert [one["messages"][0]["content"] for one in asked] == [[part]]
+    (chunk,) = engine.executor.prefill_calls[0]
+    assert list(chunk.given.places) == [1, 2]

@@ -42,6 +42,7 @@ def toy_engine(
     *,
     hit_rate: float = 0.6,
     adapters: AdapterShape | None = None,
+    images: Any = None,
     **options: Any,
 ) -> Engine:
     """An engine over the toy program.
@@ -59,6 +60,7 @@ def toy_engine(
         tokenizer=toy_tokenizer(),
         eos_token_ids=(EOS,),
         generation_defaults={"temperature": 0.0},  # the toy draws nothing
+        images=images,
     )
 
 
