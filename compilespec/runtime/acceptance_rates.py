@@ -47,8 +47,7 @@ class AcceptanceRates:
     def expected(self) -> list[float]:
         """Accepted drafts of a step that verifies 0, 1, 2, ..."""
         if self._expected is None:
-            rates = self.rates()
-            self._expected = [expected_accepted(rates, n) for n in range(len(rates) + 1)]
+            self._expected = expected_accepted(self.rates())
         return self._expected
 
 
@@ -64,11 +63,13 @@ class LearntAcceptance:
     def __init__(self, max_drafts: int) -> None:
         self.pooled = AcceptanceRates(max_drafts)
         self._levels: dict[int, AcceptanceRates] = {}
-        self._expected: dict[int, list[float]] = {}
+        self._expected: dict[int, list[float]] = {}  # by level, since something was learnt last
+        self._usual: list[float] = []  # the pooled rates, since then
 
     def learn(self, level: int, num_tried: int, num_right: int) -> None:
         """One request's drafts, `num_tried` of which could be judged."""
         self._expected.clear()
+        self._usual = []
         for rates in (self.pooled, self._of(level)):
             rates.learn(num_tried, 1 + min(num_right, num_tried))
 
@@ -76,8 +77,8 @@ class LearntAcceptance:
         """Accepted drafts of a step that verifies 0, 1, 2, ... of this level."""
         known = self._expected.get(level)
         if known is None:
-            rates = self._of(level).rates(self.pooled.rates())
-            known = [expected_accepted(rates, n) for n in range(len(rates) + 1)]
+            self._usual = self._usual or self.pooled.rates()
+            known = expected_accepted(self._of(level).rates(self._usual))
             self._expected[level] = known
         return known
 
@@ -96,10 +97,10 @@ class LearntAcceptance:
         return self._levels[level]
 
 
-def expected_accepted(rates: Sequence[float], count: int) -> float:
-    """Accepted drafts of a step that verifies `count`."""
-    total, chance = 0.0, 1.0
-    for rate in rates[:count]:
+def expected_accepted(rates: Sequence[float]) -> list[float]:
+    """Accepted drafts of a step that verifies 0, 1, 2, ..."""
+    totals, chance = [0.0], 1.0
+    for rate in rates:
         chance *= rate
-        total += chance
-    return total
+        totals.append(totals[-1] + chance)
+    return totals

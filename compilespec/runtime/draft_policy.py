@@ -22,6 +22,7 @@ RETRY_SPEEDUP = (
 )
 NUM_SAVED_STEPS = 64  # of the largest K: what trials may cost is never saved up beyond that
 NUM_PLAIN_STEPS = 8  # plain steps that are decided at once
+TRIAL_INTERVAL = 8  # steps with drafts, at one of which a trial is thought of
 SHORTAGE = 1 / 8  # a K that rises is short of drafts for one step, of so many that it stays
 
 
@@ -68,7 +69,8 @@ class DraftPolicy:
         self.reasons: Counter[str] = Counter()  # steps, by why they had their K
         self._looks_up = looks_up
         self._exploration = Exploration(self.counts, costs.step(self.counts[0], 1))
-        self._current = self.counts[-1]
+        self._num_decided = 0
+        self._current = len(self.counts) - 1  # the place in `counts` of the K in use
         self._best_speed = 0.0  # tokens a millisecond of the K that seemed best
 
     def choose(
@@ -82,13 +84,13 @@ class DraftPolicy:
             needs_replay: whether some of them had steps of K = 0.
         """
         best = self._best(drafted, batch)
-        for count in self.counts if drafted else ():
-            if not self.costs.is_served(count, batch) and self._may_meet(count, batch):
+        for count in self.costs.unserved(batch) if drafted else ():
+            if self._may_meet(count, batch):
                 self.reasons["first use of a K"] += 1
                 return Choice(num_draft_tokens=count, is_trial=True)
         if self._exploration.is_trying:
             self._exploration.stop_unless(bool(drafted), best)
-        elif drafted:
+        elif drafted and self._is_trial_due(best):
             self._begin_trial(best, drafted, batch, needs_replay)
         if self._exploration.is_trying:
             self.reasons["trial"] += 1
@@ -161,35 +163,53 @@ class DraftPolicy:
         What a look-up found is another thing at every step: there the best is taken as it is.
         """
         expected = [self.acceptance.expected(one.level) for one in drafted]
-        usual = self.acceptance.expected_of_all()
-        speeds = {
-            count: _num_tokens(count, drafted, batch, expected, usual)
-            / self.costs.step(count, batch)
-            for count in self.counts
-        }
-        best = max(speeds, key=lambda count: speeds[count])
+        speeds = self._speeds(drafted, batch, expected, self.acceptance.expected_of_all())
+        best, current = max(speeds), speeds[self._current]
         gain = 0.0 if all(one.is_found for one in drafted) else SWITCH_GAIN
-        if speeds[best] > (1 + gain) * speeds[self._current]:
-            self._current = best
-        self._best_speed = speeds[self._current]
-        return self._current
+        if best > (1 + gain) * current:
+            self._current, current = speeds.index(best), best
+        self._best_speed = current
+        return self.counts[self._current]
 
-    def _speed_if_right(self, count: int, drafted: Sequence[Drafted], batch: int) -> float:
-        """Tokens a millisecond, where all drafts are accepted."""
-        all_right = range(self.counts[-1] + 1)
-        tokens = _num_tokens(count, drafted, batch, [all_right] * len(drafted), all_right)
-        return tokens / self.costs.step(count, batch)
+    def _speeds(
+        self,
+        drafted: Sequence[Drafted],
+        batch: int,
+        expected: Sequence[Sequence[float]],
+        usual: Sequence[float],
+    ) -> list[float]:
+        """Tokens a millisecond of every K, where `expected[i][n]` of n drafts of request i are
+        accepted, and `usual[n]` of n that nobody has seen.
+        """
+        tokens = [float(batch)] * len(self.counts)
+        for one, by_count in zip(drafted, expected, strict=True):
+            for place, count in enumerate(self.counts):
+                tokens[place] += _num_accepted(count, one, by_count, usual)
+        return [num / ms for num, ms in zip(tokens, self.costs.steps(batch), strict=True)]
+
+    def _usual_speeds(self, drafted: Sequence[Drafted], batch: int) -> list[float]:
+        """The same, whatever a model says of its drafts in this step."""
+        usual = self.acceptance.expected_of_all()
+        rows = [one if one.is_found else Drafted(one.most) for one in drafted]
+        expected = [self.acceptance.expected(r.level) if r.is_found else usual for r in rows]
+        return self._speeds(rows, batch, expected, usual)
 
     def _could_pay(self, batch: int, drafted: Sequence[Drafted] | None = None) -> bool:
         """Whether drafts that are all right would beat plain steps."""
         rows = [Drafted(self.counts[-1])] * batch if drafted is None else drafted
-        plain = self._speed_if_right(self.counts[0], rows, batch)
-        return any(self._speed_if_right(k, rows, batch) > plain for k in self.counts[1:])
+        all_right = range(self.counts[-1] + 1)
+        plain, *others = self._speeds(rows, batch, [all_right] * len(rows), all_right)
+        return max(others) > plain
 
     def _smallest(self) -> int:
         return next(count for count in self.counts if count)
 
     # --- trials ---
+
+    def _is_trial_due(self, best: int) -> bool:
+        """Whether to think of a trial now: from drafts only now and then, since a step is short."""
+        self._num_decided += 1
+        return not best or self._num_decided % TRIAL_INTERVAL == 0
 
     def _may_meet(self, count: int, batch: int) -> bool:
         """Whether a step of a K whose time was never seen in service can be paid for."""
@@ -201,27 +221,22 @@ class DraftPolicy:
     ) -> None:
         """Try another K, if one could be better after all and there is budget for it."""
         self._exploration.limit(NUM_SAVED_STEPS * self.costs.step(self.counts[-1], batch))
-        count = self._worth_a_trial(best, drafted, batch)
+        speeds = self._usual_speeds(drafted, batch)
+        count = self._worth_a_trial(best, drafted, batch, speeds)
         if count is None:
             return
         replay_ms = self.costs.replay(batch) if needs_replay or not count else 0.0
-        tokens = self._usual_speed(count, drafted, batch) * self.costs.step(count, batch)
-        dearer = self.costs.step(count, batch) - tokens / self._best_speed
+        worth = speeds[self.counts.index(count)] / self._best_speed
+        dearer = self.costs.step(count, batch) * (1 - worth)
         if not self._exploration.can_pay_trial(dearer, replay_ms):
             return
         self._exploration.begin(count, sum(self.num_steps.values()))
         if not count:
             self._exploration.pay(replay_ms)  # of the step after the trial
 
-    def _usual_speed(self, count: int, drafted: Sequence[Drafted], batch: int) -> float:
-        """Tokens a millisecond, whatever a model says of its drafts in this step."""
-        usual = self.acceptance.expected_of_all()
-        rows = [one if one.is_found else Drafted(one.most) for one in drafted]
-        expected = [self.acceptance.expected(r.level) if r.is_found else usual for r in rows]
-        tokens = _num_tokens(count, rows, batch, expected, usual)
-        return tokens / self.costs.step(count, batch)
-
-    def _worth_a_trial(self, best: int, drafted: Sequence[Drafted], batch: int) -> int | None:
+    def _worth_a_trial(
+        self, best: int, drafted: Sequence[Drafted], batch: int, speeds: Sequence[float]
+    ) -> int | None:
         """The K to try.
 
         From plain steps the fewest drafts, if right ones would pay.  Between other K it is the
@@ -232,31 +247,27 @@ class DraftPolicy:
         least = self._best_speed / RETRY_SPEEDUP
         near = [
             count
-            for count in self.counts
-            if count != best and self._usual_speed(count, drafted, batch) > least
+            for count, speed in zip(self.counts, speeds, strict=True)
+            if count != best and speed > least
         ]
         return self._exploration.longest_untried(near)
 
 
-def _num_tokens(
-    count: int,
-    drafted: Sequence[Drafted],
-    batch: int,
-    expected: Sequence[Sequence[float]],
-    usual: Sequence[float],
+def _num_accepted(
+    count: int, one: Drafted, by_count: Sequence[float], usual: Sequence[float]
 ) -> float:
-    """Tokens of a step of K = `count`, where `expected[i][n]` of n drafts of request i are
-    accepted.  K of a model has two ends, the drafts that are verified now and as many that are made
-    for the next step, of which `usual[n]` are accepted: each is half of what it brings.  Where
-    there are fewer now than K, because the step before had a smaller one, that lasts one step.
+    """Tokens that a step of K = `count` gives a request beside its own, where `by_count[n]` of n
+    drafts are accepted.
+
+    K of a model has two ends, the drafts that are verified now and as many that are made for the
+    next step, of which `usual[n]` are accepted: each is half of what it brings.  Where there are
+    fewer now than K, because the step before had a smaller one, that lasts one step.
     """
-    total = float(batch)
-    for one, by_count in zip(drafted, expected, strict=True):
-        wanted = min(count, one.most)
-        there = wanted if one.num_drafts is None else min(wanted, one.num_drafts)
-        if one.is_found or one.num_drafts is None:
-            total += by_count[there]
-        else:
-            soon = by_count[wanted] - SHORTAGE * (by_count[wanted] - by_count[there])
-            total += (soon + usual[wanted]) / 2
-    return total
+    wanted = count if count < one.most else one.most
+    if one.num_drafts is None or (one.num_drafts >= wanted and one.is_found):
+        return by_count[wanted]
+    there = one.num_drafts if one.num_drafts < wanted else wanted
+    if one.is_found:
+        return by_count[there]
+    soon = by_count[wanted] - SHORTAGE * (by_count[wanted] - by_count[there])
+    return (soon + usual[wanted]) / 2

@@ -40,9 +40,9 @@ class StepCosts:
             size: {count: measured[count, size] for count in self._counts} for size in self._sizes
         }
         self._believed = {size: self._believe(size) for size in self._sizes}
+        self._slowness = dict.fromkeys(self._sizes, 1.0)  # all times of a size, to those above
         self._replay_ms = dict(replay_ms)
-        self._risen = dict.fromkeys(self._sizes, 1.0)  # what all were multiplied by, by batch size
-        self._unserved = set(measured)
+        self._unserved = {size: list(self._counts) for size in self._sizes}
         self._last = (-1, -1)  # K and size of the last step
         self._first_ratios: list[float] | None = None  # to its known time, of the first of a K
 
@@ -53,16 +53,23 @@ class StepCosts:
 
     def step(self, count: int, batch: int) -> float:
         """No longer than one of a larger K, and than 2 K + 1 of the shortest."""
-        return self._believed[self._bucket(batch)][count]
+        size = self._bucket(batch)
+        return self._believed[size][count] * self._slowness[size]
+
+    def steps(self, batch: int) -> list[float]:
+        """`step` of every K, in rising order."""
+        size = self._bucket(batch)
+        slowness = self._slowness[size]
+        return [self._believed[size][count] * slowness for count in self._counts]
 
     def replay(self, batch: int) -> float:
         """It runs the drafter alone: no longer than a step of the largest K."""
         known = self._replay_ms.get(self._bucket(batch), 0.0)
         return min(known, self.step(self._counts[-1], batch))
 
-    def is_served(self, count: int, batch: int) -> bool:
-        """Whether a request has seen such a step."""
-        return (count, self._bucket(batch)) not in self._unserved
+    def unserved(self, batch: int) -> Sequence[int]:
+        """The K of which no request has seen a step."""
+        return self._unserved[self._bucket(batch)]
 
     def update(self, count: int, batch: int, elapsed_ms: float) -> None:
         """A time far above the known one (a pause of the machine) counts as twice that.
@@ -72,37 +79,37 @@ class StepCosts:
         all K, or whichever is not in use would look fast whenever the machine is slow.
         """
         size = self._bucket(batch)
-        known = self._ms[size]
-        self._unserved.discard((count, size))
+        if count in self._unserved[size]:
+            self._unserved[size].remove(count)
         last_count, last_size = self._last
         self._last = (count, size)
-        if elapsed_ms < known[count] / 2:
-            self._change_all(size, 1 / min(max(self._risen[size], 1.0), known[count] / elapsed_ms))
-            known[count] = elapsed_ms
-        ratio = min(elapsed_ms / known[count], 2.0)
+        ratio = elapsed_ms / (self._ms[size][count] * self._slowness[size])
+        if ratio < 1 / 2:
+            self._slowness[size] /= min(max(self._slowness[size], 1.0), 1 / ratio)
+            self._set(count, size, elapsed_ms / self._slowness[size])
+            ratio = 1.0
+        ratio = min(ratio, 2.0)
         if size != last_size:
             self._first_ratios = None
         elif count != last_count:
             self._first_ratios = []
         if self._first_ratios is None:
-            self._change_all(size, 1 + SPEED_WEIGHT * (ratio - 1))
-        else:
-            self._first_ratios.append(ratio)
-            if len(self._first_ratios) == NUM_COMPARED_STEPS:
-                known[count] *= 1 + COMPARISON_WEIGHT * (statistics.median(self._first_ratios) - 1)
-                self._first_ratios = None
-        self._believed[size] = self._believe(size)
+            self._slowness[size] *= 1 + SPEED_WEIGHT * (ratio - 1)
+            return
+        self._first_ratios.append(ratio)
+        if len(self._first_ratios) == NUM_COMPARED_STEPS:
+            factor = 1 + COMPARISON_WEIGHT * (statistics.median(self._first_ratios) - 1)
+            self._set(count, size, factor * self._ms[size][count])
+            self._first_ratios = None
 
-    def _change_all(self, size: int, factor: float) -> None:
-        """The machine became slower or faster."""
-        self._risen[size] *= factor
-        for count in self._ms[size]:
-            self._ms[size][count] *= factor
+    def _set(self, count: int, size: int, ms: float) -> None:
+        self._ms[size][count] = ms
+        self._believed[size] = self._believe(size)
 
     def table(self) -> dict[str, float]:
         """For people: "K=2, batch 4" to milliseconds."""
         return {
-            f"K={count}, batch {size}": round(self._ms[size][count], 3)
+            f"K={count}, batch {size}": round(self._ms[size][count] * self._slowness[size], 3)
             for count in self._counts
             for size in self._sizes
         }

@@ -79,7 +79,7 @@ class Machine:
 
     def fixed(self, count: int, batch: int, right: float) -> float:
         """Tokens a millisecond of a fixed K."""
-        tokens = 1 + expected_accepted([right] * COUNTS[-1], count)
+        tokens = 1 + expected_accepted([right] * COUNTS[-1])[count]
         return batch * tokens / self.true.step(count, batch)
 
     def _elapsed(self, count: int, batch: int) -> float:
@@ -149,7 +149,7 @@ def test_later_drafts_are_judged_given_the_earlier_ones() -> None:
     assert rates[0] > 0.97
     assert rates[1] < 0.06
     assert rates[2] == pytest.approx(rates[1], abs=1e-6)  # never tried: as the one before
-    assert expected_accepted(rates, 5) == pytest.approx(rates[0] * (1 + rates[1]), abs=0.01)
+    assert expected_accepted(rates)[5] == pytest.approx(rates[0] * (1 + rates[1]), abs=0.01)
 
 
 def policy_that_met_all() -> DraftPolicy:
