@@ -12,6 +12,7 @@ import hashlib
 import itertools
 import logging
 import re
+import types
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -71,6 +72,30 @@ def capture_config() -> Iterator[None]:
             yield
     finally:
         guards.setLevel(level)
+
+
+def capture_settings() -> str:
+    """A digest of Dynamo's settings (`torch._dynamo.config.get_hash`)."""
+    return torch._dynamo.config.get_hash().hex()
+
+
+def has_modes() -> bool:
+    """Whether a mode that could change operations is active (`_get_current_function_mode_stack`,
+    `_get_current_dispatch_mode_stack`).
+    """
+    from torch.overrides import _get_current_function_mode_stack
+    from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+    return bool(_get_current_function_mode_stack() or _get_current_dispatch_mode_stack())
+
+
+def traced_codes() -> list[types.CodeType]:
+    """Inside a backend's call: the code objects that Dynamo went through
+    (`TracingContext.get_traced_code`).
+    """
+    from torch._guards import TracingContext
+
+    return list(dict.fromkeys(TracingContext.get_traced_code() or ()))
 
 
 def fake_mode() -> Any:

@@ -46,6 +46,8 @@ class Traced:
     inputs: tuple[TracedInput, ...]  # in placeholder order
     weights: Mapping[str, Tensor]  # by full name, "target.model.embed_tokens.weight"
     trace_ms: float
+    reused: bool = False  # whether it is an earlier capture, of a model like this one
+    why_traced: str = ""  # otherwise: why it is none
 
     @property
     def num_attention_layers(self) -> int:

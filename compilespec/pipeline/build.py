@@ -58,8 +58,9 @@ def build_program(
     progress, found = progress or Reporter(), None
     if method.capabilities.needs_draft_weights:
         found = find_draft(draft, target, method.capabilities)
-    with progress.step("trace", "target"):
+    with progress.step("trace", "target") as step:
         traced = trace_target(target.model, offsets=options.sharding is None)
+        step.note(from_cache=traced.reused, why=traced.why_traced)
     info = describe_target(traced, target)
     drafter = _load_drafter(method, found, info, options, method_options, progress)
     capabilities = (drafter.capabilities if drafter else None) or method.capabilities
@@ -71,8 +72,10 @@ def build_program(
     loop = LOOPS[capabilities.kind]
     traced_draft: Mapping[str, Traced] = {}
     if drafter is not None:
-        with progress.step("trace", "drafter"):
+        with progress.step("trace", "drafter") as step:
             traced_draft = drafter.capture(config, info)
+            whys = [one.why_traced for one in traced_draft.values() if not one.reused]
+            step.note(from_cache=not whys, why=whys[0] if whys else "")
         loop.check_calls(
             capabilities.name, type(drafter).__name__, traced_draft, config.num_draft_tokens
         )

@@ -18,6 +18,7 @@ from compilespec.errors import TraceError
 from compilespec.program import Traced
 from compilespec.tracing.naming import clean_module_paths, name_inputs
 from compilespec.tracing.quantized_weights import stand_ins
+from compilespec.tracing.reuse import reused
 
 EXAMPLE_SHAPE = (7, 13)  # sizes that few models have as static ones: torch 2.11 merges equal sizes
 
@@ -34,13 +35,19 @@ def trace_call(
 ) -> Traced:
     """Capture `call(**arguments)` as one graph; weights are named by their path in `module`.
 
+    Where a module like this one was captured before, that graph is taken again (`reuse`).
+
     Args:
         arguments: an example tensor and its dynamic dimensions by name.
         owner: prefix of the weights' names where several calls share a module; default `name`.
     Raises: TraceError.
     """
+
+    def capture() -> tuple[Traced, list[types.CodeType]]:
+        return _capture(module, call, arguments, name=name, owner=owner or name)
+
     with stand_ins(module) as quantized:
-        traced = _capture(module, call, arguments, name=name, owner=owner or name)
+        traced = reused(module, call, arguments, (name, owner or name), capture)
     weights = {
         path: quantized.get(_torch_compat.storage_place(weight), weight)
         for path, weight in traced.weights.items()
@@ -55,12 +62,13 @@ def _capture(
     *,
     name: str,
     owner: str,
-) -> Traced:
+) -> tuple[Traced, list[types.CodeType]]:
+    """A new capture, and the code that was traced for it."""
     started = time.perf_counter()
     captured: dict[str, Any] = {}
 
     def keep(gm: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
-        captured["gm"], captured["inputs"] = gm, inputs
+        captured.update(gm=gm, inputs=inputs, codes=_torch_compat.traced_codes())
 
         def stop(*_: Any) -> Any:
             raise _Captured
@@ -94,13 +102,15 @@ def _capture(
         gm, captured["inputs"], module, dict(zip(names, examples, strict=True)), owner
     )
     clean_module_paths(gm)
-    return Traced(
+    traced = Traced(
         name=name,
         graph_module=gm,
         inputs=tuple(inputs),
         weights=weights,
         trace_ms=(time.perf_counter() - started) * 1e3,
     )
+    own = function.__code__  # a copy of that of `call`
+    return traced, [call.__code__, *(code for code in captured["codes"] if code is not own)]
 
 
 class _Captured(Exception):
