@@ -81,6 +81,8 @@ class Engine:
         Args:
             prompts: a string, a list of token ids (or a 1-D integer tensor), a conversation as
                 `{"messages": [...]}`, or a list of those; or what a tokenizer returned, unpadded.
+                With images, where the model takes them: messages that hold them, `{"prompt": text,
+                "images": [...]}`, or what the model's processor returned for one prompt.
             params: one SamplingParams, or one per prompt; None takes the defaults.
         Raises:
             SpecError: a single prompt cannot be served, or `params` shared by all cannot.  In a
@@ -97,7 +99,7 @@ class Engine:
         """Answer a conversation through the tokenizer's chat template, `n` outputs of it.
 
         Args:
-            messages: mappings with "role" and "content" (text), as in
+            messages: mappings with "role" and "content" (text, or a list with images), as in
                 `[{"role": "user", "content": "Hello"}]`, or a list of such conversations.
             params: as for `generate`; `SamplingParams.of(engine)` has what the checkpoint asks.
         Raises: as `generate`; InvalidRequest where there is no chat template, or it refuses them.

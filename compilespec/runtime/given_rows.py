@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import bisect
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 
@@ -46,8 +46,12 @@ def all_rows(rows_TD: Tensor) -> GivenRows:
 
 
 def write_rows(embeds_PD: Tensor, start: int, given: GivenRows) -> None:
-    """Put a chunk's rows where its tokens lie in a call.  On CUDA the copies take their place on
-    the stream.
+    """Put a chunk's rows where its tokens lie in a call, neighbours in one copy.  On CUDA the
+    copies take their place on the stream.
     """
-    places = torch.tensor(given.places, device=embeds_PD.device) + start
-    embeds_PD[places] = given.rows.to(embeds_PD)
+    first = 0
+    for _, group in itertools.groupby(enumerate(given.places), lambda pair: pair[1] - pair[0]):
+        count = len(list(group))
+        place = start + given.places[first]
+        embeds_PD[place : place + count].copy_(given.rows[first : first + count])
+        first += count

@@ -139,7 +139,9 @@ def open_image(image: Any) -> Any:
     try:
         from PIL import Image
     except ImportError as error:
-        raise MissingDependency("images in data: URLs need Pillow: pip install pillow") from error
+        raise MissingDependency(
+            "images in data: URLs need Pillow: pip install 'compilespec[images]'"
+        ) from error
     try:
         data = base64.b64decode(image.partition(",")[2], validate=True)
         return Image.open(io.BytesIO(data)).convert("RGB")

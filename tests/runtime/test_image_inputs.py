@@ -135,7 +135,7 @@ def test_a_processor_is_given_in_the_place_of_a_tokenizer():
 
 def test_without_pillow_data_urls_name_it(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "PIL", None)
-    with pytest.raises(MissingDependency, match="pip install pillow"):
+    with pytest.raises(MissingDependency, match=r"pip install .compilespec\[images\]"):
         open_image("data:image/png;base64,AAAA")
 
 

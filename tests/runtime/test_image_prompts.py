@@ -208,6 +208,15 @@ def test_embeddings_and_trees_beside_images():
 
 
 @SLOW
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "gemma3"])
+def test_compiled_by_inductor(family):
+    prompts = [prompt(family, [5, 6], None, [7, 8], None, [9]), TEXT]
+    with compiled(family, "ngram", 3, backend="inductor", max_prefill_tokens=13) as engine:
+        outputs = engine.generate(prompts, PARAMS)
+        assert [one.token_ids for one in outputs] == [own_tokens(family, one) for one in prompts]
+
+
+@SLOW
 def test_a_hybrid_with_images():
     """Qwen3.5: recurrent layers, and rotary positions of three axes."""
     whole = whole_model("qwen3_5")
