@@ -12,6 +12,7 @@ from torch import fx
 
 from compilespec.inspect.devices import Device, find_device
 from compilespec.inspect.node_costs import C, Cost, NodeCosts
+from compilespec.passes.shard_weights import collectives_of
 from compilespec.passes.sizes import B, Expr, K, R, T
 from compilespec.program import ByStep, InputSpec, PhaseGraph, SpecProgram, StepKey
 
@@ -34,6 +35,7 @@ class StepCost:
     stages: tuple[CostRow, ...]
     modules: tuple[CostRow, ...]
     passes: tuple[CostRow, ...]  # ATen passes, where the program kept their graphs
+    collectives: Mapping[str, int]  # how often ranks speak, by operator
     uncounted: Mapping[str, int]  # operators that are neither counted nor taken as fused
 
 
@@ -46,11 +48,17 @@ class CostReport:
     graphs: ByStep[StepCost]
     sizes: Mapping[Expr, int]
     device: Device | None = field(default=None)
+    weight_memory: int = 0
+    """Bytes of all weights that the graphs read, a rank's own in tensor parallelism."""
+    cache_memory_per_token: int = 0
+    """Bytes of a token in all caches, a rank's own in tensor parallelism."""
 
     def to_dict(self) -> dict[str, Any]:
         return {
             "sizes": {str(symbol): value for symbol, value in self.sizes.items()},
             "device": vars(self.device) if self.device is not None else None,
+            "weight_memory": self.weight_memory,
+            "cache_memory_per_token": self.cache_memory_per_token,
             "phases": {
                 self.graphs.name(key): {
                     "total": self._row_dict(one, one.total),
@@ -58,6 +66,7 @@ class CostReport:
                     "modules": [self._row_dict(one, row) for row in one.modules],
                     "passes": [self._row_dict(one, row) for row in one.passes],
                     "uncounted": dict(one.uncounted),
+                    "collectives": dict(one.collectives),
                 }
                 for key, one in self.graphs.items()
             },
@@ -82,6 +91,9 @@ class CostReport:
         yield "weight bytes", str(readable(cost.weight_bytes))
         yield "KV cache bytes", str(readable(cost.cache_bytes))
         yield "activation bytes", str(readable(cost.activation_bytes))
+        if one.collectives:
+            names = ", ".join(f"{name} x{count}" for name, count in one.collectives.items())
+            yield "bytes sent", f"{readable(cost.sent_bytes)} by a rank, in {names}"
 
     def rows(self, one: StepCost) -> Iterator[tuple[str, ...]]:
         """(group, name, FLOPs, weight, cache, activation bytes, time and limit) at the sizes."""
@@ -118,7 +130,9 @@ class CostReport:
     def _heading(self) -> str:
         sizes = ", ".join(f"{symbol} = {value}" for symbol, value in self.sizes.items())
         device = f"; {self.device}" if self.device is not None else ""
-        return f"cost at {sizes}{device}"
+        weights, cache = _scaled(self.weight_memory), _scaled(self.cache_memory_per_token)
+        memory = f"memory: {weights}B of weights, {cache}B of cache a token"
+        return f"cost at {sizes}{device}; {memory}"
 
     def __rich__(self) -> Any:
         from rich.console import Group
@@ -168,7 +182,30 @@ def estimate(
     if isinstance(device, str):
         device = find_device(device, program.config.dtype)
     graphs = ByStep(_step_cost(graph, sizes, device) for graph in program.graphs.values())
-    return CostReport(graphs=graphs, sizes=sizes, device=device)
+    return CostReport(
+        graphs=graphs,
+        sizes=sizes,
+        device=device,
+        weight_memory=weight_memory(program),
+        cache_memory_per_token=program.cache_bytes_per_token,
+    )
+
+
+def weight_memory(program: SpecProgram) -> int:
+    """Bytes of the weights that some graph reads, each storage once."""
+    names = {
+        source
+        for graph in program.graphs.values()
+        for spec in graph.inputs
+        if spec.kind == "weight"
+        for source in spec.sources
+    }
+    found: dict[Any, int] = {}
+    for name in names:
+        weight = program.weights[name]
+        place = name if weight.is_meta else (weight.data_ptr(), weight.dtype)
+        found[place] = max(found.get(place, 0), weight.numel() * weight.element_size())
+    return sum(found.values())
 
 
 def _step_cost(phase: PhaseGraph, sizes: Mapping[Expr, int], device: Device | None) -> StepCost:
@@ -194,6 +231,7 @@ def _step_cost(phase: PhaseGraph, sizes: Mapping[Expr, int], device: Device | No
         modules=tuple(row(name, chosen) for name, chosen in modules.items()),
         passes=tuple(_after_passes(phase, inputs, num_draft_tokens)),
         uncounted=costs.uncounted(),
+        collectives=collectives_of(phase.graph_module.graph),
     )
 
 

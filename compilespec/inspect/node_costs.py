@@ -39,9 +39,11 @@ class Cost:
     weight_bytes: Expr = _ZERO
     cache_bytes: Expr = _ZERO
     activation_bytes: Expr = _ZERO
+    sent_bytes: Expr = _ZERO  # by a rank to the others, of tensor parallelism
 
     @property
     def num_bytes(self) -> Expr:
+        """Of memory."""
         return self.weight_bytes + self.cache_bytes + self.activation_bytes
 
     def __add__(self, other: Cost) -> Cost:
@@ -215,6 +217,34 @@ def _lookup(costs: NodeCosts, node: fx.Node) -> Cost:
     return Cost(weight_bytes=rows, activation_bytes=rows)
 
 
+def _lookup_own(costs: NodeCosts, node: fx.Node) -> Cost:
+    """A rank reads the rows that it has, which are all in the worst case."""
+    rows = costs.num_bytes(node)
+    return Cost(weight_bytes=rows, activation_bytes=rows)
+
+
+def _gather(costs: NodeCosts, node: fx.Node) -> Cost:
+    """A rank's part goes to every other rank, and all parts are read."""
+    part: Any = node.args[0]
+    num_others = int(node.args[-1]) - 1  # type: ignore[arg-type]
+    num_bytes = costs.num_bytes(part)
+    return Cost(
+        activation_bytes=num_bytes * (num_others + 1) + costs.num_bytes(node),
+        sent_bytes=num_bytes * num_others,
+    )
+
+
+def _choose(costs: NodeCosts, node: fx.Node) -> Cost:
+    """A rank reads its logits; its best value and the id of it go to every other rank."""
+    logits: Any = node.args[0]
+    num_others = int(node.args[-1]) - 1  # type: ignore[arg-type]
+    id_bytes = costs.num_bytes(node)
+    best_bytes = costs.num_elements(node) * logits.meta["val"].element_size()
+    return Cost(
+        activation_bytes=costs.num_bytes(logits), sent_bytes=(id_bytes + best_bytes) * num_others
+    )
+
+
 def _attention(costs: NodeCosts, node: fx.Node) -> Cost:
     """Each token against its C keys (or its window's); a request's keys are read once for all its
     tokens of the call, each token's own key and value are written.  Values that are parts of keys
@@ -333,6 +363,11 @@ _RULES: dict[Any, Callable[[NodeCosts, fx.Node], Cost]] = {
     torch.ops.compilespec.penalise_paths.default: _penalties,
     torch.ops.compilespec.cached_recurrence.default: _recurrence,
     torch.ops.compilespec.cached_conv.default: _convolution,
+    torch.ops.compilespec.all_reduce.default: _gather,
+    torch.ops.compilespec.all_gather.default: _gather,
+    torch.ops.compilespec.argmax_shard.default: _choose,
+    torch.ops.compilespec.embed_shard.default: _lookup_own,
+    torch.ops.compilespec.take_shard.default: lambda costs, node: Cost(),
 }
 
 _GROUPED_FALLBACK = "transformers.grouped_mm_fallback.default"  # registered when it is first used

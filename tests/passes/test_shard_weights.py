@@ -13,10 +13,12 @@ from torch import fx
 
 import compilespec
 from compilespec.errors import InvalidOption, PassError
+from compilespec.inspect.cost import estimate
 from compilespec.inspect.lockstep import check_lockstep
 from compilespec.inspect.stages import context_of
 from compilespec.passes.shard_weights import collectives_of
 from compilespec.passes.sharding.plan import Cut
+from compilespec.passes.sizes import B, K
 from compilespec.program import SpecProgram
 from tests.support.models import tiny_target
 
@@ -63,6 +65,23 @@ def test_a_layer_is_cut_by_columns_then_by_rows(llama):
 def test_two_sums_a_layer_one_for_the_embedding_and_the_head_gathered(llama):
     for graph in llama.graphs.values():
         assert collectives_of(graph.spliced.graph) == {"all_reduce": 3, "all_gather": 1}
+
+
+def test_what_a_rank_holds_and_sends_is_counted(llama):
+    report = estimate(llama)
+    decode = report.graphs["decode"]
+    num_rows, size = 2 * 3, llama.config.dtype.itemsize  # of B = 2 and K = 2
+    sent = decode.total.cost.at({B: 2, K: 2}).sent_bytes
+    assert sent == num_rows * (3 * 48 + 49) * size  # three sums of a row, a piece of its logits
+    assert decode.collectives == {"all_reduce": 3, "all_gather": 1}
+    assert set(decode.uncounted) == {
+        "compilespec.sample.default",
+        "compilespec.note_logprobs.default",
+    }
+    attention, mlp, others = 48 * (24 + 12 + 12) + 24 * 48, 3 * 40 * 48, 3 * 48 + 6  # and rope
+    assert report.weight_memory == (2 * 49 * 48 + attention + mlp + others) * size
+    assert report.cache_memory_per_token == 2 * 12 * size
+    assert "all_reduce x3" in str(report)
 
 
 def test_a_rank_has_its_heads_caches_and_pieces_alone(llama):
