@@ -61,7 +61,13 @@ def split_images(given: Mapping[str, Any]) -> tuple[Image, ...]:
 
 
 def _tensor(name: str, value: Any) -> Tensor:
-    tensor = torch.as_tensor(value)
+    try:
+        tensor = torch.as_tensor(value)
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise InvalidRequest(
+            f"{name} is a {type(value).__name__} and no tensor: call the processor with "
+            'return_tensors="pt"'
+        ) from error
     if tensor.dim() == 0:
         raise InvalidRequest(f"{name}: expected a row for each image, got one number")
     if tensor.is_floating_point() and not torch.isfinite(tensor).all():
@@ -151,11 +157,15 @@ class ImageTower:
             )
         rows = getattr(output, "pooler_output", output)
         found = [one.reshape(-1, one.shape[-1]) for one in rows]
-        if len(found) != len(batch) or not all(torch.isfinite(one).all() for one in found):
+        if not all(torch.isfinite(one).all() for one in found):
             raise InvalidRequest(
-                f"{name}.get_image_features gave rows for {len(found)} of {len(batch)} images, or "
-                "numbers that are not finite: expected finite rows for each image"
+                f"{name}.get_image_features gave NaN or infinity: expected finite rows; check the "
+                "image, or take a wider dtype"
             )
+        if len(batch) == 1:  # which may be several tiles
+            return [torch.cat(found)]
+        if len(found) != len(batch):  # nobody knows whose they are
+            return [rows for image in batch for rows in self._run([image])]
         return found
 
 

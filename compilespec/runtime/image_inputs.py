@@ -10,7 +10,7 @@ from typing import Any
 from compilespec.errors import InvalidRequest, MissingDependency, NotSupported
 from compilespec.runtime.chat import chat_options, check_names
 
-_IMAGES, _OTHER = ("pixel_values", "image_"), ("video_", "pixel_values_videos", "input_features")
+_IMAGES, _OTHER = ("pixel_", "image_"), ("video_", "pixel_values_videos", "input_features")
 _PARTS = ("image", "image_url")  # of a message, by type
 _INSIDE = ("image", "url", "image_url")  # keys of a part that may hold the image
 

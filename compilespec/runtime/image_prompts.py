@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from compilespec.errors import InvalidRequest
+from compilespec.errors import InvalidRequest, SpecError
 from compilespec.runtime.executor import Geometry
 from compilespec.runtime.given_rows import GivenRows, RopeOffsets
 from compilespec.runtime.image_features import Image, ImageTower, split_images
@@ -134,7 +135,8 @@ class ImageReader:
             return ()
         types = prompt.inputs.get("token_type_ids")
         own = self._types(prompt) if types is None else torch.as_tensor(types).flatten().tolist()
-        ahead, room = tokens_ahead(self._masked, own), self._geometry.max_prefill_tokens
+        with self._placed_by("create_masks_for_generate"):
+            ahead, room = tokens_ahead(self._masked, own), self._geometry.max_prefill_tokens
         if max(ahead) + self._geometry.num_repeated_tokens >= room:
             raise InvalidRequest(
                 f"the tokens of an image see each other, {max(ahead) + 1} of them: expected at "
@@ -142,6 +144,19 @@ class ImageReader:
                 f"larger max_prefill_tokens"
             )
         return tuple(ahead)
+
+    @contextlib.contextmanager
+    def _placed_by(self, function: str) -> Iterator[None]:
+        try:
+            yield
+        except SpecError:
+            raise
+        except Exception as error:  # models raise what they like for images that do not fit
+            why = (str(error).splitlines() or ["no message"])[0]
+            raise InvalidRequest(
+                f"{self._name}.{function} refuses the prompt ({type(error).__name__}: {why}): "
+                "expected text between any two images, as the model's processor writes it"
+            ) from error
 
     def _types(self, prompt: ImagePrompt) -> list[int]:
         return [int(token == self._placeholder) for token in prompt.ids]
@@ -153,7 +168,8 @@ class ImageReader:
         ids = torch.tensor([prompt.ids])
         types = torch.tensor([self._types(prompt)])
         grids = {name: value for name, value in prompt.inputs.items() if name.endswith("_thw")}
-        positions, delta = self._rope.get_rope_index(ids, mm_token_type_ids=types, **grids)
+        with self._placed_by("get_rope_index"):
+            positions, delta = self._rope.get_rope_index(ids, mm_token_type_ids=types, **grids)
         own = torch.arange(len(prompt.ids))
         return RopeOffsets(of_prompt=(positions[:, 0] - own).tolist(), after=int(delta.item()))
 

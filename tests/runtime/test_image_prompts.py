@@ -19,6 +19,7 @@ from compilespec.errors import InvalidRequest, NotSupported, UnsupportedModel
 from compilespec.quantization import quantize_target, read_quantize
 from compilespec.runtime.chunks import next_chunks
 from compilespec.runtime.image_features import ImageTower, split_images
+from compilespec.runtime.image_prompts import ImageReader
 from compilespec.runtime.request import Request, RequestState
 from compilespec.tracing import images as image_models
 from compilespec.tracing.load import load_target
@@ -126,6 +127,7 @@ def bad_prompts_are_refused(engine: Any, family: str) -> None:
         ({"input_ids": ids, "pixel_values": pixels[:, :-1]}, "get_image_features refuses pixel"),
         ({"input_ids": torch.cat([ids, ids]), "pixel_values": pixels}, "2 rows of input_ids"),
         ({"pixel_values": pixels}, "without input_ids"),
+        ({"input_ids": ids, "pixel_values": [["a"]]}, "pixel_values is a list and no tensor"),
         ({"input_ids": ids, "pixel_values_videos": pixels}, "has pixel_values_videos"),
         ({"prompt": "a", "images": [pixels]}, "no processor"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "no processor"),
@@ -166,6 +168,15 @@ def test_the_tower_runs_once_an_image_and_many_at_a_time(monkeypatch):
     assert [len(one) for one in small.features(images)] == places  # kept by nobody
     small.features(images[:1])
     assert calls == [3, 1, 3, 1]
+
+
+def test_images_without_text_between_are_refused_where_positions_need_it():
+    reader = ImageReader(
+        model("qwen2_5_vl"), None, dataclasses.replace(FakeExecutor().geometry, embeds_width=48)
+    )
+    assert reader.read(prompt("qwen2_5_vl", [5], None, [6])).rope.after < 0
+    with pytest.raises(InvalidRequest, match=r"get_rope_index refuses .* text between any two"):
+        reader.read(prompt("qwen2_5_vl", [5], None, None, [6]))
 
 
 def test_tokens_that_see_each_other_stand_in_one_chunk():

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from tests.support.models import VOCAB, enliven
 
 IMAGE, VIDEO = 90, 91  # the placeholders' ids
-_TEXT: dict[str, Any] = {
+TEXT_SIZES: dict[str, Any] = {
     "vocab_size": VOCAB,
     "hidden_size": 48,
     "intermediate_size": 80,
@@ -23,7 +23,7 @@ _TEXT: dict[str, Any] = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-_TOWER = {
+TOWER_SIZES = {
     "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 2,
     "image_size": 12, "patch_size": 4,
 }  # fmt: skip
@@ -31,8 +31,8 @@ _TOWER = {
 
 def _llava() -> Any:
     return transformers.LlavaConfig(
-        vision_config=transformers.CLIPVisionConfig(**_TOWER, projection_dim=24),
-        text_config=transformers.LlamaConfig(**_TEXT, head_dim=12),
+        vision_config=transformers.CLIPVisionConfig(**TOWER_SIZES, projection_dim=24),
+        text_config=transformers.LlamaConfig(**TEXT_SIZES, head_dim=12),
         image_token_id=IMAGE,
         vision_feature_layer=-1,
     )
@@ -45,7 +45,7 @@ def _qwen2_5_vl() -> Any:
             "patch_size": 4, "out_hidden_size": 48, "window_size": 16, "fullatt_block_indexes": [1],
         },
         text_config={
-            **_TEXT, "rope_parameters": {
+            **TEXT_SIZES, "rope_parameters": {
                 "rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 2, 2],
             },
         },
@@ -56,9 +56,9 @@ def _qwen2_5_vl() -> Any:
 
 def _gemma3() -> Any:
     return transformers.Gemma3Config(
-        vision_config=transformers.SiglipVisionConfig(**_TOWER, vision_use_head=False),
+        vision_config=transformers.SiglipVisionConfig(**TOWER_SIZES, vision_use_head=False),
         text_config=transformers.Gemma3TextConfig(
-            **_TEXT,
+            **TEXT_SIZES,
             tie_word_embeddings=False,
             head_dim=16,
             sliding_window=14,
