@@ -11,7 +11,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from compilespec.cli.flags import add_draft_vocab_options, add_placement_options
+from compilespec.cli.flags import (
+    add_draft_vocab_options,
+    add_placement_options,
+    add_tree_option,
+)
 from compilespec.cli.generate import (
     add_quantize_options,
     add_sampling_options,
@@ -73,6 +77,7 @@ def add_parser(commands: Any) -> None:
     add_placement_options(add)
     add_quantize_options(add)
     add_draft_vocab_options(add)
+    add_tree_option(add)
     add("--threads", type=int, metavar="N", help="CPU threads (default: torch's)")
     add_sampling_options(parser.add_argument_group("sampling").add_argument)
     parser.set_defaults(run=run, json=False)

@@ -7,7 +7,11 @@ import time
 from typing import Any
 
 from compilespec.cli import report
-from compilespec.cli.flags import add_draft_vocab_options, add_placement_options
+from compilespec.cli.flags import (
+    add_draft_vocab_options,
+    add_placement_options,
+    add_tree_option,
+)
 from compilespec.cli.generate import (
     DEMO,
     add_quantize_options,
@@ -42,6 +46,7 @@ def add_parser(commands: Any) -> None:
     add_placement_options(add)
     add_quantize_options(add)
     add_draft_vocab_options(add)
+    add_tree_option(add)
     add("--cudagraphs", default="auto", metavar="MODE", help="as for compile() (default: auto)")
     add("--threads", type=int, metavar="N", help="CPU threads (default: torch's)")
     add("--json", action="store_true", help="print one JSON object instead of a table")
@@ -51,7 +56,7 @@ def add_parser(commands: Any) -> None:
 KEYWORDS = (
     "draft", "num_draft_tokens", "max_batch_size", "max_seq_len", "max_prefill_tokens",
     "kv_cache_tokens", "dtype", "device", "quantize", "draft_quantize", "draft_vocab_size",
-    "draft_vocab_counts",
+    "draft_vocab_counts", "draft_tree",
 )  # fmt: skip
 
 

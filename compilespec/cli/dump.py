@@ -14,7 +14,11 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TextIO
 
 from compilespec.cli import report
-from compilespec.cli.flags import add_draft_vocab_options, add_placement_options
+from compilespec.cli.flags import (
+    add_draft_vocab_options,
+    add_placement_options,
+    add_tree_option,
+)
 from compilespec.cli.generate import DEMO, draft_counts, spec_of
 from compilespec.cli.ranks import add_ranks_option
 from compilespec.errors import InvalidOption
@@ -46,6 +50,7 @@ def add_parser(commands: Any) -> None:
         help="drafts per step (default: checkpoint's), or several: 0,2,5",
     )
     add_draft_vocab_options(add)
+    add_tree_option(add)
     add("--greedy-step", action="store_true", help="with steps for batches of greedy requests")
     add_placement_options(add)
     add_ranks_option(add)
@@ -416,7 +421,7 @@ def _model_and_options(args: argparse.Namespace) -> tuple[Any, dict[str, Any]]:
     else:
         options |= {"dtype": args.dtype, "device": args.device}
     if spec != "none":
-        names = ("num_draft_tokens", "draft_vocab_size", "draft_vocab_counts")
+        names = ("num_draft_tokens", "draft_vocab_size", "draft_vocab_counts", "draft_tree")
         options |= {"draft": draft, **{name: getattr(args, name) for name in names}}
     if args.greedy_step:
         options["greedy_step"] = True

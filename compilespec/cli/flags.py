@@ -10,6 +10,8 @@ from typing import Any, NoReturn
 from compilespec.errors import InvalidOption
 from compilespec.errors.suggest import meant
 
+TREES = "paths of ranks such as 0,1,0.0,0.1, or top_k=4,depth=5,num_nodes=16"
+
 
 class Parser(argparse.ArgumentParser):
     """Raises InvalidOption where argparse would print the usage and exit."""
@@ -33,6 +35,32 @@ def add_draft_vocab_options(add: Callable[..., Any]) -> None:
         metavar="FILE",
         help="counts or a text to choose them by (default: token_counts.json beside the target)",
     )
+
+
+def add_tree_option(add: Callable[..., Any]) -> None:
+    """--draft-tree."""
+    add(
+        "--draft-tree",
+        type=draft_tree,
+        metavar="TREE",
+        help=f"drafts as a tree instead of a chain: {TREES}",
+    )
+
+
+def draft_tree(text: str) -> Any:
+    """A `DraftTree`.  Raises: ArgumentTypeError, which argparse reports."""
+    from compilespec.methods.draft_tree import DraftTree
+
+    parts: list[str] = text.split(",")
+    try:
+        if "=" in text:
+            sizes = {name: int(size) for name, size in (part.split("=") for part in parts)}
+            return DraftTree(**sizes)  # type: ignore[arg-type]
+        return DraftTree(choices=[tuple(map(int, part.split("."))) for part in parts])
+    except InvalidOption as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    except (TypeError, ValueError):
+        raise argparse.ArgumentTypeError(f"expected {TREES}; got {text!r}") from None
 
 
 def add_adapter_option(add: Callable[..., Any], *, by_name: bool) -> None:

@@ -19,6 +19,7 @@ from compilespec.cli.flags import (
     add_adapter_option,
     add_draft_vocab_options,
     add_placement_options,
+    add_tree_option,
     in_flags,
     read_adapters,
 )
@@ -38,6 +39,7 @@ DEMO_PROMPTS = (
 )
 OF_DRAFTERS = (
     "draft", "num_draft_tokens", "draft_quantize", "draft_vocab_size", "draft_vocab_counts",
+    "draft_tree",
 )  # fmt: skip
 NUM_ROUNDS = 3  # timed rounds of --compare
 PLAIN = "compilespec plain"
@@ -84,6 +86,7 @@ def add_parser(commands: Any) -> None:
     add_quantize_options(add)
     add_adapter_option(add, by_name=False)
     add_draft_vocab_options(add)
+    add_tree_option(add)
     add_ranks_option(add)
     add("--threads", type=int, metavar="N", help="CPU threads (default: torch's)")
     add("--ignore-eos", action="store_true", help="continue after the end-of-sequence token")

@@ -14,6 +14,7 @@ from compilespec.cli.flags import (
     add_adapter_option,
     add_draft_vocab_options,
     add_placement_options,
+    add_tree_option,
 )
 from compilespec.cli.generate import (
     DEMO,
@@ -75,6 +76,7 @@ def add_parser(commands: Any) -> None:
     add("--max-adapters", type=int, metavar="N", help="adapters that can be loaded at once")
     add("--max-adapter-rank", type=int, metavar="N", help="highest rank that there is room for")
     add_draft_vocab_options(add)
+    add_tree_option(add)
     add_ranks_option(add)
     add("--threads", type=int, metavar="N", help="CPU threads (default: torch's)")
     add("--max-batch-size", type=int, metavar="N", help="requests that run at once (default: 8)")

@@ -358,6 +358,8 @@ def test_documents_show_what_the_commands_print(run: Dump, page: str, count: int
         (("--cost", "--flops", "3"), "--bandwidth and --flops go together"),
         (("--meta", "--draft", "x"), "leave out --draft and --device"),
         (("-o", "/nowhere/x"), "--output /nowhere/x"),
+        (("--draft-tree", "0,0.0,1.0"), "has (1, 0) without the node before it"),
+        (("--draft-tree", "top_k=2,dept=3"), "or top_k=4,depth=5,num_nodes=16; got"),
     ],
     ids=str,
 )
@@ -393,8 +395,10 @@ def test_an_interrupt_is_exit_code_130(run: Dump, monkeypatch: pytest.MonkeyPatc
 # --- without weights ---
 
 
-def _dump_meta(directory: Path, capsys: pytest.CaptureFixture[str], spec: str = "eagle3") -> Any:
-    options = ["--model", str(directory), "--spec", spec, "--meta", "--json"]
+def _dump_meta(
+    directory: Path, capsys: pytest.CaptureFixture[str], spec: str = "eagle3", *more: str
+) -> Any:
+    options = ["--model", str(directory), "--spec", spec, "--meta", "--json", *more]
     assert main(["dump", *options, "--ops"]) == 0
     return json.loads(capsys.readouterr().out)["operators"]
 
@@ -404,6 +408,15 @@ def test_meta_needs_only_a_config(tmp_path: Path, capsys: pytest.CaptureFixture[
     operators = _dump_meta(tmp_path, capsys)
     # four layers of the target, and the head's own in each of three draft passes
     assert operators["check_mutations"]["compilespec.paged_attention.default"] == 4 + 3
+
+
+def test_a_tree_is_dumped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**LLAMA_70B, "num_hidden_layers": 4}))
+    tree = ("--draft-tree", "top_k=2,depth=2,num_nodes=4")
+    operators = _dump_meta(tmp_path, capsys, "eagle3", *tree)
+    # a draft pass for each depth, and one for the keys of what was accepted
+    assert operators["check_mutations"]["compilespec.paged_attention.default"] == 4 + 2
+    assert operators["keep_path"]["compilespec.write_cache.default"] > 0
 
 
 @pytest.mark.slow
