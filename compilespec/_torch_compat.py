@@ -74,9 +74,11 @@ def capture_config() -> Iterator[None]:
         guards.setLevel(level)
 
 
-def capture_settings() -> str:
-    """A digest of Dynamo's settings (`torch._dynamo.config.get_hash`)."""
-    return torch._dynamo.config.get_hash().hex()
+def capture_settings() -> dict[str, Any]:
+    """Dynamo's settings, but those that change no graph (`torch._dynamo.config`)."""
+    config: Any = torch._dynamo.config
+    ignored = set(getattr(config, "_compile_ignored_keys", ()))
+    return {key: v for key, v in config.get_config_copy().items() if key not in ignored}
 
 
 def has_modes() -> bool:
@@ -374,3 +376,39 @@ def returns_alias(target: Callable[..., Any] | str) -> bool:
 def example_of(size: Any) -> int:
     """The size that a symbol stood for when it was traced (`SymInt.node.hint`)."""
     return size if isinstance(size, int) else int(size.node.hint)
+
+
+def example_of_symbol(size: Any, symbol: Any) -> int:
+    """The size that one symbol of an expression stood for (`SymNode.shape_env`)."""
+    values = getattr(size.node.shape_env, "backed_var_to_val", None)  # until 2.12: `var_to_val`
+    return int((size.node.shape_env.var_to_val if values is None else values)[symbol])
+
+
+def restored_fakes(hints: dict[str, int]) -> tuple[dict[str, Any], Callable[..., torch.Tensor]]:
+    """Symbolic sizes of these names that stand for `hints`, and what makes fakes of a shape,
+    strides, dtype and device with them (`ShapeEnv`, whose tables know symbols; `SymNode`).
+    """
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.sym_node import SymNode
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    mode = FakeTensorMode(shape_env=ShapeEnv(duck_shape=False))  # equal sizes stay two symbols
+    mode.cache_enabled = False
+    example = torch.empty([*hints.values(), 0], device="meta")
+    fake = fake_tensor(mode, example, range(len(hints)))
+    tables = [one for one in vars(mode.shape_env).values() if isinstance(one, dict)]
+    sizes: dict[str, Any] = {}
+    known: list[tuple[dict[Any, Any], Any, Any]] = []
+    for (name, hint), size in zip(hints.items(), fake.shape, strict=False):
+        symbol = size_expression(size)
+        named = type(symbol)(name, **symbol.assumptions0)
+        known += [(one, named, one[symbol]) for one in tables if symbol in one]
+        sizes[name] = torch.SymInt(SymNode(named, mode.shape_env, int, hint))
+    for table, named, entry in known:
+        table[named] = entry
+
+    def make(shape: Any, strides: Any, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        with mode, torch.no_grad():
+            return torch.empty_strided(shape, strides, dtype=dtype, device=device)
+
+    return sizes, make

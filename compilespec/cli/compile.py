@@ -64,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
     import compilespec
     from compilespec.cudagraphs.modes import read_graph_options, units_for
     from compilespec.lowering import lower
-    from compilespec.lowering.artifacts import cache_directory
+    from compilespec.ops._build import cache_directory
     from compilespec.progress import Reporter
 
     graphs = read_graph_options(args.cudagraphs)

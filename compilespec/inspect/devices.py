@@ -12,7 +12,7 @@ import torch
 
 from compilespec.errors import InvalidOption
 from compilespec.errors.suggest import not_one_of
-from compilespec.lowering.artifacts import cache_directory
+from compilespec.ops._build import cache_directory
 
 _COPY_BYTES = 2**28  # far more than caches hold
 _MATMUL_SIZE = 1024

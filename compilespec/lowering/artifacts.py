@@ -22,6 +22,7 @@ from torch import Tensor
 
 from compilespec import _torch_compat
 from compilespec.lowering.pieces import StitchPlan
+from compilespec.ops._build import cache_directory
 from compilespec.program import InputSpec, PhaseGraph, SpecProgram
 
 logger = logging.getLogger("compilespec")
@@ -36,11 +37,6 @@ class Interface(NamedTuple):
 
 
 Stored = tuple[Any, Interface]  # a callable, and what is known of it
-
-
-def cache_directory() -> Path:
-    """`COMPILESPEC_CACHE_DIR`, else `~/.cache/compilespec`."""
-    return Path(os.environ.get("COMPILESPEC_CACHE_DIR") or Path.home() / ".cache" / "compilespec")
 
 
 @dataclass(frozen=True)

@@ -74,10 +74,14 @@ def is_cached() -> bool | None:
         return False
 
 
+def cache_directory() -> Path:
+    """`COMPILESPEC_CACHE_DIR`, else `~/.cache/compilespec`."""
+    return Path(os.environ.get("COMPILESPEC_CACHE_DIR") or Path.home() / ".cache" / "compilespec")
+
+
 def library_path() -> Path:
-    """The path of this machine's library, under COMPILESPEC_CACHE_DIR or ~/.cache/compilespec."""
-    root = os.environ.get("COMPILESPEC_CACHE_DIR") or Path.home() / ".cache" / "compilespec"
-    return Path(root) / "kernels" / f"compilespec_ops_{_key()}.so"
+    """The path of this machine's library."""
+    return cache_directory() / "kernels" / f"compilespec_ops_{_key()}.so"
 
 
 def _try_load() -> bool:

@@ -33,6 +33,8 @@ _PLAIN = (
     type(None), bool, int, float, complex, str, bytes, type(Ellipsis), type(NotImplemented), range,
     torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size,
 )  # fmt: skip
+_NAMESPACES = ("aten", "prims", "prim", "compilespec")
+IMPORTED = "import "  # before the name of a module that a function imports itself
 _SLOTS = (  # of builtin types: their names say all
     types.WrapperDescriptorType, types.MethodWrapperType, types.MethodDescriptorType,
     types.ClassMethodDescriptorType, types.GetSetDescriptorType, types.MemberDescriptorType,
@@ -47,6 +49,7 @@ _UNREAD = frozenset(  # of a class: what no graph follows from
     }
 )  # fmt: skip
 _MARK_OF_DYNAMO = ("_dynamo_static_input_type", "unguarded")  # on weights that it has seen
+_OF_THE_PROCESS = ("_torchdynamo_wrapper_id", "_original_object_hash")  # addresses and hashes
 _TAGGED = ("__init__", "__setstate__")  # of nn.Module: Dynamo replaces them when it is first used
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
@@ -63,6 +66,7 @@ class Fingerprint:
 
     def __init__(self) -> None:
         self.codes: dict[int, dict[str, Any]] = {}  # globals of the code objects met, by their ids
+        self._classes: set[str] = set()  # that were met
         self._digest = hashlib.sha256()
         self._numbers: dict[int, int] = {}
         self._kept: list[Any] = []  # an id is an object's own only while the object lives
@@ -72,6 +76,7 @@ class Fingerprint:
         """One that goes on from here by itself."""
         other = Fingerprint()
         other.codes, other._digest = dict(self.codes), self._digest.copy()
+        other._classes = set(self._classes)
         other._numbers, other._kept = dict(self._numbers), [*self._kept]
         return other
 
@@ -93,7 +98,8 @@ class Fingerprint:
             module = str(one.get("__name__"))
             self._say("globals", module)
             for name in wanted:
-                value = one[name] if name in one else sys.modules.get(name)
+                imported = name.startswith(IMPORTED)
+                value = sys.modules.get(name[len(IMPORTED) :]) if imported else one.get(name)
                 if isinstance(value, types.ModuleType):
                     self._say(name, value.__name__)
                     if id(vars(value)) not in known:
@@ -168,6 +174,8 @@ class Fingerprint:
             self._say("builtin", value.__qualname__)
             self._add(value.__self__)
         elif isinstance(value, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
+            if str(value).partition(".")[0] not in _NAMESPACES:
+                raise self._cannot(value)  # its fake may be anybody's
             self._say("operator", str(value))
         elif isinstance(value, _SLOTS):
             self._say("slot", value.__qualname__)
@@ -188,10 +196,13 @@ class Fingerprint:
         return True
 
     def _add_mapping(self, value: Mapping[Any, Any]) -> None:
+        """Its items; registries know classes by name, and those that were not met are not asked."""
         self._add(type(value))
-        self._say(str(len(value)))
         items = dict.items(value) if isinstance(value, dict) else value.items()
-        for key, one in items:
+        for key, one in list(items):
+            if isinstance(key, str) and key.startswith("<class ") and key not in self._classes:
+                continue
+            self._say("item")
             self._add(key)
             self.add(one, str(key))
         self._add(getattr(value, "default_factory", None))
@@ -209,6 +220,7 @@ class Fingerprint:
 
     def _add_class(self, cls: type) -> None:
         self._say("class", full_name(cls))
+        self._classes.add(str(cls))
         if type(cls) is not type:
             self._add(type(cls))
         for base in cls.__mro__[1:]:
@@ -287,6 +299,8 @@ class Fingerprint:
     def _add_attributes(self, attributes: Mapping[str, Any]) -> None:
         self._say(str(len(attributes)))
         for name, one in list(attributes.items()):
+            if name in _OF_THE_PROCESS:
+                continue
             self._say(name)
             self.add(one, name)
 

@@ -1,5 +1,7 @@
 """Captures that need not be made again: those of a model that is like an earlier one.
 
+They are kept in memory, and on disk for other processes (`capture_files`).
+
 What a capture depends on is known in two parts.  `key_of` digests what the call can reach from its
 module: classes and their code, attributes, configurations, and the forms of weights.  What the code
 that was traced takes from its modules' globals is digested beside the capture, in `Reads`, and
@@ -10,15 +12,19 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import dis
 import functools
+import hashlib
+import importlib.util
 import itertools
+import logging
 import os
 import sys
 import sysconfig
 import time
 import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,19 +33,15 @@ from torch.nn.modules import module as module_hooks
 
 from compilespec import _torch_compat
 from compilespec.program import Traced
+from compilespec.tracing import capture_files
+from compilespec.tracing.capture_files import Reads
 from compilespec.tracing.classes import is_library
-from compilespec.tracing.fingerprint import CannotKey, Fingerprint
+from compilespec.tracing.fingerprint import IMPORTED, CannotKey, Fingerprint
+
+logger = logging.getLogger("compilespec")
 
 _MAX_KEPT = 64  # captures in memory: graphs without weights
 _KEPT_METADATA = ("example_value", "custom", "role", "stack_trace")
-
-
-@dataclass(frozen=True)
-class Reads:
-    """What traced code takes from modules: names by module, in order, and their digest."""
-
-    names: tuple[tuple[str, tuple[str, ...]], ...]
-    digest: str
 
 
 _kept: collections.OrderedDict[str, list[tuple[Reads, Traced]]] = collections.OrderedDict()
@@ -68,12 +70,10 @@ def reused(
         key, found = _key_of(module, call, arguments, names)
     except CannotKey as error:
         return dataclasses.replace(capture()[0], why_traced=str(error))
-    for reads, kept in _kept.get(key, ()):
-        if _digest_of(reads.names, found) == reads.digest:
-            _kept.move_to_end(key)
-            traced = _rebound(kept, module, owner)
-            elapsed_ms = (time.perf_counter() - started) * 1e3
-            return dataclasses.replace(traced, trace_ms=elapsed_ms, reused=True)
+    if kept := _recall(key, found):
+        traced = _rebound(kept, module, owner)
+        elapsed_ms = (time.perf_counter() - started) * 1e3
+        return dataclasses.replace(traced, trace_ms=elapsed_ms, reused=True)
     traced, codes = capture()
     try:
         _keep(key, found, traced, codes, owner)
@@ -81,6 +81,24 @@ def reused(
         return dataclasses.replace(traced, why_traced=str(error))
     traced = _rebound(traced, module, owner)
     return dataclasses.replace(traced, why_traced="no model like it was traced before")
+
+
+def _recall(key: str, found: Fingerprint) -> Traced | None:
+    """The capture with this key, of this process or on disk, if what it read is as it was."""
+    for reads, kept in _kept.get(key, ()):
+        if _digest_of(reads[0], found) == reads[1]:
+            _kept.move_to_end(key)
+            return kept
+    stored = capture_files.load(key)
+    if stored is None or _digest_of(stored[0][0], found) != stored[0][1]:
+        return None
+    try:
+        traced = stored[1]()
+    except Exception as error:  # written by another torch, or damaged: tracing repairs it
+        logger.warning("trace %s cannot be read (%s); tracing again", key, error)
+        return None
+    _remember(key, stored[0], traced)
+    return traced
 
 
 def _key_of(
@@ -107,10 +125,22 @@ def _keep(
     """Keep a capture for later calls.  Raises: CannotKey."""
     if any(name.startswith(f"{owner}.captured_") for name in traced.weights):
         raise CannotKey("it holds a tensor that is no parameter or buffer of its module")
-    if any(node.op == "get_attr" for node in traced.graph_module.graph.nodes):
-        raise CannotKey("its graph holds a constant tensor")
+    for node in traced.graph_module.graph.nodes:
+        if node.op == "get_attr":
+            raise CannotKey("its graph holds a constant tensor, or another graph")
+        module = getattr(node.target, "__module__", None) or ""
+        if isinstance(node.target, types.FunctionType) and not is_library(module):
+            raise CannotKey(f"its graph calls {node.target.__qualname__} of {module} as it is")
     reads = _reads(found, codes)
-    _kept.setdefault(key, []).append((reads, dataclasses.replace(traced, weights={})))
+    _remember(key, reads, dataclasses.replace(traced, weights={}))
+    try:
+        capture_files.save(key, reads, traced)
+    except CannotKey as error:
+        logger.info("the trace is not kept on disk: %s", error)
+
+
+def _remember(key: str, reads: Reads, traced: Traced) -> None:
+    _kept.setdefault(key, []).append((reads, traced))
     while len(_kept) > _MAX_KEPT:
         _kept.popitem(last=False)
 
@@ -131,6 +161,7 @@ def _copy(gm: fx.GraphModule) -> fx.GraphModule:
     output = graph.output(graph.graph_copy(gm.graph, {}))
     output.meta = dict(gm.graph.output_node().meta)
     for node in graph.nodes:
+        node.type = None
         node.meta = {name: node.meta[name] for name in _KEPT_METADATA if name in node.meta}
     return fx.GraphModule(gm, graph)
 
@@ -163,12 +194,12 @@ def _reads(found: Fingerprint, codes: Iterable[types.CodeType]) -> Reads:
                 continue
             if getattr(sys.modules.get(module), "__dict__", None) is not space:
                 raise CannotKey(f"{code.co_qualname} is of no module")
-            names.setdefault(module, set()).update(_names_in(code))
+            names.setdefault(module, set()).update(_names_in(code, str(space.get("__package__"))))
         for module, used in names.items():
             step = (module, tuple(sorted(used)))
             inner.add_globals(vars(sys.modules[module]), step[1])
             steps.append(step)
-    return Reads(tuple(steps), inner.hexdigest())
+    return tuple(steps), inner.hexdigest()
 
 
 def _digest_of(names: Iterable[tuple[str, tuple[str, ...]]], found: Fingerprint) -> str | None:
@@ -184,9 +215,15 @@ def _digest_of(names: Iterable[tuple[str, tuple[str, ...]]], found: Fingerprint)
     return inner.hexdigest()
 
 
-def _names_in(code: types.CodeType) -> set[str]:
-    inner = (_names_in(one) for one in code.co_consts if isinstance(one, types.CodeType))
-    return {*code.co_names}.union(*inner)
+def _names_in(code: types.CodeType, package: str) -> set[str]:
+    """The names that code of a package uses, and the modules that it imports itself."""
+    names, steps = {*code.co_names}, list(dis.get_instructions(code))
+    for level, step in zip(steps, steps[2:], strict=False):  # level, names to import, import
+        if step.opname == "IMPORT_NAME":
+            relative = "." * int(level.argval or 0) + str(step.argval or "")
+            names.add(IMPORTED + importlib.util.resolve_name(relative, package))
+    inner = (_names_in(one, package) for one in code.co_consts if isinstance(one, types.CodeType))
+    return names.union(*inner)
 
 
 def _is_of_library(code: types.CodeType) -> bool:
@@ -211,8 +248,18 @@ def _settings() -> tuple[Any, ...]:
         torch.get_default_dtype(), str(torch.get_default_device()),
         torch.are_deterministic_algorithms_enabled(), torch.is_inference_mode_enabled(),
         torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda"),
-        torch.get_float32_matmul_precision(), _torch_compat.capture_settings(),
+        torch.get_float32_matmul_precision(), _torch_compat.capture_settings(), _own_code(),
     )  # fmt: skip
+
+
+@functools.cache
+def _own_code() -> str:
+    """A digest of the files that make captures."""
+    digest, root = hashlib.sha256(), Path(__file__).parents[1]
+    files = [*root.glob("tracing/*.py"), *root.rglob("ops/**/*.py"), *root.glob("*.py")]
+    for path in sorted(files):
+        digest.update(str(path.relative_to(root)).encode() + path.read_bytes())
+    return digest.hexdigest()
 
 
 def _refuse_modes() -> None:

@@ -39,7 +39,8 @@ class Scaled(nn.Module):
 
 
 @pytest.fixture(autouse=True)
-def nothing_kept():
+def nothing_kept(monkeypatch, tmp_path):
+    monkeypatch.setenv("COMPILESPEC_CACHE_DIR", str(tmp_path))
     reuse.forget_captures()
     yield
     reuse.forget_captures()

@@ -102,7 +102,7 @@ def child(job: dict[str, Any]) -> dict[str, Any]:
     import compilespec
     from compilespec import _torch_compat
     from compilespec.lowering import lower
-    from compilespec.lowering.artifacts import cache_directory
+    from compilespec.ops._build import cache_directory
     from compilespec.program import PHASES
     from compilespec.runtime.executor import PrefillChunk
     from compilespec.runtime.step_runner import StepRunner
