@@ -11,6 +11,7 @@ import torch
 from compilespec.errors import ModelNotFound, NotSupported
 from compilespec.methods.base import Drafter
 from compilespec.methods.registry import get_method
+from compilespec.tracing.load import auto_class
 from compilespec.tracing.placement import read_dtype
 from compilespec.tracing.places import find_model
 from compilespec.tracing.quiet import quiet_import
@@ -23,7 +24,7 @@ def meta_target(model_name: str | Path, dtype: str | None = None) -> Any:
     Raises: ModelNotFound where there is no config.json, or transformers cannot build it.
     """
     with quiet_import():
-        from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel  # noqa: F401
+        from transformers import AutoConfig, PreTrainedModel  # noqa: F401
 
     place = find_model(model_name)
     directory = place.directory
@@ -33,7 +34,7 @@ def meta_target(model_name: str | Path, dtype: str | None = None) -> Any:
         config = AutoConfig.from_pretrained(directory, local_files_only=True)
         wanted = read_dtype(dtype) or config.dtype or torch.bfloat16
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, dtype=wanted)
+            model = auto_class(directory, config).from_config(config, dtype=wanted)
     except (OSError, ValueError, KeyError) as error:
         raise ModelNotFound(f"--meta: {directory}: {str(error).splitlines()[0]}") from error
     return model.eval()

@@ -141,9 +141,9 @@ def _load_directory(directory: Path, dtype: torch.dtype | None) -> nn.Module:
         from transformers import AutoConfig
     try:
         config = AutoConfig.from_pretrained(directory, local_files_only=True)
-        auto_class = _auto_class(directory, config)
+        loader = auto_class(directory, config)
         with no_progress_bars():
-            model, report = auto_class.from_pretrained(
+            model, report = loader.from_pretrained(
                 directory,
                 dtype=dtype or "auto",
                 local_files_only=True,
@@ -167,7 +167,7 @@ def _set_experts(model: Any) -> None:
         model.set_experts_implementation("batched_mm")
 
 
-def _auto_class(directory: Path, config: Any) -> Any:
+def auto_class(directory: Path, config: Any) -> Any:
     """What loads this config: as text alone where transformers has that, else with images.
 
     Raises: UnsupportedModel, before weights are read.
