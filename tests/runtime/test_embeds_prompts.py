@@ -102,7 +102,7 @@ def prefixes_are_found_by_content(engine):
         (output,) = engine.generate([EmbedsPrompt(embeds)], PARAMS)
         assert output.token_ids == own_tokens(embeds)
         assert output.num_cached_tokens == num_cached
-    last = torch.cat([known[:17], rows(3, 6)])  # the same first block
+    last = torch.cat([known[:19], rows(1, 6)])  # the same first block, and what drafts of it read
     (output,) = engine.generate([EmbedsPrompt(last)], PARAMS)
     assert (output.token_ids, output.num_cached_tokens) == (own_tokens(last), 16)
 
