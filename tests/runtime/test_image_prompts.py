@@ -16,6 +16,7 @@ from torch import nn
 import compilespec
 from compilespec import EmbedsPrompt, SamplingParams
 from compilespec.errors import InvalidRequest, NotSupported, UnsupportedModel
+from compilespec.methods.eagle3 import random_head
 from compilespec.quantization import quantize_target, read_quantize
 from compilespec.runtime.chunks import next_chunks
 from compilespec.runtime.image_features import ImageTower, split_images
@@ -25,9 +26,11 @@ from compilespec.tracing import images as image_models
 from compilespec.tracing.load import load_target
 from compilespec.tracing.quantized_weights import is_quantized
 from compilespec.tracing.target import trace_target
+from tests.support.adapters import merged_by_hand, write_adapter
 from tests.support.drafters import METHODS, traced_info
 from tests.support.fake_executor import FakeExecutor, engine_over
 from tests.support.images import FAMILIES, IMAGE, VIDEO, num_places, prompt, tiny_images_target
+from tests.support.models import DialDrafter, target_info
 from tests.support.qwen_mtp import whole_model
 
 COUNT = 18
@@ -52,7 +55,7 @@ def own_tokens(target: str | nn.Module, given: Any, count: int = COUNT) -> list[
 
 
 def compiled(family: str, spec: str = "none", k: int | None = None, **options: Any) -> Any:
-    if spec in METHODS:
+    if spec in METHODS and "draft" not in options:
         options |= METHODS[spec](model(family), traced_info(model(family)), k)
     options = {"backend": "eager", "max_batch_size": 4, "max_seq_len": 64, **options}
     return compilespec.compile(model(family), spec, num_draft_tokens=k, **options)
@@ -216,6 +219,49 @@ def test_embeddings_and_trees_beside_images():
         assert [one.token_ids for one in outputs] == [
             own_tokens("qwen2_5_vl", given), wanted, wanted
         ]  # fmt: skip
+
+
+@SLOW
+@pytest.mark.parametrize(("family", "k"), [("llava", 3), ("qwen2_5_vl", 5)])
+def test_a_head_that_is_always_right_beside_images(family, k):
+    """Its cache holds placeholders as the tokens that they are."""
+    head = random_head(target_info(model(family), 64), aux_layers=(0, 1, 2), num_draft_tokens=k)
+    dial = DialDrafter(head.eval(), max_seq_len=64, dtype=torch.float64)
+    prompts = [
+        prompt(family, [5, 6], None, [7, 8]),
+        prompt(family, [9] * 18, None, [7], seed=3),
+        TEXT,
+    ]
+    ids = [one if one is TEXT else one["input_ids"][0].tolist() for one in prompts]
+    wanted = [own_tokens(family, one) for one in prompts]
+    whole = [[*before, *after] for before, after in zip(ids, wanted, strict=True)]
+    dial.know(whole, starts=map(len, ids))
+    dial.draft_from_script(lambda position: False)
+    with compiled(family, "eagle3", k, draft=dial, max_prefill_tokens=13) as engine:
+        outputs = engine.generate(prompts, PARAMS)
+    assert [one.token_ids for one in outputs] == wanted
+    for output, before in zip(outputs, ids, strict=True):
+        assert list(output.emitted_per_step) == dial.expected_steps(len(before), COUNT, k)
+
+
+@SLOW
+def test_images_beside_adapters(tmp_path):
+    """Each request with its own adapter, or none; an image is read with all of them."""
+    names = ("o_proj", "up_proj", "down_proj")  # of the language model alone
+    adapters = {
+        name: write_adapter(tmp_path / name, model("llava"), names, seed=seed)
+        for seed, name in enumerate(("first", "second"))
+    }
+    given = prompt("llava", [5, 6], None, [7, 8])
+    asked = [(given, "first"), (TEXT, "second"), (given, None), (given, "second"), (TEXT, None)]
+    with compiled("llava", "ngram", 3, adapters=adapters, max_prefill_tokens=13) as engine:
+        outputs = engine.generate(
+            [one for one, _ in asked],
+            [dataclasses.replace(PARAMS, adapter=name) for _, name in asked],
+        )
+    for output, (one, name) in zip(outputs, asked, strict=True):
+        target = merged_by_hand(model("llava"), adapters[name]) if name else "llava"
+        assert output.token_ids == own_tokens(target, one), name
 
 
 @SLOW
