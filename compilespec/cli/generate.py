@@ -283,7 +283,7 @@ def compile_engine(args: argparse.Namespace, spec: str, **changes: Any) -> Engin
         "tensor_parallel_size": getattr(args, "tensor_parallel_size", None),
     }
     if spec != "none":
-        options |= {name: getattr(args, name) for name in OF_DRAFTERS}
+        options |= {name: getattr(args, name, None) for name in OF_DRAFTERS}
     options |= changes
     with report.starting(f"{args.model} (spec={spec})", quiet=args.json) as progress:
         options |= {"progress": progress}
