@@ -10,6 +10,7 @@ from typing import Any
 import sympy
 from torch import fx
 
+from compilespec import _torch_compat
 from compilespec.inspect.devices import Device, find_device
 from compilespec.inspect.node_costs import C, Cost, NodeCosts
 from compilespec.passes.shard_weights import collectives_of
@@ -200,11 +201,11 @@ def weight_memory(program: SpecProgram) -> int:
         if spec.kind == "weight"
         for source in spec.sources
     }
-    found: dict[Any, int] = {}
+    found: dict[tuple[int, ...], int] = {}
     for name in names:
         weight = program.weights[name]
-        place = name if weight.is_meta else (weight.data_ptr(), weight.dtype)
-        found[place] = max(found.get(place, 0), weight.numel() * weight.element_size())
+        place = _torch_compat.storage_place(weight)
+        found[place] = max(found.get(place, 0), weight.nbytes)
     return sum(found.values())
 
 

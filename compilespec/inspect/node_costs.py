@@ -213,12 +213,11 @@ def _lookup(costs: NodeCosts, node: fx.Node) -> Cost:
     """Rows read from a table; what is selected from activations is fused."""
     if not costs.is_weight(node.args[0]) or not node.meta["val"].is_floating_point():
         return Cost()
-    rows = costs.num_bytes(node)
-    return Cost(weight_bytes=rows, activation_bytes=rows)
+    return _rows_read(costs, node)
 
 
-def _lookup_own(costs: NodeCosts, node: fx.Node) -> Cost:
-    """A rank reads the rows that it has, which are all in the worst case."""
+def _rows_read(costs: NodeCosts, node: fx.Node) -> Cost:
+    """Of a table among ranks: a rank reads those that it has, which are all in the worst case."""
     rows = costs.num_bytes(node)
     return Cost(weight_bytes=rows, activation_bytes=rows)
 
@@ -366,7 +365,7 @@ _RULES: dict[Any, Callable[[NodeCosts, fx.Node], Cost]] = {
     torch.ops.compilespec.all_reduce.default: _gather,
     torch.ops.compilespec.all_gather.default: _gather,
     torch.ops.compilespec.argmax_shard.default: _choose,
-    torch.ops.compilespec.embed_shard.default: _lookup_own,
+    torch.ops.compilespec.embed_shard.default: _rows_read,
     torch.ops.compilespec.take_shard.default: lambda costs, node: Cost(),
 }
 

@@ -221,8 +221,10 @@ class DraftPolicy:
     ) -> None:
         """Try another K, if one could be better after all and there is budget for it."""
         self._exploration.limit(NUM_SAVED_STEPS * self.costs.step(self.counts[-1], batch))
+        if not best and not self._could_pay(batch, drafted):
+            return
         speeds = self._usual_speeds(drafted, batch)
-        count = self._worth_a_trial(best, drafted, batch, speeds)
+        count = self._worth_a_trial(best, speeds)
         if count is None:
             return
         replay_ms = self.costs.replay(batch) if needs_replay or not count else 0.0
@@ -234,16 +236,14 @@ class DraftPolicy:
         if not count:
             self._exploration.pay(replay_ms)  # of the step after the trial
 
-    def _worth_a_trial(
-        self, best: int, drafted: Sequence[Drafted], batch: int, speeds: Sequence[float]
-    ) -> int | None:
+    def _worth_a_trial(self, best: int, speeds: Sequence[float]) -> int | None:
         """The K to try.
 
-        From plain steps the fewest drafts, if right ones would pay.  Between other K it is the
-        steps' times that may be wrong: of those that are near, the one not tried for longest.
+        From plain steps the fewest drafts.  Between other K it is the steps' times that may be
+        wrong: of those that are near, the one not tried for longest.
         """
         if not best:
-            return self._smallest() if self._could_pay(batch, drafted) else None
+            return self._smallest()
         least = self._best_speed / RETRY_SPEEDUP
         near = [
             count
@@ -264,7 +264,7 @@ def _num_accepted(
     fewer now than K, because the step before had a smaller one, that lasts one step.
     """
     wanted = count if count < one.most else one.most
-    if one.num_drafts is None or (one.num_drafts >= wanted and one.is_found):
+    if one.num_drafts is None:
         return by_count[wanted]
     there = one.num_drafts if one.num_drafts < wanted else wanted
     if one.is_found:

@@ -22,7 +22,7 @@ from compilespec.tracing.load import load_target
 from compilespec.tracing.target import trace_target
 from compilespec.tracing.target_info import describe_target
 from tests.support.models import (
-    _COMMON,
+    COMMON,
     VOCAB,
     ask_all,
     assert_nothing_held,
@@ -39,7 +39,7 @@ GEMMA4_LAYERS = ["sliding_attention", "full_attention"] * 3
 def tiny_gemma4() -> nn.Module:
     """Six layers of two head sizes; the last two have no keys of their own."""
     config = transformers.Gemma4TextConfig(
-        **{**_COMMON, "num_hidden_layers": 6}, head_dim=12, global_head_dim=16, sliding_window=8,
+        **{**COMMON, "num_hidden_layers": 6}, head_dim=12, global_head_dim=16, sliding_window=8,
         layer_types=list(GEMMA4_LAYERS), num_kv_shared_layers=2, vocab_size_per_layer_input=VOCAB,
         hidden_size_per_layer_input=8, final_logit_softcapping=5.0,
     )  # fmt: skip
@@ -224,7 +224,7 @@ def assistant_class():
 
 def build_assistant(kind, ordered: bool) -> nn.Module:
     text = transformers.Gemma4TextConfig(
-        **{**_COMMON, "num_hidden_layers": 3, "hidden_size": 32, "vocab_size": VOCAB},
+        **{**COMMON, "num_hidden_layers": 3, "hidden_size": 32, "vocab_size": VOCAB},
         head_dim=12, global_head_dim=16, sliding_window=5, num_kv_shared_layers=3,
         layer_types=["sliding_attention", "sliding_attention", "full_attention"],
         vocab_size_per_layer_input=0, hidden_size_per_layer_input=0,

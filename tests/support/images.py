@@ -8,21 +8,10 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from tests.support.models import VOCAB, enliven
+from tests.support.models import COMMON, enliven
 
 IMAGE, VIDEO = 90, 91  # the placeholders' ids
-TEXT_SIZES: dict[str, Any] = {
-    "vocab_size": VOCAB,
-    "hidden_size": 48,
-    "intermediate_size": 80,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
+TEXT_SIZES = {**COMMON, "num_hidden_layers": 2}
 TOWER_SIZES = {
     "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 2,
     "image_size": 12, "patch_size": 4,

@@ -23,7 +23,7 @@ from compilespec.tracing.target_info import TargetInfo
 from tests.support.hybrids import ROUTED, hybrid_configs
 
 VOCAB = 97  # not a power of two, not a multiple of any vector width
-_COMMON: dict[str, Any] = {
+COMMON: dict[str, Any] = {
     "vocab_size": VOCAB,
     "hidden_size": 48,
     "intermediate_size": 80,
@@ -47,7 +47,7 @@ _LATENT = {
 
 
 def _config(kind: str, **changes: Any) -> Any:
-    return getattr(transformers, kind)(**{**_COMMON, **changes})
+    return getattr(transformers, kind)(**{**COMMON, **changes})
 
 
 FAMILIES: dict[str, Callable[[], Any]] = {
@@ -87,7 +87,7 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     ),
 }
 
-HYBRIDS = hybrid_configs(_COMMON)
+HYBRIDS = hybrid_configs(COMMON)
 MOE = (  # transformers offers several products for the experts
     "qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3", "glm4_moe_lite", *ROUTED,
 )  # fmt: skip
