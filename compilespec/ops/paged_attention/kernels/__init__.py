@@ -1,0 +1,1 @@
+"""The device functions of paged attention in Triton; `..kernel` launches them."""
