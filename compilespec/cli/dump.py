@@ -19,7 +19,7 @@ from compilespec.cli.flags import (
     add_placement_options,
     add_tree_option,
 )
-from compilespec.cli.generate import DEMO, draft_counts, spec_of
+from compilespec.cli.generate import DEMO, draft_counts, may_draft, spec_of
 from compilespec.cli.ranks import add_ranks_option
 from compilespec.errors import InvalidOption
 
@@ -420,7 +420,7 @@ def _model_and_options(args: argparse.Namespace) -> tuple[Any, dict[str, Any]]:
         draft = meta_draft(model, spec)
     else:
         options |= {"dtype": args.dtype, "device": args.device}
-    if spec != "none":
+    if may_draft(spec):
         names = ("num_draft_tokens", "draft_vocab_size", "draft_vocab_counts", "draft_tree")
         options |= {"draft": draft, **{name: getattr(args, name) for name in names}}
     if args.greedy_step:

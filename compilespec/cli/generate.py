@@ -282,7 +282,7 @@ def compile_engine(args: argparse.Namespace, spec: str, **changes: Any) -> Engin
         "acceptance": getattr(args, "acceptance", None),
         "tensor_parallel_size": getattr(args, "tensor_parallel_size", None),
     }
-    if spec != "none":
+    if may_draft(spec):
         options |= {name: getattr(args, name, None) for name in OF_DRAFTERS}
     options |= changes
     with report.starting(f"{args.model} (spec={spec})", quiet=args.json) as progress:
@@ -307,12 +307,20 @@ def load_quantized(args: argparse.Namespace, dtype: str | None) -> Target:
 def spec_of(args: argparse.Namespace) -> str:
     """The requested method.  Raises: InvalidOption if there is none, but options for one."""
     spec = str(args.spec or ("eagle3" if args.model == DEMO else "none"))
-    for name in OF_DRAFTERS:
-        if spec == "none" and getattr(args, name, None) is not None:
-            raise InvalidOption(
-                f"{name} must go with a drafting method: give spec=, or leave {name}= out"
-            )
+    given = next((name for name in OF_DRAFTERS if getattr(args, name, None) is not None), None)
+    if given and not may_draft(spec):
+        raise InvalidOption(
+            f"{given} must go with a drafting method: give spec=, or leave {given}= out"
+        )
     return spec
+
+
+def may_draft(spec: str) -> bool:
+    """Whether the method has drafts, or may come to be one that has.  Raises: UnknownMethod."""
+    from compilespec.methods.registry import get_method
+
+    method = get_method(spec).capabilities
+    return method.kind != "none" or method.chooses
 
 
 def set_threads(threads: int | None) -> None:

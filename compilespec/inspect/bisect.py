@@ -16,7 +16,6 @@ from compilespec.inspect.random_inputs import with_target_inputs
 from compilespec.inspect.stages import PassStages, context_of, pass_stages
 from compilespec.inspect.verify import (
     LOWERED,
-    Check,
     check_greedy,
     check_lowered_call,
     check_pass,
@@ -26,6 +25,7 @@ from compilespec.inspect.verify import (
     make_cases,
     parts_of,
 )
+from compilespec.inspect.verify_report import Check
 from compilespec.lowering import lower
 from compilespec.passes.references import Case
 from compilespec.program import (

@@ -316,9 +316,9 @@ def test_verify_runs_the_passes_that_are_named(run: Dump) -> None:
 
 
 def test_a_failed_check_is_exit_code_1(run: Dump, monkeypatch: pytest.MonkeyPatch) -> None:
-    from compilespec.inspect import verify
+    from compilespec.inspect import verify, verify_report
 
-    failing = verify.VerifyReport(method="eagle3", dtype=torch.float32, checks=())
+    failing = verify_report.VerifyReport(method="eagle3", dtype=torch.float32, checks=())
     monkeypatch.setattr(verify, "verify", lambda *args, **options: failing)
     assert run("--verify", code=dump.FAILED) == ""
 

@@ -22,7 +22,8 @@ from compilespec import DraftTree
 from compilespec.errors import PassError
 from compilespec.inspect.bisect import BisectReport, bisect
 from compilespec.inspect.stages import context_of, pass_stages, with_graphs
-from compilespec.inspect.verify import VerifyReport, make_cases, verify
+from compilespec.inspect.verify import make_cases, verify
+from compilespec.inspect.verify_report import VerifyReport
 from compilespec.methods.eagle3 import random_head
 from compilespec.methods.registry import get_method
 from compilespec.passes import rewrite, runner

@@ -56,19 +56,21 @@ def model_card(
         checkpoint: the exported folder, for sizes.
     """
     target, head = read_log(logs / "target.jsonl"), read_log(logs / "eagle3.jsonl")
+    rows, results, steps = other_drafters(logs, checkpoint)
+    parts = _parts(checkpoint, rows) + _results(result, results) + _training(target, head, steps)
+    return f"""{parts}{_data(hashes)}## Twenty completions of held-out prompts, unedited
+
+The completion is between ⟦ and ⟧.
+
+{samples}"""
+
+
+def _parts(checkpoint: Path, rows: str) -> str:
     sizes = {
         name: (checkpoint / folder / "model.safetensors").stat().st_size / 1e6
         for name, folder in (("target", "."), ("head", "eagle3"))
     }
-    shape, last, last_head = TARGET_SHAPE, target[-1], head[-1]
-    packages = "\n".join(
-        f"| {p.name} {p.version} | {p.licence} | training, up to {p.quota_bytes / 1e6:.0f} MB, "
-        "files by content hash |"
-        for p in PACKAGES
-    )
-    losses = ", ".join(f"{v:.3f} (windows of {k})" for k, v in result["held_out_loss"].items())
-    loops = "\n".join(f"- {name}: {share:.0%}" for name, share in result["loops"].items())
-    rows, results, steps = other_drafters(logs, checkpoint)
+    shape = TARGET_SHAPE
     return f"""# The demo checkpoints: a small target and its drafters
 
 Checkpoints that let compilespec run, be tested and be timed without a download.  The target
@@ -84,7 +86,13 @@ MLP {shape.intermediate_size}, tied embeddings | {sizes["target"] / 2:.2f}M \
 draft vocabulary {DRAFT_VOCAB} of {VOCAB_SIZE}, features hs[2], hs[4], hs[5] \
 | {sizes["head"] / 2:.2f}M | {sizes["head"]:.1f} MB, bf16 |
 {rows}
-## Results
+"""
+
+
+def _results(result: dict[str, Any], results: str) -> str:
+    losses = ", ".join(f"{v:.3f} (windows of {k})" for k, v in result["held_out_loss"].items())
+    loops = "\n".join(f"- {name}: {share:.0%}" for name, share in result["loops"].items())
+    return f"""## Results
 
 Held-out loss of the exported target in float32, nats per token over {result["held_out_tokens"]:,}
 tokens: {losses}.
@@ -102,7 +110,12 @@ temperature 1 beside it.  Outputs in which a line occurs three times
 
 {loops}
 
-## Training
+"""
+
+
+def _training(target: list[dict[str, Any]], head: list[dict[str, Any]], steps: str) -> str:
+    last, last_head = target[-1], head[-1]
+    return f"""## Training
 
 Target: {last["step"] + 1} steps, {last["tokens"] / 1e6:.1f}M tokens of 4,096 a step, \
 {last["seconds"] / 60:.0f} minutes on two shared
@@ -127,7 +140,16 @@ Head, training loss and acceptance length at K=3 on text of held-out prompts:
 
 {curve(head, "loss", {"held_out_length_greedy": "greedy", "held_out_length_sampled": "temp. 1"})}
 
-## Data
+"""
+
+
+def _data(hashes: dict[str, str]) -> str:
+    packages = "\n".join(
+        f"| {p.name} {p.version} | {p.licence} | training, up to {p.quota_bytes / 1e6:.0f} MB, "
+        "files by content hash |"
+        for p in PACKAGES
+    )
+    return f"""## Data
 
 | source | licence | use |
 |---|---|---|
@@ -143,11 +165,7 @@ byte-level BPE of {VOCAB_SIZE} tokens, `<|endoftext|>` between files.  Hashes (s
 To repeat it: `python -m tools.train_demo --part target`, then `--part eagle3` and `--part export`,
 with torch {version("torch").split("+")[0]} and the versions above.
 
-## Twenty completions of held-out prompts, unedited
-
-The completion is between ⟦ and ⟧.
-
-{samples}"""
+"""
 
 
 def acceptance_table(result: dict[str, Any]) -> str:

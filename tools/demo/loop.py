@@ -115,14 +115,18 @@ def train(
                 console.print(json.dumps(record), soft_wrap=True)
             if step == last or time.monotonic() - saved_at > CHECKPOINT_SECONDS:
                 saved_at = time.monotonic()
-                state = {
-                    "model": model.state_dict(), "optimizer": optimizer.state_dict(),
-                    "step": step, "steps": steps,
-                    "decaying": step >= steps - run.decay_steps, "seconds": seconds,
-                }  # fmt: skip
-                torch.save(state, checkpoint.with_suffix(".tmp"))
-                checkpoint.with_suffix(".tmp").replace(checkpoint)
+                _save(
+                    checkpoint, model, optimizer, step=step, steps=steps, seconds=seconds,
+                    decaying=step >= steps - run.decay_steps,
+                )  # fmt: skip
     return records
+
+
+def _save(path: Path, model: nn.Module, optimizer: MuonAdamW, **progress: Any) -> None:
+    """Write a checkpoint whole, or leave the one that is there."""
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), **progress}
+    torch.save(state, path.with_suffix(".tmp"))
+    path.with_suffix(".tmp").replace(path)
 
 
 def gradients(optimizer: MuonAdamW) -> list[Tensor]:

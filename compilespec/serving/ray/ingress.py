@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+from collections.abc import AsyncGenerator
 from typing import Any
 
 import orjson
-from ray.exceptions import RayActorError
-from ray.serve.exceptions import BackPressureError
+from ray.exceptions import RayActorError, RayError
+from ray.serve.exceptions import BackPressureError, RayServeException
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
@@ -72,7 +73,7 @@ class _Relay:
         self._is_whole = False
 
     async def run(self, answer: Any, limit_s: float) -> None:
-        async with asyncio.timeout(limit_s), contextlib.aclosing(aiter_of(answer)) as batches:
+        async with asyncio.timeout(limit_s), contextlib.aclosing(_batches(answer)) as batches:
             async for batch in batches:
                 for message in batch:
                     await self._pass_on(message)
@@ -95,8 +96,8 @@ class _Relay:
         self._is_whole = message["type"] == "http.response.body" and not message.get("more_body")
 
 
-async def aiter_of(answer: Any) -> Any:
-    """Ray's generators have no `aclose`."""
+async def _batches(answer: Any) -> AsyncGenerator[Any, None]:
+    """An iterator with `aclose`, which Ray's own have not."""
     async for batch in answer:
         yield batch
 
@@ -136,7 +137,7 @@ def _told(error: Exception, options: ServerOptions) -> ApiError | None:
         )
     if isinstance(error, TimeoutError):
         return timed_out(options.request_timeout_s)
-    if type(error).__module__.startswith("ray."):
+    if isinstance(error, RayError | RayServeException):
         logger.error("a call of a replica failed", exc_info=error)
         return server_error()
     return None
