@@ -18,6 +18,7 @@ from compilespec import DraftTree, SamplingParams
 from compilespec.runtime.guides import Choice, Vocabulary
 from compilespec.runtime.guides.follower import GuideFollower
 from tests.support.drafters import METHODS, traced_info
+from tests.support.margin import assert_same_tokens, tokens_of
 from tests.support.models import (
     Ask,
     ask_all,
@@ -104,6 +105,24 @@ def test_trees_give_the_models_own_tokens(method: str, family: str, tree: str) -
         assert engine.stats().num_recompiles == 0
         if method == "draft_model":
             assert engine.stats().acceptance_length > 1.2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tree", ["static", "dynamic"])
+def test_trees_on_inductor(tree: str, inductor_cache_dir: Any) -> None:
+    """In float32, by the margin rule; nothing is compiled later."""
+    model, reference = tiny_target("llama", torch.float32, num_layers=2), asked("llama")[0]
+    asks, head = asked("llama")[2], METHODS["eagle3"](model, traced_info(model), 4)
+    with compilespec.compile(
+        model, "eagle3", **head, draft_tree=TREES[tree], max_batch_size=4, backend="inductor",
+        max_seq_len=MAX_SEQ_LEN,
+    ) as engine:  # fmt: skip
+        poison(engine)
+        requests = run_traffic(engine, asks, (1, 2, 3, 4))
+        wanted = [list(ask.tokens) for ask in asks]
+        assert_same_tokens(reference, asks, tokens_of(requests), wanted)
+        assert_nothing_held(engine)
+        assert engine.stats().num_recompiles == 0
 
 
 @pytest.fixture(scope="module")

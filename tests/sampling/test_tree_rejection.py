@@ -13,6 +13,7 @@ from torch import Tensor
 
 import compilespec
 from compilespec import DraftTree
+from compilespec.methods.medusa import MedusaDrafter
 from compilespec.passes.acceptance.multi_candidate import try_children
 from compilespec.passes.drawn_trees import inner_rows
 from tests.support.fits import (
@@ -21,10 +22,11 @@ from tests.support.fits import (
     FALSE_ALARM,
     chain,
     check_distribution,
+    generated_fits,
     noisy_drafter,
     worst_fit,
 )
-from tests.support.markov import PROMPT, SAMPLES, markov_target, params_of
+from tests.support.markov import PROMPT, SAMPLES, VOCAB, markov_target, params_of
 from tests.support.models import greedy_reference
 from tests.support.trees import paths_of
 
@@ -109,16 +111,37 @@ def test_biased_rules_fail_the_same_test(fault):
     assert worst_fit(tokens, target) < CERTAIN
 
 
+@torch.no_grad()
+def heads_of(model):
+    """Medusa's: head i has the distribution of the token i+2 places on, with errors."""
+    states_VD = model.norm(model.tokens.weight)
+    target_VV = model.head(states_VD).softmax(-1)
+    heads = MedusaDrafter(TREES["static"].shape.depth, states_VD.shape[1], VOCAB, 0).double()
+    far_VV, generator = target_VV, torch.Generator().manual_seed(1)
+    for head in heads.heads:
+        far_VV = far_VV @ target_VV
+        noise_VV = torch.randn(VOCAB, VOCAB, generator=generator) * 0.7
+        logits_VV = far_VV.log() * 2 + noise_VV
+        head.lm_head.weight.copy_((states_VD.pinverse() @ logits_VV).T)
+    return heads
+
+
 @pytest.fixture(
     scope="module",
-    params=["static", pytest.param("dynamic", marks=pytest.mark.slow)],
+    params=["static", "heads", pytest.param("dynamic", marks=pytest.mark.slow)],
 )
 def lab(request):
-    """With a drafter of another, smaller vocabulary."""
+    """With a drafter of another, smaller vocabulary, or with heads."""
     model = markov_target()
+    spec: Any = noisy_drafter(model, half=True)
+    given: dict[str, Any] = {"draft_tree": TREES["static"]}
+    if request.param == "heads":
+        spec, given["draft"] = "medusa", heads_of(model)
+    elif request.param == "dynamic":
+        given = {"draft_tree": TREES["dynamic"]}
     with compilespec.compile(
-        model, noisy_drafter(model, half=True), acceptance="rejection", backend="eager",
-        draft_tree=TREES[request.param], max_seq_len=16, max_batch_size=SAMPLES,
+        model, spec, acceptance="rejection", backend="eager", max_seq_len=16,
+        max_batch_size=SAMPLES, **given,
     ) as engine:  # fmt: skip
         yield model, engine
 
@@ -144,3 +167,19 @@ def test_greedy_requests_are_strict(lab):
     length = len(outputs[0].token_ids)
     assert outputs[0].token_ids == greedy_reference(model, PROMPT, length)
     assert max(outputs[0].emitted_per_step) > 1
+
+
+@pytest.mark.parametrize("lab", ["static", "heads"], indirect=True)
+def test_a_wrong_distribution_of_the_drafts_fails_the_same_test(lab, monkeypatch):
+    """In the engine: drafts are judged as if all tokens had been as likely."""
+    model, engine = lab
+    executor = engine._executor
+    launch = executor.launch_decode
+
+    def spoilt(*given):
+        executor.buffers["child_prob_RIV"].fill_(1 / VOCAB)
+        return launch(*given)
+
+    monkeypatch.setattr(executor, "launch_decode", spoilt)
+    fits, _ = generated_fits(engine, model, "plain")
+    assert min(fits) < CERTAIN

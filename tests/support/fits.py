@@ -70,26 +70,32 @@ def check_distribution(
     engine: Engine, model: PlainModel, kinds: Any = KINDS, num_drafts: int = K
 ) -> dict[str, float]:
     """Tokens at every position, with the one before; returns acceptance lengths."""
-    with torch.no_grad():
-        logits_VV = model(torch.arange(VOCAB).unsqueeze(1))[:, 0]
     lengths = {}
     for kind in kinds:
-        params = params_of(kind, n=SAMPLES)
-        outputs = engine.generate(PROMPT, params)
-        tokens = torch.tensor([output.token_ids for output in outputs])
-        target = torch.stack(
-            [transformers_scores(row, [], 0, params, STOPS).softmax(0) for row in logits_VV]
-        )
-        marginal = torch.zeros(VOCAB).double()
-        marginal[PROMPT[-1]] = 1
-        before = torch.full((len(tokens),), PROMPT[-1])
-        for step in range(LENGTH):
-            pairs = marginal.unsqueeze(1) * target
-            assert fit(before * VOCAB + tokens[:, step], pairs) > FALSE_ALARM, (kind, step)
-            marginal, before = pairs.sum(0), tokens[:, step]
-        own = params.num_draft_tokens
-        steps = [count for output in outputs for count in output.emitted_per_step]
+        fits, steps = generated_fits(engine, model, kind)
+        assert min(fits) > FALSE_ALARM, (kind, fits)
+        own = params_of(kind).num_draft_tokens
         most = 1 + (num_drafts if own is None else own)
         assert min(2, most) <= max(steps) <= most
         lengths[kind] = sum(steps) / len(steps)
     return lengths
+
+
+def generated_fits(engine: Engine, model: PlainModel, kind: str) -> tuple[list[float], list[int]]:
+    """The fit at every position, and the tokens of every step."""
+    with torch.no_grad():
+        logits_VV = model(torch.arange(VOCAB).unsqueeze(1))[:, 0]
+    params = params_of(kind, n=SAMPLES)
+    outputs = engine.generate(PROMPT, params)
+    tokens = torch.tensor([output.token_ids for output in outputs])
+    target = torch.stack(
+        [transformers_scores(row, [], 0, params, STOPS).softmax(0) for row in logits_VV]
+    )
+    marginal = torch.zeros(VOCAB).double()
+    marginal[PROMPT[-1]] = 1
+    before, fits = torch.full((len(tokens),), PROMPT[-1]), []
+    for step in range(LENGTH):
+        pairs = marginal.unsqueeze(1) * target
+        fits.append(fit(before * VOCAB + tokens[:, step], pairs))
+        marginal, before = pairs.sum(0), tokens[:, step]
+    return fits, [count for output in outputs for count in output.emitted_per_step]
