@@ -54,7 +54,10 @@ def draft_tree(text: str) -> Any:
     parts: list[str] = text.split(",")
     try:
         if "=" in text:
-            sizes = {name: int(size) for name, size in (part.split("=") for part in parts)}
+            pairs = [part.split("=") for part in parts]
+            sizes = {name: int(size) for name, size in pairs}
+            if len(sizes) < len(pairs):
+                raise ValueError(text)
             return DraftTree(**sizes)  # type: ignore[arg-type]
         return DraftTree(choices=[tuple(map(int, part.split("."))) for part in parts])
     except InvalidOption as error:

@@ -360,6 +360,7 @@ def test_documents_show_what_the_commands_print(run: Dump, page: str, count: int
         (("-o", "/nowhere/x"), "--output /nowhere/x"),
         (("--draft-tree", "0,0.0,1.0"), "has (1, 0) without the node before it"),
         (("--draft-tree", "top_k=2,dept=3"), "or top_k=4,depth=5,num_nodes=16; got"),
+        (("--draft-tree", "top_k=2,top_k=3,depth=2,num_nodes=4"), "num_nodes=16; got 'top_k=2,"),
     ],
     ids=str,
 )
