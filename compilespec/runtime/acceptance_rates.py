@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 DECAY = 0.97  # weight of an older draft against the one after it
@@ -22,15 +23,22 @@ class AcceptanceRates:
         self._tried = [0.0] * max_drafts
         self._expected: list[float] | None = None
 
-    def learn(self, count: int, num_emitted: int) -> None:
-        """One request's step of K = `count`: drafts up to the first wrong one were tried."""
+    def learn(self, count: int, num_emitted: int, times: int = 1) -> None:
+        """One request's step of K = `count`: drafts up to the first wrong one were tried.
+
+        Args: times: how often it was so.
+        """
         self._expected = None
+        idle, kept = IDLE_DECAY**times, DECAY**times
+        added = (1 - kept) / (1 - DECAY)
         for place in range(count, len(self._tried)):
-            self._tried[place] *= IDLE_DECAY
-            self._accepted[place] *= IDLE_DECAY
+            self._tried[place] *= idle
+            self._accepted[place] *= idle
         for place in range(min(count, num_emitted)):
-            self._tried[place] = DECAY * self._tried[place] + 1
-            self._accepted[place] = DECAY * self._accepted[place] + (place < num_emitted - 1)
+            self._tried[place] = kept * self._tried[place] + added
+            self._accepted[place] *= kept
+            if place < num_emitted - 1:
+                self._accepted[place] += added
 
     def rates(self, prior: Sequence[float] | None = None) -> list[float]:
         """Of draft 1, 2, ..., each given that those before it were accepted.
@@ -65,13 +73,21 @@ class LearntAcceptance:
         self._levels: dict[int, AcceptanceRates] = {}
         self._expected: dict[int, list[float]] = {}  # by level, since something was learnt last
         self._usual: list[float] = []  # the pooled rates, since then
+        self._noted: Counter[tuple[int, int, int]] = Counter()  # level, tried, right: how often
 
-    def learn(self, level: int, num_tried: int, num_right: int) -> None:
-        """One request's drafts, `num_tried` of which could be judged."""
+    def note(self, level: int, num_tried: int, num_right: int) -> None:
+        """One request's drafts, `num_tried` of which could be judged; counts once it is learnt."""
+        self._noted[level, num_tried, num_right] += 1
+
+    def learn(self) -> None:
+        """From all that was noted, together: the order of a few steps says nothing."""
         self._expected.clear()
         self._usual = []
-        for rates in (self.pooled, self._of(level)):
-            rates.learn(num_tried, 1 + min(num_right, num_tried))
+        for (level, num_tried, num_right), times in self._noted.items():
+            num_emitted = 1 + min(num_right, num_tried)
+            self.pooled.learn(num_tried, num_emitted, times)
+            self._of(level).learn(num_tried, num_emitted, times)
+        self._noted.clear()
 
     def expected(self, level: int) -> list[float]:
         """Accepted drafts of a step that verifies 0, 1, 2, ... of this level."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
+from typing import NamedTuple
 
 from compilespec.passes.evidence import FIRST_MATCH, Evidence
 from compilespec.program import NUM_KEPT
@@ -11,16 +12,16 @@ from compilespec.runtime.draft_policy import Drafted, DraftPolicy, Judged
 from compilespec.runtime.executor import Executor
 from compilespec.runtime.request import Request
 
+NUM_LEARNT = 2  # requests of a step whose drafts are learnt from, in turn
 NUM_UNSEEN = 16  # steps without a draft, one of which is decided like any other
 
 
-@dataclass(frozen=True, kw_only=True)
-class StepPlan:
+class StepPlan(NamedTuple):
     """A step that was launched: what is learnt from it when its tokens are read."""
 
     num_draft_tokens: int
     is_trial: bool = False
-    judged: Mapping[Request, Drafted] = field(default_factory=dict)  # whose drafts count
+    judged: Mapping[Request, Drafted] = MappingProxyType({})  # whose drafts count
     given_up: frozenset[Request] = frozenset()  # whose drafters do not see its tokens
     why: str = ""  # of a step that was not chosen: nothing is learnt of it
 
@@ -48,6 +49,7 @@ class AdaptiveDrafts:
         self._num_unseen = 0  # steps since the last one that was decided
         self._num_plain = 0  # steps to come that were decided already, for these requests:
         self._decided_for: Sequence[Request] = ()
+        self._num_ended = 0
 
     def begin(self, requests: Sequence[Request], *, is_late: bool = False) -> StepPlan:
         """Choose K for the step of these requests, which follows at once.
@@ -103,18 +105,26 @@ class AdaptiveDrafts:
         if plan.why:
             self.policy.pass_over(elapsed_ms, plan.why)
             return
+        if plan.given_up:
+            for request, tokens in zip(requests, given, strict=True):
+                request.backlog += len(tokens) if request in plan.given_up else 0
         judged = []
-        goes_on = [one.goes_on for one in evidence] or [False] * len(requests)
-        for request, tokens, one_more in zip(requests, given, goes_on, strict=True):
-            if request in plan.judged and tokens:
-                tried = self._num_tried(plan.judged[request], plan.num_draft_tokens)
-                level = plan.judged[request].level
-                judged.append(Judged(tried, len(tokens) - 1 + one_more, level))
-            elif request in plan.given_up:
-                request.backlog += len(tokens)
+        for place in self._learnt_places(len(requests), plan.is_trial):
+            drafted = plan.judged.get(requests[place])
+            if drafted is not None and given[place]:
+                tried = self._num_tried(drafted, plan.num_draft_tokens)
+                goes_on = bool(evidence) and evidence[place].goes_on
+                judged.append(Judged(tried, len(given[place]) - 1 + goes_on, drafted.level))
         self.policy.observe(
             plan.num_draft_tokens, len(requests), elapsed_ms, judged, trial=plan.is_trial
         )
+
+    def _learnt_places(self, batch: int, is_trial: bool) -> Iterable[int]:
+        """Of the requests of a step; a trial's tokens are all counted, since they are paid for."""
+        if is_trial or batch <= NUM_LEARNT:
+            return range(batch)
+        self._num_ended += NUM_LEARNT
+        return [(self._num_ended + place) % batch for place in range(NUM_LEARNT)]
 
     def note(self, requests: Sequence[Request], evidence: Sequence[Evidence]) -> None:
         """What a call that was read says of the drafts that it left."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from compilespec.runtime.acceptance_rates import LearntAcceptance
@@ -23,11 +22,11 @@ RETRY_SPEEDUP = (
 NUM_SAVED_STEPS = 64  # of the largest K: what trials may cost is never saved up beyond that
 NUM_PLAIN_STEPS = 8  # plain steps that are decided at once
 TRIAL_INTERVAL = 8  # steps with drafts, at one of which a trial is thought of
+LEARN_INTERVAL = 4  # steps that are learnt from together
 SHORTAGE = 1 / 8  # a K that rises is short of drafts for one step, of so many that it stays
 
 
-@dataclass(frozen=True, kw_only=True)
-class Choice:
+class Choice(NamedTuple):
     """K of the next step, or steps, and why."""
 
     num_draft_tokens: int
@@ -52,6 +51,9 @@ class Judged(NamedTuple):
     level: int = 0
 
 
+Gains = tuple[float, ...]  # by K
+
+
 class DraftPolicy:
     """Chooses K for every step.
 
@@ -69,9 +71,10 @@ class DraftPolicy:
         self.reasons: Counter[str] = Counter()  # steps, by why they had their K
         self._looks_up = looks_up
         self._exploration = Exploration(self.counts, costs.step(self.counts[0], 1))
-        self._num_decided = 0
+        self._num_decided = self._num_observed = 0
         self._current = len(self.counts) - 1  # the place in `counts` of the K in use
         self._best_speed = 0.0  # tokens a millisecond of the K that seemed best
+        self._gains: dict[Drafted, Gains] = {}  # since something was learnt last
 
     def choose(
         self, drafted: Sequence[Drafted], batch: int, *, needs_replay: bool = False
@@ -116,7 +119,10 @@ class DraftPolicy:
             self._exploration.pay(elapsed_ms - tokens / self._best_speed)
         for one in judged:
             if one.num_tried:
-                self.acceptance.learn(one.level, one.num_tried, one.num_right)
+                self.acceptance.note(one.level, one.num_tried, one.num_right)
+        self._num_observed += 1
+        if self._num_observed % LEARN_INTERVAL == 0:
+            self._learn()
 
     def pass_over(self, elapsed_ms: float, why: str = "decided with the step before") -> None:
         """A plain step that was decided with others: nothing is learnt from it."""
@@ -140,10 +146,12 @@ class DraftPolicy:
 
     def rates(self) -> list[float]:
         """Acceptance of draft 1, 2, ..., given those before it were accepted."""
+        self._learn()
         return self.acceptance.pooled.rates()
 
     def describe(self) -> dict[str, object]:
         """For `Engine.plan()`."""
+        self._learn()
         return {
             "counts": self.counts,
             "acceptance_by_position": [round(rate, 3) for rate in self.rates()],
@@ -156,14 +164,17 @@ class DraftPolicy:
             "num_steps_by_reason": dict(self.reasons),
         }
 
+    def _learn(self) -> None:
+        self.acceptance.learn()
+        self._gains.clear()
+
     # --- speeds ---
 
     def _best(self, drafted: Sequence[Drafted], batch: int) -> int:
         """The K of most tokens a millisecond; the one in use, unless another is clearly better.
         What a look-up found is another thing at every step: there the best is taken as it is.
         """
-        expected = [self.acceptance.expected(one.level) for one in drafted]
-        speeds = self._speeds(drafted, batch, expected, self.acceptance.expected_of_all())
+        speeds = self._speeds([self._gains.get(one) or self._gain(one) for one in drafted], batch)
         best, current = max(speeds), speeds[self._current]
         gain = 0.0 if all(one.is_found for one in drafted) else SWITCH_GAIN
         if best > (1 + gain) * current:
@@ -171,34 +182,44 @@ class DraftPolicy:
         self._best_speed = current
         return self.counts[self._current]
 
-    def _speeds(
-        self,
-        drafted: Sequence[Drafted],
-        batch: int,
-        expected: Sequence[Sequence[float]],
-        usual: Sequence[float],
-    ) -> list[float]:
-        """Tokens a millisecond of every K, where `expected[i][n]` of n drafts of request i are
-        accepted, and `usual[n]` of n that nobody has seen.
-        """
-        tokens = [float(batch)] * len(self.counts)
-        for one, by_count in zip(drafted, expected, strict=True):
-            for place, count in enumerate(self.counts):
-                tokens[place] += _num_accepted(count, one, by_count, usual)
-        return [num / ms for num, ms in zip(tokens, self.costs.steps(batch), strict=True)]
+    def _speeds(self, gains: Sequence[Gains], batch: int) -> list[float]:
+        """Tokens a millisecond of every K, where drafts give each request so many tokens."""
+        times = self.costs.steps(batch)
+        if not gains:
+            return [batch / ms for ms in times]
+        return [
+            (batch + sum(of_k)) / ms
+            for of_k, ms in zip(zip(*gains, strict=True), times, strict=True)
+        ]
+
+    def _gain(self, one: Drafted) -> Gains:
+        """Tokens that drafts give a request beside its own, by K."""
+        by_count, usual = self.acceptance.expected(one.level), self.acceptance.expected_of_all()
+        gains = tuple(_num_accepted(count, one, by_count, usual) for count in self.counts)
+        self._gains[one] = gains
+        return gains
 
     def _usual_speeds(self, drafted: Sequence[Drafted], batch: int) -> list[float]:
-        """The same, whatever a model says of its drafts in this step."""
+        """Speeds by K, whatever a model says of its drafts in this step."""
         usual = self.acceptance.expected_of_all()
-        rows = [one if one.is_found else Drafted(one.most) for one in drafted]
-        expected = [self.acceptance.expected(r.level) if r.is_found else usual for r in rows]
-        return self._speeds(rows, batch, expected, usual)
+        gains = []
+        for one in drafted:
+            if one.is_found:
+                gains.append(self._gain(one))
+            else:
+                one = Drafted(one.most)
+                gains.append(tuple(_num_accepted(k, one, usual, usual) for k in self.counts))
+        return self._speeds(gains, batch)
 
     def _could_pay(self, batch: int, drafted: Sequence[Drafted] | None = None) -> bool:
         """Whether drafts that are all right would beat plain steps."""
         rows = [Drafted(self.counts[-1])] * batch if drafted is None else drafted
         all_right = range(self.counts[-1] + 1)
-        plain, *others = self._speeds(rows, batch, [all_right] * len(rows), all_right)
+        gains = [
+            tuple(_num_accepted(count, one, all_right, all_right) for count in self.counts)
+            for one in rows
+        ]
+        plain, *others = self._speeds(gains, batch)
         return max(others) > plain
 
     def _smallest(self) -> int:

@@ -14,6 +14,7 @@ from compilespec.runtime.executor import Executor
 SPEED_WEIGHT = 0.05  # of one step, against what is known of the machine's speed
 COMPARISON_WEIGHT = 0.5  # of the first steps after a change of K, against its known time
 NUM_COMPARED_STEPS = 3  # so many first steps; their median counts
+MEASURE_MS = 20.0  # a step at the start is timed again until so much went by
 
 
 class StepCosts:
@@ -115,11 +116,18 @@ class StepCosts:
         }
 
     def _believe(self, size: int) -> dict[int, float]:
-        known, least = self._ms[size], min(self._ms[size].values())
-        believed, bound = {}, math.inf
+        """What is known, but for times that cannot be: one above a larger K's lies between it and
+        the shortest.
+        """
+        known, least, first = self._ms[size], min(self._ms[size].values()), self._counts[0]
+        believed: dict[int, float] = {}
+        larger, bound = self._counts[-1], math.inf
         for count in reversed(self._counts):
-            bound = min(bound, known[count])
-            believed[count] = min(bound, (2 * count + 1) * least)
+            ms = known[count]
+            if ms > bound:
+                ms = least + (bound - least) * (count - first) / (larger - first)
+            believed[count] = min(ms, (2 * count + 1) * least)
+            larger, bound = count, ms
         return believed
 
     def _bucket(self, batch: int) -> int:
@@ -129,6 +137,7 @@ class StepCosts:
 def measure(executor: Executor, *, num_times: int = 3) -> StepCosts:
     """Time the steps of every K, at batch sizes 1, 2, 4, ..., on padded rows: they change nothing.
 
+    Short steps are timed more often, since a pause of the machine is longer than some of them.
     What attention costs is not in these times; `StepCosts.update` brings it in.
     """
     sizes = executor.geometry
@@ -137,8 +146,8 @@ def measure(executor: Executor, *, num_times: int = 3) -> StepCosts:
 
     def fastest(run: Callable[[], object]) -> float:
         run()  # what is set up on first use
-        times = []
-        for _ in range(num_times):
+        times: list[float] = []
+        while len(times) < num_times or sum(times) < MEASURE_MS:
             started = time.perf_counter()
             run()
             times.append((time.perf_counter() - started) * 1e3)

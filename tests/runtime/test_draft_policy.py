@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from compilespec.program import NUM_KEPT
 from compilespec.runtime.acceptance_rates import expected_accepted
+from compilespec.runtime.adaptive import NUM_LEARNT, AdaptiveDrafts, StepPlan
 from compilespec.runtime.draft_policy import Drafted, DraftPolicy, Judged
 from compilespec.runtime.step_costs import StepCosts
+from tests.support.fake_executor import geometry
 
 COUNTS = (0, 2, 5)
 # Milliseconds by K and batch: a machine that has room at batch 1, and none at batch 8.
@@ -139,6 +144,34 @@ def test_a_pause_of_the_machine_does_not_spoil_its_cost() -> None:
     assert costs.step(0, 1) == pytest.approx(1.05)
     assert costs.step(0, 3) == COSTS[0, 8]  # a batch of 3 runs like the next size
     assert costs.step(0, 99) == COSTS[0, 8]
+
+
+def test_a_time_above_that_of_a_larger_k_is_not_believed() -> None:
+    """It lies between, so that its K is looked at again; and so do several."""
+    costs = StepCosts({(0, 1): 1.0, (2, 1): 9.0, (4, 1): 8.0, (8, 1): 3.0}, {})
+    assert costs.steps(1) == pytest.approx([1.0, 1.5, 2.0, 3.0])
+    costs = StepCosts({(0, 1): 300.0, (2, 1): 1.5, (5, 1): 2.0}, {})
+    assert costs.steps(1) == pytest.approx([1.5, 1.5, 2.0])
+
+
+class HashableNamespace(SimpleNamespace):
+    __hash__ = object.__hash__
+
+
+def test_of_a_large_batch_some_requests_are_learnt_from_in_turn() -> None:
+    """All of them come by, and a trial's tokens are counted whole."""
+    sizes = geometry(num_draft_tokens=5, draft_counts=COUNTS)
+    seen = []
+    policy = SimpleNamespace(observe=lambda *args, **kwargs: seen.append(args[3]))
+    adaptive = AdaptiveDrafts(SimpleNamespace(geometry=sizes), policy)  # type: ignore[arg-type]
+    requests: Any = [HashableNamespace(evidence=None, backlog=0) for _ in range(7)]
+    judged = {request: Drafted(5, level) for level, request in enumerate(requests)}
+    for is_trial in (*[False] * 7, True):
+        plan = StepPlan(num_draft_tokens=2, is_trial=is_trial, judged=judged)
+        adaptive.end(plan, requests, [[1, 2]] * 7, [], 1.0)
+    assert [len(one) for one in seen] == [NUM_LEARNT] * 7 + [7]
+    counts = Counter(one.level for part in seen[:-1] for one in part)
+    assert counts == dict.fromkeys(range(7), NUM_LEARNT)
 
 
 def test_later_drafts_are_judged_given_the_earlier_ones() -> None:
