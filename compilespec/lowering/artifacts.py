@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from compilespec import _torch_compat
 from compilespec.lowering.pieces import StitchPlan
@@ -66,9 +66,6 @@ def artifact_key(graph: PhaseGraph, program: SpecProgram, options: dict[str, Any
             # `bound_positions` reads the values of id tables; bytes are quantized weights
             if not weight.is_floating_point() and weight.dtype not in (torch.int8, torch.uint8):
                 layouts.update(_bytes(weight))
-    spliced = hashlib.sha256(graph.spliced.code.encode())
-    for name, buffer in sorted(graph.spliced.named_buffers()):
-        spliced.update(name.encode() + _bytes(buffer))
     sizes = dataclasses.asdict(program.config)
     model = sorted((name, tuple(w.shape)) for name, w in program.target_weights.items())
     return _key(
@@ -80,10 +77,18 @@ def artifact_key(graph: PhaseGraph, program: SpecProgram, options: dict[str, Any
             **{name: str(size).removeprefix("torch.") for name, size in sizes.items()},
             "K of the step": str(graph.key.num_draft_tokens),
             "buffers": _digest(repr(program.buffers).encode()),
-            "graph of the step": spliced.hexdigest(),
+            "graph of the step": graph_digest(graph.spliced),
             "layout of weights": layouts.hexdigest(),
         }
     )
+
+
+def graph_digest(gm: fx.GraphModule) -> str:
+    """A digest of a graph's code and constants; it says nothing of its inputs."""
+    digest = hashlib.sha256(gm.code.encode())
+    for name, buffer in sorted(gm.named_buffers()):
+        digest.update(name.encode() + _bytes(buffer))
+    return digest.hexdigest()
 
 
 def piece_file_key(structure: str, options: dict[str, Any], device: torch.device) -> ArtifactKey:

@@ -37,8 +37,9 @@ from compilespec.program import (
 )
 from compilespec.progress import Reporter
 from compilespec.quantization import describe_quantized, quantize_drafter
-from compilespec.tracing.images import has_own_masks, takes_images
+from compilespec.tracing.images import has_own_masks
 from compilespec.tracing.load import Target
+from compilespec.tracing.media import medium_of
 from compilespec.tracing.target import trace_target
 from compilespec.tracing.target_info import TargetInfo, describe_target
 
@@ -83,7 +84,7 @@ def build_program(
     kept = choose_draft_ids(options, target, info.vocab_size, traced_draft)
     absorbed, latents = absorb_calls(traced_draft)
     first = _context(options, config, capabilities, traced, drafter, absorbed, kept)
-    if takes_images(target.model) and options.sharding is None:
+    if medium_of(target.model) is not None and options.sharding is None:
         first.prompt_embeds, first.sees_ahead = True, has_own_masks(target.model)
     first.expanded, first.latents = traced_draft, latents
     contexts = _contexts(first, step_keys(options, config, capabilities))

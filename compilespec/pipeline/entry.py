@@ -27,6 +27,7 @@ from compilespec.passes.acceptance.options import ACCEPTANCE_OPTIONS, warn_if_lo
 from compilespec.pipeline.adapters import with_adapters
 from compilespec.pipeline.build import build_program
 from compilespec.pipeline.draft_vocab import check_has_head
+from compilespec.pipeline.images import image_reader
 from compilespec.pipeline.keywords import shown_fields, shows
 from compilespec.pipeline.options import CompileOptions, check_method_options
 from compilespec.pipeline.parallel import compare_ranks, join_ranks, lead_or_follow
@@ -36,12 +37,10 @@ from compilespec.progress import Progress, Reporter
 from compilespec.quantization import quantize_target
 from compilespec.runtime.draft_policy import DraftPolicy
 from compilespec.runtime.engine import Engine
-from compilespec.runtime.image_prompts import ImageReader
 from compilespec.runtime.serving import ServingOptions
 from compilespec.runtime.step_costs import measure
 from compilespec.runtime.step_runner import StepRunner
 from compilespec.runtime.weights import share_merged
-from compilespec.tracing.images import takes_images
 from compilespec.tracing.load import Target, load_target
 
 logger = logging.getLogger("compilespec")
@@ -117,8 +116,8 @@ def compile(
     if len(sizes.draft_counts) > 1:
         with reporter.step("capture", "times of steps, by K"):
             policy = DraftPolicy(sizes.draft_counts, measure(executor), looks_up=sizes.looks_up)
+    serving = _serving_options(program, options, target, runner, policy, reporter)
     reporter.ready()
-    serving = _serving_options(program, options, target, runner, policy)
     engine = Engine(executor, target.tokenizer, serving)
     for name, adapter in (target.adapters or {}).items():
         engine.adapters.put(name, adapter)
@@ -237,13 +236,18 @@ def _serving_options(
     target: Target,
     runner: StepRunner,
     policy: DraftPolicy | None,
+    reporter: Reporter,
 ) -> ServingOptions:
+    images, how = image_reader(target, options, runner.geometry, reporter)
+    plan = describe_plan(program, options, runner)
+    if images is not None:
+        plan["tower"] = how
     shares = why_not_shared(program, options) is None
     recorder = program.recorder
     return ServingOptions(
         eos_token_ids=target.eos_token_ids,
         generation_defaults=target.generation_defaults.params,
-        plan=describe_plan(program, options, runner),
+        plan=plan,
         graphs=program.graphs,
         buckets=runner.buckets,
         overlap=why_not_overlapped(program, options) is None,
@@ -251,17 +255,10 @@ def _serving_options(
         max_step_tokens=options.max_step_tokens,
         policy=policy,
         propose=program.propose_on_host,
-        images=_image_reader(target, runner),
+        images=images,
         on_finish=recorder.finish if recorder else None,
         on_preempt=recorder.forget if recorder else None,
-        count_recompiles=lambda: runner.num_recompiles,
+        count_recompiles=lambda: runner.num_recompiles + (images.num_recompiles if images else 0),
         count_state_copies=lambda: runner.num_state_copies,
         graph_report=runner.graph_report,
     )
-
-
-def _image_reader(target: Target, runner: StepRunner) -> ImageReader | None:
-    """What reads prompts with images; None of text models, and of steps that take no embeddings."""
-    if not takes_images(target.model) or runner.geometry.embeds_width is None:
-        return None
-    return ImageReader(target.model, target.processor, runner.geometry)

@@ -89,7 +89,7 @@ def quantize_target(target: Target, quantize: Quantize | None) -> Target:
     """The target with a quantized copy of its model, or itself for None."""
     if quantize is None:
         return target
-    towers = tower_paths(target.model)  # which run eagerly, as they are
+    towers = tower_paths(target.model)  # which stay as they are
     model = quantize_module(target.model, quantize, apart=towers)
     return dataclasses.replace(target, model=model)
 

@@ -18,7 +18,7 @@ from compilespec.runtime.executor import Geometry
 from compilespec.runtime.given_rows import all_rows
 from compilespec.runtime.guides import Vocabulary
 from compilespec.runtime.host_masks import make_follower
-from compilespec.runtime.image_inputs import has_images
+from compilespec.runtime.image_inputs import has_media
 from compilespec.runtime.image_prompts import ImagePrompt, ImageReader, ReadPrompt
 from compilespec.runtime.prompts import as_prompt_list, check_choices, check_params, read_prompt
 from compilespec.runtime.request import Request, RequestState
@@ -135,7 +135,7 @@ class Admission:
         """What a request of this prompt is made of.  Raises: InvalidRequest, NotSupported."""
         if isinstance(prompt, ReadPrompt):
             return prompt
-        if isinstance(prompt, ImagePrompt) or has_images(prompt):
+        if isinstance(prompt, ImagePrompt) or has_media(prompt):
             return self._image_reader().read(prompt)
         ids = read_prompt(prompt, self._tokenizer, self._geometry)
         if not isinstance(prompt, EmbedsPrompt):
@@ -149,7 +149,7 @@ class Admission:
         """
         prepared = list(items)
         for index, item in enumerate(items):
-            if has_images(item) and self._images is not None:
+            if has_media(item) and self._images is not None:
                 with contextlib.suppress(SpecError):
                     prepared[index] = self._images.prepare(item)
         ready = [one for one in prepared if isinstance(one, ImagePrompt)]
@@ -160,8 +160,8 @@ class Admission:
     def _image_reader(self) -> ImageReader:
         if self._images is None:
             raise InvalidRequest(
-                "the prompt has images and the model takes none: give text, or compile a model of "
-                "images and text (such as AutoModelForImageTextToText loads), without "
+                "the prompt has images or sound and the model takes none: give text, or compile a "
+                "model of both (such as AutoModelForImageTextToText loads), without "
                 "tensor_parallel_size="
             )
         return self._images

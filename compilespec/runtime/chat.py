@@ -127,7 +127,7 @@ def _read_message(index: int, message: Any) -> dict[str, Any]:
     if not isinstance(content, Sequence) or not all(map(_is_text, content)):
         raise InvalidRequest(
             f"the content of message {index} is {content!r:.60}: expected text, or a list of "
-            '{"type": "text", "text": ...}; sound and videos are not taken'
+            '{"type": "text", "text": ...}; input_audio and videos are not taken'
         )
     return {**message, "content": "".join(part["text"] for part in content)}
 

@@ -1,28 +1,31 @@
-"""The rows that images become: the target's tower, and a cache of what it gave."""
+"""The rows that images or sounds become: the target's tower, and a cache of what it gave."""
 
 from __future__ import annotations
 
 import hashlib
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from compilespec.errors import InvalidRequest, NotSupported
+from compilespec.errors import InvalidRequest, NotSupported, SpecError
+from compilespec.runtime.compiled_tower import BATCH_SIZES, CompiledTower
+from compilespec.tracing.images import media_rows
+from compilespec.tracing.media import IMAGES, Medium
 
 CACHE_BYTES = 256 * 1024 * 1024
-BATCH = 16  # images of one call of the tower
+BATCH = 16  # images of one call of the tower, at most
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Image:
-    """One image as the tower takes it."""
+    """One image as the tower takes it, or one window of a sound."""
 
-    inputs: Mapping[str, Tensor]  # by argument of `get_image_features`, along the first dimension
+    inputs: Mapping[str, Tensor]  # by argument of the tower, along the first dimension
     key: bytes  # of its content
 
     @property
@@ -31,28 +34,28 @@ class Image:
         return tuple((name, value.dtype, value.shape[1:]) for name, value in self.inputs.items())
 
 
-def split_images(given: Mapping[str, Any]) -> tuple[Image, ...]:
-    """A processor's output, cut into its images.
+def split_images(given: Mapping[str, Any], medium: Medium = IMAGES) -> tuple[Image, ...]:
+    """A processor's output, cut into its images or windows of sound.
 
     Pixels have a row an image, or, beside a grid of patches for each image (`image_grid_thw`), a
     row a patch.
     Raises: InvalidRequest (no tensors, NaN, or sizes that do not belong together).
     """
     tensors = {name: _tensor(name, value) for name, value in given.items()}
-    if "pixel_values" not in tensors:
+    if medium.main not in tensors:
         raise InvalidRequest(
-            f"the prompt has {', '.join(tensors) or 'no images'} and no pixel_values: expected all "
-            "that the model's processor returned"
+            f"the prompt has {', '.join(tensors) or f'no {medium.one}'} and no {medium.main}: "
+            "expected all that the model's processor returned"
         )
-    pixels, grid = tensors["pixel_values"], tensors.get("image_grid_thw")
+    pixels, grid = tensors[medium.main], tensors.get("image_grid_thw")
     count = len(pixels) if grid is None else len(grid)
     sizes = [1] * count if grid is None else [int(one) for one in grid.prod(-1)]
     for name, value in tensors.items():
         wanted = sum(sizes) if value is pixels else count
         if len(value) != wanted or not count:
             raise InvalidRequest(
-                f"{name} has {len(value)} rows: expected {wanted}, for {count} images; give all "
-                "that the model's processor returned for this prompt alone"
+                f"{name} has {len(value)} rows: expected {wanted}, for {count} {medium.one}s; give "
+                "all that the model's processor returned for this prompt alone"
             )
     parts = {name: value.split(sizes if value is pixels else 1) for name, value in tensors.items()}
     return tuple(
@@ -84,12 +87,21 @@ def _image(inputs: Mapping[str, Tensor]) -> Image:
 
 
 class ImageTower:
-    """Encodes images with the target's tower, in eager mode, and remembers the newest rows.  From
-    any thread, one at a time.
+    """Encodes images with the target's tower, and remembers the newest rows.  From any thread, one
+    at a time.
+
+    Args:
+        compiled: encodes images of its size; all others, in eager mode, the model.
     """
 
-    def __init__(self, model: nn.Module, max_bytes: int = CACHE_BYTES) -> None:
-        self._model: Any = model
+    def __init__(
+        self,
+        model: nn.Module,
+        medium: Medium = IMAGES,
+        compiled: CompiledTower | None = None,
+        max_bytes: int = CACHE_BYTES,
+    ) -> None:
+        self._model, self._medium, self._compiled = model, medium, compiled
         self._max_bytes, self._lock = max_bytes, threading.Lock()
         self._known: OrderedDict[bytes, Tensor] = OrderedDict()
         self.num_encoded = 0  # images that the tower saw
@@ -103,7 +115,7 @@ class ImageTower:
         with self._lock:
             found = {image.key: self._find(image) for image in images}
             missing = [image for image in _distinct(images) if found[image.key] is None]
-            for batch in _batches(missing):
+            for batch in self._batches(missing):
                 found |= self._encode(batch)
             return [rows for image in images if (rows := found[image.key]) is not None]
 
@@ -113,11 +125,24 @@ class ImageTower:
         """
         with self._lock:
             missing = [image for image in _distinct(images) if image.key not in self._known]
-            for batch in _batches(missing):
+            for batch in self._batches(missing):
                 try:
                     self._encode(batch)
                 except (InvalidRequest, NotSupported):
                     continue
+
+    def _batches(self, images: Sequence[Image]) -> Iterator[list[Image]]:
+        """Images of one form together, as many as a call takes."""
+        by_form: dict[tuple[Any, ...], list[Image]] = {}
+        for image in images:
+            by_form.setdefault(image.form, []).append(image)
+        for group in by_form.values():
+            is_compiled = self._compiled is not None and self._compiled.takes(group[0].inputs)
+            sizes = BATCH_SIZES if is_compiled else range(BATCH, 0, -1)
+            while group:
+                size = next(size for size in sizes if size <= len(group))
+                yield group[:size]
+                group = group[size:]
 
     def _find(self, image: Image) -> Tensor | None:
         if image.key in self._known:
@@ -140,27 +165,25 @@ class ImageTower:
         for name in batch[0].inputs:
             value = torch.cat([image.inputs[name] for image in batch]).to(parameter.device)
             inputs[name] = value.to(parameter.dtype) if value.is_floating_point() else value
-        name = type(self._model).__name__
+        name = f"{type(self._model).__name__}.{self._medium.features}"
         try:
-            output = self._model.get_image_features(**inputs, return_dict=True)
+            if self._compiled is not None and self._compiled.takes(batch[0].inputs):
+                found = self._compiled.rows(inputs[self._medium.main])
+            else:
+                found = media_rows(self._model, self._medium, inputs)
+        except SpecError:
+            raise
         except Exception as error:  # models raise what they like for sizes that they do not take
             why = (str(error).splitlines() or ["no message"])[0]
             shapes = ", ".join(f"{key} {list(value.shape)}" for key, value in inputs.items())
             raise InvalidRequest(
-                f"{name}.get_image_features refuses {shapes} ({type(error).__name__}: {why}); give "
+                f"{name} refuses {shapes} ({type(error).__name__}: {why}); give "
                 "what the model's own processor returns"
             ) from error
-        if getattr(output, "deepstack_features", None) is not None:
-            raise NotSupported(
-                f"{name} adds features of images to several of its layers: expected rows among the "
-                "embeddings alone; give text alone, or another model"
-            )
-        rows = getattr(output, "pooler_output", output)
-        found = [one.reshape(-1, one.shape[-1]) for one in rows]
         if not all(torch.isfinite(one).all() for one in found):
             raise InvalidRequest(
-                f"{name}.get_image_features gave NaN or infinity: expected finite rows; check the "
-                "image, or take a wider dtype"
+                f"{name} gave NaN or infinity: expected finite rows; check what it was given, or "
+                "take a wider dtype"
             )
         if len(batch) == 1:  # which may be several tiles
             return [torch.cat(found)]
@@ -171,15 +194,3 @@ class ImageTower:
 
 def _distinct(images: Iterable[Image]) -> list[Image]:
     return list({image.key: image for image in images}.values())
-
-
-def _batches(images: Sequence[Image]) -> list[list[Image]]:
-    """Images of one form together, few enough for a call."""
-    by_form: dict[tuple[Any, ...], list[Image]] = {}
-    for image in images:
-        by_form.setdefault(image.form, []).append(image)
-    return [
-        group[start : start + BATCH]
-        for group in by_form.values()
-        for start in range(0, len(group), BATCH)
-    ]

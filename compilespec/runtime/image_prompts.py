@@ -1,4 +1,4 @@
-"""Prompts with images: token ids in which an image's rows stand for its placeholders."""
+"""Prompts with images or sound: token ids in which rows stand for placeholders."""
 
 from __future__ import annotations
 
@@ -13,17 +13,18 @@ import torch
 from torch import Tensor, nn
 
 from compilespec.errors import InvalidRequest, SpecError
+from compilespec.runtime.compiled_tower import CompiledTower
 from compilespec.runtime.executor import Geometry
 from compilespec.runtime.given_rows import GivenRows, RopeOffsets
 from compilespec.runtime.image_features import Image, ImageTower, split_images
-from compilespec.runtime.image_inputs import is_image_input, process
+from compilespec.runtime.image_inputs import belongs, process
 from compilespec.runtime.prompts import read_prompt
 from compilespec.tracing.images import (
     has_own_masks,
-    image_token_id,
     rope_module,
     tokens_ahead,
 )
+from compilespec.tracing.media import Medium
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -50,15 +51,30 @@ class ImageReader:
     """Reads the prompts with images of one model.  From any thread.
 
     Args:
-        model: the target, whose tower runs eagerly.
+        model: the target.
+        medium: what its prompts may hold.
         processor: transformers' processor of it; None: prompts are what one returned.
+        compiled: its tower, for images of one size; None: the tower runs in eager mode.
     """
 
-    def __init__(self, model: nn.Module, processor: Any, geometry: Geometry) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        medium: Medium,
+        processor: Any,
+        geometry: Geometry,
+        compiled: CompiledTower | None = None,
+    ) -> None:
         self._name, self._processor, self._geometry = type(model).__name__, processor, geometry
-        self._placeholder, self._rope = image_token_id(model), rope_module(model)
+        self._medium, self._placeholder = medium, medium.token_id(model)
+        self._rope = rope_module(model)
         self._masked = model if has_own_masks(model) else None
-        self._tower = ImageTower(model)
+        self._tower, self._compiled = ImageTower(model, medium, compiled), compiled
+
+    @property
+    def num_recompiles(self) -> int:
+        """Graphs that the compiled tower compiled while serving: none, ever."""
+        return 0 if self._compiled is None else self._compiled.num_recompiles
 
     def prepare(self, prompt: Any) -> ImagePrompt:
         """Process and check a prompt.
@@ -68,14 +84,14 @@ class ImageReader:
         """
         if isinstance(prompt, ImagePrompt):
             return prompt
-        inputs = process(prompt, self._processor)
+        inputs = process(prompt, self._processor, self._medium)
         ids = read_prompt(
             {name: inputs[name] for name in ("input_ids", "attention_mask") if name in inputs},
             None,
             self._geometry,
         )
-        given = {name: value for name, value in inputs.items() if is_image_input(name)}
-        return ImagePrompt(ids=ids, inputs=inputs, images=split_images(given))
+        given = {name: value for name, value in inputs.items() if belongs(name, self._medium)}
+        return ImagePrompt(ids=ids, inputs=inputs, images=split_images(given, self._medium))
 
     def encode(self, prompts: Sequence[ImagePrompt]) -> None:
         """Encode the images of several prompts together; those that cannot be are left to `read`,
@@ -119,15 +135,16 @@ class ImageReader:
         width = self._geometry.embeds_width
         if bad := next((one for one in rows if one.shape[-1] != width), None):
             raise InvalidRequest(
-                f"{self._name}: an image has rows of width {bad.shape[-1]}: expected {width}, the "
+                f"{self._name} makes rows of width {bad.shape[-1]}: expected {width}, the "
                 "target's; the checkpoint's projector belongs to another model"
             )
         if num_rows != num_places:
-            images = "image has" if len(rows) == 1 else "images have"
+            one = self._medium.one
+            images = f"{one} has" if len(rows) == 1 else f"{one}s have"
             raise InvalidRequest(
                 f"the prompt's {len(rows)} {images} {num_rows} rows and it has {num_places} "
                 f"placeholders (id {self._placeholder}): expected one for each row; name every "
-                "image once in the prompt, and let the model's processor write the placeholders"
+                f"{one} once in the prompt, and let the model's processor write the placeholders"
             )
 
     def _ahead(self, prompt: ImagePrompt) -> tuple[int, ...]:

@@ -12,7 +12,7 @@ from compilespec.runtime.chat import chat_error, encode_chat, is_chat, is_chat_p
 from compilespec.runtime.detokenize import Tokenizer
 from compilespec.runtime.embeds_prompt import EmbedsPrompt, placeholder_ids
 from compilespec.runtime.executor import Geometry
-from compilespec.runtime.image_inputs import has_images
+from compilespec.runtime.image_inputs import has_media
 from compilespec.runtime.sampling_params import SamplingParams
 
 
@@ -22,7 +22,7 @@ def as_prompt_list(prompts: Any) -> tuple[list[Any], bool]:
     Returns: the prompts, and whether it was a single one.  An empty sequence is no prompt at all.
     Raises: InvalidRequest.
     """
-    if is_chat_prompt(prompts) or isinstance(prompts, EmbedsPrompt) or has_images(prompts):
+    if is_chat_prompt(prompts) or isinstance(prompts, EmbedsPrompt) or has_media(prompts):
         return [prompts], True
     if isinstance(prompts, Mapping):
         rows = _tokenized_rows(prompts)

@@ -21,7 +21,7 @@ from compilespec.runtime.executor import Geometry, PrefillChunk
 from compilespec.runtime.given_rows import write_rows
 from compilespec.runtime.host_writes import HostWrites
 from compilespec.runtime.launched import Launched
-from compilespec.runtime.packing import pack_chunks
+from compilespec.runtime.packing import BESIDE_IDS, pack_chunks
 from compilespec.runtime.past_texts import BUFFER, PastTexts
 from compilespec.runtime.prefix_cache import TOKENS_BY_POSITION
 from compilespec.runtime.prompt_logprobs import PromptLogprobs
@@ -71,6 +71,8 @@ class StepRunner:
         self._host = HostWrites(self.buffers, config.device)
         self._past_texts = PastTexts(self._host) if BUFFER in self.buffers else None
         self.weights = bind_weights(program, lowered.graphs)
+        inputs = {spec.name for spec in lowered.graphs["prefill"].inputs}
+        self._beside_ids = tuple(name for name in BESIDE_IDS if name in inputs)
         self._graphs = graphs or GraphOptions(mode="none")
         self._graph_recorder = make_recorder(self._graphs, config.device)
         sizes = choose_buckets(
@@ -137,7 +139,7 @@ class StepRunner:
 
     def launch_prefill(self, chunks: Sequence[PrefillChunk]) -> Launched:
         self._host.send()
-        packed = pack_chunks(chunks)
+        packed = pack_chunks(chunks, self._beside_ids)
         if "embeds_PD" in self.buffers:
             self._write_given(chunks)
         emitted, counts, *hidden = self.calls["prefill"](packed)

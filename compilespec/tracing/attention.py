@@ -13,7 +13,7 @@ from torch import Tensor, fx, nn
 import compilespec.ops  # noqa: F401  (registers the operators)
 from compilespec.errors import UnsupportedModel
 from compilespec.program import module_path
-from compilespec.tracing.images import takes_images
+from compilespec.tracing.media import medium_of
 from compilespec.tracing.naming import source_line
 from compilespec.tracing.quiet import quiet_import
 from compilespec.tracing.recurrence import marked_recurrence
@@ -102,7 +102,7 @@ def _refuse_other_inputs(model: Any) -> None:
             f"{name} is an encoder-decoder; expected a causal language model (decoder only), such "
             "as AutoModelForCausalLM loads"
         )
-    if takes_images(model):
+    if medium_of(model) is not None:
         return
     taken = [p for p in inspect.signature(model.forward).parameters if p.startswith(_OTHER_INPUTS)]
     if taken:

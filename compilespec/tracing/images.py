@@ -1,4 +1,4 @@
-"""What a model of images and text is asked for: placeholders, image features, positions, masks."""
+"""What a model of images or sound is asked for: their rows, positions, masks."""
 
 from __future__ import annotations
 
@@ -10,25 +10,41 @@ import torch
 from torch import Tensor, nn
 
 from compilespec.errors import NotSupported, UnsupportedModel
+from compilespec.tracing.media import Medium, medium_of
 
 
-def takes_images(model: nn.Module) -> bool:
-    """Whether images of a prompt become rows in the place of a token of its own (LLaVA and most
-    others), by transformers' `get_image_features`.
+def media_rows(model: nn.Module, medium: Medium, inputs: Mapping[str, Tensor]) -> list[Tensor]:
+    """The rows that the model's tower makes of images or sounds, [n, D] each; of several at once
+    all, where the tower does not tell whose they are.
+
+    Args:
+        inputs: arguments of its function that makes features.
+    Raises: NotSupported where it gives more than rows among the embeddings, and what it raises.
     """
-    return hasattr(model, "get_image_features") and image_token_id(model) is not None
+    output = getattr(model, medium.features)(**inputs, return_dict=True)
+    if getattr(output, "deepstack_features", None) is not None:
+        raise NotSupported(
+            f"{type(model).__name__} adds features of images to several of its layers: expected "
+            "rows among the embeddings alone; give text alone, or another model"
+        )
+    rows = getattr(output, "pooler_output", output)
+    is_one = isinstance(rows, Tensor) and rows.dim() == 2
+    return [one.reshape(-1, one.shape[-1]) for one in ([rows] if is_one else rows)]
 
 
-def image_token_id(model: nn.Module) -> int | None:
-    """The id that stands where an image's rows go."""
-    config: Any = getattr(model, "config", None)
-    token = getattr(config, "image_token_id", None)
-    return token if isinstance(token, int) else None
+def image_shape(model: nn.Module) -> tuple[int, int, int] | None:
+    """(channels, height, width) of an image where its tower takes one size (CLIP, SigLIP)."""
+    vision: Any = getattr(getattr(model, "config", None), "vision_config", None)
+    size = getattr(vision, "image_size", None)
+    if size is None:
+        return None
+    height, width = (size, size) if isinstance(size, int) else size
+    return int(getattr(vision, "num_channels", 3)), int(height), int(width)
 
 
 def tower_paths(model: nn.Module) -> frozenset[str]:
-    """The modules that make rows of images: all beside the language model and its head."""
-    if not takes_images(model):
+    """The modules that make rows: all beside the language model and its head."""
+    if medium_of(model) is None:
         return frozenset()
     any_model = cast(Any, model)
     own = {id(module) for module in any_model.get_decoder().modules()}
@@ -40,8 +56,8 @@ def rope_module(model: nn.Module) -> Any:
     """The module that says which rotary positions the tokens of a prompt with images have, three
     each (Qwen2-VL and its kin: time, height and width); None where those are the tokens' own.
     """
-    has_images = takes_images(model)
-    return next((m for m in model.modules() if has_images and hasattr(m, "get_rope_index")), None)
+    has_rows = medium_of(model) is not None
+    return next((m for m in model.modules() if has_rows and hasattr(m, "get_rope_index")), None)
 
 
 def has_own_masks(model: nn.Module) -> bool:

@@ -28,7 +28,7 @@ from compilespec.tracing.checkpoint_files import (
 )
 from compilespec.tracing.generation_defaults import GenerationDefaults, read_generation_defaults
 from compilespec.tracing.gguf_file import load_gguf
-from compilespec.tracing.images import takes_images
+from compilespec.tracing.media import SOUND, medium_of
 from compilespec.tracing.placement import read_device, read_dtype
 from compilespec.tracing.places import EXPECTED, ModelPlace, find_model
 from compilespec.tracing.processors import is_processor, load_processor
@@ -102,8 +102,9 @@ def load_target(
         place = find_model(model)
         model = _load_place(place, wanted)
         tokenizer = tokenizer if tokenizer is not None else _load_tokenizer(place)
-    if processor is None and place is not None and takes_images(model):
-        processor = load_processor(place.directory)
+    medium = medium_of(model)
+    if processor is None and place is not None and medium is not None:
+        processor = load_processor(place.directory, medium)
     if wanted is not None or device is not None:
         model = model.to(dtype=wanted, device=device)
     if place is not None:
@@ -168,25 +169,30 @@ def _set_experts(model: Any) -> None:
 
 
 def auto_class(directory: Path, config: Any) -> Any:
-    """What loads this config: as text alone where transformers has that, else with images.
+    """What loads this config: as text alone where transformers has that, else with more.
 
     Raises: UnsupportedModel, before weights are read.
     """
     from transformers import (
         MODEL_FOR_CAUSAL_LM_MAPPING,
         MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+        MODEL_FOR_MULTIMODAL_LM_MAPPING,
         AutoModelForCausalLM,
         AutoModelForImageTextToText,
+        AutoModelForMultimodalLM,
     )
 
     if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
         return AutoModelForCausalLM
     if type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and not config.is_encoder_decoder:
         return AutoModelForImageTextToText
+    sounds = MODEL_FOR_MULTIMODAL_LM_MAPPING.get(type(config), None)
+    if hasattr(sounds, SOUND.features) and not config.is_encoder_decoder:
+        return AutoModelForMultimodalLM
     cure = (
         "give a decoder-only model"
         if config.is_encoder_decoder or config.get_text_config() is config
-        else "sound and videos cannot be given: load it and give its language model"
+        else "its sound or videos cannot be given: load it and give its language model"
     )
     raise UnsupportedModel(
         f"{directory} holds a {config.model_type!r} model; expected a causal language model, "

@@ -7,17 +7,19 @@ from typing import Any
 
 from compilespec.errors import ModelNotFound
 from compilespec.tracing.checkpoint_files import reason
+from compilespec.tracing.media import IMAGES, Medium
 from compilespec.tracing.quiet import quiet_import
 
 FILES = ("preprocessor_config.json", "processor_config.json")
 
 
 def is_processor(tokenizer: Any) -> bool:
-    """Whether it reads images, beside text with a tokenizer of its own."""
-    return hasattr(tokenizer, "image_processor") and hasattr(tokenizer, "tokenizer")
+    """Whether it reads images or sound, beside text with a tokenizer of its own."""
+    reads = any(hasattr(tokenizer, name) for name in ("image_processor", "feature_extractor"))
+    return reads and hasattr(tokenizer, "tokenizer")
 
 
-def load_processor(directory: Path) -> Any:
+def load_processor(directory: Path, medium: Medium) -> Any:
     """transformers' processor of a checkpoint; None where it has none, or Pillow is missing.
 
     Raises: ModelNotFound (a damaged file).
@@ -27,7 +29,7 @@ def load_processor(directory: Path) -> Any:
     with quiet_import():
         from transformers import AutoProcessor
         from transformers.utils import is_vision_available
-    if not is_vision_available():
+    if medium is IMAGES and not is_vision_available():
         return None
     try:
         processor = AutoProcessor.from_pretrained(directory, local_files_only=True)

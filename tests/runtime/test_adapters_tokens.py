@@ -5,17 +5,24 @@ float64 on the interpreted graphs, tokens equal; one case on Inductor, by the ma
 
 from __future__ import annotations
 
+import contextlib
 import functools
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import compilespec
 from compilespec import SamplingParams
-from compilespec.errors import InvalidOption, NotSupported
+from compilespec.errors import InvalidOption, InvalidRequest, NotSupported
+from compilespec.quantization import quantize_target, read_quantize
+from compilespec.tracing.adapter_files import LowRank, read_adapter
+from compilespec.tracing.load import load_target
 from tests.support.adapters import EVERYWHERE, merged_by_hand, write_adapter
 from tests.support.drafters import METHODS, traced_info
+from tests.support.margin import LOGIT_BOUND, shortfall
 from tests.support.models import tiny_target
 
 NAMES = (None, "all", "few", "down", "rs", "few")
@@ -111,6 +118,84 @@ def load_and_drop(engine, adapters):
 
 
 @pytest.mark.slow
+def test_a_batch_of_four_adapters_is_four_engines(adapters):
+    """Each of the four has one adapter, merged, and one request."""
+    names = [name for name in adapters for _ in range(2)]
+    prompts = [*PROMPTS, [9, 9, 1], [17]]
+    with compiled(adapters, "eagle3", 3) as engine:
+        together = engine.generate(prompts, [params(name) for name in names])
+    for name, directory in adapters.items():
+        own = [place for place, other in enumerate(names) if other == name]
+        with compiled(directory, "eagle3", 3) as engine:
+            alone = engine.generate([prompts[place] for place in own], params(None))
+        assert [one.token_ids for one in alone] == [together[place].token_ids for place in own]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "tree",
+    [
+        compilespec.DraftTree(choices=[(0,), (1,), (0, 0), (0, 1), (0, 0, 0)]),
+        compilespec.DraftTree(top_k=3, depth=3, num_nodes=7),
+    ],
+    ids=["static", "dynamic"],
+)
+@pytest.mark.parametrize("spec", ["eagle3", "draft_model"])
+def test_trees_beside_adapters(adapters, spec, tree):
+    with compiled(adapters, spec, None, draft_tree=tree, max_prefill_tokens=12) as engine:
+        outputs = engine.generate([*PROMPTS], [params(name) for name in NAMES])
+        engine.load_adapter("all", adapters["down"])
+        (swapped,) = engine.generate([PROMPTS[0]], params("all"))
+        assert engine.stats().num_recompiles == 0
+    for output, name, prompt in zip(outputs, NAMES, PROMPTS, strict=True):
+        assert output.token_ids == own_tokens(adapters.get(name), prompt), name
+    assert swapped.token_ids == own_tokens(adapters["down"], PROMPTS[0])
+
+
+@pytest.mark.slow
+def test_adapters_beside_a_quantized_base(adapters):
+    """The model has products of 8 bits, too, and a hook beside each adds what an adapter does."""
+    pytest.importorskip("torchao")
+    narrow, quantize = model(torch.float32), "int8_weight_only"
+    base = quantize_target(load_target(narrow), read_quantize(quantize, "quantize")).model
+    options = {"backend": "eager", "max_seq_len": 64, "max_batch_size": 5, "quantize": quantize}
+    with compilespec.compile(
+        narrow, "ngram", num_draft_tokens=3, adapters=adapters, **options
+    ) as engine:
+        outputs = engine.generate([*PROMPTS], [params(name) for name in NAMES])
+        engine.load_adapter("all", adapters["few"])
+        (swapped,) = engine.generate([PROMPTS[0]], params("all"))
+    for output, name, prompt in zip(outputs, NAMES, PROMPTS, strict=True):
+        with added(base, adapters.get(name)):
+            assert shortfall(base, prompt, output.token_ids) < LOGIT_BOUND
+    with added(base, adapters["few"]):
+        assert shortfall(base, PROMPTS[0], swapped.token_ids) < LOGIT_BOUND
+    assert shortfall(base, PROMPTS[0], swapped.token_ids) > 100 * LOGIT_BOUND  # without it
+
+
+@contextlib.contextmanager
+def added(base: torch.nn.Module, directory: Path | None) -> Iterator[None]:
+    """Within, the products of a model have x A^T B^T added."""
+
+    def hook(part: LowRank) -> Any:
+        def add(module: torch.nn.Module, args: Any, product: torch.Tensor) -> torch.Tensor:
+            (x,) = args
+            return product + x @ part.down.to(x.dtype).T @ part.up.to(x.dtype).T
+
+        return add
+
+    parts = {} if directory is None else read_adapter(directory).modules
+    handles = [
+        base.get_submodule(path).register_forward_hook(hook(part)) for path, part in parts.items()
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@pytest.mark.slow
 def test_adapters_on_inductor(adapters, inductor_cache_dir):
     narrow = model(torch.float32)
     with compilespec.compile(
@@ -119,7 +204,15 @@ def test_adapters_on_inductor(adapters, inductor_cache_dir):
         outputs = engine.generate([*PROMPTS], [params(name) for name in NAMES])
         for output, name, prompt in zip(outputs, NAMES, PROMPTS, strict=True):
             assert_near_tie_at_most(output.token_ids, adapters.get(name), prompt)
+        engine.drop_adapter("few")
+        engine.load_adapter("new", adapters["rs"])
         engine.load_adapter("all", adapters["down"])
+        prompt = PROMPTS[2]
+        for name, own in (("new", "rs"), ("all", "down"), ("rs", "rs"), (None, None)):
+            (output,) = engine.generate([prompt], params(name))
+            assert_near_tie_at_most(output.token_ids, adapters.get(own), prompt)
+        with pytest.raises(InvalidRequest, match="no adapter 'few' is loaded"):
+            engine.generate(prompt, params("few"))
         assert engine.stats().num_recompiles == 0
         assert compilespec.verify(engine).ok
 

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from compilespec.errors import InvalidRequest, MissingDependency, NotSupported
-from compilespec.runtime.image_inputs import has_images, open_image, process
+from compilespec.runtime.image_inputs import has_media, open_image, process
 from compilespec.runtime.image_prompts import ImageReader
 from compilespec.tracing.load import load_target
+from compilespec.tracing.media import IMAGES
 from compilespec.tracing.processors import is_processor
 from tests.support.fake_executor import geometry
 from tests.support.images import IMAGE, tiny_images_target
@@ -64,7 +65,7 @@ def text(words: str) -> dict[str, str]:
 
 
 def reader(processor: Any = None) -> ImageReader:
-    return ImageReader(model(), processor, geometry(embeds_width=48, vocab_size=97))
+    return ImageReader(model(), IMAGES, processor, geometry(embeds_width=48, vocab_size=97))
 
 
 def test_text_and_messages_give_the_same_prompt():
@@ -103,13 +104,13 @@ def test_text_and_messages_give_the_same_prompt():
         ({**said({"type": "image"}), "audio": 1}, "'audio' beside messages"),
         (said({"type": "image"}), "an image is None"),
         (said({"type": "image_url", "image_url": {"url": "http://a"}}), "an image is 'http://a'"),
-        (said({"type": "image", "image": picture(1)}, {"type": "video"}), "sound and videos"),
+        (said({"type": "image", "image": picture(1)}, {"type": "video"}), "text or an image"),
         (said({"type": "image", "image": picture(1)}, text("*")), "9 rows and it has 18"),
     ],
     ids=range(15),
 )  # fmt: skip
 def test_bad_prompts_are_refused_in_one_line(prompt, says):
-    assert has_images(prompt)
+    assert has_media(prompt)
     with pytest.raises((InvalidRequest, NotSupported), match=says) as caught:
         reader(ToyProcessor()).read(prompt)
     assert "\n" not in str(caught.value)
@@ -121,7 +122,7 @@ def test_bad_prompts_are_refused_in_one_line(prompt, says):
     ids=range(6),
 )  # fmt: skip
 def test_prompts_without_images_are_read_as_ever(prompt):
-    assert not has_images(prompt)
+    assert not has_media(prompt)
 
 
 def test_a_processor_is_given_in_the_place_of_a_tokenizer():
@@ -168,7 +169,9 @@ def test_transformers_own_processor(tmp_path):
     tiny_images_target("llava").float().save_pretrained(tmp_path)
     target = load_target(tmp_path)
     assert is_processor(target.processor)
-    own = ImageReader(target.model, target.processor, geometry(embeds_width=48, vocab_size=97))
+    own = ImageReader(
+        target.model, IMAGES, target.processor, geometry(embeds_width=48, vocab_size=97)
+    )
     image = pil.new("RGB", (16, 14), (9, 99, 200))
     first = own.read({"prompt": "AB<image>C", "images": [image]})
     second = own.read(said(text("AB"), {"type": "image", "image": image}, text("C")))

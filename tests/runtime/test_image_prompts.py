@@ -24,6 +24,7 @@ from compilespec.runtime.image_prompts import ImageReader
 from compilespec.runtime.request import Request, RequestState
 from compilespec.tracing import images as image_models
 from compilespec.tracing.load import load_target
+from compilespec.tracing.media import IMAGES
 from compilespec.tracing.quantized_weights import is_quantized
 from compilespec.tracing.target import trace_target
 from tests.support.adapters import merged_by_hand, write_adapter
@@ -175,7 +176,10 @@ def test_the_tower_runs_once_an_image_and_many_at_a_time(monkeypatch):
 
 def test_images_without_text_between_are_refused_where_positions_need_it():
     reader = ImageReader(
-        model("qwen2_5_vl"), None, dataclasses.replace(FakeExecutor().geometry, embeds_width=48)
+        model("qwen2_5_vl"),
+        IMAGES,
+        None,
+        dataclasses.replace(FakeExecutor().geometry, embeds_width=48),
     )
     assert reader.read(prompt("qwen2_5_vl", [5], None, [6])).rope.after < 0
     with pytest.raises(InvalidRequest, match=r"get_rope_index refuses .* text between any two"):
@@ -265,12 +269,18 @@ def test_images_beside_adapters(tmp_path):
 
 
 @SLOW
-@pytest.mark.parametrize("family", ["qwen2_5_vl", "gemma3"])
-def test_compiled_by_inductor(family):
+@pytest.mark.parametrize(
+    ("family", "tower"),
+    [("qwen2_5_vl", "eager mode: its inputs have no one"), ("gemma3", "compiled for images of 3")],
+    ids=["qwen2_5_vl", "gemma3"],
+)
+def test_compiled_by_inductor(family, tower, inductor_cache_dir):
     prompts = [prompt(family, [5, 6], None, [7, 8], None, [9]), TEXT]
     with compiled(family, "ngram", 3, backend="inductor", max_prefill_tokens=13) as engine:
+        assert engine.plan()["tower"].startswith(tower)
         outputs = engine.generate(prompts, PARAMS)
         assert [one.token_ids for one in outputs] == [own_tokens(family, one) for one in prompts]
+        assert engine.stats().num_recompiles == 0
 
 
 @SLOW
@@ -307,7 +317,7 @@ def test_offsets_are_an_argument_where_they_are_asked_for():
 def test_a_text_model_takes_no_images():
     with engine_over(FakeExecutor()) as engine:
         for given in (prompt("llava", None), {"prompt": "a", "images": [1]}):
-            with pytest.raises(InvalidRequest, match="the prompt has images and the model takes"):
+            with pytest.raises(InvalidRequest, match="images or sound and the model takes none"):
                 engine.generate(given)
 
 
@@ -346,5 +356,5 @@ def test_towers_stay_as_they_are_where_the_model_is_quantized():
 
 
 def test_placeholders_are_known():
-    assert {image_models.image_token_id(model(family)) for family in FAMILIES} == {IMAGE}
+    assert {IMAGES.token_id(model(family)) for family in FAMILIES} == {IMAGE}
     assert VIDEO != IMAGE

@@ -77,7 +77,7 @@ def test_sums_are_rounded_once(tmp_path):
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # of peft's calls of transformers
 @pytest.mark.parametrize("family", ["llama", "qwen2", "gpt2"])
 def test_peft_merges_to_the_same_weights(tmp_path, family):
-    peft = pytest.importorskip("peft", reason="peft is not installed: pip install peft")
+    peft = pytest.importorskip("peft", reason="peft is not installed: make test-peft")
     model = tiny_target(family, num_layers=2)
     names = ["c_attn", "c_fc"] if family == "gpt2" else ["q_proj", "up_proj"]
     config = peft.LoraConfig(
