@@ -161,7 +161,7 @@ class Admission:
         if self._images is None:
             raise InvalidRequest(
                 "the prompt has images or sound and the model takes none: give text, or compile a "
-                "model of both (such as AutoModelForImageTextToText loads), without "
+                "model that takes them (such as AutoModelForImageTextToText loads), without "
                 "tensor_parallel_size="
             )
         return self._images

@@ -219,7 +219,19 @@ BAD: dict[str, tuple[str, Any, int, str]] = {
         CHAT,
         {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
         400,
-        "images",
+        "images or sound and the model takes none",
+    ),
+    "sound": (
+        CHAT,
+        {"messages": [{"role": "user", "content": [{"type": "audio", "audio": [0.5]}]}]},
+        400,
+        "images or sound and the model takes none",
+    ),
+    "encoded sound": (
+        CHAT,
+        {"messages": [{"role": "user", "content": [{"type": "input_audio"}]}]},
+        400,
+        "input_audio and videos are not taken",
     ),
     "format": (CHAT, {"messages": HELLO, "response_format": {"type": "xml"}}, 400, "json_schema"),
     "schema": (
