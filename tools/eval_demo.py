@@ -2,35 +2,38 @@
 
     python -m tools.eval_demo compilespec/demo/checkpoint --json results.json
 
-Everything runs in float32 from the exported files.  Acceptance is that of plain chain drafting.
+Everything runs in float32 from the exported files, and is drafted by the engine.  At temperature 1
+drafts are judged by rejection.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
 from rich.table import Table
-from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from torch import Tensor
+from torch.nn import functional as F
 
-from tools.demo.acceptance import Scores, acceptance_length, ngram_scores
+import compilespec
+from compilespec import SamplingParams
+from compilespec.runtime.outputs import GenerationOutput
+from compilespec.tracing.load import load_target
+from compilespec.training.measure import mean_length
 from tools.demo.card import model_card
 from tools.demo.corpus import encode_stream, load_corpus, tokenizer_hash
-from tools.demo.eagle import Eagle3Head, features, score
-from tools.demo.generated import held_out_prompts
-from tools.demo.model import Layer, LeanLlama, Shape, generate
-from tools.demo.target import held_out_loss
+from tools.demo.drafters import held_out_prompts
 
 CACHE = Path.home() / ".cache" / "compilespec-demo"
 PROMPT, NEW = 64, 192
 KINDS = (("greedy", 0.0), ("temperature 1", 1.0))
-DEPTHS = (3, 5)
+METHODS = (("eagle3", 3), ("eagle3", 5), ("ngram", 3), ("ngram", 5), ("mtp", 3), ("draft_model", 3))
 
 
 def main() -> None:
@@ -38,11 +41,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("checkpoint", type=Path, help="target folder; the head is in eagle3/")
+    parser.add_argument("checkpoint", type=Path, help="target folder; drafters lie below it")
     parser.add_argument("--prompts", type=int, default=96, help="held-out prompts")
     parser.add_argument("--card", type=Path, help="write the model card here")
     parser.add_argument("--logs", type=Path, default=CACHE, help="training logs, for the card")
-    parser.add_argument("--check", type=int, default=0, help="prompts to decode literally as well")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--threads", type=int, default=2)
     args = parser.parse_args()
@@ -51,116 +53,87 @@ def main() -> None:
     tokenizer = Tokenizer.from_file(str(args.checkpoint / "tokenizer.json"))
     corpus = load_corpus(with_packages=False)
     splits = {"held_out": encode_stream(tokenizer, corpus.held_out)}
-    target = load_llama(args.checkpoint)
-    head = load_eagle3(args.checkpoint / "eagle3")
-    result = evaluate(target, head, splits, tokenizer, prompts=args.prompts)
-    if args.check:
-        result["literal"] = literal_lengths(target, head, splits, prompts=args.check)
+    result = evaluate(args.checkpoint, splits, tokenizer, num_prompts=args.prompts)
     show(result)
     if args.card:
         hashes = load_corpus().hashes() | {"tokenizer": tokenizer_hash(tokenizer)}
-        samples = completions(target, splits, tokenizer)
+        samples = completions(args.checkpoint, splits, tokenizer)
         args.card.write_text(model_card(result, hashes, args.logs, samples, args.checkpoint))
     if args.json:
         args.json.write_text(json.dumps(result, indent=2) + "\n")
 
 
 def evaluate(
-    target: LeanLlama, head: Eagle3Head, splits: dict[str, Tensor], tokenizer: Tokenizer, *,
-    prompts: int,
+    folder: Path, splits: dict[str, Tensor], tokenizer: Tokenizer, *, num_prompts: int,
+    num_new: int = NEW, methods: Sequence[tuple[str, int]] = METHODS, backend: str = "inductor",
 ) -> dict[str, Any]:  # fmt: skip
-    """Return losses, acceptance lengths by method, temperature and K, and the share of loops."""
-    starts = held_out_prompts(splits, prompts, PROMPT)
+    """Losses, acceptance lengths by method, temperature and K, and the share of loops."""
+    prompts = held_out_prompts(splits, num_prompts, PROMPT).tolist()
     result: dict[str, Any] = {
-        "held_out_loss": {
-            length: held_out_loss(target, splits, length=length)["loss"] for length in (256, 1024)
-        },
+        "held_out_loss": {length: held_out_loss(folder, splits, length) for length in (256, 1024)},
         "held_out_tokens": splits["held_out"].numel(),
-        "prompts": prompts, "prompt_tokens": PROMPT, "new_tokens": NEW,
+        "prompts": num_prompts, "prompt_tokens": PROMPT, "new_tokens": num_new,
         "acceptance_length": {}, "accepted_by_position": {}, "loops": {},
     }  # fmt: skip
-    depth = max(DEPTHS)
-    for kind, temperature in KINDS:
-        ids = generate(target, starts, NEW, temperature=temperature, seed=0)
-        by_method: dict[str, Scores] = {
-            "eagle3": score(head, target, ids, depth), "n-gram": ngram_scores(ids, depth),
-        }  # fmt: skip
-        for method, scores in by_method.items():
-            greedy = temperature == 0
-            for k in DEPTHS:
+    for method, k in methods:
+        if (folder / method).is_dir() or method == "ngram":
+            found = decode(folder, prompts, num_new, method, k, backend=backend)
+            for kind, outputs in found.items():
                 name = f"{method}, {kind}, K={k}"
-                length = acceptance_length(scores, PROMPT, k, greedy=greedy)
-                result["acceptance_length"][name] = round(length, 3)
-            rate = scores.top.float() if greedy else scores.ratio.clamp(max=1)
-            rates = rate[:, PROMPT - 1 :].cumprod(-1).mean((0, 1))
-            result["accepted_by_position"][f"{method}, {kind}"] = [
-                round(r, 3) for r in rates.tolist()
-            ]
-        texts = [tokenizer.decode(row[PROMPT:]) for row in ids.tolist()]
+                result["acceptance_length"][name] = round(mean_length(outputs), 3)
+                result["accepted_by_position"][name] = accepted_by_position(outputs, k)
+    for kind, outputs in decode(folder, prompts, num_new, backend=backend).items():
+        texts = [tokenizer.decode(output.token_ids) for output in outputs]
         for name, looped in (("in a row", repeats_a_line), ("in all", has_a_line_thrice)):
             share = sum(looped(text) for text in texts) / len(texts)
             result["loops"][f"{kind}, {name}"] = round(share, 3)
     return result
 
 
-def literal_lengths(
-    target: LeanLlama, head: Eagle3Head, splits: dict[str, Tensor], *, prompts: int
-) -> dict[str, float]:
-    """Decode by the textbook procedure, token by token and uncached, as a check of `evaluate`."""
-    starts = held_out_prompts(splits, prompts, PROMPT)
-    rng = torch.Generator().manual_seed(0)
-    lengths = {}
-    for kind, temperature in KINDS:
-        for k in DEPTHS:
-            emitted = steps = 0
-            for row in starts.tolist():
-                ids = row
-                logits = features(target, torch.tensor([ids]))[1]
-                ids = [*ids, pick(logits[0, -1], temperature, rng)]
-                while len(ids) < PROMPT + NEW:
-                    new = literal_step(target, head, ids, k, temperature, rng)
-                    ids += new
-                    emitted, steps = emitted + len(new), steps + 1
-            lengths[f"eagle3, {kind}, K={k}"] = round(emitted / steps, 3)
-    return lengths
+def decode(
+    folder: Path, prompts: list[list[int]], num_new: int, method: str = "none", k: int = 0, *,
+    seed: int = 0, backend: str = "inductor",
+) -> dict[str, list[GenerationOutput]]:  # fmt: skip
+    """What the engine writes after every prompt, by kind; end tokens do not stop it."""
+    given: dict[str, Any] = {}
+    if method != "none":
+        given = {"num_draft_tokens": k, "acceptance": "rejection"}
+        if method != "ngram":
+            given["draft"] = str(folder / method)
+    with compilespec.compile(
+        str(folder), method, dtype="float32", max_batch_size=8, max_seq_len=PROMPT + num_new,
+        backend=backend, **given,
+    ) as engine:  # fmt: skip
+
+        def params(heat: float, seed: int) -> SamplingParams:
+            return SamplingParams(
+                max_new_tokens=num_new, temperature=heat, seed=seed, ignore_eos=True
+            )
+
+        return {
+            kind: engine.generate(prompts, [params(heat, seed + i) for i in range(len(prompts))])
+            for kind, heat in KINDS
+        }
 
 
-def literal_step(
-    target: LeanLlama, head: Eagle3Head, ids: list[int], k: int, temperature: float,
-    rng: torch.Generator,
-) -> list[int]:  # fmt: skip
-    """Draft k tokens after `ids`, verify them, return the emitted ones."""
-    known = torch.tensor([ids])
-    aux, _ = features(target, known)
-    chain, drafts = known, []
-    for j in range(k):
-        hidden = head.unroll(aux[:, :-1], target.embed, chain, j + 1)[j][:, -1]
-        full = torch.full((target.shape.vocab_size,), float("-inf"))
-        full[head.draft_ids] = head.logits(hidden)[0]
-        token = pick(full, temperature, rng)
-        drafts.append((token, torch.softmax(full, -1)))
-        chain = torch.cat([chain, torch.tensor([[token]])], 1)
-    logits = features(target, chain)[1][0, len(ids) - 1 :]
-    emitted: list[int] = []
-    for j, (token, q) in enumerate(drafts):
-        if temperature == 0:
-            kept, other = token == int(logits[j].argmax()), int(logits[j].argmax())
-        else:
-            p = torch.softmax(logits[j], -1)
-            kept = bool(torch.rand((), generator=rng) < p[token] / q[token])
-            rest = (p - q).clamp(min=0)
-            other = token if kept else int(torch.multinomial(rest, 1, generator=rng))
-        emitted.append(token if kept else other)
-        if not kept:
-            return emitted
-    return [*emitted, pick(logits[k], temperature, rng)]
+def accepted_by_position(outputs: Sequence[GenerationOutput], k: int) -> list[float]:
+    """The part of the verify steps that accepted their first 1, 2, ... K drafts."""
+    steps = [count for output in outputs for count in output.emitted_per_step]
+    return [round(sum(count > j for count in steps) / len(steps), 3) for j in range(1, k + 1)]
 
 
-def pick(logits: Tensor, temperature: float, rng: torch.Generator) -> int:
-    """Return the argmax, or a sample."""
-    if temperature == 0:
-        return int(logits.argmax())
-    return int(torch.multinomial(torch.softmax(logits / temperature, -1), 1, generator=rng))
+@torch.no_grad()
+def held_out_loss(folder: Path, splits: dict[str, Tensor], length: int) -> float:
+    """Nats per token over evenly spaced windows of the held-out text."""
+    model: Any = load_target(str(folder), dtype="float32").model
+    stream = splits["held_out"].long()
+    starts = range(0, stream.numel() - length - 1, length)
+    losses = []
+    for start in starts:
+        ids = stream[None, start : start + length + 1]
+        logits = model(input_ids=ids[:, :-1], use_cache=False).logits
+        losses.append(float(F.cross_entropy(logits[0], ids[0, 1:])))
+    return sum(losses) / len(losses)
 
 
 def repeats_a_line(text: str) -> bool:
@@ -175,15 +148,14 @@ def has_a_line_thrice(text: str) -> bool:
     return any(lines.count(line) >= 3 for line in lines)
 
 
-def completions(target: LeanLlama, splits: dict[str, Tensor], tokenizer: Tokenizer) -> str:
+def completions(folder: Path, splits: dict[str, Tensor], tokenizer: Tokenizer) -> str:
     """Return 20 completions of held-out prompts as Markdown, ten greedy, ten at temperature 1."""
     parts: list[str] = []
-    starts = held_out_prompts(splits, 20, PROMPT)
-    for i, (kind, temperature) in enumerate(KINDS):
-        rows = generate(target, starts[i::2], 96, temperature=temperature, seed=1)
-        for row in rows.tolist():
-            prompt = tokenizer.decode(row[:PROMPT], skip_special_tokens=False)
-            new = tokenizer.decode(row[PROMPT:], skip_special_tokens=False)
+    prompts = held_out_prompts(splits, 20, PROMPT).tolist()
+    for number, (kind, outputs) in enumerate(decode(folder, prompts, 96, seed=1).items()):
+        for ids, output in list(zip(prompts, outputs, strict=True))[number::2]:
+            prompt = tokenizer.decode(ids, skip_special_tokens=False)
+            new = tokenizer.decode(output.token_ids, skip_special_tokens=False)
             parts.append(f"### {len(parts) + 1}, {kind}\n\n````text\n{prompt}⟦{new}⟧\n````\n")
     return "\n".join(parts)
 
@@ -196,58 +168,11 @@ def show(result: dict[str, Any]) -> None:
     table = Table("method", "temperature", "K", "acceptance length", "accepted by position")
     for name, length in result["acceptance_length"].items():
         method, kind, k = name.split(", ")
-        rates = " ".join(f"{r:.2f}" for r in result["accepted_by_position"][f"{method}, {kind}"])
+        rates = " ".join(f"{r:.2f}" for r in result["accepted_by_position"][name])
         table.add_row(method, kind, k[2:], f"{length:.2f}", rates)
     console.print(table)
     for name, share in result["loops"].items():
         console.print(f"outputs that repeat a line three times, {name}: {share}")
-    if "literal" in result:
-        console.print("literal decoding:", result["literal"])
-
-
-def load_llama(folder: Path) -> LeanLlama:
-    """Read an exported target (or draft model) in float32."""
-    model = LeanLlama(read_shape(folder))
-    tensors = load_file(folder / "model.safetensors")
-    model.embed.data = tensors["model.embed_tokens.weight"].float()
-    model.norm.data = tensors["model.norm.weight"].float()
-    for i, layer in enumerate(model.layers):
-        assert isinstance(layer, Layer)
-        read_layer(layer, tensors, f"model.layers.{i}")
-    return model.requires_grad_(False)
-
-
-def load_eagle3(folder: Path) -> Eagle3Head:
-    """Read an exported head in float32."""
-    tensors = load_file(folder / "model.safetensors")
-    head = Eagle3Head(
-        read_shape(folder), tensors["d2t"] + torch.arange(tensors["d2t"].numel())
-    )  # fmt: skip
-    for name in ("fc", "norm", "lm_head"):
-        getattr(head, name).data = tensors[f"{name}.weight"].float()
-    head.hidden_norm.data = tensors["midlayer.hidden_norm.weight"].float()
-    read_layer(head.layer, tensors, "midlayer")
-    return head.requires_grad_(False)
-
-
-def read_layer(layer: Layer, tensors: dict[str, Tensor], prefix: str) -> None:
-    """Fill a layer from its public names."""
-
-    def joined(*names: str) -> Tensor:
-        return torch.cat([tensors[f"{prefix}.{name}.weight"].float() for name in names])
-
-    layer.input_norm.data = joined("input_layernorm")
-    layer.post_norm.data = joined("post_attention_layernorm")
-    layer.qkv.data = joined("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-    layer.o.data = joined("self_attn.o_proj")
-    layer.gate_up.data = joined("mlp.gate_proj", "mlp.up_proj")
-    layer.down.data = joined("mlp.down_proj")
-
-
-def read_shape(folder: Path) -> Shape:
-    """Return the sizes in config.json."""
-    config = json.loads((folder / "config.json").read_text())
-    return Shape(**{name: config[name] for name in Shape.__dataclass_fields__})
 
 
 if __name__ == "__main__":

@@ -1,38 +1,35 @@
 """Train the demo pair that ships with the package.
 
     python -m tools.train_demo --part target          # hours on two cores; resumable
-    python -m tools.train_demo --part eagle3          # generates text with the target first
+    python -m tools.train_demo --part text            # what the drafters learn from
+    python -m tools.train_demo --part eagle3          # also mtp, draft_model
     python -m tools.train_demo --part export --out compilespec/demo/checkpoint
 
-Checkpoints and JSONL logs stay in --folder; a part started again resumes.  With --threads above 1
-on a machine shared with other work set OMP_WAIT_POLICY=PASSIVE: threads that spin while a core is
-taken made a step nearly three times slower.
+Checkpoints and logs stay in --folder; a part started again resumes.  With --threads above 1 on a
+machine shared with other work set OMP_WAIT_POLICY=PASSIVE: threads that spin while a core is taken
+made a step nearly three times slower.
 """
 
 from __future__ import annotations
 
 import argparse
+import shutil
 from functools import partial
 from pathlib import Path
 
-from tokenizers import Tokenizer
+import torch
 
-from tools.demo import draft, eagle, mtp, workers
+from compilespec.cli.train_progress import Shown
+from tools.demo import workers
 from tools.demo.corpus import encoded_splits
-from tools.demo.export import export_eagle3, export_llama, export_mtp
-from tools.demo.generated import generate_texts
+from tools.demo.drafters import OPTIONS, options_of, train_drafter, write_text
+from tools.demo.export import export_llama
 from tools.demo.target import load_trained_target, train_target
 
 CACHE = Path.home() / ".cache" / "compilespec-demo"
-PARTS = ("target", "eagle3", "mtp", "draft", "export")
-# Steps and decay steps of the released checkpoints.
-SCHEDULES = {
-    "target": (4000, 800),
-    "eagle3": (642, 500),
-    "mtp": (500, 300),
-    "draft": (700, 200),
-}
-LEARNING_RATES = {"target": 3e-3, "eagle3": 7e-3, "mtp": 7e-3, "draft": 3e-3}
+PARTS = ("target", "text", *OPTIONS, "export")
+# Steps, decay steps and learning rate of the released target.
+TARGET = (4000, 800, 3e-3)
 
 
 def main() -> None:
@@ -43,53 +40,64 @@ def main() -> None:
     parser.add_argument("--part", choices=PARTS, required=True)
     parser.add_argument("--folder", type=Path, default=CACHE, help="checkpoints and logs")
     parser.add_argument("--steps", type=int, help="default: those of the released checkpoints")
-    parser.add_argument("--decay-steps", type=int)
-    parser.add_argument("--stop-at", type=int, help="stop here with a checkpoint, no decay")
-    parser.add_argument("--generated", type=int, default=1024, help="sequences of each kind")
+    parser.add_argument("--decay-steps", type=int, help="of the target")
+    parser.add_argument("--stop-at", type=int, help="stop the target here, without decay")
+    parser.add_argument("--count", type=int, default=4096, help="windows, and texts written")
     parser.add_argument("--out", type=Path, help="where export writes")
-    parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--processes", type=int, default=2, help="of the target's training")
     parser.add_argument("--threads", type=int, default=1, help="threads of each process")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
-    tokenizer, splits, hashes = encoded_splits(CACHE)
-    print(hashes, {name: stream.numel() for name, stream in splits.items()}, flush=True)
-    if args.part == "export":
-        export(args.folder, tokenizer, args.out)
-    else:
+    if args.part == "target":
         workers.start(args.processes, args.threads, partial(train_part, args))
+        export_target(args.folder)
+        return
+    torch.set_num_threads(args.threads)
+    if args.part == "text":
+        _, splits, hashes = encoded_splits(CACHE)
+        print(hashes, flush=True)
+        write_text(
+            target_of(args.folder), splits, args.folder / "text", count=args.count, seed=args.seed
+        )
+    elif args.part == "export":
+        export(args.folder, args.out)
+    else:
+        changes = {"steps": args.steps} if args.steps else {}
+        with Shown(options_of(args.part, seed=args.seed, **changes)) as shown:
+            train_drafter(
+                args.part, target_of(args.folder), args.folder / "text", args.folder / args.part,
+                listener=shown, seed=args.seed, **changes,
+            )  # fmt: skip
 
 
 def train_part(args: argparse.Namespace) -> None:
-    """Train one part in this process."""
+    """Train the target in this process."""
     _, splits, _ = encoded_splits(CACHE)
-    steps, decay_steps = SCHEDULES[args.part]
-    options = {
-        "folder": args.folder, "steps": args.steps or steps, "seed": args.seed,
-        "decay_steps": args.decay_steps or decay_steps, "lr": LEARNING_RATES[args.part],
-        "stop_at": args.stop_at,
-    }  # fmt: skip
-    if args.part == "target":
-        train_target(splits, **options)
-        return
-    target = load_trained_target(args.folder)
-    generated = generate_texts(
-        target, splits, folder=args.folder / "generated", count=args.generated, seed=args.seed
-    )
-    part = {"eagle3": eagle.train_eagle3, "mtp": mtp.train_mtp, "draft": draft.train_draft}
-    part[args.part](target, splits, generated, **options)
+    steps, decay_steps, learning_rate = TARGET
+    train_target(
+        splits, folder=args.folder, steps=args.steps or steps, lr=learning_rate, seed=args.seed,
+        decay_steps=args.decay_steps or decay_steps, stop_at=args.stop_at,
+    )  # fmt: skip
 
 
-def export(folder: Path, tokenizer: Tokenizer, out: Path) -> None:
-    """Write every trained part found in `folder`: the target at `out`, drafters below it."""
-    target = load_trained_target(folder)
-    export_llama(target, tokenizer, out)
-    vocab_size = target.shape.vocab_size
-    if (folder / "eagle3.pt").exists():
-        export_eagle3(eagle.load_trained_head(folder), vocab_size, out / "eagle3")
-    if (folder / "mtp.pt").exists():
-        export_mtp(mtp.load_trained_modules(folder), target.shape, out / "mtp")
-    if (folder / "draft.pt").exists():
-        export_llama(draft.load_trained_draft(folder), tokenizer, out / "draft_model")
+def target_of(folder: Path) -> Path:
+    """Where the exported target lies."""
+    return folder / "checkpoint"
+
+
+def export_target(folder: Path) -> None:
+    """Write the target as it is now for transformers and `compile`."""
+    tokenizer, _, _ = encoded_splits(CACHE)
+    export_llama(load_trained_target(folder), tokenizer, target_of(folder))
+
+
+def export(folder: Path, out: Path) -> None:
+    """Copy every trained part found in `folder`: the target to `out`, drafters below it."""
+    shutil.copytree(target_of(folder), out, dirs_exist_ok=True)
+    for part in OPTIONS:
+        if (folder / part / "config.json").exists():
+            keep = shutil.ignore_patterns("training", "README.md")
+            shutil.copytree(folder / part, out / part, ignore=keep, dirs_exist_ok=True)
 
 
 if __name__ == "__main__":

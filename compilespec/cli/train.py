@@ -23,7 +23,7 @@ def add_parser(commands: Any) -> None:
     add("--model", required=True, metavar="DIR|NAME", help="the target")
     add("--data", required=True, metavar="FILE|DIR", help="JSON lines (.jsonl) or text (.txt)")
     add("--output", required=True, metavar="DIR", help="where the drafter goes")
-    add("--method", default="eagle3", help="eagle3 (default), mtp_eagle or draft_model")
+    add("--method", default="eagle3", help="eagle3 (default), mtp, mtp_eagle or draft_model")
     add(
         "--generate",
         action="store_true",

@@ -15,23 +15,28 @@ from compilespec.training.batches import Lesson
 from compilespec.training.method import StepLosses, TrainingMethod
 from compilespec.training.options import TrainOptions
 
-NUM_LAYERS, HEAD_DIM, SHARE = 2, 64, 4
-
 
 class DraftModelTraining(TrainingMethod):
-    """A llama of two layers, a quarter as wide as the target, taught by its probabilities."""
+    """A llama of a few layers, taught by the target's probabilities.
+
+    Args:
+        num_layers: its layers.
+        head_dim: width of its attention heads.
+        share: it is the target's width over this, down to a multiple of `head_dim`.
+    """
 
     spec = "draft_model"
 
-    def __init__(self) -> None:
+    def __init__(self, *, num_layers: int = 2, head_dim: int = 64, share: int = 4) -> None:
+        self.num_layers, self.head_dim, self.share = num_layers, head_dim, share
         self._tokenizer: Any = None
 
     def create(self, info: TargetInfo, counts: Tensor, options: TrainOptions) -> nn.Module:
         from transformers import AutoModelForCausalLM, LlamaConfig
 
         self._tokenizer = info.tokenizer
-        num_heads = max(1, info.hidden_size // (SHARE * HEAD_DIM))
-        width = num_heads * HEAD_DIM
+        num_heads = max(1, info.hidden_size // (self.share * self.head_dim))
+        width = num_heads * self.head_dim
         ids = {
             name: getattr(info.config, name, None)
             for name in ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -40,7 +45,7 @@ class DraftModelTraining(TrainingMethod):
             vocab_size=info.vocab_size,
             hidden_size=width,
             intermediate_size=options.intermediate_size or 3 * width,
-            num_hidden_layers=NUM_LAYERS,
+            num_hidden_layers=self.num_layers,
             num_attention_heads=num_heads,
             num_key_value_heads=num_heads,
             max_position_embeddings=info.max_seq_len or 4096,

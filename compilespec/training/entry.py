@@ -20,7 +20,7 @@ from compilespec.training.eagle3 import Eagle3Training
 from compilespec.training.files import alone_in
 from compilespec.training.generation import GENERATED, Generated, generate_answers
 from compilespec.training.method import TrainingMethod
-from compilespec.training.mtp_eagle import MtpEagleTraining
+from compilespec.training.mtp import MtpEagleTraining, MtpTraining
 from compilespec.training.options import TrainOptions
 from compilespec.training.report import Record
 from compilespec.training.state import FILE_NAME, RunState
@@ -36,6 +36,7 @@ from compilespec.training.trainer import Trainer, num_trained
 METHODS: Mapping[str, type[TrainingMethod]] = {
     "eagle3": Eagle3Training,
     "draft_model": DraftModelTraining,
+    "mtp": MtpTraining,
     "mtp_eagle": MtpEagleTraining,
 }
 

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn import functional
 
@@ -507,29 +507,6 @@ def test_deepseek_v32_is_read_without_its_indexer(tmp_path):
     save_file(tensors, tmp_path / "model.safetensors")
     with pytest.raises(CheckpointError, match=r"missing: .*experts\.2\.up_proj"):
         load(tmp_path, info)
-
-
-def test_the_demo_layout_is_read(tmp_path):
-    """tools/demo/export.py writes DeepSeek's names around Llama layers."""
-    from tools.demo.export import export_mtp
-    from tools.demo.model import Shape
-    from tools.demo.mtp import MtpModules
-
-    shape = Shape(num_hidden_layers=3)
-    modules = MtpModules(shape)
-    export_mtp(modules, Shape(), tmp_path)
-    width = shape.hidden_size
-    raw = json.loads((tmp_path / "config.json").read_text())
-    tensor = torch.zeros(raw["vocab_size"], width, dtype=torch.bfloat16)
-    info = TargetInfo(
-        hidden_size=width, vocab_size=raw["vocab_size"], num_layers=raw["num_hidden_layers"],
-        dtype=torch.bfloat16, device=torch.device("cpu"), embedding=tensor, lm_head=tensor,
-    )  # fmt: skip
-    drafter = load(tmp_path, info)
-    written = load_file(tmp_path / "model.safetensors")
-    assert len(drafter.steps) == drafter.num_draft_tokens == 3
-    last = f"model.layers.{raw['num_hidden_layers'] + 2}.eh_proj.weight"
-    assert torch.equal(drafter.steps[2].eh_proj.weight, written[last])
 
 
 def test_what_is_wrong_is_listed(tmp_path):

@@ -7,24 +7,22 @@ from pathlib import Path
 import pytest
 import torch
 
-from tools.demo import corpus, eagle, export, model, target
-from tools.demo.acceptance import Scores, acceptance_length, ngram_scores
-from tools.eval_demo import literal_step, load_eagle3, load_llama
+from compilespec.runtime.outputs import GenerationOutput
+from tests.support.training import write_lines
+from tools import eval_demo, train_demo
+from tools.demo import card, corpus, drafters, export, model, target
 
 LOG = json.loads((Path(__file__).parents[1] / "data" / "demo_losses.json").read_text())
-TINY = model.Shape(num_hidden_layers=6, hidden_size=32, head_dim=8, intermediate_size=48)
+TINY = model.Shape(num_hidden_layers=2, hidden_size=32, head_dim=8, intermediate_size=48)
 
 
 @pytest.fixture(scope="module")
 def tiny():
+    """A tiny target with a tokenizer of its own."""
     torch.manual_seed(0)
     llama = model.LeanLlama(TINY).requires_grad_(False)
     llama.embed.mul_(10)
-    shape = model.Shape(num_hidden_layers=1, hidden_size=32, head_dim=8, intermediate_size=48)
-    head = eagle.Eagle3Head(shape, torch.arange(7, 2000, 3)).requires_grad_(False)
-    for weight in head.layer.parameters():
-        weight.add_(0.2 * torch.randn_like(weight))
-    return llama, head
+    return llama, corpus.train_tokenizer(["def main():\n    return 0\n"] * 3)
 
 
 @pytest.mark.slow
@@ -55,37 +53,10 @@ def tens(losses):
     return [sum(losses[i : i + 10]) / 10 for i in range(0, len(losses), 10)]
 
 
-def test_cached_generation_is_the_argmax_of_the_whole_forward(tiny):
-    llama, _ = tiny
-    ids = model.generate(llama, torch.randint(2048, (3, 9)), 12, temperature=0.0, seed=0)
-    whole = llama.logits(llama.hidden_states(ids)[-1]).argmax(-1)
-    assert torch.equal(whole[:, 8:-1], ids[:, 9:])
-
-
-def test_unrolled_steps_equal_a_growing_cache(tiny):
-    llama, head = tiny
-    ids = torch.randint(2048, (2, 24))
-    aux, _ = eagle.features(llama, ids)
-    unrolled = head.unroll(aux[:, :20], llama.embed, ids, 3)
-    for origin in (0, 1, 19):
-        hidden = torch.nn.functional.linear(aux[:, : origin + 1], head.fc)
-        for depth in range(3):
-            rows = hidden.shape[1]
-            cos, sin = model.rope_table(head.shape, torch.arange(rows))
-            e = torch.nn.functional.embedding(ids[:, 1 : 1 + rows], llama.embed)
-            new, _, _ = eagle.draft_step(
-                head.shape, hidden, e, cos, sin, [], [], head.hidden_norm, *head.layer.tensors()
-            )
-            torch.testing.assert_close(new[:, -1], unrolled[depth][:, origin])
-            hidden = torch.cat([hidden, new[:, -1:]], 1)
-
-
-def test_target_loads_in_transformers_and_here(tiny, tmp_path):
+def test_target_loads_in_transformers(tiny, tmp_path):
     transformers = pytest.importorskip("transformers")
-    llama, head = tiny
-    tokenizer = corpus.train_tokenizer(["def main():\n    return 0\n"] * 3)
+    llama, tokenizer = tiny
     export.export_llama(llama, tokenizer, tmp_path)
-    export.export_eagle3(head, TINY.vocab_size, tmp_path / "eagle3")
     rounded = copy.deepcopy(llama)
     for weight in rounded.parameters():
         weight.copy_(weight.bfloat16().float())
@@ -93,38 +64,63 @@ def test_target_loads_in_transformers_and_here(tiny, tmp_path):
     expected = rounded.logits(rounded.hidden_states(ids)[-1])
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
     torch.testing.assert_close(theirs(ids).logits, expected, rtol=1e-4, atol=1e-4)
-    ours = load_llama(tmp_path)
-    torch.testing.assert_close(ours.logits(ours.hidden_states(ids)[-1]), expected)
-    assert torch.equal(load_eagle3(tmp_path / "eagle3").draft_ids, head.draft_ids)
     text = "def main():\n    return 0\n"
     loaded = transformers.AutoTokenizer.from_pretrained(tmp_path)
     assert loaded(text).input_ids == tokenizer.encode(text).ids
     assert loaded.decode(loaded(text).input_ids) == text
 
 
-def test_literal_greedy_step_emits_the_greedy_text(tiny):
-    llama, head = tiny
-    prompt = torch.randint(2048, (1, 6))
-    text = model.generate(llama, prompt, 20, temperature=0.0, seed=0)[0].tolist()
-    ids = text[:7]
-    while len(ids) < 20:
-        ids += literal_step(llama, head, ids, 3, 0.0, torch.Generator())
-    assert ids == text[: len(ids)]
+@pytest.mark.slow
+def test_a_drafter_is_trained_on_the_corpus_and_on_what_the_target_writes(
+    tiny, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(drafters, "LENGTH", 40)
+    monkeypatch.setattr(drafters, "PROMPT", 24)
+    llama, tokenizer = tiny
+    export.export_llama(llama, tokenizer, tmp_path / "checkpoint")
+    rng = torch.Generator().manual_seed(0)
+    splits = {name: torch.randint(2048, (1100,), generator=rng, dtype=torch.int32)
+              for name in ("stdlib", "packages", "held_out")}  # fmt: skip
+    text = drafters.write_text(
+        tmp_path / "checkpoint", splits, tmp_path / "text", count=6, backend="eager"
+    )
+    written = [json.loads(line) for line in (text / "generated.jsonl").open()]
+    assert len(written) == len((text / "corpus.jsonl").read_text().splitlines()) == 6
+    assert {record["temperature"] for record in written} == {0.0, 1.0}
+    result = drafters.train_drafter(
+        "eagle3", tmp_path / "checkpoint", text, tmp_path / "eagle3", steps=2, compiled=False,
+        batch_tokens=512, held_out_one_in=3, eval_prompts=2, eval_new_tokens=4, backend="eager",
+    )  # fmt: skip
+    assert result.num_steps == 2
+    assert result.acceptance >= 1
+    train_demo.export(tmp_path, tmp_path / "out")
+    assert sorted(path.name for path in (tmp_path / "out" / "eagle3").iterdir()) == [
+        "config.json", "model.safetensors",
+    ]  # fmt: skip
+    found = eval_demo.evaluate(
+        tmp_path / "out", splits, tokenizer, num_prompts=2, num_new=6, methods=[("eagle3", 2)],
+        backend="eager",
+    )  # fmt: skip
+    assert list(found["acceptance_length"]) == ["eagle3, greedy, K=2", "eagle3, temperature 1, K=2"]
+    assert found["held_out_loss"][256] == pytest.approx(float(llama.loss(
+        splits["held_out"][: 4 * 256 + 1].unfold(0, 257, 256).long()
+    )), rel=1e-2)  # fmt: skip
+    losses = [{"step": i, "loss": 3.0, "held_out_loss": 3.5, "tokens": 9, "seconds": 60}
+              for i in range(3)]  # fmt: skip
+    write_lines(tmp_path / "target.jsonl", losses)
+    text = card.model_card(found, {"stdlib": "abc"}, tmp_path, "", tmp_path / "out")
+    assert "- `eagle3`: 2 steps" in text
+    assert "| eagle3 | 0 (greedy) | 2 |" in text
 
 
-def test_acceptance_length_walks_over_accepted_drafts():
-    top = torch.tensor([[[1, 1, 0], [1, 1, 1], [0, 1, 1], [1, 0, 1], [1, 1, 1]]]).bool()
-    scores = Scores(top=top, ratio=top.float())
-    # Origins 0 (two drafts and the bonus) and 3 (one and the correction).
-    assert acceptance_length(scores, 1, 3, greedy=True) == (3 + 2) / 2
-    assert acceptance_length(scores, 1, 1, greedy=True) == (2 + 1 + 2) / 3
-    assert acceptance_length(scores, 1, 3, greedy=False) == (3 + 2) / 2
+def test_every_released_drafter_has_options():
+    for part in drafters.OPTIONS:
+        assert drafters.options_of(part).max_length == drafters.LENGTH
 
 
-def test_ngram_drafts_follow_the_most_recent_match():
-    ids = torch.tensor([[5, 6, 7, 5, 6, 8, 5, 6, 8, 5, 6, 9]])
-    top = ngram_scores(ids, 2).top[0].tolist()
-    # Row t knows x[0..t+1].  After 5 6 7 5 6 comes 8, not 7; after 5 6 8 5 6 comes 8 5.
-    assert top[3] == [False, True]
-    assert top[6] == [True, True]
-    assert top[0] == [False, False]
+def test_accepted_by_position_counts_steps():
+    output = GenerationOutput(
+        prompt_token_ids=[1], token_ids=[2] * 7, text=None, seed=None, finish_reason="length",
+        emitted_per_step=[3, 1, 2],
+    )  # fmt: skip
+    assert eval_demo.accepted_by_position([output], 3) == [0.667, 0.333, 0.0]

@@ -1,4 +1,4 @@
-"""Writing trained parts in the layouts that other software reads, in bf16."""
+"""Writing the target in the layout that other software reads, in bf16."""
 
 from __future__ import annotations
 
@@ -6,15 +6,12 @@ import json
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from torch import Tensor
 
 from .corpus import END_OF_TEXT, end_of_text
-from .eagle import Eagle3Head
 from .model import Layer, LeanLlama, Shape
-from .mtp import MtpModule, MtpModules
 
 
 def export_llama(model: LeanLlama, tokenizer: Tokenizer, folder: Path) -> None:
@@ -35,42 +32,6 @@ def export_llama(model: LeanLlama, tokenizer: Tokenizer, folder: Path) -> None:
     export_tokenizer(tokenizer, folder, model.shape.max_position_embeddings)
 
 
-def export_eagle3(head: Eagle3Head, vocab_size: int, folder: Path) -> None:
-    """Write the head in the SafeAILab layout; the embedding stays the target's."""
-    ids = head.draft_ids
-    mask = torch.zeros(vocab_size, dtype=torch.bool)
-    mask[ids] = True
-    tensors = {
-        "fc.weight": head.fc, "norm.weight": head.norm, "lm_head.weight": head.lm_head,
-        "midlayer.hidden_norm.weight": head.hidden_norm,
-        "d2t": ids - torch.arange(ids.numel()), "t2d": mask,
-        **layer_tensors(head.layer, head.shape, "midlayer"),
-    }  # fmt: skip
-    config = llama_config(head.shape, 0) | {
-        "architectures": ["LlamaForCausalLMEagle3"], "tie_word_embeddings": False,
-        "vocab_size": vocab_size, "draft_vocab_size": ids.numel(),
-    }  # fmt: skip
-    write(folder, tensors, config)
-
-
-def export_mtp(modules: MtpModules, target: Shape, folder: Path) -> None:
-    """Write the modules under DeepSeek's names, numbered after the target's layers."""
-    tensors: dict[str, Tensor] = {}
-    for i, module in enumerate(modules.modules_list):
-        assert isinstance(module, MtpModule)
-        prefix = f"model.layers.{target.num_hidden_layers + i}"
-        tensors |= layer_tensors(module.layer, modules.shape, prefix) | {
-            f"{prefix}.enorm.weight": module.enorm, f"{prefix}.hnorm.weight": module.hnorm,
-            f"{prefix}.eh_proj.weight": module.eh_proj,
-            f"{prefix}.shared_head.norm.weight": module.head_norm,
-        }  # fmt: skip
-    config = llama_config(target, 0) | {
-        "architectures": ["LlamaForCausalLMMTP"], "tie_word_embeddings": True,
-        "num_nextn_predict_layers": len(modules.modules_list),
-    }  # fmt: skip
-    write(folder, tensors, config)
-
-
 def layer_tensors(layer: Layer, shape: Shape, prefix: str) -> dict[str, Tensor]:
     """Return a decoder layer's weights under their public names."""
     q, k, v = layer.qkv.split([shape.q_width, shape.kv_width, shape.kv_width])
@@ -85,7 +46,7 @@ def layer_tensors(layer: Layer, shape: Shape, prefix: str) -> dict[str, Tensor]:
 
 
 def llama_config(shape: Shape, end: int) -> dict[str, Any]:
-    """Return the keys of config.json that target and head share."""
+    """Return the sizes in config.json."""
     return {
         "model_type": "llama", "hidden_size": shape.hidden_size, "hidden_act": "silu",
         "num_hidden_layers": shape.num_hidden_layers, "intermediate_size": shape.intermediate_size,

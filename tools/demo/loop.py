@@ -1,4 +1,4 @@
-"""The training loop that all parts share: schedule, log, resumable checkpoints, progress."""
+"""The target's training loop: schedule, log, resumable checkpoints, progress."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ class Layer(nn.Module):
 
 
 class LeanLlama(nn.Module):
-    """The target (and the small draft model): tied embeddings, pre-norm decoder layers."""
+    """The target: tied embeddings, pre-norm decoder layers."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -98,62 +98,6 @@ class LeanLlama(nn.Module):
         """Return the mean next-token loss in nats over the S - 1 predicted positions."""
         hidden = self.hidden_states(ids_BS[:, :-1])[-1]
         return self.run_loss(hidden, self.norm, self.embed, ids_BS[:, 1:])
-
-
-class KVCache:
-    """Keys and values of every layer for `batch` sequences of equal length."""
-
-    def __init__(self, shape: Shape, batch: int, capacity: int) -> None:
-        size = (batch, shape.num_key_value_heads, capacity, shape.head_dim)
-        self.kv = [(torch.zeros(size), torch.zeros(size)) for _ in range(shape.num_hidden_layers)]
-        self.length = 0
-
-
-@torch.no_grad()
-def cached_forward(model: LeanLlama, ids_BS: Tensor, cache: KVCache) -> Tensor:
-    """Append ids to the cache and return the logits [B, V] of the last position."""
-    shape, B, S = model.shape, *ids_BS.shape
-    start, end = cache.length, cache.length + S
-    cos, sin = rope_table(shape, torch.arange(start, end))
-    x = F.embedding(ids_BS, model.embed)
-    for layer, (keys, values) in zip(model.layers, cache.kv, strict=True):
-        assert isinstance(layer, Layer)
-        h = rms_norm(x, layer.input_norm, shape.rms_norm_eps)
-        q, k, v = split_qkv(shape, F.linear(h, layer.qkv), cos, sin)
-        keys[:, :, start:end], values[:, :, start:end] = k, v
-        G, rep = shape.num_key_value_heads, shape.num_attention_heads // shape.num_key_value_heads
-        if S == 1:  # the query heads of a group become rows: no copy of the cache
-            q = q.reshape(B, G, rep, shape.head_dim)
-            a = F.scaled_dot_product_attention(q, keys[:, :, :end], values[:, :, :end])
-            a = a.reshape(B, -1, S, shape.head_dim)
-        else:
-            assert start == 0, "a prompt is prefilled in one call"
-            a = F.scaled_dot_product_attention(
-                q, repeat_heads(k, rep), repeat_heads(v, rep), is_causal=True
-            )
-        x = x + F.linear(a.transpose(1, 2).reshape(B, S, -1), layer.o)
-        x = x + swiglu(rms_norm(x, layer.post_norm, shape.rms_norm_eps), layer.gate_up, layer.down)
-    cache.length = end
-    return model.logits(x[:, -1])
-
-
-@torch.no_grad()
-def generate(
-    model: LeanLlama, prompt_BS: Tensor, count: int, *, temperature: float, seed: int
-) -> Tensor:
-    """Continue every prompt by `count` tokens; temperature 0 is greedy.  End tokens do not stop."""
-    rng = torch.Generator().manual_seed(seed)
-    cache = KVCache(model.shape, prompt_BS.shape[0], prompt_BS.shape[1] + count)
-    ids = prompt_BS
-    for _ in range(count):
-        logits = cached_forward(model, ids if cache.length == 0 else ids[:, -1:], cache)
-        if temperature == 0:
-            new = logits.argmax(-1, keepdim=True)
-        else:
-            probs = torch.softmax(logits / temperature, -1)
-            new = torch.multinomial(probs, 1, generator=rng)
-        ids = torch.cat([ids, new], 1)
-    return ids
 
 
 def decoder_layer(

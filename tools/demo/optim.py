@@ -1,4 +1,4 @@
-"""Muon for the matrices of the layers, AdamW for everything else."""
+"""Muon for the matrices of the target's layers, AdamW for everything else, over processes."""
 
 from __future__ import annotations
 
@@ -9,16 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from compilespec.training.optim import orthogonalise
+
 from . import workers
 from .model import Shape, row_blocks
-
-# Polar Express coefficients (Amsel et al. 2025), the first four steps.
-POLAR_STEPS = (
-    (8.28721201814563, -23.595886519098837, 17.300387312530933),
-    (4.107059111542203, -2.9478499167379106, 0.5448431082926601),
-    (3.9486908534822946, -2.908902115962949, 0.5518191394370137),
-    (3.3184196573706015, -2.488488024314874, 0.51004894012372),
-)
 
 
 class MuonAdamW:
@@ -31,7 +25,6 @@ class MuonAdamW:
     def __init__(
         self, named: Iterable[tuple[str, nn.Parameter]], shape: Shape, *,
         adam_names: tuple[str, ...], momentum: float = 0.95, weight_decay: float = 0.1,
-        adam_scale: float = 1.0,
     ) -> None:  # fmt: skip
         self.momentum, self.weight_decay = momentum, weight_decay
         self.muon: list[tuple[str, nn.Parameter]] = []
@@ -44,7 +37,6 @@ class MuonAdamW:
         self.adam = torch.optim.AdamW(
             adam, lr=1e-3, betas=(0.9, 0.95), eps=1e-10, weight_decay=0.0, foreach=True
         )
-        self.adam_scale = adam_scale
         self.buffers = [torch.zeros_like(p) for _, p in self.muon]
         self.shape = shape
 
@@ -77,7 +69,7 @@ class MuonAdamW:
         workers.add_up(moves)
         for (_, p), move in zip(self.muon, moves, strict=True):
             p.mul_(1 - lr * self.weight_decay).sub_(move, alpha=lr)
-        self.adam.param_groups[0]["lr"] = lr * self.adam_scale
+        self.adam.param_groups[0]["lr"] = lr
         self.adam.step()
         for p in self.parameters():
             p.grad = None
@@ -92,12 +84,3 @@ class MuonAdamW:
         for mine, saved in zip(self.buffers, state["buffers"], strict=True):
             mine.copy_(saved)
         self.adam.load_state_dict(state["adam"])
-
-
-def orthogonalise(x: Tensor) -> Tensor:
-    """Return the nearest semi-orthogonal matrix of each [rows <= columns] matrix, roughly."""
-    x = x / (x.norm(dim=(-2, -1), keepdim=True) * 1.02 + 1e-7)
-    for a, b, c in POLAR_STEPS:
-        gram = x @ x.mT
-        x = a * x + (b * gram + c * (gram @ gram)) @ x
-    return x

@@ -1,17 +1,19 @@
-"""Training of one MTP module that drafts every token, on the module that the engine runs.
+"""Training of MTP modules, on those that the engine runs: a chain of them, or one recycled.
 
-Each draft step runs the block on the output of the one before.  Its attention sees what the
-drafter's cache would hold: the first step's keys of the same and earlier rows, and the later steps'
-keys of its own row.
+Draft step j runs module j, or the one there is, on the output of the step before.  Each module of a
+chain has a cache of its own, and attends over its own rows.  The attention of a recycled module
+sees what its one cache would hold: the first step's keys of the same and earlier rows, and the
+later steps' keys of its own row.
 
-Source: DeepSeek-V3 report, section 2.2, with the training-time test of Li et al. 2025 (EAGLE-3).
+Source: DeepSeek-V3 report, section 2.2; the recycled one with the training-time test of Li et al.
+2025 (EAGLE-3).
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, cast
 
@@ -20,6 +22,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from compilespec.errors import InvalidOption
 from compilespec.methods.mtp.drafter import MtpDrafter
 from compilespec.methods.mtp.module import MtpStep
 from compilespec.methods.mtp.random_modules import random_modules
@@ -32,20 +35,30 @@ from compilespec.training.options import TrainOptions
 ATTENTION = "compilespec_training"  # in transformers' attention registry
 
 
-class MtpEagleTraining(TrainingMethod):
-    """A module of one llama layer of the target's shape, with the target's embedding and head."""
+class MtpTraining(TrainingMethod):
+    """A module for each draft step, of one llama layer of the target's shape, with the target's
+    embedding and head.
+    """
 
-    spec = "mtp_eagle"
+    spec = "mtp"
+    recycled = False
 
     def create(self, info: TargetInfo, counts: Tensor, options: TrainOptions) -> nn.Module:
+        """Raises: InvalidOption where K is more than the modules that are trained."""
+        num_modules = 1 if self.recycled else options.depth
+        if not self.recycled and options.num_draft_tokens > num_modules:
+            raise InvalidOption(
+                f"{self.spec} drafts one token a module: num_draft_tokens must be at most depth, "
+                f"which is {num_modules}; got {options.num_draft_tokens}"
+            )
         sizes = layer_sizes(info, options)
-        drafter = random_modules(info, 1, recycled=True, **sizes).float()
-        step = cast(MtpStep, drafter.steps[0])
-        for holder, tensor in ((step.embed_tokens, info.embedding), (step.lm_head, info.lm_head)):
-            holder.share(tensor.detach().float())
+        drafter = random_modules(info, num_modules, recycled=self.recycled, **sizes).float()
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(options.seed)
-            initialise(step)
+            for step in steps_of(drafter):
+                step.embed_tokens.share(info.embedding.detach().float())
+                step.lm_head.share(info.lm_head.detach().float())
+                initialise(step)
         register_attention()
         drafter.config.block._attn_implementation = ATTENTION
         return drafter.requires_grad_(True).to(info.device)
@@ -57,27 +70,42 @@ class MtpEagleTraining(TrainingMethod):
         return None
 
     def losses(self, drafter: nn.Module, lesson: Lesson, depth: int) -> StepLosses:
-        step = cast(MtpStep, cast(MtpDrafter, drafter).steps[0])
-        outputs = unroll(step, lesson.aux, lesson.batch, depth)
-        return judge(lesson, outputs, nn.Identity(), step.lm_head.weight)
+        steps = steps_of(drafter)
+        outputs = unroll(steps, lesson.aux, lesson.batch, depth)
+        return judge(lesson, outputs, nn.Identity(), steps[0].lm_head.weight)
 
     def save(self, drafter: nn.Module, directory: Path, dtype: torch.dtype, layout: str) -> None:
         """DeepSeek's names, which every reader of MTP modules knows; `layout` has no other."""
-        config = cast(MtpDrafter, drafter).config.block
+        config, steps = cast(MtpDrafter, drafter).config.block, steps_of(drafter)
         raw = config.to_dict() | {
             "architectures": ["LlamaForCausalLMMTP"],
-            "num_nextn_predict_layers": 1,
+            "num_nextn_predict_layers": len(steps),
             "dtype": str(dtype).removeprefix("torch."),
         }
-        prefix = f"model.layers.{config.num_hidden_layers}."
         tensors = {
-            prefix + _published(name): tensor.detach().to("cpu", dtype).contiguous().clone()
-            for name, tensor in cast(MtpDrafter, drafter).steps[0].named_parameters()
+            f"model.layers.{config.num_hidden_layers + number}.{_published(name)}": tensor.detach()
+            .to("cpu", dtype)
+            .contiguous()
+            .clone()
+            for number, step in enumerate(steps)
+            for name, tensor in step.named_parameters()
             if tensor.requires_grad
         }
         text = json.dumps(raw, indent=2, sort_keys=True, default=str)
         (directory / "config.json").write_text(f"{text}\n", encoding="utf-8")
         save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+
+
+class MtpEagleTraining(MtpTraining):
+    """One module that drafts every token."""
+
+    spec = "mtp_eagle"
+    recycled = True
+
+
+def steps_of(drafter: nn.Module) -> list[MtpStep]:
+    """The modules."""
+    return [cast(MtpStep, step) for step in cast(MtpDrafter, drafter).steps]
 
 
 def _published(name: str) -> str:
@@ -97,13 +125,18 @@ def initialise(step: MtpStep) -> None:
         step.eh_proj.weight[:, -width:] += torch.eye(width)
 
 
-def unroll(step: MtpStep, hidden_BTD: Tensor, batch: Batch, depth: int) -> Iterator[Tensor]:
-    """The head's input [B, A, D] of every draft step of every origin."""
+def unroll(
+    steps: Sequence[MtpStep], hidden_BTD: Tensor, batch: Batch, depth: int
+) -> Iterator[Tensor]:
+    """The head's input [B, A, D] of every draft step of every origin; a single module is
+    recycled.
+    """
     every_T = torch.arange(batch.ids.shape[1], device=batch.ids.device).expand(batch.ids.shape)
     at_BA = batch.origins.clamp_max(batch.ids.shape[1] - 1)
     index = at_BA[..., None].expand(-1, -1, hidden_BTD.shape[2])
-    with unrolled_attention():
+    with unrolled_attention() if len(steps) == 1 else nullcontext():
         for number in range(depth):
+            step = steps[0] if len(steps) == 1 else steps[number]
             head_input_BTD, hidden_BTD = step(
                 batch.ids_at(every_T + 1 + number), every_T + number, hidden_BTD
             )
