@@ -104,6 +104,7 @@ class ImageTower:
         self._model, self._medium, self._compiled = model, medium, compiled
         self._max_bytes, self._lock = max_bytes, threading.Lock()
         self._known: OrderedDict[bytes, Tensor] = OrderedDict()
+        self._most = BATCH  # of a call; 1 where the tower does not tell whose rows are whose
         self.num_encoded = 0  # images that the tower saw
 
     def features(self, images: Sequence[Image]) -> list[Tensor]:
@@ -138,8 +139,8 @@ class ImageTower:
             by_form.setdefault(image.form, []).append(image)
         for group in by_form.values():
             is_compiled = self._compiled is not None and self._compiled.takes(group[0].inputs)
-            sizes = BATCH_SIZES if is_compiled else range(BATCH, 0, -1)
             while group:
+                sizes = BATCH_SIZES if is_compiled else range(self._most, 0, -1)
                 size = next(size for size in sizes if size <= len(group))
                 yield group[:size]
                 group = group[size:]
@@ -188,6 +189,7 @@ class ImageTower:
         if len(batch) == 1:  # which may be several tiles
             return [torch.cat(found)]
         if len(found) != len(batch):  # nobody knows whose they are
+            self._most = 1
             return [rows for image in batch for rows in self._run([image])]
         return found
 

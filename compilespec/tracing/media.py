@@ -38,7 +38,10 @@ MEDIA = (IMAGES, SOUND)
 
 def medium_of(model: nn.Module) -> Medium | None:
     """What a model's prompts may hold as rows in the place of a token of its own (LLaVA, Voxtral
-    and most others); of a model that takes both, images.
+    and most others); of a model that takes both, images; of one that switches an adapter on for
+    them (Granite Speech), None.
     """
+    if getattr(getattr(model, "config", None), "has_lora_adapter", False):
+        return None
     found = (medium for medium in MEDIA if hasattr(model, medium.features))
     return next((medium for medium in found if medium.token_id(model) is not None), None)

@@ -21,7 +21,7 @@ from compilespec.quantization import quantize_target, read_quantize
 from compilespec.tracing.adapter_files import LowRank, read_adapter
 from compilespec.tracing.load import load_target
 from tests.support.adapters import EVERYWHERE, merged_by_hand, write_adapter
-from tests.support.drafters import METHODS, traced_info
+from tests.support.drafters import METHODS, always_right, traced_info
 from tests.support.margin import LOGIT_BOUND, shortfall
 from tests.support.models import tiny_target
 
@@ -63,7 +63,7 @@ def own_tokens(directory: Path | None, prompt: list[int], count: int = COUNT) ->
 
 
 def compiled(adapters, spec="none", k=None, **options):
-    if spec in METHODS:
+    if spec in METHODS and "draft" not in options:
         options |= METHODS[spec](model(), traced_info(model()), k)
     options = {"backend": "eager", "max_batch_size": 5, "max_seq_len": 64, **options}
     return compilespec.compile(
@@ -83,7 +83,9 @@ def params(name, count=COUNT):
         ("eagle3", 1),
         pytest.param("eagle3", 3, marks=pytest.mark.slow),
         pytest.param("draft_model", 1, marks=pytest.mark.slow),
+        pytest.param("eagle3", 5, marks=pytest.mark.slow),
         pytest.param("draft_model", 3, marks=pytest.mark.slow),
+        pytest.param("mtp", 3, marks=pytest.mark.slow),
     ],
 )
 def test_a_mixed_batch_has_the_tokens_of_merged_models(adapters, spec, k):
@@ -98,6 +100,19 @@ def test_a_mixed_batch_has_the_tokens_of_merged_models(adapters, spec, k):
         assert is_preempted or spec == "draft_model"  # whose drafts are right: they end before
         load_and_drop(engine, adapters)
         assert engine.stats().num_recompiles == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("k", [1, 5])
+def test_a_head_that_is_always_right_beside_adapters(adapters, k):
+    """The drafter is the same for all; what it should draft is each adapter's own."""
+    wanted = [own_tokens(adapters.get(n), p) for n, p in zip(NAMES, PROMPTS, strict=True)]
+    dial = always_right(model(), k, PROMPTS, wanted)
+    with compiled(adapters, "eagle3", k, draft=dial, max_prefill_tokens=12) as engine:
+        outputs = engine.generate([*PROMPTS], [params(name) for name in NAMES])
+    for output, prompt, tokens in zip(outputs, PROMPTS, wanted, strict=True):
+        assert output.token_ids == tokens
+        assert list(output.emitted_per_step) == dial.expected_steps(len(prompt), COUNT, k)
 
 
 def load_and_drop(engine, adapters):

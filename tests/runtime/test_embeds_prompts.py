@@ -16,7 +16,7 @@ import compilespec
 from compilespec import EmbedsPrompt, SamplingParams
 from compilespec.errors import InvalidRequest, NotSupported
 from tests.support.adapters import merged_by_hand, write_adapter
-from tests.support.drafters import METHODS, traced_info
+from tests.support.drafters import METHODS, always_right, traced_info
 from tests.support.fake_executor import FakeExecutor, engine_over
 from tests.support.models import tiny_target
 
@@ -55,7 +55,7 @@ def own_tokens(
 
 
 def compiled(spec="none", k=None, family="llama", **options):
-    if spec in METHODS:
+    if spec in METHODS and "draft" not in options:
         options |= METHODS[spec](model(family), traced_info(model(family)), k)
     options = {"backend": "eager", "max_batch_size": 4, "max_seq_len": 64, **options}
     return compilespec.compile(
@@ -70,6 +70,7 @@ def compiled(spec="none", k=None, family="llama", **options):
         pytest.param("none", None, marks=pytest.mark.slow),
         pytest.param("eagle3", 1, marks=pytest.mark.slow),
         pytest.param("eagle3", 3, marks=pytest.mark.slow),
+        pytest.param("eagle3", 5, marks=pytest.mark.slow),
         pytest.param("mtp", 3, marks=pytest.mark.slow),
         pytest.param("draft_model", 3, marks=pytest.mark.slow),
     ],
@@ -94,6 +95,21 @@ def test_batches_that_mix_embeddings_and_tokens(spec, k):
         prefixes_are_found_by_content(engine)
         bad_prompts_are_refused(engine)
         assert engine.stats().num_recompiles == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("k", [1, 3, 5])
+def test_a_head_that_is_always_right_beside_embeddings(k):
+    """It reads the ids that stand for them."""
+    ids = [[*range(20, 39)], [8, 9, 7, 9, 3, 2, 38, 46], [5] * 7]
+    prompts = [EmbedsPrompt(rows(19, 1), ids[0]), ids[1], EmbedsPrompt(rows(7, 2), ids[2])]
+    wanted = [own_tokens(rows(19, 1)), own_tokens(ids=ids[1]), own_tokens(rows(7, 2))]
+    dial = always_right(model(), k, ids, wanted)
+    with compiled("eagle3", k, draft=dial, max_prefill_tokens=11) as engine:
+        outputs = engine.generate(prompts, PARAMS)
+    for output, before, tokens in zip(outputs, ids, wanted, strict=True):
+        assert output.token_ids == tokens
+        assert list(output.emitted_per_step) == dial.expected_steps(len(before), COUNT, k)
 
 
 def prefixes_are_found_by_content(engine):

@@ -16,7 +16,6 @@ from torch import nn
 import compilespec
 from compilespec import EmbedsPrompt, SamplingParams
 from compilespec.errors import InvalidRequest, NotSupported, UnsupportedModel
-from compilespec.methods.eagle3 import random_head
 from compilespec.quantization import quantize_target, read_quantize
 from compilespec.runtime.chunks import next_chunks
 from compilespec.runtime.image_features import ImageTower, split_images
@@ -28,10 +27,9 @@ from compilespec.tracing.media import IMAGES
 from compilespec.tracing.quantized_weights import is_quantized
 from compilespec.tracing.target import trace_target
 from tests.support.adapters import merged_by_hand, write_adapter
-from tests.support.drafters import METHODS, traced_info
+from tests.support.drafters import METHODS, always_right, traced_info
 from tests.support.fake_executor import FakeExecutor, engine_over
 from tests.support.images import FAMILIES, IMAGE, VIDEO, num_places, prompt, tiny_images_target
-from tests.support.models import DialDrafter, target_info
 from tests.support.qwen_mtp import whole_model
 
 COUNT = 18
@@ -229,8 +227,6 @@ def test_embeddings_and_trees_beside_images():
 @pytest.mark.parametrize(("family", "k"), [("llava", 3), ("qwen2_5_vl", 5)])
 def test_a_head_that_is_always_right_beside_images(family, k):
     """Its cache holds placeholders as the tokens that they are."""
-    head = random_head(target_info(model(family), 64), aux_layers=(0, 1, 2), num_draft_tokens=k)
-    dial = DialDrafter(head.eval(), max_seq_len=64, dtype=torch.float64)
     prompts = [
         prompt(family, [5, 6], None, [7, 8]),
         prompt(family, [9] * 18, None, [7], seed=3),
@@ -238,9 +234,7 @@ def test_a_head_that_is_always_right_beside_images(family, k):
     ]
     ids = [one if one is TEXT else one["input_ids"][0].tolist() for one in prompts]
     wanted = [own_tokens(family, one) for one in prompts]
-    whole = [[*before, *after] for before, after in zip(ids, wanted, strict=True)]
-    dial.know(whole, starts=map(len, ids))
-    dial.draft_from_script(lambda position: False)
+    dial = always_right(model(family), k, ids, wanted)
     with compiled(family, "eagle3", k, draft=dial, max_prefill_tokens=13) as engine:
         outputs = engine.generate(prompts, PARAMS)
     assert [one.token_ids for one in outputs] == wanted

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import types
 from typing import Any
 
 import numpy
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 import compilespec
 from compilespec import SamplingParams
 from compilespec.errors import InvalidRequest, NotSupported
+from compilespec.runtime.image_features import ImageTower, split_images
 from compilespec.runtime.image_prompts import ImageReader
 from compilespec.tracing.load import load_target
 from compilespec.tracing.media import IMAGES, SOUND, medium_of
@@ -176,10 +178,31 @@ def test_what_is_no_sound_is_refused_in_one_line(sound):
     assert "\n" not in str(caught.value)
 
 
+def test_windows_are_encoded_one_at_a_time_where_the_tower_does_not_tell_them_apart(monkeypatch):
+    """The first call of several shows it."""
+    calls, own = [], model("voxtral").get_audio_features
+
+    def counting(input_features, **options):
+        calls.append(len(input_features))
+        return own(input_features, **options)
+
+    monkeypatch.setattr(model("voxtral"), "get_audio_features", counting)
+    tower = ImageTower(model("voxtral"), SOUND)
+    for seed in (1, 2):
+        given = torch.randn(2, 8, 32, generator=torch.Generator().manual_seed(seed))
+        rows = tower.features(split_images({"input_features": given}, SOUND))
+        assert [len(one) for one in rows] == [NUM_ROWS, NUM_ROWS]
+    assert calls == [2, 1, 1, 1, 1]
+
+
 def test_what_a_model_takes_is_read_off_it():
     assert medium_of(model("voxtral")) is SOUND
     assert medium_of(tiny_images_target("llava")) is IMAGES
     assert medium_of(nn.Linear(2, 2)) is None
+    switches = nn.Module()
+    switches.config = types.SimpleNamespace(audio_token_id=3, has_lora_adapter=True)
+    switches.get_audio_features = None
+    assert medium_of(switches) is None
     processor = ToyProcessor()
     assert is_processor(processor)
     assert load_target(model("voxtral"), tokenizer=processor).processor is processor

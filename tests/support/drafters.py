@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from compilespec.methods import dflash, dspark, eagle, eagle3, medusa, mtp, peag
 from compilespec.tracing.load import Target
 from compilespec.tracing.target import trace_target
 from compilespec.tracing.target_info import TargetInfo, describe_target
+from tests.support.models import DialDrafter, target_info
 
 
 def repeating(k: int) -> Callable[[Tensor, Tensor], Tensor]:
@@ -76,3 +77,15 @@ def traced_info(model: nn.Module) -> TargetInfo:
     """What a drafter may know of a target, its caches included."""
     holder = Target(model=model, directory=None, tokenizer=None, eos_token_ids=(), max_seq_len=128)
     return describe_target(trace_target(model), holder)
+
+
+def always_right(
+    model: nn.Module, k: int, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]]
+) -> DialDrafter:
+    """An EAGLE-3 head whose drafts are the answers, as long as its cache holds what it should."""
+    head = eagle3.random_head(target_info(model, 64), aux_layers=(0, 1, 2), num_draft_tokens=k)
+    dial = DialDrafter(head.eval(), max_seq_len=64, dtype=torch.float64)
+    whole = [[*before, *after] for before, after in zip(prompts, answers, strict=True)]
+    dial.know(whole, starts=map(len, prompts))
+    dial.draft_from_script(lambda position: False)
+    return dial
