@@ -244,6 +244,16 @@ def _choose(costs: NodeCosts, node: fx.Node) -> Cost:
     )
 
 
+def _add_integers(costs: NodeCosts, node: fx.Node) -> Cost:
+    """Of each row its largest number, and sums in four bytes each, go to every other rank."""
+    x: Any = node.args[0]
+    num_others = int(node.args[-1]) - 1  # type: ignore[arg-type]
+    num_bytes = costs.num_elements(node) * 4 + costs.num_bytes(x) / x.meta["val"].shape[-1]
+    return _rows_times_quantized(costs, node) + Cost(
+        activation_bytes=num_bytes * num_others, sent_bytes=num_bytes * num_others
+    )
+
+
 def _attention(costs: NodeCosts, node: fx.Node) -> Cost:
     """Each token against its C keys (or its window's); a request's keys are read once for all its
     tokens of the call, each token's own key and value are written.  Values that are parts of keys
@@ -365,6 +375,7 @@ _RULES: dict[Any, Callable[[NodeCosts, fx.Node], Cost]] = {
     torch.ops.compilespec.all_reduce.default: _gather,
     torch.ops.compilespec.all_gather.default: _gather,
     torch.ops.compilespec.argmax_shard.default: _choose,
+    torch.ops.compilespec.dynamic_int8_shard.default: _add_integers,
     torch.ops.compilespec.embed_shard.default: _rows_read,
     torch.ops.compilespec.take_shard.default: lambda costs, node: Cost(),
 }

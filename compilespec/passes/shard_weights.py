@@ -19,7 +19,7 @@ from compilespec.passes.sharding.rules import rule_of
 from compilespec.passes.sharding.views import op_name
 from compilespec.program import InputSpec, module_path
 
-COLLECTIVES = ("all_reduce", "all_gather", "argmax_shard")
+COLLECTIVES = ("all_reduce", "all_gather", "argmax_shard", "dynamic_int8_shard")
 
 
 def shard_weights(gm: fx.GraphModule, ctx: PassContext) -> int:

@@ -43,8 +43,6 @@ def check_parallel(options: CompileOptions, method: Capabilities) -> None:
         "prompt_logprobs=True": options.prompt_logprobs,
         "prompt_embeds=True": options.prompt_embeds,
         "adapters= by name": isinstance(options.adapters, Mapping),
-        "quantize=": options.quantization is not None,
-        "draft_quantize=": options.draft_quantization is not None,
     }
     for name, is_asked in missing.items():
         if is_asked:

@@ -13,6 +13,7 @@ from torch import Tensor
 from compilespec.errors import NotSupported
 from compilespec.ops.collectives import acting, current
 from compilespec.ops.collectives.group import ThreadGroup
+from compilespec.ops.quantized_linear.reference import dynamic_int8_linear_reference
 
 OPS = torch.ops.compilespec
 
@@ -91,6 +92,20 @@ def test_pieces_of_what_all_have_are_shared_by_several_ranks():
     assert found[2] == found[3] == whole[:, 2:].tolist()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_product_in_integers_by_rows_has_the_bits_of_the_whole(dtype):
+    torch.manual_seed(0)
+    x, bias = torch.randn(2, 3, 12).to(dtype), torch.randn(5).to(dtype)
+    weight, scale = torch.randint(-128, 128, (5, 12), dtype=torch.int8), torch.rand(5, 1)
+    want = dynamic_int8_linear_reference(x, weight, scale, bias)
+
+    def own(rank: int) -> Tensor:
+        part = slice(4 * rank, 4 * rank + 4)
+        return OPS.dynamic_int8_shard(x[..., part], weight[:, part], scale, bias, 3)
+
+    assert all(torch.equal(one, want) for one in by_ranks(3, own))
+
+
 def test_without_a_job_a_step_for_several_ranks_is_refused():
     with pytest.raises(NotSupported, match="torchrun --nproc-per-node 2"):
         current(2)
@@ -106,5 +121,9 @@ def test_operators_keep_their_promises_to_the_compiler():
             (OPS.argmax_shard, (x, 4, 1)),
             (OPS.embed_shard, (torch.tensor([1, 2]), x, 1)),
             (OPS.take_shard, (x, 0, 1, 1)),
+            (
+                OPS.dynamic_int8_shard,
+                (x, torch.ones(2, 4, dtype=torch.int8), torch.ones(2, 1), None, 1),
+            ),
         ):
             torch.library.opcheck(op.default, args)

@@ -20,7 +20,7 @@ from compilespec.passes.shard_weights import collectives_of
 from compilespec.passes.sharding.plan import Cut
 from compilespec.passes.sizes import B, K
 from compilespec.program import SpecProgram
-from tests.support.models import tiny_target
+from tests.support.models import even_target, tiny_target
 
 OPS = torch.ops.compilespec
 
@@ -183,3 +183,22 @@ def test_pieces_of_several_stretches_and_of_a_padded_dimension():
     padded = Cut(0, 3, length=7)
     assert padded.piece(whole[:7], 2, 3).flatten().tolist() == [6, 0, 0]
     assert Cut(0, 2).piece(whole, 2, 4).flatten().tolist() == [6, 7, 8, 9, 10, 11]
+
+
+QUANTIZED = ("int8_weight_only", "int8_dynamic", "int4_weight_only", "float8_weight_only")
+
+
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_quantized_weights_are_cut_with_their_scales(name):
+    """Of numbers made of whole weights; four bits by rows between groups of 32, where there are."""
+    pytest.importorskip("torchao.quantization")
+    program = compilespec.trace(
+        even_target(), max_seq_len=64, max_batch_size=3, tensor_parallel_size=2, quantize=name
+    )
+    found = cuts(program)
+    layer, is_int4 = "target.model.layers.0", name.startswith("int4")
+    for product, dims in (("mlp.up_proj", (0, 0)), ("mlp.down_proj", (1, 1 if is_int4 else None))):
+        parts = [found.get(f"{layer}.{product}.weight.{part}") for part in ("qdata", "scale")]
+        assert tuple(cut and cut.dim for cut in parts) == dims
+    check_lockstep(program)
+    assert sum(collectives_of(program.graphs["decode"].spliced.graph).values()) == 4

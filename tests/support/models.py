@@ -135,6 +135,17 @@ def tiny_hybrid(
     return enliven(model, family).to(dtype).eval()
 
 
+def even_target(num_layers: int = 1, seed: int = 0) -> nn.Module:
+    """A random llama in float32, of widths that two ranks' groups of 32 divide."""
+    torch.manual_seed(seed)
+    config = transformers.LlamaConfig(
+        vocab_size=VOCAB, hidden_size=64, intermediate_size=128, num_hidden_layers=num_layers,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=128, head_dim=16,
+    )  # fmt: skip
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    return enliven(model, "llama").eval()
+
+
 def enliven(model: nn.Module, family: str) -> nn.Module:
     with torch.no_grad():
         for name, parameter in model.named_parameters():

@@ -16,13 +16,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 import compilespec
 from compilespec import SamplingParams
 from compilespec.errors import SpecError
 from compilespec.passes.shard_weights import collectives_of
 from tests.support.drafters import METHODS
-from tests.support.models import target_info, tiny_target
+from tests.support.models import even_target, target_info, tiny_target
 
 ROOT = Path(__file__).parents[2]
 PROMPTS = [[5, 9, 7, 30, 11, 40, 41, 40, 41], [3, 3], [12, 60, 61, 62, 60, 61], [88]]
@@ -57,6 +58,9 @@ CASES: dict[str, RankCase] = {
         "llama", "eagle3", num_layers=3, changes={"num_draft_tokens": (0, 2)}
     ),
     "llama-inductor": RankCase("llama", "ngram", changes={"backend": "inductor"}),
+    "quantized-int8": RankCase("even", "ngram", changes={"quantize": "int8_weight_only"}),
+    "quantized-dynamic": RankCase("even", "ngram", changes={"quantize": "int8_dynamic"}),
+    "quantized-int4": RankCase("even", "ngram", changes={"quantize": "int4_weight_only"}),
     "other-weights": RankCase("llama", num_layers=1, fault="weights"),
     "other-options": RankCase("llama", num_layers=1, fault="options"),
     "wrong-plan": RankCase(
@@ -80,9 +84,7 @@ def _run(case: RankCase, size: int, rank: int) -> dict[str, Any]:
     inductor = case.changes.get("backend") == "inductor"
     dtype = torch.float32 if inductor else torch.float64
     is_odd = rank == 1
-    model = tiny_target(
-        case.family, dtype, num_layers=case.num_layers, seed=int(case.fault == "weights" and is_odd)
-    )
+    model = _model_of(case, dtype, seed=int(case.fault == "weights" and is_odd))
     keywords: dict[str, Any] = {"backend": "eager", "max_seq_len": 64, "max_batch_size": 3}
     if case.spec != "none":
         keywords["num_draft_tokens"] = case.num_draft_tokens
@@ -112,6 +114,12 @@ def _run(case: RankCase, size: int, rank: int) -> dict[str, Any]:
             "why": list(engine.plan()["why"]),
             "recompiles": engine.stats().num_recompiles,
         }
+
+
+def _model_of(case: RankCase, dtype: torch.dtype, seed: int) -> nn.Module:
+    if case.family == "even":  # float32: torchao quantizes no float64
+        return even_target(case.num_layers, seed)
+    return tiny_target(case.family, dtype, num_layers=case.num_layers, seed=seed)
 
 
 def run_job(names: Sequence[str], directory: Path, size: int = 2) -> dict[str, list[Any]]:

@@ -19,6 +19,11 @@ from compilespec.ops.collectives.reference import (
     sum_of_ranks,
     take_own,
 )
+from compilespec.ops.quantized_linear.integer_product import (
+    integer_product,
+    quantize_rows,
+    scale_dots,
+)
 
 __all__ = [
     "Group",
@@ -27,6 +32,7 @@ __all__ = [
     "all_reduce",
     "argmax_shard",
     "current",
+    "dynamic_int8_shard",
     "embed_shard",
     "take_shard",
 ]
@@ -60,6 +66,16 @@ def _embed_shard(ids: Tensor, weight: Tensor, size: int) -> Tensor:
 
 def _take_shard(x: Tensor, dim: int, parts: int, size: int) -> Tensor:
     return take_own(x, dim, parts, current(size).rank * parts // size)
+
+
+def _dynamic_int8_shard(
+    x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, size: int
+) -> Tensor:
+    group = current(size)
+    largest = torch.stack(group.gather(x.abs().amax(-1, keepdim=True))).amax(0)
+    ints, row_scale = quantize_rows(x, largest)
+    dots = integer_product(ints.flatten(0, -2), weight).view(*x.shape[:-1], -1)
+    return scale_dots(sum_of_ranks(group.gather(dots)), row_scale, scale, bias, x.dtype)
 
 
 def _gathered(x: Tensor, dim: int, length: int, size: int) -> Tensor:
@@ -96,6 +112,12 @@ embed_shard = define_op(
     "embed_shard(Tensor ids, Tensor weight, int size) -> Tensor",
     _embed_shard,
     lambda ids, weight, size: weight.new_empty((*ids.shape, weight.shape[1])),
+    has_kernel=False,
+)
+dynamic_int8_shard = define_op(
+    "dynamic_int8_shard(Tensor x, Tensor weight, Tensor scale, Tensor? bias, int size) -> Tensor",
+    _dynamic_int8_shard,
+    lambda x, weight, scale, bias, size: x.new_empty((*x.shape[:-1], weight.shape[0])),
     has_kernel=False,
 )
 take_shard = define_op(

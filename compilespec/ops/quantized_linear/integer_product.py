@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -21,12 +22,24 @@ def dynamic_int8_product(
     the product are fused.
     """
     rows = x.reshape(-1, x.shape[-1])
-    row_scale = (rows.abs().amax(-1, keepdim=True) / 127.5).clamp(min=LEAST_SCALE).float()
-    ints = (rows * (1 / row_scale)).round().clamp(-128, 127)
-    dots = integer_product(ints.to(weight_NK.dtype), weight_NK)
-    y = (dots.float() * row_scale).to(x.dtype).float() * scale_N1.float().flatten()
+    ints, row_scale = quantize_rows(rows, rows.abs().amax(-1, keepdim=True))
+    y = scale_dots(integer_product(ints, weight_NK), row_scale, scale_N1, bias_N, x.dtype)
+    return y.reshape(*x.shape[:-1], weight_NK.shape[0])
+
+
+def quantize_rows(x: Tensor, largest: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows in int8, given their largest magnitudes [..., 1], and their scales in float32."""
+    row_scale = (largest / 127.5).clamp(min=LEAST_SCALE).float()
+    return (x * (1 / row_scale)).round().clamp(-128, 127).to(torch.int8), row_scale
+
+
+def scale_dots(
+    dots: Tensor, row_scale: Tensor, scale_N1: Tensor, bias_N: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    """Sums of integers [..., N] as numbers of `dtype`: scaled by row, rounded, scaled by column."""
+    y = (dots.float() * row_scale).to(dtype).float() * scale_N1.float().flatten()
     y = y if bias_N is None else y + bias_N.float()
-    return y.to(x.dtype).reshape(*x.shape[:-1], weight_NK.shape[0])
+    return y.to(dtype)
 
 
 def integer_product(ints_MK: Tensor, weight_NK: Tensor) -> Tensor:

@@ -75,8 +75,8 @@ class Sharding:
     settled: set[str] = field(default_factory=set)  # weights that an earlier graph decided on
 
     def way(self, weight: str) -> str | None:
-        """What the user wants of a weight, "target.<module>.weight"."""
-        module = weight.split(".", 1)[-1].rsplit(".", 1)[0]
+        """What the user wants of "target.<module>.weight", or of a part of a quantized one."""
+        module = re.sub(r"(\.weight)?\.\w+$", "", weight.split(".", 1)[-1])
         found = [way for name, way in self.wanted.items() if fnmatch.fnmatchcase(module, name)]
         return found[-1] if found else None
 

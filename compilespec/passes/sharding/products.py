@@ -20,9 +20,9 @@ def linear(flow: Flow, node: fx.Node) -> Placed:
     assert isinstance(x, fx.Node)
     assert isinstance(weight, fx.Node)
     last = len(flow.shape(x)) - 1
-    dims = _Dims(last, 0, 1, last)
-    _decide(flow, weight, dims, flow.of(x, node))
-    return _product(flow, node, x, weight, bias, dims)
+    dims = Dims(last, 0, 1, last)
+    decide(flow, weight, dims, flow.of(x, node))
+    return product(flow, node, x, weight, bias, dims)
 
 
 def matmul(flow: Flow, node: fx.Node) -> Placed:
@@ -39,9 +39,9 @@ def matmul(flow: Flow, node: fx.Node) -> Placed:
         _want_whole(flow, node)
         return None
     outputs, inputs = (ndim - 2, ndim - 1) if is_left else (ndim - 1, ndim - 2)
-    dims = _Dims(ndim_x - (2 if is_left else 1), outputs, inputs, ndim_result - (ndim - outputs))
+    dims = Dims(ndim_x - (2 if is_left else 1), outputs, inputs, ndim_result - (ndim - outputs))
     given = flow.of(x, node)
-    _decide(flow, weight, dims, given)
+    decide(flow, weight, dims, given)
     cut = flow.of(weight, node)
     if given is not None and given.cut.dim < min(ndim_x - 2, ndim_x - 1 - is_left):
         same = cut is not None and cut.cut.dim - ndim == given.cut.dim - ndim_x
@@ -50,7 +50,7 @@ def matmul(flow: Flow, node: fx.Node) -> Placed:
         if cut is None and ndim == 2:
             return given
         raise Refused("a product of values that are cut in different ways", x, weight)
-    return _product(flow, node, x, weight, None, dims)
+    return product(flow, node, x, weight, None, dims)
 
 
 def _want_whole(flow: Flow, node: fx.Node) -> None:
@@ -64,12 +64,12 @@ def addmm(flow: Flow, node: fx.Node) -> Placed:
     bias, x, weight = node.args
     assert isinstance(x, fx.Node)
     assert isinstance(weight, fx.Node)
-    dims = _Dims(1, 1, 0, 1)
-    _decide(flow, weight, dims, flow.of(x, node))
-    return _product(flow, node, x, weight, bias, dims)
+    dims = Dims(1, 1, 0, 1)
+    decide(flow, weight, dims, flow.of(x, node))
+    return product(flow, node, x, weight, bias, dims)
 
 
-class _Dims(NamedTuple):
+class Dims(NamedTuple):
     """Dimensions of a product."""
 
     summed: int  # of x: what is summed over
@@ -78,7 +78,7 @@ class _Dims(NamedTuple):
     result: int  # of the result: the weight's outputs
 
 
-def _decide(flow: Flow, weight: fx.Node, dims: _Dims, given: Shard | None) -> None:
+def decide(flow: Flow, weight: fx.Node, dims: Dims, given: Shard | None) -> None:
     """How an undecided weight is cut, given how its input is."""
     name = flow.undecided(weight)
     if name is None:
@@ -97,13 +97,13 @@ def _decide(flow: Flow, weight: fx.Node, dims: _Dims, given: Shard | None) -> No
         flow.propose(weight, dims.inputs, given.cut)
 
 
-def _product(
+def product(
     flow: Flow,
     node: fx.Node,
     x: fx.Node,
     weight: fx.Node,
     bias: object,
-    dims: _Dims,
+    dims: Dims,
 ) -> Placed:
     given, cut = flow.of(x, node), flow.of(weight, node)
     is_by_columns = cut is not None and cut.cut.dim == dims.outputs
@@ -114,7 +114,8 @@ def _product(
     if cut is not None and is_by_columns:
         if given is not None:
             raise Refused("its input is cut, too: it must be cut by rows", weight, x)
-        _cut_bias(flow, node, bias, cut, weight)
+        if isinstance(bias, fx.Node):
+            cut_alike(flow, node, bias, len(flow.shape(bias)) - 1, weight)
         return cut.at(dims.result)
     if given is None:
         raise Refused("its input is whole: it must be cut by columns", weight)
@@ -127,19 +128,20 @@ def _product(
     return None
 
 
-def _cut_bias(flow: Flow, node: fx.Node, bias: object, cut: Shard, weight: fx.Node) -> None:
-    if not isinstance(bias, fx.Node):
-        return
-    found = flow.of(bias, node)
-    if found is None and not flow.propose(bias, len(flow.shape(bias)) - 1, cut.cut):
-        raise Refused("its bias is whole", weight)
-    if found is not None and (found.cut.parts, found.cut.segments) != (
+def cut_alike(flow: Flow, node: fx.Node, operand: fx.Node, dim: int, weight: fx.Node) -> None:
+    """Cut a bias, or scales, as the weight beside it is.  Raises: Refused."""
+    found, cut = flow.of(operand, node), flow.of(weight, node)
+    assert cut is not None
+    if found is None and not flow.propose(operand, dim, cut.cut):
+        raise Refused("its bias or scales are whole", weight)
+    if found is not None and (found.cut.dim, found.cut.parts, found.cut.segments) != (
+        dim,
         cut.cut.parts,
         cut.cut.segments,
     ):
         raise Refused(
-            "its bias is cut in another way",
-            bias,
+            "its bias or scales are cut in another way",
+            operand,
             parts=cut.cut.parts,
             segments=cut.cut.segments,
         )
@@ -152,6 +154,8 @@ def add_up(flow: Flow, node: fx.Node) -> None:
     if name == "addmm":
         bias, node.args = node.args[0], node.args[1:]
         node.target = torch.mm
+    elif name == "quantized_linear.default":
+        bias, node.args = node.args[3], (*node.args[:3], None, node.args[4])
     elif name == "linear":
         bias = node.args[2] if len(node.args) > 2 else node.kwargs.get("bias")
         node.args, node.kwargs = (*node.args[:2], None), {}

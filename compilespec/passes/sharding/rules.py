@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, fx
 
-from compilespec.passes.sharding import attention, products, views
+from compilespec.passes.sharding import attention, products, quantized, views
 from compilespec.passes.sharding.flow import Flow, Placed, Refused, Shard
 from compilespec.passes.sharding.views import dim_argument, op_name
 
@@ -36,7 +36,7 @@ def rule_of(flow: Flow, node: fx.Node) -> Placed:
     if node.op == "output":
         return _whole(flow, node)
     name = op_name(node)
-    for rules in (products.RULES, attention.RULES, views.RULES):
+    for rules in (products.RULES, quantized.RULES, attention.RULES, views.RULES):
         if name in rules:
             return rules[name](flow, node)
     if not any(_is_cut(flow, x, node) for x in node.all_input_nodes):
