@@ -20,6 +20,7 @@ PHASES: tuple[Phase, ...] = ("prefill", "decode")
 StepKind = Literal["full", "greedy", "replay"]
 PAD = -1  # fills emitted tokens after the bonus token; never an id
 NO_ADAPTER = -1  # the slot of a request without one
+PIECE = ".shard"  # ends the name of a rank's part of a weight
 ROPE_OFFSETS = "rope_offsets"  # what rotary positions of a traced call are more than the tokens'
 ROPE_ROWS = 3  # of them a token, where a model has several: time, height and width
 NUM_KEPT = (

@@ -237,11 +237,8 @@ def _choose(costs: NodeCosts, node: fx.Node) -> Cost:
     """A rank reads its logits; its best value and the id of it go to every other rank."""
     logits: Any = node.args[0]
     num_others = int(node.args[-1]) - 1  # type: ignore[arg-type]
-    id_bytes = costs.num_bytes(node)
-    best_bytes = costs.num_elements(node) * logits.meta["val"].element_size()
-    return Cost(
-        activation_bytes=costs.num_bytes(logits), sent_bytes=(id_bytes + best_bytes) * num_others
-    )
+    num_bytes = sympy.prod(costs.shape(logits)[:-1]) * (logits.meta["val"].element_size() + 8)
+    return Cost(activation_bytes=costs.num_bytes(logits), sent_bytes=num_bytes * num_others)
 
 
 def _add_integers(costs: NodeCosts, node: fx.Node) -> Cost:

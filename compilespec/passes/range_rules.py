@@ -10,6 +10,7 @@ import sympy
 import torch
 from torch import Tensor, fx
 
+import compilespec.ops.collectives
 import compilespec.ops.sample.probabilities  # noqa: F401  (registers the operators)
 from compilespec.passes.sizes import Expr, Range, Sizes, integers
 from compilespec.tracing.structure import argument
@@ -219,6 +220,9 @@ def _getitem(ranges: Ranges, node: fx.Node, operand: Operand) -> Range | None:
             return operand(source.args[0])
         dim = argument(source, _WITH_INDICES[source.target], "dim", -1)
         return _index_along(ranges, source.args[0], dim)
+    if source.target is torch.ops.compilespec.argmax_shard.default and index == 0:
+        num_ids: Any = source.args[1]
+        return Range(sympy.Integer(0), sympy.Integer(num_ids - 1))
     if source.target is torch.ops.compilespec.argmax_linear.default and index == 0:
         return _index_along(ranges, source.args[1], 0)
     if source.target is torch.ops.compilespec.roll_window.default and index == 1:
@@ -241,6 +245,14 @@ def _draft_choice(ranges: Ranges, node: fx.Node, operand: Operand) -> Range | No
     ids: Any = node.args[2]
     entry = _index_along(ranges, node.args[0], -1) if ids is None else operand(ids)
     return ranges.sizes.join([operand(node.args[1]), entry])
+
+
+def _choice_of_ranks(ranges: Ranges, node: fx.Node, operand: Operand) -> Range | None:
+    """An id of all ranks' logits, or the overridden value."""
+    num_ids: Any = node.args[-2]
+    return ranges.sizes.join(
+        [operand(node.args[1]), Range(sympy.Integer(0), sympy.Integer(num_ids - 1))]
+    )
 
 
 def _argument_of_weights(ranges: Ranges, node: fx.Node, operand: Operand) -> Range | None:
@@ -404,6 +416,8 @@ OTHER: dict[Any, Rule] = {
     _aten.argmin.default: _argmax,
     torch.ops.compilespec.sample.default: _choice,
     torch.ops.compilespec.draw.default: _draft_choice,
+    torch.ops.compilespec.sample_shard.default: _choice_of_ranks,
+    torch.ops.compilespec.draw_shard.default: _choice_of_ranks,
     torch.ops.compilespec.draw_weighted.default: _argument_of_weights,
     _aten.arange.default: _arange,
     _aten.arange.start: _arange,

@@ -17,7 +17,7 @@ from compilespec.passes.sharding.flow import Flow, Shard
 from compilespec.passes.sharding.plan import Sharding
 from compilespec.passes.sharding.rules import rule_of
 from compilespec.passes.sharding.views import op_name
-from compilespec.program import InputSpec, module_path
+from compilespec.program import PIECE, InputSpec, module_path
 
 COLLECTIVES = ("all_reduce", "all_gather", "argmax_shard", "dynamic_int8_shard")
 
@@ -86,7 +86,7 @@ def _bind_pieces(gm: fx.GraphModule, ctx: PassContext, sharding: Sharding, flow:
         name, shard = str(node.meta["role"]), flow.placed.get(node)
         if ctx.inputs[name].kind != "weight" or not isinstance(shard, Shard):
             continue
-        piece = f"{name}.shard"
+        piece = name + PIECE
         if piece not in ctx.weights:
             ctx.weights[piece] = shard.cut.piece(ctx.weights[name], sharding.rank, sharding.size)
             sharding.sources[piece], sharding.whole[name] = name, ctx.weights[name]
@@ -156,9 +156,10 @@ def _check_shapes(gm: fx.GraphModule, ctx: PassContext, before: dict[fx.Node, An
 
 
 def collectives_of(graph: fx.Graph) -> dict[str, int]:
-    """How often a step's ranks speak, by operator."""
+    """How often a step's ranks speak, by operator; calls that are alike count once, as they run."""
     ops = {getattr(torch.ops.compilespec, name).default: name for name in COLLECTIVES}
-    return dict(Counter(ops[node.target] for node in graph.nodes if node.target in ops))
+    calls = {(ops[node.target], node.args): None for node in graph.nodes if node.target in ops}
+    return dict(Counter(name for name, _ in calls))
 
 
 def whole_buffers(ctx: PassContext) -> dict[str, Any]:

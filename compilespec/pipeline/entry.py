@@ -30,7 +30,7 @@ from compilespec.pipeline.draft_vocab import check_has_head
 from compilespec.pipeline.images import image_reader
 from compilespec.pipeline.keywords import shown_fields, shows
 from compilespec.pipeline.options import CompileOptions, check_method_options
-from compilespec.pipeline.parallel import compare_ranks, join_ranks, lead_or_follow
+from compilespec.pipeline.parallel import check_ranks, join_ranks, lead_or_follow
 from compilespec.pipeline.plan import describe_plan, why_not_overlapped, why_not_shared
 from compilespec.program import SpecProgram
 from compilespec.progress import Progress, Reporter
@@ -103,14 +103,14 @@ def compile(
     program = _build(asked, target, reporter)
     options = asked.options
     if ranks is not None:
-        compare_ranks(ranks, program, options)
+        check_ranks(ranks, program, options, target, reporter)
     kinds = options.graphs.kinds_on(program.config.device)
     lowered = lower(program, backend=options.backend, units=units_for(kinds), progress=reporter)
     with reporter.step("load", "weights and buffers, in place"):
         runner = StepRunner(lowered, buckets=options.bucket_sizes, graphs=options.graphs)
         share_merged(target.model, program, lowered.graphs, runner.weights)
     runner.capture(reporter)
-    executor = runner if ranks is None else lead_or_follow(ranks, program, runner, reporter)
+    executor = runner if ranks is None else lead_or_follow(ranks, runner, reporter)
     policy = None
     sizes = runner.geometry
     if len(sizes.draft_counts) > 1:

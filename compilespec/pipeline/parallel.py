@@ -7,7 +7,7 @@ import zlib
 from collections.abc import Mapping
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from compilespec.errors import NotSupported
 from compilespec.inspect.lockstep import check_lockstep
@@ -15,11 +15,13 @@ from compilespec.inspect.stages import context_of
 from compilespec.lowering.artifacts import source_digest
 from compilespec.methods.capabilities import Capabilities
 from compilespec.pipeline.options import CompileOptions
-from compilespec.program import SpecProgram
+from compilespec.program import PIECE, SpecProgram
 from compilespec.progress import Reporter
 from compilespec.runtime.executor import Executor
 from compilespec.runtime.ranks import LeadExecutor, Ranks, follow
 from compilespec.runtime.step_runner import StepRunner
+from compilespec.tracing.load import Target
+from compilespec.tracing.quantized_weights import is_quantized
 
 
 def join_ranks(options: CompileOptions, method: Capabilities) -> Ranks | None:
@@ -52,8 +54,26 @@ def check_parallel(options: CompileOptions, method: Capabilities) -> None:
             )
 
 
-def compare_ranks(ranks: Ranks, program: SpecProgram, options: CompileOptions) -> None:
-    """Raises: RanksDiffer where a rank has other code, options or weights; NotSupported."""
+def check_ranks(
+    ranks: Ranks,
+    program: SpecProgram,
+    options: CompileOptions,
+    target: Target,
+    reporter: Reporter,
+) -> None:
+    """Compare the ranks, and one step of each phase with that of one process; then this rank lets
+    go of what it has a part of.
+
+    Raises: RanksDiffer where a rank has other code, options or weights; NotSupported; PassError
+        where the ranks' steps do not give what one process computes.
+    """
+    _compare(ranks, program, options)
+    with reporter.step("load", "ranks in lockstep"):
+        check_lockstep(program, ranks.group, ranks.tell)
+    _forget_whole(program, target)
+
+
+def _compare(ranks: Ranks, program: SpecProgram, options: CompileOptions) -> None:
     if program.config.device.type != "cpu":
         raise NotSupported(
             f"tensor_parallel_size={ranks.size} runs on the CPU alone so far, by gloo; got "
@@ -83,7 +103,7 @@ def _plain_options(options: CompileOptions) -> dict[str, str]:
 
 
 def _whole_weights(program: SpecProgram) -> Mapping[str, Tensor]:
-    return {n: w for n, w in program.weights.items() if not n.endswith(".shard")}
+    return {n: w for n, w in program.weights.items() if not n.endswith(PIECE)}
 
 
 def _checksum(weights: Mapping[str, Tensor]) -> int:
@@ -95,34 +115,39 @@ def _checksum(weights: Mapping[str, Tensor]) -> int:
     return total
 
 
-def lead_or_follow(
-    ranks: Ranks, program: SpecProgram, runner: StepRunner, reporter: Reporter
-) -> Executor:
+def _forget_whole(program: SpecProgram, target: Target) -> None:
+    """Let go of weights that this rank has a part of, and of a model that was loaded here."""
+    unread: set[str] = set()
+    for graph in program.graphs.values():
+        ctx = context_of(graph)
+        assert ctx.sharding is not None
+        unread |= {n for n in ctx.sharding.sources.values() if _is_unread(program, n)}
+        unread |= {n for n, w in ctx.target.weights.items() if is_quantized(w)}  # read in parts
+        for kept in (ctx.weights, ctx.sharding.whole, ctx.target.weights):
+            if isinstance(kept, dict):
+                kept.update({n: _without_memory(kept[n]) for n in unread & kept.keys()})
+    for module in target.model.modules() if target.directory is not None else ():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                module._parameters[name] = nn.Parameter(_without_memory(parameter), False)
+
+
+def _is_unread(program: SpecProgram, name: str) -> bool:
+    return not any(name in context_of(graph).inputs for graph in program.graphs.values())
+
+
+def _without_memory(tensor: Tensor) -> Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+
+
+def lead_or_follow(ranks: Ranks, runner: StepRunner, reporter: Reporter) -> Executor:
     """Rank 0's executor.  On other ranks this does what rank 0 does until its engine is closed,
     and ends the process.
 
-    Raises: PassError where the ranks' steps do not give what one process computes; SystemExit.
+    Raises: SystemExit.
     """
-    with reporter.step("load", "ranks in lockstep"):
-        check_lockstep(program, ranks.group, ranks.tell)
-    _forget_whole(program)
     if ranks.rank == 0:
         return LeadExecutor(runner, ranks)
     reporter.ready()
     follow(runner, ranks)
     raise SystemExit(0)
-
-
-def _forget_whole(program: SpecProgram) -> None:
-    """Let go of weights that this rank has a part of."""
-    for graph in program.graphs.values():
-        ctx = context_of(graph)
-        assert ctx.sharding is not None
-        for name in ctx.sharding.sources.values():
-            for kept in (ctx.weights, ctx.sharding.whole, ctx.target.weights):
-                if isinstance(kept, dict) and name in kept and _is_unread(program, name):
-                    kept[name] = kept[name].to("meta")
-
-
-def _is_unread(program: SpecProgram, name: str) -> bool:
-    return not any(name in context_of(graph).inputs for graph in program.graphs.values())

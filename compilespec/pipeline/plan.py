@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
+from torch import Tensor
+
+from compilespec._torch_compat import storage_place
 from compilespec.passes.acceptance.registry import describe
 from compilespec.pipeline.options import CompileOptions
 from compilespec.program import SpecProgram
@@ -28,6 +32,7 @@ def describe_plan(
         "device": str(config.device),
         "max_batch_size": config.max_batch_size,
         "max_seq_len": config.max_seq_len,
+        "weights_mib": _num_bytes(runner.weights.values()) / 2**20,
         "kv_cache_mib": sum(b.num_bytes for b in program.buffers if b.kind == "cache") / 2**20,
         "state_mib_per_request": program.state_bytes_per_request / 2**20,
         "kv_cache_bytes_per_token": program.cache_bytes_per_token,
@@ -37,6 +42,11 @@ def describe_plan(
         "overlap": _on_or_off(why_not_overlapped(program, options)),
         "why": program.notes,
     }
+
+
+def _num_bytes(tensors: Iterable[Tensor]) -> int:
+    """What lies in the same place counts once."""
+    return sum({storage_place(tensor): tensor.nbytes for tensor in tensors}.values())
 
 
 def _on_or_off(why_not: str | None) -> str:

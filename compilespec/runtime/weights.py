@@ -2,25 +2,48 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import itertools
+from collections import Counter
 from collections.abc import Mapping
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 
 from compilespec import _torch_compat
 from compilespec.ops.quantized_linear import LAYOUTS
-from compilespec.program import InputSpec, LoweredPhase, SpecProgram, StepKey
+from compilespec.program import PIECE, InputSpec, LoweredPhase, SpecProgram, StepKey
+
+GIVEN_BACK = 2**25  # bytes at a time
 
 
 def bind_weights(program: SpecProgram, graphs: Mapping[StepKey, LoweredPhase]) -> dict[str, Tensor]:
-    """Every weight input by name, merged and packed once however many graphs read it."""
+    """Every weight input by name, merged and packed once however many graphs read it.  Pieces that
+    were cut for a rank are the program's no more, so that none is in memory twice.
+    """
+    weights = cast(dict[str, Tensor], program.weights)
+    specs = {s.name: s for graph in graphs.values() for s in graph.inputs if s.kind == "weight"}
+    unread = Counter(source for spec in specs.values() for source in spec.sources)
     bound: dict[str, Tensor] = {}
-    for graph in graphs.values():
-        for spec in graph.inputs:
-            if spec.kind == "weight" and spec.name not in bound:
-                bound[spec.name] = materialise(spec, program.weights)
+    freed = 0
+    for name, spec in specs.items():
+        bound[name] = materialise(spec, weights)
+        unread.subtract(spec.sources)
+        for piece in (s for s in spec.sources if s.endswith(PIECE) and not unread[s]):
+            freed += weights[piece].nbytes
+            weights[piece] = weights[piece].to("meta")
+        if freed > GIVEN_BACK:
+            freed = 0
+            _give_back()
     return bound
+
+
+def _give_back() -> None:
+    """Let the system have the memory that was freed; glibc keeps it otherwise."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def share_merged(

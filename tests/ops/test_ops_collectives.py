@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
@@ -14,24 +10,9 @@ from compilespec.errors import NotSupported
 from compilespec.ops.collectives import acting, current
 from compilespec.ops.collectives.group import ThreadGroup
 from compilespec.ops.quantized_linear.reference import dynamic_int8_linear_reference
+from tests.support.rank_threads import by_ranks
 
 OPS = torch.ops.compilespec
-
-
-def by_ranks(size: int, function: Callable[[int], Any]) -> list[Any]:
-    """What each rank's call gives."""
-    found: list[Any] = [None] * size
-
-    def run(group: ThreadGroup) -> None:
-        with acting(group):
-            found[group.rank] = function(group.rank)
-
-    threads = [threading.Thread(target=run, args=(group,)) for group in ThreadGroup.make(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return found
 
 
 @pytest.mark.parametrize("size", [2, 3, 5], ids="{} ranks".format)
@@ -68,12 +49,14 @@ def test_an_argmax_over_ranks_is_the_argmax(size):
     num_rows = -(-length // size)
     padded = torch.nn.functional.pad(rows, (0, num_rows * size - length))
 
-    def own(rank: int) -> Tensor:
+    def own(rank: int) -> tuple[Tensor, Tensor]:
         piece = padded[:, rank * num_rows : (rank + 1) * num_rows]
         return OPS.argmax_shard(piece, length, size)
 
-    for one in by_ranks(size, own):
-        assert one.tolist() == rows.argmax(-1).tolist()
+    best = rows.gather(-1, rows.argmax(-1, keepdim=True)).squeeze(-1)
+    for ids, values in by_ranks(size, own):
+        assert ids.tolist() == rows.argmax(-1).tolist()
+        torch.testing.assert_close(values, best, rtol=0, atol=0, equal_nan=True)
 
 
 def test_rows_of_a_table_that_is_cut_add_up_to_the_rows():

@@ -62,9 +62,9 @@ def test_a_layer_is_cut_by_columns_then_by_rows(llama):
     }
 
 
-def test_two_sums_a_layer_one_for_the_embedding_and_the_head_gathered(llama):
+def test_two_sums_a_layer_one_for_the_embedding_and_one_choice(llama):
     for graph in llama.graphs.values():
-        assert collectives_of(graph.spliced.graph) == {"all_reduce": 3, "all_gather": 1}
+        assert collectives_of(graph.graph_module.graph) == {"all_reduce": 3, "argmax_shard": 1}
 
 
 def test_what_a_rank_holds_and_sends_is_counted(llama):
@@ -72,11 +72,11 @@ def test_what_a_rank_holds_and_sends_is_counted(llama):
     decode = report.graphs["decode"]
     num_rows, size = 2 * 3, llama.config.dtype.itemsize  # of B = 2 and K = 2
     sent = decode.total.cost.at({B: 2, K: 2}).sent_bytes
-    assert sent == num_rows * (3 * 48 + 49) * size  # three sums of a row, a piece of its logits
-    assert decode.collectives == {"all_reduce": 3, "all_gather": 1}
+    assert sent == num_rows * (3 * 48 * size + size + 8)  # three sums of a row, its best and an id
+    assert decode.collectives == {"all_reduce": 3, "argmax_shard": 1}
     assert set(decode.uncounted) == {
-        "compilespec.sample.default",
-        "compilespec.note_logprobs.default",
+        "compilespec.sample_shard.default",
+        "compilespec.note_logprobs_shard.default",
     }
     attention, mlp, others = 48 * (24 + 12 + 12) + 24 * 48, 3 * 40 * 48, 3 * 48 + 6  # and rope
     assert report.weight_memory == (2 * 49 * 48 + attention + mlp + others) * size

@@ -105,7 +105,7 @@ def _run(case: RankCase, size: int, rank: int) -> dict[str, Any]:
             for warmth in (0.0, 0.9, 0.0, 1.3)
         ]
         outputs = engine.generate(PROMPTS, params)
-        decode = engine.graphs["decode"].spliced.graph
+        decode = engine.graphs["decode"].graph_module.graph
         return {
             "tokens": [output.token_ids for output in outputs],
             "emitted": [output.emitted_per_step for output in outputs],

@@ -11,9 +11,14 @@ import torch
 from torch import Tensor
 
 from compilespec.ops._library import define_op
+from compilespec.ops.collectives.choices import (
+    argmax_shard,
+    draw_shard,
+    note_logprobs_shard,
+    sample_shard,
+)
 from compilespec.ops.collectives.group import Group, acting, current
 from compilespec.ops.collectives.reference import (
-    argmax_of_ranks,
     concatenate_ranks,
     embed_own_rows,
     sum_of_ranks,
@@ -32,8 +37,11 @@ __all__ = [
     "all_reduce",
     "argmax_shard",
     "current",
+    "draw_shard",
     "dynamic_int8_shard",
     "embed_shard",
+    "note_logprobs_shard",
+    "sample_shard",
     "take_shard",
 ]
 
@@ -44,20 +52,6 @@ def _all_reduce(x: Tensor, size: int) -> Tensor:
 
 def _all_gather(x: Tensor, dim: int, length: int, size: int) -> Tensor:
     return concatenate_ranks(current(size).gather(x), dim, length)
-
-
-def _argmax_shard(logits: Tensor, length: int, size: int) -> Tensor:
-    group = current(size)
-    num_rows = logits.shape[-1]
-    own = logits[..., : min(num_rows, max(length - group.rank * num_rows, 0))]
-    if own.shape[-1] == 0:
-        best, index = logits.new_full(logits.shape[:-1], -torch.inf), None
-    else:
-        index = own.argmax(-1)
-        best = own.gather(-1, index.unsqueeze(-1)).squeeze(-1)
-    index = torch.zeros_like(best, dtype=torch.int64) if index is None else index
-    ids = group.gather(index + group.rank * num_rows)
-    return argmax_of_ranks(group.gather(best), ids)
 
 
 def _embed_shard(ids: Tensor, weight: Tensor, size: int) -> Tensor:
@@ -100,12 +94,6 @@ all_gather = define_op(
     "all_gather(Tensor x, int dim, int length, int size) -> Tensor",
     _all_gather,
     _gathered,
-    has_kernel=False,
-)
-argmax_shard = define_op(
-    "argmax_shard(Tensor logits, int length, int size) -> Tensor",
-    _argmax_shard,
-    lambda logits, length, size: logits.new_empty(logits.shape[:-1], dtype=torch.int64),
     has_kernel=False,
 )
 embed_shard = define_op(

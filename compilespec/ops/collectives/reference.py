@@ -21,15 +21,16 @@ def concatenate_ranks(parts: Sequence[Tensor], dim: int, length: int) -> Tensor:
     return torch.cat(list(parts), dim).narrow(dim, 0, length).contiguous()
 
 
-def argmax_of_ranks(best: Sequence[Tensor], ids: Sequence[Tensor]) -> Tensor:
-    """Of each rank's largest logit and its id, the id of the largest; the first one where several
-    are, and NaN is larger than all numbers, as for `torch.argmax`.
+def argmax_of_ranks(best: Sequence[Tensor], ids: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """Of each rank's largest logit and its id, the id of the largest, and the largest; the first
+    one where several are, and NaN is larger than all numbers, as for `torch.argmax`.
 
     Args:
         ids: int64, beside the values: an index in a narrow floating type would be rounded.
     """
     winner = torch.stack(list(best)).argmax(0, keepdim=True)
-    return torch.stack(list(ids)).gather(0, winner).squeeze(0)
+    of_winner = (torch.stack(list(x)).gather(0, winner).squeeze(0) for x in (ids, best))
+    return next(of_winner), next(of_winner)
 
 
 def embed_own_rows(ids: Tensor, weight_VD: Tensor, rank: int) -> Tensor:

@@ -15,6 +15,7 @@
 #include <cmath>
 #include <functional>
 #include <limits>
+#include <tuple>
 #include <vector>
 
 #include "_vector.h"
@@ -223,19 +224,23 @@ int32_t first_best(const Acc* scores, int64_t count) {
   return int32_t(found);
 }
 
-// argmax(score + noise) over the ids whose score is at least `lowest`.
+// argmax(score + noise) over the ids first ... first + count - 1 whose score is at least `lowest`,
+// and that sum in `best_score`.
 template <class Acc>
-int32_t draw_whole(const Acc* scores, int64_t count, Acc lowest, const Key& key) {
+int32_t draw_part(const Acc* scores, int64_t first, int64_t count, Acc lowest, const Key& key,
+                  Acc* best_score) {
   constexpr Acc kNone = -std::numeric_limits<Acc>::infinity();
   Acc best[kGroup], padded[kBlock];
   int32_t place[kGroup];
   float noise[kBlock];
   std::fill_n(best, kGroup, kNone);
-  std::fill_n(place, kGroup, 0);
-  for (int64_t base = 0; base < count; base += kBlock) {
-    const Acc* block = scores + base;
-    if (count - base < kBlock) {
-      std::fill(std::copy(block, scores + count, padded), padded + kBlock, kNone);
+  std::fill_n(place, kGroup, int32_t(first));
+  for (int64_t base = first - first % kBlock; base < first + count; base += kBlock) {
+    const int64_t begin = std::max(base, first), end = std::min(base + kBlock, first + count);
+    const Acc* block = scores + (begin - first);
+    if (end - begin < kBlock) {
+      std::fill_n(padded, kBlock, kNone);
+      std::copy(block, block + (end - begin), padded + (begin - base));
       block = padded;
     }
     bool some = false;
@@ -253,7 +258,14 @@ int32_t draw_whole(const Acc* scores, int64_t count, Acc lowest, const Key& key)
   int found = 0;
   for (int i = 1; i < kGroup; ++i)
     if (best[i] > best[found] || (best[i] == best[found] && place[i] < place[found])) found = i;
+  *best_score = best[found];
   return place[found];
+}
+
+template <class Acc>
+int32_t draw_whole(const Acc* scores, int64_t count, Acc lowest, const Key& key) {
+  Acc best;
+  return draw_part(scores, 0, count, lowest, key, &best);
 }
 
 // The same over entries that stand for other ids; neighbours in one block of ids share its noise.
@@ -592,6 +604,31 @@ at::Tensor draw(const at::Tensor& logits, const at::Tensor& greedy,
   return chosen;
 }
 
+std::tuple<at::Tensor, at::Tensor> draw_parts(const at::Tensor& scores, const at::Tensor& lowest,
+                                              const at::Tensor& row, const at::Tensor& drawn,
+                                              const at::Tensor& words, int64_t first) {
+  TORCH_CHECK(scores.dim() == 2 && lowest.scalar_type() == scores.scalar_type(),
+              "draw_part: expected scores [N, V] and lowest [N], got ", scores.sizes());
+  const at::Tensor from = scores.contiguous(), bounds = lowest.contiguous(),
+                   rows = row.contiguous(), positions = drawn.contiguous(),
+                   best = at::empty_like(bounds), id = at::empty_like(positions);
+  const int64_t count = from.size(0), width = from.size(1);
+  const int64_t* at_row = rows.const_data_ptr<int64_t>();
+  AT_DISPATCH_FLOATING_TYPES(from.scalar_type(), "draw_part", [&] {
+    at::parallel_for(0, count, grain(width), [&](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; ++i) {
+        const Key key = make_key(words.const_data_ptr<int32_t>() + at_row[i] * words.size(1),
+                                 positions.const_data_ptr<int32_t>()[i]);
+        id.mutable_data_ptr<int32_t>()[i] =
+            draw_part(from.const_data_ptr<scalar_t>() + i * width, first, width,
+                      bounds.const_data_ptr<scalar_t>()[i], key,
+                      best.mutable_data_ptr<scalar_t>() + i);
+      }
+    });
+  });
+  return {best, id};
+}
+
 // Log-softmax of one row: the chosen token's value, then the best ones with their ids.
 template <class T>
 void note_row(const T* logits, int64_t vocab, int32_t token, int64_t num_best, float* values,
@@ -675,6 +712,7 @@ at::Tensor philox_op(const at::Tensor& counter, const at::Tensor& key) {
 TORCH_LIBRARY_IMPL(compilespec, CPU, m) {
   m.impl("sample", sample);
   m.impl("draw", draw);
+  m.impl("draw_part", draw_parts);
   m.impl("note_logprobs", note_logprobs);
   m.impl("filtered_probs", filtered_probs);
   m.impl("draw_weighted", draw_weighted);

@@ -63,11 +63,13 @@ def processed_rows(
     bias_RV: Tensor,
     context_RL: Tensor,
     mask_RSW: Tensor,
+    first: int = 0,
 ) -> Iterator[tuple[int, int, Tensor, Tensor, list[int], int]]:
     """The rows that are not plain greedy: (b, s, scores before the temperature, the request's reals
-    and words, position drawn); writes the context.  Arguments as in `sample_reference`.
+    and words, position drawn); writes the context.  Arguments as in `sample_reference`; logits may
+    be those of the ids from `first` on alone.
     """
-    max_seq_len = context_RL.shape[1]
+    max_seq_len, own = context_RL.shape[1], slice(first, first + logits_BSV.shape[2])
     drawn = drawn_BS.tolist()
     for b, row in enumerate(row_B.tolist()):
         reals, words = sampling_RF[row], sampling_RI[row].tolist()
@@ -79,9 +81,11 @@ def processed_rows(
                     context_RL[row, position - 1] = ids_BS[b, s]
         for s, position in enumerate(drawn[b]):
             context = context_RL[row, : min(max(position, 0), max_seq_len)]
-            scores_V = process(logits_BSV[b, s], reals, words, bias_RV[row], context, position)
+            scores_V = process(
+                logits_BSV[b, s], reals, words, bias_RV[row, own], context, position, first
+            )
             if words[layout.FLAGS] & layout.GUIDE:
-                scores_V = guided(scores_V, mask_RSW[row, s])
+                scores_V = guided(scores_V, mask_RSW[row, s], first)
             yield b, s, scores_V, reals, words, position
 
 
@@ -159,7 +163,13 @@ def is_plain(temperature: float, words: list[int]) -> bool:
 
 
 def process(
-    logits_V: Tensor, reals: Tensor, words: list[int], bias_V: Tensor, context: Tensor, drawn: int
+    logits_V: Tensor,
+    reals: Tensor,
+    words: list[int],
+    bias_V: Tensor,
+    context: Tensor,
+    drawn: int,
+    first: int = 0,
 ) -> Tensor:
     """Apply penalties, bias and min_new_tokens, which act on the logits before the temperature."""
     wide = wide_dtype(logits_V.dtype)
@@ -167,31 +177,32 @@ def process(
     reals = reals.to(wide)
     prompt_len = words[layout.PROMPT_LEN]
     if words[layout.FLAGS] & layout.PENALISE:
-        scores_V = _penalise(scores_V, reals, context.long(), prompt_len)
+        scores_V = _penalise(scores_V, reals, context.long() - first, prompt_len)
     if words[layout.FLAGS] & layout.BIAS:
         scores_V = scores_V + bias_V.to(wide)
     if drawn - prompt_len < words[layout.MIN_NEW]:
         stops = words[layout.FIRST_STOP : layout.FIRST_STOP + words[layout.NUM_STOPS]]
         scores_V = scores_V.clone()
-        scores_V[stops] = -math.inf
+        scores_V[[id - first for id in stops if 0 <= id - first < len(scores_V)]] = -math.inf
     return scores_V
 
 
-def guided(scores_V: Tensor, mask_W: Tensor) -> Tensor:
+def guided(scores_V: Tensor, mask_W: Tensor, first: int = 0) -> Tensor:
     """The scores, -inf where the mask's bit is 0."""
-    ids_V = torch.arange(len(scores_V), device=scores_V.device)
+    ids_V = torch.arange(len(scores_V), device=scores_V.device) + first
     allowed_V = (mask_W[ids_V // 32] >> (ids_V % 32)) & 1
     return scores_V.masked_fill(allowed_V == 0, -math.inf)
 
 
 def _penalise(scores_V: Tensor, reals: Tensor, context: Tensor, prompt_len: int) -> Tensor:
     """Apply repetition over prompt and output; frequency, then presence, over the output."""
-    vocab = len(scores_V)
-    seen_V = torch.bincount(context, minlength=vocab) > 0
+    is_own = (context >= 0) & (context < len(scores_V))
+    vocab, output = len(scores_V), context[prompt_len:][is_own[prompt_len:]]
+    seen_V = torch.bincount(context[is_own], minlength=vocab) > 0
     repetition = reals[layout.REPETITION]
     scaled_V = torch.where(scores_V < 0, scores_V * repetition, scores_V / repetition)
     scores_V = torch.where(seen_V, scaled_V, scores_V)
-    count_V = torch.bincount(context[prompt_len:], minlength=vocab).to(scores_V.dtype)
+    count_V = torch.bincount(output, minlength=vocab).to(scores_V.dtype)
     scores_V = scores_V - reals[layout.FREQUENCY] * count_V
     return scores_V - torch.where(count_V > 0, reals[layout.PRESENCE], 0)
 

@@ -62,6 +62,7 @@ class Flow:
         self.placed: dict[fx.Node, Placed] = {}
         self.roots: dict[fx.Node, tuple[str, tuple[int | None, ...]]] = {}
         self.edits: dict[fx.Node, Edit] = {}
+        self.best: dict[fx.Node, fx.Node] = {}  # by argmax over ranks: what has its value, too
         self.gathered: set[fx.Node] = set()
         self.whole_uses: set[tuple[fx.Node, fx.Node]] = set()
         self.caches: dict[str, Shard] = {}

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor, fx
 
-from compilespec.passes.sharding import attention, products, quantized, views
+from compilespec.passes.sharding import attention, choices, products, quantized, views
 from compilespec.passes.sharding.flow import Flow, Placed, Refused, Shard
 from compilespec.passes.sharding.views import dim_argument, op_name
 
@@ -36,7 +35,13 @@ def rule_of(flow: Flow, node: fx.Node) -> Placed:
     if node.op == "output":
         return _whole(flow, node)
     name = op_name(node)
-    for rules in (products.RULES, quantized.RULES, attention.RULES, views.RULES):
+    for rules in (
+        products.RULES,
+        quantized.RULES,
+        attention.RULES,
+        choices.RULES,
+        views.RULES,
+    ):
         if name in rules:
             return rules[name](flow, node)
     if not any(_is_cut(flow, x, node) for x in node.all_input_nodes):
@@ -98,8 +103,8 @@ def along(flow: Flow, node: fx.Node) -> Placed:
         raise Refused(f"{name} over all dimensions", x)
     dims = [dim % ndim for dim in (wanted if isinstance(wanted, tuple | list) else (wanted,))]
     if shard.cut.dim in dims:
-        if name == "argmax" and all(map(flow.is_head, shard.origins)):
-            flow.edits[node] = lambda: _argmax_of_ranks(flow, node, x)
+        if name == "argmax" and choices.is_own_logits(flow, x, node):
+            flow.edits[node] = lambda: choices.argmax_of_ranks(flow, node, x)
             return None
         raise Refused(f"{name} along the dimension that is cut", x)
     result = flow.values[node]
@@ -108,19 +113,6 @@ def along(flow: Flow, node: fx.Node) -> Placed:
     dim = shard.cut.dim - (sum(d < shard.cut.dim for d in dims) if drops else 0)
     placed = shard.at(dim)
     return placed if isinstance(result, Tensor) else (placed,) * len(result)
-
-
-def _argmax_of_ranks(flow: Flow, node: fx.Node, x: fx.Node) -> None:
-    """Each rank's best value and its id are gathered, instead of all logits."""
-    length, size = int(flow.shape(x)[-1]), flow.sharding.size
-    keeps = len(flow.shape(node)) == len(flow.shape(x))
-    node.target, node.op = torch.ops.compilespec.argmax_shard.default, "call_function"
-    node.args, node.kwargs = (x, length, size), {}
-    if keeps:
-        with flow.gm.graph.inserting_after(node):
-            kept = flow.gm.graph.call_function(torch.unsqueeze, (node, -1))
-        node.replace_all_uses_with(kept, lambda user: user is not kept)
-        kept.meta = {key: value for key, value in node.meta.items() if key != "role"}
 
 
 def other_dims(flow: Flow, node: fx.Node) -> Shard:
