@@ -20,6 +20,7 @@ from compilespec.cli.generate import (
     read_prompts,
     set_threads,
 )
+from compilespec.cli.ranks import add_ranks_option
 from compilespec.errors import DraftNotFound, InvalidOption, SpecError
 
 if TYPE_CHECKING:
@@ -61,6 +62,7 @@ def add_parser(commands: Any) -> None:
     add_placement_options(add)
     add_quantize_options(add)
     add_draft_vocab_options(add)
+    add_ranks_option(add)
     add("--threads", type=int, metavar="N", help="CPU threads (default: torch's)")
     add(
         "--sampled",
@@ -78,6 +80,11 @@ def run(args: argparse.Namespace) -> int:
 
     if min(args.num_draft_tokens) < 1 or args.rounds < 1:
         raise InvalidOption("--num-draft-tokens and --rounds: expected at least 1")
+    if (args.tensor_parallel_size or 1) > 1:
+        raise InvalidOption(
+            "bench compares engines side by side, and ranks follow one at a time: time "
+            "`compilespec generate --tensor-parallel-size` with each method instead"
+        )
     rules = _rules(args)
     prompts = read_prompts(args)
     set_threads(args.threads)

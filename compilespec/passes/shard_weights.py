@@ -95,6 +95,7 @@ def _bind_pieces(gm: fx.GraphModule, ctx: PassContext, sharding: Sharding, flow:
         users = [user for user in node.users if (node, user) not in flow.whole_uses]
         for user in users:
             user.replace_input_with(node, new)
+        node.meta["stands_for"] = (node.name, None)
         if not node.users:
             gm.graph.erase_node(node)
             del ctx.inputs[name]

@@ -242,6 +242,11 @@ class CompileOptions:
         "the program runs under torchrun with so many.",
         positive,
     )
+    draft_tensor_parallel_size: int = keyword(
+        1,
+        "processes that share the drafter: 1, every one has all of it, or tensor_parallel_size.",
+        positive,
+    )
     tensor_parallel_plan: Mapping[str, str] | None = keyword(
         None,
         'how linear layers are cut, by module path or pattern: "columns" (of their outputs), '
@@ -269,6 +274,11 @@ class CompileOptions:
         if self.draft_vocab_counts is not None and self.draft_vocab_size is None:
             raise InvalidOption(
                 "draft_vocab_counts= needs draft_vocab_size=, the rows that a drafter's head keeps"
+            )
+        if self.draft_tensor_parallel_size not in (1, self.tensor_parallel_size):
+            raise InvalidOption(
+                "draft_tensor_parallel_size must be 1 or tensor_parallel_size="
+                f"{self.tensor_parallel_size}; got {self.draft_tensor_parallel_size}"
             )
         for name in ("max_adapters", "max_adapter_rank"):
             if getattr(self, name) is not None and not isinstance(self.adapters, Mapping):
@@ -336,7 +346,12 @@ class CompileOptions:
         size = self.tensor_parallel_size
         if size == 1:
             return None
-        return Sharding(size=size, rank=this_rank(), wanted=self.tensor_parallel_plan or {})
+        return Sharding(
+            size=size,
+            rank=this_rank(),
+            wanted=self.tensor_parallel_plan or {},
+            draft_size=self.draft_tensor_parallel_size,
+        )
 
     @functools.cached_property
     def quantization(self) -> Quantize | None:

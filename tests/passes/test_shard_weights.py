@@ -20,7 +20,8 @@ from compilespec.passes.shard_weights import collectives_of
 from compilespec.passes.sharding.plan import Cut
 from compilespec.passes.sizes import B, K
 from compilespec.program import SpecProgram
-from tests.support.models import even_target, tiny_target
+from tests.support.drafters import METHODS
+from tests.support.models import even_target, target_info, tiny_target
 
 OPS = torch.ops.compilespec
 
@@ -167,6 +168,7 @@ def test_a_plan_keeps_modules_whole():
     ("keyword", "says"),
     [
         ({"tensor_parallel_size": 0}, "tensor_parallel_size must be a positive integer"),
+        ({"draft_tensor_parallel_size": 2}, "must be 1 or tensor_parallel_size=1; got 2"),
         ({"tensor_parallel_plan": "rows"}, "tensor_parallel_plan must be a dict"),
         ({"tensor_parallel_plan": {"*": "diagonal"}}, "columns"),
     ],
@@ -183,6 +185,22 @@ def test_pieces_of_several_stretches_and_of_a_padded_dimension():
     padded = Cut(0, 3, length=7)
     assert padded.piece(whole[:7], 2, 3).flatten().tolist() == [6, 0, 0]
     assert Cut(0, 2).piece(whole, 2, 4).flatten().tolist() == [6, 7, 8, 9, 10, 11]
+
+
+@pytest.mark.parametrize(
+    "spec", ["draft_model", *(pytest.param(s, marks=pytest.mark.slow) for s in ("eagle3", "mtp"))]
+)
+def test_a_drafter_is_cut_with_the_target(spec):
+    """Its heads of keys, 3, stay whole in eagle3."""
+    model = tiny_target("llama", num_layers=3)
+    torch.manual_seed(1)
+    program = compilespec.trace(
+        model, spec, max_seq_len=64, max_batch_size=3, num_draft_tokens=2, tensor_parallel_size=2,
+        draft_tensor_parallel_size=2, **METHODS[spec](model, target_info(model, max_seq_len=64), 2),
+    )  # fmt: skip
+    found = {n for n, cut in cuts(program).items() if cut is not None and n.startswith("draft.")}
+    assert any("down_proj" in name for name in found)
+    check_lockstep(program)
 
 
 QUANTIZED = ("int8_weight_only", "int8_dynamic", "int4_weight_only", "float8_weight_only")

@@ -47,6 +47,7 @@ KEYWORDS = {
     "draft_vocab_size": None,
     "draft_vocab_counts": None,
     "tensor_parallel_size": 1,
+    "draft_tensor_parallel_size": 1,
     "tensor_parallel_plan": None,
 }
 SIGNATURES: dict[Callable[..., Any], dict[str, Any]] = {
@@ -113,6 +114,7 @@ WRONG: dict[str, tuple[Any, str]] = {
     "draft_vocab_size": (0, "a positive integer; got 0$"),
     "draft_vocab_counts": (3, "a file, texts, or counts by token id; got 3$"),
     "tensor_parallel_size": (0, "a positive integer; got 0$"),
+    "draft_tensor_parallel_size": (0, "a positive integer; got 0$"),
     "tensor_parallel_plan": ("rows", "a dict of ways by module path, .*; got 'rows'$"),
     "force_num_accepted": (-1, "got -1$"),
     "relaxed_topk": (3, "only with acceptance='relaxed'$"),

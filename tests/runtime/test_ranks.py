@@ -9,10 +9,14 @@ import pytest
 import compilespec
 from compilespec.errors import NotSupported
 from tests.support.models import tiny_target
-from tests.support.rank_job import CASES, alone, run_job, run_processes
+from tests.support.rank_job import CASES, FOLDER, alone, run_job, run_processes, save_folder
 
 FAULTS = ("other-weights", "other-options", "wrong-plan")
-WORKING = [name for name, case in CASES.items() if not case.fault and name not in FAULTS]
+WORKING = [
+    name
+    for name, case in CASES.items()
+    if not case.fault and name not in FAULTS and case.family != FOLDER
+]
 CHOSEN = "llama-ngram"
 
 
@@ -43,6 +47,18 @@ def check_tokens(name: str, results: list[dict[str, object]], size: int) -> None
 def test_a_small_job_gives_the_tokens_of_one_process(small_job):
     check_tokens(CHOSEN, small_job[CHOSEN], 2)
     assert small_job[CHOSEN][0]["cache_mib"] == alone(CHOSEN)["cache_mib"] / 2
+
+
+@pytest.mark.slow
+def test_a_rank_of_a_checkpoint_has_memory_for_its_parts(tmp_path):
+    """The first case loads what every engine needs; then only weights and caches are of a size."""
+    save_folder(tmp_path)
+    lead, *_ = run_job(["llama-none", FOLDER], tmp_path)[FOLDER]
+    expected = alone(FOLDER, tmp_path)
+    assert lead["tokens"] == expected["tokens"]
+    assert lead["weights_mib"] == pytest.approx(expected["weights_mib"] / 2, abs=0.1)
+    assert lead["cache_mib"] == expected["cache_mib"] / 2
+    assert lead["peak_mib"] < lead["weights_mib"] + lead["cache_mib"] + 64
 
 
 @pytest.mark.slow

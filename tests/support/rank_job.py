@@ -10,12 +10,14 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from torch import nn
 
 import compilespec
@@ -25,6 +27,7 @@ from compilespec.passes.shard_weights import collectives_of
 from tests.support.drafters import METHODS
 from tests.support.models import even_target, target_info, tiny_target
 
+FOLDER = "folder"  # a checkpoint of a few layers of real width beside the results
 ROOT = Path(__file__).parents[2]
 PROMPTS = [[5, 9, 7, 30, 11, 40, 41, 40, 41], [3, 3], [12, 60, 61, 62, 60, 61], [88]]
 
@@ -61,6 +64,8 @@ CASES: dict[str, RankCase] = {
     "quantized-int8": RankCase("even", "ngram", changes={"quantize": "int8_weight_only"}),
     "quantized-dynamic": RankCase("even", "ngram", changes={"quantize": "int8_dynamic"}),
     "quantized-int4": RankCase("even", "ngram", changes={"quantize": "int4_weight_only"}),
+    "folder": RankCase(FOLDER),
+    "drafter-cut": RankCase("llama", "draft_model", changes={"draft_tensor_parallel_size": 2}),
     "other-weights": RankCase("llama", num_layers=1, fault="weights"),
     "other-options": RankCase("llama", num_layers=1, fault="options"),
     "wrong-plan": RankCase(
@@ -70,21 +75,23 @@ CASES: dict[str, RankCase] = {
 }
 
 
-def run_case(case: RankCase, size: int, rank: int = 0) -> dict[str, Any]:
+def run_case(
+    case: RankCase, size: int, rank: int = 0, directory: Path | None = None
+) -> dict[str, Any]:
     """What a case's engine gives, in plain values; an error's class and words instead."""
     try:
-        return _run(case, size, rank)
+        return _run(case, size, rank, directory)
     except SpecError as error:
         return {"error": type(error).__name__, "says": str(error)}
     except SystemExit:
         return {"followed": True}
 
 
-def _run(case: RankCase, size: int, rank: int) -> dict[str, Any]:
+def _run(case: RankCase, size: int, rank: int, directory: Path | None) -> dict[str, Any]:
     inductor = case.changes.get("backend") == "inductor"
     dtype = torch.float32 if inductor else torch.float64
     is_odd = rank == 1
-    model = _model_of(case, dtype, seed=int(case.fault == "weights" and is_odd))
+    model = _model_of(case, dtype, int(case.fault == "weights" and is_odd), directory)
     keywords: dict[str, Any] = {"backend": "eager", "max_seq_len": 64, "max_batch_size": 3}
     if case.spec != "none":
         keywords["num_draft_tokens"] = case.num_draft_tokens
@@ -94,9 +101,11 @@ def _run(case: RankCase, size: int, rank: int) -> dict[str, Any]:
     keywords |= case.changes
     if case.fault == "options" and is_odd:
         keywords["max_batch_size"] = 2
+    watch = MemoryWatch()
     with compilespec.compile(
         model, spec=case.spec, tensor_parallel_size=size, **keywords
     ) as engine:
+        peak = watch.stop()
         if case.fault == "dies":
             engine.generate(PROMPTS[:1], SamplingParams(max_new_tokens=4, ignore_eos=True))
             os._exit(7)
@@ -109,6 +118,8 @@ def _run(case: RankCase, size: int, rank: int) -> dict[str, Any]:
         return {
             "tokens": [output.token_ids for output in outputs],
             "emitted": [output.emitted_per_step for output in outputs],
+            "peak_mib": peak,
+            "weights_mib": engine.plan()["weights_mib"],
             "cache_mib": engine.plan()["kv_cache_mib"],
             "collectives": collectives_of(decode),
             "why": list(engine.plan()["why"]),
@@ -116,10 +127,49 @@ def _run(case: RankCase, size: int, rank: int) -> dict[str, Any]:
         }
 
 
-def _model_of(case: RankCase, dtype: torch.dtype, seed: int) -> nn.Module:
+def _model_of(
+    case: RankCase, dtype: torch.dtype, seed: int, directory: Path | None
+) -> nn.Module | Path:
+    if case.family == FOLDER:
+        assert directory is not None
+        return directory / FOLDER
     if case.family == "even":  # float32: torchao quantizes no float64
         return even_target(case.num_layers, seed)
     return tiny_target(case.family, dtype, num_layers=case.num_layers, seed=seed)
+
+
+class MemoryWatch:
+    """The most memory of its own that the process has, above what it has now; in MiB."""
+
+    def __init__(self) -> None:
+        self._before = self._most = self._now()
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._look, daemon=True)
+        self._thread.start()
+
+    def stop(self) -> float:
+        self._is_over.set()
+        self._thread.join()
+        return self._most - self._before
+
+    def _look(self) -> None:
+        while not self._is_over.wait(0.003):
+            self._most = max(self._most, self._now())
+
+    @staticmethod
+    def _now() -> float:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return next(int(line.split()[1]) for line in lines if line.startswith("RssAnon")) / 1024
+
+
+def save_folder(directory: Path) -> None:
+    """280 MiB of weights in float32, whose parts are most of what a start needs."""
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=4096, hidden_size=1024, intermediate_size=4096, num_hidden_layers=4,
+        num_attention_heads=16, num_key_value_heads=8, max_position_embeddings=128,
+    )  # fmt: skip
+    transformers.LlamaForCausalLM(config).save_pretrained(directory / FOLDER)
 
 
 def run_job(names: Sequence[str], directory: Path, size: int = 2) -> dict[str, list[Any]]:
@@ -147,15 +197,15 @@ def run_processes(
 def main() -> None:
     directory, names = Path(sys.argv[1]), sys.argv[2:]
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    found = {name: run_case(CASES[name], size, rank) for name in names}
+    found = {name: run_case(CASES[name], size, rank, directory) for name in names}
     (directory / f"rank{rank}.json").write_text(json.dumps(found))
 
 
-def alone(name: str) -> dict[str, Any]:
+def alone(name: str, directory: Path | None = None) -> dict[str, Any]:
     """The same case in one process."""
     case = CASES[name]
-    plain = {k: v for k, v in case.changes.items() if not k.startswith("tensor_parallel")}
-    return run_case(dataclasses.replace(case, changes=plain, fault=""), 1)
+    plain = {k: v for k, v in case.changes.items() if "tensor_parallel" not in k}
+    return run_case(dataclasses.replace(case, changes=plain, fault=""), 1, 0, directory)
 
 
 if __name__ == "__main__":

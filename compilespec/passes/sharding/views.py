@@ -86,6 +86,16 @@ def _same(flow: Flow, node: fx.Node, ndim: int) -> list[int | None]:
     return list(range(ndim))
 
 
+def view_as(flow: Flow, node: fx.Node) -> Placed:
+    """Of a value as itself, which captures end with."""
+    if node.args[0] is node.args[1]:
+        placed: Placed = _turned(_same)(flow, node)
+        return placed
+    if any(flow.of(x, node) for x in node.all_input_nodes):
+        raise Refused("view_as of another value", *node.all_input_nodes)
+    return None
+
+
 def expand(flow: Flow, node: fx.Node) -> Placed:
     """A cut dimension keeps its size, or -1."""
     x = node.args[0]
@@ -357,6 +367,7 @@ RULES: Mapping[str, Callable[[Flow, fx.Node], Placed]] = {
     "contiguous": _turned(_same),
     "to": _turned(_same),
     "clone": _turned(_same),
+    "view_as": view_as,
     "expand": expand,
     "view": reshape,
     "reshape": reshape,
