@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -45,32 +46,45 @@ def _origin(node: fx.Node) -> dict[str, Any]:
     return {k: v for k, v in node.meta.items() if k not in ("role", "stands_for", "example")}
 
 
-def best_value(flow: Flow, node: fx.Node) -> Placed:
-    """`x.gather(-1, x.argmax(-1).unsqueeze(-1))`: ranks know it of the argmax."""
-    x, index = node.args[0], node.args[2] if len(node.args) > 2 else None
-    found = [flow.of(one, node) for one in node.all_input_nodes]
-    if not any(found):
+def gather(flow: Flow, node: fx.Node) -> Placed:
+    """`x.gather(-1, x.argmax(-1).unsqueeze(-1))` is what the argmax over ranks says beside it; of
+    values cut along another dimension each rank gathers in its own.
+    """
+    x, dim = node.args[0], dim_argument(node, 1)
+    index = node.args[2] if len(node.args) > 2 else node.kwargs.get("index")
+    if not any(flow.of(one, node) for one in node.all_input_nodes):
         return None
-    winner = index.args[0] if isinstance(index, fx.Node) and op_name(index) == "unsqueeze" else None
+    assert isinstance(x, fx.Node)
+    assert isinstance(index, fx.Node)
+    winner = index.args[0] if op_name(index) == "unsqueeze" else None
     is_best = isinstance(winner, fx.Node) and op_name(winner) == "argmax" and winner.args[0] is x
-    if not (is_best and dim_argument(node, 1) == -1 and is_own_logits(flow, x, node)):
-        raise Refused("gather of values that are cut", *node.all_input_nodes)
-    assert isinstance(winner, fx.Node)
-    chosen = winner
+    if is_best and dim == -1 and is_own_logits(flow, x, node):
+        assert isinstance(winner, fx.Node)
+        flow.edits[node] = functools.partial(_take_best, flow, node, winner)
+        return None
+    shard = flow.of(x, node)
+    if shard is None or flow.of(index, node) or not isinstance(dim, int) or shard.cut.segments:
+        raise Refused("gather of values that are cut", x, index)
+    at, ndim = shard.cut.dim, len(flow.shape(x))
+    if dim % ndim == at or flow.shape(index)[at] != flow.shape(x)[at]:
+        raise Refused("gather along the dimension that is cut", x)
+    flow.edits[node] = functools.partial(_take_own_index, flow, node, index, at, shard.cut.parts)
+    return shard
 
-    def edit() -> None:
-        with flow.gm.graph.inserting_before(node):
-            best = flow.gm.graph.call_function(operator.getitem, (flow.best[chosen], 1))
-        best.meta = _origin(node)
-        node.op, node.target, node.args, node.kwargs = (
-            "call_function",
-            torch.unsqueeze,
-            (best, -1),
-            {},
-        )
 
-    flow.edits[node] = edit
-    return None
+def _take_best(flow: Flow, node: fx.Node, winner: fx.Node) -> None:
+    with flow.gm.graph.inserting_before(node):
+        best = flow.gm.graph.call_function(operator.getitem, (flow.best[winner], 1))
+    best.meta = _origin(node)
+    node.op, node.target, node.args, node.kwargs = "call_function", torch.unsqueeze, (best, -1), {}
+
+
+def _take_own_index(flow: Flow, node: fx.Node, index: fx.Node, dim: int, parts: int) -> None:
+    arguments = (index, dim, parts, flow.sharding.size)
+    with flow.gm.graph.inserting_before(node):
+        own = flow.gm.graph.call_function(OPS.take_shard.default, arguments)
+    own.meta = _origin(node)
+    node.replace_input_with(index, own)
 
 
 def _of_ranks(op: Any, *, without: int | None = None) -> Callable[[Flow, fx.Node], Placed]:
@@ -102,5 +116,5 @@ RULES: Mapping[str, Callable[[Flow, fx.Node], Placed]] = {
     "compilespec::sample": _of_ranks(OPS.sample_shard.default),
     "compilespec::draw": _of_ranks(OPS.draw_shard.default, without=2),
     "compilespec::note_logprobs": _of_ranks(OPS.note_logprobs_shard.default),
-    "gather": best_value,
+    "gather": gather,
 }
