@@ -37,6 +37,11 @@ def starts_ranks(args: argparse.Namespace) -> bool:
     return size is not None and size > 1 and "RANK" not in os.environ
 
 
+def is_first_rank() -> bool:
+    """Whether this process is rank 0 of a job, or in none."""
+    return os.environ.get("RANK", "0") == "0"
+
+
 def start_ranks(argv: Sequence[str], size: int) -> int:
     """Run the command as `size` processes; the exit code of the first that fails, else 0.
 
@@ -103,4 +108,6 @@ def _end(ranks: Sequence[subprocess.Popen[bytes]], logs: Sequence[IO[str]], fail
         if lines and (rank == failed or ranks[rank].poll()):
             print(f"rank {rank}: {lines[-1]}", file=sys.stderr)
     code = ranks[failed].returncode
+    if code < 0:
+        print(f"rank {failed} was ended by signal {-code}, and the job with it", file=sys.stderr)
     return code if code > 0 else 128 - code

@@ -24,7 +24,7 @@ from compilespec.cli.generate import (
     set_threads,
     spec_of,
 )
-from compilespec.cli.ranks import add_ranks_option
+from compilespec.cli.ranks import add_ranks_option, is_first_rank
 from compilespec.errors import InvalidOption
 
 if TYPE_CHECKING:
@@ -132,7 +132,8 @@ def run(args: argparse.Namespace) -> int:
 
     options = server_options(args)  # check before minutes of compiling
     binding = Binding(**_given(args, OF_BINDING))
-    check(binding)
+    if is_first_rank():  # the others listen nowhere
+        check(binding)
     template = _read(args.chat_template, "--chat-template")
     set_threads(args.threads)
     _log(quiet=args.quiet)

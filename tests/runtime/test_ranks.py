@@ -58,7 +58,7 @@ def test_a_rank_of_a_checkpoint_has_memory_for_its_parts(tmp_path):
     assert lead["tokens"] == expected["tokens"]
     assert lead["weights_mib"] == pytest.approx(expected["weights_mib"] / 2, abs=0.1)
     assert lead["cache_mib"] == expected["cache_mib"] / 2
-    assert lead["peak_mib"] < lead["weights_mib"] + lead["cache_mib"] + 64
+    assert lead["peak_mib"] < 0.9 * expected["weights_mib"]
 
 
 @pytest.mark.slow

@@ -1,0 +1,104 @@
+"""`--tensor-parallel-size`: the command starts its ranks, answers and ends as one process."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+import torch
+import transformers
+
+import compilespec
+from compilespec import SamplingParams
+from tests.support.live_server import VOCAB, toy_tokenizer
+from tests.support.models import enliven
+
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).parents[2]
+PROMPT, COUNT = "ab ab ab", 12
+OPTIONS = ["--spec", "ngram", "--backend", "eager", "--dtype", "float64"]
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> str:
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=VOCAB, hidden_size=48, intermediate_size=80, num_hidden_layers=1,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=128,
+    )  # fmt: skip
+    path = tmp_path_factory.mktemp("model")
+    enliven(transformers.LlamaForCausalLM(config), "llama").save_pretrained(path)
+    toy_tokenizer().save_pretrained(path)
+    return str(path)
+
+
+def start(*arguments: str, **streams: Any) -> subprocess.Popen[str]:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "compilespec", *arguments]
+    pipe = subprocess.PIPE
+    return subprocess.Popen(
+        command, stdout=pipe, stderr=pipe, text=True, cwd=ROOT, env=environment, **streams
+    )
+
+
+def text_of_one_process(directory: str) -> str:
+    with compilespec.compile(
+        directory, "ngram", backend="eager", dtype="float64", max_seq_len=128
+    ) as engine:
+        (output,) = engine.generate([PROMPT], SamplingParams(max_new_tokens=COUNT))
+        return str(output.text)
+
+
+def test_generate_prints_the_text_of_one_process(directory: str) -> None:
+    arguments = ["generate", "--model", directory, *OPTIONS, "--tensor-parallel-size", "2"]
+    process = start(*arguments, "--prompt", PROMPT, "--max-new-tokens", str(COUNT))
+    printed, errors = process.communicate(timeout=900)
+    assert process.returncode == 0, errors[-2000:]
+    assert text_of_one_process(directory).strip() in printed
+
+
+def test_a_server_of_two_ranks_answers_and_ends_with_a_rank_that_is_killed(directory: str) -> None:
+    arguments = ["serve", "--model", directory, *OPTIONS, "--tensor-parallel-size", "2"]
+    process = start(*arguments, "--port", "0", "--served-model-name", "toy", "--max-seq-len", "128")
+    try:
+        address = _address(process)
+        asked = {"model": "toy", "prompt": PROMPT, "max_tokens": COUNT, "temperature": 0}
+        answer = httpx2.post(f"{address}/v1/completions", json=asked, timeout=120)
+        assert answer.status_code == 200, answer.text
+        assert answer.json()["choices"][0]["text"] == text_of_one_process(directory)
+        os.kill(_rank(process.pid, 1), signal.SIGKILL)
+        killed = time.monotonic()
+        _, errors = process.communicate(timeout=60)
+        assert time.monotonic() - killed < 30
+        assert process.returncode == 128 + signal.SIGKILL
+        assert "rank 1 was ended by signal 9, and the job with it" in errors
+    finally:
+        process.kill()
+
+
+def _address(process: subprocess.Popen[str]) -> str:
+    assert process.stderr is not None
+    seen = []
+    for line in process.stderr:
+        seen.append(line)
+        if found := re.search(r"https?://[\d.]+:\d+", line):
+            return found[0]
+    raise AssertionError("".join(seen)[-3000:])
+
+
+def _rank(parent: int, rank: int) -> int:
+    """The process of a rank, among the children of the command."""
+    for child in Path(f"/proc/{parent}/task/{parent}/children").read_text().split():
+        environment = Path(f"/proc/{child}/environ").read_bytes().split(b"\0")
+        if f"RANK={rank}".encode() in environment:
+            return int(child)
+    raise AssertionError(f"no rank {rank}")
