@@ -40,6 +40,17 @@ hypothesis.settings.register_profile("ci", deadline=None, derandomize=True, data
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 
 
+def pytest_configure() -> None:
+    """Let Inductor compile with -O1: toy models run for milliseconds and are compiled for minutes.
+
+    Results keep their bits: Inductor's flags allow no contraction and no unsafe arithmetic.
+    """
+    from torch._inductor import cpp_builder
+
+    flags = cpp_builder._get_optimization_cflags
+    cpp_builder._get_optimization_cflags = lambda compiler, *_: flags(compiler, min_optimize=True)
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--accept-snapshots", action="store_true", help="write tests/snapshots anew")
 

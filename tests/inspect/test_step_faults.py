@@ -25,18 +25,18 @@ from compilespec.program import ByStep, SpecProgram, StepKey
 from tests.support.models import target_info, tiny_target
 
 KEYS = (
-    StepKey("prefill", 5), StepKey("decode", 5), StepKey("decode", 0), StepKey("decode", 2),
-    StepKey("decode", 5, "replay"), StepKey("decode", 0, "greedy"), StepKey("decode", 2, "greedy"),
-    StepKey("decode", 5, "greedy"),
+    StepKey("prefill", 3), StepKey("decode", 3), StepKey("decode", 0), StepKey("decode", 2),
+    StepKey("decode", 3, "replay"), StepKey("decode", 0, "greedy"), StepKey("decode", 2, "greedy"),
+    StepKey("decode", 3, "greedy"),
 )  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def program() -> SpecProgram:
     model = tiny_target("llama", torch.float64, num_layers=1)
-    head = random_head(target_info(model, 32), aux_layers=(0, 1), num_draft_tokens=5)
+    head = random_head(target_info(model, 32), aux_layers=(0, 1), num_draft_tokens=3)
     return compilespec.trace(
-        model, "eagle3", draft=head, num_draft_tokens=(0, 2, 5), greedy_step=True,
+        model, "eagle3", draft=head, num_draft_tokens=(0, 2, 3), greedy_step=True,
         max_batch_size=2, max_seq_len=32, max_prefill_tokens=32,
     )  # fmt: skip
 
@@ -45,16 +45,16 @@ def test_keys_are_read_and_found(program: SpecProgram) -> None:
     graphs = program.graphs
     assert tuple(graphs) == KEYS
     assert [str(key) for key in KEYS] == [
-        "prefill", "decode, K=5", "decode, K=0", "decode, K=2", "replay", "decode, K=0, greedy",
-        "decode, K=2, greedy", "decode, K=5, greedy",
+        "prefill", "decode, K=3", "decode, K=0", "decode, K=2", "replay", "decode, K=0, greedy",
+        "decode, K=2, greedy", "decode, K=3, greedy",
     ]  # fmt: skip
     assert [graphs.name(key) for key in KEYS] == [
         "prefill", "decode", "decode.0", "decode.2", "replay", "decode.0.greedy",
-        "decode.2.greedy", "decode.5.greedy",
+        "decode.2.greedy", "decode.3.greedy",
     ]  # fmt: skip
-    assert graphs["decode"] is graphs[StepKey("decode", 5)]
-    assert graphs["prefill"] is graphs[StepKey("prefill", 5)]
-    assert graphs.draft_counts == (0, 2, 5)
+    assert graphs["decode"] is graphs[StepKey("decode", 3)]
+    assert graphs["prefill"] is graphs[StepKey("prefill", 3)]
+    assert graphs.draft_counts == (0, 2, 3)
     assert "replay" not in graphs
 
 
@@ -63,7 +63,7 @@ def test_bounds_and_cost_list_every_graph(program: SpecProgram) -> None:
     costs = estimate(program).graphs
     assert tuple(costs) == KEYS
     flops = {key: costs[key].total.cost for key in KEYS}
-    assert flops[StepKey("decode", 2)] != flops[StepKey("decode", 5)]
+    assert flops[StepKey("decode", 2)] != flops[StepKey("decode", 3)]
 
 
 @pytest.mark.slow
@@ -141,7 +141,7 @@ FAULTS: dict[str, tuple[StepKey, Callable[[pytest.MonkeyPatch], None], str]] = {
     "a smaller K": (StepKey("decode", 2), wrong_drafts, "splice_draft_loop"),
     "K = 0": (StepKey("decode", 0), wrong_place_kept, "splice_draft_loop"),
     "greedy": (StepKey("decode", 2, "greedy"), wrong_drafts, "splice_draft_loop"),
-    "replay": (StepKey("decode", 5, "replay"), wrong_pairs_read, "read_kept"),
+    "replay": (StepKey("decode", 3, "replay"), wrong_pairs_read, "read_kept"),
 }
 
 

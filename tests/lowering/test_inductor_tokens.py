@@ -7,8 +7,10 @@ short of it by less than LOGIT_BOUND; and how many requests part is counted.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -37,8 +39,9 @@ from tests.support.sampling import transformers_scores
 
 NUM_LAYERS = {"gemma3": 6}  # else 2: three taps, and both kinds of layers where there are two
 MAX_SEQ_LEN = 75
-NUM_DRAFT_TOKENS = 3
+NUM_DRAFT_TOKENS = 2  # the fewest that have a first pass and a later one
 BATCHES = tuple(range(1, 9))
+Backend = Literal["inductor", "eager"]
 SIZES = (
     (1, 48), (3, 40), (40, 35), (31, 30), (57, 18), (16, 20), (17, 16), (60, 15),
     (70, 5), (74, 1), (2, 9), (5, 1), (12, 6), (48, 10),
@@ -47,18 +50,40 @@ SIZES = (
 
 @dataclass(frozen=True, kw_only=True)
 class Lab:
-    """A target in float32: speculative through Inductor and interpreted, and plain."""
+    """A target in float32, and its engines, each made when a test first asks for it."""
 
+    model: nn.Module
     reference: nn.Module  # the same weights in float64
     asks: tuple[Ask, ...]  # the reference's own tokens
     dial: DialDrafter
-    compiled: Engine
-    interpreted: Engine
-    plain: Engine
+    plain_backend: Backend
+    opened: ExitStack
+
+    @functools.cached_property
+    def compiled(self) -> Engine:
+        return self._speculative("inductor")
+
+    @functools.cached_property
+    def interpreted(self) -> Engine:
+        return self._speculative("eager")
+
+    @functools.cached_property
+    def plain(self) -> Engine:
+        return self._open(backend=self.plain_backend, spec="none")
+
+    def _speculative(self, backend: Backend) -> Engine:
+        return self._open(
+            backend=backend, spec="eagle3", draft=self.dial, num_draft_tokens=NUM_DRAFT_TOKENS
+        )
+
+    def _open(self, **options: Any) -> Engine:
+        engine = compilespec.compile(
+            self.model, max_batch_size=8, max_seq_len=MAX_SEQ_LEN, **options
+        )
+        return self.opened.enter_context(engine)
 
 
-def _lab(family: str, plain_backend: Literal["inductor", "eager"]) -> Iterator[Lab]:
-    num_layers = NUM_LAYERS.get(family, 2)
+def _lab(family: str, plain_backend: Backend, num_layers: int) -> Iterator[Lab]:
     model = tiny_target(family, torch.float32, num_layers=num_layers, experts="grouped_mm")
     reference = tiny_target(family, torch.float64, num_layers=num_layers)  # the same weights
     asks = tuple(ask_all(reference, SIZES))
@@ -66,30 +91,24 @@ def _lab(family: str, plain_backend: Literal["inductor", "eager"]) -> Iterator[L
     head = random_head(info, draft_vocab_size=61)
     dial = DialDrafter(head, max_seq_len=MAX_SEQ_LEN, dtype=torch.float32)
     dial.know([*ask.prompt, *ask.tokens] for ask in asks)
-    sizes: dict[str, Any] = {"max_batch_size": 8, "max_seq_len": MAX_SEQ_LEN}
-    spec: dict[str, Any] = {"spec": "eagle3", "draft": dial, **sizes}
-    spec["num_draft_tokens"] = NUM_DRAFT_TOKENS
-    with (
-        compilespec.compile(model, backend="inductor", **spec) as compiled,
-        compilespec.compile(model, backend="eager", **spec) as interpreted,
-        compilespec.compile(model, backend=plain_backend, spec="none", **sizes) as plain,
-    ):
+    with ExitStack() as opened:
         yield Lab(
+            model=model,
             reference=reference,
             asks=asks,
             dial=dial,
-            compiled=compiled,
-            interpreted=interpreted,
-            plain=plain,
+            plain_backend=plain_backend,
+            opened=opened,
         )
 
 
 def _families() -> list[Any]:
-    """Of the default ones, only llama's plain step is compiled: each step takes half a minute."""
-    default = {"llama": "inductor", "qwen3_moe": "eager"}
-    slow = [(family, "inductor") for family in [*FAMILIES, "plain"] if family != "llama"]
+    """Of the default ones llama decodes plainly, qwen3_moe speculates; each layer takes long."""
+    default = [("llama", "inductor", 2), ("qwen3_moe", "eager", 1)]
+    families = [family for family in [*FAMILIES, "plain"] if family != "llama"]
+    slow = [(family, "inductor", NUM_LAYERS.get(family, 2)) for family in families]
     return [
-        *(pytest.param(way, id=way[0]) for way in default.items()),
+        *(pytest.param(way, id=way[0]) for way in default),
         *(pytest.param(way, id=f"{way[0]}-compiled", marks=pytest.mark.slow) for way in slow),
     ]
 

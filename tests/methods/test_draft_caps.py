@@ -17,7 +17,7 @@ K = 3
 
 @pytest.fixture(scope="module")
 def lab():
-    model = tiny_target("llama", num_layers=3)
+    model = tiny_target("llama", num_layers=2)
     asks = ask_all(model, SIZES)
     head = random_head(target_info(model, 75), aux_layers=(0, 1, 2), draft_vocab_size=61)
     dial = DialDrafter(head, max_seq_len=75, dtype=torch.float64)

@@ -19,7 +19,7 @@ import compilespec
 from compilespec.methods.eagle3 import random_head
 from compilespec.runtime.engine import Engine
 from compilespec.runtime.request import Request
-from tests.support.cases import FULL, ONCE
+from tests.support.cases import ONCE
 from tests.support.models import (
     FAMILIES,
     HYBRIDS,
@@ -36,10 +36,9 @@ MAX_SEQ_LEN = 75  # no multiple of a block
 DRAFT_LENGTHS = (1, 3, 5, 8)
 BATCHES = (1, 2, 3, 5, 8)
 
-# Tracing costs seconds, the more the more layers: as few as give three distinct taps and both kinds
-# of layers where a family has two (gemma3's sixth is its first without a window).
+# Tracing costs seconds, the more the more layers: else 2, as few as give three distinct taps and
+# both kinds of layers where a family has two (gemma3's sixth is its first without a window).
 NUM_LAYERS = {"gemma3": 6}
-NUM_PLAIN_LAYERS = 2
 
 # (prompt, output): in an order that decodes 1, 2, 3, 5 and 8 at once whatever is accepted; five end
 # exactly at the maximum length, one of them with a prompt that leaves room for one token.
@@ -52,18 +51,17 @@ SIZES = (
 def _matrix() -> Iterator[Any]:
     for family in (*FAMILIES, *HYBRIDS, "plain"):
         for draft_length in DRAFT_LENGTHS:
-            is_default = family in FULL or ONCE.get(family) == draft_length
             yield pytest.param(
                 (family, draft_length),
                 id=f"{family}-K{draft_length}",
-                marks=() if is_default else pytest.mark.slow,
+                marks=() if ONCE.get(family) == draft_length else pytest.mark.slow,
             )
 
 
 @functools.cache
 def asked(family: str) -> tuple[nn.Module, tuple[Ask, ...]]:
     """The family's target and what it must answer, computed once."""
-    model = tiny_target(family, num_layers=NUM_LAYERS.get(family, 4))
+    model = tiny_target(family, num_layers=NUM_LAYERS.get(family, 2))
     asks = tuple(ask_all(model, SIZES))
     varied = sum(len(set(ask.tokens)) > 3 for ask in asks)
     assert varied >= 3, "tokens so alike would hide a wrong position"
@@ -125,7 +123,7 @@ def assert_answers(requests: list[Request], asks: tuple[Ask, ...]) -> None:
     ],
 )  # fmt: skip
 def test_plain_decoding_gives_the_models_own_tokens(family: str) -> None:
-    model = tiny_target(family, num_layers=NUM_PLAIN_LAYERS)
+    model = tiny_target(family, num_layers=2)
     asks = tuple(ask_all(model, SIZES[7:]))
     with compilespec.compile(
         model,

@@ -7,6 +7,7 @@ than the one before, drafters that have states of their own.
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Sequence
 from typing import Any
@@ -31,6 +32,7 @@ from tests.support.models import (
     poison,
     run_traffic,
     target_info,
+    tiny_hybrid,
     tiny_target,
 )
 
@@ -45,7 +47,8 @@ FAMILY = pytest.mark.parametrize(
 
 @functools.cache
 def asked(family: str) -> tuple[nn.Module, tuple[Ask, ...]]:
-    model = tiny_target(family)
+    """The default run's has a layer with a state and one with attention, the others four layers."""
+    model = tiny_hybrid(family) if family in DEFAULT else tiny_target(family)
     return model, tuple(ask_all(model, SIZES))
 
 
@@ -69,7 +72,7 @@ def assert_own_tokens(engine: Engine, asks: Sequence[Ask]) -> None:
 def test_chunks_and_preemption_with_several_k(family: str) -> None:
     model, asks = asked(family)
     head = random_head(target_info(model, MAX_SEQ_LEN), aux_layers=(0, 1, 2))
-    with engine_of(model, "eagle3", draft=head, num_draft_tokens=(0, 1, 4)) as engine:
+    with engine_of(model, "eagle3", draft=head, num_draft_tokens=(0, 4)) as engine:
         assert_own_tokens(engine, asks)
         assert engine.stats().num_preemptions > 0
         assert engine.plan()["prefix_caching"].startswith("off: recurrent layers")
@@ -90,7 +93,7 @@ def test_a_draft_model_with_the_targets_weights_is_always_right(
 ) -> None:
     """Its states must follow the accepted drafts, and forget the others."""
     model, asks = asked(family)
-    options = {"draft": tiny_target(family), "num_draft_tokens": num_draft_tokens}
+    options = {"draft": copy.deepcopy(model), "num_draft_tokens": num_draft_tokens}
     with engine_of(model, "draft_model", **options) as engine:
         assert_own_tokens(engine, asks)
         for request in run_traffic(engine, asks[:4], (3,)):

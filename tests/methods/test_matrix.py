@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 import compilespec
-from tests.support.cases import FULL, ONCE
+from tests.support.cases import ONCE
 from tests.support.drafters import METHODS, traced_info
 from tests.support.margin import assert_same_tokens, tokens_of
 from tests.support.models import (
@@ -128,6 +128,6 @@ def test_the_chosen_cases_cover_every_method_family_and_k() -> None:
     chosen = [one.values for one in combinations() if not one.marks]
     methods, families, lengths = (set(part) for part in zip(*chosen, strict=True))
     assert methods == set(METHODS)
-    assert {*families, *FULL, *ONCE} >= {*FAMILIES, "plain"}
+    assert {*families, *ONCE} >= {*FAMILIES, "plain"}
     assert lengths == set(DRAFT_LENGTHS)
     assert VOCAB == 97

@@ -49,7 +49,7 @@ def ask_engine(engine: Any, asks: Sequence[Ask], **fields: Any) -> list[Any]:
 
 @pytest.fixture(scope="module")
 def target() -> tuple[Any, list[Ask]]:
-    model = tiny_target("llama", num_layers=3)
+    model = tiny_target("llama", num_layers=2)
     return model, ask_all(model, SIZES)
 
 

@@ -51,7 +51,7 @@ class Site:
 
 @pytest.fixture(scope="module")
 def site() -> Iterator[Site]:
-    model = tiny_target("llama", num_layers=4)
+    model = tiny_target("llama", num_layers=2)
     dial = DialDrafter(
         random_head(target_info(model, MAX_SEQ_LEN)), max_seq_len=MAX_SEQ_LEN, dtype=torch.float64
     )

@@ -17,6 +17,7 @@ from compilespec.training.data import Sample
 from compilespec.training.eagle3 import Eagle3Training
 from compilespec.training.entry import train
 from compilespec.training.teacher import Teacher
+from tests.support.models import tiny_target
 from tests.support.training import quick_options, tiny_teacher, written_by
 
 
@@ -127,7 +128,8 @@ def test_training_lowers_the_loss_and_the_head_drafts_in_the_engine(model, data,
 
 
 @pytest.mark.parametrize("layout", ["safeailab", "speculators"])
-def test_both_layouts_load_with_a_reduced_vocabulary(model, data, tmp_path, layout):
+def test_both_layouts_load_with_a_reduced_vocabulary(data, tmp_path, layout):
+    model = tiny_target("llama", torch.float32, num_layers=3)
     vocab = model.config.vocab_size
     options = quick_options(steps=2, layout=layout, draft_vocab_size=vocab // 3)
     train(model, data, tmp_path, options=options)
