@@ -61,9 +61,13 @@ def adapted(product: Tensor, x: Tensor, keeps: Tensor, down: Tensor, up: Tensor)
             [B, S, slots * rank].
         down: A, [slots * rank, in]; up: B, [out, slots * rank], of finite numbers.
     """
+    return changed_by(product, functional.linear(x, down), keeps, up)
+
+
+def changed_by(product: Tensor, low: Tensor, keeps: Tensor, up: Tensor) -> Tensor:
+    """`adapted`, of the numbers between A and B, x A^T."""
     keeps = keeps if product.dim() == keeps.dim() else keeps.unsqueeze(1)
-    low = torch.where(keeps, functional.linear(x, down), 0.0)
-    return product + functional.linear(low, up)
+    return product + functional.linear(torch.where(keeps, low, 0.0), up)
 
 
 def num_adapted(ctx: PassContext) -> int | None:

@@ -44,7 +44,6 @@ def check_parallel(options: CompileOptions, method: Capabilities) -> None:
         "host_processors=True": options.host_processors,
         "prompt_logprobs=True": options.prompt_logprobs,
         "prompt_embeds=True": options.prompt_embeds,
-        "adapters= by name": isinstance(options.adapters, Mapping),
     }
     for name, is_asked in missing.items():
         if is_asked:

@@ -153,7 +153,8 @@ class LeadExecutor:
         return self._executor.adapter_products()
 
     def write_adapter(self, slot: int, modules: Mapping[str, LowRank]) -> None:
-        raise NotSupported("adapters among which requests choose are not built for several ranks")
+        self._note("write_adapter", slot, dict(modules))
+        self._executor.write_adapter(slot, modules)
 
     def logprobs(self, row: int, tokens: Sequence[int], count: int) -> list[TokenLogprobs]:
         return self._executor.logprobs(row, tokens, count)

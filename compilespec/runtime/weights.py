@@ -60,6 +60,8 @@ def share_merged(
     kept = [*model.parameters(), *program.weights.values(), *program.target_weights.values()]
     holders: dict[tuple[int, ...], list[Tensor]] = {}
     for tensor in itertools.chain.from_iterable(map(_plain_tensors, kept)):
+        if tensor.is_meta:  # let go of
+            continue
         holders.setdefault(_torch_compat.storage_place(tensor), []).append(tensor)
     merged = {s.name: s for g in graphs.values() for s in g.inputs if len(s.sources) > 1}
     given_back = 0

@@ -203,6 +203,14 @@ def test_a_drafter_is_cut_with_the_target(spec):
     check_lockstep(program)
 
 
+def test_adapters_change_a_ranks_part_of_a_product():
+    """One sum more where a product is cut by rows: of the numbers between A and B."""
+    program = traced(adapters={}, max_adapters=2, max_adapter_rank=4)
+    check_lockstep(program)
+    assert collectives_of(program.graphs["decode"].spliced.graph)["all_reduce"] == 3 + 2
+    assert cuts(program)["target.model.layers.0.self_attn.o_proj.weight"] is not None
+
+
 QUANTIZED = ("int8_weight_only", "int8_dynamic", "int4_weight_only", "float8_weight_only")
 
 

@@ -32,16 +32,16 @@ def argmax_of_ranks(flow: Flow, node: fx.Node, x: fx.Node) -> None:
     graph, arguments = flow.gm.graph, (x, int(flow.shape(x)[-1]), flow.sharding.size)
     with graph.inserting_before(node):
         both = graph.call_function(OPS.argmax_shard.default, arguments)
-        both.meta = _origin(node)
+        both.meta = origin(node)
         ids = graph.call_function(operator.getitem, (both, 0)) if keeps else both
-        ids.meta = _origin(node)
+        ids.meta = origin(node)
     node.op, node.kwargs, flow.best[node] = "call_function", {}, both
     node.target, node.args = (
         (torch.unsqueeze, (ids, -1)) if keeps else (operator.getitem, (both, 0))
     )
 
 
-def _origin(node: fx.Node) -> dict[str, Any]:
+def origin(node: fx.Node) -> dict[str, Any]:
     """Metadata for a node beside one: without what that alone is."""
     return {k: v for k, v in node.meta.items() if k not in ("role", "stands_for", "example")}
 
@@ -75,7 +75,7 @@ def gather(flow: Flow, node: fx.Node) -> Placed:
 def _take_best(flow: Flow, node: fx.Node, winner: fx.Node) -> None:
     with flow.gm.graph.inserting_before(node):
         best = flow.gm.graph.call_function(operator.getitem, (flow.best[winner], 1))
-    best.meta = _origin(node)
+    best.meta = origin(node)
     node.op, node.target, node.args, node.kwargs = "call_function", torch.unsqueeze, (best, -1), {}
 
 
@@ -83,7 +83,7 @@ def _take_own_index(flow: Flow, node: fx.Node, index: fx.Node, dim: int, parts: 
     arguments = (index, dim, parts, flow.sharding.size)
     with flow.gm.graph.inserting_before(node):
         own = flow.gm.graph.call_function(OPS.take_shard.default, arguments)
-    own.meta = _origin(node)
+    own.meta = origin(node)
     node.replace_input_with(index, own)
 
 

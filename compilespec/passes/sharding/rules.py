@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, fx
 
-from compilespec.passes.sharding import attention, choices, products, quantized, views
+from compilespec.passes.sharding import adapters, attention, choices, products, quantized, views
 from compilespec.passes.sharding.flow import Flow, Placed, Refused, Shard
 from compilespec.passes.sharding.views import dim_argument, op_name
 
@@ -39,6 +39,7 @@ def rule_of(flow: Flow, node: fx.Node) -> Placed:
         products.RULES,
         quantized.RULES,
         attention.RULES,
+        adapters.RULES,
         choices.RULES,
         views.RULES,
     ):
