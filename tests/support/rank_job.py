@@ -10,6 +10,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -24,6 +25,8 @@ import compilespec
 from compilespec import SamplingParams
 from compilespec.errors import SpecError
 from compilespec.passes.shard_weights import collectives_of
+from compilespec.runtime.engine import Engine
+from tests.support.adapters import write_adapter
 from tests.support.drafters import METHODS
 from tests.support.models import even_target, target_info, tiny_target
 
@@ -65,6 +68,9 @@ CASES: dict[str, RankCase] = {
     "quantized-dynamic": RankCase("even", "ngram", changes={"quantize": "int8_dynamic"}),
     "quantized-int4": RankCase("even", "ngram", changes={"quantize": "int4_weight_only"}),
     "folder": RankCase(FOLDER),
+    "adapters": RankCase(
+        "llama", "ngram", changes={"adapters": {}, "max_adapters": 2, "max_adapter_rank": 4}
+    ),
     "drafter-cut": RankCase("llama", "draft_model", changes={"draft_tensor_parallel_size": 2}),
     "other-weights": RankCase("llama", num_layers=1, fault="weights"),
     "other-options": RankCase("llama", num_layers=1, fault="options"),
@@ -113,6 +119,9 @@ def _run(case: RankCase, size: int, rank: int, directory: Path | None) -> dict[s
             SamplingParams(max_new_tokens=14, ignore_eos=True, temperature=warmth, seed=3, top_k=20)
             for warmth in (0.0, 0.9, 0.0, 1.3)
         ]
+        if "adapters" in case.changes:
+            assert isinstance(model, nn.Module)
+            params = _with_adapters(engine, model, params)
         outputs = engine.generate(PROMPTS, params)
         decode = engine.graphs["decode"].graph_module.graph
         return {
@@ -136,6 +145,17 @@ def _model_of(
     if case.family == "even":  # float32: torchao quantizes no float64
         return even_target(case.num_layers, seed)
     return tiny_target(case.family, dtype, num_layers=case.num_layers, seed=seed)
+
+
+def _with_adapters(
+    engine: Engine, model: nn.Module, params: Sequence[SamplingParams]
+) -> list[SamplingParams]:
+    """Requests of two adapters, loaded while serving, and of none."""
+    with tempfile.TemporaryDirectory() as place:
+        for seed, name in enumerate(("one", "two")):
+            engine.load_adapter(name, write_adapter(Path(place) / name, model, seed=seed))
+    names = ("one", None, "two", "one")
+    return [dataclasses.replace(p, adapter=n) for p, n in zip(params, names, strict=True)]
 
 
 class MemoryWatch:
