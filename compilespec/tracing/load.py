@@ -177,18 +177,24 @@ def auto_class(directory: Path, config: Any) -> Any:
         MODEL_FOR_CAUSAL_LM_MAPPING,
         MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
         MODEL_FOR_MULTIMODAL_LM_MAPPING,
+        MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
         AutoModelForCausalLM,
         AutoModelForImageTextToText,
         AutoModelForMultimodalLM,
+        AutoModelForSeq2SeqLM,
     )
 
     if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
         return AutoModelForCausalLM
     if type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and not config.is_encoder_decoder:
         return AutoModelForImageTextToText
-    sounds = MODEL_FOR_MULTIMODAL_LM_MAPPING.get(type(config), None)
-    if hasattr(sounds, SOUND.features) and not config.is_encoder_decoder:
-        return AutoModelForMultimodalLM
+    for mapping, auto in (
+        (MODEL_FOR_MULTIMODAL_LM_MAPPING, AutoModelForMultimodalLM),
+        (MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING, AutoModelForSeq2SeqLM),
+    ):
+        hears = hasattr(mapping.get(type(config), None), SOUND.features)
+        if hears and not config.is_encoder_decoder:
+            return auto
     cure = (
         "give a decoder-only model"
         if config.is_encoder_decoder or config.get_text_config() is config

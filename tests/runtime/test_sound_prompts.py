@@ -195,7 +195,7 @@ def test_windows_are_encoded_one_at_a_time_where_the_tower_does_not_tell_them_ap
     assert calls == [2, 1, 1, 1, 1]
 
 
-def test_what_a_model_takes_is_read_off_it():
+def test_what_a_model_takes_is_read_off_it(tmp_path):
     assert medium_of(model("voxtral")) is SOUND
     assert medium_of(tiny_images_target("llava")) is IMAGES
     assert medium_of(nn.Linear(2, 2)) is None
@@ -203,6 +203,11 @@ def test_what_a_model_takes_is_read_off_it():
     switches.config = types.SimpleNamespace(audio_token_id=3, has_lora_adapter=True)
     switches.get_audio_features = None
     assert medium_of(switches) is None
+    for family in FAMILIES:
+        model(family).save_pretrained(tmp_path / family)
+        loaded = load_target(tmp_path / family)
+        assert type(loaded.model) is type(model(family))
+        assert loaded.processor is None
     processor = ToyProcessor()
     assert is_processor(processor)
     assert load_target(model("voxtral"), tokenizer=processor).processor is processor
