@@ -48,7 +48,7 @@ def pytest_configure() -> None:
     from torch._inductor import cpp_builder
 
     flags = cpp_builder._get_optimization_cflags
-    cpp_builder._get_optimization_cflags = lambda compiler, *_: flags(compiler, min_optimize=True)
+    cpp_builder._get_optimization_cflags = lambda compiler, *_: flags(compiler, True)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
