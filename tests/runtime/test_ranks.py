@@ -11,7 +11,7 @@ from compilespec.errors import NotSupported
 from tests.support.models import tiny_target
 from tests.support.rank_job import CASES, FOLDER, alone, run_job, run_processes, save_folder
 
-FAULTS = ("other-weights", "other-options", "wrong-plan")
+FAULTS = ("other-weights", "other-options", "wrong-plan", "other-version")
 WORKING = [
     name
     for name, case in CASES.items()
@@ -90,6 +90,7 @@ def test_four_ranks_of_two_heads_of_keys(job_of_four, name):
             "rank 1 has other max_batch_size= than rank 0: 2, expected 3",
         ),
         ("wrong-plan", "InvalidOption", "down_proj"),
+        ("other-version", "RanksDiffer", "rank 1 has other version of compilespec than rank 0:"),
     ],
 )
 def test_faults_are_said_by_every_rank(job, name, error, says):

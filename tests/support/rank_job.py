@@ -5,6 +5,7 @@ torchrun --nproc-per-node 2 -m tests.support.rank_job RESULTS CASE CASE ...
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -16,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import transformers
@@ -25,6 +27,7 @@ import compilespec
 from compilespec import SamplingParams
 from compilespec.errors import SpecError
 from compilespec.passes.shard_weights import collectives_of
+from compilespec.pipeline import parallel
 from compilespec.runtime.engine import Engine
 from tests.support.adapters import write_adapter
 from tests.support.drafters import METHODS
@@ -74,6 +77,7 @@ CASES: dict[str, RankCase] = {
     "drafter-cut": RankCase("llama", "draft_model", changes={"draft_tensor_parallel_size": 2}),
     "other-weights": RankCase("llama", num_layers=1, fault="weights"),
     "other-options": RankCase("llama", num_layers=1, fault="options"),
+    "other-version": RankCase("llama", num_layers=1, fault="version"),
     "wrong-plan": RankCase(
         "llama", num_layers=1, changes={"tensor_parallel_plan": {"*.down_proj": "columns"}}
     ),
@@ -86,7 +90,8 @@ def run_case(
 ) -> dict[str, Any]:
     """What a case's engine gives, in plain values; an error's class and words instead."""
     try:
-        return _run(case, size, rank, directory)
+        with _other_version() if case.fault == "version" and rank else contextlib.nullcontext():
+            return _run(case, size, rank, directory)
     except SpecError as error:
         return {"error": type(error).__name__, "says": str(error)}
     except SystemExit:
@@ -145,6 +150,10 @@ def _model_of(
     if case.family == "even":  # float32: torchao quantizes no float64
         return even_target(case.num_layers, seed)
     return tiny_target(case.family, dtype, num_layers=case.num_layers, seed=seed)
+
+
+def _other_version() -> Any:
+    return mock.patch.object(parallel, "source_digest", return_value="of other code")
 
 
 def _with_adapters(
