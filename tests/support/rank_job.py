@@ -112,10 +112,10 @@ def _run(case: RankCase, size: int, rank: int, directory: Path | None) -> dict[s
     keywords |= case.changes
     if case.fault == "options" and is_odd:
         keywords["max_batch_size"] = 2
-    watch = MemoryWatch()
-    with compilespec.compile(
-        model, spec=case.spec, tensor_parallel_size=size, **keywords
-    ) as engine:
+    with (
+        MemoryWatch() as watch,
+        compilespec.compile(model, spec=case.spec, tensor_parallel_size=size, **keywords) as engine,
+    ):
         peak = watch.stop()
         if case.fault == "dies":
             engine.generate(PROMPTS[:1], SamplingParams(max_new_tokens=4, ignore_eos=True))
@@ -175,6 +175,12 @@ class MemoryWatch:
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._look, daemon=True)
         self._thread.start()
+
+    def __enter__(self) -> MemoryWatch:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()  # a thread that reads files when the process ends may abort it
 
     def stop(self) -> float:
         self._is_over.set()
