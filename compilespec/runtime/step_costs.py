@@ -12,9 +12,9 @@ from compilespec.program import PAD
 from compilespec.runtime.executor import Executor
 
 SPEED_WEIGHT = 0.05  # of one step, against what is known of the machine's speed
-COMPARISON_WEIGHT = 0.5  # of the first steps after a change of K, against its known time
+COMPARISON_WEIGHT = 0.3  # of the first steps after a change of K, against its known time
 NUM_COMPARED_STEPS = 3  # so many first steps; their median counts
-MEASURE_MS = 20.0  # a step at the start is timed again until so much went by
+MEASURE_SECONDS, MAX_ROUNDS = 0.5, 10  # at the start, steps are timed again until then
 
 
 class StepCosts:
@@ -137,30 +137,40 @@ class StepCosts:
 def measure(executor: Executor, *, num_times: int = 3) -> StepCosts:
     """Time the steps of every K, at batch sizes 1, 2, 4, ..., on padded rows: they change nothing.
 
-    Short steps are timed more often, since a pause of the machine is longer than some of them.
-    What attention costs is not in these times; `StepCosts.update` brings it in.
+    All take turns, at least `num_times`, and short ones more often, so that a pause of the machine
+    makes no K look slow; the fastest time of each counts.  What attention costs is not in these
+    times; `StepCosts.update` brings it in.
     """
     sizes = executor.geometry
     batches = [size for size in (2**i for i in range(20)) if size < sizes.max_batch_size]
     batches.append(sizes.max_batch_size)
-
-    def fastest(run: Callable[[], object]) -> float:
-        run()  # what is set up on first use
-        times: list[float] = []
-        while len(times) < num_times or sum(times) < MEASURE_MS:
-            started = time.perf_counter()
-            run()
-            times.append((time.perf_counter() - started) * 1e3)
-        return min(times)
-
-    steps, replays = {}, {}
+    runs: dict[tuple[int, int], Callable[[], object]] = {}
     for batch in batches:
         rows = [PAD] * batch
         for count in sizes.draft_counts:
-            steps[count, batch] = fastest(functools.partial(_run_step, executor, rows, count))
+            runs[count, batch] = functools.partial(_run_step, executor, rows, count)
         if sizes.needs_replay:
-            replays[batch] = fastest(functools.partial(executor.replay, rows, [0] * batch))
+            runs[_REPLAY, batch] = functools.partial(executor.replay, rows, [0] * batch)
+    fastest = dict.fromkeys(runs, math.inf)
+    for run in runs.values():
+        run()  # what is set up on first use
+    started, num_rounds = time.perf_counter(), 0
+    while num_rounds < num_times or _goes_on(started, num_rounds):
+        num_rounds += 1
+        for key, run in runs.items():
+            begun = time.perf_counter()
+            run()
+            fastest[key] = min(fastest[key], (time.perf_counter() - begun) * 1e3)
+    replays = {batch: ms for (count, batch), ms in fastest.items() if count == _REPLAY}
+    steps = {key: ms for key, ms in fastest.items() if key[0] != _REPLAY}
     return StepCosts(steps, replays)
+
+
+_REPLAY = -1  # in the place of a K
+
+
+def _goes_on(started: float, num_rounds: int) -> bool:
+    return num_rounds < MAX_ROUNDS and time.perf_counter() - started < MEASURE_SECONDS
 
 
 def _run_step(executor: Executor, rows: Sequence[int], count: int) -> None:

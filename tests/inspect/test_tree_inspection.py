@@ -9,9 +9,11 @@ import compilespec
 from compilespec import DraftTree
 from compilespec.inspect.bounds import prove
 from compilespec.inspect.cost import estimate
+from compilespec.lowering.host_waits import why_host_waits
 from compilespec.program import SpecProgram
 from tests.support.drafters import METHODS, traced_info
 from tests.support.models import tiny_target
+from tools.without_gpu.steps import CUDA, on_cuda
 
 STATIC = DraftTree(choices=[(0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 2)])
 DYNAMIC = DraftTree(top_k=3, depth=3, num_nodes=8)
@@ -56,6 +58,13 @@ def test_every_index_is_proved(program: SpecProgram) -> None:
     kept = [bound for bound in report.bounds if bound.node.startswith("write_cache")]
     assert kept
     assert all(bound.status == "proved" for bound in kept)
+
+
+def test_no_step_waits_for_the_host_on_a_gpu(program: SpecProgram) -> None:
+    """Nor does it copy anything between the two: its constants are there."""
+    for key, graph in program.graphs.items():
+        step = on_cuda(graph.graph_module, graph.fakes, graph.inputs)
+        assert why_host_waits(step.graph_module, CUDA) == "", key
 
 
 def test_a_tree_costs_its_rows(program: SpecProgram) -> None:
