@@ -135,7 +135,7 @@ def _opened_part(part: Any, medium: Medium) -> Any:
     if isinstance(part, Mapping) and part.get("type") == "text":
         return part
     raise InvalidRequest(
-        f"a part of a message is {part!r:.60}: expected text or an {medium.one}, which the model "
+        f"a part of a message is {part!r:.60}: expected text or {medium.one}, which the model "
         "takes; nothing else is read"
     )
 

@@ -104,7 +104,7 @@ def test_text_and_messages_give_the_same_prompt():
         ({**said({"type": "image"}), "audio": 1}, "'audio' beside messages"),
         (said({"type": "image"}), "an image is None"),
         (said({"type": "image_url", "image_url": {"url": "http://a"}}), "an image is 'http://a'"),
-        (said({"type": "image", "image": picture(1)}, {"type": "video"}), "text or an image"),
+        (said({"type": "image", "image": picture(1)}, {"type": "video"}), "text or image"),
         (said({"type": "image", "image": picture(1)}, text("*")), "9 rows and it has 18"),
     ],
     ids=range(15),
