@@ -69,8 +69,9 @@ def evaluate(
 ) -> dict[str, Any]:  # fmt: skip
     """Losses, acceptance lengths by method, temperature and K, and the share of loops."""
     prompts = held_out_prompts(splits, num_prompts, PROMPT).tolist()
+    model = load_target(str(folder), dtype="float32").model
     result: dict[str, Any] = {
-        "held_out_loss": {length: held_out_loss(folder, splits, length) for length in (256, 1024)},
+        "held_out_loss": {length: held_out_loss(model, splits, length) for length in (256, 1024)},
         "held_out_tokens": splits["held_out"].numel(),
         "prompts": num_prompts, "prompt_tokens": PROMPT, "new_tokens": num_new,
         "acceptance_length": {}, "accepted_by_position": {}, "loops": {},
@@ -123,9 +124,8 @@ def accepted_by_position(outputs: Sequence[GenerationOutput], k: int) -> list[fl
 
 
 @torch.no_grad()
-def held_out_loss(folder: Path, splits: dict[str, Tensor], length: int) -> float:
+def held_out_loss(model: Any, splits: dict[str, Tensor], length: int) -> float:
     """Nats per token over evenly spaced windows of the held-out text."""
-    model: Any = load_target(str(folder), dtype="float32").model
     stream = splits["held_out"].long()
     starts = range(0, stream.numel() - length - 1, length)
     losses = []

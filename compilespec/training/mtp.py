@@ -136,8 +136,7 @@ def unroll(
     index = at_BA[..., None].expand(-1, -1, hidden_BTD.shape[2])
     with unrolled_attention() if len(steps) == 1 else nullcontext():
         for number in range(depth):
-            step = steps[0] if len(steps) == 1 else steps[number]
-            head_input_BTD, hidden_BTD = step(
+            head_input_BTD, hidden_BTD = steps[min(number, len(steps) - 1)](
                 batch.ids_at(every_T + 1 + number), every_T + number, hidden_BTD
             )
             yield head_input_BTD.gather(1, index)

@@ -174,11 +174,15 @@ def lowest_of_parts(scores_NV: Tensor, reals_NF: Tensor, words_NI: Tensor, part:
 
 def _kth_best(scores_NV: Tensor, top_k_N: Tensor, part: Part) -> Tensor:
     """Each rank sends as many of its best as the largest k."""
-    most = int(top_k_N.max())
-    own_NK = scores_NV.topk(min(most, scores_NV.shape[1])).values
-    own_NK = F.pad(own_NK, (0, most - own_NK.shape[1]), value=-math.inf)
-    best_NK = torch.cat(part.gather(own_NK), 1).sort(descending=True).values
+    best_NK = _best_of_all(scores_NV, int(top_k_N.max()), part)
     return best_NK.gather(1, top_k_N.unsqueeze(1) - 1).squeeze(1)
+
+
+def _best_of_all(scores_NV: Tensor, most: int, part: Part) -> Tensor:
+    """The `most` best scores of every rank's part, all together, in descending order."""
+    own_NM = scores_NV.topk(min(most, scores_NV.shape[1])).values
+    own_NM = F.pad(own_NM, (0, most - own_NM.shape[1]), value=-math.inf)
+    return torch.cat(part.gather(own_NM), 1).sort(descending=True).values
 
 
 def _nucleus(
@@ -199,9 +203,7 @@ def _nucleus(
     scores_NV = scores_NV.masked_fill(~(is_in_NV & (bucket_NV == found_N1)), -math.inf)
     number = int((scores_NV > -math.inf).sum(1).max())
     most = int(torch.stack(part.gather(torch.tensor([number]))).max())
-    own_NM = scores_NV.topk(min(most, scores_NV.shape[1])).values
-    own_NM = F.pad(own_NM, (0, most - own_NM.shape[1]), value=-math.inf)
-    sorted_NM = torch.cat(part.gather(own_NM), 1).sort(descending=True).values
+    sorted_NM = _best_of_all(scores_NV, most, part)
     weight_NM = (sorted_NM - best_N.unsqueeze(1)).double().exp()
     reached_NM = torch.cat([before_N1, weight_NM], 1).cumsum(1)[:, :-1]
     kept_N1 = ((reached_NM < wanted_N1) & (sorted_NM > -math.inf)).sum(1, keepdim=True)
