@@ -92,7 +92,7 @@ BAD = {
     "no content": ([{"role": "user"}], "content of message 0 is None"),
     "an image": (
         [*QUESTION, {"role": "user", "content": [{"type": "image_url", "image_url": {}}]}],
-        "the prompt has images and the model takes none",
+        "the prompt has images or sound and the model takes none",
     ),
     "a role that the template refuses": (
         [{"role": "tool", "content": "7"}],
