@@ -324,6 +324,23 @@ def load_artifact(path: str) -> Any:
     return artifact.load(path=path, format="binary")
 
 
+def replace_isa_probe(
+    replacement: Callable[[Callable[[], bool], str], bool],
+) -> None:
+    """Let `replacement` answer whether code for a vector instruction set can be built and loaded:
+    it gets Inductor's own probe, which compiles (once) and starts a process, and the probe's name
+    (`VecISA.check_build`).
+    """
+    from torch._inductor.cpu_vec_isa import VecISA
+
+    own = VecISA.check_build
+
+    def check_build(self: Any, code: str) -> bool:
+        return replacement(lambda: own(self, code), f"{type(self).__name__} {self} {code}")
+
+    VecISA.check_build = check_build  # type: ignore[method-assign]
+
+
 def int_mm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """`torch._int_mm`: int8 [M, K] @ [K, N] to int32; on CUDA, M of 17 and more, K and N multiples
     of 8.

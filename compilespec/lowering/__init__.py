@@ -23,6 +23,7 @@ from compilespec.lowering.artifacts import (
 from compilespec.lowering.attention_choice import attention_kernels
 from compilespec.lowering.host_waits import why_host_waits
 from compilespec.lowering.pieces import Stitched, StitchPlan, split_at_attention
+from compilespec.lowering.vector_isas import remember_vector_isas
 from compilespec.ops import _build
 from compilespec.program import ByStep, Lowered, LoweredPhase, Phase, PhaseGraph, SpecProgram
 from compilespec.progress import Reporter, Step
@@ -84,6 +85,8 @@ def lower(
     """
     if backend not in BACKENDS:
         raise not_one_of("backend", backend, BACKENDS)
+    if backend == "inductor":
+        remember_vector_isas()
     artifacts, wanted, progress = cache or ArtifactCache(), units or {}, progress or Reporter()
     numbers, total = itertools.count(1), len(program.graphs)
     prepare_kernels(program.config.device, progress)

@@ -204,12 +204,16 @@ def _key() -> str:
     digest = hashlib.sha256()
     for source in _sources():
         digest.update(source.relative_to(_OPS).as_posix().encode() + source.read_bytes())
+    digest.update("\0".join(toolchain()).encode())
+    return digest.hexdigest()[:20]
+
+
+def toolchain() -> tuple[str, ...]:
+    """What compiled C++ code depends on besides its source: torch, flags, processor, compiler."""
     compiler = _compiler()
     stamp = os.stat(compiler) if compiler else None
     parts = (torch.__version__, *_flags(), *_LINK_FLAGS, _cpu_features())
-    parts += (compiler or "", str(stamp and (stamp.st_size, stamp.st_mtime_ns)))
-    digest.update("\0".join(parts).encode())
-    return digest.hexdigest()[:20]
+    return *parts, compiler or "", str(stamp and (stamp.st_size, stamp.st_mtime_ns))
 
 
 def _cpu_features() -> str:
