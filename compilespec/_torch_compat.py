@@ -115,6 +115,13 @@ def fake_mode() -> Any:
     return mode
 
 
+def is_fake(value: object) -> bool:
+    """Whether a value is a fake tensor, and no other subclass of tensors."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return type(value) is FakeTensor
+
+
 def fake_tensor(mode: Any, tensor: torch.Tensor, dynamic_dims: Sequence[int] = ()) -> torch.Tensor:
     """`tensor` as a fake of `mode`: the named dimensions become symbols, all others stay static."""
     from torch.fx.experimental.symbolic_shapes import DimDynamic, StatelessSymbolicContext

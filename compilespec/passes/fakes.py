@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import fx
+from torch.utils._pytree import tree_flatten, tree_leaves
 
 from compilespec import _torch_compat
 from compilespec.passes.context import PassContext
@@ -15,33 +17,71 @@ from compilespec.program import InputSpec
 EXAMPLE_SIZES = {"B": 7, "R": 7, "T": 13}
 
 
-def fake_inputs(mode: Any, gm: fx.GraphModule, ctx: PassContext) -> list[Any]:
+def fake_inputs(
+    mode: Any, gm: fx.GraphModule, ctx: PassContext, sizes: dict[str, Any] | None = None
+) -> list[Any]:
     """What feeds the placeholders, in order; a symbol for each batch dimension."""
-    sizes: dict[str, Any] = {}
+    sizes = {} if sizes is None else sizes
     return [
         _fake_input(mode, ctx.inputs[node.meta["role"]], ctx, sizes)
         for node in gm.graph.find_nodes(op="placeholder")
     ]
 
 
-def node_values(gm: fx.GraphModule, ctx: PassContext) -> dict[fx.Node, Any]:
+class Shapes:
+    """What operations have given on fakes; of several graphs with the same symbols."""
+
+    def __init__(self) -> None:
+        self.mode = _torch_compat.fake_mode()
+        self.sizes: dict[str, Any] = {}
+        self.known: dict[Any, Any] = {}
+
+
+def node_values(
+    gm: fx.GraphModule, ctx: PassContext, shapes: Shapes | None = None
+) -> dict[fx.Node, Any]:
     """Every node's value on fakes: shapes and dtypes.  Torch IR.
 
-    Raises: what an operator raises that cannot take its inputs; `_Values.last` names its node.
+    Args: shapes: of a graph that is much like this one.
+    Raises: NodeError where an operator cannot take its inputs.
     """
-    mode = _torch_compat.fake_mode()
-    run = _Values(gm)
-    fakes = fake_inputs(mode, gm, ctx)
-    with _torch_compat.running_fakes(mode):
+    shapes = shapes or Shapes()
+    run = _Values(gm, shapes.known)
+    fakes = fake_inputs(shapes.mode, gm, ctx, shapes.sizes)
+    with _torch_compat.running_fakes(shapes.mode):
         run.run(*fakes)
     return run.values
 
 
 class _Values(fx.Interpreter):
-    def __init__(self, gm: fx.GraphModule) -> None:
+    """An operation on values that look like those of an earlier one gives what that one gave:
+    layers are alike.
+    """
+
+    def __init__(self, gm: fx.GraphModule, known: dict[Any, Any]) -> None:
         super().__init__(gm, garbage_collect_values=False)
         self.extra_traceback = False
         self.values: dict[fx.Node, Any] = {}
+        self._known = known
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        return self._run(super().call_function, target, args, kwargs)
+
+    def call_method(self, target: Any, args: Any, kwargs: Any) -> Any:
+        return self._run(super().call_method, target, args, kwargs)
+
+    def _run(self, call: Callable[..., Any], target: Any, args: Any, kwargs: Any) -> Any:
+        leaves, form = tree_flatten((args, dict(kwargs)))
+        looks = [_look(leaf) for leaf in leaves]
+        if None in looks:
+            return call(target, args, kwargs)
+        key = (call.__name__, target, str(form), *looks)
+        if key not in self._known:
+            result = call(target, args, kwargs)
+            if any(value is leaf for value in tree_leaves(result) for leaf in leaves):
+                return result  # it may have changed a value in place
+            self._known[key] = result
+        return self._known[key]
 
     def run_node(self, n: fx.Node) -> Any:
         try:
@@ -49,6 +89,27 @@ class _Values(fx.Interpreter):
         except Exception as error:
             raise NodeError(n, str(error).splitlines()[0]) from error
         return self.values[n]
+
+
+_SCALARS = (int, float, bool, str, type(None), type(Ellipsis), torch.dtype, torch.device)
+
+
+def _look(leaf: Any) -> Any:
+    """What a result's shape and dtype can depend on; None where that is not known."""
+    if _torch_compat.is_fake(leaf):
+        return (*map(_plain, leaf.shape), "by", *map(_plain, leaf.stride()), leaf.dtype)
+    if isinstance(leaf, slice):
+        ends = (leaf.start, leaf.stop, leaf.step)
+        return (slice, *map(_plain, ends)) if all(map(_is_plain, ends)) else None
+    return (type(leaf), _plain(leaf)) if _is_plain(leaf) else None
+
+
+def _is_plain(leaf: Any) -> bool:
+    return isinstance(leaf, (*_SCALARS, torch.SymInt))
+
+
+def _plain(size: Any) -> Any:
+    return _torch_compat.size_expression(size) if isinstance(size, torch.SymInt) else size
 
 
 class NodeError(Exception):

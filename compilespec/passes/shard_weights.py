@@ -11,7 +11,7 @@ from torch import Tensor, fx
 
 from compilespec.errors import PassError
 from compilespec.passes.context import PassContext
-from compilespec.passes.fakes import NodeError, node_values
+from compilespec.passes.fakes import NodeError, Shapes, node_values
 from compilespec.passes.graph import add_input, has_role
 from compilespec.passes.sharding.flow import Flow, Shard
 from compilespec.passes.sharding.plan import Sharding
@@ -35,7 +35,8 @@ def shard_weights(gm: fx.GraphModule, ctx: PassContext) -> int:
     """
     sharding = ctx.sharding
     assert sharding is not None
-    values = node_values(gm, ctx)
+    shapes = Shapes()
+    values = node_values(gm, ctx, shapes)
     _note_head(gm, sharding, values)
     flow = Flow(gm, ctx, sharding, values)
     flow.run(rule_of)
@@ -57,7 +58,7 @@ def shard_weights(gm: fx.GraphModule, ctx: PassContext) -> int:
         edit()
     for node in [node for node in gm.graph.nodes if node in flow.gathered]:  # alike on every rank
         _gather(flow, node)
-    _check_shapes(gm, ctx, values)
+    _check_shapes(gm, ctx, values, shapes)
     return 1
 
 
@@ -127,10 +128,12 @@ def _gather(flow: Flow, node: fx.Node) -> None:
     whole.meta["stands_for"] = (whole.meta["stands_for"][0], None)
 
 
-def _check_shapes(gm: fx.GraphModule, ctx: PassContext, before: dict[fx.Node, Any]) -> None:
+def _check_shapes(
+    gm: fx.GraphModule, ctx: PassContext, before: dict[fx.Node, Any], shapes: Shapes
+) -> None:
     """A rank's shapes are those of the whole graph, cut as the flow says.  Raises: PassError."""
     try:
-        values = node_values(gm, ctx)
+        values = node_values(gm, ctx, shapes)
     except NodeError as error:
         raise PassError(
             f"shard_weights ({ctx.key}): a rank's step fails at {error.node.name} "

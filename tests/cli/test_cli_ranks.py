@@ -8,37 +8,24 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import httpx2
 import pytest
-import torch
-import transformers
 
 import compilespec
 from compilespec import SamplingParams
-from tests.support.live_server import VOCAB, toy_tokenizer
-from tests.support.models import enliven
+from tests.support.rank_commands import ROOT, rank_of, save_toy
 
 pytestmark = pytest.mark.slow
 
-ROOT = Path(__file__).parents[2]
 PROMPT, COUNT = "ab ab ab", 12
 OPTIONS = ["--spec", "ngram", "--backend", "eager", "--dtype", "float64"]
 
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> str:
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=VOCAB, hidden_size=48, intermediate_size=80, num_hidden_layers=1,
-        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=128,
-    )  # fmt: skip
-    path = tmp_path_factory.mktemp("model")
-    enliven(transformers.LlamaForCausalLM(config), "llama").save_pretrained(path)
-    toy_tokenizer().save_pretrained(path)
-    return str(path)
+    return str(save_toy(tmp_path_factory.mktemp("model")))
 
 
 def start(*arguments: str, **streams: Any) -> subprocess.Popen[str]:
@@ -75,7 +62,7 @@ def test_a_server_of_two_ranks_answers_and_ends_with_a_rank_that_is_killed(direc
         answer = httpx2.post(f"{address}/v1/completions", json=asked, timeout=120)
         assert answer.status_code == 200, answer.text
         assert answer.json()["choices"][0]["text"] == text_of_one_process(directory)
-        os.kill(_rank(process.pid, 1), signal.SIGKILL)
+        os.kill(rank_of(process.pid, 1), signal.SIGKILL)
         killed = time.monotonic()
         _, errors = process.communicate(timeout=60)
         assert time.monotonic() - killed < 30
@@ -93,12 +80,3 @@ def _address(process: subprocess.Popen[str]) -> str:
         if found := re.search(r"https?://[\d.]+:\d+", line):
             return found[0]
     raise AssertionError("".join(seen)[-3000:])
-
-
-def _rank(parent: int, rank: int) -> int:
-    """The process of a rank, among the children of the command."""
-    for child in Path(f"/proc/{parent}/task/{parent}/children").read_text().split():
-        environment = Path(f"/proc/{child}/environ").read_bytes().split(b"\0")
-        if f"RANK={rank}".encode() in environment:
-            return int(child)
-    raise AssertionError(f"no rank {rank}")
