@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from compilespec.errors import InvalidOption, NotSupported, RankLost, RanksDiffer
-from compilespec.ops.collectives.group import ProcessGroup, serve_process
+from compilespec.ops.collectives.group import ProcessGroup, lost_rank, serve_process
 from compilespec.passes.evidence import Evidence
 from compilespec.runtime.executor import Executor, PrefillChunk
 from compilespec.runtime.sampling_rows import RowSampling, TokenLogprobs
@@ -120,10 +120,7 @@ class Ranks:
         try:
             yield
         except RuntimeError as error:
-            raise RankLost(
-                f"rank {self.rank} lost another rank of the job, which ended: "
-                f"{str(error).splitlines()[0]}"
-            ) from error
+            raise lost_rank(self.rank, "between steps", error) from error
 
 
 class LeadExecutor:

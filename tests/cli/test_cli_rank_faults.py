@@ -102,7 +102,7 @@ def test_the_command_shows_what_its_ranks_say_when_one_is_killed(
     wait_for_text(command)
     os.kill(rank_of(command.process.pid, 1), signal.SIGKILL)
     assert wait_for_end([command], SOON_S) == [128 + signal.SIGKILL]
-    first, third, why = sorted(command.errors)
+    first, why, third = sorted(command.errors)
     check_one_line([first], "rank 0 lost another rank of the job")
     assert third.startswith("rank 2: compilespec: error: rank 2 lost another rank of the job")
     assert why == "rank 1 was ended by signal 9, and the job with it"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import threading
 from collections.abc import Iterator
 from typing import Any, Protocol
@@ -67,11 +68,15 @@ class ProcessGroup:
         try:
             torch.distributed.all_gather(parts, flat, group=self._group)
         except RuntimeError as error:
-            raise RankLost(
-                f"rank {self.rank} lost another rank of the job inside a step: "
-                f"{str(error).splitlines()[0]}"
-            ) from error
+            raise lost_rank(self.rank, "inside a step", error) from error
         return [part.view(x.dtype).view(x.shape) for part in parts]
+
+
+def lost_rank(rank: int, when: str, error: RuntimeError) -> RankLost:
+    """The error of a rank whose call failed, with what gloo says, but for its place and advice."""
+    said = str(error).splitlines()[0].partition(". This is typically")[0]
+    said = re.sub(r"^\[\S+:\d+\] ", "", said)
+    return RankLost(f"rank {rank} lost another rank of the job, which ended, {when}: {said}")
 
 
 class _Meeting:
