@@ -4,6 +4,7 @@
 # make test-peft    installs peft, and compares merged adapters with those that it merges itself
 # make fuzz    random traffic against plain decoding;  FUZZ_FLAGS="--minutes 20 --seed 7"
 # make lint    ruff, formatting, mypy
+# make wheel   a wheel with the C++ kernels compiled for common CPUs, into dist/
 # make accept-snapshots    take the graphs as they are now for tests/snapshots
 # make bench-real    speeds on that model, beside transformers and llama.cpp
 # make bench   speeds, after the outputs were checked;  BENCH_FLAGS="--help" says what else it can do
@@ -21,7 +22,7 @@ BENCH_FLAGS ?=
 TRAIN_FLAGS ?=
 FUZZ_FLAGS ?=
 
-.PHONY: demo install test test-slow test-gpu test-peft test-real smollm2 fuzz accept-snapshots lint format bench bench-real first-token milestone train-demo clean distclean
+.PHONY: demo install test test-slow test-gpu test-peft test-real smollm2 fuzz accept-snapshots lint format bench bench-real first-token milestone train-demo wheel clean distclean
 
 demo: $(STAMP)
 	$(VENV)/bin/compilespec generate --model demo --spec eagle3 --compare
@@ -96,6 +97,9 @@ milestone: $(STAMP)
 
 train-demo: $(STAMP)
 	$(PY) -m tools.train_demo $(TRAIN_FLAGS)
+
+wheel: $(STAMP)
+	$(PY) -m tools.wheel
 
 clean:
 	rm -rf .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist *.egg-info htmlcov .coverage

@@ -1,10 +1,10 @@
-"""Compile the C++ CPU kernels with the system compiler, once per machine, and load them.
+"""Load the C++ CPU kernels: those that came with the package, or compiled here, once per machine.
 
 All `*/kernel.cpp` become one shared library, built by a few compilers side by side and cached under
-a hash of everything that it depends on: sources, torch, compiler, flags, CPU features.  A process
-that finds the file only loads it (a few ms), after checking its seal: the library's hash, appended
-after its last byte, which the dynamic loader ignores.  Loading a truncated file would kill the
-process with SIGBUS.
+a hash of everything that it depends on: sources, torch, compiler, flags, CPU features.  A wheel has
+libraries beside the sources, one for each of `_levels.LEVELS`.  A process that finds a file only
+loads it (a few ms), after checking its seal: the library's hash, appended after its last byte,
+which the dynamic loader ignores.  Loading a truncated file would kill the process with SIGBUS.
 """
 
 from __future__ import annotations
@@ -24,11 +24,14 @@ from pathlib import Path
 
 import torch
 
+from compilespec.ops import _levels
+from compilespec.ops._levels import Level
+
 _OPS = Path(__file__).parent
+PREBUILT = _OPS / "prebuilt"  # in a wheel
 _FLAGS = (
     "-std=c++20",
     "-O3",
-    "-march=native",
     "-ffp-contract=off",
     "-fno-math-errno",
     "-fno-trapping-math",
@@ -80,8 +83,27 @@ def cache_directory() -> Path:
 
 
 def library_path() -> Path:
-    """The path of this machine's library."""
-    return cache_directory() / "kernels" / f"compilespec_ops_{_key()}.so"
+    """The path of this machine's library: the best that came with the package, else one to build.
+
+    Raises: InvalidOption for a level that the CPU does not have.
+    """
+    asked = _levels.asked_level()
+    for level in [asked] if asked else _levels.fitting(_levels.cpu_features()):
+        path = PREBUILT / _file_name(level)
+        if _is_whole(path):
+            return path
+    return cache_directory() / "kernels" / _file_name(asked)
+
+
+def build_prebuilt(folder: Path, level: Level) -> Path:
+    """Compile the library of a level; a package that has it in `ops/prebuilt` compiles none where
+    the level fits.
+
+    Raises: RuntimeError (no compiler, a failed compile).
+    """
+    path = folder / _file_name(level)
+    _compile(path, level)
+    return path
 
 
 def _try_load() -> bool:
@@ -90,7 +112,7 @@ def _try_load() -> bool:
     try:
         path = library_path()
         if not _is_whole(path):
-            _compile(path)
+            _compile(path, _levels.asked_level())
         torch.ops.load_library(str(path))
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:
         warnings.warn(
@@ -115,7 +137,7 @@ def _seal(library: bytes) -> bytes:
     return hashlib.sha256(library).digest()
 
 
-def _compile(path: Path) -> None:
+def _compile(path: Path, level: Level | None) -> None:
     """Build in a private directory beside `path`, then rename: readers see all of it or nothing."""
     compiler = _compiler()
     if compiler is None:
@@ -130,7 +152,7 @@ def _compile(path: Path) -> None:
             return
         include = torch_dir / "include"
         headers = [_OPS, include, include / "torch" / "csrc" / "api" / "include"]
-        command = [compiler, *_flags(), *_LINK_FLAGS, "-I", str(headers[0])]
+        command = [compiler, *_flags(level), *_LINK_FLAGS, "-I", str(headers[0])]
         command += [word for header in headers[1:] for word in ("-isystem", str(header))]
         units = _write_units(Path(folder))
         with ThreadPoolExecutor(len(units)) as pool:
@@ -189,9 +211,10 @@ def _sources() -> list[Path]:
     return sorted([*_OPS.glob("*.h"), *_OPS.glob("*/kernel.cpp")])
 
 
-def _flags() -> tuple[str, ...]:
+def _flags(level: Level | None) -> tuple[str, ...]:
     abi = int(torch.compiled_with_cxx11_abi())
-    return (*_FLAGS, f"-D_GLIBCXX_USE_CXX11_ABI={abi}")
+    target = ("-march=native",) if level is None else level.flags
+    return (*_FLAGS, *target, f"-D_GLIBCXX_USE_CXX11_ABI={abi}")
 
 
 def _compiler() -> str | None:
@@ -199,21 +222,28 @@ def _compiler() -> str | None:
     return next((found for name in candidates if (found := shutil.which(name))), None)
 
 
-def _key() -> str:
-    """Hash of everything that decides what the library contains and where it may run."""
+def _file_name(level: Level | None) -> str:
+    return f"compilespec_ops_{'' if level is None else level.name + '_'}{_key(level)}.so"
+
+
+def _key(level: Level | None) -> str:
+    """Hash of everything that decides what the library contains and where it may run; that of a
+    level is the same on every machine.
+    """
     digest = hashlib.sha256()
     for source in _sources():
         digest.update(source.relative_to(_OPS).as_posix().encode() + source.read_bytes())
-    digest.update("\0".join(toolchain()).encode())
+    here = toolchain() if level is None else (torch.__version__.split("+")[0],)
+    digest.update("\0".join((*_flags(level), *_LINK_FLAGS, *here)).encode())
     return digest.hexdigest()[:20]
 
 
 def toolchain() -> tuple[str, ...]:
-    """What compiled C++ code depends on besides its source: torch, flags, processor, compiler."""
+    """What C++ code that is compiled here depends on besides itself: torch, CPU, compiler."""
     compiler = _compiler()
     stamp = os.stat(compiler) if compiler else None
-    parts = (torch.__version__, *_flags(), *_LINK_FLAGS, _cpu_features())
-    return *parts, compiler or "", str(stamp and (stamp.st_size, stamp.st_mtime_ns))
+    found = compiler or "", str(stamp and (stamp.st_size, stamp.st_mtime_ns))
+    return torch.__version__, _cpu_features(), *found
 
 
 def _cpu_features() -> str:

@@ -273,9 +273,9 @@ def test_compilers_share_the_kernels_and_two_processes_build_once(tmp_path, monk
     monkeypatch.setattr(_build, "_run", build)
     monkeypatch.setattr(_build.os, "cpu_count", lambda: 3)
     library = tmp_path / "kernels" / "library.so"
-    _build._compile(library)
+    _build._compile(library, None)
     assert len(commands) == 3 + 1  # and the linker
-    _build._compile(library)  # as a process that waited for the first does
+    _build._compile(library, None)  # as a process that waited for the first does
     assert len(commands) == 4
     units = _build._write_units(tmp_path)
     included = [line.split('"')[1] for unit in units for line in unit.read_text().splitlines()]

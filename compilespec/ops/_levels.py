@@ -1,0 +1,67 @@
+"""Levels of CPU features that the C++ kernels can be compiled for ahead of time.
+
+The kernels choose their instructions when they are compiled.  On the machine that runs them that is
+by `-march=native`; a wheel holds a library for each level, and the best that fits is loaded.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from compilespec.errors import InvalidOption
+
+VARIABLE = "COMPILESPEC_CPU_LEVEL"
+
+_AVX2 = frozenset(("avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe"))
+_AVX512 = _AVX2 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
+
+
+@dataclass(frozen=True)
+class Level:
+    """One level."""
+
+    name: str
+    flags: tuple[str, ...]
+    """Of the compiler."""
+    features: frozenset[str]
+    """What a CPU needs, by the names of /proc/cpuinfo."""
+
+
+LEVELS = (  # the best first
+    Level("avx512_vnni", ("-march=x86-64-v4", "-mavx512vnni"), _AVX512 | {"avx512_vnni"}),
+    Level("avx512", ("-march=x86-64-v4",), _AVX512),
+    Level("avx2", ("-march=x86-64-v3",), _AVX2),
+)
+
+
+def cpu_features() -> frozenset[str]:
+    """Those of this machine; none where /proc/cpuinfo does not say."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return frozenset()
+    return frozenset(next((line for line in lines if line.startswith("flags")), "").split()[2:])
+
+
+def fitting(features: frozenset[str]) -> list[Level]:
+    """The levels that a CPU of these features runs, the best first."""
+    return [level for level in LEVELS if level.features <= features]
+
+
+def asked_level() -> Level | None:
+    """That of `COMPILESPEC_CPU_LEVEL`; None: whatever the CPU has.
+
+    Raises: InvalidOption for an unknown one, or one that the CPU does not run.
+    """
+    name = os.environ.get(VARIABLE)
+    if not name or name == "native":
+        return None
+    known = [level.name for level in fitting(cpu_features())]
+    if name not in known:
+        raise InvalidOption(
+            f"{VARIABLE}={name} does not run on this CPU; expected one of "
+            f"{', '.join(('native', *known))}"
+        )
+    return next(level for level in LEVELS if level.name == name)
