@@ -26,7 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = argparse.Namespace()
     try:
         args = read_arguments(build_parser(), argv)
-        if args.run in (generate.run, serve.run) and starts_ranks(args):
+        if args.run in (bench.run, generate.run, serve.run) and starts_ranks(args):
             given = sys.argv[1:] if argv is None else argv
             return start_ranks(given, args.tensor_parallel_size)
         code = int(args.run(args))

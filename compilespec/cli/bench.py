@@ -6,7 +6,7 @@ import argparse
 import contextlib
 import functools
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from compilespec.cli import report
@@ -20,14 +20,15 @@ from compilespec.cli.generate import (
     read_prompts,
     set_threads,
 )
-from compilespec.cli.ranks import add_ranks_option
-from compilespec.errors import DraftNotFound, InvalidOption, SpecError
+from compilespec.cli.ranks import add_ranks_option, is_first_rank
+from compilespec.errors import DraftNotFound, InvalidOption, RankLost, RanksDiffer, SpecError
 
 if TYPE_CHECKING:
-    from compilespec.cli.compare import Comparison
+    from compilespec.cli.compare import Comparison, Timed
     from compilespec.runtime.engine import Engine
 
 PLAIN = "plain"
+GREEDY = "greedy"
 COUPLED = "coupled"
 RULES = (COUPLED, "rejection", "block")  # acceptance rules of the columns at TEMPERATURE
 TEMPERATURE, SEED = 1.0, 1
@@ -76,51 +77,104 @@ def add_parser(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from compilespec.cli import compare
-
     if min(args.num_draft_tokens) < 1 or args.rounds < 1:
         raise InvalidOption("--num-draft-tokens and --rounds: expected at least 1")
-    if (args.tensor_parallel_size or 1) > 1:
-        raise InvalidOption(
-            "bench compares engines side by side, and ranks follow one at a time: time "
-            "`compilespec generate --tensor-parallel-size` with each method instead"
-        )
+    _methods(args)  # what is wrong with them is said before anything compiles
     rules = _rules(args)
-    prompts = read_prompts(args)
+    measured = _Measured(args, read_prompts(args))
     set_threads(args.threads)
     skipped: dict[str, str] = {}
-    with contextlib.ExitStack() as stack:
-        engines = _entered(stack, _engines(args, skipped))
-        plain = stack.enter_context(compile_engine(args, "none"))
-        target = load_quantized(args, plain.plan()["dtype"]).model
-        ids = [plain.encode(prompt) for prompt in prompts]
+    if (args.tensor_parallel_size or 1) > 1:
+        _measure_in_turn(args, measured, rules, skipped)
+    else:
+        _measure_side_by_side(args, measured, rules, skipped)
+    if not is_first_rank():
+        return 0
+    sampled = {rule: measured.compared(rule) for rule in rules}
+    return _report(args, measured.compared(GREEDY), measured.plan, skipped, sampled)
 
-        def compared(
-            engines: list[tuple[str, Engine]], temperature: float, **options: Any
-        ) -> Comparison:
-            about = {"max_new_tokens": args.max_new_tokens, "ignore_eos": True, "seed": SEED}
+
+class _Measured:
+    """What the engines wrote and how long they took, by title: greedily, or by a rule."""
+
+    def __init__(self, args: argparse.Namespace, prompts: list[str]) -> None:
+        self.plan: dict[str, Any] = {}
+        self._args, self._prompts = args, prompts
+        self._ids: list[list[int]] = []
+        self._timed: dict[str, Timed] = {}
+
+    def take(self, titles: Sequence[str], engines: Sequence[tuple[str, Engine]]) -> None:
+        """Measure engines by turns, under each title; plain decoding is in the first call."""
+        from compilespec.cli import compare
+
+        about = {"max_new_tokens": self._args.max_new_tokens, "ignore_eos": True, "seed": SEED}
+        for name, engine in engines:
+            costs = {**self.plan.get("compile", {}), name: engine.plan()["compile"]}
+            if name == PLAIN:
+                self._ids = [engine.encode(prompt) for prompt in self._prompts]
+                self.plan = engine.plan()
+            self.plan["compile"] = costs
+        for title in titles:
+            temperature = 0.0 if title == GREEDY else TEMPERATURE
             ways = [
                 compare.engine_way(name, engine, temperature=temperature, **about)
-                for name, engine in (*engines, (PLAIN, plain))
+                for name, engine in engines
             ]
             with report.status("running") as update:
-                return compare.compare(
-                    ways, ids, num_rounds=args.rounds, progress=update, **options
+                self._timed.setdefault(title, compare.Timed()).add(
+                    compare.measure(ways, self._ids, num_rounds=self._args.rounds, progress=update)
                 )
 
-        greedy = compared(engines, 0.0, margin=lambda ids: compare.logit_margin(target, ids))
-        margin = functools.partial(
-            compare.sampled_margin, target, temperature=TEMPERATURE, seed=SEED
-        )
-        sampled = {}
-        for rule in rules:
-            own = engines
-            if rule != COUPLED:
-                own = _entered(stack, _engines(args, skipped, rule))
-            exact = rule == COUPLED
-            sampled[rule] = compared(own, TEMPERATURE, margin=margin, same_tokens=exact)
-        costs = {name: engine.plan()["compile"] for name, engine in (*engines, (PLAIN, plain))}
-        return _report(args, greedy, {**plain.plan(), "compile": costs}, skipped, sampled)
+    def compared(self, title: str) -> Comparison:
+        """The table of a title."""
+        from compilespec.cli import compare
+
+        def margin(prefix: Sequence[int]) -> float:
+            if title == GREEDY:
+                return compare.logit_margin(self._target, prefix)
+            return compare.sampled_margin(self._target, prefix, temperature=TEMPERATURE, seed=SEED)
+
+        return compare.judge(
+            self._timed[title], self._ids, reference=PLAIN, margin=margin,
+            same_tokens=title in (GREEDY, COUPLED),
+        )  # fmt: skip
+
+    @functools.cached_property
+    def _target(self) -> Any:
+        return load_quantized(self._args, self.plan["dtype"]).model
+
+
+def _measure_side_by_side(
+    args: argparse.Namespace, measured: _Measured, rules: list[str], skipped: dict[str, str]
+) -> None:
+    """All engines at once, by turns, so that all see the same load of the machine."""
+    with contextlib.ExitStack() as stack:
+        plain = PLAIN, stack.enter_context(compile_engine(args, "none"))
+        for acceptance, titles in _groups(rules):
+            engines = [
+                (name, stack.enter_context(engine))
+                for name, engine in _engines(args, skipped, acceptance)
+            ]
+            measured.take(titles, [plain, *engines])
+
+
+def _measure_in_turn(
+    args: argparse.Namespace, measured: _Measured, rules: list[str], skipped: dict[str, str]
+) -> None:
+    """One engine after another: the ranks of a job follow one at a time."""
+    if (plain := _opened(args, "none")) is not None:
+        with plain:
+            measured.take((GREEDY, *rules), [(PLAIN, plain)])
+    for acceptance, titles in _groups(rules):
+        for name, engine in _engines(args, skipped, acceptance):
+            with engine:
+                measured.take(titles, [(name, engine)])
+
+
+def _groups(rules: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
+    """Values of acceptance=, with the titles that engines so compiled are measured under."""
+    yield "auto", [GREEDY, *(rule for rule in rules if rule == COUPLED)]
+    yield from ((rule, [rule]) for rule in rules if rule != COUPLED)
 
 
 def _rules(args: argparse.Namespace) -> list[str]:
@@ -133,27 +187,32 @@ def _rules(args: argparse.Namespace) -> list[str]:
     return rules
 
 
-def _entered(
-    stack: contextlib.ExitStack, engines: Iterator[tuple[str, Engine]]
-) -> list[tuple[str, Engine]]:
-    return [(name, stack.enter_context(engine)) for name, engine in engines]
-
-
 def _engines(
-    args: argparse.Namespace, skipped: dict[str, str], acceptance: str = "auto"
+    args: argparse.Namespace, skipped: dict[str, str], acceptance: str
 ) -> Iterator[tuple[str, Engine]]:
     """An engine for each method and K.  With --methods all, methods that cannot run are skipped."""
     for method in _methods(args):
         for count in sorted(set(args.num_draft_tokens)):
             try:
-                engine = compile_engine(args, method, num_draft_tokens=count, acceptance=acceptance)
+                engine = _opened(args, method, num_draft_tokens=count, acceptance=acceptance)
             except SpecError as error:
-                if args.methods != "all":
+                if args.methods != "all" or isinstance(error, RankLost | RanksDiffer):
                     raise
                 reason = "no drafter beside the target" if isinstance(error, DraftNotFound) else ""
                 skipped[f"{method} K={count}"] = reason or " ".join(str(error).split())
                 continue
-            yield f"{method} K={count}", engine
+            if engine is not None:
+                yield f"{method} K={count}", engine
+
+
+def _opened(args: argparse.Namespace, spec: str, **changes: Any) -> Engine | None:
+    """An engine; None on ranks that have followed it to its end."""
+    try:
+        return compile_engine(args, spec, **changes)
+    except SystemExit:
+        if is_first_rank():
+            raise
+        return None
 
 
 def _methods(args: argparse.Namespace) -> list[str]:

@@ -11,7 +11,7 @@ import itertools
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from compilespec.runtime.sampling_params import SamplingParams
@@ -90,24 +90,50 @@ class Comparison:
         return data
 
 
+@dataclass(frozen=True, kw_only=True)
+class Timed:
+    """What each way wrote, and the milliseconds of its rounds, by name."""
+
+    first: dict[str, list[Decoded]] = field(default_factory=dict)
+    elapsed_ms: dict[str, list[float]] = field(default_factory=dict)
+
+    def add(self, other: Timed) -> None:
+        """Take over the ways of another measurement."""
+        self.first.update(other.first)
+        self.elapsed_ms.update(other.elapsed_ms)
+
+
 def compare(
     ways: Sequence[Way],
     prompts: Sequence[Sequence[int]],
     *,
     margin: Callable[[Sequence[int]], float],
     num_rounds: int = 3,
-    same_tokens: bool = True,
     plain: str | None = None,
     progress: Callable[[str], None] = lambda text: None,
 ) -> Comparison:
     """Decode all prompts in all ways; tokens and speeds are compared with the LAST way's.
 
     Args:
-        margin: distance between the target's two best logits after a prefix; called once per
-            parting.
+        margin, plain: see `judge`.
+        num_rounds, progress: see `measure`.
+    """
+    timed = measure(ways, prompts, num_rounds=num_rounds, progress=progress)
+    progress("comparing tokens")
+    return judge(timed, prompts, reference=ways[-1].name, margin=margin, plain=plain)
+
+
+def measure(
+    ways: Sequence[Way],
+    prompts: Sequence[Sequence[int]],
+    *,
+    num_rounds: int = 3,
+    progress: Callable[[str], None] = lambda text: None,
+) -> Timed:
+    """Decode all prompts in all ways, by turns.
+
+    Args:
         num_rounds: timed rounds, after a warm-up round.
-        same_tokens: whether to compare tokens; ways that share only a distribution differ in them.
-        plain: name of a way with which the tokens of the ways before the last are also compared.
         progress: called with the name of what is running.
     """
     first: dict[str, list[Decoded]] = {}
@@ -121,29 +147,49 @@ def compare(
         for prompt in prompts:
             way.decode(prompt)
         elapsed_ms[way.name].append((time.perf_counter() - start) * 1e3)
-    progress("comparing tokens")
-    reference = ways[-1].name
-    speed = {name: _speed(first[name], elapsed_ms[name]) for name in first}
+    return Timed(first=first, elapsed_ms=elapsed_ms)
+
+
+def judge(
+    timed: Timed,
+    prompts: Sequence[Sequence[int]],
+    *,
+    reference: str,
+    margin: Callable[[Sequence[int]], float],
+    same_tokens: bool = True,
+    plain: str | None = None,
+) -> Comparison:
+    """Compare what was measured with one of the ways, which stands last in the table.
+
+    Args:
+        margin: distance between the target's two best logits after a prefix; called once per
+            parting.
+        same_tokens: whether to compare tokens; ways that share only a distribution differ in them.
+        plain: name of a way with which the tokens of the other ways are also compared.
+    """
+    first, elapsed_ms = timed.first, timed.elapsed_ms
+    names = [*(name for name in first if name != reference), reference]
+    speed = {name: _speed(first[name], elapsed_ms[name]) for name in names}
     rows = tuple(
         Row(
             name=name,
-            num_tokens=sum(len(decoded.token_ids) for decoded in outcome),
+            num_tokens=sum(len(decoded.token_ids) for decoded in first[name]),
             elapsed_ms=statistics.median(elapsed_ms[name]),
             tokens_per_second=speed[name],
             ratio=speed[name] / speed[reference],
-            acceptance_length=_acceptance_length(outcome),
-            partings=find_partings(outcome, first[reference], prompts, margin=margin)
+            acceptance_length=_acceptance_length(first[name]),
+            partings=find_partings(first[name], first[reference], prompts, margin=margin)
             if same_tokens
             else (),
-            plain_partings=find_partings(outcome, first[plain], prompts, margin=margin)
+            plain_partings=find_partings(first[name], first[plain], prompts, margin=margin)
             if plain is not None and name not in (plain, reference)
             else None,
         )
-        for name, outcome in first.items()
+        for name in names
     )
     return Comparison(
         rows=rows, reference=reference, plain=plain, num_prompts=len(prompts),
-        num_rounds=num_rounds,
+        num_rounds=len(elapsed_ms[reference]),
     )  # fmt: skip
 
 

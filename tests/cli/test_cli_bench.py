@@ -80,7 +80,7 @@ def test_wrong_tokens_are_told_and_no_speed_is(capsys):
         (["--num-draft-tokens", "0"], "expected at least 1"),
         (["--sampled", "coupled,magic"], "rules among coupled, rejection, block; got 'magic'"),
         (["--methods", "eagle3,ngram", "--draft", "d"], "one method"),
-        (["--tensor-parallel-size", "2"], "ranks follow one at a time"),
+        (["--methods", "ngram,magic"], "unknown method 'magic'"),
     ],
 )
 def test_bad_options_are_one_line_and_2(options, named, capsys):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -51,6 +52,23 @@ def test_generate_prints_the_text_of_one_process(directory: str) -> None:
     printed, errors = process.communicate(timeout=900)
     assert process.returncode == 0, errors[-2000:]
     assert text_of_one_process(directory).strip() in printed
+
+
+def test_bench_measures_one_engine_after_another(directory: str) -> None:
+    arguments = ["bench", "--model", directory, *OPTIONS[2:], "--tensor-parallel-size", "2"]
+    methods = ["--methods", "all", "--num-draft-tokens", "2", "--sampled", "coupled,rejection"]
+    few = ["--prompt", PROMPT, "--max-new-tokens", str(COUNT), "--rounds", "1", "--json"]
+    process = start(*arguments, *methods, *few)
+    printed, errors = process.communicate(timeout=900)
+    assert process.returncode == 0, errors[-2000:]
+    result = json.loads(printed)
+    assert result["wrong"] == []
+    assert list(result["sampled"]) == ["coupled", "rejection"]
+    for table in (result["comparison"], *result["sampled"].values()):
+        names = [row["name"] for row in table["rows"]]
+        assert names[-1] == "plain"
+        assert "ngram K=2" in names
+    assert "eagle3 K=2" in result["skipped"]
 
 
 def test_a_server_of_two_ranks_answers_and_ends_with_a_rank_that_is_killed(directory: str) -> None:
