@@ -207,20 +207,16 @@ class _Retracing(fx.Interpreter):
         looks: list[Any] = []
         inputs: list[fx.Node] = []
         for leaf in leaves:
+            look = look_of(leaf)
             if isinstance(leaf, torch.Tensor):
                 node = self._node_of(leaf)
                 if node is None:
                     return None, []
                 inputs.append(node)
-                sizes = (*leaf.shape, *leaf.stride(), leaf.storage_offset())
-                place = inputs.index(node)  # a tensor given twice is not two
-                looks.append((place, leaf.dtype, leaf.device, *map(_plain, sizes)))
-            elif isinstance(leaf, slice):
-                looks.append((slice, *map(_plain, (leaf.start, leaf.stop, leaf.step))))
-            elif isinstance(leaf, _SCALARS):
-                looks.append((type(leaf), _plain(leaf)))
-            else:
+                look = (inputs.index(node), *look)  # a tensor given twice is not two
+            if look is None:
                 return None, []
+            looks.append(look)
         return tuple(looks), inputs
 
     def _node_of(self, value: Any) -> fx.Node | None:
@@ -266,6 +262,19 @@ _SCALARS = (
     int, float, bool, str, type(None), type(Ellipsis), torch.SymInt, torch.dtype, torch.device,
     torch.layout, torch.memory_format,
 )  # fmt: skip
+
+
+def look_of(value: Any) -> Any:
+    """What the shape and dtype of an operation's result can depend on, comparable without a guard:
+    of a tensor, a slice or a scalar; None for anything else.
+    """
+    if isinstance(value, torch.Tensor):
+        sizes = (*value.shape, *value.stride(), value.storage_offset())
+        return (value.dtype, value.device, *map(_plain, sizes))
+    if isinstance(value, slice):
+        ends = (value.start, value.stop, value.step)
+        return (slice, *map(_plain, ends)) if all(isinstance(e, _SCALARS) for e in ends) else None
+    return (type(value), _plain(value)) if isinstance(value, _SCALARS) else None
 
 
 def _plain(value: Any) -> Any:

@@ -103,17 +103,18 @@ class _Measured:
         self._ids: list[list[int]] = []
         self._timed: dict[str, Timed] = {}
 
+    def begin(self, plain: Engine) -> None:
+        """Take the prompts' ids and the plan from plain decoding."""
+        self._ids = [plain.encode(prompt) for prompt in self._prompts]
+        self.plan = {**plain.plan(), "compile": {}}
+
     def take(self, titles: Sequence[str], engines: Sequence[tuple[str, Engine]]) -> None:
-        """Measure engines by turns, under each title; plain decoding is in the first call."""
+        """Measure engines by turns, under each title."""
         from compilespec.cli import compare
 
         about = {"max_new_tokens": self._args.max_new_tokens, "ignore_eos": True, "seed": SEED}
         for name, engine in engines:
-            costs = {**self.plan.get("compile", {}), name: engine.plan()["compile"]}
-            if name == PLAIN:
-                self._ids = [engine.encode(prompt) for prompt in self._prompts]
-                self.plan = engine.plan()
-            self.plan["compile"] = costs
+            self.plan["compile"].setdefault(name, engine.plan()["compile"])
         for title in titles:
             temperature = 0.0 if title == GREEDY else TEMPERATURE
             ways = [
@@ -149,13 +150,14 @@ def _measure_side_by_side(
 ) -> None:
     """All engines at once, by turns, so that all see the same load of the machine."""
     with contextlib.ExitStack() as stack:
-        plain = PLAIN, stack.enter_context(compile_engine(args, "none"))
+        plain = stack.enter_context(compile_engine(args, "none"))
+        measured.begin(plain)
         for acceptance, titles in _groups(rules):
             engines = [
                 (name, stack.enter_context(engine))
                 for name, engine in _engines(args, skipped, acceptance)
             ]
-            measured.take(titles, [plain, *engines])
+            measured.take(titles, [*engines, (PLAIN, plain)])
 
 
 def _measure_in_turn(
@@ -164,6 +166,7 @@ def _measure_in_turn(
     """One engine after another: the ranks of a job follow one at a time."""
     if (plain := _opened(args, "none")) is not None:
         with plain:
+            measured.begin(plain)
             measured.take((GREEDY, *rules), [(PLAIN, plain)])
     for acceptance, titles in _groups(rules):
         for name, engine in _engines(args, skipped, acceptance):

@@ -9,6 +9,7 @@ which the dynamic loader ignores.  Loading a truncated file would kill the proce
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import os
 import platform
@@ -230,12 +231,17 @@ def _key(level: Level | None) -> str:
     """Hash of everything that decides what the library contains and where it may run; that of a
     level is the same on every machine.
     """
+    here = toolchain() if level is None else (torch.__version__.split("+")[0],)
+    parts = (_source_digest(), *_flags(level), *_LINK_FLAGS, *here)
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:20]
+
+
+@functools.cache
+def _source_digest() -> str:
     digest = hashlib.sha256()
     for source in _sources():
         digest.update(source.relative_to(_OPS).as_posix().encode() + source.read_bytes())
-    here = toolchain() if level is None else (torch.__version__.split("+")[0],)
-    digest.update("\0".join((*_flags(level), *_LINK_FLAGS, *here)).encode())
-    return digest.hexdigest()[:20]
+    return digest.hexdigest()
 
 
 def toolchain() -> tuple[str, ...]:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 from torch.utils._pytree import tree_flatten, tree_leaves
 
 from compilespec import _torch_compat
@@ -72,8 +72,9 @@ class _Values(fx.Interpreter):
 
     def _run(self, call: Callable[..., Any], target: Any, args: Any, kwargs: Any) -> Any:
         leaves, form = tree_flatten((args, dict(kwargs)))
-        looks = [_look(leaf) for leaf in leaves]
-        if None in looks:
+        looks = [_torch_compat.look_of(leaf) for leaf in leaves]
+        is_real = any(isinstance(x, Tensor) and not _torch_compat.is_fake(x) for x in leaves)
+        if is_real or None in looks:
             return call(target, args, kwargs)
         key = (call.__name__, target, str(form), *looks)
         if key not in self._known:
@@ -89,27 +90,6 @@ class _Values(fx.Interpreter):
         except Exception as error:
             raise NodeError(n, str(error).splitlines()[0]) from error
         return self.values[n]
-
-
-_SCALARS = (int, float, bool, str, type(None), type(Ellipsis), torch.dtype, torch.device)
-
-
-def _look(leaf: Any) -> Any:
-    """What a result's shape and dtype can depend on; None where that is not known."""
-    if _torch_compat.is_fake(leaf):
-        return (*map(_plain, leaf.shape), "by", *map(_plain, leaf.stride()), leaf.dtype)
-    if isinstance(leaf, slice):
-        ends = (leaf.start, leaf.stop, leaf.step)
-        return (slice, *map(_plain, ends)) if all(map(_is_plain, ends)) else None
-    return (type(leaf), _plain(leaf)) if _is_plain(leaf) else None
-
-
-def _is_plain(leaf: Any) -> bool:
-    return isinstance(leaf, (*_SCALARS, torch.SymInt))
-
-
-def _plain(size: Any) -> Any:
-    return _torch_compat.size_expression(size) if isinstance(size, torch.SymInt) else size
 
 
 class NodeError(Exception):
