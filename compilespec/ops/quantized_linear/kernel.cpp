@@ -11,6 +11,7 @@
 #include <cmath>
 #include <cstring>
 
+#include "_integer_dot.h"
 #include "_panels.h"
 
 namespace compilespec {
@@ -225,123 +226,176 @@ at::Tensor packed_quantized_linear(const at::Tensor& x, const at::Tensor& packed
 
 // --- both sides in int8 ---
 
-constexpr int kQuad = 4;  // k steps that one integer dot product takes
-constexpr int kIntRows = 6;
-#if defined(__AVX512VNNI__)
-using IntAcc = __m512i;  // the 16 columns of a panel
-COMPILESPEC_INLINE IntAcc zeros() { return _mm512_setzero_si512(); }
-COMPILESPEC_INLINE IntAcc dot4(IntAcc sum, int32_t x, const int8_t* weight) {
-  return _mm512_dpbusd_epi32(sum, _mm512_set1_epi32(x), _mm512_loadu_si512(weight));
-}
-COMPILESPEC_INLINE void put(IntAcc sum, int32_t* target) { _mm512_storeu_si512(target, sum); }
-#else
-struct IntAcc {
-  int32_t lane[kPanel];
-};
-COMPILESPEC_INLINE IntAcc zeros() { return IntAcc{}; }
-COMPILESPEC_INLINE IntAcc dot4(IntAcc sum, int32_t x, const int8_t* weight) {
-  for (int c = 0; c < kPanel; ++c)
-    for (int u = 0; u < kQuad; ++u)
-      sum.lane[c] += int32_t(uint8_t(uint32_t(x) >> (8 * u))) * weight[c * kQuad + u];
-  return sum;
-}
-COMPILESPEC_INLINE void put(IntAcc sum, int32_t* target) {
-  std::memcpy(target, sum.lane, sizeof(sum.lane));
-}
-#endif
+using integer_dot::IntDot;
+using integer_dot::kQuad;
+using packed_linear::kNumLanes;
+using packed_linear::Lanes;
+using packed_linear::round_lanes;
 
-// sum[Rows + 1][16] = x[Rows][quads] times a panel; the last row is the sum of 128 times the
-// weights, which x + 128 (unsigned) has too much of.
-template <int Rows>
-void int_tile(const int32_t* x, int64_t x_stride, const int8_t* weight, int64_t num_quads,
-              int32_t (*sum)[kPanel]) {
-  IntAcc acc[Rows + 1];
-#pragma GCC unroll 16
-  for (int r = 0; r <= Rows; ++r) acc[r] = zeros();
-  for (int64_t q = 0; q < num_quads; ++q, weight += kPanel * kQuad) {
-#pragma GCC unroll 16
-    for (int r = 0; r < Rows; ++r) acc[r] = dot4(acc[r], x[r * x_stride + q], weight);
-    acc[Rows] = dot4(acc[Rows], int32_t(0x80808080u), weight);
+COMPILESPEC_INLINE Lanes<float> read_lanes(const float* source) {
+  Lanes<float> value;
+  std::memcpy(&value, source, sizeof(value));
+  return value;
+}
+COMPILESPEC_INLINE Lanes<float> read_lanes(const c10::BFloat16* source) {
+  Lanes<uint16_t> bits;
+  std::memcpy(&bits, source, sizeof(bits));
+  return (Lanes<float>)(__builtin_convertvector(bits, Lanes<uint32_t>) << 16);
+}
+COMPILESPEC_INLINE Lanes<float> read_lanes(const c10::Half* source) {
+  Lanes<float> value;
+  for (int i = 0; i < kNumLanes; i += kLanes<float>) {
+    const Vector<float> part = Storage<c10::Half>::lo(source + i);
+    std::memcpy((float*)&value + i, &part, sizeof(part));
   }
-#pragma GCC unroll 16
-  for (int r = 0; r <= Rows; ++r) put(acc[r], sum[r]);
+  return value;
 }
 
-using IntTile = void (*)(const int32_t*, int64_t, const int8_t*, int64_t, int32_t (*)[kPanel]);
-constexpr IntTile kIntTiles[kIntRows] = {int_tile<1>, int_tile<2>, int_tile<3>,
-                                         int_tile<4>, int_tile<5>, int_tile<6>};
-
-COMPILESPEC_INLINE float rounded(float value, const float*) { return value; }
-template <class T>
-COMPILESPEC_INLINE float rounded(float value, const T*) {
-  T narrow;
-  convert(value, &narrow);
-  return float(narrow);
+// Rounded to T and back.
+COMPILESPEC_INLINE Lanes<float> rounded(Lanes<float> value, const float*) { return value; }
+COMPILESPEC_INLINE Lanes<float> rounded(Lanes<float> value, const c10::BFloat16*) {
+  return (Lanes<float>)round_to_bfloat16((Lanes<uint32_t>)value);
+}
+COMPILESPEC_INLINE Lanes<float> rounded(Lanes<float> value, const c10::Half*) {
+  const Lanes<uint16_t> bits = round_lanes(value, (c10::Half*)nullptr);
+  c10::Half narrow[kNumLanes];
+  std::memcpy(narrow, &bits, sizeof(narrow));
+  return read_lanes(narrow);
 }
 
-// A row of x as unsigned bytes (plus 128; 128 stands for 0) and its scale: largest magnitude over
-// 127.5, in the type of x, at least 2^-23.
+// 16 elements of a row of x as integers.
+COMPILESPEC_INLINE Lanes<int32_t> to_integers(Lanes<float> x, float inverse) {
+  const float magic = 12582912.f;  // 1.5 * 2^23: adding it rounds to an integer
+  Lanes<float> value = x * inverse;
+  value = value > 127.f ? Lanes<float>{} + 127.f : value;
+  value = value > -128.f ? value : Lanes<float>{} - 128.f;
+  return (Lanes<int32_t>)(value + magic) - 0x4b400000;
+}
+
+// f(lanes, first element, their number) over a row, the last lanes filled up with zeros.
+template <class T, class F>
+COMPILESPEC_INLINE void each_lanes(const T* x, int64_t depth, const F& f) {
+  int64_t k = 0;
+  for (; k + kNumLanes <= depth; k += kNumLanes) f(read_lanes(x + k), k, int64_t(kNumLanes));
+  if (k == depth) return;
+  T rest[kNumLanes] = {};
+  std::copy(x + k, x + depth, rest);
+  f(read_lanes(rest), k, depth - k);
+}
+
+// A row of x as integers, and its scale: largest magnitude over 127.5, in the type of x, at least
+// 2^-23; NaN if one of them is.
 template <class T>
-float quantise_row(const T* x, int64_t depth, uint8_t* target, int64_t padded) {
-  float largest = 0;
-  bool is_nan = false;
-  for (int64_t k = 0; k < depth; ++k) {
-    const float magnitude = std::fabs(float(x[k]));
-    largest = magnitude > largest ? magnitude : largest;
-    is_nan |= magnitude != magnitude;
-  }
-  float scale = rounded(largest / 127.5f, x);
+float quantise_row(const T* x, int64_t depth, IntDot::Element* target) {
+  Lanes<uint32_t> bits{};  // of magnitudes; they order like the numbers, and NaN is above all
+  each_lanes(x, depth, [&](Lanes<float> value, int64_t, int64_t) __attribute__((always_inline)) {
+    const Lanes<uint32_t> magnitude = (Lanes<uint32_t>)value & 0x7fffffffu;
+    bits = magnitude > bits ? magnitude : bits;
+  });
+  uint32_t most = 0;
+  for (int i = 0; i < kNumLanes; ++i) most = std::max(most, uint32_t(bits[i]));
+  float largest;
+  std::memcpy(&largest, &most, sizeof(largest));
+  const bool is_nan = largest != largest;
   const float least = 1.1920928955078125e-07f;
-  scale = scale < least ? least : scale;
-  const float inverse = 1.f / scale;
-  for (int64_t k = 0; k < depth; ++k) {
-    float value = std::nearbyint(float(x[k]) * inverse);
-    value = value > 127.f ? 127.f : value;
-    value = value > -128.f ? value : -128.f;
-    target[k] = uint8_t(int32_t(value) + 128);
-  }
-  std::memset(target + depth, 128, size_t(padded - depth));
+  const float given = rounded(Lanes<float>{} + largest / 127.5f, x)[0];
+  const float scale = given > least ? given : least, inverse = 1.f / scale;
+  each_lanes(x, depth, [&](Lanes<float> value, int64_t k, int64_t count)
+                           __attribute__((always_inline)) {
+    using Elements = Lanes<IntDot::Element>;
+    const Elements elements =
+        __builtin_convertvector(to_integers(value, inverse) + IntDot::kOffset, Elements);
+    std::memcpy(target + k, &elements, size_t(count) * sizeof(IntDot::Element));
+  });
   return is_nan ? std::numeric_limits<float>::quiet_NaN() : scale;
 }
 
 template <class T>
+struct DynamicProblem {
+  const int8_t* weight;
+  const float *scale, *bias;  // bias: or null
+  T* out;
+  int64_t num_columns;
+
+  // Sums of `rows` rows and `parts` panels: scaled by row, rounded, scaled by column, rounded.
+  void finish(const int32_t* sum, const float* row_scale, int64_t first_row, int64_t rows,
+              int64_t panel, int64_t parts) const {
+    for (int64_t r = 0; r < rows; ++r)
+      for (int64_t p = 0; p < parts; ++p) {  // neighbours, so that cache lines are written whole
+        const int64_t column = (panel + p) * kPanel,
+                      width = std::min<int64_t>(kPanel, num_columns - column);
+        Lanes<int32_t> dot;
+        std::memcpy(&dot, sum + (r * parts + p) * kPanel, sizeof(dot));
+        const Lanes<float> wide = __builtin_convertvector(dot, Lanes<float>) * row_scale[r];
+        Lanes<float> value = rounded(wide, out) * read_lanes(scale + column);
+        if (bias) {
+          Lanes<float> column_bias{};
+          std::memcpy(&column_bias, bias + column, size_t(width) * sizeof(float));
+          value += column_bias;
+        }
+        const auto result = round_lanes(value, out);
+        T* to = out + (first_row + r) * num_columns + column;
+        if (width == kPanel)
+          std::memcpy(to, &result, sizeof(result));
+        else
+          std::memcpy(to, &result, size_t(width) * sizeof(T));
+      }
+  }
+};
+
+template <class T>
 void run_dynamic(const Call& call, const at::Tensor& packed) {
   const int64_t num_quads = packed.size(1), padded = num_quads * kQuad, depth = call.depth;
-  const int64_t rows = call.num_rows, columns = call.out.size(-1), num_panels = packed.size(0);
+  const int64_t rows = call.num_rows, num_panels = packed.size(0);
   const T* x = (const T*)call.x.const_data_ptr();
-  const auto* weight = (const int8_t*)packed.const_data_ptr();
-  const auto* scale = (const float*)call.scale.const_data_ptr();
-  const float* bias = call.bias.defined() ? (const float*)call.bias.const_data_ptr() : nullptr;
-  T* out = (T*)call.out.mutable_data_ptr();
-  std::vector<int32_t> quads(size_t(rows * num_quads));
-  std::vector<float> row_scale(static_cast<size_t>(rows));
-  at::parallel_for(0, rows, 16384 / std::max<int64_t>(depth, 1) + 1, [&](int64_t r, int64_t end) {
-    for (; r < end; ++r)
-      row_scale[size_t(r)] = quantise_row(x + r * call.x_stride, depth,
-                                          (uint8_t*)(quads.data() + r * num_quads), padded);
+  const DynamicProblem<T> problem{
+      (const int8_t*)packed.const_data_ptr(), (const float*)call.scale.const_data_ptr(),
+      call.bias.defined() ? (const float*)call.bias.const_data_ptr() : nullptr,
+      (T*)call.out.mutable_data_ptr(), call.out.size(-1)};
+  // Rows in tiles of like size, each as quads [num_quads][rows of the tile].
+  const int64_t num_tiles = (rows + IntDot::kRows - 1) / IntDot::kRows;
+  const auto first_row = [=](int64_t tile) { return tile * rows / num_tiles; };
+  static thread_local std::vector<IntDot::Quad> kept_quads;
+  static thread_local std::vector<float> kept_scales;
+  kept_quads.resize(size_t(rows * num_quads));
+  kept_scales.resize(size_t(rows));
+  IntDot::Quad* quads = kept_quads.data();
+  float* row_scale = kept_scales.data();
+  const int64_t elements = std::max<int64_t>(IntDot::kRows * depth, 1);
+  at::parallel_for(0, num_tiles, 65536 / elements + 1, [&](int64_t tile, int64_t end) {
+    static thread_local std::vector<IntDot::Quad> row;
+    row.resize(size_t(num_quads));
+    auto* ints = (IntDot::Element*)row.data();
+    std::fill(ints + depth, ints + padded, IntDot::Element(IntDot::kOffset));
+    for (; tile < end; ++tile) {
+      const int64_t first = first_row(tile), count = first_row(tile + 1) - first;
+      for (int64_t r = 0; r < count; ++r) {
+        row_scale[first + r] = quantise_row(x + (first + r) * call.x_stride, depth, ints);
+        IntDot::Quad* target = quads + first * num_quads + r;
+        for (int64_t q = 0; q < num_quads; ++q) target[q * count] = row[size_t(q)];
+      }
+    }
   });
-  const int64_t block = 96, num_blocks = (rows + block - 1) / block;
-  const double work_ns = double(padded * kPanel) / 12 +
-                         double(std::min(rows, block) * padded * kPanel) / 120 + 50;
+  constexpr int64_t kBlock = 8;  // tiles that share what L1 holds of the weight
+  const int64_t num_blocks = (num_tiles + kBlock - 1) / kBlock;
+  const double work_ns =
+      double(padded * kPanel) / 12 +
+      double(std::min(rows, kBlock * IntDot::kRows) * padded * kPanel) / IntDot::kPerNs + 50;
   at::parallel_for(0, num_blocks * num_panels, int64_t(8000 / work_ns) + 1,
                    [&](int64_t unit, int64_t end) {
-    int32_t sum[kIntRows + 1][kPanel];
-    for (; unit < end; ++unit) {
-      const int64_t first = unit / num_panels * block, panel = unit % num_panels;
-      const int64_t last = std::min(rows, first + block), column = panel * kPanel;
-      const int64_t width = std::min<int64_t>(kPanel, columns - column);
-      for (int64_t r = first; r < last; r += kIntRows) {
-        const int64_t count = std::min<int64_t>(kIntRows, last - r);
-        kIntTiles[count - 1](quads.data() + r * num_quads, num_quads,
-                             weight + panel * padded * kPanel, num_quads, sum);
-        for (int64_t i = 0; i < count; ++i)
-          for (int64_t c = 0; c < width; ++c) {
-            const float dot = float(sum[i][c] - sum[count][c]) * row_scale[size_t(r + i)];
-            float value = rounded(dot, x) * scale[column + c];
-            if (bias) value += bias[column + c];
-            convert(value, out + (r + i) * columns + column + c);
-          }
+    int32_t sum[IntDot::kRows * integer_dot::kMostParts * kPanel];
+    while (unit < end) {
+      const int64_t tile = unit / num_panels * kBlock, panel = unit % num_panels;
+      const int64_t last_tile = std::min(num_tiles, tile + kBlock);
+      const int64_t most = (rows + num_tiles - 1) / num_tiles, wide = IntDot::parts(int(most));
+      const int64_t parts = std::min(end - unit, num_panels - panel) >= wide ? wide : 1;
+      for (int64_t t = tile; t < last_tile; ++t) {
+        const int64_t first = first_row(t), count = first_row(t + 1) - first;
+        integer_dot::pick_tile(count, parts)(quads + first * num_quads, num_quads,
+                                             problem.weight + panel * padded * kPanel, sum);
+        problem.finish(sum, row_scale + first, first, count, panel, parts);
       }
+      unit += parts;
     }
   });
 }
