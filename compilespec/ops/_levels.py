@@ -30,9 +30,22 @@ class Level:
 
 
 LEVELS = (  # the best first
+    Level(
+        "avx512_bf16",
+        ("-march=x86-64-v4", "-mavx512vnni", "-mavx512bf16"),
+        _AVX512 | {"avx512_vnni", "avx512_bf16"},
+    ),
     Level("avx512_vnni", ("-march=x86-64-v4", "-mavx512vnni"), _AVX512 | {"avx512_vnni"}),
     Level("avx512", ("-march=x86-64-v4",), _AVX512),
     Level("avx2", ("-march=x86-64-v3",), _AVX2),
+)
+
+EMULATED = (  # for tests: instructions that a CPU lacks, by slower ones
+    Level(
+        "emulated_bf16",
+        ("-march=x86-64-v4", "-mavx512vnni", "-DCOMPILESPEC_EMULATE_BF16_DOT"),
+        _AVX512 | {"avx512_vnni"},
+    ),
 )
 
 
@@ -58,7 +71,11 @@ def asked_level() -> Level | None:
     name = os.environ.get(VARIABLE)
     if not name or name == "native":
         return None
-    known = [level.name for level in fitting(cpu_features())]
+    features = cpu_features()
+    known = [level.name for level in fitting(features)]
+    for level in EMULATED:
+        if level.name == name and level.features <= features:
+            return level
     if name not in known:
         raise InvalidOption(
             f"{VARIABLE}={name} does not run on this CPU; expected one of "

@@ -2,9 +2,9 @@
 //
 // A packed weight is [num_panels, K, columns of a panel], so a k step reads one contiguous strip:
 // 16 columns, or 32 of bfloat16, which fill a cache line.  Each output element is a single chain of
-// fma over k = 0..K-1, whatever the tile, the number of rows or the threads: rows of a batch are
-// bitwise what they are alone.  Kernels that include this say how a strip becomes accumulators
-// (`Strip`); a tile may take a panel in parts.
+// fma over k = 0..K-1, or of dot products of pairs, whatever the tile, the number of rows or the
+// threads: rows of a batch are bitwise what they are alone.  Kernels that include this say how a
+// strip becomes factors (`Strip`); a tile may take a panel in parts.
 #pragma once
 
 #include <ATen/Parallel.h>
@@ -29,6 +29,7 @@ constexpr int64_t kDepth =
 // each strip times its group's scales).
 struct PlainStrip {
   static constexpr int kColumns = kPanel, kParts = 1, kStride = kPanel;
+  static constexpr int kSteps = 1;  // k steps that are multiplied at once
   static constexpr bool kScaled = false, kGrouped = false;
   static constexpr int column(int lane) { return lane; }
 };
@@ -61,6 +62,80 @@ struct Strip<c10::BFloat16> : PlainStrip {
     return kParts == 2 ? lane : lane % 8 + lane / 8 % 2 * 16 + lane / 16 * 8;
   }
 };
+
+// bfloat16 on both sides, where an instruction multiplies pairs: two k steps at once.  A pair of x is
+// as it lies in memory; those of a weight are put together from the strips of the two steps.
+#if defined(__AVX512BF16__) || (defined(COMPILESPEC_EMULATE_BF16_DOT) && defined(__AVX512F__))
+#define COMPILESPEC_BF16_DOT 1
+struct BFloat16Pair {
+  c10::BFloat16 value;
+};
+#endif
+
+// What a row of x and a strip hold of an element, or of a pair.
+template <class W>
+struct FactorOf {
+  using type = typename Storage<W>::Acc;
+};
+template <class W>
+using Factor = typename FactorOf<W>::type;
+
+COMPILESPEC_INLINE Vector<float> multiply_add(Vector<float> factor, Vector<float> strip,
+                                              Vector<float> sum) {
+  return fma(factor, strip, sum);
+}
+COMPILESPEC_INLINE Vector<double> multiply_add(Vector<double> factor, Vector<double> strip,
+                                               Vector<double> sum) {
+  return fma(factor, strip, sum);
+}
+
+}  // namespace packed_linear
+
+#if defined(COMPILESPEC_BF16_DOT)
+template <>
+struct Storage<packed_linear::BFloat16Pair> {
+  using Acc = float;
+};
+
+namespace packed_linear {
+
+template <>
+struct FactorOf<BFloat16Pair> {
+  using type = uint32_t;
+};
+
+template <>
+struct Strip<BFloat16Pair> : Strip<c10::BFloat16> {
+  static constexpr int kSteps = 2;
+  // The pairs of the low or the high halves of a strip's words; `next`: the strip after it, or null.
+  static COMPILESPEC_INLINE VectorU32 read(const BFloat16Pair* strip, const BFloat16Pair* next,
+                                           int v) {
+    const VectorU32 first = Storage<c10::BFloat16>::words(&strip->value),
+                    second =
+                        next ? Storage<c10::BFloat16>::words(&next->value) : VectorU32{};
+    return v == 0 ? (VectorU32)_mm512_mask_blend_epi16(0xaaaaaaaau, (__m512i)first,
+                                                       (__m512i)(second << 16))
+                  : (VectorU32)_mm512_mask_blend_epi16(0xaaaaaaaau, (__m512i)(first >> 16),
+                                                       (__m512i)second);
+  }
+};
+
+COMPILESPEC_INLINE Vector<float> multiply_add(VectorU32 factor, VectorU32 strip,
+                                              Vector<float> sum) {
+#if defined(__AVX512BF16__)
+  asm("vdpbf16ps %2, %1, %0" : "+v"(sum) : "v"(factor), "v"(strip));
+  return sum;
+#else  // for tests on other CPUs
+  const uint32_t high = 0xffff0000u;
+  sum = fma((Vector<float>)(factor & high), (Vector<float>)(strip & high), sum);
+  return fma((Vector<float>)(factor << 16), (Vector<float>)(strip << 16), sum);
+#endif
+}
+
+}  // namespace packed_linear
+#endif
+
+namespace packed_linear {
 
 // Accumulator vectors that the register file holds beside a strip and a factor.
 constexpr int kBudget = kNumRegisters * 3 / 4;
@@ -107,22 +182,30 @@ struct Ahead {
 // sum[rows][parts * kColumns] (+)= x[rows][depth] times `Parts` parts of panels that lie
 // panel_stride apart.
 template <class W, int Rows, int Parts>
-void tile(const typename Storage<W>::Acc* x, int64_t x_stride, const W* weight,
-          int64_t panel_stride, int64_t depth, typename Storage<W>::Acc* sum, int64_t sum_stride,
-          bool first, const Ahead& ahead, const Scales& scales) {
+void tile(const Factor<W>* x, int64_t x_stride, const W* weight, int64_t panel_stride,
+          int64_t depth, typename Storage<W>::Acc* sum, int64_t sum_stride, bool first,
+          const Ahead& ahead, const Scales& scales) {
   using Acc = typename Storage<W>::Acc;
+  using Factors = Vector<Factor<W>>;
   constexpr int kVectors = Strip<W>::kVectors, kParts = Strip<W>::kParts;
+  constexpr int kSteps = Strip<W>::kSteps;
   Vector<Acc> acc[Rows][Parts * kVectors];
 #pragma GCC unroll 16
   for (int r = 0; r < Rows; ++r)
 #pragma GCC unroll 16
     for (int v = 0; v < Parts * kVectors; ++v)
       acc[r][v] = first ? Vector<Acc>{} : load(sum + r * sum_stride + v * kLanes<Acc>);
-  const auto read = [&](int64_t k, int p, Vector<Acc>* strip) __attribute__((always_inline)) {
-    const W* part = weight + p / kParts * panel_stride + p % kParts * Strip<W>::kColumns;
+  const auto read = [&](int64_t k, int p, bool has_next, Factors* strip)
+                        __attribute__((always_inline)) {
+    const W* part = weight + p / kParts * panel_stride + p % kParts * Strip<W>::kColumns +
+                    k * Strip<W>::kStride;
 #pragma GCC unroll 16
-    for (int v = 0; v < kVectors; ++v)
-      strip[v] = Strip<W>::read(part + k * Strip<W>::kStride, v);
+    for (int v = 0; v < kVectors; ++v) {
+      if constexpr (kSteps == 2)
+        strip[v] = Strip<W>::read(part, has_next ? part + Strip<W>::kStride : nullptr, v);
+      else
+        strip[v] = Strip<W>::read(part, v);
+    }
     if constexpr (Strip<W>::kGrouped) {
       const float* group =
           scales.data + p * scales.panel_stride + ((scales.first_k + k) >> scales.shift) * kPanel;
@@ -130,21 +213,21 @@ void tile(const typename Storage<W>::Acc* x, int64_t x_stride, const W* weight,
       for (int v = 0; v < kVectors; ++v) strip[v] *= load(group + v * kLanes<float>);
     }
   };
-  // All strips of a k step first where registers hold them: each factor is then read once.
+  // All strips of a k step, or two, first where registers hold them: each factor is then read once.
   constexpr bool kTogether = (Rows + 1) * Parts * kVectors + 2 <= kNumRegisters;
   constexpr int kWide = kTogether ? Parts : 1;
-  const auto step = [&](int64_t k) __attribute__((always_inline)) {
+  const auto step = [&](int64_t k, bool has_next) __attribute__((always_inline)) {
 #pragma GCC unroll 16
     for (int p = 0; p < Parts; p += kWide) {
-      Vector<Acc> strip[kWide * kVectors];
+      Factors strip[kWide * kVectors];
 #pragma GCC unroll 16
-      for (int q = 0; q < kWide; ++q) read(k, p + q, strip + q * kVectors);
+      for (int q = 0; q < kWide; ++q) read(k, p + q, has_next, strip + q * kVectors);
 #pragma GCC unroll 16
       for (int r = 0; r < Rows; ++r) {
-        const Vector<Acc> factor = splat(x[r * x_stride + k]);
+        const Factors factor = splat(x[r * x_stride + k / kSteps]);
 #pragma GCC unroll 16
         for (int v = 0; v < kWide * kVectors; ++v)
-          acc[r][p * kVectors + v] = fma(factor, strip[v], acc[r][p * kVectors + v]);
+          acc[r][p * kVectors + v] = multiply_add(factor, strip[v], acc[r][p * kVectors + v]);
       }
     }
   };
@@ -157,9 +240,10 @@ void tile(const typename Storage<W>::Acc* x, int64_t x_stride, const W* weight,
       for (int i = 0; i < kStreams; ++i)
         __builtin_prefetch(from + i * ahead.stride + line * 64, 0, 2);
 #pragma GCC unroll 8
-    for (int u = 0; u < kSteps4; ++u) step(k + u);
+    for (int u = 0; u < kSteps4; u += kSteps) step(k + u, true);
   }
-  for (; k < depth; ++k) step(k);
+  for (; k + kSteps <= depth; k += kSteps) step(k, true);
+  if (kSteps == 2 && k < depth) step(k, false);
 #pragma GCC unroll 16
   for (int r = 0; r < Rows; ++r)
 #pragma GCC unroll 16
@@ -182,29 +266,42 @@ struct Problem {
   int group_shift = 0;
 };
 
-// Rows of x as accumulators: x itself when it already has that type, else a converted copy in
-// scratch.
-template <class Acc>
-const Acc* widen(const void* x, c10::ScalarType type, int64_t stride, int64_t first, int64_t rows,
-                 int64_t depth, std::vector<Acc>& scratch, int64_t* out_stride) {
-  *out_stride = depth;
-  auto copy = [&](auto* source) -> const Acc* {
-    scratch.resize(size_t(rows * depth));
+// Rows of x as factors: x itself when it already is what it takes, else a copy in scratch.
+template <class W>
+const Factor<W>* factors(const Problem<W>& problem, int64_t first, int64_t rows,
+                         std::vector<Factor<W>>& scratch, int64_t* out_stride) {
+  const int64_t stride = problem.x_stride, depth = problem.depth;
+  const int64_t size = (depth + Strip<W>::kSteps - 1) / Strip<W>::kSteps;
+  const auto copy = [&](auto* source) {
+    *out_stride = size;
+    scratch.resize(size_t(rows * size));
     for (int64_t r = 0; r < rows; ++r) {
       auto* from = source + (first + r) * stride;
-      Acc* to = scratch.data() + r * depth;
-      for (int64_t k = 0; k < depth; ++k) to[k] = float(from[k]);
+      Factor<W>* to = scratch.data() + r * size;
+      if constexpr (Strip<W>::kSteps == 2) {
+        if (size) to[size - 1] = 0;
+        std::memcpy(to, from, size_t(depth) * sizeof(*from));
+      } else {
+        for (int64_t k = 0; k < depth; ++k) to[k] = float(from[k]);
+      }
     }
-    return scratch.data();
+    return (const Factor<W>*)scratch.data();
   };
-  if (type == c10::ScalarType::BFloat16) return copy((const c10::BFloat16*)x);
-  if (type == c10::ScalarType::Half) return copy((const c10::Half*)x);
-  *out_stride = stride;
-  return (const Acc*)x + first * stride;
+  if constexpr (Strip<W>::kSteps == 2) {
+    auto* x = (const c10::BFloat16*)problem.x;
+    if (depth % 2 || stride % 2 || (uintptr_t)x % sizeof(Factor<W>)) return copy(x);
+    *out_stride = stride / 2;
+    return (const Factor<W>*)(x + first * stride);
+  } else {
+    if (problem.x_type == c10::ScalarType::BFloat16) return copy((const c10::BFloat16*)problem.x);
+    if (problem.x_type == c10::ScalarType::Half) return copy((const c10::Half*)problem.x);
+    *out_stride = stride;
+    return (const Factor<W>*)problem.x + first * stride;
+  }
 }
 
 template <class W>
-using Tile = void (*)(const typename Storage<W>::Acc*, int64_t, const W*, int64_t, int64_t,
+using Tile = void (*)(const Factor<W>*, int64_t, const W*, int64_t, int64_t,
                       typename Storage<W>::Acc*, int64_t, bool, const Ahead&, const Scales&);
 
 // The register tile of `rows` rows (at most kTileRows) that is `parts` parts wide: 1, what suits
@@ -319,9 +416,9 @@ void finish_any(const Problem<W>& problem, const typename Storage<W>::Acc* sum, 
 
 // One row block against parts [part, end): a block of one register tile runs through the whole
 // depth at once; several tiles share each piece of a panel while it is in L1, their sums waiting in
-// scratch (the chain of fma is the same).
+// scratch (the chain of sums is the same).
 template <class W>
-void run_block(const Problem<W>& problem, const typename Storage<W>::Acc* x, int64_t x_stride,
+void run_block(const Problem<W>& problem, const Factor<W>* x, int64_t x_stride,
                int64_t first_row, int64_t rows, int64_t part, int64_t end,
                std::vector<typename Storage<W>::Acc>& sums) {
   constexpr int kRows = kTileRows<W>, kStride = Strip<W>::kStride, kParts = Strip<W>::kParts;
@@ -356,7 +453,7 @@ void run_block(const Problem<W>& problem, const typename Storage<W>::Acc* x, int
       for (int64_t t = 0, r = 0; t < num_tiles; ++t) {
         const bool is_long = t < num_long;
         ahead.from = (const char*)next + length * (place * num_tiles + t) / num_runs;
-        (is_long ? long_kernel : kernel)(x + r * x_stride + k, x_stride,
+        (is_long ? long_kernel : kernel)(x + r * x_stride + k / Strip<W>::kSteps, x_stride,
                                          panel + place * Strip<W>::kColumns, panel_stride, depth,
                                          sums.data() + r * sum_stride, sum_stride, k == 0, ahead,
                                          scales);
@@ -383,15 +480,15 @@ void run(const Problem<W>& problem) {
   const auto grain =
       int64_t(8000 / (std::max(read_ns, compute_ns) + 50)) + 1;  // 8 us pays for waking a thread
   at::parallel_for(0, num_blocks * problem.num_panels, grain, [&](int64_t unit, int64_t end) {
-    static thread_local std::vector<Acc> wide_x, sums;
+    static thread_local std::vector<Factor<W>> copied;
+    static thread_local std::vector<Acc> sums;
     while (unit < end) {
       const int64_t first_row = unit / problem.num_panels * block,
                     panel = unit % problem.num_panels;
       const int64_t last = std::min(problem.num_panels, panel + end - unit);
       const int64_t rows = std::min(block, problem.num_rows - first_row);
       int64_t stride;
-      const Acc* x = widen<Acc>(problem.x, problem.x_type, problem.x_stride, first_row, rows,
-                                problem.depth, wide_x, &stride);
+      const Factor<W>* x = factors(problem, first_row, rows, copied, &stride);
       run_block(problem, x, stride, first_row, rows, panel * kParts,
                 std::min(num_parts, last * kParts), sums);
       unit += last - panel;

@@ -61,7 +61,15 @@ at::Tensor packed_linear(const at::Tensor& x, const at::Tensor& packed,
   switch (type) {
     case ScalarType::Float: start<float>(x, packed, bias, out); break;
     case ScalarType::Double: start<double>(x, packed, bias, out); break;
-    case ScalarType::BFloat16: start<c10::BFloat16>(x, packed, bias, out); break;
+    case ScalarType::BFloat16:
+#if defined(COMPILESPEC_BF16_DOT)
+      if (x.scalar_type() == ScalarType::BFloat16) {
+        start<BFloat16Pair>(x, packed, bias, out);
+        break;
+      }
+#endif
+      start<c10::BFloat16>(x, packed, bias, out);
+      break;
     case ScalarType::Half: start<c10::Half>(x, packed, bias, out); break;
     default: TORCH_CHECK(false, "packed_linear: unsupported weight type ", type);
   }
