@@ -39,7 +39,7 @@ struct IntDot {
   using Quad = uint32_t;  // four unsigned bytes
   using Element = uint8_t;
   static constexpr int32_t kOffset = 128;
-  static constexpr int kRows = sizeof(Sums) == sizeof(Steps) && kNumRegisters == 32 ? 12 : 5;
+  static constexpr int kRows = kNumRegisters == 32 ? 12 : 5;
   static constexpr double kPerNs = kNumRegisters == 32 ? 120 : 60;  // products
   static constexpr int parts(int rows) { return kNumRegisters < 32 ? 1 : rows <= 5 ? 4 : 2; }
 #if defined(__AVX512VNNI__)

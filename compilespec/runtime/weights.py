@@ -15,22 +15,27 @@ from torch import Tensor, nn
 from compilespec import _torch_compat
 from compilespec.ops.quantized_linear import LAYOUTS
 from compilespec.program import PIECE, InputSpec, LoweredPhase, SpecProgram, StepKey
+from compilespec.runtime.mapped_pages import MappedPages
 
 GIVEN_BACK = 2**25  # bytes at a time
 
 
 def bind_weights(program: SpecProgram, graphs: Mapping[StepKey, LoweredPhase]) -> dict[str, Tensor]:
     """Every weight input by name, merged and packed once however many graphs read it.  Pieces that
-    were cut for a rank are the program's no more, so that none is in memory twice.
+    were cut for a rank are the program's no more, so that none is in memory twice; pages of a
+    checkpoint that is mapped are the system's again.
     """
     weights = cast(dict[str, Tensor], program.weights)
     specs = {s.name: s for graph in graphs.values() for s in graph.inputs if s.kind == "weight"}
     unread = Counter(source for spec in specs.values() for source in spec.sources)
+    as_they_are = {s.sources[0] for s in specs.values() if len(s.sources) == 1 and not s.packed}
     bound: dict[str, Tensor] = {}
-    freed = 0
+    mapped, freed = MappedPages(), 0
     for name, spec in specs.items():
         bound[name] = materialise(spec, weights)
         unread.subtract(spec.sources)
+        done = [s for s in spec.sources if not unread[s] and s not in as_they_are]
+        mapped.give_back(weights[source] for source in done)
         for piece in (s for s in spec.sources if s.endswith(PIECE) and not unread[s]):
             freed += weights[piece].nbytes
             weights[piece] = weights[piece].to("meta")
