@@ -39,6 +39,7 @@ struct IntDot {
   using Quad = uint32_t;  // four unsigned bytes
   using Element = uint8_t;
   static constexpr int32_t kOffset = 128;
+  static constexpr Quad kZeros = 0x80808080u;
   static constexpr int kRows = kNumRegisters == 32 ? 12 : 5;
   static constexpr double kPerNs = kNumRegisters == 32 ? 120 : 60;  // products
   static constexpr int parts(int rows) { return kNumRegisters < 32 ? 1 : rows <= 5 ? 4 : 2; }
@@ -89,6 +90,7 @@ struct IntDot {
   using Quad = uint64_t;  // four signed 16-bit integers
   using Element = int16_t;
   static constexpr int32_t kOffset = 0;
+  static constexpr Quad kZeros = 0;
   static constexpr int kRows = kNumRegisters == 32 ? 6 : 2;
   static constexpr double kPerNs = kNumRegisters == 32 ? 60 : 30;
   static constexpr int parts(int) { return kNumRegisters == 32 ? 2 : 1; }
@@ -133,6 +135,7 @@ struct IntDot {
   };
   using Element = int8_t;
   static constexpr int32_t kOffset = 0;
+  static constexpr Quad kZeros{};
   static constexpr int kRows = 2;
   static constexpr double kPerNs = 10;
   static constexpr int parts(int) { return 1; }
@@ -178,7 +181,7 @@ void tile(const Quad* x, int64_t num_quads, const int8_t* weight, int32_t* sum) 
     if constexpr (kOffset)
 #pragma GCC unroll 16
       for (int p = 0; p < Parts; ++p)
-        offset[p] = IntDot::add(offset[p], IntDot::kOffset * 0x01010101u, steps[p]);
+        offset[p] = IntDot::add(offset[p], IntDot::kZeros, steps[p]);
   }
 #pragma GCC unroll 16
   for (int p = 0; p < Parts; ++p) {

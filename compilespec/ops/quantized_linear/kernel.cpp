@@ -286,7 +286,7 @@ COMPILESPEC_INLINE void each_lanes(const T* x, int64_t depth, const F& f) {
 // A row of x as integers, and its scale: largest magnitude over 127.5, in the type of x, at least
 // 2^-23; NaN if one of them is.
 template <class T>
-float quantise_row(const T* x, int64_t depth, IntDot::Element* target) {
+float quantise_row(const T* x, int64_t depth, IntDot::Quad* target) {
   Lanes<uint32_t> bits{};  // of magnitudes; they order like the numbers, and NaN is above all
   each_lanes(x, depth, [&](Lanes<float> value, int64_t, int64_t) __attribute__((always_inline)) {
     const Lanes<uint32_t> magnitude = (Lanes<uint32_t>)value & 0x7fffffffu;
@@ -305,7 +305,8 @@ float quantise_row(const T* x, int64_t depth, IntDot::Element* target) {
     using Elements = Lanes<IntDot::Element>;
     const Elements elements =
         __builtin_convertvector(to_integers(value, inverse) + IntDot::kOffset, Elements);
-    std::memcpy(target + k, &elements, size_t(count) * sizeof(IntDot::Element));
+    std::memcpy((char*)target + size_t(k) * sizeof(IntDot::Element), &elements,
+                size_t(count) * sizeof(IntDot::Element));
   });
   return is_nan ? std::numeric_limits<float>::quiet_NaN() : scale;
 }
@@ -364,13 +365,11 @@ void run_dynamic(const Call& call, const at::Tensor& packed) {
   const int64_t elements = std::max<int64_t>(IntDot::kRows * depth, 1);
   at::parallel_for(0, num_tiles, 65536 / elements + 1, [&](int64_t tile, int64_t end) {
     static thread_local std::vector<IntDot::Quad> row;
-    row.resize(size_t(num_quads));
-    auto* ints = (IntDot::Element*)row.data();
-    std::fill(ints + depth, ints + padded, IntDot::Element(IntDot::kOffset));
+    row.assign(size_t(num_quads), IntDot::kZeros);  // what lies past the depth stays
     for (; tile < end; ++tile) {
       const int64_t first = first_row(tile), count = first_row(tile + 1) - first;
       for (int64_t r = 0; r < count; ++r) {
-        row_scale[first + r] = quantise_row(x + (first + r) * call.x_stride, depth, ints);
+        row_scale[first + r] = quantise_row(x + (first + r) * call.x_stride, depth, row.data());
         IntDot::Quad* target = quads + first * num_quads + r;
         for (int64_t q = 0; q < num_quads; ++q) target[q * count] = row[size_t(q)];
       }
