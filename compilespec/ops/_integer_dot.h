@@ -47,7 +47,7 @@ struct IntDot {
   static COMPILESPEC_INLINE Sums zeros() { return {_mm512_setzero_si512()}; }
   static COMPILESPEC_INLINE Steps read(const int8_t* weight) { return _mm512_loadu_si512(weight); }
   static COMPILESPEC_INLINE Sums add(Sums sums, Quad x, Steps steps) {
-    // The intrinsic would be compiled to copies of the sums.
+    // The intrinsic would be compiled to copies of the sums, and so would an array in their place.
     asm("vpdpbusd %2, %1, %0" : "+v"(sums.columns) : "v"(_mm512_set1_epi32(int32_t(x))), "v"(steps));
     return sums;
   }
@@ -158,7 +158,7 @@ constexpr int kMostParts = std::max(IntDot::parts(1), IntDot::parts(IntDot::kRow
 // sum[Rows][Parts * 16] = x[num_quads][Rows] times `Parts` panels that follow each other.
 template <int Rows, int Parts>
 void tile(const Quad* x, int64_t num_quads, const int8_t* weight, int32_t* sum) {
-  constexpr bool kOffset = IntDot::kOffset != 0;
+  constexpr bool kHasOffset = IntDot::kOffset != 0;
   constexpr int kStride = Parts * kPanel;
   const int64_t panel_stride = num_quads * kQuadBytes;
   Sums acc[Rows][Parts], offset[Parts];
@@ -178,7 +178,7 @@ void tile(const Quad* x, int64_t num_quads, const int8_t* weight, int32_t* sum) 
 #pragma GCC unroll 16
       for (int p = 0; p < Parts; ++p)
         acc[r][p] = IntDot::add(acc[r][p], x[q * Rows + r], steps[p]);
-    if constexpr (kOffset)
+    if constexpr (kHasOffset)
 #pragma GCC unroll 16
       for (int p = 0; p < Parts; ++p)
         offset[p] = IntDot::add(offset[p], IntDot::kZeros, steps[p]);
@@ -186,12 +186,12 @@ void tile(const Quad* x, int64_t num_quads, const int8_t* weight, int32_t* sum) 
 #pragma GCC unroll 16
   for (int p = 0; p < Parts; ++p) {
     int32_t too_much[kPanel] = {};
-    if constexpr (kOffset) IntDot::put(offset[p], too_much);
+    if constexpr (kHasOffset) IntDot::put(offset[p], too_much);
 #pragma GCC unroll 16
     for (int r = 0; r < Rows; ++r) {
       int32_t* target = sum + r * kStride + p * kPanel;
       IntDot::put(acc[r][p], target);
-      if constexpr (kOffset)
+      if constexpr (kHasOffset)
         for (int c = 0; c < kPanel; ++c) target[c] -= too_much[c];
     }
   }
@@ -199,7 +199,8 @@ void tile(const Quad* x, int64_t num_quads, const int8_t* weight, int32_t* sum) 
 
 using Tile = void (*)(const Quad*, int64_t, const int8_t*, int32_t*);
 
-// The tile of `rows` rows (at most kRows) and `parts` panels: one, or what suits at least so many rows.
+// The tile of `rows` rows (at most kRows) and `parts` panels: one, or what suits these rows, or what
+// suits the largest tile.
 template <int Rows = IntDot::kRows>
 Tile pick_tile(int64_t rows, int64_t parts) {
   if constexpr (Rows > 1)

@@ -72,13 +72,11 @@ def asked_level() -> Level | None:
     if not name or name == "native":
         return None
     features = cpu_features()
-    known = [level.name for level in fitting(features)]
-    for level in EMULATED:
-        if level.name == name and level.features <= features:
-            return level
-    if name not in known:
+    found = next((one for one in (*LEVELS, *EMULATED) if one.name == name), None)
+    if found is None or not found.features <= features:
+        known = (level.name for level in fitting(features))
         raise InvalidOption(
             f"{VARIABLE}={name} does not run on this CPU; expected one of "
             f"{', '.join(('native', *known))}"
         )
-    return next(level for level in LEVELS if level.name == name)
+    return found

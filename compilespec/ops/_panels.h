@@ -17,6 +17,20 @@
 #include "_vector.h"
 
 namespace compilespec {
+
+// bfloat16 on both sides, where an instruction multiplies pairs: two k steps at once.  A pair of x is
+// as it lies in memory; those of a weight are put together from the strips of the two steps.
+#if defined(__AVX512BF16__) || (defined(COMPILESPEC_EMULATE_BF16_DOT) && defined(__AVX512F__))
+#define COMPILESPEC_BF16_DOT 1
+struct BFloat16Pair {
+  c10::BFloat16 value;
+};
+template <>
+struct Storage<BFloat16Pair> {
+  using Acc = float;
+};
+#endif
+
 namespace packed_linear {
 
 constexpr int kPanel = 16;  // columns of a panel, but of a bfloat16 one
@@ -63,15 +77,6 @@ struct Strip<c10::BFloat16> : PlainStrip {
   }
 };
 
-// bfloat16 on both sides, where an instruction multiplies pairs: two k steps at once.  A pair of x is
-// as it lies in memory; those of a weight are put together from the strips of the two steps.
-#if defined(__AVX512BF16__) || (defined(COMPILESPEC_EMULATE_BF16_DOT) && defined(__AVX512F__))
-#define COMPILESPEC_BF16_DOT 1
-struct BFloat16Pair {
-  c10::BFloat16 value;
-};
-#endif
-
 // What a row of x and a strip hold of an element, or of a pair.
 template <class W>
 struct FactorOf {
@@ -80,25 +85,12 @@ struct FactorOf {
 template <class W>
 using Factor = typename FactorOf<W>::type;
 
-COMPILESPEC_INLINE Vector<float> multiply_add(Vector<float> factor, Vector<float> strip,
-                                              Vector<float> sum) {
+template <class V>
+COMPILESPEC_INLINE V multiply_add(V factor, V strip, V sum) {
   return fma(factor, strip, sum);
 }
-COMPILESPEC_INLINE Vector<double> multiply_add(Vector<double> factor, Vector<double> strip,
-                                               Vector<double> sum) {
-  return fma(factor, strip, sum);
-}
-
-}  // namespace packed_linear
 
 #if defined(COMPILESPEC_BF16_DOT)
-template <>
-struct Storage<packed_linear::BFloat16Pair> {
-  using Acc = float;
-};
-
-namespace packed_linear {
-
 template <>
 struct FactorOf<BFloat16Pair> {
   using type = uint32_t;
@@ -131,11 +123,7 @@ COMPILESPEC_INLINE Vector<float> multiply_add(VectorU32 factor, VectorU32 strip,
   return fma((Vector<float>)(factor << 16), (Vector<float>)(strip << 16), sum);
 #endif
 }
-
-}  // namespace packed_linear
 #endif
-
-namespace packed_linear {
 
 // Accumulator vectors that the register file holds beside a strip and a factor.
 constexpr int kBudget = kNumRegisters * 3 / 4;

@@ -14,7 +14,6 @@ import argparse
 import itertools
 import statistics
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -181,7 +180,4 @@ def show(console: Console, rows: Sequence[dict[str, Any]]) -> None:
 
 
 if __name__ == "__main__":
-    started = time.perf_counter()
-    code = main()
-    print(f"{time.perf_counter() - started:.0f} s")
-    sys.exit(code)
+    sys.exit(main())

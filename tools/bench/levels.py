@@ -15,21 +15,21 @@ import os
 import statistics
 import sys
 from collections.abc import Sequence
-from itertools import islice
+from itertools import chain, cycle, islice
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from rich.console import Console
 from rich.table import Table
 
 from compilespec.ops import _levels
 from tools.bench import report
-from tools.bench.real import read_prompts
+from tools.bench.real import PREFILL_TOKENS, read_prompts
 from tools.real_models import SMOLLM2
 
 WEIGHTS = {"bf16": None, "int8_dynamic": "int8_dynamic"}
-PREFILL_TOKENS = 1500
 FIGURES = ("decode, batch 1", "decode, batch 8", f"prefill of {PREFILL_TOKENS}")
 
 
@@ -78,15 +78,9 @@ class Worker:
     def __init__(self, level: str, options: argparse.Namespace) -> None:
         spawn = multiprocessing.get_context("spawn")
         self._connection, theirs = spawn.Pipe()
-        before = os.environ.get(_levels.VARIABLE)
-        os.environ[_levels.VARIABLE] = level  # a new process inherits it
-        try:
-            self._process = spawn.Process(target=serve, args=(theirs, options), daemon=True)
+        self._process = spawn.Process(target=serve, args=(theirs, options), daemon=True)
+        with mock.patch.dict(os.environ, {_levels.VARIABLE: level}):  # it inherits it
             self._process.start()
-        finally:
-            os.environ.pop(_levels.VARIABLE)
-            if before is not None:
-                os.environ[_levels.VARIABLE] = before
         theirs.close()
 
     def ask(self, weights: str) -> dict[str, Any]:
@@ -128,13 +122,13 @@ def measure(engine: Any, prompts: Sequence[list[int]], num_new: int) -> dict[str
     from compilespec import SamplingParams
 
     params = SamplingParams(max_new_tokens=num_new, ignore_eos=True)
-    endless = [one for prompt in prompts for one in prompt] * 8
+    long_prompt = list(islice(cycle(chain(*prompts)), PREFILL_TOKENS))
     before = engine.stats()
-    alone = [engine.generate([prompt], params)[0].token_ids for prompt in prompts]
+    alone = [list(engine.generate([prompt], params)[0].token_ids) for prompt in prompts]
     one = engine.stats()
-    together = [output.token_ids for output in engine.generate(prompts, params)]
+    together = [list(output.token_ids) for output in engine.generate(prompts, params)]
     eight = engine.stats()
-    engine.generate([list(islice(endless, PREFILL_TOKENS))], SamplingParams(max_new_tokens=1))
+    engine.generate([long_prompt], SamplingParams(max_new_tokens=1))
     long = engine.stats()
     num_decoded = len(prompts) * (num_new - 1)
     rates = (
@@ -144,8 +138,8 @@ def measure(engine: Any, prompts: Sequence[list[int]], num_new: int) -> dict[str
     )
     return {
         **{name: 1e3 * rate for name, rate in zip(FIGURES, rates, strict=True)},
-        "tokens": [list(tokens) for tokens in alone],
-        "independent": list(map(list, alone)) == list(map(list, together)),
+        "tokens": alone,
+        "independent": alone == together,
     }
 
 

@@ -30,6 +30,16 @@ LAYER_TENSORS = {
 }
 
 
+def library() -> Any:
+    """The module `llama_cpp`.  Raises: Unavailable without it, or without gguf."""
+    try:
+        import gguf  # noqa: F401
+        import llama_cpp
+    except ImportError as error:
+        raise Unavailable(f"{error.name} is not installed") from error
+    return llama_cpp
+
+
 class LlamaCppWay:
     """Greedy decoding by llama.cpp, batch 1: one `eval` per token, argmax outside.
 
@@ -40,11 +50,7 @@ class LlamaCppWay:
     max_batch_size = 1
 
     def __init__(self, setup: Setup, name: str, kind: str | None = None) -> None:
-        try:
-            import gguf  # noqa: F401
-            import llama_cpp
-        except ImportError as error:
-            raise Unavailable(f"{error.name} is not installed") from error
+        llama_cpp = library()
         self.name = name
         self.max_new_tokens = setup.max_new_tokens
         self.folder = tempfile.TemporaryDirectory(prefix="compilespec-bench-")
@@ -95,12 +101,7 @@ class Sequences:
     _CHUNK = 512  # tokens of a prompt that are read at once
 
     def __init__(self, model: Any, *, batch: int, length: int, num_threads: int) -> None:
-        try:
-            import gguf  # noqa: F401
-            import llama_cpp
-        except ImportError as error:
-            raise Unavailable(f"{error.name} is not installed") from error
-        self._api: Any = llama_cpp
+        self._api = llama_cpp = library()
         with tempfile.TemporaryDirectory(prefix="compilespec-bench-") as folder:
             path = Path(folder) / "model.gguf"
             write_gguf(model, path)
