@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from compilespec.passes.evidence import FIRST_MATCH, Evidence
 from compilespec.program import NUM_KEPT
-from compilespec.runtime.draft_policy import Drafted, DraftPolicy, Judged
+from compilespec.runtime.draft_policy import LEARN_INTERVAL, Drafted, DraftPolicy, Judged
 from compilespec.runtime.executor import Executor
 from compilespec.runtime.request import Request
 
@@ -21,8 +21,8 @@ class StepPlan(NamedTuple):
 
     num_draft_tokens: int
     is_trial: bool = False
-    judged: Mapping[Request, Drafted] = MappingProxyType({})  # whose drafts count
-    given_up: frozenset[Request] = frozenset()  # whose drafters do not see its tokens
+    drafted: Mapping[Request, Drafted] = MappingProxyType({})  # those whose drafter can be used
+    given_up: Sequence[Request] = ()  # whose drafters do not see its tokens
     why: str = ""  # of a step that was not chosen: nothing is learnt of it
 
 
@@ -47,9 +47,11 @@ class AdaptiveDrafts:
         self._finds_all = self._sizes.looks_up and not self._sizes.combines
         self._may_skip = self._finds_all and 0 in self._sizes.draft_counts
         self._num_unseen = 0  # steps since the last one that was decided
-        self._num_plain = 0  # steps to come that were decided already, for these requests:
+        self._num_ahead = 0  # steps to come that were decided already, of this K and for these:
+        self._count_ahead = 0
         self._decided_for: Sequence[Request] = ()
-        self._num_ended = 0
+        self._ended: list[tuple[StepPlan, Any, Any, Any, float]] = []  # steps, not learnt from yet
+        self._num_learnt = 0
 
     def begin(self, requests: Sequence[Request], *, is_late: bool = False) -> StepPlan:
         """Choose K for the step of these requests, which follows at once.
@@ -58,10 +60,10 @@ class AdaptiveDrafts:
             is_late: whether a step before it was not read yet, so that the evidence is of the
                 drafts before these.
         """
-        if self._num_plain and requests == self._decided_for:
-            self._num_plain -= 1
-            self._note_plain(requests)
-            return PLAIN
+        if self._num_ahead and requests == self._decided_for:
+            return self._go_on(requests, is_late)
+        if not self._sizes.looks_up:
+            self.learn()
         if self._may_skip and not is_late and self._has_nothing(requests):
             return NOTHING_FOUND
         drafted = {
@@ -80,17 +82,29 @@ class AdaptiveDrafts:
                 self.policy.pay_replay(len(behind))
         elif self._would_be_lost(behind) and self.policy.may_keep_warm(len(behind)):
             self._replay(behind)
+        given_up: Sequence[Request] = ()
+        self._num_ahead, self._count_ahead = choice.num_steps - 1, count
+        self._decided_for = requests
         if not count:
             self._note_plain(requests)
             kept = NUM_KEPT - max((request.backlog for request in drafted), default=0)
-            self._num_plain = min(choice.num_steps - 1, max(0, kept))
-            self._decided_for = requests
+            self._num_ahead = min(self._num_ahead, max(0, kept))
+        elif len(drafted) < len(requests):
+            given_up = [request for request in requests if request not in drafted]
+            self._num_ahead = 0
         return StepPlan(
-            num_draft_tokens=count,
-            is_trial=choice.is_trial,
-            judged={request: one for request, one in drafted.items() if one.most >= count},
-            given_up=frozenset(requests).difference(drafted) if count else frozenset(),
+            num_draft_tokens=count, is_trial=choice.is_trial, drafted=drafted, given_up=given_up
         )
+
+    def _go_on(self, requests: Sequence[Request], is_late: bool) -> StepPlan:
+        """A step that was decided with the one before, of the same K."""
+        self._num_ahead -= 1
+        if not self._count_ahead:
+            self._note_plain(requests)
+            return PLAIN
+        self.policy.go_on()
+        drafted = {request: self._drafted(request, is_late) for request in requests}
+        return StepPlan(num_draft_tokens=self._count_ahead, drafted=drafted)
 
     def end(
         self,
@@ -108,23 +122,36 @@ class AdaptiveDrafts:
         if plan.given_up:
             for request, tokens in zip(requests, given, strict=True):
                 request.backlog += len(tokens) if request in plan.given_up else 0
-        judged = []
-        for place in self._learnt_places(len(requests), plan.is_trial):
-            drafted = plan.judged.get(requests[place])
-            if drafted is not None and given[place]:
-                tried = self._num_tried(drafted, plan.num_draft_tokens)
-                goes_on = bool(evidence) and evidence[place].goes_on
-                judged.append(Judged(tried, len(given[place]) - 1 + goes_on, drafted.level))
-        self.policy.observe(
-            plan.num_draft_tokens, len(requests), elapsed_ms, judged, trial=plan.is_trial
-        )
+        self._ended.append((plan, requests, given, evidence, elapsed_ms))
+        if plan.is_trial or len(self._ended) == LEARN_INTERVAL:
+            self.learn()
+
+    def learn(self) -> None:
+        """From a few steps together: what runs once a step has left the CPU's caches meanwhile, and
+        takes several times as long.
+        """
+        for plan, requests, given, evidence, elapsed_ms in self._ended:
+            judged, count = [], plan.num_draft_tokens
+            for place in self._learnt_places(len(requests), plan.is_trial):
+                drafted = plan.drafted.get(requests[place])
+                if drafted is not None and drafted.most >= count and given[place]:
+                    tried = self._num_tried(drafted, count)
+                    goes_on = bool(evidence) and evidence[place].goes_on
+                    judged.append(Judged(tried, len(given[place]) - 1 + goes_on, drafted.level))
+            self.policy.observe(count, len(requests), elapsed_ms, judged, trial=plan.is_trial)
+        self._ended.clear()
+
+    def describe(self) -> dict[str, object]:
+        """For `Engine.plan()`."""
+        self.learn()
+        return self.policy.describe()
 
     def _learnt_places(self, batch: int, is_trial: bool) -> Iterable[int]:
         """Of the requests of a step; a trial's tokens are all counted, since they are paid for."""
         if is_trial or batch <= NUM_LEARNT:
             return range(batch)
-        self._num_ended += NUM_LEARNT
-        return [(self._num_ended + place) % batch for place in range(NUM_LEARNT)]
+        self._num_learnt += NUM_LEARNT
+        return [(self._num_learnt + place) % batch for place in range(NUM_LEARNT)]
 
     def note(self, requests: Sequence[Request], evidence: Sequence[Evidence]) -> None:
         """What a call that was read says of the drafts that it left."""

@@ -22,7 +22,8 @@ RETRY_SPEEDUP = (
 NUM_SAVED_STEPS = 64  # of the largest K: what trials may cost is never saved up beyond that
 NUM_PLAIN_STEPS = 8  # plain steps that are decided at once
 TRIAL_INTERVAL = 8  # steps with drafts, at one of which a trial is thought of
-LEARN_INTERVAL = 4  # steps that are learnt from together
+LEARN_INTERVAL = 4  # steps that are learnt from together; those with drafts are decided together
+DECIDED_BEFORE = "decided with the step before"
 SHORTAGE = 1 / 8  # a K that rises is short of drafts for one step, of so many that it stays
 
 
@@ -51,6 +52,8 @@ class Judged(NamedTuple):
     level: int = 0
 
 
+UNSETTLED = Choice(num_draft_tokens=0)  # a plain step whose time tells how the K compare
+
 Gains = tuple[float, ...]  # by K
 
 
@@ -73,7 +76,14 @@ class DraftPolicy:
         self._exploration = Exploration(self.counts, costs.step(self.counts[0], 1))
         self._num_decided = self._num_observed = 0
         self._current = len(self.counts) - 1  # the place in `counts` of the K in use
-        self._best_speed = 0.0  # tokens a millisecond of the K that seemed best
+        self._best_speed = 0.0  # of the K that seemed best, as in `_speeds`
+        self._choices = {
+            count: Choice(
+                num_draft_tokens=count,
+                num_steps=1 if looks_up else LEARN_INTERVAL if count else NUM_PLAIN_STEPS,
+            )
+            for count in self.counts
+        }
         self._gains: dict[Drafted, Gains] = {}  # since something was learnt last
 
     def choose(
@@ -91,16 +101,16 @@ class DraftPolicy:
             if self._may_meet(count, batch):
                 self.reasons["first use of a K"] += 1
                 return Choice(num_draft_tokens=count, is_trial=True)
-        if self._exploration.is_trying:
-            self._exploration.stop_unless(bool(drafted), best)
+        exploration = self._exploration
+        if exploration.is_trying:
+            exploration.stop_unless(bool(drafted), best)
         elif drafted and self._is_trial_due(best):
             self._begin_trial(best, drafted, batch, needs_replay)
-        if self._exploration.is_trying:
+        if exploration.is_trying:
             self.reasons["trial"] += 1
-            return Choice(num_draft_tokens=self._exploration.next_step(), is_trial=True)
+            return Choice(num_draft_tokens=exploration.next_step(), is_trial=True)
         self.reasons["drafts pay" if best else "drafts do not pay"] += 1
-        several = not best and self.costs.is_settled and not self._looks_up
-        return Choice(num_draft_tokens=best, num_steps=NUM_PLAIN_STEPS if several else 1)
+        return self._choices[best] if best or self.costs.is_settled else UNSETTLED
 
     def observe(
         self, count: int, batch: int, elapsed_ms: float, judged: Sequence[Judged], *, trial: bool
@@ -116,15 +126,20 @@ class DraftPolicy:
             self._exploration.earn(elapsed_ms)
         else:
             tokens = batch + sum(min(one.num_right, count) for one in judged)
-            self._exploration.pay(elapsed_ms - tokens / self._best_speed)
-        for one in judged:
-            if one.num_tried:
-                self.acceptance.note(one.level, one.num_tried, one.num_right)
+            worth_ms = tokens / self._best_speed * self.costs.slowness(batch)
+            self._exploration.pay(elapsed_ms - worth_ms)
+        for num_tried, num_right, level in judged:
+            if num_tried:
+                self.acceptance.note(level, num_tried, num_right)
         self._num_observed += 1
         if self._num_observed % LEARN_INTERVAL == 0:
             self._learn()
 
-    def pass_over(self, elapsed_ms: float, why: str = "decided with the step before") -> None:
+    def go_on(self) -> None:
+        """A step with drafts was decided with the one before."""
+        self.reasons[DECIDED_BEFORE] += 1
+
+    def pass_over(self, elapsed_ms: float, why: str = DECIDED_BEFORE) -> None:
         """A plain step that was decided with others: nothing is learnt from it."""
         self.num_steps[0] += 1
         self.reasons[why] += 1
@@ -174,23 +189,25 @@ class DraftPolicy:
         """The K of most tokens a millisecond; the one in use, unless another is clearly better.
         What a look-up found is another thing at every step: there the best is taken as it is.
         """
-        speeds = self._speeds([self._gains.get(one) or self._gain(one) for one in drafted], batch)
+        known = self._gains
+        speeds = self._speeds([known.get(one) or self._gain(one) for one in drafted], batch)
         best, current = max(speeds), speeds[self._current]
-        gain = 0.0 if all(one.is_found for one in drafted) else SWITCH_GAIN
-        if best > (1 + gain) * current:
-            self._current, current = speeds.index(best), best
+        if best > current:
+            gain = 0.0 if all(one.is_found for one in drafted) else SWITCH_GAIN
+            if best > (1 + gain) * current:
+                self._current, current = speeds.index(best), best
         self._best_speed = current
         return self.counts[self._current]
 
     def _speeds(self, gains: Sequence[Gains], batch: int) -> list[float]:
-        """Tokens a millisecond of every K, where drafts give each request so many tokens."""
-        times = self.costs.steps(batch)
+        """Tokens a millisecond of every K at the machine's usual speed, where drafts give each
+        request so many tokens.
+        """
+        times = self.costs.at_usual_speed(batch)
         if not gains:
             return [batch / ms for ms in times]
-        return [
-            (batch + sum(of_k)) / ms
-            for of_k, ms in zip(zip(*gains, strict=True), times, strict=True)
-        ]
+        of_all = gains[0] if len(gains) == 1 else map(sum, zip(*gains, strict=True))
+        return [(batch + gain) / ms for gain, ms in zip(of_all, times, strict=True)]
 
     def _gain(self, one: Drafted) -> Gains:
         """Tokens that drafts give a request beside its own, by K."""

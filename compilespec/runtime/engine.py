@@ -298,8 +298,9 @@ class Engine:
         plan, graphs = dict(self._options.plan), self._options.graph_report()
         if graphs is not None:
             plan["cudagraphs"] = graphs
-        if self._policy is not None:
-            plan["adaptive"] = self._policy.describe()
+        adaptive = self._scheduler.launches.adaptive
+        if adaptive is not None:
+            plan["adaptive"] = adaptive.describe()
         return plan
 
     def close(self) -> None:

@@ -55,13 +55,15 @@ class StepCosts:
     def step(self, count: int, batch: int) -> float:
         """No longer than one of a larger K, and than 2 K + 1 of the shortest."""
         size = self._bucket(batch)
-        return self._believed[size][count] * self._slowness[size]
+        return self._believed[size][self._counts.index(count)] * self._slowness[size]
 
-    def steps(self, batch: int) -> list[float]:
-        """`step` of every K, in rising order."""
-        size = self._bucket(batch)
-        slowness = self._slowness[size]
-        return [self._believed[size][count] * slowness for count in self._counts]
+    def at_usual_speed(self, batch: int) -> tuple[float, ...]:
+        """`step` of every K, in rising order, over `slowness`: how they compare."""
+        return self._believed[self._bucket(batch)]
+
+    def slowness(self, batch: int) -> float:
+        """What all steps of this size take longer now than `at_usual_speed`."""
+        return self._slowness[self._bucket(batch)]
 
     def replay(self, batch: int) -> float:
         """It runs the drafter alone: no longer than a step of the largest K."""
@@ -80,23 +82,24 @@ class StepCosts:
         all K, or whichever is not in use would look fast whenever the machine is slow.
         """
         size = self._bucket(batch)
-        if count in self._unserved[size]:
-            self._unserved[size].remove(count)
-        last_count, last_size = self._last
-        self._last = (count, size)
-        ratio = elapsed_ms / (self._ms[size][count] * self._slowness[size])
+        unserved, slowness = self._unserved[size], self._slowness[size]
+        if unserved and count in unserved:
+            unserved.remove(count)
+        ratio = elapsed_ms / (self._ms[size][count] * slowness)
         if ratio < 1 / 2:
-            self._slowness[size] /= min(max(self._slowness[size], 1.0), 1 / ratio)
-            self._set(count, size, elapsed_ms / self._slowness[size])
+            slowness /= min(max(slowness, 1.0), 1 / ratio)
+            self._set(count, size, elapsed_ms / slowness)
             ratio = 1.0
-        ratio = min(ratio, 2.0)
-        if size != last_size:
-            self._first_ratios = None
-        elif count != last_count:
-            self._first_ratios = []
+        elif ratio > 2:
+            ratio = 2.0
+        last_count, last_size = self._last
+        if count != last_count or size != last_size:
+            self._last = (count, size)
+            self._first_ratios = [] if size == last_size else None
         if self._first_ratios is None:
-            self._slowness[size] *= 1 + SPEED_WEIGHT * (ratio - 1)
+            self._slowness[size] = slowness * (1 + SPEED_WEIGHT * (ratio - 1))
             return
+        self._slowness[size] = slowness
         self._first_ratios.append(ratio)
         if len(self._first_ratios) == NUM_COMPARED_STEPS:
             factor = 1 + COMPARISON_WEIGHT * (statistics.median(self._first_ratios) - 1)
@@ -115,20 +118,20 @@ class StepCosts:
             for size in self._sizes
         }
 
-    def _believe(self, size: int) -> dict[int, float]:
-        """What is known, but for times that cannot be: one above a larger K's lies between it and
-        the shortest.
+    def _believe(self, size: int) -> tuple[float, ...]:
+        """What is known by K, in rising order, but for times that cannot be: one above a larger K's
+        lies between it and the shortest.
         """
         known, least, first = self._ms[size], min(self._ms[size].values()), self._counts[0]
-        believed: dict[int, float] = {}
+        believed: list[float] = []
         larger, bound = self._counts[-1], math.inf
         for count in reversed(self._counts):
             ms = known[count]
             if ms > bound:
                 ms = least + (bound - least) * (count - first) / (larger - first)
-            believed[count] = min(ms, (2 * count + 1) * least)
+            believed.append(min(ms, (2 * count + 1) * least))
             larger, bound = count, ms
-        return believed
+        return tuple(reversed(believed))
 
     def _bucket(self, batch: int) -> int:
         return self._size_of[batch] if batch < len(self._size_of) else self._sizes[-1]

@@ -13,7 +13,13 @@ import pytest
 from compilespec.program import NUM_KEPT
 from compilespec.runtime.acceptance_rates import expected_accepted
 from compilespec.runtime.adaptive import NUM_LEARNT, AdaptiveDrafts, StepPlan
-from compilespec.runtime.draft_policy import Drafted, DraftPolicy, Judged
+from compilespec.runtime.draft_policy import (
+    DECIDED_BEFORE,
+    LEARN_INTERVAL,
+    Drafted,
+    DraftPolicy,
+    Judged,
+)
 from compilespec.runtime.step_costs import StepCosts
 from tests.support.fake_executor import geometry
 
@@ -149,9 +155,9 @@ def test_a_pause_of_the_machine_does_not_spoil_its_cost() -> None:
 def test_a_time_above_that_of_a_larger_k_is_not_believed() -> None:
     """It lies between, so that its K is looked at again; and so do several."""
     costs = StepCosts({(0, 1): 1.0, (2, 1): 9.0, (4, 1): 8.0, (8, 1): 3.0}, {})
-    assert costs.steps(1) == pytest.approx([1.0, 1.5, 2.0, 3.0])
+    assert costs.at_usual_speed(1) == pytest.approx([1.0, 1.5, 2.0, 3.0])
     costs = StepCosts({(0, 1): 300.0, (2, 1): 1.5, (5, 1): 2.0}, {})
-    assert costs.steps(1) == pytest.approx([1.5, 1.5, 2.0])
+    assert costs.at_usual_speed(1) == pytest.approx([1.5, 1.5, 2.0])
 
 
 class HashableNamespace(SimpleNamespace):
@@ -165,13 +171,32 @@ def test_of_a_large_batch_some_requests_are_learnt_from_in_turn() -> None:
     policy = SimpleNamespace(observe=lambda *args, **kwargs: seen.append(args[3]))
     adaptive = AdaptiveDrafts(SimpleNamespace(geometry=sizes), policy)  # type: ignore[arg-type]
     requests: Any = [HashableNamespace(evidence=None, backlog=0) for _ in range(7)]
-    judged = {request: Drafted(5, level) for level, request in enumerate(requests)}
+    drafted = {request: Drafted(5, level) for level, request in enumerate(requests)}
     for is_trial in (*[False] * 7, True):
-        plan = StepPlan(num_draft_tokens=2, is_trial=is_trial, judged=judged)
+        plan = StepPlan(num_draft_tokens=2, is_trial=is_trial, drafted=drafted)
         adaptive.end(plan, requests, [[1, 2]] * 7, [], 1.0)
     assert [len(one) for one in seen] == [NUM_LEARNT] * 7 + [7]
     counts = Counter(one.level for part in seen[:-1] for one in part)
     assert counts == dict.fromkeys(range(7), NUM_LEARNT)
+
+
+def test_steps_with_drafts_are_decided_and_learnt_from_together() -> None:
+    """As long as the requests are the same; what was not learnt yet is, before it is described."""
+    sizes = geometry(num_draft_tokens=5, draft_counts=COUNTS)
+    policy = policy_that_met_all()
+    policy.reasons.clear()
+    executor: Any = SimpleNamespace(geometry=sizes)
+    adaptive = AdaptiveDrafts(executor, policy)
+    fields = {"evidence": None, "backlog": 0, "params": SimpleNamespace(num_draft_tokens=None)}
+    one, other = (HashableNamespace(**fields) for _ in range(2))
+    for requests in [[one]] * (LEARN_INTERVAL + 2) + [[one, other]]:
+        plan = adaptive.begin(requests)
+        count = plan.num_draft_tokens
+        adaptive.end(plan, requests, [[0] * (count + 1)] * len(requests), [], COSTS[count, 1])
+    assert policy.reasons[DECIDED_BEFORE] == LEARN_INTERVAL  # of two that were and one that was not
+    assert policy.reasons.total() == LEARN_INTERVAL + 3
+    num_steps = adaptive.describe()["num_steps"]
+    assert sum(num_steps.values()) == len(COUNTS) + LEARN_INTERVAL + 3
 
 
 def test_later_drafts_are_judged_given_the_earlier_ones() -> None:
