@@ -72,6 +72,7 @@ def add_learning_options(add: Callable[..., Any]) -> None:
     add("--learn-prompts", action="store_true", help="learn from the prompts' tokens too")
     add("--keep-states", action="store_true", help="keep the target's hidden states on disk")
     add("--compiled", action="store_true", help="forward and backward through torch.compile")
+    add("--mixed-precision", action="store_true", help="the drafter's products in bfloat16")
     add("--seed", type=int, metavar="N", help="default: 0")
 
 

@@ -92,6 +92,10 @@ class TrainOptions:
     compiled: bool = False
     """Run forward and backward through torch.compile: worth it for long runs."""
 
+    mixed_precision: bool = False
+    """Products of the drafter in bfloat16, forward, backward and in the optimizer; its weights stay
+    float32.  Worth it where the processor multiplies bfloat16 (GPUs, CPUs with AVX512-BF16)."""
+
     seed: int = 0
     """Of the head's first weights and of the order of the data."""
 

@@ -117,7 +117,8 @@ class Trainer:
         ids = self.method.draft_ids(self.drafter)
         states = self.store.of(samples) if self.store is not None else None
         lesson = make_lesson(self.teacher, batch, ids, options.depth, states)
-        result = self.method.losses(self.drafter, lesson, options.depth)
+        with self._precision():
+            result = self.method.losses(self.drafter, lesson, options.depth)
         steps = torch.arange(len(result.losses), device=result.losses.device)
         weights = options.step_decay**steps
         loss = (result.losses * weights).sum() / weights.sum()
@@ -127,7 +128,8 @@ class Trainer:
                 f"kept: start anew with a lower learning_rate than {options.learning_rate:g}"
             )
         loss.backward()
-        norm = self.optimizer.step(rate)
+        with self._precision():
+            norm = self.optimizer.step(rate)
         run.seconds += time.monotonic() - started
         run.num_tokens += batch.num_tokens
         record = Record(
@@ -143,6 +145,11 @@ class Trainer:
         run.step += 1
         run.place.batch += 1
         return record
+
+    def _precision(self) -> torch.autocast:
+        """What products are computed in; the rest of what is inside stays float32."""
+        device, enabled = self.teacher.info.device.type, self.options.mixed_precision
+        return torch.autocast(device, torch.bfloat16, enabled=enabled)
 
     def _batches(self) -> Iterator[list[Sample]]:
         place, options = self.run.place, self.options

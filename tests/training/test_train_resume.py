@@ -56,6 +56,19 @@ def losses(folder: Path) -> list[float]:
     return [json.loads(line)["losses"] for line in lines]
 
 
+def test_mixed_precision_learns_nearly_the_same(model, data, tmp_path):
+    """Products in bfloat16 change the losses a little, and leave the weights float32."""
+    for name in ("exact", "mixed"):
+        train(model, data, tmp_path / name, options=quick_options(mixed_precision=name == "mixed"))
+    exact, mixed = (torch.tensor(losses(tmp_path / name)) for name in ("exact", "mixed"))
+    assert not exact.equal(mixed)
+    torch.testing.assert_close(mixed, exact, rtol=0.02, atol=0.0)
+    content = torch.load(tmp_path / "mixed" / "training" / "state.pt", weights_only=False)
+    assert {one.dtype for one in content["drafter"].values() if one.is_floating_point()} == {
+        torch.float32
+    }
+
+
 def test_a_stopped_run_has_the_same_losses(model, data, tmp_path):
     """Stopped between two saved states; the rest goes over the end of an epoch."""
     stop = 4
