@@ -20,8 +20,7 @@ namespace compilespec {
 
 // bfloat16 on both sides, where an instruction multiplies pairs: two k steps at once.  A pair of x is
 // as it lies in memory; those of a weight are put together from the strips of the two steps.
-#if defined(__AVX512BF16__) || (defined(COMPILESPEC_EMULATE_BF16_DOT) && defined(__AVX512F__))
-#define COMPILESPEC_BF16_DOT 1
+#if defined(COMPILESPEC_BF16_DOT)
 struct BFloat16Pair {
   c10::BFloat16 value;
 };
@@ -114,14 +113,7 @@ struct Strip<BFloat16Pair> : Strip<c10::BFloat16> {
 
 COMPILESPEC_INLINE Vector<float> multiply_add(VectorU32 factor, VectorU32 strip,
                                               Vector<float> sum) {
-#if defined(__AVX512BF16__)
-  asm("vdpbf16ps %2, %1, %0" : "+v"(sum) : "v"(factor), "v"(strip));
-  return sum;
-#else  // for tests on other CPUs
-  const uint32_t high = 0xffff0000u;
-  sum = fma((Vector<float>)(factor & high), (Vector<float>)(strip & high), sum);
-  return fma((Vector<float>)(factor << 16), (Vector<float>)(strip << 16), sum);
-#endif
+  return dot_pairs(factor, strip, sum);
 }
 #endif
 

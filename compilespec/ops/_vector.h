@@ -185,6 +185,21 @@ struct Storage<c10::Half> {
   }
 };
 
+// sum + the products of pairs of bfloat16, a pair a lane, where an instruction multiplies them.
+#if defined(__AVX512BF16__) || (defined(COMPILESPEC_EMULATE_BF16_DOT) && defined(__AVX512F__))
+#define COMPILESPEC_BF16_DOT 1
+COMPILESPEC_INLINE Vector<float> dot_pairs(VectorU32 a, VectorU32 b, Vector<float> sum) {
+#if defined(__AVX512BF16__)
+  asm("vdpbf16ps %2, %1, %0" : "+v"(sum) : "v"(a), "v"(b));
+  return sum;
+#else  // for tests on other CPUs
+  const uint32_t high = 0xffff0000u;
+  sum = fma((Vector<float>)(a & high), (Vector<float>)(b & high), sum);
+  return fma((Vector<float>)(a << 16), (Vector<float>)(b << 16), sum);
+#endif
+}
+#endif
+
 COMPILESPEC_INLINE void convert(float source, c10::BFloat16* target) {
   uint32_t bits;
   std::memcpy(&bits, &source, 4);

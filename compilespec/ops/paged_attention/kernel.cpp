@@ -37,6 +37,15 @@ constexpr int kTileRows = 48;  // rows a tile aims at
 constexpr int kGroupRows = kNumRegisters == 32 ? 4 : 3;  // rows of the largest register tile
 constexpr int kGroupKeys = 4;  // keys of a register tile
 
+// Whether scores are dot products of stored pairs; else of both sides as accumulators.
+#if defined(COMPILESPEC_BF16_DOT)
+template <class T>
+constexpr bool kDotsPairs = std::is_same_v<T, c10::BFloat16>;
+#else
+template <class T>
+constexpr bool kDotsPairs = false;
+#endif
+
 struct View {  // q, k, v as [B, N, S, H] with unit stride over H
   const void* data;
   int64_t batch, head, token;
@@ -179,7 +188,8 @@ struct Worker {
     return worker;
   }
 
-  // Bind a tile: ranges, and the queries widened and permuted as Storage<T> splits the keys.
+  // Bind a tile: ranges, and the queries widened and permuted as Storage<T> splits the keys, or
+  // their pairs as they are, each in the place of the first of the two vectors.
   void bind(const Tile& next, int64_t head) {
     tile = &next;
     kv_head = head;
@@ -203,8 +213,12 @@ struct Worker {
           std::copy_n(pair, problem.head_dim - h, last);
           pair = last;
         }
-        store(target + h, Storage<T>::lo(pair));
-        store(target + h + kL, Storage<T>::hi(pair));
+        if constexpr (kDotsPairs<T>) {
+          store(target + h, (Vec)Storage<T>::words(pair));
+        } else {
+          store(target + h, Storage<T>::lo(pair));
+          store(target + h + kL, Storage<T>::hi(pair));
+        }
       }
     }
   }
@@ -302,6 +316,16 @@ struct Worker {
         Vec part[Rows];
 #pragma GCC unroll 4
         for (int r = 0; r < Rows; ++r) part[r] = in_register(load(q + r * key_pad + h));
+        if constexpr (kDotsPairs<T>) {
+#pragma GCC unroll 4
+          for (int i = 0; i < kGroupKeys; ++i) {
+            const VectorU32 key = in_register(Storage<T>::words(k[i] + h));
+#pragma GCC unroll 4
+            for (int r = 0; r < Rows; ++r)
+              acc[r][i] = dot_pairs((VectorU32)part[r], key, acc[r][i]);
+          }
+          continue;
+        }
 #pragma GCC unroll 4
         for (int i = 0; i < kGroupKeys; ++i) {
           const Vec key = in_register(Storage<T>::lo(k[i] + h));
