@@ -9,6 +9,7 @@
 #include <c10/util/BFloat16.h>
 #include <c10/util/Half.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -197,6 +198,35 @@ COMPILESPEC_INLINE Vector<float> dot_pairs(VectorU32 a, VectorU32 b, Vector<floa
   sum = fma((Vector<float>)(a & high), (Vector<float>)(b & high), sum);
   return fma((Vector<float>)(a << 16), (Vector<float>)(b << 16), sum);
 #endif
+}
+
+// Rows to columns of 16 x 16 words.
+COMPILESPEC_INLINE void transpose(__m512i* row) {
+  __m512i half[16];
+#pragma GCC unroll 8
+  for (int i = 0; i < 16; i += 2) {
+    half[i] = _mm512_unpacklo_epi32(row[i], row[i + 1]);
+    half[i + 1] = _mm512_unpackhi_epi32(row[i], row[i + 1]);
+  }
+#pragma GCC unroll 4
+  for (int i = 0; i < 16; i += 4) {  // row[i + c]: columns c, 4 + c, 8 + c, 12 + c of rows i to i + 3
+    row[i] = _mm512_unpacklo_epi64(half[i], half[i + 2]);
+    row[i + 1] = _mm512_unpackhi_epi64(half[i], half[i + 2]);
+    row[i + 2] = _mm512_unpacklo_epi64(half[i + 1], half[i + 3]);
+    row[i + 3] = _mm512_unpackhi_epi64(half[i + 1], half[i + 3]);
+  }
+#pragma GCC unroll 4
+  for (int c = 0; c < 4; ++c) {
+    const __m512i even_top = _mm512_shuffle_i32x4(row[c], row[4 + c], 0x88),
+                  odd_top = _mm512_shuffle_i32x4(row[c], row[4 + c], 0xdd),
+                  even_low = _mm512_shuffle_i32x4(row[8 + c], row[12 + c], 0x88),
+                  odd_low = _mm512_shuffle_i32x4(row[8 + c], row[12 + c], 0xdd);
+    half[c] = _mm512_shuffle_i32x4(even_top, even_low, 0x88);
+    half[4 + c] = _mm512_shuffle_i32x4(odd_top, odd_low, 0x88);
+    half[8 + c] = _mm512_shuffle_i32x4(even_top, even_low, 0xdd);
+    half[12 + c] = _mm512_shuffle_i32x4(odd_top, odd_low, 0xdd);
+  }
+  std::copy_n(half, 16, row);
 }
 #endif
 

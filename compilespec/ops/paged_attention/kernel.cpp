@@ -36,8 +36,10 @@ constexpr int kSegment = 256;  // keys of one unit of split work
 constexpr int kTileRows = 48;  // rows a tile aims at
 constexpr int kGroupRows = kNumRegisters == 32 ? 4 : 3;  // rows of the largest register tile
 constexpr int kGroupKeys = 4;  // keys of a register tile
+constexpr int kLaneKeys = 16;  // keys of a vector, where a key is a lane
 
-// Whether scores are dot products of stored pairs; else of both sides as accumulators.
+// Whether scores are dot products of stored pairs, a key a lane; else of both sides as accumulators,
+// an element a lane.
 #if defined(COMPILESPEC_BF16_DOT)
 template <class T>
 constexpr bool kDotsPairs = std::is_same_v<T, c10::BFloat16>;
@@ -167,6 +169,7 @@ struct Worker {
   const Tile* tile = nullptr;
   std::vector<int64_t> lo, hi;  // visible keys of each row
   std::vector<Acc> query, scores, alpha;
+  std::vector<uint32_t> query_pairs, key_pairs;  // the latter [key_pad / 2][kChunk]
   std::vector<T> key_copy, value_copy, zeros;
   std::vector<Acc> sum, top, out, seg_sum, seg_top, seg_out;
   const T *segment_keys[kSegment], *segment_values[kSegment];  // cells of the segment at hand
@@ -188,15 +191,18 @@ struct Worker {
     return worker;
   }
 
-  // Bind a tile: ranges, and the queries widened and permuted as Storage<T> splits the keys, or
-  // their pairs as they are, each in the place of the first of the two vectors.
+  // Bind a tile: ranges, and the queries: as they are, or widened and permuted as Storage<T> splits
+  // the keys.
   void bind(const Tile& next, int64_t head) {
     tile = &next;
     kv_head = head;
     num_rows = next.num_tokens * group;
     lo.resize(size_t(num_rows));
     hi.resize(size_t(num_rows));
-    query.resize(size_t(num_rows * key_pad));
+    if constexpr (kDotsPairs<T>)
+      query_pairs.resize(size_t(num_rows * key_pad / 2));
+    else
+      query.resize(size_t(num_rows * key_pad));
     scores.resize(size_t(num_rows * kChunk));
     alpha.resize(size_t(num_rows));
     for (int64_t r = 0; r < num_rows; ++r) {
@@ -205,6 +211,12 @@ struct Worker {
       hi[r] = end_key(problem, token);
       const T* source = token_ptr<T>(problem.query, problem.tokens_per_batch, token,
                                      head * group + r % group);
+      if constexpr (kDotsPairs<T>) {
+        uint32_t* pairs = query_pairs.data() + r * key_pad / 2;
+        std::fill_n(pairs, key_pad / 2, 0u);
+        std::memcpy(pairs, source, size_t(problem.head_dim) * sizeof(T));
+        continue;
+      }
       Acc* target = query.data() + r * key_pad;
       T last[kPair] = {};
       for (int64_t h = 0; h < key_pad; h += kPair) {
@@ -213,12 +225,8 @@ struct Worker {
           std::copy_n(pair, problem.head_dim - h, last);
           pair = last;
         }
-        if constexpr (kDotsPairs<T>) {
-          store(target + h, (Vec)Storage<T>::words(pair));
-        } else {
-          store(target + h, Storage<T>::lo(pair));
-          store(target + h + kL, Storage<T>::hi(pair));
-        }
+        store(target + h, Storage<T>::lo(pair));
+        store(target + h + kL, Storage<T>::hi(pair));
       }
     }
   }
@@ -228,9 +236,10 @@ struct Worker {
   // present.
   bool gather(int64_t base, int64_t begin, int64_t end) {
     const int64_t first = begin - base, last = end - base;
-    std::fill(segment_keys + first / kGroupKeys * kGroupKeys, segment_keys + first, zeros.data());
-    std::fill(segment_keys + last,
-              segment_keys + (last + kGroupKeys - 1) / kGroupKeys * kGroupKeys, zeros.data());
+    constexpr int kGroup = kDotsPairs<T> ? kLaneKeys : kGroupKeys;
+    std::fill(segment_keys + first / kGroup * kGroup, segment_keys + first, zeros.data());
+    std::fill(segment_keys + last, segment_keys + (last + kGroup - 1) / kGroup * kGroup,
+              zeros.data());
     const int32_t* table = problem.table + problem.row[tile->first_token] * problem.table_blocks;
     const int64_t key_stride = problem.num_kv_heads * problem.head_dim,
                   value_stride = problem.num_kv_heads * problem.value_dim;
@@ -316,16 +325,6 @@ struct Worker {
         Vec part[Rows];
 #pragma GCC unroll 4
         for (int r = 0; r < Rows; ++r) part[r] = in_register(load(q + r * key_pad + h));
-        if constexpr (kDotsPairs<T>) {
-#pragma GCC unroll 4
-          for (int i = 0; i < kGroupKeys; ++i) {
-            const VectorU32 key = in_register(Storage<T>::words(k[i] + h));
-#pragma GCC unroll 4
-            for (int r = 0; r < Rows; ++r)
-              acc[r][i] = dot_pairs((VectorU32)part[r], key, acc[r][i]);
-          }
-          continue;
-        }
 #pragma GCC unroll 4
         for (int i = 0; i < kGroupKeys; ++i) {
           const Vec key = in_register(Storage<T>::lo(k[i] + h));
@@ -350,6 +349,77 @@ struct Worker {
         for (int i = 0; i < kGroupKeys; ++i)
           scores[(row + r) * kChunk + j + i] = sums[r][i] * scale;
     }
+  }
+
+#if defined(COMPILESPEC_BF16_DOT)
+  // The pairs of keys [begin, end) of the chunk, a key a lane; fetches their values.
+  void arrange(int64_t begin, int64_t end) {
+    key_pairs.resize(size_t(key_pad / 2 * kChunk));
+    for (int64_t j = begin; j < end; j += kLaneKeys) {
+      if (problem.value_cache)
+        for (int64_t i = j; i < std::min(j + kLaneKeys, end); ++i)
+          fetch(values[i], value_pad);
+      for (int64_t h = 0; h < key_pad; h += kPair) {
+        __m512i word[kLaneKeys];
+#pragma GCC unroll 16
+        for (int i = 0; i < kLaneKeys; ++i) word[i] = _mm512_loadu_si512(keys[j + i] + h);
+        transpose(word);
+        uint32_t* target = key_pairs.data() + h / 2 * kChunk + j;
+#pragma GCC unroll 16
+        for (int i = 0; i < kLaneKeys; ++i) _mm512_storeu_si512(target + i * kChunk, word[i]);
+      }
+    }
+  }
+
+  // Scores of `Vectors` vectors of arranged keys from the chunk's key `begin` on.
+  template <int Rows, int Vectors>
+  void score_pairs(int64_t row, int64_t begin) {
+    Vec acc[Rows][Vectors] = {};
+    const uint32_t *query = query_pairs.data() + row * key_pad / 2,
+                   *pairs = key_pairs.data() + begin;
+    for (int64_t h = 0; h < key_pad / 2; ++h, pairs += kChunk) {
+      VectorU32 key[Vectors];
+#pragma GCC unroll 4
+      for (int v = 0; v < Vectors; ++v) key[v] = load(pairs + v * kLaneKeys);
+#pragma GCC unroll 4
+      for (int r = 0; r < Rows; ++r) {
+        const VectorU32 pair = splat(query[r * key_pad / 2 + h]);
+#pragma GCC unroll 4
+        for (int v = 0; v < Vectors; ++v) acc[r][v] = dot_pairs(pair, key[v], acc[r][v]);
+      }
+    }
+    const Acc scale = Acc(problem.scale);
+#pragma GCC unroll 4
+    for (int r = 0; r < Rows; ++r)
+#pragma GCC unroll 4
+      for (int v = 0; v < Vectors; ++v)
+        store(scores.data() + (row + r) * kChunk + begin + v * kLaneKeys, acc[r][v] * scale);
+  }
+
+  template <int Rows>
+  void score_arranged(int64_t row, int64_t begin, int64_t end) {
+    const int64_t count = (end - begin + kLaneKeys - 1) / kLaneKeys;
+    if (count == 1) score_pairs<Rows, 1>(row, begin);
+    if (count == 2) score_pairs<Rows, 2>(row, begin);
+    if (count == 3) score_pairs<Rows, 3>(row, begin);
+    if (count == 4) score_pairs<Rows, 4>(row, begin);
+  }
+#endif
+
+  // Scores of rows [first_row, last_row) and of keys [begin, end) of the chunk.
+  void score_rows(int64_t first_row, int64_t last_row, int64_t begin, int64_t end) {
+#if defined(COMPILESPEC_BF16_DOT)
+    if constexpr (kDotsPairs<T>) {
+      const int64_t first = begin / kLaneKeys * kLaneKeys;
+      arrange(first, end);
+      in_groups(first_row, last_row,
+                [&](auto rows, int64_t row) { score_arranged<rows()>(row, first, end); });
+      return;
+    }
+#endif
+    const int64_t first = begin / kGroupKeys * kGroupKeys;
+    in_groups(first_row, last_row,
+              [&](auto rows, int64_t row) { score<rows()>(row, first, end); });
   }
 
   // Scores to probabilities (not normalised) against the running maximum; updates top, sum, alpha
@@ -497,10 +567,8 @@ struct Worker {
   // of the next chunk.
   void run_chunk(int64_t first_row, int64_t last_row, int64_t base, int64_t begin, int64_t end,
                  int64_t num_next, bool all_present) {
-    const int64_t first = (begin - base) / kGroupKeys * kGroupKeys, last = end - base;
     const int64_t count = last_row - first_row;
-    in_groups(first_row, last_row,
-              [&](auto rows, int64_t row) { score<rows()>(row, first, last); });
+    score_rows(first_row, last_row, begin - base, end - base);
     for (int64_t row = first_row; row < last_row; ++row) {
       const int64_t done = row - first_row;
       for (int64_t i = num_next * done / count; i < num_next * (done + 1) / count; ++i)
