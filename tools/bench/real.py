@@ -4,9 +4,9 @@
 
 Eight prompts of four kinds through the chat template, every way by turns: compilespec plain, with
 n-grams and with the trained head, in bfloat16 and with quantized weights; transformers; llama.cpp
-where llama-cpp-python and gguf are installed.  Outputs are checked first: those in bfloat16 against
-transformers' own logits, quantized ones against plain decoding with the same weights.  Prefill is
-timed apart, as the first token of a long prompt.
+where llama-cpp-python and gguf are installed; vLLM where `--guest-python` has it.  Outputs are
+checked first: those in bfloat16 against transformers' own logits, quantized ones against plain
+decoding with the same weights.  Prefill is timed apart, as the first token of a long prompt.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from rich.table import Table
 
 from tools.bench import gates, report
 from tools.bench.check import Checker
+from tools.bench.guests import GuestWay
 from tools.bench.measure import interleave
 from tools.bench.speed import generate, load_model, make_batches
 from tools.bench.ways import CompilespecWay, Setup, TransformersWay, Unavailable, Way
@@ -63,7 +64,8 @@ def main(arguments: list[str] | None = None) -> int:
         max_batch_size=max(options.batch), num_threads=options.threads,
         draft=options.draft if options.draft.is_dir() else None, max_seq_len=2048,
     )  # fmt: skip
-    ways, skipped = build(contestants(setup, options.num_draft_tokens), options.only, console)
+    wanted = contestants(setup, options.num_draft_tokens, options.guest_python)
+    ways, skipped = build(wanted, options.only, console)
     result: dict[str, Any] = {
         "benchmark": "real", **report.environment(), "skipped": skipped,
         "prompt_tokens": {name: len(ids) for name, ids in prompts.items()},
@@ -71,6 +73,13 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         result["outputs"] = check(ways, prompts, options.batch, Checker(model))
         wrong = [name for name, found in result["outputs"].items() if not found["right"]]
+        for _, way in [one for one in ways if isinstance(one[1], GuestWay)]:
+            if way.name in wrong:  # not ours to mend: it is left out
+                wrong.remove(way.name)
+                skipped[way.name] = "its tokens differ from transformers' by more than rounding"
+                console.print(f"left out {way.name}: {skipped[way.name]}")
+                ways = [one for one in ways if one[1] is not way]
+                way.close()
         if wrong:
             console.print(f"[red]wrong tokens from {', '.join(wrong)}; no speed is printed[/]")
             return 1
@@ -97,6 +106,10 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--num-prompts", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=2, help="how often each prompt is timed")
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument(
+        "--guest-python", default=sys.executable, metavar="PYTHON",
+        help="interpreter of the environment that has vLLM (default: this one)",
+    )  # fmt: skip
     parser.add_argument("--only", nargs="+", help="only ways whose name contains one of these")
     parser.add_argument("--name", default="real", help="results/NAME.json")
     return parser.parse_args(arguments)
@@ -119,7 +132,9 @@ def read_prompts(model_dir: Path, count: int) -> dict[str, list[int]]:
     }
 
 
-def contestants(setup: Setup, draft_tokens: Sequence[int]) -> list[Contestant]:
+def contestants(
+    setup: Setup, draft_tokens: Sequence[int], guest_python: str = sys.executable
+) -> list[Contestant]:
     """transformers first: the reference of what decodes in bfloat16."""
     from tools.bench.llama_cpp import LlamaCppWay
 
@@ -143,6 +158,9 @@ def contestants(setup: Setup, draft_tokens: Sequence[int]) -> list[Contestant]:
             make=lambda name: LlamaCppWay(setup, name, "Q4_1"),
         ),
     ]  # fmt: skip
+    for name, drafted in (("vLLM", {}), ("vLLM ngram K=4", {"num_draft_tokens": 4})):
+        make = partial(_guest, setup, engine="vllm", python=guest_python, options=drafted)
+        found.append(Contestant(name=name, weights=BF16, make=make))
     for weights, quantize in ((BF16, None), ("int8", "int8"), ("int4", "int4")):
         suffix = "" if quantize is None else f" {quantize}"
         found.append(ours(f"compilespec none{suffix}", weights, "none", None, quantize))
@@ -150,6 +168,10 @@ def contestants(setup: Setup, draft_tokens: Sequence[int]) -> list[Contestant]:
         for k in draft_tokens if quantize is None else draft_tokens[:1]:
             found.append(ours(f"compilespec eagle3 K={k}{suffix}", weights, "eagle3", k, quantize))
     return found
+
+
+def _guest(setup: Setup, name: str, *, engine: str, python: str, options: dict[str, Any]) -> Way:
+    return GuestWay(setup, name, engine, python, **options)
 
 
 def _compilespec(

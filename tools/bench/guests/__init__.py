@@ -1,0 +1,75 @@
+"""Other engines, each in a process of its own, that may have an environment of its own.
+
+An engine's script (`run_*.py`) is run by the interpreter that has the engine, imports nothing of
+compilespec, and answers JSON lines (`pipe.py`).
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tools.bench.ways import Setup, Unavailable
+
+HERE = Path(__file__).parent
+
+
+class GuestWay:
+    """Greedy decoding by an engine that a script of this folder starts.
+
+    Args:
+        engine: the script's name, and that of the package that it needs.
+        python: the interpreter that has the package.
+        options: further values for the script.
+    Raises: Unavailable without the package, or where the engine does not start.
+    """
+
+    def __init__(self, setup: Setup, name: str, engine: str, python: str, **options: Any) -> None:
+        self.name = name
+        self.max_batch_size = setup.max_batch_size
+        self._max_new_tokens = setup.max_new_tokens
+        if subprocess.run([python, "-c", _HAS.format(engine)], check=False).returncode:
+            raise Unavailable(f"{python} has no package {engine}; --guest-python names another")
+        self._process = subprocess.Popen(
+            [python, str(HERE / f"run_{engine}.py")],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        given = {
+            "model": str(setup.model_dir), "batch": setup.max_batch_size,
+            "length": setup.max_seq_len, "threads": setup.num_threads, **options,
+        }  # fmt: skip
+        try:
+            self._ask(given)
+        except RuntimeError as error:
+            raise Unavailable(str(error)) from error
+
+    def generate(self, prompts: list[list[int]]) -> list[list[int]]:
+        asked = {"prompts": prompts, "max_new_tokens": self._max_new_tokens}
+        tokens: list[list[int]] = self._ask(asked)["tokens"]
+        return tokens
+
+    def stats(self) -> dict[str, object]:
+        return {}
+
+    def close(self) -> None:
+        self._process.communicate()
+
+    def _ask(self, question: Mapping[str, Any]) -> dict[str, Any]:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        try:
+            self._process.stdin.write(json.dumps(question) + "\n")
+            self._process.stdin.flush()
+            answer = self._process.stdout.readline()
+        except BrokenPipeError:
+            answer = ""
+        if not answer:
+            raise RuntimeError(f"{self.name} ended with status {self._process.wait()}")
+        found: dict[str, Any] = json.loads(answer)
+        return found
+
+
+_HAS = "import importlib.util, sys; sys.exit(importlib.util.find_spec({!r}) is None)"
