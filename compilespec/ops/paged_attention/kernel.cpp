@@ -31,7 +31,7 @@
 namespace compilespec {
 namespace paged_attention {
 
-constexpr int kChunk = 64;     // keys whose scores a tile holds at once
+constexpr int kChunk = 128;    // keys whose scores a tile holds at once
 constexpr int kSegment = 256;  // keys of one unit of split work
 constexpr int kTileRows = 48;  // rows a tile aims at
 constexpr int kGroupRows = kNumRegisters == 32 ? 4 : 3;  // rows of the largest register tile
@@ -398,11 +398,11 @@ struct Worker {
 
   template <int Rows>
   void score_arranged(int64_t row, int64_t begin, int64_t end) {
-    const int64_t count = (end - begin + kLaneKeys - 1) / kLaneKeys;
-    if (count == 1) score_pairs<Rows, 1>(row, begin);
-    if (count == 2) score_pairs<Rows, 2>(row, begin);
-    if (count == 3) score_pairs<Rows, 3>(row, begin);
-    if (count == 4) score_pairs<Rows, 4>(row, begin);
+    for (; begin + 3 * kLaneKeys < end; begin += 4 * kLaneKeys) score_pairs<Rows, 4>(row, begin);
+    const int64_t left = (end - begin + kLaneKeys - 1) / kLaneKeys;
+    if (left == 1) score_pairs<Rows, 1>(row, begin);
+    if (left == 2) score_pairs<Rows, 2>(row, begin);
+    if (left == 3) score_pairs<Rows, 3>(row, begin);
   }
 #endif
 
