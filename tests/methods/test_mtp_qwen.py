@@ -96,7 +96,9 @@ def test_the_text_model_is_the_target(published):
     assert target.max_seq_len == MAX_POSITIONS
     assert type(target.model).__name__.endswith("ForCausalLM")
     ids = torch.arange(3, 20)[None]
-    assert torch.equal(target.model(ids).logits, whole(input_ids=ids).logits)
+    # Not to the bit: mapped weights lie where the file put them, and torch sums by alignment.
+    given, wanted = target.model(ids).logits, whole(input_ids=ids).logits
+    torch.testing.assert_close(given, wanted, rtol=0.0, atol=1e-13)
 
 
 def test_the_head_is_read_from_the_same_folder(published):
