@@ -1,6 +1,7 @@
 """K chosen for every step against every fixed K, on texts that repeat and texts that do not.
 
     python -m tools.bench.adaptive           written to results/adaptive.json
+    python -m tools.bench.adaptive --real    SmolLM2-135M-Instruct: results/adaptive-real.json
 
 An engine a method has steps of several K; it decodes the same prompts with each K for all steps and
 with the K that it chooses, by turns, one round after the other.  Tokens are checked to be the same
@@ -25,8 +26,9 @@ import compilespec
 from compilespec import SamplingParams
 from compilespec.runtime.adaptive import AdaptiveDrafts, StepPlan
 from compilespec.runtime.step_costs import StepCosts, measure
-from tools.bench import report
+from tools.bench import real, report
 from tools.bench.prompts import load_prompts
+from tools.real_models import SMOLLM2
 
 LIMIT = 0.95  # share of the speed of the best fixed K
 LEAST = 0.97  # of that of plain steps
@@ -54,9 +56,9 @@ class Fixed:
         self._adaptive.note(requests, evidence)
 
 
-def texts(num: int) -> dict[str, tuple[list[str], dict[str, Any]]]:
-    """By case, the prompts, and how they are answered."""
-    ordinary = list(load_prompts(num).values())
+def texts(num: int, ordinary: list[Any]) -> dict[str, tuple[list[Any], dict[str, Any]]]:
+    """By case, the prompts, and how they are answered; `ordinary` are texts or token ids."""
+    ordinary = ordinary[:num]
     copied = ["".join(REPEATED.format(i) for i in range(k, k + 4)) for k in range(num)]
     always = [f"{word} = [{', '.join(['0'] * 24)}, " for word in "abcdefghijklmnop"[:num]]
     return {
@@ -74,15 +76,16 @@ def run(options: argparse.Namespace, console: Console) -> int:
         "benchmark": "adaptive K", **report.environment(), "limit": LIMIT, "least": LEAST,
         "max_new_tokens": options.max_new_tokens, "rounds": options.rounds, "cases": [],
     }  # fmt: skip
+    model, heads, ordinary = (_real if options.real else _demo)(max(options.batch))
     for method in [m for m in METHODS if not options.only or options.only in m]:
         console.print(f"compiling {method}")
         with compilespec.compile(
-            "demo", method, num_draft_tokens=AUTO, max_batch_size=max(options.batch),
-            backend=options.backend,
+            model, method, num_draft_tokens=AUTO, max_batch_size=max(options.batch),
+            backend=options.backend, **heads.get(method, {}),
         ) as engine:  # fmt: skip
             costs = measure(engine._executor, num_times=8)
             for batch in options.batch:
-                for case, (prompts, fields) in texts(batch).items():
+                for case, (prompts, fields) in texts(batch, ordinary).items():
                     params = SamplingParams(
                         max_new_tokens=options.max_new_tokens, ignore_eos=True, **fields
                     )
@@ -91,6 +94,16 @@ def run(options: argparse.Namespace, console: Console) -> int:
                     report.write_json(options.name, result)  # what there is, if it is ended
     show(console, result["cases"])
     return int(any(missed(case) for case in result["cases"]))
+
+
+def _demo(num: int) -> tuple[str, dict[str, dict[str, Any]], list[Any]]:
+    return "demo", {}, list(load_prompts(num).values())
+
+
+def _real(num: int) -> tuple[str, dict[str, dict[str, Any]], list[Any]]:
+    """The model, what a method needs beside it, and prompts through its chat template."""
+    prompts = list(real.read_prompts(SMOLLM2, num).values())
+    return str(SMOLLM2), {"eagle3": {"draft": str(real.HEAD)}}, prompts
 
 
 def missed(case: dict[str, Any]) -> bool:
@@ -170,8 +183,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--only", help="only methods whose name contains this")
-    parser.add_argument("--name", default="adaptive", help="results/NAME.json")
-    return run(parser.parse_args(arguments), Console(width=None if sys.stdout.isatty() else 140))
+    parser.add_argument("--real", action="store_true", help="the model of `make smollm2`")
+    parser.add_argument("--name", help="results/NAME.json (default: adaptive or adaptive-real)")
+    options = parser.parse_args(arguments)
+    options.name = options.name or ("adaptive-real" if options.real else "adaptive")
+    return run(options, Console(width=None if sys.stdout.isatty() else 140))
 
 
 if __name__ == "__main__":
