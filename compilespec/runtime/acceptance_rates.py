@@ -1,17 +1,21 @@
-"""How often drafts were right lately, by their place in the step."""
+"""How often drafts were right lately, by their place in the step.
+
+Lately is a number of steps, whatever the batch: eight requests teach as much in a step as one in
+eight, and a memory of so many drafts would be a handful of steps, and all chance.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
 
-DECAY = 0.97  # weight of an older draft against the one after it
-IDLE_DECAY = 0.99  # the same, a step, of places that the steps of now do not reach: bad luck fades
+DECAY = 0.97  # weight of an older step's drafts against those of the one after it
+IDLE_DECAY = 0.99  # the same, of places and levels that the steps of now do not reach: luck fades
 PRIOR_RATE, PRIOR_WEIGHT = 0.7, 2.0  # acceptance of a draft that was never tried
 
 
 class AcceptanceRates:
-    """Acceptance by draft position, given those before were accepted; older drafts weigh less.
+    """Acceptance by draft position, given those before were accepted; older steps weigh less.
 
     Args:
         max_drafts: the largest K.
@@ -23,22 +27,31 @@ class AcceptanceRates:
         self._tried = [0.0] * max_drafts
         self._expected: list[float] | None = None
 
-    def learn(self, count: int, num_emitted: int, times: int = 1) -> None:
+    def learn(self, count: int, num_emitted: int, times: int = 1, requests: float = 1.0) -> None:
         """One request's step of K = `count`: drafts up to the first wrong one were tried.
 
-        Args: times: how often it was so.
+        Args:
+            times: how often it was so.
+            requests: of a step, on average: so many times are one step.
         """
         self._expected = None
-        idle, kept = IDLE_DECAY**times, DECAY**times
-        added = (1 - kept) / (1 - DECAY)
-        for place in range(count, len(self._tried)):
-            self._tried[place] *= idle
-            self._accepted[place] *= idle
+        age = times / requests
+        kept = DECAY**age
+        added = requests * (1 - kept) / (1 - DECAY)
+        self.fade(age, count)
         for place in range(min(count, num_emitted)):
             self._tried[place] = kept * self._tried[place] + added
             self._accepted[place] *= kept
             if place < num_emitted - 1:
                 self._accepted[place] += added
+
+    def fade(self, num_steps: float, first: int = 0) -> None:
+        """So many steps did not reach the places from `first` on."""
+        self._expected = None
+        idle = IDLE_DECAY**num_steps
+        for place in range(first, len(self._tried)):
+            self._tried[place] *= idle
+            self._accepted[place] *= idle
 
     def rates(self, prior: Sequence[float] | None = None) -> list[float]:
         """Of draft 1, 2, ..., each given that those before it were accepted.
@@ -62,7 +75,8 @@ class AcceptanceRates:
 class LearntAcceptance:
     """`AcceptanceRates` by how sure the drafter was: levels of `passes/evidence.py`.
 
-    A level that was seldom seen is taken for the average of all.
+    A level that was seldom seen, or not for long, is taken for the average of all: what it was worth
+    in one text says little of the next.
 
     Args:
         max_drafts: the largest K.
@@ -71,6 +85,8 @@ class LearntAcceptance:
     def __init__(self, max_drafts: int) -> None:
         self.pooled = AcceptanceRates(max_drafts)
         self._levels: dict[int, AcceptanceRates] = {}
+        self._num_steps = 0
+        self._last_seen: dict[int, int] = {}  # by level, in steps
         self._expected: dict[int, list[float]] = {}  # by level, since something was learnt last
         self._usual: list[float] = []  # the pooled rates, since then
         self._noted: Counter[tuple[int, int, int]] = Counter()  # level, tried, right: how often
@@ -79,14 +95,20 @@ class LearntAcceptance:
         """One request's drafts, `num_tried` of which could be judged; counts once it is learnt."""
         self._noted[level, num_tried, num_right] += 1
 
-    def learn(self) -> None:
-        """From all that was noted, together: the order of a few steps says nothing."""
+    def learn(self, num_steps: int = 1) -> None:
+        """From all that was noted, together: the order of a few steps says nothing.
+
+        Args: num_steps: in which it was noted.
+        """
+        requests = max(1.0, self._noted.total() / num_steps)
         self._expected.clear()
         self._usual = []
         for (level, num_tried, num_right), times in self._noted.items():
             num_emitted = 1 + min(num_right, num_tried)
-            self.pooled.learn(num_tried, num_emitted, times)
-            self._of(level).learn(num_tried, num_emitted, times)
+            self.pooled.learn(num_tried, num_emitted, times, requests)
+            self._of(level).learn(num_tried, num_emitted, times, requests)
+        self._num_steps += num_steps
+        self._last_seen |= {level: self._num_steps for level, _, _ in self._noted}
         self._noted.clear()
 
     def expected(self, level: int) -> list[float]:
@@ -105,11 +127,17 @@ class LearntAcceptance:
     def by_level(self) -> dict[int, list[float]]:
         """Rates by draft of the levels that were seen."""
         pooled = self.pooled.rates()
-        return {level: rates.rates(pooled) for level, rates in sorted(self._levels.items())}
+        return {level: self._of(level).rates(pooled) for level in sorted(self._levels)}
 
     def _of(self, level: int) -> AcceptanceRates:
+        """Up to date."""
         if level not in self._levels:
             self._levels[level] = AcceptanceRates(self.pooled.max_drafts)
+            self._last_seen[level] = self._num_steps
+        unseen = self._num_steps - self._last_seen[level]
+        if unseen:
+            self._levels[level].fade(unseen)
+            self._last_seen[level] = self._num_steps
         return self._levels[level]
 
 

@@ -19,7 +19,7 @@ SWITCH_GAIN = 0.03  # another K is taken when it is believed to be faster by so 
 RETRY_SPEEDUP = (
     1.25  # another K is tried when it would win, were it faster than believed by so much
 )
-NUM_SAVED_STEPS = 64  # of the largest K: what trials may cost is never saved up beyond that
+NUM_SAVED_STEPS = 16  # of the largest K: what trials may cost is never saved up beyond that
 NUM_PLAIN_STEPS = 8  # plain steps that are decided at once
 TRIAL_INTERVAL = 8  # steps with drafts, at one of which a trial is thought of
 LEARN_INTERVAL = 4  # steps that are learnt from together; those with drafts are decided together
@@ -74,7 +74,8 @@ class DraftPolicy:
         self.reasons: Counter[str] = Counter()  # steps, by why they had their K
         self._looks_up = looks_up
         self._exploration = Exploration(self.counts, costs.step(self.counts[0], 1))
-        self._num_decided = self._num_observed = 0
+        self._num_decided = 0
+        self._num_judged = 0  # steps, since something was learnt last, of which drafts are known
         self._current = len(self.counts) - 1  # the place in `counts` of the K in use
         self._best_speed = 0.0  # of the K that seemed best, as in `_speeds`
         self._choices = {
@@ -131,8 +132,8 @@ class DraftPolicy:
         for num_tried, num_right, level in judged:
             if num_tried:
                 self.acceptance.note(level, num_tried, num_right)
-        self._num_observed += 1
-        if self._num_observed % LEARN_INTERVAL == 0:
+        self._num_judged += bool(judged)
+        if self._num_judged == LEARN_INTERVAL:
             self._learn()
 
     def go_on(self) -> None:
@@ -180,8 +181,10 @@ class DraftPolicy:
         }
 
     def _learn(self) -> None:
-        self.acceptance.learn()
-        self._gains.clear()
+        if self._num_judged:
+            self.acceptance.learn(self._num_judged)
+            self._num_judged = 0
+            self._gains.clear()
 
     # --- speeds ---
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-TIME_SHARE = 0.015  # of the time of steps, for trials
+TIME_SHARE = 0.01  # of the time of steps, for trials
 FIRST_BUDGET_STEPS = 8.0  # plain steps' worth of trials, before there was any step
 NUM_TRIAL_STEPS = 4
 

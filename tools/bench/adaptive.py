@@ -5,8 +5,11 @@
 
 An engine a method has steps of several K; it decodes the same prompts with each K for all steps and
 with the K that it chooses, by turns, one round after the other.  Tokens are checked to be the same
-whatever K was.  On a machine that others use as well, `modelled` is the better figure: steps by K,
-each at the fastest time that was measured for one at the start.
+whatever K was.  `share_of_best` is the median over the rounds of its speed beside that of the K that
+is best over all of them, `share_of_plain` the same beside K = 0: ways of one round are neighbours in
+time, so that a machine whose speed changes blurs these less than it does the speeds.  On one that
+others use as well, `modelled` is the better figure: steps by K, each at the fastest time that was
+measured for one at the start.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ import argparse
 import statistics
 import sys
 import time
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -34,7 +38,7 @@ LIMIT = 0.95  # share of the speed of the best fixed K
 LEAST = 0.97  # of that of plain steps
 METHODS = ("ngram", "suffix", "eagle3")
 AUTO = "auto"
-FORGETS = ["x"] * 16  # requests after which `suffix` remembers none before them
+NUM_REMEMBERED = 16  # ended requests, by `suffix`
 REPEATED = "def area_{0}(width, height):\n    return width * height + {0}\n\n"
 
 
@@ -54,6 +58,21 @@ class Fixed:
 
     def note(self, requests: Sequence[Any], evidence: Sequence[Any]) -> None:
         self._adaptive.note(requests, evidence)
+
+
+class Counted:
+    """Around either: notes the steps, by K and number of requests."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner, self.steps = inner, Counter[tuple[int, int]]()
+
+    def begin(self, requests: Sequence[Any], *, is_late: bool = False) -> StepPlan:
+        plan: StepPlan = self.inner.begin(requests, is_late=is_late)
+        self.steps[plan.num_draft_tokens, len(requests)] += 1
+        return plan
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
 
 
 def texts(num: int, ordinary: list[Any]) -> dict[str, tuple[list[Any], dict[str, Any]]]:
@@ -125,28 +144,30 @@ def compare(
     ways: dict[str, Any] = {AUTO: adaptive, **{f"K={k}": Fixed(k, adaptive) for k in counts}}
     measured: dict[str, list[float]] = {name: [] for name in ways}
     modelled: dict[str, list[float]] = {name: [] for name in ways}
-    steps: dict[str, dict[int, int]] = {}
+    steps: dict[int, int] = {}
     tokens: dict[str, Any] = {}
     for number in range(rounds + 1):
         names = list(ways)[number % len(ways) :] + list(ways)[: number % len(ways)]
         for name in names:
-            launches.adaptive = ways[name]
-            engine.generate(FORGETS, SamplingParams(max_new_tokens=2))
+            launches.adaptive = counted = Counted(ways[name])
+            forgotten = [f"{number}{name}{i}" for i in range(NUM_REMEMBERED)]
+            engine.generate(forgotten, SamplingParams(max_new_tokens=2))
+            counted.steps.clear()
             before, started = engine.stats(), time.perf_counter()
             outputs = engine.generate(prompts, params)
             elapsed = (time.perf_counter() - started) * 1e3
             after = engine.stats()
             tokens[name] = [output.token_ids for output in outputs]
             given = sum(len(one) - 1 for one in tokens[name])
-            steps[name] = {
-                k: after.num_decodes_by_k.get(k, 0) - before.num_decodes_by_k.get(k, 0)
-                for k in counts
-            }
-            ms = sum(costs.step(k, len(prompts)) * num for k, num in steps[name].items())
+            if name == AUTO:
+                by_k = counted.steps.items()
+                steps = {k: sum(num for (one, _), num in by_k if one == k) for k in counts}
+            ms = sum(costs.step(k, batch) * num for (k, batch), num in counted.steps.items())
             if number:  # the first round warms up, and lets the policy learn
                 measured[name].append(given / (elapsed - after.prefill_ms + before.prefill_ms))
                 modelled[name].append(given / ms)
     launches.adaptive = adaptive
+    best = max(list(ways)[1:], key=lambda name: statistics.median(measured[name]))
     wrong = [name for name in ways if tokens[name] != tokens["K=0" if 0 in counts else AUTO]]
     return {
         "tokens_per_s": {
@@ -155,15 +176,24 @@ def compare(
         "modelled_tokens_per_s": {
             name: 1e3 * statistics.median(values) for name, values in modelled.items()
         },
-        "steps_by_k": steps[AUTO],
+        "share_of_best": _share(measured[AUTO], measured[best]),
+        "share_of_plain": _share(measured[AUTO], measured.get("K=0")),
+        "steps_by_k": steps,
         "other_tokens": wrong,
         "policy": engine.plan()["adaptive"],
     }
 
 
+def _share(chosen: list[float], fixed: list[float] | None) -> float | None:
+    if fixed is None:
+        return None
+    return statistics.median(mine / theirs for mine, theirs in zip(chosen, fixed, strict=True))
+
+
 def show(console: Console, cases: list[dict[str, Any]]) -> None:
     table = Table(title="decode tokens per second: measured (modelled)")
-    for column in ("method", "text", "batch", "chosen", "best fixed", "K = 0", "steps by K"):
+    columns = ("method", "text", "batch", "chosen", "best fixed", "K = 0", "share", "steps by K")
+    for column in columns:
         table.add_column(column, justify="right")
     for case in cases:
         speeds, modelled = case["tokens_per_s"], case["modelled_tokens_per_s"]
@@ -171,6 +201,7 @@ def show(console: Console, cases: list[dict[str, Any]]) -> None:
         cells = [f"{speeds.get(w, 0):.0f} ({modelled.get(w, 0):.0f})" for w in (AUTO, best, "K=0")]
         by_k = ", ".join(f"{k}: {num}" for k, num in case["steps_by_k"].items())
         cells[1] = f"{best}: {cells[1]}"
+        cells.append(f"{case['share_of_best']:.2f}")
         table.add_row(case["method"], case["case"], str(case["batch"]), *cells, by_k)
     console.print(table)
 
