@@ -75,8 +75,8 @@ class AcceptanceRates:
 class LearntAcceptance:
     """`AcceptanceRates` by how sure the drafter was: levels of `passes/evidence.py`.
 
-    A level that was seldom seen, or not for long, is taken for the average of all: what it was worth
-    in one text says little of the next.
+    A level that was seldom seen, or not for long, is taken for the average of all: what it was
+    worth in one text says little of the next.
 
     Args:
         max_drafts: the largest K.

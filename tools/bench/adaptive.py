@@ -5,10 +5,10 @@
 
 An engine a method has steps of several K; it decodes the same prompts with each K for all steps and
 with the K that it chooses, by turns, one round after the other.  Tokens are checked to be the same
-whatever K was.  `share_of_best` is the median over the rounds of its speed beside that of the K that
-is best over all of them, `share_of_plain` the same beside K = 0: ways of one round are neighbours in
-time, so that a machine whose speed changes blurs these less than it does the speeds.  On one that
-others use as well, `modelled` is the better figure: steps by K, each at the fastest time that was
+whatever K was.  `share_of_best` is its speed beside that of the K that is best over all rounds,
+`share_of_plain` beside K = 0, both medians of the rounds: ways of one round are neighbours in time,
+so that a machine whose speed changes blurs these less than the speeds.  On one that others use as
+well, `modelled` is the better figure: steps by K and batch, each at the fastest time that was
 measured for one at the start.
 """
 
@@ -144,6 +144,7 @@ def compare(
     ways: dict[str, Any] = {AUTO: adaptive, **{f"K={k}": Fixed(k, adaptive) for k in counts}}
     measured: dict[str, list[float]] = {name: [] for name in ways}
     modelled: dict[str, list[float]] = {name: [] for name in ways}
+    step_ms: dict[str, list[float]] = {name: [] for name in ways}
     steps: dict[int, int] = {}
     tokens: dict[str, Any] = {}
     for number in range(rounds + 1):
@@ -164,7 +165,9 @@ def compare(
                 steps = {k: sum(num for (one, _), num in by_k if one == k) for k in counts}
             ms = sum(costs.step(k, batch) * num for (k, batch), num in counted.steps.items())
             if number:  # the first round warms up, and lets the policy learn
-                measured[name].append(given / (elapsed - after.prefill_ms + before.prefill_ms))
+                elapsed -= after.prefill_ms - before.prefill_ms
+                measured[name].append(given / elapsed)
+                step_ms[name].append(elapsed / counted.steps.total())
                 modelled[name].append(given / ms)
     launches.adaptive = adaptive
     best = max(list(ways)[1:], key=lambda name: statistics.median(measured[name]))
@@ -176,6 +179,7 @@ def compare(
         "modelled_tokens_per_s": {
             name: 1e3 * statistics.median(values) for name, values in modelled.items()
         },
+        "step_ms": {name: statistics.median(values) for name, values in step_ms.items()},
         "share_of_best": _share(measured[AUTO], measured[best]),
         "share_of_plain": _share(measured[AUTO], measured.get("K=0")),
         "steps_by_k": steps,

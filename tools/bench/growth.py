@@ -1,11 +1,12 @@
-"""How the price of a decode step grows with the context and with the batch, beside llama.cpp.
+"""How the price of a decode step grows with context and batch, beside llama.cpp and vLLM.
 
     python -m tools.bench.growth            written to results/growth.json
 
 SmolLM2-135M-Instruct in bfloat16, plain greedy decoding: batch 1 at contexts of up to 8k tokens,
-and batches of up to 32 at a short one.  Both read the prompts once and then decode from there by
-turns; llama.cpp runs where llama-cpp-python and gguf are installed.  The first token of every row
-is compared: rounding parts a few of them, and more of the later ones.
+and batches of up to 32 at a short one.  All read the prompts once and then decode from there by
+turns; llama.cpp runs where llama-cpp-python and gguf are installed, vLLM where `--guest-python` has
+it.  The first token of every row is compared: rounding parts a few of them, and more of the later
+ones.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import argparse
 import itertools
 import statistics
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -25,10 +27,11 @@ from rich.table import Table
 import compilespec
 from compilespec import SamplingParams
 from tools.bench import report
+from tools.bench.guests import GuestWay
 from tools.bench.llama_cpp import Sequences
-from tools.bench.real import read_prompts
+from tools.bench.real import GUEST_HELP, read_prompts
 from tools.bench.speed import load_model
-from tools.bench.ways import Unavailable
+from tools.bench.ways import Setup, Unavailable
 from tools.real_models import SMOLLM2
 
 LEAST_EQUAL = 0.75  # of the rows' first tokens
@@ -74,6 +77,36 @@ class Compilespec:
         self.engine.close()
 
 
+class Guest:
+    """vLLM, in its own process; its prefix cache keeps the prompts, but for a block that it reads
+    again: the time of a single token is taken off.
+    """
+
+    name = "vLLM"
+
+    def __init__(self, options: argparse.Namespace, *, batch: int, length: int) -> None:
+        setup = Setup(
+            model_dir=options.model, model=torch.nn.Module(), max_new_tokens=1,
+            max_batch_size=batch, num_threads=options.threads, draft=None, max_seq_len=length,
+        )  # fmt: skip
+        self._way = GuestWay(setup, self.name, "vllm", options.guest_python, keeps_prompts=True)
+        self.prompts: list[list[int]] = []
+
+    def read(self, prompts: Sequence[list[int]]) -> None:
+        self.prompts = list(prompts)
+        self._way.generate(self.prompts)
+
+    def decode(self, num_steps: int) -> tuple[float, list[list[int]]]:
+        begun = time.perf_counter()
+        self._way.generate(self.prompts)
+        first = time.perf_counter()
+        tokens = self._way.generate(self.prompts, num_steps + 1)
+        return 1e3 * (time.perf_counter() - 2 * first + begun) / num_steps, tokens
+
+    def close(self) -> None:
+        self._way.close()
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Returns 1 if too many rows begin with other tokens."""
     options = parse(arguments)
@@ -101,6 +134,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=32, help="of one measurement")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--guest-python", default=sys.executable, metavar="PYTHON", help=GUEST_HELP)
     parser.add_argument("--name", default="growth", help="results/NAME.json")
     return parser.parse_args(arguments)
 
@@ -135,6 +169,10 @@ def build(options: argparse.Namespace, batch: int, length: int, console: Console
         )  # fmt: skip
     except Unavailable as reason:
         console.print(f"skipped llama.cpp: {reason}")
+    try:
+        ways.append(Guest(options, batch=batch, length=length))
+    except Unavailable as reason:
+        console.print(f"skipped vLLM: {reason}")
     return ways
 
 

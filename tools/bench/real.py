@@ -36,6 +36,7 @@ PROMPTS = Path(__file__).with_name("real_prompts.json")
 HEAD = Path(__file__).resolve().parents[2] / "drafts" / "smollm2-135m-instruct-eagle3"
 PREFILL_TOKENS = 1500
 BF16 = "bf16"
+GUEST_HELP = "interpreter of the environment that has vLLM (default: this one)"
 # Ratios that the head is to reach at batch 1, over the fastest of the others.
 GOALS = {
     ("eagle3", ""): {"compilespec none": 1.5, "llama.cpp": 1.6},
@@ -106,10 +107,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--num-prompts", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=2, help="how often each prompt is timed")
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument(
-        "--guest-python", default=sys.executable, metavar="PYTHON",
-        help="interpreter of the environment that has vLLM (default: this one)",
-    )  # fmt: skip
+    parser.add_argument("--guest-python", default=sys.executable, metavar="PYTHON", help=GUEST_HELP)
     parser.add_argument("--only", nargs="+", help="only ways whose name contains one of these")
     parser.add_argument("--name", default="real", help="results/NAME.json")
     return parser.parse_args(arguments)

@@ -46,8 +46,10 @@ class GuestWay:
         except RuntimeError as error:
             raise Unavailable(str(error)) from error
 
-    def generate(self, prompts: list[list[int]]) -> list[list[int]]:
-        asked = {"prompts": prompts, "max_new_tokens": self._max_new_tokens}
+    def generate(
+        self, prompts: list[list[int]], max_new_tokens: int | None = None
+    ) -> list[list[int]]:
+        asked = {"prompts": prompts, "max_new_tokens": max_new_tokens or self._max_new_tokens}
         tokens: list[list[int]] = self._ask(asked)["tokens"]
         return tokens
 

@@ -26,7 +26,7 @@ def start(given: dict[str, Any]) -> Generate:
     }
     engine = LLM(
         given["model"], dtype="bfloat16", max_model_len=given["length"],
-        max_num_seqs=given["batch"], enable_prefix_caching=False,
+        max_num_seqs=given["batch"], enable_prefix_caching=given.get("keeps_prompts", False),
         speculative_config=speculative or None,
     )  # fmt: skip
 
