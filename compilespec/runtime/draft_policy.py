@@ -16,6 +16,7 @@ from compilespec.runtime.exploration import NUM_TRIAL_STEPS, Exploration
 from compilespec.runtime.step_costs import StepCosts
 
 SWITCH_GAIN = 0.03  # another K is taken when it is believed to be faster by so much
+FOUND_GAIN = 0.05  # drafts that were found are verified when they beat the fewest by so much
 RETRY_SPEEDUP = (
     1.25  # another K is tried when it would win, were it faster than believed by so much
 )
@@ -190,16 +191,18 @@ class DraftPolicy:
 
     def _best(self, drafted: Sequence[Drafted], batch: int) -> int:
         """The K of most tokens a millisecond; the one in use, unless another is clearly better.
-        What a look-up found is another thing at every step: there the best is taken as it is.
+        What a look-up found is another thing at every step: there the one in use has no advantage,
+        but the smallest has, since of many estimates the highest is too high.
         """
         known = self._gains
         speeds = self._speeds([known.get(one) or self._gain(one) for one in drafted], batch)
-        best, current = max(speeds), speeds[self._current]
-        if best > current:
-            gain = 0.0 if all(one.is_found for one in drafted) else SWITCH_GAIN
-            if best > (1 + gain) * current:
-                self._current, current = speeds.index(best), best
-        self._best_speed = current
+        best = max(speeds)
+        if all(one.is_found for one in drafted):
+            pays = best > (1 + FOUND_GAIN) * speeds[0]
+            self._current = speeds.index(best) if pays else 0
+        elif best > (1 + SWITCH_GAIN) * speeds[self._current]:
+            self._current = speeds.index(best)
+        self._best_speed = speeds[self._current]
         return self.counts[self._current]
 
     def _speeds(self, gains: Sequence[Gains], batch: int) -> list[float]:
