@@ -6,7 +6,7 @@
 # make lint    ruff, formatting, mypy
 # make wheel   a wheel with the C++ kernels compiled for common CPUs, into dist/
 # make accept-snapshots    take the graphs as they are now for tests/snapshots
-# make bench-real    speeds on that model, beside transformers and llama.cpp
+# make bench-real    speeds on that model, beside transformers and others that are installed
 # make bench   speeds, after the outputs were checked;  BENCH_FLAGS="--help" says what else it can do
 # Needs Python 3.11 or 3.12 with its headers, make and g++.  PYTHON=... picks an interpreter, VENV=... a place.
 

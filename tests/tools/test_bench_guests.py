@@ -21,6 +21,18 @@ def start(given):
 
 serve(start)
 """
+READER = """
+from pathlib import Path
+from pipe import serve
+
+def start(given):
+    assert given["batch"] == 1
+    wanted = "('Q8_0', PosixPath('folder/tokenizer.json'))"
+    assert Path(given["model"]).read_text() == wanted
+    return lambda prompts, count: [[len(ids), given["num_draft_tokens"]] for ids in prompts]
+
+serve(start)
+"""
 SETUP = Setup(
     model_dir=Path("folder"), model=nn.Module(), max_new_tokens=2, max_batch_size=3,
     num_threads=1, max_seq_len=64,
@@ -49,3 +61,18 @@ def test_an_engine_that_is_not_there_or_dies_is_said_to(folder):
     (folder / "run_json.py").write_text("import sys; sys.stdin.readline(); sys.exit(3)")
     with pytest.raises(Unavailable, match="dies ended with status 3"):
         GuestWay(SETUP, "dies", "json", sys.executable)
+
+
+def test_a_gguf_file_is_written_for_openvino_and_goes_with_it(folder, monkeypatch, tmp_path):
+    (tmp_path / "openvino_genai.py").touch()
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(guests, "find_spec", lambda _: True)
+    monkeypatch.setattr(guests, "write_gguf", lambda model, path, *what: path.write_text(str(what)))
+    (folder / "run_openvino_genai.py").write_text(READER)
+    way = guests.OpenVinoWay(SETUP, "OpenVINO", sys.executable, "Q8_0", num_draft_tokens=4)
+    assert way.generate([[1, 2, 3]]) == [[3, 4]]
+    assert way.max_batch_size == 1
+    folder_of_file = Path(way._folder.name)
+    assert folder_of_file.exists()
+    way.close()
+    assert not folder_of_file.exists()

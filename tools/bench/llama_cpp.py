@@ -1,11 +1,12 @@
 """llama.cpp on the same weights, where `llama-cpp-python` and `gguf` happen to be installed.
 
-Neither is a dependency.  The checkpoint is written to a temporary GGUF file without a vocabulary
-(ids go in, ids come out), matrices in the model's own dtype.
+Neither is a dependency.  The checkpoint is written to a temporary GGUF file, matrices in the
+model's own dtype; without a vocabulary, which llama.cpp does not need (ids go in, ids come out).
 """
 
 from __future__ import annotations
 
+import json
 import tempfile
 import time
 from collections.abc import Sequence
@@ -170,9 +171,12 @@ class Sequences:
         self._keep.close()
 
 
-def write_gguf(model: Any, path: Path, kind: str | None = None) -> None:
+def write_gguf(
+    model: Any, path: Path, kind: str | None = None, tokenizer: Path | None = None
+) -> None:
     """Write a Llama-architecture model as GGUF, its matrices in one of GGUF's kinds.
 
+    Args: tokenizer: a tokenizer.json of the GPT-2 kind, for readers that want a vocabulary.
     Raises:
         Unavailable: another architecture, or a feature (biases, rope scaling) not written here.
     """
@@ -199,7 +203,13 @@ def write_gguf(model: Any, path: Path, kind: str | None = None) -> None:
     writer.add_rope_freq_base(float(rope.get("rope_theta", 10000.0)))
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_vocab_size(config.vocab_size)
-    writer.add_tokenizer_model("no_vocab")
+    if tokenizer is None:
+        writer.add_tokenizer_model("no_vocab")
+    else:
+        _add_vocabulary(writer, config, json.loads(tokenizer.read_text(encoding="utf-8")))
+    if kind is not None:
+        writer.add_file_type(gguf.LlamaFileType[f"MOSTLY_{kind}"])
+        writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
 
     state: dict[str, Tensor] = model.state_dict()
     heads = {"self_attn.q_proj": config.num_attention_heads}
@@ -220,6 +230,23 @@ def write_gguf(model: Any, path: Path, kind: str | None = None) -> None:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def _add_vocabulary(writer: Any, config: Any, tokenizer: dict[str, Any]) -> None:
+    import gguf
+
+    added = {one["id"]: one["content"] for one in tokenizer["added_tokens"]}
+    names = {number: name for name, number in tokenizer["model"]["vocab"].items()} | added
+    ids = range(config.vocab_size)
+    control, normal = gguf.TokenType.CONTROL, gguf.TokenType.NORMAL
+    merges = tokenizer["model"]["merges"]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("smollm")
+    writer.add_token_list([names.get(number, f"<unused {number}>") for number in ids])
+    writer.add_token_types([control if number in added else normal for number in ids])
+    writer.add_token_merges([one if isinstance(one, str) else " ".join(one) for one in merges])
+    writer.add_bos_token_id(config.bos_token_id)
+    writer.add_eos_token_id(config.eos_token_id)
 
 
 def _interleave_rope(weight_ND: Tensor, num_heads: int) -> Tensor:

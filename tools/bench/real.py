@@ -4,8 +4,9 @@
 
 Eight prompts of four kinds through the chat template, every way by turns: compilespec plain, with
 n-grams and with the trained head, in bfloat16 and with quantized weights; transformers; llama.cpp
-where llama-cpp-python and gguf are installed; vLLM where `--guest-python` has it.  Outputs are
-checked first: those in bfloat16 against transformers' own logits, quantized ones against plain
+where llama-cpp-python and gguf are installed; vLLM and OpenVINO GenAI, which is given a GGUF file,
+where the interpreters of `--guest-python` and `--openvino-python` have them.  Outputs are checked
+first: those in bfloat16 against transformers' own logits, quantized ones against plain
 decoding with the same weights.  Prefill is timed apart, as the first token of a long prompt.
 """
 
@@ -26,7 +27,7 @@ from rich.table import Table
 
 from tools.bench import gates, report
 from tools.bench.check import Checker
-from tools.bench.guests import GuestWay
+from tools.bench.guests import GuestWay, OpenVinoWay
 from tools.bench.measure import interleave
 from tools.bench.speed import generate, load_model, make_batches
 from tools.bench.ways import CompilespecWay, Setup, TransformersWay, Unavailable, Way
@@ -36,6 +37,7 @@ PROMPTS = Path(__file__).with_name("real_prompts.json")
 HEAD = Path(__file__).resolve().parents[2] / "drafts" / "smollm2-135m-instruct-eagle3"
 PREFILL_TOKENS = 1500
 BF16 = "bf16"
+OPENVINO_WEIGHTS = "OpenVINO's Q8_0"  # its plain decoding is the reference of its prompt lookup
 GUEST_HELP = "interpreter of the environment that has vLLM (default: this one)"
 # Ratios that the head is to reach at batch 1, over the fastest of the others.
 GOALS = {
@@ -65,7 +67,8 @@ def main(arguments: list[str] | None = None) -> int:
         max_batch_size=max(options.batch), num_threads=options.threads,
         draft=options.draft if options.draft.is_dir() else None, max_seq_len=2048,
     )  # fmt: skip
-    wanted = contestants(setup, options.num_draft_tokens, options.guest_python)
+    guests = (options.guest_python, options.openvino_python)
+    wanted = contestants(setup, options.num_draft_tokens, *guests)
     ways, skipped = build(wanted, options.only, console)
     result: dict[str, Any] = {
         "benchmark": "real", **report.environment(), "skipped": skipped,
@@ -108,6 +111,10 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=2, help="how often each prompt is timed")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--guest-python", default=sys.executable, metavar="PYTHON", help=GUEST_HELP)
+    parser.add_argument(
+        "--openvino-python", default=sys.executable, metavar="PYTHON",
+        help="the same for OpenVINO GenAI",
+    )  # fmt: skip
     parser.add_argument("--only", nargs="+", help="only ways whose name contains one of these")
     parser.add_argument("--name", default="real", help="results/NAME.json")
     return parser.parse_args(arguments)
@@ -131,7 +138,10 @@ def read_prompts(model_dir: Path, count: int) -> dict[str, list[int]]:
 
 
 def contestants(
-    setup: Setup, draft_tokens: Sequence[int], guest_python: str = sys.executable
+    setup: Setup,
+    draft_tokens: Sequence[int],
+    guest_python: str = sys.executable,
+    openvino_python: str = sys.executable,
 ) -> list[Contestant]:
     """transformers first: the reference of what decodes in bfloat16."""
     from tools.bench.llama_cpp import LlamaCppWay
@@ -159,6 +169,11 @@ def contestants(
     for name, drafted in (("vLLM", {}), ("vLLM ngram K=4", {"num_draft_tokens": 4})):
         make = partial(_guest, setup, engine="vllm", python=guest_python, options=drafted)
         found.append(Contestant(name=name, weights=BF16, make=make))
+    for name, drafts in (("OpenVINO Q8_0", None), ("OpenVINO lookup K=4 Q8_0", 4)):
+        read = partial(
+            OpenVinoWay, setup, python=openvino_python, kind="Q8_0", num_draft_tokens=drafts
+        )
+        found.append(Contestant(name=name, weights=OPENVINO_WEIGHTS, make=read))
     for weights, quantize in ((BF16, None), ("int8", "int8"), ("int4", "int4")):
         suffix = "" if quantize is None else f" {quantize}"
         found.append(ours(f"compilespec none{suffix}", weights, "none", None, quantize))

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import json
 import subprocess
+import tempfile
 from collections.abc import Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from tools.bench.llama_cpp import write_gguf
 from tools.bench.ways import Setup, Unavailable
 
 HERE = Path(__file__).parent
@@ -23,13 +26,17 @@ class GuestWay:
     Args:
         engine: the script's name, and that of the package that it needs.
         python: the interpreter that has the package.
-        options: further values for the script.
+        options: further values for the script; `model` takes the place of the checkpoint.
+        max_batch_size: None: that of the others.
     Raises: Unavailable without the package, or where the engine does not start.
     """
 
-    def __init__(self, setup: Setup, name: str, engine: str, python: str, **options: Any) -> None:
+    def __init__(
+        self, setup: Setup, name: str, engine: str, python: str, *,
+        max_batch_size: int | None = None, **options: Any,
+    ) -> None:  # fmt: skip
         self.name = name
-        self.max_batch_size = setup.max_batch_size
+        self.max_batch_size = max_batch_size or setup.max_batch_size
         self._max_new_tokens = setup.max_new_tokens
         if subprocess.run([python, "-c", _HAS.format(engine)], check=False).returncode:
             raise Unavailable(f"{python} has no package {engine}; --guest-python names another")
@@ -38,7 +45,7 @@ class GuestWay:
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
         )  # fmt: skip
         given = {
-            "model": str(setup.model_dir), "batch": setup.max_batch_size,
+            "model": str(setup.model_dir), "batch": self.max_batch_size,
             "length": setup.max_seq_len, "threads": setup.num_threads, **options,
         }  # fmt: skip
         try:
@@ -72,6 +79,32 @@ class GuestWay:
             raise RuntimeError(f"{self.name} ended with status {self._process.wait()}")
         found: dict[str, Any] = json.loads(answer)
         return found
+
+
+class OpenVinoWay(GuestWay):
+    """OpenVINO GenAI on a GGUF file that is written for it, a prompt at a time.
+
+    Args:
+        kind: of the matrices, of GGUF's.
+        num_draft_tokens: of its prompt lookup.
+    """
+
+    def __init__(
+        self, setup: Setup, name: str, python: str, kind: str, num_draft_tokens: int | None = None
+    ) -> None:
+        if find_spec("gguf") is None:
+            raise Unavailable("gguf is not installed")
+        self._folder = tempfile.TemporaryDirectory(prefix="compilespec-bench-")
+        path = Path(self._folder.name) / "model.gguf"
+        write_gguf(setup.model, path, kind, setup.model_dir / "tokenizer.json")
+        super().__init__(
+            setup, name, "openvino_genai", python, max_batch_size=1, model=str(path),
+            num_draft_tokens=num_draft_tokens,
+        )  # fmt: skip
+
+    def close(self) -> None:
+        super().close()
+        self._folder.cleanup()
 
 
 _HAS = "import importlib.util, sys; sys.exit(importlib.util.find_spec({!r}) is None)"
