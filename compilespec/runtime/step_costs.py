@@ -44,7 +44,7 @@ class StepCosts:
         self._slowness = dict.fromkeys(self._sizes, 1.0)  # all times of a size, to those above
         self._replay_ms = dict(replay_ms)
         self._unserved = {size: list(self._counts) for size in self._sizes}
-        self._last = (-1, -1)  # K and size of the last step
+        self._last = (-1, -1)  # K and batch of the last step
         self._first_ratios: list[float] | None = None  # to its known time, of the first of a K
 
     @property
@@ -78,8 +78,9 @@ class StepCosts:
         """A time far above the known one (a pause of the machine) counts as twice that.
 
         How the K compare is learnt where one follows another, from steps that are neighbours in
-        time.  Later steps of the same K tell how fast the machine is now: they change the times of
-        all K, or whichever is not in use would look fast whenever the machine is slow.
+        time and of one batch, since those of one size differ.  Later steps of the same K tell how
+        fast the machine is now: they change the times of all K, or whichever is not in use would
+        look fast whenever the machine is slow.
         """
         size = self._bucket(batch)
         unserved, slowness = self._unserved[size], self._slowness[size]
@@ -92,10 +93,10 @@ class StepCosts:
             ratio = 1.0
         elif ratio > 2:
             ratio = 2.0
-        last_count, last_size = self._last
-        if count != last_count or size != last_size:
-            self._last = (count, size)
-            self._first_ratios = [] if size == last_size else None
+        last_count, last_batch = self._last
+        if count != last_count or batch != last_batch:
+            self._last = (count, batch)
+            self._first_ratios = [] if batch == last_batch else None
         if self._first_ratios is None:
             self._slowness[size] = slowness * (1 + SPEED_WEIGHT * (ratio - 1))
             return
