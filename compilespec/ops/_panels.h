@@ -7,13 +7,13 @@
 // strip becomes factors (`Strip`); a tile may take a panel in parts.
 #pragma once
 
-#include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 
 #include <algorithm>
 #include <type_traits>
 #include <vector>
 
+#include "_threads.h"
 #include "_vector.h"
 
 namespace compilespec {
@@ -459,7 +459,7 @@ void run(const Problem<W>& problem) {
       double(std::min(block, problem.num_rows) * problem.depth * kColumns * kParts) / 30;
   const auto grain =
       int64_t(8000 / (std::max(read_ns, compute_ns) + 50)) + 1;  // 8 us pays for waking a thread
-  at::parallel_for(0, num_blocks * problem.num_panels, grain, [&](int64_t unit, int64_t end) {
+  parallel_for(num_blocks * problem.num_panels, grain, [&](int64_t unit, int64_t end) {
     static thread_local std::vector<Factor<W>> copied;
     static thread_local std::vector<Acc> sums;
     while (unit < end) {

@@ -13,6 +13,7 @@ from compilespec.cudagraphs.buckets import Bucket, Buckets, choose_buckets
 from compilespec.cudagraphs.dispatcher import Dispatcher, capture_all
 from compilespec.cudagraphs.modes import GraphOptions
 from compilespec.cudagraphs.recorder import make_recorder
+from compilespec.ops.thread_pool import use_thread_pool
 from compilespec.passes.evidence import Evidence
 from compilespec.program import PAD, ByStep, Lowered, LoweredPhase, ProgramConfig, StepKey
 from compilespec.progress import Reporter
@@ -138,6 +139,7 @@ class StepRunner:
         return read_logprobs(self.buffers, row, tokens, min(count, self.geometry.vocab_size))
 
     def launch_prefill(self, chunks: Sequence[PrefillChunk]) -> Launched:
+        self._share_out(pool=False)
         self._host.send()
         packed = pack_chunks(chunks, self._beside_ids)
         if "embeds_PD" in self.buffers:
@@ -194,6 +196,7 @@ class StepRunner:
         replay = self.calls.replay
         assert replay is not None, "only where the geometry says needs_replay"
         self._host.send()
+        self._share_out(pool=True)
         replay({"row_B": rows, "backlog_B": backlogs})
 
     def launch_decode(self, rows: Sequence[int], num_draft_tokens: int | None = None) -> Launched:
@@ -202,6 +205,7 @@ class StepRunner:
         if greedy in self.calls and all(self._is_plain.get(row, False) for row in rows):
             call = self.calls[greedy]
         self._host.send()
+        self._share_out(pool=True)
         emitted, counts, *hidden = call({"row_B": rows})
         if self._taps is not None:
             self._taps.add_rows(rows, hidden[0])
@@ -236,6 +240,11 @@ class StepRunner:
         self.buffers.clear()
         if self._taps is not None:
             self._taps.close()
+
+    def _share_out(self, *, pool: bool) -> None:
+        """Decode steps run on the pool; a prefill has Inductor's loops on OpenMP's threads."""
+        if self._device.type == "cpu":
+            use_thread_pool(pool)
 
     def _launched(self, emitted_BS: Tensor, counts_B: Tensor, num_rows: int) -> Launched:
         has_evidence = self.geometry.tells_evidence

@@ -2,7 +2,6 @@
 //
 // A channel's sum begins with the oldest token and ends with the bias, product after product, as the
 // reference computes it: the bits are the same.
-#include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
@@ -11,7 +10,7 @@
 #include <cstring>
 #include <vector>
 
-#include "_share.h"
+#include "_threads.h"
 #include "_tokens.h"
 
 namespace compilespec {
@@ -141,7 +140,7 @@ void write_ring(const Problem& problem) {
       copies.push_back({token, problem.recent_ptr(one.row, one.first + token - one.begin)});
   const int64_t bytes = problem.num_channels * problem.bytes;
   const int64_t grain = (64 << 10) / std::max<int64_t>(bytes, 1) + 1;
-  at::parallel_for(0, int64_t(copies.size()), grain, [&](int64_t begin, int64_t end) {
+  parallel_for(int64_t(copies.size()), grain, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i)
       std::memcpy(copies[size_t(i)].second, problem.token_ptr(copies[size_t(i)].first),
                   size_t(bytes));

@@ -3,7 +3,6 @@
 // A matrix has dense rows (an output is one chain of fma over k, many outputs side by side) or dense
 // columns (an output is a dot product, lanes summed in one fixed tree).  Which rows share a register
 // tile, the batch, the threads: none of it changes a bit of a row.
-#include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
@@ -13,6 +12,7 @@
 #include <type_traits>
 #include <vector>
 
+#include "_threads.h"
 #include "_vector.h"
 
 namespace compilespec {
@@ -177,7 +177,7 @@ void run(const Problem& problem) {
   const int64_t block = (problem.num_rows + num_blocks - 1) / std::max<int64_t>(num_blocks, 1);
   const double unit_ns = double(block * problem.depth * problem.num_columns) / 20;
   const int64_t grain = int64_t(8000 / (unit_ns + 50)) + 1;  // 8 us pays for waking a thread
-  at::parallel_for(0, problem.num_heads * num_blocks, grain, [&](int64_t unit, int64_t end) {
+  parallel_for(problem.num_heads * num_blocks, grain, [&](int64_t unit, int64_t end) {
     static thread_local std::vector<Acc> x;
     for (; unit < end; ++unit) {
       const int64_t first = unit % num_blocks * block;

@@ -15,7 +15,6 @@
 // its path, at the positions that they stand for: the recipe is that of a chain, bit for bit.  What
 // the tokens of a tile share, the cache before the tree, they still read together.  The path of a
 // token with a first position of its own (a row of a block) follows the cache's last key instead.
-#include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
@@ -25,7 +24,7 @@
 #include <type_traits>
 #include <vector>
 
-#include "_share.h"
+#include "_threads.h"
 #include "_vector.h"
 
 namespace compilespec {
@@ -106,7 +105,7 @@ void write_cache(const Problem& problem) {
   const int64_t bytes =
       problem.num_kv_heads * (problem.head_dim + problem.value_dim) * int64_t(sizeof(T));
   const int64_t grain = (256 << 10) / std::max<int64_t>(bytes, 1) + 1;
-  at::parallel_for(0, problem.num_keys, grain, [&](int64_t begin, int64_t end) {
+  parallel_for(problem.num_keys, grain, [&](int64_t begin, int64_t end) {
     for (int64_t token = begin; token < end; ++token) {
       const int64_t slot = problem.slot[token];
       if (slot < 0) continue;

@@ -13,6 +13,7 @@
 
 #include "_integer_dot.h"
 #include "_panels.h"
+#include "_threads.h"
 
 namespace compilespec {
 
@@ -363,7 +364,7 @@ void run_dynamic(const Call& call, const at::Tensor& packed) {
   IntDot::Quad* quads = kept_quads.data();
   float* row_scale = kept_scales.data();
   const int64_t elements = std::max<int64_t>(IntDot::kRows * depth, 1);
-  at::parallel_for(0, num_tiles, 65536 / elements + 1, [&](int64_t tile, int64_t end) {
+  parallel_for(num_tiles, 65536 / elements + 1, [&](int64_t tile, int64_t end) {
     static thread_local std::vector<IntDot::Quad> row;
     row.assign(size_t(num_quads), IntDot::kZeros);  // what lies past the depth stays
     for (; tile < end; ++tile) {
@@ -380,7 +381,7 @@ void run_dynamic(const Call& call, const at::Tensor& packed) {
   const double work_ns =
       double(padded * kPanel) / 12 +
       double(std::min(rows, kBlock * IntDot::kRows) * padded * kPanel) / IntDot::kPerNs + 50;
-  at::parallel_for(0, num_blocks * num_panels, int64_t(8000 / work_ns) + 1,
+  parallel_for(num_blocks * num_panels, int64_t(8000 / work_ns) + 1,
                    [&](int64_t unit, int64_t end) {
     int32_t sum[IntDot::kRows * integer_dot::kMostParts * kPanel];
     while (unit < end) {

@@ -4,7 +4,6 @@
 // A column depends on no other one, and what it sums over keys is one chain of fma (for a single
 // column, whose lanes are the keys: one fixed tree).  Kept tokens take the same way as new ones, from
 // inputs that were stored as wide as they are used: replaying a token repeats its bits.
-#include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
@@ -12,7 +11,7 @@
 #include <algorithm>
 #include <vector>
 
-#include "_share.h"
+#include "_threads.h"
 #include "_tokens.h"
 #include "_vector.h"
 
@@ -397,7 +396,7 @@ void write_ring(const Problem& problem) {
       if (!problem.commits[token]) all.push_back({token, one.row, one.first + token - one.begin});
   const int64_t bytes = problem.kept_width * int64_t(sizeof(Acc));
   const int64_t grain = (64 << 10) / std::max<int64_t>(bytes, 1) + 1;
-  at::parallel_for(0, int64_t(all.size()), grain, [&](int64_t begin, int64_t end) {
+  parallel_for(int64_t(all.size()), grain, [&](int64_t begin, int64_t end) {
     const auto copy = [](const Rows& from, const Rows& to, int64_t heads, int64_t width) {
       widen_heads(from, 0, heads, width, (Acc*)to.data, width);
     };

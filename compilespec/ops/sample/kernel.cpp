@@ -4,7 +4,6 @@
 // crossing: id 64 a + 16 k + i is word k of counter 16 a + i.  Rows are independent of each other,
 // of the batch and of the threads.
 #include <ATen/Dispatch.h>
-#include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
@@ -18,6 +17,7 @@
 #include <tuple>
 #include <vector>
 
+#include "_threads.h"
 #include "_vector.h"
 
 namespace compilespec {
@@ -430,7 +430,7 @@ void for_rows(const at::Tensor& logits, const c10::optional<at::Tensor>& ids, co
       c10::ScalarType::Half, c10::ScalarType::BFloat16, scores.scalar_type(), "sample", [&] {
         using Acc = AccOf<scalar_t>;
         const scalar_t* data = scores.const_data_ptr<scalar_t>();
-        at::parallel_for(0, batch * steps, grain(vocab), [&](int64_t begin, int64_t end) {
+        parallel_for(batch * steps, grain(vocab), [&](int64_t begin, int64_t end) {
           static thread_local std::vector<Acc> processed;
           for (int64_t i = begin; i < end; ++i) {
             const int64_t b = i / steps, place = rows[b] * mask.size(1) + i % steps;
@@ -528,7 +528,7 @@ at::Tensor draw_weighted(const at::Tensor& weights, const at::Tensor& row, const
   const int64_t* at_row = rows.const_data_ptr<int64_t>();
   AT_DISPATCH_FLOATING_TYPES(source.scalar_type(), "draw_weighted", [&] {
     const scalar_t* data = source.const_data_ptr<scalar_t>();
-    at::parallel_for(0, batch, grain(vocab), [&](int64_t begin, int64_t end) {
+    parallel_for(batch, grain(vocab), [&](int64_t begin, int64_t end) {
       for (int64_t b = begin; b < end; ++b)
         result[b] = draw_by_weight(
             data + b * vocab, vocab,
@@ -582,7 +582,7 @@ at::Tensor draw(const at::Tensor& logits, const at::Tensor& greedy,
       c10::ScalarType::Half, c10::ScalarType::BFloat16, scores.scalar_type(), "draw", [&] {
         using Acc = AccOf<scalar_t>;
         const scalar_t* data = scores.const_data_ptr<scalar_t>();
-        at::parallel_for(0, batch, grain(vocab), [&](int64_t begin, int64_t end) {
+        parallel_for(batch, grain(vocab), [&](int64_t begin, int64_t end) {
           static thread_local std::vector<Acc> warm;
           for (int64_t b = begin; b < end; ++b) {
             const float temperature = reals_of(b)[kTemperature];
@@ -615,7 +615,7 @@ std::tuple<at::Tensor, at::Tensor> draw_parts(const at::Tensor& scores, const at
   const int64_t count = from.size(0), width = from.size(1);
   const int64_t* at_row = rows.const_data_ptr<int64_t>();
   AT_DISPATCH_FLOATING_TYPES(from.scalar_type(), "draw_part", [&] {
-    at::parallel_for(0, count, grain(width), [&](int64_t begin, int64_t end) {
+    parallel_for(count, grain(width), [&](int64_t begin, int64_t end) {
       for (int64_t i = begin; i < end; ++i) {
         const Key key = make_key(words.const_data_ptr<int32_t>() + at_row[i] * words.size(1),
                                  positions.const_data_ptr<int32_t>()[i]);
@@ -674,7 +674,7 @@ at::Tensor note_logprobs(const at::Tensor& logits, const at::Tensor& chosen, con
   AT_DISPATCH_FLOATING_TYPES_AND2(
       c10::ScalarType::Half, c10::ScalarType::BFloat16, scores.scalar_type(), "note_logprobs", [&] {
         const scalar_t* data = scores.const_data_ptr<scalar_t>();
-        at::parallel_for(0, batch * steps, grain(vocab), [&](int64_t begin, int64_t end) {
+        parallel_for(batch * steps, grain(vocab), [&](int64_t begin, int64_t end) {
           for (int64_t i = begin; i < end; ++i) {
             const int64_t b = i / steps, place = rows[b] * length + i % steps;
             if (asked(b) <= 0) continue;

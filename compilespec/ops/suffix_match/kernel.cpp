@@ -8,7 +8,7 @@
 #include <tuple>
 #include <vector>
 
-#include "_share.h"
+#include "_threads.h"
 
 namespace compilespec {
 namespace suffix_match {

@@ -1,0 +1,193 @@
+// Work shared out among threads: torch's, or those of a pool that waits for nobody.
+//
+// OpenMP ends a loop when all of its threads have been there.  A decode step has some two hundred
+// loops of a few microseconds; where another program has one of the cores, each waits for a thread
+// that the system has put aside.  In the pool the calling thread takes over what the others have not
+// begun, and waits only for those that are at it.
+#pragma once
+
+#include <ATen/Parallel.h>
+#include <pthread.h>
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <exception>
+#include <memory>
+#include <mutex>
+#include <system_error>
+#include <thread>
+#include <vector>
+
+namespace compilespec {
+
+inline void pause_spinning() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#endif
+}
+
+// Threads that wait for work: awake for a moment after the last, then asleep.
+class Pool {
+ public:
+  using Body = void (*)(const void* context, int64_t begin, int64_t end);
+
+  static constexpr int kMostThreads = 256;
+  static constexpr int64_t kChunks = 4;  // of a thread's part: what others can take over
+  static constexpr std::chrono::microseconds kAwake{300};
+
+  // The pool of this process; a child of a fork begins with one of its own, since threads stay behind.
+  static Pool& get() {
+    static std::atomic<Pool*> pool{nullptr};
+    static std::once_flag once;
+    std::call_once(once, [] {
+      pool = new Pool;  // never freed: its threads may outlive static objects
+      pthread_atfork(nullptr, nullptr, [] { pool = new Pool; });
+    });
+    return *pool;
+  }
+
+  // body(context, begin, end) over all of [0, count), in parts of at least `grain`, on up to
+  // `num_threads` threads, the calling one included.  False, and nothing is done, while another
+  // thread has the pool.
+  bool run(int64_t count, int64_t grain, int num_threads, Body body, const void* context) {
+    std::unique_lock<std::mutex> alone(busy_, std::try_to_lock);
+    if (!alone.owns_lock()) return false;
+    num_threads = std::min(num_threads, kMostThreads);
+    while (num_workers_ < num_threads - 1 && start(num_workers_ + 1)) ++num_workers_;
+    body_ = body, context_ = context, num_parts_ = num_threads;
+    chunk_ = std::max(grain, (count + num_threads * kChunks - 1) / (num_threads * kChunks));
+    for (int64_t part = 0; part < num_threads; ++part) {
+      parts_[part].next.store(count * part / num_threads, std::memory_order_relaxed);
+      parts_[part].end = count * (part + 1) / num_threads;
+    }
+    number_ = (number_ + 1) & 0x7fff;
+    gate_.store(number_ << 16 | kOpen);  // in one order with num_asleep_
+    if (num_asleep_.load() > 0) gate_.notify_all();
+    work_on(0);
+    const int before = gate_.fetch_and(~kOpen, std::memory_order_acq_rel);
+    if (before & kInside) wait_until_left();
+    std::exception_ptr failed;
+    std::swap(failed, failed_);
+    alone.unlock();
+    if (failed) std::rethrow_exception(failed);
+    return true;
+  }
+
+ private:
+  static constexpr int kOpen = 1 << 15, kInside = kOpen - 1;  // of gate_; above them, a number
+
+  struct alignas(64) Part {
+    std::atomic<int64_t> next;
+    int64_t end;
+  };
+
+  bool start(int place) {
+    try {
+      std::thread([this, place] { serve(place); }).detach();
+    } catch (const std::system_error&) {
+      return false;  // the system has no more threads to give
+    }
+    return true;
+  }
+
+  // A worker's life.  It goes in only while the gate is open, and the calling thread changes nothing
+  // before all that went in have left.
+  [[noreturn]] void serve(int place) {
+    for (int seen = 0;;) {
+      int gate = wait_for_work(seen);
+      if (!gate_.compare_exchange_strong(gate, gate + 1, std::memory_order_acq_rel)) continue;
+      seen = gate >> 16;
+      if (place < num_parts_) work_on(place);
+      const int before = gate_.fetch_sub(1, std::memory_order_acq_rel);
+      if ((before & (kOpen | kInside)) == 1) gate_.notify_all();
+    }
+  }
+
+  int wait_for_work(int seen) {
+    const auto is_work = [&](int gate) { return (gate & kOpen) && gate >> 16 != seen; };
+    const auto limit = std::chrono::steady_clock::now() + kAwake;
+    do {
+      for (int i = 0; i < 32; ++i) {
+        const int gate = gate_.load(std::memory_order_acquire);
+        if (is_work(gate)) return gate;
+        pause_spinning();
+      }
+    } while (std::chrono::steady_clock::now() < limit);
+    num_asleep_.fetch_add(1);
+    int gate = gate_.load();
+    for (; !is_work(gate); gate = gate_.load()) gate_.wait(gate);
+    num_asleep_.fetch_sub(1);
+    return gate;
+  }
+
+  void wait_until_left() {
+    const auto limit = std::chrono::steady_clock::now() + kAwake;
+    do {
+      for (int i = 0; i < 32; ++i) {
+        if (!(gate_.load(std::memory_order_acquire) & kInside)) return;
+        pause_spinning();
+      }
+    } while (std::chrono::steady_clock::now() < limit);
+    for (int gate; (gate = gate_.load(std::memory_order_acquire)) & kInside;) gate_.wait(gate);
+  }
+
+  // A thread's own part first, the same at every call, so that it finds its data in its core's
+  // cache; then what others have not begun.
+  void work_on(int place) {
+    for (int i = 0; i < num_parts_; ++i) {
+      Part& part = parts_[(place + i) % num_parts_];
+      for (int64_t begin; (begin = part.next.load(std::memory_order_relaxed)) < part.end;) {
+        begin = part.next.fetch_add(chunk_, std::memory_order_relaxed);
+        if (begin >= part.end) break;
+        try {
+          body_(context_, begin, std::min(begin + chunk_, part.end));
+        } catch (...) {
+          std::lock_guard<std::mutex> one(failing_);
+          if (!failed_) failed_ = std::current_exception();
+        }
+      }
+    }
+  }
+
+  std::atomic<int> gate_{0};
+  std::atomic<int> num_asleep_{0};
+  std::mutex busy_, failing_;
+  int num_workers_ = 0, number_ = 0, num_parts_ = 0;
+  int64_t chunk_ = 1;
+  Body body_ = nullptr;
+  const void* context_ = nullptr;
+  std::exception_ptr failed_;
+  std::unique_ptr<Part[]> parts_{new Part[kMostThreads]};
+};
+
+// Whether `parallel_for` uses the pool: where no OpenMP loops run in between, whose threads go on
+// spinning on the cores of its own.
+inline std::atomic<bool> uses_pool{false};
+
+// at::parallel_for from 0, on whichever threads are to be used.  Results must not depend on how the
+// range is divided.
+template <class F>
+void parallel_for(int64_t count, int64_t grain, const F& body) {
+  const int64_t most = (count + grain - 1) / std::max<int64_t>(grain, 1);
+  const auto num_threads = int(std::min<int64_t>(at::get_num_threads(), most));
+  if (uses_pool.load(std::memory_order_relaxed) && num_threads > 1 && !at::in_parallel_region()) {
+    const auto call = [](const void* context, int64_t begin, int64_t end) {
+      (*static_cast<const F*>(context))(begin, end);
+    };
+    if (Pool::get().run(count, grain, num_threads, call, &body)) return;
+  }
+  at::parallel_for(0, count, grain, body);
+}
+
+// body(next) on as many threads as the work is worth; each takes items from the shared counter until
+// it reaches num_items.  Results must not depend on who takes what.
+template <class F>
+void share(int64_t num_items, double total_ns, const F& body) {
+  const int64_t threads =
+      std::min<int64_t>({at::get_num_threads(), num_items, int64_t(total_ns / 8000) + 1});
+  std::atomic<int64_t> next{0};
+  parallel_for(threads, 1, [&](int64_t, int64_t) { body(next); });
+}
+
+}  // namespace compilespec

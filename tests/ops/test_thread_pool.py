@@ -1,0 +1,101 @@
+"""The pool: the bits of OpenMP's threads, whatever number of threads there is and whoever calls."""
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from compilespec.ops import load_kernels, pack_weight, packed_linear
+from compilespec.ops.thread_pool import use_thread_pool
+
+pytestmark = pytest.mark.skipif(not load_kernels(), reason="the C++ kernels are not there")
+
+COLUMNS, DEPTH = 1000, 300  # enough work for several threads
+
+
+@pytest.fixture(autouse=True)
+def as_before() -> Iterator[None]:
+    count = torch.get_num_threads()
+    yield
+    use_thread_pool(False)
+    torch.set_num_threads(count)
+
+
+def product(rows: int, seed: int = 0) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    weight = torch.randn(COLUMNS, DEPTH, generator=generator)
+    return torch.randn(rows, DEPTH, generator=generator), pack_weight(weight)
+
+
+def run(x: Tensor, weight: Tensor) -> Tensor:
+    return packed_linear(x, weight, None, COLUMNS)
+
+
+@pytest.mark.parametrize("num_threads", [1, 2, 3, 7])
+@pytest.mark.parametrize("rows", [1, 5, 65])
+def test_bits_are_those_of_openmp(num_threads: int, rows: int) -> None:
+    x, weight = product(rows)
+    wanted = run(x, weight)
+    torch.set_num_threads(num_threads)
+    use_thread_pool(True)
+    assert all(torch.equal(run(x, weight), wanted) for _ in range(50))
+
+
+def test_threads_that_fell_asleep_or_are_too_many_do_no_harm() -> None:
+    x, weight = product(1)
+    wanted = run(x, weight)
+    use_thread_pool(True)
+    for num_threads in (5, 2, 4) * 20:
+        torch.set_num_threads(num_threads)
+        assert torch.equal(run(x, weight), wanted)
+        threading.Event().wait(0.001)  # longer than they stay awake
+
+
+def test_callers_at_the_same_time_each_get_their_own() -> None:
+    torch.set_num_threads(2)
+    given = [product(3, seed) for seed in range(4)]
+    wanted = [run(*one) for one in given]
+    use_thread_pool(True)
+    wrong: list[int] = []
+
+    def call(one: int) -> None:
+        wrong.extend(i for i in range(200) if not torch.equal(run(*given[one]), wanted[one]))
+
+    callers = [threading.Thread(target=call, args=(one,)) for one in range(4)]
+    for caller in callers:
+        caller.start()
+    for caller in callers:
+        caller.join(60)
+    assert not wrong
+    assert not any(caller.is_alive() for caller in callers)
+
+
+FORKED = """
+import os, torch
+from compilespec.ops import pack_weight, packed_linear
+from compilespec.ops.thread_pool import use_thread_pool
+
+torch.set_num_threads(2)
+use_thread_pool(True)
+x, weight = torch.ones(1, 300), pack_weight(torch.ones(1000, 300))
+wanted = packed_linear(x, weight, None, 1000)
+child = os.fork()
+is_right = torch.equal(packed_linear(x, weight, None, 1000), wanted)
+if child == 0:
+    os._exit(0 if is_right else 1)
+assert is_right and os.waitpid(child, 0)[1] == 0
+print("both")
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
+def test_a_fork_has_a_pool_of_its_own() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", FORKED], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.stdout == "both\n", done.stderr
