@@ -7,6 +7,7 @@
 #pragma once
 
 #include <ATen/Parallel.h>
+#include <c10/util/ParallelGuard.h>
 #include <pthread.h>
 
 #include <algorithm>
@@ -61,9 +62,14 @@ class Pool {
       parts_[part].next.store(count * part / num_threads, std::memory_order_relaxed);
       parts_[part].end = count * (part + 1) / num_threads;
     }
-    number_ = (number_ + 1) & 0x7fff;
-    gate_.store(number_ << 16 | kOpen);  // in one order with num_asleep_
-    if (num_asleep_.load() > 0) gate_.notify_all();
+    number_ = (number_ + 1) & kNumbers;
+    gate_.store(number_ << kNumber | (num_threads - 1) << kLast | kOpen);  // before asleep_ is read
+    for (int place = 1; place < num_threads; ++place) {
+      if (asleep_[place].load()) {
+        asleep_[place].store(0);
+        asleep_[place].notify_one();
+      }
+    }
     work_on(0);
     const int before = gate_.fetch_and(~kOpen, std::memory_order_acq_rel);
     if (before & kInside) wait_until_left();
@@ -75,7 +81,8 @@ class Pool {
   }
 
  private:
-  static constexpr int kOpen = 1 << 15, kInside = kOpen - 1;  // of gate_; above them, a number
+  // gate_: workers inside, whether it is open, the last place that has a part, the job's number.
+  static constexpr int kInside = 255, kOpen = 256, kLast = 9, kNumber = 17, kNumbers = 0x3fff;
 
   struct alignas(64) Part {
     std::atomic<int64_t> next;
@@ -91,21 +98,23 @@ class Pool {
     return true;
   }
 
-  // A worker's life.  It goes in only while the gate is open, and the calling thread changes nothing
-  // before all that went in have left.
+  // A worker's life.  It goes in only while the gate is open for its place, and the calling thread
+  // changes nothing before all that went in have left.
   [[noreturn]] void serve(int place) {
     for (int seen = 0;;) {
-      int gate = wait_for_work(seen);
+      int gate = wait_for_work(place, seen);
       if (!gate_.compare_exchange_strong(gate, gate + 1, std::memory_order_acq_rel)) continue;
-      seen = gate >> 16;
-      if (place < num_parts_) work_on(place);
+      seen = gate >> kNumber;
+      work_on(place);
       const int before = gate_.fetch_sub(1, std::memory_order_acq_rel);
       if ((before & (kOpen | kInside)) == 1) gate_.notify_all();
     }
   }
 
-  int wait_for_work(int seen) {
-    const auto is_work = [&](int gate) { return (gate & kOpen) && gate >> 16 != seen; };
+  int wait_for_work(int place, int seen) {
+    const auto is_work = [=](int gate) {
+      return (gate & kOpen) && gate >> kNumber != seen && place <= (gate >> kLast & kInside);
+    };
     const auto limit = std::chrono::steady_clock::now() + kAwake;
     do {
       for (int i = 0; i < 32; ++i) {
@@ -114,11 +123,15 @@ class Pool {
         pause_spinning();
       }
     } while (std::chrono::steady_clock::now() < limit);
-    num_asleep_.fetch_add(1);
-    int gate = gate_.load();
-    for (; !is_work(gate); gate = gate_.load()) gate_.wait(gate);
-    num_asleep_.fetch_sub(1);
-    return gate;
+    for (;;) {
+      asleep_[place].store(1);  // before the gate is read: whoever opens it later sees this
+      const int gate = gate_.load();
+      if (is_work(gate)) {
+        asleep_[place].store(0);
+        return gate;
+      }
+      asleep_[place].wait(1);
+    }
   }
 
   void wait_until_left() {
@@ -135,6 +148,7 @@ class Pool {
   // A thread's own part first, the same at every call, so that it finds its data in its core's
   // cache; then what others have not begun.
   void work_on(int place) {
+    c10::ParallelGuard inside(true);  // a loop within this one runs on its own thread
     for (int i = 0; i < num_parts_; ++i) {
       Part& part = parts_[(place + i) % num_parts_];
       for (int64_t begin; (begin = part.next.load(std::memory_order_relaxed)) < part.end;) {
@@ -151,7 +165,7 @@ class Pool {
   }
 
   std::atomic<int> gate_{0};
-  std::atomic<int> num_asleep_{0};
+  std::atomic<int> asleep_[kMostThreads]{};  // by place
   std::mutex busy_, failing_;
   int num_workers_ = 0, number_ = 0, num_parts_ = 0;
   int64_t chunk_ = 1;
@@ -162,7 +176,7 @@ class Pool {
 };
 
 // Whether `parallel_for` uses the pool: where no OpenMP loops run in between, whose threads go on
-// spinning on the cores of its own.
+// spinning on its cores.
 inline std::atomic<bool> uses_pool{false};
 
 // at::parallel_for from 0, on whichever threads are to be used.  Results must not depend on how the
@@ -187,7 +201,9 @@ void share(int64_t num_items, double total_ns, const F& body) {
   const int64_t threads =
       std::min<int64_t>({at::get_num_threads(), num_items, int64_t(total_ns / 8000) + 1});
   std::atomic<int64_t> next{0};
-  parallel_for(threads, 1, [&](int64_t, int64_t) { body(next); });
+  parallel_for(threads, 1, [&](int64_t, int64_t) {
+    if (next.load(std::memory_order_relaxed) < num_items) body(next);
+  });
 }
 
 }  // namespace compilespec

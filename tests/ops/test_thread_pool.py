@@ -99,3 +99,29 @@ def test_a_fork_has_a_pool_of_its_own() -> None:
         [sys.executable, "-c", FORKED], capture_output=True, text=True, timeout=120, check=False
     )
     assert done.stdout == "both\n", done.stderr
+
+
+THREADS = """
+import os, torch
+from compilespec.ops import pack_weight, packed_linear
+from compilespec.ops.thread_pool import use_thread_pool
+
+torch.set_num_threads(2)
+x, weight = torch.ones(1, 300), pack_weight(torch.ones(1000, 300))
+packed_linear(x, weight, None, 1000)
+before = len(os.listdir("/proc/self/task"))
+use_thread_pool(True)
+packed_linear(x, weight, None, 1000)
+print(len(os.listdir("/proc/self/task")) - before)
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="/proc")
+@pytest.mark.parametrize(("pinned", "num_new"), [("false", 1), ("true", 0)])
+def test_where_openmp_pins_its_threads_they_are_used(pinned: str, num_new: int) -> None:
+    """A thread of the pool would be pinned to the core of its caller."""
+    done = subprocess.run(
+        [sys.executable, "-c", THREADS], capture_output=True, text=True, timeout=120, check=False,
+        env={**os.environ, "OMP_PROC_BIND": pinned, "OMP_NUM_THREADS": "2"},
+    )  # fmt: skip
+    assert int(done.stdout) == num_new, done.stderr
