@@ -265,6 +265,8 @@ class DraftPolicy:
     ) -> None:
         """Try another K, if one could be better after all and there is budget for it."""
         self._exploration.limit(NUM_SAVED_STEPS * self.costs.step(self.counts[-1], batch))
+        if not best and all(one.is_found for one in drafted):
+            return  # plain steps judge the first of what was found: a trial would tell little more
         if not best and not self._could_pay(batch, drafted):
             return
         speeds = self._usual_speeds(drafted, batch)
