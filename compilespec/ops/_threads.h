@@ -18,7 +18,6 @@
 #include <mutex>
 #include <system_error>
 #include <thread>
-#include <vector>
 
 namespace compilespec {
 
@@ -111,21 +110,28 @@ class Pool {
     }
   }
 
+  // Whether `is_done` came true while a thread stays awake.
+  template <class F>
+  static bool spin_until(const F& is_done) {
+    const auto limit = std::chrono::steady_clock::now() + kAwake;
+    do {
+      for (int i = 0; i < 32; ++i) {
+        if (is_done()) return true;
+        pause_spinning();
+      }
+    } while (std::chrono::steady_clock::now() < limit);
+    return false;
+  }
+
   int wait_for_work(int place, int seen) {
     const auto is_work = [=](int gate) {
       return (gate & kOpen) && gate >> kNumber != seen && place <= (gate >> kLast & kInside);
     };
-    const auto limit = std::chrono::steady_clock::now() + kAwake;
-    do {
-      for (int i = 0; i < 32; ++i) {
-        const int gate = gate_.load(std::memory_order_acquire);
-        if (is_work(gate)) return gate;
-        pause_spinning();
-      }
-    } while (std::chrono::steady_clock::now() < limit);
+    int gate;
+    if (spin_until([&] { return is_work(gate = gate_.load(std::memory_order_acquire)); })) return gate;
     for (;;) {
       asleep_[place].store(1);  // before the gate is read: whoever opens it later sees this
-      const int gate = gate_.load();
+      gate = gate_.load();
       if (is_work(gate)) {
         asleep_[place].store(0);
         return gate;
@@ -135,13 +141,7 @@ class Pool {
   }
 
   void wait_until_left() {
-    const auto limit = std::chrono::steady_clock::now() + kAwake;
-    do {
-      for (int i = 0; i < 32; ++i) {
-        if (!(gate_.load(std::memory_order_acquire) & kInside)) return;
-        pause_spinning();
-      }
-    } while (std::chrono::steady_clock::now() < limit);
+    if (spin_until([&] { return !(gate_.load(std::memory_order_acquire) & kInside); })) return;
     for (int gate; (gate = gate_.load(std::memory_order_acquire)) & kInside;) gate_.wait(gate);
   }
 
