@@ -27,7 +27,7 @@ class AcceptanceRates:
         self._tried = [0.0] * max_drafts
         self._expected: list[float] | None = None
 
-    def learn(self, count: int, num_emitted: int, times: int = 1, requests: float = 1.0) -> None:
+    def learn(self, count: int, num_emitted: int, times: int, requests: float) -> None:
         """One request's step of K = `count`: drafts up to the first wrong one were tried.
 
         Args:
@@ -95,7 +95,7 @@ class LearntAcceptance:
         """One request's drafts, `num_tried` of which could be judged; counts once it is learnt."""
         self._noted[level, num_tried, num_right] += 1
 
-    def learn(self, num_steps: int = 1) -> None:
+    def learn(self, num_steps: int) -> None:
         """From all that was noted, together: the order of a few steps says nothing.
 
         Args: num_steps: in which it was noted.

@@ -18,6 +18,7 @@ from tools.bench.llama_cpp import write_gguf
 from tools.bench.ways import Setup, Unavailable
 
 HERE = Path(__file__).parent
+FLAGS = "--guest-python, of OpenVINO --openvino-python,"
 
 
 class GuestWay:
@@ -26,7 +27,7 @@ class GuestWay:
     Args:
         engine: the script's name, and that of the package that it needs.
         python: the interpreter that has the package.
-        options: further values for the script; `model` takes the place of the checkpoint.
+        options: further values for the script.
         max_batch_size: None: that of the others.
     Raises: Unavailable without the package, or where the engine does not start.
     """
@@ -39,19 +40,23 @@ class GuestWay:
         self.max_batch_size = max_batch_size or setup.max_batch_size
         self._max_new_tokens = setup.max_new_tokens
         if subprocess.run([python, "-c", _HAS.format(engine)], check=False).returncode:
-            raise Unavailable(f"{python} has no package {engine}; --guest-python names another")
+            raise Unavailable(f"{python} has no package {engine}; {FLAGS} names another")
         self._process = subprocess.Popen(
             [python, str(HERE / f"run_{engine}.py")],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
         )  # fmt: skip
         given = {
-            "model": str(setup.model_dir), "batch": self.max_batch_size,
+            "model": str(self._model(setup)), "batch": self.max_batch_size,
             "length": setup.max_seq_len, "threads": setup.num_threads, **options,
         }  # fmt: skip
         try:
             self._ask(given)
         except RuntimeError as error:
             raise Unavailable(str(error)) from error
+
+    def _model(self, setup: Setup) -> Path:
+        """What the engine reads; asked for once its package was found."""
+        return setup.model_dir
 
     def generate(
         self, prompts: list[list[int]], max_new_tokens: int | None = None
@@ -94,13 +99,17 @@ class OpenVinoWay(GuestWay):
     ) -> None:
         if find_spec("gguf") is None:
             raise Unavailable("gguf is not installed")
+        self._kind = kind
         self._folder = tempfile.TemporaryDirectory(prefix="compilespec-bench-")
-        path = Path(self._folder.name) / "model.gguf"
-        write_gguf(setup.model, path, kind, setup.model_dir / "tokenizer.json")
         super().__init__(
-            setup, name, "openvino_genai", python, max_batch_size=1, model=str(path),
+            setup, name, "openvino_genai", python, max_batch_size=1,
             num_draft_tokens=num_draft_tokens,
         )  # fmt: skip
+
+    def _model(self, setup: Setup) -> Path:
+        path = Path(self._folder.name) / "model.gguf"
+        write_gguf(setup.model, path, self._kind, setup.model_dir / "tokenizer.json")
+        return path
 
     def close(self) -> None:
         super().close()
