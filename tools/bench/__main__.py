@@ -48,6 +48,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         "--rounds", type=int, help="how often each prompt is timed (3; --adaptive: 40)"
     )
     parser.add_argument("--repeats", type=int, default=3, help="warm starts of --first-token")
+    parser.add_argument("--cold-repeats", type=int, default=1, help="cold starts of it")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--only", help="only ways whose name contains this (gates may go unjudged)")
     parser.add_argument("--name", help="results/NAME.json (default: the kind of benchmark)")

@@ -1,7 +1,8 @@
 """Time to first token of a new process, with empty and with filled caches.
 
 Each measurement is a new Python process, timed from just before it is started to its first token,
-so that imports, loading, tracing and compiling all count.  The child then finishes its request, so
+so that imports, loading, tracing and compiling all count; so does the most memory that it ever had
+resident.  The child then finishes its request, so
 that code compiled after the first token is also in the caches when the next, warm process starts.
 """
 
@@ -10,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import resource
 import subprocess
 import sys
 import tempfile
@@ -47,20 +49,22 @@ def run(options: argparse.Namespace, console: Console) -> int:
             "threads": options.threads,
             "prompt": next(iter(load_prompts(1).values())),
         }
-        with tempfile.TemporaryDirectory(prefix="compilespec-first-token-") as folder:
-            console.print(f"{spec}: cold start")
-            cold = spawn("tools.bench.first_token", job, Path(folder))
-            warm = []
-            for repeat in range(options.repeats):
-                console.print(f"{spec}: warm start {repeat + 1}")
-                warm.append(spawn("tools.bench.first_token", job, Path(folder)))
-        result["specs"][spec] = {"job": job, "cold": cold, "warm": warm}
+        starts: dict[str, list[dict[str, Any]]] = {"cold": [], "warm": []}
+        for number in range(options.cold_repeats):
+            with tempfile.TemporaryDirectory(prefix="compilespec-first-token-") as folder:
+                is_last = number == options.cold_repeats - 1
+                for start in ["cold", *["warm"] * (options.repeats if is_last else 0)]:
+                    console.print(f"{spec}: {start} start {len(starts[start]) + 1}")
+                    starts[start].append(spawn("tools.bench.first_token", job, Path(folder)))
+        result["specs"][spec] = {"job": job, **starts}
     table = Table(title="seconds from process start to first token")
-    for column in ("spec", "start", "first token", "import", "compile", "limit", ""):
-        table.add_column(column)
+    columns = ("spec", "start", "first token", "import", "compile", "peak MiB", "limit", "")
+    for column in columns:
+        table.add_column(column, justify="right")
     failed = False
     for spec, entry in result["specs"].items():
-        for start, runs in (("cold", [entry["cold"]]), ("warm", entry["warm"])):
+        for start in ("cold", "warm"):
+            runs = entry[start]
             seconds = quantiles([r["first_token_s"] for r in runs])["p50"]
             entry[f"{start}_first_token_s"] = seconds
             limit = FIRST_TOKEN_LIMIT_S[start]
@@ -73,6 +77,7 @@ def run(options: argparse.Namespace, console: Console) -> int:
                     f"{quantiles([r[key] for r in runs])['p50']:.1f}"
                     for key in ("import_s", "compile_s")
                 ),
+                f"{quantiles([r['peak_mib'] for r in runs])['p50']:.0f}",
                 f"{limit:.0f}",
                 "[red]FAIL[/]" if seconds > limit else "[green]pass[/]",
             )
@@ -138,6 +143,7 @@ def child(job: dict[str, Any]) -> dict[str, Any]:
         "import_s": imported - job["started"],
         "compile_s": compiled - imported,
         "finished_s": time.time() - job["started"],
+        "peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,  # Linux: KiB
     }
 
 
