@@ -55,7 +55,7 @@ class Judged(NamedTuple):
 
 UNSETTLED = Choice(num_draft_tokens=0)  # a plain step whose time tells how the K compare
 
-Gains = tuple[float, ...]  # by K
+Shares = tuple[float, ...]  # by K: of a step, what one token of a request takes
 
 
 class DraftPolicy:
@@ -86,7 +86,7 @@ class DraftPolicy:
             )
             for count in self.counts
         }
-        self._gains: dict[Drafted, Gains] = {}  # since something was learnt last
+        self._shares: dict[Drafted, Shares] = {}  # since something was learnt last
 
     def choose(
         self, drafted: Sequence[Drafted], batch: int, *, needs_replay: bool = False
@@ -185,7 +185,7 @@ class DraftPolicy:
         if self._num_judged:
             self.acceptance.learn(self._num_judged)
             self._num_judged = 0
-            self._gains.clear()
+            self._shares.clear()
 
     # --- speeds ---
 
@@ -194,8 +194,8 @@ class DraftPolicy:
         What a look-up found is another thing at every step: there the one in use has no advantage,
         but the smallest has, since of many estimates the highest is too high.
         """
-        known = self._gains
-        speeds = self._speeds([known.get(one) or self._gain(one) for one in drafted], batch)
+        known = self._shares
+        speeds = self._speeds([known.get(one) or self._share(one) for one in drafted], batch)
         best = max(speeds)
         if all(one.is_found for one in drafted):
             pays = best > (1 + FOUND_GAIN) * speeds[0]
@@ -205,44 +205,42 @@ class DraftPolicy:
         self._best_speed = speeds[self._current]
         return self.counts[self._current]
 
-    def _speeds(self, gains: Sequence[Gains], batch: int) -> list[float]:
-        """Tokens a millisecond of every K at the machine's usual speed, where drafts give each
-        request so many tokens.
+    def _speeds(self, shares: Sequence[Shares], batch: int) -> list[float]:
+        """Tokens a millisecond of every K at the machine's usual speed, for requests whose drafts
+        are given and others that have none.
+
+        The speed of a batch is the harmonic mean of its requests': drafts that help a few delay
+        the others, and the last one to end gains nothing.
         """
         times = self.costs.at_usual_speed(batch)
-        if not gains:
-            return [batch / ms for ms in times]
-        of_all = gains[0] if len(gains) == 1 else map(sum, zip(*gains, strict=True))
-        return [(batch + gain) / ms for gain, ms in zip(of_all, times, strict=True)]
+        without = batch - len(shares)
+        of_all = map(sum, zip(*shares, strict=True)) if shares else [0.0] * len(times)
+        return [batch * batch / ((without + of) * ms) for of, ms in zip(of_all, times, strict=True)]
 
-    def _gain(self, one: Drafted) -> Gains:
-        """Tokens that drafts give a request beside its own, by K."""
+    def _share(self, one: Drafted) -> Shares:
         by_count, usual = self.acceptance.expected(one.level), self.acceptance.expected_of_all()
-        gains = tuple(_num_accepted(count, one, by_count, usual) for count in self.counts)
-        self._gains[one] = gains
-        return gains
+        shares = self._shares_of(one, by_count, usual)
+        self._shares[one] = shares
+        return shares
+
+    def _shares_of(self, one: Drafted, by_count: Sequence[float], usual: Sequence[float]) -> Shares:
+        return tuple(1 / (1 + _num_accepted(k, one, by_count, usual)) for k in self.counts)
 
     def _usual_speeds(self, drafted: Sequence[Drafted], batch: int) -> list[float]:
         """Speeds by K, whatever a model says of its drafts in this step."""
         usual = self.acceptance.expected_of_all()
-        gains = []
-        for one in drafted:
-            if one.is_found:
-                gains.append(self._gain(one))
-            else:
-                one = Drafted(one.most)
-                gains.append(tuple(_num_accepted(k, one, usual, usual) for k in self.counts))
-        return self._speeds(gains, batch)
+        shares = [
+            self._share(one) if one.is_found else self._shares_of(Drafted(one.most), usual, usual)
+            for one in drafted
+        ]
+        return self._speeds(shares, batch)
 
     def _could_pay(self, batch: int, drafted: Sequence[Drafted] | None = None) -> bool:
         """Whether drafts that are all right would beat plain steps."""
         rows = [Drafted(self.counts[-1])] * batch if drafted is None else drafted
         all_right = range(self.counts[-1] + 1)
-        gains = [
-            tuple(_num_accepted(count, one, all_right, all_right) for count in self.counts)
-            for one in rows
-        ]
-        plain, *others = self._speeds(gains, batch)
+        shares = [self._shares_of(one, all_right, all_right) for one in rows]
+        plain, *others = self._speeds(shares, batch)
         return max(others) > plain
 
     def _smallest(self) -> int:

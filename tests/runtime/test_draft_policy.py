@@ -227,6 +227,22 @@ def test_a_requests_own_k_counts() -> None:
     assert policy.choose([Drafted(0)], 1).num_draft_tokens == 0
 
 
+def test_drafts_of_a_few_requests_must_be_worth_the_time_of_all() -> None:
+    """Three of eight have drafts that are always right, and steps take half as long again: 14
+    tokens instead of 8, but those who have none, and end the batch, only wait longer.
+    """
+    times = {(0, 8): 4.0, (2, 8): 6.0, (5, 8): 14.0}
+    policy = DraftPolicy(COUNTS, StepCosts(times, {}), looks_up=True)
+    for _ in range(100):
+        for count in COUNTS:
+            policy.observe(count, 8, times[count, 8], [Judged(2, 2, level=1)], trial=False)
+    found = Drafted(5, level=1, num_drafts=2, is_found=True)
+    nothing = Drafted(5, num_drafts=0, is_found=True)
+    assert policy.choose([found] * 3 + [nothing] * 5, 8).num_draft_tokens == 0
+    assert policy.choose([found] * 6 + [nothing] * 2, 8).num_draft_tokens == 2
+    assert policy.choose([found] * 3, 8).num_draft_tokens == 0  # the others have no drafter
+
+
 def test_a_slow_machine_does_not_make_other_k_look_fast():
     """Every step takes half as long again for a while: the K that pays stays in use."""
     policy = policy_that_met_all()
