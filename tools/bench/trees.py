@@ -1,6 +1,7 @@
 """Chains of drafts against trees of them: tokens a step, and tokens a second.
 
     python -m tools.bench.trees           written to results/trees.json
+    python -m tools.bench.trees --real    SmolLM2-135M-Instruct: results/trees-real.json
 
 One engine a shape, the same greedy prompts for all by turns, batch by batch; tokens are checked
 against plain decoding first.  A tree of N nodes verifies N + 1 rows a request and step, so what
@@ -21,9 +22,10 @@ from rich.table import Table
 
 import compilespec
 from compilespec import DraftTree, SamplingParams
-from tools.bench import report
+from tools.bench import real, report
 from tools.bench.prompts import load_prompts
 from tools.bench.speed import make_batches
+from tools.real_models import SMOLLM2
 
 SHAPES: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -60,6 +62,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tools.bench.trees")
+    parser.add_argument("--real", action="store_true", help="the model of `make smollm2`, its head")
     parser.add_argument("--model", default="demo", help="a checkpoint directory, or demo")
     parser.add_argument("--draft", help="the drafter's directory")
     parser.add_argument("--spec", default="eagle3")
@@ -71,8 +74,12 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--only", help="only shapes whose name contains this, and plain")
-    parser.add_argument("--name", default="trees", help="results/NAME.json")
-    return parser.parse_args(arguments)
+    parser.add_argument("--name", help="results/NAME.json (default: trees or trees-real)")
+    options = parser.parse_args(arguments)
+    options.name = options.name or ("trees-real" if options.real else "trees")
+    if options.real:
+        options.model, options.draft = str(SMOLLM2), str(real.HEAD)
+    return options
 
 
 def _compile(options: argparse.Namespace, shape: dict[str, Any]) -> Any:
@@ -89,7 +96,11 @@ def _compile(options: argparse.Namespace, shape: dict[str, Any]) -> Any:
 
 def _measure(engines: dict[str, Any], size: int, options: argparse.Namespace) -> dict[str, Any]:
     """By shape: medians over the batches and rounds; the first round warms up."""
-    prompts = list(load_prompts(options.num_prompts).values())
+    prompts: list[Any] = list(
+        real.read_prompts(SMOLLM2, options.num_prompts).values()
+        if options.real
+        else load_prompts(options.num_prompts).values()
+    )
     params = SamplingParams(max_new_tokens=options.max_new_tokens, ignore_eos=True)
     speeds: dict[str, list[float]] = {name: [] for name in engines}
     step_ms: dict[str, list[float]] = {name: [] for name in engines}
