@@ -10,7 +10,7 @@ Source: Li et al. 2025 (EAGLE-3).
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, cast
 
@@ -27,6 +27,7 @@ from compilespec.tracing.target_info import TargetInfo
 from compilespec.training.batches import Batch, Lesson
 from compilespec.training.method import StepLosses, TrainingMethod
 from compilespec.training.options import TrainOptions
+from compilespec.training.target_loss import step_cost
 
 WHOLE_VOCABULARY, REDUCED_VOCABULARY = 16_384, 8_192
 INITIAL_STD = 0.02
@@ -39,7 +40,6 @@ class Eagle3Training(TrainingMethod):
 
     def __init__(self) -> None:
         self._step: Any = draft_step
-        self._cost: Any = step_cost
 
     def create(self, info: TargetInfo, counts: Tensor, options: TrainOptions) -> nn.Module:
         config = head_config(info, options)
@@ -62,9 +62,7 @@ class Eagle3Training(TrainingMethod):
     def losses(self, drafter: nn.Module, lesson: Lesson, depth: int) -> StepLosses:
         head = cast(Eagle3Drafter, drafter)
         outputs = self._unroll(head, lesson.aux, lesson.batch, depth)
-        return judge(
-            lesson, outputs, head.norm, head.lm_head.weight, head.draft_ids, cost=self._cost
-        )
+        return judge(lesson, outputs, head.norm, head.lm_head.weight, head.draft_ids)
 
     def save(self, drafter: nn.Module, directory: Path, dtype: torch.dtype, layout: str) -> None:
         stored = copy.deepcopy(drafter).to(dtype)
@@ -72,7 +70,6 @@ class Eagle3Training(TrainingMethod):
 
     def compile_steps(self) -> None:
         self._step = torch.compile(draft_step, dynamic=True, fullgraph=True)
-        self._cost = torch.compile(step_cost, dynamic=True, fullgraph=True)
 
     def _unroll(
         self, head: Eagle3Drafter, aux_BTE: Tensor, batch: Batch, depth: int
@@ -107,7 +104,6 @@ def judge(
     norm: nn.Module,
     head: Tensor,
     draft_ids: Tensor | None = None,
-    cost: Callable[..., tuple[Tensor, Tensor]] | None = None,
 ) -> StepLosses:
     """What the hidden states [B, A, D] of the draft steps cost, one step after the other."""
     batch, losses, rights = lesson.batch, [], []
@@ -115,7 +111,7 @@ def judge(
     for step, hidden in enumerate(outputs):
         probs, best = lesson.judge(step)
         weight_BA = batch.weights(step)
-        total, chosen_BA = (cost or step_cost)(hidden, norm, head, probs, weight_BA)
+        total, chosen_BA = step_cost(hidden, norm, head, probs, weight_BA)
         count = weight_BA.sum().clamp_min(1)
         target_ids = chosen_BA if draft_ids is None else draft_ids[chosen_BA]
         right_BA = right_BA * (target_ids == best) * weight_BA
@@ -211,18 +207,6 @@ def attend_beside(
         share = weight[..., length + place].permute(0, 3, 1, 2)[..., None]
         out = out + share * value[:, :, :, None]
     return out
-
-
-def step_cost(
-    hidden: Tensor, norm: nn.Module, head: Tensor, probs_BAV: Tensor, weight_BA: Tensor
-) -> tuple[Tensor, Tensor]:
-    """The cross entropy against the target's probabilities, summed, and the draft ids chosen.
-
-    The probabilities are not renormalised: a place counts by the mass that can be drafted.
-    """
-    logits = F.linear(norm(hidden), head).float()
-    cost_BA = -(probs_BAV * F.log_softmax(logits, -1)).sum(-1)
-    return (cost_BA * weight_BA).sum(), logits.detach().argmax(-1)
 
 
 def head_config(info: TargetInfo, options: TrainOptions) -> Eagle3Config:

@@ -72,7 +72,7 @@ class TrainingMethod(ABC):
 
     @abstractmethod
     def losses(self, drafter: nn.Module, lesson: Lesson, depth: int) -> StepLosses:
-        """Teach one lesson.  No host sync is needed."""
+        """Teach one lesson."""
 
     @abstractmethod
     def save(self, drafter: nn.Module, directory: Path, dtype: torch.dtype, layout: str) -> None:

@@ -88,7 +88,7 @@ class Teacher:
         """
         if ids is not None and said is not None:
             logits = self._head_of(ids)(hidden_ND).float()
-            return (logits - said.normalizer[:, None]).exp(), said.best
+            return logits.sub_(said.normalizer[:, None]).exp_(), said.best
         parts, best = [], []
         for rows in hidden_ND.split(256):
             probs = torch.softmax(self._head(rows).float(), -1)
