@@ -162,51 +162,24 @@ def draft_step(
     """
     attention, normed = layer.self_attn, layer.hidden_norm(hidden)
     fused = torch.cat((layer.input_layernorm(embed), normed), -1)
-    num_rows, group = hidden.shape[1], attention.num_heads // attention.num_kv_heads
+    num_rows = hidden.shape[1]
     query = attention.q_proj(fused).unflatten(-1, (attention.num_heads, attention.head_dim))
     query = query if attention.q_norm is None else attention.q_norm(query)
-    query = rotate(query, cos, sin) * attention.scale
-    query = query.unflatten(2, (attention.num_kv_heads, group))
+    query = rotate(query, cos, sin)
     mine = keys_values(attention, fused, cos, sin)
-    beside = [*own, mine] if adds_own else own
-    if beside:
-        out = attend_beside(query, key_BTNH, value_BTNH, visible_BAT, beside)
-    else:
-        out = F.scaled_dot_product_attention(
-            query.flatten(2, 3).transpose(1, 2),
-            key_BTNH.transpose(1, 2),
-            value_BTNH.transpose(1, 2),
-            attn_mask=visible_BAT[:, None],
-            scale=1.0,
-            enable_gqa=group > 1,
-        ).transpose(1, 2)
+    keys, values = zip((key_BTNH, value_BTNH), *own, *([mine] if adds_own else []), strict=True)
+    itself = torch.eye(num_rows, dtype=torch.bool, device=query.device).expand(len(query), -1, -1)
+    out = F.scaled_dot_product_attention(
+        query.transpose(1, 2),
+        torch.cat(keys, 1).transpose(1, 2),
+        torch.cat(values, 1).transpose(1, 2),
+        attn_mask=torch.cat([visible_BAT, *[itself] * (len(keys) - 1)], 2)[:, None],
+        scale=attention.scale,
+        enable_gqa=attention.num_heads > attention.num_kv_heads,
+    ).transpose(1, 2)
     residual = normed if layer.norm_before_residual else hidden
     hidden = residual + attention.o_proj(out.reshape(hidden.shape[0], num_rows, -1))
     return hidden + layer.mlp(layer.post_attention_layernorm(hidden)), mine
-
-
-def attend_beside(
-    query: Tensor,
-    key_BTNH: Tensor,
-    value_BTNH: Tensor,
-    visible_BAT: Tensor,
-    beside: list[tuple[Tensor, Tensor]],
-) -> Tensor:
-    """Attention [B, A, Nkv, G, H] of scaled queries to the rows they see, and to some of their own.
-
-    Args:
-        beside: keys and values [B, A, Nkv, H] that only the row itself sees.
-    """
-    score = torch.einsum("bangh,btnh->bngat", query, key_BTNH)
-    score = score.masked_fill(~visible_BAT[:, None, None], float("-inf"))
-    single = [torch.einsum("bangh,banh->bnga", query, key)[..., None] for key, _ in beside]
-    weight = torch.softmax(torch.cat([score, *single], -1).float(), -1).to(query.dtype)
-    length = key_BTNH.shape[1]
-    out = torch.einsum("bngat,btnh->bangh", weight[..., :length], value_BTNH)
-    for place, (_, value) in enumerate(beside):
-        share = weight[..., length + place].permute(0, 3, 1, 2)[..., None]
-        out = out + share * value[:, :, :, None]
-    return out
 
 
 def head_config(info: TargetInfo, options: TrainOptions) -> Eagle3Config:
