@@ -72,7 +72,7 @@ class Teacher:
     @torch.no_grad()
     def says(self, hidden_ND: Tensor) -> Said:
         """After rows of the head's input, [N] each."""
-        logits = (self._head(rows).float() for rows in hidden_ND.split(256))
+        logits = (self._head(rows).float() for rows in self._own(hidden_ND).split(256))
         parts = [(rows.logsumexp(-1), rows.argmax(-1)) for rows in logits]
         return Said(*(torch.cat(columns) for columns in zip(*parts, strict=True)))
 
@@ -86,6 +86,7 @@ class Teacher:
         Args:
             said: what `says` gives for the rows: then the ids that can be drafted are enough.
         """
+        hidden_ND = self._own(hidden_ND)
         if ids is not None and said is not None:
             logits = self._head_of(ids)(hidden_ND).float()
             return logits.sub_(said.normalizer[:, None]).exp_(), said.best
@@ -95,6 +96,10 @@ class Teacher:
             best.append(probs.argmax(-1))
             parts.append(probs if ids is None else probs[:, ids])
         return torch.cat(parts), torch.cat(best)
+
+    def _own(self, hidden_ND: Tensor) -> Tensor:
+        """Hidden states that were kept in another dtype, in the model's."""
+        return hidden_ND.to(self.info.lm_head.dtype)
 
     def _head_of(self, ids: Tensor) -> HeadFunction:
         if self._narrow is None or not self._narrow[0].equal(ids):

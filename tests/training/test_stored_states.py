@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -89,6 +90,18 @@ def test_what_the_target_says_is_kept_and_enough_for_a_reduced_vocabulary(teache
     says = teacher.says(rows)
     assert says.best.equal(best)
     torch.testing.assert_close(says.normalizer, kept.normalizer)
+
+
+def test_states_are_kept_of_a_target_in_half_precision(model, tmp_path):
+    """They are read as float32, and the target's head takes them."""
+    half = Teacher(load_target(copy.deepcopy(model), dtype=torch.bfloat16))
+    half.tap(AUX)
+    _, last, said = opened(tmp_path, half).of(SAMPLES[:1])
+    rows, ids = last.flatten(0, 1), torch.tensor([1, 4, 5, 40])
+    expected, best = half.probabilities(rows, None)
+    found, _ = half.probabilities(rows, ids, Said(*(column.flatten() for column in said)))
+    torch.testing.assert_close(found, expected[:, ids])
+    assert said.best.flatten().equal(best)
 
 
 def test_what_a_killed_process_left_is_cut_off(teacher, tmp_path):
