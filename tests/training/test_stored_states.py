@@ -111,7 +111,10 @@ def test_what_a_killed_process_left_is_cut_off(teacher, tmp_path):
     rows.write_bytes(rows.read_bytes() + b"half a row")
     store = opened(tmp_path, teacher)
     assert rows.stat().st_size == sum(map(len, SAMPLES[:2])) * store.row_bytes
-    assert same(store.of(SAMPLES), expected)
+    found = store.of(SAMPLES)  # the third alone, whose products may be rounded otherwise
+    for mine, theirs in zip((*found[:2], *found[2]), (*expected[:2], *expected[2]), strict=True):
+        assert mine[:2].equal(theirs[:2])
+        torch.testing.assert_close(mine[2], theirs[2], rtol=1e-2, atol=1e-2)
 
 
 def test_other_states_and_a_file_that_ends_early_are_refused(teacher, tmp_path):
