@@ -178,14 +178,16 @@ def plan_of(trainer: Trainer) -> list[str]:
     rows = trainer.method.draft_ids(trainer.drafter)
     num_rows = info.vocab_size if rows is None else len(rows)
     states = options.batch_tokens * info.hidden_size * 4 * 8
-    probs = options.batch_tokens * num_rows * 4 * (2 + options.depth * 2)
+    probs = options.batch_tokens * num_rows * 4 * 2  # and the slopes of one draft step
+    heads = options.depth * num_rows * info.hidden_size * 4  # gradients, of each draft step
+    for_step = states + probs + heads
     return [
         f"{trainer.method.spec}: {trained / 1e6:.2f}M parameters to train, head of {num_rows} of "
         f"{info.vocab_size} tokens",
         f"data: {len(trainer.learned)} sequences to learn from, {len(trainer.judged)} held out"
         f"{'' if trainer.judged else ': too few, the acceptance will not be measured'}",
         f"memory beside the model: {trained * 16 / 2**20:.0f} MiB for weights and optimiser, up to "
-        f"{(states + probs) / 2**20:.0f} MiB for a step; disk: {trained * 12 / 2**20:.0f} MiB for "
+        f"{for_step / 2**20:.0f} MiB for a step; disk: {trained * 12 / 2**20:.0f} MiB for "
         f"the state, {trained * trainer.target.dtype.itemsize / 2**20:.0f} MiB for the drafter",
         *_plan_of_states(trainer),
     ]
