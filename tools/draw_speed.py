@@ -1,27 +1,66 @@
-"""Draws the README's speed chart from results/speed.json: `python -m tools.draw_speed`.
-
-With the argument `-`, the SVG goes to standard output.
+"""Draws the charts of speeds from results/speed.json and results/real.json: `python -m
+tools.draw_speed`.
 """
 
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "tools" / "bench" / "results" / "speed.json"
-PICTURE = ROOT / "docs" / "images" / "speed.svg"
+RESULTS = ROOT / "tools" / "bench" / "results"
 
-WAYS = {  # names in the recorded run, by their labels in the chart
-    "transformers, eager": "transformers eager",
-    "transformers, compiled": "transformers static compiled",
-    "compilespec, plain": "compilespec none",
-    "compilespec, EAGLE-3, K=1": "compilespec eagle3 K=1",
-    "compilespec, EAGLE-3, K=3": "compilespec eagle3 K=3",
-}
+
+@dataclass(frozen=True, kw_only=True)
+class Chart:
+    """Bars of a recorded run: names in it, by their labels."""
+
+    name: str
+    what: str
+    ways: Mapping[str, str]
+
+    @property
+    def results(self) -> Path:
+        return RESULTS / f"{self.name}.json"
+
+    @property
+    def picture(self) -> Path:
+        return ROOT / "docs" / "images" / f"{self.name}.svg"
+
+
+CHARTS = (
+    Chart(
+        name="speed",
+        what="the demo pair",
+        ways={
+            "transformers, eager": "transformers eager",
+            "transformers, compiled": "transformers static compiled",
+            "compilespec, plain": "compilespec none",
+            "compilespec, EAGLE-3, K=1": "compilespec eagle3 K=1",
+            "compilespec, EAGLE-3, K=3": "compilespec eagle3 K=3",
+        },
+    ),
+    Chart(
+        name="real",
+        what="SmolLM2-135M-Instruct",
+        ways={
+            "transformers, eager": "transformers eager",
+            "vLLM": "vLLM",
+            "llama.cpp": "llama.cpp",
+            "compilespec, plain": "compilespec none",
+            "compilespec, n-grams, K=4": "compilespec ngram K=4",
+            "compilespec, EAGLE-3, K=2": "compilespec eagle3 K=2",
+            "compilespec, EAGLE-3, K=3": "compilespec eagle3 K=3",
+            "OpenVINO, 8 bits": "OpenVINO Q8_0",
+            "llama.cpp, 8 bits": "llama.cpp Q8_0",
+            "compilespec, 8 bits": "compilespec none int8",
+            "compilespec, 8 bits, EAGLE-3": "compilespec eagle3 K=2 int8",
+        },
+    ),
+)
 WIDTH, LABELS, BAR, GAP, HEAD = 760, 205, 18, 6, 26  # pixels; HEAD is a panel's title
 STYLE = (  # colours that are legible on white and on black
     "text { font: 13px system-ui, sans-serif; fill: #6e7781 } .title { font-weight: 600 } "
@@ -29,20 +68,24 @@ STYLE = (  # colours that are legible on white and on black
 )
 
 
-def draw(results: Mapping[str, Any]) -> str:
+def draw(results: Mapping[str, Any], chart: Chart) -> str:
     """The SVG: a panel of bars for each batch size, showing median tokens per second."""
-    panel = HEAD + len(WAYS) * (BAR + GAP) + 14
-    parts = [
-        line
-        for index, batch in enumerate(("1", "8"))
-        for line in _panel(results["speeds"][batch], batch, top=index * panel + 4)
-    ]
-    height = 2 * panel
+    parts: list[str] = []
+    top = 4
+    for batch in ("1", "8"):
+        medians = {
+            label: results["speeds"][batch][way]["tokens_per_s"]["p50"]
+            for label, way in chart.ways.items()
+            if way in results["speeds"][batch]
+        }
+        parts += _panel(medians, batch, top=top)
+        top += HEAD + len(medians) * (BAR + GAP) + 14
+    height = top - 4
     return "\n".join(
         [
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" '
             f'width="{WIDTH}" height="{height}" role="img" '
-            'aria-label="Tokens per second of the demo pair by way of decoding">',
+            f'aria-label="Tokens per second of {chart.what} by way of decoding">',
             f"<style>{STYLE}</style>",
             *parts,
             "</svg>",
@@ -51,8 +94,7 @@ def draw(results: Mapping[str, Any]) -> str:
     )
 
 
-def _panel(speeds: Mapping[str, Any], batch: str, *, top: int) -> Iterator[str]:
-    medians = {title: speeds[way]["tokens_per_s"]["p50"] for title, way in WAYS.items()}
+def _panel(medians: Mapping[str, float], batch: str, *, top: int) -> Iterator[str]:
     base, largest = next(iter(medians.values())), max(medians.values())
     room = WIDTH - LABELS - 110
     yield f'<text class="title" x="0" y="{top + 14}">batch {batch}: tokens per second</text>'
@@ -69,12 +111,10 @@ def _panel(speeds: Mapping[str, Any], batch: str, *, top: int) -> Iterator[str]:
 
 
 def main() -> None:
-    picture = draw(json.loads(RESULTS.read_text(encoding="utf-8")))
-    if sys.argv[1:] == ["-"]:
-        sys.stdout.write(picture)
-        return
-    PICTURE.parent.mkdir(parents=True, exist_ok=True)
-    PICTURE.write_text(picture, encoding="utf-8")
+    for chart in CHARTS:
+        chart.picture.parent.mkdir(parents=True, exist_ok=True)
+        recorded = json.loads(chart.results.read_text(encoding="utf-8"))
+        chart.picture.write_text(draw(recorded, chart), encoding="utf-8")
 
 
 if __name__ == "__main__":

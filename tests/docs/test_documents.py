@@ -150,8 +150,10 @@ def test_every_environment_variable_has_a_row() -> None:
 # --- speed ---
 
 
-def test_the_picture_is_that_of_the_recorded_run() -> None:
-    assert draw_speed.PICTURE.read_text(encoding="utf-8") == draw_speed.draw(_result("speed.json"))
+@pytest.mark.parametrize("chart", draw_speed.CHARTS, ids=lambda chart: chart.name)
+def test_the_picture_is_that_of_the_recorded_run(chart: draw_speed.Chart) -> None:
+    recorded = json.loads(chart.results.read_text(encoding="utf-8"))
+    assert chart.picture.read_text(encoding="utf-8") == draw_speed.draw(recorded, chart)
 
 
 def _result(name: str) -> Any:
@@ -179,6 +181,18 @@ def test_speeds_are_those_of_the_recorded_run() -> None:
         assert cells[:4] == expected, title
         assert cells[4] == ("" if length is None else f"{length:.2f}".removesuffix(".00"))
     assert not names
+
+
+def test_speeds_of_the_real_model_are_those_of_the_recorded_run() -> None:
+    recorded = _result("real.json")
+    rows = table_under("docs/tuning.md", "way of decoding")
+    assert len(rows) > 10
+    for way, *cells in rows:
+        found = [recorded["speeds"][batch].get(way) for batch in ("1", "8")]
+        expected = [f"{one['tokens_per_s']['p50']:.0f}" if one else "" for one in found]
+        length = found[0].get("acceptance_length") if "eagle3" in way else None
+        expected.append(f"{length:.2f}" if length else "")
+        assert cells == [*expected, f"{recorded['prefill'][way]['tokens_per_s']:.0f}"], way
 
 
 def test_first_tokens_are_those_of_the_recorded_run() -> None:
