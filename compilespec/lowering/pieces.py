@@ -187,6 +187,10 @@ class _Cut:
         self.placeholders = gm.graph.find_nodes(op="placeholder")
         self.segment = _segments(gm.graph)
         self._numbers = {node: index for index, node in enumerate(self.placeholders)}
+        self.sizes: dict[Any, fx.Node] = {}  # by expression, the first that is made of sizes alone
+        for node in filter(_is_size, gm.graph.nodes):
+            if node.all_input_nodes and all(map(_is_size, node.all_input_nodes)):
+                self.sizes.setdefault(_torch_compat.size_expression(node.meta["val"]), node)
         output = next(node for node in reversed(gm.graph.nodes) if node.op == "output")
         self._results = [_alias_of(node) for node in output.args[0]]
 
@@ -314,9 +318,13 @@ class _PieceGraph:
     def _value(self, node: fx.Node) -> fx.Node:
         if node in self._copies:
             return self._copies[node]
-        if not _is_size(node) or not _torch_compat.size_expression(node.meta["val"]).is_Symbol:
+        if not _is_size(node):
             return self._copy(node)
-        symbol = str(_torch_compat.size_expression(node.meta["val"]))
+        expression = _torch_compat.size_expression(node.meta["val"])
+        if not expression.is_Symbol:
+            same = self._cut.sizes.get(expression, node)  # the node may measure a far tensor
+            return self._copy(node) if same is node else self._value(same)
+        symbol = str(expression)
         carrier = next(given for given in self.inputs if symbol in _dims(given))
         made = self._graph.call_function(
             torch.ops.aten.sym_size.int, (self._copies[carrier], _dims(carrier)[symbol])

@@ -61,6 +61,26 @@ def assert_same(function: Callable[..., Any], *shapes: tuple[int, ...]) -> Stitc
     return whole.plan
 
 
+@pytest.mark.usefixtures("cut_at_sin")
+def test_a_size_that_a_far_tensor_has_is_made_of_the_sizes_again() -> None:
+    """Of a flat tensor, 4 B: measuring it in a later piece would need all that it was made of."""
+
+    def step(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        flat = (x.sin() * y).reshape(x.shape[0] * 4)
+        later = flat.exp().view(x.shape[0], 4).sin()
+        return (later * 2).reshape(x.shape[0] * 4).cos().view(x.shape[0], 4), later
+
+    gm, aten = traced(step, (4,), (4,)), torch.ops.aten
+    flat, _, last, _ = gm.graph.find_nodes(op="call_function", target=aten.view.default)
+    with gm.graph.inserting_before(last):
+        size = gm.graph.call_function(aten.sym_size.int, (flat, 0))
+    size.meta["val"] = flat.meta["val"].shape[0]
+    last.args = (last.args[0], [size])
+    inputs = torch.randn(5, 4), torch.randn(5, 4)
+    for mine, theirs in zip(stitched(gm)(*inputs), step(*inputs), strict=True):
+        assert torch.equal(mine, theirs)
+
+
 def test_layers_of_one_structure_are_one_piece(cut_at_sin: None) -> None:
     def layers(x: Tensor, w1: Tensor, w2: Tensor, w3: Tensor) -> tuple[Tensor]:
         for weight in (w1, w2, w3):
