@@ -10,7 +10,7 @@ Source: Li et al. 2025 (EAGLE-3).
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -162,24 +162,42 @@ def draft_step(
     """
     attention, normed = layer.self_attn, layer.hidden_norm(hidden)
     fused = torch.cat((layer.input_layernorm(embed), normed), -1)
-    num_rows = hidden.shape[1]
     query = attention.q_proj(fused).unflatten(-1, (attention.num_heads, attention.head_dim))
     query = query if attention.q_norm is None else attention.q_norm(query)
     query = rotate(query, cos, sin)
     mine = keys_values(attention, fused, cos, sin)
-    keys, values = zip((key_BTNH, value_BTNH), *own, *([mine] if adds_own else []), strict=True)
-    itself = torch.eye(num_rows, dtype=torch.bool, device=query.device).expand(len(query), -1, -1)
-    out = F.scaled_dot_product_attention(
-        query.transpose(1, 2),
-        torch.cat(keys, 1).transpose(1, 2),
-        torch.cat(values, 1).transpose(1, 2),
-        attn_mask=torch.cat([visible_BAT, *[itself] * (len(keys) - 1)], 2)[:, None],
-        scale=attention.scale,
-        enable_gqa=attention.num_heads > attention.num_kv_heads,
-    ).transpose(1, 2)
+    pairs = [(key_BTNH, value_BTNH), *own, *([mine] if adds_own else [])]
+    keys, values = ([one.transpose(1, 2) for one in column] for column in zip(*pairs, strict=True))
+    out = attend_with_own(query.transpose(1, 2), keys, values, visible_BAT, attention.scale)
     residual = normed if layer.norm_before_residual else hidden
-    hidden = residual + attention.o_proj(out.reshape(hidden.shape[0], num_rows, -1))
+    hidden = residual + attention.o_proj(out.transpose(1, 2).flatten(2))
     return hidden + layer.mlp(layer.post_attention_layernorm(hidden)), mine
+
+
+def attend_with_own(
+    query_BNAH: Tensor,
+    keys: Sequence[Tensor],
+    values: Sequence[Tensor],
+    visible_BAT: Tensor,
+    scale: float,
+) -> Tensor:
+    """Attention [B, N, A, H] of later draft steps.
+
+    Args:
+        keys, values: those of all rows [B, Nkv, T, H], then of draft steps [B, Nkv, A, H], of which
+            each row sees its own.
+        visible_BAT: which of all rows a row sees.
+    """
+    itself = torch.eye(query_BNAH.shape[2], dtype=torch.bool, device=query_BNAH.device)
+    own = itself.expand(len(query_BNAH), -1, -1)
+    return F.scaled_dot_product_attention(
+        query_BNAH,
+        torch.cat(list(keys), 2),
+        torch.cat(list(values), 2),
+        attn_mask=torch.cat([visible_BAT, *[own] * (len(keys) - 1)], 2)[:, None],
+        scale=scale,
+        enable_gqa=query_BNAH.shape[1] > keys[0].shape[1],
+    )
 
 
 def head_config(info: TargetInfo, options: TrainOptions) -> Eagle3Config:

@@ -20,7 +20,6 @@ from typing import Any, cast
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from compilespec.errors import InvalidOption
 from compilespec.methods.mtp.drafter import MtpDrafter
@@ -28,7 +27,7 @@ from compilespec.methods.mtp.module import MtpStep
 from compilespec.methods.mtp.random_modules import random_modules
 from compilespec.tracing.target_info import TargetInfo
 from compilespec.training.batches import Batch, Lesson
-from compilespec.training.eagle3 import INITIAL_STD, judge, layer_sizes
+from compilespec.training.eagle3 import INITIAL_STD, attend_with_own, judge, layer_sizes
 from compilespec.training.method import StepLosses, TrainingMethod
 from compilespec.training.options import TrainOptions
 
@@ -176,22 +175,11 @@ def _attend(
 ) -> tuple[Tensor, None]:
     """transformers' attention contract: [B, N, T, H] in, ([B, T, N, H], weights) out."""
     scale = query_BNTH.shape[-1] ** -0.5 if scaling is None else scaling
-    group = query_BNTH.shape[1] // key_BNTH.shape[1]
-    key, value = (x.repeat_interleave(group, 1) for x in (key_BNTH, value_BNTH))
     before = [] if _seen is None else list(_seen)
     if _seen is not None:
-        _seen.append((key, value))
-    if not before:
-        out = F.scaled_dot_product_attention(query_BNTH, key, value, is_causal=True, scale=scale)
-        return out.transpose(1, 2), None
-    query, own = query_BNTH * scale, [*before[1:], (key, value)]
-    first_key, first_value = before[0]
-    length = query.shape[2]
-    future = torch.ones(length, length, dtype=torch.bool, device=query.device).triu(1)
-    score = (query @ first_key.mT).masked_fill(future, float("-inf"))
-    single = [(query * one).sum(-1, keepdim=True) for one, _ in own]
-    weight = torch.softmax(torch.cat([score, *single], -1), -1)
-    out = weight[..., :length] @ first_value
-    for place, pair in enumerate(own):
-        out = out + weight[..., length + place : length + place + 1] * pair[1]
+        _seen.append((key_BNTH, value_BNTH))
+    length = query_BNTH.shape[2]
+    past = torch.ones(length, length, dtype=torch.bool, device=query_BNTH.device).tril()
+    keys, values = zip(*before, (key_BNTH, value_BNTH), strict=True)
+    out = attend_with_own(query_BNTH, keys, values, past.expand(len(query_BNTH), -1, -1), scale)
     return out.transpose(1, 2), None
