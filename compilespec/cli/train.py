@@ -91,10 +91,12 @@ def keep_freed_memory() -> None:
     """Let glibc keep what it has for the next step: arrays of a hundred megabytes that are mapped
     anew for every operation took a third of a step, in page faults.
     """
-    change = getattr(ctypes.CDLL(None), "mallopt", None)  # musl and macOS have none
-    for name, value in ((M_MMAP_MAX, 0), (M_TRIM_THRESHOLD, 2**31 - 1), (M_TOP_PAD, 2**28)):
-        if change is not None:
-            change(name, value)
+    change = getattr(ctypes.CDLL(None), "mallopt", None)
+    if change is None:  # musl, macOS
+        return
+    change(M_MMAP_MAX, 0)
+    change(M_TRIM_THRESHOLD, 2**31 - 1)
+    change(M_TOP_PAD, 2**28)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -213,8 +213,10 @@ class DraftPolicy:
         the others, and the last one to end gains nothing.
         """
         times = self.costs.at_usual_speed(batch)
+        if not shares:
+            return [batch / ms for ms in times]
+        of_all = shares[0] if len(shares) == 1 else map(sum, zip(*shares, strict=True))
         without = batch - len(shares)
-        of_all = map(sum, zip(*shares, strict=True)) if shares else [0.0] * len(times)
         return [batch * batch / ((without + of) * ms) for of, ms in zip(of_all, times, strict=True)]
 
     def _share(self, one: Drafted) -> Shares:

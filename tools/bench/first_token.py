@@ -1,9 +1,9 @@
 """Time to first token of a new process, with empty and with filled caches.
 
 Each measurement is a new Python process, timed from just before it is started to its first token,
-so that imports, loading, tracing and compiling all count; so does the most memory that it ever had
-resident.  The child then finishes its request, so
-that code compiled after the first token is also in the caches when the next, warm process starts.
+so that imports, loading, tracing and compiling all count.  The child then finishes its request, so
+that code compiled after the first token is also in the caches when the next, warm process starts,
+and says how much memory it had resident at most.
 """
 
 from __future__ import annotations
