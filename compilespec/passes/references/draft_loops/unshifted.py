@@ -13,6 +13,8 @@ from compilespec.passes.references.draft_loops.drafts import Chain, Drafts
 from compilespec.passes.references.placement import place_tokens
 from compilespec.passes.references.recurrent_state import Progress
 
+NO_STATES = Progress(absorbed={}, committed={})  # drafters that grow trees have none
+
 
 def unshifted(draft: Drafts, values: Values) -> Tensor:
     """A separate model: a pass over the tokens at their own positions, then single-token passes."""
@@ -54,7 +56,7 @@ def _model_chain(logits_BV: Tensor) -> Chain:
         last = logits_BV[request : request + 1]
         for place, token in zip(tokens, ids, strict=True):
             fed = draft.ids(last.new_tensor([token], dtype=torch.int32))
-            (logits,) = _model(draft, place, fed, draft.progress([0], [0]))
+            (logits,) = _model(draft, place, fed, NO_STATES)
             last = logits[:, 0]
         return last
 
