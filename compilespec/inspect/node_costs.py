@@ -205,8 +205,10 @@ def _fused_head(costs: NodeCosts, node: fx.Node) -> Cost:
 
 
 def _rows_times_quantized(costs: NodeCosts, node: fx.Node) -> Cost:
-    args: Any = node.args
-    return _rows_times_weight(costs, node) + Cost(weight_bytes=costs.num_bytes(args[2]))
+    """Scales and zero points are read, too."""
+    parts = (x for x in (*node.args[2:3], *node.args[4:]) if isinstance(x, fx.Node))
+    numbers = sum((costs.num_bytes(part) for part in parts), _ZERO)
+    return _rows_times_weight(costs, node) + Cost(weight_bytes=numbers)
 
 
 def _lookup(costs: NodeCosts, node: fx.Node) -> Cost:

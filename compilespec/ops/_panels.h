@@ -39,11 +39,11 @@ constexpr int64_t kDepth =
 // Reads the kColumns columns of a part, of which a panel has kParts, in one k step, which is kStride
 // stored elements, as accumulator vectors; column() is where a lane belongs.  Quantised weights are
 // scaled: by column (kScaled: the finished sum times the scale) or by group of k steps (kGrouped:
-// each strip times its group's scales).
+// each strip times its group's scales, less their zero points first if it kHasZero).
 struct PlainStrip {
   static constexpr int kColumns = kPanel, kParts = 1, kStride = kPanel;
   static constexpr int kSteps = 1;  // k steps that are multiplied at once
-  static constexpr bool kScaled = false, kGrouped = false;
+  static constexpr bool kScaled = false, kGrouped = false, kHasZero = false;
   static constexpr int column(int lane) { return lane; }
 };
 template <class W>
@@ -133,9 +133,9 @@ constexpr int tile_parts(int rows) {
   return parts == 1 ? 1 : parts / Strip<W>::kParts * Strip<W>::kParts;  // whole panels
 }
 
-// Scales of a tile's columns, [groups][16] a panel; k steps are counted from first_k.
+// Scales and zero points of a tile's columns, [groups][16] a panel; k steps are counted from first_k.
 struct Scales {
-  const float* data;
+  const float *data, *zero;
   int64_t panel_stride, first_k;
   int shift;  // a group is 2^shift k steps
 };
@@ -187,10 +187,13 @@ void tile(const Factor<W>* x, int64_t x_stride, const W* weight, int64_t panel_s
         strip[v] = Strip<W>::read(part, v);
     }
     if constexpr (Strip<W>::kGrouped) {
-      const float* group =
-          scales.data + p * scales.panel_stride + ((scales.first_k + k) >> scales.shift) * kPanel;
+      const int64_t group =
+          p * scales.panel_stride + ((scales.first_k + k) >> scales.shift) * kPanel;
 #pragma GCC unroll 16
-      for (int v = 0; v < kVectors; ++v) strip[v] *= load(group + v * kLanes<float>);
+      for (int v = 0; v < kVectors; ++v) {
+        if constexpr (Strip<W>::kHasZero) strip[v] -= load(scales.zero + group + v * kLanes<float>);
+        strip[v] *= load(scales.data + group + v * kLanes<float>);
+      }
     }
   };
   // All strips of a k step, or two, first where registers hold them: each factor is then read once.
@@ -242,6 +245,7 @@ struct Problem {
   void* out;
   int64_t num_rows, depth, num_columns, num_panels;
   const float* scale = nullptr;  // [num_panels][num_groups][16], where the strips are scaled
+  const float* zero = nullptr;   // the same, where they have zero points
   int64_t num_groups = 1;
   int group_shift = 0;
 };
@@ -416,8 +420,10 @@ void run_block(const Problem<W>& problem, const Factor<W>* x, int64_t x_stride,
                   long_kernel = num_long ? pick_tile<W>(short_tile + 1, parts) : kernel;
     for (int64_t k = 0; k < std::max<int64_t>(problem.depth, 1); k += piece) {
       const W* panel = problem.weight + part / kParts * panel_stride + k * kStride;
-      const Scales scales{problem.scale + part * problem.num_groups * kPanel,
-                          problem.num_groups * kPanel, k, problem.group_shift};
+      const int64_t scale_stride = problem.num_groups * kPanel;
+      const Scales scales{problem.scale + part * scale_stride,
+                          problem.zero ? problem.zero + part * scale_stride : nullptr,
+                          scale_stride, k, problem.group_shift};
       const int64_t depth = std::min(piece, problem.depth - k);
       // What comes next is fetched by all the tiles, and by both parts of a panel taken in parts.  One
       // wide tile alone is bound by memory and reads streams enough: measured, it only loses time.

@@ -58,7 +58,8 @@ class QuantizedLinear:
     weight: fx.Node  # placeholder [N, K]
     scale: fx.Node  # placeholder [N, groups]
     bias: fx.Node | None  # placeholder [N]
-    extra: tuple[Any, ...]  # further arguments
+    extra: tuple[Any, ...] = ()  # further arguments, before zero
+    zero: fx.Node | None = None  # placeholder [N, groups]
 
     @property
     def num_outputs(self) -> int:
@@ -79,10 +80,11 @@ def find_quantized_linears(gm: fx.GraphModule, ctx: PassContext) -> list[Quantiz
             ops.quantized_linear.default,
             ops.dynamic_int8_linear.default,
         ):
-            x, weight, scale, bias, *extra = node.args
-            if all(part is None or _is_weight(part, ctx) for part in (weight, scale, bias)):
+            x, weight, scale, bias, *rest = node.args
+            extra, zero = tuple(rest[:1]), rest[1] if len(rest) > 1 else None
+            if all(part is None or _is_weight(part, ctx) for part in (weight, scale, bias, zero)):
                 linear = QuantizedLinear(
-                    node=node, x=x, weight=weight, scale=scale, bias=bias, extra=tuple(extra)
+                    node=node, x=x, weight=weight, scale=scale, bias=bias, extra=extra, zero=zero
                 )
                 found.append(linear)
     return found

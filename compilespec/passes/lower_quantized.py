@@ -26,16 +26,17 @@ class Product(NamedTuple):
     weight: str
     scale: str
     extra: tuple[int, ...] = ()  # further arguments
+    zero: str | None = None  # and this one last
 
 
 def lower_quantized(gm: fx.GraphModule, ctx: PassContext) -> int:
     """linear(x, rebuild(parts)) -> compilespec::quantized_linear or dynamic_int8_linear.
 
-    Handles symmetric int8, int4 and float8 weights, and int8 with dynamically quantized rows; other
-    kinds keep their own code.  On GPUs the last is `dynamic_int8_product`: torchao's code calls a
-    product that refuses the few rows of a step.  Returns: products rewritten.  Numerics: rounding
-    (sums are float32 and rounded once, unlike torchao's).  Runs on torch IR, in which a weight's
-    kind is still visible.
+    Handles int8 and int4 weights, symmetric or with zero points, float8 weights, and symmetric int8
+    with dynamically quantized rows; other kinds keep their own code.  On GPUs the last is
+    `dynamic_int8_product`: torchao's code calls a product that refuses the few rows of a step.
+    Returns: products rewritten.  Numerics: rounding (sums are float32 and rounded once, unlike
+    torchao's).  Runs on torch IR, in which a weight's kind is still visible.
     """
     if not (ctx.prepack or ctx.merge) or ctx.config.dtype not in _FLOATS:
         return 0
@@ -51,7 +52,8 @@ def lower_quantized(gm: fx.GraphModule, ctx: PassContext) -> int:
             continue
         bias = rest[0] if rest else node.kwargs.get("bias")
         nodes = dict(zip(kind_of(str(weight.args[0])).names, weight.args[1:], strict=True))
-        arguments = (x, nodes[product.weight], nodes[product.scale], bias, *product.extra)
+        zero = (nodes[product.zero],) if product.zero else ()
+        arguments = (x, nodes[product.weight], nodes[product.scale], bias, *product.extra, *zero)
         with gm.graph.inserting_before(node):
             new = gm.graph.call_function(product.op, arguments)
         new.meta = dict(node.meta)
@@ -84,7 +86,9 @@ def _int8(kind: Kind, parts: dict[str, Tensor]) -> Product | None:
         return None
     dynamic = kind.metadata.get("act_quant_kwargs")
     if dynamic is None:
-        return Product(_WEIGHT_ONLY, "qdata", "scale", (8,))
+        return Product(_WEIGHT_ONLY, "qdata", "scale", (8,), _zero_points(parts))
+    if _zero_points(parts):
+        return None
     is_by_row = type(dynamic.granularity).__name__ == "PerRow" and dynamic.granularity.dim == -1
     is_plain = dynamic.mapping_type.name == "SYMMETRIC" and not getattr(
         dynamic, "reduce_range", False
@@ -115,19 +119,25 @@ def _intx(kind: Kind, parts: dict[str, Tensor]) -> Product | None:
     ):
         return None
     bits = 4 if str(kind.metadata["target_dtype"]) in _FOUR_BITS else 8
-    return Product(_WEIGHT_ONLY, "qdata", "scale", (bits,))
+    return Product(_WEIGHT_ONLY, "qdata", "scale", (bits,), _zero_points(parts))
 
 
 _KINDS = {"Int8Tensor": _int8, "Float8Tensor": _float8, "IntxUnpackedToInt8Tensor": _intx}
 
 
 def _has_groups(kind: Kind, parts: dict[str, Tensor]) -> bool:
-    """Whether qdata is int8 [N, K], symmetric, with scales [N, groups] of a power of two each."""
+    """Whether qdata is int8 [N, K], with scales and zero points [N, groups], of a power of two."""
     num_columns, depth = kind.shape
     scale, zero = parts["scale"], parts.get("zero_point")
     if parts["qdata"].dtype != torch.int8 or scale.dim() != 2 or scale.shape[0] != num_columns:
         return False
-    if zero is not None and bool(zero.any()):
+    if zero is not None and zero.shape != scale.shape and bool(zero.any()):
         return False
     size, rest = divmod(depth, scale.shape[1])
     return rest == 0 and (scale.shape[1] == 1 or size & (size - 1) == 0)
+
+
+def _zero_points(parts: dict[str, Tensor]) -> str | None:
+    """The part that has them; None where the weight is symmetric."""
+    zero = parts.get("zero_point")
+    return "zero_point" if zero is not None and bool(zero.any()) else None

@@ -70,7 +70,8 @@ def _merge_quantized(gm: fx.GraphModule, ctx: PassContext) -> int:
     groups: dict[object, list[QuantizedLinear]] = {}
     for linear in find_quantized_linears(gm, ctx):
         scale = linear.scale.meta["val"]
-        kind = (linear.node.target, linear.extra, linear.weight.meta["val"].dtype)
+        zero = None if linear.zero is None else linear.zero.meta["val"].dtype
+        kind = (linear.node.target, linear.extra, linear.weight.meta["val"].dtype, zero)
         key = (linear.x, linear.bias is not None, *kind, scale.shape[1], scale.dtype)
         groups.setdefault(key, []).append(linear)
     merged = 0
@@ -82,10 +83,12 @@ def _merge_quantized(gm: fx.GraphModule, ctx: PassContext) -> int:
         scale = _merged_input(gm, ctx, [part.scale for part in parts])
         biases = [part.bias for part in parts if part.bias]
         bias = _merged_input(gm, ctx, biases) if biases else None
+        zeros = [part.zero for part in parts if part.zero]
+        zero = (_merged_input(gm, ctx, zeros),) if zeros else ()
         with gm.graph.inserting_before(first.node):
             op: Any = first.node.target
             x = first.node.args[0]  # an earlier merge may have replaced it
-            product = gm.graph.call_function(op, (x, weight, scale, bias, *first.extra))
+            product = gm.graph.call_function(op, (x, weight, scale, bias, *first.extra, *zero))
         _split(gm, product, parts)
         merged += 1
     return merged

@@ -59,7 +59,7 @@ def _pack_four_bits(gm: fx.GraphModule, ctx: PassContext) -> int:
     found = [linear for linear in find_quantized_linears(gm, ctx) if _has_nibbles(linear)]
     for linear in found:
         weight = _packed_input(gm, ctx, linear.weight, "nibbles")
-        arguments = (linear.node.args[0], weight, linear.scale, linear.bias)
+        arguments = (linear.node.args[0], weight, linear.scale, linear.bias, linear.zero)
         _put(gm, linear, torch.ops.compilespec.int4_linear.default, arguments)
     drop_unused_inputs(gm, ctx)
     return len(found)
@@ -79,7 +79,9 @@ def _pack_quantized(gm: fx.GraphModule, ctx: PassContext, linear: QuantizedLinea
         op, layout = ops.packed_quantized_linear.default, "int4" if linear.bits == 4 else "bytes"
     weight = _packed_input(gm, ctx, linear.weight, layout)
     scale = _packed_input(gm, ctx, linear.scale, "scale")
-    _put(gm, linear, op, (linear.node.args[0], weight, scale, linear.bias, linear.num_outputs))
+    zero = () if linear.zero is None else (_packed_input(gm, ctx, linear.zero, "scale"),)
+    x = linear.node.args[0]
+    _put(gm, linear, op, (x, weight, scale, linear.bias, linear.num_outputs, *zero))
 
 
 def _put(gm: fx.GraphModule, linear: QuantizedLinear, op: Any, arguments: tuple[Any, ...]) -> None:

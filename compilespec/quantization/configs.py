@@ -106,12 +106,9 @@ def _int8_dynamic(device: torch.device) -> Any:
 
 
 def _int4_weight_only(device: torch.device) -> Any:
-    from torchao.quantization import IntxWeightOnlyConfig, PerGroup
+    from compilespec.quantization.int4 import Int4Config
 
-    return IntxWeightOnlyConfig(
-        weight_dtype=getattr(torch, "int4"),  # noqa: B009  (unknown to type checkers)
-        granularity=PerGroup(64 if device.type == "cuda" else 32),  # a sector of each row at a time
-    )
+    return Int4Config(64 if device.type == "cuda" else 32)  # a sector of each row at a time
 
 
 def _float8_weight_only(device: torch.device) -> Any:

@@ -58,8 +58,8 @@ def save_quantized(
     config, of_head = asked.config_on(device), asked.config_on(device, HEAD)
     if of_head != config:
         paths = [p for p, m in saved.named_modules() if is_quantized(getattr(m, "weight", None))]
-        config = FqnToConfig({path: asked.config_on(device, path) for path in paths})
-    saved.config.quantization_config = TorchAoConfig(config)
+        config = FqnToConfig({path: _stored(asked.config_on(device, path)) for path in paths})
+    saved.config.quantization_config = TorchAoConfig(_stored(config))
     saved.hf_quantizer = AutoHfQuantizer.from_config(
         saved.config.quantization_config, pre_quantized=True
     )
@@ -67,6 +67,11 @@ def save_quantized(
     if target.tokenizer is not None:
         target.tokenizer.save_pretrained(directory)
     return Path(directory)
+
+
+def _stored(config: Any) -> Any:
+    """The torchao config that a checkpoint names for one of ours."""
+    return getattr(config, "in_checkpoints", config)
 
 
 def _make_directory(directory: Path) -> None:

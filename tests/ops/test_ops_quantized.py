@@ -22,16 +22,20 @@ class Weight(NamedTuple):
     values: Tensor
     scale: Tensor
     bits: int
+    zero: Tensor | None = None
 
     def packed(self) -> tuple[Tensor, Tensor]:
         layout = "int4" if self.bits == 4 else "bytes"
         return LAYOUTS[layout](self.values), LAYOUTS["scale"](self.scale)
 
+    def packed_zero(self) -> Tensor | None:
+        return None if self.zero is None else LAYOUTS["scale"](self.zero)
+
     def wide(self) -> Tensor:
-        groups = self.scale.shape[1]
-        return self.values.double() * self.scale.double().repeat_interleave(
-            self.values.shape[1] // groups, 1
-        )
+        values, size = self.values.double(), self.values.shape[1] // self.scale.shape[1]
+        if self.zero is not None:
+            values = values - self.zero.double().repeat_interleave(size, 1)
+        return values * self.scale.double().repeat_interleave(size, 1)
 
 
 def _int8(shape: tuple[int, int]) -> Weight:
@@ -48,6 +52,14 @@ def _int4(shape: tuple[int, int]) -> Weight:
     return Weight(values, (torch.rand(shape[0], shape[1] // 32) + 0.1).bfloat16(), 4)
 
 
+def _zeros(shape: tuple[int, int]) -> Weight:
+    """Fractions for groups of four bits, whole numbers for rows of eight."""
+    if shape[1] == 64:
+        return _int8(shape)._replace(zero=torch.randint(-128, 128, (shape[0], 1)).to(torch.int8))
+    weight = _int4(shape)
+    return weight._replace(zero=(torch.randn(weight.scale.shape) * 8).bfloat16())
+
+
 def _float8(shape: tuple[int, int]) -> Weight:
     values = (torch.randn(shape) * 100).clamp(-448, 448)
     values.view(-1)[:3] = torch.tensor([2.0**-9, -(2.0**-7), 0.0])  # subnormal
@@ -55,7 +67,8 @@ def _float8(shape: tuple[int, int]) -> Weight:
 
 
 KINDS: dict[str, Callable[[tuple[int, int]], Weight]] = {
-    "int8": _int8, "grouped_int8": _grouped_int8, "int4": _int4, "float8": _float8,
+    "int8": _int8, "grouped_int8": _grouped_int8, "int4": _int4, "zeros": _zeros,
+    "float8": _float8,
 }  # fmt: skip
 
 
@@ -98,10 +111,13 @@ def test_equals_the_definition(kind, dtype):
             size = x.double().abs() @ weight.wide().abs().t() + 1
             for bias in (None, bias_N):
                 want = x.double() @ weight.wide().t() + (0 if bias is None else bias.double())
-                got = OPS.packed_quantized_linear(x, packed, scale, bias, shape[0])
+                zero = weight.packed_zero()
+                got = OPS.packed_quantized_linear(x, packed, scale, bias, shape[0], zero)
                 assert got.dtype == dtype
                 assert ((got.double() - want).abs() <= TOLERANCE[dtype] * size).all()
-                plain = OPS.quantized_linear(x, weight.values, weight.scale, bias, weight.bits)
+                plain = OPS.quantized_linear(
+                    x, weight.values, weight.scale, bias, weight.bits, weight.zero
+                )
                 assert ((plain.double() - want).abs() <= TOLERANCE[dtype] * size).all()
 
 
@@ -126,13 +142,14 @@ def test_rows_are_bitwise_independent(kind, kernels, threads):
     if kind == "dynamic":
         packed = LAYOUTS["quads"](weight.values)
     op = OPS.packed_dynamic_int8_linear if kind == "dynamic" else OPS.packed_quantized_linear
+    zero = () if weight.zero is None else (weight.packed_zero(),)
     x = torch.randn(193, 800).bfloat16()
     threads(1)
-    alone = torch.cat([op(x[i : i + 1], packed, scale, None, 300) for i in range(193)])
+    alone = torch.cat([op(x[i : i + 1], packed, scale, None, 300, *zero) for i in range(193)])
     for num_threads in (1, 2, 3):
         threads(num_threads)
         for rows in ROWS:
-            assert torch.equal(op(x[:rows], packed, scale, None, 300), alone[:rows])
+            assert torch.equal(op(x[:rows], packed, scale, None, 300, *zero), alone[:rows])
 
 
 def test_special_values_stay_in_their_row(kernels):
@@ -176,8 +193,14 @@ def test_opcheck(kind):
     for shape in ((64,), (2, 3, 64), (0, 64)):
         x, bias = torch.randn(shape), torch.randn(33)
         for op, arguments in (
-            (OPS.packed_quantized_linear.default, (x, packed, scale, bias, 33)),
-            (OPS.quantized_linear.default, (x, weight.values, weight.scale, None, weight.bits)),
+            (
+                OPS.packed_quantized_linear.default,
+                (x, packed, scale, bias, 33, weight.packed_zero()),
+            ),
+            (
+                OPS.quantized_linear.default,
+                (x, weight.values, weight.scale, None, weight.bits, weight.zero),
+            ),
         ):
             torch.library.opcheck(op, arguments, test_utils=tests)
         if kind == "int8":

@@ -153,15 +153,16 @@ def test_head(rows, dtype):
 @pytest.mark.parametrize("rows", [1, 6, 48, 300])
 @pytest.mark.parametrize("bits", [4, 8])
 def test_products_of_quantized_weights(rows, bits, dtype):
-    """One product with groups, for four bits packed by rows, and one with float8 weights."""
+    """One product with groups and zero points, for four bits packed by rows, and one in float8."""
     x = torch.randn(rows, 512, device=DEVICE).to(dtype)
     ints = torch.randint(-(2 ** (bits - 1)), 2 ** (bits - 1), (300, 512), device=DEVICE).char()
     scale = torch.rand(300, 8, device=DEVICE) * 0.01 + 0.001
-    want = quantized_linear_reference(x, ints, scale, None, bits)
+    zero = torch.randn(300, 8, device=DEVICE).to(dtype)
+    want = quantized_linear_reference(x, ints, scale, None, bits, zero)
     if bits == 4:
-        got = OPS.int4_linear(x, pack_nibbles(ints), scale, None)
+        got = OPS.int4_linear(x, pack_nibbles(ints), scale, None, zero)
     else:
-        got = OPS.quantized_linear(x, ints, scale, None, bits)
+        got = OPS.quantized_linear(x, ints, scale, None, bits, zero)
         eight = torch.randn(300, 512, device=DEVICE).to(torch.float8_e4m3fn)
         call = (x, eight, scale[:, :1], None, 8)
         close(OPS.quantized_linear(*call), quantized_linear_reference(*call), dtype)

@@ -48,11 +48,12 @@ def test_products_are_those_of_the_reference(rows, shape, groups, weight, dtype)
     x, weight_NK = torch.randn(*rows, shape[1]).to(dtype), weight(*shape)
     scale = torch.rand(shape[0], groups) * 0.01 + 0.001
     bias = torch.randn(shape[0]).to(dtype) if groups == 1 else None
-    want = quantized_linear_reference(x, weight_NK, scale, bias, 8)
-    got = kernel.quantized_linear(x, weight_NK, scale, bias, 8)
+    zero = torch.randn(shape[0], groups).to(dtype) if weight is int8 else None
+    want = quantized_linear_reference(x, weight_NK, scale, bias, 8, zero)
+    got = kernel.quantized_linear(x, weight_NK, scale, bias, 8, zero)
     assert got.dtype == dtype
     assert got.is_contiguous()
-    wide = scale.repeat_interleave(shape[1] // groups, 1) * weight_NK.float().abs()
+    wide = scale.repeat_interleave(shape[1] // groups, 1) * (weight_NK.float().abs() + 4)
     bound = TOLERANCE[dtype] * (x.float().abs() @ wide.t() + (0 if bias is None else bias.abs()))
     assert ((got.float() - want.float()).abs() <= bound).all()
 
@@ -79,11 +80,12 @@ def test_products_of_four_bits_are_those_of_the_reference(rows, shape, groups, d
     x, weight_NK = torch.randn(*rows, shape[1]).to(dtype), int4(*shape)
     scale = torch.rand(shape[0], groups) * 0.01 + 0.001
     bias = torch.randn(shape[0]).to(dtype) if groups != 3 else None
-    want = quantized_linear_reference(x, weight_NK, scale, bias, 4)
-    got = kernel.int4_linear(x, pack_nibbles(weight_NK), scale, bias)
+    zero = torch.randn(shape[0], groups).to(dtype) if groups in (2, 3) else None
+    want = quantized_linear_reference(x, weight_NK, scale, bias, 4, zero)
+    got = kernel.int4_linear(x, pack_nibbles(weight_NK), scale, bias, zero)
     assert got.dtype == dtype
     assert got.is_contiguous()
-    wide = scale.repeat_interleave(shape[1] // groups, 1) * weight_NK.float().abs()
+    wide = scale.repeat_interleave(shape[1] // groups, 1) * (weight_NK.float().abs() + 4)
     bound = TOLERANCE[dtype] * (x.float().abs() @ wide.t() + (0 if bias is None else bias.abs()))
     assert ((got.float() - want.float()).abs() <= bound).all()
 

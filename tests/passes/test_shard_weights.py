@@ -224,7 +224,11 @@ def test_quantized_weights_are_cut_with_their_scales(name):
     found = cuts(program)
     layer, is_int4 = "target.model.layers.0", name.startswith("int4")
     for product, dims in (("mlp.up_proj", (0, 0)), ("mlp.down_proj", (1, 1 if is_int4 else None))):
-        parts = [found.get(f"{layer}.{product}.weight.{part}") for part in ("qdata", "scale")]
-        assert tuple(cut and cut.dim for cut in parts) == dims
+        weight, numbers, *zeros = (
+            found.get(f"{layer}.{product}.weight.{part}")
+            for part in ("qdata", "scale", "zero_point")[: 2 + is_int4]
+        )
+        assert tuple(cut and cut.dim for cut in (weight, numbers)) == dims
+        assert zeros == [numbers][:is_int4]
     check_lockstep(program)
     assert sum(collectives_of(program.graphs["decode"].spliced.graph).values()) == 4

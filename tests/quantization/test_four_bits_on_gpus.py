@@ -16,23 +16,38 @@ from tests.support.hand_graphs import call, graph_of
 INT4 = torch.ops.compilespec.int4_linear.default
 
 
-def two_products(x: Tensor, a: Tensor, b: Tensor, sa: Tensor, sb: Tensor) -> tuple[Tensor, Tensor]:
-    return quantized_linear(x, a, sa, None, 4), quantized_linear(x, b, sb, None, 4)
+def two_products(x: Tensor, a: Tensor, b: Tensor, *parts: Tensor) -> tuple[Tensor, Tensor]:
+    sa, sb, za, zb = (*parts, None, None)[:4]
+    return quantized_linear(x, a, sa, None, 4, za), quantized_linear(x, b, sb, None, 4, zb)
 
 
-def weights(depth: int, groups: int) -> list[Tensor]:
+def with_zeros(
+    x: Tensor, a: Tensor, b: Tensor, sa: Tensor, sb: Tensor, za: Tensor, zb: Tensor
+) -> tuple[Tensor, Tensor]:
+    return two_products(x, a, b, sa, sb, za, zb)
+
+
+def without_zeros(x: Tensor, a: Tensor, b: Tensor, sa: Tensor, sb: Tensor) -> tuple[Tensor, Tensor]:
+    return two_products(x, a, b, sa, sb)
+
+
+def weights(depth: int, groups: int, has_zeros: bool) -> list[Tensor]:
     ints = [torch.randint(-8, 8, (rows, depth), dtype=torch.int8) for rows in (5, 3)]
-    return [*ints, *(torch.rand(len(rows), groups) for rows in ints)]
+    numbers = [torch.rand(rows, groups) for _ in range(1 + has_zeros) for rows in (5, 3)]
+    return [*ints, *numbers]
 
 
+@pytest.mark.parametrize("has_zeros", [False, True], ids=["symmetric", "zero_points"])
 @pytest.mark.parametrize(("depth", "groups", "is_packed"), [(192, 3, True), (48, 3, False)])
-def test_merged_weights_are_packed(depth: int, groups: int, is_packed: bool) -> None:
+def test_merged_weights_are_packed(
+    depth: int, groups: int, is_packed: bool, has_zeros: bool
+) -> None:
     """Groups of 64, and of 16, which stay as they are."""
-    x, parts = torch.randn(2, depth), weights(depth, groups)
-    names = dict(zip(("a", "b", "sa", "sb"), parts, strict=True))
-    gm, ctx = graph_of(
-        two_products, x=("batch", x), **{name: ("weight", t) for name, t in names.items()}
-    )
+    x, parts = torch.randn(2, depth), weights(depth, groups, has_zeros)
+    names = dict(zip(("a", "b", "sa", "sb", "za", "zb"), parts, strict=False))
+    given = {name: ("weight", tensor) for name, tensor in names.items()}
+    products = with_zeros if has_zeros else without_zeros
+    gm, ctx = graph_of(products, x=("batch", x), **given)
     ctx.prepack, ctx.on_gpu = False, True
     assert merge_projections(gm, ctx) == 1
     assert prepack_linears(gm, ctx) == is_packed
@@ -49,4 +64,4 @@ def test_merged_weights_are_packed(depth: int, groups: int, is_packed: bool) -> 
 
 def test_cuda_has_groups_that_fill_a_sector() -> None:
     config = NAMES["int4_weight_only"](torch.device("cuda"))
-    assert config.granularity.group_size % 64 == 0
+    assert config.group_size % 64 == 0

@@ -293,7 +293,8 @@ def _lowered(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
     weight, bias = module[0].weight, module[0].bias
     if getattr(weight, "act_quant_kwargs", None) is not None:
         return dynamic_int8_linear(x, weight.qdata, weight.scale, bias)
-    return quantized_linear(x, weight.qdata, weight.scale, bias, 8)
+    zero = getattr(weight, "zero_point", None)
+    return quantized_linear(x, weight.qdata, weight.scale, bias, 8, zero)
 
 
 @pytest.mark.parametrize("config", ["float8_dynamic", "Int4WeightOnlyConfig"])

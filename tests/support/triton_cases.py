@@ -174,9 +174,10 @@ def quantized_linear(
 
 
 def four_bits(rows: int, groups: int = 64, dtype: torch.dtype = torch.bfloat16) -> Launch:
-    x, scale = meta(rows, 4096, dtype=dtype), meta(14336, groups)
+    """With zero points, as `"int4_weight_only"` has them."""
+    x, scale, zero = meta(rows, 4096, dtype=dtype), meta(14336, groups), meta(14336, groups)
     packed = meta(14336, 2048, dtype=torch.uint8)
-    return lambda: quantized.int4_linear(x, packed, scale, None)
+    return lambda: quantized.int4_linear(x, packed, scale, None, zero)
 
 
 VOCAB = 128256

@@ -68,15 +68,18 @@ class LlamaCppWay:
         self.vocab_size = int(config.vocab_size)
         self.get_logits = llama_cpp.llama_get_logits
 
-    def generate(self, prompts: list[list[int]]) -> list[list[int]]:
-        return [self._generate_one(prompt) for prompt in prompts]
+    def generate(
+        self, prompts: list[list[int]], max_new_tokens: int | None = None
+    ) -> list[list[int]]:
+        length = max_new_tokens or self.max_new_tokens
+        return [self._generate_one(prompt, length) for prompt in prompts]
 
-    def _generate_one(self, prompt: list[int]) -> list[int]:
+    def _generate_one(self, prompt: list[int], max_new_tokens: int) -> list[int]:
         import numpy as np
 
         self.llama.reset()
         pending, tokens = prompt, list[int]()
-        for _ in range(self.max_new_tokens):
+        for _ in range(max_new_tokens):
             self.llama.eval(pending)
             logits_V = np.ctypeslib.as_array(self.get_logits(self.llama.ctx), (self.vocab_size,))
             pending = [int(logits_V.argmax())]

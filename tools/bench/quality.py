@@ -29,7 +29,7 @@ from tools.real_models import SMOLLM2
 
 ROOT = Path(__file__).resolve().parents[2]
 MODULES = (statistics,)  # of the standard library
-GROUP = 32
+GROUP, HEAD = 32, "lm_head"
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -93,22 +93,25 @@ def configs() -> Mapping[str, Quantize]:
     """The short names, and what else was considered for the default of four bits."""
     from torchao.quantization import IntxWeightOnlyConfig, MappingType, PerGroup
 
-    def four_bits(size: int, mapping: Any = MappingType.SYMMETRIC) -> Any:
+    from compilespec.quantization.int4 import Int4Config
+
+    def torchaos(mapping: Any) -> Any:
         four = getattr(torch, "int4")  # noqa: B009  (unknown to type checkers)
         return IntxWeightOnlyConfig(
-            weight_dtype=four, granularity=PerGroup(size), mapping_type=mapping
+            weight_dtype=four, granularity=PerGroup(GROUP), mapping_type=mapping
         )
 
-    usual, free = four_bits(GROUP), four_bits(GROUP, MappingType.ASYMMETRIC)
     return {
         "int8_weight_only": Quantize("int8_weight_only"),
         "int8_dynamic": Quantize("int8_dynamic"),
         "float8_weight_only": Quantize("float8_weight_only"),
         "int4_weight_only": Quantize("int4_weight_only"),
-        "int4, the head too": Quantize(usual),
-        "int4, asymmetric, but the head": Quantize(free, skip="lm_head"),
-        "int4, but head and down_proj": Quantize(usual, skip=("lm_head", "*.down_proj")),
-        "int4, groups of 16, but the head": Quantize(four_bits(16), skip="lm_head"),
+        "int4, the head too": Quantize(Int4Config(GROUP)),
+        "int4, groups of 64, but the head": Quantize(Int4Config(2 * GROUP), skip=HEAD),
+        "int4, whole zero points, but the head": Quantize(
+            torchaos(MappingType.ASYMMETRIC), skip=HEAD
+        ),
+        "int4, symmetric, but the head": Quantize(torchaos(MappingType.SYMMETRIC), skip=HEAD),
     }
 
 

@@ -7,7 +7,8 @@ n-grams and with the trained head, in bfloat16 and with quantized weights; trans
 where llama-cpp-python and gguf are installed; vLLM and OpenVINO GenAI, which is given a GGUF file,
 where the interpreters of `--guest-python` and `--openvino-python` have them.  Outputs are checked
 first: those in bfloat16 against transformers' own logits, quantized ones against plain
-decoding with the same weights.  Prefill is timed apart, as the first token of a long prompt.
+decoding with the same weights.  Prefill and decoding are also timed apart: calls for one token,
+after the same prompts and after a long one.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from rich.table import Table
 from tools.bench import gates, report
 from tools.bench.check import Checker
 from tools.bench.guests import GuestWay, OpenVinoWay
-from tools.bench.measure import interleave
+from tools.bench.measure import Samples, interleave, quantiles
 from tools.bench.speed import generate, load_model, make_batches
 from tools.bench.ways import CompilespecWay, Setup, TransformersWay, Unavailable, Way
 from tools.real_models import SMOLLM2
@@ -90,7 +91,7 @@ def main(arguments: list[str] | None = None) -> int:
         result["speeds"] = {
             size: time_batch(ways, prompts, size, options.rounds) for size in options.batch
         }
-        result["prefill"] = time_prefill(ways, prompts, setup, options.rounds)
+        result["prefill"] = time_prefill(ways, prompts, options.rounds)
     finally:
         for _, way in ways:
             way.close()
@@ -174,7 +175,8 @@ def contestants(
             OpenVinoWay, setup, python=openvino_python, kind="Q8_0", num_draft_tokens=drafts
         )
         found.append(Contestant(name=name, weights=OPENVINO_WEIGHTS, make=read))
-    for weights, quantize in ((BF16, None), ("int8", "int8"), ("int4", "int4")):
+    for quantize in (None, "int8", "int8_dynamic", "int4"):
+        weights = quantize or BF16
         suffix = "" if quantize is None else f" {quantize}"
         found.append(ours(f"compilespec none{suffix}", weights, "none", None, quantize))
         found.append(ours(f"compilespec ngram K=4{suffix}", weights, "ngram", 4, quantize))
@@ -248,32 +250,38 @@ def check(
 def time_batch(
     ways: Sequence[tuple[str, Way]], prompts: dict[str, list[int]], size: int, rounds: int
 ) -> dict[str, dict[str, Any]]:
+    """Whole calls, and calls for the first token alone: what they take less is decoding."""
     inputs = [[prompts[name] for name in group] for group in make_batches(list(prompts), size)]
     running = [way for _, way in ways if size <= way.max_batch_size]
-    samples = interleave(
-        {way.name: partial(generate, way, inputs) for way in running}, len(inputs),
-        rounds if size == 1 else rounds * 2,
-    )  # fmt: skip
-    return {way.name: {**samples[way.name].summary(), **way.stats()} for way in running}
+    rounds = rounds if size == 1 else rounds * 2
+    calls = {way.name: partial(generate, way, inputs) for way in running}
+    whole = interleave(calls, len(inputs), rounds)
+    found = {way.name: {**whole[way.name].summary(), **way.stats()} for way in running}
+    begun = {name: partial(call, max_new_tokens=1) for name, call in calls.items()}
+    for name, first in interleave(begun, len(inputs), rounds).items():
+        found[name] |= {"first_token_ms": quantiles(first.ms), **decoding(whole[name], first)}
+    return found
+
+
+def decoding(whole: Samples, first: Samples) -> dict[str, Any]:
+    """Tokens a second after the first, of the same inputs in the same order."""
+    pairs = zip(whole.num_tokens, first.num_tokens, whole.ms, first.ms, strict=True)
+    rates = [(n - begun) / (ms - first_ms) * 1e3 for n, begun, ms, first_ms in pairs]
+    return {"decode_tokens_per_s": quantiles(rates)}
 
 
 def time_prefill(
-    ways: Sequence[tuple[str, Way]], prompts: dict[str, list[int]], setup: Setup, rounds: int
+    ways: Sequence[tuple[str, Way]], prompts: dict[str, list[int]], rounds: int
 ) -> dict[str, dict[str, Any]]:
-    """Tokens of a long prompt a second: its whole call less the rate of the tokens after it."""
+    """Tokens of a long prompt a second, up to the first token after it."""
     endless = [one for ids in prompts.values() for one in ids] * 4
-    long, short = endless[:PREFILL_TOKENS], endless[:8]
-    found = {}
-    for way in (way for _, way in ways):
-        way.generate([long])
-        calls = {
-            "long": partial(generate, way, [[long]]),
-            "short": partial(generate, way, [[short]]),
-        }
-        samples = interleave(calls, 1, rounds)
-        ms = min(samples["long"].ms) - min(samples["short"].ms)
-        found[way.name] = {"prompt_tokens": len(long), "tokens_per_s": len(long) / ms * 1e3}
-    return found
+    long = [[endless[:PREFILL_TOKENS]]]
+    calls = {way.name: partial(generate, way, long, max_new_tokens=1) for _, way in ways}
+    interleave(calls, 1, 1)  # warms up
+    return {
+        name: {"prompt_tokens": PREFILL_TOKENS, "tokens_per_s": PREFILL_TOKENS / min(one.ms) * 1e3}
+        for name, one in interleave(calls, 1, rounds).items()
+    }
 
 
 def print_tables(console: Console, result: dict[str, Any]) -> None:
@@ -285,15 +293,23 @@ def print_tables(console: Console, result: dict[str, Any]) -> None:
     for name, row in result["prefill"].items():
         table.add_row(name, f"{row['tokens_per_s']:,.0f}")
     console.print(table)
-    speeds = {n: s["tokens_per_s"]["p50"] for n, s in result["speeds"].get(1, {}).items()}
-    for (first, last), over in GOALS.items():
-        mine = [rate for name, rate in speeds.items() if first in name and name.endswith(last)]
-        if not last:
-            mine = [rate for name, rate in speeds.items() if first in name and "int" not in name]
-        for other, ratio in over.items():
-            if mine and other in speeds:
-                found = max(mine) / speeds[other]
-                console.print(f"{first} {last}: {found:.2f} x {other} (goal {ratio:.1f})")
+    for what, key in (("in all", "tokens_per_s"), ("decoding alone", "decode_tokens_per_s")):
+        speeds = {n: s[key]["p50"] for n, s in result["speeds"].get(1, {}).items()}
+        for (first, bits), over in GOALS.items():
+            mine = [
+                rate for name, rate in speeds.items() if first in name and bits == bits_of(name)
+            ]
+            for other, ratio in over.items():
+                if mine and other in speeds:
+                    found = max(mine) / speeds[other]
+                    console.print(
+                        f"{first} {bits}, {what}: {found:.2f} x {other} (goal {ratio:.1f})"
+                    )
+
+
+def bits_of(name: str) -> str:
+    """The bits of one of our ways: "int8", "int4", or "" for bfloat16."""
+    return next((bits for bits in ("int8", "int4") if f" {bits}" in name), "")
 
 
 if __name__ == "__main__":

@@ -93,7 +93,8 @@ def print_speeds(
     console: Console, batch: int, speeds: Mapping[str, Mapping[str, Any]], baseline: str
 ) -> None:
     table = Table(title=f"batch {batch}: generated tokens per second, prefill included")
-    for column in ("way", "p20", "p50", "p80", "whole run", "x eager", "accepted"):
+    apart = ("decode alone", "first token, ms") if "first_token_ms" in speeds[baseline] else ()
+    for column in ("way", "p20", "p50", "p80", "whole run", "x eager", "accepted", *apart):
         table.add_column(column, justify="left" if column == "way" else "right")
     base = speeds[baseline]["tokens_per_s"]["p50"]
     for way, summary in speeds.items():
@@ -105,6 +106,11 @@ def print_speeds(
             f"{summary['tokens_per_s_whole_run']:,.0f}",
             f"{rate['p50'] / base:.2f}",
             f"{length:.2f}" if length is not None else "-",
+            *(
+                f"{summary[key]['p50']:,.0f}"
+                for key in ("decode_tokens_per_s", "first_token_ms")
+                if apart
+            ),
         )
     console.print(table)
 

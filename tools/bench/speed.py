@@ -146,9 +146,11 @@ def time_ways(
     return verdicts
 
 
-def generate(way: Way, inputs: list[list[list[int]]], index: int) -> int:
+def generate(
+    way: Way, inputs: list[list[list[int]]], index: int, max_new_tokens: int | None = None
+) -> int:
     """Run one batch; returns the number of new tokens."""
-    return sum(map(len, way.generate(inputs[index])))
+    return sum(map(len, way.generate(inputs[index], max_new_tokens)))
 
 
 def with_progress(

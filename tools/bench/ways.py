@@ -7,6 +7,7 @@ prompts to their new tokens; EOS is ignored by all, so that all do the same amou
 from __future__ import annotations
 
 import copy
+import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -48,8 +49,13 @@ class Way(Protocol):
     max_batch_size: int
     """Largest batch that it can run; 1 for ways that take a single prompt."""
 
-    def generate(self, prompts: list[list[int]]) -> list[list[int]]:
-        """The greedy continuation of each prompt, exactly max_new_tokens ids."""
+    def generate(
+        self, prompts: list[list[int]], max_new_tokens: int | None = None
+    ) -> list[list[int]]:
+        """The greedy continuation of each prompt, exactly max_new_tokens ids.
+
+        Args: max_new_tokens: None: the setup's.
+        """
         ...
 
     def stats(self) -> dict[str, object]:
@@ -70,17 +76,21 @@ class TransformersWay:
         # A shallow copy shares the weights but not the state that generate() leaves on the model.
         self.model: Any = copy.copy(setup.model)
         self.model.generation_config = GenerationConfig(pad_token_id=0, eos_token_id=None)
-        self.keywords = {"do_sample": False, "max_new_tokens": setup.max_new_tokens, **keywords}
+        self.keywords = {"do_sample": False, **keywords}
+        self.max_new_tokens = setup.max_new_tokens
 
-    def generate(self, prompts: list[list[int]]) -> list[list[int]]:
+    def generate(
+        self, prompts: list[list[int]], max_new_tokens: int | None = None
+    ) -> list[list[int]]:
         width = max(map(len, prompts))
         pads = [width - len(prompt) for prompt in prompts]
         ids_BT = torch.tensor([[0] * pad + ids for pad, ids in zip(pads, prompts, strict=True)])
         mask_BT = torch.tensor([[0] * pad + [1] * (width - pad) for pad in pads])
         device = self.model.device
         out_BT = self.model.generate(
-            ids_BT.to(device), attention_mask=mask_BT.to(device), **self.keywords
-        )
+            ids_BT.to(device), attention_mask=mask_BT.to(device),
+            max_new_tokens=max_new_tokens or self.max_new_tokens, **self.keywords,
+        )  # fmt: skip
         new_tokens: list[list[int]] = out_BT[:, width:].tolist()
         return new_tokens
 
@@ -125,8 +135,13 @@ class CompilespecWay:
         )
         self.emitted: list[int] = []
 
-    def generate(self, prompts: list[list[int]]) -> list[list[int]]:
-        outputs = self.engine.generate(prompts, self.params)
+    def generate(
+        self, prompts: list[list[int]], max_new_tokens: int | None = None
+    ) -> list[list[int]]:
+        params = self.params
+        if max_new_tokens is not None:
+            params = dataclasses.replace(params, max_new_tokens=max_new_tokens)
+        outputs = self.engine.generate(prompts, params)
         for output in outputs:
             self.emitted += output.emitted_per_step
         return [list(output.token_ids) for output in outputs]

@@ -9,6 +9,7 @@ int8), so that the bits of a row do not depend on the other rows, the batch or t
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,10 +40,15 @@ LAYOUTS: Mapping[str, Callable[[Tensor], Tensor]] = {
 
 
 def quantized_linear(
-    x: Tensor, weight_NK: Tensor, scale_NG: Tensor, bias_N: Tensor | None, bits: int
+    x: Tensor,
+    weight_NK: Tensor,
+    scale_NG: Tensor,
+    bias_N: Tensor | None,
+    bits: int,
+    zero_NG: Tensor | None = None,
 ) -> Tensor:
-    """x @ (weight * scale).T + bias; see `reference.quantized_linear_reference`."""
-    return _QUANTIZED_LINEAR(x, weight_NK, scale_NG, bias_N, bits)
+    """x @ ((weight - zero) * scale).T + bias; see `reference.quantized_linear_reference`."""
+    return _QUANTIZED_LINEAR(x, weight_NK, scale_NG, bias_N, bits, zero_NG)
 
 
 def dynamic_int8_linear(
@@ -52,23 +58,20 @@ def dynamic_int8_linear(
     return _DYNAMIC_INT8_LINEAR(x, weight_NK, scale_N1, bias_N)
 
 
-def _fake(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, bits: int = 8) -> Tensor:
+def _fake(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, *_: Any) -> Tensor:
     return x.new_empty((*x.shape[:-1], weight.shape[0]))
 
 
-def _int4_fake(x: Tensor, packed: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
-    return x.new_empty((*x.shape[:-1], packed.shape[0]))
-
-
 def _packed_fake(
-    x: Tensor, packed: Tensor, scale: Tensor, bias: Tensor | None, out_features: int
+    x: Tensor, packed: Tensor, scale: Tensor, bias: Tensor | None, out_features: int, *_: Any
 ) -> Tensor:
     return x.new_empty((*x.shape[:-1], out_features))
 
 
 _TAGS = (torch.Tag.flexible_layout,)
 _QUANTIZED_LINEAR = define_op(
-    "quantized_linear(Tensor x, Tensor weight, Tensor scale, Tensor? bias, int bits) -> Tensor",
+    "quantized_linear(Tensor x, Tensor weight, Tensor scale, Tensor? bias, int bits, "
+    "Tensor? zero=None) -> Tensor",
     reference.quantized_linear_reference,
     _fake,
     has_kernel=False,
@@ -76,9 +79,9 @@ _QUANTIZED_LINEAR = define_op(
     tags=_TAGS,
 )
 define_op(
-    "int4_linear(Tensor x, Tensor packed, Tensor scale, Tensor? bias) -> Tensor",
+    "int4_linear(Tensor x, Tensor packed, Tensor scale, Tensor? bias, Tensor? zero=None) -> Tensor",
     reference.int4_linear_reference,
-    _int4_fake,
+    _fake,
     has_kernel=False,
     triton="quantized_linear",
     tags=_TAGS,
@@ -92,7 +95,7 @@ _DYNAMIC_INT8_LINEAR = define_op(
 )
 define_op(
     "packed_quantized_linear(Tensor x, Tensor packed, Tensor scale, Tensor? bias, int "
-    "out_features) -> Tensor",
+    "out_features, Tensor? zero=None) -> Tensor",
     reference.packed_quantized_linear_reference,
     _packed_fake,
     has_kernel=True,

@@ -28,6 +28,10 @@ struct GroupedInt8 {
 struct GroupedInt4 {
   uint8_t pair;  // columns j (low half) and j + 8 (high half), two's complement
 };
+template <class W>
+struct ZeroPoints {  // W, and the number that stands for 0 in each group
+  W stored;
+};
 struct Float8 {
   uint8_t bits;
 };
@@ -47,6 +51,8 @@ template <>
 struct Storage<Float8> {
   using Acc = float;
 };
+template <class W>
+struct Storage<ZeroPoints<W>> : Storage<W> {};
 
 namespace packed_linear {
 
@@ -108,6 +114,14 @@ struct Strip<GroupedInt4> : QuantisedStrip {
     }
     return value;
 #endif
+  }
+};
+
+template <class W>
+struct Strip<ZeroPoints<W>> : Strip<W> {
+  static constexpr bool kHasZero = true;
+  static COMPILESPEC_INLINE Vector<float> read(const ZeroPoints<W>* strip, int v) {
+    return Strip<W>::read(&strip->stored, v);
   }
 };
 
@@ -177,7 +191,7 @@ struct Call {
 };
 
 template <class W>
-void start(const Call& call, const at::Tensor& packed) {
+void start(const Call& call, const at::Tensor& packed, const float* zero = nullptr) {
   Problem<W> problem{};
   problem.x = call.x.const_data_ptr();
   problem.x_stride = call.x_stride;
@@ -190,6 +204,7 @@ void start(const Call& call, const at::Tensor& packed) {
   problem.num_columns = call.out.size(-1);
   problem.num_panels = packed.size(0);
   problem.scale = (const float*)call.scale.const_data_ptr();
+  problem.zero = zero;
   problem.num_groups = call.scale.size(1);
   while ((problem.num_groups << problem.group_shift) < problem.depth) ++problem.group_shift;
   TORCH_CHECK(problem.num_groups == 1 ||
@@ -201,9 +216,13 @@ void start(const Call& call, const at::Tensor& packed) {
 
 at::Tensor packed_quantized_linear(const at::Tensor& x, const at::Tensor& packed,
                                    const at::Tensor& scale, const c10::optional<at::Tensor>& bias,
-                                   int64_t out_features) {
+                                   int64_t out_features, const c10::optional<at::Tensor>& zero) {
   using c10::ScalarType;
   const Call call(x, scale, bias, out_features, "packed_quantized_linear");
+  TORCH_CHECK(!zero || (zero->sizes() == scale.sizes() && zero->is_contiguous() &&
+                        zero->scalar_type() == ScalarType::Float),
+              "packed_quantized_linear: expected contiguous float32 zero points ", scale.sizes());
+  const float* zeros = zero ? (const float*)zero->const_data_ptr() : nullptr;
   const auto type = packed.scalar_type();
   const int64_t width = type == ScalarType::Byte ? kPanel / 2 : kPanel;
   TORCH_CHECK(packed.dim() == 3 && packed.size(2) == width && packed.is_contiguous() &&
@@ -211,17 +230,21 @@ at::Tensor packed_quantized_linear(const at::Tensor& x, const at::Tensor& packed
               "packed_quantized_linear: expected a packed weight [", scale.size(0), ", ",
               call.depth, ", ", width, "], got ", packed.sizes());
   const bool grouped = scale.size(1) > 1;
-  if (type == ScalarType::Byte)
+  if (type == ScalarType::Byte && zero)
+    start<ZeroPoints<GroupedInt4>>(call, packed, zeros);
+  else if (type == ScalarType::Char && zero)
+    start<ZeroPoints<GroupedInt8>>(call, packed, zeros);
+  else if (type == ScalarType::Byte)
     start<GroupedInt4>(call, packed);
   else if (type == ScalarType::Char && grouped)
     start<GroupedInt8>(call, packed);
   else if (type == ScalarType::Char)
     start<Int8>(call, packed);
-  else if (type == ScalarType::Float8_e4m3fn && !grouped)
+  else if (type == ScalarType::Float8_e4m3fn && !grouped && !zero)
     start<Float8>(call, packed);
   else
     TORCH_CHECK(false, "packed_quantized_linear: unsupported weight type ", type, " with ",
-                scale.size(1), " groups");
+                scale.size(1), " groups", zero ? " and zero points" : "");
   return call.out;
 }
 

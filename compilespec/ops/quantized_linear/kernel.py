@@ -22,23 +22,34 @@ _LEAST_GROUP = 16  # input features of a block product
 
 
 def quantized_linear(
-    x: Tensor, weight_NK: Tensor, scale_NG: Tensor, bias_N: Tensor | None, bits: int
+    x: Tensor,
+    weight_NK: Tensor,
+    scale_NG: Tensor,
+    bias_N: Tensor | None,
+    bits: int,
+    zero_NG: Tensor | None = None,
 ) -> Tensor:
     """See `quantized_linear_reference`; narrower groups than 16 are its own business."""
     depth_of_group = weight_NK.shape[1] // scale_NG.shape[1]
     if depth_of_group < _LEAST_GROUP or x.dtype == torch.float64:
-        return quantized_linear_reference(x, weight_NK, scale_NG, bias_N, bits)
+        return quantized_linear_reference(x, weight_NK, scale_NG, bias_N, bits, zero_NG)
     is_float8 = weight_NK.dtype == torch.float8_e4m3fn
     by_bits = is_float8 and not _widens_float8(x)
     weight_NK = weight_NK.view(torch.uint8) if by_bits else weight_NK
-    return _multiply(x, weight_NK, scale_NG, bias_N, by_bits=by_bits)
+    return _multiply(x, weight_NK, scale_NG, bias_N, zero_NG, by_bits=by_bits)
 
 
-def int4_linear(x: Tensor, packed: Tensor, scale_NG: Tensor, bias_N: Tensor | None) -> Tensor:
+def int4_linear(
+    x: Tensor,
+    packed: Tensor,
+    scale_NG: Tensor,
+    bias_N: Tensor | None,
+    zero_NG: Tensor | None = None,
+) -> Tensor:
     """See `int4_linear_reference`; groups that are no multiples of 32 are its own business."""
     if x.shape[-1] // scale_NG.shape[1] % NIBBLES.value or x.dtype == torch.float64:
-        return int4_linear_reference(x, packed, scale_NG, bias_N)
-    return _multiply(x, packed.view(torch.int8), scale_NG, bias_N, four_bits=True)
+        return int4_linear_reference(x, packed, scale_NG, bias_N, zero_NG)
+    return _multiply(x, packed.view(torch.int8), scale_NG, bias_N, zero_NG, four_bits=True)
 
 
 def _multiply(
@@ -46,6 +57,7 @@ def _multiply(
     weight: Tensor,
     scale_NG: Tensor,
     bias_N: Tensor | None,
+    zero_NG: Tensor | None,
     *,
     by_bits: bool = False,
     four_bits: bool = False,
@@ -61,10 +73,11 @@ def _multiply(
     block_m, block_n, block_k, num_warps, num_stages = choose_blocks(count, x.dtype)
     linear_kernel[(triton.cdiv(count, block_m), triton.cdiv(num_outputs, block_n))](
         rows, weight.contiguous(), scale_NG.contiguous(),
-        scale_NG if bias_N is None else bias_N.contiguous(), out,
+        scale_NG if bias_N is None else bias_N.contiguous(),
+        scale_NG if zero_NG is None else zero_NG.contiguous(), out,
         count, num_outputs, rows.stride(0),
-        DEPTH=depth, GROUPS=groups, HAS_BIAS=bias_N is not None, BY_BITS=by_bits,
-        FOUR_BITS=four_bits,
+        DEPTH=depth, GROUPS=groups, HAS_BIAS=bias_N is not None, HAS_ZERO=zero_NG is not None,
+        BY_BITS=by_bits, FOUR_BITS=four_bits,
         BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=min(block_k, _even_part(depth // groups)),
         num_warps=num_warps, num_stages=num_stages,
     )  # fmt: skip
@@ -116,7 +129,9 @@ def four_bit_part(
     x_ptr, weight_ptr, m, n, first, is_row, is_output, x_row,
     DEPTH: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """The product of BLOCK_K input features: those in low halves of bytes, and those in high."""
+    """The product of BLOCK_K input features: those in low halves of bytes, and those in high; and
+    the sum of those features of each row.
+    """
     byte = first // 2 + tl.arange(0, BLOCK_K // 2)
     half: tl.constexpr = NIBBLES // 2
     k = byte // half * NIBBLES + byte % half
@@ -126,15 +141,18 @@ def four_bit_part(
         weight_ptr + n.to(tl.int64)[:, None] * (DEPTH // 2) + byte[None, :],
         mask=is_output[:, None] & (k < DEPTH)[None, :], other=0,
     ).to(tl.int32)  # fmt: skip
-    low_MN = product(tl.load(x_ptrs, mask=is_x, other=0.0), (bytes_NK << 28) >> 28)
-    return low_MN + product(tl.load(x_ptrs + half, mask=is_x, other=0.0), bytes_NK >> 4)
+    low_MK = tl.load(x_ptrs, mask=is_x, other=0.0)
+    high_MK = tl.load(x_ptrs + half, mask=is_x, other=0.0)
+    part_MN = product(low_MK, (bytes_NK << 28) >> 28) + product(high_MK, bytes_NK >> 4)
+    return part_MN, tl.sum(low_MK.to(tl.float32) + high_MK.to(tl.float32), 1)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
 def linear_kernel(
-    x_ptr, weight_ptr, scale_ptr, bias_ptr, out_ptr, num_rows, num_outputs, x_row,
-    DEPTH: tl.constexpr, GROUPS: tl.constexpr, HAS_BIAS: tl.constexpr, BY_BITS: tl.constexpr,
-    FOUR_BITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    x_ptr, weight_ptr, scale_ptr, bias_ptr, zero_ptr, out_ptr, num_rows, num_outputs, x_row,
+    DEPTH: tl.constexpr, GROUPS: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_ZERO: tl.constexpr,
+    BY_BITS: tl.constexpr, FOUR_BITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -143,7 +161,7 @@ def linear_kernel(
     acc_MN = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for first in range(0, DEPTH, BLOCK_K):
         if FOUR_BITS:
-            part_MN = four_bit_part(
+            part_MN, sum_M = four_bit_part(
                 x_ptr, weight_ptr, m, n, first, is_row, is_output, x_row, DEPTH, BLOCK_K
             )
         else:
@@ -158,9 +176,12 @@ def linear_kernel(
             )  # fmt: skip
             if BY_BITS:
                 weight_NK = widen_float8(weight_NK)
-            part_MN = product(x_MK, weight_NK)
+            part_MN, sum_M = product(x_MK, weight_NK), tl.sum(x_MK.to(tl.float32), 1)
+        group = first // (DEPTH // GROUPS)
+        if HAS_ZERO:  # is what the sum of x would add
+            zero_N = tl.load(zero_ptr + n * GROUPS + group, mask=is_output, other=0.0)
+            part_MN -= sum_M[:, None] * zero_N.to(tl.float32)[None, :]
         if GROUPS > 1:
-            group = first // (DEPTH // GROUPS)
             part_MN *= tl.load(
                 scale_ptr + n * GROUPS + group, mask=is_output, other=0.0
             ).to(tl.float32)[None, :]  # fmt: skip

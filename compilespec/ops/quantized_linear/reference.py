@@ -14,9 +14,14 @@ LEAST_SCALE = torch.finfo(torch.float32).eps
 
 
 def quantized_linear_reference(
-    x: Tensor, weight_NK: Tensor, scale_NG: Tensor, bias_N: Tensor | None, bits: int
+    x: Tensor,
+    weight_NK: Tensor,
+    scale_NG: Tensor,
+    bias_N: Tensor | None,
+    bits: int,
+    zero_NG: Tensor | None = None,
 ) -> Tensor:
-    """Compute x @ (weight * scale).T + bias in float32, rounded once.
+    """Compute x @ ((weight - zero) * scale).T + bias in float32, rounded once.
 
     Args:
         x: [..., K], float32, bfloat16 or float16.
@@ -25,39 +30,57 @@ def quantized_linear_reference(
             power of two if G > 1.
         bias_N: any floating dtype, or None; added before rounding.
         bits: 8, or 4: all weights are in -8..7 (`pack_int4` stores two in a byte).
+        zero_NG: any dtype: the number that stands for 0 in each group, a whole one or not; None: 0.
     Returns: [..., N], contiguous, dtype of x.
     """
-    scale = scale_NG.float()
-    if scale.shape[1] > 1:
-        scale = scale.repeat_interleave(weight_NK.shape[1] // scale.shape[1], 1)
+    weight, depth = weight_NK.float(), weight_NK.shape[1]
+    if zero_NG is not None:
+        weight = weight - _widened(zero_NG, depth)
     bias = None if bias_N is None else bias_N.float()
-    return F.linear(x.float(), weight_NK.float() * scale, bias).to(x.dtype).contiguous()
+    weight = weight * _widened(scale_NG, depth)
+    return F.linear(x.float(), weight, bias).to(x.dtype).contiguous()
+
+
+def _widened(values_NG: Tensor, depth: int) -> Tensor:
+    """A value of every group as float32, one for each input feature if there are several."""
+    values, groups = values_NG.float(), values_NG.shape[1]
+    return values.repeat_interleave(depth // groups, 1) if groups > 1 else values
 
 
 def packed_quantized_linear_reference(
-    x: Tensor, packed: Tensor, scale: Tensor, bias_N: Tensor | None, out_features: int
+    x: Tensor,
+    packed: Tensor,
+    scale: Tensor,
+    bias_N: Tensor | None,
+    out_features: int,
+    zero: Tensor | None = None,
 ) -> Tensor:
     """`quantized_linear` from packed weights and scales.
 
     Args:
         packed: int8 or float8_e4m3fn [panels, K, 16] (`pack_bytes`), uint8 [panels, K, 8]
         (`pack_int4`).
-        scale: float32 [panels, groups, 16] (`pack_scale`).
+        scale: float32 [panels, groups, 16] (`pack_scale`); zero: the same, or None.
     """
     bits = 4 if packed.dtype == torch.uint8 else 8
     weight_NK = (
         unpack_int4(packed, out_features) if bits == 4 else unpack_bytes(packed, out_features)
     )
+    zero_NG = None if zero is None else unpack_weight(zero, out_features)
     return quantized_linear_reference(
-        x, weight_NK, unpack_weight(scale, out_features), bias_N, bits
+        x, weight_NK, unpack_weight(scale, out_features), bias_N, bits, zero_NG
     )
 
 
 def int4_linear_reference(
-    x: Tensor, packed: Tensor, scale_NG: Tensor, bias_N: Tensor | None
+    x: Tensor,
+    packed: Tensor,
+    scale_NG: Tensor,
+    bias_N: Tensor | None,
+    zero_NG: Tensor | None = None,
 ) -> Tensor:
     """`quantized_linear` from weights of four bits, packed by `pack_nibbles`."""
-    return quantized_linear_reference(x, unpack_nibbles(packed), scale_NG, bias_N, 4)
+    return quantized_linear_reference(x, unpack_nibbles(packed), scale_NG, bias_N, 4, zero_NG)
 
 
 def dynamic_int8_linear_reference(
@@ -134,7 +157,7 @@ def unpack_nibbles(packed: Tensor) -> Tensor:
 
 
 def pack_scale(scale_NG: Tensor) -> Tensor:
-    """Scales [N, groups] as float32 [ceil(N / 16), groups, 16]."""
+    """Scales or zero points [N, groups] as float32 [ceil(N / 16), groups, 16]."""
     return pack_weight(scale_NG.float())
 
 

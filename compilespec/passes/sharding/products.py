@@ -155,7 +155,7 @@ def add_up(flow: Flow, node: fx.Node) -> None:
         bias, node.args = node.args[0], node.args[1:]
         node.target = torch.mm
     elif name == "quantized_linear.default":
-        bias, node.args = node.args[3], (*node.args[:3], None, node.args[4])
+        bias, node.args = node.args[3], (*node.args[:3], None, *node.args[4:])
     elif name == "linear":
         bias = node.args[2] if len(node.args) > 2 else node.kwargs.get("bias")
         node.args, node.kwargs = (*node.args[:2], None), {}

@@ -10,27 +10,29 @@ from torch import fx
 from compilespec.passes.sharding.flow import Flow, Placed, Refused
 from compilespec.passes.sharding.products import Dims, cut_alike, decide, product
 
+_NODES = (0, 1, 2, 5)  # arguments: x, weight, scale and zero points
 COLUMNS, DEPTH = 0, 1  # of stored integers; scales have groups for a depth
 
 
 def quantized_linear(flow: Flow, node: fx.Node) -> Placed:
-    """A linear layer over integers and scales.  They were made of the whole weight: each rank has a
-    part of the same numbers.  By rows, scales of groups are cut between groups.
+    """A linear layer over integers, scales and zero points.  They were made of the whole weight:
+    each rank has a part of the same numbers.  By rows, those of groups are cut between groups.
     """
-    x, weight, scale = (x for x in node.args[:3])
+    x, weight, *scales = (arg for i, arg in enumerate(node.args) if i in _NODES and arg is not None)
     assert isinstance(x, fx.Node)
     assert isinstance(weight, fx.Node)
-    assert isinstance(scale, fx.Node)
     last = len(flow.shape(x)) - 1
     dims = Dims(last, COLUMNS, DEPTH, last)
     decide(flow, weight, dims, flow.of(x, node))
     cut = flow.of(weight, node)
-    if cut is None and flow.of(scale, node) is not None:
-        raise Refused("scales of a weight that every rank has whole", scale)
-    if cut is not None and cut.cut.dim == COLUMNS:
-        cut_alike(flow, node, scale, COLUMNS, weight)
-    elif cut is not None:
-        _cut_groups(flow, node, x, weight, scale)
+    for scale in scales:
+        assert isinstance(scale, fx.Node)
+        if cut is None and flow.of(scale, node) is not None:
+            raise Refused("scales of a weight that every rank has whole", scale)
+        if cut is not None and cut.cut.dim == COLUMNS:
+            cut_alike(flow, node, scale, COLUMNS, weight)
+        elif cut is not None:
+            _cut_groups(flow, node, x, weight, scale)
     placed = product(flow, node, x, weight, node.args[3], dims)
     if node in flow.edits and node.target is torch.ops.compilespec.dynamic_int8_linear.default:
         flow.edits[node] = lambda: _add_integers(flow, node)
