@@ -168,7 +168,15 @@ void tile(const Quad* x, int64_t num_quads, const int8_t* weight, int32_t* sum) 
 #pragma GCC unroll 16
     for (int r = 0; r < Rows; ++r) acc[r][p] = IntDot::zeros();
   }
-  for (int64_t q = 0; q < num_quads; ++q) {
+  // As in _panels.h: each panel some bytes ahead, and at its end the panels after these.
+  const char* ahead = (const char*)weight + packed_linear::kNear;
+  const int64_t turn = num_quads - packed_linear::kNear / kQuadBytes;
+  for (int64_t q = 0; q < num_quads; ++q, ahead += kQuadBytes) {
+    if constexpr (Parts > 1) {
+      if (q == turn) ahead += (Parts - 1) * panel_stride;
+#pragma GCC unroll 16
+      for (int p = 0; p < Parts; ++p) __builtin_prefetch(ahead + p * panel_stride, 0, 3);
+    }
     decltype(IntDot::read(weight)) steps[Parts];
 #pragma GCC unroll 16
     for (int p = 0; p < Parts; ++p)

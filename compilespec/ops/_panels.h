@@ -151,13 +151,22 @@ constexpr int num_streams(int parts) {
   return parts == 1 ? 4 : parts / Strip<W>::kParts;
 }
 
-// What a tile fetches into L2 while it computes, its share of what comes after its panels: streams
-// that lie `stride` bytes apart, every four cache lines of a panel `lines` lines of each, `step`
-// bytes further than before.
+// What a tile fetches while it computes: of streams that lie `stride` bytes apart, every four cache
+// lines of a panel `lines` lines of each, `step` bytes further than before.  Its share of what comes
+// after its panels goes into L2.  A tile alone on its panels fetches into L1 what it needs itself
+// kNear bytes later (`near`), and from k step `turn` on, `jump` bytes further, the panels after them.
 struct Ahead {
   const char* from;
   int64_t stride, step, lines;
+  bool near = false;
+  int64_t turn = 0, jump = 0;
 };
+constexpr int64_t kNear = 2048;  // bytes: of 1 to 8 KiB the fastest, by a little
+
+// Whether memory bounds a few rows.  Weights of four bits take longer to be widened, and fetching
+// them only costs time.
+template <class W>
+constexpr bool kReadsMost = Strip<W>::kStride * sizeof(W) >= kPanel;
 
 // sum[rows][parts * kColumns] (+)= x[rows][depth] times `Parts` parts of panels that lie
 // panel_stride apart.
@@ -215,13 +224,23 @@ void tile(const Factor<W>* x, int64_t x_stride, const W* weight, int64_t panel_s
     }
   };
   constexpr int kStreams = num_streams<W>(Parts), kSteps4 = 4 * steps_per_line<W>;
+  constexpr int kLines = kSteps4 * Strip<W>::kStride * int(sizeof(W)) / 64;
   const char* from = ahead.from;
   int64_t k = 0;
   for (; k + kSteps4 <= depth; k += kSteps4, from += ahead.step) {
-    for (int64_t line = 0; line < ahead.lines; ++line)
+    if (ahead.near) {
+      if (k == ahead.turn) from += ahead.jump;
 #pragma GCC unroll 4
       for (int i = 0; i < kStreams; ++i)
-        __builtin_prefetch(from + i * ahead.stride + line * 64, 0, 2);
+#pragma GCC unroll 8
+        for (int line = 0; line < kLines; ++line)
+          __builtin_prefetch(from + i * ahead.stride + line * 64, 0, 3);
+    } else {
+      for (int64_t line = 0; line < ahead.lines; ++line)
+#pragma GCC unroll 4
+        for (int i = 0; i < kStreams; ++i)
+          __builtin_prefetch(from + i * ahead.stride + line * 64, 0, 2);
+    }
 #pragma GCC unroll 8
     for (int u = 0; u < kSteps4; u += kSteps) step(k + u, true);
   }
@@ -425,8 +444,7 @@ void run_block(const Problem<W>& problem, const Factor<W>* x, int64_t x_stride,
                           problem.zero ? problem.zero + part * scale_stride : nullptr,
                           scale_stride, k, problem.group_shift};
       const int64_t depth = std::min(piece, problem.depth - k);
-      // What comes next is fetched by all the tiles, and by both parts of a panel taken in parts.  One
-      // wide tile alone is bound by memory and reads streams enough: measured, it only loses time.
+      // What comes next is fetched by all the tiles, and by both parts of a panel taken in parts.
       const bool lone = parts == 1;
       const W* next = k + depth < problem.depth
                           ? panel + depth * kStride
@@ -434,11 +452,18 @@ void run_block(const Problem<W>& problem, const Factor<W>* x, int64_t x_stride,
       const int64_t num_runs = lone ? num_tiles * kParts : num_tiles, bytes = kStride * int64_t(sizeof(W)),
                     length = lone ? depth * bytes / 4 : depth * bytes,
                     step = std::max<int64_t>(bytes, 64) * (lone ? 1 : 4) / num_runs;
-      Ahead ahead{nullptr, lone ? length : panel_stride * int64_t(sizeof(W)), step,
-                  num_tiles == 1 && !lone ? 0 : (step + 63) / 64};
+      Ahead ahead{nullptr, lone ? length : panel_stride * int64_t(sizeof(W)), step, (step + 63) / 64};
+      if (num_tiles == 1 && !lone) {
+        constexpr int64_t kSteps4 = 4 * steps_per_line<W>;
+        ahead.near = kReadsMost<W>;
+        ahead.lines = 0;
+        ahead.turn = (depth - kNear / bytes) / kSteps4 * kSteps4;
+        ahead.jump = (num_panels - 1) * ahead.stride;
+      }
       for (int64_t t = 0, r = 0; t < num_tiles; ++t) {
         const bool is_long = t < num_long;
-        ahead.from = (const char*)next + length * (place * num_tiles + t) / num_runs;
+        ahead.from = ahead.near ? (const char*)panel + kNear
+                                : (const char*)next + length * (place * num_tiles + t) / num_runs;
         (is_long ? long_kernel : kernel)(x + r * x_stride + k / Strip<W>::kSteps, x_stride,
                                          panel + place * Strip<W>::kColumns, panel_stride, depth,
                                          sums.data() + r * sum_stride, sum_stride, k == 0, ahead,
@@ -463,8 +488,11 @@ void run(const Problem<W>& problem) {
   const double read_ns = double(problem.depth * Strip<W>::kStride * sizeof(W)) / 12;
   const double compute_ns =
       double(std::min(block, problem.num_rows) * problem.depth * kColumns * kParts) / 30;
-  const auto grain =
+  const auto tile_rows = int(std::clamp<int64_t>(problem.num_rows, 1, kTileRows<W>));
+  const int64_t width = std::max(tile_parts<W>(tile_rows) / kParts, 1);  // panels of a tile
+  const auto pays =
       int64_t(8000 / (std::max(read_ns, compute_ns) + 50)) + 1;  // 8 us pays for waking a thread
+  const int64_t grain = (pays + width - 1) / width * width;  // of whole tiles: lone panels are slower
   parallel_for(num_blocks * problem.num_panels, grain, [&](int64_t unit, int64_t end) {
     static thread_local std::vector<Factor<W>> copied;
     static thread_local std::vector<Acc> sums;

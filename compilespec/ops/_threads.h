@@ -47,7 +47,7 @@ class Pool {
     return *pool;
   }
 
-  // body(context, begin, end) over all of [0, count), in parts of at least `grain`, on up to
+  // body(context, begin, end) over all of [0, count), in multiples of `grain`, on up to
   // `num_threads` threads, the calling one included.  False, and nothing is done, while another
   // thread has the pool.
   bool run(int64_t count, int64_t grain, int num_threads, Body body, const void* context) {
@@ -56,7 +56,8 @@ class Pool {
     num_threads = std::min(num_threads, kMostThreads);
     while (num_workers_ < num_threads - 1 && start(num_workers_ + 1)) ++num_workers_;
     body_ = body, context_ = context, num_parts_ = num_threads;
-    chunk_ = std::max(grain, (count + num_threads * kChunks - 1) / (num_threads * kChunks));
+    const int64_t least = (count + num_threads * kChunks - 1) / (num_threads * kChunks);
+    chunk_ = (least + grain - 1) / grain * grain;
     for (int64_t part = 0; part < num_threads; ++part) {
       parts_[part].next.store(count * part / num_threads, std::memory_order_relaxed);
       parts_[part].end = count * (part + 1) / num_threads;

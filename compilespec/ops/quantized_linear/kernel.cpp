@@ -404,13 +404,14 @@ void run_dynamic(const Call& call, const at::Tensor& packed) {
   const double work_ns =
       double(padded * kPanel) / 12 +
       double(std::min(rows, kBlock * IntDot::kRows) * padded * kPanel) / IntDot::kPerNs + 50;
-  parallel_for(num_blocks * num_panels, int64_t(8000 / work_ns) + 1,
-                   [&](int64_t unit, int64_t end) {
+  const int64_t most = (rows + num_tiles - 1) / std::max<int64_t>(num_tiles, 1),
+                wide = IntDot::parts(int(most));
+  const int64_t grain = (int64_t(8000 / work_ns) / wide + 1) * wide;  // of whole tiles
+  parallel_for(num_blocks * num_panels, grain, [&](int64_t unit, int64_t end) {
     int32_t sum[IntDot::kRows * integer_dot::kMostParts * kPanel];
     while (unit < end) {
       const int64_t tile = unit / num_panels * kBlock, panel = unit % num_panels;
       const int64_t last_tile = std::min(num_tiles, tile + kBlock);
-      const int64_t most = (rows + num_tiles - 1) / num_tiles, wide = IntDot::parts(int(most));
       const int64_t parts = std::min(end - unit, num_panels - panel) >= wide ? wide : 1;
       for (int64_t t = tile; t < last_tile; ++t) {
         const int64_t first = first_row(t), count = first_row(t + 1) - first;
