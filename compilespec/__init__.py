@@ -54,7 +54,10 @@ def __getattr__(name: str) -> Any:
     """
     from importlib import import_module
 
+    from compilespec.progress import rare_collections
+
     if name in _LAZY:
         module, attribute = _LAZY[name]
-        return getattr(import_module(module), attribute)
+        with rare_collections():
+            return getattr(import_module(module), attribute)
     raise AttributeError(f"module 'compilespec' has no attribute {name!r}")

@@ -297,6 +297,15 @@ def storage_place(tensor: torch.Tensor) -> tuple[int, ...]:
     return (tensor.data_ptr(),)
 
 
+def graph_module(graph: fx.Graph, root: torch.nn.Module | None = None) -> fx.GraphModule:
+    """A module of a graph, whose Python code is written when it is called or printed, as those that
+    are interpreted never are (`torch.fx._lazy_graph_module._LazyGraphModule`).
+    """
+    from torch.fx._lazy_graph_module import _LazyGraphModule
+
+    return _LazyGraphModule(torch.nn.Module() if root is None else root, graph)
+
+
 def size_expression(size: Any) -> Any:
     """A symbolic size as a sympy expression (`SymInt.node.expr`)."""
     return size.node.expr

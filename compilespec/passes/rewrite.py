@@ -70,7 +70,7 @@ def start_step(ctx: PassContext) -> fx.GraphModule:
     """A graph of the target alone: its arguments (`input_ids`, `position_ids`, and `rope_offsets`
     where it has them), weights as inputs, output `logits`.
     """
-    gm = fx.GraphModule(torch.nn.Module(), fx.Graph())
+    gm = _torch_compat.graph_module(fx.Graph())
     arguments = {}
     for name in ARGUMENTS if ctx.target.has_rope_offsets else ARGUMENTS[:2]:
         node = gm.graph.placeholder(name)
@@ -87,7 +87,7 @@ def start_step(ctx: PassContext) -> fx.GraphModule:
 
 def start_replay() -> fx.GraphModule:
     """A graph of nothing: a replay runs the drafter alone, over inputs that steps of K = 0 kept."""
-    gm = fx.GraphModule(torch.nn.Module(), fx.Graph())
+    gm = _torch_compat.graph_module(fx.Graph())
     gm.graph.output(())
     set_outputs(gm, {})
     return gm

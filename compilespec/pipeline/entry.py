@@ -33,7 +33,7 @@ from compilespec.pipeline.options import CompileOptions, check_method_options
 from compilespec.pipeline.parallel import check_ranks, join_ranks, lead_or_follow
 from compilespec.pipeline.plan import describe_plan, why_not_overlapped, why_not_shared
 from compilespec.program import SpecProgram
-from compilespec.progress import Progress, Reporter
+from compilespec.progress import Progress, Reporter, rare_collections
 from compilespec.quantization import quantize_target
 from compilespec.runtime.draft_policy import DraftPolicy
 from compilespec.runtime.engine import Engine
@@ -58,6 +58,7 @@ class Asked:
 
 
 @shows(CompileOptions)
+@rare_collections()
 def compile(
     model: nn.Module | str | Path,
     spec: str | Method | MethodConfig | None = "none",

@@ -118,7 +118,7 @@ def _rebuild(record: Mapping[str, Any]) -> Traced:
         node.meta = {name: entry for name, entry in meta.items() if entry is not None}
     return Traced(
         name=record["name"],
-        graph_module=fx.GraphModule(torch.nn.Module(), graph),
+        graph_module=_torch_compat.graph_module(graph),
         inputs=tuple(TracedInput(name=name, kind=kind) for name, kind in record["inputs"]),
         weights={},
         trace_ms=0.0,

@@ -163,7 +163,7 @@ def _copy(gm: fx.GraphModule) -> fx.GraphModule:
     for node in graph.nodes:
         node.type = None
         node.meta = {name: node.meta[name] for name in _KEPT_METADATA if name in node.meta}
-    return fx.GraphModule(gm, graph)
+    return _torch_compat.graph_module(graph, gm)
 
 
 # --- what the traced code reads ---

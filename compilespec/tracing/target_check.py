@@ -53,11 +53,12 @@ def check_positions(traced: Traced, model: nn.Module) -> None:
     """
     if next(model.parameters()).device.type == "meta":
         return
-    tainted = _Tainted(traced, taint=True)
-    if not tainted.reaches_the_middle():
+    if not _Tainted(traced, taint=True).reaches_the_middle():
         return
     if _Tainted(traced, taint=False).reaches_the_middle():
         return  # the model itself makes NaN: the check cannot tell
+    tainted = _Tainted(traced, taint=True, find_first=True)
+    tainted.reaches_the_middle()
     node = tainted.first_mixed
     where = f"{module_path(node) or 'the model'}, {source_line(node)}" if node else "unknown place"
     raise UnsupportedModel(
@@ -74,9 +75,9 @@ class _Tainted(fx.Interpreter):
     that holds NaN: weights, whose reads are what a run costs, are not read.
     """
 
-    def __init__(self, traced: Traced, *, taint: bool) -> None:
+    def __init__(self, traced: Traced, *, taint: bool, find_first: bool = False) -> None:
         super().__init__(traced.graph_module)
-        self._traced, self._taint = traced, taint
+        self._traced, self._taint, self._find_first = traced, taint, find_first
         self.first_mixed: fx.Node | None = None  # the first node whose output is all NaN
 
     @torch.no_grad()
@@ -93,7 +94,7 @@ class _Tainted(fx.Interpreter):
 
     def run_node(self, node: fx.Node) -> Any:
         result = self._run(node)
-        if self.first_mixed is None and _has_nan(result, everywhere=True):
+        if self._find_first and self.first_mixed is None and _has_nan(result, everywhere=True):
             sources = [self.env[source] for source in node.all_input_nodes]
             if any(_has_nan(s) and not _has_nan(s, everywhere=True) for s in sources):
                 self.first_mixed = node
