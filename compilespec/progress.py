@@ -145,7 +145,7 @@ def _in_words(elapsed_ms: float) -> str:
     return f"{elapsed_ms:.0f} ms" if elapsed_ms < 1000 else f"{elapsed_ms / 1e3:.1f} s"
 
 
-_RARELY = (200_000, 10, 10)  # objects that a collection waits for, and how many of its kind the next
+_RARELY = (200_000, 10, 10)  # new objects for a collection, collections for one of the next kind
 _counting = threading.Lock()
 _num_starting, _usual = 0, gc.get_threshold()
 

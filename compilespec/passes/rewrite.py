@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import time
 
-import torch
 from torch import fx
 
 from compilespec import _torch_compat
