@@ -38,6 +38,7 @@ PROMPTS = Path(__file__).with_name("real_prompts.json")
 HEAD = Path(__file__).resolve().parents[2] / "drafts" / "smollm2-135m-instruct-eagle3"
 PREFILL_TOKENS = 1500
 BF16 = "bf16"
+DRAFT_WEIGHTS = "int8_dynamic"  # costs drafts, never tokens: the target judges each
 OPENVINO_WEIGHTS = "OpenVINO's Q8_0"  # its plain decoding is the reference of its prompt lookup
 GUEST_HELP = "interpreter of the environment that has vLLM (default: this one)"
 # Ratios that the head is to reach at batch 1, over the fastest of the others.
@@ -106,7 +107,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--model", type=Path, default=SMOLLM2, help="(default: %(default)s)")
     parser.add_argument("--draft", type=Path, default=HEAD, help="the EAGLE-3 head")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8])
-    parser.add_argument("--num-draft-tokens", type=int, nargs="+", default=[2, 3, 4], metavar="K")
+    parser.add_argument("--num-draft-tokens", type=int, nargs="+", default=[2, 3], metavar="K")
     parser.add_argument("--max-new-tokens", type=int, default=128)
     parser.add_argument("--num-prompts", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=2, help="how often each prompt is timed")
@@ -178,10 +179,13 @@ def contestants(
     for quantize in (None, "int8", "int8_dynamic", "int4"):
         weights = quantize or BF16
         suffix = "" if quantize is None else f" {quantize}"
-        found.append(ours(f"compilespec none{suffix}", weights, "none", None, quantize))
-        found.append(ours(f"compilespec ngram K=4{suffix}", weights, "ngram", 4, quantize))
-        for k in draft_tokens if quantize is None else draft_tokens[:1]:
-            found.append(ours(f"compilespec eagle3 K={k}{suffix}", weights, "eagle3", k, quantize))
+        found.append(ours(f"compilespec none{suffix}", weights, "none"))
+        found.append(ours(f"compilespec ngram K=4{suffix}", weights, "ngram", 4))
+        for k in draft_tokens if quantize is None else ():
+            found.append(ours(f"compilespec eagle3 K={k}", weights, "eagle3", k))
+        k = draft_tokens[-1]
+        name = f"compilespec eagle3 K={k}{suffix}, draft in {DRAFT_WEIGHTS}"
+        found.append(ours(name, weights, "eagle3", k, DRAFT_WEIGHTS))
     return found
 
 
@@ -190,12 +194,15 @@ def _guest(setup: Setup, name: str, *, engine: str, python: str, options: dict[s
 
 
 def _compilespec(
-    setup: Setup, name: str, weights: str, spec: str, k: int | None, quantize: str | None
-) -> Contestant:
+    setup: Setup, name: str, weights: str, spec: str, k: int | None = None,
+    draft_weights: str | None = None,
+) -> Contestant:  # fmt: skip
+    quantize = None if weights == BF16 else weights
+
     def make(name: str) -> Way:
         if spec == "eagle3" and setup.draft is None:
             raise Unavailable("there is no head; give --draft")
-        return CompilespecWay(setup, name, spec, k, quantize)
+        return CompilespecWay(setup, name, spec, k, quantize, draft_weights)
 
     return Contestant(name=name, weights=weights, make=make)
 
@@ -274,8 +281,8 @@ def time_prefill(
     ways: Sequence[tuple[str, Way]], prompts: dict[str, list[int]], rounds: int
 ) -> dict[str, dict[str, Any]]:
     """Tokens of a long prompt a second, up to the first token after it."""
-    endless = [one for ids in prompts.values() for one in ids] * 4
-    long = [[endless[:PREFILL_TOKENS]]]
+    ids = [one for ids in prompts.values() for one in ids]
+    long = [[(ids * (PREFILL_TOKENS // len(ids) + 1))[:PREFILL_TOKENS]]]
     calls = {way.name: partial(generate, way, long, max_new_tokens=1) for _, way in ways}
     interleave(calls, 1, 1)  # warms up
     return {
@@ -308,8 +315,9 @@ def print_tables(console: Console, result: dict[str, Any]) -> None:
 
 
 def bits_of(name: str) -> str:
-    """The bits of one of our ways: "int8", "int4", or "" for bfloat16."""
-    return next((bits for bits in ("int8", "int4") if f" {bits}" in name), "")
+    """The bits of our way's target: "int8", "int4", or "" for bfloat16."""
+    target = name.partition(",")[0]
+    return next((bits for bits in ("int8", "int4") if f" {bits}" in target), "")
 
 
 if __name__ == "__main__":

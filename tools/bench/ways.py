@@ -111,6 +111,7 @@ class CompilespecWay:
         spec: str,
         num_draft_tokens: int | None,
         quantize: str | None = None,
+        draft_quantize: str | None = None,
     ) -> None:
         import compilespec
 
@@ -123,6 +124,7 @@ class CompilespecWay:
         }
         optional = {
             "max_seq_len": setup.max_seq_len, "dtype": setup.dtype, "quantize": quantize,
+            "draft_quantize": draft_quantize,
         }  # fmt: skip
         keywords |= {name: value for name, value in optional.items() if value is not None}
         if num_draft_tokens is not None:
