@@ -52,12 +52,12 @@ CHARTS = (
             "llama.cpp": "llama.cpp",
             "compilespec, plain": "compilespec none",
             "compilespec, n-grams, K=4": "compilespec ngram K=4",
-            "compilespec, EAGLE-3, K=2": "compilespec eagle3 K=2",
             "compilespec, EAGLE-3, K=3": "compilespec eagle3 K=3",
+            "the same, its head in int8": "compilespec eagle3 K=3, draft in int8_dynamic",
             "OpenVINO, 8 bits": "OpenVINO Q8_0",
             "llama.cpp, 8 bits": "llama.cpp Q8_0",
             "compilespec, 8 bits": "compilespec none int8",
-            "compilespec, 8 bits, EAGLE-3": "compilespec eagle3 K=2 int8",
+            "compilespec, 8 bits, EAGLE-3": "compilespec eagle3 K=3 int8, draft in int8_dynamic",
         },
     ),
 )
@@ -100,7 +100,7 @@ def _panel(medians: Mapping[str, float], batch: str, *, top: int) -> Iterator[st
     yield f'<text class="title" x="0" y="{top + 14}">batch {batch}: tokens per second</text>'
     for index, (title, median) in enumerate(medians.items()):
         y = top + HEAD + index * (BAR + GAP)
-        kind = "ours" if title.startswith("compilespec") else "other"
+        kind = "ours" if title.startswith(("compilespec", "the same")) else "other"
         width = room * median / largest
         yield f'<text x="{LABELS - 8}" y="{y + 13}" text-anchor="end">{title}</text>'
         yield (

@@ -150,6 +150,9 @@ class _Run(fx.Interpreter):
                 (scores, *dims), options = self.fetch_args_kwargs_from_env(n)
                 if (dims[0] if dims else options.get("dim")) in (-1, scores.dim() - 1):
                     result = self._decide(n, scores, result)
+            if n.target is torch.ops.compilespec.row_argmax.default:
+                (scores,), _ = self.fetch_args_kwargs_from_env(n)
+                result = self._decide(n, scores, result)
             if n.target is torch.ops.compilespec.argmax_shard.default:
                 (logits, *sizes), _ = self.fetch_args_kwargs_from_env(n)
                 scores = torch.ops.compilespec.all_gather(logits, logits.dim() - 1, *sizes)

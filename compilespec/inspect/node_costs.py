@@ -300,9 +300,9 @@ def _distributions(costs: NodeCosts, node: fx.Node) -> Cost:
 
 
 def _draws(costs: NodeCosts, node: fx.Node) -> Cost:
-    """The weights are read; what is drawn is a number a row."""
-    weights: Any = node.args[0]
-    return Cost(activation_bytes=costs.num_bytes(weights))
+    """Weights or scores are read; what is taken of them is a number a row."""
+    scores: Any = node.args[0]
+    return Cost(activation_bytes=costs.num_bytes(scores))
 
 
 def _recurrence(costs: NodeCosts, node: fx.Node) -> Cost:
@@ -355,6 +355,7 @@ _RULES: dict[Any, Callable[[NodeCosts, fx.Node], Cost]] = {
     **dict.fromkeys(_LOOKUPS, _lookup),
     _aten._grouped_mm.default: _rows_times_weight,
     torch.ops.compilespec.argmax_linear.default: _fused_head,
+    torch.ops.compilespec.row_argmax.default: _draws,
     torch.ops.compilespec.head_linear.default: _rows_times_weight,
     torch.ops.compilespec.packed_linear.default: _rows_times_weight,
     torch.ops.compilespec.quantized_linear.default: _rows_times_quantized,

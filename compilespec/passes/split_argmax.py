@@ -1,4 +1,4 @@
-"""Splits argmaxes over long rows, so that more than one block of a GPU reads a row."""
+"""Argmaxes over long rows, by an operator that reads them faster than Inductor's loops."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ LEAST_COLUMNS = 8192
 def split_argmax(gm: fx.GraphModule, ctx: PassContext) -> int:
     """argmax(x, -1) -> compilespec::row_argmax(x), for long rows.
 
-    Inductor gives a row to one block, whatever its length: the argmax of a few rows of logits would
-    leave most of a GPU idle.  GPUs only.  Returns: argmaxes split.  Numerics: exact (the first of
-    equal values wins; of a row with NaN, some index).  Runs on ATen.
+    Inductor gives a row to one block of a GPU, or one thread of a CPU, whatever its length: the
+    argmax of a few rows of logits would leave most of a GPU idle, and take a CPU as long as a layer.
+    Returns: argmaxes split.  Numerics: exact (the first of equal values wins; of a row with NaN,
+    some index on GPUs, the first NaN elsewhere).  Runs on ATen.
 
     Argmaxes of spans in ATen would do as well, but torch 2.13 makes wrong code of them where other
     reductions follow in the same kernel.
     """
-    if not ctx.on_gpu:
+    if not (ctx.on_gpu or ctx.prepack):
         return 0
     found = [
         node

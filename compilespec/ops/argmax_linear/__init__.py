@@ -1,6 +1,6 @@
 """The head's product and its argmax in one operator: logits are never written.
 
-The CPU uses the reference.  On a GPU (`kernel.py`) each block of the vocabulary keeps its best
+The CPU uses the reference, but for `row_argmax` (`kernel.cpp`).  On a GPU (`kernel.py`) each block of the vocabulary keeps its best
 logit, so that the head only reads its weight, and writes nothing that grows with rows times V.
 """
 
@@ -62,7 +62,7 @@ define_op(
     "row_argmax(Tensor x) -> Tensor",
     row_argmax_reference,
     lambda x: x.new_empty(x.shape[:-1], dtype=torch.int64),
-    has_kernel=False,
+    has_kernel=True,
     triton="argmax_linear",
 )
 _SCORE_LINEAR = define_op(

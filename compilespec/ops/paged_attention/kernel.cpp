@@ -36,6 +36,7 @@ constexpr int kTileRows = 48;  // rows a tile aims at
 constexpr int kGroupRows = kNumRegisters == 32 ? 4 : 3;  // rows of the largest register tile
 constexpr int kGroupKeys = 4;  // keys of a register tile
 constexpr int kLaneKeys = 16;  // keys of a vector, where a key is a lane
+constexpr int kKeysAhead = 32;  // keys whose cache lines are asked for before they are read
 
 // Whether scores are dot products of stored pairs, a key a lane; else of both sides as accumulators,
 // an element a lane.
@@ -272,6 +273,8 @@ struct Worker {
       }
       key = stop;
     }
+    for (int64_t i = first; i < std::min(last, first + kKeysAhead); ++i)
+      fetch(segment_keys[i], key_pad);
     return all_present;
   }
 
@@ -351,10 +354,12 @@ struct Worker {
   }
 
 #if defined(COMPILESPEC_BF16_DOT)
-  // The pairs of keys [begin, end) of the chunk, a key a lane; fetches their values.
+  // The pairs of keys [begin, end) of the chunk, a key a lane; fetches later keys, and their values.
   void arrange(int64_t begin, int64_t end) {
     key_pairs.resize(size_t(key_pad / 2 * kChunk));
     for (int64_t j = begin; j < end; j += kLaneKeys) {
+      for (int64_t i = j + kKeysAhead; i < std::min(j + kKeysAhead + kLaneKeys, end); ++i)
+        fetch(keys[i], key_pad);
       if (problem.value_cache)
         for (int64_t i = j; i < std::min(j + kLaneKeys, end); ++i)
           fetch(values[i], value_pad);
