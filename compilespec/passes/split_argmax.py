@@ -18,9 +18,9 @@ def split_argmax(gm: fx.GraphModule, ctx: PassContext) -> int:
     """argmax(x, -1) -> compilespec::row_argmax(x), for long rows.
 
     Inductor gives a row to one block of a GPU, or one thread of a CPU, whatever its length: the
-    argmax of a few rows of logits would leave most of a GPU idle, and take a CPU as long as a layer.
-    Returns: argmaxes split.  Numerics: exact (the first of equal values wins; of a row with NaN,
-    some index on GPUs, the first NaN elsewhere).  Runs on ATen.
+    argmax of a few rows of logits would leave most of a GPU idle, and take a CPU as long as a
+    layer.  Returns: argmaxes split.  Numerics: exact (the first of equal values wins; of a row with
+    NaN, some index on GPUs, the first NaN elsewhere).  Runs on ATen.
 
     Argmaxes of spans in ATen would do as well, but torch 2.13 makes wrong code of them where other
     reductions follow in the same kernel.

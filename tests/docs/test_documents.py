@@ -190,6 +190,7 @@ def test_speeds_of_the_real_model_are_those_of_the_recorded_run() -> None:
     for way, *cells in rows:
         found = [recorded["speeds"][batch].get(way) for batch in ("1", "8")]
         expected = [f"{one['tokens_per_s']['p50']:.0f}" if one else "" for one in found]
+        expected.insert(1, f"{found[0]['decode_tokens_per_s']['p50']:.0f}")
         length = found[0].get("acceptance_length") if "eagle3" in way else None
         expected.append(f"{length:.2f}" if length else "")
         assert cells == [*expected, f"{recorded['prefill'][way]['tokens_per_s']:.0f}"], way
