@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import io
 import json
 import logging
@@ -23,7 +24,7 @@ from compilespec.lowering import artifacts, lower, prepare_kernels
 from compilespec.lowering.artifacts import ArtifactCache, ArtifactKey, artifact_key
 from compilespec.ops import _build
 from compilespec.program import SpecProgram
-from compilespec.progress import Reporter
+from compilespec.progress import Reporter, rare_collections
 from tests.support import fake_compiler
 from tests.support.models import tiny_target
 
@@ -264,3 +265,16 @@ def test_a_start_prints_nothing_on_stderr(
         command, env=environment, capture_output=True, text=True, timeout=300, check=False
     )
     assert (done.returncode, done.stderr, done.stdout) == (0, "", "")
+
+
+def test_garbage_is_collected_rarely_while_programs_start():
+    """Starts may overlap and fail; the usual thresholds come back after the last."""
+    usual = gc.get_threshold()
+    first, second = rare_collections(), rare_collections()
+    with pytest.raises(ZeroDivisionError), first:
+        assert gc.get_threshold() > usual
+        second.__enter__()
+        raise ZeroDivisionError
+    assert gc.get_threshold() > usual
+    second.__exit__(None, None, None)
+    assert gc.get_threshold() == usual

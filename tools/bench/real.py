@@ -46,6 +46,7 @@ GOALS = {
     ("eagle3", ""): {"compilespec none": 1.5, "llama.cpp": 1.6},
     ("eagle3", "int8"): {"llama.cpp Q8_0": 1.4},
 }
+BASES = sorted({other for over in GOALS.values() for other in over})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -265,16 +266,30 @@ def time_batch(
     whole = interleave(calls, len(inputs), rounds)
     found = {way.name: {**whole[way.name].summary(), **way.stats()} for way in running}
     begun = {name: partial(call, max_new_tokens=1) for name, call in calls.items()}
-    for name, first in interleave(begun, len(inputs), rounds).items():
-        found[name] |= {"first_token_ms": quantiles(first.ms), **decoding(whole[name], first)}
+    first = interleave(begun, len(inputs), rounds)
+    decoding = {name: less(whole[name], first[name]) for name in calls}
+    for name, summary in found.items():
+        summary["first_token_ms"] = quantiles(first[name].ms)
+        summary["decode_tokens_per_s"] = quantiles(decoding[name].tokens_per_s)
+        for what, samples in (("times", whole), ("decode_times", decoding)):
+            summary[what] = {b: times(samples[name], samples[b]) for b in BASES if b in samples}
     return found
 
 
-def decoding(whole: Samples, first: Samples) -> dict[str, Any]:
-    """Tokens a second after the first, of the same inputs in the same order."""
-    pairs = zip(whole.num_tokens, first.num_tokens, whole.ms, first.ms, strict=True)
-    rates = [(n - begun) / (ms - first_ms) * 1e3 for n, begun, ms, first_ms in pairs]
-    return {"decode_tokens_per_s": quantiles(rates)}
+def less(whole: Samples, first: Samples) -> Samples:
+    """What comes after the first token, of the same inputs in the same order."""
+    return Samples(
+        ms=[one - begun for one, begun in zip(whole.ms, first.ms, strict=True)],
+        num_tokens=[
+            one - begun for one, begun in zip(whole.num_tokens, first.num_tokens, strict=True)
+        ],
+    )
+
+
+def times(mine: Samples, base: Samples) -> float:
+    """How many times as fast as `base`: the median over pairs of calls, which were neighbours."""
+    pairs = zip(mine.tokens_per_s, base.tokens_per_s, strict=True)
+    return quantiles([one / other for one, other in pairs])["p50"]
 
 
 def time_prefill(
@@ -300,18 +315,16 @@ def print_tables(console: Console, result: dict[str, Any]) -> None:
     for name, row in result["prefill"].items():
         table.add_row(name, f"{row['tokens_per_s']:,.0f}")
     console.print(table)
-    for what, key in (("in all", "tokens_per_s"), ("decoding alone", "decode_tokens_per_s")):
-        speeds = {n: s[key]["p50"] for n, s in result["speeds"].get(1, {}).items()}
+    speeds = result["speeds"].get(1, {})
+    for what, key in (("in all", "times"), ("decoding alone", "decode_times")):
         for (first, bits), over in GOALS.items():
             mine = [
-                rate for name, rate in speeds.items() if first in name and bits == bits_of(name)
+                one[key] for name, one in speeds.items() if first in name and bits == bits_of(name)
             ]
-            for other, ratio in over.items():
+            for other, goal in over.items():
                 if mine and other in speeds:
-                    found = max(mine) / speeds[other]
-                    console.print(
-                        f"{first} {bits}, {what}: {found:.2f} x {other} (goal {ratio:.1f})"
-                    )
+                    best = max(one[other] for one in mine)
+                    console.print(f"{first} {bits}, {what}: {best:.2f} x {other} (goal {goal:.1f})")
 
 
 def bits_of(name: str) -> str:
