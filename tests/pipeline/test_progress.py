@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import gc
 import io
@@ -270,11 +271,11 @@ def test_a_start_prints_nothing_on_stderr(
 def test_garbage_is_collected_rarely_while_programs_start():
     """Starts may overlap and fail; the usual thresholds come back after the last."""
     usual = gc.get_threshold()
-    first, second = rare_collections(), rare_collections()
-    with pytest.raises(ZeroDivisionError), first:
-        assert gc.get_threshold() > usual
-        second.__enter__()
-        raise ZeroDivisionError
+    first, second = contextlib.ExitStack(), contextlib.ExitStack()
+    first.enter_context(rare_collections())
+    second.enter_context(rare_collections())
     assert gc.get_threshold() > usual
-    second.__exit__(None, None, None)
+    first.__exit__(ZeroDivisionError, ZeroDivisionError(), None)
+    assert gc.get_threshold() > usual
+    second.close()
     assert gc.get_threshold() == usual
