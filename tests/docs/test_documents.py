@@ -25,7 +25,8 @@ RESULTS = ROOT / "tools" / "bench" / "results"
 HISTORY = ("CHANGELOG.md", "DECISIONS.md")  # speak of what was
 # Flags of other programs, and of tools.
 OTHERS = {"--nproc-per-node", "--head", "--local-dir", "--serving", "--tasks", "--without-gpu",
-          "--guest-python", "--openvino-python", "--real"}  # fmt: skip
+          "--guest-python", "--openvino-python", "--real", "--first-token", "--only",
+          "--cold-repeats"}  # fmt: skip
 VLLM = {"--max-model-len", "--max-num-seqs", "--max-num-batched-tokens", "--gpu-memory-utilization",
         "--speculative-config", "--tool-call-parser", "--enable-auto-tool-choice",
         "--enforce-eager"}  # fmt: skip
