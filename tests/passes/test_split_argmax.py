@@ -77,3 +77,11 @@ def test_others_are_left_alone(function: Any, on_gpu: bool) -> None:
     before = code(gm)
     assert split_argmax(gm, ctx) == 0
     assert code(gm) == before
+
+
+def test_other_devices_have_no_operator_of_it() -> None:
+    gm, ctx = graph(best, torch.randn(20, 20))
+    ctx.on_gpu = ctx.prepack = False
+    before = code(gm)
+    assert split_argmax(gm, ctx) == 0
+    assert code(gm) == before
