@@ -18,6 +18,7 @@ from compilespec.passes.evidence import Evidence
 from compilespec.program import PAD, ByStep, Lowered, LoweredPhase, ProgramConfig, StepKey
 from compilespec.progress import Reporter
 from compilespec.runtime.adapter_slots import product_sizes, write_adapter
+from compilespec.runtime.buffers import allocate
 from compilespec.runtime.executor import Geometry, PrefillChunk
 from compilespec.runtime.given_rows import write_rows
 from compilespec.runtime.host_writes import HostWrites
@@ -66,8 +67,7 @@ class StepRunner:
         self._taps = None if program.recorder is None else Taps(program.recorder)
         self._prompts = None if program.head is None else PromptLogprobs(program.head)
         self.buffers: dict[str, Tensor] = {
-            spec.name: torch.full(spec.shape, spec.fill, dtype=spec.dtype, device=config.device)
-            for spec in program.buffers
+            spec.name: allocate(spec, config.device) for spec in program.buffers
         }
         self._host = HostWrites(self.buffers, config.device)
         self._past_texts = PastTexts(self._host) if BUFFER in self.buffers else None

@@ -1,0 +1,43 @@
+"""Persistent buffers: what they hold, and that zeros take no memory before they are written."""
+
+import sys
+
+import pytest
+import torch
+
+from compilespec.program import BufferSpec
+from compilespec.runtime.buffers import MAPPED, allocate
+from tests.runtime.test_mapped_pages import resident
+
+CPU = torch.device("cpu")
+
+
+def spec(shape, dtype, fill=0):
+    return BufferSpec(name="k", kind="cache", shape=shape, dtype=dtype, fill=fill)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.int64, torch.bool])
+@pytest.mark.parametrize("rows", [3, MAPPED // 7 + 1])
+def test_zeros_of_any_size(dtype, rows):
+    buffer = allocate(spec((rows, 7), dtype), CPU)
+    assert (buffer.dtype, buffer.shape, buffer.stride()) == (dtype, (rows, 7), (7, 1))
+    assert not buffer.any()
+    buffer[rows - 1] = 1
+    assert buffer.sum() == 7, "it can be written"
+
+
+def test_other_values_are_written_at_once():
+    assert (allocate(spec((MAPPED,), torch.int32, fill=-1), CPU) == -1).all()
+
+
+def test_two_buffers_do_not_share_memory():
+    first, second = (allocate(spec((MAPPED,), torch.float32), CPU) for _ in range(2))
+    first[:] = 1
+    assert not second.any()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc")
+def test_a_cache_is_resident_as_far_as_it_was_written():
+    cache = allocate(spec((64, 2**20), torch.uint8), CPU)
+    cache[5] = 1
+    assert 1024 <= resident(cache) <= 4096, "KiB: one row of 64, and huge pages at its ends"
