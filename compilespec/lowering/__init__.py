@@ -35,7 +35,7 @@ Units = Literal["auto", "whole", "pieces"]
 TO_ATEN = "to ATen"  # the half of rewriting that a cached step skips
 
 # With this many attention layers or more, a phase is compiled in pieces: compile time then hardly
-# grows with depth.  Calling pieces costs host time, a third of a decode step of 6 layers of width
+# grows with depth.  Calling pieces costs host time, a fifth of a decode step of 8 layers of width
 # 256 on the CPU, and less the wider the layers are; replayed as one CUDA graph, they cost none.
 PIECES_FROM_LAYERS = 16
 

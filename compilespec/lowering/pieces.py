@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -139,25 +139,44 @@ class Stitched:
 
     def __init__(self, plan: StitchPlan, pieces: Mapping[str, Callable[..., Any]]) -> None:
         self.plan, self.pieces = plan, dict(pieces)
-        self._calls = [
-            (step.operator, (step.output,))
-            if isinstance(step, OpStep)
-            else (self.pieces[step.piece], step.outputs)
-            for step in plan.steps
-        ]
+        self._run = _in_a_line(plan, self.pieces)
 
     def __call__(self, *inputs: Any) -> tuple[Any, ...]:
-        values: dict[int, Any] = dict(enumerate(inputs))
-        steps = zip(self.plan.steps, self._calls, self.plan.dies_after, strict=True)
-        for step, (call, outputs), dead in steps:
-            if isinstance(step, OpStep):
-                values[step.output] = call(*step.bind(values))
-            else:
-                made = call(*[values[number] for number in step.inputs])
-                values.update(zip(outputs, made, strict=True))
-            for number in dead:
-                del values[number]
-        return tuple(values[number] for number in self.plan.outputs)
+        return self._run(*inputs)
+
+
+def _in_a_line(
+    plan: StitchPlan, pieces: Mapping[str, Callable[..., Any]]
+) -> Callable[..., tuple[Any, ...]]:
+    """The plan as a Python function without loops or look-ups: a deep step has a hundred calls, and
+    each is made once for every token.
+    """
+    names = {key: f"piece_{number}" for number, key in enumerate(plan.keys)}
+    scope: dict[str, Any] = {names[key]: pieces[key] for key in plan.keys}
+    lines = [f"def run({_values(range(plan.num_inputs))}):"]
+    for step, dead in zip(plan.steps, plan.dies_after, strict=True):
+        if isinstance(step, OpStep):
+            name = step.target.replace(".", "_")
+            scope[name] = step.operator
+            args = []
+            for kind, value in step.args:
+                args.append(f"v{value}" if kind == "value" else f"constant_{len(scope)}")
+                if kind == "constant":
+                    scope[args[-1]] = value
+            lines.append(f"    v{step.output} = {name}({', '.join(args)})")
+        else:
+            call = f"{names[step.piece]}({_values(step.inputs)})"
+            lines.append(f"    [{_values(step.outputs)}] = {call}")
+        if dead:
+            lines.append(f"    del {_values(dead)}")
+    lines.append(f"    return ({_values(plan.outputs)})")
+    exec("\n".join(lines), scope)
+    run: Callable[..., tuple[Any, ...]] = scope["run"]
+    return run
+
+
+def _values(numbers: Iterable[int]) -> str:
+    return "".join(f"v{number}, " for number in numbers)
 
 
 @dataclass(frozen=True, kw_only=True)
