@@ -27,7 +27,8 @@ def compile_call(
         node.meta["val"] = fake
     device = inputs[0].device
     options, cache = inductor_options(device, "prefill"), ArtifactCache()
-    key = piece_file_key(f"{structural_key(aten.graph)} {graph_digest(aten)}", options, device)
+    structure = f"{structural_key(aten.graph, aten)} {graph_digest(aten)}"
+    key = piece_file_key(structure, options, device)
     stored = cache.load(key)
     step.note(from_cache=stored is not None)
     call: Callable[..., Sequence[Tensor]]

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
 
 import compilespec.ops  # noqa: F401  (registers the operators)
 from compilespec import _torch_compat
@@ -191,8 +191,8 @@ class Piece:
 def split_at_attention(gm: fx.GraphModule) -> tuple[StitchPlan, dict[str, Piece]]:
     """Cut an ATen step graph; returns the plan, and the distinct pieces by key.
 
-    Raises: PassError if something would cross a cut that cannot: a constant, or a tensor that is
-    not a view and has a size that is an expression.
+    Raises: PassError if something would cross a cut that cannot: a constant that an operator of
+    `CUTS` takes, or a tensor that is not a view and has a size that is an expression.
     """
     cut = _Cut(gm)
     return cut.plan(), cut.pieces
@@ -203,6 +203,7 @@ class _Cut:
 
     def __init__(self, gm: fx.GraphModule) -> None:
         self.pieces: dict[str, Piece] = {}
+        self.constants: nn.Module = gm  # each piece has those of its own that it reads
         self.placeholders = gm.graph.find_nodes(op="placeholder")
         self.segment = _segments(gm.graph)
         self._numbers = {node: index for index, node in enumerate(self.placeholders)}
@@ -235,7 +236,7 @@ class _Cut:
     def leaves(self, node: fx.Node, segment: int) -> Iterator[fx.Node]:
         """The tensors from outside `segment` that `node` needs in it; sizes need none."""
         for given in map(_alias_of, node.all_input_nodes):
-            if _is_size(given) or self.segment.get(given) == segment:
+            if _is_size(given) or given.op == "get_attr" or self.segment.get(given) == segment:
                 continue
             if self.is_taken_again(given, segment):
                 yield from self.leaves(given, segment)
@@ -305,8 +306,8 @@ class _PieceGraph:
 
     def piece(self) -> Piece:
         return Piece(
-            key=structural_key(self._graph),
-            graph_module=fx.GraphModule(torch.nn.Module(), self._graph),
+            key=structural_key(self._graph, self._cut.constants),
+            graph_module=fx.GraphModule(self._cut.constants, self._graph),
             fakes=tuple(node.meta["val"] for node in self.inputs),
         )
 
@@ -353,8 +354,10 @@ class _PieceGraph:
         return made
 
 
-def structural_key(graph: fx.Graph) -> str:
-    """Hash of a piece: operators, arguments, input layouts; symbols are numbered by first use."""
+def structural_key(graph: fx.Graph, constants: nn.Module) -> str:
+    """Hash of a piece: operators, arguments, input layouts, values of constants; symbols are
+    numbered by first use.
+    """
     numbers: dict[fx.Node, int] = {}
     symbols: dict[str, str] = {}
 
@@ -382,6 +385,9 @@ def structural_key(graph: fx.Graph) -> str:
             shape, stride = map(size, val.shape), map(size, val.stride())
             layout = [*shape, *stride, size(val.storage_offset()), str(val.dtype), str(val.device)]
             lines.append(" ".join(layout))
+        elif node.op == "get_attr":
+            value = operator.attrgetter(str(node.target))(constants)
+            lines.append(f"{value.dtype} {tuple(value.shape)} {value.tolist()}")
         else:
             keywords = sorted(node.kwargs.items())
             lines.append(
@@ -398,12 +404,13 @@ def _in_order(expression: Any) -> list[Any]:
 def _segments(graph: fx.Graph) -> dict[fx.Node, int]:
     """By node, in order: which stretch between cuts, or which cut, it belongs to.
 
-    Inputs, sizes and the output belong to none; an element of several results goes with them.
+    Inputs, sizes, constants and the output belong to none; an element of several results goes with
+    them.
     """
     segments: dict[fx.Node, int] = {}
     current = 0
     for node in graph.nodes:
-        if node.op in ("placeholder", "output") or _is_size(node):
+        if node.op in ("placeholder", "get_attr", "output") or _is_size(node):
             continue
         if node.target in CUTS:
             segments[node], current = current + 1, current + 2

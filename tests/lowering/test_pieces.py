@@ -62,6 +62,22 @@ def assert_same(function: Callable[..., Any], *shapes: tuple[int, ...]) -> Stitc
 
 
 @pytest.mark.usefixtures("cut_at_sin")
+def test_constants_belong_to_the_pieces_that_read_them() -> None:
+    """As a static tree has them: its rows' parents."""
+
+    def step(x: Tensor) -> tuple[Tensor]:
+        constant = torch.tensor([2.0, 3.0, 5.0])
+        return ((x * constant).sin() * constant,)
+
+    def other(x: Tensor) -> tuple[Tensor]:
+        return ((x * torch.tensor([2.0, 3.0, 5.0])).sin() * torch.tensor([2.0, 3.0, 7.0]),)
+
+    (both,) = assert_same(step, (3,)).keys
+    first, second = assert_same(other, (3,)).keys
+    assert first == both != second
+
+
+@pytest.mark.usefixtures("cut_at_sin")
 def test_a_size_that_a_far_tensor_has_is_made_of_the_sizes_again() -> None:
     """Of a flat tensor, 4 B: measuring it in a later piece would need all that it was made of."""
 
