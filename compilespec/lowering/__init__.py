@@ -10,7 +10,6 @@ from typing import Any, Literal
 
 import torch
 
-from compilespec import _torch_compat
 from compilespec.errors import PassError
 from compilespec.errors.suggest import not_one_of
 from compilespec.lowering.artifacts import (
@@ -21,6 +20,7 @@ from compilespec.lowering.artifacts import (
     piece_file_key,
 )
 from compilespec.lowering.attention_choice import attention_kernels
+from compilespec.lowering.constants import compile_graph
 from compilespec.lowering.host_waits import why_host_waits
 from compilespec.lowering.pieces import Stitched, StitchPlan, split_at_attention
 from compilespec.lowering.vector_isas import remember_vector_isas
@@ -172,11 +172,11 @@ def _compile_whole(
     step.note(from_cache=stored is not None)
     if stored is None:
         _tell_why(graph, key, cache, step)
-        compiled = _torch_compat.standalone_compile(graph.graph_module, graph.fakes, options)
+        compiled = compile_graph(graph.graph_module, graph.fakes, options)
         interface = _interface(graph, program.config.device)
         cache.save(key, compiled, interface)
         cache.keep_key(key)
-        call = compiled
+        call = compiled.call
     else:
         call, interface = stored
     return LoweredPhase(
@@ -212,11 +212,9 @@ def _compile_pieces(
             file_key = piece_file_key(name, options, device)
             found = cache.load(file_key)
             if found is None:
-                compiled = _torch_compat.standalone_compile(
-                    piece.graph_module, piece.fakes, options
-                )
+                compiled = compile_graph(piece.graph_module, piece.fakes, options)
                 cache.save(file_key, compiled, Interface())
-                calls[name] = compiled
+                calls[name] = compiled.call
             else:
                 calls[name] = found[0]
         interface = _interface(graph, device)

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, fx
 
 from compilespec import _torch_compat
+from compilespec.lowering.constants import Compiled, constants_of, to_record
 from compilespec.lowering.pieces import StitchPlan
 from compilespec.ops._build import cache_directory
 from compilespec.program import InputSpec, PhaseGraph, SpecProgram
@@ -164,8 +165,8 @@ def _bytes(tensor: Tensor) -> bytes:
 
 
 class ArtifactCache:
-    """Two files per artifact: the compiled step, and the names of its inputs and outputs, written
-    last.  The keys of each model's steps, part by part, are stored beside them.
+    """Two files per artifact: the compiled step, and its constants and the names of its inputs and
+    outputs, written last.  The keys of each model's steps, part by part, are stored beside them.
 
     A file that cannot be read is dropped with a warning and compiled again, even if the directory
     cannot be written.
@@ -180,20 +181,22 @@ class ArtifactCache:
             if not names.exists():
                 return None
             record = json.loads(names.read_text())
-            return _torch_compat.load_artifact(str(code)), _interface_of(record)
+            artifact = _torch_compat.load_artifact(str(code))
+            compiled = Compiled(artifact, constants_of(record["constants"]))
+            return compiled.call, _interface_of(record)
         except (
             Exception
         ) as error:  # a truncated file, another machine's code: compiling again repairs it
             _drop(f"artifact {code.name}", error, names, code)
             return None
 
-    def save(self, key: ArtifactKey, compiled: Any, interface: Interface) -> None:
+    def save(self, key: ArtifactKey, compiled: Compiled, interface: Interface) -> None:
         code, names = self._paths(key)
-        record = _record(interface)
+        record = {**_record(interface), "constants": to_record(compiled.constants)}
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryDirectory(dir=self.directory) as scratch:
-                compiled.save(path=f"{scratch}/code", format="binary")
+                compiled.artifact.save(path=f"{scratch}/code", format="binary")
                 Path(f"{scratch}/names").write_text(json.dumps(record))
                 os.replace(f"{scratch}/code", code)
                 os.replace(f"{scratch}/names", names)

@@ -9,6 +9,7 @@ from torch import Tensor
 from compilespec import _torch_compat
 from compilespec.lowering import inductor_options
 from compilespec.lowering.artifacts import ArtifactCache, Interface, graph_digest, piece_file_key
+from compilespec.lowering.constants import compile_graph
 from compilespec.lowering.pieces import structural_key
 from compilespec.program import Traced
 from compilespec.progress import Step
@@ -34,8 +35,9 @@ def compile_call(
     call: Callable[..., Sequence[Tensor]]
     if stored is None:
         step.tell(why="no call like it is cached")
-        call = _torch_compat.standalone_compile(aten, fakes, options)
-        cache.save(key, call, Interface())
+        compiled = compile_graph(aten, fakes, options)
+        cache.save(key, compiled, Interface())
+        call = compiled.call
     else:
         call, _ = stored
     return call

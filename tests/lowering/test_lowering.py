@@ -11,12 +11,19 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import fx
 
 import compilespec
 from compilespec import SamplingParams, _torch_compat
 from compilespec.errors import InvalidOption
 from compilespec.lowering import INDUCTOR_OPTIONS, inductor_options, lower
-from compilespec.lowering.artifacts import ArtifactCache, artifact_key, piece_file_key
+from compilespec.lowering.artifacts import (
+    ArtifactCache,
+    Interface,
+    artifact_key,
+    piece_file_key,
+)
+from compilespec.lowering.constants import compile_graph
 from compilespec.program import PHASES, SpecProgram
 from compilespec.progress import Progress, Reporter
 from compilespec.runtime.executor import PrefillChunk
@@ -66,6 +73,27 @@ def test_second_start_compiles_nothing(program: SpecProgram, tmp_path: Path) -> 
         ("prefill", 1, 2, True), ("decode, K=0", 2, 2, True),
     ]  # fmt: skip
     assert run(first) == run(second) == run(lower(program, backend="eager"))
+
+
+def test_constants_of_a_graph_come_back_with_its_artifact(tmp_path: Path) -> None:
+    """As static trees have them; Inductor alone would ask for them as inputs after loading."""
+    table = torch.tensor([[3, 1, 2]], dtype=torch.int32)
+
+    def step(x: torch.Tensor) -> tuple[torch.Tensor]:
+        return (x[:, table[0].long()] * torch.tensor(2.5),)
+
+    mode, x = _torch_compat.fake_mode(), torch.randn(2, 5)
+    fake = _torch_compat.fake_tensor(mode, x)
+    gm = _torch_compat.retrace(fx.symbolic_trace(step), [fake], mode)
+    gm.graph.find_nodes(op="placeholder")[0].meta["val"] = fake
+    assert gm.graph.find_nodes(op="get_attr")
+    compiled = compile_graph(gm, [fake], INDUCTOR_OPTIONS)
+    key = piece_file_key("with constants", INDUCTOR_OPTIONS, torch.device("cpu"))
+    ArtifactCache(tmp_path).save(key, compiled, Interface())
+    call, _ = ArtifactCache(tmp_path).load(key)
+    for one in (compiled.call, call):
+        assert torch.equal(one(x)[0], step(x)[0])
+    assert len(gm.graph.find_nodes(op="placeholder")) == 1, "the graph stays as it is"
 
 
 def test_unreadable_artifact_is_compiled_again(

@@ -1,0 +1,86 @@
+"""Graphs compiled by Inductor, with their tensor constants.
+
+Inductor makes inputs of the tensors that a graph has as attributes, and binds them where it
+compiles; an artifact that is loaded again asks for them.  So they are inputs here from the
+beginning, and are stored beside the artifact.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from compilespec import _torch_compat
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """A compiled graph."""
+
+    artifact: Any
+    """Callable, with `save`; takes the graph's inputs, then the constants."""
+    constants: tuple[Tensor, ...] = ()
+
+    @property
+    def call(self) -> Callable[..., Any]:
+        """Takes the graph's inputs."""
+        artifact, constants = self.artifact, self.constants
+        return (lambda *inputs: artifact(*inputs, *constants)) if constants else artifact
+
+
+def compile_graph(gm: fx.GraphModule, fakes: Sequence[Any], options: dict[str, Any]) -> Compiled:
+    """Compile an ATen graph for fake inputs; the graph stays as it is."""
+    constants = {
+        node: value
+        for node in gm.graph.find_nodes(op="get_attr")
+        if isinstance(value := operator.attrgetter(str(node.target))(gm), Tensor)
+    }
+    if constants:
+        mode = next(fake for fake in fakes if isinstance(fake, Tensor)).fake_mode  # type: ignore[attr-defined]
+        fakes = [*fakes, *(_torch_compat.fake_tensor(mode, one) for one in constants.values())]
+        gm = _with_inputs(gm, list(constants), fakes)
+    artifact = _torch_compat.standalone_compile(gm, fakes, options)
+    return Compiled(artifact, tuple(constants.values()))
+
+
+def _with_inputs(
+    gm: fx.GraphModule, nodes: Sequence[fx.Node], fakes: Sequence[Any]
+) -> fx.GraphModule:
+    """A copy of a graph in which `nodes` are further inputs, behind those that it has."""
+    graph, old = fx.Graph(), gm.graph.find_nodes(op="placeholder")
+    copies: dict[fx.Node, fx.Node] = {}
+    for node, fake in zip([*old, *nodes], fakes, strict=True):
+        copies[node] = graph.placeholder(node.name)
+        copies[node].meta = {**node.meta, "val": fake}
+    for node in gm.graph.nodes:
+        if node not in copies:
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+    return fx.GraphModule(gm, graph)
+
+
+def to_record(constants: Sequence[Tensor]) -> list[dict[str, Any]]:
+    """As JSON keeps them."""
+    return [
+        {
+            "dtype": str(one.dtype).removeprefix("torch."),
+            "device": str(one.device),
+            "shape": list(one.shape),
+            "values": one.flatten().tolist(),
+        }
+        for one in constants
+    ]
+
+
+def constants_of(record: Sequence[Mapping[str, Any]]) -> tuple[Tensor, ...]:
+    """What `to_record` was given."""
+    return tuple(
+        torch.tensor(one["values"], dtype=getattr(torch, one["dtype"]), device=one["device"]).view(
+            one["shape"]
+        )
+        for one in record
+    )
