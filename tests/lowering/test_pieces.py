@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, fx
 
 import compilespec
-from compilespec import _torch_compat, lowering
+from compilespec import DraftTree, SamplingParams, _torch_compat, lowering
 from compilespec.errors import PassError
 from compilespec.lowering import lower, pieces
 from compilespec.lowering.artifacts import ArtifactCache
@@ -22,6 +22,7 @@ from compilespec.program import Lowered, SpecProgram
 from compilespec.runtime.executor import PrefillChunk
 from compilespec.runtime.step_runner import StepRunner
 from tests.support import fake_compiler
+from tests.support.drafters import METHODS, traced_info
 from tests.support.models import tiny_target
 
 SIN = torch.ops.aten.sin.default
@@ -312,6 +313,34 @@ def test_a_lost_piece_alone_is_compiled_again(
     assert tokens(again) == expected
     lower(shallow, cache=cache, units=IN_PIECES)
     assert len(compiled) == (6 if how == "plan torn" else 7), "it was saved"
+
+
+TREE = DraftTree(choices=[(0,), (1,), (0, 0), (1, 0), (0, 0, 0)])
+CHAINS = [pytest.param(name, None, marks=pytest.mark.slow, id=name) for name in METHODS]
+TREES = [pytest.param(name, TREE, id=f"tree of {name}") for name in ("eagle3", "medusa")]
+
+
+@pytest.mark.parametrize(("method", "tree"), [*CHAINS, *TREES])
+def test_every_method_starts_again_in_pieces(
+    method: str, tree: DraftTree | None, compiled: list[fx.GraphModule], tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Deep targets are compiled in pieces, whatever drafts; what a tree knows is in its pieces."""
+    monkeypatch.setenv("COMPILESPEC_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(lowering, "PIECES_FROM_LAYERS", 1)
+    model = tiny_target("llama", num_layers=3)
+    options = {"max_batch_size": 2, "max_seq_len": 48, "max_prefill_tokens": 24, "spec": method}
+    options |= {"num_draft_tokens": 3} if tree is None else {"draft_tree": tree}
+    prompts, params = [[5, 6, 7, 8, 9], [11]], SamplingParams(max_new_tokens=9, ignore_eos=True)
+    with compilespec.compile(model, "none", max_seq_len=48, backend="eager") as plain:
+        expected = [one.token_ids for one in plain.generate(prompts, params)]
+    num_compiled = []
+    for _ in range(2):
+        drafter = METHODS[method](model, traced_info(model), 3)
+        with compilespec.compile(model, **options, **drafter) as engine:
+            assert [one.token_ids for one in engine.generate(prompts, params)] == expected
+        num_compiled.append(len(compiled))
+    assert num_compiled[0] == num_compiled[1] > 3
 
 
 def test_pieces_are_for_deep_targets(
