@@ -15,7 +15,7 @@ from torch import Tensor, fx
 import compilespec
 from compilespec import DraftTree, SamplingParams, _torch_compat, lowering
 from compilespec.errors import PassError
-from compilespec.lowering import lower, pieces
+from compilespec.lowering import artifacts, lower, pieces
 from compilespec.lowering.artifacts import ArtifactCache
 from compilespec.lowering.pieces import OpStep, PieceStep, Stitched, StitchPlan, split_at_attention
 from compilespec.program import Lowered, SpecProgram
@@ -326,7 +326,7 @@ def test_every_method_starts_again_in_pieces(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     """Deep targets are compiled in pieces, whatever drafts; what a tree knows is in its pieces."""
-    monkeypatch.setenv("COMPILESPEC_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(artifacts, "cache_directory", lambda: tmp_path)
     monkeypatch.setattr(lowering, "PIECES_FROM_LAYERS", 1)
     model = tiny_target("llama", num_layers=3)
     options = {"max_batch_size": 2, "max_seq_len": 48, "max_prefill_tokens": 24, "spec": method}
