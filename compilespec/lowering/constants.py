@@ -34,14 +34,15 @@ class Compiled:
 
 
 def compile_graph(gm: fx.GraphModule, fakes: Sequence[Any], options: dict[str, Any]) -> Compiled:
-    """Compile an ATen graph for fake inputs; the graph stays as it is."""
+    """Compile an ATen graph for fake inputs; `gm` stays as it is."""
     constants = {
         node: value
         for node in gm.graph.find_nodes(op="get_attr")
         if isinstance(value := operator.attrgetter(str(node.target))(gm), Tensor)
     }
     if constants:
-        mode = next(fake for fake in fakes if isinstance(fake, Tensor)).fake_mode  # type: ignore[attr-defined]
+        tensors: list[Any] = [fake for fake in fakes if isinstance(fake, Tensor)]
+        mode = tensors[0].fake_mode if tensors else _torch_compat.fake_mode()
         fakes = [*fakes, *(_torch_compat.fake_tensor(mode, one) for one in constants.values())]
         gm = _with_inputs(gm, list(constants), fakes)
     artifact = _torch_compat.standalone_compile(gm, fakes, options)
