@@ -7,7 +7,7 @@ import torch
 
 from compilespec.program import BufferSpec
 from compilespec.runtime.buffers import MAPPED, allocate
-from tests.runtime.test_mapped_pages import resident
+from tests.support.memory import resident
 
 CPU = torch.device("cpu")
 

@@ -1,29 +1,15 @@
 """Pages of a checkpoint leave memory once its weights were packed, and nothing is lost."""
 
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from compilespec.runtime.mapped_pages import MappedPages
+from tests.support.memory import resident
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="madvise of Linux")
-
-
-def resident(tensor: torch.Tensor) -> int:
-    """KiB in memory of the mapping that a tensor lies in."""
-    lines = Path("/proc/self/smaps").read_text().splitlines()
-    inside = False
-    for line in lines:
-        first = line.split()[0]
-        if "-" in first and not first.endswith(":"):
-            begin, _, end = first.partition("-")
-            inside = int(begin, 16) <= tensor.data_ptr() < int(end, 16)
-        elif inside and first == "Rss:":
-            return int(line.split()[1])
-    raise AssertionError("the tensor is in no mapping")
 
 
 @pytest.fixture
