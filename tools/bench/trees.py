@@ -14,6 +14,7 @@ import argparse
 import statistics
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -49,7 +50,8 @@ def main(arguments: list[str] | None = None) -> int:
         console.print(f"compiling {name}")
         engines[name] = _compile(options, shape)
     result: dict[str, Any] = {
-        "benchmark": "trees", **report.environment(), "model": options.model, "spec": options.spec,
+        "benchmark": "trees", **report.environment(), "model": Path(options.model).name,
+        "spec": options.spec,
         "max_new_tokens": options.max_new_tokens, "batches": {},
     }  # fmt: skip
     for size in options.batch:
