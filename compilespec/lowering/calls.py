@@ -28,8 +28,7 @@ def compile_call(
         node.meta["val"] = fake
     device = inputs[0].device
     options, cache = inductor_options(device, "prefill"), ArtifactCache()
-    structure = f"{structural_key(aten.graph, aten)} {graph_digest(aten)}"
-    key = piece_file_key(structure, options, device)
+    key = piece_file_key(f"{structural_key(aten)} {graph_digest(aten)}", options, device)
     stored = cache.load(key)
     step.note(from_cache=stored is not None)
     call: Callable[..., Sequence[Tensor]]

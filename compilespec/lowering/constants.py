@@ -35,11 +35,7 @@ class Compiled:
 
 def compile_graph(gm: fx.GraphModule, fakes: Sequence[Any], options: dict[str, Any]) -> Compiled:
     """Compile an ATen graph for fake inputs; `gm` stays as it is."""
-    constants = {
-        node: value
-        for node in gm.graph.find_nodes(op="get_attr")
-        if isinstance(value := operator.attrgetter(str(node.target))(gm), Tensor)
-    }
+    constants = constants_in(gm)
     if constants:
         tensors: list[Any] = [fake for fake in fakes if isinstance(fake, Tensor)]
         mode = tensors[0].fake_mode if tensors else _torch_compat.fake_mode()
@@ -47,6 +43,15 @@ def compile_graph(gm: fx.GraphModule, fakes: Sequence[Any], options: dict[str, A
         gm = _with_inputs(gm, list(constants), fakes)
     artifact = _torch_compat.standalone_compile(gm, fakes, options)
     return Compiled(artifact, tuple(constants.values()))
+
+
+def constants_in(gm: fx.GraphModule) -> dict[fx.Node, Tensor]:
+    """The tensors that a graph has as attributes, by the nodes that read them."""
+    found = {
+        node: operator.attrgetter(str(node.target))(gm)
+        for node in gm.graph.find_nodes(op="get_attr")
+    }
+    return {node: value for node, value in found.items() if isinstance(value, Tensor)}
 
 
 def _with_inputs(

@@ -15,11 +15,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import fx
 
 import compilespec.ops  # noqa: F401  (registers the operators)
 from compilespec import _torch_compat
 from compilespec.errors import PassError
+from compilespec.lowering.constants import constants_in
 
 CUTS = (
     torch.ops.compilespec.paged_attention.default,
@@ -203,7 +204,7 @@ class _Cut:
 
     def __init__(self, gm: fx.GraphModule) -> None:
         self.pieces: dict[str, Piece] = {}
-        self.constants: nn.Module = gm  # each piece has those of its own that it reads
+        self.root = gm  # has the constants; a piece takes those that it reads
         self.placeholders = gm.graph.find_nodes(op="placeholder")
         self.segment = _segments(gm.graph)
         self._numbers = {node: index for index, node in enumerate(self.placeholders)}
@@ -305,9 +306,10 @@ class _PieceGraph:
         self._graph.output(tuple(self._copies[node] for node in outputs))
 
     def piece(self) -> Piece:
+        gm = fx.GraphModule(self._cut.root, self._graph)
         return Piece(
-            key=structural_key(self._graph, self._cut.constants),
-            graph_module=fx.GraphModule(self._cut.constants, self._graph),
+            key=structural_key(gm),
+            graph_module=gm,
             fakes=tuple(node.meta["val"] for node in self.inputs),
         )
 
@@ -354,10 +356,11 @@ class _PieceGraph:
         return made
 
 
-def structural_key(graph: fx.Graph, constants: nn.Module) -> str:
+def structural_key(gm: fx.GraphModule) -> str:
     """Hash of a piece: operators, arguments, input layouts, values of constants; symbols are
     numbered by first use.
     """
+    constants = constants_in(gm)
     numbers: dict[fx.Node, int] = {}
     symbols: dict[str, str] = {}
 
@@ -378,15 +381,15 @@ def structural_key(graph: fx.Graph, constants: nn.Module) -> str:
         return repr(arg)
 
     lines = []
-    for node in graph.nodes:
+    for node in gm.graph.nodes:
         numbers[node] = len(numbers)
         if node.op == "placeholder":
             val = node.meta["val"]
             shape, stride = map(size, val.shape), map(size, val.stride())
             layout = [*shape, *stride, size(val.storage_offset()), str(val.dtype), str(val.device)]
             lines.append(" ".join(layout))
-        elif node.op == "get_attr":
-            value = operator.attrgetter(str(node.target))(constants)
+        elif node in constants:
+            value = constants[node]
             lines.append(f"{value.dtype} {tuple(value.shape)} {value.tolist()}")
         else:
             keywords = sorted(node.kwargs.items())

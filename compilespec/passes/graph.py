@@ -7,6 +7,7 @@ their metadata.
 
 from __future__ import annotations
 
+import operator
 import re
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -237,9 +238,7 @@ def _copy_attribute(
     gm: fx.GraphModule, source: fx.GraphModule, target: str, prefix: str
 ) -> fx.Node:
     """Copy a fragment's tensor constants into the graph under unique names."""
-    value: Any = source
-    for part in target.split("."):
-        value = getattr(value, part)
+    value = operator.attrgetter(target)(source)
     if not isinstance(value, Tensor):
         raise PassError(
             f"{prefix}: the graph calls a nested graph {target}, which cannot be spliced"

@@ -7,6 +7,7 @@ evaluated again with what the condition says about the same element.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -153,7 +154,7 @@ class Ranges:
         if node.op == "placeholder":
             return self._input(node)
         if node.op == "get_attr":
-            return integer_range(_attribute(self.gm, str(node.target)))
+            return integer_range(operator.attrgetter(str(node.target))(self.gm))
         if node.op != "call_function" or self._is_overwritten(node):
             return None
         if node.target is _aten.where.self:
@@ -262,13 +263,6 @@ def _integers_written(graph: fx.Graph) -> set[fx.Node]:
                 if dtype_range(node.args[at]) is not None:
                     roots.add(storage_root(node.args[at]))
     return roots
-
-
-def _attribute(gm: fx.GraphModule, target: str) -> Any:
-    value: Any = gm
-    for part in target.split("."):
-        value = getattr(value, part)
-    return value
 
 
 def integer_range(tensor: Any) -> Range | None:
