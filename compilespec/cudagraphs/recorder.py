@@ -13,7 +13,7 @@ from compilespec.cudagraphs.drivers import CaptureFailed, Driver, make_driver
 from compilespec.cudagraphs.modes import GraphOptions
 from compilespec.cudagraphs.recording import Recording
 from compilespec.cudagraphs.report import CaptureRecord, CaptureReport, GraphKey
-from compilespec.lowering.pieces import OpStep, PieceStep, Stitched
+from compilespec.lowering.stitching import OpStep, PieceStep, Stitched
 from compilespec.program import LoweredPhase, StepKey
 
 logger = logging.getLogger("compilespec")

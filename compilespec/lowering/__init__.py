@@ -22,7 +22,8 @@ from compilespec.lowering.artifacts import (
 from compilespec.lowering.attention_choice import attention_kernels
 from compilespec.lowering.constants import compile_graph
 from compilespec.lowering.host_waits import why_host_waits
-from compilespec.lowering.pieces import Stitched, StitchPlan, split_at_attention
+from compilespec.lowering.pieces import split_at_attention
+from compilespec.lowering.stitching import Stitched, StitchPlan
 from compilespec.lowering.vector_isas import remember_vector_isas
 from compilespec.ops import _build
 from compilespec.program import ByStep, Lowered, LoweredPhase, Phase, PhaseGraph, SpecProgram

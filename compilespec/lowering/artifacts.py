@@ -22,7 +22,7 @@ from torch import Tensor, fx
 
 from compilespec import _torch_compat
 from compilespec.lowering.constants import Compiled, constants_of, to_record
-from compilespec.lowering.pieces import StitchPlan
+from compilespec.lowering.stitching import StitchPlan
 from compilespec.ops._build import cache_directory
 from compilespec.program import InputSpec, PhaseGraph, SpecProgram
 

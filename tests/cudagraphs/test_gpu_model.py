@@ -25,7 +25,7 @@ from compilespec.cudagraphs.dispatcher import Dispatcher, capture_all
 from compilespec.cudagraphs.drivers import CudaDriver
 from compilespec.cudagraphs.modes import GraphOptions
 from compilespec.cudagraphs.recorder import Recorder
-from compilespec.lowering.pieces import OpStep, PieceStep, Stitched, StitchPlan
+from compilespec.lowering.stitching import OpStep, PieceStep, Stitched, StitchPlan
 from compilespec.ops import _library
 from compilespec.program import InputSpec, LoweredPhase, ProgramConfig, StepKey
 from compilespec.runtime.host_writes import HostWrites

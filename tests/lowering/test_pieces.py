@@ -17,7 +17,8 @@ from compilespec import DraftTree, SamplingParams, _torch_compat, lowering
 from compilespec.errors import PassError
 from compilespec.lowering import artifacts, lower, pieces
 from compilespec.lowering.artifacts import ArtifactCache
-from compilespec.lowering.pieces import OpStep, PieceStep, Stitched, StitchPlan, split_at_attention
+from compilespec.lowering.pieces import split_at_attention
+from compilespec.lowering.stitching import OpStep, PieceStep, Stitched, StitchPlan
 from compilespec.program import Lowered, SpecProgram
 from compilespec.runtime.executor import PrefillChunk
 from compilespec.runtime.step_runner import StepRunner

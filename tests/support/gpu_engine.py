@@ -11,7 +11,7 @@ from unittest import mock
 import torch
 
 from compilespec.lowering import lower
-from compilespec.lowering.pieces import Stitched
+from compilespec.lowering.stitching import Stitched
 from compilespec.program import ByStep, Lowered, LoweredPhase, PhaseGraph, SpecProgram
 from tests.support.gpu_model import Gpu, Kernel
 

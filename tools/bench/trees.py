@@ -51,8 +51,7 @@ def main(arguments: list[str] | None = None) -> int:
         engines[name] = _compile(options, shape)
     result: dict[str, Any] = {
         "benchmark": "trees", **report.environment(), "model": Path(options.model).name,
-        "spec": options.spec,
-        "max_new_tokens": options.max_new_tokens, "batches": {},
+        "spec": options.spec, "max_new_tokens": options.max_new_tokens, "batches": {},
     }  # fmt: skip
     for size in options.batch:
         result["batches"][size] = _measure(engines, size, options)
