@@ -14,6 +14,9 @@
 #include <cstdint>
 #include <cstring>
 #include <limits>
+#include <new>
+#include <type_traits>
+#include <vector>
 #if defined(__x86_64__)
 #include <immintrin.h>
 #elif defined(__aarch64__)
@@ -61,6 +64,21 @@ template <class Acc>
 COMPILESPEC_INLINE Vector<Acc> splat(Acc scalar) {
   return scalar - Vector<Acc>{};  // -0 and NaN survive: x - 0 is x
 }
+
+// An array of scratch that begins on a cache line, so that registers are not loaded from two.
+template <class T>
+struct LineAllocator {
+  using value_type = T;
+  static constexpr std::align_val_t kLine{64};
+  LineAllocator() = default;
+  template <class U>
+  LineAllocator(const LineAllocator<U>&) {}
+  T* allocate(size_t size) { return (T*)::operator new(size * sizeof(T), kLine); }
+  void deallocate(T* data, size_t) { ::operator delete(data, kLine); }
+  bool operator==(const LineAllocator&) const { return true; }
+};
+template <class T>
+using Aligned = std::vector<T, LineAllocator<T>>;
 
 // The value, held in a register from here on: neither folded into a memory operand nor merged with
 // an equal one.
@@ -284,24 +302,48 @@ COMPILESPEC_INLINE Vector<double> tanh(Vector<double> x) {
   return x;
 }
 
-// Sum over lanes in one fixed tree.
-template <class Acc>
-COMPILESPEC_INLINE Acc sum_lanes(Vector<Acc> value) {
+constexpr auto kSum = [](auto a, auto b) __attribute__((always_inline)) { return a + b; };
+constexpr auto kMax = [](auto a, auto b) __attribute__((always_inline)) { return a < b ? b : a; };
+
+#if defined(__AVX2__)
+// The lanes of a float32 vector folded into four: upper halves onto lower ones.
+template <class Fold>
+COMPILESPEC_INLINE __m128 fold_to_4(Vector<float> value, Fold fold) {
+#if defined(__AVX512F__)
+  const __m256 half = fold(_mm512_castps512_ps256((__m512)value),
+                           _mm256_castpd_ps(_mm512_extractf64x4_pd((__m512d)value, 1)));
+#else
+  const __m256 half = (__m256)value;
+#endif
+  return fold(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
+}
+#endif
+
+// One lane from all, in one fixed tree: the upper half onto the lower one, until one is left.
+template <class Acc, class Fold>
+COMPILESPEC_INLINE Acc fold_lanes(Vector<Acc> value, Fold fold) {
+#if defined(__AVX2__)
+  if constexpr (std::is_same_v<Acc, float>) {
+    const __m128 four = fold_to_4(value, fold), two = fold(four, _mm_movehl_ps(four, four));
+    return fold(two[0], two[1]);
+  }
+#endif
   Acc lanes[kLanes<Acc>];
   store(lanes, value);
   for (int half = kLanes<Acc> / 2; half > 0; half /= 2)
-    for (int i = 0; i < half; ++i) lanes[i] += lanes[i + half];
+    for (int i = 0; i < half; ++i) lanes[i] = fold(lanes[i], lanes[i + half]);
   return lanes[0];
+}
+
+// Sum over lanes in one fixed tree.
+template <class Acc>
+COMPILESPEC_INLINE Acc sum_lanes(Vector<Acc> value) {
+  return fold_lanes<Acc>(value, kSum);
 }
 
 template <class Acc>
 COMPILESPEC_INLINE Acc max_lanes(Vector<Acc> value) {
-  Acc lanes[kLanes<Acc>];
-  store(lanes, value);
-  for (int half = kLanes<Acc> / 2; half > 0; half /= 2)
-    for (int i = 0; i < half; ++i)
-      lanes[i] = lanes[i] < lanes[i + half] ? lanes[i + half] : lanes[i];
-  return lanes[0];
+  return fold_lanes<Acc>(value, kMax);
 }
 
 // Lane sums of four vectors at once (dot products of four keys); the same tree for each of the
@@ -312,20 +354,10 @@ COMPILESPEC_INLINE void sum_lanes_4(const Vector<Acc>* value, Acc* target) {
 }
 
 #if defined(__AVX2__)
-COMPILESPEC_INLINE __m128 fold_to_4(Vector<float> value) {
-#if defined(__AVX512F__)
-  const __m256 half = _mm256_add_ps(_mm512_castps512_ps256((__m512)value),
-                                    _mm256_castpd_ps(_mm512_extractf64x4_pd((__m512d)value, 1)));
-#else
-  const __m256 half = (__m256)value;
-#endif
-  return _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
-}
-
 template <>
 COMPILESPEC_INLINE void sum_lanes_4<float>(const Vector<float>* value, float* target) {
-  const __m128 a = fold_to_4(value[0]), b = fold_to_4(value[1]);
-  const __m128 c = fold_to_4(value[2]), d = fold_to_4(value[3]);
+  const __m128 a = fold_to_4(value[0], kSum), b = fold_to_4(value[1], kSum);
+  const __m128 c = fold_to_4(value[2], kSum), d = fold_to_4(value[3], kSum);
   const __m128 ab = _mm_add_ps(_mm_unpacklo_ps(a, b), _mm_unpackhi_ps(a, b));  // a02 b02 a13 b13
   const __m128 cd = _mm_add_ps(_mm_unpacklo_ps(c, d), _mm_unpackhi_ps(c, d));
   _mm_storeu_ps(target, _mm_add_ps(_mm_movelh_ps(ab, cd), _mm_movehl_ps(cd, ab)));

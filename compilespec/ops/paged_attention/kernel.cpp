@@ -168,10 +168,10 @@ struct Worker {
   int64_t kv_head = 0, num_rows = 0;
   const Tile* tile = nullptr;
   std::vector<int64_t> lo, hi;  // visible keys of each row
-  std::vector<Acc> query, scores, alpha;
-  std::vector<uint32_t> query_pairs, key_pairs;  // the latter [key_pad / 2][kChunk]
-  std::vector<T> key_copy, value_copy, zeros;
-  std::vector<Acc> sum, top, out, seg_sum, seg_top, seg_out;
+  Aligned<Acc> query, scores, alpha, growth;
+  Aligned<uint32_t> query_pairs, key_pairs;  // the latter [key_pad / 2][kChunk]
+  Aligned<T> key_copy, value_copy, zeros;
+  Aligned<Acc> sum, top, out, seg_sum, seg_top, seg_out;
   const T *segment_keys[kSegment], *segment_values[kSegment];  // cells of the segment at hand
   bool segment_present[kSegment];
   const T **keys, **values;  // of the chunk at hand, in those
@@ -205,6 +205,7 @@ struct Worker {
       query.resize(size_t(num_rows * key_pad));
     scores.resize(size_t(num_rows * kChunk));
     alpha.resize(size_t(num_rows));
+    growth.resize(size_t(num_rows));
     for (int64_t r = 0; r < num_rows; ++r) {
       const int64_t token = next.first_token + r / group;
       lo[r] = first_key(problem, token);
@@ -278,7 +279,7 @@ struct Worker {
     return all_present;
   }
 
-  static const T* pad(const T* source, int64_t size, int64_t padded, std::vector<T>& copy,
+  static const T* pad(const T* source, int64_t size, int64_t padded, Aligned<T>& copy,
                       int64_t i) {
     if (size == padded) return source;
     T* target = copy.data() + i * padded;
@@ -426,12 +427,12 @@ struct Worker {
               [&](auto rows, int64_t row) { score<rows()>(row, first, end); });
   }
 
-  // Scores to probabilities (not normalised) against the running maximum; updates top, sum, alpha
-  // of the row.
+  // Scores to probabilities (not normalised) against the running maximum; notes what the row's top
+  // has changed by in alpha, and what its sum grows by.
   void soften(int64_t row, int64_t base, bool all_present) {
     const int64_t begin = std::max(lo[row] - base, int64_t(0)),
                   end = std::min<int64_t>(hi[row] - base, kChunk);
-    alpha[row] = 1;
+    alpha[row] = growth[row] = 0;
     if (begin >= end) return;
     Acc* s = scores.data() + row * kChunk;
     const Acc minus_inf = -std::numeric_limits<Acc>::infinity();
@@ -459,9 +460,22 @@ struct Worker {
       store(s + j, p);
       total += p;
     }
-    alpha[row] = exp(splat(old - base_score))[0];
-    seg_sum[row] = seg_sum[row] * alpha[row] + sum_lanes<Acc>(total);
+    alpha[row] = old - base_score;
+    growth[row] = sum_lanes<Acc>(total);
     seg_top[row] = now;
+  }
+
+  // What `soften` noted of rows [first_row, last_row): the factors of what they have, and their sums.
+  void rescale(int64_t first_row, int64_t last_row) {
+    for (int64_t row = first_row; row < last_row; row += kL) {
+      const int64_t count = std::min<int64_t>(kL, last_row - row);
+      Acc factors[kL] = {};
+      std::copy_n(alpha.data() + row, count, factors);
+      store(factors, exp(load(factors)));
+      std::copy_n(factors, count, alpha.data() + row);
+    }
+    for (int64_t row = first_row; row < last_row; ++row)
+      seg_sum[row] = seg_sum[row] * alpha[row] + growth[row];
   }
 
   // seg_out[rows] = seg_out * alpha + probabilities times values over keys [begin, end) of the
@@ -579,6 +593,7 @@ struct Worker {
         fetch(keys[kChunk + i], key_pad);
       soften(row, base, all_present);
     }
+    rescale(first_row, last_row);
     in_groups(first_row, last_row,
               [&](auto rows, int64_t row) { mix_group<rows()>(row, base); });
   }
@@ -675,7 +690,7 @@ void run(const Problem& problem) {
   }
   struct Part {
     int64_t unit, segment;
-    std::vector<Acc> top, sum, out;
+    Aligned<Acc> top, sum, out;
   };
   std::vector<Part> parts;
   for (int64_t unit = 0; unit < num_units; ++unit) {
