@@ -116,8 +116,10 @@ def in_flags(message: str, args: argparse.Namespace) -> str:
     flags = _flags(args)
     name = f"({'|'.join(flags) or '(?!)'})"
     long = f"({'|'.join(one for one in flags if '_' in one) or '(?!)'})"
+    switch = f"({'|'.join(one for one in flags if isinstance(vars(args)[one], bool)) or '(?!)'})"
     start = r"(?<![\w.'\"/-])"
     for form in (
+        rf"{start}{switch}=True\b",
         rf"{start}SamplingParams\.{name}\b",
         rf"{start}{name}=(?P<value>(?=[^\s,;).]))?",
         rf"{start}{long}(?![\w'\"/]|\.\w)",

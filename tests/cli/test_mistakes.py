@@ -278,10 +278,11 @@ def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
         ("draft x lacks model.draft.max_seq_len", "draft x lacks model.draft.max_seq_len"),
         ("/tmp/max_seq_len/x holds 'max_seq_len'", "/tmp/max_seq_len/x holds 'max_seq_len'"),
         ("lower n, or kv_cache_tokens=5 for n=2", "lower n, or kv_cache_tokens=5 for --n 2"),
+        ("go on by resume=True, or give another", "go on by --resume, or give another"),
     ],
 )  # fmt: skip
 def test_errors_speak_of_the_commands_flags(message: str, with_flags: str) -> None:
-    args = argparse.Namespace(run=None, max_seq_len=1, draft=None, n=1)
+    args = argparse.Namespace(run=None, max_seq_len=1, draft=None, n=1, resume=False)
     assert in_flags(message, args) == with_flags
     assert in_flags(message, argparse.Namespace()) == message
 
