@@ -493,7 +493,9 @@ void run(const Problem<W>& problem) {
   const auto pays =
       int64_t(8000 / (std::max(read_ns, compute_ns) + 50)) + 1;  // 8 us pays for waking a thread
   const int64_t grain = (pays + width - 1) / width * width;  // of whole tiles: lone panels are slower
-  parallel_for(num_blocks * problem.num_panels, grain, [&](int64_t unit, int64_t end) {
+  const int64_t panel_bytes = problem.depth * Strip<W>::kStride * int64_t(sizeof(W));
+  const Reading reading{(const char*)problem.weight, problem.num_panels, panel_bytes};
+  parallel_for(num_blocks * problem.num_panels, grain, reading, [&](int64_t unit, int64_t end) {
     static thread_local std::vector<Factor<W>> copied;
     static thread_local std::vector<Acc> sums;
     while (unit < end) {

@@ -18,6 +18,7 @@
 #include <mutex>
 #include <system_error>
 #include <thread>
+#include <unordered_map>
 
 namespace compilespec {
 
@@ -27,7 +28,17 @@ inline void pause_spinning() {
 #endif
 }
 
+// What a job reads in order: `bytes` of memory for each of the `count` items of its range.
+struct Reading {
+  const char* data = nullptr;
+  int64_t count = 0, bytes = 0;
+};
+
 // Threads that wait for work: awake for a moment after the last, then asleep.
+//
+// A step reads the weights of a model in the same order as the step before, so the pool knows what
+// the next job will read.  A worker that waits fetches the beginning of its part of that: memory
+// would be idle while the calling thread does what it does alone.
 class Pool {
  public:
   using Body = void (*)(const void* context, int64_t begin, int64_t end);
@@ -35,6 +46,7 @@ class Pool {
   static constexpr int kMostThreads = 256;
   static constexpr int64_t kChunks = 4;  // of a thread's part: what others can take over
   static constexpr std::chrono::microseconds kAwake{300};
+  static constexpr int64_t kMostFetched = 384 << 10;  // bytes: less than a core's second cache
 
   // The pool of this process; a child of a fork begins with one of its own, since threads stay behind.
   static Pool& get() {
@@ -50,7 +62,8 @@ class Pool {
   // body(context, begin, end) over all of [0, count), in multiples of `grain`, on up to
   // `num_threads` threads, the calling one included.  False, and nothing is done, while another
   // thread has the pool.
-  bool run(int64_t count, int64_t grain, int num_threads, Body body, const void* context) {
+  bool run(int64_t count, int64_t grain, int num_threads, Body body, const void* context,
+           const Reading& reading) {
     std::unique_lock<std::mutex> alone(busy_, std::try_to_lock);
     if (!alone.owns_lock()) return false;
     num_threads = std::min(num_threads, kMostThreads);
@@ -62,6 +75,7 @@ class Pool {
       parts_[part].next.store(count * part / num_threads, std::memory_order_relaxed);
       parts_[part].end = count * (part + 1) / num_threads;
     }
+    if (reading.data) foresee(reading, num_threads);
     number_ = (number_ + 1) & kNumbers;
     gate_.store(number_ << kNumber | (num_threads - 1) << kLast | kOpen);  // before asleep_ is read
     for (int place = 1; place < num_threads; ++place) {
@@ -84,6 +98,11 @@ class Pool {
   // gate_: workers inside, whether it is open, the last place that has a part, the job's number.
   static constexpr int kInside = 255, kOpen = 256, kLast = 9, kNumber = 17, kNumbers = 0x3fff;
 
+  // How far a worker has come with what it fetches.
+  struct Fetching {
+    const char *of = nullptr, *from = nullptr, *end = nullptr;
+  };
+
   struct alignas(64) Part {
     std::atomic<int64_t> next;
     int64_t end;
@@ -101,8 +120,9 @@ class Pool {
   // A worker's life.  It goes in only while the gate is open for its place, and the calling thread
   // changes nothing before all that went in have left.
   [[noreturn]] void serve(int place) {
+    Fetching fetching;
     for (int seen = 0;;) {
-      int gate = wait_for_work(place, seen);
+      int gate = wait_for_work(place, seen, fetching);
       if (!gate_.compare_exchange_strong(gate, gate + 1, std::memory_order_acq_rel)) continue;
       seen = gate >> kNumber;
       work_on(place);
@@ -111,25 +131,56 @@ class Pool {
     }
   }
 
+  // Note that this is read now, and publish what was read after it before.
+  void foresee(const Reading& reading, int num_threads) {
+    following_[last_read_] = reading;
+    last_read_ = reading.data;
+    const Reading next = following_[last_read_];
+    next_data_.store(nullptr, std::memory_order_relaxed);
+    next_count_.store(next.count, std::memory_order_release);
+    next_bytes_.store(next.bytes, std::memory_order_release);
+    next_threads_.store(num_threads, std::memory_order_release);
+    next_data_.store(next.data, std::memory_order_release);
+  }
+
+  // A few cache lines of this place's part of what is read next.  That may be gone, or be published
+  // anew at this moment: a fetch of any address does no harm.
+  void fetch_some(int place, Fetching& fetching) const {
+    const char* data = next_data_.load(std::memory_order_acquire);
+    if (data && data != fetching.of) {
+      const int64_t count = next_count_.load(std::memory_order_relaxed),
+                    bytes = next_bytes_.load(std::memory_order_relaxed),
+                    threads = next_threads_.load(std::memory_order_relaxed);
+      const int64_t begin = count * place / threads * bytes,
+                    end = count * (place + 1) / threads * bytes;
+      fetching = {data, data + begin, data + std::min(end, begin + kMostFetched)};
+    }
+    if (fetching.from >= fetching.end) return pause_spinning();
+    for (int line = 0; line < 4; ++line, fetching.from += 64)
+      __builtin_prefetch(fetching.from, 0, 2);
+  }
+
   // Whether `is_done` came true while a thread stays awake.
-  template <class F>
-  static bool spin_until(const F& is_done) {
+  template <class F, class G>
+  static bool spin_until(const F& is_done, const G& meanwhile) {
     const auto limit = std::chrono::steady_clock::now() + kAwake;
     do {
       for (int i = 0; i < 32; ++i) {
         if (is_done()) return true;
-        pause_spinning();
+        meanwhile();
       }
     } while (std::chrono::steady_clock::now() < limit);
     return false;
   }
 
-  int wait_for_work(int place, int seen) {
+  int wait_for_work(int place, int seen, Fetching& fetching) {
     const auto is_work = [=](int gate) {
       return (gate & kOpen) && gate >> kNumber != seen && place <= (gate >> kLast & kInside);
     };
     int gate;
-    if (spin_until([&] { return is_work(gate = gate_.load(std::memory_order_acquire)); })) return gate;
+    if (spin_until([&] { return is_work(gate = gate_.load(std::memory_order_acquire)); },
+                   [&] { fetch_some(place, fetching); }))
+      return gate;
     for (;;) {
       asleep_[place].store(1);  // before the gate is read: whoever opens it later sees this
       gate = gate_.load();
@@ -142,7 +193,8 @@ class Pool {
   }
 
   void wait_until_left() {
-    if (spin_until([&] { return !(gate_.load(std::memory_order_acquire) & kInside); })) return;
+    const auto is_empty = [&] { return !(gate_.load(std::memory_order_acquire) & kInside); };
+    if (spin_until(is_empty, pause_spinning)) return;
     for (int gate; (gate = gate_.load(std::memory_order_acquire)) & kInside;) gate_.wait(gate);
   }
 
@@ -168,6 +220,10 @@ class Pool {
   std::atomic<int> gate_{0};
   std::atomic<int> asleep_[kMostThreads]{};  // by place
   std::mutex busy_, failing_;
+  std::atomic<const char*> next_data_{nullptr};
+  std::atomic<int64_t> next_count_{0}, next_bytes_{0}, next_threads_{1};
+  std::unordered_map<const char*, Reading> following_;  // by what was read before
+  const char* last_read_ = nullptr;
   int num_workers_ = 0, number_ = 0, num_parts_ = 0;
   int64_t chunk_ = 1;
   Body body_ = nullptr;
@@ -183,16 +239,21 @@ inline std::atomic<bool> uses_pool{false};
 // at::parallel_for from 0, on whichever threads are to be used.  Results must not depend on how the
 // range is divided.
 template <class F>
-void parallel_for(int64_t count, int64_t grain, const F& body) {
+void parallel_for(int64_t count, int64_t grain, const Reading& reading, const F& body) {
   const int64_t most = (count + grain - 1) / std::max<int64_t>(grain, 1);
   const auto num_threads = int(std::min<int64_t>(at::get_num_threads(), most));
   if (uses_pool.load(std::memory_order_relaxed) && num_threads > 1 && !at::in_parallel_region()) {
     const auto call = [](const void* context, int64_t begin, int64_t end) {
       (*static_cast<const F*>(context))(begin, end);
     };
-    if (Pool::get().run(count, grain, num_threads, call, &body)) return;
+    if (Pool::get().run(count, grain, num_threads, call, &body, reading)) return;
   }
   at::parallel_for(0, count, grain, body);
+}
+
+template <class F>
+void parallel_for(int64_t count, int64_t grain, const F& body) {
+  parallel_for(count, grain, Reading{}, body);
 }
 
 // body(next) on as many threads as the work is worth; each takes items from the shared counter until

@@ -56,6 +56,24 @@ def test_threads_that_fell_asleep_or_are_too_many_do_no_harm() -> None:
         threading.Event().wait(0.001)  # longer than they stay awake
 
 
+@pytest.mark.parametrize("num_threads", [2, 5])
+def test_waiting_threads_may_fetch_weights_that_are_gone(num_threads: int) -> None:
+    large = 8 << 20  # numbers: malloc gives such memory back to the system when it is freed
+    torch.set_num_threads(num_threads)
+    use_thread_pool(True)
+    for _ in range(3):
+        x, weight = product(1)
+        wanted = run(x, weight)
+        gone = pack_weight(torch.ones(large // DEPTH, DEPTH))
+        for _ in range(3):  # learns that `gone` comes after `weight`
+            assert torch.equal(run(x, weight), wanted)
+            packed_linear(x, gone, None, large // DEPTH)
+        del gone
+        assert torch.equal(run(x, weight), wanted)
+        threading.Event().wait(0.001)  # they fetch
+        assert torch.equal(run(x, weight), wanted)
+
+
 def test_callers_at_the_same_time_each_get_their_own() -> None:
     torch.set_num_threads(2)
     given = [product(3, seed) for seed in range(4)]

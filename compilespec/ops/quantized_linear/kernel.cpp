@@ -407,7 +407,8 @@ void run_dynamic(const Call& call, const at::Tensor& packed) {
   const int64_t most = (rows + num_tiles - 1) / std::max<int64_t>(num_tiles, 1),
                 wide = IntDot::parts(int(most));
   const int64_t grain = (int64_t(8000 / work_ns) / wide + 1) * wide;  // of whole tiles
-  parallel_for(num_blocks * num_panels, grain, [&](int64_t unit, int64_t end) {
+  const Reading reading{(const char*)problem.weight, num_panels, padded * kPanel};
+  parallel_for(num_blocks * num_panels, grain, reading, [&](int64_t unit, int64_t end) {
     int32_t sum[IntDot::kRows * integer_dot::kMostParts * kPanel];
     while (unit < end) {
       const int64_t tile = unit / num_panels * kBlock, panel = unit % num_panels;
