@@ -15,6 +15,7 @@ from compilespec.ops.quantized_linear import LAYOUTS, reference
 OPS = torch.ops.compilespec
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}  # relative to |x||w|
 SHAPES = [(1, 32), (15, 64), (33, 96), (100, 384), (256, 800)]  # N, K
+ODD = (48, 771)  # for weights without groups
 ROWS = (1, 2, 3, 5, 6, 7, 13, 24, 48, 97, 193)
 
 
@@ -66,6 +67,7 @@ def _float8(shape: tuple[int, int]) -> Weight:
     return Weight(values.to(torch.float8_e4m3fn), torch.rand(shape[0], 1) * 0.01, 8)
 
 
+UNGROUPED = ("int8", "float8")
 KINDS: dict[str, Callable[[tuple[int, int]], Weight]] = {
     "int8": _int8, "grouped_int8": _grouped_int8, "int4": _int4, "zeros": _zeros,
     "float8": _float8,
@@ -103,7 +105,7 @@ def test_layouts_lose_nothing(shape):
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("kind", KINDS)
 def test_equals_the_definition(kind, dtype):
-    for shape in SHAPES:
+    for shape in [*SHAPES, *([ODD] if kind in UNGROUPED else [])]:
         weight, bias_N = KINDS[kind](shape), torch.randn(shape[0]).to(dtype)
         packed, scale = weight.packed()
         for rows in (0, 1, 6, 13):
@@ -123,7 +125,7 @@ def test_equals_the_definition(kind, dtype):
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 def test_dynamic_int8_is_its_reference_exactly(dtype, kernels):
-    for shape in [*SHAPES, (48, 771)]:
+    for shape in [*SHAPES, ODD]:
         weight, bias_N = _int8(shape), torch.randn(shape[0]).to(dtype)
         packed, scale = LAYOUTS["quads"](weight.values), LAYOUTS["scale"](weight.scale)
         x = torch.randn(13, shape[1]).to(dtype)

@@ -1,8 +1,8 @@
 // Products with quantised weights on the CPU: packed_quantized_linear and
 // packed_dynamic_int8_linear.
 //
-// The first widens each stored strip to float32 and goes through the tiles of _panels.h, so that
-// rows are bitwise what they are alone.  The second quantises the rows of x as well and sums in
+// The first widens each stored strip to float32, or to bfloat16, and goes through the tiles of
+// _panels.h, so that rows are bitwise what they are alone.  The second quantises the rows of x as well and sums in
 // integers, which are exact in any order.
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
@@ -53,6 +53,16 @@ struct Storage<Float8> {
 };
 template <class W>
 struct Storage<ZeroPoints<W>> : Storage<W> {};
+
+#if defined(COMPILESPEC_BF16_DOT)
+// W beside bfloat16, of which an instruction multiplies pairs: two k steps at once.
+template <class W>
+struct Pairs {
+  W stored;
+};
+template <class W>
+struct Storage<Pairs<W>> : Storage<W> {};
+#endif
 
 namespace packed_linear {
 
@@ -147,6 +157,24 @@ struct Strip<Float8> : QuantisedStrip {
   }
 };
 
+#if defined(COMPILESPEC_BF16_DOT)
+template <class W>
+struct FactorOf<Pairs<W>> {
+  using type = uint32_t;
+};
+
+// What a strip of W widens to are bfloat16 numbers, the upper halves of their float32 words.
+template <class W>
+struct Strip<Pairs<W>> : Strip<W> {
+  static constexpr int kSteps = 2;
+  static COMPILESPEC_INLINE VectorU32 read(const Pairs<W>* strip, const Pairs<W>* next, int v) {
+    const VectorU32 first = (VectorU32)Strip<W>::read(&strip->stored, v),
+                    second = next ? (VectorU32)Strip<W>::read(&next->stored, v) : VectorU32{};
+    return (VectorU32)_mm512_mask_blend_epi16(0xaaaaaaaau, (__m512i)(first >> 16), (__m512i)second);
+  }
+};
+#endif
+
 }  // namespace packed_linear
 
 namespace quantized_linear {
@@ -214,6 +242,15 @@ void start(const Call& call, const at::Tensor& packed, const float* zero = nullp
   run(problem);
 }
 
+// Products with W in pairs, where x and the CPU allow it.
+template <class W>
+void start_ungrouped(const Call& call, const at::Tensor& packed) {
+#if defined(COMPILESPEC_BF16_DOT)
+  if (call.x.scalar_type() == c10::ScalarType::BFloat16) return start<Pairs<W>>(call, packed);
+#endif
+  start<W>(call, packed);
+}
+
 at::Tensor packed_quantized_linear(const at::Tensor& x, const at::Tensor& packed,
                                    const at::Tensor& scale, const c10::optional<at::Tensor>& bias,
                                    int64_t out_features, const c10::optional<at::Tensor>& zero) {
@@ -239,9 +276,9 @@ at::Tensor packed_quantized_linear(const at::Tensor& x, const at::Tensor& packed
   else if (type == ScalarType::Char && grouped)
     start<GroupedInt8>(call, packed);
   else if (type == ScalarType::Char)
-    start<Int8>(call, packed);
+    start_ungrouped<Int8>(call, packed);
   else if (type == ScalarType::Float8_e4m3fn && !grouped && !zero)
-    start<Float8>(call, packed);
+    start_ungrouped<Float8>(call, packed);
   else
     TORCH_CHECK(false, "packed_quantized_linear: unsupported weight type ", type, " with ",
                 scale.size(1), " groups", zero ? " and zero points" : "");
