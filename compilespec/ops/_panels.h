@@ -18,16 +18,15 @@
 
 namespace compilespec {
 
-// bfloat16 on both sides, where an instruction multiplies pairs: two k steps at once.  A pair of x is
-// as it lies in memory; those of a weight are put together from the strips of the two steps.
+// W beside bfloat16, where an instruction multiplies pairs: two k steps at once.  A pair of x is as it
+// lies in memory; those of a weight are put together from the strips of the two steps.
 #if defined(COMPILESPEC_BF16_DOT)
-struct BFloat16Pair {
-  c10::BFloat16 value;
+template <class W>
+struct Pairs {
+  W stored;
 };
-template <>
-struct Storage<BFloat16Pair> {
-  using Acc = float;
-};
+template <class W>
+struct Storage<Pairs<W>> : Storage<W> {};
 #endif
 
 namespace packed_linear {
@@ -90,24 +89,37 @@ COMPILESPEC_INLINE V multiply_add(V factor, V strip, V sum) {
 }
 
 #if defined(COMPILESPEC_BF16_DOT)
-template <>
-struct FactorOf<BFloat16Pair> {
+template <class W>
+struct FactorOf<Pairs<W>> {
   using type = uint32_t;
 };
 
-template <>
-struct Strip<BFloat16Pair> : Strip<c10::BFloat16> {
+// Words with the low half of `low` and the high half of `high`.
+COMPILESPEC_INLINE VectorU32 join_halves(VectorU32 low, VectorU32 high) {
+  return (VectorU32)_mm512_mask_blend_epi16(0xaaaaaaaau, (__m512i)low, (__m512i)high);
+}
+
+// What a strip of W widens to are bfloat16 numbers, the high halves of float32 words.  `next`: the
+// strip after it, or null.
+template <class W>
+struct Strip<Pairs<W>> : Strip<W> {
   static constexpr int kSteps = 2;
-  // The pairs of the low or the high halves of a strip's words; `next`: the strip after it, or null.
-  static COMPILESPEC_INLINE VectorU32 read(const BFloat16Pair* strip, const BFloat16Pair* next,
-                                           int v) {
-    const VectorU32 first = Storage<c10::BFloat16>::words(&strip->value),
-                    second =
-                        next ? Storage<c10::BFloat16>::words(&next->value) : VectorU32{};
-    return v == 0 ? (VectorU32)_mm512_mask_blend_epi16(0xaaaaaaaau, (__m512i)first,
-                                                       (__m512i)(second << 16))
-                  : (VectorU32)_mm512_mask_blend_epi16(0xaaaaaaaau, (__m512i)(first >> 16),
-                                                       (__m512i)second);
+  static COMPILESPEC_INLINE VectorU32 read(const Pairs<W>* strip, const Pairs<W>* next, int v) {
+    const VectorU32 first = (VectorU32)Strip<W>::read(&strip->stored, v),
+                    second = next ? (VectorU32)Strip<W>::read(&next->stored, v) : VectorU32{};
+    return join_halves(first >> 16, second);
+  }
+};
+
+// A strip of bfloat16 has those of two vectors in the low and the high halves of its words.
+template <>
+struct Strip<Pairs<c10::BFloat16>> : Strip<c10::BFloat16> {
+  static constexpr int kSteps = 2;
+  static COMPILESPEC_INLINE VectorU32 read(const Pairs<c10::BFloat16>* strip,
+                                           const Pairs<c10::BFloat16>* next, int v) {
+    const VectorU32 first = Storage<c10::BFloat16>::words(&strip->stored),
+                    second = next ? Storage<c10::BFloat16>::words(&next->stored) : VectorU32{};
+    return v == 0 ? join_halves(first, second << 16) : join_halves(first >> 16, second);
   }
 };
 

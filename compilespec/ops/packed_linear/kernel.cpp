@@ -64,7 +64,7 @@ at::Tensor packed_linear(const at::Tensor& x, const at::Tensor& packed,
     case ScalarType::BFloat16:
 #if defined(COMPILESPEC_BF16_DOT)
       if (x.scalar_type() == ScalarType::BFloat16) {
-        start<BFloat16Pair>(x, packed, bias, out);
+        start<Pairs<c10::BFloat16>>(x, packed, bias, out);
         break;
       }
 #endif

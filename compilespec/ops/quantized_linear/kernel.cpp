@@ -54,16 +54,6 @@ struct Storage<Float8> {
 template <class W>
 struct Storage<ZeroPoints<W>> : Storage<W> {};
 
-#if defined(COMPILESPEC_BF16_DOT)
-// W beside bfloat16, of which an instruction multiplies pairs: two k steps at once.
-template <class W>
-struct Pairs {
-  W stored;
-};
-template <class W>
-struct Storage<Pairs<W>> : Storage<W> {};
-#endif
-
 namespace packed_linear {
 
 struct QuantisedStrip : PlainStrip {
@@ -156,24 +146,6 @@ struct Strip<Float8> : QuantisedStrip {
 #endif
   }
 };
-
-#if defined(COMPILESPEC_BF16_DOT)
-template <class W>
-struct FactorOf<Pairs<W>> {
-  using type = uint32_t;
-};
-
-// What a strip of W widens to are bfloat16 numbers, the upper halves of their float32 words.
-template <class W>
-struct Strip<Pairs<W>> : Strip<W> {
-  static constexpr int kSteps = 2;
-  static COMPILESPEC_INLINE VectorU32 read(const Pairs<W>* strip, const Pairs<W>* next, int v) {
-    const VectorU32 first = (VectorU32)Strip<W>::read(&strip->stored, v),
-                    second = next ? (VectorU32)Strip<W>::read(&next->stored, v) : VectorU32{};
-    return (VectorU32)_mm512_mask_blend_epi16(0xaaaaaaaau, (__m512i)(first >> 16), (__m512i)second);
-  }
-};
-#endif
 
 }  // namespace packed_linear
 
