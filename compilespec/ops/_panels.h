@@ -435,13 +435,14 @@ void finish_any(const Problem<W>& problem, const typename Storage<W>::Acc* sum, 
 template <class W>
 void run_block(const Problem<W>& problem, const Factor<W>* x, int64_t x_stride,
                int64_t first_row, int64_t rows, int64_t part, int64_t end,
-               std::vector<typename Storage<W>::Acc>& sums) {
+               Aligned<typename Storage<W>::Acc>& sums) {
   constexpr int kRows = kTileRows<W>, kStride = Strip<W>::kStride, kParts = Strip<W>::kParts;
   const int64_t num_tiles = (rows + kRows - 1) / kRows, short_tile = rows / num_tiles,
                 num_long = rows % num_tiles;
   const int width = tile_parts<W>(num_tiles == 1 ? int(rows) : kRows);
   const int64_t piece = num_tiles == 1 && width > 1 ? problem.depth : kDepth,
                 panel_stride = problem.depth * kStride;
+  const bool is_whole = piece >= problem.depth;  // else sums wait for the next piece
   while (part < end) {
     const int64_t parts = end - part >= width ? width : 1, sum_stride = parts * Strip<W>::kColumns,
                   place = part % kParts,  // in its panel
@@ -474,17 +475,19 @@ void run_block(const Problem<W>& problem, const Factor<W>* x, int64_t x_stride,
       }
       for (int64_t t = 0, r = 0; t < num_tiles; ++t) {
         const bool is_long = t < num_long;
+        const int64_t tile_rows = short_tile + is_long;
+        auto* sum = sums.data() + (is_whole ? 0 : r * sum_stride);
         ahead.from = ahead.near ? (const char*)panel + kNear
                                 : (const char*)next + length * (place * num_tiles + t) / num_runs;
         (is_long ? long_kernel : kernel)(x + r * x_stride + k / Strip<W>::kSteps, x_stride,
                                          panel + place * Strip<W>::kColumns, panel_stride, depth,
-                                         sums.data() + r * sum_stride, sum_stride, k == 0, ahead,
-                                         scales);
-        r += short_tile + is_long;
+                                         sum, sum_stride, k == 0, ahead, scales);
+        if (is_whole) finish_any(problem, sum, sum_stride, first_row + r, tile_rows, part, parts);
+        r += tile_rows;
       }
       if (problem.depth == 0) break;
     }
-    finish_any(problem, sums.data(), sum_stride, first_row, rows, part, parts);
+    if (!is_whole) finish_any(problem, sums.data(), sum_stride, first_row, rows, part, parts);
     part += parts;
   }
 }
@@ -493,9 +496,14 @@ template <class W>
 void run(const Problem<W>& problem) {
   using Acc = typename Storage<W>::Acc;
   constexpr int kParts = Strip<W>::kParts, kColumns = Strip<W>::kColumns;
-  const int64_t fit = (256 << 10) / int64_t(sizeof(Acc)) / std::max<int64_t>(problem.depth, 1);
+  constexpr int kBytes = sizeof(Factor<W>) / Strip<W>::kSteps;  // of an element of x
+  const int64_t fit = (256 << 10) / kBytes / std::max<int64_t>(problem.depth, 1);
   const int64_t block = std::clamp<int64_t>(fit, 24, 192);  // rows whose x stays in L2
-  const int64_t num_blocks = (problem.num_rows + block - 1) / block;
+  const int64_t num_blocks = (problem.num_rows + block - 1) / block;  // of like numbers of tiles
+  const auto block_begin = [&](int64_t index) {
+    const int64_t num_tiles = (problem.num_rows + kTileRows<W> - 1) / kTileRows<W>;
+    return std::min(num_tiles * index / num_blocks * kTileRows<W>, problem.num_rows);
+  };
   const int64_t num_parts = (problem.num_columns + kColumns - 1) / kColumns;
   const double read_ns = double(problem.depth * Strip<W>::kStride * sizeof(W)) / 12;
   const double compute_ns =
@@ -509,12 +517,11 @@ void run(const Problem<W>& problem) {
   const Reading reading{(const char*)problem.weight, problem.num_panels, panel_bytes};
   parallel_for(num_blocks * problem.num_panels, grain, reading, [&](int64_t unit, int64_t end) {
     static thread_local std::vector<Factor<W>> copied;
-    static thread_local std::vector<Acc> sums;
+    static thread_local Aligned<Acc> sums;
     while (unit < end) {
-      const int64_t first_row = unit / problem.num_panels * block,
-                    panel = unit % problem.num_panels;
+      const int64_t index = unit / problem.num_panels, panel = unit % problem.num_panels;
       const int64_t last = std::min(problem.num_panels, panel + end - unit);
-      const int64_t rows = std::min(block, problem.num_rows - first_row);
+      const int64_t first_row = block_begin(index), rows = block_begin(index + 1) - first_row;
       int64_t stride;
       const Factor<W>* x = factors(problem, first_row, rows, copied, &stride);
       run_block(problem, x, stride, first_row, rows, panel * kParts,
