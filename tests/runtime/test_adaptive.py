@@ -97,7 +97,7 @@ def test_a_drafter_misses_nothing_of_plain_steps(lab: Any, seed: int) -> None:
 
 @pytest.mark.parametrize("keeps_warm", [True, False])
 def test_more_plain_steps_than_the_ring_holds(lab: Any, keeps_warm: bool) -> None:
-    """A drafter that was kept up to date goes on; one that was not matches by chance alone, and the
+    """A drafter that was kept up to date goes on; one that was not never matches again, and the
     tokens are right all the same.
     """
     engine, asks, _ = lab
@@ -106,7 +106,7 @@ def test_more_plain_steps_than_the_ring_holds(lab: Any, keeps_warm: bool) -> Non
     for output, ask in zip(ask_engine(engine, asks), asks, strict=True):
         assert output.token_ids == list(ask.tokens)
         *later, _ = output.emitted_per_step[NUM_KEPT + 10 :]
-        assert set(later) == {4} if keeps_warm else sum(later) < 1.2 * len(later)
+        assert set(later) == ({4} if keeps_warm else {1})
 
 
 def test_joins_leaves_and_wrong_drafts(lab: Any) -> None:

@@ -289,6 +289,7 @@ class DialDrafter(RecycledDrafter):
         self.register_buffer("sums", torch.full((num_entries, 8), 1e6, dtype=dtype))
         self.register_buffer("following", torch.zeros(num_entries, dtype=torch.int64))
         self.register_buffer("offset", torch.zeros(max_seq_len + 2, dtype=torch.int64))
+        self.register_buffer("foreign", torch.zeros(max_seq_len + 2, dtype=torch.int64))
         self.register_buffer("scripted", torch.zeros(1, dtype=torch.bool))
 
     def know(
@@ -299,8 +300,11 @@ class DialDrafter(RecycledDrafter):
         Args:
             starts: where each one's continuation starts: what prompts say need not be told apart.
         """
-        sums, following = [], []
-        for tokens, start in zip(sequences, starts or itertools.repeat(1)):  # noqa: B905 endless
+        sums, following, told = [], [], list(sequences)
+        for place in range(len(self.foreign)):
+            there = {tokens[place] for tokens in told if place < len(tokens)}
+            self.foreign[place] = next(one for one in itertools.count() if one not in there)
+        for tokens, start in zip(told, starts or itertools.repeat(1)):  # noqa: B905 endless
             fed = torch.as_tensor(tokens)[1:]
             prefix = self.codes[torch.arange(len(fed)), fed].to(torch.float64).cumsum(0)
             sums.append(prefix[start - 1 : -1])
@@ -353,8 +357,9 @@ class DialDrafter(RecycledDrafter):
         distance_BE = (sum_BW.unsqueeze(1) - self.sums).square().sum(-1)
         nearest = distance_BE.argmin(-1)
         is_known = distance_BE.gather(1, nearest.unsqueeze(1)).squeeze(1) < 1e-2
-        wrong_by = torch.where(is_known, self.offset[(position + 2).clamp(max=self.max_seq_len)], 1)
-        token = (self.following[nearest] + wrong_by) % VOCAB
+        place = (position + 2).clamp(max=self.max_seq_len)
+        known = (self.following[nearest] + self.offset[place]) % VOCAB
+        token = torch.where(is_known, known, self.foreign[place])  # the latter is right nowhere
         return torch.where(self.scripted, token.to(torch.int32), random_token)
 
 

@@ -2,8 +2,8 @@
 // packed_dynamic_int8_linear.
 //
 // The first widens each stored strip to float32, or to bfloat16, and goes through the tiles of
-// _panels.h, so that rows are bitwise what they are alone.  The second quantises the rows of x as well and sums in
-// integers, which are exact in any order.
+// _panels.h, so that rows are bitwise what they are alone.  The second quantises the rows of x as
+// well and sums in integers, which are exact in any order.
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
