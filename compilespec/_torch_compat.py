@@ -349,6 +349,53 @@ def load_artifact(path: str) -> Any:
     return artifact.load(path=path, format="binary")
 
 
+_WRAPPERS = frozenset((
+    "forward", "<lambda>", "runtime_wrapper", "_runtime_wrapper", "g",
+    "record_runtime_wrapper_prologue_enter", "record_runtime_wrapper_prologue_exit",
+))  # fmt: skip
+_MARKS = re.compile(r"__builtins__|torch|_increment_version_|_mark_dynamic_|_dyn_dims_\d+")
+
+
+def cpp_entry(artifact: Any) -> str | None:
+    """The library whose C++ function, `inductor_entry_impl`, is all that a compiled graph does;
+    None where Python has a part in it, or this torch wraps it in another way than 2.13
+    (`CompiledArtifact._compiled_fn`, the closures of AOTAutograd's wrappers,
+    `CompiledFxGraph.current_callable`, `CppWrapperCodeCache`).
+    """
+    waiting: list[Any] = [getattr(artifact, "_compiled_fn", None)]
+    seen: list[Any] = []
+    entries: list[Any] = []
+    is_wrapped = False
+    while waiting:
+        one = waiting.pop()
+        if any(one is other for other in seen):
+            continue
+        seen.append(one)
+        if isinstance(one, types.BuiltinFunctionType):
+            entries.append(one)
+        elif isinstance(one, types.FunctionType):
+            if one.__name__ not in _WRAPPERS or (one.__name__ == "g" and not _only_converts(one)):
+                return None
+            if one.__name__ == "_runtime_wrapper":  # names what it does to inputs and results
+                is_wrapped = True
+                if not all(map(_MARKS.fullmatch, one.__globals__)):
+                    return None
+            waiting += [cell.cell_contents for cell in one.__closure__ or ()]
+        else:
+            inner = (getattr(one, name, None) for name in ("compiled_fn", "current_callable"))
+            waiting += [given for given in inner if given is not None]
+    if not is_wrapped or [one.__name__ for one in entries] != ["inductor_entry_cpp"]:
+        return None
+    library: str | None = getattr(entries[0].__self__, "__file__", None)
+    return library
+
+
+def _only_converts(wrapper: types.FunctionType) -> bool:
+    """Whether what Inductor wraps around its C++ function makes handles of tensors, and no more."""
+    code = wrapper.__code__
+    return "constants_tensor" not in code.co_varnames and "item" not in code.co_names
+
+
 def replace_isa_probe(
     replacement: Callable[[Callable[[], bool], str], bool],
 ) -> None:

@@ -22,6 +22,7 @@ from compilespec.lowering.artifacts import (
 from compilespec.lowering.attention_choice import attention_kernels
 from compilespec.lowering.constants import compile_graph
 from compilespec.lowering.host_waits import why_host_waits
+from compilespec.lowering.native import native_call
 from compilespec.lowering.pieces import split_at_attention
 from compilespec.lowering.stitching import Stitched, StitchPlan
 from compilespec.lowering.vector_isas import remember_vector_isas
@@ -177,7 +178,7 @@ def _compile_whole(
         interface = _interface(graph, program.config.device)
         cache.save(key, compiled, interface)
         cache.keep_key(key)
-        call = compiled.call
+        call = compiled
     else:
         call, interface = stored
     return LoweredPhase(
@@ -215,7 +216,7 @@ def _compile_pieces(
             if found is None:
                 compiled = compile_graph(piece.graph_module, piece.fakes, options)
                 cache.save(file_key, compiled, Interface())
-                calls[name] = compiled.call
+                calls[name] = compiled
             else:
                 calls[name] = found[0]
         interface = _interface(graph, device)
@@ -223,7 +224,7 @@ def _compile_pieces(
         cache.keep_key(key)
     else:
         plan, interface = stored
-    stitched = Stitched(plan, calls)
+    stitched = Stitched(plan, calls, native_call(plan, calls))
     return LoweredPhase(
         key=graph.key,
         call=_with_no_grad(stitched),

@@ -183,7 +183,7 @@ class ArtifactCache:
             record = json.loads(names.read_text())
             artifact = _torch_compat.load_artifact(str(code))
             compiled = Compiled(artifact, constants_of(record["constants"]))
-            return compiled.call, _interface_of(record)
+            return compiled, _interface_of(record)
         except (
             Exception
         ) as error:  # a truncated file, another machine's code: compiling again repairs it

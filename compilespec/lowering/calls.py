@@ -36,7 +36,7 @@ def compile_call(
         step.tell(why="no call like it is cached")
         compiled = compile_graph(aten, fakes, options)
         cache.save(key, compiled, Interface())
-        call = compiled.call
+        call = compiled
     else:
         call, _ = stored
     return call

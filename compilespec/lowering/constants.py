@@ -8,7 +8,7 @@ beginning, and are stored beside the artifact.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,17 +20,14 @@ from compilespec import _torch_compat
 
 @dataclass(frozen=True)
 class Compiled:
-    """A compiled graph."""
+    """A compiled graph: a callable that takes the graph's inputs."""
 
     artifact: Any
     """Callable, with `save`; takes the graph's inputs, then the constants."""
     constants: tuple[Tensor, ...] = ()
 
-    @property
-    def call(self) -> Callable[..., Any]:
-        """Takes the graph's inputs."""
-        artifact, constants = self.artifact, self.constants
-        return (lambda *inputs: artifact(*inputs, *constants)) if constants else artifact
+    def __call__(self, *inputs: Any) -> Any:
+        return self.artifact(*inputs, *self.constants)
 
 
 def compile_graph(gm: fx.GraphModule, fakes: Sequence[Any], options: dict[str, Any]) -> Compiled:

@@ -122,11 +122,19 @@ class StitchPlan:
 
 
 class Stitched:
-    """The callable of a phase in pieces; values are freed after their last use."""
+    """The callable of a phase in pieces; values are freed after their last use.
 
-    def __init__(self, plan: StitchPlan, pieces: Mapping[str, Callable[..., Any]]) -> None:
+    Args: run: what does the same without calling the pieces from Python.
+    """
+
+    def __init__(
+        self,
+        plan: StitchPlan,
+        pieces: Mapping[str, Callable[..., Any]],
+        run: Callable[..., tuple[Any, ...]] | None = None,
+    ) -> None:
         self.plan, self.pieces = plan, dict(pieces)
-        self._run = _in_a_line(plan, self.pieces)
+        self._run = run or _in_a_line(plan, self.pieces)
 
     def __call__(self, *inputs: Any) -> tuple[Any, ...]:
         return self._run(*inputs)

@@ -91,7 +91,7 @@ def test_constants_of_a_graph_come_back_with_its_artifact(tmp_path: Path) -> Non
     key = piece_file_key("with constants", INDUCTOR_OPTIONS, torch.device("cpu"))
     ArtifactCache(tmp_path).save(key, compiled, Interface())
     call, _ = ArtifactCache(tmp_path).load(key)
-    for one in (compiled.call, call):
+    for one in (compiled, call):
         assert torch.equal(one(x)[0], step(x)[0])
     assert len(gm.graph.find_nodes(op="placeholder")) == 1, "the graph stays as it is"
 

@@ -17,6 +17,7 @@ from compilespec import DraftTree, SamplingParams, _torch_compat, lowering
 from compilespec.errors import PassError
 from compilespec.lowering import artifacts, lower, pieces
 from compilespec.lowering.artifacts import ArtifactCache
+from compilespec.lowering.native import native_call
 from compilespec.lowering.pieces import split_at_attention
 from compilespec.lowering.stitching import OpStep, PieceStep, Stitched, StitchPlan
 from compilespec.program import Lowered, SpecProgram
@@ -265,6 +266,9 @@ def test_compiled_pieces_give_the_interpreted_tokens(shallow: SpecProgram, tmp_p
         lowered = lower(shallow, cache=cache, units=IN_PIECES)
         assert [phase.from_cache for phase in lowered.graphs.values()] == [is_warm] * 2
         assert tokens(lowered) == expected
+        step = lowered.graphs["decode"].stitched
+        if torch.__version__.startswith("2.13"):
+            assert native_call(step.plan, step.pieces) is not None, "no Python within a step"
 
 
 # --- the cache, with a compiler that takes no time ---

@@ -1,0 +1,104 @@
+"""Steps in pieces as one C++ call: what the pieces give from Python, and when there is none."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx
+
+from compilespec import _torch_compat
+from compilespec.lowering import inductor_options, pieces
+from compilespec.lowering.constants import Compiled, compile_graph
+from compilespec.lowering.native import native_call
+from compilespec.lowering.pieces import split_at_attention
+from compilespec.lowering.stitching import Stitched, StitchPlan
+
+OPTIONS = inductor_options(torch.device("cpu"), "decode")
+TABLE = torch.tensor([2.5, -1.0, 0.5])
+Pieces = dict[str, Compiled]
+
+
+def layers(x: Tensor, state: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Two equal layers, a constant, a write, a size that is read, and a result used twice."""
+    one = (x @ weight + 1).sin()
+    two = (one @ weight + 1).sin()
+    state.add_(two)
+    three = two * TABLE
+    return three.sin() + x.shape[0], two
+
+
+@pytest.fixture(scope="module")
+def compiled() -> tuple[StitchPlan, Pieces]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pieces, "CUTS", (torch.ops.aten.sin.default,))
+        mode = _torch_compat.fake_mode()
+        shapes = ((7, 3), (7, 3), (3, 3))
+        fakes = [
+            _torch_compat.fake_tensor(mode, torch.zeros(shape), (0,) if shape[0] == 7 else ())
+            for shape in shapes
+        ]
+        gm = _torch_compat.retrace(fx.symbolic_trace(layers), fakes, mode)
+        for node, fake in zip(gm.graph.find_nodes(op="placeholder"), fakes, strict=True):
+            node.meta["val"] = fake
+        plan, found = split_at_attention(gm)
+    return plan, {
+        key: compile_graph(piece.graph_module, piece.fakes, OPTIONS) for key, piece in found.items()
+    }
+
+
+def inputs(size: int) -> list[Tensor]:
+    torch.manual_seed(size)
+    return [torch.randn(size, 3), torch.randn(size, 3), torch.randn(3, 3)]
+
+
+def native(compiled: tuple[StitchPlan, Pieces]) -> Any:
+    call = native_call(*compiled)
+    if call is None and not torch.__version__.startswith("2.13"):
+        pytest.skip("this torch wraps compiled graphs in another way: Python calls the pieces")
+    assert call is not None
+    return call
+
+
+def test_it_gives_what_the_pieces_give_from_python(compiled: tuple[StitchPlan, Pieces]) -> None:
+    call, stitched = native(compiled), Stitched(*compiled)
+    for size in (1, 7, 12, 7):
+        mine, theirs, eager = (inputs(size) for _ in range(3))
+        found, wanted = call(*mine), stitched(*theirs)
+        assert isinstance(found, tuple)
+        for one, other in zip((*found, *mine), (*wanted, *theirs), strict=True):
+            assert torch.equal(one, other), "results, and inputs that were written"
+        torch.testing.assert_close(found, layers(*eager))
+
+
+def test_inputs_stay_the_callers(compiled: tuple[StitchPlan, Pieces]) -> None:
+    call, given = native(compiled), inputs(5)
+    kept = [given[0].clone(), given[2].clone()]
+    first = call(*given)
+    assert torch.equal(given[0], kept[0])
+    assert torch.equal(given[2], kept[1])
+    assert all(one.data_ptr() not in {g.data_ptr() for g in given} for one in first)
+
+
+def test_an_error_is_raised_and_the_next_call_works(compiled: tuple[StitchPlan, Pieces]) -> None:
+    call, given = native(compiled), inputs(5)
+    wanted = call(*inputs(5))
+    with pytest.raises(RuntimeError, match="expected 3 inputs, got 2"):
+        call(*given[:2])
+    with pytest.raises(RuntimeError):
+        call(given[0].to(torch.int64).view(-1), *given[1:])
+    assert all(map(torch.equal, call(*given), wanted))
+
+
+def test_there_is_none_where_python_has_a_part(compiled: tuple[StitchPlan, Pieces]) -> None:
+    plan, found = compiled
+    key = plan.keys[0]
+    assert native_call(plan, {**found, key: lambda *given: given}) is None
+    prefill = inductor_options(torch.device("cpu"), "prefill")
+    gm = fx.symbolic_trace(lambda x: (x + 1,))
+    x = _torch_compat.fake_tensor(_torch_compat.fake_mode(), torch.zeros(2))
+    gm.graph.find_nodes(op="placeholder")[0].meta["val"] = x
+    in_python = compile_graph(gm, [x], prefill)
+    assert _torch_compat.cpp_entry(in_python.artifact) is None
+    assert native_call(plan, {**found, key: in_python}) is None
