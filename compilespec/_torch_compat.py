@@ -349,6 +349,9 @@ def load_artifact(path: str) -> Any:
     return artifact.load(path=path, format="binary")
 
 
+HAS_CPP_ENTRIES = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
+"""Whether `cpp_entry` knows how this torch wraps compiled graphs."""
+
 _WRAPPERS = frozenset((
     "forward", "<lambda>", "runtime_wrapper", "_runtime_wrapper", "g",
     "record_runtime_wrapper_prologue_enter", "record_runtime_wrapper_prologue_exit",

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import torch
 
+from compilespec import _torch_compat
 from compilespec.errors import PassError
 from compilespec.errors.suggest import not_one_of
 from compilespec.lowering.artifacts import (
@@ -37,9 +38,11 @@ Units = Literal["auto", "whole", "pieces"]
 TO_ATEN = "to ATen"  # the half of rewriting that a cached step skips
 
 # With this many attention layers or more, a phase is compiled in pieces: compile time then hardly
-# grows with depth.  Calling pieces costs host time, a fifth of a decode step of 8 layers of width
-# 256 on the CPU, and less the wider the layers are; replayed as one CUDA graph, they cost none.
+# grows with depth.  On the CPU, where one C++ call makes all theirs, they are as fast as the whole.
+# Called from Python they cost host time, a fifth of a decode step of 8 layers of width 256 on the
+# CPU, and less the wider the layers are; replayed as one CUDA graph, they cost none.
 PIECES_FROM_LAYERS = 16
+NATIVE_PIECES_FROM_LAYERS = 4  # fewer layers have hardly more structures than pieces
 
 # Inductor never owns CUDA graphs (its trees copy inputs and re-record), and bf16 results are
 # rounded where eager rounds them, so that the two backends agree.
@@ -59,13 +62,14 @@ INDUCTOR_OPTIONS: dict[str, Any] = {
 # A decode step is a hundred short calls: a C++ wrapper around them takes a third off the step.
 # Besides products and attention there are only a few rows of element-wise work, for which a
 # parallel region costs more than it saves; a fixed thread count would tie the artifact to the
-# machine.  On CUDA a graph replays the step, and the wrapper would need a CUDA toolkit, which
+# machine.  A prefill has one only in pieces, where it is short to compile.  On CUDA a graph replays the step, and the wrapper would need a CUDA toolkit, which
 # torch's own packages do not bring.  Products of odd sizes are not padded there: Inductor would
 # time them while it compiles, and might copy their weights in every step.
 CPU_OPTIONS: dict[Phase, dict[str, Any]] = {
     "decode": {"realize_opcount_threshold": 8, "cpp_wrapper": True, "cpp.threads": 1},
     "prefill": {"realize_opcount_threshold": 8, "cpp.dynamic_threads": True},
 }
+CPU_PIECES_OPTIONS: dict[str, Any] = {"cpp_wrapper": True}
 CUDA_OPTIONS: dict[str, Any] = {"shape_padding": False}
 
 
@@ -81,8 +85,8 @@ def lower(
 
     Args:
         units: what is compiled at once, by phase: the "whole" step, or its "pieces" between
-            attention calls; "auto", the default of a phase that is not named, means pieces for deep
-            targets.
+            attention calls; "auto", the default of a phase that is not named, means pieces for
+            targets of `pieces_from_layers` or more.
     Raises: InvalidOption for an unknown backend.
     """
     if backend not in BACKENDS:
@@ -147,7 +151,7 @@ def _compile(
     graph: PhaseGraph, program: SpecProgram, cache: ArtifactCache, unit: Units, step: Step
 ) -> LoweredPhase:
     if unit == "auto":
-        is_deep = graph.num_layers >= PIECES_FROM_LAYERS
+        is_deep = graph.num_layers >= pieces_from_layers(program.config.device)
         unit = "pieces" if is_deep else "whole"
     if unit == "whole":
         return _compile_whole(graph, program, cache, step)
@@ -158,10 +162,19 @@ def _compile(
         return _compile_whole(graph, program, cache, step)
 
 
-def inductor_options(device: torch.device, phase: Phase) -> dict[str, Any]:
-    """What Inductor is told for a step of a phase on a device."""
+def pieces_from_layers(device: torch.device) -> int:
+    """With how many attention layers a phase is compiled in pieces, if nothing else is asked for."""
+    is_native = device.type == "cpu" and _torch_compat.HAS_CPP_ENTRIES and _build.load_kernels()
+    return min(NATIVE_PIECES_FROM_LAYERS, PIECES_FROM_LAYERS) if is_native else PIECES_FROM_LAYERS
+
+
+def inductor_options(
+    device: torch.device, phase: Phase, *, in_pieces: bool = False
+) -> dict[str, Any]:
+    """What Inductor is told for a step of a phase on a device, or for the pieces of one."""
     others = {"cpu": CPU_OPTIONS[phase], "cuda": CUDA_OPTIONS}.get(device.type, {})
-    return {**INDUCTOR_OPTIONS, **others}
+    pieces = CPU_PIECES_OPTIONS if in_pieces and device.type == "cpu" else {}
+    return {**INDUCTOR_OPTIONS, **others, **pieces}
 
 
 def _compile_whole(
@@ -199,7 +212,7 @@ def _compile_pieces(
     """
     started = time.perf_counter()
     device = program.config.device
-    options = inductor_options(device, graph.phase)
+    options = inductor_options(device, graph.phase, in_pieces=True)
     key = artifact_key(graph, program, {**options, "units": "pieces"})
     stored = cache.load_plan(key)
     calls = {} if stored is None else _load_pieces(stored[0], options, device, cache)
