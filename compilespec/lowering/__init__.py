@@ -62,9 +62,10 @@ INDUCTOR_OPTIONS: dict[str, Any] = {
 # A decode step is a hundred short calls: a C++ wrapper around them takes a third off the step.
 # Besides products and attention there are only a few rows of element-wise work, for which a
 # parallel region costs more than it saves; a fixed thread count would tie the artifact to the
-# machine.  A prefill has one only in pieces, where it is short to compile.  On CUDA a graph replays the step, and the wrapper would need a CUDA toolkit, which
-# torch's own packages do not bring.  Products of odd sizes are not padded there: Inductor would
-# time them while it compiles, and might copy their weights in every step.
+# machine.  A prefill has such a wrapper only in pieces, where it is short to compile.  On CUDA a
+# graph replays the step, and the wrapper would need a CUDA toolkit, which torch's own packages do
+# not bring.  Products of odd sizes are not padded there: Inductor would time them while it
+# compiles, and might copy their weights in every step.
 CPU_OPTIONS: dict[Phase, dict[str, Any]] = {
     "decode": {"realize_opcount_threshold": 8, "cpp_wrapper": True, "cpp.threads": 1},
     "prefill": {"realize_opcount_threshold": 8, "cpp.dynamic_threads": True},
@@ -163,7 +164,7 @@ def _compile(
 
 
 def pieces_from_layers(device: torch.device) -> int:
-    """With how many attention layers a phase is compiled in pieces, if nothing else is asked for."""
+    """With how many attention layers a phase is compiled in pieces by itself."""
     is_native = device.type == "cpu" and _torch_compat.HAS_CPP_ENTRIES and _build.load_kernels()
     return min(NATIVE_PIECES_FROM_LAYERS, PIECES_FROM_LAYERS) if is_native else PIECES_FROM_LAYERS
 

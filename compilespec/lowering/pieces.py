@@ -26,6 +26,10 @@ CUTS = (
     torch.ops.compilespec.paged_attention.default,
     torch.ops.compilespec.cached_recurrence.default,
 )
+# A piece that writes the accepted path of a tree would have all the layers' caches as its inputs.
+# One after the other, in one C++ call, these writes cost less than that; on CUDA they stay in
+# the graph of a piece.
+CPU_CUTS = (torch.ops.compilespec.write_cache.default,)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +45,7 @@ def split_at_attention(gm: fx.GraphModule) -> tuple[StitchPlan, dict[str, Piece]
     """Cut an ATen step graph; returns the plan, and the distinct pieces by key.
 
     Raises: PassError if something would cross a cut that cannot: a constant that an operator of
-    `CUTS` takes, or a tensor that is not a view and has a size that is an expression.
+    the cuts takes, or a tensor that is not a view and has a size that is an expression.
     """
     cut = _Cut(gm)
     return cut.plan(), cut.pieces
@@ -54,7 +58,8 @@ class _Cut:
         self.pieces: dict[str, Piece] = {}
         self.root = gm  # has the constants; a piece takes those that it reads
         self.placeholders = gm.graph.find_nodes(op="placeholder")
-        self.segment = _segments(gm.graph)
+        self._cuts = _cuts(self.placeholders)
+        self.segment = _segments(gm.graph, self._cuts)
         self._numbers = {node: index for index, node in enumerate(self.placeholders)}
         self.sizes: dict[Any, fx.Node] = {}  # by expression, the first that is made of sizes alone
         for node in filter(_is_size, gm.graph.nodes):
@@ -72,7 +77,7 @@ class _Cut:
             crossing |= {leaf for leaf in self.leaves(node, index) if leaf in self.segment}
         steps: list[Step] = []
         for _, nodes in sorted(members.items()):
-            if nodes[0].target in CUTS:
+            if nodes[0].target in self._cuts:
                 steps.append(self._op_step(nodes[0]))
             else:
                 steps.append(self._piece_step(nodes, [n for n in nodes if n in crossing]))
@@ -252,7 +257,14 @@ def _in_order(expression: Any) -> list[Any]:
     return sorted(expression.free_symbols, key=str)
 
 
-def _segments(graph: fx.Graph) -> dict[fx.Node, int]:
+def _cuts(placeholders: Sequence[fx.Node]) -> tuple[Any, ...]:
+    values = (node.meta.get("val") for node in placeholders)
+    tensors = [value for value in values if isinstance(value, torch.Tensor)]
+    on_cpu = all(tensor.device.type == "cpu" for tensor in tensors)
+    return (*CUTS, *CPU_CUTS) if on_cpu else CUTS
+
+
+def _segments(graph: fx.Graph, cuts: Sequence[Any]) -> dict[fx.Node, int]:
     """By node, in order: which stretch between cuts, or which cut, it belongs to.
 
     Inputs, sizes, constants and the output belong to none; an element of several results goes with
@@ -263,7 +275,7 @@ def _segments(graph: fx.Graph) -> dict[fx.Node, int]:
     for node in graph.nodes:
         if node.op in ("placeholder", "get_attr", "output") or _is_size(node):
             continue
-        if node.target in CUTS:
+        if node.target in cuts:
             segments[node], current = current + 1, current + 2
         elif node.target is operator.getitem:
             segments[node] = segments[node.args[0]]

@@ -226,7 +226,8 @@ def has_greedy_step(options: CompileOptions, config: ProgramConfig) -> bool:
     """
     needs_logits = options.acceptance_rule.rule != "strict" or options.host_processors
     if options.greedy_step == "auto":
-        return config.device.type == "cuda" and not needs_logits
+        pays = config.device.type == "cuda" or config.tree is not None
+        return pays and not needs_logits
     if options.greedy_step and needs_logits:
         raise InvalidOption(
             "greedy_step=True needs acceptance='auto' and host_processors=False: others read the "

@@ -112,6 +112,7 @@ class CompilespecWay:
         num_draft_tokens: int | None,
         quantize: str | None = None,
         draft_quantize: str | None = None,
+        draft_tree: Any = None,
     ) -> None:
         import compilespec
 
@@ -124,13 +125,13 @@ class CompilespecWay:
         }
         optional = {
             "max_seq_len": setup.max_seq_len, "dtype": setup.dtype, "quantize": quantize,
-            "draft_quantize": draft_quantize,
+            "draft_quantize": draft_quantize, "draft_tree": draft_tree,
         }  # fmt: skip
         keywords |= {name: value for name, value in optional.items() if value is not None}
         if num_draft_tokens is not None:
             keywords["num_draft_tokens"] = num_draft_tokens
-            if setup.draft is not None and spec not in ("ngram", "suffix"):
-                keywords["draft"] = str(setup.draft)
+        if setup.draft is not None and spec not in ("none", "ngram", "suffix"):
+            keywords["draft"] = str(setup.draft)
         self.engine: Any = compilespec.compile(str(setup.model_dir), spec=spec, **keywords)
         self.params = compilespec.SamplingParams(
             max_new_tokens=setup.max_new_tokens, ignore_eos=True

@@ -75,7 +75,7 @@ class StepPlan : public torch::CustomClassHolder {
     step.op = c10::Dispatcher::singleton().findSchemaOrThrow(name.c_str(), overload.c_str());
     const auto& schema = step.op->schema();
     const auto& given = constants.toTupleRef().elements();
-    TORCH_CHECK(schema.returns().size() == 1 && given.size() <= schema.arguments().size(),
+    TORCH_CHECK(schema.returns().size() <= 1 && given.size() <= schema.arguments().size(),
                 "step_plan: ", name, " does not fit");
     for (size_t i = 0; i < schema.arguments().size(); ++i) {
       const auto& argument = schema.arguments()[i];
@@ -146,7 +146,7 @@ class StepPlan : public torch::CustomClassHolder {
     for (size_t i = 0; i < step.inputs.size(); ++i)
       stack[step.places[i]] = values[step.inputs[i]];
     step.op->callBoxed(stack);
-    values[step.outputs[0]] = std::move(stack[0]).toTensor();
+    if (!stack.empty()) values[step.outputs[0]] = std::move(stack[0]).toTensor();
   }
 
   std::vector<Step> steps_;
