@@ -141,7 +141,7 @@ class CompileOptions:
         "auto",
         "compile a second decode step for batches whose requests all want the argmax and nothing "
         "else (no sampling, penalties, bias, guide or log-probabilities): it never writes the "
-        'logits where heads are fused with their argmax.  "auto": on CUDA.',
+        'logits where heads are fused with their argmax.  "auto": on CUDA, and for trees.',
         auto_or_switch,
     )
     max_step_tokens: int | None = keyword(

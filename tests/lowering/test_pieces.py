@@ -237,6 +237,22 @@ def test_number_of_pieces_does_not_grow_with_depth(shallow: SpecProgram) -> None
         assert inner[0] == inner[1], "a deeper model finds the layer in the cache"
 
 
+def test_writes_of_an_accepted_path_are_between_the_pieces() -> None:
+    """Else a piece would have the caches of all layers as its inputs."""
+    model = tiny_target("llama", num_layers=3)
+    made = compilespec.trace(
+        model, "eagle3", **METHODS["eagle3"](model, traced_info(model), 2), max_seq_len=48,
+        draft_tree=DraftTree(top_k=2, depth=2, num_nodes=3), keep_graphs=False,
+    )  # fmt: skip
+    for phase, graph in made.graphs.items():
+        plan, _ = split_at_attention(graph.graph_module)
+        writes = [step for step in plan.steps if "write_cache" in getattr(step, "target", "")]
+        assert len(writes) == (3 if phase.phase == "decode" else 0)
+        caches = {step.inputs[2] for step in writes}
+        for piece in plan.piece_steps:
+            assert not caches & set(piece.inputs), "no piece reads a cache of the target"
+
+
 def test_pieces_give_the_tokens_of_the_whole_step(shallow: SpecProgram) -> None:
     whole = tokens(lower(shallow, backend="eager"))
     assert tokens(lower(shallow, backend="eager", units=IN_PIECES)) == whole

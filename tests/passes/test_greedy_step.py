@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import compilespec
-from compilespec import SamplingParams
+from compilespec import DraftTree, SamplingParams
 from compilespec.cudagraphs.dispatcher import Dispatcher
 from compilespec.errors import InvalidOption
 from compilespec.methods.eagle3 import random_head
@@ -97,10 +97,16 @@ def test_a_sampled_neighbour_changes_the_step_and_no_token(engines, called):
 
 
 def test_it_is_not_built_where_nobody_asks():
-    """On the CPU it gains nothing."""
+    """On the CPU chains gain nothing by it; trees do, whose children are drawn with noise."""
     model = tiny_target("llama", torch.float64, num_layers=2)
     program = compilespec.trace(model, max_seq_len=64, keep_graphs=False)
     assert "greedy" not in {key.kind for key in program.graphs}
+    head = random_head(target_info(model, 64), aux_layers=(0, 1), num_draft_tokens=2)
+    keywords = {"spec": "eagle3", "draft": head, "max_seq_len": 64, "keep_graphs": False}
+    tree = DraftTree(top_k=2, depth=2, num_nodes=3)
+    for rule, kinds in (("auto", {"full", "greedy"}), ("rejection", {"full"})):
+        program = compilespec.trace(model, draft_tree=tree, acceptance=rule, **keywords)
+        assert {key.kind for key in program.graphs} == kinds
 
 
 @pytest.mark.parametrize(
