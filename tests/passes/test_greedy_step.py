@@ -102,11 +102,13 @@ def test_it_is_not_built_where_nobody_asks():
     program = compilespec.trace(model, max_seq_len=64, keep_graphs=False)
     assert "greedy" not in {key.kind for key in program.graphs}
     head = random_head(target_info(model, 64), aux_layers=(0, 1), num_draft_tokens=2)
-    keywords = {"spec": "eagle3", "draft": head, "max_seq_len": 64, "keep_graphs": False}
+    keywords = {"spec": "eagle3", "draft": head, "max_seq_len": 64}
     tree = DraftTree(top_k=2, depth=2, num_nodes=3)
-    for rule, kinds in (("auto", {"full", "greedy"}), ("rejection", {"full"})):
+    for rule, kinds in (("rejection", {"full"}), ("auto", {"full", "greedy"})):
         program = compilespec.trace(model, draft_tree=tree, acceptance=rule, **keywords)
         assert {key.kind for key in program.graphs} == kinds
+    report = compilespec.verify(program, batch_sizes=[2], fail_fast=True)
+    assert report.ok, str(report)
 
 
 @pytest.mark.parametrize(

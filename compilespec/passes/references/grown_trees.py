@@ -105,9 +105,9 @@ def rank_tokens(
     with the noise by which it is drawn, if it is.
     """
     scores_V, known = scored
-    words = case.inputs["sampling_RI"][row].tolist()
     is_coupled = ctx.acceptance.function is None
     if is_sampled(ctx, case, row) and (is_coupled or are_drawn(ctx)):
+        words = case.inputs["sampling_RI"][row].tolist()
         bits = noise_bits(
             known.clamp(min=0), seed_low=words[layout.SEED_LOW], seed_high=words[layout.SEED_HIGH],
             sample=words[layout.SAMPLE], position=drawn,
