@@ -44,15 +44,15 @@ class Piece:
 def split_at_attention(gm: fx.GraphModule) -> tuple[StitchPlan, dict[str, Piece]]:
     """Cut an ATen step graph; returns the plan, and the distinct pieces by key.
 
-    Raises: PassError if something would cross a cut that cannot: a constant that an operator of
-    the cuts takes, or a tensor that is not a view and has a size that is an expression.
+    Raises: PassError if something would cross a cut that cannot: a constant that an operator at
+    a cut takes, or a tensor that is not a view and has a size that is an expression.
     """
     cut = _Cut(gm)
     return cut.plan(), cut.pieces
 
 
 class _Cut:
-    """A graph in segments: each is one operator of `CUTS`, or the nodes between two of them."""
+    """A graph in segments: each is one operator at a cut, or the nodes between two of them."""
 
     def __init__(self, gm: fx.GraphModule) -> None:
         self.pieces: dict[str, Piece] = {}

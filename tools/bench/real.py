@@ -40,7 +40,7 @@ HEAD = Path(__file__).resolve().parents[2] / "drafts" / "smollm2-135m-instruct-e
 PREFILL_TOKENS = 1500
 BF16 = "bf16"
 DRAFT_WEIGHTS = "int8_dynamic"  # costs drafts, never tokens: the target judges each
-TREE = {"top_k": 3, "depth": 3, "num_nodes": 5}  # verifies six rows, the most of a register tile
+TREE = DraftTree(top_k=3, depth=3, num_nodes=5)  # verifies six rows, the most of a register tile
 OPENVINO_WEIGHTS = "OpenVINO's Q8_0"  # its plain decoding is the reference of its prompt lookup
 GUEST_HELP = "interpreter of the environment that has vLLM (default: this one)"
 # Ratios that the head is to reach at batch 1, over the fastest of the others.
@@ -190,9 +190,7 @@ def contestants(
         name = f"compilespec eagle3 K={k}{suffix}, draft in {DRAFT_WEIGHTS}"
         found.append(ours(name, weights, "eagle3", k, DRAFT_WEIGHTS))
         if quantize in (None, "int8"):
-            name = (
-                f"compilespec eagle3 tree of {TREE['num_nodes']}{suffix}, draft in {DRAFT_WEIGHTS}"
-            )
+            name = f"compilespec eagle3 tree of {TREE.num_nodes}{suffix}, draft in {DRAFT_WEIGHTS}"
             found.append(ours(name, weights, "eagle3", None, DRAFT_WEIGHTS, TREE))
     return found
 
@@ -203,15 +201,14 @@ def _guest(setup: Setup, name: str, *, engine: str, python: str, options: dict[s
 
 def _compilespec(
     setup: Setup, name: str, weights: str, spec: str, k: int | None = None,
-    draft_weights: str | None = None, tree: dict[str, int] | None = None,
+    draft_weights: str | None = None, tree: DraftTree | None = None,
 ) -> Contestant:  # fmt: skip
     quantize = None if weights == BF16 else weights
 
     def make(name: str) -> Way:
         if spec == "eagle3" and setup.draft is None:
             raise Unavailable("there is no head; give --draft")
-        shape = DraftTree(**tree) if tree else None
-        return CompilespecWay(setup, name, spec, k, quantize, draft_weights, shape)
+        return CompilespecWay(setup, name, spec, k, quantize, draft_weights, tree)
 
     return Contestant(name=name, weights=weights, make=make)
 
