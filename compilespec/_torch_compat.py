@@ -15,6 +15,7 @@ import re
 import types
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -359,7 +360,7 @@ _WRAPPERS = frozenset((
 _MARKS = re.compile(r"__builtins__|torch|_increment_version_|_mark_dynamic_|_dyn_dims_\d+")
 
 
-def cpp_entry(artifact: Any) -> str | None:
+def cpp_entry(artifact: Any) -> Path | None:
     """The library whose C++ function, `inductor_entry_impl`, is all that a compiled graph does;
     None where Python has a part in it, or this torch wraps it in another way than 2.13
     (`CompiledArtifact._compiled_fn`, the closures of AOTAutograd's wrappers,
@@ -390,7 +391,7 @@ def cpp_entry(artifact: Any) -> str | None:
     if not is_wrapped or [one.__name__ for one in entries] != ["inductor_entry_cpp"]:
         return None
     library: str | None = getattr(entries[0].__self__, "__file__", None)
-    return library
+    return None if library is None else Path(library)
 
 
 def _only_converts(wrapper: types.FunctionType) -> bool:
@@ -479,6 +480,9 @@ def example_of_symbol(size: Any, symbol: Any) -> int:
 def restored_fakes(hints: dict[str, int]) -> tuple[dict[str, Any], Callable[..., torch.Tensor]]:
     """Symbolic sizes of these names that stand for `hints`, and what makes fakes of a shape,
     strides, dtype and device with them (`ShapeEnv`, whose tables know symbols; `SymNode`).
+
+    Nobody looks for the line of Python that made them (`ShapeEnv._get_user_frame`): to tell it from
+    its own lines, torch would import its whole compiler.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.fx.experimental.sym_node import SymNode
@@ -486,6 +490,8 @@ def restored_fakes(hints: dict[str, int]) -> tuple[dict[str, Any], Callable[...,
 
     mode = FakeTensorMode(shape_env=ShapeEnv(duck_shape=False))  # equal sizes stay two symbols
     mode.cache_enabled = False
+    env: Any = mode.shape_env
+    env._get_user_frame = lambda: None
     example = torch.empty([*hints.values(), 0], device="meta")
     fake = fake_tensor(mode, example, range(len(hints)))
     tables = [one for one in vars(mode.shape_env).values() if isinstance(one, dict)]

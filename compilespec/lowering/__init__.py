@@ -259,8 +259,13 @@ def _tell_why(graph: PhaseGraph, key: ArtifactKey, cache: ArtifactCache, step: S
 def _load_pieces(
     plan: StitchPlan, options: dict[str, Any], device: torch.device, cache: ArtifactCache
 ) -> dict[str, Callable[..., Any]]:
-    """The pieces of a plan that are in the cache."""
-    found = {name: cache.load(piece_file_key(name, options, device)) for name in plan.keys}
+    """The pieces of a plan that are in the cache; where all are C++, their libraries alone."""
+    keys = {name: piece_file_key(name, options, device) for name in plan.keys}
+    opened = {name: cache.open_library(key) for name, key in keys.items()}
+    libraries = {name: piece for name, piece in opened.items() if piece is not None}
+    if len(libraries) == len(keys) and _build.load_kernels():
+        return {**libraries}
+    found = {name: cache.load(key) for name, key in keys.items()}
     return {name: stored[0] for name, stored in found.items() if stored is not None}
 
 

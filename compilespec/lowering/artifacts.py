@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import dataclasses
 import functools
 import hashlib
@@ -11,6 +12,8 @@ import importlib.util
 import json
 import logging
 import os
+import platform
+import shutil
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -23,7 +26,7 @@ from torch import Tensor, fx
 from compilespec import _torch_compat
 from compilespec.lowering.constants import Compiled, constants_of, to_record
 from compilespec.lowering.stitching import StitchPlan
-from compilespec.ops._build import cache_directory
+from compilespec.ops._build import cache_directory, toolchain
 from compilespec.program import InputSpec, PhaseGraph, SpecProgram
 
 logger = logging.getLogger("compilespec")
@@ -168,6 +171,9 @@ class ArtifactCache:
     """Two files per artifact: the compiled step, and its constants and the names of its inputs and
     outputs, written last.  The keys of each model's steps, part by part, are stored beside them.
 
+    A step that is one C++ function has its library as a third, which is opened without Inductor:
+    to import that takes longer than to open all of them.
+
     A file that cannot be read is dropped with a warning and compiled again, even if the directory
     cannot be written.
     """
@@ -176,30 +182,53 @@ class ArtifactCache:
         self.directory = (directory or cache_directory()) / "artifacts"
 
     def load(self, key: ArtifactKey) -> Stored | None:
-        code, names = self._paths(key)
+        files = self._paths(key)
         try:
-            if not names.exists():
+            if not files.names.exists():
                 return None
-            record = json.loads(names.read_text())
-            artifact = _torch_compat.load_artifact(str(code))
-            compiled = Compiled(artifact, constants_of(record["constants"]))
+            record = json.loads(files.names.read_text())
+            artifact = _torch_compat.load_artifact(str(files.code))
+            library = _torch_compat.cpp_entry(artifact)
+            compiled = Compiled(artifact, constants_of(record["constants"]), library)
             return compiled, _interface_of(record)
         except (
             Exception
         ) as error:  # a truncated file, another machine's code: compiling again repairs it
-            _drop(f"artifact {code.name}", error, names, code)
+            _drop(f"artifact {files.code.name}", error, *files)
             return None
 
+    def open_library(self, key: ArtifactKey) -> Compiled | None:
+        """The library of a step that is one C++ function, opened for good; None where it is not
+        stored, not whole, or compiled for another machine.
+        """
+        files = self._paths(key)
+        try:
+            if not files.library.exists():
+                return None
+            record = json.loads(files.names.read_text())
+            if record["library"] != _library_record(files.library):
+                return None
+            constants = constants_of(record["constants"])
+            ctypes.CDLL(str(files.library))
+        except Exception as error:  # `load` asks for the other files, and repairs what is torn
+            logger.debug("library %s was not opened: %s", files.library.name, error)
+            return None
+        return Compiled(None, constants, files.library)
+
     def save(self, key: ArtifactKey, compiled: Compiled, interface: Interface) -> None:
-        code, names = self._paths(key)
+        files = self._paths(key)
         record = {**_record(interface), "constants": to_record(compiled.constants)}
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryDirectory(dir=self.directory) as scratch:
                 compiled.artifact.save(path=f"{scratch}/code", format="binary")
+                if compiled.library is not None:
+                    shutil.copyfile(compiled.library, f"{scratch}/library")
+                    record["library"] = _library_record(Path(f"{scratch}/library"))
+                    os.replace(f"{scratch}/library", files.library)
                 Path(f"{scratch}/names").write_text(json.dumps(record))
-                os.replace(f"{scratch}/code", code)
-                os.replace(f"{scratch}/names", names)
+                os.replace(f"{scratch}/code", files.code)
+                os.replace(f"{scratch}/names", files.names)
         except (
             Exception
         ) as error:  # the engine runs without a saved artifact; the next start compiles again
@@ -263,8 +292,22 @@ class ArtifactCache:
     def _plan_path(self, key: ArtifactKey) -> Path:
         return self.directory / f"{key}.plan.json"
 
-    def _paths(self, key: ArtifactKey) -> tuple[Path, Path]:
-        return self.directory / f"{key}.bin", self.directory / f"{key}.json"
+    def _paths(self, key: ArtifactKey) -> _Files:
+        return _Files(*(self.directory / f"{key}.{kind}" for kind in ("json", "bin", "so")))
+
+
+class _Files(NamedTuple):
+    """Of an artifact."""
+
+    names: Path
+    code: Path
+    library: Path
+
+
+def _library_record(library: Path) -> dict[str, str]:
+    """What is in a library, and what it was compiled for: torch, the CPU, the compiler, Python."""
+    machine = "\0".join((*toolchain(), platform.python_version()))
+    return {"content": _digest(library.read_bytes()), "machine": _digest(machine.encode())}
 
 
 def _parts_of(path: Path) -> dict[str, str]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,8 +24,12 @@ class Compiled:
     """A compiled graph: a callable that takes the graph's inputs."""
 
     artifact: Any
-    """Callable, with `save`; takes the graph's inputs, then the constants."""
+    """Callable, with `save`; takes the graph's inputs, then the constants.  None where only the
+    library was opened."""
     constants: tuple[Tensor, ...] = ()
+    library: Path | None = None
+    """The library, loaded, whose C++ function is all that the graph does, where there is one
+    (`_torch_compat.cpp_entry`)."""
 
     def __call__(self, *inputs: Any) -> Any:
         return self.artifact(*inputs, *self.constants)
@@ -39,7 +44,7 @@ def compile_graph(gm: fx.GraphModule, fakes: Sequence[Any], options: dict[str, A
         fakes = [*fakes, *(_torch_compat.fake_tensor(mode, one) for one in constants.values())]
         gm = _with_inputs(gm, list(constants), fakes)
     artifact = _torch_compat.standalone_compile(gm, fakes, options)
-    return Compiled(artifact, tuple(constants.values()))
+    return Compiled(artifact, tuple(constants.values()), _torch_compat.cpp_entry(artifact))
 
 
 def constants_in(gm: fx.GraphModule) -> dict[fx.Node, Tensor]:

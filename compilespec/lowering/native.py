@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from compilespec import _torch_compat
 from compilespec.lowering.constants import Compiled
 from compilespec.lowering.stitching import OpStep, StitchPlan
 from compilespec.ops._build import load_kernels
@@ -20,13 +19,12 @@ def native_call(
     plan: StitchPlan, pieces: Mapping[str, Callable[..., Any]]
 ) -> Callable[..., tuple[Any, ...]] | None:
     """What `Stitched` does with the plan, without Python; None where a piece needs Python."""
-    entries: dict[str, str] = {}
-    for key, piece in pieces.items():
-        entry = _torch_compat.cpp_entry(piece.artifact) if isinstance(piece, Compiled) else None
-        if entry is None:
-            return None
-        entries[key] = entry
-    if not load_kernels():
+    libraries = {
+        key: str(piece.library)
+        for key, piece in pieces.items()
+        if isinstance(piece, Compiled) and piece.library is not None
+    }
+    if len(libraries) < len(pieces) or not load_kernels():
         return None
     native = torch.classes.compilespec.StepPlan(plan.num_inputs)
     for step, dying in zip(plan.steps, plan.dies_after, strict=True):
@@ -42,7 +40,7 @@ def native_call(
             piece = pieces[step.piece]
             assert isinstance(piece, Compiled)
             native.add_piece(
-                entries[step.piece], list(step.inputs), list(piece.constants), list(step.outputs),
+                libraries[step.piece], list(step.inputs), list(piece.constants), list(step.outputs),
                 list(dying),
             )  # fmt: skip
     native.set_outputs(list(plan.outputs))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,7 +10,8 @@ import torch
 from torch import Tensor, fx
 
 from compilespec import _torch_compat
-from compilespec.lowering import inductor_options, pieces
+from compilespec.lowering import artifacts, inductor_options, pieces
+from compilespec.lowering.artifacts import ArtifactCache, ArtifactKey, Interface
 from compilespec.lowering.constants import Compiled, compile_graph
 from compilespec.lowering.native import native_call
 from compilespec.lowering.pieces import split_at_attention
@@ -100,5 +102,43 @@ def test_there_is_none_where_python_has_a_part(compiled: tuple[StitchPlan, Piece
     x = _torch_compat.fake_tensor(_torch_compat.fake_mode(), torch.zeros(2))
     gm.graph.find_nodes(op="placeholder")[0].meta["val"] = x
     in_python = compile_graph(gm, [x], prefill)
-    assert _torch_compat.cpp_entry(in_python.artifact) is None
+    assert in_python.library is None
     assert native_call(plan, {**found, key: in_python}) is None
+
+
+def test_stored_libraries_are_all_it_needs(
+    compiled: tuple[StitchPlan, Pieces], tmp_path: Path
+) -> None:
+    plan, cache = compiled[0], ArtifactCache(tmp_path)
+    wanted = native(compiled)(*inputs(5))
+    opened = {}
+    for name, piece in compiled[1].items():
+        cache.save(key := ArtifactKey((("piece", name),)), piece, Interface())
+        opened[name] = cache.open_library(key)
+        assert opened[name].library.parent == cache.directory
+        assert opened[name].artifact is None
+    call = native_call(plan, opened)
+    assert all(map(torch.equal, call(*inputs(5)), wanted))
+
+
+@pytest.mark.parametrize("harm", ["cut short", "gone", "of another machine"])
+def test_a_library_that_does_not_fit_is_not_opened(
+    compiled: tuple[StitchPlan, Pieces],
+    harm: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    native(compiled)
+    cache, key = ArtifactCache(tmp_path), ArtifactKey((("piece", harm),))
+    cache.save(key, next(iter(compiled[1].values())), Interface())
+    (library,) = tmp_path.rglob("*.so")
+    if harm == "cut short":
+        library.write_bytes(library.read_bytes()[:-1])
+    elif harm == "gone":
+        library.unlink()
+    else:
+        monkeypatch.setattr(artifacts, "toolchain", lambda: ("another CPU",))
+    assert cache.open_library(key) is None
+    loaded = cache.load(key)
+    assert loaded is not None, "Inductor's own file serves"
+    assert loaded[0].library not in (None, library)
