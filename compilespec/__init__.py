@@ -58,6 +58,6 @@ def __getattr__(name: str) -> Any:
 
     if name in _LAZY:
         module, attribute = _LAZY[name]
-        with rare_collections():
+        with rare_collections(only_imports=True):
             return getattr(import_module(module), attribute)
     raise AttributeError(f"module 'compilespec' has no attribute {name!r}")

@@ -145,17 +145,20 @@ def _in_words(elapsed_ms: float) -> str:
     return f"{elapsed_ms:.0f} ms" if elapsed_ms < 1000 else f"{elapsed_ms / 1e3:.1f} s"
 
 
-_RARELY = (200_000, 10, 10)  # new objects for a collection, collections for one of the next kind
+_RARELY = (1_000_000, 10, 10)  # new objects for a collection, collections for one of the next kind
+_GROWTH = 1.25  # of the number of objects since the last full collection, for another
 _counting = threading.Lock()
 _num_starting, _usual = 0, gc.get_threshold()
+_num_kept = 0  # objects behind the first start, or the last full collection
 
 
 @contextlib.contextmanager
-def rare_collections() -> Iterator[None]:
+def rare_collections(*, only_imports: bool = False) -> Iterator[None]:
     """Of the process: garbage is collected rarely while a program starts.
 
     Imports and graphs are some million objects that stay; each usual collection walks through them
-    again, a sixth of a warm start.
+    again, a sixth of a warm start.  Behind it all objects count as old, without a walk, unless
+    earlier programs may have left many that are garbage.
     """
     global _num_starting, _usual
     with _counting:
@@ -169,4 +172,24 @@ def rare_collections() -> Iterator[None]:
         with _counting:
             _num_starting -= 1
             if not _num_starting:
+                if not gc.get_freeze_count():  # else objects that somebody froze would thaw
+                    _count_as_old(may_collect=not only_imports)
                 gc.set_threshold(*_usual)
+
+
+def _count_as_old(*, may_collect: bool) -> None:
+    global _num_kept
+    num_objects = _all_to_oldest()
+    if may_collect and num_objects > _GROWTH * _num_kept:
+        if _num_kept:
+            gc.collect()
+            num_objects = _all_to_oldest()
+        _num_kept = num_objects
+
+
+def _all_to_oldest() -> int:
+    """Returns: how many there are."""
+    gc.freeze()
+    num_objects = gc.get_freeze_count()
+    gc.unfreeze()
+    return num_objects

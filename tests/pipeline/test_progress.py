@@ -18,7 +18,7 @@ import pytest
 import torch
 
 import compilespec
-from compilespec import Progress
+from compilespec import Progress, progress
 from compilespec.cli import main, report
 from compilespec.inspect.stages import context_of
 from compilespec.lowering import artifacts, lower, prepare_kernels
@@ -279,3 +279,33 @@ def test_garbage_is_collected_rarely_while_programs_start():
     assert gc.get_threshold() > usual
     second.close()
     assert gc.get_threshold() == usual
+
+
+def test_what_earlier_programs_left_is_collected(monkeypatch):
+    """A start walks through no objects, unless they are a quarter more than there were."""
+    monkeypatch.setattr(progress, "_num_kept", 0)
+    walks = []
+    monkeypatch.setattr(gc, "collect", lambda: walks.append(len(walks)))
+    with rare_collections():
+        kept = [[] for _ in range(1000)]
+    before = progress._num_kept
+    assert before > len(kept)
+    assert not walks, "the first one"
+    with rare_collections():
+        kept += [[] for _ in range(before // 8)]
+    assert not walks
+    with rare_collections():
+        kept += [[] for _ in range(before // 6)]
+    assert walks == [0]
+    assert progress._num_kept > before * 1.25
+    with rare_collections():
+        pass
+    assert walks == [0]
+    assert not gc.get_freeze_count()
+
+
+def test_frozen_objects_stay_frozen(monkeypatch):
+    monkeypatch.setattr(gc, "get_freeze_count", lambda: 7)
+    monkeypatch.setattr(gc, "unfreeze", lambda: pytest.fail("they thawed"))
+    with rare_collections():
+        pass
