@@ -356,6 +356,7 @@ _RULES: dict[Any, Callable[[NodeCosts, fx.Node], Cost]] = {
     _aten._grouped_mm.default: _rows_times_weight,
     torch.ops.compilespec.argmax_linear.default: _fused_head,
     torch.ops.compilespec.row_argmax.default: _draws,
+    torch.ops.compilespec.row_topk.default: _draws,
     torch.ops.compilespec.head_linear.default: _rows_times_weight,
     torch.ops.compilespec.packed_linear.default: _rows_times_weight,
     torch.ops.compilespec.quantized_linear.default: _rows_times_quantized,

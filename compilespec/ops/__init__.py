@@ -17,6 +17,7 @@ from compilespec.ops.paged_attention import paged_attention
 from compilespec.ops.quantized_linear import dynamic_int8_linear, quantized_linear
 from compilespec.ops.recurrence import cached_recurrence, recurrence
 from compilespec.ops.roll_window import roll_window
+from compilespec.ops.row_topk import row_topk
 from compilespec.ops.sample import draw, sample
 
 __all__ = [
@@ -38,6 +39,7 @@ __all__ = [
     "quantized_linear",
     "recurrence",
     "roll_window",
+    "row_topk",
     "sample",
     "score_linear",
 ]

@@ -6,15 +6,17 @@ import operator
 from collections.abc import Callable
 from typing import Any
 
+import sympy
 import torch
 from torch import fx
 
 from compilespec.passes.claims import Claim, Place, find_claims, operand_at
 from compilespec.passes.context import PassContext
+from compilespec.passes.element_views import dtype_range
 from compilespec.passes.graph import output_node
 from compilespec.passes.linears import copy_origin
 from compilespec.passes.ranges import Ranges
-from compilespec.passes.sizes import L, Sizes
+from compilespec.passes.sizes import L, Range, Sizes
 from compilespec.tracing.structure import shape_of
 
 _aten = torch.ops.aten
@@ -23,11 +25,13 @@ _SLOT, _ROW, _POSITION = (5,), (6,), (7,)  # of paged_attention
 
 def bound_positions(gm: fx.GraphModule, ctx: PassContext) -> int:
     """Clamp indices that are read, redirect written rows to the spare row, and make tokens outside
-    the sequence write nothing; only where `find_claims` has no proof.
+    the sequence write nothing; only where `find_claims` has no proof.  A mask that is proven to
+    hide nothing is dropped.
 
     Returns: operands guarded.  Numerics: exact (values inside pass unchanged).  Runs on ATen.
     """
     sizes = Sizes(ctx.config, vocab_size(ctx))
+    _drop_masks(gm, Ranges(gm, sizes, ctx.inputs, ctx.weights))
     tried: set[tuple[fx.Node, str, Place]] = set()
     while True:
         ranges = Ranges(gm, sizes, ctx.inputs, ctx.weights)
@@ -41,6 +45,26 @@ def bound_positions(gm: fx.GraphModule, ctx: PassContext) -> int:
         for claim in failed.values():
             tried.add(_key(claim))
             guards.insert(claim)
+
+
+def _drop_masks(gm: fx.GraphModule, ranges: Ranges) -> None:
+    """where(x >= low, kept, ..) is `kept` if no x is less, as the ids of a drafter's vocabulary."""
+    for node in list(gm.graph.find_nodes(op="call_function", target=_aten.where.self)):
+        condition, kept, _ = node.args
+        if condition.target is not _aten.ge.Scalar or not isinstance(kept, fx.Node):
+            continue
+        subject, low = condition.args
+        value, result = kept.meta["val"], node.meta["val"]
+        if value.dtype != result.dtype or value.shape != result.shape:
+            continue
+        most = dtype_range(subject)
+        if most is None or not isinstance(low, int):
+            continue
+        if ranges.within(ranges.of(subject), Range(sympy.Integer(low), most.high)):
+            node.replace_all_uses_with(kept)
+            gm.graph.erase_node(node)
+            if not condition.users:
+                gm.graph.erase_node(condition)
 
 
 def _key(claim: Claim) -> tuple[fx.Node, str, Place]:

@@ -28,6 +28,7 @@ from compilespec.passes.output_hidden_states import output_hidden_states
 from compilespec.passes.prepack_linears import prepack_linears
 from compilespec.passes.process_logits import num_processors, process_logits
 from compilespec.passes.read_embeds import read_embeds
+from compilespec.passes.read_long_rows import read_long_rows
 from compilespec.passes.read_rope_offsets import read_rope_offsets
 from compilespec.passes.read_state import read_state
 from compilespec.passes.runner import Pass, check_order, run_passes
@@ -35,7 +36,6 @@ from compilespec.passes.shard_weights import shard_weights
 from compilespec.passes.shift_hidden_states import pairs_hidden_states, shift_hidden_states
 from compilespec.passes.splice_acceptance import splice_acceptance
 from compilespec.passes.splice_draft_loop import num_drafter_passes, splice_draft_loop
-from compilespec.passes.split_argmax import split_argmax
 from compilespec.passes.tap_hidden_states import tap_hidden_states
 from compilespec.passes.trees import verifies_tree
 from compilespec.passes.trim_draft_head import num_proposals, trim_draft_head
@@ -251,7 +251,7 @@ ATEN_PASSES = (
     Pass(run=cleanup, at_least=0),
     Pass(run=merge_projections, after=("cleanup",), numerics="rounding", at_least=0),
     Pass(run=fuse_head_argmax, after=("cleanup",), numerics="rounding", at_least=0),
-    Pass(run=split_argmax, after=("fuse_head_argmax",), at_least=0),
+    Pass(run=read_long_rows, after=("fuse_head_argmax",), numerics="rounding", at_least=0),
     Pass(
         run=prepack_linears,
         after=("merge_projections",),
@@ -259,7 +259,7 @@ ATEN_PASSES = (
         at_least=0,
         ensures=(contracts.ALL_PACKED,),
     ),
-    Pass(run=bound_positions, after=("prepack_linears", "split_argmax"), at_least=0),
+    Pass(run=bound_positions, after=("prepack_linears", "read_long_rows"), at_least=0),
     Pass(
         run=check_mutations,
         after=("bound_positions",),

@@ -377,6 +377,7 @@ _WITH_INDICES = {  # the position of their `dim` argument
     _aten.sort.stable: 9,  # by name only
     _aten.max.dim: 1,
     _aten.min.dim: 1,
+    torch.ops.compilespec.row_topk.default: 3,  # it has none: the last
 }
 
 OTHER: dict[Any, Rule] = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import json
+import math
 import random
 from collections.abc import Callable
 from typing import Any
@@ -235,6 +236,28 @@ def test_a_state_row_keeps_its_contract():
     gm.recompile()
     gm(state, int32(0, 1))
     assert state.tolist() == [LIMIT, 8, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("table", "is_dropped"),
+    [(torch.tensor([0, 3, 5]), True), (torch.tensor([0, 3, -7]), False)],  # the last: -5
+)
+def test_a_mask_that_hides_nothing_is_dropped(table: Tensor, is_dropped: bool):
+    """As that of ids that a drafter's vocabulary has no token for."""
+
+    def function(d2t: Tensor, x: Tensor, fill: Tensor) -> Tensor:
+        ids = d2t + torch.arange(3)
+        whole = torch.where(ids >= 0, x, -math.inf)
+        wider = torch.where((ids >= 0).unsqueeze(0), fill, x)  # another shape than the result's
+        return whole + wider
+
+    x, fill = torch.randn(2, 3), torch.randn(1)
+    gm, ctx = graph_of(function, d2t=("weight", table), x=("batch", x), fill=("batch", fill))
+    bound_positions(gm, ctx)
+    gm.graph.lint()
+    masks = gm.graph.find_nodes(op="call_function", target=torch.ops.aten.where.self)
+    assert len(masks) == 2 - is_dropped
+    assert torch.equal(call(gm, table, x, fill), function(table, x, fill))
 
 
 def test_int32_arithmetic_that_can_wrap_is_reported():

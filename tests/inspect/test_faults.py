@@ -363,8 +363,9 @@ def residual_of_the_next_row(gm: fx.GraphModule, ctx: PassContext) -> None:
 
 def any_match_counts(gm: fx.GraphModule, ctx: PassContext) -> None:
     """A draft counts although one before it was refused."""
-    cumprod = next(n for n in gm.graph.nodes if n.target == "cumprod")
-    cumprod.replace_all_uses_with(cumprod.args[0])
+    kept = next(n for n in gm.graph.nodes if n.target == "all")  # of (match | is behind)
+    match = kept.args[0].args[0].args[0]
+    kept.replace_all_uses_with(match)
 
 
 def follows_the_root(gm: fx.GraphModule, ctx: PassContext) -> None:
@@ -694,7 +695,7 @@ FAULTS = (
           edit=rows_swapped),
     Fault(pass_name="fuse_head_argmax", what="worst token", phase="decode",
           edit=worst_token_taken),
-    Fault(pass_name="split_argmax", what="worst token", phase="decode", edit=worst_token_taken),
+    Fault(pass_name="read_long_rows", what="worst token", phase="decode", edit=worst_token_taken),
     Fault(pass_name="prepack_linears", what="unpacked weight order", phase="decode",
           edit=left_unpacked),
     Fault(pass_name="prepack_linears", what="weights swapped", phase="decode",

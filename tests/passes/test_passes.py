@@ -797,7 +797,7 @@ def test_the_retrace_changes_no_number(rewritten, seed):
         ("cleanup", 0.0),
         ("merge_projections", 2e-5),
         ("fuse_head_argmax", 0.0),
-        ("split_argmax", 0.0),
+        ("read_long_rows", 0.0),
         ("prepack_linears", 2e-5),
         ("bound_positions", 0.0),
         ("check_mutations", 0.0),

@@ -217,7 +217,7 @@ NEGATIVE: dict[str, Callable[[Traced], Case]] = {
     "cleanup": all_nodes_differ_and_are_used,
     "merge_projections": one_product_feeds_the_other,
     "fuse_head_argmax": logits_have_another_reader,
-    "split_argmax": rows_are_short,
+    "read_long_rows": rows_are_short,
     "prepack_linears": no_product_has_a_weight,
     "bound_positions": every_index_is_inside,
     "check_mutations": only_buffers_and_temporaries_are_written,

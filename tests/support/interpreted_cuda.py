@@ -29,7 +29,7 @@ from compilespec import SamplingParams, _torch_compat
 from compilespec.lowering.artifacts import ArtifactCache
 from compilespec.methods.eagle3 import random_head
 from compilespec.ops._library import TRITON_KERNELS
-from compilespec.passes.split_argmax import split_argmax
+from compilespec.passes.read_long_rows import read_long_rows
 from tests.support.margin import shortfall
 from tests.support.models import HYBRIDS, target_info, tiny_hybrid, tiny_target
 from tools.without_gpu.absent import absent_gpu, allocating, counting
@@ -37,7 +37,7 @@ from tools.without_gpu.gpus import GPUS
 from tools.without_gpu.machine_code import lowered
 from tools.without_gpu.steps import on_cuda, passes_of_cuda
 
-SPLITTING = sys.modules[split_argmax.__module__]
+SPLITTING = sys.modules[read_long_rows.__module__]
 SIZES = {"max_batch_size": 3, "max_seq_len": 64, "max_prefill_tokens": 32}
 PROMPTS = ([5, 6, 7, 8, 9, 10, 11], [3, 4], list(range(1, 20)))
 GREEDY = SamplingParams(max_new_tokens=4, ignore_eos=True)

@@ -522,18 +522,18 @@ struct Worker {
     std::fill_n(alpha.data() + row, Rows, Acc(1));
   }
 
-  // Rows of a group together where all of them see the keys, alone at the ragged ends (a masked
-  // value may be NaN).
+  // Keys [from, to) of the chunk: rows of a group together where all of them see the keys, alone at
+  // the ragged ends (a masked value may be NaN).
   template <int Rows>
-  void mix_group(int64_t row, int64_t base) {
-    int64_t first[Rows], last[Rows], begin = 0, end = kChunk;
+  void mix_group(int64_t row, int64_t base, int64_t from, int64_t to) {
+    int64_t first[Rows], last[Rows], begin = from, end = to;
     for (int r = 0; r < Rows; ++r) {
-      first[r] = std::max(lo[row + r] - base, int64_t(0));
-      last[r] = std::min<int64_t>(hi[row + r] - base, kChunk);
+      first[r] = std::max(lo[row + r] - base, from);
+      last[r] = std::min<int64_t>(hi[row + r] - base, to);
       begin = std::max(begin, first[r]);
       end = std::min(end, last[r]);
     }
-    if (begin >= end) begin = end = kChunk;
+    if (begin >= end) begin = end = to;
     for (int r = 0; r < Rows; ++r) mix<1>(row + r, first[r], std::min(last[r], begin));
     mix<Rows>(row, begin, end);
     for (int r = 0; r < Rows; ++r) mix<1>(row + r, std::max(first[r], end), last[r]);
@@ -569,33 +569,41 @@ struct Worker {
       values = segment_values + (base - from);
       present = segment_present + (base - from);
       const int64_t num_next = std::min<int64_t>(stop - end, kChunk);
-      if (end <= tile->shared) {
-        run_chunk(0, num_rows, base, begin, end, num_next, all_present);
-        continue;
+      if (begin < tile->shared) score_rows(0, num_rows, begin - base, std::min(end, tile->shared) - base);
+      for (int64_t row = 0; row < num_rows; ++row) {
+        if (end <= tile->shared)
+          fetch_ahead(num_next * row / num_rows, num_next * (row + 1) / num_rows);
+        else if (row % group == 0)
+          score_own(row, from, begin, end);
+        soften(row, base, all_present);
       }
-      for (int64_t row = 0; row < num_rows; row += group) {  // each token with its own keys
-        if (hi[row] <= begin) continue;
+      rescale(0, num_rows);
+      mix_rows(0, num_rows, base, 0, std::min<int64_t>(tile->shared - base, kChunk));
+      for (int64_t row = 0; end > tile->shared && row < num_rows; row += group) {
+        if (hi[row] <= std::max(begin, tile->shared)) continue;
         follow_path(tile->first_token + row / group, from, begin, end);
-        run_chunk(row, row + group, base, begin, end, 0, all_present);
+        mix_rows(row, row + group, base, std::max<int64_t>(tile->shared - base, 0), kChunk);
       }
     }
   }
 
-  // Keys [begin, end) of the chunk at base, for rows [first_row, last_row); fetches num_next keys
-  // of the next chunk.
-  void run_chunk(int64_t first_row, int64_t last_row, int64_t base, int64_t begin, int64_t end,
-                 int64_t num_next, bool all_present) {
-    const int64_t count = last_row - first_row;
-    score_rows(first_row, last_row, begin - base, end - base);
-    for (int64_t row = first_row; row < last_row; ++row) {
-      const int64_t done = row - first_row;
-      for (int64_t i = num_next * done / count; i < num_next * (done + 1) / count; ++i)
-        fetch(keys[kChunk + i], key_pad);
-      soften(row, base, all_present);
-    }
-    rescale(first_row, last_row);
+  // Scores of a token's rows and the keys of its own in [begin, end).
+  void score_own(int64_t row, int64_t from, int64_t begin, int64_t end) {
+    const int64_t first = std::max(begin, tile->shared), base = from + (keys - segment_keys);
+    if (hi[row] <= first) return;
+    follow_path(tile->first_token + row / group, from, begin, end);
+    score_rows(row, row + group, first - base, std::min(end, hi[row]) - base);
+  }
+
+  // Ask for keys [begin, end) of the next chunk.
+  void fetch_ahead(int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) fetch(keys[kChunk + i], key_pad);
+  }
+
+  void mix_rows(int64_t first_row, int64_t last_row, int64_t base, int64_t from, int64_t to) {
+    if (from >= to) return;
     in_groups(first_row, last_row,
-              [&](auto rows, int64_t row) { mix_group<rows()>(row, base); });
+              [&](auto rows, int64_t row) { mix_group<rows()>(row, base, from, to); });
   }
 
   // Fold a segment's result into top, sum, out; the first segment that a row sees is copied.

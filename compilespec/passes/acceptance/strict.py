@@ -53,7 +53,10 @@ def accept_matching(ids_BS: Any, target_BS: Any, *, num_draft_tokens: int) -> tu
     Source: requirements I11, M9.  Worked example: drafts 5 6 7, target 5 9 7 8 gives 5 9.
     """
     match_BK = ids_BS[:, 1:] == target_BS[:, :num_draft_tokens]
-    count_B = match_BK.to(torch.int32).cumprod(1).sum(1).to(torch.int32) + 1
+    place_K = arange_like(ids_BS, num_draft_tokens)
+    is_behind_KK = place_K > place_K.unsqueeze(1)
+    is_kept_BK = (match_BK.unsqueeze(1) | is_behind_KK).all(-1)  # cumprod is a kernel of its own
+    count_B = is_kept_BK.sum(1).to(torch.int32) + 1
     emitted_BS = torch.where(
         arange_like(target_BS, num_draft_tokens + 1) < count_B.unsqueeze(1), target_BS, PAD
     )

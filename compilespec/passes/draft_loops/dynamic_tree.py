@@ -101,10 +101,18 @@ def best_nodes(
     """The drafts [B, N] whose paths are the most probable, in the order in which they were drafted,
     and the parents [B, N + 1] of the rows.
 
-    Of equal ones the first drafted is better, so that a node never goes without its parent.
+    Of equal ones the first drafted is better, so that a node never goes without its parent.  Ranks
+    are counted, not sorted for: a sort of these few is a kernel of its own, or several.
     """
-    order_BC = scores_BC.sort(dim=1, descending=True, stable=True)[1]
-    index_BN = order_BC[:, :num_nodes].sort(dim=1)[0]
+    place_C = arange_like(scores_BC, scores_BC.shape[1])
+    is_earlier_CC = place_C < place_C.unsqueeze(1)
+    one_BC1, other_B1C = scores_BC.unsqueeze(2), scores_BC.unsqueeze(1)
+    is_better_BCC = (other_B1C > one_BC1) | ((other_B1C == one_BC1) & is_earlier_CC)
+    is_best_BC = is_better_BCC.sum(-1) < num_nodes
+    rank_BC = (is_best_BC.unsqueeze(1) & is_earlier_CC).sum(-1)  # among the best, as drafted
+    row_N1 = arange_like(scores_BC, num_nodes).unsqueeze(1)
+    is_chosen_BNC = is_best_BC.unsqueeze(1) & (rank_BC.unsqueeze(1) == row_N1)
+    index_BN = torch.where(is_chosen_BNC, place_C, 0).amax(-1).long()
     parent_BN = parents_BC.gather(1, index_BN).long()
     is_before_BNN = index_BN.unsqueeze(1) < parent_BN.unsqueeze(2)
     row_BN = torch.where(parent_BN < 0, 0, is_before_BNN.sum(-1) + 1).to(torch.int32)
