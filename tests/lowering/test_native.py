@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -51,8 +52,8 @@ def compiled() -> tuple[StitchPlan, Pieces]:
 
 
 def inputs(size: int) -> list[Tensor]:
-    torch.manual_seed(size)
-    return [torch.randn(size, 3), torch.randn(size, 3), torch.randn(3, 3)]
+    generator = torch.Generator().manual_seed(size)
+    return [torch.randn(rows, 3, generator=generator) for rows in (size, size, 3)]
 
 
 def native(compiled: tuple[StitchPlan, Pieces]) -> Any:
@@ -81,6 +82,24 @@ def test_inputs_stay_the_callers(compiled: tuple[StitchPlan, Pieces]) -> None:
     assert torch.equal(given[0], kept[0])
     assert torch.equal(given[2], kept[1])
     assert all(one.data_ptr() not in {g.data_ptr() for g in given} for one in first)
+
+
+def test_what_a_step_made_keeps_its_memory_while_it_is_held(
+    compiled: tuple[StitchPlan, Pieces],
+) -> None:
+    """Blocks are used again only once they are free, in whichever thread that was."""
+    call, sizes = native(compiled), [1, 7, 40, 400, 3, 9000, 200_000, 64]
+    held = [call(*inputs(size)) for size in sizes]
+    copies = [[one.clone() for one in results] for results in held]
+    with ThreadPoolExecutor(2) as pool:
+        theirs = list(pool.map(lambda size: call(*inputs(size)), sizes * 4))
+        for results, wanted in zip(theirs, copies * 4, strict=True):
+            assert all(map(torch.equal, results, wanted))
+        del theirs, results
+        for size in sizes:
+            call(*inputs(size))
+    for results, wanted in zip(held, copies, strict=True):
+        assert all(map(torch.equal, results, wanted))
 
 
 def test_an_error_is_raised_and_the_next_call_works(compiled: tuple[StitchPlan, Pieces]) -> None:

@@ -13,6 +13,8 @@
 #include <utility>
 #include <vector>
 
+#include "_step_memory.h"
+
 // Of the interpreter that loaded this library, whichever its version; its headers are not needed.
 extern "C" {
 int PyGILState_Ensure(void);
@@ -95,6 +97,7 @@ class StepPlan : public torch::CustomClassHolder {
     TORCH_CHECK(int64_t(values.size()) == num_inputs_, "step_plan: expected ", num_inputs_,
                 " inputs, got ", values.size());
     const InterpreterLock lock;
+    const InsideStep inside;
     values.resize(size_t(num_values_));
     std::vector<Handle> handles, made;
     torch::jit::Stack stack;
