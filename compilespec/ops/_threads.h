@@ -19,6 +19,7 @@
 #include <system_error>
 #include <thread>
 #include <unordered_map>
+#include <vector>
 
 namespace compilespec {
 
@@ -133,9 +134,16 @@ class Pool {
 
   // Note that this is read now, and publish what was read after it before.
   void foresee(const Reading& reading, int num_threads) {
-    following_[last_read_] = reading;
-    last_read_ = reading.data;
-    const Reading next = following_[last_read_];
+    size_t place = read_[last_read_].next;  // no search where it is what was foreseen
+    if (read_[place].reading.data != reading.data) {
+      const auto found = places_.try_emplace(reading.data, read_.size());
+      place = found.first->second;
+      if (found.second) read_.emplace_back();
+      read_[last_read_].next = place;
+    }
+    read_[place].reading = reading;
+    last_read_ = place;
+    const Reading next = read_[read_[place].next].reading;
     next_data_.store(nullptr, std::memory_order_relaxed);
     next_count_.store(next.count, std::memory_order_release);
     next_bytes_.store(next.bytes, std::memory_order_release);
@@ -222,8 +230,14 @@ class Pool {
   std::mutex busy_, failing_;
   std::atomic<const char*> next_data_{nullptr};
   std::atomic<int64_t> next_count_{0}, next_bytes_{0}, next_threads_{1};
-  std::unordered_map<const char*, Reading> following_;  // by what was read before
-  const char* last_read_ = nullptr;
+  // What has been read, the first being nothing; each knows what was read after it.
+  struct Read {
+    Reading reading;
+    size_t next = 0;
+  };
+  std::vector<Read> read_{1};
+  std::unordered_map<const char*, size_t> places_;  // in read_
+  size_t last_read_ = 0;
   int num_workers_ = 0, number_ = 0, num_parts_ = 0;
   int64_t chunk_ = 1;
   Body body_ = nullptr;
