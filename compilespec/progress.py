@@ -166,13 +166,15 @@ def rare_collections(*, only_imports: bool = False) -> Iterator[None]:
             _usual = gc.get_threshold()
             gc.set_threshold(*_RARELY)
         _num_starting += 1
+    is_done = False
     try:
         yield
+        is_done = True
     finally:
         with _counting:
             _num_starting -= 1
             if not _num_starting:
-                if not gc.get_freeze_count():  # else objects that somebody froze would thaw
+                if is_done and not gc.get_freeze_count():  # else somebody's frozen objects thaw
                     _count_as_old(may_collect=not only_imports)
                 gc.set_threshold(*_usual)
 

@@ -363,9 +363,8 @@ def residual_of_the_next_row(gm: fx.GraphModule, ctx: PassContext) -> None:
 
 def any_match_counts(gm: fx.GraphModule, ctx: PassContext) -> None:
     """A draft counts although one before it was refused."""
-    kept = next(n for n in gm.graph.nodes if n.target == "all")  # of (match | is behind)
-    match = kept.args[0].args[0].args[0]
-    kept.replace_all_uses_with(match)
+    first_refused = next(n for n in gm.graph.nodes if n.target == "amin")
+    first_refused.target = "amax"
 
 
 def follows_the_root(gm: fx.GraphModule, ctx: PassContext) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
 
 from compilespec.passes.acceptance.base import Judged, Rule
 from compilespec.passes.context import PassContext
@@ -52,14 +52,12 @@ def accept_matching(ids_BS: Any, target_BS: Any, *, num_draft_tokens: int) -> tu
         emitted_BS (int32, PAD after the bonus), num_emitted_B (int32, accepted drafts + 1).
     Source: requirements I11, M9.  Worked example: drafts 5 6 7, target 5 9 7 8 gives 5 9.
     """
-    match_BK = ids_BS[:, 1:] == target_BS[:, :num_draft_tokens]
-    place_K = arange_like(ids_BS, num_draft_tokens)
-    is_behind_KK = place_K > place_K.unsqueeze(1)
-    is_kept_BK = (match_BK.unsqueeze(1) | is_behind_KK).all(-1)  # cumprod is a kernel of its own
-    count_B = is_kept_BK.sum(1).to(torch.int32) + 1
-    emitted_BS = torch.where(
-        arange_like(target_BS, num_draft_tokens + 1) < count_B.unsqueeze(1), target_BS, PAD
-    )
+    is_kept_BK = ids_BS[:, 1:] == target_BS[:, :num_draft_tokens]
+    is_kept_BS = nn.functional.pad(is_kept_BK, (0, 1))  # behind the last draft there is none
+    place_S = arange_like(target_BS, num_draft_tokens + 1)
+    first_B1 = torch.where(is_kept_BS, num_draft_tokens, place_S).amin(1, keepdim=True)  # refused
+    emitted_BS = torch.where(place_S <= first_B1, target_BS, PAD)
+    count_B = first_B1.squeeze(1) + 1
     return emitted_BS, count_B
 
 
