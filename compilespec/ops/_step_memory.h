@@ -82,12 +82,13 @@ class Arena {
 
   char* begin_ = nullptr;
   size_t used_ = 0;
-  Lists left_;  // by threads that have ended
+  Lists left_;  // by threads that have ended, or run no steps
   std::mutex mutex_;
 };
 
-inline thread_local bool has_ended = false;  // this thread's lists are gone, as at its exit
-inline thread_local int steps_inside = 0;    // steps that this thread is in
+inline thread_local bool has_ended = false;   // this thread's lists are gone, as at its exit
+inline thread_local bool runs_steps = false;  // this thread has been in one: it will want blocks
+inline thread_local int steps_inside = 0;     // steps that this thread is in
 
 // The free blocks of a thread.
 struct Waiting {
@@ -135,7 +136,7 @@ class StepAllocator final : public c10::Allocator {
 
  private:
   static void give_back(void* block) {
-    if (has_ended)
+    if (has_ended || !runs_steps)
       Arena::get().leave(block);
     else
       waiting.blocks[Arena::class_of(block)].push_back(block);
@@ -155,6 +156,7 @@ class StepAllocator final : public c10::Allocator {
 struct InsideStep {
   InsideStep() {
     StepAllocator::install();
+    runs_steps = true;
     ++steps_inside;
   }
   ~InsideStep() { --steps_inside; }
