@@ -515,15 +515,19 @@ void run(const Problem<W>& problem) {
   const int64_t grain = (pays + width - 1) / width * width;  // of whole tiles: lone panels are slower
   const int64_t panel_bytes = problem.depth * Strip<W>::kStride * int64_t(sizeof(W));
   const Reading reading{(const char*)problem.weight, problem.num_panels, panel_bytes};
+  // A step's rows are one block, of which threads take many small shares: its factors are made once.
+  static thread_local std::vector<Factor<W>> copied;
+  int64_t shared_stride = 0;
+  const Factor<W>* shared =
+      num_blocks == 1 ? factors(problem, 0, problem.num_rows, copied, &shared_stride) : nullptr;
   parallel_for(num_blocks * problem.num_panels, grain, reading, [&](int64_t unit, int64_t end) {
-    static thread_local std::vector<Factor<W>> copied;
     static thread_local Aligned<Acc> sums;
     while (unit < end) {
       const int64_t index = unit / problem.num_panels, panel = unit % problem.num_panels;
       const int64_t last = std::min(problem.num_panels, panel + end - unit);
       const int64_t first_row = block_begin(index), rows = block_begin(index + 1) - first_row;
-      int64_t stride;
-      const Factor<W>* x = factors(problem, first_row, rows, copied, &stride);
+      int64_t stride = shared_stride;
+      const Factor<W>* x = shared ? shared : factors(problem, first_row, rows, copied, &stride);
       run_block(problem, x, stride, first_row, rows, panel * kParts,
                 std::min(num_parts, last * kParts), sums);
       unit += last - panel;
