@@ -184,9 +184,18 @@ def test_speeds_are_those_of_the_recorded_run() -> None:
     assert not names
 
 
-def test_speeds_of_the_real_model_are_those_of_the_recorded_run() -> None:
-    recorded = _result("real.json")
-    rows = table_under("docs/tuning.md", "way of decoding")
+@pytest.mark.parametrize(
+    ("result", "first_column"),
+    [
+        ("real.json", "way of decoding"),
+        ("real-avx512.json", "way without bfloat16 instructions"),
+    ],
+)
+def test_speeds_of_the_real_model_are_those_of_the_recorded_run(
+    result: str, first_column: str
+) -> None:
+    recorded = _result(result)
+    rows = table_under("docs/tuning.md", first_column)
     assert len(rows) > 10
     for way, *cells in rows:
         found = [recorded["speeds"][batch].get(way) for batch in ("1", "8")]
