@@ -1,5 +1,6 @@
 """Pages of a checkpoint leave memory once its weights were packed, and nothing is lost."""
 
+import mmap
 import sys
 
 import pytest
@@ -23,12 +24,13 @@ def test_what_was_read_is_given_back_and_read_again(checkpoint):
     weights, loaded = checkpoint
     total = sum(one.sum() for one in loaded.values())
     before = resident(loaded["a"])
-    assert before * 1024 >= 2 * weights["a"].nbytes
+    assert before * 1024 >= weights["a"].nbytes
     given_back = MappedPages().give_back([loaded["a"]])
     assert weights["a"].nbytes - 3 * 4096 <= given_back <= weights["a"].nbytes
     if before == resident(loaded["a"]):
         pytest.skip("this kernel or file system keeps the pages")
-    assert resident(loaded["a"]) * 1024 < 1.2 * weights["a"].nbytes, "b stays"
+    assert resident(loaded["a"]) * 1024 <= 2 * mmap.PAGESIZE, "its ends are shared with others"
+    assert resident(loaded["b"]) * 1024 >= weights["b"].nbytes, "b stays"
     assert sum(one.sum() for one in loaded.values()) == total
     assert torch.equal(loaded["a"], weights["a"])
 
