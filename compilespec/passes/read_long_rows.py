@@ -12,8 +12,8 @@ from compilespec.passes.context import PassContext
 from compilespec.passes.linears import copy_origin
 
 _aten = torch.ops.aten
-LEAST_COLUMNS = 8192  # for an argmax
-LEAST_COLUMNS_OF_TOPK = 1024
+LEAST_COLUMNS = 8192  # of a row that is long on a GPU
+LEAST_COLUMNS_ON_CPU = 1024
 
 
 def read_long_rows(gm: fx.GraphModule, ctx: PassContext) -> int:
@@ -32,7 +32,8 @@ def read_long_rows(gm: fx.GraphModule, ctx: PassContext) -> int:
     """
     if not (ctx.on_gpu or ctx.prepack):
         return 0
-    argmaxes = [node for node in _calls(gm, _aten.argmax.default) if _is_long_argmax(node)]
+    least = LEAST_COLUMNS if ctx.on_gpu else LEAST_COLUMNS_ON_CPU
+    argmaxes = [node for node in _calls(gm, _aten.argmax.default) if _is_long_argmax(node, least)]
     for node in argmaxes:
         _replace_argmax(gm, node)
     if ctx.on_gpu:
@@ -47,13 +48,13 @@ def _calls(gm: fx.GraphModule, target: Callable[..., Any]) -> list[fx.Node]:
     return list(gm.graph.find_nodes(op="call_function", target=target))
 
 
-def _is_long_argmax(node: fx.Node) -> bool:
+def _is_long_argmax(node: fx.Node, least: int) -> bool:
     source: Any = node.args[0]
     value = source.meta["val"]
     arguments = dict(zip(("dim", "keepdim"), node.args[1:], strict=False)) | node.kwargs
     if arguments.get("keepdim", False) or not value.is_floating_point() or value.dim() < 2:
         return False
-    return arguments.get("dim") in (-1, value.dim() - 1) and _has_columns(value, LEAST_COLUMNS)
+    return arguments.get("dim") in (-1, value.dim() - 1) and _has_columns(value, least)
 
 
 def _is_long_topk(node: fx.Node) -> bool:
@@ -63,7 +64,7 @@ def _is_long_topk(node: fx.Node) -> bool:
     if value.dtype not in (torch.float32, torch.float64) or not arguments.get("largest", True):
         return False
     is_last = arguments.get("dim", -1) in (-1, value.dim() - 1)
-    return is_last and _has_columns(value, LEAST_COLUMNS_OF_TOPK)
+    return is_last and _has_columns(value, LEAST_COLUMNS_ON_CPU)
 
 
 def _has_columns(value: torch.Tensor, least: int) -> bool:
