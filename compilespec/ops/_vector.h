@@ -217,8 +217,10 @@ COMPILESPEC_INLINE Vector<float> dot_pairs(VectorU32 a, VectorU32 b, Vector<floa
   return fma((Vector<float>)(a << 16), (Vector<float>)(b << 16), sum);
 #endif
 }
+#endif
 
 // Rows to columns of 16 x 16 words.
+#if defined(__AVX512F__)
 COMPILESPEC_INLINE void transpose(__m512i* row) {
   __m512i half[16];
 #pragma GCC unroll 8

@@ -38,11 +38,20 @@ constexpr int kGroupKeys = 4;  // keys of a register tile
 constexpr int kLaneKeys = 16;  // keys of a vector, where a key is a lane
 constexpr int kKeysAhead = 32;  // keys whose cache lines are asked for before they are read
 
-// Whether scores are dot products of stored pairs, a key a lane; else of both sides as accumulators,
-// an element a lane.
+// Whether scores are computed a key a lane, from keys that are turned round for it; else an element
+// a lane, and a score is a sum over lanes.
+#if defined(__AVX512F__)
+template <class T>
+constexpr bool kArranges = std::is_same_v<T, c10::BFloat16>;
+#else
+template <class T>
+constexpr bool kArranges = false;
+#endif
+
+// Whether arranged keys are multiplied by pairs as they are stored; else as accumulators.
 #if defined(COMPILESPEC_BF16_DOT)
 template <class T>
-constexpr bool kDotsPairs = std::is_same_v<T, c10::BFloat16>;
+constexpr bool kDotsPairs = kArranges<T>;
 #else
 template <class T>
 constexpr bool kDotsPairs = false;
@@ -237,7 +246,7 @@ struct Worker {
   // present.
   bool gather(int64_t base, int64_t begin, int64_t end) {
     const int64_t first = begin - base, last = end - base;
-    constexpr int kGroup = kDotsPairs<T> ? kLaneKeys : kGroupKeys;
+    constexpr int kGroup = kArranges<T> ? kLaneKeys : kGroupKeys;
     std::fill(segment_keys + first / kGroup * kGroup, segment_keys + first, zeros.data());
     std::fill(segment_keys + last, segment_keys + (last + kGroup - 1) / kGroup * kGroup,
               zeros.data());
@@ -354,7 +363,7 @@ struct Worker {
     }
   }
 
-#if defined(COMPILESPEC_BF16_DOT)
+#if defined(__AVX512F__)
   // The pairs of keys [begin, end) of the chunk, a key a lane; fetches later keys, and their values.
   void arrange(int64_t begin, int64_t end) {
     key_pairs.resize(size_t(key_pad / 2 * kChunk));
@@ -380,17 +389,30 @@ struct Worker {
   template <int Rows, int Vectors>
   void score_pairs(int64_t row, int64_t begin) {
     Vec acc[Rows][Vectors] = {};
-    const uint32_t *query = query_pairs.data() + row * key_pad / 2,
-                   *pairs = key_pairs.data() + begin;
+    const uint32_t* pairs = key_pairs.data() + begin;
     for (int64_t h = 0; h < key_pad / 2; ++h, pairs += kChunk) {
       VectorU32 key[Vectors];
 #pragma GCC unroll 4
       for (int v = 0; v < Vectors; ++v) key[v] = load(pairs + v * kLaneKeys);
+      if constexpr (kDotsPairs<T>) {
+        const uint32_t* pair = query_pairs.data() + row * key_pad / 2 + h;
 #pragma GCC unroll 4
-      for (int r = 0; r < Rows; ++r) {
-        const VectorU32 pair = splat(query[r * key_pad / 2 + h]);
+        for (int r = 0; r < Rows; ++r) {
+          const VectorU32 factor = splat(pair[r * key_pad / 2]);
 #pragma GCC unroll 4
-        for (int v = 0; v < Vectors; ++v) acc[r][v] = dot_pairs(pair, key[v], acc[r][v]);
+          for (int v = 0; v < Vectors; ++v) acc[r][v] = dot_pairs(factor, key[v], acc[r][v]);
+        }
+      } else {
+        const Acc* even = query.data() + row * key_pad + h / kL * kPair + h % kL;
+#pragma GCC unroll 4
+        for (int r = 0; r < Rows; ++r) {
+          const Vec first = splat(even[r * key_pad]), second = splat(even[r * key_pad + kL]);
+#pragma GCC unroll 4
+          for (int v = 0; v < Vectors; ++v) {
+            acc[r][v] = fma(first, Vec(key[v] << 16), acc[r][v]);
+            acc[r][v] = fma(second, Vec(key[v] & 0xffff0000u), acc[r][v]);
+          }
+        }
       }
     }
     const Acc scale = Acc(problem.scale);
@@ -413,8 +435,8 @@ struct Worker {
 
   // Scores of rows [first_row, last_row) and of keys [begin, end) of the chunk.
   void score_rows(int64_t first_row, int64_t last_row, int64_t begin, int64_t end) {
-#if defined(COMPILESPEC_BF16_DOT)
-    if constexpr (kDotsPairs<T>) {
+#if defined(__AVX512F__)
+    if constexpr (kArranges<T>) {
       const int64_t first = begin / kLaneKeys * kLaneKeys;
       arrange(first, end);
       in_groups(first_row, last_row,
