@@ -147,7 +147,9 @@ def running_fakes(mode: Any) -> Iterator[None]:
 
 
 def retrace(gm: fx.GraphModule, fakes: Sequence[Any], mode: Any) -> fx.GraphModule:
-    """Trace `gm` to ATen under `mode`, node metadata kept (`make_fx`)."""
+    """Trace `gm` to ATen under `mode` (`make_fx`): node metadata are kept, and the graph's
+    placeholders have their fakes as `meta["val"]`.
+    """
     from torch.fx.experimental.proxy_tensor import make_fx
     from torch.fx.traceback import preserve_node_meta
 
@@ -156,6 +158,8 @@ def retrace(gm: fx.GraphModule, fakes: Sequence[Any], mode: Any) -> fx.GraphModu
 
     with running_fakes(mode), preserve_node_meta():
         traced = make_fx(run, tracing_mode="real", _allow_non_fake_inputs=True)(*fakes)
+    for node, fake in zip(traced.graph.find_nodes(op="placeholder"), fakes, strict=True):
+        node.meta["val"] = fake
     return traced
 
 

@@ -24,8 +24,6 @@ def compile_call(
     fakes = [_torch_compat.fake_tensor(mode, value) for value in inputs]
     with step.inside("rewrite", "to ATen"):
         aten = _torch_compat.retrace(traced.graph_module, fakes, mode)
-    for node, fake in zip(aten.graph.find_nodes(op="placeholder"), fakes, strict=True):
-        node.meta["val"] = fake
     device = inputs[0].device
     options, cache = inductor_options(device, "prefill"), ArtifactCache()
     key = piece_file_key(f"{structural_key(aten)} {graph_digest(aten)}", options, device)

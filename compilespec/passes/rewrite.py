@@ -108,8 +108,8 @@ def to_aten(
     fakes = fake_inputs(mode, gm, ctx)
     names = tuple(get_outputs(gm))
     aten = _torch_compat.retrace(gm, fakes, mode)
-    for node, spec, fake in zip(aten.graph.find_nodes(op="placeholder"), specs, fakes, strict=True):
-        node.meta["role"], node.meta["val"] = spec.name, fake
+    for node, spec in zip(aten.graph.find_nodes(op="placeholder"), specs, strict=True):
+        node.meta["role"] = spec.name
         _torch_compat.rename_placeholder(node, re.sub(r"\W", "_", spec.name))
     output_node(aten).meta["names"] = names
     guards = _torch_compat.free_guards(mode)

@@ -43,8 +43,6 @@ def compiled() -> tuple[StitchPlan, Pieces]:
             for shape in shapes
         ]
         gm = _torch_compat.retrace(fx.symbolic_trace(layers), fakes, mode)
-        for node, fake in zip(gm.graph.find_nodes(op="placeholder"), fakes, strict=True):
-            node.meta["val"] = fake
         plan, found = split_at_attention(gm)
     return plan, {
         key: compile_graph(piece.graph_module, piece.fakes, OPTIONS) for key, piece in found.items()

@@ -40,10 +40,7 @@ def traced(function: Callable[..., Any], *shapes: tuple[int, ...]) -> fx.GraphMo
     """ATen graph of a function whose arguments share one symbol, their first size (7)."""
     mode = _torch_compat.fake_mode()
     fakes = [_torch_compat.fake_tensor(mode, torch.zeros(7, *shape), (0,)) for shape in shapes]
-    gm = _torch_compat.retrace(fx.symbolic_trace(function), fakes, mode)
-    for node, fake in zip(gm.graph.find_nodes(op="placeholder"), fakes, strict=True):
-        node.meta["val"] = fake
-    return gm
+    return _torch_compat.retrace(fx.symbolic_trace(function), fakes, mode)
 
 
 def stitched(gm: fx.GraphModule) -> Stitched:
