@@ -219,6 +219,15 @@ COMPILESPEC_INLINE Vector<float> dot_pairs(VectorU32 a, VectorU32 b, Vector<floa
 }
 #endif
 
+// Pairs of bfloat16, a pair a lane, widened: what is multiplied without the instruction.
+struct WidePairs {
+  Vector<float> even, odd;
+};
+COMPILESPEC_INLINE Vector<float> dot_pairs(const WidePairs& a, const WidePairs& b,
+                                           Vector<float> sum) {
+  return fma(a.odd, b.odd, fma(a.even, b.even, sum));
+}
+
 // Rows to columns of 16 x 16 words.
 #if defined(__AVX512F__)
 COMPILESPEC_INLINE void transpose(__m512i* row) {

@@ -385,34 +385,41 @@ struct Worker {
     }
   }
 
+  // Pairs of elements: as they are stored where those are multiplied, else widened.
+  using Pairs = std::conditional_t<kDotsPairs<T>, VectorU32, WidePairs>;
+
+  // Pair `h` of a row of the query, the same in every lane.
+  COMPILESPEC_INLINE Pairs query_pairs_of(int64_t row, int64_t h) const {
+    if constexpr (kDotsPairs<T>) {
+      return splat(query_pairs[row * key_pad / 2 + h]);
+    } else {
+      const Acc* even = query.data() + row * key_pad + h / kL * kPair + h % kL;
+      return {splat(even[0]), splat(even[kL])};
+    }
+  }
+
+  // A pair of each of kLaneKeys arranged keys.
+  static COMPILESPEC_INLINE Pairs key_pairs_of(const uint32_t* stored) {
+    if constexpr (kDotsPairs<T>)
+      return load(stored);
+    else
+      return {Storage<T>::lo((const T*)stored), Storage<T>::hi((const T*)stored)};
+  }
+
   // Scores of `Vectors` vectors of arranged keys from the chunk's key `begin` on.
   template <int Rows, int Vectors>
   void score_pairs(int64_t row, int64_t begin) {
     Vec acc[Rows][Vectors] = {};
     const uint32_t* pairs = key_pairs.data() + begin;
     for (int64_t h = 0; h < key_pad / 2; ++h, pairs += kChunk) {
-      VectorU32 key[Vectors];
+      Pairs key[Vectors];
 #pragma GCC unroll 4
-      for (int v = 0; v < Vectors; ++v) key[v] = load(pairs + v * kLaneKeys);
-      if constexpr (kDotsPairs<T>) {
-        const uint32_t* pair = query_pairs.data() + row * key_pad / 2 + h;
+      for (int v = 0; v < Vectors; ++v) key[v] = key_pairs_of(pairs + v * kLaneKeys);
 #pragma GCC unroll 4
-        for (int r = 0; r < Rows; ++r) {
-          const VectorU32 factor = splat(pair[r * key_pad / 2]);
+      for (int r = 0; r < Rows; ++r) {
+        const Pairs pair = query_pairs_of(row + r, h);
 #pragma GCC unroll 4
-          for (int v = 0; v < Vectors; ++v) acc[r][v] = dot_pairs(factor, key[v], acc[r][v]);
-        }
-      } else {
-        const Acc* even = query.data() + row * key_pad + h / kL * kPair + h % kL;
-#pragma GCC unroll 4
-        for (int r = 0; r < Rows; ++r) {
-          const Vec first = splat(even[r * key_pad]), second = splat(even[r * key_pad + kL]);
-#pragma GCC unroll 4
-          for (int v = 0; v < Vectors; ++v) {
-            acc[r][v] = fma(first, Vec(key[v] << 16), acc[r][v]);
-            acc[r][v] = fma(second, Vec(key[v] & 0xffff0000u), acc[r][v]);
-          }
-        }
+        for (int v = 0; v < Vectors; ++v) acc[r][v] = dot_pairs(pair, key[v], acc[r][v]);
       }
     }
     const Acc scale = Acc(problem.scale);
