@@ -289,6 +289,7 @@ const Factor<W>* factors(const Problem<W>& problem, int64_t first, int64_t rows,
   const int64_t size = (depth + Strip<W>::kSteps - 1) / Strip<W>::kSteps;
   const auto copy = [&](auto* source) {
     *out_stride = size;
+    // It only grows: what a vector gains it sets to zero first.
     if (scratch.size() < size_t(rows * size)) scratch.resize(size_t(rows * size));
     for (int64_t r = 0; r < rows; ++r) {
       auto* from = source + (first + r) * stride;

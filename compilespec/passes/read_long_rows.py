@@ -12,7 +12,7 @@ from compilespec.passes.context import PassContext
 from compilespec.passes.linears import copy_origin
 
 _aten = torch.ops.aten
-LEAST_COLUMNS = 8192  # of a row that is long on a GPU
+LEAST_COLUMNS_ON_GPU = 8192  # of a row that is long there
 LEAST_COLUMNS_ON_CPU = 1024
 
 
@@ -32,7 +32,7 @@ def read_long_rows(gm: fx.GraphModule, ctx: PassContext) -> int:
     """
     if not (ctx.on_gpu or ctx.prepack):
         return 0
-    least = LEAST_COLUMNS if ctx.on_gpu else LEAST_COLUMNS_ON_CPU
+    least = LEAST_COLUMNS_ON_GPU if ctx.on_gpu else LEAST_COLUMNS_ON_CPU
     argmaxes = [node for node in _calls(gm, _aten.argmax.default) if _is_long_argmax(node, least)]
     for node in argmaxes:
         _replace_argmax(gm, node)

@@ -19,7 +19,7 @@ MODULE = sys.modules[read_long_rows.__module__]
 
 @pytest.fixture(autouse=True)
 def short_spans(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(MODULE, "LEAST_COLUMNS", 16)
+    monkeypatch.setattr(MODULE, "LEAST_COLUMNS_ON_GPU", 16)
     monkeypatch.setattr(MODULE, "LEAST_COLUMNS_ON_CPU", 16)
 
 

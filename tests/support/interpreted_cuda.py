@@ -147,7 +147,8 @@ def on_generated_code(launched: Launched) -> Iterator[None]:
     original = _torch_compat.standalone_compile
     with contextlib.ExitStack() as stack:
         stack.enter_context(passes_of_cuda(fuse_head=True))
-        stack.enter_context(mock.patch.object(SPLITTING, "LEAST_COLUMNS", 64))  # toys' vocabularies
+        # toys' vocabularies
+        stack.enter_context(mock.patch.object(SPLITTING, "LEAST_COLUMNS_ON_GPU", 64))
         stack.enter_context(counting(lambda name: launched.generated.update([name])))
         stack.enter_context(mock.patch.object(_torch_compat, "standalone_compile", compiled))
         for name in ("load", "load_plan", "save", "save_plan", "keep_key"):
