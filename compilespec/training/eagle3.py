@@ -235,6 +235,8 @@ def head_config(info: TargetInfo, options: TrainOptions) -> Eagle3Config:
         aux_layers=aux,
         aux_source=source,
         num_draft_tokens=options.num_draft_tokens,
+        target_name=getattr(info.config, "_name_or_path", None) or None,
+        target_architectures=tuple(getattr(info.config, "architectures", None) or ()),
     )
 
 

@@ -82,7 +82,8 @@ def run(drafter, ids_BS, positions_BS, aux_BSE):
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_round_trip(tmp_path, layout, variant):
     target = make_target()
-    head = random_head(target, seed=1, **VARIANTS[variant])
+    trained_for = {"target_name": "org/name", "target_architectures": ("LlamaForCausalLM",)}
+    head = random_head(target, seed=1, **VARIANTS[variant], **trained_for)
     loaded = load(save_head(head, tmp_path, layout), target)
 
     written = {name: tensor.detach() for name, tensor in head.state_dict().items()}
@@ -91,8 +92,8 @@ def test_round_trip(tmp_path, layout, variant):
     for name in written:
         assert torch.equal(read[name], written[name]), name
     changes = {"layout": layout, "aux_source": loaded.config.aux_source}
-    if layout == "safeailab":  # the layout has no field for K
-        changes["num_draft_tokens"] = 3
+    if layout == "safeailab":  # the layout has no field for K, and none for the target
+        changes.update(num_draft_tokens=3, target_name=None, target_architectures=())
     else:  # both matrices are always written; what they hold decides who owns them
         changes.update(own_embedding=True, own_lm_head=True)
     assert loaded.config == dataclasses.replace(head.config, **changes)

@@ -130,12 +130,16 @@ def test_training_lowers_the_loss_and_the_head_drafts_in_the_engine(model, data,
 @pytest.mark.parametrize("layout", ["safeailab", "speculators"])
 def test_both_layouts_load_with_a_reduced_vocabulary(data, tmp_path, layout):
     model = tiny_target("llama", torch.float32, num_layers=3)
+    model.config._name_or_path, model.config.architectures = "org/tiny", ["LlamaForCausalLM"]
     vocab = model.config.vocab_size
     options = quick_options(steps=2, layout=layout, draft_vocab_size=vocab // 3)
     train(model, data, tmp_path, options=options)
     raw = json.loads((tmp_path / "config.json").read_text())
     assert ("speculators_model_type" in raw) == (layout == "speculators")
     assert raw["draft_vocab_size"] == vocab // 3
+    if layout == "speculators":  # whose library loads the target's embedding by this name
+        verifier = {"architectures": ["LlamaForCausalLM"], "name_or_path": "org/tiny"}
+        assert raw["speculators_config"]["verifier"] == verifier
     with compilespec.compile(model, "eagle3", draft=tmp_path, backend="eager") as engine:
         (output,) = engine.generate([[5, 6, 7]], SamplingParams(max_new_tokens=4))
     assert len(output.token_ids) == 4

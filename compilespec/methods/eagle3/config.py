@@ -91,6 +91,10 @@ class Eagle3Config:
     """Where `aux_layers` were found and how they were read."""
     num_draft_tokens: int = DEFAULT_NUM_DRAFT_TOKENS
     """K that the checkpoint suggests."""
+    target_name: str | None = None
+    """Directory or hub name of the target that it was trained for, if that is known."""
+    target_architectures: tuple[str, ...] = ()
+    """That target's classes, by transformers' names."""
 
     @property
     def qk_norm(self) -> bool:
@@ -171,6 +175,7 @@ def normalise(
         aux_layers=indices,
         aux_source=source,
         num_draft_tokens=head.num_draft_tokens,
+        **_trained_for(raw),
         **body_sizes(head.body, layer),
         **_vocabulary(head.flag("draft_vocab_size"), layer.vocab_size, shapes),
         **_norms(head.is_on),
@@ -178,6 +183,15 @@ def normalise(
         windows=layer_windows(head.body_fields, layer.num_hidden_layers),
         own_embedding="embed_tokens.weight" in shapes or target_width != layer.hidden_size,
     )
+
+
+def _trained_for(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """The target that speculators' layout names."""
+    verifier = (raw.get("speculators_config") or {}).get("verifier") or {}
+    return {
+        "target_name": verifier.get("name_or_path"),
+        "target_architectures": tuple(verifier.get("architectures") or ()),
+    }
 
 
 def _num_aux(fc_width: int, target_width: int) -> int:

@@ -25,8 +25,8 @@ def save_head(drafter: Drafter, directory: str | Path, layout: Layout = "safeail
     """Write config.json and model.safetensors; `Method.load` reads either layout back.
 
     Layout "safeailab" names the first layer `midlayer.*`, leaves out matrices shared with the
-    target, and has no field for K.  Layout "speculators" names it `layers.0.*` and always writes
-    the embedding and the head.
+    target, and has no field for K or the target.  Layout "speculators" names it `layers.0.*` and
+    always writes the embedding and the head; its library loads the target by the name in it.
 
     Raises:
         InvalidOption: another kind of drafter, or an unknown layout.
@@ -102,7 +102,10 @@ def _speculators_config(config: Eagle3Config) -> dict[str, Any]:
             "algorithm": "eagle3",
             "default_proposal_method": "greedy",
             "proposal_methods": [proposal],
-            "verifier": {"architectures": [], "name_or_path": None},
+            "verifier": {
+                "architectures": list(config.target_architectures),
+                "name_or_path": config.target_name,
+            },
         },
         **_head_fields(config),
         "transformer_layer_config": {**layer_fields(config), "rope_parameters": dict(config.rope)},
