@@ -268,24 +268,33 @@ struct Worker {
       const int64_t cell = block * problem.block_size + key % problem.block_size;
       const T* from_key =
           (const T*)problem.key_cache + cell * key_stride + kv_head * problem.head_dim;
-      const int64_t first_i = key - base;
-      for (int64_t i = first_i; i < stop - base; ++i, from_key += key_stride) {
-        segment_present[i] = true;
-        segment_keys[i] = pad(from_key, problem.head_dim, key_pad, key_copy, i);
-        // Of a value that is part of its key, what lies past value_dim is never stored.
-        segment_values[i] = segment_keys[i];
-      }
+      const int64_t i = key - base, count = stop - key;
+      std::fill_n(segment_present + i, count, true);
+      point(segment_keys + i, from_key, count, key_stride, problem.head_dim, key_pad, key_copy, i);
       if (problem.value_cache) {
         const T* from_value =
             (const T*)problem.value_cache + cell * value_stride + kv_head * problem.value_dim;
-        for (int64_t i = first_i; i < stop - base; ++i, from_value += value_stride)
-          segment_values[i] = pad(from_value, problem.value_dim, value_pad, value_copy, i);
+        point(segment_values + i, from_value, count, value_stride, problem.value_dim, value_pad,
+              value_copy, i);
+      } else {
+        // Of a value that is part of its key, what lies past value_dim is never stored.
+        std::copy_n(segment_keys + i, count, segment_values + i);
       }
       key = stop;
     }
     for (int64_t i = first; i < std::min(last, first + kKeysAhead); ++i)
       fetch(segment_keys[i], key_pad);
     return all_present;
+  }
+
+  // Point at `count` cells that lie `stride` apart, or at their padded copies, from the i-th on.
+  static void point(const T** cells, const T* source, int64_t count, int64_t stride, int64_t size,
+                    int64_t padded, Aligned<T>& copy, int64_t i) {
+    if (size == padded)
+      for (int64_t c = 0; c < count; ++c) cells[c] = source + c * stride;
+    else
+      for (int64_t c = 0; c < count; ++c)
+        cells[c] = pad(source + c * stride, size, padded, copy, i + c);
   }
 
   static const T* pad(const T* source, int64_t size, int64_t padded, Aligned<T>& copy,
@@ -331,8 +340,12 @@ struct Worker {
     for (int64_t j = begin; j < end; j += kGroupKeys) {
       Vec acc[Rows][kGroupKeys] = {};
       const T* const* k = keys + j;
-      if (row == 0 && problem.value_cache)
-        for (int64_t i = j; i < std::min(j + kGroupKeys, end); ++i) fetch(values[i], value_pad);
+      if (row == 0) {
+        for (int64_t i = j + kKeysAhead; i < std::min(j + kKeysAhead + kGroupKeys, end); ++i)
+          fetch(keys[i], key_pad);
+        if (problem.value_cache)
+          for (int64_t i = j; i < std::min(j + kGroupKeys, end); ++i) fetch(values[i], value_pad);
+      }
       for (int64_t h = 0; h < key_pad; h += kPair) {
         Vec part[Rows];
 #pragma GCC unroll 4
