@@ -10,6 +10,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <algorithm>
+#include <functional>
 #include <type_traits>
 #include <vector>
 
@@ -343,28 +344,60 @@ Tile<W> pick_tile(int64_t rows, int64_t parts) {
   }
 }
 
-// 16 results of a strip, by lane, in whatever registers there are.
+// 16 numbers in the registers that they take.  (One vector wider than a register would be compared
+// number by number.)
 constexpr int kNumLanes = 16;
 template <class T>
-struct LanesOf {
-  typedef T type __attribute__((vector_size(kNumLanes * sizeof(T))));
+struct Lanes {
+  static constexpr int kParts = kNumLanes / kLanes<T>;
+  Vector<T> part[kParts];
 };
-template <class T>
-using Lanes = typename LanesOf<T>::type;
 
-COMPILESPEC_INLINE Lanes<uint16_t> round_lanes(Lanes<float> value, c10::BFloat16*) {
-  Lanes<uint32_t> bits;
-  std::memcpy(&bits, &value, sizeof(bits));
-  return __builtin_convertvector(round_to_bfloat16(bits) >> 16, Lanes<uint16_t>);
-}
-COMPILESPEC_INLINE Lanes<uint16_t> round_lanes(Lanes<float> value, c10::Half*) {
-  Lanes<uint16_t> result;
-  for (int i = 0; i < kNumLanes; ++i) result[i] = c10::Half(value[i]).x;
+// f of each register of one or several Lanes.
+template <class F, class First, class... Rest>
+COMPILESPEC_INLINE auto map_lanes(const F& f, const First& first, const Rest&... rest) {
+  using Result = decltype(f(first.part[0], rest.part[0]...));
+  Lanes<std::remove_cvref_t<decltype(Result{}[0])>> result;
+#pragma GCC unroll 8
+  for (int p = 0; p < First::kParts; ++p) result.part[p] = f(first.part[p], rest.part[p]...);
   return result;
 }
+
+template <class T>
+COMPILESPEC_INLINE Lanes<T> splat_lanes(T value) {
+  Lanes<T> result;
+  for (auto& part : result.part) part = splat(value);
+  return result;
+}
+
+// 16 neighbours in memory.
+template <class T>
+COMPILESPEC_INLINE Lanes<T> load_lanes(const T* source) {
+  Lanes<T> result;
+  std::memcpy(result.part, source, sizeof(result.part));
+  return result;
+}
+template <class To, class T>
+COMPILESPEC_INLINE void convert_lanes(const Lanes<T>& value, To* target) {
+  T numbers[kNumLanes];
+  std::memcpy(numbers, value.part, sizeof(numbers));
+  for (int i = 0; i < kNumLanes; ++i) target[i] = To(numbers[i]);
+}
+
+// Rounded to the type of the target, and written there.
+COMPILESPEC_INLINE void store_lanes(const Lanes<float>& value, c10::BFloat16* target) {
+  const auto halves = map_lanes(
+      [](Vector<float> part) { return round_to_bfloat16((VectorU32)part) >> 16; }, value);
+  uint16_t bits[kNumLanes];
+  convert_lanes(halves, bits);
+  std::memcpy(target, bits, sizeof(bits));
+}
+COMPILESPEC_INLINE void store_lanes(const Lanes<float>& value, c10::Half* target) {
+  convert_lanes(value, target);
+}
 template <class Acc>
-COMPILESPEC_INLINE Lanes<Acc> round_lanes(Lanes<Acc> value, Acc*) {
-  return value;
+COMPILESPEC_INLINE void store_lanes(const Lanes<Acc>& value, Acc* target) {
+  std::memcpy(target, value.part, sizeof(value.part));
 }
 
 // Scale, add the bias, round once, write the columns that exist.
@@ -379,7 +412,7 @@ void finish(const Problem<W>& problem, const typename Storage<W>::Acc* sum, int6
     const int lane = set * kNumLanes + i, inside = lane % Strip<W>::kColumns;
     return part * Strip<W>::kColumns + (lane - inside) + Strip<W>::column(inside);
   };
-  Lanes<Acc> scale[kMostSets] = {}, bias[kMostSets] = {};
+  Acc scale[kMostSets][kNumLanes] = {}, bias[kMostSets][kNumLanes] = {};
   for (int set = 0; set < num_sets; ++set)
     for (int i = 0; i < kNumLanes; ++i) {
       const int64_t c = column(set, i);
@@ -390,13 +423,12 @@ void finish(const Problem<W>& problem, const typename Storage<W>::Acc* sum, int6
   for (int64_t r = 0; r < rows; ++r) {
     Out* to = (Out*)problem.out + (first_row + r) * problem.num_columns;
     for (int set = 0; set < num_sets; ++set) {
-      Lanes<Acc> value;
-      std::memcpy(&value, sum + r * sum_stride + set * kNumLanes, sizeof(value));
-      if constexpr (Strip<W>::kScaled) value *= scale[set];
-      if constexpr (kBias) value += bias[set];
-      const auto rounded = round_lanes(value, (Out*)nullptr);
+      Lanes<Acc> value = load_lanes(sum + r * sum_stride + set * kNumLanes);
+      if constexpr (Strip<W>::kScaled)
+        value = map_lanes(std::multiplies(), value, load_lanes(scale[set]));
+      if constexpr (kBias) value = map_lanes(std::plus(), value, load_lanes(bias[set]));
       Out results[kNumLanes];
-      std::memcpy(results, &rounded, sizeof(results));
+      store_lanes(value, results);
       if (whole)
         for (int i = 0; i < kNumLanes; i += kRun)
           std::memcpy(to + column(set, i), results + i, kRun * sizeof(Out));

@@ -261,48 +261,53 @@ at::Tensor packed_quantized_linear(const at::Tensor& x, const at::Tensor& packed
 
 using integer_dot::IntDot;
 using integer_dot::kQuad;
+using packed_linear::convert_lanes;
 using packed_linear::kNumLanes;
 using packed_linear::Lanes;
-using packed_linear::round_lanes;
+using packed_linear::load_lanes;
+using packed_linear::map_lanes;
+using packed_linear::splat_lanes;
+using packed_linear::store_lanes;
 
-COMPILESPEC_INLINE Lanes<float> read_lanes(const float* source) {
-  Lanes<float> value;
-  std::memcpy(&value, source, sizeof(value));
-  return value;
-}
+// 16 elements of a row, widened.
+COMPILESPEC_INLINE Lanes<float> read_lanes(const float* source) { return load_lanes(source); }
 COMPILESPEC_INLINE Lanes<float> read_lanes(const c10::BFloat16* source) {
-  Lanes<uint16_t> bits;
-  std::memcpy(&bits, source, sizeof(bits));
-  return (Lanes<float>)(__builtin_convertvector(bits, Lanes<uint32_t>) << 16);
+  uint16_t bits[kNumLanes];
+  uint32_t words[kNumLanes];
+  std::memcpy(bits, source, sizeof(bits));
+  for (int i = 0; i < kNumLanes; ++i) words[i] = uint32_t(bits[i]) << 16;
+  return load_lanes((const float*)words);
 }
 COMPILESPEC_INLINE Lanes<float> read_lanes(const c10::Half* source) {
   Lanes<float> value;
-  for (int i = 0; i < kNumLanes; i += kLanes<float>) {
-    const Vector<float> part = Storage<c10::Half>::lo(source + i);
-    std::memcpy((float*)&value + i, &part, sizeof(part));
-  }
+  for (int p = 0; p < value.kParts; ++p)
+    value.part[p] = Storage<c10::Half>::lo(source + p * kLanes<float>);
   return value;
 }
 
 // Rounded to T and back.
-COMPILESPEC_INLINE Lanes<float> rounded(Lanes<float> value, const float*) { return value; }
-COMPILESPEC_INLINE Lanes<float> rounded(Lanes<float> value, const c10::BFloat16*) {
-  return (Lanes<float>)round_to_bfloat16((Lanes<uint32_t>)value);
+COMPILESPEC_INLINE Lanes<float> rounded(const Lanes<float>& value, const float*) { return value; }
+COMPILESPEC_INLINE Lanes<float> rounded(const Lanes<float>& value, const c10::BFloat16*) {
+  return map_lanes(
+      [](Vector<float> part) { return (Vector<float>)round_to_bfloat16((VectorU32)part); }, value);
 }
-COMPILESPEC_INLINE Lanes<float> rounded(Lanes<float> value, const c10::Half*) {
-  const Lanes<uint16_t> bits = round_lanes(value, (c10::Half*)nullptr);
+COMPILESPEC_INLINE Lanes<float> rounded(const Lanes<float>& value, const c10::Half*) {
   c10::Half narrow[kNumLanes];
-  std::memcpy(narrow, &bits, sizeof(narrow));
+  store_lanes(value, narrow);
   return read_lanes(narrow);
 }
 
 // 16 elements of a row of x as integers.
-COMPILESPEC_INLINE Lanes<int32_t> to_integers(Lanes<float> x, float inverse) {
-  const float magic = 12582912.f;  // 1.5 * 2^23: adding it rounds to an integer
-  Lanes<float> value = x * inverse;
-  value = value > 127.f ? Lanes<float>{} + 127.f : value;
-  value = value > -128.f ? value : Lanes<float>{} - 128.f;
-  return (Lanes<int32_t>)(value + magic) - 0x4b400000;
+COMPILESPEC_INLINE Lanes<int32_t> to_integers(const Lanes<float>& x, float inverse) {
+  return map_lanes(
+      [=](Vector<float> part) {
+        const float magic = 12582912.f;  // 1.5 * 2^23: adding it rounds to an integer
+        Vector<float> value = part * inverse;
+        value = value > 127.f ? splat(127.f) : value;
+        value = value > -128.f ? value : splat(-128.f);
+        return (Vector<int32_t>)(value + magic) - 0x4b400000 + IntDot::kOffset;
+      },
+      x);
 }
 
 // f(lanes, first element, their number) over a row, the last lanes filled up with zeros.
@@ -320,25 +325,31 @@ COMPILESPEC_INLINE void each_lanes(const T* x, int64_t depth, const F& f) {
 // 2^-23; NaN if one of them is.
 template <class T>
 float quantise_row(const T* x, int64_t depth, IntDot::Quad* target) {
-  Lanes<uint32_t> bits{};  // of magnitudes; they order like the numbers, and NaN is above all
-  each_lanes(x, depth, [&](Lanes<float> value, int64_t, int64_t) __attribute__((always_inline)) {
-    const Lanes<uint32_t> magnitude = (Lanes<uint32_t>)value & 0x7fffffffu;
-    bits = magnitude > bits ? magnitude : bits;
+  // Of magnitudes: they order like the numbers, and NaN is above all.
+  Lanes<int32_t> bits = splat_lanes(0);
+  each_lanes(x, depth, [&](const Lanes<float>& value, int64_t, int64_t)
+                           __attribute__((always_inline)) {
+    bits = map_lanes(
+        [](Vector<float> part, Vector<int32_t> most) {
+          const Vector<int32_t> magnitude = (Vector<int32_t>)part & 0x7fffffff;
+          return magnitude > most ? magnitude : most;
+        },
+        value, bits);
   });
-  uint32_t most = 0;
-  for (int i = 0; i < kNumLanes; ++i) most = std::max(most, uint32_t(bits[i]));
+  int32_t magnitudes[kNumLanes];
+  store_lanes(bits, magnitudes);
+  const int32_t most = *std::max_element(magnitudes, magnitudes + kNumLanes);
   float largest;
   std::memcpy(&largest, &most, sizeof(largest));
   const bool is_nan = largest != largest;
   const float least = 1.1920928955078125e-07f;
-  const float given = rounded(Lanes<float>{} + largest / 127.5f, x)[0];
+  const float given = rounded(splat_lanes(largest / 127.5f), x).part[0][0];
   const float scale = given > least ? given : least, inverse = 1.f / scale;
-  each_lanes(x, depth, [&](Lanes<float> value, int64_t k, int64_t count)
+  each_lanes(x, depth, [&](const Lanes<float>& value, int64_t k, int64_t count)
                            __attribute__((always_inline)) {
-    using Elements = Lanes<IntDot::Element>;
-    const Elements elements =
-        __builtin_convertvector(to_integers(value, inverse) + IntDot::kOffset, Elements);
-    std::memcpy((char*)target + size_t(k) * sizeof(IntDot::Element), &elements,
+    IntDot::Element elements[kNumLanes];
+    convert_lanes(to_integers(value, inverse), elements);
+    std::memcpy((char*)target + size_t(k) * sizeof(IntDot::Element), elements,
                 size_t(count) * sizeof(IntDot::Element));
   });
   return is_nan ? std::numeric_limits<float>::quiet_NaN() : scale;
@@ -358,21 +369,26 @@ struct DynamicProblem {
       for (int64_t p = 0; p < parts; ++p) {  // neighbours, so that cache lines are written whole
         const int64_t column = (panel + p) * kPanel,
                       width = std::min<int64_t>(kPanel, num_columns - column);
-        Lanes<int32_t> dot;
-        std::memcpy(&dot, sum + (r * parts + p) * kPanel, sizeof(dot));
-        const Lanes<float> wide = __builtin_convertvector(dot, Lanes<float>) * row_scale[r];
-        Lanes<float> value = rounded(wide, out) * read_lanes(scale + column);
+        const Lanes<int32_t> dot = load_lanes(sum + (r * parts + p) * kPanel);
+        const Lanes<float> wide = map_lanes(
+            [=](Vector<int32_t> part) {
+              return __builtin_convertvector(part, Vector<float>) * row_scale[r];
+            },
+            dot);
+        Lanes<float> value =
+            map_lanes(std::multiplies(), rounded(wide, out), load_lanes(scale + column));
         if (bias) {
-          Lanes<float> column_bias{};
-          std::memcpy(&column_bias, bias + column, size_t(width) * sizeof(float));
-          value += column_bias;
+          float column_bias[kNumLanes] = {};
+          std::copy_n(bias + column, width, column_bias);
+          value = map_lanes(std::plus(), value, load_lanes(column_bias));
         }
-        const auto result = round_lanes(value, out);
+        T result[kNumLanes];
+        store_lanes(value, result);
         T* to = out + (first_row + r) * num_columns + column;
         if (width == kPanel)
-          std::memcpy(to, &result, sizeof(result));
+          std::memcpy(to, result, sizeof(result));
         else
-          std::memcpy(to, &result, size_t(width) * sizeof(T));
+          std::copy_n(result, width, to);
       }
   }
 };
