@@ -108,20 +108,31 @@ struct IntDot {
   }
   static COMPILESPEC_INLINE Sums add(Sums sums, Quad x, Steps steps) {
 #pragma GCC unroll 4
-    for (int i = 0; i < kParts; ++i)
+    for (int i = 0; i < kParts; ++i) {
 #if defined(__AVX512BW__)
-      sums.pairs[i] = _mm512_add_epi32(
-          sums.pairs[i], _mm512_madd_epi16(_mm512_set1_epi64(int64_t(x)), steps.words[i]));
+      const Words products = _mm512_madd_epi16(_mm512_set1_epi64(int64_t(x)), steps.words[i]);
 #else
-      sums.pairs[i] = _mm256_add_epi32(
-          sums.pairs[i], _mm256_madd_epi16(_mm256_set1_epi64x(int64_t(x)), steps.words[i]));
+      const Words products = _mm256_madd_epi16(_mm256_set1_epi64x(int64_t(x)), steps.words[i]);
 #endif
+      // As with VNNI: the compiler would copy the sums.
+      asm("vpaddd %1, %0, %0" : "+v"(sums.pairs[i]) : "v"(products));
+    }
     return sums;
   }
   static COMPILESPEC_INLINE void put(Sums sums, int32_t* target) {
-    int32_t pairs[2 * kPanel];
-    std::memcpy(pairs, sums.pairs, sizeof(pairs));
-    for (int c = 0; c < kPanel; ++c) target[c] = pairs[2 * c] + pairs[2 * c + 1];
+#if defined(__AVX512BW__)
+#pragma GCC unroll 2
+    for (int i = 0; i < kParts; ++i) {
+      const __m512i both = _mm512_add_epi32(sums.pairs[i], _mm512_srli_epi64(sums.pairs[i], 32));
+      _mm256_storeu_si256((__m256i*)target + i, _mm512_cvtepi64_epi32(both));
+    }
+#else
+#pragma GCC unroll 2
+    for (int i = 0; i < kParts / 2; ++i) {
+      const __m256i both = _mm256_hadd_epi32(sums.pairs[2 * i], sums.pairs[2 * i + 1]);
+      _mm256_storeu_si256((__m256i*)target + i, _mm256_permute4x64_epi64(both, 0xd8));
+    }
+#endif
   }
 };
 
