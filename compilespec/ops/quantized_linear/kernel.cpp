@@ -105,6 +105,10 @@ struct Strip<GroupedInt4> : QuantisedStrip {
         _mm512_cvtepu8_epi32(_mm_castpd_si128(_mm_loaddup_pd((const double*)strip)));
     const __m512i shift = _mm512_setr_epi32(0, 0, 0, 0, 0, 0, 0, 0, 4, 4, 4, 4, 4, 4, 4, 4);
     return (Vector<float>)_mm512_permutexvar_ps(_mm512_srlv_epi32(bytes, shift), values);
+#elif defined(__AVX2__)
+    const __m256i bytes = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)strip));
+    return (Vector<float>)_mm256_cvtepi32_ps(
+        _mm256_srai_epi32(_mm256_slli_epi32(bytes, v == 0 ? 28 : 24), 28));
 #else
     Vector<float> value;
     for (int i = 0; i < kLanes<float>; ++i) {
@@ -135,6 +139,11 @@ struct Strip<Float8> : QuantisedStrip {
     const __m256i half =
         _mm256_and_si256(_mm256_slli_epi16(wide, 7), _mm256_set1_epi16(int16_t(0xbfff)));
     return (Vector<float>)_mm512_cvtph_ps(half);
+#elif defined(__AVX2__) && defined(__F16C__)
+    const __m128i wide =
+        _mm_cvtepi8_epi16(_mm_loadl_epi64((const __m128i*)(strip + v * kLanes<float>)));
+    const __m128i half = _mm_and_si128(_mm_slli_epi16(wide, 7), _mm_set1_epi16(int16_t(0xbfff)));
+    return (Vector<float>)_mm256_cvtph_ps(half);
 #else
     Vector<float> value;
     for (int i = 0; i < kLanes<float>; ++i) {
