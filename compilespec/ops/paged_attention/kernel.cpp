@@ -332,7 +332,16 @@ struct Worker {
     for (int64_t h = 0; h < size; h += 64 / int64_t(sizeof(T))) __builtin_prefetch(cell + h);
   }
 
-  // Scores of keys [begin, end) of the chunk; the first group of rows fetches their values.
+  // Ask for what is read after the chunk's keys [j, j + count): later keys, before `end`, and the
+  // values of these.
+  void fetch_beside(int64_t j, int64_t count, int64_t end) const {
+    for (int64_t i = j + kKeysAhead; i < std::min(j + kKeysAhead + count, end); ++i)
+      fetch(keys[i], key_pad);
+    if (problem.value_cache)
+      for (int64_t i = j; i < std::min(j + count, end); ++i) fetch(values[i], value_pad);
+  }
+
+  // Scores of keys [begin, end) of the chunk; the first group of rows fetches ahead.
   template <int Rows>
   void score(int64_t row, int64_t begin, int64_t end) {
     const Acc scale = Acc(problem.scale);
@@ -340,12 +349,7 @@ struct Worker {
     for (int64_t j = begin; j < end; j += kGroupKeys) {
       Vec acc[Rows][kGroupKeys] = {};
       const T* const* k = keys + j;
-      if (row == 0) {
-        for (int64_t i = j + kKeysAhead; i < std::min(j + kKeysAhead + kGroupKeys, end); ++i)
-          fetch(keys[i], key_pad);
-        if (problem.value_cache)
-          for (int64_t i = j; i < std::min(j + kGroupKeys, end); ++i) fetch(values[i], value_pad);
-      }
+      if (row == 0) fetch_beside(j, kGroupKeys, end);
       for (int64_t h = 0; h < key_pad; h += kPair) {
         Vec part[Rows];
 #pragma GCC unroll 4
@@ -381,11 +385,7 @@ struct Worker {
   void arrange(int64_t begin, int64_t end) {
     key_pairs.resize(size_t(key_pad / 2 * kChunk));
     for (int64_t j = begin; j < end; j += kLaneKeys) {
-      for (int64_t i = j + kKeysAhead; i < std::min(j + kKeysAhead + kLaneKeys, end); ++i)
-        fetch(keys[i], key_pad);
-      if (problem.value_cache)
-        for (int64_t i = j; i < std::min(j + kLaneKeys, end); ++i)
-          fetch(values[i], value_pad);
+      fetch_beside(j, kLaneKeys, end);
       for (int64_t h = 0; h < key_pad; h += kPair) {
         __m512i word[kLaneKeys];
 #pragma GCC unroll 16

@@ -335,7 +335,7 @@ COMPILESPEC_INLINE void each_lanes(const T* x, int64_t depth, const F& f) {
 template <class T>
 float quantise_row(const T* x, int64_t depth, IntDot::Quad* target) {
   // Of magnitudes: they order like the numbers, and NaN is above all.
-  Lanes<int32_t> bits = splat_lanes(0);
+  Lanes<int32_t> bits{};
   each_lanes(x, depth, [&](const Lanes<float>& value, int64_t, int64_t)
                            __attribute__((always_inline)) {
     bits = map_lanes(
