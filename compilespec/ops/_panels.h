@@ -1,10 +1,10 @@
 // Products of a few rows with a packed weight: the weights are streamed once, sums are float32.
 //
-// A packed weight is [num_panels, K, columns of a panel], so a k step reads one contiguous strip:
-// 16 columns, or 32 of bfloat16, which fill a cache line.  Each output element is a single chain of
-// fma over k = 0..K-1, or of dot products of pairs, whatever the tile, the number of rows or the
-// threads: rows of a batch are bitwise what they are alone.  Kernels that include this say how a
-// strip becomes factors (`Strip`); a tile may take a panel in parts.
+// A packed weight is [num_panels, K, 16], so a k step reads one contiguous strip of 16 columns;
+// bfloat16 is [num_panels, K / 2, 16, 2], whose strips are pairs of k steps, a cache line each.  Each
+// output element is a single chain of fma over k = 0..K-1, or of dot products of pairs, whatever the
+// tile, the number of rows or the threads: rows of a batch are bitwise what they are alone.  Kernels
+// that include this say how a strip becomes factors (`Strip`).
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -20,7 +20,8 @@
 namespace compilespec {
 
 // W beside bfloat16, where an instruction multiplies pairs: two k steps at once.  A pair of x is as it
-// lies in memory; those of a weight are put together from the strips of the two steps.
+// lies in memory, and so is one of a bfloat16 weight; those of other weights are put together from the
+// strips of the two steps.
 #if defined(COMPILESPEC_BF16_DOT)
 template <class W>
 struct Pairs {
@@ -32,19 +33,18 @@ struct Storage<Pairs<W>> : Storage<W> {};
 
 namespace packed_linear {
 
-constexpr int kPanel = 16;  // columns of a panel, but of a bfloat16 one
+constexpr int kPanel = 16;  // columns of a panel
 constexpr int64_t kDepth =
     768;  // k steps per pass when several row tiles reuse a panel: the piece stays in L1
 
-// Reads the kColumns columns of a part, of which a panel has kParts, in one k step, which is kStride
-// stored elements, as accumulator vectors; column() is where a lane belongs.  Quantised weights are
-// scaled: by column (kScaled: the finished sum times the scale) or by group of k steps (kGrouped:
-// each strip times its group's scales, less their zero points first if it kHasZero).
+// Reads the 16 columns of a panel in one k step as kVectors accumulator vectors.  A strip is kStride
+// stored elements and holds kHeld steps, of which read() is told the place; kSteps steps are
+// multiplied at once.  Quantised weights are scaled: by column (kScaled: the finished sum times the
+// scale) or by group of k steps (kGrouped: each strip times its group's scales, less their zero points
+// first if it kHasZero).
 struct PlainStrip {
-  static constexpr int kColumns = kPanel, kParts = 1, kStride = kPanel;
-  static constexpr int kSteps = 1;  // k steps that are multiplied at once
+  static constexpr int kStride = kPanel, kHeld = 1, kSteps = 1;
   static constexpr bool kScaled = false, kGrouped = false, kHasZero = false;
-  static constexpr int column(int lane) { return lane; }
 };
 template <class W>
 struct Strip : PlainStrip {
@@ -58,21 +58,14 @@ struct Strip : PlainStrip {
   }
 };
 
-// A bfloat16 strip is 0 8 1 9 ... 7 15 16 24 ... 23 31: the low halves of the first eight 32-bit
-// words are columns 0..7, the high ones 8..15.  A register of 64 bytes takes both halves of the
-// strip at once, smaller ones take one after the other.
+// The low halves of a bfloat16 strip's words are a k step, the high halves the next.
 template <>
 struct Strip<c10::BFloat16> : PlainStrip {
   using Acc = float;
-  static constexpr int kStride = 32, kColumns = kVectorBytes == 64 ? 32 : 16,
-                       kParts = kStride / kColumns, kVectors = kColumns / kLanes<float>;
-  static COMPILESPEC_INLINE Vector<float> read(const c10::BFloat16* strip, int v) {
-    const int half = kVectors / 2;
-    return v < half ? Storage<c10::BFloat16>::lo(strip + v * kColumns / half)
-                    : Storage<c10::BFloat16>::hi(strip + (v - half) * kColumns / half);
-  }
-  static constexpr int column(int lane) {
-    return kParts == 2 ? lane : lane % 8 + lane / 8 % 2 * 16 + lane / 16 * 8;
+  static constexpr int kStride = 2 * kPanel, kHeld = 2, kVectors = kPanel / kLanes<float>;
+  static COMPILESPEC_INLINE Vector<float> read(const c10::BFloat16* strip, int v, int64_t step) {
+    const c10::BFloat16* words = strip + v * 2 * kLanes<float>;
+    return step == 0 ? Storage<c10::BFloat16>::lo(words) : Storage<c10::BFloat16>::hi(words);
   }
 };
 
@@ -112,15 +105,12 @@ struct Strip<Pairs<W>> : Strip<W> {
   }
 };
 
-// A strip of bfloat16 has those of two vectors in the low and the high halves of its words.
 template <>
 struct Strip<Pairs<c10::BFloat16>> : Strip<c10::BFloat16> {
   static constexpr int kSteps = 2;
   static COMPILESPEC_INLINE VectorU32 read(const Pairs<c10::BFloat16>* strip,
-                                           const Pairs<c10::BFloat16>* next, int v) {
-    const VectorU32 first = Storage<c10::BFloat16>::words(&strip->stored),
-                    second = next ? Storage<c10::BFloat16>::words(&next->stored) : VectorU32{};
-    return v == 0 ? join_halves(first, second << 16) : join_halves(first >> 16, second);
+                                           const Pairs<c10::BFloat16>*, int) {
+    return Storage<c10::BFloat16>::words(&strip->stored);
   }
 };
 
@@ -133,17 +123,15 @@ COMPILESPEC_INLINE Vector<float> multiply_add(VectorU32 factor, VectorU32 strip,
 // Accumulator vectors that the register file holds beside a strip and a factor.
 constexpr int kBudget = kNumRegisters * 3 / 4;
 
-// Rows of the largest register tile, and parts side by side in a tile of `rows` rows.
+// Rows of the largest register tile, and panels side by side in a tile of `rows` rows.
 template <class W>
 constexpr int kTileRows = std::min(6, kBudget / Strip<W>::kVectors);
 template <class W>
-constexpr int tile_parts(int rows) {
-  // Measured: with 16 registers, beyond a row or two one prefetched part beats several that are
+constexpr int tile_panels(int rows) {
+  // Measured: with 16 registers, beyond a row or two one prefetched panel beats several that are
   // not.
   if (kNumRegisters == 16 && rows * 4 > 2 * int(sizeof(W))) return 1;
-  constexpr int kMost = 4 * kPanel / Strip<W>::kColumns;
-  const int parts = std::clamp(kBudget / (rows * Strip<W>::kVectors), 1, kMost);
-  return parts == 1 ? 1 : parts / Strip<W>::kParts * Strip<W>::kParts;  // whole panels
+  return std::clamp(kBudget / (rows * Strip<W>::kVectors), 1, 4);
 }
 
 // Scales and zero points of a tile's columns, [groups][16] a panel; k steps are counted from first_k.
@@ -153,16 +141,15 @@ struct Scales {
   int shift;  // a group is 2^shift k steps
 };
 
-// k steps of a panel that share a cache line.
+// Bytes of a panel's k step, and k steps that share a cache line.
 template <class W>
-constexpr int steps_per_line = std::max(1, 64 / int(Strip<W>::kStride * sizeof(W)));
+constexpr int step_bytes = Strip<W>::kStride * int(sizeof(W)) / Strip<W>::kHeld;
+template <class W>
+constexpr int steps_per_line = std::max(1, 64 / step_bytes<W>);
 
 // Streams of memory that a tile fetches ahead: its panels, or four quarters of a lone one, which is
 // too few to hide latency.
-template <class W>
-constexpr int num_streams(int parts) {
-  return parts == 1 ? 4 : parts / Strip<W>::kParts;
-}
+constexpr int num_streams(int panels) { return panels == 1 ? 4 : panels; }
 
 // What a tile fetches while it computes: of streams that lie `stride` bytes apart, every four cache
 // lines of a panel `lines` lines of each, `step` bytes further than before.  Its share of what comes
@@ -179,34 +166,42 @@ constexpr int64_t kNear = 2048;  // bytes: of 1 to 8 KiB the fastest, by a littl
 // Whether memory bounds a few rows.  Weights of four bits take longer to be widened, and fetching
 // them only costs time.
 template <class W>
-constexpr bool kReadsMost = Strip<W>::kStride * sizeof(W) >= kPanel;
+constexpr bool kReadsMost = step_bytes<W> >= kPanel;
 
-// sum[rows][parts * kColumns] (+)= x[rows][depth] times `Parts` parts of panels that lie
-// panel_stride apart.
-template <class W, int Rows, int Parts>
+// Elements of W from a panel to the next.
+template <class W>
+constexpr int64_t panel_elements(int64_t depth) {
+  return (depth + Strip<W>::kHeld - 1) / Strip<W>::kHeld * Strip<W>::kStride;
+}
+
+// sum[rows][Panels * 16] (+)= x[rows][depth] times `Panels` panels that lie panel_stride apart.
+template <class W, int Rows, int Panels>
 void tile(const Factor<W>* x, int64_t x_stride, const W* weight, int64_t panel_stride,
           int64_t depth, typename Storage<W>::Acc* sum, int64_t sum_stride, bool first,
           const Ahead& ahead, const Scales& scales) {
   using Acc = typename Storage<W>::Acc;
   using Factors = Vector<Factor<W>>;
-  constexpr int kVectors = Strip<W>::kVectors, kParts = Strip<W>::kParts;
+  constexpr int kVectors = Strip<W>::kVectors, kHeld = Strip<W>::kHeld;
   constexpr int kSteps = Strip<W>::kSteps;
-  Vector<Acc> acc[Rows][Parts * kVectors];
+  Vector<Acc> acc[Rows][Panels * kVectors];
 #pragma GCC unroll 16
   for (int r = 0; r < Rows; ++r)
 #pragma GCC unroll 16
-    for (int v = 0; v < Parts * kVectors; ++v)
+    for (int v = 0; v < Panels * kVectors; ++v)
       acc[r][v] = first ? Vector<Acc>{} : load(sum + r * sum_stride + v * kLanes<Acc>);
-  const auto read = [&](int64_t k, int p, bool has_next, Factors* strip)
+  // Of the strip that holds k steps from k on, the one at `place`, or two.
+  const auto read = [&](int64_t k, int64_t place, int p, bool has_next, Factors* strip)
                         __attribute__((always_inline)) {
-    const W* part = weight + p / kParts * panel_stride + p % kParts * Strip<W>::kColumns +
-                    k * Strip<W>::kStride;
+    const W* from = weight + p * panel_stride + k / kHeld * Strip<W>::kStride;
 #pragma GCC unroll 16
     for (int v = 0; v < kVectors; ++v) {
       if constexpr (kSteps == 2)
-        strip[v] = Strip<W>::read(part, has_next ? part + Strip<W>::kStride : nullptr, v);
+        strip[v] = Strip<W>::read(from, has_next ? from + Strip<W>::kStride : nullptr, v);
+      else if constexpr (kHeld == 2)
+        // Registers do not hold the words from one step to the next.
+        strip[v] = Strip<W>::read(forget_value(from), v, place);
       else
-        strip[v] = Strip<W>::read(part, v);
+        strip[v] = Strip<W>::read(from, v);
     }
     if constexpr (Strip<W>::kGrouped) {
       const int64_t group =
@@ -219,25 +214,25 @@ void tile(const Factor<W>* x, int64_t x_stride, const W* weight, int64_t panel_s
     }
   };
   // All strips of a k step, or two, first where registers hold them: each factor is then read once.
-  constexpr bool kTogether = (Rows + 1) * Parts * kVectors + 2 <= kNumRegisters;
-  constexpr int kWide = kTogether ? Parts : 1;
-  const auto step = [&](int64_t k, bool has_next) __attribute__((always_inline)) {
+  constexpr bool kTogether = (Rows + 1) * Panels * kVectors + 2 <= kNumRegisters;
+  constexpr int kWide = kTogether ? Panels : 1;
+  const auto step = [&](int64_t k, int64_t place, bool has_next) __attribute__((always_inline)) {
 #pragma GCC unroll 16
-    for (int p = 0; p < Parts; p += kWide) {
+    for (int p = 0; p < Panels; p += kWide) {
       Factors strip[kWide * kVectors];
 #pragma GCC unroll 16
-      for (int q = 0; q < kWide; ++q) read(k, p + q, has_next, strip + q * kVectors);
+      for (int q = 0; q < kWide; ++q) read(k, place, p + q, has_next, strip + q * kVectors);
 #pragma GCC unroll 16
       for (int r = 0; r < Rows; ++r) {
-        const Factors factor = splat(x[r * x_stride + k / kSteps]);
+        const Factors factor = splat(x[r * x_stride + (k + place) / kSteps]);
 #pragma GCC unroll 16
         for (int v = 0; v < kWide * kVectors; ++v)
           acc[r][p * kVectors + v] = multiply_add(factor, strip[v], acc[r][p * kVectors + v]);
       }
     }
   };
-  constexpr int kStreams = num_streams<W>(Parts), kSteps4 = 4 * steps_per_line<W>;
-  constexpr int kLines = kSteps4 * Strip<W>::kStride * int(sizeof(W)) / 64;
+  constexpr int kStreams = num_streams(Panels), kSteps4 = 4 * steps_per_line<W>;
+  constexpr int kLines = kSteps4 * step_bytes<W> / 64, kAtOnce = std::max(kHeld, kSteps);
   const char* from = ahead.from;
   int64_t k = 0;
   for (; k + kSteps4 <= depth; k += kSteps4, from += ahead.step) {
@@ -255,14 +250,17 @@ void tile(const Factor<W>* x, int64_t x_stride, const W* weight, int64_t panel_s
           __builtin_prefetch(from + i * ahead.stride + line * 64, 0, 2);
     }
 #pragma GCC unroll 8
-    for (int u = 0; u < kSteps4; u += kSteps) step(k + u, true);
+    for (int u = 0; u < kSteps4; u += kAtOnce)
+#pragma GCC unroll 2
+      for (int place = 0; place < kAtOnce; place += kSteps) step(k + u, place, true);
   }
-  for (; k + kSteps <= depth; k += kSteps) step(k, true);
-  if (kSteps == 2 && k < depth) step(k, false);
+  for (; k < depth; k += kAtOnce)
+    for (int64_t place = 0; place < std::min<int64_t>(kAtOnce, depth - k); place += kSteps)
+      step(k, place, k + 1 < depth);
 #pragma GCC unroll 16
   for (int r = 0; r < Rows; ++r)
 #pragma GCC unroll 16
-    for (int v = 0; v < Parts * kVectors; ++v)
+    for (int v = 0; v < Panels * kVectors; ++v)
       store(sum + r * sum_stride + v * kLanes<Acc>, acc[r][v]);
 }
 
@@ -321,26 +319,26 @@ template <class W>
 using Tile = void (*)(const Factor<W>*, int64_t, const W*, int64_t, int64_t,
                       typename Storage<W>::Acc*, int64_t, bool, const Ahead&, const Scales&);
 
-// The register tile of `rows` rows (at most kTileRows) that is `parts` parts wide: 1, what suits
-// these rows, or what suits the largest tile, which all tiles of a block share.
+// The register tile of `rows` rows (at most kTileRows) and `panels` panels: 1, what suits these rows,
+// or what suits the largest tile, which all tiles of a block share.
 template <class W, int Rows>
-Tile<W> pick_width(int64_t parts) {
-  constexpr int kOwn = tile_parts<W>(Rows), kShared = tile_parts<W>(kTileRows<W>);
-  if (parts == kOwn) return tile<W, Rows, kOwn>;
-  if (parts == kShared) return tile<W, Rows, kShared>;
-  TORCH_INTERNAL_ASSERT(parts == 1);
+Tile<W> pick_width(int64_t panels) {
+  constexpr int kOwn = tile_panels<W>(Rows), kShared = tile_panels<W>(kTileRows<W>);
+  if (panels == kOwn) return tile<W, Rows, kOwn>;
+  if (panels == kShared) return tile<W, Rows, kShared>;
+  TORCH_INTERNAL_ASSERT(panels == 1);
   return tile<W, Rows, 1>;
 }
 
 template <class W>
-Tile<W> pick_tile(int64_t rows, int64_t parts) {
+Tile<W> pick_tile(int64_t rows, int64_t panels) {
   switch (rows) {
-    case 1: return pick_width<W, 1>(parts);
-    case 2: return pick_width<W, 2>(parts);
-    case 3: return pick_width<W, 3>(parts);
-    case 4: return pick_width<W, 4>(parts);
-    case 5: return pick_width<W, 5>(parts);
-    default: return pick_width<W, 6>(parts);
+    case 1: return pick_width<W, 1>(panels);
+    case 2: return pick_width<W, 2>(panels);
+    case 3: return pick_width<W, 3>(panels);
+    case 4: return pick_width<W, 4>(panels);
+    case 5: return pick_width<W, 5>(panels);
+    default: return pick_width<W, 6>(panels);
   }
 }
 
@@ -403,132 +401,124 @@ COMPILESPEC_INLINE void store_lanes(const Lanes<Acc>& value, Acc* target) {
 // Scale, add the bias, round once, write the columns that exist.
 template <class W, class Out, bool kBias>
 void finish(const Problem<W>& problem, const typename Storage<W>::Acc* sum, int64_t sum_stride,
-            int64_t first_row, int64_t rows, int64_t part, int64_t parts) {
+            int64_t first_row, int64_t rows, int64_t panel, int64_t panels) {
   using Acc = typename Storage<W>::Acc;
-  constexpr int kRun = 8;      // lanes that are neighbouring columns
-  constexpr int kMostSets = 4;  // of lanes, in the widest tile
-  const int num_sets = int(parts) * Strip<W>::kColumns / kNumLanes;
-  const auto column = [&](int set, int i) {
-    const int lane = set * kNumLanes + i, inside = lane % Strip<W>::kColumns;
-    return part * Strip<W>::kColumns + (lane - inside) + Strip<W>::column(inside);
-  };
-  Acc scale[kMostSets][kNumLanes] = {}, bias[kMostSets][kNumLanes] = {};
-  for (int set = 0; set < num_sets; ++set)
-    for (int i = 0; i < kNumLanes; ++i) {
-      const int64_t c = column(set, i);
-      if constexpr (Strip<W>::kScaled) scale[set][i] = problem.scale[c] * Strip<W>::kFactor;
-      if (kBias && c < problem.num_columns) bias[set][i] = problem.bias[c];
-    }
-  const bool whole = (part + parts) * Strip<W>::kColumns <= problem.num_columns;
-  for (int64_t r = 0; r < rows; ++r) {
-    Out* to = (Out*)problem.out + (first_row + r) * problem.num_columns;
-    for (int set = 0; set < num_sets; ++set) {
-      Lanes<Acc> value = load_lanes(sum + r * sum_stride + set * kNumLanes);
-      if constexpr (Strip<W>::kScaled)
-        value = map_lanes(std::multiplies(), value, load_lanes(scale[set]));
-      if constexpr (kBias) value = map_lanes(std::plus(), value, load_lanes(bias[set]));
-      Out results[kNumLanes];
-      store_lanes(value, results);
-      if (whole)
-        for (int i = 0; i < kNumLanes; i += kRun)
-          std::memcpy(to + column(set, i), results + i, kRun * sizeof(Out));
-      else
-        for (int i = 0; i < kNumLanes; ++i)
-          if (column(set, i) < problem.num_columns) to[column(set, i)] = results[i];
+  constexpr int kMostPanels = 4;  // of a tile
+  Lanes<Acc> scale[kMostPanels], bias[kMostPanels];
+  int64_t width[kMostPanels];  // columns that exist
+  for (int64_t p = 0; p < panels; ++p) {
+    const int64_t column = (panel + p) * kPanel;
+    width[p] = std::min<int64_t>(kPanel, problem.num_columns - column);
+    if constexpr (Strip<W>::kScaled)
+      scale[p] = map_lanes([](auto part) { return part * Strip<W>::kFactor; },
+                           load_lanes(problem.scale + column));
+    if constexpr (kBias) {
+      Acc numbers[kNumLanes] = {};
+      std::copy_n(problem.bias + column, width[p], numbers);
+      bias[p] = load_lanes(numbers);
     }
   }
+  for (int64_t r = 0; r < rows; ++r)
+    for (int64_t p = 0; p < panels; ++p) {
+      Lanes<Acc> value = load_lanes(sum + r * sum_stride + p * kPanel);
+      if constexpr (Strip<W>::kScaled) value = map_lanes(std::multiplies(), value, scale[p]);
+      if constexpr (kBias) value = map_lanes(std::plus(), value, bias[p]);
+      Out results[kNumLanes];
+      store_lanes(value, results);
+      Out* to = (Out*)problem.out + (first_row + r) * problem.num_columns + (panel + p) * kPanel;
+      if (width[p] == kPanel)
+        std::memcpy(to, results, sizeof(results));
+      else
+        std::copy_n(results, width[p], to);
+    }
 }
 
 template <class W, class Out>
 void finish(const Problem<W>& problem, const typename Storage<W>::Acc* sum, int64_t sum_stride,
-            int64_t first_row, int64_t rows, int64_t part, int64_t parts) {
+            int64_t first_row, int64_t rows, int64_t panel, int64_t panels) {
   if (problem.bias)
-    finish<W, Out, true>(problem, sum, sum_stride, first_row, rows, part, parts);
+    finish<W, Out, true>(problem, sum, sum_stride, first_row, rows, panel, panels);
   else
-    finish<W, Out, false>(problem, sum, sum_stride, first_row, rows, part, parts);
+    finish<W, Out, false>(problem, sum, sum_stride, first_row, rows, panel, panels);
 }
 
 template <class W>
 void finish_any(const Problem<W>& problem, const typename Storage<W>::Acc* sum, int64_t sum_stride,
-                int64_t first_row, int64_t rows, int64_t part, int64_t parts) {
+                int64_t first_row, int64_t rows, int64_t panel, int64_t panels) {
   if constexpr (std::is_same_v<W, double>) {
-    finish<W, double>(problem, sum, sum_stride, first_row, rows, part, parts);
+    finish<W, double>(problem, sum, sum_stride, first_row, rows, panel, panels);
   } else if (problem.x_type == c10::ScalarType::Float) {
-    finish<W, float>(problem, sum, sum_stride, first_row, rows, part, parts);
+    finish<W, float>(problem, sum, sum_stride, first_row, rows, panel, panels);
   } else if (problem.x_type == c10::ScalarType::BFloat16) {
-    finish<W, c10::BFloat16>(problem, sum, sum_stride, first_row, rows, part, parts);
+    finish<W, c10::BFloat16>(problem, sum, sum_stride, first_row, rows, panel, panels);
   } else {
-    finish<W, c10::Half>(problem, sum, sum_stride, first_row, rows, part, parts);
+    finish<W, c10::Half>(problem, sum, sum_stride, first_row, rows, panel, panels);
   }
 }
 
-// One row block against parts [part, end): a block of one register tile runs through the whole
+// One row block against panels [panel, end): a block of one register tile runs through the whole
 // depth at once; several tiles share each piece of a panel while it is in L1, their sums waiting in
 // scratch (the chain of sums is the same).
 template <class W>
 void run_block(const Problem<W>& problem, const Factor<W>* x, int64_t x_stride,
-               int64_t first_row, int64_t rows, int64_t part, int64_t end,
+               int64_t first_row, int64_t rows, int64_t panel, int64_t end,
                Aligned<typename Storage<W>::Acc>& sums) {
-  constexpr int kRows = kTileRows<W>, kStride = Strip<W>::kStride, kParts = Strip<W>::kParts;
+  constexpr int kRows = kTileRows<W>;
+  constexpr int64_t kBytes = step_bytes<W>;
   const int64_t num_tiles = (rows + kRows - 1) / kRows, short_tile = rows / num_tiles,
                 num_long = rows % num_tiles;
-  const int width = tile_parts<W>(num_tiles == 1 ? int(rows) : kRows);
+  const int width = tile_panels<W>(num_tiles == 1 ? int(rows) : kRows);
   const int64_t piece = num_tiles == 1 && width > 1 ? problem.depth : kDepth,
-                panel_stride = problem.depth * kStride;
+                panel_stride = panel_elements<W>(problem.depth);
   const bool is_whole = piece >= problem.depth;  // else sums wait for the next piece
-  while (part < end) {
-    const int64_t parts = end - part >= width ? width : 1, sum_stride = parts * Strip<W>::kColumns,
-                  place = part % kParts,  // in its panel
-                  num_panels = std::max<int64_t>(parts / kParts, 1);
+  while (panel < end) {
+    const int64_t panels = end - panel >= width ? width : 1, sum_stride = panels * kPanel;
     sums.resize(size_t(rows * sum_stride));
-    const Tile<W> kernel = pick_tile<W>(short_tile, parts),
-                  long_kernel = num_long ? pick_tile<W>(short_tile + 1, parts) : kernel;
+    const Tile<W> kernel = pick_tile<W>(short_tile, panels),
+                  long_kernel = num_long ? pick_tile<W>(short_tile + 1, panels) : kernel;
     for (int64_t k = 0; k < std::max<int64_t>(problem.depth, 1); k += piece) {
-      const W* panel = problem.weight + part / kParts * panel_stride + k * kStride;
+      const W* from = problem.weight + panel * panel_stride + panel_elements<W>(k);
       const int64_t scale_stride = problem.num_groups * kPanel;
-      const Scales scales{problem.scale + part * scale_stride,
-                          problem.zero ? problem.zero + part * scale_stride : nullptr,
+      const Scales scales{problem.scale + panel * scale_stride,
+                          problem.zero ? problem.zero + panel * scale_stride : nullptr,
                           scale_stride, k, problem.group_shift};
       const int64_t depth = std::min(piece, problem.depth - k);
-      // What comes next is fetched by all the tiles, and by both parts of a panel taken in parts.
-      const bool lone = parts == 1;
-      const W* next = k + depth < problem.depth
-                          ? panel + depth * kStride
-                          : problem.weight + (part / kParts + num_panels) * panel_stride;
-      const int64_t num_runs = lone ? num_tiles * kParts : num_tiles, bytes = kStride * int64_t(sizeof(W)),
-                    length = lone ? depth * bytes / 4 : depth * bytes,
-                    step = std::max<int64_t>(bytes, 64) * (lone ? 1 : 4) / num_runs;
+      // What comes next is fetched by all the tiles.
+      const bool lone = panels == 1;
+      const W* next = k + depth < problem.depth ? from + panel_elements<W>(depth)
+                                                : problem.weight + (panel + panels) * panel_stride;
+      const int64_t length = lone ? depth * kBytes / 4 : depth * kBytes,
+                    step = std::max<int64_t>(kBytes, 64) * (lone ? 1 : 4) / num_tiles;
       Ahead ahead{nullptr, lone ? length : panel_stride * int64_t(sizeof(W)), step, (step + 63) / 64};
       if (num_tiles == 1 && !lone) {
         constexpr int64_t kSteps4 = 4 * steps_per_line<W>;
         ahead.near = kReadsMost<W>;
         ahead.lines = 0;
-        ahead.turn = (depth - kNear / bytes) / kSteps4 * kSteps4;
-        ahead.jump = (num_panels - 1) * ahead.stride;
+        ahead.turn = (depth - kNear / kBytes) / kSteps4 * kSteps4;
+        ahead.jump = (panels - 1) * ahead.stride;
       }
       for (int64_t t = 0, r = 0; t < num_tiles; ++t) {
         const bool is_long = t < num_long;
         const int64_t tile_rows = short_tile + is_long;
         auto* sum = sums.data() + (is_whole ? 0 : r * sum_stride);
-        ahead.from = ahead.near ? (const char*)panel + kNear
-                                : (const char*)next + length * (place * num_tiles + t) / num_runs;
-        (is_long ? long_kernel : kernel)(x + r * x_stride + k / Strip<W>::kSteps, x_stride,
-                                         panel + place * Strip<W>::kColumns, panel_stride, depth,
-                                         sum, sum_stride, k == 0, ahead, scales);
-        if (is_whole) finish_any(problem, sum, sum_stride, first_row + r, tile_rows, part, parts);
+        ahead.from = ahead.near ? (const char*)from + kNear
+                                : (const char*)next + length * t / num_tiles;
+        (is_long ? long_kernel : kernel)(x + r * x_stride + k / Strip<W>::kSteps, x_stride, from,
+                                         panel_stride, depth, sum, sum_stride, k == 0, ahead,
+                                         scales);
+        if (is_whole) finish_any(problem, sum, sum_stride, first_row + r, tile_rows, panel, panels);
         r += tile_rows;
       }
       if (problem.depth == 0) break;
     }
-    if (!is_whole) finish_any(problem, sums.data(), sum_stride, first_row, rows, part, parts);
-    part += parts;
+    if (!is_whole) finish_any(problem, sums.data(), sum_stride, first_row, rows, panel, panels);
+    panel += panels;
   }
 }
 
 template <class W>
 void run(const Problem<W>& problem) {
   using Acc = typename Storage<W>::Acc;
-  constexpr int kParts = Strip<W>::kParts, kColumns = Strip<W>::kColumns;
   constexpr int kBytes = sizeof(Factor<W>) / Strip<W>::kSteps;  // of an element of x
   const int64_t fit = (256 << 10) / kBytes / std::max<int64_t>(problem.depth, 1);
   const int64_t block = std::clamp<int64_t>(fit, 24, 192);  // rows whose x stays in L2
@@ -537,16 +527,15 @@ void run(const Problem<W>& problem) {
     const int64_t num_tiles = (problem.num_rows + kTileRows<W> - 1) / kTileRows<W>;
     return std::min(num_tiles * index / num_blocks * kTileRows<W>, problem.num_rows);
   };
-  const int64_t num_parts = (problem.num_columns + kColumns - 1) / kColumns;
-  const double read_ns = double(problem.depth * Strip<W>::kStride * sizeof(W)) / 12;
+  const double read_ns = double(problem.depth * step_bytes<W>) / 12;
   const double compute_ns =
-      double(std::min(block, problem.num_rows) * problem.depth * kColumns * kParts) / 30;
+      double(std::min(block, problem.num_rows) * problem.depth * kPanel) / 30;
   const auto tile_rows = int(std::clamp<int64_t>(problem.num_rows, 1, kTileRows<W>));
-  const int64_t width = std::max(tile_parts<W>(tile_rows) / kParts, 1);  // panels of a tile
+  const int64_t width = tile_panels<W>(tile_rows);
   const auto pays =
       int64_t(8000 / (std::max(read_ns, compute_ns) + 50)) + 1;  // 8 us pays for waking a thread
   const int64_t grain = (pays + width - 1) / width * width;  // of whole tiles: lone panels are slower
-  const int64_t panel_bytes = problem.depth * Strip<W>::kStride * int64_t(sizeof(W));
+  const int64_t panel_bytes = panel_elements<W>(problem.depth) * int64_t(sizeof(W));
   const Reading reading{(const char*)problem.weight, problem.num_panels, panel_bytes};
   // A step's rows are one block, of which threads take many small shares: its factors are made once.
   static thread_local std::vector<Factor<W>> copied;
@@ -561,8 +550,7 @@ void run(const Problem<W>& problem) {
       const int64_t first_row = block_begin(index), rows = block_begin(index + 1) - first_row;
       int64_t stride = shared_stride;
       const Factor<W>* x = shared ? shared : factors(problem, first_row, rows, copied, &stride);
-      run_block(problem, x, stride, first_row, rows, panel * kParts,
-                std::min(num_parts, last * kParts), sums);
+      run_block(problem, x, stride, first_row, rows, panel, last, sums);
       unit += last - panel;
     }
   });

@@ -14,13 +14,10 @@ from compilespec.ops._library import define_op
 from compilespec.ops.packed_linear.reference import pack_weight as _pack_weight_reference
 from compilespec.ops.packed_linear.reference import (
     packed_linear_reference,
-    panel_columns,
     unpack_weight,
 )
 
-__all__ = [
-    "pack_weight", "packed_linear", "packed_linear_reference", "panel_columns", "unpack_weight",
-]  # fmt: skip
+__all__ = ["pack_weight", "packed_linear", "packed_linear_reference", "unpack_weight"]
 
 
 def pack_weight(weight_NK: Tensor) -> Tensor:
@@ -33,12 +30,6 @@ def packed_linear(x: Tensor, packed: Tensor, bias_N: Tensor | None, out_features
     return _PACKED_LINEAR(x, packed, bias_N, out_features)
 
 
-def _pack_weight_fake(weight_NK: Tensor) -> Tensor:
-    num_columns, depth = weight_NK.shape
-    width = panel_columns(weight_NK.dtype)
-    return weight_NK.new_empty((-(-num_columns // width), depth, width))
-
-
 def _packed_linear_fake(
     x: Tensor, packed: Tensor, bias_N: Tensor | None, out_features: int
 ) -> Tensor:
@@ -48,7 +39,7 @@ def _packed_linear_fake(
 _PACK_WEIGHT = define_op(
     "pack_weight(Tensor weight) -> Tensor",
     _pack_weight_reference,
-    _pack_weight_fake,
+    _pack_weight_reference,
     has_kernel=False,
 )
 _PACKED_LINEAR = define_op(

@@ -13,7 +13,7 @@ void start(const at::Tensor& x, const at::Tensor& packed, const c10::optional<at
            at::Tensor& out) {
   using Acc = typename Storage<W>::Acc;
   constexpr auto kAcc = c10::CppTypeToScalarType<Acc>::value;
-  const int64_t depth = packed.size(1);
+  const int64_t depth = x.size(-1);
   Problem<W> problem{};
   at::Tensor rows = x, wide_bias;
   problem.x_stride = depth;
@@ -36,20 +36,25 @@ void start(const at::Tensor& x, const at::Tensor& packed, const c10::optional<at
   run(problem);
 }
 
+// Sizes of a packed weight.
+template <class W>
+std::vector<int64_t> packed_sizes(int64_t out_features, int64_t depth) {
+  constexpr int kHeld = Strip<W>::kHeld;
+  std::vector<int64_t> sizes{(out_features + kPanel - 1) / kPanel, (depth + kHeld - 1) / kHeld, kPanel};
+  if (kHeld > 1) sizes.push_back(kHeld);
+  return sizes;
+}
+
 at::Tensor packed_linear(const at::Tensor& x, const at::Tensor& packed,
                          const c10::optional<at::Tensor>& bias, int64_t out_features) {
   using c10::ScalarType;
   const auto type = packed.scalar_type();
-  const int64_t columns =
-      type == ScalarType::BFloat16 ? Strip<c10::BFloat16>::kStride : int64_t(kPanel);
-  TORCH_CHECK(packed.dim() == 3 && packed.size(2) == columns && packed.is_contiguous(),
-              "packed_linear: expected a contiguous packed weight [panels, K, ", columns,
-              "], got ", packed.sizes());
-  TORCH_CHECK(x.dim() >= 1 && x.size(-1) == packed.size(1), "packed_linear: expected x [..., ",
-              packed.size(1), "], got ", x.sizes());
-  TORCH_CHECK((out_features + columns - 1) / columns == packed.size(0),
-              "packed_linear: ", packed.size(0), " panels do not hold ", out_features,
-              " output features");
+  TORCH_CHECK(x.dim() >= 1, "packed_linear: expected x [..., K]");
+  const auto sizes_of = type == ScalarType::BFloat16 ? packed_sizes<c10::BFloat16> : packed_sizes<float>;
+  const auto expected = sizes_of(out_features, x.size(-1));
+  TORCH_CHECK(packed.sizes() == expected && packed.is_contiguous(), "packed_linear: x ", x.sizes(),
+              " and ", out_features, " output features take a contiguous packed weight ",
+              at::IntArrayRef(expected), ", got ", packed.sizes());
   TORCH_CHECK(!bias || (bias->dim() == 1 && bias->size(0) == out_features),
               "packed_linear: expected bias [", out_features, "]");
   TORCH_CHECK((x.scalar_type() == ScalarType::Double) == (type == ScalarType::Double),

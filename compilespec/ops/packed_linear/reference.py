@@ -8,45 +8,39 @@ from torch import Tensor
 
 from compilespec.ops._tensors import wide_dtype
 
-PANEL = 16  # output columns in a panel, unless it is bfloat16; _panels.h has the same constants
-BFLOAT16_PANEL = 32
-_INTERLEAVED = [  # 0 8 1 9 ... 7 15 16 24 ... 23 31
-    first + column // 2 + column % 2 * 8 for first in (0, 16) for column in range(16)
-]
-
-
-def panel_columns(dtype: torch.dtype) -> int:
-    """Output columns in a panel of a weight of that dtype."""
-    return BFLOAT16_PANEL if dtype == torch.bfloat16 else PANEL
+PANEL = 16  # output columns in a panel, as in _panels.h
 
 
 def pack_weight(weight_NK: Tensor) -> Tensor:
     """Rearrange a linear weight so that one step over k reads neighbouring output columns.
 
     Args:
-        weight_NK: [out_features, in_features], any floating dtype and strides.
+        weight_NK: [out_features, in_features], any dtype and strides.
     Returns:
-        [ceil(N / 16), K, 16], or [ceil(N / 32), K, 32] for bfloat16: contiguous, same dtype,
-        missing columns zero.  The columns of a bfloat16 panel, a cache line for each k, are stored
-        in the order 0 8 1 9 ... 7 15 16 24 ... 23 31: the low and the high halves of 32-bit words
-        are neighbours, so that the kernel widens them with a shift and a mask.  It is an ordinary
-        tensor, which may be saved, moved and used as a graph input.
+        [ceil(N / 16), K, 16], or [ceil(N / 16), ceil(K / 2), 16, 2] for bfloat16: contiguous, same
+        dtype, what is missing zero.  The pairs of a bfloat16 panel are what CPUs with dot products
+        of pairs multiply; others widen one k step with a shift and the next with a mask.  It is an
+        ordinary tensor, which may be saved, moved and used as a graph input.
     """
     num_columns, depth = weight_NK.shape
-    width = panel_columns(weight_NK.dtype)
-    num_panels = -(-num_columns // width)
-    padded = F.pad(weight_NK, (0, 0, 0, num_panels * width - num_columns))
-    panels = padded.view(num_panels, width, depth).transpose(1, 2)
-    if weight_NK.dtype == torch.bfloat16:
-        return panels[:, :, _INTERLEAVED].contiguous()
-    return panels.contiguous() if depth != 1 else panels.reshape(num_panels, depth, width).clone()
+    held = _steps_held(weight_NK.dtype)
+    num_panels, num_strips = -(-num_columns // PANEL), -(-depth // held)
+    missing = (0, num_strips * held - depth, 0, num_panels * PANEL - num_columns)
+    panels = F.pad(weight_NK, missing).view(num_panels, PANEL, num_strips, held).transpose(1, 2)
+    shape = (num_panels, num_strips, PANEL, held) if held > 1 else (num_panels, num_strips, PANEL)
+    return panels.clone(memory_format=torch.contiguous_format).view(shape)
 
 
-def unpack_weight(packed: Tensor, out_features: int) -> Tensor:
-    """Invert `pack_weight`: -> [out_features, K]."""
-    if packed.dtype == torch.bfloat16:
-        packed = packed[:, :, torch.tensor(_INTERLEAVED).argsort().to(packed.device)]
-    return packed.transpose(1, 2).reshape(-1, packed.shape[1])[:out_features]
+def unpack_weight(packed: Tensor, out_features: int, in_features: int | None = None) -> Tensor:
+    """Invert `pack_weight`: -> [out_features, in_features]; None: all that the strips hold."""
+    num_panels, num_strips = packed.shape[:2]
+    strips = packed.view(num_panels, num_strips, PANEL, -1).transpose(1, 2)
+    return strips.reshape(num_panels * PANEL, -1)[:out_features, :in_features]
+
+
+def _steps_held(dtype: torch.dtype) -> int:
+    """k steps of a strip."""
+    return 2 if dtype == torch.bfloat16 else 1
 
 
 def packed_linear_reference(
@@ -63,6 +57,6 @@ def packed_linear_reference(
         [..., out_features], contiguous, dtype of x.
     """
     wide = wide_dtype(x.dtype)
-    weight_NK = unpack_weight(packed, out_features).to(wide)
+    weight_NK = unpack_weight(packed, out_features, x.shape[-1]).to(wide)
     bias_N = None if bias_N is None else bias_N.to(wide)
     return F.linear(x.to(wide), weight_NK, bias_N).to(x.dtype).contiguous()
