@@ -31,6 +31,11 @@ class Level:
 
 LEVELS = (  # the best first
     Level(
+        "amx",
+        ("-march=x86-64-v4", "-mavx512vnni", "-mavx512bf16", "-mamx-tile", "-mamx-bf16", "-mamx-int8"),
+        _AVX512 | {"avx512_vnni", "avx512_bf16", "amx_tile", "amx_bf16", "amx_int8"},
+    ),
+    Level(
         "avx512_bf16",
         ("-march=x86-64-v4", "-mavx512vnni", "-mavx512bf16"),
         _AVX512 | {"avx512_vnni", "avx512_bf16"},
@@ -44,6 +49,16 @@ EMULATED = (  # for tests: instructions that a CPU lacks, by slower ones
     Level(
         "emulated_bf16",
         ("-march=x86-64-v4", "-mavx512vnni", "-DCOMPILESPEC_EMULATE_BF16_DOT"),
+        _AVX512 | {"avx512_vnni"},
+    ),
+    Level(
+        "emulated_amx",
+        (
+            "-march=x86-64-v4",
+            "-mavx512vnni",
+            "-DCOMPILESPEC_EMULATE_BF16_DOT",
+            "-DCOMPILESPEC_EMULATE_MATRIX_TILES",
+        ),
         _AVX512 | {"avx512_vnni"},
     ),
 )

@@ -3,10 +3,37 @@
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
 
+#include "_matrix_tiles.h"
 #include "_panels.h"
 
 namespace compilespec {
 namespace packed_linear {
+
+#if defined(COMPILESPEC_MATRIX_TILES)
+// By tiles, which read rows of x where they lie if these are whole cache lines.
+void run_tiles(const Problem<Pairs<c10::BFloat16>>& problem) {
+  using Element = c10::BFloat16;
+  constexpr int64_t kElements = matrix_tiles::kLine / sizeof(Element);  // of a line
+  const int64_t num_lines = (problem.depth + 1) / 2;  // of a panel
+  const matrix_tiles::Panels panels{(const char*)problem.weight, num_lines};
+  const bool as_it_is = problem.depth % kElements == 0;
+  const int64_t padded = panels.num_blocks() * kElements,
+                stride = (as_it_is ? problem.x_stride : padded) * int64_t(sizeof(Element));
+  Aligned<Element> copied;
+  if (!as_it_is) {
+    copied.resize(size_t(problem.num_rows * padded));
+    for (int64_t r = 0; r < problem.num_rows; ++r)
+      std::copy_n((const Element*)problem.x + r * problem.x_stride, problem.depth,
+                  copied.data() + r * padded);
+  }
+  const char* x = as_it_is ? (const char*)problem.x : (const char*)copied.data();
+  matrix_tiles::run<matrix_tiles::Pairs>(
+      x, stride, problem.num_rows, panels, problem.num_panels,
+      [&](const float* sum, int64_t first, int64_t rows, int64_t panel, int64_t num) {
+        finish<Pairs<Element>, Element>(problem, sum, num * kPanel, first, rows, panel, num);
+      });
+}
+#endif
 
 template <class W>
 void start(const at::Tensor& x, const at::Tensor& packed, const c10::optional<at::Tensor>& bias,
@@ -33,6 +60,10 @@ void start(const at::Tensor& x, const at::Tensor& packed, const c10::optional<at
   problem.num_panels = packed.size(0);
   problem.depth = depth;
   problem.num_rows = problem.num_columns ? out.numel() / problem.num_columns : 0;
+#if defined(COMPILESPEC_MATRIX_TILES)
+  if constexpr (std::is_same_v<W, Pairs<c10::BFloat16>>)
+    if (matrix_tiles::available()) return run_tiles(problem);
+#endif
   run(problem);
 }
 

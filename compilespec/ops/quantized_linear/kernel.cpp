@@ -12,6 +12,7 @@
 #include <cstring>
 
 #include "_integer_dot.h"
+#include "_matrix_tiles.h"
 #include "_panels.h"
 #include "_threads.h"
 
@@ -306,15 +307,15 @@ COMPILESPEC_INLINE Lanes<float> rounded(const Lanes<float>& value, const c10::Ha
   return read_lanes(narrow);
 }
 
-// 16 elements of a row of x as integers.
-COMPILESPEC_INLINE Lanes<int32_t> to_integers(const Lanes<float>& x, float inverse) {
+// 16 elements of a row of x as integers plus `offset`.
+COMPILESPEC_INLINE Lanes<int32_t> to_integers(const Lanes<float>& x, float inverse, int32_t offset) {
   return map_lanes(
       [=](Vector<float> part) {
         const float magic = 12582912.f;  // 1.5 * 2^23: adding it rounds to an integer
         Vector<float> value = part * inverse;
         value = value > 127.f ? splat(127.f) : value;
         value = value > -128.f ? value : splat(-128.f);
-        return (Vector<int32_t>)(value + magic) - 0x4b400000 + IntDot::kOffset;
+        return (Vector<int32_t>)(value + magic) - 0x4b400000 + offset;
       },
       x);
 }
@@ -330,10 +331,10 @@ COMPILESPEC_INLINE void each_lanes(const T* x, int64_t depth, const F& f) {
   f(read_lanes(rest), k, depth - k);
 }
 
-// A row of x as integers, and its scale: largest magnitude over 127.5, in the type of x, at least
-// 2^-23; NaN if one of them is.
-template <class T>
-float quantise_row(const T* x, int64_t depth, IntDot::Quad* target) {
+// A row of x as integers plus `offset`, and its scale: largest magnitude over 127.5, in the type of x,
+// at least 2^-23; NaN if one of them is.
+template <class Element, class T>
+float quantise_row(const T* x, int64_t depth, int32_t offset, void* target) {
   // Of magnitudes: they order like the numbers, and NaN is above all.
   Lanes<int32_t> bits{};
   each_lanes(x, depth, [&](const Lanes<float>& value, int64_t, int64_t)
@@ -356,10 +357,10 @@ float quantise_row(const T* x, int64_t depth, IntDot::Quad* target) {
   const float scale = given > least ? given : least, inverse = 1.f / scale;
   each_lanes(x, depth, [&](const Lanes<float>& value, int64_t k, int64_t count)
                            __attribute__((always_inline)) {
-    IntDot::Element elements[kNumLanes];
-    convert_lanes(to_integers(value, inverse), elements);
-    std::memcpy((char*)target + size_t(k) * sizeof(IntDot::Element), elements,
-                size_t(count) * sizeof(IntDot::Element));
+    Element elements[kNumLanes];
+    convert_lanes(to_integers(value, inverse, offset), elements);
+    std::memcpy((char*)target + size_t(k) * sizeof(Element), elements,
+                size_t(count) * sizeof(Element));
   });
   return is_nan ? std::numeric_limits<float>::quiet_NaN() : scale;
 }
@@ -402,6 +403,34 @@ struct DynamicProblem {
   }
 };
 
+#if defined(COMPILESPEC_MATRIX_TILES)
+// The same sums by tiles.
+template <class T>
+void run_tiles(const Call& call, const DynamicProblem<T>& problem, const at::Tensor& packed) {
+  const matrix_tiles::Panels panels{(const char*)problem.weight, packed.size(1)};
+  const int64_t stride = panels.num_blocks() * matrix_tiles::kLine, rows = call.num_rows;
+  static thread_local Aligned<int8_t> kept_rows;
+  static thread_local std::vector<float> kept_scales;
+  if (int64_t(kept_rows.size()) < rows * stride) kept_rows.resize(size_t(rows * stride));
+  kept_scales.resize(size_t(rows));
+  int8_t* x = kept_rows.data();
+  float* row_scale = kept_scales.data();
+  parallel_for(rows, 65536 / std::max<int64_t>(call.depth, 1) + 1, [&](int64_t row, int64_t end) {
+    for (; row < end; ++row) {
+      int8_t* to = x + row * stride;
+      std::fill(to + call.depth, to + stride, int8_t(0));
+      row_scale[row] = quantise_row<int8_t>((const T*)call.x.const_data_ptr() + row * call.x_stride,
+                                            call.depth, 0, to);
+    }
+  });
+  matrix_tiles::run<matrix_tiles::Quads>(
+      (const char*)x, stride, rows, panels, packed.size(0),
+      [&](const int32_t* sum, int64_t first, int64_t count, int64_t panel, int64_t num) {
+        problem.finish(sum, row_scale + first, first, count, panel, num);
+      });
+}
+#endif
+
 template <class T>
 void run_dynamic(const Call& call, const at::Tensor& packed) {
   const int64_t num_quads = packed.size(1), padded = num_quads * kQuad, depth = call.depth;
@@ -411,6 +440,9 @@ void run_dynamic(const Call& call, const at::Tensor& packed) {
       (const int8_t*)packed.const_data_ptr(), (const float*)call.scale.const_data_ptr(),
       call.bias.defined() ? (const float*)call.bias.const_data_ptr() : nullptr,
       (T*)call.out.mutable_data_ptr(), call.out.size(-1)};
+#if defined(COMPILESPEC_MATRIX_TILES)
+  if (matrix_tiles::available()) return run_tiles(call, problem, packed);
+#endif
   // Rows in tiles of like size, each as quads [num_quads][rows of the tile].
   const int64_t num_tiles = (rows + IntDot::kRows - 1) / IntDot::kRows;
   const auto first_row = [=](int64_t tile) { return tile * rows / num_tiles; };
@@ -427,7 +459,8 @@ void run_dynamic(const Call& call, const at::Tensor& packed) {
     for (; tile < end; ++tile) {
       const int64_t first = first_row(tile), count = first_row(tile + 1) - first;
       for (int64_t r = 0; r < count; ++r) {
-        row_scale[first + r] = quantise_row(x + (first + r) * call.x_stride, depth, row.data());
+        row_scale[first + r] = quantise_row<IntDot::Element>(x + (first + r) * call.x_stride, depth,
+                                                             IntDot::kOffset, row.data());
         IntDot::Quad* target = quads + first * num_quads + r;
         for (int64_t q = 0; q < num_quads; ++q) target[q * count] = row[size_t(q)];
       }

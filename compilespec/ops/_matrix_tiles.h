@@ -1,0 +1,302 @@
+// Products by matrix instructions (AMX): a tile of up to 16 rows of x, 64 bytes of each, times the
+// 16 cache lines of a packed panel that belong to them.
+//
+// A panel of bfloat16 pairs or of int8 quads is such lines as it lies in memory.  An element of the
+// result is a chain over blocks of 64 bytes of its row, whatever the rows, panels or threads beside
+// it, so single rows go through the same tiles: what serves a row in company serves it alone.
+#pragma once
+
+#include <algorithm>
+#include <bit>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#include "_panels.h"
+
+#if (defined(__AMX_BF16__) && defined(__AMX_INT8__)) || defined(COMPILESPEC_EMULATE_MATRIX_TILES)
+#define COMPILESPEC_MATRIX_TILES 1
+
+#if !defined(COMPILESPEC_EMULATE_MATRIX_TILES)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
+namespace compilespec {
+namespace matrix_tiles {
+
+using packed_linear::kPanel;
+
+constexpr int kRows = 16;        // of a tile, at most
+constexpr int kLine = 64;        // bytes of a row of a tile
+constexpr int kBlock = 16 * kLine;  // bytes of a panel that a tile takes
+
+// The eight tile registers: sums, two of rows of x, two of panels.
+constexpr int kSums = 0, kFactors = 4, kPanels = 6;
+constexpr int kMostSums = 4;
+
+#if !defined(COMPILESPEC_EMULATE_MATRIX_TILES)
+// Whether the system lets this process use tiles: Linux wants to be asked once.
+inline bool available() {
+#if defined(__linux__)
+  constexpr long kRequestPermission = 0x1023, kTileData = 18;
+  static const bool allowed = syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+  return allowed;
+#else
+  return false;
+#endif
+}
+
+template <int Tile>
+COMPILESPEC_INLINE void zero() {
+  asm volatile("tilezero %%tmm%c0" : : "i"(Tile));
+}
+template <int Tile>
+COMPILESPEC_INLINE void load(const char* from, int64_t stride) {
+  asm volatile("tileloadd (%0,%1,1), %%tmm%c2" : : "r"(from), "r"(stride), "i"(Tile) : "memory");
+}
+template <int Tile>
+COMPILESPEC_INLINE void store(void* to, int64_t stride) {
+  asm volatile("tilestored %%tmm%c2, (%0,%1,1)" : : "r"(to), "r"(stride), "i"(Tile) : "memory");
+}
+
+// Elements of x and of the panels: pairs of bfloat16, summed in float32; quads of int8, in int32.
+struct Pairs {
+  using Sum = float;
+  template <int To, int X, int Panel>
+  static COMPILESPEC_INLINE void multiply_add() {
+    asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(To), "i"(X), "i"(Panel));
+  }
+};
+struct Quads {
+  using Sum = int32_t;
+  template <int To, int X, int Panel>
+  static COMPILESPEC_INLINE void multiply_add() {
+    asm volatile("tdpbssd %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(To), "i"(X), "i"(Panel));
+  }
+};
+
+// The tiles' rows, in this thread, while it lives.
+class Configured {
+ public:
+  explicit Configured(int64_t rows) {
+    struct alignas(64) {
+      uint8_t palette = 1, start_row = 0, reserved[14] = {};
+      uint16_t bytes_of_row[16] = {};
+      uint8_t rows[16] = {};
+    } config;
+    for (int tile = 0; tile < 8; ++tile) {
+      config.bytes_of_row[tile] = kLine;
+      config.rows[tile] = tile < kPanels ? uint8_t(rows) : 16;
+    }
+    asm volatile("ldtilecfg %0" : : "m"(config));
+  }
+  Configured(const Configured&) = delete;
+  ~Configured() { asm volatile("tilerelease"); }
+};
+
+#else  // for tests on other CPUs
+inline bool available() { return true; }
+
+struct Tile {
+  uint32_t word[16][16];
+};
+inline thread_local Tile tiles[8];
+inline thread_local int64_t num_rows;
+constexpr int64_t rows_of(int tile) { return tile < kPanels ? num_rows : 16; }
+
+template <int Index>
+void zero() {
+  tiles[Index] = {};
+}
+template <int Index>
+void load(const char* from, int64_t stride) {
+  for (int64_t r = 0; r < rows_of(Index); ++r)
+    std::memcpy(tiles[Index].word[r], from + r * stride, kLine);
+}
+template <int Index>
+void store(void* to, int64_t stride) {
+  for (int64_t r = 0; r < rows_of(Index); ++r)
+    std::memcpy((char*)to + r * stride, tiles[Index].word[r], kLine);
+}
+
+struct Pairs {
+  using Sum = float;
+  template <int To, int X, int Panel>
+  static void multiply_add() {
+    const auto even = [](uint32_t word) { return std::bit_cast<float>(word << 16); };
+    const auto odd = [](uint32_t word) { return std::bit_cast<float>(word & 0xffff0000u); };
+    for (int64_t r = 0; r < num_rows; ++r)
+      for (int column = 0; column < 16; ++column) {
+        float sums[2] = {};
+        for (int k = 0; k < 16; ++k) {
+          const uint32_t a = tiles[X].word[r][k], b = tiles[Panel].word[k][column];
+          sums[0] = std::fma(even(a), even(b), sums[0]);
+          sums[1] = std::fma(odd(a), odd(b), sums[1]);
+        }
+        uint32_t& to = tiles[To].word[r][column];
+        to = std::bit_cast<uint32_t>(std::bit_cast<float>(to) + (sums[0] + sums[1]));
+      }
+  }
+};
+struct Quads {
+  using Sum = int32_t;
+  template <int To, int X, int Panel>
+  static void multiply_add() {
+    for (int64_t r = 0; r < num_rows; ++r)
+      for (int column = 0; column < 16; ++column)
+        for (int k = 0; k < 16; ++k)
+          for (int byte = 0; byte < 32; byte += 8)
+            tiles[To].word[r][column] +=
+                uint32_t(int8_t(tiles[X].word[r][k] >> byte) *
+                         int8_t(tiles[Panel].word[k][column] >> byte));
+  }
+};
+
+struct Configured {
+  explicit Configured(int64_t rows) { num_rows = rows; }
+};
+#endif
+
+// Rows in tiles of one size, the last of which may have rows of the one before it again.
+struct RowTiles {
+  int64_t num_rows, num_tiles, size;
+  explicit RowTiles(int64_t rows)
+      : num_rows(rows), num_tiles((rows + kRows - 1) / kRows), size((rows + num_tiles - 1) / num_tiles) {}
+  int64_t first(int64_t tile) const { return std::min(tile * size, num_rows - size); }
+};
+
+// Panels of num_lines cache lines, one after the other.
+struct Panels {
+  const char* data;
+  int64_t num_lines;
+  int64_t num_blocks() const { return (num_lines + 15) / 16; }
+  int64_t stride() const { return num_lines * kLine; }
+};
+
+// sum[rows of the tiles][Num * 16] = rows of x times `Num` panels from `panel` on; the rows of tile t
+// begin at x[t].  Rows have whole lines, zeros past their end.  `ahead`: whether the panels come from
+// memory, so that these and the next are fetched beforehand.
+template <class Elements, int Tiles, int Num>
+void multiply(const char* const* x, int64_t x_stride, const Panels& panels, int64_t panel,
+              typename Elements::Sum* sum, int64_t size, bool ahead) {
+  static_assert(Tiles * Num <= kMostSums && Tiles <= 2);
+  const char* from = panels.data + panel * panels.stride();
+  const int64_t num_blocks = panels.num_blocks(), whole = panels.num_lines / 16;
+  const auto each_sum = [](const auto& f) __attribute__((always_inline)) {
+    f(std::integral_constant<int, 0>());
+    if constexpr (Tiles * Num > 1) f(std::integral_constant<int, 1>());
+    if constexpr (Tiles * Num > 2) f(std::integral_constant<int, 2>());
+    if constexpr (Tiles * Num > 3) f(std::integral_constant<int, 3>());
+  };
+  each_sum([](auto i) __attribute__((always_inline)) { zero<kSums + i()>(); });
+  alignas(64) char last[Num * kBlock];  // of the panels, where lines are missing
+  if (whole < num_blocks) {
+    std::memset(last, 0, sizeof(last));
+    for (int p = 0; p < Num; ++p)
+      std::memcpy(last + p * kBlock, from + p * panels.stride() + whole * kBlock,
+                  size_t(panels.num_lines % 16) * kLine);
+  }
+  const char* next = from + packed_linear::kNear;
+  const int64_t turn = num_blocks - packed_linear::kNear / kBlock;
+  for (int64_t block = 0; block < num_blocks; ++block, next += kBlock) {
+    if (ahead) {
+      if (block == turn) next += (Num - 1) * panels.stride();
+#pragma GCC unroll 4
+      for (int p = 0; p < Num; ++p)
+#pragma GCC unroll 16
+        for (int line = 0; line < 16; ++line)
+          __builtin_prefetch(next + p * panels.stride() + line * kLine, 0, 3);
+    }
+    const char* lines = block < whole ? from + block * kBlock : last;
+    const int64_t stride = block < whole ? panels.stride() : kBlock;
+    load<kFactors>(x[0] + block * kLine, x_stride);
+    if constexpr (Tiles == 2) load<kFactors + 1>(x[1] + block * kLine, x_stride);
+    each_sum([&](auto i) __attribute__((always_inline)) {
+      // A panel's sums follow each other, for the first tile of rows and the second.
+      constexpr int p = i() / Tiles, tile = i() % Tiles, kPanelTile = kPanels + p % 2;
+      if constexpr (tile == 0) load<kPanelTile>(lines + p * stride, kLine);
+      Elements::template multiply_add<kSums + i(), kFactors + tile, kPanelTile>();
+    });
+  }
+  each_sum([&](auto i) __attribute__((always_inline)) {
+    constexpr int p = i() / Tiles, tile = i() % Tiles;
+    store<kSums + i()>(sum + tile * size * Num * kPanel + p * kPanel, Num * kPanel * 4);
+  });
+}
+
+// finish(sum, first row, rows, first panel, panels) for all rows of x and panels [panel, end).  What a
+// tile has stored cannot be read before it is in the cache: sums are finished after the next product.
+template <class Elements, class Finish>
+void run_panels(const char* x, int64_t x_stride, int64_t rows, const Panels& panels, int64_t panel,
+                int64_t end, const Finish& finish) {
+  struct Product {
+    alignas(64) typename Elements::Sum sum[kMostSums * kRows * kPanel];
+    int64_t first[2], num_tiles = 0, panel, num_panels;
+  } products[2];
+  const RowTiles tiles(rows);
+  const Configured configured(tiles.size);
+  const int64_t width = tiles.num_tiles == 1 ? 4 : 2;
+  const auto finish_one = [&](const Product& done) {
+    for (int64_t t = 0; t < done.num_tiles; ++t)
+      finish(done.sum + t * tiles.size * done.num_panels * kPanel, done.first[t], tiles.size,
+             done.panel, done.num_panels);
+  };
+  int64_t count = 0;
+  for (int64_t num; panel < end; panel += num) {
+    num = end - panel >= width ? width : 1;
+    for (int64_t tile = 0; tile < tiles.num_tiles; tile += 2) {
+      Product& one = products[count++ % 2];
+      one.num_tiles = std::min<int64_t>(2, tiles.num_tiles - tile);
+      one.panel = panel, one.num_panels = num;
+      const char* from[2];
+      for (int64_t t = 0; t < one.num_tiles; ++t) {
+        one.first[t] = tiles.first(tile + t);
+        from[t] = x + one.first[t] * x_stride;
+      }
+      const auto multiply_all = one.num_tiles == 2 ? num == 2 ? multiply<Elements, 2, 2>
+                                                              : multiply<Elements, 2, 1>
+                                : num == 4         ? multiply<Elements, 1, 4>
+                                : num == 2         ? multiply<Elements, 1, 2>
+                                                   : multiply<Elements, 1, 1>;
+      multiply_all(from, x_stride, panels, panel, one.sum, tiles.size, tile == 0);
+      finish_one(products[count % 2]);
+    }
+  }
+  finish_one(products[(count - 1) % 2]);
+}
+
+// The same for all panels, shared out among threads.
+template <class Elements, class Finish>
+void run(const char* x, int64_t x_stride, int64_t num_rows, const Panels& panels, int64_t num_panels,
+         const Finish& finish) {
+  const int64_t depth_bytes = panels.num_blocks() * kLine;
+  const int64_t fit = (512 << 10) / std::max<int64_t>(depth_bytes, 1);  // rows that stay in L2
+  const int64_t block = std::clamp<int64_t>(fit, 64, 512) / kRows * kRows;
+  const int64_t num_blocks = (num_rows + block - 1) / block, num_tiles = (num_rows + kRows - 1) / kRows;
+  const auto begin_of = [&](int64_t index) {
+    return std::min(num_tiles * index / num_blocks * kRows, num_rows);
+  };
+  const double read_ns = double(panels.stride()) / 12;
+  const double compute_ns = double(std::min(block, num_rows) * panels.num_lines) / 20;
+  const int64_t width = num_tiles == 1 ? 4 : 2;
+  const auto pays = int64_t(8000 / (std::max(read_ns, compute_ns) + 50)) + 1;  // 8 us wake a thread
+  const int64_t grain = (pays + width - 1) / width * width;
+  const Reading reading{panels.data, num_panels, panels.stride()};
+  parallel_for(num_blocks * num_panels, grain, reading, [&](int64_t unit, int64_t end) {
+    while (unit < end) {
+      const int64_t index = unit / num_panels, panel = unit % num_panels;
+      const int64_t last = std::min(num_panels, panel + end - unit);
+      const int64_t first = begin_of(index), count = begin_of(index + 1) - first;
+      run_panels<Elements>(x + first * x_stride, x_stride, count, panels, panel, last,
+                           [&](const auto* sum, int64_t row, int64_t size, int64_t p, int64_t num) {
+                             finish(sum, first + row, size, p, num);
+                           });
+      unit += last - panel;
+    }
+  });
+}
+
+}  // namespace matrix_tiles
+}  // namespace compilespec
+#endif
