@@ -166,22 +166,26 @@ struct RowTiles {
   int64_t first(int64_t tile) const { return std::min(tile * size, num_rows - size); }
 };
 
-// Panels of num_lines cache lines, one after the other.
+// Panels of num_lines lines of 64 bytes, which lie line_stride apart, as the panels lie `stride`.
 struct Panels {
   const char* data;
-  int64_t num_lines;
+  int64_t num_lines, line_stride, stride;
   int64_t num_blocks() const { return (num_lines + 15) / 16; }
-  int64_t stride() const { return num_lines * kLine; }
+
+  // One after the other, as packed weights are.
+  static Panels packed(const void* data, int64_t num_lines) {
+    return {(const char*)data, num_lines, kLine, num_lines * kLine};
+  }
 };
 
-// sum[rows of the tiles][Num * 16] = rows of x times `Num` panels from `panel` on; the rows of tile t
-// begin at x[t].  Rows have whole lines, zeros past their end.  `ahead`: whether the panels come from
-// memory, so that these and the next are fetched beforehand.
+// sum[t][rows][Num * 16] = rows of x[t] times `Num` panels from `panel` on, for one or two tiles of
+// rows.  Rows have whole lines, zeros past their end.  `ahead`: whether the panels come from memory,
+// so that these and the next are fetched beforehand.
 template <class Elements, int Tiles, int Num>
 void multiply(const char* const* x, int64_t x_stride, const Panels& panels, int64_t panel,
-              typename Elements::Sum* sum, int64_t size, bool ahead) {
+              typename Elements::Sum* const* sum, int64_t sum_stride, bool ahead) {
   static_assert(Tiles * Num <= kMostSums && Tiles <= 2);
-  const char* from = panels.data + panel * panels.stride();
+  const char* from = panels.data + panel * panels.stride;
   const int64_t num_blocks = panels.num_blocks(), whole = panels.num_lines / 16;
   const auto each_sum = [](const auto& f) __attribute__((always_inline)) {
     f(std::integral_constant<int, 0>());
@@ -194,35 +198,49 @@ void multiply(const char* const* x, int64_t x_stride, const Panels& panels, int6
   if (whole < num_blocks) {
     std::memset(last, 0, sizeof(last));
     for (int p = 0; p < Num; ++p)
-      std::memcpy(last + p * kBlock, from + p * panels.stride() + whole * kBlock,
-                  size_t(panels.num_lines % 16) * kLine);
+      for (int64_t line = 0; line < panels.num_lines % 16; ++line)
+        std::memcpy(last + p * kBlock + line * kLine,
+                    from + p * panels.stride + (whole * 16 + line) * panels.line_stride, kLine);
   }
   const char* next = from + packed_linear::kNear;
   const int64_t turn = num_blocks - packed_linear::kNear / kBlock;
   for (int64_t block = 0; block < num_blocks; ++block, next += kBlock) {
     if (ahead) {
-      if (block == turn) next += (Num - 1) * panels.stride();
+      if (block == turn) next += (Num - 1) * panels.stride;
 #pragma GCC unroll 4
       for (int p = 0; p < Num; ++p)
 #pragma GCC unroll 16
         for (int line = 0; line < 16; ++line)
-          __builtin_prefetch(next + p * panels.stride() + line * kLine, 0, 3);
+          __builtin_prefetch(next + p * panels.stride + line * kLine, 0, 3);
     }
-    const char* lines = block < whole ? from + block * kBlock : last;
-    const int64_t stride = block < whole ? panels.stride() : kBlock;
+    const bool is_whole = block < whole;
+    const char* lines = is_whole ? from + block * 16 * panels.line_stride : last;
+    const int64_t stride = is_whole ? panels.stride : kBlock,
+                  line_stride = is_whole ? panels.line_stride : kLine;
     load<kFactors>(x[0] + block * kLine, x_stride);
     if constexpr (Tiles == 2) load<kFactors + 1>(x[1] + block * kLine, x_stride);
     each_sum([&](auto i) __attribute__((always_inline)) {
       // A panel's sums follow each other, for the first tile of rows and the second.
       constexpr int p = i() / Tiles, tile = i() % Tiles, kPanelTile = kPanels + p % 2;
-      if constexpr (tile == 0) load<kPanelTile>(lines + p * stride, kLine);
+      if constexpr (tile == 0) load<kPanelTile>(lines + p * stride, line_stride);
       Elements::template multiply_add<kSums + i(), kFactors + tile, kPanelTile>();
     });
   }
   each_sum([&](auto i) __attribute__((always_inline)) {
     constexpr int p = i() / Tiles, tile = i() % Tiles;
-    store<kSums + i()>(sum + tile * size * Num * kPanel + p * kPanel, Num * kPanel * 4);
+    store<kSums + i()>(sum[tile] + p * kPanel, sum_stride * 4);
   });
+}
+
+// The same for one tile of rows and one, two or four panels, or two tiles and one or two panels.
+template <class Elements, class... Arguments>
+void multiply(int64_t tiles, int64_t panels, const Arguments&... arguments) {
+  if (tiles == 2)
+    (panels == 2 ? multiply<Elements, 2, 2> : multiply<Elements, 2, 1>)(arguments...);
+  else
+    (panels == 4   ? multiply<Elements, 1, 4>
+     : panels == 2 ? multiply<Elements, 1, 2>
+                   : multiply<Elements, 1, 1>)(arguments...);
 }
 
 // finish(sum, first row, rows, first panel, panels) for all rows of x and panels [panel, end).  What a
@@ -250,16 +268,14 @@ void run_panels(const char* x, int64_t x_stride, int64_t rows, const Panels& pan
       one.num_tiles = std::min<int64_t>(2, tiles.num_tiles - tile);
       one.panel = panel, one.num_panels = num;
       const char* from[2];
+      typename Elements::Sum* sum[2];
       for (int64_t t = 0; t < one.num_tiles; ++t) {
         one.first[t] = tiles.first(tile + t);
         from[t] = x + one.first[t] * x_stride;
+        sum[t] = one.sum + t * tiles.size * num * kPanel;
       }
-      const auto multiply_all = one.num_tiles == 2 ? num == 2 ? multiply<Elements, 2, 2>
-                                                              : multiply<Elements, 2, 1>
-                                : num == 4         ? multiply<Elements, 1, 4>
-                                : num == 2         ? multiply<Elements, 1, 2>
-                                                   : multiply<Elements, 1, 1>;
-      multiply_all(from, x_stride, panels, panel, one.sum, tiles.size, tile == 0);
+      multiply<Elements>(one.num_tiles, num, from, x_stride, panels, panel, sum, num * kPanel,
+                         tile == 0);
       finish_one(products[count % 2]);
     }
   }
@@ -277,12 +293,12 @@ void run(const char* x, int64_t x_stride, int64_t num_rows, const Panels& panels
   const auto begin_of = [&](int64_t index) {
     return std::min(num_tiles * index / num_blocks * kRows, num_rows);
   };
-  const double read_ns = double(panels.stride()) / 12;
+  const double read_ns = double(panels.stride) / 12;
   const double compute_ns = double(std::min(block, num_rows) * panels.num_lines) / 20;
   const int64_t width = num_tiles == 1 ? 4 : 2;
   const auto pays = int64_t(8000 / (std::max(read_ns, compute_ns) + 50)) + 1;  // 8 us wake a thread
   const int64_t grain = (pays + width - 1) / width * width;
-  const Reading reading{panels.data, num_panels, panels.stride()};
+  const Reading reading{panels.data, num_panels, panels.stride};
   parallel_for(num_blocks * num_panels, grain, reading, [&](int64_t unit, int64_t end) {
     while (unit < end) {
       const int64_t index = unit / num_panels, panel = unit % num_panels;

@@ -15,7 +15,7 @@ void run_tiles(const Problem<Pairs<c10::BFloat16>>& problem) {
   using Element = c10::BFloat16;
   constexpr int64_t kElements = matrix_tiles::kLine / sizeof(Element);  // of a line
   const int64_t num_lines = (problem.depth + 1) / 2;  // of a panel
-  const matrix_tiles::Panels panels{(const char*)problem.weight, num_lines};
+  const auto panels = matrix_tiles::Panels::packed(problem.weight, num_lines);
   const bool as_it_is = problem.depth % kElements == 0;
   const int64_t padded = panels.num_blocks() * kElements,
                 stride = (as_it_is ? problem.x_stride : padded) * int64_t(sizeof(Element));

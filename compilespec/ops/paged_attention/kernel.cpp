@@ -24,6 +24,7 @@
 #include <type_traits>
 #include <vector>
 
+#include "_matrix_tiles.h"
 #include "_threads.h"
 #include "_vector.h"
 
@@ -443,6 +444,37 @@ struct Worker {
         store(scores.data() + (row + r) * kChunk + begin + v * kLaneKeys, acc[r][v] * scale);
   }
 
+#if defined(COMPILESPEC_MATRIX_TILES)
+  // Scores of rows [first_row, last_row) by tiles: the pairs of 16 arranged keys are a panel.
+  void score_tiles(int64_t first_row, int64_t last_row, int64_t begin, int64_t end) {
+    const matrix_tiles::Panels panels{(const char*)key_pairs.data(), key_pad / 2, kChunk * 4,
+                                      matrix_tiles::kLine};
+    const matrix_tiles::RowTiles tiles(last_row - first_row);
+    const matrix_tiles::Configured configured(tiles.size);
+    const int64_t last = (end + kLaneKeys - 1) / kLaneKeys;
+    for (int64_t panel = begin / kLaneKeys, num; panel < last; panel += num) {
+      num = last - panel >= 2 ? 2 : 1;
+      for (int64_t tile = 0; tile < tiles.num_tiles; tile += 2) {
+        const int64_t count = std::min<int64_t>(2, tiles.num_tiles - tile);
+        const char* from[2];
+        float* to[2];
+        for (int64_t t = 0; t < count; ++t) {
+          const int64_t row = first_row + tiles.first(tile + t);
+          from[t] = (const char*)(query_pairs.data() + row * key_pad / 2);
+          to[t] = scores.data() + row * kChunk + panel * kLaneKeys;
+        }
+        matrix_tiles::multiply<matrix_tiles::Pairs>(count, num, from, key_pad * 2, panels, panel, to,
+                                                    kChunk, false);
+      }
+    }
+    for (int64_t row = first_row; row < last_row; ++row)
+      for (int64_t j = begin; j < last * kLaneKeys; j += kL) {
+        Acc* score = scores.data() + row * kChunk + j;
+        store(score, load(score) * Acc(problem.scale));
+      }
+  }
+#endif
+
   template <int Rows>
   void score_arranged(int64_t row, int64_t begin, int64_t end) {
     for (; begin + 3 * kLaneKeys < end; begin += 4 * kLaneKeys) score_pairs<Rows, 4>(row, begin);
@@ -459,6 +491,9 @@ struct Worker {
     if constexpr (kArranges<T>) {
       const int64_t first = begin / kLaneKeys * kLaneKeys;
       arrange(first, end);
+#if defined(COMPILESPEC_MATRIX_TILES)
+      if (matrix_tiles::available()) return score_tiles(first_row, last_row, first, end);
+#endif
       in_groups(first_row, last_row,
                 [&](auto rows, int64_t row) { score_arranged<rows()>(row, first, end); });
       return;

@@ -407,7 +407,7 @@ struct DynamicProblem {
 // The same sums by tiles.
 template <class T>
 void run_tiles(const Call& call, const DynamicProblem<T>& problem, const at::Tensor& packed) {
-  const matrix_tiles::Panels panels{(const char*)problem.weight, packed.size(1)};
+  const auto panels = matrix_tiles::Panels::packed(problem.weight, packed.size(1));
   const int64_t stride = panels.num_blocks() * matrix_tiles::kLine, rows = call.num_rows;
   static thread_local Aligned<int8_t> kept_rows;
   static thread_local std::vector<float> kept_scales;
