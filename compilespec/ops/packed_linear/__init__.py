@@ -1,8 +1,9 @@
 """Linear layer over a packed weight: a few rows cost as much as one, and rows are independent.
 
 On the CPU (`kernel.cpp`) every output element is one chain of fused multiply-adds over k = 0..K-1
-in float32 (float64 for float64), or of dot products of pairs where the CPU multiplies bfloat16 so,
-rounded once: its bits do not depend on the number of rows, the batch or the threads.
+in float32 (float64 for float64), or of dot products of pairs or of blocks of 32 where the CPU
+multiplies bfloat16 so, rounded once: its bits do not depend on the number of rows, the batch or the
+threads.
 """
 
 from __future__ import annotations

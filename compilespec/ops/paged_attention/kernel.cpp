@@ -4,7 +4,7 @@
 // Every output row (token, head) is computed by one fixed recipe that depends on its own position
 // only: the context is cut at multiples of kSegment and kChunk of the ABSOLUTE position, chunks
 // fold into a segment and segments into the result in order, and every element is one chain of fma,
-// or of dot products of pairs, over keys or head dims.  Which rows share a tile, the batch, the
+// of dot products of pairs or of blocks (_matrix_tiles.h), over keys or head dims.  Which rows share a tile, the batch, the
 // split over threads: none of it changes a bit.
 //
 // Rows of a tile: the tokens of one request times the query heads of one KV head, so that K and V
