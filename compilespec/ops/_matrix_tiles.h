@@ -27,8 +27,8 @@ namespace matrix_tiles {
 
 using packed_linear::kPanel;
 
-constexpr int kRows = 16;        // of a tile, at most
-constexpr int kLine = 64;        // bytes of a row of a tile
+constexpr int kRows = 16;           // of a tile, at most
+constexpr int kLine = 64;           // bytes of a row of a tile
 constexpr int kBlock = 16 * kLine;  // bytes of a panel that a tile takes
 
 // The eight tile registers: sums, two of rows of x, two of panels.
@@ -162,8 +162,19 @@ struct Configured {
 struct RowTiles {
   int64_t num_rows, num_tiles, size;
   explicit RowTiles(int64_t rows)
-      : num_rows(rows), num_tiles((rows + kRows - 1) / kRows), size((rows + num_tiles - 1) / num_tiles) {}
-  int64_t first(int64_t tile) const { return std::min(tile * size, num_rows - size); }
+      : num_rows(rows),
+        num_tiles((rows + kRows - 1) / kRows),
+        size((rows + num_tiles - 1) / num_tiles) {}
+
+  // f(tiles, first row of each) for two tiles at a time, or the last alone.
+  template <class F>
+  void in_pairs(const F& f) const {
+    for (int64_t tile = 0; tile < num_tiles; tile += 2) {
+      const int64_t last = num_rows - size,
+                    first[2] = {std::min(tile * size, last), std::min((tile + 1) * size, last)};
+      f(std::min<int64_t>(2, num_tiles - tile), first);
+    }
+  }
 };
 
 // Panels of num_lines lines of 64 bytes, which lie line_stride apart, as the panels lie `stride`.
@@ -232,7 +243,10 @@ void multiply(const char* const* x, int64_t x_stride, const Panels& panels, int6
   });
 }
 
-// The same for one tile of rows and one, two or four panels, or two tiles and one or two panels.
+// Panels beside each other in products of so many tiles of rows.
+constexpr int64_t panels_of(int64_t tiles) { return tiles == 1 ? 4 : 2; }
+
+// `multiply` for one tile of rows and one, two or four panels, or two tiles and one or two panels.
 template <class Elements, class... Arguments>
 void multiply(int64_t tiles, int64_t panels, const Arguments&... arguments) {
   if (tiles == 2)
@@ -243,43 +257,24 @@ void multiply(int64_t tiles, int64_t panels, const Arguments&... arguments) {
                    : multiply<Elements, 1, 1>)(arguments...);
 }
 
-// finish(sum, first row, rows, first panel, panels) for all rows of x and panels [panel, end).  What a
-// tile has stored cannot be read before it is in the cache: sums are finished after the next product.
+// finish(sum, first row, rows, first panel, panels) for all rows of x and panels [panel, end).
 template <class Elements, class Finish>
 void run_panels(const char* x, int64_t x_stride, int64_t rows, const Panels& panels, int64_t panel,
                 int64_t end, const Finish& finish) {
-  struct Product {
-    alignas(64) typename Elements::Sum sum[kMostSums * kRows * kPanel];
-    int64_t first[2], num_tiles = 0, panel, num_panels;
-  } products[2];
   const RowTiles tiles(rows);
   const Configured configured(tiles.size);
-  const int64_t width = tiles.num_tiles == 1 ? 4 : 2;
-  const auto finish_one = [&](const Product& done) {
-    for (int64_t t = 0; t < done.num_tiles; ++t)
-      finish(done.sum + t * tiles.size * done.num_panels * kPanel, done.first[t], tiles.size,
-             done.panel, done.num_panels);
-  };
-  int64_t count = 0;
+  alignas(64) typename Elements::Sum sums[kMostSums * kRows * kPanel];
+  const int64_t width = panels_of(tiles.num_tiles);
   for (int64_t num; panel < end; panel += num) {
     num = end - panel >= width ? width : 1;
-    for (int64_t tile = 0; tile < tiles.num_tiles; tile += 2) {
-      Product& one = products[count++ % 2];
-      one.num_tiles = std::min<int64_t>(2, tiles.num_tiles - tile);
-      one.panel = panel, one.num_panels = num;
-      const char* from[2];
-      typename Elements::Sum* sum[2];
-      for (int64_t t = 0; t < one.num_tiles; ++t) {
-        one.first[t] = tiles.first(tile + t);
-        from[t] = x + one.first[t] * x_stride;
-        sum[t] = one.sum + t * tiles.size * num * kPanel;
-      }
-      multiply<Elements>(one.num_tiles, num, from, x_stride, panels, panel, sum, num * kPanel,
-                         tile == 0);
-      finish_one(products[count % 2]);
-    }
+    tiles.in_pairs([&](int64_t count, const int64_t* first) {
+      const char* const from[2] = {x + first[0] * x_stride, x + first[1] * x_stride};
+      typename Elements::Sum* const sum[2] = {sums, sums + tiles.size * num * kPanel};
+      multiply<Elements>(count, num, from, x_stride, panels, panel, sum, num * kPanel,
+                         first[0] == 0);
+      for (int64_t t = 0; t < count; ++t) finish(sum[t], first[t], tiles.size, panel, num);
+    });
   }
-  finish_one(products[(count - 1) % 2]);
 }
 
 // The same for all panels, shared out among threads.
@@ -289,28 +284,16 @@ void run(const char* x, int64_t x_stride, int64_t num_rows, const Panels& panels
   const int64_t depth_bytes = panels.num_blocks() * kLine;
   const int64_t fit = (512 << 10) / std::max<int64_t>(depth_bytes, 1);  // rows that stay in L2
   const int64_t block = std::clamp<int64_t>(fit, 64, 512) / kRows * kRows;
-  const int64_t num_blocks = (num_rows + block - 1) / block, num_tiles = (num_rows + kRows - 1) / kRows;
-  const auto begin_of = [&](int64_t index) {
-    return std::min(num_tiles * index / num_blocks * kRows, num_rows);
-  };
-  const double read_ns = double(panels.stride) / 12;
-  const double compute_ns = double(std::min(block, num_rows) * panels.num_lines) / 20;
-  const int64_t width = num_tiles == 1 ? 4 : 2;
-  const auto pays = int64_t(8000 / (std::max(read_ns, compute_ns) + 50)) + 1;  // 8 us wake a thread
-  const int64_t grain = (pays + width - 1) / width * width;
-  const Reading reading{panels.data, num_panels, panels.stride};
-  parallel_for(num_blocks * num_panels, grain, reading, [&](int64_t unit, int64_t end) {
-    while (unit < end) {
-      const int64_t index = unit / num_panels, panel = unit % num_panels;
-      const int64_t last = std::min(num_panels, panel + end - unit);
-      const int64_t first = begin_of(index), count = begin_of(index + 1) - first;
-      run_panels<Elements>(x + first * x_stride, x_stride, count, panels, panel, last,
-                           [&](const auto* sum, int64_t row, int64_t size, int64_t p, int64_t num) {
-                             finish(sum, first + row, size, p, num);
-                           });
-      unit += last - panel;
-    }
-  });
+  const int64_t width = panels_of((num_rows + kRows - 1) / kRows);
+  const double row_ns = double(panels.num_lines) / 20;
+  packed_linear::share_blocks(
+      num_rows, kRows, block, row_ns, width, {panels.data, num_panels, panels.stride},
+      [&](int64_t first, int64_t rows, int64_t panel, int64_t end) {
+        run_panels<Elements>(x + first * x_stride, x_stride, rows, panels, panel, end,
+                             [&](const auto* sum, int64_t row, int64_t size, int64_t p, int64_t num) {
+                               finish(sum, first + row, size, p, num);
+                             });
+      });
 }
 
 }  // namespace matrix_tiles

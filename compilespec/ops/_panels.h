@@ -541,44 +541,56 @@ void run_block(const Problem<W>& problem, const Factor<W>* x, int64_t x_stride,
   }
 }
 
+// body(first row, rows, first panel, end) for blocks of at most `block` rows, of like numbers of tiles,
+// times all panels, shared out among threads.  row_ns: what a row takes with a panel; `width`: panels
+// of a tile.
+template <class F>
+void share_blocks(int64_t num_rows, int64_t tile_rows, int64_t block, double row_ns, int64_t width,
+                  const Reading& panels, const F& body) {
+  const int64_t num_blocks = (num_rows + block - 1) / block,
+                num_tiles = (num_rows + tile_rows - 1) / tile_rows;
+  const auto begin_of = [&](int64_t index) {
+    return std::min(num_tiles * index / num_blocks * tile_rows, num_rows);
+  };
+  const double read_ns = double(panels.bytes) / 12,
+               compute_ns = double(std::min(block, num_rows)) * row_ns;
+  const auto pays =
+      int64_t(8000 / (std::max(read_ns, compute_ns) + 50)) + 1;  // 8 us pays for waking a thread
+  const int64_t grain = (pays + width - 1) / width * width;  // of whole tiles: lone panels are slower
+  parallel_for(num_blocks * panels.count, grain, panels, [&](int64_t unit, int64_t end) {
+    while (unit < end) {
+      const int64_t index = unit / panels.count, panel = unit % panels.count;
+      const int64_t last = std::min(panels.count, panel + end - unit);
+      const int64_t first = begin_of(index);
+      body(first, begin_of(index + 1) - first, panel, last);
+      unit += last - panel;
+    }
+  });
+}
+
 template <class W>
 void run(const Problem<W>& problem) {
   using Acc = typename Storage<W>::Acc;
   constexpr int kBytes = sizeof(Factor<W>) / Strip<W>::kSteps;  // of an element of x
   const int64_t fit = (256 << 10) / kBytes / std::max<int64_t>(problem.depth, 1);
   const int64_t block = std::clamp<int64_t>(fit, 24, 192);  // rows whose x stays in L2
-  const int64_t num_blocks = (problem.num_rows + block - 1) / block;  // of like numbers of tiles
-  const auto block_begin = [&](int64_t index) {
-    const int64_t num_tiles = (problem.num_rows + kTileRows<W> - 1) / kTileRows<W>;
-    return std::min(num_tiles * index / num_blocks * kTileRows<W>, problem.num_rows);
-  };
-  const double read_ns = double(problem.depth * step_bytes<W>) / 12;
-  const double compute_ns =
-      double(std::min(block, problem.num_rows) * problem.depth * kPanel) / 30;
   const auto tile_rows = int(std::clamp<int64_t>(problem.num_rows, 1, kTileRows<W>));
-  const int64_t width = tile_panels<W>(tile_rows);
-  const auto pays =
-      int64_t(8000 / (std::max(read_ns, compute_ns) + 50)) + 1;  // 8 us pays for waking a thread
-  const int64_t grain = (pays + width - 1) / width * width;  // of whole tiles: lone panels are slower
   const int64_t panel_bytes = panel_elements<W>(problem.depth) * int64_t(sizeof(W));
-  const Reading reading{(const char*)problem.weight, problem.num_panels, panel_bytes};
   // A step's rows are one block, of which threads take many small shares: its factors are made once.
   static thread_local std::vector<Factor<W>> copied;
   int64_t shared_stride = 0;
-  const Factor<W>* shared =
-      num_blocks == 1 ? factors(problem, 0, problem.num_rows, copied, &shared_stride) : nullptr;
-  parallel_for(num_blocks * problem.num_panels, grain, reading, [&](int64_t unit, int64_t end) {
-    static thread_local Aligned<Acc> sums;
-    while (unit < end) {
-      const int64_t index = unit / problem.num_panels, panel = unit % problem.num_panels;
-      const int64_t last = std::min(problem.num_panels, panel + end - unit);
-      const int64_t first_row = block_begin(index), rows = block_begin(index + 1) - first_row;
-      int64_t stride = shared_stride;
-      const Factor<W>* x = shared ? shared : factors(problem, first_row, rows, copied, &stride);
-      run_block(problem, x, stride, first_row, rows, panel, last, sums);
-      unit += last - panel;
-    }
-  });
+  const Factor<W>* shared = problem.num_rows && problem.num_rows <= block
+                                ? factors(problem, 0, problem.num_rows, copied, &shared_stride)
+                                : nullptr;
+  share_blocks(
+      problem.num_rows, kTileRows<W>, block, double(problem.depth * kPanel) / 30,
+      tile_panels<W>(tile_rows), {(const char*)problem.weight, problem.num_panels, panel_bytes},
+      [&](int64_t first_row, int64_t rows, int64_t panel, int64_t end) {
+        static thread_local Aligned<Acc> sums;
+        int64_t stride = shared_stride;
+        const Factor<W>* x = shared ? shared : factors(problem, first_row, rows, copied, &stride);
+        run_block(problem, x, stride, first_row, rows, panel, end, sums);
+      });
 }
 
 }  // namespace packed_linear

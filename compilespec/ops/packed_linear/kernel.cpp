@@ -19,12 +19,15 @@ void run_tiles(const Problem<Pairs<c10::BFloat16>>& problem) {
   const bool as_it_is = problem.depth % kElements == 0;
   const int64_t padded = panels.num_blocks() * kElements,
                 stride = (as_it_is ? problem.x_stride : padded) * int64_t(sizeof(Element));
-  Aligned<Element> copied;
+  static thread_local Aligned<Element> copied;
   if (!as_it_is) {
-    copied.resize(size_t(problem.num_rows * padded));
-    for (int64_t r = 0; r < problem.num_rows; ++r)
-      std::copy_n((const Element*)problem.x + r * problem.x_stride, problem.depth,
-                  copied.data() + r * padded);
+    const int64_t size = problem.num_rows * padded;
+    if (int64_t(copied.size()) < size) copied.resize(size_t(size));
+    for (int64_t r = 0; r < problem.num_rows; ++r) {
+      Element* to = copied.data() + r * padded;
+      std::copy_n((const Element*)problem.x + r * problem.x_stride, problem.depth, to);
+      std::fill(to + problem.depth, to + padded, Element(0));
+    }
   }
   const char* x = as_it_is ? (const char*)problem.x : (const char*)copied.data();
   matrix_tiles::run<matrix_tiles::Pairs>(
@@ -67,25 +70,21 @@ void start(const at::Tensor& x, const at::Tensor& packed, const c10::optional<at
   run(problem);
 }
 
-// Sizes of a packed weight.
-template <class W>
-std::vector<int64_t> packed_sizes(int64_t out_features, int64_t depth) {
-  constexpr int kHeld = Strip<W>::kHeld;
-  std::vector<int64_t> sizes{(out_features + kPanel - 1) / kPanel, (depth + kHeld - 1) / kHeld, kPanel};
-  if (kHeld > 1) sizes.push_back(kHeld);
-  return sizes;
-}
-
 at::Tensor packed_linear(const at::Tensor& x, const at::Tensor& packed,
                          const c10::optional<at::Tensor>& bias, int64_t out_features) {
   using c10::ScalarType;
   const auto type = packed.scalar_type();
   TORCH_CHECK(x.dim() >= 1, "packed_linear: expected x [..., K]");
-  const auto sizes_of = type == ScalarType::BFloat16 ? packed_sizes<c10::BFloat16> : packed_sizes<float>;
-  const auto expected = sizes_of(out_features, x.size(-1));
-  TORCH_CHECK(packed.sizes() == expected && packed.is_contiguous(), "packed_linear: x ", x.sizes(),
-              " and ", out_features, " output features take a contiguous packed weight ",
-              at::IntArrayRef(expected), ", got ", packed.sizes());
+  const int64_t held = type == ScalarType::BFloat16 ? Strip<c10::BFloat16>::kHeld : 1,
+                num_panels = (out_features + kPanel - 1) / kPanel,
+                num_strips = (x.size(-1) + held - 1) / held;
+  const bool fits = packed.dim() == (held > 1 ? 4 : 3) && packed.size(0) == num_panels &&
+                    packed.size(1) == num_strips && packed.size(2) == kPanel &&
+                    (held == 1 || packed.size(3) == held);
+  TORCH_CHECK(fits && packed.is_contiguous(), "packed_linear: x ", x.sizes(), " and ", out_features,
+              " output features take a contiguous packed weight of ", num_panels, " panels of ",
+              num_strips, " strips of 16 columns and ", held, " input features, got ",
+              packed.sizes());
   TORCH_CHECK(!bias || (bias->dim() == 1 && bias->size(0) == out_features),
               "packed_linear: expected bias [", out_features, "]");
   TORCH_CHECK((x.scalar_type() == ScalarType::Double) == (type == ScalarType::Double),

@@ -4,8 +4,8 @@
 // Every output row (token, head) is computed by one fixed recipe that depends on its own position
 // only: the context is cut at multiples of kSegment and kChunk of the ABSOLUTE position, chunks
 // fold into a segment and segments into the result in order, and every element is one chain of fma,
-// of dot products of pairs or of blocks (_matrix_tiles.h), over keys or head dims.  Which rows share a tile, the batch, the
-// split over threads: none of it changes a bit.
+// of dot products of pairs or of blocks (_matrix_tiles.h), over keys or head dims.  Which rows share a
+// tile, the batch, the split over threads: none of it changes a bit.
 //
 // Rows of a tile: the tokens of one request times the query heads of one KV head, so that K and V
 // are read once for all.  Without a value cache a value is the beginning of its key (latents): one
@@ -454,18 +454,16 @@ struct Worker {
     const int64_t last = (end + kLaneKeys - 1) / kLaneKeys;
     for (int64_t panel = begin / kLaneKeys, num; panel < last; panel += num) {
       num = last - panel >= 2 ? 2 : 1;
-      for (int64_t tile = 0; tile < tiles.num_tiles; tile += 2) {
-        const int64_t count = std::min<int64_t>(2, tiles.num_tiles - tile);
-        const char* from[2];
-        float* to[2];
-        for (int64_t t = 0; t < count; ++t) {
-          const int64_t row = first_row + tiles.first(tile + t);
-          from[t] = (const char*)(query_pairs.data() + row * key_pad / 2);
-          to[t] = scores.data() + row * kChunk + panel * kLaneKeys;
-        }
-        matrix_tiles::multiply<matrix_tiles::Pairs>(count, num, from, key_pad * 2, panels, panel, to,
+      tiles.in_pairs([&](int64_t count, const int64_t* first) {
+        const int64_t rows[2] = {first_row + first[0], first_row + first[1]};
+        const uint32_t* query = query_pairs.data();
+        const char* const from[2] = {(const char*)(query + rows[0] * key_pad / 2),
+                                     (const char*)(query + rows[1] * key_pad / 2)};
+        float* to = scores.data() + panel * kLaneKeys;
+        float* const sum[2] = {to + rows[0] * kChunk, to + rows[1] * kChunk};
+        matrix_tiles::multiply<matrix_tiles::Pairs>(count, num, from, key_pad * 2, panels, panel, sum,
                                                     kChunk, false);
-      }
+      });
     }
     for (int64_t row = first_row; row < last_row; ++row)
       for (int64_t j = begin; j < last * kLaneKeys; j += kL) {
