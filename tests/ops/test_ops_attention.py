@@ -116,9 +116,10 @@ def test_rows_are_bitwise_independent(case, dtype, kernels, threads):
         assert torch.equal(prefill, batch)
 
 
-def test_later_tokens_cannot_leak(kernels):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_later_tokens_cannot_leak(dtype, kernels):
     """NaN in the K/V of a later row of the same tile leaves earlier rows untouched."""
-    pool = Pool(Case(context=62, num_tokens=6))
+    pool = Pool(Case(context=62, num_tokens=6, dtype=dtype))
     arguments = pool.arguments(pool.decode())
     clean = paged_attention(*arguments)
     arguments[1][:, :, 3:] = NAN

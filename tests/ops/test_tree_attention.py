@@ -26,6 +26,7 @@ CASES = [
     Case(context=254, softcap=5.0, window=100, head_dim=64, value_dim=64, block_size=64),
     Case(context=255, group=3, sinks=True, softcap=2.0, window=1),
     Case(batch=1, context=700, num_kv_heads=1, head_dim=48, value_dim=48),
+    Case(context=118, num_kv_heads=1, group=19),
     Case(latent=True, num_kv_heads=1, group=7, head_dim=40, value_dim=29, context=254),
     Case(latent=True, head_dim=21, value_dim=5, window=3, softcap=3.0, sinks=True, block_size=3),
 ]
@@ -79,9 +80,10 @@ def test_threads_and_padded_nodes_change_no_bit(kernels, threads):
     assert not got[1, 3:].any()
 
 
-def test_siblings_cannot_leak(kernels):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_siblings_cannot_leak(dtype, kernels):
     """NaN in the keys and values of a node leaves all but its descendants untouched."""
-    tree = Tree(Case(context=62))
+    tree = Tree(Case(context=62, dtype=dtype))
     arguments = tree.arguments()
     clean = paged_attention(*arguments)
     arguments[1][:, :, 2] = NAN

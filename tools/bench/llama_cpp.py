@@ -30,6 +30,11 @@ LAYER_TENSORS = {
     "mlp.down_proj": "ffn_down",
 }
 
+WITHOUT_AMX = (
+    "-DGGML_NATIVE=OFF -DGGML_AVX512=ON -DGGML_AVX512_VBMI=ON -DGGML_AVX512_VNNI=ON "
+    "-DGGML_AVX512_BF16=ON"
+)
+
 
 def library() -> Any:
     """The module `llama_cpp`.  Raises: Unavailable without it, or without gguf."""
@@ -52,6 +57,13 @@ class LlamaCppWay:
 
     def __init__(self, setup: Setup, name: str, kind: str | None = None) -> None:
         llama_cpp = library()
+        if kind is not None and b"AMX_INT8 = 1" in llama_cpp.llama_print_system_info():
+            raise Unavailable(
+                "llama.cpp built with AMX dies of an illegal instruction in quantized products "
+                "(ggml-org/llama.cpp#26954); build llama-cpp-python without it: "
+                f'CMAKE_ARGS="{WITHOUT_AMX}" pip install --no-cache-dir --force-reinstall '
+                "llama-cpp-python"
+            )
         self.name = name
         self.max_new_tokens = setup.max_new_tokens
         self.folder = tempfile.TemporaryDirectory(prefix="compilespec-bench-")
