@@ -36,11 +36,13 @@ LEVELS = (  # the best first
             "-march=x86-64-v4",
             "-mavx512vnni",
             "-mavx512bf16",
+            "-mavx512vbmi",
             "-mamx-tile",
             "-mamx-bf16",
             "-mamx-int8",
         ),
-        _AVX512 | {"avx512_vnni", "avx512_bf16", "amx_tile", "amx_bf16", "amx_int8"},
+        _AVX512
+        | {"avx512_vnni", "avx512_bf16", "avx512vbmi", "amx_tile", "amx_bf16", "amx_int8"},
     ),
     Level(
         "avx512_bf16",

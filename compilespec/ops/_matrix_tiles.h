@@ -187,16 +187,22 @@ struct Panels {
   static Panels packed(const void* data, int64_t num_lines) {
     return {(const char*)data, num_lines, kLine, num_lines * kLine};
   }
+  Panels from(int64_t panel) const {
+    return {data + panel * stride, num_lines, line_stride, stride};
+  }
+  // Some lines of each, or all from the first on.
+  Panels lines(int64_t first, int64_t count) const {
+    return {data + first * line_stride, count, line_stride, stride};
+  }
 };
 
-// sum[t][rows][Num * 16] = rows of x[t] times `Num` panels from `panel` on, for one or two tiles of
-// rows.  Rows have whole lines, zeros past their end.  `ahead`: whether the panels come from memory,
-// so that these and the next are fetched beforehand.
-template <class Elements, int Tiles, int Num>
-void multiply(const char* const* x, int64_t x_stride, const Panels& panels, int64_t panel,
-              typename Elements::Sum* const* sum, int64_t sum_stride, bool ahead) {
+// sum[t][rows][Num * 16] = rows of x[t] times the first `Num` panels, for one or two tiles of rows.
+// Rows have whole lines, zeros past their end.  fetch(block) is called before each block.
+template <class Elements, int Tiles, int Num, class Fetch>
+void multiply(const char* const* x, int64_t x_stride, const Panels& panels,
+              typename Elements::Sum* const* sum, int64_t sum_stride, const Fetch& fetch) {
   static_assert(Tiles * Num <= kMostSums && Tiles <= 2);
-  const char* from = panels.data + panel * panels.stride;
+  const char* from = panels.data;
   const int64_t num_blocks = panels.num_blocks(), whole = panels.num_lines / 16;
   const auto each_sum = [](const auto& f) __attribute__((always_inline)) {
     f(std::integral_constant<int, 0>());
@@ -213,17 +219,8 @@ void multiply(const char* const* x, int64_t x_stride, const Panels& panels, int6
         std::memcpy(last + p * kBlock + line * kLine,
                     from + p * panels.stride + (whole * 16 + line) * panels.line_stride, kLine);
   }
-  const char* next = from + packed_linear::kNear;
-  const int64_t turn = num_blocks - packed_linear::kNear / kBlock;
-  for (int64_t block = 0; block < num_blocks; ++block, next += kBlock) {
-    if (ahead) {
-      if (block == turn) next += (Num - 1) * panels.stride;
-#pragma GCC unroll 4
-      for (int p = 0; p < Num; ++p)
-#pragma GCC unroll 16
-        for (int line = 0; line < 16; ++line)
-          __builtin_prefetch(next + p * panels.stride + line * kLine, 0, 3);
-    }
+  for (int64_t block = 0; block < num_blocks; ++block) {
+    fetch(block);
     const bool is_whole = block < whole;
     const char* lines = is_whole ? from + block * 16 * panels.line_stride : last;
     const int64_t stride = is_whole ? panels.stride : kBlock,
@@ -247,19 +244,56 @@ void multiply(const char* const* x, int64_t x_stride, const Panels& panels, int6
 constexpr int64_t panels_of(int64_t tiles) { return tiles == 1 ? 4 : 2; }
 
 // `multiply` for one tile of rows and one, two or four panels, or two tiles and one or two panels.
-template <class Elements, class... Arguments>
-void multiply(int64_t tiles, int64_t panels, const Arguments&... arguments) {
+template <class Elements, class Fetch>
+void multiply(int64_t tiles, int64_t num, const char* const* x, int64_t x_stride,
+              const Panels& panels, typename Elements::Sum* const* sum, int64_t sum_stride,
+              const Fetch& fetch) {
+  const auto call = [&](auto kernel) { kernel(x, x_stride, panels, sum, sum_stride, fetch); };
   if (tiles == 2)
-    (panels == 2 ? multiply<Elements, 2, 2> : multiply<Elements, 2, 1>)(arguments...);
+    call(num == 2 ? multiply<Elements, 2, 2, Fetch> : multiply<Elements, 2, 1, Fetch>);
   else
-    (panels == 4   ? multiply<Elements, 1, 4>
-     : panels == 2 ? multiply<Elements, 1, 2>
-                   : multiply<Elements, 1, 1>)(arguments...);
+    call(num == 4   ? multiply<Elements, 1, 4, Fetch>
+         : num == 2 ? multiply<Elements, 1, 2, Fetch>
+                    : multiply<Elements, 1, 1, Fetch>);
 }
+inline constexpr auto kNothing = [](int64_t) {};
+
+// Panels as they lie in memory.  What serves in its place has the same methods, which a thread calls
+// on a copy of its own.
+template <class Elements>
+struct Packed {
+  Panels panels, here{};
+
+  // Make the next `num` panels ready.
+  void take(int64_t panel, int64_t /*num*/) { here = panels.from(panel); }
+
+  // The same for rows from here on.
+  const Packed& rows_from(int64_t /*first*/) const { return *this; }
+
+  // What `multiply` says, for tiles of `size` rows that begin at rows `first`.
+  void multiply(int64_t tiles, int64_t num, const char* const* x, int64_t x_stride,
+                const int64_t* first, int64_t /*size*/, typename Elements::Sum* const* sum) const {
+    if (first[0] != 0)
+      return matrix_tiles::multiply<Elements>(tiles, num, x, x_stride, here, sum, num * kPanel,
+                                              kNothing);
+    // What comes kNear bytes later in each panel, and in the end the beginning of the next panels.
+    const int64_t turn = here.num_blocks() - packed_linear::kNear / kBlock;
+    matrix_tiles::multiply<Elements>(
+        tiles, num, x, x_stride, here, sum, num * kPanel,
+        [this, num, turn](int64_t block) __attribute__((always_inline)) {
+          const char* next = here.data + packed_linear::kNear + block * kBlock;
+          if (block >= turn) next += (num - 1) * here.stride;
+          for (int64_t p = 0; p < num; ++p)
+#pragma GCC unroll 16
+            for (int line = 0; line < 16; ++line)
+              __builtin_prefetch(next + p * here.stride + line * kLine, 0, 3);
+        });
+  }
+};
 
 // finish(sum, first row, rows, first panel, panels) for all rows of x and panels [panel, end).
-template <class Elements, class Finish>
-void run_panels(const char* x, int64_t x_stride, int64_t rows, const Panels& panels, int64_t panel,
+template <class Elements, class Weight, class Finish>
+void run_panels(const char* x, int64_t x_stride, int64_t rows, Weight weight, int64_t panel,
                 int64_t end, const Finish& finish) {
   const RowTiles tiles(rows);
   const Configured configured(tiles.size);
@@ -267,34 +301,63 @@ void run_panels(const char* x, int64_t x_stride, int64_t rows, const Panels& pan
   const int64_t width = panels_of(tiles.num_tiles);
   for (int64_t num; panel < end; panel += num) {
     num = end - panel >= width ? width : 1;
+    weight.take(panel, num);
     tiles.in_pairs([&](int64_t count, const int64_t* first) {
       const char* const from[2] = {x + first[0] * x_stride, x + first[1] * x_stride};
       typename Elements::Sum* const sum[2] = {sums, sums + tiles.size * num * kPanel};
-      multiply<Elements>(count, num, from, x_stride, panels, panel, sum, num * kPanel,
-                         first[0] == 0);
+      weight.multiply(count, num, from, x_stride, first, tiles.size, sum);
       for (int64_t t = 0; t < count; ++t) finish(sum[t], first[t], tiles.size, panel, num);
     });
   }
 }
 
-// The same for all panels, shared out among threads.
-template <class Elements, class Finish>
-void run(const char* x, int64_t x_stride, int64_t num_rows, const Panels& panels, int64_t num_panels,
-         const Finish& finish) {
-  const int64_t depth_bytes = panels.num_blocks() * kLine;
-  const int64_t fit = (512 << 10) / std::max<int64_t>(depth_bytes, 1);  // rows that stay in L2
+// The same for all panels, shared out among threads, which read them so; blocks of 64 bytes of a row.
+template <class Elements, class Weight, class Finish>
+void run(const char* x, int64_t x_stride, int64_t num_rows, int64_t num_blocks, const Weight& weight,
+         const Reading& reading, const Finish& finish) {
+  const int64_t fit = (512 << 10) / std::max<int64_t>(num_blocks * kLine, 1);  // rows that stay in L2
   const int64_t block = std::clamp<int64_t>(fit, 64, 512) / kRows * kRows;
   const int64_t width = panels_of((num_rows + kRows - 1) / kRows);
-  const double row_ns = double(panels.num_lines) / 20;
+  const double row_ns = double(num_blocks * 16) / 20;
   packed_linear::share_blocks(
-      num_rows, kRows, block, row_ns, width, {panels.data, num_panels, panels.stride},
+      num_rows, kRows, block, row_ns, width, reading,
       [&](int64_t first, int64_t rows, int64_t panel, int64_t end) {
-        run_panels<Elements>(x + first * x_stride, x_stride, rows, panels, panel, end,
+        run_panels<Elements>(x + first * x_stride, x_stride, rows, weight.rows_from(first), panel, end,
                              [&](const auto* sum, int64_t row, int64_t size, int64_t p, int64_t num) {
                                finish(sum, first + row, size, p, num);
                              });
       });
 }
+
+#if defined(COMPILESPEC_BF16_DOT)
+// Products of bfloat16 rows, which are read where they lie if these are whole cache lines.  A line of
+// the weight's panels holds two k steps.
+template <class W, class Weight>
+void run_pairs(const packed_linear::Problem<W>& problem, const Weight& weight,
+               const Reading& reading) {
+  using Element = c10::BFloat16;
+  constexpr int64_t kElements = kLine / sizeof(Element);  // of a line
+  const int64_t num_blocks = (problem.depth + kElements - 1) / kElements;
+  const bool as_it_is = problem.depth % kElements == 0;
+  const int64_t padded = num_blocks * kElements,
+                stride = (as_it_is ? problem.x_stride : padded) * int64_t(sizeof(Element));
+  static thread_local Aligned<Element> copied;
+  if (!as_it_is) {
+    const int64_t size = problem.num_rows * padded;
+    if (int64_t(copied.size()) < size) copied.resize(size_t(size));
+    for (int64_t r = 0; r < problem.num_rows; ++r) {
+      Element* to = copied.data() + r * padded;
+      std::copy_n((const Element*)problem.x + r * problem.x_stride, problem.depth, to);
+      std::fill(to + problem.depth, to + padded, Element(0));
+    }
+  }
+  const char* x = as_it_is ? (const char*)problem.x : (const char*)copied.data();
+  run<Pairs>(x, stride, problem.num_rows, num_blocks, weight, reading,
+             [&](const float* sum, int64_t first, int64_t rows, int64_t panel, int64_t num) {
+               packed_linear::finish<W, Element>(problem, sum, num * kPanel, first, rows, panel, num);
+             });
+}
+#endif
 
 }  // namespace matrix_tiles
 }  // namespace compilespec

@@ -15,6 +15,7 @@ from compilespec.ops.quantized_linear import LAYOUTS, reference
 OPS = torch.ops.compilespec
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}  # relative to |x||w|
 SHAPES = [(1, 32), (15, 64), (33, 96), (100, 384), (256, 800)]  # N, K
+GROUPS = {32: 32, 64: 32, 96: 32, 384: 128, 800: 32}  # of K, input features of a group
 ODD = (48, 771)  # for weights without groups
 ROWS = (1, 2, 3, 5, 6, 7, 13, 24, 48, 97, 193)
 
@@ -45,12 +46,13 @@ def _int8(shape: tuple[int, int]) -> Weight:
 
 
 def _grouped_int8(shape: tuple[int, int]) -> Weight:
-    return _int8(shape)._replace(scale=torch.rand(shape[0], shape[1] // 32) + 0.1)
+    return _int8(shape)._replace(scale=torch.rand(shape[0], shape[1] // GROUPS[shape[1]]) + 0.1)
 
 
 def _int4(shape: tuple[int, int]) -> Weight:
     values = torch.randint(-8, 8, shape, dtype=torch.int8)
-    return Weight(values, (torch.rand(shape[0], shape[1] // 32) + 0.1).bfloat16(), 4)
+    scale = torch.rand(shape[0], shape[1] // GROUPS[shape[1]]) + 0.1
+    return Weight(values, scale.bfloat16(), 4)
 
 
 def _zeros(shape: tuple[int, int]) -> Weight:

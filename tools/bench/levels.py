@@ -29,7 +29,7 @@ from tools.bench import report
 from tools.bench.real import PREFILL_TOKENS, read_prompts
 from tools.real_models import SMOLLM2
 
-WEIGHTS = {"bf16": None, "int8_dynamic": "int8_dynamic"}
+WEIGHTS = {"bf16": None, "int8": "int8", "int8_dynamic": "int8_dynamic"}
 FIGURES = ("decode, batch 1", "decode, batch 8", f"prefill of {PREFILL_TOKENS}")
 
 

@@ -9,35 +9,6 @@
 namespace compilespec {
 namespace packed_linear {
 
-#if defined(COMPILESPEC_MATRIX_TILES)
-// By tiles, which read rows of x where they lie if these are whole cache lines.
-void run_tiles(const Problem<Pairs<c10::BFloat16>>& problem) {
-  using Element = c10::BFloat16;
-  constexpr int64_t kElements = matrix_tiles::kLine / sizeof(Element);  // of a line
-  const int64_t num_lines = (problem.depth + 1) / 2;  // of a panel
-  const auto panels = matrix_tiles::Panels::packed(problem.weight, num_lines);
-  const bool as_it_is = problem.depth % kElements == 0;
-  const int64_t padded = panels.num_blocks() * kElements,
-                stride = (as_it_is ? problem.x_stride : padded) * int64_t(sizeof(Element));
-  static thread_local Aligned<Element> copied;
-  if (!as_it_is) {
-    const int64_t size = problem.num_rows * padded;
-    if (int64_t(copied.size()) < size) copied.resize(size_t(size));
-    for (int64_t r = 0; r < problem.num_rows; ++r) {
-      Element* to = copied.data() + r * padded;
-      std::copy_n((const Element*)problem.x + r * problem.x_stride, problem.depth, to);
-      std::fill(to + problem.depth, to + padded, Element(0));
-    }
-  }
-  const char* x = as_it_is ? (const char*)problem.x : (const char*)copied.data();
-  matrix_tiles::run<matrix_tiles::Pairs>(
-      x, stride, problem.num_rows, panels, problem.num_panels,
-      [&](const float* sum, int64_t first, int64_t rows, int64_t panel, int64_t num) {
-        finish<Pairs<Element>, Element>(problem, sum, num * kPanel, first, rows, panel, num);
-      });
-}
-#endif
-
 template <class W>
 void start(const at::Tensor& x, const at::Tensor& packed, const c10::optional<at::Tensor>& bias,
            at::Tensor& out) {
@@ -65,7 +36,11 @@ void start(const at::Tensor& x, const at::Tensor& packed, const c10::optional<at
   problem.num_rows = problem.num_columns ? out.numel() / problem.num_columns : 0;
 #if defined(COMPILESPEC_MATRIX_TILES)
   if constexpr (std::is_same_v<W, Pairs<c10::BFloat16>>)
-    if (matrix_tiles::available()) return run_tiles(problem);
+    if (matrix_tiles::available()) {
+      const auto panels = matrix_tiles::Panels::packed(problem.weight, (depth + 1) / 2);
+      return matrix_tiles::run_pairs(problem, matrix_tiles::Packed<matrix_tiles::Pairs>{panels},
+                                     {panels.data, problem.num_panels, panels.stride});
+    }
 #endif
   run(problem);
 }

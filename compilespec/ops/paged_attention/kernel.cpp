@@ -461,8 +461,8 @@ struct Worker {
                                      (const char*)(query + rows[1] * key_pad / 2)};
         float* to = scores.data() + panel * kLaneKeys;
         float* const sum[2] = {to + rows[0] * kChunk, to + rows[1] * kChunk};
-        matrix_tiles::multiply<matrix_tiles::Pairs>(count, num, from, key_pad * 2, panels, panel, sum,
-                                                    kChunk, false);
+        matrix_tiles::multiply<matrix_tiles::Pairs>(count, num, from, key_pad * 2, panels.from(panel),
+                                                    sum, kChunk, matrix_tiles::kNothing);
       });
     }
     for (int64_t row = first_row; row < last_row; ++row)

@@ -1,9 +1,9 @@
 // Products with quantised weights on the CPU: packed_quantized_linear and
 // packed_dynamic_int8_linear.
 //
-// The first widens each stored strip to float32, or to bfloat16, and goes through the tiles of
-// _panels.h, so that rows are bitwise what they are alone.  The second quantises the rows of x as
-// well and sums in integers, which are exact in any order.
+// The first widens what is stored to float32, or to bfloat16, and goes through the tiles of _panels.h
+// or of _matrix_tiles.h, so that rows are bitwise what they are alone.  The second quantises the rows
+// of x as well and sums in integers, which are exact in any order.
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
@@ -200,8 +200,138 @@ struct Call {
   }
 };
 
+#if defined(COMPILESPEC_MATRIX_TILES)
+float sum_of(const c10::BFloat16* x, int64_t size) {
+  constexpr int64_t kPair = Storage<c10::BFloat16>::kPair;
+  Vector<float> even{}, odd{};
+  int64_t k = 0;
+  for (; k + kPair <= size; k += kPair) {
+    even += Storage<c10::BFloat16>::lo(x + k);
+    odd += Storage<c10::BFloat16>::hi(x + k);
+  }
+  float sum = sum_lanes<float>(even + odd);
+  for (; k < size; ++k) sum += float(x[k]);
+  return sum;
+}
+
+// Panels of W that a thread widens to pairs of bfloat16 before it multiplies, as many rows as there
+// are: integers of eight bits and float8 lose nothing.  Groups are multiplied one by one, and a sum is
+// theirs, each times its scale, as a chain; of its zero point the sum of the group's x is taken off.
 template <class W>
-void start(const Call& call, const at::Tensor& packed, const float* zero = nullptr) {
+struct Widened {
+  const Problem<Pairs<W>>& problem;
+  const float* sums_of_x = nullptr;  // [rows][groups], where there are zero points
+  matrix_tiles::Panels here{};
+  int64_t first_panel = 0;
+  // What the first product fetches, half of the panels after these; the other half is fetched while
+  // the first is widened, so that memory never rests.
+  const char* next = nullptr;
+  int64_t next_lines = 0;
+
+  Widened rows_from(int64_t first) const {
+    return {problem, sums_of_x ? sums_of_x + first * problem.num_groups : nullptr};
+  }
+
+  using Source = Strip<Pairs<W>>;
+  static constexpr int64_t kSteps = packed_linear::steps_per_line<Pairs<W>>;
+
+  // A cache line of stored weights to as many lines of pairs as it has pairs of steps.
+  static COMPILESPEC_INLINE void widen_line(const Pairs<W>* strip, uint32_t* to) {
+#if defined(__AVX512VBMI__)
+    if constexpr (Source::kStride == kPanel / 2) {
+      // Of each element the byte, its half in the lowest four bits, and what these stand for.
+      const __m512i bytes = _mm512_loadu_si512(strip);
+      __m512i place, shift, numbers;
+      for (int i = 0; i < 32; ++i) {
+        const int column = i / 2, number = i % 16 - (i % 16 < 8 ? 0 : 16);
+        ((uint16_t*)&place)[i] = uint16_t(i % 2 * 8 + column % 8);
+        ((uint16_t*)&shift)[i] = column < 8 ? 0 : 4;
+        ((uint16_t*)&numbers)[i] = uint16_t(std::bit_cast<uint32_t>(float(number)) >> 16);
+      }
+#pragma GCC unroll 4
+      for (int line = 0; line < 4; ++line) {
+        const __m512i from = _mm512_add_epi16(place, _mm512_set1_epi16(int16_t(line * 16)));
+        const __m512i halves = _mm512_srlv_epi16(_mm512_permutexvar_epi8(from, bytes), shift);
+        _mm512_storeu_si512(to + line * kPanel, _mm512_permutexvar_epi16(halves, numbers));
+      }
+      return;
+    }
+#endif
+#pragma GCC unroll 4
+    for (int64_t k = 0; k < kSteps; k += 2, strip += 2 * Source::kStride, to += kPanel)
+      store(to, Source::read(strip, strip + Source::kStride, 0));
+  }
+
+  void take(int64_t panel, int64_t num) {
+    const int64_t depth = problem.depth, num_lines = (depth + 31) / 32 * 16,
+                  stride = packed_linear::panel_elements<Pairs<W>>(depth);
+    static thread_local Aligned<uint32_t> lines;
+    lines.resize(size_t(matrix_tiles::kMostSums * num_lines * kPanel));
+    uint32_t* to = lines.data();
+    const int64_t half = (num + 1) / 2 * stride * int64_t(sizeof(W));  // bytes
+    next = (const char*)(problem.weight + (panel + num) * stride);
+    next_lines = half / 64;
+    for (int64_t p = panel; p < panel + num; ++p) {
+      const Pairs<W>* strip = problem.weight + p * stride;
+      int64_t k = 0;
+      for (; k + kSteps <= depth; k += kSteps, strip += kSteps * Source::kStride) {
+        __builtin_prefetch((const char*)strip + half, 0, 2);
+        widen_line(strip, to);
+        to += kSteps / 2 * kPanel;
+      }
+      for (; k < depth; k += 2, strip += 2 * Source::kStride, to += kPanel)
+        store(to, Source::read(strip, k + 1 < depth ? strip + Source::kStride : nullptr, 0));
+      uint32_t* end = lines.data() + (p - panel + 1) * num_lines * kPanel;
+      std::fill(to, end, 0u);
+      to = end;
+    }
+    here = matrix_tiles::Panels::packed(lines.data(), num_lines);
+    first_panel = panel;
+  }
+
+  // Fetch one of `parts` parts of `next`.
+  COMPILESPEC_INLINE void fetch(int64_t part, int64_t parts) const {
+    for (int64_t line = part * next_lines / parts; line < (part + 1) * next_lines / parts; ++line)
+      __builtin_prefetch(next + line * 64, 0, 2);
+  }
+
+  void multiply(int64_t tiles, int64_t num, const char* const* x, int64_t x_stride,
+                const int64_t* first, int64_t size, float* const* sum) const {
+    const int64_t width = num * kPanel, blocks = here.num_blocks();
+    const bool fetches = first[0] == 0;
+    if constexpr (!Strip<W>::kGrouped)
+      return matrix_tiles::multiply<matrix_tiles::Pairs>(
+          tiles, num, x, x_stride, here, sum, width,
+          [=, this](int64_t block) { if (fetches) fetch(block, blocks); });
+    const int64_t groups = problem.num_groups, lines = here.num_lines / groups;
+    alignas(64) float kept[matrix_tiles::kMostSums * matrix_tiles::kRows * kPanel];
+    float* const part[2] = {kept, kept + size * width};
+    for (int64_t g = 0; g < groups; ++g) {
+      const char* const from[2] = {x[0] + g * lines * 4, x[1] + g * lines * 4};
+      matrix_tiles::multiply<matrix_tiles::Pairs>(tiles, num, from, x_stride,
+                                                  here.lines(g * lines, lines), part, width,
+                                                  matrix_tiles::kNothing);
+      if (fetches) fetch(g, groups);
+      for (int64_t p = 0; p < num; ++p) {
+        const int64_t of_group = ((first_panel + p) * groups + g) * kPanel;
+        const Vector<float> scale = load(problem.scale + of_group),
+                            zero = Strip<W>::kHasZero ? load(problem.zero + of_group) : Vector<float>{};
+        for (int64_t t = 0; t < tiles; ++t)
+          for (int64_t r = 0; r < size; ++r) {
+            Vector<float> value = load(part[t] + r * width + p * kPanel);
+            if constexpr (Strip<W>::kHasZero)
+              value -= zero * sums_of_x[(first[t] + r) * groups + g];
+            float* to = sum[t] + r * width + p * kPanel;
+            store(to, g == 0 ? value * scale : fma(value, scale, load(to)));
+          }
+      }
+    }
+  }
+};
+#endif
+
+template <class W>
+Problem<W> describe(const Call& call, const at::Tensor& packed, const float* zero) {
   Problem<W> problem{};
   problem.x = call.x.const_data_ptr();
   problem.x_stride = call.x_stride;
@@ -221,16 +351,45 @@ void start(const Call& call, const at::Tensor& packed, const float* zero = nullp
                   problem.num_groups << problem.group_shift == problem.depth,
               "packed_quantized_linear: expected groups of a power of two, got ",
               problem.num_groups, " of ", problem.depth, " input features");
-  run(problem);
+  return problem;
 }
 
-// Products with W in pairs, where x and the CPU allow it.
+#if defined(COMPILESPEC_MATRIX_TILES)
+// By tiles, if groups are wide enough for them: those of 32 steps take a single row twice the time.
 template <class W>
-void start_ungrouped(const Call& call, const at::Tensor& packed) {
-#if defined(COMPILESPEC_BF16_DOT)
-  if (call.x.scalar_type() == c10::ScalarType::BFloat16) return start<Pairs<W>>(call, packed);
+bool run_tiles(const Problem<Pairs<W>>& problem) {
+  if (!matrix_tiles::available() || (problem.num_groups > 1 && problem.group_shift < 6)) return false;
+  Widened<W> weight{problem};
+  static thread_local std::vector<float> sums;
+  if (problem.zero) {
+    sums.resize(size_t(problem.num_rows * problem.num_groups));
+    const int64_t group = (problem.depth + problem.num_groups - 1) / problem.num_groups;
+    for (int64_t r = 0; r < problem.num_rows; ++r)
+      for (int64_t g = 0; g < problem.num_groups; ++g)
+        sums[size_t(r * problem.num_groups + g)] = sum_of(
+            (const c10::BFloat16*)problem.x + r * problem.x_stride + g * group, group);
+    weight.sums_of_x = sums.data();
+  }
+  const int64_t bytes = packed_linear::panel_elements<W>(problem.depth) * int64_t(sizeof(W));
+  matrix_tiles::run_pairs(problem, weight,
+                          {(const char*)problem.weight, problem.num_panels, bytes});
+  return true;
+}
 #endif
-  start<W>(call, packed);
+
+// Where x and the CPU allow it, of pairs: of groups by tiles alone.
+template <class W>
+void start(const Call& call, const at::Tensor& packed, const float* zero = nullptr) {
+#if defined(COMPILESPEC_BF16_DOT)
+  if (call.x.scalar_type() == c10::ScalarType::BFloat16) {
+    const auto problem = describe<Pairs<W>>(call, packed, zero);
+#if defined(COMPILESPEC_MATRIX_TILES)
+    if (run_tiles(problem)) return;
+#endif
+    if constexpr (!Strip<W>::kGrouped) return run(problem);
+  }
+#endif
+  run(describe<W>(call, packed, zero));
 }
 
 at::Tensor packed_quantized_linear(const at::Tensor& x, const at::Tensor& packed,
@@ -258,9 +417,9 @@ at::Tensor packed_quantized_linear(const at::Tensor& x, const at::Tensor& packed
   else if (type == ScalarType::Char && grouped)
     start<GroupedInt8>(call, packed);
   else if (type == ScalarType::Char)
-    start_ungrouped<Int8>(call, packed);
+    start<Int8>(call, packed);
   else if (type == ScalarType::Float8_e4m3fn && !grouped && !zero)
-    start_ungrouped<Float8>(call, packed);
+    start<Float8>(call, packed);
   else
     TORCH_CHECK(false, "packed_quantized_linear: unsupported weight type ", type, " with ",
                 scale.size(1), " groups", zero ? " and zero points" : "");
@@ -424,7 +583,8 @@ void run_tiles(const Call& call, const DynamicProblem<T>& problem, const at::Ten
     }
   });
   matrix_tiles::run<matrix_tiles::Quads>(
-      (const char*)x, stride, rows, panels, packed.size(0),
+      (const char*)x, stride, rows, panels.num_blocks(),
+      matrix_tiles::Packed<matrix_tiles::Quads>{panels}, {panels.data, packed.size(0), panels.stride},
       [&](const int32_t* sum, int64_t first, int64_t count, int64_t panel, int64_t num) {
         problem.finish(sum, row_scale + first, first, count, panel, num);
       });
