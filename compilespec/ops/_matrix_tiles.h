@@ -197,10 +197,11 @@ struct Panels {
 };
 
 // sum[t][rows][Num * 16] = rows of x[t] times the first `Num` panels, for one or two tiles of rows.
-// Rows have whole lines, zeros past their end.  fetch(block) is called before each block.
+// Rows have whole lines, zeros past their end.  `more`: of a chain that goes on, what sum has is kept.
+// fetch(block) is called before each block.
 template <class Elements, int Tiles, int Num, class Fetch>
 void multiply(const char* const* x, int64_t x_stride, const Panels& panels,
-              typename Elements::Sum* const* sum, int64_t sum_stride, const Fetch& fetch) {
+              typename Elements::Sum* const* sum, int64_t sum_stride, bool more, const Fetch& fetch) {
   static_assert(Tiles * Num <= kMostSums && Tiles <= 2);
   const char* from = panels.data;
   const int64_t num_blocks = panels.num_blocks(), whole = panels.num_lines / 16;
@@ -210,7 +211,13 @@ void multiply(const char* const* x, int64_t x_stride, const Panels& panels,
     if constexpr (Tiles * Num > 2) f(std::integral_constant<int, 2>());
     if constexpr (Tiles * Num > 3) f(std::integral_constant<int, 3>());
   };
-  each_sum([](auto i) __attribute__((always_inline)) { zero<kSums + i()>(); });
+  each_sum([&](auto i) __attribute__((always_inline)) {
+    constexpr int p = i() / Tiles, tile = i() % Tiles;
+    if (more)
+      load<kSums + i()>((const char*)(sum[tile] + p * kPanel), sum_stride * 4);
+    else
+      zero<kSums + i()>();
+  });
   alignas(64) char last[Num * kBlock];  // of the panels, where lines are missing
   if (whole < num_blocks) {
     std::memset(last, 0, sizeof(last));
@@ -247,8 +254,8 @@ constexpr int64_t panels_of(int64_t tiles) { return tiles == 1 ? 4 : 2; }
 template <class Elements, class Fetch>
 void multiply(int64_t tiles, int64_t num, const char* const* x, int64_t x_stride,
               const Panels& panels, typename Elements::Sum* const* sum, int64_t sum_stride,
-              const Fetch& fetch) {
-  const auto call = [&](auto kernel) { kernel(x, x_stride, panels, sum, sum_stride, fetch); };
+              bool more, const Fetch& fetch) {
+  const auto call = [&](auto kernel) { kernel(x, x_stride, panels, sum, sum_stride, more, fetch); };
   if (tiles == 2)
     call(num == 2 ? multiply<Elements, 2, 2, Fetch> : multiply<Elements, 2, 1, Fetch>);
   else
@@ -264,8 +271,8 @@ template <class Elements>
 struct Packed {
   Panels panels, here{};
 
-  // Make the next `num` panels ready.
-  void take(int64_t panel, int64_t /*num*/) { here = panels.from(panel); }
+  // Make the next `num` panels ready, for one call of `multiply` or for several.
+  void take(int64_t panel, int64_t /*num*/, bool /*once*/) { here = panels.from(panel); }
 
   // The same for rows from here on.
   const Packed& rows_from(int64_t /*first*/) const { return *this; }
@@ -275,11 +282,11 @@ struct Packed {
                 const int64_t* first, int64_t /*size*/, typename Elements::Sum* const* sum) const {
     if (first[0] != 0)
       return matrix_tiles::multiply<Elements>(tiles, num, x, x_stride, here, sum, num * kPanel,
-                                              kNothing);
+                                              false, kNothing);
     // What comes kNear bytes later in each panel, and in the end the beginning of the next panels.
     const int64_t turn = here.num_blocks() - packed_linear::kNear / kBlock;
     matrix_tiles::multiply<Elements>(
-        tiles, num, x, x_stride, here, sum, num * kPanel,
+        tiles, num, x, x_stride, here, sum, num * kPanel, false,
         [this, num, turn](int64_t block) __attribute__((always_inline)) {
           const char* next = here.data + packed_linear::kNear + block * kBlock;
           if (block >= turn) next += (num - 1) * here.stride;
@@ -301,7 +308,7 @@ void run_panels(const char* x, int64_t x_stride, int64_t rows, Weight weight, in
   const int64_t width = panels_of(tiles.num_tiles);
   for (int64_t num; panel < end; panel += num) {
     num = end - panel >= width ? width : 1;
-    weight.take(panel, num);
+    weight.take(panel, num, tiles.num_tiles <= 2);
     tiles.in_pairs([&](int64_t count, const int64_t* first) {
       const char* const from[2] = {x + first[0] * x_stride, x + first[1] * x_stride};
       typename Elements::Sum* const sum[2] = {sums, sums + tiles.size * num * kPanel};

@@ -462,7 +462,7 @@ struct Worker {
         float* to = scores.data() + panel * kLaneKeys;
         float* const sum[2] = {to + rows[0] * kChunk, to + rows[1] * kChunk};
         matrix_tiles::multiply<matrix_tiles::Pairs>(count, num, from, key_pad * 2, panels.from(panel),
-                                                    sum, kChunk, matrix_tiles::kNothing);
+                                                    sum, kChunk, false, matrix_tiles::kNothing);
       });
     }
     for (int64_t row = first_row; row < last_row; ++row)

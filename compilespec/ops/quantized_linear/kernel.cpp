@@ -221,12 +221,9 @@ template <class W>
 struct Widened {
   const Problem<Pairs<W>>& problem;
   const float* sums_of_x = nullptr;  // [rows][groups], where there are zero points
-  matrix_tiles::Panels here{};
-  int64_t first_panel = 0;
-  // What the first product fetches, half of the panels after these; the other half is fetched while
-  // the first is widened, so that memory never rests.
-  const char* next = nullptr;
-  int64_t next_lines = 0;
+  int64_t first_panel = 0, num_panels = 0;
+  bool is_wide = false;  // whether `lines` hold these panels
+  matrix_tiles::Panels lines{};
 
   Widened rows_from(int64_t first) const {
     return {problem, sums_of_x ? sums_of_x + first * problem.num_groups : nullptr};
@@ -262,69 +259,74 @@ struct Widened {
       store(to, Source::read(strip, strip + Source::kStride, 0));
   }
 
-  void take(int64_t panel, int64_t num) {
-    const int64_t depth = problem.depth, num_lines = (depth + 31) / 32 * 16,
-                  stride = packed_linear::panel_elements<Pairs<W>>(depth);
-    static thread_local Aligned<uint32_t> lines;
-    lines.resize(size_t(matrix_tiles::kMostSums * num_lines * kPanel));
-    uint32_t* to = lines.data();
-    const int64_t half = (num + 1) / 2 * stride * int64_t(sizeof(W));  // bytes
-    next = (const char*)(problem.weight + (panel + num) * stride);
-    next_lines = half / 64;
-    for (int64_t p = panel; p < panel + num; ++p) {
-      const Pairs<W>* strip = problem.weight + p * stride;
-      int64_t k = 0;
-      for (; k + kSteps <= depth; k += kSteps, strip += kSteps * Source::kStride) {
-        __builtin_prefetch((const char*)strip + half, 0, 2);
+  // For one product each piece of the panels is widened just before it is multiplied, in L1.
+  void take(int64_t panel, int64_t num, bool once) {
+    first_panel = panel;
+    num_panels = num;
+    is_wide = !once;
+    if (is_wide) widen(0, problem.depth);
+  }
+
+  // k steps [begin, end) of the panels.  Fetches the piece after that.
+  void widen(int64_t begin, int64_t end) {
+    const int64_t num_lines = (end - begin + 31) / 32 * 16,
+                  stride = packed_linear::panel_elements<Pairs<W>>(problem.depth),
+                  ahead = end < problem.depth ? (end - begin) * Source::kStride
+                                              : num_panels * stride - begin * Source::kStride;
+    static thread_local Aligned<uint32_t> widened;
+    if (int64_t(widened.size()) < num_panels * num_lines * kPanel)
+      widened.resize(size_t(num_panels * num_lines * kPanel));
+    for (int64_t p = 0; p < num_panels; ++p) {
+      const Pairs<W>* strip = problem.weight + (first_panel + p) * stride + begin * Source::kStride;
+      uint32_t *to = widened.data() + p * num_lines * kPanel, *last = to + num_lines * kPanel;
+      int64_t k = begin;
+      for (; k + kSteps <= end; k += kSteps, strip += kSteps * Source::kStride) {
+        __builtin_prefetch((const char*)(strip + ahead));
         widen_line(strip, to);
         to += kSteps / 2 * kPanel;
       }
-      for (; k < depth; k += 2, strip += 2 * Source::kStride, to += kPanel)
-        store(to, Source::read(strip, k + 1 < depth ? strip + Source::kStride : nullptr, 0));
-      uint32_t* end = lines.data() + (p - panel + 1) * num_lines * kPanel;
-      std::fill(to, end, 0u);
-      to = end;
+      for (; k < end; k += 2, strip += 2 * Source::kStride, to += kPanel)
+        store(to, Source::read(strip, k + 1 < end ? strip + Source::kStride : nullptr, 0));
+      std::fill(to, last, 0u);
     }
-    here = matrix_tiles::Panels::packed(lines.data(), num_lines);
-    first_panel = panel;
-  }
-
-  // Fetch one of `parts` parts of `next`.
-  COMPILESPEC_INLINE void fetch(int64_t part, int64_t parts) const {
-    for (int64_t line = part * next_lines / parts; line < (part + 1) * next_lines / parts; ++line)
-      __builtin_prefetch(next + line * 64, 0, 2);
+    lines = matrix_tiles::Panels::packed(widened.data(), num_lines);
   }
 
   void multiply(int64_t tiles, int64_t num, const char* const* x, int64_t x_stride,
-                const int64_t* first, int64_t size, float* const* sum) const {
-    const int64_t width = num * kPanel, blocks = here.num_blocks();
-    const bool fetches = first[0] == 0;
-    if constexpr (!Strip<W>::kGrouped)
-      return matrix_tiles::multiply<matrix_tiles::Pairs>(
-          tiles, num, x, x_stride, here, sum, width,
-          [=, this](int64_t block) { if (fetches) fetch(block, blocks); });
-    const int64_t groups = problem.num_groups, lines = here.num_lines / groups;
+                const int64_t* first, int64_t size, float* const* sum) {
+    constexpr int64_t kPiece = 64;  // k steps: threads of one core share its L1, and four panels take 8 KiB
+    const int64_t depth = problem.depth, groups = problem.num_groups, width = num * kPanel;
+    const int64_t piece = groups > 1 ? depth / groups : is_wide ? std::max<int64_t>(depth, 1) : kPiece;
     alignas(64) float kept[matrix_tiles::kMostSums * matrix_tiles::kRows * kPanel];
     float* const part[2] = {kept, kept + size * width};
-    for (int64_t g = 0; g < groups; ++g) {
-      const char* const from[2] = {x[0] + g * lines * 4, x[1] + g * lines * 4};
-      matrix_tiles::multiply<matrix_tiles::Pairs>(tiles, num, from, x_stride,
-                                                  here.lines(g * lines, lines), part, width,
+    for (int64_t k = 0; k < std::max<int64_t>(depth, 1); k += piece) {
+      const int64_t end = std::min(k + piece, depth);
+      if (!is_wide) widen(k, end);
+      const auto panels = is_wide ? lines.lines(k / 2, (end - k + 31) / 32 * 16) : lines;
+      const char* const from[2] = {x[0] + k * 2, x[1] + k * 2};
+      const bool more = !Strip<W>::kGrouped && k > 0;
+      matrix_tiles::multiply<matrix_tiles::Pairs>(tiles, num, from, x_stride, panels,
+                                                  Strip<W>::kGrouped ? part : sum, width, more,
                                                   matrix_tiles::kNothing);
-      if (fetches) fetch(g, groups);
-      for (int64_t p = 0; p < num; ++p) {
-        const int64_t of_group = ((first_panel + p) * groups + g) * kPanel;
-        const Vector<float> scale = load(problem.scale + of_group),
-                            zero = Strip<W>::kHasZero ? load(problem.zero + of_group) : Vector<float>{};
-        for (int64_t t = 0; t < tiles; ++t)
-          for (int64_t r = 0; r < size; ++r) {
-            Vector<float> value = load(part[t] + r * width + p * kPanel);
-            if constexpr (Strip<W>::kHasZero)
-              value -= zero * sums_of_x[(first[t] + r) * groups + g];
-            float* to = sum[t] + r * width + p * kPanel;
-            store(to, g == 0 ? value * scale : fma(value, scale, load(to)));
-          }
-      }
+      if constexpr (Strip<W>::kGrouped) add_group(k / piece, part, tiles, num, first, size, sum);
+    }
+  }
+
+  // sum (+)= scale * (part - zero * sum of x).
+  void add_group(int64_t g, const float* const* part, int64_t tiles, int64_t num,
+                 const int64_t* first, int64_t size, float* const* sum) const {
+    const int64_t groups = problem.num_groups, width = num * kPanel;
+    for (int64_t p = 0; p < num; ++p) {
+      const int64_t of_group = ((first_panel + p) * groups + g) * kPanel;
+      const Vector<float> scale = load(problem.scale + of_group),
+                          zero = Strip<W>::kHasZero ? load(problem.zero + of_group) : Vector<float>{};
+      for (int64_t t = 0; t < tiles; ++t)
+        for (int64_t r = 0; r < size; ++r) {
+          Vector<float> value = load(part[t] + r * width + p * kPanel);
+          if constexpr (Strip<W>::kHasZero) value -= zero * sums_of_x[(first[t] + r) * groups + g];
+          float* to = sum[t] + r * width + p * kPanel;
+          store(to, g == 0 ? value * scale : fma(value, scale, load(to)));
+        }
     }
   }
 };
@@ -358,7 +360,7 @@ Problem<W> describe(const Call& call, const at::Tensor& packed, const float* zer
 // By tiles, if groups are wide enough for them: those of 32 steps take a single row twice the time.
 template <class W>
 bool run_tiles(const Problem<Pairs<W>>& problem) {
-  if (!matrix_tiles::available() || (problem.num_groups > 1 && problem.group_shift < 6)) return false;
+  if (!matrix_tiles::available() || (problem.num_groups > 1 && problem.group_shift < 5)) return false;
   Widened<W> weight{problem};
   static thread_local std::vector<float> sums;
   if (problem.zero) {
