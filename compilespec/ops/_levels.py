@@ -41,8 +41,7 @@ LEVELS = (  # the best first
             "-mamx-bf16",
             "-mamx-int8",
         ),
-        _AVX512
-        | {"avx512_vnni", "avx512_bf16", "avx512vbmi", "amx_tile", "amx_bf16", "amx_int8"},
+        _AVX512 | {"avx512_vnni", "avx512_bf16", "avx512vbmi", "amx_tile", "amx_bf16", "amx_int8"},
     ),
     Level(
         "avx512_bf16",

@@ -14,8 +14,8 @@ from compilespec.ops.quantized_linear import LAYOUTS, reference
 
 OPS = torch.ops.compilespec
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}  # relative to |x||w|
-SHAPES = [(1, 32), (15, 64), (33, 96), (100, 384), (256, 800)]  # N, K
-GROUPS = {32: 32, 64: 32, 96: 32, 384: 128, 800: 32}  # of K, input features of a group
+SHAPES = [(1, 32), (15, 160), (33, 96), (100, 384), (256, 800)]  # N, K
+GROUPS = {32: 32, 64: 32, 160: 32, 96: 32, 384: 128, 800: 32}  # of K, input features of a group
 ODD = (48, 771)  # for weights without groups
 ROWS = (1, 2, 3, 5, 6, 7, 13, 24, 48, 97, 193)
 
@@ -57,7 +57,7 @@ def _int4(shape: tuple[int, int]) -> Weight:
 
 def _zeros(shape: tuple[int, int]) -> Weight:
     """Fractions for groups of four bits, whole numbers for rows of eight."""
-    if shape[1] == 64:
+    if shape[1] == 160:
         return _int8(shape)._replace(zero=torch.randint(-128, 128, (shape[0], 1)).to(torch.int8))
     weight = _int4(shape)
     return weight._replace(zero=(torch.randn(weight.scale.shape) * 8).bfloat16())
@@ -214,3 +214,16 @@ def test_opcheck(kind):
             torch.library.opcheck(
                 OPS.packed_dynamic_int8_linear.default, (x, quads, scale, None, 33)
             )
+
+
+@pytest.mark.parametrize("kind", UNGROUPED)
+@pytest.mark.parametrize("size", [1e-39, 1e-37, 1.0], ids=str)
+def test_rows_of_subnormal_numbers_are_what_they_are_alone(kind, size, kernels):
+    """Matrix instructions take them for zeros, so a row alone must, too."""
+    weight = KINDS[kind](ODD)
+    packed, scale = weight.packed()
+    x = (torch.randn(17, ODD[1]) * size).bfloat16()
+    together = OPS.packed_quantized_linear(x, packed, scale * 1000, None, ODD[0])
+    for row in range(17):
+        alone = OPS.packed_quantized_linear(x[row : row + 1], packed, scale * 1000, None, ODD[0])
+        assert torch.equal(alone, together[row : row + 1])

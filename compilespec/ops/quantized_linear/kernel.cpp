@@ -214,6 +214,15 @@ float sum_of(const c10::BFloat16* x, int64_t size) {
   return sum;
 }
 
+// While it lives, subnormal numbers are zeros to this thread, as they are to tiles.
+struct AsTiles {
+#if !defined(COMPILESPEC_EMULATE_MATRIX_TILES)
+  const unsigned mode = _mm_getcsr();
+  AsTiles() { _mm_setcsr(mode | 0x8040); }
+  ~AsTiles() { _mm_setcsr(mode); }
+#endif
+};
+
 // Panels of W that a thread widens to pairs of bfloat16 before it multiplies, as many rows as there
 // are: integers of eight bits and float8 lose nothing.  Groups are multiplied one by one, and a sum is
 // theirs, each times its scale, as a chain; of its zero point the sum of the group's x is taken off.
@@ -292,11 +301,51 @@ struct Widened {
     lines = matrix_tiles::Panels::packed(widened.data(), num_lines);
   }
 
+  // What tiles make of one row, bit for bit, in registers: widened numbers need not go through memory.
+  // Of a block of 32 k steps the even ones are a chain of fma, and so are the odd ones; the sum of both
+  // is added to that of the blocks before.
+  template <int Num>
+  __attribute__((noinline)) void multiply_row(const char* x, float* sum) const {
+    const int64_t depth = problem.depth, stride = packed_linear::panel_elements<Pairs<W>>(depth);
+    const Pairs<W>* strip = problem.weight + first_panel * stride;
+    Vector<float> total[Num] = {};
+    for (int64_t block = 0; block < depth; block += 32) {
+      Vector<float> even[Num] = {}, odd[Num] = {};
+      const int64_t end = std::min(block + 32, depth);
+      for (int64_t k = block; k < end; k += 2, strip += 2 * Source::kStride) {
+        uint32_t pair;
+        std::memcpy(&pair, x + k * 2, sizeof(pair));
+        const auto first = (Vector<float>)(splat(pair) << 16),
+                   second = (Vector<float>)(splat(pair) & 0xffff0000u);
+#pragma GCC unroll 4
+        for (int p = 0; p < Num; ++p) {
+          const Pairs<W>* from = strip + p * stride;
+          if (k % kSteps == 0) __builtin_prefetch((const char*)from + packed_linear::kNear);
+          even[p] = fma(first, Strip<W>::read(&from->stored, 0), even[p]);
+          if (k + 1 < end)
+            odd[p] = fma(second, Strip<W>::read(&(from + Source::kStride)->stored, 0), odd[p]);
+        }
+      }
+      for (int p = 0; p < Num; ++p) total[p] += even[p] + odd[p];
+    }
+    for (int p = 0; p < Num; ++p) store(sum + p * kPanel, total[p]);
+  }
+
   void multiply(int64_t tiles, int64_t num, const char* const* x, int64_t x_stride,
                 const int64_t* first, int64_t size, float* const* sum) {
+    if constexpr (!Strip<W>::kGrouped)
+      if (problem.num_rows == 1) {
+        const AsTiles as_tiles;
+        num == 4   ? multiply_row<4>(x[0], sum[0])
+        : num == 2 ? multiply_row<2>(x[0], sum[0])
+                   : multiply_row<1>(x[0], sum[0]);
+        return;
+      }
     constexpr int64_t kPiece = 64;  // k steps: threads of one core share its L1, and four panels take 8 KiB
     const int64_t depth = problem.depth, groups = problem.num_groups, width = num * kPanel;
-    const int64_t piece = groups > 1 ? depth / groups : is_wide ? std::max<int64_t>(depth, 1) : kPiece;
+    const int64_t piece = Strip<W>::kGrouped ? std::max<int64_t>(depth / groups, 1)
+                          : is_wide          ? std::max<int64_t>(depth, 1)
+                                             : kPiece;
     alignas(64) float kept[matrix_tiles::kMostSums * matrix_tiles::kRows * kPanel];
     float* const part[2] = {kept, kept + size * width};
     for (int64_t k = 0; k < std::max<int64_t>(depth, 1); k += piece) {
