@@ -406,7 +406,7 @@ Problem<W> describe(const Call& call, const at::Tensor& packed, const float* zer
 }
 
 #if defined(COMPILESPEC_MATRIX_TILES)
-// By tiles, if groups are wide enough for them: those of 32 steps take a single row twice the time.
+// Whether this went by tiles: groups must fill them, 32 steps each.
 template <class W>
 bool run_tiles(const Problem<Pairs<W>>& problem) {
   if (!matrix_tiles::available() || (problem.num_groups > 1 && problem.group_shift < 5)) return false;
