@@ -263,6 +263,8 @@ void multiply(int64_t tiles, int64_t num, const char* const* x, int64_t x_stride
          : num == 2 ? multiply<Elements, 1, 2, Fetch>
                     : multiply<Elements, 1, 1, Fetch>);
 }
+
+// Of products whose panels are in the cache: what they fetch.
 inline constexpr auto kNothing = [](int64_t) {};
 
 // Panels as they lie in memory.  What serves in its place has the same methods, which a thread calls
@@ -336,7 +338,6 @@ void run(const char* x, int64_t x_stride, int64_t num_rows, int64_t num_blocks, 
       });
 }
 
-#if defined(COMPILESPEC_BF16_DOT)
 // Products of bfloat16 rows, which are read where they lie if these are whole cache lines.  A line of
 // the weight's panels holds two k steps.
 template <class W, class Weight>
@@ -364,7 +365,6 @@ void run_pairs(const packed_linear::Problem<W>& problem, const Weight& weight,
                packed_linear::finish<W, Element>(problem, sum, num * kPanel, first, rows, panel, num);
              });
 }
-#endif
 
 }  // namespace matrix_tiles
 }  // namespace compilespec

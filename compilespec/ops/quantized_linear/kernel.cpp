@@ -341,7 +341,8 @@ struct Widened {
                    : multiply_row<1>(x[0], sum[0]);
         return;
       }
-    constexpr int64_t kPiece = 64;  // k steps: threads of one core share its L1, and four panels take 8 KiB
+    // k steps: threads of one core share its L1, and four panels of them take 8 KiB.
+    constexpr int64_t kPiece = 64;
     const int64_t depth = problem.depth, groups = problem.num_groups, width = num * kPanel;
     const int64_t piece = Strip<W>::kGrouped ? std::max<int64_t>(depth / groups, 1)
                           : is_wide          ? std::max<int64_t>(depth, 1)
@@ -433,11 +434,10 @@ template <class W>
 void start(const Call& call, const at::Tensor& packed, const float* zero = nullptr) {
 #if defined(COMPILESPEC_BF16_DOT)
   if (call.x.scalar_type() == c10::ScalarType::BFloat16) {
-    const auto problem = describe<Pairs<W>>(call, packed, zero);
 #if defined(COMPILESPEC_MATRIX_TILES)
-    if (run_tiles(problem)) return;
+    if (run_tiles(describe<Pairs<W>>(call, packed, zero))) return;
 #endif
-    if constexpr (!Strip<W>::kGrouped) return run(problem);
+    if constexpr (!Strip<W>::kGrouped) return run(describe<Pairs<W>>(call, packed, zero));
   }
 #endif
   run(describe<W>(call, packed, zero));
