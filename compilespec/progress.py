@@ -181,8 +181,12 @@ def rare_collections(*, only_imports: bool = False) -> Iterator[None]:
 
 def _count_as_old(*, may_collect: bool) -> None:
     global _num_kept
+    if not may_collect:
+        gc.freeze()
+        gc.unfreeze()
+        return
     num_objects = _all_to_oldest()
-    if may_collect and num_objects > _GROWTH * _num_kept:
+    if num_objects > _GROWTH * _num_kept:
         if _num_kept:
             gc.collect()
             num_objects = _all_to_oldest()
@@ -190,7 +194,7 @@ def _count_as_old(*, may_collect: bool) -> None:
 
 
 def _all_to_oldest() -> int:
-    """Returns: how many there are."""
+    """Returns: how many there are, counted one by one."""
     gc.freeze()
     num_objects = gc.get_freeze_count()
     gc.unfreeze()

@@ -191,9 +191,10 @@ def _num_copies(graph: fx.Graph, fragment: str) -> int:
 
 def add_weight(gm: fx.GraphModule, ctx: PassContext, name: str, tensor: Tensor) -> fx.Node:
     """The placeholder of a weight; a tensor that is already an input is shared, not fed twice."""
+    place = _torch_compat.storage_place(tensor)
     for known, other in ctx.weights.items():
         if other is tensor or (
-            _torch_compat.storage_place(other) == _torch_compat.storage_place(tensor)
+            _torch_compat.storage_place(other) == place
             and other.shape == tensor.shape
             and other.stride() == tensor.stride()
             and other.dtype == tensor.dtype

@@ -2,7 +2,8 @@
 
 A checkpoint is mapped, not read: its pages enter memory as a weight is packed, and would stay
 beside the packed copy as long as nobody else wants them.  They hold what the file holds, so the
-system can drop them at no cost and reads them again when somebody asks.
+process can let go of them and finds them again when somebody asks: in the system's cache of files,
+which the next start of a program reads, too.
 """
 
 from __future__ import annotations
@@ -15,9 +16,11 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 
-MADV_PAGEOUT = 21  # Linux 5.4
+MADV_DONTNEED = 4  # the process lets go of its pages, and loses what it changed in them
+MADV_PAGEOUT = 21  # Linux 5.4: the system keeps what was changed, but its cache loses the file
 
 
 class MappedPages:
@@ -51,8 +54,26 @@ class MappedPages:
             return 0
         start = -(-first // mmap.PAGESIZE) * mmap.PAGESIZE
         size = (first + num_bytes) // mmap.PAGESIZE * mmap.PAGESIZE - start
-        if size <= 0 or self._advise(
-            ctypes.c_void_p(start), ctypes.c_size_t(size), ctypes.c_int(MADV_PAGEOUT)
-        ):
+        if size <= 0:
             return 0
-        return size
+        advice = MADV_DONTNEED if _are_of_files(start, size) else MADV_PAGEOUT
+        refused = self._advise(ctypes.c_void_p(start), ctypes.c_size_t(size), ctypes.c_int(advice))
+        return 0 if refused else size
+
+
+def _are_of_files(start: int, size: int) -> bool:
+    """Whether the pages that this process has there are those of a file, none of them changed.
+
+    What /proc/self/pagemap tells of a page is 8 bytes: bit 63 means present, 62 swapped out, 61 a
+    page of a file; a changed page of a private mapping is the process's own.
+    """
+    num_pages = size // mmap.PAGESIZE
+    try:
+        with open("/proc/self/pagemap", "rb", buffering=0) as pages:
+            pages.seek(8 * (start // mmap.PAGESIZE))
+            entries = np.frombuffer(pages.read(8 * num_pages), dtype=np.uint64) >> np.uint64(61)
+    except OSError:
+        return False
+    return len(entries) == num_pages and bool(
+        ((entries == 0) | (entries & np.uint64(1) == 1)).all()
+    )

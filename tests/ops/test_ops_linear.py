@@ -42,6 +42,18 @@ def test_packing_is_lossless(shape, dtype):
     assert packed.shape[1:] == strips
     assert torch.equal(unpack_weight(packed, *shape), weight_NK)
     assert torch.equal(pack_weight(weight_NK.t().contiguous().t()), packed)  # strides do not matter
+    shifted = torch.cat([torch.zeros(1, dtype=dtype), weight_NK.flatten()])[1:].view(shape)
+    assert torch.equal(pack_weight(shifted), packed)  # nor where in its memory a weight begins
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(16, 2), (16, 1), (32, 6)], ids=str)
+def test_a_packed_weight_has_memory_of_its_own(shape, dtype):
+    weight_NK, _ = make_layer(shape, dtype)
+    packed = pack_weight(weight_NK)
+    before = packed.clone()
+    weight_NK.zero_()
+    assert torch.equal(packed, before)
 
 
 @pytest.mark.parametrize("rows", [0, 1, 2, 3, 4, 5, 6, 7, 13, 24, 200], ids="T{}".format)

@@ -1,8 +1,11 @@
 """Pages of a checkpoint leave memory once its weights were packed, and nothing is lost."""
 
+import ctypes
 import mmap
+import os
 import sys
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -17,6 +20,8 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="madvise of Linu
 def checkpoint(tmp_path):
     weights = {name: torch.randn(700, 1000) for name in "ab"}
     save_file(weights, tmp_path / "model.safetensors")
+    with (tmp_path / "model.safetensors").open("rb") as file:
+        os.fsync(file.fileno())  # pages that are not on the disk yet stay, whatever is advised
     return weights, load_file(tmp_path / "model.safetensors")
 
 
@@ -40,6 +45,22 @@ def test_changed_pages_are_kept(checkpoint):
     loaded["a"][3] = 7.0  # the mapping is private: the file does not know
     MappedPages().give_back([loaded["a"]])
     assert (loaded["a"][3] == 7.0).all()
+
+
+def test_pages_that_were_read_stay_in_the_systems_cache(checkpoint, tmp_path):
+    _, loaded = checkpoint
+    loaded["a"].sum()
+    MappedPages().give_back([loaded["a"]])
+    with (tmp_path / "model.safetensors").open("rb") as file:
+        pages = mmap.mmap(
+            file.fileno(), 0, prot=mmap.PROT_READ | mmap.PROT_WRITE, flags=mmap.MAP_PRIVATE
+        )
+        view = np.frombuffer(pages, dtype=np.uint8)
+        state = np.zeros(-(-view.nbytes // mmap.PAGESIZE), dtype=np.uint8)
+        ask = ctypes.CDLL(None).mincore
+        place, size = ctypes.c_void_p(view.ctypes.data), ctypes.c_size_t(view.nbytes)
+        assert ask(place, size, ctypes.c_void_p(state.ctypes.data)) == 0
+    assert (state & 1).all(), "the next start of a program would read the file again"
 
 
 def test_memory_of_its_own_is_left_alone(checkpoint):
