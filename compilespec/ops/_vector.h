@@ -219,6 +219,29 @@ COMPILESPEC_INLINE Vector<float> dot_pairs(VectorU32 a, VectorU32 b, Vector<floa
 }
 #endif
 
+#if defined(COMPILESPEC_BF16_DOT)
+// 16 numbers rounded to bfloat16, in their order.
+COMPILESPEC_INLINE void store_rounded(uint32_t* target, Vector<float> value) {
+#if defined(__AVX512BF16__)
+  const __m256i rounded = (__m256i)_mm512_cvtneps_pbh((__m512)value);
+#else
+  const __m256i rounded = _mm512_cvtepi32_epi16((__m512i)(round_to_bfloat16((VectorU32)value) >> 16));
+#endif
+  _mm256_storeu_si256((__m256i*)target, rounded);
+}
+
+struct Interleaved {
+  VectorU32 even, odd;
+};
+
+// The elements of two rows in pairs: those of even columns, and those of odd ones.
+COMPILESPEC_INLINE Interleaved pairs_of(const c10::BFloat16* first, const c10::BFloat16* second) {
+  const VectorU32 a = Storage<c10::BFloat16>::words(first),
+                  b = Storage<c10::BFloat16>::words(second);
+  return {(a & 0xffffu) | (b << 16), (a >> 16) | (b & 0xffff0000u)};
+}
+#endif
+
 // Pairs of bfloat16, a pair a lane, widened: what is multiplied without the instruction.
 struct WidePairs {
   Vector<float> even, odd;

@@ -58,6 +58,19 @@ template <class T>
 constexpr bool kDotsPairs = false;
 #endif
 
+// Whether probabilities are rounded to the values' type and multiplied by pairs of keys, of which one
+// instruction does two steps.  Not where matrix tiles are: those CPUs are slower at it.
+#if defined(COMPILESPEC_MATRIX_TILES)
+template <class T>
+constexpr bool kMixesPairs = false;
+#else
+template <class T>
+constexpr bool kMixesPairs = kDotsPairs<T>;
+#endif
+
+template <class T>
+constexpr int64_t kMixedKeys = kMixesPairs<T> ? 2 : 1;  // keys that are mixed in one step
+
 struct View {  // q, k, v as [B, N, S, H] with unit stride over H
   const void* data;
   int64_t batch, head, token;
@@ -180,6 +193,7 @@ struct Worker {
   std::vector<int64_t> lo, hi;  // visible keys of each row
   Aligned<Acc> query, scores, alpha, growth;
   Aligned<uint32_t> query_pairs, key_pairs;  // the latter [key_pad / 2][kChunk]
+  Aligned<uint32_t> factor_pairs;  // probabilities of pairs of keys, [num_rows][kChunk / 2]
   Aligned<T> key_copy, value_copy, zeros;
   Aligned<Acc> sum, top, out, seg_sum, seg_top, seg_out;
   const T *segment_keys[kSegment], *segment_values[kSegment];  // cells of the segment at hand
@@ -214,6 +228,7 @@ struct Worker {
     else
       query.resize(size_t(num_rows * key_pad));
     scores.resize(size_t(num_rows * kChunk));
+    if constexpr (kMixesPairs<T>) factor_pairs.resize(size_t(num_rows * kChunk / 2));
     alpha.resize(size_t(num_rows));
     growth.resize(size_t(num_rows));
     for (int64_t r = 0; r < num_rows; ++r) {
@@ -532,7 +547,10 @@ struct Worker {
     Vec total = {};
     for (int64_t j = first; j < last; j += kL) {
       const Vec p = exp(load(s + j) - base_score);
-      store(s + j, p);
+      if constexpr (kMixesPairs<T>)
+        store_rounded(factor_pairs.data() + (row * kChunk + j) / 2, p);
+      else
+        store(s + j, p);
       total += p;
     }
     alpha[row] = old - base_score;
@@ -559,25 +577,44 @@ struct Worker {
   void mix_columns(int64_t row, int64_t begin, int64_t end, int64_t column) {
     Vec acc[Rows][2 * Pairs];
     Acc* target = seg_out.data() + row * value_pad + column;
-    const Acc* p = scores.data() + row * kChunk;
 #pragma GCC unroll 4
     for (int r = 0; r < Rows; ++r)
 #pragma GCC unroll 8
       for (int v = 0; v < 2 * Pairs; ++v)
         acc[r][v] = load(target + r * value_pad + v * kL) * alpha[row + r];
-    for (int64_t j = begin; j < end; ++j) {
-      const T* value = values[j] + column;
+    // Factors are read again for every pair of vectors: no register is left to keep them in.
+    if constexpr (kMixesPairs<T>) {
+      const uint32_t* p = factor_pairs.data() + row * kChunk / 2;
+      for (int64_t j = begin / 2 * 2; j < end; j += 2) {
+        const T* first = (j < begin ? zeros.data() : values[j]) + column;
+        const T* second = (j + 1 < end ? values[j + 1] : zeros.data()) + column;
 #pragma GCC unroll 4
-      for (int pair = 0; pair < Pairs; ++pair) {
-        // The factors are read again for every pair: no register is left to keep them in.
-        const Acc* factors = forget_value(p + j);
-        const Vec even = in_register(Storage<T>::lo(value + pair * kPair));
-        const Vec odd = in_register(Storage<T>::hi(value + pair * kPair));
+        for (int pair = 0; pair < Pairs; ++pair) {
+          const uint32_t* factors = forget_value(p + j / 2);
+          const auto [even, odd] = pairs_of(first + pair * kPair, second + pair * kPair);
 #pragma GCC unroll 4
-        for (int r = 0; r < Rows; ++r) {
-          const Vec factor = splat(factors[r * kChunk]);
-          acc[r][2 * pair] = fma(factor, even, acc[r][2 * pair]);
-          acc[r][2 * pair + 1] = fma(factor, odd, acc[r][2 * pair + 1]);
+          for (int r = 0; r < Rows; ++r) {
+            const VectorU32 factor = splat(factors[r * kChunk / 2]);
+            acc[r][2 * pair] = dot_pairs(factor, even, acc[r][2 * pair]);
+            acc[r][2 * pair + 1] = dot_pairs(factor, odd, acc[r][2 * pair + 1]);
+          }
+        }
+      }
+    } else {
+      const Acc* p = scores.data() + row * kChunk;
+      for (int64_t j = begin; j < end; ++j) {
+        const T* value = values[j] + column;
+#pragma GCC unroll 4
+        for (int pair = 0; pair < Pairs; ++pair) {
+          const Acc* factors = forget_value(p + j);
+          const Vec even = in_register(Storage<T>::lo(value + pair * kPair));
+          const Vec odd = in_register(Storage<T>::hi(value + pair * kPair));
+#pragma GCC unroll 4
+          for (int r = 0; r < Rows; ++r) {
+            const Vec factor = splat(factors[r * kChunk]);
+            acc[r][2 * pair] = fma(factor, even, acc[r][2 * pair]);
+            acc[r][2 * pair + 1] = fma(factor, odd, acc[r][2 * pair + 1]);
+          }
         }
       }
     }
@@ -598,16 +635,20 @@ struct Worker {
   }
 
   // Keys [from, to) of the chunk: rows of a group together where all of them see the keys, alone at
-  // the ragged ends (a masked value may be NaN).
+  // the ragged ends (a masked value may be NaN).  Pairs of keys are whole for each row.
   template <int Rows>
   void mix_group(int64_t row, int64_t base, int64_t from, int64_t to) {
-    int64_t first[Rows], last[Rows], begin = from, end = to;
+    int64_t first[Rows], last[Rows];
     for (int r = 0; r < Rows; ++r) {
       first[r] = std::max(lo[row + r] - base, from);
       last[r] = std::min<int64_t>(hi[row + r] - base, to);
-      begin = std::max(begin, first[r]);
-      end = std::min(end, last[r]);
     }
+    const auto [least_first, most_first] = std::minmax_element(first, first + Rows);
+    const auto [least_last, most_last] = std::minmax_element(last, last + Rows);
+    constexpr int64_t kStep = kMixedKeys<T>;
+    int64_t begin = *most_first, end = *least_last;
+    if (begin != *least_first) begin = (begin + kStep - 1) / kStep * kStep;
+    if (end != *most_last) end = end / kStep * kStep;
     if (begin >= end) begin = end = to;
     for (int r = 0; r < Rows; ++r) mix<1>(row + r, first[r], std::min(last[r], begin));
     mix<Rows>(row, begin, end);
@@ -632,6 +673,8 @@ struct Worker {
   // One segment of the context: seg_top, seg_sum, seg_out of every row (top -inf and sum 0 where it
   // sees nothing).
   void run_segment(int64_t segment) {
+    // Where values that each token has of its own begin, or the pair of keys that holds the first.
+    const int64_t mixed_alone = tile->shared / kMixedKeys<T> * kMixedKeys<T>;
     seg_top.assign(size_t(num_rows), -std::numeric_limits<Acc>::infinity());
     seg_sum.assign(size_t(num_rows), Acc(0));
     seg_out.assign(size_t(num_rows * value_pad), Acc(0));
@@ -653,11 +696,11 @@ struct Worker {
         soften(row, base, all_present);
       }
       rescale(0, num_rows);
-      mix_rows(0, num_rows, base, 0, std::min<int64_t>(tile->shared - base, kChunk));
-      for (int64_t row = 0; end > tile->shared && row < num_rows; row += group) {
-        if (hi[row] <= std::max(begin, tile->shared)) continue;
+      mix_rows(0, num_rows, base, 0, std::min<int64_t>(mixed_alone - base, kChunk));
+      for (int64_t row = 0; end > mixed_alone && row < num_rows; row += group) {
+        if (hi[row] <= std::max(begin, mixed_alone)) continue;
         follow_path(tile->first_token + row / group, from, begin, end);
-        mix_rows(row, row + group, base, std::max<int64_t>(tile->shared - base, 0), kChunk);
+        mix_rows(row, row + group, base, std::max<int64_t>(mixed_alone - base, 0), kChunk);
       }
     }
   }
