@@ -38,7 +38,8 @@ class MappedPages:
             self._advise = ctypes.CDLL(None).madvise
 
     def give_back(self, tensors: Iterable[Tensor]) -> int:
-        """Let go of the whole pages of those that lie in a file's mapping; values stay the same.
+        """Let go of the whole pages of those that lie in a file's mapping; values stay the same,
+        unless somebody writes them meanwhile.
 
         Returns: bytes that the system was told of.
         """
@@ -56,24 +57,25 @@ class MappedPages:
         size = (first + num_bytes) // mmap.PAGESIZE * mmap.PAGESIZE - start
         if size <= 0:
             return 0
-        advice = MADV_DONTNEED if _are_of_files(start, size) else MADV_PAGEOUT
+        states = _page_states(start, size)
+        if states is not None and not states.any():
+            return 0
+        is_unchanged = states is not None and bool(((states == 0) | (states & 1 == 1)).all())
+        advice = MADV_DONTNEED if is_unchanged else MADV_PAGEOUT
         refused = self._advise(ctypes.c_void_p(start), ctypes.c_size_t(size), ctypes.c_int(advice))
         return 0 if refused else size
 
 
-def _are_of_files(start: int, size: int) -> bool:
-    """Whether the pages that this process has there are those of a file, none of them changed.
-
-    What /proc/self/pagemap tells of a page is 8 bytes: bit 63 means present, 62 swapped out, 61 a
-    page of a file; a changed page of a private mapping is the process's own.
+def _page_states(start: int, size: int) -> np.ndarray | None:
+    """Of each page that this process has there: 4 if it is present, 2 if it is swapped out, plus 1
+    if it is a page of a file (or of shared memory); a changed page of a private mapping is the
+    process's own.  None where /proc/self/pagemap does not tell.
     """
     num_pages = size // mmap.PAGESIZE
     try:
         with open("/proc/self/pagemap", "rb", buffering=0) as pages:
             pages.seek(8 * (start // mmap.PAGESIZE))
-            entries = np.frombuffer(pages.read(8 * num_pages), dtype=np.uint64) >> np.uint64(61)
+            entries = np.frombuffer(pages.read(8 * num_pages), dtype=np.uint64)
     except OSError:
-        return False
-    return len(entries) == num_pages and bool(
-        ((entries == 0) | (entries & np.uint64(1) == 1)).all()
-    )
+        return None
+    return entries >> np.uint64(61) if len(entries) == num_pages else None

@@ -21,14 +21,18 @@ CASES = [
 ]
 
 
+TOLERANCE = {torch.float64: 1e-12, torch.bfloat16: 1e-2}
+
+
+@pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_each_row_sees_its_part_of_the_cache_and_its_rows(case, kernels):
-    rows = BlockRows(dataclasses.replace(case, dtype=torch.float64))
+def test_each_row_sees_its_part_of_the_cache_and_its_rows(case, dtype, kernels):
+    rows, near = BlockRows(dataclasses.replace(case, dtype=dtype)), TOLERANCE[dtype]
     arguments = rows.arguments()
     got = paged_attention(*arguments)
-    torch.testing.assert_close(got, rows.wanted(), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(got.double(), rows.wanted(), rtol=near, atol=near)
     torch.testing.assert_close(
-        paged_attention_reference(*rows.arguments()), got, rtol=1e-12, atol=1e-12
+        paged_attention_reference(*rows.arguments()), got, rtol=near, atol=near
     )
     for cache, untouched in zip(arguments[3:5], rows.arguments()[3:5], strict=True):
         assert cache is None or torch.equal(cache.nan_to_num(7.0), untouched.nan_to_num(7.0))

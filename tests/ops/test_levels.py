@@ -14,7 +14,8 @@ AVX2, AVX512, VNNI = (next(x for x in _levels.LEVELS if x.name == n) for n in
                       ("avx2", "avx512", "avx512_vnni"))  # fmt: skip
 HERE = [level.name for level in _levels.fitting(_levels.cpu_features())]
 EMULATED = [x.name for x in _levels.EMULATED if x.features <= _levels.cpu_features()]
-OPERATORS = ("test_ops_attention.py", "test_ops_linear.py", "test_ops_quantized.py")
+OPERATORS = ("test_ops_attention.py", "test_tree_attention.py", "test_block_attention.py",
+             "test_ops_linear.py", "test_ops_quantized.py")  # fmt: skip
 
 
 @pytest.fixture

@@ -129,6 +129,20 @@ def test_later_tokens_cannot_leak(dtype, kernels):
     assert poisoned[:, 3:].isnan().all()
 
 
+@pytest.mark.parametrize("window", [7, 8], ids="window{}".format)
+@pytest.mark.parametrize("num_tokens", [1, 6], ids="S{}".format)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_keys_before_the_window_cannot_leak(dtype, num_tokens, window, kernels):
+    """NaN in the cell before the first that is seen, which may be the other of a pair."""
+    pool = Pool(Case(context=62, num_tokens=num_tokens, window=window, dtype=dtype))
+    clean = paged_attention(*pool.arguments(pool.decode()))
+    for row in range(pool.case.batch):
+        for position in range(62 - window + 1):
+            cell = divmod(pool.slot(row, position), pool.case.block_size)
+            pool.key_cache[cell] = pool.value_cache[cell] = NAN
+    assert torch.equal(paged_attention(*pool.arguments(pool.decode())), clean)
+
+
 def test_missing_blocks_and_positions_beyond_the_table_are_never_read(kernels):
     pool = Pool(Case(context=40))
     pool.table_RM[:, 1] = -1

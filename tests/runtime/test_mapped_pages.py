@@ -21,7 +21,7 @@ def checkpoint(tmp_path):
     weights = {name: torch.randn(700, 1000) for name in "ab"}
     save_file(weights, tmp_path / "model.safetensors")
     with (tmp_path / "model.safetensors").open("rb") as file:
-        os.fsync(file.fileno())  # pages that are not on the disk yet stay, whatever is advised
+        os.fsync(file.fileno())  # the system's cache keeps what is not on the disk yet
     return weights, load_file(tmp_path / "model.safetensors")
 
 

@@ -3,8 +3,8 @@
     python -m tools.bench.levels            written to results/levels.json
 
 A process for every level that this CPU runs (`COMPILESPEC_CPU_LEVEL`), each with engines in
-bfloat16, in int8, and in int8 on both sides; they take turns.  A level's rows must be the same alone and in
-company; between levels the last bit may differ, so that is counted and no more.
+bfloat16, in int8, and in int8 on both sides; they take turns.  A level's rows must be the same
+alone and in company; between levels the last bit may differ, so that is counted and no more.
 """
 
 from __future__ import annotations

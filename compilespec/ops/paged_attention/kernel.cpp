@@ -58,8 +58,8 @@ template <class T>
 constexpr bool kDotsPairs = false;
 #endif
 
-// Whether probabilities are rounded to the values' type and multiplied by pairs of keys, of which one
-// instruction does two steps.  Not where matrix tiles are: those CPUs are slower at it.
+// Whether probabilities are rounded to bfloat16, so that one instruction adds the values of two keys.
+// Not on levels with matrix tiles: those CPUs take twice as long for it.
 #if defined(COMPILESPEC_MATRIX_TILES)
 template <class T>
 constexpr bool kMixesPairs = false;
@@ -517,8 +517,8 @@ struct Worker {
               [&](auto rows, int64_t row) { score<rows()>(row, first, end); });
   }
 
-  // Scores to probabilities (not normalised) against the running maximum; notes what the row's top
-  // has changed by in alpha, and what its sum grows by.
+  // Scores to probabilities (not normalised, in their place or, rounded, in factor_pairs) against the
+  // running maximum; notes what the row's top has changed by in alpha, and what its sum grows by.
   void soften(int64_t row, int64_t base, bool all_present) {
     const int64_t begin = std::max(lo[row] - base, int64_t(0)),
                   end = std::min<int64_t>(hi[row] - base, kChunk);
@@ -572,7 +572,7 @@ struct Worker {
   }
 
   // seg_out[rows] = seg_out * alpha + probabilities times values over keys [begin, end) of the
-  // chunk.
+  // chunk.  In pairs, a key outside of them is multiplied as zeros.
   template <int Rows, int Pairs>
   void mix_columns(int64_t row, int64_t begin, int64_t end, int64_t column) {
     Vec acc[Rows][2 * Pairs];
