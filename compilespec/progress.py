@@ -181,21 +181,17 @@ def rare_collections(*, only_imports: bool = False) -> Iterator[None]:
 
 def _count_as_old(*, may_collect: bool) -> None:
     global _num_kept
-    if not may_collect:
-        gc.freeze()
-        gc.unfreeze()
-        return
-    num_objects = _all_to_oldest()
+    num_objects = _all_to_oldest(counts=may_collect)
     if num_objects > _GROWTH * _num_kept:
         if _num_kept:
             gc.collect()
-            num_objects = _all_to_oldest()
+            num_objects = _all_to_oldest(counts=True)
         _num_kept = num_objects
 
 
-def _all_to_oldest() -> int:
-    """Returns: how many there are, counted one by one."""
+def _all_to_oldest(*, counts: bool) -> int:
+    """Returns: how many there are, which is counted one by one; 0 if nobody `counts`."""
     gc.freeze()
-    num_objects = gc.get_freeze_count()
+    num_objects = gc.get_freeze_count() if counts else 0
     gc.unfreeze()
     return num_objects

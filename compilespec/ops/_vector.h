@@ -217,9 +217,7 @@ COMPILESPEC_INLINE Vector<float> dot_pairs(VectorU32 a, VectorU32 b, Vector<floa
   return fma((Vector<float>)(a << 16), (Vector<float>)(b << 16), sum);
 #endif
 }
-#endif
 
-#if defined(COMPILESPEC_BF16_DOT)
 // 16 numbers rounded to bfloat16, in their order.
 COMPILESPEC_INLINE void store_rounded(uint32_t* target, Vector<float> value) {
 #if defined(__AVX512BF16__)
@@ -230,12 +228,9 @@ COMPILESPEC_INLINE void store_rounded(uint32_t* target, Vector<float> value) {
   _mm256_storeu_si256((__m256i*)target, rounded);
 }
 
-struct Interleaved {
-  VectorU32 even, odd;
-};
-
 // The elements of two rows in pairs: those of even columns, and those of odd ones.
-COMPILESPEC_INLINE Interleaved pairs_of(const c10::BFloat16* first, const c10::BFloat16* second) {
+COMPILESPEC_INLINE std::pair<VectorU32, VectorU32> interleave(const c10::BFloat16* first,
+                                                              const c10::BFloat16* second) {
   const VectorU32 a = Storage<c10::BFloat16>::words(first),
                   b = Storage<c10::BFloat16>::words(second);
   return {(a & 0xffffu) | (b << 16), (a >> 16) | (b & 0xffff0000u)};

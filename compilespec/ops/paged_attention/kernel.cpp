@@ -571,6 +571,31 @@ struct Worker {
       seg_sum[row] = seg_sum[row] * alpha[row] + growth[row];
   }
 
+  // Probabilities of the chunk's keys, or of pairs of them: [num_rows][kChunk / kMixedKeys<T>].
+  const auto* factors() const {
+    if constexpr (kMixesPairs<T>)
+      return factor_pairs.data();
+    else
+      return scores.data();
+  }
+
+  // The even and the odd elements of a key's values, in pairs with those of the next key where pairs
+  // are mixed.
+  static COMPILESPEC_INLINE auto columns_of(const T* value, const T* next) {
+    if constexpr (kMixesPairs<T>)
+      return interleave(value, next);
+    else
+      return std::pair(in_register(Storage<T>::lo(value)), in_register(Storage<T>::hi(value)));
+  }
+
+  template <class Factor>
+  static COMPILESPEC_INLINE Vec add_product(Factor factor, Factor value, Vec sum) {
+    if constexpr (kMixesPairs<T>)
+      return dot_pairs(factor, value, sum);
+    else
+      return fma(factor, value, sum);
+  }
+
   // seg_out[rows] = seg_out * alpha + probabilities times values over keys [begin, end) of the
   // chunk.  In pairs, a key outside of them is multiplied as zeros.
   template <int Rows, int Pairs>
@@ -582,39 +607,21 @@ struct Worker {
 #pragma GCC unroll 8
       for (int v = 0; v < 2 * Pairs; ++v)
         acc[r][v] = load(target + r * value_pad + v * kL) * alpha[row + r];
-    // Factors are read again for every pair of vectors: no register is left to keep them in.
-    if constexpr (kMixesPairs<T>) {
-      const uint32_t* p = factor_pairs.data() + row * kChunk / 2;
-      for (int64_t j = begin / 2 * 2; j < end; j += 2) {
-        const T* first = (j < begin ? zeros.data() : values[j]) + column;
-        const T* second = (j + 1 < end ? values[j + 1] : zeros.data()) + column;
+    constexpr int64_t kStep = kMixedKeys<T>, kStride = kChunk / kStep;
+    const auto* p = factors() + row * kStride;
+    for (int64_t j = begin / kStep * kStep; j < end; j += kStep) {
+      const T* value = (j < begin ? zeros.data() : values[j]) + column;
+      const T* next = (j + 1 < end ? values[j + 1] : zeros.data()) + column;
 #pragma GCC unroll 4
-        for (int pair = 0; pair < Pairs; ++pair) {
-          const uint32_t* factors = forget_value(p + j / 2);
-          const auto [even, odd] = pairs_of(first + pair * kPair, second + pair * kPair);
+      for (int pair = 0; pair < Pairs; ++pair) {
+        // The factors are read again for every pair: no register is left to keep them in.
+        const auto* factor = forget_value(p + j / kStep);
+        const auto [even, odd] = columns_of(value + pair * kPair, next + pair * kPair);
 #pragma GCC unroll 4
-          for (int r = 0; r < Rows; ++r) {
-            const VectorU32 factor = splat(factors[r * kChunk / 2]);
-            acc[r][2 * pair] = dot_pairs(factor, even, acc[r][2 * pair]);
-            acc[r][2 * pair + 1] = dot_pairs(factor, odd, acc[r][2 * pair + 1]);
-          }
-        }
-      }
-    } else {
-      const Acc* p = scores.data() + row * kChunk;
-      for (int64_t j = begin; j < end; ++j) {
-        const T* value = values[j] + column;
-#pragma GCC unroll 4
-        for (int pair = 0; pair < Pairs; ++pair) {
-          const Acc* factors = forget_value(p + j);
-          const Vec even = in_register(Storage<T>::lo(value + pair * kPair));
-          const Vec odd = in_register(Storage<T>::hi(value + pair * kPair));
-#pragma GCC unroll 4
-          for (int r = 0; r < Rows; ++r) {
-            const Vec factor = splat(factors[r * kChunk]);
-            acc[r][2 * pair] = fma(factor, even, acc[r][2 * pair]);
-            acc[r][2 * pair + 1] = fma(factor, odd, acc[r][2 * pair + 1]);
-          }
+        for (int r = 0; r < Rows; ++r) {
+          const auto every = splat(factor[r * kStride]);
+          acc[r][2 * pair] = add_product(every, even, acc[r][2 * pair]);
+          acc[r][2 * pair + 1] = add_product(every, odd, acc[r][2 * pair + 1]);
         }
       }
     }
