@@ -268,6 +268,7 @@ class BufferSpec:
     dtype: torch.dtype
     fill: int = 0
     by_host: bool = False  # the host writes it between steps; no step does
+    order: tuple[int, ...] = ()  # dims from the slowest in memory to the fastest; (): as in shape
 
     @property
     def num_bytes(self) -> int:
@@ -275,6 +276,19 @@ class BufferSpec:
         for size in self.shape:
             count *= size
         return count * self.dtype.itemsize
+
+    @property
+    def strides(self) -> tuple[int, ...]:
+        """Elements from one index to the next, in each dim."""
+        strides, step = [1] * len(self.shape), 1
+        for dim in reversed(self.order or range(len(self.shape))):
+            strides[dim] = step
+            step *= self.shape[dim]
+        return tuple(strides)
+
+    def empty(self, device: torch.device) -> torch.Tensor:
+        """A tensor of its shape, dtype and strides, not filled."""
+        return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=device)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -197,8 +197,7 @@ class Shapes:
                 return torch.empty(self._token_shape(), dtype=torch.int32, device=device)
             if spec.kind == "batch":
                 return torch.empty(self._sizes[role[-1]], dtype=torch.int32, device=device)
-            buffer = ctx.buffers[role]
-            return torch.empty(buffer.shape, dtype=buffer.dtype, device=device)
+            return ctx.buffers[role].empty(device)
 
     def _token_shape(self) -> tuple[Any, Any]:
         """[B, S] in decode; prefill packs its tokens into one row."""

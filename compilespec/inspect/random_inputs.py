@@ -317,10 +317,10 @@ class _Draw:
     def _buffer(self, spec: BufferSpec, num_blocks: int) -> Tensor:
         config = self.ctx.config
         if spec.kind == "cache" and not self._is_shared(spec):
-            return self._normal(spec.shape, spec.dtype)
+            return spec.empty(config.device).copy_(self._normal(spec.shape, spec.dtype))
         if spec.kind == "cache":
-            shape = (num_blocks, *spec.shape[1:])
-            return torch.full(shape, float("nan"), dtype=spec.dtype, device=config.device)
+            small = dataclasses.replace(spec, shape=(num_blocks, *spec.shape[1:]))
+            return small.empty(config.device).fill_(float("nan"))
         if spec.name == "withheld_R":  # every other request has all drafts but one judged
             return self.int32([row % 2 for row in range(spec.shape[0])])
         if spec.name in _ASKED and config.dtype == torch.float64 and not self._plain:

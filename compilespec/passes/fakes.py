@@ -114,6 +114,5 @@ def _fake_input(mode: Any, spec: InputSpec, ctx: PassContext, sizes: dict[str, A
             sizes[dim] = _torch_compat.fake_tensor(mode, example, dynamic_dims=(0,)).shape[0]
         with mode:
             return torch.empty((sizes[dim],), dtype=torch.int32, device=device)
-    buffer = ctx.buffers[spec.name]
     with mode:
-        return torch.empty(buffer.shape, dtype=buffer.dtype, device=device)
+        return ctx.buffers[spec.name].empty(device)

@@ -13,12 +13,13 @@ MAPPED = 2**20  # bytes: from this size on, zeros on the CPU are the system's un
 
 
 def allocate(spec: BufferSpec, device: torch.device) -> Tensor:
-    """A buffer of the spec's shape and dtype, filled as it says.
+    """A buffer of the spec's shape, dtype and strides, filled as it says.
 
     Large buffers of zeros on the CPU take no memory until they are written, page by page: a KV
     cache is resident as far as requests have filled it, and a start does not wait for its zeros.
     """
     if device.type == "cpu" and spec.fill == 0 and spec.num_bytes >= MAPPED:
         pages = mmap.mmap(-1, spec.num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        return torch.frombuffer(pages, dtype=torch.uint8).view(spec.dtype).view(spec.shape)
-    return torch.full(spec.shape, spec.fill, dtype=spec.dtype, device=device)
+        flat = torch.frombuffer(pages, dtype=torch.uint8).view(spec.dtype)
+        return flat.as_strided(spec.shape, spec.strides)
+    return spec.empty(device).fill_(spec.fill)

@@ -76,9 +76,21 @@ struct View {  // q, k, v as [B, N, S, H] with unit stride over H
   int64_t batch, head, token;
 };
 
+// Cells of one position and one head each, with unit stride, in any order of positions and heads.
+struct Cache {
+  void* data;
+  int64_t cell, head;  // elements from a slot's cell to the next slot's, and to the next head's
+
+  template <class T>
+  T* at(int64_t slot, int64_t head_index) const {
+    return (T*)data + slot * cell + head_index * head;
+  }
+};
+
 struct Problem {
   View query, key, value;
-  void *key_cache, *value_cache, *out;  // value_cache: null where values are parts of keys
+  Cache key_cache, value_cache;  // value_cache.data: null where values are parts of keys
+  void* out;
   const int32_t *slot, *row, *position, *table;
   const void* sinks;    // [N] as Acc, or null
   const int32_t* path;   // [B, S, path_size], or null
@@ -88,6 +100,8 @@ struct Problem {
   int64_t num_blocks, block_size, table_rows, table_blocks;
   int64_t window;
   double scale, softcap;
+
+  bool has_values() const { return value_cache.data; }
 };
 
 struct Tile {  // consecutive tokens of one request; the keys that any of them sees
@@ -134,15 +148,15 @@ void write_cache(const Problem& problem) {
       const int64_t slot = problem.slot[token];
       if (slot < 0) continue;
       TORCH_CHECK(slot < cells, "paged_attention: slot ", slot, " in a cache of ", cells);
-      T* key = (T*)problem.key_cache + slot * problem.num_kv_heads * problem.head_dim;
-      for (int64_t n = 0; n < problem.num_kv_heads; ++n)
-        std::memcpy(key + n * problem.head_dim, token_ptr<T>(problem.key, problem.keys_per_batch, token, n),
+      for (int64_t n = 0; n < problem.num_kv_heads; ++n) {
+        std::memcpy(problem.key_cache.at<T>(slot, n),
+                    token_ptr<T>(problem.key, problem.keys_per_batch, token, n),
                     size_t(problem.head_dim) * sizeof(T));
-      if (!problem.value_cache) continue;
-      T* value = (T*)problem.value_cache + slot * problem.num_kv_heads * problem.value_dim;
-      for (int64_t n = 0; n < problem.num_kv_heads; ++n)
-        std::memcpy(value + n * problem.value_dim, token_ptr<T>(problem.value, problem.keys_per_batch, token, n),
-                    size_t(problem.value_dim) * sizeof(T));
+        if (problem.has_values())
+          std::memcpy(problem.value_cache.at<T>(slot, n),
+                      token_ptr<T>(problem.value, problem.keys_per_batch, token, n),
+                      size_t(problem.value_dim) * sizeof(T));
+      }
     }
   });
 }
@@ -210,7 +224,7 @@ struct Worker {
     worker.value_pad = (problem.value_dim + kPair - 1) / kPair * kPair;
     worker.zeros.assign(size_t(std::max(worker.key_pad, worker.value_pad)), T(0));
     if (worker.key_pad != problem.head_dim) worker.key_copy.resize(size_t(kSegment * worker.key_pad));
-    if (problem.value_cache && worker.value_pad != problem.value_dim)
+    if (problem.has_values() && worker.value_pad != problem.value_dim)
       worker.value_copy.resize(size_t(kSegment * worker.value_pad));
     return worker;
   }
@@ -267,8 +281,6 @@ struct Worker {
     std::fill(segment_keys + last, segment_keys + (last + kGroup - 1) / kGroup * kGroup,
               zeros.data());
     const int32_t* table = problem.table + problem.row[tile->first_token] * problem.table_blocks;
-    const int64_t key_stride = problem.num_kv_heads * problem.head_dim,
-                  value_stride = problem.num_kv_heads * problem.value_dim;
     bool all_present = true;
     for (int64_t key = begin; key < end;) {
       const int64_t index = key / problem.block_size,
@@ -281,16 +293,12 @@ struct Worker {
         }
         continue;
       }
-      const int64_t cell = block * problem.block_size + key % problem.block_size;
-      const T* from_key =
-          (const T*)problem.key_cache + cell * key_stride + kv_head * problem.head_dim;
+      const int64_t slot = block * problem.block_size + key % problem.block_size;
       const int64_t i = key - base, count = stop - key;
       std::fill_n(segment_present + i, count, true);
-      point(segment_keys + i, from_key, count, key_stride, problem.head_dim, key_pad, key_copy, i);
-      if (problem.value_cache) {
-        const T* from_value =
-            (const T*)problem.value_cache + cell * value_stride + kv_head * problem.value_dim;
-        point(segment_values + i, from_value, count, value_stride, problem.value_dim, value_pad,
+      point(segment_keys + i, problem.key_cache, slot, count, problem.head_dim, key_pad, key_copy, i);
+      if (problem.has_values()) {
+        point(segment_values + i, problem.value_cache, slot, count, problem.value_dim, value_pad,
               value_copy, i);
       } else {
         // Of a value that is part of its key, what lies past value_dim is never stored.
@@ -303,14 +311,15 @@ struct Worker {
     return all_present;
   }
 
-  // Point at `count` cells that lie `stride` apart, or at their padded copies, from the i-th on.
-  static void point(const T** cells, const T* source, int64_t count, int64_t stride, int64_t size,
-                    int64_t padded, Aligned<T>& copy, int64_t i) {
+  // Point at `count` cells of the head from a slot on, or at their padded copies from the i-th on.
+  void point(const T** cells, const Cache& cache, int64_t slot, int64_t count, int64_t size,
+             int64_t padded, Aligned<T>& copy, int64_t i) const {
+    const T* source = cache.at<const T>(slot, kv_head);
     if (size == padded)
-      for (int64_t c = 0; c < count; ++c) cells[c] = source + c * stride;
+      for (int64_t c = 0; c < count; ++c) cells[c] = source + c * cache.cell;
     else
       for (int64_t c = 0; c < count; ++c)
-        cells[c] = pad(source + c * stride, size, padded, copy, i + c);
+        cells[c] = pad(source + c * cache.cell, size, padded, copy, i + c);
   }
 
   static const T* pad(const T* source, int64_t size, int64_t padded, Aligned<T>& copy,
@@ -335,7 +344,7 @@ struct Worker {
       const int64_t place = b * problem.keys_per_batch + index;
       const T* own = token_ptr<T>(problem.key, problem.keys_per_batch, place, kv_head);
       segment_keys[i] = segment_values[i] = pad(own, problem.head_dim, key_pad, key_copy, i);
-      if (problem.value_cache) {
+      if (problem.has_values()) {
         own = token_ptr<T>(problem.value, problem.keys_per_batch, place, kv_head);
         segment_values[i] = pad(own, problem.value_dim, value_pad, value_copy, i);
       }
@@ -353,7 +362,7 @@ struct Worker {
   void fetch_beside(int64_t j, int64_t count, int64_t end) const {
     for (int64_t i = j + kKeysAhead; i < std::min(j + kKeysAhead + count, end); ++i)
       fetch(keys[i], key_pad);
-    if (problem.value_cache)
+    if (problem.has_values())
       for (int64_t i = j; i < std::min(j + count, end); ++i) fetch(values[i], value_pad);
   }
 
@@ -857,6 +866,16 @@ void run(const Problem& problem) {
   }
 }
 
+// The cells of a cache [num_blocks, block_size, Nkv, H] whose slots lie evenly apart.
+Cache cache_of(const at::Tensor& cache, const char* name) {
+  const int64_t cell = cache.size(1) == 1 ? cache.stride(0) : cache.stride(1);
+  TORCH_CHECK((cache.size(3) == 1 || cache.stride(3) == 1) &&
+                  (cache.size(0) <= 1 || cache.stride(0) == cache.size(1) * cell),
+              "paged_attention: ", name, " must have a unit stride over its last dim, and blocks "
+              "that follow each other, got strides ", cache.strides(), " of ", cache.sizes());
+  return {cache.mutable_data_ptr(), cell, cache.stride(2)};
+}
+
 // q, k or v with unit stride over the head dim (a copy only when it has another).
 View view_of(const at::Tensor& tensor, at::Tensor& keep) {
   keep = tensor.stride(3) == 1 || tensor.size(3) == 1 ? tensor : tensor.contiguous();
@@ -875,8 +894,8 @@ const int32_t* int32_ptr(const at::Tensor& tensor, const char* name, at::Tensor&
 // Values of their own must fit the keys, and their cache the keys' one.
 void check_values(const Problem& p, const at::Tensor& key, const at::Tensor& value,
                   const at::Tensor& key_cache, const at::Tensor& value_cache) {
-  TORCH_CHECK(value.dim() == 4 && value_cache.dim() == 4 && value_cache.is_contiguous(),
-              "paged_attention: v and its cache have four dims, and the cache is contiguous");
+  TORCH_CHECK(value.dim() == 4 && value_cache.dim() == 4,
+              "paged_attention: v and its cache have four dims");
   TORCH_CHECK(value.scalar_type() == key.scalar_type() &&
                   value_cache.scalar_type() == key.scalar_type(),
               "paged_attention: q, k, v and the caches share one dtype, got ", key.scalar_type(),
@@ -899,7 +918,6 @@ void describe_keys(Problem& p, const at::Tensor& key, const c10::optional<at::Te
               "paged_attention: v and its cache go together");
   TORCH_CHECK(key.dim() == 4 && key_cache.dim() == 4,
               "paged_attention: q, k, v and the caches have four dims");
-  TORCH_CHECK(key_cache.is_contiguous(), "paged_attention: caches must be contiguous");
   TORCH_CHECK(key_cache.scalar_type() == key.scalar_type(),
               "paged_attention: q, k, v and the caches share one dtype, got ", key.scalar_type(),
               " and ", key_cache.scalar_type());
@@ -918,8 +936,8 @@ void describe_keys(Problem& p, const at::Tensor& key, const c10::optional<at::Te
   p.slot = int32_ptr(slot, "slot", keep[2]);
   TORCH_CHECK(slot.numel() == p.num_keys, "paged_attention: slot is [", key.size(0), ", ",
               p.keys_per_batch, "], got ", slot.sizes());
-  p.key_cache = key_cache.mutable_data_ptr();
-  p.value_cache = has_values ? value_cache->mutable_data_ptr() : nullptr;
+  p.key_cache = cache_of(key_cache, "the cache of keys");
+  if (has_values) p.value_cache = cache_of(*value_cache, "the cache of values");
 }
 
 template <class F>
@@ -970,7 +988,7 @@ at::Tensor paged_attention(const at::Tensor& query, const at::Tensor& key,
   TORCH_CHECK(key.size(0) == batch && (has_path || key.size(2) == p.tokens_per_batch) &&
                   query.size(3) == p.head_dim,
               "paged_attention: q ", query.sizes(), " and k ", key.sizes(), " do not fit");
-  TORCH_CHECK(p.value_cache || (p.value_dim > 0 && p.value_dim <= p.head_dim),
+  TORCH_CHECK(p.has_values() || (p.value_dim > 0 && p.value_dim <= p.head_dim),
               "paged_attention: a value is the first 1 to ", p.head_dim, " numbers of its key, got ",
               p.value_dim);
   at::Tensor out =
