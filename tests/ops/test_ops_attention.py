@@ -17,6 +17,7 @@ from torch._inductor.utils import run_and_get_code
 from compilespec.ops import _build, attention, pack_weight, packed_linear, paged_attention
 from compilespec.ops.attention import attention_reference
 from compilespec.ops.paged_attention import paged_attention_reference
+from compilespec.passes.insert_paged_attention import HEADS_FIRST
 from tests.support.attention import NAN, Case, Pool
 
 TOLERANCE = {torch.float32: 5e-6, torch.float64: 1e-13, torch.bfloat16: 1e-2, torch.float16: 2e-3}
@@ -41,6 +42,14 @@ CASES = [
 ]
 
 
+def heads_first(cache: Tensor | None) -> Tensor | None:
+    """The same cache as engines have it on the CPU."""
+    if cache is None:
+        return None
+    in_memory = cache.permute(HEADS_FIRST).contiguous()
+    return in_memory.permute([HEADS_FIRST.index(dim) for dim in range(4)])
+
+
 @pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_paged_attention_equals_reference(case, dtype):
@@ -52,6 +61,10 @@ def test_paged_attention_equals_reference(case, dtype):
     got_arguments, want_arguments = pool.arguments(tokens_BS), pool.arguments(tokens_BS)
     got = paged_attention(*got_arguments)
     want = paged_attention_reference(*want_arguments)
+    by_head = pool.arguments(tokens_BS)
+    by_head = (*by_head[:3], *map(heads_first, by_head[3:5]), *by_head[5:])
+    torch.testing.assert_close(paged_attention(*by_head), got, rtol=0, atol=0)
+    torch.testing.assert_close(by_head[3:5], got_arguments[3:5], rtol=0, atol=0, equal_nan=True)
     assert got.dtype == dtype
     assert got.is_contiguous()
     assert not want.isnan().any()
@@ -164,6 +177,8 @@ def test_wrong_metadata_is_refused(kernels):
         (2, arguments[2].double()),
         (2, None),
         (4, None),
+        (3, torch.cat([arguments[3], arguments[3]])[::2]),
+        (4, torch.cat([arguments[4], arguments[4]], 3)[..., ::2]),
     ):
         wrong = list(arguments)
         wrong[index] = value

@@ -1,10 +1,12 @@
 """Persistent buffers: what they hold, and that zeros take no memory before they are written."""
 
+import dataclasses
 import sys
 
 import pytest
 import torch
 
+from compilespec.passes.insert_paged_attention import HEADS_FIRST
 from compilespec.program import BufferSpec
 from compilespec.runtime.buffers import MAPPED, allocate
 from tests.support.memory import resident
@@ -24,6 +26,17 @@ def test_zeros_of_any_size(dtype, rows):
     assert not buffer.any()
     buffer[rows - 1] = 1
     assert buffer.sum() == 7, "it can be written"
+
+
+@pytest.mark.parametrize(("blocks", "fill"), [(3, 0), (MAPPED, 0), (3, 7)])
+def test_a_cache_lies_head_by_head(blocks, fill):
+    in_order = dataclasses.replace(spec((blocks, 4, 3, 2), torch.int8, fill), order=HEADS_FIRST)
+    for buffer in (allocate(in_order, CPU), in_order.empty(CPU).fill_(fill)):
+        assert (buffer.shape, buffer.stride()) == ((blocks, 4, 3, 2), (8, 2, blocks * 8, 1))
+        assert (buffer == fill).all()
+        buffer.view(-1, 3, 2)[4:8, 1] = 1
+        assert buffer[1, :, 1].sum() == 8, "a block's cells of one head"
+        assert (buffer == fill).sum() == buffer.numel() - 8
 
 
 def test_other_values_are_written_at_once():
