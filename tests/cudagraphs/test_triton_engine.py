@@ -74,6 +74,8 @@ from tests.support.models import target_info, tiny_target
 calls = []
 if {on_triton}:
     import tests.support.triton_interpreter
+    from compilespec.passes import insert_paged_attention
+    insert_paged_attention.HEADS_FIRST = ()  # caches are contiguous, as on a GPU
     library = torch.library.Library("compilespec", "IMPL")
     for name, kernel in TRITON_KERNELS.items():
         def served(*args, name=name, kernel=kernel):

@@ -394,7 +394,7 @@ class Gpu:
             "mem_get_info": lambda device=None: (2**33, 2**34),
             "memory_reserved": lambda device=None: 0,
         }
-        makers = ("empty", "zeros", "full", "tensor", "arange")
+        makers = ("empty", "empty_strided", "zeros", "full", "tensor", "arange")
         with contextlib.ExitStack() as stack:
             for name, value in cuda.items():
                 stack.enter_context(mock.patch.object(torch.cuda, name, value))
@@ -420,7 +420,7 @@ class Gpu:
             values = real(*args, **{**kwargs, "device": "cpu"})
             made = self._new(values)
             memory = made.inner
-            if name != "empty":
+            if not name.startswith("empty"):
                 self.enqueue(lambda: memory.copy_(values))
             return made
 
