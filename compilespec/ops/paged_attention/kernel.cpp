@@ -148,15 +148,13 @@ void write_cache(const Problem& problem) {
       const int64_t slot = problem.slot[token];
       if (slot < 0) continue;
       TORCH_CHECK(slot < cells, "paged_attention: slot ", slot, " in a cache of ", cells);
-      for (int64_t n = 0; n < problem.num_kv_heads; ++n) {
-        std::memcpy(problem.key_cache.at<T>(slot, n),
-                    token_ptr<T>(problem.key, problem.keys_per_batch, token, n),
-                    size_t(problem.head_dim) * sizeof(T));
-        if (problem.has_values())
-          std::memcpy(problem.value_cache.at<T>(slot, n),
-                      token_ptr<T>(problem.value, problem.keys_per_batch, token, n),
-                      size_t(problem.value_dim) * sizeof(T));
-      }
+      const auto write = [&](const View& from, const Cache& to, int64_t size) {
+        for (int64_t n = 0; n < problem.num_kv_heads; ++n)
+          std::memcpy(to.at<T>(slot, n), token_ptr<T>(from, problem.keys_per_batch, token, n),
+                      size_t(size) * sizeof(T));
+      };
+      write(problem.key, problem.key_cache, problem.head_dim);
+      if (problem.has_values()) write(problem.value, problem.value_cache, problem.value_dim);
     }
   });
 }

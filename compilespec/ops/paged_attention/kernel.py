@@ -82,8 +82,9 @@ def write_cache(
     slot_BS: Tensor,
 ) -> None:
     """Copy each token's K and V to its slot; a slot of -1 writes nothing."""
-    if not (key_cache.is_contiguous() and (value_cache is None or value_cache.is_contiguous())):
-        raise ValueError(f"Triton's kernels need contiguous caches, got {key_cache.stride()}")
+    for cache in (key_cache, value_cache):
+        if cache is not None and not cache.is_contiguous():
+            raise ValueError(f"Triton's kernels need contiguous caches, got {cache.stride()}")
     batch, num_kv_heads, num_tokens, head_dim = key_BNSH.shape
     if value_BNSH is None or value_cache is None:
         value_BNSH, value_cache, value_dim = key_BNSH, key_cache, 0

@@ -33,7 +33,7 @@ def paged_attention_reference(
         query_BNSH: [B, N, S, H], any strides; likewise key [B, Nkv, S, H] and value [B, Nkv, S,
             Hv].  With paths, keys and values may be of more tokens than the queries, J of them.
         key_cache: [num_blocks, block_size, Nkv, H], written in place; value_cache alike with Hv.
-            Contiguous; on the CPU also head by head in memory, (2, 0, 1, 3).
+            Contiguous; on the CPU also head by head in memory (`HEADS_FIRST`).
         value_BNSH, value_cache: both None where a value is the first `value_dim` numbers of its
             key, as in attention over latents: there is one cache then, and Hv is `value_dim`.
         slot_BS: int32, flat cache index (block * block_size + offset) to write to; -1 writes
