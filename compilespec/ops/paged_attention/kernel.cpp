@@ -37,7 +37,7 @@ constexpr int kTileRows = 48;  // rows a tile aims at
 constexpr int kGroupRows = kNumRegisters == 32 ? 4 : 3;  // rows of the largest register tile
 constexpr int kGroupKeys = 4;  // keys of a register tile
 constexpr int kLaneKeys = 16;  // keys of a vector, where a key is a lane
-constexpr int kKeysAhead = 32;  // keys whose cache lines are asked for before they are read
+constexpr int kCellsAhead = 16;  // cells that are read between one and the one that it asks for
 
 // Whether scores are computed a key a lane, from keys that are turned round for it; else an element
 // a lane, and a score is a sum over lanes.
@@ -212,6 +212,7 @@ struct Worker {
   bool segment_present[kSegment];
   const T **keys, **values;  // of the chunk at hand, in those
   const bool* present;
+  int64_t first_key_read = 0, num_next = 0;  // of the chunk; keys of the segment's next one
 
   // The worker of this thread, whose scratch outlives the call.
   static Worker& start(const Problem& problem) {
@@ -304,7 +305,7 @@ struct Worker {
       }
       key = stop;
     }
-    for (int64_t i = first; i < std::min(last, first + kKeysAhead); ++i)
+    for (int64_t i = first; i < std::min(last, first + kCellsAhead); ++i)
       fetch(segment_keys[i], key_pad);
     return all_present;
   }
@@ -350,18 +351,31 @@ struct Worker {
     }
   }
 
-  // Ask for the cache lines of a cell.
-  static void fetch(const T* cell, int64_t size) {
+  // Ask for the cache lines of a cell.  (What does nothing but this is inlined by force: GCC takes a call
+  // of it for one without effect, and drops it.)
+  static COMPILESPEC_INLINE void fetch(const T* cell, int64_t size) {
     for (int64_t h = 0; h < size; h += 64 / int64_t(sizeof(T))) __builtin_prefetch(cell + h);
   }
 
-  // Ask for what is read after the chunk's keys [j, j + count): later keys, before `end`, and the
-  // values of these.
-  void fetch_beside(int64_t j, int64_t count, int64_t end) const {
-    for (int64_t i = j + kKeysAhead; i < std::min(j + kKeysAhead + count, end); ++i)
-      fetch(keys[i], key_pad);
-    if (problem.has_values())
-      for (int64_t i = j; i < std::min(j + count, end); ++i) fetch(values[i], value_pad);
+  // Cells are read in this order: a chunk's keys, its values, the keys of the segment's next chunk.  Ask
+  // for the ones that come kCellsAhead after the chunk's keys, or its values, [j, j + count), the last of
+  // which is before `end`.
+  COMPILESPEC_INLINE void fetch_after_keys(int64_t j, int64_t count, int64_t end) const {
+    for (int64_t i = j + kCellsAhead; i < j + kCellsAhead + count; ++i) {
+      const int64_t value = first_key_read + i - end;
+      if (i < end)
+        fetch(keys[i], key_pad);
+      else if (value < end && problem.has_values())
+        fetch(values[value], value_pad);
+    }
+  }
+  COMPILESPEC_INLINE void fetch_after_values(int64_t j, int64_t count, int64_t end) const {
+    for (int64_t i = j + kCellsAhead; i < j + kCellsAhead + count; ++i) {
+      if (i < end && problem.has_values())
+        fetch(values[i], value_pad);
+      else if (i >= end && i - end < num_next)
+        fetch(keys[kChunk + i - end], key_pad);
+    }
   }
 
   // Scores of keys [begin, end) of the chunk; the first group of rows fetches ahead.
@@ -372,7 +386,7 @@ struct Worker {
     for (int64_t j = begin; j < end; j += kGroupKeys) {
       Vec acc[Rows][kGroupKeys] = {};
       const T* const* k = keys + j;
-      if (row == 0) fetch_beside(j, kGroupKeys, end);
+      if (row == 0) fetch_after_keys(j, kGroupKeys, end);
       for (int64_t h = 0; h < key_pad; h += kPair) {
         Vec part[Rows];
 #pragma GCC unroll 4
@@ -408,7 +422,7 @@ struct Worker {
   void arrange(int64_t begin, int64_t end) {
     key_pairs.resize(size_t(key_pad / 2 * kChunk));
     for (int64_t j = begin; j < end; j += kLaneKeys) {
-      fetch_beside(j, kLaneKeys, end);
+      fetch_after_keys(j, kLaneKeys, end);
       for (int64_t h = 0; h < key_pad; h += kPair) {
         __m512i word[kLaneKeys];
 #pragma GCC unroll 16
@@ -616,7 +630,9 @@ struct Worker {
         acc[r][v] = load(target + r * value_pad + v * kL) * alpha[row + r];
     constexpr int64_t kStep = kMixedKeys<T>, kStride = kChunk / kStep;
     const auto* p = factors() + row * kStride;
+    const bool is_first = row == 0 && column == 0;  // to read the cells
     for (int64_t j = begin / kStep * kStep; j < end; j += kStep) {
+      if (is_first) fetch_after_values(j, kStep, end);
       const T* value = (j < begin ? zeros.data() : values[j]) + column;
       const T* next = (j + 1 < end ? values[j + 1] : zeros.data()) + column;
 #pragma GCC unroll 4
@@ -700,13 +716,11 @@ struct Worker {
       keys = segment_keys + (base - from);
       values = segment_values + (base - from);
       present = segment_present + (base - from);
-      const int64_t num_next = std::min<int64_t>(stop - end, kChunk);
+      first_key_read = begin - base;
+      num_next = std::min<int64_t>(stop - end, kChunk);
       if (begin < tile->shared) score_rows(0, num_rows, begin - base, std::min(end, tile->shared) - base);
       for (int64_t row = 0; row < num_rows; ++row) {
-        if (end <= tile->shared)
-          fetch_ahead(num_next * row / num_rows, num_next * (row + 1) / num_rows);
-        else if (row % group == 0)
-          score_own(row, from, begin, end);
+        if (end > tile->shared && row % group == 0) score_own(row, from, begin, end);
         soften(row, base, all_present);
       }
       rescale(0, num_rows);
@@ -725,11 +739,6 @@ struct Worker {
     if (hi[row] <= first) return;
     follow_path(tile->first_token + row / group, from, begin, end);
     score_rows(row, row + group, first - base, std::min(end, hi[row]) - base);
-  }
-
-  // Ask for keys [begin, end) of the next chunk.
-  void fetch_ahead(int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; ++i) fetch(keys[kChunk + i], key_pad);
   }
 
   void mix_rows(int64_t first_row, int64_t last_row, int64_t base, int64_t from, int64_t to) {
