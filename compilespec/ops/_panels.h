@@ -368,34 +368,41 @@ COMPILESPEC_INLINE Lanes<T> splat_lanes(T value) {
   return result;
 }
 
-// 16 neighbours in memory.
+// 16 neighbours in memory, register by register: copied whole they would go through memory.
 template <class T>
 COMPILESPEC_INLINE Lanes<T> load_lanes(const T* source) {
   Lanes<T> result;
-  std::memcpy(result.part, source, sizeof(result.part));
+#pragma GCC unroll 8
+  for (int p = 0; p < Lanes<T>::kParts; ++p) result.part[p] = load(source + p * kLanes<T>);
   return result;
-}
-template <class To, class T>
-COMPILESPEC_INLINE void convert_lanes(const Lanes<T>& value, To* target) {
-  T numbers[kNumLanes];
-  std::memcpy(numbers, value.part, sizeof(numbers));
-  for (int i = 0; i < kNumLanes; ++i) target[i] = To(numbers[i]);
-}
-
-// Rounded to the type of the target, and written there.
-COMPILESPEC_INLINE void store_lanes(const Lanes<float>& value, c10::BFloat16* target) {
-  const auto halves = map_lanes(
-      [](Vector<float> part) { return round_to_bfloat16((VectorU32)part) >> 16; }, value);
-  uint16_t bits[kNumLanes];
-  convert_lanes(halves, bits);
-  std::memcpy(target, bits, sizeof(bits));
-}
-COMPILESPEC_INLINE void store_lanes(const Lanes<float>& value, c10::Half* target) {
-  convert_lanes(value, target);
 }
 template <class Acc>
 COMPILESPEC_INLINE void store_lanes(const Lanes<Acc>& value, Acc* target) {
-  std::memcpy(target, value.part, sizeof(value.part));
+#pragma GCC unroll 8
+  for (int p = 0; p < Lanes<Acc>::kParts; ++p) store(target + p * kLanes<Acc>, value.part[p]);
+}
+
+// Rounded to the type of the target, and written there.
+template <class From, class To>
+COMPILESPEC_INLINE void convert_lanes(const Lanes<From>& value, To* target) {
+  From numbers[kNumLanes];
+  store_lanes(value, numbers);
+  for (int i = 0; i < kNumLanes; ++i) target[i] = To(numbers[i]);
+}
+COMPILESPEC_INLINE void store_lanes(const Lanes<float>& value, c10::BFloat16* target) {
+  const auto halves = map_lanes(
+      [](Vector<float> part) { return round_to_bfloat16((VectorU32)part) >> 16; }, value);
+#if defined(__AVX2__) && !defined(__AVX512F__)
+  const __m256i mixed = _mm256_packus_epi32((__m256i)halves.part[0], (__m256i)halves.part[1]);
+  _mm256_storeu_si256((__m256i*)target, _mm256_permute4x64_epi64(mixed, 0b11'01'10'00));
+#else
+  uint16_t bits[kNumLanes];
+  convert_lanes(halves, bits);
+  std::memcpy(target, bits, sizeof(bits));
+#endif
+}
+COMPILESPEC_INLINE void store_lanes(const Lanes<float>& value, c10::Half* target) {
+  convert_lanes(value, target);
 }
 
 // Two of them, neighbours: a cache line of bfloat16 is written at once, which spares its reading.
@@ -448,12 +455,13 @@ void finish(const Problem<W>& problem, const typename Storage<W>::Acc* sum, int6
     for (; p + 1 < panels && width[p + 1] == kPanel; p += 2)
       store_two(result(p), result(p + 1), to + p * kPanel);
     for (; p < panels; ++p) {
+      if (width[p] == kPanel) {
+        store_lanes(result(p), to + p * kPanel);
+        continue;
+      }
       Out results[kNumLanes];
       store_lanes(result(p), results);
-      if (width[p] == kPanel)
-        std::memcpy(to + p * kPanel, results, sizeof(results));
-      else
-        std::copy_n(results, width[p], to + p * kPanel);
+      std::copy_n(results, width[p], to + p * kPanel);
     }
   }
 }
