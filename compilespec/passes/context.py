@@ -40,6 +40,7 @@ class PassContext:
     draft_ids: Tensor | None = None  # int64 [N], ascending, on the CPU: all that it may propose
     prepack: bool = True
     merge: bool = True  # products of one activation become one
+    heads_first: bool = True  # caches lie head by head in memory
     on_gpu: bool = False
     fuse_head: bool | None = None  # heads give no logits; None: on GPUs, as sizes say
     greedy_only: bool = False  # strict, for requests that need only the argmax

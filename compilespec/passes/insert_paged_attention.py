@@ -19,8 +19,8 @@ from compilespec.passes.trees import verifies_tree
 from compilespec.program import BufferSpec, markers
 from compilespec.tracing.structure import shape_of
 
-# Memory order of a cache [num_blocks, block_size, Nkv, H] on the CPU, where attention reads the
-# cells of one head at a time: they follow each other, from block to block.
+# Memory order of a cache [num_blocks, block_size, Nkv, H] where attention reads one head's cells
+# at a time, as on the CPU: they follow each other, from block to block.
 HEADS_FIRST = (2, 0, 1, 3)
 
 
@@ -151,7 +151,7 @@ def cache_of(
         kind="cache",
         shape=(*blocks, int(heads or 0), int(head_dim or 0)),
         dtype=shape[1],
-        order=HEADS_FIRST if ctx.config.device.type == "cpu" else (),
+        order=HEADS_FIRST if ctx.heads_first else (),
     )
     if ctx.sharding is not None:
         buffer = ctx.sharding.own(buffer)

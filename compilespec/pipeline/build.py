@@ -161,6 +161,7 @@ def _context(
         draft_ids=kept.ids if kept else None,
         prepack=config.device.type == "cpu",
         merge=config.device.type in ("cpu", "cuda"),
+        heads_first=config.device.type == "cpu",
         on_gpu=config.device.type == "cuda",
         logits_processor=options.processor,
         host_processors=options.host_processors,

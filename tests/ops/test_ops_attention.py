@@ -182,6 +182,8 @@ def test_wrong_metadata_is_refused(kernels):
         (4, None),
         (3, torch.cat([arguments[3], arguments[3]])[::2]),
         (4, torch.cat([arguments[4], arguments[4]], 3)[..., ::2]),
+        (3, arguments[3][:, :, :1].expand_as(arguments[3])),
+        (4, arguments[4][:1, :1].expand_as(arguments[4])),
     ):
         wrong = list(arguments)
         wrong[index] = value

@@ -39,7 +39,8 @@ def passes_of_cuda(*, fuse_head: bool | None = None, optimised: bool = True) -> 
         fuse_head: whether heads are fused with their argmax whatever their sizes.
         optimised: False leaves out what only makes steps faster, to compare with.
     """
-    changed: dict[str, bool | None] = {"prepack": False, "merge": optimised, "on_gpu": optimised}
+    changed: dict[str, bool | None] = {"prepack": False, "heads_first": False}
+    changed |= {"merge": optimised, "on_gpu": optimised}
     changed["fuse_head"] = fuse_head if optimised else False
 
     def context(**given: Any) -> PassContext:

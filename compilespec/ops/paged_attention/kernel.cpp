@@ -873,13 +873,24 @@ void run(const Problem& problem) {
   }
 }
 
-// The cells of a cache [num_blocks, block_size, Nkv, H] whose slots lie evenly apart.
+// The cells of a cache [num_blocks, block_size, Nkv, H] whose slots lie evenly apart, each in a place of
+// its own.
 Cache cache_of(const at::Tensor& cache, const char* name) {
   const int64_t cell = cache.size(1) == 1 ? cache.stride(0) : cache.stride(1);
   TORCH_CHECK((cache.size(3) == 1 || cache.stride(3) == 1) &&
                   (cache.size(0) <= 1 || cache.stride(0) == cache.size(1) * cell),
               "paged_attention: ", name, " must have a unit stride over its last dim, and blocks "
               "that follow each other, got strides ", cache.strides(), " of ", cache.sizes());
+  int64_t inner = cell, num_inner = cache.size(0) * cache.size(1), outer = cache.stride(2),
+          num_outer = cache.size(2);
+  if (num_outer > 1 && (num_inner <= 1 || outer < inner)) {
+    std::swap(inner, outer);
+    std::swap(num_inner, num_outer);
+  }
+  TORCH_CHECK((num_inner <= 1 || inner >= cache.size(3)) &&
+                  (num_outer <= 1 || outer >= inner * num_inner),
+              "paged_attention: cells of ", name, " overlap, with strides ", cache.strides(), " of ",
+              cache.sizes());
   return {cache.mutable_data_ptr(), cell, cache.stride(2)};
 }
 
