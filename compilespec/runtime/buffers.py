@@ -18,8 +18,8 @@ def allocate(spec: BufferSpec, device: torch.device) -> Tensor:
 
     Large buffers of zeros on the CPU take no memory until they are written, page by page: a KV
     cache is resident as far as requests have filled it, and a start does not wait for its zeros.
-    The pages are small wherever the system lets one say so: a request's first tokens touch one for
-    each head of each layer, which would be gigabytes in huge ones.
+    The pages are small wherever the system lets one say so: a request's first tokens touch two for
+    each head of each layer, which may be gigabytes in huge ones.
     """
     if device.type == "cpu" and spec.fill == 0 and spec.num_bytes >= MAPPED:
         pages = mmap.mmap(-1, spec.num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

@@ -358,8 +358,8 @@ struct Worker {
   }
 
   // Cells are read in this order: a chunk's keys, its values, the keys of the segment's next chunk.  Ask
-  // for the ones that come kCellsAhead after the chunk's keys, or its values, [j, j + count), the last of
-  // which is before `end`.
+  // for the ones that come kCellsAhead after the keys, or the values, [j, j + count) of a range of the
+  // chunk that ends at `end`.  What ragged ranges and chunks shorter than that miss is read unasked.
   COMPILESPEC_INLINE void fetch_after_keys(int64_t j, int64_t count, int64_t end) const {
     for (int64_t i = j + kCellsAhead; i < j + kCellsAhead + count; ++i) {
       const int64_t value = first_key_read + i - end;
@@ -887,8 +887,9 @@ Cache cache_of(const at::Tensor& cache, const char* name) {
     std::swap(inner, outer);
     std::swap(num_inner, num_outer);
   }
-  TORCH_CHECK((num_inner <= 1 || inner >= cache.size(3)) &&
-                  (num_outer <= 1 || outer >= inner * num_inner),
+  TORCH_CHECK(cache.numel() == 0 ||
+                  ((num_inner <= 1 || inner >= cache.size(3)) &&
+                   (num_outer <= 1 || outer >= inner * (num_inner - 1) + cache.size(3))),
               "paged_attention: cells of ", name, " overlap, with strides ", cache.strides(), " of ",
               cache.sizes());
   return {cache.mutable_data_ptr(), cell, cache.stride(2)};
