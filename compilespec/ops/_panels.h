@@ -405,6 +405,15 @@ COMPILESPEC_INLINE void store_lanes(const Lanes<float>& value, c10::Half* target
   convert_lanes(value, target);
 }
 
+// Of them, rounded likewise, the columns of a panel that exist.
+template <class Acc, class To>
+COMPILESPEC_INLINE void store_columns(const Lanes<Acc>& value, int64_t width, To* target) {
+  if (width == kPanel) return store_lanes(value, target);
+  To results[kNumLanes];
+  store_lanes(value, results);
+  std::copy_n(results, width, target);
+}
+
 // Two of them, neighbours: a cache line of bfloat16 is written at once, which spares its reading.
 template <class Acc, class To>
 COMPILESPEC_INLINE void store_two(const Lanes<Acc>& first, const Lanes<Acc>& second, To* target) {
@@ -454,15 +463,7 @@ void finish(const Problem<W>& problem, const typename Storage<W>::Acc* sum, int6
     int64_t p = 0;
     for (; p + 1 < panels && width[p + 1] == kPanel; p += 2)
       store_two(result(p), result(p + 1), to + p * kPanel);
-    for (; p < panels; ++p) {
-      if (width[p] == kPanel) {
-        store_lanes(result(p), to + p * kPanel);
-        continue;
-      }
-      Out results[kNumLanes];
-      store_lanes(result(p), results);
-      std::copy_n(results, width[p], to + p * kPanel);
-    }
+    for (; p < panels; ++p) store_columns(result(p), width[p], to + p * kPanel);
   }
 }
 

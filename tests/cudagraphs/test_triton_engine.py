@@ -64,6 +64,7 @@ def run(script: str, **environment: str) -> str:
 
 
 ENGINE = """
+import functools
 import torch
 import compilespec
 from compilespec import SamplingParams
@@ -71,11 +72,14 @@ from compilespec.methods.eagle3 import random_head
 from compilespec.ops._library import TRITON_KERNELS
 from tests.support.models import target_info, tiny_target
 
+def in_order(context, **given):
+    return context(**{{**given, "heads_first": False}})  # caches as on a GPU
+
 calls = []
 if {on_triton}:
     import tests.support.triton_interpreter
-    from compilespec.passes import insert_paged_attention
-    insert_paged_attention.HEADS_FIRST = ()  # caches are contiguous, as on a GPU
+    from compilespec.pipeline import build
+    build.PassContext = functools.partial(in_order, build.PassContext)
     library = torch.library.Library("compilespec", "IMPL")
     for name, kernel in TRITON_KERNELS.items():
         def served(*args, name=name, kernel=kernel):

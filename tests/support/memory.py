@@ -10,7 +10,7 @@ import torch
 
 
 def resident(tensor: torch.Tensor) -> int:
-    """KiB in memory of the pages that a contiguous tensor lies in.
+    """KiB in memory of the pages that a tensor without gaps lies in.
 
     Pages are asked one by one, not as a mapping: Linux makes one mapping of neighbours, so its size
     says nothing about a tensor. Bit 63 of a page's 8 bytes in pagemap means that it is present.

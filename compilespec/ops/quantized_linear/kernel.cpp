@@ -487,6 +487,7 @@ using packed_linear::Lanes;
 using packed_linear::load_lanes;
 using packed_linear::map_lanes;
 using packed_linear::splat_lanes;
+using packed_linear::store_columns;
 using packed_linear::store_lanes;
 
 // 16 elements of a row, widened.
@@ -602,13 +603,7 @@ struct DynamicProblem {
           std::copy_n(bias + column, width, column_bias);
           value = map_lanes(std::plus(), value, load_lanes(column_bias));
         }
-        T result[kNumLanes];
-        store_lanes(value, result);
-        T* to = out + (first_row + r) * num_columns + column;
-        if (width == kPanel)
-          std::memcpy(to, result, sizeof(result));
-        else
-          std::copy_n(result, width, to);
+        store_columns(value, width, out + (first_row + r) * num_columns + column);
       }
   }
 };
