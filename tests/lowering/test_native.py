@@ -23,13 +23,16 @@ TABLE = torch.tensor([2.5, -1.0, 0.5])
 Pieces = dict[str, Compiled]
 
 
-def layers(x: Tensor, state: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Two equal layers, a constant, a write, a size that is read, and a result used twice."""
+def layers(x: Tensor, state: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+    """Two equal layers, a constant, a write, a size that is read, a result used twice, and a
+    view that Inductor leaves out: its piece returns one handle in two places.
+    """
     one = (x @ weight + 1).sin()
     two = (one @ weight + 1).sin()
     state.add_(two)
     three = two * TABLE
-    return three.sin() + x.shape[0], two
+    four = three.sin() + x.shape[0]
+    return four, two, four[:]
 
 
 @pytest.fixture(scope="module")
