@@ -60,6 +60,9 @@ class _Cut:
         self.placeholders = gm.graph.find_nodes(op="placeholder")
         self._cuts = _cuts(self.placeholders)
         self.segment = _segments(gm.graph, self._cuts)
+        self._operators = {
+            index for node, index in self.segment.items() if node.target in self._cuts
+        }
         self._numbers = {node: index for index, node in enumerate(self.placeholders)}
         self.sizes: dict[Any, fx.Node] = {}  # by expression, the first that is made of sizes alone
         for node in filter(_is_size, gm.graph.nodes):
@@ -98,14 +101,17 @@ class _Cut:
                 yield given
 
     def is_taken_again(self, node: fx.Node, segment: int) -> bool:
-        """Whether a piece makes a view of another segment again: one that cannot cross the cut, or
-        a view of an input of that segment.
+        """Whether a segment makes a view of another one again: a piece always does where the base
+        can cross, as Inductor takes no inputs whose strides leave gaps; an operator at a cut
+        only does where the view cannot cross, or is one of an input of that segment.
         """
         is_view = node.op == "call_function" and _torch_compat.returns_alias(node.target)
         if not is_view or _torch_compat.is_mutable(node.target) or self.segment[node] == segment:
             return False
         base = _alias_of(node.all_input_nodes[0])
-        return self.segment.get(base) != self.segment[node] or not _can_cross(node)
+        if self.segment.get(base) != self.segment[node] or not _can_cross(node):
+            return True
+        return segment not in self._operators and _can_cross(base)
 
     def _op_step(self, node: fx.Node) -> OpStep:
         args: list[tuple[str, Any]] = []
