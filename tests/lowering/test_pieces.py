@@ -177,6 +177,20 @@ def test_results_of_a_split_cross_one_by_one(cut_at_sin: None) -> None:
     assert_same(parts, (3,))
 
 
+@pytest.mark.usefixtures("cut_at_sin")
+def test_a_view_with_gaps_is_made_again_in_the_piece_that_reads_it() -> None:
+    """As the drafts of a chain are, all but the last token; Inductor takes no such input."""
+
+    def step(x: Tensor) -> tuple[Tensor]:
+        tokens = x * 2
+        drafts = tokens[:, :3]
+        return (torch.sin(drafts * 1) + drafts,)
+
+    assert_same(step, (4,))
+    _, found = split_at_attention(traced(step, (4,)))
+    assert all(fake.is_contiguous() for piece in found.values() for fake in piece.fakes)
+
+
 def test_values_die_after_their_last_reader() -> None:
     plan = StitchPlan(
         num_inputs=1,
