@@ -2,7 +2,7 @@
 
 The operators at the cuts run by themselves between the pieces, which is also where piecewise CUDA
 graphs end and begin.  Only tensors whose every size is a number or one symbol cross a cut.  Inside
-a piece, sizes are read from them again, and views of other shapes are made again.
+a piece, sizes are read from them again, and views are made again.
 """
 
 from __future__ import annotations
@@ -101,9 +101,9 @@ class _Cut:
                 yield given
 
     def is_taken_again(self, node: fx.Node, segment: int) -> bool:
-        """Whether a segment makes a view of another one again: a piece always does where the base
-        can cross, as Inductor takes no inputs whose strides leave gaps; an operator at a cut
-        only does where the view cannot cross, or is one of an input of that segment.
+        """Whether `segment` makes a view of another one again: where the view cannot cross the
+        cut, or is one of an input of that other segment.  A piece also does wherever the base
+        can cross: Inductor takes no input whose strides leave gaps.
         """
         is_view = node.op == "call_function" and _torch_compat.returns_alias(node.target)
         if not is_view or _torch_compat.is_mutable(node.target) or self.segment[node] == segment:
