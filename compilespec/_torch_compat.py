@@ -326,10 +326,15 @@ def standalone_compile(gm: fx.GraphModule, inputs: Sequence[Any], options: dict[
     saveable.
 
     Inductor's own cache knows an operator by its name alone: code that was generated for an earlier
-    signature would be found there, and crash.  Hence the tag.
+    signature would be found there, and crash.  Hence the tag.  It makes a fake mode of its own,
+    which takes no inputs whose strides leave gaps, unless a result has an `example_value`.
     """
     import torch._inductor
     from torch.compiler import config
+
+    if any(isinstance(one, torch.Tensor) and not one.is_contiguous() for one in inputs):
+        for node in next(reversed(gm.graph.nodes)).all_input_nodes:
+            node.meta["example_value"] = node.meta["val"]
 
     tag = f"{config.cache_key_tag} {operators_digest()}"
     with torch.no_grad(), config.patch(cache_key_tag=tag):  # type: ignore[attr-defined]

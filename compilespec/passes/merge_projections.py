@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from compilespec import _torch_compat
 from compilespec.passes.context import PassContext
 from compilespec.passes.graph import add_input
 from compilespec.passes.linears import (
@@ -113,6 +114,7 @@ def _split(gm: fx.GraphModule, product: fx.Node, parts: Sequence[Linear | Quanti
             part.node.replace_all_uses_with(piece)
             gm.graph.erase_node(part.node)
             _copy_for_views(gm, piece)
+            _lay_out_views(piece)
 
 
 def _copy_for_views(gm: fx.GraphModule, piece: fx.Node) -> None:
@@ -133,6 +135,28 @@ def _copy_for_views(gm: fx.GraphModule, piece: fx.Node) -> None:
             copy.meta["val"] = node.meta["val"].new_empty(node.meta["val"].shape)
             copy_origin(view, copy)
             view.replace_input_with(node, copy)
+
+
+def _lay_out_views(piece: fx.Node) -> None:
+    """Give the views of a piece, and theirs, its strides: what crosses a cut is compiled for the
+    strides in `meta`, and would read other elements.
+    """
+    pending = [piece]
+    with piece.meta["val"].fake_mode:
+        for node in pending:
+            for view in node.users:
+                is_view = view.target in (*_VIEWS, operator.getitem) or (
+                    _torch_compat.returns_alias(view.target)
+                    and not _torch_compat.is_mutable(view.target)
+                )
+                if not is_view or view.args[0] is not node:
+                    continue
+                args, keywords = fx.map_arg(
+                    (view.args, view.kwargs), lambda given: given.meta["val"]
+                )
+                target: Any = view.target
+                view.meta["val"] = target(*args, **keywords)
+                pending.append(view)
 
 
 _VIEWS = (_aten.view.default, _aten._unsafe_view.default)

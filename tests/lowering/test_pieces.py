@@ -179,7 +179,7 @@ def test_results_of_a_split_cross_one_by_one(cut_at_sin: None) -> None:
 
 @pytest.mark.usefixtures("cut_at_sin")
 def test_a_view_with_gaps_is_made_again_in_the_piece_that_reads_it() -> None:
-    """As the drafts of a chain are, all but the last token; Inductor takes no such input."""
+    """As the drafts of a chain are, all but the last token."""
 
     def step(x: Tensor) -> tuple[Tensor]:
         tokens = x * 2
@@ -267,6 +267,38 @@ def test_writes_of_an_accepted_path_are_between_the_pieces() -> None:
 def test_pieces_give_the_tokens_of_the_whole_step(shallow: SpecProgram) -> None:
     whole = tokens(lower(shallow, backend="eager"))
     assert tokens(lower(shallow, backend="eager", units=IN_PIECES)) == whole
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "llama"])
+def test_layouts_at_the_cuts_are_those_that_the_graph_says(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Inductor believes them: a gate of Qwen3.5's, a column of a merged product, was read as if its
+    rows were neighbours.
+    """
+    num_checked, split = [0], lowering.split_at_attention
+
+    def checked(gm: fx.GraphModule) -> Any:
+        plan, found = split(gm)
+        for piece in found.values():
+
+            def forward(
+                *given: Any, piece: Any = piece, run: Any = piece.graph_module.forward
+            ) -> Any:
+                for one, fake in zip(given, piece.fakes, strict=True):
+                    for size, stride, said in zip(
+                        one.shape, one.stride(), fake.stride(), strict=True
+                    ):
+                        assert size == 1 or not isinstance(said, int) or stride == said
+                        num_checked[0] += 1
+                return run(*given)
+
+            piece.graph_module.forward = forward
+        return plan, found
+
+    monkeypatch.setattr(lowering, "split_at_attention", checked)
+    tokens(lower(program(4, family), backend="eager", units=IN_PIECES))
+    assert num_checked[0] > 100
 
 
 @pytest.mark.slow
