@@ -327,19 +327,21 @@ def standalone_compile(gm: fx.GraphModule, inputs: Sequence[Any], options: dict[
 
     Inductor's own cache knows an operator by its name alone: code that was generated for an earlier
     signature would be found there, and crash.  Hence the tag.  It makes a fake mode of its own,
-    which takes no inputs whose strides leave gaps, unless a result has an `example_value`.
+    which takes no inputs whose strides leave gaps, unless the context has one.
     """
     import torch._inductor
     from torch.compiler import config
 
-    if any(isinstance(one, torch.Tensor) and not one.is_contiguous() for one in inputs):
-        for node in next(reversed(gm.graph.nodes)).all_input_nodes:
-            node.meta["example_value"] = node.meta["val"]
-
+    shapes: Any = "from_graph"
+    context: Any = contextlib.nullcontext()
+    gapped = next((one for one in inputs if is_fake(one) and not one.is_contiguous()), None)
+    if gapped is not None:
+        shapes = "from_tracing_context"
+        context = torch._guards.tracing(torch._guards.TracingContext(gapped.fake_mode))
     tag = f"{config.cache_key_tag} {operators_digest()}"
-    with torch.no_grad(), config.patch(cache_key_tag=tag):  # type: ignore[attr-defined]
+    with torch.no_grad(), context, config.patch(cache_key_tag=tag):  # type: ignore[attr-defined]
         return torch._inductor.standalone_compile(
-            gm, list(inputs), dynamic_shapes="from_graph", options={"config_patches": options}
+            gm, list(inputs), dynamic_shapes=shapes, options={"config_patches": options}
         )
 
 
