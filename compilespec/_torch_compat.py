@@ -326,8 +326,8 @@ def standalone_compile(gm: fx.GraphModule, inputs: Sequence[Any], options: dict[
     saveable.
 
     Inductor's own cache knows an operator by its name alone: code that was generated for an earlier
-    signature would be found there, and crash.  Hence the tag.  It makes a fake mode of its own,
-    which takes no inputs whose strides leave gaps, unless the context has one.
+    signature would be found there, and crash.  Hence the tag.  From a graph, Inductor makes a
+    fake mode that takes no inputs whose strides leave gaps: these bring their own as the context.
     """
     import torch._inductor
     from torch.compiler import config

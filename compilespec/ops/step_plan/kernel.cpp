@@ -135,14 +135,14 @@ class StepPlan : public torch::CustomClassHolder {
     step.entry(handles.data(), made.data());
     for (size_t i = 0; i < made.size(); ++i) {
       if (!made[i]) continue;
-      const auto* tensor = static_cast<at::Tensor*>(made[i]);
+      auto* tensor = static_cast<at::Tensor*>(made[i]);
       // One handle is in several places where the piece returns one tensor several times.
       for (size_t j = i + 1; j < made.size(); ++j) {
         if (made[j] != made[i]) continue;
         values[step.outputs[j]] = *tensor;
         made[j] = nullptr;
       }
-      values[step.outputs[i]] = *tensor;
+      values[step.outputs[i]] = std::move(*tensor);
       delete tensor;
     }
     if (PyErr_Occurred()) {
