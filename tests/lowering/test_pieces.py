@@ -303,10 +303,40 @@ def test_layouts_are_those_that_the_graph_says(family: str) -> None:
         gm = graph.graph_module
         fakes = [node.meta["val"] for node in gm.graph.find_nodes(op="placeholder")]
         layouts = Layouts(gm)
-        with fakes[0].fake_mode:
+        with _torch_compat.running_fakes(fakes[0].fake_mode):
             layouts.run(*fakes)
         assert layouts.num_checked > 50
         assert not layouts.wrong
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "llama"])
+def test_layouts_at_the_cuts_are_those_that_the_graph_says(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the operators return where they run, too, not their fakes alone."""
+    num_checked, split = [0], lowering.split_at_attention
+
+    def checked(gm: fx.GraphModule) -> Any:
+        plan, found = split(gm)
+        for piece in found.values():
+
+            def forward(
+                *given: Any, piece: Any = piece, run: Any = piece.graph_module.forward
+            ) -> Any:
+                for one, fake in zip(given, piece.fakes, strict=True):
+                    for size, stride, said in zip(
+                        one.shape, one.stride(), fake.stride(), strict=True
+                    ):
+                        assert size == 1 or not isinstance(said, int) or stride == said
+                        num_checked[0] += 1
+                return run(*given)
+
+            piece.graph_module.forward = forward
+        return plan, found
+
+    monkeypatch.setattr(lowering, "split_at_attention", checked)
+    tokens(lower(program(4, family), backend="eager", units=IN_PIECES))
+    assert num_checked[0] > 100
 
 
 @pytest.mark.slow
