@@ -124,6 +124,12 @@ def test_faults_of_a_checkpoint_are_named(tmp_path, config, tensors, error, says
     assert "\n" not in str(caught.value)
 
 
+def test_a_module_made_for_a_deeper_target_is_refused() -> None:
+    drafter = METHOD.load(ORACLE, target_info(), {})
+    with pytest.raises(DraftMismatch, match="lie outside the target, which has hs.0. to hs.1."):
+        METHOD.load(drafter, dataclasses.replace(target_info(), num_layers=1), {})
+
+
 def test_the_authors_layout_is_read(tmp_path) -> None:
     """Flat, `dflash_config` nested, layers counted by their output, windows of some layers."""
     raw = json.loads((ORACLE / "config.json").read_text())["transformer_layer_config"]

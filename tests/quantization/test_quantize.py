@@ -74,7 +74,8 @@ def drafting(method: str, model: nn.Module) -> dict[str, Any]:
 
 
 def model_for(method: str) -> nn.Module:
-    return target(num_layers=2 if method == "eagle3" else 1)  # it taps three layers
+    taps_deeper = method in ("eagle3", "peagle", "dflash", "dspark")  # hidden states up to hs[2]
+    return target(num_layers=2 if taps_deeper else 1)
 
 
 def tokens(engine: Any) -> list[list[int]]:

@@ -131,6 +131,11 @@ def check_sizes(config: DFlashConfig, target: TargetInfo) -> None:
             f"{target.vocab_size}: this is the draft of another target, or one of the two was "
             "padded"
         )
+    if max(config.aux_layers) > target.num_layers:
+        raise DraftMismatch(
+            f"aux hidden states hs{list(config.aux_layers)} lie outside the target, which has "
+            f"hs[0] to hs[{target.num_layers}]: this is the draft of another target"
+        )
     own = config.own_embedding and config.own_lm_head
     if not own and config.hidden_size != target.hidden_size:
         raise DraftMismatch(
