@@ -68,7 +68,6 @@ class Launches:
         )
 
     def decode(self, requests: Sequence[Request]) -> None:
-        started = now_ms()
         with self._stats.time("decode"):
             is_late = any(map(self.names, requests)) if self.in_flight else False
             plan = None
@@ -77,6 +76,7 @@ class Launches:
             if plan is not None and plan.num_draft_tokens:  # a replay may have drafted anew
                 write_masks(self._executor, requests, drafted=True)
             count = None if plan is None else plan.num_draft_tokens
+            started = now_ms()
             handle = self._executor.launch_decode([request.row for request in requests], count)
         count = self._executor.geometry.num_draft_tokens if count is None else count
         self._stats.count_decode(len(requests), count)

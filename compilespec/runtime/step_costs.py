@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import statistics
 import time
@@ -13,8 +14,9 @@ from compilespec.runtime.executor import Executor
 
 SPEED_WEIGHT = 0.05  # of one step, against what is known of the machine's speed
 COMPARISON_WEIGHT = 0.3  # of the first steps after a change of K, against its known time
-NUM_COMPARED_STEPS = 3  # so many first steps; their median counts
+NUM_COMPARED_STEPS = 4  # so many first steps; the median of those behind the first counts
 MEASURE_SECONDS, MAX_ROUNDS = 0.5, 10  # at the start, steps are timed again until then
+NUM_IN_A_ROW, IN_A_ROW_SECONDS = 8, 0.01  # then too: of one K, at most so many, for so long
 
 
 class StepCosts:
@@ -80,7 +82,8 @@ class StepCosts:
         How the K compare is learnt where one follows another, from steps that are neighbours in
         time and of one batch, since those of one size differ.  Later steps of the same K tell how
         fast the machine is now: they change the times of all K, or whichever is not in use would
-        look fast whenever the machine is slow.
+        look fast whenever the machine is slow.  The first step after a change does not count: what
+        the other K left in the CPU's caches makes it slower, a plain one most.
         """
         size = self._bucket(batch)
         unserved, slowness = self._unserved[size], self._slowness[size]
@@ -103,7 +106,7 @@ class StepCosts:
         self._slowness[size] = slowness
         self._first_ratios.append(ratio)
         if len(self._first_ratios) == NUM_COMPARED_STEPS:
-            factor = 1 + COMPARISON_WEIGHT * (statistics.median(self._first_ratios) - 1)
+            factor = 1 + COMPARISON_WEIGHT * (statistics.median(self._first_ratios[1:]) - 1)
             self._set(count, size, factor * self._ms[size][count])
             self._first_ratios = None
 
@@ -141,9 +144,11 @@ class StepCosts:
 def measure(executor: Executor, *, num_times: int = 3) -> StepCosts:
     """Time the steps of every K, at batch sizes 1, 2, 4, ..., on padded rows: they change nothing.
 
-    All take turns, at least `num_times`, and short ones more often, so that a pause of the machine
-    makes no K look slow; the fastest time of each counts.  What attention costs is not in these
-    times; `StepCosts.update` brings it in.
+    All take turns, at least `num_times`, so that a pause of the machine makes no K look slow; in
+    its turn a short step runs several times, as it does in service, since the first ones after
+    another K are slower (a plain step of 2 ms by a fifth, one of K = 1 not at all).  The fastest
+    time of each counts.  What attention costs is not in these times; `StepCosts.update` brings it
+    in.
     """
     sizes = executor.geometry
     batches = [size for size in (2**i for i in range(20)) if size < sizes.max_batch_size]
@@ -162,9 +167,7 @@ def measure(executor: Executor, *, num_times: int = 3) -> StepCosts:
     while num_rounds < num_times or _goes_on(started, num_rounds):
         num_rounds += 1
         for key, run in runs.items():
-            begun = time.perf_counter()
-            run()
-            fastest[key] = min(fastest[key], (time.perf_counter() - begun) * 1e3)
+            fastest[key] = min(fastest[key], _fastest_in_a_row(run) * 1e3)
     replays = {batch: ms for (count, batch), ms in fastest.items() if count == _REPLAY}
     steps = {key: ms for key, ms in fastest.items() if key[0] != _REPLAY}
     return StepCosts(steps, replays)
@@ -175,6 +178,15 @@ _REPLAY = -1  # in the place of a K
 
 def _goes_on(started: float, num_rounds: int) -> bool:
     return num_rounds < MAX_ROUNDS and time.perf_counter() - started < MEASURE_SECONDS
+
+
+def _fastest_in_a_row(run: Callable[[], object]) -> float:
+    """Seconds of the fastest call."""
+    ends = [time.perf_counter()]
+    while len(ends) <= NUM_IN_A_ROW and ends[-1] - ends[0] < IN_A_ROW_SECONDS:
+        run()
+        ends.append(time.perf_counter())
+    return min(after - before for before, after in itertools.pairwise(ends))
 
 
 def _run_step(executor: Executor, rows: Sequence[int], count: int) -> None:

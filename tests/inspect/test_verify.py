@@ -24,7 +24,8 @@ ALL_PASSES = {entry.name for entry in (*SPLICE_PASSES, *ATEN_PASSES)} | {"to_ate
 # of programs that save them, have a processor, note prompts, have states, trim the head, choose K
 ALL_PASSES -= {"output_hidden_states", "process_logits", "output_head_input"}
 ALL_PASSES -= {"insert_recurrent_state", "trim_draft_head", "report_evidence"}
-ALL_PASSES -= {"shard_weights"}
+# of several ranks, with adapters, images, positions of several axes, trees
+ALL_PASSES -= {"shard_weights", "add_adapters", "read_embeds", "read_rope_offsets", "keep_path"}
 
 
 def program(family: str, dtype: torch.dtype = torch.float64, **options: Any) -> Any:

@@ -126,7 +126,7 @@ def test_faults_of_a_checkpoint_are_named(tmp_path, config, tensors, error, says
 
 def test_a_module_made_for_a_deeper_target_is_refused() -> None:
     drafter = METHOD.load(ORACLE, target_info(), {})
-    with pytest.raises(DraftMismatch, match="lie outside the target, which has hs.0. to hs.1."):
+    with pytest.raises(DraftMismatch, match="lie outside the target"):
         METHOD.load(drafter, dataclasses.replace(target_info(), num_layers=1), {})
 
 

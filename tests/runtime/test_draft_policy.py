@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from compilespec.program import NUM_KEPT
+from compilespec.runtime import step_costs
 from compilespec.runtime.acceptance_rates import expected_accepted
 from compilespec.runtime.adaptive import NUM_LEARNT, AdaptiveDrafts, StepPlan
 from compilespec.runtime.draft_policy import (
@@ -291,6 +292,41 @@ def test_a_slow_minute_leaves_no_k_behind():
     assert {k: after[k] for k in after if k.endswith("batch 1")} == pytest.approx(
         {k: before[k] for k in before if k.endswith("batch 1")}, abs=1e-3
     )
+
+
+class Clock:
+    """An executor, and the time that its steps take: plain ones behind another K are slower."""
+
+    def __init__(self) -> None:
+        self.geometry = geometry(num_draft_tokens=2, draft_counts=(0, 2), max_batch_size=1)
+        self.now, self.last, self.cold = 0.0, 0, [1.0]
+
+    def launch_decode(self, rows: Sequence[int], count: int) -> float:
+        """Returns its milliseconds."""
+        if count != self.last:
+            self.last, self.cold = count, [1.0] if count else [1.0, 1.2, 1.5]
+        ms = COSTS[count, 1] * (self.cold.pop() if len(self.cold) > 1 else 1.0)
+        self.now += ms / 1e3
+        return ms
+
+    def collect(self, handle: float) -> list[list[int]]:
+        return []
+
+    def perf_counter(self) -> float:
+        return self.now
+
+
+def test_steps_are_timed_as_they_run_in_service(monkeypatch) -> None:
+    """The first plain steps after one with drafts are slower, and tell little of the others."""
+    machine: Any = Clock()
+    monkeypatch.setattr(step_costs, "time", machine)
+    costs = step_costs.measure(machine)
+    right = [COSTS[0, 1], COSTS[2, 1]]
+    assert [costs.step(count, 1) for count in (0, 2)] == pytest.approx(right)
+    for count in (2, 0) * 20:
+        for _ in range(4):
+            costs.update(count, 1, machine.launch_decode([0], count))
+    assert [costs.step(count, 1) for count in (0, 2)] == pytest.approx(right)
 
 
 @pytest.mark.parametrize("wrong", [(0, 2, 5), (2, 5), (5,), (0,)])
