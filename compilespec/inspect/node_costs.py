@@ -2,7 +2,7 @@
 
 Counted are products with and without weights, attention, and the rows that lookups read.  Element-
 wise work between them is taken as fused into them: it adds neither FLOPs nor bytes, so the sum is
-what a perfect fuser could not avoid.
+what a perfect fuser could not avoid.  Requests are taken as greedy, without log-probabilities.
 """
 
 from __future__ import annotations
@@ -17,9 +17,11 @@ import torch
 from torch import fx
 
 import compilespec.ops
+import compilespec.ops.host_process
 import compilespec.ops.sample.draft_noise
 import compilespec.ops.sample.path_penalties
-import compilespec.ops.sample.probabilities  # noqa: F401  (these register the operators)
+import compilespec.ops.sample.probabilities
+import compilespec.ops.suffix_match  # noqa: F401  (these register the operators)
 from compilespec import _torch_compat
 from compilespec.passes.aliases import storage_root
 from compilespec.passes.sizes import B, Expr, K, R, T
@@ -305,6 +307,18 @@ def _draws(costs: NodeCosts, node: fx.Node) -> Cost:
     return Cost(activation_bytes=costs.num_bytes(scores))
 
 
+def _for_others(costs: NodeCosts, node: fx.Node) -> Cost:
+    """Reads, or sends, logits of requests that sample or ask for log-probabilities, and nothing of
+    greedy ones.
+    """
+    return Cost()
+
+
+def _small(costs: NodeCosts, node: fx.Node) -> Cost:
+    """Token ids that are looked up, a piece of state that is written: no more than element-wise."""
+    return Cost()
+
+
 def _recurrence(costs: NodeCosts, node: fx.Node) -> Cost:
     """A request's state is read and written once a call; each token decays it, changes it and reads
     it.  What is kept of drafts that may be rejected is written, and half of it read again.
@@ -378,7 +392,17 @@ _RULES: dict[Any, Callable[[NodeCosts, fx.Node], Cost]] = {
     torch.ops.compilespec.argmax_shard.default: _choose,
     torch.ops.compilespec.dynamic_int8_shard.default: _add_integers,
     torch.ops.compilespec.embed_shard.default: _rows_read,
-    torch.ops.compilespec.take_shard.default: lambda costs, node: Cost(),
+    torch.ops.compilespec.take_shard.default: _small,
+    torch.ops.compilespec.roll_window.default: _small,
+    torch.ops.compilespec.ngram_match.default: _small,
+    torch.ops.compilespec.suffix_match.default: _small,
+    torch.ops.compilespec.host_process.default: _penalties,
+    torch.ops.compilespec.sample.default: _for_others,
+    torch.ops.compilespec.sample_shard.default: _for_others,
+    torch.ops.compilespec.draw.default: _for_others,
+    torch.ops.compilespec.draw_shard.default: _for_others,
+    torch.ops.compilespec.note_logprobs.default: _for_others,
+    torch.ops.compilespec.note_logprobs_shard.default: _for_others,
 }
 
 _GROUPED_FALLBACK = "transformers.grouped_mm_fallback.default"  # registered when it is first used

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import json
+import pkgutil
 from typing import Any
 
 import pytest
@@ -12,11 +14,12 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 import compilespec
+from compilespec import ops
 from compilespec.errors import InvalidOption
 from compilespec.inspect import devices
 from compilespec.inspect.cost import StepCost, estimate
 from compilespec.inspect.devices import Device, find_device
-from compilespec.inspect.node_costs import C, Cost, NodeCosts
+from compilespec.inspect.node_costs import _RULES, C, Cost, NodeCosts
 from compilespec.methods.eagle3 import random_head
 from compilespec.passes.sizes import B, K, R, T
 from tests.support.hand_graphs import graph_of
@@ -95,10 +98,10 @@ def test_activations_are_what_products_and_attention_move(program):
 def test_formulas_in_k_hold_for_another_k(program):
     """Read off the graph for K = 3, checked on the graphs for K = 5 and K = 2."""
     for num_draft_tokens in (2, 5):
-        other = phases_of(program_of(num_draft_tokens))
-        for phase, one in phases_of(program).items():
+        others = phases_of(program_of(num_draft_tokens))
+        for key, one in phases_of(program).items():
             for name, expr in vars(one.total.cost).items():
-                want = vars(other[phase].total.cost)[name].subs(K, num_draft_tokens)
+                want = vars(others[key.phase].total.cost)[name].subs(K, num_draft_tokens)
                 assert_equal(expr.subs(K, num_draft_tokens), want)
 
 
@@ -147,6 +150,18 @@ def test_flops_equal_those_torch_counts_on_the_eager_model(family):
         once += sum(w.numel() for w in (layer.self_attn.o_proj.weight, *layer.mlp.parameters()))
     ours = flops.subs({T: num_tokens, C: num_tokens, R: 1}) + 2 * (num_tokens - 1) * once
     assert int(ours) == counter.get_total_flops()
+
+
+def test_every_operator_of_ours_in_a_step_has_a_rule():
+    """But those that are only in graphs before the passes, and those inside others."""
+    for module in pkgutil.walk_packages(ops.__path__, f"{ops.__name__}."):
+        importlib.import_module(module.name)
+    before = {"attention", "recurrence", "causal_conv"}
+    inside = {"pack_weight", "philox", "draw_part", "score_linear", "use_thread_pool"}
+    schemas = [schema.name.split("::") for schema in torch._C._jit_get_all_schemas()]
+    ours = {name for namespace, name in schemas if namespace == "compilespec"}
+    counted = {str(target).split(".")[1] for target in _RULES if "compilespec" in str(target)}
+    assert ours == counted | before | inside
 
 
 @pytest.mark.slow
