@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -30,7 +30,7 @@ def example_inputs({sizes}):
     """Random weights, zeros for all else, by the graph's names and in its order."""
     generator = torch.Generator().manual_seed(0)
 
-    def floats(*size, dtype):
+    def floats(dtype, *size):
         return (0.05 * torch.randn(size, generator=generator)).to(dtype)
 
     return {{
@@ -121,7 +121,7 @@ def _example_inputs(stage: GraphStage) -> str:
         if isinstance(value, Tensor):
             sizes = [str(stage.size(size)) for size in value.shape]
             letters |= {size: None for size in sizes if size in defaults}
-            entries.append(f"{node.name!r}: {_tensor(value, ', '.join(sizes))}")
+            entries.append(f"{node.name!r}: {_tensor(value, sizes)}")
         else:
             size = str(stage.size(value))
             letters[size] = None
@@ -132,8 +132,8 @@ def _example_inputs(stage: GraphStage) -> str:
     )
 
 
-def _tensor(value: Tensor, sizes: str) -> str:
+def _tensor(value: Tensor, sizes: Sequence[str]) -> str:
     if value.is_floating_point() and value.device.type != "meta":
-        return f'floats({sizes}, dtype={value.dtype}).to("{value.device}")'
-    shape = f"({sizes},)" if sizes else "()"
+        return f'floats({", ".join((str(value.dtype), *sizes))}).to("{value.device}")'
+    shape = f"({', '.join(sizes)},)" if sizes else "()"
     return f'torch.zeros({shape}, dtype={value.dtype}, device="{value.device}")'

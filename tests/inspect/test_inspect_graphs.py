@@ -89,6 +89,21 @@ def test_constants_are_written_out() -> None:
     assert torch.equal(result, owner.table)
 
 
+def test_a_scalar_has_an_example_too() -> None:
+    """Gemma's scale of the embedding is one."""
+    graph = fx.Graph()
+    x, scale = graph.placeholder("x"), graph.placeholder("scale")
+    graph.output((graph.call_function(torch.mul, (x, scale)),))
+    values = {x: torch.empty(2, 3), scale: torch.empty((), dtype=torch.float64)}
+    stage = GraphStage(name="x", graph=graph, owner=torch.nn.Module(), symbols={}, values=values)
+    module: dict[str, Any] = {"__name__": "graph"}
+    exec(render_python(stage, "scaled"), module)
+    inputs = module["example_inputs"]()
+    assert inputs["scale"].dtype == torch.float64
+    (result,) = module["Graph"]()(*inputs.values())
+    assert torch.equal(result, inputs["x"] * inputs["scale"])
+
+
 def test_a_row_of_a_later_copy_says_so() -> None:
     fields: dict[str, Any] = dict.fromkeys(
         ("name", "op", "target", "args", "dtype", "role", "source", "made_by", "module_class"), ""
