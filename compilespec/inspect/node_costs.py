@@ -307,7 +307,7 @@ def _draws(costs: NodeCosts, node: fx.Node) -> Cost:
     return Cost(activation_bytes=costs.num_bytes(scores))
 
 
-def _for_others(costs: NodeCosts, node: fx.Node) -> Cost:
+def _not_for_greedy(costs: NodeCosts, node: fx.Node) -> Cost:
     """Reads, or sends, logits of requests that sample or ask for log-probabilities, and nothing of
     greedy ones.
     """
@@ -362,7 +362,7 @@ _LOOKUPS = (
     _aten.index_select.default,
     _aten.gather.default,
 )
-_RULES: dict[Any, Callable[[NodeCosts, fx.Node], Cost]] = {
+RULES: dict[Any, Callable[[NodeCosts, fx.Node], Cost]] = {
     **dict.fromkeys(
         (_aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.baddbmm.default), _matmul
     ),
@@ -397,12 +397,12 @@ _RULES: dict[Any, Callable[[NodeCosts, fx.Node], Cost]] = {
     torch.ops.compilespec.ngram_match.default: _small,
     torch.ops.compilespec.suffix_match.default: _small,
     torch.ops.compilespec.host_process.default: _penalties,
-    torch.ops.compilespec.sample.default: _for_others,
-    torch.ops.compilespec.sample_shard.default: _for_others,
-    torch.ops.compilespec.draw.default: _for_others,
-    torch.ops.compilespec.draw_shard.default: _for_others,
-    torch.ops.compilespec.note_logprobs.default: _for_others,
-    torch.ops.compilespec.note_logprobs_shard.default: _for_others,
+    torch.ops.compilespec.sample.default: _not_for_greedy,
+    torch.ops.compilespec.sample_shard.default: _not_for_greedy,
+    torch.ops.compilespec.draw.default: _not_for_greedy,
+    torch.ops.compilespec.draw_shard.default: _not_for_greedy,
+    torch.ops.compilespec.note_logprobs.default: _not_for_greedy,
+    torch.ops.compilespec.note_logprobs_shard.default: _not_for_greedy,
 }
 
 _GROUPED_FALLBACK = "transformers.grouped_mm_fallback.default"  # registered when it is first used
@@ -411,7 +411,7 @@ _GROUPED_FALLBACK = "transformers.grouped_mm_fallback.default"  # registered whe
 def _rule_of(node: fx.Node) -> Callable[[NodeCosts, fx.Node], Cost] | None:
     if node.op != "call_function":
         return None
-    return _rows_times_weight if str(node.target) == _GROUPED_FALLBACK else _RULES.get(node.target)
+    return _rows_times_weight if str(node.target) == _GROUPED_FALLBACK else RULES.get(node.target)
 
 
 # Views, constants, small reductions and in-place writes of state: no more than element-wise.

@@ -73,10 +73,10 @@ class Launches:
             plan = None
             if self.adaptive is not None:
                 plan = self.adaptive.begin(requests, is_late=is_late)
+            started = now_ms()  # what choosing K took, and a replay, say nothing of this K
             if plan is not None and plan.num_draft_tokens:  # a replay may have drafted anew
                 write_masks(self._executor, requests, drafted=True)
             count = None if plan is None else plan.num_draft_tokens
-            started = now_ms()
             handle = self._executor.launch_decode([request.row for request in requests], count)
         count = self._executor.geometry.num_draft_tokens if count is None else count
         self._stats.count_decode(len(requests), count)

@@ -19,7 +19,7 @@ from compilespec.errors import InvalidOption
 from compilespec.inspect import devices
 from compilespec.inspect.cost import StepCost, estimate
 from compilespec.inspect.devices import Device, find_device
-from compilespec.inspect.node_costs import _RULES, C, Cost, NodeCosts
+from compilespec.inspect.node_costs import RULES, C, Cost, NodeCosts
 from compilespec.methods.eagle3 import random_head
 from compilespec.passes.sizes import B, K, R, T
 from tests.support.hand_graphs import graph_of
@@ -160,7 +160,7 @@ def test_every_operator_of_ours_in_a_step_has_a_rule():
     inside = {"pack_weight", "philox", "draw_part", "score_linear", "use_thread_pool"}
     schemas = [schema.name.split("::") for schema in torch._C._jit_get_all_schemas()]
     ours = {name for namespace, name in schemas if namespace == "compilespec"}
-    counted = {str(target).split(".")[1] for target in _RULES if "compilespec" in str(target)}
+    counted = {str(target).split(".")[1] for target in RULES if "compilespec" in str(target)}
     assert ours == counted | before | inside
 
 
