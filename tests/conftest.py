@@ -53,6 +53,9 @@ def pytest_configure() -> None:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--accept-snapshots", action="store_true", help="write tests/snapshots anew")
+    parser.addoption(
+        "--one-of-each", type=int, metavar="SEED", help="one case of every slow test, drawn by SEED"
+    )
 
 
 SLOW = tuple(
@@ -93,8 +96,19 @@ def _check_lists(items: list[pytest.Item]) -> None:
         raise pytest.UsageError(f"tests/conftest.py: FIRST names no test file: {sorted(missing)}")
 
 
+def _one_of_each(items: list[pytest.Item], seed: int) -> list[pytest.Item]:
+    """Of the cases of every slow test that runs anywhere, one."""
+    cases: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        marks = {mark.name for mark in item.iter_markers()}
+        if "slow" in marks and not marks & {"gpu", "real"}:
+            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    draw = random.Random(seed)
+    return [draw.choice(alike) for alike in cases.values()]
+
+
 @pytest.hookimpl(tryfirst=True)  # before `-m` selects
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Order files; mark the tests of slow_tests.txt; skip what cannot run here, saying why."""
     items.sort(key=_turn)
     if _is_whole(items):
@@ -102,6 +116,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.nodeid.startswith(SLOW):
             item.add_marker(pytest.mark.slow)
+    seed = config.getoption("one_of_each")
+    if seed is not None:
+        chosen = _one_of_each(items, seed)
+        config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
+        items[:] = chosen
     skips = []
     if not torch.cuda.is_available():
         skips.append(("gpu", "needs a CUDA device"))
