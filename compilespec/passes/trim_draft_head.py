@@ -260,6 +260,8 @@ def _carries(node: fx.Node, source: fx.Node, ctx: PassContext) -> bool:
         return bool(node.args[2] == 0)
     if node.target in _MOVES:  # dimensions 0 and 1, before the last
         dims = node.args[1:2] if node.target == "select" else node.args[1:]
+        if node.target == "flatten":
+            dims = (argument(node, 1, "start_dim", 0), argument(node, 2, "end_dim", -1))
         rank = len(shape_of(source) or (0, 0, 0))
         return rank > 2 and bool(dims) and all(dim in (0, 1) for dim in dims)
     if node.target == "view_as":
@@ -279,7 +281,7 @@ def _is_narrow(node: fx.Node, ctx: PassContext) -> bool:
     return not shape or shape[-1] == 1
 
 
-_MOVES = ("squeeze", "unsqueeze", "transpose", "select")
+_MOVES = ("flatten", "squeeze", "unsqueeze", "transpose", "select")
 _ENDS: Mapping[str, Any] = {
     "choices": _is_choice,
     "draws": _is_draw,
