@@ -307,15 +307,7 @@ def _draws(costs: NodeCosts, node: fx.Node) -> Cost:
     return Cost(activation_bytes=costs.num_bytes(scores))
 
 
-def _not_for_greedy(costs: NodeCosts, node: fx.Node) -> Cost:
-    """Reads, or sends, logits of requests that sample or ask for log-probabilities, and nothing of
-    greedy ones.
-    """
-    return Cost()
-
-
-def _small(costs: NodeCosts, node: fx.Node) -> Cost:
-    """Token ids that are looked up, a piece of state that is written: no more than element-wise."""
+def _nothing(costs: NodeCosts, node: fx.Node) -> Cost:
     return Cost()
 
 
@@ -362,6 +354,22 @@ _LOOKUPS = (
     _aten.index_select.default,
     _aten.gather.default,
 )
+# Token ids that are looked up, a piece of state that is written: no more than element-wise.
+_SMALL = (
+    torch.ops.compilespec.take_shard.default,
+    torch.ops.compilespec.roll_window.default,
+    torch.ops.compilespec.ngram_match.default,
+    torch.ops.compilespec.suffix_match.default,
+)
+# They read, or send, logits of requests that sample or ask for log-probabilities alone.
+_NOT_FOR_GREEDY = (
+    torch.ops.compilespec.sample.default,
+    torch.ops.compilespec.sample_shard.default,
+    torch.ops.compilespec.draw.default,
+    torch.ops.compilespec.draw_shard.default,
+    torch.ops.compilespec.note_logprobs.default,
+    torch.ops.compilespec.note_logprobs_shard.default,
+)
 RULES: dict[Any, Callable[[NodeCosts, fx.Node], Cost]] = {
     **dict.fromkeys(
         (_aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.baddbmm.default), _matmul
@@ -392,17 +400,8 @@ RULES: dict[Any, Callable[[NodeCosts, fx.Node], Cost]] = {
     torch.ops.compilespec.argmax_shard.default: _choose,
     torch.ops.compilespec.dynamic_int8_shard.default: _add_integers,
     torch.ops.compilespec.embed_shard.default: _rows_read,
-    torch.ops.compilespec.take_shard.default: _small,
-    torch.ops.compilespec.roll_window.default: _small,
-    torch.ops.compilespec.ngram_match.default: _small,
-    torch.ops.compilespec.suffix_match.default: _small,
     torch.ops.compilespec.host_process.default: _penalties,
-    torch.ops.compilespec.sample.default: _not_for_greedy,
-    torch.ops.compilespec.sample_shard.default: _not_for_greedy,
-    torch.ops.compilespec.draw.default: _not_for_greedy,
-    torch.ops.compilespec.draw_shard.default: _not_for_greedy,
-    torch.ops.compilespec.note_logprobs.default: _not_for_greedy,
-    torch.ops.compilespec.note_logprobs_shard.default: _not_for_greedy,
+    **dict.fromkeys((*_SMALL, *_NOT_FOR_GREEDY), _nothing),
 }
 
 _GROUPED_FALLBACK = "transformers.grouped_mm_fallback.default"  # registered when it is first used
