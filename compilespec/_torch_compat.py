@@ -7,6 +7,7 @@ name it stands for, so that a torch release that moves one is repaired here and 
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import functools
 import hashlib
 import itertools
@@ -345,6 +346,55 @@ def standalone_compile(gm: fx.GraphModule, inputs: Sequence[Any], options: dict[
         )
 
 
+class Build:
+    """The C++ function of a wrapper, on whose library a compiler may still be at work."""
+
+    def __init__(self, wait: Callable[[], Any]) -> None:
+        self.wait = wait
+        """Returns the function; raises what the compiler says."""
+
+    def __call__(self, handles: Any) -> Any:
+        return self.wait()(handles)
+
+
+_builds: contextvars.ContextVar[list[Build] | None] = contextvars.ContextVar("builds", default=None)
+
+
+@contextlib.contextmanager
+def compilers_in_background() -> Iterator[list[Build]]:
+    """Within, in this thread, Inductor goes on while compilers are at work on its C++ wrappers: the
+    list gets a `Build` for each.
+    """
+    _replace_loading_of_wrappers()
+    builds: list[Build] = []
+    token = _builds.set(builds)
+    try:
+        yield builds
+    finally:
+        _builds.reset(token)
+
+
+@functools.cache
+def _replace_loading_of_wrappers() -> None:
+    """`CppWrapperCodeCache.load_pybinding`, which waits for the compiler; `AsyncCompile.submit`
+    has it work on Inductor's threads, as on kernels that have no C++ wrapper.
+    """
+    from torch._inductor.async_compile import AsyncCompile
+    from torch._inductor.codecache import CppWrapperCodeCache
+
+    own = CppWrapperCodeCache.load_pybinding
+    begin: Callable[..., Any] = CppWrapperCodeCache.load_pybinding_async
+
+    def load_pybinding(*args: Any, **kwargs: Any) -> Any:
+        builds = _builds.get()
+        if builds is None:
+            return own(*args, **kwargs)
+        builds.append(Build(begin(*args, submit_fn=AsyncCompile.submit, **kwargs)))
+        return builds[-1]
+
+    CppWrapperCodeCache.load_pybinding = load_pybinding  # type: ignore[method-assign]
+
+
 @functools.cache
 def operators_digest() -> str:
     """A digest of the signatures of our operators (`torch._C._jit_get_all_schemas`)."""
@@ -386,6 +436,8 @@ def cpp_entry(artifact: Any) -> Path | None:
         if any(one is other for other in seen):
             continue
         seen.append(one)
+        if isinstance(one, Build):
+            one = one.wait()
         if isinstance(one, types.BuiltinFunctionType):
             entries.append(one)
         elif isinstance(one, types.FunctionType):

@@ -21,7 +21,7 @@ from compilespec.lowering.artifacts import (
     piece_file_key,
 )
 from compilespec.lowering.attention_choice import attention_kernels
-from compilespec.lowering.constants import compile_graph
+from compilespec.lowering.builds import Builds
 from compilespec.lowering.host_waits import why_host_waits
 from compilespec.lowering.native import native_call
 from compilespec.lowering.pieces import split_at_attention
@@ -35,6 +35,7 @@ logger = logging.getLogger("compilespec")
 
 BACKENDS = ("inductor", "eager")
 Units = Literal["auto", "whole", "pieces"]
+Finish = Callable[[], LoweredPhase]  # waits for the compilers of a step
 TO_ATEN = "to ATen"  # the half of rewriting that a cached step skips
 
 # With this many attention layers or more, a phase is compiled in pieces: compile time then hardly
@@ -99,21 +100,21 @@ def lower(
     prepare_kernels(program.config.device, progress)
     attention = attention_kernels(program)
 
-    def lowered(graph: PhaseGraph) -> LoweredPhase:
+    def begin(graph: PhaseGraph, builds: Builds) -> Finish:
         unit, index = wanted.get(graph.phase, "auto"), next(numbers)
         if backend == "eager":
             title = f"{graph.key}, {TO_ATEN}"
             with progress.step("rewrite", title, index=index, total=total):
-                return _interpret(graph, program.config.device, in_pieces=unit == "pieces")
+                phase = _interpret(graph, program.config.device, in_pieces=unit == "pieces")
+                return lambda: phase
         with progress.step("compile", str(graph.key), index=index, total=total) as step:
-            return _compile(graph, program, artifacts, unit, step)
+            return _begin(graph, program, builds, unit, step)
 
-    return Lowered(
-        program=program,
-        backend=backend,
-        graphs=ByStep(lowered(graph) for graph in program.graphs.values()),
-        attention=attention,
-    )
+    with Builds(artifacts) as builds:
+        begun = [begin(graph, builds) for graph in program.graphs.values()]
+        builds.finish(progress)
+        phases = ByStep(finish() for finish in begun)
+    return Lowered(program=program, backend=backend, graphs=phases, attention=attention)
 
 
 def prepare_kernels(device: torch.device, progress: Reporter) -> None:
@@ -148,19 +149,20 @@ def _interface(graph: PhaseGraph, device: torch.device) -> Interface:
     return Interface(graph.inputs, graph.outputs, why_host_waits(graph.graph_module, device))
 
 
-def _compile(
-    graph: PhaseGraph, program: SpecProgram, cache: ArtifactCache, unit: Units, step: Step
-) -> LoweredPhase:
+def _begin(
+    graph: PhaseGraph, program: SpecProgram, builds: Builds, unit: Units, step: Step
+) -> Finish:
+    """Load a step, or generate its code: compilers may still be at work on it."""
     if unit == "auto":
         is_deep = graph.num_layers >= pieces_from_layers(program.config.device)
         unit = "pieces" if is_deep else "whole"
     if unit == "whole":
-        return _compile_whole(graph, program, cache, step)
+        return _begin_whole(graph, program, builds, step)
     try:
-        return _compile_pieces(graph, program, cache, step)
+        return _begin_pieces(graph, program, builds, step)
     except PassError as error:
         logger.warning("%s is compiled as a whole: %s", graph.key, error)
-        return _compile_whole(graph, program, cache, step)
+        return _begin_whole(graph, program, builds, step)
 
 
 def pieces_from_layers(device: torch.device) -> int:
@@ -178,40 +180,39 @@ def inductor_options(
     return {**INDUCTOR_OPTIONS, **others, **pieces}
 
 
-def _compile_whole(
-    graph: PhaseGraph, program: SpecProgram, cache: ArtifactCache, step: Step
-) -> LoweredPhase:
-    started = time.perf_counter()
+def _begin_whole(graph: PhaseGraph, program: SpecProgram, builds: Builds, step: Step) -> Finish:
+    started, cache = time.perf_counter(), builds.cache
     options = inductor_options(program.config.device, graph.phase)
     key = artifact_key(graph, program, options)
     stored = cache.load(key)
     step.note(from_cache=stored is not None)
     if stored is None:
         _tell_why(graph, key, cache, step)
-        compiled = compile_graph(graph.graph_module, graph.fakes, options)
         interface = _interface(graph, program.config.device)
-        cache.save(key, compiled, interface)
+        builds.begin(key, graph.graph_module, graph.fakes, options, interface)
         cache.keep_key(key)
-        call = compiled
-    else:
-        call, interface = stored
-    return LoweredPhase(
-        key=graph.key,
-        call=_with_no_grad(call),
-        compile_ms=(time.perf_counter() - started) * 1e3,
-        from_cache=stored is not None,
-        **interface._asdict(),
-    )
+    begun_ms = _ms_since(started)
+
+    def finish() -> LoweredPhase:
+        started = time.perf_counter()
+        call, known = stored or (builds[key], interface)
+        return LoweredPhase(
+            key=graph.key,
+            call=_with_no_grad(call),
+            compile_ms=begun_ms + _ms_since(started),
+            from_cache=stored is not None,
+            **known._asdict(),
+        )
+
+    return finish
 
 
-def _compile_pieces(
-    graph: PhaseGraph, program: SpecProgram, cache: ArtifactCache, step: Step
-) -> LoweredPhase:
+def _begin_pieces(graph: PhaseGraph, program: SpecProgram, builds: Builds, step: Step) -> Finish:
     """Compile each distinct piece that is not in the cache; pieces of other models count.
 
     Raises: PassError if the graph cannot be cut.
     """
-    started = time.perf_counter()
+    started, cache = time.perf_counter(), builds.cache
     device = program.config.device
     options = inductor_options(device, graph.phase, in_pieces=True)
     key = artifact_key(graph, program, {**options, "units": "pieces"})
@@ -219,34 +220,45 @@ def _compile_pieces(
     calls = {} if stored is None else _load_pieces(stored[0], options, device, cache)
     is_warm = stored is not None and len(calls) == len(stored[0].keys)
     step.note(from_cache=is_warm)
+    begun: dict[str, ArtifactKey] = {}
     if stored is None or not is_warm:
         _tell_why(graph, key, cache, step)
         plan, pieces = split_at_attention(graph.graph_module)
-        calls = {}
+        interface, calls = _interface(graph, device), {}
         for number, (name, piece) in enumerate(pieces.items(), 1):
             step.tell(detail=f"piece {number} of {len(pieces)}")
             file_key = piece_file_key(name, options, device)
-            found = cache.load(file_key)
-            if found is None:
-                compiled = compile_graph(piece.graph_module, piece.fakes, options)
-                cache.save(file_key, compiled, Interface())
-                calls[name] = compiled
-            else:
+            found = None if file_key in builds else cache.load(file_key)
+            if found is not None:
                 calls[name] = found[0]
-        interface = _interface(graph, device)
+                continue
+            begun[name] = file_key
+            if file_key not in builds:
+                builds.begin(file_key, piece.graph_module, piece.fakes, options, Interface())
         cache.save_plan(key, plan, interface)
         cache.keep_key(key)
     else:
         plan, interface = stored
-    stitched = Stitched(plan, calls, native_call(plan, calls))
-    return LoweredPhase(
-        key=graph.key,
-        call=_with_no_grad(stitched),
-        compile_ms=(time.perf_counter() - started) * 1e3,
-        from_cache=is_warm,
-        stitched=stitched,
-        **interface._asdict(),
-    )
+    begun_ms = _ms_since(started)
+
+    def finish() -> LoweredPhase:
+        started = time.perf_counter()
+        calls.update((name, builds[file_key]) for name, file_key in begun.items())
+        stitched = Stitched(plan, calls, native_call(plan, calls))
+        return LoweredPhase(
+            key=graph.key,
+            call=_with_no_grad(stitched),
+            compile_ms=begun_ms + _ms_since(started),
+            from_cache=is_warm,
+            stitched=stitched,
+            **interface._asdict(),
+        )
+
+    return finish
+
+
+def _ms_since(started: float) -> float:
+    return (time.perf_counter() - started) * 1e3
 
 
 def _tell_why(graph: PhaseGraph, key: ArtifactKey, cache: ArtifactCache, step: Step) -> None:

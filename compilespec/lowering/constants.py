@@ -8,7 +8,7 @@ beginning, and are stored beside the artifact.
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,14 +37,30 @@ class Compiled:
 
 def compile_graph(gm: fx.GraphModule, fakes: Sequence[Any], options: dict[str, Any]) -> Compiled:
     """Compile an ATen graph for fake inputs; `gm` stays as it is."""
+    return begin_compiling(gm, fakes, options)()
+
+
+def begin_compiling(
+    gm: fx.GraphModule, fakes: Sequence[Any], options: dict[str, Any]
+) -> Callable[[], Compiled]:
+    """Generate the code of a graph; a C++ compiler is at work on it in the background, for which
+    the returned function waits.
+    """
     constants = constants_in(gm)
     if constants:
         tensors: list[Any] = [fake for fake in fakes if isinstance(fake, Tensor)]
         mode = tensors[0].fake_mode if tensors else _torch_compat.fake_mode()
         fakes = [*fakes, *(_torch_compat.fake_tensor(mode, one) for one in constants.values())]
         gm = _with_inputs(gm, list(constants), fakes)
-    artifact = _torch_compat.standalone_compile(gm, fakes, options)
-    return Compiled(artifact, tuple(constants.values()), _torch_compat.cpp_entry(artifact))
+    with _torch_compat.compilers_in_background() as builds:
+        artifact = _torch_compat.standalone_compile(gm, fakes, options)
+
+    def finish() -> Compiled:
+        for build in builds:
+            build.wait()
+        return Compiled(artifact, tuple(constants.values()), _torch_compat.cpp_entry(artifact))
+
+    return finish
 
 
 def constants_in(gm: fx.GraphModule) -> dict[fx.Node, Tensor]:

@@ -69,7 +69,7 @@ def test_second_start_compiles_nothing(program: SpecProgram, tmp_path: Path) -> 
     done = [record for record in told if record.done and record.stage == "compile"]
     steps = [one for one in done if one.what != "C++ kernels"]
     assert [(one.what, one.index, one.total, one.from_cache) for one in steps] == [
-        ("prefill", 1, 2, False), ("decode, K=0", 2, 2, False),
+        ("prefill", 1, 2, False), ("decode, K=0", 2, 2, False), ("machine code", None, None, None),
         ("prefill", 1, 2, True), ("decode, K=0", 2, 2, True),
     ]  # fmt: skip
     assert run(first) == run(second) == run(lower(program, backend="eager"))
