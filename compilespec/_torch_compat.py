@@ -427,6 +427,8 @@ def cpp_entry(artifact: Any) -> Path | None:
     (`CompiledArtifact._compiled_fn`, the closures of AOTAutograd's wrappers,
     `CompiledFxGraph.current_callable`, `CppWrapperCodeCache`).
     """
+    if not HAS_CPP_ENTRIES:
+        return None
     waiting: list[Any] = [getattr(artifact, "_compiled_fn", None)]
     seen: list[Any] = []
     entries: list[Any] = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import types
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -174,3 +175,14 @@ def test_a_library_that_does_not_fit_is_not_opened(
     loaded = cache.load(key)
     assert loaded is not None, "Inductor's own file serves"
     assert loaded[0].library not in (None, library)
+
+
+def test_how_an_older_torch_wraps_graphs_is_not_looked_into(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Torch 2.11 has wrappers with cells that nothing was put into."""
+    nothing = None
+    artifact = types.SimpleNamespace(_compiled_fn=lambda: nothing)
+    del nothing
+    monkeypatch.setattr(_torch_compat, "HAS_CPP_ENTRIES", False)
+    assert _torch_compat.cpp_entry(artifact) is None
