@@ -181,8 +181,8 @@ def test_how_an_older_torch_wraps_graphs_is_not_looked_into(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Torch 2.11 has wrappers with cells that nothing was put into."""
-    nothing = None
-    artifact = types.SimpleNamespace(_compiled_fn=lambda: nothing)
-    del nothing
+    code = (lambda: monkeypatch).__code__  # reads a cell
+    wrapper = types.FunctionType(code, {}, closure=(types.CellType(),))
+    artifact = types.SimpleNamespace(_compiled_fn=wrapper)
     monkeypatch.setattr(_torch_compat, "HAS_CPP_ENTRIES", False)
     assert _torch_compat.cpp_entry(artifact) is None
