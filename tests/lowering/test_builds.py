@@ -1,4 +1,4 @@
-"""Compilers in the background: what goes on meanwhile, what is kept, where their errors go."""
+"""Compilers in the background: what goes on meanwhile, and where their errors go."""
 
 from __future__ import annotations
 
@@ -6,25 +6,18 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, fx
 
-import compilespec
 from compilespec import _torch_compat
-from compilespec.lowering import inductor_options, lower
+from compilespec.lowering import inductor_options
 from compilespec.lowering.artifacts import ArtifactCache, ArtifactKey, Interface, piece_file_key
 from compilespec.lowering.builds import Builds
-from compilespec.program import SpecProgram
-from compilespec.progress import Progress, Reporter
-from tests.support import fake_compiler
-from tests.support.models import tiny_target
 
 CPU = torch.device("cpu")
 OPTIONS = inductor_options(CPU, "decode")
-IN_PIECES: Any = {"prefill": "pieces", "decode": "pieces"}
 Submit = Callable[[Callable[[], None]], "Future[None]"]
 
 
@@ -106,39 +99,3 @@ def stop_behind_one(cache: ArtifactCache) -> None:
     with Builds(cache) as builds:
         begin(builds, 5.875)  # its error is not the one to tell
         raise ValueError("told")
-
-
-def small_program(**options: Any) -> SpecProgram:
-    target = tiny_target("llama", torch.float64, num_layers=3)
-    sizes = {"max_batch_size": 2, "max_seq_len": 48, "max_prefill_tokens": 24}
-    return compilespec.trace(target, "ngram", num_draft_tokens=3, **sizes, **options)
-
-
-def test_a_piece_that_two_steps_share_is_compiled_once(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    compiled = fake_compiler.install(monkeypatch)
-    program = small_program(greedy_step=True)
-    lowered = lower(program, cache=ArtifactCache(tmp_path), units=IN_PIECES)
-    pieces = [(p.phase, key) for p in lowered.graphs.values() for key in p.stitched.pieces]
-    assert len(compiled) == len(set(pieces)) < len(pieces)
-
-
-def test_what_was_begun_is_kept_where_starting_stops(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    compiled, cache = fake_compiler.install(monkeypatch), ArtifactCache(tmp_path)
-    told: list[Progress] = []
-
-    def stop(record: Progress) -> None:
-        if record.what.startswith("decode") and record.detail == "piece 2 of 3":
-            raise InterruptedError(record.what)
-
-    program = small_program()
-    with pytest.raises(InterruptedError, match="decode"):
-        lower(program, cache=cache, units=IN_PIECES, progress=Reporter(stop))
-    assert len(compiled) == 3 + 1
-    lower(program, cache=cache, units=IN_PIECES, progress=Reporter(told.append))
-    assert len(compiled) == 3 + 3
-    found = {one.what: one.from_cache for one in told if one.done and one.stage == "compile"}
-    assert found == {"prefill": True, "decode, K=3": False, "machine code": None}

@@ -21,6 +21,7 @@ from compilespec.lowering.native import native_call
 from compilespec.lowering.pieces import split_at_attention
 from compilespec.lowering.stitching import OpStep, PieceStep, Stitched, StitchPlan
 from compilespec.program import Lowered, SpecProgram
+from compilespec.progress import Progress, Reporter
 from compilespec.runtime.executor import PrefillChunk
 from compilespec.runtime.step_runner import StepRunner
 from tests.support import fake_compiler
@@ -209,10 +210,10 @@ def test_values_die_after_their_last_reader() -> None:
 # --- whole steps ---
 
 
-def program(num_layers: int, family: str = "llama") -> SpecProgram:
+def program(num_layers: int, family: str = "llama", **options: Any) -> SpecProgram:
     return compilespec.trace(
         tiny_target(family, num_layers=num_layers), "none", max_batch_size=3, max_seq_len=48,
-        max_prefill_tokens=24, keep_graphs=False,
+        max_prefill_tokens=24, keep_graphs=False, **options,
     )  # fmt: skip
 
 
@@ -390,6 +391,33 @@ def test_each_piece_is_compiled_once_and_then_found(
     assert len(compiled) == 6
     assert all(phase.from_cache for phase in second.graphs.values())
     assert tokens(second) == expected
+
+
+def test_a_piece_that_two_steps_share_is_compiled_once(
+    compiled: list[fx.GraphModule], tmp_path: Path
+) -> None:
+    cache = ArtifactCache(tmp_path)
+    lowered = lower(program(3, greedy_step=True), cache=cache, units=IN_PIECES)
+    keys = [(step.phase, key) for step in lowered.graphs.values() for key in step.stitched.pieces]
+    assert len(compiled) == len(set(keys)) < len(keys)
+
+
+def test_what_was_begun_is_kept_where_starting_stops(
+    shallow: SpecProgram, compiled: list[fx.GraphModule], tmp_path: Path
+) -> None:
+    def stop(record: Progress) -> None:
+        if record.what.startswith("decode") and record.detail == "piece 2 of 3":
+            raise InterruptedError(record.what)
+
+    cache = ArtifactCache(tmp_path)
+    with pytest.raises(InterruptedError, match="decode"):
+        lower(shallow, cache=cache, units=IN_PIECES, progress=Reporter(stop))
+    assert len(compiled) == 3 + 1
+    told: list[Progress] = []
+    lower(shallow, cache=cache, units=IN_PIECES, progress=Reporter(told.append))
+    assert len(compiled) == 3 + 3
+    found = {one.what: one.from_cache for one in told if one.done and one.stage == "compile"}
+    assert found == {"prefill": True, "decode, K=0": False, "machine code": None}
 
 
 @pytest.mark.parametrize("how", ["torn", "deleted", "plan torn"])
