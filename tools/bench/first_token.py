@@ -3,7 +3,8 @@
 Each measurement is a new Python process, timed from just before it is started to its first token,
 so that imports, loading, tracing and compiling all count.  The child then finishes its request, so
 that code compiled after the first token is also in the caches when the next, warm process starts,
-and says how much memory it had resident at most.
+and says how much memory it had resident at most.  Beside each warm start a process loads the same
+model and tokenizer with transformers and does no more: what a start takes of its own is the rest.
 """
 
 from __future__ import annotations
@@ -34,6 +35,9 @@ MARK = "RESULT "
 
 def run(options: argparse.Namespace, console: Console) -> int:
     """Returns 1 if a limit is exceeded, else 0."""
+    from compilespec.tracing.places import find_model  # not on top: children import this module
+
+    directory = find_model(options.model).directory
     result: dict[str, Any] = {"benchmark": "first token", **report.environment(), "specs": {}}
     specs = [("none", None), ("eagle3", options.num_draft_tokens[0])]
     for spec, num_draft_tokens in specs:
@@ -50,13 +54,17 @@ def run(options: argparse.Namespace, console: Console) -> int:
             "prompt": next(iter(load_prompts(1).values())),
         }
         starts: dict[str, list[dict[str, Any]]] = {"cold": [], "warm": []}
+        loads: list[dict[str, Any]] = []
         for number in range(options.cold_repeats):
             with tempfile.TemporaryDirectory(prefix="compilespec-first-token-") as folder:
                 is_last = number == options.cold_repeats - 1
                 for start in ["cold", *["warm"] * (options.repeats if is_last else 0)]:
                     console.print(f"{spec}: {start} start {len(starts[start]) + 1}")
                     starts[start].append(spawn("tools.bench.first_token", job, Path(folder)))
-        result["specs"][spec] = {"job": job, **starts}
+                    if start == "warm":
+                        alone = {**job, "spec": None, "directory": str(directory)}
+                        loads.append(spawn("tools.bench.first_token", alone, Path(folder)))
+        result["specs"][spec] = {"job": job, **starts, "transformers": loads}
     table = Table(title="seconds from process start to first token")
     columns = ("spec", "start", "first token", "import", "compile", "peak MiB", "limit", "")
     for column in columns:
@@ -81,6 +89,10 @@ def run(options: argparse.Namespace, console: Console) -> int:
                 f"{limit:.0f}",
                 "[red]FAIL[/]" if seconds > limit else "[green]pass[/]",
             )
+        if entry["transformers"]:
+            loaded = quantiles([one["loaded_s"] for one in entry["transformers"]])["p50"]
+            entry["transformers_loaded_s"] = loaded
+            console.print(f"{spec}: transformers alone loads this model in {loaded:.1f} s")
     console.print(table)
     console.print(f"written to {report.write_json(options.name, result)}")
     return int(failed)
@@ -118,6 +130,8 @@ def child(job: dict[str, Any]) -> dict[str, Any]:
     """The measured process."""
     import torch
 
+    if job["spec"] is None:
+        return _load_alone(job)
     import compilespec
 
     torch.set_num_threads(job["threads"])
@@ -144,6 +158,18 @@ def child(job: dict[str, Any]) -> dict[str, Any]:
         "compile_s": compiled - imported,
         "finished_s": time.time() - job["started"],
         "peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,  # Linux: KiB
+    }
+
+
+def _load_alone(job: dict[str, Any]) -> dict[str, Any]:
+    """The target and its tokenizer as transformers loads them, and no more."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    AutoModelForCausalLM.from_pretrained(job["directory"], dtype="auto", local_files_only=True)
+    AutoTokenizer.from_pretrained(job["directory"], local_files_only=True)
+    return {
+        "loaded_s": time.time() - job["started"],
+        "peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
     }
 
 
