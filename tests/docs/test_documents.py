@@ -189,6 +189,7 @@ def test_speeds_are_those_of_the_recorded_run() -> None:
     [
         ("real.json", "way of decoding"),
         ("real-avx512.json", "way without bfloat16 instructions"),
+        ("real-avx2.json", "way with AVX2 alone"),
     ],
 )
 def test_speeds_of_the_real_model_are_those_of_the_recorded_run(

@@ -197,3 +197,24 @@ def test_a_child_that_fails_is_reported_with_its_last_words(tmp_path):
     with pytest.raises(RuntimeError, match="gave no result"):
         spawn("tools.bench.no_such_module", {}, tmp_path)
     assert time.time() - start < 60
+
+
+def test_first_tokens_are_told_beside_what_transformers_takes_to_load(monkeypatch):
+    from tools.bench import first_token
+
+    seconds = {None: [6.0, 5.0, 7.0], "none": [90.0, 8.0, 7.5, 9.0]}  # by spec, as they come
+    written = {}
+
+    def spawn(module, job, cache_dir):
+        taken = seconds[job["spec"]].pop(0)
+        if job["spec"] is None:
+            return {"loaded_s": taken, "peak_mib": 400.0}
+        return {"first_token_s": taken, "import_s": 1.0, "compile_s": 2.0, "peak_mib": 800.0}
+
+    monkeypatch.setattr(first_token, "spawn", spawn)
+    monkeypatch.setattr(report, "write_json", lambda name, content: written.update(content))
+    assert main(["--first-token", "--only", "none"]) == 0
+    entry = written["specs"]["none"]
+    assert entry["warm_first_token_s"] == 8.0
+    assert entry["transformers_loaded_s"] == 6.0
+    assert not any(seconds.values())
