@@ -35,9 +35,9 @@ MARK = "RESULT "
 
 def run(options: argparse.Namespace, console: Console) -> int:
     """Returns 1 if a limit is exceeded, else 0."""
-    from compilespec.tracing.places import find_model  # not on top: children import this module
+    from tools.bench.speed import find_model  # not on top: children import this module
 
-    directory = find_model(options.model).directory
+    alone = {"spec": None, "directory": str(find_model(options.model))}
     result: dict[str, Any] = {"benchmark": "first token", **report.environment(), "specs": {}}
     specs = [("none", None), ("eagle3", options.num_draft_tokens[0])]
     for spec, num_draft_tokens in specs:
@@ -62,7 +62,6 @@ def run(options: argparse.Namespace, console: Console) -> int:
                     console.print(f"{spec}: {start} start {len(starts[start]) + 1}")
                     starts[start].append(spawn("tools.bench.first_token", job, Path(folder)))
                     if start == "warm":
-                        alone = {**job, "spec": None, "directory": str(directory)}
                         loads.append(spawn("tools.bench.first_token", alone, Path(folder)))
         result["specs"][spec] = {"job": job, **starts, "transformers": loads}
     table = Table(title="seconds from process start to first token")
@@ -157,7 +156,7 @@ def child(job: dict[str, Any]) -> dict[str, Any]:
         "import_s": imported - job["started"],
         "compile_s": compiled - imported,
         "finished_s": time.time() - job["started"],
-        "peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,  # Linux: KiB
+        "peak_mib": _peak_mib(),
     }
 
 
@@ -167,10 +166,11 @@ def _load_alone(job: dict[str, Any]) -> dict[str, Any]:
 
     AutoModelForCausalLM.from_pretrained(job["directory"], dtype="auto", local_files_only=True)
     AutoTokenizer.from_pretrained(job["directory"], local_files_only=True)
-    return {
-        "loaded_s": time.time() - job["started"],
-        "peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
-    }
+    return {"loaded_s": time.time() - job["started"], "peak_mib": _peak_mib()}
+
+
+def _peak_mib() -> float:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024  # Linux: KiB
 
 
 if __name__ == "__main__":
