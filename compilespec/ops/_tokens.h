@@ -1,5 +1,5 @@
-// What operators with a state row for each request share: runs of tokens, rings of recent tokens,
-// and elements of any floating dtype.
+// What operators that read requests' tokens share: searching them, runs of tokens, rings of recent
+// tokens, and elements of any floating dtype.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -10,6 +10,14 @@
 #include "_vector.h"
 
 namespace compilespec {
+
+constexpr int64_t kTokensAtOnce = 32;  // that a search compares
+
+inline bool holds(const int32_t* tokens, int32_t wanted) {
+  int found = 0;
+  for (int64_t i = 0; i < kTokensAtOnce; ++i) found |= tokens[i] == wanted;
+  return found != 0;
+}
 
 struct Segment {  // tokens [begin, end) of one request
   int64_t begin, end, row;

@@ -141,10 +141,12 @@ def histories(batch: int, width: int, vocab: int) -> tuple[Tensor, Tensor]:
     [(7, 1, 1, 1), (33, 5, 3, 1), (1100, 4, 4, 2), (5, 9, 6, 6)],
 )
 def test_ngram_matches_equal_the_reference(width, count, longest, shortest):
-    for vocab in (2, 5):
+    for vocab in (300, 5, 2):
         history, length = histories(6, width, vocab)
+        history[3, width // 3] = PAD  # what stands for an embedding
         want = ngram_match_reference(history, length, count, longest, shortest)
         assert_equal(ngram_match(history, length, count, longest, shortest), want)
+        assert_equal(ngram_match(history, length.long(), count, longest, shortest), want)
         assert_equal(ngram.ngram_match(history, length, count, longest, shortest), want)
         drafter = NgramDrafter(max_ngram=longest, min_ngram=shortest)
         drafter.num_draft_tokens = count
@@ -162,9 +164,10 @@ def assert_equal(got: tuple[Tensor, ...], want: tuple[Tensor, ...]) -> None:
 def test_rows_without_history_have_no_match():
     history = torch.full((2, 8), PAD, dtype=torch.int32)
     length = torch.tensor([0, 8], dtype=torch.int32)
-    drafts, matched = ngram.ngram_match(history, length, 3, 3, 1)
-    assert drafts.tolist() == [[PAD] * 3] * 2
-    assert matched.tolist() == [0, 0]
+    for match in (ngram_match, ngram.ngram_match):
+        drafts, matched = match(history, length, 3, 3, 1)
+        assert drafts.tolist() == [[PAD] * 3] * 2
+        assert matched.tolist() == [0, 0]
 
 
 def test_opcheck_of_ngram_match():

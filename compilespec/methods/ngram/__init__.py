@@ -11,14 +11,14 @@ from torch import Tensor, nn
 from compilespec.errors import InvalidOption
 from compilespec.methods.capabilities import Capabilities
 from compilespec.methods.direct import DirectDrafter
-from compilespec.ops.ngram_match import ngram_match, ngram_match_reference
+from compilespec.ops.ngram_match import ngram_match
 from compilespec.tracing.target_info import TargetInfo
 
 DEFAULTS = {"max_ngram": 3, "min_ngram": 1}
 
 
 class NgramDrafter(DirectDrafter):
-    """The matcher, as tensor code in the step graph: no host work, no weights."""
+    """The matcher, an operator of the step graph: no host work, no weights."""
 
     def __init__(self, *, max_ngram: int, min_ngram: int) -> None:
         super().__init__()
@@ -27,11 +27,10 @@ class NgramDrafter(DirectDrafter):
     def draft(self, history_BL: Tensor, length_B: Tensor) -> tuple[Tensor, Tensor]:
         """The K tokens after the longest window that also occurred earlier, and its length:
         `ngram_match_reference`.
-
-        On a GPU it is one kernel; elsewhere tensor code, which is compiled with the step.
         """
-        match = ngram_match if history_BL.is_cuda else ngram_match_reference
-        return match(history_BL, length_B, self.num_draft_tokens, self.max_ngram, self.min_ngram)
+        return ngram_match(
+            history_BL, length_B, self.num_draft_tokens, self.max_ngram, self.min_ngram
+        )
 
     def describe(self) -> str:
         return f"n-gram lookup, windows of {self.max_ngram} to {self.min_ngram} tokens"

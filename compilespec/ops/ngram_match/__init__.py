@@ -1,4 +1,4 @@
-"""N-gram lookup in the tokens of each request, one pass over them."""
+"""N-gram lookup in the tokens of each request."""
 
 from __future__ import annotations
 
@@ -34,6 +34,6 @@ _NGRAM_MATCH = define_op(
     "int min_ngram) -> (Tensor drafts, Tensor matched)",
     ngram_match_reference,
     _fake,
-    has_kernel=False,
+    has_kernel=True,
     triton="ngram_match",
 )

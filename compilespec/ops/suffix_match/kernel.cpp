@@ -9,11 +9,10 @@
 #include <vector>
 
 #include "_threads.h"
+#include "_tokens.h"
 
 namespace compilespec {
 namespace suffix_match {
-
-constexpr int64_t kBlock = 32;  // tokens compared at once
 
 struct Text {
   const int32_t* tokens;
@@ -23,12 +22,6 @@ struct Text {
 struct Place {  // a token with the longest match
   const int32_t *token, *end;
 };
-
-bool has(const int32_t* tokens, int32_t wanted) {
-  int found = 0;
-  for (int64_t i = 0; i < kBlock; ++i) found |= tokens[i] == wanted;
-  return found != 0;
-}
 
 struct Search {
   const int32_t* newest;  // the request's last token
@@ -51,9 +44,9 @@ struct Search {
   }
 
   void run(const Text& text) {
-    for (int64_t first = 0; first + 1 < text.length; first += kBlock) {
-      const int64_t last = std::min(first + kBlock, text.length - 1);
-      if (last - first == kBlock && !has(text.tokens + first, *newest)) continue;
+    for (int64_t first = 0; first + 1 < text.length; first += kTokensAtOnce) {
+      const int64_t last = std::min(first + kTokensAtOnce, text.length - 1);
+      if (last - first == kTokensAtOnce && !holds(text.tokens + first, *newest)) continue;
       for (int64_t i = first; i < last; ++i)
         if (text.tokens[i] == *newest) consider(text, i + 1);
     }
