@@ -72,7 +72,9 @@ class AdaptiveDrafts:
             if request.backlog <= NUM_KEPT
         }
         behind = [request for request in drafted if request.backlog]
-        choice = self.policy.choose(list(drafted.values()), len(requests))
+        choice = self.policy.choose(
+            list(drafted.values()), len(requests), needs_replay=bool(behind)
+        )
         count = choice.num_draft_tokens
         if count and behind:
             self._replay(behind)

@@ -88,12 +88,15 @@ class DraftPolicy:
         }
         self._shares: dict[Drafted, Shares] = {}  # since something was learnt last
 
-    def choose(self, drafted: Sequence[Drafted], batch: int) -> Choice:
+    def choose(
+        self, drafted: Sequence[Drafted], batch: int, *, needs_replay: bool = False
+    ) -> Choice:
         """K of the next step.
 
         Args:
             drafted: each request whose drafter can be used.
             batch: requests of the step, those without a drafter included.
+            needs_replay: whether some of them had steps of K = 0.
         """
         best = self._best(drafted, batch)
         for count in self.costs.unserved(batch) if drafted else ():
@@ -104,7 +107,7 @@ class DraftPolicy:
         if exploration.is_trying:
             exploration.stop_unless(bool(drafted), best)
         elif drafted and self._is_trial_due(best):
-            self._begin_trial(best, drafted, batch)
+            self._begin_trial(best, drafted, batch, needs_replay)
         if exploration.is_trying:
             self.reasons["trial"] += 1
             return Choice(num_draft_tokens=exploration.next_step(), is_trial=True)
@@ -257,13 +260,10 @@ class DraftPolicy:
         dearer = self.costs.step(count, batch) - self.costs.step(self.counts[0], batch)
         return self._exploration.can_pay(dearer)
 
-    def _begin_trial(self, best: int, drafted: Sequence[Drafted], batch: int) -> None:
-        """Try another K, if one could be better after all and there is budget for it.
-
-        From plain steps that includes a replay, also where these requests need none: trials that
-        wait for such a moment would all be at the beginnings of texts, where drafts are right less
-        often than later.
-        """
+    def _begin_trial(
+        self, best: int, drafted: Sequence[Drafted], batch: int, needs_replay: bool
+    ) -> None:
+        """Try another K, if one could be better after all and there is budget for it."""
         self._exploration.limit(NUM_SAVED_STEPS * self.costs.step(self.counts[-1], batch))
         if not best and all(one.is_found for one in drafted):
             return  # plain steps judge the first of what was found: a trial would tell little more
@@ -273,7 +273,7 @@ class DraftPolicy:
         count = self._worth_a_trial(best, speeds)
         if count is None:
             return
-        replay_ms = 0.0 if best and count else self.costs.replay(batch)
+        replay_ms = self.costs.replay(batch) if needs_replay or not count else 0.0
         worth = speeds[self.counts.index(count)] / self._best_speed
         dearer = self.costs.step(count, batch) * (1 - worth)
         if not self._exploration.can_pay_trial(dearer, replay_ms):

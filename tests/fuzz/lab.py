@@ -45,7 +45,7 @@ class Policy:
         self._runs, self._keeps_warm = runs, keeps_warm
         self._count, self._left = 0, 0
 
-    def choose(self, drafted: Sequence[int], batch: int) -> Choice:
+    def choose(self, drafted: Sequence[int], batch: int, *, needs_replay: bool) -> Choice:
         if not self._left:
             self._count, self._left = next(self._runs)
         num_steps = 1 if self._count else self._left  # plain ones are decided at once

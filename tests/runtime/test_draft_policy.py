@@ -64,7 +64,7 @@ class Machine:
                 done += 1
                 continue
             drafted = [] if cold else [Drafted(COUNTS[-1])] * batch
-            choice = self.policy.choose(drafted, batch)
+            choice = self.policy.choose(drafted, batch, needs_replay=backlog > 0)
             count = choice.num_draft_tokens
             if count and backlog:
                 ms += self.true.replay(batch)

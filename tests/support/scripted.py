@@ -14,7 +14,7 @@ class Scripted:
     def __init__(self, counts: Iterator[int], *, keeps_warm: bool = True) -> None:
         self.counts, self.keeps_warm, self.taken = counts, keeps_warm, list[int]()
 
-    def choose(self, drafted: Sequence[Drafted], batch: int) -> Choice:
+    def choose(self, drafted: Sequence[Drafted], batch: int, *, needs_replay: bool) -> Choice:
         self.taken.append(next(self.counts))
         return Choice(num_draft_tokens=self.taken[-1])
 
