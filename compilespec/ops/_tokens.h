@@ -19,6 +19,13 @@ inline bool holds(const int32_t* tokens, int32_t wanted) {
   return found != 0;
 }
 
+// How many tokens up to `token`, which equals `newest`, are those up to that one; at most `most`.
+inline int64_t count_matching(const int32_t* token, const int32_t* newest, int64_t most) {
+  int64_t matched = 1;
+  while (matched < most && token[-matched] == newest[-matched] && newest[-matched] >= 0) ++matched;
+  return matched;
+}
+
 struct Segment {  // tokens [begin, end) of one request
   int64_t begin, end, row;
   int64_t first;  // position of token `begin`

@@ -29,10 +29,7 @@ Match find(const int32_t* tokens, int64_t length, int64_t max_ngram, int64_t min
     if (end - begin == kTokensAtOnce && !holds(tokens + begin, *newest)) continue;
     for (int64_t i = end - 1; i >= begin; --i) {
       if (tokens[i] != *newest) continue;
-      const int64_t most = std::min(i + 1, max_ngram);
-      int64_t matched = 1;
-      while (matched < most && tokens[i - matched] == newest[-matched] && newest[-matched] >= 0)
-        ++matched;
+      const int64_t matched = count_matching(tokens + i, newest, std::min(i + 1, max_ngram));
       if (matched < min_ngram || matched <= best.length) continue;
       best = {i + 1, matched};
       if (matched == max_ngram) return best;

@@ -32,11 +32,8 @@ struct Search {
   // Token i of a text, whose predecessor is the newest one of the request.
   void consider(const Text& text, int64_t i) {
     if (text.tokens[i] < 0) return;
-    const int64_t most = std::min({i, length, max_match});
-    int64_t matched = 1;
-    while (matched < most && text.tokens[i - 1 - matched] == newest[-matched] &&
-           newest[-matched] >= 0)
-      ++matched;
+    const int64_t matched =
+        count_matching(text.tokens + i - 1, newest, std::min({i, length, max_match}));
     if (matched < longest) return;
     if (matched > longest) places.clear();
     longest = matched;
