@@ -23,7 +23,8 @@ def use_thread_pool(wanted: bool) -> None:
     """Run the kernels of this process on the pool from now on, or on OpenMP's threads again.
 
     It is for programs that run no OpenMP loops in between: their threads spin for milliseconds, on
-    the cores of the pool's.  Where OpenMP pins its threads to cores, they are used all the same.
+    the cores of the pool's.  Those that the calling thread has had until now end.  Where OpenMP
+    pins its threads to cores, they are used all the same.
     """
     global _is_used
     with _lock:

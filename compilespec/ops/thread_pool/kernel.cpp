@@ -7,8 +7,13 @@
 namespace compilespec {
 
 // Not where OpenMP pins its threads to cores: those of the pool would all lie on the caller's.
+//
+// The caller's OpenMP threads end where the pool takes over, and the next prefill starts others, a
+// few tens of microseconds for each: they would go on spinning for milliseconds beside the pool's.
 void use_thread_pool(bool wanted) {
-  uses_pool = wanted && omp_get_proc_bind() == omp_proc_bind_false;
+  const bool uses = wanted && omp_get_proc_bind() == omp_proc_bind_false;
+  if (!uses_pool.exchange(uses) && uses)
+    omp_pause_resource(omp_pause_soft, omp_get_initial_device());
 }
 
 }  // namespace compilespec
