@@ -37,7 +37,8 @@ constexpr int kTileRows = 48;  // rows a tile aims at
 constexpr int kGroupRows = kNumRegisters == 32 ? 4 : 3;  // rows of the largest register tile
 constexpr int kGroupKeys = 4;  // keys of a register tile
 constexpr int kLaneKeys = 16;  // keys of a vector, where a key is a lane
-constexpr int kCellsAhead = 16;  // cells that are read between one and the one that it asks for
+// Bytes that are read between a cell and the one that it asks for, and the cells that these may be.
+constexpr int kBytesAhead = 8 << 10, kLeastAhead = 16, kMostAhead = 64;
 
 // Whether scores are computed a key a lane, from keys that are turned round for it; else an element
 // a lane, and a score is a sum over lanes.
@@ -213,6 +214,7 @@ struct Worker {
   const T **keys, **values;  // of the chunk at hand, in those
   const bool* present;
   int64_t first_key_read = 0, num_next = 0;  // of the chunk; keys of the segment's next one
+  int64_t ahead = 0;  // cells that are read between one and the one that it asks for
 
   // The worker of this thread, whose scratch outlives the call.
   static Worker& start(const Problem& problem) {
@@ -221,6 +223,8 @@ struct Worker {
     worker.group = problem.num_heads / problem.num_kv_heads;
     worker.key_pad = (problem.head_dim + kPair - 1) / kPair * kPair;
     worker.value_pad = (problem.value_dim + kPair - 1) / kPair * kPair;
+    worker.ahead = std::clamp<int64_t>(kBytesAhead / (worker.key_pad * int64_t(sizeof(T))),
+                                       kLeastAhead, kMostAhead);
     worker.zeros.assign(size_t(std::max(worker.key_pad, worker.value_pad)), T(0));
     if (worker.key_pad != problem.head_dim) worker.key_copy.resize(size_t(kSegment * worker.key_pad));
     if (problem.has_values() && worker.value_pad != problem.value_dim)
@@ -305,7 +309,7 @@ struct Worker {
       }
       key = stop;
     }
-    for (int64_t i = first; i < std::min(last, first + kCellsAhead); ++i)
+    for (int64_t i = first; i < std::min(last, first + ahead); ++i)
       fetch(segment_keys[i], key_pad);
     return all_present;
   }
@@ -358,10 +362,10 @@ struct Worker {
   }
 
   // Cells are read in this order: a chunk's keys, its values, the keys of the segment's next chunk.  Ask
-  // for the ones that come kCellsAhead after the keys, or the values, [j, j + count) of a range of the
+  // for the ones that come `ahead` after the keys, or the values, [j, j + count) of a range of the
   // chunk that ends at `end`.  What ragged ranges and chunks shorter than that miss is read unasked.
   COMPILESPEC_INLINE void fetch_after_keys(int64_t j, int64_t count, int64_t end) const {
-    for (int64_t i = j + kCellsAhead; i < j + kCellsAhead + count; ++i) {
+    for (int64_t i = j + ahead; i < j + ahead + count; ++i) {
       const int64_t value = first_key_read + i - end;
       if (i < end)
         fetch(keys[i], key_pad);
@@ -370,7 +374,7 @@ struct Worker {
     }
   }
   COMPILESPEC_INLINE void fetch_after_values(int64_t j, int64_t count, int64_t end) const {
-    for (int64_t i = j + kCellsAhead; i < j + kCellsAhead + count; ++i) {
+    for (int64_t i = j + ahead; i < j + ahead + count; ++i) {
       if (i < end && problem.has_values())
         fetch(values[i], value_pad);
       else if (i >= end && i - end < num_next)
