@@ -177,6 +177,17 @@ def test_a_stop_string_is_named_and_eos_is_not() -> None:
             assert (ended["message"]["content"], ended["stop_reason"]) == ("one", " t")
 
 
+def test_no_part_of_an_answer_waits_for_an_acknowledgement(
+    server: Live, client: httpx2.Client
+) -> None:
+    assert client.get("/health").status_code == 200  # the connection is kept
+    connections = list(server.server.server_state.connections)
+    assert connections
+    for connection in connections:
+        accepted = connection.transport.get_extra_info("socket")
+        assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+
+
 def test_models_tokens_stats_and_metrics(server: Live, client: httpx2.Client) -> None:
     assert [one["id"] for one in client.get("/v1/models").json()["data"]] == ["toy"]
     assert client.get("/v1/models/toy").json()["max_model_len"] == 256
