@@ -59,18 +59,19 @@ class EventStream(Response):
         super().__init__(headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self._objects, self._options, self._on_end = objects, options, on_end
+        self._sends_since: float | None = None  # by the loop's clock; None: nothing is being sent
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         writes = asyncio.ensure_future(self._write(send))
-        watch = asyncio.ensure_future(_left(receive))
+        gone = (asyncio.ensure_future(_left(receive)), asyncio.ensure_future(self._stalled()))
         try:
-            await asyncio.wait((writes, watch), return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait((writes, *gone), return_when=asyncio.FIRST_COMPLETED)
             if not writes.done():
                 raise ClientGone
             writes.result()
         finally:
             self._on_end()
-            await _cancel(writes, watch)
+            await _cancel(writes, *gone)
             await self._objects.aclose()
 
     async def _write(self, send: Send) -> None:
@@ -96,11 +97,22 @@ class EventStream(Response):
         await self._send(send, {"type": "http.response.body", "body": body, "more_body": True})
 
     async def _send(self, send: Send, message: Message) -> None:
+        self._sends_since = asyncio.get_running_loop().time()
         try:
-            async with asyncio.timeout(self._options.write_timeout_s):
-                await send(message)
-        except (TimeoutError, OSError) as error:
+            await send(message)
+        except OSError as error:
             raise ClientGone from error
+        self._sends_since = None
+
+    async def _stalled(self) -> None:
+        """Ends once the client has taken nothing for as long as it may: a timer for all events."""
+        loop, limit = asyncio.get_running_loop(), self._options.write_timeout_s
+        while True:
+            since = loop.time() if self._sends_since is None else self._sends_since
+            left = since + limit - loop.time()
+            if left <= 0:
+                return
+            await asyncio.sleep(left)
 
 
 async def _left(receive: Receive) -> None:

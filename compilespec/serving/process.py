@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from types import FrameType
 
 import uvicorn
+from fastapi import FastAPI
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from compilespec.errors import EngineClosed, InvalidOption
 from compilespec.runtime.engine import Engine
@@ -24,6 +26,7 @@ logger = logging.getLogger("compilespec.serving")
 CLOSE_TIMEOUT_S = 30.0  # for the step that runs
 KEEP_ALIVE_S = 75  # more than clients keep idle connections, so that none is closed in use
 SWITCH_INTERVAL_S = 0.0005  # for the loop to get its turn while the engine's thread runs Python
+MAX_HEAD_BYTES = 65536  # of a request
 REPLY_TIMEOUT_S = 5  # for answers that are whole to be taken
 
 
@@ -80,25 +83,10 @@ def run(
     app = create_app(engine, options)
     service: Service = app.state.service
     try:
-        config = uvicorn.Config(
-            app,
-            log_config=None,
-            access_log=False,
-            server_header=False,
-            date_header=True,
-            lifespan="off",
-            timeout_graceful_shutdown=REPLY_TIMEOUT_S,
-            timeout_keep_alive=KEEP_ALIVE_S,
-            ssl_certfile=binding.ssl_certfile,
-            ssl_keyfile=binding.ssl_keyfile,
-            ssl_keyfile_password=binding.ssl_keyfile_password,
-            ssl_ca_certs=binding.ssl_ca_certs,
-            ssl_cert_reqs=ssl.CERT_REQUIRED if binding.ssl_ca_certs else ssl.CERT_NONE,
-        )
-        config.load()
+        server = make_server(app, binding)
+        server.config.load()
         _announce(binding, listener)
-        server = Server(config, service, binding.drain_timeout_s)
-        _prefer_short_pauses()
+        prefer_short_pauses()
         server.run(sockets=[listener])
     finally:
         listener.close()
@@ -107,6 +95,51 @@ def run(
         except (EngineClosed, TimeoutError) as error:
             logger.error("the engine was not closed: %s", error)
     return int(server.has_failed)
+
+
+def make_server(app: FastAPI, binding: Binding) -> Server:
+    """uvicorn over what `create_app` gave; it serves on what `listen` gave."""
+    config = uvicorn.Config(
+        app,
+        http=BoundedHeads,
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        date_header=True,
+        lifespan="off",
+        timeout_graceful_shutdown=REPLY_TIMEOUT_S,
+        timeout_keep_alive=KEEP_ALIVE_S,
+        ssl_certfile=binding.ssl_certfile,
+        ssl_keyfile=binding.ssl_keyfile,
+        ssl_keyfile_password=binding.ssl_keyfile_password,
+        ssl_ca_certs=binding.ssl_ca_certs,
+        ssl_cert_reqs=ssl.CERT_REQUIRED if binding.ssl_ca_certs else ssl.CERT_NONE,
+    )
+    return Server(config, app.state.service, binding.drain_timeout_s)
+
+
+class BoundedHeads(HttpToolsProtocol):
+    """HTTP as httptools reads it, which is faster than h11, with a limit to the head of a request:
+    without one a client without a key could fill the memory.
+    """
+
+    _is_in_head = True
+    _num_bytes = 0  # of the request, but for those that came with the end of the one before
+
+    def data_received(self, data: bytes) -> None:
+        self._num_bytes += len(data)
+        super().data_received(data)
+        is_too_long = self._is_in_head and self._num_bytes > MAX_HEAD_BYTES
+        if is_too_long and not self.transport.is_closing():
+            self.send_400_response("The head of the request is too long.")
+
+    def on_headers_complete(self) -> None:
+        super().on_headers_complete()
+        self._is_in_head = False
+
+    def on_message_complete(self) -> None:
+        super().on_message_complete()
+        self._is_in_head, self._num_bytes = True, 0
 
 
 class Server(uvicorn.Server):
@@ -148,7 +181,7 @@ class Server(uvicorn.Server):
         await super().shutdown(sockets)
 
 
-def _prefer_short_pauses() -> None:
+def prefer_short_pauses() -> None:
     """Of the process: turns of the interpreter change hands often, and what was made by now (torch,
     the program) is no garbage that a collection need look at.
     """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import logging
@@ -9,7 +10,7 @@ import runpy
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from compilespec.errors import InvalidOption
 from compilespec.runtime.given_rows import GivenRows
 from compilespec.runtime.image_prompts import ReadPrompt
 from compilespec.serving import ServerOptions
+from compilespec.serving.events import ClientGone, EventStream
 from tests.support.adapters import TOY_ADAPTERS, save_toy_adapter
 from tests.support.fake_executor import toy_decode
 from tests.support.gates import Gate
@@ -358,6 +360,14 @@ def test_sizes_and_times_have_limits() -> None:
             slow.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: "
                          b"application/json\r\nContent-Length: 100\r\n\r\n{")  # fmt: skip
             assert b" 408 " in slow.recv(1000)
+        assert client.get("/health", headers={"x": "y" * 40_000}).status_code == 200
+        with socket.create_connection(server.url.removeprefix("http://").split(":")) as endless:
+            endless.sendall(b"GET /health HTTP/1.1\r\n")
+            with contextlib.suppress(OSError):
+                for _ in range(1000):
+                    endless.sendall(b"x: " + b"y" * 10_000 + b"\r\n")
+                pytest.fail("the server takes a head without an end")
+            assert endless.recv(1000).startswith(b"HTTP/1.1 400 ")
         answer = client.post("/v1/completions", json={"prompt": "x"})
         assert answer.status_code == 504
         assert "--request-timeout" in answer.json()["error"]["message"]
@@ -365,6 +375,35 @@ def test_sizes_and_times_have_limits() -> None:
             assert events(r)[-1]["error"]["code"] == "timeout"
         gate.allow()
         wait_until(lambda: server.service.thread.health().num_open == 0)
+
+
+@pytest.mark.parametrize("seconds", [0.06, 60], ids=["slow", "stalled"])
+def test_a_stream_ends_where_the_client_takes_nothing_not_where_it_is_slow(seconds: float) -> None:
+    sent, ended = list[bytes](), list[str]()
+
+    async def objects() -> AsyncGenerator[dict[str, Any], None]:
+        try:
+            for number in range(6):
+                yield {"number": number}
+        finally:
+            ended.append("objects")
+
+    async def receive() -> Any:
+        await asyncio.sleep(60)
+
+    async def send(message: Any) -> None:
+        await asyncio.sleep(seconds if len(sent) == 2 or seconds < 1 else 0)
+        sent.append(message.get("body", b""))
+
+    options = ServerOptions(write_timeout_s=0.2)
+    stream = EventStream(objects(), options, lambda: ended.append("tickets"))
+    is_slow = seconds < 1
+    began = time.monotonic()
+    with contextlib.nullcontext() if is_slow else pytest.raises(ClientGone):
+        asyncio.run(stream({"type": "http"}, receive, send))
+    assert time.monotonic() - began < 10
+    assert sorted(ended) == ["objects", "tickets"]
+    assert len(sent) == (9 if is_slow else 2)  # the start, 6 objects, [DONE] and the end
 
 
 def test_a_full_queue_is_429_with_a_time_to_try_again() -> None:

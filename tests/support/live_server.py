@@ -10,12 +10,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import httpx2
-import uvicorn
 
 from compilespec.program import AdapterShape
 from compilespec.runtime.engine import Engine
 from compilespec.serving import ServerOptions, create_app
-from compilespec.serving.process import Binding, Server, listen
+from compilespec.serving.process import Binding, Server, listen, make_server
 from tests.support.fake_executor import FakeExecutor, engine_over, geometry
 from tests.support.toy_tokenizer import byte_level_tokenizer
 
@@ -102,11 +101,9 @@ def live(
     engine: Engine, options: ServerOptions | None = None, *, drain_timeout_s: float = 20
 ) -> Iterator[Live]:
     app = create_app(engine, options or ServerOptions(model_names=("toy",)))
-    listener = listen(Binding(port=0))
-    config = uvicorn.Config(
-        app, log_config=None, access_log=False, lifespan="off", timeout_graceful_shutdown=5
-    )
-    server = Server(config, app.state.service, drain_timeout_s)
+    binding = Binding(port=0, drain_timeout_s=drain_timeout_s)
+    listener = listen(binding)
+    server = make_server(app, binding)
     thread = threading.Thread(
         target=lambda: asyncio.run(server.serve(sockets=[listener])), daemon=True
     )

@@ -167,11 +167,10 @@ def _print(console: Console, result: dict[str, Any]) -> None:
 def child(job: dict[str, Any]) -> None:
     """The measured process: serves, and does what lines of its input say until they end."""
     import torch
-    import uvicorn
 
     import compilespec
     from compilespec.serving import ServerOptions, create_app
-    from compilespec.serving.process import Binding, Server, listen
+    from compilespec.serving.process import Binding, listen, make_server, prefer_short_pauses
 
     torch.set_num_threads(job["threads"])
     engine = compilespec.compile(
@@ -179,11 +178,10 @@ def child(job: dict[str, Any]) -> None:
         enable_prefix_caching=False,
     )  # fmt: skip
     app = create_app(engine, ServerOptions(max_waiting=None))
-    listener = listen(Binding(port=0))
-    config = uvicorn.Config(
-        app, log_config=None, access_log=False, lifespan="off", timeout_keep_alive=600
-    )
-    server = Server(config, app.state.service, 1)
+    binding = Binding(port=0, drain_timeout_s=1)
+    listener = listen(binding)
+    server = make_server(app, binding)
+    prefer_short_pauses()
     calls: dict[str, Callable[[], Any]] = {
         "port": lambda: listener.getsockname()[1],
         "cpu": _cpu_s,
