@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 
 import pytest
 
@@ -134,6 +135,23 @@ def test_a_step_wakes_an_event_loop_once_for_all_of_its_readers() -> None:
         assert asyncio.run(read()) == [20] * 4
         stats = server.stats()
         assert len(calls) <= sum(stats.num_decodes_by_bucket.values()) + stats.num_prefills + 1
+
+
+def test_a_reader_that_pauses_loses_nothing_and_is_not_told_of_every_step() -> None:
+    async def read() -> list[int]:
+        tokens, counts = list[int](), list[int]()
+        async for deltas in server.submit([3, 1], params(60)).batches(0.2):
+            tokens += [token for delta in deltas for token in delta.token_ids]
+            counts.append(len(tokens))
+        assert tokens == expected
+        return counts
+
+    engine = made(fail=lambda phase: time.sleep(0.01))
+    expected = engine.generate([3, 1], params(60))[0].token_ids
+    with engine.serve() as server:
+        began = time.monotonic()
+        counts = asyncio.run(read())
+        assert len(counts) <= (time.monotonic() - began) / 0.2 + 2
 
 
 def test_deltas_say_which_tokens_were_drafts_and_have_their_logprobs() -> None:
