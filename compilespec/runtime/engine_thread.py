@@ -28,6 +28,9 @@ from compilespec.runtime.ticket import Ticket, WakeUps
 
 logger = logging.getLogger("compilespec")
 
+# From one call of event loops to the next, but where a request has ended: what they do with tokens
+# takes time of the cores and the interpreter that steps need, and steps may be shorter than this.
+WAKE_UP_PAUSE_MS = 3.0
 EXIT_TIMEOUT_S = 60  # that the interpreter waits at its exit for a step that runs
 
 
@@ -111,6 +114,7 @@ class EngineThread:
         self._to_abort: deque[Ticket] = deque()
         self._to_do: deque[tuple[Callable[[], None], Future[None]]] = deque()
         self._open: dict[Request, Ticket] = {}  # the loop's own
+        self._wake_ups, self._woke_ms = WakeUps(), 0.0  # the loop's own, too
         self._is_closing = False
         self._is_closed = False  # whether `close` was called
         self._failure: EngineClosed | None = None  # why the loop ended, or closing failed
@@ -349,7 +353,7 @@ class EngineThread:
             logger.exception("a step failed; the requests that were running ended with it")
 
     def _hand_out(self) -> None:
-        wake_ups = WakeUps()
+        has_ended = False
         for request, ticket in list(self._open.items()):
             try:
                 delta = self._engine.take_delta(request, request.sample)
@@ -362,12 +366,16 @@ class EngineThread:
             if delta is None:
                 continue
             if delta.output is not None:
+                has_ended = True
                 del self._open[request]
             with self._wake:  # who reads the end, and submits again, must find its room
                 self._num_open -= delta.output is not None
-                ticket.give(delta, wake_ups)
+                ticket.give(delta, self._wake_ups)
                 self._idle.notify_all()
-        wake_ups.send()
+        now = now_ms()
+        if has_ended or now - self._woke_ms >= WAKE_UP_PAUSE_MS:
+            self._wake_ups.send()
+            self._woke_ms = now
 
     def _end_all(self) -> None:
         """Close the engine; whatever comes of that, every ticket ends."""

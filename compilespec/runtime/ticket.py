@@ -105,11 +105,8 @@ class Ticket:
             if not self.finished:
                 self.abort()
 
-    async def batches(self, pause_s: float = 0.0) -> AsyncGenerator[list[Delta], None]:
-        """`__aiter__`, but all that came since the last time together.
-
-        Args: pause_s: seconds from one batch to the next, at least.
-        """
+    async def batches(self) -> AsyncGenerator[list[Delta], None]:
+        """`__aiter__`, but all that came since the last time together."""
         try:
             while True:
                 await self._sleep(self._has_news)
@@ -119,8 +116,6 @@ class Ticket:
                         return
                 if deltas:
                     yield deltas
-                if pause_s and not self.finished:
-                    await asyncio.sleep(pause_s)
         finally:
             if not self.finished:
                 self.abort()

@@ -19,10 +19,6 @@ from compilespec.serving.options import ServerOptions
 from compilespec.serving.protocol import StreamOptions
 from compilespec.serving.service import Prompt
 
-# From an event of a stream to the next: each takes time of cores that the steps may need, and an
-# engine whose steps are shorter than this is faster than anybody reads.
-EVENT_PAUSE_S = 0.002
-
 
 @dataclass(frozen=True, kw_only=True)
 class Frame:
@@ -171,14 +167,14 @@ def joined(deltas: Sequence[Delta]) -> Delta:
 
 async def _merged(tickets: Sequence[Ticket]) -> AsyncGenerator[tuple[int, Delta], None]:
     if len(tickets) == 1:
-        async with contextlib.aclosing(tickets[0].batches(EVENT_PAUSE_S)) as batches:
+        async with contextlib.aclosing(tickets[0].batches()) as batches:
             async for deltas in batches:
                 yield 0, joined(deltas)
         return
     queue: asyncio.Queue[tuple[int, Delta] | None] = asyncio.Queue()
 
     async def read(index: int, ticket: Ticket) -> None:
-        async for deltas in ticket.batches(EVENT_PAUSE_S):
+        async for deltas in ticket.batches():
             queue.put_nowait((index, joined(deltas)))
         queue.put_nowait(None)
 

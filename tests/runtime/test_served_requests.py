@@ -9,6 +9,7 @@ import pytest
 
 from compilespec import SamplingParams
 from compilespec.errors import EngineClosed, InvalidRequest, QueueFull
+from compilespec.runtime import engine_thread
 from compilespec.runtime.engine import Engine
 from compilespec.runtime.token_bytes import TokenBytes
 from tests.support.fake_executor import FakeExecutor, engine_over, geometry, toy_decode
@@ -103,10 +104,14 @@ def test_samples_have_a_ticket_each_and_go_by_priority() -> None:
         assert [ticket.request.sample for ticket in high] == [0, 1]
 
 
-def test_a_step_wakes_an_event_loop_once_for_all_of_its_readers() -> None:
+@pytest.mark.parametrize("pause_ms", [0, 60_000])
+def test_a_step_wakes_an_event_loop_once_for_all_of_its_readers_or_not_at_all(
+    pause_ms: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_thread, "WAKE_UP_PAUSE_MS", pause_ms)
     calls: list[int] = []
 
-    async def read() -> list[int]:
+    async def read() -> list[tuple[int, int]]:
         loop = asyncio.get_running_loop()
         call = loop.call_soon_threadsafe
 
@@ -116,42 +121,43 @@ def test_a_step_wakes_an_event_loop_once_for_all_of_its_readers() -> None:
 
         tickets = [server.submit([k], params(20)) for k in range(4)]
         loop.call_soon_threadsafe = counted  # type: ignore[assignment,method-assign]
-        readers = [asyncio.create_task(first_batches(ticket)) for ticket in tickets]
+        readers = [asyncio.create_task(batches(ticket)) for ticket in tickets]
         await asyncio.sleep(0)
         gate.allow()
         counts = [await reader for reader in readers]
         loop.call_soon_threadsafe = call  # type: ignore[method-assign]
         return counts
 
-    async def first_batches(ticket: object) -> int:
-        tokens = 0
+    async def batches(ticket: object) -> tuple[int, int]:
+        count = tokens = 0
         async for deltas in ticket.batches():  # type: ignore[attr-defined]
+            count += 1
             tokens += sum(len(delta.token_ids) for delta in deltas)
-        return tokens
+        return count, tokens
 
     gate = Gate()
     engine = made(fail=gate)
     with engine.serve() as server:
-        assert asyncio.run(read()) == [20] * 4
-        stats = server.stats()
-        assert len(calls) <= sum(stats.num_decodes_by_bucket.values()) + stats.num_prefills + 1
-
-
-def test_a_reader_that_pauses_loses_nothing_and_is_not_told_of_every_step() -> None:
-    async def read() -> list[int]:
-        tokens, counts = list[int](), list[int]()
-        async for deltas in server.submit([3, 1], params(60)).batches(0.2):
-            tokens += [token for delta in deltas for token in delta.token_ids]
-            counts.append(len(tokens))
-        assert tokens == expected
-        return counts
-
-    engine = made(fail=lambda phase: time.sleep(0.01))
-    expected = engine.generate([3, 1], params(60))[0].token_ids
-    with engine.serve() as server:
-        began = time.monotonic()
         counts = asyncio.run(read())
-        assert len(counts) <= (time.monotonic() - began) / 0.2 + 2
+        assert [tokens for _, tokens in counts] == [20] * 4
+        stats = server.stats()
+        num_steps = sum(stats.num_decodes_by_bucket.values()) + stats.num_prefills
+        assert len(calls) <= (num_steps if pause_ms == 0 else 4) + 1  # in a pause ends alone
+        if pause_ms:
+            assert max(count for count, _ in counts) <= 5 < num_steps
+
+
+def test_steps_that_take_longer_than_the_pause_are_told_of_one_by_one() -> None:
+    async def read() -> int:
+        return len([deltas async for deltas in server.submit([3, 1], params(20)).batches()])
+
+    def wait(phase: str) -> None:
+        if phase == "decode":
+            time.sleep(0.05)
+
+    with made(fail=wait).serve() as server:
+        count = asyncio.run(read())
+        assert count == server.stats().num_verify_steps > 5  # the first is with the prefill
 
 
 def test_deltas_say_which_tokens_were_drafts_and_have_their_logprobs() -> None:
