@@ -216,3 +216,34 @@ def test_first_tokens_are_those_of_the_recorded_run() -> None:
         for spec in ("eagle3", "none")
         for start in ("cold", "warm")
     ]
+
+
+def test_how_steps_grow_is_that_of_the_recorded_run() -> None:
+    recorded, expected = _result("growth.json")["rows"], list[list[str]]()
+    for row in recorded:
+        if (row["batch"], row["context"]) == (1, 256):  # contexts begin, or batches
+            first = row["step_ms"]
+        cells = [f"{ms:.1f} ({ms / first[way]:.2f})" for way, ms in row["step_ms"].items()]
+        expected.append([str(row["batch"]), str(row["context"]), *cells])
+    assert table_under("docs/tuning.md", "batch | context | compilespec") == expected
+
+
+def test_what_http_costs_is_that_of_the_recorded_runs() -> None:
+    told = dict(table_under("docs/serving.md", "what | figure"))
+    for spec, title in (
+        ("none", "tokens a second that HTTP loses against the engine's thread, plain decoding"),
+        ("eagle3", "EAGLE-3"),
+    ):
+        ways = _result("serving.json")["specs"][spec]["ways"]
+        whole, streams = ways["whole"]["loss"], ways["streams"]["loss"]
+        assert told[title] == f"whole answers {whole:.0%}, streams {streams:.0%}"
+    loads = _result("serving-loads.json")["tools"]
+    for tool, title in (
+        ("guidellm", "guidellm, 8 streams, 64 prompts of 64 tokens, EAGLE-3"),
+        ("aiperf", "aiperf, the same"),
+    ):
+        found = loads[tool]
+        assert told[title] == (
+            f"{found['output_tokens_per_s']:,.0f} tokens/s, first token after "
+            f"{found['first_token_ms']:.0f} ms, {found['between_tokens_ms']:.1f} ms between tokens"
+        )
