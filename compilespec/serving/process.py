@@ -14,7 +14,6 @@ from types import FrameType
 
 import uvicorn
 from fastapi import FastAPI
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from compilespec.errors import EngineClosed, InvalidOption
 from compilespec.runtime.engine import Engine
@@ -26,7 +25,7 @@ logger = logging.getLogger("compilespec.serving")
 CLOSE_TIMEOUT_S = 30.0  # for the step that runs
 KEEP_ALIVE_S = 75  # more than clients keep idle connections, so that none is closed in use
 SWITCH_INTERVAL_S = 0.0005  # for the loop to get its turn while the engine's thread runs Python
-MAX_HEAD_BYTES = 65536  # of a request
+MAX_HEAD_BYTES = 64 * 2**10  # of a request, until its head is whole
 REPLY_TIMEOUT_S = 5  # for answers that are whole to be taken
 
 
@@ -101,7 +100,8 @@ def make_server(app: FastAPI, binding: Binding) -> Server:
     """uvicorn over what `create_app` gave; it serves on what `listen` gave."""
     config = uvicorn.Config(
         app,
-        http=BoundedHeads,
+        http="h11",  # httptools is faster, takes heads without an end, and loses bodies of upgrades
+        h11_max_incomplete_event_size=MAX_HEAD_BYTES,
         log_config=None,
         access_log=False,
         server_header=False,
@@ -116,30 +116,6 @@ def make_server(app: FastAPI, binding: Binding) -> Server:
         ssl_cert_reqs=ssl.CERT_REQUIRED if binding.ssl_ca_certs else ssl.CERT_NONE,
     )
     return Server(config, app.state.service, binding.drain_timeout_s)
-
-
-class BoundedHeads(HttpToolsProtocol):
-    """HTTP as httptools reads it, which is faster than h11, with a limit to the head of a request:
-    without one a client without a key could fill the memory.
-    """
-
-    _is_in_head = True
-    _num_bytes = 0  # of the request, but for those that came with the end of the one before
-
-    def data_received(self, data: bytes) -> None:
-        self._num_bytes += len(data)
-        super().data_received(data)
-        is_too_long = self._is_in_head and self._num_bytes > MAX_HEAD_BYTES
-        if is_too_long and not self.transport.is_closing():
-            self.send_400_response("The head of the request is too long.")
-
-    def on_headers_complete(self) -> None:
-        super().on_headers_complete()
-        self._is_in_head = False
-
-    def on_message_complete(self) -> None:
-        super().on_message_complete()
-        self._is_in_head, self._num_bytes = True, 0
 
 
 class Server(uvicorn.Server):

@@ -343,6 +343,12 @@ def test_without_the_key_nothing_is_learnt() -> None:
             one.models.list()
 
 
+def test_a_client_that_would_rather_speak_http2_is_answered(client: httpx2.Client) -> None:
+    headers = {"Connection": "Upgrade, HTTP2-Settings", "Upgrade": "h2c", "HTTP2-Settings": "AAMA"}
+    body = {"prompt": [1, 2], "max_tokens": 3}  # so does that of the Java library by itself
+    assert client.post("/v1/completions", json=body, headers=headers).status_code == 200
+
+
 def test_sizes_and_times_have_limits() -> None:
     options = ServerOptions(max_body_bytes=200, read_timeout_s=0.2, request_timeout_s=0.3)
     gate = Gate()
