@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 
 import pytest
 
@@ -149,12 +148,18 @@ def test_a_step_wakes_an_event_loop_once_for_all_of_its_readers_or_not_at_all(
 
 def test_steps_that_take_longer_than_the_pause_are_told_of_one_by_one() -> None:
     async def read() -> int:
-        return len([deltas async for deltas in server.submit([3, 1], params(20)).batches()])
+        count = 0
+        async for _ in server.submit([3, 1], params(20)).batches():
+            count += 1
+            await asyncio.sleep(engine_thread.WAKE_UP_PAUSE_MS * 2 / 1e3)
+            gate.allow(1)
+        return count
 
     def wait(phase: str) -> None:
         if phase == "decode":
-            time.sleep(0.05)
+            gate(phase)
 
+    gate = Gate(1)
     with made(fail=wait).serve() as server:
         count = asyncio.run(read())
         assert count == server.stats().num_verify_steps > 5  # the first is with the prefill

@@ -344,8 +344,9 @@ def test_without_the_key_nothing_is_learnt() -> None:
 
 
 def test_a_client_that_would_rather_speak_http2_is_answered(client: httpx2.Client) -> None:
+    # What Java's HTTP client sends with its first request.
     headers = {"Connection": "Upgrade, HTTP2-Settings", "Upgrade": "h2c", "HTTP2-Settings": "AAMA"}
-    body = {"prompt": [1, 2], "max_tokens": 3}  # so does that of the Java library by itself
+    body = {"prompt": [1, 2], "max_tokens": 3}
     assert client.post("/v1/completions", json=body, headers=headers).status_code == 200
 
 
@@ -383,7 +384,7 @@ def test_sizes_and_times_have_limits() -> None:
         wait_until(lambda: server.service.thread.health().num_open == 0)
 
 
-@pytest.mark.parametrize("seconds", [0.06, 60], ids=["slow", "stalled"])
+@pytest.mark.parametrize("seconds", [0.15, 60], ids=["slow", "stalled"])
 def test_a_stream_ends_where_the_client_takes_nothing_not_where_it_is_slow(seconds: float) -> None:
     sent, ended = list[bytes](), list[str]()
 
@@ -401,7 +402,7 @@ def test_a_stream_ends_where_the_client_takes_nothing_not_where_it_is_slow(secon
         await asyncio.sleep(seconds if len(sent) == 2 or seconds < 1 else 0)
         sent.append(message.get("body", b""))
 
-    options = ServerOptions(write_timeout_s=0.2)
+    options = ServerOptions(write_timeout_s=1)
     stream = EventStream(objects(), options, lambda: ended.append("tickets"))
     is_slow = seconds < 1
     began = time.monotonic()
