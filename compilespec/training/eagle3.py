@@ -196,7 +196,7 @@ def attend_with_own(
         torch.cat(list(values), 2),
         attn_mask=torch.cat([visible_BAT, *[own] * (len(keys) - 1)], 2)[:, None],
         scale=scale,
-        enable_gqa=query_BNAH.shape[1] > keys[0].shape[1],
+        enable_gqa=True,
     )
 
 
