@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +87,19 @@ def test_every_draft_step_is_what_the_drafter_itself_computes(lesson_parts):
                     got = hidden_by_step[step][row, number]
                     torch.testing.assert_close(got, recycled[0, -1], rtol=1e-4, atol=1e-4)
                     rows = torch.cat([rows, recycled[:, -1:]], 1)
+
+
+def test_compiled_draft_steps_give_the_same(lesson_parts, monkeypatch):
+    """Dynamo traces them for sizes that are not known; Inductor's kernels would only round
+    otherwise.
+    """
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    teacher, method, head, batch = lesson_parts
+    lesson = make_lesson(teacher, batch, method.draft_ids(head), depth=3)
+    compiled = Eagle3Training()
+    compiled.compile_steps()
+    want, got = (one._unroll(head, lesson.aux, batch, 3) for one in (method, compiled))
+    torch.testing.assert_close(got, want)
 
 
 def test_losses_leave_out_what_was_given_and_what_is_padding(lesson_parts):
