@@ -25,9 +25,6 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         "--compile-cost", action="store_true", help="compile seconds of 8, 16 and 32 layers"
     )
     mode.add_argument(
-        "--adaptive", action="store_true", help="adaptive K against plain decoding and fixed K"
-    )
-    mode.add_argument(
         "--sampling", action="store_true", help="step times of greedy and sampled requests"
     )
     mode.add_argument("--load", action="store_true", help="minutes of load on the demo")
@@ -44,9 +41,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--max-new-tokens", type=int, default=128)
     parser.add_argument("--max-seq-len", type=int)
     parser.add_argument("--num-prompts", type=int, default=16)
-    parser.add_argument(
-        "--rounds", type=int, help="how often each prompt is timed (3; --adaptive: 40)"
-    )
+    parser.add_argument("--rounds", type=int, default=3, help="how often each prompt is timed")
     parser.add_argument("--repeats", type=int, default=3, help="warm starts of --first-token")
     parser.add_argument("--cold-repeats", type=int, default=1, help="cold starts of it")
     parser.add_argument("--threads", type=int, default=2)
@@ -58,14 +53,11 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
             "first-token": options.first_token,
             "milestone": options.milestone,
             "compile-cost": options.compile_cost,
-            "adaptive": options.adaptive,
             "load": options.load,
             "serving": options.serving,
             "sampling": options.sampling,
         }
         options.name = next((kind for kind, chosen in kinds.items() if chosen), "speed")
-    if options.rounds is None:
-        options.rounds = 40 if options.adaptive else 3
     if options.dtype and not (options.milestone or options.model != "demo"):
         parser.error("--dtype: the demo pair is measured in its own dtype")
     return options
@@ -88,8 +80,6 @@ def main(arguments: list[str] | None = None) -> int:
         from tools.bench.milestone import run
     elif options.compile_cost:
         from tools.bench.compile_cost import run
-    elif options.adaptive:
-        from tools.bench.adaptive import run
     elif options.load:
         from tools.bench.load import run
     elif options.serving:

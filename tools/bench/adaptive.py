@@ -215,13 +215,14 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--backend", default="inductor", choices=["inductor", "eager"])
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--max-new-tokens", type=int, default=128)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, help="of each way (40; --real: 5)")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--only", help="only methods whose name contains this")
     parser.add_argument("--real", action="store_true", help="the model of `make smollm2`")
     parser.add_argument("--name", help="results/NAME.json (default: adaptive or adaptive-real)")
     options = parser.parse_args(arguments)
     options.name = options.name or ("adaptive-real" if options.real else "adaptive")
+    options.rounds = options.rounds or (5 if options.real else 40)
     return run(options, Console(width=None if sys.stdout.isatty() else 140))
 
 
