@@ -50,7 +50,7 @@ class AdaptiveDrafts:
         self._num_ahead = 0  # steps to come that were decided already, of this K and for these:
         self._count_ahead = 0
         self._decided_for: Sequence[Request] = ()
-        self._ended: list[tuple[StepPlan, Any, Any, Any, float]] = []  # steps, not learnt from yet
+        self._ended: list[tuple[StepPlan, Any, Any, Any, float, float | None]] = []  # to learn from
         self._num_learnt = 0
 
     def begin(self, requests: Sequence[Request], *, is_late: bool = False) -> StepPlan:
@@ -113,8 +113,14 @@ class AdaptiveDrafts:
         given: Sequence[Sequence[int]],
         evidence: Sequence[Evidence],
         elapsed_ms: float,
+        host_ms: float | None = None,
     ) -> None:
-        """The step's tokens were read."""
+        """The step's tokens were read.
+
+        Args:
+            elapsed_ms: from its launch, or from when the step before it was read, if that is later.
+            host_ms: what the host took between the two; None: not known.
+        """
         self.note(requests, evidence)
         if plan.why:
             self.policy.pass_over(elapsed_ms, plan.why)
@@ -122,7 +128,7 @@ class AdaptiveDrafts:
         if plan.given_up:
             for request, tokens in zip(requests, given, strict=True):
                 request.backlog += len(tokens) if request in plan.given_up else 0
-        self._ended.append((plan, requests, given, evidence, elapsed_ms))
+        self._ended.append((plan, requests, given, evidence, elapsed_ms, host_ms))
         if plan.is_trial or len(self._ended) == LEARN_INTERVAL:
             self.learn()
 
@@ -130,7 +136,7 @@ class AdaptiveDrafts:
         """From a few steps together: what runs once a step has left the CPU's caches meanwhile, and
         takes several times as long.
         """
-        for plan, requests, given, evidence, elapsed_ms in self._ended:
+        for plan, requests, given, evidence, elapsed_ms, host_ms in self._ended:
             judged, count = [], plan.num_draft_tokens
             for place in self._learnt_places(len(requests), plan.is_trial):
                 drafted = plan.drafted.get(requests[place])
@@ -138,7 +144,9 @@ class AdaptiveDrafts:
                     tried = self._num_tried(drafted, count)
                     goes_on = bool(evidence) and evidence[place].goes_on
                     judged.append(Judged(tried, len(given[place]) - 1 + goes_on, drafted.level))
-            self.policy.observe(count, len(requests), elapsed_ms, judged, trial=plan.is_trial)
+            self.policy.observe(
+                count, len(requests), elapsed_ms, judged, trial=plan.is_trial, host_ms=host_ms
+            )
         self._ended.clear()
 
     def describe(self) -> dict[str, object]:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from compilespec.runtime.acceptance_rates import LearntAcceptance
-from compilespec.runtime.exploration import NUM_TRIAL_STEPS, Exploration
+from compilespec.runtime.exploration import Exploration
 from compilespec.runtime.step_costs import StepCosts
 
 SWITCH_GAIN = 0.03  # another K is taken when it is believed to be faster by so much
@@ -21,9 +21,8 @@ RETRY_SPEEDUP = (
     1.25  # another K is tried when it would win, were it faster than believed by so much
 )
 NUM_SAVED_STEPS = 16  # of the largest K: what trials may cost is never saved up beyond that
-NUM_PLAIN_STEPS = 8  # plain steps that are decided at once
-TRIAL_INTERVAL = 8  # steps with drafts, at one of which a trial is thought of
-LEARN_INTERVAL = 4  # steps that are learnt from together; those with drafts are decided together
+TRIAL_INTERVAL = 8  # decisions for drafts, at one of which a trial is thought of
+LEARN_INTERVAL = 8  # steps that are learnt from together, and those of a model decided together
 DECIDED_BEFORE = "decided with the step before"
 SHORTAGE = 1 / 8  # a K that rises is short of drafts for one step, of so many that it stays
 
@@ -82,7 +81,7 @@ class DraftPolicy:
         self._choices = {
             count: Choice(
                 num_draft_tokens=count,
-                num_steps=1 if looks_up else LEARN_INTERVAL if count else NUM_PLAIN_STEPS,
+                num_steps=1 if looks_up else LEARN_INTERVAL,
             )
             for count in self.counts
         }
@@ -115,21 +114,26 @@ class DraftPolicy:
         return self._choices[best] if best or self.costs.is_settled else UNSETTLED
 
     def observe(
-        self, count: int, batch: int, elapsed_ms: float, judged: Sequence[Judged], *, trial: bool
-    ) -> None:
+        self, count: int, batch: int, elapsed_ms: float, judged: Sequence[Judged], *, trial: bool,
+        host_ms: float | None = None,
+    ) -> None:  # fmt: skip
         """Learn from a step of K = `count`.
 
         Args:
             judged: the drafts of each request for which they counted.
+            host_ms: what the host took before it; None: not known.
         """
         self.num_steps[count] += 1
         self.costs.update(count, batch, elapsed_ms)
+        if host_ms is not None:
+            self.costs.note_host(batch, host_ms)
+        whole_ms = elapsed_ms + self.costs.host(batch)
         if not trial:
-            self._exploration.earn(elapsed_ms)
+            self._exploration.earn(whole_ms)
         else:
             tokens = batch + sum(min(one.num_right, count) for one in judged)
             worth_ms = tokens / self._best_speed * self.costs.slowness(batch)
-            self._exploration.pay(elapsed_ms - worth_ms)
+            self._exploration.pay(whole_ms - worth_ms)
         for num_tried, num_right, level in judged:
             if num_tried:
                 self.acceptance.note(level, num_tried, num_right)
@@ -150,8 +154,9 @@ class DraftPolicy:
     def may_keep_warm(self, batch: int) -> bool:
         """Whether rows whose kept inputs would be lost are worth a replay now; pays for it."""
         cost = self.costs.replay(batch)
-        dearer = self.costs.step(self._smallest(), batch) - self.costs.step(0, batch)
-        trial_ms = NUM_TRIAL_STEPS * max(0.0, dearer)
+        count = self._smallest()
+        dearer = self.costs.step(count, batch) - self.costs.step(0, batch)
+        trial_ms = self.costs.num_until_compared(count) * max(0.0, dearer)
         if not self._could_pay(batch) or not self._exploration.can_pay(cost + trial_ms / 2):
             return False  # the trial itself comes first
         self._exploration.pay(cost)
@@ -276,9 +281,10 @@ class DraftPolicy:
         replay_ms = self.costs.replay(batch) if needs_replay or not count else 0.0
         worth = speeds[self.counts.index(count)] / self._best_speed
         dearer = self.costs.step(count, batch) * (1 - worth)
-        if not self._exploration.can_pay_trial(dearer, replay_ms):
+        num_steps = self.costs.num_until_compared(count)
+        if not self._exploration.can_pay(num_steps * max(0.0, dearer) + replay_ms):
             return
-        self._exploration.begin(count, sum(self.num_steps.values()))
+        self._exploration.begin(count, sum(self.num_steps.values()), num_steps)
         if not count:
             self._exploration.pay(replay_ms)  # of the step after the trial
 

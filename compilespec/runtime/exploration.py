@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 TIME_SHARE = 0.01  # of the time of steps, for trials
-FIRST_BUDGET_STEPS = 8.0  # plain steps' worth of trials, before there was any step
-NUM_TRIAL_STEPS = 4
+FIRST_BUDGET_STEPS = 16.0  # plain steps' worth of trials, before there was any step
 
 
 class Exploration:
@@ -40,19 +39,10 @@ class Exploration:
     def can_pay(self, ms: float) -> bool:
         return self._budget_ms >= ms
 
-    def can_pay_trial(self, extra_ms: float, replay_ms: float = 0.0) -> bool:
-        """Whether there is enough for a trial.
-
-        Args:
-            extra_ms: what each of its steps is expected to cost beyond what its tokens are worth.
-            replay_ms: what bringing the drafter up to date takes.
-        """
-        return self.can_pay(NUM_TRIAL_STEPS * max(0.0, extra_ms) + replay_ms)
-
-    def begin(self, count: int, step: int) -> None:
-        """Try K = `count` for some steps from the `step`-th on."""
+    def begin(self, count: int, step: int, num_steps: int) -> None:
+        """Try K = `count` for so many steps from the `step`-th on."""
         self._trial, self._last_trial[count] = count, step
-        self._steps_left = NUM_TRIAL_STEPS
+        self._steps_left = num_steps
 
     def stop_unless(self, is_wanted: bool, best: int) -> None:
         """End the trial if nobody drafts, or its K has become the one that is in use."""

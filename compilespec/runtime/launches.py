@@ -26,6 +26,7 @@ class Launch:
     most: Mapping[Request, int]  # by request that it names, in order: tokens that it may give
     ends: Mapping[Request, int]  # prefill: where each chunk ends
     started_ms: float = 0.0
+    host_ms: float | None = None  # between the decode step before and this one, if that is known
     plan: StepPlan | None = None  # of a step whose K was chosen
 
     def num_computed(self, request: Request, num_given: int) -> int:
@@ -48,6 +49,7 @@ class Launches:
         self._executor, self._stats = executor, stats
         self._step = 0
         self._read_ms = 0.0  # when the last one was read
+        self._read_decode = -1  # its step, if it decoded
 
     def begin_step(self) -> None:
         """What is launched from here on belongs to the next step."""
@@ -70,6 +72,7 @@ class Launches:
     def decode(self, requests: Sequence[Request]) -> None:
         with self._stats.time("decode"):
             is_late = any(map(self.names, requests)) if self.in_flight else False
+            host_ms = self._host_ms()
             plan = None
             if self.adaptive is not None:
                 plan = self.adaptive.begin(requests, is_late=is_late)
@@ -88,6 +91,7 @@ class Launches:
                 most=dict.fromkeys(requests, count + 1),
                 ends={},
                 started_ms=started,
+                host_ms=host_ms,
                 plan=plan,
             )
         )
@@ -108,11 +112,18 @@ class Launches:
             requests = list(launch.most)
             if launch.plan is not None:
                 elapsed = now_ms() - max(launch.started_ms, self._read_ms)
-                self.adaptive.end(launch.plan, requests, given, evidence, elapsed)
+                self.adaptive.end(launch.plan, requests, given, evidence, elapsed, launch.host_ms)
             else:
                 self.adaptive.note(requests, evidence)
         self._read_ms = now_ms()
+        self._read_decode = launch.step if launch.phase == "decode" else -1
         return launch, given
+
+    def _host_ms(self) -> float | None:
+        """Since the decode step before was read; nothing where it is still in flight."""
+        if self.in_flight:
+            return 0.0
+        return now_ms() - self._read_ms if self._read_decode == self._step - 1 else None
 
     def names(self, request: Request) -> bool:
         """Whether one in flight names a request."""

@@ -14,7 +14,8 @@ from compilespec.runtime.executor import Executor
 
 SPEED_WEIGHT = 0.05  # of one step, against what is known of the machine's speed
 COMPARISON_WEIGHT = 0.3  # of the first steps after a change of K, against its known time
-NUM_COMPARED_STEPS = 4  # so many first steps; the median of those behind the first counts
+NUM_COMPARED_STEPS = 3  # so many, behind the cold ones: their median counts
+NUM_COLD_STEPS, NUM_COLD_PLAIN_STEPS = 1, 4  # first steps behind another K that do not count
 MEASURE_SECONDS, MAX_ROUNDS = 0.5, 10  # at the start, steps are timed again until then
 NUM_IN_A_ROW, IN_A_ROW_SECONDS = 8, 0.01  # then too: of one K, at most so many, for so long
 
@@ -24,6 +25,9 @@ class StepCosts:
 
     The first times may have been taken while something else had the machine.  So a time far below
     the known one replaces it, and none is believed that is out of all proportion.
+
+    To each comes what the host does between two steps, which is learnt in service: it is the same
+    for every K, so that short steps are worth less than their own times say.
 
     Args:
         measured: by (K, batch size); a batch takes the next larger size that was measured.
@@ -44,6 +48,7 @@ class StepCosts:
         }
         self._believed = {size: self._believe(size) for size in self._sizes}
         self._slowness = dict.fromkeys(self._sizes, 1.0)  # all times of a size, to those above
+        self._host_ms = dict.fromkeys(self._sizes, 0.0)  # between two steps
         self._replay_ms = dict(replay_ms)
         self._unserved = {size: list(self._counts) for size in self._sizes}
         self._last = (-1, -1)  # K and batch of the last step
@@ -57,11 +62,18 @@ class StepCosts:
     def step(self, count: int, batch: int) -> float:
         """No longer than one of a larger K, and than 2 K + 1 of the shortest."""
         size = self._bucket(batch)
-        return self._believed[size][self._counts.index(count)] * self._slowness[size]
+        own_ms = self._believed[size][self._counts.index(count)] * self._slowness[size]
+        return own_ms + self._host_ms[size]
+
+    def host(self, batch: int) -> float:
+        """What the host does between two steps."""
+        return self._host_ms[self._bucket(batch)]
 
     def at_usual_speed(self, batch: int) -> tuple[float, ...]:
         """`step` of every K, in rising order, over `slowness`: how they compare."""
-        return self._believed[self._bucket(batch)]
+        size = self._bucket(batch)
+        host_ms = self._host_ms[size] / self._slowness[size]
+        return tuple([ms + host_ms for ms in self._believed[size]])
 
     def slowness(self, batch: int) -> float:
         """What all steps of this size take longer now than `at_usual_speed`."""
@@ -82,8 +94,8 @@ class StepCosts:
         How the K compare is learnt where one follows another, from steps that are neighbours in
         time and of one batch, since those of one size differ.  Later steps of the same K tell how
         fast the machine is now: they change the times of all K, or whichever is not in use would
-        look fast whenever the machine is slow.  The first step after a change does not count: what
-        the other K left in the CPU's caches makes it slower, a plain one most.
+        look fast whenever the machine is slow.  The first steps after a change do not count: what
+        the other K left in the CPU's caches makes them slower, plain ones most and for longest.
         """
         size = self._bucket(batch)
         unserved, slowness = self._unserved[size], self._slowness[size]
@@ -105,10 +117,23 @@ class StepCosts:
             return
         self._slowness[size] = slowness
         self._first_ratios.append(ratio)
-        if len(self._first_ratios) == NUM_COMPARED_STEPS:
-            factor = 1 + COMPARISON_WEIGHT * (statistics.median(self._first_ratios[1:]) - 1)
+        if len(self._first_ratios) == self.num_until_compared(count):
+            compared = self._first_ratios[-NUM_COMPARED_STEPS:]
+            factor = 1 + COMPARISON_WEIGHT * (statistics.median(compared) - 1)
             self._set(count, size, factor * self._ms[size][count])
             self._first_ratios = None
+
+    def num_until_compared(self, count: int) -> int:
+        """Steps of a K in a row after which its time is compared with what was known."""
+        return NUM_COMPARED_STEPS + (NUM_COLD_STEPS if count else NUM_COLD_PLAIN_STEPS)
+
+    def note_host(self, batch: int, ms: float) -> None:
+        """What the host took between two steps; one that waited for somebody counts as a step of
+        the smallest K, at most.
+        """
+        size = self._bucket(batch)
+        most = self._believed[size][0] * self._slowness[size]
+        self._host_ms[size] += SPEED_WEIGHT * (min(ms, most) - self._host_ms[size])
 
     def _set(self, count: int, size: int, ms: float) -> None:
         self._ms[size][count] = ms
