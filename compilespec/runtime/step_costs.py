@@ -13,9 +13,10 @@ from compilespec.program import PAD
 from compilespec.runtime.executor import Executor
 
 SPEED_WEIGHT = 0.05  # of one step, against what is known of the machine's speed
-COMPARISON_WEIGHT = 0.3  # of the first steps after a change of K, against its known time
+COMPARISON_WEIGHT = 0.3  # of two K that followed each other, against what was known of them
 NUM_COMPARED_STEPS = 3  # so many, behind the cold ones: their median counts
 NUM_COLD_STEPS, NUM_COLD_PLAIN_STEPS = 1, 4  # first steps behind another K that do not count
+NUM_NEAR_STEPS = 16  # of a K, at most, if the one that follows it is compared with it
 MEASURE_SECONDS, MAX_ROUNDS = 0.5, 10  # at the start, steps are timed again until then
 NUM_IN_A_ROW, IN_A_ROW_SECONDS = 8, 0.01  # then too: of one K, at most so many, for so long
 
@@ -52,7 +53,10 @@ class StepCosts:
         self._replay_ms = dict(replay_ms)
         self._unserved = {size: list(self._counts) for size in self._sizes}
         self._last = (-1, -1)  # K and batch of the last step
-        self._first_ratios: list[float] | None = None  # to its known time, of the first of a K
+        self._num_in_a_row = 0  # steps of this K
+        self._first_ratios: list[float] | None = None  # to its known time, of the first of them
+        self._median: float | None = None  # of those that are compared
+        self._before: tuple[int, float] | None = None  # the K before, if it is near, and its median
 
     @property
     def is_settled(self) -> bool:
@@ -91,11 +95,13 @@ class StepCosts:
     def update(self, count: int, batch: int, elapsed_ms: float) -> None:
         """A time far above the known one (a pause of the machine) counts as twice that.
 
-        How the K compare is learnt where one follows another, from steps that are neighbours in
-        time and of one batch, since those of one size differ.  Later steps of the same K tell how
-        fast the machine is now: they change the times of all K, or whichever is not in use would
-        look fast whenever the machine is slow.  The first steps after a change do not count: what
-        the other K left in the CPU's caches makes them slower, plain ones most and for longest.
+        How the K compare is learnt where a few steps of one are followed by another: they are
+        neighbours in time and of one batch, since those of one size differ, and the contexts of
+        their requests are nearly as long.  Later steps of the same K tell how fast the machine is
+        now: they change the times of all K, or whichever is not in use would look fast whenever
+        the machine is slow, or the contexts long.  The first steps after a change do not count:
+        what the other K left in the CPU's caches makes them slower, plain ones most and for
+        longest.
         """
         size = self._bucket(batch)
         unserved, slowness = self._unserved[size], self._slowness[size]
@@ -108,20 +114,31 @@ class StepCosts:
             ratio = 1.0
         elif ratio > 2:
             ratio = 2.0
-        last_count, last_batch = self._last
-        if count != last_count or batch != last_batch:
-            self._last = (count, batch)
-            self._first_ratios = [] if batch == last_batch else None
+        if (count, batch) != self._last:
+            self._begin_row(count, batch)
+        self._num_in_a_row += 1
         if self._first_ratios is None:
             self._slowness[size] = slowness * (1 + SPEED_WEIGHT * (ratio - 1))
             return
         self._slowness[size] = slowness
         self._first_ratios.append(ratio)
         if len(self._first_ratios) == self.num_until_compared(count):
-            compared = self._first_ratios[-NUM_COMPARED_STEPS:]
-            factor = 1 + COMPARISON_WEIGHT * (statistics.median(compared) - 1)
-            self._set(count, size, factor * self._ms[size][count])
+            self._median = statistics.median(self._first_ratios[-NUM_COMPARED_STEPS:])
             self._first_ratios = None
+            if self._before is not None:
+                other, ratio = self._before
+                factor = 1 + COMPARISON_WEIGHT * (ratio / self._median - 1)
+                self._set(other, size, factor * self._ms[size][other])
+
+    def _begin_row(self, count: int, batch: int) -> None:
+        """Another K, or another batch, which is not compared with the last."""
+        last_count, last_batch = self._last
+        self._before, self._first_ratios = None, None
+        if batch == last_batch:
+            self._first_ratios = []
+            if self._median is not None and self._num_in_a_row <= NUM_NEAR_STEPS:
+                self._before = (last_count, self._median)
+        self._last, self._num_in_a_row, self._median = (count, batch), 0, None
 
     def num_until_compared(self, count: int) -> int:
         """Steps of a K in a row after which its time is compared with what was known."""
