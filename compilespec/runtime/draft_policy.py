@@ -21,7 +21,7 @@ RETRY_SPEEDUP = (
     1.25  # another K is tried when it would win, were it faster than believed by so much
 )
 NUM_SAVED_STEPS = 16  # of the largest K: what trials may cost is never saved up beyond that
-TRIAL_INTERVAL = 8  # decisions for drafts, at one of which a trial is thought of
+TRIAL_INTERVAL = 4  # decisions for drafts, at one of which a trial is thought of
 LEARN_INTERVAL = 8  # steps that are learnt from together, and those of a model decided together
 DECIDED_BEFORE = "decided with the step before"
 SHORTAGE = 1 / 8  # a K that rises is short of drafts for one step, of so many that it stays
