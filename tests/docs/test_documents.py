@@ -228,6 +228,18 @@ def test_how_steps_grow_is_that_of_the_recorded_run() -> None:
     assert table_under("docs/tuning.md", "batch | context | compilespec") == expected
 
 
+def test_shares_of_the_chosen_k_are_those_of_the_recorded_run() -> None:
+    shares: dict[str, dict[int, list[str]]] = {}
+    for case in _result("adaptive-zen5.json")["cases"]:
+        by_batch = shares.setdefault(f"`{case['method']}`", {})
+        by_batch.setdefault(case["batch"], []).append(f"{case['share_of_best']:.2f}")
+    expected = [
+        [method, *(", ".join(found) for found in by_batch.values())]
+        for method, by_batch in shares.items()
+    ]
+    assert table_under("docs/tuning.md", "method, the demo") == expected
+
+
 def test_what_http_costs_is_that_of_the_recorded_runs() -> None:
     told = dict(table_under("docs/serving.md", "what | figure"))
     for spec, title in (

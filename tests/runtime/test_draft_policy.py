@@ -332,6 +332,17 @@ def test_steps_are_timed_as_they_run_in_service(monkeypatch) -> None:
     assert [costs.step(count, 1) for count in (0, 2)] == pytest.approx(right, rel=0.03)
 
 
+def test_contexts_that_grow_do_not_make_other_k_look_dear() -> None:
+    """Trials fall on the beginnings of texts, whose steps are the fastest: of any K."""
+    costs = StepCosts(COSTS, REPLAY)
+    before = costs.step(2, 1) / costs.step(0, 1)
+    for _ in range(60):
+        for place in range(128):
+            count = 2 if place < costs.num_until_compared(2) else 0
+            costs.update(count, 1, COSTS[count, 1] * (1 + place / 256))
+    assert costs.step(2, 1) / costs.step(0, 1) == pytest.approx(before, rel=0.05)
+
+
 def test_what_the_host_does_between_steps_makes_short_ones_worth_less() -> None:
     """Steps of K = 2 take 2.2 times as long, for two tokens: with what lies between they pay."""
     times = {0: 1.0, 2: 2.2, 5: 4.0}
