@@ -119,7 +119,7 @@ class AdaptiveDrafts:
 
         Args:
             elapsed_ms: from its launch, or from when the step before it was read, if that is later.
-            host_ms: what the host took between the two; None: not known.
+            host_ms: what the host took between the two; None: it does not follow another step.
         """
         self.note(requests, evidence)
         if plan.why:

@@ -121,10 +121,10 @@ class DraftPolicy:
 
         Args:
             judged: the drafts of each request for which they counted.
-            host_ms: what the host took before it; None: not known.
+            host_ms: what the host took before it; None: it does not follow another step.
         """
         self.num_steps[count] += 1
-        self.costs.update(count, batch, elapsed_ms)
+        self.costs.update(count, batch, elapsed_ms, behind_prefill=host_ms is None)
         if host_ms is not None:
             self.costs.note_host(batch, host_ms)
         whole_ms = elapsed_ms + self.costs.host(batch)

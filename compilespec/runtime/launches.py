@@ -26,7 +26,7 @@ class Launch:
     most: Mapping[Request, int]  # by request that it names, in order: tokens that it may give
     ends: Mapping[Request, int]  # prefill: where each chunk ends
     started_ms: float = 0.0
-    host_ms: float | None = None  # between the decode step before and this one, if that is known
+    host_ms: float | None = None  # between the decode step before and this one, if it follows one
     plan: StepPlan | None = None  # of a step whose K was chosen
 
     def num_computed(self, request: Request, num_given: int) -> int:

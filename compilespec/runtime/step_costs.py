@@ -92,7 +92,9 @@ class StepCosts:
         """The K of which no request has seen a step."""
         return self._unserved[self._bucket(batch)]
 
-    def update(self, count: int, batch: int, elapsed_ms: float) -> None:
+    def update(
+        self, count: int, batch: int, elapsed_ms: float, *, behind_prefill: bool = False
+    ) -> None:
         """A time far above the known one (a pause of the machine) counts as twice that.
 
         How the K compare is learnt where a few steps of one are followed by another: they are
@@ -101,7 +103,7 @@ class StepCosts:
         now: they change the times of all K, or whichever is not in use would look fast whenever
         the machine is slow, or the contexts long.  The first steps after a change do not count:
         what the other K left in the CPU's caches makes them slower, plain ones most and for
-        longest.
+        longest.  For the same reason a K behind a prefill is not compared at all.
         """
         size = self._bucket(batch)
         unserved, slowness = self._unserved[size], self._slowness[size]
@@ -114,8 +116,8 @@ class StepCosts:
             ratio = 1.0
         elif ratio > 2:
             ratio = 2.0
-        if (count, batch) != self._last:
-            self._begin_row(count, batch)
+        if (count, batch) != self._last or behind_prefill:
+            self._begin_row(count, batch, is_near=batch == self._last[1] and not behind_prefill)
         self._num_in_a_row += 1
         if self._first_ratios is None:
             self._slowness[size] = slowness * (1 + SPEED_WEIGHT * (ratio - 1))
@@ -130,14 +132,15 @@ class StepCosts:
                 factor = 1 + COMPARISON_WEIGHT * (ratio / self._median - 1)
                 self._set(other, size, factor * self._ms[size][other])
 
-    def _begin_row(self, count: int, batch: int) -> None:
-        """Another K, or another batch, which is not compared with the last."""
-        last_count, last_batch = self._last
+    def _begin_row(self, count: int, batch: int, *, is_near: bool) -> None:
+        """Another K, which is compared with the last one if it is near: of the same batch, and not
+        behind a prefill.
+        """
         self._before, self._first_ratios = None, None
-        if batch == last_batch:
+        if is_near:
             self._first_ratios = []
             if self._median is not None and self._num_in_a_row <= NUM_NEAR_STEPS:
-                self._before = (last_count, self._median)
+                self._before = (self._last[0], self._median)
         self._last, self._num_in_a_row, self._median = (count, batch), 0, None
 
     def num_until_compared(self, count: int) -> int:

@@ -80,7 +80,10 @@ class Machine:
             emitted = [1 + self._accepted(0 if cold else count, right) for _ in range(batch)]
             elapsed = self._elapsed(count, batch)
             observed = [] if cold else [Judged(count, num - 1) for num in emitted]
-            self.policy.observe(count, batch, elapsed, observed, trial=choice.is_trial)
+            self.policy.observe(
+                count, batch, elapsed, observed, trial=choice.is_trial,
+                host_ms=0.0 if done else None,
+            )  # fmt: skip
             backlog += count == 0
             if not count:
                 num_plain = min(choice.num_steps - 1, max(0, NUM_KEPT - backlog))
@@ -332,15 +335,18 @@ def test_steps_are_timed_as_they_run_in_service(monkeypatch) -> None:
     assert [costs.step(count, 1) for count in (0, 2)] == pytest.approx(right, rel=0.03)
 
 
-def test_contexts_that_grow_do_not_make_other_k_look_dear() -> None:
-    """Trials fall on the beginnings of texts, whose steps are the fastest: of any K."""
+@pytest.mark.parametrize("cold", [1.0, 1.3])
+def test_trials_behind_prefills_do_not_make_other_k_look_dear(cold: float) -> None:
+    """The first steps of a text are slow for what the prefill left in the caches, and fast for
+    their short contexts, whatever their K.
+    """
     costs = StepCosts(COSTS, REPLAY)
-    before = costs.step(2, 1) / costs.step(0, 1)
     for _ in range(60):
         for place in range(128):
             count = 2 if place < costs.num_until_compared(2) else 0
-            costs.update(count, 1, COSTS[count, 1] * (1 + place / 256))
-    assert costs.step(2, 1) / costs.step(0, 1) == pytest.approx(before, rel=0.05)
+            ms = COSTS[count, 1] * (1 + place / 256) * (cold if place < 8 else 1.0)
+            costs.update(count, 1, ms, behind_prefill=not place)
+    assert costs.step(2, 1) / costs.step(0, 1) == pytest.approx(COSTS[2, 1] / COSTS[0, 1], rel=0.05)
 
 
 def test_what_the_host_does_between_steps_makes_short_ones_worth_less() -> None:
