@@ -72,9 +72,9 @@ class Launches:
     def decode(self, requests: Sequence[Request]) -> None:
         with self._stats.time("decode"):
             is_late = any(map(self.names, requests)) if self.in_flight else False
-            host_ms = self._host_ms()
-            plan = None
+            plan, host_ms = None, None
             if self.adaptive is not None:
+                host_ms = self._host_ms()
                 plan = self.adaptive.begin(requests, is_late=is_late)
             started = now_ms()  # what choosing K took, and a replay, say nothing of this K
             if plan is not None and plan.num_draft_tokens:  # a replay may have drafted anew
