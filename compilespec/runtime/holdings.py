@@ -69,7 +69,9 @@ class Holdings:
         Returns: the new ones; None where too few are free.
         """
         missing = self._num_blocks(request, num_committed) - len(request.blocks)
-        blocks = self.pool.allocate(max(0, missing))
+        if missing <= 0:
+            return ()
+        blocks = self.pool.allocate(missing)
         if blocks is not None:
             request.blocks += blocks
         return blocks

@@ -247,15 +247,17 @@ class Scheduler:
         num_sure = request.num_tokens + self.launches.num_sure(request)
         return num_sure < min(request.max_tokens, self.geometry.max_seq_len)
 
-    def _with_room(self, requests: Sequence[Request]) -> list[Request]:
+    def _with_room(self, requests: list[Request]) -> list[Request]:
         """Give each the blocks that its next step may write; the last in line make room."""
+        made_room = False
         for request in requests:
-            while self._goes_on(request) and not self._grow(request):
+            while (not made_room or self._goes_on(request)) and not self._grow(request):
+                made_room = True  # from here on, each may have ended or lost its row
                 if self.launches.in_flight:
-                    self._read()  # somebody may have ended
+                    self._read()
                 else:
                     self._preempt(self.line.running[-1])
-        return [request for request in requests if self._goes_on(request)]
+        return [r for r in requests if self._goes_on(r)] if made_room else requests
 
     def _grow(self, request: Request) -> bool:
         num_committed = request.num_tokens - 1 + self.launches.num_coming(request)
