@@ -228,6 +228,19 @@ def test_how_steps_grow_is_that_of_the_recorded_run() -> None:
     assert table_under("docs/tuning.md", "batch | context | compilespec") == expected
 
 
+def test_speeds_of_each_level_are_those_of_the_recorded_run() -> None:
+    recorded = _result("levels.json")["rows"]
+    assert all(row["independent"] for row in recorded)
+    assert table_under("docs/tuning.md", "weights | level")[: len(recorded)] == [
+        [
+            "bfloat16" if row["weights"] == "bf16" else f"`{row['weights']}`",
+            f"`{row['level']}`",
+            *(f"{speed:,.0f}" for speed in row["tokens_per_s"].values()),
+        ]
+        for row in recorded
+    ]
+
+
 def test_shares_of_the_chosen_k_are_those_of_the_recorded_run() -> None:
     shares: dict[str, dict[int, list[str]]] = {}
     for case in _result("adaptive-zen5.json")["cases"]:
