@@ -159,7 +159,8 @@ def check_steps(lab: Lab, request: Request, events: Sequence[Event]) -> None:
     missing = max(0, num_output - 1) - sum(emitted)
     if request.error is None:
         assert 0 <= missing <= request.num_preemptions, f"{missing} tokens came from no step"
-    most, own = lab.engine.geometry.num_draft_tokens, request.params.num_draft_tokens
+    sizes, own = lab.engine.geometry, request.params.num_draft_tokens
+    most = sizes.num_draft_tokens
     own = most if own is None else min(own, most)
     preemptions, position, there, num_plain = -1, 0, most, 0
     remaining = iter(emitted)
@@ -175,7 +176,6 @@ def check_steps(lab: Lab, request: Request, events: Sequence[Event]) -> None:
         if count is None:
             break  # launched before it was known that the request had ended
         num_left -= 1
-        replays = lab.engine.geometry.needs_replay
         if event.count and num_plain:
             assert num_plain > NUM_KEPT, f"drafts after {num_plain} plain steps, and no replay"
             judged = False  # its drafter was given up
@@ -188,9 +188,9 @@ def check_steps(lab: Lab, request: Request, events: Sequence[Event]) -> None:
                 f"a step of K={event.count} at {position} emitted {count}, expected {right + 1}"
             )
         position += count
-        if event.count:
-            there = event.count
-        elif replays:
+        if event.count:  # what is found in texts alone is as much as the largest K takes
+            there = most if sizes.looks_up and not sizes.combines else event.count
+        elif sizes.needs_replay:
             num_plain += 1
         else:
             there, judged = most, False
