@@ -44,8 +44,7 @@ class AdaptiveDrafts:
         self._executor = executor
         self._sizes = executor.geometry
         self._most = executor.geometry.num_draft_tokens
-        self._finds_all = self._sizes.looks_up and not self._sizes.combines
-        self._may_skip = self._finds_all and 0 in self._sizes.draft_counts
+        self._may_skip = self._sizes.finds_all and 0 in self._sizes.draft_counts
         self._num_unseen = 0  # steps since the last one that was decided
         self._num_ahead = 0  # steps to come that were decided already, of this K and for these:
         self._count_ahead = 0
@@ -179,8 +178,8 @@ class AdaptiveDrafts:
         own, evidence = request.params.num_draft_tokens, request.evidence
         most = self._most if own is None else min(own, self._most)
         if evidence is None or not (self._sizes.looks_up or evidence.num_drafts):
-            return Drafted(most, is_found=self._finds_all)
-        is_found = self._finds_all or evidence.level >= FIRST_MATCH
+            return Drafted(most, is_found=self._sizes.finds_all)
+        is_found = self._sizes.finds_all or evidence.level >= FIRST_MATCH
         if not is_found and request.backlog:  # a replay comes before they are verified
             return Drafted(most)
         known = None if is_late else evidence.num_drafts

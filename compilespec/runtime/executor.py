@@ -75,6 +75,13 @@ class Geometry:
     embeds_width: int | None = None  # of prompts as embeddings; None: there are none
 
     @property
+    def finds_all(self) -> bool:
+        """Whether all drafts are found in texts: every step leaves as many as the largest K takes,
+        whatever its own K.
+        """
+        return self.looks_up and not self.combines
+
+    @property
     def blocks_per_row(self) -> int:
         return -(-self.max_seq_len // self.block_size)
 

@@ -188,8 +188,8 @@ def check_steps(lab: Lab, request: Request, events: Sequence[Event]) -> None:
                 f"a step of K={event.count} at {position} emitted {count}, expected {right + 1}"
             )
         position += count
-        if event.count:  # what is found in texts alone is as much as the largest K takes
-            there = most if sizes.looks_up and not sizes.combines else event.count
+        if event.count:
+            there = most if sizes.finds_all else event.count
         elif sizes.needs_replay:
             num_plain += 1
         else:
