@@ -6,6 +6,7 @@ name it stands for, so that a torch release that moves one is repaired here and 
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import contextvars
 import functools
@@ -51,9 +52,28 @@ def dynamo_cause(error: BaseException) -> tuple[str, list[tuple[str, int, str]]]
         return said, [(name, int(line), function) for name, line, function in found]
     cause = str(getattr(error, "msg", "") or error).strip().splitlines()
     frames = getattr(error, "real_stack", None) or []
+    if raised := raised_while_traced(error):
+        cause = [": ".join(raised)]
     return (cause[0] if cause else type(error).__name__), [
         (f.filename, f.lineno or 0, f.name) for f in frames
     ]
+
+
+def raised_while_traced(error: BaseException) -> tuple[str, str] | None:
+    """The class and the first line of an exception that the traced code raised itself, which Dynamo
+    tells as "Observed exception"; None where Dynamo itself refuses.
+    """
+    text = str(getattr(error, "msg", ""))
+    found = re.search(
+        r"^\s*Developer debug context: raised exception (\w+)\((.*)\)$", text, re.M | re.S
+    )
+    if found is None:
+        return None
+    try:
+        said = ast.literal_eval(f"({found[2]},)")[0]
+    except (SyntaxError, ValueError, IndexError):
+        said = found[2]
+    return found[1], (str(said).strip().splitlines() or [""])[0]
 
 
 @contextlib.contextmanager

@@ -22,6 +22,7 @@ PAD = -1  # fills emitted tokens after the bonus token; never an id
 NO_ADAPTER = -1  # the slot of a request without one
 PIECE = ".shard"  # ends the name of a rank's part of a weight
 ROPE_OFFSETS = "rope_offsets"  # what rotary positions of a traced call are more than the tokens'
+LONG_ROPE = "is_long"  # whether a token of a traced call is of a request of the long rotary table
 ROPE_ROWS = 3  # of them a token, where a model has several: time, height and width
 NUM_KEPT = (
     64  # drafter inputs that a row keeps in steps of K = 0; one that overran it is not drafted
@@ -62,15 +63,28 @@ class Traced:
     @property
     def has_rope_offsets(self) -> bool:
         """Whether tokens have rotary positions beside their own."""
-        return any(entry.name == ROPE_OFFSETS for entry in self.inputs)
+        return ROPE_OFFSETS in self.arguments
+
+    @property
+    def has_long_rope(self) -> bool:
+        """Whether a request's length decides which rotary table its tokens have."""
+        return LONG_ROPE in self.arguments
+
+    @property
+    def arguments(self) -> tuple[str, ...]:
+        """The names of the tensors that a call gives."""
+        return tuple(entry.name for entry in self.inputs if entry.kind == "argument")
 
     def bind(self, **arguments: Tensor) -> list[Any]:
         """What a call of the graph takes, in placeholder order; a size symbol is a dimension of one
-        of the arguments.  Offsets that are not given are 0.
+        of the arguments.  Offsets that are not given are 0, and requests not long.
         """
         if self.has_rope_offsets and ROPE_OFFSETS not in arguments:
             own = arguments["position_ids"]
             arguments[ROPE_OFFSETS] = own.new_zeros((ROPE_ROWS, *own.shape))
+        if self.has_long_rope and LONG_ROPE not in arguments:
+            own = arguments["position_ids"]
+            arguments[LONG_ROPE] = own.new_zeros(own.shape, dtype=torch.bool)
         placeholders = self.graph_module.graph.find_nodes(op="placeholder")
         pairs = list(zip(placeholders, self.inputs, strict=True))
         sizes = {
@@ -162,6 +176,7 @@ class ProgramConfig:
     max_draft_tokens: int | None = None  # of a program with several K: the largest
     tree: TreeShape | None = None  # of the drafts; None: they are a chain
     adapters: AdapterShape | None = None  # of the target; None: requests have none
+    short_rope_limit: int | None = None  # longer requests have the long rotary table; None: all one
 
     @property
     def num_verify_tokens(self) -> int:

@@ -29,6 +29,7 @@ from compilespec.inspect.verify_report import Check
 from compilespec.lowering import lower
 from compilespec.passes.references import Case
 from compilespec.program import (
+    LONG_ROPE,
     ROPE_OFFSETS,
     ROPE_ROWS,
     ByStep,
@@ -190,6 +191,7 @@ def _greedy(start: Stage, prompt: Sequence[int], num_tokens: int) -> list[int]:
         positions = torch.arange(len(tokens), dtype=torch.int32, device=start.device).unsqueeze(0)
         own = {"input_ids": ids, "position_ids": positions}
         own[ROPE_OFFSETS] = positions.new_zeros((ROPE_ROWS, *positions.shape))
+        own[LONG_ROPE] = positions.new_zeros(positions.shape, dtype=torch.bool)
         logits = start(own).outputs["logits"]
         tokens.append(int(logits[0, -1].argmax()))
     return tokens[len(prompt) :]

@@ -21,7 +21,7 @@ from compilespec.ops.sample import layout
 from compilespec.passes.context import PassContext
 from compilespec.passes.expansion import Expansion
 from compilespec.passes.read_rope_offsets import OFFSETS_T
-from compilespec.passes.references import Case, rope_offsets
+from compilespec.passes.references import Case, rope_arguments
 from compilespec.passes.references.dense_attention import dense_attention
 from compilespec.passes.references.placement import place_call
 from compilespec.passes.references.recurrent_state import recurrent_layers, target_progress
@@ -74,7 +74,7 @@ def with_target_inputs(ctx: PassContext, case: Case) -> Case:
     """The case with the ids and positions that the target alone reads, before `read_state`."""
     placed = place_call(ctx.config, case)
     own = {"input_ids": placed.ids, "position_ids": placed.tokens.position}
-    own |= rope_offsets(ctx, case)
+    own |= rope_arguments(ctx, case)
     return dataclasses.replace(case, inputs={**case.inputs, **own})
 
 
@@ -335,6 +335,8 @@ class _Draw:
             return self.int32([row % (most + 1) - 1 for row in range(spec.shape[0])])
         if spec.name == "rope_delta_R":
             return self.int32([row % 7 - 4 for row in range(spec.shape[0])])
+        if spec.name == "long_rope_R":
+            return self.int32([row % 2 for row in range(spec.shape[0])])
         if spec.name == "embeds_PD":
             return self._normal(spec.shape, spec.dtype)
         if spec.name.startswith("adapter."):

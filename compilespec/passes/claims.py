@@ -91,16 +91,24 @@ def _indices(ranges: Ranges, node: fx.Node, positions: set[fx.Node]) -> Iterator
         guard: Guard | None = "clamp"
         if node.target not in _READS:  # a clamped write would overwrite another row's element
             guard = "redirect" if _kind(ranges, storage_root(tensor)) == "state" else None
+        wraps = node.target in _INDEXED and _is_constant(index)  # -1 is the last
         claim = _claim(
             ranges,
             node,
             place,
             what,
-            Range(sympy.Integer(0), rows - 1),
+            Range(-rows if wraps else sympy.Integer(0), rows - 1),
             guard=guard,
             hazards=("H-9", "H-16") if is_position else (),
         )
         yield dataclasses.replace(claim, subject=tensor, dim=dim)
+
+
+def _is_constant(index: fx.Node) -> bool:
+    """Whether an index is a tensor that the graph holds, such as that of `x[:, [-2]]`."""
+    while index.op == "call_function" and index.target in _COPIES:
+        index = index.args[0]  # type: ignore[assignment]
+    return index.op == "get_attr"
 
 
 def _index_operands(node: fx.Node) -> Iterator[tuple[Place, fx.Node, int]]:
@@ -116,6 +124,7 @@ def _index_operands(node: fx.Node) -> Iterator[tuple[Place, fx.Node, int]]:
                 yield (1, dim), args[0], dim
 
 
+_COPIES = (_aten.lift_fresh_copy.default, _aten.lift_fresh.default, _aten._to_copy.default)
 _READS = (
     _aten.embedding.default,
     _aten.index.Tensor,

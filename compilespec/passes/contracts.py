@@ -19,10 +19,11 @@ from compilespec import _torch_compat
 from compilespec.passes.aliases import storage_root
 from compilespec.passes.context import PassContext
 from compilespec.passes.linears import find_linears
-from compilespec.program import ROPE_OFFSETS, markers
+from compilespec.program import LONG_ROPE, ROPE_OFFSETS, markers
 
-# The target's inputs before `read_state` takes the first two, and `read_rope_offsets` the third.
-ARGUMENTS = ("input_ids", "position_ids", ROPE_OFFSETS)
+# The target's inputs: `read_state` takes the first two, `read_rope_offsets` and `read_long_rope`
+# the others.
+ARGUMENTS = ("input_ids", "position_ids", ROPE_OFFSETS, LONG_ROPE)
 _IN_PLACE = (operator.iadd, operator.isub, operator.imul, operator.itruediv)
 _SIZES = (operator.add, operator.sub, operator.mul, operator.floordiv, operator.getitem)
 
@@ -153,18 +154,15 @@ def writes_buffers(*names: str) -> Contract:
     return Contract(says=f"one node writes each of {', '.join(names)}", problems=problems)
 
 
-def _plain_arguments(gm: fx.GraphModule, ctx: PassContext) -> Iterator[str]:
-    for node in gm.graph.nodes:
-        if node.op == "placeholder" and node.meta.get("role") in ARGUMENTS:
-            yield f"placeholder {node.name}"
+def _arguments(*names: str) -> Callable[[fx.GraphModule, PassContext], Iterator[str]]:
+    """Arguments of the target that are still there."""
 
+    def problems(gm: fx.GraphModule, ctx: PassContext) -> Iterator[str]:
+        for node in gm.graph.find_nodes(op="placeholder"):
+            if node.meta.get("role") in names:
+                yield f"placeholder {node.name}"
 
-def _plain_offsets(gm: fx.GraphModule, ctx: PassContext) -> Iterator[str]:
-    yield from (
-        f"placeholder {node.name}"
-        for node in gm.graph.find_nodes(op="placeholder")
-        if node.meta.get("role") == ROPE_OFFSETS
-    )
+    return problems
 
 
 def _stateless_attention(gm: fx.GraphModule, ctx: PassContext) -> Iterator[str]:
@@ -236,8 +234,11 @@ WRITES_REACH = Contract(
 ONLY_ATEN = Contract(
     says="only ATen and compilespec operators, each with a shape", problems=_foreign_operators
 )
-NO_ARGUMENTS = Contract(says="ids and positions come from the state", problems=_plain_arguments)
-NO_OFFSETS = Contract(says="rotary offsets come from the host", problems=_plain_offsets)
+NO_ARGUMENTS = Contract(
+    says="ids and positions come from the state", problems=_arguments(*ARGUMENTS[:2])
+)
+NO_OFFSETS = Contract(says="rotary offsets come from the host", problems=_arguments(ROPE_OFFSETS))
+NO_LENGTHS = Contract(says="long requests are told by the state", problems=_arguments(LONG_ROPE))
 NO_STATELESS = Contract(says="no stateless attention is left", problems=_stateless_attention)
 NO_STATELESS_RECURRENCE = Contract(
     says="no recurrence without a state is left", problems=_stateless_recurrence

@@ -35,6 +35,7 @@ CONTRACT: dict[str, Range] = {
     "rope_height_T": integers(-L, L),
     "rope_width_T": integers(-L, L),
     "rope_delta_R": integers(-L, L),
+    "long_rope_R": integers(0, 1),
     "last_R": integers(0, T - 1),
     "tokens_RS": integers(-1, V - 1),
     "history_RL": integers(-1, V - 1),

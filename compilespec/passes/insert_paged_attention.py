@@ -5,18 +5,19 @@ from __future__ import annotations
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import fx
 
-from compilespec.errors import PassError
+from compilespec.errors import NotSupported, PassError
 from compilespec.passes.context import PassContext
 from compilespec.passes.graph import add_buffer, emit, find_role
 from compilespec.passes.kv_groups import KVGroup, Metadata, group_metadata
 from compilespec.passes.linears import copy_origin
 from compilespec.passes.sights import Sights, read_sights
 from compilespec.passes.trees import verifies_tree
-from compilespec.program import BufferSpec, markers
+from compilespec.program import BufferSpec, markers, module_path
 from compilespec.tracing.structure import shape_of
 
 # Memory order of a cache [num_blocks, block_size, Nkv, H] where attention reads one head's cells
@@ -76,7 +77,7 @@ def page_markers(
     shape_of_blocks, shared = (config.num_blocks, config.block_size), metadata
     numbers = range(len(markers)) if layers is None else layers
     for layer, marker in zip(numbers, markers, strict=True):
-        query, key, value, scale, window, softcap, sinks = marker.args
+        query, key, value, scale, window, softcap, sinks, *chunk = marker.args
         if block_size is not None:
             group = KVGroup(block_size=block_size, window=int(str(window)))
             metadata = group_metadata(gm, ctx, group, shared, before=marker)
@@ -98,6 +99,14 @@ def page_markers(
                 extra = (*extra, branches.first)
         if sights is not None and int(str(window)) > 0:
             extra = (value_dim, sights.path, sights.first(gm, int(str(window)), marker))
+        if chunk:
+            if branches is not None or sights is not None:
+                raise NotSupported(
+                    f"attention in chunks of {chunk[0]} tokens ({module_path(marker)}) does not go "
+                    "with draft_tree= or with images yet: leave them out"
+                )
+            position = metadata[2]
+            extra = (value_dim, *emit(gm, begin_of_chunk, position, before=marker, size=chunk[0]))
         with gm.graph.inserting_before(marker):
             paged = gm.graph.call_function(
                 torch.ops.compilespec.paged_attention.default,
@@ -110,6 +119,12 @@ def page_markers(
         marker.replace_all_uses_with(paged)
         gm.graph.erase_node(marker)
     return len(markers)
+
+
+def begin_of_chunk(position_BS: Any, *, size: int) -> tuple[Any, Any]:
+    """Paths of no tokens, and the first position of each token's chunk."""
+    none_BS1 = torch.full_like(position_BS, -1).unsqueeze(2)
+    return none_BS1, position_BS - position_BS % size
 
 
 def _with_earlier(

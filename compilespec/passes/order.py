@@ -28,6 +28,7 @@ from compilespec.passes.output_hidden_states import output_hidden_states
 from compilespec.passes.prepack_linears import prepack_linears
 from compilespec.passes.process_logits import num_processors, process_logits
 from compilespec.passes.read_embeds import read_embeds
+from compilespec.passes.read_long_rope import read_long_rope
 from compilespec.passes.read_long_rows import read_long_rows
 from compilespec.passes.read_rope_offsets import read_rope_offsets
 from compilespec.passes.read_state import read_state
@@ -98,6 +99,13 @@ SPLICE_PASSES = (
             contracts.plays("ids", "position", "row", "slot", "row_index", "live", "start"),
         ),
         reference=references.read_state,
+    ),
+    Pass(
+        run=read_long_rope,
+        after=("read_state",),
+        matches=lambda ctx: 1 if ctx.target.has_long_rope else None,
+        ensures=(contracts.NO_LENGTHS,),
+        reference=references.read_long_rope,
     ),
     Pass(
         run=read_embeds,

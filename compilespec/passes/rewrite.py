@@ -66,12 +66,12 @@ def finish_phase(
 
 
 def start_step(ctx: PassContext) -> fx.GraphModule:
-    """A graph of the target alone: its arguments (`input_ids`, `position_ids`, and `rope_offsets`
-    where it has them), weights as inputs, output `logits`.
+    """A graph of the target alone: its arguments (`input_ids`, `position_ids`, and those of
+    `ARGUMENTS` that it has), weights as inputs, output `logits`.
     """
     gm = _torch_compat.graph_module(fx.Graph())
     arguments = {}
-    for name in ARGUMENTS if ctx.target.has_rope_offsets else ARGUMENTS[:2]:
+    for name in (name for name in ARGUMENTS if name in ctx.target.arguments):
         node = gm.graph.placeholder(name)
         node.meta["role"] = name
         arguments[name] = node

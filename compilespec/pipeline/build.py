@@ -60,7 +60,12 @@ def build_program(
     if method.capabilities.needs_draft_weights:
         found = find_draft(draft, target, method.capabilities)
     with progress.step("trace", "target") as step:
-        traced = trace_target(target.model, offsets=options.sharding is None)
+        traced = trace_target(
+            target.model,
+            offsets=options.sharding is None,
+            longest=options.longest_request(target.max_seq_len),
+            by_request=True,
+        )
         step.note(from_cache=traced.reused, why=traced.why_traced)
     info = describe_target(traced, target)
     drafter = _load_drafter(method, found, info, options, method_options, progress)

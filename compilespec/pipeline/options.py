@@ -36,6 +36,7 @@ from compilespec.program import ProgramConfig
 from compilespec.quantization import Quantize, read_quantize
 from compilespec.runtime.keywords import FIELDS
 from compilespec.tracing.load import Target
+from compilespec.tracing.long_rope import short_rope_limit
 from compilespec.tracing.target_info import TargetInfo
 
 DEFAULT_DRAFT_TOKENS = 3
@@ -368,7 +369,7 @@ class CompileOptions:
     ) -> ProgramConfig:
         """All sizes, fixed.  Raises: InvalidOption where the model cannot serve them."""
         _check_token_ids(self.acceptance_rule, info.vocab_size)
-        max_seq_len = self._max_seq_len(target.max_seq_len)
+        max_seq_len = self.longest_request(target.max_seq_len)
         tree = None if self.draft_tree is None else self.draft_tree.shape
         num_draft_tokens = self._num_draft_tokens(drafter)
         if num_draft_tokens >= max_seq_len:
@@ -388,9 +389,11 @@ class CompileOptions:
             device=info.device,
             max_draft_tokens=num_draft_tokens if self.smaller_draft_counts else None,
             tree=tree,
+            short_rope_limit=short_rope_limit(target.model),
         )
 
-    def _max_seq_len(self, limit: int | None) -> int:
+    def longest_request(self, limit: int | None) -> int:
+        """Tokens of a request at most, of a model that takes `limit`.  Raises: InvalidOption."""
         chosen = self.max_seq_len or min(limit or DEFAULT_MAX_SEQ_LEN, DEFAULT_MAX_SEQ_LEN)
         if limit is not None and chosen > limit:
             raise InvalidOption(

@@ -123,6 +123,7 @@ class Admission:
                 content_ids=read.content_ids,
                 ahead=read.ahead,
                 rope=read.rope,
+                has_long_rope=self._outgrows_short_rope(len(ids) + params.max_new_tokens),
                 guide=make_follower(params, self._vocabulary, end_ids=eos, stop_ids=stop_ids),
                 output_text=OutputText(self._tokenizer, ids, params.stop)
                 if self._tokenizer is not None
@@ -130,6 +131,10 @@ class Admission:
             )
             for sample in range(params.n)
         ]
+
+    def _outgrows_short_rope(self, num_tokens: int) -> bool:
+        limit = self._geometry.short_rope_limit
+        return limit is not None and min(num_tokens, self._geometry.max_seq_len) > limit
 
     def read(self, prompt: Any) -> ReadPrompt:
         """What a request of this prompt is made of.  Raises: InvalidRequest, NotSupported."""

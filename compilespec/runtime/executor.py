@@ -72,6 +72,7 @@ class Geometry:
     looks_up: bool = False  # whether drafts are found in texts, by steps of K = 0 as well
     combines: bool = False  # whether only some are, where they are surer than a model's
     adapters: AdapterShape | None = None  # the room for them; None: requests have none
+    short_rope_limit: int | None = None  # longer requests have the long rotary table
     embeds_width: int | None = None  # of prompts as embeddings; None: there are none
 
     @property

@@ -26,6 +26,7 @@ REBUILT_STATE = frozenset(
         "sampling_RI", "bias_RV", "context_RL", "mask_RSW", "processor_R", "logprob_RSN",
         "logprob_id_RSN", "ring_hidden_RKD", "ring_ids_RK", "kept_aux_RWE", "kept_ids_RW",
         "draft_prob_RKV", "child_prob_RIV", "past_ML", "adapter_R", "embeds_PD", "rope_delta_R",
+        "long_rope_R",
         *TOKENS_BY_POSITION,
     }
 )  # fmt: skip

@@ -48,6 +48,7 @@ class Request:
     content_ids: tuple[int, ...] = ()  # what its prompt holds, a number a position; (): its ids
     ahead: tuple[int, ...] = ()  # how many later tokens each of its prompt sees; (): none
     rope: RopeOffsets | None = None  # how far its rotary positions are from its tokens'
+    has_long_rope: bool = False  # whether it may outgrow a model's short rotary table
     processor: HostProcessor | None = None  # calls its logits processor, while it is admitted
     state: RequestState = RequestState.WAITING
     output_token_ids: list[int] = field(default_factory=list)
@@ -96,7 +97,8 @@ class Request:
     @property
     def prefix_key(self) -> bytes:
         """What its cache blocks depend on beside tokens."""
-        return b"" if self.adapter is None else self.adapter.key
+        adapter = b"" if self.adapter is None else self.adapter.key
+        return adapter + b"long" * self.has_long_rope
 
     @property
     def key_ids(self) -> tuple[int, ...]:
@@ -132,6 +134,7 @@ class Request:
             processor=0 if self.processor is None else self.processor.handle,
             adapter=NO_ADAPTER if self.adapter is None else self.adapter.slot,
             rope_delta=0 if self.rope is None else self.rope.after,
+            has_long_rope=self.has_long_rope,
         )
 
     @property

@@ -27,6 +27,7 @@ class RowSampling:
     processor: int = 0  # handle of a logits processor on the host
     adapter: int = NO_ADAPTER  # the slot of its adapter
     rope_delta: int = 0  # added to the rotary positions of its tokens
+    has_long_rope: bool = False  # whether its tokens have the rotary table of long requests
 
 
 def write_row(host: HostWrites, row: int, sampling: RowSampling) -> None:
@@ -44,6 +45,8 @@ def write_row(host: HostWrites, row: int, sampling: RowSampling) -> None:
         host.write("adapter_R", row, [sampling.adapter])
     if "rope_delta_R" in buffers:
         host.write("rope_delta_R", row, [sampling.rope_delta])
+    if "long_rope_R" in buffers:
+        host.write("long_rope_R", row, [int(sampling.has_long_rope)])
     if "processor_R" in buffers:
         host.write("processor_R", row, [sampling.processor])
     if is_biased:

@@ -275,5 +275,6 @@ def _geometry(lowered: Lowered) -> Geometry:
         looks_up=program.looks_up,
         combines=program.combines,
         adapters=config.adapters,
+        short_rope_limit=config.short_rope_limit,
         embeds_width=next((b.shape[1] for b in program.buffers if b.name == "embeds_PD"), None),
     )

@@ -13,6 +13,7 @@ from torch import Tensor, fx, nn
 import compilespec.ops  # noqa: F401  (registers the operators)
 from compilespec.errors import UnsupportedModel
 from compilespec.program import module_path
+from compilespec.tracing.masks import traced_mask, traced_masks
 from compilespec.tracing.media import medium_of
 from compilespec.tracing.naming import source_line
 from compilespec.tracing.quiet import quiet_import
@@ -20,6 +21,11 @@ from compilespec.tracing.recurrence import marked_recurrence
 
 ATTENTION = "compilespec"  # compilespec's name in transformers' attention registry
 
+# Keywords of attention calls that change nothing without packed sequences, or only say what else a
+# call returns.
+_HARMLESS = frozenset(
+    {"position_ids", "cache_position", "output_attentions", "output_hidden_states", "use_cache"}
+)
 _OTHER_INPUTS = ("pixel_", "image_", "video_", "input_features", "input_values", "audio_")
 
 
@@ -35,33 +41,43 @@ def _marker_attention(
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     is_causal: bool | None = None,
-    **_: Any,
+    **others: Any,
 ) -> tuple[Tensor, None]:
     """Follow transformers' attention contract: [B, N, T, H] in, ([B, T, N, H], weights) out.
 
-    If `is_causal` is None, the module decides, as in transformers' own sdpa function.  Calls that
-    are not causal, or pass a mask, are left for `mark_plain_attention` to refuse.
+    Without a mask `is_causal` decides, and if it is None the module, as in transformers' own sdpa
+    function; calls that are not causal are left for `mark_plain_attention` to refuse.
+
+    Raises: UnsupportedModel for a keyword that is not known here.
     """
-    is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    if not is_causal or attention_mask is not None:
-        mixed = torch.nn.functional.scaled_dot_product_attention(
-            query, key, value, attention_mask, enable_gqa=True
+    unknown = [name for name, value in others.items() if _asks(name, value)]
+    if unknown:
+        raise UnsupportedModel(
+            f"attention is called with {', '.join(unknown)}=, which compilespec does not know: "
+            "expected a mask, scale, window, soft cap or sinks alone"
         )
+    is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    if not is_causal and attention_mask is None:
+        mixed = torch.nn.functional.scaled_dot_product_attention(query, key, value, enable_gqa=True)
         return mixed.transpose(1, 2), None
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
-    output = torch.ops.compilespec.attention(
-        query, key, value, float(scale), int(sliding_window or 0), float(softcap or 0.0), s_aux
-    )
-    return output, None
+    options = (float(scale), int(sliding_window or 0), float(softcap or 0.0), s_aux)
+    masked = () if attention_mask is None else (0, attention_mask)
+    return torch.ops.compilespec.attention(query, key, value, *options, *masked), None
+
+
+def _asks(name: str, value: object) -> bool:
+    """Whether a keyword of an attention call asks for something."""
+    return value is not None and value is not False and name not in _HARMLESS
 
 
 def register_attention() -> None:
-    """Register the marker with transformers under the name `ATTENTION`, without masks."""
+    """Register the marker, and masks that `read_masks` reads, under the name `ATTENTION`."""
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface
 
     AttentionInterface.register(ATTENTION, _marker_attention)
-    AttentionMaskInterface.register(ATTENTION, lambda *args, **kwargs: None)
+    AttentionMaskInterface.register(ATTENTION, traced_mask)
 
 
 @contextlib.contextmanager
@@ -85,7 +101,7 @@ def marked_attention(model: nn.Module) -> Iterator[bool]:
     before = {key: config._attn_implementation for key, config in configs.items()}
     model.set_attn_implementation(ATTENTION)
     try:
-        with marked_recurrence(model):
+        with marked_recurrence(model), traced_masks(ATTENTION):
             yield True
     finally:
         for key, config in configs.items():
@@ -114,26 +130,28 @@ def _refuse_other_inputs(model: Any) -> None:
 
 
 def mark_plain_attention(gm: fx.GraphModule, model: nn.Module) -> None:
-    """scaled_dot_product_attention(is_causal=True) -> the marker.  Raises: UnsupportedModel."""
+    """scaled_dot_product_attention -> the marker, with its mask, which `read_masks` reads.
+
+    Raises: UnsupportedModel for a call that is neither causal nor masked.
+    """
     functional = torch.nn.functional.scaled_dot_product_attention
-    for node in list(gm.graph.nodes):
-        if node.op != "call_function" or node.target is not functional:
-            continue
+    for node in gm.graph.find_nodes(op="call_function", target=functional):
         bound = _bind_sdpa(*node.args, **node.kwargs)
-        if not bound["is_causal"] or bound["attn_mask"] is not None:
-            mask = "none" if bound["attn_mask"] is None else "given"
+        mask = bound["attn_mask"]
+        if not bound["is_causal"] and mask is None:
             raise UnsupportedModel(
-                f"{type(model).__name__}: expected causal attention without a mask, which is all "
-                f"that a KV cache can serve, got is_causal={bound['is_causal']}, mask {mask}, in "
+                f"{type(model).__name__}: expected causal attention, which is all that a KV cache "
+                f"can serve, got is_causal=False without a mask in "
                 f"{module_path(node) or 'the model'}; {source_line(node)}; use a "
                 "model whose tokens do not see later ones"
             )
         head_dim = bound["query"].meta["example_value"].shape[-1]
         scale = float(bound["scale"]) if bound["scale"] is not None else float(head_dim) ** -0.5
+        options = (scale, 0, 0.0, None, *(() if mask is None else (0, mask)))
         with gm.graph.inserting_before(node):
             marker = gm.graph.call_function(
                 torch.ops.compilespec.attention,
-                (bound["query"], bound["key"], bound["value"], scale, 0, 0.0, None),
+                (bound["query"], bound["key"], bound["value"], *options),
             )
             output = gm.graph.call_method("transpose", (marker, 1, 2))
         for new in (marker, output):

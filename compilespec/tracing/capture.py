@@ -14,7 +14,7 @@ from torch import Tensor, fx, nn
 
 import compilespec.ops  # noqa: F401  (registers the operators)
 from compilespec import _torch_compat
-from compilespec.errors import TraceError
+from compilespec.errors import SpecError, TraceError, UnsupportedModel
 from compilespec.program import Traced
 from compilespec.tracing.naming import clean_module_paths, name_inputs
 from compilespec.tracing.quantized_weights import stand_ins
@@ -127,9 +127,10 @@ def _with_own_code(call: Callable[..., Any]) -> Callable[..., Any]:
     return copy
 
 
-def _trace_error(error: BaseException, module: nn.Module, name: str) -> TraceError:
-    """One line: the module, the source line, what Dynamo could not do, and what to try."""
+def _trace_error(error: BaseException, module: nn.Module, name: str) -> SpecError:
+    """One line: the module, the source line, what it raised or Dynamo could not do, what to try."""
     cause, frames = _torch_compat.dynamo_cause(error)
+    raised = _torch_compat.raised_while_traced(error)
     where, line = type(module).__name__, ""
     for filename, lineno, _function in frames:
         found = _module_at(module, filename, lineno)
@@ -137,6 +138,14 @@ def _trace_error(error: BaseException, module: nn.Module, name: str) -> TraceErr
             where, line = found, f"{filename.rsplit('/', 1)[-1]}:{lineno}"
     if not line and frames:
         line = f"{frames[-1][0].rsplit('/', 1)[-1]}:{frames[-1][1]}"
+    if raised is not None and raised[0] == UnsupportedModel.__name__:
+        return UnsupportedModel(f"{type(module).__name__}: {where}, {line}: {raised[1]}")
+    if raised is not None:
+        return TraceError(
+            f"{name}: module {where}, {line or 'line unknown'} raises {cause.rstrip('.')}; "
+            "expected forward(input_ids, position_ids) to run without a cache: mend the model or its "
+            "config"
+        )
     return TraceError(
         f"{name} cannot be traced as one graph: module {where}, {line or 'line unknown'}: "
         f"{cause.rstrip('.')}; rewrite that line in tensor operations (no .item(), no "

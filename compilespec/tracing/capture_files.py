@@ -229,10 +229,12 @@ def _write_expression(expression: Any, size: Any, hints: dict[str, int]) -> Any:
     if expression.is_Symbol:
         hints[str(expression)] = _torch_compat.example_of_symbol(size, expression)
         return str(expression)
-    kind = "+" if expression.is_Add else "*" if expression.is_Mul else None
-    if kind is None:
+    kind, parts = "+" if expression.is_Add else "*", expression.args
+    if expression.is_Pow and expression.exp.is_Integer and expression.exp > 0:
+        parts = [expression.base] * int(expression.exp)
+    elif not expression.is_Add and not expression.is_Mul:
         raise CannotKey(f"its graph has the size {expression}")
-    return [kind, *(_write_expression(one, size, hints) for one in expression.args)]
+    return [kind, *(_write_expression(one, size, hints) for one in parts)]
 
 
 def _read_value(value: Any, sizes: Mapping[str, Any], make: Callable[..., Tensor]) -> Any:

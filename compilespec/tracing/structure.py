@@ -135,6 +135,19 @@ def layer_of(node: fx.Node, prefix: str) -> int | None:
     return int(match[1]) if match else None
 
 
+def ancestors(node: fx.Node) -> set[fx.Node]:
+    """The node itself and all nodes that it is computed from; those of sizes are leaves."""
+    found: set[fx.Node] = set()
+    todo = [node]
+    while todo:
+        one = todo.pop()
+        if one not in found:
+            found.add(one)
+            is_size = isinstance(one.meta.get("example_value"), torch.SymInt)
+            todo += [] if is_size else one.all_input_nodes
+    return found
+
+
 def descendants(node: fx.Node) -> set[fx.Node]:
     """Every node that depends on `node`."""
     seen: set[fx.Node] = set()

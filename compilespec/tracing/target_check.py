@@ -68,58 +68,108 @@ def check_positions(traced: Traced, model: nn.Module) -> None:
     )
 
 
-class _Tainted(fx.Interpreter):
-    """Runs a captured graph to see where NaN spreads.
+def check_alone(traced: Traced, model: nn.Module) -> None:
+    """Check that a token depends on its id and its position, not on its place in the call.
 
-    Attention gives each token its own value.  A product with a weight gives ones, or NaN in a row
-    that holds NaN: weights, whose reads are what a run costs, are not read.
+    The graph runs on three tokens that attend to themselves only, and on the middle one alone, at
+    the same position: its logits must be the same.  (A model that counts the tokens of a call would
+    give a decode step's token the place 0.)  Products are not computed, as in `check_positions`.
+
+    Raises: UnsupportedModel.
+    """
+    if next(model.parameters()).device.type == "meta":
+        return
+    ids = torch.tensor([[1, 2, 3]])
+    positions = torch.tensor([[0, 1, 2]])
+    among = _Alone(traced).logits(ids, positions)[:, 1]
+    alone = _Alone(traced).logits(ids[:, 1:2], positions[:, 1:2])[:, 0]
+    bound = 8 * torch.finfo(among.dtype).eps * among.abs().amax()  # equal, where it was tried
+    parted = (among - alone).abs().amax()
+    if not bool(parted > bound):  # NaN: the check cannot tell
+        return
+    raise UnsupportedModel(
+        f"{type(model).__name__}: expected a token's logits to follow from its id, its position "
+        f"and what it attends to; without its neighbours they differ by {float(parted):.1e}, so "
+        "its place in the call has a part in them; use position_ids for every position"
+    )
+
+
+class _Alone(fx.Interpreter):
+    """Runs a captured graph on tokens that attend to themselves only.
+
+    A product with a weight gives multiples of the row's own sum: weights, whose reads are what a
+    run costs, are not read.
+    """
+
+    def __init__(self, traced: Traced) -> None:
+        super().__init__(traced.graph_module)
+        self._traced = traced
+
+    @torch.no_grad()
+    def logits(self, ids: Tensor, position_ids: Tensor) -> Tensor:
+        node = next(n for n in self.graph.nodes if n.meta.get("role") == "input_ids")
+        example = node.meta["example_value"]
+        values = self._traced.bind(
+            input_ids=ids.to(example.device, example.dtype),
+            position_ids=position_ids.to(example.device, example.dtype),
+        )
+        result: Tensor = self.run(*map(_plain, values))[0]
+        return result
+
+    def run_node(self, node: fx.Node) -> Any:
+        if kind := marker_kind(node):
+            return _ALONE[kind](*self.fetch_args_kwargs_from_env(node)[0])
+        if node.target in LINEAR:
+            return self.product(*self.fetch_args_kwargs_from_env(node)[0][:2])
+        return super().run_node(node)
+
+    def product(self, rows: Tensor, weight: Tensor) -> Tensor:
+        count = rows.shape[-1]
+        waves = torch.linspace(1, 2, count, dtype=rows.dtype, device=rows.device).cos()
+        spread = torch.linspace(-1, 1, weight.shape[0], dtype=rows.dtype, device=rows.device)
+        return (rows * waves).mean(-1, keepdim=True) * spread.sin()
+
+
+class _Tainted(_Alone):
+    """Runs a captured graph to see where NaN spreads.  A product gives ones, or NaN in a row that
+    holds NaN.
     """
 
     def __init__(self, traced: Traced, *, taint: bool, find_first: bool = False) -> None:
-        super().__init__(traced.graph_module)
-        self._traced, self._taint, self._find_first = traced, taint, find_first
+        super().__init__(traced)
+        self._taint, self._find_first = taint, find_first
         self.first_mixed: fx.Node | None = None  # the first node whose output is all NaN
 
-    @torch.no_grad()
     def reaches_the_middle(self) -> bool:
         """Whether the logits of the second of three tokens hold NaN."""
-        ids = next(n for n in self.graph.nodes if n.meta.get("role") == "input_ids")
-        example = ids.meta["example_value"]
-        position_ids = torch.arange(3, dtype=example.dtype, device=example.device)[None]
-        values = self._traced.bind(
-            input_ids=torch.zeros_like(position_ids), position_ids=position_ids
-        )
-        logits: Tensor = self.run(*map(_plain, values))[0]
+        logits = self.logits(torch.zeros(1, 3), torch.arange(3)[None])
         return bool(logits[:, 1].isnan().any())
 
     def run_node(self, node: fx.Node) -> Any:
-        result = self._run(node)
+        result = super().run_node(node)
+        if self._taint and node.target in EMBEDDING:
+            result = result.clone()
+            result[..., ::2, :] = torch.nan
         if self._find_first and self.first_mixed is None and _has_nan(result, everywhere=True):
             sources = [self.env[source] for source in node.all_input_nodes]
             if any(_has_nan(s) and not _has_nan(s, everywhere=True) for s in sources):
                 self.first_mixed = node
         return result
 
-    def _run(self, node: fx.Node) -> Any:
-        if kind := marker_kind(node):
-            return _ALONE[kind](*self.fetch_args_kwargs_from_env(node)[0])
-        if node.target in LINEAR:
-            rows, weight = self.fetch_args_kwargs_from_env(node)[0][:2]
-            ones = rows.mul(0).sum(-1, keepdim=True) + 1
-            return ones.expand(*rows.shape[:-1], weight.shape[0]).contiguous()
-        result = super().run_node(node)
-        if self._taint and node.target in EMBEDDING:
-            result = result.clone()
-            result[..., ::2, :] = torch.nan
-        return result
+    def product(self, rows: Tensor, weight: Tensor) -> Tensor:
+        ones = rows.mul(0).sum(-1, keepdim=True) + 1
+        return ones.expand(*rows.shape[:-1], weight.shape[0]).contiguous()
 
 
 def _attend_to_itself(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> Tensor:
-    """[B, N, T, H] -> [B, T, N, H]: each token's value, NaN if its query or key has NaN."""
+    """[B, N, T, H] -> [B, T, N, H]: each token's value, and what its rotated query and key are, so
+    that a position that is wrong in these shows; NaN if one of the three has NaN.
+    """
     groups = query.shape[1] // value.shape[1]
+    ends = sum(x[..., :1] + x[..., -1:] for x in (query, key.repeat_interleave(groups, 1)))
     nan = query.mul(0).sum(-1, keepdim=True)
     nan = nan + key.mul(0).sum(-1, keepdim=True).repeat_interleave(groups, 1)
-    return (value.repeat_interleave(groups, 1) + nan).transpose(1, 2)
+    return (value.repeat_interleave(groups, 1) + ends + nan).transpose(1, 2).contiguous()
 
 
 def _recur_alone(query: Tensor, key: Tensor, value: Tensor, decay: Tensor, *_: Any) -> Tensor:

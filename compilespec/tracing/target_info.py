@@ -17,7 +17,7 @@ from compilespec.tracing.structure import (
     num_decoder_layers,
     shape_of,
 )
-from compilespec.tracing.target_check import check_logits, check_positions
+from compilespec.tracing.target_check import check_alone, check_logits, check_positions
 
 
 def describe_target(traced: Traced, target: Target) -> TargetInfo:
@@ -42,6 +42,7 @@ def describe_target(traced: Traced, target: Target) -> TargetInfo:
             f"that are a product with a head; found embedding {embedding}, head {head}"
         )
     check_positions(traced, target.model)
+    check_alone(traced, target.model)
     hidden_size = (shape_of(head.hidden) or (0,))[-1]
     parameter = next(target.model.parameters())
     return TargetInfo(

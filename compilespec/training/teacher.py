@@ -136,8 +136,8 @@ def _cut_before_head(traced: Traced, aux_layers: tuple[int, ...], width: int) ->
 
 def _use_library_attention(marker: fx.Node) -> None:
     """Torch's own attention, which is much faster, where it computes the same."""
-    _, _, _, _, window, softcap, sinks = marker.args
-    if window == 0 and softcap == 0.0 and sinks is None:
+    _, _, _, _, *options = marker.args
+    if options == [0, 0.0, None]:
         marker.target = _attend
 
 

@@ -90,12 +90,12 @@ MIXERS = {
 REFUSED = {
     "BERT": (
         lambda: transformers.BertForMaskedLM(transformers.BertConfig(**SIZES)),
-        r"BertForMaskedLM: expected causal attention .* got is_causal=False, .*"
-        r"bert.encoder.layer.0.attention.self; modeling_bert.py:\d+",
+        r"BertForMaskedLM: bert.encoder.layer.0.attention.self; modeling_bert.py:\d+.*"
+        r"expected causal attention.*; by its mask, tokens see later ones",
     ),
     "gemma3, bidirectional": (
         lambda: gemma3(use_bidirectional_attention=True),
-        "Gemma3ForCausalLM: expected causal attention",
+        "Gemma3ForCausalLM: .*: expected causal attention, a window or chunks",
     ),
     "T5": (t5, "T5ForConditionalGeneration is an encoder-decoder; .* AutoModelForCausalLM"),
     "classifier": (

@@ -53,7 +53,7 @@ class ModelDrafter(Drafter):
                 f"the draft model takes {self.max_seq_len} positions, the program "
                 f"{config.max_seq_len}: give max_seq_len={self.max_seq_len} or less"
             )
-        forward = trace_target(self.model, name="draft")
+        forward = trace_target(self.model, name="draft", longest=config.max_seq_len)
         (vocab_size,) = output_widths(forward)
         calls = {"forward": forward}
         if self._tokenizers is not None:

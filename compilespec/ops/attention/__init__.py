@@ -18,9 +18,13 @@ def attention(
     window: int = 0,
     softcap: float = 0.0,
     sinks_N: Tensor | None = None,
+    chunk: int = 0,
+    mask: Tensor | None = None,
 ) -> Tensor:
     """Attend causally over the token dimension; see `attention_reference`."""
-    return _ATTENTION(query_BNTH, key_BNTH, value_BNTH, scale, window, softcap, sinks_N)
+    return _ATTENTION(
+        query_BNTH, key_BNTH, value_BNTH, scale, window, softcap, sinks_N, chunk, mask
+    )
 
 
 def _attention_fake(
@@ -31,6 +35,8 @@ def _attention_fake(
     window: int,
     softcap: float,
     sinks: Tensor | None,
+    chunk: int = 0,
+    mask: Tensor | None = None,
 ) -> Tensor:
     batch, num_heads, num_tokens, _ = query.shape
     return query.new_empty((batch, num_tokens, num_heads, value.shape[3]))
@@ -38,7 +44,7 @@ def _attention_fake(
 
 _ATTENTION = define_op(
     "attention(Tensor query, Tensor key, Tensor value, float scale, int window, float softcap, "
-    "Tensor? sinks) -> Tensor",
+    "Tensor? sinks, int chunk=0, Tensor? mask=None) -> Tensor",
     attention_reference,
     _attention_fake,
     has_kernel=False,

@@ -15,7 +15,11 @@ from compilespec.passes.references.embeds import read_embeds
 from compilespec.passes.references.evidence import report_evidence
 from compilespec.passes.references.kept_inputs import commit_drafts, read_kept
 from compilespec.passes.references.process_logits import process_logits
-from compilespec.passes.references.rope_offsets import read_rope_offsets, rope_offsets
+from compilespec.passes.references.rope import (
+    read_long_rope,
+    read_rope_offsets,
+    rope_arguments,
+)
 from compilespec.passes.references.splices import (
     commit_state,
     insert_paged_attention,
@@ -46,10 +50,11 @@ __all__ = [
     "process_logits",
     "read_embeds",
     "read_kept",
+    "read_long_rope",
     "read_rope_offsets",
     "read_state",
     "report_evidence",
-    "rope_offsets",
+    "rope_arguments",
     "shift_hidden_states",
     "splice_acceptance",
     "splice_draft_loop",

@@ -52,6 +52,7 @@ def _attend_rows(
     window: int,
     softcap: float,
     sinks_N: Tensor | None,
+    chunk: int = 0,
 ) -> Tensor:
     """[B, S, N, Hv]; zeros for tokens without a row."""
     query_TNH = query_BNSH.transpose(1, 2).flatten(0, 1)
@@ -81,6 +82,8 @@ def _attend_rows(
         hidden_QJ = age_QJ < -ahead_Q[:, None]
         if window > 0:
             hidden_QJ |= age_QJ >= window
+        if chunk > 0:
+            hidden_QJ |= age_QJ > (position_Q % chunk)[:, None]
         score_NQJ = score_NQJ.masked_fill(hidden_QJ, float("-inf"))
         weight_NQJ = softmax_with_sinks(score_NQJ.unsqueeze(0), sinks_N)[0]
         out_NQH = weight_NQJ @ value_NJH
