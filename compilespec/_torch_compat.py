@@ -60,12 +60,12 @@ def dynamo_cause(error: BaseException) -> tuple[str, list[tuple[str, int, str]]]
 
 
 def raised_while_traced(error: BaseException) -> tuple[str, str] | None:
-    """The class and the first line of an exception that the traced code raised itself, which Dynamo
-    tells as "Observed exception"; None where Dynamo itself refuses.
+    """The class and the first line of an exception that the traced code raised itself, or that an
+    operation of it raised; None where Dynamo itself refuses.
     """
     text = str(getattr(error, "msg", ""))
-    found = re.search(
-        r"^\s*Developer debug context: raised exception (\w+)\((.*)\)$", text, re.M | re.S
+    found = re.search(r"raised exception (\w+)\((.*)\)$", text, re.M) or re.search(
+        r"^  Explanation: .*: got (\w+)\((.*)\)$", text, re.M
     )
     if found is None:
         return None
@@ -111,6 +111,16 @@ def has_modes() -> bool:
     from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
     return bool(_get_current_function_mode_stack() or _get_current_dispatch_mode_stack())
+
+
+def has_size_of_data(value: Any) -> bool:
+    """Whether a traced value, or one of its sizes, follows from the values of tensors
+    (`free_unbacked_symbols`).
+    """
+    from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+
+    sized = isinstance(value, torch.Tensor | torch.SymInt | torch.SymBool | torch.SymFloat)
+    return sized and bool(free_unbacked_symbols(value))
 
 
 def traced_codes() -> list[types.CodeType]:

@@ -15,8 +15,8 @@ from torch import Tensor, fx, nn
 import compilespec.ops  # noqa: F401  (registers the operators)
 from compilespec import _torch_compat
 from compilespec.errors import SpecError, TraceError, UnsupportedModel
-from compilespec.program import Traced
-from compilespec.tracing.naming import clean_module_paths, name_inputs
+from compilespec.program import Traced, module_path
+from compilespec.tracing.naming import clean_module_paths, name_inputs, source_line
 from compilespec.tracing.quantized_weights import stand_ins
 from compilespec.tracing.reuse import reused
 
@@ -102,6 +102,7 @@ def _capture(
         gm, captured["inputs"], module, dict(zip(names, examples, strict=True)), owner
     )
     clean_module_paths(gm)
+    _refuse_sizes_of_data(gm, module, name)
     traced = Traced(
         name=name,
         graph_module=gm,
@@ -127,6 +128,18 @@ def _with_own_code(call: Callable[..., Any]) -> Callable[..., Any]:
     return copy
 
 
+def _refuse_sizes_of_data(gm: fx.GraphModule, module: nn.Module, name: str) -> None:
+    """Raises: TraceError where a size follows from values, such as the tokens of each expert."""
+    for node in gm.graph.nodes:
+        if _torch_compat.has_size_of_data(node.meta.get("example_value")):
+            raise TraceError(
+                f"{name} cannot be traced as one graph: module "
+                f"{module_path(node) or type(module).__name__}, {source_line(node)}: a size there "
+                "depends on the values of a tensor; expected sizes that follow from the number of "
+                "tokens (of experts: a product over all of them, or grouped)"
+            )
+
+
 def _trace_error(error: BaseException, module: nn.Module, name: str) -> SpecError:
     """One line: the module, the source line, what it raised or Dynamo could not do, what to try."""
     cause, frames = _torch_compat.dynamo_cause(error)
@@ -143,8 +156,7 @@ def _trace_error(error: BaseException, module: nn.Module, name: str) -> SpecErro
     if raised is not None:
         return TraceError(
             f"{name}: module {where}, {line or 'line unknown'} raises {cause.rstrip('.')}; "
-            "expected forward(input_ids, position_ids) to run without a cache: mend the model or its "
-            "config"
+            "expected forward(input_ids, position_ids) to run: mend the model or its config"
         )
     return TraceError(
         f"{name} cannot be traced as one graph: module {where}, {line or 'line unknown'}: "

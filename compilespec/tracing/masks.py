@@ -33,7 +33,7 @@ def traced_mask(
     device: torch.device | str = "cpu",
     **_: Any,
 ) -> Tensor:
-    """Follow transformers' mask contract: bool [1 or B, 1, T, T], causal masks too.
+    """Follow transformers' mask contract: bool [B, 1, T, T], causal masks too.
 
     The indices are the tokens' positions: the graph is captured without a cache, a padding mask or
     packed sequences.
@@ -41,7 +41,8 @@ def traced_mask(
     query = torch.arange(q_length, device=device).view(1, 1, -1, 1)
     key = torch.arange(kv_length, device=device).view(1, 1, 1, -1)
     batch = torch.arange(batch_size, device=device).view(-1, 1, 1, 1)
-    return mask_function(batch, torch.zeros_like(batch), query, key)
+    mask = mask_function(batch, torch.zeros_like(batch), query, key)
+    return mask.expand(batch_size, 1, q_length, kv_length)
 
 
 @contextlib.contextmanager

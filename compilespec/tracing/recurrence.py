@@ -41,11 +41,12 @@ def marked_recurrence(model: Any) -> Iterator[None]:
 
 
 def _refuse_unknown_state(model: Any, found: set[str]) -> None:
-    """Refuse layers with a recurrent state that no marker can stand for."""
+    """Refuse layers that are named recurrent and have a state that no marker can stand for; others
+    that mix tokens are found in the graph (`check_positions`).
+    """
     layer_types = getattr(model.config.get_text_config(), "layer_types", None) or ()
-    recurrent = {str(t) for t in layer_types if "attention" not in str(t) or "linear" in str(t)}
+    recurrent = {str(t) for t in layer_types if any(word in str(t) for word in _STATEFUL)}
     recurrent -= {"conv"} if "causal_conv1d_fn" in found else set()
-    recurrent -= {"mlp", "moe"}  # layers that treat each token by itself
     if not recurrent or found & set(_RECURRENCES):
         return
     raise UnsupportedState(
@@ -138,6 +139,7 @@ _RECURRENCES: Mapping[str, Callable[..., Any]] = {
     "mamba2_chunk_scan": _mamba2_scan,
     "mamba_selective_scan": _mamba_scan,
 }
+_STATEFUL = ("linear", "recurrent", "mamba", "ssm", "conv", "lstm", "rwkv", "retention", "hybrid")
 _MARKED = {**_RECURRENCES, "causal_conv1d_fn": _causal_convolution}
 
 
