@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 from compilespec.errors import InvalidRequest
 from compilespec.errors.suggest import did_you_mean
 
+MAX_SHOWN = 120  # characters of a value in a message
+
 
 class HasDefaults(Protocol):
     """An engine, of which only the defaults of its checkpoint are asked."""
@@ -27,7 +29,8 @@ class SamplingParams:
     Impossible values raise InvalidRequest here; values that are possible but not built yet raise
     NotSupported when the request is submitted.  Logits are changed in this order: the engine's
     logits processor, the request's, penalties, bias and banned ids, min_new_tokens, guide,
-    temperature, top_k, top_p, min_p.  A token that is drawn depends
+    temperature, top_k, top_p, min_p.  Numbers
+    count as 1e25 at most in size, and factors as 1e-25 at least.  A token that is drawn depends
     on the seed and on the tokens before it, and on nothing else: not on the other requests, nor on
     how many tokens are drafted.
     """
@@ -207,8 +210,7 @@ def _check_counts(params: SamplingParams) -> None:
 def _check_numbers(params: SamplingParams) -> None:
     def check(name: str, expected: str, low: float, high: float, *, open_low: bool = False) -> None:
         value = getattr(params, name)
-        number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not number or not math.isfinite(value) or not low <= value <= high:
+        if not _is_finite(value) or not low <= value <= high:
             raise _invalid(name, expected, value)
         if open_low and value == low:
             raise _invalid(name, expected, value)
@@ -241,8 +243,18 @@ def _check_stops(params: SamplingParams) -> None:
     for token, value in bias.items():
         if not _is_int(token) or token < 0:
             raise _invalid("logit_bias", "token ids of at least 0", token)
-        if not isinstance(value, int | float) or not math.isfinite(value):
+        if not _is_finite(value):
             raise _invalid("logit_bias", "finite numbers", value, "ban ids with bad_token_ids")
+
+
+def _is_finite(value: object) -> bool:
+    """Whether it is a number that a float can hold."""
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return False
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # an integer of more than 308 digits
+        return False
 
 
 def _is_int(value: object) -> bool:
@@ -251,4 +263,10 @@ def _is_int(value: object) -> bool:
 
 def _invalid(name: str, expected: str, came: object, cure: str = "") -> InvalidRequest:
     tail = f"; {cure}" if cure else ""
-    return InvalidRequest(f"SamplingParams.{name}: expected {expected}, got {came!r}{tail}")
+    return InvalidRequest(f"SamplingParams.{name}: expected {expected}, got {shown(came)}{tail}")
+
+
+def shown(came: object) -> str:
+    """What came, cut where it is long."""
+    text = repr(came)
+    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}... ({len(text)} characters)"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -12,6 +13,10 @@ from compilespec.ops.sample import layout
 from compilespec.program import NO_ADAPTER
 from compilespec.runtime.host_writes import HostWrites
 from compilespec.runtime.sampling_params import SamplingParams
+
+# What numbers of a request count as at most: times a count of tokens, and divided by the least
+# temperature, it is a number of float32 still, so that no sum of these is infinity less infinity.
+LARGEST = 1e25
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,20 +120,25 @@ def dense_bias(params: SamplingParams, vocab_size: int) -> Tensor:
     if params.allowed_token_ids is not None:
         bias_V.fill_(-torch.inf)
         bias_V[list(params.allowed_token_ids)] = 0.0
-    for token, value in (params.logit_bias or {}).items():
-        bias_V[token] += value
+    bias = params.logit_bias or {}
+    ids = np.fromiter(bias.keys(), np.int64, len(bias))
+    values = np.fromiter(bias.values(), np.float64, len(bias)).clip(-LARGEST, LARGEST)
+    bias_V[torch.from_numpy(ids)] += torch.from_numpy(values).float()
     bias_V[list(params.bad_token_ids or ())] = -torch.inf
     return bias_V
 
 
 def _reals(params: SamplingParams) -> list[float]:
+    def held(value: float, least: float = -LARGEST) -> float:
+        return min(max(value, least), LARGEST)
+
     values = [0.0] * layout.NUM_FLOATS
-    values[layout.TEMPERATURE] = params.temperature
-    values[layout.TOP_P] = params.top_p
+    values[layout.TEMPERATURE] = held(params.temperature)
+    values[layout.TOP_P] = held(params.top_p, 1 / LARGEST)
     values[layout.MIN_P] = params.min_p
-    values[layout.REPETITION] = params.repetition_penalty
-    values[layout.PRESENCE] = params.presence_penalty
-    values[layout.FREQUENCY] = params.frequency_penalty
+    values[layout.REPETITION] = held(params.repetition_penalty, 1 / LARGEST)
+    values[layout.PRESENCE] = held(params.presence_penalty)
+    values[layout.FREQUENCY] = held(params.frequency_penalty)
     return values
 
 
