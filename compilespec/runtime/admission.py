@@ -102,7 +102,7 @@ class Admission:
     def _samples(self, prompt: Any, params: SamplingParams) -> list[Request]:
         check_params(params, self._tokenizer, self._geometry)
         params = dataclasses.replace(params)  # a copy of what the caller might change
-        adapter = self._adapters.find(params.adapter)
+        self._adapters.find(params.adapter)
         read = self.read(prompt)
         ids = read.ids
         self._check_blocks(len(ids), params.max_new_tokens)
@@ -110,7 +110,7 @@ class Admission:
         stop_ids = eos.union(params.stop_token_ids)
         check_choices(params, stop_ids, self._geometry.vocab_size)
         seed = secrets.randbits(63) if params.seed is None else params.seed
-        return [
+        requests = [
             Request(
                 id=next(self._ids),
                 prompt_token_ids=ids,
@@ -118,7 +118,6 @@ class Admission:
                 seed=seed,
                 sample=sample,
                 stop_token_ids=stop_ids,
-                adapter=adapter,
                 given=read.rows,
                 content_ids=read.content_ids,
                 ahead=read.ahead,
@@ -130,6 +129,8 @@ class Admission:
             )
             for sample in range(params.n)
         ]
+        self._adapters.assign(params.adapter, requests)
+        return requests
 
     def read(self, prompt: Any) -> ReadPrompt:
         """What a request of this prompt is made of.  Raises: InvalidRequest, NotSupported."""

@@ -9,7 +9,7 @@ from types import TracebackType
 from typing import Any
 
 from compilespec.errors import EngineClosed, InvalidRequest, TokenizerFailed, is_integer
-from compilespec.runtime.adapters import Adapters, LoadedAdapter
+from compilespec.runtime.adapters import Adapters
 from compilespec.runtime.adaptive import AdaptiveDrafts
 from compilespec.runtime.admission import Admission, Params
 from compilespec.runtime.chat import chat_prompts
@@ -67,7 +67,7 @@ class Engine:
             adaptive=AdaptiveDrafts(executor, self._policy) if self._policy else None,
         )
         self.adapters = Adapters(
-            executor=executor, shape=self.geometry.adapters, in_use=self._adapters_in_use
+            executor=executor, shape=self.geometry.adapters, dtype=self.geometry.dtype
         )
         self._admission = Admission(
             self.geometry, tokenizer, self.adapters, self.eos_token_ids, options.images
@@ -129,7 +129,7 @@ class Engine:
         """
         self._check_free()
         request = self.make_request(prompt, params, priority)
-        self._add(request)
+        self._scheduler.add(request)
         return request
 
     @check_keywords
@@ -175,7 +175,7 @@ class Engine:
     def enqueue(self, request: Request) -> None:
         """Queue what `make_request` or `make_samples` made."""
         self._check_open()
-        self._add(request)
+        self._scheduler.add(request)
 
     def take_delta(self, request: Request, index: int = 0) -> Delta | None:
         """What no earlier call returned, with the output if that is all; None where nothing is."""
@@ -385,17 +385,7 @@ class Engine:
     def _queue(self, requests: Sequence[Request]) -> None:
         for request in requests:
             if not request.finished:
-                self._add(request)
-
-    def _add(self, request: Request) -> None:
-        """Queue a request, or end it where its adapter was replaced since it was made."""
-        if request.adapter is None or self.adapters.is_held(request.adapter):
-            self._scheduler.add(request)
-        else:
-            request.end(InvalidRequest(f"adapter {request.adapter.name!r} was dropped meanwhile"))
-
-    def _adapters_in_use(self) -> list[LoadedAdapter | None]:
-        return [r.adapter for r in self._scheduler.line.everyone() if not r.finished]
+                self._scheduler.add(request)
 
     def _drop(self, requests: Sequence[Request]) -> None:
         """Leave nothing behind when a call ends early; close() has aborted all there was."""

@@ -87,4 +87,9 @@ def test_numbers_that_are_not_finite_are_refused(value):
             SamplingParams(**{name: value})
     with pytest.raises(InvalidRequest, match=r"SamplingParams.logit_bias: expected finite"):
         SamplingParams(logit_bias={1: value})
-    assert len(str(pytest.raises(InvalidRequest, SamplingParams, temperature=value).value)) < 300
+
+
+def test_messages_hold_the_beginning_of_what_came():
+    with pytest.raises(InvalidRequest, match=r"\(\d+ characters\)") as caught:
+        SamplingParams(temperature=10**400)
+    assert len(str(caught.value)) < 300
