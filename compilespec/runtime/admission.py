@@ -23,6 +23,7 @@ from compilespec.runtime.image_prompts import ImagePrompt, ImageReader, ReadProm
 from compilespec.runtime.prompts import as_prompt_list, check_choices, check_params, read_prompt
 from compilespec.runtime.request import Request, RequestState
 from compilespec.runtime.sampling_params import SamplingParams
+from compilespec.runtime.sampling_rows import read_bias
 
 Params = SamplingParams | Sequence[SamplingParams] | None
 
@@ -110,11 +111,13 @@ class Admission:
         stop_ids = eos.union(params.stop_token_ids)
         check_choices(params, stop_ids, self._geometry.vocab_size)
         seed = secrets.randbits(63) if params.seed is None else params.seed
+        bias = read_bias(params)
         requests = [
             Request(
                 id=next(self._ids),
                 prompt_token_ids=ids,
                 params=params,
+                bias=bias,
                 seed=seed,
                 sample=sample,
                 stop_token_ids=stop_ids,

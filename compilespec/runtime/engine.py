@@ -16,6 +16,7 @@ from compilespec.runtime.chat import chat_prompts
 from compilespec.runtime.detokenize import Tokenizer
 from compilespec.runtime.engine_thread import EngineThread
 from compilespec.runtime.executor import Executor
+from compilespec.runtime.forks import Process
 from compilespec.runtime.image_prompts import ReadPrompt
 from compilespec.runtime.keywords import check_keywords
 from compilespec.runtime.outputs import Delta, FinishReason, GenerationOutput
@@ -73,6 +74,7 @@ class Engine:
             self.geometry, tokenizer, self.adapters, self.eos_token_ids, options.images
         )
         self._closed, self._is_served = False, False
+        self._process = Process()
 
     @check_keywords
     def generate(self, prompts: Any, params: Params = None) -> list[GenerationOutput]:
@@ -308,8 +310,11 @@ class Engine:
         harmless.
 
         Raises: what failed, such as CheckpointError where saved hidden states cannot be written.
-            The engine is closed all the same; another call tries again what failed.
+            The engine is closed all the same; another call tries again what failed.  In a forked
+            child nothing is done: all of it belongs to the parent.
         """
+        if self._process.is_another:
+            return
         self._scheduler.close()
         self._closed = True
         self._executor.close()
@@ -393,6 +398,7 @@ class Engine:
             self._scheduler.abort(*requests)
 
     def _check_open(self) -> None:
+        self._process.check()
         if self._closed:
             raise EngineClosed("the engine is closed; compile a new one")
 

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from compilespec.errors import InvalidRequest
 from compilespec.errors.suggest import did_you_mean
+from compilespec.runtime.texts import check_unicode, shown
 
-MAX_SHOWN = 120  # characters of a value in a message
+MAX_STOP_STRINGS = 64  # of a request: each token is compared with all of them
+MAX_STOP_LENGTH = 256  # characters of one
 
 
 class HasDefaults(Protocol):
@@ -81,7 +83,8 @@ class SamplingParams:
     n."""
 
     stop: tuple[str, ...] = ()
-    """Texts (or one) that end the output, which is cut before the first of them."""
+    """Texts (or one) that end the output, which is cut before the first of them: at most 64, of at
+    most 256 characters."""
 
     stop_token_ids: tuple[int, ...] = ()
     """Ids that end the output beside EOS; the id is kept in `token_ids`."""
@@ -224,13 +227,17 @@ def _check_numbers(params: SamplingParams) -> None:
 
 
 def _check_stops(params: SamplingParams) -> None:
+    if len(params.stop) > MAX_STOP_STRINGS:
+        raise _invalid(
+            "stop", f"at most {MAX_STOP_STRINGS} strings", len(params.stop), "give fewer of them"
+        )
     for text in params.stop:
-        if not isinstance(text, str) or not text:
-            raise _invalid("stop", "strings of at least one character", text)
+        if not isinstance(text, str) or not 0 < len(text) <= MAX_STOP_LENGTH:
+            expected = f"strings of at least one character, and at most {MAX_STOP_LENGTH}"
+            raise _invalid("stop", expected, text)
+    check_unicode("SamplingParams.stop", params.stop)
     for name in ("stop_token_ids", "allowed_token_ids", "bad_token_ids"):
-        for token in getattr(params, name) or ():
-            if not _is_int(token) or token < 0:
-                raise _invalid(name, "token ids of at least 0", token)
+        _check_ids(name, getattr(params, name) or ())
     if params.allowed_token_ids == ():
         raise _invalid("allowed_token_ids", "at least one id", (), "give None to allow all")
     if not isinstance(params.ignore_eos, bool):
@@ -240,11 +247,22 @@ def _check_stops(params: SamplingParams) -> None:
         return
     if not isinstance(bias, Mapping):
         raise _invalid("logit_bias", "a mapping of token id to number", bias)
-    for token, value in bias.items():
-        if not _is_int(token) or token < 0:
-            raise _invalid("logit_bias", "token ids of at least 0", token)
+    _check_ids("logit_bias", bias)
+    numbers = bias.values()
+    if set(map(type, numbers)) == {float} and all(map(math.isfinite, numbers)):
+        return
+    for value in numbers:
         if not _is_finite(value):
             raise _invalid("logit_bias", "finite numbers", value, "ban ids with bad_token_ids")
+
+
+def _check_ids(name: str, ids: Collection[Any]) -> None:
+    """Many of them at once: a vocabulary's worth must not hold up the interpreter."""
+    if not ids or (set(map(type, ids)) == {int} and min(ids) >= 0):
+        return
+    for token in ids:
+        if not _is_int(token) or token < 0:
+            raise _invalid(name, "token ids of at least 0", token)
 
 
 def _is_finite(value: object) -> bool:
@@ -264,9 +282,3 @@ def _is_int(value: object) -> bool:
 def _invalid(name: str, expected: str, came: object, cure: str = "") -> InvalidRequest:
     tail = f"; {cure}" if cure else ""
     return InvalidRequest(f"SamplingParams.{name}: expected {expected}, got {shown(came)}{tail}")
-
-
-def shown(came: object) -> str:
-    """What came, cut where it is long."""
-    text = repr(came)
-    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}... ({len(text)} characters)"

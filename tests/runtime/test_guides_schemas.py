@@ -294,6 +294,11 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "pattern": (Regex("[a-"), "refuses the regular expression: .*unclosed character class"),
     "type": (JsonSchema({"type": "nope"}), "refuses the JSON schema: .*nope"),
     "no json": (JsonSchema("{"), "the schema is no JSON"),
+    "deep json": (JsonSchema("[" * 100_000), "the schema is no JSON: maximum recursion depth"),
+    "long": (Regex("a" * 70_000), "regular expression .* has 70000 characters; expected at most"),
+    "repeats": (Regex("(a{1000}){1000}"), "refuses the regular expression: lexer error: too many"),
+    "long and bad": (Regex("(" + "x" * 9000), "refuses the regular expression: .*unclosed group"),
+    "half": (Regex("\udcc3"), "is no Unicode"),
 }  # fmt: skip
 
 
@@ -305,6 +310,7 @@ def test_guides_that_llguidance_refuses(name):
     with pytest.raises(InvalidRequest, match=message) as caught:
         guide.matcher(Vocabulary(tokenizer, 2048))
     assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 400
 
 
 @needs_llguidance

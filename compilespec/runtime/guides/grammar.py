@@ -13,6 +13,11 @@ from torch import Tensor
 
 from compilespec.errors import GuideFailed, InvalidRequest, MissingDependency
 from compilespec.runtime.guides.base import Matcher, Vocabulary
+from compilespec.runtime.texts import check_unicode
+
+# Of a schema, or of an expression: what takes more holds up the steps of all.
+MAX_SOURCE = 1 << 16  # characters
+MAX_EXPRESSIONS = 100_000  # "fuel" of llguidance's lexer
 
 
 @dataclass(frozen=True)
@@ -32,8 +37,10 @@ class JsonSchema:
         try:
             loaded = json.loads(schema) if isinstance(schema, str) else schema
             text = json.dumps(loaded)
-        except (TypeError, ValueError) as error:
-            raise InvalidRequest(f"JsonSchema: the schema is no JSON: {error}") from error
+        except (TypeError, ValueError, RecursionError) as error:
+            raise InvalidRequest(
+                f"JsonSchema: the schema is no JSON: {_one_line(error)}"
+            ) from error
         return text_matcher("compact json" if self.compact else "json", text, vocabulary)
 
 
@@ -57,12 +64,25 @@ def text_matcher(kind: str, source: str, vocabulary: Vocabulary) -> Matcher:
         MissingDependency.
     """
     llguidance = _llguidance()
+    _check_source(kind, source)
     key = f"{kind} {source}"
     compiled = vocabulary.grammars.get(key)
     if compiled is None:
-        compiled = _compile(llguidance, kind, source, vocabulary)
+        with vocabulary.compiles:  # one at a time: steps need the other cores
+            compiled = vocabulary.grammars.get(key)
+            compiled = compiled or _compile(llguidance, kind, source, vocabulary)
     vocabulary.keep(key, compiled)
     return _TextMatcher(compiled.deep_copy(), _tokens(vocabulary), vocabulary.num_words)
+
+
+def _check_source(kind: str, source: str) -> None:
+    if len(source) > MAX_SOURCE:
+        what = "regular expression (of a choice: its options)" if kind == "regex" else "JSON schema"
+        raise InvalidRequest(
+            f"SamplingParams.guide: the {what} has {len(source)} characters; expected at most "
+            f"{MAX_SOURCE}: give a smaller one, or a Choice of lists of token ids"
+        )
+    check_unicode("SamplingParams.guide", source)
 
 
 def escape(text: str) -> str:
@@ -90,10 +110,16 @@ def _compile(llguidance: Any, kind: str, source: str, vocabulary: Vocabulary) ->
             grammar = matcher.grammar_from_json_schema(source, overrides=options)
         except ValueError as error:
             raise InvalidRequest(f"SamplingParams.guide: {_one_line(error)}") from error
-    compiled = matcher(_tokens(vocabulary).llg, grammar, log_level=0)
-    if compiled.is_error():
+    limits = llguidance.LLParserLimits(initial_lexer_fuel=MAX_EXPRESSIONS, verbose_errors=False)
+    compiled = matcher(_tokens(vocabulary).llg, grammar, log_level=0, limits=limits)
+    why = compiled.get_error()
+    for _ in range(0 if why else 2):  # what is too large is found here, not in a step; it may take
+        trial = compiled.deep_copy()  # two masks, because copies share what they know of the text
+        trial.compute_bitmask()
+        why = trial.get_error()
+    if why:
         what = "regular expression" if kind == "regex" else "JSON schema"
-        why = _one_line(compiled.get_error())
+        why = _one_line(why.replace("<non-verbose/>", ""))
         raise InvalidRequest(f"SamplingParams.guide: llguidance refuses the {what}: {why}")
     return compiled
 
@@ -142,8 +168,15 @@ def _tokens(vocabulary: Vocabulary) -> _Tokens:
 
 
 def _one_line(error: object) -> str:
-    """What a parser says over several lines, with a picture of the place."""
-    return " ".join(str(error).split())
+    """What a parser says over several lines, with a picture of the place; of long lines, which hold
+    the source, beginning and end.
+    """
+    return _cut(" ".join(_cut(line, 40) for line in str(error).split("\n") if line.strip()), 120)
+
+
+def _cut(text: str, most: int) -> str:
+    text = " ".join(text.split())
+    return text if len(text) <= 2 * most else f"{text[:most]} ... {text[-most:]}"
 
 
 class _TextMatcher:
@@ -165,6 +198,8 @@ class _TextMatcher:
                 raise GuideFailed(f"llguidance gave up: {_one_line(matcher.get_error())}")
             return torch.zeros(self._num_words, dtype=torch.int32)
         words = torch.frombuffer(bytearray(matcher.compute_bitmask()), dtype=torch.int32)
+        if matcher.is_error():
+            raise GuideFailed(f"llguidance gave up: {_one_line(matcher.get_error())}")
         words = words[: self._num_words]
         alone = _only_bit(words)
         if alone is None or (alone >= 0 and matcher.validate_tokens([alone]) == 1):
