@@ -28,7 +28,7 @@ class Seen:
     deltas: list[Delta] | None = None  # None: it asked for the result alone
 
 
-@dataclass(kw_only=True)
+@dataclass(kw_only=True, eq=False)
 class _Live:
     """A request, or a stream, that is not over."""
 

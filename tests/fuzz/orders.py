@@ -26,7 +26,7 @@ CHANGING = frozenset(
 )
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)  # prompts may be tensors
 class Order:
     """One prompt; `params.seed` names it, no other of the round has the same."""
 
