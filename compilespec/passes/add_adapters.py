@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.nn import functional
 
+import compilespec.ops.head_linear  # noqa: F401  (registers the operator)
 from compilespec.passes.context import PassContext
 from compilespec.passes.graph import add_buffer, arange_like, emit, find_role
 from compilespec.passes.linears import copy_origin
@@ -26,9 +26,9 @@ def add_adapters(gm: fx.GraphModule, ctx: PassContext) -> int:
     """linear(x, W) -> adapted(linear(x, W), x, keeps, A, B), for every product that an adapter may
     change.
 
-    A holds the matrices of all slots, rank rows each, and B their columns: one product with each
-    serves any mixture of adapters, and `keeps` says which of the numbers between them belong to a
-    row's own.  The matrices are buffers that the host fills, so a new adapter compiles nothing.
+    A and B^T hold the matrices of all slots, rank rows each: one product with each serves any
+    mixture of adapters, and `keeps` says which of the numbers between them belong to a row's own.
+    The matrices are buffers that the host fills, so a new adapter compiles nothing.
     Returns: products.  Numerics: exact where a row has no adapter.  Torch IR.
     Source: Hu et al. 2021, LoRA, section 4.1.
     """
@@ -59,15 +59,27 @@ def adapted(product: Tensor, x: Tensor, keeps: Tensor, down: Tensor, up: Tensor)
     Args:
         product: [B, S, out] or [B, 1, S, out]; x: the same with `in`; keeps: bool,
             [B, S, slots * rank].
-        down: A, [slots * rank, in]; up: B, [out, slots * rank], of finite numbers.
+        down: A, [slots * rank, in]; up: B^T, [slots * rank, out], of finite numbers.
     """
-    return changed_by(product, functional.linear(x, down), keeps, up)
+    return changed_by(product, narrowed(x, down), keeps, up)
+
+
+def narrowed(x: Tensor, down: Tensor) -> Tensor:
+    """x A^T, the numbers between A and B: [.., slots * rank]."""
+    return _product(x, down.t())
 
 
 def changed_by(product: Tensor, low: Tensor, keeps: Tensor, up: Tensor) -> Tensor:
     """`adapted`, of the numbers between A and B, x A^T."""
     keeps = keeps if product.dim() == keeps.dim() else keeps.unsqueeze(1)
-    return product + functional.linear(torch.where(keeps, low, 0.0), up)
+    return product + _product(torch.where(keeps, low, 0.0), up)
+
+
+def _product(x: Tensor, matrix: Tensor) -> Tensor:
+    """x times a matrix.  On the CPU the bits of a row do not depend on the rows beside it."""
+    operation = torch.ops.compilespec.head_linear.default
+    product: Tensor = operation(x.unsqueeze(-2), matrix.unsqueeze(0))
+    return product.squeeze(-2)
 
 
 def num_adapted(ctx: PassContext) -> int | None:
@@ -101,9 +113,9 @@ def adapter_rows(config: ProgramConfig) -> BufferSpec:
 def matrices(
     shape: AdapterShape, module: str, num_outputs: int, num_inputs: int, dtype: torch.dtype
 ) -> tuple[BufferSpec, BufferSpec]:
-    """A and B of a module, of all slots."""
+    """A and B^T of a module, of all slots."""
     width = shape.num_slots * shape.rank
-    sizes = {"down": (width, num_inputs), "up": (num_outputs, width)}
+    sizes = {"down": (width, num_inputs), "up": (width, num_outputs)}
     down, up = (
         BufferSpec(name=f"adapter.{module}.{half}", kind="state", shape=size, dtype=dtype,
                    by_host=True)

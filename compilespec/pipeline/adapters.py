@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from compilespec.errors import InvalidOption, NotSupported
 from compilespec.pipeline.options import CompileOptions
 from compilespec.program import AdapterShape, Traced
-from compilespec.tracing.adapter_files import Adapter, describe_misfits, read_adapter
+from compilespec.tracing.adapter_files import Adapter, check_finite, describe_misfits, read_adapter
 from compilespec.tracing.adapters import adaptable_products, merge_adapter
 from compilespec.tracing.load import Target
 
@@ -27,6 +27,8 @@ def with_adapters(target: Target, options: CompileOptions) -> Target:
     if not isinstance(given, Mapping):
         return merge_adapter(target, given)
     adapters = {name: read_adapter(directory) for name, directory in given.items()}
+    for adapter in adapters.values():
+        check_finite(adapter, target.dtype)
     return dataclasses.replace(target, adapters=adapters)
 
 

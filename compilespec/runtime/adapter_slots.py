@@ -16,7 +16,7 @@ def product_sizes(
 ) -> Mapping[str, tuple[int, int]]:
     """(out, in) of the products that adapters may change, by path."""
     return {
-        path: (len(buffers[f"adapter.{path}.up"]), buffers[f"adapter.{path}.down"].shape[1])
+        path: (buffers[f"adapter.{path}.up"].shape[1], buffers[f"adapter.{path}.down"].shape[1])
         for path in shape.modules
     }
 
@@ -24,7 +24,7 @@ def product_sizes(
 def write_adapter(
     buffers: Mapping[str, Tensor], shape: AdapterShape, slot: int, modules: Mapping[str, LowRank]
 ) -> None:
-    """Write A and B into the rows and columns of a slot; zeros where there is nothing.
+    """Write A and B^T into the rows of a slot; zeros where there is nothing.
 
     Addresses stay, so that captured graphs find them.  On CUDA the copies take their place on the
     stream, behind the steps that were launched.
@@ -33,9 +33,9 @@ def write_adapter(
     with torch.no_grad():
         for path in shape.modules:
             down = buffers[f"adapter.{path}.down"][first:end]
-            up = buffers[f"adapter.{path}.up"][:, first:end]
+            up = buffers[f"adapter.{path}.up"][first:end]
             down.zero_()
             up.zero_()
             if (part := modules.get(path)) is not None:
                 down[: part.rank].copy_(part.down)
-                up[:, : part.rank].copy_(part.up)
+                up[: part.rank].copy_(part.up.t())

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol
+from weakref import WeakSet
+
+import torch
 
 from compilespec.errors import CheckpointError, InvalidRequest
 from compilespec.errors.suggest import did_you_mean
 from compilespec.program import AdapterShape
 from compilespec.runtime.executor import Executor
-from compilespec.tracing.adapter_files import Adapter, describe_misfits, read_adapter
+from compilespec.tracing.adapter_files import Adapter, check_finite, describe_misfits, read_adapter
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -25,21 +29,32 @@ class LoadedAdapter:
     key: bytes  # what the keys of its requests' cache blocks begin with
 
 
+class UsesAdapter(Protocol):
+    """A request, of which only its adapter is asked."""
+
+    adapter: LoadedAdapter | None
+
+    @property
+    def finished(self) -> bool:
+        """Whether it needs its adapter no more."""
+
+
 @dataclass(kw_only=True)
 class Adapters:
-    """The adapters of an engine.  From any thread, but for `put`: that writes between two steps.
+    """The adapters of an engine.  From any thread, but for `put` and `drop`: these write between
+    two steps.
 
-    A slot is free when no name has it and no unfinished request uses it: one that is replaced or
-    dropped serves its requests to their end.
+    A slot is free when no name has it and no unfinished request uses it, queued or not yet: one
+    that is replaced or dropped serves its requests to their end.
 
     Args:
         shape: None where the program has no room for any.
-        in_use: those of unfinished requests.
     """
 
     executor: Executor
     shape: AdapterShape | None
-    in_use: Callable[[], Iterable[LoadedAdapter | None]]
+    dtype: torch.dtype = torch.float32
+    _users: WeakSet[UsesAdapter] = field(default_factory=WeakSet)
     _loaded: dict[str, LoadedAdapter] = field(default_factory=dict)
     _slots: dict[int, LoadedAdapter] = field(default_factory=dict)  # what each holds
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -61,15 +76,22 @@ class Adapters:
             raise InvalidRequest(f"no adapter {name!r} is loaded; loaded: {known}{cure}")
         return found
 
-    def is_held(self, adapter: LoadedAdapter) -> bool:
-        """Whether its slot still holds it."""
-        return self._slots.get(adapter.slot) is adapter
+    def assign(self, name: str | None, users: Sequence[UsesAdapter]) -> None:
+        """Give requests the adapter that they ask for: its slot is theirs until they have ended.
+
+        Raises: InvalidRequest where there is none of that name, any more.
+        """
+        with self._lock:
+            adapter = self.find(name)
+            for user in users if adapter is not None else ():
+                user.adapter = adapter
+                self._users.add(user)
 
     def read(self, directory: str | Path) -> Adapter:
         """Read an adapter and check it against the room there is.
 
-        Raises: CheckpointError, NotSupported (see `read_adapter`; another model's, a rank or
-            modules that the program has no room for), InvalidRequest.
+        Raises: CheckpointError, NotSupported (see `read_adapter` and `check_finite`; another
+            model's, a rank or modules that the program has no room for), InvalidRequest.
         """
         shape = self._check_room()
         adapter = read_adapter(directory)
@@ -83,6 +105,7 @@ class Adapters:
                 f"{adapter.source} {misfits} as a product that adapters may change; compile with "
                 "adapters= of one that changes the same modules, or with adapters={}, for all"
             )
+        check_finite(adapter, self.dtype)
         return adapter
 
     def put(self, name: str, adapter: Adapter) -> None:
@@ -101,16 +124,29 @@ class Adapters:
                 key=f"adapter {next(self._serial)}".encode(),
             )  # fmt: skip
             self._slots[slot] = self._loaded[name] = loaded
+            self._clear_slots()
 
     def drop(self, name: str) -> None:
         """Let no new request have it.  Raises: InvalidRequest where it is not loaded."""
         self.find(name)
         with self._lock:
             self._loaded.pop(name, None)
+            self._clear_slots()
+
+    def _clear_slots(self) -> None:
+        """Write zeros where nobody needs what a slot holds."""
+        needed = self._used_slots() | {one.slot for one in self._loaded.values()}
+        for slot in sorted(self._slots.keys() - needed):
+            self.executor.write_adapter(slot, {})
+            del self._slots[slot]
+
+    def _used_slots(self) -> set[int]:
+        adapters = [user.adapter for user in self._users if not user.finished]
+        return {adapter.slot for adapter in adapters if adapter is not None}
 
     def _free_slot(self, name: str, shape: AdapterShape) -> int:
         """One that nobody needs; the name's own at last."""
-        used = {one.slot for one in self.in_use() if one is not None}
+        used = self._used_slots()
         named = {one.slot for one in self._loaded.values()}
         own = self._loaded.get(name)
         candidates = [*(s for s in range(shape.num_slots) if s not in named)]

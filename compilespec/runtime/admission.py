@@ -23,6 +23,7 @@ from compilespec.runtime.image_prompts import ImagePrompt, ImageReader, ReadProm
 from compilespec.runtime.prompts import as_prompt_list, check_choices, check_params, read_prompt
 from compilespec.runtime.request import Request, RequestState
 from compilespec.runtime.sampling_params import SamplingParams
+from compilespec.runtime.sampling_rows import read_bias
 
 Params = SamplingParams | Sequence[SamplingParams] | None
 
@@ -102,7 +103,7 @@ class Admission:
     def _samples(self, prompt: Any, params: SamplingParams) -> list[Request]:
         check_params(params, self._tokenizer, self._geometry)
         params = dataclasses.replace(params)  # a copy of what the caller might change
-        adapter = self._adapters.find(params.adapter)
+        self._adapters.find(params.adapter)
         read = self.read(prompt)
         ids = read.ids
         self._check_blocks(len(ids), params.max_new_tokens)
@@ -110,15 +111,16 @@ class Admission:
         stop_ids = eos.union(params.stop_token_ids)
         check_choices(params, stop_ids, self._geometry.vocab_size)
         seed = secrets.randbits(63) if params.seed is None else params.seed
-        return [
+        bias = read_bias(params)
+        requests = [
             Request(
                 id=next(self._ids),
                 prompt_token_ids=ids,
                 params=params,
+                bias=bias,
                 seed=seed,
                 sample=sample,
                 stop_token_ids=stop_ids,
-                adapter=adapter,
                 given=read.rows,
                 content_ids=read.content_ids,
                 ahead=read.ahead,
@@ -131,6 +133,8 @@ class Admission:
             )
             for sample in range(params.n)
         ]
+        self._adapters.assign(params.adapter, requests)
+        return requests
 
     def _outgrows_short_rope(self, num_tokens: int) -> bool:
         limit = self._geometry.short_rope_limit

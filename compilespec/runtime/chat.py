@@ -5,11 +5,13 @@ Source: the messages and tools of OpenAI's chat completions, text only.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from compilespec.errors import InvalidRequest
+from compilespec.runtime.texts import check_unicode
 
+LONG = 1 << 14  # characters of a conversation that is looked at before it is tokenized
 BESIDE = ("tools", "template_options")  # what a prompt may have beside its messages
 CHAT_CURE = 'engine.chat(messages), or {"messages": messages} as the prompt'
 
@@ -36,12 +38,15 @@ def chat_prompts(messages: Any) -> Any:
     return [{"messages": one} for one in messages]
 
 
-def encode_chat(prompt: Mapping[str, Any], tokenizer: Any) -> tuple[int, ...]:
+def encode_chat(
+    prompt: Mapping[str, Any], tokenizer: Any, check_text: Callable[[str], None] | None = None
+) -> tuple[int, ...]:
     """The ids of a `{"messages": [...]}` prompt, up to where the assistant's answer begins.
 
     Beside messages it may have "tools", a list in OpenAI's form, and "template_options", a mapping
     of what else the template reads, such as `{"enable_thinking": False}`.  The template writes the
-    tokens that begin a text itself, so none is put in front of it.
+    tokens that begin a text itself, so none is put in front of it.  `check_text` may refuse what it
+    writes before it is tokenized.
     Raises: InvalidRequest (no messages, other content than text, no tokenizer, no chat template,
         or one that refuses the messages, or takes no tools).
     """
@@ -58,17 +63,31 @@ def encode_chat(prompt: Mapping[str, Any], tokenizer: Any) -> tuple[int, ...]:
             "a chat model; set engine.tokenizer.chat_template, or give text"
         )
     options = chat_options(prompt, tokenizer)
+    check_unicode("the conversation", [messages, options])
     try:
+        if check_text is not None and sum(map(_num_characters, messages)) > LONG:
+            check_text(
+                tokenizer.apply_chat_template(
+                    messages, add_generation_prompt=True, tokenize=False, **options
+                )
+            )
         ids = tokenizer.apply_chat_template(
             messages, add_generation_prompt=True, return_dict=False, **options
         )
         return tuple(int(token) for token in ids)
+    except InvalidRequest:
+        raise
     except Exception as error:  # templates raise what they like: bad roles, a wrong order
         why = (str(error).splitlines() or ["no message"])[0]
         raise InvalidRequest(
             f"the chat template refuses the messages ({type(error).__name__}: {why}); give roles "
             "that it knows, in their order"
         ) from error
+
+
+def _num_characters(message: Mapping[str, Any]) -> int:
+    content = message.get("content")
+    return len(content) if isinstance(content, str) else 0
 
 
 def chat_error() -> InvalidRequest:

@@ -82,10 +82,16 @@ class OutputText:
         return self.stopped
 
     def _held_back(self) -> int:
-        for length in range(min(self._longest_stop - 1, len(self.text)), 0, -1):
-            if any(stop.startswith(self.text[-length:]) for stop in self._stop):
-                return length
-        return 0
+        tail = self.text[max(0, len(self.text) - self._longest_stop + 1) :] if self._stop else ""
+        return max((_num_begun(tail, stop) for stop in self._stop), default=0)
+
+
+def _num_begun(text: str, stop: str) -> int:
+    """How many characters at the end of a text are the beginning of a stop string."""
+    start = text.find(stop[0], max(0, len(text) - len(stop) + 1))
+    while start >= 0 and not stop.startswith(text[start:]):
+        start = text.find(stop[0], start + 1)
+    return 0 if start < 0 else len(text) - start
 
 
 class _WindowDecoder:

@@ -67,9 +67,9 @@ def placeholder_ids(prompt: EmbedsPrompt, geometry: Geometry) -> Sequence[int]:
 
 def content_ids(embeds_TD: Tensor, token_ids: Sequence[int]) -> tuple[int, ...]:
     """A number below 0 for each row, which stands for its content where ids stand for tokens."""
-    rows = embeds_TD.view(torch.uint8).numpy()
+    rows, kind = embeds_TD.view(torch.uint8).numpy(), str(embeds_TD.dtype).encode()
     digests = (
-        hashlib.blake2b(row.tobytes() + token.to_bytes(8, "little"), digest_size=8).digest()
+        hashlib.blake2b(kind + row.tobytes() + token.to_bytes(8, "little"), digest_size=8).digest()
         for row, token in zip(rows, token_ids, strict=True)
     )
     return tuple(-1 - (int.from_bytes(digest, "little") >> 1) for digest in digests)

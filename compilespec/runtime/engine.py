@@ -9,13 +9,14 @@ from types import TracebackType
 from typing import Any
 
 from compilespec.errors import EngineClosed, InvalidRequest, TokenizerFailed, is_integer
-from compilespec.runtime.adapters import Adapters, LoadedAdapter
+from compilespec.runtime.adapters import Adapters
 from compilespec.runtime.adaptive import AdaptiveDrafts
 from compilespec.runtime.admission import Admission, Params
 from compilespec.runtime.chat import chat_prompts
 from compilespec.runtime.detokenize import Tokenizer
 from compilespec.runtime.engine_thread import EngineThread
 from compilespec.runtime.executor import Executor
+from compilespec.runtime.forks import Process
 from compilespec.runtime.image_prompts import ReadPrompt
 from compilespec.runtime.keywords import check_keywords
 from compilespec.runtime.outputs import Delta, FinishReason, GenerationOutput
@@ -67,12 +68,13 @@ class Engine:
             adaptive=AdaptiveDrafts(executor, self._policy) if self._policy else None,
         )
         self.adapters = Adapters(
-            executor=executor, shape=self.geometry.adapters, in_use=self._adapters_in_use
+            executor=executor, shape=self.geometry.adapters, dtype=self.geometry.dtype
         )
         self._admission = Admission(
             self.geometry, tokenizer, self.adapters, self.eos_token_ids, options.images
         )
         self._closed, self._is_served = False, False
+        self._process = Process()
 
     @check_keywords
     def generate(self, prompts: Any, params: Params = None) -> list[GenerationOutput]:
@@ -129,7 +131,7 @@ class Engine:
         """
         self._check_free()
         request = self.make_request(prompt, params, priority)
-        self._add(request)
+        self._scheduler.add(request)
         return request
 
     @check_keywords
@@ -175,7 +177,7 @@ class Engine:
     def enqueue(self, request: Request) -> None:
         """Queue what `make_request` or `make_samples` made."""
         self._check_open()
-        self._add(request)
+        self._scheduler.add(request)
 
     def take_delta(self, request: Request, index: int = 0) -> Delta | None:
         """What no earlier call returned, with the output if that is all; None where nothing is."""
@@ -308,8 +310,11 @@ class Engine:
         harmless.
 
         Raises: what failed, such as CheckpointError where saved hidden states cannot be written.
-            The engine is closed all the same; another call tries again what failed.
+            The engine is closed all the same; another call tries again what failed.  In a forked
+            child nothing is done: all of it belongs to the parent.
         """
+        if self._process.is_another:
+            return
         self._scheduler.close()
         self._closed = True
         self._executor.close()
@@ -385,17 +390,7 @@ class Engine:
     def _queue(self, requests: Sequence[Request]) -> None:
         for request in requests:
             if not request.finished:
-                self._add(request)
-
-    def _add(self, request: Request) -> None:
-        """Queue a request, or end it where its adapter was replaced since it was made."""
-        if request.adapter is None or self.adapters.is_held(request.adapter):
-            self._scheduler.add(request)
-        else:
-            request.end(InvalidRequest(f"adapter {request.adapter.name!r} was dropped meanwhile"))
-
-    def _adapters_in_use(self) -> list[LoadedAdapter | None]:
-        return [r.adapter for r in self._scheduler.line.everyone() if not r.finished]
+                self._scheduler.add(request)
 
     def _drop(self, requests: Sequence[Request]) -> None:
         """Leave nothing behind when a call ends early; close() has aborted all there was."""
@@ -403,6 +398,7 @@ class Engine:
             self._scheduler.abort(*requests)
 
     def _check_open(self) -> None:
+        self._process.check()
         if self._closed:
             raise EngineClosed("the engine is closed; compile a new one")
 

@@ -18,6 +18,7 @@ from typing import Any, ClassVar, Literal, Protocol
 from compilespec.errors import EngineClosed, QueueFull
 from compilespec.runtime.adapters import Adapters
 from compilespec.runtime.executor import Geometry
+from compilespec.runtime.forks import Process
 from compilespec.runtime.keywords import check_keywords
 from compilespec.runtime.outputs import Delta, GenerationOutput, now_ms
 from compilespec.runtime.prompts import as_prompt_list
@@ -104,6 +105,7 @@ class EngineThread:
     def __init__(self, engine: ServedEngine, max_waiting: int | None = None) -> None:
         """Args: max_waiting: requests that may wait beside those that run; None: no limit."""
         self._engine, self._max_waiting = engine, max_waiting
+        self._process = Process()
         lock = threading.RLock()
         self._wake = threading.Condition(lock)  # of the engine's thread
         self._idle = threading.Condition(lock)  # notified once no ticket is open
@@ -206,6 +208,7 @@ class EngineThread:
 
     def health(self) -> EngineHealth:
         """How the thread does; waits for no step."""
+        self._process.check()
         began = self._step_began_ms
         with self._wake:
             if self._failure is not None:
@@ -228,6 +231,7 @@ class EngineThread:
             timeout: seconds.
         Returns: whether all have ended; `close` aborts the others.
         """
+        self._process.check()
         with self._wake:
             self._is_draining = True
             return self._idle.wait_for(lambda: self._num_open == 0, timeout)
@@ -242,7 +246,10 @@ class EngineThread:
                 tickets were open they have ended with this error, and it is not raised here, too.
                 Another call tries again what failed, and raises what `Engine.close` raises.
             TimeoutError: the step goes on; the engine is closed after it.
+        In a forked child nothing is done.
         """
+        if self._process.is_another:
+            return
         with self._wake:
             self._is_closing = True
             self._wake.notify()
@@ -290,6 +297,7 @@ class EngineThread:
             )
 
     def _check_open(self) -> None:
+        self._process.check()
         if self._is_closing:
             why = self._failure or "the engine was closed"
             raise EngineClosed(f"{why}; make another with compilespec.compile()")
@@ -297,6 +305,7 @@ class EngineThread:
             raise EngineClosed("the engine ends what it has, and takes no more; try another")
 
     def _abort(self, ticket: Ticket) -> None:
+        self._process.check()
         with self._wake:
             self._to_abort.append(ticket)
             self._wake.notify()

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from compilespec.passes.evidence import Evidence
@@ -57,6 +58,7 @@ class Geometry:
     block_size: int  # tokens per cache block
     num_blocks: int  # blocks of the cache
     num_draft_tokens: int  # K; of a program with several, the largest
+    dtype: torch.dtype = torch.float32  # of the model's products
     draft_counts: tuple[int, ...]  # every K that a step may have, rising; the largest is the last
     vocab_size: int
     reserve_tokens: (

@@ -12,6 +12,7 @@ import numpy
 
 from compilespec.errors import InvalidRequest, MissingDependency, NotSupported
 from compilespec.runtime.chat import chat_options, check_names
+from compilespec.runtime.texts import check_unicode
 from compilespec.tracing.media import IMAGES, MEDIA, SOUND, Medium
 
 _VIDEOS = ("video_", "pixel_values_videos")
@@ -70,6 +71,7 @@ def process(
 def _process_text(prompt: Mapping[str, Any], processor: Any, medium: Medium) -> Mapping[str, Any]:
     key = medium.key
     text, given = prompt.get("prompt"), prompt[key]
+    check_unicode("the prompt", text)
     if others := [name for name in prompt if name not in ("prompt", key)]:
         raise InvalidRequest(
             f"the prompt has {others[0]!r} beside prompt and {key}: expected those two alone"
@@ -88,6 +90,7 @@ def _process_chat(prompt: Mapping[str, Any], processor: Any, medium: Medium) -> 
     check_names(prompt)
     _check_processor(processor, medium)
     options = chat_options(prompt, processor)
+    check_unicode("the conversation", prompt["messages"])
     messages = [_opened(message, medium) for message in prompt["messages"]]
     return _call(
         lambda: processor.apply_chat_template(

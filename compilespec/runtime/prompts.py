@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+import sys
 from collections.abc import Mapping, Sequence
 from numbers import Integral
 from typing import Any
 
-from compilespec.errors import InvalidRequest
+from compilespec.errors import InvalidRequest, TokenizerFailed
 from compilespec.ops.sample.layout import MAX_LOGPROBS, MAX_STOPS
 from compilespec.runtime.chat import chat_error, encode_chat, is_chat, is_chat_prompt
 from compilespec.runtime.detokenize import Tokenizer
@@ -14,6 +16,9 @@ from compilespec.runtime.embeds_prompt import EmbedsPrompt, placeholder_ids
 from compilespec.runtime.executor import Geometry
 from compilespec.runtime.image_inputs import has_media
 from compilespec.runtime.sampling_params import SamplingParams
+from compilespec.runtime.texts import check_unicode
+
+USUAL_LENGTH = 8  # characters: few tokens of a text are longer
 
 
 def as_prompt_list(prompts: Any) -> tuple[list[Any], bool]:
@@ -44,18 +49,13 @@ def read_prompt(prompt: Any, tokenizer: Tokenizer | None, geometry: Geometry) ->
 
     Raises: InvalidRequest (what `read_text` refuses, or too long).
     """
-    ids = read_text(prompt, tokenizer, geometry)
-    if len(ids) >= geometry.max_seq_len:
-        raise InvalidRequest(
-            f"the prompt has {len(ids)} tokens: expected at most {geometry.max_seq_len - 1}, to "
-            "leave room for one new token; shorten it or compile with a max_seq_len above "
-            f"{len(ids)}"
-        )
-    return ids
+    return read_text(prompt, tokenizer, geometry, most=geometry.max_seq_len - 1)
 
 
-def read_text(prompt: Any, tokenizer: Tokenizer | None, geometry: Geometry) -> tuple[int, ...]:
-    """Return the token ids of a prompt of any length.
+def read_text(
+    prompt: Any, tokenizer: Tokenizer | None, geometry: Geometry, most: int | None = None
+) -> tuple[int, ...]:
+    """Return the token ids of a prompt of any length, or of at most so many tokens.
 
     Raises: InvalidRequest (empty, ids outside the vocabulary, text without a tokenizer, messages
         that the chat template cannot take, a tokenizer's output of several rows or with padding).
@@ -69,18 +69,23 @@ def read_text(prompt: Any, tokenizer: Tokenizer | None, geometry: Geometry) -> t
             )
         prompt = rows[0]
     if is_chat_prompt(prompt):
-        ids = encode_chat(prompt, tokenizer)
+        ids = encode_chat(prompt, tokenizer, lambda text: check_length(text, tokenizer, most))
     elif isinstance(prompt, EmbedsPrompt):
         ids = _as_ids(placeholder_ids(prompt, geometry))
     elif isinstance(prompt, str):
+        check_length(prompt, tokenizer, most)
         ids = _encode(prompt, tokenizer)
     else:
+        if most is not None and isinstance(prompt, Sequence) and len(prompt) > most:
+            raise _too_long(f"{len(prompt)} tokens", most)
         ids = _as_ids(prompt)
     if not ids:
         raise InvalidRequest(
             "the prompt is empty: expected at least one token; give the id that begins a text, if "
             "the model has one"
         )
+    if most is not None and len(ids) > most:
+        raise _too_long(f"{len(ids)} tokens", most)
     for position, token in enumerate(ids):
         if not 0 <= token < geometry.vocab_size:
             raise InvalidRequest(
@@ -89,6 +94,36 @@ def read_text(prompt: Any, tokenizer: Tokenizer | None, geometry: Geometry) -> t
                 "tokenizer belongs to it"
             )
     return ids
+
+
+def check_length(text: str, tokenizer: Any, most: int | None) -> None:
+    """Refuse a text that has more tokens, without reading all of it: tokenizers take seconds for
+    megabytes, and the interpreter with them.
+
+    Raises: InvalidRequest.
+    """
+    if most is None or tokenizer is None or len(text) <= USUAL_LENGTH * (most + 1):
+        return
+    if len(text) > most * _longest_token(tokenizer):
+        raise _too_long(f"too many tokens ({len(text)} characters)", most)
+    beginning = text[: USUAL_LENGTH * (most + 1)]
+    if len(_encode(beginning, tokenizer)) > 2 * most:  # by far: the end cannot join so many
+        raise _too_long(f"too many tokens ({len(text)} characters)", most)
+
+
+@functools.lru_cache(maxsize=8)
+def _longest_token(tokenizer: Any) -> int:
+    """How many characters a token may stand for; as many as it likes where that is not known."""
+    if not hasattr(tokenizer, "get_vocab"):
+        return sys.maxsize
+    return max(map(len, tokenizer.get_vocab()), default=1)
+
+
+def _too_long(what: str, most: int) -> InvalidRequest:
+    return InvalidRequest(
+        f"the prompt has {what}: expected at most {most}, to leave room for one new token; "
+        "shorten it or compile with a higher max_seq_len"
+    )
 
 
 def check_params(params: Any, tokenizer: Tokenizer | None, geometry: Geometry) -> None:
@@ -126,11 +161,11 @@ def check_params(params: Any, tokenizer: Tokenizer | None, geometry: Geometry) -
                 f"SamplingParams.{name}: expected at most {MAX_LOGPROBS}, got {count}"
             )
     for name in ("stop_token_ids", "allowed_token_ids", "bad_token_ids", "logit_bias"):
-        outside = [t for t in getattr(params, name) or () if t >= geometry.vocab_size]
-        if outside:
+        highest = max(getattr(params, name) or (), default=0)
+        if highest >= geometry.vocab_size:
             raise InvalidRequest(
                 f"SamplingParams.{name}: expected ids from 0 to {geometry.vocab_size - 1}, got "
-                f"{outside[0]}"
+                f"{highest}"
             )
 
 
@@ -165,7 +200,14 @@ def _encode(prompt: str, tokenizer: Tokenizer | None) -> tuple[int, ...]:
             "the prompt is text and the engine has no tokenizer; compile with tokenizer=..., or "
             "give token ids"
         )
-    return tuple(tokenizer.encode(prompt))
+    check_unicode("the prompt", prompt)
+    try:
+        return tuple(tokenizer.encode(prompt))
+    except Exception as error:  # a tokenizer raises what it likes
+        raise TokenizerFailed(
+            f"the tokenizer raised {type(error).__name__} for the prompt: "
+            f"{(str(error).splitlines() or [''])[0]:.200}; give token ids, or another tokenizer"
+        ) from error
 
 
 def _tokenized_rows(encoding: Mapping[str, Any]) -> list[Any]:

@@ -15,7 +15,7 @@ from compilespec.runtime.guides.follower import GuideFollower
 from compilespec.runtime.host_processors import HostProcessor
 from compilespec.runtime.outputs import FinishReason, GenerationOutput, RequestTimings, now_ms
 from compilespec.runtime.sampling_params import SamplingParams
-from compilespec.runtime.sampling_rows import RowSampling, TokenLogprobs
+from compilespec.runtime.sampling_rows import Bias, RowSampling, TokenLogprobs
 
 
 class RequestState(enum.Enum):
@@ -43,6 +43,7 @@ class Request:
     stop_token_ids: frozenset[int]  # EOS included, unless it is ignored
     output_text: OutputText | None = None  # None without a tokenizer
     guide: GuideFollower | None = None  # where it stands in its guide
+    bias: Bias | None = None  # what its parameters add to the logits
     adapter: LoadedAdapter | None = None  # changes the target for it
     given: GivenRows | None = None  # embeddings of its prompt, in place of those of its ids
     content_ids: tuple[int, ...] = ()  # what its prompt holds, a number a position; (): its ids
@@ -126,6 +127,7 @@ class Request:
         """How its tokens are chosen."""
         return RowSampling(
             params=self.params,
+            bias=self.bias,
             seed=self.seed or 0,
             sample=self.sample,
             prompt_token_ids=self.prompt_token_ids,

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from compilespec.errors import InvalidRequest
 from compilespec.errors.suggest import did_you_mean
+from compilespec.runtime.texts import check_unicode, shown
+
+MAX_STOP_STRINGS = 64  # of a request: each token is compared with all of them
+MAX_STOP_LENGTH = 256  # characters of one
 
 
 class HasDefaults(Protocol):
@@ -27,7 +31,8 @@ class SamplingParams:
     Impossible values raise InvalidRequest here; values that are possible but not built yet raise
     NotSupported when the request is submitted.  Logits are changed in this order: the engine's
     logits processor, the request's, penalties, bias and banned ids, min_new_tokens, guide,
-    temperature, top_k, top_p, min_p.  A token that is drawn depends
+    temperature, top_k, top_p, min_p.  Numbers
+    count as 1e25 at most in size, and factors as 1e-25 at least.  A token that is drawn depends
     on the seed and on the tokens before it, and on nothing else: not on the other requests, nor on
     how many tokens are drafted.
     """
@@ -78,7 +83,8 @@ class SamplingParams:
     n."""
 
     stop: tuple[str, ...] = ()
-    """Texts (or one) that end the output, which is cut before the first of them."""
+    """Texts (or one) that end the output, which is cut before the first of them: at most 64, of at
+    most 256 characters."""
 
     stop_token_ids: tuple[int, ...] = ()
     """Ids that end the output beside EOS; the id is kept in `token_ids`."""
@@ -207,8 +213,7 @@ def _check_counts(params: SamplingParams) -> None:
 def _check_numbers(params: SamplingParams) -> None:
     def check(name: str, expected: str, low: float, high: float, *, open_low: bool = False) -> None:
         value = getattr(params, name)
-        number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not number or not math.isfinite(value) or not low <= value <= high:
+        if not _is_finite(value) or not low <= value <= high:
             raise _invalid(name, expected, value)
         if open_low and value == low:
             raise _invalid(name, expected, value)
@@ -222,13 +227,17 @@ def _check_numbers(params: SamplingParams) -> None:
 
 
 def _check_stops(params: SamplingParams) -> None:
+    if len(params.stop) > MAX_STOP_STRINGS:
+        raise _invalid(
+            "stop", f"at most {MAX_STOP_STRINGS} strings", len(params.stop), "give fewer of them"
+        )
     for text in params.stop:
-        if not isinstance(text, str) or not text:
-            raise _invalid("stop", "strings of at least one character", text)
+        if not isinstance(text, str) or not 0 < len(text) <= MAX_STOP_LENGTH:
+            expected = f"strings of at least one character, and at most {MAX_STOP_LENGTH}"
+            raise _invalid("stop", expected, text)
+    check_unicode("SamplingParams.stop", params.stop)
     for name in ("stop_token_ids", "allowed_token_ids", "bad_token_ids"):
-        for token in getattr(params, name) or ():
-            if not _is_int(token) or token < 0:
-                raise _invalid(name, "token ids of at least 0", token)
+        _check_ids(name, getattr(params, name) or ())
     if params.allowed_token_ids == ():
         raise _invalid("allowed_token_ids", "at least one id", (), "give None to allow all")
     if not isinstance(params.ignore_eos, bool):
@@ -238,11 +247,32 @@ def _check_stops(params: SamplingParams) -> None:
         return
     if not isinstance(bias, Mapping):
         raise _invalid("logit_bias", "a mapping of token id to number", bias)
-    for token, value in bias.items():
-        if not _is_int(token) or token < 0:
-            raise _invalid("logit_bias", "token ids of at least 0", token)
-        if not isinstance(value, int | float) or not math.isfinite(value):
+    _check_ids("logit_bias", bias)
+    numbers = bias.values()
+    if set(map(type, numbers)) == {float} and all(map(math.isfinite, numbers)):
+        return
+    for value in numbers:
+        if not _is_finite(value):
             raise _invalid("logit_bias", "finite numbers", value, "ban ids with bad_token_ids")
+
+
+def _check_ids(name: str, ids: Collection[Any]) -> None:
+    """Many of them at once: a vocabulary's worth must not hold up the interpreter."""
+    if not ids or (set(map(type, ids)) == {int} and min(ids) >= 0):
+        return
+    for token in ids:
+        if not _is_int(token) or token < 0:
+            raise _invalid(name, "token ids of at least 0", token)
+
+
+def _is_finite(value: object) -> bool:
+    """Whether it is a number that a float can hold."""
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return False
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # an integer of more than 308 digits
+        return False
 
 
 def _is_int(value: object) -> bool:
@@ -251,4 +281,4 @@ def _is_int(value: object) -> bool:
 
 def _invalid(name: str, expected: str, came: object, cure: str = "") -> InvalidRequest:
     tail = f"; {cure}" if cure else ""
-    return InvalidRequest(f"SamplingParams.{name}: expected {expected}, got {came!r}{tail}")
+    return InvalidRequest(f"SamplingParams.{name}: expected {expected}, got {shown(came)}{tail}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-import torch
+import numpy as np
 from torch import Tensor
 
 from compilespec.ops.sample import layout
@@ -13,12 +13,37 @@ from compilespec.program import NO_ADAPTER
 from compilespec.runtime.host_writes import HostWrites
 from compilespec.runtime.sampling_params import SamplingParams
 
+# What numbers of a request count as at most: times a count of tokens, and divided by the least
+# temperature, it is a number of float32 still, so that no sum of these is infinity less infinity.
+LARGEST = 1e25
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bias:
+    """What a request adds to the logits, read once: a whole vocabulary's worth takes a while."""
+
+    allowed: np.ndarray | None  # int64 ids; None: all
+    ids: np.ndarray  # int64, of `values`, float32
+    values: np.ndarray
+    bad: np.ndarray  # int64 ids
+
+    def dense(self, vocab_size: int) -> np.ndarray:
+        """Bias, -inf for bad ids and for those that are not allowed: float32 [V]."""
+        bias_V = np.zeros(vocab_size, np.float32)
+        if self.allowed is not None:
+            bias_V.fill(-np.inf)
+            bias_V[self.allowed] = 0.0
+        bias_V[self.ids] += self.values
+        bias_V[self.bad] = -np.inf
+        return bias_V
+
 
 @dataclass(frozen=True, kw_only=True)
 class RowSampling:
     """How a row's tokens are chosen: `params`, and what the engine knows beside them."""
 
     params: SamplingParams
+    bias: Bias | None  # what `read_bias` makes of them
     seed: int  # 0 .. 2**63 - 1
     sample: int = 0  # which of the `n` samples of a prompt
     prompt_token_ids: Sequence[int]
@@ -33,9 +58,9 @@ class RowSampling:
 def write_row(host: HostWrites, row: int, sampling: RowSampling) -> None:
     """Write all that the row's last owner may have left: parameters; bias and prompt where read."""
     params, buffers = sampling.params, host.buffers
-    penalises, is_biased = has_penalties(params), has_bias(params)
+    penalises, bias = has_penalties(params), sampling.bias
     host.write("sampling_RF", row, _reals(params))
-    is_guided = params.guide is not None
+    is_biased, is_guided = bias is not None, params.guide is not None
     flags = layout.PENALISE * penalises | layout.BIAS * is_biased | layout.GUIDE * is_guided
     host.write("sampling_RI", row, _words(sampling, flags))
     if "withheld_R" in buffers:  # drafts of a step that are not judged: the request's own K
@@ -49,8 +74,8 @@ def write_row(host: HostWrites, row: int, sampling: RowSampling) -> None:
         host.write("long_rope_R", row, [int(sampling.has_long_rope)])
     if "processor_R" in buffers:
         host.write("processor_R", row, [sampling.processor])
-    if is_biased:
-        host.write("bias_RV", row, dense_bias(params, buffers["bias_RV"].shape[1]))
+    if bias is not None:
+        host.write("bias_RV", row, bias.dense(buffers["bias_RV"].shape[1]))
     if penalises:
         known = [*sampling.prompt_token_ids, *sampling.output_token_ids]
         host.write("context_RL", row, known)
@@ -112,26 +137,31 @@ def has_bias(params: SamplingParams) -> bool:
     return bool(params.logit_bias or params.bad_token_ids or params.allowed_token_ids is not None)
 
 
-def dense_bias(params: SamplingParams, vocab_size: int) -> Tensor:
-    """Bias, -inf for bad ids and for those that are not allowed: float32 [V]."""
-    bias_V = torch.zeros(vocab_size)
-    if params.allowed_token_ids is not None:
-        bias_V.fill_(-torch.inf)
-        bias_V[list(params.allowed_token_ids)] = 0.0
-    for token, value in (params.logit_bias or {}).items():
-        bias_V[token] += value
-    bias_V[list(params.bad_token_ids or ())] = -torch.inf
-    return bias_V
+def read_bias(params: SamplingParams) -> Bias | None:
+    """None: nothing is added."""
+    if not has_bias(params):
+        return None
+    bias, allowed = params.logit_bias or {}, params.allowed_token_ids
+    values = np.fromiter(bias.values(), np.float64, len(bias)).clip(-LARGEST, LARGEST)
+    return Bias(
+        allowed=None if allowed is None else np.array(allowed, np.int64),
+        ids=np.fromiter(bias.keys(), np.int64, len(bias)),
+        values=values.astype(np.float32),
+        bad=np.array(params.bad_token_ids or (), np.int64),
+    )
 
 
 def _reals(params: SamplingParams) -> list[float]:
+    def held(value: float, least: float = -LARGEST) -> float:
+        return min(max(value, least), LARGEST)
+
     values = [0.0] * layout.NUM_FLOATS
-    values[layout.TEMPERATURE] = params.temperature
-    values[layout.TOP_P] = params.top_p
+    values[layout.TEMPERATURE] = held(params.temperature)
+    values[layout.TOP_P] = held(params.top_p, 1 / LARGEST)
     values[layout.MIN_P] = params.min_p
-    values[layout.REPETITION] = params.repetition_penalty
-    values[layout.PRESENCE] = params.presence_penalty
-    values[layout.FREQUENCY] = params.frequency_penalty
+    values[layout.REPETITION] = held(params.repetition_penalty, 1 / LARGEST)
+    values[layout.PRESENCE] = held(params.presence_penalty)
+    values[layout.FREQUENCY] = held(params.frequency_penalty)
     return values
 
 

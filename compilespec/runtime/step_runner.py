@@ -266,6 +266,7 @@ def _geometry(lowered: Lowered) -> Geometry:
         vocab_size=program.vocab_size,
         reserve_tokens=program.num_reserved_tokens,
         num_repeated_tokens=program.num_repeated_tokens,
+        dtype=config.dtype,
         draft_counts=lowered.graphs.draft_counts,
         needs_replay=lowered.graphs.replay is not None,
         host_processors=program.host_processors,

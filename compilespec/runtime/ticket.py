@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from typing import NamedTuple
 
+from compilespec.runtime.forks import Process
 from compilespec.runtime.outputs import Delta, GenerationOutput
 from compilespec.runtime.request import Request
 
@@ -47,6 +48,7 @@ class Ticket:
         self._deltas: deque[Delta] = deque()
         self._output: GenerationOutput | None = None
         self._changed = threading.Condition()
+        self._process = Process()
         self._sleepers: dict[asyncio.Event, _Sleeper] = {}
 
     @property
@@ -58,8 +60,9 @@ class Ticket:
 
         Args:
             timeout: seconds.
-        Raises: TimeoutError; the request goes on.
+        Raises: TimeoutError; the request goes on.  NotSupported in a forked child.
         """
+        self._process.check()
         with self._changed:
             if not self._changed.wait_for(lambda: self._output is not None, timeout):
                 raise TimeoutError(f"the request has not ended within {timeout} s; it goes on")
@@ -77,6 +80,7 @@ class Ticket:
 
     def __iter__(self) -> Iterator[Delta]:
         """What each step added, once each; leaving early aborts the request."""
+        self._process.check()
         try:
             while True:
                 with self._changed:
@@ -141,6 +145,7 @@ class Ticket:
 
     async def _sleep(self, until: Callable[[], bool]) -> None:
         """Let the event loop go on until `until` holds, which `give` asks with the lock held."""
+        self._process.check()
         event = asyncio.Event()
         with self._changed:
             if until():

@@ -108,11 +108,15 @@ def _check_kind(path: Path, config: Mapping[str, Any]) -> None:
             "peft's path_initial_model_for_weight_conversion, or give the merged model"
         )
     for key in ("r", "lora_alpha"):
-        value = config.get(key)
-        if not isinstance(value, int | float) or isinstance(value, bool) or value <= 0:
-            raise CheckpointError(
-                f"{path / CONFIG_FILE}: {key} must be a positive number; got {value!r}"
-            )
+        _check_factor(path, key, config.get(key))
+
+
+def _check_factor(path: Path, key: str, value: Any) -> None:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not 0 < value < math.inf:
+        raise CheckpointError(
+            f"{path / CONFIG_FILE}: {key} must be a positive, finite number; got {value!r}"
+        )
 
 
 def _pairs(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
@@ -156,6 +160,7 @@ def _low_rank(
     if not (torch.isfinite(down).all() and torch.isfinite(up).all()):
         raise CheckpointError(f"{path}: {module} holds NaN or infinity; train the adapter again")
     alpha = _of_module(config.get("alpha_pattern"), module, config["lora_alpha"])
+    _check_factor(path, "alpha_pattern", alpha)
     scale = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
     return LowRank(down=down, up=up.double() * scale)
 
@@ -166,6 +171,20 @@ def _of_module(pattern: Any, module: str, default: Any) -> Any:
         if re.match(rf"(?:.*\.)?(?:{key})$", module):
             return value
     return default
+
+
+def check_finite(adapter: Adapter, dtype: torch.dtype) -> None:
+    """Refuse an adapter whose numbers the dtype of an engine cannot hold: in products over the
+    matrices of all adapters they would spoil every request's.  Raises: CheckpointError.
+    """
+    for path, part in adapter.modules.items():
+        for what, matrix in (("A", part.down), ("B times its scale", part.up)):
+            if not torch.isfinite(matrix.to(dtype)).all():
+                raise CheckpointError(
+                    f"{adapter.source}: {what} of {path} holds numbers that are not finite in "
+                    f"{dtype}; expected at most {torch.finfo(dtype).max:.3g} in size: lower "
+                    "lora_alpha, or compile with another dtype"
+                )
 
 
 def describe_misfits(adapter: Adapter, shapes: Mapping[str, tuple[int, int]]) -> str:

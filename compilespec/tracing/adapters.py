@@ -41,6 +41,11 @@ def merge_adapter(target: Target, directory: Any) -> Target:
                 "the checkpoint that it was made of, with quantize=, or adapters={name: directory}"
             )
         weight = _merged(module.weight, part.up, part.down, is_turned=_is_turned(module))
+        if not torch.isfinite(weight).all():
+            raise CheckpointError(
+                f"{adapter.source}: {path} with B A holds numbers that are not finite in "
+                f"{weight.dtype}; lower lora_alpha, or compile with another dtype"
+            )
         module.register_parameter("weight", nn.Parameter(weight, requires_grad=False))
     note = f"adapter {adapter.source} merged into {len(adapter.modules)} products"
     return dataclasses.replace(target, model=merged, notes=(*target.notes, note))

@@ -7,12 +7,13 @@ import contextlib
 import random
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from compilespec.runtime.engine_thread import EngineThread
 from compilespec.runtime.ticket import Ticket
-from tests.fuzz.direct import Seen
+from tests.fuzz.direct import Seen, load_again
 from tests.fuzz.orders import Order
 
 WAIT_SECONDS = 120  # far more than any of it takes
@@ -24,8 +25,15 @@ class ClientsHang(AssertionError):
     """Readers that wait for what never comes."""
 
 
-def drive(server: EngineThread, orders: Sequence[Order], draw: random.Random) -> list[Seen]:
-    """All orders, some in threads and some in an event loop; returns when all are over."""
+def drive(
+    server: EngineThread,
+    orders: Sequence[Order],
+    draw: random.Random,
+    adapters: Mapping[str, Path],
+) -> list[Seen]:
+    """All orders, some in threads and some in an event loop, while adapters are loaded again;
+    returns when all are over.
+    """
     seen, errors = list[Seen](), list[BaseException]()
     looped = [order for order in orders if order.way in IN_A_LOOP]
     others = [order for order in orders if order.way not in IN_A_LOOP]
@@ -43,6 +51,9 @@ def drive(server: EngineThread, orders: Sequence[Order], draw: random.Random) ->
     for number in range(NUM_THREADS):
         share, pause = others[number::NUM_THREADS], random.Random(draw.getrandbits(32))
         jobs.append(lambda share=share, pause=pause: _in_thread(server, share, pause, seen))
+    if adapters:
+        turns = random.Random(draw.getrandbits(32))
+        jobs.append(lambda: _load_often(server, adapters, turns))
     threads = [threading.Thread(target=guarded(job), daemon=True) for job in jobs]
     for thread in threads:
         thread.start()
@@ -58,6 +69,12 @@ def drive(server: EngineThread, orders: Sequence[Order], draw: random.Random) ->
             + "; ".join(str(order) for order in orders if order.params.seed in left)
         )
     return seen
+
+
+def _load_often(server: EngineThread, adapters: Mapping[str, Path], draw: random.Random) -> None:
+    for _ in range(20):
+        load_again(server, adapters, draw)
+        time.sleep(draw.choice((0.0, 0.01, 0.05)))
 
 
 def _in_thread(

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+from compilespec.errors import InvalidRequest
 from compilespec.runtime.engine import Engine
+from compilespec.runtime.engine_thread import EngineThread
 from compilespec.runtime.outputs import Delta, GenerationOutput
 from compilespec.runtime.request import Request
 from tests.fuzz.orders import Order
+
+SPARE = "spare"  # an adapter that no request names
 
 
 @dataclass(kw_only=True)
@@ -22,7 +28,7 @@ class Seen:
     deltas: list[Delta] | None = None  # None: it asked for the result alone
 
 
-@dataclass(kw_only=True)
+@dataclass(kw_only=True, eq=False)
 class _Live:
     """A request, or a stream, that is not over."""
 
@@ -33,8 +39,10 @@ class _Live:
     deltas: list[Delta] = field(default_factory=list)
 
 
-def drive(engine: Engine, orders: Sequence[Order], draw: random.Random) -> list[Seen]:
-    """Orders come at random moments; returns when all are over."""
+def drive(
+    engine: Engine, orders: Sequence[Order], draw: random.Random, adapters: Mapping[str, Path]
+) -> list[Seen]:
+    """Orders come at random moments, and adapters again; returns when all are over."""
     queue, live, seen = list(reversed(orders)), list[_Live](), list[Seen]()
     rate = draw.choice((0.1, 0.4, 0.9))
     while queue or live:
@@ -42,12 +50,27 @@ def drive(engine: Engine, orders: Sequence[Order], draw: random.Random) -> list[
             _start(engine, queue, draw, live, seen)
         if engine.has_work:
             engine.step()
+        if adapters and draw.random() < 0.1:
+            load_again(engine, adapters, draw)
         for one in list(live):
             ended = _read_stream(one, draw) if one.stream else _read_request(engine, one, draw)
             if ended is not None:
                 live.remove(one)
                 seen.append(ended)
     return seen
+
+
+def load_again(
+    engine: Engine | EngineThread, adapters: Mapping[str, Path], draw: random.Random
+) -> None:
+    """Load an adapter in its own place, or one that nobody asks for, or drop that one."""
+    name = draw.choice((*adapters, SPARE, SPARE))
+    files = adapters.get(name) or draw.choice([*adapters.values()])
+    with contextlib.suppress(InvalidRequest):  # every place is taken, or there is none to drop
+        if name == SPARE and draw.random() < 0.5:
+            engine.drop_adapter(name)
+        else:
+            engine.load_adapter(name, files)
 
 
 def _start(

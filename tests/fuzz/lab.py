@@ -5,8 +5,9 @@ from __future__ import annotations
 import copy
 import functools
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from compilespec.runtime.request import Request
 from compilespec.tracing.target_info import TargetInfo
 from tests.fuzz.orders import CHANGING, Order
 from tests.fuzz.plan import MAX_SEQ_LEN, Plan
-from tests.fuzz.truth import lean, target, tokenizer
+from tests.fuzz.truth import adapters, beside, target, tokenizer
 from tests.support.drafters import METHODS, traced_info
 from tests.support.models import DialDrafter, poison, target_info
 
@@ -33,6 +34,7 @@ class Lab:
     engine: Engine
     wrong: frozenset[int] = frozenset()  # positions whose drafts err on purpose
     judged: set[tuple[int, int]] = field(default_factory=set)  # (seed, sample)
+    adapters: Mapping[str, Path] = field(default_factory=dict)  # to load again
 
     def is_judged(self, request: Request) -> bool:
         return (request.seed or 0, request.sample) in self.judged
@@ -78,9 +80,10 @@ def build(plan: Plan, orders: Sequence[Order]) -> Lab:
     )
     known, judged = _tell_apart(orders)
     keywords = _drafting(plan, known, wrong)
+    room = {"max_adapters": 3} if "adapter" in plan.features else {}
     engine = compilespec.compile(
         target(plan.family), backend="eager", max_seq_len=MAX_SEQ_LEN, tokenizer=tokenizer(),
-        logits_processor=lean if plan.has_traced_processor else None, **keywords, **plan.options,
+        **(beside(plan) | keywords | plan.options | room),
     )  # fmt: skip
     if isinstance(plan.num_draft_tokens, tuple) and plan.policy != "own":
         runs = _runs(plan.num_draft_tokens, draw)
@@ -88,7 +91,9 @@ def build(plan: Plan, orders: Sequence[Order]) -> Lab:
         assert engine._scheduler.launches.adaptive is not None
         engine._policy = engine._scheduler.launches.adaptive.policy = scripted
     poison(engine)
-    return Lab(engine=engine, wrong=wrong, judged=_judged(plan, orders, judged))
+    loads = adapters(plan.family) if "adapter" in plan.features else {}
+    judged = _judged(plan, orders, judged)
+    return Lab(engine=engine, wrong=wrong, judged=judged, adapters=loads)
 
 
 def _drafting(
@@ -98,7 +103,10 @@ def _drafting(
     model = target(plan.family)
     if plan.method == "none":
         return {"spec": "none"}
-    count: dict[str, Any] = {"num_draft_tokens": plan.num_draft_tokens}
+    has_tree = "draft_tree" in plan.options
+    count: dict[str, Any] = {} if has_tree else {"num_draft_tokens": plan.num_draft_tokens}
+    if has_tree and plan.method == "eagle3":
+        return {"spec": "eagle3", "draft": eagle3.random_head(_info(plan.family))}
     if plan.method == "dial":
         info = target_info(model, MAX_SEQ_LEN)
         head = eagle3.random_head(info, aux_layers=(0, 1, 2))
@@ -113,7 +121,8 @@ def _drafting(
     if plan.method == "user_host":
         heart = ByHeart(known, plan.most)
         return {"spec": "user", "draft": heart, "traced": False, **count}
-    made = METHODS[plan.method](model, _info(plan.family), plan.most)
+    drafts = plan.method.rpartition("+")[2]
+    made = METHODS[drafts](model, _info(plan.family), plan.most)
     return {"spec": plan.method, **made, **count}
 
 
@@ -159,6 +168,8 @@ def _judged(
     """Whose drafts are all right as long as the drafter has lost nothing."""
     if plan.method in ("dial", "user_host"):
         return told_apart
+    if "draft_tree" in plan.options:
+        return set()
     if plan.method == "draft_model" and not plan.has_traced_processor:
         return {(o.params.seed or 0, 0) for o in orders if not o.asked_for & CHANGING}
     return set()

@@ -7,25 +7,30 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+import torch
 from torch import Tensor
 
-from compilespec import SamplingParams
+from compilespec import EmbedsPrompt, SamplingParams
 from compilespec.runtime.outputs import GenerationOutput
 from tests.fuzz.plan import Plan
-from tests.fuzz.truth import LETTERS, Truth, text_of
+from tests.fuzz.truth import ADAPTERS, LETTERS, Truth, embeds_table, text_of
+from tests.support.images import IMAGE
+from tests.support.images import prompt as image_prompt
 from tests.support.models import VOCAB
 
 REPLACEMENT = "\ufffd"
 DEFAULTS = vars(SamplingParams())
 # Parameters under which a copy of the target, as drafter, need not say what the target says.
-CHANGING = frozenset({"sampled", "penalties", "bias", "ids", "guide", "host"})
+CHANGING = frozenset(
+    {"sampled", "penalties", "bias", "ids", "guide", "host", "adapter", "embeds", "images"}
+)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)  # prompts may be tensors
 class Order:
     """One prompt; `params.seed` names it, no other of the round has the same."""
 
-    prompt: Any  # token ids, or text
+    prompt: Any  # token ids, text, embeddings, or what a processor of images returns
     params: SamplingParams
     priority: int = 0
     way: str = "submit"  # how it is served and read
@@ -65,7 +70,7 @@ def _draw_order(
     plan: Plan, draw: random.Random, truth: Truth, beginnings: list[list[int]],
     ways: tuple[str, ...],
 ) -> Order:  # fmt: skip
-    prompt = _draw_prompt(plan, draw, beginnings)
+    given, prompt = _draw_given(plan, draw, _draw_prompt(plan, draw, beginnings))
     asked: dict[str, dict[str, Any]] = {
         name: make(draw)
         for name, make in FIELDS.items()
@@ -83,7 +88,7 @@ def _draw_order(
         fields |= part
     fields["max_new_tokens"] = max(fields.get("min_new_tokens", 1), fields["max_new_tokens"])
     order = Order(
-        prompt=prompt, params=SamplingParams(**fields), way=way, asked_for=frozenset(asked),
+        prompt=prompt, params=SamplingParams(**fields), way=way, asked_for=frozenset(asked) | given,
         priority=draw.choice((0, 0, 1, -2)) if "priority" in plan.features else 0,
         **_draw_leaving(plan, draw, way),
     )  # fmt: skip
@@ -96,6 +101,27 @@ def _draw_prompt(plan: Plan, draw: random.Random, beginnings: list[list[int]]) -
     start = draw.choice(beginnings)[: draw.choice((0, 5, 16, 17, 33, 40, 48, 80))]
     end = [draw.randrange(3, VOCAB) for _ in range(draw.choice((1, 1, 2, 9, 20)))]
     return [*start, *end]
+
+
+def _draw_given(
+    plan: Plan, draw: random.Random, prompt: Any
+) -> tuple[frozenset[str], Any]:  # what it has, and the prompt with that
+    if isinstance(prompt, list) and "images" in plan.features:
+        prompt = [one if one < IMAGE else 3 for one in prompt]
+    if not isinstance(prompt, list) or draw.random() < 0.5:
+        return frozenset(), prompt
+    kinds = [kind for kind in ("embeds", "images") if kind in plan.features]
+    kind = draw.choice(kinds) if kinds else ""
+    if kind == "embeds":  # the same beginnings as ids have, and as rows of another dtype
+        dtype = draw.choice((torch.float64, torch.float64, torch.float32, torch.bfloat16))
+        rows = embeds_table(plan.family)[prompt].to(dtype)
+        return frozenset({kind}), EmbedsPrompt(rows, draw.choice((None, prompt)))
+    if kind == "images":
+        words = prompt[:24]
+        at = draw.randrange(len(words) + 1)
+        given = image_prompt(plan.family, words[:at], None, words[at:], seed=draw.randrange(4))
+        return frozenset({kind}), given
+    return frozenset(), prompt
 
 
 def _draw_leaving(plan: Plan, draw: random.Random, way: str) -> dict[str, Any]:
@@ -209,6 +235,7 @@ FIELDS: dict[str, Callable[[random.Random], dict[str, Any]]] = {
     "logprobs": lambda draw: {"logprobs": draw.choice((0, 1, 5))},
     "prompt_logprobs": lambda draw: {"prompt_logprobs": draw.choice((0, 3))},
     "caps": lambda draw: {"num_draft_tokens": draw.choice((0, 1, 2, 2))},
+    "adapter": lambda draw: {"adapter": draw.choice(ADAPTERS)},
     "n": lambda draw: {"n": draw.choice((2, 3))},
 }
 

@@ -6,9 +6,14 @@ import random
 from dataclasses import dataclass, field
 from typing import Any
 
+from compilespec import DraftTree
+
 MAX_SEQ_LEN = 112  # 7 blocks
 RECURRENT = ("qwen3_5", "nemotron_h")  # a delta rule; Mamba-2
-FAMILIES = ("llama", "llama", "gemma3", "plain", *RECURRENT)
+WITH_IMAGES = ("llava",)
+FAMILIES = ("llama", "llama", "gemma3", "plain", *RECURRENT, *WITH_IMAGES)
+TAKES_EMBEDS = ("llama", "gemma3", *RECURRENT, *WITH_IMAGES)
+TAKES_ADAPTERS = ("llama", "gemma3", "llama", *RECURRENT)
 
 # By method: K, or several of which every step takes one.
 COUNTS: dict[str, tuple[Any, ...]] = {
@@ -25,7 +30,17 @@ COUNTS: dict[str, tuple[Any, ...]] = {
     "suffix": (3, (0, 4)),
     "user": (3, (0, 3)),
     "user_host": (3,),
+    "suffix+eagle3": (3, (0, 3)),
+    "ngram+mtp_eagle": (2, (0, 1, 3)),
+    "suffix+draft_model": (3,),
 }
+# Instead of K, for half of the rounds of these.
+TREES: tuple[DraftTree, ...] = (
+    DraftTree(top_k=2, depth=3, num_nodes=6),
+    DraftTree(top_k=3, depth=2, num_nodes=5),
+    DraftTree(choices=((0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0))),
+)
+GROWS_TREES = ("eagle3", "eagle", "mtp_eagle", "draft_model")
 # Half of the rounds have the drafters that lose acceptance where anything was lost.
 WEIGHTS = {"dial": 8, "draft_model": 2, "user_host": 2}
 
@@ -58,6 +73,8 @@ class Plan:
     def most(self) -> int:
         """The largest K."""
         count = self.num_draft_tokens
+        if "draft_tree" in self.options:
+            return 3
         return max(count) if isinstance(count, tuple) else count or 0
 
     def __str__(self) -> str:
@@ -76,6 +93,8 @@ def draw_plan(seed: int, number: int, num_orders: int) -> Plan:
     features |= {name for name in HEAVY if draw.random() < 0.35}
     acceptance = draw.choice(("auto",) * 5 + ("rejection", "block"))
     count = draw.choice(COUNTS[method])
+    if "+" in method:
+        acceptance = "auto"
     if acceptance != "auto":  # drawn tokens have the right distribution, and are others; one K
         features.discard("sampled")
         count = max(count) if isinstance(count, tuple) else count
@@ -94,9 +113,20 @@ def draw_plan(seed: int, number: int, num_orders: int) -> Plan:
         "host_processors": "host" in features,
         "prompt_logprobs": has_prompt_logprobs,
     }
+    family = draw.choice(FAMILIES)
+    if family in TAKES_EMBEDS and draw.random() < 0.4:
+        features.add("embeds")
+        options["prompt_embeds"] = True
+    if family in TAKES_ADAPTERS and draw.random() < 0.5:
+        features.add("adapter")
+    if family in WITH_IMAGES:
+        features.add("images")
+        options["max_prefill_tokens"] = max(16, options["max_prefill_tokens"])
+    has_tree = method in GROWS_TREES and family not in RECURRENT and draw.random() < 0.5
+    if has_tree and acceptance != "block" and not options["host_processors"]:
+        options["draft_tree"], count = draw.choice(TREES), None
     return Plan(
-        seed=seed, number=number, method=method, family=draw.choice(FAMILIES),
-        num_draft_tokens=count,
+        seed=seed, number=number, method=method, family=family, num_draft_tokens=count,
         has_traced_processor=draw.random() < 0.2,
         policy=draw.choice(("own", "warm", "warm", "cold")),
         features=frozenset(features | ({"prompt_logprobs"} if has_prompt_logprobs else set())),

@@ -71,7 +71,7 @@ def fuzz(
 
 def play(plan: Plan, tally: Tally | None = None) -> None:
     """One round.  Raises: AssertionError, or whatever the engine raised."""
-    draw, truth = plan.draw, Truth(plan.family, has_traced_processor=plan.has_traced_processor)
+    draw, truth = plan.draw, Truth(plan)
     batches = [draw_orders(plan, draw, truth, ways) for ways in (DIRECT_WAYS, SERVED_WAYS)]
     lab = build(plan, [order for batch in batches for order in batch])
     tally = tally or Tally()
@@ -82,12 +82,13 @@ def play(plan: Plan, tally: Tally | None = None) -> None:
         recorder.close()
     tally.met.update(
         {f"rounds of {plan.method}": 1, "rounds with overlap": plan.options["overlap"]}
+        | {"rounds with trees": "draft_tree" in plan.options, f"rounds on {plan.family}": 1}
     )
 
 
 def serve_directly(lab: Lab, recorder: Recorder, orders: list[Order], draw: random.Random) -> None:
     """The traffic of one thread, and the checks."""
-    check_all(lab, recorder, orders, direct.drive(lab.engine, orders, draw))
+    check_all(lab, recorder, orders, direct.drive(lab.engine, orders, draw, lab.adapters))
     assert_nothing_held(lab.engine)
 
 
@@ -95,7 +96,7 @@ def serve_clients(lab: Lab, recorder: Recorder, orders: list[Order], draw: rando
     """The traffic of many threads, and the checks; closes the engine."""
     server = lab.engine.serve()
     try:
-        seen = clients.drive(server, orders, draw)
+        seen = clients.drive(server, orders, draw, lab.adapters)
         check_all(lab, recorder, orders, seen)
         assert_nothing_held(lab.engine)
     finally:
@@ -119,6 +120,12 @@ def note(tally: Tally, lab: Lab, recorder: Recorder) -> None:
         }
     )
     tally.met.update(f"ended by {request.finish_reason}" for request in requests)
+    tally.met.update(
+        {
+            "requests with adapters": sum(r.adapter is not None for r in requests),
+            "requests with embeddings": sum(bool(r.given and not r.ahead) for r in requests),
+        }
+    )
 
 
 def report(plan: Plan, error: BaseException) -> None:

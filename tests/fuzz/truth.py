@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import functools
+import shutil
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,7 +15,9 @@ from torch import Tensor, nn
 import compilespec
 from compilespec import SamplingParams
 from compilespec.runtime.outputs import GenerationOutput
-from tests.fuzz.plan import MAX_SEQ_LEN, RECURRENT
+from tests.fuzz.plan import MAX_SEQ_LEN, RECURRENT, WITH_IMAGES, Plan
+from tests.support.adapters import write_adapter
+from tests.support.images import tiny_images_target
 from tests.support.models import VOCAB, tiny_hybrid, tiny_target
 from tests.support.toy_tokenizer import byte_level_tokenizer
 
@@ -48,7 +54,40 @@ def text_of(tokens: list[int]) -> str:
 
 @functools.cache
 def target(family: str) -> nn.Module:
+    if family in WITH_IMAGES:
+        return tiny_images_target(family)
     return tiny_hybrid(family) if family in RECURRENT else tiny_target(family, num_layers=2)
+
+
+ADAPTERS = ("first", "second")
+
+
+@functools.cache
+def adapters(family: str) -> dict[str, Path]:
+    """On disk, till the process ends."""
+    folder = Path(tempfile.mkdtemp(prefix="compilespec-fuzz-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return {
+        name: write_adapter(folder / name, target(family), seed=seed, rank=2 + seed)
+        for seed, name in enumerate(ADAPTERS)
+    }
+
+
+@functools.cache
+def embeds_table(family: str) -> Tensor:
+    """A row for each id, which is no row of the model's own embedding: [V, D]."""
+    width = target(family).get_input_embeddings().weight.shape[1]
+    generator = torch.Generator().manual_seed(7)
+    return torch.randn((VOCAB, width), generator=generator, dtype=torch.float64)
+
+
+def beside(plan: Plan) -> dict[str, Any]:
+    """What plain decoding must be compiled with, too."""
+    return {
+        "logits_processor": lean if plan.has_traced_processor else None,
+        "prompt_embeds": "embeds" in plan.features,
+        **({"adapters": adapters(plan.family)} if "adapter" in plan.features else {}),
+    }
 
 
 def lean(logits_BSV: Tensor, position_BS: Tensor, ids_BS: Tensor) -> Tensor:
@@ -58,21 +97,26 @@ def lean(logits_BSV: Tensor, position_BS: Tensor, ids_BS: Tensor) -> Tensor:
     return logits_BSV + 1.5 * ((id_V + turn_BS1) % 7 == 0)
 
 
-@functools.cache
-def plain_engine(family: str, has_traced_processor: bool) -> Any:
-    return compilespec.compile(
-        target(family), backend="eager", max_batch_size=1, max_seq_len=MAX_SEQ_LEN,
-        enable_prefix_caching=False, overlap=False, host_processors=True, prompt_logprobs=True,
-        logits_processor=lean if has_traced_processor else None, tokenizer=tokenizer(),
-    )  # fmt: skip
+_engines: dict[tuple[Any, ...], Any] = {}
+
+
+def plain_engine(plan: Plan) -> Any:
+    kind = (plan.family, plan.has_traced_processor, *(plan.features & {"embeds", "adapter"}))
+    if kind not in _engines:
+        _engines[kind] = compilespec.compile(
+            target(plan.family), backend="eager", max_batch_size=1, max_seq_len=MAX_SEQ_LEN,
+            enable_prefix_caching=False, overlap=False, host_processors=True, prompt_logprobs=True,
+            tokenizer=tokenizer(), **beside(plan),
+        )  # fmt: skip
+    return _engines[kind]
 
 
 class Truth:
     """Answers for one target."""
 
-    def __init__(self, family: str, *, has_traced_processor: bool) -> None:
-        self._engine = plain_engine(family, has_traced_processor)
-        self._model, self._is_bare = target(family), not has_traced_processor
+    def __init__(self, plan: Plan) -> None:
+        self._engine = plain_engine(plan)
+        self._model, self._is_bare = target(plan.family), not plan.has_traced_processor
 
     def answer(self, prompt: Any, params: SamplingParams) -> list[GenerationOutput]:
         outputs: list[GenerationOutput] = self._engine.generate([prompt], params)

@@ -29,7 +29,7 @@ def test_every_product_of_the_modules_is_followed_by_its_change(tmp_path):
     held = {b.name: b.shape for b in program.buffers if b.name.startswith("adapter")}
     assert len(held) == 1 + 2 * 14
     assert held["adapter.model.layers.1.mlp.up_proj.down"] == (8, 48)
-    assert held["adapter.model.layers.1.mlp.up_proj.up"] == (80, 8)
+    assert held["adapter.model.layers.1.mlp.up_proj.up"] == (8, 80)
     assert held["adapter_R"] == (6,)
 
 
@@ -53,6 +53,31 @@ def test_a_product_that_may_be_adapted_is_not_absorbed(tmp_path):
     other = write_adapter(tmp_path, model, ("kv_a_proj_with_mqa", "o_proj"))
     program = traced(model, {"one": other})
     assert any("cached as latents" in note for note in program.notes)
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.float16], ids=lambda d: str(d).split(".")[1]
+)
+def test_a_row_does_not_depend_on_the_rows_beside_it(dtype):
+    """To the bit: alone, in a verify step, in a batch and in a prefill."""
+    generator = torch.Generator().manual_seed(0)
+    down, up, x, product = (
+        torch.randn(shape, generator=generator).to(dtype)
+        for shape in ((24, 200), (24, 77), (1, 61, 200), (1, 61, 77))
+    )
+    keeps = torch.arange(24) // 8 == torch.arange(61).unsqueeze(-1) % 4 - 1
+    keeps = keeps.unsqueeze(0)
+    whole = adapted(product, x, keeps, down, up)
+    for first, count in ((0, 1), (3, 4), (7, 9), (20, 33), (60, 1)):
+        rows = slice(first, first + count)
+        part = adapted(product[:, rows], x[:, rows], keeps[:, rows], down, up)
+        assert torch.equal(part, whole[:, rows])
+        turned = [one[:, rows].transpose(0, 1) for one in (product, x, keeps)]
+        assert torch.equal(adapted(*turned, down, up), whole[:, rows].transpose(0, 1))
+    assert torch.equal(whole[:, ::4], product[:, ::4])  # these have no adapter
+    wide = [one.double() for one in (x, down, up)]
+    exact = product + torch.where(keeps, wide[0] @ wide[1].T, 0.0) @ wide[2]
+    assert (whole - exact).abs().max() < 400 * torch.finfo(dtype).eps
 
 
 @pytest.mark.parametrize("quantize", ["int8_weight_only", "int8_dynamic"])

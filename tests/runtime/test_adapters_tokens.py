@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from compilespec.tracing.load import load_target
 from tests.support.adapters import EVERYWHERE, merged_by_hand, write_adapter
 from tests.support.drafters import METHODS, always_right, traced_info
 from tests.support.margin import LOGIT_BOUND, shortfall
-from tests.support.models import tiny_target
+from tests.support.models import VOCAB, even_target, tiny_target
 
 NAMES = (None, "all", "few", "down", "rs", "few")
 PROMPTS = ([3, 14, 15, 9, 26], [5, 35], [8, 9, 7, 9, 3, 2, 38, 46], [11], [4] * 19, [8, 9, 7])
@@ -69,6 +70,32 @@ def compiled(adapters, spec="none", k=None, **options):
     return compilespec.compile(
         model(), spec, num_draft_tokens=k, adapters=adapters, **options
     )  # fmt: skip
+
+
+def test_tokens_do_not_depend_on_the_batch_where_products_round_their_inputs(tmp_path):
+    """int8_dynamic rounds each row: a bit more or less between A and B would change tokens."""
+    pytest.importorskip("torchao")
+    target = even_target(num_layers=2)
+    some = {
+        name: write_adapter(tmp_path / name, target, seed=seed) for seed, name in enumerate("ab")
+    }
+    draw = random.Random(1)
+    prompts = [
+        [draw.randrange(3, VOCAB) for _ in range(draw.choice((5, 17, 40)))] for _ in range(8)
+    ]
+    asked = [
+        SamplingParams(max_new_tokens=30, ignore_eos=True, adapter="ab"[i % 2], seed=i,
+                       temperature=(0.0, 1.0)[i // 4])
+        for i in range(8)
+    ]  # fmt: skip
+    found = []
+    for batch, spec in ((1, {}), (4, {"spec": "ngram", "num_draft_tokens": 3})):
+        with compilespec.compile(
+            target, backend="eager", max_seq_len=96, max_batch_size=batch, adapters=some,
+            quantize="int8_dynamic", **spec,
+        ) as engine:  # fmt: skip
+            found.append([output.token_ids for output in engine.generate(prompts, asked)])
+    assert found[1] == found[0]
 
 
 def params(name, count=COUNT):

@@ -121,6 +121,10 @@ def prefixes_are_found_by_content(engine):
     last = torch.cat([known[:19], rows(1, 6)])  # the same first block, and what drafts of it read
     (output,) = engine.generate([EmbedsPrompt(last)], PARAMS)
     assert (output.token_ids, output.num_cached_tokens) == (own_tokens(last), 16)
+    half = rows(20, 8).half()
+    for embeds in (half, half.view(torch.bfloat16)):  # the same bytes are other numbers
+        (output,) = engine.generate([EmbedsPrompt(embeds)], PARAMS)
+        assert (output.token_ids, output.num_cached_tokens) == (own_tokens(embeds.double()), 0)
 
 
 def bad_prompts_are_refused(engine):

@@ -32,7 +32,7 @@ def plan_of(method: str, **changes: Any) -> Plan:
 
 
 def orders_of(plan: Plan, ways: tuple[str, ...]) -> list[Order]:
-    return draw_orders(plan, plan.draw, Truth("plain", has_traced_processor=False), ways)
+    return draw_orders(plan, plan.draw, Truth(plan), ways)
 
 
 @pytest.fixture(scope="module")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 from torch import nn
 
@@ -62,18 +64,63 @@ def test_a_dropped_one_is_not_found_again(engine):
     assert (refused.finish_reason, served.token_ids) == ("error", wanted(11))
 
 
-def test_a_request_whose_adapter_went_before_it_came_ends_with_the_reason(engine, tmp_path):
+def test_a_request_keeps_its_adapter_before_it_is_queued(engine, tmp_path):
+    """And no longer than there is a request."""
+    new = save_toy_adapter(tmp_path / "new", 33)
     request = engine.make_request(PROMPT, asking("two"), 0)
-    engine.load_adapter("two", save_toy_adapter(tmp_path / "new", 33))
+    for name in ("two", "three"):
+        with pytest.raises(InvalidRequest, match="all 2 places for adapters are taken"):
+            engine.load_adapter(name, new)
+        engine.adapters.drop("two") if name == "two" else None
     engine.enqueue(request)
-    assert request.finished
-    assert str(request.error) == "adapter 'two' was dropped meanwhile"
-    assert not engine.has_work
+    while engine.has_work:
+        engine.step()
+    assert request.output_token_ids == wanted(22)
+    engine.load_adapter("three", new)
+    engine.make_request(PROMPT, asking("three"), 0)  # and gone
+    engine.load_adapter("three", save_toy_adapter(tmp_path / "newer", 44))
+    (output,) = engine.generate([PROMPT], asking("three"))
+    assert output.token_ids == wanted(44)
+
+
+def test_requests_that_were_accepted_are_served_while_their_adapter_is_loaded_again(
+    engine, tmp_path
+):
+    """Each with the old one or the new one, and none is lost; loads wait, or are refused."""
+    marks = {save_toy_adapter(tmp_path / str(mark), mark): mark for mark in (33, 44)}
+    with engine.serve() as server:
+        engine.adapters.drop("two")
+        for turn in range(20):
+            busy = server.submit(PROMPT, asking(None, 20))
+            tickets = [server.submit(PROMPT, asking("one")) for _ in range(3)]
+            with contextlib.suppress(InvalidRequest):
+                server.load_adapter("one", list(marks)[turn % 2])
+            given = [ticket.result(30) for ticket in tickets]
+            assert [output.error for output in (*given, busy.result(30))] == [None] * 4
+            assert all(o.token_ids in map(wanted, (11, *marks.values())) for o in given)
+
+
+def test_a_dropped_slot_holds_zeros(engine, tmp_path):
+    running = engine.submit(PROMPT, asking("one", 30))
+    engine.step()
+    slots = engine.executor.adapters
+    engine.drop_adapter("two")
+    engine.drop_adapter("one")  # which a request uses
+    assert sorted(slots.values()) == [0, 11]
+    engine.abort(running)
+    engine.load_adapter("three", save_toy_adapter(tmp_path / "new", 33))
+    assert sorted(slots.values()) == [0, 33]
 
 
 def test_what_there_is_no_room_for_is_refused(engine, tmp_path):
     with pytest.raises(CheckpointError, match=r"rank 9, and there is room for 8; .*=9"):
         engine.load_adapter("one", save_toy_adapter(tmp_path / "wide", 1, rank=9))
+    wild = write_adapter(
+        tmp_path / "wild", nn.ModuleDict({"layer": nn.Linear(7, 5)}), ("layer",), lora_alpha=1e300
+    )
+    with pytest.raises(CheckpointError, match=r"B times its scale of layer .*lower lora_alpha"):
+        engine.load_adapter("one", wild)
+    assert engine.generate([PROMPT], asking("one"))[0].token_ids == wanted(11)
     other = write_adapter(tmp_path / "other", nn.ModuleDict({"x": nn.Linear(3, 3)}), ("x",))
     with pytest.raises(CheckpointError, match=r"changes x, which the model has not"):
         engine.load_adapter("one", other)

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from compilespec.errors import InvalidRequest
+from compilespec.errors import InvalidRequest, TokenizerFailed
 from compilespec.runtime.detokenize import OutputText
 from compilespec.runtime.engine import Engine
 from compilespec.runtime.sampling_params import SamplingParams
@@ -219,3 +219,93 @@ def test_stop_strings_need_a_tokenizer():
     engine = Engine(FakeExecutor())
     with pytest.raises(InvalidRequest, match="tokenizer"):
         engine.generate([1, 2], SamplingParams(stop="x"))
+
+
+def text_engine(tokenizer: Any) -> Engine:
+    return engine_over(FakeExecutor(geometry()), tokenizer=tokenizer)
+
+
+@pytest.mark.parametrize("half", ["caf\udcc3\udca9", "\ud83d", "\udc4d!"], ids=ascii)
+def test_text_that_is_no_unicode_is_refused_wherever_it_comes(byte_level, half):
+    """And the other prompts of a list are served."""
+    engine = text_engine(byte_level)
+    byte_level.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    message = {"role": "user", "content": half}
+    parts = [{"type": "text", "text": half}]
+    short = {"max_new_tokens": 2}
+    for call in (
+        lambda: engine.generate(half),
+        lambda: engine.stream(half),
+        lambda: engine.submit(half),
+        lambda: engine.encode(half),
+        lambda: engine.remember(half),
+        lambda: engine.chat([message]),
+        lambda: engine.chat([{**message, "content": parts}]),
+        lambda: engine.chat([{"role": half, "content": "x"}]),
+        lambda: engine.generate({"messages": [{"role": "user", "content": "x"}],
+                                 "template_options": {"name": half}}),
+        lambda: engine.generate("ok", SamplingParams(stop=half)),
+        lambda: engine.generate("ok", SamplingParams(guide=[half])),
+        lambda: engine.generate("ok", SamplingParams(guide=half)),
+    ):  # fmt: skip
+        with pytest.raises(InvalidRequest, match=r"is no Unicode: character .*a lone surrogate"):
+            call()
+    outputs = engine.generate(["ok", half, "fine"], SamplingParams(**short))
+    assert [output.finish_reason for output in outputs] == ["length", "error", "length"]
+    assert "is no Unicode" in str(outputs[1].error)
+
+
+def test_a_tokenizer_that_raises_for_a_prompt_is_told(byte_level):
+    class Raises:
+        def encode(self, text: str) -> list[int]:
+            raise TypeError("TextInputSequence must be str")
+
+        def decode(self, ids: Any, **options: Any) -> str:
+            return ""
+
+    with pytest.raises(TokenizerFailed, match="raised TypeError for the prompt: TextInput"):
+        text_engine(Raises()).submit("x")
+
+
+@pytest.mark.parametrize("length", [96 * 8 + 1, 5000, 4_000_000])
+def test_texts_that_cannot_fit_are_refused_before_they_are_read(byte_level, length):
+    """What a tokenizer is given at most is a little more than usual texts of the maximum length."""
+    seen = []
+    byte_level.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+
+    class Watched:
+        chat_template = byte_level.chat_template
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(byte_level, name)
+
+        def encode(self, text: str) -> list[int]:
+            seen.append(len(text))
+            return list(byte_level.encode(text))
+
+    engine = text_engine(Watched())
+    for prompt in ("a" * length, {"messages": [{"role": "user", "content": "a" * length}]}):
+        with pytest.raises(InvalidRequest, match=r"the prompt has .* expected at most 95"):
+            engine.submit(prompt)
+    with pytest.raises(InvalidRequest, match=rf"the prompt has {length} tokens: expected at most"):
+        engine.submit([5] * length)
+    assert max(seen, default=0) <= 96 * 8
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.text("ab", max_size=12), st.lists(st.text("ab", min_size=1, max_size=6), max_size=4))
+def test_what_may_become_a_stop_string_is_held_back(text, stops):
+    held = OutputText(_Letters(), (), stops)
+    held.text = text
+    wanted = max(
+        (n for stop in stops for n in range(1, len(stop)) if text.endswith(stop[:n])), default=0
+    )
+    assert held._held_back() == wanted
+
+
+class _Letters:
+    def encode(self, text: str) -> list[int]:
+        return list(map(ord, text))
+
+    def decode(self, ids: Sequence[int], **options: Any) -> str:
+        return "".join(map(chr, ids))

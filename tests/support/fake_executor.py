@@ -161,7 +161,7 @@ class FakeExecutor:
     def write_adapter(self, slot: int, modules: Mapping[str, LowRank]) -> None:
         using = [index for index, row in enumerate(self._rows) if row.slot == slot]
         _check(not any(map(self._is_named, using)), "an adapter changes with a step in flight")
-        self.adapters[slot] = int(modules["layer"].up.sum())
+        self.adapters[slot] = int(modules["layer"].up.sum()) if modules else 0
 
     def logprobs(self, row: int, tokens: Sequence[int], count: int) -> list[TokenLogprobs]:
         """-token, so that tests see whose they are; those of the last call only."""

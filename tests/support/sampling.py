@@ -16,7 +16,7 @@ from compilespec.ops.sample import (
     layout,
 )
 from compilespec.runtime.host_writes import HostWrites
-from compilespec.runtime.sampling_rows import RowSampling, write_row
+from compilespec.runtime.sampling_rows import RowSampling, read_bias, write_row
 from tests.support.models import VOCAB
 
 STOPS = (2, 7)
@@ -49,7 +49,8 @@ def make_state(
         prompts.append(tuple(torch.randint(0, vocab, (num_prompt,)).tolist()))
         write_row(
             host, row,
-            RowSampling(params=one, seed=1000 + row if one.seed is None else one.seed,
+            RowSampling(params=one, bias=read_bias(one),
+                        seed=1000 + row if one.seed is None else one.seed,
                         prompt_token_ids=prompts[-1], stop_token_ids=STOPS),
         )  # fmt: skip
     return State(buffers, tuple(prompts))

@@ -114,7 +114,11 @@ BAD = {
     "saved modules": ({"modules_to_save": ["lm_head"]}, {}, NotSupported, "modules_to_save"),
     "another method": ({"peft_type": "IA3"}, {}, NotSupported, "peft_type is 'IA3'"),
     "another base": ({"init_lora_weights": "pissa"}, {}, NotSupported, "changed the base"),
-    "no rank": ({"r": None}, {}, CheckpointError, "r must be a positive number; got None"),
+    "no rank": ({"r": None}, {}, CheckpointError, "r must be a positive, finite number; got None"),
+    "infinite": ({"lora_alpha": float("inf")}, {}, CheckpointError, "lora_alpha must be"),
+    "alpha NaN": ({"lora_alpha": float("nan")}, {}, CheckpointError, "lora_alpha must be"),
+    "module's alpha": ({"alpha_pattern": {"q_proj": "x"}}, {}, CheckpointError, "alpha_pattern"),
+    "overflow": ({"lora_alpha": 1e308}, {A: 1e9 * torch.ones(4, 48)}, CheckpointError, "finite"),
     "other rank": ({"r": 5}, {}, CheckpointError, "says rank 5"),
     "half": ({}, {A: None}, CheckpointError, "A or B alone: model.layers.0.self_attn.q_proj"),
     "NaN": ({}, {A: torch.full((4, 48), torch.nan)}, CheckpointError, "holds NaN or infinity"),
@@ -138,6 +142,19 @@ def test_what_is_no_adapter_of_this_model_is_refused_in_one_line(model, tmp_path
     with pytest.raises(error, match=says) as caught:
         compilespec.trace(model, adapters=directory)
     assert "\n" not in str(caught.value)
+
+
+def test_numbers_that_the_dtype_cannot_hold_are_refused(tmp_path):
+    """Merged, and beside the products; what other dtypes hold they take."""
+    model = tiny_target("llama", torch.float16, num_layers=1)
+    directory = write_adapter(tmp_path, model, ("q_proj",), lora_alpha=3e7)
+    with pytest.raises(CheckpointError, match=r"q_proj with B A .* not finite in torch.float16"):
+        compilespec.trace(model, adapters=directory)
+    with pytest.raises(
+        CheckpointError, match=r"B times its scale of .*q_proj .* at most 6.55e\+04"
+    ):
+        compilespec.trace(model, adapters={"wild": directory})
+    compilespec.trace(model.float(), adapters={"wild": directory})
 
 
 def test_missing_files_are_named(model, tmp_path):

@@ -48,5 +48,5 @@ def _changed(
                 continue
             for number in range(slot * rank, (slot + 1) * rank):
                 between = torch.dot(x[request, token], down[number])
-                parts[request, token] += between * up[:, number]
+                parts[request, token] += between * up[number]
     return changed

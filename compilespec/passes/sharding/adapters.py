@@ -7,9 +7,8 @@ from collections.abc import Callable, Mapping
 
 import torch
 from torch import fx
-from torch.nn.functional import linear
 
-from compilespec.passes.add_adapters import adapted, changed_by
+from compilespec.passes.add_adapters import adapted, changed_by, narrowed
 from compilespec.passes.sharding.choices import origin
 from compilespec.passes.sharding.flow import Flow, Placed, Refused
 
@@ -17,8 +16,8 @@ OPS = torch.ops.compilespec
 
 
 def adapted_product(flow: Flow, node: fx.Node) -> Placed:
-    """By columns each rank takes its rows of B; by rows, its columns of A, and what they give is
-    summed before B.
+    """By columns each rank takes its columns of B^T; by rows, its columns of A, and what they give
+    is summed before B.
     """
     product, x = node.args[:2]
     assert isinstance(product, fx.Node)
@@ -29,7 +28,7 @@ def adapted_product(flow: Flow, node: fx.Node) -> Placed:
     if made is not None and given is None:
         if made.cut.dim != len(flow.shape(product)) - 1 or made.cut.segments:
             raise Refused("an adapter of a product cut in several stretches", product)
-        flow.edits[node] = functools.partial(_take_rows, flow, node, made.cut.parts)
+        flow.edits[node] = functools.partial(_take_columns, flow, node, made.cut.parts)
         return made
     is_last = given is not None and given.cut.dim == len(flow.shape(x)) - 1
     if made is not None or given is None or not is_last or given.cut.segments:
@@ -38,12 +37,12 @@ def adapted_product(flow: Flow, node: fx.Node) -> Placed:
     return None
 
 
-def _take_rows(flow: Flow, node: fx.Node, parts: int) -> None:
+def _take_columns(flow: Flow, node: fx.Node, parts: int) -> None:
     up = node.args[4]
     assert isinstance(up, fx.Node)
     with flow.gm.graph.inserting_before(node):
         own = flow.gm.graph.call_function(
-            OPS.take_shard.default, (up, 0, parts, flow.sharding.size)
+            OPS.take_shard.default, (up, 1, parts, flow.sharding.size)
         )
     own.meta = origin(node)
     node.replace_input_with(up, own)
@@ -54,7 +53,7 @@ def _sum_low(flow: Flow, node: fx.Node, parts: int) -> None:
     graph, size = flow.gm.graph, flow.sharding.size
     with graph.inserting_before(node):
         own = graph.call_function(OPS.take_shard.default, (down, 1, parts, size))
-        low = graph.call_function(linear, (x, own))
+        low = graph.call_function(narrowed, (x, own))
         total = graph.call_function(OPS.all_reduce.default, (low, size))
     for new in (own, low, total):
         new.meta = origin(node)

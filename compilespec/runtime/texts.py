@@ -1,0 +1,44 @@
+"""Texts of callers: whether they are Unicode, and how much of them a message shows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from compilespec.errors import InvalidRequest
+
+MAX_SHOWN = 120  # characters of a value in a message
+
+
+def shown(came: object) -> str:
+    """What came, cut where it is long."""
+    text = repr(came)
+    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}... ({len(text)} characters)"
+
+
+def check_unicode(what: str, given: Any) -> None:
+    """Refuse a text, or mappings and sequences of texts, with halves of surrogate pairs: what
+    Python makes of bytes that are no UTF-8 (in argv, in names of files), and of half an emoji.
+
+    Raises: InvalidRequest.
+    """
+    for text in _texts(given):
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise InvalidRequest(
+                f"{what} is no Unicode: character {error.start} is {text[error.start]!r}, a lone "
+                "surrogate; expected text that UTF-8 can hold: decode the bytes that it came from "
+                "as UTF-8, or replace it"
+            ) from error
+
+
+def _texts(given: Any) -> Iterator[str]:
+    if isinstance(given, str):
+        yield given
+    elif isinstance(given, Mapping):
+        for item in given.items():
+            yield from _texts(item)
+    elif isinstance(given, list | tuple):
+        for item in given:
+            yield from _texts(item)
