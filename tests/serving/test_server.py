@@ -384,6 +384,30 @@ def test_sizes_and_times_have_limits() -> None:
         wait_until(lambda: server.service.thread.health().num_open == 0)
 
 
+HEAD = b"GET /health HTTP/1.1\r\nHost: x\r\n"
+
+
+@pytest.mark.parametrize("begun", [b"", HEAD, b"\r\n", HEAD + b"\r\n" + HEAD], ids=str)
+def test_a_connection_without_a_whole_head_is_closed(begun: bytes) -> None:
+    """Though bytes come all the time, and after a request that was answered, too."""
+    options = ServerOptions(read_timeout_s=0.3)
+    with live(toy_engine(), options) as server:
+        address = server.url.removeprefix("http://").split(":")
+        with socket.create_connection(address, timeout=0.05) as client:
+            client.sendall(begun)
+            came, until = b"", time.monotonic() + 10
+            with contextlib.suppress(ConnectionError):
+                while time.monotonic() < until:
+                    with contextlib.suppress(TimeoutError):
+                        if not (new := client.recv(1000)):
+                            break
+                        came += new
+                    if begun:
+                        client.sendall(b"x")
+            assert time.monotonic() < until
+        assert came.count(b"HTTP/1.1 200") == begun.count(b"\r\n\r\n")
+
+
 @pytest.mark.parametrize("seconds", [0.15, 60], ids=["slow", "stalled"])
 def test_a_stream_ends_where_the_client_takes_nothing_not_where_it_is_slow(seconds: float) -> None:
     sent, ended = list[bytes](), list[str]()
