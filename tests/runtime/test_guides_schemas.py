@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
+import tokenizers
 import torch
 import transformers
 
@@ -21,7 +22,8 @@ from compilespec.demo import demo_directory
 from compilespec.errors import InvalidRequest, MissingDependency
 from compilespec.methods.eagle3 import random_head
 from compilespec.runtime.engine import Engine
-from compilespec.runtime.guides import Choice, JsonSchema, Regex, Vocabulary
+from compilespec.runtime.guides import Choice, JsonSchema, Regex, Vocabulary, as_guide
+from compilespec.runtime.guides.follower import GuideFollower
 from tests.support.models import target_info
 
 MAX_SEQ_LEN, COUNT = 640, 600
@@ -225,6 +227,65 @@ def test_loose_json_has_spaces_where_the_model_wants_them(site):
     assert output.finish_reason == "length"
     (text,) = texts(site, [sampled(JsonSchema(schema, compact=True), 4, logit_bias={space: 9.0})])
     assert " " not in text
+
+
+# --- texts that the tokenizer reads as something else ---
+
+SPELLED: dict[str, tuple[Any, str]] = {
+    "choice": (["<|im_start|>x"], "<|im_start|>x"),
+    "at the end": (["a <|im_end|>"], "a <|im_end|>"),
+    "beyond the logits": (["<far>."], "<far>."),
+    "swallows spaces": (["a  <strip> b"], "a  <strip> b"),
+    "no special one": (["<tool>f</tool>"], "<tool>f</tool>"),
+    "EOS": (["<eos>"], "<eos>"),
+    "normalised": (["e\u0301 e\u0301a"], "e\u0301 e\u0301a"),
+    "regex": (Regex(r"hello <\|im_end\|>[a]{2}"), "hello <|im_end|>aa"),
+    "constant": (JsonSchema({"const": "<|im_end|>"}), '"<|im_end|>"'),
+    "enum": (JsonSchema({"enum": ["a<|im_end|>"]}), '"a<|im_end|>"'),
+    "member": (
+        JsonSchema({"properties": {"<eos>": {"const": 1}}, "required": ["<eos>"], "type": "object",
+                    "additionalProperties": False}, compact=True),
+        '{"<eos>":1}',
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def awkward() -> Vocabulary:
+    """Added tokens of all kinds, one beyond the model's logits; characters are composed."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(demo_directory())
+    special = [tokenizers.AddedToken(t, special=True) for t in ("<|im_start|>", "<|im_end|>")]
+    tokenizer.add_special_tokens({"additional_special_tokens": special, "eos_token": "<eos>"})
+    strip = tokenizers.AddedToken("<strip>", lstrip=True, rstrip=True)
+    tokenizer.add_tokens(["<tool>", strip, tokenizers.AddedToken("<far>", special=True)])
+    tokenizer.backend_tokenizer.normalizer = tokenizers.normalizers.NFC()
+    return Vocabulary(tokenizer, len(tokenizer) - 1)
+
+
+@needs_llguidance
+@pytest.mark.parametrize("pick", [0, -1], ids=["lowest id", "highest id"])
+@pytest.mark.parametrize("name", SPELLED)
+def test_texts_that_the_tokenizer_reads_as_something_else(awkward, name, pick):
+    """Every id of a mask may come, also along drafts, until the text is whole."""
+    guide, text = SPELLED[name]
+    end = awkward.tokenizer.eos_token_id
+
+    def follower() -> GuideFollower:
+        matcher = as_guide(guide).matcher(awkward)
+        return GuideFollower(matcher, awkward.num_words, end_ids={end})
+
+    alone, came, masks = follower(), [], []
+    while not alone.is_complete:
+        (mask,) = alone.masks()
+        bits_V = ((mask.unsqueeze(-1) >> torch.arange(32)) & 1).flatten()
+        allowed = bits_V.nonzero().flatten().tolist()
+        for token in (allowed[0], allowed[-1]):
+            assert len(alone.masks([token])) == 2
+        assert alone.follow([allowed[pick]]) == (1, None)
+        came.append(allowed[pick])
+        masks.append(mask)
+    assert awkward.tokenizer.decode(came[:-1], clean_up_tokenization_spaces=False) == text
+    assert torch.equal(follower().masks(came)[:-1], torch.stack(masks))
 
 
 # --- what is refused ---

@@ -52,7 +52,7 @@ class Vocabulary:
     def __init__(self, tokenizer: Any, size: int) -> None:
         self.tokenizer, self.size = tokenizer, size
         self.grammars: OrderedDict[str, Any] = OrderedDict()  # by source, the latest used last
-        self.llg: Any = None  # llguidance's view of the tokenizer
+        self.text_tokens: Any = None  # what guides over text know of the tokenizer
 
     @property
     def num_words(self) -> int:

@@ -6,12 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from compilespec.errors import InvalidRequest
 from compilespec.runtime.guides.base import Matcher, Vocabulary
-from compilespec.runtime.guides.grammar import escape, text_matcher
+from compilespec.runtime.guides.grammar import bits, escape, text_matcher
 
 
 @dataclass(frozen=True)
@@ -56,10 +55,7 @@ class _IdMatcher:
         self._came: list[int] = []
 
     def allowed(self) -> Tensor:
-        words = [0] * self._num_words
-        for token in self._next():
-            words[token // 32] |= 1 << token % 32
-        return torch.tensor([word - (word >> 31 << 32) for word in words], dtype=torch.int32)
+        return bits(self._next(), self._num_words)
 
     def may_end(self) -> bool:
         return tuple(self._came) in self._options

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -62,7 +62,7 @@ def text_matcher(kind: str, source: str, vocabulary: Vocabulary) -> Matcher:
     if compiled is None:
         compiled = _compile(llguidance, kind, source, vocabulary)
     vocabulary.keep(key, compiled)
-    return _TextMatcher(compiled.deep_copy(), vocabulary.num_words)
+    return _TextMatcher(compiled.deep_copy(), _tokens(vocabulary), vocabulary.num_words)
 
 
 def escape(text: str) -> str:
@@ -90,7 +90,7 @@ def _compile(llguidance: Any, kind: str, source: str, vocabulary: Vocabulary) ->
             grammar = matcher.grammar_from_json_schema(source, overrides=options)
         except ValueError as error:
             raise InvalidRequest(f"SamplingParams.guide: {_one_line(error)}") from error
-    compiled = matcher(_tokens(vocabulary), grammar, log_level=0)
+    compiled = matcher(_tokens(vocabulary).llg, grammar, log_level=0)
     if compiled.is_error():
         what = "regular expression" if kind == "regex" else "JSON schema"
         why = _one_line(compiled.get_error())
@@ -98,10 +98,31 @@ def _compile(llguidance: Any, kind: str, source: str, vocabulary: Vocabulary) ->
     return compiled
 
 
-def _tokens(vocabulary: Vocabulary) -> Any:
-    """llguidance's view of the tokenizer, made once."""
-    if vocabulary.llg is not None:
-        return vocabulary.llg
+class _Tokens:
+    """llguidance's view of a tokenizer, and which ids stand for which bytes.
+
+    Args: size: ids that may be chosen.
+    """
+
+    def __init__(self, llg: Any, size: int) -> None:
+        self.llg = llg
+        self._ids: dict[bytes, list[int]] = {}
+        for token in range(min(size, llg.vocab_size)):
+            if not llg.is_special_token(token):
+                self._ids.setdefault(llg.decode_bytes([token]), []).append(token)
+        self._longest = max(map(len, self._ids))
+
+    def beginning(self, text: bytes) -> list[int]:
+        """The ids of all that a text may begin with."""
+        lengths = range(1, min(len(text), self._longest) + 1)
+        return [token for length in lengths for token in self._ids.get(text[:length], ())]
+
+
+def _tokens(vocabulary: Vocabulary) -> _Tokens:
+    """What guides know of the tokenizer, made once."""
+    if vocabulary.text_tokens is not None:
+        known: _Tokens = vocabulary.text_tokens
+        return known
     tokenizer = vocabulary.tokenizer
     if tokenizer is None:
         raise InvalidRequest(
@@ -110,13 +131,13 @@ def _tokens(vocabulary: Vocabulary) -> Any:
         )
     size = max(vocabulary.size, len(tokenizer))
     try:
-        made = importlib.import_module("llguidance.hf").from_tokenizer(tokenizer, n_vocab=size)
+        llg = importlib.import_module("llguidance.hf").from_tokenizer(tokenizer, n_vocab=size)
+        made = vocabulary.text_tokens = _Tokens(llg, vocabulary.size)
     except Exception as error:  # whatever a tokenizer of another kind runs into
         raise InvalidRequest(
             f"SamplingParams.guide: llguidance cannot read the tokenizer "
             f"{type(tokenizer).__name__} ({_one_line(error)}); load it with use_fast=True"
         ) from error
-    vocabulary.llg = made
     return made
 
 
@@ -126,10 +147,16 @@ def _one_line(error: object) -> str:
 
 
 class _TextMatcher:
-    """llguidance's matcher, from which EOS is kept away: it may come where `may_end`."""
+    """llguidance's matcher, from which EOS is kept away: it may come where `may_end`.
 
-    def __init__(self, matcher: Any, num_words: int) -> None:
-        self._matcher, self._num_words = matcher, num_words
+    Where only one text can follow, llguidance allows the first token that the tokenizer makes of it
+    and no other.  That token may stand for something else than the text: for an added token that
+    the text spells, or for characters after normalisation.  Then the text is spelled with the
+    tokens that it begins with.
+    """
+
+    def __init__(self, matcher: Any, tokens: _Tokens, num_words: int) -> None:
+        self._matcher, self._tokens, self._num_words = matcher, tokens, num_words
 
     def allowed(self) -> Tensor:
         matcher = self._matcher
@@ -138,7 +165,11 @@ class _TextMatcher:
                 raise GuideFailed(f"llguidance gave up: {_one_line(matcher.get_error())}")
             return torch.zeros(self._num_words, dtype=torch.int32)
         words = torch.frombuffer(bytearray(matcher.compute_bitmask()), dtype=torch.int32)
-        return words[: self._num_words]
+        words = words[: self._num_words]
+        alone = _only_bit(words)
+        if alone is None or (alone >= 0 and matcher.validate_tokens([alone]) == 1):
+            return words
+        return bits(self._tokens.beginning(matcher.compute_ff_bytes()), self._num_words)
 
     def may_end(self) -> bool:
         return bool(self._matcher.is_accepting())
@@ -149,3 +180,22 @@ class _TextMatcher:
     def rewind(self, count: int) -> None:
         if count and not self._matcher.rollback(count):
             raise GuideFailed(f"llguidance cannot go back: {_one_line(self._matcher.get_error())}")
+
+
+def bits(tokens: Iterable[int], num_words: int) -> Tensor:
+    """The mask of these ids: int32 [num_words]."""
+    words = [0] * num_words
+    for token in tokens:
+        words[token // 32] |= 1 << token % 32
+    return torch.tensor([word - (word >> 31 << 32) for word in words], dtype=torch.int32)
+
+
+def _only_bit(words: Tensor) -> int | None:
+    """The id that a mask allows; -1 where it allows none, None where it allows several."""
+    places = words.nonzero().flatten().tolist()
+    if len(places) > 1:
+        return None
+    if not places:
+        return -1
+    word = int(words[places[0]]) & 0xFFFFFFFF
+    return None if word & (word - 1) else 32 * places[0] + word.bit_length() - 1
