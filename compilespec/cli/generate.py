@@ -25,6 +25,7 @@ from compilespec.cli.flags import (
 )
 from compilespec.cli.ranks import add_ranks_option
 from compilespec.errors import InvalidOption, InvalidRequest
+from compilespec.ops._cpus import num_cpus
 from compilespec.runtime.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -324,12 +325,14 @@ def may_draft(spec: str) -> bool:
 
 
 def set_threads(threads: int | None) -> None:
-    if threads is not None:
-        if threads < 1:
-            raise InvalidOption(f"--threads: expected at least 1, got {threads}")
-        import torch
+    """As many as asked; else torch's number, but no more than the container's CPU quota allows."""
+    if threads is not None and threads < 1:
+        raise InvalidOption(f"--threads: expected at least 1, got {threads}")
+    if threads is None and "OMP_NUM_THREADS" in os.environ:
+        return
+    import torch
 
-        torch.set_num_threads(threads)
+    torch.set_num_threads(threads or min(torch.get_num_threads(), num_cpus()))
 
 
 def _read_file(name: str) -> str:
