@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from numbers import Integral
 from typing import Any
 
-from compilespec.errors import InvalidRequest
+from compilespec.errors import ContextExceeded, InvalidRequest
 from compilespec.ops.sample.layout import MAX_LOGPROBS, MAX_STOPS
 from compilespec.runtime.chat import chat_error, encode_chat, is_chat, is_chat_prompt
 from compilespec.runtime.detokenize import Tokenizer
@@ -42,11 +42,11 @@ def as_prompt_list(prompts: Any) -> tuple[list[Any], bool]:
 def read_prompt(prompt: Any, tokenizer: Tokenizer | None, geometry: Geometry) -> tuple[int, ...]:
     """Return the prompt's token ids, checked against the program's sizes.
 
-    Raises: InvalidRequest (what `read_text` refuses, or too long).
+    Raises: InvalidRequest (what `read_text` refuses), ContextExceeded.
     """
     ids = read_text(prompt, tokenizer, geometry)
     if len(ids) >= geometry.max_seq_len:
-        raise InvalidRequest(
+        raise ContextExceeded(
             f"the prompt has {len(ids)} tokens: expected at most {geometry.max_seq_len - 1}, to "
             "leave room for one new token; shorten it or compile with a max_seq_len above "
             f"{len(ids)}"

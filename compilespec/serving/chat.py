@@ -192,6 +192,9 @@ def _message(given: dict[str, Any]) -> dict[str, Any]:
     calls = message.get("tool_calls")
     if isinstance(calls, list):
         message["tool_calls"] = [_call(call) for call in calls]
+    if "reasoning" in message:  # vLLM's name
+        message.setdefault("reasoning_content", message.pop("reasoning"))
+    if isinstance(calls, list) or isinstance(message.get("reasoning_content"), str):
         message.setdefault("content", "")
     return message
 

@@ -230,4 +230,4 @@ def _announce(binding: Binding, listener: socket.socket) -> None:
     scheme = "https" if binding.ssl_certfile else "http"
     host, port = listener.getsockname()[:2]
     host = f"[{host}]" if ":" in host else host
-    logger.warning("serving on %s://%s:%d", scheme, host, port)
+    print(f"serving on {scheme}://{host}:{port}", file=sys.stderr, flush=True)

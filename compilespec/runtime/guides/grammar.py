@@ -36,7 +36,9 @@ class JsonSchema:
         try:
             loaded = json.loads(schema) if isinstance(schema, str) else schema
             text = json.dumps(loaded)
-        except (TypeError, ValueError, RecursionError) as error:
+        except RecursionError as error:
+            raise InvalidRequest("JsonSchema: the schema is nested too deep") from error
+        except (TypeError, ValueError) as error:
             raise InvalidRequest(f"JsonSchema: the schema is no JSON: {error}") from error
         return "compact json" if self.compact else "json", text
 
