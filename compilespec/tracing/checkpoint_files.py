@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence, Set
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -96,6 +96,32 @@ def integer_tensors(directory: str | Path) -> dict[str, str]:
     }
 
 
+def check_shards(directory: str | Path) -> None:
+    """Refuse shards that hold other tensors than the index assigns to them.  Who reads shards
+    whole, as transformers does, takes the last copy of a tensor, which may be a stale one.
+
+    Raises:
+        CheckpointError: a shard is missing or unreadable, lacks a tensor, or holds one that the
+            index does not name, or a copy of one of another shard that differs from it.
+    """
+    index, is_index = _weight_file(Path(directory))
+    if not is_index:
+        return
+    shards, owners = _shards(index), _weight_map(index)
+    held = {shard: _read_dtypes(shard).keys() for shard in shards}
+    for shard, names in shards.items():
+        _check_held(index, shard, names, held[shard])
+    for shard, names in shards.items():
+        for name in sorted(n for n in held[shard] - names if not TRAINING_ONLY.search(n)):
+            owner = owners.get(name)
+            if owner is None or not _is_copy(name, shard, index.parent / owner):
+                says = "names no shard for it" if owner is None else f"says that it is in {owner}"
+                raise CheckpointError(
+                    f"{shard} holds {name}, but {index.name} {says}, and which one is meant cannot "
+                    "be known: copy the checkpoint again, into an empty directory"
+                )
+
+
 def drop_training_only(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Leave out the tensors that only training reads."""
     return {name: tensor for name, tensor in tensors.items() if not TRAINING_ONLY.search(name)}
@@ -182,10 +208,26 @@ def _read_shards(index: Path, only: Container[str] | None) -> dict[str, Tensor]:
         if not wanted:
             continue
         read = _read_file(path, wanted)
-        if lost := sorted(wanted - read.keys()):
-            raise CheckpointError(f"{index}: the shards lack {listed(lost)} ({path.name})")
+        _check_held(index, path, wanted, read.keys())
         tensors.update(read)
     return tensors
+
+
+def _check_held(index: Path, shard: Path, names: Set[str], held: Set[str]) -> None:
+    """Refuse a shard that lacks what the index says is in it."""
+    if lost := sorted(names - held):
+        raise CheckpointError(f"{index}: the shards lack {listed(lost)} ({shard.name})")
+
+
+def _is_copy(name: str, *shards: Path) -> bool:
+    """Whether a tensor is the same, to the bit, in two shards."""
+    one, other = (_read_file(shard, {name}).get(name) for shard in shards)
+    if one is None or other is None or (one.dtype, one.shape) != (other.dtype, other.shape):
+        return False
+    return torch.equal(
+        one.contiguous().reshape(-1).view(torch.uint8),
+        other.contiguous().reshape(-1).view(torch.uint8),
+    )
 
 
 def _read_file(path: Path, only: Container[str] | None = None) -> dict[str, Tensor]:

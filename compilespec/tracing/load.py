@@ -20,6 +20,7 @@ from compilespec.errors import (
 from compilespec.tracing.adapter_files import Adapter
 from compilespec.tracing.checkpoint_files import (
     TRAINING_ONLY,
+    check_shards,
     drop_mtp,
     integer_tensors,
     listed,
@@ -85,7 +86,8 @@ def load_target(
     """Load or adopt the target; a module is moved or cast only if a keyword says so.
 
     Raises: ModelNotFound (a damaged file too), CheckpointError (tensors missing, unexpected,
-    misshapen, or integers where the model has floats), MissingDependency, InvalidOption.
+    misshapen, in another shard than the index says, or integers where the model has floats),
+    MissingDependency, InvalidOption.
     """
     wanted, device = read_dtype(dtype), read_device(device)
     if not isinstance(model, nn.Module | str | Path):
@@ -143,6 +145,7 @@ def _load_directory(directory: Path, dtype: torch.dtype | None) -> nn.Module:
     try:
         config = AutoConfig.from_pretrained(directory, local_files_only=True)
         loader = auto_class(directory, config)
+        check_shards(directory)
         with no_progress_bars():
             model, report = loader.from_pretrained(
                 directory,
@@ -151,7 +154,7 @@ def _load_directory(directory: Path, dtype: torch.dtype | None) -> nn.Module:
                 ignore_mismatched_sizes=True,  # reported below, by name
                 output_loading_info=True,
             )
-    except UnsupportedModel:
+    except (UnsupportedModel, CheckpointError):
         raise
     except Exception as error:  # a damaged file may raise anything in transformers
         raise ModelNotFound(
