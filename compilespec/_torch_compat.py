@@ -49,22 +49,32 @@ def dynamo_cause(error: BaseException) -> tuple[str, list[tuple[str, int, str]]]
         found = re.findall(r'File "(.+)", line (\d+), in (\w+)', str(error))
         said = "it works for one number of tokens alone, as a loop over tokens does"
         return said, [(name, int(line), function) for name, line, function in found]
-    cause = str(getattr(error, "msg", "") or error).strip().splitlines()
+    cause = _first_refusal(error).strip().splitlines()
     frames = getattr(error, "real_stack", None) or []
     return (cause[0] if cause else type(error).__name__), [
         (f.filename, f.lineno or 0, f.name) for f in frames
     ]
 
 
+def _first_refusal(error: BaseException) -> str:
+    """Dynamo's message; that of the operator where one refused its inputs."""
+    said = str(getattr(error, "msg", "") or error)
+    found = re.search(r"FX node with fake tensors: .*: got (\w+\(.*\))$", said, re.M)
+    return found[1] if found else said
+
+
 @contextlib.contextmanager
 def capture_config() -> Iterator[None]:
     """Dynamo settings of a capture: static unless marked, no automatic dynamism, no cache of fake
     results, which costs more than it saves where sizes are symbols (`torch._dynamo.config`).  What
-    `torch._guards` logs of an error is raised, too: it is said once.
+    `torch._guards` and fake tensors log of an error is raised, too: it is said once.
     """
-    guards = logging.getLogger("torch._guards")
-    level = guards.level
-    guards.setLevel(logging.CRITICAL)
+    loggers = [
+        logging.getLogger(f"torch.{name}") for name in ("_guards", "_subclasses.fake_tensor")
+    ]
+    levels = [one.level for one in loggers]
+    for one in loggers:
+        one.setLevel(logging.CRITICAL)
     try:
         with torch._dynamo.config.patch(
             assume_static_by_default=True,
@@ -73,7 +83,8 @@ def capture_config() -> Iterator[None]:
         ):
             yield
     finally:
-        guards.setLevel(level)
+        for one, level in zip(loggers, levels, strict=True):
+            one.setLevel(level)
 
 
 def capture_settings() -> dict[str, Any]:

@@ -131,6 +131,7 @@ IMPOSSIBLE = {
     "max_batch_size=True": {"max_batch_size": True},
     "max_batch_size=2.0": {"max_batch_size": 2.0},
     "max_seq_len=-3": {"max_seq_len": -3},
+    "max_seq_len=1": {"max_seq_len": 1},
     "max_prefill_tokens=0": {"max_prefill_tokens": 0},
     "kv_cache_tokens=0": {"kv_cache_tokens": 0},
     "num_draft_tokens=0": {"num_draft_tokens": 0},

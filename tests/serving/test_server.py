@@ -218,6 +218,12 @@ def test_offsets_are_those_of_characters_in_the_text(prompt: Any) -> None:
     assert places == [0, 0, 1, 1, 1] if isinstance(prompt, str) else [0, 0, 0, 0, 1, 2, 7, 9]
 
 
+def test_an_output_is_shown_in_brief() -> None:
+    with toy_engine("Hi.") as engine:
+        (output,) = engine.generate("a:")
+    assert repr(output) == "GenerationOutput(text='Hi.', num_tokens=4, finish_reason='stop')"
+
+
 def test_an_answer_that_was_cut_in_thought_may_be_sent_back(server: Live) -> None:
     for thought in ({"reasoning_content": "hm"}, {"reasoning": "hm"}):
         cut = {"role": "assistant", "content": None, **thought}
