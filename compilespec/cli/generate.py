@@ -25,7 +25,6 @@ from compilespec.cli.flags import (
 )
 from compilespec.cli.ranks import add_ranks_option
 from compilespec.errors import InvalidOption, InvalidRequest
-from compilespec.ops._cpus import num_cpus
 from compilespec.runtime.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -331,6 +330,8 @@ def set_threads(threads: int | None) -> None:
     if threads is None and "OMP_NUM_THREADS" in os.environ:
         return
     import torch
+
+    from compilespec.ops._cpus import num_cpus
 
     torch.set_num_threads(threads or min(torch.get_num_threads(), num_cpus()))
 

@@ -111,15 +111,6 @@ def load_target(
         place = find_model(model)
         model = _load_place(place, wanted)
         tokenizer = tokenizer if tokenizer is not None else _load_tokenizer(place)
-    if (
-        place is None
-        and type(model).__module__.startswith("torch.nn.")
-        and not any(isinstance(part, nn.Embedding) for part in model.modules())
-    ):
-        raise InvalidOption(
-            f"model is a {type(model).__name__}, which takes no token ids: expected a causal "
-            "language model, with an embedding and a head"
-        )
     medium = medium_of(model)
     if processor is None and place is not None and medium is not None:
         processor = load_processor(place.directory, medium)
@@ -130,6 +121,15 @@ def load_target(
     if next(model.parameters(), None) is None:
         raise InvalidOption(
             f"{type(model).__name__} has no parameters; expected a causal language model"
+        )
+    if (
+        place is None
+        and type(model).__module__.startswith("torch.nn.")
+        and not any(isinstance(part, nn.Embedding) for part in model.modules())
+    ):
+        raise InvalidOption(
+            f"model is a {type(model).__name__}, which takes no token ids: expected a causal "
+            "language model, with an embedding and a head"
         )
     model.eval()
     return Target(

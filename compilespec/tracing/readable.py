@@ -25,7 +25,7 @@ def readable(directory: Path) -> Iterator[Path]:
     transformers fails at a config or an index with a byte order mark, dtypes such as "auto" and
     "torch.float32", a padding id beyond the vocabulary (nothing is padded here), and an index
     without `metadata`; it passes over other files with a byte order mark without a word.
-    Raises: CheckpointError (a pointer of Git LFS, a config that is no JSON, an unknown dtype).
+    Raises: CheckpointError (a pointer of Git LFS, an unknown dtype).
     """
     for kind in KINDS:
         for path in directory.glob(kind):
@@ -46,19 +46,22 @@ def readable(directory: Path) -> Iterator[Path]:
 
 def _mended(path: Path) -> str | None:
     """The file as it should be; None: as it is."""
-    is_config, is_index = path.name == "config.json", path.name.endswith(".index.json")
-    if is_config or is_index:
-        content = read_json(path)
-        before = json.dumps(content)
-        if is_config:
-            _mend_config(content, path)
-        else:
-            content.setdefault("metadata", {})
-        if (after := json.dumps(content)) != before:
-            return after
     with path.open("rb") as file:
         has_mark = file.read(len(codecs.BOM_UTF8)) == codecs.BOM_UTF8
-    return path.read_text(encoding="utf-8-sig") if has_mark else None
+    text = path.read_text(encoding="utf-8-sig") if has_mark else None
+    if path.name != "config.json" and not path.name.endswith(".index.json"):
+        return text
+    try:
+        content = read_json(path)
+    except CheckpointError:  # transformers says what is wrong with it
+        return text
+    before = json.dumps(content)
+    if path.name == "config.json":
+        _mend_config(content, path)
+    else:
+        content.setdefault("metadata", {})
+    after = json.dumps(content)
+    return text if after == before else after
 
 
 def _mend_config(config: dict[str, Any], path: Path) -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from compilespec.cli import generate
+from compilespec.ops import _cpus
 from compilespec.ops._cpus import num_cpus
 
 GROUPS: dict[str, tuple[str, dict[str, str], int]] = {
@@ -72,7 +73,7 @@ def test_commands_take_no_more_threads_than_the_quota(monkeypatch: pytest.Monkey
     chosen: list[int] = []
     monkeypatch.setattr(torch, "set_num_threads", chosen.append)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 64)
-    monkeypatch.setattr(generate, "num_cpus", lambda: 3)
+    monkeypatch.setattr(_cpus, "num_cpus", lambda: 3)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     generate.set_threads(None)
     generate.set_threads(8)

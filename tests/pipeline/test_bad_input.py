@@ -193,7 +193,7 @@ def test_a_directory_that_is_no_checkpoint(tmp_path):
         refused(
             errors.ModelNotFound,
             str(path),
-            "config.json",
+            "expected a directory in Hugging Face layout",
             run=lambda path=path: compile_target(model=path),
         )
     (tmp_path / "config.json").write_text("{")
