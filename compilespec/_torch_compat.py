@@ -80,11 +80,14 @@ def raised_while_traced(error: BaseException) -> tuple[str, str] | None:
 def capture_config() -> Iterator[None]:
     """Dynamo settings of a capture: static unless marked, no automatic dynamism, no cache of fake
     results, which costs more than it saves where sizes are symbols (`torch._dynamo.config`).  What
-    `torch._guards` logs of an error is raised, too: it is said once.
+    `torch._guards` and fake tensors log of an error is raised, too: it is said once.
     """
-    guards = logging.getLogger("torch._guards")
-    level = guards.level
-    guards.setLevel(logging.CRITICAL)
+    loggers = [
+        logging.getLogger(f"torch.{name}") for name in ("_guards", "_subclasses.fake_tensor")
+    ]
+    levels = [one.level for one in loggers]
+    for one in loggers:
+        one.setLevel(logging.CRITICAL)
     try:
         with torch._dynamo.config.patch(
             assume_static_by_default=True,
@@ -93,7 +96,8 @@ def capture_config() -> Iterator[None]:
         ):
             yield
     finally:
-        guards.setLevel(level)
+        for one, level in zip(loggers, levels, strict=True):
+            one.setLevel(level)
 
 
 def capture_settings() -> dict[str, Any]:

@@ -17,6 +17,10 @@ from compilespec.errors import InvalidOption
 logger = logging.getLogger("compilespec")
 
 Stage = Literal["load", "trace", "rewrite", "compile", "capture", "ready"]
+IN_WORDS = {
+    "load": "loading", "trace": "tracing", "rewrite": "rewriting", "compile": "compiling",
+    "capture": "capturing", "ready": "ready",
+}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +40,7 @@ class Progress:
     """How many steps the stage has."""
 
     detail: str = ""
-    """How far the step is: "piece 2 of 5"."""
+    """How far the step is: "part 2 of 5"."""
 
     from_cache: bool | None = None
     """Whether it was found on disk; None where nothing of the kind is kept, or not known yet."""
@@ -54,11 +58,11 @@ class Progress:
     """Of the last record: by stage.  A step inside another counts for its own stage alone."""
 
     def __str__(self) -> str:
-        place = "" if self.total is None else f" {self.index}/{self.total}"
+        place = "" if self.total is None else f" {self.index} of {self.total}"
         detail = f", {self.detail}" if self.detail else ""
-        line = f"{self.stage}{place}: {self.what}{detail}"
+        line = f"{IN_WORDS[self.stage]}{place}: {self.what}{detail}"
         if self.from_cache is not None:
-            line += ", from the cache" if self.from_cache else f", anew ({self.why})"
+            line += ", from the cache" if self.from_cache else f" ({self.why})"
         if self.done:
             line += f", {_in_words(self.elapsed_ms)}"
         parts = (f"{stage} {seconds:.1f}" for stage, seconds in self.seconds.items())

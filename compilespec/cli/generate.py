@@ -324,12 +324,16 @@ def may_draft(spec: str) -> bool:
 
 
 def set_threads(threads: int | None) -> None:
-    if threads is not None:
-        if threads < 1:
-            raise InvalidOption(f"--threads: expected at least 1, got {threads}")
-        import torch
+    """As many as asked; else torch's number, but no more than the container's CPU quota allows."""
+    if threads is not None and threads < 1:
+        raise InvalidOption(f"--threads: expected at least 1, got {threads}")
+    if threads is None and "OMP_NUM_THREADS" in os.environ:
+        return
+    import torch
 
-        torch.set_num_threads(threads)
+    from compilespec.ops._cpus import num_cpus
+
+    torch.set_num_threads(threads or min(torch.get_num_threads(), num_cpus()))
 
 
 def _read_file(name: str) -> str:

@@ -107,6 +107,13 @@ def _add_server_options(add: Any) -> None:
         "--api-key-file)",
     )
     add("--api-key-file", metavar="FILE", help="keys, one a line")
+    add(
+        "--allowed-origin",
+        action="append",
+        metavar="ORIGIN",
+        help="let web pages of this origin ask, as https://example.org, or * for any; may be "
+        "repeated (default: the server's own alone)",
+    )
     add("--max-waiting", type=int, metavar="N", help="requests that may wait (default: 256)")
     add("--max-body-bytes", type=int, metavar="N", help="size of a request (default: 4 MiB)")
     for name, what in (
@@ -123,7 +130,11 @@ def _add_server_options(add: Any) -> None:
     add("--ssl-keyfile", metavar="FILE", help="its key")
     add("--ssl-keyfile-password", metavar="TEXT", help="of the key")
     add("--ssl-ca-certs", metavar="FILE", help="clients must have a certificate of these")
-    add("--quiet", action="store_true", help="log warnings alone, and no line a request")
+    add(
+        "--quiet",
+        action="store_true",
+        help="print the address and warnings alone, no line a request",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -156,7 +167,12 @@ def server_options(args: argparse.Namespace) -> ServerOptions:
     names = args.served_model_name or [Path(str(args.model)).name or str(args.model)]
     if not args.served_model_name and str(args.model).count("/") == 1:
         names = [str(args.model).rstrip("/")]  # org/name
-    return ServerOptions(model_names=tuple(names), api_keys=_keys(args), **_given(args, OF_SERVER))
+    return ServerOptions(
+        model_names=tuple(names),
+        api_keys=_keys(args),
+        allowed_origins=tuple(args.allowed_origin or ()),
+        **_given(args, OF_SERVER),
+    )
 
 
 def _given(args: argparse.Namespace, names: tuple[str, ...]) -> dict[str, Any]:

@@ -72,6 +72,10 @@ class InvalidRequest(SpecError, ValueError):
     """A prompt or its sampling parameters cannot be served; other requests are unaffected."""
 
 
+class ContextExceeded(InvalidRequest):
+    """A prompt and its new tokens are more than the engine has room for."""
+
+
 class DraftFailed(SpecError):
     """A drafting function on the host raised or gave no drafts; ends the request that called it."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 
 from compilespec.errors import InvalidOption
 
@@ -157,6 +158,7 @@ ELSEWHERE: Mapping[str, Mapping[str, str]] = {
     },
 }
 
+VERSION = "0123456789"
 SIMILAR = 0.65  # of difflib's ratio: a slip of the keyboard, not another name of equal length
 
 
@@ -175,6 +177,9 @@ def meant(name: object, known: Iterable[str], *where: str) -> str:
         if ours and re.match(r"\w+", ours).group() in spelled:  # type: ignore[union-attr]
             return ours
     near = difflib.get_close_matches(wanted, spelled, n=1, cutoff=SIMILAR)
+    versions = [n for n in spelled if near and n.rstrip(VERSION) == wanted.rstrip(VERSION)]
+    if wanted[-1:] in VERSION and near and near[0] in versions:  # another version of several
+        return " or ".join(sorted(spelled[name] for name in versions))
     return spelled[near[0]] if near else ""
 
 
@@ -182,6 +187,15 @@ def did_you_mean(name: object, known: Iterable[str], *where: str) -> str:
     """The end of an error message, "; did you mean ...?", or "" if no name is similar."""
     ours = meant(name, known, *where)
     return f"; did you mean {ours}?" if ours else ""
+
+
+def not_there(path: Path) -> str:
+    """What is said of a path that does not exist, with a similar name beside it."""
+    if not path.parent.is_dir():
+        return f"{path} does not exist, nor does {path.parent}"
+    names = sorted(one.name for one in path.parent.iterdir())
+    near = difflib.get_close_matches(path.name, names, n=3)
+    return f"{path} does not exist" + (f"; did you mean {' or '.join(near)}?" if near else "")
 
 
 def not_one_of(

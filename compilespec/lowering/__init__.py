@@ -226,7 +226,7 @@ def _begin_pieces(graph: PhaseGraph, program: SpecProgram, builds: Builds, step:
         plan, pieces = split_at_attention(graph.graph_module)
         interface, calls = _interface(graph, device), {}
         for number, (name, piece) in enumerate(pieces.items(), 1):
-            step.tell(detail=f"piece {number} of {len(pieces)}")
+            step.tell(detail=f"part {number} of {len(pieces)}")
             file_key = piece_file_key(name, options, device)
             found = None if file_key in builds else cache.load(file_key)
             if found is not None:

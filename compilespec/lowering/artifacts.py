@@ -273,10 +273,10 @@ class ArtifactCache:
         wanted = dict(key.parts)
         keys = [parts for path in self._stored_keys(key) if (parts := _parts_of(path))]
         if not keys:
-            return "nothing is cached for this model"
+            return "first time for this model"
         same_step = [stored for stored in keys if stored.get("step") == wanted["step"]]
         if not same_step:
-            return "this step is not cached for this model"
+            return "first time for this step of the model"
         return _difference(min(same_step, key=lambda k: len(_differing(k, wanted))), wanted)
 
     def _stored_keys(self, key: ArtifactKey) -> list[Path]:

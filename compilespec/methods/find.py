@@ -11,6 +11,7 @@ from torch import nn
 from compilespec.errors import DraftNotFound, InvalidOption, ModelNotFound
 from compilespec.methods.capabilities import Capabilities
 from compilespec.methods.published import published_draft
+from compilespec.tracing.checkpoint_files import drop_mtp, tensor_names
 from compilespec.tracing.load import Target
 from compilespec.tracing.places import find_model
 
@@ -70,6 +71,26 @@ def read_draft(draft: Any, capabilities: Capabilities) -> Any:
             f"draft must be a directory, a name of the hub, a module or a function; got {draft!r}"
         )
     return draft
+
+
+def check_inside(model: Any, draft: Any, capabilities: Capabilities) -> None:
+    """Refuse a target whose checkpoint should hold the drafter and does not, before it is loaded.
+
+    Raises: DraftNotFound, ModelNotFound, CheckpointError.
+    """
+    if draft is not None or not capabilities.inside_target or not isinstance(model, str | Path):
+        return
+    place, method = find_model(model), capabilities.drafter
+    folders = [place.directory / name for name in (method, *capabilities.folders)]
+    if place.gguf_file is not None or any((one / "config.json").is_file() for one in folders):
+        return
+    names = tensor_names(place.directory)
+    if len(drop_mtp(names)) == len(names):
+        raise DraftNotFound(
+            f"{place.path} holds no MTP modules, which spec={method!r} drafts with: expected "
+            "tensors such as model.layers.N.eh_proj.weight or mtp.fc.weight; give draft= a "
+            "checkpoint that has them, or take spec='suffix', which needs no drafter"
+        )
 
 
 def _draft_place(draft: str | Path, capabilities: Capabilities) -> Path:

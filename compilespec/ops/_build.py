@@ -26,6 +26,7 @@ from pathlib import Path
 import torch
 
 from compilespec.ops import _levels
+from compilespec.ops._cpus import num_cpus
 from compilespec.ops._levels import Level
 
 _OPS = Path(__file__).parent
@@ -173,7 +174,7 @@ def _write_units(folder: Path) -> list[Path]:
 
     Torch's headers take as long as a kernel, so a unit a kernel would cost twice the work.
     """
-    count = min(os.cpu_count() or 1, 4)
+    count = min(num_cpus(), 4)
     units: list[list[Path]] = [[] for _ in range(count)]
     kernels = [source for source in _sources() if source.suffix == ".cpp"]
     for kernel in sorted(kernels, key=lambda source: -source.stat().st_size):

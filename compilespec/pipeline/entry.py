@@ -21,7 +21,7 @@ from compilespec.cudagraphs.modes import units_for
 from compilespec.errors import InvalidOption
 from compilespec.lowering import lower, prepare_kernels
 from compilespec.methods.base import Method, MethodConfig
-from compilespec.methods.find import read_draft
+from compilespec.methods.find import check_inside, read_draft
 from compilespec.methods.registry import get_method
 from compilespec.passes.acceptance.options import ACCEPTANCE_OPTIONS, warn_if_lossy
 from compilespec.pipeline.adapters import with_adapters
@@ -96,7 +96,7 @@ def compile(
     """
     asked, reporter = _ask(spec, draft, keywords), Reporter(progress)
     ranks = join_ranks(asked.options, asked.method.capabilities)
-    target = _load(model, dtype, device, tokenizer, asked.options, reporter)
+    target = _load(model, dtype, device, tokenizer, asked, reporter)
     asked = _choose(asked, target, reporter)
     if defaults := target.generation_defaults.describe():
         logger.info(defaults)
@@ -145,7 +145,7 @@ def trace(
         progress: as for `compile`; no record "ready" ends it.
     """
     asked, reporter = _ask(spec, draft, keywords), Reporter(progress)
-    target = _load(model, dtype, device, tokenizer, asked.options, reporter)
+    target = _load(model, dtype, device, tokenizer, asked, reporter)
     return _build(_choose(asked, target, reporter), target, reporter, keep_graphs=keep_graphs)
 
 
@@ -182,10 +182,12 @@ def _load(
     dtype: torch.dtype | str | None,
     device: torch.device | str | None,
     tokenizer: Any,
-    options: CompileOptions,
+    asked: Asked,
     reporter: Reporter,
 ) -> Target:
     """The target, with its adapters, and quantized where that is asked for."""
+    check_inside(model, asked.draft, asked.method.capabilities)
+    options = asked.options
     with reporter.step("load", "target"):
         target = load_target(model, dtype=dtype, device=device, tokenizer=tokenizer)
         return quantize_target(with_adapters(target, options), options.quantization)

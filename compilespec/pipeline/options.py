@@ -51,6 +51,13 @@ def _backend(name: str, value: Any) -> None:
         raise not_one_of(name, value, BACKENDS)
 
 
+def _two_or_more(name: str, value: Any) -> None:
+    if value is not None and (not is_integer(value) or value < 2):
+        raise InvalidOption(
+            f"{name} must be an integer of at least 2, a prompt token and a new one; got {value!r}"
+        )
+
+
 def _tree_or_none(name: str, value: Any) -> None:
     if value is not None and not isinstance(value, DraftTree):
         raise InvalidOption(
@@ -117,7 +124,7 @@ class CompileOptions:
     max_seq_len: int | None = keyword(
         None,
         "tokens per request, prompt included; None takes the model's limit, at most 4096.",
-        positive_or_none,
+        _two_or_more,
     )
     max_prefill_tokens: int = keyword(
         2048, "prompt tokens that one step takes; longer prompts come in chunks.", positive

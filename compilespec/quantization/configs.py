@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from compilespec.errors import NotSupported
+from compilespec.errors import MissingDependency
 from compilespec.errors.suggest import not_one_of
 from compilespec.tracing.quiet import quiet_import
 
@@ -59,7 +59,7 @@ def read_quantize(value: Any, keyword: str = "quantize") -> Quantize | None:
     """Check the value of `keyword`.
 
     Returns: None for None, else a `Quantize` whose config is one of `NAMES` or an object.
-    Raises: NotSupported (torchao missing or too old, with the command that installs it),
+    Raises: MissingDependency (torchao missing or too old, with the command that installs it),
     InvalidOption (an unknown name, or not a config).
     """
     if value is None:
@@ -81,14 +81,16 @@ def read_quantize(value: Any, keyword: str = "quantize") -> Quantize | None:
 
 
 def require_torchao(what: str) -> None:
-    """Import torchao.  Raises: NotSupported when it is missing or too old."""
+    """Import torchao.  Raises: MissingDependency when it is missing or too old."""
     oldest = ".".join(map(str, OLDEST_TORCHAO))
     if importlib.util.find_spec("torchao") is None:
-        raise NotSupported(f"{what} needs torchao>={oldest}, which is not installed: {INSTALL}")
+        raise MissingDependency(
+            f"{what} needs torchao>={oldest}, which is not installed: {INSTALL}"
+        )
     found = importlib.metadata.version("torchao")
     numbers = re.match(r"(\d+)\.(\d+)", found)
     if numbers and tuple(map(int, numbers.groups())) < OLDEST_TORCHAO:
-        raise NotSupported(f"{what} needs torchao>={oldest}, found {found}: {INSTALL}")
+        raise MissingDependency(f"{what} needs torchao>={oldest}, found {found}: {INSTALL}")
     with quiet_import():
         importlib.import_module("torchao.quantization")
 

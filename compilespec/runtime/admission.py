@@ -9,7 +9,7 @@ import secrets
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from compilespec.errors import InvalidRequest, SpecError, is_integer
+from compilespec.errors import ContextExceeded, InvalidRequest, SpecError, is_integer
 from compilespec.runtime.adapters import Adapters
 from compilespec.runtime.blocks import num_blocks_for
 from compilespec.runtime.detokenize import OutputText, Tokenizer
@@ -191,7 +191,7 @@ class Admission:
         sizes = self._geometry
         needed = num_blocks_for(sizes, num_prompt_tokens + max_new_tokens)
         if needed > sizes.num_blocks:
-            raise InvalidRequest(
+            raise ContextExceeded(
                 f"the request needs {needed} cache blocks of {sizes.block_size} tokens and the "
                 f"engine has {sizes.num_blocks}; lower max_new_tokens ({max_new_tokens}) or "
                 f"compile with kv_cache_tokens of at least {needed * sizes.block_size}"

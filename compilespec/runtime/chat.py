@@ -77,6 +77,11 @@ def encode_chat(
         return tuple(int(token) for token in ids)
     except InvalidRequest:
         raise
+    except RecursionError as error:
+        raise InvalidRequest(
+            "the messages, tools or template_options are nested too deep for the chat template; "
+            "nest them less"
+        ) from error
     except Exception as error:  # templates raise what they like: bad roles, a wrong order
         why = (str(error).splitlines() or ["no message"])[0]
         raise InvalidRequest(
@@ -143,6 +148,8 @@ def _read_message(index: int, message: Any) -> dict[str, Any]:
     content = message.get("content")
     if isinstance(content, str) or (content is None and message.get("tool_calls")):
         return dict(message)
+    if content is None and message.get("reasoning_content"):  # an answer that was cut in thought
+        return {**message, "content": ""}
     if not isinstance(content, Sequence) or not all(map(_is_text, content)):
         raise InvalidRequest(
             f"the content of message {index} is {content!r:.60}: expected text, or a list of "

@@ -66,7 +66,7 @@ class RequestTimings:
         return (times[-1] - times[0]) / (len(times) - 1) if len(times) > 1 else None
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class GenerationOutput:
     """The result of one prompt."""
 
@@ -116,6 +116,15 @@ class GenerationOutput:
 
     timings: RequestTimings = field(default_factory=RequestTimings, compare=False)
     """Queue, first token, every token: moments in ms."""
+
+    def __repr__(self) -> str:
+        """In brief: what it says, how long it is and why it ended."""
+        said = f"text={self.text!r}" if self.text is not None else f"token_ids={self.token_ids}"
+        error = "" if self.error is None else f", error={self.error!r}"
+        return (
+            f"GenerationOutput({said}, num_tokens={len(self.token_ids)}, "
+            f"finish_reason={self.finish_reason!r}{error})"
+        )
 
     @property
     def acceptance_length(self) -> float:

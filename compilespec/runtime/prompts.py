@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from numbers import Integral
 from typing import Any
 
-from compilespec.errors import InvalidRequest, TokenizerFailed
+from compilespec.errors import ContextExceeded, InvalidRequest, TokenizerFailed
 from compilespec.ops.sample.layout import MAX_LOGPROBS, MAX_STOPS
 from compilespec.runtime.chat import chat_error, encode_chat, is_chat, is_chat_prompt
 from compilespec.runtime.detokenize import Tokenizer
@@ -47,7 +47,7 @@ def as_prompt_list(prompts: Any) -> tuple[list[Any], bool]:
 def read_prompt(prompt: Any, tokenizer: Tokenizer | None, geometry: Geometry) -> tuple[int, ...]:
     """Return the prompt's token ids, checked against the program's sizes.
 
-    Raises: InvalidRequest (what `read_text` refuses, or too long).
+    Raises: InvalidRequest (what `read_text` refuses), ContextExceeded.
     """
     return read_text(prompt, tokenizer, geometry, most=geometry.max_seq_len - 1)
 
@@ -58,7 +58,8 @@ def read_text(
     """Return the token ids of a prompt of any length, or of at most so many tokens.
 
     Raises: InvalidRequest (empty, ids outside the vocabulary, text without a tokenizer, messages
-        that the chat template cannot take, a tokenizer's output of several rows or with padding).
+        that the chat template cannot take, a tokenizer's output of several rows or with padding),
+        ContextExceeded.
     """
     if isinstance(prompt, Mapping) and not is_chat_prompt(prompt):
         rows = _tokenized_rows(prompt)
@@ -119,8 +120,8 @@ def _longest_token(tokenizer: Any) -> int:
     return max(map(len, tokenizer.get_vocab()), default=1)
 
 
-def _too_long(what: str, most: int) -> InvalidRequest:
-    return InvalidRequest(
+def _too_long(what: str, most: int) -> ContextExceeded:
+    return ContextExceeded(
         f"the prompt has {what}: expected at most {most}, to leave room for one new token; "
         "shorten it or compile with a higher max_seq_len"
     )

@@ -16,12 +16,16 @@ from compilespec.runtime.engine import Engine
 from compilespec.serving.chat import answer_chat, chat_prompt
 from compilespec.serving.completions import complete
 from compilespec.serving.errors import ApiError
-from compilespec.serving.guard import Guard
+from compilespec.serving.guard import Guard, cors
 from compilespec.serving.options import ServerOptions
 from compilespec.serving.protocol import DetokenizeRequest, TokenizeRequest, read_body
 from compilespec.serving.service import Service
 from compilespec.serving.telemetry import Telemetry, stats_of
 
+OF_TOKENIZER = (
+    "bos_token", "eos_token", "pad_token", "unk_token", "chat_template", "padding_side",
+    "truncation_side", "clean_up_tokenization_spaces", "add_bos_token", "add_eos_token",
+)  # fmt: skip
 PAGE = Path(__file__).with_name("page.html")
 PAGE_POLICY = (
     "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
@@ -54,6 +58,7 @@ def create_app(engine: Engine, options: ServerOptions | None = None) -> FastAPI:
     telemetry = Telemetry(service, paths)
     app.add_api_route("/metrics", _metrics_route(telemetry), methods=["GET"])
     app.add_middleware(Guard, options=options, observe=telemetry.observe)
+    app.add_middleware(cors, options=options)  # outermost: errors, too
     app.add_exception_handler(ApiError, _told)
     app.add_exception_handler(HTTPException, _http_error)
     return app
@@ -96,6 +101,10 @@ def _add_routes(app: FastAPI, service: Service) -> None:
         asked = await read_body(request, DetokenizeRequest)
         return _json(await service.off_the_loop(lambda: _detokenize(service, asked)))
 
+    @app.get("/tokenizer_info")
+    async def tokenizer_info() -> Response:
+        return _json(_tokenizer_info(service))
+
     @app.get("/")
     async def page() -> Response:
         return HTMLResponse(
@@ -121,7 +130,7 @@ def _model(service: Service, name: str) -> dict[str, Any]:
     return {
         "id": name,
         "object": "model",
-        "created": 0,
+        "created": service.created,
         "owned_by": "compilespec",
         "max_model_len": engine.geometry.max_seq_len,
         "method": engine.plan().get("method"),
@@ -136,11 +145,26 @@ def _tokenize(service: Service, asked: TokenizeRequest) -> dict[str, Any]:
     prompt: Any = asked.prompt
     if asked.messages is not None:
         prompt = chat_prompt(asked, asked.tools)
-    ids = service.engine.encode(prompt)
+    if asked.add_special_tokens or asked.prompt is None or service.tokenizer is None:
+        ids = service.engine.encode(prompt)
+    else:
+        ids = service.tokenizer.encode(asked.prompt, add_special_tokens=False)
     return {
         "tokens": ids,
         "count": len(ids),
         "max_model_len": service.engine.geometry.max_seq_len,
+    }
+
+
+def _tokenizer_info(service: Service) -> dict[str, Any]:
+    """In the names of tokenizer_config.json, as vLLM and lm-eval have it."""
+    tokenizer = service.tokenizer
+    if tokenizer is None:
+        raise ApiError(404, "the model has no tokenizer", code="not_found")
+    return {
+        "tokenizer_class": type(tokenizer).__name__,
+        "model_max_length": service.engine.geometry.max_seq_len,
+        **{name: getattr(tokenizer, name, None) for name in OF_TOKENIZER},
     }
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
@@ -25,6 +24,7 @@ from compilespec.serving.answers import (
 from compilespec.serving.events import EventStream, unless_left
 from compilespec.serving.logprobs import chat_logprobs
 from compilespec.serving.params import read_guide, read_params
+from compilespec.serving.parsers.calls import read_json
 from compilespec.serving.parsers.parts import Parser, Parts
 from compilespec.serving.protocol import ChatRequest, read_body
 from compilespec.serving.service import Prompt, Service
@@ -192,16 +192,22 @@ def _message(given: dict[str, Any]) -> dict[str, Any]:
     calls = message.get("tool_calls")
     if isinstance(calls, list):
         message["tool_calls"] = [_call(call) for call in calls]
+    if "reasoning" in message:  # vLLM's name
+        message.setdefault("reasoning_content", message.pop("reasoning"))
+    if isinstance(calls, list) or isinstance(message.get("reasoning_content"), str):
         message.setdefault("content", "")
     return message
 
 
 def _call(given: Any) -> Any:
+    """With its arguments as an object, where they are one."""
     function = given.get("function") if isinstance(given, dict) else None
-    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
+    if not isinstance(function, dict):
         return given
-    arguments = function["arguments"]
-    try:
-        return {**given, "function": {**function, "arguments": json.loads(arguments or "{}")}}
-    except ValueError:
-        return given
+    arguments = function.get("arguments")
+    if isinstance(arguments, str) or arguments is None:
+        try:
+            arguments = read_json(arguments or "{}")
+        except ValueError:
+            return given
+    return {**given, "function": {**function, "arguments": arguments}}

@@ -23,7 +23,7 @@ from compilespec.serving.answers import (
 )
 from compilespec.serving.errors import bad_request
 from compilespec.serving.events import EventStream, unless_left
-from compilespec.serving.logprobs import completion_logprobs
+from compilespec.serving.logprobs import TextOffsets, completion_logprobs
 from compilespec.serving.params import read_guide, read_params
 from compilespec.serving.protocol import CompletionRequest, read_body
 from compilespec.serving.service import Prompt, Service
@@ -84,15 +84,14 @@ class _Completion:
     ) -> AsyncGenerator[dict[str, Any], None]:
         count = UsageCount(self._asked.stream_options, prompts)
         outputs: dict[int, GenerationOutput] = {}
-        begun: dict[int, int] = {}  # by output: characters of its tokens so far
+        places: dict[int, TextOffsets] = {}  # by output
         async for index, delta in follow(tickets):
             prompt = prompts[index // self._num_samples]
-            choice = self._piece(index, delta, begun.get(index))
-            if index not in begun and self._asked.echo:
+            is_first = index not in places
+            at = places.setdefault(index, TextOffsets(self._service.spelled))
+            choice = self._piece(index, delta, at)
+            if is_first and self._asked.echo:
                 choice["text"] = (prompt.text or "") + choice["text"]
-            begun[index] = begun.get(index, 0) + sum(
-                len(text) for text in (choice["logprobs"] or {}).get("tokens", ())
-            )
             if delta.output is not None:
                 outputs[index] = delta.output
             yield self._frame.around([choice], **count.add(delta))
@@ -107,16 +106,19 @@ class _Completion:
         asked, text, ids = self._asked, output.text or "", output.token_ids
         if self._num_hidden:
             text, ids = "", []
+        told = (prompt.text or "") + text if asked.echo else text
         logprobs = None
         if output.logprobs is not None:
             entries = output.logprobs[: len(ids)]
             shown, before = [*ids], list[Any]()
             if asked.echo:
                 shown, before = [*prompt.token_ids, *ids], list(output.prompt_logprobs or ())
-            logprobs = completion_logprobs(shown, [*before, *entries], self._service.spelled)
+            spelled = self._service.spelled
+            places = TextOffsets(spelled, told if asked.echo else None)
+            logprobs = completion_logprobs(shown, [*before, *entries], spelled, places)
         choice = {
             "index": index,
-            "text": (prompt.text or "") + text if asked.echo else text,
+            "text": told,
             "logprobs": logprobs,
             **ending(output, self._service.engine.eos_token_ids),
         }
@@ -126,13 +128,13 @@ class _Completion:
             choice |= {"token_ids": ids, "prompt_token_ids": prompt.token_ids}
         return choice
 
-    def _piece(self, index: int, delta: Delta, offset: int | None) -> dict[str, Any]:
+    def _piece(self, index: int, delta: Delta, places: TextOffsets) -> dict[str, Any]:
         """What a delta adds to a choice."""
         hides = bool(self._num_hidden)
         ids = () if hides else delta.token_ids
         logprobs = None
         if delta.logprobs is not None and not hides:
-            logprobs = completion_logprobs(ids, delta.logprobs, self._service.spelled, offset or 0)
+            logprobs = completion_logprobs(ids, delta.logprobs, self._service.spelled, places)
         choice: dict[str, Any] = {
             "index": index,
             "text": "" if hides else delta.text,

@@ -10,6 +10,7 @@ import orjson
 from starlette.responses import Response
 
 from compilespec.errors import (
+    ContextExceeded,
     EngineClosed,
     GuideFailed,
     InvalidRequest,
@@ -132,7 +133,8 @@ def api_error(error: BaseException) -> ApiError:
     if isinstance(error, InvalidRequest | NotSupported | GuideFailed | MissingDependency):
         message = in_api_words(str(error))
         field = re.match(r"(\w+): ", message)
-        return bad_request(message, param=field[1] if field else None)
+        code = "context_length_exceeded" if isinstance(error, ContextExceeded) else None
+        return bad_request(message, param=field[1] if field else None, code=code)
     return server_error()
 
 

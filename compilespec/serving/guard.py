@@ -15,6 +15,7 @@ import uuid
 from collections.abc import Callable
 
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from compilespec.serving.errors import ApiError, server_error
@@ -27,6 +28,19 @@ OPEN_PATHS = ("/", "/health")  # without a key: they tell nothing of what is ser
 _ID = re.compile(r"[\w.:-]{1,64}")
 
 Observe = Callable[[str, int, float], object]
+
+
+def cors(app: ASGIApp, options: ServerOptions) -> ASGIApp:
+    """Answers browsers that ask whether a page of another origin may, and marks all answers."""
+    if not options.allowed_origins:
+        return app
+    return CORSMiddleware(
+        app,
+        allow_origins=options.allowed_origins,
+        allow_methods=("GET", "POST"),
+        allow_headers=("*",),
+        expose_headers=("X-Request-Id", "X-Replica", "Retry-After"),
+    )
 
 
 class Guard:

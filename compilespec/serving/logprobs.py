@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,11 +10,40 @@ from compilespec.runtime.sampling_rows import TokenLogprobs
 from compilespec.runtime.token_bytes import TokenBytes
 
 
+class TextOffsets:
+    """Counts the characters of a text before each of its tokens.
+
+    Special tokens leave no text, and a token that begins within a character has its place.
+
+    Args: text: where a prompt is part of it, which may spell special tokens, and lacks the space
+        that some tokenizers put before the first token.
+    """
+
+    def __init__(self, spelled: TokenBytes, text: str | None = None) -> None:
+        self._spelled, self._text = spelled, text
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._at, self._has_begun = 0, False
+
+    def of(self, token_ids: Sequence[int]) -> list[int]:
+        """Those of the tokens that come next."""
+        offsets = []
+        for token in token_ids:
+            spelling, text = self._spelled.shown(token), self._text
+            if not spelling and text and text.startswith(self._spelled.text(token), self._at):
+                spelling = self._spelled(token)
+            if spelling and not self._has_begun:
+                self._has_begun = True
+                spelling = spelling.removeprefix(b" " if text and text[0] != " " else b"")
+            offsets.append(self._at)
+            self._at += len(self._decoder.decode(spelling))
+        return offsets
+
+
 def completion_logprobs(
     token_ids: Sequence[int],
     entries: Sequence[TokenLogprobs | None],
     spelled: TokenBytes,
-    offset: int = 0,
+    offsets: TextOffsets,
 ) -> dict[str, Any]:
     """The form of completions, lists side by side.
 
@@ -21,18 +51,13 @@ def completion_logprobs(
     it is the most probable one can be read off there.  Of two tokens with one text the more
     probable one stands.
 
-    Args: entries: None where a prompt begins; offset: characters before the first token.
+    Args: entries: None where a prompt begins.
     """
-    texts = [spelled.text(token) for token in token_ids]
-    offsets = []
-    for text in texts:
-        offsets.append(offset)
-        offset += len(text)
     return {
-        "tokens": texts,
+        "tokens": [spelled.text(token) for token in token_ids],
         "token_logprobs": [None if one is None else one.logprob for one in entries],
         "top_logprobs": [None if one is None else _top(one, spelled) for one in entries],
-        "text_offset": offsets,
+        "text_offset": offsets.of(token_ids),
     }
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Any
 
 from compilespec.errors import InvalidOption, is_integer
+
+ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^/\s*]+")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +36,9 @@ class ServerOptions:
     write_timeout_s: float = 60.0
     """For a client to take what was sent; one that does not is left."""
 
+    allowed_origins: tuple[str, ...] = ()
+    """Web pages that may ask, as "https://example.org"; "*" is any, none: those of the server."""
+
     tool_parser: str = "auto"
     """How the model writes tool calls: "hermes", "llama", "none", or by its template."""
 
@@ -44,6 +50,8 @@ class ServerOptions:
             raise _invalid("model_names", "at least one name", self.model_names)
         if not all(self.api_keys):
             raise _invalid("api_keys", "keys of at least one character", self.api_keys)
+        if wrong := [one for one in self.allowed_origins if not ORIGIN.fullmatch(one)]:
+            raise _invalid("allowed_origins", "'*' or scheme://host[:port], no path", wrong[0])
         if self.max_waiting is not None and (
             not is_integer(self.max_waiting) or self.max_waiting < 0
         ):

@@ -12,8 +12,10 @@ import time
 from dataclasses import dataclass
 from types import FrameType
 
+import h11
 import uvicorn
 from fastapi import FastAPI
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from compilespec.errors import EngineClosed, InvalidOption
 from compilespec.runtime.engine import Engine
@@ -98,9 +100,13 @@ def run(
 
 def make_server(app: FastAPI, binding: Binding) -> Server:
     """uvicorn over what `create_app` gave; it serves on what `listen` gave."""
+
+    class Limited(Connection):
+        head_timeout_s = app.state.service.options.read_timeout_s
+
     config = uvicorn.Config(
         app,
-        http="h11",  # httptools is faster, takes heads without an end, and loses bodies of upgrades
+        http=Limited,
         h11_max_incomplete_event_size=MAX_HEAD_BYTES,
         log_config=None,
         access_log=False,
@@ -116,6 +122,42 @@ def make_server(app: FastAPI, binding: Binding) -> Server:
         ssl_cert_reqs=ssl.CERT_REQUIRED if binding.ssl_ca_certs else ssl.CERT_NONE,
     )
     return Server(config, app.state.service, binding.drain_timeout_s)
+
+
+class Connection(H11Protocol):
+    """Closed where the head of a request is not whole in time, from its first byte on, or from the
+    beginning of the connection.  (Between requests uvicorn's own limit holds, `KEEP_ALIVE_S`.)
+
+    httptools is faster, takes heads without an end, and loses bodies of upgrades.
+    """
+
+    head_timeout_s: float
+    _head_timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._watch_head()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._watch_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._unwatch_head()
+        super().connection_lost(exc)
+
+    def _watch_head(self) -> None:
+        if self.conn.their_state is not h11.IDLE or self.transport.is_closing():
+            self._unwatch_head()
+        elif self._head_timer is None:
+            self._head_timer = self.loop.call_later(
+                self.head_timeout_s, self.timeout_keep_alive_handler
+            )
+
+    def _unwatch_head(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
 
 
 class Server(uvicorn.Server):
@@ -188,4 +230,4 @@ def _announce(binding: Binding, listener: socket.socket) -> None:
     scheme = "https" if binding.ssl_certfile else "http"
     host, port = listener.getsockname()[:2]
     host = f"[{host}]" if ":" in host else host
-    logger.warning("serving on %s://%s:%d", scheme, host, port)
+    print(f"serving on {scheme}://{host}:{port}", file=sys.stderr, flush=True)

@@ -39,22 +39,44 @@ ELSEWHERE = {
 }
 
 
+# Fields that are not taken, with values that ask for nothing; so does null, of any field.
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "best_of": (1,),
+    "suffix": ("",),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "verbosity": ("medium",),
+}
+
+
 def _one_or_many(value: Any) -> Any:
     return (value,) if isinstance(value, str) else () if value is None else value
 
 
-class StreamOptions(BaseModel):
+class Asked(BaseModel):
+    """A part of a request, without what is null in it."""
+
     model_config = ConfigDict(extra="forbid")
 
+    @model_validator(mode="before")
+    @classmethod
+    def _leave_out_nulls(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        return {name: value for name, value in data.items() if value is not None}
+
+
+class StreamOptions(Asked):
     include_usage: bool = False
     continuous_usage_stats: bool = False
     """Ours and vLLM's: usage in every chunk."""
 
+    include_obfuscation: bool = False
+    """Without effect: chunks are never padded."""
 
-class Sampling(BaseModel):
+
+class Sampling(Asked):
     """What completions and chat completions share."""
-
-    model_config = ConfigDict(extra="forbid")
 
     model: str | None = None
     stream: bool = False
@@ -100,8 +122,6 @@ class CompletionRequest(Sampling):
     prompt: str | list[int] | list[str] | list[list[int]]
     echo: bool = False
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    best_of: None = None
-    suffix: None = None
 
     @property
     def wants_logprobs(self) -> int | None:
@@ -143,18 +163,17 @@ class ChatRequest(Sampling):
         return (self.top_logprobs or 0) if self.logprobs else None
 
 
-class TokenizeRequest(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-
+class TokenizeRequest(Asked):
     model: str | None = None
     prompt: str | None = None
+    add_special_tokens: bool = True
+    """Those that the tokenizer puts around a prompt; a chat template writes its own."""
+
     messages: list[dict[str, Any]] | None = None
     tools: list[dict[str, Any]] | None = None
 
 
-class DetokenizeRequest(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-
+class DetokenizeRequest(Asked):
     model: str | None = None
     tokens: list[int]
 
@@ -170,13 +189,21 @@ async def read_body(request: Request, form: type[Body]) -> Body:
         raise bad_request(f"the body is no JSON: {error}; send one JSON object") from error
     if not isinstance(data, dict):
         raise bad_request(f"the body is a {type(data).__name__}: expected one JSON object")
-    for name in data:
-        if name not in form.model_fields:
+    for name in [name for name in data if name not in form.model_fields]:
+        if data[name] is not None and not _asks_nothing(name, data):
             raise bad_request(f"there is no field {name!r}{_instead(name, form)}", param=name)
+        del data[name]
     try:
         return form.model_validate(data)
     except ValidationError as error:
         raise validation_error(error.errors(include_url=False, include_input=False)) from error
+
+
+def _asks_nothing(name: str, data: dict[str, Any]) -> bool:
+    """Whether a field that is not taken has the value that it has where it is left out."""
+    return data[name] in NEUTRAL.get(name, ()) or (
+        name == "best_of" and data[name] == data.get("n")
+    )
 
 
 def _instead(name: str, form: type[BaseModel]) -> str:

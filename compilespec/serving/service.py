@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -41,6 +42,7 @@ class Service:
         self.tokenizer: Any = engine.tokenizer
         self.thread: EngineThread = engine.serve(max_waiting=options.max_waiting)
         self.spelled = TokenBytes(engine.tokenizer)
+        self.created = int(time.time())
         self._readers = ThreadPoolExecutor(READERS, thread_name_prefix="compilespec-read")
 
     async def off_the_loop(self, call: Callable[[], T]) -> T:

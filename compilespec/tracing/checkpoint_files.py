@@ -5,6 +5,7 @@ Pickles are read as mappings of names to tensors; nothing in them is executed.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from collections.abc import Container, Iterable, Mapping, Sequence, Set
@@ -36,6 +37,7 @@ LAYER = re.compile(r"^(?:model\.)?(?:language_model\.)?layers\.(\d+)\.(.+)$")
 MTP_LAYER = re.compile(r"^(?:model\.)?mtp_layers\.(\d+)\.(.+)$")
 MTP = re.compile(r"^(?:model\.)?(?:language_model\.)?mtp\.(?:layers\.(\d+)\.)?(.+)$")
 
+LFS_POINTER = b"version https://git-lfs."
 MAX_LISTED = 8  # names of one kind in a message
 
 
@@ -159,10 +161,21 @@ def reason(error: BaseException) -> str:
     return f"{type(error).__name__}: {text.splitlines()[0]}"
 
 
+def refuse_pointer(path: Path) -> None:
+    """Raises: CheckpointError where Git LFS left a pointer in the place of a file."""
+    with contextlib.suppress(OSError), path.open("rb") as file:
+        if file.read(len(LFS_POINTER)) == LFS_POINTER:
+            raise CheckpointError(
+                f"{path} is a pointer of Git LFS, not the file itself: run 'git lfs pull' in "
+                f"{path.parent}, or download the file"
+            )
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """Read a JSON object.  Raises: CheckpointError (missing, unreadable, something else)."""
+    refuse_pointer(path)
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8-sig"))
     except FileNotFoundError:
         raise CheckpointError(f"{path.parent}: no {path.name}") from None
     except (OSError, ValueError, RecursionError) as error:
@@ -269,4 +282,5 @@ def _read_pickle(path: Path, device: str) -> dict[str, Tensor]:
 def _unreadable(path: Path, error: Exception) -> CheckpointError:
     if isinstance(error, FileNotFoundError):
         return CheckpointError(f"{path.parent}: the shard {path.name} is missing")
+    refuse_pointer(path)
     return CheckpointError(f"{path}: not readable ({reason(error)}); copy it again")

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from compilespec.errors import MissingDependency, ModelNotFound
-from compilespec.tracing.checkpoint_files import reason
+from compilespec.tracing.checkpoint_files import reason, refuse_pointer
 
 STORED = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 
@@ -32,8 +32,9 @@ def load_gguf(path: Path, dtype: torch.dtype | None) -> tuple[Any, Mapping[str, 
     Args:
         dtype: of the weights; None takes that of the file's matrices, and bfloat16 for quantized
             ones.
-    Raises: MissingDependency, ModelNotFound.
+    Raises: MissingDependency, ModelNotFound, CheckpointError (a pointer of Git LFS).
     """
+    refuse_pointer(path)
     check_readable(path)
     from transformers import AutoModelForCausalLM, GgufConfig
 

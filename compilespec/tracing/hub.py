@@ -62,8 +62,8 @@ def find_on_hub(name: str) -> Path:
         ) from error
     except errors.LocalEntryNotFoundError as error:
         raise ModelNotFound(
-            f"{name} is no directory here, is not whole in the hub's cache (HF_HOME), and the hub "
-            f"cannot be reached; where there is network, download it: {command}"
+            f"{name}: no such directory, not (completely) downloaded, and the hub cannot be "
+            f"reached; where there is network, download it: {command}"
         ) from error
     except Exception as error:  # what the network and the disk may raise
         raise ModelNotFound(

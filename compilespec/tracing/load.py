@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -34,7 +35,9 @@ from compilespec.tracing.placement import read_device, read_dtype
 from compilespec.tracing.places import EXPECTED, ModelPlace, find_model
 from compilespec.tracing.processors import is_processor, load_processor
 from compilespec.tracing.quiet import no_progress_bars, quiet_import
+from compilespec.tracing.readable import readable
 
+MAX_SHOWN = 60  # characters of a value in a message
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
@@ -91,7 +94,11 @@ def load_target(
     """
     wanted, device = read_dtype(dtype), read_device(device)
     if not isinstance(model, nn.Module | str | Path):
-        raise InvalidOption(f"model must be an nn.Module, {EXPECTED}; got {model!r}")
+        cure = "; give a tokenizer as tokenizer=" if hasattr(model, "decode") else ""
+        got = repr(model)
+        if len(got) > MAX_SHOWN or "\n" in got:
+            got = f"a {type(model).__name__}"
+        raise InvalidOption(f"model must be an nn.Module, {EXPECTED}; got {got}{cure}")
     processor = tokenizer if is_processor(tokenizer) else None
     tokenizer = tokenizer if processor is None else processor.tokenizer
     if tokenizer is not None and not hasattr(tokenizer, "decode"):
@@ -114,6 +121,15 @@ def load_target(
     if next(model.parameters(), None) is None:
         raise InvalidOption(
             f"{type(model).__name__} has no parameters; expected a causal language model"
+        )
+    if (
+        place is None
+        and type(model).__module__.startswith("torch.nn.")
+        and not any(isinstance(part, nn.Embedding) for part in model.modules())
+    ):
+        raise InvalidOption(
+            f"model is a {type(model).__name__}, which takes no token ids: expected a causal "
+            "language model, with an embedding and a head"
         )
     model.eval()
     return Target(
@@ -143,12 +159,12 @@ def _load_directory(directory: Path, dtype: torch.dtype | None) -> nn.Module:
         import transformers.modeling_utils  # noqa: F401  (what every model is made of)
         from transformers import AutoConfig
     try:
-        config = AutoConfig.from_pretrained(directory, local_files_only=True)
-        loader = auto_class(directory, config)
-        check_shards(directory)
-        with no_progress_bars():
+        with readable(directory) as folder, no_progress_bars():
+            config = AutoConfig.from_pretrained(folder, local_files_only=True)
+            loader = auto_class(directory, config)
+            check_shards(directory)
             model, report = loader.from_pretrained(
-                directory,
+                folder,
                 dtype=dtype or "auto",
                 local_files_only=True,
                 ignore_mismatched_sizes=True,  # reported below, by name
@@ -161,6 +177,7 @@ def _load_directory(directory: Path, dtype: torch.dtype | None) -> nn.Module:
             f"{directory} cannot be loaded as a causal language model: {reason(error)}"
         ) from error
     _check_whole(directory, model, report, integers=_integers(directory, model))
+    model.name_or_path = model.config._name_or_path = str(directory)
     loaded: nn.Module = model
     return loaded
 
@@ -270,8 +287,12 @@ def _load_tokenizer(place: ModelPlace) -> Any:
     if not any((place.directory / name).is_file() for name in names):
         return None
     inside = {"gguf_file": place.gguf_file} if place.gguf_file else {}
+    files = contextlib.nullcontext(place.directory) if inside else readable(place.directory)
     try:
-        return AutoTokenizer.from_pretrained(place.directory, local_files_only=True, **inside)
+        with files as folder:
+            return AutoTokenizer.from_pretrained(folder, local_files_only=True, **inside)
+    except CheckpointError:
+        raise
     except Exception as error:  # the tokenizers library has no error class of its own
         raise ModelNotFound(
             f"{place.path}: the tokenizer cannot be loaded: {reason(error)}"

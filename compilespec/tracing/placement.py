@@ -12,10 +12,16 @@ DEVICES = ("cpu", "cuda")
 
 
 def read_dtype(given: object) -> torch.dtype | None:
-    """Read a dtype or its name; None for None.  Raises: InvalidOption."""
-    name = str(given).removeprefix("torch.") if isinstance(given, torch.dtype) else given
-    if name is None or (isinstance(name, str) and name in DTYPES):
-        return None if name is None else DTYPES[name]
+    """Read a dtype or its name, with or without "torch."; None for None and "auto".
+
+    Raises: InvalidOption.
+    """
+    is_named = isinstance(given, torch.dtype | str)
+    name = str(given).removeprefix("torch.") if is_named else given
+    if name is None or name == "auto":
+        return None
+    if isinstance(name, str) and name in DTYPES:
+        return DTYPES[name]
     raise not_one_of("dtype", name, DTYPES, "dtype", also=", or None for the checkpoint's own")
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from compilespec.demo import demo_directory
 from compilespec.errors import ModelNotFound
+from compilespec.errors.suggest import not_there
 from compilespec.tracing.checkpoint_files import listed
 from compilespec.tracing.hub import find_on_hub, is_hub_name
 
@@ -42,6 +43,8 @@ def find_model(model: str | Path) -> ModelPlace:
         return _file(path)
     if not path.exists() and is_hub_name(model):
         return ModelPlace(name=str(model), directory=_checkpoint(find_on_hub(str(model)), model))
+    if not path.exists():
+        raise ModelNotFound(f"{not_there(path)}; expected {EXPECTED}")
     if (path / "config.json").is_file():
         is_demo = path == Path(demo_directory())
         return ModelPlace(name="demo" if is_demo else path.resolve().name, directory=path)

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from compilespec.errors import CheckpointError, InvalidOption, InvalidRequest
+from compilespec.errors.suggest import not_there
 from compilespec.runtime.chat import encode_chat
 from compilespec.training.files import read_records
 
@@ -209,6 +210,8 @@ def data_files(path: Path) -> list[Path]:
             return files
     elif path.is_file() and path.suffix in SUFFIXES:
         return [path]
+    if not path.exists():
+        raise CheckpointError(not_there(path))
     raise CheckpointError(
         f"{path}: expected a file with the suffix {' or '.join(SUFFIXES)}, or a folder of such"
     )

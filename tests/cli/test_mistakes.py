@@ -231,9 +231,9 @@ BY_COMMAND = {
     "a quantization": (
         "generate --prompt x --quantize fp8", r"^--quantize must be .*mean float8_dynamic\?$",
     ),
-    "no model": ("generate --prompt x --model nowhere", "^nowhere holds no config.json"),
+    "no model": ("generate --prompt x --model nowhere", "^nowhere does not exist; expected a dir"),
     "no drafter": (
-        "generate --prompt x --spec eagle3 --draft nowhere", "^draft nowhere holds no config.json",
+        "generate --prompt x --spec eagle3 --draft nowhere", "^draft nowhere does not exist;",
     ),
     "a drafter for plain decoding": (
         "dump --spec none --draft x", "^--draft must go with a drafting method: give --spec, or",

@@ -406,7 +406,7 @@ def test_what_was_begun_is_kept_where_starting_stops(
     shallow: SpecProgram, compiled: list[fx.GraphModule], tmp_path: Path
 ) -> None:
     def stop(record: Progress) -> None:
-        if record.what.startswith("decode") and record.detail == "piece 2 of 3":
+        if record.what.startswith("decode") and record.detail == "part 2 of 3":
             raise InterruptedError(record.what)
 
     cache = ArtifactCache(tmp_path)

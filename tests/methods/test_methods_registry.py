@@ -45,6 +45,16 @@ def test_unknown_name_lists_the_known_ones(name):
     assert not str(caught.value).startswith("'")
 
 
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [("eagle4", "eagle or eagle3"), ("eagle2", "eagle or eagle3"), ("eagel3", "eagle3"),
+     ("medusa2", "medusa")],
+)  # fmt: skip
+def test_another_version_may_mean_any_of_those_there_are(name, meant):
+    with pytest.raises(UnknownMethod, match=rf"did you mean {meant}\?"):
+        get_method(name)
+
+
 def test_a_name_must_be_a_string():
     with pytest.raises(UnknownMethod, match="got int"):
         get_method(3)

@@ -131,6 +131,7 @@ IMPOSSIBLE = {
     "max_batch_size=True": {"max_batch_size": True},
     "max_batch_size=2.0": {"max_batch_size": 2.0},
     "max_seq_len=-3": {"max_seq_len": -3},
+    "max_seq_len=1": {"max_seq_len": 1},
     "max_prefill_tokens=0": {"max_prefill_tokens": 0},
     "kv_cache_tokens=0": {"kv_cache_tokens": 0},
     "num_draft_tokens=0": {"num_draft_tokens": 0},
@@ -192,7 +193,7 @@ def test_a_directory_that_is_no_checkpoint(tmp_path):
         refused(
             errors.ModelNotFound,
             str(path),
-            "config.json",
+            "expected a directory in Hugging Face layout",
             run=lambda path=path: compile_target(model=path),
         )
     (tmp_path / "config.json").write_text("{")

@@ -91,7 +91,7 @@ WRONG: dict[str, tuple[Any, str]] = {
     "num_draft_tokens": ("3", r"a positive integer, 'auto', or several .*; got '3'$"),
     "draft_tree": ([(0,)], r"a compilespec.DraftTree, .*; got \[\(0,\)\]$"),
     "max_batch_size": (None, "a positive integer; got None$"),
-    "max_seq_len": (0, "a positive integer; got 0$"),
+    "max_seq_len": (1, "an integer of at least 2, .*; got 1$"),
     "max_prefill_tokens": (True, "a positive integer; got True$"),
     "kv_cache_tokens": (1.5, "a positive integer; got 1.5$"),
     "enable_prefix_caching": (1, "True or False; got 1$"),

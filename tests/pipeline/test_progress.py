@@ -95,9 +95,9 @@ def test_time_inside_another_step_counts_once(monkeypatch: pytest.MonkeyPatch) -
     reporter.ready()
     assert told[-1].seconds == {"rewrite": 2.0, "compile": 5.0}
     assert [str(one) for one in told[1:4]] == [
-        "rewrite 2/3: decode, K=3, to ATen",
-        "rewrite 2/3: decode, K=3, to ATen, 2.0 s",
-        "compile 2/3: decode, K=3, 7.0 s",
+        "rewriting 2 of 3: decode, K=3, to ATen",
+        "rewriting 2 of 3: decode, K=3, to ATen, 2.0 s",
+        "compiling 2 of 3: decode, K=3, 7.0 s",
     ]
 
 
@@ -129,8 +129,8 @@ def test_the_reason_is_what_differs_from_the_nearest_artifact(
         return whys(told)
 
     assert start(program) == {
-        "prefill": "nothing is cached for this model",
-        "decode, K=0": "this step is not cached for this model",
+        "prefill": "first time for this model",
+        "decode, K=0": "first time for this step of the model",
     }
     assert start(program) == {}
     bigger = small_program(max_batch_size=3)
@@ -161,8 +161,8 @@ def test_the_reason_is_what_differs_from_the_nearest_artifact(
         ("compiler options", "{}", "compiler options changed"),
         ("dtype", "float16", "dtype changed from float16 to float64"),
         ("layout of weights", "0" * 64, "layout of weights changed"),
-        ("model", "0" * 64, "nothing is cached for this model"),
-        ("step", "replay", "this step is not cached for this model"),
+        ("model", "0" * 64, "first time for this model"),
+        ("step", "replay", "first time for this step of the model"),
     ],
 )
 def test_every_part_of_the_key_has_its_reason(
@@ -186,7 +186,7 @@ def test_damaged_keys_are_passed_over(program: SpecProgram, tmp_path: Path) -> N
     (stored,) = cache.directory.glob("keys/*/*.json")
     for damage in ("", "[1]", '"text"', "\udcff"):
         stored.write_bytes(damage.encode(errors="surrogateescape"))
-        assert cache.why_new(key) == "nothing is cached for this model"
+        assert cache.why_new(key) == "first time for this model"
     stored.write_text(json.dumps({"step": dict(key.parts)["step"], "dtype": 7}))
     assert "dtype changed from 7 to float64" in cache.why_new(key)
 
@@ -201,7 +201,7 @@ def test_building_the_cpp_kernels_is_told(monkeypatch: pytest.MonkeyPatch) -> No
     prepare_kernels(torch.device("cpu"), Reporter(told.append))
     assert [one.from_cache for one in told] == [None, False, False, False], "said before it builds"
     assert str(dataclasses.replace(told[-1], elapsed_ms=41_000)) == (
-        "compile: C++ kernels, anew (none are cached for this CPU, compiler and torch), 41.0 s"
+        "compiling: C++ kernels (none are cached for this CPU, compiler and torch), 41.0 s"
     )
 
 
@@ -220,7 +220,7 @@ def test_a_terminal_shows_what_starting_does(monkeypatch: pytest.MonkeyPatch) ->
     with report.starting("[demo]") as progress:
         assert progress is not None
         progress(Progress(stage="compile", what="decode, K=3", index=2, total=3))
-    assert "[demo]: compile 2/3: decode, K=3" in screen.getvalue()
+    assert "[demo]: compiling 2 of 3: decode, K=3" in screen.getvalue()
 
 
 def test_pipes_and_json_show_nothing(
@@ -240,7 +240,7 @@ def test_pipes_and_json_show_nothing(
     assert main([*command, "--json"]) == 0
     assert screen.getvalue() == ""
     assert main(command) == 0
-    assert "compile 2/2: decode, K=0" in screen.getvalue()
+    assert "compiling 2 of 2: decode, K=0" in screen.getvalue()
 
 
 SCRIPT = """

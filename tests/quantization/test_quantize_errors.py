@@ -10,7 +10,7 @@ import torch
 
 import compilespec
 from compilespec.cli import main
-from compilespec.errors import InvalidOption, NotSupported
+from compilespec.errors import InvalidOption, MissingDependency
 from compilespec.quantization import Quantize, read_quantize
 
 INSTALL = "pip install 'compilespec[quant]'"
@@ -26,7 +26,7 @@ def no_torchao(monkeypatch):
 
 @pytest.mark.parametrize("keyword", ["quantize", "draft_quantize"])
 def test_a_missing_extra_is_one_line_with_its_cure(no_torchao, keyword):
-    with pytest.raises(NotSupported) as caught:
+    with pytest.raises(MissingDependency) as caught:
         compilespec.compile(torch.nn.Linear(2, 2), **{keyword: "int8-weight-only"})
     text = str(caught.value)
     assert text.startswith(f"{keyword}='int8_weight_only' needs torchao>=0.15")
@@ -52,7 +52,7 @@ def test_an_old_torchao_is_refused(monkeypatch, version, is_old):
     if not is_old:
         assert read_quantize("int8") == Quantize("int8_weight_only")
         return
-    with pytest.raises(NotSupported, match=r"needs torchao>=0\.15, found 0\.") as caught:
+    with pytest.raises(MissingDependency, match=r"needs torchao>=0\.15, found 0\.") as caught:
         read_quantize("int8")
     assert str(caught.value).endswith(INSTALL)
 

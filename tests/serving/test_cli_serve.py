@@ -22,11 +22,10 @@ from compilespec.serving import ServerOptions
 from compilespec.serving.process import Binding
 
 SERVER = """
-import logging, sys
+import sys
 from compilespec.serving import run
 from compilespec.serving.process import Binding
 from tests.support.live_server import toy_engine
-logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stdout)
 binding = Binding(port=0, ssl_certfile=sys.argv[1], ssl_keyfile=sys.argv[2])
 sys.exit(run(toy_engine("yes"), None, binding))
 """
@@ -63,13 +62,14 @@ def test_flags_reach_engine_options_and_binding(
     monkeypatch.setenv(serve.KEY_VARIABLE, "three")
     flags = ["--model", "org/name", "--port", "0", "--max-batch-size", "3", "--prompt-logprobs",
              "--api-key-file", str(keys), "--max-waiting", "7", "--request-timeout", "9",
-             "--drain-timeout", "4", "--tool-parser", "llama"]  # fmt: skip
+             "--drain-timeout", "4", "--tool-parser", "llama", "--allowed-origin", "*"]  # fmt: skip
     assert main(["serve", *flags]) == 0
     assert asked["changes"] == {"max_batch_size": 3, "prompt_logprobs": True}
     assert asked["spec"] == "none"
     assert asked["options"] == ServerOptions(
         model_names=("org/name",), api_keys=("one", "two", "three"), max_waiting=7,
         request_timeout_s=9, tool_parser="llama",
+        allowed_origins=("*",),
     )  # fmt: skip
     assert asked["binding"] == Binding(port=0, drain_timeout_s=4)
     assert asked["binding"].host == "127.0.0.1"
@@ -132,13 +132,13 @@ def test_https(tmp_path: Path) -> None:
         check=True, capture_output=True,
     )  # fmt: skip
     command = [sys.executable, "-c", SERVER, str(certificate), str(key)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         try:
-            assert process.stdout is not None
-            found = re.search(r"https://\S+", process.stdout.readline())
-            assert found is not None
+            assert process.stderr is not None
+            told = (re.fullmatch(r"serving on (https://\S+)\n", line) for line in process.stderr)
+            found = next(filter(None, told))
             trusted = ssl.create_default_context(cafile=str(certificate))
-            with httpx2.Client(base_url=found[0], verify=trusted, trust_env=False) as client:
+            with httpx2.Client(base_url=found[1], verify=trusted, trust_env=False) as client:
                 assert client.get("/health").json() == {"status": "ready"}
                 assert "server" not in client.get("/health").headers
             process.send_signal(signal.SIGTERM)

@@ -5,17 +5,39 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from tokenizers import AddedToken
 
+from compilespec.runtime.guides import Vocabulary
 from compilespec.serving import ServerOptions
-from compilespec.serving.parsers.calls import Hermes, Llama
-from compilespec.serving.parsers.parts import Parser, Parts, Plain
+from compilespec.serving.errors import ApiError
+from compilespec.serving.params import read_guide
+from compilespec.serving.parsers.calls import BEGIN, END, Hermes, Llama, Whole, read_calls
+from compilespec.serving.parsers.parts import First, Parser, Parts, Plain
 from compilespec.serving.parsers.reasoning import Think
-from tests.support.live_server import Live, live, toy_engine
+from compilespec.serving.protocol import ChatRequest
+from compilespec.serving.tools import read_tools
+from tests.support.live_server import Live, live, toy_engine, toy_tokenizer
 
 CALL = '<tool_call>\n{"name": "f", "arguments": {"x": "é<"}}\n</tool_call>'
+NAMES = ("f", "g")
+BARE = '{"name": "f", "arguments": {"x": 1}}'
+FENCED = f"```json\n{BARE}\n```"
+WRITE = '{"name": "write", "arguments": {"text": "%s"}}'
+TAGGED = "<tool_call>\n%s\n</tool_call>"
+
+
+def named(kind: Callable[..., Parser]) -> Callable[[], Parser]:
+    return lambda: kind(NAMES)
+
+
+def written(text: str) -> tuple[str, Any]:
+    return "write", {"text": text}
+
+
 CASES: dict[str, tuple[Callable[[], Parser], str, str, str, list[tuple[str, Any]]]] = {
     "plain": (Plain, "a <b", "a <b", "", []),
     "hermes, none": (Hermes, "1 < 2 <tool", "1 < 2 <tool", "", []),
@@ -28,14 +50,87 @@ CASES: dict[str, tuple[Callable[[], Parser], str, str, str, list[tuple[str, Any]
     ),
     "hermes, cut": (Hermes, '<tool_call>{"name"', '<tool_call>{"name"', "", []),
     "hermes, no end": (Hermes, '<tool_call>{"name": "g"}', "", "", [("g", {})]),
-    "llama": (Llama, '{"name": "f", "parameters": {"x": 1}}', "", "", [("f", {"x": 1})]),
+    "llama": (named(Llama), '{"name": "f", "parameters": {"x": 1}}', "", "", [("f", {"x": 1})]),
     "llama, two": (
-        Llama,
+        named(Llama),
         '<|python_tag|>{"name": "f", "parameters": {}}; {"name": "g", "arguments": {"y": []}}',
         "", "", [("f", {}), ("g", {"y": []})],
     ),
-    "llama, other JSON": (Llama, ' {"x": 1}', ' {"x": 1}', "", []),
-    "llama, text": (Llama, "<|pyth is {", "<|pyth is {", "", []),
+    "llama, other JSON": (named(Llama), ' {"x": 1}', ' {"x": 1}', "", []),
+    "llama, text": (named(Llama), "<|pyth is {", "<|pyth is {", "", []),
+    "llama, call of another": (
+        named(Llama), '{"name": "h", "parameters": {}}', '{"name": "h", "parameters": {}}', "", [],
+    ),
+    "llama, text before": (
+        named(Llama), 'So:\n{"type": "function", "name": "f", "parameters": {}}', "So:\n", "",
+        [("f", {})],
+    ),
+    "a stray tag": (
+        Hermes, "<tool_call>\nso: " + TAGGED % (WRITE % "x"), "<tool_call>\nso: ", "",
+        [written("x")],
+    ),
+    "tags in a string": (
+        Hermes, TAGGED % (WRITE % "a <tool_call>{}</tool_call> \\\"}"), "", "",
+        [written('a <tool_call>{}</tool_call> "}')],
+    ),
+    "control characters": (Hermes, TAGGED % (WRITE % "a\n\tb"), "", "", [written("a\n\tb")]),
+    "no end between calls": (
+        Hermes, f"<tool_call>\n{WRITE % 1}\n{TAGGED % (WRITE % 2)}", "", "",
+        [written("1"), written("2")],
+    ),
+    "two between tags": (
+        Hermes, TAGGED % f"{WRITE % 1},\n{WRITE % 2}", "", "", [written("1"), written("2")],
+    ),
+    "a list between tags": (
+        Hermes, TAGGED % f"[{WRITE % 1}, {WRITE % 2}]", "", "", [written("1"), written("2")],
+    ),
+    "text between calls": (
+        Hermes, f"{CALL}\n \nand\n{CALL}", "and\n", "", [("f", {"x": "é<"})] * 2,
+    ),
+    "white space before a call": (Hermes, f"\n {CALL}", "", "", [("f", {"x": "é<"})]),
+    "half a character": (Hermes, TAGGED % (WRITE % r"\ud83d"), "", "", [written("\ufffd")]),
+    "a character in halves": (Hermes, TAGGED % (WRITE % r"\ud83d\ude00"), "", "", [written("😀")]),
+    "too deep": (
+        Hermes, '<tool_call>{"name": "f", "arguments": ' + "[" * 3000,
+        '<tool_call>{"name": "f", "arguments": ' + "[" * 3000, "", [],
+    ),
+    "bare": (named(Hermes), BARE, "", "", [("f", {"x": 1})]),
+    "bare, no name known": (Hermes, BARE, BARE, "", []),
+    "bare, name of no tool": (
+        named(Hermes), BARE.replace("f", "h", 1), BARE.replace("f", "h", 1), "", [],
+    ),
+    "bare, no arguments": (named(Hermes), '{"name": "f"}', '{"name": "f"}', "", []),
+    "bare, cut": (named(Hermes), BARE[:-1], BARE[:-1], "", []),
+    "bare, two and text": (
+        named(Hermes), f"\n {BARE}\n{BARE}\nDone {{}}.", "Done {}.", "", [("f", {"x": 1})] * 2,
+    ),
+    "bare, after text": (named(Hermes), f"I call:\n{BARE}", "I call:\n", "", [("f", {"x": 1})]),
+    "bare, in a line": (named(Hermes), f"I call: {BARE}", f"I call: {BARE}", "", []),
+    "bare, a list": (named(Hermes), f"[{BARE},\n{BARE}]", "", "", [("f", {"x": 1})] * 2),
+    "bare, end without begin": (
+        named(Hermes), f"{BARE}\n</tool_call>", "", "", [("f", {"x": 1})],
+    ),
+    "an answer in JSON": (
+        named(Hermes), f'{{"calls": [\n{BARE}\n]}}', f'{{"calls": [\n{BARE}\n]}}', "", [],
+    ),
+    "a list of other things": (named(Hermes), f"[{BARE}, 1]", f"[{BARE}, 1]", "", []),
+    "fenced": (named(Hermes), FENCED, "", "", [("f", {"x": 1})]),
+    "fenced, among text": (
+        named(Hermes), f"So:\n{FENCED}\n{FENCED}\nDone.", "So:\nDone.", "", [("f", {"x": 1})] * 2,
+    ),
+    "fenced, no label": (
+        named(Hermes), f"```\n\n  {BARE}```", "", "", [("f", {"x": 1})],
+    ),
+    "fenced, other JSON": (
+        named(Hermes), '```json\n{"name": "h"}\n```\n', '```json\n{"name": "h"}\n```\n', "", [],
+    ),
+    "fenced, code": (
+        named(Hermes), "a `b`\n```c\n{\n}\n```", "a `b`\n```c\n{\n}\n```", "", [],
+    ),
+    "the first alone": (
+        lambda: First(Hermes(NAMES)), f"{CALL}{CALL} and\n{FENCED}", "and\n", "",
+        [("f", {"x": "é<"})],
+    ),
     "thought": (
         lambda: Think(Plain(), is_begun=False), "\n<think>\nhm </\n</think>\n\nYes", "Yes",
         "\nhm </\n", [],
@@ -67,6 +162,35 @@ def test_parts_are_the_same_however_the_text_is_cut(name: str) -> None:
         assert len({call.id for call in parts.calls}) == len(calls)
 
 
+@pytest.mark.parametrize(
+    ("given", "want"),
+    [
+        ("null", {}), ('""', {}), ('" "', {}), ("{}", {}), (r'"{\"x\": null}"', {"x": None}),
+        ("NaN", None), ('{"x": NaN}', None), ('{"x": 1e999}', None), ("Infinity", None),
+        ("[]", None), ("1", None), ('"text"', None), ('"[1]"', None),
+        (r'"{\"x\": -Infinity}"', None),
+        ('{"x": 12345678901234567890123}', {"x": 12345678901234567890123}),
+        ('{"x": ' + "[" * 900_000 + "]" * 900_000 + "}", None),
+    ],
+)  # fmt: skip
+def test_arguments_are_an_object_or_there_is_no_call(given: str, want: Any) -> None:
+    calls = read_calls(f'{{"name": "f", "arguments": {given}}}', None)
+    assert [json.loads(call.arguments) for call in calls] == ([] if want is None else [want])
+    for name in (None, "f"):
+        text = f'[{{"name": "f", "arguments": {given}}}]' if name is None else given
+        parser = Whole(name)
+        parser.add(text)
+        parts = parser.finish()
+        assert len(parts.calls) == len(calls)
+        assert parts.content == ("" if calls else text)
+
+
+def test_an_answer_in_json_does_not_wait_for_its_end() -> None:
+    parser = Hermes(NAMES)
+    assert parser.add('{"title": "').content == '{"title": "'
+    assert parser.add("a\n").content == "a\n"
+
+
 def test_content_does_not_wait_for_what_cannot_be_a_tag() -> None:
     parser = Hermes()
     assert parser.add("one <").content == "one "
@@ -76,6 +200,9 @@ def test_content_does_not_wait_for_what_cannot_be_a_tag() -> None:
 # --- by the server ---
 
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+OTHER: dict[str, Any] = {"type": "function", "function": {"name": "g", "parameters": {
+    "properties": {"x": {"type": "integer"}}, "required": ["x"],
+}}}  # fmt: skip
 ASK: dict[str, Any] = {
     "model": "toy", "messages": [{"role": "user", "content": "call"}], "temperature": 0,
     "tools": [TOOL],
@@ -132,3 +259,100 @@ def test_a_model_without_a_known_form_is_named() -> None:
         answer = client.post("/v1/chat/completions", json=ASK)
         assert answer.status_code == 400
         assert "--tool-parser" in answer.json()["error"]["message"]
+
+
+# --- guides beside calls ---
+
+
+def tag_tokenizer() -> Any:
+    """Its tags are tokens, as Qwen's are."""
+    tokenizer = toy_tokenizer()
+    tokenizer.add_tokens([AddedToken(tag, special=False) for tag in (BEGIN, END)])
+    return tokenizer
+
+
+def service_of(tool_parser: str, tokenizer: Any = None) -> Any:
+    options = ServerOptions(tool_parser=tool_parser, reasoning_parser="none")
+    return SimpleNamespace(options=options, tokenizer=tokenizer or toy_tokenizer())
+
+
+def admits(guide: Any, text: str, tokenizer: Any = None) -> bool:
+    tokenizer = tokenizer or toy_tokenizer()
+    matcher = guide.matcher(Vocabulary(tokenizer, len(tokenizer)))
+    for token in tokenizer.encode(text):
+        is_allowed = bool(matcher.allowed()[token // 32] >> token % 32 & 1)
+        assert is_allowed == matcher.advance(token)
+        if not is_allowed:
+            return False
+    return bool(matcher.may_end())
+
+
+FORM = {"type": "json_schema", "json_schema": {"schema": {
+    "type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"],
+    "additionalProperties": False,
+}}}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["hermes", "llama"])
+@pytest.mark.parametrize("parallel", [True, False])
+def test_beside_a_format_calls_are_possible(name: str, parallel: bool) -> None:
+    asked = ChatRequest(
+        messages=[], tools=[TOOL, OTHER], response_format=FORM, parallel_tool_calls=parallel
+    )
+    one = '<tool_call>\n{"name":"g","arguments":{"x":1}}\n</tool_call>'
+    if name == "llama":
+        one = '{"name":"g","parameters":{"x":1}}'
+    two = f"{one}; {one}" if name == "llama" else f"{one}\n{one}"
+    for tokenizer in (toy_tokenizer(), tag_tokenizer()):
+        reading = read_tools(asked, service_of(name, tokenizer)).reading([])
+        guide = reading.guide(read_guide(asked))["guide"]
+        for text, wanted in (
+            ('{"a":1}', True), (one, True), (two, parallel), ("a", False), (one[:-1], False),
+            (one.replace("g", "h"), False), (one.replace("1", '"1"'), False),
+        ):  # fmt: skip
+            assert admits(guide, text, tokenizer) == wanted, text
+    for text, count in (('{"a":1}', 0), (one, 1), (two, 2 if parallel else 1)):
+        parser = reading.parser()
+        parts = parser.add(text) + parser.finish()
+        assert len(parts.calls) == count
+        assert bool(parts.content) == (not count)
+
+
+def test_a_choice_or_an_expression_beside_calls() -> None:
+    for form, text in (
+        ({"type": "regex", "regex": "[0-9]/+"}, "7//"),
+        ({"type": "choice", "choice": ["é\n", "no"]}, "é\n"),
+        ({"type": "json_object"}, '{"b":[]}'),
+        ({"type": "json_object"}, BARE.replace(" ", "")),  # without tags, and so content
+    ):
+        asked = ChatRequest(messages=[], tools=[TOOL], response_format=form)
+        reading = read_tools(asked, service_of("hermes")).reading([])
+        assert admits(reading.guide(read_guide(asked))["guide"], text)
+        parser = reading.parser()
+        assert parser.add(text) + parser.finish() == Parts(content=text)
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "g"}}])
+def test_an_answer_that_must_be_a_call_has_no_format(choice: Any) -> None:
+    """And one call where the request says so."""
+    asked = {"messages": [], "tools": [OTHER], "tool_choice": choice, "response_format": FORM}
+    told = ChatRequest(**asked, parallel_tool_calls=False)
+    reading = read_tools(told, service_of("hermes")).reading([])
+    guide = reading.guide(read_guide(told))["guide"]
+    one = '{"name":"g","arguments":{"x":1}}' if choice == "required" else '{"x":1}'
+    assert admits(guide, f"[{one}]" if choice == "required" else one)
+    assert not admits(guide, '{"a":1}')
+    assert not admits(guide, f"[{one},{one}]")
+    reading = read_tools(ChatRequest(**asked), service_of("hermes")).reading([])
+    two = f"[{one},{one}]"
+    assert admits(reading.guide(None)["guide"], two) == (choice == "required")
+    parser = reading.parser()
+    assert len((parser.add(one) + parser.finish()).calls) == 1
+
+
+def test_parameters_are_those_of_an_object() -> None:
+    for parameters in ({"type": "array"}, {"type": "string"}, [1], "x"):
+        function = {"name": "f", "parameters": parameters}
+        asked = ChatRequest(messages=[], tools=[{"type": "function", "function": function}])
+        with pytest.raises(ApiError, match=r'expected .*"type": "object"'):
+            read_tools(asked, service_of("hermes"))

@@ -20,11 +20,14 @@ import pytest
 import torch
 
 from compilespec import SamplingParams
-from compilespec.errors import InvalidOption
+from compilespec.errors import InvalidOption, InvalidRequest
 from compilespec.runtime.given_rows import GivenRows
 from compilespec.runtime.image_prompts import ReadPrompt
 from compilespec.serving import ServerOptions
+from compilespec.serving.chat import chat_prompt
 from compilespec.serving.events import ClientGone, EventStream
+from compilespec.serving.logprobs import TextOffsets
+from compilespec.serving.protocol import ChatRequest
 from tests.support.adapters import TOY_ADAPTERS, save_toy_adapter
 from tests.support.fake_executor import toy_decode
 from tests.support.gates import Gate
@@ -32,6 +35,7 @@ from tests.support.live_server import EOS, VOCAB, Live, live, toy_engine, toy_to
 
 HELLO = [{"role": "user", "content": "hello"}]
 HELLO_IDS = list(b"u:helloa:")
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 GREEDY = {"temperature": 0, "model": "toy"}
 
 
@@ -164,6 +168,125 @@ def test_echo_and_no_token_at_all(client: httpx2.Client) -> None:
         assert "".join(event["choices"][0]["text"] for event in events(response)) == text
 
 
+NOTHING: dict[str, tuple[str, dict[str, Any]]] = {
+    "null": (CHAT, dict.fromkeys(
+        ("functions", "function_call", "audio", "prediction", "verbosity", "web_search_options",
+         "stream", "stream_options", "n", "stop", "priority", "compact_json", "guided_json"),
+    )),
+    "best_of": (COMPLETIONS, {"best_of": 1}),
+    "best_of n": (COMPLETIONS, {"n": 3, "best_of": 3}),
+    "defaults": (COMPLETIONS, {"suffix": "", "echo": None, "logit_bias": {}, "n": 1}),
+    "chat's defaults": (CHAT, {"functions": [], "function_call": "auto", "verbosity": "medium",
+                               "tools": [], "tool_choice": "auto", "modalities": ["text"],
+                               "parallel_tool_calls": True, "top_logprobs": 0}),
+    "stream": (CHAT, {"stream": True, "stream_options": {
+        "include_usage": None, "include_obfuscation": False}}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NOTHING)
+def test_fields_that_ask_for_nothing(client: httpx2.Client, name: str) -> None:
+    path, fields = NOTHING[name]
+    prompt = {"messages": HELLO} if path == CHAT else {"prompt": "x"}
+    answer = client.post(path, json={**prompt, "max_tokens": 1, **fields})
+    assert answer.status_code == 200, answer.text
+
+
+@pytest.mark.parametrize("prompt", ["é€", [0xF0, 0x9F, 0x98, 0x80, 104, 256, 257, 105]])
+def test_offsets_are_those_of_characters_in_the_text(prompt: Any) -> None:
+    """Where tokens are parts of characters, and special tokens no text."""
+    says = "a😀é\u200dz€"
+    with live(toy_engine(says)) as server, server.client() as client:
+        body = {"prompt": "a:", "max_tokens": 99, "logprobs": 1, "temperature": 0}
+        whole = client.post(COMPLETIONS, json=body).json()["choices"][0]
+        assert whole["text"] == says
+        offsets = whole["logprobs"]["text_offset"]
+        sizes = [len(char.encode()) for char in says]
+        expected = [at for at, size in enumerate(sizes) for _ in range(size)]
+        assert offsets == [*expected, len(says)]  # the last is EOS
+        with client.stream("POST", COMPLETIONS, json={**body, "stream": True}) as response:
+            told = [event["choices"][0]["logprobs"] for event in events(response)]
+        assert [at for one in told for at in one["text_offset"]] == offsets
+        spelled = server.service.spelled
+    ids = list(prompt.encode()) if isinstance(prompt, str) else prompt
+    text = str(toy_tokenizer().decode(ids))
+    places = TextOffsets(spelled, text).of(ids)
+    known = {at: text[at:] for at in range(len(text))}
+    for at, token in zip(places, ids, strict=True):
+        char = known[at].encode()
+        assert token >= 256 or bytes([token]) in char[: len(known[at][0].encode())]
+    assert places == [0, 0, 1, 1, 1] if isinstance(prompt, str) else [0, 0, 0, 0, 1, 2, 7, 9]
+
+
+def test_an_output_is_shown_in_brief() -> None:
+    with toy_engine("Hi.") as engine:
+        (output,) = engine.generate("a:")
+    assert repr(output) == "GenerationOutput(text='Hi.', num_tokens=4, finish_reason='stop')"
+
+
+def test_an_answer_that_was_cut_in_thought_may_be_sent_back(server: Live) -> None:
+    for thought in ({"reasoning_content": "hm"}, {"reasoning": "hm"}):
+        cut = {"role": "assistant", "content": None, **thought}
+        prompt = chat_prompt(ChatRequest(messages=[*HELLO, cut, *HELLO]), None)
+        assert prompt["messages"][1]["reasoning_content"] == "hm"
+        assert server.service.engine.encode(prompt) == list(b"u:helloa:u:helloa:")
+    for wrong in ({"role": "assistant", "content": None}, {"role": "user", "reasoning": None}):
+        with pytest.raises(InvalidRequest, match="content of message 0"):
+            server.service.engine.encode(chat_prompt(ChatRequest(messages=[wrong]), None))
+
+
+def test_a_prompt_that_is_too_long_has_the_code_that_clients_know(client: httpx2.Client) -> None:
+    chat = {"messages": [{"role": "user", "content": "x" * 300}]}
+    for path, body in (
+        (CHAT, chat), (CHAT, {**chat, "stream": True}), (COMPLETIONS, {"prompt": "x" * 300}),
+        (COMPLETIONS, {"prompt": [[1], [1] * 300], "stream": True}),
+    ):  # fmt: skip
+        answer = client.post(path, json=body)
+        assert answer.status_code == 400
+        assert answer.json()["error"]["code"] == "context_length_exceeded"
+
+
+def test_the_tokenizer_is_told_as_evaluations_ask() -> None:
+    options = ServerOptions(api_keys=("key",))
+    with live(toy_engine(), options) as server, server.client() as client:
+        assert client.get("/tokenizer_info").status_code == 401
+        client.headers["Authorization"] = "Bearer key"
+        told = client.get("/tokenizer_info").json()
+        assert (told["eos_token"], told["bos_token"], told["pad_token"]) == ("<eos>", None, None)
+        assert told["chat_template"] == server.service.tokenizer.chat_template
+        assert told["tokenizer_class"] == type(server.service.tokenizer).__name__
+        assert "/" not in str({**told, "chat_template": ""})  # no paths of the server
+        asked = {"prompt": "<eos>", "add_special_tokens": False}
+        assert client.post("/tokenize", json=asked).json()["tokens"] == [EOS]
+        assert server.service.created == client.get("/v1/models").json()["data"][0]["created"]
+        assert 0 <= time.time() - server.service.created < 600
+
+
+def test_pages_of_other_origins_may_ask_where_the_server_says_so(server: Live) -> None:
+    page = "https://a.example"
+    ask = {"Origin": page, "Access-Control-Request-Method": "POST",
+           "Access-Control-Request-Headers": "authorization,content-type"}  # fmt: skip
+    with server.client() as client:
+        assert "Access-Control-Allow-Origin" not in client.get("/", headers=ask).headers
+    for origins in ((page, "http://b.example:3000"), ("*",)):
+        options = ServerOptions(api_keys=("key",), allowed_origins=origins)
+        with live(toy_engine(), options) as other, other.client() as client:
+            told = client.options(CHAT, headers=ask)  # without a key, as browsers ask
+            assert told.status_code == 200
+            assert told.headers["Access-Control-Allow-Headers"] == "authorization,content-type"
+            assert "POST" in told.headers["Access-Control-Allow-Methods"]
+            for answer in (
+                client.get("/health", headers=ask), client.get("/v1/models", headers=ask),
+                client.post(CHAT, headers=ask, content=b"x"), told,
+            ):  # fmt: skip
+                assert answer.headers["Access-Control-Allow-Origin"] in (page, "*")
+            assert answer.status_code == 200
+            strange = client.get("/health", headers={"Origin": "https://c.example"})
+            assert strange.headers.get("Access-Control-Allow-Origin") == (
+                "*" if origins == ("*",) else None
+            )
+
+
 def test_a_stop_string_is_named_and_eos_is_not() -> None:
     with live(toy_engine("one two three")) as server, server.client() as client:
 
@@ -209,7 +332,7 @@ def test_models_tokens_stats_and_metrics(server: Live, client: httpx2.Client) ->
 
 # --- refusals ---
 
-CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+
 BAD: dict[str, tuple[str, Any, int, str]] = {
     "unknown field": (COMPLETIONS, {"prompt": "x", "temprature": 1}, 400, "mean temperature"),
     "vLLM's field": (CHAT, {"messages": HELLO, "guided_json": {}}, 400, "response_format="),
@@ -225,7 +348,10 @@ BAD: dict[str, tuple[str, Any, int, str]] = {
     "min_tokens": (COMPLETIONS, {"prompt": "x", "min_tokens": 99}, 400, "at most max_tokens"),
     "model": (COMPLETIONS, {"prompt": "x", "model": "gpt"}, 404, "no model 'gpt'; served: toy"),
     "echo": (COMPLETIONS, {"prompt": "x", "echo": True, "logprobs": 1}, 400, "--prompt-logprobs"),
-    "best_of": (COMPLETIONS, {"prompt": "x", "best_of": 3}, 400, "best_of"),
+    "best_of": (COMPLETIONS, {"prompt": "x", "best_of": 3}, 400, "best_of.*did you mean n"),
+    "suffix": (COMPLETIONS, {"prompt": "x", "suffix": "b"}, 400, "no infilling"),
+    "functions": (CHAT, {"messages": HELLO, "functions": [{}]}, 400, "did you mean tools"),
+    "audio": (CHAT, {"messages": HELLO, "audio": {}}, 400, "no field 'audio'; leave it out"),
     "too many": (COMPLETIONS, {"prompt": "x", "n": 999}, 400, "send it in parts"),
     "no messages": (CHAT, {"messages": []}, 400, "messages is empty"),
     "image": (
@@ -289,6 +415,21 @@ def test_bad_bodies_are_refused_with_the_cure(
     assert "\n" not in error["message"]
     assert not re.search(r"/work|/home|site-packages|Traceback|\.py\b", answer.text)
     assert server.service.thread.health().num_open == 0
+
+
+def test_what_is_nested_too_deep_is_said_to_be_that(client: httpx2.Client) -> None:
+    deep = '{"items": ' * 980 + "{}" + "}" * 980
+    messages = '{"messages": [{"role": "user", "content": "x"}], '
+    for fields, what in (
+        (f'"tools": [{{"type": "function", "function": {{"name": "f", "parameters": {deep}}}}}]',
+         "the messages, tools or template_options are nested too deep for the chat template"),
+        (f'"response_format": {{"type": "json_schema", "json_schema": {{"schema": {deep}}}}}',
+         "nested too deep"),
+    ):  # fmt: skip
+        body = f"{messages}{fields}}}".encode()
+        answer = client.post(CHAT, content=body, headers={"Content-Type": "application/json"})
+        assert answer.status_code == 400
+        assert what in answer.json()["error"]["message"]
 
 
 def test_what_is_no_json_or_no_route(client: httpx2.Client) -> None:
@@ -382,6 +523,30 @@ def test_sizes_and_times_have_limits() -> None:
             assert events(r)[-1]["error"]["code"] == "timeout"
         gate.allow()
         wait_until(lambda: server.service.thread.health().num_open == 0)
+
+
+HEAD = b"GET /health HTTP/1.1\r\nHost: x\r\n"
+
+
+@pytest.mark.parametrize("begun", [b"", HEAD, b"\r\n", HEAD + b"\r\n" + HEAD], ids=str)
+def test_a_connection_without_a_whole_head_is_closed(begun: bytes) -> None:
+    """Though bytes come all the time, and after a request that was answered, too."""
+    options = ServerOptions(read_timeout_s=0.3)
+    with live(toy_engine(), options) as server:
+        address = server.url.removeprefix("http://").split(":")
+        with socket.create_connection(address, timeout=0.05) as client:
+            client.sendall(begun)
+            came, until = b"", time.monotonic() + 10
+            with contextlib.suppress(ConnectionError):
+                while time.monotonic() < until:
+                    with contextlib.suppress(TimeoutError):
+                        if not (new := client.recv(1000)):
+                            break
+                        came += new
+                    if begun:
+                        client.sendall(b"x")
+            assert time.monotonic() < until
+        assert came.count(b"HTTP/1.1 200") == begun.count(b"\r\n\r\n")
 
 
 @pytest.mark.parametrize("seconds", [0.15, 60], ids=["slow", "stalled"])
@@ -542,7 +707,8 @@ def test_the_example_is_answered(server: Live, capsys: Any) -> None:
 def test_options_are_checked() -> None:
     for wrong in (
         {"model_names": ()}, {"api_keys": ("",)}, {"max_waiting": -1}, {"max_body_bytes": 0},
-        {"request_timeout_s": 0}, {"tool_parser": "xml"}, {"reasoning_parser": "r1"},
+        {"request_timeout_s": 0}, {"allowed_origins": ("https://x.y/",)}, {"tool_parser": "xml"},
+        {"reasoning_parser": "r1"},
     ):  # fmt: skip
         with pytest.raises(InvalidOption, match=f"{next(iter(wrong))}: expected"):
             ServerOptions(**wrong)  # type: ignore[arg-type]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import codecs
 import dataclasses
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -10,14 +12,25 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from tokenizers import Tokenizer, models
 
 import compilespec
-from compilespec.errors import DraftNotFound, MissingDependency, ModelNotFound
+from compilespec.errors import (
+    CheckpointError,
+    DraftNotFound,
+    InvalidOption,
+    MissingDependency,
+    ModelNotFound,
+    TraceError,
+)
 from compilespec.methods.find import read_draft
 from compilespec.methods.registry import get_method
+from compilespec.pipeline import entry
 from compilespec.tracing import gguf_file
+from compilespec.tracing.checkpoint_files import read_config, read_tensors, tensor_names
 from compilespec.tracing.hub import is_hub_name
 from compilespec.tracing.load import load_target
+from compilespec.tracing.placement import read_dtype
 from compilespec.tracing.places import find_model
 
 ORACLES = Path(__file__).parent.parent / "data" / "oracles"
@@ -111,10 +124,10 @@ def test_a_name_that_is_not_cached_says_what_to_download(hub, name, command):
     with pytest.raises(ModelNotFound, match=command) as caught:
         find_model(name)
     message = str(caught.value)
-    assert message.startswith(f"{name} is no directory here, is not whole in the hub's cache")
+    assert message.startswith(f"{name}: no such directory, not (completely) downloaded, and the")
     assert "\n" not in message
     with pytest.raises(
-        DraftNotFound, match=f"^draft {name} is .*; a checkpoint of method 'eagle3'"
+        DraftNotFound, match=f"^draft {name}: no such .*; a checkpoint of method 'eagle3'"
     ):
         read_draft(name, get_method("eagle3").capabilities)
 
@@ -158,10 +171,138 @@ def test_paths_that_hold_no_model(tmp_path):
     for path, message in (
         (tmp_path, "holds no config.json and no GGUF file; expected a directory"),
         (tmp_path / "weights.bin", "is a file, and no GGUF file"),
-        (str(tmp_path / "nowhere"), "holds no config.json"),
+        (str(tmp_path / "nowhere"), r"nowhere does not exist; expected a directory"),
+        (tmp_path / "weihgts.bin", r"does not exist; did you mean weights\.bin\?; expected"),
+        (tmp_path / "no" / "x.gguf", r"x\.gguf does not exist, nor does .*no; expected"),
     ):
         with pytest.raises(ModelNotFound, match=message):
             find_model(path)
+
+
+# --- files that transformers does not read, or passes over ---
+
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n"
+
+
+def checkpoint(folder: Path, **config: Any) -> Path:
+    shutil.copytree(TARGET, folder)
+    known = json.loads((folder / "config.json").read_text())
+    for name in ("dtype", "torch_dtype"):
+        known.pop(name, None)
+    (folder / "config.json").write_text(json.dumps({**known, **config}))
+    return folder
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["config.json", "model.safetensors", "generation_config.json", "tokenizer.json",
+     "tokenizer.model", "chat_template.jinja", "model.safetensors.index.json"],
+)  # fmt: skip
+def test_a_pointer_of_git_lfs_is_named(tmp_path, name):
+    folder = checkpoint(tmp_path / "model")
+    (folder / name).write_bytes(POINTER)
+    drafters = {"config.json": read_config, "model.safetensors": read_tensors}
+    for read in {load_target, drafters.get(name, load_target)}:
+        with pytest.raises(
+            CheckpointError, match=r"is a pointer of Git LFS.*git lfs pull"
+        ) as caught:
+            read(folder)
+        assert str(folder / name) in str(caught.value)
+        assert "\n" not in str(caught.value)
+
+
+def test_a_gguf_pointer_is_named(tmp_path):
+    (tmp_path / "x.gguf").write_bytes(POINTER)
+    with pytest.raises(CheckpointError, match=r"x\.gguf is a pointer of Git LFS"):
+        load_target(tmp_path / "x.gguf")
+
+
+def same_weights(folder: Path) -> Any:
+    target, expected = load_target(folder), load_target(TARGET)
+    for name, tensor in expected.model.state_dict().items():
+        torch.testing.assert_close(target.model.state_dict()[name], tensor, rtol=0, atol=0)
+    assert target.model.config._name_or_path == str(folder)
+    return target
+
+
+def test_a_byte_order_mark_is_read_past(tmp_path):
+    """In every file: transformers passes over such a generation_config.json without a word."""
+    folder = checkpoint(tmp_path / "model")
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 9]}))
+    for name in ("config.json", "generation_config.json"):
+        (folder / name).write_bytes(codecs.BOM_UTF8 + (folder / name).read_bytes())
+    assert same_weights(folder).eos_token_ids == (7, 9)
+    assert read_config(folder)["model_type"] == "llama"
+
+
+def test_an_index_without_metadata_is_read(tmp_path):
+    folder = checkpoint(tmp_path / "model")
+    shard = "model-00001-of-00001.safetensors"
+    names = tensor_names(folder)
+    (folder / "model.safetensors").rename(folder / shard)
+    index = {"weight_map": dict.fromkeys(names, shard)}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    same_weights(folder)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [{"dtype": "auto"}, {"torch_dtype": "auto"}, {"dtype": "torch.float32"},
+     {"torch_dtype": "torch.float32"}, {"pad_token_id": 99_999}],
+    ids=str,
+)  # fmt: skip
+def test_what_a_config_may_say(tmp_path, config):
+    assert same_weights(checkpoint(tmp_path / "model", **config)).dtype == torch.float32
+
+
+def test_a_dtype_that_torch_does_not_have_is_named(tmp_path):
+    with pytest.raises(
+        CheckpointError, match=r"config\.json: dtype is 'float33': expected a dtype"
+    ):
+        load_target(checkpoint(tmp_path / "model", dtype="float33"))
+
+
+def test_dtypes_by_the_names_that_others_use():
+    assert read_dtype("auto") is None
+    assert read_dtype("torch.bfloat16") == read_dtype(torch.bfloat16) == torch.bfloat16
+    for wrong in ("torch.int8", "torch.auto2", 7):
+        with pytest.raises(InvalidOption, match="dtype must be one of"):
+            read_dtype(wrong)
+
+
+def test_what_is_no_model_is_told_in_one_line():
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE()))
+    for model, message in (
+        (tokenizer, "got a .*; give a tokenizer as tokenizer=$"),
+        (torch.nn.Linear(4, 4), "^model is a Linear, which takes no token ids: expected a causal"),
+        (torch.nn.Sequential(torch.nn.Linear(4, 4)), "^model is a Sequential, which takes no"),
+    ):
+        with pytest.raises(InvalidOption, match=message) as caught:
+            load_target(model)  # type: ignore[arg-type]
+        assert len(str(caught.value)) < 250
+
+
+def test_an_operator_that_refuses_is_the_cause(caplog, capfd):
+    class Floats(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = torch.nn.Linear(4, 4)
+
+        def forward(self, input_ids: Any, position_ids: Any) -> Any:
+            return self.inner(input_ids + position_ids)
+
+    with pytest.raises(TraceError, match=r"inner \(Linear\), linear\.py:\d+: .*reduction dim"):
+        compilespec.compile(Floats(), backend="eager", max_seq_len=16)
+    assert not caplog.records
+    assert not capfd.readouterr().err
+
+
+def test_a_checkpoint_without_mtp_modules_is_refused_before_it_is_loaded(tmp_path, monkeypatch):
+    monkeypatch.setattr(entry, "load_target", None)
+    for method in ("mtp", "mtp_eagle", "mtp_multi"):
+        with pytest.raises(DraftNotFound, match=r"holds no MTP modules.*give draft=") as caught:
+            compilespec.compile(TARGET, method)
+        assert method in str(caught.value)
 
 
 # --- GGUF ---

@@ -103,7 +103,11 @@ def test_missing_templates_tokenizers_and_files(tokenizer, tmp_path):
     with pytest.raises(InvalidOption, match="nothing to learn from"):
         read(tmp_path / "empty.jsonl", tokenizer)
     with pytest.raises(CheckpointError, match=r"expected a file with the suffix .jsonl or .txt"):
-        read(tmp_path / "none.json", tokenizer)
+        read(write_lines(tmp_path / "a.json", []), tokenizer)
+    with pytest.raises(
+        CheckpointError, match=r"emty\.jsonl does not exist; did you mean empty\.json"
+    ):
+        read(tmp_path / "emty.jsonl", tokenizer)
     (tmp_path / "bad.jsonl").write_text("[1]\n")
     with pytest.raises(CheckpointError, match="one JSON object a line"):
         read(tmp_path / "bad.jsonl", tokenizer)

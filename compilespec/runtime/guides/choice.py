@@ -37,14 +37,17 @@ class Choice:
 
     def matcher(self, vocabulary: Vocabulary) -> Matcher:
         if isinstance(self.options[0], str):
-            pattern = "|".join(escape(option) for option in self.options)
-            return text_matcher("regex", pattern, vocabulary)
+            return text_matcher(*self.source(), vocabulary)
         outside = [t for option in self.options for t in option if not 0 <= t < vocabulary.size]
         if outside:
             raise InvalidRequest(
                 f"Choice: expected ids from 0 to {vocabulary.size - 1}, got {outside[0]}"
             )
         return _IdMatcher(self.options, vocabulary.num_words)
+
+    def source(self) -> tuple[str, str]:
+        """Of texts: kind and text, as `text_matcher` takes them."""
+        return "regex", "|".join(escape(option) for option in self.options)
 
 
 class _IdMatcher:

@@ -6,7 +6,7 @@ import importlib
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -33,15 +33,21 @@ class JsonSchema:
     compact: bool = False
 
     def matcher(self, vocabulary: Vocabulary) -> Matcher:
+        return text_matcher(*self.source(), vocabulary)
+
+    def source(self) -> tuple[str, str]:
+        """Kind and text, as `text_matcher` takes them.  Raises: InvalidRequest."""
         schema = self.schema
         try:
             loaded = json.loads(schema) if isinstance(schema, str) else schema
             text = json.dumps(loaded)
-        except (TypeError, ValueError, RecursionError) as error:
+        except RecursionError as error:
+            raise InvalidRequest("JsonSchema: the schema is nested too deep") from error
+        except (TypeError, ValueError) as error:
             raise InvalidRequest(
                 f"JsonSchema: the schema is no JSON: {_one_line(error)}"
             ) from error
-        return text_matcher("compact json" if self.compact else "json", text, vocabulary)
+        return "compact json" if self.compact else "json", text
 
 
 @dataclass(frozen=True)
@@ -54,11 +60,39 @@ class Regex:
     pattern: str
 
     def matcher(self, vocabulary: Vocabulary) -> Matcher:
-        return text_matcher("regex", self.pattern, vocabulary)
+        return text_matcher(*self.source(), vocabulary)
+
+    def source(self) -> tuple[str, str]:
+        return "regex", self.pattern
+
+
+class _Part(Protocol):
+    def source(self) -> tuple[str, str]: ...
+
+
+@dataclass(frozen=True)
+class Grammar:
+    """Text that a grammar in llguidance's dialect of Lark admits.
+
+    Args:
+        lark: its rules, of which `start` is the first; `@name` stands for one of `parts`.
+        parts: other guides over text.
+    """
+
+    lark: str
+    parts: Mapping[str, _Part] = field(default_factory=dict, hash=False)
+
+    def matcher(self, vocabulary: Vocabulary) -> Matcher:
+        return text_matcher(*self.source(), vocabulary)
+
+    def source(self) -> tuple[str, str]:
+        parts = {name: part.source() for name, part in self.parts.items()}
+        return "grammar", json.dumps([self.lark, parts])
 
 
 def text_matcher(kind: str, source: str, vocabulary: Vocabulary) -> Matcher:
-    """A matcher at the beginning of a "regex", a "json" schema, or one in "compact json".
+    """A matcher at the beginning of a "regex", a "json" schema, one in "compact json", or the
+    "grammar" of a `Grammar`.
 
     Raises: InvalidRequest (no tokenizer, a slow one, a grammar that llguidance refuses),
         MissingDependency.
@@ -102,14 +136,7 @@ def _llguidance() -> Any:
 
 def _compile(llguidance: Any, kind: str, source: str, vocabulary: Vocabulary) -> Any:
     matcher = llguidance.LLMatcher
-    if kind == "regex":
-        grammar = matcher.grammar_from_regex(source)
-    else:
-        options = {"whitespace_flexible": False} if kind == "compact json" else None
-        try:
-            grammar = matcher.grammar_from_json_schema(source, overrides=options)
-        except ValueError as error:
-            raise InvalidRequest(f"SamplingParams.guide: {_one_line(error)}") from error
+    grammar = _grammar(matcher, kind, source)
     limits = llguidance.LLParserLimits(initial_lexer_fuel=MAX_EXPRESSIONS, verbose_errors=False)
     compiled = matcher(_tokens(vocabulary).llg, grammar, log_level=0, limits=limits)
     why = compiled.get_error()
@@ -118,10 +145,28 @@ def _compile(llguidance: Any, kind: str, source: str, vocabulary: Vocabulary) ->
         trial.compute_bitmask()
         why = trial.get_error()
     if why:
-        what = "regular expression" if kind == "regex" else "JSON schema"
+        what = {"regex": "regular expression", "grammar": "grammar"}.get(kind, "JSON schema")
         why = _one_line(why.replace("<non-verbose/>", ""))
         raise InvalidRequest(f"SamplingParams.guide: llguidance refuses the {what}: {why}")
     return compiled
+
+
+def _grammar(matcher: Any, kind: str, source: str) -> str:
+    """llguidance's own form of a grammar, JSON."""
+    if kind == "regex":
+        return str(matcher.grammar_from_regex(source))
+    if kind == "grammar":
+        lark, parts = json.loads(source)
+        grammars = [{"lark_grammar": lark}]
+        for name, part in parts.items():
+            inner = json.loads(_grammar(matcher, *part))["grammars"][0]
+            grammars.append({**inner, "name": name})
+        return json.dumps({"grammars": grammars})
+    options = {"whitespace_flexible": False} if kind == "compact json" else None
+    try:
+        return str(matcher.grammar_from_json_schema(source, overrides=options))
+    except ValueError as error:
+        raise InvalidRequest(f"SamplingParams.guide: {_one_line(error)}") from error
 
 
 class _Tokens:

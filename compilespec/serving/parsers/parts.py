@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 
@@ -59,6 +59,24 @@ class Plain:
 
     def finish(self) -> Parts:
         return Parts()
+
+
+class First:
+    """Of the calls that another parser finds, the first alone."""
+
+    def __init__(self, inner: Parser) -> None:
+        self._inner, self._has_called = inner, False
+
+    def add(self, text: str) -> Parts:
+        return self._cut(self._inner.add(text))
+
+    def finish(self) -> Parts:
+        return self._cut(self._inner.finish())
+
+    def _cut(self, parts: Parts) -> Parts:
+        calls = () if self._has_called else parts.calls[:1]
+        self._has_called |= bool(calls)
+        return replace(parts, calls=calls)
 
 
 def held_back(text: str, tag: str) -> int:

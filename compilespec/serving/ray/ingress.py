@@ -17,7 +17,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from compilespec.serving.errors import ApiError, server_error, timed_out
 from compilespec.serving.events import unless_left
-from compilespec.serving.guard import Guard
+from compilespec.serving.guard import Guard, cors
 from compilespec.serving.options import ServerOptions
 from compilespec.serving.ray.messages import Forwarded, is_stream
 from compilespec.serving.ray.prefixes import prompt_keys
@@ -31,10 +31,11 @@ class Ingress:
     def __init__(self, replicas: Any, options: ServerOptions) -> None:
         self._replicas = replicas.options(stream=True)
         self._options = options
-        self._guard = Guard(self._forward, options, lambda path, status, seconds: None)
+        guard = Guard(self._forward, options, lambda path, status, seconds: None)
+        self._app = cors(guard, options)
 
     async def __call__(self, request: Request) -> Response:
-        return _Answer(self._guard)
+        return _Answer(self._app)
 
     async def _forward(self, scope: Scope, receive: Receive, send: Send) -> None:
         """ASGI.  Raises: ApiError where nothing was sent yet; ClientGone."""
