@@ -168,7 +168,8 @@ class _Masks(fx.Interpreter):
         if isinstance(example, torch.SymInt):
             return int(example.node.expr.subs(self._sizes))
         if node.op == "placeholder":
-            raise _DependsOnTokens(str(node.meta.get("role", node.name)))
+            role = str(node.meta.get("role", node.name))
+            raise _DependsOnTokens("what the tokens hold" if role == "input_ids" else role)
         counts = node.target is torch.arange and len(node.args) == 1 and "start" not in node.kwargs
         if counts and isinstance(example, Tensor) and example.shape[0] == self._length:
             return self._positions.to(example.dtype)

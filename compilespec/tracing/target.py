@@ -76,16 +76,16 @@ def trace_target(
         traced = trace_call(model, call, arguments, name=name)
     mark_plain_attention(traced.graph_module, model)
     read_masks(traced, model)
-    if takes_positions:
-        _refuse_own_count(traced, model)
-    else:
-        traced = _rewrite_arange(traced, model)
     if traced.num_attention_layers == 0:
         raise TraceError(
             f"{type(model).__name__} has no attention that can be cached: expected calls through "
             "transformers' attention interface or scaled_dot_product_attention(is_causal=True), "
             "found none"
         )
+    if takes_positions:
+        _refuse_own_count(traced, model)
+    else:
+        traced = _rewrite_arange(traced, model)
     return traced
 
 

@@ -1,0 +1,71 @@
+"""Rotary tables of short and long sequences (LongRoPE): a request has that of its own length."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import compilespec
+from compilespec import SamplingParams
+from compilespec.program import LONG_ROPE
+from compilespec.tracing.target import trace_target
+from tests.tracing.test_masks import SIZES, model_of, recomputed
+
+LIMIT = 24  # the longest sequence of the short table
+ROPE = {
+    "rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4,
+    "long_factor": [4.0, 5.0, 6.0, 7.0], "original_max_position_embeddings": LIMIT,
+}  # fmt: skip
+ASKS = ((5, 12), (40, 12), (20, 4), (30, 1), (20, 30))  # prompt, new tokens
+
+
+def long_model(family: str) -> Any:
+    more = {"original_max_position_embeddings": LIMIT} if family == "Phi3" else {}
+    return model_of(family, **SIZES, **more, rope_parameters=dict(ROPE))
+
+
+def asked() -> tuple[list[list[int]], list[SamplingParams]]:
+    prompts = [[3 + (11 * i + n) % 90 for i in range(n)] for n, _ in ASKS]
+    return prompts, [SamplingParams(max_new_tokens=count, ignore_eos=True) for _, count in ASKS]
+
+
+@pytest.mark.parametrize("family", ["Phi3", "Llama"])
+def test_requests_of_a_batch_do_not_change_each_other(family: str) -> None:
+    """The table of the long ones, of the short ones; the last outgrows the short table and has the
+    long one from its beginning, whatever is in its batch.
+    """
+    model = long_model(family)
+    prompts, params = asked()
+    expected = [recomputed(model, prompt, n) for prompt, (_, n) in zip(prompts, ASKS, strict=True)]
+    with compilespec.compile(
+        model, spec="ngram", num_draft_tokens=2, backend="eager", max_seq_len=96, max_batch_size=5,
+    ) as engine:  # fmt: skip
+        together = [output.token_ids for output in engine.generate(prompts, params)]
+        alone = [engine.generate([p], q)[0].token_ids for p, q in zip(prompts, params, strict=True)]
+    assert together[:4] == expected[:4]
+    assert together == alone  # prefixes found in the cache are those of the same table, too
+
+
+def test_one_table_serves_where_no_request_is_longer() -> None:
+    model = long_model("Llama")
+    assert LONG_ROPE not in trace_target(model, longest=LIMIT, by_request=True).arguments
+    assert LONG_ROPE in trace_target(model, longest=LIMIT + 1, by_request=True).arguments
+    assert LONG_ROPE not in trace_target(model, longest=LIMIT + 1).arguments
+
+
+def test_the_pass_computes_what_its_reference_does() -> None:
+    program = compilespec.trace(long_model("Phi3"), max_seq_len=96, max_batch_size=3)
+    report = compilespec.verify(program)
+    assert report.ok, str(report)
+    assert "long_rope_R" in {buffer.name for buffer in program.buffers}
+
+
+def test_the_model_is_as_it_was() -> None:
+    model = long_model("Llama")
+    before = {name: value.clone() for name, value in model.named_buffers()}
+    trace_target(model, longest=LIMIT + 1, by_request=True)
+    after = dict(model.named_buffers())
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)

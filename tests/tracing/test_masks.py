@@ -1,0 +1,266 @@
+"""Masks, positions and keywords that a model brings are read, or refused by name.
+
+The reference computes the whole sequence anew for each token, by the module itself and without a
+cache; the engine's prompts are longer than every window and chunk, and are prefilled in pieces.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from torch import Tensor, nn
+
+import compilespec
+from compilespec import DraftTree, SamplingParams
+from compilespec.errors import NotSupported, TraceError, UnsupportedModel
+from compilespec.program import markers
+from compilespec.tracing.load import load_target
+from compilespec.tracing.target import trace_target
+from compilespec.tracing.target_info import describe_target
+from tests.support.models import VOCAB, PlainModel, enliven
+
+WINDOW = 8
+NUM_TOKENS = 10
+SIZES = {
+    "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128,
+    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
+SEQ2SEQ = {
+    "vocab_size": VOCAB, "d_model": 32, "decoder_layers": 2, "decoder_ffn_dim": 48,
+    "decoder_attention_heads": 4, "max_position_embeddings": 128, "pad_token_id": 0,
+    "is_decoder": True, "is_encoder_decoder": False,
+}  # fmt: skip
+LLAMA4 = {
+    "intermediate_size_mlp": 48, "head_dim": 8, "num_local_experts": 2, "num_experts_per_tok": 1,
+    "attention_chunk_size": WINDOW, "no_rope_layer_interval": 2,
+}  # fmt: skip
+LATENT = {
+    "q_lora_rank": 12, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4,
+    "v_head_dim": 8, "n_routed_experts": 4, "num_key_value_heads": 4, "n_group": 1,
+    "topk_group": 1, "index_topk": 4, "index_n_heads": 2, "index_head_dim": 8,
+}  # fmt: skip
+
+
+def model_of(name: str, **changes: Any) -> nn.Module:
+    """A random model in float64 of a family by the name of its config class."""
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{name}Config")(**changes)
+    experts = {"experts_implementation": "batched_mm"} if "num_experts_per_tok" in changes else {}
+    model = transformers.AutoModelForCausalLM.from_config(config, **experts)
+    return enliven(model, name).double().eval()
+
+
+def recomputed(model: nn.Module, prompt: list[int], num_tokens: int) -> list[int]:
+    tokens = list(prompt)
+    with torch.no_grad():
+        for _ in range(num_tokens):
+            output = model(torch.tensor([tokens]))
+            logits = output if isinstance(output, Tensor) else output.logits
+            tokens.append(int(logits[0, -1].argmax()))
+    return tokens[len(prompt) :]
+
+
+def prompts() -> list[list[int]]:
+    return [[3 + (5 + i * i * 7 + i * 11) % (VOCAB - 10) for i in range(n)] for n in (13, 29)]
+
+
+def check_tokens(model: nn.Module) -> None:
+    """Two prompts in one batch, in pieces of 16 tokens, with drafts."""
+    expected = [recomputed(model, prompt, NUM_TOKENS) for prompt in prompts()]
+    with compilespec.compile(
+        model, spec="ngram", num_draft_tokens=2, backend="eager", max_seq_len=64,
+        max_batch_size=2, max_prefill_tokens=16,
+    ) as engine:  # fmt: skip
+        params = SamplingParams(max_new_tokens=NUM_TOKENS, ignore_eos=True)
+        assert [output.token_ids for output in engine.generate(prompts(), params)] == expected
+
+
+RIGHT: dict[str, Callable[[], nn.Module]] = {
+    "llama4, chunks": lambda: model_of(
+        "Llama4Text", **SIZES, **LLAMA4, attn_temperature_tuning=False
+    ),
+    "phimoe, a window told by the mask alone": lambda: model_of(
+        "Phimoe", **SIZES, num_local_experts=2, num_experts_per_tok=2, sliding_window=WINDOW
+    ),
+    "qwen2_moe": lambda: model_of(
+        "Qwen2Moe", **SIZES, **EXPERTS, num_experts=4, shared_expert_intermediate_size=32,
+        sliding_window=WINDOW, use_sliding_window=True, max_window_layers=1,
+    ),
+    "smollm3": lambda: model_of(
+        "SmolLM3", **SIZES, sliding_window=WINDOW, use_sliding_window=True,
+        layer_types=["sliding_attention", "full_attention"],
+    ),
+    "bart": lambda: model_of("Bart", **SEQ2SEQ),
+    "mbart": lambda: model_of("MBart", **SEQ2SEQ),
+    "pegasus": lambda: model_of("Pegasus", **SEQ2SEQ),
+    "afmoe, whose output is viewed": lambda: model_of(
+        "Afmoe", **SIZES, **EXPERTS, num_experts=4, head_dim=8, sliding_window=WINDOW
+    ),
+    "falcon, which calls sdpa and indexes from the end": lambda: model_of(
+        "Falcon", vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2, num_attention_heads=4
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_a_model_that_was_wrong_is_right(name: str) -> None:
+    check_tokens(RIGHT[name]())
+
+
+REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "llama4, temperature": (
+        lambda: model_of("Llama4Text", **SIZES, **LLAMA4, attn_temperature_tuning=True),
+        r"self_attn counts the tokens of a call by torch.arange.*modeling_llama4.py:\d+",
+    ),
+    "deepseek_v32, sparse": (
+        lambda: model_of("DeepseekV32", **SIZES | LATENT, **EXPERTS),
+        "attention is called with indices=, which compilespec does not know",
+    ),
+    "jetmoe, sizes of data": (
+        lambda: model_of("JetMoe", vocab_size=VOCAB, hidden_size=32, num_hidden_layers=1,
+                         num_key_value_heads=2, kv_channels=8, intermediate_size=32,
+                         num_local_experts=2),
+        r"expert_size.tolist\(\): a size there depends on the values of a tensor",
+    ),
+    "dynamic NTK": (
+        lambda: model_of("Llama", **SIZES, rope_parameters={
+            "rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}),
+        r"rope_type 'dynamic' \(dynamic NTK\) changes its frequencies",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_served_is_refused_by_its_name(name: str) -> None:
+    make, message = REFUSED[name]
+    with pytest.raises(TraceError, match=message) as caught:
+        trace_target(make())
+    assert "\n" not in str(caught.value)
+
+
+def test_chunks_go_with_no_tree_yet() -> None:
+    model = RIGHT["llama4, chunks"]()
+    with pytest.raises(NotSupported, match=r"chunks of 8 tokens.*draft_tree="):
+        compilespec.trace(
+            model, spec="draft_model", draft=model, max_seq_len=64,
+            draft_tree=DraftTree(choices=[(0,), (0, 0)]),
+        )  # fmt: skip
+
+
+def test_chunks_by_reference() -> None:
+    program = compilespec.trace(RIGHT["llama4, chunks"](), max_seq_len=32, max_batch_size=2)
+    report = compilespec.verify(program)
+    assert report.ok, str(report)
+
+
+# --- plain modules with masks, counts and errors of their own ---
+
+
+class Masked(PlainModel):
+    """Takes positions; its attention has the mask that `mask(T)` gives."""
+
+    def __init__(self, mask: Callable[[int], Tensor]) -> None:
+        super().__init__(num_layers=1)
+        self.mask = mask
+
+    def forward(self, ids: Tensor, position_ids: Tensor | None = None) -> Tensor:
+        length = ids.shape[1]
+        positions = torch.arange(length)[None] if position_ids is None else position_ids
+        hidden = self.tokens(ids) + self.places(positions)
+        query = hidden.view(*ids.shape, 4, -1).transpose(1, 2)
+        mixed = F.scaled_dot_product_attention(query, query, query, self.mask(length))
+        hidden = hidden + mixed.transpose(1, 2).reshape(hidden.shape)
+        return self.head(self.norm(hidden))
+
+
+def window(length: int) -> Tensor:
+    place = torch.arange(length)
+    age = place[:, None] - place
+    return (age >= 0) & (age < WINDOW)
+
+
+def additive(length: int) -> Tensor:
+    return torch.zeros(length, length, dtype=torch.float64).masked_fill(
+        ~torch.ones(length, length, dtype=torch.bool).tril(), float("-inf")
+    )
+
+
+def prefix(length: int) -> Tensor:
+    """The first four tokens see each other."""
+    place = torch.arange(length)
+    return (place <= place[:, None]) | (place < 4)
+
+
+def biased(length: int) -> Tensor:
+    place = torch.arange(length)
+    return torch.where(place <= place[:, None], (place - place[:, None]) * 0.1, float("-inf"))
+
+
+def far_diagonal(length: int) -> Tensor:
+    """A window that no short text shows."""
+    return torch.ones(length, length, dtype=torch.bool).tril().triu(-4000)
+
+
+def plain(mask: Callable[[int], Tensor]) -> nn.Module:
+    torch.manual_seed(0)
+    return Masked(mask).double().eval()
+
+
+@pytest.mark.parametrize("mask", [window, additive])
+def test_a_mask_of_ones_own_is_read(mask: Callable[[int], Tensor]) -> None:
+    model = plain(mask)
+    (marker,) = markers(trace_target(model).graph_module)
+    assert marker.args[4] == (WINDOW if mask is window else 0)
+    check_tokens(model)
+
+
+@pytest.mark.parametrize(
+    ("mask", "message"),
+    [
+        (prefix, "by its mask, tokens see later ones"),
+        (biased, "it is made of a bias that is added to the scores"),
+        (far_diagonal, "which is made by index, cannot be read"),
+        (lambda length: window(length) & (torch.arange(length) % 2 == 0), "another form"),
+    ],
+)
+def test_masks_of_other_forms_are_refused(mask: Callable[[int], Tensor], message: str) -> None:
+    with pytest.raises(UnsupportedModel, match=message):
+        trace_target(plain(mask))
+
+
+class Counting(PlainModel):
+    """Scales by how many tokens a call has, though it takes positions."""
+
+    def forward(self, ids: Tensor, position_ids: Tensor) -> Tensor:
+        hidden = (self.tokens(ids) + self.places(position_ids)) * ids.shape[1]
+        return self.head(self.blocks[0](hidden))
+
+
+def test_a_token_alone_is_what_it_is_among_others() -> None:
+    model = Counting(num_layers=1).double().eval()
+    with pytest.raises(UnsupportedModel, match="its place in the call has a part in them"):
+        describe_target(trace_target(model), load_target(model))
+
+
+def test_a_config_that_is_wrong_says_so_itself() -> None:
+    model = model_of("Mistral", **SIZES, sliding_window=WINDOW)
+    model.config.sliding_window = None
+    model.config._attn_implementation = "sdpa"
+    model.model.forward = None  # type: ignore[assignment]
+    del model.model.forward
+
+    def refuse(*_: Any, **__: Any) -> Tensor:
+        raise ValueError("heads must divide the width")
+
+    model.model.layers[1].mlp.forward = refuse  # type: ignore[method-assign]
+    with pytest.raises(
+        TraceError, match="raises ValueError: heads must divide the width; expected"
+    ):
+        trace_target(model)
