@@ -71,7 +71,9 @@ def start_step(ctx: PassContext) -> fx.GraphModule:
     """
     gm = _torch_compat.graph_module(fx.Graph())
     arguments = {}
-    for name in (name for name in ARGUMENTS if name in ctx.target.arguments):
+    for name in ARGUMENTS:
+        if name in ARGUMENTS[2:] and name not in ctx.target.arguments:
+            continue
         node = gm.graph.placeholder(name)
         node.meta["role"] = name
         arguments[name] = node
