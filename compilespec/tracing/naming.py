@@ -46,7 +46,9 @@ def name_inputs(
     return inputs, weights
 
 
-_WRAPPER = re.compile(r"^[GL]\[['\"]\w+['\"]\]\.?|^L\['self'\]\.?")
+_WRAPPER = re.compile(
+    r"^[GL]\[['\"]\w+['\"]\](?:\.__closure__\[\d+\]\.cell_contents)*\.?|^L\['self'\]\.?"
+)
 
 
 def clean_module_paths(gm: fx.GraphModule) -> None:

@@ -38,6 +38,7 @@ from compilespec.passes.rewrite import rewrite_phase
 from compilespec.passes.runner import snapshot
 from compilespec.passes.trim_draft_head import KEPT_IDS
 from compilespec.program import (
+    LONG_ROPE,
     AdapterShape,
     ByStep,
     Phase,
@@ -51,7 +52,7 @@ from compilespec.tracing.target import trace_target
 from compilespec.tracing.target_info import describe_target
 from tests.support import images
 from tests.support.documents import PAGES
-from tests.support.models import VOCAB, tiny_target
+from tests.support.models import VOCAB, long_rope_target, tiny_target
 
 Edit = Callable[[fx.GraphModule, PassContext], Any]
 ATEN = torch.ops.aten
@@ -105,9 +106,11 @@ class Row:
 def parts(family: str) -> Any:
     if family in images.FAMILIES:
         model = images.tiny_images_target(family)
+    elif family == LONG_ROPE:
+        model = long_rope_target("llama")
     else:
         model = tiny_target(family, torch.float64, num_layers=2)
-    target = trace_target(model, offsets=True)
+    target = trace_target(model, offsets=True, longest=CONFIG.max_seq_len, by_request=True)
     info = describe_target(target, load_target(model))
     drafter = random_head(info, aux_layers=(0, 1, 2), num_draft_tokens=3).eval()
     return target, drafter.capture(CONFIG, info)
@@ -125,6 +128,7 @@ NEEDS: dict[str, dict[str, Any]] = {
     "absorb_latents": {"family": "deepseek_v3"},
     "read_embeds": {"prompt_embeds": True},
     "read_rope_offsets": {"family": "qwen2_5_vl"},
+    "read_long_rope": {"family": LONG_ROPE},
     "tokens that see later ones": {"sees_ahead": True},
     "add_adapters": {
         "adapters": AdapterShape(
@@ -325,6 +329,11 @@ def axes_turned(gm: fx.GraphModule, ctx: PassContext) -> None:
 
 def offsets_of_the_next_row(gm: fx.GraphModule, ctx: PassContext) -> None:
     (node,) = find_role(gm, "rope_delta_R").users
+    changed(gm, node, 1, lambda index: index.roll(1, 0))
+
+
+def lengths_of_the_next_row(gm: fx.GraphModule, ctx: PassContext) -> None:
+    (node,) = find_role(gm, "long_rope_R").users
     changed(gm, node, 1, lambda index: index.roll(1, 0))
 
 
@@ -607,6 +616,8 @@ FAULTS = (
     Fault(pass_name="read_rope_offsets", what="axes turned", phase="prefill", edit=axes_turned),
     Fault(pass_name="read_rope_offsets", what="offsets of the next row", phase="decode",
           edit=offsets_of_the_next_row),
+    Fault(pass_name="read_long_rope", what="tables of the next row", phase="decode",
+          edit=lengths_of_the_next_row),
     Fault(pass_name="read_embeds", what="rows of other tokens", phase="prefill",
           edit=other_rows_given),
     Fault(pass_name="add_adapters", what="adapter of the next request", phase="decode",

@@ -78,6 +78,10 @@ def no_token_has_rotary_positions_of_its_own(target: Traced) -> Case:
     return step(target, "decode")
 
 
+def all_requests_have_one_rotary_table(target: Traced) -> Case:
+    return step(target, "decode", "read_state")
+
+
 def decode_reads_its_own_tokens(target: Traced) -> Case:
     return step(target, "decode", "read_state", prompt_embeds=True)
 
@@ -196,6 +200,7 @@ NEGATIVE: dict[str, Callable[[Traced], Case]] = {
     "tap_hidden_states": only_looked_at,
     "read_state": ids_come_from_the_state_already,
     "read_rope_offsets": no_token_has_rotary_positions_of_its_own,
+    "read_long_rope": all_requests_have_one_rotary_table,
     "read_embeds": decode_reads_its_own_tokens,
     "add_adapters": its_products_are_no_modules_of_adapters,
     "narrow_logits": decode_needs_the_logits_of_all_rows,

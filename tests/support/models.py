@@ -135,6 +135,21 @@ def tiny_hybrid(
     return enliven(model, family).to(dtype).eval()
 
 
+def long_rope_target(family: str = "phi3", short_limit: int = 24) -> nn.Module:
+    """Its rotary embedding has a table for sequences of up to `short_limit` tokens, and another."""
+    torch.manual_seed(0)
+    config = FAMILIES[family]()
+    half = config.hidden_size // config.num_attention_heads // 2
+    config.num_hidden_layers, config.original_max_position_embeddings = 2, short_limit
+    config.rope_parameters = {
+        "rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * half,
+        "long_factor": [4.0 + i for i in range(half)],
+        "original_max_position_embeddings": short_limit,
+    }  # fmt: skip
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    return enliven(model, family).double().eval()
+
+
 def even_target(num_layers: int = 1, seed: int = 0) -> nn.Module:
     """A random llama in float32, of widths that two ranks' groups of 32 divide."""
     torch.manual_seed(seed)
@@ -214,6 +229,17 @@ def greedy_reference(model: nn.Module, prompt: list[int], num_tokens: int) -> li
         for _ in range(num_tokens):
             tokens.append(int(model(torch.tensor([tokens]))[0, -1].argmax()))
         return tokens[len(prompt) :]
+
+
+def recomputed(model: nn.Module, prompt: list[int], num_tokens: int) -> list[int]:
+    """The module's own greedy tokens: the whole sequence anew for each, without a cache."""
+    tokens = list(prompt)
+    with torch.no_grad():
+        for _ in range(num_tokens):
+            output = model(torch.tensor([tokens]))
+            logits = output if isinstance(output, Tensor) else output.logits
+            tokens.append(int(logits[0, -1].argmax()))
+    return tokens[len(prompt) :]
 
 
 class ScriptedDrafter(RecycledDrafter):

@@ -2,28 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 
 import compilespec
 from compilespec import SamplingParams
-from compilespec.program import LONG_ROPE
+from compilespec.program import LONG_ROPE, markers, module_path
 from compilespec.tracing.target import trace_target
-from tests.tracing.test_masks import SIZES, model_of, recomputed
+from tests.support.models import long_rope_target, recomputed
 
 LIMIT = 24  # the longest sequence of the short table
-ROPE = {
-    "rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4,
-    "long_factor": [4.0, 5.0, 6.0, 7.0], "original_max_position_embeddings": LIMIT,
-}  # fmt: skip
 ASKS = ((5, 12), (40, 12), (20, 4), (30, 1), (20, 30))  # prompt, new tokens
-
-
-def long_model(family: str) -> Any:
-    more = {"original_max_position_embeddings": LIMIT} if family == "Phi3" else {}
-    return model_of(family, **SIZES, **more, rope_parameters=dict(ROPE))
 
 
 def asked() -> tuple[list[list[int]], list[SamplingParams]]:
@@ -31,12 +20,12 @@ def asked() -> tuple[list[list[int]], list[SamplingParams]]:
     return prompts, [SamplingParams(max_new_tokens=count, ignore_eos=True) for _, count in ASKS]
 
 
-@pytest.mark.parametrize("family", ["Phi3", "Llama"])
+@pytest.mark.parametrize("family", ["phi3", "llama"])
 def test_requests_of_a_batch_do_not_change_each_other(family: str) -> None:
     """The table of the long ones, of the short ones; the last outgrows the short table and has the
-    long one from its beginning, whatever is in its batch.
+    long one from its beginning, regardless of its batch.
     """
-    model = long_model(family)
+    model = long_rope_target(family)
     prompts, params = asked()
     expected = [recomputed(model, prompt, n) for prompt, (_, n) in zip(prompts, ASKS, strict=True)]
     with compilespec.compile(
@@ -49,23 +38,30 @@ def test_requests_of_a_batch_do_not_change_each_other(family: str) -> None:
 
 
 def test_one_table_serves_where_no_request_is_longer() -> None:
-    model = long_model("Llama")
+    model = long_rope_target("llama")
     assert LONG_ROPE not in trace_target(model, longest=LIMIT, by_request=True).arguments
     assert LONG_ROPE in trace_target(model, longest=LIMIT + 1, by_request=True).arguments
     assert LONG_ROPE not in trace_target(model, longest=LIMIT + 1).arguments
 
 
 def test_the_pass_computes_what_its_reference_does() -> None:
-    program = compilespec.trace(long_model("Phi3"), max_seq_len=96, max_batch_size=3)
+    program = compilespec.trace(long_rope_target("phi3"), max_seq_len=96, max_batch_size=3)
     report = compilespec.verify(program)
     assert report.ok, str(report)
     assert "long_rope_R" in {buffer.name for buffer in program.buffers}
 
 
 def test_the_model_is_as_it_was() -> None:
-    model = long_model("Llama")
+    model = long_rope_target("llama")
     before = {name: value.clone() for name, value in model.named_buffers()}
     trace_target(model, longest=LIMIT + 1, by_request=True)
     after = dict(model.named_buffers())
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_modules_keep_their_paths() -> None:
+    """So that drafters find the target's layers, and adapters its products."""
+    traced = trace_target(long_rope_target(), longest=LIMIT + 1, by_request=True)
+    paths = [module_path(marker) for marker in markers(traced.graph_module)]
+    assert paths == ["model.layers.0.self_attn", "model.layers.1.self_attn"]

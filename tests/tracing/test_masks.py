@@ -22,7 +22,7 @@ from compilespec.program import markers
 from compilespec.tracing.load import load_target
 from compilespec.tracing.target import trace_target
 from compilespec.tracing.target_info import describe_target
-from tests.support.models import VOCAB, PlainModel, enliven
+from tests.support.models import VOCAB, PlainModel, enliven, recomputed
 
 WINDOW = 8
 NUM_TOKENS = 10
@@ -55,16 +55,6 @@ def model_of(name: str, **changes: Any) -> nn.Module:
     experts = {"experts_implementation": "batched_mm"} if "num_experts_per_tok" in changes else {}
     model = transformers.AutoModelForCausalLM.from_config(config, **experts)
     return enliven(model, name).double().eval()
-
-
-def recomputed(model: nn.Module, prompt: list[int], num_tokens: int) -> list[int]:
-    tokens = list(prompt)
-    with torch.no_grad():
-        for _ in range(num_tokens):
-            output = model(torch.tensor([tokens]))
-            logits = output if isinstance(output, Tensor) else output.logits
-            tokens.append(int(logits[0, -1].argmax()))
-    return tokens[len(prompt) :]
 
 
 def prompts() -> list[list[int]]:
