@@ -61,13 +61,17 @@ KEYWORDS = (
 
 
 def run(args: argparse.Namespace) -> int:
+    import torch
+
     import compilespec
     from compilespec.cudagraphs.modes import read_graph_options, units_for
-    from compilespec.lowering import lower
+    from compilespec.lowering import check_compiler, lower
     from compilespec.ops._build import cache_directory
     from compilespec.progress import Reporter
+    from compilespec.tracing.placement import read_device
 
     graphs = read_graph_options(args.cudagraphs)
+    check_compiler("inductor", read_device(args.device) or torch.device("cpu"))
     set_threads(args.threads)
     given = {name: getattr(args, name) for name in KEYWORDS if getattr(args, name) is not None}
     started = time.perf_counter()

@@ -19,7 +19,7 @@ from torch import nn
 
 from compilespec.cudagraphs.modes import units_for
 from compilespec.errors import InvalidOption
-from compilespec.lowering import lower, prepare_kernels
+from compilespec.lowering import check_compiler, lower, prepare_kernels
 from compilespec.methods.base import Method, MethodConfig
 from compilespec.methods.find import check_inside, read_draft
 from compilespec.methods.registry import get_method
@@ -42,6 +42,7 @@ from compilespec.runtime.step_costs import measure
 from compilespec.runtime.step_runner import StepRunner
 from compilespec.runtime.weights import share_merged
 from compilespec.tracing.load import Target, load_target
+from compilespec.tracing.placement import read_device
 
 logger = logging.getLogger("compilespec")
 
@@ -95,6 +96,7 @@ def compile(
         what to try.
     """
     asked, reporter = _ask(spec, draft, keywords), Reporter(progress)
+    check_compiler(asked.options.backend, _device_of(model, device))
     ranks = join_ranks(asked.options, asked.method.capabilities)
     target = _load(model, dtype, device, tokenizer, asked, reporter)
     asked = _choose(asked, target, reporter)
@@ -175,6 +177,12 @@ def _ask(
     check_has_head(options, method.capabilities)
     warn_if_lossy(options.acceptance_rule)
     return Asked(method=method, draft=draft, options=options, method_options=given)
+
+
+def _device_of(model: object, device: torch.device | str | None) -> torch.device:
+    """Where it will run, before it is loaded."""
+    own = next(model.parameters(), None) if isinstance(model, nn.Module) else None
+    return read_device(device) or (torch.device("cpu") if own is None else own.device)
 
 
 def _load(
