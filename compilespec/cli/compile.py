@@ -9,6 +9,7 @@ from typing import Any
 from compilespec.cli import report
 from compilespec.cli.flags import (
     add_draft_vocab_options,
+    add_model_option,
     add_placement_options,
     add_tree_option,
 )
@@ -31,7 +32,7 @@ def add_parser(commands: Any) -> None:
         "cache is COMPILESPEC_CACHE_DIR, else ~/.cache/compilespec.",
     )
     add = parser.add_argument
-    add("--model", default=DEMO, metavar="DIR|NAME", help="target checkpoint (default: demo)")
+    add_model_option(parser, default=DEMO)
     add("--spec", help="drafting method (default: eagle3 for the demo, else none)")
     add("--draft", metavar="DIR|NAME", help="drafter checkpoint (default: beside the target)")
     add(

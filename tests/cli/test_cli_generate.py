@@ -6,6 +6,7 @@ import io
 import json
 import subprocess
 import sys
+import types
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -97,6 +98,29 @@ def test_options_reach_compile(fake_compile):
     }
 
 
+@pytest.mark.parametrize(
+    "words",
+    ["dir --spec ngram", "--spec ngram dir", "--spec ngram --model dir", "-p k dir --spec ngram"],
+)
+def test_the_model_may_be_a_word_in_any_place(words, fake_compile):
+    assert generate("-p", "a", *words.split()) == 0
+    ((model, spec, _),) = fake_compile.calls
+    assert (model, spec) == ("dir", "ngram")
+
+
+def test_stop_and_system_reach_the_request(monkeypatch, fake_compile, capsys):
+    assert generate("-p", "a", "--stop", "d", "--stop", "z") == 0
+    assert capsys.readouterr().out == "bc\n"
+    args = types.SimpleNamespace(chat=True, system="Be brief")
+    assert generate_command._asked(args, ["hi"]) == [
+        {
+            "messages": [
+                {"role": "system", "content": "Be brief"}, {"role": "user", "content": "hi"},
+            ]
+        }
+    ]  # fmt: skip
+
+
 def test_sampling_options(fake_compile, capsys):
     """They reach the request, whose seed comes back; samples are numbered."""
     sampling = "--top-k 5 --top-p 0.9 --min-p 0.1 --seed 12 --n 2"  # the fake target is greedy
@@ -153,7 +177,7 @@ def test_prompt_file_and_stdin(fake_compile, capsys, tmp_path, monkeypatch):
     file.write_text("ab\n")
     assert generate("--prompt-file", str(file)) == 0
     assert capsys.readouterr().out == "cdefg\n"
-    for arguments in (("--prompt-file", "-"), ("--model", "dir")):
+    for arguments in (("--prompt-file", "-"), ("--model", "org/dir")):
         monkeypatch.setattr(sys, "stdin", io.StringIO("c\n"))
         assert generate(*arguments) == 0
         assert capsys.readouterr().out == "defgh\n"
@@ -166,7 +190,7 @@ def test_demo_has_prompts_of_its_own(fake_compile, capsys):
 
 
 def test_no_prompt_is_an_error(fake_compile, capsys):
-    assert generate("--model", "dir") == 2
+    assert generate("--model", "org/dir") == 2
     assert "no prompt" in capsys.readouterr().err
     assert not fake_compile.calls
 

@@ -196,7 +196,15 @@ def test_by_compile(name: str) -> None:
 # A command line, what its one line on stderr says after "compilespec: error: ".
 BY_COMMAND = {
     "no command": ("", "required: COMMAND; see compilespec --help$"),
-    "a command with a slip": ("generat --prompt x", "invalid choice: 'generat' .*generate"),
+    "a command with a slip": ("generat --prompt x", r"did you mean generate\?"),
+    "a command with another slip": ("genrate --prompt x", r"did you mean generate\?; see"),
+    "a text for the model": (
+        "generate hello", "^'hello' stands where MODEL does, .*: give a text .* as --prompt TEXT",
+    ),
+    "a text behind the model": ("generate --spec none demo hi", "^no argument 'hi'; .* --prompt TE"),
+    "two models": ("serve demo --model other", "^MODEL: expected one, got demo and other$"),
+    "no model to talk to": ("chat --spec ngram", "^MODEL is needed: "),
+    "a system without a chat": ("generate -p x --system y", "^--system is .*: give --chat, too"),
     "another project's flag": (
         "generate --prompt x --max-tokens 5", r"no argument --max-tokens; .* --max-new-tokens\?$",
     ),
