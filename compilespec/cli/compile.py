@@ -68,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
     from compilespec.cudagraphs.modes import read_graph_options, units_for
     from compilespec.lowering import check_compiler, lower
     from compilespec.ops._build import cache_directory
-    from compilespec.progress import Reporter
+    from compilespec.progress import reporting
     from compilespec.tracing.placement import read_device
 
     graphs = read_graph_options(args.cudagraphs)
@@ -81,7 +81,8 @@ def run(args: argparse.Namespace) -> int:
         program = compilespec.trace(args.model, spec, keep_graphs=False, progress=progress, **given)
         traced_s = time.perf_counter() - started
         kinds = graphs.kinds_on(program.config.device)
-        lowered = lower(program, units=units_for(kinds), progress=Reporter(progress))
+        with reporting(progress) as reporter:
+            lowered = lower(program, units=units_for(kinds), progress=reporter)
     result = {
         "model": str(args.model),
         "method": program.method,

@@ -12,7 +12,7 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch import nn
@@ -33,7 +33,7 @@ from compilespec.pipeline.options import CompileOptions, check_method_options
 from compilespec.pipeline.parallel import check_ranks, join_ranks, lead_or_follow
 from compilespec.pipeline.plan import describe_plan, why_not_overlapped, why_not_shared
 from compilespec.program import SpecProgram
-from compilespec.progress import Progress, Reporter, rare_collections
+from compilespec.progress import Progress, Reporter, rare_collections, reporting
 from compilespec.quantization import quantize_target
 from compilespec.runtime.draft_policy import DraftPolicy
 from compilespec.runtime.engine import Engine
@@ -68,7 +68,7 @@ def compile(
     dtype: torch.dtype | str | None = None,
     device: torch.device | str | None = None,
     tokenizer: Any = None,
-    progress: Callable[[Progress], object] | None = None,
+    progress: Callable[[Progress], object] | Literal[False] | None = None,
     **keywords: Any,
 ) -> Engine:
     """Compile a causal language model and a drafter into one program that decodes speculatively.
@@ -85,7 +85,9 @@ def compile(
         tokenizer: for prompts that are text; None takes the one beside the model, if there is one.
         progress: called with a `compilespec.Progress` record whenever a step of starting begins,
             tells more of itself, or is done; the same lines go to the logger "compilespec" at INFO.
-            Compiling stops at an exception of its own, which is raised here.
+            Without it, a start of more than five seconds prints a line a step on stderr, unless
+            that logger is at INFO; False prints none.  Compiling stops at an exception of its own,
+            which is raised here.
         {keywords}
         method_options: options of the method, such as `aux_ids_are=`, and of the acceptance:
             `relaxed_topk`, `relaxed_delta`, `begin_thinking_token_id`, `end_thinking_token_id`;
@@ -95,10 +97,17 @@ def compile(
     Raises: a `compilespec.errors.SpecError` that names what was expected, what was given, and
         what to try.
     """
-    asked, reporter = _ask(spec, draft, keywords), Reporter(progress)
+    asked = _ask(spec, draft, keywords)
     check_compiler(asked.options.backend, _device_of(model, device))
+    with reporting(progress) as reporter:
+        return _start(
+            lambda: _load(model, dtype, device, tokenizer, asked, reporter), asked, reporter
+        )
+
+
+def _start(load: Callable[[], Target], asked: Asked, reporter: Reporter) -> Engine:
     ranks = join_ranks(asked.options, asked.method.capabilities)
-    target = _load(model, dtype, device, tokenizer, asked, reporter)
+    target = load()
     asked = _choose(asked, target, reporter)
     if defaults := target.generation_defaults.describe():
         logger.info(defaults)
@@ -137,7 +146,7 @@ def trace(
     device: torch.device | str | None = None,
     tokenizer: Any = None,
     keep_graphs: bool = True,
-    progress: Callable[[Progress], object] | None = None,
+    progress: Callable[[Progress], object] | Literal[False] | None = None,
     **keywords: Any,
 ) -> SpecProgram:
     """The rewritten graphs without lowering: stages trace and rewrite of `compile`, same keywords.
@@ -146,9 +155,10 @@ def trace(
         keep_graphs: keep each pass's graph before and after in its `PassRecord`.
         progress: as for `compile`; no record "ready" ends it.
     """
-    asked, reporter = _ask(spec, draft, keywords), Reporter(progress)
-    target = _load(model, dtype, device, tokenizer, asked, reporter)
-    return _build(_choose(asked, target, reporter), target, reporter, keep_graphs=keep_graphs)
+    asked = _ask(spec, draft, keywords)
+    with reporting(progress) as reporter:
+        target = _load(model, dtype, device, tokenizer, asked, reporter)
+        return _build(_choose(asked, target, reporter), target, reporter, keep_graphs=keep_graphs)
 
 
 def _ask(

@@ -201,7 +201,7 @@ BY_COMMAND = {
     "a text for the model": (
         "generate hello", "^'hello' stands where MODEL does, .*: give a text .* as --prompt TEXT",
     ),
-    "a text behind the model": ("generate --spec none demo hi", "^no argument 'hi'; .* --prompt TE"),
+    "a text behind the model": ("generate --spec none demo hi", "no argument 'hi'; .* --prompt"),
     "two models": ("serve demo --model other", "^MODEL: expected one, got demo and other$"),
     "no model to talk to": ("chat --spec ngram", "^MODEL is needed: "),
     "a system without a chat": ("generate -p x --system y", "^--system is .*: give --chat, too"),
