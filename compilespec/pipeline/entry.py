@@ -12,7 +12,7 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal, Unpack, cast
 
 import torch
 from torch import nn
@@ -28,6 +28,7 @@ from compilespec.pipeline.adapters import with_adapters
 from compilespec.pipeline.build import build_program
 from compilespec.pipeline.draft_vocab import check_has_head
 from compilespec.pipeline.images import image_reader
+from compilespec.pipeline.keyword_types import CompileKeywords, SpecName
 from compilespec.pipeline.keywords import shown_fields, shows
 from compilespec.pipeline.options import CompileOptions, check_method_options
 from compilespec.pipeline.parallel import check_ranks, join_ranks, lead_or_follow
@@ -62,14 +63,14 @@ class Asked:
 @rare_collections()
 def compile(
     model: nn.Module | str | Path,
-    spec: str | Method | MethodConfig | None = "none",
+    spec: SpecName | str | Method | MethodConfig | None = "none",
     *,
     draft: str | Path | nn.Module | Callable[..., Any] | None = None,
     dtype: torch.dtype | str | None = None,
     device: torch.device | str | None = None,
     tokenizer: Any = None,
     progress: Callable[[Progress], object] | Literal[False] | None = None,
-    **keywords: Any,
+    **keywords: Unpack[CompileKeywords],
 ) -> Engine:
     """Compile a causal language model and a drafter into one program that decodes speculatively.
 
@@ -139,7 +140,7 @@ def _start(load: Callable[[], Target], asked: Asked, reporter: Reporter) -> Engi
 @shows(CompileOptions)
 def trace(
     model: nn.Module | str | Path,
-    spec: str | Method | MethodConfig | None = "none",
+    spec: SpecName | str | Method | MethodConfig | None = "none",
     *,
     draft: str | Path | nn.Module | Callable[..., Any] | None = None,
     dtype: torch.dtype | str | None = None,
@@ -147,7 +148,7 @@ def trace(
     tokenizer: Any = None,
     keep_graphs: bool = True,
     progress: Callable[[Progress], object] | Literal[False] | None = None,
-    **keywords: Any,
+    **keywords: Unpack[CompileKeywords],
 ) -> SpecProgram:
     """The rewritten graphs without lowering: stages trace and rewrite of `compile`, same keywords.
 
