@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import subprocess
 import sys
 import types
@@ -127,7 +128,7 @@ def test_sampling_options(fake_compile, capsys):
     assert generate(*sampling.split(), "--acceptance", "rejection", "--prompt", "a", "--json") == 0
     outputs = json.loads(capsys.readouterr().out)["outputs"]
     assert [output["seed"] for output in outputs] == [12, 12]
-    assert fake_compile.calls[-1][2] == {"acceptance": "rejection"}
+    assert fake_compile.calls[-1][2] == {"acceptance": "rejection", "progress": False}
     assert generate(*sampling.split(), "--prompt", "a", "--prompt", "k") == 0
     printed = capsys.readouterr().out
     assert "--- prompt 2 of 2, sample 1 of 2\nlmnop\n" in printed
@@ -273,10 +274,13 @@ def test_interrupt_while_compiling(monkeypatch, capsys):
 def test_methods_lists_them_all(capsys):
     assert main(["methods"]) == 0
     out, _ = capsys.readouterr()
-    assert "eagle3" in out
+    assert re.search(r"^eagle3 +a trained drafter ", out, re.MULTILINE)
+    assert re.search(r"^ngram +nothing +repeats this text", out, re.MULTILINE)
+    assert out.index("\nsuffix ") < out.index("\neagle3 "), "first what needs no training"
     assert main(["methods", "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)
     assert {"none", "eagle3"} <= {row["name"] for row in rows}
+    assert all(row["brings"] for row in rows)
 
 
 def test_help_is_quick_because_torch_is_not_imported():
