@@ -48,6 +48,11 @@ _LAZY = {
 }
 
 
+def __dir__() -> list[str]:
+    """The public names, for completion."""
+    return sorted({*__all__, *globals()})
+
+
 def __getattr__(name: str) -> Any:
     """Import torch only when something that needs it is asked for: `compilespec --help` stays
     quick.

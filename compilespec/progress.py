@@ -6,6 +6,8 @@ import contextlib
 import dataclasses
 import gc
 import logging
+import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -69,6 +71,64 @@ class Progress:
         return f"{line} ({', '.join(parts)})" if self.seconds else line
 
 
+QUIET_S = 5.0  # of a start that says nothing on stderr
+
+
+class _SlowStart:
+    """Tells a line a step on stderr, from the moment on at which a start has become long."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._record: Progress | None = None
+        self._is_long, self._said = False, ("", "")
+        self._timer = threading.Timer(QUIET_S, self._begin)
+        self._timer.daemon = True
+        self._timer.start()
+
+    def __call__(self, record: Progress) -> None:
+        with self._lock:
+            self._record = record
+            if self._is_long:
+                self._say(record)
+
+    def _begin(self) -> None:
+        with self._lock:
+            self._is_long = True
+            if self._record is not None:
+                self._say(self._record)
+
+    def _say(self, record: Progress) -> None:
+        """A step that begins, once more is known of it than its name; and the end."""
+        is_known = record.stage != "compile" or record.detail or record.from_cache is not None
+        name = (record.stage, record.what)
+        if self._said != name and is_known and (not record.done or record.stage == "ready"):
+            self._said = name
+            print(f"compilespec: {record}", file=sys.stderr, flush=True)
+
+    def close(self) -> None:
+        """Say no more."""
+        self._timer.cancel()
+        self._timer.join()
+
+
+@contextlib.contextmanager
+def reporting(tell: Callable[[Progress], object] | Literal[False] | None) -> Iterator[Reporter]:
+    """Around a start.  None: one that takes long says so on stderr, unless the log, or another rank
+    of the job, does; False: nothing is said.
+
+    Raises: InvalidOption, for what cannot be called.
+    """
+    is_told = logger.isEnabledFor(logging.INFO) or os.environ.get("RANK", "0") != "0"
+    if tell is not None or is_told:
+        yield Reporter(None if tell is False else tell)
+        return
+    slow = _SlowStart()
+    try:
+        yield Reporter(slow)
+    finally:
+        slow.close()
+
+
 class Reporter:
     """Tells what one start does: the stages open a `step` for each thing that takes time.
 
@@ -82,7 +142,7 @@ class Reporter:
         if tell is not None and not callable(tell):
             raise InvalidOption(
                 f"progress must be a function of one `Progress` record; got {tell!r}; "
-                f"progress=print prints it"
+                f"progress=print prints it, progress=False says nothing"
             )
         self._tell = tell
         self._started = time.perf_counter()

@@ -1,6 +1,6 @@
 """What one pass did to the decode step: the nodes that it made.  Nothing is compiled.
 
-python examples/dump_pass.py [MODEL [PASS]]
+python examples/dump_pass.py [MODEL [SPEC [PASS]]]
 """
 
 import sys
@@ -8,8 +8,8 @@ import sys
 import compilespec
 
 
-def main(model: str = "demo", name: str = "shift_hidden_states") -> None:
-    program = compilespec.trace(model, spec="eagle3", max_seq_len=256)
+def main(model: str = "demo", spec: str = "eagle3", name: str = "shift_hidden_states") -> None:
+    program = compilespec.trace(model, spec=spec, max_seq_len=256)
     print(program)
     decode = program.graphs["decode"]
     for record in decode.records:

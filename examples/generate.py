@@ -1,6 +1,7 @@
 """Complete two prompts at once, the second with sampling.
 
-python examples/generate.py [MODEL [BACKEND]]
+python examples/generate.py [MODEL [SPEC [BACKEND]]]
+SPEC: none or ngram for a model without a trained drafter
 """
 
 import sys
@@ -9,12 +10,10 @@ import compilespec
 from compilespec import SamplingParams
 
 
-def main(model: str = "demo", backend: str = "inductor") -> None:
+def main(model: str = "demo", spec: str = "eagle3", backend: str = "inductor") -> None:
     greedy = SamplingParams(max_new_tokens=48)
     sampled = SamplingParams(max_new_tokens=48, temperature=0.8, top_p=0.95, seed=1)
-    with compilespec.compile(
-        model, spec="eagle3", num_draft_tokens=3, max_seq_len=256, backend=backend
-    ) as engine:
+    with compilespec.compile(model, spec=spec, max_seq_len=256, backend=backend) as engine:
         for output in engine.generate(["def main():", "import os\n"], [greedy, sampled]):
             print(output.text)
             print(

@@ -1,6 +1,7 @@
 """Output that follows a JSON schema, and a logits processor that is traced into the step.
 
-python examples/guide.py [MODEL [BACKEND]]
+python examples/guide.py [MODEL [SPEC [BACKEND]]]
+SPEC: none or ngram for a model without a trained drafter
 """
 
 import json
@@ -22,10 +23,10 @@ def cooler(logits_BSV):
     return logits_BSV / 0.8
 
 
-def main(model: str = "demo", backend: str = "inductor") -> None:
+def main(model: str = "demo", spec: str = "eagle3", backend: str = "inductor") -> None:
     params = SamplingParams(max_new_tokens=80, temperature=1.0, seed=3, n=2, guide=SCHEMA)
     with compilespec.compile(
-        model, spec="eagle3", max_seq_len=256, logits_processor=cooler, backend=backend
+        model, spec=spec, max_seq_len=256, logits_processor=cooler, backend=backend
     ) as engine:
         for output in engine.generate("# settings as JSON\n", params):
             print(json.loads(output.text), output.finish_reason)

@@ -1,6 +1,7 @@
 """An engine on a thread of its own; clients in an event loop, one of which gives up early.
 
-python examples/serve_asyncio.py [MODEL [BACKEND]]
+python examples/serve_asyncio.py [MODEL [SPEC [BACKEND]]]
+SPEC: none or ngram for a model without a trained drafter
 """
 
 import asyncio
@@ -29,8 +30,8 @@ async def serve(engine: compilespec.Engine) -> None:
         )
 
 
-def main(model: str = "demo", backend: str = "inductor") -> None:
-    with compilespec.compile(model, spec="eagle3", max_seq_len=256, backend=backend) as engine:
+def main(model: str = "demo", spec: str = "eagle3", backend: str = "inductor") -> None:
+    with compilespec.compile(model, spec=spec, max_seq_len=256, backend=backend) as engine:
         asyncio.run(serve(engine))
 
 

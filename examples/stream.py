@@ -1,6 +1,7 @@
 """Print a completion while it is made, and end it early where a line begins with "class".
 
-python examples/stream.py [MODEL [BACKEND]]
+python examples/stream.py [MODEL [SPEC [BACKEND]]]
+SPEC: none or ngram for a model without a trained drafter
 """
 
 import sys
@@ -9,9 +10,9 @@ import compilespec
 from compilespec import SamplingParams
 
 
-def main(model: str = "demo", backend: str = "inductor") -> None:
+def main(model: str = "demo", spec: str = "eagle3", backend: str = "inductor") -> None:
     params = SamplingParams(max_new_tokens=96, stop=("\nclass ",))
-    with compilespec.compile(model, spec="eagle3", max_seq_len=256, backend=backend) as engine:
+    with compilespec.compile(model, spec=spec, max_seq_len=256, backend=backend) as engine:
         for delta in engine.stream("def read_lines(path):", params):
             print(delta.text, end="", flush=True)  # up to K + 1 tokens at once
             if delta.output is not None:  # the last one

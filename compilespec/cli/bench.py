@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from compilespec.cli import report
-from compilespec.cli.flags import add_draft_vocab_options, add_placement_options
+from compilespec.cli.flags import add_draft_vocab_options, add_model_option, add_placement_options
 from compilespec.cli.generate import (
     DEMO,
     add_quantize_options,
@@ -43,7 +43,7 @@ def add_parser(commands: Any) -> None:
         "decoding.",
     )
     add = parser.add_argument
-    add("--model", default=DEMO, metavar="DIR|NAME", help="target checkpoint (default: demo)")
+    add_model_option(parser, default=DEMO)
     add(
         "--methods",
         default="all",
@@ -55,7 +55,7 @@ def add_parser(commands: Any) -> None:
         "--num-draft-tokens", type=int, nargs="+", default=[1, 3, 5], metavar="K",
         help="drafts per step (default: 1 3 5)",
     )  # fmt: skip
-    add("--prompt", action="append", metavar="TEXT", help="prompt; may be repeated")
+    add("-p", "--prompt", action="append", metavar="TEXT", help="prompt; may be repeated")
     add("--prompt-file", metavar="FILE", help="file with one prompt, '-' for stdin")
     add("--max-new-tokens", type=int, default=64, metavar="N", help="default: %(default)s")
     add("--rounds", type=int, default=3, metavar="N", help="timed rounds (default: %(default)s)")

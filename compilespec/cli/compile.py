@@ -9,6 +9,7 @@ from typing import Any
 from compilespec.cli import report
 from compilespec.cli.flags import (
     add_draft_vocab_options,
+    add_model_option,
     add_placement_options,
     add_tree_option,
 )
@@ -31,7 +32,7 @@ def add_parser(commands: Any) -> None:
         "cache is COMPILESPEC_CACHE_DIR, else ~/.cache/compilespec.",
     )
     add = parser.add_argument
-    add("--model", default=DEMO, metavar="DIR|NAME", help="target checkpoint (default: demo)")
+    add_model_option(parser, default=DEMO)
     add("--spec", help="drafting method (default: eagle3 for the demo, else none)")
     add("--draft", metavar="DIR|NAME", help="drafter checkpoint (default: beside the target)")
     add(
@@ -61,13 +62,17 @@ KEYWORDS = (
 
 
 def run(args: argparse.Namespace) -> int:
+    import torch
+
     import compilespec
     from compilespec.cudagraphs.modes import read_graph_options, units_for
-    from compilespec.lowering import lower
+    from compilespec.lowering import check_compiler, lower
     from compilespec.ops._build import cache_directory
-    from compilespec.progress import Reporter
+    from compilespec.progress import reporting
+    from compilespec.tracing.placement import read_device
 
     graphs = read_graph_options(args.cudagraphs)
+    check_compiler("inductor", read_device(args.device) or torch.device("cpu"))
     set_threads(args.threads)
     given = {name: getattr(args, name) for name in KEYWORDS if getattr(args, name) is not None}
     started = time.perf_counter()
@@ -76,7 +81,8 @@ def run(args: argparse.Namespace) -> int:
         program = compilespec.trace(args.model, spec, keep_graphs=False, progress=progress, **given)
         traced_s = time.perf_counter() - started
         kinds = graphs.kinds_on(program.config.device)
-        lowered = lower(program, units=units_for(kinds), progress=Reporter(progress))
+        with reporting(progress) as reporter:
+            lowered = lower(program, units=units_for(kinds), progress=reporter)
     result = {
         "model": str(args.model),
         "method": program.method,

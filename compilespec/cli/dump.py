@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 from compilespec.cli import report
 from compilespec.cli.flags import (
     add_draft_vocab_options,
+    add_model_option,
     add_placement_options,
     add_tree_option,
 )
@@ -40,7 +41,7 @@ def add_parser(commands: Any) -> None:
         description="Print the graph of a phase after any pass.  Nothing is compiled.",
     )
     add = parser.add_argument
-    add("--model", default=DEMO, metavar="DIR|NAME", help="target checkpoint (default: demo)")
+    add_model_option(parser, default=DEMO)
     add("--spec", help="drafting method (default: eagle3 for the demo, else none)")
     add("--draft", metavar="DIR|NAME", help="drafter checkpoint (default: beside the target)")
     add(
@@ -97,6 +98,7 @@ def add_parser(commands: Any) -> None:
         "--backend", choices=("inductor", "eager"), help="also check compiled calls"
     )
     checks.add_argument(
+        "-p",
         "--prompt",
         action="append",
         metavar="TEXT",

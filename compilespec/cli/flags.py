@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from compilespec.errors import InvalidOption
-from compilespec.errors.suggest import meant
+from compilespec.errors.suggest import did_you_mean, meant
 
 TREES = "paths of ranks such as 0,1,0.0,0.1, or top_k=4,depth=5,num_nodes=16"
 
@@ -17,7 +17,27 @@ class Parser(argparse.ArgumentParser):
     """Raises InvalidOption where argparse would print the usage and exit."""
 
     def error(self, message: str) -> NoReturn:
+        if choice := re.search(r"invalid choice: '(.*?)' \(choose from (.*)\)", message):
+            message += did_you_mean(choice[1], re.findall(r"[\w-]+", choice[2]))
         raise InvalidOption(f"{message}; see {self.prog} --help")
+
+
+def add_model_option(parser: argparse.ArgumentParser, *, default: str | None) -> None:
+    """MODEL, or --model; `read_arguments` makes one of the two.
+
+    Args:
+        default: None where the command needs one.
+    """
+    said = "needed" if default is None else f"default: {default}"
+    parser.add_argument(
+        "model_word",
+        nargs="?",
+        metavar="MODEL",
+        help="target: a directory, org/name of the hub, a GGUF file, org/name:Q4_K_M (a GGUF file "
+        f"of the hub), or demo ({said})",
+    )
+    parser.add_argument("--model", metavar="DIR|NAME", help="the same as MODEL")
+    parser.set_defaults(default_model=default)
 
 
 def add_placement_options(add: Callable[..., Any]) -> None:
@@ -98,13 +118,33 @@ def read_adapters(given: str | Sequence[str] | None) -> str | dict[str, str] | N
 def read_arguments(parser: Parser, argv: Sequence[str] | None) -> argparse.Namespace:
     """The arguments of a command.  Raises: InvalidOption, also for unknown flags."""
     args, unknown = parser.parse_known_args(argv)
+    if hasattr(args, "model_word"):
+        unknown = _take_model(args, unknown)
     if unknown:
-        given = unknown[0].partition("=")[0]
+        given = next((one for one in unknown if one.startswith("-")), unknown[0]).partition("=")[0]
         ours = meant(given.lstrip("-"), _flags(args), "SamplingParams", "compile")
         name, _, remark = ours.partition(" ")
         near = f"did you mean {_flags(args)[name]}{remark and f' {remark}'}?" if ours else ""
         raise InvalidOption(f"no argument {given}; {near or f'see {parser.prog} --help'}")
     return args
+
+
+def _take_model(args: argparse.Namespace, unknown: list[str]) -> list[str]:
+    """Set `model` from the word, which argparse may have left behind flags; returns what else was
+    left.
+    """
+    given = [one for one in (vars(args).pop("model_word"), args.model) if one is not None]
+    default = vars(args).pop("default_model")
+    if not given and unknown and not any(one.startswith("-") for one in unknown):
+        given, unknown = unknown[:1], unknown[1:]
+    if len(given) > 1:
+        raise InvalidOption(f"MODEL: expected one, got {' and '.join(given)}")
+    if unknown and not unknown[0].startswith("-") and hasattr(args, "prompt"):
+        raise InvalidOption(f"no argument {unknown[0]!r}; give a text as --prompt TEXT")
+    args.model = given[0] if given else default
+    if args.model is None:
+        raise InvalidOption("MODEL is needed: a directory, org/name of the hub, or a GGUF file")
+    return unknown
 
 
 def in_flags(message: str, args: argparse.Namespace) -> str:

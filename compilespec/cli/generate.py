@@ -18,6 +18,7 @@ from compilespec.cli import report
 from compilespec.cli.flags import (
     add_adapter_option,
     add_draft_vocab_options,
+    add_model_option,
     add_placement_options,
     add_tree_option,
     in_flags,
@@ -53,15 +54,10 @@ def add_parser(commands: Any) -> None:
         "--temperature sampled.",
     )
     add = parser.add_argument
-    add(
-        "--model",
-        default=DEMO,
-        metavar="DIR|NAME",
-        help="target: a directory, org/name of the hub, a GGUF file, or demo (default: demo)",
-    )
+    add_model_option(parser, default=DEMO)
     add("--spec", help="drafting method (default: eagle3 for the demo, else none)")
     add("--draft", metavar="DIR|NAME", help="drafter checkpoint (default: beside the target)")
-    add("--prompt", action="append", metavar="TEXT", help="prompt; may be repeated")
+    add("-p", "--prompt", action="append", metavar="TEXT", help="prompt; may be repeated")
     add(
         "--prompt-file",
         metavar="FILE",
@@ -73,6 +69,7 @@ def add_parser(commands: Any) -> None:
         action="store_true",
         help="each prompt is a user's message, put into the model's chat template",
     )
+    add("--system", metavar="TEXT", help="with --chat: what the model is told first")
     add("--max-new-tokens", type=int, default=128, metavar="N", help="default: %(default)s")
     add(
         "--num-draft-tokens",
@@ -119,6 +116,7 @@ def add_sampling_options(add: Callable[..., Any]) -> None:
     add("--top-k", type=int, metavar="N", help="draw among the N best tokens (0: all)")
     add("--top-p", type=float, metavar="P", help="draw among the best up to P")
     add("--min-p", type=float, metavar="P", help="drop tokens below P times the best")
+    add("--stop", action="append", metavar="TEXT", help="end at this text; may be repeated")
     add("--seed", type=int, metavar="N", help="seed of the random numbers (default: picked)")
     add("--n", type=int, default=1, metavar="N", help="samples of each prompt (default: 1)")
     add(
@@ -136,6 +134,7 @@ def sampling_params(args: argparse.Namespace) -> SamplingParams:
         ignore_eos=args.ignore_eos,
         seed=args.seed,
         n=args.n,
+        stop=tuple(args.stop or ()),
         **_sampling_of(args),
     )
 
@@ -155,9 +154,25 @@ def run(args: argparse.Namespace) -> int:
             "--compare decodes greedily: leave out --temperature and --n; `compilespec bench` "
             "compares sampled decoding"
         )
+    if args.system is not None and not args.chat:
+        raise InvalidOption("--system is part of a conversation: give --chat, too")
+    _check_model(args)
     prompts = read_prompts(args)
     set_threads(args.threads)
     return _compare(args, prompts) if args.compare else _generate(args, prompts)
+
+
+def _check_model(args: argparse.Namespace) -> None:
+    """Refuse a text in the place of MODEL, before more is read."""
+    from compilespec.tracing.hub import is_hub_file, is_hub_name
+
+    named = args.model == DEMO or is_hub_name(args.model) or is_hub_file(args.model)
+    if args.prompt or named or os.path.exists(args.model):
+        return
+    raise InvalidOption(
+        f"{args.model!r} stands where MODEL does, and no such model exists: give a text to "
+        "continue as --prompt TEXT"
+    )
 
 
 def add_quantize_options(add: Callable[..., Any]) -> None:
@@ -265,7 +280,8 @@ def _asked(args: argparse.Namespace, prompts: Sequence[str]) -> list[Any]:
     """What the engine is given for the prompts: their text, or conversations of one message."""
     if not args.chat:
         return list(prompts)
-    return [{"messages": [{"role": "user", "content": prompt}]} for prompt in prompts]
+    told = [] if args.system is None else [{"role": "system", "content": args.system}]
+    return [{"messages": [*told, {"role": "user", "content": one}]} for one in prompts]
 
 
 def compile_engine(args: argparse.Namespace, spec: str, **changes: Any) -> Engine:

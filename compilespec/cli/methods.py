@@ -11,22 +11,16 @@ from typing import Any
 
 from compilespec.errors import InvalidOption
 
-# Capabilities that require something of the caller or the engine, and a word for each.
-NEEDS = {
-    "needs_draft_weights": "weights",
-    "reads_hidden_states": "hidden",
-    "outputs_hidden_states": "hidden",
-    "own_kv_cache": "cache",
-}
-COLUMNS = ("method", "kind", "lossless", "needs", "TensorRT-LLM names")
+COLUMNS = ("method", "needs", "what it brings")
 
 
 def add_parser(commands: Any) -> None:
     parser: argparse.ArgumentParser = commands.add_parser(
         "methods",
-        help="list the drafting methods and what each needs",
-        description="weights: a drafter's, looked for beside the target.  hidden: hidden states of "
-        "the target.  cache: a KV cache of the drafter's own.",
+        help="list the drafting methods, what each needs and what it brings",
+        description="The drafting methods, those first that need no training.  By default none of "
+        "them changes the output.  A drafter is looked for beside the target, then among the "
+        "published ones (--drafts); `compilespec train` makes one.",
     )
     parser.add_argument(
         "--modes", action="store_true", help="list TensorRT-LLM's modes by predicate instead"
@@ -41,7 +35,7 @@ def add_parser(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from compilespec.methods.registry import capability_rows
+    from compilespec.methods.registry import METHODS, capability_rows
 
     if args.modes and args.drafts:
         raise InvalidOption("--modes and --drafts are two lists: give one of them")
@@ -58,7 +52,9 @@ def run(args: argparse.Namespace) -> int:
         table = ((name, ", ".join(m.name for m in modes)) for name, modes in truth_table().items())
         print_table(("predicate", "modes"), table, wraps="modes")
     else:
-        print_table(COLUMNS, map(_method_cells, capability_rows()), wraps="needs")
+        methods = sorted((one.capabilities for one in METHODS), key=lambda c: c.needs != "nothing")
+        lines = [(one.name, one.needs, one.brings) for one in methods]
+        print_lines([COLUMNS, *lines])
     return 0
 
 
@@ -99,18 +95,3 @@ def print_lines(rows: Sequence[Sequence[str]]) -> None:
     for row in rows:
         padded = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
         print("  ".join(padded).rstrip())
-
-
-def _method_cells(row: dict[str, Any]) -> tuple[str, ...]:
-    needs = dict.fromkeys(word for name, word in NEEDS.items() if row.get(name))
-    return (
-        row["name"],
-        row.get("kind", ""),
-        _yes_or_no(row.get("lossless")),
-        ", ".join(needs),
-        ",\n".join(row["aliases"]),
-    )
-
-
-def _yes_or_no(value: bool | None) -> str:
-    return "" if value is None else "yes" if value else "no"

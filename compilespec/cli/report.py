@@ -5,15 +5,21 @@ rest to stderr.
 from __future__ import annotations
 
 import contextlib
+import re
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     from compilespec.cli.compare import Comparison, Parting, Row
+    from compilespec.progress import Progress as StartRecord
     from compilespec.runtime.engine import Engine
     from compilespec.runtime.outputs import Delta
     from compilespec.runtime.stats import EngineStats
+
+
+MIN_SPENT_S = 2.0  # in a stage, before its end is estimated
 
 
 class Progress:
@@ -125,18 +131,50 @@ def status(text: str) -> Iterator[Callable[[str], None]]:
 
 
 @contextlib.contextmanager
-def starting(text: str, *, quiet: bool = False) -> Iterator[Callable[[object], None] | None]:
-    """Show the progress of starting in a line that disappears; yields the value for `progress=`.
-
-    None if nothing is shown: stderr is not a terminal, or `quiet`.
+def starting(
+    text: str, *, quiet: bool = False
+) -> Iterator[Callable[[StartRecord], None] | Literal[False] | None]:
+    """Show the progress of starting in a line that disappears; yields the value for `progress=`:
+    None where stderr is no terminal, and `compile` prints lines itself; False if `quiet`.
     """
+    from rich.console import Console
     from rich.markup import escape
+    from rich.progress import Progress as Live
+    from rich.progress import SpinnerColumn, TextColumn, TimeElapsedColumn
+    from rich.table import Column
 
     if quiet or not sys.stderr.isatty():
-        yield None
+        yield False if quiet else None
         return
-    with status(escape(text)) as update:
-        yield lambda record: update(escape(f"{text}: {record}"))
+    words = TextColumn("{task.description}", table_column=Column(overflow="fold", ratio=1))
+    columns = SpinnerColumn(), TimeElapsedColumn(), words
+    left = _Left()
+    with Live(*columns, console=Console(stderr=True), transient=True, expand=True) as live:
+        task = live.add_task(escape(text), total=None)
+        yield lambda record: live.update(
+            task, description=escape(f"{text}: {record}{left.of(record)}"), refresh=True
+        )
+
+
+class _Left:
+    """Estimates how long a stage whose steps are counted takes from here on."""
+
+    def __init__(self) -> None:
+        self._stage = ("", False)
+        self._started = 0.0
+
+    def of(self, record: StartRecord) -> str:
+        """What is said of it; "" where too little is known."""
+        now, stage = time.perf_counter(), (record.stage, record.total is None)
+        if stage != self._stage:
+            self._stage, self._started = stage, now
+        counted = re.search(r"(\d+) of (\d+)", record.detail)
+        inside = (int(counted[1]) - 1) / int(counted[2]) if counted else 0.0
+        done = ((record.index or 1) - 1 + inside) / (record.total or 1)
+        spent = now - self._started
+        if not done or spent < MIN_SPENT_S:
+            return ""
+        return f"; about {spent * (1 - done) / done:.0f} s left"
 
 
 def print_unused_defaults(defaults: Mapping[str, Any]) -> None:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from compilespec.cli.flags import (
     add_adapter_option,
     add_draft_vocab_options,
+    add_model_option,
     add_placement_options,
     add_tree_option,
 )
@@ -54,12 +55,7 @@ def add_parser(commands: Any) -> None:
         "its requests have ended.",
     )
     add = parser.add_argument
-    add(
-        "--model",
-        default=DEMO,
-        metavar="DIR|NAME",
-        help="target: a directory, org/name of the hub, a GGUF file, or demo (default: demo)",
-    )
+    add_model_option(parser, default=DEMO)
     add("--spec", help="drafting method (default: eagle3 for the demo, else none)")
     add("--draft", metavar="DIR|NAME", help="drafter checkpoint (default: beside the target)")
     add(

@@ -89,7 +89,9 @@ class ProcessorFailed(SpecError):
 
 
 class MissingDependency(SpecError):
-    """An optional dependency is not installed; the message has the command that installs it."""
+    """An optional dependency, the C++ compiler or Python's headers are not installed; the message
+    has the command that installs them.
+    """
 
 
 class TokenizerFailed(SpecError):

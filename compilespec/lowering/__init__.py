@@ -117,6 +117,18 @@ def lower(
     return Lowered(program=program, backend=backend, graphs=phases, attention=attention)
 
 
+def check_compiler(backend: str, device: torch.device) -> None:
+    """Refuse, before anything is loaded, what must be compiled and cannot be.
+
+    Raises: MissingDependency (no compiler, no headers), InvalidOption (no place for the kernels).
+    """
+    if backend != "inductor" or device.type != "cpu":
+        return
+    _build.check_writable()
+    if _build.is_cached() is False or ArtifactCache().is_empty():
+        _build.check_compiler()
+
+
 def prepare_kernels(device: torch.device, progress: Reporter) -> None:
     """Load the C++ kernels, compiling them if needed, as the CPU's first call would."""
     if device.type != "cpu" or not _build.kernels_untried():
@@ -262,7 +274,12 @@ def _ms_since(started: float) -> float:
 
 
 def _tell_why(graph: PhaseGraph, key: ArtifactKey, cache: ArtifactCache, step: Step) -> None:
-    """Report why a step must be compiled, and make the ATen graph to compile."""
+    """Report why a step must be compiled, and make the ATen graph to compile.
+
+    Raises: MissingDependency, where it is for the CPU and there is no compiler.
+    """
+    if dict(key.parts)["device"].startswith("cpu"):
+        _build.check_compiler()
     step.tell(why=cache.why_new(key))
     with step.inside("rewrite", TO_ATEN):
         _ = graph.step

@@ -26,7 +26,7 @@ from torch import Tensor, fx
 from compilespec import _torch_compat
 from compilespec.lowering.constants import Compiled, constants_of, to_record
 from compilespec.lowering.stitching import StitchPlan
-from compilespec.ops._build import cache_directory, toolchain
+from compilespec.ops._build import cache_directory, toolchain, unwritable
 from compilespec.program import InputSpec, PhaseGraph, SpecProgram
 
 logger = logging.getLogger("compilespec")
@@ -180,6 +180,7 @@ class ArtifactCache:
 
     def __init__(self, directory: Path | None = None) -> None:
         self.directory = (directory or cache_directory()) / "artifacts"
+        self._is_told = False  # that it cannot be written
 
     def load(self, key: ArtifactKey) -> Stored | None:
         files = self._paths(key)
@@ -232,7 +233,11 @@ class ArtifactCache:
         except (
             Exception
         ) as error:  # the engine runs without a saved artifact; the next start compiles again
-            logger.warning("artifact %s was not saved: %s", key, error)
+            self._not_saved(f"artifact {key}", error)
+
+    def is_empty(self) -> bool:
+        """Whether no start has left anything here."""
+        return not self.directory.is_dir()
 
     def load_plan(self, key: ArtifactKey) -> tuple[StitchPlan, Interface] | None:
         """How the pieces of a phase are put together; None if it is not stored."""
@@ -255,7 +260,14 @@ class ArtifactCache:
                 Path(f"{scratch}/plan").write_text(json.dumps(record))
                 os.replace(f"{scratch}/plan", path)
         except OSError as error:
-            logger.warning("plan %s was not saved: %s", key, error)
+            self._not_saved(f"plan {key}", error)
+
+    def _not_saved(self, what: str, error: Exception) -> None:
+        """Warn, once where the directory is to blame."""
+        cause = unwritable(error) if isinstance(error, OSError) else error
+        level = logging.DEBUG if self._is_told else logging.WARNING
+        self._is_told = isinstance(error, OSError)
+        logger.log(level, "%s was not saved, the next start compiles it again: %s", what, cause)
 
     def keep_key(self, key: ArtifactKey) -> None:
         """Store the parts of a step's key, for `why_new` of later keys."""

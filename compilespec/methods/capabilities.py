@@ -35,6 +35,7 @@ class Capabilities:
 
     name: str
     kind: DraftKind
+    brings: str = ""  # what it does for whom, in words
     needs_draft_weights: bool = False
     reads_hidden_states: bool = False  # the target's, tapped at the drafter's aux layers
     outputs_hidden_states: bool = False  # the step outputs them, for the drafter's `recorder`
@@ -47,6 +48,17 @@ class Capabilities:
     folders: tuple[str, ...] = ()  # beside the target, after the one named as the method
     aliases: tuple[str, ...] = ()  # TensorRT-LLM's mode names for this method
     options: tuple[str, ...] | None = None  # names that `load` takes; None: it checks them itself
+
+    @property
+    def needs(self) -> str:
+        """What must be there beside the target, in words."""
+        if not self.needs_draft_weights:
+            return "nothing"
+        if self.drafts_with_model:
+            return "a smaller model"
+        if self.kind in ("direct", "callback"):
+            return "your function"
+        return "a trained drafter" + (" (or the model's own)" if self.inside_target else "")
 
     @property
     def may_omit_drafts(self) -> bool:

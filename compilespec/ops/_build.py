@@ -15,6 +15,7 @@ import os
 import platform
 import shutil
 import subprocess
+import sysconfig
 import tempfile
 import threading
 import warnings
@@ -25,6 +26,7 @@ from pathlib import Path
 
 import torch
 
+from compilespec.errors import InvalidOption, MissingDependency
 from compilespec.ops import _levels
 from compilespec.ops._cpus import num_cpus
 from compilespec.ops._levels import Level
@@ -84,6 +86,50 @@ def cache_directory() -> Path:
     return Path(os.environ.get("COMPILESPEC_CACHE_DIR") or Path.home() / ".cache" / "compilespec")
 
 
+def unwritable(error: OSError) -> str:
+    """What is said where the cache directory cannot be written."""
+    return (
+        f"the cache directory {cache_directory()} cannot be written ({error.strerror or error}): "
+        "set COMPILESPEC_CACHE_DIR to one that can"
+    )
+
+
+def check_writable() -> None:
+    """Raises: InvalidOption where kernels must be built first, and no file can be kept."""
+    if is_cached() is not False:
+        return
+    try:
+        _make_folder(cache_directory() / "kernels")
+    except OSError as error:
+        raise InvalidOption(unwritable(error)) from error
+
+
+def _make_folder(folder: Path) -> None:
+    """Raises: OSError where it, or a file in it, cannot be made."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryFile(dir=folder):
+        pass
+
+
+def check_compiler() -> None:
+    """Raises: MissingDependency where Inductor's C++ code cannot be compiled here."""
+    asked = os.environ.get("CXX")
+    cure = 'or give backend="eager", which is slow and compiles nothing'
+    if shutil.which(asked or "g++") is None:
+        other = _compiler()
+        found = f"CXX={asked} is no program in PATH" if asked else "there is no g++ in PATH"
+        raise MissingDependency(
+            f"compiling on the CPU needs a C++20 compiler, and {found}: "
+            f"{f'set CXX={other}' if other else 'install g++ (apt install g++) or set CXX'}, {cure}"
+        )
+    folder = Path(sysconfig.get_path("include"))
+    if not (folder / "Python.h").is_file():
+        raise MissingDependency(
+            f"compiling on the CPU needs the headers of this Python, and {folder} has no "
+            f"Python.h: install them (apt install python3-dev), {cure}"
+        )
+
+
 def library_path() -> Path:
     """The path of this machine's library: the best that came with the package, else one to build.
 
@@ -119,7 +165,7 @@ def _try_load() -> bool:
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:
         warnings.warn(
             "the C++ CPU kernels are not available, the slow references in torch serve instead: "
-            f"{error}; set CXX to a C++20 compiler, or COMPILESPEC_CPP_KERNELS=0 to silence this",
+            f"{error}; COMPILESPEC_CPP_KERNELS=0 silences this",
             RuntimeWarning,
             stacklevel=3,
         )
@@ -143,8 +189,11 @@ def _compile(path: Path, level: Level | None) -> None:
     """Build in a private directory beside `path`, then rename: readers see all of it or nothing."""
     compiler = _compiler()
     if compiler is None:
-        raise RuntimeError("no C++ compiler found (CXX, g++, clang++)")
-    path.parent.mkdir(parents=True, exist_ok=True)
+        raise RuntimeError("no C++ compiler found (CXX, g++, clang++); set CXX to a C++20 compiler")
+    try:
+        _make_folder(path.parent)
+    except OSError as error:
+        raise RuntimeError(unwritable(error)) from error
     torch_dir = Path(torch.__file__).parent
     with (
         _only_builder(path),
@@ -206,7 +255,10 @@ def _run(command: list[str]) -> None:
         lines = [
             line for line in done.stderr.splitlines() if "error" in line
         ] or done.stderr.splitlines()
-        raise RuntimeError(f"{command[0]} failed: {lines[0] if lines else done.returncode}")
+        raise RuntimeError(
+            f"{command[0]} failed: {lines[0] if lines else done.returncode}; set CXX to a C++20 "
+            "compiler"
+        )
 
 
 def _sources() -> list[Path]:

@@ -12,14 +12,14 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, Unpack, cast
 
 import torch
 from torch import nn
 
 from compilespec.cudagraphs.modes import units_for
 from compilespec.errors import InvalidOption
-from compilespec.lowering import lower, prepare_kernels
+from compilespec.lowering import check_compiler, lower, prepare_kernels
 from compilespec.methods.base import Method, MethodConfig
 from compilespec.methods.find import check_inside, read_draft
 from compilespec.methods.registry import get_method
@@ -28,12 +28,13 @@ from compilespec.pipeline.adapters import with_adapters
 from compilespec.pipeline.build import build_program
 from compilespec.pipeline.draft_vocab import check_has_head
 from compilespec.pipeline.images import image_reader
+from compilespec.pipeline.keyword_types import CompileKeywords, SpecName
 from compilespec.pipeline.keywords import shown_fields, shows
 from compilespec.pipeline.options import CompileOptions, check_method_options
 from compilespec.pipeline.parallel import check_ranks, join_ranks, lead_or_follow
 from compilespec.pipeline.plan import describe_plan, why_not_overlapped, why_not_shared
 from compilespec.program import SpecProgram
-from compilespec.progress import Progress, Reporter, rare_collections
+from compilespec.progress import Progress, Reporter, rare_collections, reporting
 from compilespec.quantization import quantize_target
 from compilespec.runtime.draft_policy import DraftPolicy
 from compilespec.runtime.engine import Engine
@@ -42,6 +43,7 @@ from compilespec.runtime.step_costs import measure
 from compilespec.runtime.step_runner import StepRunner
 from compilespec.runtime.weights import share_merged
 from compilespec.tracing.load import Target, load_target
+from compilespec.tracing.placement import read_device
 
 logger = logging.getLogger("compilespec")
 
@@ -61,14 +63,14 @@ class Asked:
 @rare_collections()
 def compile(
     model: nn.Module | str | Path,
-    spec: str | Method | MethodConfig | None = "none",
+    spec: SpecName | str | Method | MethodConfig | None = "none",
     *,
     draft: str | Path | nn.Module | Callable[..., Any] | None = None,
     dtype: torch.dtype | str | None = None,
     device: torch.device | str | None = None,
     tokenizer: Any = None,
-    progress: Callable[[Progress], object] | None = None,
-    **keywords: Any,
+    progress: Callable[[Progress], object] | Literal[False] | None = None,
+    **keywords: Unpack[CompileKeywords],
 ) -> Engine:
     """Compile a causal language model and a drafter into one program that decodes speculatively.
 
@@ -84,7 +86,9 @@ def compile(
         tokenizer: for prompts that are text; None takes the one beside the model, if there is one.
         progress: called with a `compilespec.Progress` record whenever a step of starting begins,
             tells more of itself, or is done; the same lines go to the logger "compilespec" at INFO.
-            Compiling stops at an exception of its own, which is raised here.
+            Without it, a start of more than five seconds prints a line a step on stderr, unless
+            that logger is at INFO; False prints none.  Compiling stops at an exception of its own,
+            which is raised here.
         {keywords}
         method_options: options of the method, such as `aux_ids_are=`, and of the acceptance:
             `relaxed_topk`, `relaxed_delta`, `begin_thinking_token_id`, `end_thinking_token_id`;
@@ -94,9 +98,17 @@ def compile(
     Raises: a `compilespec.errors.SpecError` that names what was expected, what was given, and
         what to try.
     """
-    asked, reporter = _ask(spec, draft, keywords), Reporter(progress)
+    asked = _ask(spec, draft, keywords)
+    check_compiler(asked.options.backend, _device_of(model, device))
+    with reporting(progress) as reporter:
+        return _start(
+            lambda: _load(model, dtype, device, tokenizer, asked, reporter), asked, reporter
+        )
+
+
+def _start(load: Callable[[], Target], asked: Asked, reporter: Reporter) -> Engine:
     ranks = join_ranks(asked.options, asked.method.capabilities)
-    target = _load(model, dtype, device, tokenizer, asked, reporter)
+    target = load()
     asked = _choose(asked, target, reporter)
     if defaults := target.generation_defaults.describe():
         logger.info(defaults)
@@ -128,15 +140,15 @@ def compile(
 @shows(CompileOptions)
 def trace(
     model: nn.Module | str | Path,
-    spec: str | Method | MethodConfig | None = "none",
+    spec: SpecName | str | Method | MethodConfig | None = "none",
     *,
     draft: str | Path | nn.Module | Callable[..., Any] | None = None,
     dtype: torch.dtype | str | None = None,
     device: torch.device | str | None = None,
     tokenizer: Any = None,
     keep_graphs: bool = True,
-    progress: Callable[[Progress], object] | None = None,
-    **keywords: Any,
+    progress: Callable[[Progress], object] | Literal[False] | None = None,
+    **keywords: Unpack[CompileKeywords],
 ) -> SpecProgram:
     """The rewritten graphs without lowering: stages trace and rewrite of `compile`, same keywords.
 
@@ -144,9 +156,10 @@ def trace(
         keep_graphs: keep each pass's graph before and after in its `PassRecord`.
         progress: as for `compile`; no record "ready" ends it.
     """
-    asked, reporter = _ask(spec, draft, keywords), Reporter(progress)
-    target = _load(model, dtype, device, tokenizer, asked, reporter)
-    return _build(_choose(asked, target, reporter), target, reporter, keep_graphs=keep_graphs)
+    asked = _ask(spec, draft, keywords)
+    with reporting(progress) as reporter:
+        target = _load(model, dtype, device, tokenizer, asked, reporter)
+        return _build(_choose(asked, target, reporter), target, reporter, keep_graphs=keep_graphs)
 
 
 def _ask(
@@ -175,6 +188,12 @@ def _ask(
     check_has_head(options, method.capabilities)
     warn_if_lossy(options.acceptance_rule)
     return Asked(method=method, draft=draft, options=options, method_options=given)
+
+
+def _device_of(model: object, device: torch.device | str | None) -> torch.device:
+    """Where it will run, before it is loaded."""
+    own = next(model.parameters(), None) if isinstance(model, nn.Module) else None
+    return read_device(device) or (torch.device("cpu") if own is None else own.device)
 
 
 def _load(

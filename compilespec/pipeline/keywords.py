@@ -54,7 +54,7 @@ def shows(record: type[Any]) -> Callable[[F], F]:
             )
             for field in shown_fields(record)
         ]  # fmt: skip
-        parameters = [*named, *fields, rest.replace(name="method_options")]
+        parameters = [*named, *fields, rest.replace(name="method_options", annotation="Any")]
         function.__signature__ = own.replace(parameters=parameters)  # type: ignore[attr-defined]
         if function.__doc__ is not None:  # as with python -OO
             function.__doc__ = function.__doc__.replace(MARK, describe_fields(record))

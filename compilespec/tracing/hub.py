@@ -10,6 +10,7 @@ import contextlib
 import re
 import sys
 from collections.abc import Iterator
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 from compilespec.errors import ModelNotFound
@@ -17,6 +18,9 @@ from compilespec.tracing.checkpoint_files import reason
 
 # "org/name", with a branch, tag or commit behind an "@".
 HUB_NAME = re.compile(r"(?P<name>\w[\w.-]*/\w[\w.-]*)(?:@(?P<revision>\w[\w./-]*))?")
+
+# "org/name:Q4_K_M", or with the name of the file: one of a repository's GGUF files.
+HUB_FILE = re.compile(r"(?P<name>\w[\w.-]*/\w[\w.-]*):(?P<file>\w[\w.-]*)")
 
 # What is read of a checkpoint; its weights as safetensors, or else as pickles.
 FILES = ["*.json", "*.jinja", "*.model", "*.txt", "*.safetensors"]
@@ -39,18 +43,62 @@ def find_on_hub(name: str) -> Path:
     match = HUB_NAME.fullmatch(name)
     assert match is not None
     repo, revision = match["name"], match["revision"]
+    command = f"hf download {repo}" + (f" --revision {revision}" if revision else "")
+    folder = _download(name, repo, FILES, command, revision)
+    if not any(folder.glob("*.safetensors")):
+        folder = _download(name, repo, PICKLES, command, revision)
+    return folder
+
+
+def is_hub_file(name: object) -> bool:
+    """Whether it has the form "org/name:Q4_K_M"."""
+    return isinstance(name, str) and HUB_FILE.fullmatch(name) is not None
+
+
+def find_file_on_hub(name: str) -> Path:
+    """The GGUF file of the hub's cache that a name such as "org/name:Q4_K_M" leads to.
+
+    Args:
+        name: for which `is_hub_file` holds.  The case of the part behind the colon does not count.
+    Raises: ModelNotFound (as above, or no such file, or several).
+    """
+    match = HUB_FILE.fullmatch(name)
+    assert match is not None
+    repo, wanted = match["name"], match["file"].removesuffix(".gguf")
+    ending = "".join(f"[{c.lower()}{c.upper()}]" if c.isalpha() else c for c in wanted)
+    patterns = [f"*[-._/]{ending}.gguf", f"{ending}.gguf"]
+    folder = _download(name, repo, patterns, f"hf download {repo} --include '*{wanted}.gguf'")
+    found = sorted(
+        one for one in folder.rglob("*.gguf") if any(fnmatchcase(one.name, p) for p in patterns)
+    )
+    if len(found) != 1:
+        others = found or sorted(folder.rglob("*.gguf"))
+        names = ", ".join(one.name for one in others) or "none"
+        raise ModelNotFound(
+            f"{name}: expected one GGUF file of {repo} whose name ends with {wanted}; "
+            f"{'found' if found else 'downloaded so far are'}: {names}; give a name that the page "
+            "of the repository lists"
+        )
+    return found[0]
+
+
+def _download(
+    name: str, repo: str, patterns: list[str], command: str, revision: str | None = None
+) -> Path:
+    """The folder of a repository's snapshot, with the files of these patterns.
+
+    Raises: ModelNotFound; it has `command`, which downloads them by hand.
+    """
     from huggingface_hub import errors, snapshot_download
 
-    command = f"hf download {repo}" + (f" --revision {revision}" if revision else "")
+    others = None if patterns[0].endswith(".gguf") else OTHERS
     try:
         with _bars_on_terminals_only():
-            folder = snapshot_download(
-                repo, revision=revision, allow_patterns=FILES, ignore_patterns=OTHERS
-            )
-            if not any(Path(folder).glob("*.safetensors")):
+            return Path(
                 snapshot_download(
-                    repo, revision=revision, allow_patterns=PICKLES, ignore_patterns=OTHERS
+                    repo, revision=revision, allow_patterns=patterns, ignore_patterns=others
                 )
+            )
     except errors.GatedRepoError as error:
         raise ModelNotFound(
             f"{name} is gated: accept its terms on its page of the hub and log in: hf auth login"
@@ -69,7 +117,6 @@ def find_on_hub(name: str) -> Path:
         raise ModelNotFound(
             f"{name} cannot be downloaded from the hub: {reason(error)}; try {command}"
         ) from error
-    return Path(folder)
 
 
 @contextlib.contextmanager

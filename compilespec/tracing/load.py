@@ -280,6 +280,14 @@ def _integers(directory: Path, model: nn.Module) -> list[str]:
     ]
 
 
+def find_tokenizer(model: str | Path) -> Any:
+    """The tokenizer of a model, which is not loaded; None where it has none.
+
+    Raises: ModelNotFound, CheckpointError.
+    """
+    return _load_tokenizer(find_model(model))
+
+
 def _load_tokenizer(place: ModelPlace) -> Any:
     from transformers import AutoTokenizer
 

@@ -9,7 +9,7 @@ from compilespec.demo import demo_directory
 from compilespec.errors import ModelNotFound
 from compilespec.errors.suggest import not_there
 from compilespec.tracing.checkpoint_files import listed
-from compilespec.tracing.hub import find_on_hub, is_hub_name
+from compilespec.tracing.hub import find_file_on_hub, find_on_hub, is_hub_file, is_hub_name
 
 EXPECTED = (
     "a directory in Hugging Face layout, a GGUF file, a name of the hub such as org/name, or 'demo'"
@@ -43,6 +43,8 @@ def find_model(model: str | Path) -> ModelPlace:
         return _file(path)
     if not path.exists() and is_hub_name(model):
         return ModelPlace(name=str(model), directory=_checkpoint(find_on_hub(str(model)), model))
+    if not path.exists() and is_hub_file(model):
+        return _file(find_file_on_hub(str(model)))
     if not path.exists():
         raise ModelNotFound(f"{not_there(path)}; expected {EXPECTED}")
     if (path / "config.json").is_file():
@@ -78,7 +80,7 @@ def _checkpoint(folder: Path, name: str | Path) -> Path:
     """A folder of the hub's cache, if it holds a checkpoint."""
     if not (folder / "config.json").is_file():
         raise ModelNotFound(
-            f"{name} holds no config.json on the hub; if it has GGUF files, download one and give "
-            f"its path: hf download {str(name).partition('@')[0]} FILE.gguf"
+            f"{name} holds no config.json on the hub; if it has GGUF files, name one by the end of "
+            f"its name, such as {str(name).partition('@')[0]}:Q4_K_M"
         )
     return folder

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from compilespec.cli import main
 from compilespec.ops import load_kernels
 from tests.support import fake_compiler
 from tests.support.models import tiny_target
+from tests.support.toy_tokenizer import byte_level_tokenizer
 
 SIZES = {"max_batch_size": 2, "max_seq_len": 48, "max_prefill_tokens": 24}
 
@@ -46,3 +48,34 @@ def test_a_later_start_compiles_nothing(
     assert printed.count("was in the cache") == 1, "the decode step, which is replayed whole"
     assert printed.count("3 distinct pieces") == 1
     assert len(graphs) == 2 + 3
+
+
+@pytest.fixture
+def chat_dir(model_dir: str) -> str:
+    """A model of bytes with a chat template."""
+    tokens = [*(bytes([byte]) for byte in range(255)), "<end>"]
+    tokenizer = byte_level_tokenizer(tokens, eos="<end>")
+    tokenizer.chat_template = "{% for one in messages %}{{ one.content }}{% endfor %}"
+    tokenizer.save_pretrained(model_dir)
+    return model_dir
+
+
+def test_the_commands_share_what_they_compile(
+    chat_dir: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """After one of them, the others compile nothing."""
+    graphs = fake_compiler.install(monkeypatch)
+    monkeypatch.setattr("compilespec.serving.run", lambda engine, *_: engine.close() or 0)
+    monkeypatch.setattr("compilespec.serving.process.check", lambda binding: None)
+    monkeypatch.setattr("sys.stdin", io.StringIO("HI\n"))
+    options = [chat_dir, "--spec", "ngram", "--dtype", "float64", "--max-seq-len", "64"]
+    assert main(["generate", *options, "-p", "HI", "--max-new-tokens", "3"]) == 0
+    first = len(graphs)
+    assert first > 0
+    for command in (
+        ["chat", "--max-new-tokens", "3"], ["serve"], ["generate", "--chat", "-p", "A", "-p", "B"],
+        ["compile"],
+    ):  # fmt: skip
+        assert main([*command, *options]) == 0
+        assert len(graphs) == first, f"{command[0]} compiled"
+    capsys.readouterr()

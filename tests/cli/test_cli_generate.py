@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import subprocess
 import sys
+import types
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -97,13 +99,36 @@ def test_options_reach_compile(fake_compile):
     }
 
 
+@pytest.mark.parametrize(
+    "words",
+    ["dir --spec ngram", "--spec ngram dir", "--spec ngram --model dir", "-p k dir --spec ngram"],
+)
+def test_the_model_may_be_a_word_in_any_place(words, fake_compile):
+    assert generate("-p", "a", *words.split()) == 0
+    ((model, spec, _),) = fake_compile.calls
+    assert (model, spec) == ("dir", "ngram")
+
+
+def test_stop_and_system_reach_the_request(monkeypatch, fake_compile, capsys):
+    assert generate("-p", "a", "--stop", "d", "--stop", "z") == 0
+    assert capsys.readouterr().out == "bc\n"
+    args = types.SimpleNamespace(chat=True, system="Be brief")
+    assert generate_command._asked(args, ["hi"]) == [
+        {
+            "messages": [
+                {"role": "system", "content": "Be brief"}, {"role": "user", "content": "hi"},
+            ]
+        }
+    ]  # fmt: skip
+
+
 def test_sampling_options(fake_compile, capsys):
     """They reach the request, whose seed comes back; samples are numbered."""
     sampling = "--top-k 5 --top-p 0.9 --min-p 0.1 --seed 12 --n 2"  # the fake target is greedy
     assert generate(*sampling.split(), "--acceptance", "rejection", "--prompt", "a", "--json") == 0
     outputs = json.loads(capsys.readouterr().out)["outputs"]
     assert [output["seed"] for output in outputs] == [12, 12]
-    assert fake_compile.calls[-1][2] == {"acceptance": "rejection"}
+    assert fake_compile.calls[-1][2] == {"acceptance": "rejection", "progress": False}
     assert generate(*sampling.split(), "--prompt", "a", "--prompt", "k") == 0
     printed = capsys.readouterr().out
     assert "--- prompt 2 of 2, sample 1 of 2\nlmnop\n" in printed
@@ -153,7 +178,7 @@ def test_prompt_file_and_stdin(fake_compile, capsys, tmp_path, monkeypatch):
     file.write_text("ab\n")
     assert generate("--prompt-file", str(file)) == 0
     assert capsys.readouterr().out == "cdefg\n"
-    for arguments in (("--prompt-file", "-"), ("--model", "dir")):
+    for arguments in (("--prompt-file", "-"), ("--model", "org/dir")):
         monkeypatch.setattr(sys, "stdin", io.StringIO("c\n"))
         assert generate(*arguments) == 0
         assert capsys.readouterr().out == "defgh\n"
@@ -166,7 +191,7 @@ def test_demo_has_prompts_of_its_own(fake_compile, capsys):
 
 
 def test_no_prompt_is_an_error(fake_compile, capsys):
-    assert generate("--model", "dir") == 2
+    assert generate("--model", "org/dir") == 2
     assert "no prompt" in capsys.readouterr().err
     assert not fake_compile.calls
 
@@ -249,10 +274,13 @@ def test_interrupt_while_compiling(monkeypatch, capsys):
 def test_methods_lists_them_all(capsys):
     assert main(["methods"]) == 0
     out, _ = capsys.readouterr()
-    assert "eagle3" in out
+    assert re.search(r"^eagle3 +a trained drafter ", out, re.MULTILINE)
+    assert re.search(r"^ngram +nothing +repeats this text", out, re.MULTILINE)
+    assert out.index("\nsuffix ") < out.index("\neagle3 "), "first what needs no training"
     assert main(["methods", "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)
     assert {"none", "eagle3"} <= {row["name"] for row in rows}
+    assert all(row["brings"] for row in rows)
 
 
 def test_help_is_quick_because_torch_is_not_imported():

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,12 +25,15 @@ from compilespec.cli.flags import in_flags
 from compilespec.errors import (
     InvalidOption,
     InvalidRequest,
+    MissingDependency,
     ModelNotFound,
     SpecError,
     UnknownMethod,
 )
 from compilespec.errors.suggest import ELSEWHERE
+from compilespec.lowering import check_compiler
 from compilespec.methods.registry import method_names
+from compilespec.ops import _build
 from compilespec.quantization.configs import NAMES
 from compilespec.runtime.engine import Engine
 from compilespec.runtime.keywords import FIELDS
@@ -192,7 +196,15 @@ def test_by_compile(name: str) -> None:
 # A command line, what its one line on stderr says after "compilespec: error: ".
 BY_COMMAND = {
     "no command": ("", "required: COMMAND; see compilespec --help$"),
-    "a command with a slip": ("generat --prompt x", "invalid choice: 'generat' .*generate"),
+    "a command with a slip": ("generat --prompt x", r"did you mean generate\?"),
+    "a command with another slip": ("genrate --prompt x", r"did you mean generate\?; see"),
+    "a text for the model": (
+        "generate hello", "^'hello' stands where MODEL does, .*: give a text .* as --prompt TEXT",
+    ),
+    "a text behind the model": ("generate --spec none demo hi", "no argument 'hi'; .* --prompt"),
+    "two models": ("serve demo --model other", "^MODEL: expected one, got demo and other$"),
+    "no model to talk to": ("chat --spec ngram", "^MODEL is needed: "),
+    "a system without a chat": ("generate -p x --system y", "^--system is .*: give --chat, too"),
     "another project's flag": (
         "generate --prompt x --max-tokens 5", r"no argument --max-tokens; .* --max-new-tokens\?$",
     ),
@@ -260,6 +272,41 @@ def test_by_command(
     start, said = err[: len(PREFIX)], err[len(PREFIX) :].rstrip("\n")
     assert start == PREFIX
     assert re.search(says, said), said
+
+
+# Variables of the environment, what the one line says: before anything is loaded or traced.
+MACHINES = {
+    "no such compiler": ({"CXX": "/nowhere/g++"}, r"g.. is no program in PATH: .*backend.*eager"),
+    "no compiler": ({"PATH": "/nowhere"}, r"no g.. in PATH: install g.. .*backend.*eager"),
+    "no place": (
+        {"COMPILESPEC_CACHE_DIR": "/dev/null/cache"},
+        "^the cache directory /dev/null/cache cannot be written .*: set COMPILESPEC_CACHE_DIR to",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("command", ["generate --prompt x", "compile"])
+@pytest.mark.parametrize("name", MACHINES)
+def test_what_the_machine_lacks_is_said_at_once(
+    name: str, command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:  # fmt: skip
+    variables, says = MACHINES[name]
+    for variable, value in {"COMPILESPEC_CACHE_DIR": str(tmp_path), **variables}.items():
+        monkeypatch.setenv(variable, value)
+    with within_the_limit():
+        assert main(command.split()) == 2
+    _, err = capsys.readouterr()
+    assert err.count("\n") == 1
+    assert re.search(says, err.removeprefix(PREFIX)), err
+    if "compiler" in name:  # and without one there is a way, after a warning about the kernels
+        check_compiler("eager", torch.device("cpu"))
+
+
+def test_a_python_without_headers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(_build.sysconfig, "get_path", lambda name: str(tmp_path))
+    with pytest.raises(MissingDependency, match=r"no Python.h: install them .*python3-dev"):
+        _build.check_compiler()
 
 
 def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:

@@ -24,6 +24,7 @@ from compilespec.lowering.artifacts import (
     piece_file_key,
 )
 from compilespec.lowering.constants import compile_graph
+from compilespec.lowering.stitching import StitchPlan
 from compilespec.program import PHASES, SpecProgram
 from compilespec.progress import Progress, Reporter
 from compilespec.runtime.executor import PrefillChunk
@@ -105,6 +106,19 @@ def test_unreadable_artifact_is_compiled_again(
     with caplog.at_level(logging.WARNING, logger="compilespec"):
         assert run(lower(program, cache=cache)) == expected
     assert "compiling again" in caplog.text
+
+
+def test_a_directory_that_cannot_be_written_is_named_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("COMPILESPEC_CACHE_DIR", str(tmp_path / "file"))
+    cache = ArtifactCache()
+    for _ in range(2):
+        cache.save_plan("k", StitchPlan(num_inputs=0, steps=(), outputs=()), Interface())
+    (record,) = caplog.records
+    assert f"{tmp_path / 'file'} cannot be written" in record.getMessage()
+    assert "set COMPILESPEC_CACHE_DIR" in record.getMessage()
 
 
 @pytest.mark.parametrize("damaged", ["k.bin", "k.plan.json"])

@@ -5,14 +5,18 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import re
+import tomllib
 from collections.abc import Callable
-from typing import Any
+from pathlib import Path
+from typing import Any, get_args
 
 import pytest
 
 import compilespec
 from compilespec.errors import InvalidOption, NotSupported, SpecError
+from compilespec.methods.registry import METHODS, method_names
 from compilespec.passes.acceptance.options import ACCEPTANCE_OPTIONS
+from compilespec.pipeline.keyword_types import CompileKeywords, GraphMode, SpecName
 from compilespec.pipeline.keywords import MARK, describe_fields, shown_fields
 from compilespec.pipeline.options import CompileOptions
 
@@ -141,3 +145,28 @@ def test_meanings_follow_from_what_was_given() -> None:
     alone = dataclasses.replace(options, num_draft_tokens=4)
     assert alone.draft_counts == (4,)
     assert CompileOptions().draft_counts == CompileOptions().smaller_draft_counts == ()
+
+
+def test_type_checkers_know_every_keyword() -> None:
+    """`CompileKeywords` is written out, because type checkers run nothing."""
+    methods = {o for method in METHODS for o in method.capabilities.options or ()}
+    names = [field.name for field in shown_fields(CompileOptions)]
+    assert list(CompileKeywords.__annotations__)[: len(names)] == names
+    assert {*CompileKeywords.__annotations__} == {*names, *ACCEPTANCE_OPTIONS, *methods}
+    assert get_args(SpecName) == tuple(method_names())
+
+
+@pytest.mark.parametrize("mode", get_args(GraphMode))
+def test_what_type_checkers_take_is_taken(mode: str) -> None:
+    assert CompileOptions(cudagraphs=mode).graphs
+
+
+def test_completion_lists_the_public_names() -> None:
+    assert {*compilespec.__all__} <= {*dir(compilespec)}
+
+
+def test_an_editable_install_is_a_path() -> None:
+    """setuptools installs a finder otherwise, which type checkers do not run."""
+    assert (Path(compilespec.__file__).parent / "py.typed").is_file()
+    with (Path(__file__).parents[2] / "pyproject.toml").open("rb") as file:
+        assert tomllib.load(file)["tool"]["setuptools"]["package-dir"] == {"": "."}

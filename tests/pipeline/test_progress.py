@@ -9,8 +9,11 @@ import io
 import json
 import logging
 import os
+import re
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +23,13 @@ import torch
 import compilespec
 from compilespec import Progress, progress
 from compilespec.cli import main, report
+from compilespec.errors import InvalidOption
 from compilespec.inspect.stages import context_of
 from compilespec.lowering import artifacts, lower, prepare_kernels
 from compilespec.lowering.artifacts import ArtifactCache, ArtifactKey, artifact_key
 from compilespec.ops import _build
 from compilespec.program import SpecProgram
-from compilespec.progress import Reporter, rare_collections
+from compilespec.progress import Reporter, rare_collections, reporting
 from tests.support import fake_compiler
 from tests.support.models import tiny_target
 
@@ -220,15 +224,73 @@ def test_a_terminal_shows_what_starting_does(monkeypatch: pytest.MonkeyPatch) ->
     with report.starting("[demo]") as progress:
         assert progress is not None
         progress(Progress(stage="compile", what="decode, K=3", index=2, total=3))
-    assert "[demo]: compiling 2 of 3: decode, K=3" in screen.getvalue()
+        progress(Progress(stage="compile", what="prefill", index=1, total=2))
+        monkeypatch.setattr(report, "MIN_SPENT_S", 0.0)
+        progress(Progress(stage="compile", what="x", index=2, total=2, detail="part 3 of 4"))
+    shown = screen.getvalue()
+    assert "[demo]: compiling 2 of 3: decode, K=3" in shown
+    assert "0:00:00" in shown
+    assert "compiling 2 of 2: x, part 3 of 4; about 0 s left" in shown
 
 
-def test_pipes_and_json_show_nothing(
+def start(tell: Any = None) -> None:
+    with reporting(tell) as reporter:
+        time.sleep(0.05)
+        for _ in range(2):
+            with reporter.step("load", "target"):
+                pass
+        reporter.ready()
+
+
+def test_a_long_start_says_a_line_a_step_where_nothing_else_does(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(progress, "QUIET_S", 0.0)
+    start()
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0] == "compilespec: loading: target"
+    assert lines[1].startswith("compilespec: ready: all, ")
+    assert len(lines) == 2
+    told: list[Progress] = []
+    start(False)
+    start(told.append)
+    assert told
+    with caplog.at_level(logging.INFO, logger="compilespec"):
+        start()
+    monkeypatch.setattr(progress, "QUIET_S", 60.0)
+    before = threading.active_count()
+    start()
+    with pytest.raises(InvalidOption, match="progress=False says nothing"):
+        start(3)
+    assert threading.active_count() <= before
+    assert capsys.readouterr().err == ""
+
+
+def test_a_compiled_step_is_told_with_its_reason(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(progress, "QUIET_S", 0.0)
+    with reporting(None) as reporter:
+        time.sleep(0.05)
+        with reporter.step("compile", "prefill", index=1, total=2) as step:
+            step.tell(why="first time for this model", from_cache=False)
+            step.tell(detail="part 1 of 2")
+        with reporter.step("compile", "machine code") as step:
+            step.tell(detail="graph 1 of 3")
+    assert capsys.readouterr().err.splitlines() == [
+        "compilespec: compiling 1 of 2: prefill (first time for this model)",
+        "compilespec: compiling: machine code, graph 1 of 3",
+    ]
+
+
+def test_a_short_start_in_a_pipe_and_json_show_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     fake_compiler.install(monkeypatch)
     _build.load_kernels()  # from where they are kept between runs
     monkeypatch.setenv("COMPILESPEC_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(progress, "QUIET_S", 60.0)
     tiny_target("llama", num_layers=2).save_pretrained(tmp_path / "model")
     capsys.readouterr()  # transformers says that it writes
     command = ["compile", "--model", str(tmp_path / "model"), "--max-seq-len=48"]
@@ -240,14 +302,15 @@ def test_pipes_and_json_show_nothing(
     assert main([*command, "--json"]) == 0
     assert screen.getvalue() == ""
     assert main(command) == 0
-    assert "compiling 2 of 2: decode, K=0" in screen.getvalue()
+    assert "compiling 2 of 2: decode, K=0" in re.sub(r"\s+", " ", screen.getvalue())
 
 
 SCRIPT = """
 import sys
 import compilespec
 options = {"quantize": sys.argv[2]} if len(sys.argv) > 2 else {}
-with compilespec.compile(sys.argv[1], backend="eager", max_seq_len=48, **options) as engine:
+options |= {"backend": "eager", "max_seq_len": 48, "progress": False}
+with compilespec.compile(sys.argv[1], **options) as engine:
     engine.generate([[1, 2, 3]])
 """
 

@@ -92,6 +92,33 @@ def test_a_cached_model_and_its_revisions(hub):
     assert target.directory == main
 
 
+def test_a_gguf_file_of_a_repository_by_the_end_of_its_name(hub, tmp_path):
+    source = tmp_path / "files"
+    source.mkdir()
+    for name in (
+        "Tiny-1B-Q4_K_M.gguf",
+        "Tiny-1B-Q4_K_S.gguf",
+        "Tiny-1B-BF16.gguf",
+        "tiny-f16.gguf",
+    ):
+        (source / name).touch()
+    folder = cached(hub, "org/tiny-GGUF", source, {"main": COMMIT})
+    for ending, name in (
+        ("Q4_K_M", "Tiny-1B-Q4_K_M.gguf"), ("q4_k_s", "Tiny-1B-Q4_K_S.gguf"),
+        ("F16", "tiny-f16.gguf"), ("Tiny-1B-BF16.gguf", "Tiny-1B-BF16.gguf"),
+    ):  # fmt: skip
+        place = find_model(f"org/tiny-GGUF:{ending}")
+        assert place.path == folder / name
+    with pytest.raises(ModelNotFound, match=r"name ends with Q8_0; .*are: Tiny-1B-BF16.gguf, Tiny"):
+        find_model("org/tiny-GGUF:Q8_0")
+    with pytest.raises(ModelNotFound, match=r"hf download org/none --include '\*Q8_0.gguf'$"):
+        find_model("org/none:Q8_0")
+    with pytest.raises(
+        ModelNotFound, match=r"holds no config.json .*such as org/tiny-GGUF:Q4_K_M$"
+    ):
+        find_model("org/tiny-GGUF")
+
+
 def test_target_and_drafter_by_name_decode_as_from_directories(hub):
     cached(hub, "org/tiny", TARGET, {"main": COMMIT})
     cached(hub, "org/tiny-eagle3", DRAFT, {"main": COMMIT})
@@ -136,7 +163,7 @@ def test_a_repository_of_gguf_files_alone(hub, tmp_path):
     (tmp_path / "files").mkdir()
     (tmp_path / "files" / "README.md").write_text("x")
     cached(hub, "org/x-GGUF", tmp_path / "files", {"main": COMMIT})
-    with pytest.raises(ModelNotFound, match=r"hf download org/x-GGUF FILE\.gguf$"):
+    with pytest.raises(ModelNotFound, match=r"such as org/x-GGUF:Q4_K_M$"):
         find_model("org/x-GGUF")
 
 

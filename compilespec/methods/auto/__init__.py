@@ -18,7 +18,12 @@ class AutoMethod:
     """A placeholder for the method that `compile()` picks (`compilespec/pipeline/auto.py`)."""
 
     capabilities = Capabilities(
-        name="auto", kind="none", chooses=True, aliases=("AUTO",), options=()
+        name="auto",
+        brings="a short trial of what lies beside the model; takes the fastest",
+        kind="none",
+        chooses=True,
+        aliases=("AUTO",),
+        options=(),
     )
 
     def load(

@@ -24,6 +24,7 @@ class DFlashMethod:
 
     capabilities = Capabilities(
         name="dflash",
+        brings="a whole block of drafts of one pass, for long K",
         kind="block",
         needs_draft_weights=True,
         reads_hidden_states=True,

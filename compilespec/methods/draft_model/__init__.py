@@ -26,6 +26,7 @@ class DraftModelMethod:
 
     capabilities = Capabilities(
         name="draft_model",
+        brings="any much smaller model as it is",
         kind="unshifted",
         needs_draft_weights=True,
         drafts_with_model=True,

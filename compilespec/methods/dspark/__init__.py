@@ -23,6 +23,7 @@ class DSparkMethod:
 
     capabilities = Capabilities(
         name="dspark",
+        brings="dflash whose drafts know the ones before them",
         kind="block",
         needs_draft_weights=True,
         reads_hidden_states=True,

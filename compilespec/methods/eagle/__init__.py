@@ -25,6 +25,7 @@ class EagleMethod:
 
     capabilities = Capabilities(
         name="eagle",
+        brings="the older head, for models that have no EAGLE-3 one",
         kind="recycled",
         needs_draft_weights=True,
         reads_hidden_states=True,

@@ -25,6 +25,7 @@ class Eagle3Method:
 
     capabilities = Capabilities(
         name="eagle3",
+        brings="a head of one layer; many are published, `compilespec train` makes one",
         kind="recycled",
         needs_draft_weights=True,
         reads_hidden_states=True,

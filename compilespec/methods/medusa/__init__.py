@@ -22,6 +22,7 @@ class MedusaMethod:
 
     capabilities = Capabilities(
         name="medusa",
+        brings="heads without a cache, each one draft",
         kind="heads",
         needs_draft_weights=True,
         reads_hidden_states=True,

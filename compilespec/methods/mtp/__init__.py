@@ -25,6 +25,7 @@ class MtpMethod:
 
     capabilities = Capabilities(
         name="mtp",
+        brings="the prediction modules that a model was trained with, one a draft",
         kind="windowed",
         needs_draft_weights=True,
         reads_hidden_states=True,

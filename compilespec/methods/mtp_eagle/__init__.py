@@ -24,6 +24,7 @@ class MtpEagleMethod:
 
     capabilities = Capabilities(
         name="mtp_eagle",
+        brings="its first prediction module, used again for each draft",
         kind="recycled",
         needs_draft_weights=True,
         inside_target=True,

@@ -22,6 +22,7 @@ class MtpMultiMethod:
 
     capabilities = Capabilities(
         name="mtp_multi",
+        brings="mtp with a cache of its own size for each module",
         kind="windowed",
         needs_draft_weights=True,
         reads_hidden_states=True,

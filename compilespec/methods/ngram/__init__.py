@@ -40,7 +40,12 @@ class NgramMethod:
     """Drafts from the request's own tokens."""
 
     capabilities = Capabilities(
-        name="ngram", kind="direct", looks_up=True, aliases=("NGRAM",), options=tuple(DEFAULTS)
+        name="ngram",
+        brings="repeats this text: edits, code, summaries",
+        kind="direct",
+        looks_up=True,
+        aliases=("NGRAM",),
+        options=tuple(DEFAULTS),
     )
 
     def load(

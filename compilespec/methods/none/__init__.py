@@ -16,7 +16,13 @@ from compilespec.tracing.target_info import TargetInfo
 class NoneMethod:
     """No drafter: the decode graph is the target and the sampling of one token (S = 1)."""
 
-    capabilities = Capabilities(name="none", kind="none", aliases=("NONE",), options=())
+    capabilities = Capabilities(
+        name="none",
+        brings="plain decoding, one token a step",
+        kind="none",
+        aliases=("NONE",),
+        options=(),
+    )
 
     def load(
         self, draft: str | Path | nn.Module | None, target: TargetInfo, options: Mapping[str, Any]

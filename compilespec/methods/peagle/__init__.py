@@ -22,6 +22,7 @@ class PEagleMethod:
 
     capabilities = Capabilities(
         name="peagle",
+        brings="all drafts of one pass: cheaper for large K than eagle3",
         kind="parallel",
         needs_draft_weights=True,
         reads_hidden_states=True,

@@ -37,6 +37,7 @@ class SaveHiddenStatesMethod:
 
     capabilities = Capabilities(
         name="save_hidden_states",
+        brings="no drafts; writes what drafters are trained on",
         kind="none",
         outputs_hidden_states=True,
         aliases=("SAVE_HIDDEN_STATES",),

@@ -23,6 +23,7 @@ class SharedKVMethod:
 
     capabilities = Capabilities(
         name="shared_kv",
+        brings="Gemma 4's assistant, which reads the model's own cache",
         kind="shared_kv",
         needs_draft_weights=True,
         reads_hidden_states=True,

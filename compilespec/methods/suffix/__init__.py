@@ -52,7 +52,11 @@ class SuffixMethod:
     """Drafts from the request's own tokens and from past requests."""
 
     capabilities = Capabilities(
-        name="suffix", kind="direct", looks_up=True, options=tuple(DEFAULTS)
+        name="suffix",
+        brings="repeats this text and earlier outputs: edits, code, agents, summaries",
+        kind="direct",
+        looks_up=True,
+        options=tuple(DEFAULTS),
     )
 
     def load(

@@ -55,6 +55,7 @@ class UserMethod:
 
     capabilities = Capabilities(
         name="user",
+        brings="drafts of a function or module of yours",
         kind="direct",
         needs_draft_weights=True,
         aliases=("USER_PROVIDED",),
