@@ -40,6 +40,11 @@ def add_parser(commands: Any) -> None:
         metavar="T",
         help="of the answers; several, as in 0,0,0.7, are shared out (default: 0)",
     )
+    add(
+        "--no-chat-template",
+        action="store_true",
+        help="continue prompts that are bare texts (default: a chat model answers them)",
+    )
     add("--resume", action="store_true", help="go on with the run in --output, if there is one")
     add("--max-minutes", type=float, metavar="M", help="of training, resumed runs included")
     add("--steps", type=int, metavar="N", help="of the whole run")
@@ -118,6 +123,7 @@ def run(args: argparse.Namespace) -> int:
             generate=args.generate,
             max_new_tokens=args.max_new_tokens,
             temperatures=args.temperature,
+            chat_template=not args.no_chat_template,
             resume=args.resume,
             listener=shown,
             options=options,
@@ -127,14 +133,15 @@ def run(args: argparse.Namespace) -> int:
             {
                 "output": str(result.output),
                 "num_steps": result.num_steps,
-                "acceptance": result.acceptance,
+                "acceptance": result.acceptance or None,
                 "last": result.last.as_json() if result.last else None,
             }
         )
     else:
+        found = f"acceptance length {result.acceptance:.2f} at K = {options.num_draft_tokens}"
+        none = f"acceptance not measured yet (every {options.eval_every} steps, and at the end)"
         print(
-            f"{result.output}: {result.num_steps} steps, acceptance length "
-            f"{result.acceptance:.2f} at K = {options.num_draft_tokens}",
+            f"{result.output}: {result.num_steps} steps, {found if result.acceptance else none}",
             file=sys.stderr,
         )
     if result.interrupted:

@@ -207,8 +207,14 @@ def _load(
     """The target, with its adapters, and quantized where that is asked for."""
     check_inside(model, asked.draft, asked.method.capabilities)
     options = asked.options
-    with reporter.step("load", "target"):
-        target = load_target(model, dtype=dtype, device=device, tokenizer=tokenizer)
+    with reporter.step("load", "target") as step:
+        target = load_target(
+            model,
+            dtype=dtype,
+            device=device,
+            tokenizer=tokenizer,
+            tell=lambda detail: step.tell(detail=detail),
+        )
         return quantize_target(with_adapters(target, options), options.quantization)
 
 

@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+import copy
+import functools
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
 from compilespec.errors import MissingDependency, ModelNotFound
-from compilespec.tracing.checkpoint_files import reason, refuse_pointer
+from compilespec.tracing.checkpoint_files import reason
 
 STORED = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
+TOLD_EVERY_S = 2.0  # of tensors
+_patching = threading.RLock()
 
 
 def check_readable(path: Path) -> None:
@@ -26,29 +33,31 @@ def check_readable(path: Path) -> None:
         )
 
 
-def load_gguf(path: Path, dtype: torch.dtype | None) -> tuple[Any, Mapping[str, Any]]:
-    """The model of a file, and transformers' report of what did not fit.
+def load_gguf(
+    path: Path, dtype: torch.dtype | None, tell: Callable[[str], object]
+) -> tuple[Any, Mapping[str, Any]]:
+    """The model of a file, and transformers' report of what did not fit; call it inside
+    `read_once`.
 
     Args:
         dtype: of the weights; None takes that of the file's matrices, and bfloat16 for quantized
             ones.
-    Raises: MissingDependency, ModelNotFound, CheckpointError (a pointer of Git LFS).
+        tell: called with what is read.
+    Raises: ModelNotFound.
     """
-    refuse_pointer(path)
-    check_readable(path)
     from transformers import AutoModelForCausalLM, GgufConfig
 
+    tell("header")
     try:
-        with _no_bar():
-            model, report = AutoModelForCausalLM.from_pretrained(
-                path.parent,
-                gguf_file=path.name,
-                quantization_config=GgufConfig(dequantize=True),
-                dtype=dtype or _stored_dtype(path),
-                local_files_only=True,
-                ignore_mismatched_sizes=True,
-                output_loading_info=True,
-            )
+        model, report = AutoModelForCausalLM.from_pretrained(
+            path.parent,
+            gguf_file=path.name,
+            quantization_config=GgufConfig(dequantize=True),
+            dtype=dtype or _stored_dtype(path),
+            local_files_only=True,
+            ignore_mismatched_sizes=True,
+            output_loading_info=True,
+        )
     except Exception as error:  # a damaged file, or an architecture that is not known
         raise ModelNotFound(
             f"{path} cannot be loaded as a causal language model: {reason(error)}; give the "
@@ -58,20 +67,64 @@ def load_gguf(path: Path, dtype: torch.dtype | None) -> tuple[Any, Mapping[str, 
 
 
 def _stored_dtype(path: Path) -> torch.dtype:
-    from gguf import GGUFReader
+    import gguf
 
-    types = {t.tensor_type.name for t in GGUFReader(path).tensors if len(t.shape) > 1}
+    types = {t.tensor_type.name for t in gguf.GGUFReader(path).tensors if len(t.shape) > 1}
     return STORED[types.pop()] if len(types) == 1 and types <= STORED.keys() else torch.bfloat16
 
 
 @contextlib.contextmanager
-def _no_bar() -> Iterator[None]:
-    """transformers shows how far it is, whatever its settings say."""
+def read_once(tell: Callable[[str], object]) -> Iterator[None]:
+    """A context in which transformers parses a GGUF file once and names each tensor once.
+
+    transformers makes a reader for the config, the weights and the tokenizer each, and a reader
+    makes arrays of every string of the vocabulary.
+    """
+    import gguf
     from transformers import modeling_gguf_pytorch_utils as theirs
 
-    before = theirs.tqdm
-    theirs.tqdm = lambda tensors, **_: tensors
-    try:
+    readers = functools.cache(_fast_reader)
+    facts = functools.cache(theirs.load_gguf_checkpoint)
+
+    def read(path: Any, return_tensors: bool = False, **keywords: Any) -> Any:
+        if return_tensors:
+            return original(path, return_tensors=True, **keywords)
+        return copy.deepcopy(facts(str(path)))
+
+    original = theirs.load_gguf_checkpoint
+    with _patching, contextlib.ExitStack() as patches:
+        for where, name, ours in (
+            (gguf, "GGUFReader", lambda path: readers(str(path))),
+            (gguf, "get_tensor_name_map", functools.cache(gguf.get_tensor_name_map)),
+            (theirs, "load_gguf_checkpoint", read),
+            (theirs, "tqdm", lambda tensors, **_: _told(tensors, tell)),
+        ):
+            patches.enter_context(mock.patch.object(where, name, ours))
         yield
-    finally:
-        theirs.tqdm = before
+
+
+def _fast_reader(path: str) -> Any:
+    """A reader that cuts plain arrays: each cut of a `numpy.memmap` takes three times as long."""
+    import gguf
+    import numpy as np
+
+    class Reader(gguf.gguf_reader.GGUFReader):
+        data: Any
+
+        def _get(self, *args: Any, **keywords: Any) -> Any:
+            if isinstance(self.data, np.memmap):
+                self.data = self.data.view(np.ndarray)
+            return super()._get(*args, **keywords)
+
+    return Reader(path)
+
+
+def _told(tensors: Iterable[Any], tell: Callable[[str], object]) -> Iterator[Any]:
+    """The tensors of a file, told now and then, in the place of transformers' bar."""
+    every = list(tensors)
+    last = 0.0
+    for index, tensor in enumerate(every, 1):
+        if time.monotonic() - last >= TOLD_EVERY_S or index == len(every):
+            last = time.monotonic()
+            tell(f"tensor {index} of {len(every)}")
+        yield tensor

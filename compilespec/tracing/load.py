@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,9 +27,11 @@ from compilespec.tracing.checkpoint_files import (
     listed,
     read_config,
     reason,
+    refuse_pointer,
 )
 from compilespec.tracing.generation_defaults import GenerationDefaults, read_generation_defaults
-from compilespec.tracing.gguf_file import load_gguf
+from compilespec.tracing.gguf_copies import GgufCopy, read_tokenizer
+from compilespec.tracing.gguf_file import check_readable, load_gguf, read_once
 from compilespec.tracing.media import SOUND, medium_of
 from compilespec.tracing.placement import read_device, read_dtype
 from compilespec.tracing.places import EXPECTED, ModelPlace, find_model
@@ -85,9 +87,12 @@ def load_target(
     dtype: torch.dtype | str | None = None,
     device: torch.device | str | None = None,
     tokenizer: Any = None,
+    tell: Callable[[str], object] = lambda detail: None,
 ) -> Target:
     """Load or adopt the target; a module is moved or cast only if a keyword says so.
 
+    Args:
+        tell: called with which part is read, where reading takes long.
     Raises: ModelNotFound (a damaged file too), CheckpointError (tensors missing, unexpected,
     misshapen, in another shard than the index says, or integers where the model has floats),
     MissingDependency, InvalidOption.
@@ -109,8 +114,8 @@ def load_target(
     place: ModelPlace | None = None
     if not isinstance(model, nn.Module):
         place = find_model(model)
-        model = _load_place(place, wanted)
-        tokenizer = tokenizer if tokenizer is not None else _load_tokenizer(place)
+        model, own = _load_place(place, wanted, tell)
+        tokenizer = tokenizer if tokenizer is not None else own
     medium = medium_of(model)
     if processor is None and place is not None and medium is not None:
         processor = load_processor(place.directory, medium)
@@ -144,14 +149,47 @@ def load_target(
     )
 
 
-def _load_place(place: ModelPlace, dtype: torch.dtype | None) -> nn.Module:
-    if place.gguf_file is None:
-        return _load_directory(place.directory, dtype)
-    with quiet_import(), no_progress_bars():
-        model, report = load_gguf(place.path, dtype)
-    _check_whole(place.path, model, report, integers=[])
-    loaded: nn.Module = model
-    return loaded
+def _load_place(
+    place: ModelPlace, dtype: torch.dtype | None, tell: Callable[[str], object]
+) -> tuple[nn.Module, Any]:
+    """The model and its tokenizer, None where it has none."""
+    if place.gguf_file is not None:
+        return _load_gguf(place, dtype, tell)
+    return _load_directory(place.directory, dtype), _load_tokenizer(place)
+
+
+def _load_gguf(
+    place: ModelPlace, dtype: torch.dtype | None, tell: Callable[[str], object]
+) -> tuple[nn.Module, Any]:
+    """What was converted to the cache, now or by an earlier start, so that both give one model;
+    without a cache, the file.
+    """
+    refuse_pointer(place.path)
+    check_readable(place.path)
+    copy = GgufCopy.of(place.path, dtype)
+    folder = copy.find()
+    if folder is None:
+        converted = _convert(place, dtype, tell)
+        tell("keeping what was converted")
+        folder = copy.keep(*converted)
+        if folder is None:
+            return converted
+        del converted
+    tell("weights, from the cache")
+    model = _load_directory(folder, None)
+    _name(model, place.directory)
+    tell("tokenizer, from the cache")
+    return model, read_tokenizer(folder)
+
+
+def _convert(
+    place: ModelPlace, dtype: torch.dtype | None, tell: Callable[[str], object]
+) -> tuple[nn.Module, Any]:
+    with quiet_import(), no_progress_bars(), read_once(tell):
+        model, report = load_gguf(place.path, dtype, tell)
+        _check_whole(place.path, model, report, integers=[])
+        tell("tokenizer")
+        return model, _load_tokenizer(place)
 
 
 def _load_directory(directory: Path, dtype: torch.dtype | None) -> nn.Module:
@@ -177,9 +215,13 @@ def _load_directory(directory: Path, dtype: torch.dtype | None) -> nn.Module:
             f"{directory} cannot be loaded as a causal language model: {reason(error)}"
         ) from error
     _check_whole(directory, model, report, integers=_integers(directory, model))
-    model.name_or_path = model.config._name_or_path = str(directory)
+    _name(model, directory)
     loaded: nn.Module = model
     return loaded
+
+
+def _name(model: Any, directory: Path) -> None:
+    model.name_or_path = model.config._name_or_path = str(directory)
 
 
 def _set_experts(model: Any) -> None:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -76,6 +77,7 @@ class FileData:
     ) -> None:
         self.path, self.tokenizer = Path(path), tokenizer
         self.vocab_size, self.max_length = vocab_size, max_length
+        self.left_out: Counter[str] = Counter()  # by why
         self._read: list[Sample] = []
         self._sizes: dict[Path, int] = {}
         self._lines: dict[Path, int] = {}  # lines of each file that are in `_read`
@@ -91,9 +93,13 @@ class FileData:
         if not self._read:
             raise InvalidOption(
                 f"{self.path} holds nothing to learn from; expected lines of {FORMS}, of two "
-                "tokens or more"
+                "tokens or more" + "".join(f"; {line}" for line in self.told())
             )
         return self._read
+
+    def told(self) -> list[str]:
+        """What was left out so far, and why."""
+        return [f"left out: {count} {why}" for why, count in self.left_out.items()]
 
     def _new_samples(self, file: Path) -> Iterator[Sample]:
         if file.suffix == ".txt":
@@ -174,15 +180,26 @@ class FileData:
         step = self.max_length
         if start > 1:
             ids = ids[:step]
+        if len(ids) <= max(start, 1) + 1:
+            what = "prompts that leave no room below the length of a sequence"
+            short = "answers of fewer than two tokens" if start > 1 else "texts of one token"
+            self.left_out[what if start >= step - 1 else short] += 1
+            return
         for first in range(0, len(ids), step):
             piece = tuple(ids[first : first + step])
             if len(piece) > max(start, 1) + 1:
                 yield Sample(token_ids=piece, start=max(start, 1), domain=domain)
 
 
-def read_prompts(path: str | Path) -> list[Prompt]:
-    """The prompts of the files, each once.  Raises: CheckpointError, InvalidOption."""
+def read_prompts(path: str | Path, *, as_messages: bool = False) -> tuple[list[Prompt], list[str]]:
+    """The prompts of the files, each once, and what was done to them, in words.
+
+    Args:
+        as_messages: a text becomes the message of a user, for a model that was taught a template.
+    Raises: CheckpointError, InvalidOption.
+    """
     found: dict[str, Prompt] = {}
+    num_lines = num_changed = 0
     for file in data_files(Path(path)):
         if file.suffix == ".txt":
             raise InvalidOption(f"{file} is a document; expected prompts, as JSON lines")
@@ -193,13 +210,22 @@ def read_prompts(path: str | Path) -> list[Prompt]:
                     f"that end with the user's; got the keys {', '.join(record)}"
                 )
             asked = {"messages": record["messages"]} if "messages" in record else record["prompt"]
+            num_lines += 1
+            if as_messages and isinstance(asked, str):
+                asked = {"messages": [{"role": "user", "content": asked}]}
+                num_changed += 1
             one = Prompt(prompt=asked, domain=str(record.get("domain", "")))
             found.setdefault(one.key, one)
     if not found:
         raise InvalidOption(
             f"{path} holds no prompt; expected lines of {{'prompt'}}, {{'messages'}}"
         )
-    return list(found.values())
+    says = [f"prompts: {len(found)}"]
+    if num_lines > len(found):
+        says.append(f"{num_lines - len(found)} that came twice left out")
+    if num_changed:
+        says.append(f"{num_changed} bare texts asked through the model's chat template")
+    return list(found.values()), [", ".join(says)]
 
 
 def data_files(path: Path) -> list[Path]:

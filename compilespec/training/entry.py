@@ -78,6 +78,7 @@ def train(
     generate: bool = False,
     max_new_tokens: int = 256,
     temperatures: tuple[float, ...] = (0.0,),
+    chat_template: bool = True,
     resume: bool = False,
     tokenizer: Any = None,
     listener: Listener | None = None,
@@ -94,6 +95,8 @@ def train(
         generate: `data` holds prompts; the target answers them first, into output/generated.jsonl.
         max_new_tokens: of an answer.
         temperatures: of the answers, each prompt's one of them.
+        chat_template: a prompt that is a bare text is asked through the model's chat template,
+            where it has one; False continues the text.
         resume: go on with the run in `output`, if there is one: with the losses that it would have
             had without a stop.
         listener: told what happens.
@@ -111,8 +114,9 @@ def train(
         if not isinstance(data, str | Path):
             raise InvalidOption("generate=True takes a file of prompts, not a loader")
         data = answer(
-            target, data, output, max_new_tokens, temperatures, listener, backend=options.backend
-        )
+            target, data, output, max_new_tokens, temperatures, listener,
+            backend=options.backend, chat_template=chat_template,
+        )  # fmt: skip
     teacher = Teacher(_for_teaching(target, model, tokenizer, options))
     loader = _load_data(data, target, teacher, options)
     with alone_in(output / "training"):
@@ -124,7 +128,9 @@ def train(
         )
         if has_state:
             trainer.resume()
-        listener.on_plan(plan_of(trainer))
+        listener.on_plan(
+            [*plan_of(trainer), *(loader.told() if isinstance(loader, FileData) else ())]
+        )
         last = trainer.train()
     return TrainResult(
         output=output,
@@ -144,14 +150,18 @@ def answer(
     listener: Listener,
     *,
     backend: str = "inductor",
+    chat_template: bool = True,
 ) -> Path:
     """Let the target answer the prompts of `data`; returns the file of its answers."""
-    prompts, path = read_prompts(data), output / GENERATED
+    has_template = bool(getattr(target.tokenizer, "chat_template", None))
+    prompts, told = read_prompts(data, as_messages=chat_template and has_template)
+    path = output / GENERATED
+    listener.on_plan(told)
     with compile_engine(
         target.model, "none", tokenizer=target.tokenizer, max_batch_size=16,
         max_seq_len=min(target.max_seq_len or 2048, 2048), backend=backend,
     ) as engine:  # fmt: skip
-        generate_answers(
+        state = generate_answers(
             engine,
             prompts,
             path,
@@ -159,6 +169,8 @@ def answer(
             temperatures=temperatures,
             on_record=listener.on_generated,
         )
+    failed = f"; {state.num_failed} failed, the first: {state.why}" if state.num_failed else ""
+    listener.on_plan([f"answers: {state.num_done} of {state.num_prompts}{failed}"])
     return path
 
 

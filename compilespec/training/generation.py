@@ -29,6 +29,8 @@ class Generated:
     num_tokens: int
     """Of this call."""
     num_failed: int
+    why: str = ""
+    """What was wrong with the first that failed."""
 
 
 def generate_answers(
@@ -62,6 +64,7 @@ def generate_answers(
         return Generated(
             num_done=num_before + run.num_answered, num_prompts=len(prompts),
             num_tokens=run.num_tokens, num_failed=len(run.errors),
+            why=next(iter(run.errors), ""),
         )  # fmt: skip
 
     with journal:

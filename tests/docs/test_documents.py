@@ -171,7 +171,7 @@ def test_speeds_are_those_of_the_recorded_run() -> None:
         'compilespec, `spec="eagle3"`, K=1': "compilespec eagle3 K=1",
         'compilespec, `spec="eagle3"`, K=3': "compilespec eagle3 K=3",
     }
-    for title, *cells in table_under("docs/tuning.md", "way"):
+    for title, *cells in table_under("docs/benchmarks.md", "way"):
         way = names.pop(title)
         expected = []
         for batch in ("1", "8"):
@@ -196,7 +196,7 @@ def test_speeds_of_the_real_model_are_those_of_the_recorded_run(
     result: str, first_column: str
 ) -> None:
     recorded = _result(result)
-    rows = table_under("docs/tuning.md", first_column)
+    rows = table_under("docs/benchmarks.md", first_column)
     assert len(rows) > 10
     for way, *cells in rows:
         found = [recorded["speeds"][batch].get(way) for batch in ("1", "8")]
@@ -209,7 +209,7 @@ def test_speeds_of_the_real_model_are_those_of_the_recorded_run(
 
 def test_first_tokens_are_those_of_the_recorded_run() -> None:
     specs = _result("first-token.json")["specs"]
-    text = paragraph("docs/tuning.md", "Seconds from process start")
+    text = paragraph("docs/benchmarks.md", "Seconds from process start")
     numbers = [int(number) for number in re.findall(r"(?<!\w)\d+(?!\w)", text)]
     assert numbers == [
         round(specs[spec][f"{start}_first_token_s"])
@@ -225,13 +225,13 @@ def test_how_steps_grow_is_that_of_the_recorded_run() -> None:
             first = row["step_ms"]
         cells = [f"{ms:.1f} ({ms / first[way]:.2f})" for way, ms in row["step_ms"].items()]
         expected.append([str(row["batch"]), str(row["context"]), *cells])
-    assert table_under("docs/tuning.md", "batch | context | compilespec") == expected
+    assert table_under("docs/benchmarks.md", "batch | context | compilespec") == expected
 
 
 def test_speeds_of_each_level_are_those_of_the_recorded_run() -> None:
     recorded = _result("levels.json")["rows"]
     assert all(row["independent"] for row in recorded)
-    assert table_under("docs/tuning.md", "weights | level")[: len(recorded)] == [
+    assert table_under("docs/benchmarks.md", "weights | level")[: len(recorded)] == [
         [
             "bfloat16" if row["weights"] == "bf16" else f"`{row['weights']}`",
             f"`{row['level']}`",
@@ -250,7 +250,7 @@ def test_shares_of_the_chosen_k_are_those_of_the_recorded_run() -> None:
         [method, *(", ".join(found) for found in by_batch.values())]
         for method, by_batch in shares.items()
     ]
-    assert table_under("docs/tuning.md", "method, the demo") == expected
+    assert table_under("docs/benchmarks.md", "method, the demo") == expected
 
 
 def test_what_http_costs_is_that_of_the_recorded_runs() -> None:

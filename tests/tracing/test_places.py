@@ -26,7 +26,7 @@ from compilespec.errors import (
 from compilespec.methods.find import read_draft
 from compilespec.methods.registry import get_method
 from compilespec.pipeline import entry
-from compilespec.tracing import gguf_file
+from compilespec.tracing import gguf_copies, gguf_file
 from compilespec.tracing.checkpoint_files import read_config, read_tensors, tensor_names
 from compilespec.tracing.hub import is_hub_name
 from compilespec.tracing.load import load_target
@@ -424,11 +424,112 @@ def write_gguf(model: Any, path: Path, *, quantized: bool) -> None:
     writer.close()
 
 
-def test_a_gguf_file_gives_model_tokenizer_and_template(tmp_path, capfd):
+@pytest.fixture
+def copies(tmp_path, monkeypatch) -> Path:
+    """An empty cache of converted GGUF files."""
+    pytest.importorskip("gguf")
     pytest.importorskip("accelerate")
+    monkeypatch.setattr(gguf_copies, "cache_directory", lambda: tmp_path / "cache")
+    return gguf_copies.directory()
+
+
+def parts_of(target: Any) -> dict[str, Any]:
+    """What a target is made of, but for its weights and the folder that its tokenizer names."""
+    tokenizer = target.tokenizer
+    own = {field.name: getattr(target, field.name) for field in dataclasses.fields(target)}
+    return {
+        **{name: part for name, part in own.items() if name not in ("model", "tokenizer")},
+        "config": target.model.config.to_dict(),
+        "generation": target.model.generation_config.to_dict(),
+        "name": target.model.name_or_path,
+        "tokenizer": tokenizer.backend_tokenizer.to_str(),
+        "special": tokenizer.special_tokens_map,
+        "template": tokenizer.chat_template,
+    }
+
+
+FROM_CACHE = ["weights, from the cache", "tokenizer, from the cache"]
+
+
+def test_a_gguf_file_is_parsed_once_and_converted_once(copies, tmp_path, monkeypatch):
+    gguf: Any = pytest.importorskip("gguf")
+    path, readers, told = tmp_path / "tiny.gguf", [], []
+    write_gguf(tiny_llama(), path, quantized=True)
+    build = gguf.gguf_reader.GGUFReader._build_fields
+    monkeypatch.setattr(
+        gguf.gguf_reader.GGUFReader, "_build_fields",
+        lambda self, *args: readers.append(self) or build(self, *args),
+    )  # fmt: skip
+    before = gguf.GGUFReader, gguf.get_tensor_name_map
+    cold = load_target(path, tell=told.append)
+    assert len(readers) == 1
+    assert (gguf.GGUFReader, gguf.get_tensor_name_map) == before
+    assert told == ["header", "tensor 1 of 21", "tensor 21 of 21", "tokenizer",
+                    "keeping what was converted", *FROM_CACHE]  # fmt: skip
+    warm = load_target(path, tell=told.append)
+    assert len(readers) == 1
+    assert told[7:] == FROM_CACHE
+    assert parts_of(warm) == parts_of(cold)
+    for name, tensor in cold.model.state_dict().items():
+        torch.testing.assert_close(warm.model.state_dict()[name], tensor, rtol=0, atol=0)
+
+
+def test_a_damaged_copy_is_made_again(copies, tmp_path, caplog):
+    path = tmp_path / "tiny.gguf"
+    write_gguf(tiny_llama(), path, quantized=False)
+    expected = {name: one.clone() for name, one in load_target(path).model.state_dict().items()}
+    (folder,) = copies.iterdir()
+    for name in ("model.safetensors", "tokenizer.json", "copy.json", "config.json"):
+        content = bytearray((folder / name).read_bytes())
+        content[len(content) // 2] ^= 16
+        for damaged in (content, content[:20], None):
+            caplog.clear()
+            (folder / name).unlink()
+            if damaged is not None:
+                (folder / name).write_bytes(damaged)
+            weight = load_target(path).model.state_dict()["lm_head.weight"]
+            torch.testing.assert_close(weight, expected["lm_head.weight"], rtol=0, atol=0)
+            assert "converting again" in caplog.text
+            assert [one.name for one in copies.iterdir()] == [folder.name]
+
+
+def test_few_copies_are_kept_and_none_of_what_is_gone(copies, tmp_path, monkeypatch, caplog):
+    path = tmp_path / "tiny.gguf"
+    write_gguf(tiny_llama(), path, quantized=False)
+    load_target(path)
+    (first,) = copies.iterdir()
+    write_gguf(tiny_llama(), path, quantized=False)  # other weights, at the same path and size
+    load_target(path)
+    (second,) = copies.iterdir()
+    assert second != first
+    monkeypatch.setattr(gguf_copies, "MAX_KEPT", 2)
+    for name in ("b", "c"):
+        shutil.copy(path, tmp_path / f"{name}.gguf")
+        load_target(tmp_path / f"{name}.gguf")
+    assert len([*copies.iterdir()]) == 2
+    assert not second.exists()
+    (tmp_path / "b.gguf").unlink()
+    (tmp_path / "c.gguf").unlink()
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10, 10, 1))
+    load_target(path)
+    assert not [*copies.iterdir()]
+    assert "is not kept: it takes" in caplog.text
+
+
+def test_without_a_cache_that_can_be_written_a_gguf_file_is_read(copies, tmp_path, caplog):
+    path = tmp_path / "tiny.gguf"
+    write_gguf(tiny_llama(), path, quantized=False)
+    copies.parent.write_text("a file where the folder should be")
+    for _ in range(2):
+        assert load_target(path).model.dtype == torch.float32
+    assert "was not kept" in caplog.text
+
+
+def test_a_gguf_file_gives_model_tokenizer_and_template(copies, tmp_path, capfd):
     model = tiny_llama()
     write_gguf(model, tmp_path / "tiny.gguf", quantized=False)
     target = load_target(tmp_path)
+    assert (target.directory, target.model.name_or_path) == (tmp_path, str(tmp_path))
     assert target.name == "tiny (LlamaForCausalLM)"
     assert target.model.dtype == torch.float32
     assert target.max_seq_len == 128
@@ -440,8 +541,7 @@ def test_a_gguf_file_gives_model_tokenizer_and_template(tmp_path, capfd):
     assert "de-quantizing" not in capfd.readouterr().err
 
 
-def test_a_quantized_gguf_file_is_dequantised_and_served(tmp_path):
-    pytest.importorskip("accelerate")
+def test_a_quantized_gguf_file_is_dequantised_and_served(copies, tmp_path):
     model = tiny_llama()
     path = tmp_path / "tiny.Q8_0.gguf"
     write_gguf(model, path, quantized=True)

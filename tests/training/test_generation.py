@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,10 @@ import pytest
 import compilespec
 from compilespec.cli import main
 from compilespec.errors import InvalidOption
+from compilespec.tracing.load import load_target
+from compilespec.training import entry
 from compilespec.training.data import FileData, Prompt
-from compilespec.training.generation import generate_answers, temperature_of
+from compilespec.training.generation import Generated, generate_answers, temperature_of
 from tests.support.toy_tokenizer import byte_level_tokenizer
 from tests.support.training import tiny_teacher, write_lines
 
@@ -95,10 +98,52 @@ def test_the_command_answers_trains_and_goes_on(tmp_path, capsys):
     result = json.loads(shown.out)
     assert result["num_steps"] == 3
     assert result["acceptance"] >= 1.0
-    assert "answers: 12 of 12" in shown.err or "answers: 1 of 12" in shown.err
+    assert "prompts: 12\n" in shown.err
+    assert "answers: 12 of 12\n" in shown.err
     assert main(command) == 0
     assert json.loads(capsys.readouterr().out)["last"] is None
     assert main([*command[:-1]]) == 2
     assert "holds a run already: go on with it by --resume" in capsys.readouterr().err
     assert main([*command, "--learning-rate", "7"]) == 2
     assert "--learning-rate must be above 0" in capsys.readouterr().err
+
+
+def test_a_chat_model_answers_through_its_template(tmp_path, monkeypatch):
+    """Bare texts on a chat model often end at once, and nothing is learned from that."""
+    tokenizer = byte_level_tokenizer([bytes([i]) for i in range(32, 127)], eos="<end>")
+    tokenizer.chat_template = "{% for m in messages %}[{{ m.content }}]{% endfor %}"
+    target = load_target(tiny_teacher(), tokenizer=tokenizer)
+    path = write_lines(tmp_path / "p.jsonl", [{"prompt": "ab"}])
+    asked: list[Any] = []
+    monkeypatch.setattr(entry, "compile_engine", lambda *_, **__: contextlib.nullcontext())
+
+    def generate(engine: Any, prompts: Any, path: Any, **_: Any) -> Generated:
+        asked.extend(one.prompt for one in prompts)
+        return Generated(num_done=0, num_prompts=1, num_tokens=0, num_failed=1, why="too long")
+
+    monkeypatch.setattr(entry, "generate_answers", generate)
+    told: list[str] = []
+    listener = entry.Listener()
+    listener.on_plan = told.extend  # type: ignore[method-assign]
+    for chat_template in (True, False):
+        entry.answer(target, path, tmp_path, 8, (0.0,), listener, chat_template=chat_template)
+    assert asked == [{"messages": [{"role": "user", "content": "ab"}]}, "ab"]
+    assert told == [
+        "prompts: 1, 1 bare texts asked through the model's chat template",
+        "answers: 0 of 1; 1 failed, the first: too long",
+        "prompts: 1",
+        "answers: 0 of 1; 1 failed, the first: too long",
+    ]
+
+
+def test_a_run_without_a_measurement_says_so(tmp_path, monkeypatch, capsys):
+    result = entry.TrainResult(
+        output=tmp_path, num_steps=7, acceptance=0.0, last=None, interrupted=False
+    )
+    monkeypatch.setattr(entry, "train", lambda *_, **__: result)
+    command = ["train", "--model", "m", "--data", "d", "--output", str(tmp_path)]
+    assert main(command) == 0
+    said = "7 steps, acceptance not measured yet (every 200 steps, and at the end)"
+    assert said in capsys.readouterr().err
+    assert main([*command, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["acceptance"] is None

@@ -115,7 +115,9 @@ def test_missing_templates_tokenizers_and_files(tokenizer, tmp_path):
 
 def test_prompts_are_read_once_each(tmp_path):
     asked = [{"prompt": "a"}, {"messages": [{"role": "user", "content": "b"}]}, {"prompt": "a"}]
-    assert len(read_prompts(write_lines(tmp_path / "p.jsonl", asked))) == 2
+    path = write_lines(tmp_path / "p.jsonl", asked)
+    prompts, told = read_prompts(path)
+    assert (len(prompts), told) == (2, ["prompts: 2, 1 that came twice left out"])
     with pytest.raises(InvalidOption, match="expected a prompt to answer"):
         read_prompts(write_lines(tmp_path / "q.jsonl", [{"text": "a"}]))
 
@@ -170,3 +172,29 @@ def test_a_journal_cuts_off_half_a_record_and_a_full_disk_leaves_none(tmp_path, 
     with pytest.raises(CheckpointError, match=r"j.jsonl cannot be written"):
         replace(path, broken)
     assert [one.name for one in tmp_path.iterdir()] == ["j.jsonl"]
+
+
+def test_bare_texts_become_messages_where_that_is_asked(tmp_path):
+    asked = [{"prompt": "a"}, {"messages": [{"role": "user", "content": "b"}]}, {"prompt": [1]}]
+    path = write_lines(tmp_path / "p.jsonl", asked)
+    prompts, told = read_prompts(path, as_messages=True)
+    message = {"messages": [{"role": "user", "content": "a"}]}
+    assert [one.prompt for one in prompts] == [message, {"messages": asked[1]["messages"]}, [1]]
+    assert told == ["prompts: 3, 1 bare texts asked through the model's chat template"]
+    assert read_prompts(path)[0][0].prompt == "a"
+
+
+def test_what_teaches_nothing_is_counted(tmp_path):
+    given = [1, 2, 3]
+    lines = [{"prompt_token_ids": given, "token_ids": ids} for ids in ([4, 5], [4], [], [4, 5, 6])]
+    lines.append({"prompt_token_ids": [*range(1, 9)], "token_ids": [4, 5]})
+    path = write_lines(tmp_path / "a.jsonl", lines)
+    data = FileData(path, None, vocab_size=10, max_length=8)
+    assert [len(one) for one in data.samples()] == [5, 6]
+    assert data.told() == [
+        "left out: 2 answers of fewer than two tokens",
+        "left out: 1 prompts that leave no room below the length of a sequence",
+    ]
+    write_lines(tmp_path / "b.jsonl", lines[1:3])
+    with pytest.raises(InvalidOption, match="left out: 2 answers of fewer than two tokens"):
+        FileData(tmp_path / "b.jsonl", None, vocab_size=10, max_length=8).samples()

@@ -1,0 +1,150 @@
+"""Models of GGUF files as they were converted, in the cache: the next start reads them as they are.
+
+A copy is a folder in Hugging Face layout, written whole or not at all, and named by all that it
+depends on.  It is as large as the model in memory, so few are kept.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import logging
+import os
+import shutil
+import tempfile
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from compilespec.errors import CheckpointError
+from compilespec.ops._build import cache_directory
+from compilespec.tracing.checkpoint_files import reason
+
+logger = logging.getLogger("compilespec")
+
+FORMAT = 1  # of a copy
+MAX_KEPT = 4  # those that were used last
+HEAD_BYTES = 32 << 20  # of the file: header, vocabulary and the first tensors
+RECORD = "copy.json"
+
+
+def directory() -> Path:
+    """Where copies are kept."""
+    return cache_directory() / "gguf"
+
+
+@dataclass(frozen=True)
+class GgufCopy:
+    """The copy of a file's model in a dtype (None: the file's own), which may not be there."""
+
+    source: Path
+    folder: Path
+
+    @classmethod
+    def of(cls, path: Path, dtype: torch.dtype | None) -> GgufCopy:
+        path = path.resolve()
+        stat = path.stat()
+        with path.open("rb") as file:
+            head = hashlib.sha256(file.read(HEAD_BYTES)).hexdigest()
+        libraries = [version(name) for name in ("gguf", "transformers", "tokenizers")]
+        facts = [FORMAT, str(path), stat.st_size, stat.st_mtime_ns, head, str(dtype), libraries]
+        return cls(path, directory() / hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32])
+
+    def find(self) -> Path | None:
+        """The folder, if every file in it is as it was written; a damaged one is dropped."""
+        if not self.folder.exists():
+            return None
+        try:
+            record = json.loads((self.folder / RECORD).read_text())
+            whole = {name: _checksum(self.folder / name) for name in record["files"]}
+            if whole != record["files"]:
+                raise ValueError("its files have changed")
+            with contextlib.suppress(OSError):
+                os.utime(self.folder / RECORD)  # it was used
+            return self.folder
+        except Exception as error:  # damage may raise anything
+            self.drop(str(error))
+            return None
+
+    def drop(self, why: str) -> None:
+        logger.warning("dropping the converted copy of %s (%s); converting again", self.source, why)
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def keep(self, model: Any, tokenizer: Any) -> Path | None:
+        """Write the copy, if it takes at most half of the free disk, and delete those that are not
+        needed: of changed and deleted files, and the ones that were not used for longest.
+
+        Returns: the folder, None where it could not be written.
+        """
+        size = sum(one.numel() * one.element_size() for one in model.state_dict().values())
+        try:
+            directory().mkdir(parents=True, exist_ok=True)
+            _clean()
+            free = shutil.disk_usage(directory()).free
+            if size > free / 2:
+                logger.warning(
+                    "the converted %s is not kept: it takes %.1f GB, and %.1f GB are free in %s; "
+                    "the next start converts it again",
+                    self.source.name, size / 1e9, free / 1e9, directory(),
+                )  # fmt: skip
+                return None
+            with tempfile.TemporaryDirectory(dir=directory()) as scratch:
+                made = Path(scratch) / "copy"
+                model.save_pretrained(made)
+                tokenizer.save_pretrained(made)
+                files = {str(path.relative_to(made)): _checksum(path) for path in _files(made)}
+                record = {"source": str(self.source), "files": files}
+                (made / RECORD).write_text(json.dumps(record))
+                os.replace(made, self.folder)
+        except Exception as error:  # the model is there, and the next start converts it again
+            logger.warning("the converted %s was not kept: %s", self.source.name, error)
+            return None
+        return self.folder
+
+
+def read_tokenizer(folder: Path) -> Any:
+    """The tokenizer of a copy, as it was kept: classes of models would make some parts anew, and
+    Qwen's adds a normalizer that a GGUF file does not name.
+
+    Raises: CheckpointError.
+    """
+    from transformers import PreTrainedTokenizerFast
+
+    try:
+        return PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
+    except Exception as error:  # the tokenizers library has no error class of its own
+        raise CheckpointError(f"{folder}: the tokenizer cannot be read: {reason(error)}") from error
+
+
+def _clean() -> None:
+    """Delete copies without use, and make room for one."""
+    used: list[tuple[float, Path]] = []
+    for folder in directory().iterdir():
+        try:
+            record = json.loads((folder / RECORD).read_text())
+            source, when = Path(record["source"]), (folder / RECORD).stat().st_mtime
+        except Exception:  # another start is writing it, or it is damaged, which `find` sees
+            continue
+        if not source.exists() or source.stat().st_mtime > when:
+            shutil.rmtree(folder, ignore_errors=True)
+        else:
+            used.append((when, folder))
+    for _, folder in sorted(used, reverse=True)[MAX_KEPT - 1 :]:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _files(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if path.is_file())
+
+
+def _checksum(path: Path) -> list[int]:
+    """The file's size, and the sum of its words of eight bytes and of the bytes behind them."""
+    content = np.fromfile(path, np.uint8) if path.stat().st_size < 8 else np.memmap(path, mode="r")
+    num_words = len(content) // 8
+    words, rest = content[: num_words * 8].view(np.int64), content[num_words * 8 :]
+    return [len(content), int(words.sum(dtype=np.int64)), int(rest.sum(dtype=np.int64))]
