@@ -34,11 +34,13 @@ def check_unicode(what: str, given: Any) -> None:
 
 
 def _texts(given: Any) -> Iterator[str]:
-    if isinstance(given, str):
-        yield given
-    elif isinstance(given, Mapping):
-        for item in given.items():
-            yield from _texts(item)
-    elif isinstance(given, list | tuple):
-        for item in given:
-            yield from _texts(item)
+    """All texts in it, however deep it is nested."""
+    left = [given]
+    while left:
+        one = left.pop()
+        if isinstance(one, str):
+            yield one
+        elif isinstance(one, Mapping):
+            left += [*one.keys(), *one.values()]
+        elif isinstance(one, list | tuple):
+            left += one

@@ -26,7 +26,7 @@ IN_API_WORDS = (
     (r"\bmin_new_tokens\b", "min_tokens"),
     (r"\bguide\b(?=:| needs)", "response_format"),
     (r"^Choice: ", "response_format: "),
-    (r"compile with (?:a )?max_seq_len", "start the server with --max-seq-len"),
+    (r"compile with (?:a )?(?:higher )?max_seq_len", "start the server with --max-seq-len"),
     (r"compile with kv_cache_tokens", "start the server with --kv-cache-tokens"),
     (
         r"needs an engine that was compiled with prompt_logprobs=True",
