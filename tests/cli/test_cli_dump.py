@@ -192,8 +192,9 @@ def test_python_is_a_module_that_runs(run: Dump, tmp_path: Path, stage: tuple[st
 
 def dump_arguments() -> Any:
     from compilespec.cli import build_parser
+    from compilespec.cli.flags import read_arguments
 
-    return build_parser().parse_args(["dump"])
+    return read_arguments(build_parser(), ["dump"])
 
 
 def _copied(value: Any) -> Any:

@@ -16,7 +16,7 @@ import httpx2
 import pytest
 
 from compilespec.cli import main, serve
-from compilespec.cli.flags import read_adapters
+from compilespec.cli.flags import Parser, read_adapters, read_arguments
 from compilespec.errors import InvalidOption
 from compilespec.serving import ServerOptions
 from compilespec.serving.process import Binding
@@ -110,11 +110,9 @@ def test_what_cannot_be_is_said_at_once(
 
 
 def serve_args(**changes: Any) -> Any:
-    import argparse
-
-    parser = argparse.ArgumentParser()
+    parser = Parser()
     serve.add_parser(parser.add_subparsers())
-    args = parser.parse_args(["serve"])
+    args = read_arguments(parser, ["serve"])
     vars(args).update(changes)
     return args
 
