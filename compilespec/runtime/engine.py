@@ -310,7 +310,7 @@ class Engine:
         harmless.
 
         Raises: what failed, such as CheckpointError where saved hidden states cannot be written.
-            The engine is closed all the same; another call tries again what failed.  In a forked
+            The engine is closed even then; another call tries again what failed.  In a forked
             child nothing is done: all of it belongs to the parent.
         """
         if self._process.is_another:

@@ -55,7 +55,7 @@ def read_prompt(prompt: Any, tokenizer: Tokenizer | None, geometry: Geometry) ->
 def read_text(
     prompt: Any, tokenizer: Tokenizer | None, geometry: Geometry, most: int | None = None
 ) -> tuple[int, ...]:
-    """Return the token ids of a prompt of any length, or of at most so many tokens.
+    """Return the token ids of a prompt of any length, or of at most `most` tokens.
 
     Raises: InvalidRequest (empty, ids outside the vocabulary, text without a tokenizer, messages
         that the chat template cannot take, a tokenizer's output of several rows or with padding),
@@ -108,7 +108,7 @@ def check_length(text: str, tokenizer: Any, most: int | None) -> None:
     if len(text) > most * _longest_token(tokenizer):
         raise _too_long(f"too many tokens ({len(text)} characters)", most)
     beginning = text[: USUAL_LENGTH * (most + 1)]
-    if len(_encode(beginning, tokenizer)) > 2 * most:  # by far: the end cannot join so many
+    if len(_encode(beginning, tokenizer)) > 2 * most:  # the end cannot join that many
         raise _too_long(f"too many tokens ({len(text)} characters)", most)
 
 

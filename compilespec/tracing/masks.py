@@ -22,7 +22,10 @@ from compilespec.tracing.naming import source_line
 from compilespec.tracing.structure import ancestors
 
 _MASK = 8  # the place of a mask among a marker's arguments
-_MADE_BY_INDEX = (torch.ones, torch.zeros, torch.full, torch.tril, torch.triu, "tril", "triu")
+_MADE_BY_INDEX = (
+    torch.ones, torch.zeros, torch.full, torch.tril, torch.triu, torch.cumsum,
+    "tril", "triu", "cumsum",
+)  # fmt: skip
 
 
 def traced_mask(
@@ -114,7 +117,10 @@ def _form_of(
         ) from None
     query, key = positions[:, None], positions[None, :]
     forms = {(0, 0): key >= 0}
-    forms |= {(size, 0): key > query - size for size in sizes}
+    widths = sizes | {
+        size + 1 for size in sizes
+    }  # the last one seen may be named, or the first not
+    forms |= {(width, 0): key > query - width for width in widths}
     forms |= {(0, size): key // size == query // size for size in sizes}
     for form, wanted in forms.items():
         if torch.equal(seen, wanted & (key <= query)):

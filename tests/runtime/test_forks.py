@@ -37,7 +37,7 @@ def exit_code_of_child(calls: dict[str, Callable[[], Any]], ends: Callable[[], A
                     os._exit(2)
         ends()
         os._exit(0)
-    finally:  # whatever comes, no second pytest
+    finally:  # no second pytest, even after an error
         os._exit(3)
 
 

@@ -176,6 +176,13 @@ def window(length: int) -> Tensor:
     return (age >= 0) & (age < WINDOW)
 
 
+def inclusive(length: int) -> Tensor:
+    """The same, with the oldest key named."""
+    place = torch.arange(length)
+    age = place[:, None] - place
+    return (age >= 0) & (age <= WINDOW - 1)
+
+
 def additive(length: int) -> Tensor:
     return torch.zeros(length, length, dtype=torch.float64).masked_fill(
         ~torch.ones(length, length, dtype=torch.bool).tril(), float("-inf")
@@ -203,11 +210,11 @@ def plain(mask: Callable[[int], Tensor]) -> nn.Module:
     return Masked(mask).double().eval()
 
 
-@pytest.mark.parametrize("mask", [window, additive])
+@pytest.mark.parametrize("mask", [window, inclusive, additive])
 def test_a_mask_of_ones_own_is_read(mask: Callable[[int], Tensor]) -> None:
     model = plain(mask)
     (marker,) = markers(trace_target(model).graph_module)
-    assert marker.args[4] == (WINDOW if mask is window else 0)
+    assert marker.args[4] == (0 if mask is additive else WINDOW)
     check_tokens(model)
 
 
