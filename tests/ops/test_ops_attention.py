@@ -306,7 +306,7 @@ def test_compilers_share_the_kernels_and_two_processes_build_once(tmp_path, monk
         Path(command[command.index("-o") + 1]).write_bytes(b"built")
 
     monkeypatch.setattr(_build, "_run", build)
-    monkeypatch.setattr(_build.os, "cpu_count", lambda: 3)
+    monkeypatch.setattr(_build, "num_cpus", lambda: 3)
     library = tmp_path / "kernels" / "library.so"
     _build._compile(library, None)
     assert len(commands) == 3 + 1  # and the linker
