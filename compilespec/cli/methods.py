@@ -50,11 +50,11 @@ def run(args: argparse.Namespace) -> int:
         from compilespec.reference_ops.modes import truth_table
 
         table = ((name, ", ".join(m.name for m in modes)) for name, modes in truth_table().items())
-        print_table(("predicate", "modes"), table, wraps="modes")
+        print_table(("predicate", "modes"), table, wraps=["modes"])
     else:
         methods = sorted((one.capabilities for one in METHODS), key=lambda c: c.needs != "nothing")
-        lines = [(one.name, one.needs, one.brings) for one in methods]
-        print_lines([COLUMNS, *lines])
+        lines = ((one.name, one.needs, one.brings) for one in methods)
+        print_table(COLUMNS, lines, wraps=COLUMNS[1:])
     return 0
 
 
@@ -76,14 +76,16 @@ def mode_rows() -> list[dict[str, Any]]:
     ]
 
 
-def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, wraps: str) -> None:
-    """A table whose column `wraps` alone wraps; the others are as wide as their contents."""
+def print_table(
+    columns: Sequence[str], rows: Iterable[Sequence[str]], *, wraps: Sequence[str]
+) -> None:
+    """A table whose columns `wraps` wrap; the others are as wide as their contents."""
     from rich.console import Console
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for column in columns:
-        table.add_column(column, no_wrap=column != wraps, overflow="fold")
+        table.add_column(column, no_wrap=column not in wraps, overflow="fold")
     for row in rows:
         table.add_row(*row)
     Console().print(table)

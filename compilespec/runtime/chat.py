@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from compilespec.errors import InvalidRequest
-from compilespec.runtime.texts import check_unicode
+from compilespec.runtime.texts import MAX_NESTING, check_unicode, is_nested_too_deep
 
 LONG = 1 << 14  # characters of a conversation that is looked at before it is tokenized
 BESIDE = ("tools", "template_options")  # what a prompt may have beside its messages
@@ -64,6 +64,11 @@ def encode_chat(
         )
     options = chat_options(prompt, tokenizer)
     check_unicode("the conversation", [messages, options])
+    if is_nested_too_deep([messages, options]):
+        raise InvalidRequest(
+            f"the messages, tools or template_options are nested more than {MAX_NESTING} levels "
+            "deep; nest them less"
+        )
     try:
         if check_text is not None and sum(map(_num_characters, messages)) > LONG:
             check_text(
@@ -77,11 +82,6 @@ def encode_chat(
         return tuple(int(token) for token in ids)
     except InvalidRequest:
         raise
-    except RecursionError as error:
-        raise InvalidRequest(
-            "the messages, tools or template_options are nested too deep for the chat template; "
-            "nest them less"
-        ) from error
     except Exception as error:  # templates raise what they like: bad roles, a wrong order
         why = (str(error).splitlines() or ["no message"])[0]
         raise InvalidRequest(

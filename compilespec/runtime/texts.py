@@ -1,4 +1,4 @@
-"""Texts of callers: whether they are Unicode, and how much of them a message shows."""
+"""Texts of callers: whether they are Unicode, how deep they nest, and how much of them is shown."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 from compilespec.errors import InvalidRequest
 
 MAX_SHOWN = 120  # characters of a value in a message
+MAX_NESTING = 256  # mappings and lists inside each other; Python's own limit is that of the process
 
 
 def shown(came: object) -> str:
@@ -31,6 +32,22 @@ def check_unicode(what: str, given: Any) -> None:
                 "surrogate; expected text that UTF-8 can hold: decode the bytes that it came from "
                 "as UTF-8, or replace it"
             ) from error
+
+
+def is_nested_too_deep(given: Any) -> bool:
+    """Whether mappings and lists lie in each other more than MAX_NESTING levels deep."""
+    level = [given]
+    for _ in range(MAX_NESTING + 1):
+        inside: list[Any] = []
+        for one in level:
+            if isinstance(one, Mapping):
+                inside += one.values()
+            elif isinstance(one, list | tuple):
+                inside += one
+        if not inside:
+            return False
+        level = inside
+    return True
 
 
 def _texts(given: Any) -> Iterator[str]:

@@ -294,7 +294,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "pattern": (Regex("[a-"), "refuses the regular expression: .*unclosed character class"),
     "type": (JsonSchema({"type": "nope"}), "refuses the JSON schema: .*nope"),
     "no json": (JsonSchema("{"), "the schema is no JSON"),
-    "deep json": (JsonSchema("[" * 100_000), "the schema is nested too deep"),
+    "deep json": (JsonSchema("[" * 100_000), "nested more than 256 levels deep"),
     "long": (Regex("a" * 70_000), "regular expression .* has 70000 characters; expected at most"),
     "repeats": (Regex("(a{1000}){1000}"), "refuses the regular expression: lexer error: too many"),
     "long and bad": (Regex("(" + "x" * 9000), "refuses the regular expression: .*unclosed group"),

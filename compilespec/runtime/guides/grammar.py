@@ -13,7 +13,7 @@ from torch import Tensor
 
 from compilespec.errors import GuideFailed, InvalidRequest, MissingDependency
 from compilespec.runtime.guides.base import Matcher, Vocabulary
-from compilespec.runtime.texts import check_unicode
+from compilespec.runtime.texts import MAX_NESTING, check_unicode, is_nested_too_deep
 
 # Of a schema, or of an expression: what takes more holds up the steps of all.
 MAX_SOURCE = 1 << 16  # characters
@@ -40,9 +40,13 @@ class JsonSchema:
         schema = self.schema
         try:
             loaded = json.loads(schema) if isinstance(schema, str) else schema
+            if is_nested_too_deep(loaded):
+                raise RecursionError
             text = json.dumps(loaded)
-        except RecursionError as error:
-            raise InvalidRequest("JsonSchema: the schema is nested too deep") from error
+        except RecursionError:
+            raise InvalidRequest(
+                f"JsonSchema: the schema is nested more than {MAX_NESTING} levels deep"
+            ) from None
         except (TypeError, ValueError) as error:
             raise InvalidRequest(
                 f"JsonSchema: the schema is no JSON: {_one_line(error)}"
