@@ -22,7 +22,8 @@ from tests.support.documents import PAGES, ROOT
 
 PAGE = PAGES["docs/extending.md"]
 COPIED = (
-    "ARCHITECTURE.md", "CHANGELOG.md", "DECISIONS.md", "Dockerfile", "README.md", "pyproject.toml",
+    "ARCHITECTURE.md", "CHANGELOG.md", "CONTRIBUTING.md", "Dockerfile", "Makefile", "README.md",
+    "pyproject.toml",
 )  # fmt: skip
 TREES = ("compilespec", "docs", "examples", "tests", "tools")
 LINKED = ("compilespec/demo/checkpoint", "tests/data")  # read only, and large
