@@ -108,7 +108,7 @@ def capture_settings() -> dict[str, Any]:
 
 
 def has_modes() -> bool:
-    """Whether a mode that could change operations is active (`_get_current_function_mode_stack`,
+    """True where a mode that could change operations is active (`_get_current_function_mode_stack`,
     `_get_current_dispatch_mode_stack`).
     """
     from torch.overrides import _get_current_function_mode_stack
@@ -118,7 +118,7 @@ def has_modes() -> bool:
 
 
 def has_size_of_data(value: Any) -> bool:
-    """Whether a traced value, or one of its sizes, follows from the values of tensors
+    """True where a traced value, or one of its sizes, follows from the values of tensors
     (`free_unbacked_symbols`).
     """
     from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
@@ -152,7 +152,7 @@ def fake_mode() -> Any:
 
 
 def is_fake(value: object) -> bool:
-    """Whether a value is a fake tensor, and no other subclass of tensors."""
+    """True where a value is a fake tensor, and no other subclass of tensors."""
     from torch._subclasses.fake_tensor import FakeTensor
 
     return type(value) is FakeTensor
@@ -494,7 +494,9 @@ def cpp_entry(artifact: Any) -> Path | None:
 
 
 def _only_converts(wrapper: types.FunctionType) -> bool:
-    """Whether what Inductor wraps around its C++ function makes handles of tensors, and no more."""
+    """True where what Inductor wraps around its C++ function makes handles of tensors, and no
+    more.
+    """
     code = wrapper.__code__
     return "constants_tensor" not in code.co_varnames and "item" not in code.co_names
 
@@ -541,7 +543,7 @@ def end_allocating(device: torch.device, pool: Any) -> None:
 
 
 def is_mutable(target: Callable[..., Any] | str) -> bool:
-    """Whether an operator overload writes one of its arguments (`OpOverload._schema`)."""
+    """True where an operator overload writes one of its arguments (`OpOverload._schema`)."""
     schema = getattr(target, "_schema", None)
     return bool(schema is not None and schema.is_mutable)
 
@@ -560,7 +562,9 @@ def mutated_arguments(target: Callable[..., Any] | str) -> tuple[int, ...]:
 
 
 def returns_alias(target: Callable[..., Any] | str) -> bool:
-    """Whether an operator overload returns a view of, or the same tensor as, its first argument."""
+    """True where an operator overload returns a view of, or the same tensor as, its first
+    argument.
+    """
     schema = getattr(target, "_schema", None)
     return schema is not None and any(value.alias_info is not None for value in schema.returns)
 

@@ -67,7 +67,7 @@ class Traced:
 
     @property
     def has_long_rope(self) -> bool:
-        """Whether a request's length decides which rotary table its tokens have."""
+        """True where a request's length decides which rotary table its tokens have."""
         return LONG_ROPE in self.arguments
 
     @property

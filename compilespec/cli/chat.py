@@ -231,7 +231,7 @@ class Conversation:
         _say("; ".join(parts))
 
     def _command(self, name: str, rest: str) -> bool:
-        """Whether the conversation goes on.  Raises: InvalidRequest."""
+        """True where the conversation goes on.  Raises: InvalidRequest."""
         rest = rest.strip()
         if name in ("exit", "quit"):
             return False

@@ -332,7 +332,7 @@ def spec_of(args: argparse.Namespace) -> str:
 
 
 def may_draft(spec: str) -> bool:
-    """Whether the method has drafts, or may come to be one that has.  Raises: UnknownMethod."""
+    """True where the method has drafts, or may come to be one that has.  Raises: UnknownMethod."""
     from compilespec.methods.registry import get_method
 
     method = get_method(spec).capabilities

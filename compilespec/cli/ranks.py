@@ -30,7 +30,7 @@ def add_ranks_option(add: Callable[..., Any]) -> None:
 
 
 def starts_ranks(args: argparse.Namespace) -> bool:
-    """Whether this process is to start those of the job, and is none of them itself."""
+    """True where this process is to start those of the job, and is none of them itself."""
     size = getattr(args, "tensor_parallel_size", None)
     if size is not None and size < 1:
         raise InvalidOption(f"tensor_parallel_size must be a positive integer; got {size}")
@@ -38,7 +38,7 @@ def starts_ranks(args: argparse.Namespace) -> bool:
 
 
 def is_first_rank() -> bool:
-    """Whether this process is rank 0 of a job, or in none."""
+    """True where this process is rank 0 of a job, or in none."""
     return os.environ.get("RANK", "0") == "0"
 
 

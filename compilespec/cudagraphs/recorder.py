@@ -48,7 +48,7 @@ class Recorder:
         self._failed = ""  # why nothing more is captured
 
     def refuses(self, phase: LoweredPhase) -> bool:
-        """Whether a phase cannot be captured, as is known beforehand; says so once."""
+        """True where a phase cannot be captured, as is known beforehand; says so once."""
         if phase.waits_for_host:
             self.report.refused[phase.key] = phase.waits_for_host
             logger.warning(

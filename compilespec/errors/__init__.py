@@ -127,5 +127,5 @@ class QueueFull(SpecError):
 
 
 def is_integer(value: object) -> bool:
-    """Whether an option's value is an integer; True and False are not."""
+    """True where an option's value is an integer; True and False are not."""
     return isinstance(value, int) and not isinstance(value, bool)

@@ -302,7 +302,7 @@ def _batch_sizes(graph: PhaseGraph) -> Iterator[int]:
 
 
 def _is_right(graph: PhaseGraph, stages: PassStages | None, size: int, seed: int) -> bool:
-    """Whether the pass agrees on a random call of this size."""
+    """True where the pass agrees on a random call of this size."""
     ctx = context_of(graph)
     start = next(pass_stages(graph)).before
     (case,) = make_cases(ctx, start, batch_sizes=(size,), seed=seed)

@@ -372,7 +372,7 @@ class _Draw:
         return rows
 
     def _is_shared(self, spec: BufferSpec) -> bool:
-        """Whether the cache is laid out in the program's blocks, not in those of a KV group."""
+        """True where the cache is laid out in the program's blocks, not in those of a KV group."""
         return not self.ctx.kv_block_sizes or spec.name.startswith("cache.target.")
 
     def _write_caches(self, inputs: dict[str, Tensor], blocks: Tensor, request: _Row) -> None:

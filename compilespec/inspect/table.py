@@ -77,8 +77,8 @@ def rows_of(stage: GraphStage) -> list[Row]:
 
 
 def row_filter(pattern: str | None) -> Callable[[Row], bool]:
-    """Whether a row's name, target, role or module path matches: a part of it, a glob, or a regular
-    expression between slashes.
+    """True where a row's name, target, role or module path matches: a part of it, a glob, or a
+    regular expression between slashes.
 
     Raises: InvalidOption for a regular expression that is none.
     """

@@ -236,7 +236,7 @@ class ArtifactCache:
             self._not_saved(f"artifact {key}", error)
 
     def is_empty(self) -> bool:
-        """Whether no start has left anything here."""
+        """True where no start has left anything here."""
         return not self.directory.is_dir()
 
     def load_plan(self, key: ArtifactKey) -> tuple[StitchPlan, Interface] | None:

@@ -101,9 +101,9 @@ class _Cut:
                 yield given
 
     def is_taken_again(self, node: fx.Node, segment: int) -> bool:
-        """Whether `segment` makes a view of another one again: where the view cannot cross the
-        cut, or is one of an input of that other segment.  A piece also does wherever the base
-        can cross: of the two it is the base whose strides leave no gaps.
+        """True where `segment` makes a view of another one again: where the view cannot cross the
+        cut, or is one of an input of that other segment.  A piece also does wherever the base can
+        cross: of the two it is the base whose strides leave no gaps.
         """
         is_view = node.op == "call_function" and _torch_compat.returns_alias(node.target)
         if not is_view or _torch_compat.is_mutable(node.target) or self.segment[node] == segment:

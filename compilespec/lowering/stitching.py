@@ -78,7 +78,7 @@ class StitchPlan:
         return tuple(map(tuple, dying))
 
     def dies_next(self, index: int) -> bool:
-        """Whether only the piece right after the operator at `index` reads its result."""
+        """True where only the piece right after the operator at `index` reads its result."""
         step, following = self.steps[index], index + 1
         return (
             isinstance(step, OpStep)

@@ -52,7 +52,7 @@ _loaded: bool | None = None  # None: not tried yet
 
 
 def kernels_untried() -> bool:
-    """Whether `load_kernels` has not run in this process."""
+    """True where `load_kernels` has not run in this process."""
     return _loaded is None
 
 
@@ -72,7 +72,7 @@ def load_kernels() -> bool:
 
 
 def is_cached() -> bool | None:
-    """Whether `load_kernels` finds a library that fits; None if no library is wanted."""
+    """True where `load_kernels` finds a library that fits; None if no library is wanted."""
     if os.environ.get("COMPILESPEC_CPP_KERNELS") == "0":
         return None
     try:
@@ -174,7 +174,7 @@ def _try_load() -> bool:
 
 
 def _is_whole(path: Path) -> bool:
-    """Whether the file exists and ends with its seal."""
+    """True where the file exists and ends with its seal."""
     if not path.exists():
         return False
     content = path.read_bytes()

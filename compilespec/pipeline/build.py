@@ -226,7 +226,7 @@ def _load_drafter(
 
 
 def has_greedy_step(options: CompileOptions, config: ProgramConfig) -> bool:
-    """Whether batches without a sampled request have a decode step of their own.
+    """True where batches without a sampled request have a decode step of their own.
 
     Raises: InvalidOption where it is asked for, and the rule or a processor needs the logits.
     """

@@ -52,7 +52,7 @@ class SpecMode(enum.IntEnum):
         return None
 
     def extend_ctx(self, backend: str, *, sm: int) -> bool:
-        """Whether decode requests with drafts run as chunks of a prompt.
+        """True where decode requests with drafts run as chunks of a prompt.
 
         Args:
             backend: the attention backend; sm: the GPU's architecture, 90 for sm_90.
@@ -68,7 +68,7 @@ class SpecMode(enum.IntEnum):
         *,
         sm: int,
     ) -> bool:
-        """Whether the attention backend must run in its mode for drafts."""
+        """True where the attention backend must run in its mode for drafts."""
         if self.traits.one_engine:
             return sm < FIRST_SM_WITHOUT_SPEC_DEC
         is_first_draft = manager is not None and manager.is_first_draft and use_chain_drafter

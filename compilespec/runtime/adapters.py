@@ -36,7 +36,7 @@ class UsesAdapter(Protocol):
 
     @property
     def finished(self) -> bool:
-        """Whether it needs its adapter no more."""
+        """True where it needs its adapter no more."""
 
 
 @dataclass(kw_only=True)

@@ -17,12 +17,12 @@ CHAT_CURE = 'engine.chat(messages), or {"messages": messages} as the prompt'
 
 
 def is_chat(prompt: Sequence[Any]) -> bool:
-    """Whether it is a conversation: messages with a role each."""
+    """True where it is a conversation: messages with a role each."""
     return all(isinstance(message, Mapping) and "role" in message for message in prompt)
 
 
 def is_chat_prompt(prompt: Any) -> bool:
-    """Whether it is a prompt of the form `{"messages": [...]}`."""
+    """True where it is a prompt of the form `{"messages": [...]}`."""
     return isinstance(prompt, Mapping) and "messages" in prompt
 
 

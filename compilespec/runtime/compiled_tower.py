@@ -32,7 +32,7 @@ class CompiledTower:
         self.num_recompiles = 0  # graphs compiled since: a fault, where it is not 0
 
     def takes(self, inputs: Mapping[str, Tensor]) -> bool:
-        """Whether these are images of its size, and nothing beside pixels."""
+        """True where these are images of its size, and nothing beside pixels."""
         shapes = {name: tuple(value.shape[1:]) for name, value in inputs.items()}
         return shapes == {IMAGES.main: self._shape}
 

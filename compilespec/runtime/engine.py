@@ -213,7 +213,7 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        """Whether any submitted request is unfinished."""
+        """True where any submitted request is unfinished."""
         return self._scheduler.has_work
 
     def abort(self, request: Request) -> None:

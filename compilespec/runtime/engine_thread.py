@@ -42,7 +42,7 @@ class ServedEngine(Protocol):
 
     @property
     def has_work(self) -> bool:
-        """Whether any request is unfinished."""
+        """True where any request is unfinished."""
 
     def stats(self) -> EngineStats:
         """Totals since the engine was made."""

@@ -79,8 +79,8 @@ class Geometry:
 
     @property
     def finds_all(self) -> bool:
-        """Whether all drafts are found in texts: every step leaves as many as the largest K takes,
-        whatever its own K.
+        """True where all drafts are found in texts: every step leaves as many as the largest K
+        takes, whatever its own K.
         """
         return self.looks_up and not self.combines
 

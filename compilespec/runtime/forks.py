@@ -15,7 +15,7 @@ class Process:
 
     @property
     def is_another(self) -> bool:
-        """Whether this is another one: a child that was forked since."""
+        """True where this is another one: a child that was forked since."""
         return os.getpid() != self._id
 
     def check(self) -> None:

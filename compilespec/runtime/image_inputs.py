@@ -21,12 +21,12 @@ _INSIDE = ("image", "audio", "url", "image_url")  # keys of a part that may hold
 
 
 def belongs(name: str, medium: Medium) -> bool:
-    """Whether a tensor of a processor's output is of this medium."""
+    """True where a tensor of a processor's output is of this medium."""
     return name.startswith(medium.inputs) and not name.startswith(_VIDEOS)
 
 
 def has_media(prompt: Any) -> bool:
-    """Whether a prompt holds images or sound: beside text, in messages, or as a processor's
+    """True where a prompt holds images or sound: beside text, in messages, or as a processor's
     output.
     """
     if not isinstance(prompt, Mapping):

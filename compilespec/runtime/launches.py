@@ -97,7 +97,7 @@ class Launches:
         )
 
     def is_due(self, *, spare_this_step: bool) -> bool:
-        """Whether one is in flight, of an earlier step where this one's are spared."""
+        """True where one is in flight, of an earlier step where this one's are spared."""
         return bool(self.in_flight) and not (
             spare_this_step and self.in_flight[0].step == self._step
         )
@@ -126,7 +126,7 @@ class Launches:
         return now_ms() - self._read_ms if self._read_decode == self._step - 1 else None
 
     def names(self, request: Request) -> bool:
-        """Whether one in flight names a request."""
+        """True where one in flight names a request."""
         return any(request in launch.most for launch in self.in_flight)
 
     def num_coming(self, request: Request) -> int:

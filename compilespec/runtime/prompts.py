@@ -273,7 +273,7 @@ def _as_ids(prompt: Any) -> tuple[int, ...]:
 
 
 def _is_int(value: object) -> bool:
-    """Whether it counts as one token id: int and NumPy's integers, no bool and no tensor."""
+    """True where it counts as one token id: int and NumPy's integers, no bool and no tensor."""
     return isinstance(value, Integral) and not isinstance(value, bool)
 
 

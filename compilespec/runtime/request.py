@@ -120,7 +120,7 @@ class Request:
 
     @property
     def needs_host(self) -> bool:
-        """Whether the host must see its tokens and drafts between two steps."""
+        """True where the host must see its tokens and drafts between two steps."""
         return self.guide is not None or self.params.logits_processor is not None
 
     def sampling(self) -> RowSampling:

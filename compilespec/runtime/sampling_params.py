@@ -266,7 +266,7 @@ def _check_ids(name: str, ids: Collection[Any]) -> None:
 
 
 def _is_finite(value: object) -> bool:
-    """Whether it is a number that a float can hold."""
+    """True where it is a number that a float can hold."""
     if not isinstance(value, int | float) or isinstance(value, bool):
         return False
     try:

@@ -114,7 +114,9 @@ def read_logprobs(
 
 
 def is_plain(sampling: RowSampling) -> bool:
-    """Whether the row's tokens are the argmax of the logits as they are, and nothing is noted."""
+    """True where the row's tokens are the argmax of the logits as they are, and nothing is
+    noted.
+    """
     params = sampling.params
     return not (
         params.temperature >= layout.MIN_TEMPERATURE

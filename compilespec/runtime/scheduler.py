@@ -241,7 +241,7 @@ class Scheduler:
     # --- before a decode call ---
 
     def _goes_on(self, request: Request) -> bool:
-        """Whether it decodes, and what is in flight does not end it for sure."""
+        """True where it decodes, and what is in flight does not end it for sure."""
         if request.state is not RequestState.DECODE:
             return False
         num_sure = request.num_tokens + self.launches.num_sure(request)
@@ -336,5 +336,5 @@ class Scheduler:
 
 
 def _needs_host(request: Request) -> bool:
-    """Whether the host acts between two of its steps, on the tokens of the first."""
+    """True where the host acts between two of its steps, on the tokens of the first."""
     return request.params.logprobs is not None or request.needs_host

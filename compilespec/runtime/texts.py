@@ -35,7 +35,7 @@ def check_unicode(what: str, given: Any) -> None:
 
 
 def is_nested_too_deep(given: Any) -> bool:
-    """Whether mappings and lists lie in each other more than MAX_NESTING levels deep."""
+    """True where mappings and lists lie in each other more than MAX_NESTING levels deep."""
     level = [given]
     for _ in range(MAX_NESTING + 1):
         inside: list[Any] = []

@@ -200,7 +200,7 @@ async def read_body(request: Request, form: type[Body]) -> Body:
 
 
 def _asks_nothing(name: str, data: dict[str, Any]) -> bool:
-    """Whether a field that is not taken has the value that it has where it is left out."""
+    """True where a field that is not taken has the value that it has where it is left out."""
     return data[name] in NEUTRAL.get(name, ()) or (
         name == "best_of" and data[name] == data.get("n")
     )

@@ -95,7 +95,7 @@ def _is_product(module: nn.Module) -> bool:
 
 
 def _is_turned(module: nn.Module) -> bool:
-    """Whether its weight is [in, out]: transformers' Conv1D, of GPT-2."""
+    """True where its weight is [in, out]: transformers' Conv1D, of GPT-2."""
     return type(module).__name__ == "Conv1D"
 
 

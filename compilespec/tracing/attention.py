@@ -67,7 +67,7 @@ def _marker_attention(
 
 
 def _asks(name: str, value: object) -> bool:
-    """Whether a keyword of an attention call asks for something."""
+    """True where a keyword of an attention call asks for something."""
     return value is not None and value is not False and name not in _HARMLESS
 
 

@@ -233,7 +233,7 @@ def _check_held(index: Path, shard: Path, names: Set[str], held: Set[str]) -> No
 
 
 def _is_copy(name: str, *shards: Path) -> bool:
-    """Whether a tensor is the same, to the bit, in two shards."""
+    """True where a tensor is the same, to the bit, in two shards."""
     one, other = (_read_file(shard, {name}).get(name) for shard in shards)
     if one is None or other is None or (one.dtype, one.shape) != (other.dtype, other.shape):
         return False

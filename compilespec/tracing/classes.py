@@ -18,12 +18,12 @@ def full_name(cls: type) -> str:
 
 
 def is_library(module: str) -> bool:
-    """Whether a module is of Python, torch or numpy: their versions stand for their code."""
+    """True where a module is of Python, torch or numpy: their versions stand for their code."""
     return module.partition(".")[0] in _LIBRARIES
 
 
 def is_python_class(cls: type) -> bool:
-    """Whether a class was made by a class statement, or like one, rather than in C: its objects
+    """True where a class was made by a class statement, or like one, rather than in C: its objects
     then hold nothing but attributes, and what its bases hold.
     """
     own = vars(cls)

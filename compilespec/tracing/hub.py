@@ -29,7 +29,7 @@ OTHERS = ["*/*", "consolidated*"]  # folders, and a second form of the same weig
 
 
 def is_hub_name(name: object) -> bool:
-    """Whether it has the form "org/name" or "org/name@revision"."""
+    """True where it has the form "org/name" or "org/name@revision"."""
     return isinstance(name, str) and HUB_NAME.fullmatch(name) is not None
 
 
@@ -51,7 +51,7 @@ def find_on_hub(name: str) -> Path:
 
 
 def is_hub_file(name: object) -> bool:
-    """Whether it has the form "org/name:Q4_K_M"."""
+    """True where it has the form "org/name:Q4_K_M"."""
     return isinstance(name, str) and HUB_FILE.fullmatch(name) is not None
 
 

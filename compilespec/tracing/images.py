@@ -61,7 +61,7 @@ def rope_module(model: nn.Module) -> Any:
 
 
 def has_own_masks(model: nn.Module) -> bool:
-    """Whether attention over a prompt with images may be another than causal (Gemma 3).
+    """True where attention over a prompt with images may be another than causal (Gemma 3).
 
     Raises: UnsupportedModel where it is another over text alone (PaliGemma).
     """

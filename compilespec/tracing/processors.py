@@ -14,7 +14,7 @@ FILES = ("preprocessor_config.json", "processor_config.json")
 
 
 def is_processor(tokenizer: Any) -> bool:
-    """Whether it reads images or sound, beside text with a tokenizer of its own."""
+    """True where it reads images or sound, beside text with a tokenizer of its own."""
     reads = any(hasattr(tokenizer, name) for name in ("image_processor", "feature_extractor"))
     return reads and hasattr(tokenizer, "tokenizer")
 

@@ -42,12 +42,12 @@ _KINDS: dict[str, Kind] = {}  # by key: a graph's code can refer to objects only
 
 
 def is_quantized(tensor: object) -> bool:
-    """Whether a tensor is a subclass made of plain parts, as torchao's are."""
+    """True where a tensor is a subclass made of plain parts, as torchao's are."""
     return isinstance(tensor, Tensor) and hasattr(type(tensor), "__tensor_flatten__")
 
 
 def quantizes_rows(weight: object) -> bool:
-    """Whether products with this weight also quantize their input (dynamic quantization)."""
+    """True where products with this weight also quantize their input (dynamic quantization)."""
     return (
         getattr(weight, "act_quant_kwargs", None) is not None
         or type(weight).__name__ == "LinearActivationQuantizedTensor"

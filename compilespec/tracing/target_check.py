@@ -141,7 +141,7 @@ class _Tainted(_Alone):
         self.first_mixed: fx.Node | None = None  # the first node whose output is all NaN
 
     def reaches_the_middle(self) -> bool:
-        """Whether the logits of the second of three tokens hold NaN."""
+        """True where the logits of the second of three tokens hold NaN."""
         logits = self.logits(torch.zeros(1, 3), torch.arange(3)[None])
         return bool(logits[:, 1].isnan().any())
 

@@ -252,7 +252,7 @@ def read_text(path: Path) -> str:
 
 
 def has_answer(record: Mapping[str, Any]) -> bool:
-    """Whether somebody wrote what is to be learned."""
+    """True where somebody wrote what is to be learned."""
     messages: Any = record.get("messages")
     if "token_ids" in record or "text" in record:
         return True

@@ -43,7 +43,7 @@ class Schedule:
                 self._fall(step, max(1, int(left * step / max(seconds, 1e-9))))
 
     def is_falling(self, step: int) -> bool:
-        """Whether the last part has begun."""
+        """True where the last part has begun."""
         return self.end is not None and step >= self.end - self.num_decay
 
     def _fall(self, step: int, num_steps: int) -> None:

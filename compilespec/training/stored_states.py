@@ -198,5 +198,5 @@ class RecordedStates:
 
 
 def is_recorded(path: Path) -> bool:
-    """Whether a folder is one that `spec="save_hidden_states"` wrote."""
+    """True where a folder is one that `spec="save_hidden_states"` wrote."""
     return (path / INDEX_FILE).is_file()

@@ -105,7 +105,7 @@ class Trainer:
 
     @property
     def interrupted(self) -> bool:
-        """Whether `train` ended because it was told to, before the end of the run."""
+        """True where `train` ended because it was told to, before the end of the run."""
         return self._stop
 
     def _one_step(self, samples: Sequence[Sample]) -> Record:
@@ -193,13 +193,13 @@ class Trainer:
         return self._stop or (end is not None and self.run.step >= end)
 
     def _is_due(self, every: int) -> bool:
-        """Whether the step just done is one of every so many, or the last."""
+        """True where the step just done is one of every so many, or the last."""
         if self._stop:
             return False
         return self.run.step % every == 0 or self._is_over()
 
     def _finish(self) -> bool:
-        """Whether somebody asked for the end, or nothing gets better."""
+        """True where somebody asked for the end, or nothing gets better."""
         wish = self.folder / FINISH
         asked = wish.exists()
         wish.unlink(missing_ok=True)

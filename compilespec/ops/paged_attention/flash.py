@@ -132,7 +132,7 @@ def runs_kernel(
 
 @triton.jit
 def begins(row_ptr, position_ptr, t, num_tokens, tokens_per_batch, most_keys):
-    """Whether each token begins a run: it does not follow on the one before it."""
+    """True where each token begins a run: it does not follow on the one before it."""
     is_token = t < num_tokens
     has_before = is_token & (t % tokens_per_batch > 0)
     row = tl.load(row_ptr + t, mask=is_token, other=-1)

@@ -1,4 +1,4 @@
-"""What `paged_attention` computes, in plain torch, one token at a time."""
+"""The definition of `paged_attention`, in plain torch, one token at a time."""
 
 from __future__ import annotations
 

@@ -93,7 +93,7 @@ def choose_blocks(count: int, dtype: torch.dtype) -> tuple[int, int, int, int, i
 
 
 def _widens_float8(x: Tensor) -> bool:
-    """Whether the GPU has an instruction for it: from sm_89 on."""
+    """True where the GPU has an instruction for it: from sm_89 on."""
     if x.device.type == "cpu":
         return False
     return int(triton.runtime.driver.active.get_current_target().arch) >= 89

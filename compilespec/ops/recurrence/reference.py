@@ -1,4 +1,4 @@
-"""What `recurrence` and `cached_recurrence` compute, in plain torch, one token at a time."""
+"""The definition of `recurrence` and `cached_recurrence`, in plain torch, one token at a time."""
 
 from __future__ import annotations
 

@@ -265,7 +265,7 @@ def uniform_reference(
 
 
 def _filtered_probs(*args: Any) -> Tensor:
-    """Whether a CPU call can skip plain greedy rows; on other devices the host must not read."""
+    """True where a CPU call can skip plain greedy rows; on other devices the host must not read."""
     on_host = args[0].device.type == "cpu"
     return (filtered_probs_reference if on_host else filtered_probs_dense)(*args)
 

@@ -22,7 +22,7 @@ class Matcher(Protocol):
         """
 
     def may_end(self) -> bool:
-        """Whether the tokens so far are a whole answer."""
+        """True where the tokens so far are a whole answer."""
 
     def advance(self, token: int) -> bool:
         """Go past a token; False, and nothing changes, where it may not come."""

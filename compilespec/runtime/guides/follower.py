@@ -47,7 +47,7 @@ class GuideFollower:
 
     @property
     def is_complete(self) -> bool:
-        """Whether nothing may come any more: EOS came, or would be all that may, and is none."""
+        """True where nothing may come any more: EOS came, or would be all that may, and is none."""
         if self._place.has_ended or self._end_ids or not self._place.has_begun:
             return self._place.has_ended
         return self._matcher.may_end() and not bool(self._matcher.allowed().any())

@@ -80,7 +80,7 @@ class Hermes:
         return Parts(content=given)
 
     def _may_call(self, at: int) -> bool:
-        """Whether a call without a tag may begin there: where a line does, and the answer."""
+        """True where a call without a tag may begin there: where a line does, and the answer."""
         before = self._text[:at]
         if not self._names or (self._follows == "text" and not before):
             return False
@@ -249,6 +249,6 @@ def _as_call(value: Any, names: Collection[str] | None) -> ToolCall | None:
 
 
 def _may_be_call(head: str) -> bool:
-    """Whether what begins so may be a call, or a list of calls."""
+    """True where what begins so may be a call, or a list of calls."""
     begun = "".join(head.split()).lstrip("[")
     return any(key.startswith(begun[: len(key)]) for key in _KEYS)

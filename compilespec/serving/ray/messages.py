@@ -82,7 +82,7 @@ async def messages(app: ASGIApp, request: Forwarded) -> AsyncGenerator[list[Mess
 
 
 def is_stream(start: Message) -> bool:
-    """Whether the answer that begins so is one of server-sent events."""
+    """True where the answer that begins so is one of server-sent events."""
     headers: list[tuple[Any, Any]] = list(start.get("headers", ()))
     kinds = [value for name, value in headers if bytes(name).lower() == b"content-type"]
     return any(bytes(kind).startswith(b"text/event-stream") for kind in kinds)
