@@ -43,7 +43,7 @@ class Way:
 
 @dataclass(frozen=True, kw_only=True)
 class Parting:
-    """Where a way's tokens part from the reference's."""
+    """The place where a way's tokens part from the reference's."""
 
     prompt: int  # index of the prompt
     token: int  # index of the first generated token that differs
@@ -92,7 +92,7 @@ class Comparison:
 
 @dataclass(frozen=True, kw_only=True)
 class Timed:
-    """What each way wrote, and the milliseconds of its rounds, by name."""
+    """Each way's outputs and the milliseconds of its rounds, by name."""
 
     first: dict[str, list[Decoded]] = field(default_factory=dict)
     elapsed_ms: dict[str, list[float]] = field(default_factory=dict)

@@ -101,7 +101,7 @@ def add_adapter_option(add: Callable[..., Any], *, by_name: bool) -> None:
 
 
 def read_adapters(given: str | Sequence[str] | None) -> str | dict[str, str] | None:
-    """What --adapter means to `compile(adapters=)`.  Raises: InvalidOption."""
+    """Read the value of --adapter for `compile(adapters=)`.  Raises: InvalidOption."""
     if given is None or isinstance(given, str):
         return given
     named = dict(value.split("=", 1) for value in given if "=" in value)

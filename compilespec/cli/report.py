@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from compilespec.runtime.stats import EngineStats
 
 
-MIN_SPENT_S = 2.0  # in a stage, before its end is estimated
+MIN_SPENT_S = 2.0  # seconds in a stage before its end is estimated
 
 
 class Progress:
@@ -157,14 +157,14 @@ def starting(
 
 
 class _Left:
-    """Estimates how long a stage whose steps are counted takes from here on."""
+    """Estimates how much longer a stage with counted steps takes."""
 
     def __init__(self) -> None:
         self._stage = ("", False)
         self._started = 0.0
 
     def of(self, record: StartRecord) -> str:
-        """What is said of it; "" where too little is known."""
+        """The estimate in words; "" where too little is known."""
         now, stage = time.perf_counter(), (record.stage, record.total is None)
         if stage != self._stage:
             self._stage, self._started = stage, now
@@ -271,7 +271,7 @@ def _verdicts(comparison: Comparison, limit: float) -> Iterator[str]:
 
 
 def _consequence(partings: Sequence[Parting], limit: float) -> str:
-    """Why prompts part, in short; "" if none does."""
+    """The meaning of the partings in short; "" if there are none."""
     if not partings:
         return ""
     if all(parting.margin <= limit for parting in partings):
@@ -336,7 +336,7 @@ def _explained_partings(
     comparison: Comparison, dtype: str, limit: float, tokenizer: Any
 ) -> Iterator[str]:
     """A paragraph for each place where tokens part, once for all ways that part there alike, and
-    one that says why near ties are no error.  `limit`: the widest near tie of the dtype.
+    one that explains near ties.  `limit`: the widest near tie of the dtype.
     """
     ways: dict[tuple[Parting, str | None], list[str]] = {}
     for row in comparison.rows:

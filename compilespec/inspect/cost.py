@@ -1,4 +1,4 @@
-"""What a step costs: FLOPs and bytes in B, K, T, R and context length C, and the roofline time."""
+"""The cost of a step: FLOPs and bytes in B, K, T, R and context length C, and the roofline time."""
 
 from __future__ import annotations
 
@@ -36,15 +36,13 @@ class StepCost:
     stages: tuple[CostRow, ...]
     modules: tuple[CostRow, ...]
     passes: tuple[CostRow, ...]  # ATen passes, where the program kept their graphs
-    collectives: Mapping[str, int]  # how often ranks speak, by operator
-    uncounted: Mapping[str, int]  # operators that are neither counted nor taken as fused
+    collectives: Mapping[str, int]  # messages between ranks, by operator
+    uncounted: Mapping[str, int]  # operators that are neither counted nor assumed fused
 
 
 @dataclass(frozen=True, kw_only=True)
 class CostReport:
-    """Every graph; `sizes` are the numbers that times and amounts are shown for, but K, which is
-    each graph's own.
-    """
+    """Every graph; times and amounts are shown for `sizes`, and for each graph's own K."""
 
     graphs: ByStep[StepCost]
     sizes: Mapping[Expr, int]
@@ -256,7 +254,7 @@ def _grouped(parts: list[_Part], name: Any) -> dict[str, list[_Part]]:
 
 
 def _weights_of_copies(parts: list[_Part], num_draft_tokens: int) -> dict[tuple[str, int], Expr]:
-    """How often each copy of a fragment counts: a loop's equal last copies are one, times an
+    """The factor of each copy of a fragment: a loop's equal last copies count as one, times an
     expression in K.
     """
     totals: dict[tuple[str, int], Cost] = {}
@@ -277,7 +275,7 @@ def _weights_of_copies(parts: list[_Part], num_draft_tokens: int) -> dict[tuple[
 
 
 def _stage_name(part: _Part, weights: Mapping[tuple[str, int], Expr]) -> str:
-    """The fragment; copies of a loop by how often they count."""
+    """The name of the fragment; copies of a loop are named by their factor."""
     siblings = {copy: weight for copy, weight in weights.items() if copy[0] == part.fragment}
     repeated = next((weight for weight in siblings.values() if weight.free_symbols), None)
     if repeated is not None and siblings[part.copy] != 1:
@@ -320,12 +318,12 @@ def _roofline_ms(cost: Cost, device: Device | None) -> float | None:
 
 
 def readable(expr: Expr) -> Expr:
-    """Collected by batch, then context, then drafts."""
+    """Terms collected by batch, then context, then drafts."""
     return sympy.collect(sympy.expand(expr), [B, T, R, C, K])
 
 
 def _scaled(amount: int) -> str:
-    """Three digits and a unit: 1.23M."""
+    """A number with three digits and a unit: 1.23M."""
     value = float(amount)
     for unit in ("", "K", "M", "G", "T"):
         if abs(value) < 1000 or unit == "T":

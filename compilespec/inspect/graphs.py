@@ -59,7 +59,7 @@ class PhaseStages:
 
     @property
     def names(self) -> list[str]:
-        """Of all stages."""
+        """The names of all stages."""
         return [START, *(record.name for record in self.phase.records)]
 
     def position(self, name: str) -> int:
@@ -207,7 +207,7 @@ class Shapes:
 
 
 class _FakeRun(fx.Interpreter):
-    """Keeps every node's result, and takes those it knows from `known`."""
+    """Keeps every node's result, and takes the results in `known`."""
 
     def __init__(self, gm: fx.GraphModule, known: dict[Any, Any]) -> None:
         super().__init__(gm, garbage_collect_values=False)

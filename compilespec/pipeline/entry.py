@@ -50,13 +50,13 @@ logger = logging.getLogger("compilespec")
 
 @dataclass(frozen=True, kw_only=True)
 class Asked:
-    """What a call asks for, checked; nothing is loaded yet."""
+    """The checked keywords of a call; nothing is loaded yet."""
 
     method: Method
     draft: str | Path | nn.Module | Callable[..., Any] | None
     options: CompileOptions
     method_options: Mapping[str, Any]
-    notes: tuple[str, ...] = ()  # why it is so, for `Engine.plan()`
+    notes: tuple[str, ...] = ()  # the reasons, for `Engine.plan()`
 
 
 @shows(CompileOptions)
@@ -74,25 +74,21 @@ def compile(
 ) -> Engine:
     """Compile a causal language model and a drafter into one program that decodes speculatively.
 
-    Args:
-        model: an nn.Module, a directory in Hugging Face layout, a name of the hub ("org/name" or
-            "org/name@revision"), a GGUF file (extra `gguf`), or "demo".
-        spec: drafting method by name, as a config, or a method object of one's own; "none" is
-            plain decoding through the same path.
-        draft: directory, name of the hub or module of the drafter (for spec="user" a function,
-            too); None looks beside the target and in its checkpoint, then for a published one.
-        dtype: of the weights; None takes the model's own, a directory's is that of its config.
-        device: where it runs; None takes the model's own.
-        tokenizer: for prompts that are text; None takes the one beside the model, if there is one.
-        progress: called with a `compilespec.Progress` record whenever a step of starting begins,
-            tells more of itself, or is done; the same lines go to the logger "compilespec" at INFO.
-            Without it, a start of more than five seconds prints a line a step on stderr, unless
-            that logger is at INFO; False prints none.  Compiling stops at an exception of its own,
-            which is raised here.
-        {keywords}
-        method_options: options of the method, such as `aux_ids_are=`, and of the acceptance:
-            `relaxed_topk`, `relaxed_delta`, `begin_thinking_token_id`, `end_thinking_token_id`;
-            `force_num_accepted`, for benchmarks, accepts so many drafts whatever they are.
+    Args: model: an nn.Module, a directory in Hugging Face layout, a name of the hub ("org/name" or
+    "org/name@revision"), a GGUF file (extra `gguf`), or "demo". spec: drafting method by name, as a
+    config, or your own method object; "none" is plain decoding through the same path. draft:
+    directory, name of the hub or module of the drafter (for spec="user" a function, too); None
+    looks beside the target and in its checkpoint, then for a published one. dtype: of the weights;
+    None takes the model's own, a directory's is that of its config. device: where it runs; None
+    takes the model's own. tokenizer: for prompts that are text; None takes the one beside the
+    model, if there is one. progress: called with a `compilespec.Progress` record whenever a step of
+    starting begins, tells more of itself, or is done; the same lines go to the logger "compilespec"
+    at INFO. Without it, a start of more than five seconds prints a line a step on stderr, unless
+    that logger is at INFO; False prints none.  Compiling stops at an exception of its own, which is
+    raised here. {keywords} method_options: options of the method, such as `aux_ids_are=`, and of
+    the acceptance: `relaxed_topk`, `relaxed_delta`, `begin_thinking_token_id`,
+    `end_thinking_token_id`; `force_num_accepted`, for benchmarks, accepts so many drafts whatever
+    they are.
 
     Returns: an `Engine`, ready to generate.
     Raises: a `compilespec.errors.SpecError` that names what was expected, what was given, and
@@ -152,9 +148,8 @@ def trace(
 ) -> SpecProgram:
     """The rewritten graphs without lowering: stages trace and rewrite of `compile`, same keywords.
 
-    Args:
-        keep_graphs: keep each pass's graph before and after in its `PassRecord`.
-        progress: as for `compile`; no record "ready" ends it.
+    Args: keep_graphs: keep each pass's graph before and after in its `PassRecord`. progress: as for
+    `compile`; but without a last record "ready".
     """
     asked = _ask(spec, draft, keywords)
     with reporting(progress) as reporter:
@@ -191,7 +186,7 @@ def _ask(
 
 
 def _device_of(model: object, device: torch.device | str | None) -> torch.device:
-    """Where it will run, before it is loaded."""
+    """The device, before anything is loaded."""
     own = next(model.parameters(), None) if isinstance(model, nn.Module) else None
     return read_device(device) or (torch.device("cpu") if own is None else own.device)
 
@@ -204,7 +199,7 @@ def _load(
     asked: Asked,
     reporter: Reporter,
 ) -> Target:
-    """The target, with its adapters, and quantized where that is asked for."""
+    """The target with its adapters, quantized on request."""
     check_inside(model, asked.draft, asked.method.capabilities)
     options = asked.options
     with reporter.step("load", "target") as step:
@@ -219,7 +214,7 @@ def _load(
 
 
 def _choose(asked: Asked, target: Target, reporter: Reporter) -> Asked:
-    """What was asked for; of a method that stands for others, the one that it picks, with its K."""
+    """The chosen method and its K; `auto` picks one here."""
     capabilities = asked.method.capabilities
     if not capabilities.chooses:
         return asked

@@ -24,7 +24,7 @@ HEAD = "lm_head"
 
 @dataclass(frozen=True)
 class Quantize:
-    """How to quantize the products of a model."""
+    """The choice of `quantize=`: a config, and the products that it applies to."""
 
     config: Any
     """A short name (`NAMES`) or a torchao config object."""
