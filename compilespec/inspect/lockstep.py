@@ -32,8 +32,9 @@ def check_lockstep(
 ) -> None:
     """Run one step of each phase on random inputs, whole and by ranks, and compare node by node.
 
-    Args: group: the ranks, of which this process is one; None: threads of this process try all.
-    tell: exchanges this rank's finding for all findings, in rank order.
+    Args:
+        group: the ranks, of which this process is one; None: threads of this process try all.
+        tell: exchanges this rank's finding for all findings, in rank order.
     Raises: PassError, on every rank, that names the first node that differs.
     """
     for phase in ("prefill", "decode"):

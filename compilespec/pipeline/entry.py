@@ -74,21 +74,25 @@ def compile(
 ) -> Engine:
     """Compile a causal language model and a drafter into one program that decodes speculatively.
 
-    Args: model: an nn.Module, a directory in Hugging Face layout, a name of the hub ("org/name" or
-    "org/name@revision"), a GGUF file (extra `gguf`), or "demo". spec: drafting method by name, as a
-    config, or your own method object; "none" is plain decoding through the same path. draft:
-    directory, name of the hub or module of the drafter (for spec="user" a function, too); None
-    looks beside the target and in its checkpoint, then for a published one. dtype: of the weights;
-    None takes the model's own, a directory's is that of its config. device: where it runs; None
-    takes the model's own. tokenizer: for prompts that are text; None takes the one beside the
-    model, if there is one. progress: called with a `compilespec.Progress` record whenever a step of
-    starting begins, tells more of itself, or is done; the same lines go to the logger "compilespec"
-    at INFO. Without it, a start of more than five seconds prints a line a step on stderr, unless
-    that logger is at INFO; False prints none.  Compiling stops at an exception of its own, which is
-    raised here. {keywords} method_options: options of the method, such as `aux_ids_are=`, and of
-    the acceptance: `relaxed_topk`, `relaxed_delta`, `begin_thinking_token_id`,
-    `end_thinking_token_id`; `force_num_accepted`, for benchmarks, accepts so many drafts whatever
-    they are.
+    Args:
+        model: an nn.Module, a directory in Hugging Face layout, a name of the hub ("org/name" or
+            "org/name@revision"), a GGUF file (extra `gguf`), or "demo".
+        spec: drafting method by name, as a config, or your own method object; "none" is plain
+            decoding through the same path.
+        draft: directory, name of the hub or module of the drafter (for spec="user" a function,
+            too); None looks beside the target and in its checkpoint, then for a published one.
+        dtype: of the weights; None takes the model's own, a directory's is that of its config.
+        device: where it runs; None takes the model's own.
+        tokenizer: for prompts that are text; None takes the one beside the model, if there is one.
+        progress: called with a `compilespec.Progress` record whenever a step of starting begins,
+            tells more of itself, or is done; the same lines go to the logger "compilespec" at INFO.
+            Without it, a start of more than five seconds prints a line a step on stderr, unless
+            that logger is at INFO; False prints none.  Compiling stops at an exception of its own,
+            which is raised here.
+        {keywords}
+        method_options: options of the method, such as `aux_ids_are=`, and of the acceptance:
+            `relaxed_topk`, `relaxed_delta`, `begin_thinking_token_id`, `end_thinking_token_id`;
+            `force_num_accepted`, for benchmarks, accepts so many drafts whatever they are.
 
     Returns: an `Engine`, ready to generate.
     Raises: a `compilespec.errors.SpecError` that names what was expected, what was given, and
@@ -148,8 +152,9 @@ def trace(
 ) -> SpecProgram:
     """The rewritten graphs without lowering: stages trace and rewrite of `compile`, same keywords.
 
-    Args: keep_graphs: keep each pass's graph before and after in its `PassRecord`. progress: as for
-    `compile`; but without a last record "ready".
+    Args:
+        keep_graphs: keep each pass's graph before and after in its `PassRecord`.
+        progress: as for `compile`; but without a last record "ready".
     """
     asked = _ask(spec, draft, keywords)
     with reporting(progress) as reporter:

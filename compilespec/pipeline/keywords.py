@@ -22,8 +22,10 @@ WIDTH = 100
 def keyword(default: Any, doc: str, check: Check | None = None, *, shown: bool = True) -> Any:
     """A field of a record of keywords.
 
-    Args: doc: whole sentences, shown by `help`. check: refuses wrong values. shown: whether the
-    call that takes it shows it, as a keyword of its own.
+    Args:
+        doc: whole sentences, shown by `help`.
+        check: refuses wrong values.
+        shown: whether the call that takes it shows it, as a keyword of its own.
     """
     return dataclasses.field(default=default, metadata={"doc": doc, "check": check, "shown": shown})
 

@@ -449,7 +449,8 @@ def check_method_options(
 ) -> None:
     """Refuse names that neither the method nor the acceptance knows as options.
 
-    Args: keywords: the keywords of `compile()`, for suggestions.
+    Args:
+        keywords: the keywords of `compile()`, for suggestions.
     Raises: InvalidOption.
     """
     if method.options is None:

@@ -1,4 +1,4 @@
-"""The buffers that hold the matrices of adapters, a slot each."""
+"""The buffers that hold the matrices of adapters, one place for each adapter."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def write_adapter(
 ) -> None:
     """Write A and B^T into the rows of a slot; zeros where there is nothing.
 
-    Addresses stay, so that captured graphs find them.  On CUDA the copies take their place on the
-    stream, behind the steps that were launched.
+    Addresses stay, so that captured graphs find them.  On CUDA the copies run on the stream behind
+    the steps that were launched.
     """
     first, end = slot * shape.rank, (slot + 1) * shape.rank
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""What becomes of the tokens that a launch gave a request."""
+"""Delivers the tokens that a launch gave a request."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from compilespec.runtime.stopping import deliver
 
 @dataclass(frozen=True, kw_only=True)
 class Delivered:
-    """How many tokens the request got; a reason or an error where it ends with them."""
+    """The number of tokens that the request got; a reason or an error where it ends with them."""
 
     num_tokens: int = 0
     reason: FinishReason | None = None
@@ -57,10 +57,10 @@ class Delivery:
     def record(
         self, request: Request, delivered: Delivered, phase: Phase, *, given: int, drafted: int
     ) -> None:
-        """Note in the request's timings, and in the counters, what it got.
+        """Note the delivered tokens in the request's timings and in the counters.
 
-        Args: given: tokens of the launch, of which all but the last one were drafts; drafted: how
-            many drafts it judged.
+        Args: given: tokens of the launch, of which all but the last one were drafts; drafted: the
+            number of drafts it judged.
         """
         count = delivered.num_tokens
         request.output_drafted += [index < given - 1 for index in range(count)]
@@ -74,7 +74,7 @@ class Delivery:
 
 
 def nan_error(request: Request) -> NanLogits:
-    """What a request ends with whose logits held NaN."""
+    """The error of a request whose logits held NaN."""
     return NanLogits(
         f"the model's logits for token {request.num_tokens} of request {request.id} held NaN; "
         "check the weights, or try a dtype with more range (float32, bfloat16)"
