@@ -52,10 +52,10 @@ class _Completion:
     def __init__(self, service: Service, asked: CompletionRequest, frame: Frame) -> None:
         self._service, self._asked, self._frame = service, asked, frame
         self._num_samples = asked.n or 1
-        self._num_hidden = int(asked.max_tokens == 0)  # the engine gives one at least
+        self._num_hidden = int(asked.max_tokens == 0)  # the engine emits at least one
 
     def read(self) -> list[Prompt]:
-        """The prompts; not on the event loop.  Raises: SpecError, ApiError."""
+        """Read the prompts; not on the event loop.  Raises: SpecError, ApiError."""
         asked, engine = self._asked, self._service.engine
         chosen = {
             "guide": read_guide(asked), "adapter": self._service.adapter_of(asked.model),
@@ -129,7 +129,7 @@ class _Completion:
         return choice
 
     def _piece(self, index: int, delta: Delta, places: TextOffsets) -> dict[str, Any]:
-        """What a delta adds to a choice."""
+        """The fields that a delta adds to a choice."""
         hides = bool(self._num_hidden)
         ids = () if hides else delta.token_ids
         logprobs = None

@@ -26,16 +26,16 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True)
 class Prompt:
-    """A prompt that was read, and how to continue it."""
+    """A prompt that was read, and the way to continue it."""
 
     token_ids: list[int]
     params: SamplingParams
-    text: str | None = None  # as it was given
-    read: ReadPrompt | None = None  # with its images; None: its ids are all
+    text: str | None = None  # the given prompt
+    read: ReadPrompt | None = None  # the prompt with its images; None: ids only
 
 
 class Service:
-    """An engine that the server owns from here on."""
+    """An engine that the server owns from now on."""
 
     def __init__(self, engine: Engine, options: ServerOptions) -> None:
         self.engine, self.options = engine, options
@@ -46,7 +46,9 @@ class Service:
         self._readers = ThreadPoolExecutor(READERS, thread_name_prefix="compilespec-read")
 
     async def off_the_loop(self, call: Callable[[], T]) -> T:
-        """Run what takes milliseconds of processor time.  Raises: ApiError, or what it raises."""
+        """Run work of some milliseconds on another thread.  Raises: ApiError, or the work's
+        errors.
+        """
         try:
             return await asyncio.get_running_loop().run_in_executor(self._readers, call)
         except SpecError as error:
@@ -77,25 +79,25 @@ class Service:
             raise api_error(error) from error
 
     def close(self) -> None:
-        """Abort what runs and close the engine."""
+        """Abort all requests and close the engine."""
         self._readers.shutdown(wait=False, cancel_futures=True)
         self.thread.close()
 
     @property
     def names(self) -> tuple[str, ...]:
-        """What requests may name as `model`: the target, or an adapter."""
+        """The names that requests may give as `model`: the target, or an adapter."""
         return (*self.options.model_names, *self.thread.adapter_names())
 
     def adapter_of(self, name: str | None) -> str | None:
-        """The adapter that a request names as its model; None: the target as it is."""
+        """The adapter that a request names as its model; None: the target itself."""
         return None if name is None or name in self.options.model_names else name
 
     def name_of(self, name: str | None) -> str:
-        """The name of the model in the answer to such a request."""
+        """The name of the model in the answer to a request."""
         return self.adapter_of(name) or self.options.model_names[0]
 
     def check_model(self, name: str | None) -> None:
-        """Raises: ApiError where a request names a model that is not served."""
+        """Raises: ApiError if a request names a model that is not served."""
         names = self.names
         if name is not None and name not in names:
             raise ApiError(
@@ -106,7 +108,7 @@ class Service:
             )
 
     def check_count(self, count: int) -> None:
-        """Raises: ApiError where a request asks for more samples than ever may be open."""
+        """Raises: ApiError if a request asks for more samples than may ever be open."""
         waiting = self.options.max_waiting
         most = None if waiting is None else waiting + self.engine.geometry.max_batch_size
         if most is not None and count > most:
