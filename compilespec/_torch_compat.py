@@ -41,8 +41,8 @@ def dynamo_errors() -> tuple[type[BaseException], ...]:
 
 
 def dynamo_cause(error: BaseException) -> tuple[str, list[tuple[str, int, str]]]:
-    """First line of why Dynamo refused, and the user's frames as (file, line, function),
-    outermost first.
+    """The first line of Dynamo's reason for refusing, and the user's frames as (file, line,
+    function), outermost first.
     """
     from torch.fx.experimental.symbolic_shapes import ConstraintViolationError
 
@@ -241,8 +241,8 @@ class _Retracing(fx.Interpreter):
         return result
 
     def _look_at(self, leaves: list[Any]) -> tuple[Any, list[fx.Node]]:
-        """What decides how an operation on `leaves` is traced, and the nodes of its tensors; no
-        looks, where that takes more than shapes.
+        """The facts that decide how an operation on `leaves` is traced, and the nodes of its
+        tensors; no facts if more than shapes decide.
         """
         looks: list[Any] = []
         inputs: list[fx.Node] = []
@@ -305,8 +305,8 @@ _SCALARS = (
 
 
 def look_of(value: Any) -> Any:
-    """What the shape and dtype of an operation's result can depend on, comparable without a guard:
-    of a tensor, a slice or a scalar; None for anything else.
+    """The facts that the shape and dtype of an operation's result depend on, comparable without a
+    guard: for a tensor, a slice or a scalar; None for anything else.
     """
     if isinstance(value, torch.Tensor):
         sizes = (*value.shape, *value.stride(), value.storage_offset())
@@ -329,8 +329,8 @@ def rename_placeholder(node: fx.Node, name: str) -> None:
 
 
 def storage_place(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Where a tensor's elements begin; on the meta device, which has no addresses, in which
-    storage (`UntypedStorage._cdata`).
+    """The address of a tensor's elements; on the meta device, which has no addresses, the storage's
+    identity (`UntypedStorage._cdata`).
     """
     if tensor.device.type == "meta":
         return tensor.untyped_storage()._cdata, int(tensor.storage_offset())
@@ -494,9 +494,7 @@ def cpp_entry(artifact: Any) -> Path | None:
 
 
 def _only_converts(wrapper: types.FunctionType) -> bool:
-    """True where what Inductor wraps around its C++ function makes handles of tensors, and no
-    more.
-    """
+    """True where Inductor's wrapper around its C++ function only makes handles of tensors."""
     code = wrapper.__code__
     return "constants_tensor" not in code.co_varnames and "item" not in code.co_names
 

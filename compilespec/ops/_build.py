@@ -42,8 +42,7 @@ _FLAGS = (
 )
 # The kernels use torch's OpenMP pool.  They are compiled with -fopenmp but linked without it: the
 # OpenMP symbols are then found through libtorch_cpu's own dependency, so that no second OpenMP
-# runtime (and no second set of spinning threads) can enter the process, whatever name torch's copy
-# has.
+# runtime (and no second set of spinning threads) can enter the process.
 _LINK_FLAGS = ("-shared", "-fPIC", "-fopenmp", "-fvisibility=hidden")
 _SEAL_BYTES = hashlib.sha256().digest_size
 
@@ -87,7 +86,7 @@ def cache_directory() -> Path:
 
 
 def unwritable(error: OSError) -> str:
-    """What is said where the cache directory cannot be written."""
+    """The message for a cache directory that cannot be written."""
     return (
         f"the cache directory {cache_directory()} cannot be written ({error.strerror or error}): "
         "set COMPILESPEC_CACHE_DIR to one that can"
@@ -95,7 +94,7 @@ def unwritable(error: OSError) -> str:
 
 
 def check_writable() -> None:
-    """Raises: InvalidOption where kernels must be built first, and no file can be kept."""
+    """Raises: InvalidOption if kernels must be built first and no file can be kept."""
     if is_cached() is not False:
         return
     try:
@@ -219,7 +218,7 @@ def _compile(path: Path, level: Level | None) -> None:
 
 
 def _write_units(folder: Path) -> list[Path]:
-    """Files that include the kernels between them, one for each of up to four processors.
+    """Files that together include all kernels, one for each of up to four processors.
 
     Torch's headers take as long as a kernel, so a unit a kernel would cost twice the work.
     """
@@ -298,7 +297,7 @@ def _source_digest() -> str:
 
 
 def toolchain() -> tuple[str, ...]:
-    """What C++ code that is compiled here depends on besides itself: torch, CPU, compiler."""
+    """The environment of C++ code compiled here: torch, CPU, compiler."""
     compiler = _compiler()
     stamp = os.stat(compiler) if compiler else None
     found = compiler or "", str(stamp and (stamp.st_size, stamp.st_mtime_ns))
@@ -306,7 +305,7 @@ def toolchain() -> tuple[str, ...]:
 
 
 def _cpu_features() -> str:
-    """The CPU as `-march=native` sees it, without asking the compiler."""
+    """The CPU's features as `-march=native` sees them, without asking the compiler."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

@@ -1,7 +1,7 @@
 """Levels of CPU features that the C++ kernels can be compiled for ahead of time.
 
-The kernels choose their instructions when they are compiled.  On the machine that runs them that is
-by `-march=native`; a wheel holds a library for each level, and the best that fits is loaded.
+The kernels choose their instructions when they are compiled.  Kernels built on the machine use
+`-march=native`; a wheel holds a library for each level, and the best that fits is loaded.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ _AVX512 = _AVX2 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
 
 @dataclass(frozen=True)
 class Level:
-    """One level."""
+    """One level of CPU features."""
 
     name: str
     flags: tuple[str, ...]
-    """Of the compiler."""
+    """The compiler's flags."""
     features: frozenset[str]
-    """What a CPU needs, by the names of /proc/cpuinfo."""
+    """The features that a CPU needs, by the names of /proc/cpuinfo."""
 
 
 LEVELS = (  # the best first
@@ -53,7 +53,7 @@ LEVELS = (  # the best first
     Level("avx2", ("-march=x86-64-v3",), _AVX2),
 )
 
-EMULATED = (  # for tests: instructions that a CPU lacks, by slower ones
+EMULATED = (  # for tests: emulated instructions
     Level(
         "emulated_bf16",
         ("-march=x86-64-v4", "-mavx512vnni", "-DCOMPILESPEC_EMULATE_BF16_DOT"),
@@ -73,7 +73,7 @@ EMULATED = (  # for tests: instructions that a CPU lacks, by slower ones
 
 
 def cpu_features() -> frozenset[str]:
-    """Those of this machine; none where /proc/cpuinfo does not say."""
+    """The features of this machine; none where /proc/cpuinfo does not say."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -87,7 +87,8 @@ def fitting(features: frozenset[str]) -> list[Level]:
 
 
 def asked_level() -> Level | None:
-    """That of `COMPILESPEC_CPU_LEVEL`; None: whatever the CPU has.
+    """The level of `COMPILESPEC_CPU_LEVEL`; None: the CPU's best.  Raises: InvalidOption for an
+    unknown level, or one that the CPU does not run.
 
     Raises: InvalidOption for an unknown one, or one that the CPU does not run.
     """

@@ -32,7 +32,8 @@ class Acceptance:
 def measure(
     target: Target, spec: str, draft: Path, samples: Sequence[Sample], options: TrainOptions
 ) -> Acceptance:
-    """Decode the beginnings of held-out samples with a saved drafter.
+    """Decode the beginnings of held-out samples with a saved drafter.  Raises: the errors of
+    `compile`.
 
     Raises: what `compile` raises.
     """
@@ -74,7 +75,7 @@ def choose(samples: Sequence[Sample], count: int) -> list[Sample]:
 
 
 def beginning(sample: Sample) -> tuple[int, ...]:
-    """What was given, or the first tokens of a document."""
+    """The given part of a sample, or the first tokens of a document."""
     if sample.start > 1:
         return sample.token_ids[: sample.start]
     return sample.token_ids[: max(1, min(MAX_DOCUMENT_PROMPT, len(sample) // 2))]
@@ -87,7 +88,7 @@ def mean_length(outputs: Sequence[GenerationOutput]) -> float:
 
 @contextmanager
 def folder_beside(directory: Path) -> Iterator[Path]:
-    """A folder for parts, on the same file system; it is gone afterwards."""
+    """A temporary folder for parts, on the same file system."""
     directory.mkdir(parents=True, exist_ok=True)
     parts = Path(tempfile.mkdtemp(prefix=".parts-", dir=directory))
     try:

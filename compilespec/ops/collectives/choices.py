@@ -1,7 +1,7 @@
 """Tokens chosen by all ranks, where each has the logits of its own ids.
 
-What a row costs follows from what its request asks for: its best value and id, for filters what
-their bounds follow from (`ops/sample/parts.py`), all logits for log-probabilities alone.
+A row costs what its request needs: its best value and id, the numbers behind the bounds of filters
+(`ops/sample/parts.py`), and all logits only for log-probabilities.
 """
 
 from __future__ import annotations

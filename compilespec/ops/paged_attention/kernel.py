@@ -187,7 +187,9 @@ WIDE_ROWS = 32
 
 
 def split_group(group: int, value_dim: int) -> int:
-    """Into how many tiles the heads of a KV head go: as few as let registers hold their values."""
+    """The number of tiles that the heads of a KV head are split into: as few as let registers hold
+    their values.
+    """
     most = WIDE_ROWS if value_dim > WIDE_DIM else group
     parts = (n for n in range(1, group + 1) if group % n == 0 and group // n <= most)
     return next(parts)
@@ -203,7 +205,7 @@ def choose_tile(num_rows: int, group: int, head_dim: int, dtype: torch.dtype) ->
 
 
 def choose_segments(num_programs: int, most_keys: int) -> int:
-    """Into how many segments contexts are cut; 1 if the tiles alone fill a GPU."""
+    """The number of segments that contexts are cut into; 1 if the tiles alone fill a GPU."""
     wanted = ENOUGH_PROGRAMS // max(num_programs, 1)
     return max(1, min(wanted, MAX_SEGMENTS, triton.cdiv(most_keys, MIN_SEGMENT)))
 

@@ -85,7 +85,7 @@ class Part(NamedTuple):
 
 
 class Parts(NamedTuple):
-    """What tokens give."""
+    """The numbers of each token: query, key, value, decay, beta."""
 
     query: Part
     key: Part
@@ -95,7 +95,9 @@ class Parts(NamedTuple):
 
 
 class Places(NamedTuple):
-    """Of each token: state row, position, tokens in its request's state, whether it commits."""
+    """The places of each token: state row, position, tokens in its request's state, and true if it
+    commits.
+    """
 
     row: Any
     position: Any

@@ -1,4 +1,4 @@
-"""Choosing among the logits of a stretch of ids, where other ranks have those of the other ids.
+"""Chooses among the logits of a stretch of ids, while other ranks have the other ids.
 
 Only what must be known of all ids goes between ranks: the best of each row with its id, and, for
 rows with filters, what their bounds follow from.
@@ -30,14 +30,14 @@ class Part:
 
     first: int
     length: int  # ids of all ranks
-    gather: Callable[[Tensor], list[Tensor]]  # what every rank has, in rank order
+    gather: Callable[[Tensor], list[Tensor]]  # every rank's value, in rank order
 
     def own(self, logits: Tensor) -> Tensor:
         """Without the padding at the end of all ids."""
         return logits[..., : max(min(logits.shape[-1], self.length - self.first), 0)]
 
     def best_of_ranks(self, best_N: Tensor, ids_N: Tensor) -> Tensor:
-        """The id of the largest; the lowest one where several are."""
+        """The id of the largest value; the lowest id of equals."""
         winner_1N = torch.stack(self.gather(best_N)).argmax(0, keepdim=True)
         return torch.stack(self.gather(ids_N)).gather(0, winner_1N).squeeze(0)
 
@@ -152,7 +152,7 @@ def draw_of_parts(
 
 def lowest_of_parts(scores_NV: Tensor, reals_NF: Tensor, words_NI: Tensor, part: Part) -> Tensor:
     """The score below which top_k, then top_p, then min_p drop a token, [N], by the scores of all
-    ranks; as the kernel finds it, but for the order in which masses are added.
+    ranks; as the kernel finds it, except for the order of its sums.
     """
     top_k_N, top_p_N = words_NI[:, layout.TOP_K].long(), reals_NF[:, layout.TOP_P]
     min_p_N = reals_NF[:, layout.MIN_P]
