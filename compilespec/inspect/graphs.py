@@ -1,7 +1,7 @@
 """Every stage of a phase's graph by name, with shapes in the legend's letters.
 
 A stage is named by the pass it comes after; the first is "start", and a captured graph, which no
-pass has seen, is a stage of its own: "target", "draft.forward", ...
+pass has seen, is a separate stage: "target", "draft.forward", ...
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ def _aten_symbols(graph: fx.Graph) -> dict[str, str]:
 
 
 class Shapes:
-    """Shapes of spliced graphs, which have none of their own: runs them on fake tensors.
+    """Finds shapes of spliced graphs, which carry none, by running them on fake tensors.
 
     One memory serves all stages: a node that a pass left as it was, over operands that it left as
     they were, is not run again.

@@ -169,7 +169,7 @@ def _in_a_line(
 
 
 def _add(scope: dict[str, Any], kind: str, value: Any) -> str:
-    """Give a value a name of its own in `scope`."""
+    """Give a value a new name in `scope`."""
     name = f"{kind}_{len(scope)}"
     scope[name] = value
     return name

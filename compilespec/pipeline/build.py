@@ -226,7 +226,7 @@ def _load_drafter(
 
 
 def has_greedy_step(options: CompileOptions, config: ProgramConfig) -> bool:
-    """True where batches without a sampled request have a decode step of their own.
+    """True where batches without a sampled request have their own decode step.
 
     Raises: InvalidOption where a greedy step is asked for and the rule or a processor needs the
     logits.

@@ -90,7 +90,7 @@ def choose_draft_ids(
 def _num_rows(calls: Mapping[str, Traced], vocab_size: int) -> int:
     """Ids of the target that a drafter's head can propose.
 
-    Raises: InvalidOption if it has ids of its own, which stand for some of the target's.
+    Raises: InvalidOption if it has other ids, which stand for some of the target's.
     """
     known = vocab_size
     for name, call in calls.items():

@@ -87,12 +87,12 @@ def compile(
         progress: called with a `compilespec.Progress` record whenever a step of starting begins,
             tells more of itself, or is done; the same lines go to the logger "compilespec" at INFO.
             Without it, a start of more than five seconds prints a line a step on stderr, unless
-            that logger is at INFO; False prints none.  Compiling stops at an exception of its own,
+            that logger is at INFO; False prints none.  Compiling stops at its exception,
             which is raised here.
         {keywords}
         method_options: options of the method, such as `aux_ids_are=`, and of the acceptance:
             `relaxed_topk`, `relaxed_delta`, `begin_thinking_token_id`, `end_thinking_token_id`;
-            `force_num_accepted`, for benchmarks, accepts so many drafts whatever they are.
+            `force_num_accepted`, for benchmarks, accepts n drafts regardless of their tokens.
 
     Returns: an `Engine`, ready to generate.
     Raises: a `compilespec.errors.SpecError` that names what was expected, what was given, and

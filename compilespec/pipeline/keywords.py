@@ -25,7 +25,7 @@ def keyword(default: Any, doc: str, check: Check | None = None, *, shown: bool =
     Args:
         doc: whole sentences, shown by `help`.
         check: refuses wrong values.
-        shown: whether the call that takes it shows it, as a keyword of its own.
+        shown: true if the call that takes it shows it as a keyword.
     """
     return dataclasses.field(default=default, metadata={"doc": doc, "check": check, "shown": shown})
 

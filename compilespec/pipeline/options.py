@@ -186,7 +186,7 @@ class CompileOptions:
     )
     host_processors: bool = keyword(
         False,
-        "requests may have a `logits_processor` of their own, a Python function.  A step then "
+        "each request may have its `logits_processor`, a Python function.  A step then "
         "waits for the host, copies its logits, and cannot be captured in a CUDA graph.",
         switch,
     )
@@ -247,7 +247,7 @@ class CompileOptions:
     tensor_parallel_size: int = keyword(
         1,
         "processes that share one model, each with its part of the weights and of the KV cache; "
-        "the program runs under torchrun with so many.",
+        "the program runs under torchrun with that many.",
         positive,
     )
     draft_tensor_parallel_size: int = keyword(
@@ -263,9 +263,7 @@ class CompileOptions:
     )
 
     # ACCEPTANCE_OPTIONS: given among a method's options.
-    relaxed_topk: int | None = keyword(
-        None, "accepts drafts among so many best tokens.", shown=False
-    )
+    relaxed_topk: int | None = keyword(None, "accepts drafts among the n best tokens.", shown=False)
     relaxed_delta: float | None = keyword(
         None, "and at most so much less probable than the best one.", shown=False
     )
@@ -274,7 +272,7 @@ class CompileOptions:
     )
     end_thinking_token_id: int | None = keyword(None, "and ends at this one.", shown=False)
     force_num_accepted: int | None = keyword(
-        None, "accepts so many drafts whatever they are, for benchmarks.", shown=False
+        None, "accepts n drafts regardless of their tokens (benchmarks only).", shown=False
     )
 
     def __post_init__(self) -> None:

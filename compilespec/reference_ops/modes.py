@@ -91,13 +91,13 @@ class Traits:
     """Target and drafter are one engine: drafting is part of the target's step."""
 
     draft_engine: bool = False
-    """The drafter is a model with an engine of its own."""
+    """The drafter is a model with its own engine."""
 
     drafter: bool = False
     """An object outside the target's step proposes the drafts."""
 
     decoder: bool = False
-    """Has a sampler of its own that reads several tokens a step."""
+    """Has its own sampler, which reads several tokens a step."""
 
     rewinds_kv: bool = False
     """Rewinds the cache entries of rejected drafts."""

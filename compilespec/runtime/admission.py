@@ -82,7 +82,7 @@ class Admission:
         if len(samples) != 1:
             raise InvalidRequest(
                 f"submit takes one sample, got n={len(samples)}; use generate, or submit the "
-                "prompt once a sample with seeds of its own"
+                "prompt once a sample with different seeds"
             )
         return samples[0]
 

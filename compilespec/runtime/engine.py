@@ -136,7 +136,7 @@ class Engine:
 
     @check_keywords
     def serve(self, *, max_waiting: int | None = None) -> EngineThread:
-        """Run the loop on a thread of its own, which owns the engine until it is closed: submit,
+        """Run the loop on its own thread, which owns the engine until it is closed: submit,
         stream and abort there, from any thread or event loop.
 
         Args:

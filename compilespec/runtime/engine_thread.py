@@ -1,4 +1,4 @@
-"""An engine on a thread of its own: submit, stream and abort from any thread, and from asyncio."""
+"""An engine on its own thread: submit, stream and abort from any thread, and from asyncio."""
 
 from __future__ import annotations
 

@@ -79,7 +79,7 @@ class Geometry:
     @property
     def finds_all(self) -> bool:
         """True where all drafts are found in texts: every step leaves as many as the largest K
-        takes, for any K of its own.
+        takes, at any K.
         """
         return self.looks_up and not self.combines
 

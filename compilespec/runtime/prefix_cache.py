@@ -106,7 +106,7 @@ def why_not(program: SpecProgram) -> str | None:
     if program.recorder is not None:
         return "the hidden states of every prompt token are recorded"
     if program.has_own_blocks:
-        return "the drafter's layers have blocks of their own, which are not found by tokens"
+        return "the drafter's layers have other blocks, which are not found by tokens"
     if program.state_bytes_per_request:
         return "recurrent layers keep a request's newest state, not those at the ends of blocks"
     for buffer in program.buffers:

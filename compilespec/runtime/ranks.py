@@ -38,7 +38,7 @@ class Ranks:
     def __init__(self, size: int) -> None:
         """Join the job that torchrun started.
 
-        Raises: NotSupported, InvalidOption where there is no job of so many processes.
+        Raises: NotSupported, InvalidOption where there is no job of this size.
         """
         if _open:
             raise NotSupported(

@@ -11,10 +11,10 @@ With `overlap` a step is launched before the tokens of the last one are read (`l
 request that ended in that one still takes part, what it gets is dropped, and its row and blocks are
 free afterwards.
 
-A change that fails, or is interrupted at any place, leaves rows and blocks in an unknown state.  So
-who holds one is ended, and all are free again (`Scheduler._change`).  This rests on one rule: a
-request enters the list that it goes to before it leaves the one where it was (`Line`), so that none
-is ever in no list.
+A change that fails, or is interrupted at any place, leaves rows and blocks in an unknown state.
+After a failed change, every admitted request ends and all rows and blocks are freed
+(`Scheduler._change`).  This rests on one rule: a request enters its next list before it leaves the
+last one (`Line`), so that it is always in a list.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class Scheduler:
         """Admit what fits, launch a prefill and a decode call, read what is due.
 
         Returns: the requests that received tokens.
-        Raises: whatever the executor raises, after ending all running requests with it; waiting
+        Raises: any error of the executor, after ending all running requests with it; waiting
             ones stay.
         """
         self._received = {}
@@ -101,7 +101,7 @@ class Scheduler:
         """End requests; their rows and blocks are free once no launch names them.  In the middle
         of another call (Python's collector may close a stream there) they end with that call.
 
-        Raises: whatever the executor raises where nothing runs any more and it reads what is in
+        Raises: any error of the executor where nothing runs any more and it reads what is in
             flight; the requests have ended, waiting ones stay.
         """
         self._to_abort.extend(requests)

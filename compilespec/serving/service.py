@@ -1,4 +1,4 @@
-"""The engine behind the routes: prompts are read on threads of their own, off the event loop."""
+"""The engine behind the routes: prompts are read on their own threads, off the event loop."""
 
 from __future__ import annotations
 

@@ -21,17 +21,17 @@ _TENSOR = re.compile(r"^(?:base_model\.model\.)?(.+)\.lora_([AB])(?:\.default)?\
 # Keys of the config that change an adapter's computation, besides those that are read below.
 _REFUSED = {
     "use_dora": "DoRA: norms of the merged weights scale what it adds",
-    "lora_bias": "biases of its own products",
+    "lora_bias": "biases of adapted products",
     "use_qalora": "QALoRA: products of pooled inputs",
     "use_bdlora": "BD-LoRA: block-diagonal matrices",
     "alora_invocation_tokens": "activated LoRA: it begins at a token",
     "layer_replication": "layers that it repeats",
-    "modules_to_save": "whole modules of its own",
+    "modules_to_save": "whole modules",
     "target_parameters": "parameters that are no module's weight, such as those of experts",
     "trainable_token_indices": "embeddings of single tokens",
     "arrow_config": "Arrow: it chooses among other adapters",
     "monteclora_config": "MonteCLoRA: random matrices",
-    "kasa_config": "KaSA: singular values of its own",
+    "kasa_config": "KaSA: further singular values",
 }
 _OTHER_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")  # ways to begin that change the base
 

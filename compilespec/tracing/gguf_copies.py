@@ -117,7 +117,7 @@ def read_tokenizer(folder: Path) -> Any:
 
     try:
         return PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
-    except Exception as error:  # the tokenizers library has no error class of its own
+    except Exception as error:  # the tokenizers library has no own error class
         raise CheckpointError(f"{folder}: the tokenizer cannot be read: {reason(error)}") from error
 
 

@@ -347,7 +347,7 @@ def _load_tokenizer(place: ModelPlace) -> Any:
             return AutoTokenizer.from_pretrained(folder, local_files_only=True, **inside)
     except CheckpointError:
         raise
-    except Exception as error:  # the tokenizers library has no error class of its own
+    except Exception as error:  # the tokenizers library has no own error class
         raise ModelNotFound(
             f"{place.path}: the tokenizer cannot be loaded: {reason(error)}"
         ) from error

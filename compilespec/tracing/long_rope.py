@@ -1,7 +1,7 @@
 """Rotary embeddings with two tables of frequencies, for short and for long sequences (LongRoPE).
 
 transformers takes the table by the longest sequence of a call, so that requests of one batch would
-change each other.  Here a request has the table of its own length.
+change each other.  Here a request has the table for its length.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ FILES = ("preprocessor_config.json", "processor_config.json")
 
 
 def is_processor(tokenizer: Any) -> bool:
-    """True where a processor reads images or sound, and has a tokenizer of its own for text."""
+    """True where a processor reads images or sound, and has its own tokenizer for text."""
     reads = any(hasattr(tokenizer, name) for name in ("image_processor", "feature_extractor"))
     return reads and hasattr(tokenizer, "tokenizer")
 

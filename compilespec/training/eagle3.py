@@ -1,8 +1,8 @@
 """Training of an EAGLE-3 head: its training-time test, on the module that the engine runs.
 
 Draft step j of origin t takes the token at t+1+j at position t+j, and the hidden state that step
-j-1 gave.  Its attention sees what a drafter's cache would hold: the first step's keys of its own
-and earlier origins, and the later steps' keys of its own origin.
+j-1 gave.  Its attention sees what a drafter's cache would hold: the first step's keys of this and
+earlier origins, and the later steps' keys of this origin.
 
 Source: Li et al. 2025 (EAGLE-3).
 """

@@ -1,9 +1,9 @@
 """Training of MTP modules, on those that the engine runs: a chain of them, or one recycled.
 
 Draft step j runs module j, or the one there is, on the output of the step before.  Each module of a
-chain has a cache of its own, and attends over its own rows.  The attention of a recycled module
+chain has its own cache, and attends over its own rows.  The attention of a recycled module
 sees what its one cache would hold: the first step's keys of the same and earlier rows, and the
-later steps' keys of its own row.
+later steps' keys of this row.
 
 Source: DeepSeek-V3 report, section 2.2; the recycled one with the training-time test of Li et al.
 2025 (EAGLE-3).

@@ -1,4 +1,4 @@
-"""Tokens chosen by all ranks, where each has the logits of its own ids.
+"""Tokens chosen by all ranks, where each has the logits of some ids.
 
 A row costs what its request needs: its best value and id, the numbers behind the bounds of filters
 (`ops/sample/parts.py`), and all logits only for log-probabilities.

@@ -29,7 +29,7 @@ class _Acting(threading.local):
 
 
 _acting = _Acting()
-_process: list[Group] = []  # the group of all threads that have none of their own
+_process: list[Group] = []  # the group of all threads without one
 
 
 @contextlib.contextmanager
@@ -47,7 +47,7 @@ def current(size: int) -> Group:
     group = _acting.group or (_process[-1] if _process else None)
     if group is None or group.size != size:
         raise NotSupported(
-            f"a step for {size} ranks of tensor parallelism runs in a job of so many processes "
+            f"a step for {size} ranks of tensor parallelism runs in a job of that many processes "
             f"alone: start them with torchrun --nproc-per-node {size}"
         )
     return group
