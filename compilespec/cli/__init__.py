@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from compilespec import __version__
 from compilespec.cli import bench, chat, compile, dump, generate, methods, serve, train
-from compilespec.cli.flags import Parser, in_flags, read_arguments
+from compilespec.cli.flags import FlagParser, in_flags, read_arguments
 from compilespec.cli.ranks import start_ranks, starts_ranks
 from compilespec.errors import SpecError
 
@@ -50,8 +50,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return CUT_OFF
 
 
-def build_parser() -> Parser:
-    parser = Parser(
+def build_parser() -> FlagParser:
+    parser = FlagParser(
         prog="compilespec",
         description="Compile a model and a drafter into one program that decodes speculatively.",
     )

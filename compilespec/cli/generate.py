@@ -205,7 +205,7 @@ def _generate(args: argparse.Namespace, prompts: list[str]) -> int:
     with compile_engine(args, spec_of(args)) as engine:
         if not _sampling_of(args):
             report.print_unused_defaults(engine.generation_defaults)
-        progress = report.Progress(prompts, quiet=args.json, num_samples=args.n)
+        progress = report.OutputPrinter(prompts, quiet=args.json, num_samples=args.n)
         start, interrupted = time.perf_counter(), False
         try:
             with contextlib.closing(engine.stream(_asked(args, prompts), params)) as deltas:

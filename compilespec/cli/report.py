@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
-    from compilespec.cli.compare import Comparison, Parting, Row
+    from compilespec.cli.compare import Comparison, Parting, SpeedRow
     from compilespec.progress import Progress as StartRecord
     from compilespec.runtime.engine import Engine
     from compilespec.runtime.outputs import Delta
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 MIN_SPENT_S = 2.0  # seconds in a stage before its end is estimated
 
 
-class Progress:
+class OutputPrinter:
     """Gathers the deltas of all prompts and prints their texts in order.
 
     The first unfinished prompt is printed live; the others wait for their turn.
@@ -320,7 +320,7 @@ def _longest_word(text: str) -> int:
     return max(map(len, text.split()))
 
 
-def _token_cell(comparison: Comparison, row: Row, name: str) -> str:
+def _token_cell(comparison: Comparison, row: SpeedRow, name: str) -> str:
     """A way's tokens compared with those of the way `name`."""
     partings = row.partings if name == comparison.reference else row.plain_partings
     if row.name == name:
@@ -372,7 +372,7 @@ def _token_text(token: int | None, tokenizer: Any) -> str:
     return f"id {token}" if tokenizer is None else repr(tokenizer.decode([token]))
 
 
-def _speed_cells(row: Row | None) -> tuple[str, str, str]:
+def _speed_cells(row: SpeedRow | None) -> tuple[str, str, str]:
     """Tokens per second, ratio and acceptance length."""
     if row is None:
         return "", "", ""
@@ -394,7 +394,7 @@ def print_compile_seconds(costs: Mapping[str, Mapping[str, Mapping[str, Any]]]) 
         Console(stderr=True).print(text, style="dim", highlight=False, soft_wrap=True)
 
 
-def describe_tokens(row: Row) -> str:
+def describe_tokens(row: SpeedRow) -> str:
     """Say "identical", or where each prompt's tokens part and by what margin."""
     if row.identical:
         return "identical"

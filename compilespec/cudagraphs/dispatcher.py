@@ -13,7 +13,7 @@ from compilespec.cudagraphs.buckets import BUCKET_DIMS, Bucket, smallest
 from compilespec.cudagraphs.drivers import poison
 from compilespec.cudagraphs.inputs import BatchInputs
 from compilespec.cudagraphs.modes import GraphKind
-from compilespec.cudagraphs.recorder import Recorder
+from compilespec.cudagraphs.recorder import GraphRecorder
 from compilespec.cudagraphs.recording import Recording
 from compilespec.cudagraphs.report import GraphKey
 from compilespec.program import LoweredPhase, ProgramConfig, StepKey
@@ -38,7 +38,7 @@ class Dispatcher:
         *,
         buckets: Sequence[Bucket] = (),
         kind: GraphKind | None = None,
-        recorder: Recorder | None = None,
+        recorder: GraphRecorder | None = None,
     ) -> None:
         """Bind a phase to its inputs.
 

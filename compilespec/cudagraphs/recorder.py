@@ -22,14 +22,14 @@ _MIB = 2**20
 Step = Callable[[], None]
 
 
-def make_recorder(options: GraphOptions, device: torch.device) -> Recorder | None:
+def make_recorder(options: GraphOptions, device: torch.device) -> GraphRecorder | None:
     """Make the recorder of graphs on a device; None where the options ask for no graphs."""
     if not options.kinds_on(device):
         return None
-    return Recorder(make_driver(device), options, mode=options.mode_on(device))
+    return GraphRecorder(make_driver(device), options, mode=options.mode_on(device))
 
 
-class Recorder:
+class GraphRecorder:
     """All graphs of a program: one pool, one budget, one report.
 
     Capturing runs with padded rows only, so that it changes no state.

@@ -212,11 +212,11 @@ def _step_cost(phase: PhaseGraph, sizes: Mapping[Expr, int], device: Device | No
     sizes = {**sizes, K: num_draft_tokens}
     inputs = {spec.name: spec for spec in phase.inputs}
     costs = NodeCosts(phase.graph_module.graph, inputs, num_draft_tokens)
-    parts = [_Part(node, cost) for node, cost in costs]
+    parts = [_CountedNode(node, cost) for node, cost in costs]
     times = {cost: _roofline_ms(cost.at(sizes), device) for cost in {p.cost for p in parts}}
     weights = _weights_of_copies(parts, num_draft_tokens)
 
-    def row(name: str, chosen: list[_Part]) -> CostRow:
+    def row(name: str, chosen: list[_CountedNode]) -> CostRow:
         total = sum((part.cost * weights[part.copy] for part in chosen), Cost()).expanded()
         ms = sum(times[part.cost] or 0.0 for part in chosen) if device is not None else None
         return CostRow(name=name, cost=total, ms=ms)
@@ -234,7 +234,7 @@ def _step_cost(phase: PhaseGraph, sizes: Mapping[Expr, int], device: Device | No
     )
 
 
-class _Part:
+class _CountedNode:
     """A counted node: where it comes from, and its cost."""
 
     def __init__(self, node: fx.Node, cost: Cost) -> None:
@@ -245,15 +245,17 @@ class _Part:
         self.module = re.sub(r"\.\d+(?=\.|$)", ".*", str(custom.get("module", "")))
 
 
-def _grouped(parts: list[_Part], name: Any) -> dict[str, list[_Part]]:
-    groups: dict[str, list[_Part]] = {}
+def _grouped(parts: list[_CountedNode], name: Any) -> dict[str, list[_CountedNode]]:
+    groups: dict[str, list[_CountedNode]] = {}
     for part in parts:
         if part.cost != Cost():
             groups.setdefault(name(part), []).append(part)
     return groups
 
 
-def _weights_of_copies(parts: list[_Part], num_draft_tokens: int) -> dict[tuple[str, int], Expr]:
+def _weights_of_copies(
+    parts: list[_CountedNode], num_draft_tokens: int
+) -> dict[tuple[str, int], Expr]:
     """The factor of each copy of a fragment: a loop's equal last copies count as one, times an
     expression in K.
     """
@@ -274,7 +276,7 @@ def _weights_of_copies(parts: list[_Part], num_draft_tokens: int) -> dict[tuple[
     return weights
 
 
-def _stage_name(part: _Part, weights: Mapping[tuple[str, int], Expr]) -> str:
+def _stage_name(part: _CountedNode, weights: Mapping[tuple[str, int], Expr]) -> str:
     """The name of the fragment; copies of a loop are named by their factor."""
     siblings = {copy: weight for copy, weight in weights.items() if copy[0] == part.fragment}
     repeated = next((weight for weight in siblings.values() if weight.free_symbols), None)
@@ -293,7 +295,7 @@ def _after_passes(
             continue
         known = {**_inputs_of(record.after), **inputs}
         costs = NodeCosts(record.after, known, num_draft_tokens)
-        parts = [_Part(node, cost) for node, cost in costs]
+        parts = [_CountedNode(node, cost) for node, cost in costs]
         weights = _weights_of_copies(parts, num_draft_tokens)
         total = sum((part.cost * weights[part.copy] for part in parts), Cost()).expanded()
         if total != last:

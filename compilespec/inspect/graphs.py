@@ -55,7 +55,7 @@ class PhaseStages:
 
     def __init__(self, phase: PhaseGraph, *, with_shapes: bool = True) -> None:
         self.phase = phase
-        self._shapes = Shapes(context_of(phase)) if with_shapes else None
+        self._shapes = SplicedShapes(context_of(phase)) if with_shapes else None
 
     @property
     def names(self) -> list[str]:
@@ -154,7 +154,7 @@ def _aten_symbols(graph: fx.Graph) -> dict[str, str]:
     }
 
 
-class Shapes:
+class SplicedShapes:
     """Finds shapes of spliced graphs, which carry none, by running them on fake tensors.
 
     One memory serves all stages: a node that a pass left as it was, over operands that it left as

@@ -82,7 +82,7 @@ class Stage:
         """Run on copies of `inputs`, by name; `mixers` are called in place of markers, `follow`
         after every operation.
         """
-        run = _Run(self.graph, self._owner, mixers or {}, decisions or Decisions(), follow)
+        run = _StageRun(self.graph, self._owner, mixers or {}, decisions or Decisions(), follow)
         feeds, buffers = [], {}
         for node in self.graph.find_nodes(op="placeholder"):
             name = node.meta["role"]
@@ -118,7 +118,7 @@ class Stage:
         return self._bound[key]
 
 
-class _Run(fx.Interpreter):
+class _StageRun(fx.Interpreter):
     def __init__(
         self,
         graph: fx.Graph,

@@ -29,7 +29,7 @@ import torch
 from compilespec.errors import InvalidOption, MissingDependency
 from compilespec.ops import _levels
 from compilespec.ops._cpus import num_cpus
-from compilespec.ops._levels import Level
+from compilespec.ops._levels import CpuLevel
 
 _OPS = Path(__file__).parent
 PREBUILT = _OPS / "prebuilt"  # in a wheel
@@ -142,7 +142,7 @@ def library_path() -> Path:
     return cache_directory() / "kernels" / _file_name(asked)
 
 
-def build_prebuilt(folder: Path, level: Level) -> Path:
+def build_prebuilt(folder: Path, level: CpuLevel) -> Path:
     """Compile the library of a level; a package that has it in `ops/prebuilt` compiles none where
     the level fits.
 
@@ -184,7 +184,7 @@ def _seal(library: bytes) -> bytes:
     return hashlib.sha256(library).digest()
 
 
-def _compile(path: Path, level: Level | None) -> None:
+def _compile(path: Path, level: CpuLevel | None) -> None:
     """Build in a private directory beside `path`, then rename: readers see all of it or nothing."""
     compiler = _compiler()
     if compiler is None:
@@ -264,7 +264,7 @@ def _sources() -> list[Path]:
     return sorted([*_OPS.glob("*.h"), *_OPS.glob("*/kernel.cpp")])
 
 
-def _flags(level: Level | None) -> tuple[str, ...]:
+def _flags(level: CpuLevel | None) -> tuple[str, ...]:
     abi = int(torch.compiled_with_cxx11_abi())
     target = ("-march=native",) if level is None else level.flags
     return (*_FLAGS, *target, f"-D_GLIBCXX_USE_CXX11_ABI={abi}")
@@ -275,11 +275,11 @@ def _compiler() -> str | None:
     return next((found for name in candidates if (found := shutil.which(name))), None)
 
 
-def _file_name(level: Level | None) -> str:
+def _file_name(level: CpuLevel | None) -> str:
     return f"compilespec_ops_{'' if level is None else level.name + '_'}{_key(level)}.so"
 
 
-def _key(level: Level | None) -> str:
+def _key(level: CpuLevel | None) -> str:
     """Hash of everything that decides what the library contains and where it may run; that of a
     level is the same on every machine.
     """

@@ -44,7 +44,7 @@ TRIAL_SEQ_LEN = 256
 
 
 @dataclass(frozen=True, kw_only=True)
-class Choice:
+class AutoChoice:
     """The method, the options with its K, and the reasons, a line each."""
 
     method: Method
@@ -68,7 +68,7 @@ class Candidate:
         )
 
 
-def choose(target: Target, options: CompileOptions, build: Build) -> Choice:
+def choose(target: Target, options: CompileOptions, build: Build) -> AutoChoice:
     """Pick the method and K with the best prediction at batch size 1.  If several K were given, the
     best one counts, and all are kept.
 
@@ -111,12 +111,12 @@ def choose(target: Target, options: CompileOptions, build: Build) -> Choice:
     picked = str(best) if best else "none: nothing is predicted to beat plain decoding"
     why = (f"auto picked {picked}", *lines)
     if best is None:
-        return Choice(method=plain, options=_without_drafts(options), why=why)
+        return AutoChoice(method=plain, options=_without_drafts(options), why=why)
     if given is None:  # measurements in service say more than the trial
         one_k = LOOPS[best.method.capabilities.kind].why_one_k is not None
         given = best.num_draft_tokens if one_k else AUTO
     chosen = dataclasses.replace(options, num_draft_tokens=given)
-    return Choice(method=best.method, options=chosen, why=why)
+    return AutoChoice(method=best.method, options=chosen, why=why)
 
 
 def _without_drafts(options: CompileOptions) -> CompileOptions:

@@ -49,7 +49,7 @@ logger = logging.getLogger("compilespec")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
+class CheckedCall:
     """The checked keywords of a call; nothing is loaded yet."""
 
     method: Method
@@ -106,7 +106,7 @@ def compile(
         )
 
 
-def _start(load: Callable[[], Target], asked: Asked, reporter: Reporter) -> Engine:
+def _start(load: Callable[[], Target], asked: CheckedCall, reporter: Reporter) -> Engine:
     ranks = join_ranks(asked.options, asked.method.capabilities)
     target = load()
     asked = _choose(asked, target, reporter)
@@ -166,7 +166,7 @@ def _ask(
     spec: str | Method | MethodConfig | None,
     draft: str | Path | nn.Module | Callable[..., Any] | None,
     keywords: Mapping[str, Any],
-) -> Asked:
+) -> CheckedCall:
     """The method that `spec` names or is, and the options; keywords win over those of a config.
 
     Raises: UnknownMethod, InvalidOption, NotSupported, DraftNotFound, before anything is loaded.
@@ -187,7 +187,7 @@ def _ask(
     options = CompileOptions(**own, **judging)
     check_has_head(options, method.capabilities)
     warn_if_lossy(options.acceptance_rule)
-    return Asked(method=method, draft=draft, options=options, method_options=given)
+    return CheckedCall(method=method, draft=draft, options=options, method_options=given)
 
 
 def _device_of(model: object, device: torch.device | str | None) -> torch.device:
@@ -201,7 +201,7 @@ def _load(
     dtype: torch.dtype | str | None,
     device: torch.device | str | None,
     tokenizer: Any,
-    asked: Asked,
+    asked: CheckedCall,
     reporter: Reporter,
 ) -> Target:
     """The target with its adapters, quantized on request."""
@@ -218,7 +218,7 @@ def _load(
         return quantize_target(with_adapters(target, options), options.quantization)
 
 
-def _choose(asked: Asked, target: Target, reporter: Reporter) -> Asked:
+def _choose(asked: CheckedCall, target: Target, reporter: Reporter) -> CheckedCall:
     """The chosen method and its K; `auto` picks one here."""
     capabilities = asked.method.capabilities
     if not capabilities.chooses:
@@ -244,7 +244,7 @@ def _choose(asked: Asked, target: Target, reporter: Reporter) -> Asked:
 
 
 def _build(
-    asked: Asked, target: Target, reporter: Reporter, *, keep_graphs: bool = False
+    asked: CheckedCall, target: Target, reporter: Reporter, *, keep_graphs: bool = False
 ) -> SpecProgram:
     return build_program(
         target,

@@ -17,7 +17,7 @@ from compilespec.runtime.token_bytes import TokenBytes
 from compilespec.serving.errors import api_error, stopping, timed_out
 from compilespec.serving.options import ServerOptions
 from compilespec.serving.protocol import StreamOptions
-from compilespec.serving.service import Prompt
+from compilespec.serving.service import ServedPrompt
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,7 +111,7 @@ def usage(
 class UsageCount:
     """The usage of an answer that comes in pieces."""
 
-    def __init__(self, options: StreamOptions | None, prompts: Sequence[Prompt]) -> None:
+    def __init__(self, options: StreamOptions | None, prompts: Sequence[ServedPrompt]) -> None:
         self._is_continuous = options is not None and options.continuous_usage_stats
         self.is_asked = options is not None and (options.include_usage or self._is_continuous)
         self._num_prompt = sum(len(prompt.token_ids) for prompt in prompts)

@@ -27,7 +27,7 @@ from compilespec.serving.params import read_guide, read_params
 from compilespec.serving.parsers.calls import read_json
 from compilespec.serving.parsers.parts import Parser, Parts
 from compilespec.serving.protocol import ChatRequest, read_body
-from compilespec.serving.service import Prompt, Service
+from compilespec.serving.service import ServedPrompt, Service
 from compilespec.serving.tools import Reading, read_tools
 
 
@@ -55,7 +55,7 @@ class _Chat:
         self._frame = Frame(kind=kind, model=name, prefix="chatcmpl")
         self._reading: Reading | None = None
 
-    def read(self) -> list[Prompt]:
+    def read(self) -> list[ServedPrompt]:
         """Read the prompt; not on the event loop.  Raises: SpecError, ApiError."""
         asked, engine = self._asked, self._service.engine
         tools = read_tools(asked, self._service)
@@ -65,14 +65,14 @@ class _Chat:
         guide = self._reading.guide(read_guide(asked))
         adapter = self._service.adapter_of(asked.model)
         params = read_params(asked, engine, len(ids), {**guide, "adapter": adapter})
-        return [Prompt(token_ids=ids, params=params, read=read)]
+        return [ServedPrompt(token_ids=ids, params=params, read=read)]
 
     def whole(self, outputs: Sequence[GenerationOutput]) -> dict[str, Any]:
         choices = [self._choice(index, output) for index, output in enumerate(outputs)]
         return self._frame.around(choices, usage=usage(outputs, len(outputs)))
 
     async def events(
-        self, prompts: Sequence[Prompt], tickets: Sequence[Ticket]
+        self, prompts: Sequence[ServedPrompt], tickets: Sequence[Ticket]
     ) -> AsyncGenerator[dict[str, Any], None]:
         count = UsageCount(self._asked.stream_options, prompts)
         outputs: dict[int, GenerationOutput] = {}

@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Prompt:
+class ServedPrompt:
     """A prompt that was read, and the way to continue it."""
 
     token_ids: list[int]
@@ -55,19 +55,19 @@ class Service:
             raise api_error(error) from error
 
     async def submit(
-        self, read: Callable[[], Sequence[Prompt]], priority: int
-    ) -> tuple[Sequence[Prompt], list[Ticket]]:
+        self, read: Callable[[], Sequence[ServedPrompt]], priority: int
+    ) -> tuple[Sequence[ServedPrompt], list[Ticket]]:
         """Read prompts and queue all of their samples, in order, or none.
 
         Raises: ApiError.  Cancelled, it leaves nothing behind.
         """
 
-        def call() -> tuple[Sequence[Prompt], list[Ticket]]:
+        def call() -> tuple[Sequence[ServedPrompt], list[Ticket]]:
             prompts = read()
             return prompts, self._queue(prompts, priority)
 
         try:
-            future: Future[tuple[Sequence[Prompt], list[Ticket]]] = self._readers.submit(call)
+            future: Future[tuple[Sequence[ServedPrompt], list[Ticket]]] = self._readers.submit(call)
         except RuntimeError as error:  # closed
             raise ApiError(503, "the server has stopped", code="stopping") from error
         try:
@@ -117,7 +117,7 @@ class Service:
                 "send it in parts, or start the server with a larger --max-waiting"
             )
 
-    def _queue(self, prompts: Sequence[Prompt], priority: int) -> list[Ticket]:
+    def _queue(self, prompts: Sequence[ServedPrompt], priority: int) -> list[Ticket]:
         tickets: list[Ticket] = []
         try:
             for prompt in prompts:
@@ -131,7 +131,7 @@ class Service:
         return tickets
 
 
-def _abort(future: Future[tuple[Sequence[Prompt], list[Ticket]]]) -> None:
+def _abort(future: Future[tuple[Sequence[ServedPrompt], list[Ticket]]]) -> None:
     if not future.cancelled() and future.exception() is None:
         for ticket in future.result()[1]:
             ticket.abort()

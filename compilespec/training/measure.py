@@ -20,7 +20,7 @@ MAX_DOCUMENT_PROMPT = 64
 
 
 @dataclass(frozen=True, kw_only=True)
-class Acceptance:
+class MeasuredAcceptance:
     """Mean tokens per verify step, greedy."""
 
     overall: float
@@ -31,7 +31,7 @@ class Acceptance:
 
 def measure(
     target: Target, spec: str, draft: Path, samples: Sequence[Sample], options: TrainOptions
-) -> Acceptance:
+) -> MeasuredAcceptance:
     """Decode the beginnings of held-out samples with a saved drafter.  Raises: the errors of
     `compile`.
 
@@ -55,7 +55,7 @@ def measure(
     domains = {one.domain: [] for one in chosen}  # type: dict[str, list[GenerationOutput]]
     for one, output in zip(chosen, outputs, strict=True):
         domains[one.domain].append(output)
-    return Acceptance(
+    return MeasuredAcceptance(
         overall=mean_length(outputs),
         by_domain={name: mean_length(group) for name, group in sorted(domains.items()) if name},
         num_prompts=len(prompts),

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from compilespec.training.files import replace_text
-from compilespec.training.measure import Acceptance
+from compilespec.training.measure import MeasuredAcceptance
 from compilespec.training.options import TrainOptions
 from compilespec.training.plots import Curve, draw
 
@@ -33,7 +33,7 @@ class Record:
     """The norm of the gradients before clipping."""
     num_tokens: int
     seconds: float
-    acceptance: Acceptance | None = None
+    acceptance: MeasuredAcceptance | None = None
 
     def as_json(self) -> dict[str, Any]:
         given = {name: _rounded(value) for name, value in dataclasses.asdict(self).items()}

@@ -24,7 +24,7 @@ from compilespec.training.batches import (
 )
 from compilespec.training.data import Loader, Sample, split_held_out
 from compilespec.training.files import Journal, read_records, writing
-from compilespec.training.measure import Acceptance, folder_beside, measure
+from compilespec.training.measure import MeasuredAcceptance, folder_beside, measure
 from compilespec.training.method import TrainingMethod
 from compilespec.training.optim import MuonAdamW
 from compilespec.training.options import TrainOptions
@@ -205,7 +205,7 @@ class Trainer:
         wish.unlink(missing_ok=True)
         return asked or self.run.num_worse >= self.options.patience
 
-    def _measure(self) -> Acceptance | None:
+    def _measure(self) -> MeasuredAcceptance | None:
         """Measure the head, and keep it if it is the best so far."""
         run = self.run
         if not self.judged:

@@ -24,7 +24,13 @@ from torch import Tensor
 from compilespec.ops._tensors import dense_rows, wide_dtype
 from compilespec.ops.paged_attention.choice import why_not_flash
 from compilespec.ops.paged_attention.form import form_of
-from compilespec.ops.paged_attention.kernels.arguments import Cache, Heads, Parts, Path, Places
+from compilespec.ops.paged_attention.kernels.arguments import (
+    Cache,
+    Heads,
+    Path,
+    Places,
+    SegmentResults,
+)
 from compilespec.ops.paged_attention.kernels.attend import (
     attend_kernel,
     merge_kernel,
@@ -138,10 +144,10 @@ def attend(
         most_keys = min(most_keys, window + num_tokens)
     num_segments = choose_segments(num_tiles * num_groups, most_keys)
     is_split = num_segments > 1
-    parts = Parts(out, out, out)
+    parts = SegmentResults(out, out, out)
     if is_split:
         shape = (batch * num_tokens, num_heads, num_segments)
-        parts = Parts(*(out.new_empty((*shape, n), dtype=wide) for n in (value_dim, 1, 1)))
+        parts = SegmentResults(*(out.new_empty((*shape, n), dtype=wide) for n in (value_dim, 1, 1)))
     query_BNSH = dense_rows(query_BNSH)
     places = Places(row_BS.contiguous(), position_BS.contiguous())
     sinks = query_BNSH if sinks_N is None else sinks_N.contiguous()

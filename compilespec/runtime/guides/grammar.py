@@ -71,7 +71,7 @@ class Regex:
         return "regex", self.pattern
 
 
-class _Part(Protocol):
+class _GrammarPart(Protocol):
     def source(self) -> tuple[str, str]: ...
 
 
@@ -85,7 +85,7 @@ class Grammar:
     """
 
     lark: str
-    parts: Mapping[str, _Part] = field(default_factory=dict, hash=False)
+    parts: Mapping[str, _GrammarPart] = field(default_factory=dict, hash=False)
 
     def matcher(self, vocabulary: Vocabulary) -> Matcher:
         return text_matcher(*self.source(), vocabulary)

@@ -63,7 +63,7 @@ class Path(NamedTuple):
         return self.index.shape[2] if self.index.dim() == 3 else 0
 
 
-class Parts(NamedTuple):
+class SegmentResults(NamedTuple):
     """The results of a context's segments: weighted values, highest score, sum of weights."""
 
     value: Any
