@@ -288,14 +288,14 @@ class Scheduler:
             self._fail(request, nan_error(request))
         elif tokens:
             self._received[request] = None
-            delivered = self._delivery.deliver(request, tokens)
-            if delivered.error is not None:
-                self._fail(request, delivered.error)
-            elif delivered.reason is not None:
-                self._finish(request, delivered.reason)
+            received = self._delivery.hand_on(request, tokens)
+            if received.error is not None:
+                self._fail(request, received.error)
+            elif received.reason is not None:
+                self._finish(request, received.reason)
             drafted = launch.most[request] - 1
             self._delivery.record(
-                request, delivered, launch.phase, given=len(tokens), drafted=drafted
+                request, received, launch.phase, given=len(tokens), drafted=drafted
             )
         if not request.finished:
             self.holdings.publish(request)

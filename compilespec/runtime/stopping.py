@@ -8,7 +8,7 @@ from compilespec.runtime.outputs import FinishReason
 from compilespec.runtime.request import Request
 
 
-def deliver(
+def append_until_end(
     request: Request, tokens: Sequence[int], *, max_seq_len: int
 ) -> tuple[int, FinishReason | None]:
     """Append the tokens to the request up to where it ends.

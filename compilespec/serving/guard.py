@@ -71,8 +71,8 @@ class Guard:
             await send(message)
 
         try:
-            replay = await self._admit(scope, headers, receive)
-            await self._app(scope, replay, answer)
+            messages = await self._admit(scope, headers, receive)
+            await self._app(scope, messages, answer)
         except ApiError as error:
             await _refuse(error, scope, receive, answer)
         except ClientGone:
@@ -107,7 +107,7 @@ class Guard:
                 "larger --max-body-bytes",
                 code="request_too_large",
             )
-        return _replay(body, receive)
+        return _given_back(body, receive)
 
     def _objection(self, scope: Scope, headers: Headers) -> ApiError | None:
         """The fault of a request that shows before its body; None if there is none."""
@@ -147,18 +147,18 @@ async def _read(receive: Receive, limit: int) -> bytes | None:
     return b"".join(parts) if size <= limit else None
 
 
-def _replay(body: bytes, receive: Receive) -> Receive:
+def _given_back(body: bytes, receive: Receive) -> Receive:
     """Gives the body at once, then later messages, such as the client's leaving."""
     is_given = False
 
-    async def replay() -> Message:
+    async def messages() -> Message:
         nonlocal is_given
         if is_given:
             return await receive()
         is_given = True
         return {"type": "http.request", "body": body, "more_body": False}
 
-    return replay
+    return messages
 
 
 async def _refuse(error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
