@@ -116,8 +116,8 @@ class Executor(Protocol):
     def adapter_products(self) -> Mapping[str, tuple[int, int]]:
         """(out, in) of the products that adapters may change, by path."""
 
-    def write_adapter(self, slot: int, modules: Mapping[str, LowRank]) -> None:
-        """Write an adapter's matrices into a slot that no request uses; modules that it does not
+    def write_adapter(self, place: int, modules: Mapping[str, LowRank]) -> None:
+        """Write an adapter's matrices into a place that no request uses; modules that it does not
         change get zeros.
         """
 

@@ -151,9 +151,9 @@ class LeadExecutor:
     def adapter_products(self) -> Mapping[str, tuple[int, int]]:
         return self._executor.adapter_products()
 
-    def write_adapter(self, slot: int, modules: Mapping[str, LowRank]) -> None:
-        self._note("write_adapter", slot, dict(modules))
-        self._executor.write_adapter(slot, modules)
+    def write_adapter(self, place: int, modules: Mapping[str, LowRank]) -> None:
+        self._note("write_adapter", place, dict(modules))
+        self._executor.write_adapter(place, modules)
 
     def logprobs(self, row: int, tokens: Sequence[int], count: int) -> list[TokenLogprobs]:
         return self._executor.logprobs(row, tokens, count)

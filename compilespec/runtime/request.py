@@ -134,7 +134,7 @@ class Request:
             output_token_ids=self.output_token_ids,
             stop_token_ids=self.stop_token_ids,
             processor=0 if self.processor is None else self.processor.handle,
-            adapter=NO_ADAPTER if self.adapter is None else self.adapter.slot,
+            adapter=NO_ADAPTER if self.adapter is None else self.adapter.place,
             rope_delta=0 if self.rope is None else self.rope.after,
             has_long_rope=self.has_long_rope,
         )

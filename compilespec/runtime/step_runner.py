@@ -17,7 +17,7 @@ from compilespec.ops.thread_pool import use_thread_pool
 from compilespec.passes.evidence import Evidence
 from compilespec.program import PAD, ByStep, Lowered, LoweredPhase, ProgramConfig, StepKey
 from compilespec.progress import Reporter
-from compilespec.runtime.adapter_slots import product_sizes, write_adapter
+from compilespec.runtime.adapter_places import product_sizes, write_adapter
 from compilespec.runtime.buffers import allocate
 from compilespec.runtime.executor import Geometry, PrefillChunk
 from compilespec.runtime.given_rows import write_rows
@@ -131,9 +131,9 @@ class StepRunner:
         shape = self.geometry.adapters
         return {} if shape is None else product_sizes(self.buffers, shape)
 
-    def write_adapter(self, slot: int, modules: Mapping[str, LowRank]) -> None:
+    def write_adapter(self, place: int, modules: Mapping[str, LowRank]) -> None:
         assert self.geometry.adapters is not None, "the engine checks that there is room"
-        write_adapter(self.buffers, self.geometry.adapters, slot, modules)
+        write_adapter(self.buffers, self.geometry.adapters, place, modules)
 
     def logprobs(self, row: int, tokens: Sequence[int], count: int) -> list[TokenLogprobs]:
         return read_logprobs(self.buffers, row, tokens, min(count, self.geometry.vocab_size))
