@@ -136,7 +136,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(autouse=True)
 def seeded() -> None:
-    """Same random numbers in every test, whatever ran before it."""
+    """Same random numbers in every test, in any order."""
     random.seed(0)
     np.random.seed(0)  # noqa: NPY002  (libraries under test draw from the global state)
     torch.manual_seed(0)

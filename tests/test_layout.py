@@ -120,7 +120,7 @@ def test_no_circle(files):
 
 @pytest.mark.slow
 def test_every_module_can_be_imported_first(files):
-    """In a process of its own, which has the libraries but nothing of ours."""
+    """In a separate process, which has the libraries but nothing of ours."""
     script = (
         "import importlib, os, sys, torch, transformers\n"
         "def works(name):\n"

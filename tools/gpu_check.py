@@ -1,6 +1,6 @@
 """`python -m tools.gpu_check`: the gpu tests and the GPU benchmark, within ten minutes on one GPU.
 
-Random weights at real sizes, drafts accepted by force.  Every part runs in a process of its own,
+Random weights at real sizes, drafts accepted by force.  Every part runs in a separate process,
 and one JSON file is written anew after each: a part that fails or hangs costs only itself.
 `--smoke` runs all of it on the CPU with tiny models and emulated graphs: it measures nothing, but
 shows that the code works.  `--without-gpu` shows what can be shown of the CUDA path without one:

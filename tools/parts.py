@@ -1,4 +1,4 @@
-"""Parts of a long check, each in a process of its own: what one printed is kept however it ends."""
+"""Parts of a long check, each in a separate process: its output is kept however it ends."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def run(
     """Run Python with `arguments`, from the project's root.
 
     Args:
-        limit_s: after so many seconds it is killed, with every process that it has started.
+        limit_s: after this many seconds it is killed, with every process that it has started.
     Returns:
         seconds; exit_status (124: killed; below 0: by that signal); records, its lines of JSON;
         and, where it failed, error: the last lines of what else it said.

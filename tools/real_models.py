@@ -70,7 +70,7 @@ def convert(gguf: Path, directory: Path) -> None:
 
 
 def tensors_digest(path: Path) -> str:
-    """A hash of names, shapes and values, whatever their order in the file."""
+    """A hash of names, shapes and values, for any order in the file."""
     digest = hashlib.sha256()
     for name, tensor in sorted(load_file(path).items()):
         digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}\n".encode())

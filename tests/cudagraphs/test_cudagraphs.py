@@ -118,7 +118,7 @@ def test_auto_is_full_and_piecewise_on_cuda_and_nothing_on_the_cpu() -> None:
         GraphOptions(max_seconds=-1)
 
 
-# --- a phase of one's own ---
+# --- a user's phase ---
 
 
 class Toy:

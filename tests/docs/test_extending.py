@@ -52,7 +52,7 @@ class Block:
 
 
 def blocks(page: str) -> Iterator[Block]:
-    """In order; a block without a file's name of its own is for the file named last."""
+    """In order; a block without a file's name is for the file named last."""
     path = ""
     for name, language, text in re.findall(
         r"^`([\w./]+)`:$|^```(\w+)\n(.*?)^```$", page, re.MULTILINE | re.DOTALL
@@ -137,7 +137,7 @@ def test_the_walks_work(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("title", walks())
 def test_each_walk_works_alone_and_to_its_end(title: str, tmp_path: Path) -> None:
-    """The operator's kernel is compiled: into a cache of its own."""
+    """The operator's kernel is compiled: into a separate cache."""
     root = copy_of_the_project(tmp_path)
     own = {"COMPILESPEC_CACHE_DIR": str(tmp_path / "cache")} if title == "An operator" else {}
     for block in blocks(walks()[title]):

@@ -19,7 +19,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=None, help="of all rounds; drawn if not given")
     parser.add_argument("--round", type=int, default=None, help="play this round alone")
     parser.add_argument("--requests", type=int, default=NUM_ORDERS, help="of each half of a round")
-    parser.add_argument("--minutes", type=float, default=3.0, help="begin no round after so many")
+    parser.add_argument("--minutes", type=float, default=3.0, help="begin no round after this many")
     parser.add_argument("--keep-going", action="store_true", help="do not stop at a failure")
     asked = parser.parse_args()
     torch.set_num_threads(1)

@@ -66,7 +66,7 @@ class Plan:
 
     @property
     def draw(self) -> random.Random:
-        """A source of its own, always from the start."""
+        """A new source, always from the start."""
         return random.Random(f"{self.seed}:{self.number}")
 
     @property

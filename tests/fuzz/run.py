@@ -70,7 +70,7 @@ def fuzz(
 
 
 def play(plan: Plan, tally: Tally | None = None) -> None:
-    """One round.  Raises: AssertionError, or whatever the engine raised."""
+    """One round.  Raises: AssertionError, or the engine's error."""
     draw, truth = plan.draw, Truth(plan)
     batches = [draw_orders(plan, draw, truth, ways) for ways in (DIRECT_WAYS, SERVED_WAYS)]
     lab = build(plan, [order for batch in batches for order in batch])

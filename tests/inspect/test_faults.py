@@ -377,7 +377,7 @@ def any_match_counts(gm: fx.GraphModule, ctx: PassContext) -> None:
 
 
 def follows_the_root(gm: fx.GraphModule, ctx: PassContext) -> None:
-    """Whatever was accepted, what comes next is judged and drawn as after the root."""
+    """After any acceptance, the next token is judged and drawn as after the root."""
     op = torch.ops.compilespec.filtered_probs.default
     (probs,) = gm.graph.find_nodes(op="call_function", target=op)
     for column in list(probs.users):

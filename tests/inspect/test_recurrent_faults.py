@@ -71,7 +71,7 @@ def test_every_pass_agrees(kind: str) -> None:
 def test_states_have_a_cost(kind: str) -> None:
     for cost in estimate(program(kind)).graphs.values():
         assert not any("cached" in name for name in cost.uncounted)
-        # a request's states are moved whatever the context is
+        # a request's states are moved for any context
         assert cost.total.cost.cache_bytes.subs(C, 0).free_symbols & {B, R}
 
 

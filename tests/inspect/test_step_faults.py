@@ -172,7 +172,7 @@ def test_a_fault_in_one_graph_is_caught_and_named(program: SpecProgram, kind: st
 
 
 def test_a_greedy_step_that_parts_from_the_full_one_is_caught(program: SpecProgram) -> None:
-    """Whatever its own passes' references say."""
+    """Independent of its passes' references."""
     key, plant, _ = FAULTS["greedy"]
     report = verify(planted(program, key, plant), passes=[GREEDY], batch_sizes=(2,))
     (check,) = report.failed

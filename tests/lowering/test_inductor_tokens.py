@@ -196,7 +196,7 @@ def test_sampled_tokens_are_those_of_plain_decoding(lab: Lab) -> None:
 def sampled_shortfall(
     reference: nn.Module, prompt: Sequence[int], tokens: Sequence[int], params: SamplingParams
 ) -> float:
-    """How far, at most, the score that drew a token lies below the best one of its own context."""
+    """How far, at most, the score that drew a token lies below the best one of its context."""
     whole = [*prompt, *tokens]
     with torch.no_grad():
         output = reference(torch.tensor([whole]))

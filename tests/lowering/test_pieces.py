@@ -110,7 +110,7 @@ def test_layers_of_one_structure_are_one_piece(cut_at_sin: None) -> None:
     first, middle, again, last = plan.piece_steps
     assert middle.piece == again.piece
     assert len({first.piece, middle.piece, last.piece}) == 3
-    assert middle.inputs != again.inputs, "called with weights of their own"
+    assert middle.inputs != again.inputs, "called with different weights"
 
 
 def test_a_constant_makes_another_piece(cut_at_sin: None) -> None:
@@ -455,7 +455,7 @@ def test_every_method_starts_again_in_pieces(
     method: str, tree: DraftTree | None, compiled: list[fx.GraphModule], tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    """Deep targets are compiled in pieces, whatever drafts; what a tree knows is in its pieces."""
+    """Deep targets are compiled in pieces, for any drafter; what a tree knows is in its pieces."""
     monkeypatch.setattr(artifacts, "cache_directory", lambda: tmp_path)
     monkeypatch.setattr(lowering, "PIECES_FROM_LAYERS", 1)
     model = tiny_target("llama", num_layers=3)

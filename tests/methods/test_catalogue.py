@@ -1,4 +1,4 @@
-"""Cases of the test catalogue that have no file of their own: T05, T17, T18, T24, T29."""
+"""Cases of the test catalogue without a separate file: T05, T17, T18, T24, T29."""
 
 from __future__ import annotations
 

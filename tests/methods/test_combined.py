@@ -91,7 +91,7 @@ def at_random(seed: int) -> Iterator[int]:
 
 def expected_steps(taken: Sequence[int], num_prompt: int, num_output: int) -> list[int]:
     """Tokens a step: none of a misled look-up's drafts, all of the head's; both are there after a
-    step of their own, and after steps of K = 0 a replay drafts with the head.
+    separate step, and after steps of K = 0 a catch-up drafts with the head.
     """
     steps, length, end = [], num_prompt + 1, num_prompt + num_output
     there = 3

@@ -1,4 +1,4 @@
-"""`SamplingParams.num_draft_tokens`: a K of its own for a request, down to 0 (T28)."""
+"""`SamplingParams.num_draft_tokens`: a request's own K, down to 0 (T28)."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ BATCHES = (1, 2, 3, 5, 8)
 # both kinds of layers where a family has two (gemma3's sixth is its first without a window).
 NUM_LAYERS = {"gemma3": 6}
 
-# (prompt, output): in an order that decodes 1, 2, 3, 5 and 8 at once whatever is accepted; five end
+# (prompt, output): in an order that decodes 1, 2, 3, 5 and 8 at once for any acceptance; five end
 # exactly at the maximum length, one of them with a prompt that leaves room for one token.
 SIZES = (
     (1, 46), (3, 37), (40, 35), (31, 28), (57, 18), (16, 17), (17, 16), (64, 11),

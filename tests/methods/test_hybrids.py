@@ -2,7 +2,7 @@
 
 test_families.py has every family with drafts right, wrong and partly right.  Here are the things
 that a state, which cannot be read by position, might get wrong: chunks, preemption, other steps
-than the one before, drafters that have states of their own.
+than the one before, drafters with their own states.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ DRAFT_LENGTHS = (1, 3, 5, 8)
 BATCHES = (1, 2, 3, 5, 8)
 NUM_LAYERS = {
     "gemma3": 6,  # its sixth is its first without a window
-    "llama": 4,  # so many that Inductor compiles it in pieces
+    "llama": 4,  # enough that Inductor compiles it in pieces
 }
 SIZES = (
     (1, 30), (40, 35), (31, 12), (57, 18), (16, 9), (70, 5), (74, 1), (2, 9), (12, 6), (3, 20),

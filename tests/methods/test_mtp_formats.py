@@ -426,7 +426,7 @@ def test_copies_of_embedding_and_head_are_recognised(tmp_path):
     made = Case()
     names = [made.name(0, "embed_tokens.weight"), made.name(0, "shared_head.head.weight")]
     extra = dict(zip(names, (made.info.embedding, made.info.lm_head), strict=True))
-    extra[made.name(1, "shared_head.head.weight")] = made.info.lm_head + 1  # one of its own
+    extra[made.name(1, "shared_head.head.weight")] = made.info.lm_head + 1  # another one
     first, second = load(made.write(tmp_path, extra), made.info).steps
     assert first.embed_tokens.weight is made.info.embedding
     assert first.lm_head.weight is made.info.lm_head

@@ -140,7 +140,7 @@ def test_what_is_wrong_with_a_head_is_named(tmp_path):
     tensors, raw = load_file(shard), json.loads((folder / "config.json").read_text())
 
     def refused(words: str, change: Callable[[dict[str, Tensor]], Any], **config: Any) -> None:
-        """The head alone, changed, in a folder of its own."""
+        """The head alone, changed, in a separate folder."""
         changed = dict(tensors)
         change(changed)
         save_file(changed, tmp_path / "model.safetensors")

@@ -37,7 +37,7 @@ GEMMA4_LAYERS = ["sliding_attention", "full_attention"] * 3
 
 
 def tiny_gemma4() -> nn.Module:
-    """Six layers of two head sizes; the last two have no keys of their own."""
+    """Six layers of two head sizes; the last two have no own keys."""
     config = transformers.Gemma4TextConfig(
         **{**COMMON, "num_hidden_layers": 6}, head_dim=12, global_head_dim=16, sliding_window=8,
         layer_types=list(GEMMA4_LAYERS), num_kv_shared_layers=2, vocab_size_per_layer_input=VOCAB,
@@ -178,7 +178,7 @@ def test_metadata_is_made_once_and_nothing_is_written():
     program = compilespec.trace(
         model, "shared_kv", draft=drafter, num_draft_tokens=3, max_seq_len=MAX_SEQ_LEN
     )
-    assert drafter.kv_layers == (2, 3)  # the last of each type with keys of its own
+    assert drafter.kv_layers == (2, 3)  # the last of each type with own keys
     assert not [spec.name for spec in program.buffers if "draft" in spec.name]
     for phase in program.graphs.values():
         calls = phase.spliced.graph.find_nodes(op="call_function", target=PAGED)

@@ -1,4 +1,4 @@
-"""spec="user": a function or module of the user's, and a whole method of one's own, as spec=."""
+"""spec="user": a function or module of the user's, and a user's whole method, as spec=."""
 
 from __future__ import annotations
 
@@ -231,7 +231,7 @@ def test_options_of_the_host_are_checked():
             compilespec.compile(model, spec="user", draft=lambda ids: ids, **OPTIONS, **options)
 
 
-# --- a method of one's own: heads over the last hidden state, after Medusa ---
+# --- a user's method: heads over the last hidden state, after Medusa ---
 
 
 class MedusaHeads(DirectDrafter):

@@ -203,7 +203,7 @@ def test_the_gpu_decides(library: list[int], monkeypatch: pytest.MonkeyPatch) ->
 def test_the_library_is_the_users_to_activate(
     library: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And what was answered once stays, whatever is activated later."""
+    """The first answer stays after later activations."""
     monkeypatch.setattr(flash, "why_wrong", lambda form, device: "")
     monkeypatch.setattr(torch.nn.attention, "current_flash_attention_impl", lambda: "FA4")
     why = choice.why_not_flash(FORM, HOPPER)
@@ -224,7 +224,7 @@ def test_a_right_library_is_trusted(window: int, library: list[int]) -> None:
 
 
 def without_keys_is_skipped(out: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """Whatever memory held before stays where a sequence has no keys."""
+    """Old memory stays where a sequence has no keys."""
     varlen(out, *args, **kwargs)
     out[-1] = 3.0
     return out

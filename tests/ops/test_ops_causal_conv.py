@@ -29,7 +29,7 @@ class Layer:
 
     def __init__(self, width: int, channels: int, *, bias: bool, dtype: torch.dtype) -> None:
         self.x = torch.randn(ROWS, LENGTH, channels).to(dtype)
-        self.weight = torch.randn(width, channels).to(dtype).t()  # with strides of its own
+        self.weight = torch.randn(width, channels).to(dtype).t()  # with other strides
         self.bias = torch.randn(channels).to(dtype) if bias else None
         self.ring = torch.full((ROWS, KEPT, channels), NAN, dtype=dtype)
 

@@ -279,7 +279,7 @@ def test_draws_follow_the_softmax(axis):
 @pytest.mark.parametrize("compute", [draw_reference, draw], ids=["reference", "operator"])
 @pytest.mark.parametrize("vocab", [40, 313])
 def test_a_draft_of_the_same_logits_is_the_same_token(compute, vocab):
-    """Also over a vocabulary of its own, in any order: the target's other ids cannot be drawn."""
+    """Also over another vocabulary, in any order: the target's other ids cannot be drawn."""
     params = [SamplingParams(temperature=t) for t in (0.0, 0.3, 1.0, 4.0)] * 5
     state, batch = make_state(params, vocab), len(params)
     real, whole, *others = state.arguments()

@@ -1,4 +1,4 @@
-"""Tokens that ranks choose together, each by the logits of its own ids: those of one process."""
+"""Tokens that ranks choose together, each by the logits of some ids: those of one process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""row_argmax on the CPU: the index that torch gives, whatever is in a row."""
+"""row_argmax on the CPU: the index that torch gives, for any row."""
 
 from __future__ import annotations
 

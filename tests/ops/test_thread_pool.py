@@ -1,4 +1,4 @@
-"""The pool: the bits of OpenMP's threads, whatever number of threads there is and whoever calls."""
+"""The pool: the bits of OpenMP's threads, for any number of threads and any caller."""
 
 import os
 import subprocess

@@ -18,7 +18,7 @@ MOST_SHARED = 227 * 1024  # bytes of shared memory that a program may have on sm
 
 
 def compile_cases(function: str) -> dict[str, list[dict[str, Any]]]:
-    """In a process of its own: this one may have chosen the interpreter."""
+    """In a separate process: this one may have chosen the interpreter."""
     environment = {**os.environ, "TRITON_INTERPRET": "0"}
     environment["PYTHONPATH"] = str(ROOT)
     done = subprocess.run(

@@ -410,7 +410,7 @@ def test_t07_golden_traces():
     num_steps=st.integers(1, 8),
 )  # fmt: skip
 def test_t07_pools_against_the_list_of_tokens(num_drafts, num_prompt, seed, num_steps):
-    """M5, M6, H-6, H-9, H-21: whatever is accepted, the rows are the last committed tokens."""
+    """M5, M6, H-6, H-9, H-21: for any acceptance, the rows are the last committed tokens."""
     rng = random.Random(seed)
     pools = ops.MTPPools(1, num_drafts, 1, relaxed=True)
     pools.add(0)

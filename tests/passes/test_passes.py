@@ -295,7 +295,7 @@ def test_read_state_replaces_ids_and_positions(parts):
 
 
 def emitted_graph(function: Callable[..., Any], names: list[str], **options: Any) -> fx.GraphModule:
-    """`function` as passes emit it: over proxies, into a graph of its own."""
+    """`function` as passes emit it: over proxies, into a new graph."""
     gm = fx.GraphModule(nn.Module(), fx.Graph())
     inputs = [gm.graph.placeholder(name) for name in names]
     end = gm.graph.output(())

@@ -1,6 +1,6 @@
 """quantize= and draft_quantize=: the tokens of a quantized target are its own, whoever drafts.
 
-float32 on the interpreted graphs, tokens equal: sums of quantized products have one order, whatever
+float32 on the interpreted graphs, tokens equal: sums of quantized products have one order, for any
 the number of rows.  The slow run has every config that the CPU runs with every method.
 """
 
@@ -36,7 +36,7 @@ from tests.support.models import VOCAB
 
 torchao_quantization = pytest.importorskip("torchao.quantization")
 
-INT4 = NAMES["int4_weight_only"](torch.device("cpu"))  # as a config of one's own
+INT4 = NAMES["int4_weight_only"](torch.device("cpu"))  # as a user's config
 CONFIGS = ("int8_weight_only", "int8_dynamic", "int4_weight_only", "float8_weight_only")
 PROMPTS = [[5, 17, 33, 2, 8], [44, 3, 3, 9, 12, 61, 7], [80]]
 PARAMS = SamplingParams(max_new_tokens=25, ignore_eos=True)
@@ -168,7 +168,7 @@ def test_one_is_quantized_and_the_other_not(which: str) -> None:
 
 @pytest.mark.slow
 def test_a_head_alone() -> None:
-    """Of a draft whose head is the target's: it has a quantized one of its own then."""
+    """For a draft that shares the target's head: it then has its own quantized one."""
     asked, model = Quantize("int8", only="lm_head"), target()
     with compilespec.compile(
         model, "eagle", draft_quantize=asked, **drafting("eagle", model), **OPTIONS

@@ -143,7 +143,7 @@ def test_a_head_that_is_always_right_beside_adapters(adapters, k):
 
 
 def load_and_drop(engine, adapters):
-    """Another one under a known name, and a new one; cached blocks are of their own adapter."""
+    """Another one under a known name, and a new one; cached blocks belong to one adapter."""
     prompt = [*range(40, 59)]
     before = own_tokens(adapters["all"], prompt, 5)
     for _ in range(2):

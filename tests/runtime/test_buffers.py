@@ -55,7 +55,7 @@ def test_a_cache_is_resident_as_far_as_it_was_written():
     full = [allocate(spec((64, 2**20), torch.uint8), CPU).fill_(1) for _ in range(3)]
     cache = allocate(spec((64, 2**20), torch.uint8), CPU)  # Linux may join it to a full one
     cache[5] = 1
-    assert resident(cache) == 1024, "KiB: one row of 64, whatever the system's huge pages"
+    assert resident(cache) == 1024, "KiB: one row of 64, with any huge pages"
     spec_of_heads = dataclasses.replace(spec((1024, 16, 8, 64), torch.uint8), order=HEADS_FIRST)
     by_head = allocate(spec_of_heads, CPU)
     by_head[3] = 1

@@ -1,4 +1,4 @@
-"""An engine on a thread of its own: many threads, event loops, readers that leave, faults."""
+"""An engine on its own thread: many threads, event loops, readers that leave, faults."""
 
 from __future__ import annotations
 

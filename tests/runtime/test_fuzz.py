@@ -37,7 +37,7 @@ def orders_of(plan: Plan, ways: tuple[str, ...]) -> list[Order]:
 
 @pytest.fixture(scope="module")
 def several() -> Iterator[Any]:
-    """Overlapped steps of several K, drafts that are all right, requests with a K of their own."""
+    """Overlapped steps of several K, drafts that are all right, requests with their own K."""
     plan = plan_of("dial", num_draft_tokens=(0, 1, 3))
     orders = orders_of(plan, DIRECT_WAYS)
     lab = build(plan, orders)

@@ -1,4 +1,4 @@
-"""Random JSON schemas, patterns and choices of texts: every output is valid, whatever the model is;
+"""Random JSON schemas, patterns and choices of texts: every output is valid, for any model;
 drafts change no token.  Needs llguidance.
 """
 

@@ -110,7 +110,7 @@ def test_an_interrupt_anywhere_loses_nothing(overlap, event):
 
 
 class Twice:
-    """An interrupt in the third call of a phase, and another so many lines later."""
+    """An interrupt in the third call of a phase, and another some lines later."""
 
     def __init__(self, phase: str, num_more: int) -> None:
         self.phase, self.num_more = phase, num_more

@@ -1,4 +1,4 @@
-"""Log-probabilities of prompt tokens: the model's own, whatever the chunks, at nobody's cost."""
+"""Log-probabilities of prompt tokens: the model's own, for any chunks, at nobody's cost."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Random schedules of submit, step and abort on one engine, over caches full of NaN.
 
-Whatever the schedule, a request's tokens are the right prefix of the model's own continuation.
+For any schedule, a request's tokens are the right prefix of the model's own continuation.
 """
 
 from __future__ import annotations

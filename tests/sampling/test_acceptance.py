@@ -309,7 +309,7 @@ def test_every_pass_of_a_lossy_program_computes_what_it_must(options):
 
 
 def test_ids_of_a_lossy_program_are_proved():
-    """Whatever the rule, what leaves the step and what stays in it are ids or PAD."""
+    """For any rule, the step's outputs and state are ids or PAD."""
     from compilespec.inspect.bounds import prove
 
     model = tiny_target("llama", num_layers=1)

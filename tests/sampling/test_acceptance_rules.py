@@ -41,7 +41,7 @@ def everything_then_seven(draft_BK, logits_BSV):
 
 
 class Cautious(nn.Module):
-    """A rule with weights of its own: accepts nothing, and draws from no one."""
+    """A rule with its own weights: accepts nothing, and draws from no one."""
 
     lossless = True
 
@@ -160,7 +160,7 @@ def test_counts_and_ids_stay_inside():
 
 @acceptance_rule(lossless=False)
 def everything(probs_BSV, num_drafts_B):
-    """Keeps whatever is drafted; the weights after it are those of its row."""
+    """Keeps every draft; the weights after it are those of its row."""
     place_B1V = num_drafts_B.long().view(-1, 1, 1).expand(-1, 1, probs_BSV.shape[-1])
     return num_drafts_B, probs_BSV.gather(1, place_B1V).squeeze(1)
 

@@ -255,7 +255,7 @@ def test_kernels_equal_references(vocab, dtype):
 @pytest.mark.parametrize("way", [filtered_probs_reference, filtered_probs_dense, filtered_probs])
 @pytest.mark.parametrize("temperature", [0.0, 0.7], ids="T{}".format)
 def test_a_row_without_any_id_has_no_probability(way, temperature):
-    """Whatever its request asks for; the rules can read it."""
+    """For any request; the rules can read it."""
     params = [SamplingParams(temperature=temperature, **fields)
               for fields in ({}, {"top_k": 3}, {"top_p": 0.5}, {"min_p": 0.1})]  # fmt: skip
     state, batch = make_state(params, 37), len(params)
@@ -329,7 +329,7 @@ def lab() -> Iterator[tuple[PlainModel, Engine]]:
     "kinds", [("plain", "one_draft"), pytest.param(tuple(KINDS), marks=pytest.mark.slow)]
 )
 def test_generated_tokens_follow_the_target(lab, kinds):
-    """T21: filters, bias, a K of one's own; several steps, first drafts from prefill."""
+    """T21: filters, bias, a request's own K; several steps, first drafts from prefill."""
     model, engine = lab
     assert engine.plan()["acceptance"] == "rejection"
     assert engine.plan()["lossless"] is True

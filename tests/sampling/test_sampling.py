@@ -1,4 +1,4 @@
-"""Sampled decoding: coupled drafts change no token, whatever is asked and whoever shares the batch.
+"""Sampled decoding: coupled drafts change no token, for any request and any batch.
 
 Float64 on the eager backend: one row and S rows differ by 1e-15, far less than any two scores.
 """

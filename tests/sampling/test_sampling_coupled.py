@@ -1,6 +1,6 @@
 """Sampled requests: drafts use the target's noise, so that one that knows the target is right.
 
-The target says what follows a token, whatever came before; a drafter with the same table draws the
+The target says what follows a token, in any context; a drafter with the same table draws the
 same token only if it draws for the right position, seed and ids.
 """
 

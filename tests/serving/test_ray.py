@@ -40,7 +40,7 @@ class Cluster:
         return httpx2.AsyncClient(base_url=self.url, timeout=120, trust_env=False)
 
     def wait_for(self, names: int, without: str = "") -> set[str]:
-        """The replicas that answer, once there are so many."""
+        """The replicas that answer, once there are this many."""
         until, seen = time.monotonic() + 180, set[str]()
         with httpx2.Client(base_url=self.url, timeout=60, trust_env=False) as client:
             while len(seen) < names:

@@ -99,7 +99,7 @@ class Storm:
         return _judged(prompt, count, [answer.json()["choices"][0]["token_ids"]])
 
     async def leaver(self, draw: random.Random) -> str:
-        """Gives up after a moment, whatever has come."""
+        """Gives up after a moment in any case."""
         *_, body = _asked(draw)
         body |= {"max_tokens": 150, "ignore_eos": True, "stream": draw.random() < 0.5}
         try:

@@ -43,7 +43,7 @@ class Browser:
         return self.call("POST", "/execute/sync", {"script": script, "args": []})
 
     def resize(self, width: int, height: int) -> None:
-        """Lay pages out for a screen of so many pixels."""
+        """Lay pages out for a screen of this many pixels."""
         size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
         command = {"cmd": "Emulation.setDeviceMetricsOverride", "params": size}
         self.call("POST", "/goog/cdp/execute", command)

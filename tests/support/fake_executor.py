@@ -304,7 +304,7 @@ class FakeExecutor:
 
     def _live_row(self, index: int) -> _Row:
         row = self._rows[index]
-        _check(row.live, f"row {index}: used without blocks of its own")
+        _check(row.live, f"row {index}: used without blocks")
         return row
 
     def _slot(self, row: _Row, position: int) -> int:

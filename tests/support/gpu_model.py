@@ -1,7 +1,7 @@
 """An executable model of a GPU in host memory: streams, events, pinned copies, graphs and pools.
 
 What is asked of the device is queued, and done when the device gets there: a test chooses how far
-it lags behind (`Pace`), down to never before somebody waits.  So whatever relies on an order that
+it lags behind (`Pace`), down to never before somebody waits.  So code that relies on an order that
 nothing enforces reads old values under some pace, on any machine.  The code under test runs as it
 is; `Gpu.installed` puts the model in place of what it uses of `torch.cuda`.
 

@@ -1,7 +1,7 @@
 """Whole engines whose steps are the code that Inductor generates for CUDA, interpreted on the CPU.
 
 The code is generated for sm_90 on fake tensors; Triton's interpreter runs its kernels, and our own,
-on CPU tensors, and libraries' products are the CPU's.  Run as a script, in a process of its own,
+on CPU tensors, and libraries' products are the CPU's.  Run as a script, in a separate process,
 with TRITON_INTERPRET=1: `python -m tests.support.interpreted_cuda CASE`; a line of JSON a request
 says what tokens it got, and what the interpreted graphs (`backend="eager"`) gave.
 """
@@ -115,7 +115,7 @@ def parting(
 
 
 def tokens_of(case: Case, model: nn.Module, *, backend: str) -> list[list[int]]:
-    """Tokens of a mixed batch, then of a greedy one, for which there are steps of their own."""
+    """Tokens of a mixed batch, then of a greedy one, for which there are separate steps."""
     torch.manual_seed(0)
     head = random_head(target_info(model, 64), aux_layers=(0, 1, 2), num_draft_tokens=2)
     with compilespec.compile(

@@ -1,4 +1,4 @@
-"""A server on a free port of this machine, on a thread of its own; engines that it serves."""
+"""A server on a free port of this machine, on its own thread; engines that it serves."""
 
 from __future__ import annotations
 

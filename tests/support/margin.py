@@ -42,7 +42,7 @@ def assert_same_tokens(
 
 
 def shortfall(reference: nn.Module, prompt: Sequence[int], tokens: Sequence[int]) -> float:
-    """How far, at most, the logit of a token lies below the best one of its own context."""
+    """How far, at most, the logit of a token lies below the best one of its context."""
     with torch.no_grad():
         output = reference(torch.tensor([[*prompt, *tokens]]))
     logits_TV = getattr(output, "logits", output)[0, len(prompt) - 1 : -1]

@@ -104,7 +104,7 @@ def tiny_target(
 ) -> nn.Module:
     """A random target with larger weights than the default, so that its tokens are not trivial.
 
-    Hybrids have four layers, whatever `num_layers` says.
+    Hybrids have four layers, for any `num_layers`.
     """
     torch.manual_seed(seed)
     if family == "plain":

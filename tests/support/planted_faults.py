@@ -1,6 +1,6 @@
 """A tiny step with faults planted in it: prints, as a line of JSON, what is said of it.
 
-Run in a process of its own: `python -m tests.support.planted_faults all`, or `each`: a line for the
+Run in a separate process: `python -m tests.support.planted_faults all`, or `each`: a line for the
 step without a fault, and one for each fault alone.
 """
 

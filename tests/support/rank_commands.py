@@ -20,7 +20,7 @@ from tests.support.live_server import VOCAB, toy_tokenizer
 from tests.support.models import enliven
 
 ROOT = Path(__file__).parents[2]
-# Rank 1 runs in a folder of its own, with the package that lies there, if one does.
+# Rank 1 runs in a separate folder, with the package that lies there, if one does.
 SITE = """
 import os, sys
 other = os.path.join(os.path.dirname(__file__), "rank1")

@@ -162,7 +162,7 @@ def _with_adapters(
 
 
 class MemoryWatch:
-    """The most memory of its own that the process has, above what it has now; in MiB."""
+    """The most private memory of the process, above what it has now; in MiB."""
 
     def __init__(self) -> None:
         self._before = self._most = self._now()

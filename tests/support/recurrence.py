@@ -126,7 +126,7 @@ class Pool:
         return twin
 
     def copy(self) -> Pool:
-        """The same requests with buffers of their own."""
+        """The same requests with separate buffers."""
         twin = self.fresh()
         twin.state, twin.recent = self.state.clone(), self.recent.clone()
         return twin

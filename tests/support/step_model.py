@@ -17,7 +17,7 @@ prefill    Prompt positions in chunks; then L = end of the chunk.  The last chun
 recycled   Row t pairs H_t with x_{t+1} in slot t.  All S rows run (the rejected tail is harmless),
            row n-1 gives draft 1, then K-1 single passes start at slot L+n, each fed with the
            hidden state that the pass before returned.
-windowed   Module i has a cache of its own.  Input pairs come from a ring of the last K pairs ++ the
+windowed   Module i has its own cache.  Input pairs come from a ring of the last K pairs ++ the
            new S; the window cat[n-1 : n+K] ends at e, so it holds no rejected row, skips no slot.
            module_rows: row t = (module i-1's row t, x_{t+i}); K+1 rows, whose tokens move on by one
            per module.

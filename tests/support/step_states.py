@@ -10,14 +10,14 @@ The rules (P columns; position p is kept in column p % P):
 state      Holds the first `absorbed` tokens.  A pass takes the kept tokens from `absorbed` up to
            its own first one, then its own; what the last row that commits saw is written back,
            rows that do not commit are kept in the ring.  At position 0 it begins with nothing,
-           whatever an earlier owner of the row left.
+           values that an earlier owner of the row left.
 window     The last W - 1 tokens and the K that may be rejected.  Nothing stands before position 0.
 target     Decode: the row at L commits, its drafts do not; `absorbed` = L + 1.  Prefill: a chunk
            begins with the tokens that windowed drafters run again, and does not commit the ones
            that the next chunk runs again; `absorbed` counts what it committed.
 drafter    (unshifted) The first pass finds L + 1 tokens in the state and commits the n emitted ones
            of its S; single passes commit nothing, but for the sampled token after a prompt.
-K          Rings have the columns of the largest K, whatever a step's own is.
+K          Rings have the columns of the largest K, at any K of a step.
 
 Source: `compilespec.ops.recurrence.reference`; Rules that a test may break are in `StateRules`.
 """

@@ -22,7 +22,7 @@ def paths_of(parents: Sequence[int]) -> list[list[int]]:
 
 class Tree:
     """Nodes over a pool's requests: the queries, keys and values of node i are those that the pool
-    has for position context + i, whatever the node's depth is.
+    has for position context + i, at any depth of the node.
     """
 
     def __init__(self, case: Case) -> None:

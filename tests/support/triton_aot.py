@@ -2,7 +2,7 @@
 
 A driver that knows only the target stands in for CUDA's, so that arguments are specialised as a
 real launch would have them; what comes out is the machine code of ptxas.  Run as a script, in a
-process of its own, without TRITON_INTERPRET: `python triton_aot.py CASES.py FUNCTION`.
+separate process, without TRITON_INTERPRET: `python triton_aot.py CASES.py FUNCTION`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Engines in processes of their own, by scripts that stand in for theirs."""
+"""Engines in separate processes, by scripts that stand in for theirs."""
 
 import shutil
 import sys

@@ -35,4 +35,4 @@ def test_the_recorded_result_is_within_the_limit() -> None:
         texts = [run["tokens"] for run in result["runs"] if run["num_layers"] == layers]
         assert all(tokens == texts[0] for tokens in texts), "pieces and whole steps, cold and warm"
     compiled = {run["num_layers"]: run["num_compiled"] for run in cold if run["units"] == "pieces"}
-    assert set(compiled.values()) == {6}, "three pieces a phase, whatever the depth"
+    assert set(compiled.values()) == {6}, "three pieces a phase, at any depth"

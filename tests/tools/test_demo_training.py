@@ -18,7 +18,7 @@ TINY = model.Shape(num_hidden_layers=2, hidden_size=32, head_dim=8, intermediate
 
 @pytest.fixture(scope="module")
 def tiny():
-    """A tiny target with a tokenizer of its own."""
+    """A tiny target with its own tokenizer."""
     torch.manual_seed(0)
     llama = model.LeanLlama(TINY).requires_grad_(False)
     llama.embed.mul_(10)

@@ -1,4 +1,4 @@
-"""Parts of a check in processes of their own: what they printed is kept however they end."""
+"""Parts of a check in separate processes: what they printed is kept however they end."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ def trace(module: nn.Module) -> Traced:
 
 @pytest.fixture(autouse=True)
 def folder(monkeypatch, tmp_path) -> Path:
-    """A cache of its own; `reuse.forget_captures` makes the process a new one."""
+    """A separate cache; `reuse.forget_captures` makes the process a new one."""
     monkeypatch.setenv("COMPILESPEC_CACHE_DIR", str(tmp_path))
     reuse.forget_captures()
     yield tmp_path / "traces"

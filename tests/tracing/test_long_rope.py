@@ -1,4 +1,4 @@
-"""Rotary tables of short and long sequences (LongRoPE): a request has that of its own length."""
+"""Rotary tables of short and long sequences (LongRoPE): a request has the table for its length."""
 
 from __future__ import annotations
 

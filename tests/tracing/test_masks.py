@@ -150,7 +150,7 @@ def test_chunks_by_reference() -> None:
     assert report.ok, str(report)
 
 
-# --- plain modules with masks, counts and errors of their own ---
+# --- plain modules with their own masks, counts and errors ---
 
 
 class Masked(PlainModel):

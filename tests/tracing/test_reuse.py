@@ -26,7 +26,7 @@ def shift(x: Tensor) -> Tensor:
 
 
 class Scaled(nn.Module):
-    """Reads a global, calls a function and holds attributes of its own."""
+    """Reads a global, calls a function and holds attributes."""
 
     def __init__(self, width: int = 5, **attributes: Any) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Prompts are answered by the target, each once, whatever stops the run."""
+"""Prompts are answered by the target, each once, for any stop of the run."""
 
 from __future__ import annotations
 

@@ -249,14 +249,14 @@ def test_one_sequence_that_is_held_out_leaves_nothing(model, tmp_path):
 
 
 class Few:
-    """A loader of one's own."""
+    """A user's loader."""
 
     def samples(self) -> list[Sample]:
         return [Sample(token_ids=(one, *range(3, 9)), start=2) for one in range(12)]
 
 
 class Narrow(Eagle3Training):
-    """A method of one's own."""
+    """A user's method."""
 
     def create(self, info: Any, counts: Any, options: Any) -> Any:
         return super().create(info, counts, dataclasses.replace(options, intermediate_size=5))

@@ -1,6 +1,6 @@
 """Compile seconds by depth: one shape at several numbers of layers, whole steps and pieces.
 
-Every configuration is a process of its own with empty caches; a second one, with what the first
+Every configuration is a separate process with empty caches; a second one, with what the first
 left there, is the warm start.  Compilers run one at a time, and seconds of processor time, theirs
 included, stand beside seconds of the clock: on a machine that others use, too, only the former say
 what compiling costs.

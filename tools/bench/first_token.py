@@ -4,7 +4,7 @@ Each measurement is a new Python process, timed from just before it is started t
 so that imports, loading, tracing and compiling all count.  The child then finishes its request, so
 that code compiled after the first token is also in the caches when the next, warm process starts,
 and says how much memory it had resident at most.  Beside each warm start a process loads the same
-model and tokenizer with transformers and does no more: what a start takes of its own is the rest.
+model and tokenizer with transformers and does no more: a start's own time is the rest.
 """
 
 from __future__ import annotations

@@ -196,7 +196,7 @@ class Ways:
         )  # fmt: skip
 
     def compile_forced(self) -> None:
-        """Engines whose steps accept all drafts, whatever these are: what is timed."""
+        """Engines whose steps accept all drafts, regardless of their tokens: what is timed."""
         for name, keywords in self.keywords.items():
             self.engines[name] = self.compile(
                 **keywords, force_num_accepted=self.options.num_draft_tokens

@@ -26,7 +26,7 @@ WARMUP_STEPS = 60
 class Run:
     """One part's training: a trapezoid schedule whose decay may be started early.
 
-    A file `<part>.decay` in the folder starts the decay at once, whatever `steps` says; the log
+    A file `<part>.decay` in the folder starts the decay at once, before `steps`; the log
     then shows the step count to give a run that repeats this one.
     """
 

@@ -196,7 +196,7 @@ def measure_transformers(shape: Shape, setting: Setting, name: str) -> None:
 
 
 def measure_vllm(shape: Shape, setting: Setting) -> None:
-    """vLLM with weights of its own making, which decide no time."""
+    """vLLM with its own random weights, which decide no time."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     vllm: Any = importlib.import_module("vllm")

@@ -1,1 +1,1 @@
-"""The server, measured and evaluated from outside: in a process of its own, over HTTP."""
+"""The server, measured and evaluated from outside: in a separate process, over HTTP."""

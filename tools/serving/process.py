@@ -1,4 +1,4 @@
-"""`compilespec serve` in a process of its own."""
+"""`compilespec serve` in a separate process."""
 
 from __future__ import annotations
 

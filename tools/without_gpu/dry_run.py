@@ -68,7 +68,7 @@ class DryRun:
 
 
 def dry_run(compiled: CompiledStep, gpu: Gpu) -> DryRun:
-    """Run a step at its example sizes.  Raises: whatever the code raises on meta tensors."""
+    """Run a step at its example sizes.  Raises: the code's errors on meta tensors."""
     step = compiled.step
     tensors = [_meta_like(fake) for fake in step.fakes]
     entries = [*step.inputs, *(_CONSTANT for _ in step.constants)]

@@ -81,7 +81,7 @@ def fewest_programs(run: DryRun) -> dict[str, int]:
 
 
 def spilled(kernels: Sequence[Kernel]) -> list[str]:
-    """Kernels that spill registers whatever configuration is chosen for them."""
+    """Kernels that spill registers in every configuration."""
     least: dict[str, int] = {}
     for kernel in kernels:
         least[kernel.name] = min(kernel.stack, least.get(kernel.name, kernel.stack))

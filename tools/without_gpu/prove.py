@@ -1,4 +1,4 @@
-"""Runs every part in a process of its own, and keeps what each has shown in one JSON file."""
+"""Runs every part in a separate process, and keeps what each has shown in one JSON file."""
 
 from __future__ import annotations
 

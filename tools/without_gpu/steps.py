@@ -36,7 +36,7 @@ def passes_of_cuda(*, fuse_head: bool | None = None, optimised: bool = True) -> 
     """Within, graphs are rewritten as they are on CUDA, wherever their weights are.
 
     Args:
-        fuse_head: whether heads are fused with their argmax whatever their sizes.
+        fuse_head: true: heads of any size are fused with their argmax.
         optimised: False leaves out what only makes steps faster, to compare with.
     """
     changed: dict[str, bool | None] = {"prepack": False, "heads_first": False}

@@ -1,4 +1,4 @@
-"""Other engines, each in a process of its own, that may have an environment of its own.
+"""Other engines, each in a separate process, that may have its own environment.
 
 An engine's script (`run_*.py`) is run by the interpreter that has the engine, imports nothing of
 compilespec, and answers JSON lines (`pipe.py`).

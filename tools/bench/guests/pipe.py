@@ -17,7 +17,7 @@ Generate = Callable[[list[list[int]], int], list[list[int]]]
 def serve(start: Callable[[dict[str, Any]], Generate]) -> None:
     """Start an engine with the first line's values, then answer prompts until stdin ends.
 
-    Whatever the engine prints goes to stderr.
+    All output of the engine goes to stderr.
     """
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
