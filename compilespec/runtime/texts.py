@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from compilespec.errors import InvalidRequest
@@ -38,16 +38,27 @@ def is_nested_too_deep(given: Any) -> bool:
     """True where mappings and lists are nested more than MAX_NESTING levels deep."""
     level = [given]
     for _ in range(MAX_NESTING + 1):
-        inside: list[Any] = []
-        for one in level:
-            if isinstance(one, Mapping):
-                inside += one.values()
-            elif isinstance(one, list | tuple):
-                inside += one
-        if not inside:
+        level = [value for one in level for value in _inside(one)]
+        if not level:
             return False
-        level = inside
     return True
+
+
+def has_more_values(given: Any, most: int) -> bool:
+    """True where mappings and lists hold more than `most` values; it stops there."""
+    left, found = [given], 0
+    while left and found <= most:
+        inside = _inside(left.pop())
+        found += len(inside)
+        left += inside
+    return found > most
+
+
+def _inside(one: Any) -> Collection[Any]:
+    """The values of a mapping, a list or a tuple."""
+    if isinstance(one, Mapping):
+        return one.values()
+    return one if isinstance(one, list | tuple) else ()
 
 
 def _texts(given: Any) -> Iterator[str]:

@@ -24,6 +24,7 @@ import torch
 from compilespec.errors import CheckpointError
 from compilespec.ops._build import cache_directory
 from compilespec.tracing.checkpoint_files import reason
+from compilespec.tracing.quiet import no_progress_bars
 
 logger = logging.getLogger("compilespec")
 
@@ -95,7 +96,8 @@ class GgufCopy:
                 return None
             with tempfile.TemporaryDirectory(dir=directory()) as scratch:
                 made = Path(scratch) / "copy"
-                model.save_pretrained(made)
+                with no_progress_bars():
+                    model.save_pretrained(made)
                 tokenizer.save_pretrained(made)
                 files = {str(path.relative_to(made)): _checksum(path) for path in _files(made)}
                 record = {"source": str(self.source), "files": files}

@@ -329,9 +329,21 @@ def _integers(directory: Path, model: nn.Module) -> list[str]:
 def find_tokenizer(model: str | Path) -> Any:
     """The tokenizer of a model, which is not loaded; None where it has none.
 
+    That of a GGUF file comes from its converted copy, where there is one: the file itself takes a
+    minute to read.
+
     Raises: ModelNotFound, CheckpointError.
     """
-    return _load_tokenizer(find_model(model))
+    place = find_model(model)
+    if place.gguf_file is None:
+        return _load_tokenizer(place)
+    refuse_pointer(place.path)
+    check_readable(place.path)
+    folder = GgufCopy.of(place.path, None).find()
+    if folder is not None:
+        return read_tokenizer(folder)
+    with quiet_import(), read_once(lambda _: None):
+        return _load_tokenizer(place)
 
 
 def _load_tokenizer(place: ModelPlace) -> Any:

@@ -13,7 +13,12 @@ from torch import Tensor
 
 from compilespec.errors import GuideFailed, InvalidRequest, MissingDependency
 from compilespec.runtime.guides.base import Matcher, Vocabulary
-from compilespec.runtime.texts import MAX_NESTING, check_unicode, is_nested_too_deep
+from compilespec.runtime.texts import (
+    MAX_NESTING,
+    check_unicode,
+    has_more_values,
+    is_nested_too_deep,
+)
 
 # The limits of a schema or an expression: more would hold up the steps of all requests.
 MAX_SOURCE = 1 << 16  # characters
@@ -39,6 +44,11 @@ class JsonSchema:
     def source(self) -> tuple[str, str]:
         """Kind and text, as `text_matcher` takes them.  Raises: InvalidRequest."""
         schema = self.schema
+        if has_more_values(schema, MAX_SOURCE):  # told before 200,000 options are written out
+            raise InvalidRequest(
+                f"JsonSchema: the schema has more than {MAX_SOURCE} values: give a smaller one, or "
+                "a Choice of lists of token ids"
+            )
         try:
             loaded = json.loads(schema) if isinstance(schema, str) else schema
             if is_nested_too_deep(loaded):
