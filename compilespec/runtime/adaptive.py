@@ -194,7 +194,7 @@ class AdaptiveDrafts:
         return min(count + 1, self._most) if drafted.is_found else count
 
     def _note_plain(self, requests: Sequence[Request]) -> None:
-        if self._sizes.needs_replay:
+        if self._sizes.needs_catch_up:
             for request in requests:
                 request.backlog += 1
 
@@ -203,7 +203,7 @@ class AdaptiveDrafts:
 
     def _replay(self, requests: Sequence[Request]) -> None:
         rows = [request.row for request in requests]
-        self._executor.replay(rows, [request.backlog for request in requests])
+        self._executor.catch_up(rows, [request.backlog for request in requests])
         for request in requests:
             request.backlog = 0
             if request.evidence is not None and request.evidence.level < FIRST_MATCH:

@@ -68,7 +68,7 @@ class Geometry:
     host_processors: bool = False  # true: requests may have logits processors on the host
     prompt_logprobs: bool = False  # true: requests may ask for prompt log-probabilities
     draft_tree: bool = False  # true: drafts are a tree
-    needs_replay: bool = False  # true: drafters must catch up after steps of K = 0
+    needs_catch_up: bool = False  # true: drafters must catch up after steps of K = 0
     tells_evidence: bool = False  # true: steps say how sure their drafts are
     looks_up: bool = False  # true: a look-up finds drafts in texts, with K = 0 too
     combines: bool = False  # true: a look-up drafts beside a model, where it is surer
@@ -164,7 +164,7 @@ class Executor(Protocol):
             num_draft_tokens: K of this step, one of `draft_counts`; None takes the largest.
         """
 
-    def replay(self, rows: Sequence[int], backlogs: Sequence[int]) -> None:
+    def catch_up(self, rows: Sequence[int], backlogs: Sequence[int]) -> None:
         """Let the drafter catch up, and draft, for rows that just had 1 to NUM_KEPT steps of K = 0
         in a row; `backlogs` has their numbers.
         """

@@ -187,9 +187,9 @@ class LeadExecutor:
         self._send("launch_decode", list(rows), num_draft_tokens)
         return self._executor.launch_decode(rows, num_draft_tokens)
 
-    def replay(self, rows: Sequence[int], backlogs: Sequence[int]) -> None:
-        self._send("replay", list(rows), list(backlogs))
-        self._executor.replay(rows, backlogs)
+    def catch_up(self, rows: Sequence[int], backlogs: Sequence[int]) -> None:
+        self._send("catch_up", list(rows), list(backlogs))
+        self._executor.catch_up(rows, backlogs)
 
     def collect(self, handle: Any) -> list[list[int]]:
         return self._executor.collect(handle)

@@ -203,8 +203,8 @@ def measure(executor: Executor, *, num_times: int = 3) -> StepCosts:
         rows = [PAD] * batch
         for count in sizes.draft_counts:
             runs[count, batch] = functools.partial(_run_step, executor, rows, count)
-        if sizes.needs_replay:
-            runs[_REPLAY, batch] = functools.partial(executor.replay, rows, [0] * batch)
+        if sizes.needs_catch_up:
+            runs[_REPLAY, batch] = functools.partial(executor.catch_up, rows, [0] * batch)
     fastest = dict.fromkeys(runs, math.inf)
     for run in runs.values():
         run()  # what is set up on first use

@@ -192,12 +192,12 @@ class StepRunner:
         for row, mask_SW in zip(rows, masks_NSW, strict=True):
             self._host.write("mask_RSW", row, mask_SW)
 
-    def replay(self, rows: Sequence[int], backlogs: Sequence[int]) -> None:
-        replay = self.calls.replay
-        assert replay is not None, "only where the geometry says needs_replay"
+    def catch_up(self, rows: Sequence[int], backlogs: Sequence[int]) -> None:
+        step = self.calls.replay
+        assert step is not None, "only where the geometry says needs_catch_up"
         self._host.send()
         self._share_out(pool=True)
-        replay({"row_B": rows, "backlog_B": backlogs})
+        step({"row_B": rows, "backlog_B": backlogs})
 
     def launch_decode(self, rows: Sequence[int], num_draft_tokens: int | None = None) -> Launched:
         count = self.geometry.num_draft_tokens if num_draft_tokens is None else num_draft_tokens
@@ -270,7 +270,7 @@ def _geometry(lowered: Lowered) -> Geometry:
         num_repeated_tokens=program.num_repeated_tokens,
         dtype=config.dtype,
         draft_counts=lowered.graphs.draft_counts,
-        needs_replay=lowered.graphs.replay is not None,
+        needs_catch_up=lowered.graphs.replay is not None,
         host_processors=program.host_processors,
         prompt_logprobs=program.head is not None,
         draft_tree=program.draft_tree,

@@ -190,7 +190,7 @@ def check_steps(lab: Lab, request: Request, events: Sequence[Event]) -> None:
         position += count
         if event.count:
             there = most if sizes.finds_all else event.count
-        elif sizes.needs_replay:
+        elif sizes.needs_catch_up:
             num_plain += 1
         else:
             there, judged = most, False

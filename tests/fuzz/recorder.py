@@ -38,10 +38,10 @@ class Recorder:
         self._most = engine.geometry.num_draft_tokens
         self._add, self._scheduler.add = self._scheduler.add, self._on_add
         self._decode, self._executor.launch_decode = self._executor.launch_decode, self._on_decode
-        self._replay, self._executor.replay = self._executor.replay, self._on_replay
+        self._catch_up, self._executor.catch_up = self._executor.catch_up, self._on_catch_up
 
     def close(self) -> None:
-        del self._scheduler.add, self._executor.launch_decode, self._executor.replay
+        del self._scheduler.add, self._executor.launch_decode, self._executor.catch_up
 
     def _on_add(self, request: Request) -> None:
         self.requests.append(request)
@@ -53,9 +53,9 @@ class Recorder:
         self._note("step", rows, [count] * len(rows))
         return self._decode(rows, num_draft_tokens)
 
-    def _on_replay(self, rows: list[int], backlogs: list[int]) -> None:
+    def _on_catch_up(self, rows: list[int], backlogs: list[int]) -> None:
         self._note("replay", rows, backlogs)
-        self._replay(rows, backlogs)
+        self._catch_up(rows, backlogs)
 
     def _note(self, kind: Literal["step", "replay"], rows: list[int], counts: list[int]) -> None:
         owners = {request.row: request for request in self._scheduler.line.running}

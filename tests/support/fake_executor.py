@@ -188,7 +188,7 @@ class FakeExecutor:
         self.decode_calls.append(tuple(rows))
         return self._launched("decode", list(rows), [self._decode_row(row) for row in rows])
 
-    def replay(self, rows: Sequence[int], backlogs: Sequence[int]) -> None:
+    def catch_up(self, rows: Sequence[int], backlogs: Sequence[int]) -> None:
         raise FakeExecutorError("the toy has one K")
 
     def set_drafts(self, rows: Sequence[int], drafts: Sequence[Sequence[int]]) -> None:
