@@ -16,6 +16,7 @@ import compilespec.tracing.load
 from compilespec.cli import compare as comparing
 from compilespec.cli import main, report
 from compilespec.runtime.engine import Engine
+from tests.support.documents import PAGES
 from tests.support.fake_executor import FakeExecutor, engine_over, geometry
 
 VOCAB = 259
@@ -166,8 +167,8 @@ def comparison_of(
 ) -> comparing.Comparison:
     """eagle3, plain and transformers, the first two alike but for `as_plain`."""
 
-    def row(name: str, **partings: Any) -> comparing.Row:
-        return comparing.Row(
+    def row(name: str, **partings: Any) -> comparing.SpeedRow:
+        return comparing.SpeedRow(
             name=name, num_tokens=24, elapsed_ms=1.0, tokens_per_second=24e3, ratio=1.0,
             acceptance_length=None, **partings,
         )  # fmt: skip
@@ -238,3 +239,30 @@ def test_speculation_that_parts_says_so_first(capsys):
     assert "changed no token" not in first
     assert "id 5, compilespec plain wrote nothing more" in " ".join(" ".join(rest).split())
     assert "one of them is wrong" in " ".join(rest)
+
+
+def test_readme_shows_what_the_comparison_prints(capsys):
+    """The transcript of `make demo`, made again from the numbers in it."""
+    shown = PAGES["README.md"].partition(", and ends so (")[2].split("```")[1]
+
+    def row(name: str, **partings: Any) -> comparing.SpeedRow:
+        line = next(line for line in shown.splitlines() if line.startswith(f"│ {name}"))
+        speed, ratio, length = (cell.strip(" x") for cell in line.split("│")[2:5])
+        return comparing.SpeedRow(
+            name=name, num_tokens=384, elapsed_ms=1.0, tokens_per_second=float(speed),
+            ratio=float(ratio), acceptance_length=float(length) if length else None, **partings,
+        )  # fmt: skip
+
+    parted = (comparing.Parting(prompt=1, token=5, got=1, expected=2, margin=0.0498),)
+    rows = (
+        row("compilespec eagle3", partings=parted, plain_partings=()),
+        row("compilespec plain", partings=parted),
+        row("transformers generate", partings=()),
+    )
+    comparison = comparing.Comparison(
+        rows=rows, reference=rows[2].name, plain=rows[1].name, num_prompts=3, num_rounds=3
+    )
+    plan = {"dtype": "bfloat16", "device": "cpu", "backend": "inductor"}
+    report.print_comparison(comparison, plan)
+    out = " ".join(capsys.readouterr().out.split())
+    assert out.startswith(" ".join(shown.split()))
