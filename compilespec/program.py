@@ -162,6 +162,15 @@ class AdapterShape:
 
 
 @dataclass(frozen=True, kw_only=True)
+class RequestFeatures:
+    """What requests may ask for beyond tokens: a step is built for it."""
+
+    host_processors: bool = False  # logits processors on the host, which the step waits for
+    prompt_logprobs: bool = False  # prefill outputs the head's input
+    prompt_embeds: bool = False  # rows of a prompt may be embeddings
+
+
+@dataclass(frozen=True, kw_only=True)
 class ProgramConfig:
     """The sizes of a program.  All of them are fixed when it is built; every shape follows from
     them.
@@ -179,6 +188,7 @@ class ProgramConfig:
     tree: TreeShape | None = None  # of the drafts; None: they are a chain
     adapters: AdapterShape | None = None  # of the target; None: requests have none
     short_rope_limit: int | None = None  # longer requests have the long rotary table; None: all one
+    features: RequestFeatures = RequestFeatures()
 
     @property
     def num_verify_tokens(self) -> int:
@@ -444,8 +454,6 @@ class SpecProgram:
     has_own_blocks: bool = False  # true: layers of the drafter have blocks of other sizes
     recorder: TapSink | None = field(default=None, repr=False)  # of the taps, if they are put out
     propose_on_host: HostProposal | None = field(default=None, repr=False)
-    host_processors: bool = False  # true: the step calls requests' processors on the host
-    draft_tree: bool = False  # true: the drafts are a tree
     looks_up: bool = False  # true: a look-up finds drafts in texts, with K = 0 too
     combines: bool = False  # true: a look-up drafts beside a model, where it is surer
     head: Callable[[Tensor], Tensor] | None = field(default=None, repr=False)  # for prompt logprobs

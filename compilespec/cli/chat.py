@@ -168,7 +168,7 @@ class Conversation:
     def _answer(self) -> str:
         """Print the answer as it comes; an interrupt stops it alone."""
         prompt = self._prompt()
-        room = self._engine.geometry.max_seq_len - len(prompt)
+        room = self._engine.geometry.config.max_seq_len - len(prompt)
         params = SamplingParams.of(self._engine, **{"max_new_tokens": room, **self.settings})
         text, started, output = "", time.perf_counter(), None
         num_tokens = 0
@@ -195,7 +195,7 @@ class Conversation:
         """The conversation's ids; its oldest turns are left out where there is no room for them
         and an answer.  Raises: InvalidRequest.
         """
-        most, first = self._engine.geometry.max_seq_len, self._first
+        most, first = self._engine.geometry.config.max_seq_len, self._first
         wanted = min(self.settings.get("max_new_tokens", MIN_ANSWER), most // 4)
         while True:
             is_last = len(self.messages) - self._first == 1
@@ -224,7 +224,7 @@ class Conversation:
         if output is not None and output.emitted_per_step:
             parts.append(f"{output.acceptance_length:.2f} tokens a verify step")
             parts.append(f"{output.num_accepted_drafts} of them drafts")
-        most = self._engine.geometry.max_seq_len
+        most = self._engine.geometry.config.max_seq_len
         parts.append(f"context {num_prompt + num_tokens} of {most}")
         if output is not None and output.finish_reason == "length":
             parts.append("cut at the limit")

@@ -255,7 +255,7 @@ def _compare(args: argparse.Namespace, prompts: list[str]) -> int:
             compare.transformers_way(
                 target.model,
                 max_new_tokens=count,
-                max_seq_len=engine.geometry.max_seq_len,
+                max_seq_len=engine.geometry.config.max_seq_len,
                 eos_token_ids=() if args.ignore_eos else sorted(engine.eos_token_ids),
             )
         )

@@ -45,9 +45,6 @@ class PassContext:
     fuse_head: bool | None = None  # heads give no logits; None: on GPUs, as sizes say
     greedy_only: bool = False  # strict, for requests that need only the argmax
     logits_processor: LogitsProcessor | None = None  # traced into the step
-    host_processors: bool = False  # whether requests may have processors on the host
-    prompt_logprobs: bool = False  # whether prefill outputs the head's input
-    prompt_embeds: bool = False  # whether rows of a prompt may be embeddings
     sees_ahead: bool = False  # whether tokens of a prompt may see later ones
     sharding: Sharding | None = None  # among the ranks of tensor parallelism; None: there is one
     read_only: frozenset[str] = frozenset()  # state that this graph reads, and others write

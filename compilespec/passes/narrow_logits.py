@@ -21,7 +21,7 @@ def narrow_logits(gm: fx.GraphModule, ctx: PassContext) -> int:
     logits = find_role(gm, "logits")
     head = find_head(logits)
     if head is not None and head.rowwise:
-        if ctx.prompt_logprobs:
+        if ctx.config.features.prompt_logprobs:
             kept = emit(gm, lambda hidden: hidden.view_as(hidden), head.hidden, before=head.node)
             kept.meta["role"] = "head_input"
         rows = newest_rows(gm, ctx, before=head.node)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 from compilespec.passes import contracts, references
 from compilespec.passes.absorb_latents import absorb_latents
@@ -40,6 +41,16 @@ from compilespec.passes.splice_draft_loop import num_drafter_passes, splice_draf
 from compilespec.passes.tap_hidden_states import tap_hidden_states
 from compilespec.passes.trees import verifies_tree
 from compilespec.passes.trim_draft_head import num_proposals, trim_draft_head
+
+
+def _for_prompts(feature: str) -> Callable[[PassContext], int | None]:
+    """One match in the prefill of a program whose requests may ask for the feature."""
+
+    def matches(ctx: PassContext) -> int | None:
+        return 1 if ctx.phase == "prefill" and getattr(ctx.config.features, feature) else None
+
+    return matches
+
 
 _DRAFT_LOOP = Pass(
     run=splice_draft_loop,
@@ -110,7 +121,7 @@ SPLICE_PASSES = (
     Pass(
         run=read_embeds,
         after=("tap_hidden_states", "read_state"),
-        matches=lambda ctx: 1 if ctx.prompt_embeds and ctx.phase == "prefill" else None,
+        matches=_for_prompts("prompt_embeds"),
         looks_for="the embedding of token ids",
         near=("embedding",),
         reference=references.read_embeds,
@@ -189,7 +200,7 @@ SPLICE_PASSES = (
     Pass(
         run=output_head_input,
         after=("narrow_logits", "splice_acceptance", "output_hidden_states"),
-        matches=lambda ctx: 1 if ctx.prompt_logprobs and ctx.phase == "prefill" else None,
+        matches=_for_prompts("prompt_logprobs"),
         ensures=(contracts.plays("head_input"),),
         reference=references.output_head_input,
     ),

@@ -20,7 +20,7 @@ from compilespec.tracing.capture import output_widths
 
 def num_processors(ctx: PassContext) -> int | None:
     """The number of processors to splice; None if there is none."""
-    return (ctx.logits_processor is not None) + ctx.host_processors or None
+    return (ctx.logits_processor is not None) + ctx.config.features.host_processors or None
 
 
 def process_logits(gm: fx.GraphModule, ctx: PassContext) -> int:
@@ -46,7 +46,7 @@ def process_logits(gm: fx.GraphModule, ctx: PassContext) -> int:
         }
         reads = [entry.name for entry in traced.inputs if entry.kind == "argument"]
         (logits,) = splice(gm, ctx, traced, {name: known[name]() for name in reads})
-    if ctx.host_processors:
+    if ctx.config.features.host_processors:
         handles = _handles(gm, ctx)
         path = (find_role(gm, "path"),) if verifies_tree(ctx) else ()
         arguments = (logits, _last_tokens(gm, ctx), find_role(gm, "row_index"), handles, *path)

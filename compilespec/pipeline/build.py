@@ -39,7 +39,6 @@ from compilespec.progress import Reporter
 from compilespec.quantization import describe_quantized, quantize_drafter
 from compilespec.tracing.images import has_own_masks
 from compilespec.tracing.load import Target
-from compilespec.tracing.media import medium_of
 from compilespec.tracing.target import trace_target
 from compilespec.tracing.target_info import TargetInfo, describe_target
 
@@ -89,8 +88,8 @@ def build_program(
     kept = choose_draft_ids(options, target, info.vocab_size, traced_draft)
     absorbed, latents = absorb_calls(traced_draft)
     first = _context(options, config, capabilities, traced, drafter, absorbed, kept)
-    if medium_of(target.model) is not None and options.sharding is None:
-        first.prompt_embeds, first.sees_ahead = True, has_own_masks(target.model)
+    if options.serves_medium_of(target):
+        first.sees_ahead = has_own_masks(target.model)
     first.expanded, first.latents = traced_draft, latents
     contexts = _contexts(first, step_keys(options, config, capabilities))
     graphs = _rewritten(contexts, keep_graphs, progress)  # passes declare buffers, weights
@@ -110,8 +109,6 @@ def build_program(
         has_own_blocks=bool(_block_sizes(drafter, config)),
         recorder=drafter.recorder if drafter else None,
         propose_on_host=drafter.propose_on_host if drafter else None,
-        host_processors=options.host_processors,
-        draft_tree=config.tree is not None,
         looks_up=capabilities.looks_up,
         combines=capabilities.combines,
         head=HeadFunction(traced) if options.prompt_logprobs else None,
@@ -169,9 +166,6 @@ def _context(
         heads_first=config.device.type == "cpu",
         on_gpu=config.device.type == "cuda",
         logits_processor=options.processor,
-        host_processors=options.host_processors,
-        prompt_logprobs=options.prompt_logprobs,
-        prompt_embeds=options.prompt_embeds,
         sharding=options.sharding,
     )
 

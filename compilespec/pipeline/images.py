@@ -9,7 +9,6 @@ from compilespec.runtime.compiled_tower import CompiledTower, compile_tower
 from compilespec.runtime.executor import Geometry
 from compilespec.runtime.image_prompts import ImageReader
 from compilespec.tracing.load import Target
-from compilespec.tracing.media import medium_of
 
 
 def image_reader(
@@ -18,7 +17,7 @@ def image_reader(
     """The reader, and the way its tower runs, for `Engine.plan()`; None of text models, and of
     steps that take no embeddings.
     """
-    medium = medium_of(target.model)
+    medium = target.medium
     if medium is None or geometry.embeds_width is None:
         return None, "none"
     compiled, how = _tower(target, options, progress)

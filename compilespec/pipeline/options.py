@@ -32,7 +32,7 @@ from compilespec.pipeline.keywords import (
     positive_or_none,
     switch,
 )
-from compilespec.program import ProgramConfig
+from compilespec.program import ProgramConfig, RequestFeatures
 from compilespec.quantization import Quantize, read_quantize
 from compilespec.runtime.keywords import FIELDS
 from compilespec.tracing.load import Target
@@ -395,7 +395,16 @@ class CompileOptions:
             max_draft_tokens=num_draft_tokens if self.smaller_draft_counts else None,
             tree=tree,
             short_rope_limit=short_rope_limit(target.model),
+            features=RequestFeatures(
+                host_processors=self.host_processors,
+                prompt_logprobs=self.prompt_logprobs,
+                prompt_embeds=self.prompt_embeds or self.serves_medium_of(target),
+            ),
         )
+
+    def serves_medium_of(self, target: Target) -> bool:
+        """True where prompts may hold images or sound; ranks take none."""
+        return target.medium is not None and self.sharding is None
 
     def longest_request(self, limit: int | None) -> int:
         """The largest number of tokens of a request, for a model with a `limit`.  Raises:

@@ -43,7 +43,7 @@ class AdaptiveDrafts:
         self.policy = policy
         self._executor = executor
         self._sizes = executor.geometry
-        self._most = executor.geometry.num_draft_tokens
+        self._most = executor.geometry.config.num_draft_tokens
         self._may_skip = self._sizes.finds_all and 0 in self._sizes.draft_counts
         self._num_unseen = 0  # steps since the last one that was decided
         self._num_ahead = 0  # steps to come that were decided already, of this K and for these:

@@ -137,8 +137,8 @@ class Admission:
         return requests
 
     def _outgrows_short_rope(self, num_tokens: int) -> bool:
-        limit = self._geometry.short_rope_limit
-        return limit is not None and min(num_tokens, self._geometry.max_seq_len) > limit
+        limit = self._geometry.config.short_rope_limit
+        return limit is not None and min(num_tokens, self._geometry.config.max_seq_len) > limit
 
     def read(self, prompt: Any) -> ReadPrompt:
         """The parts of a request for this prompt.  Raises: InvalidRequest, NotSupported."""
@@ -188,8 +188,8 @@ class Admission:
         return each
 
     def _check_blocks(self, num_prompt_tokens: int, max_new_tokens: int) -> None:
-        sizes = self._geometry
-        needed = num_blocks_for(sizes, num_prompt_tokens + max_new_tokens)
+        sizes = self._geometry.config
+        needed = num_blocks_for(self._geometry, num_prompt_tokens + max_new_tokens)
         if needed > sizes.num_blocks:
             raise ContextExceeded(
                 f"the request needs {needed} cache blocks of {sizes.block_size} tokens and the "

@@ -50,8 +50,8 @@ def next_chunks(
 def _room(running: Sequence[Request], sizes: Geometry, max_step_tokens: int | None) -> int:
     """The tokens that the call may take; at least one block of new ones."""
     if max_step_tokens is None:
-        return sizes.max_prefill_tokens
+        return sizes.config.max_prefill_tokens
     num_decoding = sum(request.state is RequestState.DECODE for request in running)
-    left = max_step_tokens - num_decoding * (sizes.num_draft_tokens + 1)
-    left = max(left, sizes.num_repeated_tokens + sizes.block_size)
-    return min(left, sizes.max_prefill_tokens)
+    left = max_step_tokens - num_decoding * (sizes.config.num_draft_tokens + 1)
+    left = max(left, sizes.num_repeated_tokens + sizes.config.block_size)
+    return min(left, sizes.config.max_prefill_tokens)

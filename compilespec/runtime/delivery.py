@@ -44,7 +44,7 @@ class Delivery:
             request.output_logprobs += self._executor.logprobs(request.row, tokens, wanted)
         try:
             count, reason = append_until_end(
-                request, tokens, max_seq_len=self._executor.geometry.max_seq_len
+                request, tokens, max_seq_len=self._executor.geometry.config.max_seq_len
             )
         except SpecError as failure:  # from the caller's tokenizer
             return Received(error=failure)

@@ -55,7 +55,7 @@ class Engine:
         self.generation_defaults = options.generation_defaults
         self.graphs = options.graphs
         self._executor, self._policy = executor, options.policy
-        self._stats = StatsRecorder(self.geometry.num_draft_tokens, options.buckets)
+        self._stats = StatsRecorder(self.geometry.config.num_draft_tokens, options.buckets)
         self._scheduler = Scheduler(
             executor,
             self._stats,
@@ -68,7 +68,7 @@ class Engine:
             adaptive=AdaptiveDrafts(executor, self._policy) if self._policy else None,
         )
         self.adapters = Adapters(
-            executor=executor, shape=self.geometry.adapters, dtype=self.geometry.dtype
+            executor=executor, shape=self.geometry.config.adapters, dtype=self.geometry.config.dtype
         )
         self._admission = Admission(
             self.geometry, tokenizer, self.adapters, self.eos_token_ids, options.images
@@ -271,7 +271,7 @@ class Engine:
             num_running=len(scheduler.line.running),
             num_waiting=len(scheduler.line.waiting),
             num_free_blocks=scheduler.holdings.pool.num_free,
-            num_blocks=self.geometry.num_blocks,
+            num_blocks=self.geometry.config.num_blocks,
         )
 
     def remember(self, text: Any) -> None:
@@ -284,7 +284,7 @@ class Engine:
         Raises: InvalidRequest (neither, or an id outside the vocabulary), EngineClosed.
         """
         self._check_open()
-        size = self.geometry.max_seq_len
+        size = self.geometry.config.max_seq_len
         tokens = read_text(text, self.tokenizer, self.geometry)
         for first in range(0, len(tokens), size):
             self._executor.keep_text(tokens[first : first + size])

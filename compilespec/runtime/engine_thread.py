@@ -291,7 +291,7 @@ class EngineThread:
         self._check_open()
         if self._max_waiting is None:
             return
-        most = self._max_waiting + self._engine.geometry.max_batch_size
+        most = self._max_waiting + self._engine.geometry.config.max_batch_size
         if self._num_open + count > most:
             raise QueueFull(
                 f"{self._num_open} requests are open: expected at most {most} with the {count} "

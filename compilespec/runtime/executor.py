@@ -11,11 +11,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor
 
 from compilespec.passes.evidence import Evidence
-from compilespec.program import AdapterShape
+from compilespec.program import ProgramConfig
 from compilespec.runtime.given_rows import GivenRows
 from compilespec.runtime.sampling_rows import RowSampling, TokenLogprobs
 from compilespec.tracing.adapter_files import LowRank
@@ -49,43 +48,25 @@ class PrefillChunk:
 
 @dataclass(frozen=True, kw_only=True)
 class Geometry:
-    """The sizes a program was compiled for.  All of them are fixed for the engine's life."""
+    """What the host must know of a program; nothing changes in the engine's life."""
 
-    max_batch_size: int  # state rows
-    max_seq_len: int  # tokens per request, prompt included
-    max_prefill_tokens: int  # packed tokens of one prefill call
-    block_size: int  # tokens per cache block
-    num_blocks: int  # blocks of the cache
-    num_draft_tokens: int  # K; of a program with several, the largest
-    dtype: torch.dtype = torch.float32  # of the model's products
-    draft_counts: tuple[int, ...]  # every K that a step may have, rising; the largest is the last
+    config: ProgramConfig  # its K is the largest
     vocab_size: int
-    reserve_tokens: (
-        int  # slots past seq_len that one step may write, before the max_seq_len cap: 2K + 1
-    )
-
+    draft_counts: tuple[int, ...]  # every K that a step may have, rising; the largest is the last
+    num_reserved_tokens: int  # slots past seq_len that a step may write, before max_seq_len cuts
     num_repeated_tokens: int = 0  # prompt tokens before a chunk that it must hold again
-    host_processors: bool = False  # true: requests may have logits processors on the host
-    prompt_logprobs: bool = False  # true: requests may ask for prompt log-probabilities
-    draft_tree: bool = False  # true: drafts are a tree
     needs_catch_up: bool = False  # true: drafters must catch up after steps of K = 0
     tells_evidence: bool = False  # true: steps say how sure their drafts are
     looks_up: bool = False  # true: a look-up finds drafts in texts, with K = 0 too
     combines: bool = False  # true: a look-up drafts beside a model, where it is surer
-    adapters: AdapterShape | None = None  # the room for adapters; None: requests have none
-    short_rope_limit: int | None = None  # longer requests have the long rotary table
     embeds_width: int | None = None  # of prompts as embeddings; None: there are none
 
     @property
     def finds_all(self) -> bool:
-        """True where all drafts are found in texts: every step leaves as many as the largest K
-        takes, at any K.
+        """True where all drafts are found in texts: a step leaves as many as the largest K takes,
+        whatever its own K.
         """
         return self.looks_up and not self.combines
-
-    @property
-    def blocks_per_row(self) -> int:
-        return -(-self.max_seq_len // self.block_size)
 
 
 class Executor(Protocol):

@@ -30,12 +30,12 @@ class Holdings:
         for request in holders:
             _vacate(request)
         sizes, lookahead = self._sizes, self._prefix_lookahead
-        self.free_rows = list(range(sizes.max_batch_size))  # a heap: lowest row first
-        self.pool = BlockPool(sizes.num_blocks)
+        self.free_rows = list(range(sizes.config.max_batch_size))  # a heap: lowest row first
+        self.pool = BlockPool(sizes.config.num_blocks)
         self.prefixes = (
             None
             if lookahead is None
-            else PrefixCache(self.pool, block_size=sizes.block_size, lookahead=lookahead)
+            else PrefixCache(self.pool, block_size=sizes.config.block_size, lookahead=lookahead)
         )
 
     # --- taking and giving back ---
@@ -57,7 +57,7 @@ class Holdings:
         if own is None:
             self.pool.free(shared)
             return False
-        num_cached = len(shared) * self._sizes.block_size
+        num_cached = len(shared) * self._sizes.config.block_size
         request.row, request.blocks = heapq.heappop(self.free_rows), shared + own
         request.prefill_token_ids, request.num_published = tokens, len(shared)
         request.num_cached = request.num_prefilled = request.num_computed = num_cached
@@ -84,7 +84,7 @@ class Holdings:
 
     def _allocate(self, count: int, running: Sequence[Request]) -> tuple[int, ...] | None:
         """Blocks for another request, unless the running ones would soon lack them."""
-        most = self._sizes.max_seq_len
+        most = self._sizes.config.max_seq_len
         growing = sum(len(r.blocks) < self._num_blocks(r, most) for r in running)
         return self.pool.allocate(count) if count + growing <= self.pool.num_free else None
 
@@ -100,7 +100,7 @@ class Holdings:
             return
         ahead = max(1, self.prefixes.lookahead)
         known = request.num_computed - request.backlog + 1 - ahead
-        count = min(known // self._sizes.block_size, len(request.blocks))
+        count = min(known // self._sizes.config.block_size, len(request.blocks))
         if count <= request.num_published:
             return
         self.prefixes.extend_keys(request.block_keys, request.key_ids, request.prefix_key)
@@ -119,7 +119,7 @@ class Holdings:
         if self.prefixes is not None:
             self.prefixes.clear()
             for request in running:
-                request.num_published = self._sizes.blocks_per_row
+                request.num_published = self._sizes.config.blocks_per_row
 
     def _find_prefix(
         self, request: Request, tokens: Sequence[int], running: Sequence[Request]

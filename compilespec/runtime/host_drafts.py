@@ -52,9 +52,10 @@ def propose_drafts(propose: HostProposal, request: Request, geometry: Geometry) 
         raise DraftFailed(
             f"{where} must return a sequence of token ids; it returned {type(proposed).__name__}"
         )
-    if len(ids) > geometry.num_draft_tokens:
+    most = geometry.config.num_draft_tokens
+    if len(ids) > most:
         raise DraftFailed(
-            f"{where} returned {len(ids)} drafts, the engine takes {geometry.num_draft_tokens}; "
+            f"{where} returned {len(ids)} drafts, the engine takes {most}; "
             f"compile with num_draft_tokens={len(ids)} or return fewer"
         )
     return list(itertools.takewhile(lambda token: 0 <= token < geometry.vocab_size, ids))

@@ -153,7 +153,7 @@ class ImageReader:
         types = prompt.inputs.get("token_type_ids")
         own = self._types(prompt) if types is None else torch.as_tensor(types).flatten().tolist()
         with self._placed_by("create_masks_for_generate"):
-            ahead, room = tokens_ahead(self._masked, own), self._geometry.max_prefill_tokens
+            ahead, room = tokens_ahead(self._masked, own), self._geometry.config.max_prefill_tokens
         if max(ahead) + self._geometry.num_repeated_tokens >= room:
             raise InvalidRequest(
                 f"the tokens of an image see each other, {max(ahead) + 1} of them: expected at "

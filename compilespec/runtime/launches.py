@@ -84,7 +84,7 @@ class Launches:
                 write_masks(self._executor, requests, drafted=True)
             count = None if plan is None else plan.num_draft_tokens
             handle = self._executor.launch_decode([request.row for request in requests], count)
-        count = self._executor.geometry.num_draft_tokens if count is None else count
+        count = self._executor.geometry.config.num_draft_tokens if count is None else count
         self._stats.count_decode(len(requests), count)
         self.in_flight.append(
             Launch(

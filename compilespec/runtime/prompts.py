@@ -49,7 +49,7 @@ def read_prompt(prompt: Any, tokenizer: Tokenizer | None, geometry: Geometry) ->
 
     Raises: InvalidRequest (what `read_text` refuses), ContextExceeded.
     """
-    return read_text(prompt, tokenizer, geometry, most=geometry.max_seq_len - 1)
+    return read_text(prompt, tokenizer, geometry, most=geometry.config.max_seq_len - 1)
 
 
 def read_text(
@@ -137,8 +137,8 @@ def check_params(params: Any, tokenizer: Tokenizer | None, geometry: Geometry) -
         cure = "SamplingParams(**params)" if isinstance(params, Mapping) else "SamplingParams(...)"
         raise InvalidRequest(f"params: expected SamplingParams, got {_type(params)}; write {cure}")
     for name, is_compiled, option in (
-        ("prompt_logprobs", geometry.prompt_logprobs, "prompt_logprobs=True"),
-        ("logits_processor", geometry.host_processors, "host_processors=True"),
+        ("prompt_logprobs", geometry.config.features.prompt_logprobs, "prompt_logprobs=True"),
+        ("logits_processor", geometry.config.features.host_processors, "host_processors=True"),
     ):
         if getattr(params, name) is not None and not is_compiled:
             raise InvalidRequest(

@@ -245,7 +245,7 @@ class Scheduler:
         if request.state is not RequestState.DECODE:
             return False
         num_sure = request.num_tokens + self.launches.num_sure(request)
-        return num_sure < min(request.max_tokens, self.geometry.max_seq_len)
+        return num_sure < min(request.max_tokens, self.geometry.config.max_seq_len)
 
     def _with_room(self, requests: list[Request]) -> list[Request]:
         """Give each the blocks that its next step may write; the last in line make room."""

@@ -196,8 +196,8 @@ def measure(executor: Executor, *, num_times: int = 3) -> StepCosts:
     in.
     """
     sizes = executor.geometry
-    batches = [size for size in (2**i for i in range(20)) if size < sizes.max_batch_size]
-    batches.append(sizes.max_batch_size)
+    batches = [size for size in (2**i for i in range(20)) if size < sizes.config.max_batch_size]
+    batches.append(sizes.config.max_batch_size)
     runs: dict[tuple[int, int], Callable[[], object]] = {}
     for batch in batches:
         rows = [PAD] * batch

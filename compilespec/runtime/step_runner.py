@@ -128,12 +128,12 @@ class StepRunner:
         self._is_plain[row] = is_plain(sampling)
 
     def adapter_products(self) -> Mapping[str, tuple[int, int]]:
-        shape = self.geometry.adapters
+        shape = self.geometry.config.adapters
         return {} if shape is None else product_sizes(self.buffers, shape)
 
     def write_adapter(self, place: int, modules: Mapping[str, LowRank]) -> None:
-        assert self.geometry.adapters is not None, "the engine checks that there is room"
-        write_adapter(self.buffers, self.geometry.adapters, place, modules)
+        assert self.geometry.config.adapters is not None, "the engine checks that there is room"
+        write_adapter(self.buffers, self.geometry.config.adapters, place, modules)
 
     def logprobs(self, row: int, tokens: Sequence[int], count: int) -> list[TokenLogprobs]:
         return read_logprobs(self.buffers, row, tokens, min(count, self.geometry.vocab_size))
@@ -167,19 +167,19 @@ class StepRunner:
         return {} if self._prompts is None else self._prompts.take(row)
 
     def set_drafts(self, rows: Sequence[int], drafts: Sequence[Sequence[int]]) -> None:
-        count = self.geometry.num_draft_tokens
+        count = self.geometry.config.num_draft_tokens
         for row, ids in zip(rows, drafts, strict=True):
             self._host.write("tokens_RS", row, [*ids, *[PAD] * (count - len(ids))], 1)
 
     def read_drafts(self, rows: Sequence[int]) -> list[list[int]]:
         self._host.send()  # drafts may have come from the host
         drafts: list[list[int]] = self.buffers["tokens_RS"][self._int32(rows), 1:].tolist()
-        if self.geometry.draft_tree:
+        if self.geometry.config.tree is not None:
             return drafts
         return [list(itertools.takewhile(lambda token: token != PAD, ids)) for ids in drafts]
 
     def read_parents(self, rows: Sequence[int]) -> Sequence[list[int] | None]:
-        if not self.geometry.draft_tree:
+        if self.geometry.config.tree is None:
             return [None] * len(rows)
         parents: list[list[int]] = self.buffers["parents_RS"][self._int32(rows), 1:].tolist()
         return parents
@@ -200,7 +200,9 @@ class StepRunner:
         step({"row_B": rows, "backlog_B": backlogs})
 
     def launch_decode(self, rows: Sequence[int], num_draft_tokens: int | None = None) -> Launched:
-        count = self.geometry.num_draft_tokens if num_draft_tokens is None else num_draft_tokens
+        count = (
+            self.geometry.config.num_draft_tokens if num_draft_tokens is None else num_draft_tokens
+        )
         call, greedy = self.calls[StepKey("decode", count)], StepKey("decode", count, "greedy")
         if greedy in self.calls and all(self._is_plain.get(row, False) for row in rows):
             call = self.calls[greedy]
@@ -257,27 +259,16 @@ class StepRunner:
 
 
 def _geometry(lowered: Lowered) -> Geometry:
-    program, config = lowered.program, lowered.program.config
+    program = lowered.program
     return Geometry(
-        max_batch_size=config.max_batch_size,
-        max_seq_len=config.max_seq_len,
-        max_prefill_tokens=config.max_prefill_tokens,
-        block_size=config.block_size,
-        num_blocks=config.num_blocks,
-        num_draft_tokens=config.num_draft_tokens,
+        config=program.config,
         vocab_size=program.vocab_size,
-        reserve_tokens=program.num_reserved_tokens,
-        num_repeated_tokens=program.num_repeated_tokens,
-        dtype=config.dtype,
         draft_counts=lowered.graphs.draft_counts,
+        num_reserved_tokens=program.num_reserved_tokens,
+        num_repeated_tokens=program.num_repeated_tokens,
         needs_catch_up=lowered.graphs.replay is not None,
-        host_processors=program.host_processors,
-        prompt_logprobs=program.head is not None,
-        draft_tree=program.draft_tree,
         tells_evidence="outcome_B" in lowered.graphs["decode"].outputs,
         looks_up=program.looks_up,
         combines=program.combines,
-        adapters=config.adapters,
-        short_rope_limit=config.short_rope_limit,
         embeds_width=next((b.shape[1] for b in program.buffers if b.name == "embeds_PD"), None),
     )

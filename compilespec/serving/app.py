@@ -132,7 +132,7 @@ def _model(service: Service, name: str) -> dict[str, Any]:
         "object": "model",
         "created": service.created,
         "owned_by": "compilespec",
-        "max_model_len": engine.geometry.max_seq_len,
+        "max_model_len": engine.geometry.config.max_seq_len,
         "method": engine.plan().get("method"),
         "num_draft_tokens": list(engine.geometry.draft_counts),
     }
@@ -152,7 +152,7 @@ def _tokenize(service: Service, asked: TokenizeRequest) -> dict[str, Any]:
     return {
         "tokens": ids,
         "count": len(ids),
-        "max_model_len": service.engine.geometry.max_seq_len,
+        "max_model_len": service.engine.geometry.config.max_seq_len,
     }
 
 
@@ -165,7 +165,7 @@ def _tokenizer_info(service: Service) -> dict[str, Any]:
         raise ApiError(404, "the model has no tokenizer", code="not_found")
     return {
         "tokenizer_class": type(tokenizer).__name__,
-        "model_max_length": service.engine.geometry.max_seq_len,
+        "model_max_length": service.engine.geometry.config.max_seq_len,
         **{name: getattr(tokenizer, name, None) for name in OF_TOKENIZER},
     }
 

@@ -107,7 +107,7 @@ def _max_new_tokens(
 def _room(engine: Engine, num_prompt_tokens: int) -> int:
     """The number of new tokens that fit beside the prompt."""
     sizes = engine.geometry
-    length = min(sizes.max_seq_len, sizes.num_blocks * sizes.block_size)
-    while num_blocks_for(sizes, length) > sizes.num_blocks:
-        length -= sizes.block_size
+    length = min(sizes.config.max_seq_len, sizes.config.num_blocks * sizes.config.block_size)
+    while num_blocks_for(sizes, length) > sizes.config.num_blocks:
+        length -= sizes.config.block_size
     return max(1, length - num_prompt_tokens)

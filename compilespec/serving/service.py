@@ -110,7 +110,7 @@ class Service:
     def check_count(self, count: int) -> None:
         """Raises: ApiError if a request asks for more samples than may ever be open."""
         waiting = self.options.max_waiting
-        most = None if waiting is None else waiting + self.engine.geometry.max_batch_size
+        most = None if waiting is None else waiting + self.engine.geometry.config.max_batch_size
         if most is not None and count > most:
             raise bad_request(
                 f"the request asks for {count} outputs (prompts times n): expected at most {most}; "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -32,7 +33,7 @@ from compilespec.tracing.checkpoint_files import (
 from compilespec.tracing.generation_defaults import GenerationDefaults, read_generation_defaults
 from compilespec.tracing.gguf_copies import GgufCopy, read_tokenizer
 from compilespec.tracing.gguf_file import check_readable, load_gguf, read_once
-from compilespec.tracing.media import SOUND, medium_of
+from compilespec.tracing.media import SOUND, Medium, medium_of
 from compilespec.tracing.placement import read_device, read_dtype
 from compilespec.tracing.places import EXPECTED, ModelPlace, find_model
 from compilespec.tracing.processors import is_processor, load_processor
@@ -63,6 +64,11 @@ class Target:
         """The name by which it was found, if any, and its class's name."""
         kind = type(self.model).__name__
         return kind if self.given_name is None else f"{self.given_name} ({kind})"
+
+    @functools.cached_property
+    def medium(self) -> Medium | None:
+        """The medium whose rows its prompts may hold; None for text alone."""
+        return medium_of(self.model)
 
     @property
     def device(self) -> torch.device:

@@ -98,7 +98,7 @@ class _Run:
 
     def begin(self, temperatures: Sequence[float], max_new_tokens: int) -> None:
         """Submit as many as keep every row of the engine busy."""
-        while self.waiting and len(self.running) < self.engine.geometry.max_batch_size + 2:
+        while self.waiting and len(self.running) < self.engine.geometry.config.max_batch_size + 2:
             one = self.waiting.popleft()
             heat = temperature_of(one, temperatures)
             params = SamplingParams(

@@ -169,7 +169,7 @@ def test_after_a_replay_nothing_that_crossed_a_cut_is_left(site: Site) -> None:
 
 def begin(runner: StepRunner, rows: int) -> None:
     """Prompts in the first rows, with separate blocks."""
-    count = runner.geometry.blocks_per_row
+    count = runner.geometry.config.blocks_per_row
     chunks = []
     for row in range(rows):
         runner.set_blocks(row, list(range(row * count, (row + 1) * count)))

@@ -75,7 +75,7 @@ def test_every_mode_gives_the_same_tokens(mode: str, expected: list[list[int]]) 
 
 def begin(engine: Engine) -> Any:
     runner: Any = engine._executor
-    runner.set_blocks(0, list(range(runner.geometry.blocks_per_row)))
+    runner.set_blocks(0, list(range(runner.geometry.config.blocks_per_row)))
     runner.prefill([PrefillChunk(row=0, start=0, tokens=(5, 6, 7), next_token=None)])
     runner.decode([0])
     return runner

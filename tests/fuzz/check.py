@@ -160,7 +160,7 @@ def check_steps(lab: Lab, request: Request, events: Sequence[Event]) -> None:
     if request.error is None:
         assert 0 <= missing <= request.num_preemptions, f"{missing} tokens came from no step"
     sizes, own = lab.engine.geometry, request.params.num_draft_tokens
-    most = sizes.num_draft_tokens
+    most = sizes.config.num_draft_tokens
     own = most if own is None else min(own, most)
     preemptions, position, there, num_plain = -1, 0, most, 0
     remaining = iter(emitted)

@@ -35,7 +35,7 @@ class Recorder:
         self.before = engine.stats()
         self._scheduler: Any = engine._scheduler
         self._executor: Any = engine._executor
-        self._most = engine.geometry.num_draft_tokens
+        self._most = engine.geometry.config.num_draft_tokens
         self._add, self._scheduler.add = self._scheduler.add, self._on_add
         self._decode, self._executor.launch_decode = self._executor.launch_decode, self._on_decode
         self._catch_up, self._executor.catch_up = self._executor.catch_up, self._on_catch_up

@@ -136,8 +136,8 @@ def test_t24_fifty_steps_on_the_device_equal_the_host_loop(target):
         request = engine.submit(list(ask.prompt), params)
         engine.step()
         tokens, runner = list(request.output_token_ids), engine._executor
-        free = [b for b in range(engine.geometry.num_blocks) if b not in request.blocks]
-        more = engine.geometry.blocks_per_row - len(request.blocks)
+        free = [b for b in range(engine.geometry.config.num_blocks) if b not in request.blocks]
+        more = engine.geometry.config.blocks_per_row - len(request.blocks)
         runner.add_blocks(request.row, len(request.blocks), free[:more])  # for all 50 steps
         for _ in range(50):
             if len(tokens) >= 55:

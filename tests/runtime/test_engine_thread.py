@@ -132,7 +132,7 @@ def test_a_failing_step_ends_those_that_ran_and_the_loop_goes_on() -> None:
         tickets = [server.submit(prompt, params(40)) for prompt in prompts(7)]
         outputs = [ticket.result(60) for ticket in tickets]
         failed = [output for output in outputs if output.finish_reason == "error"]
-        assert 1 <= len(failed) <= SIZES.max_batch_size
+        assert 1 <= len(failed) <= SIZES.config.max_batch_size
         assert all("device is gone" in str(output.error) for output in failed)
         for output, prompt in zip(outputs, prompts(7), strict=True):
             tokens = wanted(prompt, 40)

@@ -211,7 +211,7 @@ def step_until_it_raises(engine: Engine, error: BaseException) -> list[Request]:
     """Returns the requests that were running then."""
     while True:
         before = list(engine._scheduler.line.running)
-        room = engine.geometry.max_batch_size - len(before)
+        room = engine.geometry.config.max_batch_size - len(before)
         admitted = list(engine._scheduler.line.waiting)[:room]
         try:
             engine.step()

@@ -28,7 +28,7 @@ from compilespec.tracing.quantized_weights import is_quantized
 from compilespec.tracing.target import trace_target
 from tests.support.adapters import merged_by_hand, write_adapter
 from tests.support.drafters import METHODS, always_right, traced_info
-from tests.support.fake_executor import FakeExecutor, engine_over
+from tests.support.fake_executor import FakeExecutor, engine_over, geometry
 from tests.support.images import FAMILIES, IMAGE, VIDEO, num_places, prompt, tiny_images_target
 from tests.support.qwen_mtp import whole_model
 
@@ -177,7 +177,7 @@ def test_images_without_text_between_are_refused_where_positions_need_it():
         model("qwen2_5_vl"),
         IMAGES,
         None,
-        dataclasses.replace(FakeExecutor().geometry, embeds_width=48),
+        geometry(embeds_width=48),
     )
     assert reader.read(prompt("qwen2_5_vl", [5], None, [6])).rope.after < 0
     with pytest.raises(InvalidRequest, match=r"get_rope_index refuses .* text between any two"):
@@ -188,14 +188,14 @@ def test_tokens_that_see_each_other_stand_in_one_chunk():
     """Gemma 3: an image that is cut waits for the next call, and goes before `max_step_tokens`."""
     sees = image_models.tokens_ahead(model("gemma3"), [0, 0, *[1] * 6, 0, *[1] * 3])
     assert sees == [0, 0, 5, 4, 3, 2, 1, 0, 0, 2, 1, 0]
-    sizes = dataclasses.replace(FakeExecutor().geometry, max_prefill_tokens=10)
+
     request = Request(
         id=0, prompt_token_ids=(5,) * 12, params=PARAMS, seed=0, stop_token_ids=frozenset(),
         ahead=tuple(sees), state=RequestState.PREFILL, prefill_token_ids=(5,) * 12,
     )  # fmt: skip
     for start, limit, end in ((0, None, 9), (9, None, 12), (0, 4, 2), (2, 4, 8), (5, None, 12)):
         request.num_prefilled = start
-        small = dataclasses.replace(sizes, block_size=4)
+        small = geometry(max_prefill_tokens=10, block_size=4)
         (chunk,) = next_chunks([request], small, limit).values()
         assert (chunk.start, chunk.end) == (start, end)
         assert chunk.ahead == sees[start:end] or not any(sees[start:end])

@@ -35,7 +35,7 @@ def test_prometheus_reads_the_counters(engine: Engine) -> None:
     assert value("emitted_tokens_total") == stats.num_emitted == 16
     assert value("verify_steps_total") == stats.num_verify_steps
     assert value("running_requests") == value("waiting_requests") == 0
-    assert value("free_blocks") == value("blocks") == engine.geometry.num_blocks
+    assert value("free_blocks") == value("blocks") == engine.geometry.config.num_blocks
     assert value("decodes_by_drafts_total", drafts="3") == sum(stats.num_decodes_by_k.values())
     assert value("seconds_total", phase="decode") == pytest.approx(stats.decode_ms / 1e3)
     assert value("acceptance_rate", position="2") == stats.acceptance_rate_by_position[2]

@@ -271,7 +271,7 @@ def test_one_that_is_told_every_prefix_once(dial, hosted):
     assert output.token_ids == [33] * COUNT
     for length in range(COUNT):
         assert [*PROMPTS[0], *[33] * length] in seen
-    if hosted.geometry.num_draft_tokens == 0:
+    if hosted.geometry.config.num_draft_tokens == 0:
         assert seen == [[*PROMPTS[0], *[33] * length] for length in range(COUNT)]
 
 

@@ -28,8 +28,10 @@ def make_engine(*, hit_rate: float = 0.7, eos: tuple[int, ...] = (), **sizes: in
 
 def assert_all_returned(engine: Engine) -> None:
     scheduler = engine._scheduler
-    assert scheduler.holdings.pool.num_free == engine.geometry.num_blocks
-    assert sorted(scheduler.holdings.free_rows) == list(range(engine.geometry.max_batch_size))
+    assert scheduler.holdings.pool.num_free == engine.geometry.config.num_blocks
+    assert sorted(scheduler.holdings.free_rows) == list(
+        range(engine.geometry.config.max_batch_size)
+    )
     assert not scheduler.line.running
     assert not scheduler.line.waiting
 
@@ -225,7 +227,7 @@ class Traffic:
         self, length: int, count: int, ignore_eos: bool, parting: int, priority: int
     ) -> None:
         """A prompt that is another's up to token `parting`."""
-        length = min(length, self.engine.geometry.max_seq_len - 1)
+        length = min(length, self.engine.geometry.config.max_seq_len - 1)
         params = SamplingParams(max_new_tokens=count, ignore_eos=ignore_eos)
         prompt = prompt_of(90)[: min(parting, length)]
         prompt += prompt_of(length - len(prompt), seed=1 + len(self.requests))
@@ -255,7 +257,7 @@ class Traffic:
     def check(self, request: Request) -> None:
         got = request.output_token_ids
         assert got == toy_decode(request.prompt_token_ids, len(got), VOCAB)
-        room = self.engine.geometry.max_seq_len - len(request.prompt_token_ids)
+        room = self.engine.geometry.config.max_seq_len - len(request.prompt_token_ids)
         limit = min(room, request.params.max_new_tokens)
         assert len(got) <= limit
         ends = not request.params.ignore_eos and self.eos in got

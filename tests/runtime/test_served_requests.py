@@ -179,7 +179,7 @@ def test_deltas_say_which_tokens_were_drafts_and_have_their_logprobs() -> None:
     for emitted in output.emitted_per_step[:-1]:  # the last step may be cut at the limit
         assert [next(steps) for _ in range(emitted)] == [True] * (emitted - 1) + [False]
     assert output.num_accepted_drafts == sum(drafted) > 0
-    judged = SIZES.num_draft_tokens * len(output.emitted_per_step)
+    judged = SIZES.config.num_draft_tokens * len(output.emitted_per_step)
     assert output.num_accepted_drafts + output.num_rejected_drafts == judged
     own = engine.generate([3, 1], params(25, num_draft_tokens=1))[0]
     assert own.num_rejected_drafts < judged

@@ -7,13 +7,16 @@ changes the tokens or raises.
 
 from __future__ import annotations
 
+import dataclasses
 import random
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from compilespec.program import NO_ADAPTER
+import torch
+
+from compilespec.program import NO_ADAPTER, ProgramConfig
 from compilespec.runtime.detokenize import Tokenizer
 from compilespec.runtime.engine import Engine
 from compilespec.runtime.executor import Executor, Geometry, PrefillChunk
@@ -25,6 +28,7 @@ JUNK = -7  # a token that nobody may be given
 
 
 VOCAB = 259
+SIZES = {one.name for one in dataclasses.fields(ProgramConfig)}
 
 
 class FakeExecutorError(AssertionError):
@@ -40,16 +44,16 @@ def geometry(**changes: Any) -> Geometry:
     """Small awkward sizes; vocabulary and blocks are no powers of two."""
     num_draft_tokens = changes.setdefault("num_draft_tokens", 3)
     sizes = {
-        "max_batch_size": 4,
-        "max_seq_len": 96,
-        "max_prefill_tokens": 48,
-        "block_size": 8,
-        "num_blocks": 48,
+        "max_batch_size": 4, "max_seq_len": 96, "max_prefill_tokens": 48, "block_size": 8,
+        "num_blocks": 48, "dtype": torch.float32, "device": torch.device("cpu"),
+    }  # fmt: skip
+    facts = {
         "vocab_size": VOCAB,
         "draft_counts": (num_draft_tokens,),
-        "reserve_tokens": 2 * num_draft_tokens + 1,
+        "num_reserved_tokens": 2 * num_draft_tokens + 1,
     }
-    return Geometry(**{**sizes, **changes})
+    own = {name: changes.pop(name) for name in [*changes] if name in SIZES}
+    return Geometry(config=ProgramConfig(**{**sizes, **own}), **{**facts, **changes})
 
 
 def prompt_of(length: int, seed: int = 0) -> list[int]:
@@ -112,6 +116,7 @@ class FakeExecutor:
         spoil: Callable[[str, int], bool] = lambda phase, row: False,
     ) -> None:
         self.geometry = sizes or geometry()
+        self.config = self.geometry.config
         self.hit_rate = hit_rate
         self.fail = fail
         self.spoil = spoil
@@ -123,15 +128,15 @@ class FakeExecutor:
         self.adapters: dict[int, int] = {}  # by place
         self.max_in_flight = 0  # launches that waited to be read at once
         self._in_flight: list[_Handle] = []
-        self._rows = [_Row() for _ in range(self.geometry.max_batch_size)]
-        num_slots = self.geometry.num_blocks * self.geometry.block_size
+        self._rows = [_Row() for _ in range(self.config.max_batch_size)]
+        num_slots = self.config.num_blocks * self.config.block_size
         self._cache: list[int | None] = [None] * num_slots
         self._following: list[tuple[int, ...] | None] = [None] * num_slots  # the drafter's cache
 
     def set_blocks(self, row: int, blocks: Sequence[int], prefix: Sequence[int] = ()) -> None:
         _check(not self.closed, "called after close")
         _check(not self._is_named(row), f"row {row} changes hands with a step in flight")
-        num_shared, rest = divmod(len(prefix), self.geometry.block_size)
+        num_shared, rest = divmod(len(prefix), self.config.block_size)
         _check(rest == 0, "a prefix of whole blocks")
         self._rows[row] = _Row(
             num_committed=len(prefix), num_prefix=len(prefix), live=True, blocks=list(blocks)
@@ -171,7 +176,7 @@ class FakeExecutor:
     def launch_prefill(self, chunks: Sequence[PrefillChunk]) -> _Handle:
         _check(not self.closed, "called after close")
         num_tokens = sum(len(chunk.tokens) for chunk in chunks)
-        _check(0 < num_tokens <= self.geometry.max_prefill_tokens, f"{num_tokens} packed tokens")
+        _check(0 < num_tokens <= self.config.max_prefill_tokens, f"{num_tokens} packed tokens")
         _check(all(chunk.tokens for chunk in chunks), "an empty chunk")
         _check(len({chunk.row for chunk in chunks}) == len(chunks), "a row twice in one prefill")
         self.fail("prefill")
@@ -181,8 +186,8 @@ class FakeExecutor:
 
     def launch_decode(self, rows: Sequence[int], num_draft_tokens: int | None = None) -> _Handle:
         _check(not self.closed, "called after close")
-        _check(num_draft_tokens in (None, self.geometry.num_draft_tokens), "the toy has one K")
-        _check(0 < len(rows) <= self.geometry.max_batch_size, f"{len(rows)} rows")
+        _check(num_draft_tokens in (None, self.config.num_draft_tokens), "the toy has one K")
+        _check(0 < len(rows) <= self.config.max_batch_size, f"{len(rows)} rows")
         _check(len(set(rows)) == len(rows), "a row twice in one decode")
         self.fail("decode")
         self.decode_calls.append(tuple(rows))
@@ -220,7 +225,7 @@ class FakeExecutor:
             if index != row and set(other.blocks) & set(blocks):
                 _check(not self._is_named(index), "a block changes hands with a step in flight")
                 other.live = False
-        size = self.geometry.block_size
+        size = self.config.block_size
         for block in blocks:  # poison
             self._cache[block * size : (block + 1) * size] = [None] * size
             self._following[block * size : (block + 1) * size] = [None] * size
@@ -228,8 +233,8 @@ class FakeExecutor:
     def _check_table(self, row: int) -> None:
         blocks = self._rows[row].blocks
         _check(len(set(blocks)) == len(blocks), f"row {row}: a block twice in one table")
-        _check(len(blocks) <= self.geometry.blocks_per_row, f"row {row}: too many blocks")
-        _check(all(0 <= b < self.geometry.num_blocks for b in blocks), "block outside the cache")
+        _check(len(blocks) <= self.config.blocks_per_row, f"row {row}: too many blocks")
+        _check(all(0 <= b < self.config.num_blocks for b in blocks), "block outside the cache")
 
     def _prefill_chunk(self, chunk: PrefillChunk) -> list[int]:
         row, sizes = self._live_row(chunk.row), self.geometry
@@ -259,12 +264,12 @@ class FakeExecutor:
         sizes, row = self.geometry, self._live_row(index)
         _check(row.last is not None, f"row {index}: decode before its prompt is in")
         window, start = [row.last, *row.drafts], row.num_committed
-        last = min(start + sizes.reserve_tokens, sizes.max_seq_len)
-        if start >= sizes.max_seq_len or last > len(row.blocks) * sizes.block_size:
+        last = min(start + sizes.num_reserved_tokens, sizes.config.max_seq_len)
+        if start >= sizes.config.max_seq_len or last > len(row.blocks) * sizes.config.block_size:
             # Past its last token: a request that ended in the step before.  The device writes
             # nothing there, and what it says is not asked for.
             _check(self._is_named(index), f"row {index}: position {last - 1} has no block")
-            row.num_committed = min(start + 1, sizes.max_seq_len)
+            row.num_committed = min(start + 1, sizes.config.max_seq_len)
             return [JUNK]
         for position in range(start, last):
             in_window = position - start < len(window)
@@ -272,7 +277,7 @@ class FakeExecutor:
         emitted: list[int] = []
         for j in range(len(window)):
             emitted.append(self._next(row, self._read(row, start) + window[: j + 1]))
-            past_end = start + j + 1 >= sizes.max_seq_len
+            past_end = start + j + 1 >= sizes.config.max_seq_len
             if past_end or j + 1 == len(window) or window[j + 1] != emitted[-1]:
                 break
         row.num_committed += len(emitted)
@@ -291,7 +296,7 @@ class FakeExecutor:
             found = self._following[self._slot(row, position)]
             _check(found == right, f"the drafter's entry {position} is for {found}, not {right}")
         row.drafts = []
-        for _ in range(self.geometry.num_draft_tokens):
+        for _ in range(self.config.num_draft_tokens):
             right = self._next(row, context)
             hits = zlib.crc32(bytes(str(context), "ascii")) % 1000 < self.hit_rate * 1000
             row.drafts.append(right if hits else (right + 1) % self.geometry.vocab_size)
@@ -308,14 +313,14 @@ class FakeExecutor:
         return row
 
     def _slot(self, row: _Row, position: int) -> int:
-        block, offset = divmod(position, self.geometry.block_size)
+        block, offset = divmod(position, self.config.block_size)
         _check(block < len(row.blocks), f"position {position} has no allocated block")
-        return row.blocks[block] * self.geometry.block_size + offset
+        return row.blocks[block] * self.config.block_size + offset
 
     def _write(self, row: _Row, position: int, token: int) -> None:
         """Others may read a shared block: it only ever gets what it holds."""
         slot = self._slot(row, position)
-        sharers = sum(row.blocks[position // self.geometry.block_size] in r.blocks and r.live
+        sharers = sum(row.blocks[position // self.config.block_size] in r.blocks and r.live
                       for r in self._rows)  # fmt: skip
         _check(sharers <= 1 or self._cache[slot] == token, "a shared block is written")
         self._cache[slot] = token

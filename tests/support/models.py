@@ -441,8 +441,10 @@ def assert_nothing_held(engine: Engine) -> None:
     """Every state row and cache block is free."""
     scheduler = engine._scheduler
     assert not scheduler.has_work
-    assert sorted(scheduler.holdings.free_rows) == list(range(engine.geometry.max_batch_size))
-    assert scheduler.holdings.pool.num_free == engine.geometry.num_blocks
+    assert sorted(scheduler.holdings.free_rows) == list(
+        range(engine.geometry.config.max_batch_size)
+    )
+    assert scheduler.holdings.pool.num_free == engine.geometry.config.num_blocks
 
 
 def poison(engine: Engine) -> None:

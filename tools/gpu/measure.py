@@ -150,11 +150,11 @@ def measure_steps(
 
     sizes, rows = runner.geometry, list(range(batch))
     for row in rows:
-        first = row * sizes.blocks_per_row
-        runner.set_blocks(row, list(range(first, first + sizes.blocks_per_row)))
+        first = row * sizes.config.blocks_per_row
+        runner.set_blocks(row, list(range(first, first + sizes.config.blocks_per_row)))
         tokens = prompt_of(shape, row)
-        for start in range(0, len(tokens), sizes.max_prefill_tokens):
-            part = tokens[start : start + sizes.max_prefill_tokens]
+        for start in range(0, len(tokens), sizes.config.max_prefill_tokens):
+            part = tokens[start : start + sizes.config.max_prefill_tokens]
             end = start + len(part)
             following = tokens[end] if end < len(tokens) else None
             runner.prefill(

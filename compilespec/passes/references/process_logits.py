@@ -23,7 +23,7 @@ def process_logits(before: Before, ctx: PassContext, case: Case) -> Values:
         logits, context = _processed(ctx, case, logits)
         if "context_BL" in ctx.logits_processor.inputs:
             buffers["processed_RL"] = context
-    if ctx.host_processors:
+    if ctx.config.features.host_processors:
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     return dataclasses.replace(
         values,
