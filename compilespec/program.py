@@ -194,6 +194,16 @@ class ProgramConfig:
         return max(self.num_verify_tokens, 1 + (self.max_draft_tokens or 0))
 
     @property
+    def num_rows(self) -> int:
+        """R of state buffers: a row for each request, and the spare one."""
+        return self.max_batch_size + 1
+
+    @property
+    def spare_row(self) -> int:
+        """The last state row, which padded requests read and write."""
+        return self.max_batch_size
+
+    @property
     def blocks_per_row(self) -> int:
         return -(-self.max_seq_len // self.block_size)
 

@@ -11,19 +11,18 @@ from torch import Tensor, fx
 
 import compilespec.ops.head_linear  # noqa: F401  (registers the operator)
 from compilespec.passes.add_adapters import may_be_adapted
-from compilespec.passes.context import PassContext
 from compilespec.passes.expansion import Expansion
-from compilespec.passes.graph import emit
+from compilespec.passes.graph import copy_origin
 from compilespec.passes.latents import Latent, NoProof, WeightOf, find_latent
-from compilespec.passes.linears import copy_origin
 from compilespec.passes.runner import snapshot
+from compilespec.passes.splice.builder import Splice, Writer, node_of
 from compilespec.program import Traced, markers
 from compilespec.tracing.quantized_weights import is_quantized
 
 Found = dict[str, Expansion | str]  # by owner and layer, "target.3": how it expands, or why not
 
 
-def absorb_latents(gm: fx.GraphModule, ctx: PassContext) -> int:
+def absorb_latents(step: Splice) -> int:
     """attention(q, [c W_k^T | r], c W_v^T) -> attention([q_c W_k | q_r], [c | r], c) W_v^T, for
     every layer of the target whose keys and values are proved to be that (`latents.py`).
 
@@ -34,12 +33,12 @@ def absorb_latents(gm: fx.GraphModule, ctx: PassContext) -> int:
 
     def weight_of(node: fx.Node) -> Tensor | None:
         role = str(node.meta.get("role"))
-        is_whole = node.op == "placeholder" and not may_be_adapted(ctx, role)
-        return ctx.weights.get(role) if is_whole else None
+        is_whole = node.op == "placeholder" and not may_be_adapted(step.ctx, role)
+        return step.ctx.weights.get(role) if is_whole else None
 
-    shared = dict.fromkeys(ctx.kv_layers, "a drafter reads its keys and values")
-    found = _absorb_all(gm, "target", weight_of, shared)
-    ctx.latents.update(found)
+    shared = dict.fromkeys(step.ctx.kv_layers, "a drafter reads its keys and values")
+    found = _absorb_all(step.gm, "target", weight_of, shared)
+    step.ctx.latents.update(found)
     return sum(isinstance(entry, Expansion) for entry in found.values())
 
 
@@ -115,31 +114,27 @@ def _absorb_all(
 
 def _absorb(gm: fx.GraphModule, marker: fx.Node, latent: Latent) -> None:
     """Put attention over latents in the marker's place, and take out what expanded them."""
-    graph, expansion = gm.graph, latent.expansion
+    code, graph, expansion = Writer(gm), gm.graph, latent.expansion
     known = set(graph.nodes)
-    query, _, _, *options = marker.args
-    new_query, key, value = emit(
-        gm, narrow, query, latent.latent, latent.weight, *latent.shared, before=marker,
-        expansion=expansion,
-    )  # fmt: skip
-    with graph.inserting_before(marker):
-        inner = graph.call_function(
-            torch.ops.compilespec.attention.default, (new_query, key, value, *options)
-        )
-    output = emit(gm, widen, inner, latent.weight, before=marker, expansion=expansion)
+    query, _, _, *options = code.values(marker.args)
+    source, weight, *shared = code.values((latent.latent, latent.weight, *latent.shared))
+    with code.before(marker):
+        new_query, key, value = narrow(query, source, weight, *shared, expansion=expansion)
+        inner = torch.ops.compilespec.attention.default(new_query, key, value, *options)
+        output = widen(inner, weight, expansion=expansion)
     begin, end = expansion.value
-    for node, shape in (
+    for made, shape in (
         (key, (None, 1, None, expansion.num_cached)),
         (value, (None, 1, None, expansion.rank)),
         (inner, (None, None, expansion.num_heads, expansion.rank)),
         (output, (None, None, expansion.num_heads, end - begin)),
     ):
-        node.meta["example"] = (shape, latent.dtype)
+        node_of(made).meta["example"] = (shape, latent.dtype)
     for node in graph.nodes:
         if node not in known:
             copy_origin(marker, node)
             node.meta["custom"] = {**node.meta["custom"], "pass": "absorb_latents"}
-    marker.replace_all_uses_with(output)
+    marker.replace_all_uses_with(node_of(output))
     graph.erase_node(marker)
     expanded = set(latent.nodes)
     for node in [node for node in reversed(graph.nodes) if node in expanded]:
@@ -148,13 +143,13 @@ def _absorb(gm: fx.GraphModule, marker: fx.Node, latent: Latent) -> None:
 
 
 def narrow(
-    query_BNTH: Any, latent: Any, weight: Any, *shared: Any, expansion: Expansion
-) -> tuple[Any, Any, Any]:
+    query_BNTH: Tensor, latent: Tensor, weight: Tensor, *shared: Tensor, expansion: Expansion
+) -> tuple[Tensor, Tensor, Tensor]:
     """Queries [B, N, T, H], keys [B, 1, T, H] and values [B, 1, T, rank], where H is the rank and
     what the heads share.
     """
     query_BTNH, end = query_BNTH.transpose(1, 2), 0
-    parts: list[Any] = []
+    parts: list[Tensor] = []
     for size, is_product in expansion.parts:
         begin, end = end, end + size
         part = query_BTNH[..., begin:end]
@@ -168,18 +163,18 @@ def narrow(
     return query, key, key[..., : expansion.rank]
 
 
-def widen(mixed_BTNR: Any, weight: Any, *, expansion: Expansion) -> Any:
+def widen(mixed_BTNR: Tensor, weight: Tensor, *, expansion: Expansion) -> Tensor:
     """Weighted latents of each head to its weighted values, [B, T, N, Hv]."""
     matrix = _heads(weight, expansion, expansion.value).transpose(1, 2)
     return _head_linear(mixed_BTNR, matrix)
 
 
-def _heads(weight: Any, expansion: Expansion, columns: tuple[int, int]) -> Any:
+def _heads(weight: Tensor, expansion: Expansion, columns: tuple[int, int]) -> Tensor:
     """Each head's rows of the product's weight, [N, columns, rank]."""
     rows = weight.view(expansion.num_heads, expansion.width, expansion.rank)
     return rows[:, slice(*columns)]
 
 
-def _head_linear(x: Any, weight: Any) -> Any:
-    operation = torch.ops.compilespec.head_linear.default
-    return x.tracer.create_proxy("call_function", operation, (x, weight), {})
+def _head_linear(x: Tensor, weight: Tensor) -> Tensor:
+    product: Tensor = torch.ops.compilespec.head_linear.default(x, weight)
+    return product

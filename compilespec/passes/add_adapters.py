@@ -10,8 +10,7 @@ from torch import Tensor, fx
 
 import compilespec.ops.head_linear  # noqa: F401  (registers the operator)
 from compilespec.passes.context import PassContext
-from compilespec.passes.graph import add_buffer, arange_like, emit, find_role
-from compilespec.passes.linears import copy_origin
+from compilespec.passes.splice.builder import Splice, arange_like, node_of
 from compilespec.program import (
     NO_ADAPTER,
     AdapterShape,
@@ -22,7 +21,7 @@ from compilespec.program import (
 from compilespec.tracing.structure import LINEAR
 
 
-def add_adapters(gm: fx.GraphModule, ctx: PassContext) -> int:
+def add_adapters(step: Splice) -> int:
     """linear(x, W) -> adapted(linear(x, W), x, keeps, A, B), for every product that an adapter may
     change.
 
@@ -32,24 +31,14 @@ def add_adapters(gm: fx.GraphModule, ctx: PassContext) -> int:
     Returns: products.  Numerics: exact where a row has no adapter.  Torch IR.
     Source: Hu et al. 2021, LoRA, section 4.1.
     """
-    shape = ctx.config.adapters
+    shape = step.config.adapters
     assert shape is not None, "the pass runs where there is room for adapters"
-    products = [n for n in products_of(gm.graph, shape) if _is_target(n)]
-    keeps = _own_numbers(gm, ctx, shape) if products else None
+    products = [n for n in products_of(step.graph, shape) if _is_target(n)]
+    keeps = _own_numbers(step, shape) if products else None
     for node in products:
         _, dtype = node.meta["example"]
-        down, up = (
-            add_buffer(gm, ctx, buffer)
-            for buffer in matrices(shape, module_path(node), *_widths(node), dtype)
-        )
-        with gm.graph.inserting_after(node):
-            new = gm.graph.call_function(adapted, (node, node.args[0], keeps, down, up))
-        node.replace_all_uses_with(new)
-        new.update_arg(0, node)  # which it read before
-        new.meta["example"] = node.meta["example"]
-        copy_origin(node, new)
-        if "role" in node.meta:
-            new.meta["role"] = node.meta.pop("role")
+        specs = matrices(shape, module_path(node), *_widths(node), dtype)
+        step.wrap(node, adapted, node.args[0], keeps, *map(step.buffer, specs))
     return len(products)
 
 
@@ -105,7 +94,7 @@ def may_be_adapted(ctx: PassContext, role: str) -> bool:
 def adapter_rows(config: ProgramConfig) -> BufferSpec:
     """The slot of each row's adapter; -1 where it has none."""
     return BufferSpec(
-        name="adapter_R", kind="state", shape=(config.max_batch_size + 1,), dtype=torch.int32,
+        name="adapter_R", kind="state", shape=(config.num_rows,), dtype=torch.int32,
         fill=NO_ADAPTER, by_host=True,
     )  # fmt: skip
 
@@ -124,21 +113,18 @@ def matrices(
     return down, up
 
 
-def _own_numbers(gm: fx.GraphModule, ctx: PassContext, shape: AdapterShape) -> fx.Node:
+def _own_numbers(step: Splice, shape: AdapterShape) -> Tensor:
     """Which numbers between A and B are of a token's own adapter: bool, [B, S, slots * rank]."""
-    config, row = ctx.config, find_role(gm, "row")
-    slots = add_buffer(gm, ctx, adapter_rows(config))
+    row, slots = step.roles.row, step.buffer(adapter_rows(step.config))
     width = shape.num_slots * shape.rank
-    keeps: fx.Node = emit(
-        gm, own_numbers, slots, row, before=row.next, spare_row=config.max_batch_size,
-        width=width, rank=shape.rank,
-    )  # fmt: skip
-    tokens = (None, config.num_verify_tokens) if ctx.phase == "decode" else (1, None)
-    keeps.meta["example"] = ((*tokens, width), torch.bool)
+    with step.after(row):
+        keeps = step.call(own_numbers, slots, row, width=width, rank=shape.rank)
+    tokens = (None, step.config.num_verify_tokens) if step.is_decode else (1, None)
+    node_of(keeps).meta["example"] = ((*tokens, width), torch.bool)
     return keeps
 
 
-def own_numbers(adapter_R: Any, row: Any, *, spare_row: int, width: int, rank: int) -> Any:
+def own_numbers(adapter_R: Tensor, row: Tensor, *, spare_row: int, width: int, rank: int) -> Tensor:
     """Whether each number belongs to the slot of each token's row; padded tokens read the spare
     row's.
     """

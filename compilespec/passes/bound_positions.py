@@ -13,35 +13,35 @@ from torch import fx
 from compilespec.passes.claims import Claim, Place, find_claims, operand_at
 from compilespec.passes.context import PassContext
 from compilespec.passes.element_views import dtype_range
-from compilespec.passes.graph import output_node
-from compilespec.passes.linears import copy_origin
+from compilespec.passes.graph import copy_origin, output_node
 from compilespec.passes.ranges import Ranges
 from compilespec.passes.sizes import L, Range, Sizes
+from compilespec.passes.splice.builder import Splice
 from compilespec.tracing.structure import shape_of
 
 _aten = torch.ops.aten
 _SLOT, _ROW, _POSITION = (5,), (6,), (7,)  # of paged_attention
 
 
-def bound_positions(gm: fx.GraphModule, ctx: PassContext) -> int:
+def bound_positions(step: Splice) -> int:
     """Clamp indices that are read, redirect written rows to the spare row, and make tokens outside
     the sequence write nothing; only where `find_claims` has no proof.  A mask that is proven to
     hide nothing is dropped.
 
     Returns: operands guarded.  Numerics: exact (values inside pass unchanged).  Runs on ATen.
     """
-    sizes = Sizes(ctx.config, vocab_size(ctx))
-    _drop_masks(gm, Ranges(gm, sizes, ctx.inputs, ctx.weights))
+    sizes = Sizes(step.config, vocab_size(step.ctx))
+    _drop_masks(step.gm, Ranges(step.gm, sizes, step.ctx.inputs, step.ctx.weights))
     tried: set[tuple[fx.Node, str, Place]] = set()
     while True:
-        ranges = Ranges(gm, sizes, ctx.inputs, ctx.weights)
+        ranges = Ranges(step.gm, sizes, step.ctx.inputs, step.ctx.weights)
         failed: dict[fx.Node, Claim] = {}  # one per node: its guard may settle the others
         for claim in find_claims(ranges):
             if not claim.holds and claim.guard and _key(claim) not in tried:
                 failed.setdefault(claim.node, claim)
         if not failed:
             return len(tried)
-        guards = _Guards(gm, sizes)
+        guards = _Guards(step.gm, sizes)
         for claim in failed.values():
             tried.add(_key(claim))
             guards.insert(claim)

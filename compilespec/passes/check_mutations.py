@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from torch import fx
-
 from compilespec.errors import PassError
 from compilespec.passes.aliases import written_roots
-from compilespec.passes.context import PassContext
+from compilespec.passes.splice.builder import Splice
 
 
-def check_mutations(gm: fx.GraphModule, ctx: PassContext) -> int:
+def check_mutations(step: Splice) -> int:
     """Check that every written input is a state or cache buffer; temporaries may be written.
     Returns: inputs written.
 
@@ -17,10 +15,10 @@ def check_mutations(gm: fx.GraphModule, ctx: PassContext) -> int:
     """
     written = {
         root.meta.get("role")
-        for root in written_roots(gm.graph)
+        for root in written_roots(step.graph)
         if root.op in ("placeholder", "get_attr")
     }
-    foreign = sorted(str(role) for role in written if role not in ctx.buffers)
+    foreign = sorted(str(role) for role in written if role not in step.ctx.buffers)
     if foreign:
         raise PassError(f"the graph writes {', '.join(foreign)}, which is neither state nor cache")
     return len(written)

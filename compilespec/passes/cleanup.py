@@ -10,19 +10,19 @@ from torch import fx
 
 from compilespec import _torch_compat
 from compilespec.passes.aliases import roots_written_by, storage_root, written_roots
-from compilespec.passes.context import PassContext
+from compilespec.passes.splice.builder import Splice
 
 
-def cleanup(gm: fx.GraphModule, ctx: PassContext) -> int:
+def cleanup(step: Splice) -> int:
     """Remove dead code, including writes of temporaries that only dead code read, and common
     subexpressions; writes and reads of buffers are kept.
 
     Returns: nodes removed.  Numerics: exact.  Runs on ATen.
     """
-    before = len(gm.graph.nodes)
+    before = len(step.graph.nodes)
     seen: dict[Any, fx.Node] = {}
-    written = written_roots(gm.graph)
-    for node in list(gm.graph.nodes):
+    written = written_roots(step.graph)
+    for node in list(step.graph.nodes):
         if not _is_pure(node) or any(
             storage_root(part) in written for part in (node, *node.all_input_nodes)
         ):
@@ -31,16 +31,16 @@ def cleanup(gm: fx.GraphModule, ctx: PassContext) -> int:
         known = seen.setdefault(key, node)
         if known is not node:
             node.replace_all_uses_with(known)
-            gm.graph.erase_node(node)
-    order = {node: place for place, node in enumerate(gm.graph.nodes)}
+            step.graph.erase_node(node)
+    order = {node: place for place, node in enumerate(step.graph.nodes)}
     sharing: dict[fx.Node, list[fx.Node]] = {}
     for node in order:
         sharing.setdefault(storage_root(node), []).append(node)
     for node in reversed(order):
         if not node.users and (_is_pure(node) or _is_lost(node, sharing, order)):
-            gm.graph.erase_node(node)
-    drop_unused_inputs(gm, ctx)
-    return before - len(gm.graph.nodes)
+            step.graph.erase_node(node)
+    drop_unused_inputs(step)
+    return before - len(step.graph.nodes)
 
 
 def _is_pure(node: fx.Node) -> bool:
@@ -79,13 +79,13 @@ def _freeze(value: Any) -> Any:
     )
 
 
-def drop_unused_inputs(gm: fx.GraphModule, ctx: PassContext) -> None:
+def drop_unused_inputs(step: Splice) -> None:
     """Remove weights that only dead code read; batch inputs stay, because callers pass them."""
-    for node in list(gm.graph.nodes):
+    for node in list(step.graph.nodes):
         if (
             node.op == "placeholder"
             and not node.users
-            and ctx.inputs[node.meta["role"]].kind == "weight"
+            and step.ctx.inputs[node.meta["role"]].kind == "weight"
         ):
-            del ctx.inputs[node.meta["role"]]
-            gm.graph.erase_node(node)
+            del step.ctx.inputs[node.meta["role"]]
+            step.graph.erase_node(node)

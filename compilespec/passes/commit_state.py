@@ -2,65 +2,46 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
-from torch import fx
+from torch import Tensor
 
-from compilespec.passes.context import PassContext
-from compilespec.passes.graph import add_buffer, emit, find_role, has_role, output_node, set_outputs
 from compilespec.passes.read_state import token_rows
+from compilespec.passes.splice.builder import Splice
 from compilespec.passes.trees import parent_rows
 
 
-def commit_state(gm: fx.GraphModule, ctx: PassContext) -> int:
+def commit_state(step: Splice) -> int:
     """tokens_RS = [bonus | drafts], seq_len += n, for live rows; padded ones write the spare row.
     With a tree of drafts also parents_RS.
 
     A request whose prompt is continued in the next call commits nothing.  Numerics: exact.  Torch
     IR.
     """
-    before, target = output_node(gm), find_role(gm, "target")
-    index, start, count = (
-        find_role(gm, "row_index"),
-        find_role(gm, "start"),
-        find_role(gm, "num_emitted"),
-    )
-    tokens, lengths = find_role(gm, "tokens_RS"), find_role(gm, "seq_len_R")
-    if ctx.phase == "decode":
-        bonus, length = emit(
-            gm,
-            _decode_result,
-            target,
-            start,
-            count,
-            before=before,
-            max_seq_len=ctx.config.max_seq_len,
-        )
-    else:
-        bonus, length = target, start
-    parts = (bonus, find_role(gm, "drafts")) if has_role(gm, "drafts") else (bonus,)
-    emit(gm, _write, tokens, lengths, index, length, *parts, before=before)
-    if has_role(gm, "parents"):
-        topology = add_buffer(gm, ctx, parent_rows(ctx.config))
-        emit(gm, write_rows, topology, index, find_role(gm, "parents"), before=before)
+    roles = step.roles
+    bonus, length = roles.target, roles.start
+    if step.is_decode:
+        bonus, length = step.call(_decode_result, bonus, length, roles.num_emitted)
+    drafts, parents = step.find("drafts"), step.find("parents")
+    _write(roles.tokens_RS, roles.seq_len_R, roles.row_index, length, bonus, drafts)
+    if parents is not None:
+        write_rows(step.buffer(parent_rows(step.config)), roles.row_index, parents)
     return 1
 
 
-def commit_drafts(gm: fx.GraphModule, ctx: PassContext) -> int:
+def commit_drafts(step: Splice) -> int:
     """Write new drafts after each request's last token.  The rows, int32 [B, S], are the graph's
     output `tokens_BS`.  Numerics: exact.  Torch IR.
     """
-    tokens = add_buffer(gm, ctx, token_rows(ctx.config))
-    rows = emit(
-        gm, replace_drafts, tokens, find_role(gm, "row_index"), find_role(gm, "drafts"),
-        before=output_node(gm), keeps_found=ctx.capabilities.combines,
-    )  # fmt: skip
-    set_outputs(gm, {"tokens_BS": rows})
+    roles, tokens = step.roles, step.buffer(token_rows(step.config))
+    keeps_found = step.ctx.capabilities.combines
+    rows = replace_drafts(tokens, roles.row_index, roles.drafts, keeps_found=keeps_found)
+    step.set_outputs({"tokens_BS": rows})
     return 1
 
 
-def replace_drafts(tokens_RS: Any, index_B: Any, drafts_BK: Any, *, keeps_found: bool) -> Any:
+def replace_drafts(
+    tokens_RS: Tensor, index_B: Tensor, drafts_BK: Tensor, *, keeps_found: bool
+) -> Tensor:
     """Steps of K = 0 leave no drafts but those that a look-up found, which may stay."""
     rows_BS = tokens_RS[index_B]
     if keeps_found:
@@ -70,17 +51,25 @@ def replace_drafts(tokens_RS: Any, index_B: Any, drafts_BK: Any, *, keeps_found:
     return rows_BS
 
 
-def write_rows(rows_RN: Any, index_B: Any, values_BN: Any) -> Any:
+def write_rows(rows_RN: Tensor, index_B: Tensor, values_BN: Tensor) -> Tensor:
     return rows_RN.index_put_((index_B,), values_BN)
 
 
 def _decode_result(
-    target_BS: Any, start_B: Any, count_B: Any, *, max_seq_len: int
-) -> tuple[Any, Any]:
+    target_BS: Tensor, start_B: Tensor, count_B: Tensor, *, max_seq_len: int
+) -> tuple[Tensor, Tensor]:
     bonus_B1 = target_BS.gather(1, (count_B - 1).long().unsqueeze(1))
     return bonus_B1, (start_B + count_B).clamp(max=max_seq_len)
 
 
-def _write(tokens_RS: Any, seq_len_R: Any, index_B: Any, length_B: Any, *parts: Any) -> Any:
-    tokens_RS.index_put_((index_B,), torch.cat(parts, 1) if len(parts) > 1 else parts[0])
-    return seq_len_R.index_put_((index_B,), length_B)
+def _write(
+    tokens_RS: Tensor,
+    seq_len_R: Tensor,
+    index_B: Tensor,
+    length_B: Tensor,
+    bonus_B1: Tensor,
+    drafts_BK: Tensor | None,
+) -> None:
+    row_BS = bonus_B1 if drafts_BK is None else torch.cat((bonus_B1, drafts_BK), 1)
+    tokens_RS.index_put_((index_B,), row_BS)
+    seq_len_R.index_put_((index_B,), length_B)

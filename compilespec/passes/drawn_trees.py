@@ -8,18 +8,22 @@ nothing could be divided by: its children are the most probable tokens, and no d
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor
 from torch.nn import functional
 
 from compilespec.ops.sample.layout import MIN_TEMPERATURE, STEP, STREAM_DRAFT, TEMPERATURE
 from compilespec.passes.context import PassContext
-from compilespec.passes.graph import add_buffer, emit, find_role, output_node
-from compilespec.passes.sampling import draft_noise, head_width, sampling_state, wide_dtype
-from compilespec.program import BufferSpec, TreeShape
-from compilespec.tracing.capture import output_widths
+from compilespec.passes.sampling import (
+    draft_noise,
+    head_width,
+    sampling_state,
+    vocab_size,
+    wide_dtype,
+)
+from compilespec.passes.splice.builder import Splice
+from compilespec.program import TreeShape
 
 
 def draws_children(ctx: PassContext) -> bool:
@@ -29,17 +33,15 @@ def draws_children(ctx: PassContext) -> bool:
 
 
 def child_noise(
-    gm: fx.GraphModule, ctx: PassContext, drawn: fx.Node, ids: fx.Node | None, width: int,
-    depth: int,
-) -> tuple[fx.Node, ...]:  # fmt: skip
+    step: Splice, drawn: Tensor, ids: Tensor | None, width: int, depth: int
+) -> tuple[Tensor, ...]:
     """Temperature [B], and the noise [B, V] that chooses the drafts of a depth: the target's, their
     own, or none; nothing where all requests are greedy.
     """
-    if ctx.acceptance.couples_drafts:
-        return draft_noise(gm, ctx, drawn, ids, width)
-    stream = STREAM_DRAFT + STEP * depth
-    made = draft_noise(gm, ctx, drawn, ids, width, stream)
-    return made if draws_children(ctx) else made[:1]
+    if step.ctx.acceptance.couples_drafts:
+        return draft_noise(step, drawn, ids, width)
+    made = draft_noise(step, drawn, ids, width, STREAM_DRAFT + STEP * depth)
+    return made if draws_children(step.ctx) else made[:1]
 
 
 def inner_rows(shape: TreeShape) -> list[int]:
@@ -58,27 +60,28 @@ def sibling_ranks(shape: TreeShape) -> dict[tuple[int, ...], int]:
     return ranks
 
 
-def child_probs(
-    gm: fx.GraphModule, ctx: PassContext, logits: fx.Node, ids: fx.Node | None, num_rows: int
-) -> fx.Node:
+def child_probs(step: Splice, logits: Tensor, ids: Tensor | None, num_rows: int) -> Tensor:
     """What the children of a level's nodes are drawn from, over the target's ids: [B, F, V]; 0 for
     greedy requests, whose children are no draws.
     """
-    real, *_ = sampling_state(gm, ctx)
-    (vocab_size,) = output_widths(ctx.target)
-    width = head_width(ctx)
-    node: fx.Node = emit(
-        gm, spread_probs, logits, real, find_role(gm, "row_index"), *([] if ids is None else [ids]),
-        before=output_node(gm), num_rows=num_rows, vocab_size=vocab_size,
-        num_missing=vocab_size - width, dtype=wide_dtype(ctx),
+    real, width = sampling_state(step).real, vocab_size(step.ctx)
+    return spread_probs(
+        logits, real, step.roles.row_index, ids, num_rows=num_rows, vocab_size=width,
+        num_missing=width - head_width(step.ctx), dtype=wide_dtype(step.ctx),
     )  # fmt: skip
-    return node
 
 
 def spread_probs(
-    logits_NV: Any, sampling_RF: Any, index_B: Any, ids_V: Any = None, *, num_rows: int,
-    vocab_size: int, num_missing: int, dtype: torch.dtype,
-) -> Any:  # fmt: skip
+    logits_NV: Tensor,
+    sampling_RF: Tensor,
+    index_B: Tensor,
+    ids_V: Tensor | None = None,
+    *,
+    num_rows: int,
+    vocab_size: int,
+    num_missing: int,
+    dtype: torch.dtype,
+) -> Tensor:
     """Softmax of the logits at the requests' temperatures, over the target's ids."""
     temperature_B11 = sampling_RF[index_B][:, TEMPERATURE].view(-1, 1, 1)
     is_drawn_B11 = temperature_B11 >= MIN_TEMPERATURE
@@ -93,32 +96,23 @@ def spread_probs(
     return torch.where(is_drawn_B11, probs_BFV, 0)
 
 
-def keep_child_probs(gm: fx.GraphModule, ctx: PassContext, levels: list[fx.Node]) -> None:
+def keep_child_probs(step: Splice, levels: list[Tensor]) -> None:
     """Write the distributions of the inner nodes, level by level, into state rows."""
-    emit(
-        gm, write_rows, _prob_rows(gm, ctx), find_role(gm, "row_index"), *levels,
-        before=output_node(gm),
-    )  # fmt: skip
+    write_rows(_prob_rows(step), step.roles.row_index, *levels)
 
 
-def read_child_probs(gm: fx.GraphModule, ctx: PassContext) -> fx.Node:
+def read_child_probs(step: Splice) -> Tensor:
     """The distributions of the inner nodes, [B, I, V]."""
-    node: fx.Node = emit(
-        gm, lambda rows, index_B: rows[index_B], _prob_rows(gm, ctx), find_role(gm, "row_index"),
-        before=output_node(gm),
-    )  # fmt: skip
-    return node
+    return _prob_rows(step)[step.roles.row_index]
 
 
-def write_rows(rows_RIV: Any, index_B: Any, *levels: Any) -> Any:
+def write_rows(rows_RIV: Tensor, index_B: Tensor, *levels: Tensor) -> Tensor:
     probs_BIV = torch.cat(levels, 1) if len(levels) > 1 else levels[0]
     return rows_RIV.index_put_((index_B,), probs_BIV)
 
 
-def _prob_rows(gm: fx.GraphModule, ctx: PassContext) -> fx.Node:
-    tree = ctx.config.tree
+def _prob_rows(step: Splice) -> Tensor:
+    tree = step.config.tree
     assert tree is not None, "checked by the caller"
-    (vocab_size,) = output_widths(ctx.target)
-    shape = (ctx.config.max_batch_size + 1, len(inner_rows(tree)), vocab_size)
-    buffer = BufferSpec(name="child_prob_RIV", kind="state", shape=shape, dtype=wide_dtype(ctx))
-    return add_buffer(gm, ctx, buffer)
+    shape = (len(inner_rows(tree)), vocab_size(step.ctx))
+    return step.state("child_prob_RIV", shape, wide_dtype(step.ctx))

@@ -9,17 +9,18 @@ from typing import Any
 import torch
 from torch import fx
 
-from compilespec.passes.context import PassContext
-from compilespec.passes.linears import Linear, copy_origin, find_linears
+from compilespec.passes.graph import copy_origin
+from compilespec.passes.linears import Linear, find_linears
 from compilespec.passes.ranges import Ranges
 from compilespec.passes.sizes import Sizes
+from compilespec.passes.splice.builder import Splice
 
 _aten = torch.ops.aten
 _VIEWS = (_aten.view.default, _aten._unsafe_view.default, _aten.reshape.default)
 _DIMS = (_aten.unsqueeze.default, _aten.squeeze.dim)
 
 
-def fuse_head_argmax(gm: fx.GraphModule, ctx: PassContext) -> int:
+def fuse_head_argmax(step: Splice) -> int:
     """argmax(mm(x, t(w))) -> compilespec::argmax_linear(x, w), if nothing but a gather of the best
     logit reads the logits as well.
 
@@ -28,17 +29,21 @@ def fuse_head_argmax(gm: fx.GraphModule, ctx: PassContext) -> int:
     fused.  Returns: heads rewritten.  Numerics: rounding (the products' sums may be ordered
     differently).  Runs on ATen.
     """
-    if not (ctx.on_gpu if ctx.fuse_head is None else ctx.fuse_head):
+    if not (step.ctx.on_gpu if step.ctx.fuse_head is None else step.ctx.fuse_head):
         return 0
-    heads = [head for linear in find_linears(gm, ctx) if (head := _find_head(linear)) is not None]
-    if ctx.fuse_head is None:
-        ranges = Ranges(gm, Sizes(ctx.config, None), ctx.inputs, {})
+    heads = [
+        head
+        for linear in find_linears(step.gm, step.ctx)
+        if (head := _find_head(linear)) is not None
+    ]
+    if step.ctx.fuse_head is None:
+        ranges = Ranges(step.gm, Sizes(step.config, None), step.ctx.inputs, {})
         heads = [head for head in heads if _pays(head.linear, ranges)]
     for head in heads:
-        _fuse(gm, head)
-    for node in list(gm.graph.find_nodes(op="call_function", target=_aten.t.default)):
+        _fuse(step.gm, head)
+    for node in list(step.graph.find_nodes(op="call_function", target=_aten.t.default)):
         if not node.users:
-            gm.graph.erase_node(node)
+            step.graph.erase_node(node)
     return len(heads)
 
 

@@ -1,15 +1,13 @@
-"""Building blocks of the splicing passes: roles, inputs, emitted operations, spliced fragments.
+"""Graphs by their nodes: roles, outputs, inputs, and captured fragments that are copied in.
 
-At the torch level a pass writes ordinary tensor code over `fx.Proxy` objects (`emit`); each
-operation becomes a node at the insertion point.  Nodes that later passes look for carry a role in
-their metadata.
+Nodes that later passes look for carry a role in their metadata.
 """
 
 from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -33,6 +31,14 @@ def find_role(gm: fx.GraphModule, role: str) -> fx.Node:
         {str(n.meta["role"]) for n in gm.graph.nodes if "role" in n.meta and n.op != "placeholder"}
     )
     raise PassError(f"no node plays the role {role!r}; roles so far: {', '.join(known) or 'none'}")
+
+
+def give_role(gm: fx.GraphModule, role: str, node: fx.Node) -> None:
+    """Let this node play the role, and no other."""
+    for other in gm.graph.nodes:
+        if other is not node and other.meta.get("role") == role:
+            del other.meta["role"]
+    node.meta["role"] = role
 
 
 def has_role(gm: fx.GraphModule, role: str) -> bool:
@@ -61,6 +67,15 @@ def get_outputs(gm: fx.GraphModule) -> dict[str, fx.Node]:
     return dict(zip(node.meta["names"], results, strict=True))
 
 
+def copy_origin(source: fx.Node, target: fx.Node) -> None:
+    """Module path and source line of `source` for a node that replaces it, without its author."""
+    for key in ("stack_trace", "nn_module_stack"):
+        if key in source.meta:
+            target.meta[key] = source.meta[key]
+    custom = source.meta.get("custom") or {}
+    target.meta["custom"] = {key: value for key, value in custom.items() if key != "pass"}
+
+
 # --- inputs ---
 
 
@@ -80,41 +95,6 @@ def add_buffer(gm: fx.GraphModule, ctx: PassContext, buffer: BufferSpec) -> fx.N
     """The placeholder of a persistent buffer, declared on first use."""
     ctx.buffers.setdefault(buffer.name, buffer)
     return add_input(gm, ctx, InputSpec(name=buffer.name, kind=buffer.kind))
-
-
-# --- code ---
-
-
-def emit(
-    gm: fx.GraphModule, function: Callable[..., Any], *args: Any, before: fx.Node, **kwargs: Any
-) -> Any:
-    """Run `function` over proxies of its node arguments; its operations become nodes before
-    `before`.
-
-    Returns: the node, or tuple of nodes, of its result.
-    """
-    wrap = _wrapper(gm)
-    with gm.graph.inserting_before(before):
-        result = function(*fx.node.map_aggregate(args, wrap), **fx.node.map_aggregate(kwargs, wrap))
-    if isinstance(result, tuple):
-        return tuple(part.node for part in result)
-    return result.node
-
-
-def _wrapper(gm: fx.GraphModule) -> Callable[[Any], Any]:
-    tracer = fx.proxy.GraphAppendingTracer(gm.graph)
-
-    def wrap(value: Any) -> Any:
-        return fx.Proxy(value, tracer) if isinstance(value, fx.Node) else value
-
-    return wrap
-
-
-def arange_like(reference: Any, end: int) -> Any:
-    """`torch.arange(end)` int32 as a node of the graph that the proxy `reference` belongs to."""
-    return reference.tracer.create_proxy(
-        "call_function", torch.arange, (end,), {"dtype": torch.int32, "device": reference.device}
-    )
 
 
 # --- fragments ---

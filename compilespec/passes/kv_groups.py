@@ -9,16 +9,13 @@ per row as its window and the tokens of one call need, used in turn; a layer wit
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 
-from compilespec.passes.context import PassContext
-from compilespec.passes.graph import add_weight, emit
+from compilespec.passes.splice.builder import Splice
+from compilespec.passes.splice.places import Places
 from compilespec.program import ProgramConfig
-
-Metadata = tuple[fx.Node, fx.Node, fx.Node, fx.Node]  # slot, row, position, block table
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,19 +49,16 @@ class KVGroup:
         return table.to(dtype=torch.int32, device=config.device)
 
 
-def group_metadata(
-    gm: fx.GraphModule, ctx: PassContext, group: KVGroup, metadata: Metadata, *, before: fx.Node
-) -> Metadata:
-    """Metadata of the same tokens in the cache of `group`, with its slots and its block table."""
-    _, row, position, _ = metadata
+def group_places(step: Splice, group: KVGroup, places: Places) -> Places:
+    """Places of the same tokens in the cache of `group`, with its slots and its block table."""
     name = f"kv_group.{group.block_size}.{group.window}.block_table"
-    known = ctx.weights.get(name)
-    table = add_weight(gm, ctx, name, group.table(ctx.config) if known is None else known)
-    slot = emit(gm, group_slots, row, position, table, before=before, block_size=group.block_size)
-    return slot, row, position, table
+    known = step.ctx.weights.get(name)
+    table = step.weight(name, group.table(step.config) if known is None else known)
+    slot = group_slots(places.row, places.position, table, block_size=group.block_size)
+    return places._replace(slot=slot, table=table)
 
 
-def group_slots(row: Any, position: Any, table_RM: Any, *, block_size: int) -> Any:
+def group_slots(row: Tensor, position: Tensor, table_RM: Tensor, *, block_size: int) -> Tensor:
     """Flat cache index of each token, -1 if its row is -1."""
     block = table_RM[row.clamp(min=0).long(), (position // block_size).long()]
     slot = block * block_size + position % block_size

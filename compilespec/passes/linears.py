@@ -106,13 +106,4 @@ def _is_weight(node: fx.Node, ctx: PassContext) -> bool:
     return node.op == "placeholder" and ctx.inputs[node.meta["role"]].kind == "weight"
 
 
-def copy_origin(source: fx.Node, target: fx.Node) -> None:
-    """Module path and source line of `source` for a node that replaces it, without its author."""
-    for key in ("stack_trace", "nn_module_stack"):
-        if key in source.meta:
-            target.meta[key] = source.meta[key]
-    custom = source.meta.get("custom") or {}
-    target.meta["custom"] = {key: value for key, value in custom.items() if key != "pass"}
-
-
 PACKABLE = (torch.float32, torch.bfloat16, torch.float16, torch.float64)

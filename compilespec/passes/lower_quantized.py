@@ -9,7 +9,8 @@ from torch import Tensor, fx
 
 from compilespec.ops.quantized_linear import dynamic_int8_product
 from compilespec.passes.context import PassContext
-from compilespec.passes.linears import copy_origin
+from compilespec.passes.graph import copy_origin
+from compilespec.passes.splice.builder import Splice
 from compilespec.tracing.quantized_weights import Kind, kind_of, rebuild
 from compilespec.tracing.structure import LINEAR
 
@@ -29,7 +30,7 @@ class Product(NamedTuple):
     zero: str | None = None  # and this one last
 
 
-def lower_quantized(gm: fx.GraphModule, ctx: PassContext) -> int:
+def lower_quantized(step: Splice) -> int:
     """linear(x, rebuild(parts)) -> compilespec::quantized_linear or dynamic_int8_linear.
 
     Handles int8 and int4 weights, symmetric or with zero points, float8 weights, and symmetric int8
@@ -38,32 +39,32 @@ def lower_quantized(gm: fx.GraphModule, ctx: PassContext) -> int:
     Returns: products rewritten.  Numerics: rounding (sums are float32 and rounded once, unlike
     torchao's).  Runs on torch IR, in which a weight's kind is still visible.
     """
-    if not (ctx.prepack or ctx.merge) or ctx.config.dtype not in _FLOATS:
+    if not (step.ctx.prepack or step.ctx.merge) or step.config.dtype not in _FLOATS:
         return 0
     lowered = 0
-    for node in list(gm.graph.nodes):
+    for node in list(step.graph.nodes):
         if node.op != "call_function" or node.target not in LINEAR:
             continue
         x, weight, *rest = node.args
         if not isinstance(weight, fx.Node) or weight.target is not rebuild:
             continue
-        product = _product_of(weight, ctx)
+        product = _product_of(weight, step.ctx)
         if product is None:
             continue
         bias = rest[0] if rest else node.kwargs.get("bias")
         nodes = dict(zip(kind_of(str(weight.args[0])).names, weight.args[1:], strict=True))
         zero = (nodes[product.zero],) if product.zero else ()
         arguments = (x, nodes[product.weight], nodes[product.scale], bias, *product.extra, *zero)
-        with gm.graph.inserting_before(node):
-            new = gm.graph.call_function(product.op, arguments)
+        with step.graph.inserting_before(node):
+            new = step.graph.call_function(product.op, arguments)
         new.meta = dict(node.meta)
         copy_origin(node, new)
         node.replace_all_uses_with(new)
-        gm.graph.erase_node(node)
+        step.graph.erase_node(node)
         lowered += 1
-    for node in list(gm.graph.find_nodes(op="call_function", target=rebuild)):
+    for node in list(step.graph.find_nodes(op="call_function", target=rebuild)):
         if not node.users:
-            gm.graph.erase_node(node)
+            step.graph.erase_node(node)
     return lowered
 
 

@@ -10,66 +10,63 @@ import torch
 from torch import fx
 
 from compilespec import _torch_compat
-from compilespec.passes.context import PassContext
-from compilespec.passes.graph import add_input
+from compilespec.passes.graph import add_input, copy_origin
 from compilespec.passes.linears import (
     Linear,
     QuantizedLinear,
-    copy_origin,
     find_linears,
     find_quantized_linears,
 )
+from compilespec.passes.splice.builder import Splice
 from compilespec.program import InputSpec
 
 _aten = torch.ops.aten
 
 
-def merge_projections(gm: fx.GraphModule, ctx: PassContext) -> int:
+def merge_projections(step: Splice) -> int:
     """mm(x, t(a)), mm(x, t(b)) -> split(mm(x, t([a; b]))).  Returns: products merged into.
 
     Products of quantized weights merge with others of the same kind.  Rows of the merged weight are
     the rows of its parts, so every output element is the same dot product.
     Numerics: rounding (a library may order a larger product's sums differently).  Runs on ATen.
     """
-    if not ctx.merge:
+    if not step.ctx.merge:
         return 0
     groups: dict[tuple[fx.Node, bool, torch.dtype], list[Linear]] = {}
-    for linear in find_linears(gm, ctx):
+    for linear in find_linears(step.gm, step.ctx):
         key = (linear.x, linear.bias is not None, linear.weight.meta["val"].dtype)
         groups.setdefault(key, []).append(linear)
     merged = 0
     for parts in groups.values():
         if len(parts) > 1 and len({part.weight for part in parts}) == len(parts):
-            _merge(gm, ctx, parts)
+            _merge(step, parts)
             merged += 1
-    merged += _merge_quantized(gm, ctx)
-    gm.graph.eliminate_dead_code(lambda node: node.op == "placeholder" or node.is_impure())
+    merged += _merge_quantized(step)
+    step.graph.eliminate_dead_code(lambda node: node.op == "placeholder" or node.is_impure())
     return merged
 
 
-def _merge(gm: fx.GraphModule, ctx: PassContext, parts: list[Linear]) -> None:
+def _merge(step: Splice, parts: list[Linear]) -> None:
     first = parts[0].node
-    weight = _merged_input(gm, ctx, [part.weight for part in parts])
+    weight = _merged_input(step, [part.weight for part in parts])
     bias = (
-        _merged_input(gm, ctx, [part.bias for part in parts if part.bias])
-        if parts[0].bias
-        else None
+        _merged_input(step, [part.bias for part in parts if part.bias]) if parts[0].bias else None
     )
-    with gm.graph.inserting_before(first):
-        transposed = gm.graph.call_function(_aten.t.default, (weight,))
+    with step.graph.inserting_before(first):
+        transposed = step.graph.call_function(_aten.t.default, (weight,))
         if bias is None:
-            product = gm.graph.call_function(_aten.mm.default, (parts[0].x, transposed))
+            product = step.graph.call_function(_aten.mm.default, (parts[0].x, transposed))
         else:
-            product = gm.graph.call_function(_aten.addmm.default, (bias, parts[0].x, transposed))
+            product = step.graph.call_function(_aten.addmm.default, (bias, parts[0].x, transposed))
     with first.meta["val"].fake_mode:
         transposed.meta["val"] = weight.meta["val"].t()
     copy_origin(first, transposed)
-    _split(gm, product, parts)
+    _split(step.gm, product, parts)
 
 
-def _merge_quantized(gm: fx.GraphModule, ctx: PassContext) -> int:
+def _merge_quantized(step: Splice) -> int:
     groups: dict[object, list[QuantizedLinear]] = {}
-    for linear in find_quantized_linears(gm, ctx):
+    for linear in find_quantized_linears(step.gm, step.ctx):
         scale = linear.scale.meta["val"]
         zero = None if linear.zero is None else linear.zero.meta["val"].dtype
         kind = (linear.node.target, linear.extra, linear.weight.meta["val"].dtype, zero)
@@ -80,17 +77,17 @@ def _merge_quantized(gm: fx.GraphModule, ctx: PassContext) -> int:
         first = parts[0]
         if len(parts) == 1 or len({part.weight for part in parts}) < len(parts):
             continue
-        weight = _merged_input(gm, ctx, [part.weight for part in parts])
-        scale = _merged_input(gm, ctx, [part.scale for part in parts])
+        weight = _merged_input(step, [part.weight for part in parts])
+        scale = _merged_input(step, [part.scale for part in parts])
         biases = [part.bias for part in parts if part.bias]
-        bias = _merged_input(gm, ctx, biases) if biases else None
+        bias = _merged_input(step, biases) if biases else None
         zeros = [part.zero for part in parts if part.zero]
-        zero = (_merged_input(gm, ctx, zeros),) if zeros else ()
-        with gm.graph.inserting_before(first.node):
+        zero = (_merged_input(step, zeros),) if zeros else ()
+        with step.graph.inserting_before(first.node):
             op: Any = first.node.target
             x = first.node.args[0]  # an earlier merge may have replaced it
-            product = gm.graph.call_function(op, (x, weight, scale, bias, *first.extra, *zero))
-        _split(gm, product, parts)
+            product = step.graph.call_function(op, (x, weight, scale, bias, *first.extra, *zero))
+        _split(step.gm, product, parts)
         merged += 1
     return merged
 
@@ -172,9 +169,13 @@ def _keeps_rows(shape: Sequence[int | torch.SymInt], num_columns: int) -> bool:
     return size == num_columns
 
 
-def _merged_input(gm: fx.GraphModule, ctx: PassContext, parts: list[fx.Node]) -> fx.Node:
-    sources = tuple(source for part in parts for source in ctx.inputs[part.meta["role"]].sources)
-    node = add_input(gm, ctx, InputSpec(name="+".join(sources), kind="weight", sources=sources))
+def _merged_input(step: Splice, parts: list[fx.Node]) -> fx.Node:
+    sources = tuple(
+        source for part in parts for source in step.ctx.inputs[part.meta["role"]].sources
+    )
+    node = add_input(
+        step.gm, step.ctx, InputSpec(name="+".join(sources), kind="weight", sources=sources)
+    )
     vals = [part.meta["val"] for part in parts]
     node.meta["val"] = vals[0].new_empty((sum(val.shape[0] for val in vals), *vals[0].shape[1:]))
     return node

@@ -12,11 +12,10 @@ from torch.nn import functional
 
 from compilespec.passes.add_adapters import adapted
 from compilespec.passes.aliases import storage_root
-from compilespec.passes.context import PassContext
 from compilespec.passes.contracts import writes
-from compilespec.passes.graph import emit
-from compilespec.passes.linears import copy_origin
+from compilespec.passes.graph import copy_origin
 from compilespec.passes.rows import Rows, take_rows
+from compilespec.passes.splice.builder import Splice, node_of
 from compilespec.tracing import structure as analysis
 from compilespec.tracing.structure import EMBEDDING, LINEAR, argument
 
@@ -25,7 +24,7 @@ Reads = list[fx.Node]  # the inputs of which each row of a node reads the same r
 ROW = 1  # the dimension of rows: [B, S, ..] or, packed, [1, T, ..]
 
 
-def narrow_rows(gm: fx.GraphModule, ctx: PassContext) -> int:
+def narrow_rows(step: Splice) -> int:
     """Move each choice of rows (`take_rows`) up through rowwise operations to where rows are mixed:
     to just after the last layer's attention, if only the head reads the rows of the drafter or, in
     prefill, of the target.
@@ -33,20 +32,18 @@ def narrow_rows(gm: fx.GraphModule, ctx: PassContext) -> int:
     Returns: products that now have fewer rows.  Numerics: rounding.  Torch IR.
     """
     choices: dict[Rows, list[fx.Node]] = {}
-    for node in gm.graph.nodes:
+    for node in step.graph.nodes:
         if "rows" in node.meta:
             choices.setdefault(node.meta["rows"], []).append(node)
-    return sum(_Narrowing(gm, ctx, rows, exits).run() for rows, exits in choices.items())
+    return sum(_Narrowing(step, rows, exits).run() for rows, exits in choices.items())
 
 
 class _Narrowing:
     """One choice of rows, and the nodes that take them (`exits`)."""
 
-    def __init__(
-        self, gm: fx.GraphModule, ctx: PassContext, rows: Rows, exits: list[fx.Node]
-    ) -> None:
-        self.gm, self.ctx, self.rows, self.exits = gm, ctx, rows, exits
-        self.written = {root for _, root in writes(gm.graph)}
+    def __init__(self, step: Splice, rows: Rows, exits: list[fx.Node]) -> None:
+        self.step, self.rows, self.exits = step, rows, exits
+        self.written = {root for _, root in writes(step.graph)}
 
     def run(self) -> int:
         """Compute nodes that only the exits read for the chosen rows; returns their products."""
@@ -54,17 +51,7 @@ class _Narrowing:
         products = sum(node.target in LINEAR for node in region)
         if not products:
             return 0
-        graph, before = self.gm.graph, self.exits[0]
-        num_rows = self._num_rows(before)
-        env: dict[fx.Node, fx.Node] = {}
-        for node, reads in reversed(region.items()):
-            for source in reads:
-                if source not in env:
-                    env[source] = take_rows(self.gm, source, self.rows, before=before)
-            with graph.inserting_before(before):
-                env[node] = graph.node_copy(node, lambda old: env.get(old, old))
-            copy_origin(node, env[node])
-            self._resize(env[node], num_rows)
+        graph, env = self.step.graph, self._copy(region)
         for node in self.exits:
             narrow = env[_source(node)]
             if "role" in node.meta:
@@ -73,6 +60,22 @@ class _Narrowing:
         for node in (*self.exits, *region):
             graph.erase_node(node)
         return products
+
+    def _copy(self, region: dict[fx.Node, Reads]) -> dict[fx.Node, fx.Node]:
+        """Each node of the region, and each that it reads, for the chosen rows alone."""
+        step = self.step
+        env: dict[fx.Node, fx.Node] = {}
+        with step.before(self.exits[0]):
+            num_rows = self._num_rows()
+            for node, reads in reversed(region.items()):
+                for source in reads:
+                    if source not in env:
+                        env[source] = node_of(take_rows(step, step.value(source), self.rows))
+                with step.graph.inserting_before(step.cursor):
+                    env[node] = step.graph.node_copy(node, lambda old: env.get(old, old))
+                copy_origin(node, env[node])
+                self._resize(env[node], num_rows)
+        return env
 
     def _resize(self, node: fx.Node, num_rows: fx.Node | int) -> None:
         """A copy's shape, and the sizes it reshapes to."""
@@ -103,7 +106,7 @@ class _Narrowing:
     def _region_without(self, outside: set[fx.Node]) -> dict[fx.Node, Reads]:
         exits, wanted = set(self.exits), {_source(node) for node in self.exits}
         region: dict[fx.Node, Reads] = {}
-        for node in reversed(self.gm.graph.nodes):
+        for node in reversed(self.step.graph.nodes):
             if node in outside or node not in wanted:
                 continue
             if all(user in exits or user in region for user in node.users):
@@ -134,19 +137,17 @@ class _Narrowing:
 
     def _shape(self, node: fx.Node) -> Shape | None:
         if node.op == "placeholder":
-            weight = self.ctx.weights.get(str(node.meta.get("role")))
+            weight = self.step.ctx.weights.get(str(node.meta.get("role")))
             return None if weight is None else tuple(weight.shape)
         if node.op == "get_attr":
-            return tuple(getattr(self.gm, str(node.target)).shape)
+            return tuple(getattr(self.step.gm, str(node.target)).shape)
         return analysis.shape_of(node)
 
-    def _num_rows(self, before: fx.Node) -> fx.Node | int:
-        if not self.rows.is_packed:
+    def _num_rows(self) -> fx.Node | int:
+        if not self.rows.is_packed or self.rows.index is None:
             return 1
-        node: fx.Node = emit(
-            self.gm, lambda index_R: index_R.shape[0], self.rows.index, before=before
-        )
-        return node
+        count: Any = self.step.value(self.rows.index).shape[0]
+        return node_of(count)
 
 
 def _source(taken: fx.Node) -> fx.Node:

@@ -9,17 +9,16 @@ import torch
 from torch import Tensor, fx, nn
 
 from compilespec.errors import NotSupported
-from compilespec.passes.context import PassContext
-from compilespec.passes.graph import find_role, get_outputs, set_outputs
+from compilespec.passes.splice.builder import Splice
 from compilespec.program import Traced
 from compilespec.tracing.structure import find_head
 
 
-def output_head_input(gm: fx.GraphModule, ctx: PassContext) -> int:
+def output_head_input(step: Splice) -> int:
     """Add the output `head_input_1TD`, the role that `narrow_logits` made before its gather.
     Numerics: exact.  Torch IR.
     """
-    set_outputs(gm, {**get_outputs(gm), "head_input_1TD": find_role(gm, "head_input")})
+    step.set_outputs({**step.outputs(), "head_input_1TD": step.roles.head_input})
     return 1
 
 

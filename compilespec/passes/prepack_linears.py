@@ -10,58 +10,59 @@ from torch import fx
 from compilespec.ops.quantized_linear import LAYOUTS
 from compilespec.ops.quantized_linear.reference import NIBBLES
 from compilespec.passes.cleanup import drop_unused_inputs
-from compilespec.passes.context import PassContext
-from compilespec.passes.graph import add_input
+from compilespec.passes.graph import add_input, copy_origin
 from compilespec.passes.linears import (
     PACKABLE,
     QuantizedLinear,
-    copy_origin,
     find_linears,
     find_quantized_linears,
 )
+from compilespec.passes.splice.builder import Splice
 from compilespec.program import InputSpec
 
 
-def prepack_linears(gm: fx.GraphModule, ctx: PassContext) -> int:
+def prepack_linears(step: Splice) -> int:
     """mm(x, t(w)) -> compilespec::packed_linear(x, packed(w)), and the same for quantized weights,
     on the CPU; on GPUs only weights of four bits, two in a byte.  Returns: products rewritten.
 
     The CPU operators' order of summation does not depend on the number of rows, so that a verify
     step and a plain step of the same token agree bit for bit.  Numerics: rounding.  Runs on ATen.
     """
-    if not ctx.prepack:
-        return _pack_four_bits(gm, ctx) if ctx.on_gpu else 0
+    if not step.ctx.prepack:
+        return _pack_four_bits(step) if step.ctx.on_gpu else 0
     linears = [
-        linear for linear in find_linears(gm, ctx) if linear.weight.meta["val"].dtype in PACKABLE
+        linear
+        for linear in find_linears(step.gm, step.ctx)
+        if linear.weight.meta["val"].dtype in PACKABLE
     ]
     for linear in linears:
-        packed = _packed_input(gm, ctx, linear.weight, "panels")
-        with gm.graph.inserting_before(linear.node):
-            node = gm.graph.call_function(
+        packed = _packed_input(step, linear.weight, "panels")
+        with step.graph.inserting_before(linear.node):
+            node = step.graph.call_function(
                 torch.ops.compilespec.packed_linear.default,
                 (linear.x, packed, linear.bias, linear.num_outputs),
             )
         node.meta["val"] = linear.node.meta["val"]
         copy_origin(linear.node, node)
         linear.node.replace_all_uses_with(node)
-        gm.graph.erase_node(linear.node)
-    quantized = find_quantized_linears(gm, ctx)
+        step.graph.erase_node(linear.node)
+    quantized = find_quantized_linears(step.gm, step.ctx)
     for product in quantized:
-        _pack_quantized(gm, ctx, product)
-    for node in list(gm.graph.find_nodes(op="call_function", target=torch.ops.aten.t.default)):
+        _pack_quantized(step, product)
+    for node in list(step.graph.find_nodes(op="call_function", target=torch.ops.aten.t.default)):
         if not node.users:
-            gm.graph.erase_node(node)
-    drop_unused_inputs(gm, ctx)
+            step.graph.erase_node(node)
+    drop_unused_inputs(step)
     return len(linears) + len(quantized)
 
 
-def _pack_four_bits(gm: fx.GraphModule, ctx: PassContext) -> int:
-    found = [linear for linear in find_quantized_linears(gm, ctx) if _has_nibbles(linear)]
+def _pack_four_bits(step: Splice) -> int:
+    found = [linear for linear in find_quantized_linears(step.gm, step.ctx) if _has_nibbles(linear)]
     for linear in found:
-        weight = _packed_input(gm, ctx, linear.weight, "nibbles")
+        weight = _packed_input(step, linear.weight, "nibbles")
         arguments = (linear.node.args[0], weight, linear.scale, linear.bias, linear.zero)
-        _put(gm, linear, torch.ops.compilespec.int4_linear.default, arguments)
-    drop_unused_inputs(gm, ctx)
+        _put(step.gm, linear, torch.ops.compilespec.int4_linear.default, arguments)
+    drop_unused_inputs(step)
     return len(found)
 
 
@@ -71,17 +72,17 @@ def _has_nibbles(linear: QuantizedLinear) -> bool:
     return linear.bits == 4 and depth // groups % NIBBLES == 0
 
 
-def _pack_quantized(gm: fx.GraphModule, ctx: PassContext, linear: QuantizedLinear) -> None:
+def _pack_quantized(step: Splice, linear: QuantizedLinear) -> None:
     ops = torch.ops.compilespec
     if linear.node.target is ops.dynamic_int8_linear.default:
         op, layout = ops.packed_dynamic_int8_linear.default, "quads"
     else:
         op, layout = ops.packed_quantized_linear.default, "int4" if linear.bits == 4 else "bytes"
-    weight = _packed_input(gm, ctx, linear.weight, layout)
-    scale = _packed_input(gm, ctx, linear.scale, "scale")
-    zero = () if linear.zero is None else (_packed_input(gm, ctx, linear.zero, "scale"),)
+    weight = _packed_input(step, linear.weight, layout)
+    scale = _packed_input(step, linear.scale, "scale")
+    zero = () if linear.zero is None else (_packed_input(step, linear.zero, "scale"),)
     x = linear.node.args[0]
-    _put(gm, linear, op, (x, weight, scale, linear.bias, linear.num_outputs, *zero))
+    _put(step.gm, linear, op, (x, weight, scale, linear.bias, linear.num_outputs, *zero))
 
 
 def _put(gm: fx.GraphModule, linear: QuantizedLinear, op: Any, arguments: tuple[Any, ...]) -> None:
@@ -94,12 +95,12 @@ def _put(gm: fx.GraphModule, linear: QuantizedLinear, op: Any, arguments: tuple[
     gm.graph.erase_node(linear.node)
 
 
-def _packed_input(gm: fx.GraphModule, ctx: PassContext, plain: fx.Node, layout: str) -> fx.Node:
-    known = ctx.inputs[plain.meta["role"]]
+def _packed_input(step: Splice, plain: fx.Node, layout: str) -> fx.Node:
+    known = step.ctx.inputs[plain.meta["role"]]
     spec = InputSpec(
         name=f"packed.{known.name}", kind="weight", sources=known.sources, packed=layout
     )
-    packed = add_input(gm, ctx, spec)
+    packed = add_input(step.gm, step.ctx, spec)
     with plain.meta["val"].fake_mode:
         packed.meta["val"] = LAYOUTS[layout](plain.meta["val"])
     return packed

@@ -9,31 +9,22 @@ import torch
 from torch import Tensor, fx
 
 from compilespec.errors import NotSupported
-from compilespec.passes.context import PassContext
-from compilespec.passes.graph import add_buffer, add_input, find_role
-from compilespec.passes.linears import copy_origin
-from compilespec.program import BufferSpec, InputSpec, ProgramConfig, module_path
+from compilespec.passes.splice.builder import Splice, node_of
+from compilespec.program import BufferSpec, ProgramConfig, module_path
 from compilespec.tracing.structure import EMBEDDING, is_float, shape_of
 
 
-def read_embeds(gm: fx.GraphModule, ctx: PassContext) -> int:
+def read_embeds(step: Splice) -> int:
     """embedding(ids) -> merged(embedding(ids), given_T, embeds_PD), behind all that the embedding's
     module does (a scale, in Gemma): what transformers calls `inputs_embeds`.
 
     Returns: 1.  Raises: NotSupported where ids enter anything else.  Numerics: exact.  Torch IR.
     """
-    embedded = _embedded(gm)
+    embedded = _embedded(node_of(step.roles.ids))
     shape, dtype = embedded.meta["example"]
-    given = add_input(gm, ctx, InputSpec(name="given_T", kind="batch"))
-    rows = add_buffer(gm, ctx, embeds_rows(ctx.config, int(shape[-1]), dtype))
-    with gm.graph.inserting_after(embedded):
-        new = gm.graph.call_function(merged, (embedded, given, rows))
-    embedded.replace_all_uses_with(new)
-    new.update_arg(0, embedded)  # which it read before
-    new.meta["example"] = embedded.meta["example"]
-    copy_origin(embedded, new)
-    if "role" in embedded.meta:
-        new.meta["role"] = embedded.meta.pop("role")
+    given = step.batch("given_T")
+    rows = step.buffer(embeds_rows(step.config, int(shape[-1]), dtype))
+    step.wrap(embedded, merged, given, rows)
     return 1
 
 
@@ -49,9 +40,9 @@ def embeds_rows(config: ProgramConfig, width: int, dtype: torch.dtype) -> Buffer
     return BufferSpec(name="embeds_PD", kind="state", shape=shape, dtype=dtype, by_host=True)
 
 
-def _embedded(gm: fx.GraphModule) -> fx.Node:
+def _embedded(ids: fx.Node) -> fx.Node:
     """The output of the module that embeds the token ids."""
-    readers = _readers(find_role(gm, "ids"))
+    readers = _readers(ids)
     embeddings = [node for node in readers if node.target in EMBEDDING]
     if len(embeddings) != 1 or len(readers) != 1 or shape_of(embeddings[0]) is None:
         named = ", ".join(f"{node.name} ({module_path(node) or 'top'})" for node in readers)

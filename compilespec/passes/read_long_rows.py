@@ -8,15 +8,15 @@ from typing import Any
 import torch
 from torch import fx
 
-from compilespec.passes.context import PassContext
-from compilespec.passes.linears import copy_origin
+from compilespec.passes.graph import copy_origin
+from compilespec.passes.splice.builder import Splice
 
 _aten = torch.ops.aten
 LEAST_COLUMNS_ON_GPU = 8192  # of a row that is long there
 LEAST_COLUMNS_ON_CPU = 1024
 
 
-def read_long_rows(gm: fx.GraphModule, ctx: PassContext) -> int:
+def read_long_rows(step: Splice) -> int:
     """For long rows: argmax(x, -1) -> compilespec::row_argmax(x), and on the CPU topk(x, k), or
     that of a log_softmax, -> compilespec::row_topk(x, k).
 
@@ -30,17 +30,19 @@ def read_long_rows(gm: fx.GraphModule, ctx: PassContext) -> int:
     Argmaxes of spans in ATen would do as well, but torch 2.13 makes wrong code of them where other
     reductions follow in the same kernel.
     """
-    if not (ctx.on_gpu or ctx.prepack):
+    if not (step.ctx.on_gpu or step.ctx.prepack):
         return 0
-    least = LEAST_COLUMNS_ON_GPU if ctx.on_gpu else LEAST_COLUMNS_ON_CPU
-    argmaxes = [node for node in _calls(gm, _aten.argmax.default) if _is_long_argmax(node, least)]
+    least = LEAST_COLUMNS_ON_GPU if step.ctx.on_gpu else LEAST_COLUMNS_ON_CPU
+    argmaxes = [
+        node for node in _calls(step.gm, _aten.argmax.default) if _is_long_argmax(node, least)
+    ]
     for node in argmaxes:
-        _replace_argmax(gm, node)
-    if ctx.on_gpu:
+        _replace_argmax(step.gm, node)
+    if step.ctx.on_gpu:
         return len(argmaxes)
-    topks = [node for node in _calls(gm, _aten.topk.default) if _is_long_topk(node)]
+    topks = [node for node in _calls(step.gm, _aten.topk.default) if _is_long_topk(node)]
     for node in topks:
-        _replace_topk(gm, node)
+        _replace_topk(step.gm, node)
     return len(argmaxes) + len(topks)
 
 

@@ -8,87 +8,63 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from compilespec.errors import PassError
-from compilespec.passes.context import PassContext
-from compilespec.passes.graph import add_buffer
-from compilespec.passes.linears import copy_origin
-from compilespec.program import BufferSpec, ProgramConfig, marker_kind, markers
+from compilespec.passes.splice.builder import Splice, node_of
+from compilespec.program import ProgramConfig, marker_kind, markers
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class StateMetadata:
-    """What tells the tokens of a call apart: nodes of shape [B, S] or [1, T]."""
+class StatePlaces:
+    """What tells the tokens of a call apart, [B, S] or [1, T]."""
 
-    row: fx.Node  # int32, -1: writes nothing
-    position: fx.Node  # int32
-    absorbed: fx.Node  # int32, tokens in the state of the token's request
-    commits: fx.Node  # bool, whether the token cannot be rejected any more
+    row: Tensor  # int32, -1: writes nothing
+    position: Tensor  # int32
+    absorbed: Tensor  # int32, tokens in the state of the token's request
+    commits: Tensor  # bool, whether the token cannot be rejected any more
 
 
-def keep_states(gm: fx.GraphModule, ctx: PassContext, owner: str, metadata: StateMetadata) -> int:
+def keep_states(step: Splice, owner: str, places: StatePlaces) -> int:
     """Rewrite the recurrent markers of a graph, in order, onto the state rows of `owner`."""
-    found = markers(gm, "recurrence", "causal_conv")
+    found = markers(step.gm, "recurrence", "causal_conv")
     number = {"recurrence": 0, "causal_conv": 0}
     for marker in found:
         kind = str(marker_kind(marker))
         name = f"{kind}.{owner}.{number[kind]}"
         number[kind] += 1
         rewrite = _keep_state if kind == "recurrence" else _keep_window
-        rewrite(gm, ctx, marker, name, metadata)
+        with step.before(marker):
+            kept = rewrite(step, marker, name, places)
+        step.take_place(marker, kept)
     return len(found)
 
 
-def _keep_state(
-    gm: fx.GraphModule, ctx: PassContext, marker: fx.Node, name: str, at: StateMetadata
-) -> None:
-    query, key, value, decay, beta, kind = marker.args
-    sizes = [_sizes(node, name) for node in (key, value, decay, *([] if beta is None else [beta]))]
+def _keep_state(step: Splice, marker: fx.Node, name: str, at: StatePlaces) -> Tensor:
+    query, key, value, decay, beta, kind = step.values(marker.args)
+    sizes = [_sizes(part, name) for part in (key, value, decay, beta) if part is not None]
     (_, key_dim), (heads, value_dim) = sizes[0], sizes[1]
-    width = sum(map(math.prod, sizes))
-    rows, dtype = ctx.config.max_batch_size + 1, _dtype(value)
-    state = BufferSpec(
-        name=f"{name}.state", kind="state", shape=(rows, heads, key_dim, value_dim), dtype=dtype
-    )
-    recent = BufferSpec(
-        name=f"{name}.recent",
-        kind="state",
-        shape=(rows, num_kept_tokens(ctx.config), width),
-        dtype=dtype,
-    )
-    buffers = [add_buffer(gm, ctx, buffer) for buffer in (state, recent)]
-    metadata = (at.row, at.position, at.absorbed, at.commits)
-    _replace(
-        gm, marker, torch.ops.compilespec.cached_recurrence.default,
-        (query, key, value, decay, beta, *buffers, *metadata, kind),
+    dtype, count = _dtype(value), num_kept_tokens(step.config)
+    state = step.state(f"{name}.state", (heads, key_dim, value_dim), dtype)
+    recent = step.state(f"{name}.recent", (count, sum(map(math.prod, sizes))), dtype)
+    kept: Tensor = torch.ops.compilespec.cached_recurrence.default(
+        query, key, value, decay, beta, state, recent, at.row, at.position, at.absorbed,
+        at.commits, kind,
     )  # fmt: skip
+    return kept
 
 
-def _keep_window(
-    gm: fx.GraphModule, ctx: PassContext, marker: fx.Node, name: str, at: StateMetadata
-) -> None:
-    x, weight, bias = marker.args
+def _keep_window(step: Splice, marker: fx.Node, name: str, at: StatePlaces) -> Tensor:
+    x, weight, bias = step.values(marker.args)
     (channels,) = _sizes(x, name)
-    width = _shape(weight, name)[-1]
-    recent = BufferSpec(
-        name=f"{name}.recent",
-        kind="state",
-        shape=(
-            ctx.config.max_batch_size + 1,
-            int(width or 0) - 1 + num_kept_tokens(ctx.config),
-            channels,
-        ),
-        dtype=_dtype(x),
+    width = int(_shape(weight, name)[-1] or 0) - 1 + num_kept_tokens(step.config)
+    ring = step.state(f"{name}.recent", (width, channels), _dtype(x))
+    kept: Tensor = torch.ops.compilespec.cached_conv.default(
+        x, weight, bias, ring, at.row, at.position
     )
-    ring = add_buffer(gm, ctx, recent)
-    _replace(
-        gm, marker, torch.ops.compilespec.cached_conv.default,
-        (x, weight, bias, ring, at.row, at.position),
-    )  # fmt: skip
+    return kept
 
 
 def num_kept_tokens(config: ProgramConfig) -> int:
@@ -96,28 +72,19 @@ def num_kept_tokens(config: ProgramConfig) -> int:
     return max(1, config.num_row_tokens - 1)
 
 
-def _replace(gm: fx.GraphModule, marker: fx.Node, target: Any, args: tuple[Any, ...]) -> None:
-    with gm.graph.inserting_before(marker):
-        kept = gm.graph.call_function(target, args)
-    kept.meta = dict(marker.meta)
-    copy_origin(marker, kept)
-    marker.replace_all_uses_with(kept)
-    gm.graph.erase_node(marker)
-
-
-def _shape(node: object, name: str) -> tuple[int | None, ...]:
-    example = node.meta.get("example") if isinstance(node, fx.Node) else None
+def _shape(part: Tensor, name: str) -> tuple[int | None, ...]:
+    example = node_of(part).meta.get("example")
     if example is None:
         raise PassError(f"{name}: an argument of the marker has no known shape")
     shape: tuple[int | None, ...] = example[0]
     return shape
 
 
-def _sizes(node: object, name: str) -> tuple[int, ...]:
+def _sizes(part: Tensor, name: str) -> tuple[int, ...]:
     """The sizes of one token."""
-    return tuple(int(size or 0) for size in _shape(node, name)[2:])
+    return tuple(int(size or 0) for size in _shape(part, name)[2:])
 
 
-def _dtype(node: Any) -> torch.dtype:
-    dtype: torch.dtype = node.meta["example"][1]
+def _dtype(part: Tensor) -> torch.dtype:
+    dtype: torch.dtype = node_of(part).meta["example"][1]
     return dtype

@@ -14,12 +14,13 @@ from compilespec.errors import PassError
 from compilespec.passes.context import PassContext
 from compilespec.passes.contracts import EVERYWHERE, Contract, broken, misdescribed, written_buffers
 from compilespec.passes.references import Reference
+from compilespec.passes.splice.builder import Splice
 from compilespec.program import PassRecord, module_path
 
 Level = Literal["torch", "aten"]
 
 
-PassFunction = Callable[[fx.GraphModule, PassContext], int]
+PassFunction = Callable[[Splice], int]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +87,7 @@ def run_passes(
             continue
         num_nodes, written = len(gm.graph.nodes), written_buffers(gm.graph)
         started = time.perf_counter()
-        matched = entry.run(gm, ctx)
+        matched = entry.run(Splice(gm, ctx))
         elapsed_ms = (time.perf_counter() - started) * 1e3
         ctx.declared.update(ctx.inputs)
         _check_count(entry, matched, expected, gm, ctx)

@@ -17,12 +17,13 @@ from compilespec.passes.sharding.flow import Flow, Shard
 from compilespec.passes.sharding.plan import Sharding
 from compilespec.passes.sharding.rules import rule_of
 from compilespec.passes.sharding.views import op_name
+from compilespec.passes.splice.builder import Splice
 from compilespec.program import PIECE, InputSpec, module_path
 
 COLLECTIVES = ("all_reduce", "all_gather", "argmax_shard", "dynamic_int8_shard")
 
 
-def shard_weights(gm: fx.GraphModule, ctx: PassContext) -> int:
+def shard_weights(step: Splice) -> int:
     """Cut weights among the ranks, as `ctx.sharding` says or as the graph allows, and sum, gather
     or choose where ranks must know of each other.
 
@@ -33,16 +34,16 @@ def shard_weights(gm: fx.GraphModule, ctx: PassContext) -> int:
     Raises: PassError where a rank's shapes do not follow from the cuts; InvalidOption where a wish
         of the user's cannot be met.
     """
-    sharding = ctx.sharding
+    sharding = step.ctx.sharding
     assert sharding is not None
     shapes = Shapes()
-    values = node_values(gm, ctx, shapes)
-    _note_head(gm, sharding, values)
-    flow = Flow(gm, ctx, sharding, values)
+    values = node_values(step.gm, step.ctx, shapes)
+    _note_head(step.gm, sharding, values)
+    flow = Flow(step.gm, step.ctx, sharding, values)
     flow.run(rule_of)
-    _note_unseen(gm, ctx, sharding)
+    _note_unseen(step, sharding)
     sharding.settled |= set(sharding.cuts)
-    placed = {node: flow.of(node, node) for node in gm.graph.nodes}
+    placed = {node: flow.of(node, node) for node in step.graph.nodes}
     for node, shard in placed.items():
         node.meta["stands_for"] = (node.name, shard.cut if shard else None)
         name = str(node.meta.get("role"))
@@ -52,13 +53,13 @@ def shard_weights(gm: fx.GraphModule, ctx: PassContext) -> int:
         whole = flow.placed[node]
         assert isinstance(whole, Shard)
         node.meta["stands_for"] = (node.name, whole.cut)
-    _bind_pieces(gm, ctx, sharding, flow)
-    _cut_caches(ctx, sharding, flow)
+    _bind_pieces(step, sharding, flow)
+    _cut_caches(step.ctx, sharding, flow)
     for edit in list(flow.edits.values()):
         edit()
-    for node in [node for node in gm.graph.nodes if node in flow.gathered]:  # alike on every rank
+    for node in [node for node in step.graph.nodes if node in flow.gathered]:  # alike on every rank
         _gather(flow, node)
-    _check_shapes(gm, ctx, values, shapes)
+    _check_shapes(step, values, shapes)
     return 1
 
 
@@ -69,11 +70,11 @@ def _note_head(gm: fx.GraphModule, sharding: Sharding, values: dict[fx.Node, Any
         sharding.vocab_size = int(values[logits].shape[-1])
 
 
-def _note_unseen(gm: fx.GraphModule, ctx: PassContext, sharding: Sharding) -> None:
+def _note_unseen(step: Splice, sharding: Sharding) -> None:
     """Matrices that no rule asked about stay whole, aloud."""
-    for node in gm.graph.find_nodes(op="placeholder"):
+    for node in step.graph.find_nodes(op="placeholder"):
         name = str(node.meta["role"])
-        weight = ctx.weights.get(name)
+        weight = step.ctx.weights.get(name)
         if weight is None or weight.dim() < 2 or name in sharding.cuts:
             continue
         if sharding.may_cut(name):
@@ -81,25 +82,27 @@ def _note_unseen(gm: fx.GraphModule, ctx: PassContext, sharding: Sharding) -> No
             sharding.cuts[name], sharding.why_whole[name] = None, f"no rule for {readers}"
 
 
-def _bind_pieces(gm: fx.GraphModule, ctx: PassContext, sharding: Sharding, flow: Flow) -> None:
+def _bind_pieces(step: Splice, sharding: Sharding, flow: Flow) -> None:
     """An input of a rank's piece in place of each weight that is cut."""
-    for node in gm.graph.find_nodes(op="placeholder"):
+    for node in step.graph.find_nodes(op="placeholder"):
         name, shard = str(node.meta["role"]), flow.placed.get(node)
-        if ctx.inputs[name].kind != "weight" or not isinstance(shard, Shard):
+        if step.ctx.inputs[name].kind != "weight" or not isinstance(shard, Shard):
             continue
         piece = name + PIECE
-        if piece not in ctx.weights:
-            ctx.weights[piece] = shard.cut.piece(ctx.weights[name], sharding.rank, sharding.size)
-            sharding.sources[piece], sharding.whole[name] = name, ctx.weights[name]
-        new = add_input(gm, ctx, InputSpec(name=piece, kind="weight", sources=(piece,)))
+        if piece not in step.ctx.weights:
+            step.ctx.weights[piece] = shard.cut.piece(
+                step.ctx.weights[name], sharding.rank, sharding.size
+            )
+            sharding.sources[piece], sharding.whole[name] = name, step.ctx.weights[name]
+        new = add_input(step.gm, step.ctx, InputSpec(name=piece, kind="weight", sources=(piece,)))
         new.meta["stands_for"] = (node.name, shard.cut)
         users = [user for user in node.users if (node, user) not in flow.whole_uses]
         for user in users:
             user.replace_input_with(node, new)
         node.meta["stands_for"] = (node.name, None)
         if not node.users:
-            gm.graph.erase_node(node)
-            del ctx.inputs[name]
+            step.graph.erase_node(node)
+            del step.ctx.inputs[name]
 
 
 def _cut_caches(ctx: PassContext, sharding: Sharding, flow: Flow) -> None:
@@ -128,15 +131,13 @@ def _gather(flow: Flow, node: fx.Node) -> None:
     whole.meta["stands_for"] = (whole.meta["stands_for"][0], None)
 
 
-def _check_shapes(
-    gm: fx.GraphModule, ctx: PassContext, before: dict[fx.Node, Any], shapes: Shapes
-) -> None:
+def _check_shapes(step: Splice, before: dict[fx.Node, Any], shapes: Shapes) -> None:
     """A rank's shapes are those of the whole graph, cut as the flow says.  Raises: PassError."""
     try:
-        values = node_values(gm, ctx, shapes)
+        values = node_values(step.gm, step.ctx, shapes)
     except NodeError as error:
         raise PassError(
-            f"shard_weights ({ctx.key}): a rank's step fails at {error.node.name} "
+            f"shard_weights ({step.ctx.key}): a rank's step fails at {error.node.name} "
             f"({module_path(error.node) or 'top'}): {error.why}"
         ) from error
     whole = {node.name: value for node, value in before.items()}
@@ -154,7 +155,7 @@ def _check_shapes(
             if one.isdigit() and isinstance(size, int)
         ):
             raise PassError(
-                f"shard_weights ({ctx.key}): {node.name} ({module_path(node) or 'top'}) is "
+                f"shard_weights ({step.ctx.key}): {node.name} ({module_path(node) or 'top'}) is "
                 f"{list(value.shape)} on a rank, expected [{', '.join(wanted)}]"
             )
 

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
-from torch import fx
+from torch import Tensor
 
 from compilespec.passes.context import PassContext
-from compilespec.passes.graph import add_input, emit, find_role, output_node
-from compilespec.program import InputSpec
+from compilespec.passes.splice.builder import Splice
 
 
-def shift_hidden_states(gm: fx.GraphModule, ctx: PassContext) -> int:
+def shift_hidden_states(step: Splice) -> int:
     """Make the roles `draft_ids` and `aux` ([B, S] or [1, T]; [.., A*D]).  Numerics: exact.  Torch
     IR.
 
@@ -21,17 +18,12 @@ def shift_hidden_states(gm: fx.GraphModule, ctx: PassContext) -> int:
     harmless.  Prefill: ids move left by one; a chunk that does not end its prompt is followed by
     the true next token (E2, H-4).
     """
-    before = output_node(gm)
-    target = find_role(gm, "target")
-    taps = [find_role(gm, f"aux.{index}") for index in range(len(ctx.aux_layers))]
-    if ctx.phase == "decode":
-        ids = emit(gm, lambda target_BS: target_BS.clamp(min=0), target, before=before)
+    roles = step.roles
+    if step.is_decode:
+        roles.draft_ids = roles.target.clamp(min=0)
     else:
-        following = add_input(gm, ctx, InputSpec(name="next_T", kind="batch"))
-        ids = emit(gm, shift_prompt, following, target, find_role(gm, "owner_T"), before=before)
-    ids.meta["role"] = "draft_ids"
-    aux = emit(gm, lambda *parts: torch.cat(parts, -1), *taps, before=before)
-    aux.meta["role"] = "aux"
+        roles.draft_ids = shift_prompt(step.batch("next_T"), roles.target, roles.owner_T)
+    roles.aux = torch.cat(step.taps(), -1)
     return 1
 
 
@@ -44,7 +36,7 @@ def pairs_hidden_states(ctx: PassContext) -> bool:
     return ctx.capabilities.reads_hidden_states and not (reads_one_row or reads_no_tokens)
 
 
-def shift_prompt(next_T: Any, target_R1: Any, owner_T: Any) -> Any:
+def shift_prompt(next_T: Tensor, target_R1: Tensor, owner_T: Tensor) -> Tensor:
     """next_T: the prompt token after each token; -1 at the end of the prompt, which the sampled
     token follows.
     """

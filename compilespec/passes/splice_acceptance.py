@@ -2,73 +2,59 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
-from torch import fx
+from torch import Tensor
 
-from compilespec.passes.acceptance.registry import RULES, Judged
-from compilespec.passes.context import PassContext
-from compilespec.passes.graph import (
-    add_buffer,
-    arange_like,
-    emit,
-    find_role,
-    output_node,
-    set_outputs,
-)
+from compilespec.passes.acceptance.registry import RULES, Judged, Rule
 from compilespec.passes.read_state import first_columns
 from compilespec.passes.sampling import note_logprobs, sampling_state
+from compilespec.passes.splice.builder import Splice, arange_like
 from compilespec.passes.tree_penalties import keep_context
-from compilespec.passes.trees import verifies_tree
-from compilespec.program import PAD, BufferSpec
+from compilespec.passes.trees import depth_of_rows, verifies_tree
+from compilespec.program import PAD
 
 
-def splice_acceptance(gm: fx.GraphModule, ctx: PassContext) -> int:
+def splice_acceptance(step: Splice) -> int:
     """Logits -> target tokens -> `emitted_BS`, `num_emitted_B` (decode) or the first token
     (prefill), by the rule of the program.
 
     Roles made: `target` ([B, S], or [R, 1] in prefill), `emitted` and `num_emitted` ([B]).
     Numerics: exact.  Torch IR.
     """
-    logits, before = find_role(gm, "logits"), output_node(gm)
-    rule = RULES[ctx.acceptance.rule]
-    if ctx.phase == "decode":
-        ids = find_role(gm, "ids")
-        if ctx.may_omit_drafts:  # PAD, which `ids` clamped to 0
-            tokens, index = find_role(gm, "tokens_RS"), find_role(gm, "row_index")
-            ids = emit(
-                gm, drafted_tokens, tokens, index, before=before,
-                num_tokens=ctx.config.num_verify_tokens, row_tokens=ctx.config.num_row_tokens,
-            )  # fmt: skip
-        if ctx.config.num_draft_tokens:
-            ids = _withhold(gm, ctx, ids)
-        judge = rule.decode_tree if verifies_tree(ctx) else rule.decode
-        assert judge is not None, "checked when the program was planned"
-        judged = judge(gm, ctx, ids, logits)
-        if ctx.acceptance.force_num_accepted:
-            judged = _force(gm, ctx, judged)
-    else:
-        judged = rule.prefill(gm, ctx, logits)
-    if judged.taken is not None and not ctx.greedy_only:
-        keep_context(gm, ctx, sampling_state(gm, ctx), judged.taken)
+    rule = RULES[step.ctx.acceptance.rule]
+    judged = _judge(step, rule) if step.is_decode else rule.prefill(step)
+    if judged.taken is not None and not step.ctx.greedy_only:
+        keep_context(step, sampling_state(step), judged.taken)
     if rule.after is not None:
-        rule.after(gm, ctx, judged)
-    for name, node in judged._asdict().items():
-        if node is not None:
-            node.meta["role"] = name
-    note_logprobs(gm, ctx, judged.target)
-    if ctx.phase == "prefill":
-        logits = emit(gm, lambda x_1RV: x_1RV.squeeze(0).unsqueeze(1), logits, before=before)
-    spoilt = emit(gm, spoilt_rows, logits, before=before)
+        rule.after(step, judged)
+    for role, value in judged._asdict().items():
+        if value is not None:
+            step.name(role, value)
+    note_logprobs(step, judged.target)
+    logits = step.roles.logits if step.is_decode else step.roles.logits.squeeze(0).unsqueeze(1)
+    spoilt = spoilt_rows(logits)
     if judged.taken is not None:
-        spoilt = emit(gm, lambda x, at: x.gather(1, at.long()), spoilt, judged.taken, before=before)
-    said = emit(gm, blank_spoilt, judged.emitted, spoilt, before=before)
-    set_outputs(gm, {"emitted_BS": said, "num_emitted_B": judged.num_emitted})
+        spoilt = spoilt.gather(1, judged.taken.long())
+    emitted = blank_spoilt(judged.emitted, spoilt)
+    step.set_outputs({"emitted_BS": emitted, "num_emitted_B": judged.num_emitted})
     return 1
 
 
-def spoilt_rows(logits_BSV: Any) -> Any:
+def _judge(step: Splice, rule: Rule) -> Judged:
+    """What the rule says of the step's drafts."""
+    ctx, roles = step.ctx, step.roles
+    ids = roles.ids
+    if ctx.may_omit_drafts:  # PAD, which `ids` clamped to 0
+        ids = step.call(drafted_tokens, roles.tokens_RS, roles.row_index)
+    if ctx.config.num_draft_tokens:
+        ids = _withhold(step, ids)
+    judge = rule.decode_tree if verifies_tree(ctx) else rule.decode
+    assert judge is not None, "checked when the program was planned"
+    judged = judge(step, ids)
+    return _force(step, judged) if ctx.acceptance.force_num_accepted else judged
+
+
+def spoilt_rows(logits_BSV: Tensor) -> Tensor:
     """Which rows hold NaN.  argmax treats NaN as the largest value, so that one element per row
     suffices.
     """
@@ -76,7 +62,7 @@ def spoilt_rows(logits_BSV: Any) -> Any:
     return logits_BSV.gather(-1, best_BS1).squeeze(-1).isnan()
 
 
-def blank_spoilt(emitted_BS: Any, is_nan_BS: Any) -> Any:
+def blank_spoilt(emitted_BS: Tensor, is_nan_BS: Tensor) -> Tensor:
     """Replace all tokens of a request by PAD if one of them was judged by logits with NaN.
 
     The host ends such a request; no other output shows the NaN.
@@ -85,60 +71,61 @@ def blank_spoilt(emitted_BS: Any, is_nan_BS: Any) -> Any:
     return torch.where(is_spoilt_B1, PAD, emitted_BS)
 
 
-def drafted_tokens(tokens_RS: Any, index_B: Any, *, num_tokens: int, row_tokens: int) -> Any:
+def drafted_tokens(
+    tokens_RS: Tensor, index_B: Tensor, *, num_verify_tokens: int, num_row_tokens: int
+) -> Tensor:
     """The last emitted token and the drafts as stored in the rows, including PAD: [B, S]."""
-    return first_columns(tokens_RS[index_B], num_tokens, row_tokens)
+    return first_columns(tokens_RS[index_B], num_verify_tokens, num_row_tokens)
 
 
-def _withhold(gm: fx.GraphModule, ctx: PassContext, ids: fx.Node) -> fx.Node:
+def _withhold(step: Splice, ids: Tensor) -> Tensor:
     """Replace the drafts that must not be judged, a request's last `withheld_R`, by PAD.
 
     This gives each request its own K, down to 0, in the same graph.
     """
-    rows = ctx.config.max_batch_size + 1
-    withheld = add_buffer(
-        gm,
-        ctx,
-        BufferSpec(name="withheld_R", kind="state", shape=(rows,), dtype=torch.int32, by_host=True),
-    )
-    depth = (find_role(gm, "depth"),) if verifies_tree(ctx) else ()
-    node: fx.Node = emit(
-        gm, withhold_drafts, ids, withheld, find_role(gm, "row_index"), *depth,
-        before=output_node(gm), num_tokens=ctx.config.num_verify_tokens,
-        row_tokens=ctx.config.num_row_tokens,
-    )  # fmt: skip
-    return node
+    withheld = step.state("withheld_R", (), torch.int32, by_host=True)
+    index, depth = step.roles.row_index, depth_of_rows(step)
+    return step.call(withhold_drafts, ids, withheld, index, depth)
 
 
 def withhold_drafts(
-    ids_BS: Any, withheld_R: Any, index_B: Any, depth_BS: Any = None, *, num_tokens: int,
-    row_tokens: int,
-) -> Any:  # fmt: skip
+    ids_BS: Tensor,
+    withheld_R: Tensor,
+    index_B: Tensor,
+    depth_BS: Tensor | None = None,
+    *,
+    num_verify_tokens: int,
+    num_row_tokens: int,
+) -> Tensor:
     """ids_BS with PAD after the columns that the request keeps, or below that depth of a tree;
     column 0 is the last emitted token, and the row holds the drafts of the largest K.
     """
-    last_B1 = (row_tokens - 1 - withheld_R[index_B]).unsqueeze(1)
-    place = arange_like(ids_BS, num_tokens) if depth_BS is None else depth_BS
+    last_B1 = (num_row_tokens - 1 - withheld_R[index_B]).unsqueeze(1)
+    place = arange_like(ids_BS, num_verify_tokens) if depth_BS is None else depth_BS
     return torch.where(place <= last_B1, ids_BS, PAD)
 
 
-def _force(gm: fx.GraphModule, ctx: PassContext, judged: Judged) -> Judged:
+def _force(step: Splice, judged: Judged) -> Judged:
     """Put the forced count into every live row; `target` is unchanged, so its tokens after a wrong
     draft follow from that draft.  Source: requirement I1.
     """
-    num_tokens = ctx.config.num_verify_tokens
-    emitted, count = emit(
-        gm, force_count, judged.target, judged.num_emitted, find_role(gm, "live"),
-        before=output_node(gm), num_tokens=num_tokens,
-        num_emitted=min(ctx.acceptance.force_num_accepted + 1, num_tokens),
+    wanted = step.ctx.acceptance.force_num_accepted + 1
+    emitted, count = step.call(
+        force_count, judged.target, judged.num_emitted, step.roles.live,
+        num_emitted=min(wanted, step.config.num_verify_tokens),
     )  # fmt: skip
     return Judged(judged.target, emitted, count)
 
 
 def force_count(
-    target_BS: Any, count_B: Any, live_B: Any, *, num_tokens: int, num_emitted: int
-) -> tuple[Any, Any]:
+    target_BS: Tensor,
+    count_B: Tensor,
+    live_B: Tensor,
+    *,
+    num_verify_tokens: int,
+    num_emitted: int,
+) -> tuple[Tensor, Tensor]:
     """(emitted_BS, num_emitted_B) with the forced count in live rows."""
     forced_B = torch.where(live_B, num_emitted, count_B).to(torch.int32)
-    step_S = arange_like(target_BS, num_tokens)
+    step_S = arange_like(target_BS, num_verify_tokens)
     return torch.where(step_S < forced_B.unsqueeze(1), target_BS, PAD), forced_B

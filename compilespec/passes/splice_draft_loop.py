@@ -2,55 +2,46 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
-from torch import fx
+from torch import Tensor
 
 from compilespec.passes.context import PassContext
 from compilespec.passes.draft_loops import LOOPS
 from compilespec.passes.draft_loops.combined import combine
 from compilespec.passes.evidence import note_evidence, note_level
-from compilespec.passes.graph import emit, find_role, has_role, output_node
 from compilespec.passes.sampling import keep_draft_probs
+from compilespec.passes.splice.builder import Splice
 from compilespec.program import PAD
 
 
-def splice_draft_loop(gm: fx.GraphModule, ctx: PassContext) -> int:
+def splice_draft_loop(step: Splice) -> int:
     """Splice the draft loop of the method's kind, which makes the role `drafts`: int32 [B, K],
     padded with PAD to the largest K of the program if this graph's K is smaller.
 
     Returns: the number of drafter passes.  Numerics: exact.  Torch IR.
     """
-    loop, num_passes = LOOPS[ctx.capabilities.kind], 0
+    ctx, num_passes = step.ctx, 0
+    loop = LOOPS[ctx.capabilities.kind]
     if ctx.drafts_now:
-        num_passes = loop.splice(gm, ctx)
-        keep_draft_probs(gm, ctx)
-        note_level(gm)
+        num_passes = loop.splice(step)
+        keep_draft_probs(step)
+        note_level(step)
     elif loop.keep is not None:
-        loop.keep(gm, ctx)
+        loop.keep(step)
     if not (loop.fills_rows and num_passes):
-        _widen(gm, ctx)
+        _widen(step)
     if ctx.capabilities.combines and not ctx.read_only:
-        combine(gm, ctx)
-    note_evidence(gm, ctx)
+        combine(step)
+    note_evidence(step)
     return num_passes
 
 
-def _widen(gm: fx.GraphModule, ctx: PassContext) -> None:
+def _widen(step: Splice) -> None:
     """Make `drafts` as wide as those of the largest K; PAD where there are none."""
-    num_columns = ctx.config.num_row_tokens - ctx.config.num_verify_tokens
-    drafts: tuple[fx.Node, ...] = ()
-    if has_role(gm, "drafts"):
-        if not num_columns:
-            return
-        drafts = (find_role(gm, "drafts"),)
-        del drafts[0].meta["role"]
-    wide = emit(
-        gm, pad_columns, find_role(gm, "row_index"), *drafts, before=output_node(gm),
-        num_columns=num_columns,
-    )  # fmt: skip
-    wide.meta["role"] = "drafts"
+    num_columns = step.config.num_row_tokens - step.config.num_verify_tokens
+    drafts = step.find("drafts")
+    if num_columns or drafts is None:
+        step.roles.drafts = pad_columns(step.roles.row_index, drafts, num_columns=num_columns)
 
 
 def num_drafter_passes(ctx: PassContext) -> int | None:
@@ -60,7 +51,7 @@ def num_drafter_passes(ctx: PassContext) -> int | None:
     return LOOPS[ctx.capabilities.kind].num_passes(ctx) if ctx.drafts_now else 0
 
 
-def pad_columns(index_B: Any, *drafts_BK: Any, num_columns: int) -> Any:
+def pad_columns(index_B: Tensor, drafts_BK: Tensor | None, *, num_columns: int) -> Tensor:
     """The drafts and `num_columns` of PAD, int32."""
     pad = torch.full_like(index_B.unsqueeze(1).expand(-1, num_columns), PAD, dtype=torch.int32)
-    return torch.cat([*drafts_BK, pad], 1) if drafts_BK else pad
+    return pad if drafts_BK is None else torch.cat([drafts_BK, pad], 1)

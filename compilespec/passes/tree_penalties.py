@@ -2,58 +2,53 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
-from torch import fx
+from torch import Tensor
 
 import compilespec.ops.sample.path_penalties  # noqa: F401  (registers the operator)
 from compilespec.ops.sample.layout import FLAGS, NUM_INTS, PENALISE
-from compilespec.passes.context import PassContext
-from compilespec.passes.graph import arange_like, emit, find_role, output_node
+from compilespec.passes.splice.builder import Splice, arange_like
 
 
 def penalise_paths(
-    gm: fx.GraphModule, logits: fx.Node, state: tuple[fx.Node, ...], *, before: fx.Node
-) -> tuple[fx.Node, tuple[fx.Node, ...]]:
+    step: Splice, logits: Tensor, state: tuple[Tensor, ...]
+) -> tuple[Tensor, tuple[Tensor, ...]]:
     """The logits after penalties, each row's by its path; and the state without them, for what
     would penalise rows as if they were a chain.
     """
+    roles = step.roles
     real, whole, bias, context = state
-    with gm.graph.inserting_before(before):
-        penalised = gm.graph.call_function(
-            torch.ops.compilespec.penalise_paths.default,
-            (logits, find_role(gm, "ids"), find_role(gm, "path"), find_role(gm, "row_index"),
-             find_role(gm, "start"), real, whole, context),
-        )  # fmt: skip
-    rest = emit(gm, without_penalties, whole, before=before)
-    return penalised, (real, rest, bias, context)
+    penalised = torch.ops.compilespec.penalise_paths.default(
+        logits, roles.ids, roles.path, roles.row_index, roles.start, real, whole, context
+    )
+    return penalised, (real, without_penalties(whole), bias, context)
 
 
-def without_penalties(sampling_RI: Any) -> Any:
+def without_penalties(sampling_RI: Tensor) -> Tensor:
     """The rows, in which no request has penalties."""
     is_flag_I = arange_like(sampling_RI, NUM_INTS) == FLAGS
     return torch.where(is_flag_I, sampling_RI & ~PENALISE, sampling_RI)
 
 
-def keep_context(
-    gm: fx.GraphModule, ctx: PassContext, state: tuple[fx.Node, ...], taken: fx.Node
-) -> None:
+def keep_context(step: Splice, state: tuple[Tensor, ...], taken: Tensor) -> None:
     """Write the tokens of the accepted path, of requests with penalties, by position."""
-    _, whole, _, context = state
-    emit(
-        gm, write_context, context, whole, find_role(gm, "row_index"), find_role(gm, "start"),
-        find_role(gm, "ids"), taken, before=output_node(gm),
-        num_tokens=ctx.config.num_step_tokens, max_seq_len=ctx.config.max_seq_len,
-    )  # fmt: skip
+    roles, (_, whole, _, context) = step.roles, state
+    step.call(write_context, context, whole, roles.row_index, roles.start, roles.ids, taken)
 
 
 def write_context(
-    context_RL: Any, sampling_RI: Any, index_B: Any, start_B: Any, ids_BS: Any, taken_BP: Any, *,
-    num_tokens: int, max_seq_len: int,
-) -> Any:  # fmt: skip
+    context_RL: Tensor,
+    sampling_RI: Tensor,
+    index_B: Tensor,
+    start_B: Tensor,
+    ids_BS: Tensor,
+    taken_BP: Tensor,
+    *,
+    num_step_tokens: int,
+    max_seq_len: int,
+) -> Tensor:
     """What is written after the path's end, the next step writes again before it is read."""
-    wanted_BP = start_B.unsqueeze(1) + arange_like(start_B, num_tokens)
+    wanted_BP = start_B.unsqueeze(1) + arange_like(start_B, num_step_tokens)
     place_BP = wanted_BP.clamp(max=max_seq_len - 1).long()
     index_B1 = index_B.unsqueeze(1)
     is_kept_B1 = (sampling_RI[index_B][:, FLAGS] & PENALISE != 0).unsqueeze(1)

@@ -8,19 +8,18 @@ path, the rows from the root to itself.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor
 
 from compilespec.passes.context import PassContext
-from compilespec.passes.graph import arange_like, emit, find_role
+from compilespec.passes.splice.builder import Splice, arange_like
 from compilespec.program import PAD, BufferSpec, ProgramConfig
 
 
 def parent_rows(config: ProgramConfig) -> BufferSpec:
     """The parent of each row of the next verify step, by its index; the root is its own."""
-    shape = (config.max_batch_size + 1, config.num_row_tokens)
+    shape = (config.num_rows, config.num_row_tokens)
     return BufferSpec(name="parents_RS", kind="state", shape=shape, dtype=torch.int32)
 
 
@@ -29,7 +28,12 @@ def verifies_tree(ctx: PassContext) -> bool:
     return ctx.config.tree is not None and ctx.phase == "decode"
 
 
-def follow_parents(parent_BS: Any, *, num_tokens: int, max_depth: int) -> tuple[Any, Any]:
+def depth_of_rows(step: Splice) -> Tensor | None:
+    """The depth of each row of the tree that the graph judges; None if that is a chain."""
+    return step.roles.depth if verifies_tree(step.ctx) else None
+
+
+def follow_parents(parent_BS: Tensor, *, num_tokens: int, max_depth: int) -> tuple[Tensor, Tensor]:
     """Depths [B, S], 0 at the root, and paths [B, S, max_depth + 1], -1 after their end."""
     up_BS = torch.zeros_like(parent_BS) + arange_like(parent_BS, num_tokens)
     ups = [up_BS]
@@ -44,8 +48,8 @@ def follow_parents(parent_BS: Any, *, num_tokens: int, max_depth: int) -> tuple[
 
 
 def longest_accepted(
-    ids_BS: Any, target_BS: Any, depth_BS: Any, path_BSP: Any, *, max_depth: int
-) -> tuple[Any, Any, Any, Any]:
+    ids_BS: Tensor, target_BS: Tensor, depth_BS: Tensor, path_BSP: Tensor, *, max_depth: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Find the longest path of which each draft is the target's token at the row before it.
 
     Args:
@@ -71,7 +75,7 @@ def longest_accepted(
     return taken_BP, target_BP, torch.where(is_emitted_BP, target_BP, PAD), count_B
 
 
-def take_path(x: Any, taken_BP: Any, *, sizes: Sequence[int]) -> Any:
+def take_path(x: Tensor, taken_BP: Tensor, *, sizes: Sequence[int]) -> Tensor:
     """Rows `taken_BP` of x, [B, S, *sizes]: [B, P, *sizes]."""
     index = taken_BP.long()
     for _ in sizes:
@@ -79,9 +83,6 @@ def take_path(x: Any, taken_BP: Any, *, sizes: Sequence[int]) -> Any:
     return x.gather(1, index.expand([-1, -1, *sizes]))
 
 
-def taken_rows(gm: fx.GraphModule, source: fx.Node, width: int, *, before: fx.Node) -> fx.Node:
+def taken_rows(step: Splice, source: Tensor, width: int) -> Tensor:
     """The rows [B, P, D] of `source`, [B, S, D], on the accepted path."""
-    node: fx.Node = emit(
-        gm, take_path, source, find_role(gm, "taken"), before=before, sizes=(width,)
-    )
-    return node
+    return take_path(source, step.roles.taken, sizes=(width,))

@@ -15,17 +15,17 @@ from compilespec.errors import NotSupported
 from compilespec.passes.cleanup import drop_unused_inputs
 from compilespec.passes.context import PassContext
 from compilespec.passes.draft_loops import LOOPS
-from compilespec.passes.graph import add_weight, emit
 from compilespec.passes.narrow_rows import ELEMENTWISE
 from compilespec.passes.rows import take_rows
-from compilespec.tracing.capture import output_widths
+from compilespec.passes.sampling import vocab_size
+from compilespec.passes.splice.builder import Splice, node_of
 from compilespec.tracing.quantized_weights import rebuild
 from compilespec.tracing.structure import LINEAR, argument, shape_of
 
 KEPT_IDS = "draft.kept_ids"  # the input that holds the target's id of each row that is left
 
 
-def trim_draft_head(gm: fx.GraphModule, ctx: PassContext) -> int:
+def trim_draft_head(step: Splice) -> int:
     """linear(x, head).argmax(-1) -> kept[linear(x, head[kept]).argmax(-1)], in every proposal of
     the drafter, `kept` being `ctx.draft_ids`.
 
@@ -38,22 +38,23 @@ def trim_draft_head(gm: fx.GraphModule, ctx: PassContext) -> int:
     quantized.
     Source: FR-Spec (Zhao et al. 2025), FastMTP (2025).
     """
+    ctx = step.ctx
     assert ctx.draft_ids is not None
-    paths = [path for node in _products(gm) if (path := _follow(node, ctx)) is not None]
+    paths = [path for node in _products(step.graph) if (path := _follow(node, ctx)) is not None]
     heads = {path.product.args[1] for path in paths if path.choices}
     choices = [node for path in paths for node in path.choices]
-    lost = [node.name for node in gm.graph.nodes if _is_proposal(node) and node not in choices]
+    lost = [node.name for node in step.graph.nodes if _is_proposal(node) and node not in choices]
     if lost or len(choices) != num_proposals(ctx):
         raise NotSupported(
             "draft_vocab_size= needs a drafter whose draft is the argmax over a product with its "
             f"head; {lost[0] if lost else 'a proposal'} of spec={ctx.capabilities.name!r} is none: "
             "leave it out"
         )
-    table = add_weight(gm, ctx, KEPT_IDS, ctx.draft_ids.to(ctx.config.device))
+    table = node_of(step.weight(KEPT_IDS, ctx.draft_ids.to(ctx.config.device)))
     for path in paths:
         if path.product.args[1] in heads:  # also where nothing reads its logits
-            _trim(gm, ctx, path, table)
-    drop_unused_inputs(gm, ctx)
+            _trim(step, path, table)
+    drop_unused_inputs(step)
     return len(choices)
 
 
@@ -87,9 +88,9 @@ class _Path:
         return False
 
 
-def _products(gm: fx.GraphModule) -> Iterator[fx.Node]:
+def _products(graph: fx.Graph) -> Iterator[fx.Node]:
     """Products with weights of the drafter's fragments."""
-    for node in gm.graph.nodes:
+    for node in graph.nodes:
         if _fragment(node).startswith("draft") and node.target in LINEAR:
             yield node
 
@@ -116,45 +117,53 @@ def _follow(product: fx.Node, ctx: PassContext) -> _Path | None:
     return path
 
 
-def _trim(gm: fx.GraphModule, ctx: PassContext, path: _Path, table: fx.Node) -> None:
+def _trim(step: Splice, path: _Path, table: fx.Node) -> None:
     """Compute only the columns of the table's ids, and map what is chosen among them."""
-    assert ctx.draft_ids is not None
-    (vocab_size,), product = output_widths(ctx.target), path.product
+    ids, product = step.ctx.draft_ids, path.product
+    assert ids is not None
     x, weight, bias = product.args[0], product.args[1], argument(product, 2, "bias")
-    product.args, product.kwargs = (x, _kept(gm, ctx, weight), _kept(gm, ctx, bias)), {}
+    product.args, product.kwargs = (x, _kept(step, weight), _kept(step, bias)), {}
     for node in path.carried:
         if "example" in node.meta:
             shape, dtype = node.meta["example"]
-            node.meta["example"] = ((*shape[:-1], len(ctx.draft_ids)), dtype)
+            node.meta["example"] = ((*shape[:-1], len(ids)), dtype)
     for node in path.rows:
         source: Any = node.args[0]
-        _replace(gm, node, take_rows(gm, source, node.meta["rows"], before=node))
+        with step.before(node):
+            _replace(step, node, node_of(take_rows(step, step.value(source), node.meta["rows"])))
     for node in path.limits:
-        _replace(gm, node, node.args[0])
+        _replace(step, node, node.args[0])
+    _map_ends(step, path, table, len(ids))
+
+
+def _map_ends(step: Splice, path: _Path, table: fx.Node, num_ids: int) -> None:
+    """Let ids of the target come out of where the columns end."""
     for node in path.draws:
         node.args = (*node.args[:2], table, *node.args[3:])
     for node in path.noises:
-        node.args = (*node.args[:2], table, len(ctx.draft_ids), *node.args[4:])
+        node.args = (*node.args[:2], table, num_ids, *node.args[4:])
     for node in path.bests:
         for index in [user for user in node.users if user.args[1] == 1]:
-            _map(gm, index, table)
+            _map(step, index, table)
     for node in path.pads:
-        spread = emit(gm, spread_over_ids, node.args[0], table, before=node, vocab_size=vocab_size)
-        _replace(gm, node, spread)
+        probs, ids = step.values((node.args[0], table))
+        with step.before(node):
+            spread = spread_over_ids(probs, ids, vocab_size=vocab_size(step.ctx))
+        _replace(step, node, node_of(spread))
     for node in path.choices:
-        _map(gm, node, table)
+        _map(step, node, table)
 
 
-def _map(gm: fx.GraphModule, node: fx.Node, table: fx.Node) -> None:
+def _map(step: Splice, node: fx.Node, table: fx.Node) -> None:
     """Whoever reads an index reads the id that the table has there."""
     readers = list(node.users)
-    with gm.graph.inserting_after(node):
-        chosen = gm.graph.call_function(operator.getitem, (table, node))
+    with step.after(node):
+        chosen = step.value(table)[step.value(node)]
     for reader in readers:
-        reader.replace_input_with(node, chosen)
+        reader.replace_input_with(node, node_of(chosen))
 
 
-def _kept(gm: fx.GraphModule, ctx: PassContext, weight: Any) -> fx.Node | None:
+def _kept(step: Splice, weight: Any) -> fx.Node | None:
     """The input of the weight's rows that stay, gathered once however many graphs read it."""
     if weight is None:
         return None
@@ -163,23 +172,23 @@ def _kept(gm: fx.GraphModule, ctx: PassContext, weight: Any) -> fx.Node | None:
             "draft_vocab_size= cannot cut a quantized head; leave the head out with "
             "draft_quantize=compilespec.Quantize(..., skip='lm_head'), or draft_vocab_size= out"
         )
-    role, ids = str(weight.meta["role"]), ctx.draft_ids
+    role, ids, weights = str(weight.meta["role"]), step.ctx.draft_ids, step.ctx.weights
     assert ids is not None
     name = f"{role}.kept"
-    if name not in ctx.weights:
-        ctx.weights[name] = ctx.weights[role].detach()[ids.to(ctx.weights[role].device)]
-    return add_weight(gm, ctx, name, ctx.weights[name])
+    if name not in weights:
+        weights[name] = weights[role].detach()[ids.to(weights[role].device)]
+    return node_of(step.weight(name, weights[name]))
 
 
-def spread_over_ids(probs_N: Any, ids_N: Any, *, vocab_size: int) -> Any:
+def spread_over_ids(probs_N: Tensor, ids_N: Tensor, *, vocab_size: int) -> Tensor:
     """Probabilities of some of the target's ids, [..., N], over all of them: [..., V]."""
     zeros_V = functional.pad(torch.zeros_like(probs_N[..., :1]), (0, vocab_size - 1))
     return zeros_V.index_add(-1, ids_N, probs_N)
 
 
-def _replace(gm: fx.GraphModule, old: fx.Node, new: Any) -> None:
+def _replace(step: Splice, old: fx.Node, new: Any) -> None:
     old.replace_all_uses_with(new)
-    gm.graph.erase_node(old)
+    step.graph.erase_node(old)
 
 
 # --- what nodes do with the vocabulary, their last dimension ---

@@ -6,22 +6,22 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from torch import fx
+from torch import Tensor
 
-from compilespec.passes.context import PassContext
+from compilespec.passes.splice.builder import Splice
 
 
 class Judged(NamedTuple):
-    """Nodes, all int32.
+    """What a rule gives, all int32.
 
     target: [B, S] (prefill: [R, 1]), the tokens of this step; those after the bonus are harmless
     ids, which the drafter may read.  emitted: the same, PAD after the bonus.  num_emitted: [B].
     """
 
-    target: fx.Node
-    emitted: fx.Node
-    num_emitted: fx.Node
-    taken: fx.Node | None = None
+    target: Tensor
+    emitted: Tensor
+    num_emitted: Tensor
+    taken: Tensor | None = None
     """Of a tree: the rows of the accepted path, [B, P], 0 after them; the others are [B, P] then,
     along this path, P = K + 1.
     """
@@ -29,12 +29,14 @@ class Judged(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Rule:
-    """Functions that emit nodes before the output; `ids` and `logits` are [B, S] and [B, S, V]."""
+    """Functions that write tensor code into a step; `ids` are [B, S], PAD for what must not be
+    judged; the logits are the step's role.
+    """
 
     lossless: bool | None  # None: as the program's rule function claims
-    decode: Callable[[fx.GraphModule, PassContext, fx.Node, fx.Node], Judged]  # ids, logits
-    prefill: Callable[[fx.GraphModule, PassContext, fx.Node], Judged]  # logits, [1, R, V]
-    decode_tree: Callable[[fx.GraphModule, PassContext, fx.Node, fx.Node], Judged] | None = None
+    decode: Callable[[Splice, Tensor], Judged]  # step, ids
+    prefill: Callable[[Splice], Judged]
+    decode_tree: Callable[[Splice, Tensor], Judged] | None = None
     """`decode` of a tree; None: the rule judges chains alone."""
-    after: Callable[[fx.GraphModule, PassContext, Judged], None] | None = None
+    after: Callable[[Splice, Judged], None] | None = None
     """In both phases: updates the rule's state with the emitted tokens."""

@@ -10,68 +10,59 @@ Source: Jeon et al. 2024 (recursive rejection sampling without replacement); Mia
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
-from torch import fx
+from torch import Tensor
 
 from compilespec.ops.sample import layout
 from compilespec.passes.acceptance import strict
 from compilespec.passes.acceptance.base import Judged
-from compilespec.passes.context import PassContext
 from compilespec.passes.drawn_trees import draws_children, inner_rows, read_child_probs
-from compilespec.passes.graph import arange_like, emit, find_role, output_node
 from compilespec.passes.sampling import sampling_state, target_probs
+from compilespec.passes.splice.builder import Splice, arange_like
 from compilespec.passes.trees import take_path
 from compilespec.program import PAD
 
 
-def decode_tree(gm: fx.GraphModule, ctx: PassContext, ids: fx.Node, logits: fx.Node) -> Judged:
-    if not draws_children(ctx):
-        return strict.decode_tree(gm, ctx, ids, logits)
-    end, config = output_node(gm), ctx.config
-    tree, start, index = config.tree, find_role(gm, "start"), find_role(gm, "row_index")
+def decode_tree(step: Splice, ids: Tensor) -> Judged:
+    if not draws_children(step.ctx):
+        return strict.decode_tree(step, ids)
+    roles, tree, ops = step.roles, step.config.tree, torch.ops.compilespec
     assert tree is not None
-    depth, path = find_role(gm, "depth"), find_role(gm, "path")
-    probs = target_probs(gm, ctx, before=end)
-    _, whole, *_ = sampling_state(gm, ctx)
+    probs, whole = target_probs(step), sampling_state(step).whole
     inner = inner_rows(tree)
     of_row = [inner.index(row) if row in inner else 0 for row in range(tree.num_nodes + 1)]
-    drawn, stream = emit(
-        gm, trial_places, start, depth, before=end, num_tokens=config.num_verify_tokens
+    drawn, stream = step.call(trial_places, roles.start, roles.depth)
+    uniform = ops.uniform_noise.default(roles.row_index, drawn, stream, whole)
+    leaf, weights = try_children(
+        ids, probs, read_child_probs(step), uniform, roles.depth, roles.path, of_row=tuple(of_row)
     )
-    with gm.graph.inserting_before(end):
-        uniform = gm.graph.call_function(
-            torch.ops.compilespec.uniform_noise.default, (index, drawn, stream, whole)
-        )
-    leaf, weights = emit(
-        gm, try_children, ids, probs, read_child_probs(gm, ctx), uniform, depth, path, before=end,
-        of_row=tuple(of_row),
-    )  # fmt: skip
-    last, streams = emit(gm, last_place, start, depth, leaf, before=end)
-    with gm.graph.inserting_before(end):
-        token = gm.graph.call_function(
-            torch.ops.compilespec.draw_weighted.default, (weights, index, last, streams, whole)
-        )
-    taken, target, emitted, count = emit(
-        gm, emit_path, ids, depth, path, leaf, token, before=end,
-        max_depth=config.num_draft_tokens,
-    )  # fmt: skip
-    return Judged(target, emitted, count, taken)
+    last, streams = last_place(roles.start, roles.depth, leaf)
+    token = ops.draw_weighted.default(weights, roles.row_index, last, streams, whole)
+    return emit_path(
+        ids, roles.depth, roles.path, leaf, token, max_depth=step.config.num_draft_tokens
+    )
 
 
-def trial_places(start_B: Any, depth_BS: Any, *, num_tokens: int) -> tuple[Any, Any]:
+def trial_places(
+    start_B: Tensor, depth_BS: Tensor, *, num_verify_tokens: int
+) -> tuple[Tensor, Tensor]:
     """Position and stream word of each row's uniform number, int32 [B, S]."""
     drawn_BS = start_B.unsqueeze(1) + depth_BS
-    row_S = arange_like(start_B, num_tokens)
+    row_S = arange_like(start_B, num_verify_tokens)
     stream_BS = (row_S * layout.STEP + layout.STREAM_ACCEPT).expand_as(drawn_BS)
     return drawn_BS, stream_BS
 
 
 def try_children(
-    ids_BS: Any, probs_BSV: Any, child_probs_BIV: Any, uniform_BS: Any, depth_BS: Any,
-    path_BSP: Any, *, of_row: tuple[int, ...],
-) -> tuple[Any, Any]:  # fmt: skip
+    ids_BS: Tensor,
+    probs_BSV: Tensor,
+    child_probs_BIV: Tensor,
+    uniform_BS: Tensor,
+    depth_BS: Tensor,
+    path_BSP: Tensor,
+    *,
+    of_row: tuple[int, ...],
+) -> tuple[Tensor, Tensor]:
     """Follow accepted children from the root on, as far as there are any.
 
     Args:
@@ -103,23 +94,29 @@ def try_children(
     return at_B, torch.where(has_weight_B1, target_BV, own_BV)
 
 
-def _scaled(weights_BV: Any) -> Any:
+def _scaled(weights_BV: Tensor) -> Tensor:
     """Weights that sum to one; all 0 stay so."""
     total_B1 = weights_BV.sum(-1, keepdim=True)
     return weights_BV / torch.where(total_B1 > 0, total_B1, 1)
 
 
-def last_place(start_B: Any, depth_BS: Any, leaf_B: Any) -> tuple[Any, Any]:
+def last_place(start_B: Tensor, depth_BS: Tensor, leaf_B: Tensor) -> tuple[Tensor, Tensor]:
     """Position and stream word of the token after the accepted ones, int32 [B]."""
     step_B = depth_BS.gather(1, leaf_B.unsqueeze(1)).squeeze(1) + 1
     return start_B + step_B, (step_B * layout.STEP + layout.STREAM_RECOVER).to(torch.int32)
 
 
 def emit_path(
-    ids_BS: Any, depth_BS: Any, path_BSP: Any, leaf_B: Any, token_B: Any, *, max_depth: int
-) -> tuple[Any, Any, Any, Any]:
-    """(taken, target, emitted, count): the drafts on the way to `leaf` and the token after them;
-    later entries of `target` are that token.
+    ids_BS: Tensor,
+    depth_BS: Tensor,
+    path_BSP: Tensor,
+    leaf_B: Tensor,
+    token_B: Tensor,
+    *,
+    max_depth: int,
+) -> Judged:
+    """The drafts on the way to `leaf` and the token after them; later entries of `target` are that
+    token.
     """
     taken_BP = take_path(path_BSP, leaf_B.unsqueeze(1), sizes=(max_depth + 1,)).squeeze(1)
     count_B = depth_BS.gather(1, leaf_B.unsqueeze(1)).squeeze(1) + 1
@@ -127,4 +124,5 @@ def emit_path(
     drafts_BP = ids_BS.gather(1, following_BP.clamp(min=0).long())
     target_BP = torch.where(following_BP >= 0, drafts_BP, token_B.unsqueeze(1))
     is_emitted_BP = arange_like(ids_BS, max_depth + 1) < count_B.unsqueeze(1)
-    return taken_BP.clamp(min=0), target_BP, torch.where(is_emitted_BP, target_BP, PAD), count_B
+    taken = taken_BP.clamp(min=0)
+    return Judged(target_BP, torch.where(is_emitted_BP, target_BP, PAD), count_B, taken)

@@ -12,61 +12,58 @@ tokens the lower id is better; a token that a guide forbids is never accepted.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
-from torch import fx
+from torch import Tensor
 
 from compilespec.passes.acceptance import strict
 from compilespec.passes.acceptance.base import Judged, Rule
 from compilespec.passes.acceptance.rule import Relaxed
 from compilespec.passes.context import PassContext
-from compilespec.passes.graph import add_buffer, arange_like, emit, find_role, output_node
-from compilespec.passes.sampling import allowed_drafts, sample_target
-from compilespec.program import PAD, BufferSpec
+from compilespec.passes.sampling import allowed_drafts, sample_target, wide_dtype
+from compilespec.passes.splice.builder import Splice, arange_like
+from compilespec.program import PAD
 
 
-def decode(gm: fx.GraphModule, ctx: PassContext, ids: fx.Node, logits: fx.Node) -> Judged:
-    end = output_node(gm)
-    choice = sample_target(gm, ctx, before=end)
-    draft = emit(gm, lambda ids_BS: ids_BS[:, 1:], ids, before=end)
-    allowed = () if ctx.greedy_only else (allowed_drafts(gm, ctx, draft),)
+def decode(step: Splice, ids: Tensor) -> Judged:
+    choice, draft = sample_target(step), ids[:, 1:]
+    allowed = None if step.ctx.greedy_only else allowed_drafts(step, draft)
     return Judged(
-        *emit(
-            gm, accept_relaxed, draft, logits, choice, _margins(gm, ctx),
-            find_role(gm, "row_index"), *allowed, before=end,
-            num_draft_tokens=ctx.config.num_draft_tokens, topk=_options(ctx).topk,
-            dtype=torch.promote_types(ctx.config.dtype, torch.float32),
+        *step.call(
+            accept_relaxed, draft, step.roles.logits, choice, _margins(step),
+            step.roles.row_index, allowed, topk=_options(step.ctx).topk,
+            dtype=wide_dtype(step.ctx),
         )
     )  # fmt: skip
 
 
-def update(gm: fx.GraphModule, ctx: PassContext, judged: Judged) -> None:
+def update(step: Splice, judged: Judged) -> None:
     """The margins after this step's tokens."""
-    options, end, margins = _options(ctx), output_node(gm), _margins(gm, ctx)
-    markers = {
-        "begin": options.begin_thinking_token_id,
-        "end": options.end_thinking_token_id,
-        "delta": options.delta,
-    }
-    if ctx.phase == "decode":
-        emit(
-            gm, update_margins, margins, find_role(gm, "row_index"), judged.emitted, before=end,
-            num_tokens=ctx.config.num_verify_tokens, **markers,
+    options, roles, margins = _options(step.ctx), step.roles, _margins(step)
+    begin, end = options.begin_thinking_token_id, options.end_thinking_token_id
+    if step.is_decode:
+        update_margins(
+            margins, roles.row_index, judged.emitted, begin=begin, end=end, delta=options.delta,
+            num_tokens=step.config.num_verify_tokens,
         )  # fmt: skip
     else:
-        names = ("ids_T", "position_T", "row_T", "owner_T", "last_R")
-        batch = (find_role(gm, name) for name in names)
-        emit(
-            gm, read_prompts, margins, *batch, judged.emitted, before=end,
-            spare_row=ctx.config.max_batch_size, **markers,
+        step.call(
+            read_prompts, margins, roles.ids_T, roles.position_T, roles.row_T, roles.owner_T,
+            roles.last_R, judged.emitted, begin=begin, end=end, delta=options.delta,
         )  # fmt: skip
 
 
 def accept_relaxed(
-    draft_BK: Any, logits_BSV: Any, choice_BS: Any, margin_R: Any, index_B: Any,
-    *is_allowed_BK: Any, num_draft_tokens: int, topk: int, dtype: torch.dtype,
-) -> tuple[Any, Any, Any]:  # fmt: skip
+    draft_BK: Tensor,
+    logits_BSV: Tensor,
+    choice_BS: Tensor,
+    margin_R: Tensor,
+    index_B: Tensor,
+    is_allowed_BK: Tensor | None,
+    *,
+    num_draft_tokens: int,
+    topk: int,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor]:
     """Like `strict.accept_matching`, but returns (target, emitted, count): `target_BS` holds the
     accepted drafts, then the target's choices.  `is_allowed_BK` is given if requests may have
     guides.
@@ -81,8 +78,8 @@ def accept_relaxed(
     needed_BK = probability_BKV.amax(-1) - margin_B1
     is_near_BK = probability_BKV.gather(-1, place_BK1).squeeze(-1) >= needed_BK
     is_near_BK = is_near_BK & (is_better_BKV.sum(-1) < topk) & (draft_BK >= 0) & (margin_B1 > 0)
-    for is_so_BK in is_allowed_BK:
-        is_near_BK = is_near_BK & is_so_BK
+    if is_allowed_BK is not None:
+        is_near_BK = is_near_BK & is_allowed_BK
     is_kept_BK = (draft_BK == choice_BS[:, :num_draft_tokens]) | is_near_BK
     kept_B1 = is_kept_BK.to(torch.int32).cumprod(1).sum(1, keepdim=True).to(torch.int32)
     step_S = arange_like(choice_BS, num_draft_tokens + 1)
@@ -93,18 +90,34 @@ def accept_relaxed(
 
 
 def update_margins(
-    margin_R: Any, index_B: Any, emitted_BS: Any, *, num_tokens: int, begin: int, end: int,
+    margin_R: Tensor,
+    index_B: Tensor,
+    emitted_BS: Tensor,
+    *,
+    num_tokens: int,
+    begin: int,
+    end: int,
     delta: float,
-) -> Any:  # fmt: skip
+) -> Tensor:
     """Decode: the newest marker among the emitted tokens decides."""
     newest_B = mark(emitted_BS, arange_like(emitted_BS, num_tokens), begin, end).amax(1)
     return margin_R.index_put_((index_B,), marked(margin_R[index_B], newest_B, delta))
 
 
 def read_prompts(
-    margin_R: Any, ids_T: Any, position_T: Any, row_T: Any, owner_T: Any, last_R: Any,
-    emitted_R1: Any, *, spare_row: int, begin: int, end: int, delta: float,
-) -> Any:  # fmt: skip
+    margin_R: Tensor,
+    ids_T: Tensor,
+    position_T: Tensor,
+    row_T: Tensor,
+    owner_T: Tensor,
+    last_R: Tensor,
+    emitted_R1: Tensor,
+    *,
+    spare_row: int,
+    begin: int,
+    end: int,
+    delta: float,
+) -> Tensor:
     """Prefill: the newest marker among a request's tokens of this call, then its first token.
 
     A request whose first position is in the call starts at 0, whatever its row held before; tokens
@@ -124,24 +137,19 @@ def read_prompts(
     return margin_R.index_put_((index_R,), new_R)
 
 
-def mark(ids: Any, place: Any, begin: int, end: int) -> Any:
+def mark(ids: Tensor, place: Tensor | int, begin: int, end: int) -> Tensor:
     """2 * place + 2 at BEGIN, 2 * place + 1 at END, else 0: the largest is the newest."""
     is_marker = (ids == begin) | (ids == end)
     return torch.where(is_marker, 2 * place + 1 + (ids == begin).to(torch.int32), 0)
 
 
-def marked(margin: Any, newest: Any, delta: float) -> Any:
+def marked(margin: Tensor, newest: Tensor, delta: float) -> Tensor:
     """The margin after the newest marker, float32."""
     return torch.where(newest == 0, margin, torch.where(newest % 2 == 0, delta, 0.0))
 
 
-def _margins(gm: fx.GraphModule, ctx: PassContext) -> fx.Node:
-    rows = ctx.config.max_batch_size + 1  # the last one is spare
-    return add_buffer(
-        gm,
-        ctx,
-        BufferSpec(name="relaxed_delta_R", kind="state", shape=(rows,), dtype=torch.float32),
-    )
+def _margins(step: Splice) -> Tensor:
+    return step.state("relaxed_delta_R", (), torch.float32)
 
 
 def _options(ctx: PassContext) -> Relaxed:

@@ -2,44 +2,37 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
-from torch import fx, nn
+from torch import Tensor, nn
 
 from compilespec.passes.acceptance.base import Judged, Rule
-from compilespec.passes.context import PassContext
-from compilespec.passes.graph import arange_like, emit, find_role, output_node
 from compilespec.passes.sampling import sample_target
+from compilespec.passes.splice.builder import Splice, arange_like
 from compilespec.passes.trees import longest_accepted
 from compilespec.program import PAD
 
 
-def decode(gm: fx.GraphModule, ctx: PassContext, ids: fx.Node, logits: fx.Node) -> Judged:
-    count, end = ctx.config.num_draft_tokens, output_node(gm)
-    target = sample_target(gm, ctx, before=end)
-    return Judged(
-        target, *emit(gm, accept_matching, ids, target, before=end, num_draft_tokens=count)
+def decode(step: Splice, ids: Tensor) -> Judged:
+    target = sample_target(step)
+    return Judged(target, *step.call(accept_matching, ids, target))
+
+
+def decode_tree(step: Splice, ids: Tensor) -> Judged:
+    target, roles, depth = sample_target(step), step.roles, step.config.num_draft_tokens
+    taken, tokens, emitted, count = longest_accepted(
+        ids, target, roles.depth, roles.path, max_depth=depth
     )
-
-
-def decode_tree(gm: fx.GraphModule, ctx: PassContext, ids: fx.Node, logits: fx.Node) -> Judged:
-    end = output_node(gm)
-    target = sample_target(gm, ctx, before=end)
-    taken, tokens, emitted, count = emit(
-        gm, longest_accepted, ids, target, find_role(gm, "depth"), find_role(gm, "path"),
-        before=end, max_depth=ctx.config.num_draft_tokens,
-    )  # fmt: skip
     return Judged(tokens, emitted, count, taken)
 
 
-def prefill(gm: fx.GraphModule, ctx: PassContext, logits: fx.Node) -> Judged:
-    end, live = output_node(gm), find_role(gm, "live")
-    target = sample_target(gm, ctx, before=end)
-    return Judged(target, *emit(gm, first_token, target, live, before=end))
+def prefill(step: Splice) -> Judged:
+    target = sample_target(step)
+    return Judged(target, *first_token(target, step.roles.live))
 
 
-def accept_matching(ids_BS: Any, target_BS: Any, *, num_draft_tokens: int) -> tuple[Any, Any]:
+def accept_matching(
+    ids_BS: Tensor, target_BS: Tensor, *, num_draft_tokens: int
+) -> tuple[Tensor, Tensor]:
     """Keep the longest matching prefix of each draft and add the bonus token.
 
     This is strict acceptance if the target's tokens are argmaxes, and coupled acceptance, as exact,
@@ -61,7 +54,7 @@ def accept_matching(ids_BS: Any, target_BS: Any, *, num_draft_tokens: int) -> tu
     return emitted_BS, count_B
 
 
-def first_token(target_R1: Any, live_R: Any) -> tuple[Any, Any]:
+def first_token(target_R1: Tensor, live_R: Tensor) -> tuple[Tensor, Tensor]:
     """Prefill: one token per finished prompt, PAD for the others."""
     emitted_R1 = torch.where(live_R.unsqueeze(1), target_R1, PAD)
     return emitted_R1, live_R.to(torch.int32)

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
 from compilespec.errors import InvalidOption
 from compilespec.ops.sample import layout
@@ -18,95 +18,75 @@ from compilespec.passes.acceptance import strict
 from compilespec.passes.acceptance.base import Judged, Rule
 from compilespec.passes.acceptance.rule import RuleFunction
 from compilespec.passes.context import PassContext
-from compilespec.passes.graph import arange_like, emit, find_role, output_node, splice
+from compilespec.passes.graph import output_node
 from compilespec.passes.sampling import (
     allowed_drafts,
     drawn_positions,
     read_draft_probs,
     sampling_state,
     target_probs,
+    vocab_size,
     wide_dtype,
 )
+from compilespec.passes.splice.builder import Splice, arange_like
 from compilespec.program import PAD, Traced
-from compilespec.tracing.capture import fresh, output_widths, trace_call
+from compilespec.tracing.capture import fresh, trace_call
 
 _EXAMPLE_BATCHES = (7, 11, 13, 17)  # traced with one that equals no other size
 
 
-def decode(gm: fx.GraphModule, ctx: PassContext, ids: fx.Node, logits: fx.Node) -> Judged:
-    end, config = output_node(gm), ctx.config
-    probs = target_probs(gm, ctx, before=end)
-    draft, num_drafts = emit(gm, judged_drafts, ids, before=end)
-    if config.num_draft_tokens:
-        count, token = _judge(gm, ctx, probs, logits, draft, num_drafts)
+def decode(step: Splice, ids: Tensor) -> Judged:
+    probs = target_probs(step)
+    draft, num_drafts = judged_drafts(ids)
+    if step.config.num_draft_tokens:
+        count, token = _judge(step, probs, draft, num_drafts)
     else:
-        weights = emit(gm, lambda p_B1V: p_B1V.squeeze(1), probs, before=end)
-        count, token = num_drafts, _draw_last(gm, ctx, weights, num_drafts, num_drafts)
-    target, emitted, number = emit(
-        gm, emit_tokens, draft, count, token, before=end, num_tokens=config.num_verify_tokens
-    )
-    return Judged(target, emitted, number)
+        count, token = num_drafts, _draw_last(step, probs.squeeze(1), num_drafts, num_drafts)
+    return Judged(*step.call(emit_tokens, draft, count, token))
 
 
-def _judge(
-    gm: fx.GraphModule,
-    ctx: PassContext,
-    probs: fx.Node,
-    logits: fx.Node,
-    draft: fx.Node,
-    num_drafts: fx.Node,
-) -> tuple[fx.Node, fx.Node]:
+def _judge(step: Splice, probs: Tensor, draft: Tensor, num_drafts: Tensor) -> tuple[Tensor, Tensor]:
     """How many drafts the rule accepts, and the token after them, both [B]."""
-    end, traced, num_tokens = output_node(gm), trace_rule(ctx), ctx.config.num_verify_tokens
-    made: dict[str, Callable[[], fx.Node]] = {
+    rule, vocab = trace_rule(step.ctx), vocab_size(step.ctx)
+    made: dict[str, Callable[[], Tensor]] = {
         "probs_BSV": lambda: probs,
-        "logits_BSV": lambda: logits,
-        "draft_probs_BKV": lambda: read_draft_probs(gm, ctx, draft),
+        "logits_BSV": lambda: step.roles.logits,
+        "draft_probs_BKV": lambda: read_draft_probs(step, draft),
         "draft_BK": lambda: draft,
         "num_drafts_B": lambda: num_drafts,
-        "uniform_BK": lambda: _uniform(gm, ctx),
-        "parents_BS": lambda: emit(gm, rows_before, draft, before=end, num_tokens=num_tokens),
+        "uniform_BK": lambda: _uniform(step),
+        "parents_BS": lambda: step.call(rows_before, draft),
     }
-    reads = [entry.name for entry in traced.inputs if entry.kind == "argument"]
-    count, last = splice(gm, ctx, traced, {name: made[name]() for name in reads})
-    (vocab,), allowed = output_widths(ctx.target), allowed_drafts(gm, ctx, draft)
-    if gives_weights(traced):
-        count, weights = emit(
-            gm, limit_weights, count, num_drafts, allowed, last, probs, before=end,
-            vocab_size=vocab, dtype=wide_dtype(ctx),
-        )  # fmt: skip
-        return count, _draw_last(gm, ctx, weights, count, num_drafts)
-    count, token = emit(
-        gm, limit_token, count, num_drafts, allowed, last, before=end, vocab_size=vocab
-    )
-    return count, token
+    count, last = step.fragment(rule, **{name: made[name]() for name in rule.arguments})
+    allowed = allowed_drafts(step, draft)
+    if gives_weights(rule):
+        count, weights = limit_weights(
+            count, num_drafts, allowed, last, probs, vocab_size=vocab, dtype=wide_dtype(step.ctx)
+        )
+        return count, _draw_last(step, weights, count, num_drafts)
+    return limit_token(count, num_drafts, allowed, last, vocab_size=vocab)
 
 
-def _uniform(gm: fx.GraphModule, ctx: PassContext) -> fx.Node:
+def _uniform(step: Splice) -> Tensor:
     """A number in (0, 1) for each draft, [B, K]."""
-    end, count = output_node(gm), ctx.config.num_draft_tokens
-    drawn = emit(gm, drawn_positions, find_role(gm, "start"), before=end, num_tokens=count)
-    stream = emit(gm, accept_streams, drawn, before=end, num_drafts=count)
-    _, whole, *_ = sampling_state(gm, ctx)
-    with gm.graph.inserting_before(end):
-        return gm.graph.call_function(
-            torch.ops.compilespec.uniform_noise.default,
-            (find_role(gm, "row_index"), drawn, stream, whole),
-        )
+    roles, num_drafts = step.roles, step.config.num_draft_tokens
+    drawn = drawn_positions(roles.start, num_verify_tokens=num_drafts)
+    stream = step.call(accept_streams, drawn)
+    whole = sampling_state(step).whole
+    uniform: Tensor = torch.ops.compilespec.uniform_noise.default(
+        roles.row_index, drawn, stream, whole
+    )
+    return uniform
 
 
-def _draw_last(
-    gm: fx.GraphModule, ctx: PassContext, weights: fx.Node, count: fx.Node, num_drafts: fx.Node
-) -> fx.Node:
+def _draw_last(step: Splice, weights: Tensor, count: Tensor, num_drafts: Tensor) -> Tensor:
     """The token after the accepted drafts, [B], drawn by its weights."""
-    end = output_node(gm)
-    drawn, stream = emit(gm, last_place, find_role(gm, "start"), count, num_drafts, before=end)
-    _, whole, *_ = sampling_state(gm, ctx)
-    with gm.graph.inserting_before(end):
-        return gm.graph.call_function(
-            torch.ops.compilespec.draw_weighted.default,
-            (weights, find_role(gm, "row_index"), drawn, stream, whole),
-        )
+    drawn, stream = last_place(step.roles.start, count, num_drafts)
+    whole = sampling_state(step).whole
+    token: Tensor = torch.ops.compilespec.draw_weighted.default(
+        weights, step.roles.row_index, drawn, stream, whole
+    )
+    return token
 
 
 # --- the function ---
@@ -116,25 +96,7 @@ def trace_rule(ctx: PassContext) -> Traced:
     """The program's rule as a graph of [B, ..] tensors, B symbolic.  Raises: InvalidOption,
     TraceError.
     """
-    rule, config = _rule(ctx), ctx.config
-    (vocab,) = output_widths(ctx.target)
-    num_drafts, num_tokens = config.num_verify_tokens - 1, config.num_verify_tokens
-    wide = wide_dtype(ctx)
-    sizes = (num_drafts, num_tokens, vocab)
-    batch = next(size for size in _EXAMPLE_BATCHES if size not in sizes)
-
-    def example(dtype: torch.dtype, *shape: int) -> tuple[Tensor, tuple[int, ...]]:
-        return torch.zeros(batch, *shape, dtype=dtype, device=config.device), (0,)
-
-    made = {
-        "probs_BSV": example(wide, num_tokens, vocab),
-        "logits_BSV": example(config.dtype, num_tokens, vocab),
-        "draft_probs_BKV": example(wide, num_drafts, vocab),
-        "draft_BK": example(torch.int32, num_drafts),
-        "num_drafts_B": example(torch.int32),
-        "uniform_BK": example(torch.float32, num_drafts),
-        "parents_BS": example(torch.int32, num_tokens),
-    }
+    rule, made = _rule(ctx), _examples(ctx)
 
     def call(*tensors: Tensor) -> tuple[Tensor, ...]:
         count_B, last = rule.function(**dict(zip(rule.inputs, tensors, strict=True)))
@@ -145,6 +107,7 @@ def trace_rule(ctx: PassContext) -> Traced:
     traced = trace_call(module, call, arguments, name="acceptance", owner="acceptance")
     results: Any = output_node(traced.graph_module).args[0]
     count, last = (node.meta["example_value"] for node in results)
+    vocab = vocab_size(ctx)
     is_token = last.dim() == 1 and not last.dtype.is_floating_point
     is_weights = last.dim() == 2 and last.shape[1] == vocab and last.dtype.is_floating_point
     if count.dim() != 1 or not (is_token or is_weights):
@@ -153,6 +116,27 @@ def trace_rule(ctx: PassContext) -> Traced:
             f"got {list(count.shape)} and {last.dtype} {list(last.shape)}"
         )
     return traced
+
+
+def _examples(ctx: PassContext) -> dict[str, tuple[Tensor, tuple[int, ...]]]:
+    """What a rule may read, with the dimensions that vary: see `trace_call`."""
+    config, wide, vocab = ctx.config, wide_dtype(ctx), vocab_size(ctx)
+    num_drafts, num_tokens = config.num_verify_tokens - 1, config.num_verify_tokens
+    sizes = (num_drafts, num_tokens, vocab)
+    batch = next(size for size in _EXAMPLE_BATCHES if size not in sizes)
+
+    def example(dtype: torch.dtype, *shape: int) -> tuple[Tensor, tuple[int, ...]]:
+        return torch.zeros(batch, *shape, dtype=dtype, device=config.device), (0,)
+
+    return {
+        "probs_BSV": example(wide, num_tokens, vocab),
+        "logits_BSV": example(config.dtype, num_tokens, vocab),
+        "draft_probs_BKV": example(wide, num_drafts, vocab),
+        "draft_BK": example(torch.int32, num_drafts),
+        "num_drafts_B": example(torch.int32),
+        "uniform_BK": example(torch.float32, num_drafts),
+        "parents_BS": example(torch.int32, num_tokens),
+    }
 
 
 def gives_weights(traced: Traced) -> bool:
@@ -169,30 +153,30 @@ def _rule(ctx: PassContext) -> RuleFunction:
 # --- tensor code ---
 
 
-def judged_drafts(ids_BS: Any) -> tuple[Any, Any]:
+def judged_drafts(ids_BS: Tensor) -> tuple[Tensor, Tensor]:
     """The drafts [B, K], and how many precede the first PAD, int32 [B]."""
     draft_BK = ids_BS[:, 1:]
     return draft_BK, _num_leading(draft_BK >= 0)
 
 
-def _num_leading(is_so_BK: Any) -> Any:
+def _num_leading(is_so_BK: Tensor) -> Tensor:
     """The number of leading True entries, int32 [B]."""
     return is_so_BK.to(torch.int32).cumprod(1).sum(1).to(torch.int32)
 
 
-def rows_before(draft_BK: Any, *, num_tokens: int) -> Any:
+def rows_before(draft_BK: Tensor, *, num_verify_tokens: int) -> Tensor:
     """The row that each row of a chain follows, int32 [B, S]."""
-    before_S = (arange_like(draft_BK, num_tokens) - 1).clamp(min=0)
+    before_S = (arange_like(draft_BK, num_verify_tokens) - 1).clamp(min=0)
     return (before_S + torch.zeros_like(draft_BK[:, :1])).to(torch.int32)
 
 
-def accept_streams(drawn_BK: Any, *, num_drafts: int) -> Any:
+def accept_streams(drawn_BK: Tensor, *, num_draft_tokens: int) -> Tensor:
     """Stream word of each draft's uniform number, int32 [B, K]."""
-    step_K = arange_like(drawn_BK, num_drafts) + 1
+    step_K = arange_like(drawn_BK, num_draft_tokens) + 1
     return (step_K * layout.STEP + layout.STREAM_ACCEPT).expand_as(drawn_BK)
 
 
-def last_place(start_B: Any, count_B: Any, num_drafts_B: Any) -> tuple[Any, Any]:
+def last_place(start_B: Tensor, count_B: Tensor, num_drafts_B: Tensor) -> tuple[Tensor, Tensor]:
     """Position and stream word of the token after `count` drafts, int32 [B]."""
     step_B = count_B + 1
     stream_B = torch.where(count_B < num_drafts_B, layout.STREAM_RECOVER, layout.STREAM_BONUS)
@@ -200,9 +184,15 @@ def last_place(start_B: Any, count_B: Any, num_drafts_B: Any) -> tuple[Any, Any]
 
 
 def limit_weights(
-    count_B: Any, num_drafts_B: Any, is_allowed_BK: Any, weights_BV: Any, probs_BSV: Any, *,
-    vocab_size: int, dtype: torch.dtype,
-) -> tuple[Any, Any]:  # fmt: skip
+    count_B: Tensor,
+    num_drafts_B: Tensor,
+    is_allowed_BK: Tensor,
+    weights_BV: Tensor,
+    probs_BSV: Tensor,
+    *,
+    vocab_size: int,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
     """Accept no draft that must not be judged or that a guide forbids; rows without a weight, or
     cut short by a guide, take the target's own.
     """
@@ -215,8 +205,13 @@ def limit_weights(
 
 
 def limit_token(
-    count_B: Any, num_drafts_B: Any, is_allowed_BK: Any, token_B: Any, *, vocab_size: int
-) -> tuple[Any, Any]:
+    count_B: Tensor,
+    num_drafts_B: Tensor,
+    is_allowed_BK: Tensor,
+    token_B: Tensor,
+    *,
+    vocab_size: int,
+) -> tuple[Tensor, Tensor]:
     """Accept no draft that must not be judged or that a guide forbids; an id outside the vocabulary
     is clamped.
     """
@@ -226,13 +221,13 @@ def limit_token(
 
 
 def emit_tokens(
-    draft_BK: Any, count_B: Any, token_B: Any, *, num_tokens: int
-) -> tuple[Any, Any, Any]:
+    draft_BK: Tensor, count_B: Tensor, token_B: Tensor, *, num_verify_tokens: int
+) -> tuple[Tensor, Tensor, Tensor]:
     """(target, emitted, count): the accepted drafts and the token after them; later entries of
     `target` are harmless ids.
     """
     token_B1, count_B1 = token_B.unsqueeze(1), count_B.unsqueeze(1)
-    step_S = arange_like(token_B, num_tokens)
+    step_S = arange_like(token_B, num_verify_tokens)
     proposed_BS = torch.cat([draft_BK.clamp(min=0), token_B1], 1)
     target_BS = torch.where(step_S == count_B1, token_B1, proposed_BS)
     emitted_BS = torch.where(step_S <= count_B1, target_BS, PAD)

@@ -1,16 +1,14 @@
 """The kinds of draft loops, one file each: how a method's drafter is unrolled into the step.
 
-A loop is a function of (graph, context) that splices the captured calls of the drafter
-(`ctx.draft`), makes the role `drafts` ([B, K] int32 target ids, PAD where nothing is proposed) and
-returns how many drafter passes it spliced.  The method's capabilities say which loop runs.
+A loop is a function of the step that splices the captured calls of the drafter (`step.fragment`),
+gives it the role `drafts` ([B, K] int32 target ids, PAD where nothing is proposed) and returns how
+many drafter passes it spliced.  The method's capabilities say which loop runs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-
-from torch import fx
 
 from compilespec.errors import DraftMismatch, InvalidOption, UnsupportedState
 from compilespec.methods.capabilities import DraftKind
@@ -25,6 +23,7 @@ from compilespec.passes.draft_loops.recycled import recycled
 from compilespec.passes.draft_loops.shared_kv import shared_kv
 from compilespec.passes.draft_loops.unshifted import num_unshifted_passes, unshifted
 from compilespec.passes.draft_loops.windowed import windowed
+from compilespec.passes.splice.builder import Splice
 from compilespec.program import ProgramConfig, Traced
 
 
@@ -35,7 +34,7 @@ class DraftLoop:
     Functions of an int are given K, the largest one of the program.
     """
 
-    splice: Callable[[fx.GraphModule, PassContext], int]
+    splice: Callable[[Splice], int]
 
     num_passes: Callable[[PassContext], int]
     """Drafter passes that `splice` must make."""
@@ -43,7 +42,7 @@ class DraftLoop:
     calls: Callable[[int], Sequence[str]] = lambda k: ()
     """Captured calls of the drafter that `splice` reads whatever the drafter."""
 
-    keep: Callable[[fx.GraphModule, PassContext], None] | None = None
+    keep: Callable[[Splice], None] | None = None
     """Keeps the drafter's inputs in steps of K = 0."""
 
     needs_replay: bool = False
@@ -112,7 +111,7 @@ class DraftLoop:
 
 LOOPS: Mapping[DraftKind, DraftLoop] = {
     "none": DraftLoop(
-        splice=lambda gm, ctx: 0,
+        splice=lambda step: 0,
         num_passes=lambda ctx: 0,
         why_one_k="drafts nothing: leave out num_draft_tokens=",
     ),

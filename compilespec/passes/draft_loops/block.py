@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
-from torch import fx
+from torch import Tensor
 
-from compilespec.passes.context import PassContext
+from compilespec.passes.draft_loops.calls import newest_token, next_position
 from compilespec.passes.draft_loops.parallel import propose_all, take_draft
-from compilespec.passes.draft_loops.recycled import next_position
-from compilespec.passes.draft_loops.shared_kv import newest_token
 from compilespec.passes.evidence import note_confidence
-from compilespec.passes.graph import arange_like, emit, find_role, output_node, splice
 from compilespec.passes.insert_paged_attention import Branches, cache_of, page_markers
-from compilespec.passes.kv_groups import Metadata
-from compilespec.passes.read_state import place
-from compilespec.passes.sampling import draft_token
+from compilespec.passes.sampling import Proposal, draft_token
+from compilespec.passes.splice.builder import Splice, arange_like
+from compilespec.passes.splice.places import Places, place
 from compilespec.program import markers
 
 
-def block(gm: fx.GraphModule, ctx: PassContext) -> int:
+def block(step: Splice) -> int:
     """Write the context of the committed rows, then splice one pass over the block that begins with
     the newest token.
 
@@ -29,103 +24,86 @@ def block(gm: fx.GraphModule, ctx: PassContext) -> int:
     each other by paths, leave nothing.  Makes the role `drafts` ([B, K], int32), whose K is that of
     the program's largest.  Torch IR.  Source: Chen et al. 2026 (DFlash).
     """
-    write_context(gm, ctx)
-    newest = next_position(gm, ctx)
-    token = newest_token(gm, ctx)
-    ids, position, *sights = splice(
-        gm, ctx, ctx.draft["block"], {"token": token, "position": newest}
-    )
-    metadata = _places(gm, ctx, newest, ids)
-    rows = {"input_ids": ids, "position_ids": position}
-    (head,) = splice(gm, ctx, ctx.draft["forward"], rows)
-    for layer, marker in enumerate(markers(gm)):
+    write_context(step)
+    newest, token = next_position(step), newest_token(step)
+    ids, position, *sights = step.fragment("block", token=token, position=newest)
+    places = _places(step, newest, ids)
+    (head,) = step.fragment("forward", input_ids=ids, position_ids=position)
+    for layer, marker in enumerate(markers(step.gm)):
         first, path = sights[2 * layer : 2 * layer + 2]
         sight = Branches(path=path, first=first)
-        page_markers(gm, ctx, [marker], "draft", metadata, layers=[layer], branches=sight)
-    count = ctx.config.num_row_tokens - 1
-    if "follow" in ctx.draft:
-        drafts = _propose_in_turn(gm, ctx, head, token, newest, count)
-    else:
-        head = emit(gm, lambda x_BND: x_BND[:, :count], head, before=output_node(gm))
-        drafts = propose_all(gm, ctx, head, newest, count)
-        for number in range(1, count + 1):
-            note_confidence(gm, ctx, head, token, number, place=number - 1)
-    drafts.meta["role"] = "drafts"
+        page_markers(step, [marker], "draft", places, layers=[layer], branches=sight)
+    count = step.config.num_row_tokens - 1
+    if "follow" in step.ctx.draft:
+        step.roles.drafts = _propose_in_turn(step, head, token, newest, count)
+        return 1
+    head = head[:, :count]
+    step.roles.drafts = propose_all(step, head, newest, count)
+    for number in range(1, count + 1):
+        note_confidence(step, head, token, number, place=number - 1)
     return 1
 
 
 def _propose_in_turn(
-    gm: fx.GraphModule,
-    ctx: PassContext,
-    head: fx.Node,
-    token: fx.Node,
-    newest: fx.Node,
-    count: int,
-) -> fx.Node:
+    step: Splice, head: Tensor, token: Tensor, newest: Tensor, count: int
+) -> Tensor:
     """The drafts [B, count]: one product gives the logits of all rows, to which each draft adds
     what follows from the one before it.
     """
-    end, drafts = output_node(gm), []
-    head, state = splice(gm, ctx, ctx.draft["state"], {"head_input": head, "token": token})
-    rows = emit(gm, lambda x_BND: x_BND[:, :count].flatten(0, 1), head, before=end)
-    (base,) = splice(gm, ctx, ctx.draft["base"], {"head_input": rows})
+    drafts = []
+    head, state = step.fragment("state", head_input=head, token=token)
+    rows = head[:, :count].flatten(0, 1)
+    (base,) = step.fragment("base", head_input=rows)
     for number in range(1, count + 1):
-        row, logits = (take_draft(gm, x, number, count) for x in (rows, base))
-        features, state = splice(
-            gm, ctx, ctx.draft["follow"], {"head_input": row, "token": token, "state": state}
-        )
-        proposal = splice(gm, ctx, ctx.draft["propose"], {"base": logits, "features": features})
-        note_confidence(gm, ctx, row, token, number)
-        token = draft_token(gm, ctx, proposal, newest, number)
+        row, logits = (take_draft(x, number, count) for x in (rows, base))
+        features, state = step.fragment("follow", head_input=row, token=token, state=state)
+        proposal = Proposal(*step.fragment("propose", base=logits, features=features))
+        note_confidence(step, row, token, number)
+        token = draft_token(step, proposal, newest, number)
         drafts.append(token)
-    node: fx.Node = emit(gm, lambda *parts: torch.stack(parts, 1), *drafts, before=end)
-    return node
+    return torch.stack(drafts, 1)
 
 
-def write_context(gm: fx.GraphModule, ctx: PassContext) -> None:
+def write_context(step: Splice) -> None:
     """Write keys and values of the committed rows to the drafter's caches."""
-    end, config = output_node(gm), ctx.config
-    taps = [find_role(gm, f"aux.{index}") for index in range(len(ctx.aux_layers))]
-    aux = emit(gm, lambda *parts: torch.cat(parts, -1), *taps, before=end)
-    slot, position = find_role(gm, "slot"), find_role(gm, "position")
-    if ctx.phase == "decode":
-        slot = emit(gm, committed_slots, slot, find_role(gm, "num_emitted"), before=end,
-                    num_rows=config.num_verify_tokens)  # fmt: skip
-    parts = splice(gm, ctx, ctx.draft["context"], {"aux": aux, "position_ids": position})
+    roles, config = step.roles, step.config
+    aux, slot = torch.cat(step.taps(), -1), roles.slot
+    if step.is_decode:
+        slot = step.call(committed_slots, slot, roles.num_emitted)
+    parts = step.fragment("context", aux=aux, position_ids=roles.position)
     blocks = (config.num_blocks, config.block_size)
     for layer in range(len(parts) // 2):
         key, value = parts[2 * layer : 2 * layer + 2]
-        caches = [
-            cache_of(gm, ctx, f"draft.{layer}.{half}", part, blocks)
-            for half, part in (("key", key), ("value", value))
-        ]
-        with gm.graph.inserting_before(end):
-            gm.graph.call_function(
-                torch.ops.compilespec.write_cache.default, (key, value, *caches, slot)
-            )
+        keys = cache_of(step, f"draft.{layer}.key", key, blocks)
+        values = cache_of(step, f"draft.{layer}.value", value, blocks)
+        torch.ops.compilespec.write_cache.default(key, value, keys, values, slot)
 
 
-def committed_slots(slot_BS: Any, num_emitted_B: Any, *, num_rows: int) -> Any:
+def committed_slots(slot_BS: Tensor, num_emitted_B: Tensor, *, num_verify_tokens: int) -> Tensor:
     """The slots of the rows that stay, -1 of rejected ones."""
-    is_kept_BS = arange_like(slot_BS, num_rows) < num_emitted_B.unsqueeze(1)
+    is_kept_BS = arange_like(slot_BS, num_verify_tokens) < num_emitted_B.unsqueeze(1)
     return torch.where(is_kept_BS, slot_BS, -1)
 
 
-def _places(gm: fx.GraphModule, ctx: PassContext, newest: fx.Node, ids: fx.Node) -> Metadata:
-    """Metadata of the block's rows: the last position of the context, and nothing to write."""
-    table = find_role(gm, "block_table_RM")
-    slot, row, position = emit(
-        gm, block_places, newest, ids, find_role(gm, "row_index"), find_role(gm, "live"), table,
-        before=output_node(gm), max_seq_len=ctx.config.max_seq_len,
-        block_size=ctx.config.block_size,
-    )  # fmt: skip
-    return slot, row, position, table
+def _places(step: Splice, newest: Tensor, ids: Tensor) -> Places:
+    """Those of the block's rows: the last position of the context, and nothing to write."""
+    roles = step.roles
+    slot, row, position = step.call(
+        block_places, newest, ids, roles.row_index, roles.live, roles.block_table_RM
+    )
+    return Places(slot, row, position, roles.block_table_RM)
 
 
 def block_places(
-    newest_B: Any, ids_BW: Any, index_B: Any, live_B: Any, block_table_RM: Any, *,
-    max_seq_len: int, block_size: int,
-) -> tuple[Any, Any, Any]:  # fmt: skip
+    newest_B: Tensor,
+    ids_BW: Tensor,
+    index_B: Tensor,
+    live_B: Tensor,
+    block_table_RM: Tensor,
+    *,
+    max_seq_len: int,
+    block_size: int,
+) -> tuple[Tensor, Tensor, Tensor]:
     """Slot, row and position of the rows of each request's block, [B, W]."""
     live_B1, index_B1 = live_B.unsqueeze(1), index_B.unsqueeze(1)
     row_B1 = torch.where(live_B1, index_B1, -1).to(torch.int32)

@@ -2,42 +2,36 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
-from torch import fx
+from torch import Tensor
 
-from compilespec.passes.context import PassContext
 from compilespec.passes.draft_loops.direct import proposed
 from compilespec.passes.evidence import level_of_matches
-from compilespec.passes.graph import emit, find_role, has_role, output_node
+from compilespec.passes.splice.builder import Splice
 
 UNKNOWN = 12  # sixteenths: a draft of a model that does not say how probable it is
 
 
-def combine(gm: fx.GraphModule, ctx: PassContext) -> None:
+def combine(step: Splice) -> None:
     """The role `drafts`, and its `level`, become those of the call "draft" where they are surer.
 
     The model has run as ever, so that its caches are what they would be.  Torch IR.
     """
-    found, matched = proposed(gm, ctx)
-    modelled = find_role(gm, "drafts")
-    levels = [find_role(gm, "level")] if has_role(gm, "level") else []
-    drafts, level = emit(
-        gm, surer, modelled, found, matched, *levels, before=output_node(gm)
-    )  # fmt: skip
-    for role, old, new in (("drafts", [modelled], drafts), ("level", levels, level)):
-        for node in old:
-            del node.meta["role"]
-        new.meta["role"] = role
+    roles = step.roles
+    found, matched = proposed(step)
+    roles.drafts, roles.level = surer(roles.drafts, found, matched, step.find("level"))
 
 
-def surer(modelled_BK: Any, found_BK: Any, matched_B: Any, level_B: Any = None) -> tuple[Any, Any]:
+def surer(
+    modelled_BK: Tensor, found_BK: Tensor, matched_B: Tensor, level_B: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Drafts and their level.  After a match of m tokens the next one is right with a chance of
     m / (m + 1), about; the drafts of a model with the mean probability that its level says.  Where
     the model drafted nothing, what was found is taken.
     """
-    chance = UNKNOWN if level_B is None else torch.where(level_B > 0, level_B * 2 - 1, UNKNOWN)
+    chance: Tensor | int = UNKNOWN
+    if level_B is not None:
+        chance = torch.where(level_B > 0, level_B * 2 - 1, UNKNOWN)
     is_surer_B = (matched_B * 16 > (matched_B + 1) * chance) | (modelled_BK[:, 0] < 0)
     takes_B = is_surer_B & (found_BK[:, 0] >= 0)
     own_B = torch.zeros_like(matched_B) if level_B is None else level_B

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor
 
 from compilespec.passes.draft_loops.levels import Chosen
-from compilespec.passes.graph import arange_like, emit
+from compilespec.passes.splice.builder import Splice, arange_like
 from compilespec.program import PAD, TreeShape
 
 
@@ -18,49 +17,45 @@ class DynamicTree:
 
     def __init__(self, shape: TreeShape) -> None:
         self._shape, self._depth = shape, 0
-        self._scores: list[fx.Node] = []  # of all that was drafted, by depth: [B, ..]
-        self._tokens: list[fx.Node] = []
-        self._parents: list[fx.Node] = []  # by their place among all that was drafted; -1: the root
-        self._last: tuple[fx.Node, ...] = ()  # of the nodes that were run: scores, places, paths
+        self._scores: list[Tensor] = []  # of all that was drafted, by depth: [B, ..]
+        self._tokens: list[Tensor] = []
+        self._parents: list[Tensor] = []  # by their place among all that was drafted; -1: the root
+        self._last: tuple[Tensor, ...] = ()  # of the nodes that were run: scores, places, paths
 
     def grow(
-        self, gm: fx.GraphModule, scores: fx.Node, ids: fx.Node | None, *, is_last: bool,
-        before: fx.Node,
-    ) -> Chosen | None:  # fmt: skip
+        self, step: Splice, scores: Tensor, ids: Tensor | None, *, is_last: bool
+    ) -> Chosen | None:
         width = self._shape.top_k
-        summed, tokens, parents = emit(
-            gm, continuations, scores, *self._last[:2], before=before, width=width,
-            ids=ids,
-        )  # fmt: skip
+        summed, tokens, parents = continuations(scores, *self._last[:2], width=width, ids=ids)
         self._scores.append(summed)
         self._tokens.append(tokens)
         self._parents.append(parents)
         if is_last:
             return None
         drafted = 0 if self._depth == 0 else width + (self._depth - 1) * width**2
-        chosen, chosen_ids, parent, place, path = emit(
-            gm, most_probable, summed, tokens, *self._last[2:], before=before, width=width,
-            num_before=drafted, num_keys=self._depth * width,
+        chosen, chosen_ids, parent, place, path = most_probable(
+            summed, tokens, *self._last[2:], width=width, num_before=drafted,
+            num_keys=self._depth * width,
         )  # fmt: skip
         self._last = (chosen, place, path)
         self._depth += 1
         return Chosen(chosen_ids, parent, path, width)
 
-    def finish(self, gm: fx.GraphModule, *, before: fx.Node) -> tuple[fx.Node, fx.Node]:
+    def finish(self, step: Splice) -> tuple[Tensor, Tensor]:
         scores, tokens, parents = (
-            emit(gm, lambda *parts: torch.cat(parts, 1), *parts, before=before)
-            for parts in (self._scores, self._tokens, self._parents)
+            torch.cat(parts, 1) for parts in (self._scores, self._tokens, self._parents)
         )
-        drafts, topology = emit(
-            gm, best_nodes, scores, tokens, parents, before=before,
-            num_nodes=self._shape.num_nodes,
-        )  # fmt: skip
-        return drafts, topology
+        return best_nodes(scores, tokens, parents, num_nodes=self._shape.num_nodes)
 
 
 def continuations(
-    scores_BFV: Any, before_BF: Any = None, place_BF: Any = None, *, width: int, ids: Any
-) -> tuple[Any, Any, Any]:
+    scores_BFV: Tensor,
+    before_BF: Tensor | None = None,
+    place_BF: Tensor | None = None,
+    *,
+    width: int,
+    ids: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
     """The `width` best continuations of each row: the log-probability of their paths, tokens and
     parents, each [B, F * width].
     """
@@ -76,9 +71,14 @@ def continuations(
 
 
 def most_probable(
-    scores_BN: Any, tokens_BN: Any, path_BFd: Any = None, *, width: int, num_before: int,
+    scores_BN: Tensor,
+    tokens_BN: Tensor,
+    path_BFd: Tensor | None = None,
+    *,
+    width: int,
+    num_before: int,
     num_keys: int,
-) -> tuple[Any, ...]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Of a depth's continuations the `width` most probable ones: their scores and tokens, their
     parents among the nodes run last, their places among all continuations, and their paths by the
     keys of the runs, `num_keys` so far.
@@ -96,8 +96,8 @@ def most_probable(
 
 
 def best_nodes(
-    scores_BC: Any, tokens_BC: Any, parents_BC: Any, *, num_nodes: int
-) -> tuple[Any, Any]:
+    scores_BC: Tensor, tokens_BC: Tensor, parents_BC: Tensor, *, num_nodes: int
+) -> tuple[Tensor, Tensor]:
     """The drafts [B, N] whose paths are the most probable, in the order in which they were drafted,
     and the parents [B, N + 1] of the rows.
 

@@ -4,27 +4,28 @@ from __future__ import annotations
 
 from typing import NamedTuple, Protocol
 
-from torch import fx
+from torch import Tensor
 
 from compilespec.passes.insert_paged_attention import Branches
-from compilespec.passes.kv_groups import Metadata
+from compilespec.passes.splice.builder import Splice
+from compilespec.passes.splice.places import Places
 
 
 class Level(NamedTuple):
     """Nodes of one depth that go on: F of each request."""
 
-    ids: fx.Node  # int32 [B, F], target ids, PAD where there is none
-    parent: fx.Node  # int64 [B, F]: which node of the level before
-    metadata: Metadata  # for their attention; their slots are -1
+    ids: Tensor  # int32 [B, F], target ids, PAD where there is none
+    parent: Tensor  # int64 [B, F]: which node of the level before
+    places: Places  # for their attention; their slots are -1
     branches: Branches
 
 
 class Chosen(NamedTuple):
     """The nodes of a depth that go on, F of each request."""
 
-    ids: fx.Node  # int32 [B, F]
-    parent: fx.Node  # int64 [B, F]: which node of the level before
-    path: fx.Node  # int32 [B, F, depth]: by the keys of the drafter's passes
+    ids: Tensor  # int32 [B, F]
+    parent: Tensor  # int64 [B, F]: which node of the level before
+    path: Tensor  # int32 [B, F, depth]: by the keys of the drafter's passes
     num: int  # F
 
 
@@ -32,10 +33,9 @@ class Grower(Protocol):
     """One form of trees."""
 
     def grow(
-        self, gm: fx.GraphModule, scores: fx.Node, ids: fx.Node | None, *, is_last: bool,
-        before: fx.Node,
-    ) -> Chosen | None:  # fmt: skip
+        self, step: Splice, scores: Tensor, ids: Tensor | None, *, is_last: bool
+    ) -> Chosen | None:
         """Choose the nodes of the next depth from the scores of what follows each row."""
 
-    def finish(self, gm: fx.GraphModule, *, before: fx.Node) -> tuple[fx.Node, fx.Node]:
+    def finish(self, step: Splice) -> tuple[Tensor, Tensor]:
         """Drafts and parents."""

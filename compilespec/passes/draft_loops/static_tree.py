@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor
 
 from compilespec.passes.context import PassContext
 from compilespec.passes.draft_loops.levels import Chosen
 from compilespec.passes.drawn_trees import draws_children, sibling_ranks
-from compilespec.passes.graph import emit, output_node
+from compilespec.passes.splice.builder import Splice
 from compilespec.program import PAD, TreeShape
 
 
@@ -28,21 +28,19 @@ class StaticTree:
         self._inner = {path[:-1] for path in shape.choices}
         self._level: list[tuple[int, ...]] = [()]  # the nodes that were run last
         self._keys: dict[tuple[int, ...], int] = {}  # of all nodes that were run
-        self._drafts: list[fx.Node] = []
+        self._drafts: list[Tensor] = []
 
     def grow(
-        self, gm: fx.GraphModule, scores: fx.Node, ids: fx.Node | None, *, is_last: bool,
-        before: fx.Node,
-    ) -> Chosen | None:  # fmt: skip
+        self, step: Splice, scores: Tensor, ids: Tensor | None, *, is_last: bool
+    ) -> Chosen | None:
         depth = len(self._level[0]) + 1
         nodes = [path for path in self._choices if len(path) == depth]
         width = max(self._ranks[path] for path in nodes) + 1
         index = {path: number for number, path in enumerate(self._level)}
         picked = [index[path[:-1]] * width + self._ranks[path] for path in nodes]
-        drafts = emit(
-            gm, best_tokens, scores, *([] if ids is None else [ids]),
-            before=before, picked=self._constant(gm, f"picked_{depth}", picked), width=width,
-        )  # fmt: skip
+        drafts = best_tokens(
+            scores, ids, picked=self._constant(step, f"picked_{depth}", picked), width=width
+        )
         self._drafts.append(drafts)
         if is_last:
             return None
@@ -50,35 +48,29 @@ class StaticTree:
         for path in level:
             self._keys[path] = len(self._keys)
         ways = [[self._keys[path[:d]] for d in range(1, depth + 1)] for path in level]
-        tokens, parent, way = emit(
-            gm, chosen_nodes, drafts, before=before,
-            kept=self._constant(gm, f"kept_{depth}", [nodes.index(path) for path in level]),
-            parent=self._constant(gm, f"parent_{depth}", [index[path[:-1]] for path in level]),
-            way=self._constant(gm, f"way_{depth}", ways),
-        )  # fmt: skip
+        tokens, parent, way = chosen_nodes(
+            drafts,
+            kept=self._constant(step, f"kept_{depth}", [nodes.index(path) for path in level]),
+            parent=self._constant(step, f"parent_{depth}", [index[path[:-1]] for path in level]),
+            way=self._constant(step, f"way_{depth}", ways),
+        )
         self._level = level
         return Chosen(tokens, parent, way, len(level))
 
-    def finish(self, gm: fx.GraphModule, *, before: fx.Node) -> tuple[fx.Node, fx.Node]:
+    def finish(self, step: Splice) -> tuple[Tensor, Tensor]:
         number = {path: row for row, path in enumerate(((), *self._choices))}
         parents = [0, *(number[path[:-1]] for path in self._choices)]
-        drafts, topology = emit(
-            gm, static_result, *self._drafts, before=before,
-            parents=self._constant(gm, "parents", parents),
-        )  # fmt: skip
-        return drafts, topology
+        return static_result(*self._drafts, parents=self._constant(step, "parents", parents))
 
-    def _constant(self, gm: fx.GraphModule, name: str, values: Sequence[Any]) -> fx.Node:
+    def _constant(self, step: Splice, name: str, values: Sequence[Any]) -> Tensor:
         dtype = torch.int32 if name.startswith(("way", "parents")) else torch.int64
-        buffer = f"tree_{name}"
-        gm.register_buffer(
-            buffer, torch.tensor(values, dtype=dtype, device=self._device), persistent=False
-        )
-        with gm.graph.inserting_before(output_node(gm)):
-            return gm.graph.get_attr(buffer)
+        tensor = torch.tensor(values, dtype=dtype, device=self._device)
+        return step.constant(f"tree_{name}", tensor)
 
 
-def best_tokens(scores_BFV: Any, ids_V: Any = None, *, picked: Any, width: int) -> Any:
+def best_tokens(
+    scores_BFV: Tensor, ids_V: Tensor | None = None, *, picked: Tensor, width: int
+) -> Tensor:
     """The tokens [B, N] that are `picked` among the `width` best of each row, PAD for impossible
     ones.
     """
@@ -88,13 +80,15 @@ def best_tokens(scores_BFV: Any, ids_V: Any = None, *, picked: Any, width: int) 
     return tokens_BFW.flatten(1).index_select(1, picked)
 
 
-def chosen_nodes(drafts_BN: Any, *, kept: Any, parent: Any, way: Any) -> tuple[Any, Any, Any]:
+def chosen_nodes(
+    drafts_BN: Tensor, *, kept: Tensor, parent: Tensor, way: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
     """Tokens, parents and paths of the nodes that go on: [B, F], [B, F] and [B, F, depth]."""
     tokens_BF = drafts_BN.index_select(1, kept)
     parent_BF = torch.zeros_like(tokens_BF).long() + parent
     return tokens_BF, parent_BF, torch.zeros_like(tokens_BF).unsqueeze(2) + way
 
 
-def static_result(*drafts: Any, parents: Any) -> tuple[Any, Any]:
+def static_result(*drafts: Tensor, parents: Tensor) -> tuple[Tensor, Tensor]:
     drafts_BN = torch.cat(drafts, 1) if len(drafts) > 1 else drafts[0]
     return drafts_BN, torch.zeros_like(drafts_BN[:, :1]) + parents

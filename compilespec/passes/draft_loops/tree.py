@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-from torch import fx
+from torch import Tensor
 
 from compilespec.errors import DraftMismatch
-from compilespec.passes.context import PassContext
 from compilespec.passes.draft_loops.dynamic_tree import DynamicTree
 from compilespec.passes.draft_loops.levels import Chosen, Grower, Level
 from compilespec.passes.draft_loops.static_tree import StaticTree
@@ -25,23 +24,16 @@ from compilespec.passes.drawn_trees import (
     draws_children,
     keep_child_probs,
 )
-from compilespec.passes.graph import (
-    arange_like,
-    emit,
-    find_role,
-    output_node,
-    splice,
-)
 from compilespec.passes.insert_paged_attention import Branches
-from compilespec.passes.kv_groups import Metadata
-from compilespec.passes.read_state import place
 from compilespec.passes.sampling import head_width, wide_dtype
+from compilespec.passes.splice.builder import Splice, arange_like
+from compilespec.passes.splice.places import Places, place
 from compilespec.program import Traced, TreeShape
 from compilespec.tracing.capture import output_widths
 
 # The logits [B * F, Vd] of what follows nodes, and their target ids if the drafter has a vocabulary
 # of its own.
-Logits = tuple[fx.Node, fx.Node | None]
+Logits = tuple[Tensor, Tensor | None]
 Follow = Callable[[int, Chosen | None], Logits]
 
 
@@ -53,14 +45,12 @@ class Growth(NamedTuple):
     takes, [B, F, D].
     """
 
-    first: fx.Node
-    drawn: fx.Node
-    advance: Callable[[Level], fx.Node]
+    first: Tensor
+    drawn: Tensor
+    advance: Callable[[Level], Tensor]
 
 
-def grow_tree(
-    gm: fx.GraphModule, ctx: PassContext, head: fx.Node, argument: str, growth: Growth
-) -> int:
+def grow_tree(step: Splice, head: Tensor, argument: str, growth: Growth) -> int:
     """`grow_levels` by a drafter that runs the nodes of each level.
 
     Args:
@@ -74,15 +64,16 @@ def grow_tree(
         nonlocal head, num_keys, branches
         if level is not None:
             num_keys += level.num
-            metadata = _places(gm, ctx, growth, depth - 1, level.num, num_keys)
+            places = _places(step, growth.first, depth - 2, level.num, num_keys)
             branches = Branches(path=level.path, earlier=branches.earlier if branches else {})
-            head = growth.advance(Level(level.ids, level.parent, metadata, branches))
-        return _logits(gm, ctx, head, argument)
+            head = growth.advance(Level(level.ids, level.parent, places, branches))
+        _, logits, *ids = step.fragment("propose", **{argument: head.flatten(0, 1)})
+        return logits, ids[0] if ids else None
 
-    return grow_levels(gm, ctx, growth.drawn, follow)
+    return grow_levels(step, growth.drawn, follow)
 
 
-def grow_levels(gm: fx.GraphModule, ctx: PassContext, drawn: fx.Node, follow: Follow) -> int:
+def grow_levels(step: Splice, drawn: Tensor, follow: Follow) -> int:
     """Make the roles `drafts`, [B, num_nodes], and `parents`, [B, num_nodes + 1].
 
     Args:
@@ -91,32 +82,27 @@ def grow_levels(gm: fx.GraphModule, ctx: PassContext, drawn: fx.Node, follow: Fo
             after the last committed row, if None was.
     Returns: levels after the first.
     """
-    shape, end = ctx.config.tree, output_node(gm)
+    shape = step.config.tree
     assert shape is not None, "checked by the caller"
-    grower: Grower = StaticTree(shape, ctx) if shape.choices else DynamicTree(shape)
+    grower: Grower = StaticTree(shape, step.ctx) if shape.choices else DynamicTree(shape)
     level: Chosen | None = None
-    distributions: list[fx.Node] = []
+    distributions: list[Tensor] = []
     for depth in range(1, shape.depth + 1):
         logits, ids = follow(depth, level)
         num_rows = 1 if level is None else level.num
-        scores = _scores(gm, ctx, logits, ids, drawn, num_rows, depth)
-        if draws_children(ctx):
-            distributions.append(child_probs(gm, ctx, logits, ids, num_rows))
-        level = grower.grow(gm, scores, ids, is_last=depth == shape.depth, before=end)
+        scores = _scores(step, logits, ids, drawn, num_rows, depth)
+        if draws_children(step.ctx):
+            distributions.append(child_probs(step, logits, ids, num_rows))
+        level = grower.grow(step, scores, ids, is_last=depth == shape.depth)
     if distributions:
-        keep_child_probs(gm, ctx, distributions)
-    drafts, parents = grower.finish(gm, before=end)
-    drafts.meta["role"], parents.meta["role"] = "drafts", "parents"
+        keep_child_probs(step, distributions)
+    step.roles.drafts, step.roles.parents = grower.finish(step)
     return shape.depth - 1
 
 
-def parents_hidden(gm: fx.GraphModule, level: Level, hidden: fx.Node, width: int) -> fx.Node:
+def parents_hidden(level: Level, hidden: Tensor, width: int) -> Tensor:
     """Of the level before, the hidden states [B, F, D] that a level's nodes follow."""
-    node: fx.Node = emit(
-        gm, lambda x, parent_BF: x.gather(1, parent_BF.unsqueeze(2).expand(-1, -1, width)), hidden,
-        level.parent, before=output_node(gm),
-    )  # fmt: skip
-    return node
+    return hidden.gather(1, level.parent.unsqueeze(2).expand(-1, -1, width))
 
 
 def check_drafter(propose: Traced, shape: TreeShape, name: str, num_kept: int | None) -> None:
@@ -142,37 +128,23 @@ def check_drafter(propose: Traced, shape: TreeShape, name: str, num_kept: int | 
 # --- scores, places ---
 
 
-def _logits(gm: fx.GraphModule, ctx: PassContext, head: fx.Node, argument: str) -> Logits:
-    """What follows each row, by the drafter's one head."""
-    end = output_node(gm)
-    rows = emit(gm, lambda x_BFD: x_BFD.flatten(0, 1), head, before=end)
-    _, logits, *ids = splice(gm, ctx, ctx.draft["propose"], {argument: rows})
-    return logits, ids[0] if ids else None
-
-
 def _scores(
-    gm: fx.GraphModule, ctx: PassContext, logits: fx.Node, ids: fx.Node | None, drawn: fx.Node,
-    num_rows: int, depth: int,
-) -> fx.Node:  # fmt: skip
+    step: Splice, logits: Tensor, ids: Tensor | None, drawn: Tensor, num_rows: int, depth: int
+) -> Tensor:
     """The scores [B, F, Vd] by which what follows each row is chosen."""
-    end = output_node(gm)
-    drawn = emit(gm, lambda drawn_B: drawn_B + (depth - 1), drawn, before=end)
-    width = head_width(ctx)
-    noise = child_noise(gm, ctx, drawn, ids, width, depth)
-    scores: fx.Node = emit(
-        gm, node_scores, logits, *noise, before=end, num_rows=num_rows, dtype=wide_dtype(ctx)
-    )
-    if ids is not None:
-        scores = emit(
-            gm, lambda x, ids_V: torch.where(ids_V >= 0, x, -math.inf), scores, ids, before=end
-        )
-    return scores
+    noise = child_noise(step, drawn + (depth - 1), ids, head_width(step.ctx), depth)
+    scores = node_scores(logits, *noise, num_rows=num_rows, dtype=wide_dtype(step.ctx))
+    return scores if ids is None else torch.where(ids >= 0, scores, -math.inf)
 
 
 def node_scores(
-    logits_NV: Any, temperature_B: Any = None, noise_BV: Any = None, *, num_rows: int,
+    logits_NV: Tensor,
+    temperature_B: Tensor | None = None,
+    noise_BV: Tensor | None = None,
+    *,
+    num_rows: int,
     dtype: torch.dtype,
-) -> Any:  # fmt: skip
+) -> Tensor:
     """[B, F, V]: the logits, of sampled requests at their temperature, with the noise by which
     their drafts are drawn, if they are.
     """
@@ -182,22 +154,28 @@ def node_scores(
     return scores_BFV if noise_BV is None else scores_BFV + noise_BV.unsqueeze(1).to(dtype)
 
 
-def _places(
-    gm: fx.GraphModule, ctx: PassContext, growth: Growth, depth: int, num_rows: int, num_keys: int
-) -> Metadata:
-    table = find_role(gm, "block_table_RM")
-    position, row, slot = emit(
-        gm, level_places, growth.first, find_role(gm, "row_index"), find_role(gm, "live"), table,
-        before=output_node(gm), ahead=depth - 1, num_rows=num_rows, num_keys=num_keys,
-        max_seq_len=ctx.config.max_seq_len, block_size=ctx.config.block_size,
+def _places(step: Splice, first: Tensor, ahead: int, num_rows: int, num_keys: int) -> Places:
+    """Those of a level's nodes, whose depth is `ahead` below that of the first level."""
+    roles = step.roles
+    position, row, slot = step.call(
+        level_places, first, roles.row_index, roles.live, roles.block_table_RM, ahead=ahead,
+        num_rows=num_rows, num_keys=num_keys,
     )  # fmt: skip
-    return slot, row, position, table
+    return Places(slot, row, position, roles.block_table_RM)
 
 
 def level_places(
-    first_B: Any, index_B: Any, live_B: Any, block_table_RM: Any, *, ahead: int, num_rows: int,
-    num_keys: int, max_seq_len: int, block_size: int,
-) -> tuple[Any, Any, Any]:  # fmt: skip
+    first_B: Tensor,
+    index_B: Tensor,
+    live_B: Tensor,
+    block_table_RM: Tensor,
+    *,
+    ahead: int,
+    num_rows: int,
+    num_keys: int,
+    max_seq_len: int,
+    block_size: int,
+) -> tuple[Tensor, Tensor, Tensor]:
     """Position and row of a level's nodes, [B, F], and slots of their keys, [B, J]: -1."""
     row_B = torch.where(live_B, index_B, -1).to(torch.int32)
     wanted_BF = (first_B + ahead).unsqueeze(1) + torch.zeros_like(arange_like(first_B, num_rows))

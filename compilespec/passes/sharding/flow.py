@@ -10,7 +10,7 @@ from torch import Tensor, fx
 
 from compilespec.errors import InvalidOption
 from compilespec.passes.context import PassContext
-from compilespec.passes.linears import copy_origin
+from compilespec.passes.graph import copy_origin
 from compilespec.passes.sharding.plan import Cut, Sharding
 from compilespec.program import module_path
 
