@@ -21,7 +21,7 @@ def splice_acceptance(step: Splice) -> int:
     Roles made: `target` ([B, S], or [R, 1] in prefill), `emitted` and `num_emitted` ([B]).
     Numerics: exact.  Torch IR.
     """
-    rule = RULES[step.ctx.acceptance.rule]
+    logits, rule = step.roles.logits, RULES[step.ctx.acceptance.rule]
     judged = _judge(step, rule) if step.is_decode else rule.prefill(step)
     if judged.taken is not None and not step.ctx.greedy_only:
         keep_context(step, sampling_state(step), judged.taken)
@@ -31,8 +31,7 @@ def splice_acceptance(step: Splice) -> int:
         if value is not None:
             step.name(role, value)
     note_logprobs(step, judged.target)
-    logits = step.roles.logits if step.is_decode else step.roles.logits.squeeze(0).unsqueeze(1)
-    spoilt = spoilt_rows(logits)
+    spoilt = spoilt_rows(logits if step.is_decode else logits.squeeze(0).unsqueeze(1))
     if judged.taken is not None:
         spoilt = spoilt.gather(1, judged.taken.long())
     emitted = blank_spoilt(judged.emitted, spoilt)

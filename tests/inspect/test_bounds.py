@@ -24,6 +24,7 @@ from compilespec.passes.input_ranges import CONTRACT
 from compilespec.passes.ranges import Ranges
 from compilespec.passes.sizes import K as K_SIZE
 from compilespec.passes.sizes import L, R, Range, Sizes, T, V, integers
+from compilespec.passes.splice.builder import Splice
 from compilespec.runtime.executor import PrefillChunk
 from compilespec.runtime.packing import pack_chunks
 from tests.support.hand_graphs import HAND_CONFIG, call, code, graph_of
@@ -194,7 +195,7 @@ def test_indices_that_are_read_are_clamped(function, bad):
     want = call(gm, x, good)
     (what,) = failing(gm, ctx)
     assert what in ("index into x", "token id inside x")
-    assert bound_positions(gm, ctx) == 1
+    assert bound_positions(Splice(gm, ctx)) == 1
     gm.graph.lint()
     assert failing(gm, ctx) == set()
     assert torch.equal(call(gm, x, good), want)  # exact where nothing was wrong
@@ -212,7 +213,7 @@ def test_a_row_that_does_not_exist_is_redirected_to_the_spare_one():
         i=("batch", int32(0, 0)),
     )  # fmt: skip
     assert failing(gm, ctx) == {"index into seq_len_R"}
-    assert bound_positions(gm, ctx) == 1
+    assert bound_positions(Splice(gm, ctx)) == 1
     assert failing(gm, ctx) == set()
     gm.recompile()
     state = torch.zeros(NUM_ROWS, dtype=torch.int32)
@@ -230,7 +231,7 @@ def test_a_state_row_keeps_its_contract():
         row_B=("batch", int32(0, 0)),
     )  # fmt: skip
     assert failing(gm, ctx) == {"what is written to seq_len_R"}
-    assert bound_positions(gm, ctx) == 1
+    assert bound_positions(Splice(gm, ctx)) == 1
     assert failing(gm, ctx) == set()
     state = int32(LIMIT, 5, 0, 0)
     gm.recompile()
@@ -253,7 +254,7 @@ def test_a_mask_that_hides_nothing_is_dropped(table: Tensor, is_dropped: bool):
 
     x, fill = torch.randn(2, 3), torch.randn(1)
     gm, ctx = graph_of(function, d2t=("weight", table), x=("batch", x), fill=("batch", fill))
-    bound_positions(gm, ctx)
+    bound_positions(Splice(gm, ctx))
     gm.graph.lint()
     masks = gm.graph.find_nodes(op="call_function", target=torch.ops.aten.where.self)
     assert len(masks) == 2 - is_dropped
@@ -292,7 +293,7 @@ def test_draft_ids_are_mapped_into_the_vocabulary(table, is_proved):
         function, d2t=("weight", table), w=("weight", weight), logits=("batch", logits)
     )
     assert failing(gm, ctx) == (set() if is_proved else {"token id inside w"})
-    assert bound_positions(gm, ctx) == (0 if is_proved else 1)
+    assert bound_positions(Splice(gm, ctx)) == (0 if is_proved else 1)
 
 
 def test_a_table_without_values_proves_nothing():
@@ -392,7 +393,7 @@ def test_a_right_step_is_proved_and_left_alone():
     assert failing(gm, ctx) == set()
     assert {h for claim in claims_of(gm, ctx) for h in claim.hazards} == {"H-9", "H-14", "H-16"}
     before = code(gm)
-    assert bound_positions(gm, ctx) == 0
+    assert bound_positions(Splice(gm, ctx)) == 0
     assert code(gm) == before
 
 
@@ -400,7 +401,7 @@ def test_a_right_step_is_proved_and_left_alone():
 def test_a_wrong_step_is_not_proved_but_guarded(fault):
     gm, ctx, _ = traced_step(fault)
     assert failing(gm, ctx) == FAULTS[fault]
-    assert bound_positions(gm, ctx) > 0
+    assert bound_positions(Splice(gm, ctx)) > 0
     gm.graph.lint()
     assert failing(gm, ctx) == set()
 
@@ -420,7 +421,7 @@ def test_a_guarded_step_writes_where_it_may(fault):
     gm, ctx, inputs = traced_step(fault)
     inside = int32(5, 0, 17, 0)
     want = written(gm, inputs, inside)
-    bound_positions(gm, ctx)
+    bound_positions(Splice(gm, ctx))
     assert written(gm, inputs, inside) == want  # numerics: exact
     shift = -4 if fault == "goes back" else 0
     lengths = int32(2, 0, LIMIT - 1, 0)

@@ -30,12 +30,13 @@ from compilespec.passes import rewrite, runner
 from compilespec.passes.acceptance.options import resolve_acceptance
 from compilespec.passes.add_adapters import adapted
 from compilespec.passes.context import PassContext
-from compilespec.passes.graph import emit, find_role, get_outputs, output_node, set_outputs
+from compilespec.passes.graph import find_role, get_outputs, output_node, set_outputs
 from compilespec.passes.logits_processor import LogitsProcessor
 from compilespec.passes.order import ATEN_PASSES, SPLICE_PASSES
 from compilespec.passes.read_embeds import merged
 from compilespec.passes.rewrite import rewrite_phase
 from compilespec.passes.runner import snapshot
+from compilespec.passes.splice.builder import Splice
 from compilespec.passes.trim_draft_head import KEPT_IDS
 from compilespec.program import (
     LONG_ROPE,
@@ -52,6 +53,7 @@ from compilespec.tracing.target import trace_target
 from compilespec.tracing.target_info import describe_target
 from tests.support import images
 from tests.support.documents import PAGES
+from tests.support.hand_graphs import emit
 from tests.support.models import VOCAB, long_rope_target, tiny_target
 
 Edit = Callable[[fx.GraphModule, PassContext], Any]
@@ -186,9 +188,9 @@ def plant(patch: pytest.MonkeyPatch, fault: Fault) -> None:
 
 def _wrong_pass(edit: Edit, run: Any) -> Any:
     @functools.wraps(run)
-    def wrong(gm: fx.GraphModule, ctx: PassContext) -> int:
-        count = run(gm, ctx)
-        edit(gm, ctx)
+    def wrong(step: Splice) -> int:
+        count = run(step)
+        edit(step.gm, step.ctx)
         return count
 
     return wrong

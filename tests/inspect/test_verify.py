@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import json
 from typing import Any
@@ -118,6 +119,7 @@ def test_bisect_goes_from_wrong_tokens_to_the_node(monkeypatch):
     read_state = importlib.import_module("compilespec.passes.read_state")
     right = read_state.read_decode_state
 
+    @functools.wraps(right)
     def stale(row_B, tokens_RS, seq_len_R, table, **sizes):
         return right(row_B, tokens_RS, (seq_len_R - 1).clamp(min=0), table, **sizes)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib
 import json
 from pathlib import Path
@@ -253,7 +254,8 @@ FAULTS = {
 )  # fmt: skip
 def test_a_planted_fault_is_seen(target, fault, monkeypatch) -> None:
     model, _ = target
-    monkeypatch.setattr(loop, *FAULTS[fault])
+    name, wrong = FAULTS[fault]
+    monkeypatch.setattr(loop, name, functools.wraps(getattr(loop, name))(wrong))
     program = compilespec.trace(
         model, "dflash", draft=drafter_of(model), num_draft_tokens=3, max_batch_size=4,
         max_seq_len=43, max_prefill_tokens=64,

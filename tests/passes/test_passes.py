@@ -22,8 +22,8 @@ from compilespec.passes.check_mutations import check_mutations
 from compilespec.passes.cleanup import cleanup
 from compilespec.passes.commit_state import commit_state
 from compilespec.passes.contracts import form
-from compilespec.passes.draft_loops.recycled import next_token
-from compilespec.passes.graph import emit, find_role, get_outputs, output_node, set_outputs
+from compilespec.passes.draft_loops.calls import next_token
+from compilespec.passes.graph import find_role, get_outputs, output_node, set_outputs
 from compilespec.passes.insert_paged_attention import insert_paged_attention
 from compilespec.passes.merge_projections import merge_projections
 from compilespec.passes.narrow_logits import narrow_logits
@@ -35,12 +35,13 @@ from compilespec.passes.rewrite import start_step, to_aten
 from compilespec.passes.rows import Rows, one_row, packed_rows, take_rows
 from compilespec.passes.runner import check_order, snapshot
 from compilespec.passes.shift_hidden_states import shift_prompt
+from compilespec.passes.splice.builder import Splice
 from compilespec.passes.splice_draft_loop import splice_draft_loop
 from compilespec.program import InputSpec, PassRecord, Phase, ProgramConfig, marker_kind
 from compilespec.tracing.load import load_target
 from compilespec.tracing.target import trace_target
 from compilespec.tracing.target_info import describe_target
-from tests.support.hand_graphs import call, code, graph_of
+from tests.support.hand_graphs import call, code, emit, graph_of
 from tests.support.models import VOCAB, tiny_target
 
 ATEN = torch.ops.aten
@@ -184,15 +185,15 @@ def targets(gm: fx.GraphModule) -> list[Any]:
 # --- the runner ---
 
 
-def _noop(gm: fx.GraphModule, ctx: PassContext) -> int:
+def _noop(step: Splice) -> int:
     return 1
 
 
 def test_order_is_checked():
-    def first(gm, ctx):
+    def first(step):
         return 0
 
-    def second(gm, ctx):
+    def second(step):
         return 0
 
     check_order((Pass(run=first, at_least=0), Pass(run=second, after=("first",), at_least=0)))
@@ -231,8 +232,8 @@ def test_passes_are_recorded_skipped_and_disabled_by_exact_name():
 
 
 def test_a_broken_graph_is_an_error_of_the_pass():
-    def breaks(gm: fx.GraphModule, ctx: PassContext) -> int:
-        first, second = gm.graph.find_nodes(op="call_function", target=ATEN.add.Tensor)
+    def breaks(step: Splice) -> int:
+        first, second = step.graph.find_nodes(op="call_function", target=ATEN.add.Tensor)
         first.args = (second, 1)  # uses what comes later
         return 1
 
@@ -260,7 +261,7 @@ def test_check_markers_counts_and_leaves_the_graph(parts):
     ctx = context(parts, "decode")
     gm = start_step(ctx)
     before = code(gm)
-    assert check_markers(gm, ctx) == NUM_LAYERS
+    assert check_markers(Splice(gm, ctx)) == NUM_LAYERS
     assert code(gm) == before
 
 
@@ -270,7 +271,7 @@ def test_check_markers_refuses_attention_without_a_cache(parts):
     marker = next(node for node in gm.graph.nodes if marker_kind(node) == "attention")
     marker.target, marker.args = nn.functional.scaled_dot_product_attention, marker.args[:3]
     with pytest.raises(PassError, match=r"model.layers.0.self_attn calls scaled_dot_product"):
-        check_markers(gm, ctx)
+        check_markers(Splice(gm, ctx))
     marker.target = torch.add  # a layer that lost its marker
     with pytest.raises(PassError, match=r"check_markers \(decode\): expected 2 matches, found 1"):
         run_passes(gm, ctx, SPLICE_PASSES[:1], level="torch")
@@ -281,7 +282,7 @@ def test_check_markers_refuses_attention_without_a_cache(parts):
 
 def test_read_state_replaces_ids_and_positions(parts):
     gm, ctx = started(parts, "decode", "read_state")
-    assert read_state(gm, ctx) == 2
+    assert read_state(Splice(gm, ctx)) == 2
     roles = [node.meta["role"] for node in gm.graph.nodes if node.op == "placeholder"]
     assert not {"input_ids", "position_ids"} & set(roles)
     assert {"row_B", "tokens_RS", "seq_len_R", "block_table_RM"} <= set(roles)
@@ -291,7 +292,7 @@ def test_read_state_replaces_ids_and_positions(parts):
     assert ctx.buffers["block_table_RM"].fill == -1
     assert all(spec.dtype == torch.int32 for spec in ctx.buffers.values())
     with pytest.raises(PassError, match="input_ids"):
-        read_state(gm, ctx)  # a graph whose ids come from the state already
+        read_state(Splice(gm, ctx))  # a graph whose ids come from the state already
 
 
 def emitted_graph(function: Callable[..., Any], names: list[str], **options: Any) -> fx.GraphModule:
@@ -335,8 +336,8 @@ def test_decode_positions_and_slots_equal_a_scalar_oracle():
             continue
         rng.shuffle(rows)
         gm = emitted_graph(
-            read_decode_state, ["row", "tokens", "length", "table"], num_tokens=num_tokens,
-            row_tokens=num_tokens, max_seq_len=limit, block_size=block, spare_row=num_rows,
+            read_decode_state, ["row", "tokens", "length", "table"], num_verify_tokens=num_tokens,
+            num_row_tokens=num_tokens, max_seq_len=limit, block_size=block, spare_row=num_rows,
         )  # fmt: skip
         batch = [torch.tensor(x, dtype=torch.int32) for x in (rows, tokens, lengths, table)]
         ids, position, row, slot, index, live, start = call(gm, *batch)
@@ -357,7 +358,7 @@ def test_single_passes_go_where_the_oracle_says():
     start, limit, block = [3, 9], 11, 4
     for step in (1, 2, 3, 4):
         gm = emitted_graph(
-            next_token, ["token", "start", "row", "index", "live", "table"], step=step,
+            next_token, ["token", "start", "row", "index", "live", "table"], number=step,
             max_seq_len=limit, block_size=block,
         )  # fmt: skip
         for rows in ([0, 1], [-1, 1], [1, 0]):
@@ -398,7 +399,7 @@ def test_narrow_logits_runs_the_head_on_the_last_rows_only(parts):
     gm, ctx = started(parts, "prefill", "narrow_logits")
     inputs = random_inputs(ctx, 0)
     wide = _logits(gm, ctx, inputs)
-    assert narrow_logits(gm, ctx) == 1
+    assert narrow_logits(Splice(gm, ctx)) == 1
     narrow = _logits(gm, ctx, inputs)
     assert (wide.shape, narrow.shape) == ((1, 7, VOCAB), (1, 2, VOCAB))
     torch.testing.assert_close(narrow, wide[:, inputs["last_R"].long()], rtol=1e-5, atol=1e-5)
@@ -415,7 +416,7 @@ def test_narrow_logits_gathers_after_what_is_not_rowwise(parts):
     set_outputs(gm, {"logits": mixed})
     inputs = random_inputs(ctx, 1)
     wide = _logits(gm, ctx, inputs)
-    narrow_logits(gm, ctx)
+    narrow_logits(Splice(gm, ctx))
     assert torch.equal(_logits(gm, ctx, inputs), wide[:, inputs["last_R"].long()])
 
 
@@ -438,7 +439,7 @@ def test_paged_attention_from_an_empty_cache_equals_the_markers(parts):
     inputs["position_T"] = torch.arange(7, dtype=torch.int32)
     inputs["row_T"] = torch.ones(7, dtype=torch.int32)
     want = _logits(gm, ctx, inputs)
-    assert insert_paged_attention(gm, ctx) == NUM_LAYERS
+    assert insert_paged_attention(Splice(gm, ctx)) == NUM_LAYERS
     assert not any(marker_kind(node) for node in gm.graph.nodes)
     caches = [name for name, spec in ctx.buffers.items() if spec.kind == "cache"]
     assert caches == [
@@ -447,7 +448,7 @@ def test_paged_attention_from_an_empty_cache_equals_the_markers(parts):
     assert ctx.buffers[caches[0]].shape == (CONFIG.num_blocks, CONFIG.block_size, 2, 12)
     inputs |= {name: torch.full(ctx.buffers[name].shape, float("nan")) for name in caches}
     torch.testing.assert_close(_logits(gm, ctx, inputs), want, rtol=1e-4, atol=1e-4)
-    assert insert_paged_attention(gm, ctx) == 0  # leaves paged attention alone
+    assert insert_paged_attention(Splice(gm, ctx)) == 0  # leaves paged attention alone
 
 
 def test_paged_attention_needs_known_shapes(parts):
@@ -457,7 +458,7 @@ def test_paged_attention_needs_known_shapes(parts):
     with pytest.raises(
         PassError, match=r"cache\.target\.0\.key: its attention marker has no known"
     ):
-        insert_paged_attention(gm, ctx)
+        insert_paged_attention(Splice(gm, ctx))
 
 
 # --- splice_acceptance ---
@@ -635,16 +636,15 @@ def test_a_choice_of_rows_moves_up_to_where_rows_meet(function, products, form):
     with gm.graph.inserting_before(end):
         index = gm.graph.get_attr("index")
     rows = Rows(index=None if form == "last" else index, is_packed=form == "packed")
-    source: Any = end.args[0]
-    taken = take_rows(gm, source, rows, before=end)
-    taken.meta["role"] = "logits"
-    end.args = (taken,)
+    step, source = Splice(gm, ctx), end.args[0]
+    step.roles.logits = take_rows(step, step.value(source), rows)
+    end.args = (find_role(gm, "logits"),)
     want = call(gm, *inputs)
-    assert narrow_rows(gm, ctx) == products
+    assert narrow_rows(step) == products
     assert find_role(gm, "logits") is end.args[0]
     gm.graph.lint()
     torch.testing.assert_close(call(gm, *inputs), want)
-    assert narrow_rows(gm, ctx) == 0  # nothing is left to move
+    assert narrow_rows(step) == 0  # nothing is left to move
 
 
 def _note_shapes(gm: fx.GraphModule, inputs: tuple[Tensor, ...]) -> None:
@@ -669,12 +669,12 @@ def test_a_last_layer_runs_on_the_rows_that_go_on(parts):
     """Its o, gate, up and down products: a drafter's, and the target's where none taps it."""
     for phase in ("decode", "prefill"):
         gm, ctx = started(parts, phase, "narrow_rows")
-        assert narrow_rows(gm, ctx) == 4
+        assert narrow_rows(Splice(gm, ctx)) == 4
     none = {"capabilities": get_method("none").capabilities, "draft": {}, "aux_layers": ()}
     gm, ctx = started(parts, "prefill", "narrow_rows", **none)
-    assert narrow_rows(gm, ctx) == 4
+    assert narrow_rows(Splice(gm, ctx)) == 4
     gm, ctx = started(parts, "decode", "narrow_rows", **none)
-    assert narrow_rows(gm, ctx) == 0
+    assert narrow_rows(Splice(gm, ctx)) == 0
 
 
 # --- splice_draft_loop ---
@@ -684,7 +684,7 @@ def test_a_last_layer_runs_on_the_rows_that_go_on(parts):
 def test_the_draft_loop_is_unrolled(parts, phase):
     gm, ctx = started(parts, phase, "splice_draft_loop")
     target_calls = sum("paged_attention" in str(node.target) for node in gm.graph.nodes)
-    assert splice_draft_loop(gm, ctx) == NUM_DRAFT_TOKENS
+    assert splice_draft_loop(Splice(gm, ctx)) == NUM_DRAFT_TOKENS
     calls = [node for node in gm.graph.nodes if "paged_attention" in str(node.target)]
     assert len(calls) == target_calls + NUM_DRAFT_TOKENS
     assert {node.args[3].meta["role"] for node in calls[target_calls:]} == {"cache.draft.0.key"}
@@ -744,7 +744,7 @@ def test_commit_needs_the_acceptance(parts):
     gm, ctx = started(parts, "decode", "splice_acceptance")
     before = code(gm)
     with pytest.raises(PassError, match="no node plays the role 'target'"):
-        commit_state(gm, ctx)
+        commit_state(Splice(gm, ctx))
     assert code(gm) == before
 
 
@@ -838,7 +838,7 @@ def test_cleanup_merges_equal_and_drops_dead_nodes():
     x, w = torch.randn(3, 4), torch.randn(4, 4)
     gm, ctx = graph_of(function, x=("batch", x), w=("weight", w), unused=("weight", w.clone()))
     want = call(gm, x, w, w)
-    assert cleanup(gm, ctx) > 0
+    assert cleanup(Splice(gm, ctx)) > 0
     assert "unused" not in ctx.inputs
     assert targets(gm).count(ATEN.mm.default) == targets(gm).count(ATEN.cos.default) == 1
     assert torch.equal(call(gm, x, w), want)
@@ -848,7 +848,7 @@ def test_cleanup_leaves_a_graph_of_distinct_nodes_alone():
     gm, ctx = graph_of(lambda x, y: (x + 1) * (y + 1) * (x + 1.5) * x.sum(0) * x.sum(1),
                        x=("batch", torch.ones(3, 3)), y=("batch", torch.ones(3, 3)))  # fmt: skip
     before = code(gm)
-    assert cleanup(gm, ctx) == 0
+    assert cleanup(Splice(gm, ctx)) == 0
     assert code(gm) == before
 
 
@@ -867,7 +867,7 @@ def test_cleanup_merges_nothing_across_writes():
         function, cache=("cache", cache), index=("batch", index), value=("batch", value)
     )
     want = call(gm, cache, index, value)
-    cleanup(gm, ctx)
+    cleanup(Splice(gm, ctx))
     got = call(gm, cache, index, value)
     assert all(map(torch.equal, got, want))
     assert not torch.equal(got[0], got[1])
@@ -893,7 +893,7 @@ def test_cleanup_drops_writes_that_only_dead_code_read():
     x, cache = torch.randn(3, 4), torch.zeros(3, 4)
     gm, ctx = graph_of(function, x=("batch", x), cache=("cache", cache))
     want, written = call(gm, x, cache).clone(), cache.clone()
-    assert cleanup(gm, ctx) > 0
+    assert cleanup(Splice(gm, ctx)) > 0
     assert not {ATEN.div_.Tensor, ATEN.index_put_.default, ATEN.cos.default} & set(targets(gm))
     assert torch.equal(call(gm, x, cache.zero_()), want)
     assert torch.equal(cache, written)
@@ -907,7 +907,7 @@ def test_cleanup_keeps_temporaries_apart_that_are_written():
 
     x = torch.randn(3)
     gm, ctx = graph_of(function, x=("batch", x))
-    cleanup(gm, ctx)
+    cleanup(Splice(gm, ctx))
     first, second = call(gm, x)
     assert torch.equal(first, x)
     assert torch.equal(second, torch.zeros(3))
@@ -917,7 +917,7 @@ def test_cleanup_keeps_random_draws_apart():
     gm, ctx = graph_of(
         lambda x: (torch.rand_like(x), torch.rand_like(x)), x=("batch", torch.ones(8))
     )
-    cleanup(gm, ctx)
+    cleanup(Splice(gm, ctx))
     first, second = call(gm, torch.ones(8))
     assert not torch.equal(first, second)
 
@@ -940,7 +940,7 @@ def two_linears(**changes: Any):
 def test_merge_projections_makes_one_product():
     gm, ctx, x, weights = two_linears()
     want = call(gm, x, weights["a"], weights["b"])
-    assert merge_projections(gm, ctx) == 1
+    assert merge_projections(Splice(gm, ctx)) == 1
     assert targets(gm).count(ATEN.mm.default) == 1
     assert ctx.inputs["a+b"] == InputSpec(name="a+b", kind="weight", sources=("a", "b"))
     gm.graph.lint()
@@ -968,7 +968,7 @@ def test_merge_projections_copies_what_is_viewed_across_rows():
     placed = {name: ("weight", weight) for name, weight in weights.items()}
     gm, ctx = graph_of(function, x=("batch", x), **placed)
     want = call(gm, x, *weights.values())
-    assert merge_projections(gm, ctx) == 1
+    assert merge_projections(Splice(gm, ctx)) == 1
     assert targets(gm).count(ATEN.clone.default) == 2
     gm.graph.lint()
     inputs = {"x": x, **weights, "a+b": torch.cat([*weights.values()])}
@@ -980,7 +980,7 @@ def test_merge_projections_copies_what_is_viewed_across_rows():
 def test_merge_projections_leaves_alone_what_is_not_a_group():
     gm, ctx, *_ = two_linears(merge=False)  # off where nothing runs: on the meta device
     before = code(gm)
-    assert merge_projections(gm, ctx) == 0
+    assert merge_projections(Splice(gm, ctx)) == 0
     assert code(gm) == before
     x, w = torch.randn(2, 4), torch.randn(4, 4)
     for function in (
@@ -994,13 +994,13 @@ def test_merge_projections_leaves_alone_what_is_not_a_group():
         ),  # one weight twice
     ):
         gm, ctx = graph_of(function, x=("batch", x), a=("weight", w), b=("weight", w + 1))
-        assert merge_projections(gm, ctx) == 0
+        assert merge_projections(Splice(gm, ctx)) == 0
 
 
 def test_prepack_linears_packs_weights_on_the_cpu_only():
     gm, ctx, x, weights = two_linears()
     want = call(gm, x, weights["a"], weights["b"])
-    assert prepack_linears(gm, ctx) == 2
+    assert prepack_linears(Splice(gm, ctx)) == 2
     roles = [node.meta["role"] for node in gm.graph.find_nodes(op="placeholder")]
     assert sorted(roles) == ["packed.a", "packed.b", "x"]
     assert all(
@@ -1011,7 +1011,7 @@ def test_prepack_linears_packs_weights_on_the_cpu_only():
         torch.testing.assert_close(got, one, rtol=1e-6, atol=1e-6)
     gm, ctx, *_ = two_linears(prepack=False)
     before = code(gm)
-    assert prepack_linears(gm, ctx) == 0
+    assert prepack_linears(Splice(gm, ctx)) == 0
     assert code(gm) == before
 
 
@@ -1020,7 +1020,7 @@ def test_prepack_linears_leaves_products_of_activations_alone():
     for function in (lambda x, w: (x @ x.t(), x @ w), lambda x, w: x @ (w + 1).t()):
         gm, ctx = graph_of(function, x=("batch", x), w=("weight", w))
         before = code(gm)
-        assert prepack_linears(gm, ctx) == 0
+        assert prepack_linears(Splice(gm, ctx)) == 0
         assert code(gm) == before
 
 
@@ -1040,7 +1040,7 @@ def test_check_mutations_allows_buffers_and_temporaries():
     }
     gm, ctx = graph_of(function, **specs)
     before = code(gm)
-    assert check_mutations(gm, ctx) == 2
+    assert check_mutations(Splice(gm, ctx)) == 2
     assert code(gm) == before
 
 
@@ -1048,7 +1048,7 @@ def test_check_mutations_allows_buffers_and_temporaries():
 def test_check_mutations_refuses_other_writes(kind):
     gm, ctx = graph_of(lambda w: w.view(-1)[1:].mul_(2), w=(kind, torch.ones(2, 2)))
     with pytest.raises(PassError, match="the graph writes w, which is neither state nor cache"):
-        check_mutations(gm, ctx)
+        check_mutations(Splice(gm, ctx))
 
 
 def test_outputs_are_named(rewritten):
