@@ -5,41 +5,41 @@ from __future__ import annotations
 import dataclasses
 
 from compilespec.passes import contracts, references
-from compilespec.passes.absorb_latents import absorb_latents
-from compilespec.passes.add_adapters import add_adapters, num_adapted
-from compilespec.passes.bound_positions import bound_positions
-from compilespec.passes.check_markers import check_markers
-from compilespec.passes.check_mutations import check_mutations
-from compilespec.passes.cleanup import cleanup
-from compilespec.passes.commit_state import commit_drafts, commit_state
+from compilespec.passes.aten.bound_positions import bound_positions
+from compilespec.passes.aten.check_mutations import check_mutations
+from compilespec.passes.aten.cleanup import cleanup
+from compilespec.passes.aten.fuse_head_argmax import fuse_head_argmax
+from compilespec.passes.aten.merge_projections import merge_projections
+from compilespec.passes.aten.prepack_linears import prepack_linears
+from compilespec.passes.aten.read_long_rows import read_long_rows
 from compilespec.passes.context import PassContext
-from compilespec.passes.draft_loops.kept_inputs import read_kept
-from compilespec.passes.evidence import report_evidence
-from compilespec.passes.fuse_head_argmax import fuse_head_argmax
-from compilespec.passes.insert_paged_attention import insert_paged_attention
-from compilespec.passes.insert_recurrent_state import insert_recurrent_state
-from compilespec.passes.keep_path import keep_path
-from compilespec.passes.lower_quantized import lower_quantized
-from compilespec.passes.merge_projections import merge_projections
-from compilespec.passes.narrow_logits import narrow_logits
-from compilespec.passes.narrow_rows import narrow_rows
-from compilespec.passes.output_head_input import output_head_input
-from compilespec.passes.output_hidden_states import output_hidden_states
-from compilespec.passes.prepack_linears import prepack_linears
-from compilespec.passes.process_logits import num_processors, process_logits
-from compilespec.passes.read_embeds import read_embeds
-from compilespec.passes.read_long_rope import read_long_rope
-from compilespec.passes.read_long_rows import read_long_rows
-from compilespec.passes.read_rope_offsets import read_rope_offsets
-from compilespec.passes.read_state import read_state
 from compilespec.passes.runner import Pass, check_order, run_passes
-from compilespec.passes.shard_weights import shard_weights
-from compilespec.passes.shift_hidden_states import pairs_hidden_states, shift_hidden_states
-from compilespec.passes.splice_acceptance import splice_acceptance
-from compilespec.passes.splice_draft_loop import num_drafter_passes, splice_draft_loop
-from compilespec.passes.tap_hidden_states import tap_hidden_states
-from compilespec.passes.trees import verifies_tree
-from compilespec.passes.trim_draft_head import num_proposals, trim_draft_head
+from compilespec.passes.splice.absorb_latents import absorb_latents
+from compilespec.passes.splice.add_adapters import add_adapters, num_adapted
+from compilespec.passes.splice.check_markers import check_markers
+from compilespec.passes.splice.commit_state import commit_drafts, commit_state
+from compilespec.passes.splice.draft_loops.kept_inputs import read_kept
+from compilespec.passes.splice.evidence import report_evidence
+from compilespec.passes.splice.insert_paged_attention import insert_paged_attention
+from compilespec.passes.splice.insert_recurrent_state import insert_recurrent_state
+from compilespec.passes.splice.keep_path import keep_path
+from compilespec.passes.splice.lower_quantized import lower_quantized
+from compilespec.passes.splice.narrow_logits import narrow_logits
+from compilespec.passes.splice.narrow_rows import narrow_rows
+from compilespec.passes.splice.output_head_input import output_head_input
+from compilespec.passes.splice.output_hidden_states import output_hidden_states
+from compilespec.passes.splice.process_logits import num_processors, process_logits
+from compilespec.passes.splice.read_embeds import read_embeds
+from compilespec.passes.splice.read_long_rope import read_long_rope
+from compilespec.passes.splice.read_rope_offsets import read_rope_offsets
+from compilespec.passes.splice.read_state import read_state
+from compilespec.passes.splice.shard_weights import shard_weights
+from compilespec.passes.splice.shift_hidden_states import pairs_hidden_states, shift_hidden_states
+from compilespec.passes.splice.splice_acceptance import splice_acceptance
+from compilespec.passes.splice.splice_draft_loop import num_drafter_passes, splice_draft_loop
+from compilespec.passes.splice.tap_hidden_states import tap_hidden_states
+from compilespec.passes.splice.trees import verifies_tree
+from compilespec.passes.splice.trim_draft_head import num_proposals, trim_draft_head
 
 _DRAFT_LOOP = Pass(
     run=splice_draft_loop,

@@ -11,8 +11,9 @@ from compilespec import _torch_compat
 from compilespec.errors import PassError
 from compilespec.passes.context import PassContext
 from compilespec.passes.contracts import ARGUMENTS
-from compilespec.passes.fakes import fake_inputs
-from compilespec.passes.graph import get_outputs, output_node, set_outputs, splice
+from compilespec.passes.graph.fakes import fake_inputs
+from compilespec.passes.graph.fragments import copy_fragment
+from compilespec.passes.graph.nodes import get_outputs, output_node, set_outputs
 from compilespec.passes.order import ATEN_PASSES, REPLAY_PASSES, SPLICE_PASSES
 from compilespec.passes.runner import run_passes, snapshot, stamp
 from compilespec.program import PassRecord, PhaseGraph, StepGraph
@@ -78,7 +79,7 @@ def start_step(ctx: PassContext) -> fx.GraphModule:
         node.meta["role"] = name
         arguments[name] = node
     gm.graph.output(())
-    (logits,) = splice(gm, ctx, ctx.target, arguments)
+    (logits,) = copy_fragment(gm, ctx, ctx.target, arguments)
     logits.meta["role"] = "logits"
     set_outputs(gm, {"logits": logits})
     stamp(gm.graph, "trace")

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from compilespec.passes.evidence import Evidence
+from compilespec.passes.splice.evidence import Evidence
 from compilespec.program import AdapterShape
 from compilespec.runtime.given_rows import GivenRows
 from compilespec.runtime.sampling_rows import RowSampling, TokenLogprobs

@@ -18,19 +18,20 @@ from torch import Tensor
 import compilespec
 from compilespec.inspect.bounds import Bound, prove
 from compilespec.methods.eagle3 import random_head
-from compilespec.passes.bound_positions import bound_positions
-from compilespec.passes.claims import Claim, find_claims
-from compilespec.passes.input_ranges import CONTRACT
-from compilespec.passes.ranges import Ranges
-from compilespec.passes.sizes import K as K_SIZE
-from compilespec.passes.sizes import L, R, Range, Sizes, T, V, integers
+from compilespec.passes.aten.bound_positions import bound_positions
+from compilespec.passes.proofs.claims import Claim, find_claims
+from compilespec.passes.proofs.input_ranges import CONTRACT
+from compilespec.passes.proofs.ranges import Ranges
+from compilespec.passes.proofs.sizes import K as K_SIZE
+from compilespec.passes.proofs.sizes import L, R, Range, Sizes, T, V, integers
 from compilespec.passes.splice.builder import Splice
 from compilespec.runtime.executor import PrefillChunk
 from compilespec.runtime.packing import pack_chunks
 from tests.support.hand_graphs import HAND_CONFIG, call, code, graph_of
 from tests.support.models import FAMILIES, VOCAB, target_info, tiny_target
 
-read_state = importlib.import_module("compilespec.passes.read_state")  # the pass has its name
+# the pass has its module's name
+read_state = importlib.import_module("compilespec.passes.splice.read_state")
 LIMIT, BLOCK, NUM_BLOCKS = (
     HAND_CONFIG.max_seq_len, HAND_CONFIG.block_size, HAND_CONFIG.num_blocks,
 )  # fmt: skip

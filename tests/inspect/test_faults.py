@@ -27,17 +27,17 @@ from compilespec.inspect.verify_report import VerifyReport
 from compilespec.methods.eagle3 import random_head
 from compilespec.methods.registry import get_method
 from compilespec.passes import rewrite, runner
-from compilespec.passes.acceptance.options import resolve_acceptance
-from compilespec.passes.add_adapters import adapted
 from compilespec.passes.context import PassContext
-from compilespec.passes.graph import find_role, get_outputs, output_node, set_outputs
-from compilespec.passes.logits_processor import LogitsProcessor
+from compilespec.passes.graph.nodes import find_role, get_outputs, output_node, set_outputs
 from compilespec.passes.order import ATEN_PASSES, SPLICE_PASSES
-from compilespec.passes.read_embeds import merged
 from compilespec.passes.rewrite import rewrite_phase
 from compilespec.passes.runner import snapshot
+from compilespec.passes.splice.acceptance.options import resolve_acceptance
+from compilespec.passes.splice.add_adapters import adapted
 from compilespec.passes.splice.builder import Splice
-from compilespec.passes.trim_draft_head import KEPT_IDS
+from compilespec.passes.splice.logits_processor import LogitsProcessor
+from compilespec.passes.splice.read_embeds import merged
+from compilespec.passes.splice.trim_draft_head import KEPT_IDS
 from compilespec.program import (
     LONG_ROPE,
     AdapterShape,

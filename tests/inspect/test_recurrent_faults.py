@@ -18,10 +18,10 @@ from compilespec.inspect.node_costs import C
 from compilespec.inspect.stages import context_of
 from compilespec.inspect.verify import verify
 from compilespec.methods import mtp
-from compilespec.passes.claims import find_claims
-from compilespec.passes.ranges import Ranges
+from compilespec.passes.proofs.claims import find_claims
+from compilespec.passes.proofs.ranges import Ranges
+from compilespec.passes.proofs.sizes import B, R, Sizes
 from compilespec.passes.rewrite import rewrite_phase
-from compilespec.passes.sizes import B, R, Sizes
 from compilespec.passes.splice.builder import Splice
 from compilespec.program import ByStep, SpecProgram, StepKey
 from tests.support.drafters import traced_info
@@ -30,8 +30,8 @@ from tests.support.models import VOCAB, tiny_hybrid
 
 SIZES = {"max_batch_size": 5, "max_seq_len": 26, "max_prefill_tokens": 64, "keep_graphs": False}
 # the passes have these modules' names
-inserted = importlib.import_module("compilespec.passes.insert_recurrent_state")
-loop = importlib.import_module("compilespec.passes.draft_loops.unshifted")
+inserted = importlib.import_module("compilespec.passes.splice.insert_recurrent_state")
+loop = importlib.import_module("compilespec.passes.splice.draft_loops.unshifted")
 TARGET, DRAFTER = "insert_recurrent_state", "splice_draft_loop"
 STATES = [TARGET, DRAFTER, "commit_state"]
 

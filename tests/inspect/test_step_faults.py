@@ -19,10 +19,10 @@ from compilespec.inspect.stages import context_of
 from compilespec.inspect.verify import GREEDY, verify
 from compilespec.methods.eagle3 import random_head
 from compilespec.passes import rewrite
-from compilespec.passes.draft_loops import kept_inputs
-from compilespec.passes.graph import find_role, output_node
+from compilespec.passes.graph.nodes import find_role, output_node
 from compilespec.passes.rewrite import rewrite_phase
 from compilespec.passes.splice.builder import Splice
+from compilespec.passes.splice.draft_loops import kept_inputs
 from compilespec.program import ByStep, SpecProgram, StepKey
 from tests.support.hand_graphs import emit
 from tests.support.models import target_info, tiny_target

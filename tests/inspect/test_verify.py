@@ -116,7 +116,7 @@ def test_bisect_says_so_when_the_tokens_part_and_the_passes_do_not(traced):
 
 def test_bisect_goes_from_wrong_tokens_to_the_node(monkeypatch):
     """A stale position in the target's attention, seen from the tokens."""
-    read_state = importlib.import_module("compilespec.passes.read_state")
+    read_state = importlib.import_module("compilespec.passes.splice.read_state")
     right = read_state.read_decode_state
 
     @functools.wraps(right)

@@ -237,7 +237,8 @@ def test_the_loop_is_what_its_reference_says(target, acceptance) -> None:
     assert {bound.status for bound in prove(program).bounds} == {"proved"}
 
 
-loop = importlib.import_module("compilespec.passes.draft_loops.block")  # the loop has its name
+# the loop has its module's name
+loop = importlib.import_module("compilespec.passes.splice.draft_loops.block")
 PLACES = loop.block_places
 FAULTS = {
     "rejected rows are written": ("committed_slots", lambda slot, n, **_: slot),

@@ -12,11 +12,11 @@ from torch import Tensor, fx
 
 from compilespec.errors import PassError
 from compilespec.passes import contracts
-from compilespec.passes.check_markers import check_markers
 from compilespec.passes.context import PassContext
 from compilespec.passes.order import ATEN_PASSES, SPLICE_PASSES
 from compilespec.passes.runner import Pass, run_passes
 from compilespec.passes.splice.builder import Splice
+from compilespec.passes.splice.check_markers import check_markers
 from compilespec.program import InputSpec
 from tests.support.hand_graphs import graph_of
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import compilespec
 from compilespec.methods.eagle3 import random_head
 from compilespec.methods.registry import get_method
-from compilespec.passes.fuse_head_argmax import fuse_head_argmax, pays
+from compilespec.passes.aten.fuse_head_argmax import fuse_head_argmax, pays
 from compilespec.passes.order import PassContext
 from compilespec.passes.rewrite import rewrite_phase
 from compilespec.passes.splice.builder import Splice

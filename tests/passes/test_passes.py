@@ -16,27 +16,27 @@ from compilespec.errors import PassError
 from compilespec.methods.eagle3 import random_head
 from compilespec.methods.registry import get_method
 from compilespec.ops.packed_linear import pack_weight
-from compilespec.passes.acceptance.strict import accept_matching, first_token
-from compilespec.passes.check_markers import check_markers
-from compilespec.passes.check_mutations import check_mutations
-from compilespec.passes.cleanup import cleanup
-from compilespec.passes.commit_state import commit_state
+from compilespec.passes.aten.check_mutations import check_mutations
+from compilespec.passes.aten.cleanup import cleanup
+from compilespec.passes.aten.merge_projections import merge_projections
+from compilespec.passes.aten.prepack_linears import prepack_linears
 from compilespec.passes.contracts import form
-from compilespec.passes.draft_loops.calls import next_token
-from compilespec.passes.graph import find_role, get_outputs, output_node, set_outputs
-from compilespec.passes.insert_paged_attention import insert_paged_attention
-from compilespec.passes.merge_projections import merge_projections
-from compilespec.passes.narrow_logits import narrow_logits
-from compilespec.passes.narrow_rows import narrow_rows
+from compilespec.passes.graph.nodes import find_role, get_outputs, output_node, set_outputs
 from compilespec.passes.order import ATEN_PASSES, SPLICE_PASSES, Pass, PassContext, run_passes
-from compilespec.passes.prepack_linears import prepack_linears
-from compilespec.passes.read_state import place, read_decode_state, read_state
 from compilespec.passes.rewrite import start_step, to_aten
-from compilespec.passes.rows import Rows, one_row, packed_rows, take_rows
 from compilespec.passes.runner import check_order, snapshot
-from compilespec.passes.shift_hidden_states import shift_prompt
+from compilespec.passes.splice.acceptance.strict import accept_matching, first_token
 from compilespec.passes.splice.builder import Splice
-from compilespec.passes.splice_draft_loop import splice_draft_loop
+from compilespec.passes.splice.check_markers import check_markers
+from compilespec.passes.splice.commit_state import commit_state
+from compilespec.passes.splice.draft_loops.calls import next_token
+from compilespec.passes.splice.insert_paged_attention import insert_paged_attention
+from compilespec.passes.splice.narrow_logits import narrow_logits
+from compilespec.passes.splice.narrow_rows import narrow_rows
+from compilespec.passes.splice.read_state import place, read_decode_state, read_state
+from compilespec.passes.splice.rows import Rows, one_row, packed_rows, take_rows
+from compilespec.passes.splice.shift_hidden_states import shift_prompt
+from compilespec.passes.splice.splice_draft_loop import splice_draft_loop
 from compilespec.program import InputSpec, PassRecord, Phase, ProgramConfig, marker_kind
 from compilespec.tracing.load import load_target
 from compilespec.tracing.target import trace_target

@@ -12,13 +12,13 @@ from torch import Tensor, fx, nn
 
 from compilespec.errors import NotSupported, PassError
 from compilespec.methods.registry import get_method
-from compilespec.passes.graph import find_role
+from compilespec.passes.graph.nodes import find_role
 from compilespec.passes.order import ATEN_PASSES, SPLICE_PASSES, PassContext, run_passes
-from compilespec.passes.recurrent_state import StatePlaces, keep_states
 from compilespec.passes.rewrite import start_step
 from compilespec.passes.runner import Pass
-from compilespec.passes.sharding.plan import Sharding
 from compilespec.passes.splice.builder import Splice
+from compilespec.passes.splice.recurrent_state import StatePlaces, keep_states
+from compilespec.passes.splice.sharding.plan import Sharding
 from compilespec.program import AdapterShape, Phase, Traced
 from compilespec.tracing.target import trace_target
 from tests.support.hand_graphs import HAND_CONFIG, code, graph_of

@@ -11,11 +11,11 @@ from torch import Tensor, fx, nn
 from compilespec.errors import PassError
 from compilespec.methods.eagle3 import random_head
 from compilespec.methods.registry import get_method
-from compilespec.passes.graph import find_role, set_outputs
+from compilespec.passes.graph.nodes import find_role, set_outputs
 from compilespec.passes.order import SPLICE_PASSES, PassContext, run_passes
 from compilespec.passes.rewrite import start_step
 from compilespec.passes.splice.builder import Splice
-from compilespec.passes.tap_hidden_states import tap_hidden_states
+from compilespec.passes.splice.tap_hidden_states import tap_hidden_states
 from compilespec.program import ProgramConfig
 from compilespec.tracing.attention import marked_attention
 from compilespec.tracing.load import load_target

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from compilespec.ops.quantized_linear import quantized_linear
-from compilespec.passes.merge_projections import merge_projections
-from compilespec.passes.prepack_linears import prepack_linears
+from compilespec.passes.aten.merge_projections import merge_projections
+from compilespec.passes.aten.prepack_linears import prepack_linears
 from compilespec.passes.splice.builder import Splice
 from compilespec.quantization.configs import NAMES
 from compilespec.runtime.weights import materialise

@@ -15,7 +15,6 @@ from compilespec.ops.sample.probabilities import (
     filtered_probs_reference,
     uniform_reference,
 )
-from compilespec.passes.acceptance.rule import Relaxed
 from compilespec.passes.context import PassContext
 from compilespec.passes.references.base import Before, Case, Values
 from compilespec.passes.references.grown_trees import are_drawn
@@ -23,6 +22,7 @@ from compilespec.passes.references.placement import place_call
 from compilespec.passes.references.rules import is_allowed, judge_by_rule
 from compilespec.passes.references.trees import accepted_path
 from compilespec.passes.references.trials import judge_by_trials
+from compilespec.passes.splice.acceptance.rule import Relaxed
 from compilespec.program import PAD
 
 

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from compilespec.ops.recurrence.reference import advance, read
 from compilespec.passes.context import PassContext
-from compilespec.passes.draft_loops import LOOPS
 from compilespec.passes.references.base import Case, Mixers, Tokens
 from compilespec.passes.references.placement import place_call
+from compilespec.passes.splice.draft_loops import LOOPS
 
 
 @dataclass(frozen=True, kw_only=True)

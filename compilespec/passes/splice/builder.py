@@ -11,8 +11,9 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor, fx
 
-from compilespec.passes import graph as nodes
 from compilespec.passes.context import PassContext
+from compilespec.passes.graph import nodes
+from compilespec.passes.graph.fragments import copy_fragment
 from compilespec.passes.splice.roles import StepRoles
 from compilespec.program import BufferSpec, InputSpec, ProgramConfig, Traced
 
@@ -181,7 +182,7 @@ class Splice(Writer):
         """
         traced = self.ctx.draft[call] if isinstance(call, str) else call
         given = {name: node_of(value) for name, value in arguments.items()}
-        found = nodes.splice(self.gm, self.ctx, traced, given, before=self.cursor)
+        found = copy_fragment(self.gm, self.ctx, traced, given, before=self.cursor)
         return tuple(map(self.value, found))
 
 

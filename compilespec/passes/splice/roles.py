@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor, fx
 
-from compilespec.passes.graph import find_role, give_role
+from compilespec.passes.graph.nodes import find_role, give_role
 
 
 class StepRoles:

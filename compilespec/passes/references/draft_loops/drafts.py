@@ -12,7 +12,6 @@ from torch import Tensor
 from compilespec.ops.sample import draw_reference, layout
 from compilespec.ops.sample.probabilities import draw_weighted_reference
 from compilespec.passes.context import PassContext
-from compilespec.passes.kv_groups import KVGroup
 from compilespec.passes.references.base import Attention, AttentionCall, Case, Tokens
 from compilespec.passes.references.evidence import level_of_chances, level_of_match
 from compilespec.passes.references.fragments import products, run_fragment
@@ -27,7 +26,8 @@ from compilespec.passes.references.grown_trees import (
 )
 from compilespec.passes.references.placement import place_chain, place_tokens
 from compilespec.passes.references.recurrent_state import Progress, recurrent_operators
-from compilespec.passes.sampling import wide_dtype
+from compilespec.passes.splice.kv_groups import KVGroup
+from compilespec.passes.splice.sampling import wide_dtype
 from compilespec.tracing.capture import output_widths
 
 
