@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import time
+from collections.abc import Sequence
 
 from torch import fx
 
@@ -16,7 +17,7 @@ from compilespec.passes.graph.fragments import copy_fragment
 from compilespec.passes.graph.nodes import get_outputs, output_node, set_outputs
 from compilespec.passes.order import ATEN_PASSES, REPLAY_PASSES, SPLICE_PASSES
 from compilespec.passes.runner import run_passes, snapshot, stamp
-from compilespec.program import PassRecord, PhaseGraph, StepGraph
+from compilespec.program import InputSpec, PassRecord, PhaseGraph, StepGraph
 from compilespec.tracing.structure import num_decoder_layers
 
 
@@ -111,15 +112,13 @@ def to_aten(
     fakes = fake_inputs(mode, gm, ctx)
     names = tuple(get_outputs(gm))
     aten = _torch_compat.retrace(gm, fakes, mode)
-    for node, spec in zip(aten.graph.find_nodes(op="placeholder"), specs, strict=True):
-        node.meta["role"] = spec.name
-        _torch_compat.rename_placeholder(node, re.sub(r"\W", "_", spec.name))
+    _name_inputs(aten, specs)
     output_node(aten).meta["names"] = names
     guards = _torch_compat.free_guards(mode)
     if guards:
         raise PassError(
             f"to_aten ({ctx.phase}): the graph holds only where {'; '.join(guards)}; it must "
-            f"hold for all sizes"
+            "hold for all sizes"
         )
     for node in aten.graph.nodes:
         custom = node.meta.get("custom") or {}
@@ -137,3 +136,10 @@ def to_aten(
         after=snapshot(aten.graph) if keep_graphs else None,
     )
     return aten, record
+
+
+def _name_inputs(aten: fx.GraphModule, specs: Sequence[InputSpec]) -> None:
+    """Give the placeholders of a retraced graph their roles, and names after them."""
+    for node, spec in zip(aten.graph.find_nodes(op="placeholder"), specs, strict=True):
+        node.meta["role"] = spec.name
+        _torch_compat.rename_placeholder(node, re.sub(r"\W", "_", spec.name))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -78,42 +79,52 @@ def run_passes(
     broke a contract of its stage.
     """
     records: list[PassRecord] = []
-    ensured = list(EVERYWHERE[level])
+    step, ensured = Splice(gm, ctx), list(EVERYWHERE[level])
     before = snapshot(gm.graph) if keep_graphs else None
     ctx.declared.update(ctx.inputs)
     for entry in passes:
         expected = entry.matches(ctx) if entry.matches is not None else entry.at_least
         if expected is None or entry.name in disabled:
             continue
-        num_nodes, written = len(gm.graph.nodes), written_buffers(gm.graph)
-        started = time.perf_counter()
-        matched = entry.run(Splice(gm, ctx))
-        elapsed_ms = (time.perf_counter() - started) * 1e3
-        ctx.declared.update(ctx.inputs)
-        _check_count(entry, matched, expected, gm, ctx)
-        stamp(gm.graph, entry.name)
-        _lint(gm, entry)
         ensured += entry.ensures
-        check_contracts(
-            gm, ctx, entry, ensured, written, infer_shapes=keep_graphs and level == "aten"
-        )
+        record = _run(step, entry, expected, ensured, level, infer_shapes=keep_graphs)
         after = snapshot(gm.graph) if keep_graphs else None
-        records.append(
-            PassRecord(
-                name=entry.name,
-                level=level,
-                matches=matched,
-                nodes_before=num_nodes,
-                nodes_after=len(gm.graph.nodes),
-                elapsed_ms=elapsed_ms,
-                numerics=entry.numerics,
-                before=before,
-                after=after,
-            )
-        )
+        records.append(dataclasses.replace(record, before=before, after=after))
         before = after
     gm.recompile()
     return records
+
+
+def _run(
+    step: Splice,
+    entry: Pass,
+    expected: int,
+    ensured: Sequence[Contract],
+    level: Level,
+    *,
+    infer_shapes: bool,
+) -> PassRecord:
+    """Apply one pass, and check what it did.  Raises: PassError."""
+    gm, ctx = step.gm, step.ctx
+    num_nodes, written = len(gm.graph.nodes), written_buffers(gm.graph)
+    started = time.perf_counter()
+    matched = entry.run(step)
+    elapsed_ms = (time.perf_counter() - started) * 1e3
+    ctx.declared.update(ctx.inputs)
+    _check_count(entry, matched, expected, gm, ctx)
+    stamp(gm.graph, entry.name)
+    _lint(gm, entry)
+    is_described = infer_shapes and level == "aten"
+    check_contracts(gm, ctx, entry, ensured, written, infer_shapes=is_described)
+    return PassRecord(
+        name=entry.name,
+        level=level,
+        matches=matched,
+        nodes_before=num_nodes,
+        nodes_after=len(gm.graph.nodes),
+        elapsed_ms=elapsed_ms,
+        numerics=entry.numerics,
+    )
 
 
 def snapshot(graph: fx.Graph) -> fx.Graph:

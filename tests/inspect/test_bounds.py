@@ -513,13 +513,13 @@ def test_a_program_is_proved_and_nothing_is_inserted(program):
 
 
 def test_a_program_without_its_masks_is_guarded(monkeypatch):
-    """`place` without the maximum length: the report says where `bound_positions` stepped in."""
-    real = read_state.place
+    """`place_rows` without the maximum length: the report says where `bound_positions` stepped in."""
+    real = read_state.place_rows
 
     def no_maximum(*args: Any, max_seq_len: int, block_size: int) -> Any:
         return real(*args, max_seq_len=10**6, block_size=block_size)
 
-    monkeypatch.setattr(read_state, "place", no_maximum)
+    monkeypatch.setattr(read_state, "place_rows", no_maximum)
     report = prove(program_of(**DISTINCT))
     assert report.num_open == 0
     guarded = [bound for bound in report.bounds if bound.status == "guarded"]

@@ -119,9 +119,12 @@ class _Guards:
         below = self._call(node, _aten.le.Scalar, subject, high)
         inside = self._call(node, _aten.bitwise_and.Tensor, above, below)
         other = self._call(
-            node, _aten.scalar_tensor.default, fill, dtype=operand.meta["val"].dtype,
+            node,
+            _aten.scalar_tensor.default,
+            fill,
+            dtype=operand.meta["val"].dtype,
             device=operand.meta["val"].device,
-        )  # fmt: skip
+        )
         return self._call(node, _aten.where.self, inside, operand, other)
 
     def _limits(self, claim: Claim) -> tuple[Any, Any]:

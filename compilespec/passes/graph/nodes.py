@@ -9,15 +9,12 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, fx
 
 from compilespec import _torch_compat
 from compilespec.errors import PassError
 from compilespec.passes.context import PassContext
 from compilespec.program import BufferSpec, InputSpec
-
-Example = tuple[tuple[int | None, ...], torch.dtype]  # shape (None where symbolic) and dtype
 
 
 def find_role(gm: fx.GraphModule, role: str) -> fx.Node:

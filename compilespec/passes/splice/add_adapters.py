@@ -94,9 +94,13 @@ def may_be_adapted(ctx: PassContext, role: str) -> bool:
 def adapter_rows(config: ProgramConfig) -> BufferSpec:
     """The slot of each row's adapter; -1 where it has none."""
     return BufferSpec(
-        name="adapter_R", kind="state", shape=(config.num_rows,), dtype=torch.int32,
-        fill=NO_ADAPTER, by_host=True,
-    )  # fmt: skip
+        name="adapter_R",
+        kind="state",
+        shape=(config.num_rows,),
+        dtype=torch.int32,
+        fill=NO_ADAPTER,
+        by_host=True,
+    )
 
 
 def matrices(
@@ -106,10 +110,11 @@ def matrices(
     width = shape.num_slots * shape.rank
     sizes = {"down": (width, num_inputs), "up": (width, num_outputs)}
     down, up = (
-        BufferSpec(name=f"adapter.{module}.{half}", kind="state", shape=size, dtype=dtype,
-                   by_host=True)
+        BufferSpec(
+            name=f"adapter.{module}.{half}", kind="state", shape=size, dtype=dtype, by_host=True
+        )
         for half, size in sizes.items()
-    )  # fmt: skip
+    )
     return down, up
 
 

@@ -66,9 +66,15 @@ def child_probs(step: Splice, logits: Tensor, ids: Tensor | None, num_rows: int)
     """
     real, width = sampling_state(step).real, vocab_size(step.ctx)
     return spread_probs(
-        logits, real, step.roles.row_index, ids, num_rows=num_rows, vocab_size=width,
-        num_missing=width - head_width(step.ctx), dtype=wide_dtype(step.ctx),
-    )  # fmt: skip
+        logits,
+        real,
+        step.roles.row_index,
+        ids,
+        num_rows=num_rows,
+        vocab_size=width,
+        num_missing=width - head_width(step.ctx),
+        dtype=wide_dtype(step.ctx),
+    )
 
 
 def spread_probs(

@@ -94,10 +94,9 @@ def page_markers(
             key, value = marker.key, None if width else marker.value
             if branches is not None:
                 key, value = branches.with_earlier(layer, key, value)
-            paged = torch.ops.compilespec.paged_attention.default(
-                marker.query, key, value, *caches, *([None] if width else []), *at, *marker[3:7],
-                *_extra(node, marker, at.position, width, branches, sights),
-            )  # fmt: skip
+            parts = (marker.query, key, value, *caches, *([None] if width else []))
+            extra = _extra(node, marker, at.position, width, branches, sights)
+            paged = torch.ops.compilespec.paged_attention.default(*parts, *at, *marker[3:7], *extra)
         step.take_place(node, paged)
     return len(markers)
 

@@ -54,9 +54,15 @@ def _prefill(step: Splice) -> tuple[Tensor, Tensor]:
     counts, owner = step.buffer(absorbed_tokens(step.config)), step.batch("owner_T")
     with step.before(_first_marker(step)):
         absorbed, commits, index, end = step.call(
-            _prefill_places, counts, roles.row, roles.position, owner, roles.live, roles.start,
+            _prefill_places,
+            counts,
+            roles.row,
+            roles.position,
+            owner,
+            roles.live,
+            roles.start,
             num_repeated=loop.num_repeated_tokens(step.config.num_row_tokens - 1),
-        )  # fmt: skip
+        )
     counts.index_put_((index,), end)
     return absorbed, commits
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from compilespec.errors import PassError
 from compilespec.passes.splice.builder import Splice, arange_like, node_of
-from compilespec.passes.splice.places import place
+from compilespec.passes.splice.places import place_rows, requests
 from compilespec.passes.splice.trees import taken_rows
 from compilespec.tracing.structure import shape_of
 
@@ -27,9 +27,7 @@ def keep_path(step: Splice) -> int:
     found = [node for node in attends if len(node.args) > PATH]
     for node in found:
         ops.write_cache.default(*step.values(node.args[1:5]), slot)
-    roles.position, roles.row, roles.slot = step.call(
-        chain_places, roles.start, roles.row_index, roles.live, roles.block_table_RM
-    )
+    roles.position, roles.row, roles.slot = step.call(chain_places, roles.start, *requests(step))
     for index, tap in enumerate(step.taps()):
         width = (shape_of(node_of(tap)) or (None,))[-1]
         if width is None:
@@ -66,7 +64,12 @@ def chain_places(
     """Position, row and slot of tokens from `start` on, as `read_state` gives them to a chain."""
     row_B = torch.where(live_B, index_B, -1).to(torch.int32)
     wanted_BP = start_B.unsqueeze(1) + arange_like(start_B, num_step_tokens)
-    return place(
-        wanted_BP, row_B.unsqueeze(1), index_B.unsqueeze(1), live_B.unsqueeze(1), block_table_RM,
-        max_seq_len=max_seq_len, block_size=block_size,
-    )  # fmt: skip
+    return place_rows(
+        wanted_BP,
+        row_B,
+        index_B,
+        live_B,
+        block_table_RM,
+        max_seq_len=max_seq_len,
+        block_size=block_size,
+    )

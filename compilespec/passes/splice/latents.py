@@ -93,9 +93,13 @@ def _prove(marker: fx.Node, values: _Columns, parts: list[_Part], weight_of: Wei
     nodes = [*values.nodes, *(node for part in parts for node in part.nodes)]
     _check_writes(marker, nodes)
     return Latent(
-        expansion=expansion, latent=latent, weight=weight, dtype=tensor.dtype,
-        shared=tuple(part.one_head for part in shared if part.one_head), nodes=tuple(nodes),
-    )  # fmt: skip
+        expansion=expansion,
+        latent=latent,
+        weight=weight,
+        dtype=tensor.dtype,
+        shared=tuple(part.one_head for part in shared if part.one_head),
+        nodes=tuple(nodes),
+    )
 
 
 def _check_writes(marker: fx.Node, nodes: list[fx.Node]) -> None:
@@ -162,23 +166,32 @@ def _columns(node: fx.Node) -> _Columns | None:
         if _swaps_heads(node):
             is_by_head = not is_by_head
         elif node.target in _VIEWS and not is_by_head:
-            heads, whole = shape_of(node), shape_of(source)
-            is_split = heads is not None and len(heads) == 4 and whole is not None
-            if not is_split or source.target not in LINEAR or None in heads[2:]:  # type: ignore[index]
-                return None
-            count, width = int(heads[2]), int(heads[3])  # type: ignore[index, arg-type]
-            if whole[-1] != count * width:  # type: ignore[index]
-                return None
-            return _Columns(
-                product=source, num_heads=count, width=width, range=(begin, end),
-                nodes=(*nodes, source),
-            )  # fmt: skip
+            return _split_heads(node, source, (begin, end), nodes)
         elif node.target != "contiguous":
             return None
         if not isinstance(source, fx.Node):
             return None
         node = source
     return None
+
+
+def _split_heads(
+    node: fx.Node, product: fx.Node, columns: tuple[int, int], nodes: list[fx.Node]
+) -> _Columns | None:
+    """The columns, if the view `node` tells the heads of a product apart."""
+    heads, whole = shape_of(node), shape_of(product)
+    if heads is None or whole is None or len(heads) != 4 or product.target not in LINEAR:
+        return None
+    count, width = heads[2:]
+    if count is None or width is None or whole[-1] != count * width:
+        return None
+    return _Columns(
+        product=product,
+        num_heads=count,
+        width=width,
+        range=columns,
+        nodes=(*nodes, product),
+    )
 
 
 def _last_slice(node: fx.Node) -> tuple[Any, ...] | None:
@@ -254,9 +267,12 @@ class _Part:
         found = () if columns is None else columns.nodes
         expand = (node,) if one_head is not None and one_head is not node else ()
         return cls(
-            begin=begin, end=end, columns=columns, one_head=one_head,
+            begin=begin,
+            end=end,
+            columns=columns,
+            one_head=one_head,
             nodes=(*own, *expand, *found),
-        )  # fmt: skip
+        )
 
 
 def _parts(key: fx.Node) -> Iterator[tuple[int, int, fx.Node, tuple[fx.Node, ...]]]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,6 +30,34 @@ def live_row(step: Splice) -> Tensor:
     """The state row of each request, -1 if nothing may be written; int32 [B]."""
     roles = step.roles
     return torch.where(roles.live, roles.row_index, -1).to(torch.int32)
+
+
+def requests(step: Splice) -> tuple[Tensor, Tensor, Tensor]:
+    """What the places of a request's tokens follow from: its state row, whether that may be
+    written, and the block table.
+    """
+    return step.roles.row_index, step.roles.live, step.roles.block_table_RM
+
+
+def placed_by(step: Splice, function: Callable[..., Any], *known: Any, **sizes: Any) -> Places:
+    """Places that a tensor function of `known` and `requests` gives: (slot, row, position)."""
+    made = step.call(function, *known, *requests(step), **sizes)
+    return Places(*made, table=step.roles.block_table_RM)
+
+
+def place_rows(
+    wanted_BS: Tensor,
+    row_B: Tensor,
+    index_B: Tensor,
+    live_B: Tensor,
+    block_table_RM: Tensor,
+    *,
+    max_seq_len: int,
+    block_size: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`place` of S tokens of each request."""
+    rows = (row_B.unsqueeze(1), index_B.unsqueeze(1), live_B.unsqueeze(1))
+    return place(wanted_BS, *rows, block_table_RM, max_seq_len=max_seq_len, block_size=block_size)
 
 
 def place(

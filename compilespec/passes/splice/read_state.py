@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from compilespec.passes.splice.builder import Splice, arange_like, node_of
-from compilespec.passes.splice.places import place
+from compilespec.passes.splice.places import place, place_rows
 from compilespec.passes.splice.trees import follow_parents, parent_rows, verifies_tree
 from compilespec.program import BufferSpec, ProgramConfig
 
@@ -116,11 +116,11 @@ def read_decode_state(
     start_B = seq_len_R[index_B]
     ahead = arange_like(row_B, num_verify_tokens) if depth_BS is None else depth_BS
     wanted_BS = start_B.unsqueeze(1) + ahead
-    position_BS, row_BS, slot_BS = place(
+    position_BS, row_BS, slot_BS = place_rows(
         wanted_BS,
-        row_B.unsqueeze(1),
-        index_B.unsqueeze(1),
-        live_B.unsqueeze(1),
+        row_B,
+        index_B,
+        live_B,
         block_table_RM,
         max_seq_len=max_seq_len,
         block_size=block_size,

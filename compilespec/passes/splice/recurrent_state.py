@@ -50,9 +50,19 @@ def _keep_state(step: Splice, marker: fx.Node, name: str, at: StatePlaces) -> Te
     state = step.state(f"{name}.state", (heads, key_dim, value_dim), dtype)
     recent = step.state(f"{name}.recent", (count, sum(map(math.prod, sizes))), dtype)
     kept: Tensor = torch.ops.compilespec.cached_recurrence.default(
-        query, key, value, decay, beta, state, recent, at.row, at.position, at.absorbed,
-        at.commits, kind,
-    )  # fmt: skip
+        query,
+        key,
+        value,
+        decay,
+        beta,
+        state,
+        recent,
+        at.row,
+        at.position,
+        at.absorbed,
+        at.commits,
+        kind,
+    )
     return kept
 
 

@@ -239,9 +239,13 @@ def _own_draft(step: Splice, proposal: Proposal, base: Tensor, offset: int, numb
     if proposal.logits is not None:
         num_ids = node_of(proposal.logits).meta["example"][0][-1]
     probs = draft_probs(
-        proposal, state.real, index, vocab_size=width, num_missing=width - num_ids,
+        proposal,
+        state.real,
+        index,
+        vocab_size=width,
+        num_missing=width - num_ids,
         dtype=wide_dtype(step.ctx),
-    )  # fmt: skip
+    )
     step.name(f"draft_probs.{number}", probs)
     drawn, stream = draft_place(base, offset=offset, number=number)
     draft: Tensor = torch.ops.compilespec.draw_weighted.default(

@@ -110,9 +110,12 @@ def _force(step: Splice, judged: Judged) -> Judged:
     """
     wanted = step.ctx.acceptance.force_num_accepted + 1
     emitted, count = step.call(
-        force_count, judged.target, judged.num_emitted, step.roles.live,
+        force_count,
+        judged.target,
+        judged.num_emitted,
+        step.roles.live,
         num_emitted=min(wanted, step.config.num_verify_tokens),
-    )  # fmt: skip
+    )
     return Judged(judged.target, emitted, count)
 
 

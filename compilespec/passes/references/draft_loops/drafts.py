@@ -166,50 +166,55 @@ class Drafts:
         """The drafts of a tree, [B, N]; keeps the rows' `parents`.
 
         Args:
-            argument: what "propose" calls its input; first, drawn: by request, the position of
-                drafts of depth 1 in the drafter, and the one that they are drawn for.
-            follow: that input after a path, run as a chain.
+            argument: what "propose" calls its input; follow: that input after a path, run as a
+                chain; first, drawn: by request, the position of drafts of depth 1 in the drafter,
+                and the one that they are drawn for.
         """
         shape, kept, calls = self.ctx.config.tree, self.buffers, list(self.calls)
         assert shape is not None
-        grown, (vocab_size,) = [], output_widths(self.ctx.target)
-        is_drawn = are_drawn(self.ctx)
+        grown, is_drawn = [], are_drawn(self.ctx)
+        (vocab_size,) = output_widths(self.ctx.target)
         if is_drawn:
             self.child_prob_RIV = self.case.inputs["child_prob_RIV"].clone()
         for request, row in enumerate(self.state_rows()):
-            state_row = int(self.placed.row_index[request])
+            at_row = int(self.placed.row_index[request])
 
             def after(path: Sequence[int], request: int = request, row: int = row) -> Any:
                 self.buffers = {name: buffer.clone() for name, buffer in kept.items()}
-                places = [
-                    place_tokens(self.config, self.case.inputs, [[row]], [[first[request] + d]])
-                    for d in range(len(path))
-                ]
+                wanted = [first[request] + depth for depth in range(len(path))]
+                inputs = self.case.inputs
+                places = [place_tokens(self.config, inputs, [[row]], [[p]]) for p in wanted]
                 head = follow(self, request, places, path)
-                at = int(self.placed.row_index[request])
-                call = "propose" if "propose" in self.ctx.draft else f"propose.{len(path)}"
-                return scored_tokens(
-                    self.ctx, self.case, at, call, {argument: head}, columns=self._columns(call),
-                    kept_ids=self._kept_ids,
-                )  # fmt: skip
+                return self._scored(request, len(path), {argument: head})
 
-            def best(path: Sequence[int], after: Any = after, request: int = request) -> Any:
-                at, depth = drawn[request] + len(path), len(path) + 1
-                state_row = int(self.placed.row_index[request])
-                return rank_tokens(self.ctx, self.case, state_row, at, depth, after(path))
+            def best(
+                path: Sequence[int], after: Any = after, at: int = drawn[request], row: int = at_row
+            ) -> Any:
+                depth = len(path)
+                return rank_tokens(self.ctx, self.case, row, at + depth, depth + 1, after(path))
 
             grown.append(grow(shape, best, is_drawn=is_drawn))
             if self.child_prob_RIV is not None:
-                sampled = is_sampled(self.ctx, self.case, state_row)
-                self.child_prob_RIV[state_row] = child_distributions(
-                    self.ctx, grown[-1][0], after, vocab_size, sampled=sampled
-                )
+                sampled = is_sampled(self.ctx, self.case, at_row)
+                made = (self.ctx, grown[-1][0], after, vocab_size)
+                self.child_prob_RIV[at_row] = child_distributions(*made, sampled=sampled)
         self.buffers = kept
         self.calls = [*calls, *level_calls(self.ctx, self.case, self.state_rows(), first)]
-        device = self.placed.start.device
-        drafts, parents = zip(*grown, strict=True)
-        self.parents = torch.tensor(parents, dtype=torch.int32, device=device)
-        return torch.tensor(drafts, dtype=torch.int32, device=device)
+        drafts, parents = (
+            torch.tensor(part, dtype=torch.int32, device=self.placed.start.device)
+            for part in zip(*grown, strict=True)
+        )
+        self.parents = parents
+        return drafts
+
+    def _scored(self, request: int, depth: int, arguments: Mapping[str, Tensor]) -> Any:
+        """What follows a path of this depth, by the drafter's head: see `scored_tokens`."""
+        at = int(self.placed.row_index[request])
+        call = "propose" if "propose" in self.ctx.draft else f"propose.{depth}"
+        columns, kept = self._columns(call), self._kept_ids
+        return scored_tokens(
+            self.ctx, self.case, at, call, arguments, columns=columns, kept_ids=kept
+        )
 
     def newest(self) -> list[int]:
         """The position of each request's last emitted token."""

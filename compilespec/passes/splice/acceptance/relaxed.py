@@ -25,31 +25,26 @@ from compilespec.program import PAD
 
 
 def decode(step: Splice, ids: Tensor) -> Judged:
-    choice, draft = sample_target(step), ids[:, 1:]
-    allowed = None if step.ctx.greedy_only else allowed_drafts(step, draft)
-    return Judged(
-        *step.call(
-            accept_relaxed, draft, step.roles.logits, choice, _margins(step),
-            step.roles.row_index, allowed, topk=_options(step.ctx).topk,
-            dtype=wide_dtype(step.ctx),
-        )
-    )  # fmt: skip
+    roles, ctx, choice, draft = step.roles, step.ctx, sample_target(step), ids[:, 1:]
+    allowed = None if ctx.greedy_only else allowed_drafts(step, draft)
+    read = (draft, roles.logits, choice, _margins(step), roles.row_index, allowed)
+    sizes = {"topk": _options(ctx).topk, "dtype": wide_dtype(ctx)}
+    return Judged(*step.call(accept_relaxed, *read, **sizes))
 
 
 def update(step: Splice, judged: Judged) -> None:
     """The margins after this step's tokens."""
     options, roles, margins = _options(step.ctx), step.roles, _margins(step)
-    begin, end = options.begin_thinking_token_id, options.end_thinking_token_id
+    markers = {
+        "begin": options.begin_thinking_token_id,
+        "end": options.end_thinking_token_id,
+        "delta": options.delta,
+    }
     if step.is_decode:
-        update_margins(
-            margins, roles.row_index, judged.emitted, begin=begin, end=end, delta=options.delta,
-            num_tokens=step.config.num_verify_tokens,
-        )  # fmt: skip
+        step.call(update_margins, margins, roles.row_index, judged.emitted, **markers)
     else:
-        step.call(
-            read_prompts, margins, roles.ids_T, roles.position_T, roles.row_T, roles.owner_T,
-            roles.last_R, judged.emitted, begin=begin, end=end, delta=options.delta,
-        )  # fmt: skip
+        prompt = (roles.ids_T, roles.position_T, roles.row_T, roles.owner_T, roles.last_R)
+        step.call(read_prompts, margins, *prompt, judged.emitted, **markers)
 
 
 def accept_relaxed(
@@ -94,13 +89,13 @@ def update_margins(
     index_B: Tensor,
     emitted_BS: Tensor,
     *,
-    num_tokens: int,
+    num_verify_tokens: int,
     begin: int,
     end: int,
     delta: float,
 ) -> Tensor:
     """Decode: the newest marker among the emitted tokens decides."""
-    newest_B = mark(emitted_BS, arange_like(emitted_BS, num_tokens), begin, end).amax(1)
+    newest_B = mark(emitted_BS, arange_like(emitted_BS, num_verify_tokens), begin, end).amax(1)
     return margin_R.index_put_((index_B,), marked(margin_R[index_B], newest_B, delta))
 
 

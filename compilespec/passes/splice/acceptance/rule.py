@@ -115,9 +115,8 @@ def acceptance_rule(*, lossless: bool) -> Callable[[AnyFunction], AnyFunction]:
     any weight, or cut short by a guide, fall back to the target's distribution), or its id, [B]
     integers.  It is traced once, for any B: tensor code without branches on values.
 
-    Drafts, acceptance and the last token are drawn with noise of disjoint streams, new in every
-    step.  A rule states whether it is lossless: whether the tokens that it lets through are
-    distributed as the target's own.  Nothing checks that.
+    Drafts, acceptance and the last token are drawn with noise of disjoint streams, new in each
+    step.  Whether a rule is lossless, its tokens distributed as the target's, nothing checks.
     """
     if not isinstance(lossless, bool):
         raise InvalidOption(f"acceptance_rule: lossless must be True or False; got {lossless!r}")

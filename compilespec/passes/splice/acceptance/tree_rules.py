@@ -59,9 +59,13 @@ def decode_tree(step: Splice, ids: Tensor) -> Judged:
     )
     if gives_weights(rule):
         weights = own_weights(
-            last, probs, leaf, is_whole, vocab_size=vocab_size(step.ctx),
+            last,
+            probs,
+            leaf,
+            is_whole,
+            vocab_size=vocab_size(step.ctx),
             dtype=wide_dtype(step.ctx),
-        )  # fmt: skip
+        )
         drawn, stream = last_place(roles.start, roles.depth, leaf)
         token = torch.ops.compilespec.draw_weighted.default(
             weights, roles.row_index, drawn, stream, whole
@@ -132,9 +136,14 @@ def limit_leaf(
 
 
 def own_weights(
-    weights_BV: Tensor, probs_BSV: Tensor, leaf_B: Tensor, is_whole_B: Tensor, *, vocab_size: int,
+    weights_BV: Tensor,
+    probs_BSV: Tensor,
+    leaf_B: Tensor,
+    is_whole_B: Tensor,
+    *,
+    vocab_size: int,
     dtype: torch.dtype,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """The rule's weights; the target's own for rows without any, and for paths that were cut."""
     own_BV = probs_BSV.gather(1, leaf_B.view(-1, 1, 1).expand(-1, 1, vocab_size)).squeeze(1)
     is_given_B1 = (weights_BV > 0).any(-1, keepdim=True) & is_whole_B.unsqueeze(1)

@@ -10,7 +10,7 @@ from compilespec.passes.splice.draft_loops.calls import newest_token, next_posit
 from compilespec.passes.splice.draft_loops.parallel import propose_all, take_draft
 from compilespec.passes.splice.evidence import note_confidence
 from compilespec.passes.splice.insert_paged_attention import Branches, cache_of, page_markers
-from compilespec.passes.splice.places import Places, place
+from compilespec.passes.splice.places import place, placed_by
 from compilespec.passes.splice.sampling import Proposal, draft_token
 from compilespec.program import markers
 
@@ -27,7 +27,7 @@ def block(step: Splice) -> int:
     write_context(step)
     newest, token = next_position(step), newest_token(step)
     ids, position, *sights = step.fragment("block", token=token, position=newest)
-    places = _places(step, newest, ids)
+    places = placed_by(step, block_places, newest, ids)
     (head,) = step.fragment("forward", input_ids=ids, position_ids=position)
     for layer, marker in enumerate(markers(step.gm)):
         first, path = sights[2 * layer : 2 * layer + 2]
@@ -85,15 +85,6 @@ def committed_slots(slot_BS: Tensor, num_emitted_B: Tensor, *, num_verify_tokens
     return torch.where(is_kept_BS, slot_BS, -1)
 
 
-def _places(step: Splice, newest: Tensor, ids: Tensor) -> Places:
-    """Those of the block's rows: the last position of the context, and nothing to write."""
-    roles = step.roles
-    slot, row, position = step.call(
-        block_places, newest, ids, roles.row_index, roles.live, roles.block_table_RM
-    )
-    return Places(slot, row, position, roles.block_table_RM)
-
-
 def block_places(
     newest_B: Tensor,
     ids_BW: Tensor,
@@ -109,7 +100,12 @@ def block_places(
     row_B1 = torch.where(live_B1, index_B1, -1).to(torch.int32)
     wanted_BW = (newest_B - 1).clamp(min=0).unsqueeze(1) + torch.zeros_like(ids_BW)
     position, row, _ = place(
-        wanted_BW, row_B1, index_B1, live_B1, block_table_RM, max_seq_len=max_seq_len,
+        wanted_BW,
+        row_B1,
+        index_B1,
+        live_B1,
+        block_table_RM,
+        max_seq_len=max_seq_len,
         block_size=block_size,
-    )  # fmt: skip
+    )
     return torch.full_like(position, -1), row, position

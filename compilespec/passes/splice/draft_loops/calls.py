@@ -9,7 +9,7 @@ from torch import Tensor
 
 from compilespec.passes.splice.builder import Splice
 from compilespec.passes.splice.insert_paged_attention import Branches, page_markers
-from compilespec.passes.splice.places import Places, place
+from compilespec.passes.splice.places import Places, place_rows, requests
 from compilespec.passes.splice.rows import take_newest
 from compilespec.passes.splice.sampling import Proposal, draft_token
 from compilespec.program import markers
@@ -29,9 +29,14 @@ def run(
     """Splice one pass of the drafter, at these places, over its caches; see `page_markers`."""
     outputs = step.fragment(call, position_ids=places.position, **arguments)
     page_markers(
-        step, markers(step.gm), caches, places, layers=layers, block_size=block_size,
+        step,
+        markers(step.gm),
+        caches,
+        places,
+        layers=layers,
+        block_size=block_size,
         branches=branches,
-    )  # fmt: skip
+    )
     return outputs
 
 
@@ -76,12 +81,10 @@ def single_token(
     step: Splice, token: Tensor, start: Tensor, row: Tensor, number: int
 ) -> tuple[Tensor, Places]:
     """Ids [B, 1] and places of single pass `number`, 1, 2, ..; see `next_token`."""
-    roles = step.roles
     ids, position, rows, slot = step.call(
-        next_token, token, start, row, roles.row_index, roles.live, roles.block_table_RM,
-        number=number,
-    )  # fmt: skip
-    return ids, Places(slot, rows, position, roles.block_table_RM)
+        next_token, token, start, row, *requests(step), number=number
+    )
+    return ids, Places(slot, rows, position, step.roles.block_table_RM)
 
 
 def next_token(
@@ -98,11 +101,11 @@ def next_token(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Inputs of single pass `number`: ids, position, row and slot, all [B, 1]."""
     wanted_B1 = (start_B + (number - 1)).unsqueeze(1)
-    position, row, slot = place(
+    position, row, slot = place_rows(
         wanted_B1,
-        row_B.unsqueeze(1),
-        index_B.unsqueeze(1),
-        live_B.unsqueeze(1),
+        row_B,
+        index_B,
+        live_B,
         block_table_RM,
         max_seq_len=max_seq_len,
         block_size=block_size,

@@ -34,9 +34,13 @@ class DynamicTree:
             return None
         drafted = 0 if self._depth == 0 else width + (self._depth - 1) * width**2
         chosen, chosen_ids, parent, place, path = most_probable(
-            summed, tokens, *self._last[2:], width=width, num_before=drafted,
+            summed,
+            tokens,
+            *self._last[2:],
+            width=width,
+            num_before=drafted,
             num_keys=self._depth * width,
-        )  # fmt: skip
+        )
         self._last = (chosen, place, path)
         self._depth += 1
         return Chosen(chosen_ids, parent, path, width)

@@ -82,9 +82,14 @@ def place_kept(
     wanted_BW = start_B.unsqueeze(1) + offset_W
     due_BW = live_B.unsqueeze(1) & (offset_W < backlog_B.unsqueeze(1))
     position, row, slot = place(
-        wanted_BW, torch.where(due_BW, row_B.unsqueeze(1), -1), index_B.unsqueeze(1), due_BW,
-        block_table_RM, max_seq_len=max_seq_len, block_size=block_size,
-    )  # fmt: skip
+        wanted_BW,
+        torch.where(due_BW, row_B.unsqueeze(1), -1),
+        index_B.unsqueeze(1),
+        due_BW,
+        block_table_RM,
+        max_seq_len=max_seq_len,
+        block_size=block_size,
+    )
     column_BW = (wanted_BW % NUM_KEPT).long()
     aux_BWE = kept_aux_RWE[index_B.unsqueeze(1), column_BW]
     ids_BW = kept_ids_RW[index_B.unsqueeze(1), column_BW]

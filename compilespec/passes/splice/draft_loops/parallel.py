@@ -9,7 +9,7 @@ from compilespec.passes.context import PassContext
 from compilespec.passes.splice.builder import Splice, arange_like, node_of
 from compilespec.passes.splice.draft_loops.calls import next_position, run
 from compilespec.passes.splice.insert_paged_attention import Branches
-from compilespec.passes.splice.places import Places, place, step_places
+from compilespec.passes.splice.places import Places, place, placed_by, step_places
 from compilespec.passes.splice.rows import take_newest
 from compilespec.passes.splice.sampling import Proposal, draft_token
 from compilespec.tracing.capture import output_widths
@@ -68,13 +68,9 @@ def _true_rows(step: Splice) -> tuple[Tensor, Tensor, Places]:
 
 def _masked_rows(step: Splice, start: Tensor, num_masked: int) -> tuple[Tensor, Tensor, Places]:
     """The same of the masked rows, at `start` and the positions after it."""
-    roles = step.roles
-    slot, row, position = step.call(
-        places_ahead, start, roles.row_index, roles.live, roles.block_table_RM,
-        num_rows=num_masked,
-    )  # fmt: skip
-    ids, hidden = step.fragment("mask", position_ids=position)
-    return ids, hidden, Places(slot, row, position, roles.block_table_RM)
+    places = placed_by(step, places_ahead, start, num_rows=num_masked)
+    ids, hidden = step.fragment("mask", position_ids=places.position)
+    return ids, hidden, places
 
 
 def _run(
@@ -122,9 +118,14 @@ def places_ahead(
     row_B1 = torch.where(live_B1, index_B1, -1).to(torch.int32)
     wanted_BM = start_B.unsqueeze(1) + arange_like(start_B, num_rows)
     position, row, _ = place(
-        wanted_BM, row_B1, index_B1, live_B1, block_table_RM, max_seq_len=max_seq_len,
+        wanted_BM,
+        row_B1,
+        index_B1,
+        live_B1,
+        block_table_RM,
+        max_seq_len=max_seq_len,
         block_size=block_size,
-    )  # fmt: skip
+    )
     return torch.full_like(position, -1), row, position
 
 

@@ -47,9 +47,13 @@ def _grow(step: Splice, head: Tensor, hidden: Tensor, start: Tensor) -> int:
         nonlocal hidden
         before = parents_hidden(level, hidden, width)
         head, hidden = run(
-            step, "forward", level.places, branches=level.branches,
-            input_ids=level.ids.clamp(min=0), hidden=before,
-        )  # fmt: skip
+            step,
+            "forward",
+            level.places,
+            branches=level.branches,
+            input_ids=level.ids.clamp(min=0),
+            hidden=before,
+        )
         return head
 
     return grow_tree(step, head, "head_input", Growth(start, start + 1, advance))

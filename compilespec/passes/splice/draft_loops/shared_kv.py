@@ -9,7 +9,7 @@ from torch import Tensor
 
 from compilespec.passes.splice.builder import Splice
 from compilespec.passes.splice.draft_loops.calls import newest_token, next_position, propose, run
-from compilespec.passes.splice.places import Places, place
+from compilespec.passes.splice.places import place, placed_by
 from compilespec.passes.splice.rows import take_newest
 
 
@@ -25,34 +25,32 @@ def shared_kv(step: Splice) -> int:
     token = newest_token(step)
     (hidden,) = take_newest(step, aux)
     (hidden,) = step.fragment("combine", aux=hidden)
-    places, newest = _places(step), next_position(step)
+    roles = step.roles
+    parts = (roles.start, roles.num_emitted) if step.is_decode else (roles.start,)
+    places, newest = placed_by(step, place_queries, parts), next_position(step)
     drafts: list[Tensor] = []
     for number in range(1, step.config.num_draft_tokens + 1):
         head, hidden = run(
-            step, "forward", places, caches="target", layers=step.ctx.kv_layers,
-            input_ids=token.clamp(min=0).unsqueeze(1), hidden=hidden,
-        )  # fmt: skip
+            step,
+            "forward",
+            places,
+            caches="target",
+            layers=step.ctx.kv_layers,
+            input_ids=token.clamp(min=0).unsqueeze(1),
+            hidden=hidden,
+        )
         token = propose(step, head.squeeze(1), newest, number)
         drafts.append(token)
-    step.roles.drafts = torch.stack(drafts, 1)
+    roles.drafts = torch.stack(drafts, 1)
     return len(drafts)
 
 
-def _places(step: Splice) -> Places:
-    """Those of the queries, [B, 1], of all passes."""
-    roles = step.roles
-    newest = (roles.start, roles.num_emitted) if step.is_decode else (roles.start,)
-    slot, row, position = step.call(
-        place_queries, roles.row_index, roles.live, roles.block_table_RM, *newest
-    )
-    return Places(slot, row, position, roles.block_table_RM)
-
-
 def place_queries(
+    newest: tuple[Tensor, ...],
     index_B: Tensor,
     live_B: Tensor,
     block_table_RM: Tensor,
-    *newest: Tensor,
+    *,
     max_seq_len: int,
     block_size: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -63,7 +61,12 @@ def place_queries(
     live_B1, index_B1 = live_B.unsqueeze(1), index_B.unsqueeze(1)
     row_B1 = torch.where(live_B1, index_B1, -1).to(torch.int32)
     position, row, _ = place(
-        wanted_B1, row_B1, index_B1, live_B1, block_table_RM, max_seq_len=max_seq_len,
+        wanted_B1,
+        row_B1,
+        index_B1,
+        live_B1,
+        block_table_RM,
+        max_seq_len=max_seq_len,
         block_size=block_size,
-    )  # fmt: skip
+    )
     return torch.full_like(position, -1), row, position

@@ -26,7 +26,7 @@ from compilespec.passes.splice.drawn_trees import (
     keep_child_probs,
 )
 from compilespec.passes.splice.insert_paged_attention import Branches
-from compilespec.passes.splice.places import Places, place
+from compilespec.passes.splice.places import Places, place_rows, placed_by
 from compilespec.passes.splice.sampling import head_width, wide_dtype
 from compilespec.program import Traced, TreeShape
 from compilespec.tracing.capture import output_widths
@@ -156,12 +156,8 @@ def node_scores(
 
 def _places(step: Splice, first: Tensor, ahead: int, num_rows: int, num_keys: int) -> Places:
     """Those of a level's nodes, whose depth is `ahead` below that of the first level."""
-    roles = step.roles
-    position, row, slot = step.call(
-        level_places, first, roles.row_index, roles.live, roles.block_table_RM, ahead=ahead,
-        num_rows=num_rows, num_keys=num_keys,
-    )  # fmt: skip
-    return Places(slot, row, position, roles.block_table_RM)
+    sizes = {"ahead": ahead, "num_rows": num_rows, "num_keys": num_keys}
+    return placed_by(step, level_places, first, **sizes)
 
 
 def level_places(
@@ -176,12 +172,17 @@ def level_places(
     max_seq_len: int,
     block_size: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Position and row of a level's nodes, [B, F], and slots of their keys, [B, J]: -1."""
+    """Slots of the keys of a level's nodes, [B, J]: -1; row and position of the nodes, [B, F]."""
     row_B = torch.where(live_B, index_B, -1).to(torch.int32)
     wanted_BF = (first_B + ahead).unsqueeze(1) + torch.zeros_like(arange_like(first_B, num_rows))
-    position, row, _ = place(
-        wanted_BF, row_B.unsqueeze(1), index_B.unsqueeze(1), live_B.unsqueeze(1), block_table_RM,
-        max_seq_len=max_seq_len, block_size=block_size,
-    )  # fmt: skip
+    position, row, _ = place_rows(
+        wanted_BF,
+        row_B,
+        index_B,
+        live_B,
+        block_table_RM,
+        max_seq_len=max_seq_len,
+        block_size=block_size,
+    )
     slot = torch.full_like(first_B.unsqueeze(1).expand(-1, num_keys), -1, dtype=torch.int32)
-    return position, row, slot
+    return slot, row, position

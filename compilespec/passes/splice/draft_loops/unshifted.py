@@ -13,7 +13,7 @@ from compilespec.passes.splice.draft_loops.calls import run, single_token
 from compilespec.passes.splice.draft_loops.levels import Level
 from compilespec.passes.splice.draft_loops.tree import Growth, grow_tree
 from compilespec.passes.splice.insert_paged_attention import Branches
-from compilespec.passes.splice.places import Places, live_row, place, step_places
+from compilespec.passes.splice.places import Places, live_row, place_rows, requests, step_places
 from compilespec.passes.splice.recurrent_state import StatePlaces, keep_states
 from compilespec.passes.splice.rows import take_newest
 from compilespec.passes.splice.sampling import Proposal, draft_token
@@ -61,9 +61,8 @@ def _all_rows(step: Splice) -> Tensor:
     """The pass over the step's S target tokens; returns its logits, [B, S, V]."""
     roles = step.roles
     ids, position, row, slot = step.call(
-        shifted_rows, roles.target, roles.start, live_row(step), roles.row_index, roles.live,
-        roles.block_table_RM,
-    )  # fmt: skip
+        shifted_rows, roles.target, roles.start, live_row(step), *requests(step)
+    )
     places = Places(slot, row, position, roles.block_table_RM)
     return _run(step, places, ids, _emitted_state, roles.start, roles.num_emitted)
 
@@ -82,10 +81,15 @@ def shifted_rows(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Token j has position start + 1 + j.  Returns ids, position, row, slot, [B, S]."""
     wanted_BS = (start_B + 1).unsqueeze(1) + arange_like(start_B, num_step_tokens)
-    position, row, slot = place(
-        wanted_BS, row_B.unsqueeze(1), index_B.unsqueeze(1), live_B.unsqueeze(1), block_table_RM,
-        max_seq_len=max_seq_len, block_size=block_size,
-    )  # fmt: skip
+    position, row, slot = place_rows(
+        wanted_BS,
+        row_B,
+        index_B,
+        live_B,
+        block_table_RM,
+        max_seq_len=max_seq_len,
+        block_size=block_size,
+    )
     return target_BS.clamp(min=0), position, row, slot
 
 

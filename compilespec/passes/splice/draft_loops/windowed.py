@@ -9,7 +9,7 @@ import compilespec.ops.roll_window  # noqa: F401  (registers the operator)
 from compilespec.passes.context import PassContext
 from compilespec.passes.splice.builder import Splice, arange_like
 from compilespec.passes.splice.draft_loops.calls import next_position, propose, run
-from compilespec.passes.splice.places import Places, place, step_places
+from compilespec.passes.splice.places import Places, place, placed_by, step_places
 from compilespec.passes.splice.rows import Rows, take_newest, take_rows
 from compilespec.program import Traced
 
@@ -41,11 +41,8 @@ def _decode(step: Splice) -> list[Tensor]:
     newest = next_position(step)
     drafts: list[Tensor] = []
     for index in range(step.config.num_draft_tokens):
-        slot, row, position = step.call(
-            window_places, roles.start, roles.num_emitted, roles.row_index, roles.live,
-            roles.block_table_RM, num_rows=window + (index if takes_target_rows else 0),
-        )  # fmt: skip
-        places = Places(slot, row, position, roles.block_table_RM)
+        num_rows = window + (index if takes_target_rows else 0)
+        places = placed_by(step, window_places, roles.start, roles.num_emitted, num_rows=num_rows)
         head, recycled = _run(step, index, places, ids, hidden)
         last = Rows(index=None)
         head, output = (take_rows(step, x, last) for x in (head, recycled))
@@ -103,9 +100,14 @@ def _run(
     """Splice one pass of module `index` over its own caches."""
     sizes = step.ctx.kv_block_sizes
     return run(
-        step, f"forward.{index}", places, caches=f"draft.{index}",
-        block_size=sizes[index] if sizes else None, input_ids=ids, hidden=hidden,
-    )  # fmt: skip
+        step,
+        f"forward.{index}",
+        places,
+        caches=f"draft.{index}",
+        block_size=sizes[index] if sizes else None,
+        input_ids=ids,
+        hidden=hidden,
+    )
 
 
 def _propose(step: Splice, index: int, head_B1D: Tensor, newest: Tensor) -> Tensor:
@@ -202,9 +204,14 @@ def window_places(
     inside_BW = live_B.unsqueeze(1) & (wanted_BW >= 0)
     row_BW = torch.where(inside_BW, index_B.unsqueeze(1), -1).to(torch.int32)
     position, row, slot = place(
-        wanted_BW.clamp(min=0), row_BW, index_B.unsqueeze(1), inside_BW, block_table_RM,
-        max_seq_len=max_seq_len, block_size=block_size,
-    )  # fmt: skip
+        wanted_BW.clamp(min=0),
+        row_BW,
+        index_B.unsqueeze(1),
+        inside_BW,
+        block_table_RM,
+        max_seq_len=max_seq_len,
+        block_size=block_size,
+    )
     return slot, row, position
 
 

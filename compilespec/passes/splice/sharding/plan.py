@@ -43,9 +43,11 @@ class Cut:
             part.narrow(self.dim, number * (length // self.parts), length // self.parts)
             for part, length in zip(tensor.split(list(lengths), self.dim), lengths, strict=True)
         ]
-        return torch.cat(pieces, self.dim) if len(pieces) > 1 else pieces[0].clone(
-            memory_format=torch.contiguous_format
-        )  # fmt: skip
+        return (
+            torch.cat(pieces, self.dim)
+            if len(pieces) > 1
+            else pieces[0].clone(memory_format=torch.contiguous_format)
+        )
 
     def local(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """The shape of a piece."""
