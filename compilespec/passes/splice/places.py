@@ -41,8 +41,8 @@ def requests(step: Splice) -> tuple[Tensor, Tensor, Tensor]:
 
 def placed_by(step: Splice, function: Callable[..., Any], *known: Any, **sizes: Any) -> Places:
     """Places that a tensor function of `known` and `requests` gives: (slot, row, position)."""
-    made = step.call(function, *known, *requests(step), **sizes)
-    return Places(*made, table=step.roles.block_table_RM)
+    slot, row, position = step.call(function, *known, *requests(step), **sizes)
+    return Places(slot, row, position, step.roles.block_table_RM)
 
 
 def place_rows(

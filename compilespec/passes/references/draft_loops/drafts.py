@@ -170,34 +170,16 @@ class Drafts:
                 chain; first, drawn: by request, the position of drafts of depth 1 in the drafter,
                 and the one that they are drawn for.
         """
-        shape, kept, calls = self.ctx.config.tree, self.buffers, list(self.calls)
-        assert shape is not None
-        grown, is_drawn = [], are_drawn(self.ctx)
-        (vocab_size,) = output_widths(self.ctx.target)
-        if is_drawn:
+        kept, calls, grown = self.buffers, list(self.calls), []
+        if are_drawn(self.ctx):
             self.child_prob_RIV = self.case.inputs["child_prob_RIV"].clone()
-        for request, row in enumerate(self.state_rows()):
-            at_row = int(self.placed.row_index[request])
+        for request in range(len(self.state_rows())):
 
-            def after(path: Sequence[int], request: int = request, row: int = row) -> Any:
+            def after(path: Sequence[int], request: int = request) -> Any:
                 self.buffers = {name: buffer.clone() for name, buffer in kept.items()}
-                wanted = [first[request] + depth for depth in range(len(path))]
-                inputs = self.case.inputs
-                places = [place_tokens(self.config, inputs, [[row]], [[p]]) for p in wanted]
-                head = follow(self, request, places, path)
-                return self._scored(request, len(path), {argument: head})
+                return self._after(request, path, argument, first[request], follow)
 
-            def best(
-                path: Sequence[int], after: Any = after, at: int = drawn[request], row: int = at_row
-            ) -> Any:
-                depth = len(path)
-                return rank_tokens(self.ctx, self.case, row, at + depth, depth + 1, after(path))
-
-            grown.append(grow(shape, best, is_drawn=is_drawn))
-            if self.child_prob_RIV is not None:
-                sampled = is_sampled(self.ctx, self.case, at_row)
-                made = (self.ctx, grown[-1][0], after, vocab_size)
-                self.child_prob_RIV[at_row] = child_distributions(*made, sampled=sampled)
+            grown.append(self._grow_one(request, drawn[request], after))
         self.buffers = kept
         self.calls = [*calls, *level_calls(self.ctx, self.case, self.state_rows(), first)]
         drafts, parents = (
@@ -206,6 +188,34 @@ class Drafts:
         )
         self.parents = parents
         return drafts
+
+    def _grow_one(self, request: int, drawn: int, after: Callable[[Sequence[int]], Any]) -> Any:
+        """Drafts and parents of one request; keeps what its nodes' children were drawn from."""
+        shape, row = self.ctx.config.tree, int(self.placed.row_index[request])
+        assert shape is not None
+
+        def best(path: Sequence[int]) -> Any:
+            at, depth = drawn + len(path), len(path) + 1
+            return rank_tokens(self.ctx, self.case, row, at, depth, after(path))
+
+        grown = grow(shape, best, is_drawn=are_drawn(self.ctx))
+        if self.child_prob_RIV is not None:
+            sampled = is_sampled(self.ctx, self.case, row)
+            (vocab_size,) = output_widths(self.ctx.target)
+            self.child_prob_RIV[row] = child_distributions(
+                self.ctx, grown[0], after, vocab_size, sampled=sampled
+            )
+        return grown
+
+    def _after(
+        self, request: int, path: Sequence[int], argument: str, first: int, follow: Chain
+    ) -> Any:
+        """What follows a path of a request, by the drafter: see `scored_tokens`."""
+        row, inputs = self.state_rows()[request], self.case.inputs
+        wanted = range(first, first + len(path))
+        places = [place_tokens(self.config, inputs, [[row]], [[p]]) for p in wanted]
+        head = follow(self, request, places, path)
+        return self._scored(request, len(path), {argument: head})
 
     def _scored(self, request: int, depth: int, arguments: Mapping[str, Tensor]) -> Any:
         """What follows a path of this depth, by the drafter's head: see `scored_tokens`."""
