@@ -91,7 +91,7 @@ class StepRoles:
     """[B, S, V] ([1, T, V]; after `narrow_logits` [1, R, V]): what acceptance reads."""
 
     raw_logits: Tensor
-    """The same before processors changed them, of which log-probabilities are."""
+    """[B, S, V] ([1, R, V]): `logits` before processors changed them, for log-probabilities."""
 
     head_input: Tensor
     """[1, T, D]: what the target's head takes of a prompt, for log-probabilities of prompts."""
