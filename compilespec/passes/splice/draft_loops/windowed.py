@@ -117,10 +117,8 @@ def _propose(step: Splice, index: int, head_B1D: Tensor, newest: Tensor) -> Tens
 
 def _rings(step: Splice) -> tuple[Tensor, Tensor]:
     """The last K input pairs of each request before `start`: hidden states and their tokens."""
-    count, width = (
-        step.config.num_draft_tokens,
-        argument_width(step.ctx.draft["forward.0"], "hidden"),
-    )
+    count = step.config.num_draft_tokens
+    width = argument_width(step.ctx.draft["forward.0"], "hidden")
     hidden = step.state("ring_hidden_RKD", (count, width), step.config.dtype)
     return hidden, step.state("ring_ids_RK", (count,), torch.int32)
 
