@@ -513,7 +513,7 @@ def test_a_program_is_proved_and_nothing_is_inserted(program):
 
 
 def test_a_program_without_its_masks_is_guarded(monkeypatch):
-    """`place_rows` without the maximum length: the report says where `bound_positions` stepped in."""
+    """`place_rows` without the maximum length: the report says where `bound_positions` comes in."""
     real = read_state.place_rows
 
     def no_maximum(*args: Any, max_seq_len: int, block_size: int) -> Any:
