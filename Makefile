@@ -24,7 +24,7 @@ TRAIN_FLAGS ?=
 FUZZ_FLAGS ?=
 SEED ?= $(shell date +%j)
 
-.PHONY: demo install test test-slow test-slow-some test-gpu test-peft test-real smollm2 fuzz accept-snapshots lint format bench bench-real first-token milestone train-demo wheel clean distclean
+.PHONY: demo install test test-slow test-slow-some test-gpu test-peft test-real smollm2 fuzz accept-snapshots lint format bench bench-real first-token train-demo wheel clean distclean
 
 demo: $(STAMP)
 	$(VENV)/bin/compilespec generate --model demo --spec eagle3 --compare
@@ -96,9 +96,6 @@ bench-real: smollm2
 
 first-token: $(STAMP)
 	$(PY) -m tools.bench --first-token $(BENCH_FLAGS)
-
-milestone: $(STAMP)
-	$(PY) -m tools.bench --milestone $(BENCH_FLAGS)
 
 train-demo: $(STAMP)
 	$(PY) -m tools.train_demo $(TRAIN_FLAGS)

@@ -41,8 +41,8 @@ def dynamo_errors() -> tuple[type[BaseException], ...]:
 
 
 def dynamo_cause(error: BaseException) -> tuple[str, list[tuple[str, int, str]]]:
-    """First line of why Dynamo refused, and the user's frames as (file, line, function),
-    outermost first.
+    """The first line of Dynamo's reason for refusing, and the user's frames as (file, line,
+    function), outermost first.
     """
     from torch.fx.experimental.symbolic_shapes import ConstraintViolationError
 
@@ -108,7 +108,7 @@ def capture_settings() -> dict[str, Any]:
 
 
 def has_modes() -> bool:
-    """Whether a mode that could change operations is active (`_get_current_function_mode_stack`,
+    """True where a mode that could change operations is active (`_get_current_function_mode_stack`,
     `_get_current_dispatch_mode_stack`).
     """
     from torch.overrides import _get_current_function_mode_stack
@@ -118,7 +118,7 @@ def has_modes() -> bool:
 
 
 def has_size_of_data(value: Any) -> bool:
-    """Whether a traced value, or one of its sizes, follows from the values of tensors
+    """True where a traced value, or one of its sizes, follows from the values of tensors
     (`free_unbacked_symbols`).
     """
     from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
@@ -152,7 +152,7 @@ def fake_mode() -> Any:
 
 
 def is_fake(value: object) -> bool:
-    """Whether a value is a fake tensor, and no other subclass of tensors."""
+    """True where a value is a fake tensor, and no other subclass of tensors."""
     from torch._subclasses.fake_tensor import FakeTensor
 
     return type(value) is FakeTensor
@@ -241,8 +241,8 @@ class _Retracing(fx.Interpreter):
         return result
 
     def _look_at(self, leaves: list[Any]) -> tuple[Any, list[fx.Node]]:
-        """What decides how an operation on `leaves` is traced, and the nodes of its tensors; no
-        looks, where that takes more than shapes.
+        """The facts that decide how an operation on `leaves` is traced, and the nodes of its
+        tensors; no facts if more than shapes decide.
         """
         looks: list[Any] = []
         inputs: list[fx.Node] = []
@@ -305,8 +305,8 @@ _SCALARS = (
 
 
 def look_of(value: Any) -> Any:
-    """What the shape and dtype of an operation's result can depend on, comparable without a guard:
-    of a tensor, a slice or a scalar; None for anything else.
+    """The facts that the shape and dtype of an operation's result depend on, comparable without a
+    guard: for a tensor, a slice or a scalar; None for anything else.
     """
     if isinstance(value, torch.Tensor):
         sizes = (*value.shape, *value.stride(), value.storage_offset())
@@ -329,8 +329,8 @@ def rename_placeholder(node: fx.Node, name: str) -> None:
 
 
 def storage_place(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Where a tensor's elements begin; on the meta device, which has no addresses, in which
-    storage (`UntypedStorage._cdata`).
+    """The address of a tensor's elements; on the meta device, which has no addresses, the storage's
+    identity (`UntypedStorage._cdata`).
     """
     if tensor.device.type == "meta":
         return tensor.untyped_storage()._cdata, int(tensor.storage_offset())
@@ -494,7 +494,7 @@ def cpp_entry(artifact: Any) -> Path | None:
 
 
 def _only_converts(wrapper: types.FunctionType) -> bool:
-    """Whether what Inductor wraps around its C++ function makes handles of tensors, and no more."""
+    """True where Inductor's wrapper around its C++ function only makes handles of tensors."""
     code = wrapper.__code__
     return "constants_tensor" not in code.co_varnames and "item" not in code.co_names
 
@@ -541,7 +541,7 @@ def end_allocating(device: torch.device, pool: Any) -> None:
 
 
 def is_mutable(target: Callable[..., Any] | str) -> bool:
-    """Whether an operator overload writes one of its arguments (`OpOverload._schema`)."""
+    """True where an operator overload writes one of its arguments (`OpOverload._schema`)."""
     schema = getattr(target, "_schema", None)
     return bool(schema is not None and schema.is_mutable)
 
@@ -560,7 +560,9 @@ def mutated_arguments(target: Callable[..., Any] | str) -> tuple[int, ...]:
 
 
 def returns_alias(target: Callable[..., Any] | str) -> bool:
-    """Whether an operator overload returns a view of, or the same tensor as, its first argument."""
+    """True where an operator overload returns a view of, or the same tensor as, its first
+    argument.
+    """
     schema = getattr(target, "_schema", None)
     return schema is not None and any(value.alias_info is not None for value in schema.returns)
 

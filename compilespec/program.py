@@ -1,4 +1,4 @@
-"""What crosses from one stage to the next: frozen dataclasses that can print themselves.
+"""The records that stages hand on: frozen dataclasses that can print themselves.
 
     trace -> Traced -> rewrite -> SpecProgram -> lower -> Lowered -> run
 
@@ -47,11 +47,11 @@ Phase = Literal["prefill", "decode"]
 PHASES: tuple[Phase, ...] = ("prefill", "decode")
 StepKind = Literal["full", "greedy", "replay"]
 PAD = -1  # fills emitted tokens after the bonus token; never an id
-NO_ADAPTER = -1  # the slot of a request without one
+NO_ADAPTER = -1  # the adapter place of a request without an adapter
 PIECE = ".shard"  # ends the name of a rank's part of a weight
-ROPE_OFFSETS = "rope_offsets"  # what rotary positions of a traced call are more than the tokens'
-LONG_ROPE = "is_long"  # whether a token of a traced call is of a request of the long rotary table
-ROPE_ROWS = 3  # of them a token, where a model has several: time, height and width
+ROPE_OFFSETS = "rope_offsets"  # argument of a traced call: rotary positions minus token positions
+LONG_ROPE = "is_long"  # argument: true for tokens of a request with the long rotary table
+ROPE_ROWS = 3  # rotary positions a token in models with several: time, height, width
 NUM_KEPT = (
     64  # drafter inputs that a row keeps in steps of K = 0; one that overran it is not drafted
 )
@@ -76,8 +76,8 @@ class Traced:
     inputs: tuple[TracedInput, ...]  # in placeholder order
     weights: Mapping[str, Tensor]  # by full name, "target.model.embed_tokens.weight"
     trace_ms: float
-    reused: bool = False  # whether it is an earlier capture, of a model like this one
-    why_traced: str = ""  # otherwise: why it is none
+    reused: bool = False  # true: an earlier capture of a like model was reused
+    why_traced: str = ""  # otherwise the reason why none was
 
     @property
     def num_attention_layers(self) -> int:
@@ -85,7 +85,9 @@ class Traced:
 
     @property
     def num_recurrent_markers(self) -> int:
-        """Recurrences and causal convolutions: a recurrent layer often has one of each."""
+        """The number of recurrences and causal convolutions; a recurrent layer often has one of
+        each.
+        """
         return len(markers(self.graph_module, "recurrence", "causal_conv"))
 
     @property
@@ -95,7 +97,7 @@ class Traced:
 
     @property
     def has_long_rope(self) -> bool:
-        """Whether a request's length decides which rotary table its tokens have."""
+        """True where a request's length decides which rotary table its tokens have."""
         return LONG_ROPE in self.arguments
 
     @property
@@ -104,8 +106,8 @@ class Traced:
         return tuple(entry.name for entry in self.inputs if entry.kind == "argument")
 
     def bind(self, **arguments: Tensor) -> list[Any]:
-        """What a call of the graph takes, in placeholder order; a size symbol is a dimension of one
-        of the arguments.  Offsets that are not given are 0, and requests not long.
+        """The values of a call of the graph, in placeholder order; a size symbol is a dimension of
+        one of the arguments.  Offsets that are not given are 0, and requests not long.
         """
         if self.has_rope_offsets and ROPE_OFFSETS not in arguments:
             own = arguments["position_ids"]
@@ -144,7 +146,7 @@ MARKERS = ("attention", "recurrence", "causal_conv")
 
 
 def marker_kind(node: fx.Node) -> str:
-    """Which of `MARKERS` the node is: the stateless operators that tracing emits where tokens are
+    """The node's kind in `MARKERS`, the stateless operators that tracing emits where tokens are
     mixed; "" for other nodes.
     """
     packet = getattr(node.target, "overloadpacket", node.target)
@@ -168,7 +170,7 @@ def markers(gm: fx.GraphModule, *kinds: str) -> list[fx.Node]:
 
 @dataclass(frozen=True, kw_only=True)
 class TreeShape:
-    """The size of a step's tree of drafts, and of a static one its form.  The root, the last
+    """The size of a step's tree of drafts, and the form of a static one.  The root, the last
     emitted token, is not counted among the nodes.
     """
 
@@ -213,12 +215,12 @@ class ProgramConfig:
 
     @property
     def num_step_tokens(self) -> int:
-        """Tokens that a step gives at most: K + 1."""
+        """The largest number of tokens that a step emits: K + 1."""
         return self.num_draft_tokens + 1
 
     @property
     def num_row_tokens(self) -> int:
-        """Tokens of a state row: S of the largest K."""
+        """The length of a token row: S of the largest K."""
         return max(self.num_verify_tokens, 1 + (self.max_draft_tokens or 0))
 
     @property
@@ -238,10 +240,11 @@ class ProgramConfig:
 
 @dataclass(frozen=True, order=True)
 class StepKey:
-    """Which graph of a program: its phase, its K, and what it computes of a step.
+    """The key of a graph in a program: its phase, its K, and its kind.
 
     "full" serves every batch.  "greedy" serves those whose requests want the argmax and nothing
-    else.  "replay" runs the drafter alone, over what steps of K = 0 kept for it.
+    else.  "replay" is the catch-up step: it runs the drafter alone, over inputs that steps of K = 0
+    kept.
     """
 
     phase: Phase
@@ -264,7 +267,7 @@ KeyedT = TypeVar("KeyedT", bound=_Keyed)
 
 
 class ByStep(Mapping[StepKey, KeyedT]):
-    """A program's graphs, or what was made of each, by `StepKey`.
+    """A program's graphs, or what a stage made of each, by `StepKey`.
 
     "prefill" and "decode" find the full graph of the largest K as well.
     """
@@ -289,7 +292,9 @@ class ByStep(Mapping[StepKey, KeyedT]):
 
     @property
     def replay(self) -> KeyedT | None:
-        """What brings drafters up to date after steps of K = 0; None where nothing has to."""
+        """The catch-up graph, which brings drafters up to date after steps of K = 0; None without
+        one.
+        """
         return next((entry for key, entry in self.items() if key.kind == "replay"), None)
 
     def name(self, key: StepKey) -> str:
@@ -346,7 +351,7 @@ class BufferSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class InputSpec:
-    """What feeds one placeholder of a program graph.
+    """The source of one placeholder of a program graph.
 
     `sources` names the weights that an input is made of: more than one when projections were merged
     (their rows concatenated in this order).  `packed` names a layout of
@@ -362,7 +367,7 @@ class InputSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class PassRecord:
-    """What one pass did to one graph."""
+    """A record of what one pass did to one graph."""
 
     name: str
     level: Literal["torch", "aten"]
@@ -392,8 +397,8 @@ class StepGraph:
 class PhaseGraph:
     """One step, spliced on torch IR; its ATen form is made when somebody asks for it.
 
-    A start that finds the compiled step on disk never does: the spliced graph alone is the
-    artifact's key.
+    A start that finds the compiled step on disk never makes it: the artifact's key is the spliced
+    graph.
     """
 
     key: StepKey
@@ -443,19 +448,19 @@ HostProposal = Callable[[list[int]], Sequence[int]]
 
 
 class TapSink(Protocol):
-    """Takes the hidden states that a step gives out, on the host."""
+    """Receives the hidden states that a step gives out, on the host."""
 
     def add(self, row: int, hidden_SE: Tensor) -> None:
         """The next S tokens of the request in a state row, in order."""
 
     def finish(self, request: Any, reason: str) -> None:
-        """A request is over; its row is still the one it had."""
+        """End a request; its row is still the same."""
 
     def forget(self, request: Any) -> None:
-        """A request loses its row; all its tokens will come again, in another."""
+        """Forget a request that lost its row; all its tokens will come again in another row."""
 
     def close(self) -> None:
-        """Nothing more will come."""
+        """Close the sink."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -464,23 +469,23 @@ class SpecProgram:
 
     method: str
     config: ProgramConfig
-    model: str = ""  # what the target is called
+    model: str = ""  # the target's name
     graphs: ByStep[PhaseGraph]
     buffers: tuple[BufferSpec, ...]
     weights: Mapping[str, Tensor] = field(repr=False)
     target_weights: Mapping[str, Tensor] = field(default_factory=dict, repr=False)  # as captured
     vocab_size: int
-    lossless: bool = True  # whether its tokens are, or are distributed as, those of plain decoding
+    lossless: bool = True  # true: tokens equal, or are distributed as, those of plain decoding
     num_reserved_tokens: int = 1  # slots past seq_len that a step may write
     num_repeated_tokens: int = 0  # prompt tokens that a chunk runs again, for the drafter's sake
     prefix_lookahead: int = 0  # tokens after a position that its entries in the caches depend on
-    has_own_blocks: bool = False  # whether layers of the drafter have blocks of their own sizes
+    has_own_blocks: bool = False  # true: layers of the drafter have blocks of other sizes
     recorder: TapSink | None = field(default=None, repr=False)  # of the taps, if they are put out
     propose_on_host: HostProposal | None = field(default=None, repr=False)
-    host_processors: bool = False  # whether the step calls requests' processors on the host
-    draft_tree: bool = False  # whether the drafts are a tree
-    looks_up: bool = False  # whether drafts are found in texts, by steps of K = 0 as well
-    combines: bool = False  # whether only some are, where they are surer than a model's
+    host_processors: bool = False  # true: the step calls requests' processors on the host
+    draft_tree: bool = False  # true: the drafts are a tree
+    looks_up: bool = False  # true: a look-up finds drafts in texts, with K = 0 too
+    combines: bool = False  # true: a look-up drafts beside a model, where it is surer
     head: Callable[[Tensor], Tensor] | None = field(default=None, repr=False)  # for prompt logprobs
     notes: tuple[
         str, ...
@@ -488,14 +493,16 @@ class SpecProgram:
 
     @property
     def state_bytes_per_request(self) -> int:
-        """Of recurrent layers, the drafter's too: whatever the request's length is."""
+        """Bytes of recurrent state a request, the drafter's included, for any length of the
+        request.
+        """
         kinds = ("recurrence.", "causal_conv.")
         return sum(b.num_bytes // b.shape[0] for b in self.buffers if b.name.startswith(kinds))
 
     @property
     def cache_bytes_per_token(self) -> int:
-        """Bytes that one more token takes in all caches of the program's blocks, the drafter's
-        included; those of KV groups have blocks of their own, which a row holds for good.
+        """Bytes of one more token in all caches of the program, the drafter's included.  KV groups
+        are left out: each row holds their blocks for good.
         """
         blocks = (self.config.num_blocks, self.config.block_size)
         caches = [b for b in self.buffers if b.kind == "cache" and b.shape[:2] == blocks]
@@ -527,7 +534,7 @@ class LoweredPhase:
     compile_ms: float
     from_cache: bool
     stitched: Any = field(default=None, repr=False)  # `Stitched`, where it was lowered in pieces
-    waits_for_host: str = ""  # why a call of it cannot be captured; "" where it can
+    waits_for_host: str = ""  # the reason why a call cannot be captured; "" if it can
 
     @property
     def phase(self) -> Phase:
@@ -544,7 +551,7 @@ class Lowered:
     attention: Mapping[str, str] = field(default_factory=dict)  # by form: which kernel serves it
 
     def costs(self) -> dict[str, dict[str, Any]]:
-        """By `ByStep.name`: seconds of compiling or loading, whether the cache had it, and its
+        """Seconds of compiling or loading by `ByStep.name`, whether the cache had it, and its
         distinct pieces (None: one unit).
         """
         return {

@@ -1,4 +1,4 @@
-"""What starting does, told while it is done: small records for a callable, lines for the log."""
+"""Reports what a start does while it does it: small records for a callable, lines for the log."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ IN_WORDS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Progress:
-    """A step of starting that begins, tells more of itself, or is done."""
+    """A record of one step of a start: it begins, reports progress, or is done."""
 
     stage: Stage
     """The last record of a start has stage "ready"."""
@@ -36,28 +36,32 @@ class Progress:
     """"target", "decode, K=3", "C++ kernels", ..."""
 
     index: int | None = None
-    """Which step of the stage it is, from 1; None where their number is not known."""
+    """The number of the step within the stage, from 1; None where the number of steps is
+    unknown.
+    """
 
     total: int | None = None
-    """How many steps the stage has."""
+    """The number of steps of the stage."""
 
     detail: str = ""
-    """How far the step is: "part 2 of 5"."""
+    """The progress within the step: "part 2 of 5"."""
 
     from_cache: bool | None = None
-    """Whether it was found on disk; None where nothing of the kind is kept, or not known yet."""
+    """True where the result was found on disk; None where nothing is kept on disk, or not known
+    yet.
+    """
 
     why: str = ""
-    """Why it is compiled anew."""
+    """The reason why it is compiled again."""
 
     done: bool = False
-    """Whether this is the step's last record."""
+    """True in the last record of the step."""
 
     elapsed_ms: float = 0.0
-    """Since the step began."""
+    """Milliseconds since the step began."""
 
     seconds: Mapping[Stage, float] = dataclasses.field(default_factory=dict)
-    """Of the last record: by stage.  A step inside another counts for its own stage alone."""
+    """Of the last record: the times by stage.  A nested step counts for its own stage alone."""
 
     def __str__(self) -> str:
         place = "" if self.total is None else f" {self.index} of {self.total}"
@@ -71,11 +75,11 @@ class Progress:
         return f"{line} ({', '.join(parts)})" if self.seconds else line
 
 
-QUIET_S = 5.0  # of a start that says nothing on stderr
+QUIET_S = 5.0  # seconds of a start before it prints to stderr
 
 
 class _SlowStart:
-    """Tells a line a step on stderr, from the moment on at which a start has become long."""
+    """Prints a line per step to stderr once a start has taken long."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -98,7 +102,7 @@ class _SlowStart:
                 self._say(self._record)
 
     def _say(self, record: Progress) -> None:
-        """A step that begins, once more is known of it than its name; and the end."""
+        """Print when a step begins, once more than its name is known, and when it ends."""
         is_known = record.stage != "compile" or record.detail or record.from_cache is not None
         name = (record.stage, record.what)
         if self._said != name and is_known and (not record.done or record.stage == "ready"):
@@ -106,15 +110,15 @@ class _SlowStart:
             print(f"compilespec: {record}", file=sys.stderr, flush=True)
 
     def close(self) -> None:
-        """Say no more."""
+        """Print nothing more."""
         self._timer.cancel()
         self._timer.join()
 
 
 @contextlib.contextmanager
 def reporting(tell: Callable[[Progress], object] | Literal[False] | None) -> Iterator[Reporter]:
-    """Around a start.  None: one that takes long says so on stderr, unless the log, or another rank
-    of the job, does; False: nothing is said.
+    """Reports a start inside the `with` block.  None: a long start prints to stderr, unless the
+    log, or another rank of the job, shows it; False: silent.
 
     Raises: InvalidOption, for what cannot be called.
     """
@@ -130,7 +134,7 @@ def reporting(tell: Callable[[Progress], object] | Literal[False] | None) -> Ite
 
 
 class Reporter:
-    """Tells what one start does: the stages open a `step` for each thing that takes time.
+    """Reports one start: the stages open a `step` for each thing that takes time.
 
     An exception of the callable is raised where it was called, so that starting stops there: what
     has been compiled by then is in the cache.
@@ -152,7 +156,7 @@ class Reporter:
     def step(
         self, stage: Stage, what: str, *, index: int | None = None, total: int | None = None
     ) -> Iterator[Step]:
-        """Around one thing that takes time; where it raises, no last record comes."""
+        """Report one thing that takes time; if it raises, no last record comes."""
         started, told_before = time.perf_counter(), sum(self._seconds.values())
         step = Step(self, Progress(stage=stage, what=what, index=index, total=total), started)
         step.tell()
@@ -188,17 +192,17 @@ class Step:
         self._reporter, self._record, self._started = reporter, record, started
 
     def note(self, **changes: Any) -> None:
-        """Change what later records say."""
+        """Change the fields of later records."""
         self._record = dataclasses.replace(self._record, **changes)
 
     def tell(self, **changes: Any) -> None:
-        """Change it, and tell it now."""
+        """Change the fields and report at once."""
         elapsed_ms = (time.perf_counter() - self._started) * 1e3
         self.note(elapsed_ms=elapsed_ms, **changes)
         self._reporter.emit(self._record)
 
     def inside(self, stage: Stage, detail: str) -> contextlib.AbstractContextManager[Step]:
-        """A step of another stage that this one needs."""
+        """A step of another stage that runs inside this one."""
         record = self._record
         return self._reporter.step(
             stage, f"{record.what}, {detail}", index=record.index, total=record.total
@@ -210,7 +214,7 @@ def _in_words(elapsed_ms: float) -> str:
 
 
 _RARELY = (1_000_000, 10, 10)  # new objects for a collection, collections for one of the next kind
-_GROWTH = 1.25  # of the number of objects since the last full collection, for another
+_GROWTH = 1.25  # share of new objects that starts a full collection
 _counting = threading.Lock()
 _num_starting, _usual = 0, gc.get_threshold()
 _num_kept = 0  # objects behind the first start, or the last full collection
@@ -218,11 +222,11 @@ _num_kept = 0  # objects behind the first start, or the last full collection
 
 @contextlib.contextmanager
 def rare_collections(*, only_imports: bool = False) -> Iterator[None]:
-    """Of the process: garbage is collected rarely while a program starts.
+    """Collect garbage rarely in this process while a program starts.
 
     Imports and graphs are some million objects that stay; each usual collection walks through them
-    again, a sixth of a warm start.  Behind it all objects count as old, without a walk, unless
-    earlier programs may have left many that are garbage.
+    again, a sixth of a warm start.  Afterwards all objects count as old without a walk, unless
+    earlier programs may have left much garbage.
     """
     global _num_starting, _usual
     with _counting:
@@ -254,7 +258,7 @@ def _count_as_old(*, may_collect: bool) -> None:
 
 
 def _all_to_oldest(*, counts: bool) -> int:
-    """Returns: how many there are, which is counted one by one; 0 if nobody `counts`."""
+    """Move all objects to the oldest generation."""
     gc.freeze()
     num_objects = gc.get_freeze_count() if counts else 0
     gc.unfreeze()

@@ -1,4 +1,4 @@
-"""A drafter of one's own: what followed the newest token when it last stood in the request.
+"""Your own drafter: what followed the newest token when it last stood in the request.
 
 python examples/own_drafter.py [MODEL [BACKEND]]
 """

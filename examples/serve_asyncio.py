@@ -1,4 +1,4 @@
-"""An engine on a thread of its own; clients in an event loop, one of which gives up early.
+"""An engine on its own thread; clients in an event loop, one of which gives up early.
 
 python examples/serve_asyncio.py [MODEL [SPEC [BACKEND]]]
 SPEC: none or ngram for a model without a trained drafter

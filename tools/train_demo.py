@@ -5,26 +5,23 @@
     python -m tools.train_demo --part eagle3          # also mtp, draft_model
     python -m tools.train_demo --part export --out compilespec/demo/checkpoint
 
-Checkpoints and logs stay in --folder; a part started again resumes.  With --threads above 1 on a
-machine shared with other work set OMP_WAIT_POLICY=PASSIVE: threads that spin while a core is taken
-made a step nearly three times slower.
+Checkpoints and logs stay in --folder; a part started again resumes.  On a machine shared with other
+work set OMP_WAIT_POLICY=PASSIVE: threads that spin while a core is taken made a step nearly three
+times slower.
 """
 
 from __future__ import annotations
 
 import argparse
 import shutil
-from functools import partial
 from pathlib import Path
 
 import torch
 
 from compilespec.cli.train_progress import Shown
-from tools.demo import workers
 from tools.demo.corpus import encoded_splits
 from tools.demo.drafters import OPTIONS, options_of, train_drafter, write_text
-from tools.demo.export import export_llama
-from tools.demo.target import load_trained_target, train_target
+from tools.demo.target import Run, export_target, train_target
 
 CACHE = Path.home() / ".cache" / "compilespec-demo"
 PARTS = ("target", "text", *OPTIONS, "export")
@@ -41,19 +38,21 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=CACHE, help="checkpoints and logs")
     parser.add_argument("--steps", type=int, help="default: those of the released checkpoints")
     parser.add_argument("--decay-steps", type=int, help="of the target")
-    parser.add_argument("--stop-at", type=int, help="stop the target here, without decay")
     parser.add_argument("--count", type=int, default=4096, help="windows, and texts written")
     parser.add_argument("--out", type=Path, help="where export writes")
-    parser.add_argument("--processes", type=int, default=2, help="of the target's training")
-    parser.add_argument("--threads", type=int, default=1, help="threads of each process")
+    parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
-    if args.part == "target":
-        workers.start(args.processes, args.threads, partial(train_part, args))
-        export_target(args.folder)
-        return
     torch.set_num_threads(args.threads)
-    if args.part == "text":
+    if args.part == "target":
+        tokenizer, splits, _ = encoded_splits(CACHE)
+        steps, decay_steps, learning_rate = TARGET
+        run = Run(
+            folder=args.folder, steps=args.steps or steps, learning_rate=learning_rate,
+            decay_steps=args.decay_steps or decay_steps, seed=args.seed,
+        )  # fmt: skip
+        export_target(train_target(run, splits, tokenizer), tokenizer, target_of(args.folder))
+    elif args.part == "text":
         _, splits, hashes = encoded_splits(CACHE)
         print(hashes, flush=True)
         write_text(
@@ -70,25 +69,9 @@ def main() -> None:
             )  # fmt: skip
 
 
-def train_part(args: argparse.Namespace) -> None:
-    """Train the target in this process."""
-    _, splits, _ = encoded_splits(CACHE)
-    steps, decay_steps, learning_rate = TARGET
-    train_target(
-        splits, folder=args.folder, steps=args.steps or steps, lr=learning_rate, seed=args.seed,
-        decay_steps=args.decay_steps or decay_steps, stop_at=args.stop_at,
-    )  # fmt: skip
-
-
 def target_of(folder: Path) -> Path:
     """Where the exported target lies."""
     return folder / "checkpoint"
-
-
-def export_target(folder: Path) -> None:
-    """Write the target as it is now for transformers and `compile`."""
-    tokenizer, _, _ = encoded_splits(CACHE)
-    export_llama(load_trained_target(folder), tokenizer, target_of(folder))
 
 
 def export(folder: Path, out: Path) -> None:

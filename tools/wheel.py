@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     print(f"{wheel}: {wheel.stat().st_size / 2**20:.1f} MiB, kernels for torch {torch.__version__}")
 
 
-def build_wheel(output: Path, levels: Iterable[_levels.Level]) -> Path:
+def build_wheel(output: Path, levels: Iterable[_levels.CpuLevel]) -> Path:
     """Build from a copy: a checkout that held the libraries would use them, too."""
     with tempfile.TemporaryDirectory() as folder:
         tree = Path(folder, "tree")

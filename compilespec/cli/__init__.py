@@ -13,14 +13,14 @@ from collections.abc import Sequence
 
 from compilespec import __version__
 from compilespec.cli import bench, chat, compile, dump, generate, methods, serve, train
-from compilespec.cli.flags import Parser, in_flags, read_arguments
+from compilespec.cli.flags import FlagParser, in_flags, read_arguments
 from compilespec.cli.ranks import start_ranks, starts_ranks
 from compilespec.errors import SpecError
 
 COMMANDS = (generate, chat, serve, dump, bench, compile, methods, train)
 BAD_INPUT, INTERRUPTED, CUT_OFF = 2, 130, 141
 
-# How often a thread of GNU OpenMP looks for work before it sleeps: about 0.2 ms; by itself it takes
+# GNU OpenMP's threads look for work this often before they sleep: about 0.2 ms. Its own default is
 # sixty times as long, and beside a busy process a step then waits for time slices.
 SPIN_COUNT = "5000"
 
@@ -45,13 +45,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("compilespec: interrupted", file=sys.stderr)
         return INTERRUPTED
-    except BrokenPipeError:  # `| head` has read enough; what is buffered goes nowhere
+    except BrokenPipeError:  # `| head` has read enough; the buffered rest is dropped
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return CUT_OFF
 
 
-def build_parser() -> Parser:
-    parser = Parser(
+def build_parser() -> FlagParser:
+    parser = FlagParser(
         prog="compilespec",
         description="Compile a model and a drafter into one program that decodes speculatively.",
     )

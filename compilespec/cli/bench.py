@@ -79,7 +79,7 @@ def add_parser(commands: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     if min(args.num_draft_tokens) < 1 or args.rounds < 1:
         raise InvalidOption("--num-draft-tokens and --rounds: expected at least 1")
-    _methods(args)  # what is wrong with them is said before anything compiles
+    _methods(args)  # bad values are refused before anything compiles
     rules = _rules(args)
     measured = _Measured(args, read_prompts(args))
     set_threads(args.threads)
@@ -95,7 +95,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 class _Measured:
-    """What the engines wrote and how long they took, by title: greedily, or by a rule."""
+    """The texts and times of the engines, by title: greedy, or by a rule."""
 
     def __init__(self, args: argparse.Namespace, prompts: list[str]) -> None:
         self.plan: dict[str, Any] = {}
@@ -148,7 +148,7 @@ class _Measured:
 def _measure_side_by_side(
     args: argparse.Namespace, measured: _Measured, rules: list[str], skipped: dict[str, str]
 ) -> None:
-    """All engines at once, by turns, so that all see the same load of the machine."""
+    """Run all engines at once, by turns, so that all see the same load of the machine."""
     with contextlib.ExitStack() as stack:
         plain = stack.enter_context(compile_engine(args, "none"))
         measured.begin(plain)
@@ -175,7 +175,9 @@ def _measure_in_turn(
 
 
 def _groups(rules: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
-    """Values of acceptance=, with the titles that engines so compiled are measured under."""
+    """Map values of acceptance= to the titles that engines compiled with them are measured
+    under.
+    """
     yield "auto", [GREEDY, *(rule for rule in rules if rule == COUPLED)]
     yield from ((rule, [rule]) for rule in rules if rule != COUPLED)
 
@@ -193,7 +195,7 @@ def _rules(args: argparse.Namespace) -> list[str]:
 def _engines(
     args: argparse.Namespace, skipped: dict[str, str], acceptance: str
 ) -> Iterator[tuple[str, Engine]]:
-    """An engine for each method and K.  With --methods all, methods that cannot run are skipped."""
+    """Compile an engine for each method and K.  --methods all skips methods that cannot run."""
     for method in _methods(args):
         for count in sorted(set(args.num_draft_tokens)):
             try:

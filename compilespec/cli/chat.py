@@ -87,7 +87,7 @@ def add_parser(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     given = {name: value for name in SETTINGS if (value := getattr(args, name, None)) is not None}
-    given.pop("num_draft_tokens", None)  # the engine's
+    given.pop("num_draft_tokens", None)  # of the engine
     SamplingParams(**given)  # check before minutes of compiling
     if args.n != 1:
         raise InvalidRequest("n: a conversation has one answer; leave it out")
@@ -231,7 +231,7 @@ class Conversation:
         _say("; ".join(parts))
 
     def _command(self, name: str, rest: str) -> bool:
-        """Whether the conversation goes on.  Raises: InvalidRequest."""
+        """Run a command; True where the conversation goes on.  Raises: InvalidRequest."""
         rest = rest.strip()
         if name in ("exit", "quit"):
             return False
@@ -265,7 +265,7 @@ class Conversation:
         self.ask(question)
 
     def _take(self, messages: list[dict[str, str]]) -> None:
-        """Go on from these; what has room is found anew."""
+        """Continue from these turns; recomputes which of them fit."""
         self.messages, self._first = messages, 0
 
     def _set(self, name: str, value: str) -> None:

@@ -43,7 +43,7 @@ class Way:
 
 @dataclass(frozen=True, kw_only=True)
 class Parting:
-    """Where a way's tokens part from the reference's."""
+    """The place where a way's tokens part from the reference's."""
 
     prompt: int  # index of the prompt
     token: int  # index of the first generated token that differs
@@ -53,7 +53,7 @@ class Parting:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class SpeedRow:
     """One way's line of the table."""
 
     name: str
@@ -74,7 +74,7 @@ class Row:
 class Comparison:
     """The table, and how it was made."""
 
-    rows: tuple[Row, ...]
+    rows: tuple[SpeedRow, ...]
     reference: str  # name of the way with which ratios and tokens are compared
     plain: str | None  # name of the way with which tokens are also compared
     num_prompts: int
@@ -92,7 +92,7 @@ class Comparison:
 
 @dataclass(frozen=True, kw_only=True)
 class Timed:
-    """What each way wrote, and the milliseconds of its rounds, by name."""
+    """Each way's outputs and the milliseconds of its rounds, by name."""
 
     first: dict[str, list[Decoded]] = field(default_factory=dict)
     elapsed_ms: dict[str, list[float]] = field(default_factory=dict)
@@ -171,7 +171,7 @@ def judge(
     names = [*(name for name in first if name != reference), reference]
     speed = {name: _speed(first[name], elapsed_ms[name]) for name in names}
     rows = tuple(
-        Row(
+        SpeedRow(
             name=name,
             num_tokens=sum(len(decoded.token_ids) for decoded in first[name]),
             elapsed_ms=statistics.median(elapsed_ms[name]),

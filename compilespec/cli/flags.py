@@ -13,7 +13,7 @@ from compilespec.errors.suggest import did_you_mean, meant
 TREES = "paths of ranks such as 0,1,0.0,0.1, or top_k=4,depth=5,num_nodes=16"
 
 
-class Parser(argparse.ArgumentParser):
+class FlagParser(argparse.ArgumentParser):
     """Raises InvalidOption where argparse would print the usage and exit."""
 
     def error(self, message: str) -> NoReturn:
@@ -101,7 +101,7 @@ def add_adapter_option(add: Callable[..., Any], *, by_name: bool) -> None:
 
 
 def read_adapters(given: str | Sequence[str] | None) -> str | dict[str, str] | None:
-    """What --adapter means to `compile(adapters=)`.  Raises: InvalidOption."""
+    """Read the value of --adapter for `compile(adapters=)`.  Raises: InvalidOption."""
     if given is None or isinstance(given, str):
         return given
     named = dict(value.split("=", 1) for value in given if "=" in value)
@@ -115,7 +115,7 @@ def read_adapters(given: str | Sequence[str] | None) -> str | dict[str, str] | N
     return given[0]
 
 
-def read_arguments(parser: Parser, argv: Sequence[str] | None) -> argparse.Namespace:
+def read_arguments(parser: FlagParser, argv: Sequence[str] | None) -> argparse.Namespace:
     """The arguments of a command.  Raises: InvalidOption, also for unknown flags."""
     args, unknown = parser.parse_known_args(argv)
     if hasattr(args, "model_word"):

@@ -205,7 +205,7 @@ def _generate(args: argparse.Namespace, prompts: list[str]) -> int:
     with compile_engine(args, spec_of(args)) as engine:
         if not _sampling_of(args):
             report.print_unused_defaults(engine.generation_defaults)
-        progress = report.Progress(prompts, quiet=args.json, num_samples=args.n)
+        progress = report.OutputPrinter(prompts, quiet=args.json, num_samples=args.n)
         start, interrupted = time.perf_counter(), False
         try:
             with contextlib.closing(engine.stream(_asked(args, prompts), params)) as deltas:
@@ -277,7 +277,7 @@ def _compare(args: argparse.Namespace, prompts: list[str]) -> int:
 
 
 def _asked(args: argparse.Namespace, prompts: Sequence[str]) -> list[Any]:
-    """What the engine is given for the prompts: their text, or conversations of one message."""
+    """The engine's inputs for the prompts: their text, or conversations of one message."""
     if not args.chat:
         return list(prompts)
     told = [] if args.system is None else [{"role": "system", "content": args.system}]
@@ -332,7 +332,7 @@ def spec_of(args: argparse.Namespace) -> str:
 
 
 def may_draft(spec: str) -> bool:
-    """Whether the method has drafts, or may come to be one that has.  Raises: UnknownMethod."""
+    """True where the method drafts, or `auto` may choose one that does.  Raises: UnknownMethod."""
     from compilespec.methods.registry import get_method
 
     method = get_method(spec).capabilities
@@ -340,7 +340,7 @@ def may_draft(spec: str) -> bool:
 
 
 def set_threads(threads: int | None) -> None:
-    """As many as asked; else torch's number, but no more than the container's CPU quota allows."""
+    """Set the number of threads: the given one, else torch's, at most the container's CPU quota."""
     if threads is not None and threads < 1:
         raise InvalidOption(f"--threads: expected at least 1, got {threads}")
     if threads is None and "OMP_NUM_THREADS" in os.environ:
@@ -363,7 +363,9 @@ def _read_file(name: str) -> str:
 
 
 def _stdin_has_text(*, wait: bool) -> bool:
-    """Whether to read stdin: never from a terminal; without `wait`, only if input is ready."""
+    """True where stdin has text to read: never on a terminal; without `wait`, only if input is
+    ready.
+    """
     if sys.stdin is None or sys.stdin.closed or sys.stdin.isatty():
         return False
     if wait:

@@ -16,7 +16,7 @@ from typing import IO, Any
 from compilespec.errors import InvalidOption
 
 POLL_S = 0.2
-GRACE_S = 5.0  # that ranks have to say why they end, before they are ended
+GRACE_S = 5.0  # seconds that ranks have to say why they end
 
 
 def add_ranks_option(add: Callable[..., Any]) -> None:
@@ -30,7 +30,7 @@ def add_ranks_option(add: Callable[..., Any]) -> None:
 
 
 def starts_ranks(args: argparse.Namespace) -> bool:
-    """Whether this process is to start those of the job, and is none of them itself."""
+    """True where this process must start the ranks of the job and is no rank itself."""
     size = getattr(args, "tensor_parallel_size", None)
     if size is not None and size < 1:
         raise InvalidOption(f"tensor_parallel_size must be a positive integer; got {size}")
@@ -38,7 +38,7 @@ def starts_ranks(args: argparse.Namespace) -> bool:
 
 
 def is_first_rank() -> bool:
-    """Whether this process is rank 0 of a job, or in none."""
+    """True where this process is rank 0 of a job, or in no job."""
     return os.environ.get("RANK", "0") == "0"
 
 
@@ -94,7 +94,7 @@ def _watch(ranks: Sequence[subprocess.Popen[bytes]], logs: Sequence[IO[str]]) ->
             if all(code == 0 for code in codes):
                 return 0
             time.sleep(POLL_S)
-        except KeyboardInterrupt:  # the ranks got it, too
+        except KeyboardInterrupt:  # the ranks received it too
             continue
 
 

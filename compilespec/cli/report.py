@@ -12,17 +12,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
-    from compilespec.cli.compare import Comparison, Parting, Row
+    from compilespec.cli.compare import Comparison, Parting, SpeedRow
     from compilespec.progress import Progress as StartRecord
     from compilespec.runtime.engine import Engine
     from compilespec.runtime.outputs import Delta
     from compilespec.runtime.stats import EngineStats
 
 
-MIN_SPENT_S = 2.0  # in a stage, before its end is estimated
+MIN_SPENT_S = 2.0  # seconds in a stage before its end is estimated
 
 
-class Progress:
+class OutputPrinter:
     """Gathers the deltas of all prompts and prints their texts in order.
 
     The first unfinished prompt is printed live; the others wait for their turn.
@@ -157,14 +157,14 @@ def starting(
 
 
 class _Left:
-    """Estimates how long a stage whose steps are counted takes from here on."""
+    """Estimates how much longer a stage with counted steps takes."""
 
     def __init__(self) -> None:
         self._stage = ("", False)
         self._started = 0.0
 
     def of(self, record: StartRecord) -> str:
-        """What is said of it; "" where too little is known."""
+        """The estimate in words; "" where too little is known."""
         now, stage = time.perf_counter(), (record.stage, record.total is None)
         if stage != self._stage:
             self._stage, self._started = stage, now
@@ -271,7 +271,7 @@ def _verdicts(comparison: Comparison, limit: float) -> Iterator[str]:
 
 
 def _consequence(partings: Sequence[Parting], limit: float) -> str:
-    """Why prompts part, in short; "" if none does."""
+    """The meaning of the partings in short; "" if there are none."""
     if not partings:
         return ""
     if all(parting.margin <= limit for parting in partings):
@@ -320,7 +320,7 @@ def _longest_word(text: str) -> int:
     return max(map(len, text.split()))
 
 
-def _token_cell(comparison: Comparison, row: Row, name: str) -> str:
+def _token_cell(comparison: Comparison, row: SpeedRow, name: str) -> str:
     """A way's tokens compared with those of the way `name`."""
     partings = row.partings if name == comparison.reference else row.plain_partings
     if row.name == name:
@@ -336,7 +336,7 @@ def _explained_partings(
     comparison: Comparison, dtype: str, limit: float, tokenizer: Any
 ) -> Iterator[str]:
     """A paragraph for each place where tokens part, once for all ways that part there alike, and
-    one that says why near ties are no error.  `limit`: the widest near tie of the dtype.
+    one that explains near ties.  `limit`: the widest near tie of the dtype.
     """
     ways: dict[tuple[Parting, str | None], list[str]] = {}
     for row in comparison.rows:
@@ -372,7 +372,7 @@ def _token_text(token: int | None, tokenizer: Any) -> str:
     return f"id {token}" if tokenizer is None else repr(tokenizer.decode([token]))
 
 
-def _speed_cells(row: Row | None) -> tuple[str, str, str]:
+def _speed_cells(row: SpeedRow | None) -> tuple[str, str, str]:
     """Tokens per second, ratio and acceptance length."""
     if row is None:
         return "", "", ""
@@ -394,7 +394,7 @@ def print_compile_seconds(costs: Mapping[str, Mapping[str, Mapping[str, Any]]]) 
         Console(stderr=True).print(text, style="dim", highlight=False, soft_wrap=True)
 
 
-def describe_tokens(row: Row) -> str:
+def describe_tokens(row: SpeedRow) -> str:
     """Say "identical", or where each prompt's tokens part and by what margin."""
     if row.identical:
         return "identical"

@@ -93,8 +93,8 @@ def temperatures(text: str) -> tuple[float, ...]:
 
 
 def keep_freed_memory() -> None:
-    """Let glibc keep what it has for the next step: arrays of a hundred megabytes that are mapped
-    anew for every operation took a third of a step, in page faults.
+    """Tell glibc to keep freed memory for the next step: mapping arrays of a hundred megabytes anew
+    for every operation took a third of a step, in page faults.
     """
     change = getattr(ctypes.CDLL(None), "mallopt", None)
     if change is None:  # musl, macOS

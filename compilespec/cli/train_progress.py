@@ -1,4 +1,4 @@
-"""A training run, shown: a live line on a terminal, one line in a while elsewhere."""
+"""The progress of a training run: a live line on a terminal, else a line from time to time."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from compilespec.training.options import TrainOptions
 from compilespec.training.report import Record
 from compilespec.training.state import RunState
 
-LINE_SECONDS = 20.0  # between lines where there is no terminal
+LINE_SECONDS = 20.0  # seconds between lines without a terminal
 
 
 class Shown(Listener):
@@ -73,7 +73,7 @@ class Shown(Listener):
         self._show("training", state, part, now=record.acceptance is not None)
 
     def _part(self, record: Record, run: RunState) -> float:
-        """How much of the run is done; 0 where its end is not known."""
+        """The part of the run that is done; 0 where its end is not known."""
         if run.schedule.end is not None:
             return (record.step + 1) / run.schedule.end
         if self._options.max_minutes is not None:

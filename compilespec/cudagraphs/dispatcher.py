@@ -1,4 +1,4 @@
-"""Which graph serves a batch: the smallest bucket that holds it, padded, or no graph at all."""
+"""Chooses the graph for a batch: the smallest bucket that holds it, padded, or no graph at all."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from compilespec.cudagraphs.buckets import BUCKET_DIMS, Bucket, smallest
 from compilespec.cudagraphs.drivers import poison
 from compilespec.cudagraphs.inputs import BatchInputs
 from compilespec.cudagraphs.modes import GraphKind
-from compilespec.cudagraphs.recorder import Recorder
+from compilespec.cudagraphs.recorder import GraphRecorder
 from compilespec.cudagraphs.recording import Recording
 from compilespec.cudagraphs.report import GraphKey
 from compilespec.program import LoweredPhase, ProgramConfig, StepKey
@@ -38,7 +38,7 @@ class Dispatcher:
         *,
         buckets: Sequence[Bucket] = (),
         kind: GraphKind | None = None,
-        recorder: Recorder | None = None,
+        recorder: GraphRecorder | None = None,
     ) -> None:
         """Bind a phase to its inputs.
 
@@ -92,7 +92,7 @@ class Dispatcher:
 
     @property
     def key(self) -> StepKey:
-        """The graph that it runs."""
+        """The graph that a bucket runs."""
         return self._phase.key
 
     @property
@@ -116,7 +116,9 @@ class Dispatcher:
         return self._recordings[bucket]
 
     def _choose(self, sizes: Bucket) -> tuple[Bucket, Recording | None]:
-        """The bucket to run, and its graph; the batch's own sizes where no graph serves it."""
+        """Choose the bucket to run, and its graph; the batch's own sizes where no graph serves
+        it.
+        """
         if sizes not in self._smallest:
             self._smallest[sizes] = smallest(self.buckets, sizes)
         bucket = self._smallest[sizes]
@@ -164,7 +166,7 @@ class Dispatcher:
         return GraphKey(self.key, bucket, self._kind)
 
     def _size_names(self, batch: Mapping[str, Sequence[int]]) -> list[str]:
-        """An input of each dimension, (B,) or (R, T)."""
+        """The first input with each dimension, (B,) or (R, T)."""
         return [next(name for name in batch if name[-1] == dim) for dim in self._dims]
 
     # --- emulation: poison the values that nothing may read ---
@@ -196,8 +198,8 @@ def capture_all(
     startup_seconds: float,
     progress: Reporter | None = None,
 ) -> None:
-    """Capture at start until the time is spent: decode steps first, since one that is captured in
-    traffic holds up every request, and the largest first, whose memory the others find allocated.
+    """Capture at start until the time is spent.  Decode steps come first, because capturing one in
+    traffic holds up every request; the largest come first, because the others reuse their memory.
     """
     work = [(key, d) for d in dispatchers for key in d.keys]
     work.sort(

@@ -16,7 +16,7 @@ Call = Callable[[], Sequence[Tensor]]
 
 
 class CaptureFailed(Exception):
-    """A call did what no graph can hold, such as waiting for the device."""
+    """The call did something that no graph can hold, such as waiting for the device."""
 
 
 class Graph(Protocol):
@@ -47,11 +47,11 @@ class Driver(Protocol):
         ...
 
     def expiry(self, tensor: Tensor) -> Callable[[], None] | None:
-        """What a replay does after the last read of the tensor; None for nothing."""
+        """A function that a replay runs after the last read of the tensor; None for nothing."""
         ...
 
     def free_bytes(self) -> int | None:
-        """Free memory of the device in bytes; None if memory is no limit."""
+        """Free memory of the device in bytes; None where memory is not limited."""
         ...
 
     def reserved_bytes(self) -> int:
@@ -68,7 +68,7 @@ class CudaDriver:
         self._device = device
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(device)
-        self._spoilt: list[Any] = []  # torch's allocator may ask a graph that failed again
+        self._spoilt: list[Any] = []  # torch's allocator may ask again about a failed graph
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
@@ -99,8 +99,8 @@ class CudaDriver:
         return graph, made
 
     def _abandon(self, graph: Any) -> None:
-        """End a capture that failed, in torch's allocator too, which it leaves out where the
-        capture is spoilt: it could give no memory back any more.
+        """End a failed capture, in torch's allocator too.  torch itself leaves its allocator inside
+        a spoilt capture, where it could not give memory back any more.
         """
         try:
             graph.capture_end()
@@ -163,7 +163,7 @@ def make_driver(device: torch.device) -> Driver:
 
 
 def poison(tensor: Tensor) -> None:
-    """Fill with NaN, the lowest integer, or True: values whose use is noticed."""
+    """Fill with NaN, the lowest integer, or True: using such values shows."""
     if tensor.dtype.is_floating_point:
         tensor.fill_(float("nan"))
     elif tensor.dtype == torch.bool:

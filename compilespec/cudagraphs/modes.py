@@ -1,4 +1,4 @@
-"""Which phases replay graphs, and of which kind: the modes of `cudagraphs=`."""
+"""The modes of `cudagraphs=`: which phases replay graphs, and of which kind."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ MODE_NAMES = ("auto", *MODES)
 
 @dataclass(frozen=True, kw_only=True)
 class GraphOptions:
-    """What `cudagraphs=` may be instead of the name of a mode.
+    """The options of `cudagraphs=`, in the place of a mode's name.  Raises: InvalidOption.
 
     Raises: InvalidOption.
     """
@@ -38,15 +38,17 @@ class GraphOptions:
     an emulation for tests: the captured call is executed again over the same buffers."""
 
     startup_seconds: float = 30.0
-    """Seconds that capturing at start may take.  Buckets that remain are captured when a batch
-    first needs them; with 0, all of them are.
+    """Seconds that capturing at start may take.  The other buckets are captured when a batch first
+    needs them; with 0, all of them are.
     """
 
     max_seconds: float = 120.0
     """Seconds that capturing may take in total, at start and later."""
 
     max_mib: float | None = None
-    """MiB of all graphs together.  None: a quarter of what is free when capturing begins."""
+    """MiB of all graphs together.  None: a quarter of the memory that is free when capturing
+    begins.
+    """
 
     def __post_init__(self) -> None:
         if self.mode not in MODE_NAMES:
@@ -58,7 +60,7 @@ class GraphOptions:
                 raise InvalidOption(f"cudagraphs: {name} must be a number >= 0; got {value!r}")
 
     def mode_on(self, device: torch.device) -> str:
-        """The mode that "auto" means on a device."""
+        """The mode that "auto" stands for on a device."""
         if self.mode != "auto":
             return self.mode
         return "full_and_piecewise" if device.type == "cuda" else "none"

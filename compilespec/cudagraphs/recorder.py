@@ -22,14 +22,14 @@ _MIB = 2**20
 Step = Callable[[], None]
 
 
-def make_recorder(options: GraphOptions, device: torch.device) -> Recorder | None:
-    """What captures graphs on a device; None where the options ask for none there."""
+def make_recorder(options: GraphOptions, device: torch.device) -> GraphRecorder | None:
+    """Make the recorder of graphs on a device; None where the options ask for no graphs."""
     if not options.kinds_on(device):
         return None
-    return Recorder(make_driver(device), options, mode=options.mode_on(device))
+    return GraphRecorder(make_driver(device), options, mode=options.mode_on(device))
 
 
-class Recorder:
+class GraphRecorder:
     """All graphs of a program: one pool, one budget, one report.
 
     Capturing runs with padded rows only, so that it changes no state.
@@ -48,7 +48,7 @@ class Recorder:
         self._failed = ""  # why nothing more is captured
 
     def refuses(self, phase: LoweredPhase) -> bool:
-        """Whether a phase cannot be captured, as is known beforehand; says so once."""
+        """True where a phase is known to be impossible to capture; says so once."""
         if phase.waits_for_host:
             self.report.refused[phase.key] = phase.waits_for_host
             logger.warning(
@@ -61,9 +61,8 @@ class Recorder:
     def capture(
         self, key: GraphKey, phase: LoweredPhase, inputs: Sequence[Tensor]
     ) -> Recording | None:
-        """Capture one bucket; None, with a warning, if that fails or the budget is spent.  Where a
-        call cannot be captured, nothing is captured any more: torch's allocator may be left in the
-        middle of that capture.
+        """Capture one bucket; None, with a warning, if that fails or the budget is spent.  After a
+        failed capture nothing more is captured: torch's allocator may still be in the middle of it.
 
         Args:
             inputs: the phase's inputs, at the addresses that replays will read, every row padded.

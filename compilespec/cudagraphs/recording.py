@@ -14,7 +14,7 @@ from compilespec.errors import StaleGraphInput
 
 @dataclass(frozen=True)
 class Signature:
-    """What a graph remembers of an input."""
+    """The facts of an input that a graph depends on."""
 
     address: int
     shape: tuple[int, ...]
@@ -29,7 +29,7 @@ class Signature:
         )
 
     def difference(self, other: Signature) -> str:
-        """How the other input differs, in words; empty if it does not."""
+        """The difference to another input in words; empty if there is none."""
         pairs = [
             ("device", self.device, other.device),
             ("dtype", self.dtype, other.dtype),

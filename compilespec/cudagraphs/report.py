@@ -1,4 +1,4 @@
-"""What capturing cost, and what was left out: plain data for `Engine.plan()`."""
+"""The cost of capturing, and what was left out: plain data for `Engine.plan()`."""
 
 from __future__ import annotations
 
@@ -42,9 +42,13 @@ class CaptureReport:
     driver: str
     captured: list[CaptureRecord] = field(default_factory=list)
     dropped: dict[GraphKey, str] = field(default_factory=dict)
-    """Why the bucket has no graph.  Its batches run in a larger bucket, or uncaptured."""
+    """The reason why the bucket has no graph.  Its batches run in a larger bucket, or
+    uncaptured.
+    """
     refused: dict[StepKey, str] = field(default_factory=dict)
-    """Why the step has no graphs at all: the operator in which the host waits for the device."""
+    """The reason why the step has no graphs: the operator in which the host waits for the
+    device.
+    """
     num_replays: int = 0
     num_uncaptured: int = 0
     """Calls of phases with graphs in which no graph fitted the batch."""

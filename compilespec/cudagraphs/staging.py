@@ -11,7 +11,7 @@ _NUM_STAGES = 2  # copies that may be on their way at once
 
 
 class Staging:
-    """What the host fills and a device buffer receives, by one asynchronous copy.
+    """Host memory that one asynchronous copy sends to a device buffer.
 
     On CUDA the host fills pinned memory, a stage a copy in turn, and waits only if the stage's last
     copy has not run yet.  On the CPU it fills the buffer itself.
@@ -23,7 +23,7 @@ class Staging:
         self._stages = [_Stage(buffer) for _ in range(_NUM_STAGES if buffer.is_cuda else 1)]
 
     def open(self) -> Any:
-        """The memory to fill, as an array, of the buffer's size; what is in it is old."""
+        """The memory to fill, as an array of the buffer's size; it holds old values."""
         self._stages.append(self._stages.pop(0))
         return self._stages[-1].open()
 

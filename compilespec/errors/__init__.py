@@ -107,7 +107,7 @@ class StaleGraphInput(SpecError):
 
 
 class TrainingDiverged(SpecError):
-    """The loss of a drafter that is trained is no number any more; the last state is kept."""
+    """The loss of a trained drafter became NaN or infinite; the last state is kept."""
 
 
 class RankLost(SpecError):
@@ -123,9 +123,9 @@ class EngineClosed(SpecError):
 
 
 class QueueFull(SpecError):
-    """As many requests wait as may; the request was not queued, and may be tried again."""
+    """The queue is full; the request was not queued, and may be tried again."""
 
 
 def is_integer(value: object) -> bool:
-    """Whether an option's value is an integer; True and False are not."""
+    """True where an option's value is an integer; True and False are none."""
     return isinstance(value, int) and not isinstance(value, bool)

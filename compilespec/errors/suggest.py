@@ -190,7 +190,7 @@ def did_you_mean(name: object, known: Iterable[str], *where: str) -> str:
 
 
 def not_there(path: Path) -> str:
-    """What is said of a path that does not exist, with a similar name beside it."""
+    """The message for a path that does not exist, with a similar name in the same folder."""
     if not path.parent.is_dir():
         return f"{path} does not exist, nor does {path.parent}"
     names = sorted(one.name for one in path.parent.iterdir())

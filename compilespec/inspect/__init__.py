@@ -1,1 +1,1 @@
-"""Looking inside a program: what the passes did, whether it is right, what it costs."""
+"""Looks inside a program: the work of its passes, their correctness, its cost."""

@@ -45,7 +45,7 @@ from compilespec.runtime.step_runner import StepRunner
 
 @dataclass(frozen=True, kw_only=True)
 class TokenReport:
-    """Where the tokens of a prompt part from those of the model."""
+    """The place where the tokens of a prompt part from those of the model."""
 
     prompt: int
     position: int  # number of the output token
@@ -61,7 +61,9 @@ class TokenReport:
 
 @dataclass(frozen=True, kw_only=True)
 class BisectReport:
-    """What was compared, and where it first parts; `found` is None where every pass agrees."""
+    """The comparisons that ran, and the first one that failed; `found` is None where every pass
+    agrees.
+    """
 
     tokens: TokenReport | None  # None: all equal, or no prompts were run
     num_prompts: int
@@ -123,7 +125,7 @@ def bisect(
     The prompts are served and their tokens compared to the model's own.  Then every pass is
     checked, in the order of the pipeline, on the calls that were made while serving (those up to
     the one that gave the first wrong token), and on random ones.  A fault that the tokens do not
-    show, such as a drafter that lost acceptance, is found all the same.
+    show, such as a drafter that lost acceptance, is found too.
 
     Args:
         program: from `trace`, whose graphs are interpreted, or an engine (its compiled calls count
@@ -184,7 +186,7 @@ def _lowered(program: SpecProgram | Engine) -> Lowered:
 
 
 def _greedy(start: Stage, prompt: Sequence[int], num_tokens: int) -> list[int]:
-    """The target's own tokens, computed anew from all of the sequence each time."""
+    """The target's own tokens, recomputed from the whole sequence each time."""
     tokens = list(prompt)
     for _ in range(num_tokens):
         ids = torch.tensor([tokens], dtype=torch.int32, device=start.device)
@@ -227,7 +229,7 @@ def _first_wrong_token(
 
 
 class _RecordingRunner(StepRunner):
-    """Keeps the inputs of every call, as they were before it; caches start as NaN."""
+    """Keeps the inputs of every call as they were before it; caches start as NaN."""
 
     def __init__(self, lowered: Lowered) -> None:
         super().__init__(lowered)
@@ -271,7 +273,7 @@ def _first_wrong(
     lowered: Any,
     seed: int,
 ) -> tuple[Check, PassStages | None, Case] | None:
-    """The first pass of a graph that does not compute what it must, on served or random calls."""
+    """The first pass of a graph that computes something wrong, on served or random calls."""
     ctx = context_of(graph)
     mine = [with_target_inputs(ctx, case) for case in calls if case.key == graph.key]
     # the first calls cover what every call does, the last ones gave the wrong token
@@ -302,7 +304,7 @@ def _batch_sizes(graph: PhaseGraph) -> Iterator[int]:
 
 
 def _is_right(graph: PhaseGraph, stages: PassStages | None, size: int, seed: int) -> bool:
-    """Whether the pass agrees on a random call of this size."""
+    """True where the pass agrees on a random call of this size."""
     ctx = context_of(graph)
     start = next(pass_stages(graph)).before
     (case,) = make_cases(ctx, start, batch_sizes=(size,), seed=seed)

@@ -1,4 +1,6 @@
-"""Which indices of a program are proved to be inside, and which are guarded."""
+"""The indices of a program that are proved to be inside their tensors, and those that are
+guarded.
+"""
 
 from __future__ import annotations
 
@@ -57,8 +59,8 @@ class BoundsReport:
         }
 
     def rows(self) -> Iterator[tuple[str, ...]]:
-        """One row for all claims that say the same of a graph: how often, what, where, range,
-        needed range, status, hazards.
+        """One row for all equal claims about a graph: count, claim, place, range, needed range,
+        status, hazards.
         """
         groups: dict[tuple[Any, ...], list[Bound]] = {}
         for bound in self.bounds:

@@ -1,4 +1,4 @@
-"""A drafter's captured calls before and after they were rewritten, on the same random arguments."""
+"""A drafter's captured calls before and after a rewrite, on the same random arguments."""
 
 from __future__ import annotations
 

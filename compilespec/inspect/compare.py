@@ -1,4 +1,4 @@
-"""When two tensors count as equal: bit for bit, or within one bound a dtype."""
+"""Equality of two tensors: bit for bit, or within one bound per dtype."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclass(frozen=True, kw_only=True)
 class Difference:
-    """How `got` differs from `want`."""
+    """The difference of `got` from `want`."""
 
     error: float  # largest, as a part of the largest wanted magnitude; inf where not comparable
     text: str
 
 
 def rounding_bound(ctx: PassContext) -> float:
-    """What rounding alone may make of a step of this program."""
+    """The largest difference that rounding alone can make in a step of this program."""
     traced = (ctx.target, *ctx.draft.values())
     quantizes = any(quantizes_rows(w) for call in traced for w in call.weights.values())
     bound = BOUNDS[ctx.config.dtype]
@@ -43,7 +43,8 @@ def rounding_bound(ctx: PassContext) -> float:
 
 
 def compare(got: Tensor, want: Tensor, *, bound: float | None) -> Difference | None:
-    """None where they are equal: bit for bit without a bound; integers always.
+    """The difference; None where they are equal: bit for bit without a bound; integers always.  NaN
+    equals NaN: poison must stay in its place and appear nowhere else.
 
     NaN equals NaN: poison must stay where it is, and come from nowhere.
     """

@@ -1,4 +1,4 @@
-"""What a step costs: FLOPs and bytes in B, K, T, R and context length C, and the roofline time."""
+"""The cost of a step: FLOPs and bytes in B, K, T, R and context length C, and the roofline time."""
 
 from __future__ import annotations
 
@@ -36,15 +36,13 @@ class StepCost:
     stages: tuple[CostRow, ...]
     modules: tuple[CostRow, ...]
     passes: tuple[CostRow, ...]  # ATen passes, where the program kept their graphs
-    collectives: Mapping[str, int]  # how often ranks speak, by operator
-    uncounted: Mapping[str, int]  # operators that are neither counted nor taken as fused
+    collectives: Mapping[str, int]  # messages between ranks, by operator
+    uncounted: Mapping[str, int]  # operators that are neither counted nor assumed fused
 
 
 @dataclass(frozen=True, kw_only=True)
 class CostReport:
-    """Every graph; `sizes` are the numbers that times and amounts are shown for, but K, which is
-    each graph's own.
-    """
+    """Every graph; times and amounts are shown for `sizes`, and for each graph's own K."""
 
     graphs: ByStep[StepCost]
     sizes: Mapping[Expr, int]
@@ -214,11 +212,11 @@ def _step_cost(phase: PhaseGraph, sizes: Mapping[Expr, int], device: Device | No
     sizes = {**sizes, K: num_draft_tokens}
     inputs = {spec.name: spec for spec in phase.inputs}
     costs = NodeCosts(phase.graph_module.graph, inputs, num_draft_tokens)
-    parts = [_Part(node, cost) for node, cost in costs]
+    parts = [_CountedNode(node, cost) for node, cost in costs]
     times = {cost: _roofline_ms(cost.at(sizes), device) for cost in {p.cost for p in parts}}
     weights = _weights_of_copies(parts, num_draft_tokens)
 
-    def row(name: str, chosen: list[_Part]) -> CostRow:
+    def row(name: str, chosen: list[_CountedNode]) -> CostRow:
         total = sum((part.cost * weights[part.copy] for part in chosen), Cost()).expanded()
         ms = sum(times[part.cost] or 0.0 for part in chosen) if device is not None else None
         return CostRow(name=name, cost=total, ms=ms)
@@ -236,7 +234,7 @@ def _step_cost(phase: PhaseGraph, sizes: Mapping[Expr, int], device: Device | No
     )
 
 
-class _Part:
+class _CountedNode:
     """A counted node: where it comes from, and its cost."""
 
     def __init__(self, node: fx.Node, cost: Cost) -> None:
@@ -247,16 +245,18 @@ class _Part:
         self.module = re.sub(r"\.\d+(?=\.|$)", ".*", str(custom.get("module", "")))
 
 
-def _grouped(parts: list[_Part], name: Any) -> dict[str, list[_Part]]:
-    groups: dict[str, list[_Part]] = {}
+def _grouped(parts: list[_CountedNode], name: Any) -> dict[str, list[_CountedNode]]:
+    groups: dict[str, list[_CountedNode]] = {}
     for part in parts:
         if part.cost != Cost():
             groups.setdefault(name(part), []).append(part)
     return groups
 
 
-def _weights_of_copies(parts: list[_Part], num_draft_tokens: int) -> dict[tuple[str, int], Expr]:
-    """How often each copy of a fragment counts: a loop's equal last copies are one, times an
+def _weights_of_copies(
+    parts: list[_CountedNode], num_draft_tokens: int
+) -> dict[tuple[str, int], Expr]:
+    """The factor of each copy of a fragment: a loop's equal last copies count as one, times an
     expression in K.
     """
     totals: dict[tuple[str, int], Cost] = {}
@@ -276,8 +276,8 @@ def _weights_of_copies(parts: list[_Part], num_draft_tokens: int) -> dict[tuple[
     return weights
 
 
-def _stage_name(part: _Part, weights: Mapping[tuple[str, int], Expr]) -> str:
-    """The fragment; copies of a loop by how often they count."""
+def _stage_name(part: _CountedNode, weights: Mapping[tuple[str, int], Expr]) -> str:
+    """The name of the fragment; copies of a loop are named by their factor."""
     siblings = {copy: weight for copy, weight in weights.items() if copy[0] == part.fragment}
     repeated = next((weight for weight in siblings.values() if weight.free_symbols), None)
     if repeated is not None and siblings[part.copy] != 1:
@@ -295,7 +295,7 @@ def _after_passes(
             continue
         known = {**_inputs_of(record.after), **inputs}
         costs = NodeCosts(record.after, known, num_draft_tokens)
-        parts = [_Part(node, cost) for node, cost in costs]
+        parts = [_CountedNode(node, cost) for node, cost in costs]
         weights = _weights_of_copies(parts, num_draft_tokens)
         total = sum((part.cost * weights[part.copy] for part in parts), Cost()).expanded()
         if total != last:
@@ -320,12 +320,12 @@ def _roofline_ms(cost: Cost, device: Device | None) -> float | None:
 
 
 def readable(expr: Expr) -> Expr:
-    """Collected by batch, then context, then drafts."""
+    """Terms collected by batch, then context, then drafts."""
     return sympy.collect(sympy.expand(expr), [B, T, R, C, K])
 
 
 def _scaled(amount: int) -> str:
-    """Three digits and a unit: 1.23M."""
+    """A number with three digits and a unit: 1.23M."""
     value = float(amount)
     for unit in ("", "K", "M", "G", "T"):
         if abs(value) < 1000 or unit == "T":

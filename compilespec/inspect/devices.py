@@ -1,4 +1,4 @@
-"""What a device can do at best: memory bandwidth and arithmetic, published or measured once."""
+"""The limits of a device: memory bandwidth and arithmetic, published or measured once."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def find_device(
     bytes_per_s: float | None = None,
     flops_per_s: float | None = None,
 ) -> Device:
-    """A device by name; either limit may be given instead.  Nothing is measured that is given.
+    """A device by name; either limit may be given instead.  Given limits are not measured.
 
     Raises: InvalidOption for an unknown device, or a dtype that it has no figure for.
     """

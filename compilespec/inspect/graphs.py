@@ -1,7 +1,7 @@
 """Every stage of a phase's graph by name, with shapes in the legend's letters.
 
 A stage is named by the pass it comes after; the first is "start", and a captured graph, which no
-pass has seen, is a stage of its own: "target", "draft.forward", ...
+pass has seen, is a separate stage: "target", "draft.forward", ...
 """
 
 from __future__ import annotations
@@ -55,11 +55,11 @@ class PhaseStages:
 
     def __init__(self, phase: PhaseGraph, *, with_shapes: bool = True) -> None:
         self.phase = phase
-        self._shapes = Shapes(context_of(phase)) if with_shapes else None
+        self._shapes = SplicedShapes(context_of(phase)) if with_shapes else None
 
     @property
     def names(self) -> list[str]:
-        """Of all stages."""
+        """The names of all stages."""
         return [START, *(record.name for record in self.phase.records)]
 
     def position(self, name: str) -> int:
@@ -154,8 +154,8 @@ def _aten_symbols(graph: fx.Graph) -> dict[str, str]:
     }
 
 
-class Shapes:
-    """Shapes of spliced graphs, which have none of their own: runs them on fake tensors.
+class SplicedShapes:
+    """Finds shapes of spliced graphs, which carry none, by running them on fake tensors.
 
     One memory serves all stages: a node that a pass left as it was, over operands that it left as
     they were, is not run again.
@@ -207,7 +207,7 @@ class Shapes:
 
 
 class _FakeRun(fx.Interpreter):
-    """Keeps every node's result, and takes those it knows from `known`."""
+    """Keeps every node's result, and takes the results in `known`."""
 
     def __init__(self, gm: fx.GraphModule, known: dict[Any, Any]) -> None:
         super().__init__(gm, garbage_collect_values=False)

@@ -20,10 +20,10 @@ from compilespec.runtime.weights import materialise
 
 @dataclass
 class Decisions:
-    """The argmaxes of a run: which index won each row, and what it won over.
+    """The argmaxes of a run: the index that won each row, and its margin.
 
-    Rounding may turn a near tie around, and everything after it; a run that is given another's
-    decisions follows them, and `parted` says where its own scores disagree by more than `bound`.
+    Rounding may flip a near tie, and everything after it.  A run that is given another's decisions
+    follows them; `parted` lists where its own scores disagree by more than `bound`.
     """
 
     winners: list[Tensor] = field(default_factory=list)
@@ -34,7 +34,7 @@ class Decisions:
     parted: list[str] = field(default_factory=list)  # node names
 
     def take(self, node: str, scores: Tensor, winner: Tensor) -> Tensor:
-        """The decision to go on with."""
+        """Record a decision; returns the one to go on with."""
         rows, scale = scores.detach().flatten(0, -2).double(), float(scores.abs().max()) or 1.0
         if self.followed is None:
             best = rows.topk(min(2, rows.shape[-1])).values
@@ -82,7 +82,7 @@ class Stage:
         """Run on copies of `inputs`, by name; `mixers` are called in place of markers, `follow`
         after every operation.
         """
-        run = _Run(self.graph, self._owner, mixers or {}, decisions or Decisions(), follow)
+        run = _StageRun(self.graph, self._owner, mixers or {}, decisions or Decisions(), follow)
         feeds, buffers = [], {}
         for node in self.graph.find_nodes(op="placeholder"):
             name = node.meta["role"]
@@ -118,7 +118,7 @@ class Stage:
         return self._bound[key]
 
 
-class _Run(fx.Interpreter):
+class _StageRun(fx.Interpreter):
     def __init__(
         self,
         graph: fx.Graph,

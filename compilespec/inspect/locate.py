@@ -1,4 +1,4 @@
-"""The first node at which the graph after a pass does not compute what it must."""
+"""The first node that computes a wrong value after a pass."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from compilespec.program import module_path
 
 @dataclass(frozen=True, kw_only=True)
 class NodeReport:
-    """Where a value first parts, and what the pass made on the way to it."""
+    """The place where a value first parts, and what the pass made on the way to it."""
 
     name: str
     target: str
@@ -65,7 +65,7 @@ def first_parting_node(ctx: PassContext, stages: PassStages, case: Case) -> Node
 def _compared(
     ctx: PassContext, stages: PassStages, case: Case, got: Values, want: Values
 ) -> Iterator[tuple[str, fx.Node, Tensor | None, Tensor]]:
-    """(what, node, got, wanted) of everything that can be pinned to a node of the graph after."""
+    """(what, node, got, wanted) of every value that belongs to one node of the graph after."""
     graph = stages.after.graph
     nodes = {node.name: node for node in graph.nodes}
     if stages.reference is None:
@@ -130,7 +130,7 @@ def _report(stages: PassStages, node: fx.Node, what: str, text: str) -> NodeRepo
 
 
 def _made_before(stages: PassStages, node: fx.Node) -> Iterator[fx.Node]:
-    """Ancestors of the node that the graph before does not have, or has otherwise."""
+    """Ancestors of the node that the graph before lacks, or has in another form."""
     old = {other.name: (other.target, str(other.args)) for other in stages.before.graph.nodes}
     frontier, seen = [node], {node}
     while frontier:

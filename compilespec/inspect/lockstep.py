@@ -1,4 +1,4 @@
-"""Whether the ranks' steps, together, compute what the step of one process does."""
+"""Compares the ranks' steps, together, with the step of one process."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def check_lockstep(
 
     Args:
         group: the ranks, of which this process is one; None: threads of this process try all.
-        tell: what this rank found, to what all did, in rank order.
+        tell: exchanges this rank's finding for all findings, in rank order.
     Raises: PassError, on every rank, that names the first node that differs.
     """
     for phase in ("prefill", "decode"):
@@ -46,7 +46,7 @@ def check_lockstep(
 
 
 def _compare(phase: PhaseGraph, program: SpecProgram, group: Group | None) -> str:
-    """The first difference, in words; "" where there is none."""
+    """The first difference in words; "" where there is none."""
     ctx = context_of(phase)
     sharding = ctx.sharding
     assert sharding is not None
@@ -132,7 +132,7 @@ def _own(tensor: Tensor, ctx: PassContext, name: str, group: Group) -> Tensor:
 
 
 def _difference(whole: Any, own: Any, cut: Cut | None, ctx: PassContext, group: Group) -> str:
-    """How a rank's value differs from its part of the whole one; "" where it does not."""
+    """The difference of a rank's value from its part of the whole one; "" where it is equal."""
     if not isinstance(whole, Tensor) or not isinstance(own, Tensor):
         return ""
     wanted = whole if cut is None else cut.piece(whole, group.rank, group.size)

@@ -1,4 +1,4 @@
-"""A target and a random drafter without memory, from a config.json alone: on the meta device."""
+"""A target and a random drafter on the meta device, without memory, from a config.json alone."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def meta_draft(model: Any, spec: str) -> Drafter | None:
 
 
 def _describe(model: Any) -> TargetInfo:
-    """Read off the module: tracing a large model twice would double the time."""
+    """Read the target's facts off the module: tracing a large model twice would double the time."""
     config = model.config
     embedding = model.get_input_embeddings().weight.detach()
     head = model.get_output_embeddings().weight.detach()

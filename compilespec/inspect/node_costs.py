@@ -1,8 +1,8 @@
-"""What one node of a step graph costs: FLOPs and bytes as sympy expressions.
+"""The cost of one node of a step graph: FLOPs and bytes as sympy expressions.
 
-Counted are products with and without weights, attention, and the rows that lookups read.  Element-
-wise work between them is taken as fused into them: it adds neither FLOPs nor bytes, so the sum is
-what a perfect fuser could not avoid.  Requests are taken as greedy, without log-probabilities.
+Counted are products with and without weights, attention, and the rows that lookups read.
+Element-wise work between them counts as fused into them: it adds neither FLOPs nor bytes, so the
+sum is the minimum for a perfect fuser.  Requests count as greedy, without log-probabilities.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ class Cost:
     weight_bytes: Expr = _ZERO
     cache_bytes: Expr = _ZERO
     activation_bytes: Expr = _ZERO
-    sent_bytes: Expr = _ZERO  # by a rank to the others, of tensor parallelism
+    sent_bytes: Expr = _ZERO  # sent by a rank to the others
 
     @property
     def num_bytes(self) -> Expr:
-        """Of memory."""
+        """Bytes of memory."""
         return self.weight_bytes + self.cache_bytes + self.activation_bytes
 
     def __add__(self, other: Cost) -> Cost:
@@ -58,7 +58,7 @@ class Cost:
         return Cost(**{name: sympy.expand(part) for name, part in vars(self).items()})
 
     def at(self, values: Mapping[Expr, int]) -> Cost:
-        """With numbers for symbols."""
+        """The numbers for given values of the symbols."""
         return Cost(**{name: part.subs(values) for name, part in vars(self).items()})
 
 
@@ -99,7 +99,7 @@ class NodeCosts:
     # --- sizes ---
 
     def shape(self, node: Any) -> list[Expr]:
-        """Dimensions in B, T, R and K."""
+        """The shape in B, T, R and K."""
         sizes = [self._size(size) for size in node.meta["val"].shape]
         if node in self._verifies:
             at = self._verify_dim(node)
@@ -144,8 +144,8 @@ class NodeCosts:
         return isinstance(value, torch.Tensor) and self._verify_dim(node) is not None
 
     def _verify_dim(self, node: Any) -> Any:
-        """Where a node that depends on verify positions has them: [S*B, ..], [B, S, ..],
-        [B, N, S, H], or last where there is no batch dimension.
+        """The dimension of verify positions of a node: in [S*B, ..], [B, S, ..], [B, N, S, H], or
+        the last one without a batch dimension.
         """
         sizes = [self._size(size) for size in node.meta["val"].shape]
         if not sizes:
@@ -161,7 +161,7 @@ class NodeCosts:
 
 
 def _batch_symbols(graph: fx.Graph, inputs: Mapping[str, InputSpec]) -> dict[str, Expr]:
-    """Which of B, T, R each tracing symbol is, by the names of the batch inputs."""
+    """The letter B, T or R of each tracing symbol, by the names of the batch inputs."""
     found: dict[str, Expr] = {}
     for node in graph.find_nodes(op="placeholder"):
         spec = inputs.get(str(node.meta.get("role")))
@@ -190,7 +190,7 @@ def _matmul(costs: NodeCosts, node: fx.Node) -> Cost:
 
 
 def _rows_times_weight(costs: NodeCosts, node: fx.Node) -> Cost:
-    """packed_linear, and grouped products: every row with its group's matrix, all of them read."""
+    """Packed and grouped products: every row with its group's matrix, and all matrices are read."""
     args: Any = node.args
     inner = costs.shape(args[0])[-1]
     return _product(costs, node, args[0], args[1], 2 * costs.num_elements(node) * inner)
@@ -207,7 +207,7 @@ def _fused_head(costs: NodeCosts, node: fx.Node) -> Cost:
 
 
 def _rows_times_quantized(costs: NodeCosts, node: fx.Node) -> Cost:
-    """Scales and zero points are read, too."""
+    """A quantized product, which reads scales and zero points too."""
     parts = (x for x in (*node.args[2:3], *node.args[4:]) if isinstance(x, fx.Node))
     numbers = sum((costs.num_bytes(part) for part in parts), _ZERO)
     return _rows_times_weight(costs, node) + Cost(weight_bytes=numbers)
@@ -221,7 +221,9 @@ def _lookup(costs: NodeCosts, node: fx.Node) -> Cost:
 
 
 def _rows_read(costs: NodeCosts, node: fx.Node) -> Cost:
-    """Of a table among ranks: a rank reads those that it has, which are all in the worst case."""
+    """Rows read from a table that is split among ranks: in the worst case a rank has all of
+    them.
+    """
     rows = costs.num_bytes(node)
     return Cost(weight_bytes=rows, activation_bytes=rows)
 
@@ -246,7 +248,7 @@ def _choose(costs: NodeCosts, node: fx.Node) -> Cost:
 
 
 def _add_integers(costs: NodeCosts, node: fx.Node) -> Cost:
-    """Of each row its largest number, and sums in four bytes each, go to every other rank."""
+    """Each row's largest number, and sums of four bytes each, go to every other rank."""
     x: Any = node.args[0]
     num_others = int(node.args[-1]) - 1  # type: ignore[arg-type]
     num_bytes = costs.num_elements(node) * 4 + costs.num_bytes(x) / x.meta["val"].shape[-1]
@@ -279,7 +281,9 @@ def _attention(costs: NodeCosts, node: fx.Node) -> Cost:
 
 
 def _write_path(costs: NodeCosts, node: fx.Node) -> Cost:
-    """Reads the keys and values of a tree's rows; attention has counted a write of each."""
+    """Writes a tree's accepted rows: reads their keys and values; attention has counted the
+    write.
+    """
     args: Any = node.args
     moved = (costs.num_bytes(x) for x in args[:2] if x is not None)
     return Cost(activation_bytes=sum(moved, _ZERO))
@@ -313,7 +317,7 @@ def _nothing(costs: NodeCosts, node: fx.Node) -> Cost:
 
 def _recurrence(costs: NodeCosts, node: fx.Node) -> Cost:
     """A request's state is read and written once a call; each token decays it, changes it and reads
-    it.  What is kept of drafts that may be rejected is written, and half of it read again.
+    it.  The inputs kept of drafts that may be rejected are written, and half of them read again.
     """
     args: Any = node.args
     query, key, value, _, beta, state, recent, row = args[:8]
@@ -322,7 +326,7 @@ def _recurrence(costs: NodeCosts, node: fx.Node) -> Cost:
     one_state = sympy.prod(costs.shape(state)[1:])
     drafts = K * batch if K in costs.shape(row)[-1].free_symbols else _ZERO
     kept_bytes = costs.shape(recent)[2] * recent.meta["val"].element_size()
-    replayed = drafts / 2  # of K drafts, taking any number to be as likely
+    replayed = drafts / 2  # the mean of K drafts, all counts equally likely
     moved = sum((costs.num_bytes(x) for x in (query, key, value)), _ZERO)
     return Cost(
         flops=(tokens + replayed) * one_state * (5 if beta is None else 7),
@@ -354,14 +358,14 @@ _LOOKUPS = (
     _aten.index_select.default,
     _aten.gather.default,
 )
-# Token ids that are looked up, a piece of state that is written: no more than element-wise.
+# Look-ups of token ids and writes of a piece of state: no more than element-wise work.
 _SMALL = (
     torch.ops.compilespec.take_shard.default,
     torch.ops.compilespec.roll_window.default,
     torch.ops.compilespec.ngram_match.default,
     torch.ops.compilespec.suffix_match.default,
 )
-# They read, or send, logits of requests that sample or ask for log-probabilities alone.
+# They read, or send, logits only of requests that sample or ask for log-probabilities.
 _NOT_FOR_GREEDY = (
     torch.ops.compilespec.sample.default,
     torch.ops.compilespec.sample_shard.default,
@@ -413,7 +417,7 @@ def _rule_of(node: fx.Node) -> Callable[[NodeCosts, fx.Node], Cost] | None:
     return _rows_times_weight if str(node.target) == _GROUPED_FALLBACK else RULES.get(node.target)
 
 
-# Views, constants, small reductions and in-place writes of state: no more than element-wise.
+# Views, constants, small reductions and in-place writes of state: no more than element-wise work.
 _FUSED_NAMES = """
     _log_softmax _softmax _to_copy _unsafe_view alias all amax amin any arange argmax argmin cat
     chunk clone constant_pad_nd copy_ cumprod cumsum detach empty empty_like expand fill_ flip

@@ -1,4 +1,4 @@
-"""Random calls of a graph, as hostile as legal ones get.
+"""Random calls of a graph, as hostile as is legal.
 
 Rows and blocks in no order, ragged lengths up to the maximum, padded rows in the middle of a batch,
 chunks that begin and end anywhere; caches hold NaN wherever no step may have written.
@@ -29,7 +29,7 @@ from compilespec.passes.splice.read_rope_offsets import OFFSETS_T
 from compilespec.passes.splice.sights import AHEAD
 from compilespec.program import NUM_KEPT, PAD, BufferSpec
 
-SPARE_BLOCKS = 2  # that no table points to
+SPARE_BLOCKS = 2  # blocks that no table points to
 FAR = 256  # tokens: a context that is long to attend to in plain Python
 
 
@@ -39,7 +39,7 @@ class _Row:
 
     row: int
     length: int
-    backlog: int = 0  # of its last tokens, those that its drafter has not seen
+    backlog: int = 0  # the last tokens that its drafter has not seen
 
 
 def random_cases(
@@ -114,14 +114,14 @@ def _decode_case(draw: _Draw, batch_size: int, start: Stage) -> Case:
         batch_size=batch_size,
         inputs=inputs,
     )
-    if ctx.key.kind != "replay":  # which judges none
+    if ctx.key.kind != "replay":  # a step that judges none
         _match_drafts(ctx, case, start, draw.vocab_size)
     return case
 
 
 def _match_drafts(ctx: PassContext, case: Case, start: Stage, vocab_size: int) -> None:
-    """Rewrite the drafts in place: some row's first m are what the target will say, the next one is
-    not, and those after it are again; m differs from row to row.  Guides allow those m.
+    """Rewrite the drafts in place: in some rows the first m equal the target's tokens, the next one
+    differs, and those after it are equal again; m differs from row to row.  Guides allow those m.
     """
     num_drafts, tokens_RS = ctx.config.num_draft_tokens, case.inputs["tokens_RS"]
     if ctx.config.tree is not None:
@@ -142,8 +142,8 @@ def _match_drafts(ctx: PassContext, case: Case, start: Stage, vocab_size: int) -
 
 
 def _match_tree(ctx: PassContext, case: Case, start: Stage, vocab_size: int) -> None:
-    """The same of a tree: down to some depth one child of each node, and no other, is what the
-    target will say.
+    """The same for a tree: down to some depth exactly one child of each node is the target's
+    token.
     """
     num_drafts, tokens_RS = ctx.config.num_draft_tokens, case.inputs["tokens_RS"]
     paths = place_call(ctx.config, case).paths
@@ -181,7 +181,7 @@ def target_logits(ctx: PassContext, case: Case, start: Stage) -> Tensor:
 
 
 def expand_latents(ctx: PassContext, caches: dict[str, Tensor]) -> None:
-    """Keys and values in place of the target's latents, for a graph that knows of none."""
+    """Replace the target's latents by keys and values, for a graph that knows no latents."""
     for place, expansion in ctx.latents.items():
         if isinstance(expansion, Expansion) and place.startswith("target."):
             latents, weight = caches[f"cache.{place}.key"], ctx.weights[expansion.weight]
@@ -228,7 +228,7 @@ def _prefill_case(draw: _Draw, batch_size: int, start: Stage) -> Case:
         rows = draw.rng.sample(range(count), count)
         given = [row if token % 2 else PAD for token, row in enumerate(rows)]
         packed["given_T"] = [*given, *[PAD] * num_padded]
-    if draw.ctx.sees_ahead:  # as far as the chunk, for what follows it is not written
+    if draw.ctx.sees_ahead:  # as far as the chunk; what follows it is not written
         packed[AHEAD] = [0] * len(packed["ids_T"])
         for place, owner in enumerate(packed["owner_T"][: len(packed["ids_T"]) - num_padded]):
             packed[AHEAD][place] = draw.rng.randint(0, packed["last_R"][owner] - place)
@@ -246,7 +246,7 @@ def _prefill_case(draw: _Draw, batch_size: int, start: Stage) -> Case:
     )
 
 
-_ASKED = ("sampling_RF", "sampling_RI", "mask_RSW")  # what sampled and guided requests ask for
+_ASKED = ("sampling_RF", "sampling_RI", "mask_RSW")  # the requests of sampled and guided rows
 
 
 class _Draw:
@@ -262,7 +262,7 @@ class _Draw:
         self._generator = torch.Generator(device=ctx.config.device).manual_seed(seed)
 
     def backlog(self, length: int) -> int:
-        """Of a replay: from one token to as many as are kept."""
+        """The backlog of a catch-up step: from one token to as many as are kept."""
         if self.ctx.key.kind != "replay":
             return 0
         return self.rng.randint(1, min(length - 1, NUM_KEPT))
@@ -306,7 +306,7 @@ class _Draw:
         return inputs
 
     def _num_kept(self, request: _Row) -> int:
-        """Accepted drafts of the last step, which the states of recurrent layers do not hold."""
+        """Accepted drafts of the last step, which recurrent states do not hold yet."""
         most = min(self.ctx.config.num_row_tokens - 1, request.length)
         return self.rng.randint(0, most) if self.ctx.phase == "decode" else 0
 
@@ -341,7 +341,7 @@ class _Draw:
             return self._normal(spec.shape, spec.dtype)
         if spec.name.startswith("adapter."):
             return self._normal(spec.shape, spec.dtype) / spec.shape[-1] ** 0.5
-        if spec.by_host:  # nothing that a request might ask for
+        if spec.by_host:  # no request asks for anything
             return torch.full(spec.shape, spec.fill, dtype=spec.dtype, device=config.device)
         if spec.dtype.is_floating_point:
             return self._normal(spec.shape, spec.dtype)
@@ -352,8 +352,8 @@ class _Draw:
         )
 
     def _sampling(self, spec: BufferSpec) -> Tensor:
-        """In float64, where rounding turns no choice around: every third request is sampled, every
-        other one has a guide.
+        """Parameters in float64, where rounding flips no choice: every third request is sampled,
+        every other one has a guide.
         """
         device = self.ctx.config.device
         if spec.name == "mask_RSW":
@@ -372,7 +372,7 @@ class _Draw:
         return rows
 
     def _is_shared(self, spec: BufferSpec) -> bool:
-        """Whether the cache is laid out in the program's blocks, not in those of a KV group."""
+        """True where the cache is laid out in the program's blocks, not in those of a KV group."""
         return not self.ctx.kv_block_sizes or spec.name.startswith("cache.target.")
 
     def _write_caches(self, inputs: dict[str, Tensor], blocks: Tensor, request: _Row) -> None:

@@ -33,8 +33,9 @@ class PassStages:
 
 
 def context_of(graph: PhaseGraph) -> PassContext:
-    """What the passes of a graph read and declared.  The one way to it after the rewriting: other
-    stages take what they need from fields of `SpecProgram` and `PhaseGraph`.
+    """The context of a graph's passes: what they read and declared.  Other stages take what they
+    need from fields of `SpecProgram` and `PhaseGraph`; this is the one way to it after the
+    rewriting.
     """
     context: PassContext = graph.context
     return context

@@ -23,7 +23,7 @@ _SHORT_OPS = {"call_function": "call", "call_method": "method", "get_attr": "con
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """What a stage knows of one node."""
+    """The facts of a node at one stage."""
 
     name: str
     op: str  # "input", "call", "method", "constant", "output"
@@ -35,7 +35,7 @@ class Row:
     module_class: str
     fragment: str  # "target", "draft.forward", ...; "" for what a pass wrote
     copy: int  # of the fragment
-    role: str  # what later passes find it by; the name of an input
+    role: str  # the name by which later passes find it; an input's name
     source: str  # "file.py:12: code"
     made_by: str  # the pass
 
@@ -77,10 +77,10 @@ def rows_of(stage: GraphStage) -> list[Row]:
 
 
 def row_filter(pattern: str | None) -> Callable[[Row], bool]:
-    """Whether a row's name, target, role or module path matches: a part of it, a glob, or a regular
+    """A predicate of rows: name, target, role or module path matches a part, a glob, or a regular
     expression between slashes.
 
-    Raises: InvalidOption for a regular expression that is none.
+    Raises: InvalidOption for a bad regular expression.
     """
     if not pattern:
         return lambda row: True
@@ -99,13 +99,13 @@ def row_filter(pattern: str | None) -> Callable[[Row], bool]:
 
 
 def count_operators(rows: Sequence[Row]) -> dict[str, int]:
-    """How often each operator occurs, the most frequent first."""
+    """The number of nodes of each operator, the most frequent first."""
     counted = collections.Counter(row.target for row in rows if row.op in ("call", "method"))
     return dict(counted.most_common())
 
 
 def difference(old: Sequence[Row], new: Sequence[Row]) -> Iterator[Change]:
-    """Both stages side by side: nodes are the same where they have the same name."""
+    """Both stages side by side; nodes of the same name are the same node."""
     matcher = difflib.SequenceMatcher(
         a=[row.name for row in old], b=[row.name for row in new], autojunk=False
     )

@@ -67,7 +67,7 @@ def node_table(title: str, rows: Sequence[Row]) -> TextTable:
 
 
 def change_table(title: str, changes: Iterable[Change]) -> TextTable:
-    """Added rows "+", removed "-", and of a changed one the old "-" and the new "+"."""
+    """A table of changes: "+" for added rows, "-" for removed ones, both for changed ones."""
     cells = []
     for change in changes:
         for sign, row in (("-", change.old), ("+", change.new)):
@@ -108,7 +108,7 @@ def write(out: TextIO, parts: Sequence[Any]) -> None:
     if out.isatty():
         from rich.console import Console
 
-        os.environ.setdefault("LESS", "-RFSX")  # colours, no pager for what fits, no folding
+        os.environ.setdefault("LESS", "-RFSX")  # colours, no pager for short output, no folding
         console = Console(file=out)
         with console.pager(styles=True):
             for part in parts:

@@ -31,8 +31,8 @@ from compilespec.program import (
 from compilespec.runtime.engine import Engine
 from compilespec.runtime.step_runner import StepRunner
 
-LOWERED = "lower"  # the name under which the lowered callable is compared to its graph
-GREEDY = "greedy_step"  # that under which the greedy step is compared to the full one
+LOWERED = "lower"  # the name under which the lowered callable is compared with its graph
+GREEDY = "greedy_step"  # the name under which the greedy step is compared with the full one
 
 
 def verify(
@@ -44,7 +44,7 @@ def verify(
     seed: int = 0,
     fail_fast: bool = False,
 ) -> VerifyReport:
-    """Run every pass's graph before and after on the same random calls and compare what they give:
+    """Run every pass's graph before and after on the same random calls and compare the results:
     outputs, nodes that passes named, and every buffer.
 
     A pass that changes the interface is compared to its reference instead of the graph before.
@@ -89,7 +89,7 @@ def verify(
 def _chosen(
     graphs: ByStep[PhaseGraph], phases: Collection[StepKey | str] | None
 ) -> tuple[StepKey, ...]:
-    """The keys that were asked for.  Raises: InvalidOption where one has no graph."""
+    """The keys that were asked for.  Raises: InvalidOption for a key without a graph."""
     chosen = [key for key in graphs if phases is None or {key, graphs.name(key)} & set(phases)]
     if not chosen or len(chosen) < len(set(phases or ())):
         names = ", ".join(map(graphs.name, graphs))
@@ -106,7 +106,7 @@ def _report(graphs: ByStep[PhaseGraph], checks: Sequence[Check]) -> VerifyReport
 def parts_of(
     program: SpecProgram | Engine,
 ) -> tuple[ByStep[PhaseGraph], Mapping[StepKey, LoweredPhase]]:
-    """The graphs of a program or engine, and what they were compiled to."""
+    """The graphs of a program or engine, and their lowered forms."""
     graphs = ByStep(with_graphs(graph) for graph in program.graphs.values())
     if isinstance(program, SpecProgram):
         return graphs, {}
@@ -115,7 +115,7 @@ def parts_of(
 
 
 def lowered_of(engine: Engine) -> Lowered:
-    """What an engine runs.  Raises: EngineClosed."""
+    """The lowered program of an engine.  Raises: EngineClosed."""
     runner = engine.executor
     assert isinstance(runner, StepRunner), "an engine that was compiled"
     if runner.lowered is None:
@@ -148,7 +148,7 @@ def check_phase(
 
 
 def check_calls(ctx: PassContext, name: str, seed: int) -> Iterator[Check]:
-    """The drafter's calls, over latents against as they were captured."""
+    """Check the drafter's calls over latents against their captures."""
     bound = rounding_bound(ctx)
     for call, batch_size, got, want in call_pairs(ctx, seed):
         pairs = [(f"output {i}", *pair) for i, pair in enumerate(zip(got, want, strict=True))]
@@ -226,7 +226,7 @@ def check_pass(ctx: PassContext, stages: PassStages, case: Case) -> Check:
 def wanted_values(
     ctx: PassContext, stages: PassStages, case: Case, decisions: Decisions | None = None
 ) -> Values:
-    """What the graph after a pass must give."""
+    """The values that the graph after a pass must give."""
     if stages.reference is not None:
         return stages.reference(stages.before, ctx, case)
     return stages.before(case.inputs, decisions=decisions)
@@ -257,7 +257,7 @@ def value_pairs(
             yield f"call {number} over {call.cache}", None, call.tokens.slot
     spare = ctx.config.max_batch_size
     for name in dict.fromkeys((*want.buffers, *got.buffers)):
-        # a graph that does not know a buffer leaves it as it is
+        # a graph that does not know a buffer leaves it unchanged
         one, other = (values.buffers.get(name, case.inputs[name]) for values in (got, want))
         if ctx.buffers[name].kind == "state":
             one, other = one[:spare], other[:spare]
@@ -362,7 +362,9 @@ def _step_check(
     want: Values,
     decided: Decisions,
 ) -> Check:
-    """What a whole step gives.  Where two logits are nearer than rounding, nothing is said."""
+    """The check of a whole step.  Where two logits are nearer than rounding, the tokens are not
+    compared.
+    """
     bound = rounding_bound(ctx)
     pairs = list(value_pairs(ctx, case, got, want, with_roles=False))
     found = [m for m in (_mismatch(*pair, bound=bound) for pair in pairs) if m is not None]

@@ -1,4 +1,4 @@
-"""What verification found: every pass on every case, and the report of them all."""
+"""The result of verification: every pass on every case, and a report of them all."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from compilespec.program import Phase, StepKey
 
 @dataclass(frozen=True, kw_only=True)
 class Mismatch:
-    """One value that is not what it must be."""
+    """One wrong value."""
 
     value: str  # "output emitted_BS", "role slot", "buffer cache.target.0.key", "node argmax"
     text: str
@@ -33,9 +33,9 @@ class Check:
     bound: float | None  # None: bit for bit
     num_values: int  # tensors compared
     error: float  # largest, as a part of a tensor's largest magnitude
-    num_ties: int = 0  # argmaxes that rounding turned around, within the bound
+    num_ties: int = 0  # argmaxes that rounding flipped, within the bound
     mismatches: tuple[Mismatch, ...] = ()
-    skipped: str = ""  # why nothing was compared
+    skipped: str = ""  # the reason why nothing was compared
 
     @property
     def phase(self) -> Phase:

@@ -36,17 +36,17 @@ logger = logging.getLogger("compilespec")
 BACKENDS = ("inductor", "eager")
 Units = Literal["auto", "whole", "pieces"]
 Finish = Callable[[], LoweredPhase]  # waits for the compilers of a step
-TO_ATEN = "to ATen"  # the half of rewriting that a cached step skips
+TO_ATEN = "to ATen"  # the part of rewriting that a cached step skips
 
-# With this many attention layers or more, a phase is compiled in pieces: compile time then hardly
-# grows with depth.  On the CPU, where one C++ call makes all theirs, they are as fast as the whole.
-# Called from Python they cost host time, a fifth of a decode step of 8 layers of width 256 on the
-# CPU, and less the wider the layers are; replayed as one CUDA graph, they cost none.
+# Phases with this many attention layers or more are compiled in pieces: compile time then hardly
+# grows with depth.  On the CPU one C++ call runs all pieces, as fast as the whole.  Called from
+# Python they cost host time: a fifth of a decode step of 8 layers of width 256 on the CPU, less for
+# wider layers.  Replayed as one CUDA graph they cost nothing.
 PIECES_FROM_LAYERS = 16
 NATIVE_PIECES_FROM_LAYERS = 4  # fewer layers have hardly more structures than pieces
 
-# Inductor never owns CUDA graphs (its trees copy inputs and re-record), and bf16 results are
-# rounded where eager rounds them, so that the two backends agree.
+# Inductor never owns CUDA graphs (its trees copy inputs and re-record).  It rounds bf16 results
+# where eager does, so that the two backends agree.
 INDUCTOR_OPTIONS: dict[str, Any] = {
     "triton.cudagraphs": False,
     "emulate_precision_casts": True,
@@ -130,7 +130,7 @@ def check_compiler(backend: str, device: torch.device) -> None:
 
 
 def prepare_kernels(device: torch.device, progress: Reporter) -> None:
-    """Load the C++ kernels, compiling them if needed, as the CPU's first call would."""
+    """Load the C++ kernels, and compile them if needed, as the CPU's first call would."""
     if device.type != "cpu" or not _build.kernels_untried():
         return
     with progress.step("compile", "C++ kernels") as step:
@@ -178,7 +178,7 @@ def _begin(
 
 
 def pieces_from_layers(device: torch.device) -> int:
-    """With how many attention layers a phase is compiled in pieces by itself."""
+    """The number of attention layers from which a phase is compiled in pieces by default."""
     is_native = device.type == "cpu" and _torch_compat.HAS_CPP_ENTRIES and _build.load_kernels()
     return min(NATIVE_PIECES_FROM_LAYERS, PIECES_FROM_LAYERS) if is_native else PIECES_FROM_LAYERS
 
@@ -186,7 +186,7 @@ def pieces_from_layers(device: torch.device) -> int:
 def inductor_options(
     device: torch.device, phase: Phase, *, in_pieces: bool = False
 ) -> dict[str, Any]:
-    """What Inductor is told for a step of a phase on a device, or for the pieces of one."""
+    """Inductor's options for a step of a phase on a device, or for its pieces."""
     others = {"cpu": CPU_OPTIONS[phase], "cuda": CUDA_OPTIONS}.get(device.type, {})
     pieces = CPU_PIECES_OPTIONS if in_pieces and device.type == "cpu" else {}
     return {**INDUCTOR_OPTIONS, **others, **pieces}
@@ -274,7 +274,8 @@ def _ms_since(started: float) -> float:
 
 
 def _tell_why(graph: PhaseGraph, key: ArtifactKey, cache: ArtifactCache, step: Step) -> None:
-    """Report why a step must be compiled, and make the ATen graph to compile.
+    """Report why a step must be compiled, and make the ATen graph to compile.  Raises:
+    MissingDependency for the CPU without a compiler.
 
     Raises: MissingDependency, where it is for the CPU and there is no compiler.
     """

@@ -33,19 +33,19 @@ logger = logging.getLogger("compilespec")
 
 
 class Interface(NamedTuple):
-    """What is stored beside the code of a step."""
+    """The facts of a step that are stored beside its code."""
 
     inputs: tuple[InputSpec, ...] = ()
     outputs: tuple[str, ...] = ()
     waits_for_host: str = ""
 
 
-Stored = tuple[Any, Interface]  # a callable, and what is known of it
+Stored = tuple[Any, Interface]  # a callable and its facts
 
 
 @dataclass(frozen=True)
 class ArtifactKey:
-    """What an artifact depends on, part by part; its string is the name of the artifact's files."""
+    """The parts that an artifact depends on; their string names its files."""
 
     parts: tuple[tuple[str, str], ...]
 
@@ -88,7 +88,7 @@ def artifact_key(graph: PhaseGraph, program: SpecProgram, options: dict[str, Any
 
 
 def graph_digest(gm: fx.GraphModule) -> str:
-    """A digest of a graph's code and constants; it says nothing of its inputs."""
+    """A digest of a graph's code and constants, without its inputs."""
     digest = hashlib.sha256(gm.code.encode())
     for name, buffer in sorted(gm.named_buffers()):
         digest.update(name.encode() + _bytes(buffer))
@@ -117,8 +117,8 @@ def _environment(options: dict[str, Any], device: torch.device) -> dict[str, str
 
 
 def _gpu(device: torch.device) -> dict[str, str]:
-    """What machine code for a GPU depends on: its architecture, its model where kernels were tuned
-    by measurement, and Triton, whose version is not torch's.
+    """The parts of a key for machine code of a GPU: its architecture, its model where kernels were
+    tuned by measurement, and Triton's version, which is not torch's.
     """
     found = torch.cuda.get_device_properties(device)
     triton = importlib.import_module("triton") if importlib.util.find_spec("triton") else None
@@ -134,7 +134,7 @@ _MAX_REPORTED_CHARS = 24  # longer values (digests, lists of options) are not wo
 
 
 def _difference(stored: Mapping[str, str], wanted: Mapping[str, str]) -> str:
-    """Which parts of two keys differ, with their old and new values."""
+    """The parts in which two keys differ, with their old and new values."""
     names = _differing(stored, wanted)
     told = [name for name in names if name not in _DERIVED] or names
     changes = []
@@ -151,7 +151,7 @@ def _differing(stored: Mapping[str, str], wanted: Mapping[str, str]) -> list[str
 
 @functools.cache
 def source_digest() -> str:
-    """A digest of the package's code: any change of it invalidates every artifact."""
+    """A digest of the package's code: any change of the code invalidates every artifact."""
     digest = hashlib.sha256()
     root = Path(__file__).parents[1]
     for path in sorted([*root.rglob("*.py"), *root.rglob("*.cpp"), *root.rglob("*.h")]):
@@ -171,8 +171,8 @@ class ArtifactCache:
     """Two files per artifact: the compiled step, and its constants and the names of its inputs and
     outputs, written last.  The keys of each model's steps, part by part, are stored beside them.
 
-    A step that is one C++ function has its library as a third, which is opened without Inductor:
-    to import that takes longer than to open all of them.
+    A step that is one C++ function has its library as a third file, which is opened without
+    Inductor: importing Inductor takes longer than opening all libraries.
 
     A file that cannot be read is dropped with a warning and compiled again, even if the directory
     cannot be written.
@@ -199,8 +199,8 @@ class ArtifactCache:
             return None
 
     def open_library(self, key: ArtifactKey) -> Compiled | None:
-        """The library of a step that is one C++ function, opened for good; None where it is not
-        stored, not whole, or compiled for another machine.
+        """Open the library of a step that is one C++ function; None where it is not stored,
+        incomplete, or compiled for another machine.
         """
         files = self._paths(key)
         try:
@@ -236,11 +236,11 @@ class ArtifactCache:
             self._not_saved(f"artifact {key}", error)
 
     def is_empty(self) -> bool:
-        """Whether no start has left anything here."""
+        """True where no earlier start left anything here."""
         return not self.directory.is_dir()
 
     def load_plan(self, key: ArtifactKey) -> tuple[StitchPlan, Interface] | None:
-        """How the pieces of a phase are put together; None if it is not stored."""
+        """Load the plan of a phase's pieces; None if it is not stored."""
         path = self._plan_path(key)
         try:
             if not path.exists():
@@ -281,7 +281,9 @@ class ArtifactCache:
             logger.debug("key %s was not saved: %s", key, error)
 
     def why_new(self, key: ArtifactKey) -> str:
-        """How a step's key differs from the nearest one of the same step and model."""
+        """The difference between a step's key and the nearest one of the same step and model, in
+        words.
+        """
         wanted = dict(key.parts)
         keys = [parts for path in self._stored_keys(key) if (parts := _parts_of(path))]
         if not keys:
@@ -309,7 +311,7 @@ class ArtifactCache:
 
 
 class _Files(NamedTuple):
-    """Of an artifact."""
+    """The paths of an artifact's files."""
 
     names: Path
     code: Path
@@ -317,7 +319,9 @@ class _Files(NamedTuple):
 
 
 def _library_record(library: Path) -> dict[str, str]:
-    """What is in a library, and what it was compiled for: torch, the CPU, the compiler, Python."""
+    """The contents of a library's record, and what it was compiled for: torch, the CPU, the
+    compiler, Python.
+    """
     machine = "\0".join((*toolchain(), platform.python_version()))
     return {"content": _digest(library.read_bytes()), "machine": _digest(machine.encode())}
 

@@ -1,4 +1,4 @@
-"""Which kernels serve a program's attention, decided before anything is compiled or captured."""
+"""The choice of kernels for a program's attention, before anything is compiled or captured."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What one start compiles: compilers work in the background while further code is generated."""
+"""The compilations of one start: compilers work in the background while more code is generated."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ logger = logging.getLogger("compilespec")
 
 class Builds:
     """The graphs that a start compiles, by key: a piece that several steps share is there once.
+    When a start is stopped, builds that have begun are still finished and kept.
 
     Where starting stops, what was begun by then is still compiled and kept.
     """
@@ -68,5 +69,5 @@ class Builds:
         for key, *_ in list(self._begun.values()):
             try:
                 _ = self[key]
-            except Exception as fault:  # of the compiler: the first error is the one to tell
+            except Exception as fault:  # an error of the compiler; the first one is raised
                 logger.debug("artifact %s was not compiled: %s", key, fault)

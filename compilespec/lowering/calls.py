@@ -1,4 +1,4 @@
-"""Compiles one traced call at fixed sizes, outside the steps: kept on disk as steps are."""
+"""Compiles one traced call at fixed sizes, outside the steps; results are kept on disk."""
 
 from __future__ import annotations
 

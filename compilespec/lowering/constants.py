@@ -1,8 +1,8 @@
 """Graphs compiled by Inductor, with their tensor constants.
 
 Inductor makes inputs of the tensors that a graph has as attributes, and binds them where it
-compiles; an artifact that is loaded again asks for them.  So they are inputs here from the
-beginning, and are stored beside the artifact.
+compiles; an artifact that is loaded again asks for them.  So they are inputs here from the start,
+and are stored beside the artifact.
 """
 
 from __future__ import annotations
@@ -24,12 +24,14 @@ class Compiled:
     """A compiled graph: a callable that takes the graph's inputs."""
 
     artifact: Any
-    """Callable, with `save`; takes the graph's inputs, then the constants.  None where only the
-    library was opened."""
+    """A callable with `save` that takes the graph's inputs, then the constants.  None where only
+    the library was opened.
+    """
     constants: tuple[Tensor, ...] = ()
     library: Path | None = None
-    """The library, loaded, whose C++ function is all that the graph does, where there is one
-    (`_torch_compat.cpp_entry`)."""
+    """The loaded library whose C++ function is the whole graph, if there is one
+    (`_torch_compat.cpp_entry`).
+    """
 
     def __call__(self, *inputs: Any) -> Any:
         return self.artifact(*inputs, *self.constants)
@@ -43,8 +45,8 @@ def compile_graph(gm: fx.GraphModule, fakes: Sequence[Any], options: dict[str, A
 def begin_compiling(
     gm: fx.GraphModule, fakes: Sequence[Any], options: dict[str, Any]
 ) -> Callable[[], Compiled]:
-    """Generate the code of a graph; a C++ compiler is at work on it in the background, for which
-    the returned function waits.
+    """Generate the code of a graph; a C++ compiler works on it in the background, and the returned
+    function waits for it.
     """
     constants = constants_in(gm)
     if constants:
@@ -88,7 +90,7 @@ def _with_inputs(
 
 
 def to_record(constants: Sequence[Tensor]) -> list[dict[str, Any]]:
-    """As JSON keeps them."""
+    """The constants in JSON's form."""
     return [
         {
             "dtype": str(one.dtype).removeprefix("torch."),
@@ -101,7 +103,7 @@ def to_record(constants: Sequence[Tensor]) -> list[dict[str, Any]]:
 
 
 def constants_of(record: Sequence[Mapping[str, Any]]) -> tuple[Tensor, ...]:
-    """What `to_record` was given."""
+    """The constants that `to_record` was given."""
     return tuple(
         torch.tensor(one["values"], dtype=getattr(torch, one["dtype"]), device=one["device"]).view(
             one["shape"]

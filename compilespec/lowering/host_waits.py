@@ -1,4 +1,4 @@
-"""Which steps make the host wait for the device in their middle: no CUDA graph can hold them."""
+"""Finds steps in which the host waits for the device: no CUDA graph can hold them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import fx
 
-# What reads numbers of the device on the host, and says so nowhere.
+# Operators that read the device's numbers on the host, without a tag that says so.
 _WAITING = {
     "compilespec::host_process": "requests' logits processors run on the host",
     "transformers::grouped_mm_fallback": "the experts' products read the sizes of their groups",

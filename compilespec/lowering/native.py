@@ -1,4 +1,5 @@
-"""The plan of a step as one C++ call, where every piece of it is a C++ function.
+"""The plan of a step as one C++ call, where every piece is a C++ function.  A deep decode step has
+a hundred short calls; from Python each costs some ten microseconds.
 
 A deep decode step has a hundred short calls; from Python each of them costs some ten microseconds.
 """
@@ -18,7 +19,7 @@ from compilespec.ops._build import load_kernels
 def native_call(
     plan: StitchPlan, pieces: Mapping[str, Callable[..., Any]]
 ) -> Callable[..., tuple[Any, ...]] | None:
-    """What `Stitched` does with the plan, without Python; None where a piece needs Python."""
+    """A C++ call that does `Stitched`'s work without Python; None where a piece needs Python."""
     libraries = {
         key: str(piece.library)
         for key, piece in pieces.items()

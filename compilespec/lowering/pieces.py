@@ -26,9 +26,9 @@ CUTS = (
     torch.ops.compilespec.paged_attention.default,
     torch.ops.compilespec.cached_recurrence.default,
 )
-# A piece that writes the accepted path of a tree would have all the layers' caches as its inputs.
-# One after the other, in one C++ call, these writes cost less than that; on CUDA they stay in
-# the graph of a piece.
+# A piece that writes the accepted path of a tree would take all the layers' caches as inputs.  In
+# one C++ call these writes cost less one after the other; on CUDA they stay in the graph of a
+# piece.
 CPU_CUTS = (torch.ops.compilespec.write_cache.default,)
 
 
@@ -56,7 +56,7 @@ class _Cut:
 
     def __init__(self, gm: fx.GraphModule) -> None:
         self.pieces: dict[str, Piece] = {}
-        self.root = gm  # has the constants; a piece takes those that it reads
+        self.root = gm  # holds the constants; a piece takes those that it reads
         self.placeholders = gm.graph.find_nodes(op="placeholder")
         self._cuts = _cuts(self.placeholders)
         self.segment = _segments(gm.graph, self._cuts)
@@ -91,7 +91,7 @@ class _Cut:
         )
 
     def leaves(self, node: fx.Node, segment: int) -> Iterator[fx.Node]:
-        """The tensors from outside `segment` that `node` needs in it; sizes need none."""
+        """The tensors from outside `segment` that `node` needs in it; sizes are left out."""
         for given in map(_alias_of, node.all_input_nodes):
             if _is_size(given) or given.op == "get_attr" or self.segment.get(given) == segment:
                 continue
@@ -101,9 +101,9 @@ class _Cut:
                 yield given
 
     def is_taken_again(self, node: fx.Node, segment: int) -> bool:
-        """Whether `segment` makes a view of another one again: where the view cannot cross the
-        cut, or is one of an input of that other segment.  A piece also does wherever the base
-        can cross: of the two it is the base whose strides leave no gaps.
+        """True where `segment` makes a view of another one again: where the view cannot cross the
+        cut, or is one of an input of that other segment.  A piece also does this wherever the base
+        can cross: the base is the one whose strides leave no gaps.
         """
         is_view = node.op == "call_function" and _torch_compat.returns_alias(node.target)
         if not is_view or _torch_compat.is_mutable(node.target) or self.segment[node] == segment:
@@ -271,7 +271,8 @@ def _cuts(placeholders: Sequence[fx.Node]) -> tuple[Any, ...]:
 
 
 def _segments(graph: fx.Graph, cuts: Sequence[Any]) -> dict[fx.Node, int]:
-    """By node, in order: which stretch between cuts, or which cut, it belongs to.
+    """The stretch between cuts, or the cut, that each node belongs to, in order.  Inputs, sizes,
+    constants and the output belong to none; an element of several results belongs with them.
 
     Inputs, sizes, constants and the output belong to none; an element of several results goes with
     them.
@@ -291,7 +292,7 @@ def _segments(graph: fx.Graph, cuts: Sequence[Any]) -> dict[fx.Node, int]:
 
 
 def _alias_of(node: fx.Node) -> fx.Node:
-    """What an in-place operation wrote, instead of its result; the node itself otherwise."""
+    """The tensor that an in-place operation wrote; for other nodes, the node itself."""
     while (
         node.op == "call_function"
         and _torch_compat.is_mutable(node.target)

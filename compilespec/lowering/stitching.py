@@ -1,4 +1,5 @@
-"""How the pieces of a step are put together, and the callable that they make.
+"""The plan that puts the pieces of a step together, and the callable made from it.  `pieces.py`
+cuts a graph into pieces and writes the plan; a plan is stored, and read without the graph.
 
 `pieces.py` cuts a graph into pieces and writes the plan; a plan is stored, and read without the
 graph.
@@ -78,7 +79,7 @@ class StitchPlan:
         return tuple(map(tuple, dying))
 
     def dies_next(self, index: int) -> bool:
-        """Whether only the piece right after the operator at `index` reads its result."""
+        """True where only the piece right after the operator at `index` reads its result."""
         step, following = self.steps[index], index + 1
         return (
             isinstance(step, OpStep)
@@ -124,7 +125,7 @@ class StitchPlan:
 class Stitched:
     """The callable of a phase in pieces; values are freed after their last use.
 
-    Args: run: what does the same without calling the pieces from Python.
+    Args: run: a call that does the same without Python; None without one.
     """
 
     def __init__(
@@ -143,8 +144,8 @@ class Stitched:
 def _in_a_line(
     plan: StitchPlan, pieces: Mapping[str, Callable[..., Any]]
 ) -> Callable[..., tuple[Any, ...]]:
-    """The plan as a Python function without loops or look-ups: a deep step has a hundred calls, and
-    each is made once for every token.
+    """The plan as a Python function without loops or look-ups: a deep step makes a hundred calls
+    for every token.
     """
     scope: dict[str, Any] = {}
     names = {key: _add(scope, "piece", pieces[key]) for key in plan.keys}
@@ -168,7 +169,7 @@ def _in_a_line(
 
 
 def _add(scope: dict[str, Any], kind: str, value: Any) -> str:
-    """Give a value a name of its own in `scope`."""
+    """Give a value a new name in `scope`."""
     name = f"{kind}_{len(scope)}"
     scope[name] = value
     return name

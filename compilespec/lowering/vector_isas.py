@@ -1,4 +1,5 @@
-"""Which vector instruction sets Inductor can build for, remembered from process to process.
+"""The vector instruction sets that Inductor can build for, remembered across processes.  Inductor
+starts a process for each instruction set to load a library: 1.2 s of every start.
 
 In every process, Inductor starts another one for each instruction set, to load a library: 1.2 s in
 which nothing else happens.
@@ -22,7 +23,7 @@ def remember_vector_isas() -> None:
 
 
 def _remembered(probe: Callable[[], bool], name: str) -> bool:
-    """Success alone is remembered: a failure may have been that of a full disk."""
+    """Only success is remembered: a failure may come from a full disk."""
     digest = hashlib.sha256("\0".join((name, *toolchain())).encode()).hexdigest()[:20]
     mark = cache_directory() / "vector-isas" / digest
     with suppress(OSError):

@@ -29,7 +29,7 @@ import torch
 from compilespec.errors import InvalidOption, MissingDependency
 from compilespec.ops import _levels
 from compilespec.ops._cpus import num_cpus
-from compilespec.ops._levels import Level
+from compilespec.ops._levels import CpuLevel
 
 _OPS = Path(__file__).parent
 PREBUILT = _OPS / "prebuilt"  # in a wheel
@@ -42,8 +42,7 @@ _FLAGS = (
 )
 # The kernels use torch's OpenMP pool.  They are compiled with -fopenmp but linked without it: the
 # OpenMP symbols are then found through libtorch_cpu's own dependency, so that no second OpenMP
-# runtime (and no second set of spinning threads) can enter the process, whatever name torch's copy
-# has.
+# runtime (and no second set of spinning threads) can enter the process.
 _LINK_FLAGS = ("-shared", "-fPIC", "-fopenmp", "-fvisibility=hidden")
 _SEAL_BYTES = hashlib.sha256().digest_size
 
@@ -52,7 +51,7 @@ _loaded: bool | None = None  # None: not tried yet
 
 
 def kernels_untried() -> bool:
-    """Whether `load_kernels` has not run in this process."""
+    """True where `load_kernels` has not run in this process."""
     return _loaded is None
 
 
@@ -72,7 +71,7 @@ def load_kernels() -> bool:
 
 
 def is_cached() -> bool | None:
-    """Whether `load_kernels` finds a library that fits; None if no library is wanted."""
+    """True where `load_kernels` finds a library that fits; None if no library is wanted."""
     if os.environ.get("COMPILESPEC_CPP_KERNELS") == "0":
         return None
     try:
@@ -87,7 +86,7 @@ def cache_directory() -> Path:
 
 
 def unwritable(error: OSError) -> str:
-    """What is said where the cache directory cannot be written."""
+    """The message for a cache directory that cannot be written."""
     return (
         f"the cache directory {cache_directory()} cannot be written ({error.strerror or error}): "
         "set COMPILESPEC_CACHE_DIR to one that can"
@@ -95,7 +94,7 @@ def unwritable(error: OSError) -> str:
 
 
 def check_writable() -> None:
-    """Raises: InvalidOption where kernels must be built first, and no file can be kept."""
+    """Raises: InvalidOption if kernels must be built first and no file can be kept."""
     if is_cached() is not False:
         return
     try:
@@ -143,7 +142,7 @@ def library_path() -> Path:
     return cache_directory() / "kernels" / _file_name(asked)
 
 
-def build_prebuilt(folder: Path, level: Level) -> Path:
+def build_prebuilt(folder: Path, level: CpuLevel) -> Path:
     """Compile the library of a level; a package that has it in `ops/prebuilt` compiles none where
     the level fits.
 
@@ -174,7 +173,7 @@ def _try_load() -> bool:
 
 
 def _is_whole(path: Path) -> bool:
-    """Whether the file exists and ends with its seal."""
+    """True where the file exists and ends with its seal."""
     if not path.exists():
         return False
     content = path.read_bytes()
@@ -185,7 +184,7 @@ def _seal(library: bytes) -> bytes:
     return hashlib.sha256(library).digest()
 
 
-def _compile(path: Path, level: Level | None) -> None:
+def _compile(path: Path, level: CpuLevel | None) -> None:
     """Build in a private directory beside `path`, then rename: readers see all of it or nothing."""
     compiler = _compiler()
     if compiler is None:
@@ -219,7 +218,7 @@ def _compile(path: Path, level: Level | None) -> None:
 
 
 def _write_units(folder: Path) -> list[Path]:
-    """Files that include the kernels between them, one for each of up to four processors.
+    """Files that together include all kernels, one for each of up to four processors.
 
     Torch's headers take as long as a kernel, so a unit a kernel would cost twice the work.
     """
@@ -265,7 +264,7 @@ def _sources() -> list[Path]:
     return sorted([*_OPS.glob("*.h"), *_OPS.glob("*/kernel.cpp")])
 
 
-def _flags(level: Level | None) -> tuple[str, ...]:
+def _flags(level: CpuLevel | None) -> tuple[str, ...]:
     abi = int(torch.compiled_with_cxx11_abi())
     target = ("-march=native",) if level is None else level.flags
     return (*_FLAGS, *target, f"-D_GLIBCXX_USE_CXX11_ABI={abi}")
@@ -276,11 +275,11 @@ def _compiler() -> str | None:
     return next((found for name in candidates if (found := shutil.which(name))), None)
 
 
-def _file_name(level: Level | None) -> str:
+def _file_name(level: CpuLevel | None) -> str:
     return f"compilespec_ops_{'' if level is None else level.name + '_'}{_key(level)}.so"
 
 
-def _key(level: Level | None) -> str:
+def _key(level: CpuLevel | None) -> str:
     """Hash of everything that decides what the library contains and where it may run; that of a
     level is the same on every machine.
     """
@@ -298,7 +297,7 @@ def _source_digest() -> str:
 
 
 def toolchain() -> tuple[str, ...]:
-    """What C++ code that is compiled here depends on besides itself: torch, CPU, compiler."""
+    """The environment of C++ code compiled here: torch, CPU, compiler."""
     compiler = _compiler()
     stamp = os.stat(compiler) if compiler else None
     found = compiler or "", str(stamp and (stamp.st_size, stamp.st_mtime_ns))
@@ -306,7 +305,7 @@ def toolchain() -> tuple[str, ...]:
 
 
 def _cpu_features() -> str:
-    """The CPU as `-march=native` sees it, without asking the compiler."""
+    """The CPU's features as `-march=native` sees them, without asking the compiler."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

@@ -1,4 +1,4 @@
-"""How many processors this process may keep busy."""
+"""The number of processors that this process may keep busy."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from pathlib import Path
 
 
 def num_cpus(root: Path = Path("/")) -> int:
-    """The processors that it may run on, or the CPU time of its container, rounded up, if that is
-    less.
+    """The number of processors that the process may run on, or the CPU quota of its container,
+    rounded up, if that is less.
 
     Args: root: where proc and sys are mounted.
     """

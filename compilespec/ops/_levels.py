@@ -1,7 +1,7 @@
 """Levels of CPU features that the C++ kernels can be compiled for ahead of time.
 
-The kernels choose their instructions when they are compiled.  On the machine that runs them that is
-by `-march=native`; a wheel holds a library for each level, and the best that fits is loaded.
+The kernels choose their instructions when they are compiled.  Kernels built on the machine use
+`-march=native`; a wheel holds a library for each level, and the best that fits is loaded.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ _AVX512 = _AVX2 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
 
 
 @dataclass(frozen=True)
-class Level:
-    """One level."""
+class CpuLevel:
+    """One level of CPU features."""
 
     name: str
     flags: tuple[str, ...]
-    """Of the compiler."""
+    """The compiler's flags."""
     features: frozenset[str]
-    """What a CPU needs, by the names of /proc/cpuinfo."""
+    """The features that a CPU needs, by the names of /proc/cpuinfo."""
 
 
 LEVELS = (  # the best first
-    Level(
+    CpuLevel(
         "amx",
         (
             "-march=x86-64-v4",
@@ -43,23 +43,23 @@ LEVELS = (  # the best first
         ),
         _AVX512 | {"avx512_vnni", "avx512_bf16", "avx512vbmi", "amx_tile", "amx_bf16", "amx_int8"},
     ),
-    Level(
+    CpuLevel(
         "avx512_bf16",
         ("-march=x86-64-v4", "-mavx512vnni", "-mavx512bf16"),
         _AVX512 | {"avx512_vnni", "avx512_bf16"},
     ),
-    Level("avx512_vnni", ("-march=x86-64-v4", "-mavx512vnni"), _AVX512 | {"avx512_vnni"}),
-    Level("avx512", ("-march=x86-64-v4",), _AVX512),
-    Level("avx2", ("-march=x86-64-v3",), _AVX2),
+    CpuLevel("avx512_vnni", ("-march=x86-64-v4", "-mavx512vnni"), _AVX512 | {"avx512_vnni"}),
+    CpuLevel("avx512", ("-march=x86-64-v4",), _AVX512),
+    CpuLevel("avx2", ("-march=x86-64-v3",), _AVX2),
 )
 
-EMULATED = (  # for tests: instructions that a CPU lacks, by slower ones
-    Level(
+EMULATED = (  # for tests: emulated instructions
+    CpuLevel(
         "emulated_bf16",
         ("-march=x86-64-v4", "-mavx512vnni", "-DCOMPILESPEC_EMULATE_BF16_DOT"),
         _AVX512 | {"avx512_vnni"},
     ),
-    Level(
+    CpuLevel(
         "emulated_amx",
         (
             "-march=x86-64-v4",
@@ -73,7 +73,7 @@ EMULATED = (  # for tests: instructions that a CPU lacks, by slower ones
 
 
 def cpu_features() -> frozenset[str]:
-    """Those of this machine; none where /proc/cpuinfo does not say."""
+    """The features of this machine; none where /proc/cpuinfo does not say."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -81,13 +81,14 @@ def cpu_features() -> frozenset[str]:
     return frozenset(next((line for line in lines if line.startswith("flags")), "").split()[2:])
 
 
-def fitting(features: frozenset[str]) -> list[Level]:
+def fitting(features: frozenset[str]) -> list[CpuLevel]:
     """The levels that a CPU of these features runs, the best first."""
     return [level for level in LEVELS if level.features <= features]
 
 
-def asked_level() -> Level | None:
-    """That of `COMPILESPEC_CPU_LEVEL`; None: whatever the CPU has.
+def asked_level() -> CpuLevel | None:
+    """The level of `COMPILESPEC_CPU_LEVEL`; None: the CPU's best.  Raises: InvalidOption for an
+    unknown level, or one that the CPU does not run.
 
     Raises: InvalidOption for an unknown one, or one that the CPU does not run.
     """

@@ -63,7 +63,7 @@ def define_op(
     return overload
 
 
-TRITON_KERNELS: dict[str, Callable[..., Any]] = {}  # the CUDA implementations, by operator
+TRITON_KERNELS: dict[str, Callable[..., Any]] = {}  # CUDA implementations, by operator
 _LIBRARIES: list[torch.library.Library] = []  # registrations live as long as these
 
 
@@ -88,7 +88,7 @@ def _on_device_of(tensor: torch.Tensor) -> contextlib.AbstractContextManager[Any
 
 @functools.cache
 def has_triton() -> bool:
-    """Whether Triton's kernels serve on CUDA; warned of where they are missing."""
+    """True where Triton's kernels serve on CUDA; warns if they are missing."""
     if os.environ.get("COMPILESPEC_TRITON_KERNELS") == "0":
         return False
     if importlib.util.find_spec("triton") is not None:

@@ -12,8 +12,8 @@ from compilespec.tracing.adapter_files import Adapter, check_finite, describe_mi
 from compilespec.tracing.adapters import adaptable_products, merge_adapter
 from compilespec.tracing.load import Target
 
-RANKS = (8, 16, 32, 64, 128, 256, 512)  # that adapters are padded to: steps for few sizes
-DEFAULT_RANK = 16  # where there is no adapter to take it from
+RANKS = (8, 16, 32, 64, 128, 256, 512)  # ranks that adapters are padded to: few sizes, few programs
+DEFAULT_RANK = 16  # where no adapter says its rank
 
 
 def with_adapters(target: Target, options: CompileOptions) -> Target:
@@ -33,7 +33,7 @@ def with_adapters(target: Target, options: CompileOptions) -> Target:
 
 
 def adapter_shape(options: CompileOptions, target: Target, traced: Traced) -> AdapterShape | None:
-    """How many adapters there is room for, of which rank, beside which products; None: none.
+    """The room for adapters: their number, rank and products; None: no room.
 
     Raises: InvalidOption (more of them than `max_adapters`, a higher rank than
         `max_adapter_rank`), NotSupported (a module that requests' adapters cannot change).

@@ -1,4 +1,4 @@
-"""What `spec="auto"` does: try the methods that the checkpoint offers, predict, pick.
+"""The choice of `spec="auto"`: try the methods that the checkpoint offers, predict, pick.
 
 For every method whose drafter is found, a few prompts are decoded with the interpreted graphs,
 which gives the acceptance length for every K at once; the cost model gives the time of a step, by
@@ -44,7 +44,7 @@ TRIAL_SEQ_LEN = 256
 
 
 @dataclass(frozen=True, kw_only=True)
-class Choice:
+class AutoChoice:
     """The method, the options with its K, and the reasons, a line each."""
 
     method: Method
@@ -54,7 +54,7 @@ class Choice:
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """A method with one K, and what is predicted of it."""
+    """A method with one K, and its predicted speed."""
 
     method: Method
     num_draft_tokens: int
@@ -68,9 +68,9 @@ class Candidate:
         )
 
 
-def choose(target: Target, options: CompileOptions, build: Build) -> Choice:
-    """Pick the method and K with the best prediction at batch size 1.  Of several K that were given
-    the best one counts, and all are kept.
+def choose(target: Target, options: CompileOptions, build: Build) -> AutoChoice:
+    """Pick the method and K with the best prediction at batch size 1.  If several K were given, the
+    best one counts, and all are kept.
 
     Args:
         build: makes the program of a method under options.
@@ -111,12 +111,12 @@ def choose(target: Target, options: CompileOptions, build: Build) -> Choice:
     picked = str(best) if best else "none: nothing is predicted to beat plain decoding"
     why = (f"auto picked {picked}", *lines)
     if best is None:
-        return Choice(method=plain, options=_without_drafts(options), why=why)
-    if given is None:  # what is measured in service says more than the trial
+        return AutoChoice(method=plain, options=_without_drafts(options), why=why)
+    if given is None:  # measurements in service say more than the trial
         one_k = LOOPS[best.method.capabilities.kind].why_one_k is not None
         given = best.num_draft_tokens if one_k else AUTO
     chosen = dataclasses.replace(options, num_draft_tokens=given)
-    return Choice(method=best.method, options=chosen, why=why)
+    return AutoChoice(method=best.method, options=chosen, why=why)
 
 
 def _without_drafts(options: CompileOptions) -> CompileOptions:
@@ -133,7 +133,7 @@ def _trial_options(target: Target, options: CompileOptions) -> CompileOptions:
 
 
 def _prompts(target: Target, vocab_size: int) -> list[list[int]]:
-    """Texts where there is a tokenizer; else random ids, on which the model goes on by itself."""
+    """Texts where there is a tokenizer; else random ids, from which the model continues."""
     if target.tokenizer is not None:
         return [list(target.tokenizer.encode(text)) for text in TEXTS]
     seeded = torch.Generator().manual_seed(0)
@@ -148,7 +148,7 @@ def _device(program: SpecProgram) -> Device:
 def _emitted_per_step(
     program: SpecProgram, target: Target, prompts: Sequence[list[int]]
 ) -> list[int]:
-    largest = (program.graphs[phase] for phase in PHASES)  # its K in every step
+    largest = (program.graphs[phase] for phase in PHASES)  # the same K in every step
     program = dataclasses.replace(program, graphs=ByStep(largest))
     runner = StepRunner(lower(program, backend="eager"))
     params = SamplingParams(max_new_tokens=NUM_TOKENS, ignore_eos=True)

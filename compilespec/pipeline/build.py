@@ -151,7 +151,7 @@ def _context(
     traced_draft: Mapping[str, Traced],
     kept: DraftVocabulary | None,
 ) -> PassContext:
-    """What the passes of the first graph read; the other graphs' contexts are made of it."""
+    """The context of the first graph's passes; the other graphs' contexts are made from it."""
     return PassContext(
         phase="prefill",
         config=config,
@@ -177,8 +177,8 @@ def _context(
 
 
 def _contexts(first: PassContext, keys: Sequence[StepKey]) -> list[PassContext]:
-    """A context a graph.  All share their weights, and the full steps of the largest K their
-    buffers; the others know their own alone.
+    """A context per graph.  All share their weights; the full steps of the largest K share their
+    buffers; the others know only their own.
     """
     full = {StepKey(phase, first.config.num_draft_tokens) for phase in PHASES}
     return [
@@ -216,7 +216,7 @@ def _load_drafter(
     method_options: Mapping[str, Any],
     progress: Reporter,
 ) -> Drafter | None:
-    """The method's drafter, quantized where that is asked for; None where it has none."""
+    """The method's drafter, quantized on request; None where it has none."""
     if found is None and options.draft_quantization is None:
         return method.load(None, info, method_options)
     with progress.step("load", "drafter"):
@@ -226,9 +226,10 @@ def _load_drafter(
 
 
 def has_greedy_step(options: CompileOptions, config: ProgramConfig) -> bool:
-    """Whether batches without a sampled request have a decode step of their own.
+    """True where batches without a sampled request have their own decode step.
 
-    Raises: InvalidOption where it is asked for, and the rule or a processor needs the logits.
+    Raises: InvalidOption where a greedy step is asked for and the rule or a processor needs the
+    logits.
     """
     needs_logits = options.acceptance_rule.rule != "strict" or options.host_processors
     if options.greedy_step == "auto":

@@ -1,4 +1,4 @@
-"""What `num_draft_tokens="auto"` stands for: the K that a method's steps may choose from."""
+"""The K of `num_draft_tokens="auto"`, from which a method's steps may choose."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from compilespec.methods.capabilities import Capabilities
 from compilespec.passes.splice.draft_loops import LOOPS
 from compilespec.pipeline.options import AUTO, DEFAULT_DRAFT_TOKENS, CompileOptions
 
-FOUND = (0, 2, 4, 8)  # a look-up is free: many drafts where it found a long match, none elsewhere
-DRAFTED = (0, 1, 3, 5)  # each draft of a model takes a pass of it
+FOUND = (0, 2, 4, 8)  # look-ups are free: many drafts after a long match, none elsewhere
+DRAFTED = (0, 1, 3, 5)  # each draft of a model takes a pass of the model
 
 
 def resolve_draft_counts(
     options: CompileOptions, capabilities: Capabilities, drafter: Drafter | None
 ) -> tuple[CompileOptions, tuple[str, ...]]:
-    """The options with their K, and a line for `Engine.plan()` where they were left to us.
+    """The options with their K, and a line for `Engine.plan()` where the choice was left to us.
 
     Raises: InvalidOption where there is no drafter, or a tree.
     """

@@ -1,4 +1,4 @@
-"""Which ids a drafter with a trimmed head may propose: those that occur most often."""
+"""The ids that a drafter with a trimmed head may propose: those that occur most often."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class DraftVocabulary:
     """The ids that a trimmed head may propose."""
 
     ids: Tensor  # int64 [N], ascending
-    coverage: float  # their part of all counted tokens
+    coverage: float  # their share of all counted tokens
     num_rows: int  # of the whole head
     source: str  # of the counts
 
@@ -64,7 +64,7 @@ def check_has_head(options: CompileOptions, method: Capabilities) -> None:
 def choose_draft_ids(
     options: CompileOptions, target: Target, vocab_size: int, calls: Mapping[str, Traced]
 ) -> DraftVocabulary | None:
-    """The ids to keep, by counts; equal counts by the smaller id.  None: all.
+    """The ids to keep, by counts; ties go to the smaller id.  None: all.
 
     Args:
         vocab_size: V, the ids of the target.
@@ -90,7 +90,7 @@ def choose_draft_ids(
 def _num_rows(calls: Mapping[str, Traced], vocab_size: int) -> int:
     """Ids of the target that a drafter's head can propose.
 
-    Raises: InvalidOption if it has ids of its own, which stand for some of the target's.
+    Raises: InvalidOption if it has other ids, which stand for some of the target's.
     """
     known = vocab_size
     for name, call in calls.items():
@@ -107,7 +107,7 @@ def _num_rows(calls: Mapping[str, Traced], vocab_size: int) -> int:
 
 
 def count_tokens(given: Any, target: Target, vocab_size: int) -> tuple[Tensor, str]:
-    """Counts by id, float64 [V], and where they come from.
+    """Counts by id, float64 [V], and their source.
 
     Args:
         given: `draft_vocab_counts`: a file of counts or of text, texts, counts by id; None looks

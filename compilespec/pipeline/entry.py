@@ -49,14 +49,14 @@ logger = logging.getLogger("compilespec")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
-    """What a call asks for, checked; nothing is loaded yet."""
+class CheckedCall:
+    """The checked keywords of a call; nothing is loaded yet."""
 
     method: Method
     draft: str | Path | nn.Module | Callable[..., Any] | None
     options: CompileOptions
     method_options: Mapping[str, Any]
-    notes: tuple[str, ...] = ()  # why it is so, for `Engine.plan()`
+    notes: tuple[str, ...] = ()  # the reasons, for `Engine.plan()`
 
 
 @shows(CompileOptions)
@@ -77,8 +77,8 @@ def compile(
     Args:
         model: an nn.Module, a directory in Hugging Face layout, a name of the hub ("org/name" or
             "org/name@revision"), a GGUF file (extra `gguf`), or "demo".
-        spec: drafting method by name, as a config, or a method object of one's own; "none" is
-            plain decoding through the same path.
+        spec: drafting method by name, as a config, or your own method object; "none" is plain
+            decoding through the same path.
         draft: directory, name of the hub or module of the drafter (for spec="user" a function,
             too); None looks beside the target and in its checkpoint, then for a published one.
         dtype: of the weights; None takes the model's own, a directory's is that of its config.
@@ -87,12 +87,12 @@ def compile(
         progress: called with a `compilespec.Progress` record whenever a step of starting begins,
             tells more of itself, or is done; the same lines go to the logger "compilespec" at INFO.
             Without it, a start of more than five seconds prints a line a step on stderr, unless
-            that logger is at INFO; False prints none.  Compiling stops at an exception of its own,
+            that logger is at INFO; False prints none.  Compiling stops at its exception,
             which is raised here.
         {keywords}
         method_options: options of the method, such as `aux_ids_are=`, and of the acceptance:
             `relaxed_topk`, `relaxed_delta`, `begin_thinking_token_id`, `end_thinking_token_id`;
-            `force_num_accepted`, for benchmarks, accepts so many drafts whatever they are.
+            `force_num_accepted`, for benchmarks, accepts n drafts regardless of their tokens.
 
     Returns: an `Engine`, ready to generate.
     Raises: a `compilespec.errors.SpecError` that names what was expected, what was given, and
@@ -106,7 +106,7 @@ def compile(
         )
 
 
-def _start(load: Callable[[], Target], asked: Asked, reporter: Reporter) -> Engine:
+def _start(load: Callable[[], Target], asked: CheckedCall, reporter: Reporter) -> Engine:
     ranks = join_ranks(asked.options, asked.method.capabilities)
     target = load()
     asked = _choose(asked, target, reporter)
@@ -154,7 +154,7 @@ def trace(
 
     Args:
         keep_graphs: keep each pass's graph before and after in its `PassRecord`.
-        progress: as for `compile`; no record "ready" ends it.
+        progress: as for `compile`; but without a last record "ready".
     """
     asked = _ask(spec, draft, keywords)
     with reporting(progress) as reporter:
@@ -166,7 +166,7 @@ def _ask(
     spec: str | Method | MethodConfig | None,
     draft: str | Path | nn.Module | Callable[..., Any] | None,
     keywords: Mapping[str, Any],
-) -> Asked:
+) -> CheckedCall:
     """The method that `spec` names or is, and the options; keywords win over those of a config.
 
     Raises: UnknownMethod, InvalidOption, NotSupported, DraftNotFound, before anything is loaded.
@@ -187,11 +187,11 @@ def _ask(
     options = CompileOptions(**own, **judging)
     check_has_head(options, method.capabilities)
     warn_if_lossy(options.acceptance_rule)
-    return Asked(method=method, draft=draft, options=options, method_options=given)
+    return CheckedCall(method=method, draft=draft, options=options, method_options=given)
 
 
 def _device_of(model: object, device: torch.device | str | None) -> torch.device:
-    """Where it will run, before it is loaded."""
+    """The device, before anything is loaded."""
     own = next(model.parameters(), None) if isinstance(model, nn.Module) else None
     return read_device(device) or (torch.device("cpu") if own is None else own.device)
 
@@ -201,10 +201,10 @@ def _load(
     dtype: torch.dtype | str | None,
     device: torch.device | str | None,
     tokenizer: Any,
-    asked: Asked,
+    asked: CheckedCall,
     reporter: Reporter,
 ) -> Target:
-    """The target, with its adapters, and quantized where that is asked for."""
+    """The target with its adapters, quantized on request."""
     check_inside(model, asked.draft, asked.method.capabilities)
     options = asked.options
     with reporter.step("load", "target") as step:
@@ -218,8 +218,8 @@ def _load(
         return quantize_target(with_adapters(target, options), options.quantization)
 
 
-def _choose(asked: Asked, target: Target, reporter: Reporter) -> Asked:
-    """What was asked for; of a method that stands for others, the one that it picks, with its K."""
+def _choose(asked: CheckedCall, target: Target, reporter: Reporter) -> CheckedCall:
+    """The chosen method and its K; `auto` picks one here."""
     capabilities = asked.method.capabilities
     if not capabilities.chooses:
         return asked
@@ -244,7 +244,7 @@ def _choose(asked: Asked, target: Target, reporter: Reporter) -> Asked:
 
 
 def _build(
-    asked: Asked, target: Target, reporter: Reporter, *, keep_graphs: bool = False
+    asked: CheckedCall, target: Target, reporter: Reporter, *, keep_graphs: bool = False
 ) -> SpecProgram:
     return build_program(
         target,

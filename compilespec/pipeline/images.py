@@ -1,4 +1,4 @@
-"""What reads prompts with images or sound, and whether its tower is compiled."""
+"""The reader of prompts with images or sound, and the way its tower runs."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from compilespec.tracing.media import medium_of
 def image_reader(
     target: Target, options: CompileOptions, geometry: Geometry, progress: Reporter
 ) -> tuple[ImageReader | None, str]:
-    """The reader, and how its tower runs, for `Engine.plan()`; None of text models, and of steps
-    that take no embeddings.
+    """The reader, and the way its tower runs, for `Engine.plan()`; None of text models, and of
+    steps that take no embeddings.
     """
     medium = medium_of(target.model)
     if medium is None or geometry.embeds_width is None:

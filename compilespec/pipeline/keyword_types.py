@@ -1,4 +1,4 @@
-"""What type checkers and editors know of the keywords of `compile()`; `CompileOptions` checks them.
+"""The keywords of `compile()` for type checkers and editors; `CompileOptions` checks them.
 
 tests/pipeline/test_keywords.py holds the two together.
 """
@@ -40,7 +40,7 @@ GraphMode = Literal["auto", "full_and_piecewise", "full", "full_decode_only", "p
 
 
 class CompileKeywords(TypedDict, total=False):
-    """Of `compile` and `trace`, those of the acceptance and of the methods at the end.
+    """The keywords of `compile` and `trace`; those of the acceptance and of the methods come last.
 
     A `str` beside literals is for names that a program computes; editors complete the literals.
     """

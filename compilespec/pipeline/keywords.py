@@ -1,4 +1,6 @@
-"""Keywords of a call that are a record's fields: written, documented and checked there alone."""
+"""Keywords of a call that are the fields of a record: written, documented and checked only
+there.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ from typing import Any, TypeVar
 from compilespec.errors import InvalidOption, is_integer
 
 F = TypeVar("F", bound=Callable[..., Any])
-Check = Callable[[str, Any], None]  # of a keyword's name and value; raises InvalidOption
+Check = Callable[[str, Any], None]  # takes a keyword's name and value; raises InvalidOption
 
 MARK = "        {keywords}\n"  # in a docstring: where the fields are described
 WIDTH = 100
@@ -21,9 +23,9 @@ def keyword(default: Any, doc: str, check: Check | None = None, *, shown: bool =
     """A field of a record of keywords.
 
     Args:
-        doc: what it says, as whole sentences; shown by `help`.
+        doc: whole sentences, shown by `help`.
         check: refuses wrong values.
-        shown: whether the call that takes it shows it, as a keyword of its own.
+        shown: true if the call that takes it shows it as a keyword.
     """
     return dataclasses.field(default=default, metadata={"doc": doc, "check": check, "shown": shown})
 
@@ -41,7 +43,7 @@ def shown_fields(record: type[Any]) -> tuple[dataclasses.Field[Any], ...]:
 
 def shows(record: type[Any]) -> Callable[[F], F]:
     """Complete the signature and the docstring of a function whose `**keywords` are the fields of
-    `record`, and options of a method.  What the function does is not changed.
+    `record`, and options of a method.  The function's behaviour does not change.
     """
 
     def complete(function: F) -> F:

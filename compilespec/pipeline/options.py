@@ -40,8 +40,8 @@ from compilespec.tracing.long_rope import short_rope_limit
 from compilespec.tracing.target_info import TargetInfo
 
 DEFAULT_DRAFT_TOKENS = 3
-AUTO = "auto"  # several K, as the method can have them
-MAX_DRAFT_TOKENS = 64  # each is a row of the step and, mostly, an unrolled pass of the drafter
+AUTO = "auto"  # several K, if the method can have them
+MAX_DRAFT_TOKENS = 64  # each is a row of the step and usually a pass of the drafter
 DEFAULT_MAX_SEQ_LEN = 4096
 BLOCK_SIZE = 16
 
@@ -186,7 +186,7 @@ class CompileOptions:
     )
     host_processors: bool = keyword(
         False,
-        "requests may have a `logits_processor` of their own, a Python function.  A step then "
+        "each request may have its `logits_processor`, a Python function.  A step then "
         "waits for the host, copies its logits, and cannot be captured in a CUDA graph.",
         switch,
     )
@@ -247,7 +247,7 @@ class CompileOptions:
     tensor_parallel_size: int = keyword(
         1,
         "processes that share one model, each with its part of the weights and of the KV cache; "
-        "the program runs under torchrun with so many.",
+        "the program runs under torchrun with that many.",
         positive,
     )
     draft_tensor_parallel_size: int = keyword(
@@ -263,9 +263,7 @@ class CompileOptions:
     )
 
     # ACCEPTANCE_OPTIONS: given among a method's options.
-    relaxed_topk: int | None = keyword(
-        None, "accepts drafts among so many best tokens.", shown=False
-    )
+    relaxed_topk: int | None = keyword(None, "accepts drafts among the n best tokens.", shown=False)
     relaxed_delta: float | None = keyword(
         None, "and at most so much less probable than the best one.", shown=False
     )
@@ -274,7 +272,7 @@ class CompileOptions:
     )
     end_thinking_token_id: int | None = keyword(None, "and ends at this one.", shown=False)
     force_num_accepted: int | None = keyword(
-        None, "accepts so many drafts whatever they are, for benchmarks.", shown=False
+        None, "accepts n drafts regardless of their tokens (benchmarks only).", shown=False
     )
 
     def __post_init__(self) -> None:
@@ -295,11 +293,11 @@ class CompileOptions:
                 )
         for name, attribute in vars(CompileOptions).items():
             if isinstance(attribute, functools.cached_property):
-                getattr(self, name)  # reading it checks it
+                getattr(self, name)  # reading the property checks it
 
     @functools.cached_property
     def draft_counts(self) -> tuple[int, ...]:
-        """Every K that was given, in rising order; empty where none was."""
+        """Every K that was given, in rising order; empty without one."""
         given = self.num_draft_tokens
         if given is None or given == AUTO:
             return ()
@@ -319,12 +317,12 @@ class CompileOptions:
 
     @property
     def smaller_draft_counts(self) -> tuple[int, ...]:
-        """Every K but the largest: one of them a step may choose."""
+        """Every K but the largest; a step may choose one of them."""
         return self.draft_counts[:-1]
 
     @functools.cached_property
     def bucket_sizes(self) -> Buckets | None:
-        """Of `buckets`; None: nothing is padded where no graphs are captured."""
+        """The sizes of `buckets`; None: nothing is padded where no graphs are captured."""
         return read_buckets(
             self.buckets,
             max_batch_size=self.max_batch_size,
@@ -333,24 +331,24 @@ class CompileOptions:
 
     @functools.cached_property
     def graphs(self) -> GraphOptions:
-        """Of `cudagraphs`."""
+        """The options of `cudagraphs`."""
         return read_graph_options(self.cudagraphs)
 
     @functools.cached_property
     def acceptance_rule(self) -> Acceptance:
-        """Of `acceptance` and its options."""
+        """The rule of `acceptance` and its options."""
         given = {name: getattr(self, name) for name in ACCEPTANCE_OPTIONS}
         return resolve_acceptance(self.acceptance, **given)
 
     @functools.cached_property
     def processor(self) -> LogitsProcessor | None:
-        """Of `logits_processor`."""
+        """The processor of `logits_processor`."""
         given = self.logits_processor
         return None if given is None else LogitsProcessor(given)
 
     @property
     def sharding(self) -> Sharding | None:
-        """Of `tensor_parallel_size`: a new plan, of this process's rank, undecided yet."""
+        """A new plan for `tensor_parallel_size`, for this process's rank, still undecided."""
         size = self.tensor_parallel_size
         if size == 1:
             return None
@@ -363,12 +361,12 @@ class CompileOptions:
 
     @functools.cached_property
     def quantization(self) -> Quantize | None:
-        """Of `quantize`: the target's."""
+        """The target's quantization, from `quantize`."""
         return read_quantize(self.quantize)
 
     @functools.cached_property
     def draft_quantization(self) -> Quantize | None:
-        """Of `draft_quantize`."""
+        """The drafter's quantization, from `draft_quantize`."""
         return read_quantize(self.draft_quantize, "draft_quantize")
 
     def program_config(
@@ -400,7 +398,9 @@ class CompileOptions:
         )
 
     def longest_request(self, limit: int | None) -> int:
-        """Tokens of a request at most, of a model that takes `limit`.  Raises: InvalidOption."""
+        """The largest number of tokens of a request, for a model with a `limit`.  Raises:
+        InvalidOption.
+        """
         chosen = self.max_seq_len or min(limit or DEFAULT_MAX_SEQ_LEN, DEFAULT_MAX_SEQ_LEN)
         if limit is not None and chosen > limit:
             raise InvalidOption(
@@ -409,7 +409,7 @@ class CompileOptions:
         return chosen
 
     def _num_draft_tokens(self, drafter: Drafter | None) -> int:
-        """K: the largest that was given, else the drafter's own, else the default."""
+        """K: the largest given one, else the drafter's own, else the default."""
         given = self.draft_counts[-1] if self.draft_counts else None
         if self.draft_tree is not None:
             if given is not None or drafter is None:
@@ -448,7 +448,7 @@ def check_method_options(
     """Refuse names that neither the method nor the acceptance knows as options.
 
     Args:
-        keywords: those of `compile()`, one of which may have been meant.
+        keywords: the keywords of `compile()`, for suggestions.
     Raises: InvalidOption.
     """
     if method.options is None:

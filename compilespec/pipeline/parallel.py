@@ -1,4 +1,4 @@
-"""What a tensor-parallel start does beside the stages: join, compare, check, and follow."""
+"""The additions of a tensor-parallel start: join, compare, check, and follow."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from compilespec.tracing.quantized_weights import is_quantized
 
 
 def join_ranks(options: CompileOptions, method: Capabilities) -> Ranks | None:
-    """This process among those of its job; None where one process has the whole model.
+    """This process among those of its job; None for a single process.
 
     Raises: NotSupported where something asked for is not built for several ranks.
     """
@@ -60,8 +60,8 @@ def check_ranks(
     target: Target,
     reporter: Reporter,
 ) -> None:
-    """Compare the ranks, and one step of each phase with that of one process; then this rank lets
-    go of what it has a part of.
+    """Compare the ranks, and one step of each phase with that of one process; then this rank drops
+    the whole weights that it holds parts of.
 
     Raises: RanksDiffer where a rank has other code, options or weights; NotSupported; PassError
         where the ranks' steps do not give what one process computes.
@@ -92,7 +92,9 @@ def _compare(ranks: Ranks, program: SpecProgram, options: CompileOptions) -> Non
 
 
 def _plain_options(options: CompileOptions) -> dict[str, str]:
-    """Of functions and other objects, which may lie anywhere, their type alone."""
+    """Options for comparison; functions and other objects, which may lie anywhere, count by
+    type.
+    """
     plain = (str, int, float, tuple, list, dict, type(None))
     return {
         name: repr(value) if isinstance(value, plain) else type(value).__name__
@@ -115,7 +117,7 @@ def _checksum(weights: Mapping[str, Tensor]) -> int:
 
 
 def _forget_whole(program: SpecProgram, target: Target) -> None:
-    """Let go of weights that this rank has a part of, and of a model that was loaded here."""
+    """Drop weights that this rank has a part of, and a model that was loaded here."""
     unread: set[str] = set()
     for graph in program.graphs.values():
         ctx = context_of(graph)
@@ -140,8 +142,8 @@ def _without_memory(tensor: Tensor) -> Tensor:
 
 
 def lead_or_follow(ranks: Ranks, runner: StepRunner, reporter: Reporter) -> Executor:
-    """Rank 0's executor.  On other ranks this does what rank 0 does until its engine is closed,
-    and ends the process.
+    """Rank 0's executor.  On other ranks this follows rank 0 until its engine closes, and ends the
+    process.
 
     Raises: SystemExit.
     """

@@ -1,4 +1,4 @@
-"""What `Engine.plan()` says: what was decided, and why."""
+"""The contents of `Engine.plan()`: the decisions and their reasons."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from compilespec.runtime.step_runner import StepRunner
 def describe_plan(
     program: SpecProgram, options: CompileOptions, runner: StepRunner
 ) -> dict[str, Any]:
-    """Method, sizes, what is on and what is off, and the reasons, in plain values."""
+    """Method, sizes, features that are on or off, and the reasons, in plain values."""
     config = program.config
     return {
         "model": program.model,
@@ -45,7 +45,7 @@ def describe_plan(
 
 
 def _num_bytes(tensors: Iterable[Tensor]) -> int:
-    """What lies in the same place counts once."""
+    """The number of bytes; shared storage counts once."""
     return sum({storage_place(tensor): tensor.nbytes for tensor in tensors}.values())
 
 
@@ -54,12 +54,14 @@ def _on_or_off(why_not: str | None) -> str:
 
 
 def why_not_shared(program: SpecProgram, options: CompileOptions) -> str | None:
-    """Why requests do not share the cache blocks of a common beginning; None: they do."""
+    """The reason why requests do not share blocks of a common prefix; None: they do."""
     return why_not(program) if options.enable_prefix_caching else "enable_prefix_caching=False"
 
 
 def why_not_overlapped(program: SpecProgram, options: CompileOptions) -> str | None:
-    """Why a step is launched only when the last one's tokens were read; None: it is before."""
+    """The reason why a step is launched only after the last one's tokens were read; None:
+    before.
+    """
     if program.propose_on_host is not None:
         return "drafts come from the host, which needs the tokens"
     if program.recorder is not None:

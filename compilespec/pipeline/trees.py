@@ -1,4 +1,4 @@
-"""Whether a program can have a tree of drafts, checked before its graphs are made."""
+"""Checks that a program can have a tree of drafts, before its graphs are made."""
 
 from __future__ import annotations
 

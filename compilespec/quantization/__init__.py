@@ -1,7 +1,7 @@
 """Quantization with torchao.
 
 `configs.py` reads the options, `modules.py` quantizes modules on a copy, `save.py` writes
-checkpoints.  How quantized weights pass through the stages is in `tracing/quantized_weights.py`.
+checkpoints.  `tracing/quantized_weights.py` carries quantized weights through the stages.
 """
 
 from compilespec.quantization.configs import NAMES, Quantize, read_quantize

@@ -24,7 +24,7 @@ HEAD = "lm_head"
 
 @dataclass(frozen=True)
 class Quantize:
-    """How to quantize the products of a model."""
+    """The choice of `quantize=`: a config, and the products that it applies to."""
 
     config: Any
     """A short name (`NAMES`) or a torchao config object."""
@@ -36,7 +36,7 @@ class Quantize:
     """Module paths or patterns that are not quantized."""
 
     def wants(self, path: str) -> bool:
-        """Whether the module at `path` is to be quantized."""
+        """True where the module at `path` is to be quantized."""
         return (not self.only or _covers(self.only, path)) and not _covers(self.skip, path)
 
     @property

@@ -18,15 +18,15 @@ from torchao.quantization.transform_module import register_quantize_module_handl
 
 _INT4 = getattr(torch, "int4")  # noqa: B009  (unknown to type checkers)
 _LEAST, _MOST = -8, 7
-_FARTHEST = 1024.0  # steps between zero and a group: float16 holds such zero points
+_FARTHEST = 1024.0  # largest zero point in steps, which float16 can hold
 
 
 @dataclass(frozen=True)
 class Int4Config(AOBaseConfig):
     """Weights in 16 equal steps from the least to the largest of their group.
 
-    Zero points are fractions, so that both ends are exact, and with them every weight that had been
-    stored in such steps before: GGUF's Q4_1.  torchao's own are whole numbers, which shifts each
+    Zero points are fractions, so that both ends are exact, and so is every weight that was stored
+    in such steps before (GGUF's Q4_1).  torchao's zero points are whole numbers, which shifts each
     group by up to half a step.
     """
 

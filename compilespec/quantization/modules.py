@@ -31,8 +31,8 @@ def quantize_module(
 ) -> Model:
     """A copy of `model` whose products are quantized; `model` itself is unchanged.
 
-    Products are `nn.Linear` modules and heads that drafters hold as a bare matrix; those already
-    quantized stay so, and so do those at paths in `apart`.  Everything that is not quantized is
+    Products are `nn.Linear` modules and heads that drafters hold as a bare matrix; quantized ones
+    stay as they are, and so do those at paths in `apart`.  Everything that is not quantized is
     shared with `model`.
 
     Raises: InvalidOption (no module matches; torchao refuses the dtype), NotSupported (the device
@@ -114,7 +114,9 @@ _REFUSALS = (AssertionError, ImportError, NotImplementedError, RuntimeError, Val
 def _refusal(
     quantize: Quantize, keyword: str, weight: torch.Tensor, error: BaseException
 ) -> InvalidOption | NotSupported:
-    """The error to raise for torchao's: because of the dtype, the device, or a weight's sizes."""
+    """The error to raise in place of torchao's: the dtype, the device, or a weight's sizes are at
+    fault.
+    """
     from torchao.quantization import quantize_
 
     reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
@@ -124,7 +126,7 @@ def _refusal(
             f"{keyword}={quantize.name!r} cannot quantize {weight.dtype} weights: {reason}; give "
             f"dtype='float32' or 'bfloat16'"
         )
-    try:  # on a weight whose sizes suit every config
+    try:  # tried on a weight whose sizes suit every config
         ordinary = nn.Linear(512, 512, bias=False, device=device, dtype=weight.dtype)
         quantize_(nn.Sequential(ordinary), quantize.config_on(device))
     except _REFUSALS:
@@ -140,7 +142,7 @@ def _refusal(
 
 
 def describe_quantized(model: nn.Module) -> str | None:
-    """Which products are quantized, and how; None if none is."""
+    """A line that names the quantized products and their form; None if there are none."""
     products = [module for path, module in model.named_modules() if _is_product(path, module)]
     kinds = Counter(type(m.weight).__name__ for m in products if is_quantized(m.weight))
     if not kinds:

@@ -37,7 +37,7 @@ def save_quantized(
     from transformers import PreTrainedModel, TorchAoConfig
     from transformers.quantizers.auto import AutoHfQuantizer
 
-    asked = read_quantize(quantize)  # with an error where torchao is not there
+    asked = read_quantize(quantize)  # raises where torchao is missing
     if asked is None:
         raise InvalidOption("save_quantized needs quantize=, a torchao config or its short name")
     from torchao.quantization import FqnToConfig
@@ -75,7 +75,9 @@ def _stored(config: Any) -> Any:
 
 
 def _make_directory(directory: Path) -> None:
-    """Where transformers meets a file of that name, it logs a line and writes nothing."""
+    """Make the directory.  Where a file has its name, transformers only logs a line and writes
+    nothing.
+    """
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -52,7 +52,7 @@ class SpecMode(enum.IntEnum):
         return None
 
     def extend_ctx(self, backend: str, *, sm: int) -> bool:
-        """Whether decode requests with drafts run as chunks of a prompt.
+        """True where decode requests with drafts run as chunks of a prompt.
 
         Args:
             backend: the attention backend; sm: the GPU's architecture, 90 for sm_90.
@@ -68,7 +68,7 @@ class SpecMode(enum.IntEnum):
         *,
         sm: int,
     ) -> bool:
-        """Whether the attention backend must run in its mode for drafts."""
+        """True where the attention backend must run in its mode for drafts."""
         if self.traits.one_engine:
             return sm < FIRST_SM_WITHOUT_SPEC_DEC
         is_first_draft = manager is not None and manager.is_first_draft and use_chain_drafter
@@ -91,13 +91,13 @@ class Traits:
     """Target and drafter are one engine: drafting is part of the target's step."""
 
     draft_engine: bool = False
-    """The drafter is a model with an engine of its own."""
+    """The drafter is a model with its own engine."""
 
     drafter: bool = False
     """An object outside the target's step proposes the drafts."""
 
     decoder: bool = False
-    """Has a sampler of its own that reads several tokens a step."""
+    """Has its own sampler, which reads several tokens a step."""
 
     rewinds_kv: bool = False
     """Rewinds the cache entries of rejected drafts."""

@@ -1,4 +1,4 @@
-"""LoRA adapters while serving: which are loaded, in which slots, and who uses them."""
+"""LoRA adapters while serving: the loaded ones, their places, and the requests that use them."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ from compilespec.tracing.adapter_files import Adapter, check_finite, describe_mi
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LoadedAdapter:
-    """An adapter in its slot.  One that is loaded again is another."""
+    """A loaded adapter in its place.  Loading it again makes another object."""
 
     name: str
-    slot: int
+    place: int
     source: str
-    key: bytes  # what the keys of its requests' cache blocks begin with
+    key: bytes  # begins the keys of its requests' cache blocks
 
 
 class UsesAdapter(Protocol):
-    """A request, of which only its adapter is asked."""
+    """A request, seen only for its adapter."""
 
     adapter: LoadedAdapter | None
 
     @property
     def finished(self) -> bool:
-        """Whether it needs its adapter no more."""
+        """True once it needs its adapter no more."""
 
 
 @dataclass(kw_only=True)
@@ -44,8 +44,8 @@ class Adapters:
     """The adapters of an engine.  From any thread, but for `put` and `drop`: these write between
     two steps.
 
-    A slot is free when no name has it and no unfinished request uses it, queued or not yet: one
-    that is replaced or dropped serves its requests to their end.
+    A place is free when no name has it and no unfinished request uses it, queued or not: a replaced
+    or dropped adapter serves its requests to their end.
 
     Args:
         shape: None where the program has no room for any.
@@ -56,7 +56,7 @@ class Adapters:
     dtype: torch.dtype = torch.float32
     _users: WeakSet[UsesAdapter] = field(default_factory=WeakSet)
     _loaded: dict[str, LoadedAdapter] = field(default_factory=dict)
-    _slots: dict[int, LoadedAdapter] = field(default_factory=dict)  # what each holds
+    _places: dict[int, LoadedAdapter] = field(default_factory=dict)  # the adapter in each
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _serial: itertools.count[int] = field(default_factory=itertools.count)
 
@@ -77,7 +77,7 @@ class Adapters:
         return found
 
     def assign(self, name: str | None, users: Sequence[UsesAdapter]) -> None:
-        """Give requests the adapter that they ask for: its slot is theirs until they have ended.
+        """Give requests the adapter that they ask for: they keep its place until they end.
 
         Raises: InvalidRequest where there is none of that name, any more.
         """
@@ -88,7 +88,7 @@ class Adapters:
                 self._users.add(user)
 
     def read(self, directory: str | Path) -> Adapter:
-        """Read an adapter and check it against the room there is.
+        """Read an adapter and check that it fits.
 
         Raises: CheckpointError, NotSupported (see `read_adapter` and `check_finite`; another
             model's, a rank or modules that the program has no room for), InvalidRequest.
@@ -109,49 +109,49 @@ class Adapters:
         return adapter
 
     def put(self, name: str, adapter: Adapter) -> None:
-        """Give a slot to an adapter, under a new name or in another's place.
+        """Give a place to an adapter, under a new name or instead of another.
 
-        Raises: InvalidRequest where no slot is free.
+        Raises: InvalidRequest where no place is free.
         """
         shape = self._check_room()
         if not isinstance(name, str) or not name:
             raise InvalidRequest(f"an adapter's name is a text; got {name!r}")
         with self._lock:
-            slot = self._free_slot(name, shape)
-            self.executor.write_adapter(slot, adapter.modules)
+            place = self._free_place(name, shape)
+            self.executor.write_adapter(place, adapter.modules)
             loaded = LoadedAdapter(
-                name=name, slot=slot, source=adapter.source,
+                name=name, place=place, source=adapter.source,
                 key=f"adapter {next(self._serial)}".encode(),
             )  # fmt: skip
-            self._slots[slot] = self._loaded[name] = loaded
-            self._clear_slots()
+            self._places[place] = self._loaded[name] = loaded
+            self._clear_places()
 
     def drop(self, name: str) -> None:
-        """Let no new request have it.  Raises: InvalidRequest where it is not loaded."""
+        """Give it to no new request.  Raises: InvalidRequest where it is not loaded."""
         self.find(name)
         with self._lock:
             self._loaded.pop(name, None)
-            self._clear_slots()
+            self._clear_places()
 
-    def _clear_slots(self) -> None:
-        """Write zeros where nobody needs what a slot holds."""
-        needed = self._used_slots() | {one.slot for one in self._loaded.values()}
-        for slot in sorted(self._slots.keys() - needed):
-            self.executor.write_adapter(slot, {})
-            del self._slots[slot]
+    def _clear_places(self) -> None:
+        """Write zeros into places whose contents nobody needs."""
+        needed = self._used_places() | {one.place for one in self._loaded.values()}
+        for place in sorted(self._places.keys() - needed):
+            self.executor.write_adapter(place, {})
+            del self._places[place]
 
-    def _used_slots(self) -> set[int]:
+    def _used_places(self) -> set[int]:
         adapters = [user.adapter for user in self._users if not user.finished]
-        return {adapter.slot for adapter in adapters if adapter is not None}
+        return {adapter.place for adapter in adapters if adapter is not None}
 
-    def _free_slot(self, name: str, shape: AdapterShape) -> int:
-        """One that nobody needs; the name's own at last."""
-        used = self._used_slots()
-        named = {one.slot for one in self._loaded.values()}
+    def _free_place(self, name: str, shape: AdapterShape) -> int:
+        """A free place; if none is free, the place this name already has."""
+        used = self._used_places()
+        named = {one.place for one in self._loaded.values()}
         own = self._loaded.get(name)
         candidates = [*(s for s in range(shape.num_slots) if s not in named)]
-        candidates += [own.slot] if own is not None else []
-        free = next((slot for slot in candidates if slot not in used), None)
+        candidates += [own.place] if own is not None else []
+        free = next((place for place in candidates if place not in used), None)
         if free is None:
             raise InvalidRequest(
                 f"all {shape.num_slots} places for adapters are taken; drop_adapter() one, wait "

@@ -29,7 +29,7 @@ Params = SamplingParams | Sequence[SamplingParams] | None
 
 
 class Admission:
-    """Makes an engine's requests; queues none.  From any thread.
+    """Makes an engine's requests; queues none.  Works from any thread.
 
     Args:
         tokenizer: None where prompts are token ids only.
@@ -82,7 +82,7 @@ class Admission:
         if len(samples) != 1:
             raise InvalidRequest(
                 f"submit takes one sample, got n={len(samples)}; use generate, or submit the "
-                "prompt once a sample with seeds of its own"
+                "prompt once a sample with different seeds"
             )
         return samples[0]
 
@@ -102,7 +102,7 @@ class Admission:
 
     def _samples(self, prompt: Any, params: SamplingParams) -> list[Request]:
         check_params(params, self._tokenizer, self._geometry)
-        params = dataclasses.replace(params)  # a copy of what the caller might change
+        params = dataclasses.replace(params)  # a copy, because the caller might change it
         self._adapters.find(params.adapter)
         read = self.read(prompt)
         ids = read.ids
@@ -141,7 +141,7 @@ class Admission:
         return limit is not None and min(num_tokens, self._geometry.max_seq_len) > limit
 
     def read(self, prompt: Any) -> ReadPrompt:
-        """What a request of this prompt is made of.  Raises: InvalidRequest, NotSupported."""
+        """The parts of a request for this prompt.  Raises: InvalidRequest, NotSupported."""
         if isinstance(prompt, ReadPrompt):
             return prompt
         if isinstance(prompt, ImagePrompt) or has_media(prompt):
@@ -153,8 +153,8 @@ class Admission:
         return ReadPrompt(ids=ids, rows=all_rows(embeds), content_ids=content_ids(embeds, ids))
 
     def _with_images(self, items: Sequence[Any]) -> list[Any]:
-        """The prompts, with the images of all of them encoded together; what is wrong with one is
-        said when it is read.
+        """The prompts, with the images of all of them encoded together; errors of a prompt appear
+        when it is read.
         """
         prepared = list(items)
         for index, item in enumerate(items):
@@ -178,7 +178,7 @@ class Admission:
     def _params_of_each(self, params: Params, count: int) -> list[SamplingParams]:
         params = SamplingParams() if params is None else params
         if isinstance(params, str) or not isinstance(params, Sequence):
-            check_params(params, self._tokenizer, self._geometry)  # at fault is the call
+            check_params(params, self._tokenizer, self._geometry)  # the call is at fault
             return [params] * count
         each = list(params)
         if len(each) != count:

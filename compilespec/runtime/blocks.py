@@ -1,4 +1,4 @@
-"""The blocks of the KV cache: who holds which, and which may be given out."""
+"""The blocks of the KV cache: their holders, and those that are free."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class BlockPool:
     """The physical blocks 0..num_blocks - 1, each free or held by one request or more.
 
     A block whose contents may be wanted again is `keep`t: once nobody holds it, it is free like the
-    others, but is given out last, the one let go longest ago first.  The spare block that swallows
-    masked writes is the executor's own and not among them.
+    others, but is given out last, the one released longest ago first.  The spare block that takes
+    masked writes belongs to the executor and is not among them.
 
     Args:
         on_reuse: called with a kept block that is about to get another owner's contents.
@@ -53,8 +53,8 @@ class BlockPool:
             self._num_holders[block] += 1
 
     def free(self, blocks: Iterable[int]) -> None:
-        """Let go of blocks, in the order in which a request has them: of those that are kept, the
-        last are given out first, because nobody can use them without the ones before.
+        """Release blocks, in the order in which a request has them.  Of kept ones the last are
+        given out first, because nobody can use them without the ones before.
         """
         for block in reversed(tuple(blocks)):
             assert self._num_holders[block], f"block {block} freed twice"
@@ -63,12 +63,12 @@ class BlockPool:
                 self._put_back(block)
 
     def keep(self, block: int) -> None:
-        """The contents of a block that is held may be wanted again."""
+        """Mark the contents of a held block as possibly wanted again."""
         assert self._num_holders[block], f"block {block} is held by nobody"
         self._kept.add(block)
 
     def discard(self, block: int) -> None:
-        """The contents of a kept block are not wanted any more."""
+        """Mark the contents of a kept block as not wanted any more."""
         self._kept.remove(block)
         if block in self._idle:
             del self._idle[block]

@@ -10,20 +10,20 @@ from torch import Tensor
 
 from compilespec.program import BufferSpec
 
-MAPPED = 2**20  # bytes: from this size on, zeros on the CPU are the system's untouched pages
+MAPPED = 2**20  # bytes: zero buffers of this size and more are mapped lazily
 
 
 def allocate(spec: BufferSpec, device: torch.device) -> Tensor:
     """A buffer of the spec's shape, dtype and strides, filled as it says.
 
-    Large buffers of zeros on the CPU take no memory until they are written, page by page: a KV
-    cache is resident as far as requests have filled it, and a start does not wait for its zeros.
-    The pages are small wherever the system lets one say so: a request's first tokens touch two for
-    each head of each layer, which may be gigabytes in huge ones.
+    Large zero buffers on the CPU are mapped lazily, so the KV cache uses memory only as it fills,
+    and a start does not wait for its zeros.  The pages are small where the system allows that
+    choice: a request's first tokens touch two pages for each head of each layer, which may be
+    gigabytes of huge pages.
     """
     if device.type == "cpu" and spec.fill == 0 and spec.num_bytes >= MAPPED:
         pages = mmap.mmap(-1, spec.num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        with contextlib.suppress(AttributeError, OSError):  # of Linux, where it has huge pages
+        with contextlib.suppress(AttributeError, OSError):  # Linux with huge pages
             pages.madvise(mmap.MADV_NOHUGEPAGE)
         flat = torch.frombuffer(pages, dtype=torch.uint8).view(spec.dtype)
         return flat.as_strided(spec.shape, spec.strides)

@@ -1,4 +1,4 @@
-"""Conversations as prompts: messages in, the ids that the tokenizer's chat template makes of them.
+"""Conversations as prompts: the tokenizer's chat template turns messages into ids.
 
 Source: the messages and tools of OpenAI's chat completions, text only.
 """
@@ -11,18 +11,18 @@ from typing import Any
 from compilespec.errors import InvalidRequest
 from compilespec.runtime.texts import MAX_NESTING, check_unicode, is_nested_too_deep
 
-LONG = 1 << 14  # characters of a conversation that is looked at before it is tokenized
-BESIDE = ("tools", "template_options")  # what a prompt may have beside its messages
+LONG = 1 << 14  # characters: longer conversations are checked before tokenizing
+BESIDE = ("tools", "template_options")  # the other keys of a prompt with messages
 CHAT_CURE = 'engine.chat(messages), or {"messages": messages} as the prompt'
 
 
 def is_chat(prompt: Sequence[Any]) -> bool:
-    """Whether it is a conversation: messages with a role each."""
+    """True where the prompt is a conversation: messages that each have a role."""
     return all(isinstance(message, Mapping) and "role" in message for message in prompt)
 
 
 def is_chat_prompt(prompt: Any) -> bool:
-    """Whether it is a prompt of the form `{"messages": [...]}`."""
+    """True where it is a prompt of the form `{"messages": [...]}`."""
     return isinstance(prompt, Mapping) and "messages" in prompt
 
 
@@ -43,10 +43,10 @@ def encode_chat(
 ) -> tuple[int, ...]:
     """The ids of a `{"messages": [...]}` prompt, up to where the assistant's answer begins.
 
-    Beside messages it may have "tools", a list in OpenAI's form, and "template_options", a mapping
-    of what else the template reads, such as `{"enable_thinking": False}`.  The template writes the
-    tokens that begin a text itself, so none is put in front of it.  `check_text` may refuse what it
-    writes before it is tokenized.
+    It may also have "tools", a list in OpenAI's form, and "template_options", a mapping of other
+    variables of the template, such as `{"enable_thinking": False}`.  The template writes the tokens
+    that begin a text itself, so we add none.  `check_text` may refuse the written text before it is
+    tokenized.
     Raises: InvalidRequest (no messages, other content than text, no tokenizer, no chat template,
         or one that refuses the messages, or takes no tools).
     """
@@ -82,7 +82,7 @@ def encode_chat(
         return tuple(int(token) for token in ids)
     except InvalidRequest:
         raise
-    except Exception as error:  # templates raise what they like: bad roles, a wrong order
+    except Exception as error:  # templates raise any error: bad roles, a wrong order
         why = (str(error).splitlines() or ["no message"])[0]
         raise InvalidRequest(
             f"the chat template refuses the messages ({type(error).__name__}: {why}); give roles "
@@ -96,14 +96,14 @@ def _num_characters(message: Mapping[str, Any]) -> int:
 
 
 def chat_error() -> InvalidRequest:
-    """What messages get that are given as if they were ids."""
+    """The error for messages that are given as if they were ids."""
     return InvalidRequest(
         f"the prompt is chat messages: expected text or token ids here; give {CHAT_CURE}"
     )
 
 
 def check_names(prompt: Mapping[str, Any]) -> None:
-    """Refuse what a prompt cannot have beside messages.  Raises: InvalidRequest."""
+    """Refuse unknown keys beside messages.  Raises: InvalidRequest."""
     if others := [name for name in prompt if name not in ("messages", *BESIDE)]:
         raise InvalidRequest(
             f"the prompt has {others[0]!r} beside messages: expected {' or '.join(BESIDE)}; apply "
@@ -112,7 +112,7 @@ def check_names(prompt: Mapping[str, Any]) -> None:
 
 
 def chat_options(prompt: Mapping[str, Any], tokenizer: Any) -> dict[str, Any]:
-    """What a template is given beside messages.  Raises: InvalidRequest."""
+    """The variables of a template beside messages.  Raises: InvalidRequest."""
     tools, more = prompt.get("tools"), prompt.get("template_options") or {}
     if not isinstance(more, Mapping) or not all(isinstance(name, str) for name in more):
         raise InvalidRequest(f"template_options: expected names and values, got {more!r:.60}")
@@ -148,7 +148,7 @@ def _read_message(index: int, message: Any) -> dict[str, Any]:
     content = message.get("content")
     if isinstance(content, str) or (content is None and message.get("tool_calls")):
         return dict(message)
-    if content is None and message.get("reasoning_content"):  # an answer that was cut in thought
+    if content is None and message.get("reasoning_content"):  # cut while reasoning
         return {**message, "content": ""}
     if not isinstance(content, Sequence) or not all(map(_is_text, content)):
         raise InvalidRequest(

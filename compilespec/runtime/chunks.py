@@ -1,4 +1,4 @@
-"""Which prompt tokens the next prefill call takes."""
+"""Chooses the prompt tokens of the next prefill call."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def next_chunks(
         if room <= done - start:
             break
         end = request.whole_until(start, min(len(tokens), start + room))
-        if end <= done and not chunks:  # tokens that see each other go before `max_step_tokens`
+        if end <= done and not chunks:  # tokens that see each other outrank `max_step_tokens`
             end = done + request.ahead[done] + 1
         if end <= done:
             break
@@ -48,7 +48,7 @@ def next_chunks(
 
 
 def _room(running: Sequence[Request], sizes: Geometry, max_step_tokens: int | None) -> int:
-    """Tokens of the call; at least one block of new ones."""
+    """The tokens that the call may take; at least one block of new ones."""
     if max_step_tokens is None:
         return sizes.max_prefill_tokens
     num_decoding = sum(request.state is RequestState.DECODE for request in running)

@@ -21,7 +21,7 @@ Call = Callable[[Tensor], Tensor]
 
 
 class CompiledTower:
-    """Makes rows of images [n, *shape], n one of `BATCH_SIZES`; compiles nothing any more.
+    """Makes rows of images [n, *shape], n one of `BATCH_SIZES`; compiles nothing more.
 
     Args:
         calls: by n.
@@ -29,10 +29,10 @@ class CompiledTower:
 
     def __init__(self, shape: tuple[int, int, int], calls: Mapping[int, Call]) -> None:
         self._shape, self._calls = shape, dict(calls)
-        self.num_recompiles = 0  # graphs compiled since: a fault, where it is not 0
+        self.num_recompiles = 0  # graphs compiled since; above 0 it is a fault
 
     def takes(self, inputs: Mapping[str, Tensor]) -> bool:
-        """Whether these are images of its size, and nothing beside pixels."""
+        """True where these are images of its size, and pixels alone."""
         shapes = {name: tuple(value.shape[1:]) for name, value in inputs.items()}
         return shapes == {IMAGES.main: self._shape}
 
@@ -51,9 +51,9 @@ class CompiledTower:
 
 @torch.no_grad()
 def compile_tower(model: nn.Module, progress: Reporter) -> CompiledTower:
-    """Compile what makes rows of images, where their number follows from the model's config.
+    """Compile the tower for images whose number of rows follows from the model's config.
 
-    Raises: NotSupported (images of many sizes, or more than pixels to take), TraceError.
+    Raises: NotSupported (images of many sizes, or other inputs than pixels), TraceError.
     """
     shape = image_shape(model)
     if shape is None:
@@ -74,8 +74,8 @@ def _compile(model: nn.Module, shape: tuple[int, ...], step: Step) -> Call:
         return torch.stack(media_rows(model, IMAGES, {IMAGES.main: pixel_values}))
 
     try:
-        count = len(rows_of(example))  # a first call also installs what a model hooks into itself
-    except Exception as error:  # models raise what they like
+        count = len(rows_of(example))  # a first call also installs the model's own hooks
+    except Exception as error:  # models raise any error
         why = (str(error).splitlines() or ["no message"])[0]
         raise NotSupported(f"it takes more than pixels ({why})") from error
     if count != shape[0]:

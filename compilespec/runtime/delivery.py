@@ -1,4 +1,4 @@
-"""What becomes of the tokens that a launch gave a request."""
+"""Delivers the tokens that a launch gave a request."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from compilespec.runtime.host_masks import admitted
 from compilespec.runtime.outputs import FinishReason, now_ms
 from compilespec.runtime.request import Request
 from compilespec.runtime.stats import StatsRecorder
-from compilespec.runtime.stopping import deliver
+from compilespec.runtime.stopping import append_until_end
 
 
 @dataclass(frozen=True, kw_only=True)
-class Delivered:
-    """How many tokens the request got; a reason or an error where it ends with them."""
+class Received:
+    """The number of tokens that the request got; a reason or an error where it ends with them."""
 
     num_tokens: int = 0
     reason: FinishReason | None = None
@@ -32,37 +32,37 @@ class Delivery:
     def __init__(self, executor: Executor, stats: StatsRecorder) -> None:
         self._executor, self._stats = executor, stats
 
-    def deliver(self, request: Request, tokens: Sequence[int]) -> Delivered:
+    def hand_on(self, request: Request, tokens: Sequence[int]) -> Received:
         """Append what a launch gave to the request's output."""
         if request.timings.first_token_ms is None:
             request.timings.first_token_ms = now_ms()
         tokens, error = admitted(request, tokens)
         if error is not None and not tokens:
-            return Delivered(error=error)
+            return Received(error=error)
         wanted = request.params.logprobs
         if wanted is not None:
             request.output_logprobs += self._executor.logprobs(request.row, tokens, wanted)
         try:
-            count, reason = deliver(
+            count, reason = append_until_end(
                 request, tokens, max_seq_len=self._executor.geometry.max_seq_len
             )
         except SpecError as failure:  # from the caller's tokenizer
-            return Delivered(error=failure)
+            return Received(error=failure)
         if reason is None and request.guide is not None and request.guide.is_complete:
             reason = "stop"
         if reason is None and error is not None:
-            return Delivered(num_tokens=count, error=error)
-        return Delivered(num_tokens=count, reason=reason)
+            return Received(num_tokens=count, error=error)
+        return Received(num_tokens=count, reason=reason)
 
     def record(
-        self, request: Request, delivered: Delivered, phase: Phase, *, given: int, drafted: int
+        self, request: Request, received: Received, phase: Phase, *, given: int, drafted: int
     ) -> None:
-        """Note in the request's timings, and in the counters, what it got.
+        """Note the received tokens in the request's timings and in the counters.
 
-        Args: given: tokens of the launch, of which all but the last one were drafts; drafted: how
-            many drafts it judged.
+        Args: given: tokens of the launch, of which all but the last one were drafts; drafted: the
+            number of drafts it judged.
         """
-        count = delivered.num_tokens
+        count = received.num_tokens
         request.output_drafted += [index < given - 1 for index in range(count)]
         own = request.params.num_draft_tokens
         request.num_drafted += drafted if own is None else min(drafted, own)
@@ -74,7 +74,7 @@ class Delivery:
 
 
 def nan_error(request: Request) -> NanLogits:
-    """What a request ends with whose logits held NaN."""
+    """The error of a request whose logits held NaN."""
     return NanLogits(
         f"the model's logits for token {request.num_tokens} of request {request.id} held NaN; "
         "check the weights, or try a dtype with more range (float32, bfloat16)"

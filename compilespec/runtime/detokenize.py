@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from compilespec.errors import TokenizerFailed
 
-REPLACEMENT = "\ufffd"  # what decoding makes of bytes that are no character (yet)
+REPLACEMENT = "\ufffd"  # decoding writes it for bytes that are no character (yet)
 PROMPT_WINDOW = 8  # prompt tokens decoded before the output, so that spaces and characters join
 
 
@@ -24,7 +24,7 @@ class Tokenizer(Protocol):
 
 
 class OutputText:
-    """The text of one request: `text` is what its tokens say so far, up to a stop string.
+    """The text of one request: `text` is the text of its tokens so far, up to a stop string.
 
     `text` continues the prompt's text, so a leading space is kept; special tokens leave no text.
     """
@@ -57,7 +57,7 @@ class OutputText:
         return self.stopped
 
     def finish(self) -> None:
-        """Give up waiting for the rest of a character: what is left becomes U+FFFD."""
+        """Stop waiting for the rest of a character: incomplete bytes become U+FFFD."""
         if not self._finished:
             self._finished = True
             if not self.stopped:
@@ -87,7 +87,7 @@ class OutputText:
 
 
 def _num_begun(text: str, stop: str) -> int:
-    """How many characters at the end of a text are the beginning of a stop string."""
+    """The number of characters at the end of a text that begin a stop string."""
     start = text.find(stop[0], max(0, len(text) - len(stop) + 1))
     while start >= 0 and not stop.startswith(text[start:]):
         start = text.find(stop[0], start + 1)
@@ -97,8 +97,8 @@ def _num_begun(text: str, stop: str) -> int:
 class _WindowDecoder:
     """Tokens in, complete new characters out.
 
-    The window starts where text was last known complete, one extension back, because tokenizers
-    treat the start of a sequence specially (a dropped space, a byte run that does not begin with a
+    The window starts one extension before the last complete text, because tokenizers treat the
+    start of a sequence specially (a dropped space, a byte run that does not begin with a
     character).
     """
 
@@ -127,7 +127,7 @@ class _WindowDecoder:
             self.pending = text[len(self._known) :].rstrip(REPLACEMENT)
             return ""
         pending = self._ids[self._num_known :]
-        # Byte-fallback tokenizers spoil a whole run of bytes for one bad byte.
+        # One bad byte makes byte-fallback tokenizers spoil a whole run of bytes.
         new = text[len(self._known) :] if text.startswith(self._known) else self._decode(pending)
         self._ids, self.pending = pending, ""
         self._known, self._num_known = self._decode(self._ids), len(self._ids)

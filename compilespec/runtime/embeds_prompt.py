@@ -12,21 +12,22 @@ from torch import Tensor
 from compilespec.errors import InvalidRequest
 from compilespec.runtime.executor import Geometry
 
-PLACEHOLDER = 0  # the id of a position that has none
+PLACEHOLDER = 0  # the id of a position without one
 
 
 @dataclass(frozen=True, kw_only=False, eq=False)
 class EmbedsPrompt:
-    """A prompt of embeddings: what the target's embedding would give for its tokens, or anything
-    of that width, such as an image's.
+    """A prompt of embeddings: the target's own embeddings of tokens, or other rows of that width,
+    such as an image's.
     """
 
     embeds_TD: Tensor
     """One row a position, floats, as transformers' `inputs_embeds`."""
 
     token_ids: Sequence[int] | None = None
-    """The ids that stand at these positions for all that reads ids: drafters, penalties, the
-    output's `prompt_token_ids`; None: id 0 everywhere."""
+    """The ids at these positions for drafters, penalties and the output's `prompt_token_ids`; None:
+    id 0 everywhere.
+    """
 
 
 def read_embeds(prompt: EmbedsPrompt, geometry: Geometry) -> Tensor:
@@ -66,7 +67,7 @@ def placeholder_ids(prompt: EmbedsPrompt, geometry: Geometry) -> Sequence[int]:
 
 
 def content_ids(embeds_TD: Tensor, token_ids: Sequence[int]) -> tuple[int, ...]:
-    """A number below 0 for each row, which stands for its content where ids stand for tokens."""
+    """A negative number for each row that stands for its content where ids stand for tokens."""
     rows, kind = embeds_TD.view(torch.uint8).numpy(), str(embeds_TD.dtype).encode()
     digests = (
         hashlib.blake2b(kind + row.tobytes() + token.to_bytes(8, "little"), digest_size=8).digest()

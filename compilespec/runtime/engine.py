@@ -1,4 +1,4 @@
-"""The engine: what users hold.  Prompts in, tokens and statistics out."""
+"""The engine, which users hold: prompts in, tokens and statistics out."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Engine:
         tokenizer: Tokenizer | None = None,
         options: ServingOptions | None = None,
     ) -> None:
-        """Wrap an executor, which the engine owns from here on.
+        """Wrap an executor, which the engine owns from now on.
 
         Args:
             tokenizer: a transformers tokenizer, or None for token ids only.
@@ -82,9 +82,9 @@ class Engine:
 
         Args:
             prompts: a string, a list of token ids (or a 1-D integer tensor), a conversation as
-                `{"messages": [...]}`, or a list of those; or what a tokenizer returned, unpadded.
-                With images, where the model takes them: messages that hold them, `{"prompt": text,
-                "images": [...]}`, or what the model's processor returned for one prompt.
+                `{"messages": [...]}`, or a list of those; or a tokenizer's unpadded output. With
+                images, where the model takes them: messages that hold them, `{"prompt": text,
+                "images": [...]}`, or the output of the model's processor for one prompt.
             params: one SamplingParams, or one per prompt; None takes the defaults.
         Raises:
             SpecError: a single prompt cannot be served, or `params` shared by all cannot.  In a
@@ -110,8 +110,8 @@ class Engine:
 
     @check_keywords
     def stream(self, prompts: Any, params: Params = None) -> Generator[Delta, None, None]:
-        """Run the prompts and yield what each step adds, as it comes; arguments and errors as in
-        `generate`.
+        """Run the prompts and yield the additions of each step; arguments and errors as in
+        `generate`.  Closing the iterator early aborts the rest.
 
         Closing the iterator early aborts what is left.
         """
@@ -125,8 +125,8 @@ class Engine:
         """Queue one prompt; `step` moves it.
 
         Args:
-            priority: requests of a higher one are admitted before, and make room after; among
-                equal ones who comes first is first.
+            priority: higher ones are admitted earlier and make room later; among equals, first
+                come, first served.
         Raises: InvalidRequest, NotSupported (nothing was queued), EngineClosed.
         """
         self._check_free()
@@ -136,11 +136,11 @@ class Engine:
 
     @check_keywords
     def serve(self, *, max_waiting: int | None = None) -> EngineThread:
-        """Run the loop on a thread of its own, which owns the engine until it is closed: submit,
+        """Run the loop on its own thread, which owns the engine until it is closed: submit,
         stream and abort there, from any thread or event loop.
 
         Args:
-            max_waiting: requests that may wait beside the `max_batch_size` that run; one more is
+            max_waiting: requests that may wait beyond the `max_batch_size` that run; one more is
                 refused with QueueFull.  None: no limit.
         Raises: EngineClosed; InvalidRequest where requests were submitted here and not finished,
             and from `generate`, `stream`, `submit` and another `serve` of this engine from then on.
@@ -175,12 +175,14 @@ class Engine:
         return self._admission.samples(prompt, params, priority)
 
     def enqueue(self, request: Request) -> None:
-        """Queue what `make_request` or `make_samples` made."""
+        """Queue requests of `make_request` or `make_samples`."""
         self._check_open()
         self._scheduler.add(request)
 
     def take_delta(self, request: Request, index: int = 0) -> Delta | None:
-        """What no earlier call returned, with the output if that is all; None where nothing is."""
+        """The tokens and text that no earlier call returned, with the output if that is all; None
+        where there is nothing.
+        """
         token_ids, text = self._take_delta(request)
         output = self._output(request) if request.finished else None
         if output is None and not token_ids and not text:
@@ -200,7 +202,7 @@ class Engine:
         """Run one scheduler step: at most one prefill and one decode; returns the requests that got
         tokens.
 
-        Raises: whatever the program raises.  The requests that were running have then ended with
+        Raises: any error of the program; the requests that were running have then ended with
             "error".
         """
         self._check_open()
@@ -208,31 +210,31 @@ class Engine:
 
     @property
     def executor(self) -> Executor:
-        """What runs the steps, which the engine owns: a `StepRunner`, where it was compiled."""
+        """The executor of the steps, which the engine owns: a `StepRunner`, if compiled."""
         return self._executor
 
     @property
     def has_work(self) -> bool:
-        """Whether any submitted request is unfinished."""
+        """True where any submitted request is unfinished."""
         return self._scheduler.has_work
 
     def abort(self, request: Request) -> None:
         """End a request now; it keeps the tokens it has.  No effect on a finished one.
 
-        Raises: EngineClosed; whatever the program raises where a step in flight must be read.  The
-            request has ended then, and others go on.
+        Raises: EngineClosed; any error of the program while a step in flight is read; the request
+            has ended then, and others go on.
         """
         self._check_open()
         self._scheduler.abort(request)
 
     def reset_prefix_cache(self) -> None:
-        """Find no prefix again that was computed before: after the weights were changed."""
+        """Forget all prefixes that were computed before: call it after the weights were changed."""
         self._check_open()
         self._scheduler.reset_prefix_cache()
 
     def load_adapter(self, name: str, directory: str | Path) -> None:
-        """Load a LoRA adapter for `SamplingParams(adapter=name)`, also in the place of another of
-        that name; nothing is compiled.  Requests that run keep the adapter that they began with.
+        """Load a LoRA adapter for `SamplingParams(adapter=name)`; it may replace another of that
+        name.  Nothing is compiled.  Requests that run keep the adapter that they began with.
 
         Raises: CheckpointError, NotSupported (not an adapter of this model, or of modules or a rank
             that there is no room for), InvalidRequest (all places are taken), EngineClosed.

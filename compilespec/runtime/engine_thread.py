@@ -1,4 +1,4 @@
-"""An engine on a thread of its own: submit, stream and abort from any thread, and from asyncio."""
+"""An engine on its own thread: submit, stream and abort from any thread, and from asyncio."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ EXIT_TIMEOUT_S = 60  # that the interpreter waits at its exit for a step that ru
 
 
 class ServedEngine(Protocol):
-    """What a thread asks of the engine that it owns: see `Engine`."""
+    """The interface of the engine that a thread owns: see `Engine`."""
 
     geometry: Geometry
 
     @property
     def has_work(self) -> bool:
-        """Whether any request is unfinished."""
+        """True where any request is unfinished."""
 
     def stats(self) -> EngineStats:
         """Totals since the engine was made."""
@@ -77,7 +77,7 @@ class ServedEngine(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class EngineHealth:
-    """How an engine's thread does."""
+    """The state of an engine's thread."""
 
     state: Literal["ready", "draining", "closed", "failed"]
     """"failed": the thread ended with an error, or the engine could not be closed."""
@@ -89,21 +89,21 @@ class EngineHealth:
     """How long the step that runs has been running; 0.0 between steps."""
 
     failure: str | None = None
-    """Why it failed."""
+    """The reason why it failed."""
 
 
 class EngineThread:
     """Runs the loop of an engine, which it owns: use the engine through this object alone.
 
-    Every method may be called from any thread.  A step or an abort that raises ends the requests
-    that were running with that error, as `Engine.step` says; those that waited go on.  Whatever
-    happens, every ticket ends.  What is open when the interpreter exits is closed then.
+    Every method may be called from any thread.  A step or an abort that raises ends the running
+    requests with that error, as `Engine.step` says; waiting ones go on.  Every ticket ends in any
+    case.  Threads still open at the interpreter's exit are closed then.
     """
 
     _all: ClassVar[weakref.WeakSet[EngineThread]] = weakref.WeakSet()  # of this process
 
     def __init__(self, engine: ServedEngine, max_waiting: int | None = None) -> None:
-        """Args: max_waiting: requests that may wait beside those that run; None: no limit."""
+        """Args: max_waiting: requests that may wait beyond those that run; None: no limit."""
         self._engine, self._max_waiting = engine, max_waiting
         self._process = Process()
         lock = threading.RLock()
@@ -119,16 +119,16 @@ class EngineThread:
         self._wake_ups, self._woke_ms = WakeUps(), 0.0  # the loop's own, too
         self._is_closing = False
         self._is_closed = False  # whether `close` was called
-        self._failure: EngineClosed | None = None  # why the loop ended, or closing failed
-        self._untold: EngineClosed | None = None  # the same, where no ticket ended with it
+        self._failure: EngineClosed | None = None  # why the loop or closing failed
+        self._untold: EngineClosed | None = None  # the same, if no ticket ended with it
         self._thread = threading.Thread(target=self._run, name="compilespec-engine", daemon=True)
         self._thread.start()
         self._all.add(self)
 
     @classmethod
     def close_all(cls) -> None:
-        """Close those that are open: a thread that the interpreter's exit cuts off in the midst of
-        native code crashes the process.
+        """Close the open threads: one that the interpreter's exit cuts off inside native code
+        crashes the process.
         """
         for thread in list(cls._all):
             if thread._thread.is_alive():
@@ -141,7 +141,7 @@ class EngineThread:
     def submit(
         self, prompt: Any, params: SamplingParams | None = None, *, priority: int = 0
     ) -> Ticket:
-        """Queue one prompt.  Iterate over the ticket (`for`, `async for`), or ask for its result.
+        """Queue one prompt.  Iterate over the ticket (`for`, `async for`), or wait for its result.
 
         Raises: InvalidRequest, NotSupported, QueueFull (nothing was queued), EngineClosed.
         """
@@ -194,7 +194,9 @@ class EngineThread:
         return self._engine.adapters.names
 
     def _between_steps(self, change: Callable[[], None]) -> None:
-        """Wait until the engine's thread has done it.  Raises: what it raises, EngineClosed."""
+        """Wait until the engine's thread has run a call between two steps.  Raises: its errors,
+        EngineClosed.
+        """
         done: Future[None] = Future()
         with self._wake:
             self._check_open()
@@ -207,7 +209,7 @@ class EngineThread:
         return self._engine.stats()
 
     def health(self) -> EngineHealth:
-        """How the thread does; waits for no step."""
+        """The state of the thread; waits for no step."""
         self._process.check()
         began = self._step_began_ms
         with self._wake:
@@ -225,7 +227,7 @@ class EngineThread:
             )
 
     def drain(self, timeout: float | None = None) -> bool:
-        """Take no more requests, and wait until those there are have ended.
+        """Take no more requests, and wait until the present ones have ended.
 
         Args:
             timeout: seconds.
@@ -242,9 +244,9 @@ class EngineThread:
         Args:
             timeout: seconds to wait for the step that runs.
         Raises:
-            EngineClosed: the engine could not be closed, or its thread had failed before.  Where
-                tickets were open they have ended with this error, and it is not raised here, too.
-                Another call tries again what failed, and raises what `Engine.close` raises.
+            EngineClosed: the engine could not be closed, or its thread had failed before.  If
+                tickets were open, they ended with this error, and it is not raised here.  Another
+                call retries the failed part, and raises the errors of `Engine.close`.
             TimeoutError: the step goes on; the engine is closed after it.
         In a forked child nothing is done.
         """
@@ -285,7 +287,7 @@ class EngineThread:
             self._wake.notify()
 
     def _check_room(self, count: int) -> None:
-        """Raises: EngineClosed; QueueFull where so many more would be too many."""
+        """Raises: EngineClosed; QueueFull where `count` more requests would be too many."""
         self._check_open()
         if self._max_waiting is None:
             return
@@ -326,7 +328,7 @@ class EngineThread:
             self._end_all()
 
     def _take_orders(self) -> bool:
-        """Wait for something to do; false once the engine is to be closed."""
+        """Wait for work; false once the engine is to be closed."""
         with self._wake:
             self._wake.wait_for(
                 lambda: (
@@ -355,7 +357,7 @@ class EngineThread:
         return True
 
     def _attempt(self, call: Callable[..., object], *arguments: Any) -> None:
-        """Call the engine; where that raises, what was running has ended with the error."""
+        """Call the engine; if it raises, the running requests have ended with the error."""
         try:
             call(*arguments)
         except Exception:
@@ -377,7 +379,7 @@ class EngineThread:
             if delta.output is not None:
                 has_ended = True
                 del self._open[request]
-            with self._wake:  # who reads the end, and submits again, must find its room
+            with self._wake:  # a reader that submits again at its end must find room
                 self._num_open -= delta.output is not None
                 ticket.give(delta, self._wake_ups)
                 self._idle.notify_all()
@@ -387,7 +389,7 @@ class EngineThread:
             self._woke_ms = now
 
     def _end_all(self) -> None:
-        """Close the engine; whatever comes of that, every ticket ends."""
+        """Close the engine and end every ticket in any case."""
         with self._wake:
             self._is_closing = True
             for _, done in self._to_do:
@@ -410,7 +412,7 @@ class EngineThread:
 
 
 atexit.register(EngineThread.close_all)
-os.register_at_fork(after_in_child=EngineThread._all.clear)  # a child has no such threads
+os.register_at_fork(after_in_child=EngineThread._all.clear)  # a forked child has no such threads
 
 
 def _told(what: str, error: BaseException) -> EngineClosed:

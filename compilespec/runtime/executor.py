@@ -1,4 +1,4 @@
-"""What the scheduler asks of a compiled program: two calls, one per phase, and a block table.
+"""The scheduler's interface to a compiled program: two calls, one per phase, and a block table.
 
 `Executor` is the border between the host's bookkeeping (requests, blocks, stop conditions: this
 package)
@@ -26,17 +26,16 @@ class PrefillChunk:
     """A run of consecutive prompt tokens of one request.
 
     `next_token` is the true prompt token that follows the chunk; None when the chunk ends the
-    prompt, so
-    that the drafter is fed the token the target samples (hazard H-4).
+    prompt: the drafter is then fed the token that the target samples (hazard H-4).
     """
 
     row: int
     start: int
     tokens: tuple[int, ...]
     next_token: int | None
-    num_logprobs: int | None = None  # of the prompt's tokens, as many best ones are asked for
+    num_logprobs: int | None = None  # best log-probabilities asked for at each prompt token
     given: GivenRows | None = None  # embeddings, in place of those of their ids
-    ahead: Sequence[int] | None = None  # how many later tokens each of its tokens sees
+    ahead: Sequence[int] | None = None  # the number of later tokens that each token sees
     rope: Sequence[Sequence[int]] | None = None  # offsets of its rotary positions, by axis
 
     @property
@@ -66,21 +65,21 @@ class Geometry:
     )
 
     num_repeated_tokens: int = 0  # prompt tokens before a chunk that it must hold again
-    host_processors: bool = False  # whether requests may have logits processors on the host
-    prompt_logprobs: bool = False  # whether they may ask for those
-    draft_tree: bool = False  # whether drafts are a tree
-    needs_replay: bool = False  # whether rows must be replayed after steps of K = 0
-    tells_evidence: bool = False  # whether steps say how sure their drafts are
-    looks_up: bool = False  # whether drafts are found in texts, by steps of K = 0 as well
-    combines: bool = False  # whether only some are, where they are surer than a model's
-    adapters: AdapterShape | None = None  # the room for them; None: requests have none
+    host_processors: bool = False  # true: requests may have logits processors on the host
+    prompt_logprobs: bool = False  # true: requests may ask for prompt log-probabilities
+    draft_tree: bool = False  # true: drafts are a tree
+    needs_replay: bool = False  # true: drafters must catch up after steps of K = 0
+    tells_evidence: bool = False  # true: steps say how sure their drafts are
+    looks_up: bool = False  # true: a look-up finds drafts in texts, with K = 0 too
+    combines: bool = False  # true: a look-up drafts beside a model, where it is surer
+    adapters: AdapterShape | None = None  # the room for adapters; None: requests have none
     short_rope_limit: int | None = None  # longer requests have the long rotary table
     embeds_width: int | None = None  # of prompts as embeddings; None: there are none
 
     @property
     def finds_all(self) -> bool:
-        """Whether all drafts are found in texts: every step leaves as many as the largest K takes,
-        whatever its own K.
+        """True where all drafts are found in texts: every step leaves as many as the largest K
+        takes, at any K.
         """
         return self.looks_up and not self.combines
 
@@ -94,8 +93,8 @@ class Executor(Protocol):
     request.
 
     A step is launched, and its tokens are read with `collect`, each launch once and in order; the
-    next one may be launched before.  What else the host writes takes its place between the launches
-    before and after it.
+    next one may be launched before.  Other writes of the host happen between the launches before
+    and after them.
     """
 
     geometry: Geometry
@@ -112,24 +111,24 @@ class Executor(Protocol):
         """Write more blocks of the row's owner, from logical block `start` on."""
 
     def set_sampling(self, row: int, sampling: RowSampling) -> None:
-        """Write how the row's tokens are chosen; before the request's first prefill."""
+        """Write the sampling parameters of the row; call it before the request's first prefill."""
 
     def adapter_products(self) -> Mapping[str, tuple[int, int]]:
         """(out, in) of the products that adapters may change, by path."""
 
-    def write_adapter(self, slot: int, modules: Mapping[str, LowRank]) -> None:
-        """Put an adapter into a slot that no request uses; modules that it does not change get
-        zeros.
+    def write_adapter(self, place: int, modules: Mapping[str, LowRank]) -> None:
+        """Write an adapter's matrices into a place that no request uses; modules that it does not
+        change get zeros.
         """
 
     def logprobs(self, row: int, tokens: Sequence[int], count: int) -> list[TokenLogprobs]:
-        """Log-probabilities of the tokens that the last call gave the row, and the `count` best
-        ones' at each place; for requests that ask for them.
+        """Log-probabilities of the tokens that the last call gave the row, and of the `count` best
+        ones at each place; for requests that ask for them.
         """
 
     def prompt_logprobs(self, row: int) -> dict[int, TokenLogprobs]:
-        """By position, those of the tokens that the last call's chunk of this row leads to: of a
-        chunk that asks for them, its tokens but the first, and the one that follows it.
+        """Log-probabilities by position that the last call noted for this row's chunk, if it asked
+        for them: of its tokens but the first, and of the token that follows it.
         """
 
     def set_drafts(self, rows: Sequence[int], drafts: Sequence[Sequence[int]]) -> None:
@@ -138,21 +137,21 @@ class Executor(Protocol):
         """
 
     def read_drafts(self, rows: Sequence[int]) -> list[list[int]]:
-        """The drafts that the next decode step will judge in each row, up to K of them; those of a
-        tree by node, PAD where a node has none.
+        """The drafts that the next decode step will judge in each row, up to K; of a tree by node,
+        PAD for a node without one.
         """
 
     def read_parents(self, rows: Sequence[int]) -> Sequence[list[int] | None]:
-        """Of each row's tree of drafts, what each follows: 0 the last token, i draft i; None where
-        drafts are chains.
+        """The parent of each draft in each row's tree: 0 the last token, i draft i; None for
+        chains.
         """
 
     def keep_text(self, tokens: Sequence[int]) -> None:
-        """Remember the tokens of a request that ended, where the program's drafter reads such."""
+        """Remember the tokens of a request that ended, for drafters that read past texts."""
 
     def set_masks(self, rows: Sequence[int], masks_NSW: Tensor) -> None:
-        """Write which ids these rows may choose at the first rows of their next window: int32, a
-        bit an id.
+        """Write the allowed ids at the first rows of these rows' next window: int32, one bit for
+        each id.
         """
 
     def launch_prefill(self, chunks: Sequence[PrefillChunk]) -> Any:
@@ -166,19 +165,22 @@ class Executor(Protocol):
         """
 
     def replay(self, rows: Sequence[int], backlogs: Sequence[int]) -> None:
-        """Bring the drafter up to date, and draft, for rows that had 1 to NUM_KEPT steps of K = 0
-        in a row just now; `backlogs` says how many.
+        """Let the drafter catch up, and draft, for rows that just had 1 to NUM_KEPT steps of K = 0
+        in a row; `backlogs` has their numbers.
         """
 
     def collect(self, handle: Any) -> list[list[int]]:
         """Wait for a launch; the tokens of each row: 1..K+1 in decode, one for a finished prompt,
-        none for an unfinished one.  None where there must be some: the row's logits held NaN.
+        none for an unfinished one.  No tokens where there must be some mean that the row's logits
+        held NaN.
         """
 
     def evidence(self, handle: Any) -> Sequence[Evidence]:
-        """What a launch that was collected says of the drafts that it left, row by row; empty
-        unless the geometry says `tells_evidence`.
+        """The evidence about the drafts that a collected launch left, row by row; empty unless the
+        geometry says `tells_evidence`.
         """
 
     def close(self) -> None:
-        """Free the device buffers.  Another call does what failed in this one, and is harmless."""
+        """Free the device buffers.  Another call retries the parts that failed in this one, and is
+        harmless.
+        """

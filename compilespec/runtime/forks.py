@@ -1,4 +1,4 @@
-"""Whether an object is used in the process that made it."""
+"""Detects use of an object in another process than the one that made it."""
 
 from __future__ import annotations
 
@@ -8,18 +8,19 @@ from compilespec.errors import NotSupported
 
 
 class Process:
-    """The process in which it is made."""
+    """The process that made the object."""
 
     def __init__(self) -> None:
         self._id = os.getpid()
 
     @property
     def is_another(self) -> bool:
-        """Whether this is another one: a child that was forked since."""
+        """True where this is another process: a child that was forked since."""
         return os.getpid() != self._id
 
     def check(self) -> None:
-        """Refuse to go on in a child, which has none of the threads that steps run on.
+        """Refuse to work in a child, which has none of the threads that steps run on.  Raises:
+        NotSupported.
 
         Raises: NotSupported.
         """

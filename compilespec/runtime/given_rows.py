@@ -1,4 +1,4 @@
-"""What a prompt gives beside token ids: embeddings of some rows, rotary positions."""
+"""The parts of a prompt beside token ids: embeddings of some rows, rotary positions."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from torch import Tensor
 class GivenRows:
     """Rows of a prompt, or of a chunk of it, that are embeddings."""
 
-    places: Sequence[int]  # where they stand, rising
+    places: Sequence[int]  # their places, rising
     rows: Tensor  # [N, D], on the CPU
 
     def between(self, start: int, end: int) -> GivenRows | None:
-        """Those of a chunk, with places counted from its first token; None where there are none."""
+        """The rows of a chunk, with places counted from its first token; None if there are none."""
         first, stop = (bisect.bisect_left(self.places, place) for place in (start, end))
         if first == stop:
             return None
@@ -28,13 +28,13 @@ class GivenRows:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RopeOffsets:
-    """How far rotary positions are from the tokens' own: of a prompt's tokens, and after it."""
+    """Rotary positions minus token positions: for a prompt's tokens, and after it."""
 
     of_prompt: Sequence[Sequence[int]]  # by axis: time, height, width
     after: int
 
     def between(self, start: int, end: int) -> tuple[list[int], ...]:
-        """Those of a chunk, by axis."""
+        """The offsets of a chunk, by axis."""
         count = len(self.of_prompt[0])
         num_after = max(0, end - max(start, count))
         return tuple([*axis[start:end], *[self.after] * num_after] for axis in self.of_prompt)
@@ -46,8 +46,8 @@ def all_rows(rows_TD: Tensor) -> GivenRows:
 
 
 def write_rows(embeds_PD: Tensor, start: int, given: GivenRows) -> None:
-    """Put a chunk's rows where its tokens lie in a call, neighbours in one copy.  On CUDA the
-    copies take their place on the stream.
+    """Copy a chunk's rows to the places of its tokens in a call, neighbours in one copy.  On CUDA
+    the copies run on the stream.
     """
     first = 0
     for _, group in itertools.groupby(enumerate(given.places), lambda pair: pair[1] - pair[0]):

@@ -1,4 +1,4 @@
-"""State rows and cache blocks: which are free, and what each request holds of them."""
+"""State rows and cache blocks: those that are free, and those that each request holds."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from compilespec.runtime.request import Request
 
 
 class Holdings:
-    """Gives requests rows and blocks, and takes them back; the executor is told by the caller.
+    """Gives requests rows and blocks, and takes them back; the caller tells the executor.
 
-    A change that is cut short leaves rows and blocks in an unknown state; `free_all` makes them
-    anew, and does so again where it was cut short itself.
+    A change that is cut short leaves rows and blocks in an unknown state; `free_all` resets them,
+    and can be repeated if it is cut short itself.
 
     Args:
         prefix_lookahead: find the blocks of known prompts again (see `PrefixCache`); None: do not.
@@ -26,7 +26,7 @@ class Holdings:
         self.free_all(())
 
     def free_all(self, holders: Iterable[Request]) -> None:
-        """Nobody holds anything, and nothing is known of what the blocks hold."""
+        """Take everything from everybody, and forget the contents of all blocks."""
         for request in holders:
             _vacate(request)
         sizes, lookahead = self._sizes, self._prefix_lookahead
@@ -41,10 +41,10 @@ class Holdings:
     # --- taking and giving back ---
 
     def take(self, request: Request, running: Sequence[Request]) -> bool:
-        """Give a request a row, and blocks for its tokens: those of a known prefix, which others
-        may hold too, and the rest of its own.
+        """Give a request a row, and blocks for its tokens: blocks of a known prefix, which others
+        may hold too, and new ones for the rest.
 
-        Returns: False where it must wait: nothing is free, or its prefix is just being computed.
+        Returns: False if it must wait: nothing is free, or its prefix is being computed.
         """
         if not self.free_rows:
             return False
@@ -64,7 +64,7 @@ class Holdings:
         return True
 
     def grow(self, request: Request, num_committed: int) -> tuple[int, ...] | None:
-        """Give it the blocks that it lacks for what a step after so many tokens may write.
+        """Give it the blocks that it lacks for a step after `num_tokens` tokens.
 
         Returns: the new ones; None where too few are free.
         """
@@ -77,7 +77,7 @@ class Holdings:
         return blocks
 
     def free(self, request: Request) -> None:
-        """Take back all that it holds."""
+        """Take back all rows and blocks that it holds."""
         self.pool.free(request.blocks)
         heapq.heappush(self.free_rows, request.row)
         _vacate(request)
@@ -89,7 +89,7 @@ class Holdings:
         return self.pool.allocate(count) if count + growing <= self.pool.num_free else None
 
     def _num_blocks(self, request: Request, num_committed: int) -> int:
-        """Blocks for what a step may write after so many tokens, no more than it ever needs."""
+        """Blocks for a step after that many tokens, at most as many as it ever needs."""
         return num_blocks_for(self._sizes, min(num_committed, request.max_tokens))
 
     # --- shared prefixes ---
@@ -110,12 +110,12 @@ class Holdings:
         request.num_published = max(count, request.num_published)
 
     def withdraw(self, request: Request) -> None:
-        """Let nobody find its blocks any more."""
+        """Stop others from finding its blocks."""
         if self.prefixes is not None:
             self.prefixes.withdraw(request.blocks)
 
     def withdraw_all(self, running: Iterable[Request]) -> None:
-        """Let nobody find any block that was written so far."""
+        """Stop all requests from finding any block that was written so far."""
         if self.prefixes is not None:
             self.prefixes.clear()
             for request in running:
@@ -124,8 +124,8 @@ class Holdings:
     def _find_prefix(
         self, request: Request, tokens: Sequence[int], running: Sequence[Request]
     ) -> tuple[int, ...] | None:
-        """Blocks that hold the request's first tokens; None where another request is just computing
-        the next one: samples of one prompt share it.
+        """Blocks that hold the request's first tokens; None where another request is computing the
+        next one, which samples of one prompt share.
         """
         if self.prefixes is None or request.num_prompt_logprobs is not None:
             return ()
@@ -142,7 +142,7 @@ class Holdings:
 
 
 def _vacate(request: Request) -> None:
-    """It holds nothing now."""
+    """Mark the request as holding nothing."""
     if request.processor is not None:
         request.processor.close()
     request.row, request.blocks, request.num_published = -1, (), 0

@@ -38,7 +38,7 @@ def propose_drafts(propose: HostProposal, request: Request, geometry: Geometry) 
     Args:
         propose: called with the request's token ids, prompt included, the newest last (a list of
         its own); returns a sequence of ids, None for none.
-    Raises: DraftFailed, naming the function and the request, for whatever goes wrong in it.
+    Raises: DraftFailed, which names the function and the request, for any error in it.
     """
     name = getattr(propose, "__name__", type(propose).__name__)
     where = f"the drafting function {name} (request {request.id})"
@@ -63,7 +63,7 @@ def propose_drafts(propose: HostProposal, request: Request, geometry: Geometry) 
 def _as_ids(proposed: Any) -> list[int] | None:
     if proposed is None:
         return []
-    if hasattr(proposed, "tolist"):  # a tensor or an array, without importing what made it
+    if hasattr(proposed, "tolist"):  # a tensor or an array, without importing its library
         proposed = proposed.tolist()
     if not isinstance(proposed, Sequence) or not all(
         isinstance(token, Integral) and not isinstance(token, bool) for token in proposed

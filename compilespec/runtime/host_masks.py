@@ -1,4 +1,4 @@
-"""What guided requests may choose, computed on the host between two calls.
+"""Masks of the ids that guided requests may choose, computed on the host between two calls.
 
 The masks of a window's S rows follow from the guide and the drafts, so the host must know the
 drafts: such a request costs a wait for them, and its next step cannot be launched ahead.
@@ -51,7 +51,7 @@ def write_masks(
     """Write the masks of the guided ones among the requests for the call that comes next.
 
     Args:
-        drafted: whether it is a decode step, of which every row follows a draft.
+        drafted: true for a decode step, where every row follows a draft.
     Returns: the requests that cannot go on, and why.
     """
     guided = [request for request in requests if request.guide is not None]
@@ -75,8 +75,8 @@ def write_masks(
 
 
 def admitted(request: Request, tokens: Sequence[int]) -> tuple[Sequence[int], SpecError | None]:
-    """Of the tokens that a step gave a request, those that its guide and its processor let stand,
-    and what is wrong with the next one.
+    """The tokens of a step that the request's guide and processor accept, and the error of the next
+    one.
     """
     if request.processor is not None and request.processor.error is not None:
         return (), request.processor.error

@@ -15,8 +15,8 @@ from compilespec.ops import host_process
 class HostProcessor:
     """Hands a request's function the tokens so far and their logits, a row of the window at a time.
 
-    What goes wrong in it is kept in `error`, and ends the request once the step is over; the
-    tokens of that step are dropped.
+    An error in it is kept in `error` and ends the request after the step; the tokens of that step
+    are dropped.
 
     Args:
         function: takes the tokens so far and their logits [V], and returns logits [V].
@@ -35,7 +35,7 @@ class HostProcessor:
         host_process.release(self.handle)
 
     def __call__(self, drafts: list[list[int]], logits_SV: Tensor) -> Tensor:
-        """The window's logits [S, V], changed, each row after its drafts; as they are after a
+        """The window's logits [S, V], changed, each row after its drafts; unchanged after a
         failure.
         """
         prefix = self._tokens()

@@ -1,4 +1,4 @@
-"""What the host writes into state rows between two calls of the program."""
+"""The host's writes into state rows between two calls of the program."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from compilespec.cudagraphs.staging import Staging
 _DTYPES = {torch.int32: np.int32, torch.int64: np.int64, torch.float32: np.float32}
 _ALIGNMENT = 16  # bytes: views of another dtype begin at its multiples
 _FIRST_BYTES = 1 << 16
-_LONG = 1024  # values of a write that is worth a copy of its own on the device
+_LONG = 1024  # a write of more values gets its own copy on the device
 
 
 class HostWrites:
     """Writes into buffers, in the order in which they are asked for.
 
     On CUDA they wait on the host until `send`: one asynchronous copy takes all of them to the
-    device, and they are put in their places there, on the same stream.  So the host never waits
-    for a step that is running, and that step never sees what is meant for the next one.  On the
-    CPU a write is made at once.
+    device, and they are put in their places there, on the same stream.  So the host never waits for
+    a running step, and that step never sees writes for the next one.  On the CPU a write is made at
+    once.
     """
 
     def __init__(self, buffers: Mapping[str, Tensor], device: torch.device) -> None:
@@ -57,7 +57,9 @@ class HostWrites:
         self._arrays[name][place : place + len(numbers)] = numbers
 
     def send(self) -> None:
-        """Send what waits; the host does not.  Before each call that reads the buffers."""
+        """Send the pending writes without waiting.  Call it before each call that reads the
+        buffers.
+        """
         if not self._pending:
             return
         moves = [(n, move) for n, writes in self._pending.items() for move in _moves(writes)]
@@ -73,7 +75,7 @@ class HostWrites:
         self.num_copies += 1
 
     def _staging_of(self, num_bytes: int) -> Staging:
-        """One that holds so many bytes.  Copies out of one that is replaced keep its memory."""
+        """A stage that holds that many bytes.  Copies out of a replaced one keep its memory."""
         if self._staging is None or len(self._staging.buffer) < num_bytes:
             size = max(_FIRST_BYTES, 1 << (num_bytes - 1).bit_length())
             self._staging = Staging(torch.empty(size, dtype=torch.uint8, device=self._device))
@@ -109,7 +111,7 @@ class _Move:
         return 0 if self.index is None else -(-self.index.nbytes // _ALIGNMENT) * _ALIGNMENT
 
     def pack(self, host: Any) -> None:
-        """Fill the bytes that the device will find."""
+        """Fill the bytes that the device will receive."""
         if self.index is not None:
             host[: self.index.nbytes] = self.index.view(np.uint8)
         host[self._index_bytes :][: self.numbers.nbytes] = self.numbers.view(np.uint8)
@@ -125,7 +127,7 @@ class _Move:
 
 
 def _moves(writes: Sequence[_Write]) -> Iterator[_Move]:
-    """The moves that make a buffer's writes: a long one each, or one of all short ones."""
+    """The moves that make a buffer's writes: one each for long ones, one for all short ones."""
     if len(writes) == 1 or any(len(write.numbers) >= _LONG for write in writes):
         for write in writes:
             yield _Move(write.numbers, first=write.place)
@@ -134,7 +136,7 @@ def _moves(writes: Sequence[_Write]) -> Iterator[_Move]:
     numbers = np.concatenate([write.numbers for write in writes])
     ordered = sorted(writes, key=lambda write: write.place)
     if any(after.place < before.end for before, after in itertools.pairwise(ordered)):
-        # the last one of a place counts, and on the device no order holds among them
+        # the last write of a place counts; the device keeps no order
         _, last = np.unique(index[::-1], return_index=True)
         index, numbers = index[::-1][last], numbers[::-1][last]
     yield _Move(numbers, index=index)

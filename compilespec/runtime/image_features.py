@@ -1,4 +1,4 @@
-"""The rows that images or sounds become: the target's tower, and a cache of what it gave."""
+"""The rows of images or sounds: the target's tower, and a cache of its results."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Image:
 
     @property
     def form(self) -> tuple[Any, ...]:
-        """Images of one form can be encoded together."""
+        """The form of an image; images of one form can be encoded together."""
         return tuple((name, value.dtype, value.shape[1:]) for name, value in self.inputs.items())
 
 
@@ -87,8 +87,8 @@ def _image(inputs: Mapping[str, Tensor]) -> Image:
 
 
 class ImageTower:
-    """Encodes images with the target's tower, and remembers the newest rows.  From any thread, one
-    at a time.
+    """Encodes images with the target's tower, and remembers the newest rows.  Works from any
+    thread, one call at a time.
 
     Args:
         compiled: encodes images of its size; all others, in eager mode, the model.
@@ -104,14 +104,14 @@ class ImageTower:
         self._model, self._medium, self._compiled = model, medium, compiled
         self._max_bytes, self._lock = max_bytes, threading.Lock()
         self._known: OrderedDict[bytes, Tensor] = OrderedDict()
-        self._most = BATCH  # of a call; 1 where the tower does not tell whose rows are whose
+        self._most = BATCH  # images of a call; 1 where the tower does not separate their rows
         self.num_encoded = 0  # images that the tower saw
 
     def features(self, images: Sequence[Image]) -> list[Tensor]:
         """The rows of each image, [n, D], on the CPU.
 
-        Raises: InvalidRequest where the tower does not take them, NotSupported where it gives more
-            than rows among the embeddings.
+        Raises: InvalidRequest where the tower does not take them, NotSupported where it gives other
+            features than rows among the embeddings.
         """
         with self._lock:
             found = {image.key: self._find(image) for image in images}
@@ -121,8 +121,8 @@ class ImageTower:
             return [rows for image in images if (rows := found[image.key]) is not None]
 
     def encode(self, images: Sequence[Image]) -> None:
-        """Remember the rows of images, of many prompts in as few calls as their forms allow; a call
-        that fails is left to `features`.
+        """Encode and remember images of many prompts in as few calls as their forms allow; after a
+        failed call, `features` tries again.
         """
         with self._lock:
             missing = [image for image in _distinct(images) if image.key not in self._known]
@@ -133,7 +133,7 @@ class ImageTower:
                     continue
 
     def _batches(self, images: Sequence[Image]) -> Iterator[list[Image]]:
-        """Images of one form together, as many as a call takes."""
+        """Images of one form together, up to the size of a call."""
         by_form: dict[tuple[Any, ...], list[Image]] = {}
         for image in images:
             by_form.setdefault(image.form, []).append(image)
@@ -174,7 +174,7 @@ class ImageTower:
                 found = media_rows(self._model, self._medium, inputs)
         except SpecError:
             raise
-        except Exception as error:  # models raise what they like for sizes that they do not take
+        except Exception as error:  # models raise any error for sizes that they refuse
             why = (str(error).splitlines() or ["no message"])[0]
             shapes = ", ".join(f"{key} {list(value.shape)}" for key, value in inputs.items())
             raise InvalidRequest(
@@ -188,7 +188,7 @@ class ImageTower:
             )
         if len(batch) == 1:  # which may be several tiles
             return [torch.cat(found)]
-        if len(found) != len(batch):  # nobody knows whose they are
+        if len(found) != len(batch):  # their images are unknown
             self._most = 1
             return [rows for image in batch for rows in self._run([image])]
         return found

@@ -1,4 +1,4 @@
-"""Finds the images and sounds of a prompt, and has the model's processor make tensors of them."""
+"""Finds the images and sounds of a prompt, and lets the model's processor make tensors of them."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from compilespec.tracing.media import IMAGES, MEDIA, SOUND, Medium
 
 _VIDEOS = ("video_", "pixel_values_videos")
 _INPUTS = tuple(start for medium in MEDIA for start in medium.inputs)
-_INSIDE = ("image", "audio", "url", "image_url")  # keys of a part that may hold it
+_INSIDE = ("image", "audio", "url", "image_url")  # keys of a part that may hold the medium
 
 
 def belongs(name: str, medium: Medium) -> bool:
-    """Whether a tensor of a processor's output is of this medium."""
+    """True where a tensor of a processor's output is of this medium."""
     return name.startswith(medium.inputs) and not name.startswith(_VIDEOS)
 
 
 def has_media(prompt: Any) -> bool:
-    """Whether a prompt holds images or sound: beside text, in messages, or as a processor's
+    """True where a prompt holds images or sound: beside text, in messages, or as a processor's
     output.
     """
     if not isinstance(prompt, Mapping):
@@ -41,12 +41,12 @@ def has_media(prompt: Any) -> bool:
 def process(
     prompt: Mapping[str, Any], processor: Any, medium: Medium = IMAGES
 ) -> Mapping[str, Any]:
-    """What the processor makes of a prompt; a prompt that it made is returned as it is.
+    """The processor's output for a prompt; a prompt that is such an output is returned unchanged.
 
     Args:
-        medium: what the model takes beside text.
-    Raises: InvalidRequest (no processor, an image of another form, or what the processor refuses),
-        NotSupported (another medium), MissingDependency (Pillow, for encoded images).
+        medium: the medium that the model takes beside text.
+    Raises: InvalidRequest (no processor, an image of another form, or input that the processor
+        refuses), NotSupported (another medium), MissingDependency (Pillow, for encoded images).
     """
     if "messages" in prompt:
         made = _process_chat(prompt, processor, medium)
@@ -105,7 +105,7 @@ def _call(make: Any, medium: Medium) -> Mapping[str, Any]:
     try:
         made: Mapping[str, Any] = make()
         return made
-    except Exception as error:  # processors and templates raise what they like
+    except Exception as error:  # processors and templates raise any error
         why = (str(error).splitlines() or ["no message"])[0]
         raise InvalidRequest(
             f"the model's processor refuses the prompt ({type(error).__name__}: {why}); name every "
@@ -168,7 +168,7 @@ def open_image(image: Any) -> Any:
     try:
         data = base64.b64decode(image.partition(",")[2], validate=True)
         return Image.open(io.BytesIO(data)).convert("RGB")
-    except Exception as error:  # Pillow's readers raise what they like
+    except Exception as error:  # Pillow's readers raise any error
         raise InvalidRequest(
             f"an image's data: URL cannot be decoded ({type(error).__name__}): expected base64 of "
             "a PNG, JPEG or another image that Pillow reads"

@@ -29,12 +29,12 @@ from compilespec.tracing.media import Medium
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ReadPrompt:
-    """What a request is made of, whatever form its prompt had."""
+    """The parts of a request, for a prompt of any form."""
 
     ids: tuple[int, ...]
     rows: GivenRows | None = None
-    content_ids: tuple[int, ...] = ()  # what stands at each position; empty: the ids
-    ahead: tuple[int, ...] = ()  # how many later tokens each sees; empty: none
+    content_ids: tuple[int, ...] = ()  # the content at each position; empty: the ids
+    ahead: tuple[int, ...] = ()  # the number of later tokens that each sees; empty: none
     rope: RopeOffsets | None = None
 
 
@@ -43,17 +43,17 @@ class ImagePrompt:
     """A prompt with images, processed and checked; the images are not encoded yet."""
 
     ids: tuple[int, ...]
-    inputs: Mapping[str, Any]  # what the processor made, by name
+    inputs: Mapping[str, Any]  # the processor's output, by name
     images: tuple[Image, ...]
 
 
 class ImageReader:
-    """Reads the prompts with images of one model.  From any thread.
+    """Reads the prompts with images of one model.  Works from any thread.
 
     Args:
         model: the target.
-        medium: what its prompts may hold.
-        processor: transformers' processor of it; None: prompts are what one returned.
+        medium: the medium of its prompts.
+        processor: transformers' processor of it; None: prompts are outputs of one.
         compiled: its tower, for images of one size; None: the tower runs in eager mode.
     """
 
@@ -73,14 +73,14 @@ class ImageReader:
 
     @property
     def num_recompiles(self) -> int:
-        """Graphs that the compiled tower compiled while serving: none, ever."""
+        """Graphs that the compiled tower compiled while serving; always 0."""
         return 0 if self._compiled is None else self._compiled.num_recompiles
 
     def prepare(self, prompt: Any) -> ImagePrompt:
         """Process and check a prompt.
 
-        Raises: InvalidRequest (no processor, what it refuses, several rows, no images, NaN, and
-            what other prompts are refused for), NotSupported (videos).
+        Raises: InvalidRequest (no processor, input that it refuses, several rows, no images, NaN,
+            and the errors of other prompts), NotSupported (videos).
         """
         if isinstance(prompt, ImagePrompt):
             return prompt
@@ -103,7 +103,7 @@ class ImageReader:
         """Encode a prompt's images and put their rows where their placeholders stand.
 
         Raises: as `prepare`; InvalidRequest (more or fewer rows than placeholders, of another
-            width, or what the tower cannot take), NotSupported (features of several layers).
+            width, or images that the tower cannot take), NotSupported (features of several layers).
         """
         ready = self.prepare(prompt)
         rows = self._tower.features(ready.images)
@@ -119,7 +119,7 @@ class ImageReader:
         for place, content in zip(places, contents, strict=True):
             content_ids[place] = content
         ahead = self._ahead(ready)
-        for place, count in enumerate(ahead):  # what a token sees is part of what it holds
+        for place, count in enumerate(ahead):  # the tokens seen ahead are part of a token's content
             if count:
                 seen = content_ids[place : place + count + 1]
                 content_ids[place] = _content(array("q", seen).tobytes(), 0)
@@ -168,7 +168,7 @@ class ImageReader:
             yield
         except SpecError:
             raise
-        except Exception as error:  # models raise what they like for images that do not fit
+        except Exception as error:  # models raise any error for images that do not fit
             why = (str(error).splitlines() or ["no message"])[0]
             raise InvalidRequest(
                 f"{self._name}.{function} refuses the prompt ({type(error).__name__}: {why}): "
@@ -192,6 +192,6 @@ class ImageReader:
 
 
 def _content(key: bytes, number: int) -> int:
-    """A number below 0 for a row of an image."""
+    """A negative number for a row of an image."""
     digest = hashlib.blake2b(key + number.to_bytes(8, "little"), digest_size=8).digest()
     return -1 - (int.from_bytes(digest, "little") >> 1)

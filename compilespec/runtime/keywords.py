@@ -1,4 +1,4 @@
-"""Keywords that the calls of an engine do not have: most belong into SamplingParams."""
+"""Keywords that an engine's calls do not take: most belong into SamplingParams."""
 
 from __future__ import annotations
 

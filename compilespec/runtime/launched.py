@@ -10,7 +10,7 @@ from compilespec.program import PAD
 
 
 class Launched:
-    """The tokens of a call, on their way to the host; the call's own outputs may be overwritten."""
+    """The tokens of a call on their way to the host; the call's own outputs may be overwritten."""
 
     def __init__(
         self,
@@ -23,7 +23,7 @@ class Launched:
         """Args: has_evidence: the numbers are those of `outcome_B`, see `evidence.read_outcome`."""
         results = (emitted_BS[:num_rows], num_emitted_B[:num_rows])
         self._has_evidence = has_evidence
-        self.evidence: list[Evidence] = []  # of each row, once it was read
+        self.evidence: list[Evidence] = []  # the evidence of each row, once it was read
         self._ready: torch.cuda.Event | None = None
         if emitted_BS.is_cuda:
             self._pinned = [torch.empty(r.shape, dtype=r.dtype, pin_memory=True) for r in results]
@@ -35,8 +35,8 @@ class Launched:
             self._emitted, self._counts = results[0].tolist(), results[1].tolist()
 
     def read(self) -> list[list[int]]:
-        """Each row's tokens, once they are there.  PAD is no token: it stands in an unfinished
-        prompt's place, and all over a row whose logits held NaN.
+        """Each row's tokens, once they are there.  PAD is no token: it fills the place of an
+        unfinished prompt, and every place of a row whose logits held NaN.
         """
         if self._ready is not None:
             self._ready.synchronize()

@@ -18,24 +18,27 @@ from compilespec.runtime.stats import StatsRecorder
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Launch:
-    """A call of the program, and whom it names."""
+    """A call of the program, and the requests that it names."""
 
     phase: Phase
     step: int
     handle: Any
-    most: Mapping[Request, int]  # by request that it names, in order: tokens that it may give
+    most: Mapping[Request, int]  # tokens that it may give, by request, in order
     ends: Mapping[Request, int]  # prefill: where each chunk ends
     started_ms: float = 0.0
-    host_ms: float | None = None  # between the decode step before and this one, if it follows one
-    plan: StepPlan | None = None  # of a step whose K was chosen
+    host_ms: float | None = None  # host time since the decode step before, if it follows one
+    plan: StepPlan | None = None  # the plan of a step whose K was chosen
 
     def num_computed(self, request: Request, num_given: int) -> int:
-        """Tokens of a request that are in the cache for sure, once this gave it so many."""
+        """Tokens of a request that are surely in the cache once this launch gave it `given`
+        tokens.
+        """
         return self.ends.get(request, request.num_computed + num_given)
 
 
 class Launches:
-    """Calls the program, and keeps what was not read yet: `in_flight`, the oldest first.
+    """Calls the program, and keeps the launches that were not read yet: `in_flight`, the oldest
+    first.
 
     Args:
         adaptive: chooses K of every decode step, where the program has several.
@@ -48,11 +51,11 @@ class Launches:
         self.adaptive = adaptive
         self._executor, self._stats = executor, stats
         self._step = 0
-        self._read_ms = 0.0  # when the last one was read
+        self._read_ms = 0.0  # the moment when the last one was read
         self._read_decode = -1  # its step, if it decoded
 
     def begin_step(self) -> None:
-        """What is launched from here on belongs to the next step."""
+        """Begin the next step: later launches belong to it."""
         self._step += 1
 
     def prefill(self, chunks: Mapping[Request, PrefillChunk]) -> None:
@@ -76,8 +79,8 @@ class Launches:
             if self.adaptive is not None:
                 host_ms = self._host_ms()
                 plan = self.adaptive.begin(requests, is_late=is_late)
-            started = now_ms()  # what choosing K took, and a replay, say nothing of this K
-            if plan is not None and plan.num_draft_tokens:  # a replay may have drafted anew
+            started = now_ms()  # the time of choosing K, and of a catch-up, is not this K's
+            if plan is not None and plan.num_draft_tokens:  # a catch-up may have drafted anew
                 write_masks(self._executor, requests, drafted=True)
             count = None if plan is None else plan.num_draft_tokens
             handle = self._executor.launch_decode([request.row for request in requests], count)
@@ -97,13 +100,17 @@ class Launches:
         )
 
     def is_due(self, *, spare_this_step: bool) -> bool:
-        """Whether one is in flight, of an earlier step where this one's are spared."""
+        """True where a launch is in flight that must be read; with `spare_newest`, one of an
+        earlier step.
+        """
         return bool(self.in_flight) and not (
             spare_this_step and self.in_flight[0].step == self._step
         )
 
     def read(self) -> tuple[Launch, list[list[int]]]:
-        """Wait for the oldest one; returns the tokens of each request that it names, in order."""
+        """Wait for the oldest launch; returns the tokens of each request that it names, in
+        order.
+        """
         launch = self.in_flight.popleft()
         with self._stats.time(launch.phase):
             given = self._executor.collect(launch.handle)
@@ -120,19 +127,19 @@ class Launches:
         return launch, given
 
     def _host_ms(self) -> float | None:
-        """Since the decode step before was read; nothing where it is still in flight."""
+        """Host time since the decode step before was read; nothing while that one is in flight."""
         if self.in_flight:
             return 0.0
         return now_ms() - self._read_ms if self._read_decode == self._step - 1 else None
 
     def names(self, request: Request) -> bool:
-        """Whether one in flight names a request."""
+        """True where a launch in flight names the request."""
         return any(request in launch.most for launch in self.in_flight)
 
     def num_coming(self, request: Request) -> int:
-        """Tokens that those in flight may give a request, at most."""
+        """The largest number of tokens that the launches in flight may give a request."""
         return sum(launch.most.get(request, 0) for launch in self.in_flight)
 
     def num_sure(self, request: Request) -> int:
-        """Tokens that those in flight give a request, at least."""
+        """The smallest number of tokens that the launches in flight give a request."""
         return sum(launch.most.get(request, 0) > 0 for launch in self.in_flight)

@@ -1,4 +1,4 @@
-"""The line: every request that an engine is not done with, in the order in which it serves them."""
+"""The line: all open requests of an engine, in the order in which it serves them."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ PATIENCE = 32  # later requests that may be admitted before one because their pr
 
 
 class Line:
-    """Who waits, who runs, and who leaves.
+    """The requests that wait, run, and leave.
 
     `waiting` and `running` are in order, by priority, then first come, first served; `leaving` have
     ended, but a launch still names them.
 
-    An interrupt may come at any place, and only those in a list are looked after then.  So a
-    request enters the list that it goes to before it leaves the one where it was: it may be in two
-    for a moment, and is never in none.
+    An interrupt may come at any place, and recovery handles only requests in a list.  So a request
+    enters its next list before it leaves the last one: it may be in two lists for a moment, and is
+    always in one.
     """
 
     def __init__(self) -> None:
@@ -29,23 +29,23 @@ class Line:
         self._arrivals = itertools.count()
 
     def join(self, request: Request) -> None:
-        """A new request waits."""
+        """Add a new request to those that wait."""
         request.arrival = next(self._arrivals)
         bisect.insort(self.waiting, request, key=_rank)
 
     def run(self, request: Request) -> None:
-        """One that waits runs."""
+        """Move a request from waiting to running."""
         bisect.insort(self.running, request, key=_rank)
         self.waiting.remove(request)
         self._note_passed(request)
 
     def wait_again(self, request: Request) -> None:
-        """One that runs waits."""
+        """Move a request from running to waiting."""
         bisect.insort(self.waiting, request, key=_rank)
         self.running.remove(request)
 
     def leave(self, request: Request) -> None:
-        """One that has ended goes; while it holds a row, to `leaving`."""
+        """Remove a request that has ended; while it holds a row, move it to `leaving`."""
         if request.row >= 0:
             self.leaving.append(request)
         for line in (self.waiting, self.running):
@@ -53,18 +53,18 @@ class Line:
                 line.remove(request)
 
     def everyone(self) -> list[Request]:
-        """All of them, each once."""
+        """All requests, each once."""
         return list(dict.fromkeys([*self.leaving, *self.running, *self.waiting]))
 
     def start_over(self, known: Iterable[Request]) -> None:
-        """Nobody runs any more; of these, the unfinished wait."""
+        """Stop all running requests; the unfinished ones of these wait."""
         self.waiting[:] = sorted((r for r in known if not r.finished), key=_rank)
         self.running.clear()
         self.leaving.clear()
 
     def _note_passed(self, request: Request) -> None:
-        """Count it for each earlier request that still waits; one that was passed often enough
-        becomes the first.
+        """Count the overtaking for each earlier request that still waits; a request that was passed
+        often enough becomes the first.
         """
         if not self.waiting or self.waiting[-1].priority >= request.priority:
             return
@@ -74,5 +74,5 @@ class Line:
 
 
 def _rank(request: Request) -> tuple[bool, int, int]:
-    """The place in line: less is earlier."""
+    """The rank in line: smaller is earlier."""
     return request.num_passed < PATIENCE, -request.priority, request.arrival

@@ -1,9 +1,8 @@
-"""Pages of files that tensors were mapped from, given back to the system once they were read.
+"""Pages of files that tensors were mapped from, given back to the system after reading.
 
 A checkpoint is mapped, not read: its pages enter memory as a weight is packed, and would stay
-beside the packed copy as long as nobody else wants them.  They hold what the file holds, so the
-process can let go of them and finds them again when somebody asks: in the system's cache of files,
-which the next start of a program reads, too.
+beside the packed copy.  They hold the file's contents, so the process can drop them and read them
+again later from the system's cache of files, which the next start of a program reads too.
 """
 
 from __future__ import annotations
@@ -19,12 +18,12 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-MADV_DONTNEED = 4  # the process lets go of its pages, and loses what it changed in them
-MADV_PAGEOUT = 21  # Linux 5.4: the system keeps what was changed, but its cache loses the file
+MADV_DONTNEED = 4  # the process drops its pages, and loses its changes in them
+MADV_PAGEOUT = 21  # Linux 5.4: the system keeps changes, but its cache loses the file
 
 
 class MappedPages:
-    """Of this process, as they are now; none where /proc/self/maps does not tell."""
+    """This process's mappings now; none where /proc/self/maps does not tell."""
 
     def __init__(self) -> None:
         self._ranges: list[tuple[int, int]] = []  # of private mappings of files, in rising order
@@ -38,7 +37,7 @@ class MappedPages:
             self._advise = ctypes.CDLL(None).madvise
 
     def give_back(self, tensors: Iterable[Tensor]) -> int:
-        """Let go of the whole pages of those that lie in a file's mapping; values stay the same,
+        """Drop the whole pages of the tensors that lie in a file's mapping; values stay the same,
         unless somebody writes them meanwhile.
 
         Returns: bytes that the system was told of.
@@ -67,9 +66,9 @@ class MappedPages:
 
 
 def _page_states(start: int, size: int) -> np.ndarray | None:
-    """Of each page that this process has there: 4 if it is present, 2 if it is swapped out, plus 1
-    if it is a page of a file (or of shared memory); a changed page of a private mapping is the
-    process's own.  None where /proc/self/pagemap does not tell.
+    """A number for each page of this process there: 4 if it is present, 2 if it is swapped out,
+    plus 1 if it is a page of a file (or of shared memory); a changed page of a private mapping is
+    the process's own.  None where /proc/self/pagemap does not tell.
     """
     num_pages = size // mmap.PAGESIZE
     try:

@@ -1,4 +1,4 @@
-"""What requests give: deltas, outputs, and the moments of their lives."""
+"""The results of requests: deltas, outputs, and their timings."""
 
 from __future__ import annotations
 
@@ -11,25 +11,29 @@ from compilespec.runtime.sampling_rows import TokenLogprobs
 
 @dataclass(frozen=True, kw_only=True)
 class Delta:
-    """What one step added to one prompt of a stream."""
+    """The additions of one step to one prompt of a stream."""
 
     index: int
-    """Which of the outputs: the prompts in order, the `n` samples of each beside each other."""
+    """The index of the output: the prompts in order, with the `n` samples of each next to each
+    other.
+    """
 
     token_ids: tuple[int, ...]
     """The new tokens."""
 
     text: str
-    """The new text: it may lag behind the tokens, and is whole once the request has finished."""
+    """The new text.  It may lag behind the tokens, and is complete once the request has
+    finished.
+    """
 
     output: GenerationOutput | None = None
     """The complete result, with the prompt's last delta."""
 
     logprobs: list[TokenLogprobs] | None = None
-    """One entry a new token where `SamplingParams.logprobs` asked for them."""
+    """One entry for each new token, if `SamplingParams.logprobs` asked for them."""
 
     drafted: tuple[bool, ...] = ()
-    """By new token: whether it was a draft, which the target accepted."""
+    """By new token: true if it was a draft, which the target accepted."""
 
     @property
     def finish_reason(self) -> FinishReason | None:
@@ -41,14 +45,14 @@ FinishReason = Literal["stop", "length", "aborted", "error"]
 
 @dataclass(kw_only=True)
 class RequestTimings:
-    """Moments of a request's life in ms of one monotonic clock; None: not reached."""
+    """Moments of a request in ms of one monotonic clock; None: not reached."""
 
     submitted_ms: float = field(default_factory=lambda: now_ms())
     admitted_ms: float | None = None
     first_token_ms: float | None = None
     finished_ms: float | None = None
     tokens_ms: list[float] = field(default_factory=list)
-    """By token: when its step's tokens were there."""
+    """By token: the moment when its step's tokens had arrived."""
 
     @property
     def queue_ms(self) -> float | None:
@@ -74,51 +78,55 @@ class GenerationOutput:
     """The prompt as it was fed; empty when it could not be read."""
 
     token_ids: list[int]
-    """The generated tokens, a final EOS or stop id included, as are those of a stop string."""
+    """The generated tokens, including a final EOS or stop id and the tokens of a stop string."""
 
     text: str | None
-    """Their text, continuing the prompt's, cut before a stop string; None without a tokenizer."""
+    """Their text, which continues the prompt's and ends before a stop string; None without a
+    tokenizer.
+    """
 
     seed: int | None
-    """The key of the random numbers, picked by the engine where the request named none."""
+    """The key of the random numbers; the engine picks it if the request named none."""
 
     finish_reason: FinishReason | None
-    """Why generation ended; None while the request runs."""
+    """The reason why generation ended; None while the request runs."""
 
     emitted_per_step: list[int]
-    """Tokens delivered by each verify step, 1..K+1; those that come from prefill, the first one and
-    the first after each preemption, are not counted."""
+    """Tokens delivered by each verify step, 1..K+1; tokens from prefill, the first one and the
+    first after each preemption, are not counted.
+    """
 
     error: Exception | None = None
-    """What went wrong when `finish_reason` is "error"."""
+    """The error when `finish_reason` is "error"."""
 
     logprobs: list[TokenLogprobs] | None = None
-    """One entry a generated token where `SamplingParams.logprobs` asked for them."""
+    """One entry for each generated token, if `SamplingParams.logprobs` asked for them."""
 
     prompt_logprobs: list[TokenLogprobs | None] | None = None
-    """One entry a prompt token where `SamplingParams.prompt_logprobs` asked for them; None for the
-    first one, which follows nothing."""
+    """One entry for each prompt token, if `SamplingParams.prompt_logprobs` asked for them; None for
+    the first one, which follows nothing.
+    """
 
     num_preemptions: int = 0
-    """How often it had to make room and was computed anew."""
+    """The number of times it had to make room and was computed anew."""
 
     stopped_by: str | int | None = None
-    """The stop string, or the EOS or stop id, that ended it; None where something else did."""
+    """The stop string, or the EOS or stop id, that ended it; None for other ends."""
 
     num_cached_tokens: int = 0
-    """Prompt tokens that were found in the KV cache when it was first admitted."""
+    """Prompt tokens that were in the KV cache when it was first admitted."""
 
     num_accepted_drafts: int = 0
-    """Of its tokens, those that were drafts."""
+    """The number of its tokens that were drafts."""
 
     num_rejected_drafts: int = 0
-    """Drafts of its verify steps that are none of its tokens."""
+    """Drafts of its verify steps that it did not keep."""
 
     timings: RequestTimings = field(default_factory=RequestTimings, compare=False)
     """Queue, first token, every token: moments in ms."""
 
     def __repr__(self) -> str:
-        """In brief: what it says, how long it is and why it ended."""
+        """In brief: its text, its length and the reason of its end."""
         said = f"text={self.text!r}" if self.text is not None else f"token_ids={self.token_ids}"
         error = "" if self.error is None else f", error={self.error!r}"
         return (

@@ -9,7 +9,7 @@ from compilespec.passes.splice.sights import AHEAD
 from compilespec.program import PAD
 from compilespec.runtime.executor import PrefillChunk
 
-GIVEN = "given_T"  # which rows of what the host gave stand in the place of embeddings
+GIVEN = "given_T"  # rows of the host's embeddings that replace the model's
 BESIDE_IDS = (GIVEN, AHEAD, *OFFSETS_T)  # of prompts that are more than token ids
 
 
@@ -48,7 +48,7 @@ def pack_chunks(
 def _add_beside_ids(
     packed: Mapping[str, list[int]], chunk: PrefillChunk, start: int, names: Collection[str]
 ) -> None:
-    """What a chunk that begins at token `start` of the call has beside its ids."""
+    """The inputs beside ids of a chunk that begins at token `start` of the call."""
     count = len(chunk.tokens)
     given = [PAD] * count
     for place in () if chunk.given is None else chunk.given.places:

@@ -11,7 +11,7 @@ BUFFER = "past_ML"
 
 
 class PastTexts:
-    """Which text each row of the buffer holds; a new one takes the place of the oldest."""
+    """The texts in the rows of the buffer; a new one replaces the oldest."""
 
     def __init__(self, host: HostWrites) -> None:
         """Args: host: of buffers that have `past_ML`."""
@@ -21,7 +21,7 @@ class PastTexts:
         self._oldest = 0
 
     def keep(self, tokens: Sequence[int]) -> None:
-        """Remember a text, of a long one the end; one that is known stays where it is."""
+        """Remember a text, or the end of a long one; a known text keeps its row."""
         text = tuple(tokens[-self._max_tokens :])
         if len(text) < 2 or text in self._texts:  # nothing follows a single token
             return

@@ -1,11 +1,11 @@
 """Blocks of the KV cache found again by the tokens that they hold.
 
 A full block is published under the chain hash of all tokens up to its end, and of the `lookahead`
-tokens after it: the drafter's cache pairs a position with the tokens that follow it, so that its
-last entries are only right before the same successors.  Hence every block that is found is right as
-a whole, for target and drafter, and only full blocks are shared: nothing is ever copied.  Seeds and
-parameters are not hashed: keys and values do not depend on them, but for the adapter, with which a
-chain begins.
+tokens after it: the drafter's cache pairs a position with the tokens that follow it, so its last
+entries are right only before the same successors.  So every block that is found is right as a
+whole, for target and drafter.  Only full blocks are shared; nothing is copied.  Seeds and sampling
+parameters are not hashed, because keys and values do not depend on them; the adapter is, at the
+beginning of the chain.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from collections.abc import Iterable, Sequence
 from compilespec.program import SpecProgram
 from compilespec.runtime.blocks import BlockPool
 
-# State rows with a request's tokens in them, which the host completes where a prefix was found.
+# State rows with a request's tokens in them, which the host completes after a prefix was found.
 TOKENS_BY_POSITION = ("history_RL", "processed_RL")
-# State rows that every prefill fills, whatever it begins with, or that the host writes.
+# State rows that every prefill fills from the start, or that the host writes.
 REBUILT_STATE = frozenset(
     {
         "block_table_RM", "tokens_RS", "parents_RS", "seq_len_R", "withheld_R", "sampling_RF",
@@ -33,10 +33,10 @@ REBUILT_STATE = frozenset(
 
 
 class PrefixCache:
-    """Which published block holds which tokens.
+    """The published blocks, by the tokens that they hold.
 
     Args:
-        lookahead: how many tokens after a position its entries in the drafter's cache depend on.
+        lookahead: the number of tokens after a position on which its drafter entries depend.
     """
 
     def __init__(self, pool: BlockPool, *, block_size: int, lookahead: int) -> None:
@@ -54,7 +54,7 @@ class PrefixCache:
 
         Args:
             keys: those of the first blocks, from an earlier call with fewer of the same tokens.
-            first: what the entries depend on beside tokens, such as an adapter.
+            first: begins the chain, such as an adapter's key.
         """
         size = self.block_size
         for start in range(len(keys) * size, len(tokens) - size - self.lookahead + 1, size):
@@ -74,19 +74,19 @@ class PrefixCache:
         return tuple(found)
 
     def num_findable(self, num_tokens: int) -> int:
-        """Blocks of a prompt that may be found: one token or `lookahead` of them are always
-        computed, because the step needs their hidden states.
+        """The number of a prompt's blocks that may be found: the last token, or the last
+        `lookahead` tokens, are always computed, because the step needs their hidden states.
         """
         return max(0, num_tokens - max(1, self.lookahead)) // self.block_size
 
     def publish(self, key: bytes, block: int) -> None:
-        """Let others find a block that is held, full, and whose successors are committed."""
+        """Make a held, full block whose successors are committed findable for others."""
         if key not in self._block_of:
             self._pool.keep(block)
             self._block_of[key], self._key_of[block] = block, key
 
     def withdraw(self, blocks: Iterable[int]) -> None:
-        """Let nobody find these blocks any more; who holds them is not affected."""
+        """Stop others from finding these blocks; requests that hold them are not affected."""
         for block in blocks:
             if block in self._key_of:
                 self._pool.discard(block)
@@ -100,11 +100,13 @@ class PrefixCache:
 
 
 def why_not(program: SpecProgram) -> str | None:
-    """Why requests of this program cannot share the blocks of a prefix; None: they can."""
+    """The reason why requests of this program cannot share the blocks of a prefix; None: they
+    can.
+    """
     if program.recorder is not None:
         return "the hidden states of every prompt token are recorded"
     if program.has_own_blocks:
-        return "the drafter's layers have blocks of their own, which are not found by tokens"
+        return "the drafter's layers have other blocks, which are not found by tokens"
     if program.state_bytes_per_request:
         return "recurrent layers keep a request's newest state, not those at the ends of blocks"
     for buffer in program.buffers:

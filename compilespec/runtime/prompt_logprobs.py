@@ -1,7 +1,7 @@
-"""Log-probabilities of prompt tokens, computed from what entered the head in prefill.
+"""Log-probabilities of prompt tokens, computed from the head's inputs in prefill.
 
-The step's own head runs on the rows that give tokens only; for prompts that ask, it is applied once
-more, beside the step, to their rows.
+The step's own head runs only on the rows that give tokens; for prompts that ask, it runs once more,
+beside the step, on all their rows.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 from compilespec.runtime.executor import PrefillChunk
 from compilespec.runtime.sampling_rows import TokenLogprobs
 
-ROWS_AT_ONCE = 256  # so that logits of a long prompt need no more memory than these
+ROWS_AT_ONCE = 256  # rows at a time, which bounds the memory of a long prompt's logits
 
 
 class PromptLogprobs:
@@ -29,7 +29,7 @@ class PromptLogprobs:
         self._noted: dict[int, dict[int, TokenLogprobs]] = {}  # by row, by position
 
     def note(self, chunks: Sequence[PrefillChunk], hidden_TD: Tensor) -> None:
-        """Args: hidden_TD: what enters the head at the packed rows; padded ones at the end."""
+        """Args: hidden_TD: the head's inputs at the packed rows; padded ones at the end."""
         start = 0
         for chunk in chunks:
             begin, start = start, start + len(chunk.tokens)
@@ -41,17 +41,17 @@ class PromptLogprobs:
             self._noted[chunk.row] = dict(enumerate(made, start=chunk.start + 1))
 
     def take(self, row: int) -> dict[int, TokenLogprobs]:
-        """By position, what was noted of the row's chunk."""
+        """The noted log-probabilities of the row's chunk, by position; forgets them."""
         return self._noted.pop(row, {})
 
 
 def _of_rows(
     head: Callable[[Tensor], Tensor], hidden_TD: Tensor, following: Sequence[int], count: int
 ) -> list[TokenLogprobs]:
-    """Of the tokens that follow each row, and the `count` best at each place.
+    """Log-probabilities of the tokens that follow each row, and of the `count` best at each place.
 
     Args:
-        hidden_TD: what enters the head at a prompt's rows; following: the token after each row.
+        hidden_TD: the head's inputs at a prompt's rows; following: the token after each row.
     """
     made: list[TokenLogprobs] = []
     for begin in range(0, len(following), ROWS_AT_ONCE):

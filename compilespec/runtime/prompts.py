@@ -18,7 +18,7 @@ from compilespec.runtime.image_inputs import has_media
 from compilespec.runtime.sampling_params import SamplingParams
 from compilespec.runtime.texts import check_unicode
 
-USUAL_LENGTH = 8  # characters: few tokens of a text are longer
+USUAL_LENGTH = 8  # characters; few tokens are longer
 
 
 def as_prompt_list(prompts: Any) -> tuple[list[Any], bool]:
@@ -99,7 +99,7 @@ def read_text(
 
 def check_length(text: str, tokenizer: Any, most: int | None) -> None:
     """Refuse a text that has more tokens, without reading all of it: tokenizers take seconds for
-    megabytes, and the interpreter with them.
+    megabytes and block the interpreter.
 
     Raises: InvalidRequest.
     """
@@ -114,7 +114,7 @@ def check_length(text: str, tokenizer: Any, most: int | None) -> None:
 
 @functools.lru_cache(maxsize=8)
 def _longest_token(tokenizer: Any) -> int:
-    """How many characters a token may stand for; as many as it likes where that is not known."""
+    """The largest number of characters of a token; infinite where that is not known."""
     if not hasattr(tokenizer, "get_vocab"):
         return sys.maxsize
     return max(map(len, tokenizer.get_vocab()), default=1)
@@ -171,7 +171,7 @@ def check_params(params: Any, tokenizer: Tokenizer | None, geometry: Geometry) -
 
 
 def check_choices(params: SamplingParams, stop_ids: frozenset[int], vocab_size: int) -> None:
-    """Refuse a request that leaves no token to choose, or has more stop ids than a row holds.
+    """Refuse a request that leaves no token to choose, or one with more stop ids than a row holds.
 
     Raises: InvalidRequest.
     """
@@ -204,7 +204,7 @@ def _encode(prompt: str, tokenizer: Tokenizer | None) -> tuple[int, ...]:
     check_unicode("the prompt", prompt)
     try:
         return tuple(tokenizer.encode(prompt))
-    except Exception as error:  # a tokenizer raises what it likes
+    except Exception as error:  # tokenizers raise any error
         raise TokenizerFailed(
             f"the tokenizer raised {type(error).__name__} for the prompt: "
             f"{(str(error).splitlines() or [''])[0]:.200}; give token ids, or another tokenizer"
@@ -251,7 +251,7 @@ def _as_ids(prompt: Any) -> tuple[int, ...]:
             f"the prompt is {_type(prompt)}: expected a string or a list of token ids; give "
             "prompt.decode()"
         )
-    if hasattr(prompt, "ndim"):  # a tensor or an array, without importing what made it
+    if hasattr(prompt, "ndim"):  # a tensor or an array, without importing its library
         if prompt.ndim != 1:
             raise InvalidRequest(
                 f"the prompt has {prompt.ndim} dimensions: expected 1 (token ids); give a batch as "
@@ -273,7 +273,9 @@ def _as_ids(prompt: Any) -> tuple[int, ...]:
 
 
 def _is_int(value: object) -> bool:
-    """Whether it counts as one token id: int and NumPy's integers, no bool and no tensor."""
+    """True where a value counts as one token id: int and NumPy's integers, no bool and no
+    tensor.
+    """
     return isinstance(value, Integral) and not isinstance(value, bool)
 
 

@@ -1,7 +1,7 @@
-"""The processes of a tensor-parallel job: rank 0 schedules, the others do what it does.
+"""The processes of a tensor-parallel job: rank 0 schedules, the others repeat its calls.
 
-What the scheduler asks of rank 0's executor goes to the others as one message a launch; inside a
-launch the ranks speak through the collectives of the step.
+The calls of rank 0's executor go to the others as one message a launch; inside a launch the ranks
+communicate through the collectives of the step.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from compilespec.runtime.executor import Executor, PrefillChunk
 from compilespec.runtime.sampling_rows import RowSampling, TokenLogprobs
 from compilespec.tracing.adapter_files import LowRank
 
-_MESSAGE_BYTES = 4096  # of the first message of a launch, its length included; a rest follows
+_MESSAGE_BYTES = 4096  # bytes of a launch's first message, its length included
 _LENGTH_BYTES = 8
-_FOREVER = timedelta(days=3650)  # followers wait for the next launch however long it takes
+_FOREVER = timedelta(days=3650)  # followers wait for the next launch without limit
 
 
-_open: list[object] = []  # this process's executor that other ranks follow; one at a time
+_open: list[object] = []  # the executor of this process that other ranks follow; one at a time
 
 
 class Ranks:
-    """This process among those of its job."""
+    """This process among the processes of its job."""
 
     def __init__(self, size: int) -> None:
         """Join the job that torchrun started.
 
-        Raises: NotSupported, InvalidOption where there is no job of so many processes.
+        Raises: NotSupported, InvalidOption where there is no job of this size.
         """
         if _open:
             raise NotSupported(
@@ -64,7 +64,9 @@ class Ranks:
         serve_process(self.group)
 
     def agree(self, facts: Mapping[str, str]) -> None:
-        """Compare what every rank must have alike.  Raises: RanksDiffer, on every rank."""
+        """Compare the facts that must be equal on every rank.  Raises: RanksDiffer, on every
+        rank.
+        """
         found: list[Any] = [None] * self.size
         with self._watched():
             torch.distributed.all_gather_object(found, dict(facts), group=self._control)
@@ -85,7 +87,7 @@ class Ranks:
         return [str(one) for one in found]
 
     def send(self, data: bytes) -> None:
-        """To all other ranks; from rank 0."""
+        """Send bytes from rank 0 to all other ranks."""
         buffer = torch.zeros(_MESSAGE_BYTES, dtype=torch.uint8)
         head = len(data).to_bytes(_LENGTH_BYTES, "little") + data[: _MESSAGE_BYTES - _LENGTH_BYTES]
         buffer[: len(head)] = torch.frombuffer(bytearray(head), dtype=torch.uint8)
@@ -97,7 +99,7 @@ class Ranks:
                 torch.distributed.broadcast(tensor, 0, group=self._control)
 
     def receive(self) -> bytes:
-        """The next message of rank 0; waits for it."""
+        """Wait for the next message of rank 0."""
         buffer = torch.zeros(_MESSAGE_BYTES, dtype=torch.uint8)
         with self._watched():
             torch.distributed.broadcast(buffer, 0, group=self._control)
@@ -111,7 +113,7 @@ class Ranks:
         return data
 
     def part(self) -> None:
-        """Wait until every rank has come this far, or ended: after the last message."""
+        """Wait until every rank has come this far, or ended; called after the last message."""
         with contextlib.suppress(RankLost), self._watched():
             torch.distributed.barrier(group=self._control)
 
@@ -124,7 +126,7 @@ class Ranks:
 
 
 class LeadExecutor:
-    """Rank 0's executor: does what it is asked, and lets the other ranks do the same."""
+    """Rank 0's executor: runs its calls, and lets the other ranks repeat them."""
 
     def __init__(self, executor: Executor, ranks: Ranks) -> None:
         self.geometry = executor.geometry
@@ -149,9 +151,9 @@ class LeadExecutor:
     def adapter_products(self) -> Mapping[str, tuple[int, int]]:
         return self._executor.adapter_products()
 
-    def write_adapter(self, slot: int, modules: Mapping[str, LowRank]) -> None:
-        self._note("write_adapter", slot, dict(modules))
-        self._executor.write_adapter(slot, modules)
+    def write_adapter(self, place: int, modules: Mapping[str, LowRank]) -> None:
+        self._note("write_adapter", place, dict(modules))
+        self._executor.write_adapter(place, modules)
 
     def logprobs(self, row: int, tokens: Sequence[int], count: int) -> list[TokenLogprobs]:
         return self._executor.logprobs(row, tokens, count)
@@ -200,7 +202,7 @@ class LeadExecutor:
         self._executor.close()
 
     def _leave(self) -> None:
-        """Let the other ranks go; once."""
+        """Release the other ranks; runs once."""
         if not self._closed:
             self._closed = True
             atexit.unregister(self._leave)
@@ -210,7 +212,7 @@ class LeadExecutor:
                 self._ranks.part()
 
     def _note(self, name: str, *args: Any) -> None:
-        """For the next message; as the arguments are now."""
+        """Add a call to the next message, with its present arguments."""
         self._waiting.append(pickle.dumps((name, args)))
 
     def _send(self, name: str, *args: Any) -> None:
@@ -220,7 +222,7 @@ class LeadExecutor:
 
 
 def follow(executor: Executor, ranks: Ranks) -> None:
-    """Do what rank 0 does, until it closes its executor.  Raises: RankLost."""
+    """Repeat rank 0's calls until it closes its executor.  Raises: RankLost."""
     while True:
         for call in pickle.loads(ranks.receive()):
             name, args = pickle.loads(call)

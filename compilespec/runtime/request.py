@@ -1,4 +1,4 @@
-"""One request: its prompt and parameters, where it stands, and its output."""
+"""One request: its prompt, its parameters, its state and its output."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from compilespec.runtime.sampling_rows import Bias, RowSampling, TokenLogprobs
 
 
 class RequestState(enum.Enum):
-    """Where a request stands; it only moves forward, but for one that is preempted, which waits
+    """The state of a request.  It only moves forward, except that a preempted request waits
     again.
     """
 
@@ -37,26 +37,26 @@ class Request:
     prompt_token_ids: tuple[int, ...]
     params: SamplingParams
     seed: int | None
-    sample: int = 0  # which of the samples of its prompt
+    sample: int = 0  # its number among the samples of its prompt
     priority: int = 0  # more is earlier
     arrival: int = 0  # place among all that the scheduler was given
     stop_token_ids: frozenset[int]  # EOS included, unless it is ignored
     output_text: OutputText | None = None  # None without a tokenizer
-    guide: GuideFollower | None = None  # where it stands in its guide
-    bias: Bias | None = None  # what its parameters add to the logits
+    guide: GuideFollower | None = None  # its place in its guide
+    bias: Bias | None = None  # its bias on the logits
     adapter: LoadedAdapter | None = None  # changes the target for it
     given: GivenRows | None = None  # embeddings of its prompt, in place of those of its ids
-    content_ids: tuple[int, ...] = ()  # what its prompt holds, a number a position; (): its ids
-    ahead: tuple[int, ...] = ()  # how many later tokens each of its prompt sees; (): none
-    rope: RopeOffsets | None = None  # how far its rotary positions are from its tokens'
-    has_long_rope: bool = False  # whether it may outgrow a model's short rotary table
+    content_ids: tuple[int, ...] = ()  # its prompt's contents by position; (): its ids
+    ahead: tuple[int, ...] = ()  # the number of later tokens that each prompt token sees; (): none
+    rope: RopeOffsets | None = None  # its rotary positions minus its token positions
+    has_long_rope: bool = False  # true: it may outgrow a model's short rotary table
     processor: HostProcessor | None = None  # calls its logits processor, while it is admitted
     state: RequestState = RequestState.WAITING
     output_token_ids: list[int] = field(default_factory=list)
     prompt_logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)  # by position
     output_logprobs: list[TokenLogprobs] = field(default_factory=list)
     emitted_per_step: list[int] = field(default_factory=list)
-    output_drafted: list[bool] = field(default_factory=list)  # whether the token was a draft
+    output_drafted: list[bool] = field(default_factory=list)  # by token: true if it was a draft
     num_drafted: int = 0  # drafts that its verify steps judged
     finish_reason: FinishReason | None = None
     error: Exception | None = None
@@ -69,7 +69,7 @@ class Request:
     num_found: int = 0  # the same, when it was first admitted
     num_computed: int = 0  # tokens whose keys and values are known to be in the cache
     backlog: int = 0  # of these, the last ones that the drafter's cache lacks
-    evidence: Evidence | None = None  # of the drafts in its row, as far as they were read
+    evidence: Evidence | None = None  # the evidence of the drafts in its row, as far as it was read
     num_preemptions: int = 0
     num_passed: int = 0  # later requests that were admitted before it, by priority
     block_keys: list[bytes] = field(default_factory=list)  # of its full blocks
@@ -92,27 +92,27 @@ class Request:
 
     @property
     def max_tokens(self) -> int:
-        """Prompt and output at most; the maximum length may end it before."""
+        """The largest number of prompt and output tokens; the maximum length may end it before."""
         return len(self.prompt_token_ids) + self.params.max_new_tokens
 
     @property
     def prefix_key(self) -> bytes:
-        """What its cache blocks depend on beside tokens."""
+        """The key on which its cache blocks depend beside tokens."""
         adapter = b"" if self.adapter is None else self.adapter.key
         return adapter + b"long" * self.has_long_rope
 
     @property
     def key_ids(self) -> tuple[int, ...]:
-        """What its cache blocks hold, position by position: tokens, or other content."""
+        """The contents of its cache blocks by position: tokens, or other content."""
         return (*(self.content_ids or self.prompt_token_ids), *self.output_token_ids)
 
     def ahead_of(self, start: int, end: int) -> list[int] | None:
-        """How many later tokens those of a chunk see; None where none sees any."""
+        """The number of later tokens that each token of a chunk sees; None if none sees any."""
         own = self.ahead[start:end]
         return [*own, *[0] * (end - start - len(own))] if any(own) else None
 
     def whole_until(self, start: int, end: int) -> int:
-        """Where a chunk from `start` must end, at `end` or before, so that no token of it sees one
+        """The end of a chunk from `start`, at `end` or before, such that no token of it sees one
         behind it; `start` where there is no such place.
         """
         places = enumerate(self.ahead[start:end], start)
@@ -120,11 +120,11 @@ class Request:
 
     @property
     def needs_host(self) -> bool:
-        """Whether the host must see its tokens and drafts between two steps."""
+        """True where the host must act between two steps, on its tokens or drafts."""
         return self.guide is not None or self.params.logits_processor is not None
 
     def sampling(self) -> RowSampling:
-        """How its tokens are chosen."""
+        """The sampling parameters for its row."""
         return RowSampling(
             params=self.params,
             bias=self.bias,
@@ -134,19 +134,21 @@ class Request:
             output_token_ids=self.output_token_ids,
             stop_token_ids=self.stop_token_ids,
             processor=0 if self.processor is None else self.processor.handle,
-            adapter=NO_ADAPTER if self.adapter is None else self.adapter.slot,
+            adapter=NO_ADAPTER if self.adapter is None else self.adapter.place,
             rope_delta=0 if self.rope is None else self.rope.after,
             has_long_rope=self.has_long_rope,
         )
 
     @property
     def num_prompt_logprobs(self) -> int | None:
-        """How many best ones a prefill call is to note at each place; None: nothing."""
+        """The number of best log-probabilities to note at each place of a prefill call; None:
+        nothing.
+        """
         lacks = len(self.prompt_logprobs) < len(self.prompt_token_ids) - 1
         return self.params.prompt_logprobs if lacks else None
 
     def note_prompt(self, noted: Mapping[int, TokenLogprobs]) -> None:
-        """Keep what a prefill call noted of the prompt."""
+        """Keep the prompt log-probabilities that a prefill call noted."""
         length = len(self.prompt_token_ids)
         self.prompt_logprobs |= {place: one for place, one in noted.items() if place < length}
 
@@ -155,11 +157,11 @@ class Request:
         return [self.prompt_logprobs.get(place) for place in places]
 
     def _logprobs(self) -> list[TokenLogprobs]:
-        """Those of the tokens that were delivered."""
+        """The log-probabilities of the tokens that were delivered."""
         return self.output_logprobs[: len(self.output_token_ids)]
 
     def end(self, error: Exception | None) -> None:
-        """End it where no engine runs it, or no longer."""
+        """End a request that no engine runs."""
         self.state, self.error = RequestState.FINISHED, error
         self.finish_reason = "aborted" if error is None else "error"
         self.timings.finished_ms = now_ms()
@@ -191,7 +193,7 @@ class Request:
         """Return the tokens and the text that no earlier call returned.
 
         Text may lag behind its tokens: it waits for whole characters and for the end of what may
-        become a stop string.  All of it is out once the request has finished.
+        become a stop string.  The text is complete once the request has finished.
         """
         text = self.update_text()
         new = tuple(self.output_token_ids[self._num_taken :])
@@ -209,7 +211,7 @@ class Request:
         return last if last in self.stop_token_ids else None
 
     def output(self) -> GenerationOutput:
-        """What the request gave so far; final once it has finished."""
+        """The output so far; final once the request has finished."""
         text, num_accepted = self.update_text(), sum(self.output_drafted)
         return GenerationOutput(
             prompt_token_ids=list(self.prompt_token_ids),

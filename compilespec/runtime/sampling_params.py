@@ -1,4 +1,4 @@
-"""What one request asks for: how its tokens are chosen, and when it ends."""
+"""The parameters of one request: how its tokens are chosen, and when it ends."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from compilespec.errors import InvalidRequest
 from compilespec.errors.suggest import did_you_mean
 from compilespec.runtime.texts import check_unicode, shown
 
-MAX_STOP_STRINGS = 64  # of a request: each token is compared with all of them
+MAX_STOP_STRINGS = 64  # stop strings of a request; each token is compared with all of them
 MAX_STOP_LENGTH = 256  # characters of one
 
 
 class HasDefaults(Protocol):
-    """An engine, of which only the defaults of its checkpoint are asked."""
+    """An engine, seen only for its checkpoint's defaults."""
 
     @property
     def generation_defaults(self) -> Mapping[str, Any]:
@@ -31,25 +31,26 @@ class SamplingParams:
     Impossible values raise InvalidRequest here; values that are possible but not built yet raise
     NotSupported when the request is submitted.  Logits are changed in this order: the engine's
     logits processor, the request's, penalties, bias and banned ids, min_new_tokens, guide,
-    temperature, top_k, top_p, min_p.  Numbers
-    count as 1e25 at most in size, and factors as 1e-25 at least.  A token that is drawn depends
-    on the seed and on the tokens before it, and on nothing else: not on the other requests, nor on
-    how many tokens are drafted.
+    temperature, top_k, top_p, min_p.  Numbers are limited to 1e25 in size, and factors to 1e-25 at
+    least.  A drawn token depends only on the seed and on the tokens before it: not on other
+    requests, and not on the number of drafts.
     """
 
     max_new_tokens: int = 16
-    """Tokens to generate at most, 1 or more."""
+    """The largest number of tokens to generate, 1 or more."""
 
     min_new_tokens: int = 0
-    """Tokens before which neither EOS nor a stop id may be chosen."""
+    """The number of tokens before which neither EOS nor a stop id may be chosen."""
 
     temperature: float = 0.0
-    """0 (or less than 1e-5) is greedy: the most probable token, first index on a tie; above it the
-    token is drawn."""
+    """0 (or less than 1e-5) is greedy: the most probable token, the first index on a tie.  Above it
+    the token is drawn.
+    """
 
     top_k: int = 0
-    """Draw among this many most probable tokens, and those as probable as the last of them; 0 is
-    all.  Greedy decoding ignores it, top_p and min_p."""
+    """Draw among this many most probable tokens, and those as probable as the last of them; 0 means
+    all.  Greedy decoding ignores it, top_p and min_p.
+    """
 
     top_p: float = 1.0
     """Draw among the most probable tokens that together reach this probability, above 0 to 1."""
@@ -93,28 +94,32 @@ class SamplingParams:
     """Go on after the model's end-of-sequence token."""
 
     logprobs: int | None = None
-    """How many top log-probabilities to return for each generated token, beside its own, 0 to 20;
-    of the logits as they are, before anything that sampling changes."""
+    """The number of top log-probabilities to return for each generated token, beside its own, 0 to
+    20; they are those of the model's logits, before sampling changes them.
+    """
 
     prompt_logprobs: int | None = None
-    """How many top log-probabilities to return for each prompt token but the first, beside its own,
-    0 to 20; the engine must be compiled with prompt_logprobs=True."""
+    """The number of top log-probabilities to return for each prompt token but the first, beside its
+    own, 0 to 20; the engine must be compiled with prompt_logprobs=True.
+    """
 
     logits_processor: Callable[[list[int], Any], Any] | None = None
     """Called with the tokens so far (prompt included) and their float logits, a CPU tensor [V] of
-    its own, for each of the S rows of every step; returns the logits to use.  A function of its
-    arguments and nothing else, so that drafts change no token.  It costs its own time S times a
-    step, and the engine, which must be compiled with host_processors=True, a copy of the logits to
-    the host and back in every step."""
+    its own, for each of the S rows of every step; returns the logits to use.  It must depend only
+    on its arguments, so that drafts change no token.  It runs S times a step, and every step copies
+    the logits to the host and back.  The engine must be compiled with host_processors=True.
+    """
 
     guide: Any = None
-    """What the output must be, up to EOS: a `compilespec.guides` JsonSchema, Regex or Choice, or a
+    """The form of the output, up to EOS: a `compilespec.guides` JsonSchema, Regex or Choice, or a
     mapping (JSON schema), a string (regular expression) or a sequence (choices) for one.  EOS may
-    come only where the text is whole; with ignore_eos the output ends where nothing can follow."""
+    come only where the text is whole; with ignore_eos the output ends where nothing can follow.
+    """
 
     guide_after_token_id: int | None = None
-    """The guide begins after this token of the output, the one that ends reasoning, say; what comes
-    before is free."""
+    """The guide begins after this token of the output, for example the one that ends reasoning; the
+    text before it is free.
+    """
 
     num_draft_tokens: int | None = None
     """Draft tokens per step for this request, at most the engine's; None is the engine's."""
@@ -128,7 +133,7 @@ class SamplingParams:
         """The checkpoint's own defaults (its generation_config.json), as transformers' `generate`
         applies them, with `changes` in their place.
 
-        Raises: InvalidRequest where the checkpoint or a change asks for the impossible.
+        Raises: InvalidRequest where the checkpoint or a change has an impossible value.
         """
         return cls(**{**engine.generation_defaults, **changes})
 
@@ -156,8 +161,8 @@ class SamplingParams:
 
 
 def _normalise(params: SamplingParams) -> None:
-    """Make tuples of whatever sequences came, and a copy of the mapping: a caller may fill its own
-    anew, and a request keeps what was checked.
+    """Make tuples of sequences, and copy the mapping: the caller may change its own, and the
+    request keeps the checked values.
     """
     if isinstance(params.stop, str):
         object.__setattr__(params, "stop", (params.stop,))
@@ -257,7 +262,7 @@ def _check_stops(params: SamplingParams) -> None:
 
 
 def _check_ids(name: str, ids: Collection[Any]) -> None:
-    """Many of them at once: a vocabulary's worth must not hold up the interpreter."""
+    """Check many ids at once: a whole vocabulary must not hold up the interpreter."""
     if not ids or (set(map(type, ids)) == {int} and min(ids) >= 0):
         return
     for token in ids:
@@ -266,7 +271,7 @@ def _check_ids(name: str, ids: Collection[Any]) -> None:
 
 
 def _is_finite(value: object) -> bool:
-    """Whether it is a number that a float can hold."""
+    """True where a value is a number that a float can hold."""
     if not isinstance(value, int | float) or isinstance(value, bool):
         return False
     try:

@@ -1,4 +1,4 @@
-"""What a request asks of sampling, as the state rows that the step reads."""
+"""A request's sampling parameters, as the state rows that the step reads."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from compilespec.program import NO_ADAPTER
 from compilespec.runtime.host_writes import HostWrites
 from compilespec.runtime.sampling_params import SamplingParams
 
-# What numbers of a request count as at most: times a count of tokens, and divided by the least
-# temperature, it is a number of float32 still, so that no sum of these is infinity less infinity.
+# The largest size of a request's numbers.  Times a count of tokens, and divided by the least
+# temperature, it is still a number of float32, so that no sum is infinity less infinity.
 LARGEST = 1e25
 
 
 @dataclass(frozen=True, kw_only=True)
 class Bias:
-    """What a request adds to the logits, read once: a whole vocabulary's worth takes a while."""
+    """A request's additions to the logits, read once, because a whole vocabulary takes a while."""
 
     allowed: np.ndarray | None  # int64 ids; None: all
     ids: np.ndarray  # int64, of `values`, float32
@@ -40,30 +40,32 @@ class Bias:
 
 @dataclass(frozen=True, kw_only=True)
 class RowSampling:
-    """How a row's tokens are chosen: `params`, and what the engine knows beside them."""
+    """The choice of a row's tokens: `params`, and the engine's own facts."""
 
     params: SamplingParams
-    bias: Bias | None  # what `read_bias` makes of them
+    bias: Bias | None  # made by `read_bias`
     seed: int  # 0 .. 2**63 - 1
-    sample: int = 0  # which of the `n` samples of a prompt
+    sample: int = 0  # its number among the `n` samples of a prompt
     prompt_token_ids: Sequence[int]
-    output_token_ids: Sequence[int] = ()  # of a request that had begun and is computed anew
+    output_token_ids: Sequence[int] = ()  # output of a request that began and is computed anew
     stop_token_ids: Collection[int]  # EOS included, unless it is ignored
     processor: int = 0  # handle of a logits processor on the host
-    adapter: int = NO_ADAPTER  # the slot of its adapter
+    adapter: int = NO_ADAPTER  # the place of its adapter
     rope_delta: int = 0  # added to the rotary positions of its tokens
-    has_long_rope: bool = False  # whether its tokens have the rotary table of long requests
+    has_long_rope: bool = False  # true: its tokens have the rotary table of long requests
 
 
 def write_row(host: HostWrites, row: int, sampling: RowSampling) -> None:
-    """Write all that the row's last owner may have left: parameters; bias and prompt where read."""
+    """Write everything that the row's last owner may have left: parameters; bias and prompt where
+    they are read.
+    """
     params, buffers = sampling.params, host.buffers
     penalises, bias = has_penalties(params), sampling.bias
     host.write("sampling_RF", row, _reals(params))
     is_biased, is_guided = bias is not None, params.guide is not None
     flags = layout.PENALISE * penalises | layout.BIAS * is_biased | layout.GUIDE * is_guided
     host.write("sampling_RI", row, _words(sampling, flags))
-    if "withheld_R" in buffers:  # drafts of a step that are not judged: the request's own K
+    if "withheld_R" in buffers:  # drafts of a step that are not judged, by the request's own K
         count, own = buffers["tokens_RS"].shape[1] - 1, params.num_draft_tokens
         host.write("withheld_R", row, [0 if own is None else max(0, count - own)])
     if "adapter_R" in buffers:
@@ -83,8 +85,8 @@ def write_row(host: HostWrites, row: int, sampling: RowSampling) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class TokenLogprobs:
-    """Log-probabilities at one place of the output: log-softmax of the model's logits as they are,
-    before penalties, bias, temperature and filters.
+    """Log-probabilities at one place of the output: the log-softmax of the model's logits before
+    penalties, bias, temperature and filters.
     """
 
     token_id: int
@@ -94,13 +96,15 @@ class TokenLogprobs:
     """Its log-probability."""
 
     top: Mapping[int, float]
-    """Those of the most probable tokens, best first, as many as the request asked for."""
+    """The most probable tokens and their log-probabilities, best first, as many as the request
+    asked for.
+    """
 
 
 def read_logprobs(
     buffers: Mapping[str, Tensor], row: int, tokens: Sequence[int], count: int
 ) -> list[TokenLogprobs]:
-    """What the last step noted for the tokens that it gave a row."""
+    """The log-probabilities that the last step noted for the tokens of a row."""
     values = buffers["logprob_RSN"][row, : len(tokens)].tolist()
     ids = buffers["logprob_id_RSN"][row, : len(tokens)].tolist()
     return [
@@ -114,7 +118,7 @@ def read_logprobs(
 
 
 def is_plain(sampling: RowSampling) -> bool:
-    """Whether the row's tokens are the argmax of the logits as they are, and nothing is noted."""
+    """True where the row's tokens are the argmax of the model's logits, and nothing is noted."""
     params = sampling.params
     return not (
         params.temperature >= layout.MIN_TEMPERATURE
@@ -138,7 +142,7 @@ def has_bias(params: SamplingParams) -> bool:
 
 
 def read_bias(params: SamplingParams) -> Bias | None:
-    """None: nothing is added."""
+    """The request's bias; None: nothing is added."""
     if not has_bias(params):
         return None
     bias, allowed = params.logit_bias or {}, params.allowed_token_ids

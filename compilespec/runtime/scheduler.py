@@ -1,20 +1,20 @@
-"""Which requests run, in which state rows, over which cache blocks.
+"""Chooses the requests that run, their state rows and their cache blocks.
 
 One order rules all: by priority, then first come, first served (`line.py`).  The first in line is
 admitted when a row is free, and blocks for its prompt (`holdings.py`); a step prefills prompts in
 chunks (`chunks.py`) and decodes all requests whose prompt is in.  Blocks are added as a request
 grows.  When none is left, the last in line makes room: it waits again, and its prompt and output
 are prefilled when its turn comes.  So the first in line always goes on, and every request becomes
-the first: none starves.  (By priority at most `PATIENCE` later requests overtake one.)
+first at some time: none starves.  (By priority at most `PATIENCE` later requests overtake one.)
 
 With `overlap` a step is launched before the tokens of the last one are read (`launches.py`): a
 request that ended in that one still takes part, what it gets is dropped, and its row and blocks are
 free afterwards.
 
-A change that fails, or is interrupted at any place, leaves rows and blocks in an unknown state.  So
-who holds one is ended, and all are free again (`Scheduler._change`).  This rests on one rule: a
-request enters the list that it goes to before it leaves the one where it was (`Line`), so that none
-is ever in no list.
+A change that fails, or is interrupted at any place, leaves rows and blocks in an unknown state.
+After a failed change, every admitted request ends and all rows and blocks are freed
+(`Scheduler._change`).  This rests on one rule: a request enters its next list before it leaves the
+last one (`Line`), so that it is always in a list.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Scheduler:
         propose: drafts from the host.
         overlap: launch a step before the last one's tokens are read, where no request of the step
             needs the host in between.
-        prefix_lookahead: find the blocks of known prompts again (see `PrefixCache`); None: do not.
+        prefix_lookahead: find the blocks of known prompts again (see `PrefixCache`); None: never.
         max_step_tokens: tokens of a step, prefill and decode together; a step decodes all requests
             and prefills at least one block.
         adaptive: chooses K of every step, where the program has several.
@@ -76,7 +76,7 @@ class Scheduler:
         self._overlap, self._max_step_tokens = overlap, max_step_tokens
         self._received: dict[Request, None] = {}  # tokens in this step, in order
         self._to_abort: deque[Request] = deque()
-        self._is_changing = False  # also left behind by a clean-up that was interrupted
+        self._is_changing = False  # or left behind by an interrupted clean-up
 
     @property
     def has_work(self) -> bool:
@@ -86,7 +86,7 @@ class Scheduler:
         """Admit what fits, launch a prefill and a decode call, read what is due.
 
         Returns: the requests that received tokens.
-        Raises: whatever the executor raises, after ending all running requests with it; waiting
+        Raises: any error of the executor, after ending all running requests with it; waiting
             ones stay.
         """
         self._received = {}
@@ -101,7 +101,7 @@ class Scheduler:
         """End requests; their rows and blocks are free once no launch names them.  In the middle
         of another call (Python's collector may close a stream there) they end with that call.
 
-        Raises: whatever the executor raises where nothing runs any more and it reads what is in
+        Raises: any error of the executor where nothing runs any more and it reads what is in
             flight; the requests have ended, waiting ones stay.
         """
         self._to_abort.extend(requests)
@@ -109,27 +109,25 @@ class Scheduler:
             self._change(lambda: None)
 
     def fail(self, request: Request, error: Exception) -> None:
-        """End a request with an error, between steps; one that has ended before counts as failed,
-        too.
-        """
+        """End a request with an error, between steps; one that has ended counts as failed too."""
         self._change(lambda: self._fail(request, error))
 
     def reset_prefix_cache(self) -> None:
-        """Forget the published blocks; requests that run publish none of those that they have."""
+        """Forget the published blocks; running requests publish none of their present ones."""
         self._change(lambda: self.holdings.withdraw_all(self.line.running))
 
     def close(self) -> None:
-        """Abort all there is; nothing is read any more."""
+        """Abort all requests; launches in flight are not read."""
         self._to_abort.extend(self.line.waiting)
         self._start_over(None)
 
     # --- changes, whole or undone ---
 
     def _change(self, change: Callable[[], object]) -> None:
-        """Do what may move requests, rows and blocks, and then what was put off until here.
+        """Run a change that may move requests, rows and blocks, then the aborts that were deferred.
 
-        Wherever this is cut short, by an error or an interrupt, `_start_over` follows.  Where that
-        is cut short in turn, `_is_changing` still says so, and the next change begins with it.
+        If this is cut short, by an error or an interrupt, `_start_over` follows.  If that is cut
+        short in turn, `_is_changing` stays set, and the next change begins with it.
         """
         if self._is_changing:
             self._start_over(None)
@@ -145,17 +143,17 @@ class Scheduler:
             raise
 
     def _abort_all(self) -> None:
-        """End those who are to be aborted; each stays among them until it has ended."""
+        """End the requests that are to be aborted; each stays among them until it has ended."""
         while self._to_abort:
             if not self._to_abort[0].finished:
                 self._finish(self._to_abort[0], "aborted")
             self._to_abort.popleft()
 
     def _start_over(self, error: BaseException | None) -> None:
-        """Nobody knows what the rows hold: who runs ends, and all rows and blocks are free.
+        """After a failed change, every admitted request ends and all rows and blocks are freed.
 
-        Cut short, it can be done again from its beginning: until its last steps it takes nobody
-        from a list, and who has ended is not ended twice.
+        If it is cut short, it can be repeated from its beginning: until its last steps it takes no
+        request from a list, and no request ends twice.
         """
         self._is_changing = True
         self.launches.in_flight.clear()
@@ -185,7 +183,9 @@ class Scheduler:
         self._read(spare_this_step=reads_late)
 
     def _admit(self) -> None:
-        """The first in line takes row and blocks, or waits, so that no large request starves."""
+        """Give the first in line a row and blocks, or let it wait, so that no large request
+        starves.
+        """
         while self.line.waiting and self.holdings.take(self.line.waiting[0], self.line.running):
             self._start(self.line.waiting[0])
 
@@ -231,7 +231,7 @@ class Scheduler:
             self.launches.decode(requests)
 
     def _read(self, *, spare_this_step: bool = False) -> None:
-        """Read what is in flight, and hand it on."""
+        """Read the launches that are due, and hand their tokens on."""
         while self.launches.is_due(spare_this_step=spare_this_step):
             launch, given = self.launches.read()
             for request, tokens in zip(launch.most, given, strict=True):
@@ -241,7 +241,7 @@ class Scheduler:
     # --- before a decode call ---
 
     def _goes_on(self, request: Request) -> bool:
-        """Whether it decodes, and what is in flight does not end it for sure."""
+        """True where the request decodes, and the launches in flight do not surely end it."""
         if request.state is not RequestState.DECODE:
             return False
         num_sure = request.num_tokens + self.launches.num_sure(request)
@@ -252,7 +252,7 @@ class Scheduler:
         made_room = False
         for request in requests:
             while (not made_room or self._goes_on(request)) and not self._grow(request):
-                made_room = True  # from here on, each may have ended or lost its row
+                made_room = True  # from here on, a request may have ended or lost its row
                 if self.launches.in_flight:
                     self._read()
                 else:
@@ -282,20 +282,20 @@ class Scheduler:
         assert len(tokens) <= launch.most[request], "only a finished prompt, or a step, has tokens"
         request.num_computed = launch.num_computed(request, len(tokens))
         if request.finished:
-            return  # one step late: nobody asked for these
+            return  # one step late: these tokens come after the end
         if launch.most[request] and not tokens:
-            self.holdings.withdraw(request)  # what it has written may hold NaN, too
+            self.holdings.withdraw(request)  # its cache blocks may hold NaN too
             self._fail(request, nan_error(request))
         elif tokens:
             self._received[request] = None
-            delivered = self._delivery.deliver(request, tokens)
-            if delivered.error is not None:
-                self._fail(request, delivered.error)
-            elif delivered.reason is not None:
-                self._finish(request, delivered.reason)
+            received = self._delivery.hand_on(request, tokens)
+            if received.error is not None:
+                self._fail(request, received.error)
+            elif received.reason is not None:
+                self._finish(request, received.reason)
             drafted = launch.most[request] - 1
             self._delivery.record(
-                request, delivered, launch.phase, given=len(tokens), drafted=drafted
+                request, received, launch.phase, given=len(tokens), drafted=drafted
             )
         if not request.finished:
             self.holdings.publish(request)
@@ -336,5 +336,5 @@ class Scheduler:
 
 
 def _needs_host(request: Request) -> bool:
-    """Whether the host acts between two of its steps, on the tokens of the first."""
+    """True where the host acts between two of the request's steps, on the tokens of the first."""
     return request.params.logprobs is not None or request.needs_host

@@ -1,4 +1,4 @@
-"""How an engine serves: what it is told of the program, and what the pipeline decided."""
+"""The options of serving: facts of the program, and decisions of the pipeline."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from compilespec.runtime.request import Request
 
 @dataclass(frozen=True, kw_only=True)
 class ServingOptions:
-    """What an `Engine` is given beside its executor and its tokenizer."""
+    """The parts that an `Engine` is given beside its executor and its tokenizer."""
 
     eos_token_ids: Iterable[int] = ()
     """Ids that end every request that does not ignore them."""
 
     generation_defaults: Mapping[str, Any] = field(default_factory=dict)
-    """What the checkpoint asks of requests, for `SamplingParams.of`."""
+    """The checkpoint's sampling defaults, for `SamplingParams.of`."""
 
     plan: Mapping[str, Any] = field(default_factory=dict)
-    """What was decided (method, K, buckets) and why; returned by `Engine.plan`."""
+    """The decisions (method, K, buckets) and their reasons; returned by `Engine.plan`."""
 
     graphs: Mapping[Any, Any] = field(default_factory=dict)
     """Every graph with its history."""
@@ -36,7 +36,7 @@ class ServingOptions:
     """Launch a step before the tokens of the last one are read (see `Scheduler`)."""
 
     prefix_lookahead: int | None = None
-    """Find the blocks of known prompts again (see `PrefixCache`); None: do not."""
+    """Find the blocks of known prompts again (see `PrefixCache`); None: never."""
 
     max_step_tokens: int | None = None
     """Tokens of a step, prefill and decode together (see `Scheduler`); None: no limit."""
@@ -60,7 +60,7 @@ class ServingOptions:
     """Returns the compilations since the program was ready."""
 
     count_state_copies: Callable[[], int] = lambda: 0
-    """Returns the copies of what the host wrote into state rows."""
+    """Returns the number of copies of the host's writes into state rows."""
 
     graph_report: Callable[[], dict[str, Any] | None] = lambda: None
-    """Returns what graphs were captured so far; part of the plan."""
+    """Returns the graphs captured so far; part of the plan."""

@@ -28,8 +28,9 @@ class EngineStats:
     """num_emitted over num_verify_steps; 0.0 before the first step."""
 
     acceptance_rate_by_position: tuple[float, ...]
-    """Of all verify steps, the part that delivered draft i as well, i = 0..K-1: acceptance_length -
-    1 in sum."""
+    """The share of all verify steps that delivered draft i as well, i = 0..K-1; they add up to
+    acceptance_length - 1.
+    """
 
     prefill_ms: float
     """Time spent in prefill calls."""
@@ -38,27 +39,27 @@ class EngineStats:
     """Time spent in decode calls."""
 
     num_recompiles: int
-    """Compilations since the engine was ready; anything but 0 is a bug."""
+    """Compilations since the engine was ready; more than 0 is a bug."""
 
     num_prefills: int
     """Prefill calls."""
 
     num_decodes_by_bucket: Mapping[int, int]
-    """Decode calls by the bucket that holds the batch; by batch size where there are none."""
+    """Decode calls by the bucket that holds the batch; by batch size without buckets."""
 
     num_decodes_by_k: Mapping[int, int] = field(default_factory=dict)
     """Decode calls by the number of drafts that they verified."""
 
     num_preemptions: int = 0
-    """How often a request had to make room for others and was computed anew."""
+    """The number of times a request had to make room for others and was computed anew."""
 
     num_cached_tokens: int = 0
-    """Prompt tokens that were found in the KV cache and not computed when their request was first
-    admitted."""
+    """Prompt tokens that were in the KV cache when their request was first admitted."""
 
     num_state_copies: int = 0
-    """Copies of what the host wrote into state rows (blocks, parameters, masks) to the device: at
-    most one a call of the program; 0 on the CPU."""
+    """Copies to the device of the host's writes into state rows (blocks, parameters, masks): at
+    most one for each call of the program; 0 on the CPU.
+    """
 
     num_running: int = 0
     """Requests that hold a state row now."""
@@ -67,14 +68,14 @@ class EngineStats:
     """Requests in line now."""
 
     num_free_blocks: int = 0
-    """Blocks of the KV cache that nobody holds now; those of known prefixes are among them."""
+    """Blocks of the KV cache that nobody holds now, including those of known prefixes."""
 
     num_blocks: int = 0
     """Blocks of the KV cache."""
 
 
 class StatsRecorder:
-    """What the scheduler writes; `read` makes the frozen snapshot."""
+    """The counters that the scheduler writes; `read` makes the frozen snapshot."""
 
     def __init__(self, num_draft_tokens: int, buckets: Sequence[int] = ()) -> None:
         self._buckets = sorted(buckets)
@@ -90,7 +91,7 @@ class StatsRecorder:
 
     @contextlib.contextmanager
     def time(self, phase: Phase) -> Iterator[None]:
-        """Add what the body takes, launching or waiting, to a phase's time."""
+        """Add the time of the body, launching or waiting, to a phase's time."""
         start = now_ms()
         yield
         elapsed = now_ms() - start
@@ -122,7 +123,7 @@ class StatsRecorder:
             self._tokens[token] = self._tokens.get(token, 0) + 1
 
     def token_counts(self) -> dict[int, int]:
-        """How often each token was delivered; from any thread."""
+        """The number of times each token was delivered; from any thread."""
         return dict(self._tokens)
 
     def read(self, num_recompiles: int) -> EngineStats:

@@ -17,7 +17,7 @@ from compilespec.ops.thread_pool import use_thread_pool
 from compilespec.passes.splice.evidence import Evidence
 from compilespec.program import PAD, ByStep, Lowered, LoweredPhase, ProgramConfig, StepKey
 from compilespec.progress import Reporter
-from compilespec.runtime.adapter_slots import product_sizes, write_adapter
+from compilespec.runtime.adapter_places import product_sizes, write_adapter
 from compilespec.runtime.buffers import allocate
 from compilespec.runtime.executor import Geometry, PrefillChunk
 from compilespec.runtime.given_rows import write_rows
@@ -43,7 +43,7 @@ class StepRunner:
     """Runs the phases of a `Lowered` program; implements `Executor`.
 
     State rows, caches and weights are allocated or bound once; a call passes only its batch inputs.
-    `calls` are the program's graphs, ready to run; `buffers` and `weights` what they read, by name.
+    `calls` are the program's graphs, ready to run; they read `buffers` and `weights`, by name.
     """
 
     def __init__(
@@ -57,13 +57,13 @@ class StepRunner:
 
         Args:
             buckets: sizes that batches are padded to; decode alone, where they are numbers.
-            graphs: what is captured; None: nothing.
+            graphs: the graphs to capture; None: none.
         """
         program, config = lowered.program, lowered.program.config
         self.lowered: Lowered | None = lowered
         self.geometry = _geometry(lowered)
         self._device = config.device
-        self._is_plain: dict[int, bool] = {}  # by row: whether it asks for the argmax alone
+        self._is_plain: dict[int, bool] = {}  # by row: true if it asks only for the argmax
         self._taps = None if program.recorder is None else Taps(program.recorder)
         self._prompts = None if program.head is None else PromptLogprobs(program.head)
         self.buffers: dict[str, Tensor] = {
@@ -101,7 +101,7 @@ class StepRunner:
         )
 
     def capture(self, progress: Reporter | None = None) -> None:
-        """Capture graphs, the largest first, as the options say; while rows are free alone."""
+        """Capture graphs, the largest first, as the options say; only while all rows are free."""
         capture_all(
             list(self.calls.values()),
             startup_seconds=self._graphs.startup_seconds,
@@ -109,7 +109,7 @@ class StepRunner:
         )
 
     def graph_report(self) -> dict[str, Any] | None:
-        """What was captured so far, and what it cost; None where nothing is."""
+        """The graphs captured so far, and their cost; None without graphs."""
         recorder = self._graph_recorder
         return None if recorder is None else recorder.report.as_dict()
 
@@ -131,9 +131,9 @@ class StepRunner:
         shape = self.geometry.adapters
         return {} if shape is None else product_sizes(self.buffers, shape)
 
-    def write_adapter(self, slot: int, modules: Mapping[str, LowRank]) -> None:
+    def write_adapter(self, place: int, modules: Mapping[str, LowRank]) -> None:
         assert self.geometry.adapters is not None, "the engine checks that there is room"
-        write_adapter(self.buffers, self.geometry.adapters, slot, modules)
+        write_adapter(self.buffers, self.geometry.adapters, place, modules)
 
     def logprobs(self, row: int, tokens: Sequence[int], count: int) -> list[TokenLogprobs]:
         return read_logprobs(self.buffers, row, tokens, min(count, self.geometry.vocab_size))
@@ -172,7 +172,7 @@ class StepRunner:
             self._host.write("tokens_RS", row, [*ids, *[PAD] * (count - len(ids))], 1)
 
     def read_drafts(self, rows: Sequence[int]) -> list[list[int]]:
-        self._host.send()  # they may have come from the host
+        self._host.send()  # drafts may have come from the host
         drafts: list[list[int]] = self.buffers["tokens_RS"][self._int32(rows), 1:].tolist()
         if self.geometry.draft_tree:
             return drafts
@@ -223,12 +223,12 @@ class StepRunner:
 
     @property
     def num_recompiles(self) -> int:
-        """Graphs compiled while serving: none, ever; counted so that a fault shows."""
+        """Graphs compiled while serving: always 0; counted so that a fault shows."""
         return sum(call.num_recompiles for call in self.calls.values())
 
     @property
     def num_state_copies(self) -> int:
-        """Copies of what the host wrote into state rows; at most one a launch, none on the CPU."""
+        """Copies of the host's writes into state rows; at most one a launch, none on the CPU."""
         return self._host.num_copies
 
     def close(self) -> None:
@@ -242,7 +242,9 @@ class StepRunner:
             self._taps.close()
 
     def _share_out(self, *, pool: bool) -> None:
-        """Decode steps run on the pool; a prefill has Inductor's loops on OpenMP's threads."""
+        """Choose the threads: decode steps run on the pool, prefills on OpenMP's threads, where
+        Inductor's loops run.
+        """
         if self._device.type == "cpu":
             use_thread_pool(pool)
 

@@ -1,4 +1,4 @@
-"""Where a request ends inside the tokens that a step gave it."""
+"""Finds where a request ends inside the tokens that a step gave it."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from compilespec.runtime.outputs import FinishReason
 from compilespec.runtime.request import Request
 
 
-def deliver(
+def append_until_end(
     request: Request, tokens: Sequence[int], *, max_seq_len: int
 ) -> tuple[int, FinishReason | None]:
     """Append the tokens to the request up to where it ends.
 
-    The tokens after a stop, or past a length limit, are dropped: they were drafted and verified,
-    but nobody asked for them.  A stop wins over a limit reached by the same token.
+    The tokens after a stop, or past a length limit, are dropped, although they were drafted and
+    verified.  A stop wins over a limit reached by the same token.
 
-    Returns: how many tokens were delivered (1 or more) and why the request ends here, None if it
-        goes on.
+    Returns: the number of tokens delivered (1 or more) and the reason why the request ends here,
+        None if it goes on.
     """
     params = request.params
     room = params.max_new_tokens - len(request.output_token_ids)

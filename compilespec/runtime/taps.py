@@ -1,4 +1,4 @@
-"""Hidden states that a call gives out, handed to the drafter's recorder request by request."""
+"""Hidden states of a call, handed to the drafter's recorder request by request."""
 
 from __future__ import annotations
 
@@ -11,22 +11,24 @@ from compilespec.runtime.executor import PrefillChunk
 
 
 class Taps:
-    """Cuts what a call gives out by state rows."""
+    """Cuts the hidden states of a call by state rows."""
 
     def __init__(self, sink: TapSink) -> None:
         self._sink = sink
 
     def add_chunks(self, chunks: Sequence[PrefillChunk], hidden_TE: Tensor) -> None:
-        """Of a prefill call: the chunks' tokens, packed; padded ones at the end."""
+        """Hand on the states of a prefill call: the chunks' tokens, packed; padded ones at the
+        end.
+        """
         counts = [len(chunk.tokens) for chunk in chunks]
         self._add([chunk.row for chunk in chunks], hidden_TE[: sum(counts)].split(counts))
 
     def add_rows(self, rows: Sequence[int], hidden_BSE: Tensor) -> None:
-        """Of a decode call: the window of each row; padded ones at the end."""
+        """Hand on the states of a decode call: the window of each row; padded ones at the end."""
         self._add(rows, hidden_BSE[: len(rows)])
 
     def close(self) -> None:
-        """Nothing more will come."""
+        """Close the recorder."""
         self._sink.close()
 
     def _add(self, rows: Sequence[int], states: Iterable[Tensor]) -> None:

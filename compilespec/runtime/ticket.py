@@ -1,4 +1,4 @@
-"""One prompt that an engine's thread serves: its result, or what it gives as it comes."""
+"""One prompt that an engine's thread serves: its result, or its additions as they come."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from compilespec.runtime.request import Request
 
 
 class WakeUps:
-    """Who sleeps in event loops and has news: a loop is called once for all of its sleepers."""
+    """The event loops to wake: each is called once for all of its sleepers."""
 
     def __init__(self) -> None:
         self._events: dict[asyncio.AbstractEventLoop, list[asyncio.Event]] = {}
@@ -39,7 +39,7 @@ def _set_all(events: list[asyncio.Event]) -> None:
 class Ticket:
     """One submitted prompt: wait for its result, or read it as it comes.
 
-    What is not read waits here; the engine never waits for a reader.
+    Unread additions wait here; the engine never waits for a reader.
     """
 
     def __init__(self, request: Request, abort: Callable[[Ticket], None]) -> None:
@@ -79,7 +79,7 @@ class Ticket:
         self._abort(self)
 
     def __iter__(self) -> Iterator[Delta]:
-        """What each step added, once each; leaving early aborts the request."""
+        """The additions of each step, once each; leaving early aborts the request."""
         self._process.check()
         try:
             while True:
@@ -110,7 +110,7 @@ class Ticket:
                 self.abort()
 
     async def batches(self) -> AsyncGenerator[list[Delta], None]:
-        """`__aiter__`, but all that came since the last time together."""
+        """Like `__aiter__`, but joins all additions since the last time."""
         try:
             while True:
                 await self._sleep(self._has_news)
@@ -125,9 +125,10 @@ class Ticket:
                 self.abort()
 
     def give(self, delta: Delta, wake_ups: WakeUps | None = None) -> None:
-        """Called by the engine's thread: more, or with `delta.output` the end.
+        """Add a delta, or with `delta.output` the end; the engine's thread calls it.
 
-        Args: wake_ups: takes who sleeps in event loops, for the caller to wake; None: wakes them.
+        Args: wake_ups: collects the sleepers in event loops, for the caller to wake; None: wakes
+        them here.
         """
         ours = WakeUps() if wake_ups is None else wake_ups
         with self._changed:
@@ -144,7 +145,7 @@ class Ticket:
         return bool(self._deltas) or self.finished
 
     async def _sleep(self, until: Callable[[], bool]) -> None:
-        """Let the event loop go on until `until` holds, which `give` asks with the lock held."""
+        """Let the event loop go on until `until` holds; `give` checks it with the lock held."""
         self._process.check()
         event = asyncio.Event()
         with self._changed:
@@ -159,7 +160,7 @@ class Ticket:
 
 
 class _Sleeper(NamedTuple):
-    """Who waits in an event loop, and for what."""
+    """A sleeper in an event loop, and its condition."""
 
     loop: asyncio.AbstractEventLoop
     until: Callable[[], bool]

@@ -13,7 +13,7 @@ _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 class TokenBytes:
-    """Gives the bytes of token ids; from any thread.
+    """Gives the bytes of token ids; works from any thread.
 
     Args:
         tokenizer: a transformers tokenizer.  One that is not fast gives the text of the token
@@ -39,7 +39,9 @@ class TokenBytes:
         return b"" if token_id in self._special else self(token_id)
 
     def text(self, token_id: int) -> str:
-        """The token as text; a part of a character as `bytes:\\xe2\\x82`, as OpenAI writes it."""
+        """The token as text; part of a character appears as `bytes:\xe2\x82`, as OpenAI writes
+        it.
+        """
         spelled = self(token_id)
         try:
             return spelled.decode()

@@ -1,4 +1,4 @@
-"""How often each token occurs: files of counts, which a later start chooses a drafter's rows by."""
+"""Files of token counts, by which a later start chooses the rows of a drafter's head."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from torch import Tensor
 
 from compilespec.errors import InvalidOption, is_integer
 
-FILE_NAME = "token_counts.json"  # beside a target: found there without being named
+FILE_NAME = "token_counts.json"  # its name beside a target, where it is found by itself
 SUFFIXES = (".json", ".safetensors")
 
 
 def save_counts(path: str | Path, counts: Mapping[int, int], vocab_size: int) -> Path:
-    """Write counts by token id as JSON, the ids that never occurred left out."""
+    """Write counts by token id as JSON, without ids that never occurred."""
     path = Path(path)
     known = {str(token): counts[token] for token in sorted(counts)}
     text = json.dumps({"vocab_size": vocab_size, "counts": known}) + "\n"
@@ -61,7 +61,7 @@ def check_counts(given: Any, vocab_size: int, source: str) -> Tensor:
 
     Args:
         given: a mapping of ids to counts, or V counts.
-        source: where they come from, for the message.
+        source: their origin, for messages.
     Raises: InvalidOption (no counts, none above 0, another vocabulary).
     """
     if isinstance(given, Mapping):

@@ -21,9 +21,9 @@ GIVEN_BACK = 2**25  # bytes at a time
 
 
 def bind_weights(program: SpecProgram, graphs: Mapping[StepKey, LoweredPhase]) -> dict[str, Tensor]:
-    """Every weight input by name, merged and packed once however many graphs read it.  Pieces that
-    were cut for a rank are the program's no more, so that none is in memory twice; pages of a
-    checkpoint that is mapped are the system's again.
+    """Every weight input by name, merged and packed once for all graphs that read it.  The program
+    forgets pieces that were cut for a rank, so that none is in memory twice; pages of a mapped
+    checkpoint go back to the system.
     """
     weights = cast(dict[str, Tensor], program.weights)
     specs = {s.name: s for graph in graphs.values() for s in graph.inputs if s.kind == "weight"}
@@ -46,7 +46,7 @@ def bind_weights(program: SpecProgram, graphs: Mapping[StepKey, LoweredPhase]) -
 
 
 def _give_back() -> None:
-    """Let the system have the memory that was freed; glibc keeps it otherwise."""
+    """Give freed memory back to the system; otherwise glibc keeps it."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
 
@@ -57,7 +57,7 @@ def share_merged(
     graphs: Mapping[StepKey, LoweredPhase],
     bound: Mapping[str, Tensor],
 ) -> int:
-    """Let the parameters of `model` be rows of the merged weights that were made of them, so that
+    """Make the parameters of `model` rows of the merged weights that were made from them, so that
     none is in memory twice.  Their values stay the same; packed weights are left alone.
 
     Returns: bytes that were given back.
@@ -84,7 +84,7 @@ def share_merged(
 
 
 def _plain_tensors(tensor: Tensor) -> list[Tensor]:
-    """The tensor, or those that a quantized one keeps its numbers in."""
+    """The tensor itself, or the plain tensors inside a quantized one."""
     if not hasattr(tensor, "__tensor_flatten__"):
         return [tensor]
     names, _ = tensor.__tensor_flatten__()

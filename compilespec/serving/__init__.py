@@ -21,7 +21,7 @@ _LAZY = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import FastAPI only when something that needs it is asked for."""
+    """Import FastAPI only for names that need it."""
     from importlib import import_module
 
     if name not in _LAZY:

@@ -1,4 +1,4 @@
-"""What tickets give, for answers: waited for or as it comes, within the time that a request has."""
+"""Collects the results of tickets for answers, whole or piece by piece, within a request's time."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from compilespec.runtime.token_bytes import TokenBytes
 from compilespec.serving.errors import api_error, stopping, timed_out
 from compilespec.serving.options import ServerOptions
 from compilespec.serving.protocol import StreamOptions
-from compilespec.serving.service import Prompt
+from compilespec.serving.service import ServedPrompt
 
 
 @dataclass(frozen=True, kw_only=True)
 class Frame:
-    """What all chunks of an answer begin with."""
+    """The fields that all chunks of an answer begin with."""
 
     kind: str
     """Of the object, such as "chat.completion"."""
@@ -44,7 +44,7 @@ class Frame:
 
 
 async def wait_all(tickets: Sequence[Ticket], options: ServerOptions) -> list[GenerationOutput]:
-    """Their outputs; whatever ends the wait early aborts them.
+    """Wait for all outputs; any early end of the wait aborts them.
 
     Raises: ApiError: an output ended with an error, or the time is up.
     """
@@ -61,7 +61,7 @@ async def wait_all(tickets: Sequence[Ticket], options: ServerOptions) -> list[Ge
 
 
 async def follow(tickets: Sequence[Ticket]) -> AsyncGenerator[tuple[int, Delta], None]:
-    """What they give as it comes, with the place of the ticket; what waited comes as one delta.
+    """Yield the deltas of the tickets with their indices as they come; waiting deltas come as one.
 
     Raises: ApiError: an output ended with an error.
     """
@@ -76,7 +76,7 @@ def check_ended(output: GenerationOutput) -> None:
     """Raises: ApiError where an output did not come to its end."""
     if output.error is not None:
         raise api_error(output.error) from output.error
-    if output.finish_reason == "aborted":  # by nobody but the server's end
+    if output.finish_reason == "aborted":  # only the server's end does that
         raise stopping() from EngineClosed("aborted")
 
 
@@ -91,7 +91,7 @@ def usage(
 ) -> dict[str, Any]:
     """Tokens of a request, in OpenAI's form; drafts that were accepted are completion tokens.
 
-    Args: num_samples: outputs of each prompt; num_hidden: tokens of each that nobody asked for.
+    Args: num_samples: outputs of each prompt; num_hidden: tokens of each that are not counted.
     """
     prompts = outputs[::num_samples]
     num_prompt = sum(len(output.prompt_token_ids) for output in prompts)
@@ -111,14 +111,14 @@ def usage(
 class UsageCount:
     """The usage of an answer that comes in pieces."""
 
-    def __init__(self, options: StreamOptions | None, prompts: Sequence[Prompt]) -> None:
+    def __init__(self, options: StreamOptions | None, prompts: Sequence[ServedPrompt]) -> None:
         self._is_continuous = options is not None and options.continuous_usage_stats
         self.is_asked = options is not None and (options.include_usage or self._is_continuous)
         self._num_prompt = sum(len(prompt.token_ids) for prompt in prompts)
         self._num_new = 0
 
     def add(self, delta: Delta) -> dict[str, Any]:
-        """What a chunk says of it."""
+        """The `usage` fields of a chunk."""
         self._num_new += len(delta.token_ids)
         if not self._is_continuous:
             return {"usage": None} if self.is_asked else {}
@@ -132,7 +132,7 @@ class UsageCount:
 
 
 def ending(output: GenerationOutput, eos_token_ids: frozenset[int]) -> dict[str, Any]:
-    """Why a choice ended; `stop_reason` is the stop string or stop id, None for EOS."""
+    """The reason why a choice ended; `stop_reason` is the stop string or stop id, None for EOS."""
     by = output.stopped_by
     return {
         "finish_reason": output.finish_reason,
@@ -141,7 +141,7 @@ def ending(output: GenerationOutput, eos_token_ids: frozenset[int]) -> dict[str,
 
 
 def marks(delta: Delta, spelled: TokenBytes) -> list[list[Any]]:
-    """The bytes of each token, and whether it was a draft."""
+    """The bytes of each token, and a flag for drafts."""
     return [
         [list(spelled.shown(token)), flag]
         for token, flag in zip(delta.token_ids, delta.drafted, strict=True)

@@ -34,7 +34,7 @@ PAGE_POLICY = (
 
 
 def create_app(engine: Engine, options: ServerOptions | None = None) -> FastAPI:
-    """An ASGI application that serves the engine, which it owns from here on.
+    """An ASGI application that serves the engine, which it owns from now on.
 
     Args:
         engine: what `compile` returned; `app.state.service.close()`, or the end of the
@@ -58,7 +58,7 @@ def create_app(engine: Engine, options: ServerOptions | None = None) -> FastAPI:
     telemetry = Telemetry(service, paths)
     app.add_api_route("/metrics", _metrics_route(telemetry), methods=["GET"])
     app.add_middleware(Guard, options=options, observe=telemetry.observe)
-    app.add_middleware(cors, options=options)  # outermost: errors, too
+    app.add_middleware(cors, options=options)  # outermost, so that errors have its headers too
     app.add_exception_handler(ApiError, _told)
     app.add_exception_handler(HTTPException, _http_error)
     return app
@@ -157,7 +157,9 @@ def _tokenize(service: Service, asked: TokenizeRequest) -> dict[str, Any]:
 
 
 def _tokenizer_info(service: Service) -> dict[str, Any]:
-    """In the names of tokenizer_config.json, as vLLM and lm-eval have it."""
+    """The tokenizer's fields by the names of tokenizer_config.json, as vLLM and lm-eval have
+    them.
+    """
     tokenizer = service.tokenizer
     if tokenizer is None:
         raise ApiError(404, "the model has no tokenizer", code="not_found")
@@ -172,7 +174,7 @@ def _detokenize(service: Service, asked: DetokenizeRequest) -> dict[str, Any]:
     service.check_model(asked.model)
     if service.tokenizer is None:
         raise ApiError(400, "the model has no tokenizer")
-    service.engine.encode(asked.tokens)  # refuses ids that there are not
+    service.engine.encode(asked.tokens)  # refuses ids that do not exist
     return {"prompt": str(service.tokenizer.decode(asked.tokens))}
 
 
@@ -186,7 +188,7 @@ def _told(request: Request, error: Exception) -> Response:
 
 
 def _http_error(request: Request, error: Exception) -> Response:
-    """Of the router: no such path, or not with this method."""
+    """Answer the router's errors: no such path, or not with this method."""
     assert isinstance(error, HTTPException)
     what = f"{request.method} {request.url.path}"
     code = "not_found" if error.status_code == 404 else "method_not_allowed"

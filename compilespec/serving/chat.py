@@ -27,7 +27,7 @@ from compilespec.serving.params import read_guide, read_params
 from compilespec.serving.parsers.calls import read_json
 from compilespec.serving.parsers.parts import Parser, Parts
 from compilespec.serving.protocol import ChatRequest, read_body
-from compilespec.serving.service import Prompt, Service
+from compilespec.serving.service import ServedPrompt, Service
 from compilespec.serving.tools import Reading, read_tools
 
 
@@ -46,7 +46,7 @@ async def answer_chat(service: Service, request: Request) -> Response:
 
 
 class _Chat:
-    """One request and its answer, in as many samples as it asks for."""
+    """One request and its answer, in as many samples as the request asks for."""
 
     def __init__(self, service: Service, asked: ChatRequest) -> None:
         self._service, self._asked = service, asked
@@ -55,8 +55,8 @@ class _Chat:
         self._frame = Frame(kind=kind, model=name, prefix="chatcmpl")
         self._reading: Reading | None = None
 
-    def read(self) -> list[Prompt]:
-        """The prompt; not on the event loop.  Raises: SpecError, ApiError."""
+    def read(self) -> list[ServedPrompt]:
+        """Read the prompt; not on the event loop.  Raises: SpecError, ApiError."""
         asked, engine = self._asked, self._service.engine
         tools = read_tools(asked, self._service)
         read = engine.read(chat_prompt(asked, tools.shown))
@@ -65,14 +65,14 @@ class _Chat:
         guide = self._reading.guide(read_guide(asked))
         adapter = self._service.adapter_of(asked.model)
         params = read_params(asked, engine, len(ids), {**guide, "adapter": adapter})
-        return [Prompt(token_ids=ids, params=params, read=read)]
+        return [ServedPrompt(token_ids=ids, params=params, read=read)]
 
     def whole(self, outputs: Sequence[GenerationOutput]) -> dict[str, Any]:
         choices = [self._choice(index, output) for index, output in enumerate(outputs)]
         return self._frame.around(choices, usage=usage(outputs, len(outputs)))
 
     async def events(
-        self, prompts: Sequence[Prompt], tickets: Sequence[Ticket]
+        self, prompts: Sequence[ServedPrompt], tickets: Sequence[Ticket]
     ) -> AsyncGenerator[dict[str, Any], None]:
         count = UsageCount(self._asked.stream_options, prompts)
         outputs: dict[int, GenerationOutput] = {}
@@ -115,7 +115,7 @@ class _Chat:
         return choice
 
     def _piece(self, index: int, delta: Delta, stream: _Stream) -> dict[str, Any] | None:
-        """What a delta adds to a choice; None: nothing yet."""
+        """The fields that a delta adds to a choice; None: nothing yet."""
         asked = self._asked
         told = stream.add(delta)
         wants_all = asked.logprobs or asked.mark_drafts or asked.return_token_ids
@@ -140,14 +140,14 @@ class _Chat:
 
 
 class _Stream:
-    """One choice of an answer that comes in pieces."""
+    """One choice of a streamed answer."""
 
     def __init__(self, parser: Parser) -> None:
         self._parser, self._is_begun = parser, False
         self.num_calls = 0
 
     def add(self, delta: Delta) -> dict[str, Any]:
-        """The `delta` of a chunk; empty where there is nothing to tell yet."""
+        """The `delta` of a chunk; empty where there is nothing to send yet."""
         parts = self._parser.add(delta.text)
         if delta.output is not None:
             parts += self._parser.finish()
@@ -171,7 +171,7 @@ class _Stream:
 
 
 def chat_prompt(asked: Any, tools: Sequence[Any] | None) -> dict[str, Any]:
-    """The prompt for the engine: messages as templates read them."""
+    """The prompt for the engine: the messages in the form that templates read."""
     prompt: dict[str, Any] = {"messages": [_message(one) for one in asked.messages]}
     if tools:
         prompt["tools"] = list(tools)
@@ -185,7 +185,9 @@ def chat_prompt(asked: Any, tools: Sequence[Any] | None) -> dict[str, Any]:
 
 
 def _message(given: dict[str, Any]) -> dict[str, Any]:
-    """Without nulls; "developer" is what OpenAI calls "system"; arguments of calls as objects."""
+    """A message without nulls; OpenAI's "developer" becomes "system", and arguments of calls become
+    objects.
+    """
     message = {name: value for name, value in given.items() if value is not None}
     if message.get("role") == "developer":
         message["role"] = "system"
@@ -200,7 +202,7 @@ def _message(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _call(given: Any) -> Any:
-    """With its arguments as an object, where they are one."""
+    """A call with its arguments as an object, if they are one."""
     function = given.get("function") if isinstance(given, dict) else None
     if not isinstance(function, dict):
         return given

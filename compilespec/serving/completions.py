@@ -26,7 +26,7 @@ from compilespec.serving.events import EventStream, unless_left
 from compilespec.serving.logprobs import TextOffsets, completion_logprobs
 from compilespec.serving.params import read_guide, read_params
 from compilespec.serving.protocol import CompletionRequest, read_body
-from compilespec.serving.service import Prompt, Service
+from compilespec.serving.service import ServedPrompt, Service
 
 
 async def complete(service: Service, request: Request) -> Response:
@@ -52,10 +52,10 @@ class _Completion:
     def __init__(self, service: Service, asked: CompletionRequest, frame: Frame) -> None:
         self._service, self._asked, self._frame = service, asked, frame
         self._num_samples = asked.n or 1
-        self._num_hidden = int(asked.max_tokens == 0)  # the engine gives one at least
+        self._num_hidden = int(asked.max_tokens == 0)  # the engine emits at least one
 
-    def read(self) -> list[Prompt]:
-        """The prompts; not on the event loop.  Raises: SpecError, ApiError."""
+    def read(self) -> list[ServedPrompt]:
+        """Read the prompts; not on the event loop.  Raises: SpecError, ApiError."""
         asked, engine = self._asked, self._service.engine
         chosen = {
             "guide": read_guide(asked), "adapter": self._service.adapter_of(asked.model),
@@ -67,11 +67,11 @@ class _Completion:
             if asked.echo and text is None and engine.tokenizer is not None:
                 text = str(engine.tokenizer.decode(ids))
             params = read_params(asked, engine, len(ids), chosen)
-            prompts.append(Prompt(token_ids=ids, params=params, text=text))
+            prompts.append(ServedPrompt(token_ids=ids, params=params, text=text))
         return prompts
 
     def whole(
-        self, prompts: Sequence[Prompt], outputs: Sequence[GenerationOutput]
+        self, prompts: Sequence[ServedPrompt], outputs: Sequence[GenerationOutput]
     ) -> dict[str, Any]:
         choices = [
             self._choice(index, prompts[index // self._num_samples], output)
@@ -80,7 +80,7 @@ class _Completion:
         return self._frame.around(choices, usage=self._usage(outputs))
 
     async def events(
-        self, prompts: Sequence[Prompt], tickets: Sequence[Ticket]
+        self, prompts: Sequence[ServedPrompt], tickets: Sequence[Ticket]
     ) -> AsyncGenerator[dict[str, Any], None]:
         count = UsageCount(self._asked.stream_options, prompts)
         outputs: dict[int, GenerationOutput] = {}
@@ -102,7 +102,7 @@ class _Completion:
     def _usage(self, outputs: Sequence[GenerationOutput]) -> dict[str, Any]:
         return usage(outputs, self._num_samples, num_hidden=self._num_hidden)
 
-    def _choice(self, index: int, prompt: Prompt, output: GenerationOutput) -> dict[str, Any]:
+    def _choice(self, index: int, prompt: ServedPrompt, output: GenerationOutput) -> dict[str, Any]:
         asked, text, ids = self._asked, output.text or "", output.token_ids
         if self._num_hidden:
             text, ids = "", []
@@ -129,7 +129,7 @@ class _Completion:
         return choice
 
     def _piece(self, index: int, delta: Delta, places: TextOffsets) -> dict[str, Any]:
-        """What a delta adds to a choice."""
+        """The fields that a delta adds to a choice."""
         hides = bool(self._num_hidden)
         ids = () if hides else delta.token_ids
         logprobs = None

@@ -1,4 +1,4 @@
-"""Errors as clients see them: OpenAI's form, the cure in the message, nothing of the server."""
+"""Errors as clients see them: OpenAI's form, the cure in the message, no server internals."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from compilespec.errors import (
     QueueFull,
 )
 
-# Words of `compile()` and `SamplingParams`, and what a client of the server calls them.
+# Words of `compile()` and `SamplingParams`, and the names that a client of the server knows.
 IN_API_WORDS = (
     (r"SamplingParams\.", ""),
     (r"\bmax_new_tokens\b", "max_tokens"),
@@ -45,11 +45,11 @@ class ApiError(Exception):
 
     Args:
         status: of HTTP.
-        message: what was expected, what came, and what to try.
+        message: the expected and the actual value, and what to try.
         kind: OpenAI's `type`.
         code: for programs.
         param: the field at fault.
-        retry_after: seconds after which another try may succeed.
+        retry_after: seconds after which a retry may succeed.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ def bad_request(message: str, param: str | None = None, code: str | None = None)
 
 
 def server_error() -> ApiError:
-    """What clients are told of faults that are not theirs."""
+    """The answer for faults that are not the client's."""
     return ApiError(
         500,
         "the server failed to answer; its log tells why, under the id in this reply's "
@@ -117,7 +117,7 @@ def timed_out(seconds: float) -> ApiError:
 
 
 def api_error(error: BaseException) -> ApiError:
-    """What a client is told of an error of the engine's."""
+    """The answer for an error of the engine."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, QueueFull):
@@ -139,16 +139,16 @@ def api_error(error: BaseException) -> ApiError:
 
 
 def in_api_words(message: str) -> str:
-    """A message of the engine's in the names that clients know."""
+    """A message of the engine in the names that clients know."""
     for pattern, words in IN_API_WORDS:
         message = re.sub(pattern, words, message)
     return message
 
 
 def validation_error(errors: list[Any]) -> ApiError:
-    """Of the first thing that pydantic finds wrong."""
+    """The answer for the first fault that pydantic finds."""
     first = errors[0]
-    if first["loc"][:1] == ("prompt",) and len(first["loc"]) > 1:  # of the first of its forms
+    if first["loc"][:1] == ("prompt",) and len(first["loc"]) > 1:  # the first form of the field
         return bad_request(
             "prompt: expected a text, token ids, or a list of either, of one kind", param="prompt"
         )

@@ -1,4 +1,4 @@
-"""Answers that come in pieces (server-sent events), and clients that leave."""
+"""Streamed answers (server-sent events), and clients that leave."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ T = TypeVar("T")
 
 
 class ClientGone(Exception):
-    """Nobody waits for the answer any more."""
+    """The client left before the answer."""
 
 
 async def unless_left(request: Request, work: Awaitable[T]) -> T:
-    """What `work` gives; cancelled once the client has left.
+    """The result of `work`, which is cancelled once the client has left.
 
     Raises: ClientGone, or what `work` raises.
     """
@@ -41,11 +41,11 @@ async def unless_left(request: Request, work: Awaitable[T]) -> T:
 
 
 class EventStream(Response):
-    """Sends objects as they come.  Stops at once when the client leaves, or takes nothing.
+    """Sends objects as they come.  Stops at once when the client leaves, or reads nothing.
 
     Args:
         objects: of JSON; an error that it raises becomes the last event.
-        on_end: called in the end, whatever that was.
+        on_end: called at the end in any case.
     """
 
     media_type = "text/event-stream"
@@ -105,7 +105,7 @@ class EventStream(Response):
         self._sends_since = None
 
     async def _stalled(self) -> None:
-        """Ends once the client has taken nothing for as long as it may: a timer for all events."""
+        """Ends once the client has read nothing for the allowed time: one timer for all events."""
         loop, limit = asyncio.get_running_loop(), self._options.write_timeout_s
         while True:
             since = loop.time() if self._sends_since is None else self._sends_since

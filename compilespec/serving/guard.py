@@ -1,4 +1,4 @@
-"""What stands before the routes: ids, keys, sizes, one line of log a request.
+"""The guard before the routes: ids, keys, sizes, one line of log per request.
 
 A request is read whole, within its size and time, before any of our code looks at it.
 """
@@ -23,15 +23,15 @@ from compilespec.serving.events import ClientGone
 from compilespec.serving.options import ServerOptions
 
 logger = logging.getLogger("compilespec.serving")
-MAX_READ_BYTES = 64 * 2**20  # of a request that is refused for its size
-OPEN_PATHS = ("/", "/health")  # without a key: they tell nothing of what is served
+MAX_READ_BYTES = 64 * 2**20  # bytes read of a request that is refused for its size
+OPEN_PATHS = ("/", "/health")  # open without a key: they show nothing of the model
 _ID = re.compile(r"[\w.:-]{1,64}")
 
 Observe = Callable[[str, int, float], object]
 
 
 def cors(app: ASGIApp, options: ServerOptions) -> ASGIApp:
-    """Answers browsers that ask whether a page of another origin may, and marks all answers."""
+    """Answers preflight requests of browsers, and adds the CORS headers to all answers."""
     if not options.allowed_origins:
         return app
     return CORSMiddleware(
@@ -47,7 +47,7 @@ class Guard:
     """ASGI middleware.
 
     Args:
-        observe: told path, status and seconds of every request.
+        observe: called with path, status and seconds of every request.
     """
 
     def __init__(self, app: ASGIApp, options: ServerOptions, observe: Observe) -> None:
@@ -71,8 +71,8 @@ class Guard:
             await send(message)
 
         try:
-            replay = await self._admit(scope, headers, receive)
-            await self._app(scope, replay, answer)
+            messages = await self._admit(scope, headers, receive)
+            await self._app(scope, messages, answer)
         except ApiError as error:
             await _refuse(error, scope, receive, answer)
         except ClientGone:
@@ -90,7 +90,7 @@ class Guard:
             )  # fmt: skip
 
     async def _admit(self, scope: Scope, headers: Headers, receive: Receive) -> Receive:
-        """The request, read.  Raises: ApiError, ClientGone."""
+        """Read and check a request.  Raises: ApiError, ClientGone."""
         limit, objection = self._options.max_body_bytes, self._objection(scope, headers)
         try:
             async with asyncio.timeout(self._options.read_timeout_s):
@@ -107,10 +107,10 @@ class Guard:
                 "larger --max-body-bytes",
                 code="request_too_large",
             )
-        return _replay(body, receive)
+        return _given_back(body, receive)
 
     def _objection(self, scope: Scope, headers: Headers) -> ApiError | None:
-        """What is wrong with a request before its body is looked at."""
+        """The fault of a request that shows before its body; None if there is none."""
         if self._digests and scope["path"] not in OPEN_PATHS:
             scheme, _, key = headers.get("authorization", "").partition(" ")
             digest = _digest(key.strip().encode("latin-1"))  # the bytes that came
@@ -130,10 +130,10 @@ class Guard:
 
 
 async def _read(receive: Receive, limit: int) -> bytes | None:
-    """The body; None where it is longer than that.
+    """The body; None if it is longer than allowed.
 
-    It is read to its end all the same, within bounds: a connection that is closed with bytes unread
-    is reset, and its client may lose the answer.
+    It is still read to its end, within bounds: closing a connection with unread bytes resets it,
+    and its client may lose the answer.
     """
     parts, size, more = list[bytes](), 0, True
     while more and size < MAX_READ_BYTES:
@@ -147,18 +147,18 @@ async def _read(receive: Receive, limit: int) -> bytes | None:
     return b"".join(parts) if size <= limit else None
 
 
-def _replay(body: bytes, receive: Receive) -> Receive:
-    """Gives the body at once, then what else comes: that the client has left."""
+def _given_back(body: bytes, receive: Receive) -> Receive:
+    """Gives the body at once, then later messages, such as the client's leaving."""
     is_given = False
 
-    async def replay() -> Message:
+    async def messages() -> Message:
         nonlocal is_given
         if is_given:
             return await receive()
         is_given = True
         return {"type": "http.request", "body": body, "more_body": False}
 
-    return replay
+    return messages
 
 
 async def _refuse(error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:

@@ -15,8 +15,8 @@ class TextOffsets:
 
     Special tokens leave no text, and a token that begins within a character has its place.
 
-    Args: text: where a prompt is part of it, which may spell special tokens, and lacks the space
-        that some tokenizers put before the first token.
+    Args: text: given where a prompt is part of it, which may spell special tokens, and lacks the
+        space that some tokenizers put before the first token.
     """
 
     def __init__(self, spelled: TokenBytes, text: str | None = None) -> None:
@@ -25,7 +25,7 @@ class TextOffsets:
         self._at, self._has_begun = 0, False
 
     def of(self, token_ids: Sequence[int]) -> list[int]:
-        """Those of the tokens that come next."""
+        """The offsets of the tokens that come next."""
         offsets = []
         for token in token_ids:
             spelling, text = self._spelled.shown(token), self._text
@@ -47,11 +47,11 @@ def completion_logprobs(
 ) -> dict[str, Any]:
     """The form of completions, lists side by side.
 
-    The chosen token is always among the `top_logprobs` of its place, with the same float: whether
-    it is the most probable one can be read off there.  Of two tokens with one text the more
-    probable one stands.
+    The chosen token is always among the `top_logprobs` of its place, with the same float, so that
+    readers can see if it is the most probable.  Of two tokens with the same text the more probable
+    one stays.
 
-    Args: entries: None where a prompt begins.
+    Args: entries: None at the beginning of a prompt.
     """
     return {
         "tokens": [spelled.text(token) for token in token_ids],

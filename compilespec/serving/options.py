@@ -1,4 +1,4 @@
-"""How a server treats its clients."""
+"""The server's limits for its clients."""
 
 from __future__ import annotations
 
@@ -13,37 +13,43 @@ ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^/\s*]+")
 
 @dataclass(frozen=True, kw_only=True)
 class ServerOptions:
-    """What `create_app` is told beside the engine; times in seconds."""
+    """The options of `create_app` beside the engine; times in seconds."""
 
     model_names: tuple[str, ...] = ("default",)
-    """What requests may name as `model`; answers have the first."""
+    """The names that requests may give as `model`; answers have the first."""
 
     api_keys: tuple[str, ...] = ()
-    """One of them must come with every request, but for / and /health; none: anybody may ask."""
+    """API keys, one of which every request must carry, except for / and /health; none: open to
+    all.
+    """
 
     max_waiting: int | None = 256
-    """Requests that may wait beside those that run; None: no limit."""
+    """Requests that may wait beyond those that run; None: no limit."""
 
     max_body_bytes: int = 4 * 2**20
-    """Size of a request."""
+    """The largest size of a request."""
 
     read_timeout_s: float = 30.0
-    """For a request to arrive."""
+    """Time for a request to arrive."""
 
     request_timeout_s: float = 600.0
-    """For an answer to be whole; what runs longer is aborted."""
+    """Time for an answer; a longer one is aborted."""
 
     write_timeout_s: float = 60.0
-    """For a client to take what was sent; one that does not is left."""
+    """Time for a client to read what was sent; a slower one is dropped."""
 
     allowed_origins: tuple[str, ...] = ()
-    """Web pages that may ask, as "https://example.org"; "*" is any, none: those of the server."""
+    """Web pages that may call the server, as "https://example.org"; "*" is any, none: its own
+    pages.
+    """
 
     tool_parser: str = "auto"
-    """How the model writes tool calls: "hermes", "llama", "none", or by its template."""
+    """The form in which the model writes tool calls: "hermes", "llama", "none", or by its
+    template.
+    """
 
     reasoning_parser: str = "auto"
-    """How the model writes what it thinks: "think", "none", or by its template."""
+    """The form in which the model writes its reasoning: "think", "none", or by its template."""
 
     def __post_init__(self) -> None:
         if not self.model_names or not all(self.model_names):

@@ -16,14 +16,14 @@ SAME = (
     "logit_bias", "repetition_penalty", "stop_token_ids", "ignore_eos", "allowed_token_ids",
     "bad_token_ids", "num_draft_tokens",
 )  # fmt: skip
-OPENAI_TEMPERATURE = 1.0  # where neither the request nor the checkpoint says
-COMPLETION_TOKENS = 16  # OpenAI's default there; a chat's is what there is room for
+OPENAI_TEMPERATURE = 1.0  # the temperature if neither the request nor the checkpoint has one
+COMPLETION_TOKENS = 16  # OpenAI's default there; chats may fill the context
 
 
 def read_params(
     asked: CompletionRequest | ChatRequest, engine: Engine, num_prompt_tokens: int, chosen: Any
 ) -> SamplingParams:
-    """The parameters of one prompt; what the request leaves open is the checkpoint's.
+    """The parameters of one prompt; the checkpoint's fill those that the request leaves out.
 
     Args: chosen: its guide and its adapter, by the names of `SamplingParams`.
 
@@ -96,7 +96,7 @@ def _max_new_tokens(
     elif wanted is None:
         return min(COMPLETION_TOKENS, _room(engine, num_prompt_tokens))
     elif wanted == 0 and asked.echo:
-        return 1  # which nobody sees
+        return 1  # which is not shown
     if wanted == 0:
         raise bad_request(
             "max_tokens: expected at least 1, or 0 together with echo, got 0", param="max_tokens"
@@ -105,7 +105,7 @@ def _max_new_tokens(
 
 
 def _room(engine: Engine, num_prompt_tokens: int) -> int:
-    """New tokens that fit beside the prompt."""
+    """The number of new tokens that fit beside the prompt."""
     sizes = engine.geometry
     length = min(sizes.max_seq_len, sizes.num_blocks * sizes.block_size)
     while num_blocks_for(sizes, length) > sizes.num_blocks:

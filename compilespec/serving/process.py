@@ -1,4 +1,4 @@
-"""The server as a process: uvicorn, signals, an end that loses no request."""
+"""The server process: uvicorn, signals, and a shutdown that loses no request."""
 
 from __future__ import annotations
 
@@ -24,33 +24,33 @@ from compilespec.serving.options import ServerOptions
 from compilespec.serving.service import Service
 
 logger = logging.getLogger("compilespec.serving")
-CLOSE_TIMEOUT_S = 30.0  # for the step that runs
-KEEP_ALIVE_S = 75  # more than clients keep idle connections, so that none is closed in use
-SWITCH_INTERVAL_S = 0.0005  # for the loop to get its turn while the engine's thread runs Python
-MAX_HEAD_BYTES = 64 * 2**10  # of a request, until its head is whole
-REPLY_TIMEOUT_S = 5  # for answers that are whole to be taken
+CLOSE_TIMEOUT_S = 30.0  # seconds for the running step
+KEEP_ALIVE_S = 75  # longer than clients keep idle connections, so that none is closed in use
+SWITCH_INTERVAL_S = 0.0005  # seconds after which the engine's thread yields the interpreter
+MAX_HEAD_BYTES = 64 * 2**10  # the largest head of a request
+REPLY_TIMEOUT_S = 5  # seconds for clients to read complete answers
 
 
 @dataclass(frozen=True, kw_only=True)
 class Binding:
-    """Where a server listens, and how it ends."""
+    """The address of a server, its certificate, and its grace period."""
 
     host: str = "127.0.0.1"
     port: int = 8000
-    """0: any that is free."""
+    """The port; 0: any free one."""
 
     ssl_certfile: str | None = None
     ssl_keyfile: str | None = None
     ssl_keyfile_password: str | None = None
     ssl_ca_certs: str | None = None
-    """Of clients, which must have a certificate then."""
+    """The authority for clients' certificates, which are then required."""
 
     drain_timeout_s: float = 60.0
-    """For requests to end after SIGTERM; what runs longer is aborted."""
+    """Seconds for requests to end after SIGTERM; longer ones are aborted."""
 
 
 def check(binding: Binding) -> None:
-    """Find out now what would fail once an engine is there.
+    """Check the address and the certificate before an engine is compiled.
 
     Raises: InvalidOption: nothing can listen there, or the certificate cannot be read.
     """
@@ -72,8 +72,8 @@ def check(binding: Binding) -> None:
 def run(
     engine: Engine, options: ServerOptions | None = None, binding: Binding | None = None
 ) -> int:
-    """Serve until a signal comes.  SIGTERM or SIGINT: take no more, end what there is; a second
-    one: abort it.
+    """Serve until a signal comes.  SIGTERM or SIGINT: take no more requests and finish the present
+    ones; a second one aborts them.
 
     Returns: the exit code, 1 where the engine failed.
     Raises: InvalidOption: nothing can listen there, or the certificate cannot be read.
@@ -99,7 +99,7 @@ def run(
 
 
 def make_server(app: FastAPI, binding: Binding) -> Server:
-    """uvicorn over what `create_app` gave; it serves on what `listen` gave."""
+    """A uvicorn server for `create_app`'s application; it serves on `listen`'s socket."""
 
     class Limited(Connection):
         head_timeout_s = app.state.service.options.read_timeout_s
@@ -125,10 +125,10 @@ def make_server(app: FastAPI, binding: Binding) -> Server:
 
 
 class Connection(H11Protocol):
-    """Closed where the head of a request is not whole in time, from its first byte on, or from the
+    """Closes if the head of a request does not arrive in time, from its first byte on, or from the
     beginning of the connection.  (Between requests uvicorn's own limit holds, `KEEP_ALIVE_S`.)
 
-    httptools is faster, takes heads without an end, and loses bodies of upgrades.
+    httptools is faster, but has no limit for heads and loses bodies of upgrades.
     """
 
     head_timeout_s: float
@@ -161,7 +161,7 @@ class Connection(H11Protocol):
 
 
 class Server(uvicorn.Server):
-    """Ends when its requests have, or its engine has failed."""
+    """Ends when its requests have ended, or its engine has failed."""
 
     def __init__(self, config: uvicorn.Config, service: Service, drain_timeout_s: float) -> None:
         super().__init__(config)
@@ -200,8 +200,8 @@ class Server(uvicorn.Server):
 
 
 def prefer_short_pauses() -> None:
-    """Of the process: turns of the interpreter change hands often, and what was made by now (torch,
-    the program) is no garbage that a collection need look at.
+    """Shorten the turns of the interpreter's threads, and exclude present objects (torch, the
+    program) from garbage collection, for this process.
     """
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     gc.collect()
@@ -210,8 +210,8 @@ def prefer_short_pauses() -> None:
 
 def listen(binding: Binding) -> socket.socket:
     family = socket.AF_INET6 if ":" in binding.host else socket.AF_INET
-    # asyncio turns Nagle's algorithm off only where the protocol is named: with it the parts of an
-    # answer wait for the client's acknowledgements, 40 ms late each.
+    # asyncio turns Nagle's algorithm off only for sockets with a named protocol.  With it, parts of
+    # an answer wait for the client's acknowledgements, 40 ms each.
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -1,6 +1,6 @@
 """Bodies of requests in OpenAI's names; our own fields stand beside them (its `extra_body`).
 
-Unknown fields are refused, so that nothing that was asked is passed over.
+Unknown fields are refused, so that nothing is silently ignored.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from starlette.requests import Request
 
 from compilespec.serving.errors import bad_request, validation_error
 
-# Fields of other servers, and what stands here for them.
+# Fields of other servers, and our names for them.
 ELSEWHERE = {
     "guided_json": 'response_format={"type": "json_schema", ...}',
     "guided_regex": 'response_format={"type": "regex", "regex": ...}',
@@ -39,7 +39,8 @@ ELSEWHERE = {
 }
 
 
-# Fields that are not taken, with values that ask for nothing; so does null, of any field.
+# Fields that are not taken, with the values that ask for nothing; null asks for nothing in any
+# field.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
     "suffix": ("",),
@@ -54,7 +55,7 @@ def _one_or_many(value: Any) -> Any:
 
 
 class Asked(BaseModel):
-    """A part of a request, without what is null in it."""
+    """A part of a request, without its null fields."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -69,14 +70,14 @@ class Asked(BaseModel):
 class StreamOptions(Asked):
     include_usage: bool = False
     continuous_usage_stats: bool = False
-    """Ours and vLLM's: usage in every chunk."""
+    """Our field and vLLM's: usage in every chunk."""
 
     include_obfuscation: bool = False
-    """Without effect: chunks are never padded."""
+    """No effect: chunks are never padded."""
 
 
 class Sampling(Asked):
-    """What completions and chat completions share."""
+    """The fields that completions and chat completions share."""
 
     model: str | None = None
     stream: bool = False
@@ -92,7 +93,7 @@ class Sampling(Asked):
     logit_bias: dict[int, float] | None = None
     response_format: dict[str, Any] | None = None
 
-    # Taken and without effect.
+    # Accepted without effect.
     user: str | None = None
     metadata: dict[str, Any] | None = None
     store: bool | None = None
@@ -100,7 +101,7 @@ class Sampling(Asked):
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
 
-    # Ours.
+    # Our own fields.
     top_k: int | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
@@ -149,7 +150,7 @@ class ChatRequest(Sampling):
     reasoning_effort: str | None = None
     modalities: list[Literal["text"]] | None = None
 
-    # Ours.
+    # Our own fields.
     chat_template_kwargs: dict[str, Any] | None = None
 
     @model_validator(mode="after")
@@ -167,7 +168,9 @@ class TokenizeRequest(Asked):
     model: str | None = None
     prompt: str | None = None
     add_special_tokens: bool = True
-    """Those that the tokenizer puts around a prompt; a chat template writes its own."""
+    """The special tokens that the tokenizer puts around a prompt; a chat template writes its
+    own.
+    """
 
     messages: list[dict[str, Any]] | None = None
     tools: list[dict[str, Any]] | None = None
@@ -200,7 +203,7 @@ async def read_body(request: Request, form: type[Body]) -> Body:
 
 
 def _asks_nothing(name: str, data: dict[str, Any]) -> bool:
-    """Whether a field that is not taken has the value that it has where it is left out."""
+    """True where a field that is not taken has its default value."""
     return data[name] in NEUTRAL.get(name, ()) or (
         name == "best_of" and data[name] == data.get("n")
     )

@@ -1,4 +1,4 @@
-"""The engine behind the routes: prompts are read on threads of their own, off the event loop."""
+"""The engine behind the routes: prompts are read on their own threads, off the event loop."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Prompt:
-    """A prompt that was read, and how to continue it."""
+class ServedPrompt:
+    """A prompt that was read, and the way to continue it."""
 
     token_ids: list[int]
     params: SamplingParams
-    text: str | None = None  # as it was given
-    read: ReadPrompt | None = None  # with its images; None: its ids are all
+    text: str | None = None  # the given prompt
+    read: ReadPrompt | None = None  # the prompt with its images; None: ids only
 
 
 class Service:
-    """An engine that the server owns from here on."""
+    """An engine that the server owns from now on."""
 
     def __init__(self, engine: Engine, options: ServerOptions) -> None:
         self.engine, self.options = engine, options
@@ -46,26 +46,28 @@ class Service:
         self._readers = ThreadPoolExecutor(READERS, thread_name_prefix="compilespec-read")
 
     async def off_the_loop(self, call: Callable[[], T]) -> T:
-        """Run what takes milliseconds of processor time.  Raises: ApiError, or what it raises."""
+        """Run work of some milliseconds on another thread.  Raises: ApiError, or the work's
+        errors.
+        """
         try:
             return await asyncio.get_running_loop().run_in_executor(self._readers, call)
         except SpecError as error:
             raise api_error(error) from error
 
     async def submit(
-        self, read: Callable[[], Sequence[Prompt]], priority: int
-    ) -> tuple[Sequence[Prompt], list[Ticket]]:
+        self, read: Callable[[], Sequence[ServedPrompt]], priority: int
+    ) -> tuple[Sequence[ServedPrompt], list[Ticket]]:
         """Read prompts and queue all of their samples, in order, or none.
 
         Raises: ApiError.  Cancelled, it leaves nothing behind.
         """
 
-        def call() -> tuple[Sequence[Prompt], list[Ticket]]:
+        def call() -> tuple[Sequence[ServedPrompt], list[Ticket]]:
             prompts = read()
             return prompts, self._queue(prompts, priority)
 
         try:
-            future: Future[tuple[Sequence[Prompt], list[Ticket]]] = self._readers.submit(call)
+            future: Future[tuple[Sequence[ServedPrompt], list[Ticket]]] = self._readers.submit(call)
         except RuntimeError as error:  # closed
             raise ApiError(503, "the server has stopped", code="stopping") from error
         try:
@@ -77,25 +79,25 @@ class Service:
             raise api_error(error) from error
 
     def close(self) -> None:
-        """Abort what runs and close the engine."""
+        """Abort all requests and close the engine."""
         self._readers.shutdown(wait=False, cancel_futures=True)
         self.thread.close()
 
     @property
     def names(self) -> tuple[str, ...]:
-        """What requests may name as `model`: the target, or an adapter."""
+        """The names that requests may give as `model`: the target, or an adapter."""
         return (*self.options.model_names, *self.thread.adapter_names())
 
     def adapter_of(self, name: str | None) -> str | None:
-        """The adapter that a request names as its model; None: the target as it is."""
+        """The adapter that a request names as its model; None: the target itself."""
         return None if name is None or name in self.options.model_names else name
 
     def name_of(self, name: str | None) -> str:
-        """The name of the model in the answer to such a request."""
+        """The name of the model in the answer to a request."""
         return self.adapter_of(name) or self.options.model_names[0]
 
     def check_model(self, name: str | None) -> None:
-        """Raises: ApiError where a request names a model that is not served."""
+        """Raises: ApiError if a request names a model that is not served."""
         names = self.names
         if name is not None and name not in names:
             raise ApiError(
@@ -106,7 +108,7 @@ class Service:
             )
 
     def check_count(self, count: int) -> None:
-        """Raises: ApiError where a request asks for more samples than ever may be open."""
+        """Raises: ApiError if a request asks for more samples than may ever be open."""
         waiting = self.options.max_waiting
         most = None if waiting is None else waiting + self.engine.geometry.max_batch_size
         if most is not None and count > most:
@@ -115,7 +117,7 @@ class Service:
                 "send it in parts, or start the server with a larger --max-waiting"
             )
 
-    def _queue(self, prompts: Sequence[Prompt], priority: int) -> list[Ticket]:
+    def _queue(self, prompts: Sequence[ServedPrompt], priority: int) -> list[Ticket]:
         tickets: list[Ticket] = []
         try:
             for prompt in prompts:
@@ -129,7 +131,7 @@ class Service:
         return tickets
 
 
-def _abort(future: Future[tuple[Sequence[Prompt], list[Ticket]]]) -> None:
+def _abort(future: Future[tuple[Sequence[ServedPrompt], list[Ticket]]]) -> None:
     if not future.cancelled() and future.exception() is None:
         for ticket in future.result()[1]:
             ticket.abort()

@@ -12,10 +12,10 @@ SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 
 
 class Telemetry:
-    """What /metrics has.
+    """The counters of /metrics.
 
     Args:
-        routes: paths that are counted by their name; all others count as one.
+        routes: paths that are counted by name; all others count as one.
     Raises: MissingDependency without prometheus-client.
     """
 
@@ -48,7 +48,7 @@ class Telemetry:
         self._seconds.labels(path).observe(seconds)
 
     def text(self) -> tuple[bytes, str]:
-        """What a scrape gets, and its content type."""
+        """The text of a scrape, and its content type."""
         return self._client.generate_latest(self.registry), self._client.CONTENT_TYPE_LATEST
 
 

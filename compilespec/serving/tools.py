@@ -1,4 +1,4 @@
-"""Tools of a chat request: what the template is shown, what guides the answer, who reads it."""
+"""Tools of a chat request: the template's input, the guide of the answer, and its parser."""
 
 from __future__ import annotations
 
@@ -15,30 +15,30 @@ from compilespec.serving.parsers.parts import First, Parser, Plain
 from compilespec.serving.protocol import ChatRequest
 from compilespec.serving.service import Service
 
-TAIL = 8  # tokens of a prompt in which the tag that begins reasoning is looked for
+TAIL = 8  # last tokens of a prompt, searched for the tag that begins reasoning
 
 
 @dataclass(frozen=True, kw_only=True)
 class Reading:
-    """How one answer is guided and read."""
+    """The guide and the parsers of one answer."""
 
     parser: Callable[[], Parser]
     schema: dict[str, Any] | None
-    """Of an answer that must be calls."""
+    """The guide of an answer that must be calls."""
 
     after_token_id: int | None = None
     """The token that ends reasoning; guides begin after it."""
 
     beside: Callable[[Any], Any]
-    """Makes of a guide of content one that admits calls in its place."""
+    """Extends a guide of content so that it admits calls instead."""
 
     is_compact: bool = True
 
     def guide(self, asked: Any) -> dict[str, Any]:
         """`guide` and `guide_after_token_id` of the parameters.
 
-        Args: asked: the guide that `response_format` stands for; it is one of content, of which an
-            answer that must be calls has none.
+        Args: asked: the guide of `response_format`; it describes content, and an answer that must
+            be calls has none.
         """
         guide = None if asked is None else self.beside(asked)
         if self.schema is not None:
@@ -50,10 +50,10 @@ class Reading:
 
 @dataclass(frozen=True, kw_only=True)
 class Tools:
-    """What a request says of tools, against what the model can do."""
+    """The tools of a request, checked against the model's abilities."""
 
     shown: Sequence[dict[str, Any]] | None
-    """For the template."""
+    """The tools in the template's form."""
 
     calls: Callable[[], Parser]
     schema: dict[str, Any] | None
@@ -62,7 +62,7 @@ class Tools:
     is_compact: bool
 
     def reading(self, prompt_ids: Sequence[int]) -> Reading:
-        """How an answer to this prompt is read."""
+        """The reading of an answer to this prompt."""
         reading = Reading(
             parser=self.calls, schema=self.schema, beside=self.beside, is_compact=self.is_compact
         )
@@ -109,7 +109,7 @@ def read_tools(asked: ChatRequest, service: Service) -> Tools:
 
 
 def tool_parser(service: Service) -> str:
-    """ "hermes", "llama" or "none": as the options say, or by the chat template."""
+    """ "hermes", "llama" or "none": from the options, or by the chat template."""
     name, template = service.options.tool_parser, _template(service)
     if name != "auto":
         return name
@@ -119,7 +119,7 @@ def tool_parser(service: Service) -> str:
 
 
 def reasoning_parser(service: Service) -> str:
-    """ "think" or "none": as the options say, or by the chat template."""
+    """ "think" or "none": from the options, or by the chat template."""
     name = service.options.reasoning_parser
     if name != "auto":
         return name
@@ -133,7 +133,9 @@ def _as_it_is(guide: Any) -> Any:
 def _optional(
     asked: ChatRequest, tools: Sequence[dict[str, Any]], service: Service
 ) -> tuple[Callable[[], Parser], Callable[[Any], Any]]:
-    """Of calls that the model may write: what reads them, and makes room for them in a guide."""
+    """The parser of calls that the model may write, and the extension of guides that makes room for
+    them.
+    """
     name = tool_parser(service)
     if name == "none":
         raise bad_request(
@@ -147,7 +149,7 @@ def _optional(
         (Llama, "parameters", "; ") if name == "llama" else (Hermes, "arguments", "\n")
     )
     if kind is Hermes and (asked.response_format or {}).get("type", "text") != "text":
-        names = frozenset()  # the guide has calls between tags; JSON without them is content
+        names = frozenset()  # the guide writes calls between tags; JSON without tags is content
     begin, end = (_tag_rule(tag, service.tokenizer) for tag in (BEGIN, END))
     call = "@call" if kind is Llama else f'{begin} "\\n" @call "\\n" {end}'
     more = "" if is_one else f" ({json.dumps(join)} call)*"
@@ -223,6 +225,6 @@ def _schema_of_call(tools: Sequence[dict[str, Any]], key: str) -> dict[str, Any]
 
 
 def _schema_of_any(tools: Sequence[dict[str, Any]], *, is_one: bool) -> dict[str, Any]:
-    """A list of at least one call, or of one."""
+    """The schema of a list of at least one call, or of exactly one."""
     items = {"type": "array", "minItems": 1, "items": _schema_of_call(tools, "arguments")}
     return {**items, "maxItems": 1} if is_one else items

@@ -1,1 +1,1 @@
-"""Stage "trace": from the target as the user gives it to one graph."""
+"""Stage "trace": turns the user's target into one graph."""

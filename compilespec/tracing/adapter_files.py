@@ -18,27 +18,27 @@ from compilespec.tracing.checkpoint_files import listed, read_json, read_tensors
 CONFIG_FILE = "adapter_config.json"
 WEIGHT_FILES = ("adapter_model.safetensors", "adapter_model.bin")
 _TENSOR = re.compile(r"^(?:base_model\.model\.)?(.+)\.lora_([AB])(?:\.default)?\.weight$")
-# Keys of the config that change what an adapter computes, beside those that are read below.
+# Keys of the config that change an adapter's computation, besides those that are read below.
 _REFUSED = {
     "use_dora": "DoRA: norms of the merged weights scale what it adds",
-    "lora_bias": "biases of its own products",
+    "lora_bias": "biases of adapted products",
     "use_qalora": "QALoRA: products of pooled inputs",
     "use_bdlora": "BD-LoRA: block-diagonal matrices",
     "alora_invocation_tokens": "activated LoRA: it begins at a token",
     "layer_replication": "layers that it repeats",
-    "modules_to_save": "whole modules of its own",
+    "modules_to_save": "whole modules",
     "target_parameters": "parameters that are no module's weight, such as those of experts",
     "trainable_token_indices": "embeddings of single tokens",
     "arrow_config": "Arrow: it chooses among other adapters",
     "monteclora_config": "MonteCLoRA: random matrices",
-    "kasa_config": "KaSA: singular values of its own",
+    "kasa_config": "KaSA: further singular values",
 }
 _OTHER_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")  # ways to begin that change the base
 
 
 @dataclass(frozen=True, kw_only=True)
 class LowRank:
-    """What an adapter adds to one product: x A^T B^T, the scale in B."""
+    """An adapter's addition to one product: x A^T B^T, the scale in B."""
 
     down: Tensor  # A, [rank, in]
     up: Tensor  # B, [out, rank]
@@ -49,7 +49,7 @@ class LowRank:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """(out, in): of the weight that it changes."""
+        """(out, in) of the weight that it changes."""
         return int(self.up.shape[0]), int(self.down.shape[1])
 
 
@@ -57,7 +57,7 @@ class LowRank:
 class Adapter:
     """A LoRA adapter, on the CPU, by the paths of the modules that it changes."""
 
-    source: str  # where it was read, for messages
+    source: str  # its place, for messages
     modules: Mapping[str, LowRank]
 
     @property
@@ -91,7 +91,7 @@ def read_adapter(directory: str | Path) -> Adapter:
 
 
 def _check_kind(path: Path, config: Mapping[str, Any]) -> None:
-    """Refuse what is no plain LoRA.  Raises: NotSupported, CheckpointError."""
+    """Refuse anything but a plain LoRA.  Raises: NotSupported, CheckpointError."""
     kind = config.get("peft_type")
     if kind != "LORA":
         raise NotSupported(f"{path}: peft_type is {kind!r}; expected 'LORA', a LoRA adapter")
@@ -120,7 +120,7 @@ def _check_factor(path: Path, key: str, value: Any) -> None:
 
 
 def _pairs(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
-    """A and B by module.  Raises: CheckpointError where one lacks, or a tensor is neither."""
+    """A and B by module.  Raises: CheckpointError where one is missing, or a tensor is neither."""
     found: dict[str, dict[str, Tensor]] = {}
     others = []
     for name, tensor in tensors.items():
@@ -166,7 +166,7 @@ def _low_rank(
 
 
 def _of_module(pattern: Any, module: str, default: Any) -> Any:
-    """The value of the first key that is the end of the module's path, or a regex for it."""
+    """The value of the first key that ends the module's path, or is a regex for it."""
     for key, value in (pattern or {}).items():
         if re.match(rf"(?:.*\.)?(?:{key})$", module):
             return value
@@ -174,8 +174,8 @@ def _of_module(pattern: Any, module: str, default: Any) -> Any:
 
 
 def check_finite(adapter: Adapter, dtype: torch.dtype) -> None:
-    """Refuse an adapter whose numbers the dtype of an engine cannot hold: in products over the
-    matrices of all adapters they would spoil every request's.  Raises: CheckpointError.
+    """Refuse an adapter whose numbers the dtype of an engine cannot hold: in products over all
+    adapters' matrices they would spoil every request.  Raises: CheckpointError.
     """
     for path, part in adapter.modules.items():
         for what, matrix in (("A", part.down), ("B times its scale", part.up)):
@@ -188,7 +188,7 @@ def check_finite(adapter: Adapter, dtype: torch.dtype) -> None:
 
 
 def describe_misfits(adapter: Adapter, shapes: Mapping[str, tuple[int, int]]) -> str:
-    """What of an adapter has no place among the products of a model; "" where all of it fits.
+    """The parts of an adapter that fit no product of a model; "" where all of it fits.
 
     Args:
         shapes: (out, in) of each product that an adapter may change, by path.

@@ -21,8 +21,8 @@ from compilespec.tracing.structure import LINEAR, find_head, shape_of
 def merge_adapter(target: Target, directory: Any) -> Target:
     """The target with a copy of its model, into whose weights the adapter is merged: W + B A.
 
-    Everything else is shared with the model, which stays as it is.  Sums are float32 (float64 where
-    the model is) and rounded once.
+    Everything else is shared with the model, which does not change.  Sums are float32 (float64
+    where the model is) and rounded once.
 
     Raises: CheckpointError, NotSupported (see `read_adapter`; an adapter of another model; weights
         that are quantized already).
@@ -95,7 +95,7 @@ def _is_product(module: nn.Module) -> bool:
 
 
 def _is_turned(module: nn.Module) -> bool:
-    """Whether its weight is [in, out]: transformers' Conv1D, of GPT-2."""
+    """True where the module's weight is [in, out]: transformers' Conv1D, of GPT-2."""
     return type(module).__name__ == "Conv1D"
 
 

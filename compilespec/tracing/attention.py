@@ -21,8 +21,8 @@ from compilespec.tracing.recurrence import marked_recurrence
 
 ATTENTION = "compilespec"  # compilespec's name in transformers' attention registry
 
-# Keywords of attention calls that change nothing without packed sequences, or only say what else a
-# call returns.
+# Keywords of attention calls that change nothing without packed sequences, or only choose further
+# outputs of a call.
 _HARMLESS = frozenset(
     {"position_ids", "cache_position", "output_attentions", "output_hidden_states", "use_cache"}
 )
@@ -45,8 +45,8 @@ def _marker_attention(
 ) -> tuple[Tensor, None]:
     """Follow transformers' attention contract: [B, N, T, H] in, ([B, T, N, H], weights) out.
 
-    Without a mask `is_causal` decides, and if it is None the module, as in transformers' own sdpa
-    function; calls that are not causal are left for `mark_plain_attention` to refuse.
+    Without a mask `is_causal` decides; if it is None, the module does, as in transformers' own sdpa
+    function.  `mark_plain_attention` refuses calls that are not causal.
 
     Raises: UnsupportedModel for a keyword that is not known here.
     """
@@ -67,7 +67,7 @@ def _marker_attention(
 
 
 def _asks(name: str, value: object) -> bool:
-    """Whether a keyword of an attention call asks for something."""
+    """True where a keyword of an attention call has an effect."""
     return value is not None and value is not False and name not in _HARMLESS
 
 
@@ -82,7 +82,7 @@ def register_attention() -> None:
 
 @contextlib.contextmanager
 def marked_attention(model: nn.Module) -> Iterator[bool]:
-    """Route a transformers model's attention, and what it has of recurrence, to the markers.
+    """Route the attention and recurrence of a transformers model to the markers.
 
     Yields whether it is such a model.
     """
@@ -130,7 +130,7 @@ def _refuse_other_inputs(model: Any) -> None:
 
 
 def mark_plain_attention(gm: fx.GraphModule, model: nn.Module) -> None:
-    """scaled_dot_product_attention -> the marker, with its mask, which `read_masks` reads.
+    """Replace scaled_dot_product_attention by the marker, with its mask, which `read_masks` reads.
 
     Raises: UnsupportedModel for a call that is neither causal nor masked.
     """

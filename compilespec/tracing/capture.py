@@ -20,7 +20,7 @@ from compilespec.tracing.naming import clean_module_paths, name_inputs, source_l
 from compilespec.tracing.quantized_weights import stand_ins
 from compilespec.tracing.reuse import reused
 
-EXAMPLE_SHAPE = (7, 13)  # sizes that few models have as static ones: torch 2.11 merges equal sizes
+EXAMPLE_SHAPE = (7, 13)  # rare as static sizes: torch 2.11 merges equal sizes
 
 _unique = itertools.count()
 
@@ -35,7 +35,7 @@ def trace_call(
 ) -> Traced:
     """Capture `call(**arguments)` as one graph; weights are named by their path in `module`.
 
-    Where a module like this one was captured before, that graph is taken again (`reuse`).
+    If a module like this one was captured before, that graph is reused (`reuse`).
 
     Args:
         arguments: an example tensor and its dynamic dimensions by name.
@@ -63,7 +63,7 @@ def _capture(
     name: str,
     owner: str,
 ) -> tuple[Traced, list[types.CodeType]]:
-    """A new capture, and the code that was traced for it."""
+    """A new capture, and the code objects that were traced for it."""
     started = time.perf_counter()
     captured: dict[str, Any] = {}
 
@@ -110,7 +110,7 @@ def _capture(
         weights=weights,
         trace_ms=(time.perf_counter() - started) * 1e3,
     )
-    own = function.__code__  # a copy of that of `call`
+    own = function.__code__  # a copy of `call`'s
     return traced, [call.__code__, *(code for code in captured["codes"] if code is not own)]
 
 
@@ -141,7 +141,7 @@ def _refuse_sizes_of_data(gm: fx.GraphModule, module: nn.Module, name: str) -> N
 
 
 def _trace_error(error: BaseException, module: nn.Module, name: str) -> SpecError:
-    """One line: the module, the source line, what it raised or Dynamo could not do, what to try."""
+    """An error of one line: the module, the source line, the cause, and what to try."""
     cause, frames = _torch_compat.dynamo_cause(error)
     raised = _torch_compat.raised_while_traced(error)
     where, line = type(module).__name__, ""
@@ -180,7 +180,9 @@ def _module_at(root: nn.Module, filename: str, lineno: int) -> str | None:
 
 
 def fresh(outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Return views: a tensor that is returned twice, or is an argument, would get no output."""
+    """Return views: a tensor that is returned twice, or is an argument, would get no output
+    node.
+    """
     return tuple(output.view_as(output) for output in outputs)
 
 

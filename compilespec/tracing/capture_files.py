@@ -1,7 +1,7 @@
-"""Captures on disk: a traced graph as JSON, without weights, and what its code read.
+"""Captures on disk: a traced graph as JSON, without weights, and the globals that its code read.
 
-Only what is written here in full is stored; anything else raises `CannotKey`, and the capture stays
-in memory alone.
+Only complete captures are stored; parts that JSON cannot hold raise `CannotKey`, and the capture
+stays in memory.
 """
 
 from __future__ import annotations
@@ -37,12 +37,14 @@ Reads = tuple[tuple[tuple[str, tuple[str, ...]], ...], str]  # names by module, 
 
 
 def directory() -> Path:
-    """Where captures are kept."""
+    """The folder of the captures."""
     return cache_directory() / "traces"
 
 
 def load(key: str) -> tuple[Reads, Callable[[], Traced]] | None:
-    """What a stored capture read, and a function that rebuilds it; None where none is stored."""
+    """The globals that a stored capture read, and a function that rebuilds it; None where none is
+    stored.
+    """
     path = directory() / f"{key}.json"
     try:
         if not path.exists():
@@ -93,7 +95,7 @@ def _record(traced: Traced) -> dict[str, Any]:
 
 
 def _rebuild(record: Mapping[str, Any]) -> Traced:
-    """The capture of a record, on fakes of its own, without weights."""
+    """The capture of a record, on new fakes, without weights."""
     sizes, make = _torch_compat.restored_fakes(record["hints"])
     known: dict[str, fx.Node] = {}
     fakes: dict[str, Any] = {}
@@ -129,7 +131,7 @@ def _rebuild(record: Mapping[str, Any]) -> Traced:
 
 
 def _write(value: Any) -> Any:
-    """A value as JSON: what JSON has as itself, the rest as {kind: content}."""
+    """A value as JSON: JSON's own types as themselves, others as {kind: content}."""
     if value is None or type(value) in (bool, int, float, str):
         return value
     if isinstance(value, fx.Node):
@@ -201,7 +203,7 @@ def _read_target(target: Any) -> Any:
 
 
 def _write_value(value: Any, hints: dict[str, int]) -> Any:
-    """A fake as its sizes, strides, dtype and device; `hints`: what its symbols stood for."""
+    """A fake as its sizes, strides, dtype and device; `hints`: example values of its symbols."""
     if isinstance(value, Tensor):
         sizes, strides = (
             [_write_size(one, hints) for one in many] for many in (value.shape, value.stride())

@@ -99,8 +99,8 @@ def integer_tensors(directory: str | Path) -> dict[str, str]:
 
 
 def check_shards(directory: str | Path) -> None:
-    """Refuse shards that hold other tensors than the index assigns to them.  Who reads shards
-    whole, as transformers does, takes the last copy of a tensor, which may be a stale one.
+    """Refuse shards that hold other tensors than the index assigns to them.  A reader of whole
+    shards, such as transformers, takes the last copy of a tensor, which may be stale.
 
     Raises:
         CheckpointError: a shard is missing or unreadable, lacks a tensor, or holds one that the
@@ -172,7 +172,7 @@ def refuse_pointer(path: Path) -> None:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object.  Raises: CheckpointError (missing, unreadable, something else)."""
+    """Read a JSON object.  Raises: CheckpointError (missing, unreadable, not an object)."""
     refuse_pointer(path)
     try:
         content = json.loads(path.read_text(encoding="utf-8-sig"))
@@ -227,13 +227,13 @@ def _read_shards(index: Path, only: Container[str] | None) -> dict[str, Tensor]:
 
 
 def _check_held(index: Path, shard: Path, names: Set[str], held: Set[str]) -> None:
-    """Refuse a shard that lacks what the index says is in it."""
+    """Refuse a shard that lacks tensors which the index assigns to it."""
     if lost := sorted(names - held):
         raise CheckpointError(f"{index}: the shards lack {listed(lost)} ({shard.name})")
 
 
 def _is_copy(name: str, *shards: Path) -> bool:
-    """Whether a tensor is the same, to the bit, in two shards."""
+    """True where a tensor is equal, bit for bit, in two shards."""
     one, other = (_read_file(shard, {name}).get(name) for shard in shards)
     if one is None or other is None or (one.dtype, one.shape) != (other.dtype, other.shape):
         return False

@@ -1,4 +1,4 @@
-"""What classes and code are: whose they are, how they were made, and what their code says."""
+"""Facts of classes and code: their library, the way they were made, and a digest of their code."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ def full_name(cls: type) -> str:
 
 
 def is_library(module: str) -> bool:
-    """Whether a module is of Python, torch or numpy: their versions stand for their code."""
+    """True for modules of Python, torch or numpy: their versions stand for their code."""
     return module.partition(".")[0] in _LIBRARIES
 
 
 def is_python_class(cls: type) -> bool:
-    """Whether a class was made by a class statement, or like one, rather than in C: its objects
-    then hold nothing but attributes, and what its bases hold.
+    """True where a class was made by a class statement or the like, not in C: its objects then hold
+    only attributes, and what its bases hold.
     """
     own = vars(cls)
     if not cls.__flags__ & _HEAP_TYPE or cls.__flags__ & _IMMUTABLE_TYPE:

@@ -1,7 +1,8 @@
-"""What a capture depends on, as a digest: objects by what they hold, functions by their code.
+"""A digest of everything that a capture depends on: objects by their contents, functions by their
+code.
 
-Nothing is left out silently: what cannot be told by a digest raises `CannotKey`, and the capture is
-not used again.
+Nothing is left out silently: objects without a digest raise `CannotKey`, and the capture is not
+reused.
 """
 
 from __future__ import annotations
@@ -34,38 +35,38 @@ _PLAIN = (
     torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size,
 )  # fmt: skip
 _NAMESPACES = ("aten", "prims", "prim", "compilespec")
-IMPORTED = "import "  # before the name of a module that a function imports itself
-_SLOTS = (  # of builtin types: their names say all
+IMPORTED = "import "  # precedes the name of a module that a function imports itself
+_SLOTS = (  # builtin types, for which the name is enough
     types.WrapperDescriptorType, types.MethodWrapperType, types.MethodDescriptorType,
     types.ClassMethodDescriptorType, types.GetSetDescriptorType, types.MemberDescriptorType,
 )  # fmt: skip
 _TYPE_HINTS = (types.GenericAlias, types.UnionType, typing.TypeVar)
 _BUILTIN_BASES = (object, dict, list, tuple, set, frozenset, int, float, str, Exception)
-_UNREAD = frozenset(  # of a class: what no graph follows from
+_UNREAD = frozenset(  # attributes of a class that no graph depends on
     {
         "__doc__", "__annotations__", "__dict__", "__weakref__", "__module__", "__firstlineno__",
         "__abstractmethods__", "_abc_impl", "__parameters__", "__orig_bases__", "__slots__",
         "__static_attributes__", "__dataclass_params__", "__match_args__", "__signature__",
     }
 )  # fmt: skip
-_MARK_OF_DYNAMO = ("_dynamo_static_input_type", "unguarded")  # on weights that it has seen
+_MARK_OF_DYNAMO = ("_dynamo_static_input_type", "unguarded")  # left on weights that it has seen
 _OF_THE_PROCESS = ("_torchdynamo_wrapper_id", "_original_object_hash")  # addresses and hashes
 _TAGGED = ("__init__", "__setstate__")  # of nn.Module: Dynamo replaces them when it is first used
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 class CannotKey(Exception):
-    """What was met that no digest can tell; the message says where."""
+    """An object that has no digest; the message says where."""
 
 
 class Fingerprint:
     """A digest of everything that is added, in order.
 
-    Objects that hold others are numbered as they come: which of them are the same one counts, too.
+    Objects that hold others are numbered in order, so that identity counts too.
     """
 
     def __init__(self) -> None:
-        self.codes: dict[int, dict[str, Any]] = {}  # globals of the code objects met, by their ids
+        self.codes: dict[int, dict[str, Any]] = {}  # globals of the code objects seen, by their ids
         self._classes: set[str] = set()  # that were met
         self._digest = hashlib.sha256()
         self._numbers: dict[int, int] = {}
@@ -73,7 +74,7 @@ class Fingerprint:
         self._path: list[str] = []
 
     def copy(self) -> Fingerprint:
-        """One that goes on from here by itself."""
+        """A copy that goes on from here by itself."""
         other = Fingerprint()
         other.codes, other._digest = dict(self.codes), self._digest.copy()
         other._classes = set(self._classes)
@@ -90,8 +91,8 @@ class Fingerprint:
         self._path.pop()
 
     def add_globals(self, space: Mapping[str, Any], names: Iterable[str]) -> None:
-        """What `names`, those that code uses, stand for among the globals `space`, and in the
-        modules among these.  Raises: CannotKey.
+        """Add the values of `names`, which code uses, among the globals `space`, and in the modules
+        among these.  Raises: CannotKey.
         """
         wanted, spaces, known = sorted(set(names)), [space], {id(space)}
         for one in spaces:  # which grows
@@ -141,7 +142,7 @@ class Fingerprint:
             self._add_object(value)
 
     def _apart(self, value: Any) -> str:
-        """The digest of a value by itself: sets have no order."""
+        """The digest of a value by itself, for sets, which have no order."""
         inner = Fingerprint()
         inner._path, inner.codes = self._path, self.codes
         inner._add(value)
@@ -167,7 +168,7 @@ class Fingerprint:
             self._add_instance(value)
 
     def _add_named(self, value: Any) -> bool:
-        """What its name says all of, or what wraps something else; False for other objects."""
+        """Add an object whose name says everything, or a wrapper; False for other objects."""
         if isinstance(value, types.ModuleType):
             self._say("module", value.__name__)
         elif isinstance(value, types.BuiltinFunctionType):
@@ -196,7 +197,9 @@ class Fingerprint:
         return True
 
     def _add_mapping(self, value: Mapping[Any, Any]) -> None:
-        """Its items; registries know classes by name, and those that were not met are not asked."""
+        """Add the items of a mapping; registries know classes by name, and unseen items are not
+        asked.
+        """
         self._add(type(value))
         items = dict.items(value) if isinstance(value, dict) else value.items()
         for key, one in list(items):
@@ -209,7 +212,9 @@ class Fingerprint:
         self._add_held(value)
 
     def _add_tensor(self, tensor: Tensor) -> None:
-        """Its form and what is attached to it, never its values: a trace of fakes reads none."""
+        """Add the form of a tensor and its attributes, never its values: a trace of fakes reads
+        none.
+        """
         if type(tensor) not in (Tensor, nn.Parameter, nn.Buffer):
             raise self._cannot(tensor)
         form = (tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.layout)
@@ -240,7 +245,7 @@ class Fingerprint:
                 self.add(value, where)
 
     def _try(self, value: Any, name: str) -> None:
-        """Add a method, or nothing of it: if it cannot be told, its code is not met."""
+        """Add a method, or nothing of it: if it has no digest, its code counts as unseen."""
         digest, known, codes = self._digest.copy(), len(self._kept), len(self.codes)
         depth = len(self._path)
         try:
@@ -277,7 +282,7 @@ class Fingerprint:
         self._say("code", digest)
 
     def _add_instance(self, value: Any) -> None:
-        """An object of a class written in Python: its attributes are all there is."""
+        """Add an object of a class written in Python: its attributes are its whole state."""
         cls = type(value)
         if not all(is_python_class(base) or base in _BUILTIN_BASES for base in cls.__mro__):
             raise self._cannot(value)
@@ -291,7 +296,7 @@ class Fingerprint:
         self._add_held(value)
 
     def _add_held(self, value: Any) -> None:
-        """The attributes of an object, and its slots."""
+        """Add the attributes of an object, and its slots."""
         names = [name for base in type(value).__mro__ for name in slots_of(base)]
         held = {name: getattr(value, name) for name in names if hasattr(value, name)}
         self._add_attributes({**held, **getattr(value, "__dict__", {})})

@@ -1,4 +1,4 @@
-"""Models of GGUF files as they were converted, in the cache: the next start reads them as they are.
+"""Converted models of GGUF files, in the cache: the next start reads them directly.
 
 A copy is a folder in Hugging Face layout, written whole or not at all, and named by all that it
 depends on.  It is as large as the model in memory, so few are kept.
@@ -24,23 +24,24 @@ import torch
 from compilespec.errors import CheckpointError
 from compilespec.ops._build import cache_directory
 from compilespec.tracing.checkpoint_files import reason
+from compilespec.tracing.quiet import no_progress_bars
 
 logger = logging.getLogger("compilespec")
 
-FORMAT = 1  # of a copy
-MAX_KEPT = 4  # those that were used last
-HEAD_BYTES = 32 << 20  # of the file: header, vocabulary and the first tensors
+FORMAT = 1  # files of a copy
+MAX_KEPT = 4  # number of copies that are kept, the last used
+HEAD_BYTES = 32 << 20  # bytes of the file: header, vocabulary and the first tensors
 RECORD = "copy.json"
 
 
 def directory() -> Path:
-    """Where copies are kept."""
+    """The folder of the copies."""
     return cache_directory() / "gguf"
 
 
 @dataclass(frozen=True)
 class GgufCopy:
-    """The copy of a file's model in a dtype (None: the file's own), which may not be there."""
+    """The copy of a file's model in a dtype (None: the file's own), which may not exist."""
 
     source: Path
     folder: Path
@@ -56,7 +57,7 @@ class GgufCopy:
         return cls(path, directory() / hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32])
 
     def find(self) -> Path | None:
-        """The folder, if every file in it is as it was written; a damaged one is dropped."""
+        """The folder, if every file in it is unchanged; a damaged one is dropped."""
         if not self.folder.exists():
             return None
         try:
@@ -76,8 +77,8 @@ class GgufCopy:
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def keep(self, model: Any, tokenizer: Any) -> Path | None:
-        """Write the copy, if it takes at most half of the free disk, and delete those that are not
-        needed: of changed and deleted files, and the ones that were not used for longest.
+        """Write the copy, if it takes at most half of the free disk, and delete the others that are
+        not needed: those of changed and deleted files, and the least recently used.
 
         Returns: the folder, None where it could not be written.
         """
@@ -95,7 +96,8 @@ class GgufCopy:
                 return None
             with tempfile.TemporaryDirectory(dir=directory()) as scratch:
                 made = Path(scratch) / "copy"
-                model.save_pretrained(made)
+                with no_progress_bars():
+                    model.save_pretrained(made)
                 tokenizer.save_pretrained(made)
                 files = {str(path.relative_to(made)): _checksum(path) for path in _files(made)}
                 record = {"source": str(self.source), "files": files}
@@ -108,8 +110,8 @@ class GgufCopy:
 
 
 def read_tokenizer(folder: Path) -> Any:
-    """The tokenizer of a copy, as it was kept: classes of models would make some parts anew, and
-    Qwen's adds a normalizer that a GGUF file does not name.
+    """The tokenizer of a copy, as it was kept: model classes would rebuild some parts, and Qwen's
+    adds a normalizer that a GGUF file does not name.  Raises: CheckpointError.
 
     Raises: CheckpointError.
     """
@@ -117,12 +119,12 @@ def read_tokenizer(folder: Path) -> Any:
 
     try:
         return PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
-    except Exception as error:  # the tokenizers library has no error class of its own
+    except Exception as error:  # the tokenizers library has no own error class
         raise CheckpointError(f"{folder}: the tokenizer cannot be read: {reason(error)}") from error
 
 
 def _clean() -> None:
-    """Delete copies without use, and make room for one."""
+    """Delete unused copies, and make room for one."""
     used: list[tuple[float, Path]] = []
     for folder in directory().iterdir():
         try:
@@ -143,7 +145,7 @@ def _files(folder: Path) -> list[Path]:
 
 
 def _checksum(path: Path) -> list[int]:
-    """The file's size, and the sum of its words of eight bytes and of the bytes behind them."""
+    """The file's size, the sum of its words of eight bytes, and the sum of the remaining bytes."""
     content = np.fromfile(path, np.uint8) if path.stat().st_size < 8 else np.memmap(path, mode="r")
     num_words = len(content) // 8
     words, rest = content[: num_words * 8].view(np.int64), content[num_words * 8 :]

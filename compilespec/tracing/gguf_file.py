@@ -36,13 +36,12 @@ def check_readable(path: Path) -> None:
 def load_gguf(
     path: Path, dtype: torch.dtype | None, tell: Callable[[str], object]
 ) -> tuple[Any, Mapping[str, Any]]:
-    """The model of a file, and transformers' report of what did not fit; call it inside
-    `read_once`.
+    """The model of a file, and transformers' report of misfits; call it inside `read_once`.
 
     Args:
         dtype: of the weights; None takes that of the file's matrices, and bfloat16 for quantized
             ones.
-        tell: called with what is read.
+        tell: called with the part that is read.
     Raises: ModelNotFound.
     """
     from transformers import AutoModelForCausalLM, GgufConfig
@@ -104,7 +103,7 @@ def read_once(tell: Callable[[str], object]) -> Iterator[None]:
 
 
 def _fast_reader(path: str) -> Any:
-    """A reader that cuts plain arrays: each cut of a `numpy.memmap` takes three times as long."""
+    """A reader that cuts plain arrays: cutting a `numpy.memmap` takes three times as long."""
     import gguf
     import numpy as np
 
@@ -120,7 +119,7 @@ def _fast_reader(path: str) -> Any:
 
 
 def _told(tensors: Iterable[Any], tell: Callable[[str], object]) -> Iterator[Any]:
-    """The tensors of a file, told now and then, in the place of transformers' bar."""
+    """The tensors of a file, reported now and then in the place of transformers' bar."""
     every = list(tensors)
     last = 0.0
     for index, tensor in enumerate(every, 1):

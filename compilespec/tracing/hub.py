@@ -16,20 +16,20 @@ from pathlib import Path
 from compilespec.errors import ModelNotFound
 from compilespec.tracing.checkpoint_files import reason
 
-# "org/name", with a branch, tag or commit behind an "@".
+# The form "org/name", with a branch, tag or commit after an "@".
 HUB_NAME = re.compile(r"(?P<name>\w[\w.-]*/\w[\w.-]*)(?:@(?P<revision>\w[\w./-]*))?")
 
-# "org/name:Q4_K_M", or with the name of the file: one of a repository's GGUF files.
+# The form "org/name:Q4_K_M", or with a file's name: one of a repository's GGUF files.
 HUB_FILE = re.compile(r"(?P<name>\w[\w.-]*/\w[\w.-]*):(?P<file>\w[\w.-]*)")
 
-# What is read of a checkpoint; its weights as safetensors, or else as pickles.
+# The files that are read of a checkpoint; weights as safetensors, or else as pickles.
 FILES = ["*.json", "*.jinja", "*.model", "*.txt", "*.safetensors"]
 PICKLES = ["pytorch_model*.bin", "pytorch_model*.bin.index.json", "medusa_lm_head.pt"]
-OTHERS = ["*/*", "consolidated*"]  # folders, and a second form of the same weights
+OTHERS = ["*/*", "consolidated*"]  # folders, and other forms of the same weights
 
 
 def is_hub_name(name: object) -> bool:
-    """Whether it has the form "org/name" or "org/name@revision"."""
+    """True where a name has the form "org/name" or "org/name@revision"."""
     return isinstance(name, str) and HUB_NAME.fullmatch(name) is not None
 
 
@@ -51,7 +51,7 @@ def find_on_hub(name: str) -> Path:
 
 
 def is_hub_file(name: object) -> bool:
-    """Whether it has the form "org/name:Q4_K_M"."""
+    """True where a name has the form "org/name:Q4_K_M"."""
     return isinstance(name, str) and HUB_FILE.fullmatch(name) is not None
 
 
@@ -113,7 +113,7 @@ def _download(
             f"{name}: no such directory, not (completely) downloaded, and the hub cannot be "
             f"reached; where there is network, download it: {command}"
         ) from error
-    except Exception as error:  # what the network and the disk may raise
+    except Exception as error:  # errors that the network and the disk may raise
         raise ModelNotFound(
             f"{name} cannot be downloaded from the hub: {reason(error)}; try {command}"
         ) from error

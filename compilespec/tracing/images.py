@@ -1,4 +1,4 @@
-"""What a model of images or sound is asked for: their rows, positions, masks."""
+"""The questions to a model of images or sound: their rows, positions, masks."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ from compilespec.tracing.media import Medium, medium_of
 
 
 def media_rows(model: nn.Module, medium: Medium, inputs: Mapping[str, Tensor]) -> list[Tensor]:
-    """The rows that the model's tower makes of images or sounds, [n, D] each; of several at once
-    all, where the tower does not tell whose they are.
+    """The rows that the model's tower makes of images or sounds, [n, D] each; of several inputs at
+    once the rows of all, if the tower does not separate them.
 
     Args:
         inputs: arguments of its function that makes features.
-    Raises: NotSupported where it gives more than rows among the embeddings, and what it raises.
+    Raises: NotSupported where it gives other features than rows among the embeddings; any error of
+    the tower.
     """
     output = getattr(model, medium.features)(**inputs, return_dict=True)
     if getattr(output, "deepstack_features", None) is not None:
@@ -43,7 +44,7 @@ def image_shape(model: nn.Module) -> tuple[int, int, int] | None:
 
 
 def tower_paths(model: nn.Module) -> frozenset[str]:
-    """The modules that make rows: all beside the language model and its head."""
+    """The modules that make rows: all except the language model and its head."""
     if medium_of(model) is None:
         return frozenset()
     any_model = cast(Any, model)
@@ -53,15 +54,16 @@ def tower_paths(model: nn.Module) -> frozenset[str]:
 
 
 def rope_module(model: nn.Module) -> Any:
-    """The module that says which rotary positions the tokens of a prompt with images have, three
-    each (Qwen2-VL and its kin: time, height and width); None where those are the tokens' own.
+    """The module that gives the rotary positions of a prompt with images, three a token (Qwen2-VL
+    and its kin: time, height and width); None where those are the tokens' own.
     """
     has_rows = medium_of(model) is not None
     return next((m for m in model.modules() if has_rows and hasattr(m, "get_rope_index")), None)
 
 
 def has_own_masks(model: nn.Module) -> bool:
-    """Whether attention over a prompt with images may be another than causal (Gemma 3).
+    """True where attention over a prompt with images may be other than causal (Gemma 3).  Raises:
+    UnsupportedModel where it is so over text alone (PaliGemma).
 
     Raises: UnsupportedModel where it is another over text alone (PaliGemma).
     """
@@ -76,7 +78,7 @@ def has_own_masks(model: nn.Module) -> bool:
 
 
 def tokens_ahead(model: nn.Module, types: Sequence[int]) -> list[int]:
-    """How many later tokens each token of a prompt sees, by the model's own masks.
+    """The number of later tokens that each token of a prompt sees, by the model's own masks.
 
     Args:
         types: of its tokens, 0 for text (`token_type_ids`).

@@ -1,4 +1,4 @@
-"""Loads the target: a module, or what a path, a name of the hub or "demo" leads to."""
+"""Loads the target: a module, or a model by path, by its name on the hub, or "demo"."""
 
 from __future__ import annotations
 
@@ -48,19 +48,19 @@ class Target:
     """A loaded target and the facts of its checkpoint."""
 
     model: nn.Module
-    directory: Path | None  # where its drafters and counts are looked for, too
+    directory: Path | None  # its folder, where drafters and counts are looked for too
     tokenizer: Any
     eos_token_ids: tuple[int, ...]
-    max_seq_len: int | None  # positions the model can take; None where it does not say
+    max_seq_len: int | None  # positions that the model can take; None if unknown
     generation_defaults: GenerationDefaults = field(default_factory=GenerationDefaults)
     given_name: str | None = None  # the name by which it was found, as `ModelPlace` has it
-    notes: tuple[str, ...] = ()  # what was done to it, for `Engine.plan()`
+    notes: tuple[str, ...] = ()  # changes that were made to it, for `Engine.plan()`
     processor: Any = None  # of text and images, where the model takes both
     adapters: Mapping[str, Adapter] | None = None  # by the names that requests use
 
     @property
     def name(self) -> str:
-        """The name by which it was found, if it was, and the class's."""
+        """The name by which it was found, if any, and its class's name."""
         kind = type(self.model).__name__
         return kind if self.given_name is None else f"{self.given_name} ({kind})"
 
@@ -92,7 +92,7 @@ def load_target(
     """Load or adopt the target; a module is moved or cast only if a keyword says so.
 
     Args:
-        tell: called with which part is read, where reading takes long.
+        tell: called with the part that is read, if reading takes long.
     Raises: ModelNotFound (a damaged file too), CheckpointError (tensors missing, unexpected,
     misshapen, in another shard than the index says, or integers where the model has floats),
     MissingDependency, InvalidOption.
@@ -161,8 +161,8 @@ def _load_place(
 def _load_gguf(
     place: ModelPlace, dtype: torch.dtype | None, tell: Callable[[str], object]
 ) -> tuple[nn.Module, Any]:
-    """What was converted to the cache, now or by an earlier start, so that both give one model;
-    without a cache, the file.
+    """The model converted to the cache, now or by an earlier start, so that both give the same
+    model; without a cache, the file's.
     """
     refuse_pointer(place.path)
     check_readable(place.path)
@@ -210,7 +210,7 @@ def _load_directory(directory: Path, dtype: torch.dtype | None) -> nn.Module:
             )
     except (UnsupportedModel, CheckpointError):
         raise
-    except Exception as error:  # a damaged file may raise anything in transformers
+    except Exception as error:  # damaged files raise any error in transformers
         raise ModelNotFound(
             f"{directory} cannot be loaded as a causal language model: {reason(error)}"
         ) from error
@@ -225,13 +225,15 @@ def _name(model: Any, directory: Path) -> None:
 
 
 def _set_experts(model: Any) -> None:
-    """In float64 take experts one by one: the grouped product of transformers' default has none."""
+    """Take experts one by one in float64, which transformers' default, the grouped product,
+    lacks.
+    """
     if model.dtype == torch.float64 and model._can_set_experts_implementation():
         model.set_experts_implementation("batched_mm")
 
 
 def auto_class(directory: Path, config: Any) -> Any:
-    """What loads this config: as text alone where transformers has that, else with more.
+    """The class that loads this config: for text alone where transformers has one, else with more.
 
     Raises: UnsupportedModel, before weights are read.
     """
@@ -298,7 +300,9 @@ def _check_whole(
 
 
 def _beside_drafters(model: nn.Module, names: Iterable[str]) -> list[str]:
-    """Leave out what transformers ignores on purpose or no forward pass reads, and drafters."""
+    """Leave out tensors that transformers ignores on purpose or no forward pass reads, and
+    drafters.
+    """
     ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
     return [
         name
@@ -325,9 +329,21 @@ def _integers(directory: Path, model: nn.Module) -> list[str]:
 def find_tokenizer(model: str | Path) -> Any:
     """The tokenizer of a model, which is not loaded; None where it has none.
 
+    That of a GGUF file comes from its converted copy, where there is one: the file itself takes a
+    minute to read.
+
     Raises: ModelNotFound, CheckpointError.
     """
-    return _load_tokenizer(find_model(model))
+    place = find_model(model)
+    if place.gguf_file is None:
+        return _load_tokenizer(place)
+    refuse_pointer(place.path)
+    check_readable(place.path)
+    folder = GgufCopy.of(place.path, None).find()
+    if folder is not None:
+        return read_tokenizer(folder)
+    with quiet_import(), read_once(lambda _: None):
+        return _load_tokenizer(place)
 
 
 def _load_tokenizer(place: ModelPlace) -> Any:
@@ -343,7 +359,7 @@ def _load_tokenizer(place: ModelPlace) -> Any:
             return AutoTokenizer.from_pretrained(folder, local_files_only=True, **inside)
     except CheckpointError:
         raise
-    except Exception as error:  # the tokenizers library has no error class of its own
+    except Exception as error:  # the tokenizers library has no own error class
         raise ModelNotFound(
             f"{place.path}: the tokenizer cannot be loaded: {reason(error)}"
         ) from error

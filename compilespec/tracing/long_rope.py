@@ -1,7 +1,7 @@
 """Rotary embeddings with two tables of frequencies, for short and for long sequences (LongRoPE).
 
 transformers takes the table by the longest sequence of a call, so that requests of one batch would
-change each other.  Here a request has the table of its own length.
+change each other.  Here a request has the table for its length.
 """
 
 from __future__ import annotations
@@ -22,23 +22,22 @@ _KIND = "longrope"
 
 @dataclass
 class LongRows:
-    """What the tokens of the call that is being traced ask for."""
+    """The tables that the tokens of the traced call ask for."""
 
     is_long: Tensor | bool = False  # bool [B, T], or one answer for all
 
 
 def short_rope_limit(model: nn.Module) -> int | None:
-    """The longest sequence that the short table serves; None where there is one table."""
+    """The longest sequence that the short table serves; None for models with one table."""
     found = [_limit(module, kind) for module, kind in _long_ropes(model)]
     return min(found, default=None)
 
 
 @contextlib.contextmanager
 def rope_by_request(model: nn.Module, rows: LongRows) -> Iterator[None]:
-    """Let rotary embeddings of a transformers model take the table that `rows` says, while it is
-    traced.
+    """Let rotary embeddings of a transformers model use the table of `rows` while it is traced.
 
-    Raises: UnsupportedModel for frequencies that are computed anew by the length (dynamic NTK).
+    Raises: UnsupportedModel for frequencies that change with the length (dynamic NTK).
     """
     for module in model.modules():
         for kind, rope_type in _rope_types(module):
@@ -134,7 +133,9 @@ def _long_table(module: Any, kind: str) -> Tensor:
 
 @contextlib.contextmanager
 def _buffer(module: Any, name: str, table: Tensor) -> Iterator[None]:
-    """A buffer that a module has for a while, in the place of what transformers may keep there."""
+    """The temporary value of a module's buffer, in the place of one that transformers keeps
+    there.
+    """
     before = module.__dict__.pop(name, None)
     module.register_buffer(name, table, persistent=False)
     try:
@@ -146,7 +147,7 @@ def _buffer(module: Any, name: str, table: Tensor) -> Iterator[None]:
 
 
 def _unwrapped(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function behind its decorators, of which one chooses the table."""
+    """The function behind its decorators, one of which chooses the table."""
     while hasattr(function, "__wrapped__"):
         function = function.__wrapped__
     return function

@@ -50,8 +50,8 @@ def traced_mask(
 
 @contextlib.contextmanager
 def traced_masks(name: str) -> Iterator[None]:
-    """Let transformers make its masks by `traced_mask`, for the attention implementation `name` and
-    for models that call scaled_dot_product_attention themselves.
+    """Let transformers make its masks with `traced_mask`, for the attention implementation `name`
+    and for models that call scaled_dot_product_attention themselves.
 
     The search for packed sequences, which would read the position ids, is off.
     """
@@ -67,7 +67,7 @@ def traced_masks(name: str) -> Iterator[None]:
 
 
 def _not_packed(position_ids: Tensor) -> None:
-    """What transformers takes for one sequence a row."""
+    """The answer of transformers' search for packed sequences: one sequence a row."""
 
 
 def read_masks(traced: Traced, model: nn.Module) -> None:
@@ -98,7 +98,7 @@ def read_masks(traced: Traced, model: nn.Module) -> None:
 def _form_of(
     gm: fx.GraphModule, mask: fx.Node, marker: fx.Node, model: nn.Module
 ) -> tuple[int, int]:
-    """The window and the chunk of a mask, 0 for none."""
+    """The window and the chunk of a mask, 0 without one."""
     needed = ancestors(mask)
     sizes = {abs(value) for node in needed for value in _integers(node) if value}
     positions = _probed(sizes)
@@ -119,7 +119,7 @@ def _form_of(
     forms = {(0, 0): key >= 0}
     widths = sizes | {
         size + 1 for size in sizes
-    }  # the last one seen may be named, or the first not
+    }  # models name the last key seen, or the first one not seen
     forms |= {(width, 0): key > query - width for width in widths}
     forms |= {(0, size): key // size == query // size for size in sizes}
     for form, wanted in forms.items():
@@ -133,14 +133,14 @@ def _form_of(
 
 
 def _probed(sizes: set[int]) -> Tensor:
-    """Positions at and about the multiples of the sizes that a mask mentions; sorted, int64."""
+    """Positions at and next to the multiples of the sizes that a mask mentions; sorted, int64."""
     near = {n * size + d for size in sizes for n in range(4) for d in range(-2, 3)}
     powers = {(1 << n) + d for n in range(20) for d in (-1, 0, 1)}
     return torch.tensor(sorted({p for p in near | powers | set(range(64)) if p >= 0}))
 
 
 class _DependsOnTokens(Exception):
-    """Names the input from which a mask is made."""
+    """Names the input that a mask depends on."""
 
 
 class _Masks(fx.Interpreter):
@@ -154,7 +154,7 @@ class _Masks(fx.Interpreter):
         self._needed, self._positions = needed, positions
 
     def seen(self, mask: fx.Node) -> Tensor:
-        """Bool [Q, Q]: whether each query sees each key."""
+        """Bool [Q, Q]: true where a query sees a key."""
         with torch.no_grad():
             for node in self.module.graph.nodes:  # type: ignore[union-attr]
                 if node in self._needed:
@@ -182,7 +182,7 @@ class _Masks(fx.Interpreter):
         return super().run_node(node)
 
     def fetch_args_kwargs_from_env(self, node: fx.Node) -> Any:
-        """All on the CPU, so that masks of the meta device have values, too."""
+        """All arguments on the CPU, so that masks of the meta device have values too."""
         args, kwargs = super().fetch_args_kwargs_from_env(node)
         cpu = torch.device("cpu")
         args = tuple(cpu if isinstance(arg, torch.device) else arg for arg in args)
@@ -196,7 +196,7 @@ def _integers(node: fx.Node) -> Iterator[int]:
 
 
 def _erase_unused(gm: fx.GraphModule, masks: dict[Any, tuple[int, int]]) -> None:
-    """Take out the masks and what made them."""
+    """Erase the masks and the nodes that made them."""
     needed = {node for mask in masks for node in ancestors(mask)}
     for node in reversed(list(gm.graph.nodes)):
         if node in needed and node.op != "placeholder" and not node.users:

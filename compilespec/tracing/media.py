@@ -1,4 +1,4 @@
-"""What a prompt may hold beside text, as rows in the places of tokens of its own."""
+"""The media of prompts beside text: rows in the places of special tokens."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from torch import nn
 class Medium:
     """Images or sound, in transformers' words."""
 
-    one: str  # for messages
-    key: str  # of a prompt beside its text, and an argument of the processor
-    parts: tuple[str, ...]  # types of a message's parts
-    inputs: tuple[str, ...]  # how the names of the processor's tensors begin
-    main: str  # the tensor that there must be
+    one: str  # the medium's name in messages
+    key: str  # key of a prompt, and argument of the processor
+    parts: tuple[str, ...]  # types of message parts
+    inputs: tuple[str, ...]  # prefixes of the processor's tensors
+    main: str  # the tensor that is required
     features: str  # the model's function that makes rows
-    token: str  # the config's name of the id that stands for a row
+    token: str  # the config's name for the id of a row's place
 
     def token_id(self, model: nn.Module) -> int | None:
-        """The id that stands where a row goes; None where the model says none."""
+        """The id in the place of a row; None where the model names none."""
         token = getattr(getattr(model, "config", None), self.token, None)
         return token if isinstance(token, int) else None
 
@@ -37,9 +37,8 @@ MEDIA = (IMAGES, SOUND)
 
 
 def medium_of(model: nn.Module) -> Medium | None:
-    """What a model's prompts may hold as rows in the place of a token of its own (LLaVA, Voxtral
-    and most others); of a model that takes both, images; of one that switches an adapter on for
-    them (Granite Speech), None.
+    """The medium whose rows a model's prompts may hold (LLaVA, Voxtral and most others): images,
+    for a model of both; None for one that switches an adapter on for them (Granite Speech).
     """
     if getattr(getattr(model, "config", None), "has_lora_adapter", False):
         return None

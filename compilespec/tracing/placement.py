@@ -1,4 +1,4 @@
-"""Reads `dtype=` and `device=`: the numbers that a model is made of, and where it runs."""
+"""Reads `dtype=` and `device=`: the type of a model's numbers, and where it runs."""
 
 from __future__ import annotations
 

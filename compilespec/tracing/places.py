@@ -1,4 +1,4 @@
-"""Where a model lies: a directory, a GGUF file, the demo, or the cache of the hub."""
+"""The places of models: a directory, a GGUF file, the demo, or the cache of the hub."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ EXPECTED = (
 class ModelPlace:
     """A model on disk: a directory with config.json, or a GGUF file, which holds everything."""
 
-    name: str  # as it was given, without the folders that lead to it
+    name: str  # the given name, without leading folders
     directory: Path
     gguf_file: str | None = None  # inside the directory
 
     @property
     def path(self) -> Path:
-        """What holds the model: the directory, or the GGUF file."""
+        """The path of the model: the directory, or the GGUF file."""
         return self.directory / self.gguf_file if self.gguf_file else self.directory
 
 
 def find_model(model: str | Path) -> ModelPlace:
     """Find a model by its path, by its name on the hub ("org/name", "org/name@revision"), or as
-    "demo".  What is on disk comes first.
+    "demo".  Models on disk come first.
 
     Raises: ModelNotFound.
     """
@@ -63,7 +63,7 @@ def _file(path: Path) -> ModelPlace:
 
 
 def _only_gguf(directory: Path) -> ModelPlace:
-    """The GGUF file of a directory without config.json."""
+    """The GGUF file of a directory without config.json, if it is the only one."""
     found = sorted(path.name for path in directory.glob("*.gguf"))
     if len(found) > 1:
         raise ModelNotFound(

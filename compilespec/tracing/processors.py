@@ -1,4 +1,4 @@
-"""Loads what makes a model's inputs of text and images."""
+"""Loads the processor that makes a model's inputs from text and images."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ FILES = ("preprocessor_config.json", "processor_config.json")
 
 
 def is_processor(tokenizer: Any) -> bool:
-    """Whether it reads images or sound, beside text with a tokenizer of its own."""
+    """True where a processor reads images or sound, and has its own tokenizer for text."""
     reads = any(hasattr(tokenizer, name) for name in ("image_processor", "feature_extractor"))
     return reads and hasattr(tokenizer, "tokenizer")
 
@@ -33,7 +33,7 @@ def load_processor(directory: Path, medium: Medium) -> Any:
         return None
     try:
         processor = AutoProcessor.from_pretrained(directory, local_files_only=True)
-    except Exception as error:  # a damaged file may raise anything in transformers
+    except Exception as error:  # damaged files raise any error in transformers
         raise ModelNotFound(
             f"{directory}: the processor cannot be loaded: {reason(error)}"
         ) from error

@@ -26,7 +26,7 @@ class Kind:
 
     type: Any
     names: tuple[str, ...]  # of its parts
-    metadata: Any  # what `__tensor_unflatten__` takes besides them
+    metadata: Any  # the other arguments of `__tensor_unflatten__`
     shape: tuple[int, ...]
     stride: tuple[int, ...]
 
@@ -42,12 +42,12 @@ _KINDS: dict[str, Kind] = {}  # by key: a graph's code can refer to objects only
 
 
 def is_quantized(tensor: object) -> bool:
-    """Whether a tensor is a subclass made of plain parts, as torchao's are."""
+    """True where a tensor is a subclass made of plain parts, such as torchao's."""
     return isinstance(tensor, Tensor) and hasattr(type(tensor), "__tensor_flatten__")
 
 
 def quantizes_rows(weight: object) -> bool:
-    """Whether products with this weight also quantize their input (dynamic quantization)."""
+    """True where products with this weight also quantize their input (dynamic quantization)."""
     return (
         getattr(weight, "act_quant_kwargs", None) is not None
         or type(weight).__name__ == "LinearActivationQuantizedTensor"
@@ -71,7 +71,7 @@ def kind_of(key: str) -> Kind:
 
 
 def rebuild(key: str, *parts: Tensor) -> Tensor:
-    """The weight made of the parts that `take_apart` returned: a node of spliced graphs."""
+    """The weight that `take_apart` took apart; a node of spliced graphs."""
     kind = _KINDS[key]
     named = dict(zip(kind.names, parts, strict=True))
     tensor: Tensor = kind.type.__tensor_unflatten__(
@@ -85,7 +85,7 @@ def stand_ins(module: nn.Module) -> Iterator[Mapping[tuple[int, ...], Tensor]]:
     """Replace quantized weights by plain tensors without memory while a module is traced.
 
     Yields: each quantized weight by the `storage_place` of its stand-in; a weight has one stand-in
-    however often it is used.
+    for all its uses.
     """
     found: dict[int, tuple[Tensor, Tensor]] = {}  # by the weight's id: itself and its stand-in
     places: list[tuple[dict[str, Any], str, Tensor]] = []

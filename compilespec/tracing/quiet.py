@@ -1,4 +1,4 @@
-"""Silences messages of other libraries, while they load, on which users cannot act."""
+"""Silences messages of other libraries during loading, on which users cannot act."""
 
 from __future__ import annotations
 

@@ -20,11 +20,11 @@ KINDS = ("*.json", "*.safetensors", "*.bin", "*.model", "*.txt", "*.jinja")
 
 @contextlib.contextmanager
 def readable(directory: Path) -> Iterator[Path]:
-    """The directory, or one of links to its files and of JSON files in the place of some.
+    """The directory, or a temporary one with links to its files and corrected JSON files.
 
     transformers fails at a config or an index with a byte order mark, dtypes such as "auto" and
     "torch.float32", a padding id beyond the vocabulary (nothing is padded here), and an index
-    without `metadata`; it passes over other files with a byte order mark without a word.
+    without `metadata`; it silently ignores other files with a byte order mark.
     Raises: CheckpointError (a pointer of Git LFS, an unknown dtype).
     """
     for kind in KINDS:
@@ -45,7 +45,7 @@ def readable(directory: Path) -> Iterator[Path]:
 
 
 def _mended(path: Path) -> str | None:
-    """The file as it should be; None: as it is."""
+    """The corrected contents of a file; None: no change is needed."""
     with path.open("rb") as file:
         has_mark = file.read(len(codecs.BOM_UTF8)) == codecs.BOM_UTF8
     text = path.read_text(encoding="utf-8-sig") if has_mark else None
@@ -53,7 +53,7 @@ def _mended(path: Path) -> str | None:
         return text
     try:
         content = read_json(path)
-    except CheckpointError:  # transformers says what is wrong with it
+    except CheckpointError:  # transformers reports the error
         return text
     before = json.dumps(content)
     if path.name == "config.json":
@@ -65,7 +65,7 @@ def _mended(path: Path) -> str | None:
 
 
 def _mend_config(config: dict[str, Any], path: Path) -> None:
-    """Change a config, and those inside it, in place."""
+    """Change a config, and the configs inside it, in place."""
     for name in ("dtype", "torch_dtype"):
         if isinstance(given := config.get(name), str):
             config[name] = _dtype(given, name, path)

@@ -1,7 +1,7 @@
 """Turns recurrent layers and causal convolutions of transformers models into markers.
 
-The modelling files of transformers compute these layers by functions of their own, so that faster
-libraries can take their place: so do we, while a model is traced.  The model is not edited.
+transformers' modelling files compute these layers by module-level functions, so that faster
+libraries can replace them.  We replace them too, while a model is traced.  The model is not edited.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ def marked_recurrence(model: Any) -> Iterator[None]:
 
 
 def _refuse_unknown_state(model: Any, found: set[str]) -> None:
-    """Refuse layers that are named recurrent and have a state that no marker can stand for; others
-    that mix tokens are found in the graph (`check_positions`).
+    """Refuse layers that are named recurrent and whose state no marker can represent;
+    `check_positions` finds other layers that mix tokens.
     """
     layer_types = getattr(model.config.get_text_config(), "layer_types", None) or ()
     recurrent = {str(t) for t in layer_types if any(word in str(t) for word in _STATEFUL)}
@@ -144,7 +144,9 @@ _MARKED = {**_RECURRENCES, "causal_conv1d_fn": _causal_convolution}
 
 
 def _widen(x: Tensor) -> Tensor:
-    """The states are float32, as in the models' own code; float64 models keep float64."""
+    """Widen to the dtype of the states: float32, as in the models' own code; float64 models keep
+    float64.
+    """
     return x.to(wide_dtype(x.dtype))
 
 

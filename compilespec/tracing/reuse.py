@@ -1,4 +1,4 @@
-"""Captures that need not be made again: those of a model that is like an earlier one.
+"""Reuses captures: a model like an earlier one is not traced again.
 
 They are kept in memory, and on disk for other processes (`capture_files`).
 
@@ -40,7 +40,7 @@ from compilespec.tracing.fingerprint import IMPORTED, CannotKey, Fingerprint
 
 logger = logging.getLogger("compilespec")
 
-_MAX_KEPT = 64  # captures in memory: graphs without weights
+_MAX_KEPT = 64  # captures in memory, which are graphs without weights
 _KEPT_METADATA = ("example_value", "custom", "role", "stack_trace")
 
 
@@ -63,7 +63,7 @@ def reused(
 
     Args:
         names: of the capture, and the prefix of its weights' names.
-        capture: makes a new one, and gives the code that was traced.
+        capture: makes a new one, and returns the traced code objects too.
     """
     started, owner = time.perf_counter(), names[1]
     try:
@@ -84,7 +84,9 @@ def reused(
 
 
 def _recall(key: str, found: Fingerprint) -> Traced | None:
-    """The capture with this key, of this process or on disk, if what it read is as it was."""
+    """The capture with this key, of this process or on disk, if the globals that it read are
+    unchanged.
+    """
     for reads, kept in _kept.get(key, ()):
         if _digest_of(reads[0], found) == reads[1]:
             _kept.move_to_end(key)
@@ -113,7 +115,7 @@ def _key_of(
     found.add((_settings(), names))
     for name, (tensor, dims) in arguments.items():
         found.add((name, tuple(tensor.shape), tensor.dtype, tensor.device, tuple(dims)))
-    found.add(Tensor)  # code that took the place of its methods
+    found.add(Tensor)  # code that replaced its methods
     found.add(call, "call")
     found.add(module, "module")
     return found.hexdigest(), found
@@ -170,7 +172,8 @@ def _copy(gm: fx.GraphModule) -> fx.GraphModule:
 
 
 def _reads(found: Fingerprint, codes: Iterable[types.CodeType]) -> Reads:
-    """What `codes` take from globals.  Each of them must have been met: its text is in a digest.
+    """The globals that `codes` read.  Each of them must have been seen: its text is in a digest.
+    Names lead to functions, whose code reads names from other modules, and so on.
 
     Names lead to functions, whose code takes names from other modules, and so on.
     Raises: CannotKey.
@@ -182,7 +185,7 @@ def _reads(found: Fingerprint, codes: Iterable[types.CodeType]) -> Reads:
         met = [code for number, code in left.items() if number in inner.codes]
         if not met:
             code = next((code for code in left.values() if not _is_of_library(code)), None)
-            if code is None:  # torch's own, and Dynamo's: versions tell
+            if code is None:  # torch's own code and Dynamo's, for which versions stand
                 break
             raise CannotKey(f"{code.co_qualname} ({code.co_filename}) was traced from out of sight")
         names: dict[str, set[str]] = {}
@@ -203,7 +206,7 @@ def _reads(found: Fingerprint, codes: Iterable[types.CodeType]) -> Reads:
 
 
 def _digest_of(names: Iterable[tuple[str, tuple[str, ...]]], found: Fingerprint) -> str | None:
-    """The digest of what names stand for now; None where that cannot be told."""
+    """The digest of the names' present values; None where there is none."""
     inner = found.copy()
     try:
         for module, used in names:
@@ -216,7 +219,7 @@ def _digest_of(names: Iterable[tuple[str, tuple[str, ...]]], found: Fingerprint)
 
 
 def _names_in(code: types.CodeType, package: str) -> set[str]:
-    """The names that code of a package uses, and the modules that it imports itself."""
+    """The names that a package's code uses, and the modules that it imports itself."""
     names, steps = {*code.co_names}, list(dis.get_instructions(code))
     for level, step in zip(steps, steps[2:], strict=False):  # level, names to import, import
         if step.opname == "IMPORT_NAME":
@@ -241,7 +244,7 @@ def _stdlib() -> str:
 
 
 def _settings() -> tuple[Any, ...]:
-    """What tracing follows from beside the model: versions, and torch's settings."""
+    """The settings that tracing depends on beside the model: versions, and torch's settings."""
     transformers = sys.modules.get("transformers")
     return (
         torch.__version__, getattr(transformers, "__version__", ""), sys.version,

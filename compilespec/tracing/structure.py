@@ -34,9 +34,9 @@ class Head:
     """The product that turns hidden states into logits."""
 
     node: fx.Node
-    hidden: fx.Node  # its input, [.., D], after the final norm
+    hidden: fx.Node  # its input [.., D], after the final norm
     weight: fx.Node  # [V, D]
-    rowwise: bool  # everything between the product and the logits treats each row by itself
+    rowwise: bool  # true: every operation between product and logits treats each row by itself
 
 
 def shape_of(node: object) -> tuple[int | None, ...] | None:
@@ -115,7 +115,9 @@ def layer_prefix(graph: fx.Graph) -> str | None:
 
 
 def num_decoder_layers(graph: fx.Graph) -> int:
-    """Layers of the module list that `layer_prefix` names; without one, the attention layers."""
+    """The number of layers in the module list of `layer_prefix`; without one, of attention
+    layers.
+    """
     prefix = layer_prefix(graph)
     if prefix is None:
         return sum(marker_kind(node) == "attention" for node in graph.nodes)
@@ -136,7 +138,7 @@ def layer_of(node: fx.Node, prefix: str) -> int | None:
 
 
 def ancestors(node: fx.Node) -> set[fx.Node]:
-    """The node itself and all nodes that it is computed from; those of sizes are leaves."""
+    """The node itself and all nodes that it is computed from; nodes of sizes are leaves."""
     found: set[fx.Node] = set()
     todo = [node]
     while todo:

@@ -40,11 +40,11 @@ def trace_target(
     """Capture a causal LM once, at [B, T] with symbolic sizes, which covers every phase's shapes.
 
     Args:
-        offsets: whether rotary positions may differ from the tokens' own, where images are taken.
-        longest: tokens of the longest request, by which a rotary table is chosen where a model has
-            a short and a long one.
-        by_request: choose it for each request by its own length, where some are longer than the
-            short table serves.
+        offsets: true if rotary positions may differ from the tokens' own, for models of images.
+        longest: tokens of the longest request, which chooses the rotary table of a model with a
+            short and a long one.
+        by_request: choose it for each request by its own length, if some are longer than the short
+            table serves.
     Returns: a graph with arguments `input_ids` and `position_ids` (int32) and one output, the
     logits; with offsets, of a model whose tokens have three rotary positions, also with
     `rope_offsets` (int32, [3, B, T]), what those are more than the tokens' own; where requests
@@ -95,7 +95,7 @@ def trace_target(
 def _target_call(
     model: nn.Module, is_transformers: bool, has_offsets: bool
 ) -> tuple[Callable[..., Tensor], bool]:
-    """A function (input_ids, position_ids) -> logits over the unmodified model, and whether it
+    """A function (input_ids, position_ids) -> logits over the unmodified model, and true if it
     passes the positions.
     """
     if has_offsets:
@@ -137,7 +137,7 @@ def _target_call(
 
 
 def _with_lengths(call: Callable[..., Tensor], rows: LongRows) -> Callable[..., Tensor]:
-    """The call, which is also told which tokens are of long requests."""
+    """The call, which also gets the tokens of long requests."""
 
     def call_with_lengths(
         input_ids: Tensor, position_ids: Tensor, is_long: Tensor, rope_offsets: Tensor | None = None
@@ -173,7 +173,7 @@ def _counts_of_tokens(gm: fx.GraphModule) -> list[fx.Node]:
 
 
 def _refuse_own_count(traced: Traced, model: nn.Module) -> None:
-    """Refuse a model that takes positions and counts its tokens too: its count would start at 0 in
+    """Refuse a model that takes positions and also counts its tokens: its count would start at 0 in
     every step.
     """
     for node in _counts_of_tokens(traced.graph_module):
@@ -186,7 +186,7 @@ def _refuse_own_count(traced: Traced, model: nn.Module) -> None:
 
 
 def _rewrite_arange(traced: Traced, model: nn.Module) -> Traced:
-    """Replace aranges over the token dimension: they are the positions if a module takes none."""
+    """Replace aranges over the token dimension by the positions, if no module takes positions."""
     gm = traced.graph_module
     placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
     ids = next(node for node in placeholders if node.meta["role"] == "input_ids")
@@ -217,7 +217,7 @@ def _rewrite_arange(traced: Traced, model: nn.Module) -> Traced:
 
 
 def _drop_leading_ones(count: fx.Node, positions: fx.Node) -> None:
-    """Where [T] becomes [1, T], directly or behind a sum, [B, T] stays as it is."""
+    """Keep [B, T] where [T] becomes [1, T], directly or behind a sum."""
     for user in list(count.users):
         shape = [str(size) for size in getattr(user.meta.get("example_value"), "shape", ())]
         if user.target in (operator.add, torch.add) and len(shape) == 1:

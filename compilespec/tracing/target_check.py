@@ -46,8 +46,8 @@ def check_positions(traced: Traced, model: nn.Module) -> None:
 
     The graph runs once on three tokens, each of which attends to itself only; the embeddings of the
     outer two are NaN, and the logits of the middle one must not be.  Products are not computed (see
-    `_Tainted`), so that the check takes milliseconds whatever the model's size.  On the meta
-    device, which has no values, nothing is checked.
+    `_Tainted`), so that the check takes milliseconds for models of any size.  On the meta device,
+    which has no values, nothing is checked.
 
     Raises: UnsupportedModel that names the first operation that mixes tokens.
     """
@@ -97,8 +97,8 @@ def check_alone(traced: Traced, model: nn.Module) -> None:
 class _Alone(fx.Interpreter):
     """Runs a captured graph on tokens that attend to themselves only.
 
-    A product with a weight gives multiples of the row's own sum: weights, whose reads are what a
-    run costs, are not read.
+    A product with a weight gives multiples of the row's own sum: reading weights would be the cost
+    of a run.
     """
 
     def __init__(self, traced: Traced) -> None:
@@ -131,7 +131,7 @@ class _Alone(fx.Interpreter):
 
 
 class _Tainted(_Alone):
-    """Runs a captured graph to see where NaN spreads.  A product gives ones, or NaN in a row that
+    """Runs a captured graph to see where NaN spreads.  A product gives ones, or NaN for a row that
     holds NaN.
     """
 
@@ -141,7 +141,7 @@ class _Tainted(_Alone):
         self.first_mixed: fx.Node | None = None  # the first node whose output is all NaN
 
     def reaches_the_middle(self) -> bool:
-        """Whether the logits of the second of three tokens hold NaN."""
+        """True where the logits of the second of three tokens hold NaN."""
         logits = self.logits(torch.zeros(1, 3), torch.arange(3)[None])
         return bool(logits[:, 1].isnan().any())
 
@@ -162,8 +162,8 @@ class _Tainted(_Alone):
 
 
 def _attend_to_itself(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> Tensor:
-    """[B, N, T, H] -> [B, T, N, H]: each token's value, and what its rotated query and key are, so
-    that a position that is wrong in these shows; NaN if one of the three has NaN.
+    """[B, T, N, H] from [B, N, T, H]: each token's value, plus its rotated query and key, so that a
+    wrong position in these shows; NaN if one of the three has NaN.
     """
     groups = query.shape[1] // value.shape[1]
     ends = sum(x[..., :1] + x[..., -1:] for x in (query, key.repeat_interleave(groups, 1)))

@@ -1,4 +1,4 @@
-"""What a drafter may know about its target, read from the target's graph."""
+"""The facts of a target that a drafter may use, read from the target's graph."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ class KVLayer:
 
 @dataclass(frozen=True, kw_only=True)
 class TargetInfo:
-    """What a drafter may need to know about the target it serves."""
+    """The facts that a drafter may need about its target."""
 
     hidden_size: int
     vocab_size: int

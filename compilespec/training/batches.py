@@ -1,4 +1,4 @@
-"""Which samples a step takes, and what the teacher makes of them."""
+"""The samples of a step, and the teacher's results for them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from compilespec.training.data import Sample
 from compilespec.training.teacher import Said, States, Teacher
 
-GROUP = 64  # samples that are sorted by length before they are cut into batches
+GROUP = 64  # samples sorted by length together, before batches are cut
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +50,7 @@ class Batch:
 
 @dataclass(frozen=True, kw_only=True)
 class Lesson:
-    """A batch with what the teacher says of it."""
+    """A batch with the teacher's results for it."""
 
     batch: Batch
     aux: Tensor
@@ -59,10 +59,10 @@ class Lesson:
     """[B, P, Vd], its probabilities of the ids that can be drafted: row p is about the token at
     position first origin + 2 + p."""
     best: Tensor
-    """int64 [B, P], its own choice there."""
+    """int64 [B, P], the target's own choice there."""
 
     def judge(self, step: int) -> tuple[Tensor, Tensor]:
-        """Probabilities [B, A, Vd] and choices [B, A] that draft step `step` is judged by."""
+        """Probabilities [B, A, Vd] and choices [B, A] that judge draft step `step`."""
         count = self.batch.origins.shape[1]
         return self.probs[:, step : step + count], self.best[:, step : step + count]
 
@@ -88,7 +88,7 @@ def make_lesson(
     depth: int,
     states: States | None = None,
 ) -> Lesson:
-    """What the teacher says of a batch, for `depth` draft steps.
+    """The teacher's results for a batch, for `depth` draft steps.
 
     Args:
         states: what `teacher.states` gives for it, where that is known.
@@ -112,11 +112,11 @@ def make_lesson(
 
 @dataclass(kw_only=True)
 class Place:
-    """Where in the data a run is."""
+    """The place of a run in the data."""
 
     epoch: int = 0
-    batch: int = 0  # of this epoch, the next one
-    num_samples: int = 0  # of this epoch: those that there were when it began
+    batch: int = 0  # the next batch of this epoch
+    num_samples: int = 0  # samples of this epoch: those present when it began
     digest: str = ""  # of these samples
 
 

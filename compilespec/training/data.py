@@ -1,4 +1,4 @@
-"""What a drafter learns from: documents, conversations, and texts that the target wrote.
+"""The data that a drafter learns from: documents, conversations, and texts that the target wrote.
 
 A line of a JSONL file is one of
 
@@ -32,7 +32,7 @@ FORMS = '{"text"}, {"messages"}, {"prompt"} or {"prompt_token_ids", "token_ids"}
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:
-    """One sequence: a drafter learns to propose the tokens from `start` on."""
+    """A sequence: a drafter learns to propose the tokens from `start` on."""
 
     token_ids: tuple[int, ...]
     start: int
@@ -45,7 +45,7 @@ class Sample:
 
 @dataclass(frozen=True, kw_only=True)
 class Prompt:
-    """What the target is to answer."""
+    """A prompt for the target to answer."""
 
     prompt: Any
     """A text, or `{"messages": [...]}`."""
@@ -58,7 +58,7 @@ class Prompt:
 
 
 class Loader(Protocol):
-    """Where samples come from; `read_data` makes the usual one.
+    """A source of samples; `read_data` makes the usual one.
 
     `samples()` gives those that there are now, always in one order: those of an earlier call come
     first, unchanged.  So a run goes on where it stopped, also over data that has grown.
@@ -77,7 +77,7 @@ class FileData:
     ) -> None:
         self.path, self.tokenizer = Path(path), tokenizer
         self.vocab_size, self.max_length = vocab_size, max_length
-        self.left_out: Counter[str] = Counter()  # by why
+        self.left_out: Counter[str] = Counter()  # counts by reason
         self._read: list[Sample] = []
         self._sizes: dict[Path, int] = {}
         self._lines: dict[Path, int] = {}  # lines of each file that are in `_read`
@@ -98,7 +98,7 @@ class FileData:
         return self._read
 
     def told(self) -> list[str]:
-        """What was left out so far, and why."""
+        """The parts that were left out so far, with the reasons."""
         return [f"left out: {count} {why}" for why, count in self.left_out.items()]
 
     def _new_samples(self, file: Path) -> Iterator[Sample]:
@@ -192,10 +192,10 @@ class FileData:
 
 
 def read_prompts(path: str | Path, *, as_messages: bool = False) -> tuple[list[Prompt], list[str]]:
-    """The prompts of the files, each once, and what was done to them, in words.
+    """The prompts of the files, each once, and the changes made to them, in words.
 
     Args:
-        as_messages: a text becomes the message of a user, for a model that was taught a template.
+        as_messages: a text becomes the message of a user, for a model with a chat template.
     Raises: CheckpointError, InvalidOption.
     """
     found: dict[str, Prompt] = {}
@@ -252,7 +252,7 @@ def read_text(path: Path) -> str:
 
 
 def has_answer(record: Mapping[str, Any]) -> bool:
-    """Whether somebody wrote what is to be learned."""
+    """True where a conversation holds an answer to learn."""
     messages: Any = record.get("messages")
     if "token_ids" in record or "text" in record:
         return True
@@ -260,8 +260,8 @@ def has_answer(record: Mapping[str, Any]) -> bool:
 
 
 def split_held_out(samples: Iterable[Sample], one_in: int) -> tuple[list[Sample], list[Sample]]:
-    """Samples to learn from, and those to judge by: one in `one_in`, by a hash of what was given,
-    so that a sample is always on the same side.
+    """Samples to learn from, and one in `one_in` to judge by: a hash of the given part decides, so
+    that a sample is always on the same side.
     """
     learned: list[Sample] = []
     judged: list[Sample] = []

@@ -22,7 +22,7 @@ class DraftModelTraining(TrainingMethod):
     Args:
         num_layers: its layers.
         head_dim: width of its attention heads.
-        share: it is the target's width over this, down to a multiple of `head_dim`.
+        share: its width is the target's over this, rounded down to a multiple of `head_dim`.
     """
 
     spec = "draft_model"
@@ -64,7 +64,7 @@ class DraftModelTraining(TrainingMethod):
         return None
 
     def losses(self, drafter: nn.Module, lesson: Lesson, depth: int) -> StepLosses:
-        """One loss; the places right up to step j are those of j + 1 tokens in a row."""
+        """One loss; a place counts as right up to step j if j + 1 tokens in a row are right."""
         batch = lesson.batch
         logits_BTV = drafter(input_ids=batch.ids, use_cache=False).logits
         at_BA = (batch.origins + 1).clamp_max(batch.ids.shape[1] - 1)
@@ -88,7 +88,7 @@ class DraftModelTraining(TrainingMethod):
 
 
 def in_a_row(right_BA: Tensor, depth: int) -> Iterable[Tensor]:
-    """The part of the places from which 1, 2, ... `depth` tokens in a row are right."""
+    """The share of places from which 1, 2, ... `depth` tokens in a row are right."""
     for step in range(depth):
         count = right_BA.shape[1] - step
         if count < 1:

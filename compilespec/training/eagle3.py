@@ -1,8 +1,8 @@
 """Training of an EAGLE-3 head: its training-time test, on the module that the engine runs.
 
 Draft step j of origin t takes the token at t+1+j at position t+j, and the hidden state that step
-j-1 gave.  Its attention sees what a drafter's cache would hold: the first step's keys of its own
-and earlier origins, and the later steps' keys of its own origin.
+j-1 gave.  Its attention sees what a drafter's cache would hold: the first step's keys of this and
+earlier origins, and the later steps' keys of this origin.
 
 Source: Li et al. 2025 (EAGLE-3).
 """
@@ -105,7 +105,7 @@ def judge(
     head: Tensor,
     draft_ids: Tensor | None = None,
 ) -> StepLosses:
-    """What the hidden states [B, A, D] of the draft steps cost, one step after the other."""
+    """The losses of the hidden states [B, A, D] of the draft steps, one step after the other."""
     batch, losses, rights = lesson.batch, [], []
     right_BA = torch.ones(batch.origins.shape, device=batch.origins.device)
     for step, hidden in enumerate(outputs):
@@ -184,7 +184,7 @@ def attend_with_own(
     """Attention [B, N, A, H] of later draft steps.
 
     Args:
-        keys, values: those of all rows [B, Nkv, T, H], then of draft steps [B, Nkv, A, H], of which
+        keys, values: first all rows' [B, Nkv, T, H], then the draft steps' [B, Nkv, A, H], of which
             each row sees its own.
         visible_BAT: which of all rows a row sees.
     """
@@ -263,7 +263,7 @@ def layer_sizes(info: TargetInfo, options: TrainOptions) -> dict[str, Any]:
 
 
 def _aux_layers(num_layers: int) -> tuple[tuple[int, ...], str]:
-    """The published default, and for small targets three that lie apart."""
+    """The published default; three spread-out layers for small targets."""
     if num_layers >= 7:
         return resolve_aux_layers({}, num_layers, 3)
     if num_layers < 2:

@@ -43,30 +43,30 @@ METHODS: Mapping[str, type[TrainingMethod]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class TrainResult:
-    """How a run went."""
+    """The result of a run."""
 
     output: Path
     """The drafter's checkpoint, for `draft=`."""
     num_steps: int
     acceptance: float
-    """The best acceptance length that was measured; 0.0 where none was."""
+    """The best measured acceptance length; 0.0 without a measurement."""
     last: Record | None
     """The last step of this call; None where the run was over already."""
     interrupted: bool = False
-    """Whether a signal ended it, with its state saved."""
+    """True if a signal ended it, with its state saved."""
 
 
 class Listener:
-    """Told what a run does; a class of one's own shows it."""
+    """Listens to a run; your own class shows it."""
 
     def on_plan(self, lines: list[str]) -> None:
-        """What will be done, and how much it takes, before it begins."""
+        """Called with the plan and its costs before anything begins."""
 
     def on_generated(self, state: Generated) -> None:
-        """A prompt was answered."""
+        """Called after each answered prompt."""
 
     def on_record(self, record: Record, run: RunState) -> None:
-        """A step was done."""
+        """Called after each step."""
 
 
 def train(
@@ -91,7 +91,7 @@ def train(
         data: a .jsonl or .txt file or a folder of such (see `compilespec.training.data`), a folder
             that `spec="save_hidden_states"` wrote, or a `Loader`.
         output: a folder for the drafter; beside it `training/` with state, log, table and plots.
-        method: by name, or a `TrainingMethod` of one's own.
+        method: by name, or your own `TrainingMethod`.
         generate: `data` holds prompts; the target answers them first, into output/generated.jsonl.
         max_new_tokens: of an answer.
         temperatures: of the answers, each prompt's one of them.
@@ -99,7 +99,7 @@ def train(
             where it has one; False continues the text.
         resume: go on with the run in `output`, if there is one: with the losses that it would have
             had without a stop.
-        listener: told what happens.
+        listener: called with what happens.
     Raises: SpecError.
     """
     options, listener = options or TrainOptions(), listener or Listener()
@@ -184,7 +184,7 @@ def find_method(method: str | TrainingMethod) -> TrainingMethod:
 
 
 def plan_of(trainer: Trainer) -> list[str]:
-    """What a run takes: sizes, memory and disk."""
+    """The costs of a run: sizes, memory and disk."""
     trained = num_trained(trainer.drafter)
     options, info = trainer.options, trainer.teacher.info
     rows = trainer.method.draft_ids(trainer.drafter)
@@ -206,7 +206,7 @@ def plan_of(trainer: Trainer) -> list[str]:
 
 
 def _plan_of_states(trainer: Trainer) -> list[str]:
-    """What keeping the hidden states takes."""
+    """The costs of keeping the hidden states."""
     if not isinstance(trainer.store, KeptStates):
         return []
     num_tokens = sum(map(len, trainer.learned))
@@ -231,7 +231,7 @@ def _load_data(
 def _for_teaching(
     target: Target, model: nn.Module | str | Path, tokenizer: Any, options: TrainOptions
 ) -> Target:
-    """The target as the teacher runs it: half precision is slow on most processors."""
+    """The target in the teacher's dtype: half precision is slow on most processors."""
     dtype: torch.dtype | str | None = options.dtype
     if dtype is None and target.device.type == "cpu" and target.dtype.itemsize < 4:
         dtype = torch.float32

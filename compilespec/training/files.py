@@ -1,4 +1,4 @@
-"""Files that are whole or not there: records appended one by one, and files that are replaced."""
+"""Files that are complete or absent: records appended one by one, and files that are replaced."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class Journal:
 
 @contextmanager
 def alone_in(folder: Path) -> Iterator[None]:
-    """Keep a folder to this process; the system frees it when the process ends, however that is.
+    """Keep a folder to this process; the system frees it when the process ends in any way.
 
     Raises: InvalidOption where another process has it; CheckpointError.
     """
@@ -91,7 +91,7 @@ def cut(path: Path, size: int) -> Any:
 
 
 def end_of_records(path: Path) -> int:
-    """Bytes up to the end of the last line that is whole."""
+    """The number of bytes up to the end of the last complete line."""
     with path.open("rb") as file:
         size = file.seek(0, os.SEEK_END)
         while size > 0:
@@ -106,7 +106,7 @@ def end_of_records(path: Path) -> int:
 
 def read_records(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     """The records of a JSONL file with their line numbers, from 1; blank lines are skipped, and so
-    is a last line without its end that is not JSON: somebody is writing it.
+    is an incomplete last line, which is being written.
 
     Raises: CheckpointError for anything else.
     """
@@ -152,7 +152,7 @@ def replace_text(path: Path, text: str) -> None:
 
 
 class writing:  # noqa: N801  (used like a function, in a with statement)
-    """Turns what stops a write into a CheckpointError that names the file."""
+    """Turns an error of writing into a CheckpointError that names the file."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

@@ -1,6 +1,6 @@
 """Prompts answered by the target itself, through the engine.
 
-A drafter is judged by how well it foresees its target, so it learns best from what that writes.
+A drafter must predict its target, so it learns best from the target's own texts.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ GENERATED = "generated.jsonl"
 
 @dataclass(frozen=True, kw_only=True)
 class Generated:
-    """How far generating is."""
+    """The progress of generating."""
 
     num_done: int
     num_prompts: int
     num_tokens: int
-    """Of this call."""
+    """Seconds of this call."""
     num_failed: int
     why: str = ""
-    """What was wrong with the first that failed."""
+    """The error of the first prompt that failed."""
 
 
 def generate_answers(
@@ -43,10 +43,10 @@ def generate_answers(
     on_record: Callable[[Generated], object] | None = None,
     until: Callable[[], bool] = lambda: False,
 ) -> Generated:
-    """Let the target answer the prompts that `path` has no answer of, and append them to it.
+    """Let the target answer the prompts without an answer in `path`, and append the answers.
 
-    A prompt's temperature and seed follow from its hash, so a run that was stopped goes on to the
-    records that it would have written without; they come in the order in which answers end.
+    A prompt's temperature and seed follow from its hash, so a stopped run continues with the same
+    records; they come in the order in which answers end.
 
     Args:
         path: JSONL; a record has key, domain, temperature, prompt_token_ids, token_ids, text and
@@ -87,7 +87,7 @@ def generate_answers(
 
 
 class _Run:
-    """Prompts on their way through an engine."""
+    """The prompts that are in the engine."""
 
     def __init__(self, engine: Engine, journal: Journal, waiting: list[Prompt]) -> None:
         self.engine, self.journal = engine, journal
@@ -126,13 +126,13 @@ class _Run:
                 self.errors.append(str(output.error))
 
     def drop(self) -> None:
-        """Leave nothing in the engine."""
+        """Remove all requests from the engine."""
         for _, _, request in self.running:
             self.engine.abort(request)
 
 
 def temperature_of(prompt: Prompt, temperatures: Sequence[float]) -> float:
-    """One of them, by the prompt's hash."""
+    """One of the temperatures, chosen by the prompt's hash."""
     return temperatures[int(prompt.key[:8], 16) % len(temperatures)]
 
 

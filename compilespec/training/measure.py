@@ -20,7 +20,7 @@ MAX_DOCUMENT_PROMPT = 64
 
 
 @dataclass(frozen=True, kw_only=True)
-class Acceptance:
+class MeasuredAcceptance:
     """Mean tokens per verify step, greedy."""
 
     overall: float
@@ -31,8 +31,9 @@ class Acceptance:
 
 def measure(
     target: Target, spec: str, draft: Path, samples: Sequence[Sample], options: TrainOptions
-) -> Acceptance:
-    """Decode the beginnings of held-out samples with a saved drafter.
+) -> MeasuredAcceptance:
+    """Decode the beginnings of held-out samples with a saved drafter.  Raises: the errors of
+    `compile`.
 
     Raises: what `compile` raises.
     """
@@ -54,7 +55,7 @@ def measure(
     domains = {one.domain: [] for one in chosen}  # type: dict[str, list[GenerationOutput]]
     for one, output in zip(chosen, outputs, strict=True):
         domains[one.domain].append(output)
-    return Acceptance(
+    return MeasuredAcceptance(
         overall=mean_length(outputs),
         by_domain={name: mean_length(group) for name, group in sorted(domains.items()) if name},
         num_prompts=len(prompts),
@@ -74,7 +75,7 @@ def choose(samples: Sequence[Sample], count: int) -> list[Sample]:
 
 
 def beginning(sample: Sample) -> tuple[int, ...]:
-    """What was given, or the first tokens of a document."""
+    """The given part of a sample, or the first tokens of a document."""
     if sample.start > 1:
         return sample.token_ids[: sample.start]
     return sample.token_ids[: max(1, min(MAX_DOCUMENT_PROMPT, len(sample) // 2))]
@@ -87,7 +88,7 @@ def mean_length(outputs: Sequence[GenerationOutput]) -> float:
 
 @contextmanager
 def folder_beside(directory: Path) -> Iterator[Path]:
-    """A folder for parts, on the same file system; it is gone afterwards."""
+    """A temporary folder for parts, on the same file system."""
     directory.mkdir(parents=True, exist_ok=True)
     parts = Path(tempfile.mkdtemp(prefix=".parts-", dir=directory))
     try:

@@ -1,4 +1,4 @@
-"""What training asks of a drafting method; a class of one's own plugs in here."""
+"""The interface between training and a drafting method, for your own methods too."""
 
 from __future__ import annotations
 
@@ -19,27 +19,28 @@ from compilespec.training.options import TrainOptions
 
 @dataclass(frozen=True, kw_only=True)
 class StepLosses:
-    """What a lesson's draft steps cost, and how often they were right."""
+    """The losses of a lesson's draft steps, and their accuracy."""
 
     losses: Tensor
     """float32, the mean cross entropy of each draft step that learns by itself: [depth], or [1]."""
     right: Tensor
-    """float32 [depth], the part of the places where the steps up to this one chose what the target
-    would."""
+    """float32 [depth], the share of places where all draft steps up to this one chose the target's
+    token.
+    """
 
 
 class TrainingMethod(ABC):
-    """How the drafter of one method is made, taught and saved."""
+    """Makes, teaches and saves the drafter of one method."""
 
     spec: str
-    """The method by which `compile()` runs what is saved."""
+    """The method by which `compile()` runs the saved drafter."""
 
     @abstractmethod
     def create(self, info: TargetInfo, counts: Tensor, options: TrainOptions) -> nn.Module:
         """A new drafter, float32, its trained parameters requiring gradients.
 
         Args:
-            counts: int64 [V], how often each token occurs in the data.
+            counts: int64 [V], the occurrences of each token in the data.
         Raises: DraftMismatch, InvalidOption.
         """
 
@@ -47,7 +48,7 @@ class TrainingMethod(ABC):
     def start_from(self, drafter: nn.Module, directory: str, info: TargetInfo) -> None:
         """Give a new drafter the weights of a checkpoint, by the names that both have.
 
-        Raises: CheckpointError, DraftMismatch where it has others, or of other sizes.
+        Raises: CheckpointError, DraftMismatch if names or sizes differ.
         """
         loaded = get_method(self.spec).load(directory, info, {})
         assert loaded is not None, "a method that is trained has weights"
@@ -83,12 +84,14 @@ class TrainingMethod(ABC):
         return ("lm_head", "embed")
 
     def compile_steps(self) -> None:
-        """Let torch.compile make forward and backward; nothing, where a method has no such part."""
+        """Let torch.compile make forward and backward; does nothing for methods without such a
+        part.
+        """
         return None
 
 
 def own_tensors(drafter: nn.Module) -> dict[str, Tensor]:
-    """What is trained or chosen, without what is the target's."""
+    """The drafter's trained or chosen tensors, without the target's."""
     trained = {n for n, p in drafter.named_parameters() if p.requires_grad}
     return {
         name: tensor.detach()

@@ -1,9 +1,9 @@
 """Training of MTP modules, on those that the engine runs: a chain of them, or one recycled.
 
 Draft step j runs module j, or the one there is, on the output of the step before.  Each module of a
-chain has a cache of its own, and attends over its own rows.  The attention of a recycled module
+chain has its own cache, and attends over its own rows.  The attention of a recycled module
 sees what its one cache would hold: the first step's keys of the same and earlier rows, and the
-later steps' keys of its own row.
+later steps' keys of this row.
 
 Source: DeepSeek-V3 report, section 2.2; the recycled one with the training-time test of Li et al.
 2025 (EAGLE-3).
@@ -43,7 +43,7 @@ class MtpTraining(TrainingMethod):
     recycled = False
 
     def create(self, info: TargetInfo, counts: Tensor, options: TrainOptions) -> nn.Module:
-        """Raises: InvalidOption where K is more than the modules that are trained."""
+        """Raises: InvalidOption if K is more than the modules that are trained."""
         num_modules = 1 if self.recycled else options.depth
         if not self.recycled and options.num_draft_tokens > num_modules:
             raise InvalidOption(
@@ -74,7 +74,9 @@ class MtpTraining(TrainingMethod):
         return judge(lesson, outputs, nn.Identity(), steps[0].lm_head.weight)
 
     def save(self, drafter: nn.Module, directory: Path, dtype: torch.dtype, layout: str) -> None:
-        """DeepSeek's names, which every reader of MTP modules knows; `layout` has no other."""
+        """Save by DeepSeek's names, which every reader of MTP modules knows; `layout` has no
+        other.
+        """
         config, steps = cast(MtpDrafter, drafter).config.block, steps_of(drafter)
         raw = config.to_dict() | {
             "architectures": ["LlamaForCausalLMMTP"],
@@ -112,7 +114,9 @@ def _published(name: str) -> str:
 
 
 def initialise(step: MtpStep) -> None:
-    """Norms of ones, small matrices, and a projection that hands the hidden state through."""
+    """Set norms to ones, matrices to small values, and the projection to pass the hidden state
+    on.
+    """
     for name, parameter in step.named_parameters():
         if parameter.ndim == 1:
             nn.init.ones_(parameter)
@@ -148,7 +152,7 @@ _seen: list[tuple[Tensor, Tensor]] | None = None  # keys and values of the steps
 
 @contextmanager
 def unrolled_attention() -> Iterator[None]:
-    """Inside, a call of the attention is the next draft step of the same rows."""
+    """Makes each call of the attention, inside, the next draft step of the same rows."""
     global _seen
     _seen = []
     try:
@@ -158,7 +162,7 @@ def unrolled_attention() -> Iterator[None]:
 
 
 def register_attention() -> None:
-    """Make it known to transformers."""
+    """Register the attention in transformers."""
     from transformers import AttentionInterface
 
     AttentionInterface.register(ATTENTION, _attend)

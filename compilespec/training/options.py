@@ -1,4 +1,4 @@
-"""What a training run is asked for, checked before anything is loaded."""
+"""The options of a training run, checked before anything is loaded."""
 
 from __future__ import annotations
 
@@ -13,10 +13,12 @@ LAYOUTS = ("safeailab", "speculators")
 
 @dataclass(frozen=True, kw_only=True)
 class TrainOptions:
-    """How a drafter is trained.  Raises: InvalidOption."""
+    """The options of training a drafter.  Raises: InvalidOption."""
 
     layout: str = "safeailab"
-    """Names of the tensors: "safeailab" as most heads are published, or "speculators"."""
+    """The names of the tensors: "safeailab", the common layout of published heads, or
+    "speculators".
+    """
 
     steps: int | None = None
     """Steps of the whole run; None: until `max_minutes`, or until the acceptance stays the same."""
@@ -25,25 +27,27 @@ class TrainOptions:
     """Minutes of training of the whole run, calls that were resumed included."""
 
     learning_rate: float = 5e-3
-    """At its highest: of Muon for matrices, and a tenth of it of AdamW for the head."""
+    """The highest learning rate: of Muon for matrices, and a tenth of it of AdamW for the head."""
 
     warmup_steps: int = 30
     """Steps in which the learning rate rises."""
 
     decay_share: float = 0.25
-    """The part of the run in which it falls to zero, at the end."""
+    """The share of the run in which the learning rate falls to zero, at the end."""
 
     batch_tokens: int = 4096
-    """Tokens of a step, at most; padding counts."""
+    """The largest number of tokens in a step; padding counts."""
 
     max_length: int = 1024
-    """Tokens of a sequence: longer documents are cut in pieces, longer answers end here."""
+    """The largest number of tokens in a sequence: longer documents are cut into pieces, longer
+    answers are cut off.
+    """
 
     depth: int = 3
     """Draft steps of EAGLE-3's training-time test: the later ones run on the head's own output."""
 
     step_decay: float = 0.8
-    """Weight of the loss of each draft step, over that of the one before."""
+    """The weight of the loss of each draft step, relative to the one before."""
 
     draft_vocab_size: int | None = None
     """Rows of the head, the commonest tokens of the data; None: all up to 16,384, else 8,192."""
@@ -52,31 +56,33 @@ class TrainOptions:
     """Width of the head's MLP; None: the target's."""
 
     num_draft_tokens: int = 3
-    """K of the measurements, and what the checkpoint suggests."""
+    """K of the measurements, and the K that the checkpoint suggests."""
 
     held_out_one_in: int = 20
-    """One sequence in so many is kept for measuring the acceptance."""
+    """One in this many sequences is kept for measuring the acceptance."""
 
     eval_every: int = 200
     """Steps between measurements."""
 
     eval_prompts: int = 16
-    """Held-out prompts of a measurement, at most."""
+    """The largest number of held-out prompts in a measurement."""
 
     eval_new_tokens: int = 96
     """Tokens of each answer."""
 
     backend: str = "inductor"
-    """What the engines run on that answer prompts and measure: "eager" starts sooner, is slower."""
+    """The backend of the engines that answer prompts and measure: "eager" starts sooner, but is
+    slower.
+    """
 
     patience: int = 6
     """Measurements without a better acceptance after which the run ends."""
 
     save_every: int = 50
-    """Steps between saved states; a run that is killed goes on from the last."""
+    """Steps between saved states; a killed run goes on from the last one."""
 
     dtype: str | None = None
-    """Of the target while training; None: float32 on the CPU, else as stored."""
+    """The dtype of the target while training; None: float32 on the CPU, else as stored."""
 
     keep_states: bool = False
     """Keep the target's hidden states on disk, in bfloat16: the target then runs once a sequence,
@@ -86,8 +92,9 @@ class TrainOptions:
     """A checkpoint of the method whose weights the run begins with; None: new ones."""
 
     learn_prompts: bool = False
-    """Learn from the tokens of the prompts too, by what the target would have said there; without,
-    from those of the answers alone.  For runs with little data."""
+    """Learn from the tokens of the prompts too, by the target's probabilities there; without it,
+    only from the answers.  For runs with little data.
+    """
 
     compiled: bool = False
     """Run forward and backward through torch.compile: worth it for long runs."""
@@ -97,7 +104,7 @@ class TrainOptions:
     float32.  Worth it where the processor multiplies bfloat16 (GPUs, CPUs with AVX512-BF16)."""
 
     seed: int = 0
-    """Of the head's first weights and of the order of the data."""
+    """The seed of the head's first weights and of the order of the data."""
 
     def __post_init__(self) -> None:
         if self.layout not in LAYOUTS:

@@ -23,8 +23,8 @@ def draw(title: str, curves: Sequence[Curve], *, smooth: int = 1) -> str:
     """The curves over one pair of axes.
 
     Args:
-        smooth: each point becomes the mean of so many before it; where there are fewer points than
-            twice this, they stand as they are.
+        smooth: each point becomes the mean of this many before it; fewer points than twice this are
+            left unchanged.
     """
     drawn = [
         Curve(name=c.name, points=_thin(_smooth(c.points, smooth))) for c in curves if c.points

@@ -1,4 +1,4 @@
-"""What a run shows of itself: a log, a table, two plots and the drafter's card."""
+"""The reports of a run: a log, a table, two plots and the drafter's card."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from compilespec.training.files import replace_text
-from compilespec.training.measure import Acceptance
+from compilespec.training.measure import MeasuredAcceptance
 from compilespec.training.options import TrainOptions
 from compilespec.training.plots import Curve, draw
 
@@ -27,13 +27,13 @@ class Record:
     losses: list[float]
     """By draft step."""
     right: list[float]
-    """The part of the places where the draft steps up to this one chose what the target would."""
+    """The share of places where all draft steps up to this one chose the target's token."""
     learning_rate: float
     norm: float
-    """Of the gradients, before they were clipped."""
+    """The norm of the gradients before clipping."""
     num_tokens: int
     seconds: float
-    acceptance: Acceptance | None = None
+    acceptance: MeasuredAcceptance | None = None
 
     def as_json(self) -> dict[str, Any]:
         given = {name: _rounded(value) for name, value in dataclasses.asdict(self).items()}
@@ -44,7 +44,7 @@ class Record:
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """What the card says beside the log."""
+    """The facts of the card beside the log."""
 
     spec: str
     model: str

@@ -1,4 +1,4 @@
-"""A run on disk: all that another process needs to go on with it, in one file."""
+"""A run on disk: everything that another process needs to continue it, in one file."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ FORMAT = "compilespec training 1"
 
 @dataclass(kw_only=True)
 class RunState:
-    """Where a run is; the weights and the optimiser's state stand beside it in the file."""
+    """The place of a run; the weights and the optimiser's state are beside it in the file."""
 
     step: int = 0
     place: Place = field(default_factory=Place)
     schedule: Schedule = field(default_factory=Schedule)
     seconds: float = 0.0  # of training alone
     num_tokens: int = 0
-    best: float = 0.0  # acceptance length of the head that was saved
+    best: float = 0.0  # acceptance length of the saved head
     num_worse: int = 0  # measurements since
 
 
@@ -58,11 +58,11 @@ def save_state(
 
 
 def load_state(path: Path) -> dict[str, Any]:
-    """What `save_state` wrote.  Raises: CheckpointError."""
+    """Load the state that `save_state` wrote.  Raises: CheckpointError."""
     try:
         content: dict[str, Any] = torch.load(path, weights_only=True)
         known = content["format"] == FORMAT
-    except Exception as error:  # a damaged file may raise anything in torch
+    except Exception as error:  # damaged files raise any error in torch
         raise CheckpointError(
             f"{path} cannot be read ({type(error).__name__}); expected the state of a run: start "
             "anew in another folder"
@@ -77,7 +77,7 @@ def restore(
 ) -> RunState:
     """Bring drafter, optimiser and random numbers to where the run stopped.
 
-    Raises: InvalidOption if it was another run's, CheckpointError if the tensors are another's.
+    Raises: InvalidOption for another run's state, CheckpointError for another drafter's tensors.
     """
     for name, value in options.same_run().items():
         if (was := content["options"].get(name, value)) != value:

@@ -1,7 +1,7 @@
 """Hidden states of the target on disk, so that later epochs need not run it.
 
-`KeptStates` writes what the teacher computes, in bfloat16; `RecordedStates` is data with its
-states, as `spec="save_hidden_states"` wrote it.
+`KeptStates` writes the teacher's results in bfloat16; `RecordedStates` is data with its states,
+written by `spec="save_hidden_states"`.
 """
 
 from __future__ import annotations
@@ -24,21 +24,23 @@ from compilespec.training.files import Journal, cut, read_records, writing
 from compilespec.training.teacher import Said, States, Teacher
 
 DTYPE = torch.bfloat16
-SAID_BYTES = 8  # a float32 that is never 0, and an int32; zeros where nothing is known yet
+SAID_BYTES = 8  # a float32 that is never 0, and an int32; zeros until known
 
 
 class StateStore(Protocol):
-    """Where a lesson's hidden states come from."""
+    """The source of a lesson's hidden states."""
 
     def open(self, teacher: Teacher, aux_layers: tuple[int, ...]) -> None:
-        """Make ready for a drafter that reads these hidden states.  Once, before `of`.
+        """Prepare for a drafter that reads these hidden states; call it once, before `of`.
 
         Raises: SpecError where they cannot be had.
         """
         ...
 
     def of(self, samples: Sequence[Sample]) -> States:
-        """Those of some samples, zero behind the end of each.  Raises: CheckpointError."""
+        """The states of some samples, with zeros behind the end of each.  Raises:
+        CheckpointError.
+        """
         ...
 
 
@@ -46,8 +48,8 @@ class KeptStates:
     """States that the teacher computes once, in a file of rows beside an index of its sequences,
     and what it says there in another of `SAID_BYTES` a row.
 
-    A sequence stands in the index only when its rows are on disk; what a killed process left behind
-    the last of them is cut off.
+    A sequence stands in the index only when its rows are on disk; the rest that a killed process
+    left is cut off.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -121,7 +123,7 @@ class KeptStates:
             self._end += len(sample)
 
     def _read_said(self, first: int, rows: Tensor) -> Said:
-        """What the target says after the rows that begin there; computed where it is not known."""
+        """The target's results after the rows from a place on; computed where they are unknown."""
         place, size = first * SAID_BYTES, len(rows) * SAID_BYTES
         self._said.seek(place)
         content = bytearray(self._said.read(size)).ljust(size, b"\0")
@@ -198,5 +200,5 @@ class RecordedStates:
 
 
 def is_recorded(path: Path) -> bool:
-    """Whether a folder is one that `spec="save_hidden_states"` wrote."""
+    """True for a folder that `spec="save_hidden_states"` wrote."""
     return (path / INDEX_FILE).is_file()

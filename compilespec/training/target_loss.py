@@ -1,5 +1,5 @@
-"""What a drafter's hidden states cost against the target's probabilities, without an array of
-[rows, V] in float32 that goes to memory and back.
+"""The loss of a drafter's hidden states against the target's probabilities, without an array of
+[rows, V] in float32 in memory.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from compilespec.tracing.target_info import TargetInfo, describe_target
 
 
 class Said(NamedTuple):
-    """What the target says after some rows, but for the single probabilities."""
+    """The target's results after some rows, without single probabilities."""
 
     normalizer: Tensor
     """float32, the log of the sum of the exponentials of its logits."""
@@ -28,8 +28,8 @@ class Said(NamedTuple):
 
 
 class States(NamedTuple):
-    """What a lesson is made of: `aux` [B, T, A*D] side by side, `hidden` [B, T, D], the head's
-    input, and what the target says there ([B, T] each), where that is known.
+    """The parts of a lesson: `aux` [B, T, A*D] side by side, `hidden` [B, T, D], the head's input,
+    and the target's results there ([B, T] each), if known.
     """
 
     aux: Tensor
@@ -51,7 +51,8 @@ class Teacher:
         self._run: Any = None
 
     def tap(self, aux_layers: tuple[int, ...], *, compiled: bool = False) -> None:
-        """Say which hidden states `states` returns.  Once.
+        """Choose the hidden states that `states` returns; call it once.  Raises: DraftMismatch for
+        a hidden state that the target lacks.
 
         Raises: DraftMismatch where the target has no such hidden state.
         """
@@ -71,7 +72,7 @@ class Teacher:
 
     @torch.no_grad()
     def says(self, hidden_ND: Tensor) -> Said:
-        """After rows of the head's input, [N] each."""
+        """The target's results after rows of the head's input, [N] each."""
         logits = (self._head(rows).float() for rows in self._own(hidden_ND).split(256))
         parts = [(rows.logsumexp(-1), rows.argmax(-1)) for rows in logits]
         return Said(*(torch.cat(columns) for columns in zip(*parts, strict=True)))
@@ -80,11 +81,11 @@ class Teacher:
     def probabilities(
         self, hidden_ND: Tensor, ids: Tensor | None, said: Said | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Of rows of the head's input: float32 probabilities [N, Vd] of the ids that can be drafted
-        (all: None), not renormalised, and the most probable id [N].
+        """The distribution after rows of the head's input: float32 probabilities [N, Vd] of the ids
+        that can be drafted (all: None), not renormalised, and the most probable id [N].
 
         Args:
-            said: what `says` gives for the rows: then the ids that can be drafted are enough.
+            said: the result of `says` for the rows; then the ids that can be drafted are enough.
         """
         hidden_ND = self._own(hidden_ND)
         if ids is not None and said is not None:
@@ -98,7 +99,7 @@ class Teacher:
         return torch.cat(parts), torch.cat(best)
 
     def _own(self, hidden_ND: Tensor) -> Tensor:
-        """Hidden states that were kept in another dtype, in the model's."""
+        """Hidden states that were kept in another dtype, cast to the model's."""
         return hidden_ND.to(self.info.lm_head.dtype)
 
     def _head_of(self, ids: Tensor) -> HeadFunction:
@@ -135,7 +136,7 @@ def _cut_before_head(traced: Traced, aux_layers: tuple[int, ...], width: int) ->
 
 
 def _use_library_attention(marker: fx.Node) -> None:
-    """Torch's own attention, which is much faster, where it computes the same."""
+    """Use torch's own attention, which is much faster, where it computes the same."""
     _, _, _, _, *options = marker.args
     if options == [0, 0.0, None]:
         marker.target = _attend

@@ -1,4 +1,4 @@
-"""The training loop: lessons, updates, measurements, and states to go on from."""
+"""The training loop: lessons, updates, measurements, and saved states."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from compilespec.training.batches import (
 )
 from compilespec.training.data import Loader, Sample, split_held_out
 from compilespec.training.files import Journal, read_records, writing
-from compilespec.training.measure import Acceptance, folder_beside, measure
+from compilespec.training.measure import MeasuredAcceptance, folder_beside, measure
 from compilespec.training.method import TrainingMethod
 from compilespec.training.optim import MuonAdamW
 from compilespec.training.options import TrainOptions
@@ -105,7 +105,7 @@ class Trainer:
 
     @property
     def interrupted(self) -> bool:
-        """Whether `train` ended because it was told to, before the end of the run."""
+        """True if `train` was told to end before the end of the run."""
         return self._stop
 
     def _one_step(self, samples: Sequence[Sample]) -> Record:
@@ -147,7 +147,7 @@ class Trainer:
         return record
 
     def _precision(self) -> torch.autocast:
-        """What products are computed in; the rest of what is inside stays float32."""
+        """The context for products in lower precision; everything else stays float32."""
         device, enabled = self.teacher.info.device.type, self.options.mixed_precision
         return torch.autocast(device, torch.bfloat16, enabled=enabled)
 
@@ -165,7 +165,7 @@ class Trainer:
             self._begin_epoch(resumed=False)
 
     def _begin_epoch(self, *, resumed: bool) -> None:
-        """Take the samples that there are now, or those that the epoch began with."""
+        """Take the samples present now, or those that the epoch began with."""
         place = self.run.place
         self.learned, self.judged = self._split(place.num_samples if resumed else None)
         found = digest_samples(self.learned)
@@ -177,7 +177,7 @@ class Trainer:
         place.num_samples, place.digest = len(self.learned) + len(self.judged), found
 
     def _split(self, count: int | None) -> tuple[list[Sample], list[Sample]]:
-        """Raises: InvalidOption if nothing is left to learn from."""
+        """Raises: InvalidOption if no sample is left to learn from."""
         samples = self.loader.samples()[:count]
         learned, judged = split_held_out(samples, self.options.held_out_one_in)
         if not learned:
@@ -193,20 +193,20 @@ class Trainer:
         return self._stop or (end is not None and self.run.step >= end)
 
     def _is_due(self, every: int) -> bool:
-        """Whether the step just done is one of every so many, or the last."""
+        """True if the last step is one of every `every`, or the last of all."""
         if self._stop:
             return False
         return self.run.step % every == 0 or self._is_over()
 
     def _finish(self) -> bool:
-        """Whether somebody asked for the end, or nothing gets better."""
+        """True if a user asked for the end, or nothing gets better."""
         wish = self.folder / FINISH
         asked = wish.exists()
         wish.unlink(missing_ok=True)
         return asked or self.run.num_worse >= self.options.patience
 
-    def _measure(self) -> Acceptance | None:
-        """Measure the head, and keep it where no earlier one was better."""
+    def _measure(self) -> MeasuredAcceptance | None:
+        """Measure the head, and keep it if it is the best so far."""
         run = self.run
         if not self.judged:
             self._keep_head(None)
@@ -238,7 +238,7 @@ class Trainer:
                 self.method.save(self.drafter, directory, self.target.dtype, self.options.layout)
             except CheckpointError:
                 raise
-            except Exception as error:  # safetensors has an error of its own for a full disk
+            except Exception as error:  # safetensors has its own error for a full disk
                 raise OSError(str(error)) from error
 
     def _save(self) -> None:
@@ -261,8 +261,8 @@ class Trainer:
 
     @contextmanager
     def _interruptible(self) -> Iterator[None]:
-        """SIGINT and SIGTERM end the run after the step, with its state saved; a second one at
-        once.
+        """SIGINT and SIGTERM end the run after the step, with its state saved; a second signal ends
+        it at once.
         """
         if threading.current_thread() is not threading.main_thread():
             yield
@@ -282,7 +282,7 @@ class Trainer:
 
 
 def count_tokens(samples: Sequence[Sample], vocab_size: int) -> torch.Tensor:
-    """int64 [V], how often each token was written."""
+    """The occurrences of each token in the written parts: int64 [V]."""
     counts = torch.zeros(vocab_size, dtype=torch.int64)
     for one in samples:
         counts += torch.bincount(torch.tensor(one.token_ids[one.start :]), minlength=vocab_size)
@@ -290,5 +290,5 @@ def count_tokens(samples: Sequence[Sample], vocab_size: int) -> torch.Tensor:
 
 
 def num_trained(drafter: nn.Module) -> int:
-    """Parameters that are trained."""
+    """The number of trained parameters."""
     return sum(p.numel() for p in drafter.parameters() if p.requires_grad)

@@ -21,7 +21,7 @@ from compilespec.cudagraphs.dispatcher import Dispatcher, capture_all
 from compilespec.cudagraphs.drivers import EmulatedDriver, Graph, weak_tensor
 from compilespec.cudagraphs.inputs import BatchInputs
 from compilespec.cudagraphs.modes import MODES, GraphOptions, read_graph_options, units_for
-from compilespec.cudagraphs.recorder import Recorder
+from compilespec.cudagraphs.recorder import GraphRecorder
 from compilespec.cudagraphs.recording import Signature
 from compilespec.cudagraphs.report import GraphKey
 from compilespec.errors import InvalidOption, StaleGraphInput
@@ -181,7 +181,7 @@ def dispatcher(
     options: GraphOptions | None = None,
     sizes: Sequence[int] = (1, 4, 8),
 ) -> Dispatcher:
-    recorder = Recorder(driver or EmulatedDriver(), options or GraphOptions(), mode="full")
+    recorder = GraphRecorder(driver or EmulatedDriver(), options or GraphOptions(), mode="full")
     return Dispatcher(
         toy.phase(), toy.fixed, CONFIG, buckets=[(size,) for size in sizes], kind="full",
         recorder=recorder,
@@ -236,7 +236,7 @@ def test_decode_steps_are_captured_first_and_of_each_phase_the_largest() -> None
     """What is left when the time at start is spent stalls traffic later: better a prefill."""
     toys = [Toy(), Toy()]
     driver = EmulatedDriver()
-    recorder = Recorder(driver, GraphOptions(), mode="full_and_piecewise")
+    recorder = GraphRecorder(driver, GraphOptions(), mode="full_and_piecewise")
     keys = []
     recorder.capture = lambda key, phase, inputs: keys.append(key)  # type: ignore[assignment]
     decode = Dispatcher(
@@ -380,7 +380,7 @@ def test_the_graph_holds_no_output_of_the_captured_call() -> None:
         made.extend(weakref.ref(result) for result in results)
         return results
 
-    recorder = Recorder(EmulatedDriver(), GraphOptions(), mode="full")
+    recorder = GraphRecorder(EmulatedDriver(), GraphOptions(), mode="full")
     one = Dispatcher(
         replace(phase, call=call), toy.fixed, CONFIG, buckets=[(4,)], kind="full", recorder=recorder
     )

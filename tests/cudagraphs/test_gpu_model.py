@@ -24,7 +24,7 @@ from compilespec.cudagraphs import staging
 from compilespec.cudagraphs.dispatcher import Dispatcher, capture_all
 from compilespec.cudagraphs.drivers import CudaDriver
 from compilespec.cudagraphs.modes import GraphOptions
-from compilespec.cudagraphs.recorder import Recorder
+from compilespec.cudagraphs.recorder import GraphRecorder
 from compilespec.lowering.stitching import OpStep, PieceStep, Stitched, StitchPlan
 from compilespec.ops import _library
 from compilespec.program import InputSpec, LoweredPhase, ProgramConfig, StepKey
@@ -97,7 +97,9 @@ class World:
             inputs=tuple(InputSpec(name=n, kind=k) for n, k in kinds.items()),  # type: ignore[arg-type]
             from_cache=False, stitched=stitched,
         )  # fmt: skip
-        self.recorder = Recorder(CudaDriver(gpu.device), GraphOptions(max_mib=1e9), mode="full")
+        self.recorder = GraphRecorder(
+            CudaDriver(gpu.device), GraphOptions(max_mib=1e9), mode="full"
+        )
         self.call = Dispatcher(
             phase, self.buffers, config, buckets=[(1,), (2,), (R,)], kind=kind,
             recorder=self.recorder,

@@ -22,7 +22,8 @@ from tests.support.documents import PAGES, ROOT
 
 PAGE = PAGES["docs/extending.md"]
 COPIED = (
-    "ARCHITECTURE.md", "CHANGELOG.md", "DECISIONS.md", "Dockerfile", "README.md", "pyproject.toml",
+    "ARCHITECTURE.md", "CHANGELOG.md", "CONTRIBUTING.md", "Dockerfile", "README.md",
+    "pyproject.toml",
 )  # fmt: skip
 TREES = ("compilespec", "docs", "examples", "tests", "tools")
 LINKED = ("compilespec/demo/checkpoint", "tests/data")  # read only, and large
@@ -118,7 +119,7 @@ def run(each: Sequence[list[str]], root: Path, **variables: str) -> str:
 
 
 def test_the_walks_work(tmp_path: Path) -> None:
-    """All three in one copy, without the kernel and without what takes long."""
+    """All four in one copy, without the kernel and without what takes long."""
     root = copy_of_the_project(tmp_path)
     found: list[list[str]] = []
     for walk in walks().values():
@@ -127,9 +128,9 @@ def test_the_walks_work(tmp_path: Path) -> None:
                 found += commands(block)
             else:
                 apply(block, root)
-    assert len(found) == 6
+    assert len(found) == 9
     printed = run([one for one in found if not set(one) & set(LONG)], root)
-    assert printed.count(" passed") == 4
+    assert printed.count(" passed") == 7
     assert "period" in printed
 
 

@@ -34,7 +34,7 @@ COUNTS: dict[str, tuple[Any, ...]] = {
     "ngram+mtp_eagle": (2, (0, 1, 3)),
     "suffix+draft_model": (3,),
 }
-# Instead of K, for half of the rounds of these.
+# Instead of K, for most rounds of these.
 TREES: tuple[DraftTree, ...] = (
     DraftTree(top_k=2, depth=3, num_nodes=6),
     DraftTree(top_k=3, depth=2, num_nodes=5),
@@ -122,7 +122,7 @@ def draw_plan(seed: int, number: int, num_orders: int) -> Plan:
     if family in WITH_IMAGES:
         features.add("images")
         options["max_prefill_tokens"] = max(16, options["max_prefill_tokens"])
-    has_tree = method in GROWS_TREES and family not in RECURRENT and draw.random() < 0.5
+    has_tree = method in GROWS_TREES and family not in RECURRENT and draw.random() < 0.9
     if has_tree and acceptance != "block" and not options["host_processors"]:
         options["draft_tree"], count = draw.choice(TREES), None
     return Plan(

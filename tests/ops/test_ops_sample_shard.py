@@ -9,7 +9,7 @@ from torch import Tensor
 from compilespec import SamplingParams
 from compilespec.ops.collectives.group import ThreadGroup, acting
 from compilespec.ops.sample import draw, layout, note_logprobs, sample
-from compilespec.ops.sample.parts import Part, draw_part, draw_part_reference, lowest_of_parts
+from compilespec.ops.sample.parts import RankPart, draw_part, draw_part_reference, lowest_of_parts
 from tests.support.rank_threads import by_ranks
 from tests.support.sampling import PARAMETERS, make_state, window
 
@@ -141,7 +141,7 @@ def test_masses_of_ranks_add_up_to_a_bound():
     scores = torch.tensor([[0.0, 0.0, -1.0, -1.0, -90.0, -torch.inf]])
     state = make_state([SamplingParams(temperature=1.0, top_p=p) for p in (0.3, 0.9, 0.9999)], 6)
     real, whole, *_ = state.arguments()
-    part = Part(0, 6, lambda x: [x])
+    part = RankPart(0, 6, lambda x: [x])
     found = lowest_of_parts(scores.expand(3, 6), real[:3], whole[:3], part)
     assert found.tolist() == [0.0, -1.0, -1.0]
 

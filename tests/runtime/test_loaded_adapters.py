@@ -100,16 +100,16 @@ def test_requests_that_were_accepted_are_served_while_their_adapter_is_loaded_ag
             assert all(o.token_ids in map(wanted, (11, *marks.values())) for o in given)
 
 
-def test_a_dropped_slot_holds_zeros(engine, tmp_path):
+def test_a_dropped_place_holds_zeros(engine, tmp_path):
     running = engine.submit(PROMPT, asking("one", 30))
     engine.step()
-    slots = engine.executor.adapters
+    places = engine.executor.adapters
     engine.drop_adapter("two")
     engine.drop_adapter("one")  # which a request uses
-    assert sorted(slots.values()) == [0, 11]
+    assert sorted(places.values()) == [0, 11]
     engine.abort(running)
     engine.load_adapter("three", save_toy_adapter(tmp_path / "new", 33))
-    assert sorted(slots.values()) == [0, 33]
+    assert sorted(places.values()) == [0, 33]
 
 
 def test_what_there_is_no_room_for_is_refused(engine, tmp_path):

@@ -153,7 +153,7 @@ def program(buffers: tuple[str, ...] = (), **changes: Any) -> Any:
 def test_methods_that_could_not_be_right_do_not_share():
     assert why_not(program(buffers=("seq_len_R", "ring_ids_RK", "history_RL"))) is None
     assert "recorded" in why_not(program(recorder=object()))
-    assert "blocks of their own" in why_not(program(has_own_blocks=True))
+    assert "other blocks" in why_not(program(has_own_blocks=True))
     assert "newest state" in why_not(program(state_bytes_per_request=64))
     assert "relaxed_delta_R" in why_not(program(buffers=("seq_len_R", "relaxed_delta_R")))
 

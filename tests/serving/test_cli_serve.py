@@ -16,7 +16,7 @@ import httpx2
 import pytest
 
 from compilespec.cli import main, serve
-from compilespec.cli.flags import Parser, read_adapters, read_arguments
+from compilespec.cli.flags import FlagParser, read_adapters, read_arguments
 from compilespec.errors import InvalidOption
 from compilespec.serving import ServerOptions
 from compilespec.serving.process import Binding
@@ -110,7 +110,7 @@ def test_what_cannot_be_is_said_at_once(
 
 
 def serve_args(**changes: Any) -> Any:
-    parser = Parser()
+    parser = FlagParser()
     serve.add_parser(parser.add_subparsers())
     args = read_arguments(parser, ["serve"])
     vars(args).update(changes)

@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGES = {
     str(path.relative_to(ROOT)): path.read_text(encoding="utf-8")
     for path in (
-        *(ROOT / name for name in ("README.md", "ARCHITECTURE.md", "DECISIONS.md", "CHANGELOG.md")),
+        *sorted(ROOT.glob("*.md")),
         ROOT / "examples" / "README.md",
         *sorted((ROOT / "docs").rglob("*.md")),
     )

@@ -80,7 +80,7 @@ class _Row:
     drafts: list[int] = field(default_factory=list)
     expected: int | None = None  # token that the next prefill chunk must go on with
     live: bool = False
-    slot: int = NO_ADAPTER
+    adapter_place: int = NO_ADAPTER
 
 
 @dataclass
@@ -120,7 +120,7 @@ class FakeExecutor:
         self.closed = False
         self.prefill_calls: list[tuple[PrefillChunk, ...]] = []
         self.decode_calls: list[tuple[int, ...]] = []
-        self.adapters: dict[int, int] = {}  # by slot
+        self.adapters: dict[int, int] = {}  # by place
         self.max_in_flight = 0  # launches that waited to be read at once
         self._in_flight: list[_Handle] = []
         self._rows = [_Row() for _ in range(self.geometry.max_batch_size)]
@@ -153,15 +153,15 @@ class FakeExecutor:
     def set_sampling(self, row: int, sampling: RowSampling) -> None:
         _check(self._rows[row].live, f"row {row}: sampling of a row without blocks")
         _check(sampling.params.temperature == 0, "the toy target is greedy")
-        self._rows[row].slot = sampling.adapter
+        self._rows[row].adapter_place = sampling.adapter
 
     def adapter_products(self) -> Mapping[str, tuple[int, int]]:
         return {"layer": (5, 7)}
 
-    def write_adapter(self, slot: int, modules: Mapping[str, LowRank]) -> None:
-        using = [index for index, row in enumerate(self._rows) if row.slot == slot]
+    def write_adapter(self, place: int, modules: Mapping[str, LowRank]) -> None:
+        using = [index for index, row in enumerate(self._rows) if row.adapter_place == place]
         _check(not any(map(self._is_named, using)), "an adapter changes with a step in flight")
-        self.adapters[slot] = int(modules["layer"].up.sum()) if modules else 0
+        self.adapters[place] = int(modules["layer"].up.sum()) if modules else 0
 
     def logprobs(self, row: int, tokens: Sequence[int], count: int) -> list[TokenLogprobs]:
         """-token, so that tests see whose they are; those of the last call only."""
@@ -299,7 +299,7 @@ class FakeExecutor:
 
     def _next(self, row: _Row, context: Sequence[int]) -> int:
         """The target's next token; an adapter is a token before all others."""
-        first = [] if row.slot == NO_ADAPTER else [self.adapters[row.slot]]
+        first = [] if row.adapter_place == NO_ADAPTER else [self.adapters[row.adapter_place]]
         return self.next_token([*first, *context])
 
     def _live_row(self, index: int) -> _Row:

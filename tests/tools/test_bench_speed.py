@@ -180,7 +180,7 @@ def test_static_cache_really_compiles_decoding(tiny_dir, monkeypatch):
 def test_options_name_the_result_after_the_kind():
     assert parse([]).name == "speed"
     assert parse(["--first-token"]).name == "first-token"
-    assert parse(["--milestone", "--name", "quiet"]).name == "quiet"
+    assert parse(["--load", "--name", "quiet"]).name == "quiet"
 
 
 def test_dtype_of_the_demo_is_not_negotiable(capsys):

@@ -29,7 +29,7 @@ from compilespec.pipeline import entry
 from compilespec.tracing import gguf_copies, gguf_file
 from compilespec.tracing.checkpoint_files import read_config, read_tensors, tensor_names
 from compilespec.tracing.hub import is_hub_name
-from compilespec.tracing.load import load_target
+from compilespec.tracing.load import find_tokenizer, load_target
 from compilespec.tracing.placement import read_dtype
 from compilespec.tracing.places import find_model
 
@@ -470,6 +470,8 @@ def test_a_gguf_file_is_parsed_once_and_converted_once(copies, tmp_path, monkeyp
     warm = load_target(path, tell=told.append)
     assert len(readers) == 1
     assert told[7:] == FROM_CACHE
+    assert find_tokenizer(path).get_vocab() == cold.tokenizer.get_vocab()
+    assert len(readers) == 1
     assert parts_of(warm) == parts_of(cold)
     for name, tensor in cold.model.state_dict().items():
         torch.testing.assert_close(warm.model.state_dict()[name], tensor, rtol=0, atol=0)

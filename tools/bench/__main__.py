@@ -16,17 +16,6 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     mode.add_argument(
         "--first-token", action="store_true", help="seconds to first token of fresh processes"
     )
-    mode.add_argument(
-        "--milestone",
-        action="store_true",
-        help="step times of random models, plain and with eagle3",
-    )
-    mode.add_argument(
-        "--compile-cost", action="store_true", help="compile seconds of 8, 16 and 32 layers"
-    )
-    mode.add_argument(
-        "--sampling", action="store_true", help="step times of greedy and sampled requests"
-    )
     mode.add_argument("--load", action="store_true", help="minutes of load on the demo")
     mode.add_argument("--serving", action="store_true", help="what HTTP costs, against the engine")
     parser.add_argument("--minutes", type=float, default=10, help="minutes of --load")
@@ -51,14 +40,11 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     if options.name is None:
         kinds = {
             "first-token": options.first_token,
-            "milestone": options.milestone,
-            "compile-cost": options.compile_cost,
             "load": options.load,
             "serving": options.serving,
-            "sampling": options.sampling,
         }
         options.name = next((kind for kind, chosen in kinds.items() if chosen), "speed")
-    if options.dtype and not (options.milestone or options.model != "demo"):
+    if options.dtype and options.model == "demo":
         parser.error("--dtype: the demo pair is measured in its own dtype")
     return options
 
@@ -76,16 +62,10 @@ def main(arguments: list[str] | None = None) -> int:
         )
     if options.first_token:
         from tools.bench.first_token import run
-    elif options.milestone:
-        from tools.bench.milestone import run
-    elif options.compile_cost:
-        from tools.bench.compile_cost import run
     elif options.load:
         from tools.bench.load import run
     elif options.serving:
         from tools.bench.serving import run
-    elif options.sampling:
-        from tools.bench.sampling import run
     else:
         from tools.bench.speed import run
     return run(options, console)

@@ -8,9 +8,11 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from transformers import LlamaConfig
+
 from .corpus import HELD_OUT_ONE_IN, PACKAGES, VOCAB_SIZE
 from .drafters import OPTIONS, STDLIB_SHARE
-from .target import STDLIB_SHARES, TARGET_SHAPE
+from .target import SIZES, STDLIB_SHARES
 
 ROWS = 16
 LAYOUTS = {
@@ -59,7 +61,7 @@ The completion is between ⟦ and ⟧.
 
 
 def _parts(checkpoint: Path, rows: str) -> str:
-    size, shape = (checkpoint / "model.safetensors").stat().st_size, TARGET_SHAPE
+    size, shape = (checkpoint / "model.safetensors").stat().st_size, LlamaConfig(**SIZES)
     return f"""# The demo checkpoints: a small target and its drafters
 
 Checkpoints that let compilespec run, be tested and be timed without a download.  The target

@@ -97,7 +97,7 @@ def keywords_of(way: str, shape: Shape, model: Any) -> dict[str, Any]:
     count = shape.num_draft_tokens
     if way == VERIFY:
         return {"spec": "ngram", "num_draft_tokens": count}
-    from tools.bench.milestone import make_head
+    from .models import make_head
 
     forced = {"force_num_accepted": int(way)} if int(way) else {}
     return {"spec": "eagle3", "draft": make_head(model), "num_draft_tokens": count, **forced}

@@ -91,3 +91,22 @@ def num_bytes_read(weights: Mapping[str, torch.Tensor], model: Any) -> int:
     if embedding.data_ptr() != head.data_ptr():
         seen.pop(embedding.data_ptr(), None)
     return sum(seen.values())
+
+
+def make_head(model: Any) -> Any:
+    """A random EAGLE-3 head that shares the model's embedding and output head."""
+    from compilespec.methods.eagle3 import random_head
+    from compilespec.tracing.target_info import TargetInfo
+
+    target = TargetInfo(
+        hidden_size=model.config.hidden_size,
+        vocab_size=model.config.vocab_size,
+        num_layers=model.config.num_hidden_layers,
+        dtype=model.dtype,
+        device=model.device,
+        embedding=model.get_input_embeddings().weight,
+        lm_head=model.get_output_embeddings().weight,
+        config=model.config,
+        max_seq_len=model.config.max_position_embeddings,
+    )
+    return random_head(target)

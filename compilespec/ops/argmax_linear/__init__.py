@@ -1,8 +1,8 @@
 """The head's product and its argmax in one operator: logits are never written.
 
-The CPU uses the references, but for `row_argmax` (`kernel.cpp`).  On a GPU (`kernel.py`) each block
-of the vocabulary keeps its best logit, so that the head only reads its weight, and writes nothing
-that grows with rows times V.
+The CPU uses the references, except for `row_argmax` (`kernel.cpp`).  On a GPU (`kernel.py`) each
+block of the vocabulary keeps its best logit, so that the head only reads its weight, and writes
+nothing that grows with rows times V.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What `argmax_linear` and `score_linear` compute, in plain torch."""
+"""The definition of `argmax_linear` and `score_linear`, in plain torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `attention` computes, in plain torch."""
+"""The definition of `attention`, in plain torch."""
 
 from __future__ import annotations
 

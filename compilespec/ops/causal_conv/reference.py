@@ -1,4 +1,4 @@
-"""What `causal_conv` and `cached_conv` compute, in plain torch."""
+"""The definition of `causal_conv` and `cached_conv`, in plain torch."""
 
 from __future__ import annotations
 

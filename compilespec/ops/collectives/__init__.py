@@ -1,8 +1,8 @@
-"""What ranks of a tensor-parallel job tell each other inside a step.
+"""The messages between ranks of a tensor-parallel job inside a step.
 
 Each operator gathers the ranks' parts (`group.py`) and goes on in rank order, so that every rank
 gets the same bits, and a row's bits do not depend on the rows beside it: libraries' reductions cut
-tensors anywhere, and add in an order that follows from the cut.
+tensors anywhere, and the order of their sums follows from the cut.
 """
 
 from __future__ import annotations

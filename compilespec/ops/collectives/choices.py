@@ -1,7 +1,7 @@
-"""Tokens chosen by all ranks, where each has the logits of its own ids.
+"""Tokens chosen by all ranks, where each has the logits of some ids.
 
-What a row costs follows from what its request asks for: its best value and id, for filters what
-their bounds follow from (`ops/sample/parts.py`), all logits for log-probabilities alone.
+A row costs what its request needs: its best value and id, the numbers behind the bounds of filters
+(`ops/sample/parts.py`), and all logits only for log-probabilities.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from compilespec.ops._library import define_op
 from compilespec.ops.collectives.group import Group, current
 from compilespec.ops.collectives.reference import argmax_of_ranks, concatenate_ranks
 from compilespec.ops.sample import layout, note_logprobs
-from compilespec.ops.sample.parts import Part, draw_of_parts, sample_of_parts
+from compilespec.ops.sample.parts import RankPart, draw_of_parts, sample_of_parts
 
 
 def _argmax_shard(logits: Tensor, length: int, size: int) -> tuple[Tensor, Tensor]:
@@ -42,8 +42,8 @@ def _unpacked(pair: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
     )
 
 
-def _part(group: Group, logits: Tensor, length: int) -> Part:
-    return Part(group.rank * logits.shape[-1], length, group.gather)
+def _part(group: Group, logits: Tensor, length: int) -> RankPart:
+    return RankPart(group.rank * logits.shape[-1], length, group.gather)
 
 
 def _sample_shard(

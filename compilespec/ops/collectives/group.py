@@ -1,4 +1,4 @@
-"""Who the ranks of a step are: processes of `torch.distributed`, or threads of one process."""
+"""The ranks of a step: processes of `torch.distributed`, or threads of one process."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ class _Acting(threading.local):
 
 
 _acting = _Acting()
-_process: list[Group] = []  # the group of all threads that have none of their own
+_process: list[Group] = []  # the group of all threads without one
 
 
 @contextlib.contextmanager
 def acting(group: Group | None) -> Iterator[None]:
-    """Within, steps of this thread are those of a rank of `group`."""
+    """Makes steps of this thread, inside, those of a rank of `group`."""
     before, _acting.group = _acting.group, group
     try:
         yield
@@ -47,7 +47,7 @@ def current(size: int) -> Group:
     group = _acting.group or (_process[-1] if _process else None)
     if group is None or group.size != size:
         raise NotSupported(
-            f"a step for {size} ranks of tensor parallelism runs in a job of so many processes "
+            f"a step for {size} ranks of tensor parallelism runs in a job of that many processes "
             f"alone: start them with torchrun --nproc-per-node {size}"
         )
     return group
@@ -62,7 +62,7 @@ class ProcessGroup:
         self.size = torch.distributed.get_world_size(group)
 
     def gather(self, x: Tensor) -> list[Tensor]:
-        """As bytes, so that every dtype goes through unchanged."""
+        """Gather as bytes, so that every dtype goes through unchanged."""
         flat = x.detach().contiguous().view(-1).view(torch.uint8)
         parts = [torch.empty_like(flat) for _ in range(self.size)]
         try:
@@ -73,14 +73,14 @@ class ProcessGroup:
 
 
 def lost_rank(rank: int, when: str, error: RuntimeError) -> RankLost:
-    """The error of a rank whose call failed, with what gloo says, but for its place and advice."""
+    """The error of a rank whose call failed, with gloo's message, without its place and advice."""
     said = str(error).splitlines()[0].partition(". This is typically")[0]
     said = re.sub(r"^\[\S+:\d+\] ", "", said)
     return RankLost(f"rank {rank} lost another rank of the job, which ended, {when}: {said}")
 
 
 class _Meeting:
-    """Where threads leave their tensors and take those of the others."""
+    """The meeting place where threads leave their tensors and take those of the others."""
 
     def __init__(self, size: int) -> None:
         self.barrier = threading.Barrier(size)
@@ -95,7 +95,7 @@ class ThreadGroup:
 
     @classmethod
     def make(cls, size: int) -> list[ThreadGroup]:
-        """One for each rank."""
+        """Make one group for each rank."""
         meeting = _Meeting(size)
         return [cls(rank, meeting) for rank in range(size)]
 
@@ -107,7 +107,7 @@ class ThreadGroup:
         return parts
 
     def leave(self) -> None:
-        """Wake the others, who fail: this rank will not come to the next meeting."""
+        """Wake the others, which fail: this rank will not come to the next meeting."""
         self._meeting.barrier.abort()
 
 
@@ -117,6 +117,6 @@ def serve_process(group: Group) -> None:
 
 
 def this_rank() -> int:
-    """Of this thread's group, or the process's; 0 where there is none."""
+    """The rank of this thread's group, or the process's; 0 without a group."""
     group = _acting.group or (_process[-1] if _process else None)
     return 0 if group is None else group.rank

@@ -1,4 +1,4 @@
-"""What the collectives compute, of the ranks' parts in rank order."""
+"""The definition of the collectives, of the ranks' parts in rank order."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def sum_of_ranks(parts: Sequence[Tensor]) -> Tensor:
-    """((part 0 + part 1) + part 2) + ...: the same bits on every rank, whatever the shape."""
+    """((part 0 + part 1) + part 2) + ...: the same bits on every rank, for any shape."""
     total = parts[0].clone()
     for part in parts[1:]:
         total += part
@@ -17,13 +17,13 @@ def sum_of_ranks(parts: Sequence[Tensor]) -> Tensor:
 
 
 def concatenate_ranks(parts: Sequence[Tensor], dim: int, length: int) -> Tensor:
-    """The parts side by side; what is past `length` was padding."""
+    """The parts side by side; padding past `length` is cut off."""
     return torch.cat(list(parts), dim).narrow(dim, 0, length).contiguous()
 
 
 def argmax_of_ranks(best: Sequence[Tensor], ids: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Of each rank's largest logit and its id, the id of the largest, and the largest; the first
-    one where several are, and NaN is larger than all numbers, as for `torch.argmax`.
+    """The largest of the ranks' largest logits, and its id; the first one of equals.  NaN is larger
+    than all numbers, as for `torch.argmax`.
 
     Args:
         ids: int64, beside the values: an index in a narrow floating type would be rounded.
@@ -44,7 +44,7 @@ def embed_own_rows(ids: Tensor, weight_VD: Tensor, rank: int) -> Tensor:
 
 
 def take_own(x: Tensor, dim: int, parts: int, piece: int) -> Tensor:
-    """One of `parts` equal pieces of a dimension of what every rank has whole."""
+    """One of `parts` equal pieces of a dimension of a tensor that every rank has whole."""
     length = x.shape[dim] // parts
     own = x.narrow(dim, piece * length, length)
     return own.clone(memory_format=torch.contiguous_format)

@@ -1,4 +1,4 @@
-"""A product for each head: what latent attention multiplies queries and results with.
+"""A product for each head, which latent attention applies to queries and results.
 
 On the CPU (`kernel.cpp`) the bits of a row do not depend on the number of rows, the batch or the
 threads, as those of `packed_linear` do not.
@@ -21,7 +21,9 @@ def head_linear(x: Tensor, weight_NKO: Tensor) -> Tensor:
 
 
 def _head_linear(x: Tensor, weight_NKO: Tensor) -> Tensor:
-    """Where there is no kernel: on CUDA a batched product of the library, which sums in float32."""
+    """The product without a kernel: on CUDA the library's batched product, which sums in
+    float32.
+    """
     if x.is_cuda:
         return torch.einsum("...nk,nko->...no", x, weight_NKO).contiguous()
     return head_linear_reference(x, weight_NKO)

@@ -1,4 +1,4 @@
-"""What `head_linear` computes, in plain torch."""
+"""The definition of `head_linear`, in plain torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `ngram_match` computes, in plain torch."""
+"""The definition of `ngram_match`, in plain torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `packed_linear` computes, in plain torch, and the packed layout."""
+"""The definition of `packed_linear`, in plain torch, and the packed layout."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Which kernel serves an attention call on CUDA: FlashAttention-3 where it can, else our own."""
+"""The choice of the kernel for an attention call on CUDA: FlashAttention-3 if it can, else our
+own.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +17,11 @@ ACTIVATE = 'torch.nn.attention.activate_flash_attention_impl("FA3")'
 
 @functools.cache
 def why_not_flash(form: Form, device: torch.device) -> str:
-    """Why FlashAttention-3 does not serve a form on a device; "" where it does.
+    """The reason why FlashAttention-3 does not serve a form on a device; "" if it does.
 
     Asked first while compiling, and answered once for the whole process: a graph that was captured
-    with one kernel never meets another.  Where all is as the library wants it, it must give what
-    the reference gives in a small case; so the first answer launches kernels and waits for them.
+    with one kernel never meets another.  If the library accepts the form, its result must equal the
+    reference's in a small case; so the first answer launches kernels and waits for them.
     """
     if why := _why_not_this(form) or _why_not_here(device):
         return why
@@ -29,7 +31,7 @@ def why_not_flash(form: Form, device: torch.device) -> str:
 
 
 def _why_not_this(form: Form) -> str:
-    """What torch's entry cannot be asked for."""
+    """The part of a form that torch's entry does not support."""
     if form.is_latent:
         return "values are the beginning of their keys"
     if form.has_paths:

@@ -132,7 +132,7 @@ def runs_kernel(
 
 @triton.jit
 def begins(row_ptr, position_ptr, t, num_tokens, tokens_per_batch, most_keys):
-    """Whether each token begins a run: it does not follow on the one before it."""
+    """True where a token begins a run: it does not follow on the one before it."""
     is_token = t < num_tokens
     has_before = is_token & (t % tokens_per_batch > 0)
     row = tl.load(row_ptr + t, mask=is_token, other=-1)
@@ -144,14 +144,14 @@ def begins(row_ptr, position_ptr, t, num_tokens, tokens_per_batch, most_keys):
 
 
 def why_wrong(form: Form, device: torch.device) -> str:
-    """What is wrong with the library in a small case; "" where it gives the reference's outputs."""
+    """The library's error in a small case; "" if it gives the reference's outputs."""
     arguments = _small_case(form, device)
     query, _, _, keys, values, _, row, position, table, scale, window, *_ = arguments
     want = paged_attention_reference(*arguments)
     try:
         got = attend(query, keys, values, row, position, table, scale, window)
         largest = float((got.float() - want.float()).abs().max())
-    except Exception as error:  # whatever the library raises: ours serves
+    except Exception as error:  # for any error of the library, our kernel serves
         first = (str(error).splitlines() or [""])[0]
         return f"it failed in a small case ({type(error).__name__}: {first})"
     if largest <= _TOLERANCE:

@@ -1,4 +1,4 @@
-"""What of an attention call is fixed when it is compiled."""
+"""The facts of an attention call that are fixed when it is compiled."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from compilespec.program import BufferSpec
 
 @dataclass(frozen=True, kw_only=True)
 class Form:
-    """What of an attention call no step changes."""
+    """The facts of an attention call that no step changes."""
 
     dtype: torch.dtype
     head_dim: int

@@ -24,7 +24,13 @@ from torch import Tensor
 from compilespec.ops._tensors import dense_rows, wide_dtype
 from compilespec.ops.paged_attention.choice import why_not_flash
 from compilespec.ops.paged_attention.form import form_of
-from compilespec.ops.paged_attention.kernels.arguments import Cache, Heads, Parts, Path, Places
+from compilespec.ops.paged_attention.kernels.arguments import (
+    Cache,
+    Heads,
+    Path,
+    Places,
+    SegmentResults,
+)
 from compilespec.ops.paged_attention.kernels.attend import (
     attend_kernel,
     merge_kernel,
@@ -138,10 +144,10 @@ def attend(
         most_keys = min(most_keys, window + num_tokens)
     num_segments = choose_segments(num_tiles * num_groups, most_keys)
     is_split = num_segments > 1
-    parts = Parts(out, out, out)
+    parts = SegmentResults(out, out, out)
     if is_split:
         shape = (batch * num_tokens, num_heads, num_segments)
-        parts = Parts(*(out.new_empty((*shape, n), dtype=wide) for n in (value_dim, 1, 1)))
+        parts = SegmentResults(*(out.new_empty((*shape, n), dtype=wide) for n in (value_dim, 1, 1)))
     query_BNSH = dense_rows(query_BNSH)
     places = Places(row_BS.contiguous(), position_BS.contiguous())
     sinks = query_BNSH if sinks_N is None else sinks_N.contiguous()
@@ -187,7 +193,9 @@ WIDE_ROWS = 32
 
 
 def split_group(group: int, value_dim: int) -> int:
-    """Into how many tiles the heads of a KV head go: as few as let registers hold their values."""
+    """The number of tiles that the heads of a KV head are split into: as few as let registers hold
+    their values.
+    """
     most = WIDE_ROWS if value_dim > WIDE_DIM else group
     parts = (n for n in range(1, group + 1) if group % n == 0 and group // n <= most)
     return next(parts)
@@ -203,7 +211,7 @@ def choose_tile(num_rows: int, group: int, head_dim: int, dtype: torch.dtype) ->
 
 
 def choose_segments(num_programs: int, most_keys: int) -> int:
-    """Into how many segments contexts are cut; 1 if the tiles alone fill a GPU."""
+    """The number of segments that contexts are cut into; 1 if the tiles alone fill a GPU."""
     wanted = ENOUGH_PROGRAMS // max(num_programs, 1)
     return max(1, min(wanted, MAX_SEGMENTS, triton.cdiv(most_keys, MIN_SEGMENT)))
 

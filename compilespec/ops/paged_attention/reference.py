@@ -1,4 +1,4 @@
-"""What `paged_attention` computes, in plain torch, one token at a time."""
+"""The definition of `paged_attention`, in plain torch, one token at a time."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def paged_attention_reference(
             a tree sees the root of the tree and what leads from there to itself, and computes what
             it would in a chain.  None: all keys are in the cache.
         first_BS: int32, the first position that each token sees in the cache, which then is seen up
-            to position, whatever the window; the path is seen beside that, in any order.  So the
+            to position, for any window; the path is seen beside that, in any order.  So the
             rows of a block see what precedes the block, and each other.
     Returns:
         [B, S, N, Hv], contiguous, dtype of query.  All writes come before all reads.

@@ -45,8 +45,8 @@ def scale_dots(
 def integer_product(ints_MK: Tensor, weight_NK: Tensor) -> Tensor:
     """ints @ weight.T, exact: int32 [M, N].
 
-    The library refuses 16 rows and fewer, and odd sizes, so rows of zeros are added, always as many
-    that any M will do: M is a symbol in a step's graph.
+    The library refuses 16 rows and fewer, and odd sizes, so rows of zeros are added, enough for any
+    M, because M is a symbol in a step's graph.
     """
     num_rows, (num_columns, depth) = ints_MK.shape[0], weight_NK.shape
     ints_MK = F.pad(ints_MK, (0, -depth % MULTIPLE, 0, LEAST_ROWS - 1))

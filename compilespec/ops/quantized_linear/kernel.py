@@ -29,7 +29,7 @@ def quantized_linear(
     bits: int,
     zero_NG: Tensor | None = None,
 ) -> Tensor:
-    """See `quantized_linear_reference`; narrower groups than 16 are its own business."""
+    """See `quantized_linear_reference`; the reference serves groups narrower than 16."""
     depth_of_group = weight_NK.shape[1] // scale_NG.shape[1]
     if depth_of_group < _LEAST_GROUP or x.dtype == torch.float64:
         return quantized_linear_reference(x, weight_NK, scale_NG, bias_N, bits, zero_NG)
@@ -46,7 +46,7 @@ def int4_linear(
     bias_N: Tensor | None,
     zero_NG: Tensor | None = None,
 ) -> Tensor:
-    """See `int4_linear_reference`; groups that are no multiples of 32 are its own business."""
+    """See `int4_linear_reference`; the reference serves groups that are no multiples of 32."""
     if x.shape[-1] // scale_NG.shape[1] % NIBBLES.value or x.dtype == torch.float64:
         return int4_linear_reference(x, packed, scale_NG, bias_N, zero_NG)
     return _multiply(x, packed.view(torch.int8), scale_NG, bias_N, zero_NG, four_bits=True)
@@ -93,15 +93,15 @@ def choose_blocks(count: int, dtype: torch.dtype) -> tuple[int, int, int, int, i
 
 
 def _widens_float8(x: Tensor) -> bool:
-    """Whether the GPU has an instruction for it: from sm_89 on."""
+    """True where the GPU has an instruction to widen float8: from sm_89 on."""
     if x.device.type == "cpu":
         return False
     return int(triton.runtime.driver.active.get_current_target().arch) >= 89
 
 
 def _even_part(size: int) -> int:
-    """The largest power of two up to `size` such that blocks of it end where groups end; for one
-    group that has none, any: the last block is masked.
+    """The largest power of two up to `size` such that blocks of it end where groups end; for a
+    single group any power: the last block is masked.
     """
     even = size & -size
     return even if even >= _LEAST_GROUP else 1 << 30

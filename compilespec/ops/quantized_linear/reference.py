@@ -1,4 +1,4 @@
-"""What products with quantised weights compute, in plain torch, and their packed layouts."""
+"""The definition of products with quantised weights, in plain torch, and their packed layouts."""
 
 from __future__ import annotations
 

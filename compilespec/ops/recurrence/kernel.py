@@ -41,12 +41,12 @@ def cached_recurrence(
     out = torch.empty_like(value_BSHV, memory_format=torch.contiguous_format)
     if out.numel() == 0:
         return out
-    parts = Parts(
+    parts = TokenTensors(
         part_of(query_BSNK), part_of(key_BSNK), part_of(value_BSHV),
         part_of(decay if decay.dim() == 4 else decay.unsqueeze(3)),
         part_of(value_BSHV if beta_BSH is None else beta_BSH.unsqueeze(3)),
     )  # fmt: skip
-    places = Places(row_BS.contiguous(), position_BS.contiguous(), absorbed_BS.contiguous(),
+    places = TokenPlaces(row_BS.contiguous(), position_BS.contiguous(), absorbed_BS.contiguous(),
                     commits_BS.contiguous())  # fmt: skip
     tile = choose_tile(heads, key_dim, value_dim)
     sizes = {
@@ -75,7 +75,7 @@ def choose_tile(heads: int, key_dim: int, value_dim: int) -> int:
     return min(most, triton.next_power_of_2(columns))
 
 
-class Part(NamedTuple):
+class TokenTensor(NamedTuple):
     """Queries, keys, values, decays or betas [B, S, heads, width], the last dimension dense."""
 
     data: Any
@@ -84,18 +84,20 @@ class Part(NamedTuple):
     h: Any
 
 
-class Parts(NamedTuple):
-    """What tokens give."""
+class TokenTensors(NamedTuple):
+    """The numbers of each token: query, key, value, decay, beta."""
 
-    query: Part
-    key: Part
-    value: Part
-    decay: Part
-    beta: Part
+    query: TokenTensor
+    key: TokenTensor
+    value: TokenTensor
+    decay: TokenTensor
+    beta: TokenTensor
 
 
-class Places(NamedTuple):
-    """Of each token: state row, position, tokens in its request's state, whether it commits."""
+class TokenPlaces(NamedTuple):
+    """The places of each token: state row, position, tokens in its request's state, and true if it
+    commits.
+    """
 
     row: Any
     position: Any
@@ -103,10 +105,10 @@ class Places(NamedTuple):
     commits: Any
 
 
-def part_of(tensor: Tensor) -> Part:
+def part_of(tensor: Tensor) -> TokenTensor:
     """A tensor [B, S, heads, width] as a kernel's argument."""
     tensor = dense_rows(tensor)
-    return Part(tensor, *tensor.stride()[:3])
+    return TokenTensor(tensor, *tensor.stride()[:3])
 
 
 @triton.jit

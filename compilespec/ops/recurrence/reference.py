@@ -1,4 +1,4 @@
-"""What `recurrence` and `cached_recurrence` compute, in plain torch, one token at a time."""
+"""The definition of `recurrence` and `cached_recurrence`, in plain torch, one token at a time."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def advance(
 
 
 def read(state_HKV: Tensor, query_NK: Tensor) -> Tensor:
-    """What a query finds in the state: [H, V]."""
+    """The value of a query in the state: [H, V]."""
     heads = state_HKV.shape[0]
     query_HK = query_NK.to(state_HKV.dtype).repeat_interleave(heads // query_NK.shape[0], 0)
     return (state_HKV * query_HK[:, :, None]).sum(1)

@@ -1,4 +1,4 @@
-"""What `roll_window` computes, in plain torch."""
+"""The definition of `roll_window`, in plain torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `row_topk` computes, in plain torch."""
+"""The definition of `row_topk`, in plain torch."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ def draft_noise(
     sampling_RI: Tensor,
     stream: int = layout.STREAM_DRAW,
 ) -> Tensor:
-    """What `sample` adds to the target's scores; see `draft_noise_reference`."""
+    """The noise that `sample` adds to the target's scores; see `draft_noise_reference`."""
     return _DRAFT_NOISE(row_B, drawn_B, ids_V, num_ids, sampling_RF, sampling_RI, stream)
 
 

@@ -4,7 +4,7 @@ Other rows go through these kernels: one counts the context (penalties), one sea
 score that the filters keep, a digit a launch (`kernels/filters.py`), one finds the best sum of
 score and noise in each span of the vocabulary, and one picks the best of those.  Scores are
 recomputed from the logits in every pass, so that no [rows, V] buffer exists; a row's spans are
-programs of their own.  The noise of 64 token ids uses 16 counters, as in `noise_bits`.
+their own programs.  The noise of 64 token ids uses 16 counters, as in `noise_bits`.
 Grids depend on shapes only: safe in a CUDA graph.
 """
 

@@ -1,4 +1,4 @@
-"""Choosing among the logits of a stretch of ids, where other ranks have those of the other ids.
+"""Chooses among the logits of a stretch of ids, while other ranks have the other ids.
 
 Only what must be known of all ids goes between ranks: the best of each row with its id, and, for
 rows with filters, what their bounds follow from.
@@ -25,19 +25,19 @@ NOT_COUNTED = 60  # below the best score: adds nothing to a float32's sum
 
 
 @dataclass(frozen=True)
-class Part:
+class RankPart:
     """A rank's stretch of the ids."""
 
     first: int
     length: int  # ids of all ranks
-    gather: Callable[[Tensor], list[Tensor]]  # what every rank has, in rank order
+    gather: Callable[[Tensor], list[Tensor]]  # every rank's value, in rank order
 
     def own(self, logits: Tensor) -> Tensor:
         """Without the padding at the end of all ids."""
         return logits[..., : max(min(logits.shape[-1], self.length - self.first), 0)]
 
     def best_of_ranks(self, best_N: Tensor, ids_N: Tensor) -> Tensor:
-        """The id of the largest; the lowest one where several are."""
+        """The id of the largest value; the lowest id of equals."""
         winner_1N = torch.stack(self.gather(best_N)).argmax(0, keepdim=True)
         return torch.stack(self.gather(ids_N)).gather(0, winner_1N).squeeze(0)
 
@@ -92,7 +92,7 @@ def sample_of_parts(
     bias_RV: Tensor,
     context_RL: Tensor,
     mask_RSW: Tensor,
-    part: Part,
+    part: RankPart,
 ) -> Tensor:
     """`sample_reference`, of a rank's part of the logits; state rows are whole, alike on all."""
     rows = list(
@@ -131,7 +131,7 @@ def draw_of_parts(
     drawn_B: Tensor,
     sampling_RF: Tensor,
     sampling_RI: Tensor,
-    part: Part,
+    part: RankPart,
 ) -> Tensor:
     """`draw_reference`, of a rank's part of the logits; a draft's id is the target's."""
     temperature_B = sampling_RF[row_B, layout.TEMPERATURE]
@@ -150,9 +150,11 @@ def draw_of_parts(
     return chosen_B
 
 
-def lowest_of_parts(scores_NV: Tensor, reals_NF: Tensor, words_NI: Tensor, part: Part) -> Tensor:
+def lowest_of_parts(
+    scores_NV: Tensor, reals_NF: Tensor, words_NI: Tensor, part: RankPart
+) -> Tensor:
     """The score below which top_k, then top_p, then min_p drop a token, [N], by the scores of all
-    ranks; as the kernel finds it, but for the order in which masses are added.
+    ranks; as the kernel finds it, except for the order of its sums.
     """
     top_k_N, top_p_N = words_NI[:, layout.TOP_K].long(), reals_NF[:, layout.TOP_P]
     min_p_N = reals_NF[:, layout.MIN_P]
@@ -172,13 +174,13 @@ def lowest_of_parts(scores_NV: Tensor, reals_NF: Tensor, words_NI: Tensor, part:
     return torch.where(by_best, torch.maximum(lowest_N, least_N), lowest_N)
 
 
-def _kth_best(scores_NV: Tensor, top_k_N: Tensor, part: Part) -> Tensor:
+def _kth_best(scores_NV: Tensor, top_k_N: Tensor, part: RankPart) -> Tensor:
     """Each rank sends as many of its best as the largest k."""
     best_NK = _best_of_all(scores_NV, int(top_k_N.max()), part)
     return best_NK.gather(1, top_k_N.unsqueeze(1) - 1).squeeze(1)
 
 
-def _best_of_all(scores_NV: Tensor, most: int, part: Part) -> Tensor:
+def _best_of_all(scores_NV: Tensor, most: int, part: RankPart) -> Tensor:
     """The `most` best scores of every rank's part, all together, in descending order."""
     own_NM = scores_NV.topk(min(most, scores_NV.shape[1])).values
     own_NM = F.pad(own_NM, (0, most - own_NM.shape[1]), value=-math.inf)
@@ -186,7 +188,7 @@ def _best_of_all(scores_NV: Tensor, most: int, part: Part) -> Tensor:
 
 
 def _nucleus(
-    scores_NV: Tensor, best_N: Tensor, lowest_N: Tensor, top_p_N: Tensor, part: Part
+    scores_NV: Tensor, best_N: Tensor, lowest_N: Tensor, top_p_N: Tensor, part: RankPart
 ) -> Tensor:
     """The lowest score of the fewest best that reach top_p: ranks send the masses of buckets, then
     the scores of the bucket in which it lies.

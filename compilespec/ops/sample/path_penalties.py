@@ -1,4 +1,4 @@
-"""Penalties along the paths of a tree of drafts, of which each row has seen another context."""
+"""Penalties along the paths of a tree of drafts, whose rows have seen different contexts."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def penalise_paths_reference(
     sampling_RI: Tensor,
     context_RL: Tensor,
 ) -> Tensor:
-    """What `sample` would make of the logits by penalties, were each path a chain.
+    """The logits after the penalties of `sample`, as if each path were a chain.
 
     Args:
         logits_BSV: any floating dtype; ids_BS: int32, the tokens of the rows, the root first.

@@ -168,7 +168,7 @@ def _penalised(
 def count_context(
     like_BSV: Tensor, words_B1I: Tensor, context_BL: Tensor, drawn_BS: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """How often each id is in context[:drawn], and how often in the output part of it."""
+    """The occurrences of each id in context[:drawn], and in the output part of it."""
     vocab, place_L = like_BSV.shape[-1], torch.arange(context_BL.shape[1], device=drawn_BS.device)
     is_id_BL = (context_BL >= 0) & (context_BL < vocab)
     is_before_BSL = (place_L < drawn_BS.unsqueeze(-1)) & is_id_BL.unsqueeze(1)
@@ -194,7 +194,7 @@ def apply_penalties(
 
 
 def _stops(words_B1I: Tensor, vocab: int) -> Tensor:
-    """Which ids `min_new_tokens` forbids: bool [B, 1, V]."""
+    """The ids that `min_new_tokens` forbids: bool [B, 1, V]."""
     stops_B1N = words_B1I[..., layout.FIRST_STOP :]
     place_N = torch.arange(stops_B1N.shape[-1], device=stops_B1N.device)
     is_stop_B1N = place_N < words_B1I[..., layout.NUM_STOPS, None]
@@ -265,7 +265,7 @@ def uniform_reference(
 
 
 def _filtered_probs(*args: Any) -> Tensor:
-    """Whether a CPU call can skip plain greedy rows; on other devices the host must not read."""
+    """True where a CPU call can skip plain greedy rows; other devices must not read on the host."""
     on_host = args[0].device.type == "cpu"
     return (filtered_probs_reference if on_host else filtered_probs_dense)(*args)
 

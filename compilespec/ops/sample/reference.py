@@ -1,4 +1,4 @@
-"""What `sample` and `draw` compute, in plain torch, one row at a time."""
+"""The definition of `sample` and `draw`, in plain torch, one row at a time."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ def note_logprobs_reference(
 
 
 def is_plain(temperature: float, words: list[int]) -> bool:
-    """Whether a request takes the argmax of the unprocessed logits."""
+    """True where a request takes the argmax of the unprocessed logits."""
     changes = words[layout.FLAGS] or words[layout.MIN_NEW]
     return temperature < layout.MIN_TEMPERATURE and not changes
 

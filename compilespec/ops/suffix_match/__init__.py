@@ -19,7 +19,7 @@ def suffix_match(
     min_match: int,
     vocab_size: int,
 ) -> tuple[Tensor, Tensor]:
-    """What most often followed the longest context that occurred before; see
+    """The tokens that most often followed the longest context that occurred before; see
     `suffix_match_reference`.
     """
     drafts_BK, matched_B = _SUFFIX_MATCH(

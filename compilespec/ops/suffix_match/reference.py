@@ -1,4 +1,4 @@
-"""What `suffix_match` computes, in plain torch."""
+"""The definition of `suffix_match`, in plain torch."""
 
 from __future__ import annotations
 

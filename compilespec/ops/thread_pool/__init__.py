@@ -1,4 +1,4 @@
-"""Which threads the C++ kernels run on: OpenMP's, as torch's do, or a pool of their own.
+"""The threads of the C++ kernels: OpenMP's, as for torch's kernels, or our own pool.
 
 OpenMP ends a loop when all of its threads have been there; in the pool, the calling thread takes
 over what the others have not begun.  See `_threads.h`.
@@ -22,9 +22,9 @@ _is_used = False
 def use_thread_pool(wanted: bool) -> None:
     """Run the kernels of this process on the pool from now on, or on OpenMP's threads again.
 
-    It is for programs that run no OpenMP loops in between: their threads spin for milliseconds, on
-    the cores of the pool's.  Those that the calling thread has had until now end.  Where OpenMP
-    pins its threads to cores, they are used all the same.
+    Use it for programs that run no OpenMP loops in between: OpenMP's threads spin for milliseconds
+    on the pool's cores.  The OpenMP threads of the calling thread end here.  If OpenMP pins its
+    threads to cores, the kernels stay on them.
     """
     global _is_used
     with _lock:

@@ -1,9 +1,9 @@
-"""Guides: what the output of a request must look like.
+"""Guides describe the form that the output of a request must have.
 
-`SamplingParams(guide=...)` takes a `JsonSchema`, a `Regex`, a `Grammar`, a `Choice`, or what stands
-for one: a mapping (a JSON schema), a string (a regular expression), a sequence of strings or of
-lists of token ids (choices).  A guide over text is followed by llguidance, the optional dependency
-of the extra `guide`; choices of token ids need nothing.
+`SamplingParams(guide=...)` takes a `JsonSchema`, a `Regex`, a `Grammar`, a `Choice`, or a
+shorthand: a mapping (a JSON schema), a string (a regular expression), a sequence of strings or of
+lists of token ids (choices).  llguidance, the optional dependency of the extra `guide`, follows
+guides over text; choices of token ids need nothing.
 """
 
 from compilespec.runtime.guides.base import Guide, Matcher, Vocabulary

@@ -1,4 +1,4 @@
-"""What a guide is, and what follows it."""
+"""Guides, and the matchers that follow them."""
 
 from __future__ import annotations
 
@@ -8,24 +8,26 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-MAX_GRAMMARS = 64  # compiled ones that an engine keeps
+MAX_GRAMMARS = 64  # compiled guides that an engine keeps
 
 
 class Matcher(Protocol):
-    """A place in a guide's language.  EOS is no part of it: `may_end` says where it may come."""
+    """A place in a guide's language.  EOS is no part of it: `may_end` says whether it may come
+    here.
+    """
 
     def allowed(self) -> Tensor:
         """The ids that may come next: int32 [ceil(V / 32)], bit i of word w is id 32 w + i.
 
-        Raises: GuideFailed when the guide cannot be followed any further, a limit of its parser,
-            say.
+        Raises: GuideFailed when the guide cannot be followed any further, for example at a limit of
+            its parser.
         """
 
     def may_end(self) -> bool:
-        """Whether the tokens so far are a whole answer."""
+        """True where the tokens so far are a whole answer."""
 
     def advance(self, token: int) -> bool:
-        """Go past a token; False, and nothing changes, where it may not come."""
+        """Go past a token; returns False, and changes nothing, if it may not come."""
 
     def rewind(self, count: int) -> None:
         """Go back over the last `count` tokens."""
@@ -37,13 +39,13 @@ class Guide(Protocol):
     def matcher(self, vocabulary: Vocabulary) -> Matcher:
         """A matcher at the beginning.
 
-        Raises: InvalidRequest (the guide is no good, or the engine has no tokenizer for it),
+        Raises: InvalidRequest (a bad guide, or an engine without a tokenizer for it),
             MissingDependency.
         """
 
 
 class Vocabulary:
-    """An engine's token ids, and what guides made of them; shared by its requests.
+    """An engine's token ids, and the guides compiled for them; shared by its requests.
 
     Args:
         tokenizer: a fast transformers tokenizer; None where only ids are known.
@@ -54,7 +56,7 @@ class Vocabulary:
         self.tokenizer, self.size = tokenizer, size
         self.grammars: OrderedDict[str, Any] = OrderedDict()  # by source, the latest used last
         self.compiles = threading.Lock()
-        self.text_tokens: Any = None  # what guides over text know of the tokenizer
+        self.text_tokens: Any = None  # the tokenizer's facts for guides over text
 
     @property
     def num_words(self) -> int:

@@ -1,4 +1,4 @@
-"""One of some texts, or of some sequences of token ids."""
+"""A guide of alternatives: texts, or sequences of token ids."""
 
 from __future__ import annotations
 

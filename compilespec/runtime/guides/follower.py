@@ -1,4 +1,4 @@
-"""One request on its way through its guide: what may come next, and after each draft."""
+"""Follows one request through its guide: the ids that may come next, and after each draft."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from compilespec.runtime.guides.base import Matcher
 
 
 class _Place(NamedTuple):
-    num_tokens: int  # of the output
-    num_matched: int  # of these, the matcher's
+    num_tokens: int  # tokens of the output
+    num_matched: int  # tokens that the matcher has seen
     has_begun: bool
     has_ended: bool
 
@@ -23,7 +23,7 @@ class GuideFollower:
     """Keeps a matcher in step with a request's output, and looks ahead along its drafts.
 
     Args:
-        end_ids: ids that may come, and end the output, where the guide's text is whole.
+        end_ids: ids that may come, and end the output, once the guide's text is complete.
         starts_after: the guide begins after this token; None: with the first one.
         banned: ids that the request may not choose anyway.
         held_ids: ids that it may not choose among its first `min_new_tokens`.
@@ -47,16 +47,18 @@ class GuideFollower:
 
     @property
     def is_complete(self) -> bool:
-        """Whether nothing may come any more: EOS came, or would be all that may, and is none."""
+        """True where nothing may come any more: EOS came, or only EOS may come and there is
+        none.
+        """
         if self._place.has_ended or self._end_ids or not self._place.has_begun:
             return self._place.has_ended
         return self._matcher.may_end() and not bool(self._matcher.allowed().any())
 
     def masks(self, drafts: Sequence[int] = (), parents: Sequence[int] | None = None) -> Tensor:
-        """What may come next, and after each draft that may come itself.
+        """Masks of the ids that may come next, and after each draft that may come itself.
 
         Args:
-            parents: of a tree of drafts, the row that each follows: 0 the next token, i draft i;
+            parents: for a tree of drafts, the row that each follows: 0 the next token, i draft i;
                 None: each follows the one before.
         Returns:
             int32 [1 + the last draft that may come, ceil(V / 32)], 0 after those that may not; the
@@ -92,8 +94,8 @@ class GuideFollower:
                 self._place = start
 
     def follow(self, tokens: Sequence[int]) -> tuple[int, GuideFailed | None]:
-        """Go past tokens that were chosen; how many of them belong to the output, and what is wrong
-        with the next one.
+        """Go past chosen tokens; returns how many of them belong to the output, and the error of
+        the next one.
         """
         for count, token in enumerate(tokens):
             if self.is_complete:
@@ -120,7 +122,7 @@ class GuideFollower:
         return words
 
     def _step(self, token: int) -> bool:
-        """Go past one token; False, and nothing changes, where it may not come."""
+        """Go past one token; returns False, and changes nothing, if it may not come."""
         place = self._place
         is_held = place.num_tokens < self._num_held and token in self._held_ids
         if place.has_ended or is_held or token in self._banned:

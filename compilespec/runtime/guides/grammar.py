@@ -1,4 +1,4 @@
-"""Languages of text, followed by llguidance."""
+"""Guides over text, followed by llguidance."""
 
 from __future__ import annotations
 
@@ -13,9 +13,14 @@ from torch import Tensor
 
 from compilespec.errors import GuideFailed, InvalidRequest, MissingDependency
 from compilespec.runtime.guides.base import Matcher, Vocabulary
-from compilespec.runtime.texts import MAX_NESTING, check_unicode, is_nested_too_deep
+from compilespec.runtime.texts import (
+    MAX_NESTING,
+    check_unicode,
+    has_more_values,
+    is_nested_too_deep,
+)
 
-# Of a schema, or of an expression: what takes more holds up the steps of all.
+# The limits of a schema or an expression: more would hold up the steps of all requests.
 MAX_SOURCE = 1 << 16  # characters
 MAX_EXPRESSIONS = 100_000  # "fuel" of llguidance's lexer
 
@@ -25,7 +30,8 @@ class JsonSchema:
     """JSON that a schema admits: object members in the order of the schema's `properties`.
 
     Args:
-        schema: a mapping, or JSON text.  What llguidance cannot enforce is refused, not ignored.
+        schema: a mapping, or JSON text.  Parts that llguidance cannot enforce are refused, not
+            ignored.
         compact: no white space between the parts; else any, so that a model may write as it likes.
     """
 
@@ -38,6 +44,11 @@ class JsonSchema:
     def source(self) -> tuple[str, str]:
         """Kind and text, as `text_matcher` takes them.  Raises: InvalidRequest."""
         schema = self.schema
+        if has_more_values(schema, MAX_SOURCE):  # told before 200,000 options are written out
+            raise InvalidRequest(
+                f"JsonSchema: the schema has more than {MAX_SOURCE} values: give a smaller one, or "
+                "a Choice of lists of token ids"
+            )
         try:
             loaded = json.loads(schema) if isinstance(schema, str) else schema
             if is_nested_too_deep(loaded):
@@ -70,7 +81,7 @@ class Regex:
         return "regex", self.pattern
 
 
-class _Part(Protocol):
+class _GrammarPart(Protocol):
     def source(self) -> tuple[str, str]: ...
 
 
@@ -84,7 +95,7 @@ class Grammar:
     """
 
     lark: str
-    parts: Mapping[str, _Part] = field(default_factory=dict, hash=False)
+    parts: Mapping[str, _GrammarPart] = field(default_factory=dict, hash=False)
 
     def matcher(self, vocabulary: Vocabulary) -> Matcher:
         return text_matcher(*self.source(), vocabulary)
@@ -144,7 +155,7 @@ def _compile(llguidance: Any, kind: str, source: str, vocabulary: Vocabulary) ->
     limits = llguidance.LLParserLimits(initial_lexer_fuel=MAX_EXPRESSIONS, verbose_errors=False)
     compiled = matcher(_tokens(vocabulary).llg, grammar, log_level=0, limits=limits)
     why = compiled.get_error()
-    for _ in range(0 if why else 2):  # what is too large is found here, not in a step; it may take
+    for _ in range(0 if why else 2):  # a language that is too large fails here, not in a step
         trial = compiled.deep_copy()  # two masks, because copies share what they know of the text
         trial.compute_bitmask()
         why = trial.get_error()
@@ -174,7 +185,7 @@ def _grammar(matcher: Any, kind: str, source: str) -> str:
 
 
 class _Tokens:
-    """llguidance's view of a tokenizer, and which ids stand for which bytes.
+    """llguidance's view of a tokenizer, with the bytes of its ids.
 
     Args: size: ids that may be chosen.
     """
@@ -188,13 +199,13 @@ class _Tokens:
         self._longest = max(map(len, self._ids))
 
     def beginning(self, text: bytes) -> list[int]:
-        """The ids of all that a text may begin with."""
+        """The ids of all tokens that a text may begin with."""
         lengths = range(1, min(len(text), self._longest) + 1)
         return [token for length in lengths for token in self._ids.get(text[:length], ())]
 
 
 def _tokens(vocabulary: Vocabulary) -> _Tokens:
-    """What guides know of the tokenizer, made once."""
+    """The tokenizer's facts for guides, made once."""
     if vocabulary.text_tokens is not None:
         known: _Tokens = vocabulary.text_tokens
         return known
@@ -208,7 +219,7 @@ def _tokens(vocabulary: Vocabulary) -> _Tokens:
     try:
         llg = importlib.import_module("llguidance.hf").from_tokenizer(tokenizer, n_vocab=size)
         made = vocabulary.text_tokens = _Tokens(llg, vocabulary.size)
-    except Exception as error:  # whatever a tokenizer of another kind runs into
+    except Exception as error:  # any error of another kind of tokenizer
         raise InvalidRequest(
             f"SamplingParams.guide: llguidance cannot read the tokenizer "
             f"{type(tokenizer).__name__} ({_one_line(error)}); load it with use_fast=True"
@@ -217,8 +228,8 @@ def _tokens(vocabulary: Vocabulary) -> _Tokens:
 
 
 def _one_line(error: object) -> str:
-    """What a parser says over several lines, with a picture of the place; of long lines, which hold
-    the source, beginning and end.
+    """A parser's message of several lines, with its picture of the place, on one line; of long
+    lines, which hold the source, only beginning and end.
     """
     return _cut(" ".join(_cut(line, 40) for line in str(error).split("\n") if line.strip()), 120)
 
@@ -229,12 +240,12 @@ def _cut(text: str, most: int) -> str:
 
 
 class _TextMatcher:
-    """llguidance's matcher, from which EOS is kept away: it may come where `may_end`.
+    """llguidance's matcher without EOS, which may come where `may_end`.
 
     Where only one text can follow, llguidance allows the first token that the tokenizer makes of it
-    and no other.  That token may stand for something else than the text: for an added token that
-    the text spells, or for characters after normalisation.  Then the text is spelled with the
-    tokens that it begins with.
+    and no other.  That token may mean something else than the text: an added token that the text
+    spells, or characters after normalisation.  Then the text is spelled with the tokens that it
+    begins with.
     """
 
     def __init__(self, matcher: Any, tokens: _Tokens, num_words: int) -> None:

@@ -1,4 +1,4 @@
-"""What callers may write in place of a guide."""
+"""The shorthands that callers may write in place of a guide."""
 
 from __future__ import annotations
 

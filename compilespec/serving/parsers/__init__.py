@@ -1,1 +1,1 @@
-"""What a chat model writes, taken apart as it comes: content, reasoning, tool calls."""
+"""Parsers of chat models' answers, piece by piece: content, reasoning, tool calls."""

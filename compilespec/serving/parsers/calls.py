@@ -27,7 +27,8 @@ class Hermes:
     """Calls among content, as JSON between tags.
 
     A call of a known name may also stand without tags, in a fence or bare, where the answer or a
-    line begins.  All else stays content.  What it gives depends on the text, not on its pieces.
+    line begins.  Everything else stays content.  The result depends on the text, not on how it is
+    cut into pieces.
 
     Args: names: of functions that may be called without tags.
     """
@@ -40,11 +41,11 @@ class Hermes:
             rf"(?P<tag>{re.escape(self.begin)})|(?P<fence>{FENCE}{_LABEL}\n\s*(?=[\[{{]))"
             r"|(?P<bare>(?=[\[{]))"
         )
-        self._text = ""  # what is neither told nor passed over yet
-        self._run: str | None = None  # how a run of calls has begun: the group of `_openings`
+        self._text = ""  # text that is neither reported nor skipped yet
+        self._run: str | None = None  # the opening of a run of calls: its group in `_openings`
         self._opening = ""  # its text
-        self._has_called = False  # in this run
-        self._follows = "start"  # what was told last: "call", "line" (its end) or "text"
+        self._has_called = False  # calls in this run
+        self._follows = "start"  # the last report: "call", "line" (its end) or "text"
         self._value = _Value()
 
     def add(self, text: str) -> Parts:
@@ -63,8 +64,8 @@ class Hermes:
             parts += told
 
     def _outside(self, is_end: bool) -> Parts | None:
-        """What comes before the next run; None: that is not known yet, or there is no more."""
-        if self._follows == "call":  # white space between calls is none
+        """The content before the next run; None: not known yet, or no more."""
+        if self._follows == "call":  # white space between calls is no content
             self._text = self._text.lstrip()
         text = self._text
         if not text:
@@ -80,7 +81,9 @@ class Hermes:
         return Parts(content=given)
 
     def _may_call(self, at: int) -> bool:
-        """Whether a call without a tag may begin there: where a line does, and the answer."""
+        """True where a call without a tag may begin: at the beginning of the answer or of a
+        line.
+        """
         before = self._text[:at]
         if not self._names or (self._follows == "text" and not before):
             return False
@@ -89,7 +92,7 @@ class Hermes:
         )
 
     def _held_back(self) -> int:
-        """How many characters at the end of the text may begin a run."""
+        """The number of characters at the end of the text that may begin a run."""
         found = _FENCE_BEGUN.search(self._text)
         if found and self._may_call(found.start()):
             return len(self._text) - found.start()
@@ -105,7 +108,7 @@ class Hermes:
         return Parts(content="" if is_first else before)
 
     def _inside(self, is_end: bool) -> Parts | None:
-        """The next call of a run; None: it is not whole yet."""
+        """The next call of a run; None: it is not complete yet."""
         rest = self._text.lstrip(" \t\r\n,;")
         if rest[:1] in ("{", "["):
             return self._read(len(self._text) - len(rest), is_end)
@@ -117,7 +120,7 @@ class Hermes:
         return self._end_run()
 
     def _read(self, at: int, is_end: bool) -> Parts | None:
-        """The calls of the JSON that begins there."""
+        """The calls of the JSON that begins at a place."""
         is_tagged = self._run == "tag"
         if not is_tagged and not _may_be_call(self._text[at : at + _HEAD]):
             return self._end_run()
@@ -131,7 +134,7 @@ class Hermes:
         return Parts(calls=calls)
 
     def _end_run(self) -> Parts:
-        """Go on outside; what began a run without a call is content."""
+        """Leave a run; the opening of a run without a call is content."""
         is_bare, self._run = self._run == "bare", None
         if self._has_called:
             self._follows = "call"
@@ -151,7 +154,7 @@ class Llama(Hermes):
 
 
 class Whole:
-    """An answer that a guide made one call's arguments, or a list of calls.
+    """The answer under a guide: the arguments of one call, or a list of calls.
 
     Args:
         name: of the function whose arguments they are; None: a list of calls.
@@ -165,7 +168,7 @@ class Whole:
         return Parts()
 
     def finish(self) -> Parts:
-        """Content where it was cut, at the limit of tokens."""
+        """An answer that was cut at the limit of tokens is content."""
         text = self._text
         if self._name is not None:
             text = f'{{"name": {json.dumps(self._name)}, "arguments": {text or "0"}}}'
@@ -182,7 +185,7 @@ class _Value:
         self._at, self._depth, self._is_string = 0, 0, False
 
     def end(self, text: str, start: int) -> int | None:
-        """Where the value that begins at `start` ends; None: later than the text."""
+        """The end of the value that begins at `start`; None: it lies beyond the text."""
         at = max(self._at, start)
         while match := (self._string if self._is_string else self._other).search(text, at):
             at = match.end()
@@ -202,7 +205,7 @@ class _Value:
 
 
 def read_calls(text: str, names: Collection[str] | None) -> tuple[ToolCall, ...]:
-    """The call, or the list of calls, that JSON stands for; empty where it is anything else.
+    """The call, or the list of calls, that JSON represents; empty for other JSON.
 
     Args: names: of functions; None: of any.
     """
@@ -218,10 +221,10 @@ def read_calls(text: str, names: Collection[str] | None) -> tuple[ToolCall, ...]
 def read_json(text: str) -> Any:
     """A value that every client can read again: halves of characters become U+FFFD.
 
-    Raises: ValueError: it is no JSON, holds NaN or infinities, or is nested too deep.
+    Raises: ValueError: no JSON, NaN or infinities in it, or nested too deep.
     """
     try:
-        value = json.loads(text, strict=False)  # models leave line ends in strings as they are
+        value = json.loads(text, strict=False)  # models leave raw line ends in strings
         written = json.dumps(value, ensure_ascii=False, allow_nan=False)
     except RecursionError as error:
         raise ValueError("nested too deep") from error
@@ -230,7 +233,8 @@ def read_json(text: str) -> Any:
 
 
 def _as_call(value: Any, names: Collection[str] | None) -> ToolCall | None:
-    """Clients expect an object as arguments, so that other JSON is no call; null is none at all.
+    """A call with an object as arguments, which clients expect: other JSON is no call, null means
+    no arguments.  Raises: ValueError.
 
     Raises: ValueError.
     """
@@ -249,6 +253,6 @@ def _as_call(value: Any, names: Collection[str] | None) -> ToolCall | None:
 
 
 def _may_be_call(head: str) -> bool:
-    """Whether what begins so may be a call, or a list of calls."""
+    """True where text with this beginning may be a call, or a list of calls."""
     begun = "".join(head.split()).lstrip("[")
     return any(key.startswith(begun[: len(key)]) for key in _KEYS)

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 @dataclass(frozen=True, kw_only=True)
 class ToolCall:
-    """A call that the model asks for."""
+    """A tool call that the model writes."""
 
     name: str
     arguments: str
@@ -24,7 +24,7 @@ class ToolCall:
 
 @dataclass(frozen=True, kw_only=True)
 class Parts:
-    """What a piece of text adds to an answer."""
+    """The additions of a piece of text to an answer."""
 
     content: str = ""
     reasoning: str = ""
@@ -45,14 +45,14 @@ class Parser(Protocol):
     """Takes the text of one answer, piece by piece."""
 
     def add(self, text: str) -> Parts:
-        """What can be said once this has come."""
+        """The parts that are certain once this text has come."""
 
     def finish(self) -> Parts:
-        """The rest: no more comes."""
+        """The rest: no more text comes."""
 
 
 class Plain:
-    """All is content."""
+    """Treats all text as content."""
 
     def add(self, text: str) -> Parts:
         return Parts(content=text)
@@ -62,7 +62,7 @@ class Plain:
 
 
 class First:
-    """Of the calls that another parser finds, the first alone."""
+    """Keeps only the first of the calls that another parser finds."""
 
     def __init__(self, inner: Parser) -> None:
         self._inner, self._has_called = inner, False
@@ -80,7 +80,7 @@ class First:
 
 
 def held_back(text: str, tag: str) -> int:
-    """How many characters at the end of the text may begin the tag."""
+    """The number of characters at the end of the text that may begin the tag."""
     for length in range(min(len(tag) - 1, len(text)), 0, -1):
         if tag.startswith(text[-length:]):
             return length

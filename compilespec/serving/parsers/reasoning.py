@@ -8,7 +8,7 @@ BEGIN, END = "<think>", "</think>"
 
 
 class Think:
-    """The reasoning at the beginning of an answer; what follows is for the next parser.
+    """The reasoning at the beginning of an answer; the rest goes to the next parser.
 
     Args:
         is_begun: the prompt ends with the tag that begins it.

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
-    """Import Ray only when something that needs it is asked for."""
+    """Import Ray only for names that need it."""
     from importlib import import_module
 
     if name not in __all__:

@@ -20,7 +20,7 @@ ROWS = 8  # the default of max_batch_size
 
 
 class Arguments(BaseModel):
-    """What `build` takes: `args` of a config file, or `name=value` of `serve run`."""
+    """The arguments of `build`: `args` of a config file, or `name=value` of `serve run`."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -32,10 +32,10 @@ class Arguments(BaseModel):
     """Further keywords of `compilespec.compile`."""
 
     server: dict[str, Any] = Field(default_factory=dict)
-    """Of `ServerOptions`."""
+    """Fields of `ServerOptions`."""
 
     num_replicas: int = 1
-    """Where no autoscaling is asked for."""
+    """The number of replicas without autoscaling."""
 
     autoscaling: dict[str, Any] | None = None
     """Ray Serve's `autoscaling_config`; by default it aims at full batches."""
@@ -43,10 +43,10 @@ class Arguments(BaseModel):
     cpus_per_replica: float = 1
     gpus_per_replica: float = 0
     num_ingresses: int = 1
-    """Replicas of what takes HTTP; each knows the prefixes of what went through it."""
+    """Replicas of the HTTP ingress; each knows the prefixes that went through it."""
 
     drain_timeout_s: float = 60.0
-    """For a replica's requests to end before it does."""
+    """Seconds for a replica's requests to end before the replica does."""
 
 
 def build(args: dict[str, Any]) -> serve.Application:
@@ -66,7 +66,7 @@ def build(args: dict[str, Any]) -> serve.Application:
     ingress = serve.deployment(Ingress).options(
         num_replicas=asked.num_ingresses,
         ray_actor_options={"num_cpus": 0},
-        max_ongoing_requests=10_000,  # the engines' limits hold
+        max_ongoing_requests=10_000,  # the engines enforce limits
         graceful_shutdown_timeout_s=asked.drain_timeout_s,
     )
     return ingress.bind(engines.bind(asked.model, spec, asked.compile, options), options)

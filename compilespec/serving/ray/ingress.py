@@ -38,7 +38,7 @@ class Ingress:
         return _Answer(self._app)
 
     async def _forward(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """ASGI.  Raises: ApiError where nothing was sent yet; ClientGone."""
+        """An ASGI application.  Raises: ApiError if nothing was sent yet; ClientGone."""
         request = Request(scope, receive)
         forwarded = await _read(request)
         relay = _Relay(send)
@@ -51,7 +51,7 @@ class Ingress:
                 raise
             await relay.end(told)
         finally:
-            answer.cancel()  # nothing where it has ended
+            answer.cancel()  # no effect after its end
 
 
 class _Answer(Response):
@@ -66,7 +66,7 @@ class _Answer(Response):
 
 
 class _Relay:
-    """Sends what a replica answers, and if it ends in the midst of it, that."""
+    """Sends a replica's answer, and its error if the replica fails in the middle."""
 
     def __init__(self, send: Send) -> None:
         self._send = send
@@ -80,13 +80,13 @@ class _Relay:
                     await self._pass_on(message)
 
     async def end(self, error: ApiError) -> None:
-        """Raises: the error, where nothing was sent yet."""
+        """End the answer.  Raises: the error, if nothing was sent yet."""
         if self._start is None:
             raise error
         if self._is_whole:
             return
         if not is_stream(self._start):
-            raise error  # the connection is cut: what came is no answer
+            raise error  # the connection is cut: the part sent is no answer
         body = b"data: " + orjson.dumps(error.body) + b"\n\ndata: [DONE]\n\n"
         await self._send({"type": "http.response.body", "body": body, "more_body": False})
 
@@ -98,13 +98,13 @@ class _Relay:
 
 
 async def _batches(answer: Any) -> AsyncGenerator[Any, None]:
-    """An iterator with `aclose`, which Ray's own have not."""
+    """An iterator with `aclose`, which Ray's iterators lack."""
     async for batch in answer:
         yield batch
 
 
 async def _read(request: Request) -> Forwarded:
-    body = await request.body()  # which the guard has read
+    body = await request.body()  # read by the guard
     client = request.scope.get("client")
     return Forwarded(
         method=request.method,
@@ -118,7 +118,7 @@ async def _read(request: Request) -> Forwarded:
 
 
 def _told(error: Exception, options: ServerOptions) -> ApiError | None:
-    """What a client is told of a failed call; None: it is not one."""
+    """The answer for a failed call; None: the error is of another kind."""
     if isinstance(error, RayActorError):
         logger.warning("a replica ended with a request: %s", error)
         return ApiError(

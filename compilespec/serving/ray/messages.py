@@ -1,4 +1,4 @@
-"""HTTP requests and answers between deployments, as ASGI has them."""
+"""HTTP requests and answers between deployments, in ASGI's form."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ DISCONNECT: Message = {"type": "http.disconnect"}
 
 @dataclass(frozen=True, kw_only=True)
 class Forwarded:
-    """A request that was read whole."""
+    """A request that was read completely."""
 
     method: str
     path: str
@@ -23,7 +23,7 @@ class Forwarded:
     body: bytes
     client: tuple[str, int] | None
     keys: tuple[bytes, ...]
-    """Of its prompt, for the router."""
+    """The keys of its prompt, for the router."""
 
     def scope(self) -> Scope:
         return {
@@ -43,7 +43,7 @@ class Forwarded:
 
 
 async def messages(app: ASGIApp, request: Forwarded) -> AsyncGenerator[list[Message], None]:
-    """What an application answers, as it comes; what waited comes together.
+    """The messages of an application's answer as they come; waiting ones come together.
 
     Closed or cancelled, it tells the application that the client has left, and waits for its end.
     """
@@ -82,7 +82,7 @@ async def messages(app: ASGIApp, request: Forwarded) -> AsyncGenerator[list[Mess
 
 
 def is_stream(start: Message) -> bool:
-    """Whether the answer that begins so is one of server-sent events."""
+    """True where the answer with this beginning streams server-sent events."""
     headers: list[tuple[Any, Any]] = list(start.get("headers", ()))
     kinds = [value for name, value in headers if bytes(name).lower() == b"content-type"]
     return any(bytes(kind).startswith(b"text/event-stream") for kind in kinds)

@@ -1,7 +1,7 @@
-"""Which replica was given which beginnings of prompts, by hashes of their text.
+"""The beginnings of prompts that each replica was sent, by hashes of their text.
 
-The engine's own prefix cache goes by tokens; a router has none.  What a replica was sent it has
-computed, and most likely still knows.
+The engine's prefix cache goes by tokens; a router has no tokenizer.  A replica has computed the
+prompts it was sent, and most likely still caches them.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from typing import Any
 
 import orjson
 
-CHUNK_BYTES = 64  # some 16 tokens, a block of the KV cache
-MAX_CHUNKS = 512  # that are looked at
+CHUNK_BYTES = 64  # characters of a chunk: some 16 tokens, a block of the KV cache
+MAX_CHUNKS = 512  # chunks of a prompt that count
 CAPACITY = 100_000  # chunks that are remembered
 
 
 def prompt_keys(body: bytes) -> tuple[bytes, ...]:
-    """Chained hashes of the beginnings of the prompt in a request; none where there is none."""
+    """Chained hashes of the beginnings of a request's prompt; none without a prompt."""
     text = _text(body)[: CHUNK_BYTES * MAX_CHUNKS]
     keys, before = list[bytes](), b""
     for start in range(0, len(text) - CHUNK_BYTES + 1, CHUNK_BYTES):
@@ -31,7 +31,7 @@ def prompt_keys(body: bytes) -> tuple[bytes, ...]:
 
 
 class PrefixMemory:
-    """What replicas were given; of what was not seen for long the oldest is forgotten."""
+    """The prompts that replicas were sent; the least recently seen are forgotten first."""
 
     def __init__(self, capacity: int = CAPACITY) -> None:
         self._capacity = capacity
@@ -41,7 +41,7 @@ class PrefixMemory:
         return len(self._knowers)
 
     def note(self, keys: Sequence[bytes], replica: Hashable) -> None:
-        """Remember that a replica was given a prompt with these beginnings."""
+        """Remember that a replica was sent a prompt with these beginnings."""
         for key in reversed(keys):  # so that longer beginnings are forgotten before shorter ones
             self._knowers.setdefault(key, set()).add(replica)
             self._knowers.move_to_end(key)
@@ -49,7 +49,7 @@ class PrefixMemory:
             self._knowers.popitem(last=False)
 
     def depth(self, keys: Sequence[bytes], replica: Hashable) -> int:
-        """Of how many chunks the longest beginning is that a replica was given."""
+        """The number of chunks in the longest beginning that a replica was sent."""
         count = 0
         for key in keys:
             if replica not in self._knowers.get(key, ()):
@@ -58,7 +58,7 @@ class PrefixMemory:
         return count
 
     def forget(self, replica: Hashable) -> None:
-        """A replica has ended, and its cache with it."""
+        """Forget a replica that has ended, and its cache with it."""
         for key in [key for key, knowers in self._knowers.items() if replica in knowers]:
             self._knowers[key].discard(replica)
             if not self._knowers[key]:
@@ -66,7 +66,7 @@ class PrefixMemory:
 
 
 def _text(body: bytes) -> bytes:
-    """The prompt as bytes: equal beginnings of prompts are equal beginnings of these."""
+    """The prompt as bytes: equal beginnings of prompts have equal beginnings of bytes."""
     try:
         asked = orjson.loads(body)
     except orjson.JSONDecodeError:
@@ -84,5 +84,5 @@ def _prompt(prompt: Any) -> bytes:
     if isinstance(prompt, list) and prompt:
         if all(isinstance(token, int) and abs(token) < 2**31 for token in prompt):
             return array("i", prompt).tobytes()
-        return _prompt(prompt[0])  # of several the first
+        return _prompt(prompt[0])  # the first of several
     return b""

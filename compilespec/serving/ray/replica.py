@@ -31,7 +31,7 @@ class Replica:
         self._name = str(serve.get_replica_context().replica_id.unique_id).encode()
 
     async def answer(self, request: Forwarded) -> AsyncGenerator[list[Message], None]:
-        """What the application answers, as it comes.  Cancelled, the request is aborted."""
+        """The messages of the application's answer.  If cancelled, the request is aborted."""
         answered = messages(self._app, request)
         try:
             async for batch in answered:
@@ -43,7 +43,7 @@ class Replica:
             await answered.aclose()
 
     def check_health(self) -> None:
-        """Asked by Ray, which replaces a replica where this raises."""
+        """Ray's health check; Ray replaces a replica that raises here."""
         health = self._service.thread.health()
         if health.state in ("failed", "closed"):
             raise RuntimeError(f"the engine is {health.state}: {health.failure}")

@@ -1,4 +1,4 @@
-"""Chooses the replica that knows most of a prompt; among equals, the one with the least to do."""
+"""Chooses the replica that knows most of a prompt; among equals, the least busy one."""
 
 from __future__ import annotations
 
@@ -15,10 +15,12 @@ logger = logging.getLogger("ray.serve")
 
 
 class PrefixRouter(RequestRouter):
-    """Every handle has one; it knows what went through this handle."""
+    """Every handle has its own router, which knows the requests of this handle."""
 
     def initialize_state(self, max_lead: int = 8) -> None:
-        """Args: max_lead: requests that a replica may have more than another and be preferred."""
+        """Args: max_lead: how many more requests a preferred replica may have than the least busy
+        one.
+        """
         self._max_lead, self._memory = max_lead, PrefixMemory()
 
     async def choose_replicas(
@@ -29,7 +31,7 @@ class PrefixRouter(RequestRouter):
         """Ranks of one replica each, the best first."""
         try:
             return [[one] for one in self._ranked(candidate_replicas, keys_of(pending_request))]
-        except Exception:  # Ray would keep the request waiting, and tell nobody
+        except Exception:  # Ray would let the request hang without an error
             logger.exception("replicas could not be ranked; any of them may serve")
             return [list(candidate_replicas)]
 
@@ -60,9 +62,9 @@ def rank(depths: Sequence[int], loads: Sequence[int], max_lead: int) -> list[int
     """Places of replicas, the best first; equals in any order.
 
     Args:
-        depths: how much of the prompt each knows.
+        depths: the number of chunks of the prompt that each knows.
         loads: requests that each has.
-        max_lead: who has so many more than the least busy one is not preferred for what it knows.
+        max_lead: a replica with that many more requests than the least busy one is not preferred.
     """
     least = min(loads, default=0)
 

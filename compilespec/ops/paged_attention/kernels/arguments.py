@@ -1,4 +1,4 @@
-"""What the kernels are given, by what belongs together."""
+"""The arguments of the kernels, grouped."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Heads(NamedTuple):
 
 
 class Cache(NamedTuple):
-    """Keys and values by block, and which blocks a state row has."""
+    """Keys and values by block, and the block table of each state row."""
 
     key: Any  # [blocks, block size, KV heads, H]
     value: Any
@@ -34,7 +34,7 @@ class Places(NamedTuple):
 
 
 class Path(NamedTuple):
-    """The keys and values of a call, and which of them each of its tokens sees instead of the
+    """The keys and values of a call, and the ones that each of its tokens sees instead of the
     cache's last ones.
     """
 
@@ -59,11 +59,11 @@ class Path(NamedTuple):
 
     @property
     def size(self) -> int:
-        """P; 0 where tokens have none."""
+        """P; 0 for tokens without paths."""
         return self.index.shape[2] if self.index.dim() == 3 else 0
 
 
-class Parts(NamedTuple):
+class SegmentResults(NamedTuple):
     """The results of a context's segments: weighted values, highest score, sum of weights."""
 
     value: Any

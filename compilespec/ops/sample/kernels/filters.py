@@ -22,7 +22,9 @@ DIGITS = tl.constexpr(2048)  # values of a digit
 
 
 class Search(NamedTuple):
-    """What the steps of a search leave for each other.  Steps are those of top_k, then of top_p."""
+    """The results that the steps of a search leave for each other.  Steps of top_k come first, then
+    those of top_p.
+    """
 
     tables: Any  # int64 [rows, steps, DIGITS], zeros to begin with
     found: Any  # [rows, steps], the bits that the steps before have found
@@ -135,8 +137,8 @@ def found_score(
 def narrowed(
     search, index, step, top_p, STEPS: tl.constexpr, KEY: tl.constexpr, BITS: tl.constexpr
 ):
-    """What a step has found: the largest digit from which on the scores weigh what is wanted, below
-    the digits of the steps before; and the weight that is wanted of the scores with this digit.
+    """The result of a step: the largest digit from which on the scores have the wanted weight,
+    below the digits of the steps before; and the weight still wanted of the scores with this digit.
     """
     place = index * (2 * STEPS) + step
     d = tl.arange(0, DIGITS)

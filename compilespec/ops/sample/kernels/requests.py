@@ -46,7 +46,7 @@ class Requests(NamedTuple):
 
 @triton.jit
 def is_plain(reals_ptr, words_ptr):
-    """Whether a request takes the argmax of the unprocessed logits."""
+    """True where a request takes the argmax of the unprocessed logits."""
     changes = tl.load(words_ptr + FLAGS) | tl.load(words_ptr + MIN_NEW)
     return (tl.load(reals_ptr + TEMPERATURE) < MIN_TEMPERATURE) & (changes == 0)
 

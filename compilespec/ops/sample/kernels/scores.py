@@ -48,7 +48,7 @@ class Window(NamedTuple):
     logits_s: Any
 
 
-class Row(NamedTuple):
+class WindowRow(NamedTuple):
     """One row of a window: the same pointers, at its request."""
 
     logits: Any
@@ -71,7 +71,7 @@ def row_of(requests, window, index):
     row = tl.load(requests.row + b)
     drawn_ptr = requests.drawn + b * window.num_tokens
     drawn = tl.load(drawn_ptr + s)
-    return Row(
+    return WindowRow(
         window.logits + b.to(tl.int64) * window.logits_b + s * window.logits_s,
         requests.reals + row * NUM_REALS,
         requests.words + row * NUM_WORDS,

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from compilespec.reference_ops.modes import SpecMode
-from compilespec.reference_ops.sampling import sampling_rows
+from tests.oracles.trtllm.sampling import sampling_rows
 
 
 @dataclass(kw_only=True)

@@ -1,4 +1,4 @@
-"""The buffers that hold the matrices of adapters, a slot each."""
+"""The buffers that hold the matrices of adapters, one place for each adapter."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ def product_sizes(
 
 
 def write_adapter(
-    buffers: Mapping[str, Tensor], shape: AdapterShape, slot: int, modules: Mapping[str, LowRank]
+    buffers: Mapping[str, Tensor], shape: AdapterShape, place: int, modules: Mapping[str, LowRank]
 ) -> None:
-    """Write A and B^T into the rows of a slot; zeros where there is nothing.
+    """Write A and B^T into the rows of a place; zeros where there is nothing.
 
-    Addresses stay, so that captured graphs find them.  On CUDA the copies take their place on the
-    stream, behind the steps that were launched.
+    Addresses stay, so that captured graphs find them.  On CUDA the copies run on the stream behind
+    the steps that were launched.
     """
-    first, end = slot * shape.rank, (slot + 1) * shape.rank
+    first, end = place * shape.rank, (place + 1) * shape.rank
     with torch.no_grad():
         for path in shape.modules:
             down = buffers[f"adapter.{path}.down"][first:end]

@@ -13,8 +13,8 @@ import torch
 
 from compilespec.cli import main
 from compilespec.methods.registry import METHODS, get_method
-from compilespec.reference_ops import MTPMetadata, SpecMetadata
 from compilespec.reference_ops.modes import NATIVE_BACKEND, PREDICATES, SpecMode, truth_table
+from tests.oracles.trtllm import MTPMetadata, SpecMetadata
 
 NAMES = (
     "MTP", "MTP_EAGLE", "MTP_EAGLE_ONE_MODEL", "EAGLE3", "EAGLE3_ONE_MODEL", "NGRAM",

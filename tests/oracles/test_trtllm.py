@@ -9,8 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from compilespec import reference_ops as ops
 from compilespec.errors import InvalidOption
+from tests.oracles import trtllm as ops
 
 PAD = -1
 
