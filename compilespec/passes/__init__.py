@@ -1,11 +1,10 @@
 """Stage "rewrite": turns captured graphs into steps, by passes that can be listed and tested alone.
 
-    rewrite.py    the stage: start a graph, splice, retrace to ATen, rewrite
-    order.py      the passes in the order in which they run
+    order.py      the passes in the order in which they run; `rewrite_phase` runs them
     runner.py     applies a list of passes: counts, times, checks
     context.py    what passes read and declare; one record a graph
     contracts.py  what holds after a pass and all later ones
-    graph/        nodes by role, fragments, storage, fake inputs
+    graph/        nodes by role, fragments, the retrace, storage, fake inputs
     splice/       passes on torch IR: tensor code written between the nodes of the target
     aten/         passes on ATen, after the retrace
     proofs/       integer ranges: every index is inside its tensor

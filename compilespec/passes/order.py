@@ -1,8 +1,10 @@
-"""Stage "rewrite": the pipeline of passes, in order, and what each must match."""
+"""Stage "rewrite": the passes in order, what each must match, and the steps that they make."""
 
 from __future__ import annotations
 
 import dataclasses
+
+from torch import fx
 
 from compilespec.passes import contracts, references
 from compilespec.passes.aten.bound_positions import bound_positions
@@ -13,6 +15,8 @@ from compilespec.passes.aten.merge_projections import merge_projections
 from compilespec.passes.aten.prepack_linears import prepack_linears
 from compilespec.passes.aten.read_long_rows import read_long_rows
 from compilespec.passes.context import PassContext
+from compilespec.passes.graph.nodes import output_node
+from compilespec.passes.graph.retrace import start_replay, start_step, to_aten
 from compilespec.passes.runner import Pass, check_order, run_passes
 from compilespec.passes.splice.absorb_latents import absorb_latents
 from compilespec.passes.splice.add_adapters import add_adapters, num_adapted
@@ -40,6 +44,8 @@ from compilespec.passes.splice.splice_draft_loop import num_drafter_passes, spli
 from compilespec.passes.splice.tap_hidden_states import tap_hidden_states
 from compilespec.passes.splice.trees import verifies_tree
 from compilespec.passes.splice.trim_draft_head import num_proposals, trim_draft_head
+from compilespec.program import PhaseGraph, StepGraph
+from compilespec.tracing.structure import num_decoder_layers
 
 _DRAFT_LOOP = Pass(
     run=splice_draft_loop,
@@ -284,4 +290,59 @@ check_order(SPLICE_PASSES)
 check_order(REPLAY_PASSES)
 check_order(ATEN_PASSES)
 
-__all__ = ["ATEN_PASSES", "REPLAY_PASSES", "SPLICE_PASSES", "Pass", "PassContext", "run_passes"]
+
+def rewrite_phase(
+    ctx: PassContext, *, keep_graphs: bool = False, disabled: frozenset[str] = frozenset()
+) -> PhaseGraph:
+    """Splice one step; rewriting it on ATen is deferred until that graph is needed.
+    Raises: PassError.
+    """
+    is_replay = ctx.key.kind == "replay"
+    gm = start_replay() if is_replay else start_step(ctx)
+    passes = REPLAY_PASSES if is_replay else SPLICE_PASSES
+    records = run_passes(gm, ctx, passes, level="torch", keep_graphs=keep_graphs, disabled=disabled)
+
+    def finish() -> StepGraph:
+        return finish_phase(gm, ctx, keep_graphs=keep_graphs, disabled=disabled)
+
+    return PhaseGraph(
+        key=ctx.key,
+        spliced=gm,
+        splice_records=tuple(records),
+        finish=finish,
+        context=ctx,
+        num_layers=num_decoder_layers(ctx.target.graph_module.graph),
+    )
+
+
+def finish_phase(
+    gm: fx.GraphModule,
+    ctx: PassContext,
+    *,
+    keep_graphs: bool = False,
+    disabled: frozenset[str] = frozenset(),
+) -> StepGraph:
+    """The spliced step as an ATen graph, rewritten.  Raises: PassError."""
+    aten, record = to_aten(gm, ctx, keep_graphs=keep_graphs)
+    records = run_passes(
+        aten, ctx, ATEN_PASSES, level="aten", keep_graphs=keep_graphs, disabled=disabled
+    )
+    placeholders = [node for node in aten.graph.nodes if node.op == "placeholder"]
+    return StepGraph(
+        graph_module=aten,
+        inputs=tuple(ctx.inputs[node.meta["role"]] for node in placeholders),
+        outputs=tuple(output_node(aten).meta["names"]),
+        fakes=tuple(node.meta["val"] for node in placeholders),
+        records=(record, *records),
+    )
+
+
+__all__ = [
+    "ATEN_PASSES",
+    "REPLAY_PASSES",
+    "SPLICE_PASSES",
+    "Pass",
+    "PassContext",
+    "rewrite_phase",
+    "run_passes",
+]

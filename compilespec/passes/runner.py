@@ -14,6 +14,7 @@ from torch import fx
 from compilespec.errors import PassError
 from compilespec.passes.context import PassContext
 from compilespec.passes.contracts import EVERYWHERE, Contract, broken, misdescribed, written_buffers
+from compilespec.passes.graph.nodes import snapshot, stamp
 from compilespec.passes.references import Reference
 from compilespec.passes.splice.builder import Splice
 from compilespec.program import PassRecord, module_path
@@ -127,15 +128,6 @@ def _run(
     )
 
 
-def snapshot(graph: fx.Graph) -> fx.Graph:
-    """A copy of the graph with its nodes' metadata: cheap (no module, no tensors)."""
-    copy = fx.Graph()
-    result = copy.graph_copy(graph, {})
-    output = copy.output(result)
-    output.meta = dict(next(iter(reversed(graph.nodes))).meta)
-    return copy
-
-
 def check_contracts(
     gm: fx.GraphModule,
     ctx: PassContext,
@@ -198,14 +190,6 @@ def _source_line(node: fx.Node) -> str:
     """The innermost line of the model's code, `file.py:12`."""
     frames = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
     return f"{frames[-1][0].rsplit('/', 1)[-1]}:{frames[-1][1]}" if frames else ""
-
-
-def stamp(graph: fx.Graph, name: str) -> None:
-    """Record this pass as the author of nodes that have none."""
-    for node in graph.nodes:
-        custom = node.meta.get("custom") or {}
-        if "pass" not in custom:
-            node.meta["custom"] = {**custom, "pass": name}
 
 
 def _lint(gm: fx.GraphModule, entry: Pass) -> None:

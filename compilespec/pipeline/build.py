@@ -14,7 +14,7 @@ from compilespec.methods.base import Drafter, Method
 from compilespec.methods.capabilities import Capabilities
 from compilespec.methods.find import find_draft
 from compilespec.passes.context import PassContext
-from compilespec.passes.rewrite import rewrite_phase
+from compilespec.passes.order import rewrite_phase
 from compilespec.passes.splice.absorb_latents import absorb_calls, describe_latents
 from compilespec.passes.splice.acceptance.registry import is_lossless
 from compilespec.passes.splice.draft_loops import LOOPS

@@ -26,12 +26,16 @@ from compilespec.inspect.verify import make_cases, verify
 from compilespec.inspect.verify_report import VerifyReport
 from compilespec.methods.eagle3 import random_head
 from compilespec.methods.registry import get_method
-from compilespec.passes import rewrite, runner
+from compilespec.passes import order, runner
 from compilespec.passes.context import PassContext
-from compilespec.passes.graph.nodes import find_role, get_outputs, output_node, set_outputs
-from compilespec.passes.order import ATEN_PASSES, SPLICE_PASSES
-from compilespec.passes.rewrite import rewrite_phase
-from compilespec.passes.runner import snapshot
+from compilespec.passes.graph.nodes import (
+    find_role,
+    get_outputs,
+    output_node,
+    set_outputs,
+    snapshot,
+)
+from compilespec.passes.order import ATEN_PASSES, SPLICE_PASSES, rewrite_phase
 from compilespec.passes.splice.acceptance.options import resolve_acceptance
 from compilespec.passes.splice.add_adapters import adapted
 from compilespec.passes.splice.builder import Splice
@@ -174,7 +178,7 @@ def build(
 def plant(patch: pytest.MonkeyPatch, fault: Fault) -> None:
     """The pass does its work, then one thing wrong."""
     if fault.pass_name == "to_aten":
-        patch.setattr(rewrite, "to_aten", _wrong_retrace(fault.edit, rewrite.to_aten))
+        patch.setattr(order, "to_aten", _wrong_retrace(fault.edit, order.to_aten))
         return
     for name, passes in (("SPLICE_PASSES", SPLICE_PASSES), ("ATEN_PASSES", ATEN_PASSES)):
         entries = [
@@ -183,7 +187,7 @@ def plant(patch: pytest.MonkeyPatch, fault: Fault) -> None:
             else entry
             for entry in passes
         ]
-        patch.setattr(rewrite, name, tuple(entries))
+        patch.setattr(order, name, tuple(entries))
 
 
 def _wrong_pass(edit: Edit, run: Any) -> Any:

@@ -18,10 +18,10 @@ from compilespec.inspect.node_costs import C
 from compilespec.inspect.stages import context_of
 from compilespec.inspect.verify import verify
 from compilespec.methods import mtp
+from compilespec.passes.order import rewrite_phase
 from compilespec.passes.proofs.claims import find_claims
 from compilespec.passes.proofs.ranges import Ranges
 from compilespec.passes.proofs.sizes import B, R, Sizes
-from compilespec.passes.rewrite import rewrite_phase
 from compilespec.passes.splice.builder import Splice
 from compilespec.program import ByStep, SpecProgram, StepKey
 from tests.support.drafters import traced_info

@@ -18,9 +18,9 @@ from compilespec.inspect.cost import estimate
 from compilespec.inspect.stages import context_of
 from compilespec.inspect.verify import GREEDY, verify
 from compilespec.methods.eagle3 import random_head
-from compilespec.passes import rewrite
+from compilespec.passes import order
 from compilespec.passes.graph.nodes import find_role, output_node
-from compilespec.passes.rewrite import rewrite_phase
+from compilespec.passes.order import rewrite_phase
 from compilespec.passes.splice.builder import Splice
 from compilespec.passes.splice.draft_loops import kept_inputs
 from compilespec.program import ByStep, SpecProgram, StepKey
@@ -114,9 +114,9 @@ def wrong_drafts(patch: pytest.MonkeyPatch) -> None:
         dataclasses.replace(entry, run=wrong(entry.run))
         if entry.name == "splice_draft_loop"
         else entry
-        for entry in rewrite.SPLICE_PASSES
+        for entry in order.SPLICE_PASSES
     ]
-    patch.setattr(rewrite, "SPLICE_PASSES", tuple(entries))
+    patch.setattr(order, "SPLICE_PASSES", tuple(entries))
 
 
 def wrong_place_kept(patch: pytest.MonkeyPatch) -> None:

@@ -7,9 +7,9 @@ import torch
 from torch import fx
 
 from compilespec.methods.eagle3 import random_head
+from compilespec.passes.graph.nodes import snapshot
+from compilespec.passes.graph.retrace import start_step, to_aten
 from compilespec.passes.order import ATEN_PASSES, SPLICE_PASSES, run_passes
-from compilespec.passes.rewrite import start_step, to_aten
-from compilespec.passes.runner import snapshot
 from compilespec.tracing.load import load_target
 from compilespec.tracing.target import trace_target
 from compilespec.tracing.target_info import describe_target

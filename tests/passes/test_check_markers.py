@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from compilespec.errors import PassError
+from compilespec.passes.graph.retrace import start_step
 from compilespec.passes.order import SPLICE_PASSES, run_passes
-from compilespec.passes.rewrite import start_step
 from compilespec.passes.splice.builder import Splice
 from compilespec.passes.splice.check_markers import check_markers
 from compilespec.program import marker_kind

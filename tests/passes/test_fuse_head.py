@@ -16,8 +16,7 @@ import compilespec
 from compilespec.methods.eagle3 import random_head
 from compilespec.methods.registry import get_method
 from compilespec.passes.aten.fuse_head_argmax import fuse_head_argmax, pays
-from compilespec.passes.order import PassContext
-from compilespec.passes.rewrite import rewrite_phase
+from compilespec.passes.order import PassContext, rewrite_phase
 from compilespec.passes.splice.builder import Splice
 from compilespec.program import ByStep, SpecProgram
 from compilespec.tracing.target import trace_target

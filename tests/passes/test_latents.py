@@ -16,8 +16,8 @@ from compilespec.inspect.call_pairs import call_pairs
 from compilespec.inspect.compare import compare
 from compilespec.methods.registry import get_method
 from compilespec.passes.context import PassContext
+from compilespec.passes.graph.retrace import start_step
 from compilespec.passes.references.fragments import run_fragment
-from compilespec.passes.rewrite import start_step
 from compilespec.passes.splice.absorb_latents import absorb_calls, absorb_latents, describe_latents
 from compilespec.passes.splice.builder import Splice
 from compilespec.passes.splice.expansion import Expansion

@@ -13,8 +13,8 @@ from torch import Tensor, fx, nn
 from compilespec.errors import NotSupported, PassError
 from compilespec.methods.registry import get_method
 from compilespec.passes.graph.nodes import find_role
+from compilespec.passes.graph.retrace import start_step
 from compilespec.passes.order import ATEN_PASSES, SPLICE_PASSES, PassContext, run_passes
-from compilespec.passes.rewrite import start_step
 from compilespec.passes.runner import Pass
 from compilespec.passes.splice.builder import Splice
 from compilespec.passes.splice.recurrent_state import StatePlaces, keep_states

@@ -8,8 +8,8 @@ import pytest
 
 from compilespec.errors import PassError
 from compilespec.methods.registry import get_method
+from compilespec.passes.graph.retrace import start_step
 from compilespec.passes.order import SPLICE_PASSES, run_passes
-from compilespec.passes.rewrite import start_step
 from compilespec.passes.splice.builder import Splice
 from compilespec.passes.splice.splice_draft_loop import splice_draft_loop
 from tests.support.steps import CONFIG, NUM_DRAFT_TOKENS, context, started

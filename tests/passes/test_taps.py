@@ -12,8 +12,8 @@ from compilespec.errors import PassError
 from compilespec.methods.eagle3 import random_head
 from compilespec.methods.registry import get_method
 from compilespec.passes.graph.nodes import find_role, set_outputs
+from compilespec.passes.graph.retrace import start_step
 from compilespec.passes.order import SPLICE_PASSES, PassContext, run_passes
-from compilespec.passes.rewrite import start_step
 from compilespec.passes.splice.builder import Splice
 from compilespec.passes.splice.tap_hidden_states import tap_hidden_states
 from compilespec.program import ProgramConfig

@@ -10,7 +10,7 @@ from torch import fx
 
 from compilespec import _torch_compat
 from compilespec.passes.contracts import form
-from compilespec.passes.rewrite import to_aten
+from compilespec.passes.graph.retrace import to_aten
 from tests.support.steps import assert_same, random_inputs, run, started, targets
 
 

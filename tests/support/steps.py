@@ -11,8 +11,8 @@ from torch import Tensor, fx, nn
 
 from compilespec.methods.registry import get_method
 from compilespec.ops.packed_linear import pack_weight
+from compilespec.passes.graph.retrace import start_step
 from compilespec.passes.order import SPLICE_PASSES, Pass, PassContext, run_passes
-from compilespec.passes.rewrite import start_step
 from compilespec.program import PassRecord, Phase, ProgramConfig
 from tests.support.hand_graphs import emit, graph_of
 from tests.support.models import VOCAB

@@ -107,3 +107,23 @@ def add_weight(gm: fx.GraphModule, ctx: PassContext, name: str, tensor: Tensor) 
             break
     ctx.weights.setdefault(name, tensor)
     return add_input(gm, ctx, InputSpec(name=name, kind="weight", sources=(name,)))
+
+
+# --- whole graphs ---
+
+
+def snapshot(graph: fx.Graph) -> fx.Graph:
+    """A copy of the graph with its nodes' metadata: cheap (no module, no tensors)."""
+    copy = fx.Graph()
+    result = copy.graph_copy(graph, {})
+    output = copy.output(result)
+    output.meta = dict(next(iter(reversed(graph.nodes))).meta)
+    return copy
+
+
+def stamp(graph: fx.Graph, name: str) -> None:
+    """Record this pass as the author of nodes that have none."""
+    for node in graph.nodes:
+        custom = node.meta.get("custom") or {}
+        if "pass" not in custom:
+            node.meta["custom"] = {**custom, "pass": name}

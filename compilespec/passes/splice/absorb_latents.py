@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, fx
 
 import compilespec.ops.head_linear  # noqa: F401  (registers the operator)
-from compilespec.passes.graph.nodes import copy_origin
-from compilespec.passes.runner import snapshot
+from compilespec.passes.graph.nodes import copy_origin, snapshot
 from compilespec.passes.splice.add_adapters import may_be_adapted
 from compilespec.passes.splice.builder import Splice, Writer, node_of
 from compilespec.passes.splice.expansion import Expansion

@@ -1,4 +1,4 @@
-"""Turns captured graphs into step graphs: start, splice, retrace to ATen, rewrite."""
+"""Where step graphs begin, and their one retrace to ATen."""
 
 from __future__ import annotations
 
@@ -14,57 +14,14 @@ from compilespec.passes.context import PassContext
 from compilespec.passes.contracts import ARGUMENTS
 from compilespec.passes.graph.fakes import fake_inputs
 from compilespec.passes.graph.fragments import copy_fragment
-from compilespec.passes.graph.nodes import get_outputs, output_node, set_outputs
-from compilespec.passes.order import ATEN_PASSES, REPLAY_PASSES, SPLICE_PASSES
-from compilespec.passes.runner import run_passes, snapshot, stamp
-from compilespec.program import InputSpec, PassRecord, PhaseGraph, StepGraph
-from compilespec.tracing.structure import num_decoder_layers
-
-
-def rewrite_phase(
-    ctx: PassContext, *, keep_graphs: bool = False, disabled: frozenset[str] = frozenset()
-) -> PhaseGraph:
-    """Splice one step; rewriting it on ATen is deferred until that graph is needed.
-    Raises: PassError.
-    """
-    is_replay = ctx.key.kind == "replay"
-    gm = start_replay() if is_replay else start_step(ctx)
-    passes = REPLAY_PASSES if is_replay else SPLICE_PASSES
-    records = run_passes(gm, ctx, passes, level="torch", keep_graphs=keep_graphs, disabled=disabled)
-
-    def finish() -> StepGraph:
-        return finish_phase(gm, ctx, keep_graphs=keep_graphs, disabled=disabled)
-
-    return PhaseGraph(
-        key=ctx.key,
-        spliced=gm,
-        splice_records=tuple(records),
-        finish=finish,
-        context=ctx,
-        num_layers=num_decoder_layers(ctx.target.graph_module.graph),
-    )
-
-
-def finish_phase(
-    gm: fx.GraphModule,
-    ctx: PassContext,
-    *,
-    keep_graphs: bool = False,
-    disabled: frozenset[str] = frozenset(),
-) -> StepGraph:
-    """The spliced step as an ATen graph, rewritten.  Raises: PassError."""
-    aten, record = to_aten(gm, ctx, keep_graphs=keep_graphs)
-    records = run_passes(
-        aten, ctx, ATEN_PASSES, level="aten", keep_graphs=keep_graphs, disabled=disabled
-    )
-    placeholders = [node for node in aten.graph.nodes if node.op == "placeholder"]
-    return StepGraph(
-        graph_module=aten,
-        inputs=tuple(ctx.inputs[node.meta["role"]] for node in placeholders),
-        outputs=tuple(output_node(aten).meta["names"]),
-        fakes=tuple(node.meta["val"] for node in placeholders),
-        records=(record, *records),
-    )
+from compilespec.passes.graph.nodes import (
+    get_outputs,
+    output_node,
+    set_outputs,
+    snapshot,
+    stamp,
+)
+from compilespec.program import InputSpec, PassRecord
 
 
 def start_step(ctx: PassContext) -> fx.GraphModule:
