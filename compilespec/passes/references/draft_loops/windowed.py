@@ -45,13 +45,9 @@ def _window(draft: Drafts, roles: Mapping[str, Tensor]) -> list[Tensor]:
         rows = [[row] * num_rows for row in draft.state_rows()]
         tokens = place_tokens(draft.config, draft.case.inputs, rows, positions)
         head, recycled = draft.call(
-            f"forward.{step}",
-            tokens,
-            owner=f"draft.{step}",
-            input_ids=following,
-            position_ids=tokens.position,
-            hidden=hidden,
-        )
+            f"forward.{step}", tokens, owner=f"draft.{step}", input_ids=following,
+            position_ids=tokens.position, hidden=hidden,
+        )  # fmt: skip
         drafts += draft.call(f"propose.{step}", head_input=head[:, -1])
         following = torch.cat([following, draft.ids(drafts[-1])], 1)
         if draft.ctx.chain == "target_rows":
@@ -76,13 +72,9 @@ def _packed(draft: Drafts, roles: Mapping[str, Tensor]) -> list[Tensor]:
     for step in range(count):
         tokens = draft.placed.tokens
         head, recycled = draft.call(
-            f"forward.{step}",
-            tokens,
-            owner=f"draft.{step}",
-            input_ids=following,
-            position_ids=tokens.position,
-            hidden=hidden,
-        )
+            f"forward.{step}", tokens, owner=f"draft.{step}", input_ids=following,
+            position_ids=tokens.position, hidden=hidden,
+        )  # fmt: skip
         drafts += draft.call(
             f"propose.{step}", head_input=torch.stack([head[0, end] for end in last])
         )
