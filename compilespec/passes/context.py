@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from compilespec.methods.capabilities import Capabilities, Chain
-from compilespec.passes.acceptance.rule import STRICT, Acceptance
-from compilespec.passes.expansion import Expansion
-from compilespec.passes.logits_processor import LogitsProcessor
-from compilespec.passes.sharding.plan import Sharding
+from compilespec.passes.splice.acceptance.rule import STRICT, Acceptance
+from compilespec.passes.splice.expansion import Expansion
+from compilespec.passes.splice.logits_processor import LogitsProcessor
+from compilespec.passes.splice.sharding.plan import Sharding
 from compilespec.program import (
     BufferSpec,
     InputSpec,

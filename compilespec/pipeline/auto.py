@@ -22,8 +22,8 @@ from compilespec.inspect.devices import Device, find_device
 from compilespec.lowering import lower
 from compilespec.methods.base import Method
 from compilespec.methods.registry import METHODS
-from compilespec.passes.draft_loops import LOOPS
-from compilespec.passes.sizes import Expr, K
+from compilespec.passes.proofs.sizes import Expr, K
+from compilespec.passes.splice.draft_loops import LOOPS
 from compilespec.pipeline.options import AUTO, CompileOptions
 from compilespec.program import PHASES, ByStep, SpecProgram
 from compilespec.runtime.engine import Engine

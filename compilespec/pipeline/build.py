@@ -13,13 +13,13 @@ from compilespec.errors import InvalidOption
 from compilespec.methods.base import Drafter, Method
 from compilespec.methods.capabilities import Capabilities
 from compilespec.methods.find import find_draft
-from compilespec.passes.absorb_latents import absorb_calls, describe_latents
-from compilespec.passes.acceptance.registry import is_lossless
 from compilespec.passes.context import PassContext
-from compilespec.passes.draft_loops import LOOPS
-from compilespec.passes.draft_loops.kept_inputs import READ_BY_REPLAY
-from compilespec.passes.output_head_input import HeadFunction
-from compilespec.passes.rewrite import rewrite_phase
+from compilespec.passes.order import rewrite_phase
+from compilespec.passes.splice.absorb_latents import absorb_calls, describe_latents
+from compilespec.passes.splice.acceptance.registry import is_lossless
+from compilespec.passes.splice.draft_loops import LOOPS
+from compilespec.passes.splice.draft_loops.kept_inputs import READ_BY_REPLAY
+from compilespec.passes.splice.output_head_input import HeadFunction
 from compilespec.pipeline.adapters import adapter_shape, describe_adapters
 from compilespec.pipeline.draft_counts import resolve_draft_counts
 from compilespec.pipeline.draft_vocab import DraftVocabulary, choose_draft_ids

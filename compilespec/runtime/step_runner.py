@@ -14,7 +14,7 @@ from compilespec.cudagraphs.dispatcher import Dispatcher, capture_all
 from compilespec.cudagraphs.modes import GraphOptions
 from compilespec.cudagraphs.recorder import make_recorder
 from compilespec.ops.thread_pool import use_thread_pool
-from compilespec.passes.evidence import Evidence
+from compilespec.passes.splice.evidence import Evidence
 from compilespec.program import PAD, ByStep, Lowered, LoweredPhase, ProgramConfig, StepKey
 from compilespec.progress import Reporter
 from compilespec.runtime.adapter_places import product_sizes, write_adapter

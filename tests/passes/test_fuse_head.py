@@ -15,9 +15,9 @@ from torch import Tensor, nn
 import compilespec
 from compilespec.methods.eagle3 import random_head
 from compilespec.methods.registry import get_method
-from compilespec.passes.fuse_head_argmax import fuse_head_argmax, pays
-from compilespec.passes.order import PassContext
-from compilespec.passes.rewrite import rewrite_phase
+from compilespec.passes.aten.fuse_head_argmax import fuse_head_argmax, pays
+from compilespec.passes.order import PassContext, rewrite_phase
+from compilespec.passes.splice.builder import Splice
 from compilespec.program import ByStep, SpecProgram
 from compilespec.tracing.target import trace_target
 from tests.support.hand_graphs import HAND_CONFIG, call, code, graph_of
@@ -71,7 +71,7 @@ def best_logit_too(x: Tensor, w: Tensor) -> Any:
 def test_a_head_whose_argmax_alone_is_wanted_is_fused(function, bias):
     gm, ctx, inputs = head_graph(function, bias=bias)
     want = call(gm, *inputs)
-    assert fuse_head_argmax(gm, ctx) == 1
+    assert fuse_head_argmax(Splice(gm, ctx)) == 1
     got = call(gm, *inputs)
     torch.testing.assert_close(got, want, rtol=0, atol=0)
     targets = [node.target for node in gm.graph.nodes]
@@ -132,7 +132,7 @@ OTHERS = (read_twice, other_logits_gathered, kept_dimension, over_tokens, over_e
 def test_other_heads_are_left_alone(function):
     gm, ctx, _ = head_graph(function)
     before = code(gm)
-    assert fuse_head_argmax(gm, ctx) == 0
+    assert fuse_head_argmax(Splice(gm, ctx)) == 0
     assert code(gm) == before
 
 
@@ -141,7 +141,7 @@ def test_it_is_off_where_nobody_asks(fuse):
     """Without a switch, on the CPU."""
     gm, ctx, _ = head_graph(plain, fuse=fuse)
     before = code(gm)
-    assert fuse_head_argmax(gm, ctx) == 0
+    assert fuse_head_argmax(Splice(gm, ctx)) == 0
     assert code(gm) == before
 
 
@@ -174,7 +174,7 @@ def test_on_a_gpu_sizes_decide_at_the_largest_batch(monkeypatch, fuse, limit, fu
     gm, ctx, _ = head_graph(plain, fuse=fuse, dtype=BF16)
     ctx.weights = {name: weight.to("meta") for name, weight in ctx.weights.items()}
     ctx.on_gpu = True
-    assert fuse_head_argmax(gm, ctx) == (fused if fuse is None else 0)
+    assert fuse_head_argmax(Splice(gm, ctx)) == (fused if fuse is None else 0)
 
 
 @pytest.mark.parametrize(("max_batch_size", "fused"), [(42, 3), (43, 2), (129, 0)])
