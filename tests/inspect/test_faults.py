@@ -48,6 +48,7 @@ from compilespec.program import (
     ByStep,
     Phase,
     ProgramConfig,
+    RequestFeatures,
     SpecProgram,
     TreeShape,
     markers,
@@ -129,10 +130,10 @@ def halved(logits_BSV: Tensor) -> Tensor:
 # What a pass needs to run at all.
 NEEDS: dict[str, dict[str, Any]] = {
     "process_logits": {"logits_processor": LogitsProcessor(halved)},
-    "output_head_input": {"prompt_logprobs": True},
+    "output_head_input": {"features": RequestFeatures(prompt_logprobs=True)},
     "trim_draft_head": {"draft_ids": torch.arange(0, VOCAB, 3)},
     "absorb_latents": {"family": "deepseek_v3"},
-    "read_embeds": {"prompt_embeds": True},
+    "read_embeds": {"features": RequestFeatures(prompt_embeds=True)},
     "read_rope_offsets": {"family": "qwen2_5_vl"},
     "read_long_rope": {"family": LONG_ROPE},
     "tokens that see later ones": {"sees_ahead": True},
@@ -154,14 +155,15 @@ NEEDS: dict[str, dict[str, Any]] = {
 
 def build(
     phase: Phase, *, keep_graphs: bool = True, family: str = "mistral",
-    tree: TreeShape | None = None, most: int | None = None,
-    adapters: AdapterShape | None = None, **needs: Any,
+    most: int | None = None, **needs: Any,
 ) -> SpecProgram:  # fmt: skip
     """One phase, spliced; the retrace and what follows run when they are asked for.  Mistral has
     a window.  `most`: the largest of several K.
     """
     target, draft = parts(family)
-    config = dataclasses.replace(CONFIG, tree=tree, max_draft_tokens=most, adapters=adapters)
+    sizes = {field.name for field in dataclasses.fields(ProgramConfig)} & needs.keys()
+    of_config = {name: needs.pop(name) for name in sizes}
+    config = dataclasses.replace(CONFIG, max_draft_tokens=most, **of_config)
     capabilities = get_method("eagle3").capabilities
     capabilities = dataclasses.replace(capabilities, outputs_hidden_states=True)  # every pass runs
     ctx = PassContext(
