@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from compilespec.inspect.bisect import bisect
     from compilespec.inspect.verify import verify
     from compilespec.methods.draft_tree import DraftTree
-    from compilespec.passes.acceptance.rule import acceptance_rule
+    from compilespec.passes.splice.acceptance.rule import acceptance_rule
     from compilespec.pipeline.entry import compile, trace
     from compilespec.progress import Progress
     from compilespec.quantization import Quantize, save_quantized
@@ -37,7 +37,7 @@ _LAZY = {
     "EmbedsPrompt": ("compilespec.runtime.embeds_prompt", "EmbedsPrompt"),
     "Engine": ("compilespec.runtime.engine", "Engine"),
     "SamplingParams": ("compilespec.runtime.sampling_params", "SamplingParams"),
-    "acceptance_rule": ("compilespec.passes.acceptance.rule", "acceptance_rule"),
+    "acceptance_rule": ("compilespec.passes.splice.acceptance.rule", "acceptance_rule"),
     "compile": ("compilespec.pipeline.entry", "compile"),
     "trace": ("compilespec.pipeline.entry", "trace"),
     "verify": ("compilespec.inspect.verify", "verify"),

@@ -2,7 +2,35 @@
 
     trace -> Traced -> rewrite -> SpecProgram -> lower -> Lowered -> run
 
-The legend of the dimension suffixes is in ARCHITECTURE.md.
+A suffix gives a tensor's dimensions: `tokens_RS` is [R, S].  Its letters:
+
+    1  a dimension of size 1; other digits are sizes, too
+    A  positions of a text that a drafter is trained at
+    B  requests of a call
+    C  nodes of a tree that were considered; channels of a convolution; columns of a kernel's tile
+    D  hidden size
+    E  hidden sizes of several layers, concatenated
+    F  nodes of one depth of a tree; floats of a row of sampling parameters
+    G  segments of the keys in a kernel; requests that generate, in `reference_ops`
+    H  head dim; heads of a recurrence
+    I  rows of a tree with children; integers of a row of sampling parameters
+    J  keys of one call or row
+    K  drafts; inputs of a product
+    L  positions up to the maximum length
+    M  cache blocks of a row, masked rows of a drafter, texts of a look-up; rows of a kernel's tile
+    N  heads, nodes of a tree, outputs of a product: things in a list
+    O  outputs of a head's product, where N are heads
+    P  rows of a path through a tree; positions that a ring keeps
+    Q  queries of one state row
+    R  state rows, one spare included, in names of buffers; requests of a prefill call elsewhere
+    S  rows of a verify step: K + 1, or the nodes of a tree and its root
+    T  tokens of a call, packed
+    V  vocabulary; value dim of a recurrence
+    W  rows of a drafter's window or block; words of a bit mask; what is kept of a row
+    d  the depth of a level
+
+-1 is padding everywhere: a padded request (`row_B`) reads and writes the spare state row, and a
+slot of -1 is not written.
 """
 
 from __future__ import annotations
@@ -204,6 +232,16 @@ class ProgramConfig:
     def num_row_tokens(self) -> int:
         """The length of a token row: S of the largest K."""
         return max(self.num_verify_tokens, 1 + (self.max_draft_tokens or 0))
+
+    @property
+    def num_rows(self) -> int:
+        """R of state buffers: a row for each request, and the spare one."""
+        return self.max_batch_size + 1
+
+    @property
+    def spare_row(self) -> int:
+        """The last state row, which padded requests read and write."""
+        return self.max_batch_size
 
     @property
     def blocks_per_row(self) -> int:

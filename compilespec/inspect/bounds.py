@@ -13,9 +13,9 @@ import sympy
 import torch
 
 from compilespec.inspect.stages import context_of
-from compilespec.passes.claims import Claim, find_claims, operand_at, unguarded
-from compilespec.passes.ranges import Ranges
-from compilespec.passes.sizes import NUM_TABLE_BLOCKS, Range, Sizes
+from compilespec.passes.proofs.claims import Claim, find_claims, operand_at, unguarded
+from compilespec.passes.proofs.ranges import Ranges
+from compilespec.passes.proofs.sizes import NUM_TABLE_BLOCKS, Range, Sizes
 from compilespec.program import PhaseGraph, SpecProgram, StepKey
 
 Status = Literal["proved", "guarded", "open"]
@@ -108,10 +108,10 @@ class BoundsReport:
 
 
 def prove(program: SpecProgram) -> BoundsReport:
-    """Check every claim about the final ATen graphs of a program (`passes/claims.py`).
+    """Check every claim about the final ATen graphs of a program (`passes/proofs/claims.py`).
 
-    What the graphs' inputs may hold is `passes.ranges.CONTRACT`.  A claim is "guarded" when the
-    pass `bound_positions` made the operand it is about.
+    What the graphs' inputs may hold is `passes.proofs.input_ranges.CONTRACT`.  A claim is "guarded"
+    when the pass `bound_positions` made the operand it is about.
     """
     bounds = [
         _bound(key, claim, ranges)

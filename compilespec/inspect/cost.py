@@ -13,8 +13,8 @@ from torch import fx
 from compilespec import _torch_compat
 from compilespec.inspect.devices import Device, find_device
 from compilespec.inspect.node_costs import C, Cost, NodeCosts
-from compilespec.passes.shard_weights import collectives_of
-from compilespec.passes.sizes import B, Expr, K, R, T
+from compilespec.passes.proofs.sizes import B, Expr, K, R, T
+from compilespec.passes.splice.shard_weights import collectives_of
 from compilespec.program import ByStep, InputSpec, PhaseGraph, SpecProgram, StepKey
 
 

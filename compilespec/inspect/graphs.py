@@ -19,7 +19,7 @@ from compilespec.errors import InvalidOption
 from compilespec.errors.suggest import did_you_mean
 from compilespec.inspect.stages import context_of
 from compilespec.passes.context import PassContext
-from compilespec.passes.fakes import EXAMPLE_SIZES
+from compilespec.passes.graph.fakes import EXAMPLE_SIZES
 from compilespec.passes.order import ATEN_PASSES, SPLICE_PASSES
 from compilespec.program import PassRecord, Phase, PhaseGraph, SpecProgram, Traced
 

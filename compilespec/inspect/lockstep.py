@@ -17,8 +17,8 @@ from compilespec.inspect.stages import context_of, with_graphs
 from compilespec.ops.collectives.group import Group, ThreadGroup, acting
 from compilespec.passes.context import PassContext
 from compilespec.passes.references import Case
-from compilespec.passes.shard_weights import whole_buffers
-from compilespec.passes.sharding.plan import Cut
+from compilespec.passes.splice.shard_weights import whole_buffers
+from compilespec.passes.splice.sharding.plan import Cut
 from compilespec.program import PhaseGraph, SpecProgram, module_path
 
 BOUNDS = {torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 2e-2}

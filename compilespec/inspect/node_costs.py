@@ -23,8 +23,8 @@ import compilespec.ops.sample.path_penalties
 import compilespec.ops.sample.probabilities
 import compilespec.ops.suffix_match  # noqa: F401  (these register the operators)
 from compilespec import _torch_compat
-from compilespec.passes.aliases import storage_root
-from compilespec.passes.sizes import B, Expr, K, R, T
+from compilespec.passes.graph.aliases import storage_root
+from compilespec.passes.proofs.sizes import B, Expr, K, R, T
 from compilespec.program import InputSpec
 
 _aten = torch.ops.aten

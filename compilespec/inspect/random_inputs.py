@@ -15,18 +15,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from compilespec.device import traits_of
 from compilespec.errors import SpecError
 from compilespec.inspect.interpret import Stage
 from compilespec.ops.sample import layout
 from compilespec.passes.context import PassContext
-from compilespec.passes.expansion import Expansion
-from compilespec.passes.read_rope_offsets import OFFSETS_T
 from compilespec.passes.references import Case, rope_arguments
 from compilespec.passes.references.dense_attention import dense_attention
 from compilespec.passes.references.placement import place_call
 from compilespec.passes.references.recurrent_state import recurrent_layers, target_progress
 from compilespec.passes.references.trees import path_attention
-from compilespec.passes.sights import AHEAD
+from compilespec.passes.splice.expansion import Expansion
+from compilespec.passes.splice.read_rope_offsets import OFFSETS_T
+from compilespec.passes.splice.sights import AHEAD
 from compilespec.program import NUM_KEPT, PAD, BufferSpec
 
 SPARE_BLOCKS = 2  # blocks that no table points to
@@ -255,7 +256,7 @@ class _Draw:
     def __init__(
         self, ctx: PassContext, vocab_size: int, seed: int, whole_caches: bool, plain: bool
     ) -> None:
-        if ctx.config.device.type == "meta":
+        if traits_of(ctx.config.device).is_meta:
             raise SpecError("a program on meta tensors has no numbers to verify; load the weights")
         self.ctx, self.vocab_size, self._whole, self._plain = ctx, vocab_size, whole_caches, plain
         self.rng = random.Random(seed)

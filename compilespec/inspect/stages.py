@@ -10,9 +10,8 @@ from torch import Tensor, fx
 
 from compilespec.inspect.interpret import Stage
 from compilespec.passes.context import PassContext
-from compilespec.passes.order import ATEN_PASSES, REPLAY_PASSES, SPLICE_PASSES
+from compilespec.passes.order import ATEN_PASSES, REPLAY_PASSES, SPLICE_PASSES, rewrite_phase
 from compilespec.passes.references import Reference
-from compilespec.passes.rewrite import rewrite_phase
 from compilespec.program import PassRecord, PhaseGraph
 
 REFERENCES: Mapping[str, Reference] = {

@@ -16,10 +16,10 @@ from compilespec.inspect.interpret import Decisions, Stage
 from compilespec.inspect.random_inputs import random_cases
 from compilespec.inspect.stages import PassStages, context_of, pass_stages, with_graphs
 from compilespec.inspect.verify_report import Check, Mismatch, VerifyReport
-from compilespec.passes.absorb_latents import absorb_latents
 from compilespec.passes.context import PassContext
-from compilespec.passes.evidence import without_level
 from compilespec.passes.references import Case, Values
+from compilespec.passes.splice.absorb_latents import absorb_latents
+from compilespec.passes.splice.evidence import without_level
 from compilespec.program import (
     ByStep,
     Lowered,
@@ -170,7 +170,7 @@ def make_cases(
     plain: bool = False,
 ) -> list[Case]:
     """Random cases, with the ids and positions that the graph reads before `read_state` ran."""
-    from compilespec.passes.bound_positions import vocab_size
+    from compilespec.passes.aten.bound_positions import vocab_size
 
     return random_cases(
         ctx, vocab_size(ctx) or 2, start, batch_sizes=batch_sizes, seed=seed,

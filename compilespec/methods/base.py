@@ -42,7 +42,7 @@ class Drafter(nn.Module):
     def capture(self, config: ProgramConfig, info: TargetInfo) -> dict[str, Traced]:
         """Capture the calls that the draft loop of the method's kind splices, by name: none here.
 
-        `passes/draft_loops/` says what each loop needs.
+        `passes/splice/draft_loops/` says what each loop needs.
         """
         return {}
 

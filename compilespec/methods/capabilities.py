@@ -23,7 +23,7 @@ DraftKind = Literal[
     "shared_kv",
 ]
 
-# Which hidden states the modules of a windowed drafter read (`passes/draft_loops/windowed.py`).
+# Which hidden states the modules of a windowed drafter read (`draft_loops/windowed.py`).
 Chain = Literal["module_rows", "target_rows"]
 
 FINAL_NORM = -1  # an aux layer: the hidden state that enters the target's head, after the last norm

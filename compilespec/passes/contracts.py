@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, fx
 
 from compilespec import _torch_compat
-from compilespec.passes.aliases import storage_root
+from compilespec.passes.aten.linears import find_linears
 from compilespec.passes.context import PassContext
-from compilespec.passes.linears import find_linears
+from compilespec.passes.graph.aliases import storage_root
 from compilespec.program import LONG_ROPE, ROPE_OFFSETS, markers
 
 # The target's inputs: `read_state` takes the first two, `read_rope_offsets` and `read_long_rope`
@@ -212,9 +212,9 @@ def _aux_roles(gm: fx.GraphModule, ctx: PassContext) -> Iterator[str]:
 
 
 def _plain_products(gm: fx.GraphModule, ctx: PassContext) -> Iterator[str]:
-    from compilespec.passes.linears import PACKABLE
+    from compilespec.passes.aten.linears import PACKABLE
 
-    if ctx.prepack:
+    if ctx.traits.packs_weights:
         for linear in find_linears(gm, ctx):
             if linear.weight.meta["val"].dtype in PACKABLE:
                 yield f"{linear.node.name} multiplies by {linear.weight.meta['role']}"

@@ -1,46 +1,52 @@
-"""Stage "rewrite": the pipeline of passes, in order, and what each must match."""
+"""Stage "rewrite": the passes in order, what each must match, and the steps that they make."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
 
+from torch import fx
+
 from compilespec.passes import contracts, references
-from compilespec.passes.absorb_latents import absorb_latents
-from compilespec.passes.add_adapters import add_adapters, num_adapted
-from compilespec.passes.bound_positions import bound_positions
-from compilespec.passes.check_markers import check_markers
-from compilespec.passes.check_mutations import check_mutations
-from compilespec.passes.cleanup import cleanup
-from compilespec.passes.commit_state import commit_drafts, commit_state
+from compilespec.passes.aten.bound_positions import bound_positions
+from compilespec.passes.aten.check_mutations import check_mutations
+from compilespec.passes.aten.cleanup import cleanup
+from compilespec.passes.aten.fuse_head_argmax import fuse_head_argmax
+from compilespec.passes.aten.merge_projections import merge_projections
+from compilespec.passes.aten.prepack_linears import prepack_linears
+from compilespec.passes.aten.read_long_rows import read_long_rows
 from compilespec.passes.context import PassContext
-from compilespec.passes.draft_loops.kept_inputs import read_kept
-from compilespec.passes.evidence import report_evidence
-from compilespec.passes.fuse_head_argmax import fuse_head_argmax
-from compilespec.passes.insert_paged_attention import insert_paged_attention
-from compilespec.passes.insert_recurrent_state import insert_recurrent_state
-from compilespec.passes.keep_path import keep_path
-from compilespec.passes.lower_quantized import lower_quantized
-from compilespec.passes.merge_projections import merge_projections
-from compilespec.passes.narrow_logits import narrow_logits
-from compilespec.passes.narrow_rows import narrow_rows
-from compilespec.passes.output_head_input import output_head_input
-from compilespec.passes.output_hidden_states import output_hidden_states
-from compilespec.passes.prepack_linears import prepack_linears
-from compilespec.passes.process_logits import num_processors, process_logits
-from compilespec.passes.read_embeds import read_embeds
-from compilespec.passes.read_long_rope import read_long_rope
-from compilespec.passes.read_long_rows import read_long_rows
-from compilespec.passes.read_rope_offsets import read_rope_offsets
-from compilespec.passes.read_state import read_state
+from compilespec.passes.graph.nodes import output_node
+from compilespec.passes.graph.retrace import start_replay, start_step, to_aten
 from compilespec.passes.runner import Pass, check_order, run_passes
-from compilespec.passes.shard_weights import shard_weights
-from compilespec.passes.shift_hidden_states import pairs_hidden_states, shift_hidden_states
-from compilespec.passes.splice_acceptance import splice_acceptance
-from compilespec.passes.splice_draft_loop import num_drafter_passes, splice_draft_loop
-from compilespec.passes.tap_hidden_states import tap_hidden_states
-from compilespec.passes.trees import verifies_tree
-from compilespec.passes.trim_draft_head import num_proposals, trim_draft_head
+from compilespec.passes.splice.absorb_latents import absorb_latents
+from compilespec.passes.splice.add_adapters import add_adapters, num_adapted
+from compilespec.passes.splice.check_markers import check_markers
+from compilespec.passes.splice.commit_state import commit_drafts, commit_state
+from compilespec.passes.splice.draft_loops.kept_inputs import read_kept
+from compilespec.passes.splice.evidence import report_evidence
+from compilespec.passes.splice.insert_paged_attention import insert_paged_attention
+from compilespec.passes.splice.insert_recurrent_state import insert_recurrent_state
+from compilespec.passes.splice.keep_path import keep_path
+from compilespec.passes.splice.lower_quantized import lower_quantized
+from compilespec.passes.splice.narrow_logits import narrow_logits
+from compilespec.passes.splice.narrow_rows import narrow_rows
+from compilespec.passes.splice.output_head_input import output_head_input
+from compilespec.passes.splice.output_hidden_states import output_hidden_states
+from compilespec.passes.splice.process_logits import num_processors, process_logits
+from compilespec.passes.splice.read_embeds import read_embeds
+from compilespec.passes.splice.read_long_rope import read_long_rope
+from compilespec.passes.splice.read_rope_offsets import read_rope_offsets
+from compilespec.passes.splice.read_state import read_state
+from compilespec.passes.splice.shard_weights import shard_weights
+from compilespec.passes.splice.shift_hidden_states import pairs_hidden_states, shift_hidden_states
+from compilespec.passes.splice.splice_acceptance import splice_acceptance
+from compilespec.passes.splice.splice_draft_loop import num_drafter_passes, splice_draft_loop
+from compilespec.passes.splice.tap_hidden_states import tap_hidden_states
+from compilespec.passes.splice.trees import verifies_tree
+from compilespec.passes.splice.trim_draft_head import num_proposals, trim_draft_head
+from compilespec.program import PhaseGraph, StepGraph
+from compilespec.tracing.structure import num_decoder_layers
 
 
 def _for_prompts(feature: str) -> Callable[[PassContext], int | None]:
@@ -295,4 +301,59 @@ check_order(SPLICE_PASSES)
 check_order(REPLAY_PASSES)
 check_order(ATEN_PASSES)
 
-__all__ = ["ATEN_PASSES", "REPLAY_PASSES", "SPLICE_PASSES", "Pass", "PassContext", "run_passes"]
+
+def rewrite_phase(
+    ctx: PassContext, *, keep_graphs: bool = False, disabled: frozenset[str] = frozenset()
+) -> PhaseGraph:
+    """Splice one step; rewriting it on ATen is deferred until that graph is needed.
+    Raises: PassError.
+    """
+    is_replay = ctx.key.kind == "replay"
+    gm = start_replay() if is_replay else start_step(ctx)
+    passes = REPLAY_PASSES if is_replay else SPLICE_PASSES
+    records = run_passes(gm, ctx, passes, level="torch", keep_graphs=keep_graphs, disabled=disabled)
+
+    def finish() -> StepGraph:
+        return finish_phase(gm, ctx, keep_graphs=keep_graphs, disabled=disabled)
+
+    return PhaseGraph(
+        key=ctx.key,
+        spliced=gm,
+        splice_records=tuple(records),
+        finish=finish,
+        context=ctx,
+        num_layers=num_decoder_layers(ctx.target.graph_module.graph),
+    )
+
+
+def finish_phase(
+    gm: fx.GraphModule,
+    ctx: PassContext,
+    *,
+    keep_graphs: bool = False,
+    disabled: frozenset[str] = frozenset(),
+) -> StepGraph:
+    """The spliced step as an ATen graph, rewritten.  Raises: PassError."""
+    aten, record = to_aten(gm, ctx, keep_graphs=keep_graphs)
+    records = run_passes(
+        aten, ctx, ATEN_PASSES, level="aten", keep_graphs=keep_graphs, disabled=disabled
+    )
+    placeholders = [node for node in aten.graph.nodes if node.op == "placeholder"]
+    return StepGraph(
+        graph_module=aten,
+        inputs=tuple(ctx.inputs[node.meta["role"]] for node in placeholders),
+        outputs=tuple(output_node(aten).meta["names"]),
+        fakes=tuple(node.meta["val"] for node in placeholders),
+        records=(record, *records),
+    )
+
+
+__all__ = [
+    "ATEN_PASSES",
+    "REPLAY_PASSES",
+    "SPLICE_PASSES",
+    "Pass",
+    "PassContext",
+    "rewrite_phase",
+    "run_passes",
+]

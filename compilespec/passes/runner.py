@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -13,13 +14,15 @@ from torch import fx
 from compilespec.errors import PassError
 from compilespec.passes.context import PassContext
 from compilespec.passes.contracts import EVERYWHERE, Contract, broken, misdescribed, written_buffers
+from compilespec.passes.graph.nodes import snapshot, stamp
 from compilespec.passes.references import Reference
+from compilespec.passes.splice.builder import Splice
 from compilespec.program import PassRecord, module_path
 
 Level = Literal["torch", "aten"]
 
 
-PassFunction = Callable[[fx.GraphModule, PassContext], int]
+PassFunction = Callable[[Splice], int]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,51 +80,52 @@ def run_passes(
     broke a contract of its stage.
     """
     records: list[PassRecord] = []
-    ensured = list(EVERYWHERE[level])
+    step, ensured = Splice(gm, ctx), list(EVERYWHERE[level])
     before = snapshot(gm.graph) if keep_graphs else None
     ctx.declared.update(ctx.inputs)
     for entry in passes:
         expected = entry.matches(ctx) if entry.matches is not None else entry.at_least
         if expected is None or entry.name in disabled:
             continue
-        num_nodes, written = len(gm.graph.nodes), written_buffers(gm.graph)
-        started = time.perf_counter()
-        matched = entry.run(gm, ctx)
-        elapsed_ms = (time.perf_counter() - started) * 1e3
-        ctx.declared.update(ctx.inputs)
-        _check_count(entry, matched, expected, gm, ctx)
-        stamp(gm.graph, entry.name)
-        _lint(gm, entry)
         ensured += entry.ensures
-        check_contracts(
-            gm, ctx, entry, ensured, written, infer_shapes=keep_graphs and level == "aten"
-        )
+        record = _run(step, entry, expected, ensured, level, infer_shapes=keep_graphs)
         after = snapshot(gm.graph) if keep_graphs else None
-        records.append(
-            PassRecord(
-                name=entry.name,
-                level=level,
-                matches=matched,
-                nodes_before=num_nodes,
-                nodes_after=len(gm.graph.nodes),
-                elapsed_ms=elapsed_ms,
-                numerics=entry.numerics,
-                before=before,
-                after=after,
-            )
-        )
+        records.append(dataclasses.replace(record, before=before, after=after))
         before = after
     gm.recompile()
     return records
 
 
-def snapshot(graph: fx.Graph) -> fx.Graph:
-    """A copy of the graph with its nodes' metadata: cheap (no module, no tensors)."""
-    copy = fx.Graph()
-    result = copy.graph_copy(graph, {})
-    output = copy.output(result)
-    output.meta = dict(next(iter(reversed(graph.nodes))).meta)
-    return copy
+def _run(
+    step: Splice,
+    entry: Pass,
+    expected: int,
+    ensured: Sequence[Contract],
+    level: Level,
+    *,
+    infer_shapes: bool,
+) -> PassRecord:
+    """Apply one pass, and check what it did.  Raises: PassError."""
+    gm, ctx = step.gm, step.ctx
+    num_nodes, written = len(gm.graph.nodes), written_buffers(gm.graph)
+    started = time.perf_counter()
+    matched = entry.run(step)
+    elapsed_ms = (time.perf_counter() - started) * 1e3
+    ctx.declared.update(ctx.inputs)
+    _check_count(entry, matched, expected, gm, ctx)
+    stamp(gm.graph, entry.name)
+    _lint(gm, entry)
+    is_described = infer_shapes and level == "aten"
+    check_contracts(gm, ctx, entry, ensured, written, infer_shapes=is_described)
+    return PassRecord(
+        name=entry.name,
+        level=level,
+        matches=matched,
+        nodes_before=num_nodes,
+        nodes_after=len(gm.graph.nodes),
+        elapsed_ms=elapsed_ms,
+        numerics=entry.numerics,
+    )
 
 
 def check_contracts(
@@ -186,14 +190,6 @@ def _source_line(node: fx.Node) -> str:
     """The innermost line of the model's code, `file.py:12`."""
     frames = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
     return f"{frames[-1][0].rsplit('/', 1)[-1]}:{frames[-1][1]}" if frames else ""
-
-
-def stamp(graph: fx.Graph, name: str) -> None:
-    """Record this pass as the author of nodes that have none."""
-    for node in graph.nodes:
-        custom = node.meta.get("custom") or {}
-        if "pass" not in custom:
-            node.meta["custom"] = {**custom, "pass": name}
 
 
 def _lint(gm: fx.GraphModule, entry: Pass) -> None:

@@ -16,14 +16,15 @@ from typing import Any
 
 import torch
 
+from compilespec.device import traits_of
 from compilespec.errors import SpecError
 from compilespec.inspect.cost import StepCost, estimate
 from compilespec.inspect.devices import Device, find_device
 from compilespec.lowering import lower
 from compilespec.methods.base import Method
 from compilespec.methods.registry import METHODS
-from compilespec.passes.draft_loops import LOOPS
-from compilespec.passes.sizes import Expr, K
+from compilespec.passes.proofs.sizes import Expr, K
+from compilespec.passes.splice.draft_loops import LOOPS
 from compilespec.pipeline.options import AUTO, CompileOptions
 from compilespec.program import PHASES, ByStep, SpecProgram
 from compilespec.runtime.engine import Engine
@@ -142,7 +143,7 @@ def _prompts(target: Target, vocab_size: int) -> list[list[int]]:
 
 def _device(program: SpecProgram) -> Device:
     config = program.config
-    return find_device("h200" if config.device.type == "cuda" else "cpu", config.dtype)
+    return find_device("h200" if traits_of(config.device).is_cuda else "cpu", config.dtype)
 
 
 def _emitted_per_step(

@@ -9,17 +9,18 @@ from typing import Any
 
 from torch import nn
 
+from compilespec.device import traits_of
 from compilespec.errors import InvalidOption
 from compilespec.methods.base import Drafter, Method
 from compilespec.methods.capabilities import Capabilities
 from compilespec.methods.find import find_draft
-from compilespec.passes.absorb_latents import absorb_calls, describe_latents
-from compilespec.passes.acceptance.registry import is_lossless
 from compilespec.passes.context import PassContext
-from compilespec.passes.draft_loops import LOOPS
-from compilespec.passes.draft_loops.kept_inputs import READ_BY_REPLAY
-from compilespec.passes.output_head_input import HeadFunction
-from compilespec.passes.rewrite import rewrite_phase
+from compilespec.passes.order import rewrite_phase
+from compilespec.passes.splice.absorb_latents import absorb_calls, describe_latents
+from compilespec.passes.splice.acceptance.registry import is_lossless
+from compilespec.passes.splice.draft_loops import LOOPS
+from compilespec.passes.splice.draft_loops.kept_inputs import READ_BY_REPLAY
+from compilespec.passes.splice.output_head_input import HeadFunction
 from compilespec.pipeline.adapters import adapter_shape, describe_adapters
 from compilespec.pipeline.draft_counts import resolve_draft_counts
 from compilespec.pipeline.draft_vocab import DraftVocabulary, choose_draft_ids
@@ -161,10 +162,7 @@ def _context(
         kv_layers=tuple(drafter.kv_layers) if drafter else (),
         kv_block_sizes=_block_sizes(drafter, config),
         draft_ids=kept.ids if kept else None,
-        prepack=config.device.type == "cpu",
-        merge=config.device.type in ("cpu", "cuda"),
-        heads_first=config.device.type == "cpu",
-        on_gpu=config.device.type == "cuda",
+        traits=traits_of(config.device),
         logits_processor=options.processor,
         sharding=options.sharding,
     )
@@ -227,7 +225,7 @@ def has_greedy_step(options: CompileOptions, config: ProgramConfig) -> bool:
     """
     needs_logits = options.acceptance_rule.rule != "strict" or options.host_processors
     if options.greedy_step == "auto":
-        pays = config.device.type == "cuda" or config.tree is not None
+        pays = traits_of(config.device).has_launch_costs or config.tree is not None
         return pays and not needs_logits
     if options.greedy_step and needs_logits:
         raise InvalidOption(

@@ -7,7 +7,7 @@ import dataclasses
 from compilespec.errors import InvalidOption
 from compilespec.methods.base import Drafter
 from compilespec.methods.capabilities import Capabilities
-from compilespec.passes.draft_loops import LOOPS
+from compilespec.passes.splice.draft_loops import LOOPS
 from compilespec.pipeline.options import AUTO, DEFAULT_DRAFT_TOKENS, CompileOptions
 
 FOUND = (0, 2, 4, 8)  # look-ups are free: many drafts after a long match, none elsewhere

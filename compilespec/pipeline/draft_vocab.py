@@ -12,7 +12,7 @@ from torch import Tensor
 
 from compilespec.errors import InvalidOption
 from compilespec.methods.capabilities import Capabilities
-from compilespec.passes.draft_loops import LOOPS
+from compilespec.passes.splice.draft_loops import LOOPS
 from compilespec.pipeline.options import CompileOptions
 from compilespec.program import Traced
 from compilespec.runtime.token_counts import FILE_NAME, SUFFIXES, check_counts, read_counts

@@ -23,7 +23,7 @@ from compilespec.lowering import check_compiler, lower, prepare_kernels
 from compilespec.methods.base import Method, MethodConfig
 from compilespec.methods.find import check_inside, read_draft
 from compilespec.methods.registry import get_method
-from compilespec.passes.acceptance.options import ACCEPTANCE_OPTIONS, warn_if_lossy
+from compilespec.passes.splice.acceptance.options import ACCEPTANCE_OPTIONS, warn_if_lossy
 from compilespec.pipeline.adapters import with_adapters
 from compilespec.pipeline.build import build_program
 from compilespec.pipeline.draft_vocab import check_has_head

@@ -19,10 +19,10 @@ from compilespec.methods.base import Drafter
 from compilespec.methods.capabilities import Capabilities
 from compilespec.methods.draft_tree import DraftTree
 from compilespec.ops.collectives.group import this_rank
-from compilespec.passes.acceptance.options import ACCEPTANCE_OPTIONS, resolve_acceptance
-from compilespec.passes.acceptance.rule import Acceptance
-from compilespec.passes.logits_processor import LogitsProcessor
-from compilespec.passes.sharding.plan import WAYS, Sharding
+from compilespec.passes.splice.acceptance.options import ACCEPTANCE_OPTIONS, resolve_acceptance
+from compilespec.passes.splice.acceptance.rule import Acceptance
+from compilespec.passes.splice.logits_processor import LogitsProcessor
+from compilespec.passes.splice.sharding.plan import WAYS, Sharding
 from compilespec.pipeline.keywords import (
     auto_or_switch,
     check_fields,

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 
 from compilespec.errors import InvalidOption, NotSupported, UnsupportedState
 from compilespec.methods.capabilities import Capabilities
-from compilespec.passes.acceptance.registry import RULES
-from compilespec.passes.acceptance.tree_rules import check_tree_rule
-from compilespec.passes.draft_loops import LOOPS
-from compilespec.passes.draft_loops.tree import check_drafter
+from compilespec.passes.splice.acceptance.registry import RULES
+from compilespec.passes.splice.acceptance.tree_rules import check_tree_rule
+from compilespec.passes.splice.draft_loops import LOOPS
+from compilespec.passes.splice.draft_loops.tree import check_drafter
 from compilespec.pipeline.options import CompileOptions
 from compilespec.program import ProgramConfig, Traced
 

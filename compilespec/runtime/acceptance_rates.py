@@ -73,7 +73,7 @@ class AcceptanceRates:
 
 
 class LearntAcceptance:
-    """`AcceptanceRates` by how sure the drafter was: levels of `passes/evidence.py`.
+    """`AcceptanceRates` by how sure the drafter was: levels of `passes/splice/evidence.py`.
 
     A level that was seldom seen, or not for long, is taken for the average of all: what it was
     worth in one text says little of the next.

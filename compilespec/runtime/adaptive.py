@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from compilespec.passes.evidence import FIRST_MATCH, Evidence
+from compilespec.passes.splice.evidence import FIRST_MATCH, Evidence
 from compilespec.program import NUM_KEPT
 from compilespec.runtime.draft_policy import LEARN_INTERVAL, Drafted, DraftPolicy, Judged
 from compilespec.runtime.executor import Executor

@@ -39,7 +39,7 @@ class Drafted(NamedTuple):
     """A request whose drafter can be used, before a step."""
 
     most: int  # drafts that it takes
-    level: int = 0  # how sure its drafts are (`passes/evidence.py`)
+    level: int = 0  # how sure its drafts are (`passes/splice/evidence.py`)
     num_drafts: int | None = None  # that are there now; None: not known
     is_found: bool = False  # looked up: however many a step verifies, the next one has as many
 

@@ -21,7 +21,7 @@ class EmbedsPrompt:
     such as an image's.
     """
 
-    embeds_TD: Tensor  # noqa: N815
+    embeds_TD: Tensor
     """One row a position, floats, as transformers' `inputs_embeds`."""
 
     token_ids: Sequence[int] | None = None

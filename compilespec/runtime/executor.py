@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from compilespec.passes.evidence import Evidence
+from compilespec.passes.splice.evidence import Evidence
 from compilespec.program import ProgramConfig
 from compilespec.runtime.given_rows import GivenRows
 from compilespec.runtime.sampling_rows import RowSampling, TokenLogprobs

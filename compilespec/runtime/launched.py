@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from compilespec.passes.evidence import Evidence, read_outcome
+from compilespec.passes.splice.evidence import Evidence, read_outcome
 from compilespec.program import PAD
 
 
@@ -20,7 +20,7 @@ class Launched:
         *,
         has_evidence: bool = False,
     ) -> None:
-        """Args: has_evidence: the numbers are those of `outcome_B` (`passes/evidence.py`)."""
+        """Args: has_evidence: the numbers are those of `outcome_B`, see `evidence.read_outcome`."""
         results = (emitted_BS[:num_rows], num_emitted_B[:num_rows])
         self._has_evidence = has_evidence
         self.evidence: list[Evidence] = []  # the evidence of each row, once it was read

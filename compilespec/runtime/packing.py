@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 
-from compilespec.passes.read_rope_offsets import OFFSETS_T
-from compilespec.passes.sights import AHEAD
+from compilespec.passes.splice.read_rope_offsets import OFFSETS_T
+from compilespec.passes.splice.sights import AHEAD
 from compilespec.program import PAD
 from compilespec.runtime.executor import PrefillChunk
 

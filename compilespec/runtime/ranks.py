@@ -19,7 +19,7 @@ from torch import Tensor
 
 from compilespec.errors import InvalidOption, NotSupported, RankLost, RanksDiffer
 from compilespec.ops.collectives.group import ProcessGroup, lost_rank, serve_process
-from compilespec.passes.evidence import Evidence
+from compilespec.passes.splice.evidence import Evidence
 from compilespec.runtime.executor import Executor, PrefillChunk
 from compilespec.runtime.sampling_rows import RowSampling, TokenLogprobs
 from compilespec.tracing.adapter_files import LowRank

@@ -6,7 +6,7 @@ import enum
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from compilespec.passes.evidence import Evidence
+from compilespec.passes.splice.evidence import Evidence
 from compilespec.program import NO_ADAPTER
 from compilespec.runtime.adapters import LoadedAdapter
 from compilespec.runtime.detokenize import OutputText

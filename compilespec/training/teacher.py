@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from compilespec.errors import DraftMismatch
 from compilespec.methods.capabilities import FINAL_NORM
-from compilespec.passes.output_head_input import HeadFunction
+from compilespec.passes.splice.output_head_input import HeadFunction
 from compilespec.program import Traced, markers
 from compilespec.tracing.load import Target
 from compilespec.tracing.structure import descendants, find_head, residual_streams

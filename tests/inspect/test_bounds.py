@@ -18,18 +18,20 @@ from torch import Tensor
 import compilespec
 from compilespec.inspect.bounds import Bound, prove
 from compilespec.methods.eagle3 import random_head
-from compilespec.passes.bound_positions import bound_positions
-from compilespec.passes.claims import Claim, find_claims
-from compilespec.passes.input_ranges import CONTRACT
-from compilespec.passes.ranges import Ranges
-from compilespec.passes.sizes import K as K_SIZE
-from compilespec.passes.sizes import L, R, Range, Sizes, T, V, integers
+from compilespec.passes.aten.bound_positions import bound_positions
+from compilespec.passes.proofs.claims import Claim, find_claims
+from compilespec.passes.proofs.input_ranges import CONTRACT
+from compilespec.passes.proofs.ranges import Ranges
+from compilespec.passes.proofs.sizes import K as K_SIZE
+from compilespec.passes.proofs.sizes import L, R, Range, Sizes, T, V, integers
+from compilespec.passes.splice.builder import Splice
 from compilespec.runtime.executor import PrefillChunk
 from compilespec.runtime.packing import pack_chunks
 from tests.support.hand_graphs import HAND_CONFIG, call, code, graph_of
 from tests.support.models import FAMILIES, VOCAB, target_info, tiny_target
 
-read_state = importlib.import_module("compilespec.passes.read_state")  # the pass has its name
+# the pass has its module's name
+read_state = importlib.import_module("compilespec.passes.splice.read_state")
 LIMIT, BLOCK, NUM_BLOCKS = (
     HAND_CONFIG.max_seq_len, HAND_CONFIG.block_size, HAND_CONFIG.num_blocks,
 )  # fmt: skip
@@ -194,7 +196,7 @@ def test_indices_that_are_read_are_clamped(function, bad):
     want = call(gm, x, good)
     (what,) = failing(gm, ctx)
     assert what in ("index into x", "token id inside x")
-    assert bound_positions(gm, ctx) == 1
+    assert bound_positions(Splice(gm, ctx)) == 1
     gm.graph.lint()
     assert failing(gm, ctx) == set()
     assert torch.equal(call(gm, x, good), want)  # exact where nothing was wrong
@@ -212,7 +214,7 @@ def test_a_row_that_does_not_exist_is_redirected_to_the_spare_one():
         i=("batch", int32(0, 0)),
     )  # fmt: skip
     assert failing(gm, ctx) == {"index into seq_len_R"}
-    assert bound_positions(gm, ctx) == 1
+    assert bound_positions(Splice(gm, ctx)) == 1
     assert failing(gm, ctx) == set()
     gm.recompile()
     state = torch.zeros(NUM_ROWS, dtype=torch.int32)
@@ -230,7 +232,7 @@ def test_a_state_row_keeps_its_contract():
         row_B=("batch", int32(0, 0)),
     )  # fmt: skip
     assert failing(gm, ctx) == {"what is written to seq_len_R"}
-    assert bound_positions(gm, ctx) == 1
+    assert bound_positions(Splice(gm, ctx)) == 1
     assert failing(gm, ctx) == set()
     state = int32(LIMIT, 5, 0, 0)
     gm.recompile()
@@ -253,7 +255,7 @@ def test_a_mask_that_hides_nothing_is_dropped(table: Tensor, is_dropped: bool):
 
     x, fill = torch.randn(2, 3), torch.randn(1)
     gm, ctx = graph_of(function, d2t=("weight", table), x=("batch", x), fill=("batch", fill))
-    bound_positions(gm, ctx)
+    bound_positions(Splice(gm, ctx))
     gm.graph.lint()
     masks = gm.graph.find_nodes(op="call_function", target=torch.ops.aten.where.self)
     assert len(masks) == 2 - is_dropped
@@ -292,7 +294,7 @@ def test_draft_ids_are_mapped_into_the_vocabulary(table, is_proved):
         function, d2t=("weight", table), w=("weight", weight), logits=("batch", logits)
     )
     assert failing(gm, ctx) == (set() if is_proved else {"token id inside w"})
-    assert bound_positions(gm, ctx) == (0 if is_proved else 1)
+    assert bound_positions(Splice(gm, ctx)) == (0 if is_proved else 1)
 
 
 def test_a_table_without_values_proves_nothing():
@@ -392,7 +394,7 @@ def test_a_right_step_is_proved_and_left_alone():
     assert failing(gm, ctx) == set()
     assert {h for claim in claims_of(gm, ctx) for h in claim.hazards} == {"H-9", "H-14", "H-16"}
     before = code(gm)
-    assert bound_positions(gm, ctx) == 0
+    assert bound_positions(Splice(gm, ctx)) == 0
     assert code(gm) == before
 
 
@@ -400,7 +402,7 @@ def test_a_right_step_is_proved_and_left_alone():
 def test_a_wrong_step_is_not_proved_but_guarded(fault):
     gm, ctx, _ = traced_step(fault)
     assert failing(gm, ctx) == FAULTS[fault]
-    assert bound_positions(gm, ctx) > 0
+    assert bound_positions(Splice(gm, ctx)) > 0
     gm.graph.lint()
     assert failing(gm, ctx) == set()
 
@@ -420,7 +422,7 @@ def test_a_guarded_step_writes_where_it_may(fault):
     gm, ctx, inputs = traced_step(fault)
     inside = int32(5, 0, 17, 0)
     want = written(gm, inputs, inside)
-    bound_positions(gm, ctx)
+    bound_positions(Splice(gm, ctx))
     assert written(gm, inputs, inside) == want  # numerics: exact
     shift = -4 if fault == "goes back" else 0
     lengths = int32(2, 0, LIMIT - 1, 0)
@@ -511,13 +513,13 @@ def test_a_program_is_proved_and_nothing_is_inserted(program):
 
 
 def test_a_program_without_its_masks_is_guarded(monkeypatch):
-    """`place` without the maximum length: the report says where `bound_positions` stepped in."""
-    real = read_state.place
+    """`place_rows` without the maximum length: the report says where `bound_positions` comes in."""
+    real = read_state.place_rows
 
     def no_maximum(*args: Any, max_seq_len: int, block_size: int) -> Any:
         return real(*args, max_seq_len=10**6, block_size=block_size)
 
-    monkeypatch.setattr(read_state, "place", no_maximum)
+    monkeypatch.setattr(read_state, "place_rows", no_maximum)
     report = prove(program_of(**DISTINCT))
     assert report.num_open == 0
     guarded = [bound for bound in report.bounds if bound.status == "guarded"]

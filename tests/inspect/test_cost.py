@@ -21,7 +21,7 @@ from compilespec.inspect.cost import StepCost, estimate
 from compilespec.inspect.devices import Device, find_device
 from compilespec.inspect.node_costs import RULES, C, Cost, NodeCosts
 from compilespec.methods.eagle3 import random_head
-from compilespec.passes.sizes import B, K, R, T
+from compilespec.passes.proofs.sizes import B, K, R, T
 from tests.support.hand_graphs import graph_of
 from tests.support.models import FAMILIES, VOCAB, target_info, tiny_target
 

@@ -26,17 +26,22 @@ from compilespec.inspect.verify import make_cases, verify
 from compilespec.inspect.verify_report import VerifyReport
 from compilespec.methods.eagle3 import random_head
 from compilespec.methods.registry import get_method
-from compilespec.passes import rewrite, runner
-from compilespec.passes.acceptance.options import resolve_acceptance
-from compilespec.passes.add_adapters import adapted
+from compilespec.passes import order, runner
 from compilespec.passes.context import PassContext
-from compilespec.passes.graph import emit, find_role, get_outputs, output_node, set_outputs
-from compilespec.passes.logits_processor import LogitsProcessor
-from compilespec.passes.order import ATEN_PASSES, SPLICE_PASSES
-from compilespec.passes.read_embeds import merged
-from compilespec.passes.rewrite import rewrite_phase
-from compilespec.passes.runner import snapshot
-from compilespec.passes.trim_draft_head import KEPT_IDS
+from compilespec.passes.graph.nodes import (
+    find_role,
+    get_outputs,
+    output_node,
+    set_outputs,
+    snapshot,
+)
+from compilespec.passes.order import ATEN_PASSES, SPLICE_PASSES, rewrite_phase
+from compilespec.passes.splice.acceptance.options import resolve_acceptance
+from compilespec.passes.splice.add_adapters import adapted
+from compilespec.passes.splice.builder import Splice
+from compilespec.passes.splice.logits_processor import LogitsProcessor
+from compilespec.passes.splice.read_embeds import merged
+from compilespec.passes.splice.trim_draft_head import KEPT_IDS
 from compilespec.program import (
     LONG_ROPE,
     AdapterShape,
@@ -52,6 +57,7 @@ from compilespec.tracing.target import trace_target
 from compilespec.tracing.target_info import describe_target
 from tests.support import images
 from tests.support.documents import PAGES
+from tests.support.hand_graphs import emit
 from tests.support.models import VOCAB, long_rope_target, tiny_target
 
 Edit = Callable[[fx.GraphModule, PassContext], Any]
@@ -172,7 +178,7 @@ def build(
 def plant(patch: pytest.MonkeyPatch, fault: Fault) -> None:
     """The pass does its work, then one thing wrong."""
     if fault.pass_name == "to_aten":
-        patch.setattr(rewrite, "to_aten", _wrong_retrace(fault.edit, rewrite.to_aten))
+        patch.setattr(order, "to_aten", _wrong_retrace(fault.edit, order.to_aten))
         return
     for name, passes in (("SPLICE_PASSES", SPLICE_PASSES), ("ATEN_PASSES", ATEN_PASSES)):
         entries = [
@@ -181,14 +187,14 @@ def plant(patch: pytest.MonkeyPatch, fault: Fault) -> None:
             else entry
             for entry in passes
         ]
-        patch.setattr(rewrite, name, tuple(entries))
+        patch.setattr(order, name, tuple(entries))
 
 
 def _wrong_pass(edit: Edit, run: Any) -> Any:
     @functools.wraps(run)
-    def wrong(gm: fx.GraphModule, ctx: PassContext) -> int:
-        count = run(gm, ctx)
-        edit(gm, ctx)
+    def wrong(step: Splice) -> int:
+        count = run(step)
+        edit(step.gm, step.ctx)
         return count
 
     return wrong

@@ -13,7 +13,7 @@ from compilespec.inspect.graphs import GraphStage, PhaseStages
 from compilespec.inspect.page import render_page
 from compilespec.inspect.source import render_python
 from compilespec.inspect.table import Row, count_operators, difference, rows_of
-from compilespec.passes.fakes import EXAMPLE_SIZES
+from compilespec.passes.graph.fakes import EXAMPLE_SIZES
 from tests.support.models import FAMILIES, VOCAB, tiny_target
 
 DEFAULT = ("plain",)  # a module that transformers does not know

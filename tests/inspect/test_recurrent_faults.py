@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import fx
 
 import compilespec
 from compilespec.inspect.bounds import prove
@@ -19,10 +18,11 @@ from compilespec.inspect.node_costs import C
 from compilespec.inspect.stages import context_of
 from compilespec.inspect.verify import verify
 from compilespec.methods import mtp
-from compilespec.passes.claims import find_claims
-from compilespec.passes.ranges import Ranges
-from compilespec.passes.rewrite import rewrite_phase
-from compilespec.passes.sizes import B, R, Sizes
+from compilespec.passes.order import rewrite_phase
+from compilespec.passes.proofs.claims import find_claims
+from compilespec.passes.proofs.ranges import Ranges
+from compilespec.passes.proofs.sizes import B, R, Sizes
+from compilespec.passes.splice.builder import Splice
 from compilespec.program import ByStep, SpecProgram, StepKey
 from tests.support.drafters import traced_info
 from tests.support.hand_graphs import HAND_CONFIG, graph_of
@@ -30,8 +30,8 @@ from tests.support.models import VOCAB, tiny_hybrid
 
 SIZES = {"max_batch_size": 5, "max_seq_len": 26, "max_prefill_tokens": 64, "keep_graphs": False}
 # the passes have these modules' names
-inserted = importlib.import_module("compilespec.passes.insert_recurrent_state")
-loop = importlib.import_module("compilespec.passes.draft_loops.unshifted")
+inserted = importlib.import_module("compilespec.passes.splice.insert_recurrent_state")
+loop = importlib.import_module("compilespec.passes.splice.draft_loops.unshifted")
 TARGET, DRAFTER = "insert_recurrent_state", "splice_draft_loop"
 STATES = [TARGET, DRAFTER, "commit_state"]
 
@@ -183,8 +183,8 @@ def also_first_draft(right: Callable[..., Any]) -> Callable[..., Any]:
 def layers_swapped(right: Callable[..., Any]) -> Callable[..., Any]:
     """The states of the first two recurrences, exchanged."""
 
-    def wrong(gm: fx.GraphModule, *args: Any) -> int:
-        count = int(right(gm, *args))
+    def wrong(step: Splice, *args: Any) -> int:
+        gm, count = step.gm, int(right(step, *args))
         op = torch.ops.compilespec.cached_recurrence.default
         first, second, *_ = gm.graph.find_nodes(op="call_function", target=op)
         for place in (5, 6):
@@ -208,21 +208,21 @@ DECODE, PREFILL = StepKey("decode", 3), StepKey("prefill", 3)
 # kind of program, graph, module and formula, fault, the pass that must be named
 FAULTS: dict[str, tuple[str, StepKey, Any, str, Callable[..., Any], str]] = {
     "commits a draft": (
-        "windowed", DECODE, inserted, "_decode_metadata", also_first_draft, TARGET),
+        "windowed", DECODE, inserted, "_decode_places", also_first_draft, TARGET),
     "commits nothing": (
-        "windowed", DECODE, inserted, "_decode_metadata", of_result(1, never), TARGET),
+        "windowed", DECODE, inserted, "_decode_places", of_result(1, never), TARGET),
     "takes one token more": (
-        "windowed", DECODE, inserted, "_decode_metadata",
+        "windowed", DECODE, inserted, "_decode_places",
         of_result(0, lambda n: (n - 1).clamp(min=0)), TARGET),
     "counts no token": (
         "windowed", DECODE, inserted, "_count_first", of_argument(2, lambda n: n - 1), TARGET),
     "commits repeated tokens": (
-        "windowed", PREFILL, inserted, "_prefill_metadata", of_option("num_repeated", 0), TARGET),
+        "windowed", PREFILL, inserted, "_prefill_places", of_option("num_repeated", 0), TARGET),
     "holds whole prompts back": (
-        "windowed", PREFILL, inserted, "_prefill_metadata",
+        "windowed", PREFILL, inserted, "_prefill_places",
         of_argument(4, never), TARGET),
     "counts to another request": (
-        "windowed", PREFILL, inserted, "_prefill_metadata",
+        "windowed", PREFILL, inserted, "_prefill_places",
         of_result(2, lambda index: index.flip(0)), TARGET),
     "swaps layers": ("windowed", DECODE, inserted, "keep_states", layers_swapped, TARGET),
     "keeps rejected drafts": (
@@ -252,7 +252,8 @@ def planted(
         context_of(whole.graphs[key]), inputs={}, buffers={}, weights={}, declared={}
     )
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, formula, plant(getattr(module, formula)))
+        right = getattr(module, formula)
+        patch.setattr(module, formula, functools.wraps(right)(plant(right)))
         wrong = rewrite_phase(ctx, keep_graphs=True)
     return dataclasses.replace(whole, graphs=ByStep([wrong]))
 

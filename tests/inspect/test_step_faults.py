@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -17,11 +18,13 @@ from compilespec.inspect.cost import estimate
 from compilespec.inspect.stages import context_of
 from compilespec.inspect.verify import GREEDY, verify
 from compilespec.methods.eagle3 import random_head
-from compilespec.passes import rewrite
-from compilespec.passes.draft_loops import kept_inputs
-from compilespec.passes.graph import emit, find_role, output_node
-from compilespec.passes.rewrite import rewrite_phase
+from compilespec.passes import order
+from compilespec.passes.graph.nodes import find_role, output_node
+from compilespec.passes.order import rewrite_phase
+from compilespec.passes.splice.builder import Splice
+from compilespec.passes.splice.draft_loops import kept_inputs
 from compilespec.program import ByStep, SpecProgram, StepKey
+from tests.support.hand_graphs import emit
 from tests.support.models import target_info, tiny_target
 
 KEYS = (
@@ -100,9 +103,9 @@ def drafts_moved(gm: fx.GraphModule) -> None:
 
 def wrong_drafts(patch: pytest.MonkeyPatch) -> None:
     def wrong(run: Callable[..., int]) -> Callable[..., int]:
-        def splice_draft_loop(gm: fx.GraphModule, ctx: Any) -> int:
-            count = run(gm, ctx)
-            drafts_moved(gm)
+        def splice_draft_loop(step: Splice) -> int:
+            count = run(step)
+            drafts_moved(step.gm)
             return count
 
         return splice_draft_loop
@@ -111,15 +114,16 @@ def wrong_drafts(patch: pytest.MonkeyPatch) -> None:
         dataclasses.replace(entry, run=wrong(entry.run))
         if entry.name == "splice_draft_loop"
         else entry
-        for entry in rewrite.SPLICE_PASSES
+        for entry in order.SPLICE_PASSES
     ]
-    patch.setattr(rewrite, "SPLICE_PASSES", tuple(entries))
+    patch.setattr(order, "SPLICE_PASSES", tuple(entries))
 
 
 def wrong_place_kept(patch: pytest.MonkeyPatch) -> None:
     """A step of K = 0 keeps its pair where the next one belongs."""
     write = kept_inputs.write_pair
 
+    @functools.wraps(write)
     def write_pair(aux: Any, ids: Any, index: Any, start_B: Any, *pair: Any) -> Any:
         return write(aux, ids, index, start_B + 1, *pair)
 
@@ -130,6 +134,7 @@ def wrong_pairs_read(patch: pytest.MonkeyPatch) -> None:
     """A replay takes each hidden state with the token of the row before."""
     place = kept_inputs.place_kept
 
+    @functools.wraps(place)
     def place_kept(*arguments: Any, **options: Any) -> tuple[Any, ...]:
         aux, ids, *others = place(*arguments, **options)
         return (aux, ids.roll(1, 1), *others)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import json
 from typing import Any
@@ -115,9 +116,10 @@ def test_bisect_says_so_when_the_tokens_part_and_the_passes_do_not(traced):
 
 def test_bisect_goes_from_wrong_tokens_to_the_node(monkeypatch):
     """A stale position in the target's attention, seen from the tokens."""
-    read_state = importlib.import_module("compilespec.passes.read_state")
+    read_state = importlib.import_module("compilespec.passes.splice.read_state")
     right = read_state.read_decode_state
 
+    @functools.wraps(right)
     def stale(row_B, tokens_RS, seq_len_R, table, **sizes):
         return right(row_B, tokens_RS, (seq_len_R - 1).clamp(min=0), table, **sizes)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib
 import json
 from pathlib import Path
@@ -236,7 +237,8 @@ def test_the_loop_is_what_its_reference_says(target, acceptance) -> None:
     assert {bound.status for bound in prove(program).bounds} == {"proved"}
 
 
-loop = importlib.import_module("compilespec.passes.draft_loops.block")  # the loop has its name
+# the loop has its module's name
+loop = importlib.import_module("compilespec.passes.splice.draft_loops.block")
 PLACES = loop.block_places
 FAULTS = {
     "rejected rows are written": ("committed_slots", lambda slot, n, **_: slot),
@@ -253,7 +255,8 @@ FAULTS = {
 )  # fmt: skip
 def test_a_planted_fault_is_seen(target, fault, monkeypatch) -> None:
     model, _ = target
-    monkeypatch.setattr(loop, *FAULTS[fault])
+    name, wrong = FAULTS[fault]
+    monkeypatch.setattr(loop, name, functools.wraps(getattr(loop, name))(wrong))
     program = compilespec.trace(
         model, "dflash", draft=drafter_of(model), num_draft_tokens=3, max_batch_size=4,
         max_seq_len=43, max_prefill_tokens=64,

@@ -82,7 +82,7 @@ def lab(request: pytest.FixtureRequest, target: tuple[nn.Module, list[Ask]]) -> 
     steps = [Step(i, model, script, window) for i, window in enumerate(windows)]
     drafter = WindowedDrafter(steps, case.chain, case.kv_block_sizes)
     with pytest.MonkeyPatch.context() as patch:
-        loop = importlib.import_module("compilespec.passes.draft_loops.windowed")
+        loop = importlib.import_module("compilespec.passes.splice.draft_loops.windowed")
         patch.setattr(loop, "rolls_in_one_kernel", lambda ctx: case.in_one)
         compiled = compilespec.compile(
             model, spec=Windowed(drafter), num_draft_tokens=case.k, backend="eager",

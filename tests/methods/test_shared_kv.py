@@ -17,7 +17,7 @@ from compilespec.errors import CheckpointError, DraftMismatch, InvalidOption, No
 from compilespec.methods.registry import get_method
 from compilespec.methods.shared_kv import SharedKVDrafter, random_drafter
 from compilespec.methods.shared_kv.drafter import attend
-from compilespec.passes.graph import find_role
+from compilespec.passes.graph.nodes import find_role
 from compilespec.tracing.load import load_target
 from compilespec.tracing.target import trace_target
 from compilespec.tracing.target_info import describe_target

@@ -23,7 +23,7 @@ from compilespec.inspect.cost import estimate
 from compilespec.inspect.devices import find_device
 from compilespec.inspect.verify import verify
 from compilespec.methods import dflash, eagle3, peagle, shared_kv
-from compilespec.passes.sizes import B
+from compilespec.passes.proofs.sizes import B
 from compilespec.pipeline import build
 from compilespec.pipeline.draft_vocab import DraftVocabulary, choose_draft_ids, count_tokens
 from compilespec.pipeline.options import CompileOptions

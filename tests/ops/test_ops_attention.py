@@ -17,7 +17,7 @@ from torch._inductor.utils import run_and_get_code
 from compilespec.ops import _build, attention, pack_weight, packed_linear, paged_attention
 from compilespec.ops.attention import attention_reference
 from compilespec.ops.paged_attention import paged_attention_reference
-from compilespec.passes.insert_paged_attention import HEADS_FIRST
+from compilespec.passes.splice.insert_paged_attention import HEADS_FIRST
 from compilespec.program import BufferSpec
 from tests.support.attention import NAN, Case, Pool
 

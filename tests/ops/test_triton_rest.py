@@ -18,7 +18,7 @@ from compilespec.ops.argmax_linear import (
 )
 from compilespec.ops.ngram_match import ngram_match, ngram_match_reference
 from compilespec.ops.roll_window import roll_window, roll_window_reference
-from compilespec.passes.draft_loops.windowed import take_window, write_ring
+from compilespec.passes.splice.draft_loops.windowed import take_window, write_ring
 from compilespec.program import PAD
 
 pytest.importorskip("tests.support.triton_interpreter")
@@ -202,8 +202,8 @@ def test_windows_and_rings_equal_the_graph_code(count, dtype):
 def spliced(
     ring_hidden: Tensor, ring_ids: Tensor, index: Tensor, hidden: Tensor, ids: Tensor, num: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """What `passes/draft_loops/windowed.py` emits."""
-    module = importlib.import_module("compilespec.passes.draft_loops.windowed")
+    """What `passes/splice/draft_loops/windowed.py` emits."""
+    module = importlib.import_module("compilespec.passes.splice.draft_loops.windowed")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "arange_like", lambda like, end: torch.arange(end))
         window = take_window(ring_hidden, ring_ids, index, hidden, ids, num, window=ids.shape[1])

@@ -161,7 +161,7 @@ def test_t09_the_margin_is_a_difference_of_probabilities():
 
 
 def test_t09_the_reference_forgets_across_chunks():
-    """H-12: what `passes.acceptance.relaxed` does not copy."""
+    """H-12: what `passes.splice.acceptance.relaxed` does not copy."""
     logits = torch.eye(8)[:1]
     none = torch.empty(0, 2, dtype=torch.int64)
     for chunk, margin in (([3, BEGIN, 4], 0.5), ([3, 4], 0.0), ([BEGIN, END], 0.5)):

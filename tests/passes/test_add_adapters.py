@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import compilespec
-from compilespec.passes.add_adapters import adapted
+from compilespec.passes.splice.add_adapters import adapted
 from tests.support.adapters import EVERYWHERE, write_adapter
 from tests.support.models import tiny_target
 

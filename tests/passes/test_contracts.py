@@ -12,10 +12,11 @@ from torch import Tensor, fx
 
 from compilespec.errors import PassError
 from compilespec.passes import contracts
-from compilespec.passes.check_markers import check_markers
 from compilespec.passes.context import PassContext
 from compilespec.passes.order import ATEN_PASSES, SPLICE_PASSES
 from compilespec.passes.runner import Pass, run_passes
+from compilespec.passes.splice.builder import Splice
+from compilespec.passes.splice.check_markers import check_markers
 from compilespec.program import InputSpec
 from tests.support.hand_graphs import graph_of
 
@@ -28,8 +29,8 @@ def run(
     """One pass, `edit`, over a graph of `function`."""
     gm, ctx = graph_of(function, **specs)
 
-    def wrong(gm: fx.GraphModule, ctx: PassContext) -> int:
-        edit(gm, ctx)
+    def wrong(step: Splice) -> int:
+        edit(step.gm, step.ctx)
         return 1
 
     run_passes(
@@ -135,11 +136,11 @@ def test_a_graph_that_keeps_them_passes():
 def test_what_a_pass_ensures_holds_for_the_passes_after_it():
     gm, ctx = graph_of(step, **INPUTS)
 
-    def first(gm: fx.GraphModule, ctx: PassContext) -> int:
+    def first(step: Splice) -> int:
         return 0
 
-    def second(gm: fx.GraphModule, ctx: PassContext) -> int:
-        node = next(n for n in gm.graph.nodes if n.target is ATEN.index_put_.default)
+    def second(step: Splice) -> int:
+        node = next(n for n in step.graph.nodes if n.target is ATEN.index_put_.default)
         with gm.graph.inserting_after(node):
             again = gm.graph.call_function(node.target, node.args)
         again.meta["val"] = node.meta["val"]

@@ -12,7 +12,7 @@ from compilespec.errors import DraftMismatch, InvalidOption
 from compilespec.methods.base import Drafter
 from compilespec.methods.capabilities import DraftKind
 from compilespec.methods.direct import DirectDrafter
-from compilespec.passes.draft_loops import LOOPS
+from compilespec.passes.splice.draft_loops import LOOPS
 from compilespec.program import ProgramConfig
 from tests.support.models import tiny_target
 

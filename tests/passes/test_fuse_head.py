@@ -13,11 +13,12 @@ import torch
 from torch import Tensor, nn
 
 import compilespec
+from compilespec.device import CUDA
 from compilespec.methods.eagle3 import random_head
 from compilespec.methods.registry import get_method
-from compilespec.passes.fuse_head_argmax import fuse_head_argmax, pays
-from compilespec.passes.order import PassContext
-from compilespec.passes.rewrite import rewrite_phase
+from compilespec.passes.aten.fuse_head_argmax import fuse_head_argmax, pays
+from compilespec.passes.order import PassContext, rewrite_phase
+from compilespec.passes.splice.builder import Splice
 from compilespec.program import ByStep, SpecProgram
 from compilespec.tracing.target import trace_target
 from tests.support.hand_graphs import HAND_CONFIG, call, code, graph_of
@@ -71,7 +72,7 @@ def best_logit_too(x: Tensor, w: Tensor) -> Any:
 def test_a_head_whose_argmax_alone_is_wanted_is_fused(function, bias):
     gm, ctx, inputs = head_graph(function, bias=bias)
     want = call(gm, *inputs)
-    assert fuse_head_argmax(gm, ctx) == 1
+    assert fuse_head_argmax(Splice(gm, ctx)) == 1
     got = call(gm, *inputs)
     torch.testing.assert_close(got, want, rtol=0, atol=0)
     targets = [node.target for node in gm.graph.nodes]
@@ -132,7 +133,7 @@ OTHERS = (read_twice, other_logits_gathered, kept_dimension, over_tokens, over_e
 def test_other_heads_are_left_alone(function):
     gm, ctx, _ = head_graph(function)
     before = code(gm)
-    assert fuse_head_argmax(gm, ctx) == 0
+    assert fuse_head_argmax(Splice(gm, ctx)) == 0
     assert code(gm) == before
 
 
@@ -141,7 +142,7 @@ def test_it_is_off_where_nobody_asks(fuse):
     """Without a switch, on the CPU."""
     gm, ctx, _ = head_graph(plain, fuse=fuse)
     before = code(gm)
-    assert fuse_head_argmax(gm, ctx) == 0
+    assert fuse_head_argmax(Splice(gm, ctx)) == 0
     assert code(gm) == before
 
 
@@ -173,8 +174,8 @@ def test_on_a_gpu_sizes_decide_at_the_largest_batch(monkeypatch, fuse, limit, fu
     monkeypatch.setattr(torch.cuda, "synchronize", None)
     gm, ctx, _ = head_graph(plain, fuse=fuse, dtype=BF16)
     ctx.weights = {name: weight.to("meta") for name, weight in ctx.weights.items()}
-    ctx.on_gpu = True
-    assert fuse_head_argmax(gm, ctx) == (fused if fuse is None else 0)
+    ctx.traits = CUDA
+    assert fuse_head_argmax(Splice(gm, ctx)) == (fused if fuse is None else 0)
 
 
 @pytest.mark.parametrize(("max_batch_size", "fused"), [(42, 3), (43, 2), (129, 0)])
@@ -188,7 +189,7 @@ def test_each_head_is_judged_by_its_own_rows(monkeypatch, max_batch_size, fused)
     ctx = PassContext(
         phase="decode", config=config, capabilities=get_method("eagle3").capabilities,
         target=trace_target(model), draft=head.capture(config, info), aux_layers=(0,),
-        greedy_only=True, on_gpu=True, prepack=False,
+        greedy_only=True, traits=CUDA,
     )  # fmt: skip
     nodes = rewrite_phase(ctx, keep_graphs=False).finish().graph_module.graph.nodes
     assert sum(node.target is FUSED for node in nodes) == fused

@@ -15,12 +15,13 @@ import compilespec
 from compilespec.inspect.call_pairs import call_pairs
 from compilespec.inspect.compare import compare
 from compilespec.methods.registry import get_method
-from compilespec.passes.absorb_latents import absorb_calls, absorb_latents, describe_latents
 from compilespec.passes.context import PassContext
-from compilespec.passes.expansion import Expansion
-from compilespec.passes.insert_paged_attention import leading_part
+from compilespec.passes.graph.retrace import start_step
 from compilespec.passes.references.fragments import run_fragment
-from compilespec.passes.rewrite import start_step
+from compilespec.passes.splice.absorb_latents import absorb_calls, absorb_latents, describe_latents
+from compilespec.passes.splice.builder import Splice
+from compilespec.passes.splice.expansion import Expansion
+from compilespec.passes.splice.insert_paged_attention import leading_part
 from compilespec.program import Traced, markers
 from compilespec.tracing.capture import EXAMPLE_SHAPE, trace_call
 from compilespec.tracing.target import trace_target
@@ -198,7 +199,7 @@ def test_layers_that_a_drafter_reads_stay_as_they_are():
         kv_layers=(1,),
     )  # fmt: skip
     gm = start_step(ctx)
-    assert absorb_latents(gm, ctx) == 1
+    assert absorb_latents(Splice(gm, ctx)) == 1
     first, second = ctx.latents["target.0"], ctx.latents["target.1"]
     assert isinstance(first, Expansion)
     assert second == "a drafter reads its keys and values"

@@ -10,15 +10,17 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
+from compilespec.device import CUDA
 from compilespec.errors import NotSupported, PassError
 from compilespec.methods.registry import get_method
-from compilespec.passes.graph import find_role
+from compilespec.passes.graph.nodes import find_role
+from compilespec.passes.graph.retrace import start_step
 from compilespec.passes.order import ATEN_PASSES, SPLICE_PASSES, PassContext, run_passes
-from compilespec.passes.recurrent_state import StateMetadata, keep_states
-from compilespec.passes.rewrite import start_step
 from compilespec.passes.runner import Pass
-from compilespec.passes.sharding.plan import Sharding
-from compilespec.program import AdapterShape, Phase, Traced
+from compilespec.passes.splice.builder import Splice
+from compilespec.passes.splice.recurrent_state import StatePlaces, keep_states
+from compilespec.passes.splice.sharding.plan import Sharding
+from compilespec.program import AdapterShape, Phase, RequestFeatures, Traced
 from compilespec.tracing.target import trace_target
 from tests.support.hand_graphs import HAND_CONFIG, code, graph_of
 from tests.support.models import tiny_target
@@ -83,7 +85,8 @@ def all_requests_have_one_rotary_table(target: Traced) -> Case:
 
 
 def decode_reads_its_own_tokens(target: Traced) -> Case:
-    return step(target, "decode", "read_state", prompt_embeds=True)
+    config = dataclasses.replace(HAND_CONFIG, features=RequestFeatures(prompt_embeds=True))
+    return step(target, "decode", "read_state", config=config)
 
 
 def its_products_are_no_modules_of_adapters(target: Traced) -> Case:
@@ -165,7 +168,7 @@ def logits_have_another_reader(target: Traced) -> Case:
 
 def rows_are_short(target: Traced) -> Case:
     gm, ctx = graph_of(lambda x: x.argmax(-1), x=("batch", torch.randn(2, 8191)))
-    ctx.on_gpu = True
+    ctx.traits = CUDA
     return gm, ctx
 
 
@@ -239,9 +242,9 @@ def test_there_is_a_graph_that_the_pass_leaves_alone(name, target):
     entry = PASSES[name]
     if name in REFUSED:
         with pytest.raises((PassError, NotSupported)):
-            entry.run(gm, ctx)
+            entry.run(Splice(gm, ctx))
     elif is_applied(entry, ctx):
-        entry.run(gm, ctx)
+        entry.run(Splice(gm, ctx))
     assert code(gm) == before
     assert placeholders(gm) == roles
 
@@ -262,14 +265,15 @@ def test_graphs_are_kept_for_passes_that_exist():
 def test_states_are_kept_for_recurrent_markers_alone(target):
     """Attention markers stay; a marker of which no shape is known is refused."""
     gm, ctx = step(target, "decode", "read_state")
-    row, position = find_role(gm, "row"), find_role(gm, "position")
-    at = StateMetadata(row=row, position=position, absorbed=position, commits=row)
+    made = Splice(gm, ctx)
+    row, position = made.roles.row, made.roles.position
+    at = StatePlaces(row=row, position=position, absorbed=position, commits=row)
     before = code(gm)
-    assert keep_states(gm, ctx, "draft", at) == 0
+    assert keep_states(made, "draft", at) == 0
     assert code(gm) == before
     logits = find_role(gm, "logits")
     with gm.graph.inserting_after(logits):
         gm.graph.call_function(torch.ops.compilespec.causal_conv, (logits, logits, None))
     del logits.meta["example"]
     with pytest.raises(PassError, match=r"causal_conv.draft.0: an argument of the marker has no"):
-        keep_states(gm, ctx, "draft", at)
+        keep_states(made, "draft", at)

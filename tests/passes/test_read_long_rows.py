@@ -10,7 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from compilespec.passes.read_long_rows import read_long_rows
+from compilespec.device import CPU, CUDA, traits_of
+from compilespec.passes.aten.read_long_rows import read_long_rows
+from compilespec.passes.splice.builder import Splice
 from tests.support.hand_graphs import call, code, graph_of
 
 ATEN = torch.ops.aten
@@ -29,7 +31,7 @@ def best(x: Tensor) -> Tensor:
 
 def graph(function: Any, x: Tensor, *, on_gpu: bool = True) -> Any:
     gm, ctx = graph_of(function, x=("batch", x))
-    ctx.on_gpu, ctx.prepack = on_gpu, not on_gpu
+    ctx.traits = CUDA if on_gpu else CPU
     return gm, ctx
 
 
@@ -42,7 +44,7 @@ def test_the_first_of_the_best_is_found(columns: int, dtype: torch.dtype, on_gpu
     x[0, 0], x[0, 1] = -math.inf, math.inf
     x[0, 2, :-1] = -math.inf
     gm, ctx = graph(best, x, on_gpu=on_gpu)
-    assert read_long_rows(gm, ctx) == 1
+    assert read_long_rows(Splice(gm, ctx)) == 1
     (got,) = [call(gm, x)]
     assert got.dtype == torch.int32
     assert torch.equal(got, best(x))
@@ -76,7 +78,7 @@ def over_everything(x: Tensor) -> Tensor:
 def test_others_are_left_alone(function: Any, on_gpu: bool) -> None:
     gm, ctx = graph(function, torch.randn(20, 20), on_gpu=on_gpu)
     before = code(gm)
-    assert read_long_rows(gm, ctx) == 0
+    assert read_long_rows(Splice(gm, ctx)) == 0
     assert code(gm) == before
 
 
@@ -98,7 +100,7 @@ def best_of_read_probabilities(x: Tensor) -> tuple[Tensor, ...]:
 def test_the_best_few_are_found_on_the_cpu(function: Any, dtype: torch.dtype) -> None:
     x = torch.randn(3, 40, 99).to(dtype)[..., 1:-1]
     gm, ctx = graph(function, x, on_gpu=False)
-    assert read_long_rows(gm, ctx) == 1
+    assert read_long_rows(Splice(gm, ctx)) == 1
     for got, wanted in zip(call(gm, x), function(x), strict=True):
         torch.testing.assert_close(got, wanted)
     ours = gm.graph.find_nodes(op="call_function", target=torch.ops.compilespec.row_topk.default)
@@ -131,13 +133,13 @@ def three_of_halves(x: Tensor) -> tuple[Tensor, ...]:
 def test_other_topks_are_left_alone(function: Any, on_gpu: bool) -> None:
     gm, ctx = graph(function, torch.randn(20, 20), on_gpu=on_gpu)
     before = code(gm)
-    assert read_long_rows(gm, ctx) == 0
+    assert read_long_rows(Splice(gm, ctx)) == 0
     assert code(gm) == before
 
 
 def test_other_devices_have_no_operator_of_it() -> None:
     gm, ctx = graph(best, torch.randn(20, 20))
-    ctx.on_gpu = ctx.prepack = False
+    ctx.traits = traits_of(torch.device("meta"))
     before = code(gm)
-    assert read_long_rows(gm, ctx) == 0
+    assert read_long_rows(Splice(gm, ctx)) == 0
     assert code(gm) == before

@@ -16,9 +16,9 @@ from compilespec.errors import InvalidOption, PassError
 from compilespec.inspect.cost import estimate
 from compilespec.inspect.lockstep import check_lockstep
 from compilespec.inspect.stages import context_of
-from compilespec.passes.shard_weights import collectives_of
-from compilespec.passes.sharding.plan import Cut
-from compilespec.passes.sizes import B, K
+from compilespec.passes.proofs.sizes import B, K
+from compilespec.passes.splice.shard_weights import collectives_of
+from compilespec.passes.splice.sharding.plan import Cut
 from compilespec.program import SpecProgram
 from tests.support.drafters import METHODS
 from tests.support.models import even_target, target_info, tiny_target

@@ -11,10 +11,11 @@ from torch import Tensor, fx, nn
 from compilespec.errors import PassError
 from compilespec.methods.eagle3 import random_head
 from compilespec.methods.registry import get_method
-from compilespec.passes.graph import find_role, set_outputs
+from compilespec.passes.graph.nodes import find_role, set_outputs
+from compilespec.passes.graph.retrace import start_step
 from compilespec.passes.order import SPLICE_PASSES, PassContext, run_passes
-from compilespec.passes.rewrite import start_step
-from compilespec.passes.tap_hidden_states import tap_hidden_states
+from compilespec.passes.splice.builder import Splice
+from compilespec.passes.splice.tap_hidden_states import tap_hidden_states
 from compilespec.program import ProgramConfig
 from compilespec.tracing.attention import marked_attention
 from compilespec.tracing.load import load_target
@@ -88,7 +89,7 @@ def test_taps_equal_forward_hooks(family, monkeypatch):
     every = tuple(range(NUM_LAYERS + 1))
     ctx = context(model, every)
     gm = start_step(ctx)
-    assert tap_hidden_states(gm, ctx) == len(every)
+    assert tap_hidden_states(Splice(gm, ctx)) == len(every)
     outputs = {role: find_role(gm, role) for role in ["logits", *(f"aux.{k}" for k in every)]}
     set_outputs(gm, outputs)
     for num_requests in (1, 5):  # neither is the size it was traced with
@@ -167,13 +168,13 @@ def test_a_layer_without_one_residual_stream_is_refused(llama):
     ctx = context(llama, (NUM_LAYERS + 1,))
     gm = start_step(ctx)
     with pytest.raises(PassError, match=r"tap_hidden_states: .* entering layer 4, found none"):
-        tap_hidden_states(gm, ctx)
+        tap_hidden_states(Splice(gm, ctx))
 
 
 def test_no_aux_layers_taps_nothing(llama):
     ctx = context(llama, ())
     gm = start_step(ctx)
     nodes = len(gm.graph.nodes)
-    assert tap_hidden_states(gm, ctx) == 0
+    assert tap_hidden_states(Splice(gm, ctx)) == 0
     assert len(gm.graph.nodes) == nodes
     assert not any(str(node.meta.get("role", "")).startswith("aux") for node in gm.graph.nodes)

@@ -15,7 +15,7 @@ import pytest
 import compilespec
 from compilespec.errors import InvalidOption, NotSupported, SpecError
 from compilespec.methods.registry import METHODS, method_names
-from compilespec.passes.acceptance.options import ACCEPTANCE_OPTIONS
+from compilespec.passes.splice.acceptance.options import ACCEPTANCE_OPTIONS
 from compilespec.pipeline.keyword_types import CompileKeywords, GraphMode, SpecName
 from compilespec.pipeline.keywords import MARK, describe_fields, shown_fields
 from compilespec.pipeline.options import CompileOptions

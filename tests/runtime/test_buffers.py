@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 
-from compilespec.passes.insert_paged_attention import HEADS_FIRST
+from compilespec.passes.splice.insert_paged_attention import HEADS_FIRST
 from compilespec.program import BufferSpec
 from compilespec.runtime.buffers import MAPPED, allocate
 from tests.support.memory import resident

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from compilespec.passes.evidence import (
+from compilespec.passes.splice.evidence import (
     FIRST_MATCH,
     MATCHES,
     NUM_BITS,

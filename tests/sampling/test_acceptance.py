@@ -11,9 +11,13 @@ import compilespec
 from compilespec.errors import InvalidOption
 from compilespec.methods.base import MethodConfig
 from compilespec.methods.eagle3 import random_head
-from compilespec.passes.acceptance.options import FORCE_VARIABLES, resolve_acceptance, warn_if_lossy
-from compilespec.passes.acceptance.registry import describe, is_lossless
-from compilespec.passes.acceptance.rule import STRICT, Acceptance, Relaxed
+from compilespec.passes.splice.acceptance.options import (
+    FORCE_VARIABLES,
+    resolve_acceptance,
+    warn_if_lossy,
+)
+from compilespec.passes.splice.acceptance.registry import describe, is_lossless
+from compilespec.passes.splice.acceptance.rule import STRICT, Acceptance, Relaxed
 from tests.support.models import (
     VOCAB,
     Ask,

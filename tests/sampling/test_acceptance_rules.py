@@ -12,9 +12,9 @@ import compilespec
 from compilespec import SamplingParams, acceptance_rule
 from compilespec.errors import InvalidOption, TraceError
 from compilespec.methods.eagle3 import random_head
-from compilespec.passes.acceptance.options import resolve_acceptance
-from compilespec.passes.acceptance.registry import describe, is_lossless
-from compilespec.passes.acceptance.rule import RULE_INPUTS
+from compilespec.passes.splice.acceptance.options import resolve_acceptance
+from compilespec.passes.splice.acceptance.registry import describe, is_lossless
+from compilespec.passes.splice.acceptance.rule import RULE_INPUTS
 from tests.support import loops
 from tests.support.markov import LENGTH, PROMPT, markov_target, params_of
 from tests.support.models import VOCAB, greedy_reference, target_info, tiny_target

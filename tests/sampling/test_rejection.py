@@ -28,8 +28,8 @@ from compilespec.ops.sample.probabilities import (
     uniform,
     uniform_reference,
 )
-from compilespec.passes.acceptance.registry import FUNCTIONS
-from compilespec.passes.acceptance.rejection import ratio_test
+from compilespec.passes.splice.acceptance.registry import FUNCTIONS
+from compilespec.passes.splice.acceptance.rejection import ratio_test
 from compilespec.runtime.engine import Engine
 from compilespec.tracing.target_info import TargetInfo
 from tests.support.fits import (

@@ -14,8 +14,8 @@ from torch import Tensor
 import compilespec
 from compilespec import DraftTree
 from compilespec.methods.medusa import MedusaDrafter
-from compilespec.passes.acceptance.multi_candidate import try_children
-from compilespec.passes.drawn_trees import inner_rows
+from compilespec.passes.splice.acceptance.multi_candidate import try_children
+from compilespec.passes.splice.drawn_trees import inner_rows
 from tests.support.fits import (
     CERTAIN,
     COUNT,

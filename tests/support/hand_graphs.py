@@ -10,6 +10,7 @@ from torch import Tensor, fx
 
 from compilespec.methods.registry import get_method
 from compilespec.passes.context import PassContext
+from compilespec.passes.splice.builder import Writer, node_of
 from compilespec.program import BufferSpec, InputSpec, ProgramConfig
 
 HAND_CONFIG = ProgramConfig(
@@ -47,6 +48,20 @@ def graph_of(
                 name=name, kind=kind, shape=tuple(tensor.shape), dtype=tensor.dtype
             )  # type: ignore[arg-type]
     return gm, ctx
+
+
+def emit(
+    gm: fx.GraphModule,
+    function: Callable[..., Any],
+    *nodes: fx.Node,
+    before: fx.Node,
+    **options: Any,
+) -> Any:
+    """The node, or nodes, of tensor code over these nodes, written before another one."""
+    code = Writer(gm)
+    with code.before(before):
+        result = function(*code.values(nodes), **options)
+    return tuple(map(node_of, result)) if isinstance(result, tuple) else node_of(result)
 
 
 def call(gm: fx.GraphModule, *inputs: Tensor) -> Any:

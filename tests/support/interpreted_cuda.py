@@ -29,7 +29,7 @@ from compilespec import SamplingParams, _torch_compat
 from compilespec.lowering.artifacts import ArtifactCache
 from compilespec.methods.eagle3 import random_head
 from compilespec.ops._library import TRITON_KERNELS
-from compilespec.passes.read_long_rows import read_long_rows
+from compilespec.passes.aten.read_long_rows import read_long_rows
 from tests.support.margin import shortfall
 from tests.support.models import HYBRIDS, target_info, tiny_hybrid, tiny_target
 from tools.without_gpu.absent import absent_gpu, allocating, counting

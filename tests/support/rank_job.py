@@ -27,7 +27,7 @@ from torch import nn
 import compilespec
 from compilespec import SamplingParams
 from compilespec.errors import SpecError
-from compilespec.passes.shard_weights import collectives_of
+from compilespec.passes.splice.shard_weights import collectives_of
 from compilespec.pipeline import parallel
 from compilespec.runtime.engine import Engine
 from tests.support.adapters import write_adapter

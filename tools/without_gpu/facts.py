@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from compilespec.passes.fakes import EXAMPLE_SIZES
+from compilespec.passes.graph.fakes import EXAMPLE_SIZES
 from compilespec.program import BufferSpec
 from tools.without_gpu.dry_run import Call, DryRun
 from tools.without_gpu.gpus import Gpu

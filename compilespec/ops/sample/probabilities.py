@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from compilespec.device import traits_of
 from compilespec.ops._library import define_op
 from compilespec.ops._tensors import wide_dtype
 from compilespec.ops.sample import layout
@@ -266,7 +267,7 @@ def uniform_reference(
 
 def _filtered_probs(*args: Any) -> Tensor:
     """True where a CPU call can skip plain greedy rows; other devices must not read on the host."""
-    on_host = args[0].device.type == "cpu"
+    on_host = traits_of(args[0].device).is_cpu
     return (filtered_probs_reference if on_host else filtered_probs_dense)(*args)
 
 

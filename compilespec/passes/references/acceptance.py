@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -15,14 +15,14 @@ from compilespec.ops.sample.probabilities import (
     filtered_probs_reference,
     uniform_reference,
 )
-from compilespec.passes.acceptance.rule import Relaxed
 from compilespec.passes.context import PassContext
 from compilespec.passes.references.base import Before, Case, Values
 from compilespec.passes.references.grown_trees import are_drawn
 from compilespec.passes.references.placement import place_call
-from compilespec.passes.references.rules import is_allowed, judge_by_rule
+from compilespec.passes.references.rules import is_allowed, judge_by_rule, sampling_rows
 from compilespec.passes.references.trees import accepted_path
 from compilespec.passes.references.trials import judge_by_trials
+from compilespec.passes.splice.acceptance.rule import Relaxed, RuleFunction
 from compilespec.program import PAD
 
 
@@ -186,8 +186,8 @@ def _by_function(
 ) -> tuple[list[list[int]], list[int]]:
     """Call the rule's function for one request at a time, on inputs computed here."""
     placed, num_drafts = place_call(ctx.config, case), ctx.config.num_draft_tokens
-    names = ("sampling_RF", "sampling_RI", "bias_RV", "context_RL", "mask_RSW")
-    state = [case.inputs[name].clone() for name in names]
+    state, rule = sampling_rows(case), ctx.acceptance.function
+    assert rule is not None
     target, counts = [], []
     for request, ids in enumerate(drafts):
         one = slice(request, request + 1)
@@ -199,39 +199,51 @@ def _by_function(
         judged = [*ids[1:], PAD].index(PAD)
         kept, weights = 0, probs[:, 0]
         if num_drafts:
-            steps = torch.arange(1, num_drafts + 1, dtype=torch.int32).unsqueeze(0)
             made = {
                 "probs_BSV": probs,
                 "logits_BSV": logits,
                 "draft_probs_BKV": _draft_probs(case, row, ids, probs),
                 "draft_BK": torch.tensor([ids[1:]], dtype=torch.int32),
                 "num_drafts_B": torch.tensor([judged], dtype=torch.int32),
-                "uniform_BK": uniform_reference(
-                    row, drawn[:, :-1], layout.STREAM_ACCEPT + 8 * steps, state[1]
-                ),
+                "uniform_BK": _uniform(row, drawn[:, :-1], state[1]),
             }
-            rule = ctx.acceptance.function
-            assert rule is not None
-            number, last = rule.function(**{name: made[name] for name in rule.inputs})
-            kept, weights = min(max(int(number), 0), judged), last
-            forbidden = (i for i in range(kept) if not is_allowed(case, int(row), i, ids[i + 1]))
-            cut = next(forbidden, kept)
-            if cut < kept and last.dim() == 2:
-                weights = torch.zeros_like(last)
-            kept = cut
-        if weights.dim() == 1:
-            token = min(max(int(weights), 0), probs.shape[-1] - 1)
-        else:
-            if not bool((weights > 0).any()):
-                weights = probs[:, kept]
-            stream = layout.STREAM_RECOVER if kept < judged else layout.STREAM_BONUS
-            word = torch.full_like(start, stream + 8 * (kept + 1))
-            drawn_token = draw_weighted_reference(weights, row, start + kept + 1, word, state[1])
-            token = int(drawn_token)
+            kept, weights = _asked(rule, case, int(row), made, ids)
+        token = _token_after(weights, probs, kept, judged, (row, start, state[1]))
         behind = [*[max(draft, 0) for draft in ids[kept + 2 :]], token]
         target.append([*ids[1 : kept + 1], token, *behind][: num_drafts + 1])
         counts.append(kept + 1)
     return target, counts
+
+
+def _uniform(row: Tensor, drawn: Tensor, whole: Tensor) -> Tensor:
+    """A number for each draft, [1, K]."""
+    steps = torch.arange(1, drawn.shape[1] + 1, dtype=torch.int32).unsqueeze(0)
+    return uniform_reference(row, drawn, layout.STREAM_ACCEPT + 8 * steps, whole)
+
+
+def _asked(
+    rule: RuleFunction, case: Case, row: int, made: Mapping[str, Tensor], ids: list[int]
+) -> tuple[int, Tensor]:
+    """Drafts of a request that are kept, and weights of the token after them, or its id."""
+    number, last = rule.function(**{name: made[name] for name in rule.inputs})
+    kept = min(max(int(number), 0), int(made["num_drafts_B"]))
+    forbidden = (i for i in range(kept) if not is_allowed(case, row, i, ids[i + 1]))
+    cut = next(forbidden, kept)
+    return cut, torch.zeros_like(last) if cut < kept and last.dim() == 2 else last
+
+
+def _token_after(
+    weights: Tensor, probs: Tensor, kept: int, judged: int, at: tuple[Tensor, Tensor, Tensor]
+) -> int:
+    """The token after the kept drafts, of weights or an id; `at`: state row, start, parameters."""
+    if weights.dim() == 1:
+        return min(max(int(weights), 0), probs.shape[-1] - 1)
+    row, start, whole = at
+    if not bool((weights > 0).any()):
+        weights = probs[:, kept]
+    stream = layout.STREAM_RECOVER if kept < judged else layout.STREAM_BONUS
+    word = torch.full_like(start, stream + 8 * (kept + 1))
+    return int(draw_weighted_reference(weights, row, start + kept + 1, word, whole))
 
 
 def _draft_probs(case: Case, row: Tensor, ids: list[int], probs: Tensor) -> Tensor:

@@ -66,26 +66,28 @@ def _attend_rows(
         length = int((position_Q + ahead_Q).max()) + 1
         blocks = block_table_RM[row, : -(-length // key_cache.shape[1])].long()
         group = query_TNH.shape[1] // key_cache.shape[2]
-        key_NJH, value_NJH = (
-            cache[blocks]
-            .flatten(0, 1)[:length]
-            .to(wide)
-            .repeat_interleave(group, 1)
-            .transpose(0, 1)
+        key_JNH, value_JNH = (
+            cache[blocks].flatten(0, 1)[:length].to(wide).repeat_interleave(group, 1)
             for cache in (key_cache, value_cache)
         )
         query_NQH = query_TNH[mine_T].to(wide).transpose(0, 1)
-        score_NQJ = query_NQH @ key_NJH.transpose(1, 2) * scale
+        score_NQJ = query_NQH @ key_JNH.permute(1, 2, 0) * scale
         if softcap > 0:
             score_NQJ = torch.tanh(score_NQJ / softcap) * softcap
-        age_QJ = position_Q[:, None] - torch.arange(length, device=position_Q.device)
-        hidden_QJ = age_QJ < -ahead_Q[:, None]
-        if window > 0:
-            hidden_QJ |= age_QJ >= window
-        if chunk > 0:
-            hidden_QJ |= age_QJ > (position_Q % chunk)[:, None]
+        hidden_QJ = _hidden(position_Q, ahead_Q, length, window, chunk)
         score_NQJ = score_NQJ.masked_fill(hidden_QJ, float("-inf"))
         weight_NQJ = softmax_with_sinks(score_NQJ.unsqueeze(0), sinks_N)[0]
-        out_NQH = weight_NQJ @ value_NJH
+        out_NQH = weight_NQJ @ value_JNH.transpose(0, 1)
         out_TNH[mine_T] = out_NQH.transpose(0, 1).to(out_TNH.dtype)
     return out_TNH.view(*tokens.row.shape, *out_TNH.shape[1:])
+
+
+def _hidden(position_Q: Tensor, ahead_Q: Tensor, length: int, window: int, chunk: int) -> Tensor:
+    """Which of the first `length` positions each query does not see: bool [Q, J]."""
+    age_QJ = position_Q[:, None] - torch.arange(length, device=position_Q.device)
+    hidden_QJ = age_QJ < -ahead_Q[:, None]
+    if window > 0:
+        hidden_QJ |= age_QJ >= window
+    if chunk > 0:
+        hidden_QJ |= age_QJ > (position_Q % chunk)[:, None]
+    return hidden_QJ

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from compilespec.ops.recurrence.reference import advance, read
 from compilespec.passes.context import PassContext
-from compilespec.passes.draft_loops import LOOPS
 from compilespec.passes.references.base import Case, Mixers, Tokens
 from compilespec.passes.references.placement import place_call
+from compilespec.passes.splice.draft_loops import LOOPS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,23 +72,29 @@ def recurrent_layers(
         return out_THV.view(args[2].shape)
 
     def convolve(layer: int, args: tuple[Any, ...]) -> Tensor:
-        x_TC, weight_CW, bias = args[0].flatten(0, 1), args[1], args[2]
-        recent_RPC = buffers[f"causal_conv.{owner}.{layer}.recent"]
-        out_TC, num_kept = torch.zeros_like(x_TC), recent_RPC.shape[1]
-        for row, places in mine.items():
-            window = range(places[0][0] - weight_CW.shape[1] + 1, places[0][0])
-            zero = torch.zeros_like(x_TC[0])
-            before = [recent_RPC[row, p % num_kept].clone() if p >= 0 else zero for p in window]
-            sequence_TC = torch.stack([*before, *(x_TC[token] for _, token in places)])
-            found_1CT = F.conv1d(
-                sequence_TC.t()[None], weight_CW.unsqueeze(1), bias, groups=x_TC.shape[1]
-            )
-            for (position, token), value_C in zip(places, found_1CT[0].t(), strict=True):
-                out_TC[token] = value_C
-                recent_RPC[row, position % num_kept] = x_TC[token]
-        return out_TC.view(args[0].shape)
+        return _convolve(buffers[f"causal_conv.{owner}.{layer}.recent"], mine, args)
 
     return {"recurrence": recur, "causal_conv": convolve}
+
+
+def _convolve(
+    recent_RPC: Tensor, mine: Mapping[int, list[tuple[int, int]]], args: tuple[Any, ...]
+) -> Tensor:
+    """A convolution over the tokens of each row, and those before them that the ring holds."""
+    x_TC, weight_CW, bias = args[0].flatten(0, 1), args[1], args[2]
+    out_TC, num_kept = torch.zeros_like(x_TC), recent_RPC.shape[1]
+    for row, places in mine.items():
+        window = range(places[0][0] - weight_CW.shape[1] + 1, places[0][0])
+        zero = torch.zeros_like(x_TC[0])
+        before = [recent_RPC[row, p % num_kept].clone() if p >= 0 else zero for p in window]
+        sequence_TC = torch.stack([*before, *(x_TC[token] for _, token in places)])
+        found_1CT = F.conv1d(
+            sequence_TC.t()[None], weight_CW.unsqueeze(1), bias, groups=x_TC.shape[1]
+        )
+        for (position, token), value_C in zip(places, found_1CT[0].t(), strict=True):
+            out_TC[token] = value_C
+            recent_RPC[row, position % num_kept] = x_TC[token]
+    return out_TC.view(args[0].shape)
 
 
 def recurrent_operators(

@@ -24,8 +24,7 @@ def judge_by_rule(
     """
     placed, rule = place_call(ctx.config, case), ctx.acceptance.function
     assert rule is not None
-    names = ("sampling_RF", "sampling_RI", "bias_RV", "context_RL", "mask_RSW")
-    state = [case.inputs[name].clone() for name in names]
+    state = sampling_rows(case)
     target, counts = [], []
     for request, (tree, ids) in enumerate(zip(placed.paths, drafts, strict=True)):
         one = slice(request, request + 1)
@@ -54,10 +53,21 @@ def judge_by_rule(
             word = torch.full_like(start, layout.STREAM_RECOVER + 8 * len(way))
             weights = last if is_given else probs[:, way[-1]]
             token = int(draw_weighted_reference(weights, row, start + len(way), word, state[1]))
-        tokens = [ids[node] for node in way[1:]]
-        target.append([*tokens, *[token] * (ctx.config.num_step_tokens - len(tokens))])
+        target.append(along(ids, way, token, ctx.config.num_step_tokens))
         counts.append(len(way))
     return target, counts
+
+
+def along(ids: list[int], way: list[int], last: int, count: int) -> list[int]:
+    """The drafts on the way from the root, then the last token, as often as there is room."""
+    tokens = [ids[node] for node in way[1:]]
+    return [*tokens, *[last] * (count - len(tokens))]
+
+
+def sampling_rows(case: Case) -> list[Tensor]:
+    """The state rows that distributions follow from; copies, for some are written."""
+    names = ("sampling_RF", "sampling_RI", "bias_RV", "context_RL", "mask_RSW")
+    return [case.inputs[name].clone() for name in names]
 
 
 def is_allowed(case: Case, row: int, place: int, draft: int) -> bool:

@@ -14,6 +14,7 @@ from compilespec.ops.sample.probabilities import (
 from compilespec.passes.context import PassContext
 from compilespec.passes.references.base import Case
 from compilespec.passes.references.placement import place_call
+from compilespec.passes.references.rules import along, sampling_rows
 
 
 def judge_by_trials(
@@ -26,19 +27,16 @@ def judge_by_trials(
     assert shape is not None
     places = [(), *shape.choices]
     inner = [row for row, p in enumerate(places) if any(q[:-1] == p for q in shape.choices)]
-    names = ("sampling_RF", "sampling_RI", "bias_RV", "context_RL", "mask_RSW")
-    state = [case.inputs[name].clone() for name in names]
+    state = sampling_rows(case)
     target, counts = [], []
     for request, (tree, ids) in enumerate(zip(placed.paths, drafts, strict=True)):
         one = slice(request, request + 1)
         row, start = placed.row_index[one], placed.start[one]
         depths = torch.tensor([[len(path) - 1 for path in tree]], dtype=torch.int32)
-        best = logits[one].argmax(-1).int()
-        probs = filtered_probs_reference(
-            logits[one], best, None, row, start.unsqueeze(1) + depths + 1, *state
-        )[0]
+        at, best = start.unsqueeze(1) + depths, logits[one].argmax(-1).int()
+        probs = filtered_probs_reference(logits[one], best, None, row, at + 1, *state)[0]
         words = torch.arange(len(tree), dtype=torch.int32).unsqueeze(0) * 8 + layout.STREAM_ACCEPT
-        numbers = uniform_reference(row, start.unsqueeze(1) + depths, words, state[1])[0]
+        numbers = uniform_reference(row, at, words, state[1])[0]
         kept = case.inputs["child_prob_RIV"][int(row)]
         drawn = [kept[inner.index(s) if s in inner else 0] for s in range(len(tree))]
         way, left, rest = [0], probs[0], drawn[0]
@@ -55,7 +53,6 @@ def judge_by_trials(
         weights = left if bool((left > 0).any()) else probs[way[-1]]
         word = torch.full_like(start, layout.STREAM_RECOVER + 8 * len(way))
         last = int(draw_weighted_reference(weights[None], row, start + len(way), word, state[1]))
-        tokens = [ids[node] for node in way[1:]]
-        target.append([*tokens, *[last] * (ctx.config.num_step_tokens - len(tokens))])
+        target.append(along(ids, way, last, ctx.config.num_step_tokens))
         counts.append(len(way))
     return target, counts

@@ -83,8 +83,8 @@ def accept_relaxed(
     num_accepted [B] int32, and the margins for the next step.
     Source: requirement M10 with TensorRT-LLM's behaviour in H-12 (every chunk sets the margin
     anew, END in a prompt is ignored) and H-13 (a tie is accepted at margin 0); the margin is a
-    difference of probabilities (H-11).  `passes.acceptance.relaxed` says where compilespec differs.
-    LOSSY.
+    difference of probabilities (H-11).  `passes.splice.acceptance.relaxed` says where compilespec
+    differs.  LOSSY.
     """
     num_contexts, (num_generations, num_drafts) = len(context_chunks), draft_tokens_GK.shape
     num_rows = num_drafts + 1

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from compilespec.errors import NotSupported
 from compilespec.passes.context import PassContext
-from compilespec.passes.draft_loops import LOOPS
 from compilespec.passes.references.base import Before, Case, Values
 from compilespec.passes.references.draft_loops.block import block, write_context
 from compilespec.passes.references.draft_loops.combined import combined
@@ -29,6 +28,7 @@ from compilespec.passes.references.draft_loops.unshifted import unshifted
 from compilespec.passes.references.draft_loops.windowed import windowed
 from compilespec.passes.references.evidence import evidence_of
 from compilespec.passes.references.kept_inputs import keep_pairs
+from compilespec.passes.splice.draft_loops import LOOPS
 from compilespec.program import PAD
 
 Loop = Callable[[Drafts, Values], Tensor]

@@ -26,9 +26,7 @@ def block(draft: Drafts, values: Values) -> Tensor:
     before = [[max(place - 1, 0)] * ids.shape[1] for place in newest]
     places = unwritten(place_tokens(draft.config, draft.case.inputs, rows, before))
     pairs = [(path, first) for first, path in zip(sights[::2], sights[1::2], strict=True)]
-    (head,) = draft.call(
-        "forward", places, sights=pairs, input_ids=ids, position_ids=positions
-    )  # fmt: skip
+    (head,) = draft.call("forward", places, sights=pairs, input_ids=ids, position_ids=positions)
     count = draft.ctx.config.num_row_tokens - 1
     if "follow" in draft.ctx.draft:
         return _in_turn(draft, head, token, count)

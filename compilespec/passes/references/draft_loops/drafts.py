@@ -12,7 +12,6 @@ from torch import Tensor
 from compilespec.ops.sample import draw_reference, layout
 from compilespec.ops.sample.probabilities import draw_weighted_reference
 from compilespec.passes.context import PassContext
-from compilespec.passes.kv_groups import KVGroup
 from compilespec.passes.references.base import Attention, AttentionCall, Case, Tokens
 from compilespec.passes.references.evidence import level_of_chances, level_of_match
 from compilespec.passes.references.fragments import products, run_fragment
@@ -27,7 +26,8 @@ from compilespec.passes.references.grown_trees import (
 )
 from compilespec.passes.references.placement import place_chain, place_tokens
 from compilespec.passes.references.recurrent_state import Progress, recurrent_operators
-from compilespec.passes.sampling import wide_dtype
+from compilespec.passes.splice.kv_groups import KVGroup
+from compilespec.passes.splice.sampling import wide_dtype
 from compilespec.tracing.capture import output_widths
 
 
@@ -166,50 +166,65 @@ class Drafts:
         """The drafts of a tree, [B, N]; keeps the rows' `parents`.
 
         Args:
-            argument: what "propose" calls its input; first, drawn: by request, the position of
-                drafts of depth 1 in the drafter, and the one that they are drawn for.
-            follow: that input after a path, run as a chain.
+            argument: what "propose" calls its input; follow: that input after a path, run as a
+                chain; first, drawn: by request, the position of drafts of depth 1 in the drafter,
+                and the one that they are drawn for.
         """
-        shape, kept, calls = self.ctx.config.tree, self.buffers, list(self.calls)
-        assert shape is not None
-        grown, (vocab_size,) = [], output_widths(self.ctx.target)
-        is_drawn = are_drawn(self.ctx)
-        if is_drawn:
+        kept, calls, grown = self.buffers, list(self.calls), []
+        if are_drawn(self.ctx):
             self.child_prob_RIV = self.case.inputs["child_prob_RIV"].clone()
-        for request, row in enumerate(self.state_rows()):
-            state_row = int(self.placed.row_index[request])
+        for request in range(len(self.state_rows())):
 
-            def after(path: Sequence[int], request: int = request, row: int = row) -> Any:
+            def after(path: Sequence[int], request: int = request) -> Any:
                 self.buffers = {name: buffer.clone() for name, buffer in kept.items()}
-                places = [
-                    place_tokens(self.config, self.case.inputs, [[row]], [[first[request] + d]])
-                    for d in range(len(path))
-                ]
-                head = follow(self, request, places, path)
-                at = int(self.placed.row_index[request])
-                call = "propose" if "propose" in self.ctx.draft else f"propose.{len(path)}"
-                return scored_tokens(
-                    self.ctx, self.case, at, call, {argument: head}, columns=self._columns(call),
-                    kept_ids=self._kept_ids,
-                )  # fmt: skip
+                return self._after(request, path, argument, first[request], follow)
 
-            def best(path: Sequence[int], after: Any = after, request: int = request) -> Any:
-                at, depth = drawn[request] + len(path), len(path) + 1
-                state_row = int(self.placed.row_index[request])
-                return rank_tokens(self.ctx, self.case, state_row, at, depth, after(path))
-
-            grown.append(grow(shape, best, is_drawn=is_drawn))
-            if self.child_prob_RIV is not None:
-                sampled = is_sampled(self.ctx, self.case, state_row)
-                self.child_prob_RIV[state_row] = child_distributions(
-                    self.ctx, grown[-1][0], after, vocab_size, sampled=sampled
-                )
+            grown.append(self._grow_one(request, drawn[request], after))
         self.buffers = kept
         self.calls = [*calls, *level_calls(self.ctx, self.case, self.state_rows(), first)]
-        device = self.placed.start.device
-        drafts, parents = zip(*grown, strict=True)
-        self.parents = torch.tensor(parents, dtype=torch.int32, device=device)
-        return torch.tensor(drafts, dtype=torch.int32, device=device)
+        drafts, parents = (
+            torch.tensor(part, dtype=torch.int32, device=self.placed.start.device)
+            for part in zip(*grown, strict=True)
+        )
+        self.parents = parents
+        return drafts
+
+    def _grow_one(self, request: int, drawn: int, after: Callable[[Sequence[int]], Any]) -> Any:
+        """Drafts and parents of one request; keeps what its nodes' children were drawn from."""
+        shape, row = self.ctx.config.tree, int(self.placed.row_index[request])
+        assert shape is not None
+
+        def best(path: Sequence[int]) -> Any:
+            at, depth = drawn + len(path), len(path) + 1
+            return rank_tokens(self.ctx, self.case, row, at, depth, after(path))
+
+        grown = grow(shape, best, is_drawn=are_drawn(self.ctx))
+        if self.child_prob_RIV is not None:
+            sampled = is_sampled(self.ctx, self.case, row)
+            (vocab_size,) = output_widths(self.ctx.target)
+            self.child_prob_RIV[row] = child_distributions(
+                self.ctx, grown[0], after, vocab_size, sampled=sampled
+            )
+        return grown
+
+    def _after(
+        self, request: int, path: Sequence[int], argument: str, first: int, follow: Chain
+    ) -> Any:
+        """What follows a path of a request, by the drafter: see `scored_tokens`."""
+        row, inputs = self.state_rows()[request], self.case.inputs
+        wanted = range(first, first + len(path))
+        places = [place_tokens(self.config, inputs, [[row]], [[p]]) for p in wanted]
+        head = follow(self, request, places, path)
+        return self._scored(request, len(path), {argument: head})
+
+    def _scored(self, request: int, depth: int, arguments: Mapping[str, Tensor]) -> Any:
+        """What follows a path of this depth, by the drafter's head: see `scored_tokens`."""
+        at = int(self.placed.row_index[request])
+        call = "propose" if "propose" in self.ctx.draft else f"propose.{depth}"
+        columns, kept = self._columns(call), self._kept_ids
+        return scored_tokens(
+            self.ctx, self.case, at, call, arguments, columns=columns, kept_ids=kept
+        )
 
     def newest(self) -> list[int]:
         """The position of each request's last emitted token."""

@@ -26,17 +26,24 @@ def parallel(draft: Drafts, values: Values) -> Tensor:
 def _apart(draft: Drafts, values: Values, hidden: Tensor, num_masked: int) -> Tensor:
     roles, tokens = values.roles, draft.placed.tokens
     head, _ = draft.call(
-        "forward", tokens, input_ids=roles["draft_ids"], position_ids=tokens.position,
+        "forward",
+        tokens,
+        input_ids=roles["draft_ids"],
+        position_ids=tokens.position,
         hidden=hidden,
-    )  # fmt: skip
+    )
     head, _, start = committed_rows(draft, roles, head, head)
     heads = [head.unsqueeze(1)]
     if num_masked:
         masked, ids, hidden = _masked(draft, start, num_masked)
         rest, _ = draft.call(
-            "forward", masked, sights=[(_paths(masked, 0),)], input_ids=ids,
-            position_ids=masked.position, hidden=hidden,
-        )  # fmt: skip
+            "forward",
+            masked,
+            sights=[(_paths(masked, 0),)],
+            input_ids=ids,
+            position_ids=masked.position,
+            hidden=hidden,
+        )
         heads.append(rest)
     return torch.cat(heads, 1)
 
@@ -51,11 +58,13 @@ def _together(draft: Drafts, values: Values, hidden: Tensor, num_masked: int) ->
         for name in ("position", "row", "slot")
     )
     head, _ = draft.call(
-        "forward", Tokens(position=position, row=row, slot=slot),
+        "forward",
+        Tokens(position=position, row=row, slot=slot),
         sights=[(_paths(masked, tokens.row.shape[1]),)],
-        input_ids=torch.cat([masked_ids, roles["draft_ids"]], 1), position_ids=position,
+        input_ids=torch.cat([masked_ids, roles["draft_ids"]], 1),
+        position_ids=position,
         hidden=torch.cat([masked_hidden, hidden], 1),
-    )  # fmt: skip
+    )
     newest = torch.stack([head[b, num_masked + n - 1] for b, n in enumerate(counts)])
     return torch.cat([newest.unsqueeze(1), head[:, :num_masked]], 1)
 
@@ -63,9 +72,11 @@ def _together(draft: Drafts, values: Values, hidden: Tensor, num_masked: int) ->
 def _masked(draft: Drafts, start: Sequence[int], count: int) -> tuple[Tokens, Tensor, Tensor]:
     """Places of masked rows, which write nothing, and what the drafter takes there."""
     placed = place_tokens(
-        draft.config, draft.case.inputs, [[row] * count for row in draft.state_rows()],
+        draft.config,
+        draft.case.inputs,
+        [[row] * count for row in draft.state_rows()],
         [[first + i for i in range(count)] for first in start],
-    )  # fmt: skip
+    )
     ids, hidden = draft.call("mask", position_ids=placed.position)
     return unwritten(placed), ids, hidden
 

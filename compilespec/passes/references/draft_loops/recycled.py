@@ -27,9 +27,12 @@ def recycled(draft: Drafts, values: Values) -> Tensor:
     for step in range(draft.config.num_draft_tokens - 1):
         tokens = draft.single([position + step for position in start])
         head, hidden = draft.call(
-            "forward", tokens, input_ids=draft.ids(drafts[-1]), position_ids=tokens.position,
+            "forward",
+            tokens,
+            input_ids=draft.ids(drafts[-1]),
+            position_ids=tokens.position,
             hidden=hidden,
-        )  # fmt: skip
+        )
         drafts += draft.call("propose", head_input=head[:, 0])
     return torch.stack(drafts, 1)
 

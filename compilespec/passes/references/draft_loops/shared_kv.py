@@ -32,8 +32,10 @@ def shared_kv(draft: Drafts, values: Values) -> Tensor:
     drafts: list[Tensor] = []
     for _ in range(draft.config.num_draft_tokens):
         arguments = {
-            "input_ids": draft.ids(token), "position_ids": tokens.position, "hidden": hidden
-        }  # fmt: skip
+            "input_ids": draft.ids(token),
+            "position_ids": tokens.position,
+            "hidden": hidden,
+        }
         attend = {"attention": _on_target(draft, values, tokens)}
         head, hidden = run_fragment(draft.ctx.draft["forward"], arguments, attend)
         (token,) = draft.call("propose", head_input=head[:, 0])
@@ -51,9 +53,16 @@ def _on_target(draft: Drafts, values: Values, tokens: Tokens) -> Attention:
         draft.calls.append(AttentionCall(cache=names[0], tokens=tokens))
         query, key, value, *options = args
         result: Tensor = torch.ops.compilespec.paged_attention(
-            query, key, value, *caches, tokens.slot, tokens.row, tokens.position,
-            draft.case.inputs["block_table_RM"], *options,
-        )  # fmt: skip
+            query,
+            key,
+            value,
+            *caches,
+            tokens.slot,
+            tokens.row,
+            tokens.position,
+            draft.case.inputs["block_table_RM"],
+            *options,
+        )
         return result
 
     return attend

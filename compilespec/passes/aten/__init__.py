@@ -1,0 +1,1 @@
+"""Rewrites the step on ATen, after the one retrace: all that matches and replaces."""

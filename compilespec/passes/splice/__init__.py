@@ -1,0 +1,1 @@
+"""Builds the step on torch IR, by tensor code that is written between the nodes of the target."""

@@ -1,0 +1,188 @@
+"""Trees of drafts, grown level by level.
+
+Each depth takes the scores of what may follow the nodes of the one before that go on, F of them: of
+a pass of the drafter over these, or of a head that knows no node.  In a pass, a node's keys are the
+call's own or those of passes before, by its path; nothing of it is written to a cache.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from compilespec.errors import DraftMismatch
+from compilespec.passes.splice.builder import Splice, arange_like
+from compilespec.passes.splice.draft_loops.dynamic_tree import DynamicTree
+from compilespec.passes.splice.draft_loops.levels import Chosen, Grower, Level
+from compilespec.passes.splice.draft_loops.static_tree import StaticTree
+from compilespec.passes.splice.drawn_trees import (
+    child_noise,
+    child_probs,
+    draws_children,
+    keep_child_probs,
+)
+from compilespec.passes.splice.insert_paged_attention import Branches
+from compilespec.passes.splice.places import Places, place_rows, placed_by
+from compilespec.passes.splice.sampling import head_width, wide_dtype
+from compilespec.program import Traced, TreeShape
+from compilespec.tracing.capture import output_widths
+
+# The logits [B * F, Vd] of what follows nodes, and their target ids if the drafter has a vocabulary
+# of its own.
+Logits = tuple[Tensor, Tensor | None]
+Follow = Callable[[int, Chosen | None], Logits]
+
+
+class Growth(NamedTuple):
+    """How a drafter goes on from its last committed row.
+
+    first: [B], the position of the level of depth 1 in the drafter.  drawn: [B], the position that
+    drafts of depth 1 are drawn for.  advance: the drafter's pass over a level; gives what its head
+    takes, [B, F, D].
+    """
+
+    first: Tensor
+    drawn: Tensor
+    advance: Callable[[Level], Tensor]
+
+
+def grow_tree(step: Splice, head: Tensor, argument: str, growth: Growth) -> int:
+    """`grow_levels` by a drafter that runs the nodes of each level.
+
+    Args:
+        head: what "propose" takes, of the last committed row, [B, 1, D]; argument: by which name.
+    Returns: passes of the drafter over levels.
+    """
+    num_keys = 0
+    branches: Branches | None = None
+
+    def follow(depth: int, level: Chosen | None) -> Logits:
+        nonlocal head, num_keys, branches
+        if level is not None:
+            num_keys += level.num
+            places = _places(step, growth.first, depth - 2, level.num, num_keys)
+            branches = Branches(path=level.path, earlier=branches.earlier if branches else {})
+            head = growth.advance(Level(level.ids, level.parent, places, branches))
+        _, logits, *ids = step.fragment("propose", **{argument: head.flatten(0, 1)})
+        return logits, ids[0] if ids else None
+
+    return grow_levels(step, growth.drawn, follow)
+
+
+def grow_levels(step: Splice, drawn: Tensor, follow: Follow) -> int:
+    """Make the roles `drafts`, [B, num_nodes], and `parents`, [B, num_nodes + 1].
+
+    Args:
+        drawn: [B], the position that drafts of depth 1 are drawn for.
+        follow: the logits of a depth's drafts after each node that was chosen before, F of them;
+            after the last committed row, if None was.
+    Returns: levels after the first.
+    """
+    shape = step.config.tree
+    assert shape is not None, "checked by the caller"
+    grower: Grower = StaticTree(shape, step.ctx) if shape.choices else DynamicTree(shape)
+    level: Chosen | None = None
+    distributions: list[Tensor] = []
+    for depth in range(1, shape.depth + 1):
+        logits, ids = follow(depth, level)
+        num_rows = 1 if level is None else level.num
+        scores = _scores(step, logits, ids, drawn, num_rows, depth)
+        if draws_children(step.ctx):
+            distributions.append(child_probs(step, logits, ids, num_rows))
+        level = grower.grow(step, scores, ids, is_last=depth == shape.depth)
+    if distributions:
+        keep_child_probs(step, distributions)
+    step.roles.drafts, step.roles.parents = grower.finish(step)
+    return shape.depth - 1
+
+
+def parents_hidden(level: Level, hidden: Tensor, width: int) -> Tensor:
+    """Of the level before, the hidden states [B, F, D] that a level's nodes follow."""
+    return hidden.gather(1, level.parent.unsqueeze(2).expand(-1, -1, width))
+
+
+def check_drafter(propose: Traced, shape: TreeShape, name: str, num_kept: int | None) -> None:
+    """Whether a drafter, of whose head `num_kept` rows are left, can grow the tree.
+
+    Raises: DraftMismatch.
+    """
+    widths = output_widths(propose)
+    if len(widths) < 2:
+        raise DraftMismatch(
+            f"draft_tree= needs a drafter with logits, whose best tokens are the branches; that of "
+            f"spec={name!r} offers none: define `logits` beside `propose`, or leave draft_tree= out"
+        )
+    most = max(shape.top_k, max((rank + 1 for path in shape.choices for rank in path), default=0))
+    known = min(widths[1], num_kept or widths[1])
+    if most > known:
+        raise DraftMismatch(
+            f"draft_tree= takes the {most} best tokens of a node, and the drafter knows {known}; "
+            "give fewer"
+        )
+
+
+# --- scores, places ---
+
+
+def _scores(
+    step: Splice, logits: Tensor, ids: Tensor | None, drawn: Tensor, num_rows: int, depth: int
+) -> Tensor:
+    """The scores [B, F, Vd] by which what follows each row is chosen."""
+    noise = child_noise(step, drawn + (depth - 1), ids, head_width(step.ctx), depth)
+    scores = node_scores(logits, *noise, num_rows=num_rows, dtype=wide_dtype(step.ctx))
+    return scores if ids is None else torch.where(ids >= 0, scores, -math.inf)
+
+
+def node_scores(
+    logits_NV: Tensor,
+    temperature_B: Tensor | None = None,
+    noise_BV: Tensor | None = None,
+    *,
+    num_rows: int,
+    dtype: torch.dtype,
+) -> Tensor:
+    """[B, F, V]: the logits, of sampled requests at their temperature, with the noise by which
+    their drafts are drawn, if they are.
+    """
+    scores_BFV = logits_NV.unflatten(0, (-1, num_rows)).to(dtype)
+    if temperature_B is not None:
+        scores_BFV = scores_BFV / temperature_B.view(-1, 1, 1).to(dtype)
+    return scores_BFV if noise_BV is None else scores_BFV + noise_BV.unsqueeze(1).to(dtype)
+
+
+def _places(step: Splice, first: Tensor, ahead: int, num_rows: int, num_keys: int) -> Places:
+    """Those of a level's nodes, whose depth is `ahead` below that of the first level."""
+    sizes = {"ahead": ahead, "num_rows": num_rows, "num_keys": num_keys}
+    return placed_by(step, level_places, first, **sizes)
+
+
+def level_places(
+    first_B: Tensor,
+    index_B: Tensor,
+    live_B: Tensor,
+    block_table_RM: Tensor,
+    *,
+    ahead: int,
+    num_rows: int,
+    num_keys: int,
+    max_seq_len: int,
+    block_size: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Slots of the keys of a level's nodes, [B, J]: -1; row and position of the nodes, [B, F]."""
+    row_B = torch.where(live_B, index_B, -1).to(torch.int32)
+    wanted_BF = (first_B + ahead).unsqueeze(1) + torch.zeros_like(arange_like(first_B, num_rows))
+    position, row, _ = place_rows(
+        wanted_BF,
+        row_B,
+        index_B,
+        live_B,
+        block_table_RM,
+        max_seq_len=max_seq_len,
+        block_size=block_size,
+    )
+    slot = torch.full_like(first_B.unsqueeze(1).expand(-1, num_keys), -1, dtype=torch.int32)
+    return slot, row, position

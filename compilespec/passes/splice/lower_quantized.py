@@ -1,0 +1,145 @@
+"""Turns products of quantized weights into operators that are fast with few rows."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx
+
+from compilespec.ops.quantized_linear import dynamic_int8_product
+from compilespec.passes.context import PassContext
+from compilespec.passes.graph.nodes import copy_origin
+from compilespec.passes.splice.builder import Splice
+from compilespec.tracing.quantized_weights import Kind, kind_of, rebuild
+from compilespec.tracing.structure import LINEAR
+
+_WEIGHT_ONLY = torch.ops.compilespec.quantized_linear.default
+_DYNAMIC_INT8 = torch.ops.compilespec.dynamic_int8_linear.default
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+_FOUR_BITS = ("torch.int1", "torch.int2", "torch.int3", "torch.int4")  # stored in -8..7
+
+
+class Product(NamedTuple):
+    """The operator that computes a kind's product, and the names of the parts it reads."""
+
+    op: Any
+    weight: str
+    scale: str
+    extra: tuple[int, ...] = ()  # further arguments
+    zero: str | None = None  # and this one last
+
+
+def lower_quantized(step: Splice) -> int:
+    """linear(x, rebuild(parts)) -> compilespec::quantized_linear or dynamic_int8_linear.
+
+    Handles int8 and int4 weights, symmetric or with zero points, float8 weights, and symmetric int8
+    with dynamically quantized rows; other kinds keep their own code.  On GPUs the last is
+    `dynamic_int8_product`: torchao's code calls a product that refuses the few rows of a step.
+    Returns: products rewritten.  Numerics: rounding (sums are float32 and rounded once, unlike
+    torchao's).  Runs on torch IR, in which a weight's kind is still visible.
+    """
+    traits = step.ctx.traits
+    if not (traits.packs_weights or traits.merges_products) or step.config.dtype not in _FLOATS:
+        return 0
+    lowered = 0
+    for node in list(step.graph.nodes):
+        if node.op != "call_function" or node.target not in LINEAR:
+            continue
+        x, weight, *rest = node.args
+        if not isinstance(weight, fx.Node) or weight.target is not rebuild:
+            continue
+        product = _product_of(weight, step.ctx)
+        if product is None:
+            continue
+        bias = rest[0] if rest else node.kwargs.get("bias")
+        nodes = dict(zip(kind_of(str(weight.args[0])).names, weight.args[1:], strict=True))
+        zero = (nodes[product.zero],) if product.zero else ()
+        arguments = (x, nodes[product.weight], nodes[product.scale], bias, *product.extra, *zero)
+        with step.graph.inserting_before(node):
+            new = step.graph.call_function(product.op, arguments)
+        new.meta = dict(node.meta)
+        copy_origin(node, new)
+        node.replace_all_uses_with(new)
+        step.graph.erase_node(node)
+        lowered += 1
+    for node in list(step.graph.find_nodes(op="call_function", target=rebuild)):
+        if not node.users:
+            step.graph.erase_node(node)
+    return lowered
+
+
+def _product_of(weight: fx.Node, ctx: PassContext) -> Product | None:
+    kind = kind_of(str(weight.args[0]))
+    roles = [node.meta["role"] for node in weight.all_input_nodes]
+    parts = {name: ctx.weights[role] for name, role in zip(kind.names, roles, strict=True)}
+    recognise = _KINDS.get(kind.type.__name__)
+    if recognise is None or not kind.type.__module__.startswith("torchao."):
+        return None
+    product = recognise(kind, parts)
+    if product is not None and product.op is _DYNAMIC_INT8 and not ctx.traits.packs_weights:
+        return product._replace(op=dynamic_int8_product)
+    return product
+
+
+def _int8(kind: Kind, parts: dict[str, Tensor]) -> Product | None:
+    """torchao's Int8Tensor: one scale per row, or per group of a row."""
+    if not set(parts) <= {"qdata", "scale", "zero_point"} or not _has_groups(kind, parts):
+        return None
+    dynamic = kind.metadata.get("act_quant_kwargs")
+    if dynamic is None:
+        return Product(_WEIGHT_ONLY, "qdata", "scale", (8,), _zero_points(parts))
+    if _zero_points(parts):
+        return None
+    is_by_row = type(dynamic.granularity).__name__ == "PerRow" and dynamic.granularity.dim == -1
+    is_plain = dynamic.mapping_type.name == "SYMMETRIC" and not getattr(
+        dynamic, "reduce_range", False
+    )
+    if not is_by_row or not is_plain or parts["scale"].shape[1] != 1:
+        return None
+    return Product(_DYNAMIC_INT8, "qdata", "scale")
+
+
+def _float8(kind: Kind, parts: dict[str, Tensor]) -> Product | None:
+    """torchao's Float8Tensor, weight only: one scale per row."""
+    if (
+        set(parts) != {"qdata", "scale"}
+        or kind.metadata.get("act_quant_kwargs") is not None
+        or parts["qdata"].dtype != torch.float8_e4m3fn
+        or parts["scale"].shape != (kind.shape[0], 1)
+    ):
+        return None
+    return Product(_WEIGHT_ONLY, "qdata", "scale", (8,))
+
+
+def _intx(kind: Kind, parts: dict[str, Tensor]) -> Product | None:
+    """torchao's IntxUnpackedToInt8Tensor: any width up to 8 bits, stored as int8."""
+    if (
+        not set(parts) <= {"qdata", "scale", "zero_point"}
+        or kind.metadata.get("activation_quantization") is not None
+        or not _has_groups(kind, parts)
+    ):
+        return None
+    bits = 4 if str(kind.metadata["target_dtype"]) in _FOUR_BITS else 8
+    return Product(_WEIGHT_ONLY, "qdata", "scale", (bits,), _zero_points(parts))
+
+
+_KINDS = {"Int8Tensor": _int8, "Float8Tensor": _float8, "IntxUnpackedToInt8Tensor": _intx}
+
+
+def _has_groups(kind: Kind, parts: dict[str, Tensor]) -> bool:
+    """Whether qdata is int8 [N, K], with scales and zero points [N, groups], of a power of two."""
+    num_columns, depth = kind.shape
+    scale, zero = parts["scale"], parts.get("zero_point")
+    if parts["qdata"].dtype != torch.int8 or scale.dim() != 2 or scale.shape[0] != num_columns:
+        return False
+    if zero is not None and zero.shape != scale.shape and bool(zero.any()):
+        return False
+    size, rest = divmod(depth, scale.shape[1])
+    return rest == 0 and (scale.shape[1] == 1 or size & (size - 1) == 0)
+
+
+def _zero_points(parts: dict[str, Tensor]) -> str | None:
+    """The part that has them; None where the weight is symmetric."""
+    zero = parts.get("zero_point")
+    return "zero_point" if zero is not None and bool(zero.any()) else None
