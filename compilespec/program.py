@@ -184,7 +184,7 @@ class TreeShape:
 class AdapterShape:
     """The room for LoRA adapters beside the target's products."""
 
-    num_slots: int  # adapters that can be there at once
+    num_places: int  # adapters that can be there at once
     rank: int  # all are padded to it
     modules: tuple[str, ...]  # paths of the products that they may change
 

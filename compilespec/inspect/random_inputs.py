@@ -331,8 +331,8 @@ class _Draw:
         if spec.name in ("draft_prob_RKV", "child_prob_RIV"):
             return self._normal(spec.shape, spec.dtype).softmax(-1)
         if spec.name == "adapter_R":
-            assert config.adapters is not None, "rows have slots where there are adapters"
-            most = config.adapters.num_slots
+            assert config.adapters is not None, "rows have places where there are adapters"
+            most = config.adapters.num_places
             return self.int32([row % (most + 1) - 1 for row in range(spec.shape[0])])
         if spec.name == "rope_delta_R":
             return self.int32([row % 7 - 4 for row in range(spec.shape[0])])

@@ -50,7 +50,7 @@ def adapter_shape(options: CompileOptions, target: Target, traced: Traced) -> Ad
             )
     modules = sorted({path for one in adapters.values() for path in one.modules} or products)
     return AdapterShape(
-        num_slots=_num_slots(options.max_adapters, len(adapters)),
+        num_places=_num_places(options.max_adapters, len(adapters)),
         rank=_rank(options.max_adapter_rank, adapters),
         modules=tuple(modules),
     )
@@ -60,12 +60,12 @@ def describe_adapters(shape: AdapterShape, adapters: Mapping[str, Adapter]) -> s
     """A line for `Engine.plan()`."""
     names = ", ".join(f"{name} (rank {one.rank})" for name, one in adapters.items()) or "none yet"
     return (
-        f"adapters: {names}; room for {shape.num_slots} of rank {shape.rank} beside "
+        f"adapters: {names}; room for {shape.num_places} of rank {shape.rank} beside "
         f"{len(shape.modules)} products"
     )
 
 
-def _num_slots(most: int | None, count: int) -> int:
+def _num_places(most: int | None, count: int) -> int:
     if most is not None and most < count:
         raise InvalidOption(
             f"max_adapters must be at least the {count} of adapters=; got {most}: raise it, or "

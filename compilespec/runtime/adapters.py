@@ -149,12 +149,12 @@ class Adapters:
         used = self._used_places()
         named = {one.place for one in self._loaded.values()}
         own = self._loaded.get(name)
-        candidates = [*(s for s in range(shape.num_slots) if s not in named)]
+        candidates = [*(s for s in range(shape.num_places) if s not in named)]
         candidates += [own.place] if own is not None else []
         free = next((place for place in candidates if place not in used), None)
         if free is None:
             raise InvalidRequest(
-                f"all {shape.num_slots} places for adapters are taken; drop_adapter() one, wait "
+                f"all {shape.num_places} places for adapters are taken; drop_adapter() one, wait "
                 "for its requests to end, or compile with a higher max_adapters"
             )
         return free

@@ -139,7 +139,7 @@ NEEDS: dict[str, dict[str, Any]] = {
     "tokens that see later ones": {"sees_ahead": True},
     "add_adapters": {
         "adapters": AdapterShape(
-            num_slots=3,
+            num_places=3,
             rank=4,
             modules=("model.layers.0.self_attn.q_proj", "model.layers.1.mlp.down_proj"),
         ),

@@ -90,7 +90,7 @@ def decode_reads_its_own_tokens(target: Traced) -> Case:
 
 
 def its_products_are_no_modules_of_adapters(target: Traced) -> Case:
-    shape = AdapterShape(num_slots=2, rank=8, modules=("model.layers.0.mlp",))
+    shape = AdapterShape(num_places=2, rank=8, modules=("model.layers.0.mlp",))
     config = dataclasses.replace(HAND_CONFIG, adapters=shape)
     return step(target, "decode", "read_state", config=config)
 

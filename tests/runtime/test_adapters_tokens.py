@@ -274,10 +274,10 @@ def assert_near_tie_at_most(tokens, directory, prompt):
 def test_room_follows_from_what_is_given(adapters):
     program = compilespec.trace(model(), adapters=adapters, max_seq_len=64)
     shape = program.config.adapters
-    assert (shape.num_slots, shape.rank, len(shape.modules)) == (4, 16, 14)
+    assert (shape.num_places, shape.rank, len(shape.modules)) == (4, 16, 14)
     empty = compilespec.trace(model(), adapters={}, max_adapters=3, max_adapter_rank=20)
     shape = empty.config.adapters
-    assert (shape.num_slots, shape.rank, len(shape.modules)) == (3, 32, 14)
+    assert (shape.num_places, shape.rank, len(shape.modules)) == (3, 32, 14)
     with pytest.raises(InvalidOption, match="max_adapters must be at least the 4 of adapters="):
         compilespec.trace(model(), adapters=adapters, max_adapters=3)
     with pytest.raises(InvalidOption, match="at least 9, the rank of adapter 'few'; got 8"):

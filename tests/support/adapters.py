@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from compilespec.program import AdapterShape
 
-TOY_ADAPTERS = AdapterShape(num_slots=2, rank=8, modules=("layer",))  # of the toy executor
+TOY_ADAPTERS = AdapterShape(num_places=2, rank=8, modules=("layer",))  # of the toy executor
 EVERYWHERE = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 

@@ -44,7 +44,7 @@ def teacher(model: Any) -> Teacher:
 
 @pytest.fixture(autouse=True)
 def _no_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = trainer.Acceptance(overall=1.5, by_domain={}, num_prompts=1, num_steps=1)
+    found = trainer.MeasuredAcceptance(overall=1.5, by_domain={}, num_prompts=1, num_steps=1)
     monkeypatch.setattr(trainer, "measure", lambda *args: found)
 
 

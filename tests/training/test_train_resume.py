@@ -36,7 +36,7 @@ def data(model: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def _no_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     """Losses do not depend on measuring, which takes an engine."""
-    found = trainer.Acceptance(overall=1.5, by_domain={}, num_prompts=1, num_steps=1)
+    found = trainer.MeasuredAcceptance(overall=1.5, by_domain={}, num_prompts=1, num_steps=1)
     monkeypatch.setattr(trainer, "measure", lambda *args: found)
 
 
@@ -195,7 +195,9 @@ def test_a_worse_head_does_not_replace_a_better_one(model, data, tmp_path, monke
     found = iter([2.0, *[1.5] * 50])
 
     def measured(*args: Any) -> Any:
-        return trainer.Acceptance(overall=next(found), by_domain={}, num_prompts=1, num_steps=1)
+        return trainer.MeasuredAcceptance(
+            overall=next(found), by_domain={}, num_prompts=1, num_steps=1
+        )
 
     monkeypatch.setattr(trainer, "measure", measured)
     heads = []

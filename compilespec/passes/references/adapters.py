@@ -39,14 +39,14 @@ def _changed(
 ) -> Tensor:
     """The product with what each token's adapter adds to it."""
     down, up = (inputs[f"adapter.{module}.{half}"] for half in ("down", "up"))
-    slots, changed = inputs["adapter_R"].tolist(), product.clone()
+    places, changed = inputs["adapter_R"].tolist(), product.clone()
     x, parts = x.flatten(0, -3), changed.flatten(0, -3)  # [B, S, ..], of [B, 1, S, ..] too
     for request, token_rows in enumerate(rows.tolist()):
         for token, row in enumerate(token_rows):
-            slot = slots[row]  # a padded token's is the last row's
-            if slot < 0:
+            place = places[row]  # a padded token's is the last row's
+            if place < 0:
                 continue
-            for number in range(slot * rank, (slot + 1) * rank):
+            for number in range(place * rank, (place + 1) * rank):
                 between = torch.dot(x[request, token], down[number])
                 parts[request, token] += between * up[number]
     return changed

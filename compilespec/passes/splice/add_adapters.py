@@ -25,7 +25,7 @@ def add_adapters(step: Splice) -> int:
     """linear(x, W) -> adapted(linear(x, W), x, keeps, A, B), for every product that an adapter may
     change.
 
-    A and B^T hold the matrices of all slots, rank rows each: one product with each serves any
+    A and B^T hold the matrices of all places, rank rows each: one product with each serves any
     mixture of adapters, and `keeps` says which of the numbers between them belong to a row's own.
     The matrices are buffers that the host fills, so a new adapter compiles nothing.
     Returns: products.  Numerics: exact where a row has no adapter.  Torch IR.
@@ -47,14 +47,14 @@ def adapted(product: Tensor, x: Tensor, keeps: Tensor, down: Tensor, up: Tensor)
 
     Args:
         product: [B, S, out] or [B, 1, S, out]; x: the same with `in`; keeps: bool,
-            [B, S, slots * rank].
-        down: A, [slots * rank, in]; up: B^T, [slots * rank, out], of finite numbers.
+            [B, S, places * rank].
+        down: A, [places * rank, in]; up: B^T, [places * rank, out], of finite numbers.
     """
     return changed_by(product, narrowed(x, down), keeps, up)
 
 
 def narrowed(x: Tensor, down: Tensor) -> Tensor:
-    """x A^T, the numbers between A and B: [.., slots * rank]."""
+    """x A^T, the numbers between A and B: [.., places * rank]."""
     return _product(x, down.t())
 
 
@@ -92,7 +92,7 @@ def may_be_adapted(ctx: PassContext, role: str) -> bool:
 
 
 def adapter_rows(config: ProgramConfig) -> BufferSpec:
-    """The slot of each row's adapter; -1 where it has none."""
+    """The place of each row's adapter; -1 where it has none."""
     return BufferSpec(
         name="adapter_R",
         kind="state",
@@ -106,8 +106,8 @@ def adapter_rows(config: ProgramConfig) -> BufferSpec:
 def matrices(
     shape: AdapterShape, module: str, num_outputs: int, num_inputs: int, dtype: torch.dtype
 ) -> tuple[BufferSpec, BufferSpec]:
-    """A and B^T of a module, of all slots."""
-    width = shape.num_slots * shape.rank
+    """A and B^T of a module, of all places."""
+    width = shape.num_places * shape.rank
     sizes = {"down": (width, num_inputs), "up": (width, num_outputs)}
     down, up = (
         BufferSpec(
@@ -119,22 +119,22 @@ def matrices(
 
 
 def _own_numbers(step: Splice, shape: AdapterShape) -> Tensor:
-    """Which numbers between A and B are of a token's own adapter: bool, [B, S, slots * rank]."""
-    row, slots = step.roles.row, step.buffer(adapter_rows(step.config))
-    width = shape.num_slots * shape.rank
+    """Which numbers between A and B are of a token's own adapter: bool, [B, S, places * rank]."""
+    row, places = step.roles.row, step.buffer(adapter_rows(step.config))
+    width = shape.num_places * shape.rank
     with step.after(row):
-        keeps = step.call(own_numbers, slots, row, width=width, rank=shape.rank)
+        keeps = step.call(own_numbers, places, row, width=width, rank=shape.rank)
     tokens = (None, step.config.num_verify_tokens) if step.is_decode else (1, None)
     node_of(keeps).meta["example"] = ((*tokens, width), torch.bool)
     return keeps
 
 
 def own_numbers(adapter_R: Tensor, row: Tensor, *, spare_row: int, width: int, rank: int) -> Tensor:
-    """True where each number belongs to the slot of each token's row; padded tokens read the spare
+    """True where each number belongs to the place of each token's row; padded tokens read the spare
     row's.
     """
-    slot = adapter_R[torch.where(row >= 0, row, spare_row).long()]
-    return slot.unsqueeze(-1) == arange_like(adapter_R, width) // rank
+    place = adapter_R[torch.where(row >= 0, row, spare_row).long()]
+    return place.unsqueeze(-1) == arange_like(adapter_R, width) // rank
 
 
 def _is_target(node: fx.Node) -> bool:

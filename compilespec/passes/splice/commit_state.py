@@ -14,6 +14,9 @@ def commit_state(step: Splice) -> int:
     """tokens_RS = [bonus | drafts], seq_len += n, for live rows; padded ones write the spare row.
     With a tree of drafts also parents_RS.
 
+    The cache slots of rejected drafts lie past the new length: the next step writes them again
+    before anything attends to them.
+
     A request whose prompt is continued in the next call commits nothing.  Numerics: exact.  Torch
     IR.
     """
