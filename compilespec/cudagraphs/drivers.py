@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from compilespec import _torch_compat
+from compilespec.device import traits_of
 
 Call = Callable[[], Sequence[Tensor]]
 
@@ -159,7 +160,7 @@ class _CallAgain:
 
 
 def make_driver(device: torch.device) -> Driver:
-    return CudaDriver(device) if device.type == "cuda" else EmulatedDriver()
+    return CudaDriver(device) if traits_of(device).is_cuda else EmulatedDriver()
 
 
 def poison(tensor: Tensor) -> None:

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import torch
 
+from compilespec.device import traits_of
 from compilespec.errors import InvalidOption
 from compilespec.errors.suggest import not_one_of
 from compilespec.lowering import Units
@@ -63,7 +64,7 @@ class GraphOptions:
         """The mode that "auto" stands for on a device."""
         if self.mode != "auto":
             return self.mode
-        return "full_and_piecewise" if device.type == "cuda" else "none"
+        return "full_and_piecewise" if traits_of(device).has_launch_costs else "none"
 
     def kinds_on(self, device: torch.device) -> Mapping[Phase, GraphKind]:
         """The kind of graph that each phase replays; empty where none does."""

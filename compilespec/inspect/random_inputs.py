@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from compilespec.device import traits_of
 from compilespec.errors import SpecError
 from compilespec.inspect.interpret import Stage
 from compilespec.ops.sample import layout
@@ -255,7 +256,7 @@ class _Draw:
     def __init__(
         self, ctx: PassContext, vocab_size: int, seed: int, whole_caches: bool, plain: bool
     ) -> None:
-        if ctx.config.device.type == "meta":
+        if traits_of(ctx.config.device).is_meta:
             raise SpecError("a program on meta tensors has no numbers to verify; load the weights")
         self.ctx, self.vocab_size, self._whole, self._plain = ctx, vocab_size, whole_caches, plain
         self.rng = random.Random(seed)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from compilespec.device import traits_of
 from compilespec.errors import NotSupported
 from compilespec.inspect.graphs import GraphStage
 
@@ -103,7 +104,7 @@ def _constants(stage: GraphStage) -> Iterator[str]:
 
 
 def _literal(name: str, value: Tensor) -> str:
-    if value.device.type == "meta":
+    if traits_of(value.device).is_meta:
         return f'torch.empty({tuple(value.shape)}, dtype={value.dtype}, device="meta")'
     if value.numel() > _MAX_CONSTANT:
         raise NotSupported(f"constant {name} has {value.numel()} elements, too many to write out")
@@ -133,7 +134,7 @@ def _example_inputs(stage: GraphStage) -> str:
 
 
 def _tensor(value: Tensor, sizes: Sequence[str]) -> str:
-    if value.is_floating_point() and value.device.type != "meta":
+    if value.is_floating_point() and not traits_of(value.device).is_meta:
         return f'floats({", ".join((str(value.dtype), *sizes))}).to("{value.device}")'
     shape = f"({', '.join(sizes)},)" if sizes else "()"
     return f'torch.zeros({shape}, dtype={value.dtype}, device="{value.device}")'

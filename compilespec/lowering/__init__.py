@@ -11,6 +11,7 @@ from typing import Any, Literal
 import torch
 
 from compilespec import _torch_compat
+from compilespec.device import traits_of
 from compilespec.errors import PassError
 from compilespec.errors.suggest import not_one_of
 from compilespec.lowering.artifacts import (
@@ -122,7 +123,7 @@ def check_compiler(backend: str, device: torch.device) -> None:
 
     Raises: MissingDependency (no compiler, no headers), InvalidOption (no place for the kernels).
     """
-    if backend != "inductor" or device.type != "cpu":
+    if backend != "inductor" or not traits_of(device).is_cpu:
         return
     _build.check_writable()
     if _build.is_cached() is False or ArtifactCache().is_empty():
@@ -131,7 +132,7 @@ def check_compiler(backend: str, device: torch.device) -> None:
 
 def prepare_kernels(device: torch.device, progress: Reporter) -> None:
     """Load the C++ kernels, and compile them if needed, as the CPU's first call would."""
-    if device.type != "cpu" or not _build.kernels_untried():
+    if not traits_of(device).is_cpu or not _build.kernels_untried():
         return
     with progress.step("compile", "C++ kernels") as step:
         is_cached = _build.is_cached()
@@ -179,7 +180,7 @@ def _begin(
 
 def pieces_from_layers(device: torch.device) -> int:
     """The number of attention layers from which a phase is compiled in pieces by default."""
-    is_native = device.type == "cpu" and _torch_compat.HAS_CPP_ENTRIES and _build.load_kernels()
+    is_native = traits_of(device).is_cpu and _torch_compat.HAS_CPP_ENTRIES and _build.load_kernels()
     return min(NATIVE_PIECES_FROM_LAYERS, PIECES_FROM_LAYERS) if is_native else PIECES_FROM_LAYERS
 
 
@@ -187,8 +188,8 @@ def inductor_options(
     device: torch.device, phase: Phase, *, in_pieces: bool = False
 ) -> dict[str, Any]:
     """Inductor's options for a step of a phase on a device, or for its pieces."""
-    others = {"cpu": CPU_OPTIONS[phase], "cuda": CUDA_OPTIONS}.get(device.type, {})
-    pieces = CPU_PIECES_OPTIONS if in_pieces and device.type == "cpu" else {}
+    others = {"cpu": CPU_OPTIONS[phase], "cuda": CUDA_OPTIONS}.get(traits_of(device).kind, {})
+    pieces = CPU_PIECES_OPTIONS if in_pieces and traits_of(device).is_cpu else {}
     return {**INDUCTOR_OPTIONS, **others, **pieces}
 
 

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, fx
 
 from compilespec import _torch_compat
+from compilespec.device import traits_of
 from compilespec.lowering.constants import Compiled, constants_of, to_record
 from compilespec.lowering.stitching import StitchPlan
 from compilespec.ops._build import cache_directory, toolchain, unwritable
@@ -110,7 +111,7 @@ def _environment(options: dict[str, Any], device: torch.device) -> dict[str, str
     return {
         "torch version": torch.__version__,
         "CPU capability": torch.backends.cpu.get_cpu_capability(),
-        **(_gpu(device) if device.type == "cuda" else {}),
+        **(_gpu(device) if traits_of(device).is_cuda else {}),
         "compilespec's code": source_digest(),
         "compiler options": json.dumps(options, sort_keys=True),
     }

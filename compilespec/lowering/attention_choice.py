@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from compilespec.device import traits_of
 from compilespec.ops._library import has_triton
 from compilespec.ops.paged_attention.choice import why_not_flash
 from compilespec.ops.paged_attention.form import Form, form_of
@@ -42,8 +43,8 @@ def _forms(graph: fx.Graph, buffers: Mapping[str, BufferSpec]) -> Iterator[Form]
 
 
 def _kernel(form: Form, device: torch.device) -> str:
-    if device.type != "cuda":
-        return "C++" if device.type == "cpu" else "torch"
+    if not traits_of(device).is_cuda:
+        return "C++" if traits_of(device).is_cpu else "torch"
     if not has_triton():
         return "torch: Triton is not installed, or switched off"
     why_not = why_not_flash(form, device)

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from compilespec.device import traits_of
+
 # Operators that read the device's numbers on the host, without a tag that says so.
 _WAITING = {
     "compilespec::host_process": "requests' logits processors run on the host",
@@ -32,7 +34,7 @@ def _why(node: fx.Node, device: torch.device) -> str:
     name = target.name().removesuffix(".default")
     if name in _WAITING:
         return _WAITING[name]
-    if name == "aten::_grouped_mm" and device.type == "cuda":
+    if name == "aten::_grouped_mm" and traits_of(device).is_cuda:
         dtype, (major, _) = node.meta["val"].dtype, torch.cuda.get_device_capability(device)
         is_fast = major >= 9 and dtype == torch.bfloat16
         return "" if is_fast else f"{dtype} on sm_{major}x reads the sizes of the groups"

@@ -18,6 +18,7 @@ from torch import fx
 
 import compilespec.ops  # noqa: F401  (registers the operators)
 from compilespec import _torch_compat
+from compilespec.device import traits_of
 from compilespec.errors import PassError
 from compilespec.lowering.constants import constants_in
 from compilespec.lowering.stitching import OpStep, PieceStep, Step, StitchPlan
@@ -266,7 +267,7 @@ def _in_order(expression: Any) -> list[Any]:
 def _cuts(placeholders: Sequence[fx.Node]) -> tuple[Any, ...]:
     values = (node.meta.get("val") for node in placeholders)
     tensors = [value for value in values if isinstance(value, torch.Tensor)]
-    on_cpu = all(tensor.device.type == "cpu" for tensor in tensors)
+    on_cpu = all(traits_of(tensor.device).is_cpu for tensor in tensors)
     return (*CUTS, *CPU_CUTS) if on_cpu else CUTS
 
 

@@ -14,6 +14,7 @@ from typing import Any, ParamSpec, TypeVar, cast
 import torch
 from torch._ops import OpOverload
 
+from compilespec.device import traits_of
 from compilespec.ops import _build
 
 NAMESPACE = "compilespec"
@@ -54,7 +55,7 @@ def define_op(
     overload: OpOverload = getattr(getattr(torch.ops, NAMESPACE), name).default
 
     def run_reference(*args: Any) -> Any:
-        if has_kernel and args[0].device.type == "cpu" and _build.kernels_untried():
+        if has_kernel and traits_of(args[0].device).is_cpu and _build.kernels_untried():
             _build.load_kernels()
             return overload(*args)
         return reference(*args)  # type: ignore[call-arg]  # the dispatcher checked them

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from compilespec.device import CPU, DeviceTraits
 from compilespec.methods.capabilities import Capabilities, Chain
 from compilespec.passes.splice.acceptance.rule import STRICT, Acceptance
 from compilespec.passes.splice.expansion import Expansion
@@ -38,10 +39,7 @@ class PassContext:
     kv_layers: tuple[int, ...] = ()  # target layers whose caches a shared_kv drafter reads
     kv_block_sizes: tuple[int, ...] = ()  # by draft step, if they have their own KV groups
     draft_ids: Tensor | None = None  # int64 [N], ascending, on the CPU: all that it may propose
-    prepack: bool = True
-    merge: bool = True  # products of one activation become one
-    heads_first: bool = True  # caches lie head by head in memory
-    on_gpu: bool = False
+    traits: DeviceTraits = CPU  # what follows from the device
     fuse_head: bool | None = None  # heads give no logits; None: on GPUs, as sizes say
     greedy_only: bool = False  # strict, for requests that need only the argmax
     logits_processor: LogitsProcessor | None = None  # traced into the step

@@ -214,7 +214,7 @@ def _aux_roles(gm: fx.GraphModule, ctx: PassContext) -> Iterator[str]:
 def _plain_products(gm: fx.GraphModule, ctx: PassContext) -> Iterator[str]:
     from compilespec.passes.aten.linears import PACKABLE
 
-    if ctx.prepack:
+    if ctx.traits.packs_weights:
         for linear in find_linears(gm, ctx):
             if linear.weight.meta["val"].dtype in PACKABLE:
                 yield f"{linear.node.name} multiplies by {linear.weight.meta['role']}"

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from compilespec.device import traits_of
 from compilespec.errors import SpecError
 from compilespec.inspect.cost import StepCost, estimate
 from compilespec.inspect.devices import Device, find_device
@@ -142,7 +143,7 @@ def _prompts(target: Target, vocab_size: int) -> list[list[int]]:
 
 def _device(program: SpecProgram) -> Device:
     config = program.config
-    return find_device("h200" if config.device.type == "cuda" else "cpu", config.dtype)
+    return find_device("h200" if traits_of(config.device).is_cuda else "cpu", config.dtype)
 
 
 def _emitted_per_step(

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import nn
 
+from compilespec.device import traits_of
 from compilespec.errors import InvalidOption
 from compilespec.methods.base import Drafter, Method
 from compilespec.methods.capabilities import Capabilities
@@ -161,10 +162,7 @@ def _context(
         kv_layers=tuple(drafter.kv_layers) if drafter else (),
         kv_block_sizes=_block_sizes(drafter, config),
         draft_ids=kept.ids if kept else None,
-        prepack=config.device.type == "cpu",
-        merge=config.device.type in ("cpu", "cuda"),
-        heads_first=config.device.type == "cpu",
-        on_gpu=config.device.type == "cuda",
+        traits=traits_of(config.device),
         logits_processor=options.processor,
         sharding=options.sharding,
     )
@@ -227,7 +225,7 @@ def has_greedy_step(options: CompileOptions, config: ProgramConfig) -> bool:
     """
     needs_logits = options.acceptance_rule.rule != "strict" or options.host_processors
     if options.greedy_step == "auto":
-        pays = config.device.type == "cuda" or config.tree is not None
+        pays = traits_of(config.device).has_launch_costs or config.tree is not None
         return pays and not needs_logits
     if options.greedy_step and needs_logits:
         raise InvalidOption(

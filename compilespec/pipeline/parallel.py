@@ -9,6 +9,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
+from compilespec.device import traits_of
 from compilespec.errors import NotSupported
 from compilespec.inspect.lockstep import check_lockstep
 from compilespec.inspect.stages import context_of
@@ -73,7 +74,7 @@ def check_ranks(
 
 
 def _compare(ranks: Ranks, program: SpecProgram, options: CompileOptions) -> None:
-    if program.config.device.type != "cpu":
+    if not traits_of(program.config.device).is_cpu:
         raise NotSupported(
             f"tensor_parallel_size={ranks.size} runs on the CPU alone so far, by gloo; got "
             f"device={program.config.device}"

@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from compilespec._torch_compat import storage_place
+from compilespec.device import traits_of
 from compilespec.passes.splice.acceptance.registry import describe
 from compilespec.pipeline.options import CompileOptions
 from compilespec.program import SpecProgram
@@ -66,6 +67,6 @@ def why_not_overlapped(program: SpecProgram, options: CompileOptions) -> str | N
         return "drafts come from the host, which needs the tokens"
     if program.recorder is not None:
         return "the host records every step's hidden states"
-    if options.overlap == "auto" and program.config.device.type != "cuda":
+    if options.overlap == "auto" and not traits_of(program.config.device).has_launch_costs:
         return "nothing is gained on the CPU"
     return "overlap=False" if options.overlap is False else None

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from compilespec.device import traits_of
 from compilespec.errors import MissingDependency
 from compilespec.errors.suggest import not_one_of
 from compilespec.tracing.quiet import quiet_import
@@ -110,7 +111,7 @@ def _int8_dynamic(device: torch.device) -> Any:
 def _int4_weight_only(device: torch.device) -> Any:
     from compilespec.quantization.int4 import Int4Config
 
-    return Int4Config(64 if device.type == "cuda" else 32)  # a sector of each row at a time
+    return Int4Config(traits_of(device).int4_group)
 
 
 def _float8_weight_only(device: torch.device) -> Any:
@@ -145,7 +146,7 @@ _OR_CONFIG = ", or a torchao config"
 def runs_on(device: torch.device) -> list[str]:
     """Short names of the configs that run on the device, for messages."""
     names = [name for name in NAMES if not name.startswith("float8_dynamic")]
-    if device.type != "cuda":
+    if not traits_of(device).is_cuda:
         return names
     major, minor = torch.cuda.get_device_capability(device)
     return list(NAMES) if (major, minor) >= (8, 9) else names

@@ -8,6 +8,7 @@ import mmap
 import torch
 from torch import Tensor
 
+from compilespec.device import traits_of
 from compilespec.program import BufferSpec
 
 MAPPED = 2**20  # bytes: zero buffers of this size and more are mapped lazily
@@ -21,7 +22,7 @@ def allocate(spec: BufferSpec, device: torch.device) -> Tensor:
     choice: a request's first tokens touch two pages for each head of each layer, which may be
     gigabytes of huge pages.
     """
-    if device.type == "cpu" and spec.fill == 0 and spec.num_bytes >= MAPPED:
+    if traits_of(device).is_cpu and spec.fill == 0 and spec.num_bytes >= MAPPED:
         pages = mmap.mmap(-1, spec.num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         with contextlib.suppress(AttributeError, OSError):  # Linux with huge pages
             pages.madvise(mmap.MADV_NOHUGEPAGE)

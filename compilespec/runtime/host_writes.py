@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from compilespec.cudagraphs.staging import Staging
+from compilespec.device import traits_of
 
 _DTYPES = {torch.int32: np.int32, torch.int64: np.int64, torch.float32: np.float32}
 _ALIGNMENT = 16  # bytes: views of another dtype begin at its multiples
@@ -32,7 +33,7 @@ class HostWrites:
         """Args: buffers: dense; of int32, int64 or float32 where they are written."""
         self.buffers = buffers
         self.num_copies = 0  # to the device
-        self._waits = device.type == "cuda"
+        self._waits = traits_of(device).is_cuda
         self._device = device
         self._pending: dict[str, list[_Write]] = {}
         self._arrays: dict[str, Any] = {}  # on the CPU: the buffers' own memory

@@ -18,6 +18,8 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from compilespec.device import traits_of
+
 MADV_DONTNEED = 4  # the process drops its pages, and loses its changes in them
 MADV_PAGEOUT = 21  # Linux 5.4: the system keeps changes, but its cache loses the file
 
@@ -45,7 +47,7 @@ class MappedPages:
         return sum(self._give_back(tensor) for tensor in tensors)
 
     def _give_back(self, tensor: Tensor) -> int:
-        is_plain = tensor.device.type == "cpu" and not hasattr(tensor, "__tensor_flatten__")
+        is_plain = traits_of(tensor.device).is_cpu and not hasattr(tensor, "__tensor_flatten__")
         if self._advise is None or not is_plain:
             return 0
         first, num_bytes = tensor.data_ptr(), tensor.nbytes

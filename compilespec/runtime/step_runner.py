@@ -13,6 +13,7 @@ from compilespec.cudagraphs.buckets import Bucket, Buckets, choose_buckets
 from compilespec.cudagraphs.dispatcher import Dispatcher, capture_all
 from compilespec.cudagraphs.modes import GraphOptions
 from compilespec.cudagraphs.recorder import make_recorder
+from compilespec.device import traits_of
 from compilespec.ops.thread_pool import use_thread_pool
 from compilespec.passes.splice.evidence import Evidence
 from compilespec.program import PAD, ByStep, Lowered, LoweredPhase, ProgramConfig, StepKey
@@ -247,7 +248,7 @@ class StepRunner:
         """Choose the threads: decode steps run on the pool, prefills on OpenMP's threads, where
         Inductor's loops run.
         """
-        if self._device.type == "cpu":
+        if traits_of(self._device).is_cpu:
             use_thread_pool(pool)
 
     def _launched(self, emitted_BS: Tensor, counts_B: Tensor, num_rows: int) -> Launched:

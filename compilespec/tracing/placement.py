@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from compilespec.device import traits_of
 from compilespec.errors import InvalidOption
 from compilespec.errors.suggest import did_you_mean, not_one_of
 
@@ -38,7 +39,7 @@ def read_device(given: object) -> torch.device | None:
         device = None
     if device is not None and device.type in ("cpu", "meta"):  # meta: traces without memory
         return device
-    if device is None or device.type != "cuda":
+    if device is None or not traits_of(device).is_cuda:
         raise InvalidOption(
             f"device must be 'cpu', 'cuda' or 'cuda:N'; got {str(given)!r}"
             f"{did_you_mean(str(given), DEVICES, 'device')}"

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from compilespec.device import traits_of
 from compilespec.errors import UnsupportedModel
 from compilespec.program import Traced, marker_kind, module_path
 from compilespec.tracing.naming import source_line
@@ -51,7 +52,7 @@ def check_positions(traced: Traced, model: nn.Module) -> None:
 
     Raises: UnsupportedModel that names the first operation that mixes tokens.
     """
-    if next(model.parameters()).device.type == "meta":
+    if traits_of(next(model.parameters()).device).is_meta:
         return
     if not _Tainted(traced, taint=True).reaches_the_middle():
         return
@@ -77,7 +78,7 @@ def check_alone(traced: Traced, model: nn.Module) -> None:
 
     Raises: UnsupportedModel.
     """
-    if next(model.parameters()).device.type == "meta":
+    if traits_of(next(model.parameters()).device).is_meta:
         return
     ids = torch.tensor([[1, 2, 3]])
     positions = torch.tensor([[0, 1, 2]])

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from compilespec.device import traits_of
 from compilespec.errors import InvalidOption
 from compilespec.errors.suggest import not_one_of
 from compilespec.pipeline.entry import compile as compile_engine
@@ -233,7 +234,7 @@ def _for_teaching(
 ) -> Target:
     """The target in the teacher's dtype: half precision is slow on most processors."""
     dtype: torch.dtype | str | None = options.dtype
-    if dtype is None and target.device.type == "cpu" and target.dtype.itemsize < 4:
+    if dtype is None and traits_of(target.device).is_cpu and target.dtype.itemsize < 4:
         dtype = torch.float32
     if dtype is None:
         return target

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import compilespec
+from compilespec.device import CUDA
 from compilespec.methods.eagle3 import random_head
 from compilespec.methods.registry import get_method
 from compilespec.passes.aten.fuse_head_argmax import fuse_head_argmax, pays
@@ -173,7 +174,7 @@ def test_on_a_gpu_sizes_decide_at_the_largest_batch(monkeypatch, fuse, limit, fu
     monkeypatch.setattr(torch.cuda, "synchronize", None)
     gm, ctx, _ = head_graph(plain, fuse=fuse, dtype=BF16)
     ctx.weights = {name: weight.to("meta") for name, weight in ctx.weights.items()}
-    ctx.on_gpu = True
+    ctx.traits = CUDA
     assert fuse_head_argmax(Splice(gm, ctx)) == (fused if fuse is None else 0)
 
 
@@ -188,7 +189,7 @@ def test_each_head_is_judged_by_its_own_rows(monkeypatch, max_batch_size, fused)
     ctx = PassContext(
         phase="decode", config=config, capabilities=get_method("eagle3").capabilities,
         target=trace_target(model), draft=head.capture(config, info), aux_layers=(0,),
-        greedy_only=True, on_gpu=True, prepack=False,
+        greedy_only=True, traits=CUDA,
     )  # fmt: skip
     nodes = rewrite_phase(ctx, keep_graphs=False).finish().graph_module.graph.nodes
     assert sum(node.target is FUSED for node in nodes) == fused

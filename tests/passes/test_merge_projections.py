@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from compilespec.device import traits_of
 from compilespec.passes.aten.merge_projections import merge_projections
 from compilespec.passes.splice.builder import Splice
 from compilespec.program import InputSpec
@@ -53,7 +54,9 @@ def test_merge_projections_copies_what_is_viewed_across_rows():
 
 
 def test_merge_projections_leaves_alone_what_is_not_a_group():
-    gm, ctx, *_ = two_linears(merge=False)  # off where nothing runs: on the meta device
+    gm, ctx, *_ = two_linears(
+        traits=traits_of(torch.device("meta"))
+    )  # off where nothing runs: on the meta device
     before = code(gm)
     assert merge_projections(Splice(gm, ctx)) == 0
     assert code(gm) == before

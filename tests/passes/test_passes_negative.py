@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
+from compilespec.device import CUDA
 from compilespec.errors import NotSupported, PassError
 from compilespec.methods.registry import get_method
 from compilespec.passes.graph.nodes import find_role
@@ -167,7 +168,7 @@ def logits_have_another_reader(target: Traced) -> Case:
 
 def rows_are_short(target: Traced) -> Case:
     gm, ctx = graph_of(lambda x: x.argmax(-1), x=("batch", torch.randn(2, 8191)))
-    ctx.on_gpu = True
+    ctx.traits = CUDA
     return gm, ctx
 
 

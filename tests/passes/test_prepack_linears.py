@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from compilespec.device import CUDA
 from compilespec.ops.packed_linear import pack_weight
 from compilespec.passes.aten.prepack_linears import prepack_linears
 from compilespec.passes.splice.builder import Splice
@@ -23,7 +24,7 @@ def test_prepack_linears_packs_weights_on_the_cpu_only():
     inputs = {"x": x} | {f"packed.{name}": pack_weight(w) for name, w in weights.items()}
     for got, one in zip(call(gm, *[inputs[r] for r in roles]), want, strict=True):
         torch.testing.assert_close(got, one, rtol=1e-6, atol=1e-6)
-    gm, ctx, *_ = two_linears(prepack=False)
+    gm, ctx, *_ = two_linears(traits=CUDA)
     before = code(gm)
     assert prepack_linears(Splice(gm, ctx)) == 0
     assert code(gm) == before

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from compilespec.device import CPU, CUDA, traits_of
 from compilespec.passes.aten.read_long_rows import read_long_rows
 from compilespec.passes.splice.builder import Splice
 from tests.support.hand_graphs import call, code, graph_of
@@ -30,7 +31,7 @@ def best(x: Tensor) -> Tensor:
 
 def graph(function: Any, x: Tensor, *, on_gpu: bool = True) -> Any:
     gm, ctx = graph_of(function, x=("batch", x))
-    ctx.on_gpu, ctx.prepack = on_gpu, not on_gpu
+    ctx.traits = CUDA if on_gpu else CPU
     return gm, ctx
 
 
@@ -138,7 +139,7 @@ def test_other_topks_are_left_alone(function: Any, on_gpu: bool) -> None:
 
 def test_other_devices_have_no_operator_of_it() -> None:
     gm, ctx = graph(best, torch.randn(20, 20))
-    ctx.on_gpu = ctx.prepack = False
+    ctx.traits = traits_of(torch.device("meta"))
     before = code(gm)
     assert read_long_rows(Splice(gm, ctx)) == 0
     assert code(gm) == before

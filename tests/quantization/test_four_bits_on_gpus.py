@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from compilespec.device import CUDA
 from compilespec.ops.quantized_linear import quantized_linear
 from compilespec.passes.aten.merge_projections import merge_projections
 from compilespec.passes.aten.prepack_linears import prepack_linears
@@ -49,7 +50,7 @@ def test_merged_weights_are_packed(
     given = {name: ("weight", tensor) for name, tensor in names.items()}
     products = with_zeros if has_zeros else without_zeros
     gm, ctx = graph_of(products, x=("batch", x), **given)
-    ctx.prepack, ctx.on_gpu = False, True
+    ctx.traits = CUDA
     assert merge_projections(Splice(gm, ctx)) == 1
     assert prepack_linears(Splice(gm, ctx)) == is_packed
     assert len(gm.graph.find_nodes(op="call_function", target=INT4)) == is_packed

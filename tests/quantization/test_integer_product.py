@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import compilespec
 from compilespec import SamplingParams
+from compilespec.device import CUDA
 from compilespec.ops.quantized_linear import dynamic_int8_product
 from compilespec.ops.quantized_linear.reference import dynamic_int8_linear_reference
 from compilespec.passes.context import PassContext
@@ -74,7 +75,7 @@ def test_an_engine_keeps_the_rules_with_one_row(monkeypatch: pytest.MonkeyPatch)
 
     want, _ = tokens()
     monkeypatch.setattr(
-        build, "PassContext", lambda **given: PassContext(**{**given, "prepack": False})
+        build, "PassContext", lambda **given: PassContext(**{**given, "traits": CUDA})
     )
     got, num_products = tokens()
     assert got == want

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from compilespec import trace
+from compilespec.device import CUDA
 from compilespec.passes.context import PassContext
 from compilespec.pipeline import build
 from compilespec.program import SpecProgram
@@ -19,7 +20,7 @@ from tests.support.models import tiny_target
 def merged_program(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> SpecProgram:
     """As on CUDA: products are merged, and no weight is packed."""
     monkeypatch.setattr(
-        build, "PassContext", lambda **given: PassContext(**{**given, "prepack": False})
+        build, "PassContext", lambda **given: PassContext(**{**given, "traits": CUDA})
     )
     return trace(model, "none", max_batch_size=2, max_seq_len=32, keep_graphs=False)
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from compilespec.device import traits_of
 from compilespec.errors import InvalidOption
 from compilespec.methods.dflash.config import DFlashConfig
 from compilespec.methods.dflash.drafter import DFlashDrafter
@@ -82,7 +83,9 @@ def fill_randomly(drafter: DFlashDrafter, target: TargetInfo, seed: int) -> None
     config, generator = drafter.config, torch.Generator().manual_seed(seed)
     lent = {"embed_tokens.weight": config.own_embedding, "lm_head.weight": config.own_lm_head}
     tensors = {
-        name: like if target.device.type == "meta" else random_tensor(name, like.shape, generator)
+        name: like
+        if traits_of(target.device).is_meta
+        else random_tensor(name, like.shape, generator)
         for name, like in sorted(drafter.state_dict().items())
         if name != "d2t" and lent.get(name, True)
     }

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from compilespec.device import traits_of
 from compilespec.errors import DraftMismatch, InvalidOption
 from compilespec.errors.suggest import not_one_of
 from compilespec.methods.base import Drafter
@@ -81,7 +82,9 @@ def random_head(target: TargetInfo, *, seed: int = 0, **fields: Any) -> EagleDra
         names = EagleDrafter(config).state_dict()
     generator = torch.Generator().manual_seed(seed)
     tensors = {
-        name: like if target.device.type == "meta" else random_tensor(name, like.shape, generator)
+        name: like
+        if traits_of(target.device).is_meta
+        else random_tensor(name, like.shape, generator)
         for name, like in sorted(names.items())
         if name != "lm_head.weight" and (config.own_embedding or name != "embed_tokens.weight")
     }

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from compilespec.device import traits_of
 from compilespec.errors import InvalidOption
 from compilespec.errors.suggest import not_one_of
 from compilespec.methods.decoder_body import BODIES
@@ -55,7 +56,9 @@ def fill_randomly(drafter: Eagle3Drafter, target: TargetInfo, seed: int) -> None
     check_sizes(config, target)
     generator = torch.Generator().manual_seed(seed)
     tensors = {
-        name: like if target.device.type == "meta" else random_tensor(name, like.shape, generator)
+        name: like
+        if traits_of(target.device).is_meta
+        else random_tensor(name, like.shape, generator)
         for name, like in sorted(drafter.state_dict().items())
         if name != "d2t"
     }

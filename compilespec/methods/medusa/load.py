@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from compilespec.device import traits_of
 from compilespec.errors import CheckpointError, DraftMismatch, InvalidOption, NotSupported
 from compilespec.methods.base import Drafter
 from compilespec.methods.checkpoint import load_strict, read_config, read_tensors, tensor_names
@@ -183,7 +184,9 @@ def random_heads(
         drafter = MedusaDrafter(num_heads, target.hidden_size, target.vocab_size, num_blocks)
     generator = torch.Generator().manual_seed(seed)
     tensors = {
-        name: like if target.device.type == "meta" else random_tensor(name, like.shape, generator)
+        name: like
+        if traits_of(target.device).is_meta
+        else random_tensor(name, like.shape, generator)
         for name, like in sorted(drafter.state_dict().items())
     }
     _fill(drafter, tensors, target, "random heads")

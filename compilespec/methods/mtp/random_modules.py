@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from compilespec.device import traits_of
 from compilespec.errors import InvalidOption
 from compilespec.errors.suggest import not_one_of
 from compilespec.methods.capabilities import Chain
@@ -62,7 +63,7 @@ def random_modules(
     generator = torch.Generator().manual_seed(seed)
     tensors = {
         f"steps.{name}": like
-        if target.device.type == "meta"
+        if traits_of(target.device).is_meta
         else random_tensor(name, like.shape, generator)
         for name, like in sorted(names.items())
         if not name.endswith("embed_tokens.weight")

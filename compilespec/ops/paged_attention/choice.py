@@ -8,6 +8,7 @@ import functools
 
 import torch
 
+from compilespec.device import traits_of
 from compilespec.ops.paged_attention.form import Form
 
 _DTYPES = (torch.bfloat16, torch.float16)
@@ -52,8 +53,8 @@ def _why_not_this(form: Form) -> str:
 def _why_not_here(device: torch.device) -> str:
     from torch.nn.attention import current_flash_attention_impl
 
-    if device.type != "cuda":
-        return f"it runs on {device.type}"
+    if not traits_of(device).is_cuda:
+        return f"it runs on {traits_of(device).kind}"
     major, minor = torch.cuda.get_device_capability(device)
     if major != 9:
         return f"the GPU is sm_{major}{minor}, not sm_90"

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from compilespec.device import traits_of
 from compilespec.ops.quantized_linear import reference
 from compilespec.ops.quantized_linear.reference import (
     int4_linear_reference,
@@ -94,7 +95,7 @@ def choose_blocks(count: int, dtype: torch.dtype) -> tuple[int, int, int, int, i
 
 def _widens_float8(x: Tensor) -> bool:
     """True where the GPU has an instruction to widen float8: from sm_89 on."""
-    if x.device.type == "cpu":
+    if traits_of(x.device).is_cpu:
         return False
     return int(triton.runtime.driver.active.get_current_target().arch) >= 89
 

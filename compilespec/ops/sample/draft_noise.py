@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from compilespec.device import traits_of
 from compilespec.ops._library import define_op
 from compilespec.ops.sample import layout
 from compilespec.ops.sample.philox import gumbel, noise_bits_of_rows
@@ -32,7 +33,7 @@ def draft_noise_reference(
     is_drawn_B = sampling_RF[row_B][:, layout.TEMPERATURE] >= layout.MIN_TEMPERATURE
     if ids_V is None:
         ids_V = torch.arange(num_ids, device=row_B.device)
-    if row_B.device.type == "cpu" and not bool(is_drawn_B.any()):  # else the host must not read
+    if traits_of(row_B.device).is_cpu and not bool(is_drawn_B.any()):  # else the host must not read
         return sampling_RF.new_zeros((len(row_B), len(ids_V)))
     stream_B = torch.full_like(drawn_B, stream)
     bits_BV = noise_bits_of_rows(ids_V.clamp(min=0), row_B, drawn_B, stream_B, sampling_RI)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from compilespec.device import traits_of
 from compilespec.ops._library import define_op
 from compilespec.ops._tensors import wide_dtype
 from compilespec.ops.sample import layout
@@ -37,7 +38,9 @@ def penalise_paths_reference(
     reals_B1F = sampling_RF[row_B].to(scores_BSV.dtype).unsqueeze(1)
     words_B1I = sampling_RI[row_B].long().unsqueeze(1)
     is_penalised_B11 = words_B1I[..., layout.FLAGS, None] & layout.PENALISE != 0
-    if row_B.device.type == "cpu" and not bool(is_penalised_B11.any()):  # else the host reads not
+    if traits_of(row_B.device).is_cpu and not bool(
+        is_penalised_B11.any()
+    ):  # else the host reads not
         return scores_BSV
     seen_B1V, count_B1V = count_context(
         scores_BSV[:, :1], words_B1I, context_RL[row_B].long(), start_B.long().unsqueeze(1)

@@ -9,6 +9,7 @@ import math
 import torch
 from torch import Tensor
 
+from compilespec.device import traits_of
 from compilespec.ops._library import define_op
 from compilespec.ops._tensors import wide_dtype
 from compilespec.ops.sample import layout
@@ -237,7 +238,7 @@ def _filtered_probs(
     mask_RSW: Tensor,
 ) -> Tensor:
     """True where a CPU call can skip plain greedy rows; other devices must not read on the host."""
-    on_host = logits_BSV.device.type == "cpu"
+    on_host = traits_of(logits_BSV.device).is_cpu
     probs = filtered_probs_reference if on_host else filtered_probs_dense
     state = (sampling_RF, sampling_RI, bias_RV, context_RL, mask_RSW)
     return probs(logits_BSV, greedy_BS, ids_BS, row_B, drawn_BS, *state)

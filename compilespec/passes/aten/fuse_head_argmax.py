@@ -29,7 +29,7 @@ def fuse_head_argmax(step: Splice) -> int:
     fused.  Returns: heads rewritten.  Numerics: rounding (the products' sums may be ordered
     differently).  Runs on ATen.
     """
-    if not (step.ctx.on_gpu if step.ctx.fuse_head is None else step.ctx.fuse_head):
+    if not (step.ctx.traits.is_cuda if step.ctx.fuse_head is None else step.ctx.fuse_head):
         return 0
     heads = [
         head

@@ -30,7 +30,7 @@ def merge_projections(step: Splice) -> int:
     the rows of its parts, so every output element is the same dot product.
     Numerics: rounding (a library may order a larger product's sums differently).  Runs on ATen.
     """
-    if not step.ctx.merge:
+    if not step.ctx.traits.merges_products:
         return 0
     groups: dict[tuple[fx.Node, bool, torch.dtype], list[Linear]] = {}
     for linear in find_linears(step.gm, step.ctx):

@@ -28,8 +28,8 @@ def prepack_linears(step: Splice) -> int:
     The CPU operators' order of summation does not depend on the number of rows, so that a verify
     step and a plain step of the same token agree bit for bit.  Numerics: rounding.  Runs on ATen.
     """
-    if not step.ctx.prepack:
-        return _pack_four_bits(step) if step.ctx.on_gpu else 0
+    if not step.ctx.traits.packs_weights:
+        return _pack_four_bits(step) if step.ctx.traits.is_cuda else 0
     linears = [
         linear
         for linear in find_linears(step.gm, step.ctx)

@@ -30,15 +30,15 @@ def read_long_rows(step: Splice) -> int:
     Argmaxes of spans in ATen would do as well, but torch 2.13 makes wrong code of them where other
     reductions follow in the same kernel.
     """
-    if not (step.ctx.on_gpu or step.ctx.prepack):
+    if not (step.ctx.traits.is_cuda or step.ctx.traits.packs_weights):
         return 0
-    least = LEAST_COLUMNS_ON_GPU if step.ctx.on_gpu else LEAST_COLUMNS_ON_CPU
+    least = LEAST_COLUMNS_ON_GPU if step.ctx.traits.is_cuda else LEAST_COLUMNS_ON_CPU
     argmaxes = [
         node for node in _calls(step.gm, _aten.argmax.default) if _is_long_argmax(node, least)
     ]
     for node in argmaxes:
         _replace_argmax(step.gm, node)
-    if step.ctx.on_gpu:
+    if step.ctx.traits.is_cuda:
         return len(argmaxes)
     topks = [node for node in _calls(step.gm, _aten.topk.default) if _is_long_topk(node)]
     for node in topks:

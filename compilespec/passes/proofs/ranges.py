@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, fx
 
 from compilespec import _torch_compat
+from compilespec.device import traits_of
 from compilespec.passes.graph.aliases import storage_root
 from compilespec.passes.proofs.element_views import (
     VIEWS,
@@ -277,7 +278,7 @@ def integer_range(tensor: Any) -> Range | None:
     """Smallest and largest entry of a constant."""
     if not isinstance(tensor, Tensor) or tensor.is_floating_point() or tensor.is_complex():
         return None
-    if tensor.device.type == "meta" or tensor.numel() == 0:
+    if traits_of(tensor.device).is_meta or tensor.numel() == 0:
         return None
     return integers(int(tensor.min()), int(tensor.max()))
 

@@ -177,7 +177,7 @@ def cache_of(step: Splice, name: str, part: Tensor, blocks: tuple[int, int]) -> 
         kind="cache",
         shape=(*blocks, int(heads or 0), int(head_dim or 0)),
         dtype=shape[1],
-        order=HEADS_FIRST if step.ctx.heads_first else (),
+        order=HEADS_FIRST if step.ctx.traits.caches_heads_first else (),
     )
     if step.ctx.sharding is not None:
         buffer = step.ctx.sharding.own(buffer)

@@ -39,7 +39,8 @@ def lower_quantized(step: Splice) -> int:
     Returns: products rewritten.  Numerics: rounding (sums are float32 and rounded once, unlike
     torchao's).  Runs on torch IR, in which a weight's kind is still visible.
     """
-    if not (step.ctx.prepack or step.ctx.merge) or step.config.dtype not in _FLOATS:
+    traits = step.ctx.traits
+    if not (traits.packs_weights or traits.merges_products) or step.config.dtype not in _FLOATS:
         return 0
     lowered = 0
     for node in list(step.graph.nodes):
@@ -76,7 +77,7 @@ def _product_of(weight: fx.Node, ctx: PassContext) -> Product | None:
     if recognise is None or not kind.type.__module__.startswith("torchao."):
         return None
     product = recognise(kind, parts)
-    if product is not None and product.op is _DYNAMIC_INT8 and not ctx.prepack:
+    if product is not None and product.op is _DYNAMIC_INT8 and not ctx.traits.packs_weights:
         return product._replace(op=dynamic_int8_product)
     return product
 

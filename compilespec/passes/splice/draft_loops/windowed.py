@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 import compilespec.ops.roll_window  # noqa: F401  (registers the operator)
+from compilespec.device import traits_of
 from compilespec.passes.context import PassContext
 from compilespec.passes.splice.builder import Splice, arange_like
 from compilespec.passes.splice.draft_loops.calls import next_position, propose, run
@@ -70,7 +71,7 @@ def _roll(step: Splice) -> tuple[Tensor, Tensor]:
 
 def rolls_in_one_kernel(ctx: PassContext) -> bool:
     """Whether to use the operator: on a GPU, where gathers and writes are separate launches."""
-    return ctx.config.device.type == "cuda"
+    return traits_of(ctx.config.device).is_cuda
 
 
 def _prefill(step: Splice) -> list[Tensor]:
