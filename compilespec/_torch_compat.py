@@ -446,7 +446,7 @@ def load_artifact(path: str) -> Any:
 
 
 HAS_CPP_ENTRIES = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
-"""Whether `cpp_entry` knows how this torch wraps compiled graphs."""
+"""True where `cpp_entry` knows how this torch wraps compiled graphs."""
 
 _WRAPPERS = frozenset((
     "forward", "<lambda>", "runtime_wrapper", "_runtime_wrapper", "g",

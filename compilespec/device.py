@@ -1,4 +1,4 @@
-"""What follows from the device: a choice that differs between a CPU and a GPU has a name here."""
+"""Traits of devices: a choice that differs between a CPU and a GPU has a name here."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class DeviceTraits:
     """The traits of a kind of device.  `traits_of` gives those of a device."""
 
     kind: str  # torch's name: "cpu", "cuda", "meta", ...
-    packs_weights: bool = False  # kernels read weights in a layout of their own
+    packs_weights: bool = False  # kernels read weights in their own layout
     merges_products: bool = False  # products of one activation become one
     caches_heads_first: bool = False  # a cache lies head by head in memory
     has_launch_costs: bool = False  # a launch takes the host longer than a small operator runs

@@ -92,7 +92,7 @@ class Traced:
 
     @property
     def has_rope_offsets(self) -> bool:
-        """Whether tokens have rotary positions beside their own."""
+        """True where tokens have rotary positions beside their own."""
         return ROPE_OFFSETS in self.arguments
 
     @property
@@ -191,7 +191,7 @@ class AdapterShape:
 
 @dataclass(frozen=True, kw_only=True)
 class RequestFeatures:
-    """What requests may ask for beyond tokens: a step is built for it."""
+    """The things that requests may ask for beyond tokens: a step is built for it."""
 
     host_processors: bool = False  # logits processors on the host, which the step waits for
     prompt_logprobs: bool = False  # prefill outputs the head's input

@@ -24,7 +24,9 @@ RECORDS = (
 ADAPTIVE = ("draft_policy", "adaptive", "step_costs", "acceptance_rates", "exploration", "evidence")
 NOT_A_SUBJECT = ("What", "Whether", "How", "Where", "Of", "Those")
 LETTERS = re.compile(r"_([A-Z][A-Z0-9]*)$")  # the shape suffix of a name: logits_BSV
-PHRASES = re.compile(r"\b(so many|whatever|all the same|of (?:one's|its|their) own)\b", re.I)
+PHRASES = re.compile(
+    r"\b(so many|whatever|all the same|of (?:one's|its|their) own)\b(?! [a-z])", re.I
+)
 
 
 class Figure(NamedTuple):

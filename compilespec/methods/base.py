@@ -25,7 +25,7 @@ class Drafter(nn.Module):
     """
 
     num_draft_tokens: int  # K that the checkpoint suggests
-    kv_block_sizes: tuple[int, ...] = ()  # by draft step: KV groups of their own (windowed)
+    kv_block_sizes: tuple[int, ...] = ()  # by draft step: their own KV groups (windowed)
     aux_layers: tuple[
         int, ...
     ] = ()  # hs indices: residual stream ENTERING layer k, n = last layer's output pre-norm

@@ -7,7 +7,7 @@ from typing import Literal
 
 # How a method's draft loop walks the cache (ARCHITECTURE.md, kinds of draft loops); "direct" is one
 # call that gives all K drafts and has no cache: n-gram match, functions of a user; with "heads"
-# each draft is a call of its own, all on one hidden state; with "callback" the host proposes them
+# each draft is its own call, all on one hidden state; with "callback" the host proposes them
 # between the calls; with "shared_kv" each is one query at a constant position on the target's
 # caches; with "parallel" and "block" one pass gives all K drafts.
 DraftKind = Literal[
@@ -31,7 +31,7 @@ FINAL_NORM = -1  # an aux layer: the hidden state that enters the target's head,
 
 @dataclass(frozen=True, kw_only=True)
 class Capabilities:
-    """What a method needs from the engine.  Passes and the runtime branch on these fields only."""
+    """The needs of a method.  Passes and the runtime branch on these fields only."""
 
     name: str
     kind: DraftKind
@@ -40,7 +40,7 @@ class Capabilities:
     reads_hidden_states: bool = False  # the target's, tapped at the drafter's aux layers
     outputs_hidden_states: bool = False  # the step outputs them, for the drafter's `recorder`
     looks_up: bool = False  # drafts, some at least, are found in texts: steps of K = 0 look, too
-    own_kv_cache: bool = False  # the drafter writes a KV cache of its own
+    own_kv_cache: bool = False  # the drafter writes its own KV cache
     lossless: bool = True
     chooses: bool = False  # a placeholder for a method that is picked before anything is built
     drafts_with_model: bool = False  # its drafter is a causal language model, as targets are
@@ -51,7 +51,7 @@ class Capabilities:
 
     @property
     def needs(self) -> str:
-        """What must be there beside the target, in words."""
+        """The thing that must be there beside the target, in words."""
         if not self.needs_draft_weights:
             return "nothing"
         if self.drafts_with_model:
@@ -62,12 +62,12 @@ class Capabilities:
 
     @property
     def may_omit_drafts(self) -> bool:
-        """Whether fewer than K drafts are legal, with PAD in place of the missing ones."""
+        """True where fewer than K drafts are legal, with PAD in place of the missing ones."""
         return self.kind in ("direct", "callback") or self.looks_up
 
     @property
     def combines(self) -> bool:
-        """Whether a look-up's drafts take the place of a model's where they are surer."""
+        """True where a look-up's drafts take the place of a model's where they are surer."""
         return self.looks_up and self.kind != "direct"
 
     @property
@@ -77,5 +77,5 @@ class Capabilities:
 
     @property
     def drafts_in_step(self) -> bool:
-        """Whether the step itself makes the drafts."""
+        """True where the step itself makes the drafts."""
         return self.kind not in ("none", "callback")

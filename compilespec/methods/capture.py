@@ -83,6 +83,6 @@ def trace_proposal(module: Any, config: ProgramConfig, name: str, width: int) ->
 
 
 def offers_logits(module: Any) -> bool:
-    """Whether `logits` belongs to the module's `propose`: one class defines both."""
+    """True where `logits` belongs to the module's `propose`: one class defines both."""
     owner = next(kind for kind in type(module).__mro__ if "propose" in vars(kind))
     return "logits" in vars(owner)

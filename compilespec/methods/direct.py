@@ -1,4 +1,4 @@
-"""A drafter that gives all its drafts in one call, without a cache of its own."""
+"""A drafter that gives all its drafts in one call, without its own cache."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ from compilespec.program import (
 
 @dataclass(kw_only=True)
 class PassContext:
-    """What passes read, and the inputs and buffers they declare.  One context per phase graph."""
+    """The facts that passes read, and the inputs and buffers they declare; one for each graph."""
 
     phase: Phase
     config: ProgramConfig
@@ -74,20 +74,20 @@ class PassContext:
 
     @property
     def tells_evidence(self) -> bool:
-        """Whether the step says how sure its drafts are, so that the host can choose the next K."""
+        """True where the step says how sure its drafts are, for the host to choose the next K."""
         several = self.config.max_draft_tokens is not None and not self.read_only
         return several and self.capabilities.drafts_in_step
 
     @property
     def drafts_now(self) -> bool:
-        """Whether the drafter of the graph's loop runs in it."""
+        """True where the drafter of the graph's loop runs in it."""
         finds = self.capabilities.looks_up and not self.capabilities.combines
         return self.config.num_draft_tokens > 0 or finds
 
     @property
     def may_omit_drafts(self) -> bool:
-        """Whether a row may hold PAD for a draft: from the method, from a step of a smaller K, or
-        in a tree whose node has too few continuations.
+        """True where a row may hold PAD for a draft: from the method, from a step of a smaller K,
+        or in a tree whose node has too few continuations.
         """
         config = self.config
         several = config.max_draft_tokens is not None or config.tree is not None

@@ -244,7 +244,7 @@ NO_STATELESS_RECURRENCE = Contract(
     says="no recurrence without a state is left", problems=_stateless_recurrence
 )
 KEPT_PATHS = Contract(says="each target layer keeps the accepted path", problems=_kept_paths)
-OWN_CACHES = Contract(says="each target layer has caches of its own", problems=_target_caches)
+OWN_CACHES = Contract(says="each target layer has its own caches", problems=_target_caches)
 TAPPED = Contract(says="one node plays each aux role", problems=_aux_roles)
 DRAWN_BY_ID = Contract(says="draws from a cut head know its ids", problems=_draws_of_rows)
 ALL_PACKED = Contract(says="every product of a weight is packed", problems=_plain_products)

@@ -1,7 +1,7 @@
 """How often drafts were right lately, by their place in the step.
 
-Lately is a number of steps, whatever the batch: eight requests teach as much in a step as one in
-eight, and a memory of so many drafts would be a handful of steps, and all chance.
+Rates decay by steps, not by drafts: with batch 8, a window of N drafts would cover only a few steps
+and be noise.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class AcceptanceRates:
 
         Args:
             times: how often it was so.
-            requests: of a step, on average: so many times are one step.
+            requests: of a step, on average: that many `times` are one step.
         """
         self._expected = None
         age = times / requests
@@ -46,7 +46,7 @@ class AcceptanceRates:
                 self._accepted[place] += added
 
     def fade(self, num_steps: float, first: int = 0) -> None:
-        """So many steps did not reach the places from `first` on."""
+        """`num_steps` steps did not reach the places from `first` on."""
         self._expected = None
         idle = IDLE_DECAY**num_steps
         for place in range(first, len(self._tried)):
@@ -121,7 +121,7 @@ class LearntAcceptance:
         return known
 
     def expected_of_all(self) -> list[float]:
-        """The same, whatever the level."""
+        """The same over all levels."""
         return self.pooled.expected()
 
     def by_level(self) -> dict[int, list[float]]:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from compilespec.passes.splice.evidence import FIRST_MATCH, Evidence
 from compilespec.program import NUM_KEPT
-from compilespec.runtime.draft_policy import LEARN_INTERVAL, Drafted, DraftPolicy, Judged
+from compilespec.runtime.draft_policy import LEARN_INTERVAL, Drafted, DraftPolicy, JudgedDrafts
 from compilespec.runtime.executor import Executor
 from compilespec.runtime.request import Request
 
@@ -34,7 +34,7 @@ class AdaptiveDrafts:
     """Between the scheduler and the policy: knows which drafters are up to date, and what each
     request's last step said of its drafts.
 
-    `Request.backlog` counts the steps of K = 0 that a drafter with a cache of its own has not seen.
+    `Request.backlog` counts the steps of K = 0 that a drafter with its own cache has not seen.
     Up to NUM_KEPT of them can be replayed; a request with more is never drafted again (H-23).
     `Request.evidence` is None where nobody knows: after a replay, and before the first step.
     """
@@ -142,7 +142,9 @@ class AdaptiveDrafts:
                 if drafted is not None and drafted.most >= count and given[place]:
                     tried = self._num_tried(drafted, count)
                     goes_on = bool(evidence) and evidence[place].goes_on
-                    judged.append(Judged(tried, len(given[place]) - 1 + goes_on, drafted.level))
+                    judged.append(
+                        JudgedDrafts(tried, len(given[place]) - 1 + goes_on, drafted.level)
+                    )
             self.policy.observe(
                 count, len(requests), elapsed_ms, judged, trial=plan.is_trial, host_ms=host_ms
             )
@@ -166,7 +168,7 @@ class AdaptiveDrafts:
             request.evidence = one
 
     def _has_nothing(self, requests: Sequence[Request]) -> bool:
-        """Whether no request has a draft.  Now and then such a step is decided all the same, so
+        """True where no request has a draft.  Now and then such a step is decided nevertheless, so
         that its time is learnt.
         """
         if any(one.evidence is None or one.evidence.num_drafts for one in requests):

@@ -24,10 +24,10 @@ NUM_SAVED_STEPS = 16  # of the largest K: what trials may cost is never saved up
 TRIAL_INTERVAL = 4  # decisions for drafts, at one of which a trial is thought of
 LEARN_INTERVAL = 8  # steps that are learnt from together, and those of a model decided together
 DECIDED_BEFORE = "decided with the step before"
-SHORTAGE = 1 / 8  # a K that rises is short of drafts for one step, of so many that it stays
+SHORTAGE = 1 / 8  # a K that rises is short of drafts for one of the steps that it stays: this share
 
 
-class Choice(NamedTuple):
+class StepChoice(NamedTuple):
     """K of the next step, or steps, and why."""
 
     num_draft_tokens: int
@@ -44,7 +44,7 @@ class Drafted(NamedTuple):
     is_found: bool = False  # looked up: however many a step verifies, the next one has as many
 
 
-class Judged(NamedTuple):
+class JudgedDrafts(NamedTuple):
     """A request's drafts, after a step."""
 
     num_tried: int  # drafts that could be judged, one more than were verified where that one is
@@ -52,7 +52,7 @@ class Judged(NamedTuple):
     level: int = 0
 
 
-UNSETTLED = Choice(num_draft_tokens=0)  # a plain step whose time tells how the K compare
+UNSETTLED = StepChoice(num_draft_tokens=0)  # a plain step whose time tells how the K compare
 
 Shares = tuple[float, ...]  # by K: of a step, what one token of a request takes
 
@@ -79,7 +79,7 @@ class DraftPolicy:
         self._current = len(self.counts) - 1  # the place in `counts` of the K in use
         self._best_speed = 0.0  # of the K that seemed best, as in `_speeds`
         self._choices = {
-            count: Choice(
+            count: StepChoice(
                 num_draft_tokens=count,
                 num_steps=1 if looks_up else LEARN_INTERVAL,
             )
@@ -89,7 +89,7 @@ class DraftPolicy:
 
     def choose(
         self, drafted: Sequence[Drafted], batch: int, *, needs_replay: bool = False
-    ) -> Choice:
+    ) -> StepChoice:
         """K of the next step.
 
         Args:
@@ -101,7 +101,7 @@ class DraftPolicy:
         for count in self.costs.unserved(batch) if drafted else ():
             if self._may_meet(count, batch):
                 self.reasons["first use of a K"] += 1
-                return Choice(num_draft_tokens=count, is_trial=True)
+                return StepChoice(num_draft_tokens=count, is_trial=True)
         exploration = self._exploration
         if exploration.is_trying:
             exploration.stop_unless(bool(drafted), best)
@@ -109,14 +109,20 @@ class DraftPolicy:
             self._begin_trial(best, drafted, batch, needs_replay)
         if exploration.is_trying:
             self.reasons["trial"] += 1
-            return Choice(num_draft_tokens=exploration.next_step(), is_trial=True)
+            return StepChoice(num_draft_tokens=exploration.next_step(), is_trial=True)
         self.reasons["drafts pay" if best else "drafts do not pay"] += 1
         return self._choices[best] if best or self.costs.is_settled else UNSETTLED
 
     def observe(
-        self, count: int, batch: int, elapsed_ms: float, judged: Sequence[Judged], *, trial: bool,
+        self,
+        count: int,
+        batch: int,
+        elapsed_ms: float,
+        judged: Sequence[JudgedDrafts],
+        *,
+        trial: bool,
         host_ms: float | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Learn from a step of K = `count`.
 
         Args:
@@ -152,7 +158,7 @@ class DraftPolicy:
         self._exploration.earn(elapsed_ms)
 
     def may_keep_warm(self, batch: int) -> bool:
-        """Whether rows whose kept inputs would be lost are worth a replay now; pays for it."""
+        """True where rows whose kept inputs would be lost are worth a replay now; pays for it."""
         cost = self.costs.replay(batch)
         count = self._smallest()
         dearer = self.costs.step(count, batch) - self.costs.step(0, batch)
@@ -234,7 +240,7 @@ class DraftPolicy:
         return tuple(1 / (1 + _num_accepted(k, one, by_count, usual)) for k in self.counts)
 
     def _usual_speeds(self, drafted: Sequence[Drafted], batch: int) -> list[float]:
-        """Speeds by K, whatever a model says of its drafts in this step."""
+        """Speeds by K, without what a model says of its drafts in this step."""
         usual = self.acceptance.expected_of_all()
         shares = [
             self._share(one) if one.is_found else self._shares_of(Drafted(one.most), usual, usual)
@@ -243,7 +249,7 @@ class DraftPolicy:
         return self._speeds(shares, batch)
 
     def _could_pay(self, batch: int, drafted: Sequence[Drafted] | None = None) -> bool:
-        """Whether drafts that are all right would beat plain steps."""
+        """True where drafts that are all right would beat plain steps."""
         rows = [Drafted(self.counts[-1])] * batch if drafted is None else drafted
         all_right = range(self.counts[-1] + 1)
         shares = [self._shares_of(one, all_right, all_right) for one in rows]
@@ -256,12 +262,12 @@ class DraftPolicy:
     # --- trials ---
 
     def _is_trial_due(self, best: int) -> bool:
-        """Whether to think of a trial now: from drafts only now and then, since a step is short."""
+        """True where a trial is due: from drafts only now and then, since a step is short."""
         self._num_decided += 1
         return not best or self._num_decided % TRIAL_INTERVAL == 0
 
     def _may_meet(self, count: int, batch: int) -> bool:
-        """Whether a step of a K whose time was never seen in service can be paid for."""
+        """True where a step of a K whose time was never seen in service can be paid for."""
         dearer = self.costs.step(count, batch) - self.costs.step(self.counts[0], batch)
         return self._exploration.can_pay(dearer)
 

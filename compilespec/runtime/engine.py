@@ -298,7 +298,7 @@ class Engine:
         return save_counts(path, self.token_counts(), self.geometry.vocab_size)
 
     def plan(self) -> dict[str, Any]:
-        """What the engine runs (method, K, sizes, buckets), and why."""
+        """Method, K, sizes and buckets of the engine, and why they are so."""
         plan, graphs = dict(self._options.plan), self._options.graph_report()
         if graphs is not None:
             plan["cudagraphs"] = graphs

@@ -48,7 +48,7 @@ class PrefillChunk:
 
 @dataclass(frozen=True, kw_only=True)
 class Geometry:
-    """What the host must know of a program; nothing changes in the engine's life."""
+    """The facts of a program that the host needs; nothing changes in the engine's life."""
 
     config: ProgramConfig  # its K is the largest
     vocab_size: int
@@ -64,7 +64,7 @@ class Geometry:
     @property
     def finds_all(self) -> bool:
         """True where all drafts are found in texts: a step leaves as many as the largest K takes,
-        whatever its own K.
+        at any K.
         """
         return self.looks_up and not self.combines
 

@@ -40,7 +40,7 @@ class Exploration:
         return self._budget_ms >= ms
 
     def begin(self, count: int, step: int, num_steps: int) -> None:
-        """Try K = `count` for so many steps from the `step`-th on."""
+        """Try K = `count` for `num_steps` steps from the `step`-th on."""
         self._trial, self._last_trial[count] = count, step
         self._steps_left = num_steps
 

@@ -14,11 +14,14 @@ from compilespec.runtime.executor import Executor
 
 SPEED_WEIGHT = 0.05  # of one step, against what is known of the machine's speed
 COMPARISON_WEIGHT = 0.3  # of two K that followed each other, against what was known of them
-NUM_COMPARED_STEPS = 3  # so many, behind the cold ones: their median counts
+NUM_COMPARED_STEPS = 3  # steps behind the cold ones, whose median counts
 NUM_COLD_STEPS, NUM_COLD_PLAIN_STEPS = 1, 4  # first steps behind another K that do not count
 NUM_NEAR_STEPS = 16  # of a K, at most, if the one that follows it is compared with it
 MEASURE_SECONDS, MAX_ROUNDS = 0.5, 10  # at the start, steps are timed again until then
-NUM_IN_A_ROW, IN_A_ROW_SECONDS = 8, 0.01  # then too: of one K, at most so many, for so long
+NUM_IN_A_ROW, IN_A_ROW_SECONDS = (
+    8,
+    0.01,
+)  # then too: of one K: at most this many steps, for at most this long
 
 
 class StepCosts:
@@ -60,7 +63,7 @@ class StepCosts:
 
     @property
     def is_settled(self) -> bool:
-        """Whether the next step tells of the machine alone, not of how K compare."""
+        """True where the next step tells of the machine alone, not of how K compare."""
         return self._first_ratios is None
 
     def step(self, count: int, batch: int) -> float:
@@ -70,7 +73,7 @@ class StepCosts:
         return own_ms + self._host_ms[size]
 
     def host(self, batch: int) -> float:
-        """What the host does between two steps."""
+        """Milliseconds of the host between two steps."""
         return self._host_ms[self._bucket(batch)]
 
     def at_usual_speed(self, batch: int) -> tuple[float, ...]:

@@ -20,7 +20,7 @@ from compilespec.passes.splice.evidence import (
     read_outcome,
 )
 from compilespec.runtime.adaptive import AdaptiveDrafts
-from compilespec.runtime.draft_policy import Drafted, DraftPolicy, Judged
+from compilespec.runtime.draft_policy import Drafted, DraftPolicy, JudgedDrafts
 from compilespec.runtime.step_costs import StepCosts
 from tests.support.fake_executor import geometry
 
@@ -204,7 +204,9 @@ def test_a_match_is_taken_at_once_and_wrong_ones_are_left() -> None:
         policy.observe(count, 1, COSTS[count, 1], [], trial=False)
     weak, strong = FIRST_MATCH, FIRST_MATCH + 3
     for _ in range(40):  # judged by plain steps: the first draft was not the token that came
-        policy.observe(0, 1, 1.0, [Judged(1, 0, weak), Judged(1, 1, strong)], trial=False)
+        policy.observe(
+            0, 1, 1.0, [JudgedDrafts(1, 0, weak), JudgedDrafts(1, 1, strong)], trial=False
+        )
     policy._exploration.limit(0.0)
     assert policy.choose([Drafted(8, weak, 8, is_found=True)], 1).num_draft_tokens == 0
     assert policy.choose([Drafted(8, strong, 8, is_found=True)], 1).num_draft_tokens > 0
@@ -219,8 +221,8 @@ def test_what_a_model_drafts_follows_its_usual_acceptance_as_well() -> None:
     for count in (0, 1, 3, 5):
         policy.observe(count, 1, costs[count, 1], [], trial=False)
     for _ in range(60):
-        policy.observe(5, 1, 2.5, [Judged(5, 5, 8)], trial=False)
-        policy.observe(5, 1, 2.5, [Judged(5, 0, 1)], trial=False)
+        policy.observe(5, 1, 2.5, [JudgedDrafts(5, 5, 8)], trial=False)
+        policy.observe(5, 1, 2.5, [JudgedDrafts(5, 0, 1)], trial=False)
     assert policy.choose([Drafted(5, 8, 5)], 1).num_draft_tokens == 5
     by_level = policy.acceptance.by_level()
     assert by_level[8][0] > 0.9

@@ -19,7 +19,7 @@ from compilespec.runtime.draft_policy import (
     LEARN_INTERVAL,
     Drafted,
     DraftPolicy,
-    Judged,
+    JudgedDrafts,
 )
 from compilespec.runtime.step_costs import StepCosts
 from tests.support.fake_executor import geometry
@@ -79,7 +79,7 @@ class Machine:
                     cold = True
             emitted = [1 + self._accepted(0 if cold else count, right) for _ in range(batch)]
             elapsed = self._elapsed(count, batch)
-            observed = [] if cold else [Judged(count, num - 1) for num in emitted]
+            observed = [] if cold else [JudgedDrafts(count, num - 1) for num in emitted]
             self.policy.observe(
                 count, batch, elapsed, observed, trial=choice.is_trial,
                 host_ms=0.0 if done else None,
@@ -206,7 +206,7 @@ def test_steps_with_drafts_are_decided_and_learnt_from_together() -> None:
 def test_later_drafts_are_judged_given_the_earlier_ones() -> None:
     policy = DraftPolicy(COUNTS, StepCosts(COSTS, REPLAY))
     for _ in range(300):  # the first is always right, the second never
-        policy.observe(5, 1, 2.0, [Judged(5, 1)], trial=False)
+        policy.observe(5, 1, 2.0, [JudgedDrafts(5, 1)], trial=False)
     rates = policy.rates()
     assert rates[0] > 0.97
     assert rates[1] < 0.06
@@ -218,7 +218,7 @@ def policy_that_met_all() -> DraftPolicy:
     """Of batches of 1, every K has been served."""
     policy = DraftPolicy(COUNTS, StepCosts(COSTS, REPLAY))
     for count in COUNTS:
-        policy.observe(count, 1, COSTS[count, 1], [Judged(count, count)], trial=False)
+        policy.observe(count, 1, COSTS[count, 1], [JudgedDrafts(count, count)], trial=False)
     return policy
 
 
@@ -226,7 +226,7 @@ def test_a_requests_own_k_counts() -> None:
     """Requests that take no drafts make those of others too dear."""
     policy = policy_that_met_all()
     for _ in range(100):
-        policy.observe(5, 1, 2.0, [Judged(5, 5)], trial=False)
+        policy.observe(5, 1, 2.0, [JudgedDrafts(5, 5)], trial=False)
     assert policy.choose([Drafted(5)], 1).num_draft_tokens == 5
     assert policy.choose([Drafted(0)], 1).num_draft_tokens == 0
 
@@ -239,7 +239,7 @@ def test_drafts_of_a_few_requests_must_be_worth_the_time_of_all() -> None:
     policy = DraftPolicy(COUNTS, StepCosts(times, {}), looks_up=True)
     for _ in range(100):
         for count in COUNTS:
-            policy.observe(count, 8, times[count, 8], [Judged(2, 2, level=1)], trial=False)
+            policy.observe(count, 8, times[count, 8], [JudgedDrafts(2, 2, level=1)], trial=False)
     found = Drafted(5, level=1, num_drafts=2, is_found=True)
     nothing = Drafted(5, num_drafts=0, is_found=True)
     assert policy.choose([found] * 3 + [nothing] * 5, 8).num_draft_tokens == 0
@@ -251,10 +251,10 @@ def test_a_slow_machine_does_not_make_other_k_look_fast():
     """Every step takes half as long again for a while: the K that pays stays in use."""
     policy = policy_that_met_all()
     for _ in range(200):
-        policy.observe(5, 1, COSTS[5, 1], [Judged(5, 5)], trial=False)
+        policy.observe(5, 1, COSTS[5, 1], [JudgedDrafts(5, 5)], trial=False)
     assert policy.choose([Drafted(5)], 1).num_draft_tokens == 5
     for _ in range(60):
-        policy.observe(5, 1, 1.5 * COSTS[5, 1], [Judged(5, 5)], trial=False)
+        policy.observe(5, 1, 1.5 * COSTS[5, 1], [JudgedDrafts(5, 5)], trial=False)
         assert policy.choose([Drafted(5)], 1).num_draft_tokens == 5
     grown = [policy.costs.step(count, 1) / COSTS[count, 1] for count in COUNTS]
     assert all(1.3 < ratio < 1.55 for ratio in grown)
@@ -355,7 +355,7 @@ def test_what_the_host_does_between_steps_makes_short_ones_worth_less() -> None:
     for host_ms, want in ((0.0, 0), (0.5, 2)):
         for _ in range(100):
             for count in COUNTS:
-                judged = [Judged(count, 1)] if count else []
+                judged = [JudgedDrafts(count, 1)] if count else []
                 policy.observe(count, 1, times[count], judged, trial=False, host_ms=host_ms)
         policy._exploration.limit(0.0)
         assert policy.choose(requests, 1).num_draft_tokens == want

@@ -1,4 +1,4 @@
-"""One DFlash drafter, whatever the format of its checkpoint.
+"""One DFlash drafter, in any checkpoint format.
 
 Three are published: speculators' (the decoder layers under `transformer_layer_config`), the
 authors' (flat, with a nested `dflash_config`) and transformers' (flat; other names of two tensors).
@@ -38,7 +38,7 @@ _OF_TRANSFORMERS = {  # defaults of the class that writes the layout
 
 @dataclass(frozen=True, kw_only=True)
 class DFlashConfig:
-    """One DFlash drafter, whatever the format of its checkpoint."""
+    """One DFlash drafter, in any checkpoint format."""
 
     layout: Layout
     """Where its checkpoint keeps what."""

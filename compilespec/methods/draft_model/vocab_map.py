@@ -75,7 +75,7 @@ def share_tokens(target: Any, draft: Any, *, vocab_size: int, draft_vocab_size: 
 
 
 def same_vocabulary(target: Any, draft: Any) -> bool:
-    """Whether the two tokenizers give every token the same id."""
+    """True where the two tokenizers give every token the same id."""
     return bool(target.get_vocab() == draft.get_vocab())
 
 

@@ -18,7 +18,7 @@ _W1, _CONFIDENCE = "markov_head.markov_w1.weight", "confidence_head.proj.weight"
 
 @dataclass(frozen=True, kw_only=True)
 class DSparkConfig(DFlashConfig):
-    """One DSpark drafter, whatever the format of its checkpoint."""
+    """One DSpark drafter, in any checkpoint format."""
 
     markov_rank: int
     """Width of the embedding of the token before; 0 for no Markov head."""

@@ -1,6 +1,6 @@
 """The authors' EAGLE-1 config.json, read into one `EagleConfig`.
 
-A llama config with one layer.  What the tensors can tell (biases, an embedding of its own) is taken
+A llama config with one layer.  What the tensors can tell (biases, its own embedding) is taken
 from them; `bias` and `qkv_bias`, where config.json has them, must agree.
 """
 

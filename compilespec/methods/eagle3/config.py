@@ -1,4 +1,4 @@
-"""One EAGLE-3 head, whatever the format of its checkpoint.
+"""One EAGLE-3 head, in any checkpoint format.
 
 What the tensors can tell (biases, own embedding, own head, sizes) is taken from them; what they
 cannot (residual, norms, rope) is taken from config.json, which `formats.py` reads.
@@ -27,7 +27,7 @@ from compilespec.methods.eagle3.supported import check_supported
 
 @dataclass(frozen=True, kw_only=True)
 class Eagle3Config:
-    """One EAGLE-3 head, whatever the format of its checkpoint."""
+    """One EAGLE-3 head, in any checkpoint format."""
 
     layout: Layout
     """Tensor naming of its checkpoint; `save_head` writes either."""
@@ -142,7 +142,7 @@ def normalise(
         shapes: canonical tensor names (`layers.{i}.*`) and their shapes.
         num_target_layers: n, for the default aux layers and for the rule about their ids.
         aux_ids_are: what the ids in the config mean: hs indices, or layers whose OUTPUT is tapped.
-        aux_layers: hs indices that replace whatever the config says.
+        aux_layers: hs indices that replace what the config says.
         norm_before_residual: replaces the config's value.
         kind: speculators' name of the head's kind.
     Raises:

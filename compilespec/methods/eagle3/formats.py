@@ -60,7 +60,7 @@ class HeadFormat:
         return next((place[key] for place in self.flag_places if place.get(key) is not None), None)
 
     def is_on(self, *keys: str) -> bool:
-        """Whether one of the flags is true."""
+        """True where one of the flags is true."""
         return any(bool(self.flag(key)) for key in keys)
 
 

@@ -1,4 +1,4 @@
-"""Which EAGLE-3 heads are supported: one check of a head, whatever its format."""
+"""Which EAGLE-3 heads are supported: one check of a head, in any format."""
 
 from __future__ import annotations
 

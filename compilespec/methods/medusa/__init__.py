@@ -18,7 +18,7 @@ __all__ = ["METHOD", "MedusaDrafter", "MedusaHead", "random_heads"]
 
 
 class MedusaMethod:
-    """No cache of its own: all drafts are made of one hidden state."""
+    """No own cache: all drafts are made of one hidden state."""
 
     capabilities = Capabilities(
         name="medusa",

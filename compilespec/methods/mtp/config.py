@@ -69,12 +69,12 @@ _RENAMED: dict[str, str] = {
 }
 _OF_THE_MODULE = ("enorm", "hnorm", "eh_proj", "norm", "lm_head", "embed_tokens")
 _EMBEDDING = "embed_tokens.weight"
-_DENSE = "block.mlp.gate_proj.weight"  # experts have a router and matrices of their own
+_DENSE = "block.mlp.gate_proj.weight"  # experts have their own router and matrices
 
 
 @dataclass(frozen=True, kw_only=True)
 class MtpConfig:
-    """The MTP modules of one checkpoint, whatever its layout."""
+    """The MTP modules of one checkpoint, in any layout."""
 
     layout: Layout
     """Naming of the tensors, which also implies the module's variant."""

@@ -14,7 +14,7 @@ from compilespec.methods.parallel import ParallelDrafter
 
 @dataclass(frozen=True, kw_only=True)
 class PEagleConfig(Eagle3Config):
-    """One P-EAGLE head, whatever the format of its checkpoint."""
+    """One P-EAGLE head, in any checkpoint format."""
 
     mask_token_id: int
     """The token whose embedding stands for those that are not known yet."""

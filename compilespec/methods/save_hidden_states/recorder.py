@@ -45,7 +45,7 @@ class Layout:
     """hs indices of `hidden_states`, in order."""
 
     last_hidden: Literal["pre_norm", "post_norm"]
-    """Whether the last hidden state is taken before or after the final norm."""
+    """True where the last hidden state is taken before or after the final norm."""
 
     hidden_size: int
     """D."""
@@ -161,7 +161,7 @@ class Recorder:
             if left:
                 raise CheckpointError(
                     f"{self.directory} holds {left[0].name} and no {INDEX_FILE}; give output_dir= "
-                    "a directory of its own"
+                    "its own directory"
                 )
             return []
         index = read_index(self.directory)

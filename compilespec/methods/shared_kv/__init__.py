@@ -19,7 +19,7 @@ __all__ = ["METHOD", "AssistantConfig", "AssistantDrafter", "SharedKVDrafter", "
 
 
 class SharedKVMethod:
-    """No cache or prefill of its own: every draft is one query at the last written position."""
+    """Neither cache nor prefill: every draft is one query at the last written position."""
 
     capabilities = Capabilities(
         name="shared_kv",

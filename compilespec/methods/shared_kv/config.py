@@ -21,13 +21,13 @@ DEFAULT_NUM_DRAFT_TOKENS = 3
 
 @dataclass(frozen=True, kw_only=True)
 class AssistantLayer:
-    """One decoder layer: queries of its own on the keys and values of a target layer."""
+    """One decoder layer: its own queries on the keys and values of a target layer."""
 
     layer_type: str
     """"sliding_attention" or "full_attention"."""
 
     kv_layer: int
-    """Target layer whose cache it reads: the last of its type that has keys of its own."""
+    """Target layer whose cache it reads: the last of its type that has its own keys."""
 
     kv: KVLayer
     """Sizes of that cache."""
@@ -163,7 +163,7 @@ def find_layer(
     rope: tuple[tuple[str, Any], ...],
     num_heads: int,
 ) -> AssistantLayer:
-    """The target's last layer of this type that has keys of its own.
+    """The target's last layer of this type that has its own keys.
 
     Raises: DraftMismatch, NotSupported, CheckpointError (an unknown layer type).
     """

@@ -104,7 +104,7 @@ class Layers(nn.Module):
     def __init__(self, config: AssistantConfig) -> None:
         super().__init__()
         self.embed_tokens = Weight(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(Layer(config, layer) for layer in config.layers)
+        self.layers = nn.ModuleList(QueryLayer(config, layer) for layer in config.layers)
         self.norm = Norm(config.hidden_size, config.rms_norm_eps)
 
     def forward(self, x: Tensor, position_ids: Tensor) -> Tensor:
@@ -114,7 +114,7 @@ class Layers(nn.Module):
         return output
 
 
-class Layer(nn.Module):
+class QueryLayer(nn.Module):
     """A decoder layer: norms before and after attention and MLP, and a factor on its output."""
 
     layer_scalar: Tensor

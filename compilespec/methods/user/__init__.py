@@ -51,7 +51,7 @@ class HostDrafter(Drafter):
 
 
 class UserMethod:
-    """The output is the target's own, whatever the function proposes."""
+    """The output is the target's own for any proposals."""
 
     capabilities = Capabilities(
         name="user",

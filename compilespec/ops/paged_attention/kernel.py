@@ -27,8 +27,8 @@ from compilespec.ops.paged_attention.form import form_of
 from compilespec.ops.paged_attention.kernels.arguments import (
     Cache,
     Heads,
+    KernelPlaces,
     Path,
-    Places,
     SegmentResults,
 )
 from compilespec.ops.paged_attention.kernels.attend import (
@@ -149,7 +149,7 @@ def attend(
         shape = (batch * num_tokens, num_heads, num_segments)
         parts = SegmentResults(*(out.new_empty((*shape, n), dtype=wide) for n in (value_dim, 1, 1)))
     query_BNSH = dense_rows(query_BNSH)
-    places = Places(row_BS.contiguous(), position_BS.contiguous())
+    places = KernelPlaces(row_BS.contiguous(), position_BS.contiguous())
     sinks = query_BNSH if sinks_N is None else sinks_N.contiguous()
     path = Path.of(own, query_BNSH, places.row)
     shared = {

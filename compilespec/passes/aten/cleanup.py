@@ -55,7 +55,7 @@ def _is_pure(node: fx.Node) -> bool:
 def _is_lost(
     node: fx.Node, sharing: Mapping[fx.Node, list[fx.Node]], order: Mapping[fx.Node, int]
 ) -> bool:
-    """Whether the node writes a temporary's storage that no later node reads."""
+    """True where the node writes a temporary's storage that no later node reads."""
     roots = roots_written_by(node)
     return bool(roots) and all(
         root.op == "call_function"

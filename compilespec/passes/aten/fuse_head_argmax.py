@@ -60,7 +60,7 @@ LEAST_OUTPUTS = 8192
 
 
 def pays(most_rows: float, num_outputs: int, dtype: torch.dtype) -> bool:
-    """Whether a GPU takes less time for argmax_linear than for a product and its argmax.
+    """True where a GPU takes less time for argmax_linear than for a product and its argmax.
 
     It reads the weight once as the product does, and saves writing and reading the logits, and a
     launch.  But a library's product is the faster one
@@ -96,7 +96,7 @@ def _find_head(linear: Linear) -> _Head | None:
 
 
 def _keeps_rows(node: fx.Node, num_outputs: int) -> bool:
-    """Whether `node` keeps each row of logits a row, in the same order."""
+    """True where `node` keeps each row of logits a row, in the same order."""
     value, source = node.meta.get("val"), node.all_input_nodes[0].meta.get("val")
     if not isinstance(value, torch.Tensor) or not isinstance(source, torch.Tensor):
         return False
@@ -115,7 +115,7 @@ def _is_over_last(argmax: fx.Node) -> bool:
 
 
 def _gathers(node: fx.Node, argmax: fx.Node) -> bool:
-    """Whether `node` gathers what `argmax` found: gather(logits, -1, unsqueeze(argmax, -1))."""
+    """True where `node` gathers what `argmax` found: gather(logits, -1, unsqueeze(argmax, -1))."""
     if node.target is not _aten.gather.default or node.kwargs or not _is_last(*node.args[1::-1]):
         return False
     index: Any = node.args[2]

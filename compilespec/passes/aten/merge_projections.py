@@ -160,7 +160,7 @@ _VIEWS = (_aten.view.default, _aten._unsafe_view.default)
 
 
 def _keeps_rows(shape: Sequence[int | torch.SymInt], num_columns: int) -> bool:
-    """Whether a row is the product of the last dimensions."""
+    """True where a row is the product of the last dimensions."""
     size = 1
     for dim in reversed(shape):
         if size == num_columns or not isinstance(dim, int):

@@ -67,7 +67,7 @@ def _pack_four_bits(step: Splice) -> int:
 
 
 def _has_nibbles(linear: QuantizedLinear) -> bool:
-    """Whether a weight's groups can be packed by rows."""
+    """True where a weight's groups can be packed by rows."""
     depth, groups = linear.weight.meta["val"].shape[1], linear.scale.meta["val"].shape[1]
     return linear.bits == 4 and depth // groups % NIBBLES == 0
 

@@ -20,7 +20,7 @@ def read_long_rows(step: Splice) -> int:
     """For long rows: argmax(x, -1) -> compilespec::row_argmax(x), and on the CPU topk(x, k), or
     that of a log_softmax, -> compilespec::row_topk(x, k).
 
-    Inductor gives a row to one block of a GPU, or one thread of a CPU, whatever its length: the
+    Inductor gives a row to one block of a GPU, or one thread of a CPU, at any length: the
     argmax of a few rows of logits would leave most of a GPU idle, and take a CPU as long as a
     layer.  torch's topk on the CPU sorts pairs of a row's values and places, and needs
     log-probabilities of all.  Returns: operators replaced.  Numerics: exact (the first of equal

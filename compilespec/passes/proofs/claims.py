@@ -105,7 +105,7 @@ def _indices(ranges: Ranges, node: fx.Node, positions: set[fx.Node]) -> Iterator
 
 
 def _is_constant(index: fx.Node) -> bool:
-    """Whether an index is a tensor that the graph holds, such as that of `x[:, [-2]]`."""
+    """True where an index is a tensor that the graph holds, such as that of `x[:, [-2]]`."""
     while index.op == "call_function" and index.target in _COPIES:
         index = index.args[0]  # type: ignore[assignment]
     return index.op == "get_attr"

@@ -84,7 +84,7 @@ def dtype_range(node: Any) -> Range | None:
 
 
 def _fits(source: fx.Node, node: fx.Node) -> bool:
-    """Whether the cast from `source` to `node` keeps every value."""
+    """True where the cast from `source` to `node` keeps every value."""
     inner, outer = dtype_range(source), dtype_range(node)
     return (
         inner is not None

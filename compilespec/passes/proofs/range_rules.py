@@ -19,8 +19,8 @@ _aten = torch.ops.aten
 Operand = Callable[[Any], Range | None]
 
 
-class Ranges(Protocol):
-    """What a rule may query of the interpreter that calls it (`passes.proofs.ranges.Ranges`)."""
+class RangeQueries(Protocol):
+    """The queries of a rule to the interpreter that calls it (`passes.proofs.ranges.Ranges`)."""
 
     @property
     def sizes(self) -> Sizes:
@@ -33,16 +33,16 @@ class Ranges(Protocol):
         """The integer tensor that a node always holds; None if it may vary."""
 
     def same_element(self, left: Any, right: Any) -> bool:
-        """Whether two nodes hold the same element at every place."""
+        """True where two nodes hold the same element at every place."""
 
 
-Rule = Callable[[Ranges, fx.Node, Operand], Range | None]
+Rule = Callable[[RangeQueries, fx.Node, Operand], Range | None]
 
 
 # --- element by element ---
 
 
-def _add(ranges: Ranges, node: fx.Node, operand: Operand) -> Range | None:
+def _add(ranges: RangeQueries, node: fx.Node, operand: Operand) -> Range | None:
     left, right = operand(node.args[0]), operand(node.args[1])
     if left is None or right is None or node.kwargs:
         return None
@@ -50,7 +50,7 @@ def _add(ranges: Ranges, node: fx.Node, operand: Operand) -> Range | None:
     return known or Range(left.low + right.low, left.high + right.high)
 
 
-def _sum_with_lookup(ranges: Ranges, node: fx.Node) -> Range | None:
+def _sum_with_lookup(ranges: RangeQueries, node: fx.Node) -> Range | None:
     """i + table[i] of a constant table, such as draft ids mapped by d2t: every i is checked."""
     args: Any = node.args
     for index, value in (args[:2], args[1::-1]):
@@ -65,30 +65,30 @@ def _sum_with_lookup(ranges: Ranges, node: fx.Node) -> Range | None:
     return None
 
 
-def _sub(ranges: Ranges, node: fx.Node, operand: Operand) -> Range | None:
+def _sub(ranges: RangeQueries, node: fx.Node, operand: Operand) -> Range | None:
     left, right = operand(node.args[0]), operand(node.args[1])
     if left is None or right is None or node.kwargs:
         return None
     return Range(left.low - right.high, left.high - right.low)
 
 
-def _neg(ranges: Ranges, node: fx.Node, operand: Operand) -> Range | None:
+def _neg(ranges: RangeQueries, node: fx.Node, operand: Operand) -> Range | None:
     value = operand(node.args[0])
     return None if value is None else Range(-value.high, -value.low)
 
 
-def _mul(ranges: Ranges, node: fx.Node, operand: Operand) -> Range | None:
+def _mul(ranges: RangeQueries, node: fx.Node, operand: Operand) -> Range | None:
     return _product(ranges, operand(node.args[0]), operand(node.args[1]))
 
 
-def _product(ranges: Ranges, left: Range | None, right: Range | None) -> Range | None:
+def _product(ranges: RangeQueries, left: Range | None, right: Range | None) -> Range | None:
     if left is None or right is None:
         return None
     ends = [sympy.expand(a * b) for a in (left.low, left.high) for b in (right.low, right.high)]
     return Range(ranges.sizes.smallest(ends), ranges.sizes.largest(ends))
 
 
-def _floor_divide(ranges: Ranges, node: fx.Node, operand: Operand) -> Range | None:
+def _floor_divide(ranges: RangeQueries, node: fx.Node, operand: Operand) -> Range | None:
     """Integers: floor(x / c) = ceiling((x + 1) / c) - 1, which sympy can compare."""
     if node.target is _aten.div.Tensor_mode and node.kwargs.get("rounding_mode") != "floor":
         return None
@@ -104,7 +104,7 @@ def _floor_divide(ranges: Ranges, node: fx.Node, operand: Operand) -> Range | No
     return Range(low, high)
 
 
-def _remainder(ranges: Ranges, node: fx.Node, operand: Operand) -> Range | None:
+def _remainder(ranges: RangeQueries, node: fx.Node, operand: Operand) -> Range | None:
     value, divisor = operand(node.args[0]), operand(node.args[1])
     if divisor is None or not ranges.sizes.le(sympy.Integer(1), divisor.low):
         return None
@@ -113,7 +113,7 @@ def _remainder(ranges: Ranges, node: fx.Node, operand: Operand) -> Range | None:
     return value if value is not None and ranges.sizes.within(value, smallest) else full
 
 
-def _clamp(ranges: Ranges, node: fx.Node, operand: Operand) -> Range | None:
+def _clamp(ranges: RangeQueries, node: fx.Node, operand: Operand) -> Range | None:
     limits = dict(zip(("self", "min", "max"), node.args, strict=False)) | dict(node.kwargs)
     if node.target in (_aten.clamp_max.default, _aten.clamp_max.Tensor):
         limits = {"self": node.args[0], "max": node.args[1]}
@@ -130,7 +130,7 @@ def _clamp(ranges: Ranges, node: fx.Node, operand: Operand) -> Range | None:
     return value
 
 
-def _minimum(ranges: Ranges, node: fx.Node, operand: Operand) -> Range | None:
+def _minimum(ranges: RangeQueries, node: fx.Node, operand: Operand) -> Range | None:
     left, right = operand(node.args[0]), operand(node.args[1])
     if left is None or right is None:
         return None
@@ -138,18 +138,18 @@ def _minimum(ranges: Ranges, node: fx.Node, operand: Operand) -> Range | None:
     return Range(pick([left.low, right.low]), pick([left.high, right.high]))
 
 
-def _abs(ranges: Ranges, node: fx.Node, operand: Operand) -> Range | None:
+def _abs(ranges: RangeQueries, node: fx.Node, operand: Operand) -> Range | None:
     value = operand(node.args[0])
     if value is None:
         return None
     return Range(sympy.Integer(0), ranges.sizes.largest([value.high, -value.low]))
 
 
-def _masked_fill(ranges: Ranges, node: fx.Node, operand: Operand) -> Range | None:
+def _masked_fill(ranges: RangeQueries, node: fx.Node, operand: Operand) -> Range | None:
     return ranges.sizes.join([operand(node.args[0]), operand(node.args[2])])
 
 
-def _compare(ranges: Ranges, node: fx.Node, operand: Operand) -> Range | None:
+def _compare(ranges: RangeQueries, node: fx.Node, operand: Operand) -> Range | None:
     """Decided if the ranges leave one answer."""
     left, right = operand(node.args[0]), operand(node.args[1])
     if left is None or right is None:
@@ -167,11 +167,11 @@ def _compare(ranges: Ranges, node: fx.Node, operand: Operand) -> Range | None:
     return integers(0, 1)
 
 
-def _and(ranges: Ranges, node: fx.Node, operand: Operand) -> Range | None:
+def _and(ranges: RangeQueries, node: fx.Node, operand: Operand) -> Range | None:
     return _bits(node, operand, min)
 
 
-def _or(ranges: Ranges, node: fx.Node, operand: Operand) -> Range | None:
+def _or(ranges: RangeQueries, node: fx.Node, operand: Operand) -> Range | None:
     return _bits(node, operand, max)
 
 
@@ -184,7 +184,7 @@ def _bits(node: fx.Node, operand: Operand, pick: Callable[..., Any]) -> Range | 
     return Range(pick(part.low for part in known), pick(part.high for part in known))
 
 
-def _not(ranges: Ranges, node: fx.Node, operand: Operand) -> Range | None:
+def _not(ranges: RangeQueries, node: fx.Node, operand: Operand) -> Range | None:
     value = operand(node.args[0])
     if node.meta["val"].dtype != torch.bool or value is None:
         return None
@@ -194,22 +194,22 @@ def _not(ranges: Ranges, node: fx.Node, operand: Operand) -> Range | None:
 # --- selections, reductions, constants ---
 
 
-def _first(ranges: Ranges, node: fx.Node, operand: Operand) -> Range | None:
+def _first(ranges: RangeQueries, node: fx.Node, operand: Operand) -> Range | None:
     """The result holds some of the elements of the first argument."""
     return operand(node.args[0])
 
 
-def _all_of_list(ranges: Ranges, node: fx.Node, operand: Operand) -> Range | None:
+def _all_of_list(ranges: RangeQueries, node: fx.Node, operand: Operand) -> Range | None:
     parts: Any = node.args[0]
     return ranges.sizes.join([operand(part) for part in parts])
 
 
-def _with_values(ranges: Ranges, node: fx.Node, operand: Operand) -> Range | None:
+def _with_values(ranges: RangeQueries, node: fx.Node, operand: Operand) -> Range | None:
     """The first argument, some of its elements replaced by those of the last."""
     return ranges.sizes.join([operand(node.args[0]), operand(node.args[-1])])
 
 
-def _getitem(ranges: Ranges, node: fx.Node, operand: Operand) -> Range | None:
+def _getitem(ranges: RangeQueries, node: fx.Node, operand: Operand) -> Range | None:
     source, index = node.args
     if not isinstance(source, fx.Node):
         return None
@@ -230,24 +230,24 @@ def _getitem(ranges: Ranges, node: fx.Node, operand: Operand) -> Range | None:
     return None
 
 
-def _argmax(ranges: Ranges, node: fx.Node, operand: Operand) -> Range | None:
+def _argmax(ranges: RangeQueries, node: fx.Node, operand: Operand) -> Range | None:
     dim = argument(node, 1, "dim")
     return None if dim is None else _index_along(ranges, node.args[0], dim)
 
 
-def _choice(ranges: Ranges, node: fx.Node, operand: Operand) -> Range | None:
+def _choice(ranges: RangeQueries, node: fx.Node, operand: Operand) -> Range | None:
     """An index into the logits, or the overridden value."""
     return ranges.sizes.join([operand(node.args[1]), _index_along(ranges, node.args[0], -1)])
 
 
-def _draft_choice(ranges: Ranges, node: fx.Node, operand: Operand) -> Range | None:
+def _draft_choice(ranges: RangeQueries, node: fx.Node, operand: Operand) -> Range | None:
     """The id of an entry of the logits, or the overridden value."""
     ids: Any = node.args[2]
     entry = _index_along(ranges, node.args[0], -1) if ids is None else operand(ids)
     return ranges.sizes.join([operand(node.args[1]), entry])
 
 
-def _choice_of_ranks(ranges: Ranges, node: fx.Node, operand: Operand) -> Range | None:
+def _choice_of_ranks(ranges: RangeQueries, node: fx.Node, operand: Operand) -> Range | None:
     """An id of all ranks' logits, or the overridden value."""
     num_ids: Any = node.args[-2]
     return ranges.sizes.join(
@@ -255,16 +255,16 @@ def _choice_of_ranks(ranges: Ranges, node: fx.Node, operand: Operand) -> Range |
     )
 
 
-def _argument_of_weights(ranges: Ranges, node: fx.Node, operand: Operand) -> Range | None:
+def _argument_of_weights(ranges: RangeQueries, node: fx.Node, operand: Operand) -> Range | None:
     """An index into the weights."""
     return _index_along(ranges, node.args[0], -1)
 
 
-def _index_along(ranges: Ranges, tensor: Any, dim: int) -> Range:
+def _index_along(ranges: RangeQueries, tensor: Any, dim: int) -> Range:
     return Range(sympy.Integer(0), ranges.size(tensor, dim) - 1)
 
 
-def _arange(ranges: Ranges, node: fx.Node, operand: Operand) -> Range | None:
+def _arange(ranges: RangeQueries, node: fx.Node, operand: Operand) -> Range | None:
     start: Any = 0 if node.target is _aten.arange.default else node.args[0]
     end: Any = node.args[0] if node.target is _aten.arange.default else node.args[1]
     step = node.args[2] if node.target is _aten.arange.start_step and len(node.args) > 2 else 1
@@ -274,19 +274,19 @@ def _arange(ranges: Ranges, node: fx.Node, operand: Operand) -> Range | None:
     return Range(first.low, last.high - 1)
 
 
-def _full(ranges: Ranges, node: fx.Node, operand: Operand) -> Range | None:
+def _full(ranges: RangeQueries, node: fx.Node, operand: Operand) -> Range | None:
     return operand(node.args[0 if node.target is _aten.scalar_tensor.default else -1])
 
 
-def _zeros(ranges: Ranges, node: fx.Node, operand: Operand) -> Range | None:
+def _zeros(ranges: RangeQueries, node: fx.Node, operand: Operand) -> Range | None:
     return integers(0, 0)
 
 
-def _ones(ranges: Ranges, node: fx.Node, operand: Operand) -> Range | None:
+def _ones(ranges: RangeQueries, node: fx.Node, operand: Operand) -> Range | None:
     return integers(1, 1)
 
 
-def _sum(ranges: Ranges, node: fx.Node, operand: Operand) -> Range | None:
+def _sum(ranges: RangeQueries, node: fx.Node, operand: Operand) -> Range | None:
     value = operand(node.args[0])
     source: Any = node.args[0]
     dims: Any = node.args[1] if len(node.args) > 1 else None
@@ -298,7 +298,7 @@ def _sum(ranges: Ranges, node: fx.Node, operand: Operand) -> Range | None:
     return _product(ranges, value, Range(count, count))
 
 
-def _cumsum(ranges: Ranges, node: fx.Node, operand: Operand) -> Range | None:
+def _cumsum(ranges: RangeQueries, node: fx.Node, operand: Operand) -> Range | None:
     value, source = operand(node.args[0]), node.args[0]
     if value is None or not isinstance(source, fx.Node):
         return None
@@ -306,12 +306,12 @@ def _cumsum(ranges: Ranges, node: fx.Node, operand: Operand) -> Range | None:
     return _product(ranges, value, Range(sympy.Integer(1), count))
 
 
-def _cumprod(ranges: Ranges, node: fx.Node, operand: Operand) -> Range | None:
+def _cumprod(ranges: RangeQueries, node: fx.Node, operand: Operand) -> Range | None:
     value = operand(node.args[0])
     return value if value is not None and ranges.sizes.within(value, integers(0, 1)) else None
 
 
-def _any(ranges: Ranges, node: fx.Node, operand: Operand) -> Range | None:
+def _any(ranges: RangeQueries, node: fx.Node, operand: Operand) -> Range | None:
     return integers(0, 1)
 
 

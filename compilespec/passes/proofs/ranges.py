@@ -100,7 +100,7 @@ class Ranges:
         return self.sizes.of(shape[dim], self._symbols)
 
     def within(self, value: Range | None, needed: Range) -> bool:
-        """Whether every value of the range is certainly in `needed`; true of an empty range."""
+        """True where every value of the range is certainly in `needed`; true of an empty range."""
         return value is not None and self.sizes.within(value, needed)
 
     def cone(self, node: fx.Node) -> list[tuple[fx.Node, View]]:
@@ -125,7 +125,7 @@ class Ranges:
         return tensor if integer_range(tensor) is not None else None
 
     def same_element(self, left: Any, right: Any) -> bool:
-        """Whether two operands of one element-wise node are views of the same element."""
+        """True where two operands of one element-wise node are views of the same element."""
         if not (is_tensor(left) and is_tensor(right)):
             return False
         return source_element(left, own_view(left)) == source_element(right, own_view(right))
@@ -181,7 +181,7 @@ class Ranges:
         return rule(self, node, self.of) if rule is not None else None
 
     def _is_overwritten(self, node: fx.Node) -> bool:
-        """Whether an in-place operator writes the temporary that the node is, or is a view of."""
+        """True where an in-place operator writes the temporary that the node is or views."""
         root = storage_root(node)
         return root.op != "placeholder" and root in self._written
 

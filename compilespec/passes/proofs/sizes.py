@@ -95,7 +95,7 @@ class Sizes:
     # --- comparisons ---
 
     def le(self, left: Expr, right: Expr) -> bool:
-        """Whether left <= right is certain."""
+        """True where left <= right is certain."""
         if left.is_Integer and right.is_Integer:
             return bool(left <= right)
         if left in (-sympy.oo, right) or right == sympy.oo:
@@ -148,7 +148,7 @@ class Sizes:
         return self.le(value.high + 1, value.low)
 
     def within(self, value: Range, needed: Range) -> bool:
-        """Whether every integer of `value` is certainly in `needed`."""
+        """True where every integer of `value` is certainly in `needed`."""
         return self.is_empty(value) or (
             self.le(needed.low, value.low) and self.le(value.high, needed.high)
         )
@@ -175,7 +175,7 @@ class Sizes:
 
 @functools.cache
 def is_nonnegative(expr: Expr) -> bool:
-    """Whether an expression is >= 0 for all sizes (K >= 0, all others >= 1)."""
+    """True where an expression is >= 0 for all sizes (K >= 0, all others >= 1)."""
     symbols = sorted(expr.free_symbols, key=str)
     least = {s: sympy.Dummy(str(s), integer=True, nonnegative=True) for s in symbols}
     blocks = sympy.Dummy("blocks", integer=True, nonnegative=True)

@@ -259,7 +259,7 @@ def _draft_probs(case: Case, row: Tensor, ids: list[int], probs: Tensor) -> Tens
 
 
 def is_near(logits_V: Tensor, draft: int, topk: int, margin: Tensor) -> bool:
-    """Whether the draft is among the best tokens, and near enough to the best one."""
+    """True where the draft is among the best tokens, and near enough to the best one."""
     if draft < 0 or not float(margin) > 0:
         return False
     order = sorted(range(len(logits_V)), key=lambda token: -float(logits_V[token]))

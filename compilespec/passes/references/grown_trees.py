@@ -1,4 +1,4 @@
-"""Trees of drafts in plain Python: each node is drafted at the end of a chain of its own."""
+"""Trees of drafts in plain Python: each node is drafted at the end of its own chain."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Node:
 
 def grow(shape: TreeShape, best: Best, *, is_drawn: bool) -> tuple[list[int], list[int]]:
     """The drafts of a request and the parents of the rows.  Of a static tree whose children are
-    drawn, siblings are the first draws, whatever their ranks.
+    drawn, siblings are the first draws, at any rank.
     """
     nodes = _static(shape, best, is_drawn) if shape.choices else _dynamic(shape, best)
     rows = {(): 0} | {node.place: row for row, node in enumerate(nodes, 1)}
@@ -69,7 +69,7 @@ def _dynamic(shape: TreeShape, best: Best) -> list[Node]:
 
 
 def are_drawn(ctx: PassContext) -> bool:
-    """Whether the children of a node are draws without replacement."""
+    """True where the children of a node are draws without replacement."""
     assert ctx.config.tree is not None
     return ctx.acceptance.reads_draft_probs and bool(ctx.config.tree.choices)
 

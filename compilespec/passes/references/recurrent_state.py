@@ -18,14 +18,14 @@ from compilespec.passes.splice.draft_loops import LOOPS
 
 
 @dataclass(frozen=True, kw_only=True)
-class Progress:
-    """How far the states of a call's requests are, by state row."""
+class RequestProgress:
+    """The progress of the states of a call's requests are, by state row."""
 
     absorbed: Mapping[int, int]  # tokens in the state before the call
     committed: Mapping[int, int]  # the position up to which the call's tokens cannot be rejected
 
 
-def target_progress(ctx: PassContext, case: Case) -> Progress:
+def target_progress(ctx: PassContext, case: Case) -> RequestProgress:
     """Decode commits the first token of each row; prefill what no later chunk runs again."""
     placed, config = place_call(ctx.config, case), ctx.config
     starts, committed = placed.start.tolist(), {}
@@ -39,11 +39,13 @@ def target_progress(ctx: PassContext, case: Case) -> Progress:
             end = starts[owner]
             committed[row] = end if placed.live[owner] else max(0, end - repeated)
     absorbed = dict(enumerate(case.inputs["absorbed_R"].tolist()))
-    return Progress(absorbed=absorbed, committed={r: n for r, n in committed.items() if r >= 0})
+    return RequestProgress(
+        absorbed=absorbed, committed={r: n for r, n in committed.items() if r >= 0}
+    )
 
 
 def recurrent_layers(
-    buffers: MutableMapping[str, Tensor], owner: str, tokens: Tokens, progress: Progress
+    buffers: MutableMapping[str, Tensor], owner: str, tokens: Tokens, progress: RequestProgress
 ) -> Mixers:
     """What computes the recurrent markers of a graph of `owner`; writes the states in `buffers`."""
     mine = _by_row(tokens)
@@ -98,7 +100,7 @@ def _convolve(
 
 
 def recurrent_operators(
-    buffers: MutableMapping[str, Tensor], owner: str, tokens: Tokens, progress: Progress
+    buffers: MutableMapping[str, Tensor], owner: str, tokens: Tokens, progress: RequestProgress
 ) -> Mixers:
     """The same by the operators that serve, on metadata from Python: equal bit for bit."""
     ops, rows = torch.ops.compilespec, tokens.row.tolist()

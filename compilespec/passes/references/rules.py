@@ -71,7 +71,7 @@ def sampling_rows(case: Case) -> list[Tensor]:
 
 
 def is_allowed(case: Case, row: int, place: int, draft: int) -> bool:
-    """Whether the guide of the request allows the draft after this row of the window."""
+    """True where the guide of the request allows the draft after this row of the window."""
     if not int(case.inputs["sampling_RI"][row, layout.FLAGS]) & layout.GUIDE:
         return True
     word = int(case.inputs["mask_RSW"][row, place, max(draft, 0) // 32])

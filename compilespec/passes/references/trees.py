@@ -24,7 +24,7 @@ def path_attention(
     inputs: Mapping[str, Tensor],
     placed: Placement,
 ) -> Attention:
-    """Each row of a tree at the end of a chain of its own, over a copy of the caches."""
+    """Each row of a tree at the end of its own chain, over a copy of the caches."""
 
     def attend(layer: int, args: tuple[Any, ...]) -> Tensor:
         query, key, value, *options = args

@@ -85,7 +85,7 @@ def products_of(graph: fx.Graph, shape: AdapterShape) -> Iterator[fx.Node]:
 
 
 def may_be_adapted(ctx: PassContext, role: str) -> bool:
-    """Whether an adapter may change the product of a weight, which is not all of it then."""
+    """True where an adapter may change the product of a weight, which is not all of it then."""
     shape = ctx.config.adapters
     module = role.removeprefix(f"{ctx.target.name}.").removesuffix(".weight")
     return shape is not None and module in shape.modules
@@ -130,7 +130,7 @@ def _own_numbers(step: Splice, shape: AdapterShape) -> Tensor:
 
 
 def own_numbers(adapter_R: Tensor, row: Tensor, *, spare_row: int, width: int, rank: int) -> Tensor:
-    """Whether each number belongs to the slot of each token's row; padded tokens read the spare
+    """True where each number belongs to the slot of each token's row; padded tokens read the spare
     row's.
     """
     slot = adapter_R[torch.where(row >= 0, row, spare_row).long()]

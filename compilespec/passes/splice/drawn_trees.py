@@ -1,7 +1,7 @@
 """Trees whose nodes' children are drawn, without replacement, as rejection needs them.
 
-A static tree has as many children of a node as its form says, whatever they are, so they can be
-draws, of which the ratio test knows the distribution.  Of a dynamic one the best are kept, which
+A static tree has as many children of a node as its form says, so they can be draws, of which the
+ratio test knows the distribution.  Of a dynamic one the best are kept, which
 nothing could be divided by: its children are the most probable tokens, and no draws.
 """
 
@@ -27,7 +27,7 @@ from compilespec.program import TreeShape
 
 
 def draws_children(ctx: PassContext) -> bool:
-    """Whether the children of a node are drawn with noise of their own."""
+    """True where the children of a node are drawn with their own noise."""
     tree = ctx.config.tree
     return tree is not None and bool(tree.choices) and ctx.acceptance.reads_draft_probs
 

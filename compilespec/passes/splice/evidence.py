@@ -23,7 +23,7 @@ NUM_BITS = 8  # of a count
 
 
 class Evidence(NamedTuple):
-    """What is known of the drafts that a step left in a state row."""
+    """The facts known of the drafts that a step left in a state row."""
 
     num_drafts: int  # those before the first PAD
     level: int  # how sure they are: below NUM_LEVELS; only likes compare
@@ -138,7 +138,7 @@ def follows(
     *,
     num_draft_tokens: int,
 ) -> Tensor:
-    """Whether all that were judged were right, and the next draft is the target's last token."""
+    """True where all that were judged were right, and the next draft is the target's last token."""
     next_B = tokens_RS[index_B][:, num_draft_tokens + 1]
     is_whole_B = num_emitted_B == num_draft_tokens + 1
     return is_whole_B & (target_BS[:, num_draft_tokens] == next_B)

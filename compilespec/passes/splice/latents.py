@@ -239,7 +239,7 @@ def _first_column(index: Any, rank: int) -> int | None:
 
 
 def _swaps_heads(node: fx.Node) -> bool:
-    """Whether it exchanges dimensions 1 and 2 of four."""
+    """True where it exchanges dimensions 1 and 2 of four."""
     dims = [d for d in node.args[1:] if not isinstance(d, (list, tuple))]
     dims += [d for given in node.args[1:] if isinstance(given, (list, tuple)) for d in given]
     if not all(isinstance(dim, int) for dim in dims):

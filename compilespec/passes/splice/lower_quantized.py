@@ -128,7 +128,7 @@ _KINDS = {"Int8Tensor": _int8, "Float8Tensor": _float8, "IntxUnpackedToInt8Tenso
 
 
 def _has_groups(kind: Kind, parts: dict[str, Tensor]) -> bool:
-    """Whether qdata is int8 [N, K], with scales and zero points [N, groups], of a power of two."""
+    """True where qdata is int8 [N, K] with scales and zero points [N, groups] of a power of two."""
     num_columns, depth = kind.shape
     scale, zero = parts["scale"], parts.get("zero_point")
     if parts["qdata"].dtype != torch.int8 or scale.dim() != 2 or scale.shape[0] != num_columns:

@@ -126,8 +126,8 @@ class _Narrowing:
         return None if reads is None or not all(map(self._has_rows, reads)) else reads
 
     def _has_rows(self, source: fx.Node) -> bool:
-        """Whether the rows can also be taken of `source`, later: not if it is written in place, nor
-        if the index has one entry per request and requests share `source`.
+        """True where the rows can also be taken of `source`, later: not if it is written in place,
+        nor if the index has one entry per request and requests share `source`.
         """
         shape = self._shape(source)
         if shape is None:  # the rows are taken of the parts, or of what was divided

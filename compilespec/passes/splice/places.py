@@ -12,7 +12,7 @@ from compilespec.passes.splice.builder import Splice
 
 
 class Places(NamedTuple):
-    """What attention must know of the tokens of a call."""
+    """The places of the tokens of a call, for attention."""
 
     slot: Tensor  # int32 [B, S] or [1, T]: flat cache index, -1: writes nothing
     row: Tensor  # int32, the same shape: state row, -1: reads nothing

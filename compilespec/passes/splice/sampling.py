@@ -255,7 +255,7 @@ def _own_draft(step: Splice, proposal: Proposal, base: Tensor, offset: int, numb
 
 
 def gives_draft_probs(ctx: PassContext) -> bool:
-    """Whether the drafter offers logits with its proposals."""
+    """True where the drafter offers logits with its proposals."""
     calls = (call for name, call in ctx.draft.items() if name.startswith("propose"))
     return any(len(output_widths(call)) > 1 for call in calls)
 
@@ -301,7 +301,7 @@ def draft_probs(
 ) -> Tensor:
     """Softmax of the drafter's logits at the request's temperature, over the target's ids [B, V]; 1
     at the token if the request is greedy or there are no logits.  `num_missing`: ids that the
-    drafter's head lacks if it has no vocabulary of its own.
+    drafter's head lacks if it has no own vocabulary.
     """
     token_B, logits_BV, ids_V = proposal
     greedy_BV = one_hot(token_B, vocab_size=vocab_size, dtype=dtype)

@@ -28,7 +28,7 @@ def shift_hidden_states(step: Splice) -> int:
 
 
 def pairs_hidden_states(ctx: PassContext) -> bool:
-    """Whether the drafter reads rows of (hidden state, next token); some kinds read one row, or
+    """True where the drafter reads rows of (hidden state, next token); some kinds read one row, or
     hidden states alone.
     """
     reads_one_row = ctx.capabilities.kind in ("direct", "heads", "shared_kv")

@@ -24,7 +24,7 @@ def parent_rows(config: ProgramConfig) -> BufferSpec:
 
 
 def verifies_tree(ctx: PassContext) -> bool:
-    """Whether the graph judges a tree."""
+    """True where the graph judges a tree."""
     return ctx.config.tree is not None and ctx.phase == "decode"
 
 

@@ -199,7 +199,7 @@ def _fragment(node: fx.Node) -> str:
 
 
 def _is_proposal(node: fx.Node) -> bool:
-    """Whether a node chooses the draft, in a captured "propose"."""
+    """True where a node chooses the draft, in a captured "propose"."""
     return _fragment(node).endswith(".propose") and node.target in ("argmax", torch.argmax)
 
 
@@ -214,7 +214,7 @@ def _is_choice(node: fx.Node, source: fx.Node) -> bool:
 
 
 def _is_the_draft(node: fx.Node) -> bool:
-    """Whether the captured call gives out the index as it is, but for its dtype."""
+    """True where the captured call gives out the index as it is, but for its dtype."""
     readers = [user for user in node.users if _fragment(user).endswith(".propose")]
     return all(user.target in ("to", "int", "type") and _is_the_draft(user) for user in readers)
 
@@ -248,7 +248,7 @@ def _is_sum(node: fx.Node, source: fx.Node) -> bool:
 
 
 def _is_limit(node: fx.Node, ctx: PassContext) -> bool:
-    """Whether a node cuts off columns that are no ids of the target: x[:, :V]."""
+    """True where a node cuts off columns that are no ids of the target: x[:, :V]."""
     index = node.args[1] if node.target is operator.getitem else None
     if not isinstance(index, tuple) or not all(isinstance(part, slice) for part in index):
         return False
@@ -260,7 +260,7 @@ def _is_limit(node: fx.Node, ctx: PassContext) -> bool:
 
 
 def _carries(node: fx.Node, source: fx.Node, ctx: PassContext) -> bool:
-    """Whether each column of the result is computed from that column, and numbers of its row."""
+    """True where each column of the result is computed from that column, and numbers of its row."""
     if node.target in ("log_softmax", "softmax", torch.softmax, functional.softmax):
         return argument(node, 1, "dim") == -1
     if node.target == "unflatten":
@@ -282,7 +282,7 @@ def _carries(node: fx.Node, source: fx.Node, ctx: PassContext) -> bool:
 
 
 def _is_narrow(node: fx.Node, ctx: PassContext) -> bool:
-    """Whether an operand holds one number a row, or one for all."""
+    """True where an operand holds one number a row, or one for all."""
     weight: Tensor | None = ctx.weights.get(str(node.meta.get("role")))
     shape = shape_of(node) if weight is None else tuple(weight.shape)
     if shape is None:  # made by a pass

@@ -26,7 +26,7 @@ class Cache(NamedTuple):
     table: Any  # int32 [R, M]
 
 
-class Places(NamedTuple):
+class KernelPlaces(NamedTuple):
     """State row and position of each token: int32 [B, S], -1 for none."""
 
     row: Any

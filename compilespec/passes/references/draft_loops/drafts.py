@@ -25,7 +25,7 @@ from compilespec.passes.references.grown_trees import (
     scored_tokens,
 )
 from compilespec.passes.references.placement import place_chain, place_tokens
-from compilespec.passes.references.recurrent_state import Progress, recurrent_operators
+from compilespec.passes.references.recurrent_state import RequestProgress, recurrent_operators
 from compilespec.passes.splice.kv_groups import KVGroup
 from compilespec.passes.splice.sampling import wide_dtype
 from compilespec.tracing.capture import output_widths
@@ -64,7 +64,7 @@ class Drafts:
         tokens: Tokens | None = None,
         *,
         owner: str = "draft",
-        progress: Progress | None = None,
+        progress: RequestProgress | None = None,
         sights: Sequence[Sight] = (),
         **arguments: Tensor,
     ) -> tuple[Tensor, ...]:
@@ -242,10 +242,10 @@ class Drafts:
         rows: list[int] = self.case.inputs[name].tolist()
         return rows
 
-    def progress(self, held: Sequence[int], kept: Sequence[int]) -> Progress:
+    def progress(self, held: Sequence[int], kept: Sequence[int]) -> RequestProgress:
         """By request: the tokens in its states, and the position up to which the call's stay."""
         rows = self.state_rows()
-        return Progress(
+        return RequestProgress(
             absorbed=dict(zip(rows, held, strict=True)),
             committed=dict(zip(rows, kept, strict=True)),
         )

@@ -11,9 +11,9 @@ from torch import Tensor
 from compilespec.passes.references.base import Tokens, Values
 from compilespec.passes.references.draft_loops.drafts import Chain, Drafts
 from compilespec.passes.references.placement import place_tokens
-from compilespec.passes.references.recurrent_state import Progress
+from compilespec.passes.references.recurrent_state import RequestProgress
 
-NO_STATES = Progress(absorbed={}, committed={})  # drafters that grow trees have none
+NO_STATES = RequestProgress(absorbed={}, committed={})  # drafters that grow trees have none
 
 
 def unshifted(draft: Drafts, values: Values) -> Tensor:
@@ -63,16 +63,18 @@ def _model_chain(logits_BV: Tensor) -> Chain:
     return follow
 
 
-def _whole_prompts(tokens: Tokens) -> Progress:
+def _whole_prompts(tokens: Tokens) -> RequestProgress:
     """The states hold what comes before each request's tokens, which are there to stay."""
     first: dict[int, int] = {}
     pairs = zip(tokens.row.flatten().tolist(), tokens.position.flatten().tolist(), strict=True)
     for row, position in pairs:
         first.setdefault(row, position)
-    return Progress(absorbed=first, committed=dict.fromkeys(first, sys.maxsize))
+    return RequestProgress(absorbed=first, committed=dict.fromkeys(first, sys.maxsize))
 
 
-def _model(draft: Drafts, tokens: Tokens, ids: Tensor, progress: Progress) -> tuple[Tensor, ...]:
+def _model(
+    draft: Drafts, tokens: Tokens, ids: Tensor, progress: RequestProgress
+) -> tuple[Tensor, ...]:
     if "translate" in draft.ctx.draft:
         (ids,) = draft.call("translate", input_ids=ids)
     return draft.call(

@@ -12,7 +12,7 @@ from compilespec.passes.splice.builder import Splice
 
 
 class Judged(NamedTuple):
-    """What a rule gives, all int32.
+    """The results of a rule, all int32.
 
     target: [B, S] (prefill: [R, 1]), the tokens of this step; those after the bonus are harmless
     ids, which the drafter may read.  emitted: the same, PAD after the bonus.  num_emitted: [B].

@@ -26,7 +26,7 @@ FUNCTIONS = {"rejection": ratio_test, "block": block_verification}
 
 
 def is_lossless(acceptance: Acceptance) -> bool:
-    """Whether the output is distributed as the target's own, whatever is drafted."""
+    """True where the output is distributed as the target's own for any drafts."""
     function = acceptance.function
     lossless = RULES[acceptance.rule].lossless if function is None else function.lossless
     return bool(lossless) and not acceptance.force_num_accepted

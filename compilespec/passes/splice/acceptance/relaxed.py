@@ -115,8 +115,8 @@ def read_prompts(
 ) -> Tensor:
     """Prefill: the newest marker among a request's tokens of this call, then its first token.
 
-    A request whose first position is in the call starts at 0, whatever its row held before; tokens
-    that a chunk repeats change nothing.
+    A request whose first position is in the call starts at 0, regardless of what its row held;
+    tokens that a chunk repeats change nothing.
     """
     request_R = arange_like(last_R, last_R.size(0))
     is_mine_RT = (owner_T == request_R.unsqueeze(1)) & (row_T >= 0)

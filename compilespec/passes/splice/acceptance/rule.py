@@ -50,7 +50,7 @@ class RuleFunction:
     """Its name in `Engine.plan()`."""
 
     lossless: bool
-    """Whether it claims that the output is distributed as the target's own."""
+    """True where it claims that the output is distributed as the target's own."""
 
     inputs: tuple[str, ...]
     """Which of `RULE_INPUTS` it reads, in the order of its parameters."""
@@ -74,12 +74,12 @@ class Acceptance:
 
     @property
     def couples_drafts(self) -> bool:
-        """Whether drafts are drawn with the target's noise; else with independent noise (H-15)."""
+        """True where drafts are drawn with the target's noise, else with other noise (H-15)."""
         return self.function is None
 
     @property
     def reads_draft_probs(self) -> bool:
-        """Whether the distribution that each draft was drawn from is kept for the next step."""
+        """True where the distribution that each draft was drawn from is kept for the next step."""
         return self.function is not None and "draft_probs_BKV" in self.function.inputs
 
 

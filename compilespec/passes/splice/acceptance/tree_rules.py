@@ -27,7 +27,7 @@ OF_CHAINS = ("num_drafts_B", "draft_probs_BKV")  # inputs that a rule has no use
 
 
 def check_tree_rule(acceptance: Acceptance) -> None:
-    """Whether a user's rule can judge a tree.  Raises: NotSupported."""
+    """Refuse a user's rule that cannot judge a tree.  Raises: NotSupported."""
     function = acceptance.function
     if acceptance.rule != "user" or function is None:
         return

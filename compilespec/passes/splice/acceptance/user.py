@@ -140,7 +140,7 @@ def _examples(ctx: PassContext) -> dict[str, tuple[Tensor, tuple[int, ...]]]:
 
 
 def gives_weights(traced: Traced) -> bool:
-    """Whether the rule gives weights for the token after the accepted drafts, not its id."""
+    """True where the rule gives weights for the token after the accepted drafts, not its id."""
     results: Any = output_node(traced.graph_module).args[0]
     return bool(results[1].meta["example_value"].dim() == 2)
 

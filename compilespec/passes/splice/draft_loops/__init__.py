@@ -40,7 +40,7 @@ class DraftLoop:
     """Drafter passes that `splice` must make."""
 
     calls: Callable[[int], Sequence[str]] = lambda k: ()
-    """Captured calls of the drafter that `splice` reads whatever the drafter."""
+    """Captured calls of the drafter that `splice` reads of every drafter."""
 
     keep: Callable[[Splice], None] | None = None
     """Keeps the drafter's inputs in steps of K = 0."""
@@ -52,13 +52,13 @@ class DraftLoop:
     """Its single call gives the drafts of the largest K."""
 
     keeps_states: bool = False
-    """Whether a drafter may have recurrent layers."""
+    """True where a drafter may have recurrent layers."""
 
     proposes_at_once: bool = False
     """One call of "propose" gives all drafts."""
 
     grows_trees: bool = False
-    """Whether the drafts may be a tree."""
+    """True where the drafts may be a tree."""
 
     why_one_k: str | None = None
     """Why no step may verify and draft fewer than the largest K, and the cure; None: they may."""
@@ -76,7 +76,7 @@ class DraftLoop:
     """Tokens after a position that its entries in the drafter's cache depend on."""
 
     def check(self, name: str, config: ProgramConfig, smaller_draft_counts: Sequence[int]) -> None:
-        """Whether the loop of method `name` can work with these sizes.  Raises: InvalidOption."""
+        """Refuse sizes that the loop of method `name` cannot work with.  Raises: InvalidOption."""
         if smaller_draft_counts and self.why_one_k:
             raise InvalidOption(f"spec={name!r} {self.why_one_k}")
         if 0 in smaller_draft_counts and self.why_never_zero:
@@ -90,7 +90,7 @@ class DraftLoop:
             )
 
     def check_calls(self, name: str, drafter: str, calls: Mapping[str, Traced], k: int) -> None:
-        """Whether the class `drafter` captured what the loop of method `name` splices.
+        """Refuse a class `drafter` that did not capture what the loop of method `name` splices.
 
         Raises: DraftMismatch; UnsupportedState for a drafter whose states it could not rewind.
         """

@@ -106,7 +106,7 @@ def best_nodes(
     and the parents [B, N + 1] of the rows.
 
     Of equal ones the first drafted is better, so that a node never goes without its parent.  Ranks
-    are counted, not sorted for: a sort of these few is a kernel of its own, or several.
+    are counted, not sorted for: a sort of these few is a separate kernel, or several.
     """
     place_C = arange_like(scores_BC, scores_BC.shape[1])
     is_earlier_CC = place_C < place_C.unsqueeze(1)

@@ -21,7 +21,9 @@ class StaticTree:
 
     def __init__(self, shape: TreeShape, ctx: PassContext) -> None:
         self._choices, self._device = shape.choices, ctx.config.device
-        ranks = sibling_ranks(shape)  # draws come one after the other, whatever ranks are left out
+        ranks = sibling_ranks(
+            shape
+        )  # draws come one after the other, also where ranks are left out
         self._ranks = {
             path: ranks[path] if draws_children(ctx) else path[-1] for path in shape.choices
         }

@@ -32,7 +32,7 @@ from compilespec.program import Traced, TreeShape
 from compilespec.tracing.capture import output_widths
 
 # The logits [B * F, Vd] of what follows nodes, and their target ids if the drafter has a vocabulary
-# of its own.
+# apart.
 Logits = tuple[Tensor, Tensor | None]
 Follow = Callable[[int, Chosen | None], Logits]
 
@@ -106,7 +106,7 @@ def parents_hidden(level: Level, hidden: Tensor, width: int) -> Tensor:
 
 
 def check_drafter(propose: Traced, shape: TreeShape, name: str, num_kept: int | None) -> None:
-    """Whether a drafter, of whose head `num_kept` rows are left, can grow the tree.
+    """Refuse a tree that a drafter, of whose head `num_kept` rows are left, cannot grow.
 
     Raises: DraftMismatch.
     """

@@ -70,7 +70,7 @@ def _roll(step: Splice) -> tuple[Tensor, Tensor]:
 
 
 def rolls_in_one_kernel(ctx: PassContext) -> bool:
-    """Whether to use the operator: on a GPU, where gathers and writes are separate launches."""
+    """True on a GPU, where gathers and writes are separate launches."""
     return traits_of(ctx.config.device).is_cuda
 
 

@@ -1,4 +1,4 @@
-"""Tokens chosen by logits of which each rank has those of its own ids."""
+"""Tokens chosen by logits of which each rank has those of its ids."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ OPS = torch.ops.compilespec
 
 
 def is_own_logits(flow: Flow, x: object, user: fx.Node) -> bool:
-    """Whether a value is a head's, cut by ids."""
+    """True where a value is a head's, cut by ids."""
     shard = flow.of(x, user)
     if shard is None or not isinstance(x, fx.Node):
         return False

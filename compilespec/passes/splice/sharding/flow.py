@@ -19,7 +19,7 @@ Edit = Callable[[], None]
 
 @dataclass(frozen=True)
 class Shard:
-    """How a value is cut, and the weights that this comes from."""
+    """The cut of a value, and the weights that this comes from."""
 
     cut: Cut
     origins: frozenset[str]
@@ -102,7 +102,7 @@ class Flow:
         return [x for x in node.all_input_nodes if isinstance(self.values.get(x), Tensor)]
 
     def is_head(self, weight: str) -> bool:
-        """Whether a weight has a row for each id: its values may be gathered."""
+        """True where a weight has a row for each id: its values may be gathered."""
         tensor = self.ctx.weights.get(weight)
         return tensor is not None and tensor.dim() > 0 and tensor.shape[0] == self.num_ids
 

@@ -29,7 +29,7 @@ class Cut:
     length: int = 0  # of the whole dimension, where the last piece is filled up with zeros
 
     def piece(self, tensor: Tensor, rank: int, size: int) -> Tensor:
-        """What a rank holds of a whole tensor: a copy, with memory of its own."""
+        """What a rank holds of a whole tensor: a copy, in its own memory."""
         number = rank * self.parts // size
         if self.length:
             wanted = -(-self.length // self.parts)
