@@ -37,8 +37,8 @@ def _forms(graph: fx.Graph, buffers: Mapping[str, BufferSpec]) -> Iterator[Form]
         assert caches[0] is not None
         yield form_of(
             caches[0], caches[1], given["window"], given["softcap"],
-            has_sinks=given["sinks"] is not None, value_dim=given.get("value_dim", 0),
-            has_paths=given.get("path") is not None,
+            has_sinks=given["sinks_N"] is not None, value_dim=given.get("value_dim", 0),
+            has_paths=given.get("path_BSP") is not None,
         )  # fmt: skip
 
 

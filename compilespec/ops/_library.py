@@ -9,7 +9,7 @@ import importlib.util
 import os
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
 from torch._ops import OpOverload
@@ -18,50 +18,60 @@ from compilespec.device import traits_of
 from compilespec.ops import _build
 
 NAMESPACE = "compilespec"
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 def define_op(
-    schema: str,
-    reference: Callable[..., Any],
+    reference: Callable[P, R],
     fake: Callable[..., Any],
     *,
+    name: str = "",
+    writes: Sequence[str] = (),
     has_kernel: bool,
     triton: str | None = None,
     tags: Sequence[torch.Tag] = (),
-) -> OpOverload:
-    """Define `compilespec::<schema>` and return the overload to call.
+) -> Callable[P, R]:
+    """Define the operator `compilespec::<name>` by its reference; returns the overload, to call.
 
-    The reference serves every device and, until the C++ kernels are loaded, the CPU too: the first
-    CPU call of an operator that has a kernel loads them (`_build.load_kernels`) and goes through
-    the dispatcher again.  CUDA tensors take the Triton kernel if there is one; Triton is
-    imported by the first such call.
+    The schema is the reference's signature.  The reference serves every device and, until the C++
+    kernels are loaded, the CPU too: the first CPU call of an operator that has a kernel loads them
+    (`_build.load_kernels`) and goes through the dispatcher again.  CUDA tensors take the Triton
+    kernel if there is one; Triton is imported by the first such call.
 
     Args:
-        schema: operator schema without namespace, such as "double(Tensor x) -> Tensor".
-        reference: the definition in plain torch, same signature.
+        reference: the definition in plain torch, every parameter annotated.
         fake: the same on fake tensors; must return the real strides.
+        name: of the operator; "" is the reference's name without `_reference`.
+        writes: the parameters that it writes in place.
         has_kernel: whether `kernel.cpp` in the operator's folder registers a CPU implementation.
         triton: the folder whose `kernel.py` has a function of the operator's name and signature.
         tags: torch tags beside `pt2_compliant_tag`.
     """
-    name = schema.split("(", 1)[0]
+    name = name or reference.__name__.strip("_").removesuffix("_reference")
     library = torch.library.Library(NAMESPACE, "FRAGMENT")
     _LIBRARIES.append(library)
-    library.define(schema, tags=(torch.Tag.pt2_compliant_tag, *tags))
+    library.define(_schema(name, reference, writes), tags=(torch.Tag.pt2_compliant_tag, *tags))
     overload: OpOverload = getattr(getattr(torch.ops, NAMESPACE), name).default
 
     def run_reference(*args: Any) -> Any:
         if has_kernel and traits_of(args[0].device).is_cpu and _build.kernels_untried():
             _build.load_kernels()
             return overload(*args)
-        return reference(*args)
+        return reference(*args)  # type: ignore[call-arg]  # the dispatcher checked them
 
     library.impl(name, run_reference, "CompositeExplicitAutograd")
     if triton is not None:
         TRITON_KERNELS[name] = _lazy_triton(name, triton, reference)
         library.impl(name, TRITON_KERNELS[name], "CUDA")
     torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=library)
-    return overload
+    return cast(Callable[P, R], overload)
+
+
+def _schema(name: str, reference: Callable[..., Any], writes: Sequence[str]) -> str:
+    """The operator's schema; no integer of ours is symbolic."""
+    found = torch.library.infer_schema(reference, op_name=name, mutates_args=tuple(writes))
+    return found.replace("SymInt", "int")
 
 
 TRITON_KERNELS: dict[str, Callable[..., Any]] = {}  # CUDA implementations, by operator

@@ -199,7 +199,7 @@ def test_marker_equals_scaled_dot_product_attention(dtype):
     want = F.scaled_dot_product_attention(
         query, key, value, is_causal=True, scale=0.3, enable_gqa=True
     )
-    got = attention(query, key, value, 0.3)
+    got = attention(query, key, value, 0.3, 0, 0.0, None)
     torch.testing.assert_close(
         got, want.transpose(1, 2).contiguous(), rtol=1e-2, atol=TOLERANCE[dtype] * 2
     )
@@ -231,9 +231,8 @@ def test_opcheck(batch):
     arguments = pool.arguments(pool.decode())
     arguments[3].nan_to_num_()
     torch.library.opcheck(paged, arguments)
-    assert torch.equal(
-        attention_reference(query, key, value, 0.3, 0, 0.0, None), attention(query, key, value, 0.3)
-    )
+    plain = (query, key, value, 0.3, 0, 0.0, None)
+    assert torch.equal(attention_reference(*plain), attention(*plain))
 
 
 def test_compiled_graph_mutates_the_caches_in_place():

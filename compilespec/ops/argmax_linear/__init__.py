@@ -26,20 +26,6 @@ __all__ = [
 ]
 
 
-def argmax_linear(
-    x: Tensor, weight_VD: Tensor, bias_V: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """Index and value of the maximum of x @ weight.T + bias; see `argmax_linear_reference`."""
-    return _ARGMAX_LINEAR(x, weight_VD, bias_V)
-
-
-def score_linear(
-    x: Tensor, weight_VD: Tensor, bias_V: Tensor | None, ids: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Argmax, log-sum-exp and one logit per row; see `score_linear_reference`."""
-    return _SCORE_LINEAR(x, weight_VD, bias_V, ids)
-
-
 def _argmax_fake(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
     return x.new_empty(x.shape[:-1], dtype=torch.int64), x.new_empty(x.shape[:-1])
 
@@ -52,22 +38,19 @@ def _score_fake(
     return x.new_empty(x.shape[:-1], dtype=torch.int64), values[0], values[1]
 
 
-_ARGMAX_LINEAR = define_op(
-    "argmax_linear(Tensor x, Tensor weight, Tensor? bias) -> (Tensor, Tensor)",
+argmax_linear = define_op(
     argmax_linear_reference,
     _argmax_fake,
     has_kernel=False,
     triton="argmax_linear",
 )
 define_op(
-    "row_argmax(Tensor x) -> Tensor",
     row_argmax_reference,
     lambda x: x.new_empty(x.shape[:-1], dtype=torch.int64),
     has_kernel=True,
     triton="argmax_linear",
 )
-_SCORE_LINEAR = define_op(
-    "score_linear(Tensor x, Tensor weight, Tensor? bias, Tensor ids) -> (Tensor, Tensor, Tensor)",
+score_linear = define_op(
     score_linear_reference,
     _score_fake,
     has_kernel=False,

@@ -85,31 +85,26 @@ def _taken(x: Tensor, dim: int, parts: int, size: int) -> Tensor:
 
 
 all_reduce = define_op(
-    "all_reduce(Tensor x, int size) -> Tensor",
     _all_reduce,
     lambda x, size: x.new_empty(x.shape),
     has_kernel=False,
 )
 all_gather = define_op(
-    "all_gather(Tensor x, int dim, int length, int size) -> Tensor",
     _all_gather,
     _gathered,
     has_kernel=False,
 )
 embed_shard = define_op(
-    "embed_shard(Tensor ids, Tensor weight, int size) -> Tensor",
     _embed_shard,
     lambda ids, weight, size: weight.new_empty((*ids.shape, weight.shape[1])),
     has_kernel=False,
 )
 dynamic_int8_shard = define_op(
-    "dynamic_int8_shard(Tensor x, Tensor weight, Tensor scale, Tensor? bias, int size) -> Tensor",
     _dynamic_int8_shard,
     lambda x, weight, scale, bias, size: x.new_empty((*x.shape[:-1], weight.shape[0])),
     has_kernel=False,
 )
 take_shard = define_op(
-    "take_shard(Tensor x, int dim, int parts, int size) -> Tensor",
     _take_shard,
     _taken,
     has_kernel=False,

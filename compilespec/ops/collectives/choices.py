@@ -74,7 +74,6 @@ def _note_logprobs_shard(
 
 
 argmax_shard = define_op(
-    "argmax_shard(Tensor logits, int length, int size) -> (Tensor, Tensor)",
     _argmax_shard,
     lambda logits, length, size: (
         logits.new_empty(logits.shape[:-1], dtype=torch.int64),
@@ -83,24 +82,19 @@ argmax_shard = define_op(
     has_kernel=False,
 )
 sample_shard = define_op(
-    "sample_shard(Tensor logits, Tensor greedy, Tensor? ids, Tensor row, Tensor drawn, Tensor "
-    "sampling_real, Tensor sampling_int, Tensor bias, Tensor(a!) context, Tensor mask, int length, "
-    "int size) -> Tensor",
     _sample_shard,
     lambda logits, greedy, *rest: greedy.new_empty(greedy.shape),
+    writes=("context",),
     has_kernel=False,
 )
 draw_shard = define_op(
-    "draw_shard(Tensor logits, Tensor greedy, Tensor row, Tensor drawn, Tensor sampling_real, "
-    "Tensor sampling_int, int length, int size) -> Tensor",
     _draw_shard,
     lambda logits, greedy, *rest: greedy.new_empty(greedy.shape),
     has_kernel=False,
 )
 note_logprobs_shard = define_op(
-    "note_logprobs_shard(Tensor logits, Tensor chosen, Tensor row, Tensor sampling_int, "
-    "Tensor(a!) logprob, Tensor(b!) logprob_id, int length, int size) -> Tensor",
     _note_logprobs_shard,
     lambda logits, chosen, row, whole, logprob, *rest: logprob.new_empty(chosen.shape),
+    writes=("logprob", "logprob_id"),
     has_kernel=False,
 )

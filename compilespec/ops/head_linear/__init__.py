@@ -15,11 +15,6 @@ from compilespec.ops.head_linear.reference import head_linear_reference
 __all__ = ["head_linear", "head_linear_reference"]
 
 
-def head_linear(x: Tensor, weight_NKO: Tensor) -> Tensor:
-    """Multiply each head's rows by its matrix; see `head_linear_reference`."""
-    return _HEAD_LINEAR(x, weight_NKO)
-
-
 def _head_linear(x: Tensor, weight_NKO: Tensor) -> Tensor:
     """The product without a kernel: on CUDA the library's batched product, which sums in
     float32.
@@ -33,8 +28,7 @@ def _head_linear_fake(x: Tensor, weight_NKO: Tensor) -> Tensor:
     return x.new_empty((*x.shape[:-1], weight_NKO.shape[2]))
 
 
-_HEAD_LINEAR = define_op(
-    "head_linear(Tensor x, Tensor weight) -> Tensor",
+head_linear = define_op(
     _head_linear,
     _head_linear_fake,
     has_kernel=True,

@@ -70,8 +70,6 @@ def _fake(logits_BSV: Tensor, *rest: Tensor | None) -> Tensor:
 
 
 host_process = define_op(
-    "host_process(Tensor logits, Tensor ids, Tensor row, Tensor processor, Tensor? path=None) "
-    "-> Tensor",
     host_process_reference,
     _fake,
     has_kernel=False,

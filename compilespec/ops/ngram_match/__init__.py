@@ -10,18 +10,6 @@ from compilespec.ops.ngram_match.reference import ngram_match_reference
 __all__ = ["ngram_match", "ngram_match_reference"]
 
 
-def ngram_match(
-    history_BL: Tensor, length_B: Tensor, num_draft_tokens: int, max_ngram: int, min_ngram: int
-) -> tuple[Tensor, Tensor]:
-    """The tokens after the newest n-gram's last occurrence, and the n-gram's length; see
-    `ngram_match_reference`.
-    """
-    drafts_BK, matched_B = _NGRAM_MATCH(
-        history_BL, length_B, num_draft_tokens, max_ngram, min_ngram
-    )
-    return drafts_BK, matched_B
-
-
 def _fake(
     history_BL: Tensor, length_B: Tensor, num_draft_tokens: int, max_ngram: int, min_ngram: int
 ) -> tuple[Tensor, Tensor]:
@@ -29,9 +17,7 @@ def _fake(
     return history_BL.new_empty((batch, num_draft_tokens)), history_BL.new_empty((batch,))
 
 
-_NGRAM_MATCH = define_op(
-    "ngram_match(Tensor history, Tensor length, int num_draft_tokens, int max_ngram, "
-    "int min_ngram) -> (Tensor drafts, Tensor matched)",
+ngram_match = define_op(
     ngram_match_reference,
     _fake,
     has_kernel=True,

@@ -21,30 +21,18 @@ from compilespec.ops.packed_linear.reference import (
 __all__ = ["pack_weight", "packed_linear", "packed_linear_reference", "unpack_weight"]
 
 
-def pack_weight(weight_NK: Tensor) -> Tensor:
-    """Rearrange a linear weight [N, K] for `packed_linear`; see `reference.pack_weight`."""
-    return _PACK_WEIGHT(weight_NK)
-
-
-def packed_linear(x: Tensor, packed: Tensor, bias_N: Tensor | None, out_features: int) -> Tensor:
-    """Compute x @ weight.T + bias from a packed weight; see `packed_linear_reference`."""
-    return _PACKED_LINEAR(x, packed, bias_N, out_features)
-
-
 def _packed_linear_fake(
     x: Tensor, packed: Tensor, bias_N: Tensor | None, out_features: int
 ) -> Tensor:
     return x.new_empty((*x.shape[:-1], out_features))
 
 
-_PACK_WEIGHT = define_op(
-    "pack_weight(Tensor weight) -> Tensor",
+pack_weight = define_op(
     _pack_weight_reference,
     _pack_weight_reference,
     has_kernel=False,
 )
-_PACKED_LINEAR = define_op(
-    "packed_linear(Tensor x, Tensor packed, Tensor? bias, int out_features) -> Tensor",
+packed_linear = define_op(
     packed_linear_reference,
     _packed_linear_fake,
     has_kernel=True,

@@ -20,56 +20,6 @@ from compilespec.ops.paged_attention.reference import (
 __all__ = ["paged_attention", "paged_attention_reference", "write_cache", "write_cache_reference"]
 
 
-def paged_attention(
-    query_BNSH: Tensor,
-    key_BNSH: Tensor,
-    value_BNSH: Tensor | None,
-    key_cache: Tensor,
-    value_cache: Tensor | None,
-    slot_BS: Tensor,
-    row_BS: Tensor,
-    position_BS: Tensor,
-    block_table_RM: Tensor,
-    scale: float,
-    window: int = 0,
-    softcap: float = 0.0,
-    sinks_N: Tensor | None = None,
-    value_dim: int = 0,
-    path_BSP: Tensor | None = None,
-    first_BS: Tensor | None = None,
-) -> Tensor:
-    """Write K/V to the cache in place and attend from it; see `paged_attention_reference`."""
-    return _PAGED_ATTENTION(
-        query_BNSH,
-        key_BNSH,
-        value_BNSH,
-        key_cache,
-        value_cache,
-        slot_BS,
-        row_BS,
-        position_BS,
-        block_table_RM,
-        scale,
-        window,
-        softcap,
-        sinks_N,
-        value_dim,
-        path_BSP,
-        first_BS,
-    )
-
-
-def write_cache(
-    key_BNSH: Tensor,
-    value_BNSH: Tensor | None,
-    key_cache: Tensor,
-    value_cache: Tensor | None,
-    slot_BS: Tensor,
-) -> None:
-    """Write K/V to the cache in place and no more; see `write_cache_reference`."""
-    _WRITE_CACHE(key_BNSH, value_BNSH, key_cache, value_cache, slot_BS)
-
-
 def _paged_attention_fake(
     query: Tensor,
     key: Tensor,
@@ -93,22 +43,18 @@ def _paged_attention_fake(
     return query.new_empty((batch, num_tokens, num_heads, width))
 
 
-_PAGED_ATTENTION = define_op(
-    "paged_attention(Tensor query, Tensor key, Tensor? value, Tensor(a!) key_cache, "
-    "Tensor(b!)? value_cache, Tensor slot, Tensor row, Tensor position, Tensor block_table, "
-    "float scale, int window, float softcap, Tensor? sinks, int value_dim=0, Tensor? path=None, "
-    "Tensor? first=None) -> Tensor",
+paged_attention = define_op(
     paged_attention_reference,
     _paged_attention_fake,
+    writes=("key_cache", "value_cache"),
     has_kernel=True,
     triton="paged_attention",
     tags=(torch.Tag.flexible_layout,),
 )
-_WRITE_CACHE = define_op(
-    "write_cache(Tensor key, Tensor? value, Tensor(a!) key_cache, Tensor(b!)? value_cache, "
-    "Tensor slot) -> ()",
+write_cache = define_op(
     write_cache_reference,
     lambda key, value, key_cache, value_cache, slot: None,
+    writes=("key_cache", "value_cache"),
     has_kernel=True,
     triton="paged_attention",
 )

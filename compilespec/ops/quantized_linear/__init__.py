@@ -39,25 +39,6 @@ LAYOUTS: Mapping[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def quantized_linear(
-    x: Tensor,
-    weight_NK: Tensor,
-    scale_NG: Tensor,
-    bias_N: Tensor | None,
-    bits: int,
-    zero_NG: Tensor | None = None,
-) -> Tensor:
-    """x @ ((weight - zero) * scale).T + bias; see `reference.quantized_linear_reference`."""
-    return _QUANTIZED_LINEAR(x, weight_NK, scale_NG, bias_N, bits, zero_NG)
-
-
-def dynamic_int8_linear(
-    x: Tensor, weight_NK: Tensor, scale_N1: Tensor, bias_N: Tensor | None
-) -> Tensor:
-    """Linear layer with both sides in int8; see `reference.dynamic_int8_linear_reference`."""
-    return _DYNAMIC_INT8_LINEAR(x, weight_NK, scale_N1, bias_N)
-
-
 def _fake(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, *_: Any) -> Tensor:
     return x.new_empty((*x.shape[:-1], weight.shape[0]))
 
@@ -69,9 +50,7 @@ def _packed_fake(
 
 
 _TAGS = (torch.Tag.flexible_layout,)
-_QUANTIZED_LINEAR = define_op(
-    "quantized_linear(Tensor x, Tensor weight, Tensor scale, Tensor? bias, int bits, "
-    "Tensor? zero=None) -> Tensor",
+quantized_linear = define_op(
     reference.quantized_linear_reference,
     _fake,
     has_kernel=False,
@@ -79,31 +58,25 @@ _QUANTIZED_LINEAR = define_op(
     tags=_TAGS,
 )
 define_op(
-    "int4_linear(Tensor x, Tensor packed, Tensor scale, Tensor? bias, Tensor? zero=None) -> Tensor",
     reference.int4_linear_reference,
     _fake,
     has_kernel=False,
     triton="quantized_linear",
     tags=_TAGS,
 )
-_DYNAMIC_INT8_LINEAR = define_op(
-    "dynamic_int8_linear(Tensor x, Tensor weight, Tensor scale, Tensor? bias) -> Tensor",
+dynamic_int8_linear = define_op(
     reference.dynamic_int8_linear_reference,
     _fake,
     has_kernel=False,
     tags=_TAGS,
 )
 define_op(
-    "packed_quantized_linear(Tensor x, Tensor packed, Tensor scale, Tensor? bias, int "
-    "out_features, Tensor? zero=None) -> Tensor",
     reference.packed_quantized_linear_reference,
     _packed_fake,
     has_kernel=True,
     tags=_TAGS,
 )
 define_op(
-    "packed_dynamic_int8_linear(Tensor x, Tensor packed, Tensor scale, Tensor? bias, "
-    "int out_features) -> Tensor",
     reference.packed_dynamic_int8_linear_reference,
     _packed_fake,
     has_kernel=True,

@@ -19,59 +19,22 @@ __all__ = [
 ]
 
 
-def recurrence(
-    query_BTNK: Tensor,
-    key_BTNK: Tensor,
-    value_BTHV: Tensor,
-    decay: Tensor,
-    beta_BTH: Tensor | None,
-    kind: str,
-) -> Tensor:
-    """Run each sequence from a state of zeros; see `recurrence_reference`."""
-    return _RECURRENCE(query_BTNK, key_BTNK, value_BTHV, decay, beta_BTH, kind)
-
-
-def cached_recurrence(
-    query_BSNK: Tensor,
-    key_BSNK: Tensor,
-    value_BSHV: Tensor,
-    decay: Tensor,
-    beta_BSH: Tensor | None,
-    state_RHKV: Tensor,
-    recent_RPE: Tensor,
-    row_BS: Tensor,
-    position_BS: Tensor,
-    absorbed_BS: Tensor,
-    commits_BS: Tensor,
-    kind: str,
-) -> Tensor:
-    """Go on from the requests' states, in place; see `cached_recurrence_reference`."""
-    return _CACHED_RECURRENCE(
-        query_BSNK, key_BSNK, value_BSHV, decay, beta_BSH, state_RHKV, recent_RPE, row_BS,
-        position_BS, absorbed_BS, commits_BS, kind,
-    )  # fmt: skip
-
-
 def _fake(
     query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor | None, *_: object
 ) -> Tensor:
     return value.new_empty(value.shape)
 
 
-_RECURRENCE = define_op(
-    "recurrence(Tensor query, Tensor key, Tensor value, Tensor decay, Tensor? beta, str kind) "
-    "-> Tensor",
+recurrence = define_op(
     recurrence_reference,
     _fake,
     has_kernel=False,
 )
 
-_CACHED_RECURRENCE = define_op(
-    "cached_recurrence(Tensor query, Tensor key, Tensor value, Tensor decay, Tensor? beta, "
-    "Tensor(a!) state, Tensor(b!) recent, Tensor row, Tensor position, Tensor absorbed, "
-    "Tensor commits, str kind) -> Tensor",
+cached_recurrence = define_op(
     cached_recurrence_reference,
     _fake,
+    writes=("state_RHKV", "recent_RPE"),
     has_kernel=True,
     triton="recurrence",
 )

@@ -11,19 +11,12 @@ from compilespec.ops.row_topk.reference import row_topk_reference
 __all__ = ["row_topk", "row_topk_reference"]
 
 
-def row_topk(x: Tensor, k: int, log_probs: bool = False) -> tuple[Tensor, Tensor]:
-    """Values and places of each row's k largest; see `row_topk_reference`."""
-    values, indices = _ROW_TOPK(x, k, log_probs)
-    return values, indices
-
-
 def _fake(x: Tensor, k: int, log_probs: bool) -> tuple[Tensor, Tensor]:
     shape = (*x.shape[:-1], k)
     return x.new_empty(shape), x.new_empty(shape, dtype=torch.int64)
 
 
-_ROW_TOPK = define_op(
-    "row_topk(Tensor x, int k, bool log_probs) -> (Tensor values, Tensor indices)",
+row_topk = define_op(
     row_topk_reference,
     _fake,
     has_kernel=True,

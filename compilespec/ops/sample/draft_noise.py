@@ -11,19 +11,6 @@ from compilespec.ops.sample import layout
 from compilespec.ops.sample.philox import gumbel, noise_bits_of_rows
 
 
-def draft_noise(
-    row_B: Tensor,
-    drawn_B: Tensor,
-    ids_V: Tensor | None,
-    num_ids: int,
-    sampling_RF: Tensor,
-    sampling_RI: Tensor,
-    stream: int = layout.STREAM_DRAW,
-) -> Tensor:
-    """The noise that `sample` adds to the target's scores; see `draft_noise_reference`."""
-    return _DRAFT_NOISE(row_B, drawn_B, ids_V, num_ids, sampling_RF, sampling_RI, stream)
-
-
 def draft_noise_reference(
     row_B: Tensor,
     drawn_B: Tensor,
@@ -61,9 +48,7 @@ def _fake(
     return real.new_empty((row.shape[0], width), dtype=torch.float32)
 
 
-_DRAFT_NOISE = define_op(
-    "draft_noise(Tensor row, Tensor drawn, Tensor? ids, int num_ids, Tensor sampling_real, "
-    "Tensor sampling_int, int stream=0) -> Tensor",
+draft_noise = define_op(
     draft_noise_reference,
     _fake,
     has_kernel=False,

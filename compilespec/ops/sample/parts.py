@@ -70,8 +70,6 @@ def draw_part_reference(
 
 
 draw_part = define_op(
-    "draw_part(Tensor scores, Tensor lowest, Tensor row, Tensor drawn, Tensor sampling_int, "
-    "int first) -> (Tensor, Tensor)",
     draw_part_reference,
     lambda scores, lowest, row, drawn, words, first: (
         torch.empty_like(lowest),

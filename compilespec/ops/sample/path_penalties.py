@@ -12,22 +12,6 @@ from compilespec.ops.sample import layout
 from compilespec.ops.sample.probabilities import apply_penalties, count_context
 
 
-def penalise_paths(
-    logits_BSV: Tensor,
-    ids_BS: Tensor,
-    path_BSP: Tensor,
-    row_B: Tensor,
-    start_B: Tensor,
-    sampling_RF: Tensor,
-    sampling_RI: Tensor,
-    context_RL: Tensor,
-) -> Tensor:
-    """The logits of a tree's rows after penalties; see `penalise_paths_reference`."""
-    return _PENALISE_PATHS(
-        logits_BSV, ids_BS, path_BSP, row_B, start_B, sampling_RF, sampling_RI, context_RL
-    )
-
-
 def penalise_paths_reference(
     logits_BSV: Tensor,
     ids_BS: Tensor,
@@ -78,9 +62,7 @@ def _fake(logits: Tensor, *rest: Tensor) -> Tensor:
     return logits.new_empty(logits.shape, dtype=wide_dtype(logits.dtype))
 
 
-_PENALISE_PATHS = define_op(
-    "penalise_paths(Tensor logits, Tensor ids, Tensor path, Tensor row, Tensor start, "
-    "Tensor sampling_real, Tensor sampling_int, Tensor context) -> Tensor",
+penalise_paths = define_op(
     penalise_paths_reference,
     _fake,
     has_kernel=False,

@@ -5,7 +5,6 @@ uniform numbers, and draws by weight.  Noise is keyed like that of `sample`, in 
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,45 +15,6 @@ from compilespec.ops._tensors import wide_dtype
 from compilespec.ops.sample import layout
 from compilespec.ops.sample.philox import gumbel, noise_bits_of_rows
 from compilespec.ops.sample.reference import filter_scores, first_best, processed_rows
-
-
-def filtered_probs(
-    logits_BSV: Tensor,
-    greedy_BS: Tensor,
-    ids_BS: Tensor | None,
-    row_B: Tensor,
-    drawn_BS: Tensor,
-    sampling_RF: Tensor,
-    sampling_RI: Tensor,
-    bias_RV: Tensor,
-    context_RL: Tensor,
-    mask_RSW: Tensor,
-) -> Tensor:
-    """The distributions that `sample` draws from; see `filtered_probs_reference`."""
-    return _FILTERED_PROBS(
-        logits_BSV,
-        greedy_BS,
-        ids_BS,
-        row_B,
-        drawn_BS,
-        sampling_RF,
-        sampling_RI,
-        bias_RV,
-        context_RL,
-        mask_RSW,
-    )
-
-
-def draw_weighted(
-    weights_BV: Tensor, row_B: Tensor, drawn_B: Tensor, stream_B: Tensor, sampling_RI: Tensor
-) -> Tensor:
-    """Draw one id per row; see `draw_weighted_reference`."""
-    return _DRAW_WEIGHTED(weights_BV, row_B, drawn_B, stream_B, sampling_RI)
-
-
-def uniform(row_B: Tensor, drawn_BN: Tensor, stream_BN: Tensor, sampling_RI: Tensor) -> Tensor:
-    """Numbers in (0, 1); see `uniform_reference`."""
-    return _UNIFORM(row_B, drawn_BN, stream_BN, sampling_RI)
 
 
 def filtered_probs_reference(
@@ -265,10 +225,23 @@ def uniform_reference(
     return (bits_BN.to(torch.float32) + 0.5) * 2.0**-24
 
 
-def _filtered_probs(*args: Any) -> Tensor:
+def _filtered_probs(
+    logits_BSV: Tensor,
+    greedy_BS: Tensor,
+    ids_BS: Tensor | None,
+    row_B: Tensor,
+    drawn_BS: Tensor,
+    sampling_RF: Tensor,
+    sampling_RI: Tensor,
+    bias_RV: Tensor,
+    context_RL: Tensor,
+    mask_RSW: Tensor,
+) -> Tensor:
     """True where a CPU call can skip plain greedy rows; other devices must not read on the host."""
-    on_host = traits_of(args[0].device).is_cpu
-    return (filtered_probs_reference if on_host else filtered_probs_dense)(*args)
+    on_host = traits_of(logits_BSV.device).is_cpu
+    probs = filtered_probs_reference if on_host else filtered_probs_dense
+    state = (sampling_RF, sampling_RI, bias_RV, context_RL, mask_RSW)
+    return probs(logits_BSV, greedy_BS, ids_BS, row_B, drawn_BS, *state)
 
 
 def _like_logits(logits: Tensor, *rest: Tensor | None) -> Tensor:
@@ -284,24 +257,20 @@ def _like_positions(row: Tensor, drawn: Tensor, *rest: Tensor) -> Tensor:
     return drawn.new_empty(drawn.shape, dtype=torch.float32)
 
 
-_FILTERED_PROBS = define_op(
-    "filtered_probs(Tensor logits, Tensor greedy, Tensor? ids, Tensor row, Tensor drawn, "
-    "Tensor sampling_real, Tensor sampling_int, Tensor bias, Tensor(a!) context, Tensor mask) "
-    "-> Tensor",
+filtered_probs = define_op(
     _filtered_probs,
     _like_logits,
+    writes=("context_RL",),
     has_kernel=True,
 )
-_DRAW_WEIGHTED = define_op(
-    "draw_weighted(Tensor weights, Tensor row, Tensor drawn, Tensor stream, Tensor sampling_int) "
-    "-> Tensor",
+draw_weighted = define_op(
     draw_weighted_reference,
     _like_drawn,
     has_kernel=True,
 )
-_UNIFORM = define_op(
-    "uniform_noise(Tensor row, Tensor drawn, Tensor stream, Tensor sampling_int) -> Tensor",
+uniform = define_op(
     uniform_reference,
     _like_positions,
+    name="uniform_noise",
     has_kernel=True,
 )
