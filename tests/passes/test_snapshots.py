@@ -1,7 +1,8 @@
 """Golden tables of step graphs: a change of a graph is a diff that a reviewer reads.
 
-A row is op, target with its literal arguments, dtype[shape] and module; symbols are numbered by
-first use, operands are dots, and layers that equal the one before are folded.  `make
+A row is op, target with its arguments, dtype[shape] and module.  An operand is the name of an
+input, that of a node which layers share, or ^n, the node n rows above (folded rows counted).
+Symbols are numbered by first use, and layers that equal the one before are folded.  `make
 accept-snapshots` (or `pytest tests/passes/test_snapshots.py --accept-snapshots`) writes them anew.
 """
 
@@ -36,6 +37,8 @@ class Table:
 
     def __init__(self, graph: fx.Graph) -> None:
         self._symbols: dict[str, str] = {}
+        self._places = {node: place for place, node in enumerate(graph.nodes)}
+        self._shared = {node for node in graph.nodes if self._is_shared(node)}
         self.nodes = [(self._block(node), self._row(node)) for node in graph.nodes]
 
     def lines(self) -> list[str]:
@@ -59,30 +62,46 @@ class Table:
         layer = re.search(r"\.(\d+)\.", f"{path}.")
         return custom.get("fragment"), custom.get("copy"), layer[1] if layer else None
 
+    def _is_shared(self, node: fx.Node) -> bool:
+        """True where a layer reads a node that is in none, or in one before the last."""
+        own = self._block(node)[2]
+        layers = [layer for user in node.users if (layer := self._block(user)[2]) is not None]
+        is_far = own is None or any(int(layer) > int(own) + 1 for layer in layers)
+        return node.op != "placeholder" and bool(layers) and is_far
+
     def _row(self, node: fx.Node) -> str:
         custom = node.meta.get("custom") or {}
         if node.op in ("placeholder", "output"):
-            what = str(node.meta.get("role") or ", ".join(node.meta.get("names", ())))
-            where = ""
+            what, where = str(node.meta.get("role") or self._outputs(node)), ""
         else:
-            arguments = [self._argument(arg) for arg in node.args]
+            arguments = [self._argument(node, arg) for arg in node.args]
             arguments += [
-                f"{key}={self._argument(value)}"
+                f"{key}={self._argument(node, value)}"
                 for key, value in node.kwargs.items()
                 if key not in ("device", "layout", "pin_memory")
             ]
-            what = f"{_target(node)}({', '.join(arguments)})"
+            name = f"{node.name} = " if node in self._shared else ""
+            what = f"{name}{_target(node)}({', '.join(arguments)})"
             module = f"{custom.get('fragment', '')} {custom.get('module', '')}".strip()
             where = module or str(custom.get("pass", ""))
         op = {"call_function": "call", "call_method": "method"}.get(node.op, node.op)
         row = f"{op:12}{what}  {self._value(node)}  {where}".rstrip()
-        return re.sub(r"\.\d+(?=\.|\s|$)", ".*", row)
+        return re.sub(r"(?<=[a-z_*])\.\d+(?=[.\s,)\]=]|$)", ".*", row)
 
-    def _argument(self, value: Any) -> str:
+    def _outputs(self, node: fx.Node) -> str:
+        parts = node.args[0] if isinstance(node.args[0], tuple) else node.args
+        named = zip(node.meta.get("names", ()), parts, strict=True)
+        return ", ".join(f"{name}={self._argument(node, part)}" for name, part in named)
+
+    def _argument(self, user: fx.Node, value: Any) -> str:
         if isinstance(value, fx.Node):
-            return "·"
+            if value.op == "placeholder":
+                return str(value.meta.get("role"))
+            if value in self._shared and self._block(user) != self._block(value):
+                return value.name
+            return f"^{self._places[user] - self._places[value]}"
         if isinstance(value, (list, tuple)):
-            return f"[{', '.join(self._argument(part) for part in value)}]"
+            return f"[{', '.join(self._argument(user, part) for part in value)}]"
         return "end" if value == 2**63 - 1 else str(value).removeprefix("torch.")
 
     def _value(self, node: fx.Node) -> str:
@@ -121,11 +140,26 @@ def test_the_table_is_normalised():
     graph.output(node).meta["names"] = ("logits",)
     assert Table(graph).lines() == [
         "placeholder row_B",
-        "call        aten.add.Tensor(·, 0)  float32[?, 8]  target layers.*.mlp",
+        "call        aten.add.Tensor(row_B, 0)  float32[?, 8]  target layers.*.mlp",
         "    (these 1 rows 2 times)",
-        "call        aten.add.Tensor(·, 1)  float32[?, 8]  target layers.*.mlp",
-        "output      logits",
+        "call        aten.add.Tensor(row_B, 1)  float32[?, 8]  target layers.*.mlp",
+        "output      logits=^1",
     ]
+
+
+def test_swapped_operands_are_another_row():
+    def lines(swap: bool) -> list[str]:
+        graph = fx.Graph()
+        x = graph.placeholder("x")
+        x.meta["role"] = "x_B"
+        square = graph.call_function(torch.ops.aten.mul.Tensor, (x, x))
+        pair = (square, x) if swap else (x, square)
+        node = graph.call_function(torch.ops.aten.sub.Tensor, pair)
+        graph.output(node).meta["names"] = ("difference",)
+        return Table(graph).lines()
+
+    assert lines(swap=False)[2] == "call        aten.sub.Tensor(x_B, ^1)"
+    assert lines(swap=True)[2] == "call        aten.sub.Tensor(^1, x_B)"
 
 
 # --- the snapshots ---
