@@ -13,14 +13,15 @@ free afterwards.
 
 A change that fails, or is interrupted at any place, leaves rows and blocks in an unknown state.
 After a failed change, every admitted request ends and all rows and blocks are freed
-(`Scheduler._change`).  This rests on one rule: a request enters its next list before it leaves the
-last one (`Line`), so that it is always in a list.
+(`Scheduler._changing`).  This rests on one rule: a request enters its next list before it leaves
+the last one (`Line`), so that it is always in a list.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from compilespec.program import HostProposal
 from compilespec.runtime.adaptive import AdaptiveDrafts
@@ -90,12 +91,14 @@ class Scheduler:
             ones stay.
         """
         self._received = {}
-        self._change(self._step)
+        with self._changing():
+            self._step()
         return list(self._received)
 
     def add(self, request: Request) -> None:
         assert request.state is RequestState.WAITING
-        self._change(lambda: self.line.join(request))
+        with self._changing():
+            self.line.join(request)
 
     def abort(self, *requests: Request) -> None:
         """End requests; their rows and blocks are free once no launch names them.  In the middle
@@ -106,15 +109,18 @@ class Scheduler:
         """
         self._to_abort.extend(requests)
         if not self._is_changing:
-            self._change(lambda: None)
+            with self._changing():
+                pass
 
     def fail(self, request: Request, error: Exception) -> None:
         """End a request with an error, between steps; one that has ended counts as failed too."""
-        self._change(lambda: self._fail(request, error))
+        with self._changing():
+            self._fail(request, error)
 
     def reset_prefix_cache(self) -> None:
         """Forget the published blocks; running requests publish none of their present ones."""
-        self._change(lambda: self.holdings.withdraw_all(self.line.running))
+        with self._changing():
+            self.holdings.withdraw_all(self.line.running)
 
     def close(self) -> None:
         """Abort all requests; launches in flight are not read."""
@@ -123,8 +129,9 @@ class Scheduler:
 
     # --- changes, whole or undone ---
 
-    def _change(self, change: Callable[[], object]) -> None:
-        """Run a change that may move requests, rows and blocks, then the aborts that were deferred.
+    @contextlib.contextmanager
+    def _changing(self) -> Iterator[None]:
+        """A change that may move requests, rows and blocks; then the aborts that were deferred.
 
         If this is cut short, by an error or an interrupt, `_start_over` follows.  If that is cut
         short in turn, `_is_changing` stays set, and the next change begins with it.
@@ -133,10 +140,10 @@ class Scheduler:
             self._start_over(None)
         try:
             self._is_changing = True
-            change()
+            yield
             self._abort_all()
             if not self.line.running:
-                self._read()
+                self._deliver()
             self._is_changing = False
         except BaseException as error:
             self._start_over(error)
@@ -173,14 +180,24 @@ class Scheduler:
     # --- a step ---
 
     def _step(self) -> None:
+        reads_late = self._plan()
+        self._launch(reads_late=reads_late)
+        self._deliver(spare_this_step=reads_late)
+
+    def _plan(self) -> bool:
+        """Admit requests.  Returns True where the step's tokens are read after the next launch."""
         self.launches.begin_step()
         self._admit()
-        reads_late = self._overlap and not any(map(_needs_host, self.line.running))
+        return self._overlap and not any(map(_needs_host, self.line.running))
+
+    def _launch(self, *, reads_late: bool) -> None:
+        """Launch a prefill and a decode call; the decode call sees what the prefill gave, unless
+        that is read late.
+        """
         self._launch_prefill()
         if not reads_late:
-            self._read()
+            self._deliver()
         self._launch_decode()
-        self._read(spare_this_step=reads_late)
 
     def _admit(self) -> None:
         """Give the first in line a row and blocks, or let it wait, so that no large request
@@ -230,7 +247,7 @@ class Scheduler:
         if requests:
             self.launches.decode(requests)
 
-    def _read(self, *, spare_this_step: bool = False) -> None:
+    def _deliver(self, *, spare_this_step: bool = False) -> None:
         """Read the launches that are due, and hand their tokens on."""
         while self.launches.is_due(spare_this_step=spare_this_step):
             launch, given = self.launches.read()
@@ -254,7 +271,7 @@ class Scheduler:
             while (not made_room or self._goes_on(request)) and not self._grow(request):
                 made_room = True  # from here on, a request may have ended or lost its row
                 if self.launches.in_flight:
-                    self._read()
+                    self._deliver()
                 else:
                     self._preempt(self.line.running[-1])
         return [r for r in requests if self._goes_on(r)] if made_room else requests
