@@ -14,7 +14,7 @@ import torch
 
 import compilespec
 from compilespec.methods import eagle3
-from compilespec.runtime.draft_policy import Choice
+from compilespec.runtime.draft_policy import StepChoice
 from compilespec.runtime.engine import Engine
 from compilespec.runtime.request import Request
 from compilespec.tracing.target_info import TargetInfo
@@ -47,12 +47,12 @@ class Policy:
         self._runs, self._keeps_warm = runs, keeps_warm
         self._count, self._left = 0, 0
 
-    def choose(self, drafted: Sequence[int], batch: int, *, needs_replay: bool) -> Choice:
+    def choose(self, drafted: Sequence[int], batch: int, *, needs_replay: bool) -> StepChoice:
         if not self._left:
             self._count, self._left = next(self._runs)
         num_steps = 1 if self._count else self._left  # plain ones are decided at once
         self._left -= num_steps
-        return Choice(num_draft_tokens=self._count, num_steps=num_steps)
+        return StepChoice(num_draft_tokens=self._count, num_steps=num_steps)
 
     def observe(self, *args: Any, **kwargs: Any) -> None: ...
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from compilespec.runtime.draft_policy import Choice, Drafted
+from compilespec.runtime.draft_policy import Drafted, StepChoice
 
 
 class Scripted:
@@ -14,9 +14,9 @@ class Scripted:
     def __init__(self, counts: Iterator[int], *, keeps_warm: bool = True) -> None:
         self.counts, self.keeps_warm, self.taken = counts, keeps_warm, list[int]()
 
-    def choose(self, drafted: Sequence[Drafted], batch: int, *, needs_replay: bool) -> Choice:
+    def choose(self, drafted: Sequence[Drafted], batch: int, *, needs_replay: bool) -> StepChoice:
         self.taken.append(next(self.counts))
-        return Choice(num_draft_tokens=self.taken[-1])
+        return StepChoice(num_draft_tokens=self.taken[-1])
 
     def observe(self, *args: Any, **kwargs: Any) -> None: ...
 
