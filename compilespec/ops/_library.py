@@ -6,7 +6,9 @@ import contextlib
 import functools
 import importlib
 import importlib.util
+import inspect
 import os
+import re
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, ParamSpec, TypeVar, cast
@@ -31,6 +33,7 @@ def define_op(
     has_kernel: bool,
     triton: str | None = None,
     tags: Sequence[torch.Tag] = (),
+    optional: Sequence[str] = (),
 ) -> Callable[P, R]:
     """Define the operator `compilespec::<name>` by its reference; returns the overload, to call.
 
@@ -47,11 +50,15 @@ def define_op(
         has_kernel: whether `kernel.cpp` in the operator's folder registers a CPU implementation.
         triton: the folder whose `kernel.py` has a function of the operator's name and signature.
         tags: torch tags beside `pt2_compliant_tag`.
+        optional: parameters whose defaults are for callers alone.  The schema has none of them: a
+            retrace drops arguments that equal a default, and passes read arguments by place.
     """
     name = name or reference.__name__.strip("_").removesuffix("_reference")
     library = torch.library.Library(NAMESPACE, "FRAGMENT")
     _LIBRARIES.append(library)
-    library.define(_schema(name, reference, writes), tags=(torch.Tag.pt2_compliant_tag, *tags))
+    library.define(
+        _schema(name, reference, writes, optional), tags=(torch.Tag.pt2_compliant_tag, *tags)
+    )
     overload: OpOverload = getattr(getattr(torch.ops, NAMESPACE), name).default
 
     def run_reference(*args: Any) -> Any:
@@ -65,12 +72,37 @@ def define_op(
         TRITON_KERNELS[name] = _lazy_triton(name, triton, reference)
         library.impl(name, TRITON_KERNELS[name], "CUDA")
     torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=library)
-    return cast(Callable[P, R], overload)
+    return cast(Callable[P, R], _with_defaults(overload, reference, optional))
 
 
-def _schema(name: str, reference: Callable[..., Any], writes: Sequence[str]) -> str:
+def _with_defaults(
+    overload: OpOverload, reference: Callable[..., Any], optional: Sequence[str]
+) -> Callable[..., Any]:
+    """The overload, or a function that gives it what a call leaves out."""
+    if not optional:
+        return overload
+    parameters = inspect.signature(reference).parameters
+    names = list(parameters)
+    num_needed = 1 + max(map(names.index, optional))
+
+    @functools.wraps(reference)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if len(args) >= num_needed:
+            return overload(*args, **kwargs)
+        left = names[len(args) :]
+        absent = {name: parameters[name].default for name in optional if name in left}
+        return overload(*args, **{**absent, **kwargs})
+
+    return call
+
+
+def _schema(
+    name: str, reference: Callable[..., Any], writes: Sequence[str], optional: Sequence[str]
+) -> str:
     """The operator's schema; no integer of ours is symbolic."""
     found = torch.library.infer_schema(reference, op_name=name, mutates_args=tuple(writes))
+    for one in optional:
+        found = re.sub(rf"\b{one}=[^,)]+", one, found)
     return found.replace("SymInt", "int")
 
 

@@ -43,6 +43,7 @@ argmax_linear = define_op(
     _argmax_fake,
     has_kernel=False,
     triton="argmax_linear",
+    optional=("bias_V",),
 )
 define_op(
     row_argmax_reference,

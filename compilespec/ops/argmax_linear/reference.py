@@ -10,7 +10,7 @@ from compilespec.ops._tensors import wide_dtype
 
 
 def argmax_linear_reference(
-    x: Tensor, weight_VD: Tensor, bias_V: Tensor | None
+    x: Tensor, weight_VD: Tensor, bias_V: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """The largest logit of each row.
 

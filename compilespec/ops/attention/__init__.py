@@ -29,4 +29,5 @@ attention = define_op(
     attention_reference,
     _attention_fake,
     has_kernel=False,
+    optional=("window", "softcap", "sinks_N"),
 )

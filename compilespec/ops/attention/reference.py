@@ -13,9 +13,9 @@ def attention_reference(
     key_BNTH: Tensor,
     value_BNTH: Tensor,
     scale: float,
-    window: int,
-    softcap: float,
-    sinks_N: Tensor | None,
+    window: int = 0,
+    softcap: float = 0.0,
+    sinks_N: Tensor | None = None,
     chunk: int = 0,
     mask: Tensor | None = None,
 ) -> Tensor:

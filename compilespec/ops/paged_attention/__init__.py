@@ -50,6 +50,7 @@ paged_attention = define_op(
     has_kernel=True,
     triton="paged_attention",
     tags=(torch.Tag.flexible_layout,),
+    optional=("window", "softcap", "sinks_N"),
 )
 write_cache = define_op(
     write_cache_reference,

@@ -20,4 +20,5 @@ row_topk = define_op(
     row_topk_reference,
     _fake,
     has_kernel=True,
+    optional=("log_probs",),
 )

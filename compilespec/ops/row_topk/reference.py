@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 
-def row_topk_reference(x: Tensor, k: int, log_probs: bool) -> tuple[Tensor, Tensor]:
+def row_topk_reference(x: Tensor, k: int, log_probs: bool = False) -> tuple[Tensor, Tensor]:
     """The k largest values of each row, in falling order, and where they are.
 
     Args:
