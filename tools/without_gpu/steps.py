@@ -12,6 +12,7 @@ import torch
 from torch import fx
 
 import compilespec
+from compilespec.device import traits_of
 from compilespec.inspect.meta import meta_draft
 from compilespec.passes.context import PassContext
 from compilespec.pipeline import build
@@ -39,9 +40,10 @@ def passes_of_cuda(*, fuse_head: bool | None = None, optimised: bool = True) -> 
         fuse_head: true: heads of any size are fused with their argmax.
         optimised: False leaves out what only makes steps faster, to compare with.
     """
-    changed: dict[str, bool | None] = {"prepack": False, "heads_first": False}
-    changed |= {"merge": optimised, "on_gpu": optimised}
-    changed["fuse_head"] = fuse_head if optimised else False
+    changed: dict[str, Any] = {
+        "traits": traits_of(CUDA) if optimised else traits_of(torch.device("meta")),
+        "fuse_head": fuse_head if optimised else False,
+    }
 
     def context(**given: Any) -> PassContext:
         return PassContext(**{**given, **changed})
