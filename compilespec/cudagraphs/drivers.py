@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from compilespec import _torch_compat
-from compilespec.device import traits_of
+from compilespec.ops.device import traits_of
 
 Call = Callable[[], Sequence[Tensor]]
 

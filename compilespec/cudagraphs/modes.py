@@ -8,10 +8,10 @@ from typing import Any, Literal
 
 import torch
 
-from compilespec.device import traits_of
 from compilespec.errors import InvalidOption
 from compilespec.errors.suggest import not_one_of
 from compilespec.lowering import Units
+from compilespec.ops.device import traits_of
 from compilespec.program import Phase
 
 GraphKind = Literal["full", "piecewise"]

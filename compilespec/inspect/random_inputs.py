@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compilespec.device import traits_of
 from compilespec.errors import SpecError
 from compilespec.inspect.interpret import Stage
+from compilespec.ops.device import traits_of
 from compilespec.ops.sample import layout
 from compilespec.passes.context import PassContext
 from compilespec.passes.references import Case, rope_arguments

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from compilespec.device import traits_of
 from compilespec.errors import NotSupported
 from compilespec.inspect.graphs import GraphStage
+from compilespec.ops.device import traits_of
 
 _MAX_CONSTANT = 65536  # elements written out
 _INDENT = "    "

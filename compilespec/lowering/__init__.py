@@ -11,7 +11,6 @@ from typing import Any, Literal
 import torch
 
 from compilespec import _torch_compat
-from compilespec.device import traits_of
 from compilespec.errors import PassError
 from compilespec.errors.suggest import not_one_of
 from compilespec.lowering.artifacts import (
@@ -29,6 +28,7 @@ from compilespec.lowering.pieces import split_at_attention
 from compilespec.lowering.stitching import Stitched, StitchPlan
 from compilespec.lowering.vector_isas import remember_vector_isas
 from compilespec.ops import _build
+from compilespec.ops.device import traits_of
 from compilespec.program import ByStep, Lowered, LoweredPhase, Phase, PhaseGraph, SpecProgram
 from compilespec.progress import Reporter, Step
 

@@ -24,10 +24,10 @@ import torch
 from torch import Tensor, fx
 
 from compilespec import _torch_compat
-from compilespec.device import traits_of
 from compilespec.lowering.constants import Compiled, constants_of, to_record
 from compilespec.lowering.stitching import StitchPlan
 from compilespec.ops._build import cache_directory, toolchain, unwritable
+from compilespec.ops.device import traits_of
 from compilespec.program import InputSpec, PhaseGraph, SpecProgram
 
 logger = logging.getLogger("compilespec")

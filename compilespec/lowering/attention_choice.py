@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from compilespec.device import traits_of
 from compilespec.ops._library import has_triton
+from compilespec.ops.device import traits_of
 from compilespec.ops.paged_attention.choice import why_not_flash
 from compilespec.ops.paged_attention.form import Form, form_of
 from compilespec.program import BufferSpec, SpecProgram

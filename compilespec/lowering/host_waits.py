@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from compilespec.device import traits_of
+from compilespec.ops.device import traits_of
 
 # Operators that read the device's numbers on the host, without a tag that says so.
 _WAITING = {

@@ -18,10 +18,10 @@ from torch import fx
 
 import compilespec.ops  # noqa: F401  (registers the operators)
 from compilespec import _torch_compat
-from compilespec.device import traits_of
 from compilespec.errors import PassError
 from compilespec.lowering.constants import constants_in
 from compilespec.lowering.stitching import OpStep, PieceStep, Step, StitchPlan
+from compilespec.ops.device import traits_of
 
 CUTS = (
     torch.ops.compilespec.paged_attention.default,

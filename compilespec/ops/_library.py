@@ -16,8 +16,8 @@ from typing import Any, ParamSpec, TypeVar, cast
 import torch
 from torch._ops import OpOverload
 
-from compilespec.device import traits_of
 from compilespec.ops import _build
+from compilespec.ops.device import traits_of
 
 NAMESPACE = "compilespec"
 P = ParamSpec("P")

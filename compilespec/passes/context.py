@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from compilespec.device import CPU, DeviceTraits
 from compilespec.methods.capabilities import Capabilities, Chain
+from compilespec.ops.device import CPU, DeviceTraits
 from compilespec.passes.splice.acceptance.rule import STRICT, Acceptance
 from compilespec.passes.splice.expansion import Expansion
 from compilespec.passes.splice.logits_processor import LogitsProcessor

@@ -16,13 +16,13 @@ from typing import Any
 
 import torch
 
-from compilespec.device import traits_of
 from compilespec.errors import SpecError
 from compilespec.inspect.cost import StepCost, estimate
 from compilespec.inspect.devices import Device, find_device
 from compilespec.lowering import lower
 from compilespec.methods.base import Method
 from compilespec.methods.registry import METHODS
+from compilespec.ops.device import traits_of
 from compilespec.passes.proofs.sizes import Expr, K
 from compilespec.passes.splice.draft_loops import LOOPS
 from compilespec.pipeline.options import AUTO, CompileOptions

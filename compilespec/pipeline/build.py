@@ -9,11 +9,11 @@ from typing import Any
 
 from torch import nn
 
-from compilespec.device import traits_of
 from compilespec.errors import InvalidOption
 from compilespec.methods.base import Drafter, Method
 from compilespec.methods.capabilities import Capabilities
 from compilespec.methods.find import find_draft
+from compilespec.ops.device import traits_of
 from compilespec.passes.context import PassContext
 from compilespec.passes.order import rewrite_phase
 from compilespec.passes.splice.absorb_latents import absorb_calls, describe_latents

@@ -9,12 +9,12 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from compilespec.device import traits_of
 from compilespec.errors import NotSupported
 from compilespec.inspect.lockstep import check_lockstep
 from compilespec.inspect.stages import context_of
 from compilespec.lowering.artifacts import source_digest
 from compilespec.methods.capabilities import Capabilities
+from compilespec.ops.device import traits_of
 from compilespec.pipeline.options import CompileOptions
 from compilespec.program import PIECE, SpecProgram
 from compilespec.progress import Reporter

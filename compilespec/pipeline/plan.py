@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from compilespec._torch_compat import storage_place
-from compilespec.device import traits_of
+from compilespec.ops.device import traits_of
 from compilespec.passes.splice.acceptance.registry import describe
 from compilespec.pipeline.options import CompileOptions
 from compilespec.program import SpecProgram

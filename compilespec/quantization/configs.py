@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from compilespec.device import traits_of
 from compilespec.errors import MissingDependency
 from compilespec.errors.suggest import not_one_of
+from compilespec.ops.device import traits_of
 from compilespec.tracing.quiet import quiet_import
 
 OLDEST_TORCHAO = (0, 15)

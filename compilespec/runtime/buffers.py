@@ -8,7 +8,7 @@ import mmap
 import torch
 from torch import Tensor
 
-from compilespec.device import traits_of
+from compilespec.ops.device import traits_of
 from compilespec.program import BufferSpec
 
 MAPPED = 2**20  # bytes: zero buffers of this size and more are mapped lazily

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from compilespec.cudagraphs.staging import Staging
-from compilespec.device import traits_of
+from compilespec.ops.device import traits_of
 
 _DTYPES = {torch.int32: np.int32, torch.int64: np.int64, torch.float32: np.float32}
 _ALIGNMENT = 16  # bytes: views of another dtype begin at its multiples

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from compilespec.device import traits_of
+from compilespec.ops.device import traits_of
 
 MADV_DONTNEED = 4  # the process drops its pages, and loses its changes in them
 MADV_PAGEOUT = 21  # Linux 5.4: the system keeps changes, but its cache loses the file

@@ -13,7 +13,7 @@ from compilespec.cudagraphs.buckets import Bucket, Buckets, choose_buckets
 from compilespec.cudagraphs.dispatcher import Dispatcher, capture_all
 from compilespec.cudagraphs.modes import GraphOptions
 from compilespec.cudagraphs.recorder import make_recorder
-from compilespec.device import traits_of
+from compilespec.ops.device import traits_of
 from compilespec.ops.thread_pool import use_thread_pool
 from compilespec.passes.splice.evidence import Evidence
 from compilespec.program import PAD, ByStep, Lowered, LoweredPhase, ProgramConfig, StepKey

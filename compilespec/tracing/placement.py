@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from compilespec.device import traits_of
 from compilespec.errors import InvalidOption
 from compilespec.errors.suggest import did_you_mean, not_one_of
+from compilespec.ops.device import traits_of
 
 DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16", "float64")}
 DEVICES = ("cpu", "cuda")

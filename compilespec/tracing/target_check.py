@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from compilespec.device import traits_of
 from compilespec.errors import UnsupportedModel
+from compilespec.ops.device import traits_of
 from compilespec.program import Traced, marker_kind, module_path
 from compilespec.tracing.naming import source_line
 from compilespec.tracing.quantized_weights import is_quantized

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from compilespec.device import traits_of
 from compilespec.errors import InvalidOption
 from compilespec.errors.suggest import not_one_of
+from compilespec.ops.device import traits_of
 from compilespec.pipeline.entry import compile as compile_engine
 from compilespec.tracing.load import Target, load_target
 from compilespec.training.data import FileData, Loader, read_prompts

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 import compilespec
-from compilespec.device import CUDA
 from compilespec.methods.eagle3 import random_head
 from compilespec.methods.registry import get_method
+from compilespec.ops.device import CUDA
 from compilespec.passes.aten.fuse_head_argmax import fuse_head_argmax, pays
 from compilespec.passes.order import PassContext, rewrite_phase
 from compilespec.passes.splice.builder import Splice

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from compilespec.device import traits_of
+from compilespec.ops.device import traits_of
 from compilespec.passes.aten.merge_projections import merge_projections
 from compilespec.passes.splice.builder import Splice
 from compilespec.program import InputSpec

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
-from compilespec.device import CUDA
 from compilespec.errors import NotSupported, PassError
 from compilespec.methods.registry import get_method
+from compilespec.ops.device import CUDA
 from compilespec.passes.graph.nodes import find_role
 from compilespec.passes.graph.retrace import start_step
 from compilespec.passes.order import ATEN_PASSES, SPLICE_PASSES, PassContext, run_passes

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from compilespec.device import CUDA
+from compilespec.ops.device import CUDA
 from compilespec.ops.packed_linear import pack_weight
 from compilespec.passes.aten.prepack_linears import prepack_linears
 from compilespec.passes.splice.builder import Splice

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from compilespec.device import CPU, CUDA, traits_of
+from compilespec.ops.device import CPU, CUDA, traits_of
 from compilespec.passes.aten.read_long_rows import read_long_rows
 from compilespec.passes.splice.builder import Splice
 from tests.support.hand_graphs import call, code, graph_of

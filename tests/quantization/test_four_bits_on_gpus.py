@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from compilespec.device import CUDA
+from compilespec.ops.device import CUDA
 from compilespec.ops.quantized_linear import quantized_linear
 from compilespec.passes.aten.merge_projections import merge_projections
 from compilespec.passes.aten.prepack_linears import prepack_linears

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import compilespec
 from compilespec import SamplingParams
-from compilespec.device import CUDA
+from compilespec.ops.device import CUDA
 from compilespec.ops.quantized_linear import dynamic_int8_product
 from compilespec.ops.quantized_linear.reference import dynamic_int8_linear_reference
 from compilespec.passes.context import PassContext

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from compilespec import trace
-from compilespec.device import CUDA
+from compilespec.ops.device import CUDA
 from compilespec.passes.context import PassContext
 from compilespec.pipeline import build
 from compilespec.program import SpecProgram

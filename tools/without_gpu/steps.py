@@ -12,8 +12,8 @@ import torch
 from torch import fx
 
 import compilespec
-from compilespec.device import traits_of
 from compilespec.inspect.meta import meta_draft
+from compilespec.ops.device import traits_of
 from compilespec.passes.context import PassContext
 from compilespec.pipeline import build
 from compilespec.program import InputSpec, SpecProgram

@@ -6,12 +6,12 @@ from typing import Any
 
 import torch
 
-from compilespec.device import traits_of
 from compilespec.errors import InvalidOption
 from compilespec.methods.dflash.config import DFlashConfig
 from compilespec.methods.dflash.drafter import DFlashDrafter
 from compilespec.methods.dflash.load import fill_drafter
 from compilespec.methods.eagle3.random_head import random_tensor, spread_aux_layers
+from compilespec.ops.device import traits_of
 from compilespec.tracing.target_info import TargetInfo
 
 

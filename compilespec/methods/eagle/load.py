@@ -12,7 +12,6 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from compilespec.device import traits_of
 from compilespec.errors import DraftMismatch, InvalidOption
 from compilespec.errors.suggest import not_one_of
 from compilespec.methods.base import Drafter
@@ -24,6 +23,7 @@ from compilespec.methods.eagle.drafter import EagleDrafter
 from compilespec.methods.eagle3.load import check_sizes, fill, place
 from compilespec.methods.eagle3.random_head import random_config, random_tensor
 from compilespec.methods.eagle3.save import layer_fields
+from compilespec.ops.device import traits_of
 from compilespec.tracing.target_info import TargetInfo
 
 logger = logging.getLogger(__name__)

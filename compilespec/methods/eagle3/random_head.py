@@ -7,13 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compilespec.device import traits_of
 from compilespec.errors import InvalidOption
 from compilespec.errors.suggest import not_one_of
 from compilespec.methods.decoder_body import BODIES
 from compilespec.methods.eagle3.config import Eagle3Config
 from compilespec.methods.eagle3.drafter import Eagle3Drafter
 from compilespec.methods.eagle3.load import check_sizes, fill, place
+from compilespec.ops.device import traits_of
 from compilespec.tracing.target_info import TargetInfo
 
 

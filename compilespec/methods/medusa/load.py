@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from compilespec.device import traits_of
 from compilespec.errors import CheckpointError, DraftMismatch, InvalidOption, NotSupported
 from compilespec.methods.base import Drafter
 from compilespec.methods.checkpoint import load_strict, read_config, read_tensors, tensor_names
 from compilespec.methods.eagle3.load import place
 from compilespec.methods.eagle3.random_head import random_tensor
 from compilespec.methods.medusa.drafter import MedusaDrafter
+from compilespec.ops.device import traits_of
 from compilespec.tracing.target_info import TargetInfo
 
 logger = logging.getLogger(__name__)

@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 
-from compilespec.device import traits_of
 from compilespec.errors import InvalidOption
 from compilespec.errors.suggest import not_one_of
 from compilespec.methods.capabilities import Chain
@@ -15,6 +14,7 @@ from compilespec.methods.mtp.config import BODIES, Hidden, Layout, MtpConfig, bl
 from compilespec.methods.mtp.drafter import MtpDrafter
 from compilespec.methods.mtp.load import build, check_sizes, experts_of
 from compilespec.methods.mtp.module import build_steps
+from compilespec.ops.device import traits_of
 from compilespec.tracing.target_info import TargetInfo
 
 

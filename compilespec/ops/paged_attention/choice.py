@@ -8,7 +8,7 @@ import functools
 
 import torch
 
-from compilespec.device import traits_of
+from compilespec.ops.device import traits_of
 from compilespec.ops.paged_attention.form import Form
 
 _DTYPES = (torch.bfloat16, torch.float16)

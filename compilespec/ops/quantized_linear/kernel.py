@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from compilespec.device import traits_of
+from compilespec.ops.device import traits_of
 from compilespec.ops.quantized_linear import reference
 from compilespec.ops.quantized_linear.reference import (
     int4_linear_reference,

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from compilespec.device import traits_of
 from compilespec.ops._library import define_op
+from compilespec.ops.device import traits_of
 from compilespec.ops.sample import layout
 from compilespec.ops.sample.philox import gumbel, noise_bits_of_rows
 

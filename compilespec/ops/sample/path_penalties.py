@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from compilespec.device import traits_of
 from compilespec.ops._library import define_op
 from compilespec.ops._tensors import wide_dtype
+from compilespec.ops.device import traits_of
 from compilespec.ops.sample import layout
 from compilespec.ops.sample.probabilities import apply_penalties, count_context
 

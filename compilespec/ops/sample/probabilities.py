@@ -9,9 +9,9 @@ import math
 import torch
 from torch import Tensor
 
-from compilespec.device import traits_of
 from compilespec.ops._library import define_op
 from compilespec.ops._tensors import wide_dtype
+from compilespec.ops.device import traits_of
 from compilespec.ops.sample import layout
 from compilespec.ops.sample.philox import gumbel, noise_bits_of_rows
 from compilespec.ops.sample.reference import filter_scores, first_best, processed_rows

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, fx
 
 from compilespec import _torch_compat
-from compilespec.device import traits_of
+from compilespec.ops.device import traits_of
 from compilespec.passes.graph.aliases import storage_root
 from compilespec.passes.proofs.element_views import (
     VIEWS,

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from compilespec.device import traits_of
 from compilespec.errors import InvalidOption
+from compilespec.ops.device import traits_of
 from compilespec.program import Phase, ProgramConfig, Traced
 from compilespec.tracing.capture import EXAMPLE_SHAPE, trace_call
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 import compilespec.ops.roll_window  # noqa: F401  (registers the operator)
-from compilespec.device import traits_of
+from compilespec.ops.device import traits_of
 from compilespec.passes.context import PassContext
 from compilespec.passes.splice.builder import Splice, arange_like
 from compilespec.passes.splice.draft_loops.calls import next_position, propose, run
