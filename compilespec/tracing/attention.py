@@ -29,7 +29,14 @@ SELECTIONS = ("indices", "block_indices")  # keywords of such selections
 # Keywords of attention calls that change nothing without packed sequences, or only choose further
 # outputs of a call.
 _HARMLESS = frozenset(
-    {"position_ids", "cache_position", "output_attentions", "output_hidden_states", "use_cache"}
+    {
+        "position_ids",
+        "cache_position",
+        "output_attentions",
+        "output_hidden_states",
+        "use_cache",
+        "logits_to_keep",
+    }
 )
 _OTHER_INPUTS = ("pixel_", "image_", "video_", "input_features", "input_values", "audio_")
 
