@@ -128,7 +128,8 @@ def marked_attention(model: nn.Module, name: str = ATTENTION) -> Iterator[bool]:
     before = {key: config._attn_implementation for key, config in configs.items()}
     try:
         with _registered(name), marked_recurrence(model):
-            model.set_attn_implementation(name)
+            for config in configs.values():  # the marker serves models that have no sdpa, too
+                config._attn_implementation = name
             yield True
     finally:
         for key, config in configs.items():

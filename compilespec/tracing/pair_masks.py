@@ -146,8 +146,10 @@ class _Trial:
     A side is "all" (the whole mask: queries are the keys), "query" or "key".
     """
 
-    def __init__(self, gm: fx.GraphModule, pairs: Pairs, sizes: Mapping[str, Any], seed: int):
-        self._gm, self._pairs, self._length = gm, pairs, str(sizes["length"])
+    def __init__(
+        self, weights: Mapping[str, Tensor], pairs: Pairs, sizes: Mapping[str, Any], seed: int
+    ) -> None:
+        self._weights, self._pairs, self._length = weights, pairs, str(sizes["length"])
         self._batch = str(sizes["batch"])
         self._random = torch.Generator().manual_seed(seed)
         self._values: dict[tuple[fx.Node, str], Any] = {}
@@ -238,7 +240,7 @@ class _Trial:
         if side != "all":
             return self._of_side(node, self._value(node, "all"), side)
         if is_of_positions(node):
-            return positions_of(self._gm, node, self._size_of_all)
+            return positions_of(node, self._size_of_all, self._weights)
         shape = [self._size(size, "all") for size in example.shape]
         if example.dtype.is_floating_point:  # all positive: no two scores are both cut to zero
             return self._positive(shape).to(example.dtype)
@@ -252,11 +254,13 @@ class _Trial:
         dims = node.meta["example_value"].shape
         dim = next(d for d, size in enumerate(dims) if self._length in symbols(size))
         if side == "query":
+            if str(dims[dim]) != self._length:
+                raise ValueError("its entries are not those of tokens")
             return whole.index_select(dim, torch.tensor(_ROWS))
         if is_of_positions(node):
-            return positions_of(self._gm, node, lambda size: self._size(size, "key"))
+            return positions_of(node, lambda size: self._size(size, "key"), self._weights)
         more = list(whole.shape)
-        more[dim] = _NUM_SPARE
+        more[dim] = self._size(dims[dim], "key") - whole.shape[dim]
         return torch.cat([whole, (self._positive(more) * 3).to(whole.dtype)], dim)
 
     def _positive(self, shape: list[int]) -> Tensor:
@@ -288,13 +292,15 @@ def _hidden(mask: Tensor) -> Tensor:
 # --- positions ---------------------------------------------------------------------------
 
 
-def positions_of(gm: fx.GraphModule, node: fx.Node, size: Any) -> Any:
+def positions_of(node: fx.Node, size: Any, weights: Mapping[str, Tensor]) -> Any:
     """The value of a node made of positions, for as many tokens as `size` gives."""
     env: dict[fx.Node, Any] = {}
     for one in chain(node):
         example = one.meta.get("example_value")
         if isinstance(example, torch.SymInt):
             env[one] = size(example)
+        elif one.op == "placeholder" and one.meta.get("role") in weights:
+            env[one] = weights[one.meta["role"]]
         elif one.meta.get("role") == "position_ids":
             batch, length = (size(s) for s in example.shape)
             env[one] = torch.arange(length, dtype=example.dtype).expand(batch, length)
@@ -321,7 +327,8 @@ class MaskSplitter:
     """
 
     def __init__(self, traced: Traced) -> None:
-        self._gm, self._values = traced.graph_module, ByPosition(traced)
+        self._gm, self._weights = traced.graph_module, traced.weights
+        self._values = ByPosition(traced)
         self._length = str(self._values.length)
         self._keys: dict[fx.Node, fx.Node] = {}  # what keys are made of, from the cache
         self._done: set[Place] = set()
@@ -334,7 +341,7 @@ class MaskSplitter:
         """Raises: CannotSplit."""
         pairs = find_pairs(self._gm, mask, self._length)
         sizes = {"batch": self._values.batch, "length": self._values.length}
-        trials = [_Trial(self._gm, pairs, sizes, seed) for seed in range(3)]
+        trials = [_Trial(self._weights, pairs, sizes, seed) for seed in range(3)]
         candidates = list(itertools.islice(trials[0].solutions(), 8))
         for trial in trials[1:]:
             still = list(trial.solutions())
@@ -356,37 +363,49 @@ class MaskSplitter:
         for node, places in by_node.items():
             flat = flat_arguments(node)
             for place, side in places.items():
-                flat[place] = self._sided(flat[place], side, node)
+                flat[place] = self._sided(flat[place], side)
             node.args, node.kwargs = with_arguments(node, flat)
 
-    def _sided(self, source: fx.Node, side: str, reader: fx.Node) -> fx.Node:
+    def _sided(self, source: fx.Node, side: str) -> fx.Node:
         is_size = isinstance(source.meta.get("example_value"), torch.SymInt)
         if side == "query":
             is_own = is_size or not any(map(self._values.is_count, chain(source)))
             return source if is_own or not is_of_positions(source) else self._values.own(source)
         if is_size or is_of_positions(source):
             return self._values.over_all(source)
-        return self._from_cache(source, reader)
+        return self._from_cache(source)
 
-    def _from_cache(self, source: fx.Node, reader: fx.Node) -> fx.Node:
+    def _from_cache(self, source: fx.Node) -> fx.Node:
         """The same over all keys of the request: what it is made of is cached."""
+        if num_token_dims(source, self._length) == 0 or is_of_positions(source):
+            return self._values.over_all(source)
         if source not in self._keys:
-            inner = source.all_input_nodes
-            commutes = (
-                source.op == "call_method"
-                and source.target in _COMMUTE
-                and len(inner) == 1
-                and num_token_dims(inner[0], self._length) == 1
-            )
-            self._keys[source] = self._behind_cache(source) if commutes else self._marker(source)
+            is_behind = self._is_of_several(source) or self._commutes(source)
+            self._keys[source] = self._behind_cache(source) if is_behind else self._marker(source)
         return self._keys[source]
 
+    def _is_of_several(self, source: fx.Node) -> bool:
+        """True for entries of several tokens each, such as blocks of keys."""
+        shape = source.meta["example_value"].shape
+        return str(shape[self._values.token_dim(source)]) != self._length
+
+    def _commutes(self, source: fx.Node) -> bool:
+        inner = source.all_input_nodes
+        is_simple = source.op == "call_method" and source.target in _COMMUTE and len(inner) == 1
+        return is_simple and num_token_dims(inner[0], self._length) == 1
+
     def _behind_cache(self, source: fx.Node) -> fx.Node:
-        inner = self._from_cache(source.all_input_nodes[0], source)
-        flat = [inner, *flat_arguments(source)[1:]]
+        flat = [
+            self._values.over_all(a)
+            if isinstance(a, fx.Node) and isinstance(a.meta.get("example_value"), torch.SymInt)
+            else self._from_cache(a)
+            if isinstance(a, fx.Node)
+            else a
+            for a in flat_arguments(source)
+        ]
         args, kwargs = with_arguments(source, flat)
         with self._graph.inserting_before(source.next):
-            return describe(self._graph.call_method(str(source.target), args, kwargs), source)
+            return describe(self._graph.create_node(source.op, source.target, args, kwargs), source)
 
     def _marker(self, source: fx.Node) -> fx.Node:
         dim = self._values.token_dim(source)

@@ -15,7 +15,15 @@ import torch
 from torch import Tensor, fx, nn
 
 from compilespec.errors import NoPositionInput, UnsupportedModel
-from compilespec.program import Traced, TracedInput, module_path
+from compilespec.program import (
+    LONG_ROPE,
+    MIXERS,
+    ROPE_OFFSETS,
+    Traced,
+    TracedInput,
+    marker_kind,
+    module_path,
+)
 from compilespec.tracing.naming import source_line
 from compilespec.tracing.structure import ancestors
 
@@ -32,6 +40,9 @@ def first_position(model: nn.Module) -> int:
             ids = torch.full((1, 1), padding + 1)
             return int(count(ids, padding)[0, 0])
     return 0
+
+
+_OF_REQUESTS = ("input_ids", ROPE_OFFSETS, LONG_ROPE)  # inputs that requests differ in
 
 
 class NotByPosition(Exception):
@@ -96,12 +107,13 @@ class ByPosition:
     def _is_of_tokens(self, node: fx.Node) -> bool:
         """True for what positions and sizes of tokens begin with."""
         role = node.meta.get("role")
-        is_length = role == "symbol" and str(self.length) in symbols(node.meta["example_value"])
+        is_length = role == "symbol" and str(self.length) == str(node.meta["example_value"])
         return self.is_count(node) or role == "position_ids" or is_length
 
     def is_count(self, node: fx.Node) -> bool:
         """True for an arange over the tokens of a call."""
-        return node.target is torch.arange and num_token_dims(node, str(self.length)) > 0
+        shape = getattr(node.meta.get("example_value"), "shape", ())
+        return node.target is torch.arange and [str(size) for size in shape] == [str(self.length)]
 
     def _made_of_all(self, node: fx.Node) -> fx.Node:
         role, graph = node.meta.get("role"), self._graph
@@ -115,7 +127,7 @@ class ByPosition:
             if role == "position_ids":  # [1, L] serves for [B, L]
                 made = describe(graph.call_method("unsqueeze", (made, 0)), node)
             return made
-        if role is not None:
+        if role in _OF_REQUESTS:
             raise NotByPosition(f"it depends on {role}")
         flat = [self.over_all(a) if isinstance(a, fx.Node) else a for a in flat_arguments(node)]
         args, kwargs = with_arguments(node, flat)
@@ -143,11 +155,10 @@ def rows_by_position(table: Tensor, position_ids: Tensor, dim: int) -> Tensor:
 
 
 def is_of_positions(node: fx.Node) -> bool:
-    """True where positions and sizes alone make a value."""
+    """True where positions, sizes and weights alone make a value."""
     return all(
-        source.target is torch.arange
-        or source.meta.get("role") in ("position_ids", "symbol")
-        or bool(source.all_input_nodes)
+        source.meta.get("role") not in _OF_REQUESTS
+        and marker_kind(source) not in (*MIXERS, "cached")
         for source in chain(node)
     )
 
