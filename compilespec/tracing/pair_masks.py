@@ -158,7 +158,11 @@ class _Trial:
         """The mask as the model computes it, [.., keys, keys]."""
         env: dict[fx.Node, Any] = {}
         for node in self._pairs.nodes:
-            env[node] = self._run(node, env, dict.fromkeys(self._pairs.uses, "all"))
+            try:
+                env[node] = self._run(node, env, dict.fromkeys(self._pairs.uses, "all"))
+            except (RuntimeError, IndexError, TypeError, ValueError) as error:
+                why = str(error).splitlines()[0]
+                raise CannotSplit(f"{node.name} cannot be computed by itself ({why})") from None
         return visible(env[self._pairs.mask])
 
     def solutions(self) -> Iterator[dict[Place, str]]:

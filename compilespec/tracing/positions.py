@@ -233,7 +233,7 @@ def settle_counts(traced: Traced, model: nn.Module) -> Traced:
         try:
             for node in _last_of_positions(gm, count):
                 own = values.own(node)
-                for user in [u for u in node.users if not is_of_positions(u)]:
+                for user in [u for u in node.users if not _is_counted(u)]:
                     user.replace_input_with(node, own)
         except NotByPosition as error:
             raise UnsupportedModel(
@@ -242,7 +242,7 @@ def settle_counts(traced: Traced, model: nn.Module) -> Traced:
                 f"every position to come from position_ids ({error}); switch that off in the "
                 "config, or use position_ids there"
             ) from None
-        for node in reversed(chain_of_users(gm, count)):
+        for node in reversed(_users_of_count(gm, count)):
             if not node.users:
                 gm.graph.erase_node(node)
     gm.recompile()
@@ -253,16 +253,24 @@ def _last_of_positions(gm: fx.GraphModule, count: fx.Node) -> list[fx.Node]:
     """What is made of a count and of positions alone, where it meets other values."""
     return [
         node
-        for node in chain_of_users(gm, count)
-        if any(not is_of_positions(user) for user in node.users)
+        for node in _users_of_count(gm, count)
+        if any(not _is_counted(user) for user in node.users)
     ]
 
 
-def chain_of_users(gm: fx.GraphModule, count: fx.Node) -> list[fx.Node]:
+def _is_counted(node: fx.Node) -> bool:
+    """True where positions and sizes alone make a value, without weights."""
+    known = ("position_ids", "symbol")
+    return is_of_positions(node) and all(
+        source.op != "placeholder" or source.meta.get("role") in known for source in chain(node)
+    )
+
+
+def _users_of_count(gm: fx.GraphModule, count: fx.Node) -> list[fx.Node]:
     """A count and all that is made of it and of positions alone, in order."""
     found = {count}
     for node in gm.graph.nodes:
-        if found.intersection(node.all_input_nodes) and is_of_positions(node):
+        if found.intersection(node.all_input_nodes) and _is_counted(node):
             found.add(node)
     return [node for node in gm.graph.nodes if node in found]
 
@@ -285,7 +293,12 @@ def count_by_position(traced: Traced, model: nn.Module) -> Traced:
         "example_value": ids.meta["example_value"],
         "custom": {"pass": "trace"},
     }
+    inputs = (*traced.inputs, TracedInput(name="position_ids", kind="argument"))
+    traced = dataclasses.replace(traced, inputs=inputs)
+    batch = str(ids.meta["example_value"].shape[0])
     for node in over_tokens:
+        if any(batch in _sizes(user) for user in _users_of_count(gm, node)):
+            continue  # its rows belong to requests already
         # [B, T] replaces [T]; broadcasting over a leading batch dimension works as before.
         with gm.graph.inserting_before(node):
             value = gm.graph.call_method("to", (positions, node.meta["example_value"].dtype))
@@ -293,9 +306,11 @@ def count_by_position(traced: Traced, model: nn.Module) -> Traced:
         _drop_leading_ones(node, value)
         node.replace_all_uses_with(value)
         gm.graph.erase_node(node)
-    gm.recompile()
-    inputs = (*traced.inputs, TracedInput(name="position_ids", kind="argument"))
-    return dataclasses.replace(traced, inputs=inputs)
+    return settle_counts(traced, model)
+
+
+def _sizes(node: fx.Node) -> list[str]:
+    return [str(size) for size in getattr(node.meta.get("example_value"), "shape", ())]
 
 
 def _drop_leading_ones(count: fx.Node, positions: fx.Node) -> None:
