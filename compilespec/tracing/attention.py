@@ -19,6 +19,7 @@ from compilespec.tracing.media import medium_of
 from compilespec.tracing.naming import source_line
 from compilespec.tracing.quiet import quiet_import
 from compilespec.tracing.recurrence import marked_recurrence
+from compilespec.tracing.selections import traced_selections
 
 ATTENTION = "compilespec"  # compilespec's name in transformers' attention registry
 # The name under which models that hand a selection of keys to other attention functions make a
@@ -128,7 +129,7 @@ def marked_attention(model: nn.Module, name: str = ATTENTION) -> Iterator[bool]:
     configs = {id(m.config): m.config for m in model.modules() if isinstance(m, PreTrainedModel)}
     before = {key: config._attn_implementation for key, config in configs.items()}
     try:
-        with _registered(name), marked_recurrence(model):
+        with _registered(name), marked_recurrence(model), traced_selections(model):
             for config in configs.values():  # the marker serves models that have no sdpa, too
                 config._attn_implementation = name
             yield True
