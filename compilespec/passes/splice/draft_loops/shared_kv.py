@@ -35,7 +35,7 @@ def shared_kv(step: Splice) -> int:
             "forward",
             places,
             caches="target",
-            layers=step.ctx.kv_layers,
+            layers=step.ctx.drafter.kv_layers,
             input_ids=token.clamp(min=0).unsqueeze(1),
             hidden=hidden,
         )
