@@ -178,7 +178,7 @@ def test_processors_that_are_refused(processor):
         num_blocks=9, vocab_size=7, dtype=torch.float32, device=torch.device("cpu"),
     )  # fmt: skip
     with pytest.raises(InvalidOption, match=REFUSED[processor]):
-        CompileOptions(logits_processor=processor).processor.capture("decode", config, 7)
+        CompileOptions(logits_processor=processor).processor.capture("decode", config)
 
 
 @pytest.mark.slow
