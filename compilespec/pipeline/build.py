@@ -73,17 +73,7 @@ def build_program(
     config = options.program_config(target, info, drafter if drafts else None)
     config = dataclasses.replace(config, adapters=adapter_shape(options, target, traced))
     check_sizes(capabilities, config, options)
-    loop = LOOPS[capabilities.kind]
-    traced_draft: Mapping[str, Traced] = {}
-    if drafter is not None:
-        _check_block_sizes(drafter, config)
-        with progress.step("trace", "drafter") as step:
-            traced_draft = drafter.capture(config, info)
-            whys = [one.why_traced for one in traced_draft.values() if not one.reused]
-            step.note(from_cache=not whys, why=whys[0] if whys else "")
-        loop.check_calls(
-            capabilities.name, type(drafter).__name__, traced_draft, config.num_draft_tokens
-        )
+    traced_draft = _capture(drafter, config, capabilities, info, progress) if drafter else {}
     check_tree(options, config, capabilities, traced, traced_draft)
     kept = choose_draft_ids(options, target, info.vocab_size, traced_draft)
     if options.prompt_logprobs:
@@ -95,7 +85,7 @@ def build_program(
         capabilities=capabilities,
         target=traced,
         draft=absorbed,
-        drafter=drafter or Drafter(),
+        drafter=Drafter() if drafter is None else drafter,
         acceptance=options.acceptance_rule,
         draft_ids=kept.ids if kept else None,
         traits=traits_of(config.device),
@@ -111,7 +101,7 @@ def build_program(
         capabilities=capabilities,
         drafter=first.drafter,
         config=config,
-        reach=loop.reach(config.num_draft_tokens),
+        reach=LOOPS[capabilities.kind].reach(config.num_draft_tokens),
         graphs=graphs,
         buffers=tuple({name: b for ctx in contexts for name, b in ctx.buffers.items()}.values()),
         weights=first.weights,
@@ -189,6 +179,24 @@ def _load_drafter(
         return quantize_drafter(
             method.load(found, info, method_options), options.draft_quantization
         )
+
+
+def _capture(
+    drafter: Drafter,
+    config: ProgramConfig,
+    capabilities: Capabilities,
+    info: TargetInfo,
+    progress: Reporter,
+) -> dict[str, Traced]:
+    """The drafter's calls, all that the loop of its kind splices."""
+    _check_block_sizes(drafter, config)
+    with progress.step("trace", "drafter") as step:
+        calls = drafter.capture(config, info)
+        whys = [one.why_traced for one in calls.values() if not one.reused]
+        step.note(from_cache=not whys, why=whys[0] if whys else "")
+    name, loop = capabilities.name, LOOPS[capabilities.kind]
+    loop.check_calls(name, type(drafter).__name__, calls, config.num_draft_tokens)
+    return calls
 
 
 def has_greedy_step(options: CompileOptions, config: ProgramConfig) -> bool:
