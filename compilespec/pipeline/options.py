@@ -397,6 +397,7 @@ class CompileOptions:
             device=info.device,
             tree=tree,
             short_rope_limit=short_rope_limit(target.model),
+            prefills_one=info.has_kept_masks,
             features=RequestFeatures(
                 host_processors=self.host_processors,
                 prompt_logprobs=self.prompt_logprobs,

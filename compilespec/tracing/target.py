@@ -18,7 +18,13 @@ from torch import Tensor, fx, nn
 
 from compilespec.errors import NoPositionInput, TraceError, UnsupportedModel
 from compilespec.program import LONG_ROPE, ROPE_OFFSETS, ROPE_ROWS, Traced, TracedInput, module_path
-from compilespec.tracing.attention import mark_plain_attention, marked_attention
+from compilespec.tracing.attention import (
+    ATTENTION,
+    MASKED,
+    SELECTIONS,
+    mark_plain_attention,
+    marked_attention,
+)
 from compilespec.tracing.capture import EXAMPLE_SHAPE, trace_call
 from compilespec.tracing.images import rope_module
 from compilespec.tracing.long_rope import LongRows, rope_by_request, short_rope_limit
@@ -69,11 +75,20 @@ def trace_target(
     if rows.is_long and by_request:
         own_length = torch.zeros(EXAMPLE_SHAPE, dtype=torch.bool, device=device)
         arguments[LONG_ROPE] = (own_length, (0, 1))
-    with marked_attention(model) as is_transformers, rope_by_request(model, rows):
-        call, takes_positions = _target_call(model, is_transformers, ROPE_OFFSETS in arguments)
-        if LONG_ROPE in arguments:
-            call = _with_lengths(call, rows)
-        traced = trace_call(model, call, arguments, name=name)
+
+    def trace(attention: str) -> tuple[Traced, bool]:
+        with marked_attention(model, attention) as is_transformers, rope_by_request(model, rows):
+            call, takes_positions = _target_call(model, is_transformers, ROPE_OFFSETS in arguments)
+            if LONG_ROPE in arguments:
+                call = _with_lengths(call, rows)
+            return trace_call(model, call, arguments, name=name), takes_positions
+
+    try:
+        traced, takes_positions = trace(ATTENTION)
+    except TraceError as error:
+        if not any(f"called with {name}=" in str(error) for name in SELECTIONS):
+            raise
+        traced, takes_positions = trace(MASKED)
     mark_plain_attention(traced.graph_module, model)
     read_masks(traced, model)
     if traced.num_attention_layers == 0:
