@@ -509,6 +509,14 @@ class HostCapabilities(Protocol):
     @property
     def combines(self) -> bool: ...
 
+    @property
+    def drafts_in_step(self) -> bool: ...
+
+
+def tells_evidence(config: ProgramConfig, capabilities: HostCapabilities) -> bool:
+    """True where decode steps say how sure their drafts are, for the host to choose the next K."""
+    return bool(config.several) and capabilities.drafts_in_step
+
 
 class HostDrafter(Protocol):
     """The parts of a drafter that the host asks for (`methods/base.py` has all)."""

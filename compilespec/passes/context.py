@@ -22,6 +22,7 @@ from compilespec.program import (
     StepKey,
     StepKind,
     Traced,
+    tells_evidence,
 )
 
 
@@ -76,9 +77,8 @@ class PassContext:
 
     @property
     def tells_evidence(self) -> bool:
-        """True where the step says how sure its drafts are, for the host to choose the next K."""
-        has_choice = bool(self.config.several) and not self.is_replay
-        return has_choice and self.capabilities.drafts_in_step
+        """True where the step says how sure its drafts are."""
+        return tells_evidence(self.config, self.capabilities) and not self.is_replay
 
     @property
     def drafts_now(self) -> bool:

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from compilespec.passes.splice.evidence import Evidence
-from compilespec.program import HostCapabilities, ProgramConfig, Reach
+from compilespec.program import HostCapabilities, ProgramConfig, Reach, tells_evidence
 from compilespec.runtime.given_rows import GivenRows
 from compilespec.runtime.sampling_rows import RowSampling, TokenLogprobs
 from compilespec.tracing.adapter_files import LowRank
@@ -54,8 +54,12 @@ class Geometry:
     capabilities: HostCapabilities
     reach: Reach
     needs_catch_up: bool = False  # true: drafters must catch up after steps of K = 0
-    tells_evidence: bool = False  # true: steps say how sure their drafts are
     embeds_width: int | None = None  # of prompts as embeddings; None: there are none
+
+    @property
+    def tells_evidence(self) -> bool:
+        """True where steps say how sure their drafts are."""
+        return tells_evidence(self.config, self.capabilities)
 
     @property
     def finds_all(self) -> bool:

@@ -269,6 +269,5 @@ def _geometry(lowered: Lowered) -> Geometry:
         capabilities=program.capabilities,
         reach=program.reach,
         needs_catch_up=lowered.graphs.replay is not None,
-        tells_evidence="outcome_B" in lowered.graphs["decode"].outputs,
         embeds_width=next((b.shape[1] for b in program.buffers if b.name == "embeds_PD"), None),
     )

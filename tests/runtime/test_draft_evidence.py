@@ -116,7 +116,7 @@ def speed(
 
 def adaptive_speed(make: Any, batch: int, *, is_late: bool = False, seeds: int = 3) -> float:
     """Of one controller that serves one batch of requests after the other."""
-    sizes = geometry(num_draft_tokens=8, several=COUNTS, tells_evidence=True, capabilities=SUFFIX)
+    sizes = geometry(num_draft_tokens=8, several=COUNTS, capabilities=SUFFIX)
     policy = DraftPolicy(COUNTS, StepCosts(COSTS, {}), looks_up=True)
     adaptive = AdaptiveDrafts(SimpleNamespace(geometry=sizes), policy)  # type: ignore[arg-type]
     speeds = []
@@ -186,7 +186,7 @@ def test_a_text_of_several_kinds_is_never_much_slower_than_plain(kinds: Any, see
 
 def test_nothing_found_is_not_even_decided() -> None:
     """Such steps are plain ones; now and then one is decided, so that its time is known."""
-    sizes = geometry(num_draft_tokens=8, several=COUNTS, tells_evidence=True, capabilities=SUFFIX)
+    sizes = geometry(num_draft_tokens=8, several=COUNTS, capabilities=SUFFIX)
     policy = DraftPolicy(COUNTS, StepCosts(COSTS, {}), looks_up=True)
     adaptive = AdaptiveDrafts(SimpleNamespace(geometry=sizes), policy)  # type: ignore[arg-type]
     text: Any = Text(never(random.Random(0)))
