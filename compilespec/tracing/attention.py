@@ -29,7 +29,14 @@ SELECTIONS = ("indices", "block_indices")  # keywords of such selections
 # Keywords of attention calls that change nothing without packed sequences, or only choose further
 # outputs of a call.
 _HARMLESS = frozenset(
-    {"position_ids", "cache_position", "output_attentions", "output_hidden_states", "use_cache"}
+    {
+        "position_ids",
+        "cache_position",
+        "output_attentions",
+        "output_hidden_states",
+        "use_cache",
+        "logits_to_keep",
+    }
 )
 _OTHER_INPUTS = ("pixel_", "image_", "video_", "input_features", "input_values", "audio_")
 
@@ -121,7 +128,8 @@ def marked_attention(model: nn.Module, name: str = ATTENTION) -> Iterator[bool]:
     before = {key: config._attn_implementation for key, config in configs.items()}
     try:
         with _registered(name), marked_recurrence(model):
-            model.set_attn_implementation(name)
+            for config in configs.values():  # the marker serves models that have no sdpa, too
+                config._attn_implementation = name
             yield True
     finally:
         for key, config in configs.items():

@@ -81,6 +81,8 @@ def read_masks(traced: Traced, model: nn.Module) -> None:
     not that of its mask.
     """
     gm = traced.graph_module
+    for marker in markers(gm):
+        _check_keys(gm, marker, model)
     masked = [marker for marker in markers(gm) if len(marker.args) > _MASK]
     forms: dict[Any, _Form] = {}
     splitter = MaskSplitter(traced)
@@ -100,6 +102,20 @@ def read_masks(traced: Traced, model: nn.Module) -> None:
         marker.args = (*marker.args[:4], window, *marker.args[5:7], *form)
     _erase_unused(gm, made_masks)
     gm.recompile()
+
+
+def _check_keys(gm: fx.GraphModule, marker: fx.Node, model: nn.Module) -> None:
+    """Raises: UnsupportedModel where keys are not those of the tokens, one each."""
+    ids = next(n for n in gm.graph.nodes if n.meta.get("role") == "input_ids")
+    length = ids.meta["example_value"].shape[1]
+    key: Any = marker.args[1]
+    count = key.meta["example_value"].shape[2]
+    if str(count) != str(length):
+        raise UnsupportedModel(
+            f"{_place(marker, model)}: expected one key for each token, which a KV cache holds, got "
+            f"{str(count).replace(str(length), 'T')} keys of T tokens; use a model whose keys are "
+            "not compressed"
+        )
 
 
 class _Form(NamedTuple):
@@ -148,7 +164,11 @@ def _by_positions(gm: fx.GraphModule, mask: fx.Node) -> _Form:
     by_index = [n for n in needed if n.target in _MADE_BY_INDEX]
     if by_index and 2 * max(sizes, default=0) > len(positions):
         raise _OtherForm(f"it is made by index ({by_index[0].name})")
-    seen = _Masks(gm, needed, positions).seen(mask)
+    try:
+        seen = _Masks(gm, needed, positions).seen(mask)
+    except (RuntimeError, IndexError, ValueError, TypeError) as error:
+        why = str(error).splitlines()[0]
+        raise _OtherForm(f"it cannot be computed for single positions ({why})") from None
     query, key = positions[:, None], positions[None, :]
     forms = {_Form(): key >= 0}
     widths = sizes | {

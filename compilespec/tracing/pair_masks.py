@@ -13,6 +13,7 @@ the rewritten one, with other keys behind them.
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -22,7 +23,17 @@ from torch import Tensor, fx
 
 from compilespec import _torch_compat
 from compilespec.program import Traced, marker_kind
-from compilespec.tracing.structure import shape_of
+from compilespec.tracing.positions import (
+    ByPosition,
+    NotByPosition,
+    chain,
+    describe,
+    flat_arguments,
+    is_of_positions,
+    num_token_dims,
+    symbols,
+    with_arguments,
+)
 
 _NUM_KEYS, _NUM_SPARE = 13, 11  # of a trial; keys behind the last query, which it must not see
 _ROWS = (12, 7, 8, 3, 10)  # the queries of a trial
@@ -31,6 +42,12 @@ _MOST_CHOICES = 4096
 _MOST_NODES = 200
 # Operations on a tensor that can as well be done after it was cached.
 _COMMUTE = ("float", "double", "to", "type", "transpose", "unsqueeze", "squeeze", "permute")
+
+
+_VIEWS = (
+    "view", "reshape", "transpose", "unsqueeze", "squeeze", "expand", "permute", "flatten",
+    operator.getitem,
+)  # fmt: skip
 
 
 class CannotSplit(Exception):
@@ -55,12 +72,8 @@ def find_pairs(gm: fx.GraphModule, mask: fx.Node, length: str) -> Pairs:
     Args:
         length: the size symbol of the tokens.
     """
-    made_of_pairs: set[fx.Node] = set()
-    for node in gm.graph.nodes:
-        if marker_kind(node):
-            continue
-        if _num_token_dims(node, length) > 1 or made_of_pairs.intersection(node.all_input_nodes):
-            made_of_pairs.add(node)
+    made_of_pairs = _made_of_pairs(gm, length)
+    _end_writes(gm, made_of_pairs)
     if mask not in made_of_pairs:
         raise CannotSplit("it has not one dimension of queries and one of keys")
     needed, todo = set[fx.Node](), [mask]
@@ -81,35 +94,47 @@ def find_pairs(gm: fx.GraphModule, mask: fx.Node, length: str) -> Pairs:
     return Pairs(mask=mask, nodes=nodes, uses=uses)
 
 
-def flat_arguments(node: fx.Node) -> list[Any]:
-    found: list[Any] = []
-    fx.node.map_aggregate((node.args, node.kwargs), found.append)  # type: ignore[arg-type]
+def _made_of_pairs(gm: fx.GraphModule, length: str) -> set[fx.Node]:
+    """Nodes with two dimensions of tokens, and what is made of them outside of attention."""
+    found: set[fx.Node] = set()
+    for node in gm.graph.nodes:
+        if marker_kind(node):
+            continue
+        if num_token_dims(node, length) > 1 or found.intersection(node.all_input_nodes):
+            found.add(node)
     return found
 
 
-def _with_arguments(node: fx.Node, flat: list[Any]) -> tuple[Any, Any]:
-    rest = iter(flat)
-    args, kwargs = fx.node.map_aggregate((node.args, node.kwargs), lambda _: next(rest))  # type: ignore
-    return args, kwargs
+def _end_writes(gm: fx.GraphModule, nodes: set[fx.Node]) -> None:
+    """Let each in-place operation on one of the nodes give a new tensor, which what follows reads.
 
-
-def _num_token_dims(node: fx.Node, length: str) -> int:
-    value = node.meta.get("example_value")
-    if not isinstance(value, Tensor):
-        return 0
-    return sum(length in _symbols(size) for size in value.shape)
-
-
-def _symbols(size: object) -> set[str]:
-    expression = getattr(getattr(size, "node", None), "expr", None)
-    return {str(symbol) for symbol in getattr(expression, "free_symbols", ())}
+    Raises: CannotSplit where other nodes share the memory that is written.
+    """
+    order = {node: index for index, node in enumerate(gm.graph.nodes)}
+    for node in [n for n in gm.graph.nodes if n in nodes]:
+        name = str(node.target)
+        is_write = node.op == "call_method" and name.endswith("_") and not name.endswith("__")
+        if node.target is operator.setitem:
+            raise CannotSplit(f"a part of it is written in place ({node.name})")
+        if not is_write:
+            continue
+        written: Any = node.args[0]
+        if written.target in _VIEWS or any(
+            user.target in _VIEWS and order[user] < order[node] for user in written.users
+        ):
+            raise CannotSplit(f"a view of it is written in place ({node.name})")
+        node.target = name.removesuffix("_")
+        if "example_value" not in node.meta:
+            node.meta["example_value"] = written.meta["example_value"]
+        for user in [u for u in written.users if order[u] > order[node]]:
+            user.replace_input_with(written, node)
 
 
 def _is_side(node: fx.Node, length: str) -> bool:
     value = node.meta.get("example_value")
     if isinstance(value, Tensor):
-        return _num_token_dims(node, length) == 1
-    return length in _symbols(value)
+        return num_token_dims(node, length) == 1
+    return length in symbols(value)
 
 
 # --- a trial -----------------------------------------------------------------------------
@@ -121,8 +146,10 @@ class _Trial:
     A side is "all" (the whole mask: queries are the keys), "query" or "key".
     """
 
-    def __init__(self, gm: fx.GraphModule, pairs: Pairs, sizes: Mapping[str, Any], seed: int):
-        self._gm, self._pairs, self._length = gm, pairs, str(sizes["length"])
+    def __init__(
+        self, weights: Mapping[str, Tensor], pairs: Pairs, sizes: Mapping[str, Any], seed: int
+    ) -> None:
+        self._weights, self._pairs, self._length = weights, pairs, str(sizes["length"])
         self._batch = str(sizes["batch"])
         self._random = torch.Generator().manual_seed(seed)
         self._values: dict[tuple[fx.Node, str], Any] = {}
@@ -131,7 +158,11 @@ class _Trial:
         """The mask as the model computes it, [.., keys, keys]."""
         env: dict[fx.Node, Any] = {}
         for node in self._pairs.nodes:
-            env[node] = self._run(node, env, dict.fromkeys(self._pairs.uses, "all"))
+            try:
+                env[node] = self._run(node, env, dict.fromkeys(self._pairs.uses, "all"))
+            except (RuntimeError, IndexError, TypeError, ValueError) as error:
+                why = str(error).splitlines()[0]
+                raise CannotSplit(f"{node.name} cannot be computed by itself ({why})") from None
         return visible(env[self._pairs.mask])
 
     def solutions(self) -> Iterator[dict[Place, str]]:
@@ -191,7 +222,7 @@ class _Trial:
             else argument
             for place, argument in enumerate(flat_arguments(node))
         ]
-        args, kwargs = _with_arguments(node, flat)
+        args, kwargs = with_arguments(node, flat)
         if node.op == "call_method":
             owner, *rest = args
             return getattr(owner, str(node.target))(*rest, **kwargs)
@@ -213,7 +244,7 @@ class _Trial:
         if side != "all":
             return self._of_side(node, self._value(node, "all"), side)
         if is_of_positions(node):
-            return positions_of(self._gm, node, self._size_of_all)
+            return positions_of(node, self._size_of_all, self._weights)
         shape = [self._size(size, "all") for size in example.shape]
         if example.dtype.is_floating_point:  # all positive: no two scores are both cut to zero
             return self._positive(shape).to(example.dtype)
@@ -225,13 +256,15 @@ class _Trial:
     def _of_side(self, node: fx.Node, whole: Tensor, side: str) -> Tensor:
         """The rows of the trial's queries; or all keys, and as many again with other values."""
         dims = node.meta["example_value"].shape
-        dim = next(d for d, size in enumerate(dims) if self._length in _symbols(size))
+        dim = next(d for d, size in enumerate(dims) if self._length in symbols(size))
         if side == "query":
+            if str(dims[dim]) != self._length:
+                raise ValueError("its entries are not those of tokens")
             return whole.index_select(dim, torch.tensor(_ROWS))
         if is_of_positions(node):
-            return positions_of(self._gm, node, lambda size: self._size(size, "key"))
+            return positions_of(node, lambda size: self._size(size, "key"), self._weights)
         more = list(whole.shape)
-        more[dim] = _NUM_SPARE
+        more[dim] = self._size(dims[dim], "key") - whole.shape[dim]
         return torch.cat([whole, (self._positive(more) * 3).to(whole.dtype)], dim)
 
     def _positive(self, shape: list[int]) -> Tensor:
@@ -263,37 +296,15 @@ def _hidden(mask: Tensor) -> Tensor:
 # --- positions ---------------------------------------------------------------------------
 
 
-def is_of_positions(node: fx.Node) -> bool:
-    """True where positions and sizes alone make a value."""
-    return all(
-        source.target is torch.arange
-        or source.meta.get("role") in ("position_ids", "symbol")
-        or bool(source.all_input_nodes)
-        for source in chain(node)
-    )
-
-
-def chain(node: fx.Node) -> list[fx.Node]:
-    """A node and all that it is made of, in order, from aranges and placeholders on."""
-    found: dict[fx.Node, None] = {}
-
-    def visit(one: fx.Node) -> None:
-        if one not in found:
-            for source in one.all_input_nodes:
-                visit(source)
-            found[one] = None
-
-    visit(node)
-    return list(found)
-
-
-def positions_of(gm: fx.GraphModule, node: fx.Node, size: Any) -> Any:
+def positions_of(node: fx.Node, size: Any, weights: Mapping[str, Tensor]) -> Any:
     """The value of a node made of positions, for as many tokens as `size` gives."""
     env: dict[fx.Node, Any] = {}
     for one in chain(node):
         example = one.meta.get("example_value")
         if isinstance(example, torch.SymInt):
             env[one] = size(example)
+        elif one.op == "placeholder" and one.meta.get("role") in weights:
+            env[one] = weights[one.meta["role"]]
         elif one.meta.get("role") == "position_ids":
             batch, length = (size(s) for s in example.shape)
             env[one] = torch.arange(length, dtype=example.dtype).expand(batch, length)
@@ -303,7 +314,7 @@ def positions_of(gm: fx.GraphModule, node: fx.Node, size: Any) -> Any:
                 else torch.device("cpu") if isinstance(a, torch.device) else a
                 for a in flat_arguments(one)
             ]  # fmt: skip
-            args, kwargs = _with_arguments(one, flat)
+            args, kwargs = with_arguments(one, flat)
             if one.op == "call_method":
                 env[one] = getattr(args[0], str(one.target))(*args[1:], **kwargs)
             else:
@@ -320,17 +331,10 @@ class MaskSplitter:
     """
 
     def __init__(self, traced: Traced) -> None:
-        self._gm = traced.graph_module
-        nodes = self._gm.graph.nodes
-        ids = next(n for n in nodes if n.meta.get("role") == "input_ids")
-        self._sizes = dict(zip(("batch", "length"), ids.meta["example_value"].shape, strict=True))
-        self._length = str(self._sizes["length"])
-        self._positions = next((n for n in nodes if n.meta.get("role") == "position_ids"), None)
-        # Positions and sizes of all keys are computed before all else.
-        self._anchor = next(n for n in nodes if n.op not in ("placeholder", "get_attr"))
-        self._all: fx.Node | None = None  # the marker of all positions
-        self._cached: dict[fx.Node, fx.Node] = {}  # by what they read, the markers
-        self._copies: dict[tuple[fx.Node, str], fx.Node] = {}
+        self._gm, self._weights = traced.graph_module, traced.weights
+        self._values = ByPosition(traced)
+        self._length = str(self._values.length)
+        self._keys: dict[fx.Node, fx.Node] = {}  # what keys are made of, from the cache
         self._done: set[Place] = set()
 
     @property
@@ -340,14 +344,18 @@ class MaskSplitter:
     def split(self, mask: fx.Node) -> None:
         """Raises: CannotSplit."""
         pairs = find_pairs(self._gm, mask, self._length)
-        trials = [_Trial(self._gm, pairs, self._sizes, seed) for seed in range(3)]
+        sizes = {"batch": self._values.batch, "length": self._values.length}
+        trials = [_Trial(self._weights, pairs, sizes, seed) for seed in range(3)]
         candidates = list(itertools.islice(trials[0].solutions(), 8))
         for trial in trials[1:]:
             still = list(trial.solutions())
             candidates = [sides for sides in candidates if sides in still]
         if not candidates:
             raise CannotSplit("no way to compute its rows from cached keys gives the same rows")
-        self._rewrite(candidates[0])
+        try:
+            self._rewrite(candidates[0])
+        except NotByPosition as error:
+            raise CannotSplit(str(error)) from None
 
     def _rewrite(self, sides: Mapping[Place, str]) -> None:
         by_node: dict[fx.Node, dict[int, str]] = {}
@@ -359,120 +367,54 @@ class MaskSplitter:
         for node, places in by_node.items():
             flat = flat_arguments(node)
             for place, side in places.items():
-                flat[place] = self._sided(flat[place], side, node)
-            node.args, node.kwargs = _with_arguments(node, flat)
+                flat[place] = self._sided(flat[place], side)
+            node.args, node.kwargs = with_arguments(node, flat)
 
-    def _sided(self, source: fx.Node, side: str, reader: fx.Node) -> fx.Node:
+    def _sided(self, source: fx.Node, side: str) -> fx.Node:
         is_size = isinstance(source.meta.get("example_value"), torch.SymInt)
         if side == "query":
-            is_own = is_size or not any(one.target is torch.arange for one in chain(source))
-            return source if is_own or not is_of_positions(source) else self._own(source)
+            is_own = is_size or not any(map(self._values.is_count, chain(source)))
+            return source if is_own or not is_of_positions(source) else self._values.own(source)
         if is_size or is_of_positions(source):
-            return self._copy(source)
-        return self._from_cache(source, reader)
+            return self._values.over_all(source)
+        return self._from_cache(source)
 
-    def _copy(self, node: fx.Node) -> fx.Node:
-        """A node of positions or sizes, over all keys."""
-        if (node, "key") in self._copies:
-            return self._copies[node, "key"]
-        if not any(map(self._is_of_tokens, chain(node))):
-            return node
-        with self._graph.inserting_before(self._anchor):
-            made = self._made_of_all(node)
-        self._copies[node, "key"] = made
-        return made
-
-    def _is_of_tokens(self, node: fx.Node) -> bool:
-        """True for what positions and sizes of tokens begin with."""
-        role = node.meta.get("role")
-        is_length = role == "symbol" and self._length in _symbols(node.meta["example_value"])
-        return node.target is torch.arange or role == "position_ids" or is_length
-
-    def _made_of_all(self, node: fx.Node) -> fx.Node:
-        role = node.meta.get("role")
-        if role == "symbol":
-            size = torch.ops.aten.sym_size.int
-            return self._describe(self._graph.call_function(size, (self._all_positions(), 0)), node)
-        if node.target is torch.arange or role == "position_ids":
-            example = node.meta["example_value"]
-            made = self._graph.call_method("to", (self._all_positions(), example.dtype))
-            if role == "position_ids":  # [T] serves for [B, T]
-                self._describe(made, node)
-                made = self._graph.call_method("unsqueeze", (made, 0))
-            return self._describe(made, node)
-        if role is not None:
-            raise CannotSplit(f"it depends on {role}")
-        flat = [self._copy(a) if isinstance(a, fx.Node) else a for a in flat_arguments(node)]
-        args, kwargs = _with_arguments(node, flat)
-        return self._describe(self._graph.create_node(node.op, node.target, args, kwargs), node)
-
-    def _all_positions(self) -> fx.Node:
-        if self._all is None:
-            ids = self._position_ids()
-            self._all = self._graph.call_function(torch.ops.compilespec.all_positions, (ids,))
-            self._describe(self._all, ids)
-            self._all.meta["example_value"] = ids.meta["example_value"][0].to(torch.int64)
-        return self._all
-
-    def _own(self, source: fx.Node) -> fx.Node:
-        """Values by position, of the step's own tokens: rows of those of all positions."""
-        if (source, "query") in self._copies:
-            return self._copies[source, "query"]
-        shape = source.meta["example_value"].shape
-        dim = next(d for d, size in enumerate(shape) if self._length in _symbols(size))
-        if len(shape) < 2 or dim == 0 or not isinstance(shape[0], int) or shape[0] != 1:
-            raise CannotSplit("its rows have no dimension for the requests of a batch")
-        table = self._copy(source)
-        with self._graph.inserting_before(self._anchor):
-            own = self._graph.call_function(rows_by_position, (table, self._position_ids(), dim))
-        self._describe(own, source)
-        self._copies[source, "query"] = own
-        return own
-
-    def _from_cache(self, source: fx.Node, reader: fx.Node) -> fx.Node:
+    def _from_cache(self, source: fx.Node) -> fx.Node:
         """The same over all keys of the request: what it is made of is cached."""
-        if (source, "key") in self._copies:
-            return self._copies[source, "key"]
-        if (
-            source.op == "call_method"
-            and source.target in _COMMUTE
-            and len(source.all_input_nodes) == 1
-            and _num_token_dims(source.all_input_nodes[0], self._length) == 1
-            and not any(isinstance(a, fx.Node) for a in flat_arguments(source)[1:])
-        ):
-            inner = self._from_cache(source.all_input_nodes[0], source)
-            with self._graph.inserting_before(source.next):
-                made = self._graph.call_method(
-                    str(source.target), (inner, *source.args[1:]), dict(source.kwargs)
-                )
-            self._describe(made, source)
-        else:
-            if source not in self._cached:
-                shape = source.meta["example_value"].shape
-                dim = next(d for d, size in enumerate(shape) if self._length in _symbols(size))
-                if dim == 0 or isinstance(shape[0], int):
-                    raise CannotSplit("its keys have no dimension for the requests of a batch")
-                with self._graph.inserting_before(source.next):
-                    self._cached[source] = self._graph.call_function(
-                        torch.ops.compilespec.cached, (source, dim)
-                    )
-                self._describe(self._cached[source], source)
-            made = self._cached[source]
-        self._copies[source, "key"] = made
-        return made
+        if num_token_dims(source, self._length) == 0 or is_of_positions(source):
+            return self._values.over_all(source)
+        if source not in self._keys:
+            is_behind = self._is_of_several(source) or self._commutes(source)
+            self._keys[source] = self._behind_cache(source) if is_behind else self._marker(source)
+        return self._keys[source]
 
-    def _position_ids(self) -> fx.Node:
-        if self._positions is None:
-            raise CannotSplit("the model takes no position_ids")
-        return self._positions
+    def _is_of_several(self, source: fx.Node) -> bool:
+        """True for entries of several tokens each, such as blocks of keys."""
+        shape = source.meta["example_value"].shape
+        return str(shape[self._values.token_dim(source)]) != self._length
 
-    def _describe(self, made: fx.Node, like: fx.Node) -> fx.Node:
-        made.meta = {k: v for k, v in like.meta.items() if k not in ("role", "example")}
-        made.meta["custom"] = {"pass": "trace", **(like.meta.get("custom") or {})}
-        return made
+    def _commutes(self, source: fx.Node) -> bool:
+        inner = source.all_input_nodes
+        is_simple = source.op == "call_method" and source.target in _COMMUTE and len(inner) == 1
+        return is_simple and num_token_dims(inner[0], self._length) == 1
 
+    def _behind_cache(self, source: fx.Node) -> fx.Node:
+        flat = [
+            self._values.over_all(a)
+            if isinstance(a, fx.Node) and isinstance(a.meta.get("example_value"), torch.SymInt)
+            else self._from_cache(a)
+            if isinstance(a, fx.Node)
+            else a
+            for a in flat_arguments(source)
+        ]
+        args, kwargs = with_arguments(source, flat)
+        with self._graph.inserting_before(source.next):
+            return describe(self._graph.create_node(source.op, source.target, args, kwargs), source)
 
-def rows_by_position(table: Tensor, position_ids: Tensor, dim: int) -> Tensor:
-    """Of values by position, [1 or B, .., L, ..], those at [B, S]: [B, .., S, ..]."""
-    rows = table.movedim(dim, 0)[:, 0][position_ids.long()]
-    return rows.movedim(1, dim)
+    def _marker(self, source: fx.Node) -> fx.Node:
+        dim = self._values.token_dim(source)
+        if dim == 0 or source.meta["example_value"].shape[0] != self._values.batch:
+            raise CannotSplit("its keys have no dimension for the requests of a batch")
+        with self._graph.inserting_before(source.next):
+            marker = self._graph.call_function(torch.ops.compilespec.cached, (source, dim))
+        return describe(marker, source)

@@ -199,6 +199,7 @@ _ALONE: Mapping[str, Callable[..., Tensor]] = {
     "attention": _attend_to_itself,
     "recurrence": _recur_alone,
     "causal_conv": lambda x, *_: x.contiguous(),
+    "all_positions": lambda position_ids: torch.arange(int(position_ids.max()) + 1),
 }
 
 

@@ -23,7 +23,6 @@ import torch
 import transformers
 
 import compilespec
-
 from tests.families.check import CRASHED, ROTARY, WRONG, Verdict, check_family
 from tests.families.page import write_page
 

@@ -99,6 +99,14 @@ _COMPILED = tuple((re.compile(pattern), value) for pattern, value in _RULES)
 # Fields that the rules get wrong in a family, and why.
 _MIXED = ["conv", "full_attention"] * (NUM_LAYERS // 2)
 FAMILY_FIELDS: dict[str, dict[str, Any]] = {
+    "bamba": {"attn_layer_indices": [1, 3]},
+    "granitemoehybrid": {"layer_types": ["mamba", "attention"] * (NUM_LAYERS // 2)},
+    "minimax_m3_vl_text": {
+        "layer_types": ["full_attention", "minimax_m3_sparse"] * (NUM_LAYERS // 2),
+        "index_n_heads": 2,
+    },
+    "longcat_flash": {"head_dim": 8},
+    "deepseek_v2": {"num_experts_per_tok": 2, "topk_method": "group_limited_greedy"},
     "lfm2_moe": {"layer_types": _MIXED},
     "dots1": {"n_shared_experts": 1, "n_routed_experts": 4, "num_experts_per_tok": 2},
     "dots3_note_text": {"per_layer_config": {}, "head_dim": 24},
@@ -133,7 +141,7 @@ def tiny_config(config_class: Any, *, rope_type: str = "default", **fixed: Any) 
     for _ in range(8):
         try:
             return config_class(**fields)
-        except Exception as error:  # noqa: BLE001 any class's own check
+        except Exception as error:
             culprit = _named_in(str(error), fields)
             if culprit is None:
                 raise CannotBuild(f"{type(error).__name__}: {error}") from error
@@ -144,7 +152,7 @@ def tiny_config(config_class: Any, *, rope_type: str = "default", **fixed: Any) 
 def _default(config_class: Any) -> Mapping[str, Any]:
     try:
         return config_class().to_dict()
-    except Exception:  # noqa: BLE001 some defaults do not satisfy their own checks
+    except Exception:
         return {
             name: getattr(config_class, name)
             for name in getattr(config_class, "__annotations__", {})
@@ -170,7 +178,7 @@ def _small(config_class: Any, default: Mapping[str, Any], rope_type: str) -> dic
         if isinstance(value, (list, tuple)) and num_layers and len(value) == num_layers:
             fields[name] = _few(list(value) if rule is None else [rule])
             continue
-        if rule is not None and value is not None or rule is not None and name in ALSO_NONE:
+        if (rule is not None and value is not None) or (rule is not None and name in ALSO_NONE):
             fields[name] = rule
     if "kv_lora_rank" in fields:  # heads share a latent, not keys
         fields["num_key_value_heads"] = fields.get("num_attention_heads", 4)

@@ -106,7 +106,7 @@ def _blocks(row_BS: Tensor, block_table_RM: Tensor) -> Tensor:
 
 
 def _products(x_BNSA: Tensor, y_BNAC: Tensor) -> Tensor:
-    """x @ y; the few rows of a verify step one by one, so that each has the bits of a plain step."""
+    """x @ y; the few rows of a verify step one by one: each has the bits of a plain step."""
     num_rows = x_BNSA.shape[2]
     if num_rows > MOST_SINGLE_ROWS:
         return x_BNSA @ y_BNAC
