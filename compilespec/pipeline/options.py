@@ -384,6 +384,7 @@ class CompileOptions:
                 f"max_seq_len={max_seq_len}, or no step could use all of them; got "
                 f"{num_draft_tokens}"
             )
+        takes_medium = self.serves_medium_of(target, info)
         return ProgramConfig(
             num_draft_tokens=num_draft_tokens,
             several=self.draft_counts if self.smaller_draft_counts else (),
@@ -401,14 +402,16 @@ class CompileOptions:
             features=RequestFeatures(
                 host_processors=self.host_processors,
                 prompt_logprobs=self.prompt_logprobs,
-                prompt_embeds=self.prompt_embeds or self.serves_medium_of(target),
-                sees_ahead=self.serves_medium_of(target) and has_own_masks(target.model),
+                prompt_embeds=self.prompt_embeds or takes_medium,
+                sees_ahead=takes_medium and has_own_masks(target.model),
             ),
         )
 
-    def serves_medium_of(self, target: Target) -> bool:
-        """True where prompts may hold images or sound; ranks take none."""
-        return target.medium is not None and self.sharding is None
+    def serves_medium_of(self, target: Target, info: TargetInfo) -> bool:
+        """True where prompts may hold images or sound; ranks take none, nor models that need the
+        token ids of images besides their rows.
+        """
+        return target.medium is not None and self.sharding is None and info.takes_rows
 
     def longest_request(self, limit: int | None) -> int:
         """The largest number of tokens of a request, for a model with a `limit`.  Raises:
