@@ -78,6 +78,7 @@ class Traced:
     trace_ms: float
     reused: bool = False  # true: an earlier capture of a like model was reused
     why_traced: str = ""  # otherwise the reason why none was
+    expanded: Traced | None = None  # the same call before its attention was put over latents
 
     @property
     def num_attention_layers(self) -> int:
@@ -202,6 +203,7 @@ class RequestFeatures:
     host_processors: bool = False  # logits processors on the host, which the step waits for
     prompt_logprobs: bool = False  # prefill outputs the head's input
     prompt_embeds: bool = False  # rows of a prompt may be embeddings
+    sees_ahead: bool = False  # tokens of a prompt may see later ones: the rows of an image
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -211,6 +213,8 @@ class ProgramConfig:
     """
 
     num_draft_tokens: int  # K of a graph; 0 is plain decoding; of a tree its depth
+    several: tuple[int, ...] = ()  # every K of a program with several, rising; (): it has one
+    vocab_size: int  # of the target
     max_batch_size: int  # state rows
     max_seq_len: int  # tokens per request, prompt included
     max_prefill_tokens: int  # packed tokens of one prefill call
@@ -218,7 +222,6 @@ class ProgramConfig:
     num_blocks: int  # blocks of every cache
     dtype: torch.dtype
     device: torch.device
-    max_draft_tokens: int | None = None  # of a program with several K: the largest
     tree: TreeShape | None = None  # of the drafts; None: they are a chain
     adapters: AdapterShape | None = None  # of the target; None: requests have none
     short_rope_limit: int | None = None  # longer requests have the long rotary table; None: all one
@@ -238,7 +241,12 @@ class ProgramConfig:
     @property
     def num_row_tokens(self) -> int:
         """The length of a token row: S of the largest K."""
-        return max(self.num_verify_tokens, 1 + (self.max_draft_tokens or 0))
+        return max(self.num_verify_tokens, 1 + self.draft_counts[-1])
+
+    @property
+    def draft_counts(self) -> tuple[int, ...]:
+        """Every K that a step of the program may have, rising."""
+        return self.several or (self.num_draft_tokens,)
 
     @property
     def num_rows(self) -> int:
@@ -460,6 +468,15 @@ class PhaseGraph:
     __repr__ = __str__
 
 
+@dataclass(frozen=True, kw_only=True)
+class Reach:
+    """How far a draft loop reads and writes beyond the tokens of its step."""
+
+    num_reserved_tokens: int = 1  # slots past seq_len that a step may write
+    num_repeated_tokens: int = 0  # prompt tokens that a chunk runs again, for the drafter (H-22)
+    lookahead: int = 0  # tokens after a position that its entries in the caches depend on
+
+
 # A request's token ids, prompt included, to up to K draft ids: called between two steps.
 HostProposal = Callable[[list[int]], Sequence[int]]
 
@@ -480,31 +497,62 @@ class TapSink(Protocol):
         """Close the sink."""
 
 
+class HostCapabilities(Protocol):
+    """The capabilities of a method that the host asks for (`methods/capabilities.py` has all)."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def looks_up(self) -> bool: ...
+
+    @property
+    def combines(self) -> bool: ...
+
+    @property
+    def drafts_in_step(self) -> bool: ...
+
+
+def tells_evidence(config: ProgramConfig, capabilities: HostCapabilities) -> bool:
+    """True where decode steps say how sure their drafts are, for the host to choose the next K."""
+    return bool(config.several) and capabilities.drafts_in_step
+
+
+class HostDrafter(Protocol):
+    """The parts of a drafter that the host asks for (`methods/base.py` has all)."""
+
+    @property
+    def kv_block_sizes(self) -> tuple[int, ...]: ...
+
+    @property
+    def recorder(self) -> TapSink | None: ...
+
+    @property
+    def propose_on_host(self) -> HostProposal | None: ...
+
+
 @dataclass(frozen=True, kw_only=True)
 class SpecProgram:
     """The rewritten graphs of a target and its drafter, not lowered yet."""
 
-    method: str
-    config: ProgramConfig
     model: str = ""  # the target's name
+    target: Traced
+    capabilities: HostCapabilities
+    drafter: HostDrafter | None = field(default=None, repr=False)
+    config: ProgramConfig
+    reach: Reach = Reach()
     graphs: ByStep[PhaseGraph]
     buffers: tuple[BufferSpec, ...]
     weights: Mapping[str, Tensor] = field(repr=False)
-    target_weights: Mapping[str, Tensor] = field(default_factory=dict, repr=False)  # as captured
-    vocab_size: int
     lossless: bool = True  # true: tokens equal, or are distributed as, those of plain decoding
-    num_reserved_tokens: int = 1  # slots past seq_len that a step may write
-    num_repeated_tokens: int = 0  # prompt tokens that a chunk runs again, for the drafter's sake
-    prefix_lookahead: int = 0  # tokens after a position that its entries in the caches depend on
-    has_own_blocks: bool = False  # true: layers of the drafter have blocks of other sizes
-    recorder: TapSink | None = field(default=None, repr=False)  # of the taps, if they are put out
-    propose_on_host: HostProposal | None = field(default=None, repr=False)
-    looks_up: bool = False  # true: a look-up finds drafts in texts, with K = 0 too
-    combines: bool = False  # true: a look-up drafts beside a model, where it is surer
-    head: Callable[[Tensor], Tensor] | None = field(default=None, repr=False)  # for prompt logprobs
     notes: tuple[
         str, ...
     ] = ()  # what was resolved, for `Engine.plan()`: aux layers, draft layout, ...
+
+    @property
+    def method(self) -> str:
+        """The name of the drafting method."""
+        return self.capabilities.name
 
     @property
     def state_bytes_per_request(self) -> int:

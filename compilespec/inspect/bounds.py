@@ -123,7 +123,7 @@ def prove(program: SpecProgram) -> BoundsReport:
 
 
 def _ranges(graph: PhaseGraph, program: SpecProgram) -> Ranges:
-    sizes = Sizes(context_of(graph).config, program.vocab_size)
+    sizes = Sizes(context_of(graph).config, program.config.vocab_size)
     inputs = {spec.name: spec for spec in graph.inputs}
     return Ranges(graph.graph_module, sizes, inputs, program.weights)
 

@@ -22,9 +22,9 @@ def call_pairs(
 
     Attention is stateless: every token sees those before it in its own row.
     """
-    for name, before in ctx.expanded.items():
-        after = ctx.draft[name]
-        if after is not before:
+    for name, after in ctx.draft.items():
+        before = after.expanded
+        if before is not None:
             arguments = _random_arguments(before, ctx.config.device, seed)
             got, want = (run_fragment(call, dict(arguments)) for call in (after, before))
             yield name, NUM_REQUESTS, got, want

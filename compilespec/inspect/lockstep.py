@@ -56,7 +56,9 @@ def _compare(phase: PhaseGraph, program: SpecProgram, group: Group | None) -> st
     first = phase.splice_records[0].before
     assert first is not None
     start = Stage(first, phase.spliced, whole_ctx, ctx.declared, {})
-    (case,) = random_cases(whole_ctx, program.vocab_size, start, batch_sizes=[BATCH], plain=True)
+    (case,) = random_cases(
+        whole_ctx, program.config.vocab_size, start, batch_sizes=[BATCH], plain=True
+    )
     whole = Stage(record.before, phase.spliced, whole_ctx, ctx.declared, {})
     decided = Decisions()
     expected = whole(case.inputs, decisions=decided).nodes

@@ -229,7 +229,7 @@ def _prefill_case(draw: _Draw, batch_size: int, start: Stage) -> Case:
         rows = draw.rng.sample(range(count), count)
         given = [row if token % 2 else PAD for token, row in enumerate(rows)]
         packed["given_T"] = [*given, *[PAD] * num_padded]
-    if draw.ctx.sees_ahead:  # as far as the chunk; what follows it is not written
+    if draw.ctx.config.features.sees_ahead:  # as far as the chunk; what follows it is not written
         packed[AHEAD] = [0] * len(packed["ids_T"])
         for place, owner in enumerate(packed["owner_T"][: len(packed["ids_T"]) - num_padded]):
             packed[AHEAD][place] = draw.rng.randint(0, packed["last_R"][owner] - place)
@@ -374,7 +374,7 @@ class _Draw:
 
     def _is_shared(self, spec: BufferSpec) -> bool:
         """True where the cache is laid out in the program's blocks, not in those of a KV group."""
-        return not self.ctx.kv_block_sizes or spec.name.startswith("cache.target.")
+        return not self.ctx.drafter.kv_block_sizes or spec.name.startswith("cache.target.")
 
     def _write_caches(self, inputs: dict[str, Tensor], blocks: Tensor, request: _Row) -> None:
         """Keys and values at the positions that earlier steps wrote."""

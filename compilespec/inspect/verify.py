@@ -170,10 +170,9 @@ def make_cases(
     plain: bool = False,
 ) -> list[Case]:
     """Random cases, with the ids and positions that the graph reads before `read_state` ran."""
-    from compilespec.passes.aten.bound_positions import vocab_size
 
     return random_cases(
-        ctx, vocab_size(ctx) or 2, start, batch_sizes=batch_sizes, seed=seed,
+        ctx, ctx.config.vocab_size, start, batch_sizes=batch_sizes, seed=seed,
         whole_caches=whole_caches, plain=plain,
     )  # fmt: skip
 

@@ -72,7 +72,7 @@ def artifact_key(graph: PhaseGraph, program: SpecProgram, options: dict[str, Any
             if not weight.is_floating_point() and weight.dtype not in (torch.int8, torch.uint8):
                 layouts.update(_bytes(weight))
     sizes = dataclasses.asdict(program.config)
-    model = sorted((name, tuple(w.shape)) for name, w in program.target_weights.items())
+    model = sorted((name, tuple(w.shape)) for name, w in program.target.weights.items())
     return _key(
         {
             "model": _digest(repr(model).encode()),

@@ -53,4 +53,4 @@ def _is_mask(node: fx.Node) -> bool:
 
 def _device_types(node: fx.Node) -> set[str]:
     values = [one.meta.get("val") for one in (node, *node.all_input_nodes)]
-    return {value.device.type for value in values if isinstance(value, torch.Tensor)}
+    return {traits_of(value).kind for value in values if isinstance(value, torch.Tensor)}

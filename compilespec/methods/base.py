@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from torch import nn
 
-from compilespec.methods.capabilities import Capabilities
+from compilespec.methods.capabilities import Capabilities, Chain
 from compilespec.program import HostProposal, ProgramConfig, TapSink, Traced
 from compilespec.tracing.target_info import TargetInfo
 
@@ -29,6 +29,7 @@ class Drafter(nn.Module):
     aux_layers: tuple[
         int, ...
     ] = ()  # hs indices: residual stream ENTERING layer k, n = last layer's output pre-norm
+    chain: Chain = "module_rows"  # what the modules of a windowed drafter read
     kv_layers: tuple[int, ...] = ()  # target layers whose caches its attention reads (shared_kv)
     recorder: TapSink | None = None  # receives the tapped hidden states that the step outputs
     propose_on_host: HostProposal | None = None  # proposes drafts on the host, between the calls

@@ -28,7 +28,7 @@ class CombinedDrafter(Drafter):
         self.num_draft_tokens = getattr(model, "num_draft_tokens", 0)
         self.aux_layers, self.kv_layers = model.aux_layers, model.kv_layers
         self.kv_block_sizes = model.kv_block_sizes
-        self.chain = getattr(model, "chain", "module_rows")
+        self.chain = model.chain
 
     def capture(self, config: ProgramConfig, info: TargetInfo) -> dict[str, Traced]:
         """The calls of the model's loop, and "draft", the look-up's.  Raises: as theirs."""

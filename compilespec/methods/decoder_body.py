@@ -66,6 +66,23 @@ class BodyConfig(Protocol):
     def own_lm_head(self) -> bool: ...
 
 
+class LayerConfig(BodyConfig, Protocol):
+    """Sizes of a whole decoder layer."""
+
+    @property
+    def num_kv_heads(self) -> int: ...
+    @property
+    def rms_norm_eps(self) -> float: ...
+    @property
+    def window(self) -> int: ...
+    @property
+    def qk_norm(self) -> bool: ...
+    @property
+    def qkv_bias(self) -> bool: ...
+    @property
+    def out_bias(self) -> bool: ...
+
+
 def named_body(architectures: Sequence[str]) -> str | None:
     """The body in an architecture's name, as in "LlamaForCausalLMEagle3"; None if there is none."""
     for body in BODIES:

@@ -16,6 +16,7 @@ class DeviceTraits:
     merges_products: bool = False  # products of one activation become one
     caches_heads_first: bool = False  # a cache lies head by head in memory
     has_launch_costs: bool = False  # a launch takes the host longer than a small operator runs
+    fuses_heads: bool | None = False  # products with heads give their argmax; None: as sizes say
     int4_group: int = 32  # weights that share a scale: a sector of each row at a time
 
     @property
@@ -33,7 +34,9 @@ class DeviceTraits:
 
 
 CPU = DeviceTraits(kind="cpu", packs_weights=True, merges_products=True, caches_heads_first=True)
-CUDA = DeviceTraits(kind="cuda", merges_products=True, has_launch_costs=True, int4_group=64)
+CUDA = DeviceTraits(
+    kind="cuda", merges_products=True, has_launch_costs=True, fuses_heads=None, int4_group=64
+)
 _TRAITS = {"cpu": CPU, "cuda": CUDA}
 
 

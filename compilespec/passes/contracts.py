@@ -217,7 +217,8 @@ def _kept_paths(gm: fx.GraphModule, ctx: PassContext) -> Iterator[str]:
 
 
 def _aux_roles(gm: fx.GraphModule, ctx: PassContext) -> Iterator[str]:
-    yield from plays(*(f"aux.{index}" for index in range(len(ctx.aux_layers)))).problems(gm, ctx)
+    names = (f"aux.{index}" for index in range(len(ctx.drafter.aux_layers)))
+    yield from plays(*names).problems(gm, ctx)
 
 
 def _plain_products(gm: fx.GraphModule, ctx: PassContext) -> Iterator[str]:

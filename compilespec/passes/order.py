@@ -23,7 +23,7 @@ from compilespec.passes.splice.absorb_latents import absorb_latents
 from compilespec.passes.splice.add_adapters import add_adapters, num_adapted
 from compilespec.passes.splice.check_markers import check_markers
 from compilespec.passes.splice.commit_state import commit_drafts, commit_state
-from compilespec.passes.splice.draft_loops.kept_inputs import read_kept
+from compilespec.passes.splice.draft_loops.kept_inputs import READ_BY_REPLAY, read_kept
 from compilespec.passes.splice.evidence import report_evidence
 from compilespec.passes.splice.insert_cached_keys import insert_cached_keys, num_cached_keys
 from compilespec.passes.splice.insert_paged_attention import insert_paged_attention
@@ -97,7 +97,7 @@ SPLICE_PASSES = (
     Pass(run=absorb_latents, after=("check_markers",), numerics="rounding", at_least=0),
     Pass(
         run=tap_hidden_states,
-        matches=lambda ctx: len(ctx.aux_layers) or None,
+        matches=lambda ctx: len(ctx.drafter.aux_layers) or None,
         ensures=(contracts.TAPPED,),
         reference=references.tap_hidden_states,
     ),
@@ -298,7 +298,7 @@ ATEN_PASSES = (
         run=check_mutations,
         after=("bound_positions",),
         matches=lambda ctx: sum(
-            not buffer.by_host and buffer.name not in ctx.read_only
+            not buffer.by_host and not (ctx.is_replay and buffer.name in READ_BY_REPLAY)
             for buffer in ctx.buffers.values()
         ),
         looks_for="writes of every buffer that the host does not write",

@@ -84,7 +84,7 @@ def choose(target: Target, options: CompileOptions, build: Build) -> AutoChoice:
     tried = max(lengths) if given in (None, AUTO) else given
     trial = _trial_options(target, options)
     base = build(plain, _without_drafts(trial))
-    prompts = _prompts(target, base.vocab_size)
+    prompts = _prompts(target, base.config.vocab_size)
     device = _device(base)
     plain_ms = _step_ms(_decode_cost(base, device), device, 0)
     for method in METHODS:

@@ -19,7 +19,6 @@ from compilespec.passes.order import rewrite_phase
 from compilespec.passes.splice.absorb_latents import absorb_calls, describe_latents
 from compilespec.passes.splice.acceptance.registry import is_lossless
 from compilespec.passes.splice.draft_loops import LOOPS
-from compilespec.passes.splice.draft_loops.kept_inputs import READ_BY_REPLAY
 from compilespec.passes.splice.output_head_input import HeadFunction
 from compilespec.pipeline.adapters import adapter_shape, describe_adapters
 from compilespec.pipeline.draft_counts import resolve_draft_counts
@@ -38,7 +37,6 @@ from compilespec.program import (
 )
 from compilespec.progress import Reporter
 from compilespec.quantization import describe_quantized, quantize_drafter
-from compilespec.tracing.images import has_own_masks
 from compilespec.tracing.load import Target
 from compilespec.tracing.target import trace_target
 from compilespec.tracing.target_info import TargetInfo, describe_target
@@ -75,44 +73,39 @@ def build_program(
     config = options.program_config(target, info, drafter if drafts else None)
     config = dataclasses.replace(config, adapters=adapter_shape(options, target, traced))
     check_sizes(capabilities, config, options)
-    loop = LOOPS[capabilities.kind]
-    traced_draft: Mapping[str, Traced] = {}
-    if drafter is not None:
-        with progress.step("trace", "drafter") as step:
-            traced_draft = drafter.capture(config, info)
-            whys = [one.why_traced for one in traced_draft.values() if not one.reused]
-            step.note(from_cache=not whys, why=whys[0] if whys else "")
-        loop.check_calls(
-            capabilities.name, type(drafter).__name__, traced_draft, config.num_draft_tokens
-        )
+    traced_draft = _capture(drafter, config, capabilities, info, progress) if drafter else {}
     check_tree(options, config, capabilities, traced, traced_draft)
     kept = choose_draft_ids(options, target, info.vocab_size, traced_draft)
+    if options.prompt_logprobs:
+        HeadFunction(traced)  # refuses a head that it could not run alone
     absorbed, latents = absorb_calls(traced_draft)
-    first = _context(options, config, capabilities, traced, drafter, absorbed, kept)
-    if options.serves_medium_of(target, info):
-        first.sees_ahead = has_own_masks(target.model)
-    first.expanded, first.latents = traced_draft, latents
+    first = PassContext(
+        phase="prefill",
+        config=config,
+        capabilities=capabilities,
+        target=traced,
+        draft=absorbed,
+        drafter=Drafter() if drafter is None else drafter,
+        acceptance=options.acceptance_rule,
+        draft_ids=kept.ids if kept else None,
+        traits=traits_of(config.device),
+        logits_processor=options.processor,
+        sharding=options.sharding,
+        latents=latents,
+    )
     contexts = _contexts(first, step_keys(options, config, capabilities))
     graphs = _rewritten(contexts, keep_graphs, progress)  # passes declare buffers, weights
     return SpecProgram(
-        method=method.capabilities.name,
         model=target.name,
+        target=traced,
+        capabilities=capabilities,
+        drafter=first.drafter,
         config=config,
+        reach=LOOPS[capabilities.kind].reach(config.num_draft_tokens),
         graphs=graphs,
         buffers=tuple({name: b for ctx in contexts for name, b in ctx.buffers.items()}.values()),
         weights=first.weights,
-        vocab_size=info.vocab_size,
-        target_weights=traced.weights,
         lossless=is_lossless(options.acceptance_rule) and capabilities.lossless,
-        num_reserved_tokens=loop.num_reserved_tokens(config.num_draft_tokens),
-        num_repeated_tokens=loop.num_repeated_tokens(config.num_draft_tokens),
-        prefix_lookahead=loop.lookahead(config.num_draft_tokens),
-        has_own_blocks=bool(_block_sizes(drafter, config)),
-        recorder=drafter.recorder if drafter else None,
-        propose_on_host=drafter.propose_on_host if drafter else None,
-        looks_up=capabilities.looks_up,
-        combines=capabilities.combines,
-        head=HeadFunction(traced) if options.prompt_logprobs else None,
         notes=(
             *_notes(target, drafter, kept, config.adapters),
             *describe_latents(first.latents),
@@ -130,7 +123,7 @@ def step_keys(
 
     Raises: InvalidOption for a greedy step where there can be none.
     """
-    largest, smaller = config.num_draft_tokens, options.smaller_draft_counts
+    *smaller, largest = config.draft_counts
     keys = [*(StepKey(phase, largest) for phase in PHASES)]
     keys += (StepKey("decode", count) for count in smaller)
     if 0 in smaller and LOOPS[capabilities.kind].needs_replay:
@@ -138,34 +131,6 @@ def step_keys(
     if has_greedy_step(options, config):
         keys += (StepKey("decode", count, "greedy") for count in (*smaller, largest))
     return tuple(keys)
-
-
-def _context(
-    options: CompileOptions,
-    config: ProgramConfig,
-    capabilities: Capabilities,
-    traced: Traced,
-    drafter: Drafter | None,
-    traced_draft: Mapping[str, Traced],
-    kept: DraftVocabulary | None,
-) -> PassContext:
-    """The context of the first graph's passes; the other graphs' contexts are made from it."""
-    return PassContext(
-        phase="prefill",
-        config=config,
-        capabilities=capabilities,
-        target=traced,
-        draft=traced_draft,
-        aux_layers=tuple(drafter.aux_layers) if drafter else (),
-        chain=getattr(drafter, "chain", "module_rows"),
-        acceptance=options.acceptance_rule,
-        kv_layers=tuple(drafter.kv_layers) if drafter else (),
-        kv_block_sizes=_block_sizes(drafter, config),
-        draft_ids=kept.ids if kept else None,
-        traits=traits_of(config.device),
-        logits_processor=options.processor,
-        sharding=options.sharding,
-    )
 
 
 def _contexts(first: PassContext, keys: Sequence[StepKey]) -> list[PassContext]:
@@ -177,9 +142,8 @@ def _contexts(first: PassContext, keys: Sequence[StepKey]) -> list[PassContext]:
         dataclasses.replace(
             first,
             phase=key.phase,
+            kind=key.kind,
             config=dataclasses.replace(first.config, num_draft_tokens=key.num_draft_tokens),
-            greedy_only=key.kind == "greedy",
-            read_only=READ_BY_REPLAY if key.kind == "replay" else frozenset(),
             inputs={},
             declared={},
             buffers=first.buffers if key in full else {},
@@ -217,6 +181,24 @@ def _load_drafter(
         )
 
 
+def _capture(
+    drafter: Drafter,
+    config: ProgramConfig,
+    capabilities: Capabilities,
+    info: TargetInfo,
+    progress: Reporter,
+) -> dict[str, Traced]:
+    """The drafter's calls, all that the loop of its kind splices."""
+    _check_block_sizes(drafter, config)
+    with progress.step("trace", "drafter") as step:
+        calls = drafter.capture(config, info)
+        whys = [one.why_traced for one in calls.values() if not one.reused]
+        step.note(from_cache=not whys, why=whys[0] if whys else "")
+    name, loop = capabilities.name, LOOPS[capabilities.kind]
+    loop.check_calls(name, type(drafter).__name__, calls, config.num_draft_tokens)
+    return calls
+
+
 def has_greedy_step(options: CompileOptions, config: ProgramConfig) -> bool:
     """True where batches without a sampled request have their own decode step.
 
@@ -252,15 +234,14 @@ def check_sizes(capabilities: Capabilities, config: ProgramConfig, options: Comp
         )
 
 
-def _block_sizes(drafter: Drafter | None, config: ProgramConfig) -> tuple[int, ...]:
-    """Tokens per block of each draft step's cache; empty: the program's blocks."""
-    sizes = drafter.kv_block_sizes if drafter is not None else ()
+def _check_block_sizes(drafter: Drafter, config: ProgramConfig) -> None:
+    """Raises: InvalidOption unless each draft step, or none, has its own size of blocks."""
+    sizes = drafter.kv_block_sizes
     if sizes and len(sizes) != config.num_draft_tokens:
         raise InvalidOption(
             f"kv_block_sizes: expected one for each of the {config.num_draft_tokens} draft steps, "
             f"got {len(sizes)}"
         )
-    return sizes
 
 
 def _notes(

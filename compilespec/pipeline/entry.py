@@ -38,7 +38,7 @@ from compilespec.progress import Progress, Reporter, rare_collections, reporting
 from compilespec.quantization import quantize_target
 from compilespec.runtime.draft_policy import DraftPolicy
 from compilespec.runtime.engine import Engine
-from compilespec.runtime.serving import ServingOptions
+from compilespec.runtime.serving import EngineReport, ServingOptions
 from compilespec.runtime.step_costs import measure
 from compilespec.runtime.step_runner import StepRunner
 from compilespec.runtime.weights import share_merged
@@ -125,10 +125,13 @@ def _start(load: Callable[[], Target], asked: CheckedCall, reporter: Reporter) -
     runner.capture(reporter)
     executor = runner if ranks is None else lead_or_follow(ranks, runner, reporter)
     policy = None
-    sizes = runner.geometry
-    if len(sizes.draft_counts) > 1:
+    if program.config.several:
         with reporter.step("capture", "times of steps, by K"):
-            policy = DraftPolicy(sizes.draft_counts, measure(executor), looks_up=sizes.looks_up)
+            policy = DraftPolicy(
+                program.config.several,
+                measure(executor),
+                looks_up=program.capabilities.looks_up,
+            )
     serving = _serving_options(program, options, target, runner, policy, reporter)
     reporter.ready()
     engine = Engine(executor, target.tokenizer, serving)
@@ -270,23 +273,21 @@ def _serving_options(
     plan = describe_plan(program, options, runner)
     if images is not None:
         plan["tower"] = how
-    shares = why_not_shared(program, options) is None
-    recorder = program.recorder
-    return ServingOptions(
-        eos_token_ids=target.eos_token_ids,
-        generation_defaults=target.generation_defaults.params,
+    report = EngineReport(
         plan=plan,
-        graphs=program.graphs,
         buckets=runner.buckets,
-        overlap=why_not_overlapped(program, options) is None,
-        prefix_lookahead=program.prefix_lookahead if shares else None,
-        max_step_tokens=options.max_step_tokens,
-        policy=policy,
-        propose=program.propose_on_host,
-        images=images,
-        on_finish=recorder.finish if recorder else None,
-        on_preempt=recorder.forget if recorder else None,
+        captured=runner.graph_report,
         count_recompiles=lambda: runner.num_recompiles + (images.num_recompiles if images else 0),
         count_state_copies=lambda: runner.num_state_copies,
-        graph_report=runner.graph_report,
+    )
+    return ServingOptions(
+        program=program,
+        eos_token_ids=target.eos_token_ids,
+        generation_defaults=target.generation_defaults.params,
+        report=report,
+        overlap=why_not_overlapped(program, options) is None,
+        shares_prefixes=why_not_shared(program, options) is None,
+        max_step_tokens=options.max_step_tokens,
+        policy=policy,
+        images=images,
     )

@@ -35,6 +35,7 @@ from compilespec.pipeline.keywords import (
 from compilespec.program import ProgramConfig, RequestFeatures
 from compilespec.quantization import Quantize, read_quantize
 from compilespec.runtime.keywords import FIELDS
+from compilespec.tracing.images import has_own_masks
 from compilespec.tracing.load import Target
 from compilespec.tracing.long_rope import short_rope_limit
 from compilespec.tracing.target_info import TargetInfo
@@ -383,8 +384,11 @@ class CompileOptions:
                 f"max_seq_len={max_seq_len}, or no step could use all of them; got "
                 f"{num_draft_tokens}"
             )
+        takes_medium = self.serves_medium_of(target, info)
         return ProgramConfig(
             num_draft_tokens=num_draft_tokens,
+            several=self.draft_counts if self.smaller_draft_counts else (),
+            vocab_size=info.vocab_size,
             max_batch_size=self.max_batch_size,
             max_seq_len=max_seq_len,
             max_prefill_tokens=self.max_prefill_tokens,
@@ -392,14 +396,14 @@ class CompileOptions:
             num_blocks=self._num_blocks(max_seq_len),
             dtype=info.dtype,
             device=info.device,
-            max_draft_tokens=num_draft_tokens if self.smaller_draft_counts else None,
             tree=tree,
             short_rope_limit=short_rope_limit(target.model),
             prefills_one=info.has_kept_masks,
             features=RequestFeatures(
                 host_processors=self.host_processors,
                 prompt_logprobs=self.prompt_logprobs,
-                prompt_embeds=self.prompt_embeds or self.serves_medium_of(target, info),
+                prompt_embeds=self.prompt_embeds or takes_medium,
+                sees_ahead=takes_medium and has_own_masks(target.model),
             ),
         )
 

@@ -63,9 +63,10 @@ def why_not_overlapped(program: SpecProgram, options: CompileOptions) -> str | N
     """The reason why a step is launched only after the last one's tokens were read; None:
     before.
     """
-    if program.propose_on_host is not None:
+    drafter = program.drafter
+    if drafter is not None and drafter.propose_on_host is not None:
         return "drafts come from the host, which needs the tokens"
-    if program.recorder is not None:
+    if drafter is not None and drafter.recorder is not None:
         return "the host records every step's hidden states"
     if options.overlap == "auto" and not traits_of(program.config.device).has_launch_costs:
         return "nothing is gained on the CPU"

@@ -13,6 +13,7 @@ from torch import nn
 
 from compilespec.errors import InvalidOption, NotSupported
 from compilespec.methods.base import Drafter
+from compilespec.ops.device import traits_of
 from compilespec.quantization.configs import HEAD, Quantize, runs_on
 from compilespec.tracing.copies import shallow_copy
 from compilespec.tracing.images import tower_paths
@@ -131,8 +132,8 @@ def _refusal(
         quantize_(nn.Sequential(ordinary), quantize.config_on(device))
     except _REFUSALS:
         return NotSupported(
-            f"{keyword}={quantize.name!r} does not run on {device.type} with {weight.dtype} "
-            f"weights: {reason}; what runs here: {', '.join(runs_on(device))}"
+            f"{keyword}={quantize.name!r} does not run on {traits_of(device).kind} with "
+            f"{weight.dtype} weights: {reason}; what runs here: {', '.join(runs_on(device))}"
         )
     return InvalidOption(
         f"{keyword}={quantize.name!r} does not suit the size of every product: {reason}; leave "

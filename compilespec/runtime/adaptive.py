@@ -44,7 +44,7 @@ class AdaptiveDrafts:
         self._executor = executor
         self._sizes = executor.geometry
         self._most = executor.geometry.config.num_draft_tokens
-        self._may_skip = self._sizes.finds_all and 0 in self._sizes.draft_counts
+        self._may_skip = self._sizes.finds_all and 0 in self._sizes.config.draft_counts
         self._num_unseen = 0  # steps since the last one that was decided
         self._num_ahead = 0  # steps to come that were decided already, of this K and for these:
         self._count_ahead = 0
@@ -61,7 +61,7 @@ class AdaptiveDrafts:
         """
         if self._num_ahead and requests == self._decided_for:
             return self._go_on(requests, is_late)
-        if not self._sizes.looks_up:
+        if not self._sizes.capabilities.looks_up:
             self.learn()
         if self._may_skip and not is_late and self._has_nothing(requests):
             return NOTHING_FOUND
@@ -179,7 +179,7 @@ class AdaptiveDrafts:
     def _drafted(self, request: Request, is_late: bool) -> Drafted:
         own, evidence = request.params.num_draft_tokens, request.evidence
         most = self._most if own is None else min(own, self._most)
-        if evidence is None or not (self._sizes.looks_up or evidence.num_drafts):
+        if evidence is None or not (self._sizes.capabilities.looks_up or evidence.num_drafts):
             return Drafted(most, is_found=self._sizes.finds_all)
         is_found = self._sizes.finds_all or evidence.level >= FIRST_MATCH
         if not is_found and request.backlog:  # a replay comes before they are verified

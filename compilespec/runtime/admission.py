@@ -49,7 +49,7 @@ class Admission:
         self._geometry, self._tokenizer, self._adapters = geometry, tokenizer, adapters
         self._images = images
         self._eos_token_ids = frozenset(eos_token_ids)
-        self._vocabulary = Vocabulary(tokenizer, geometry.vocab_size)
+        self._vocabulary = Vocabulary(tokenizer, geometry.config.vocab_size)
         self._ids = itertools.count()
 
     def of_prompts(self, prompts: Any, params: Params) -> list[Request]:
@@ -109,7 +109,7 @@ class Admission:
         self._check_blocks(len(ids), params.max_new_tokens)
         eos = frozenset[int]() if params.ignore_eos else self._eos_token_ids
         stop_ids = eos.union(params.stop_token_ids)
-        check_choices(params, stop_ids, self._geometry.vocab_size)
+        check_choices(params, stop_ids, self._geometry.config.vocab_size)
         seed = secrets.randbits(63) if params.seed is None else params.seed
         bias = read_bias(params)
         requests = [

@@ -9,7 +9,7 @@ from compilespec.runtime.executor import Geometry
 
 def num_blocks_for(sizes: Geometry, num_tokens: int) -> int:
     """Blocks for a request's tokens, and for every slot that a step may write past them."""
-    slots = min(sizes.config.max_seq_len, num_tokens + sizes.num_reserved_tokens)
+    slots = min(sizes.config.max_seq_len, num_tokens + sizes.reach.num_reserved_tokens)
     return -(-slots // sizes.config.block_size)
 
 

@@ -25,7 +25,7 @@ def next_chunks(
         if request.state is not RequestState.PREFILL:
             continue
         tokens, done = request.prefill_token_ids, request.num_prefilled
-        start = max(request.num_cached, done - sizes.num_repeated_tokens)
+        start = max(request.num_cached, done - sizes.reach.num_repeated_tokens)
         if room <= done - start or (chunks and sizes.config.prefills_one):
             break
         end = request.whole_until(start, min(len(tokens), start + room))
@@ -53,5 +53,5 @@ def _room(running: Sequence[Request], sizes: Geometry, max_step_tokens: int | No
         return sizes.config.max_prefill_tokens
     num_decoding = sum(request.state is RequestState.DECODE for request in running)
     left = max_step_tokens - num_decoding * (sizes.config.num_draft_tokens + 1)
-    left = max(left, sizes.num_repeated_tokens + sizes.config.block_size)
+    left = max(left, sizes.reach.num_repeated_tokens + sizes.config.block_size)
     return min(left, sizes.config.max_prefill_tokens)

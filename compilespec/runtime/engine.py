@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -53,17 +53,19 @@ class Engine:
         self.tokenizer = tokenizer
         self.eos_token_ids = frozenset(options.eos_token_ids)
         self.generation_defaults = options.generation_defaults
-        self.graphs = options.graphs
+        self.graphs: Mapping[Any, Any] = options.program.graphs if options.program else {}
         self._executor, self._policy = executor, options.policy
-        self._stats = StatsRecorder(self.geometry.config.num_draft_tokens, options.buckets)
+        drafter = options.program.drafter if options.program else None
+        self._recorder = drafter.recorder if drafter else None
+        self._stats = StatsRecorder(self.geometry.config.num_draft_tokens, options.report.buckets)
         self._scheduler = Scheduler(
             executor,
             self._stats,
             on_finish=self._end,
-            on_preempt=options.on_preempt,
-            propose=options.propose,
+            on_preempt=self._recorder.forget if self._recorder else None,
+            propose=drafter.propose_on_host if drafter else None,
             overlap=options.overlap,
-            prefix_lookahead=options.prefix_lookahead,
+            shares_prefixes=options.shares_prefixes,
             max_step_tokens=options.max_step_tokens,
             adaptive=AdaptiveDrafts(executor, self._policy) if self._policy else None,
         )
@@ -266,8 +268,8 @@ class Engine:
         """Totals since the engine was made."""
         scheduler = self._scheduler
         return dataclasses.replace(
-            self._stats.read(self._options.count_recompiles()),
-            num_state_copies=self._options.count_state_copies(),
+            self._stats.read(self._options.report.count_recompiles()),
+            num_state_copies=self._options.report.count_state_copies(),
             num_running=len(scheduler.line.running),
             num_waiting=len(scheduler.line.waiting),
             num_free_blocks=scheduler.holdings.pool.num_free,
@@ -295,11 +297,12 @@ class Engine:
 
     def save_token_counts(self, path: str | Path) -> Path:
         """Write `token_counts()` as JSON, for `draft_vocab_counts=` of a later start."""
-        return save_counts(path, self.token_counts(), self.geometry.vocab_size)
+        return save_counts(path, self.token_counts(), self.geometry.config.vocab_size)
 
     def plan(self) -> dict[str, Any]:
         """Method, K, sizes and buckets of the engine, and why they are so."""
-        plan, graphs = dict(self._options.plan), self._options.graph_report()
+        report = self._options.report
+        plan, graphs = dict(report.plan), report.captured()
         if graphs is not None:
             plan["cudagraphs"] = graphs
         adaptive = self._scheduler.launches.adaptive
@@ -323,7 +326,7 @@ class Engine:
 
     def __repr__(self) -> str:
         """One line: the model, the method, K, the device, the dtype, and whether it is closed."""
-        plan, counts = self._options.plan, self.geometry.draft_counts
+        plan, counts = self._options.report.plan, self.geometry.config.draft_counts
         parts = [str(plan[name]) for name in ("model", "method") if name in plan]
         parts.append(f"K={','.join(map(str, counts))}")
         parts += [str(plan[name]) for name in ("device", "dtype") if name in plan]
@@ -384,8 +387,8 @@ class Engine:
             return request.output()
 
     def _end(self, request: Request, reason: FinishReason) -> None:
-        if self._options.on_finish is not None:
-            self._options.on_finish(request, reason)
+        if self._recorder is not None:
+            self._recorder.finish(request, reason)
         if reason in ("stop", "length"):
             self._executor.keep_text(request.token_ids)
 

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from compilespec.passes.splice.evidence import Evidence
-from compilespec.program import ProgramConfig
+from compilespec.program import HostCapabilities, ProgramConfig, Reach, tells_evidence
 from compilespec.runtime.given_rows import GivenRows
 from compilespec.runtime.sampling_rows import RowSampling, TokenLogprobs
 from compilespec.tracing.adapter_files import LowRank
@@ -51,22 +51,22 @@ class Geometry:
     """The facts of a program that the host needs; nothing changes in the engine's life."""
 
     config: ProgramConfig  # its K is the largest
-    vocab_size: int
-    draft_counts: tuple[int, ...]  # every K that a step may have, rising; the largest is the last
-    num_reserved_tokens: int  # slots past seq_len that a step may write, before max_seq_len cuts
-    num_repeated_tokens: int = 0  # prompt tokens before a chunk that it must hold again
+    capabilities: HostCapabilities
+    reach: Reach
     needs_catch_up: bool = False  # true: drafters must catch up after steps of K = 0
-    tells_evidence: bool = False  # true: steps say how sure their drafts are
-    looks_up: bool = False  # true: a look-up finds drafts in texts, with K = 0 too
-    combines: bool = False  # true: a look-up drafts beside a model, where it is surer
     embeds_width: int | None = None  # of prompts as embeddings; None: there are none
+
+    @property
+    def tells_evidence(self) -> bool:
+        """True where steps say how sure their drafts are."""
+        return tells_evidence(self.config, self.capabilities)
 
     @property
     def finds_all(self) -> bool:
         """True where all drafts are found in texts: a step leaves as many as the largest K takes,
         at any K.
         """
-        return self.looks_up and not self.combines
+        return self.capabilities.looks_up and not self.capabilities.combines
 
 
 class Executor(Protocol):

@@ -18,24 +18,24 @@ class Holdings:
     and can be repeated if it is cut short itself.
 
     Args:
-        prefix_lookahead: find the blocks of known prompts again (see `PrefixCache`); None: do not.
+        shares_prefixes: find the blocks of known prompts again (see `PrefixCache`).
     """
 
-    def __init__(self, sizes: Geometry, prefix_lookahead: int | None) -> None:
-        self._sizes, self._prefix_lookahead = sizes, prefix_lookahead
+    def __init__(self, sizes: Geometry, *, shares_prefixes: bool) -> None:
+        self._sizes, self._shares_prefixes = sizes, shares_prefixes
         self.free_all(())
 
     def free_all(self, holders: Iterable[Request]) -> None:
         """Take everything from everybody, and forget the contents of all blocks."""
         for request in holders:
             _vacate(request)
-        sizes, lookahead = self._sizes, self._prefix_lookahead
+        sizes, lookahead = self._sizes, self._sizes.reach.lookahead
         self.free_rows = list(range(sizes.config.max_batch_size))  # a heap: lowest row first
         self.pool = BlockPool(sizes.config.num_blocks)
         self.prefixes = (
-            None
-            if lookahead is None
-            else PrefixCache(self.pool, block_size=sizes.config.block_size, lookahead=lookahead)
+            PrefixCache(self.pool, block_size=sizes.config.block_size, lookahead=lookahead)
+            if self._shares_prefixes
+            else None
         )
 
     # --- taking and giving back ---

@@ -58,7 +58,7 @@ def propose_drafts(propose: HostProposal, request: Request, geometry: Geometry) 
             f"{where} returned {len(ids)} drafts, the engine takes {most}; "
             f"compile with num_draft_tokens={len(ids)} or return fewer"
         )
-    return list(itertools.takewhile(lambda token: 0 <= token < geometry.vocab_size, ids))
+    return list(itertools.takewhile(lambda token: 0 <= token < geometry.config.vocab_size, ids))
 
 
 def _as_ids(proposed: Any) -> list[int] | None:

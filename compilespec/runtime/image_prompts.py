@@ -153,12 +153,13 @@ class ImageReader:
         types = prompt.inputs.get("token_type_ids")
         own = self._types(prompt) if types is None else torch.as_tensor(types).flatten().tolist()
         with self._placed_by("create_masks_for_generate"):
-            ahead, room = tokens_ahead(self._masked, own), self._geometry.config.max_prefill_tokens
-        if max(ahead) + self._geometry.num_repeated_tokens >= room:
+            ahead = tokens_ahead(self._masked, own)
+        sizes = self._geometry
+        room = sizes.config.max_prefill_tokens - sizes.reach.num_repeated_tokens
+        if max(ahead) >= room:
             raise InvalidRequest(
                 f"the tokens of an image see each other, {max(ahead) + 1} of them: expected at "
-                f"most {room - self._geometry.num_repeated_tokens}, for a call; compile with a "
-                f"larger max_prefill_tokens"
+                f"most {room}, for a call; compile with a larger max_prefill_tokens"
             )
         return tuple(ahead)
 

@@ -103,9 +103,10 @@ def why_not(program: SpecProgram) -> str | None:
     """The reason why requests of this program cannot share the blocks of a prefix; None: they
     can.
     """
-    if program.recorder is not None:
+    drafter = program.drafter
+    if drafter is not None and drafter.recorder is not None:
         return "the hidden states of every prompt token are recorded"
-    if program.has_own_blocks:
+    if drafter is not None and drafter.kv_block_sizes:
         return "the drafter's layers have other blocks, which are not found by tokens"
     if program.state_bytes_per_request:
         return "recurrent layers keep a request's newest state, not those at the ends of blocks"

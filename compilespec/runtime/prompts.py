@@ -88,10 +88,10 @@ def read_text(
     if most is not None and len(ids) > most:
         raise _too_long(f"{len(ids)} tokens", most)
     for position, token in enumerate(ids):
-        if not 0 <= token < geometry.vocab_size:
+        if not 0 <= token < geometry.config.vocab_size:
             raise InvalidRequest(
                 f"prompt token {position} is {token}: expected ids from 0 to "
-                f"{geometry.vocab_size - 1}, the vocabulary of the target; check that the "
+                f"{geometry.config.vocab_size - 1}, the vocabulary of the target; check that the "
                 "tokenizer belongs to it"
             )
     return ids
@@ -149,11 +149,10 @@ def check_params(params: Any, tokenizer: Tokenizer | None, geometry: Geometry) -
             "SamplingParams.stop needs a tokenizer and the engine has none; compile with "
             "tokenizer=..., or give stop_token_ids"
         )
-    after = params.guide_after_token_id
-    if after is not None and after >= geometry.vocab_size:
+    last, after = geometry.config.vocab_size - 1, params.guide_after_token_id
+    if after is not None and after > last:
         raise InvalidRequest(
-            f"SamplingParams.guide_after_token_id: expected an id from 0 to "
-            f"{geometry.vocab_size - 1}, got {after}"
+            f"SamplingParams.guide_after_token_id: expected an id from 0 to {last}, got {after}"
         )
     for name in ("logprobs", "prompt_logprobs"):
         count = getattr(params, name)
@@ -163,10 +162,9 @@ def check_params(params: Any, tokenizer: Tokenizer | None, geometry: Geometry) -
             )
     for name in ("stop_token_ids", "allowed_token_ids", "bad_token_ids", "logit_bias"):
         highest = max(getattr(params, name) or (), default=0)
-        if highest >= geometry.vocab_size:
+        if highest > last:
             raise InvalidRequest(
-                f"SamplingParams.{name}: expected ids from 0 to {geometry.vocab_size - 1}, got "
-                f"{highest}"
+                f"SamplingParams.{name}: expected ids from 0 to {last}, got {highest}"
             )
 
 

@@ -46,8 +46,8 @@ class RowSampling:
     bias: Bias | None  # made by `read_bias`
     seed: int  # 0 .. 2**63 - 1
     sample: int = 0  # its number among the `n` samples of a prompt
-    prompt_token_ids: Sequence[int]
-    output_token_ids: Sequence[int] = ()  # output of a request that began and is computed anew
+    token_ids: Sequence[int]  # prompt, and output of a request that began and is computed anew
+    num_prompt_tokens: int  # of these, the first ones
     stop_token_ids: Collection[int]  # EOS included, unless it is ignored
     processor: int = 0  # handle of a logits processor on the host
     adapter: int = NO_ADAPTER  # the place of its adapter
@@ -79,8 +79,7 @@ def write_row(host: HostWrites, row: int, sampling: RowSampling) -> None:
     if bias is not None:
         host.write("bias_RV", row, bias.dense(buffers["bias_RV"].shape[1]))
     if penalises:
-        known = [*sampling.prompt_token_ids, *sampling.output_token_ids]
-        host.write("context_RL", row, known)
+        host.write("context_RL", row, sampling.token_ids)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,7 +177,7 @@ def _words(sampling: RowSampling, flags: int) -> list[int]:
     values[layout.SAMPLE] = sampling.sample
     values[layout.FLAGS] = flags
     values[layout.TOP_K] = min(params.top_k, 2**31 - 1)
-    values[layout.PROMPT_LEN] = len(sampling.prompt_token_ids)
+    values[layout.PROMPT_LEN] = sampling.num_prompt_tokens
     values[layout.MIN_NEW] = min(params.min_new_tokens, 2**31 - 1)
     values[layout.LOGPROBS] = 0 if params.logprobs is None else params.logprobs + 1
     values[layout.NUM_STOPS] = len(stops)

@@ -48,7 +48,7 @@ class Scheduler:
         propose: drafts from the host.
         overlap: launch a step before the last one's tokens are read, where no request of the step
             needs the host in between.
-        prefix_lookahead: find the blocks of known prompts again (see `PrefixCache`); None: never.
+        shares_prefixes: find the blocks of known prompts again (see `PrefixCache`).
         max_step_tokens: tokens of a step, prefill and decode together; a step decodes all requests
             and prefills at least one block.
         adaptive: chooses K of every step, where the program has several.
@@ -63,13 +63,13 @@ class Scheduler:
         on_preempt: Callable[[Request], None] | None = None,
         propose: HostProposal | None = None,
         overlap: bool = False,
-        prefix_lookahead: int | None = None,
+        shares_prefixes: bool = False,
         max_step_tokens: int | None = None,
         adaptive: AdaptiveDrafts | None = None,
     ) -> None:
         self.geometry = executor.geometry
         self.line = Line()
-        self.holdings = Holdings(self.geometry, prefix_lookahead)
+        self.holdings = Holdings(self.geometry, shares_prefixes=shares_prefixes)
         self.launches = Launches(executor, stats, adaptive)
         self._delivery = Delivery(executor, stats)
         self._executor, self._stats = executor, stats

@@ -204,7 +204,7 @@ def measure(executor: Executor, *, num_times: int = 3) -> StepCosts:
     runs: dict[tuple[int, int], Callable[[], object]] = {}
     for batch in batches:
         rows = [PAD] * batch
-        for count in sizes.draft_counts:
+        for count in sizes.config.draft_counts:
             runs[count, batch] = functools.partial(_run_step, executor, rows, count)
         if sizes.needs_catch_up:
             runs[_REPLAY, batch] = functools.partial(executor.catch_up, rows, [0] * batch)

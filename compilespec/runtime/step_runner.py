@@ -16,6 +16,7 @@ from compilespec.cudagraphs.recorder import make_recorder
 from compilespec.ops.device import traits_of
 from compilespec.ops.thread_pool import use_thread_pool
 from compilespec.passes.splice.evidence import Evidence
+from compilespec.passes.splice.output_head_input import HeadFunction
 from compilespec.program import PAD, ByStep, Lowered, LoweredPhase, ProgramConfig, StepKey
 from compilespec.progress import Reporter
 from compilespec.runtime.adapter_places import product_sizes, write_adapter
@@ -65,8 +66,10 @@ class StepRunner:
         self.geometry = _geometry(lowered)
         self._device = config.device
         self._is_plain: dict[int, bool] = {}  # by row: true if it asks only for the argmax
-        self._taps = None if program.recorder is None else Taps(program.recorder)
-        self._prompts = None if program.head is None else PromptLogprobs(program.head)
+        recorder = program.drafter.recorder if program.drafter else None
+        self._taps = None if recorder is None else Taps(recorder)
+        is_asked = config.features.prompt_logprobs
+        self._prompts = PromptLogprobs(HeadFunction(program.target)) if is_asked else None
         self.buffers: dict[str, Tensor] = {
             spec.name: allocate(spec, config.device) for spec in program.buffers
         }
@@ -137,7 +140,7 @@ class StepRunner:
         write_adapter(self.buffers, self.geometry.config.adapters, place, modules)
 
     def logprobs(self, row: int, tokens: Sequence[int], count: int) -> list[TokenLogprobs]:
-        return read_logprobs(self.buffers, row, tokens, min(count, self.geometry.vocab_size))
+        return read_logprobs(self.buffers, row, tokens, min(count, self.geometry.config.vocab_size))
 
     def launch_prefill(self, chunks: Sequence[PrefillChunk]) -> Launched:
         self._share_out(pool=False)
@@ -263,13 +266,8 @@ def _geometry(lowered: Lowered) -> Geometry:
     program = lowered.program
     return Geometry(
         config=program.config,
-        vocab_size=program.vocab_size,
-        draft_counts=lowered.graphs.draft_counts,
-        num_reserved_tokens=program.num_reserved_tokens,
-        num_repeated_tokens=program.num_repeated_tokens,
+        capabilities=program.capabilities,
+        reach=program.reach,
         needs_catch_up=lowered.graphs.replay is not None,
-        tells_evidence="outcome_B" in lowered.graphs["decode"].outputs,
-        looks_up=program.looks_up,
-        combines=program.combines,
         embeds_width=next((b.shape[1] for b in program.buffers if b.name == "embeds_PD"), None),
     )

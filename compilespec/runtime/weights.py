@@ -62,7 +62,7 @@ def share_merged(
 
     Returns: bytes that were given back.
     """
-    kept = [*model.parameters(), *program.weights.values(), *program.target_weights.values()]
+    kept = [*model.parameters(), *program.weights.values(), *program.target.weights.values()]
     holders: dict[tuple[int, ...], list[Tensor]] = {}
     for tensor in itertools.chain.from_iterable(map(_plain_tensors, kept)):
         if tensor.is_meta:  # let go of

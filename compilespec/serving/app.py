@@ -134,7 +134,7 @@ def _model(service: Service, name: str) -> dict[str, Any]:
         "owned_by": "compilespec",
         "max_model_len": engine.geometry.config.max_seq_len,
         "method": engine.plan().get("method"),
-        "num_draft_tokens": list(engine.geometry.draft_counts),
+        "num_draft_tokens": list(engine.geometry.config.draft_counts),
     }
 
 

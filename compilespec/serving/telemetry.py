@@ -58,7 +58,7 @@ def stats_of(service: Service) -> dict[str, Any]:
     return {
         "model": service.options.model_names[0],
         "method": plan.get("method"),
-        "num_draft_tokens": list(service.engine.geometry.draft_counts),
+        "num_draft_tokens": list(service.engine.geometry.config.draft_counts),
         "max_batch_size": service.engine.geometry.config.max_batch_size,
         "max_seq_len": service.engine.geometry.config.max_seq_len,
         "num_running": stats.num_running,

@@ -36,14 +36,12 @@ def read_device(given: object) -> torch.device | None:
     try:
         device = torch.device(given)  # type: ignore[call-overload]
     except (RuntimeError, TypeError):
-        device = None
-    if device is not None and device.type in ("cpu", "meta"):  # meta: traces without memory
+        raise _unknown(given) from None
+    traits = traits_of(device)
+    if traits.is_cpu or traits.is_meta:  # meta: traces without memory
         return device
-    if device is None or not traits_of(device).is_cuda:
-        raise InvalidOption(
-            f"device must be 'cpu', 'cuda' or 'cuda:N'; got {str(given)!r}"
-            f"{did_you_mean(str(given), DEVICES, 'device')}"
-        )
+    if not traits.is_cuda:
+        raise _unknown(given)
     found = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if (device.index or 0) >= found:
         raise InvalidOption(
@@ -51,3 +49,10 @@ def read_device(given: object) -> torch.device | None:
             "devices; leave out device=, or install a driver and a torch built for CUDA"
         )
     return device
+
+
+def _unknown(given: object) -> InvalidOption:
+    return InvalidOption(
+        f"device must be 'cpu', 'cuda' or 'cuda:N'; got {str(given)!r}"
+        f"{did_you_mean(str(given), DEVICES, 'device')}"
+    )

@@ -21,8 +21,9 @@ from torch.nn import functional as F
 from compilespec.errors import DraftMismatch, InvalidOption
 from compilespec.methods.eagle3.aux_layers import resolve_aux_layers
 from compilespec.methods.eagle3.config import Eagle3Config
-from compilespec.methods.eagle3.drafter import Attention, Eagle3Drafter, FusedLayer, rotate
+from compilespec.methods.eagle3.drafter import Eagle3Drafter, FusedLayer
 from compilespec.methods.eagle3.save import save_head
+from compilespec.methods.parts.layers import Attention, rotate
 from compilespec.tracing.target_info import TargetInfo
 from compilespec.training.batches import Batch, Lesson
 from compilespec.training.method import StepLosses, TrainingMethod

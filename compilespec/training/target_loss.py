@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from compilespec.ops.device import traits_of
+
 CHUNK_ROWS = 256  # logits in float32 at a time: 8 MiB where 8,192 ids can be drafted
 
 
@@ -39,7 +41,7 @@ class _CrossEntropy(torch.autograd.Function):
     def forward(
         ctx: Any, rows_ND: Tensor, head: Tensor, probs_BAV: Tensor, b_N: Tensor, a_N: Tensor
     ) -> tuple[Tensor, Tensor]:
-        kind = rows_ND.device.type
+        kind = traits_of(rows_ND).kind
         mixed = torch.is_autocast_enabled(kind)
         dtype = torch.get_autocast_dtype(kind) if mixed else rows_ND.dtype
         rows, weight = rows_ND.to(dtype), head.to(dtype)

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from compilespec.errors import CheckpointError, InvalidOption, TrainingDiverged
+from compilespec.ops.device import traits_of
 from compilespec.tracing.load import Target
 from compilespec.training.batches import (
     digest_samples,
@@ -148,8 +149,8 @@ class Trainer:
 
     def _precision(self) -> torch.autocast:
         """The context for products in lower precision; everything else stays float32."""
-        device, enabled = self.teacher.info.device.type, self.options.mixed_precision
-        return torch.autocast(device, torch.bfloat16, enabled=enabled)
+        kind = traits_of(self.teacher.info.device).kind
+        return torch.autocast(kind, torch.bfloat16, enabled=self.options.mixed_precision)
 
     def _batches(self) -> Iterator[list[Sample]]:
         place, options = self.run.place, self.options

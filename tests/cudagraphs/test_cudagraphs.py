@@ -31,7 +31,7 @@ from compilespec.progress import Progress, Reporter
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 CONFIG = ProgramConfig(
     num_draft_tokens=1, max_batch_size=9, max_seq_len=32, max_prefill_tokens=24, block_size=4,
-    num_blocks=8, dtype=torch.float64, device=CPU,
+    num_blocks=8, vocab_size=7, dtype=torch.float64, device=CPU,
 )  # fmt: skip
 
 

@@ -81,7 +81,7 @@ class World:
         self.gpu = gpu
         config = ProgramConfig(
             num_draft_tokens=0, max_batch_size=R, max_seq_len=8, max_prefill_tokens=8,
-            block_size=4, num_blocks=8, dtype=torch.float64, device=gpu.device,
+            block_size=4, num_blocks=8, vocab_size=7, dtype=torch.float64, device=gpu.device,
         )  # fmt: skip
         self.buffers = {
             "sum_R": torch.zeros(R + 1, dtype=torch.float64, device=gpu.device),

@@ -64,6 +64,7 @@ def run(script: str, **environment: str) -> str:
 
 
 ENGINE = """
+import dataclasses
 import functools
 import torch
 import compilespec
@@ -73,7 +74,8 @@ from compilespec.ops._library import TRITON_KERNELS
 from tests.support.models import target_info, tiny_target
 
 def in_order(context, **given):
-    return context(**{{**given, "heads_first": False}})  # caches as on a GPU
+    traits = dataclasses.replace(given["traits"], caches_heads_first=False)  # as on a GPU
+    return context(**{{**given, "traits": traits}})
 
 calls = []
 if {on_triton}:

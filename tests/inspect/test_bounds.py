@@ -488,7 +488,7 @@ def phase_of(bound: Bound) -> str:
 
 def test_a_program_is_proved_for_all_sizes(program):
     """No comparison looks at a size's value; what is about int32 and floats has to."""
-    sizes = Sizes(program.config, program.vocab_size, for_all_sizes=True)
+    sizes = Sizes(program.config, program.config.vocab_size, for_all_sizes=True)
     for phase in program.graphs.values():
         inputs = {spec.name: spec for spec in phase.inputs}
         ranges = Ranges(phase.graph_module, sizes, inputs, program.weights)

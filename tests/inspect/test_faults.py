@@ -58,7 +58,7 @@ from compilespec.tracing.target import trace_target
 from compilespec.tracing.target_info import describe_target
 from tests.support import images
 from tests.support.documents import PAGES
-from tests.support.hand_graphs import emit
+from tests.support.hand_graphs import emit, reading
 from tests.support.models import VOCAB, long_rope_target, tiny_target
 
 Edit = Callable[[fx.GraphModule, PassContext], Any]
@@ -68,7 +68,7 @@ PACKED = torch.ops.compilespec.packed_linear.default
 SLOT, ROW, POSITION = 5, 6, 7  # arguments of paged attention
 CONFIG = ProgramConfig(
     num_draft_tokens=3, max_batch_size=5, max_seq_len=26, max_prefill_tokens=64,
-    block_size=4, num_blocks=35, dtype=torch.float64, device=torch.device("cpu"),
+    block_size=4, num_blocks=35, vocab_size=VOCAB, dtype=torch.float64, device=torch.device("cpu"),
 )  # fmt: skip
 
 
@@ -163,17 +163,18 @@ def build(
     target, draft = parts(family)
     sizes = {field.name for field in dataclasses.fields(ProgramConfig)} & needs.keys()
     of_config = {name: needs.pop(name) for name in sizes}
-    config = dataclasses.replace(CONFIG, max_draft_tokens=most, **of_config)
+    several = () if most is None else (CONFIG.num_draft_tokens, most)
+    config = dataclasses.replace(CONFIG, several=several, **of_config)
     capabilities = get_method("eagle3").capabilities
     capabilities = dataclasses.replace(capabilities, outputs_hidden_states=True)  # every pass runs
     ctx = PassContext(
         phase=phase, config=config, capabilities=capabilities, target=target,
-        draft=draft, aux_layers=(0, 1, 2), **needs,
+        draft=draft, drafter=reading(aux_layers=(0, 1, 2)), **needs,
     )  # fmt: skip
     graph = rewrite_phase(ctx, keep_graphs=keep_graphs)
     return SpecProgram(
-        method="eagle3", config=config, graphs=ByStep([graph]),
-        buffers=tuple(ctx.buffers.values()), weights=ctx.weights, vocab_size=VOCAB,
+        target=target, capabilities=capabilities, config=config, graphs=ByStep([graph]),
+        buffers=tuple(ctx.buffers.values()), weights=ctx.weights,
     )  # fmt: skip
 
 

@@ -239,11 +239,11 @@ def test_the_loop_is_what_its_reference_says(target, acceptance) -> None:
 
 # the loop has its module's name
 loop = importlib.import_module("compilespec.passes.splice.draft_loops.block")
-PLACES = loop.block_places
+UNWRITTEN = loop.unwritten
 FAULTS = {
     "rejected rows are written": ("committed_slots", lambda slot, n, **_: slot),
     "the block sees its own place": (
-        "block_places", lambda newest, *rest, **sizes: PLACES(newest + 1, *rest, **sizes),
+        "unwritten", lambda step, wanted: UNWRITTEN(step, wanted + 1),
     ),
 }  # fmt: skip
 

@@ -14,8 +14,8 @@ from transformers import LlamaConfig
 
 from compilespec.errors import CheckpointError, DraftMismatch, InvalidOption
 from compilespec.methods.eagle3 import random_head, save_head
-from compilespec.methods.eagle3.drafter import rope_frequencies
-from compilespec.methods.eagle3.load import check_d2t
+from compilespec.methods.parts.d2t import check_d2t
+from compilespec.methods.parts.layers import rope_frequencies
 from compilespec.methods.recycled import RecycledDrafter
 from compilespec.methods.registry import get_method
 from compilespec.tracing.target_info import TargetInfo

@@ -10,7 +10,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from compilespec.errors import CheckpointError, DraftMismatch, InvalidOption, NotSupported
 from compilespec.methods.eagle3.aux_layers import resolve_aux_layers
 from compilespec.methods.eagle3.config import normalise
-from compilespec.methods.eagle3.drafter import Rope
+from compilespec.methods.parts.layers import Rope
 
 IDS = "eagle_aux_hidden_state_layer_ids"
 

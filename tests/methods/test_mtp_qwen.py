@@ -19,7 +19,8 @@ import compilespec
 from compilespec import SamplingParams
 from compilespec.cli import main
 from compilespec.errors import CheckpointError
-from compilespec.methods.mtp.load import dequantise, load_drafter
+from compilespec.methods.mtp.layout import dequantise
+from compilespec.methods.mtp.load import load_drafter
 from compilespec.tracing.load import load_target
 from compilespec.tracing.target_info import TargetInfo
 from tests.support.models import (

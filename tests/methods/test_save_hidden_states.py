@@ -53,7 +53,7 @@ def test_records_are_what_forward_hooks_see(tmp_path, family, options):
         assert_nothing_held(engine)
         assert engine.stats().num_recompiles == 0
         assert any(str(directory) in why for why in engine.plan()["why"])
-        pending = engine.executor.lowered.program.recorder._num_pending
+        pending = engine.executor.lowered.program.drafter.recorder._num_pending
         assert pending < 60
     saved = SavedStates(directory)
     assert len(saved) == len(asks)

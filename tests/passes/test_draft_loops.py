@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any, get_args
 
 import pytest
@@ -34,7 +35,8 @@ AT_THREE = {
 def sizes(**changes: Any) -> ProgramConfig:
     own = {
         "num_draft_tokens": 3, "max_batch_size": 2, "max_seq_len": 32, "max_prefill_tokens": 16,
-        "block_size": 8, "num_blocks": 8, "dtype": torch.float32, "device": torch.device("cpu"),
+        "block_size": 8, "num_blocks": 8, "vocab_size": 7, "dtype": torch.float32,
+        "device": torch.device("cpu"),
     }  # fmt: skip
     return ProgramConfig(**{**own, **changes})
 
@@ -42,8 +44,7 @@ def sizes(**changes: Any) -> ProgramConfig:
 def test_every_kind_says_what_it_needs() -> None:
     assert {*LOOPS} == {*AT_THREE} == {*get_args(DraftKind)}
     for kind, loop in LOOPS.items():
-        needs = (loop.num_reserved_tokens(3), loop.num_repeated_tokens(3), loop.lookahead(3))
-        assert needs == AT_THREE[kind], kind
+        assert dataclasses.astuple(loop.reach(3)) == AT_THREE[kind], kind
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import compilespec
 from compilespec.methods.eagle3 import random_head
 from compilespec.methods.registry import get_method
-from compilespec.ops.device import CUDA
+from compilespec.ops.device import CPU, CUDA
 from compilespec.passes.aten.fuse_head_argmax import fuse_head_argmax, pays
 from compilespec.passes.order import PassContext, rewrite_phase
 from compilespec.passes.splice.builder import Splice
@@ -41,7 +41,7 @@ def head_graph(
     gm, ctx = graph_of(
         function, **{name: ("batch" if name == "x" else "weight", t) for name, t in inputs.items()}
     )
-    ctx.fuse_head = fuse
+    ctx.traits = dataclasses.replace(CUDA, fuses_heads=fuse)
     return gm, ctx, list(inputs.values())
 
 
@@ -174,7 +174,6 @@ def test_on_a_gpu_sizes_decide_at_the_largest_batch(monkeypatch, fuse, limit, fu
     monkeypatch.setattr(torch.cuda, "synchronize", None)
     gm, ctx, _ = head_graph(plain, fuse=fuse, dtype=BF16)
     ctx.weights = {name: weight.to("meta") for name, weight in ctx.weights.items()}
-    ctx.traits = CUDA
     assert fuse_head_argmax(Splice(gm, ctx)) == (fused if fuse is None else 0)
 
 
@@ -188,8 +187,8 @@ def test_each_head_is_judged_by_its_own_rows(monkeypatch, max_batch_size, fused)
     config = dataclasses.replace(HAND_CONFIG, max_batch_size=max_batch_size, dtype=BF16)
     ctx = PassContext(
         phase="decode", config=config, capabilities=get_method("eagle3").capabilities,
-        target=trace_target(model), draft=head.capture(config, info), aux_layers=(0,),
-        greedy_only=True, traits=CUDA,
+        target=trace_target(model), draft=head.capture(config, info), drafter=head,
+        kind="greedy", traits=CUDA,
     )  # fmt: skip
     nodes = rewrite_phase(ctx, keep_graphs=False).finish().graph_module.graph.nodes
     assert sum(node.target is FUSED for node in nodes) == fused
@@ -212,12 +211,13 @@ def test_a_greedy_step_writes_no_logits(parts, phase):
     config = dataclasses.replace(HAND_CONFIG, num_draft_tokens=3, dtype=torch.float64)
     ctx = PassContext(
         phase=phase, config=config, capabilities=get_method("eagle3").capabilities, target=target,
-        draft=head.capture(config, info), aux_layers=(0, 1, 2), fuse_head=True, greedy_only=True,
+        draft=head.capture(config, info), drafter=head, kind="greedy",
+        traits=dataclasses.replace(CPU, fuses_heads=True),
     )  # fmt: skip
     graph = rewrite_phase(ctx, keep_graphs=True)
     program = SpecProgram(
-        method="eagle3", config=config, graphs=ByStep([graph]),
-        buffers=tuple(ctx.buffers.values()), weights=ctx.weights, vocab_size=VOCAB,
+        target=target, capabilities=ctx.capabilities, config=config, graphs=ByStep([graph]),
+        buffers=tuple(ctx.buffers.values()), weights=ctx.weights,
     )  # fmt: skip
     nodes = graph.graph_module.graph.nodes
     assert sum(node.target is FUSED for node in nodes) == 1 + 3

@@ -25,7 +25,7 @@ from compilespec.passes.splice.insert_paged_attention import leading_part
 from compilespec.program import Traced, markers
 from compilespec.tracing.capture import EXAMPLE_SHAPE, trace_call
 from compilespec.tracing.target import trace_target
-from tests.support.hand_graphs import HAND_CONFIG
+from tests.support.hand_graphs import HAND_CONFIG, reading
 from tests.support.models import tiny_target
 
 HEAD_LINEAR = torch.ops.compilespec.head_linear.default
@@ -196,7 +196,7 @@ def test_layers_that_a_drafter_reads_stay_as_they_are():
     ctx = PassContext(
         phase="decode", config=HAND_CONFIG, capabilities=get_method("none").capabilities,
         target=trace_target(tiny_target("glm4_moe_lite", torch.float32, num_layers=2)), draft={},
-        kv_layers=(1,),
+        drafter=reading(kv_layers=(1,)),
     )  # fmt: skip
     gm = start_step(ctx)
     assert absorb_latents(Splice(gm, ctx)) == 1
@@ -212,10 +212,7 @@ def test_a_fault_in_a_drafters_call_is_seen_beside_its_capture():
     call = traced("cat")
     calls, _ = absorb_calls({"forward": call, "propose": call})
     calls["propose"] = call  # one that has nothing to absorb
-    ctx: Any = SimpleNamespace(
-        expanded={"forward": call, "propose": call}, draft=calls,
-        config=SimpleNamespace(device=torch.device("cpu")),
-    )  # fmt: skip
+    ctx: Any = SimpleNamespace(draft=calls, config=SimpleNamespace(device=torch.device("cpu")))
     ((name, _, (got,), (want,)),) = call_pairs(ctx)
     assert name == "forward"
     assert compare(got, want, bound=1e-12) is None

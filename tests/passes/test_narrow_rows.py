@@ -13,7 +13,7 @@ from compilespec.passes.graph.nodes import find_role, output_node
 from compilespec.passes.splice.builder import Splice
 from compilespec.passes.splice.narrow_rows import narrow_rows
 from compilespec.passes.splice.rows import Rows, one_row, packed_rows, take_rows
-from tests.support.hand_graphs import call, graph_of
+from tests.support.hand_graphs import call, graph_of, reading
 from tests.support.steps import emitted_graph, started
 
 
@@ -111,7 +111,7 @@ def test_a_last_layer_runs_on_the_rows_that_go_on(parts):
     for phase in ("decode", "prefill"):
         gm, ctx = started(parts, phase, "narrow_rows")
         assert narrow_rows(Splice(gm, ctx)) == 4
-    none = {"capabilities": get_method("none").capabilities, "draft": {}, "aux_layers": ()}
+    none = {"capabilities": get_method("none").capabilities, "draft": {}, "drafter": reading()}
     gm, ctx = started(parts, "prefill", "narrow_rows", **none)
     assert narrow_rows(Splice(gm, ctx)) == 4
     gm, ctx = started(parts, "decode", "narrow_rows", **none)

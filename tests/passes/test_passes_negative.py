@@ -22,7 +22,7 @@ from compilespec.passes.splice.recurrent_state import StatePlaces, keep_states
 from compilespec.passes.splice.sharding.plan import Sharding
 from compilespec.program import AdapterShape, Phase, RequestFeatures, Traced
 from compilespec.tracing.target import trace_target
-from tests.support.hand_graphs import HAND_CONFIG, code, graph_of
+from tests.support.hand_graphs import HAND_CONFIG, code, graph_of, reading
 from tests.support.models import tiny_target
 
 PASSES = {entry.name: entry for entry in (*SPLICE_PASSES, *ATEN_PASSES)}
@@ -61,7 +61,7 @@ def without_role(case: Case, role: str) -> Case:
 
 def only_looked_at(target: Traced) -> Case:
     """The checks count and the taps name; neither changes a node."""
-    return step(target, "decode", aux_layers=(0, 1, 2))
+    return step(target, "decode", drafter=reading(aux_layers=(0, 1, 2)))
 
 
 def keys_and_values_have_a_bias(target: Traced) -> Case:
@@ -102,7 +102,8 @@ def decode_needs_the_logits_of_all_rows(target: Traced) -> Case:
 def the_last_layer_is_tapped(target: Traced) -> Case:
     """All its rows are read: only the norm behind it has rows that are not."""
     done = ("tap_hidden_states", "read_state", "narrow_logits", "insert_paged_attention")
-    return step(target, "prefill", *done, aux_layers=(target.num_attention_layers,))
+    drafter = reading(aux_layers=(target.num_attention_layers,))
+    return step(target, "prefill", *done, drafter=drafter)
 
 
 def attention_is_paged_already(target: Traced) -> Case:
@@ -162,7 +163,7 @@ def logits_have_another_reader(target: Traced) -> Case:
         return logits.argmax(-1), logits.amax(-1)
 
     gm, ctx = graph_of(function, x=("batch", torch.randn(2, 4)), w=("weight", torch.randn(5, 4)))
-    ctx.fuse_head = True
+    ctx.traits = dataclasses.replace(ctx.traits, fuses_heads=True)
     return gm, ctx
 
 

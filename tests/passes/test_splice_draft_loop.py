@@ -12,6 +12,7 @@ from compilespec.passes.graph.retrace import start_step
 from compilespec.passes.order import SPLICE_PASSES, run_passes
 from compilespec.passes.splice.builder import Splice
 from compilespec.passes.splice.splice_draft_loop import splice_draft_loop
+from tests.support.hand_graphs import reading
 from tests.support.steps import CONFIG, NUM_DRAFT_TOKENS, context, started
 
 
@@ -40,7 +41,7 @@ def test_the_draft_loop_must_make_every_pass(parts):
 
 def test_a_method_without_a_drafter_is_left_alone(parts):
     ctx = context(
-        parts, "decode", capabilities=get_method("none").capabilities, aux_layers=(), draft={},
+        parts, "decode", capabilities=get_method("none").capabilities, drafter=reading(), draft={},
         config=dataclasses.replace(CONFIG, num_draft_tokens=0),
     )  # fmt: skip
     gm = start_step(ctx)

@@ -21,6 +21,7 @@ from compilespec.tracing.attention import marked_attention
 from compilespec.tracing.load import load_target
 from compilespec.tracing.target import trace_target
 from compilespec.tracing.target_info import describe_target
+from tests.support.hand_graphs import reading
 from tests.support.hooks import decoder_layers, hook_states
 from tests.support.models import FAMILIES, VOCAB, call_traced, tiny_target
 
@@ -28,7 +29,8 @@ NUM_LAYERS = 3
 NUM_VERIFY_TOKENS = 3
 CONFIG = ProgramConfig(
     num_draft_tokens=NUM_VERIFY_TOKENS - 1, max_batch_size=2, max_seq_len=32, max_prefill_tokens=32,
-    block_size=4, num_blocks=16, dtype=torch.float32, device=torch.device("cpu"),
+    block_size=4, num_blocks=16, vocab_size=VOCAB, dtype=torch.float32,
+    device=torch.device("cpu"),
 )  # fmt: skip
 
 
@@ -42,7 +44,7 @@ def short_target(family: str) -> nn.Module:
 def context(model: nn.Module, aux_layers: tuple[int, ...]) -> PassContext:
     return PassContext(
         phase="decode", config=CONFIG, capabilities=get_method("eagle3").capabilities,
-        target=trace_target(model), draft={}, aux_layers=aux_layers,
+        target=trace_target(model), draft={}, drafter=reading(aux_layers=aux_layers),
     )  # fmt: skip
 
 

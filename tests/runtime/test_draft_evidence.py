@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from compilespec.methods.registry import get_method
 from compilespec.passes.splice.evidence import (
     FIRST_MATCH,
     MATCHES,
@@ -25,6 +26,7 @@ from compilespec.runtime.step_costs import StepCosts
 from tests.support.fake_executor import geometry
 
 COUNTS = (0, 2, 4, 8)
+SUFFIX = get_method("suffix").capabilities
 # Milliseconds by K and batch: a machine that has room at batch 1, and little at batch 8.
 COSTS = {
     (0, 1): 1.0, (2, 1): 1.15, (4, 1): 1.3, (8, 1): 1.6,
@@ -114,7 +116,7 @@ def speed(
 
 def adaptive_speed(make: Any, batch: int, *, is_late: bool = False, seeds: int = 3) -> float:
     """Of one controller that serves one batch of requests after the other."""
-    sizes = geometry(num_draft_tokens=8, draft_counts=COUNTS, tells_evidence=True, looks_up=True)
+    sizes = geometry(num_draft_tokens=8, several=COUNTS, capabilities=SUFFIX)
     policy = DraftPolicy(COUNTS, StepCosts(COSTS, {}), looks_up=True)
     adaptive = AdaptiveDrafts(SimpleNamespace(geometry=sizes), policy)  # type: ignore[arg-type]
     speeds = []
@@ -184,7 +186,7 @@ def test_a_text_of_several_kinds_is_never_much_slower_than_plain(kinds: Any, see
 
 def test_nothing_found_is_not_even_decided() -> None:
     """Such steps are plain ones; now and then one is decided, so that its time is known."""
-    sizes = geometry(num_draft_tokens=8, draft_counts=COUNTS, tells_evidence=True, looks_up=True)
+    sizes = geometry(num_draft_tokens=8, several=COUNTS, capabilities=SUFFIX)
     policy = DraftPolicy(COUNTS, StepCosts(COSTS, {}), looks_up=True)
     adaptive = AdaptiveDrafts(SimpleNamespace(geometry=sizes), policy)  # type: ignore[arg-type]
     text: Any = Text(never(random.Random(0)))

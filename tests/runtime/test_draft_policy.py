@@ -170,7 +170,7 @@ class HashableNamespace(SimpleNamespace):
 
 def test_of_a_large_batch_some_requests_are_learnt_from_in_turn() -> None:
     """All of them come by, and a trial's tokens are counted whole."""
-    sizes = geometry(num_draft_tokens=5, draft_counts=COUNTS)
+    sizes = geometry(num_draft_tokens=5, several=COUNTS)
     seen = []
     policy = SimpleNamespace(observe=lambda *args, **kwargs: seen.append(args[3]))
     adaptive = AdaptiveDrafts(SimpleNamespace(geometry=sizes), policy)  # type: ignore[arg-type]
@@ -186,7 +186,7 @@ def test_of_a_large_batch_some_requests_are_learnt_from_in_turn() -> None:
 
 def test_steps_with_drafts_are_decided_and_learnt_from_together() -> None:
     """As long as the requests are the same; what was not learnt yet is, before it is described."""
-    sizes = geometry(num_draft_tokens=5, draft_counts=COUNTS)
+    sizes = geometry(num_draft_tokens=5, several=COUNTS)
     policy = policy_that_met_all()
     policy.reasons.clear()
     executor: Any = SimpleNamespace(geometry=sizes)
@@ -301,7 +301,7 @@ class Clock:
     """An executor, and the time that its steps take: plain ones behind another K are slower."""
 
     def __init__(self) -> None:
-        self.geometry = geometry(num_draft_tokens=2, draft_counts=(0, 2), max_batch_size=1)
+        self.geometry = geometry(num_draft_tokens=2, several=(0, 2), max_batch_size=1)
         self.now, self.last, self.cold = 0.0, 0, [1.0]
 
     def launch_decode(self, rows: Sequence[int], count: int) -> float:

@@ -36,7 +36,7 @@ def params(count: int, **fields: object) -> SamplingParams:
 
 
 def wanted(prompt: list[int], count: int) -> list[int]:
-    return toy_decode(prompt, count, SIZES.vocab_size)
+    return toy_decode(prompt, count, SIZES.config.vocab_size)
 
 
 def prompts(number: int) -> list[list[int]]:

@@ -136,7 +136,7 @@ def scene(request: pytest.FixtureRequest) -> Scene:
         geometry(max_batch_size=3, max_prefill_tokens=24), lookahead=lookahead or 0
     )
     tokenizer = Letters()
-    engine = engine_over(executor, tokenizer=tokenizer, overlap=overlap, prefix_lookahead=lookahead)
+    engine = engine_over(executor, tokenizer=tokenizer, overlap=overlap, lookahead=lookahead)
     shared = prompt_of(20)
     prompts = [shared, [*shared, *prompt_of(30)], prompt_of(7), prompt_of(9)]
     params = SamplingParams(max_new_tokens=COUNT, stop=("never said",))

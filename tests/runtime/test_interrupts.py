@@ -60,7 +60,7 @@ def make_engine(overlap: bool, fail: Callable[[str], None] = lambda phase: None)
     """So few blocks that requests make room for others."""
     sizes = geometry(num_blocks=8, max_batch_size=3, max_seq_len=64)
     executor = FakeExecutor(sizes, lookahead=1, fail=fail)
-    return engine_over(executor, overlap=overlap, prefix_lookahead=1)
+    return engine_over(executor, overlap=overlap, lookahead=1)
 
 
 def run(engine: Engine, see: Callable[[Place], None], event: str = "line") -> None:

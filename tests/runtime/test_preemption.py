@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 
@@ -25,7 +26,7 @@ from tests.support.models import assert_nothing_held
 def make_engine(**options) -> Engine:
     engine_options = {
         name: options.pop(name)
-        for name in ("overlap", "prefix_lookahead", "max_step_tokens", "on_preempt")
+        for name in ("overlap", "lookahead", "max_step_tokens", "drafter")
         if name in options
     }
     return engine_over(FakeExecutor(geometry(**options)), **engine_options)
@@ -59,9 +60,7 @@ def assert_right(requests: list[Request]) -> None:
 @pytest.mark.parametrize("lookahead", [None, 1], ids=["forget", "prefixes"])
 def test_the_last_in_line_makes_room(overlap, lookahead):
     # 12 blocks of 8 tokens; each grows to 8 + 60 + 7 tokens, 10 blocks: only one can reach its end.
-    engine = make_engine(
-        num_blocks=12, max_batch_size=3, overlap=overlap, prefix_lookahead=lookahead
-    )
+    engine = make_engine(num_blocks=12, max_batch_size=3, overlap=overlap, lookahead=lookahead)
     requests = [submit(engine, 8, 60, seed) for seed in range(3)]
     ends: list[int] = []
     found: list[int] = []
@@ -116,9 +115,12 @@ def test_logprobs_survive():
 
 def test_the_owner_of_a_row_is_told():
     told: list[tuple[int, int]] = []
-    engine = make_engine(
-        num_blocks=12, max_batch_size=3, on_preempt=lambda r: told.append((r.id, r.row))
+    sink = SimpleNamespace(
+        forget=lambda request: told.append((request.id, request.row)),
+        finish=lambda request, reason: None,
     )
+    drafter = SimpleNamespace(recorder=sink, propose_on_host=None)
+    engine = make_engine(num_blocks=12, max_batch_size=3, drafter=drafter)
     requests = [submit(engine, 8, 60, seed) for seed in range(3)]
     drain(engine)
     assert len(told) == sum(r.num_preemptions for r in requests) > 0

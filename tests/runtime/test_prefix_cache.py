@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from compilespec.methods.base import Drafter
 from compilespec.program import BufferSpec
 from compilespec.runtime.blocks import BlockPool
 from compilespec.runtime.engine import Engine
@@ -21,13 +22,14 @@ from tests.support.fake_executor import (
     prompt_of,
     toy_decode,
 )
+from tests.support.hand_graphs import reading
 from tests.support.models import assert_nothing_held
 
 
 def make_engine(lookahead: int = 1, *, overlap: bool = False, **sizes: int) -> Engine:
     sizes.setdefault("num_repeated_tokens", max(0, lookahead - 1))
     executor = FakeExecutor(geometry(**sizes), lookahead=lookahead)
-    return engine_over(executor, prefix_lookahead=lookahead, overlap=overlap)
+    return engine_over(executor, lookahead=lookahead, overlap=overlap)
 
 
 def num_prefilled(engine: Engine) -> int:
@@ -146,14 +148,14 @@ def test_without_it_nothing_is_found():
 
 def program(buffers: tuple[str, ...] = (), **changes: Any) -> Any:
     specs = [BufferSpec(name=n, kind="state", shape=(2,), dtype=torch.int32) for n in buffers]
-    facts = {"recorder": None, "has_own_blocks": False, "state_bytes_per_request": 0}
+    facts = {"drafter": Drafter(), "state_bytes_per_request": 0}
     return SimpleNamespace(**{**facts, "buffers": specs, **changes})
 
 
 def test_methods_that_could_not_be_right_do_not_share():
     assert why_not(program(buffers=("seq_len_R", "ring_ids_RK", "history_RL"))) is None
-    assert "recorded" in why_not(program(recorder=object()))
-    assert "other blocks" in why_not(program(has_own_blocks=True))
+    assert "recorded" in why_not(program(drafter=SimpleNamespace(recorder=object())))
+    assert "other blocks" in why_not(program(drafter=reading(kv_block_sizes=(8, 4))))
     assert "newest state" in why_not(program(state_bytes_per_request=64))
     assert "relaxed_delta_R" in why_not(program(buffers=("seq_len_R", "relaxed_delta_R")))
 

@@ -175,10 +175,10 @@ REFUSED: dict[Any, str] = {
 def test_processors_that_are_refused(processor):
     config = ProgramConfig(
         num_draft_tokens=2, max_batch_size=3, max_seq_len=20, max_prefill_tokens=8, block_size=4,
-        num_blocks=9, dtype=torch.float32, device=torch.device("cpu"),
+        num_blocks=9, vocab_size=7, dtype=torch.float32, device=torch.device("cpu"),
     )  # fmt: skip
     with pytest.raises(InvalidOption, match=REFUSED[processor]):
-        CompileOptions(logits_processor=processor).processor.capture("decode", config, 7)
+        CompileOptions(logits_processor=processor).processor.capture("decode", config)
 
 
 @pytest.mark.slow

@@ -333,7 +333,7 @@ def test_any_traffic_gives_plain_tokens(
     eos = toy_next(prompt_of(1), VOCAB)  # ends some requests at their first token
     executor = FakeExecutor(sizes, hit_rate=hit_rate, lookahead=lookahead or 0)
     engine = engine_over(
-        executor, eos_token_ids=[eos], overlap=overlap, prefix_lookahead=lookahead,
+        executor, eos_token_ids=[eos], overlap=overlap, lookahead=lookahead,
         max_step_tokens=max_step_tokens,
     )  # fmt: skip
     traffic = Traffic(engine, eos)

@@ -58,7 +58,7 @@ def test_draining_ends_what_there_is_and_takes_no_more() -> None:
     assert server.drain(timeout=60)
     for k, ticket in enumerate(tickets):
         assert ticket.finished
-        assert ticket.result().token_ids == toy_decode([k], 9, SIZES.vocab_size)
+        assert ticket.result().token_ids == toy_decode([k], 9, SIZES.config.vocab_size)
     server.close()
     assert server.health().state == "closed"
 
@@ -97,7 +97,9 @@ def test_samples_have_a_ticket_each_and_go_by_priority() -> None:
         high = server.submit_samples([1, 2], params(9, n=2), priority=3)
         gate.allow()
         outputs = [ticket.result(60) for ticket in high]
-        assert [o.token_ids for o in outputs] == [toy_decode([1, 2], 9, SIZES.vocab_size)] * 2
+        assert [o.token_ids for o in outputs] == [
+            toy_decode([1, 2], 9, SIZES.config.vocab_size)
+        ] * 2
         started = [t.request.timings.admitted_ms for t in (*high, low[-1])]
         assert max(started[:2]) <= started[2]
         assert [ticket.request.sample for ticket in high] == [0, 1]

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from compilespec.methods.dflash import DFlashDrafter
-from compilespec.methods.eagle3.drafter import rotate
+from compilespec.methods.parts.layers import rotate
 
 
 @torch.no_grad()

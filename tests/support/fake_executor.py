@@ -12,32 +12,62 @@ import random
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 
-from compilespec.program import NO_ADAPTER, ProgramConfig
+from compilespec.methods.user import HostDrafter
+from compilespec.program import NO_ADAPTER, ProgramConfig, Reach
 from compilespec.runtime.detokenize import Tokenizer
 from compilespec.runtime.engine import Engine
 from compilespec.runtime.executor import Executor, Geometry, PrefillChunk
 from compilespec.runtime.sampling_rows import RowSampling, TokenLogprobs
-from compilespec.runtime.serving import ServingOptions
+from compilespec.runtime.serving import EngineReport, ServingOptions
 from compilespec.tracing.adapter_files import LowRank
 
 JUNK = -7  # a token that nobody may be given
 
 
 VOCAB = 259
-SIZES = {one.name for one in dataclasses.fields(ProgramConfig)}
 
 
 class FakeExecutorError(AssertionError):
     """The scheduler broke the protocol."""
 
 
-def engine_over(executor: Executor, tokenizer: Tokenizer | None = None, **options: Any) -> Engine:
-    """An engine with these `ServingOptions`."""
-    return Engine(executor, tokenizer, ServingOptions(**options))
+def engine_over(
+    executor: Executor,
+    tokenizer: Tokenizer | None = None,
+    *,
+    lookahead: int | None = None,
+    graphs: Mapping[str, str] | None = None,
+    drafter: Any = None,
+    **options: Any,
+) -> Engine:
+    """An engine with these `ServingOptions` and fields of `EngineReport`.
+
+    Args:
+        graphs, drafter: of the program.
+        lookahead: share prefixes whose entries depend on so many tokens after them; None: do not.
+    """
+    if lookahead is not None:
+        sizes = executor.geometry
+        reach = dataclasses.replace(sizes.reach, lookahead=lookahead)
+        executor.geometry = dataclasses.replace(sizes, reach=reach)
+    report = {name: options.pop(name) for name in [*options] if name in names_of(EngineReport)}
+    program: Any = SimpleNamespace(graphs=graphs or {}, drafter=drafter)
+    serving = ServingOptions(
+        program=program,
+        report=EngineReport(**report),
+        shares_prefixes=lookahead is not None,
+        **options,
+    )
+    return Engine(executor, tokenizer, serving)
+
+
+def names_of(record: type) -> set[str]:
+    return {one.name for one in dataclasses.fields(record)}
 
 
 def geometry(**changes: Any) -> Geometry:
@@ -45,15 +75,19 @@ def geometry(**changes: Any) -> Geometry:
     num_draft_tokens = changes.setdefault("num_draft_tokens", 3)
     sizes = {
         "max_batch_size": 4, "max_seq_len": 96, "max_prefill_tokens": 48, "block_size": 8,
-        "num_blocks": 48, "dtype": torch.float32, "device": torch.device("cpu"),
+        "num_blocks": 48, "vocab_size": VOCAB, "dtype": torch.float32,
+        "device": torch.device("cpu"),
     }  # fmt: skip
+    own, reach = (
+        {name: changes.pop(name) for name in [*changes] if name in names_of(record)}
+        for record in (ProgramConfig, Reach)
+    )
     facts = {
-        "vocab_size": VOCAB,
-        "draft_counts": (num_draft_tokens,),
-        "num_reserved_tokens": 2 * num_draft_tokens + 1,
+        "config": ProgramConfig(**{**sizes, **own}),
+        "reach": Reach(**{"num_reserved_tokens": 2 * num_draft_tokens + 1, **reach}),
+        "capabilities": HostDrafter.capabilities,  # whose steps say nothing of their drafts
     }
-    own = {name: changes.pop(name) for name in [*changes] if name in SIZES}
-    return Geometry(config=ProgramConfig(**{**sizes, **own}), **{**facts, **changes})
+    return Geometry(**{**facts, **changes})
 
 
 def prompt_of(length: int, seed: int = 0) -> list[int]:
@@ -120,7 +154,7 @@ class FakeExecutor:
         self.hit_rate = hit_rate
         self.fail = fail
         self.spoil = spoil
-        self.next_token = next_token or (lambda t: toy_next(t, self.geometry.vocab_size))
+        self.next_token = next_token or (lambda t: toy_next(t, self.geometry.config.vocab_size))
         self.lookahead = lookahead
         self.closed = False
         self.prefill_calls: list[tuple[PrefillChunk, ...]] = []
@@ -239,7 +273,7 @@ class FakeExecutor:
     def _prefill_chunk(self, chunk: PrefillChunk) -> list[int]:
         row, sizes = self._live_row(chunk.row), self.geometry
         _check(row.last is None, f"row {chunk.row}: prefill after its prompt ended")
-        start = max(row.num_prefix, row.num_committed - sizes.num_repeated_tokens)
+        start = max(row.num_prefix, row.num_committed - sizes.reach.num_repeated_tokens)
         _check(chunk.start == start, f"row {chunk.row}: chunk starts at {chunk.start}")
         end = chunk.start + len(chunk.tokens)
         _check(end > row.num_committed, f"row {chunk.row}: a chunk of nothing new")
@@ -264,7 +298,7 @@ class FakeExecutor:
         sizes, row = self.geometry, self._live_row(index)
         _check(row.last is not None, f"row {index}: decode before its prompt is in")
         window, start = [row.last, *row.drafts], row.num_committed
-        last = min(start + sizes.num_reserved_tokens, sizes.config.max_seq_len)
+        last = min(start + sizes.reach.num_reserved_tokens, sizes.config.max_seq_len)
         if start >= sizes.config.max_seq_len or last > len(row.blocks) * sizes.config.block_size:
             # Past its last token: a request that ended in the step before.  The device writes
             # nothing there, and what it says is not asked for.
@@ -299,7 +333,7 @@ class FakeExecutor:
         for _ in range(self.config.num_draft_tokens):
             right = self._next(row, context)
             hits = zlib.crc32(bytes(str(context), "ascii")) % 1000 < self.hit_rate * 1000
-            row.drafts.append(right if hits else (right + 1) % self.geometry.vocab_size)
+            row.drafts.append(right if hits else (right + 1) % self.config.vocab_size)
             context.append(row.drafts[-1])
 
     def _next(self, row: _Row, context: Sequence[int]) -> int:

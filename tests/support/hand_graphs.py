@@ -8,15 +8,25 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from compilespec.methods.base import Drafter
 from compilespec.methods.registry import get_method
 from compilespec.passes.context import PassContext
 from compilespec.passes.splice.builder import Writer, node_of
 from compilespec.program import BufferSpec, InputSpec, ProgramConfig
+from tests.support.models import VOCAB
 
 HAND_CONFIG = ProgramConfig(
     num_draft_tokens=2, max_batch_size=3, max_seq_len=22, max_prefill_tokens=32,
-    block_size=4, num_blocks=18, dtype=torch.float32, device=torch.device("cpu"),
+    block_size=4, num_blocks=18, vocab_size=VOCAB, dtype=torch.float32, device=torch.device("cpu"),
 )  # fmt: skip
+
+
+def reading(**layers: Any) -> Drafter:
+    """A drafter that reads these `aux_layers` and `kv_layers` of the target."""
+    drafter = Drafter()
+    for name, value in layers.items():
+        setattr(drafter, name, value)
+    return drafter
 
 
 def graph_of(

@@ -51,7 +51,8 @@ def make_state(
             host, row,
             RowSampling(params=one, bias=read_bias(one),
                         seed=1000 + row if one.seed is None else one.seed,
-                        prompt_token_ids=prompts[-1], stop_token_ids=STOPS),
+                        token_ids=prompts[-1], num_prompt_tokens=len(prompts[-1]),
+                        stop_token_ids=STOPS),
         )  # fmt: skip
     return State(buffers, tuple(prompts))
 

@@ -14,14 +14,14 @@ from compilespec.ops.packed_linear import pack_weight
 from compilespec.passes.graph.retrace import start_step
 from compilespec.passes.order import SPLICE_PASSES, Pass, PassContext, run_passes
 from compilespec.program import PassRecord, Phase, ProgramConfig
-from tests.support.hand_graphs import emit, graph_of
+from tests.support.hand_graphs import emit, graph_of, reading
 from tests.support.models import VOCAB
 
 ATEN = torch.ops.aten
 NUM_LAYERS, NUM_DRAFT_TOKENS = 2, 2
 CONFIG = ProgramConfig(
     num_draft_tokens=NUM_DRAFT_TOKENS, max_batch_size=3, max_seq_len=22, max_prefill_tokens=32,
-    block_size=4, num_blocks=18, dtype=torch.float32, device=torch.device("cpu"),
+    block_size=4, num_blocks=18, vocab_size=VOCAB, dtype=torch.float32, device=torch.device("cpu"),
 )  # fmt: skip
 PAD = -1
 
@@ -30,7 +30,7 @@ def context(parts: Any, phase: Phase, **changes: Any) -> PassContext:
     target, draft = parts
     fields: dict[str, Any] = {
         "phase": phase, "config": CONFIG, "capabilities": get_method("eagle3").capabilities,
-        "target": target, "draft": draft, "aux_layers": (0, 1, 2),
+        "target": target, "draft": draft, "drafter": reading(aux_layers=(0, 1, 2)),
     }  # fmt: skip
     return PassContext(**{**fields, **changes})
 

@@ -64,7 +64,9 @@ def test_answers_are_the_targets_own_and_a_stopped_run_goes_on(engine, tmp_path)
         )
         (plain,) = engine.generate([one.prompt], params)
         assert record["token_ids"] == plain.token_ids
-    samples = FileData(whole, None, vocab_size=engine.geometry.vocab_size, max_length=40).samples()
+    samples = FileData(
+        whole, None, vocab_size=engine.geometry.config.vocab_size, max_length=40
+    ).samples()
     assert {(len(one), one.start) for one in samples} == {(9, 3)}
 
 

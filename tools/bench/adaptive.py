@@ -140,7 +140,7 @@ def compare(
     Raises: SystemExit if a way gives other tokens.
     """
     launches = engine._scheduler.launches
-    adaptive, counts = launches.adaptive, engine.geometry.draft_counts
+    adaptive, counts = launches.adaptive, engine.geometry.config.draft_counts
     ways: dict[str, Any] = {AUTO: adaptive, **{f"K={k}": Fixed(k, adaptive) for k in counts}}
     measured: dict[str, list[float]] = {name: [] for name in ways}
     modelled: dict[str, list[float]] = {name: [] for name in ways}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -40,13 +41,12 @@ def passes_of_cuda(*, fuse_head: bool | None = None, optimised: bool = True) -> 
         fuse_head: true: heads of any size are fused with their argmax.
         optimised: False leaves out what only makes steps faster, to compare with.
     """
-    changed: dict[str, Any] = {
-        "traits": traits_of(CUDA) if optimised else traits_of(torch.device("meta")),
-        "fuse_head": fuse_head if optimised else False,
-    }
+    traits = traits_of(CUDA if optimised else torch.device("meta"))
+    if optimised and fuse_head is not None:
+        traits = dataclasses.replace(traits, fuses_heads=fuse_head)
 
     def context(**given: Any) -> PassContext:
-        return PassContext(**{**given, **changed})
+        return PassContext(**{**given, "traits": traits})
 
     with mock.patch.object(build, "PassContext", context):
         yield

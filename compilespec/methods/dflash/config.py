@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import torch
 
-from compilespec.errors import CheckpointError, DraftMismatch, InvalidOption, NotSupported
+from compilespec.errors import CheckpointError, DraftMismatch, InvalidOption
 from compilespec.methods.capabilities import FINAL_NORM
 from compilespec.methods.decoder_body import (
     BODIES,
@@ -23,17 +23,13 @@ from compilespec.methods.decoder_body import (
     layer_windows,
     positive,
 )
+from compilespec.methods.dflash.layout import Layout, first_given, read_layout
 from compilespec.methods.mask_token import read_mask_token
+from compilespec.methods.parts.d2t import vocabulary_fields
 
-Layout = Literal["speculators", "authors", "transformers"]
 # What a row of a layer with a window sees: "anchor", the window before the block and the rows of
 # the block, or "causal", those up to itself; "distance", what is no further than the window.
 Sight = Literal["anchor", "causal", "distance"]
-
-_OF_TRANSFORMERS = {  # defaults of the class that writes the layout
-    "head_dim": 128, "rms_norm_eps": 1e-5, "sliding_window": 2048, "block_size": 16,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
-}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,35 +174,11 @@ def normalise(
         out_bias="layers.0.self_attn.o_proj.bias" in shapes,
         mlp_bias="layers.0.mlp.gate_proj.bias" in shapes,
         **sizes,
-        **_vocabulary(first_given(places, "draft_vocab_size", None), layer.vocab_size, shapes),
+        **vocabulary_fields(
+            first_given(places, "draft_vocab_size", None), layer.vocab_size, shapes
+        ),
+        own_embedding="embed_tokens.weight" in shapes,
     )
-
-
-def read_layout(
-    raw: Mapping[str, Any], kind: str
-) -> tuple[Layout, Mapping[str, Any], tuple[Mapping[str, Any], ...]]:
-    """The layout, the fields of the decoder layers, and where the drafter's own may be.
-
-    Raises: CheckpointError, NotSupported.
-    """
-    given = raw.get("speculators_model_type")
-    if given is not None:
-        if given != kind:
-            raise NotSupported(
-                f"speculators_model_type {given!r}: {kind} loads {kind!r} only; give "
-                f"spec={given!r} if that is a method"
-            )
-        body = raw.get("transformer_layer_config")
-        if not isinstance(body, Mapping):
-            raise CheckpointError(
-                "config.json: speculators format without transformer_layer_config"
-            )
-        return "speculators", body, (raw,)
-    nested = raw.get("dflash_config")
-    if nested is None and "target_layer_ids" in raw:
-        whole = {**_OF_TRANSFORMERS, **{k: v for k, v in raw.items() if v is not None}}
-        return "transformers", whole, (whole,)
-    return "authors", raw, (raw, nested or {})
 
 
 def _one_rope(fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -259,21 +231,6 @@ def _sight(layout: Layout, places: tuple[Mapping[str, Any], ...]) -> Sight:
     return "anchor" if first_given(places, "sliding_window_non_causal", False) else "causal"
 
 
-def _vocabulary(
-    draft_size: Any, vocab_size: int, shapes: Mapping[str, torch.Size]
-) -> dict[str, Any]:
-    """Rows of the head: as in config.json, else those of its tensor, else the target's."""
-    own_head = "lm_head.weight" in shapes
-    rows = shapes["lm_head.weight"][0] if own_head else vocab_size
-    size = positive(draft_size or rows, "draft_vocab_size")
-    return {
-        "draft_vocab_size": size,
-        "own_lm_head": own_head or size != vocab_size,
-        "has_d2t": "d2t" in shapes or size != vocab_size,
-        "own_embedding": "embed_tokens.weight" in shapes,
-    }
-
-
 def _suggested(raw: Mapping[str, Any], most: int) -> int:
     proposals = (raw.get("speculators_config") or {}).get("proposal_methods") or [{}]
     count = positive(proposals[0].get("speculative_tokens") or most, "speculative_tokens")
@@ -283,8 +240,3 @@ def _suggested(raw: Mapping[str, Any], most: int) -> int:
             f"drafts {most}; block_size must be {count - most} more"
         )
     return count
-
-
-def first_given(places: Sequence[Mapping[str, Any]], key: str, default: Any) -> Any:
-    """The value under `key` of the first of `places` that has one."""
-    return next((place[key] for place in places if place.get(key) is not None), default)

@@ -13,10 +13,12 @@ from torch.nn import functional
 import compilespec.ops.attention  # noqa: F401  (registers the operator that BlockAttention calls)
 from compilespec.methods.block import BlockDrafter
 from compilespec.methods.dflash.config import DFlashConfig
-from compilespec.methods.eagle3.drafter import MLP, RMSNorm, Rope, Weight, rotate
+from compilespec.methods.parts.d2t import DraftHead
+from compilespec.methods.parts.layers import MLP, RMSNorm, Rope, rotate
+from compilespec.methods.parts.weights import Weight
 
 
-class DFlashDrafter(BlockDrafter):
+class DFlashDrafter(DraftHead, BlockDrafter):
     """One DFlash drafter.
 
     Every layer's keys and values of the context are projections of one vector a position, made of
@@ -25,8 +27,6 @@ class DFlashDrafter(BlockDrafter):
 
     Source: Chen et al. 2026 (DFlash); speculators 0.9 and transformers 5.23, whose windows differ.
     """
-
-    d2t: Tensor | None
 
     def __init__(self, config: DFlashConfig) -> None:
         super().__init__()
@@ -42,11 +42,7 @@ class DFlashDrafter(BlockDrafter):
         self.rope = Rope(config)
         self.layers = nn.ModuleList(BlockLayer(config) for _ in range(config.num_layers))
         self.norm = RMSNorm(width, eps)
-        self.lm_head = Weight(config.draft_vocab_size, width)
-        self.register_buffer(
-            "d2t",
-            torch.zeros(config.draft_vocab_size, dtype=torch.int64) if config.has_d2t else None,
-        )
+        self.add_head(config)
 
     def context(self, aux: Tensor, position_ids: Tensor) -> tuple[Tensor, ...]:
         """Keys and values of true positions, [B, Nkv, S, H], of layer 0, 1, ...
@@ -112,23 +108,6 @@ class DFlashDrafter(BlockDrafter):
             hidden = layer(hidden, cos, sin)
         hidden_BWD: Tensor = self.norm(hidden)
         return hidden_BWD
-
-    def logits(self, head_input: Tensor) -> Tensor:
-        """Draft logits [..., Vd] over the DRAFT vocabulary, in the drafter's dtype."""
-        return functional.linear(head_input, self.lm_head.weight)
-
-    @property
-    def draft_ids(self) -> Tensor | None:
-        """The target id of each draft id, int64; None where they are the same."""
-        if self.d2t is None:
-            return None
-        return self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
-
-    def propose(self, head_input: Tensor) -> Tensor:
-        """Greedy draft tokens of rows [..., D]: int32 target ids."""
-        draft_ids = self.logits(head_input).argmax(dim=-1)
-        target_ids = draft_ids if self.d2t is None else draft_ids + self.d2t[draft_ids]
-        return target_ids.to(torch.int32)
 
     def describe(self) -> str:
         """The resolved spec on one line."""

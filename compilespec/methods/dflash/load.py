@@ -10,18 +10,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from compilespec.errors import CheckpointError, DraftMismatch, InvalidOption
+from compilespec.errors import DraftMismatch, InvalidOption
 from compilespec.methods.base import Drafter
 from compilespec.methods.checkpoint import drop_training_only, read_config, read_tensors
 from compilespec.methods.dflash.config import DFlashConfig, normalise
 from compilespec.methods.dflash.drafter import DFlashDrafter
-from compilespec.methods.eagle3.load import adopt, check_d2t, fill, place, shared_matrices
+from compilespec.methods.dflash.layout import canonical_names, check_names
+from compilespec.methods.parts.adopt import adopt
+from compilespec.methods.parts.d2t import check_d2t
+from compilespec.methods.parts.weights import fill, place, shared_matrices
 from compilespec.tracing.target_info import TargetInfo
 
 logger = logging.getLogger(__name__)
-
-# transformers' names of two modules, and ours
-OTHER_NAMES = {"encoder.fc.": "fc.", "encoder.output_norm_enc.": "hidden_norm."}
 
 
 def load_drafter(
@@ -73,28 +73,6 @@ def read_drafter(draft: str | Path | nn.Module) -> tuple[str, dict[str, Any], di
         )
     tensors = canonical_names(drop_training_only(draft.state_dict()))
     return f"draft module {type(draft).__name__}", dict(raw), tensors
-
-
-def canonical_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors by the drafter module's names."""
-    renamed = {}
-    for name, tensor in tensors.items():
-        prefix = next((old for old in OTHER_NAMES if name.startswith(old)), "")
-        renamed[OTHER_NAMES.get(prefix, "") + name.removeprefix(prefix)] = tensor
-    return renamed
-
-
-def check_names(source: str, tensors: Mapping[str, Tensor]) -> dict[str, torch.Size]:
-    """The shapes, of a checkpoint that is one of this method.  Raises: CheckpointError."""
-    shapes = {name: tensor.shape for name, tensor in tensors.items()}
-    missing = [name for name in ("fc.weight", "hidden_norm.weight") if name not in shapes]
-    if missing or len(shapes["fc.weight"]) != 2:
-        raise CheckpointError(
-            f"{source}: not a DFlash checkpoint: expected fc.weight and hidden_norm.weight (or "
-            f"encoder.fc.weight and encoder.output_norm_enc.weight), got "
-            f"{', '.join(sorted(shapes)[:4]) or 'no tensors'}, ..."
-        )
-    return shapes
 
 
 def fill_drafter(

@@ -10,7 +10,8 @@ from compilespec.errors import InvalidOption
 from compilespec.methods.dflash.config import DFlashConfig
 from compilespec.methods.dflash.drafter import DFlashDrafter
 from compilespec.methods.dflash.load import fill_drafter
-from compilespec.methods.eagle3.random_head import random_tensor, spread_aux_layers
+from compilespec.methods.parts.d2t import random_d2t
+from compilespec.methods.parts.random import random_tensor, spread_aux_layers
 from compilespec.ops.device import traits_of
 from compilespec.tracing.target_info import TargetInfo
 
@@ -90,6 +91,5 @@ def fill_randomly(drafter: DFlashDrafter, target: TargetInfo, seed: int) -> None
         if name != "d2t" and lent.get(name, True)
     }
     if config.has_d2t:
-        kept = torch.randperm(target.vocab_size, generator=generator)[: config.draft_vocab_size]
-        tensors["d2t"] = kept.sort().values - torch.arange(config.draft_vocab_size)
+        tensors["d2t"] = random_d2t(config.draft_vocab_size, target.vocab_size, generator)
     fill_drafter(drafter, tensors, target, source="random drafter")

@@ -12,15 +12,12 @@ from torch import nn
 
 from compilespec.errors import InvalidOption
 from compilespec.methods.base import Drafter
-from compilespec.methods.dflash.load import (
-    adopt_block,
-    check_names,
-    fill_drafter,
-    read_drafter,
-)
+from compilespec.methods.dflash.layout import check_names
+from compilespec.methods.dflash.load import adopt_block, fill_drafter, read_drafter
 from compilespec.methods.dflash.random_drafter import fill_randomly, random_config
-from compilespec.methods.dspark.config import DSparkConfig, MarkovType, normalise_dspark
+from compilespec.methods.dspark.config import DSparkConfig, MarkovType
 from compilespec.methods.dspark.drafter import DSparkDrafter
+from compilespec.methods.dspark.layout import normalise_dspark
 from compilespec.tracing.target_info import TargetInfo
 
 logger = logging.getLogger(__name__)

@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from compilespec.errors import CheckpointError, NotSupported
 from compilespec.methods.capabilities import FINAL_NORM
-from compilespec.methods.decoder_body import BODIES, body_config, body_sizes, named_body
+from compilespec.methods.decoder_body import body_config, body_sizes
+from compilespec.methods.eagle.layout import check_layout, read_body
 from compilespec.methods.eagle3.config import Eagle3Config
 
 
@@ -48,10 +48,10 @@ def read_eagle_config(
         CheckpointError: not an EAGLE-1 checkpoint, or the config is incomplete.
         NotSupported: a body or variant that is not built; the message names it.
     """
-    _check_layout(raw, shapes, source)
+    check_layout(raw, shapes, source)
     wrapped = raw.get("model")
     fields = wrapped if isinstance(wrapped, Mapping) else raw
-    body = _body(fields)
+    body = read_body(fields)
     layer = body_config(body, fields)
     has_bias = "layers.0.self_attn.q_proj.bias" in shapes
     return EagleConfig(
@@ -67,42 +67,4 @@ def read_eagle_config(
         own_lm_head=False,
         aux_layers=(FINAL_NORM,),
         aux_source="what enters the target's head",
-    )
-
-
-def _check_layout(raw: Mapping[str, Any], shapes: Mapping[str, torch.Size], source: str) -> None:
-    if "speculators_model_type" in raw:
-        raise NotSupported(
-            f"{source}: speculators_model_type {raw['speculators_model_type']!r}; spec='eagle' "
-            "reads the EAGLE authors' layout (fc.weight, layers.0.*): convert it, or use another "
-            "spec="
-        )
-    if any(name.startswith("midlayer.") or "hidden_norm." in name for name in shapes):
-        raise CheckpointError(
-            f"{source} is an EAGLE-3 head (hidden_norm tensors); give spec='eagle3'"
-        )
-    if any(".experts." in name or "kv_a_proj" in name for name in shapes):
-        raise NotSupported(
-            f"{source}: EAGLE with an MLA or mixture-of-experts body is not built; bodies: "
-            + ", ".join(BODIES)
-        )
-    if "fc.weight" not in shapes:
-        raise CheckpointError(
-            f"{source} is not an EAGLE checkpoint: expected fc.weight and layers.0.*, got "
-            f"{', '.join(sorted(shapes)[:4]) or 'no tensors'}, ..."
-        )
-
-
-def _body(fields: Mapping[str, Any]) -> str:
-    """The model type, or else the body in the architecture's name; llama if neither says."""
-    model_type = fields.get("model_type")
-    if model_type in BODIES:
-        return str(model_type)
-    architectures = [str(name) for name in fields.get("architectures") or ()]
-    named = named_body(architectures)
-    if named or (model_type is None and not architectures):
-        return named or "llama"
-    raise NotSupported(
-        f"EAGLE body {model_type!r} (architectures {architectures}) is not built; bodies: "
-        f"{', '.join(BODIES)}"
     )

@@ -7,7 +7,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from compilespec.methods.eagle.config import EagleConfig
-from compilespec.methods.eagle3.drafter import MLP, Attention, Layer, RMSNorm, Rope, Weight
+from compilespec.methods.parts.layers import MLP, Attention, Layer, RMSNorm, Rope
+from compilespec.methods.parts.weights import Weight
 from compilespec.methods.recycled import RecycledDrafter
 
 

@@ -20,9 +20,11 @@ from compilespec.methods.checkpoint import drop_training_only, read_config, read
 from compilespec.methods.decoder_body import BODIES
 from compilespec.methods.eagle.config import EagleConfig, read_eagle_config
 from compilespec.methods.eagle.drafter import EagleDrafter
-from compilespec.methods.eagle3.load import check_sizes, fill, place
-from compilespec.methods.eagle3.random_head import random_config, random_tensor
+from compilespec.methods.eagle3.load import check_sizes
+from compilespec.methods.eagle3.random_head import random_config
 from compilespec.methods.eagle3.save import layer_fields
+from compilespec.methods.parts.random import random_tensor
+from compilespec.methods.parts.weights import fill, place
 from compilespec.ops.device import traits_of
 from compilespec.tracing.target_info import TargetInfo
 

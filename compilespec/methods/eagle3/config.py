@@ -1,7 +1,7 @@
 """One EAGLE-3 head, in any checkpoint format.
 
 What the tensors can tell (biases, own embedding, own head, sizes) is taken from them; what they
-cannot (residual, norms, rope) is taken from config.json, which `formats.py` reads.
+cannot (residual, norms, rope) is taken from config.json, which `layout.py` reads.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ from compilespec.methods.decoder_body import (
     positive,
 )
 from compilespec.methods.eagle3.aux_layers import AuxIdsAre, resolve_aux_layers
-from compilespec.methods.eagle3.formats import DEFAULT_NUM_DRAFT_TOKENS, Layout, read_format
+from compilespec.methods.eagle3.layout import DEFAULT_NUM_DRAFT_TOKENS, Layout, read_format
 from compilespec.methods.eagle3.supported import check_supported
+from compilespec.methods.parts.d2t import vocabulary_fields
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,7 +178,7 @@ def normalise(
         num_draft_tokens=head.num_draft_tokens,
         **_trained_for(raw),
         **body_sizes(head.body, layer),
-        **_vocabulary(head.flag("draft_vocab_size"), layer.vocab_size, shapes),
+        **vocabulary_fields(head.flag("draft_vocab_size"), layer.vocab_size, shapes),
         **_norms(head.is_on),
         **_biases(head.body, layer, shapes),
         windows=layer_windows(head.body_fields, layer.num_hidden_layers),
@@ -201,20 +202,6 @@ def _num_aux(fc_width: int, target_width: int) -> int:
             "set target_hidden_size in config.json to the width of the target"
         )
     return fc_width // target_width
-
-
-def _vocabulary(
-    draft_size: Any, vocab_size: int, shapes: Mapping[str, torch.Size]
-) -> dict[str, Any]:
-    """Rows of the head: as in config.json, else those of its tensor, else the target's."""
-    own_head = "lm_head.weight" in shapes
-    rows = shapes["lm_head.weight"][0] if own_head else vocab_size
-    size = positive(draft_size or rows, "draft_vocab_size")
-    return {
-        "draft_vocab_size": size,
-        "own_lm_head": own_head or size != vocab_size,
-        "has_d2t": "d2t" in shapes or size != vocab_size,
-    }
 
 
 def _norms(is_on: Callable[..., bool]) -> dict[str, Any]:

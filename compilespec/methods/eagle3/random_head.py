@@ -12,7 +12,10 @@ from compilespec.errors.suggest import not_one_of
 from compilespec.methods.decoder_body import BODIES
 from compilespec.methods.eagle3.config import Eagle3Config
 from compilespec.methods.eagle3.drafter import Eagle3Drafter
-from compilespec.methods.eagle3.load import check_sizes, fill, place
+from compilespec.methods.eagle3.load import check_sizes
+from compilespec.methods.parts.d2t import random_d2t
+from compilespec.methods.parts.random import random_tensor, spread_aux_layers
+from compilespec.methods.parts.weights import fill, place
 from compilespec.ops.device import traits_of
 from compilespec.tracing.target_info import TargetInfo
 
@@ -63,9 +66,7 @@ def fill_randomly(drafter: Eagle3Drafter, target: TargetInfo, seed: int) -> None
         if name != "d2t"
     }
     if config.has_d2t:
-        rows = config.draft_vocab_size
-        kept = torch.randperm(target.vocab_size, generator=generator)[:rows].sort().values
-        tensors["d2t"] = kept - torch.arange(rows)
+        tensors["d2t"] = random_d2t(config.draft_vocab_size, target.vocab_size, generator)
     place(tensors, target)
     shared: dict[str, Tensor] = {}
     if not config.own_embedding:
@@ -73,15 +74,6 @@ def fill_randomly(drafter: Eagle3Drafter, target: TargetInfo, seed: int) -> None
     if not config.own_lm_head:
         shared["lm_head.weight"] = target.lm_head
     fill(drafter, tensors, shared, source="random head", device=target.device)
-
-
-def spread_aux_layers(num_target_layers: int) -> tuple[int, ...]:
-    """The usual hs indices (2, n//2, n-3) where they differ, else up to three before the last."""
-    n = num_target_layers
-    if 2 < n // 2 < n - 3:
-        return (2, n // 2, n - 3)
-    first = max(0, n - 3)
-    return tuple(range(first, min(first + 3, n + 1)))
 
 
 def random_config(target: TargetInfo, rows: int, body: str, fields: dict[str, Any]) -> Eagle3Config:
@@ -122,11 +114,3 @@ def random_config(target: TargetInfo, rows: int, body: str, fields: dict[str, An
         return Eagle3Config(**{**defaults, "body": body, "draft_vocab_size": rows, **fields})
     except TypeError as error:
         raise InvalidOption(f"random_head: {error}") from None
-
-
-def random_tensor(name: str, shape: torch.Size, generator: torch.Generator) -> Tensor:
-    """Norm weights around 1, biases around 0, matrices that keep the scale of their input."""
-    noise = torch.randn(shape, generator=generator)
-    if len(shape) == 1:
-        return 0.1 * noise + (0.0 if name.endswith("bias") else 1.0)
-    return noise * (1.0 if name == "embed_tokens.weight" else shape[-1] ** -0.5)

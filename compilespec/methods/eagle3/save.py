@@ -15,7 +15,8 @@ from compilespec.methods.base import Drafter
 from compilespec.methods.decoder_body import SLIDING
 from compilespec.methods.eagle3.config import Eagle3Config
 from compilespec.methods.eagle3.drafter import Eagle3Drafter
-from compilespec.methods.eagle3.formats import Layout
+from compilespec.methods.eagle3.layout import Layout
+from compilespec.methods.parts.d2t import target_ids
 
 ARCHITECTURES = {"llama": "LlamaForCausalLMEagle3", "qwen3": "Eagle3Qwen3ForCausalLM"}
 MODEL_FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
@@ -58,7 +59,7 @@ def _tensors(drafter: Eagle3Drafter, layout: Layout) -> dict[str, Tensor]:
     }
     if drafter.d2t is not None:
         mask = torch.zeros(config.vocab_size, dtype=torch.bool)
-        mask[torch.arange(config.draft_vocab_size) + drafter.d2t.cpu()] = True
+        mask[target_ids(drafter.d2t.cpu())] = True
         tensors["t2d"] = mask
     if layout == "speculators":
         return tensors

@@ -8,7 +8,7 @@ import torch
 
 from compilespec.errors import CheckpointError, NotSupported
 from compilespec.methods.decoder_body import BODIES
-from compilespec.methods.eagle3.formats import HeadFormat
+from compilespec.methods.eagle3.layout import HeadFormat
 
 _BUILT = f"bodies: {', '.join(BODIES)}"
 # A part of a tensor's name, and the variant that it identifies.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,26 +12,15 @@ from torch import Tensor, nn
 
 from compilespec.errors import CheckpointError, DraftMismatch, InvalidOption, NotSupported
 from compilespec.methods.base import Drafter
-from compilespec.methods.checkpoint import load_strict, read_config, read_tensors, tensor_names
-from compilespec.methods.eagle3.load import place
-from compilespec.methods.eagle3.random_head import random_tensor
+from compilespec.methods.checkpoint import load_strict, read_config
 from compilespec.methods.medusa.drafter import MedusaDrafter
+from compilespec.methods.medusa.layout import read_heads
+from compilespec.methods.parts.random import random_tensor
+from compilespec.methods.parts.weights import place
 from compilespec.ops.device import traits_of
 from compilespec.tracing.target_info import TargetInfo
 
 logger = logging.getLogger(__name__)
-
-FILES = ("medusa_lm_head.safetensors", "medusa_lm_head.pt")  # beside those that all models have
-PREFIX = re.compile(r"^medusa_heads?\.")
-
-# Tensor names of the layouts, without the prefix -> those of `MedusaDrafter`.
-NAMES = (
-    (re.compile(r"^(\d+)\.(\d+)\.linear\.(weight|bias)$"), r"heads.\1.blocks.\2.\3"),
-    (re.compile(r"^(\d+)\.\d+\.weight$"), r"heads.\1.lm_head.weight"),
-    (re.compile(r"^blocks\.(\d+)\.layers\.(\d+)\.(weight|bias)$"), r"heads.\1.blocks.\2.\3"),
-    (re.compile(r"^lm_heads\.(\d+)\.weight$"), r"heads.\1.lm_head.weight"),
-    (re.compile(r"^lm_head\.weight$"), r"heads.0.lm_head.weight"),
-)
 
 
 def load_drafter(draft: str | Path | nn.Module, target: TargetInfo) -> Drafter:
@@ -48,7 +36,7 @@ def load_drafter(draft: str | Path | nn.Module, target: TargetInfo) -> Drafter:
         raise InvalidOption(
             f"draft: expected a directory or a MedusaDrafter, got {type(draft).__name__}"
         )
-    drafter = _build(str(draft), read_config(draft), _read_heads(draft), target)
+    drafter = _build(str(draft), read_config(draft), read_heads(draft), target)
     logger.info("%s: %s", draft, drafter.describe())
     return drafter
 
@@ -66,31 +54,6 @@ def check_sizes(drafter: MedusaDrafter, target: TargetInfo) -> None:
             f"the heads' vocabulary is {drafter.num_rows}, the target's is {target.vocab_size}: "
             "these are the heads of another target, or one of the two was padded"
         )
-
-
-def _read_heads(directory: str | Path) -> dict[str, Tensor]:
-    """The tensors by the drafter's names; in the checkpoint of a whole model only the heads'."""
-    names = tensor_names(directory, own_files=FILES)
-    is_whole = any(PREFIX.match(name) for name in names)
-    only = {name for name in names if PREFIX.match(name)} if is_whole else None
-    tensors: dict[str, Tensor] = {}
-    for name, tensor in read_tensors(directory, only, own_files=FILES).items():
-        new = canonical_name(name)
-        if new in tensors:
-            raise CheckpointError(
-                f"tensor {new} appears twice, once as {name}; the checkpoint mixes two layouts"
-            )
-        tensors[new] = tensor
-    return tensors
-
-
-def canonical_name(name: str) -> str:
-    """The drafter's name of a tensor of any layout; an unknown one as it is."""
-    bare = PREFIX.sub("", name)
-    for pattern, new in NAMES:
-        if pattern.match(bare):
-            return pattern.sub(new, bare)
-    return bare
 
 
 def _build(

@@ -8,7 +8,6 @@ read and recycled) belongs to the layout, and the block is the target's own deco
 from __future__ import annotations
 
 import importlib
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -17,9 +16,8 @@ from torch import nn
 
 from compilespec.errors import CheckpointError, NotSupported
 from compilespec.methods.decoder_body import ROPE_TYPES
-from compilespec.tracing.checkpoint_files import LAYER, MTP, MTP_LAYER, mtp_layers
+from compilespec.methods.mtp.layout import Layout, layout_of, module_names
 
-Layout = Literal["deepseek", "step", "mimo", "qwen3_next", "speculators"]
 Hidden = Literal["post_norm", "pre_norm"]
 
 # Decoder layers of transformers that a module's block may be: model type -> package, class prefix.
@@ -49,25 +47,9 @@ NOT_OF_THE_BLOCK = (
     "transformers_version",
 )
 
-_INSIDE = re.compile(r"^(?:transformer|mtp_block)\.")
-
 # Keys of config.json that count the modules.
 _COUNTS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")
 
-# Tensor names of a module, next to those of its block, as `MtpStep` has them.
-_RENAMED: dict[str, str] = {
-    "shared_head.norm": "norm",
-    "shared_head.head": "lm_head",
-    "shared_head.output": "lm_head",
-    "token_layernorm": "enorm",
-    "hidden_layernorm": "hnorm",
-    "input_proj": "eh_proj",
-    "final_layernorm": "norm",
-    "fc": "eh_proj",
-    "pre_fc_norm_embedding": "enorm",
-    "pre_fc_norm_hidden": "hnorm",
-}
-_OF_THE_MODULE = ("enorm", "hnorm", "eh_proj", "norm", "lm_head", "embed_tokens")
 _EMBEDDING = "embed_tokens.weight"
 _DENSE = "block.mlp.gate_proj.weight"  # experts have their own router and matrices
 
@@ -159,52 +141,6 @@ def normalise(raw: Mapping[str, Any], names: Iterable[str], *, pos0_mask: bool) 
         pos0_mask=pos0_mask,
         num_draft_tokens=_suggested(raw) or found,
     )
-
-
-def layout_of(raw: Mapping[str, Any], modules: Iterable[str]) -> Layout:
-    """The layout of a checkpoint, from the names of its module tensors and its config."""
-    kind = raw.get("speculators_model_type")
-    if kind is not None:
-        if kind != "mtp":
-            raise CheckpointError(f"speculators_model_type is {kind!r}, expected 'mtp'")
-        return "speculators"
-    names = list(modules)
-    if any(MTP.match(name) for name in names):
-        return "qwen3_next"
-    if any(MTP_LAYER.match(name) for name in names):
-        return "mimo"
-    own_head = any(name.endswith("shared_head.output.weight") for name in names)
-    step = own_head or str(raw.get("model_type", "")).startswith("step3")
-    return "step" if step else "deepseek"
-
-
-def module_names(raw: Mapping[str, Any], names: Iterable[str]) -> dict[str, str]:
-    """The tensors of MTP modules: published name -> `steps.<i>.<name in MtpStep>`.
-
-    DeepSeek's layout numbers the modules after the target's layers; they are recognised by their
-    enorm.  Tensors that Qwen3-Next keeps once for all layers (fc and norms) are given to module 0.
-    """
-    names = list(names)
-    number = {layer: index for index, layer in enumerate(mtp_layers(names))}
-    renamed: dict[str, str] = {}
-    for name in names:
-        if (match := LAYER.match(name)) and int(match[1]) in number:
-            renamed[name] = _canonical(number[int(match[1])], match[2])
-        elif match := MTP_LAYER.match(name):
-            renamed[name] = _canonical(int(match[1]), match[2])
-        elif match := MTP.match(name):
-            of_block = match[1] is not None
-            rest = f"block.{match[2]}" if of_block else _canonical(0, match[2]).split(".", 2)[2]
-            renamed[name] = f"steps.{int(match[1] or 0)}.{rest}"
-    return renamed
-
-
-def _canonical(index: int, rest: str) -> str:
-    rest = _INSIDE.sub("", rest)
-    stem, _, kind = rest.rpartition(".")
-    stem = _RENAMED.get(stem, stem)
-    inner = f"{stem}.{kind}" if stem in _OF_THE_MODULE else f"block.{rest}"
-    return f"steps.{index}.{inner}"
 
 
 def body_class(body: str, kind: str) -> type[nn.Module]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,28 +10,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from compilespec.errors import CheckpointError, DraftMismatch, InvalidOption, NotSupported
+from compilespec.errors import DraftMismatch, InvalidOption
 from compilespec.errors.suggest import not_one_of
 from compilespec.methods.base import Drafter
 from compilespec.methods.capabilities import Chain
 from compilespec.methods.checkpoint import load_strict, read_config, read_tensors, tensor_names
-from compilespec.methods.eagle3.drafter import Weight
-from compilespec.methods.mtp.config import MtpConfig, module_names, normalise
+from compilespec.methods.mtp.config import MtpConfig, normalise
 from compilespec.methods.mtp.drafter import MtpDrafter
+from compilespec.methods.mtp.layout import canonical_tensors, module_names
 from compilespec.methods.mtp.module import build_steps
+from compilespec.methods.parts.weights import Weight
 from compilespec.tracing.target_info import TargetInfo
 
 logger = logging.getLogger(__name__)
 
 CHAINS = ("module_rows", "target_rows")
 SHARED = ("embed_tokens.weight", "lm_head.weight")
-SCALE = "_scale_inv"  # suffix of the scales of block-wise FP8 weights
-FP8_BLOCK = (128, 128)
-INDEXER = ".self_attn.indexer."  # DeepSeek-V3.2's choice of positions; the block here is dense
-OTHER_QUANTISED = re.compile(
-    r"(_blocks|_scales|\.qweight|\.qzeros|\.weight_packed|\.weight_scale|\.input_scale)$"
-)
-_EXPERT = re.compile(r"^(.+\.experts)\.(\d+)\.(gate|up|down)_proj\.weight$")
 
 
 def load_drafter(
@@ -113,91 +106,6 @@ def experts_of(target: TargetInfo) -> str:
     """transformers' implementation of the experts' products: the target's, else the default."""
     usual = "batched_mm" if target.dtype == torch.float64 else "grouped_mm"
     return getattr(target.config, "_experts_implementation", None) or usual
-
-
-def canonical_tensors(
-    tensors: Mapping[str, Tensor], raw: Mapping[str, Any], dtype: torch.dtype
-) -> dict[str, Tensor]:
-    """Dequantise, drop tensors that a dense block does not read, and stack the experts.
-
-    Raises:
-        NotSupported: a quantisation that is not block-wise FP8.
-        CheckpointError: an expert lacks a matrix.
-    """
-    known = {name: tensor for name, tensor in tensors.items() if INDEXER not in name}
-    return stack_experts(dequantise(known, raw, dtype))
-
-
-def dequantise(
-    tensors: Mapping[str, Tensor], raw: Mapping[str, Any], dtype: torch.dtype
-) -> dict[str, Tensor]:
-    """Dequantise block-wise FP8 (`weight` and `weight_scale_inv`, one scale per block) in float32,
-    rounded to `dtype`; other tensors are unchanged.
-
-    Raises:
-        NotSupported: another quantisation; the message names the tensor.
-    """
-    text = raw.get("text_config") or {}
-    quantisation = raw.get("quantization_config") or text.get("quantization_config") or {}
-    block = tuple(quantisation.get("weight_block_size") or FP8_BLOCK)
-    plain: dict[str, Tensor] = {}
-    for name, tensor in tensors.items():
-        if name.endswith(SCALE):
-            if name.removesuffix(SCALE) not in tensors:
-                raise CheckpointError(f"{name} scales a tensor that is not there")
-            continue
-        scale = tensors.get(name + SCALE)
-        packed = tensor.dtype.itemsize == 1 and tensor.dtype != torch.bool
-        if OTHER_QUANTISED.search(name) or (packed and scale is None):
-            raise NotSupported(
-                f"{name} is quantised ({quantisation.get('quant_method', tensor.dtype)}); only "
-                "block-wise FP8 with weight_scale_inv is read: give an unquantised draft="
-            )
-        plain[name] = tensor if scale is None else _unscale(name, tensor, scale, block).to(dtype)
-    return plain
-
-
-def _unscale(name: str, tensor: Tensor, scale: Tensor, block: tuple[int, ...]) -> Tensor:
-    *experts, rows, columns = tensor.shape
-    blocks = [*experts, -(-rows // block[0]), -(-columns // block[1])]
-    if list(scale.shape) != blocks:
-        raise CheckpointError(
-            f"{name}{SCALE}: expected {blocks} scales of blocks {list(block)}, got "
-            f"{list(scale.shape)}"
-        )
-    spread = scale.float().repeat_interleave(block[0], -2).repeat_interleave(block[1], -1)
-    return tensor.float() * spread[..., :rows, :columns]
-
-
-def stack_experts(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Stack the published matrices per expert into transformers' gate_up_proj and down_proj.
-
-    Raises:
-        CheckpointError: an expert lacks a matrix.
-    """
-    stacked: dict[str, Tensor] = {}
-    experts: dict[str, dict[tuple[int, str], Tensor]] = {}
-    for name, tensor in tensors.items():
-        match = _EXPERT.match(name)
-        if match is None:
-            stacked[name] = tensor
-        else:
-            experts.setdefault(match[1], {})[int(match[2]), match[3]] = tensor
-    for prefix, parts in experts.items():
-        numbers = range(1 + max(number for number, _ in parts))
-        missing = [
-            f"{prefix}.{number}.{kind}_proj.weight"
-            for number in numbers
-            for kind in ("gate", "up", "down")
-            if (number, kind) not in parts
-        ]
-        if missing:
-            raise CheckpointError(f"missing: {', '.join(missing[:8])}; copy the checkpoint again")
-        stacked[f"{prefix}.gate_up_proj"] = torch.stack(
-            [torch.cat([parts[number, "gate"], parts[number, "up"]]) for number in numbers]
-        )
-        stacked[f"{prefix}.down_proj"] = torch.stack([parts[n, "down"] for n in numbers])
-    return stacked
 
 
 def check_sizes(config: MtpConfig, target: TargetInfo) -> None:

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from compilespec.methods.eagle3.drafter import Weight
 from compilespec.methods.mtp.config import MtpConfig, body_class
+from compilespec.methods.parts.weights import Weight
 from compilespec.tracing.attention import ATTENTION, register_attention
 
 Rope = tuple[Tensor, Tensor]

@@ -9,11 +9,12 @@ import torch
 from compilespec.errors import InvalidOption
 from compilespec.errors.suggest import not_one_of
 from compilespec.methods.capabilities import Chain
-from compilespec.methods.eagle3.random_head import random_tensor
-from compilespec.methods.mtp.config import BODIES, Hidden, Layout, MtpConfig, block_config
+from compilespec.methods.mtp.config import BODIES, Hidden, MtpConfig, block_config
 from compilespec.methods.mtp.drafter import MtpDrafter
+from compilespec.methods.mtp.layout import Layout
 from compilespec.methods.mtp.load import build, check_sizes, experts_of
 from compilespec.methods.mtp.module import build_steps
+from compilespec.methods.parts.random import random_tensor
 from compilespec.ops.device import traits_of
 from compilespec.tracing.target_info import TargetInfo
 

@@ -10,18 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from compilespec.errors import CheckpointError
 from compilespec.methods.base import Drafter
-from compilespec.methods.eagle3.config import normalise
-from compilespec.methods.eagle3.load import adopt, fill_head, read_head
+from compilespec.methods.eagle3.load import adopt_head, fill_head, read_head
 from compilespec.methods.eagle3.random_head import fill_randomly, random_config
-from compilespec.methods.mask_token import read_mask_token
 from compilespec.methods.peagle.drafter import PEagleConfig, PEagleDrafter
+from compilespec.methods.peagle.layout import normalise_peagle
 from compilespec.tracing.target_info import TargetInfo
 
 logger = logging.getLogger(__name__)
-
-MASK_KEYS = ("mask_token_id", "pard_token")  # of speculators, and of vLLM's checkpoints
 
 
 def load_drafter(
@@ -32,7 +28,7 @@ def load_drafter(
     Raises: CheckpointError, DraftMismatch, InvalidOption, NotSupported.
     """
     if isinstance(draft, Drafter):
-        return adopt(draft, target, options)
+        return adopt_head(draft, target, options)
     source, raw, tensors = read_head(draft)
     drafter = _build(source, raw, tensors, target, options)
     logger.info("%s: %s", source, drafter.describe())
@@ -46,16 +42,10 @@ def _build(
     target: TargetInfo,
     options: Mapping[str, Any],
 ) -> PEagleDrafter:
-    if "mask_hidden" not in tensors:
-        raise CheckpointError(
-            f"{source}: not a P-EAGLE checkpoint: there is no tensor mask_hidden; an EAGLE-3 head "
-            "is loaded with spec='eagle3'"
-        )
-    shapes = {name: part.shape for name, part in tensors.items() if name != "mask_hidden"}
-    head = normalise(raw, shapes, target.num_layers, kind="peagle", **options)
-    mask_token_id = read_mask_token((raw,), MASK_KEYS, head.vocab_size)
+    shapes = {name: part.shape for name, part in tensors.items()}
+    config = normalise_peagle(source, raw, shapes, target.num_layers, **options)
     with torch.device("meta"):
-        drafter = PEagleDrafter(PEagleConfig(**vars(head), mask_token_id=mask_token_id))
+        drafter = PEagleDrafter(config)
     fill_head(drafter, tensors, target, source=source)
     drafter.settle()
     return drafter

@@ -12,7 +12,8 @@ from transformers.activations import ACT2FN
 
 import compilespec.ops.attention  # noqa: F401  (registers the operator)
 from compilespec.methods.capabilities import FINAL_NORM
-from compilespec.methods.eagle3.drafter import Weight, rotate
+from compilespec.methods.parts.layers import rotate
+from compilespec.methods.parts.weights import Weight
 from compilespec.methods.recycled import RecycledDrafter
 from compilespec.methods.shared_kv.config import AssistantConfig, AssistantLayer
 from compilespec.tracing.target_info import KVLayer

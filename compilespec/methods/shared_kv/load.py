@@ -18,9 +18,9 @@ from compilespec.methods.shared_kv.config import (
     QUERY_POSITIONS,
     AssistantConfig,
     find_layer,
-    read_assistant_config,
 )
 from compilespec.methods.shared_kv.drafter import AssistantDrafter, SharedKVDrafter
+from compilespec.methods.shared_kv.layout import read_assistant_config
 from compilespec.tracing.target_info import TargetInfo
 
 logger = logging.getLogger(__name__)

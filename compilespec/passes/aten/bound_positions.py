@@ -10,14 +10,12 @@ import sympy
 import torch
 from torch import fx
 
-from compilespec.passes.context import PassContext
-from compilespec.passes.graph.nodes import copy_origin, output_node
+from compilespec.passes.graph.nodes import copy_origin
 from compilespec.passes.proofs.claims import Claim, Place, find_claims, operand_at
 from compilespec.passes.proofs.element_views import dtype_range
 from compilespec.passes.proofs.ranges import Ranges
 from compilespec.passes.proofs.sizes import L, Range, Sizes
 from compilespec.passes.splice.builder import Splice
-from compilespec.tracing.structure import shape_of
 
 _aten = torch.ops.aten
 _SLOT, _ROW, _POSITION = (5,), (6,), (7,)  # of paged_attention
@@ -30,7 +28,7 @@ def bound_positions(step: Splice) -> int:
 
     Returns: operands guarded.  Numerics: exact (values inside pass unchanged).  Runs on ATen.
     """
-    sizes = Sizes(step.config, vocab_size(step.ctx))
+    sizes = Sizes(step.config, step.config.vocab_size)
     _drop_masks(step.gm, Ranges(step.gm, sizes, step.ctx.inputs, step.ctx.weights))
     tried: set[tuple[fx.Node, str, Place]] = set()
     while True:
@@ -69,14 +67,6 @@ def _drop_masks(gm: fx.GraphModule, ranges: Ranges) -> None:
 
 def _key(claim: Claim) -> tuple[fx.Node, str, Place]:
     return claim.node, claim.what, claim.place
-
-
-def vocab_size(ctx: PassContext) -> int | None:
-    """Width of the target's logits."""
-    if ctx.target is None:
-        return None
-    results: Any = output_node(ctx.target.graph_module).args[0]
-    return (shape_of(results[0]) or (None,))[-1]
 
 
 class _Guards:

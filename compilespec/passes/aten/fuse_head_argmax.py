@@ -24,19 +24,19 @@ def fuse_head_argmax(step: Splice) -> int:
     """argmax(mm(x, t(w))) -> compilespec::argmax_linear(x, w), if nothing but a gather of the best
     logit reads the logits as well.
 
-    Applies on GPUs where sizes speak for it (`pays`), or as `ctx.fuse_head` says.  Steps that
+    Applies on GPUs where sizes speak for it (`pays`), as the trait `fuses_heads` says.  Steps that
     sample read their logits; with `ctx.greedy_only` the heads of target and drafter are both
     fused.  Returns: heads rewritten.  Numerics: rounding (the products' sums may be ordered
     differently).  Runs on ATen.
     """
-    if not (step.ctx.traits.is_cuda if step.ctx.fuse_head is None else step.ctx.fuse_head):
+    if step.ctx.traits.fuses_heads is False:
         return 0
     heads = [
         head
         for linear in find_linears(step.gm, step.ctx)
         if (head := _find_head(linear)) is not None
     ]
-    if step.ctx.fuse_head is None:
+    if step.ctx.traits.fuses_heads is None:
         ranges = Ranges(step.gm, Sizes(step.config, None), step.ctx.inputs, {})
         heads = [head for head in heads if _pays(head.linear, ranges)]
     for head in heads:

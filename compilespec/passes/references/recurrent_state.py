@@ -33,7 +33,7 @@ def target_progress(ctx: PassContext, case: Case) -> RequestProgress:
         for row, start in zip(case.inputs["row_B"].tolist(), starts, strict=True):
             committed[row] = min(start + 1, config.max_seq_len)
     else:
-        repeated = LOOPS[ctx.capabilities.kind].num_repeated_tokens(config.num_row_tokens - 1)
+        repeated = LOOPS[ctx.capabilities.kind].reach(config.num_row_tokens - 1).num_repeated_tokens
         rows, owners = case.inputs["row_T"].tolist(), case.inputs["owner_T"].tolist()
         for row, owner in zip(rows, owners, strict=True):
             end = starts[owner]

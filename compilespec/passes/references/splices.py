@@ -29,7 +29,7 @@ def tap_hidden_states(before: Before, ctx: PassContext, case: Case) -> Values:
     values = before(case.inputs)
     taps = {
         f"aux.{index}": values.nodes[_entering(before.graph, layer)]
-        for index, layer in enumerate(ctx.aux_layers)
+        for index, layer in enumerate(ctx.drafter.aux_layers)
     }
     return dataclasses.replace(values, roles={**values.roles, **taps})
 
@@ -135,7 +135,7 @@ def output_head_input(before: Before, ctx: PassContext, case: Case) -> Values:
 
 
 def _beside(values: Values, ctx: PassContext) -> Tensor:
-    taps = [values.roles[f"aux.{index}"] for index in range(len(ctx.aux_layers))]
+    taps = [values.roles[f"aux.{index}"] for index in range(len(ctx.drafter.aux_layers))]
     aux = taps[0].new_empty((*taps[0].shape[:-1], sum(tap.shape[-1] for tap in taps)))
     end = 0
     for tap in taps:

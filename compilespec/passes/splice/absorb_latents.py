@@ -35,7 +35,7 @@ def absorb_latents(step: Splice) -> int:
         is_whole = node.op == "placeholder" and not may_be_adapted(step.ctx, role)
         return step.ctx.weights.get(role) if is_whole else None
 
-    shared = dict.fromkeys(step.ctx.kv_layers, "a drafter reads its keys and values")
+    shared = dict.fromkeys(step.ctx.drafter.kv_layers, "a drafter reads its keys and values")
     found = _absorb_all(step.gm, "target", weight_of, shared)
     step.ctx.latents.update(found)
     return sum(isinstance(entry, Expansion) for entry in found.values())
@@ -58,7 +58,7 @@ def absorb_calls(calls: Mapping[str, Traced]) -> tuple[dict[str, Traced], Found]
         all_found.update(found)
         if any(isinstance(entry, Expansion) for entry in found.values()):
             gm.recompile()
-            absorbed[name] = dataclasses.replace(traced, graph_module=gm)
+            absorbed[name] = dataclasses.replace(traced, graph_module=gm, expanded=traced)
     return absorbed, all_found
 
 

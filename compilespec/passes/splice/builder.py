@@ -133,7 +133,7 @@ class Splice(Writer):
 
     def taps(self) -> tuple[Tensor, ...]:
         """The hidden states that the drafter reads, [B, S, D] each."""
-        return tuple(self.role(f"aux.{index}") for index in range(len(self.ctx.aux_layers)))
+        return tuple(self.role(f"aux.{index}") for index in range(len(self.ctx.drafter.aux_layers)))
 
     # --- inputs and outputs ---
 

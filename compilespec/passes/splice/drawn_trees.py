@@ -20,7 +20,6 @@ from compilespec.passes.splice.sampling import (
     draft_noise,
     head_width,
     sampling_state,
-    vocab_size,
     wide_dtype,
 )
 from compilespec.program import TreeShape
@@ -64,7 +63,7 @@ def child_probs(step: Splice, logits: Tensor, ids: Tensor | None, num_rows: int)
     """What the children of a level's nodes are drawn from, over the target's ids: [B, F, V]; 0 for
     greedy requests, whose children are no draws.
     """
-    real, width = sampling_state(step).real, vocab_size(step.ctx)
+    real, width = sampling_state(step).real, step.config.vocab_size
     return spread_probs(
         logits,
         real,
@@ -120,5 +119,5 @@ def write_rows(rows_RIV: Tensor, index_B: Tensor, *levels: Tensor) -> Tensor:
 def _prob_rows(step: Splice) -> Tensor:
     tree = step.config.tree
     assert tree is not None, "checked by the caller"
-    shape = (len(inner_rows(tree)), vocab_size(step.ctx))
+    shape = (len(inner_rows(tree)), step.config.vocab_size)
     return step.state("child_prob_RIV", shape, wide_dtype(step.ctx))

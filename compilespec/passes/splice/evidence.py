@@ -67,7 +67,7 @@ def note_confidence(
 
 
 def _reads_sureness(ctx: PassContext) -> bool:
-    return ctx.tells_evidence or (ctx.capabilities.combines and not ctx.read_only)
+    return ctx.tells_evidence or (ctx.capabilities.combines and not ctx.is_replay)
 
 
 def accepted_logprob(logit_B: Tensor) -> Tensor:

@@ -61,7 +61,7 @@ def _prefill(step: Splice) -> tuple[Tensor, Tensor]:
             owner,
             roles.live,
             roles.start,
-            num_repeated=loop.num_repeated_tokens(step.config.num_row_tokens - 1),
+            num_repeated=loop.reach(step.config.num_row_tokens - 1).num_repeated_tokens,
         )
     counts.index_put_((index,), end)
     return absorbed, commits

@@ -54,15 +54,15 @@ class LogitsProcessor(nn.Module):
         changed: Tensor = self.processor(**{name: inputs[name] for name in self.inputs})
         return changed
 
-    def capture(self, phase: Phase, config: ProgramConfig, vocab_size: int) -> Traced:
+    def capture(self, phase: Phase, config: ProgramConfig) -> Traced:
         """The processor at the shapes of one phase, B symbolic.
 
         Raises: InvalidOption (the result has another shape or dtype, or rows are mixed),
         TraceError.
         """
         steps = config.num_verify_tokens if phase == "decode" else 1
-        self._check(config, steps, vocab_size)
-        examples = self._examples(EXAMPLE_SHAPE[0], steps, config, vocab_size)
+        self._check(config, steps)
+        examples = self._examples(EXAMPLE_SHAPE[0], steps, config)
         arguments = {name: (examples[name], (0,)) for name in self.inputs}
 
         def call(*tensors: Tensor) -> tuple[Tensor, ...]:
@@ -71,20 +71,19 @@ class LogitsProcessor(nn.Module):
 
         return trace_call(self, call, arguments, name="processor", owner="processor")
 
-    def _examples(
-        self, batch: int, steps: int, config: ProgramConfig, vocab_size: int
-    ) -> dict[str, Tensor]:
+    def _examples(self, batch: int, steps: int, config: ProgramConfig) -> dict[str, Tensor]:
         """Inputs of a call in which every row is in the middle of its own sequence."""
         seeded = torch.Generator().manual_seed(0)
 
         def ids(*shape: int) -> Tensor:
-            return torch.randint(vocab_size, shape, generator=seeded, dtype=torch.int32)
+            return torch.randint(config.vocab_size, shape, generator=seeded, dtype=torch.int32)
 
         context_BL = ids(batch, config.max_seq_len)
         first_B1 = ids(batch, 1) % max(1, config.max_seq_len - steps)
         last_BS = first_B1 + torch.arange(steps, dtype=torch.int32)
+        logits_BSV = torch.randn(batch, steps, config.vocab_size, generator=seeded)
         made = {
-            "logits_BSV": torch.randn(batch, steps, vocab_size, generator=seeded).to(config.dtype),
+            "logits_BSV": logits_BSV.to(config.dtype),
             "position_BS": last_BS + 1,
             "ids_BS": context_BL.gather(1, last_BS.long()),
             "context_BL": context_BL,
@@ -93,18 +92,18 @@ class LogitsProcessor(nn.Module):
         return {name: tensor.to(config.device) for name, tensor in made.items()}
 
     @torch.no_grad()
-    def _check(self, config: ProgramConfig, steps: int, vocab_size: int) -> None:
+    def _check(self, config: ProgramConfig, steps: int) -> None:
         """Check that a row's result does not depend on other rows or on tokens after its own."""
         if traits_of(config.device).is_meta:
             return
-        whole = self._examples(3, steps, config, vocab_size)
+        whole = self._examples(3, steps, config)
         together = self._call(whole)
         for b, s in ((0, steps - 1), (2, 0)):
             alone = {name: tensor[b : b + 1].clone() for name, tensor in whole.items()}
             for name in ("logits_BSV", "ids_BS", "position_BS"):
                 alone[name] = alone[name][:, s : s + 1].repeat_interleave(steps, 1)
             end = int(alone["position_BS"][0, 0])
-            alone["context_BL"][:, end:] = (alone["context_BL"][:, end:] + 1) % vocab_size
+            alone["context_BL"][:, end:] = (alone["context_BL"][:, end:] + 1) % config.vocab_size
             result, wanted = self._call(alone)[0, s], together[b, s]
             if not torch.allclose(result, wanted, rtol=1e-3, atol=1e-3, equal_nan=True):
                 raise InvalidOption(

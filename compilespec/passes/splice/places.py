@@ -45,6 +45,34 @@ def placed_by(step: Splice, function: Callable[..., Any], *known: Any, **sizes: 
     return Places(slot, row, position, step.roles.block_table_RM)
 
 
+def unwritten(step: Splice, wanted_BS: Tensor) -> Places:
+    """Places of rows at the `wanted` positions of each request that stay in no cache."""
+    return placed_by(step, place_unwritten, wanted_BS)
+
+
+def place_unwritten(
+    wanted_BS: Tensor,
+    index_B: Tensor,
+    live_B: Tensor,
+    block_table_RM: Tensor,
+    *,
+    max_seq_len: int,
+    block_size: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Slot, row and position of these rows, [B, S]; all slots are -1."""
+    row_B = torch.where(live_B, index_B, -1).to(torch.int32)
+    position, row, _ = place_rows(
+        wanted_BS,
+        row_B,
+        index_B,
+        live_B,
+        block_table_RM,
+        max_seq_len=max_seq_len,
+        block_size=block_size,
+    )
+    return torch.full_like(position, -1), row, position
+
+
 def place_rows(
     wanted_BS: Tensor,
     row_B: Tensor,

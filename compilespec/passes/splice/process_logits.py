@@ -14,7 +14,6 @@ from compilespec.passes.splice.builder import Splice
 from compilespec.passes.splice.sampling import drawn_positions, sampling_state
 from compilespec.passes.splice.trees import depth_of_rows, verifies_tree
 from compilespec.program import PAD
-from compilespec.tracing.capture import output_widths
 
 
 def num_processors(ctx: PassContext) -> int | None:
@@ -53,7 +52,7 @@ def _traced(step: Splice, logits: Tensor) -> Tensor:
     """The output of the engine's processor, [B, S, V]."""
     ctx, processor = step.ctx, step.ctx.logits_processor
     assert processor is not None, "checked by the caller"
-    traced = processor.capture(ctx.phase, ctx.config, *output_widths(ctx.target))
+    traced = processor.capture(ctx.phase, ctx.config)
     known: dict[str, Callable[[], Tensor]] = {
         "logits_BSV": lambda: logits,
         "position_BS": lambda: _positions(step),

@@ -45,21 +45,15 @@ def sampling_state(step: Splice) -> SamplingState:
     return SamplingState(
         step.state("sampling_RF", (NUM_FLOATS,), torch.float32, by_host=True),
         step.state("sampling_RI", (NUM_INTS,), torch.int32, by_host=True),
-        step.state("bias_RV", (vocab_size(step.ctx),), torch.float32, by_host=True),
+        step.state("bias_RV", (step.config.vocab_size,), torch.float32, by_host=True),
         step.state("context_RL", (step.config.max_seq_len,), torch.int32),
     )
 
 
 def guide_masks(step: Splice) -> Tensor:
     """Which ids a guided request may choose at each row of its window, one bit per id."""
-    shape = (step.config.num_row_tokens, -(-vocab_size(step.ctx) // 32))
+    shape = (step.config.num_row_tokens, -(-step.config.vocab_size // 32))
     return step.state("mask_RSW", shape, torch.int32, by_host=True)
-
-
-def vocab_size(ctx: PassContext) -> int:
-    """V, the columns of the target's logits."""
-    (width,) = output_widths(ctx.target)
-    return width
 
 
 def wide_dtype(ctx: PassContext) -> torch.dtype:
@@ -158,7 +152,7 @@ def note_logprobs(step: Splice, target: Tensor) -> None:
     if not step.is_decode:
         logits = logits.squeeze(0).unsqueeze(1)
     if verifies_tree(step.ctx):
-        logits = taken_rows(step, logits, vocab_size(step.ctx))
+        logits = taken_rows(step, logits, step.config.vocab_size)
     whole, tokens = sampling_state(step).whole, step.config.num_row_tokens
     values = step.state("logprob_RSN", (tokens, MAX_LOGPROBS + 1), torch.float32)
     ids = step.state("logprob_id_RSN", (tokens, MAX_LOGPROBS), torch.int32)
@@ -234,7 +228,7 @@ def _own_draft(step: Splice, proposal: Proposal, base: Tensor, offset: int, numb
     """
     if not gives_draft_probs(step.ctx):
         return proposal.token
-    index, state, width = step.roles.row_index, sampling_state(step), vocab_size(step.ctx)
+    index, state, width = step.roles.row_index, sampling_state(step), step.config.vocab_size
     num_ids = width
     if proposal.logits is not None:
         num_ids = node_of(proposal.logits).meta["example"][0][-1]
@@ -282,11 +276,11 @@ def read_draft_probs(step: Splice, draft: Tensor) -> Tensor:
     if gives_draft_probs(step.ctx):
         rows = _draft_prob_rows(step)
         return rows[step.roles.row_index][:, : step.config.num_draft_tokens]
-    return one_hot(draft, vocab_size=vocab_size(step.ctx), dtype=wide_dtype(step.ctx))
+    return one_hot(draft, vocab_size=step.config.vocab_size, dtype=wide_dtype(step.ctx))
 
 
 def _draft_prob_rows(step: Splice) -> Tensor:
-    shape = (step.config.num_row_tokens - 1, vocab_size(step.ctx))
+    shape = (step.config.num_row_tokens - 1, step.config.vocab_size)
     return step.state("draft_prob_RKV", shape, wide_dtype(step.ctx))
 
 

@@ -27,7 +27,7 @@ class Sights:
 
 def read_sights(step: Splice, position: Tensor) -> Sights | None:
     """None where attention is causal: in a decode step, and of most models."""
-    if not step.ctx.sees_ahead or step.is_decode:
+    if not step.config.features.sees_ahead or step.is_decode:
         return None
     last, path = look_ahead(position, step.batch(AHEAD))
     return Sights(position=position, last=last, path=path)

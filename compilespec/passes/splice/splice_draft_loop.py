@@ -30,7 +30,7 @@ def splice_draft_loop(step: Splice) -> int:
         loop.keep(step)
     if not (loop.fills_rows and num_passes):
         _widen(step)
-    if ctx.capabilities.combines and not ctx.read_only:
+    if ctx.capabilities.combines and not ctx.is_replay:
         combine(step)
     note_evidence(step)
     return num_passes

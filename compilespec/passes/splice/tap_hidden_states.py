@@ -22,7 +22,7 @@ def tap_hidden_states(step: Splice) -> int:
             "unknown"
         )
     streams = residual_streams(step.graph, node_of(step.roles.input_ids), width)
-    for index, layer in enumerate(step.ctx.aux_layers):
+    for index, layer in enumerate(step.ctx.drafter.aux_layers):
         candidates = [head.hidden] if layer == FINAL_NORM else streams.get(layer, [])
         if len(candidates) != 1:
             raise PassError(
@@ -30,4 +30,4 @@ def tap_hidden_states(step: Splice) -> int:
                 f"{describe(candidates)}; streams exist for layers {sorted(streams)}"
             )
         candidates[0].meta["role"] = f"aux.{index}"
-    return len(step.ctx.aux_layers)
+    return len(step.ctx.drafter.aux_layers)

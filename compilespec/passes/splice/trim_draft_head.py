@@ -18,7 +18,6 @@ from compilespec.passes.splice.builder import Splice, node_of
 from compilespec.passes.splice.draft_loops import LOOPS
 from compilespec.passes.splice.narrow_rows import ELEMENTWISE
 from compilespec.passes.splice.rows import take_rows
-from compilespec.passes.splice.sampling import vocab_size
 from compilespec.tracing.quantized_weights import rebuild
 from compilespec.tracing.structure import LINEAR, argument, shape_of
 
@@ -148,7 +147,7 @@ def _map_ends(step: Splice, path: _Path, table: fx.Node, num_ids: int) -> None:
     for node in path.pads:
         probs, ids = step.values((node.args[0], table))
         with step.before(node):
-            spread = spread_over_ids(probs, ids, vocab_size=vocab_size(step.ctx))
+            spread = spread_over_ids(probs, ids, vocab_size=step.config.vocab_size)
         _replace(step, node, node_of(spread))
     for node in path.choices:
         _map(step, node, table)

@@ -54,7 +54,7 @@ def _in_turn(draft: Drafts, head: Tensor, token: Tensor, count: int) -> Tensor:
 def write_context(draft: Drafts, values: Values) -> None:
     """The keys and values of the rows that stay."""
     tokens = draft.placed.tokens
-    aux = [values.roles[f"aux.{index}"] for index in range(len(draft.ctx.aux_layers))]
+    aux = [values.roles[f"aux.{index}"] for index in range(len(draft.ctx.drafter.aux_layers))]
     parts = draft.call("context", aux=torch.cat(aux, -1), position_ids=tokens.position)
     counts = [tokens.slot.shape[1]]
     if draft.case.phase == "decode":

@@ -41,7 +41,7 @@ def direct(draft: Drafts, values: Values) -> Tensor:
 def newest_hidden(draft: Drafts, values: Values) -> Tensor:
     """The target's hidden states at the last committed row of each request, [B, A*D]."""
     roles = values.roles
-    aux = torch.cat([roles[f"aux.{i}"] for i in range(len(draft.ctx.aux_layers))], -1)
+    aux = torch.cat([roles[f"aux.{i}"] for i in range(len(draft.ctx.drafter.aux_layers))], -1)
     if draft.case.phase == "decode":
         picked = [(b, n - 1) for b, n in enumerate(roles["num_emitted"].tolist())]
     else:

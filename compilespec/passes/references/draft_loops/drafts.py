@@ -274,7 +274,7 @@ class Drafts:
 
     def _grouped(self, tokens: Tokens, owner: str, *, window: int) -> tuple[Tokens, Tensor]:
         """The tokens in the KV group of a draft step, and its block table."""
-        sizes = self.ctx.kv_block_sizes
+        sizes = self.ctx.drafter.kv_block_sizes
         if not sizes:
             return tokens, self.case.inputs["block_table_RM"]
         group = KVGroup(block_size=sizes[int(owner.removeprefix("draft."))], window=window)

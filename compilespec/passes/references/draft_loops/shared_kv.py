@@ -24,7 +24,7 @@ def shared_kv(draft: Drafts, values: Values) -> Tensor:
     else:
         picked = [(0, last) for last in draft.case.inputs["last_R"].tolist()]
         token = roles["target"][:, 0]
-    aux = torch.cat([roles[f"aux.{i}"] for i in range(len(draft.ctx.aux_layers))], -1)
+    aux = torch.cat([roles[f"aux.{i}"] for i in range(len(draft.ctx.drafter.aux_layers))], -1)
     hidden = torch.stack([aux[request, row : row + 1] for request, row in picked])
     (hidden,) = draft.call("combine", aux=hidden)
     tokens = draft.single([length - 1 for length in start])
@@ -47,7 +47,7 @@ def _on_target(draft: Drafts, values: Values, tokens: Tokens) -> Attention:
     """Attention on copies of the target's caches, so that its writes have no effect."""
 
     def attend(call: int, args: tuple[Any, ...]) -> Tensor:
-        layer = draft.ctx.kv_layers[call]
+        layer = draft.ctx.drafter.kv_layers[call]
         names = [f"cache.target.{layer}.{half}" for half in ("key", "value")]
         caches = [values.buffers[name].clone() for name in names]
         draft.calls.append(AttentionCall(cache=names[0], tokens=tokens))

@@ -50,7 +50,7 @@ def _window(draft: Drafts, roles: Mapping[str, Tensor]) -> list[Tensor]:
         )  # fmt: skip
         drafts += draft.call(f"propose.{step}", head_input=head[:, -1])
         following = torch.cat([following, draft.ids(drafts[-1])], 1)
-        if draft.ctx.chain == "target_rows":
+        if draft.ctx.drafter.chain == "target_rows":
             hidden = torch.cat([hidden, recycled[:, -1:]], 1)
         else:
             following, hidden = following[:, 1:], recycled
@@ -86,5 +86,5 @@ def _packed(draft: Drafts, roles: Mapping[str, Tensor]) -> list[Tensor]:
             )
             moved_hidden[0, place] = recycled[0, place] if is_end else hidden[0, follower]
         following = moved_ids
-        hidden = moved_hidden if draft.ctx.chain == "target_rows" else recycled
+        hidden = moved_hidden if draft.ctx.drafter.chain == "target_rows" else recycled
     return drafts

@@ -18,7 +18,6 @@ from compilespec.passes.splice.sampling import (
     guide_masks,
     sampling_state,
     target_probs,
-    vocab_size,
     wide_dtype,
 )
 from compilespec.passes.splice.trees import take_path
@@ -63,7 +62,7 @@ def decode_tree(step: Splice, ids: Tensor) -> Judged:
             probs,
             leaf,
             is_whole,
-            vocab_size=vocab_size(step.ctx),
+            vocab_size=step.config.vocab_size,
             dtype=wide_dtype(step.ctx),
         )
         drawn, stream = last_place(roles.start, roles.depth, leaf)
@@ -71,7 +70,7 @@ def decode_tree(step: Splice, ids: Tensor) -> Judged:
             weights, roles.row_index, drawn, stream, whole
         )
     else:
-        token = last.clamp(0, vocab_size(step.ctx) - 1).to(torch.int32)
+        token = last.clamp(0, step.config.vocab_size - 1).to(torch.int32)
     return emit_path(ids, roles.depth, roles.path, leaf, token, max_depth=config.num_draft_tokens)
 
 

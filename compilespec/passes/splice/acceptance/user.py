@@ -26,7 +26,6 @@ from compilespec.passes.splice.sampling import (
     read_draft_probs,
     sampling_state,
     target_probs,
-    vocab_size,
     wide_dtype,
 )
 from compilespec.program import PAD, Traced
@@ -47,7 +46,7 @@ def decode(step: Splice, ids: Tensor) -> Judged:
 
 def _judge(step: Splice, probs: Tensor, draft: Tensor, num_drafts: Tensor) -> tuple[Tensor, Tensor]:
     """How many drafts the rule accepts, and the token after them, both [B]."""
-    rule, vocab = trace_rule(step.ctx), vocab_size(step.ctx)
+    rule, vocab = trace_rule(step.ctx), step.config.vocab_size
     made: dict[str, Callable[[], Tensor]] = {
         "probs_BSV": lambda: probs,
         "logits_BSV": lambda: step.roles.logits,
@@ -107,7 +106,7 @@ def trace_rule(ctx: PassContext) -> Traced:
     traced = trace_call(module, call, arguments, name="acceptance", owner="acceptance")
     results: Any = output_node(traced.graph_module).args[0]
     count, last = (node.meta["example_value"] for node in results)
-    vocab = vocab_size(ctx)
+    vocab = ctx.config.vocab_size
     is_token = last.dim() == 1 and not last.dtype.is_floating_point
     is_weights = last.dim() == 2 and last.shape[1] == vocab and last.dtype.is_floating_point
     if count.dim() != 1 or not (is_token or is_weights):
@@ -120,7 +119,7 @@ def trace_rule(ctx: PassContext) -> Traced:
 
 def _examples(ctx: PassContext) -> dict[str, tuple[Tensor, tuple[int, ...]]]:
     """What a rule may read, with the dimensions that vary: see `trace_call`."""
-    config, wide, vocab = ctx.config, wide_dtype(ctx), vocab_size(ctx)
+    config, wide, vocab = ctx.config, wide_dtype(ctx), ctx.config.vocab_size
     num_drafts, num_tokens = config.num_verify_tokens - 1, config.num_verify_tokens
     sizes = (num_drafts, num_tokens, vocab)
     batch = next(size for size in _EXAMPLE_BATCHES if size not in sizes)

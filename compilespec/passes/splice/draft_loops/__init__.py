@@ -24,7 +24,7 @@ from compilespec.passes.splice.draft_loops.recycled import recycled
 from compilespec.passes.splice.draft_loops.shared_kv import shared_kv
 from compilespec.passes.splice.draft_loops.unshifted import num_unshifted_passes, unshifted
 from compilespec.passes.splice.draft_loops.windowed import windowed
-from compilespec.program import ProgramConfig, Traced
+from compilespec.program import ProgramConfig, Reach, Traced
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,14 +66,8 @@ class DraftLoop:
     why_never_zero: str | None = None
     """Why no step may have K = 0, and the cure; None: they may."""
 
-    num_reserved_tokens: Callable[[int], int] = lambda k: 2 * k + 1
-    """Slots past seq_len that a step may write: its S rows, then the drafter's writes ahead."""
-
-    num_repeated_tokens: Callable[[int], int] = lambda k: 0
-    """Tokens at the end of a prompt's chunk that the next chunk runs again (H-4, H-22)."""
-
-    lookahead: Callable[[int], int] = lambda k: 0
-    """Tokens after a position that its entries in the drafter's cache depend on."""
+    reach: Callable[[int], Reach] = lambda k: Reach(num_reserved_tokens=2 * k + 1)
+    """How far its steps reach; they write S rows, then what the drafter writes ahead."""
 
     def check(self, name: str, config: ProgramConfig, smaller_draft_counts: Sequence[int]) -> None:
         """Refuse sizes that the loop of method `name` cannot work with.  Raises: InvalidOption."""
@@ -81,7 +75,7 @@ class DraftLoop:
             raise InvalidOption(f"spec={name!r} {self.why_one_k}")
         if 0 in smaller_draft_counts and self.why_never_zero:
             raise InvalidOption(f"spec={name!r} {self.why_never_zero}")
-        count = self.num_repeated_tokens(config.num_draft_tokens)
+        count = self.reach(config.num_draft_tokens).num_repeated_tokens
         if config.max_prefill_tokens <= count:
             raise InvalidOption(
                 f"max_prefill_tokens must be above {count}: spec={name!r} with "
@@ -121,7 +115,10 @@ LOOPS: Mapping[DraftKind, DraftLoop] = {
         calls=lambda k: ("combine", "forward", "propose"),
         keep=keep_inputs,
         needs_replay=True,
-        lookahead=lambda k: 1,  # row t pairs hidden state t with token t+1
+        reach=lambda k: Reach(
+            num_reserved_tokens=2 * k + 1,
+            lookahead=1,  # row t pairs hidden state t with token t+1
+        ),
         grows_trees=True,
     ),
     "parallel": DraftLoop(
@@ -131,8 +128,10 @@ LOOPS: Mapping[DraftKind, DraftLoop] = {
         keep=keep_inputs,
         needs_replay=True,
         proposes_at_once=True,
-        num_reserved_tokens=lambda k: k + 1,  # what is drafted is written nowhere
-        lookahead=lambda k: 1,
+        reach=lambda k: Reach(
+            num_reserved_tokens=k + 1,  # what is drafted is written nowhere
+            lookahead=1,
+        ),
     ),
     "block": DraftLoop(
         splice=block,
@@ -141,7 +140,7 @@ LOOPS: Mapping[DraftKind, DraftLoop] = {
         keep=write_context,
         fills_rows=True,
         proposes_at_once=True,
-        num_reserved_tokens=lambda k: k + 1,
+        reach=lambda k: Reach(num_reserved_tokens=k + 1),
     ),
     "windowed": DraftLoop(
         splice=windowed,
@@ -149,8 +148,11 @@ LOOPS: Mapping[DraftKind, DraftLoop] = {
         calls=lambda k: [f"{call}.{step}" for step in range(k) for call in ("forward", "propose")],
         why_one_k="runs all its modules in every step, or their caches would have holes: give "
         "num_draft_tokens= one number",
-        num_repeated_tokens=lambda k: k - 1,  # module i needs tokens and hidden states i rows ahead
-        lookahead=lambda k: k,  # module i has token t+1+i, i = 0..K-1
+        reach=lambda k: Reach(
+            num_reserved_tokens=2 * k + 1,
+            num_repeated_tokens=k - 1,  # module i needs tokens and hidden states i rows ahead
+            lookahead=k,  # module i has token t+1+i, i = 0..K-1
+        ),
     ),
     "direct": DraftLoop(
         splice=direct,
@@ -164,7 +166,7 @@ LOOPS: Mapping[DraftKind, DraftLoop] = {
         num_passes=lambda ctx: ctx.config.num_draft_tokens,
         calls=lambda k: [f"propose.{step}" for step in range(k)],
         grows_trees=True,
-        num_reserved_tokens=lambda k: k + 1,
+        reach=lambda k: Reach(num_reserved_tokens=k + 1),
     ),
     "shared_kv": DraftLoop(
         splice=shared_kv,

@@ -10,7 +10,7 @@ from compilespec.passes.splice.draft_loops.calls import newest_token, next_posit
 from compilespec.passes.splice.draft_loops.parallel import propose_all, take_draft
 from compilespec.passes.splice.evidence import note_confidence
 from compilespec.passes.splice.insert_paged_attention import Branches, cache_of, page_markers
-from compilespec.passes.splice.places import place, placed_by
+from compilespec.passes.splice.places import unwritten
 from compilespec.passes.splice.sampling import Proposal, draft_token
 from compilespec.program import markers
 
@@ -27,7 +27,8 @@ def block(step: Splice) -> int:
     write_context(step)
     newest, token = next_position(step), newest_token(step)
     ids, position, *sights = step.fragment("block", token=token, position=newest)
-    places = placed_by(step, block_places, newest, ids)
+    last = (newest - 1).clamp(min=0).unsqueeze(1)
+    places = unwritten(step, last + torch.zeros_like(ids))
     (head,) = step.fragment("forward", input_ids=ids, position_ids=position)
     for layer, marker in enumerate(markers(step.gm)):
         first, path = sights[2 * layer : 2 * layer + 2]
@@ -83,29 +84,3 @@ def committed_slots(slot_BS: Tensor, num_emitted_B: Tensor, *, num_verify_tokens
     """The slots of the rows that stay, -1 of rejected ones."""
     is_kept_BS = arange_like(slot_BS, num_verify_tokens) < num_emitted_B.unsqueeze(1)
     return torch.where(is_kept_BS, slot_BS, -1)
-
-
-def block_places(
-    newest_B: Tensor,
-    ids_BW: Tensor,
-    index_B: Tensor,
-    live_B: Tensor,
-    block_table_RM: Tensor,
-    *,
-    max_seq_len: int,
-    block_size: int,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Slot, row and position of the rows of each request's block, [B, W]."""
-    live_B1, index_B1 = live_B.unsqueeze(1), index_B.unsqueeze(1)
-    row_B1 = torch.where(live_B1, index_B1, -1).to(torch.int32)
-    wanted_BW = (newest_B - 1).clamp(min=0).unsqueeze(1) + torch.zeros_like(ids_BW)
-    position, row, _ = place(
-        wanted_BW,
-        row_B1,
-        index_B1,
-        live_B1,
-        block_table_RM,
-        max_seq_len=max_seq_len,
-        block_size=block_size,
-    )
-    return torch.full_like(position, -1), row, position

@@ -9,7 +9,7 @@ from compilespec.passes.context import PassContext
 from compilespec.passes.splice.builder import Splice, arange_like, node_of
 from compilespec.passes.splice.draft_loops.calls import next_position, run
 from compilespec.passes.splice.insert_paged_attention import Branches
-from compilespec.passes.splice.places import Places, place, placed_by, step_places
+from compilespec.passes.splice.places import Places, step_places, unwritten
 from compilespec.passes.splice.rows import take_newest
 from compilespec.passes.splice.sampling import Proposal, draft_token
 from compilespec.tracing.capture import output_widths
@@ -68,7 +68,7 @@ def _true_rows(step: Splice) -> tuple[Tensor, Tensor, Places]:
 
 def _masked_rows(step: Splice, start: Tensor, num_masked: int) -> tuple[Tensor, Tensor, Places]:
     """The same of the masked rows, at `start` and the positions after it."""
-    places = placed_by(step, places_ahead, start, num_rows=num_masked)
+    places = unwritten(step, start.unsqueeze(1) + arange_like(start, num_masked))
     ids, hidden = step.fragment("mask", position_ids=places.position)
     return ids, hidden, places
 
@@ -101,32 +101,6 @@ def take_draft(source: Tensor, number: int, count: int) -> Tensor:
     if "example" in example:
         node_of(taken).meta["example"] = example["example"]
     return taken
-
-
-def places_ahead(
-    start_B: Tensor,
-    index_B: Tensor,
-    live_B: Tensor,
-    block_table_RM: Tensor,
-    *,
-    num_rows: int,
-    max_seq_len: int,
-    block_size: int,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Slot, row and position of rows that stay in no cache, from `start` on, [B, M]."""
-    live_B1, index_B1 = live_B.unsqueeze(1), index_B.unsqueeze(1)
-    row_B1 = torch.where(live_B1, index_B1, -1).to(torch.int32)
-    wanted_BM = start_B.unsqueeze(1) + arange_like(start_B, num_rows)
-    position, row, _ = place(
-        wanted_BM,
-        row_B1,
-        index_B1,
-        live_B1,
-        block_table_RM,
-        max_seq_len=max_seq_len,
-        block_size=block_size,
-    )
-    return torch.full_like(position, -1), row, position
 
 
 def masked_paths(position_BM: Tensor, *, num_masked: int) -> Tensor:

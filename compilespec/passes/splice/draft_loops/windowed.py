@@ -21,7 +21,7 @@ def windowed(step: Splice) -> int:
     Input pairs are (hidden state of position t, token at t+1).  Decode: the last K pairs are kept
     in a ring per request; with the S new ones a window of K+1 pairs ends at the last committed row
     e, so that it holds no rejected row and skips no slot.  Prefill: the window is the packed
-    prompt.  Then, by `ctx.chain`:
+    prompt.  Then, by `ctx.drafter.chain`:
 
     module_rows  module i's row t = (module i-1's output t, token t+1+i), positions e-K .. e
     target_rows  module i's row t = (target's hidden t+i, token t+1+i), what lies past e being the
@@ -37,7 +37,7 @@ def windowed(step: Splice) -> int:
 
 def _decode(step: Splice) -> list[Tensor]:
     roles, window = step.roles, step.config.num_verify_tokens
-    takes_target_rows = step.ctx.chain == "target_rows"
+    takes_target_rows = step.ctx.drafter.chain == "target_rows"
     hidden, ids = _roll(step)
     newest = next_position(step)
     drafts: list[Tensor] = []
@@ -88,7 +88,7 @@ def _prefill(step: Splice) -> list[Tensor]:
         if index + 1 == count:
             break
         ids = shift_ids(ids, drafts[-1], owner, last)
-        if step.ctx.chain == "target_rows":
+        if step.ctx.drafter.chain == "target_rows":
             hidden = shift_rows(hidden, recycled, owner, last)
         else:
             hidden = recycled
@@ -99,7 +99,7 @@ def _run(
     step: Splice, index: int, places: Places, ids: Tensor, hidden: Tensor
 ) -> tuple[Tensor, ...]:
     """Splice one pass of module `index` over its own caches."""
-    sizes = step.ctx.kv_block_sizes
+    sizes = step.ctx.drafter.kv_block_sizes
     return run(
         step,
         f"forward.{index}",

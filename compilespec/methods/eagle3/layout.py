@@ -1,4 +1,4 @@
-"""The formats of an EAGLE-3 head's config.json: where each keeps what.
+"""The layouts of an EAGLE-3 checkpoint: where config.json keeps what, and names of tensors.
 
 The EAGLE authors' is flat; SpecForge's and NVIDIA's is the same with a nested `eagle_config`;
 speculators' has the decoder layer under `transformer_layer_config`.  The format is recognised by
@@ -7,9 +7,12 @@ content, never by file name.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
+
+from torch import Tensor
 
 from compilespec.errors import CheckpointError, NotSupported
 from compilespec.methods.decoder_body import BODIES, named_body, positive
@@ -17,6 +20,12 @@ from compilespec.methods.decoder_body import BODIES, named_body, positive
 Layout = Literal["safeailab", "speculators"]
 DEFAULT_NUM_DRAFT_TOKENS = 3
 UNSPECIFIC_TYPES = (None, "eagle3", "eagle", "llama_eagle3", "eagle3_llama")  # name no body
+
+LEGACY_NAMES = {
+    "aux_norm_low.": "fc_norm.0.",
+    "aux_norm_mid.": "fc_norm.1.",
+    "aux_norm_high.": "fc_norm.2.",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,3 +110,23 @@ def _num_draft_tokens(raw: Mapping[str, Any]) -> int:
     return positive(
         proposals[0].get("speculative_tokens") or DEFAULT_NUM_DRAFT_TOKENS, "speculative_tokens"
     )
+
+
+def canonical_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Rename the tensors of every layout to the drafter module's names.
+
+    `midlayer.` becomes `layers.0.`, `midlayer.{i}.` becomes `layers.{i}.`, `aux_norm_low.` and so
+    on `fc_norm.{i}.`.
+    """
+    renamed: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        new = re.sub(r"^midlayer\.(\d+)\.", r"layers.\1.", name)
+        new = re.sub(r"^midlayer\.", "layers.0.", new)
+        for old_prefix, new_prefix in LEGACY_NAMES.items():
+            new = new_prefix + new.removeprefix(old_prefix) if new.startswith(old_prefix) else new
+        if new in renamed:
+            raise CheckpointError(
+                f"tensor {new} appears twice, once as {name}; the checkpoint mixes two layouts"
+            )
+        renamed[new] = tensor
+    return renamed

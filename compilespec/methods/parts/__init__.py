@@ -1,0 +1,1 @@
+"""Parts of drafters that several methods share: layers, weights, d2t, random values."""
