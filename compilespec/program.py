@@ -91,6 +91,11 @@ class Traced:
         return len(markers(self.graph_module, "recurrence", "causal_conv"))
 
     @property
+    def has_kept_masks(self) -> bool:
+        """True where attention has masks that the model computes, from what the cache holds."""
+        return bool(markers(self.graph_module, "cached", "all_positions"))
+
+    @property
     def has_rope_offsets(self) -> bool:
         """True where tokens have rotary positions beside their own."""
         return ROPE_OFFSETS in self.arguments
@@ -142,12 +147,13 @@ class Traced:
     __repr__ = __str__
 
 
-MARKERS = ("attention", "recurrence", "causal_conv")
+MIXERS = ("attention", "recurrence", "causal_conv")  # markers where tokens are mixed
+MARKERS = (*MIXERS, "cached", "all_positions")
 
 
 def marker_kind(node: fx.Node) -> str:
-    """The node's kind in `MARKERS`, the stateless operators that tracing emits where tokens are
-    mixed; "" for other nodes.
+    """The node's kind in `MARKERS`, the stateless operators that tracing emits for what a step
+    computes with caches; "" for other nodes.
     """
     packet = getattr(node.target, "overloadpacket", node.target)
     if node.op == "call_function" and isinstance(packet, torch._ops.OpOverloadPacket):
@@ -216,6 +222,7 @@ class ProgramConfig:
     tree: TreeShape | None = None  # of the drafts; None: they are a chain
     adapters: AdapterShape | None = None  # of the target; None: requests have none
     short_rope_limit: int | None = None  # longer requests have the long rotary table; None: all one
+    prefills_one: bool = False  # true: the tokens of a prefill call are of one request
     features: RequestFeatures = RequestFeatures()
 
     @property

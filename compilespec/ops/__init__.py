@@ -11,6 +11,12 @@ from compilespec.ops.attention import attention
 from compilespec.ops.causal_conv import cached_conv, causal_conv
 from compilespec.ops.collectives import all_gather, all_reduce
 from compilespec.ops.head_linear import head_linear
+from compilespec.ops.masked_attention import (
+    all_positions,
+    cached,
+    cached_keys,
+    masked_attention,
+)
 from compilespec.ops.ngram_match import ngram_match
 from compilespec.ops.packed_linear import pack_weight, packed_linear
 from compilespec.ops.paged_attention import paged_attention
@@ -22,16 +28,20 @@ from compilespec.ops.sample import draw, sample
 
 __all__ = [
     "all_gather",
+    "all_positions",
     "all_reduce",
     "argmax_linear",
     "attention",
+    "cached",
     "cached_conv",
+    "cached_keys",
     "cached_recurrence",
     "causal_conv",
     "draw",
     "dynamic_int8_linear",
     "head_linear",
     "load_kernels",
+    "masked_attention",
     "ngram_match",
     "pack_weight",
     "packed_linear",

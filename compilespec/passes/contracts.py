@@ -169,17 +169,26 @@ def _stateless_attention(gm: fx.GraphModule, ctx: PassContext) -> Iterator[str]:
     yield from (f"{node.name} is stateless" for node in markers(gm))
 
 
+def _stateless_keys(gm: fx.GraphModule, ctx: PassContext) -> Iterator[str]:
+    found = markers(gm, "cached", "all_positions")
+    yield from (f"{node.name} has no cache" for node in found)
+
+
 def _stateless_recurrence(gm: fx.GraphModule, ctx: PassContext) -> Iterator[str]:
     found = markers(gm, "recurrence", "causal_conv")
     yield from (f"{node.name} has no state" for node in found)
 
 
 def _target_caches(gm: fx.GraphModule, ctx: PassContext) -> Iterator[str]:
-    op = torch.ops.compilespec.paged_attention.default
+    ops = (
+        torch.ops.compilespec.paged_attention.default,
+        torch.ops.compilespec.masked_attention.default,
+    )
     used = [
         tuple(str(cache.meta.get("role")) for cache in node.args[3:5] if cache is not None)
-        for node in gm.graph.find_nodes(op="call_function", target=op)
-        if not str((node.meta.get("custom") or {}).get("fragment")).startswith("draft")
+        for node in gm.graph.nodes
+        if node.target in ops
+        and not str((node.meta.get("custom") or {}).get("fragment")).startswith("draft")
     ]
     mine = [pair for pair in used if pair[0].startswith("cache.target.")]
     wanted = [
@@ -240,6 +249,7 @@ NO_ARGUMENTS = Contract(
 NO_OFFSETS = Contract(says="rotary offsets come from the host", problems=_arguments(ROPE_OFFSETS))
 NO_LENGTHS = Contract(says="long requests are told by the state", problems=_arguments(LONG_ROPE))
 NO_STATELESS = Contract(says="no stateless attention is left", problems=_stateless_attention)
+NO_STATELESS_KEYS = Contract(says="no mask is made without a cache", problems=_stateless_keys)
 NO_STATELESS_RECURRENCE = Contract(
     says="no recurrence without a state is left", problems=_stateless_recurrence
 )

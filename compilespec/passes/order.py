@@ -25,6 +25,7 @@ from compilespec.passes.splice.check_markers import check_markers
 from compilespec.passes.splice.commit_state import commit_drafts, commit_state
 from compilespec.passes.splice.draft_loops.kept_inputs import read_kept
 from compilespec.passes.splice.evidence import report_evidence
+from compilespec.passes.splice.insert_cached_keys import insert_cached_keys, num_cached_keys
 from compilespec.passes.splice.insert_paged_attention import insert_paged_attention
 from compilespec.passes.splice.insert_recurrent_state import insert_recurrent_state
 from compilespec.passes.splice.keep_path import keep_path
@@ -150,8 +151,16 @@ SPLICE_PASSES = (
         matches=lambda ctx: 1 if ctx.phase == "prefill" else None,
     ),
     Pass(
-        run=insert_paged_attention,
+        run=insert_cached_keys,
         after=("read_state", "absorb_latents"),
+        matches=num_cached_keys,
+        looks_for="what masks read of earlier tokens, as it was traced",
+        near=("topk", "scatter"),
+        ensures=(contracts.NO_STATELESS_KEYS,),
+    ),
+    Pass(
+        run=insert_paged_attention,
+        after=("insert_cached_keys",),
         numerics="rounding",
         matches=lambda ctx: ctx.num_attention_layers,
         looks_for="an attention marker for each layer that was traced",

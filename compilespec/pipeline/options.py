@@ -395,6 +395,7 @@ class CompileOptions:
             max_draft_tokens=num_draft_tokens if self.smaller_draft_counts else None,
             tree=tree,
             short_rope_limit=short_rope_limit(target.model),
+            prefills_one=info.has_kept_masks,
             features=RequestFeatures(
                 host_processors=self.host_processors,
                 prompt_logprobs=self.prompt_logprobs,

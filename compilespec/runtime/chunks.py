@@ -26,7 +26,7 @@ def next_chunks(
             continue
         tokens, done = request.prefill_token_ids, request.num_prefilled
         start = max(request.num_cached, done - sizes.num_repeated_tokens)
-        if room <= done - start:
+        if room <= done - start or (chunks and sizes.config.prefills_one):
             break
         end = request.whole_until(start, min(len(tokens), start + room))
         if end <= done and not chunks:  # tokens that see each other outrank `max_step_tokens`

@@ -6,6 +6,7 @@ import contextlib
 import inspect
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, fx, nn
@@ -20,11 +21,22 @@ from compilespec.tracing.quiet import quiet_import
 from compilespec.tracing.recurrence import marked_recurrence
 
 ATTENTION = "compilespec"  # compilespec's name in transformers' attention registry
+# The name under which models that hand a selection of keys to other attention functions make a
+# mask of it.
+MASKED = "sdpa"
+SELECTIONS = ("indices", "block_indices")  # keywords of such selections
 
 # Keywords of attention calls that change nothing without packed sequences, or only choose further
 # outputs of a call.
 _HARMLESS = frozenset(
-    {"position_ids", "cache_position", "output_attentions", "output_hidden_states", "use_cache"}
+    {
+        "position_ids",
+        "cache_position",
+        "output_attentions",
+        "output_hidden_states",
+        "use_cache",
+        "logits_to_keep",
+    }
 )
 _OTHER_INPUTS = ("pixel_", "image_", "video_", "input_features", "input_values", "audio_")
 
@@ -51,6 +63,9 @@ def _marker_attention(
     Raises: UnsupportedModel for a keyword that is not known here.
     """
     unknown = [name for name, value in others.items() if _asks(name, value)]
+    is_selection = module.config._attn_implementation == MASKED and unknown
+    if is_selection and set(unknown) <= set(SELECTIONS):
+        unknown = []  # the mask says the same
     if unknown:
         raise UnsupportedModel(
             f"attention is called with {', '.join(unknown)}=, which compilespec does not know: "
@@ -81,9 +96,22 @@ def register_attention() -> None:
 
 
 @contextlib.contextmanager
-def marked_attention(model: nn.Module) -> Iterator[bool]:
+def _registered(name: str) -> Iterator[None]:
+    """The same under another name too, for a while."""
+    from transformers import AttentionInterface
+
+    register_attention()
+    marker = {name: _marker_attention}
+    with mock.patch.dict(AttentionInterface._global_mapping, marker), traced_masks(name):
+        yield
+
+
+@contextlib.contextmanager
+def marked_attention(model: nn.Module, name: str = ATTENTION) -> Iterator[bool]:
     """Route the attention and recurrence of a transformers model to the markers.
 
+    Args:
+        name: of the attention function that the model is told.
     Yields whether it is such a model.
     """
     try:
@@ -96,12 +124,12 @@ def marked_attention(model: nn.Module) -> Iterator[bool]:
         yield False
         return
     _refuse_other_inputs(model)
-    register_attention()
     configs = {id(m.config): m.config for m in model.modules() if isinstance(m, PreTrainedModel)}
     before = {key: config._attn_implementation for key, config in configs.items()}
-    model.set_attn_implementation(ATTENTION)
     try:
-        with marked_recurrence(model), traced_masks(ATTENTION):
+        with _registered(name), marked_recurrence(model):
+            for config in configs.values():  # the marker serves models that have no sdpa, too
+                config._attn_implementation = name
             yield True
     finally:
         for key, config in configs.items():

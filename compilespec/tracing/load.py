@@ -36,6 +36,7 @@ from compilespec.tracing.gguf_file import check_readable, load_gguf, read_once
 from compilespec.tracing.media import SOUND, Medium, medium_of
 from compilespec.tracing.placement import read_device, read_dtype
 from compilespec.tracing.places import EXPECTED, ModelPlace, find_model
+from compilespec.tracing.positions import first_position
 from compilespec.tracing.processors import is_processor, load_processor
 from compilespec.tracing.quiet import no_progress_bars, quiet_import
 from compilespec.tracing.readable import readable
@@ -148,7 +149,7 @@ def load_target(
         directory=place.directory if place else None,
         tokenizer=tokenizer,
         eos_token_ids=_eos_ids(model, tokenizer),
-        max_seq_len=getattr(text_config(model), "max_position_embeddings", None),
+        max_seq_len=_num_positions(model),
         generation_defaults=read_generation_defaults(model),
         given_name=place.name if place else None,
         processor=processor,
@@ -274,6 +275,12 @@ def auto_class(directory: Path, config: Any) -> Any:
         f"{directory} holds a {config.model_type!r} model; expected a causal language model, "
         f"one that AutoModelForCausalLM or AutoModelForImageTextToText loads; {cure}"
     )
+
+
+def _num_positions(model: nn.Module) -> int | None:
+    """The positions that a request can have, by the config; None if it does not say."""
+    count: int | None = getattr(text_config(model), "max_position_embeddings", None)
+    return None if count is None else count - first_position(model)
 
 
 def text_config(model: nn.Module) -> Any:

@@ -1,16 +1,17 @@
-"""Reads the masks of a transformers model: causal, a window, a chunk, or refused by name.
+"""Reads the masks of a model: causal, a window, a chunk, any other that the cache can serve.
 
 transformers' mask makers hand a predicate over (batch, head, query index, key index) to the
 attention implementation.  It is traced over the indices of the tokens, so that the captured graph
 holds the mask that each attention layer is given.  `read_masks` then computes every mask for some
-hundred positions and compares it with the forms that the cache can serve.
+hundred positions and compares it with the forms that attention has.  A mask of another form stays
+in the graph, where `pair_masks` separates its keys from its queries.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
@@ -19,9 +20,11 @@ from torch import Tensor, fx, nn
 from compilespec.errors import UnsupportedModel
 from compilespec.program import Traced, markers, module_path
 from compilespec.tracing.naming import source_line
+from compilespec.tracing.pair_masks import CannotSplit, MaskSplitter
 from compilespec.tracing.structure import ancestors
 
-_MASK = 8  # the place of a mask among a marker's arguments
+_INPUTS = {"input_ids": "what the tokens hold", "position_ids": "the positions"}
+_MASK = 8  # the place of a mask among the arguments of an attention marker
 _MADE_BY_INDEX = (
     torch.ones, torch.zeros, torch.full, torch.tril, torch.triu, torch.cumsum,
     "tril", "triu", "cumsum",
@@ -71,65 +74,112 @@ def _not_packed(position_ids: Tensor) -> None:
 
 
 def read_masks(traced: Traced, model: nn.Module) -> None:
-    """Turn each attention marker's mask into its window or its chunk, in place.
+    """Turn each attention marker's mask into its window or its chunk, or keep it, computed from
+    what a cache holds; in place.
 
-    Raises: UnsupportedModel that names the layer whose mask has another form, or whose window is
+    Raises: UnsupportedModel that names the layer whose mask cannot be served, or whose window is
     not that of its mask.
     """
     gm = traced.graph_module
+    for marker in markers(gm):
+        _check_keys(gm, marker, model)
     masked = [marker for marker in markers(gm) if len(marker.args) > _MASK]
-    forms: dict[Any, tuple[int, int]] = {}
+    forms: dict[Any, _Form] = {}
+    splitter = MaskSplitter(traced)
+    made_masks = {node for marker in masked for node in _ancestors_of_mask(marker)}
     for marker in masked:
         mask: Any = marker.args[_MASK]
         if mask not in forms:
-            forms[mask] = _form_of(gm, mask, marker, model)
-        window, chunk = forms[mask]
+            forms[mask] = _form_of(traced, mask, marker, model, splitter)
+        window, chunk, is_kept = forms[mask]
         told = int(str(marker.args[4]))
-        if told and (told, 0) != (window, chunk):
+        if told and not is_kept and (told, 0) != (window, chunk):
             raise UnsupportedModel(
                 f"{_place(marker, model)}: its sliding_window={told} is not what its mask says "
                 f"(window {window}, chunk {chunk}); set one of them in the config"
             )
-        marker.args = (*marker.args[:4], window, *marker.args[5:7], *((chunk,) if chunk else ()))
-    _erase_unused(gm, forms)
+        form = (0, mask) if is_kept else (chunk,) if chunk else ()
+        marker.args = (*marker.args[:4], window, *marker.args[5:7], *form)
+    _erase_unused(gm, made_masks)
     gm.recompile()
 
 
+def _check_keys(gm: fx.GraphModule, marker: fx.Node, model: nn.Module) -> None:
+    """Raises: UnsupportedModel where keys are not those of the tokens, one each."""
+    ids = next(n for n in gm.graph.nodes if n.meta.get("role") == "input_ids")
+    length = ids.meta["example_value"].shape[1]
+    key: Any = marker.args[1]
+    count = key.meta["example_value"].shape[2]
+    if str(count) != str(length):
+        raise UnsupportedModel(
+            f"{_place(marker, model)}: expected one key for each token, which a KV cache holds, got "
+            f"{str(count).replace(str(length), 'T')} keys of T tokens; use a model whose keys are "
+            "not compressed"
+        )
+
+
+class _Form(NamedTuple):
+    window: int = 0
+    chunk: int = 0
+    is_kept: bool = False  # the mask has another form, and stays in the graph
+
+
+def _ancestors_of_mask(marker: fx.Node) -> set[fx.Node]:
+    mask: Any = marker.args[_MASK]
+    return ancestors(mask)
+
+
 def _form_of(
-    gm: fx.GraphModule, mask: fx.Node, marker: fx.Node, model: nn.Module
-) -> tuple[int, int]:
-    """The window and the chunk of a mask, 0 without one."""
+    traced: Traced,
+    mask: fx.Node,
+    marker: fx.Node,
+    model: nn.Module,
+    splitter: MaskSplitter,
+) -> _Form:
+    """The form of a mask.  Raises: UnsupportedModel."""
+    try:
+        return _by_positions(traced.graph_module, mask)
+    except _OtherForm as error:
+        reason = str(error)
+    try:
+        splitter.split(mask)
+    except CannotSplit as error:
+        raise UnsupportedModel(
+            f"{_place(marker, model)}: expected a mask that is causal, a window or chunks, or one "
+            f"that follows from what a KV cache holds; {reason}, and {error}; use a model with "
+            "another mask, or switch it off in the config"
+        ) from None
+    return _Form(is_kept=True)
+
+
+def _by_positions(gm: fx.GraphModule, mask: fx.Node) -> _Form:
+    """The window and the chunk of a mask, 0 without one.  Raises: _OtherForm."""
     needed = ancestors(mask)
+    for node in needed:
+        role = str(node.meta.get("role", "symbol"))
+        if node.op == "placeholder" and role != "symbol":
+            raise _OtherForm(f"it is made of {_INPUTS.get(role, role)}")
     sizes = {abs(value) for node in needed for value in _integers(node) if value}
     positions = _probed(sizes)
     by_index = [n for n in needed if n.target in _MADE_BY_INDEX]
     if by_index and 2 * max(sizes, default=0) > len(positions):
-        raise UnsupportedModel(
-            f"{_place(marker, model)}: its mask, which is made by index, cannot be "
-            "read; make it by comparisons of torch.arange(T)"
-        )
+        raise _OtherForm(f"it is made by index ({by_index[0].name})")
     try:
         seen = _Masks(gm, needed, positions).seen(mask)
-    except _DependsOnTokens as error:
-        raise UnsupportedModel(
-            f"{_place(marker, model)}: expected a mask that positions alone decide; it is made of "
-            f"{error}; switch that off in the config, or use another model"
-        ) from None
+    except (RuntimeError, IndexError, ValueError, TypeError) as error:
+        why = str(error).splitlines()[0]
+        raise _OtherForm(f"it cannot be computed for single positions ({why})") from None
     query, key = positions[:, None], positions[None, :]
-    forms = {(0, 0): key >= 0}
+    forms = {_Form(): key >= 0}
     widths = sizes | {
         size + 1 for size in sizes
     }  # models name the last key seen, or the first one not seen
-    forms |= {(width, 0): key > query - width for width in widths}
-    forms |= {(0, size): key // size == query // size for size in sizes}
+    forms |= {_Form(window=width): key > query - width for width in widths}
+    forms |= {_Form(chunk=size): key // size == query // size for size in sizes}
     for form, wanted in forms.items():
         if torch.equal(seen, wanted & (key <= query)):
             return form
-    sees = "tokens see later ones" if bool((seen & (key > query)).any()) else "another form"
-    raise UnsupportedModel(
-        f"{_place(marker, model)}: expected causal attention, a window or chunks, which a KV cache "
-        f"can serve; by its mask, {sees}; use a model with another mask"
-    )
+    raise _OtherForm("it has another form")
 
 
 def _probed(sizes: set[int]) -> Tensor:
@@ -139,8 +189,8 @@ def _probed(sizes: set[int]) -> Tensor:
     return torch.tensor(sorted({p for p in near | powers | set(range(64)) if p >= 0}))
 
 
-class _DependsOnTokens(Exception):
-    """Names the input that a mask depends on."""
+class _OtherForm(Exception):
+    """Why a mask is not causal, a window or a chunk."""
 
 
 class _Masks(fx.Interpreter):
@@ -165,7 +215,7 @@ class _Masks(fx.Interpreter):
             (value > -1e4) & (value != 0) if value.is_floating_point() else visible.new_zeros(1)
         )
         if biased.any():
-            raise _DependsOnTokens("a bias that is added to the scores")
+            raise _OtherForm("it is a bias that is added to the scores")
         count = len(self._positions)
         return visible.expand(1, 1, count, count)[0, 0]
 
@@ -173,9 +223,6 @@ class _Masks(fx.Interpreter):
         example = node.meta.get("example_value")
         if isinstance(example, torch.SymInt):
             return int(example.node.expr.subs(self._sizes))
-        if node.op == "placeholder":
-            role = str(node.meta.get("role", node.name))
-            raise _DependsOnTokens("what the tokens hold" if role == "input_ids" else role)
         counts = node.target is torch.arange and len(node.args) == 1 and "start" not in node.kwargs
         if counts and isinstance(example, Tensor) and example.shape[0] == self._length:
             return self._positions.to(example.dtype)
@@ -195,9 +242,8 @@ def _integers(node: fx.Node) -> Iterator[int]:
             yield value
 
 
-def _erase_unused(gm: fx.GraphModule, masks: dict[Any, tuple[int, int]]) -> None:
-    """Erase the masks and the nodes that made them."""
-    needed = {node for mask in masks for node in ancestors(mask)}
+def _erase_unused(gm: fx.GraphModule, needed: set[fx.Node]) -> None:
+    """Erase those of the nodes that nothing reads any more."""
     for node in reversed(list(gm.graph.nodes)):
         if node in needed and node.op != "placeholder" and not node.users:
             gm.graph.erase_node(node)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from compilespec.program import marker_kind, module_path
+from compilespec.program import MIXERS, marker_kind, module_path
 
 LINEAR = (torch.nn.functional.linear, torch._C._nn.linear)
 EMBEDDING = (torch.nn.functional.embedding, torch.embedding)
@@ -105,12 +105,12 @@ def layer_prefix(graph: fx.Graph) -> str | None:
     prefixes = {
         re.split(r"\.\d+(?:\.|$)", module_path(node), maxsplit=1)[0]
         for node in graph.nodes
-        if marker_kind(node)
+        if marker_kind(node) in MIXERS
     }
     if len(prefixes) != 1:
         return None
     prefix = prefixes.pop()
-    indices = [layer_of(node, prefix) for node in graph.nodes if marker_kind(node)]
+    indices = [layer_of(node, prefix) for node in graph.nodes if marker_kind(node) in MIXERS]
     return prefix if None not in indices else None
 
 

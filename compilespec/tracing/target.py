@@ -7,24 +7,27 @@ Hugging Face models reach attention through transformers' attention interface; p
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
-import operator
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
-from compilespec.errors import NoPositionInput, TraceError, UnsupportedModel
-from compilespec.program import LONG_ROPE, ROPE_OFFSETS, ROPE_ROWS, Traced, TracedInput, module_path
-from compilespec.tracing.attention import mark_plain_attention, marked_attention
+from compilespec.errors import TraceError
+from compilespec.program import LONG_ROPE, ROPE_OFFSETS, ROPE_ROWS, Traced
+from compilespec.tracing.attention import (
+    ATTENTION,
+    MASKED,
+    SELECTIONS,
+    mark_plain_attention,
+    marked_attention,
+)
 from compilespec.tracing.capture import EXAMPLE_SHAPE, trace_call
 from compilespec.tracing.images import rope_module
 from compilespec.tracing.long_rope import LongRows, rope_by_request, short_rope_limit
 from compilespec.tracing.masks import read_masks
-from compilespec.tracing.naming import source_line
-from compilespec.tracing.structure import ancestors
+from compilespec.tracing.positions import count_by_position, first_position, settle_counts
 
 _POSITION_NAMES = ("position_ids", "positions", "input_pos")
 
@@ -69,11 +72,20 @@ def trace_target(
     if rows.is_long and by_request:
         own_length = torch.zeros(EXAMPLE_SHAPE, dtype=torch.bool, device=device)
         arguments[LONG_ROPE] = (own_length, (0, 1))
-    with marked_attention(model) as is_transformers, rope_by_request(model, rows):
-        call, takes_positions = _target_call(model, is_transformers, ROPE_OFFSETS in arguments)
-        if LONG_ROPE in arguments:
-            call = _with_lengths(call, rows)
-        traced = trace_call(model, call, arguments, name=name)
+
+    def trace(attention: str) -> tuple[Traced, bool]:
+        with marked_attention(model, attention) as is_transformers, rope_by_request(model, rows):
+            call, takes_positions = _target_call(model, is_transformers, ROPE_OFFSETS in arguments)
+            if LONG_ROPE in arguments:
+                call = _with_lengths(call, rows)
+            return trace_call(model, call, arguments, name=name), takes_positions
+
+    try:
+        traced, takes_positions = trace(ATTENTION)
+    except TraceError as error:
+        if not any(f"called with {name}=" in str(error) for name in SELECTIONS):
+            raise
+        traced, takes_positions = trace(MASKED)
     mark_plain_attention(traced.graph_module, model)
     read_masks(traced, model)
     if traced.num_attention_layers == 0:
@@ -82,11 +94,7 @@ def trace_target(
             "transformers' attention interface or scaled_dot_product_attention(is_causal=True), "
             "found none"
         )
-    if takes_positions:
-        _refuse_own_count(traced, model)
-    else:
-        traced = _rewrite_arange(traced, model)
-    return traced
+    return settle_counts(traced, model) if takes_positions else count_by_position(traced, model)
 
 
 # --- calling the model ---
@@ -113,12 +121,13 @@ def _target_call(
         return call_with_offsets, True
     parameters = inspect.signature(model.forward).parameters
     if is_transformers and "position_ids" in parameters:
+        first = first_position(model)
 
         def call_transformers(input_ids: Tensor, position_ids: Tensor) -> Tensor:
             return _logits_of(
                 model(
                     input_ids=input_ids,
-                    position_ids=position_ids,
+                    position_ids=position_ids + first if first else position_ids,
                     use_cache=False,
                     return_dict=True,
                 )
@@ -156,73 +165,3 @@ def _logits_of(output: Any) -> Tensor:
         return output
     logits = getattr(output, "logits", None)
     return logits if logits is not None else output[0]
-
-
-# --- tokens counted by the model itself ---
-
-
-def _counts_of_tokens(gm: fx.GraphModule) -> list[fx.Node]:
-    """The aranges over the token dimension from which the logits are computed."""
-    ids = next(node for node in gm.graph.nodes if node.meta.get("role") == "input_ids")
-    length, reached = str(ids.meta["example_value"].shape[1]), ancestors(gm.graph.output_node())
-    return [
-        node
-        for node in gm.graph.find_nodes(op="call_function", target=torch.arange)
-        if str(node.meta["example_value"].shape[0]) == length and node in reached
-    ]
-
-
-def _refuse_own_count(traced: Traced, model: nn.Module) -> None:
-    """Refuse a model that takes positions and also counts its tokens: its count would start at 0 in
-    every step.
-    """
-    for node in _counts_of_tokens(traced.graph_module):
-        raise UnsupportedModel(
-            f"{type(model).__name__}: {module_path(node) or 'the model'} counts the tokens of a "
-            f"call by torch.arange, besides position_ids; {source_line(node)}: expected every "
-            "position to come from position_ids; switch that off in the config, or use "
-            "position_ids there"
-        )
-
-
-def _rewrite_arange(traced: Traced, model: nn.Module) -> Traced:
-    """Replace aranges over the token dimension by the positions, if no module takes positions."""
-    gm = traced.graph_module
-    placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
-    ids = next(node for node in placeholders if node.meta["role"] == "input_ids")
-    over_tokens = _counts_of_tokens(gm)
-    if not over_tokens:
-        raise NoPositionInput(
-            f"{type(model).__name__}.forward takes no position_ids and computes no torch.arange "
-            "over its tokens, so its positions cannot be set; add a position_ids argument"
-        )
-    with gm.graph.inserting_after(placeholders[-1]):
-        positions = gm.graph.placeholder("position_ids")
-    positions.meta = {
-        "role": "position_ids",
-        "example_value": ids.meta["example_value"],
-        "custom": {"pass": "trace"},
-    }
-    for node in over_tokens:
-        # [B, T] replaces [T]; broadcasting over a leading batch dimension works as before.
-        with gm.graph.inserting_before(node):
-            value = gm.graph.call_method("to", (positions, node.meta["example_value"].dtype))
-        value.meta = {k: v for k, v in node.meta.items() if k != "example_value"}
-        _drop_leading_ones(node, value)
-        node.replace_all_uses_with(value)
-        gm.graph.erase_node(node)
-    gm.recompile()
-    inputs = (*traced.inputs, TracedInput(name="position_ids", kind="argument"))
-    return dataclasses.replace(traced, inputs=inputs)
-
-
-def _drop_leading_ones(count: fx.Node, positions: fx.Node) -> None:
-    """Keep [B, T] where [T] becomes [1, T], directly or behind a sum."""
-    for user in list(count.users):
-        shape = [str(size) for size in getattr(user.meta.get("example_value"), "shape", ())]
-        if user.target in (operator.add, torch.add) and len(shape) == 1:
-            _drop_leading_ones(user, user)
-        is_view = user.target in ("unsqueeze", "view", "reshape", operator.getitem)
-        if is_view and len(shape) == 2 and shape[0] == "1":
-            user.replace_all_uses_with(positions)
-            user.graph.erase_node(user)

@@ -19,6 +19,8 @@ from compilespec.tracing.naming import source_line
 from compilespec.tracing.quantized_weights import is_quantized
 from compilespec.tracing.structure import EMBEDDING, LINEAR
 
+_MASK = 8  # the place of a mask among the arguments of an attention marker
+
 
 def check_logits(traced: Traced, model: nn.Module) -> None:
     """Check that each token of [B, T] has logits over the vocabulary.
@@ -104,7 +106,7 @@ class _Alone(fx.Interpreter):
 
     def __init__(self, traced: Traced) -> None:
         super().__init__(traced.graph_module)
-        self._traced = traced
+        self._traced, self._of_masks = traced, _of_masks(traced.graph_module)
 
     @torch.no_grad()
     def logits(self, ids: Tensor, position_ids: Tensor) -> Tensor:
@@ -118,7 +120,9 @@ class _Alone(fx.Interpreter):
         return result
 
     def run_node(self, node: fx.Node) -> Any:
-        if kind := marker_kind(node):
+        if node in self._of_masks and node.op != "placeholder":
+            return None
+        if (kind := marker_kind(node)) in _ALONE:
             return _ALONE[kind](*self.fetch_args_kwargs_from_env(node)[0])
         if node.target in LINEAR:
             return self.product(*self.fetch_args_kwargs_from_env(node)[0][:2])
@@ -129,6 +133,18 @@ class _Alone(fx.Interpreter):
         waves = torch.linspace(1, 2, count, dtype=rows.dtype, device=rows.device).cos()
         spread = torch.linspace(-1, 1, weight.shape[0], dtype=rows.dtype, device=rows.device)
         return (rows * waves).mean(-1, keepdim=True) * spread.sin()
+
+
+def _of_masks(gm: fx.GraphModule) -> set[fx.Node]:
+    """What only masks are made of: a token that attends to itself alone needs none."""
+    found: set[fx.Node] = set()
+    for node in reversed(gm.graph.nodes):
+        readers = [user for user in node.users if user not in found]
+        if node.users and all(
+            marker_kind(user) == "attention" and node not in user.args[:_MASK] for user in readers
+        ):
+            found.add(node)
+    return found
 
 
 class _Tainted(_Alone):
@@ -183,6 +199,7 @@ _ALONE: Mapping[str, Callable[..., Tensor]] = {
     "attention": _attend_to_itself,
     "recurrence": _recur_alone,
     "causal_conv": lambda x, *_: x.contiguous(),
+    "all_positions": lambda position_ids: torch.arange(int(position_ids.max()) + 1),
 }
 
 

@@ -57,6 +57,7 @@ def describe_target(traced: Traced, target: Target) -> TargetInfo:
         tokenizer=target.tokenizer,
         max_seq_len=target.max_seq_len or 0,
         kv_layers=_kv_layers(traced),
+        has_kept_masks=traced.has_kept_masks,
     )
 
 
@@ -119,3 +120,4 @@ class TargetInfo:
     tokenizer: Any = None  # transformers tokenizer, when one is known
     max_seq_len: int = 0
     kv_layers: tuple[KVLayer, ...] = ()  # by layer
+    has_kept_masks: bool = False  # true: masks are computed from what the cache holds

@@ -111,7 +111,7 @@ def _split(gm: fx.GraphModule, product: fx.Node, parts: Sequence[Linear | Quanti
             part.node.replace_all_uses_with(piece)
             gm.graph.erase_node(part.node)
             _copy_for_views(gm, piece)
-            _lay_out_views(piece)
+            _lay_out_views(gm, piece)
 
 
 def _copy_for_views(gm: fx.GraphModule, piece: fx.Node) -> None:
@@ -125,23 +125,28 @@ def _copy_for_views(gm: fx.GraphModule, piece: fx.Node) -> None:
             if _keeps_rows(view.meta["val"].shape, num_columns):
                 pending.append(view)
                 continue
-            with gm.graph.inserting_before(view):
-                copy = gm.graph.call_function(
-                    _aten.clone.default, (node,), {"memory_format": torch.contiguous_format}
-                )
-            copy.meta["val"] = node.meta["val"].new_empty(node.meta["val"].shape)
-            copy_origin(view, copy)
-            view.replace_input_with(node, copy)
+            _copy_before(gm, node, view)
 
 
-def _lay_out_views(piece: fx.Node) -> None:
+def _copy_before(gm: fx.GraphModule, node: fx.Node, view: fx.Node) -> None:
+    """Let a view read a dense copy of what it views."""
+    with gm.graph.inserting_before(view):
+        copy = gm.graph.call_function(
+            _aten.clone.default, (node,), {"memory_format": torch.contiguous_format}
+        )
+    copy.meta["val"] = node.meta["val"].new_empty(node.meta["val"].shape)
+    copy_origin(view, copy)
+    view.replace_input_with(node, copy)
+
+
+def _lay_out_views(gm: fx.GraphModule, piece: fx.Node) -> None:
     """Give the views of a piece, and theirs, its strides: what crosses a cut is compiled for the
     strides in `meta`, and would read other elements.
     """
     pending = [piece]
     with piece.meta["val"].fake_mode:
         for node in pending:
-            for view in node.users:
+            for view in list(node.users):
                 is_view = view.target in (*_VIEWS, operator.getitem) or (
                     _torch_compat.returns_alias(view.target)
                     and not _torch_compat.is_mutable(view.target)
@@ -152,8 +157,12 @@ def _lay_out_views(piece: fx.Node) -> None:
                     (view.args, view.kwargs), lambda given: given.meta["val"]
                 )
                 target: Any = view.target
-                view.meta["val"] = target(*args, **keywords)
-                pending.append(view)
+                try:
+                    view.meta["val"] = target(*args, **keywords)
+                except (ValueError, RuntimeError):  # its rows lie apart: such a view needs a copy
+                    _copy_before(gm, node, view)
+                else:
+                    pending.append(view)
 
 
 _VIEWS = (_aten.view.default, _aten._unsafe_view.default)

@@ -95,8 +95,14 @@ def page_markers(
             if branches is not None:
                 key, value = branches.with_earlier(layer, key, value)
             parts = (marker.query, key, value, *caches, *([None] if width else []))
-            extra = _extra(node, marker, at.position, width, branches, sights)
-            paged = torch.ops.compilespec.paged_attention.default(*parts, *at, *marker[3:7], *extra)
+            if marker.mask is not None:
+                _refuse_beside_masks(step, node, owner, branches is not None or sights is not None)
+                options = (marker.scale, marker.softcap, marker.sinks, width, marker.mask)
+                paged = torch.ops.compilespec.masked_attention.default(*parts, *at, *options)
+            else:
+                extra = _extra(node, marker, at.position, width, branches, sights)
+                options = (*marker[3:7], *extra)
+                paged = torch.ops.compilespec.paged_attention.default(*parts, *at, *options)
         step.take_place(node, paged)
     return len(markers)
 
@@ -112,6 +118,7 @@ class _Marker(NamedTuple):
     softcap: Any
     sinks: Any
     chunk: int | None = None  # tokens of a chunk, which attention does not leave
+    mask: Tensor | None = None  # [B, 1 or N, S, L], computed by the model over all positions
 
 
 def _cells(
@@ -122,6 +129,15 @@ def _cells(
         return places, (step.config.num_blocks, step.config.block_size)
     group = KVGroup(block_size=block_size, window=int(marker.window))
     return group_places(step, group, places), (group.num_blocks(step.config), block_size)
+
+
+def _refuse_beside_masks(step: Splice, node: fx.Node, owner: str, has_other_keys: bool) -> None:
+    """Raises: NotSupported where tokens see other keys than those of the cache before them."""
+    if owner != "target" or has_other_keys:
+        raise NotSupported(
+            f"attention under a mask that the model computes ({module_path(node)}) does not go "
+            "with draft_tree=, with images or in a drafter yet: leave them out"
+        )
 
 
 def _extra(
@@ -135,7 +151,7 @@ def _extra(
     """The last arguments of `paged_attention`: the width of values that are part of the keys, and
     what tokens see besides the keys before their own.
     """
-    if marker.chunk is not None:
+    if marker.chunk:
         if branches is not None or sights is not None:
             raise NotSupported(
                 f"attention in chunks of {marker.chunk} tokens ({module_path(node)}) does not go "

@@ -1,0 +1,325 @@
+"""Makes the positions of a captured graph those of the step's tokens, wherever a model counts them.
+
+A step has other tokens than a whole text: what a model counts itself (`torch.arange` over its
+tokens) would begin at 0 in every call.  Values that follow from such counts are computed for all
+positions, and the tokens of a step read theirs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from compilespec.errors import NoPositionInput, UnsupportedModel
+from compilespec.program import (
+    LONG_ROPE,
+    MIXERS,
+    ROPE_OFFSETS,
+    Traced,
+    TracedInput,
+    marker_kind,
+    module_path,
+)
+from compilespec.tracing.naming import source_line
+from compilespec.tracing.structure import ancestors
+
+
+def first_position(model: nn.Module) -> int:
+    """The position that a model of transformers gives the first token if it is told none.
+
+    RoBERTa and its relatives count from `padding_idx` + 1.
+    """
+    for module in model.modules():
+        count = getattr(module, "create_position_ids_from_input_ids", None)
+        padding = getattr(module, "padding_idx", None)
+        if count is not None and isinstance(padding, int):
+            ids = torch.full((1, 1), padding + 1)
+            return int(count(ids, padding)[0, 0])
+    return 0
+
+
+_OF_REQUESTS = ("input_ids", ROPE_OFFSETS, LONG_ROPE)  # inputs that requests differ in
+
+
+class NotByPosition(Exception):
+    """Why a value cannot be read by position."""
+
+
+class ByPosition:
+    """Computes values of a captured graph for all positions, and reads them by position."""
+
+    def __init__(self, traced: Traced) -> None:
+        self._graph = traced.graph_module.graph
+        nodes = self._graph.nodes
+        ids = next(n for n in nodes if n.meta.get("role") == "input_ids")
+        self.batch, self.length = ids.meta["example_value"].shape
+        self._positions = next((n for n in nodes if n.meta.get("role") == "position_ids"), None)
+        # Values of all positions are computed before all else.
+        self._anchor = next(n for n in nodes if n.op not in ("placeholder", "get_attr"))
+        self._all: fx.Node | None = None  # the marker of all positions
+        self._over_all: dict[fx.Node, fx.Node] = {}
+        self._own: dict[fx.Node, fx.Node] = {}
+
+    def over_all(self, node: fx.Node) -> fx.Node:
+        """A node of positions or sizes, for all positions instead of the call's tokens.
+
+        Raises: NotByPosition.
+        """
+        if node in self._over_all:
+            return self._over_all[node]
+        if not any(map(self._is_of_tokens, chain(node))):
+            return node
+        with self._graph.inserting_before(self._anchor):
+            made = self._made_of_all(node)
+        self._over_all[node] = made
+        return made
+
+    def own(self, node: fx.Node) -> fx.Node:
+        """A node of positions, for the step's own tokens: rows of that of all positions.
+
+        Raises: NotByPosition.
+        """
+        if node not in self._own:
+            shape = node.meta["example_value"].shape
+            dim = self.token_dim(node)
+            if not dim or shape[0] not in (1, self.batch):
+                raise NotByPosition("its rows have no dimension for the requests of a batch")
+            table = self.over_all(node)
+            with self._graph.inserting_before(self._anchor):
+                own = self._graph.call_function(rows_by_position, (table, self.position_ids(), dim))
+            self._own[node] = describe(own, node)
+        return self._own[node]
+
+    def token_dim(self, node: fx.Node) -> int:
+        """The first dimension that follows from the number of tokens."""
+        shape = node.meta["example_value"].shape
+        return next(d for d, size in enumerate(shape) if str(self.length) in symbols(size))
+
+    def position_ids(self) -> fx.Node:
+        if self._positions is None:
+            raise NotByPosition("the model takes no position_ids")
+        return self._positions
+
+    def _is_of_tokens(self, node: fx.Node) -> bool:
+        """True for what positions and sizes of tokens begin with."""
+        role = node.meta.get("role")
+        is_length = role == "symbol" and str(self.length) == str(node.meta["example_value"])
+        return self.is_count(node) or role == "position_ids" or is_length
+
+    def is_count(self, node: fx.Node) -> bool:
+        """True for an arange over the tokens of a call."""
+        shape = getattr(node.meta.get("example_value"), "shape", ())
+        return node.target is torch.arange and [str(size) for size in shape] == [str(self.length)]
+
+    def _made_of_all(self, node: fx.Node) -> fx.Node:
+        role, graph = node.meta.get("role"), self._graph
+        if role == "symbol":
+            size = torch.ops.aten.sym_size.int
+            return describe(graph.call_function(size, (self._all_positions(), 0)), node)
+        if self.is_count(node) or role == "position_ids":
+            self._check_count(node)
+            dtype = node.meta["example_value"].dtype
+            made = describe(graph.call_method("to", (self._all_positions(), dtype)), node)
+            if role == "position_ids":  # [1, L] serves for [B, L]
+                made = describe(graph.call_method("unsqueeze", (made, 0)), node)
+            return made
+        if role in _OF_REQUESTS:
+            raise NotByPosition(f"it depends on {role}")
+        flat = [self.over_all(a) if isinstance(a, fx.Node) else a for a in flat_arguments(node)]
+        args, kwargs = with_arguments(node, flat)
+        return describe(graph.create_node(node.op, node.target, args, kwargs), node)
+
+    def _check_count(self, node: fx.Node) -> None:
+        """Only `torch.arange(T)` itself is the positions."""
+        plain = len(node.args) == 1 and not {"start", "step"} & node.kwargs.keys()
+        if node.target is torch.arange and not plain:
+            raise NotByPosition("it counts in another way than torch.arange(T)")
+
+    def _all_positions(self) -> fx.Node:
+        if self._all is None:
+            ids = self.position_ids()
+            marker = torch.ops.compilespec.all_positions
+            self._all = describe(self._graph.call_function(marker, (ids,)), ids)
+            self._all.meta["example_value"] = ids.meta["example_value"][0].to(torch.int64)
+        return self._all
+
+
+def rows_by_position(table: Tensor, position_ids: Tensor, dim: int) -> Tensor:
+    """Of values by position, [1 or B, .., L, ..], those at [B, S]: [B, .., S, ..]."""
+    rows = table.movedim(dim, 0)[:, 0][position_ids.long()]
+    return rows.movedim(1, dim)
+
+
+def is_of_positions(node: fx.Node) -> bool:
+    """True where positions, sizes and weights alone make a value."""
+    return all(
+        source.meta.get("role") not in _OF_REQUESTS
+        and marker_kind(source) not in (*MIXERS, "cached")
+        for source in chain(node)
+    )
+
+
+def chain(node: fx.Node) -> list[fx.Node]:
+    """A node and all that it is made of, in order."""
+    found: dict[fx.Node, None] = {}
+
+    def visit(one: fx.Node) -> None:
+        if one not in found:
+            for source in one.all_input_nodes:
+                visit(source)
+            found[one] = None
+
+    visit(node)
+    return list(found)
+
+
+def flat_arguments(node: fx.Node) -> list[Any]:
+    """The leaves of a node's arguments, in order."""
+    found: list[Any] = []
+    fx.node.map_aggregate((node.args, node.kwargs), found.append)  # type: ignore[arg-type]
+    return found
+
+
+def with_arguments(node: fx.Node, flat: list[Any]) -> tuple[Any, Any]:
+    """Arguments of the same structure with these leaves."""
+    rest = iter(flat)
+    found: Any = fx.node.map_aggregate((node.args, node.kwargs), lambda _: next(rest))
+    return found[0], found[1]
+
+
+def symbols(size: object) -> set[str]:
+    """The names of the symbols that a size is made of."""
+    expression = getattr(getattr(size, "node", None), "expr", None)
+    return {str(symbol) for symbol in getattr(expression, "free_symbols", ())}
+
+
+def num_token_dims(node: fx.Node, length: str) -> int:
+    """Dimensions of a tensor that follow from the number of tokens."""
+    value = node.meta.get("example_value")
+    if not isinstance(value, Tensor):
+        return 0
+    return sum(length in symbols(size) for size in value.shape)
+
+
+def describe(made: fx.Node, like: fx.Node) -> fx.Node:
+    """Give a new node the shape and the origin of another one."""
+    made.meta = {k: v for k, v in like.meta.items() if k not in ("role", "example")}
+    made.meta["custom"] = {"pass": "trace", **(like.meta.get("custom") or {})}
+    return made
+
+
+def _counts_of_tokens(gm: fx.GraphModule) -> list[fx.Node]:
+    """The aranges over the token dimension from which the logits are computed."""
+    ids = next(node for node in gm.graph.nodes if node.meta.get("role") == "input_ids")
+    length, reached = str(ids.meta["example_value"].shape[1]), ancestors(gm.graph.output_node())
+    return [
+        node
+        for node in gm.graph.find_nodes(op="call_function", target=torch.arange)
+        if str(node.meta["example_value"].shape[0]) == length and node in reached
+    ]
+
+
+def settle_counts(traced: Traced, model: nn.Module) -> Traced:
+    """Let values that follow from a model's own count of its tokens follow from the positions.
+
+    Raises: UnsupportedModel that names the place of a count for which there is no such value.
+    """
+    gm, values = traced.graph_module, ByPosition(traced)
+    for count in _counts_of_tokens(gm):
+        try:
+            for node in _last_of_positions(gm, count):
+                own = values.own(node)
+                for user in [u for u in node.users if not _is_counted(u)]:
+                    user.replace_input_with(node, own)
+        except NotByPosition as error:
+            raise UnsupportedModel(
+                f"{type(model).__name__}: {module_path(count) or 'the model'} counts the tokens of "
+                f"a call by torch.arange, besides position_ids; {source_line(count)}: expected "
+                f"every position to come from position_ids ({error}); switch that off in the "
+                "config, or use position_ids there"
+            ) from None
+        for node in reversed(_users_of_count(gm, count)):
+            if not node.users:
+                gm.graph.erase_node(node)
+    gm.recompile()
+    return traced
+
+
+def _last_of_positions(gm: fx.GraphModule, count: fx.Node) -> list[fx.Node]:
+    """What is made of a count and of positions alone, where it meets other values."""
+    return [
+        node
+        for node in _users_of_count(gm, count)
+        if any(not _is_counted(user) for user in node.users)
+    ]
+
+
+def _is_counted(node: fx.Node) -> bool:
+    """True where positions and sizes alone make a value, without weights."""
+    known = ("position_ids", "symbol")
+    return is_of_positions(node) and all(
+        source.op != "placeholder" or source.meta.get("role") in known for source in chain(node)
+    )
+
+
+def _users_of_count(gm: fx.GraphModule, count: fx.Node) -> list[fx.Node]:
+    """A count and all that is made of it and of positions alone, in order."""
+    found = {count}
+    for node in gm.graph.nodes:
+        if found.intersection(node.all_input_nodes) and _is_counted(node):
+            found.add(node)
+    return [node for node in gm.graph.nodes if node in found]
+
+
+def count_by_position(traced: Traced, model: nn.Module) -> Traced:
+    """Replace aranges over the token dimension by the positions, if no module takes positions."""
+    gm = traced.graph_module
+    placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
+    ids = next(node for node in placeholders if node.meta["role"] == "input_ids")
+    over_tokens = _counts_of_tokens(gm)
+    if not over_tokens:
+        raise NoPositionInput(
+            f"{type(model).__name__}.forward takes no position_ids and computes no torch.arange "
+            "over its tokens, so its positions cannot be set; add a position_ids argument"
+        )
+    with gm.graph.inserting_after(placeholders[-1]):
+        positions = gm.graph.placeholder("position_ids")
+    positions.meta = {
+        "role": "position_ids",
+        "example_value": ids.meta["example_value"],
+        "custom": {"pass": "trace"},
+    }
+    inputs = (*traced.inputs, TracedInput(name="position_ids", kind="argument"))
+    traced = dataclasses.replace(traced, inputs=inputs)
+    batch = str(ids.meta["example_value"].shape[0])
+    for node in over_tokens:
+        if any(batch in _sizes(user) for user in _users_of_count(gm, node)):
+            continue  # its rows belong to requests already
+        # [B, T] replaces [T]; broadcasting over a leading batch dimension works as before.
+        with gm.graph.inserting_before(node):
+            value = gm.graph.call_method("to", (positions, node.meta["example_value"].dtype))
+        value.meta = {k: v for k, v in node.meta.items() if k != "example_value"}
+        _drop_leading_ones(node, value)
+        node.replace_all_uses_with(value)
+        gm.graph.erase_node(node)
+    return settle_counts(traced, model)
+
+
+def _sizes(node: fx.Node) -> list[str]:
+    return [str(size) for size in getattr(node.meta.get("example_value"), "shape", ())]
+
+
+def _drop_leading_ones(count: fx.Node, positions: fx.Node) -> None:
+    """Keep [B, T] where [T] becomes [1, T], directly or behind a sum."""
+    for user in list(count.users):
+        shape = [str(size) for size in getattr(user.meta.get("example_value"), "shape", ())]
+        if user.target in (operator.add, torch.add) and len(shape) == 1:
+            _drop_leading_ones(user, user)
+        is_view = user.target in ("unsqueeze", "view", "reshape", operator.getitem)
+        if is_view and len(shape) == 2 and shape[0] == "1":
+            user.replace_all_uses_with(positions)
+            user.graph.erase_node(user)
