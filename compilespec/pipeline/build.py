@@ -89,7 +89,7 @@ def build_program(
     kept = choose_draft_ids(options, target, info.vocab_size, traced_draft)
     absorbed, latents = absorb_calls(traced_draft)
     first = _context(options, config, capabilities, traced, drafter, absorbed, kept)
-    if options.serves_medium_of(target):
+    if options.serves_medium_of(target, info):
         first.sees_ahead = has_own_masks(target.model)
     first.expanded, first.latents = traced_draft, latents
     contexts = _contexts(first, step_keys(options, config, capabilities))

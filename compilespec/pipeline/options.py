@@ -399,13 +399,15 @@ class CompileOptions:
             features=RequestFeatures(
                 host_processors=self.host_processors,
                 prompt_logprobs=self.prompt_logprobs,
-                prompt_embeds=self.prompt_embeds or self.serves_medium_of(target),
+                prompt_embeds=self.prompt_embeds or self.serves_medium_of(target, info),
             ),
         )
 
-    def serves_medium_of(self, target: Target) -> bool:
-        """True where prompts may hold images or sound; ranks take none."""
-        return target.medium is not None and self.sharding is None
+    def serves_medium_of(self, target: Target, info: TargetInfo) -> bool:
+        """True where prompts may hold images or sound; ranks take none, nor models that need the
+        token ids of images besides their rows.
+        """
+        return target.medium is not None and self.sharding is None and info.takes_rows
 
     def longest_request(self, limit: int | None) -> int:
         """The largest number of tokens of a request, for a model with a `limit`.  Raises:

@@ -112,9 +112,9 @@ def _check_keys(gm: fx.GraphModule, marker: fx.Node, model: nn.Module) -> None:
     count = key.meta["example_value"].shape[2]
     if str(count) != str(length):
         raise UnsupportedModel(
-            f"{_place(marker, model)}: expected one key for each token, which a KV cache holds, got "
-            f"{str(count).replace(str(length), 'T')} keys of T tokens; use a model whose keys are "
-            "not compressed"
+            f"{_place(marker, model)}: expected one key for each token, which a KV cache holds, "
+            f"got {str(count).replace(str(length), 'T')} keys of T tokens; use a model "
+            "whose keys are not compressed"
         )
 
 

@@ -71,7 +71,7 @@ class ByPosition:
         """
         if node in self._over_all:
             return self._over_all[node]
-        if not any(map(self._is_of_tokens, chain(node))):
+        if node.op in ("placeholder", "get_attr") and not self._is_of_tokens(node):
             return node
         with self._graph.inserting_before(self._anchor):
             made = self._made_of_all(node)

@@ -92,10 +92,28 @@ def find_embedding(input_ids: fx.Node) -> fx.Node | None:
                 weights = [t for t in tensors if len(shape_of(t) or ()) == 2 and is_float(t)]
                 if weights:
                     return weights[0]
-        frontier = [
-            user for user in users if user.op == "call_method" or user.target is operator.getitem
-        ]
+        frontier = [user for user in users if _is_ids(user, input_ids)]
     return None
+
+
+def _is_ids(node: fx.Node, input_ids: fx.Node) -> bool:
+    """True for token ids in another shape or dtype, or with some of them replaced."""
+    if node.op == "call_method" or node.target is operator.getitem:
+        return True
+    chooses = node.target in (torch.where, torch.masked_fill)
+    return chooses and shape_of(node) == shape_of(input_ids) and not is_float(node)
+
+
+def id_readers(ids: fx.Node) -> list[fx.Node]:
+    """The nodes that read the values of token ids, through casts and views."""
+    found: list[fx.Node] = []
+    for user in ids.users:
+        if user.op == "call_method" or user.target is operator.getitem:
+            is_size = user.target in ("size", "dim", "numel")
+            found += [] if is_size else id_readers(user)
+        elif user.target not in (torch.ops.aten.sym_size.int, getattr):
+            found.append(user)
+    return found
 
 
 def layer_prefix(graph: fx.Graph) -> str | None:

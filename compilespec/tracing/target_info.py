@@ -12,8 +12,10 @@ from compilespec.errors import TraceError
 from compilespec.program import Traced, markers
 from compilespec.tracing.load import Target, text_config
 from compilespec.tracing.structure import (
+    EMBEDDING,
     find_embedding,
     find_head,
+    id_readers,
     num_decoder_layers,
     shape_of,
 )
@@ -58,6 +60,7 @@ def describe_target(traced: Traced, target: Target) -> TargetInfo:
         max_seq_len=target.max_seq_len or 0,
         kv_layers=_kv_layers(traced),
         has_kept_masks=traced.has_kept_masks,
+        takes_rows=[node.target in EMBEDDING for node in id_readers(ids)] == [True],
     )
 
 
@@ -121,3 +124,4 @@ class TargetInfo:
     max_seq_len: int = 0
     kv_layers: tuple[KVLayer, ...] = ()  # by layer
     has_kept_masks: bool = False  # true: masks are computed from what the cache holds
+    takes_rows: bool = True  # true: ids enter one embedding alone, whose rows can be given

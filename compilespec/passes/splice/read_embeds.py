@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import operator
-from typing import Any
-
 import torch
 from torch import Tensor, fx
 
 from compilespec.errors import NotSupported
 from compilespec.passes.splice.builder import Splice, node_of
 from compilespec.program import BufferSpec, ProgramConfig, module_path
-from compilespec.tracing.structure import EMBEDDING, is_float, shape_of
+from compilespec.tracing.structure import EMBEDDING, id_readers, is_float, shape_of
 
 
 def read_embeds(step: Splice) -> int:
@@ -42,7 +39,7 @@ def embeds_rows(config: ProgramConfig, width: int, dtype: torch.dtype) -> Buffer
 
 def _embedded(ids: fx.Node) -> fx.Node:
     """The output of the module that embeds the token ids."""
-    readers = _readers(ids)
+    readers = id_readers(ids)
     embeddings = [node for node in readers if node.target in EMBEDDING]
     if len(embeddings) != 1 or len(readers) != 1 or shape_of(embeddings[0]) is None:
         named = ", ".join(f"{node.name} ({module_path(node) or 'top'})" for node in readers)
@@ -58,20 +55,3 @@ def _embedded(ids: fx.Node) -> fx.Node:
             break
         node = user
     return node
-
-
-def _readers(ids: fx.Node) -> list[fx.Node]:
-    """Who reads the values of the ids, through casts and views."""
-    found: list[fx.Node] = []
-    for user in ids.users:
-        if user.op == "call_method" or user.target is operator.getitem:
-            is_size = user.target in ("size", "dim", "numel")
-            found += [] if is_size else _readers(user)
-        elif not _is_shape(user):
-            found.append(user)
-    return found
-
-
-def _is_shape(node: fx.Node) -> bool:
-    target: Any = node.target
-    return target is torch.ops.aten.sym_size.int or target is getattr
