@@ -19,11 +19,13 @@ from compilespec.tracing.media import medium_of
 from compilespec.tracing.naming import source_line
 from compilespec.tracing.quiet import quiet_import
 from compilespec.tracing.recurrence import marked_recurrence
+from compilespec.tracing.selections import traced_selections
 
 ATTENTION = "compilespec"  # compilespec's name in transformers' attention registry
 # The name under which models that hand a selection of keys to other attention functions make a
 # mask of it.
 MASKED = "sdpa"
+EAGER = "eager"  # of models that write attention out themselves: masks are added to scores
 SELECTIONS = ("indices", "block_indices")  # keywords of such selections
 
 # Keywords of attention calls that change nothing without packed sequences, or only choose further
@@ -127,7 +129,7 @@ def marked_attention(model: nn.Module, name: str = ATTENTION) -> Iterator[bool]:
     configs = {id(m.config): m.config for m in model.modules() if isinstance(m, PreTrainedModel)}
     before = {key: config._attn_implementation for key, config in configs.items()}
     try:
-        with _registered(name), marked_recurrence(model):
+        with _registered(name), marked_recurrence(model), traced_selections(model):
             for config in configs.values():  # the marker serves models that have no sdpa, too
                 config._attn_implementation = name
             yield True

@@ -10,7 +10,7 @@ in the graph, where `pair_masks` separates its keys from its queries.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -21,10 +21,12 @@ from compilespec.errors import UnsupportedModel
 from compilespec.program import Traced, markers, module_path
 from compilespec.tracing.naming import source_line
 from compilespec.tracing.pair_masks import CannotSplit, MaskSplitter
+from compilespec.tracing.quantized_weights import is_quantized
 from compilespec.tracing.structure import ancestors
 
 _INPUTS = {"input_ids": "what the tokens hold", "position_ids": "the positions"}
 _MASK = 8  # the place of a mask among the arguments of an attention marker
+_MOST_OF_TABLE = 2048  # rows of a table that are looked at
 _MADE_BY_INDEX = (
     torch.ones, torch.zeros, torch.full, torch.tril, torch.triu, torch.cumsum,
     "tril", "triu", "cumsum",
@@ -51,6 +53,12 @@ def traced_mask(
     return mask.expand(batch_size, 1, q_length, kv_length)
 
 
+def added_mask(*args: Any, dtype: torch.dtype = torch.float32, **kwargs: Any) -> Tensor:
+    """The same to add to scores: 0, or the dtype's lowest number where a key is not seen."""
+    lowest = torch.full((), torch.finfo(dtype).min, dtype=dtype)
+    return torch.where(traced_mask(*args, **kwargs), torch.zeros((), dtype=dtype), lowest)
+
+
 @contextlib.contextmanager
 def traced_masks(name: str) -> Iterator[None]:
     """Let transformers make its masks with `traced_mask`, for the attention implementation `name`
@@ -60,7 +68,9 @@ def traced_masks(name: str) -> Iterator[None]:
     """
     from transformers import masking_utils
 
-    made = dict.fromkeys((name, "sdpa"), traced_mask)
+    made: dict[str, Any] = dict.fromkeys((name, "sdpa"), traced_mask)
+    if name == "eager":
+        made[name] = added_mask
     interface = masking_utils.AttentionMaskInterface
     with (
         mock.patch.dict(interface._global_mapping, made),
@@ -138,7 +148,7 @@ def _form_of(
 ) -> _Form:
     """The form of a mask.  Raises: UnsupportedModel."""
     try:
-        return _by_positions(traced.graph_module, mask)
+        return _by_positions(traced, mask)
     except _OtherForm as error:
         reason = str(error)
     try:
@@ -152,13 +162,20 @@ def _form_of(
     return _Form(is_kept=True)
 
 
-def _by_positions(gm: fx.GraphModule, mask: fx.Node) -> _Form:
+def _by_positions(traced: Traced, mask: fx.Node) -> _Form:
     """The window and the chunk of a mask, 0 without one.  Raises: _OtherForm."""
-    needed = ancestors(mask)
+    gm, needed = traced.graph_module, ancestors(mask)
+    tables: dict[str, Tensor] = {}
     for node in needed:
         role = str(node.meta.get("role", "symbol"))
-        if node.op == "placeholder" and role != "symbol":
+        if node.op != "placeholder" or role == "symbol":
+            continue
+        table = traced.weights.get(role)
+        if table is None or is_quantized(table) or table.dim() < 2 or table.is_meta:
             raise _OtherForm(f"it is made of {_INPUTS.get(role, role)}")
+        tables[role] = table
+    if tables:
+        return _by_tables(gm, needed, mask, tables)
     sizes = {abs(value) for node in needed for value in _integers(node) if value}
     positions = _probed(sizes)
     by_index = [n for n in needed if n.target in _MADE_BY_INDEX]
@@ -182,6 +199,25 @@ def _by_positions(gm: fx.GraphModule, mask: fx.Node) -> _Form:
     raise _OtherForm("it has another form")
 
 
+def _by_tables(
+    gm: fx.GraphModule, needed: set[fx.Node], mask: fx.Node, tables: Mapping[str, Tensor]
+) -> _Form:
+    """The same of a mask that is cut from tables, such as a buffer of ones below the diagonal."""
+    count = min(_MOST_OF_TABLE, *(size for t in tables.values() for size in t.shape if size > 1))
+    positions = torch.arange(count)
+    try:
+        seen = _Masks(gm, needed, positions, tables).seen(mask)
+    except (RuntimeError, IndexError, ValueError, TypeError) as error:
+        why = str(error).splitlines()[0]
+        raise _OtherForm(f"it cannot be cut from {', '.join(tables)} ({why})") from None
+    age = positions[:, None] - positions[None, :]
+    width = int(seen.sum(-1).max())
+    for form, wanted in ((_Form(), age >= 0), (_Form(window=width), (age >= 0) & (age < width))):
+        if torch.equal(seen, wanted):
+            return form
+    raise _OtherForm(f"what {', '.join(tables)} lets it see has another form")
+
+
 def _probed(sizes: set[int]) -> Tensor:
     """Positions at and next to the multiples of the sizes that a mask mentions; sorted, int64."""
     near = {n * size + d for size in sizes for n in range(4) for d in range(-2, 3)}
@@ -196,8 +232,15 @@ class _OtherForm(Exception):
 class _Masks(fx.Interpreter):
     """Computes masks of one row at the probed positions."""
 
-    def __init__(self, gm: fx.GraphModule, needed: set[fx.Node], positions: Tensor) -> None:
+    def __init__(
+        self,
+        gm: fx.GraphModule,
+        needed: set[fx.Node],
+        positions: Tensor,
+        tables: Mapping[str, Tensor] | None = None,
+    ) -> None:
         super().__init__(gm)
+        self._tables = tables or {}
         ids = next(n for n in gm.graph.nodes if n.meta.get("role") == "input_ids")
         batch, length = ids.meta["example_value"].shape
         self._sizes, self._length = {batch.node.expr: 1, length.node.expr: len(positions)}, length
@@ -217,12 +260,17 @@ class _Masks(fx.Interpreter):
         if biased.any():
             raise _OtherForm("it is a bias that is added to the scores")
         count = len(self._positions)
-        return visible.expand(1, 1, count, count)[0, 0]
+        heads = visible.expand(*visible.shape[:-2], count, count).reshape(-1, count, count)
+        if not torch.equal(heads, heads[:1].expand_as(heads)):
+            raise _OtherForm("it differs among heads")
+        return heads[0]
 
     def run_node(self, node: fx.Node) -> Any:
         example = node.meta.get("example_value")
         if isinstance(example, torch.SymInt):
             return int(example.node.expr.subs(self._sizes))
+        if node.op == "placeholder":
+            return self._tables[node.meta["role"]].cpu()
         counts = node.target is torch.arange and len(node.args) == 1 and "start" not in node.kwargs
         if counts and isinstance(example, Tensor) and example.shape[0] == self._length:
             return self._positions.to(example.dtype)

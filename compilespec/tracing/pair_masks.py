@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,6 +50,14 @@ _VIEWS = (
 )  # fmt: skip
 
 
+_IN_PLACE: Mapping[Any, Any] = {
+    operator.iadd: operator.add,
+    operator.isub: operator.sub,
+    operator.imul: operator.mul,
+    operator.itruediv: operator.truediv,
+}
+
+
 class CannotSplit(Exception):
     """Why a mask cannot be computed from what a cache holds."""
 
@@ -72,29 +80,34 @@ def find_pairs(gm: fx.GraphModule, mask: fx.Node, length: str) -> Pairs:
     Args:
         length: the size symbol of the tokens.
     """
-    made_of_pairs = _made_of_pairs(gm, length)
-    _end_writes(gm, made_of_pairs)
-    if mask not in made_of_pairs:
+    made = made_of_pairs(gm, length)
+    end_writes(gm, made)
+    if mask not in made:
         raise CannotSplit("it has not one dimension of queries and one of keys")
     needed, todo = set[fx.Node](), [mask]
     while todo:
         node = todo.pop()
-        if node not in needed and node in made_of_pairs:
+        if node not in needed and node in made:
             needed.add(node)
             todo += node.all_input_nodes
     if len(needed) > _MOST_NODES:
         raise CannotSplit(f"more than {_MOST_NODES} operations make it")
     nodes = tuple(node for node in gm.graph.nodes if node in needed)
-    uses = tuple(
-        (node, place)
-        for node in nodes
-        for place, argument in enumerate(flat_arguments(node))
-        if isinstance(argument, fx.Node) and argument not in needed and _is_side(argument, length)
-    )
+    uses = side_uses(nodes, length)
     return Pairs(mask=mask, nodes=nodes, uses=uses)
 
 
-def _made_of_pairs(gm: fx.GraphModule, length: str) -> set[fx.Node]:
+def side_uses(nodes: Sequence[fx.Node], length: str) -> tuple[Place, ...]:
+    """Arguments of the nodes that have one dimension of tokens, or are a size of them."""
+    return tuple(
+        (node, place)
+        for node in nodes
+        for place, argument in enumerate(flat_arguments(node))
+        if isinstance(argument, fx.Node) and argument not in nodes and _is_side(argument, length)
+    )
+
+
+def made_of_pairs(gm: fx.GraphModule, length: str) -> set[fx.Node]:
     """Nodes with two dimensions of tokens, and what is made of them outside of attention."""
     found: set[fx.Node] = set()
     for node in gm.graph.nodes:
@@ -105,7 +118,7 @@ def _made_of_pairs(gm: fx.GraphModule, length: str) -> set[fx.Node]:
     return found
 
 
-def _end_writes(gm: fx.GraphModule, nodes: set[fx.Node]) -> None:
+def end_writes(gm: fx.GraphModule, nodes: set[fx.Node]) -> None:
     """Let each in-place operation on one of the nodes give a new tensor, which what follows reads.
 
     Raises: CannotSplit where other nodes share the memory that is written.
@@ -116,6 +129,8 @@ def _end_writes(gm: fx.GraphModule, nodes: set[fx.Node]) -> None:
         is_write = node.op == "call_method" and name.endswith("_") and not name.endswith("__")
         if node.target is operator.setitem:
             raise CannotSplit(f"a part of it is written in place ({node.name})")
+        if node.target in _IN_PLACE:
+            node.target, is_write = _IN_PLACE[node.target], True
         if not is_write:
             continue
         written: Any = node.args[0]
@@ -123,7 +138,8 @@ def _end_writes(gm: fx.GraphModule, nodes: set[fx.Node]) -> None:
             user.target in _VIEWS and order[user] < order[node] for user in written.users
         ):
             raise CannotSplit(f"a view of it is written in place ({node.name})")
-        node.target = name.removesuffix("_")
+        if node.op == "call_method":
+            node.target = name.removesuffix("_")
         if "example_value" not in node.meta:
             node.meta["example_value"] = written.meta["example_value"]
         for user in [u for u in written.users if order[u] > order[node]]:
@@ -140,7 +156,7 @@ def _is_side(node: fx.Node, length: str) -> bool:
 # --- a trial -----------------------------------------------------------------------------
 
 
-class _Trial:
+class Trial:
     """Values for all that a mask is made of, for few tokens, and the mask that they make.
 
     A side is "all" (the whole mask: queries are the keys), "query" or "key".
@@ -154,9 +170,17 @@ class _Trial:
         self._random = torch.Generator().manual_seed(seed)
         self._values: dict[tuple[fx.Node, str], Any] = {}
 
-    def whole(self) -> Tensor:
-        """The mask as the model computes it, [.., keys, keys]."""
-        env: dict[fx.Node, Any] = {}
+    def shape_of(self, node: fx.Node) -> list[int]:
+        """The shape of a node in the whole mask."""
+        return [self._size_of_all(size) for size in node.meta["example_value"].shape]
+
+    def whole(self, known: Mapping[fx.Node, Tensor] | None = None) -> Tensor:
+        """The mask as the model computes it, [.., keys, keys].
+
+        Args:
+            known: values of nodes that are not computed.
+        """
+        env: dict[fx.Node, Any] = dict(known or {})
         for node in self._pairs.nodes:
             try:
                 env[node] = self._run(node, env, dict.fromkeys(self._pairs.uses, "all"))
@@ -345,7 +369,7 @@ class MaskSplitter:
         """Raises: CannotSplit."""
         pairs = find_pairs(self._gm, mask, self._length)
         sizes = {"batch": self._values.batch, "length": self._values.length}
-        trials = [_Trial(self._weights, pairs, sizes, seed) for seed in range(3)]
+        trials = [Trial(self._weights, pairs, sizes, seed) for seed in range(3)]
         candidates = list(itertools.islice(trials[0].solutions(), 8))
         for trial in trials[1:]:
             still = list(trial.solutions())

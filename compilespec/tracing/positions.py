@@ -111,9 +111,8 @@ class ByPosition:
         return self.is_count(node) or role == "position_ids" or is_length
 
     def is_count(self, node: fx.Node) -> bool:
-        """True for an arange over the tokens of a call."""
-        shape = getattr(node.meta.get("example_value"), "shape", ())
-        return node.target is torch.arange and [str(size) for size in shape] == [str(self.length)]
+        """True for `torch.arange` over the tokens of a call, from 0."""
+        return _is_count(node, str(self.length))
 
     def _made_of_all(self, node: fx.Node) -> fx.Node:
         role, graph = node.meta.get("role"), self._graph
@@ -121,7 +120,6 @@ class ByPosition:
             size = torch.ops.aten.sym_size.int
             return describe(graph.call_function(size, (self._all_positions(), 0)), node)
         if self.is_count(node) or role == "position_ids":
-            self._check_count(node)
             dtype = node.meta["example_value"].dtype
             made = describe(graph.call_method("to", (self._all_positions(), dtype)), node)
             if role == "position_ids":  # [1, L] serves for [B, L]
@@ -133,12 +131,6 @@ class ByPosition:
         args, kwargs = with_arguments(node, flat)
         return describe(graph.create_node(node.op, node.target, args, kwargs), node)
 
-    def _check_count(self, node: fx.Node) -> None:
-        """Only `torch.arange(T)` itself is the positions."""
-        plain = len(node.args) == 1 and not {"start", "step"} & node.kwargs.keys()
-        if node.target is torch.arange and not plain:
-            raise NotByPosition("it counts in another way than torch.arange(T)")
-
     def _all_positions(self) -> fx.Node:
         if self._all is None:
             ids = self.position_ids()
@@ -146,6 +138,14 @@ class ByPosition:
             self._all = describe(self._graph.call_function(marker, (ids,)), ids)
             self._all.meta["example_value"] = ids.meta["example_value"][0].to(torch.int64)
         return self._all
+
+
+def _is_count(node: fx.Node, length: str) -> bool:
+    if node.target is not torch.arange or _sizes(node) != [length]:
+        return False
+    begin = node.kwargs.get("start", node.args[0] if len(node.args) > 1 else 0)
+    step = node.kwargs.get("step", node.args[2] if len(node.args) > 2 else 1)
+    return begin == 0 and step == 1
 
 
 def rows_by_position(table: Tensor, position_ids: Tensor, dim: int) -> Tensor:
@@ -275,17 +275,11 @@ def _users_of_count(gm: fx.GraphModule, count: fx.Node) -> list[fx.Node]:
     return [node for node in gm.graph.nodes if node in found]
 
 
-def count_by_position(traced: Traced, model: nn.Module) -> Traced:
-    """Replace aranges over the token dimension by the positions, if no module takes positions."""
+def take_positions(traced: Traced) -> Traced:
+    """Give a graph the argument `position_ids`, if no module takes it; nothing reads it yet."""
     gm = traced.graph_module
     placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
     ids = next(node for node in placeholders if node.meta["role"] == "input_ids")
-    over_tokens = _counts_of_tokens(gm)
-    if not over_tokens:
-        raise NoPositionInput(
-            f"{type(model).__name__}.forward takes no position_ids and computes no torch.arange "
-            "over its tokens, so its positions cannot be set; add a position_ids argument"
-        )
     with gm.graph.inserting_after(placeholders[-1]):
         positions = gm.graph.placeholder("position_ids")
     positions.meta = {
@@ -294,11 +288,24 @@ def count_by_position(traced: Traced, model: nn.Module) -> Traced:
         "custom": {"pass": "trace"},
     }
     inputs = (*traced.inputs, TracedInput(name="position_ids", kind="argument"))
-    traced = dataclasses.replace(traced, inputs=inputs)
-    batch = str(ids.meta["example_value"].shape[0])
+    return dataclasses.replace(traced, inputs=inputs)
+
+
+def count_by_position(traced: Traced, model: nn.Module) -> Traced:
+    """Replace aranges over the token dimension by the positions, if no module takes positions."""
+    gm = traced.graph_module
+    over_tokens = _counts_of_tokens(gm)
+    positions = next(n for n in gm.graph.nodes if n.meta.get("role") == "position_ids")
+    if not over_tokens and not positions.users:
+        raise NoPositionInput(
+            f"{type(model).__name__}.forward takes no position_ids and computes no torch.arange "
+            "over its tokens, so its positions cannot be set; add a position_ids argument"
+        )
+    batch, length = map(str, positions.meta["example_value"].shape)
     for node in over_tokens:
-        if any(batch in _sizes(user) for user in _users_of_count(gm, node)):
-            continue  # its rows belong to requests already
+        belongs = any(batch in _sizes(user) for user in _users_of_count(gm, node))
+        if belongs or not _is_count(node, length):
+            continue
         # [B, T] replaces [T]; broadcasting over a leading batch dimension works as before.
         with gm.graph.inserting_before(node):
             value = gm.graph.call_method("to", (positions, node.meta["example_value"].dtype))

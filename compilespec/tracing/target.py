@@ -18,16 +18,23 @@ from compilespec.errors import TraceError
 from compilespec.program import LONG_ROPE, ROPE_OFFSETS, ROPE_ROWS, Traced
 from compilespec.tracing.attention import (
     ATTENTION,
+    EAGER,
     MASKED,
     SELECTIONS,
     mark_plain_attention,
     marked_attention,
 )
 from compilespec.tracing.capture import EXAMPLE_SHAPE, trace_call
+from compilespec.tracing.eager_attention import mark_eager_attention
 from compilespec.tracing.images import rope_module
 from compilespec.tracing.long_rope import LongRows, rope_by_request, short_rope_limit
 from compilespec.tracing.masks import read_masks
-from compilespec.tracing.positions import count_by_position, first_position, settle_counts
+from compilespec.tracing.positions import (
+    count_by_position,
+    first_position,
+    settle_counts,
+    take_positions,
+)
 
 _POSITION_NAMES = ("position_ids", "positions", "input_pos")
 
@@ -73,20 +80,27 @@ def trace_target(
         own_length = torch.zeros(EXAMPLE_SHAPE, dtype=torch.bool, device=device)
         arguments[LONG_ROPE] = (own_length, (0, 1))
 
-    def trace(attention: str) -> tuple[Traced, bool]:
+    def trace(attention: str) -> tuple[Traced, bool, bool]:
         with marked_attention(model, attention) as is_transformers, rope_by_request(model, rows):
             call, takes_positions = _target_call(model, is_transformers, ROPE_OFFSETS in arguments)
             if LONG_ROPE in arguments:
                 call = _with_lengths(call, rows)
-            return trace_call(model, call, arguments, name=name), takes_positions
+            traced = trace_call(model, call, arguments, name=name)
+            return traced, takes_positions, is_transformers
 
     try:
-        traced, takes_positions = trace(ATTENTION)
+        traced, takes_positions, is_transformers = trace(ATTENTION)
     except TraceError as error:
         if not any(f"called with {name}=" in str(error) for name in SELECTIONS):
             raise
-        traced, takes_positions = trace(MASKED)
+        traced, takes_positions, is_transformers = trace(MASKED)
     mark_plain_attention(traced.graph_module, model)
+    if traced.num_attention_layers == 0:
+        if is_transformers:  # it is given masks to add to its scores
+            traced, takes_positions, _ = trace(EAGER)
+        mark_eager_attention(traced)
+    if not takes_positions:
+        traced = take_positions(traced)
     read_masks(traced, model)
     if traced.num_attention_layers == 0:
         raise TraceError(
