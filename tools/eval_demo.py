@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.table import Table
 from tokenizers import Tokenizer
 from torch import Tensor
 from torch.nn import functional as F
@@ -26,6 +25,7 @@ from compilespec import SamplingParams
 from compilespec.runtime.outputs import GenerationOutput
 from compilespec.tracing.load import load_target
 from compilespec.training.measure import mean_length
+from tools.bench.report import print_table
 from tools.demo.card import model_card
 from tools.demo.corpus import encode_stream, load_corpus, tokenizer_hash
 from tools.demo.drafters import held_out_prompts
@@ -165,12 +165,13 @@ def show(result: dict[str, Any]) -> None:
     console = Console()
     losses = ", ".join(f"{v:.3f} (windows of {k})" for k, v in result["held_out_loss"].items())
     console.print(f"held-out loss, nats per token: {losses}")
-    table = Table("method", "temperature", "K", "acceptance length", "accepted by position")
+    rows = []
     for name, length in result["acceptance_length"].items():
         method, kind, k = name.split(", ")
         rates = " ".join(f"{r:.2f}" for r in result["accepted_by_position"][name])
-        table.add_row(method, kind, k[2:], f"{length:.2f}", rates)
-    console.print(table)
+        rows.append((method, kind, k[2:], f"{length:.2f}", rates))
+    columns = ("method", "temperature", "K", "acceptance length", "accepted by position")
+    print_table(console, "the demo's drafters", columns, rows)
     for name, share in result["loops"].items():
         console.print(f"outputs that repeat a line three times, {name}: {share}")
 

@@ -307,7 +307,7 @@ class Engine:
             plan["cudagraphs"] = graphs
         adaptive = self._scheduler.launches.adaptive
         if adaptive is not None:
-            plan["adaptive"] = adaptive.describe()
+            plan["adaptive"] = adaptive.policy.describe()
         return plan
 
     def close(self) -> None:

@@ -105,7 +105,6 @@ class ImageTower:
         self._max_bytes, self._lock = max_bytes, threading.Lock()
         self._known: OrderedDict[bytes, Tensor] = OrderedDict()
         self._most = BATCH  # images of a call; 1 where the tower does not separate their rows
-        self.num_encoded = 0  # images that the tower saw
 
     def features(self, images: Sequence[Image]) -> list[Tensor]:
         """The rows of each image, [n, D], on the CPU.
@@ -156,7 +155,6 @@ class ImageTower:
         self._known |= made
         while sum(one.nbytes for one in self._known.values()) > self._max_bytes:
             self._known.popitem(last=False)
-        self.num_encoded += len(batch)
         return made
 
     @torch.no_grad()

@@ -26,7 +26,6 @@ class Launch:
     most: Mapping[Request, int]  # tokens that it may give, by request, in order
     ends: Mapping[Request, int]  # prefill: where each chunk ends
     started_ms: float = 0.0
-    host_ms: float | None = None  # host time since the decode step before, if it follows one
     plan: StepPlan | None = None  # the plan of a step whose K was chosen
 
     def num_computed(self, request: Request, num_given: int) -> int:
@@ -52,7 +51,6 @@ class Launches:
         self._executor, self._stats = executor, stats
         self._step = 0
         self._read_ms = 0.0  # the moment when the last one was read
-        self._read_decode = -1  # its step, if it decoded
 
     def begin_step(self) -> None:
         """Begin the next step: later launches belong to it."""
@@ -75,9 +73,8 @@ class Launches:
     def decode(self, requests: Sequence[Request]) -> None:
         with self._stats.time("decode"):
             is_late = any(map(self.names, requests)) if self.in_flight else False
-            plan, host_ms = None, None
+            plan = None
             if self.adaptive is not None:
-                host_ms = self._host_ms()
                 plan = self.adaptive.begin(requests, is_late=is_late)
             started = now_ms()  # the time of choosing K, and of a catch-up, is not this K's
             if plan is not None and plan.num_draft_tokens:  # a catch-up may have drafted anew
@@ -94,7 +91,6 @@ class Launches:
                 most=dict.fromkeys(requests, count + 1),
                 ends={},
                 started_ms=started,
-                host_ms=host_ms,
                 plan=plan,
             )
         )
@@ -119,18 +115,11 @@ class Launches:
             requests = list(launch.most)
             if launch.plan is not None:
                 elapsed = now_ms() - max(launch.started_ms, self._read_ms)
-                self.adaptive.end(launch.plan, requests, given, evidence, elapsed, launch.host_ms)
+                self.adaptive.end(launch.plan, requests, given, evidence, elapsed)
             else:
                 self.adaptive.note(requests, evidence)
         self._read_ms = now_ms()
-        self._read_decode = launch.step if launch.phase == "decode" else -1
         return launch, given
-
-    def _host_ms(self) -> float | None:
-        """Host time since the decode step before was read; nothing while that one is in flight."""
-        if self.in_flight:
-            return 0.0
-        return now_ms() - self._read_ms if self._read_decode == self._step - 1 else None
 
     def names(self, request: Request) -> bool:
         """True where a launch in flight names the request."""

@@ -41,27 +41,18 @@ class Lab:
 
 
 class Policy:
-    """K in runs of (K, steps); drafters are kept up to date, or let go."""
+    """K in runs of (K, steps)."""
 
-    def __init__(self, runs: Iterator[tuple[int, int]], *, keeps_warm: bool) -> None:
-        self._runs, self._keeps_warm = runs, keeps_warm
-        self._count, self._left = 0, 0
+    def __init__(self, runs: Iterator[tuple[int, int]]) -> None:
+        self._runs, self._count, self._left = runs, 0, 0
 
     def choose(self, drafted: Sequence[int], batch: int, *, needs_replay: bool) -> StepChoice:
         if not self._left:
             self._count, self._left = next(self._runs)
-        num_steps = 1 if self._count else self._left  # plain ones are decided at once
-        self._left -= num_steps
-        return StepChoice(num_draft_tokens=self._count, num_steps=num_steps)
+        self._left -= 1
+        return StepChoice(self._count)
 
     def observe(self, *args: Any, **kwargs: Any) -> None: ...
-
-    def pass_over(self, elapsed_ms: float, why: str) -> None: ...
-
-    def may_keep_warm(self, batch: int) -> bool:
-        return self._keeps_warm
-
-    def pay_replay(self, batch: int) -> None: ...
 
     def describe(self) -> dict[str, object]:
         return {}
@@ -87,7 +78,7 @@ def build(plan: Plan, orders: Sequence[Order]) -> Lab:
     )  # fmt: skip
     if isinstance(plan.num_draft_tokens, tuple) and plan.policy != "own":
         runs = _runs(plan.num_draft_tokens, draw)
-        scripted: Any = Policy(runs, keeps_warm=plan.policy == "warm")
+        scripted: Any = Policy(runs)
         assert engine._scheduler.launches.adaptive is not None
         engine._policy = engine._scheduler.launches.adaptive.policy = scripted
     poison(engine)

@@ -59,7 +59,7 @@ class Plan:
     family: str
     num_draft_tokens: Any
     has_traced_processor: bool
-    policy: str  # of several K: "own", "warm" or "cold" (scripted, drafters kept up to date or not)
+    policy: str  # of several K: "own" or "scripted"
     features: frozenset[str]
     num_orders: int  # by one thread, and as many by clients
     options: dict[str, Any] = field(default_factory=dict)  # further keywords of compile()
@@ -128,7 +128,7 @@ def draw_plan(seed: int, number: int, num_orders: int) -> Plan:
     return Plan(
         seed=seed, number=number, method=method, family=family, num_draft_tokens=count,
         has_traced_processor=draw.random() < 0.2,
-        policy=draw.choice(("own", "warm", "warm", "cold")),
+        policy=draw.choice(("own", "scripted", "scripted", "scripted")),
         features=frozenset(features | ({"prompt_logprobs"} if has_prompt_logprobs else set())),
         num_orders=num_orders, options=options,
     )  # fmt: skip

@@ -756,13 +756,24 @@ def test_every_pass_has_a_fault() -> None:
 
 @pytest.mark.slow
 def test_the_table_of_faults() -> None:
-    """Prints it; costs little after the tests above."""
+    """Prints it; costs little after the tests above.  Each row names its pass, a value, a node and
+    batch sizes.
+    """
     header = ("pass", "fault", "phase", "contract", "verify: first wrong", "bisect names")
     rows = [header, *(catch(fault).cells() for fault in FAULTS)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(header))]
     print()
     for row in rows:
         print("  ".join(c.ljust(width) for c, width in zip(row, widths, strict=True)).rstrip())
+    for fault, row in zip(FAULTS, rows[1:], strict=True):
+        assert row[:3] == (fault.pass_name, fault.what, fault.phase)
+        assert row[3] in ("refused", "-")
+        assert row[4], f"{fault}: verification names no value"
+        named, _, rest = row[5].partition(": ")
+        node, _, sizes = rest.partition(", batch sizes ")
+        assert (named, bool(sizes)) == (fault.pass_name, True)
+        assert node != "?", f"{fault}: bisection names no node"
+    assert len({row[:3] for row in rows}) == len(rows), "two faults of one name"
 
 
 def test_the_page_counts_them_and_shows_one() -> None:

@@ -95,18 +95,13 @@ def test_a_drafter_misses_nothing_of_plain_steps(lab: Any, seed: int) -> None:
     assert_nothing_held(engine)
 
 
-@pytest.mark.parametrize("keeps_warm", [True, False])
-def test_more_plain_steps_than_the_ring_holds(lab: Any, keeps_warm: bool) -> None:
-    """A drafter that was kept up to date goes on; one that was not never matches again, and the
-    tokens are right all the same.
-    """
+def test_more_plain_steps_than_the_ring_holds(lab: Any) -> None:
+    """Such a drafter never matches again, and the tokens are right."""
     engine, asks, _ = lab
-    counts = itertools.chain([0] * (NUM_KEPT + 9), itertools.repeat(3))
-    use(engine, Scripted(counts, keeps_warm=keeps_warm))
+    use(engine, Scripted(itertools.chain([0] * (NUM_KEPT + 9), itertools.repeat(3))))
     for output, ask in zip(ask_engine(engine, asks), asks, strict=True):
         assert output.token_ids == list(ask.tokens)
-        *later, _ = output.emitted_per_step[NUM_KEPT + 10 :]
-        assert set(later) == ({4} if keeps_warm else {1})
+        assert set(output.emitted_per_step[NUM_KEPT + 10 :]) == {1}
 
 
 def test_joins_leaves_and_wrong_drafts(lab: Any) -> None:

@@ -3,24 +3,15 @@
 from __future__ import annotations
 
 import random
-from collections import Counter
 from collections.abc import Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from compilespec.program import NUM_KEPT
 from compilespec.runtime import step_costs
-from compilespec.runtime.acceptance_rates import expected_accepted
-from compilespec.runtime.adaptive import NUM_LEARNT, AdaptiveDrafts, StepPlan
-from compilespec.runtime.draft_policy import (
-    DECIDED_BEFORE,
-    LEARN_INTERVAL,
-    Drafted,
-    DraftPolicy,
-    JudgedDrafts,
-)
+from compilespec.runtime.acceptance_rates import JudgedDrafts, expected_accepted
+from compilespec.runtime.draft_policy import LEARN_INTERVAL, Drafted, DraftPolicy
 from compilespec.runtime.step_costs import StepCosts
 from tests.support.fake_executor import geometry
 
@@ -52,41 +43,20 @@ class Machine:
     def run(self, num_tokens: int, batch: int, right: float) -> float:
         """Tokens a millisecond of the machine at its best, of new requests `num_tokens` long."""
         ms = emitted_total = 0.0
-        backlog, cold, done, num_plain = 0, False, 0, 0
+        backlog, done = 0, 0
         while done < num_tokens:
-            if num_plain:
-                num_plain -= 1
-                elapsed = self._elapsed(0, batch)
-                self.policy.pass_over(elapsed)
-                backlog += 1
-                ms += elapsed / self.slowness
-                emitted_total += batch
-                done += 1
-                continue
+            cold = backlog > NUM_KEPT
             drafted = [] if cold else [Drafted(COUNTS[-1])] * batch
             choice = self.policy.choose(drafted, batch, needs_replay=backlog > 0)
             count = choice.num_draft_tokens
-            if count and backlog:
+            if count and backlog and not cold:
                 ms += self.true.replay(batch)
-                if choice.is_trial:
-                    self.policy.pay_replay(batch)
                 backlog = 0
-            elif not count and not cold and backlog == NUM_KEPT:
-                if self.policy.may_keep_warm(batch):
-                    ms += self.true.replay(batch)
-                    backlog = 0
-                else:
-                    cold = True
             emitted = [1 + self._accepted(0 if cold else count, right) for _ in range(batch)]
             elapsed = self._elapsed(count, batch)
-            observed = [] if cold else [JudgedDrafts(count, num - 1) for num in emitted]
-            self.policy.observe(
-                count, batch, elapsed, observed, trial=choice.is_trial,
-                host_ms=0.0 if done else None,
-            )  # fmt: skip
+            judged = [] if cold or not count else [JudgedDrafts(count, n - 1) for n in emitted]
+            self.policy.observe(count, batch, elapsed, judged, is_trial=choice.is_trial)
             backlog += count == 0
-            if not count:
-                num_plain = min(choice.num_steps - 1, max(0, NUM_KEPT - backlog))
             ms += elapsed / self.slowness
             emitted_total += sum(emitted)
             done += round(sum(emitted) / batch)
@@ -151,66 +121,44 @@ def test_drafts_that_cannot_pay_are_not_tried_again() -> None:
 def test_a_pause_of_the_machine_does_not_spoil_its_cost() -> None:
     costs = StepCosts(COSTS, REPLAY)
     costs.update(0, 1, 1e6)
-    assert costs.step(0, 1) == pytest.approx(1.05)
+    assert 1.0 < costs.step(0, 1) < 1.1
     assert costs.step(0, 3) == COSTS[0, 8]  # a batch of 3 runs like the next size
     assert costs.step(0, 99) == COSTS[0, 8]
 
 
-def test_a_time_above_that_of_a_larger_k_is_not_believed() -> None:
-    """It lies between, so that its K is looked at again; and so do several."""
+def test_a_time_that_cannot_be_right_is_looked_at_once() -> None:
+    """It is above that of a larger K, or takes longer than its tokens one by one."""
     costs = StepCosts({(0, 1): 1.0, (2, 1): 9.0, (4, 1): 8.0, (8, 1): 3.0}, {})
-    assert costs.at_usual_speed(1) == pytest.approx([1.0, 1.5, 2.0, 3.0])
-    costs = StepCosts({(0, 1): 300.0, (2, 1): 1.5, (5, 1): 2.0}, {})
-    assert costs.at_usual_speed(1) == pytest.approx([1.5, 1.5, 2.0])
+    assert costs.doubtful(1) == [2, 4]
+    policy = DraftPolicy((0, 2, 4, 8), costs)
+    assert policy.choose([Drafted(8)], 1) == (2, True)
+    policy.observe(2, 1, 1.5, [JudgedDrafts(2, 0)], is_trial=True)
+    assert costs.doubtful(1) == [4]
+    assert costs.step(2, 1) == pytest.approx(1.5)
+    assert StepCosts({(0, 1): 300.0, (2, 1): 1.5, (5, 1): 2.0}, {}).doubtful(1) == [0]
 
 
-class HashableNamespace(SimpleNamespace):
-    __hash__ = object.__hash__
-
-
-def test_of_a_large_batch_some_requests_are_learnt_from_in_turn() -> None:
-    """All of them come by, and a trial's tokens are counted whole."""
-    sizes = geometry(num_draft_tokens=5, several=COUNTS)
-    seen = []
-    policy = SimpleNamespace(observe=lambda *args, **kwargs: seen.append(args[3]))
-    adaptive = AdaptiveDrafts(SimpleNamespace(geometry=sizes), policy)  # type: ignore[arg-type]
-    requests: Any = [HashableNamespace(evidence=None, backlog=0) for _ in range(7)]
-    drafted = {request: Drafted(5, level) for level, request in enumerate(requests)}
-    for is_trial in (*[False] * 7, True):
-        plan = StepPlan(num_draft_tokens=2, is_trial=is_trial, drafted=drafted)
-        adaptive.end(plan, requests, [[1, 2]] * 7, [], 1.0)
-    assert [len(one) for one in seen] == [NUM_LEARNT] * 7 + [7]
-    counts = Counter(one.level for part in seen[:-1] for one in part)
-    assert counts == dict.fromkeys(range(7), NUM_LEARNT)
-
-
-def test_steps_with_drafts_are_decided_and_learnt_from_together() -> None:
-    """As long as the requests are the same; what was not learnt yet is, before it is described."""
-    sizes = geometry(num_draft_tokens=5, several=COUNTS)
-    policy = policy_that_met_all()
-    policy.reasons.clear()
-    executor: Any = SimpleNamespace(geometry=sizes)
-    adaptive = AdaptiveDrafts(executor, policy)
-    fields = {"evidence": None, "backlog": 0, "params": SimpleNamespace(num_draft_tokens=None)}
-    one, other = (HashableNamespace(**fields) for _ in range(2))
-    for requests in [[one]] * (LEARN_INTERVAL + 2) + [[one, other]]:
-        plan = adaptive.begin(requests)
-        count = plan.num_draft_tokens
-        adaptive.end(plan, requests, [[0] * (count + 1)] * len(requests), [], COSTS[count, 1])
-    assert policy.reasons[DECIDED_BEFORE] == LEARN_INTERVAL  # of two that were and one that was not
+def test_steps_of_a_model_are_decided_together() -> None:
+    """As long as the requests are as many, and what was not learnt yet is before it is told."""
+    policy = DraftPolicy(COUNTS, StepCosts(COSTS, REPLAY))
+    for batch in [1] * (LEARN_INTERVAL + 2) + [2]:
+        count = policy.choose([Drafted(5)] * batch, batch).num_draft_tokens
+        policy.observe(count, batch, COSTS[count, 1], [JudgedDrafts(count, count)] * batch)
+    assert policy.reasons["decided with the step before"] == LEARN_INTERVAL  # of 7 and of 1
     assert policy.reasons.total() == LEARN_INTERVAL + 3
-    num_steps = adaptive.describe()["num_steps"]
-    assert sum(num_steps.values()) == len(COUNTS) + LEARN_INTERVAL + 3
+    assert sum(policy.num_steps.values()) == LEARN_INTERVAL + 3
+    first, *_ = policy.describe()["acceptance_by_position"]  # type: ignore[misc]
+    assert first > 0.9
 
 
 def test_later_drafts_are_judged_given_the_earlier_ones() -> None:
     policy = DraftPolicy(COUNTS, StepCosts(COSTS, REPLAY))
     for _ in range(300):  # the first is always right, the second never
-        policy.observe(5, 1, 2.0, [JudgedDrafts(5, 1)], trial=False)
-    rates = policy.rates()
+        policy.observe(5, 1, 2.0, [JudgedDrafts(5, 1)])
+    rates: Any = policy.describe()["acceptance_by_position"]
     assert rates[0] > 0.97
     assert rates[1] < 0.06
-    assert rates[2] == pytest.approx(rates[1], abs=1e-6)  # never tried: as the one before
+    assert rates[2] == pytest.approx(rates[1], abs=1e-3)  # never tried: as the one before
     assert expected_accepted(rates)[5] == pytest.approx(rates[0] * (1 + rates[1]), abs=0.01)
 
 
@@ -218,7 +166,7 @@ def policy_that_met_all() -> DraftPolicy:
     """Of batches of 1, every K has been served."""
     policy = DraftPolicy(COUNTS, StepCosts(COSTS, REPLAY))
     for count in COUNTS:
-        policy.observe(count, 1, COSTS[count, 1], [JudgedDrafts(count, count)], trial=False)
+        policy.observe(count, 1, COSTS[count, 1], [JudgedDrafts(count, count)])
     return policy
 
 
@@ -226,7 +174,7 @@ def test_a_requests_own_k_counts() -> None:
     """Requests that take no drafts make those of others too dear."""
     policy = policy_that_met_all()
     for _ in range(100):
-        policy.observe(5, 1, 2.0, [JudgedDrafts(5, 5)], trial=False)
+        policy.observe(5, 1, 2.0, [JudgedDrafts(5, 5)])
     assert policy.choose([Drafted(5)], 1).num_draft_tokens == 5
     assert policy.choose([Drafted(0)], 1).num_draft_tokens == 0
 
@@ -239,7 +187,7 @@ def test_drafts_of_a_few_requests_must_be_worth_the_time_of_all() -> None:
     policy = DraftPolicy(COUNTS, StepCosts(times, {}), looks_up=True)
     for _ in range(100):
         for count in COUNTS:
-            policy.observe(count, 8, times[count, 8], [JudgedDrafts(2, 2, level=1)], trial=False)
+            policy.observe(count, 8, times[count, 8], [JudgedDrafts(2, 2, level=1)])
     found = Drafted(5, level=1, num_drafts=2, is_found=True)
     nothing = Drafted(5, num_drafts=0, is_found=True)
     assert policy.choose([found] * 3 + [nothing] * 5, 8).num_draft_tokens == 0
@@ -251,10 +199,10 @@ def test_a_slow_machine_does_not_make_other_k_look_fast():
     """Every step takes half as long again for a while: the K that pays stays in use."""
     policy = policy_that_met_all()
     for _ in range(200):
-        policy.observe(5, 1, COSTS[5, 1], [JudgedDrafts(5, 5)], trial=False)
+        policy.observe(5, 1, COSTS[5, 1], [JudgedDrafts(5, 5)])
     assert policy.choose([Drafted(5)], 1).num_draft_tokens == 5
     for _ in range(60):
-        policy.observe(5, 1, 1.5 * COSTS[5, 1], [JudgedDrafts(5, 5)], trial=False)
+        policy.observe(5, 1, 1.5 * COSTS[5, 1], [JudgedDrafts(5, 5)])
         assert policy.choose([Drafted(5)], 1).num_draft_tokens == 5
     grown = [policy.costs.step(count, 1) / COSTS[count, 1] for count in COUNTS]
     assert all(1.3 < ratio < 1.55 for ratio in grown)
@@ -273,14 +221,14 @@ def test_a_machine_that_is_slow_now_and_then_does_not_mislead(batch: int, right:
 
 @pytest.mark.parametrize("factor", [0.8, 1.25])
 @pytest.mark.parametrize("wrong", COUNTS)
-def test_times_that_are_a_little_wrong_are_put_right(wrong: int, factor: float) -> None:
-    """Of two K that are near, the one that is not in use is looked at now and then."""
+def test_times_that_are_a_little_wrong_cost_little(wrong: int, factor: float) -> None:
+    """A K that seems a quarter dearer than it is may stay out of use, if another is near."""
     true = {**COSTS, (2, 8): 8.0, (5, 8): 14.0}  # all drafts right: 2, 3 and 3.4 tokens a ms
     measured = {key: ms * (factor if key[0] == wrong else 1) for key, ms in true.items()}
     machine = Machine(true, measured=measured)
     machine.run(6000, 8, 1.0)
     speed = sum(machine.run(300, 8, 1.0) for _ in range(10)) / 10
-    assert speed > 0.95 * max(machine.fixed(count, 8, 1.0) for count in COUNTS)
+    assert speed > 0.85 * max(machine.fixed(count, 8, 1.0) for count in COUNTS)
 
 
 def test_a_slow_minute_leaves_no_k_behind():
@@ -326,44 +274,6 @@ def test_steps_are_timed_as_they_run_in_service(monkeypatch) -> None:
     costs = step_costs.measure(machine)
     right = [COSTS[0, 1], COSTS[2, 1]]
     assert [costs.step(count, 1) for count in (0, 2)] == pytest.approx(right)
-    for count in (2, 0) * 20:
-        for _ in range(costs.num_until_compared(count)):
-            costs.update(count, 1, machine.launch_decode([0], count))
-    assert [costs.step(count, 1) for count in (0, 2)] == pytest.approx(right)
-
-
-@pytest.mark.parametrize("cold", [1.0, 1.3])
-def test_trials_behind_prefills_do_not_make_other_k_look_dear(cold: float) -> None:
-    """The first steps of a text are slow for what the prefill left in the caches, and fast for
-    their short contexts, whatever their K.
-    """
-    costs = StepCosts(COSTS, REPLAY)
-    for _ in range(60):
-        for place in range(128):
-            count = 2 if place < costs.num_until_compared(2) else 0
-            ms = COSTS[count, 1] * (1 + place / 256) * (cold if place < 8 else 1.0)
-            costs.update(count, 1, ms, behind_prefill=not place)
-    assert costs.step(2, 1) / costs.step(0, 1) == pytest.approx(COSTS[2, 1] / COSTS[0, 1], rel=0.05)
-
-
-def test_what_the_host_does_between_steps_makes_short_ones_worth_less() -> None:
-    """Steps of K = 2 take 2.2 times as long, for two tokens: with what lies between they pay."""
-    times = {0: 1.0, 2: 2.2, 5: 4.0}
-    costs = StepCosts({(count, 1): ms for count, ms in times.items()}, {})
-    policy = DraftPolicy(COUNTS, costs)
-    requests = [Drafted(5)]
-    for host_ms, want in ((0.0, 0), (0.5, 2)):
-        for _ in range(100):
-            for count in COUNTS:
-                judged = [JudgedDrafts(count, 1)] if count else []
-                policy.observe(count, 1, times[count], judged, trial=False, host_ms=host_ms)
-        policy._exploration.limit(0.0)
-        assert policy.choose(requests, 1).num_draft_tokens == want
-    assert costs.step(2, 1) - costs.step(0, 1) == pytest.approx(1.2, rel=0.05)
-    assert costs.host(1) == pytest.approx(0.5, rel=0.05)
-    for _ in range(100):  # somebody read the tokens slowly
-        costs.note_host(1, 1e6)
-    assert costs.host(1) == pytest.approx(1.0, rel=0.05)
 
 
 @pytest.mark.parametrize("wrong", [(0, 2, 5), (2, 5), (5,), (0,)])

@@ -25,7 +25,7 @@ OPTIONS: dict[str, Any] = {"overlap": True, "max_batch_size": 3, "max_prefill_to
 def plan_of(method: str, **changes: Any) -> Plan:
     fields: dict[str, Any] = {
         "seed": 1, "number": 1, "method": method, "family": "plain", "num_draft_tokens": None,
-        "has_traced_processor": False, "policy": "warm", "num_orders": 16,
+        "has_traced_processor": False, "policy": "scripted", "num_orders": 16,
         "features": frozenset({"sampled", "caps"}), "options": OPTIONS,
     }  # fmt: skip
     return Plan(**(fields | changes))
@@ -46,7 +46,7 @@ def several() -> Iterator[Any]:
     def go() -> Recorder:
         recorder = Recorder(lab.engine)
         runs = itertools.cycle(((3, 2), (0, 3), (3, 1), (0, 1), (1, 2)))
-        lab.engine._scheduler.launches.adaptive.policy = Policy(runs, keeps_warm=True)
+        lab.engine._scheduler.launches.adaptive.policy = Policy(runs)
         try:
             serve_directly(lab, recorder, orders, plan.draw)
         finally:

@@ -9,7 +9,7 @@ from torch import nn
 
 from tools.bench import guests
 from tools.bench.guests import GuestWay
-from tools.bench.ways import Setup, Unavailable
+from tools.bench.way import Setup, Unavailable
 
 ECHO = """
 from pipe import serve

@@ -13,7 +13,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from tools.bench import gates, report
 from tools.bench.__main__ import main, parse
-from tools.bench.ways import Setup, TransformersWay, build_ways
+from tools.bench.way import Setup
+from tools.bench.ways import TransformersWay, build_ways
 
 
 @pytest.fixture(scope="module")

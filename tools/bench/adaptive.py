@@ -24,7 +24,6 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.table import Table
 
 import compilespec
 from compilespec import SamplingParams
@@ -195,10 +194,7 @@ def _share(chosen: list[float], fixed: list[float] | None) -> float | None:
 
 
 def show(console: Console, cases: list[dict[str, Any]]) -> None:
-    table = Table(title="decode tokens per second: measured (modelled)")
-    columns = ("method", "text", "batch", "chosen", "best fixed", "K = 0", "share", "steps by K")
-    for column in columns:
-        table.add_column(column, justify="right")
+    rows = []
     for case in cases:
         speeds, modelled = case["tokens_per_s"], case["modelled_tokens_per_s"]
         best = max((way for way in modelled if way != AUTO), key=lambda way: modelled[way])
@@ -206,8 +202,9 @@ def show(console: Console, cases: list[dict[str, Any]]) -> None:
         by_k = ", ".join(f"{k}: {num}" for k, num in case["steps_by_k"].items())
         cells[1] = f"{best}: {cells[1]}"
         cells.append(f"{case['share_of_best']:.2f}")
-        table.add_row(case["method"], case["case"], str(case["batch"]), *cells, by_k)
-    console.print(table)
+        rows.append((case["method"], case["case"], case["batch"], *cells, by_k))
+    columns = ("method", "text", "batch", "chosen", "best fixed", "K = 0", "share", "steps by K")
+    report.print_table(console, "decode tokens/s: measured (modelled)", columns, rows)
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 from tools.bench import report
 from tools.bench.gates import FIRST_TOKEN_LIMIT_S
@@ -64,11 +63,7 @@ def run(options: argparse.Namespace, console: Console) -> int:
                     if start == "warm":
                         loads.append(spawn("tools.bench.first_token", alone, Path(folder)))
         result["specs"][spec] = {"job": job, **starts, "transformers": loads}
-    table = Table(title="seconds from process start to first token")
-    columns = ("spec", "start", "first token", "import", "compile", "peak MiB", "limit", "")
-    for column in columns:
-        table.add_column(column, justify="right")
-    failed = False
+    failed, rows = False, []
     for spec, entry in result["specs"].items():
         for start in ("cold", "warm"):
             runs = entry[start]
@@ -76,23 +71,19 @@ def run(options: argparse.Namespace, console: Console) -> int:
             entry[f"{start}_first_token_s"] = seconds
             limit = FIRST_TOKEN_LIMIT_S[start]
             failed |= seconds > limit
-            table.add_row(
-                spec,
-                start,
-                f"{seconds:.1f}",
-                *(
-                    f"{quantiles([r[key] for r in runs])['p50']:.1f}"
-                    for key in ("import_s", "compile_s")
-                ),
-                f"{quantiles([r['peak_mib'] for r in runs])['p50']:.0f}",
-                f"{limit:.0f}",
-                "[red]FAIL[/]" if seconds > limit else "[green]pass[/]",
-            )
+            medians = [
+                quantiles([run[key] for run in runs])["p50"]
+                for key in ("import_s", "compile_s", "peak_mib")
+            ]
+            cells = [f"{value:.1f}" for value in (seconds, *medians, limit)]
+            judged = "[red]FAIL[/]" if seconds > limit else "[green]pass[/]"
+            rows.append((spec, start, *cells, judged))
         if entry["transformers"]:
             loaded = quantiles([one["loaded_s"] for one in entry["transformers"]])["p50"]
             entry["transformers_loaded_s"] = loaded
             console.print(f"{spec}: transformers alone loads this model in {loaded:.1f} s")
-    console.print(table)
+    columns = ("spec", "start", "first token", "import", "compile", "peak MiB", "limit", "")
+    report.print_table(console, "seconds from process start to first token", columns, rows)
     console.print(f"written to {report.write_json(options.name, result)}")
     return int(failed)
 

@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import json
 import tempfile
-import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tools.bench.ways import Setup, Unavailable
+from tools.bench.way import Setup, Unavailable
 
 LAYER_TENSORS = {
     "input_layernorm": "attn_norm",
@@ -104,86 +102,6 @@ class LlamaCppWay:
     def close(self) -> None:
         self.llama.close()
         self.folder.cleanup()
-
-
-class Sequences:
-    """Rows that llama.cpp decodes together, again and again from the same prompts; bfloat16.
-
-    Args:
-        batch: rows at most; length: tokens of one at most.
-    """
-
-    name = "llama.cpp"
-    _CHUNK = 512  # tokens of a prompt that are read at once
-
-    def __init__(self, model: Any, *, batch: int, length: int, num_threads: int) -> None:
-        self._api = llama_cpp = library()
-        with tempfile.TemporaryDirectory(prefix="compilespec-bench-") as folder:
-            path = Path(folder) / "model.gguf"
-            write_gguf(model, path)
-            self._keep = llama_cpp.Llama(str(path), n_ctx=64, verbose=False)
-        params = llama_cpp.llama_context_default_params()
-        params.n_ctx, params.n_seq_max = batch * length, batch
-        params.n_batch = params.n_ubatch = self._CHUNK
-        params.n_threads = params.n_threads_batch = num_threads
-        self._context: Any = llama_cpp.llama_init_from_model(self._keep.model, params)
-        self._memory: Any = llama_cpp.llama_get_memory(self._context)
-        self._batch = llama_cpp.llama_batch_init(max(self._CHUNK, batch), 0, 1)
-        self._vocab_size = int(model.config.vocab_size)
-        self._prompts: Sequence[list[int]] = ()
-
-    def read(self, prompts: Sequence[list[int]]) -> None:
-        """Read all but the last token of each."""
-        self._prompts = prompts
-        self._api.llama_memory_clear(self._memory, True)
-        for row, prompt in enumerate(prompts):
-            places = [(row, place, prompt[place]) for place in range(len(prompt) - 1)]
-            for first in range(0, len(places), self._CHUNK):
-                self._run(places[first : first + self._CHUNK], wants_logits=False)
-
-    def decode(self, num_steps: int) -> tuple[float, list[list[int]]]:
-        """Milliseconds a step, and the tokens of each row, one more than steps."""
-        for row, prompt in enumerate(self._prompts):
-            self._api.llama_memory_seq_rm(self._memory, row, len(prompt) - 1, -1)
-        last = [prompt[-1] for prompt in self._prompts]
-        rows: list[list[int]] = [[] for _ in last]
-        started = 0.0
-        for step in range(num_steps + 1):
-            if step == 1:  # the first ends the prompt
-                started = time.perf_counter()
-            places = [
-                (row, len(self._prompts[row]) - 1 + step, token) for row, token in enumerate(last)
-            ]
-            last = self._run(places, wants_logits=True)
-            for given, token in zip(rows, last, strict=True):
-                given.append(token)
-        return (time.perf_counter() - started) / num_steps * 1e3, rows
-
-    def _run(self, places: Sequence[tuple[int, int, int]], *, wants_logits: bool) -> list[int]:
-        """The most probable token after each (row, position, token), where that is wanted."""
-        import numpy as np
-
-        self._batch.n_tokens = len(places)
-        for i, (row, position, token) in enumerate(places):
-            self._batch.token[i], self._batch.pos[i] = token, position
-            self._batch.n_seq_id[i], self._batch.seq_id[i][0] = 1, row
-            self._batch.logits[i] = wants_logits
-        if self._api.llama_decode(self._context, self._batch):
-            raise RuntimeError("llama_decode failed")
-        if not wants_logits:
-            return []
-        found = (
-            np.ctypeslib.as_array(
-                self._api.llama_get_logits_ith(self._context, i), (self._vocab_size,)
-            )
-            for i in range(len(places))
-        )
-        return [int(logits_V.argmax()) for logits_V in found]
-
-    def close(self) -> None:
-        self._api.llama_batch_free(self._batch)
-        self._api.llama_free(self._context)
-        self._keep.close()
 
 
 def write_gguf(

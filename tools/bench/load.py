@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.table import Table
 
 import compilespec
 from compilespec import SamplingParams
@@ -161,10 +160,6 @@ def _speedup(engine: Engine, prompts: Sequence[str], options: argparse.Namespace
 
 def _print(console: Console, result: dict[str, Any]) -> None:
     served = result["served"]
-    table = Table(title="load")
-    table.add_column("what")
-    table.add_column("measured", justify="right")
-    table.add_column("must hold")
     rows = (
         ("recompilations", str(served["num_recompiles"]), "0"),
         ("growth of resident memory", f"{served['resident_growth']:+.2%}", f"< {MAX_GROWTH:.0%}"),
@@ -176,6 +171,4 @@ def _print(console: Console, result: dict[str, Any]) -> None:
         ("tokens per second", f"{served['tokens_per_s']:.0f}", ""),
         ("prompt tokens found in the cache", str(served["num_cached_tokens"]), ""),
     )
-    for row in rows:
-        table.add_row(*row)
-    console.print(table)
+    report.print_table(console, "load", ("what", "measured", "must hold"), rows)

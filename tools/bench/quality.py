@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.table import Table
 from torch import Tensor, nn
 
 from compilespec import Quantize
@@ -134,14 +133,13 @@ def compare(base: tuple[float, Tensor], changed: tuple[float, Tensor]) -> dict[s
 
 
 def _print(console: Console, result: Mapping[str, Any]) -> None:
-    table = Table(title="against float32: perplexity, and the same most probable token")
-    table.add_column("weights")
-    for text, perplexity in result["perplexity"].items():
-        table.add_column(f"{text} ({perplexity:.2f})", justify="right")
-    for name, texts in result["configs"].items():
-        cells = [f"{o['perplexity_ratio']:.3f}  {o['same_choice']:.1%}" for o in texts.values()]
-        table.add_row(name, *cells)
-    console.print(table)
+    columns = [f"{text} ({perplexity:.2f})" for text, perplexity in result["perplexity"].items()]
+    rows = [
+        (name, *(f"{o['perplexity_ratio']:.3f}  {o['same_choice']:.1%}" for o in texts.values()))
+        for name, texts in result["configs"].items()
+    ]
+    title = "against float32: perplexity, and the same most probable token"
+    report.print_table(console, title, ("weights", *columns), rows)
 
 
 if __name__ == "__main__":

@@ -24,15 +24,16 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.table import Table
 
 from compilespec import DraftTree
 from tools.bench import gates, report
 from tools.bench.check import Checker
 from tools.bench.guests import GuestWay, OpenVinoWay
+from tools.bench.llama_cpp import LlamaCppWay
 from tools.bench.measure import Samples, interleave, quantiles
 from tools.bench.speed import generate, load_model, make_batches
-from tools.bench.ways import CompilespecWay, Setup, TransformersWay, Unavailable, Way
+from tools.bench.way import Setup, Unavailable, Way
+from tools.bench.ways import CompilespecWay, TransformersWay
 from tools.real_models import SMOLLM2
 
 PROMPTS = Path(__file__).with_name("real_prompts.json")
@@ -149,8 +150,6 @@ def contestants(
     openvino_python: str = sys.executable,
 ) -> list[Contestant]:
     """transformers first: the reference of what decodes in bfloat16."""
-    from tools.bench.llama_cpp import LlamaCppWay
-
     ours = partial(_compilespec, setup)
     batch = setup.max_batch_size
     found = [
@@ -314,12 +313,9 @@ def time_prefill(
 def print_tables(console: Console, result: dict[str, Any]) -> None:
     for size, summaries in result["speeds"].items():
         report.print_speeds(console, size, summaries, gates.EAGER)
-    table = Table(title=f"prompt of {PREFILL_TOKENS} tokens: tokens per second")
-    table.add_column("way")
-    table.add_column("tokens/s", justify="right")
-    for name, row in result["prefill"].items():
-        table.add_row(name, f"{row['tokens_per_s']:,.0f}")
-    console.print(table)
+    title = f"prompt of {PREFILL_TOKENS} tokens: tokens per second"
+    rows = [(name, f"{row['tokens_per_s']:,.0f}") for name, row in result["prefill"].items()]
+    report.print_table(console, title, ("way", "tokens/s"), rows)
     speeds = result["speeds"].get(1, {})
     for what, key in (("in all", "times"), ("decoding alone", "decode_times")):
         for (first, bits), over in GOALS.items():

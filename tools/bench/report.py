@@ -6,7 +6,7 @@ import json
 import os
 import platform
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -59,78 +59,70 @@ def write_json(name: str, content: Mapping[str, Any], folder: Path = RESULTS_DIR
     return path
 
 
+def print_table(
+    console: Console, title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]
+) -> None:
+    """The first column is text, the others are numbers."""
+    table = Table(title=title)
+    for place, column in enumerate(columns):
+        table.add_column(column, justify="right" if place else "left")
+    for row in rows:
+        table.add_row(*map(str, row))
+    console.print(table)
+
+
 def print_check(console: Console, comparisons: Sequence[Comparison]) -> None:
     """One row per way and batch: how many texts are identical, and margins where others part."""
-    table = Table(title="outputs beside transformers eager (batch 1)")
-    for column in (
-        "way",
-        "batch",
-        "identical",
-        "first difference",
-        "margin there",
-        "worst / bound",
-    ):
-        table.add_column(column, justify="left" if column == "way" else "right")
     groups: dict[tuple[str, int], list[Comparison]] = {}
     for comparison in comparisons:
         groups.setdefault((comparison.way, comparison.batch), []).append(comparison)
+    rows = []
     for (way, batch), group in groups.items():
         parted = [c for c in group if c.first_difference is not None]
         first = min(parted, key=lambda c: c.first_difference or 0, default=None)
         worst = max(group, key=lambda c: c.worst_margin / c.bound)
-        table.add_row(
-            way,
-            str(batch),
-            f"{len(group) - len(parted)}/{len(group)}",
+        rows.append((
+            way, batch, f"{len(group) - len(parted)}/{len(group)}",
             f"{first.prompt}[{first.first_difference}]" if first else "-",
             f"{max(abs(c.margin or 0.0) for c in parted):.3g}" if parted else "-",
             f"{worst.worst_margin:.3g} / {worst.bound:.3g}" + ("" if worst.ok else " FAIL"),
-        )
-    console.print(table)
+        ))  # fmt: skip
+    columns = ("way", "batch", "identical", "first difference", "margin there", "worst / bound")
+    print_table(console, "outputs beside transformers eager (batch 1)", columns, rows)
 
 
 def print_speeds(
     console: Console, batch: int, speeds: Mapping[str, Mapping[str, Any]], baseline: str
 ) -> None:
-    table = Table(title=f"batch {batch}: generated tokens per second, prefill included")
     apart = ("decode alone", "first token, ms") if "first_token_ms" in speeds[baseline] else ()
-    for column in ("way", "p20", "p50", "p80", "whole run", "x eager", "accepted", *apart):
-        table.add_column(column, justify="left" if column == "way" else "right")
     base = speeds[baseline]["tokens_per_s"]["p50"]
+    rows = []
     for way, summary in speeds.items():
-        rate = summary["tokens_per_s"]
-        length = summary.get("acceptance_length")
-        table.add_row(
-            way,
-            *(f"{rate[q]:,.0f}" for q in ("p20", "p50", "p80")),
-            f"{summary['tokens_per_s_whole_run']:,.0f}",
-            f"{rate['p50'] / base:.2f}",
+        rate, length = summary["tokens_per_s"], summary.get("acceptance_length")
+        keys = ("decode_tokens_per_s", "first_token_ms") if apart else ()
+        rows.append((
+            way, *(f"{rate[q]:,.0f}" for q in ("p20", "p50", "p80")),
+            f"{summary['tokens_per_s_whole_run']:,.0f}", f"{rate['p50'] / base:.2f}",
             f"{length:.2f}" if length is not None else "-",
-            *(
-                f"{summary[key]['p50']:,.0f}"
-                for key in ("decode_tokens_per_s", "first_token_ms")
-                if apart
-            ),
-        )
-    console.print(table)
+            *(f"{summary[key]['p50']:,.0f}" for key in keys),
+        ))  # fmt: skip
+    columns = ("way", "p20", "p50", "p80", "whole run", "x eager", "accepted", *apart)
+    title = f"batch {batch}: generated tokens per second, prefill included"
+    print_table(console, title, columns, rows)
 
 
 def print_verdicts(console: Console, verdicts: Sequence[Verdict]) -> None:
-    table = Table(title="gates (ratio of medians)")
-    for column in ("batch", "way", "against", "needed", "measured", ""):
-        table.add_column(column, justify="right" if column in ("needed", "measured") else "left")
+    rows = []
     for verdict in verdicts:
         word = "pass" if verdict.passed else "FAIL" if verdict.gate.required else "goal missed"
         colour = {"pass": "green", "FAIL": "red"}.get(word, "yellow")
-        table.add_row(
-            str(verdict.batch),
-            verdict.way,
-            verdict.against,
-            f"{verdict.gate.ratio:.2f}" + ("" if verdict.gate.required else " (goal)"),
-            f"{verdict.ratio:.2f}",
+        needed = f"{verdict.gate.ratio:.2f}" + ("" if verdict.gate.required else " (goal)")
+        rows.append((
+            verdict.way, verdict.batch, verdict.against, needed, f"{verdict.ratio:.2f}",
             f"[{colour}]{word}[/]",
-        )
-    console.print(table)
+        ))  # fmt: skip
+    columns = ("way", "batch", "against", "needed", "measured", "")
+    print_table(console, "gates (ratio of medians)", columns, rows)
 
 
 def _git(*arguments: str) -> str:

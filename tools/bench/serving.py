@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 from tools.bench import report
 from tools.bench.measure import quantiles
@@ -152,16 +151,14 @@ def _summary(found: dict[str, list[dict[str, float]]]) -> dict[str, Any]:
 
 
 def _print(console: Console, result: dict[str, Any]) -> None:
-    table = Table(title="requests to the engine's thread and over HTTP")
-    for column in ("spec", "way", "tokens/s", "lost", "CPU us a token", "more"):
-        table.add_column(column, justify="right")
-    for spec, entry in result["specs"].items():
-        for way, one in entry["ways"].items():
-            table.add_row(
-                spec, way, f"{one['tokens_per_s']['p50']:.0f}", f"{one['loss']:.1%}",
-                f"{one['cpu_us_per_token']['p50']:.0f}", f"{one['more_cpu']:.1%}",
-            )  # fmt: skip
-    console.print(table)
+    columns = ("spec", "way", "tokens/s", "lost", "CPU us a token", "more")
+    rows = [
+        (spec, way, f"{one['tokens_per_s']['p50']:.0f}", f"{one['loss']:.1%}",
+         f"{one['cpu_us_per_token']['p50']:.0f}", f"{one['more_cpu']:.1%}")
+        for spec, entry in result["specs"].items()
+        for way, one in entry["ways"].items()
+    ]  # fmt: skip
+    report.print_table(console, "requests to the engine's thread and over HTTP", columns, rows)
 
 
 def child(job: dict[str, Any]) -> None:

@@ -17,7 +17,8 @@ from tools.bench import gates, report
 from tools.bench.check import Checker, Comparison
 from tools.bench.measure import Samples, interleave
 from tools.bench.prompts import encode_prompts, load_prompts
-from tools.bench.ways import Setup, Way, build_ways
+from tools.bench.way import Setup, Way
+from tools.bench.ways import build_ways
 
 
 def run(options: argparse.Namespace, console: Console) -> int:

@@ -1,68 +1,22 @@
 """The contestants: one class per way of generating greedily from the same checkpoint.
 
-A way is built from a `Setup`, warms up on every batch it will be timed on, and then maps a batch of
-prompts to their new tokens; EOS is ignored by all, so that all do the same amount of work.
+EOS is ignored by all, so that all do the same amount of work.
 """
 
 from __future__ import annotations
 
 import copy
 import dataclasses
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from torch import nn
 
 from tools.bench import gates
+from tools.bench.llama_cpp import LlamaCppWay
+from tools.bench.way import Setup, Unavailable, Way
 
 LOOKUP_TOKENS = (3, 10)
 """Prompt lookup runs with 3 (transformers' documentation) and 10 (its author); the best counts."""
-
-
-class Unavailable(Exception):
-    """A way cannot run on this machine; the message says why."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Setup:
-    """The settings that all ways share."""
-
-    model_dir: Path
-    model: nn.Module
-    """The transformers model, in the dtype of its config."""
-    max_new_tokens: int
-    max_batch_size: int
-    num_threads: int
-    draft: Path | None = None
-    backend: str = "inductor"
-    max_seq_len: int | None = None
-    dtype: torch.dtype | None = None
-    """The dtype to use instead of the config's."""
-
-
-class Way(Protocol):
-    """One way of generating."""
-
-    name: str
-    max_batch_size: int
-    """Largest batch that it can run; 1 for ways that take a single prompt."""
-
-    def generate(
-        self, prompts: list[list[int]], max_new_tokens: int | None = None
-    ) -> list[list[int]]:
-        """The greedy continuation of each prompt, exactly max_new_tokens ids.
-
-        Args: max_new_tokens: None: the setup's.
-        """
-        ...
-
-    def stats(self) -> dict[str, object]:
-        """Further values to record after a run."""
-        ...
-
-    def close(self) -> None: ...
 
 
 class TransformersWay:
@@ -186,7 +140,7 @@ def build_ways(
     makers[gates.PLAIN] = lambda name: CompilespecWay(setup, name, "none", None)
     for k in draft_tokens:
         makers[f"{gates.EAGLE3} K={k}"] = lambda name, k=k: CompilespecWay(setup, name, "eagle3", k)
-    makers[gates.LLAMA_CPP] = lambda name: _llama_cpp(setup, name)
+    makers[gates.LLAMA_CPP] = lambda name: LlamaCppWay(setup, name)
 
     ways: list[Way] = []
     skipped: dict[str, str] = {}
@@ -208,9 +162,3 @@ def _compile_config(model: Any) -> Any:
     config = CompileConfig(mode="default" if on_cpu else "reduce-overhead", dynamic=False)
     config._compile_all_devices = True
     return config
-
-
-def _llama_cpp(setup: Setup, name: str) -> Way:
-    from tools.bench.llama_cpp import LlamaCppWay
-
-    return LlamaCppWay(setup, name)

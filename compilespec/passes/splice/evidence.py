@@ -44,9 +44,8 @@ def without_level(outcome_B: Tensor) -> Tensor:
 
 
 def note_sureness(step: Splice, logits: Tensor, number: int) -> None:
-    """Make the role `sure.<number>`, [B]: the log-probability of the likeliest token.  Where a step
-    never writes its logits, they are not written for this; a drafter with a head for it says it
-    itself.
+    """Make the role `sure.<number>`, [B]: the log-probability of the likeliest token, where a step
+    writes its logits and the drafter has no head for it.
     """
     ctx = step.ctx
     if _reads_sureness(ctx) and "sure" not in ctx.draft and not ctx.greedy_only:
@@ -56,22 +55,15 @@ def note_sureness(step: Splice, logits: Tensor, number: int) -> None:
 def note_confidence(
     step: Splice, row: Tensor, token: Tensor, number: int, *, place: int | None = None
 ) -> None:
-    """The same of a drafter with a call "sure", for the draft of `row`, [B, D], after `token`; with
-    `place`, of that row of several, [B, N, D].
-    """
+    """The same of a drafter's call "sure", for `row`, [B, D] or its `place` in [B, N, D]."""
     if _reads_sureness(step.ctx) and "sure" in step.ctx.draft:
-        if place is not None:
-            row = row[:, place]
-        (logit,) = step.fragment("sure", head_input=row, token=token)
-        step.name(f"sure.{number}", accepted_logprob(logit))
+        own = row if place is None else row[:, place]
+        (logit,) = step.fragment("sure", head_input=own, token=token)
+        step.name(f"sure.{number}", functional.logsigmoid(logit.float()))
 
 
 def _reads_sureness(ctx: PassContext) -> bool:
     return ctx.tells_evidence or (ctx.capabilities.combines and not ctx.is_replay)
-
-
-def accepted_logprob(logit_B: Tensor) -> Tensor:
-    return functional.logsigmoid(logit_B.float())
 
 
 def best_logprob(logits_BV: Tensor) -> Tensor:
@@ -131,13 +123,9 @@ def report_evidence(step: Splice) -> int:
 
 
 def follows(
-    tokens_RS: Tensor,
-    index_B: Tensor,
-    target_BS: Tensor,
-    num_emitted_B: Tensor,
-    *,
-    num_draft_tokens: int,
-) -> Tensor:
+    tokens_RS: Tensor, index_B: Tensor, target_BS: Tensor, num_emitted_B: Tensor,
+    *, num_draft_tokens: int,
+) -> Tensor:  # fmt: skip
     """True where all that were judged were right, and the next draft is the target's last token."""
     next_B = tokens_RS[index_B][:, num_draft_tokens + 1]
     is_whole_B = num_emitted_B == num_draft_tokens + 1

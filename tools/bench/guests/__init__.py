@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from tools.bench.llama_cpp import write_gguf
-from tools.bench.ways import Setup, Unavailable
+from tools.bench.way import Setup, Unavailable
 
 HERE = Path(__file__).parent
 FLAGS = "--guest-python, of OpenVINO --openvino-python,"

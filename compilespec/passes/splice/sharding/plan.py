@@ -102,10 +102,6 @@ class Sharding:
         assert cut is not None
         return cut
 
-    def of_rank(self, rank: int) -> Sharding:
-        """The same plan for another rank."""
-        return dataclasses.replace(self, rank=rank)
-
     def describe(self) -> tuple[str, ...]:
         """Lines for `Engine.plan()`: how much is cut, and what is not."""
         cut = [name for name, value in self.cuts.items() if value is not None]
