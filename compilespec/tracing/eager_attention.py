@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, fx
 
 from compilespec._torch_compat import size_expression
-from compilespec.program import Traced
+from compilespec.program import Traced, module_path
+from compilespec.tracing.naming import source_line
 from compilespec.tracing.pair_masks import (
     CannotSplit,
     Pairs,
@@ -31,34 +32,37 @@ _PRODUCTS = (torch.matmul, torch.bmm, operator.matmul, "matmul", "bmm")
 _SAME = ("to", "type", "type_as", "float", "half", "bfloat16", "contiguous", "view", "reshape",
          torch.nn.functional.dropout)  # fmt: skip
 
+_TRIALS = (13, 29)  # tokens of each
+_OTHER_SCORES = (3, -3, 2000, -2000)  # a trial's scores are multiplied with each
+
 
 class _NoMatch(Exception):
     """Why a softmax is not that of attention."""
 
 
-def mark_eager_attention(traced: Traced) -> int:
+def mark_eager_attention(traced: Traced) -> list[str]:
     """Replace attention over all tokens by the marker, with its mask, in place.
 
-    Returns: the number of markers.  A softmax over something else is left alone.
+    Returns: why each other softmax is not that of attention; those are left alone.
     """
-    gm, count = traced.graph_module, 0
+    gm, reasons = traced.graph_module, list[str]()
     found = [node for node in gm.graph.nodes if node.target in _SOFTMAX]
     if not found:
-        return 0
+        return []
     ids = next(n for n in gm.graph.nodes if n.meta.get("role") == "input_ids")
     batch, length = ids.meta["example_value"].shape
     for softmax in found:
         if num_token_dims(softmax, str(length)) != 2:
             continue
+        where = f"{module_path(softmax) or 'the model'}; {source_line(softmax)}"
         try:
             _Layer(traced, softmax, {"batch": batch, "length": length}).mark()
-        except (_NoMatch, CannotSplit):
-            continue
-        count += 1
-    if count:
+        except (_NoMatch, CannotSplit) as error:
+            reasons.append(f"{where}: {error}")
+    if len(reasons) < len(found):
         gm.graph.eliminate_dead_code(_may_go)
         gm.recompile()
-    return count
+    return reasons
 
 
 def _may_go(node: fx.Node) -> bool:
@@ -159,21 +163,21 @@ class _Layer:
     def _factor(self, scores: fx.Node, between: Pairs) -> float:
         """The number that scores are multiplied with, where they are not masked."""
         found: list[Tensor] = []
-        for seed in (0, 1):
-            trial = Trial(self._traced.weights, between, self._sizes, seed)
+        for seed, num_tokens in enumerate(_TRIALS):
+            trial = Trial(self._traced.weights, between, self._sizes, seed, num_tokens)
             shape = trial.shape_of(scores)
             one = torch.rand(shape, dtype=torch.float64).to(scores.meta["example_value"].dtype) + 1
             if between.mask is scores:
                 return 1.0
-            nothing, once, thrice = (
-                trial.whole({scores: one * factor}).double() for factor in (0, 1, 3)
-            )
+            nothing, once = (trial.whole({scores: one * factor}).double() for factor in (0, 1))
             seen = (nothing > -1e4).expand(once.shape)
             other = one.double().reshape(once.shape) if one.shape != once.shape else one.double()
             factors = ((once - nothing) / other)[seen]
-            again = ((thrice - nothing) / (3 * other))[seen]
-            if not factors.numel() or not torch.allclose(factors, again, rtol=1e-4):
-                raise _NoMatch("scores are more than scaled")
+            for times in _OTHER_SCORES:
+                more = trial.whole({scores: one * times}).double()
+                again = ((more - nothing) / (times * other))[seen]
+                if not factors.numel() or not torch.allclose(factors, again, rtol=1e-4):
+                    raise _NoMatch("scores are more than scaled")
             found.append(factors)
         every = torch.cat(found)
         if not torch.allclose(every, every[:1].expand_as(every), rtol=1e-4):
@@ -191,8 +195,8 @@ class _Layer:
         graph, (query, key, value) = self._gm.graph, parts
         if between.mask is scores:
             raise _NoMatch("it has no mask")
-        if not set(scores.users) <= set(between.nodes):
-            raise _NoMatch("the scores are read by others")
+        self._check_readers(scores, between)
+        self._check_heads(query, key, value)
         with graph.inserting_before(scores):
             nothing = self._zeros(scores)
         scores.replace_all_uses_with(nothing)
@@ -215,6 +219,28 @@ class _Layer:
         if len(mixed.meta["example_value"].shape) == 3:
             output = describe(graph.call_method("flatten", (output, 0, 1)), mixed)
         mixed.replace_all_uses_with(output)
+
+    def _check_readers(self, scores: fx.Node, between: Pairs) -> None:
+        """Raises: _NoMatch where something else reads what is made of the scores."""
+        made = {scores}
+        for node in between.nodes:
+            if made.intersection(node.all_input_nodes):
+                made.add(node)
+        known = {*between.nodes, self._softmax}
+        others = [user for node in made for user in node.users if user not in known]
+        if others:
+            raise _NoMatch(f"the scores are read by {others[0].name}, too")
+
+    def _check_heads(self, *parts: fx.Node) -> None:
+        """Raises: _NoMatch."""
+        dims = {len(part.meta["example_value"].shape) for part in parts}
+        if not dims <= {3, 4}:
+            raise _NoMatch("its queries, keys and values are not [B, heads, T, width]")
+        query, key, value = (
+            _four(part.meta["example_value"], self._sizes["batch"]).shape[1] for part in parts
+        )
+        if key != value or query % key:
+            raise _NoMatch(f"{query} heads of queries, {key} of keys and {value} of values")
 
     def _cast(self, node: fx.Node, dtype: torch.dtype) -> fx.Node:
         if node.meta["example_value"].dtype == dtype:

@@ -20,7 +20,14 @@ from torch import Tensor, fx, nn
 from compilespec.errors import UnsupportedModel
 from compilespec.program import Traced, markers, module_path
 from compilespec.tracing.naming import source_line
-from compilespec.tracing.pair_masks import CannotSplit, MaskSplitter
+from compilespec.tracing.pair_masks import (
+    VIEWS,
+    CannotSplit,
+    MaskSplitter,
+    end_writes,
+    made_of_pairs,
+)
+from compilespec.tracing.positions import is_write
 from compilespec.tracing.quantized_weights import is_quantized
 from compilespec.tracing.structure import ancestors
 
@@ -95,6 +102,8 @@ def read_masks(traced: Traced, model: nn.Module) -> None:
         _check_keys(gm, marker, model)
     masked = [marker for marker in markers(gm) if len(marker.args) > _MASK]
     forms: dict[Any, _Form] = {}
+    if masked:
+        _end_writes(gm, masked, model)
     splitter = MaskSplitter(traced)
     made_masks = {node for marker in masked for node in _ancestors_of_mask(marker)}
     for marker in masked:
@@ -112,6 +121,36 @@ def read_masks(traced: Traced, model: nn.Module) -> None:
         marker.args = (*marker.args[:4], window, *marker.args[5:7], *form)
     _erase_unused(gm, made_masks)
     gm.recompile()
+
+
+def _end_writes(gm: fx.GraphModule, masked: list[fx.Node], model: nn.Module) -> None:
+    """Let nothing that a mask is made of be written in place.
+
+    Raises: UnsupportedModel.
+    """
+    ids = next(n for n in gm.graph.nodes if n.meta.get("role") == "input_ids")
+    made = made_of_pairs(gm, str(ids.meta["example_value"].shape[1]))
+    for marker in masked:
+        needed = _ancestors_of_mask(marker)
+        try:
+            end_writes(gm, made & {*needed, *(user for node in needed for user in node.users)})
+            needed = _ancestors_of_mask(marker)
+            for node in gm.graph.nodes:
+                if is_write(node) and (node in needed or _written(node) in needed):
+                    raise CannotSplit(f"a part of it is written in place ({node.name})")
+        except CannotSplit as error:
+            raise UnsupportedModel(
+                f"{_place(marker, model)}: expected a mask that is computed at once; {error}; "
+                "use torch.where or masked_fill there"
+            ) from None
+
+
+def _written(node: fx.Node) -> fx.Node:
+    """The tensor whose memory an operation in place writes."""
+    base: Any = node.args[0]
+    while base.target in VIEWS and isinstance(base.args[0], fx.Node):
+        base = base.args[0]
+    return base  # type: ignore[no-any-return]
 
 
 def _check_keys(gm: fx.GraphModule, marker: fx.Node, model: nn.Module) -> None:

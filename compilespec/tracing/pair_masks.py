@@ -24,13 +24,16 @@ from torch import Tensor, fx
 from compilespec import _torch_compat
 from compilespec.program import Traced, marker_kind
 from compilespec.tracing.positions import (
+    IN_PLACE,
     ByPosition,
     NotByPosition,
     chain,
     describe,
     flat_arguments,
     is_of_positions,
+    is_write,
     num_token_dims,
+    positions_of,
     symbols,
     with_arguments,
 )
@@ -42,20 +45,11 @@ _MOST_CHOICES = 4096
 _MOST_NODES = 200
 # Operations on a tensor that can as well be done after it was cached.
 _COMMUTE = ("float", "double", "to", "type", "transpose", "unsqueeze", "squeeze", "permute")
-
-
-_VIEWS = (
+_BY_INDEX = (torch.tril, torch.triu, "tril", "triu")
+VIEWS = (
     "view", "reshape", "transpose", "unsqueeze", "squeeze", "expand", "permute", "flatten",
     operator.getitem,
 )  # fmt: skip
-
-
-_IN_PLACE: Mapping[Any, Any] = {
-    operator.iadd: operator.add,
-    operator.isub: operator.sub,
-    operator.imul: operator.mul,
-    operator.itruediv: operator.truediv,
-}
 
 
 class CannotSplit(Exception):
@@ -125,17 +119,15 @@ def end_writes(gm: fx.GraphModule, nodes: set[fx.Node]) -> None:
     """
     order = {node: index for index, node in enumerate(gm.graph.nodes)}
     for node in [n for n in gm.graph.nodes if n in nodes]:
-        name = str(node.target)
-        is_write = node.op == "call_method" and name.endswith("_") and not name.endswith("__")
+        if not is_write(node):
+            continue
         if node.target is operator.setitem:
             raise CannotSplit(f"a part of it is written in place ({node.name})")
-        if node.target in _IN_PLACE:
-            node.target, is_write = _IN_PLACE[node.target], True
-        if not is_write:
-            continue
+        name = str(node.target)
+        node.target = IN_PLACE.get(node.target, node.target)
         written: Any = node.args[0]
-        if written.target in _VIEWS or any(
-            user.target in _VIEWS and order[user] < order[node] for user in written.users
+        if written.target in VIEWS or any(
+            user.target in VIEWS and order[user] < order[node] for user in written.users
         ):
             raise CannotSplit(f"a view of it is written in place ({node.name})")
         if node.op == "call_method":
@@ -163,10 +155,15 @@ class Trial:
     """
 
     def __init__(
-        self, weights: Mapping[str, Tensor], pairs: Pairs, sizes: Mapping[str, Any], seed: int
+        self,
+        weights: Mapping[str, Tensor],
+        pairs: Pairs,
+        sizes: Mapping[str, Any],
+        seed: int,
+        num_keys: int = _NUM_KEYS,
     ) -> None:
         self._weights, self._pairs, self._length = weights, pairs, str(sizes["length"])
-        self._batch = str(sizes["batch"])
+        self._batch, self._num_keys = str(sizes["batch"]), num_keys
         self._random = torch.Generator().manual_seed(seed)
         self._values: dict[tuple[fx.Node, str], Any] = {}
 
@@ -297,7 +294,7 @@ class Trial:
     def _size(self, size: Any, side: str) -> int:
         if not isinstance(size, torch.SymInt):
             return int(size)
-        tokens = {"all": _NUM_KEYS, "query": len(_ROWS), "key": _NUM_KEYS + _NUM_SPARE}[side]
+        tokens = {"all": self._num_keys, "query": len(_ROWS), "key": _NUM_KEYS + _NUM_SPARE}[side]
         expression = _torch_compat.size_expression(size)
         values = {
             symbol: tokens if str(symbol) == self._length else _BATCH
@@ -315,35 +312,6 @@ def visible(mask: Tensor) -> Tensor:
 
 def _hidden(mask: Tensor) -> Tensor:
     return ~mask if mask.dtype == torch.bool else mask == float("-inf")
-
-
-# --- positions ---------------------------------------------------------------------------
-
-
-def positions_of(node: fx.Node, size: Any, weights: Mapping[str, Tensor]) -> Any:
-    """The value of a node made of positions, for as many tokens as `size` gives."""
-    env: dict[fx.Node, Any] = {}
-    for one in chain(node):
-        example = one.meta.get("example_value")
-        if isinstance(example, torch.SymInt):
-            env[one] = size(example)
-        elif one.op == "placeholder" and one.meta.get("role") in weights:
-            env[one] = weights[one.meta["role"]]
-        elif one.meta.get("role") == "position_ids":
-            batch, length = (size(s) for s in example.shape)
-            env[one] = torch.arange(length, dtype=example.dtype).expand(batch, length)
-        else:
-            flat = [
-                env[a] if isinstance(a, fx.Node)
-                else torch.device("cpu") if isinstance(a, torch.device) else a
-                for a in flat_arguments(one)
-            ]  # fmt: skip
-            args, kwargs = with_arguments(one, flat)
-            if one.op == "call_method":
-                env[one] = getattr(args[0], str(one.target))(*args[1:], **kwargs)
-            else:
-                env[one] = one.target(*args, **kwargs)  # type: ignore[operator]
-    return env[node]
 
 
 # --- the rewriting -----------------------------------------------------------------------
@@ -375,7 +343,11 @@ class MaskSplitter:
             still = list(trial.solutions())
             candidates = [sides for sides in candidates if sides in still]
         if not candidates:
-            raise CannotSplit("no way to compute its rows from cached keys gives the same rows")
+            by_index = [node.name for node in pairs.nodes if node.target in _BY_INDEX]
+            raise CannotSplit(
+                "no way to compute its rows from cached keys gives the same rows"
+                + (f" ({by_index[0]} counts rows from the first of a call)" if by_index else "")
+            )
         try:
             self._rewrite(candidates[0])
         except NotByPosition as error:

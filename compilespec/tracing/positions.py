@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import dataclasses
 import operator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
+from compilespec import _torch_compat
 from compilespec.errors import NoPositionInput, UnsupportedModel
 from compilespec.program import (
     LONG_ROPE,
@@ -25,6 +27,7 @@ from compilespec.program import (
     module_path,
 )
 from compilespec.tracing.naming import source_line
+from compilespec.tracing.quantized_weights import is_quantized
 from compilespec.tracing.structure import ancestors
 
 
@@ -42,6 +45,20 @@ def first_position(model: nn.Module) -> int:
     return 0
 
 
+_ELEMENTWISE = (
+    operator.add, operator.sub, operator.mul, operator.truediv, operator.iadd, operator.isub,
+    operator.imul, operator.itruediv, torch.add, torch.sub, torch.mul, torch.div, torch.where,
+    "add", "sub", "mul", "div",
+)  # fmt: skip
+IN_PLACE: Mapping[Any, Any] = {
+    operator.iadd: operator.add,
+    operator.isub: operator.sub,
+    operator.imul: operator.mul,
+    operator.itruediv: operator.truediv,
+}
+_LENGTHS = (7, 12)  # tokens of a trial of a count
+_OWN = (3, 5)  # the first positions of a trial's requests, of `_NUM_OWN` tokens each
+_NUM_OWN = 3
 _OF_REQUESTS = ("input_ids", ROPE_OFFSETS, LONG_ROPE)  # inputs that requests differ in
 
 
@@ -53,7 +70,7 @@ class ByPosition:
     """Computes values of a captured graph for all positions, and reads them by position."""
 
     def __init__(self, traced: Traced) -> None:
-        self._graph = traced.graph_module.graph
+        self._graph, self._weights = traced.graph_module.graph, traced.weights
         nodes = self._graph.nodes
         ids = next(n for n in nodes if n.meta.get("role") == "input_ids")
         self.batch, self.length = ids.meta["example_value"].shape
@@ -88,11 +105,32 @@ class ByPosition:
             dim = self.token_dim(node)
             if not dim or shape[0] not in (1, self.batch):
                 raise NotByPosition("its rows have no dimension for the requests of a batch")
+            self._check_rows(node, dim)
             table = self.over_all(node)
             with self._graph.inserting_before(self._anchor):
                 own = self._graph.call_function(rows_by_position, (table, self.position_ids(), dim))
             self._own[node] = describe(own, node)
         return self._own[node]
+
+    def _check_rows(self, node: fx.Node, dim: int) -> None:
+        """Raises: NotByPosition where a token's row differs with the number of tokens."""
+        few, many = (value_of(node, self.sizes(n), self._weights) for n in _LENGTHS)
+        if few is None or many is None:
+            return
+        if few.shape[dim] != _LENGTHS[0] or not _alike(few, many.narrow(dim, 0, _LENGTHS[0])):
+            raise NotByPosition("it depends on how many tokens a call has, not on positions alone")
+
+    def sizes(self, length: int, batch: int = 2) -> Any:
+        """A function that gives a size for so many tokens and requests."""
+        values = {str(self.length): length, str(self.batch): batch}
+
+        def size(value: Any) -> int:
+            if not isinstance(value, torch.SymInt):
+                return int(value)
+            expression = _torch_compat.size_expression(value)
+            return int(expression.subs({s: values[str(s)] for s in expression.free_symbols}))
+
+        return size
 
     def token_dim(self, node: fx.Node) -> int:
         """The first dimension that follows from the number of tokens."""
@@ -152,6 +190,81 @@ def rows_by_position(table: Tensor, position_ids: Tensor, dim: int) -> Tensor:
     """Of values by position, [1 or B, .., L, ..], those at [B, S]: [B, .., S, ..]."""
     rows = table.movedim(dim, 0)[:, 0][position_ids.long()]
     return rows.movedim(1, dim)
+
+
+def positions_of(
+    node: fx.Node,
+    size: Any,
+    weights: Mapping[str, Tensor],
+    known: Mapping[fx.Node, fx.Node | Tensor] | None = None,
+) -> Any:
+    """The value of a node made of positions, for as many tokens as `size` gives.
+
+    Args:
+        known: values of nodes, or other nodes whose values they have.
+    """
+    env: dict[fx.Node, Any] = {}
+    for one in chain(node):
+        example: Any = one.meta.get("example_value")
+        if known and one in known:
+            value = known[one]
+            env[one] = env[value] if isinstance(value, fx.Node) else value.clone()
+        elif isinstance(example, torch.SymInt):
+            env[one] = size(example)
+        elif one.op == "placeholder" and one.meta.get("role") in weights:
+            env[one] = weights[one.meta["role"]]
+        elif one.meta.get("role") == "position_ids":
+            batch, length = (size(s) for s in example.shape)
+            env[one] = torch.arange(length, dtype=example.dtype).expand(batch, length)
+        else:
+            flat = [
+                env[a] if isinstance(a, fx.Node)
+                else torch.device("cpu") if isinstance(a, torch.device) else a
+                for a in flat_arguments(one)
+            ]  # fmt: skip
+            args, kwargs = with_arguments(one, flat)
+            if one.op == "call_method":
+                env[one] = getattr(args[0], str(one.target))(*args[1:], **kwargs)
+            else:
+                env[one] = one.target(*args, **kwargs)  # type: ignore[operator]
+    return env[node]
+
+
+def value_of(
+    node: fx.Node,
+    size: Any,
+    weights: Mapping[str, Tensor],
+    known: Mapping[fx.Node, fx.Node | Tensor] | None = None,
+) -> Tensor | None:
+    """The same on the CPU; None where its weights have no values, or are not plain tensors.
+
+    Raises: NotByPosition where it cannot be computed for such sizes.
+    """
+    roles = {one.meta.get("role") for one in chain(node)}
+    needed = {role: weight for role, weight in weights.items() if role in roles}
+    if any(is_quantized(weight) or weight.is_meta for weight in needed.values()):
+        return None
+    try:
+        found = positions_of(node, size, {role: w.cpu() for role, w in needed.items()}, known)
+    except (RuntimeError, IndexError, TypeError, ValueError) as error:
+        why = str(error).splitlines()[0]
+        raise NotByPosition(f"it cannot be computed for the tokens of a step ({why})") from None
+    return found if isinstance(found, Tensor) else None
+
+
+def _alike(one: Tensor, other: Tensor) -> bool:
+    if one.shape != other.shape:
+        return False
+    if not one.is_floating_point() and not one.is_complex():
+        return torch.equal(one, other)
+    return torch.allclose(one, other, equal_nan=True)
+
+
+def is_write(node: fx.Node) -> bool:
+    """True for what writes its first argument in place."""
+    name = str(node.target)
+    is_method = node.op == "call_method" and name.endswith("_") and not name.endswith("__")
+    return is_method or node.target in IN_PLACE or node.target is operator.setitem
 
 
 def is_of_positions(node: fx.Node) -> bool:
@@ -302,10 +415,23 @@ def count_by_position(traced: Traced, model: nn.Module) -> Traced:
             "over its tokens, so its positions cannot be set; add a position_ids argument"
         )
     batch, length = map(str, positions.meta["example_value"].shape)
-    for node in over_tokens:
-        belongs = any(batch in _sizes(user) for user in _users_of_count(gm, node))
-        if belongs or not _is_count(node, length):
-            continue
+    counts = [
+        node
+        for node in over_tokens
+        if _is_count(node, length)
+        and not any(batch in _sizes(user) for user in _users_of_count(gm, node))
+    ]
+    ends = _CountEnds(traced, counts)
+    for node in counts:
+        try:
+            ends.check(node)
+        except NotByPosition as error:
+            raise UnsupportedModel(
+                f"{type(model).__name__}: {module_path(node) or 'the model'} counts the tokens of "
+                f"a call by torch.arange; {source_line(node)}: expected each value that follows "
+                f"to be of a token's position ({error}); add a position_ids argument to forward"
+            ) from None
+    for node in counts:
         # [B, T] replaces [T]; broadcasting over a leading batch dimension works as before.
         with gm.graph.inserting_before(node):
             value = gm.graph.call_method("to", (positions, node.meta["example_value"].dtype))
@@ -316,17 +442,91 @@ def count_by_position(traced: Traced, model: nn.Module) -> Traced:
     return settle_counts(traced, model)
 
 
+class _CountEnds:
+    """Where values that follow from counts meet others; what they are once counts are positions."""
+
+    def __init__(self, traced: Traced, counts: list[fx.Node]) -> None:
+        self._gm, self._weights = traced.graph_module, traced.weights
+        self._values = ByPosition(traced)
+        self._positions = torch.tensor([[first + n for n in range(_NUM_OWN)] for first in _OWN])
+        self._known: dict[fx.Node, fx.Node | Tensor] = {}
+        for count in counts:
+            self._known[count] = self._positions.to(count.meta["example_value"].dtype)
+            self._known.update(_without_leading_ones(count, count))
+
+    def check(self, count: fx.Node) -> None:
+        """Let what meets values of the batch have its dimensions, in place.
+
+        Raises: NotByPosition where a token's value would not be that of its position.
+        """
+        made = {count}
+        for node in self._gm.graph.nodes:
+            is_tensor = isinstance(node.meta.get("example_value"), Tensor)
+            if is_tensor and made.intersection(node.all_input_nodes) and is_of_positions(node):
+                made.add(node)
+        for node in [n for n in self._gm.graph.nodes if n in made]:
+            if writes := [user for user in node.users if is_write(user) and user.args[0] is node]:
+                raise NotByPosition(f"{writes[0].name} writes {node.name} in place")
+            users = [user for user in node.users if user not in made]
+            if users:
+                self._check_end(node, users)
+
+    def _check_end(self, node: fx.Node, users: list[fx.Node]) -> None:
+        length = max(first + _NUM_OWN for first in _OWN)
+        whole = value_of(node, self._values.sizes(length), self._weights)
+        sizes = self._values.sizes(_NUM_OWN, len(_OWN))
+        own = value_of(node, sizes, self._weights, self._known)
+        if whole is None or own is None:
+            return
+        name = f"{node.name}, {source_line(node)}"
+        dims = [d for d, size in enumerate(whole.shape) if size == length]
+        example = node.meta["example_value"]
+        dims = [d for d in dims if str(self._values.length) in symbols(example.shape[d])]
+        if len(dims) != 1:
+            if own.shape != whole.shape or not _alike(own, whole):
+                raise NotByPosition(f"{name} depends on how many tokens a call has")
+            return
+        rows = torch.stack([whole.index_select(dims[0], row) for row in self._positions])
+        has_batch = whole.shape[0] == 1 and dims[0] > 0
+        if not _alike(own, rows.squeeze(1) if has_batch else rows):
+            raise NotByPosition(f"{name} depends on how many tokens a call has, or on their places")
+        for user in users if not has_batch else ():
+            missing = len(user.meta["example_value"].shape) - whole.dim() - 1
+            if user.target not in _ELEMENTWISE or missing < 0:
+                raise NotByPosition(f"{user.name} cannot take positions that requests differ in")
+            self._unsqueeze(node, user, missing)
+
+    def _unsqueeze(self, node: fx.Node, user: fx.Node, count: int) -> None:
+        """Let [B, ..] of a node broadcast as [..] did."""
+        inner = node
+        for _ in range(count):
+            with self._gm.graph.inserting_before(user):
+                inner = describe(self._gm.graph.call_method("unsqueeze", (inner, 1)), node)
+        if inner is not node:
+            user.replace_input_with(node, inner)
+
+
+def _without_leading_ones(count: fx.Node, positions: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
+    """Nodes that `_drop_leading_ones` replaces, and what by."""
+    for user, shape, is_view in _first_uses(count):
+        if user.target in (operator.add, torch.add) and len(shape) == 1:
+            yield from _without_leading_ones(user, user)
+        if is_view and len(shape) == 2 and shape[0] == "1":
+            yield user, positions
+
+
+def _first_uses(count: fx.Node) -> Iterator[tuple[fx.Node, list[str], bool]]:
+    for user in list(count.users):
+        shape = [str(size) for size in getattr(user.meta.get("example_value"), "shape", ())]
+        yield user, shape, user.target in ("unsqueeze", "view", "reshape", operator.getitem)
+
+
 def _sizes(node: fx.Node) -> list[str]:
     return [str(size) for size in getattr(node.meta.get("example_value"), "shape", ())]
 
 
 def _drop_leading_ones(count: fx.Node, positions: fx.Node) -> None:
     """Keep [B, T] where [T] becomes [1, T], directly or behind a sum."""
-    for user in list(count.users):
-        shape = [str(size) for size in getattr(user.meta.get("example_value"), "shape", ())]
-        if user.target in (operator.add, torch.add) and len(shape) == 1:
-            _drop_leading_ones(user, user)
-        is_view = user.target in ("unsqueeze", "view", "reshape", operator.getitem)
-        if is_view and len(shape) == 2 and shape[0] == "1":
-            user.replace_all_uses_with(positions)
-            user.graph.erase_node(user)
+    for view, value in list(_without_leading_ones(count, positions)):
+        view.replace_all_uses_with(value)
+        view.graph.erase_node(view)

@@ -95,13 +95,20 @@ def trace_target(
             raise
         traced, takes_positions, is_transformers = trace(MASKED)
     mark_plain_attention(traced.graph_module, model)
+    reasons: list[str] = []
     if traced.num_attention_layers == 0:
         if is_transformers:  # it is given masks to add to its scores
             traced, takes_positions, _ = trace(EAGER)
-        mark_eager_attention(traced)
+        reasons = mark_eager_attention(traced)
     if not takes_positions:
         traced = take_positions(traced)
     read_masks(traced, model)
+    if traced.num_attention_layers == 0 and reasons:
+        raise TraceError(
+            f"{type(model).__name__} has no attention that can be cached: expected "
+            f"softmax(query @ key.T * number + mask) @ value, got another softmax in {reasons[0]}; "
+            "write it so, or call scaled_dot_product_attention"
+        )
     if traced.num_attention_layers == 0:
         raise TraceError(
             f"{type(model).__name__} has no attention that can be cached: expected calls through "
