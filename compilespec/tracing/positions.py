@@ -112,6 +112,19 @@ class ByPosition:
             self._own[node] = describe(own, node)
         return self._own[node]
 
+    def own_of_all(self, node: fx.Node) -> fx.Node:
+        """[B, ..] of a node [..] without a dimension for requests.
+
+        Raises: NotByPosition.
+        """
+        dim = self.token_dim(node)
+        self._check_rows(node, dim)
+        table = self.over_all(node)
+        with self._graph.inserting_before(self._anchor):
+            table = describe(self._graph.call_method("unsqueeze", (table, 0)), node)
+            arguments = (table, self.position_ids(), dim + 1)
+            return describe(self._graph.call_function(rows_by_position, arguments), node)
+
     def _check_rows(self, node: fx.Node, dim: int) -> None:
         """Raises: NotByPosition where a token's row differs with the number of tokens."""
         few, many = (value_of(node, self.sizes(n), self._weights) for n in _LENGTHS)
@@ -464,46 +477,68 @@ class _CountEnds:
             is_tensor = isinstance(node.meta.get("example_value"), Tensor)
             if is_tensor and made.intersection(node.all_input_nodes) and is_of_positions(node):
                 made.add(node)
-        for node in [n for n in self._gm.graph.nodes if n in made]:
+        ordered = [node for node in self._gm.graph.nodes if node in made]
+        for node in ordered:
             if writes := [user for user in node.users if is_write(user) and user.args[0] is node]:
                 raise NotByPosition(f"{writes[0].name} writes {node.name} in place")
             users = [user for user in node.users if user not in made]
             if users:
                 self._check_end(node, users)
+        for node in reversed(ordered[1:]):
+            if not node.users:
+                self._gm.graph.erase_node(node)
 
     def _check_end(self, node: fx.Node, users: list[fx.Node]) -> None:
+        try:
+            has_batch = self._is_own(node)
+        except NotByPosition:
+            if node.meta["example_value"].shape[0] in (1, self._values.batch):
+                raise
+            own = self._values.own_of_all(node)  # raises where it is not by position either
+            for user in users:
+                self._align(node, user, own)
+            return
+        for user in () if has_batch else users:
+            self._align(node, user, node)
+
+    def _is_own(self, node: fx.Node) -> bool:
+        """Check that positions in the place of counts give the rows of these.
+
+        Returns: true where the node has a dimension for requests.
+        Raises: NotByPosition.
+        """
         length = max(first + _NUM_OWN for first in _OWN)
         whole = value_of(node, self._values.sizes(length), self._weights)
         sizes = self._values.sizes(_NUM_OWN, len(_OWN))
         own = value_of(node, sizes, self._weights, self._known)
         if whole is None or own is None:
-            return
-        name = f"{node.name}, {source_line(node)}"
-        dims = [d for d, size in enumerate(whole.shape) if size == length]
-        example = node.meta["example_value"]
-        dims = [d for d in dims if str(self._values.length) in symbols(example.shape[d])]
-        if len(dims) != 1:
+            return True
+        example, of_tokens = node.meta["example_value"], str(self._values.length)
+        dims = [d for d, size in enumerate(example.shape) if of_tokens in symbols(size)]
+        if len(dims) != 1 or whole.shape[dims[0]] != length:
             if own.shape != whole.shape or not _alike(own, whole):
-                raise NotByPosition(f"{name} depends on how many tokens a call has")
-            return
+                raise NotByPosition(f"{node.name} depends on how many tokens a call has")
+            return True
         rows = torch.stack([whole.index_select(dims[0], row) for row in self._positions])
         has_batch = whole.shape[0] == 1 and dims[0] > 0
         if not _alike(own, rows.squeeze(1) if has_batch else rows):
-            raise NotByPosition(f"{name} depends on how many tokens a call has, or on their places")
-        for user in users if not has_batch else ():
-            missing = len(user.meta["example_value"].shape) - whole.dim() - 1
-            if user.target not in _ELEMENTWISE or missing < 0:
-                raise NotByPosition(f"{user.name} cannot take positions that requests differ in")
-            self._unsqueeze(node, user, missing)
+            raise NotByPosition(f"{node.name} is not that of the token's position alone")
+        return has_batch
 
-    def _unsqueeze(self, node: fx.Node, user: fx.Node, count: int) -> None:
-        """Let [B, ..] of a node broadcast as [..] did."""
-        inner = node
-        for _ in range(count):
+    def _align(self, node: fx.Node, user: fx.Node, own: fx.Node) -> None:
+        """Let [B, ..] broadcast in a user as [..] of the node did.
+
+        Raises: NotByPosition.
+        """
+        rank = len(node.meta["example_value"].shape)
+        missing = len(user.meta["example_value"].shape) - rank - 1
+        if user.target not in _ELEMENTWISE or missing < 0:
+            raise NotByPosition(f"{user.name} cannot take positions that requests differ in")
+        for _ in range(missing):
             with self._gm.graph.inserting_before(user):
-                inner = describe(self._gm.graph.call_method("unsqueeze", (inner, 1)), node)
-        if inner is not node:
-            user.replace_input_with(node, inner)
+                own = describe(self._gm.graph.call_method("unsqueeze", (own, 1)), node)
+        if own is not node:
+            user.replace_input_with(node, own)
 
 
 def _without_leading_ones(count: fx.Node, positions: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
