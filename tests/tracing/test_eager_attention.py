@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import compilespec
 from compilespec import DraftTree, SamplingParams
-from compilespec.errors import NotSupported
+from compilespec.errors import NotSupported, TraceError, UnsupportedModel
 from compilespec.program import markers
 from compilespec.tracing.target import trace_target
 from tests.support.models import VOCAB, PlainModel, recomputed
@@ -108,8 +108,109 @@ def test_written_attention_is_found_and_gives_the_modules_tokens(
 
 def test_a_mask_that_is_kept_goes_with_no_tree_yet() -> None:
     model = written(every_other)
-    with pytest.raises(NotSupported, match="masks over what its cache holds.*draft_tree="):
+    with pytest.raises(NotSupported, match=r"masks over what its cache holds.*draft_tree="):
         compilespec.trace(
             model, spec="draft_model", draft=model, max_seq_len=LONGEST,
             draft_tree=DraftTree(choices=[(0,), (0, 0)]),
         )  # fmt: skip
+
+
+# --- scores that are more than scaled and masked ---
+
+
+def causal(scores: Tensor) -> Tensor:
+    length = scores.shape[-1]
+    mask = torch.ones(length, length, dtype=torch.bool).tril()
+    return scores.masked_fill(~mask, float("-inf"))
+
+
+def by_length(model: Written, scores: Tensor) -> Tensor:
+    """Its factor would be that of the trial's length."""
+    return causal(scores * torch.log(torch.tensor(1.0) * scores.shape[-1] + 1))
+
+
+def cut_far(model: Written, scores: Tensor) -> Tensor:
+    """Small scores do not show it."""
+    return causal(scores.clamp(-50, 5))
+
+
+def positive(model: Written, scores: Tensor) -> Tensor:
+    return causal(torch.relu(scores))
+
+
+def with_those_before(model: Written, scores: Tensor) -> Tensor:
+    """RealFormer: a layer adds the scores of the one before."""
+    before = model.kept.pop() if model.kept else 0
+    model.kept.append(scores + before)
+    return causal(scores + before)
+
+
+@pytest.mark.parametrize(
+    ("hide", "message"),
+    [(by_length, "scores have several factors"), (cut_far, "scores are more than scaled"),
+     (positive, "scores are more than scaled"), (with_those_before, "the scores are read by")],
+)  # fmt: skip
+def test_other_scores_are_refused(hide: Masked, message: str) -> None:
+    model = written(hide)
+    model.kept = []
+    with pytest.raises(TraceError, match=f"no attention that can be cached.*{message}") as caught:
+        trace_target(model)
+    assert "\n" not in str(caught.value)
+
+
+# --- counts that meet queries, keys or other values than embeddings ---
+
+
+class Counted(PlainModel):
+    """Its positions are what `place(model, ids, hidden)` makes of an arange."""
+
+    def __init__(self, place: Callable[[PlainModel, Tensor, Tensor], Tensor]) -> None:
+        super().__init__(num_layers=0)
+        self.place = place
+
+    def forward(self, ids: Tensor) -> Tensor:
+        batch, length = ids.shape
+        hidden = self.place(self, ids, self.tokens(ids))
+        query = self.place(self, ids, hidden.view(batch, length, 4, 12).transpose(1, 2))
+        mixed = nn.functional.scaled_dot_product_attention(query, query, query, is_causal=True)
+        return self.head(self.norm(hidden + mixed.transpose(1, 2).reshape(hidden.shape)))
+
+
+def rotated(model: PlainModel, ids: Tensor, x: Tensor) -> Tensor:
+    rate = 100.0 ** -torch.linspace(0, 1, x.shape[-1] // 2)
+    angle = torch.outer(torch.arange(ids.shape[1]).double(), rate)
+    first, second = x.chunk(2, -1)
+    cos, sin = angle.cos(), angle.sin()
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
+
+
+def hotter(model: PlainModel, ids: Tensor, x: Tensor) -> Tensor:
+    return x * torch.log(torch.arange(ids.shape[1]) + 2.0)[:, None]
+
+
+@pytest.mark.parametrize("place", [rotated, hotter])
+def test_counts_of_a_layer_are_positions(place: Callable[..., Tensor]) -> None:
+    torch.manual_seed(0)
+    model = Counted(place).double().eval()
+    prompts = [[3 + (n * n * 7 + i * i * 5) % (VOCAB - 5) for i in range(n)] for n in (13, 29)]
+    expected = [recomputed(model, prompt, 10) for prompt in prompts]
+    with compilespec.compile(
+        model, spec="ngram", num_draft_tokens=2, backend="eager", max_seq_len=LONGEST,
+        max_batch_size=2, max_prefill_tokens=16,
+    ) as engine:  # fmt: skip
+        params = SamplingParams(max_new_tokens=10, ignore_eos=True)
+        assert [output.token_ids for output in engine.generate(prompts, params)] == expected
+
+
+def from_the_end(model: PlainModel, ids: Tensor, x: Tensor) -> Tensor:
+    return x * (ids.shape[1] - 1 - torch.arange(ids.shape[1]))[:, None]
+
+
+def backwards(model: PlainModel, ids: Tensor, x: Tensor) -> Tensor:
+    return x * torch.arange(ids.shape[1]).flip(0)[:, None]
+
+
+@pytest.mark.parametrize("place", [from_the_end, backwards])
+def test_counts_from_the_end_are_refused(place: Callable[..., Tensor]) -> None:
+    with pytest.raises(UnsupportedModel, match="it depends on how many tokens a call has"):
+        trace_target(Counted(place).double().eval())

@@ -197,6 +197,26 @@ def test_masks_of_other_forms_are_refused(mask: Callable[[int], Tensor], message
         trace_target(plain(mask))
 
 
+def without_first(length: int) -> Tensor:
+    mask = torch.ones(length, length, dtype=torch.bool).tril()
+    mask[1:, 0] = False
+    return mask
+
+
+def nearer(length: int) -> Tensor:
+    """What is written is read as the first operand, not as a result."""
+    mask = torch.zeros(length, length, dtype=torch.float64)
+    mask.masked_fill_(~torch.ones(length, length, dtype=torch.bool).tril(), float("-inf"))
+    mask[:, 2].sub_(1.0)
+    return mask
+
+
+@pytest.mark.parametrize("mask", [without_first, nearer])
+def test_masks_that_are_written_in_part_are_refused(mask: Callable[[int], Tensor]) -> None:
+    with pytest.raises(UnsupportedModel, match="written in place"):
+        trace_target(plain(mask))
+
+
 class Counting(PlainModel):
     """Scales by how many tokens a call has, though it takes positions."""
 
