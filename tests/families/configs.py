@@ -106,7 +106,7 @@ FAMILY_FIELDS: dict[str, dict[str, Any]] = {
         "index_n_heads": 2,
     },
     "longcat_flash": {"head_dim": 8},
-    "deepseek_v2": {"num_experts_per_tok": 2, "topk_method": "group_limited_greedy"},
+    "deepseek_v2": {"num_experts_per_tok": 2, "topk_method": "greedy"},
     "lfm2_moe": {"layer_types": _MIXED},
     "dots1": {"n_shared_experts": 1, "n_routed_experts": 4, "num_experts_per_tok": 2},
     "dots3_note_text": {"per_layer_config": {}, "head_dim": 24},
