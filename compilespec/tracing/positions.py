@@ -296,12 +296,12 @@ def count_by_position(traced: Traced, model: nn.Module) -> Traced:
     gm = traced.graph_module
     over_tokens = _counts_of_tokens(gm)
     positions = next(n for n in gm.graph.nodes if n.meta.get("role") == "position_ids")
-    if not over_tokens and not positions.users:
+    batch, length = map(str, positions.meta["example_value"].shape)
+    if not over_tokens and not positions.users and not traced.num_recurrent_markers:
         raise NoPositionInput(
             f"{type(model).__name__}.forward takes no position_ids and computes no torch.arange "
             "over its tokens, so its positions cannot be set; add a position_ids argument"
         )
-    batch, length = map(str, positions.meta["example_value"].shape)
     for node in over_tokens:
         belongs = any(batch in _sizes(user) for user in _users_of_count(gm, node))
         if belongs or not _is_count(node, length):

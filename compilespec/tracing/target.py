@@ -98,14 +98,14 @@ def trace_target(
         traced, takes_positions, is_transformers = trace(MASKED)
     _keep_logits(traced.graph_module, model)
     mark_plain_attention(traced.graph_module, model)
-    if traced.num_attention_layers == 0:
+    if traced.num_attention_layers + traced.num_recurrent_markers == 0:
         if is_transformers:  # it is given masks to add to its scores
             traced, takes_positions, _ = trace(EAGER)
         mark_eager_attention(traced)
     if not takes_positions:
         traced = take_positions(traced)
     read_masks(traced, model)
-    if traced.num_attention_layers == 0:
+    if traced.num_attention_layers + traced.num_recurrent_markers == 0:
         raise TraceError(
             f"{type(model).__name__} has no attention that can be cached: expected calls through "
             "transformers' attention interface or scaled_dot_product_attention(is_causal=True), "
