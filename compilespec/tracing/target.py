@@ -126,7 +126,7 @@ def _keep_logits(gm: fx.GraphModule, model: nn.Module) -> None:
             raise UnsupportedModel(
                 f"{type(model).__name__}: {module_path(other) or 'the model'} keeps a value that "
                 f"follows from the tokens; {source_line(other)}: expected a forward without a "
-                "memory of its own; keep nothing in attributes"
+                "memory; keep nothing in attributes"
             )
     output.args = ((logits,),)
 
