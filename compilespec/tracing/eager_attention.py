@@ -56,7 +56,7 @@ def mark_eager_attention(traced: Traced) -> list[str]:
             continue
         where = f"{module_path(softmax) or 'the model'}; {source_line(softmax)}"
         try:
-            _Layer(traced, softmax, {"batch": batch, "length": length}).mark()
+            _WrittenAttention(traced, softmax, {"batch": batch, "length": length}).mark()
         except (_NoMatch, CannotSplit) as error:
             reasons.append(f"{where}: {error}")
     if len(reasons) < len(found):
@@ -71,7 +71,7 @@ def _may_go(node: fx.Node) -> bool:
     return node.op in ("placeholder", "output") or in_place or node.target is operator.setitem
 
 
-class _Layer:
+class _WrittenAttention:
     """The nodes of one layer's attention."""
 
     def __init__(self, traced: Traced, softmax: fx.Node, sizes: Mapping[str, Any]) -> None:

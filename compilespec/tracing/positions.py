@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import operator
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -282,24 +282,28 @@ def is_write(node: fx.Node) -> bool:
 
 def is_of_positions(node: fx.Node) -> bool:
     """True where positions, sizes and weights alone make a value."""
-    return all(
-        source.meta.get("role") not in _OF_REQUESTS
-        and marker_kind(source) not in (*MIXERS, "cached")
-        for source in chain(node)
-    )
+    seen, todo = {node}, [node]
+    while todo:
+        one = todo.pop()
+        of_requests = one.meta.get("role") in _OF_REQUESTS
+        if of_requests or marker_kind(one) in (*MIXERS, "cached"):
+            return False
+        new = [source for source in one.all_input_nodes if source not in seen]
+        seen.update(new)
+        todo += new
+    return True
 
 
 def chain(node: fx.Node) -> list[fx.Node]:
     """A node and all that it is made of, in order."""
     found: dict[fx.Node, None] = {}
-
-    def visit(one: fx.Node) -> None:
-        if one not in found:
-            for source in one.all_input_nodes:
-                visit(source)
-            found[one] = None
-
-    visit(node)
+    todo = [node]
+    while todo:
+        missing = [source for source in todo[-1].all_input_nodes if source not in found]
+        if missing:
+            todo += missing
+        else:
+            found[todo.pop()] = None
     return list(found)
 
 
@@ -357,10 +361,10 @@ def settle_counts(traced: Traced, model: nn.Module) -> Traced:
     gm, values = traced.graph_module, ByPosition(traced)
     for count in _counts_of_tokens(gm):
         try:
-            for node in _last_of_positions(gm, count):
-                own = values.own(node)
-                for user in [u for u in node.users if not _is_counted(u)]:
-                    user.replace_input_with(node, own)
+            try:
+                _settle(gm, count, values, _is_counted)
+            except NotByPosition:  # rows of a table may have the dimension that positions lack
+                _settle(gm, count, values, is_of_positions)
         except NotByPosition as error:
             raise UnsupportedModel(
                 f"{type(model).__name__}: {module_path(count) or 'the model'} counts the tokens of "
@@ -368,20 +372,23 @@ def settle_counts(traced: Traced, model: nn.Module) -> Traced:
                 f"every position to come from position_ids ({error}); switch that off in the "
                 "config, or use position_ids there"
             ) from None
-        for node in reversed(_users_of_count(gm, count)):
+        for node in reversed(_users_of_count(gm, count, is_of_positions)):
             if not node.users:
                 gm.graph.erase_node(node)
     gm.recompile()
     return traced
 
 
-def _last_of_positions(gm: fx.GraphModule, count: fx.Node) -> list[fx.Node]:
-    """What is made of a count and of positions alone, where it meets other values."""
-    return [
-        node
-        for node in _users_of_count(gm, count)
-        if any(not _is_counted(user) for user in node.users)
-    ]
+def _settle(
+    gm: fx.GraphModule, count: fx.Node, values: ByPosition, is_inside: Callable[[fx.Node], bool]
+) -> None:
+    """Let what reads values made of a count read rows by position.  Raises: NotByPosition."""
+    made = _users_of_count(gm, count, is_inside)
+    readers = {node: [user for user in node.users if not is_inside(user)] for node in made}
+    own = {node: values.own(node) for node, users in readers.items() if users}
+    for node, new in own.items():
+        for user in readers[node]:
+            user.replace_input_with(node, new)
 
 
 def _is_counted(node: fx.Node) -> bool:
@@ -392,11 +399,13 @@ def _is_counted(node: fx.Node) -> bool:
     )
 
 
-def _users_of_count(gm: fx.GraphModule, count: fx.Node) -> list[fx.Node]:
+def _users_of_count(
+    gm: fx.GraphModule, count: fx.Node, is_inside: Callable[[fx.Node], bool]
+) -> list[fx.Node]:
     """A count and all that is made of it and of positions alone, in order."""
     found = {count}
     for node in gm.graph.nodes:
-        if found.intersection(node.all_input_nodes) and _is_counted(node):
+        if found.intersection(node.all_input_nodes) and is_inside(node):
             found.add(node)
     return [node for node in gm.graph.nodes if node in found]
 
@@ -422,17 +431,20 @@ def count_by_position(traced: Traced, model: nn.Module) -> Traced:
     gm = traced.graph_module
     over_tokens = _counts_of_tokens(gm)
     positions = next(n for n in gm.graph.nodes if n.meta.get("role") == "position_ids")
-    if not over_tokens and not positions.users:
+    batch, length = map(str, positions.meta["example_value"].shape)
+    if not over_tokens and not positions.users and not traced.num_recurrent_markers:
         raise NoPositionInput(
             f"{type(model).__name__}.forward takes no position_ids and computes no torch.arange "
             "over its tokens, so its positions cannot be set; add a position_ids argument"
         )
-    batch, length = map(str, positions.meta["example_value"].shape)
     counts = [
         node
         for node in over_tokens
         if _is_count(node, length)
-        and not any(batch in _sizes(user) for user in _users_of_count(gm, node))
+        and not any(
+            batch in _sizes(user) or (len(_sizes(user)) > 3 and length in _sizes(user)[2:])
+            for user in _users_of_count(gm, node, is_of_positions)
+        )
     ]
     ends = _CountEnds(traced, counts)
     for node in counts:
