@@ -164,7 +164,7 @@ class _Tainted(_Alone):
 
     def run_node(self, node: fx.Node) -> Any:
         result = super().run_node(node)
-        if self._taint and node.target in EMBEDDING:
+        if self._taint and node.target in EMBEDDING and result is not None:
             result = result.clone()
             result[..., ::2, :] = torch.nan
         if self._find_first and self.first_mixed is None and _has_nan(result, everywhere=True):
