@@ -329,7 +329,7 @@ def positions_of(node: fx.Node, size: Any, weights: Mapping[str, Tensor]) -> Any
             env[one] = size(example)
         elif one.op == "placeholder" and one.meta.get("role") in weights:
             env[one] = weights[one.meta["role"]]
-        elif one.meta.get("role") == "position_ids":
+        elif one.meta.get("role") == "position_ids" and isinstance(example, Tensor):
             batch, length = (size(s) for s in example.shape)
             env[one] = torch.arange(length, dtype=example.dtype).expand(batch, length)
         else:
