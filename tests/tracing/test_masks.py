@@ -186,9 +186,9 @@ def test_a_mask_of_ones_own_is_read(mask: Callable[[int], Tensor]) -> None:
 @pytest.mark.parametrize(
     ("mask", "message"),
     [
-        (prefix, "by its mask, tokens see later ones"),
-        (biased, "it is made of a bias that is added to the scores"),
-        (far_diagonal, "which is made by index, cannot be read"),
+        (prefix, "it has another form, and tokens see later ones"),
+        (biased, "it is a bias that is added to the scores, and its rows have no dimension for"),
+        (far_diagonal, r"it is made by index \(ones\), and no way to compute its rows"),
         (lambda length: window(length) & (torch.arange(length) % 2 == 0), "another form"),
     ],
 )

@@ -53,8 +53,13 @@ def _attend_rows(
     softcap: float,
     sinks_N: Tensor | None,
     chunk: int = 0,
+    mask: Tensor | None = None,
 ) -> Tensor:
-    """[B, S, N, Hv]; zeros for tokens without a row."""
+    """[B, S, N, Hv]; zeros for tokens without a row.
+
+    Args:
+        mask: [1 or B, 1 or N, S, L] over positions, as in `masked_attention_reference`.
+    """
     query_TNH = query_BNSH.transpose(1, 2).flatten(0, 1)
     out_TNH = query_TNH.new_zeros((*query_TNH.shape[:2], value_cache.shape[-1]))
     row_T, position_T = tokens.row.flatten(), tokens.position.flatten()
@@ -75,11 +80,25 @@ def _attend_rows(
         if softcap > 0:
             score_NQJ = torch.tanh(score_NQJ / softcap) * softcap
         hidden_QJ = _hidden(position_Q, ahead_Q, length, window, chunk)
+        if mask is not None:
+            own_NQJ = _rows_of_mask(mask, tokens, mine_T)[:, :, :length]
+            score_NQJ = score_NQJ + own_NQJ.to(wide)
+            hidden_QJ = hidden_QJ | (own_NQJ < torch.finfo(own_NQJ.dtype).min / 2)
         score_NQJ = score_NQJ.masked_fill(hidden_QJ, float("-inf"))
         weight_NQJ = softmax_with_sinks(score_NQJ.unsqueeze(0), sinks_N)[0]
+        weight_NQJ = weight_NQJ.masked_fill(hidden_QJ, 0)  # where a token sees nothing at all
         out_NQH = weight_NQJ @ value_JNH.transpose(0, 1)
         out_TNH[mine_T] = out_NQH.transpose(0, 1).to(out_TNH.dtype)
     return out_TNH.view(*tokens.row.shape, *out_TNH.shape[1:])
+
+
+def _rows_of_mask(mask: Tensor, tokens: Tokens, mine_T: Tensor) -> Tensor:
+    """What a mask adds to the scores of some tokens, [1 or N, Q, L]."""
+    if mask.dtype == torch.bool:
+        mask = torch.zeros(mask.shape, device=mask.device).masked_fill(~mask, float("-inf"))
+    batch, num_rows = tokens.row.shape
+    every = mask.expand(batch, -1, num_rows, -1).transpose(1, 2).flatten(0, 1)
+    return every[mine_T].transpose(0, 1)
 
 
 def _hidden(position_Q: Tensor, ahead_Q: Tensor, length: int, window: int, chunk: int) -> Tensor:

@@ -76,8 +76,6 @@ def page_markers(
 ) -> int:
     """Rewrite `markers`, one per layer in order, onto the caches of `owner`.
 
-    A layer whose values are the beginning of its keys has a cache of keys alone.
-
     Args:
         places: those of these markers' tokens; tokens with slot -1 write nothing.
         layers: the layer whose cache each marker uses; None: 0, 1, ...
@@ -85,7 +83,8 @@ def page_markers(
         branches: of nodes of a tree; None: all keys are in the caches.
         sights: where tokens see later ones; None: they do not.
     """
-    for layer, node in zip(layers or range(len(markers)), markers, strict=True):
+    numbers = range(len(markers)) if layers is None else layers
+    for layer, node in zip(numbers, markers, strict=True):
         marker = _Marker(*step.values(node.args))
         with step.before(node):
             at, blocks = _cells(step, marker, places, block_size)
@@ -132,7 +131,7 @@ def _cells(
 def _caches(
     step: Splice, layer: str, marker: _Marker, blocks: tuple[int, int], *, has_values: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """The caches of a layer's keys and values; None for values that are a part of the keys."""
+    """The caches of a layer's keys and values, or that of its keys, whose beginning is the values."""
     keys = cache_of(step, f"{layer}.key", marker.key, blocks)
     return keys, cache_of(step, f"{layer}.value", marker.value, blocks) if has_values else None
 
