@@ -518,7 +518,7 @@ def tells_evidence(config: ProgramConfig, capabilities: HostCapabilities) -> boo
     return bool(config.several) and capabilities.drafts_in_step
 
 
-class HostDrafter(Protocol):
+class DrafterOnHost(Protocol):
     """The parts of a drafter that the host asks for (`methods/base.py` has all)."""
 
     @property
@@ -538,7 +538,7 @@ class SpecProgram:
     model: str = ""  # the target's name
     target: Traced
     capabilities: HostCapabilities
-    drafter: HostDrafter | None = field(default=None, repr=False)
+    drafter: DrafterOnHost | None = field(default=None, repr=False)
     config: ProgramConfig
     reach: Reach = Reach()
     graphs: ByStep[PhaseGraph]

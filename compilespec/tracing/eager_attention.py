@@ -51,7 +51,7 @@ def mark_eager_attention(traced: Traced) -> int:
         if num_token_dims(softmax, str(length)) != 2:
             continue
         try:
-            _Layer(traced, softmax, {"batch": batch, "length": length}).mark()
+            _WrittenAttention(traced, softmax, {"batch": batch, "length": length}).mark()
         except (_NoMatch, CannotSplit):
             continue
         count += 1
@@ -67,7 +67,7 @@ def _may_go(node: fx.Node) -> bool:
     return node.op in ("placeholder", "output") or in_place or node.target is operator.setitem
 
 
-class _Layer:
+class _WrittenAttention:
     """The nodes of one layer's attention."""
 
     def __init__(self, traced: Traced, softmax: fx.Node, sizes: Mapping[str, Any]) -> None:

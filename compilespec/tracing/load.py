@@ -280,7 +280,7 @@ def auto_class(directory: Path, config: Any) -> Any:
 def _num_positions(model: nn.Module) -> int | None:
     """The positions that a request can have, by the config; None if it does not say."""
     count: int | None = getattr(text_config(model), "max_position_embeddings", None)
-    return None if count is None else count - first_position(model)
+    return None if count is None or count <= 0 else count - first_position(model)
 
 
 def text_config(model: nn.Module) -> Any:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import operator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -231,10 +232,10 @@ def settle_counts(traced: Traced, model: nn.Module) -> Traced:
     gm, values = traced.graph_module, ByPosition(traced)
     for count in _counts_of_tokens(gm):
         try:
-            for node in _last_of_positions(gm, count):
-                own = values.own(node)
-                for user in [u for u in node.users if not _is_counted(u)]:
-                    user.replace_input_with(node, own)
+            try:
+                _settle(gm, count, values, _is_counted)
+            except NotByPosition:  # rows of a table may have the dimension that positions lack
+                _settle(gm, count, values, is_of_positions)
         except NotByPosition as error:
             raise UnsupportedModel(
                 f"{type(model).__name__}: {module_path(count) or 'the model'} counts the tokens of "
@@ -242,20 +243,23 @@ def settle_counts(traced: Traced, model: nn.Module) -> Traced:
                 f"every position to come from position_ids ({error}); switch that off in the "
                 "config, or use position_ids there"
             ) from None
-        for node in reversed(_users_of_count(gm, count)):
+        for node in reversed(_users_of_count(gm, count, is_of_positions)):
             if not node.users:
                 gm.graph.erase_node(node)
     gm.recompile()
     return traced
 
 
-def _last_of_positions(gm: fx.GraphModule, count: fx.Node) -> list[fx.Node]:
-    """What is made of a count and of positions alone, where it meets other values."""
-    return [
-        node
-        for node in _users_of_count(gm, count)
-        if any(not _is_counted(user) for user in node.users)
-    ]
+def _settle(
+    gm: fx.GraphModule, count: fx.Node, values: ByPosition, is_inside: Callable[[fx.Node], bool]
+) -> None:
+    """Let what reads values made of a count read rows by position.  Raises: NotByPosition."""
+    made = _users_of_count(gm, count, is_inside)
+    readers = {node: [user for user in node.users if not is_inside(user)] for node in made}
+    own = {node: values.own(node) for node, users in readers.items() if users}
+    for node, new in own.items():
+        for user in readers[node]:
+            user.replace_input_with(node, new)
 
 
 def _is_counted(node: fx.Node) -> bool:
@@ -266,11 +270,13 @@ def _is_counted(node: fx.Node) -> bool:
     )
 
 
-def _users_of_count(gm: fx.GraphModule, count: fx.Node) -> list[fx.Node]:
+def _users_of_count(
+    gm: fx.GraphModule, count: fx.Node, is_inside: Callable[[fx.Node], bool]
+) -> list[fx.Node]:
     """A count and all that is made of it and of positions alone, in order."""
     found = {count}
     for node in gm.graph.nodes:
-        if found.intersection(node.all_input_nodes) and _is_counted(node):
+        if found.intersection(node.all_input_nodes) and is_inside(node):
             found.add(node)
     return [node for node in gm.graph.nodes if node in found]
 
@@ -296,14 +302,17 @@ def count_by_position(traced: Traced, model: nn.Module) -> Traced:
     gm = traced.graph_module
     over_tokens = _counts_of_tokens(gm)
     positions = next(n for n in gm.graph.nodes if n.meta.get("role") == "position_ids")
-    if not over_tokens and not positions.users:
+    batch, length = map(str, positions.meta["example_value"].shape)
+    if not over_tokens and not positions.users and not traced.num_recurrent_markers:
         raise NoPositionInput(
             f"{type(model).__name__}.forward takes no position_ids and computes no torch.arange "
             "over its tokens, so its positions cannot be set; add a position_ids argument"
         )
-    batch, length = map(str, positions.meta["example_value"].shape)
     for node in over_tokens:
-        belongs = any(batch in _sizes(user) for user in _users_of_count(gm, node))
+        belongs = any(
+            batch in _sizes(user) or (len(_sizes(user)) > 3 and length in _sizes(user)[2:])
+            for user in _users_of_count(gm, node, is_of_positions)
+        )
         if belongs or not _is_count(node, length):
             continue
         # [B, T] replaces [T]; broadcasting over a leading batch dimension works as before.

@@ -12,10 +12,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
-from compilespec.errors import TraceError
-from compilespec.program import LONG_ROPE, ROPE_OFFSETS, ROPE_ROWS, Traced
+from compilespec.errors import TraceError, UnsupportedModel
+from compilespec.program import LONG_ROPE, ROPE_OFFSETS, ROPE_ROWS, Traced, module_path
 from compilespec.tracing.attention import (
     ATTENTION,
     EAGER,
@@ -29,12 +29,14 @@ from compilespec.tracing.eager_attention import mark_eager_attention
 from compilespec.tracing.images import rope_module
 from compilespec.tracing.long_rope import LongRows, rope_by_request, short_rope_limit
 from compilespec.tracing.masks import read_masks
+from compilespec.tracing.naming import source_line
 from compilespec.tracing.positions import (
     count_by_position,
     first_position,
     settle_counts,
     take_positions,
 )
+from compilespec.tracing.structure import ancestors
 
 _POSITION_NAMES = ("position_ids", "positions", "input_pos")
 
@@ -94,21 +96,39 @@ def trace_target(
         if not any(f"called with {name}=" in str(error) for name in SELECTIONS):
             raise
         traced, takes_positions, is_transformers = trace(MASKED)
+    _keep_logits(traced.graph_module, model)
     mark_plain_attention(traced.graph_module, model)
-    if traced.num_attention_layers == 0:
+    if traced.num_attention_layers + traced.num_recurrent_markers == 0:
         if is_transformers:  # it is given masks to add to its scores
             traced, takes_positions, _ = trace(EAGER)
         mark_eager_attention(traced)
     if not takes_positions:
         traced = take_positions(traced)
     read_masks(traced, model)
-    if traced.num_attention_layers == 0:
+    if traced.num_attention_layers + traced.num_recurrent_markers == 0:
         raise TraceError(
             f"{type(model).__name__} has no attention that can be cached: expected calls through "
             "transformers' attention interface or scaled_dot_product_attention(is_causal=True), "
             "found none"
         )
     return settle_counts(traced, model) if takes_positions else count_by_position(traced, model)
+
+
+def _keep_logits(gm: fx.GraphModule, model: nn.Module) -> None:
+    """Drop further outputs, which are attributes that the forward sets anew (CTRL moves a table).
+
+    Raises: UnsupportedModel where one of them follows from the tokens.
+    """
+    output: Any = gm.graph.output_node()
+    logits, *others = output.args[0]
+    for other in others:
+        if any(node.meta.get("role") == "input_ids" for node in ancestors(other)):
+            raise UnsupportedModel(
+                f"{type(model).__name__}: {module_path(other) or 'the model'} keeps a value that "
+                f"follows from the tokens; {source_line(other)}: expected a forward without a "
+                "memory; keep nothing in attributes"
+            )
+    output.args = ((logits,),)
 
 
 # --- calling the model ---

@@ -103,16 +103,15 @@ def prompts() -> list[list[int]]:
     return [[4 + (5 + i * i * 7 + i * 11 + n) % (VOCAB - 10) for i in range(n)] for n in LENGTHS]
 
 
-def build(
-    family: str, rope_type: str = "default", seed: int = 0, num_layers: int | None = None
-) -> nn.Module:
+def build(family: str, rope_type: str = "default", seed: int = 0, **fixed: Any) -> nn.Module:
     """A random tiny model in float64 whose every parameter has a say.
 
+    Args:
+        fixed: fields of the config.
     Raises: CannotBuild.
     """
     import transformers
 
-    fixed = {} if num_layers is None else {"num_hidden_layers": num_layers}
     config = tiny_config(_config_class(family), rope_type=rope_type, **fixed)
     make = transformers.AutoModelForCausalLM.from_config
     options: dict[str, Any] = {"attn_implementation": "eager"}

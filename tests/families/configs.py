@@ -106,7 +106,10 @@ FAMILY_FIELDS: dict[str, dict[str, Any]] = {
         "index_n_heads": 2,
     },
     "longcat_flash": {"head_dim": 8},
-    "deepseek_v2": {"num_experts_per_tok": 2, "topk_method": "group_limited_greedy"},
+    "zamba": {"attention_hidden_size": 128, "attention_head_dim": 32, "num_key_value_heads": 4},
+    "zamba2": {"attention_hidden_size": 128, "attention_head_dim": 32, "num_key_value_heads": 4},
+    "xmod": {"default_language": "en_XX"},
+    "deepseek_v2": {"num_experts_per_tok": 2, "topk_method": "greedy"},
     "lfm2_moe": {"layer_types": _MIXED},
     "dots1": {"n_shared_experts": 1, "n_routed_experts": 4, "num_experts_per_tok": 2},
     "dots3_note_text": {"per_layer_config": {}, "head_dim": 24},
@@ -238,6 +241,8 @@ def _rope(value: Mapping[str, Any], rope_type: str) -> dict[str, Any]:
         },
     }  # fmt: skip
     given = value.get("rope_type", "default")
+    if given in extra and given != "default" and rope_type == "default":
+        return {**value, **extra[given]}  # with what only this family has
     if given not in ("default", None) and given not in extra:
         return dict(value)  # a table that only this family has
     return {**kept, "rope_type": rope_type, **extra[rope_type]}

@@ -11,14 +11,16 @@ from tests.families.check import CRASHED, EQUAL, NOT_BUILT, REFUSED, WRONG, Verd
 _HEAD = """\
 # Families of transformers
 
-`make families` makes a tiny random model of every class that `AutoModelForCausalLM` knows, and compares its tokens and
-their log-probabilities with those of the engine. The reference is the module itself: the whole sequence computed anew
-for each token, without a cache. The engine runs with drafts (`spec="ngram"`), prompts of 13, 29 and 21 tokens in pieces
-of 16, a request that joins when another one ends, and so few cache blocks that one is preempted. Windows, chunks and
-selections of keys are shorter than the prompts; biases, soft caps, scales and another rotary table are on where a
-family has them.
+`make families` makes a tiny random model of every class that `AutoModelForCausalLM` knows, and
+compares its tokens and their log-probabilities with those of the engine. The reference is the
+module itself: the whole sequence computed anew for each token, without a cache. The engine runs
+with drafts (`spec="ngram"`), prompts of 13, 29 and 21 tokens in pieces of 16, a request that joins
+when another one ends, and few cache blocks, so that one is preempted. Windows, chunks and
+selections of keys are shorter than the prompts; biases, soft caps, scales and another rotary table
+are on where a family has them.
 
-This page is written by that command. Refused means: an error of one line, which names the reason, before anything runs.
+This page is written by that command. Refused means: an error of one line, which names the reason,
+before anything runs. Not built means: the tiny model of that class does not run by itself.
 """
 
 

@@ -1,4 +1,4 @@
-"""Attention under a mask over all positions: that of paged attention, where it has the form."""
+"""Attention under a mask over all positions gives what paged attention gives, by its forms."""
 
 from __future__ import annotations
 
@@ -67,8 +67,8 @@ def test_numbers_are_added_to_scores_and_the_lowest_hides() -> None:
     visible = (age(given) >= 0) & (age(given) % 2 == 0)
     lowest = torch.finfo(torch.float64).min
     hides = torch.where(visible, torch.zeros((), dtype=torch.float64), lowest)
-    assert torch.equal(masked(given, hides, caches()), masked(given, visible, kept))
-    bias = torch.where(visible, -0.5 * age(given), lowest)
+    torch.testing.assert_close(masked(given, hides, caches()), masked(given, visible, kept))
+    bias = torch.where(visible, -0.5 * age(given).double(), lowest)
     assert not torch.allclose(masked(given, bias, caches()), masked(given, visible, kept))
 
 

@@ -17,7 +17,9 @@ from tests.support.steps import started
 @pytest.fixture(scope="module")
 def sparse() -> SpecProgram:
     """Two layers with an indexer each, without drafts."""
-    model = build("deepseek_v32", num_layers=2)
+    model = build(
+        "deepseek_v32", num_hidden_layers=2, layer_types=None, mlp_layer_types=["dense", "sparse"]
+    )
     return compilespec.trace(model, max_seq_len=40, max_batch_size=2, keep_graphs=True)
 
 

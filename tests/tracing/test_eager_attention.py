@@ -108,7 +108,7 @@ def test_written_attention_is_found_and_gives_the_modules_tokens(
 
 def test_a_mask_that_is_kept_goes_with_no_tree_yet() -> None:
     model = written(every_other)
-    with pytest.raises(NotSupported, match=r"masks over what its cache holds.*draft_tree="):
+    with pytest.raises(NotSupported, match=r"mask that the model computes.*draft_tree="):
         compilespec.trace(
             model, spec="draft_model", draft=model, max_seq_len=LONGEST,
             draft_tree=DraftTree(choices=[(0,), (0, 0)]),
