@@ -56,7 +56,7 @@ from compilespec.program import (
 from compilespec.tracing.load import load_target
 from compilespec.tracing.target import trace_target
 from compilespec.tracing.target_info import describe_target
-from tests.families.check import build as build_family
+from tests.families import check as families
 from tests.support import images
 from tests.support.documents import PAGES
 from tests.support.hand_graphs import emit, reading
@@ -114,7 +114,7 @@ class Row:
 @functools.cache
 def parts(family: str) -> Any:
     if family == SPARSE:
-        model = build_family(family, num_layers=2)
+        model = families.build(family, num_layers=2)
     elif family in images.FAMILIES:
         model = images.tiny_images_target(family)
     elif family == LONG_ROPE:
@@ -137,7 +137,11 @@ NEEDS: dict[str, dict[str, Any]] = {
     "output_head_input": {"features": RequestFeatures(prompt_logprobs=True)},
     "trim_draft_head": {"draft_ids": torch.arange(0, VOCAB, 3)},
     "absorb_latents": {"family": "deepseek_v3"},
-    "insert_cached_keys": {"family": SPARSE, "prefills_one": True},
+    "insert_cached_keys": {
+        "family": SPARSE,
+        "prefills_one": True,
+        "vocab_size": families.VOCAB,
+    },
     "read_embeds": {"features": RequestFeatures(prompt_embeds=True)},
     "read_rope_offsets": {"family": "qwen2_5_vl"},
     "read_long_rope": {"family": LONG_ROPE},

@@ -131,7 +131,7 @@ def _cells(
 def _caches(
     step: Splice, layer: str, marker: _Marker, blocks: tuple[int, int], *, has_values: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """The caches of a layer's keys and values, or that of its keys, whose beginning is the values."""
+    """The caches of a layer's keys and values, or of keys that begin with the values."""
     keys = cache_of(step, f"{layer}.key", marker.key, blocks)
     return keys, cache_of(step, f"{layer}.value", marker.value, blocks) if has_values else None
 
