@@ -406,8 +406,9 @@ class MaskSplitter:
     def _sided(self, source: fx.Node, side: str) -> fx.Node:
         is_size = isinstance(source.meta.get("example_value"), torch.SymInt)
         if side == "query":
-            is_own = is_size or not any(map(self._values.is_count, chain(source)))
-            return source if is_own or not is_of_positions(source) else self._values.own(source)
+            counts = not is_size and is_of_positions(source)
+            counts = counts and any(map(self._values.is_count, chain(source)))
+            return self._values.own(source) if counts else source
         if is_size or is_of_positions(source):
             return self._values.over_all(source)
         return self._from_cache(source)

@@ -157,24 +157,28 @@ def rows_by_position(table: Tensor, position_ids: Tensor, dim: int) -> Tensor:
 
 def is_of_positions(node: fx.Node) -> bool:
     """True where positions, sizes and weights alone make a value."""
-    return all(
-        source.meta.get("role") not in _OF_REQUESTS
-        and marker_kind(source) not in (*MIXERS, "cached")
-        for source in chain(node)
-    )
+    seen, todo = {node}, [node]
+    while todo:
+        one = todo.pop()
+        of_requests = one.meta.get("role") in _OF_REQUESTS
+        if of_requests or marker_kind(one) in (*MIXERS, "cached"):
+            return False
+        new = [source for source in one.all_input_nodes if source not in seen]
+        seen.update(new)
+        todo += new
+    return True
 
 
 def chain(node: fx.Node) -> list[fx.Node]:
     """A node and all that it is made of, in order."""
     found: dict[fx.Node, None] = {}
-
-    def visit(one: fx.Node) -> None:
-        if one not in found:
-            for source in one.all_input_nodes:
-                visit(source)
-            found[one] = None
-
-    visit(node)
+    todo = [node]
+    while todo:
+        missing = [source for source in todo[-1].all_input_nodes if source not in found]
+        if missing:
+            todo += missing
+        else:
+            found[todo.pop()] = None
     return list(found)
 
 
