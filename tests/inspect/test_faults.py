@@ -769,6 +769,14 @@ def test_a_planted_fault_is_caught_and_named(fault: Fault) -> None:
     assert not row.bisect.ok
 
 
+@pytest.mark.parametrize("phase", ["decode", "prefill"])
+def test_without_a_fault_masks_of_cached_keys_agree(phase: Phase) -> None:
+    report = verify(build(phase, **NEEDS["insert_cached_keys"]), batch_sizes=(2,))
+    assert report.ok, str(report)
+    judged = {check.pass_name: check.against for check in report.checks}
+    assert judged["insert_cached_keys"] == judged["insert_paged_attention"] == "its reference"
+
+
 def test_every_pass_has_a_fault() -> None:
     known = {entry.name for entry in (*SPLICE_PASSES, *ATEN_PASSES)} | {"to_aten"}
     known -= {"insert_recurrent_state", "shard_weights"}  # their own tests have their faults
