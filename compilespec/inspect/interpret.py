@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, fx
 
 from compilespec.errors import SpecError
+from compilespec.inspect.history import history_mixers, keeps_masks
 from compilespec.passes.context import PassContext
-from compilespec.passes.references import Values
+from compilespec.passes.references import Case, Values
 from compilespec.passes.references.base import AttentionCall, Follow, Mixers, Tokens
 from compilespec.program import InputSpec, marker_kind
 from compilespec.runtime.weights import materialise
@@ -53,6 +54,10 @@ class Decisions:
         return wanted
 
 
+_CACHED = (
+    torch.ops.compilespec.paged_attention.default,
+    torch.ops.compilespec.masked_attention.default,
+)
 _ARGMAX = ("argmax", torch.argmax, torch.ops.aten.argmax.default)
 
 
@@ -80,9 +85,10 @@ class Stage:
         follow: Follow | None = None,
     ) -> Values:
         """Run on copies of `inputs`, by name; `mixers` are called in place of markers, `follow`
-        after every operation.
+        after every operation.  Masks over all keys of a request find these in the caches.
         """
-        run = _StageRun(self.graph, self._owner, mixers or {}, decisions or Decisions(), follow)
+        known = {**self._history(inputs), **(mixers or {})}
+        run = _StageRun(self.graph, self._owner, known, decisions or Decisions(), follow)
         feeds, buffers = [], {}
         for node in self.graph.find_nodes(op="placeholder"):
             name = node.meta["role"]
@@ -109,6 +115,13 @@ class Stage:
             buffers=buffers,
             nodes=run.nodes,
         )
+
+    def _history(self, inputs: Mapping[str, Tensor]) -> Mixers:
+        """Mixers for masks over all keys of a request; none of a call without requests."""
+        if "block_table_RM" not in inputs or not keeps_masks(self.graph):
+            return {}
+        case = Case(name="", key=self._ctx.key, batch_size=0, inputs=inputs)
+        return history_mixers(self._ctx, case)
 
     def weight(self, spec: InputSpec) -> Tensor:
         """A weight in the layout that the graph asks for."""
@@ -161,7 +174,7 @@ class _StageRun(fx.Interpreter):
                 args, _ = self.fetch_args_kwargs_from_env(n)
                 scores = torch.nn.functional.linear(*args)
                 result = (self._decide(n, scores, result[0]), result[1])
-            if n.target is torch.ops.compilespec.paged_attention.default:
+            if n.target in _CACHED:
                 self._note_call(n)
             if "role" in n.meta:
                 self.roles[n.meta["role"]] = result

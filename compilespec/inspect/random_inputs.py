@@ -16,16 +16,14 @@ import torch
 from torch import Tensor
 
 from compilespec.errors import SpecError
+from compilespec.inspect.history import history_mixers
 from compilespec.inspect.interpret import Stage
 from compilespec.ops.device import traits_of
 from compilespec.ops.sample import layout
 from compilespec.passes.context import PassContext
 from compilespec.passes.references import Case, rope_arguments
-from compilespec.passes.references.dense_attention import dense_attention
 from compilespec.passes.references.placement import place_call
 from compilespec.passes.references.recurrent_state import recurrent_layers, target_progress
-from compilespec.passes.references.trees import path_attention
-from compilespec.passes.splice.expansion import Expansion
 from compilespec.passes.splice.read_rope_offsets import OFFSETS_T
 from compilespec.passes.splice.sights import AHEAD
 from compilespec.program import NUM_KEPT, PAD, BufferSpec
@@ -57,12 +55,14 @@ def random_cases(
 
     Args:
         start: the target alone (ids and positions to logits); it says which drafts to accept.
-        batch_sizes: None takes 1, 2 and the largest.
+        batch_sizes: None takes 1, 2 and the largest; of prompts that are prefilled alone, 1.
         whole_caches: caches of the program's size instead of just as many blocks as are used.
         plain: every request asks for the argmax, and nothing else.
     """
     config = ctx.config
     sizes = batch_sizes or sorted({1, min(2, config.max_batch_size), config.max_batch_size})
+    if ctx.phase == "prefill" and config.prefills_one:
+        sizes = [1]
     make = _decode_case if ctx.phase == "decode" else _prefill_case
     draws = [_Draw(ctx, vocab_size, seed * 1000 + size, whole_caches, plain) for size in sizes]
     return [
@@ -168,26 +168,12 @@ def _match_tree(ctx: PassContext, case: Case, start: Stage, vocab_size: int) -> 
 
 def target_logits(ctx: PassContext, case: Case, start: Stage) -> Tensor:
     """The target's logits over dense histories: no pass had a hand in them."""
-    placed = place_call(ctx.config, case)
-    tokens = placed.tokens
-    buffers = {name: case.inputs[name].clone() for name in ctx.buffers if ".target." in name}
-    expand_latents(ctx, buffers)
-    attend = dense_attention(buffers, "target", tokens, case.inputs["block_table_RM"])
-    if placed.paths:
-        attend = path_attention(buffers, "target", ctx.config, case.inputs, placed)
-    mixers = {"attention": attend}
+    mixers = dict(history_mixers(ctx, case))
     if ctx.num_recurrent_markers:
+        buffers = {name: case.inputs[name].clone() for name in ctx.buffers if ".target." in name}
+        tokens = place_call(ctx.config, case).tokens
         mixers |= recurrent_layers(buffers, "target", tokens, target_progress(ctx, case))
     return start(with_target_inputs(ctx, case).inputs, mixers).outputs["logits"]
-
-
-def expand_latents(ctx: PassContext, caches: dict[str, Tensor]) -> None:
-    """Replace the target's latents by keys and values, for a graph that knows no latents."""
-    for place, expansion in ctx.latents.items():
-        if isinstance(expansion, Expansion) and place.startswith("target."):
-            latents, weight = caches[f"cache.{place}.key"], ctx.weights[expansion.weight]
-            key, value = expansion.expand(latents.squeeze(2), weight)
-            caches[f"cache.{place}.key"], caches[f"cache.{place}.value"] = key, value
 
 
 def _prefill_case(draw: _Draw, batch_size: int, start: Stage) -> Case:

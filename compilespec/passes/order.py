@@ -157,6 +157,7 @@ SPLICE_PASSES = (
         looks_for="what masks read of earlier tokens, as it was traced",
         near=("topk", "scatter"),
         ensures=(contracts.NO_STATELESS_KEYS,),
+        reference=references.insert_cached_keys,
     ),
     Pass(
         run=insert_paged_attention,

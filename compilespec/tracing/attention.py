@@ -65,8 +65,8 @@ def _marker_attention(
     Raises: UnsupportedModel for a keyword that is not known here.
     """
     unknown = [name for name, value in others.items() if _asks(name, value)]
-    is_selection = module.config._attn_implementation == MASKED and unknown
-    if is_selection and set(unknown) <= set(SELECTIONS):
+    implementation = getattr(module.config, "_attn_implementation", None)
+    if implementation == MASKED and set(unknown) <= set(SELECTIONS):
         unknown = []  # the mask says the same
     if unknown:
         raise UnsupportedModel(

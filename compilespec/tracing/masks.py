@@ -217,7 +217,7 @@ def _by_positions(traced: Traced, mask: fx.Node) -> _Form:
         return _by_tables(gm, needed, mask, tables)
     sizes = {abs(value) for node in needed for value in _integers(node) if value}
     positions = _probed(sizes)
-    by_index = [n for n in needed if n.target in _MADE_BY_INDEX]
+    by_index = [n for n in gm.graph.nodes if n in needed and n.target in _MADE_BY_INDEX]
     if by_index and 2 * max(sizes, default=0) > len(positions):
         raise _OtherForm(f"it is made by index ({by_index[0].name})")
     try:

@@ -196,7 +196,7 @@ def _is_count(node: fx.Node, length: str) -> bool:
         return False
     begin = node.kwargs.get("start", node.args[0] if len(node.args) > 1 else 0)
     step = node.kwargs.get("step", node.args[2] if len(node.args) > 2 else 1)
-    return begin == 0 and step == 1
+    return bool(begin == 0 and step == 1)
 
 
 def rows_by_position(table: Tensor, position_ids: Tensor, dim: int) -> Tensor:
@@ -310,7 +310,7 @@ def chain(node: fx.Node) -> list[fx.Node]:
 def flat_arguments(node: fx.Node) -> list[Any]:
     """The leaves of a node's arguments, in order."""
     found: list[Any] = []
-    fx.node.map_aggregate((node.args, node.kwargs), found.append)  # type: ignore[arg-type]
+    fx.node.map_aggregate((node.args, node.kwargs), found.append)
     return found
 
 

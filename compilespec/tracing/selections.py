@@ -44,7 +44,7 @@ def _select_compressed_blocks(
     """
     batch, length, _ = hidden_states.shape
     size, width = self.compress_ratio, self.index_head_dim
-    rotate = sys.modules[type(self).__module__].apply_rotary_pos_emb  # type: ignore[attr-defined]
+    rotate = sys.modules[type(self).__module__].apply_rotary_pos_emb
     cos, sin = (part[:, -length:] for part in position_embeddings)
     queries, keys = torch.split(
         self.index_qk_proj(hidden_states),

@@ -56,6 +56,7 @@ from compilespec.program import (
 from compilespec.tracing.load import load_target
 from compilespec.tracing.target import trace_target
 from compilespec.tracing.target_info import describe_target
+from tests.families import check as families
 from tests.support import images
 from tests.support.documents import PAGES
 from tests.support.hand_graphs import emit, reading
@@ -65,6 +66,7 @@ Edit = Callable[[fx.GraphModule, PassContext], Any]
 ATEN = torch.ops.aten
 PAGED = torch.ops.compilespec.paged_attention.default
 PACKED = torch.ops.compilespec.packed_linear.default
+SPARSE = "deepseek_v32"  # an indexer chooses the keys of each layer
 SLOT, ROW, POSITION = 5, 6, 7  # arguments of paged attention
 CONFIG = ProgramConfig(
     num_draft_tokens=3, max_batch_size=5, max_seq_len=26, max_prefill_tokens=64,
@@ -111,7 +113,9 @@ class Row:
 
 @functools.cache
 def parts(family: str) -> Any:
-    if family in images.FAMILIES:
+    if family == SPARSE:
+        model = families.build(family, num_layers=2)
+    elif family in images.FAMILIES:
         model = images.tiny_images_target(family)
     elif family == LONG_ROPE:
         model = long_rope_target("llama")
@@ -133,6 +137,11 @@ NEEDS: dict[str, dict[str, Any]] = {
     "output_head_input": {"features": RequestFeatures(prompt_logprobs=True)},
     "trim_draft_head": {"draft_ids": torch.arange(0, VOCAB, 3)},
     "absorb_latents": {"family": "deepseek_v3"},
+    "insert_cached_keys": {
+        "family": SPARSE,
+        "prefills_one": True,
+        "vocab_size": families.VOCAB,
+    },
     "read_embeds": {"features": RequestFeatures(prompt_embeds=True)},
     "read_rope_offsets": {"family": "qwen2_5_vl"},
     "read_long_rope": {"family": LONG_ROPE},
@@ -364,6 +373,14 @@ def layers_share_a_cache(gm: fx.GraphModule, ctx: PassContext) -> None:
 
 def caches_swapped(gm: fx.GraphModule, ctx: PassContext) -> None:
     swap(*paged(gm, "target")[:2], 3, 4)
+
+
+def mask_keys_changed(index: int, function: Callable[[Any], Any]) -> Edit:
+    def edit(gm: fx.GraphModule, ctx: PassContext) -> None:
+        op = torch.ops.compilespec.cached_keys.default
+        changed(gm, gm.graph.find_nodes(op="call_function", target=op)[0], index, function)
+
+    return edit
 
 
 def argument_changed(owner: str, call: int, index: int, function: Callable[[Any], Any]) -> Edit:
@@ -637,6 +654,10 @@ FAULTS = (
           edit=lambda gm, ctx: changed(
               gm, next(n for n in gm.graph.nodes if n.target == "index_select"), 2,
               lambda last: (last - 1).clamp(min=0))),
+    Fault(pass_name="insert_cached_keys", what="keys of another row", phase="decode",
+          edit=mask_keys_changed(3, lambda row: row.roll(1, 0))),
+    Fault(pass_name="insert_cached_keys", what="stale keys", phase="decode",
+          edit=mask_keys_changed(2, lambda slot: torch.where(slot > 0, -1, slot))),
     Fault(pass_name="insert_paged_attention", what="dropped KV write", phase="decode",
           edit=argument_changed("target", 1, SLOT, lambda slot: torch.where(slot > 0, -1, slot))),
     Fault(pass_name="insert_paged_attention", what="later tokens hidden", phase="prefill",
@@ -746,6 +767,14 @@ def test_a_planted_fault_is_caught_and_named(fault: Fault) -> None:
     assert row.bisect.node is not None
     assert row.bisect.wrong_batch_sizes
     assert not row.bisect.ok
+
+
+@pytest.mark.parametrize("phase", ["decode", "prefill"])
+def test_without_a_fault_masks_of_cached_keys_agree(phase: Phase) -> None:
+    report = verify(build(phase, **NEEDS["insert_cached_keys"]), batch_sizes=(2,))
+    assert report.ok, str(report)
+    judged = {check.pass_name: check.against for check in report.checks}
+    assert judged["insert_cached_keys"] == judged["insert_paged_attention"] == "its reference"
 
 
 def test_every_pass_has_a_fault() -> None:

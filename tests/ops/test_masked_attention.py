@@ -106,6 +106,15 @@ def test_cached_keys_are_written_and_read_by_position() -> None:
     assert int((cache != -7).any(-1).sum()) == 8, "the padded request wrote nothing"
 
 
+def test_keys_that_nobody_has_written_are_never_nan() -> None:
+    """A choice of the best keys takes NaN for the largest of all scores."""
+    given, x_BSE = call(), torch.randn(3, 4, 5, dtype=torch.float64)
+    cache = torch.full((NUM_BLOCKS, BLOCK, 1, 5), float("nan"), dtype=torch.float64)
+    read = ops.cached_keys(x_BSE, cache, given["slot"], given["row"], given["table"])
+    assert torch.equal(read[0, 5:9], x_BSE[0])
+    assert not read.isnan().any()
+
+
 def test_a_wrong_row_or_a_stale_key_shows() -> None:
     given, mask = call(), age(call()) >= 0
     want = masked(given, mask, caches())

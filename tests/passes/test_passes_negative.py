@@ -106,6 +106,10 @@ def the_last_layer_is_tapped(target: Traced) -> Case:
     return step(target, "prefill", *done, drafter=drafter)
 
 
+def no_mask_is_computed(target: Traced) -> Case:
+    return step(target, "decode", "read_state")
+
+
 def attention_is_paged_already(target: Traced) -> Case:
     return step(target, "decode", "read_state", "insert_paged_attention")
 
@@ -208,6 +212,7 @@ NEGATIVE: dict[str, Callable[[Traced], Case]] = {
     "read_embeds": decode_reads_its_own_tokens,
     "add_adapters": its_products_are_no_modules_of_adapters,
     "narrow_logits": decode_needs_the_logits_of_all_rows,
+    "insert_cached_keys": no_mask_is_computed,
     "insert_paged_attention": attention_is_paged_already,
     "insert_recurrent_state": there_are_no_recurrent_layers,
     "splice_acceptance": nobody_named_the_logits,

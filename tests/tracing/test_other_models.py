@@ -91,11 +91,11 @@ REFUSED = {
     "BERT": (
         lambda: transformers.BertForMaskedLM(transformers.BertConfig(**SIZES)),
         r"BertForMaskedLM: bert.encoder.layer.0.attention.self; modeling_bert.py:\d+.*"
-        r"expected causal attention.*; by its mask, tokens see later ones",
+        r"expected a mask that is causal.*; it has another form, and tokens see later ones",
     ),
     "gemma3, bidirectional": (
         lambda: gemma3(use_bidirectional_attention=True),
-        "Gemma3ForCausalLM: .*: expected causal attention, a window or chunks",
+        "Gemma3ForCausalLM: .*: expected a mask that is causal, .*, and tokens see later ones",
     ),
     "T5": (t5, "T5ForConditionalGeneration is an encoder-decoder; .* AutoModelForCausalLM"),
     "classifier": (

@@ -30,8 +30,9 @@ def attention_reference(
         softcap: 0, or c > 0 for tanh(score / c) * c, after scaling, before the mask.
         sinks_N: None, or one more logit per head that joins the softmax denominator only.
         chunk: 0, or c > 0 to see only keys j of the token's own chunk, j // c == i // c.
-        mask: what the model was given, until tracing has read a window or a chunk from it; where it
-            is False (or not 0, in floating point) a key is not seen, later keys included or not.
+        mask: what the model was given, until tracing has read a window or a chunk from it; bool,
+            true where a key is seen, or floating point, added to the scores.  It says of later keys
+            too whether they are seen.
     Returns:
         [B, T, N, Hv], contiguous, dtype of query; softmax in float32 (float64 for float64).
     Source: transformers' eager_attention_forward; sinks as in gpt-oss.
@@ -49,8 +50,11 @@ def attention_reference(
         visible_TT &= position_T[None, :] > position_T[:, None] - window
     if chunk > 0:
         visible_TT &= position_T[None, :] // chunk == position_T[:, None] // chunk
-    if mask is not None:
-        visible_TT = mask if mask.dtype == torch.bool else mask == 0
+    if mask is not None and mask.dtype == torch.bool:
+        visible_TT = mask
+    elif mask is not None:
+        visible_TT = mask > torch.finfo(mask.dtype).min / 2
+        score_BNTT = score_BNTT + mask.to(wide)
     score_BNTT = score_BNTT.masked_fill(~visible_TT, float("-inf"))
     weight_BNTT = softmax_with_sinks(score_BNTT, sinks_N)
     out_BNTH = torch.matmul(weight_BNTT, value_BNTH)

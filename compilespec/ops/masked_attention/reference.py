@@ -38,10 +38,12 @@ def cached_keys_reference(
         row_BS: int32, row of the block table, the same for the live tokens of a request; -1: none.
         block_table_RM: int32, block of positions m * block_size onwards, -1 if there is none.
     Returns:
-        [B, M * block_size, E] by position; what was not written is arbitrary.
+        [B, M * block_size, E] by position; what was not written is arbitrary, but never NaN, which
+        a choice of the best keys would prefer to all others.
     """
     torch.ops.compilespec.write_cache(x_BSE.unsqueeze(1), None, cache, None, slot_BS)
-    return cache[_blocks(row_BS, block_table_RM)].flatten(1, 3)
+    all_BLE = cache[_blocks(row_BS, block_table_RM)].flatten(1, 3)
+    return all_BLE.masked_fill(all_BLE.isnan(), 0)
 
 
 def masked_attention_reference(

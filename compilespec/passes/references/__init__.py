@@ -14,6 +14,7 @@ from compilespec.passes.references.draft_loops import splice_draft_loop, trim_dr
 from compilespec.passes.references.embeds import read_embeds
 from compilespec.passes.references.evidence import report_evidence
 from compilespec.passes.references.kept_inputs import commit_drafts, read_kept
+from compilespec.passes.references.kept_masks import insert_cached_keys
 from compilespec.passes.references.process_logits import process_logits
 from compilespec.passes.references.rope import (
     read_long_rope,
@@ -41,6 +42,7 @@ __all__ = [
     "add_adapters",
     "commit_drafts",
     "commit_state",
+    "insert_cached_keys",
     "insert_paged_attention",
     "insert_recurrent_state",
     "keep_path",

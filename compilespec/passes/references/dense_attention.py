@@ -53,33 +53,50 @@ def _attend_rows(
     softcap: float,
     sinks_N: Tensor | None,
     chunk: int = 0,
+    mask: Tensor | None = None,
 ) -> Tensor:
-    """[B, S, N, Hv]; zeros for tokens without a row."""
+    """[B, S, N, Hv], zeros for tokens without a row.  `mask`: [1 or B, 1 or N, S, L]."""
     query_TNH = query_BNSH.transpose(1, 2).flatten(0, 1)
     out_TNH = query_TNH.new_zeros((*query_TNH.shape[:2], value_cache.shape[-1]))
     row_T, position_T = tokens.row.flatten(), tokens.position.flatten()
     wide = torch.float64 if query_BNSH.dtype == torch.float64 else torch.float32
     for row in sorted({row for row in row_T.tolist() if row >= 0}):
         mine_T = (row_T == row).nonzero().flatten()
-        position_Q = position_T[mine_T].long()
-        ahead_Q = ahead_T[mine_T].long()
+        position_Q, ahead_Q = position_T[mine_T].long(), ahead_T[mine_T].long()
         length = int((position_Q + ahead_Q).max()) + 1
-        blocks = block_table_RM[row, : -(-length // key_cache.shape[1])].long()
-        group = query_TNH.shape[1] // key_cache.shape[2]
-        key_JNH, value_JNH = (
-            cache[blocks].flatten(0, 1)[:length].to(wide).repeat_interleave(group, 1)
+        key_NJH, value_NJH = (
+            _history(cache, block_table_RM[row], length, query_TNH.shape[1]).to(wide)
             for cache in (key_cache, value_cache)
         )
-        query_NQH = query_TNH[mine_T].to(wide).transpose(0, 1)
-        score_NQJ = query_NQH @ key_JNH.permute(1, 2, 0) * scale
+        score_NQJ = query_TNH[mine_T].to(wide).transpose(0, 1) @ key_NJH.transpose(1, 2) * scale
         if softcap > 0:
             score_NQJ = torch.tanh(score_NQJ / softcap) * softcap
         hidden_QJ = _hidden(position_Q, ahead_Q, length, window, chunk)
+        if mask is not None:
+            own_NQJ = _rows_of_mask(mask, tokens, mine_T)[:, :, :length]
+            score_NQJ = score_NQJ + own_NQJ.to(wide)
+            hidden_QJ = hidden_QJ | (own_NQJ < torch.finfo(own_NQJ.dtype).min / 2)
         score_NQJ = score_NQJ.masked_fill(hidden_QJ, float("-inf"))
         weight_NQJ = softmax_with_sinks(score_NQJ.unsqueeze(0), sinks_N)[0]
-        out_NQH = weight_NQJ @ value_JNH.transpose(0, 1)
-        out_TNH[mine_T] = out_NQH.transpose(0, 1).to(out_TNH.dtype)
+        weight_NQJ = weight_NQJ.masked_fill(hidden_QJ, 0)  # where a token sees nothing at all
+        out_TNH[mine_T] = (weight_NQJ @ value_NJH).transpose(0, 1).to(out_TNH.dtype)
     return out_TNH.view(*tokens.row.shape, *out_TNH.shape[1:])
+
+
+def _history(cache: Tensor, block_M: Tensor, length: int, num_heads: int) -> Tensor:
+    """The first `length` cells of a request, [N, J, H], for each head of the queries."""
+    blocks = block_M[: -(-length // cache.shape[1])].long()
+    cells_JNH = cache[blocks].flatten(0, 1)[:length]
+    return cells_JNH.repeat_interleave(num_heads // cache.shape[2], 1).transpose(0, 1)
+
+
+def _rows_of_mask(mask: Tensor, tokens: Tokens, mine_T: Tensor) -> Tensor:
+    """What a mask adds to the scores of some tokens, [1 or N, Q, L]."""
+    if mask.dtype == torch.bool:
+        mask = torch.zeros(mask.shape, device=mask.device).masked_fill(~mask, float("-inf"))
+    batch, num_rows = tokens.row.shape
+    every = mask.expand(batch, -1, num_rows, -1).transpose(1, 2).flatten(0, 1)
+    return every[mine_T].transpose(0, 1)
 
 
 def _hidden(position_Q: Tensor, ahead_Q: Tensor, length: int, window: int, chunk: int) -> Tensor:

@@ -12,6 +12,7 @@ from compilespec.methods.capabilities import FINAL_NORM
 from compilespec.passes.context import PassContext
 from compilespec.passes.references.base import AttentionCall, Before, Case, Values
 from compilespec.passes.references.dense_attention import dense_attention
+from compilespec.passes.references.kept_masks import MASK_CACHES
 from compilespec.passes.references.placement import place_call
 from compilespec.passes.references.recurrent_state import recurrent_layers, target_progress
 from compilespec.passes.references.trees import path_attention, topology, unwritten
@@ -82,7 +83,9 @@ def insert_paged_attention(before: Before, ctx: PassContext, case: Case) -> Valu
     placed = place_call(ctx.config, case)
     tokens = placed.tokens
     caches = {
-        name: tensor.clone() for name, tensor in case.inputs.items() if name.startswith("cache.")
+        name: tensor.clone()
+        for name, tensor in case.inputs.items()
+        if name.startswith("cache.") and not name.startswith(MASK_CACHES)
     }
     ahead_T = case.inputs.get("ahead_T")
     attend = dense_attention(caches, "target", tokens, case.inputs["block_table_RM"], ahead_T)

@@ -14,7 +14,7 @@ from compilespec.program import BufferSpec, marker_kind, markers
 
 
 def insert_cached_keys(step: Splice) -> int:
-    """`cached` -> `compilespec::cached_keys` with a cache of its own, in the target's blocks;
+    """`cached` -> `compilespec::cached_keys` with a separate cache, in the target's blocks;
     `all_positions` -> those that a block table has.  Numerics: exact.  Torch IR.
     """
     found = markers(step.gm, "cached", "all_positions")

@@ -22,6 +22,8 @@ from compilespec.tracing.structure import shape_of
 # Memory order of a cache [num_blocks, block_size, Nkv, H] where attention reads one head's cells
 # at a time, as on the CPU: they follow each other, from block to block.
 HEADS_FIRST = (2, 0, 1, 3)
+_PAGED = torch.ops.compilespec.paged_attention.default
+_MASKED = torch.ops.compilespec.masked_attention.default
 Part = tuple[Tensor, Tensor | None]  # keys and values of a layer; values: None of latents
 
 
@@ -74,8 +76,6 @@ def page_markers(
 ) -> int:
     """Rewrite `markers`, one per layer in order, onto the caches of `owner`.
 
-    A layer whose values are the beginning of its keys has a cache of keys alone.
-
     Args:
         places: those of these markers' tokens; tokens with slot -1 write nothing.
         layers: the layer whose cache each marker uses; None: 0, 1, ...
@@ -89,20 +89,17 @@ def page_markers(
         with step.before(node):
             at, blocks = _cells(step, marker, places, block_size)
             width = leading_part(node.args[2], node.args[1])
-            halves = (("key", marker.key), ("value", marker.value))[: 1 if width else 2]
-            caches = [cache_of(step, f"{owner}.{layer}.{half}", x, blocks) for half, x in halves]
+            caches = _caches(step, f"{owner}.{layer}", marker, blocks, has_values=not width)
             key, value = marker.key, None if width else marker.value
             if branches is not None:
                 key, value = branches.with_earlier(layer, key, value)
-            parts = (marker.query, key, value, *caches, *([None] if width else []))
-            if marker.mask is not None:
-                _refuse_beside_masks(step, node, owner, branches is not None or sights is not None)
-                options = (marker.scale, marker.softcap, marker.sinks, width, marker.mask)
-                paged = torch.ops.compilespec.masked_attention.default(*parts, *at, *options)
-            else:
+            parts = (marker.query, key, value, *caches)
+            if marker.mask is None:
                 extra = _extra(node, marker, at.position, width, branches, sights)
-                options = (*marker[3:7], *extra)
-                paged = torch.ops.compilespec.paged_attention.default(*parts, *at, *options)
+                paged = _PAGED(*parts, *at, *marker[3:7], *extra)
+            else:
+                _refuse_beside_masks(node, owner, branches is not None or sights is not None)
+                paged = _MASKED(*parts, *at, *_under_mask(marker, width))
         step.take_place(node, paged)
     return len(markers)
 
@@ -131,7 +128,20 @@ def _cells(
     return group_places(step, group, places), (group.num_blocks(step.config), block_size)
 
 
-def _refuse_beside_masks(step: Splice, node: fx.Node, owner: str, has_other_keys: bool) -> None:
+def _caches(
+    step: Splice, layer: str, marker: _Marker, blocks: tuple[int, int], *, has_values: bool
+) -> tuple[Tensor, Tensor | None]:
+    """The caches of a layer's keys and values, or of keys that begin with the values."""
+    keys = cache_of(step, f"{layer}.key", marker.key, blocks)
+    return keys, cache_of(step, f"{layer}.value", marker.value, blocks) if has_values else None
+
+
+def _under_mask(marker: _Marker, value_dim: int) -> tuple[Any, ...]:
+    """The last arguments of `masked_attention`."""
+    return marker.scale, marker.softcap, marker.sinks, value_dim, marker.mask
+
+
+def _refuse_beside_masks(node: fx.Node, owner: str, has_other_keys: bool) -> None:
     """Raises: NotSupported where tokens see other keys than those of the cache before them."""
     if owner != "target" or has_other_keys:
         raise NotSupported(
