@@ -150,7 +150,8 @@ def _written(node: fx.Node) -> fx.Node:
     base: Any = node.args[0]
     while base.target in VIEWS and isinstance(base.args[0], fx.Node):
         base = base.args[0]
-    return base  # type: ignore[no-any-return]
+    found: fx.Node = base
+    return found
 
 
 def _check_keys(gm: fx.GraphModule, marker: fx.Node, model: nn.Module) -> None:
@@ -188,6 +189,11 @@ def _form_of(
     """The form of a mask.  Raises: UnsupportedModel."""
     try:
         return _by_positions(traced, mask)
+    except _SeesLater:
+        raise UnsupportedModel(
+            f"{_place(marker, model)}: expected a mask that is causal, or hides more than that; it "
+            "has another form, and tokens see later ones; use a model with another mask"
+        ) from None
     except _OtherForm as error:
         reason = str(error)
     try:
@@ -235,6 +241,8 @@ def _by_positions(traced: Traced, mask: fx.Node) -> _Form:
     for form, wanted in forms.items():
         if torch.equal(seen, wanted & (key <= query)):
             return form
+    if bool((seen & (key > query)).any()):
+        raise _SeesLater
     raise _OtherForm("it has another form")
 
 
@@ -266,6 +274,10 @@ def _probed(sizes: set[int]) -> Tensor:
 
 class _OtherForm(Exception):
     """Why a mask is not causal, a window or a chunk."""
+
+
+class _SeesLater(Exception):
+    """Raised for a mask that shows later tokens, which no cache holds."""
 
 
 class _Masks(fx.Interpreter):

@@ -14,10 +14,10 @@ from torch import Tensor, fx, nn
 
 from compilespec.errors import UnsupportedModel
 from compilespec.ops.device import traits_of
-from compilespec.program import Traced, marker_kind, module_path
+from compilespec.program import Traced, marker_kind, markers, module_path
 from compilespec.tracing.naming import source_line
 from compilespec.tracing.quantized_weights import is_quantized
-from compilespec.tracing.structure import EMBEDDING, LINEAR
+from compilespec.tracing.structure import EMBEDDING, LINEAR, ancestors
 
 _MASK = 8  # the place of a mask among the arguments of an attention marker
 
@@ -138,7 +138,10 @@ class _Alone(fx.Interpreter):
 def _of_masks(gm: fx.GraphModule) -> set[fx.Node]:
     """What only masks are made of: a token that attends to itself alone needs none."""
     found: set[fx.Node] = set()
+    cached = {one for n in markers(gm, "cached") for one in ancestors(n)}
     for node in reversed(gm.graph.nodes):
+        if node in cached:  # which must be a token's own
+            continue
         readers = [user for user in node.users if user not in found]
         if node.users and all(
             marker_kind(user) == "attention" and node not in user.args[:_MASK] for user in readers
@@ -156,14 +159,17 @@ class _Tainted(_Alone):
         super().__init__(traced)
         self._taint, self._find_first = taint, find_first
         self.first_mixed: fx.Node | None = None  # the first node whose output is all NaN
+        self._is_cached_mixed = False
 
     def reaches_the_middle(self) -> bool:
-        """True where the logits of the second of three tokens hold NaN."""
+        """True where the logits of the second of three tokens hold NaN, or what is cached of it."""
         logits = self.logits(torch.zeros(1, 3), torch.arange(3)[None])
-        return bool(logits[:, 1].isnan().any())
+        return bool(logits[:, 1].isnan().any()) or self._is_cached_mixed
 
     def run_node(self, node: fx.Node) -> Any:
         result = super().run_node(node)
+        if marker_kind(node) == "cached":
+            self._is_cached_mixed |= _has_nan(result.select(int(str(node.args[1])), 1))
         if self._taint and node.target in EMBEDDING and result is not None:
             result = result.clone()
             result[..., ::2, :] = torch.nan
