@@ -376,7 +376,11 @@ class MaskSplitter:
             node.args, node.kwargs = with_arguments(node, flat)
 
     def _sided(self, source: fx.Node, side: str) -> fx.Node:
-        is_size = isinstance(source.meta.get("example_value"), torch.SymInt)
+        example = source.meta.get("example_value")
+        is_size = isinstance(example, torch.SymInt)
+        is_integer = isinstance(example, Tensor) and not example.is_floating_point()
+        if is_integer and not is_of_positions(source):
+            raise CannotSplit(f"it depends on the token ids ({source.name})")
         if side == "query":
             counts = not is_size and is_of_positions(source)
             counts = counts and any(map(self._values.is_count, chain(source)))

@@ -17,7 +17,7 @@ from compilespec.ops.device import traits_of
 from compilespec.program import Traced, marker_kind, markers, module_path
 from compilespec.tracing.naming import source_line
 from compilespec.tracing.quantized_weights import is_quantized
-from compilespec.tracing.structure import EMBEDDING, LINEAR, ancestors
+from compilespec.tracing.structure import EMBEDDING, LINEAR
 
 _MASK = 8  # the place of a mask among the arguments of an attention marker
 
@@ -138,7 +138,7 @@ class _Alone(fx.Interpreter):
 def _of_masks(gm: fx.GraphModule) -> set[fx.Node]:
     """What only masks are made of: a token that attends to itself alone needs none."""
     found: set[fx.Node] = set()
-    cached = {one for n in markers(gm, "cached") for one in ancestors(n)}
+    cached = _made_without_masks(markers(gm, "cached"))
     for node in reversed(gm.graph.nodes):
         if node in cached:  # which must be a token's own
             continue
@@ -147,6 +147,20 @@ def _of_masks(gm: fx.GraphModule) -> set[fx.Node]:
             marker_kind(user) == "attention" and node not in user.args[:_MASK] for user in readers
         ):
             found.add(node)
+    return found
+
+
+def _made_without_masks(nodes: list[fx.Node]) -> set[fx.Node]:
+    """What the nodes are made of, where attention needs no mask."""
+    found: set[fx.Node] = set()
+    todo = list(nodes)
+    while todo:
+        node = todo.pop()
+        if node not in found:
+            found.add(node)
+            is_attention = marker_kind(node) == "attention"
+            sources = node.args[:_MASK] if is_attention else node.all_input_nodes
+            todo += [source for source in sources if isinstance(source, fx.Node)]
     return found
 
 

@@ -39,9 +39,7 @@ def insert_cached_keys(step: Splice) -> int:
 
 def _read_all(step: Splice, name: str, x: Tensor, dim: int) -> Tensor:
     """x of the step's tokens is written; then that of all tokens of each request is read."""
-    shape, kind = _example(x, name)
-    # Ids and booleans are held as numbers that have all of their values.
-    dtype = kind if kind.is_floating_point else torch.float64
+    shape, dtype = _example(x, name)
     sizes = [int(size or 0) for place, size in enumerate(shape) if place not in (0, dim)]
     width, config = torch.Size(sizes).numel(), step.config
     cache = step.buffer(
@@ -53,11 +51,11 @@ def _read_all(step: Splice, name: str, x: Tensor, dim: int) -> Tensor:
         )
     )
     places = step_places(step)
-    rows_BSE = x.movedim(dim, 1).flatten(2).to(dtype)
+    rows_BSE = x.movedim(dim, 1).flatten(2)
     all_BLE = torch.ops.compilespec.cached_keys.default(
         rows_BSE, cache, places.slot, places.row, places.table
     )
-    return all_BLE.to(kind).unflatten(2, sizes).movedim(1, dim)
+    return all_BLE.unflatten(2, sizes).movedim(1, dim)
 
 
 def _example(x: Tensor, name: str) -> tuple[tuple[int | None, ...], torch.dtype]:
