@@ -280,6 +280,32 @@ def _attention(costs: NodeCosts, node: fx.Node) -> Cost:
     )
 
 
+def _masked_attention(costs: NodeCosts, node: fx.Node) -> Cost:
+    """Each token against all positions that a request can have; the mask is read, too."""
+    args: Any = node.args
+    query, key, value, key_cache = args[:4]
+    slot, mask = args[5], args[13]
+    num_heads, head_dim = query.meta["val"].shape[1], query.meta["val"].shape[3]
+    num_kv_heads, value_dim = key.meta["val"].shape[1], node.meta["val"].shape[3]
+    length = costs.shape(mask)[-1]
+    cell_dim = head_dim + (0 if value is None else value_dim)
+    cell_bytes = num_kv_heads * cell_dim * key_cache.meta["val"].element_size()
+    requests, tokens = costs.shape(slot)[0], costs.num_elements(slot)
+    moved = sum((costs.num_bytes(x) for x in (query, key, value, mask) if x is not None), _ZERO)
+    return Cost(
+        flops=2 * tokens * num_heads * length * (head_dim + value_dim),
+        cache_bytes=cell_bytes * (requests * length + tokens),
+        activation_bytes=moved + costs.num_bytes(node),
+    )
+
+
+def _cached_keys(costs: NodeCosts, node: fx.Node) -> Cost:
+    """What the tokens have is written; all that their requests have is read, and copied."""
+    args: Any = node.args
+    read, written = costs.num_bytes(node), costs.num_bytes(args[0])
+    return Cost(cache_bytes=read + written, activation_bytes=read + written)
+
+
 def _write_path(costs: NodeCosts, node: fx.Node) -> Cost:
     """Writes a tree's accepted rows: reads their keys and values; attention has counted the
     write.
@@ -391,6 +417,8 @@ RULES: dict[Any, Callable[[NodeCosts, fx.Node], Cost]] = {
     torch.ops.compilespec.packed_quantized_linear.default: _rows_times_quantized,
     torch.ops.compilespec.packed_dynamic_int8_linear.default: _rows_times_quantized,
     torch.ops.compilespec.paged_attention.default: _attention,
+    torch.ops.compilespec.masked_attention.default: _masked_attention,
+    torch.ops.compilespec.cached_keys.default: _cached_keys,
     torch.ops.compilespec.write_cache.default: _write_path,
     torch.ops.compilespec.draft_noise.default: _noise,
     torch.ops.compilespec.filtered_probs.default: _distributions,

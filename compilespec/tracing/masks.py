@@ -27,7 +27,7 @@ from compilespec.tracing.pair_masks import (
     end_writes,
     made_of_pairs,
 )
-from compilespec.tracing.positions import is_write
+from compilespec.tracing.positions import is_of_positions, is_write
 from compilespec.tracing.quantized_weights import is_quantized
 from compilespec.tracing.structure import ancestors
 
@@ -131,10 +131,10 @@ def _end_writes(gm: fx.GraphModule, masked: list[fx.Node], model: nn.Module) -> 
     ids = next(n for n in gm.graph.nodes if n.meta.get("role") == "input_ids")
     made = made_of_pairs(gm, str(ids.meta["example_value"].shape[1]))
     for marker in masked:
-        needed = _ancestors_of_mask(marker)
+        needed = _made_at_once(marker, made)
         try:
             end_writes(gm, made & {*needed, *(user for node in needed for user in node.users)})
-            needed = _ancestors_of_mask(marker)
+            needed = _made_at_once(marker, made)
             for node in gm.graph.nodes:
                 if is_write(node) and (node in needed or _written(node) in needed):
                     raise CannotSplit(f"a part of it is written in place ({node.name})")
@@ -143,6 +143,17 @@ def _end_writes(gm: fx.GraphModule, masked: list[fx.Node], model: nn.Module) -> 
                 f"{_place(marker, model)}: expected a mask that is computed at once; {error}; "
                 "use torch.where or masked_fill there"
             ) from None
+
+
+def _made_at_once(marker: fx.Node, made: set[fx.Node]) -> set[fx.Node]:
+    """What a mask is made of, but for values of single tokens: pairs of them, and positions."""
+    found, todo = set[fx.Node](), [marker.args[_MASK]]
+    while todo:
+        node: Any = todo.pop()
+        if node not in found and (node in made or is_write(node) or is_of_positions(node)):
+            found.add(node)
+            todo += node.all_input_nodes
+    return found
 
 
 def _written(node: fx.Node) -> fx.Node:
