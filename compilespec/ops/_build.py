@@ -130,7 +130,8 @@ def check_compiler() -> None:
 
 
 def library_path() -> Path:
-    """The path of this machine's library: the best that came with the package, else one to build.
+    """The path of the packaged library for COMPILESPEC_CPU_LEVEL, or for the best level of this CPU
+    where that is not set; else of one in the cache, which may not be built yet.
 
     Raises: InvalidOption for a level that the CPU does not have.
     """

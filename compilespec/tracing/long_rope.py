@@ -35,7 +35,8 @@ def short_rope_limit(model: nn.Module) -> int | None:
 
 @contextlib.contextmanager
 def rope_by_request(model: nn.Module, rows: LongRows) -> Iterator[None]:
-    """Let rotary embeddings of a transformers model use the table of `rows` while it is traced.
+    """Let LongRoPE models rotate each token by the short or the long table, as `rows.is_long` says
+    when the model is called, while the context is open.
 
     Raises: UnsupportedModel for frequencies that change with the length (dynamic NTK).
     """

@@ -146,7 +146,7 @@ def _end_writes(gm: fx.GraphModule, masked: list[fx.Node], model: nn.Module) -> 
 
 
 def _made_at_once(marker: fx.Node, made: set[fx.Node]) -> set[fx.Node]:
-    """What a mask is made of, but for values of single tokens: pairs of them, and positions."""
+    """The pairs of tokens and the positions that a mask is made of, without values of one token."""
     found, todo = set[fx.Node](), [marker.args[_MASK]]
     while todo:
         node: Any = todo.pop()

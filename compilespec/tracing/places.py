@@ -31,8 +31,8 @@ class ModelPlace:
 
 
 def find_model(model: str | Path) -> ModelPlace:
-    """Find a model by its path, by its name on the hub ("org/name", "org/name@revision"), or as
-    "demo".  Models on disk come first.
+    """Find a model: "demo" is the packaged one; else a path that exists, a folder or a file; else a
+    name of the hub ("org/name", "org/name@revision"), which is downloaded if it is not cached.
 
     Raises: ModelNotFound.
     """

@@ -136,7 +136,7 @@ class _Alone(fx.Interpreter):
 
 
 def _of_masks(gm: fx.GraphModule) -> set[fx.Node]:
-    """What only masks are made of: a token that attends to itself alone needs none."""
+    """The nodes that only masks are made of: a token that attends to itself alone needs none."""
     found: set[fx.Node] = set()
     cached = _made_without_masks(markers(gm, "cached"))
     for node in reversed(gm.graph.nodes):
@@ -151,7 +151,7 @@ def _of_masks(gm: fx.GraphModule) -> set[fx.Node]:
 
 
 def _made_without_masks(nodes: list[fx.Node]) -> set[fx.Node]:
-    """What the nodes are made of, where attention needs no mask."""
+    """The sources of the nodes, where attention needs no mask."""
     found: set[fx.Node] = set()
     todo = list(nodes)
     while todo:

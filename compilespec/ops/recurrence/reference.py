@@ -145,7 +145,9 @@ def cached_recurrence_reference(
 
 
 def segments(row_BS: Tensor) -> Iterator[tuple[int, list[int]]]:
-    """Each state row that a call names, and its tokens, counted through the whole call."""
+    """(state row, its tokens as indices into the flattened call) for each run of equal neighbours;
+    padding is left out, and a row that comes again is given again.
+    """
     rows = row_BS.flatten().tolist()
     start = 0
     for end in range(1, len(rows) + 1):

@@ -38,7 +38,9 @@ def insert_cached_keys(step: Splice) -> int:
 
 
 def _read_all(step: Splice, name: str, x: Tensor, dim: int) -> Tensor:
-    """x of the step's tokens is written; then that of all tokens of each request is read."""
+    """Write x of the step's tokens to the cache `name`; the same of all tokens of each request, in
+    the layout of x, whose dimension of tokens is `dim`.
+    """
     shape, dtype = _example(x, name)
     sizes = [int(size or 0) for place, size in enumerate(shape) if place not in (0, dim)]
     width, config = torch.Size(sizes).numel(), step.config

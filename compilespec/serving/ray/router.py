@@ -59,12 +59,14 @@ class PrefixRouter(RequestRouter):
 
 
 def rank(depths: Sequence[int], loads: Sequence[int], max_lead: int) -> list[int]:
-    """Places of replicas, the best first; equals in any order.
+    """Places of replicas, best first: the most known chunks, then the fewest requests; equals in
+    any order.
 
     Args:
         depths: the number of chunks of the prompt that each knows.
         loads: requests that each has.
-        max_lead: a replica with that many more requests than the least busy one is not preferred.
+        max_lead: a replica with more requests than these above the least busy one counts as
+            knowing no chunk.
     """
     least = min(loads, default=0)
 

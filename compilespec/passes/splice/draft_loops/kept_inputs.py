@@ -74,7 +74,10 @@ def place_kept(
     block_size: int,
     spare_row: int,
 ) -> tuple[Tensor, ...]:
-    """Row w of a request is position seq_len - backlog + w; its drafts follow the last one."""
+    """The last `backlog` kept pairs of each request and their places, as the roles of `MADE`, in
+    that order.  Row w of a request is position seq_len - backlog + w; rows beyond the backlog have
+    position 0, row -1 and slot -1.
+    """
     live_B = row_B >= 0
     index_B = torch.where(live_B, row_B, spare_row).long()
     start_B = (seq_len_R[index_B] - backlog_B).clamp(min=0)
