@@ -150,6 +150,7 @@ class Traced:
 
 MIXERS = ("attention", "recurrence", "causal_conv")  # markers where tokens are mixed
 MARKERS = (*MIXERS, "cached", "all_positions")
+MASK_PLACE = 8  # of a mask among the arguments of an attention marker
 
 
 def marker_kind(node: fx.Node) -> str:

@@ -13,16 +13,16 @@ from compilespec.passes.references.kept_masks import mask_parts
 from compilespec.passes.references.placement import place_call
 from compilespec.passes.references.trees import path_attention
 from compilespec.passes.splice.expansion import Expansion
-from compilespec.program import marker_kind
-
-MASK = 8  # the argument of an attention marker
+from compilespec.program import MASK_PLACE, marker_kind
 
 
 def keeps_masks(graph: fx.Graph) -> bool:
     """True where masks have one dimension of keys in the cache: nothing runs without histories."""
     for node in graph.nodes:
         kind = marker_kind(node)
-        if kind in ("cached", "all_positions") or (kind == "attention" and len(node.args) > MASK):
+        if kind in ("cached", "all_positions") or (
+            kind == "attention" and len(node.args) > MASK_PLACE
+        ):
             return True
     return False
 

@@ -25,7 +25,6 @@ ATTENTION = "compilespec"  # compilespec's name in transformers' attention regis
 # The name under which models that hand a selection of keys to other attention functions make a
 # mask of it.
 MASKED = "sdpa"
-EAGER = "eager"  # of models that write attention out themselves: masks are added to scores
 SELECTIONS = ("indices", "block_indices")  # keywords of such selections
 
 # Keywords of attention calls that change nothing without packed sequences, or only choose further

@@ -23,9 +23,10 @@ from compilespec.tracing.pair_masks import (
     Trial,
     end_writes,
     made_of_pairs,
-    side_uses,
+    pairs_behind,
 )
-from compilespec.tracing.positions import describe, num_token_dims
+from compilespec.tracing.positions import describe, is_write, num_token_dims
+from compilespec.tracing.structure import token_ids
 
 _SOFTMAX = (torch.softmax, torch.nn.functional.softmax, "softmax")
 _PRODUCTS = (torch.matmul, torch.bmm, operator.matmul, "matmul", "bmm")
@@ -49,7 +50,7 @@ def mark_eager_attention(traced: Traced) -> list[str]:
     found = [node for node in gm.graph.nodes if node.target in _SOFTMAX]
     if not found:
         return []
-    ids = next(n for n in gm.graph.nodes if n.meta.get("role") == "input_ids")
+    ids = token_ids(gm.graph)
     batch, length = ids.meta["example_value"].shape
     for softmax in found:
         if num_token_dims(softmax, str(length)) != 2:
@@ -67,8 +68,7 @@ def mark_eager_attention(traced: Traced) -> list[str]:
 
 def _may_go(node: fx.Node) -> bool:
     """Keep placeholders, which a call is bound to by place, and what writes in place."""
-    in_place = node.op == "call_method" and str(node.target).endswith("_")
-    return node.op in ("placeholder", "output") or in_place or node.target is operator.setitem
+    return node.op in ("placeholder", "output") or is_write(node)
 
 
 class _WrittenAttention:
@@ -84,7 +84,10 @@ class _WrittenAttention:
         end_writes(self._gm, made)
         mixed, value = self._second_product()
         scores, query, key = self._first_product(made)
-        between = self._between(scores, made)
+        mask = _node(self._softmax.args[0])
+        if mask is scores:
+            raise _NoMatch("it has no mask")
+        between = pairs_behind(self._gm, mask, made - {scores}, self._length)
         scale = self._factor(scores, between)
         with self._gm.graph.inserting_before(self._softmax):
             self._put_marker(mixed, scores, between, (query, key, value), scale)
@@ -145,21 +148,6 @@ class _WrittenAttention:
         graph.erase_node(node)
         return product
 
-    def _between(self, scores: fx.Node, made: set[fx.Node]) -> Pairs:
-        """What makes the softmax's input of the scores, these left out."""
-        needed, todo = set[fx.Node](), [_node(self._softmax.args[0])]
-        while todo:
-            node = todo.pop()
-            if node not in needed and node in made and node is not scores:
-                needed.add(node)
-                todo += node.all_input_nodes
-        inner = [node for node in self._gm.graph.nodes if node in needed]
-        return Pairs(
-            mask=_node(self._softmax.args[0]),
-            nodes=tuple(inner),
-            uses=side_uses(inner, self._length),
-        )
-
     def _factor(self, scores: fx.Node, between: Pairs) -> float:
         """The number that scores are multiplied with, where they are not masked."""
         found: list[Tensor] = []
@@ -167,11 +155,9 @@ class _WrittenAttention:
             trial = Trial(self._traced.weights, between, self._sizes, seed, num_tokens)
             shape = trial.shape_of(scores)
             one = torch.rand(shape, dtype=torch.float64).to(scores.meta["example_value"].dtype) + 1
-            if between.mask is scores:
-                return 1.0
             nothing, once = (trial.whole({scores: one * factor}).double() for factor in (0, 1))
             seen = (nothing > -1e4).expand(once.shape)
-            other = one.double().reshape(once.shape) if one.shape != once.shape else one.double()
+            other = one.double().reshape(once.shape)
             factors = ((once - nothing) / other)[seen]
             for times in _OTHER_SCORES:
                 more = trial.whole({scores: one * times}).double()
@@ -193,8 +179,6 @@ class _WrittenAttention:
         scale: float,
     ) -> None:
         graph, (query, key, value) = self._gm.graph, parts
-        if between.mask is scores:
-            raise _NoMatch("it has no mask")
         self._check_readers(scores, between)
         self._check_heads(query, key, value)
         with graph.inserting_before(scores):

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from compilespec.errors import UnsupportedModel
-from compilespec.program import Traced, markers, module_path
+from compilespec.program import MASK_PLACE, Traced, markers, module_path
 from compilespec.tracing.naming import source_line
 from compilespec.tracing.pair_masks import (
     VIEWS,
@@ -29,10 +29,10 @@ from compilespec.tracing.pair_masks import (
 )
 from compilespec.tracing.positions import is_of_positions, is_write
 from compilespec.tracing.quantized_weights import is_quantized
-from compilespec.tracing.structure import ancestors
+from compilespec.tracing.structure import ancestors, token_ids, walk_back
 
+EAGER = "eager"  # of models that write attention out themselves: masks are added to scores
 _INPUTS = {"input_ids": "what the tokens hold", "position_ids": "the positions"}
-_MASK = 8  # the place of a mask among the arguments of an attention marker
 _MOST_OF_TABLE = 2048  # rows of a table that are looked at
 _MADE_BY_INDEX = (
     torch.ones, torch.zeros, torch.full, torch.tril, torch.triu, torch.cumsum,
@@ -76,7 +76,7 @@ def traced_masks(name: str) -> Iterator[None]:
     from transformers import masking_utils
 
     made: dict[str, Any] = dict.fromkeys((name, "sdpa"), traced_mask)
-    if name == "eager":
+    if name == EAGER:
         made[name] = added_mask
     interface = masking_utils.AttentionMaskInterface
     with (
@@ -100,14 +100,14 @@ def read_masks(traced: Traced, model: nn.Module) -> None:
     gm = traced.graph_module
     for marker in markers(gm):
         _check_keys(gm, marker, model)
-    masked = [marker for marker in markers(gm) if len(marker.args) > _MASK]
+    masked = [marker for marker in markers(gm) if len(marker.args) > MASK_PLACE]
     forms: dict[Any, _Form] = {}
     if masked:
         _end_writes(gm, masked, model)
     splitter = MaskSplitter(traced)
     made_masks = {node for marker in masked for node in _ancestors_of_mask(marker)}
     for marker in masked:
-        mask: Any = marker.args[_MASK]
+        mask: Any = marker.args[MASK_PLACE]
         if mask not in forms:
             forms[mask] = _form_of(traced, mask, marker, model, splitter)
         window, chunk, is_kept = forms[mask]
@@ -128,7 +128,7 @@ def _end_writes(gm: fx.GraphModule, masked: list[fx.Node], model: nn.Module) -> 
 
     Raises: UnsupportedModel.
     """
-    ids = next(n for n in gm.graph.nodes if n.meta.get("role") == "input_ids")
+    ids = token_ids(gm.graph)
     made = made_of_pairs(gm, str(ids.meta["example_value"].shape[1]))
     for marker in masked:
         needed = _made_at_once(marker, made)
@@ -147,13 +147,8 @@ def _end_writes(gm: fx.GraphModule, masked: list[fx.Node], model: nn.Module) -> 
 
 def _made_at_once(marker: fx.Node, made: set[fx.Node]) -> set[fx.Node]:
     """The pairs of tokens and the positions that a mask is made of, without values of one token."""
-    found, todo = set[fx.Node](), [marker.args[_MASK]]
-    while todo:
-        node: Any = todo.pop()
-        if node not in found and (node in made or is_write(node) or is_of_positions(node)):
-            found.add(node)
-            todo += node.all_input_nodes
-    return found
+    mask: Any = marker.args[MASK_PLACE]
+    return walk_back(mask, lambda n: n in made or is_write(n) or is_of_positions(n))
 
 
 def _written(node: fx.Node) -> fx.Node:
@@ -167,7 +162,7 @@ def _written(node: fx.Node) -> fx.Node:
 
 def _check_keys(gm: fx.GraphModule, marker: fx.Node, model: nn.Module) -> None:
     """Raises: UnsupportedModel where keys are not those of the tokens, one each."""
-    ids = next(n for n in gm.graph.nodes if n.meta.get("role") == "input_ids")
+    ids = token_ids(gm.graph)
     length = ids.meta["example_value"].shape[1]
     key: Any = marker.args[1]
     count = key.meta["example_value"].shape[2]
@@ -186,7 +181,7 @@ class _Form(NamedTuple):
 
 
 def _ancestors_of_mask(marker: fx.Node) -> set[fx.Node]:
-    mask: Any = marker.args[_MASK]
+    mask: Any = marker.args[MASK_PLACE]
     return ancestors(mask)
 
 
@@ -303,7 +298,7 @@ class _Masks(fx.Interpreter):
     ) -> None:
         super().__init__(gm)
         self._tables = tables or {}
-        ids = next(n for n in gm.graph.nodes if n.meta.get("role") == "input_ids")
+        ids = token_ids(gm.graph)
         batch, length = ids.meta["example_value"].shape
         self._sizes, self._length = {batch.node.expr: 1, length.node.expr: len(positions)}, length
         self._needed, self._positions = needed, positions

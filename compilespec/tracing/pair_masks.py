@@ -37,6 +37,7 @@ from compilespec.tracing.positions import (
     symbols,
     with_arguments,
 )
+from compilespec.tracing.structure import walk_back
 
 _NUM_KEYS, _NUM_SPARE = 13, 11  # of a trial; keys behind the last query, which it must not see
 _ROWS = (12, 7, 8, 3, 10)  # the queries of a trial
@@ -78,20 +79,20 @@ def find_pairs(gm: fx.GraphModule, mask: fx.Node, length: str) -> Pairs:
     end_writes(gm, made)
     if mask not in made:
         raise CannotSplit("it has not one dimension of queries and one of keys")
-    needed, todo = set[fx.Node](), [mask]
-    while todo:
-        node = todo.pop()
-        if node not in needed and node in made:
-            needed.add(node)
-            todo += node.all_input_nodes
-    if len(needed) > _MOST_NODES:
+    pairs = pairs_behind(gm, mask, made, length)
+    if len(pairs.nodes) > _MOST_NODES:
         raise CannotSplit(f"more than {_MOST_NODES} operations make it")
+    return pairs
+
+
+def pairs_behind(gm: fx.GraphModule, mask: fx.Node, made: set[fx.Node], length: str) -> Pairs:
+    """Those of the nodes `made` that make the mask, and what they are made of."""
+    needed = walk_back(mask, made.__contains__)
     nodes = tuple(node for node in gm.graph.nodes if node in needed)
-    uses = side_uses(nodes, length)
-    return Pairs(mask=mask, nodes=nodes, uses=uses)
+    return Pairs(mask=mask, nodes=nodes, uses=_side_uses(nodes, length))
 
 
-def side_uses(nodes: Sequence[fx.Node], length: str) -> tuple[Place, ...]:
+def _side_uses(nodes: Sequence[fx.Node], length: str) -> tuple[Place, ...]:
     """Arguments of the nodes that have one dimension of tokens, or are a size of them."""
     return tuple(
         (node, place)

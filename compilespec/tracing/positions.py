@@ -28,7 +28,7 @@ from compilespec.program import (
 )
 from compilespec.tracing.naming import source_line
 from compilespec.tracing.quantized_weights import is_quantized
-from compilespec.tracing.structure import ancestors
+from compilespec.tracing.structure import ancestors, token_ids
 
 
 def first_position(model: nn.Module) -> int:
@@ -72,7 +72,7 @@ class ByPosition:
     def __init__(self, traced: Traced) -> None:
         self._graph, self._weights = traced.graph_module.graph, traced.weights
         nodes = self._graph.nodes
-        ids = next(n for n in nodes if n.meta.get("role") == "input_ids")
+        ids = token_ids(self._graph)
         self.batch, self.length = ids.meta["example_value"].shape
         self._positions = next((n for n in nodes if n.meta.get("role") == "position_ids"), None)
         # Values of all positions are computed before all else.
@@ -134,7 +134,7 @@ class ByPosition:
             raise NotByPosition("it depends on how many tokens a call has, not on positions alone")
 
     def sizes(self, length: int, batch: int = 2) -> Any:
-        """A function that gives a size for so many tokens and requests."""
+        """A function that gives a size for a number of tokens and of requests."""
         values = {str(self.length): length, str(self.batch): batch}
 
         def size(value: Any) -> int:
@@ -344,7 +344,7 @@ def describe(made: fx.Node, like: fx.Node) -> fx.Node:
 
 def _counts_of_tokens(gm: fx.GraphModule) -> list[fx.Node]:
     """The aranges over the token dimension from which the logits are computed."""
-    ids = next(node for node in gm.graph.nodes if node.meta.get("role") == "input_ids")
+    ids = token_ids(gm.graph)
     length, reached = str(ids.meta["example_value"].shape[1]), ancestors(gm.graph.output_node())
     return [
         node
@@ -414,7 +414,7 @@ def take_positions(traced: Traced) -> Traced:
     """Give a graph the argument `position_ids`, if no module takes it; nothing reads it yet."""
     gm = traced.graph_module
     placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
-    ids = next(node for node in placeholders if node.meta["role"] == "input_ids")
+    ids = token_ids(gm.graph)
     with gm.graph.inserting_after(placeholders[-1]):
         positions = gm.graph.placeholder("position_ids")
     positions.meta = {

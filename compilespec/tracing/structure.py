@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,6 +79,11 @@ def find_head(logits: fx.Node) -> Head | None:
             return None
         node = tensors[0]
     return None
+
+
+def token_ids(graph: fx.Graph) -> fx.Node:
+    """The placeholder of the token ids, [B, T]."""
+    return next(node for node in graph.nodes if node.meta.get("role") == "input_ids")
 
 
 def find_embedding(input_ids: fx.Node) -> fx.Node | None:
@@ -165,6 +170,17 @@ def ancestors(node: fx.Node) -> set[fx.Node]:
             found.add(one)
             is_size = isinstance(one.meta.get("example_value"), torch.SymInt)
             todo += [] if is_size else one.all_input_nodes
+    return found
+
+
+def walk_back(start: fx.Node, is_inside: Callable[[fx.Node], bool]) -> set[fx.Node]:
+    """The nodes that `start` is computed from, itself among them, up to the first outside."""
+    found, todo = set[fx.Node](), [start]
+    while todo:
+        node = todo.pop()
+        if node not in found and is_inside(node):
+            found.add(node)
+            todo += node.all_input_nodes
     return found
 
 

@@ -18,7 +18,6 @@ from compilespec.errors import TraceError, UnsupportedModel
 from compilespec.program import LONG_ROPE, ROPE_OFFSETS, ROPE_ROWS, Traced, module_path
 from compilespec.tracing.attention import (
     ATTENTION,
-    EAGER,
     MASKED,
     SELECTIONS,
     mark_plain_attention,
@@ -28,7 +27,7 @@ from compilespec.tracing.capture import EXAMPLE_SHAPE, trace_call
 from compilespec.tracing.eager_attention import mark_eager_attention
 from compilespec.tracing.images import rope_module
 from compilespec.tracing.long_rope import LongRows, rope_by_request, short_rope_limit
-from compilespec.tracing.masks import read_masks
+from compilespec.tracing.masks import EAGER, read_masks
 from compilespec.tracing.naming import source_line
 from compilespec.tracing.positions import (
     count_by_position,
@@ -88,6 +87,7 @@ def trace_target(
             if LONG_ROPE in arguments:
                 call = _with_lengths(call, rows)
             traced = trace_call(model, call, arguments, name=name)
+            _keep_logits(traced.graph_module, model)
             return traced, takes_positions, is_transformers
 
     try:
@@ -96,7 +96,6 @@ def trace_target(
         if not any(f"called with {name}=" in str(error) for name in SELECTIONS):
             raise
         traced, takes_positions, is_transformers = trace(MASKED)
-    _keep_logits(traced.graph_module, model)
     mark_plain_attention(traced.graph_module, model)
     reasons: list[str] = []
     if traced.num_attention_layers + traced.num_recurrent_markers == 0:

@@ -14,12 +14,10 @@ from torch import Tensor, fx, nn
 
 from compilespec.errors import UnsupportedModel
 from compilespec.ops.device import traits_of
-from compilespec.program import Traced, marker_kind, markers, module_path
+from compilespec.program import MASK_PLACE, Traced, marker_kind, markers, module_path
 from compilespec.tracing.naming import source_line
 from compilespec.tracing.quantized_weights import is_quantized
-from compilespec.tracing.structure import EMBEDDING, LINEAR
-
-_MASK = 8  # the place of a mask among the arguments of an attention marker
+from compilespec.tracing.structure import EMBEDDING, LINEAR, token_ids
 
 
 def check_logits(traced: Traced, model: nn.Module) -> None:
@@ -28,7 +26,7 @@ def check_logits(traced: Traced, model: nn.Module) -> None:
     Raises: UnsupportedModel (a classifier, a model without its head).
     """
     results: Any = traced.graph_module.graph.output_node().args[0]
-    ids = next(n for n in traced.graph_module.graph.nodes if n.meta.get("role") == "input_ids")
+    ids = token_ids(traced.graph_module.graph)
     got = [str(size) for size in results[0].meta["example_value"].shape]
     config: Any = getattr(model, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
@@ -110,7 +108,7 @@ class _Alone(fx.Interpreter):
 
     @torch.no_grad()
     def logits(self, ids: Tensor, position_ids: Tensor) -> Tensor:
-        node = next(n for n in self.graph.nodes if n.meta.get("role") == "input_ids")
+        node = token_ids(self.graph)
         example = node.meta["example_value"]
         values = self._traced.bind(
             input_ids=ids.to(example.device, example.dtype),
@@ -144,7 +142,8 @@ def _of_masks(gm: fx.GraphModule) -> set[fx.Node]:
             continue
         readers = [user for user in node.users if user not in found]
         if node.users and all(
-            marker_kind(user) == "attention" and node not in user.args[:_MASK] for user in readers
+            marker_kind(user) == "attention" and node not in user.args[:MASK_PLACE]
+            for user in readers
         ):
             found.add(node)
     return found
@@ -159,7 +158,7 @@ def _made_without_masks(nodes: list[fx.Node]) -> set[fx.Node]:
         if node not in found:
             found.add(node)
             is_attention = marker_kind(node) == "attention"
-            sources = node.args[:_MASK] if is_attention else node.all_input_nodes
+            sources = node.args[:MASK_PLACE] if is_attention else node.all_input_nodes
             todo += [source for source in sources if isinstance(source, fx.Node)]
     return found
 

@@ -13,7 +13,7 @@ from compilespec.methods.capabilities import FINAL_NORM
 from compilespec.passes.splice.output_head_input import HeadFunction
 from compilespec.program import Traced, markers
 from compilespec.tracing.load import Target
-from compilespec.tracing.structure import descendants, find_head, residual_streams
+from compilespec.tracing.structure import descendants, find_head, residual_streams, token_ids
 from compilespec.tracing.target import trace_target
 from compilespec.tracing.target_info import TargetInfo, describe_target
 
@@ -114,7 +114,7 @@ def _cut_before_head(traced: Traced, aux_layers: tuple[int, ...], width: int) ->
     output = gm.graph.output_node()
     head = find_head(output.args[0][0])  # type: ignore[index, arg-type]
     assert head is not None, "describe_target found it"
-    ids = next(node for node in gm.graph.nodes if node.meta.get("role") == "input_ids")
+    ids = token_ids(gm.graph)
     streams = residual_streams(gm.graph, ids, width)
     taps = []
     for layer in aux_layers:

@@ -2,7 +2,7 @@
 
     python -m tests.families                    all; docs/families.md is written
     python -m tests.families llama4 phimoe      these alone, in this process
-    python -m tests.families --jobs 4           so many processes at once
+    python -m tests.families --jobs 4           four processes at once
 
 Exits with 1 if a family is wrong, or fails by another error than one of compilespec in one line.
 """

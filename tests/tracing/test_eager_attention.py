@@ -84,6 +84,18 @@ def written(hide: Masked) -> Written:
     return Written(hide).double().eval()
 
 
+def check_tokens(model: nn.Module) -> None:
+    """Two prompts in one batch, in pieces of 16 tokens, with drafts."""
+    prompts = [[3 + (n * n * 7 + i * i * 5) % (VOCAB - 5) for i in range(n)] for n in (13, 29)]
+    expected = [recomputed(model, prompt, 10) for prompt in prompts]
+    with compilespec.compile(
+        model, spec="ngram", num_draft_tokens=2, backend="eager", max_seq_len=LONGEST,
+        max_batch_size=2, max_prefill_tokens=16,
+    ) as engine:  # fmt: skip
+        params = SamplingParams(max_new_tokens=10, ignore_eos=True)
+        assert [output.token_ids for output in engine.generate(prompts, params)] == expected
+
+
 @pytest.mark.parametrize(
     ("hide", "window", "is_kept"),
     [(from_buffer, 0, False), (near, WINDOW, False), (by_distance, 0, True),
@@ -96,14 +108,7 @@ def test_written_attention_is_found_and_gives_the_modules_tokens(
     found = markers(trace_target(model).graph_module)
     assert [marker.args[4] for marker in found] == [window, window]
     assert [len(marker.args) > 8 for marker in found] == [is_kept, is_kept]
-    prompts = [[3 + (n * n * 7 + i * i * 5) % (VOCAB - 5) for i in range(n)] for n in (13, 29)]
-    expected = [recomputed(model, prompt, 10) for prompt in prompts]
-    with compilespec.compile(
-        model, spec="ngram", num_draft_tokens=2, backend="eager", max_seq_len=LONGEST,
-        max_batch_size=2, max_prefill_tokens=16,
-    ) as engine:  # fmt: skip
-        params = SamplingParams(max_new_tokens=10, ignore_eos=True)
-        assert [output.token_ids for output in engine.generate(prompts, params)] == expected
+    check_tokens(model)
 
 
 def test_a_mask_that_is_kept_goes_with_no_tree_yet() -> None:
@@ -194,14 +199,7 @@ def hotter(model: PlainModel, ids: Tensor, x: Tensor) -> Tensor:
 def test_counts_of_a_layer_are_positions(place: Callable[..., Tensor]) -> None:
     torch.manual_seed(0)
     model = Counted(place).double().eval()
-    prompts = [[3 + (n * n * 7 + i * i * 5) % (VOCAB - 5) for i in range(n)] for n in (13, 29)]
-    expected = [recomputed(model, prompt, 10) for prompt in prompts]
-    with compilespec.compile(
-        model, spec="ngram", num_draft_tokens=2, backend="eager", max_seq_len=LONGEST,
-        max_batch_size=2, max_prefill_tokens=16,
-    ) as engine:  # fmt: skip
-        params = SamplingParams(max_new_tokens=10, ignore_eos=True)
-        assert [output.token_ids for output in engine.generate(prompts, params)] == expected
+    check_tokens(model)
 
 
 def from_the_end(model: PlainModel, ids: Tensor, x: Tensor) -> Tensor:

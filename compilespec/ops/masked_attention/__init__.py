@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -32,24 +34,13 @@ def _cached_keys_fake(
 
 
 def _masked_attention_fake(
-    query_BNSH: Tensor,
-    key_BNSH: Tensor,
-    value_BNSH: Tensor | None,
-    key_cache: Tensor,
-    value_cache: Tensor | None,
-    slot_BS: Tensor,
-    row_BS: Tensor,
-    position_BS: Tensor,
-    block_table_RM: Tensor,
-    scale: float,
-    softcap: float,
-    sinks_N: Tensor | None,
-    value_dim: int,
-    mask_BNSL: Tensor,
-) -> Tensor:
-    batch, num_heads, num_tokens, _ = query_BNSH.shape
+    query: Tensor, key: Tensor, value: Tensor | None, key_cache: Tensor,
+    value_cache: Tensor | None, *others: Any,
+) -> Tensor:  # fmt: skip
+    *_, value_dim, _mask = others
+    batch, num_heads, num_tokens, _ = query.shape
     width = value_dim if value_cache is None else value_cache.shape[3]
-    return query_BNSH.new_empty((batch, num_tokens, num_heads, width))
+    return query.new_empty((batch, num_tokens, num_heads, width))
 
 
 cached = define_op(cached_reference, _cached_fake, has_kernel=False)
