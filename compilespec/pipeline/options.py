@@ -218,7 +218,7 @@ class CompileOptions:
     quantize: Any = keyword(
         None,
         'a torchao config, its short name ("int8_weight_only", "int8_dynamic", '
-        '"int4_weight_only", "float8_weight_only", "float8_dynamic"), or a `Quantize` that also '
+        '"int4_weight_only", "int4_dynamic", "float8_weight_only", "float8_dynamic"), or a `Quantize` that also '
         "says for which modules.  Needs the extra `quant`; `model` is left as it is.",
     )
     draft_quantize: Any = keyword(
