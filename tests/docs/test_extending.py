@@ -134,7 +134,6 @@ def test_the_walks_work(tmp_path: Path) -> None:
     assert "period" in printed
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("title", walks())
 def test_each_walk_works_alone_and_to_its_end(title: str, tmp_path: Path) -> None:
     """The operator's kernel is compiled: into a separate cache."""

@@ -117,7 +117,6 @@ def serve_args(**changes: Any) -> Any:
     return args
 
 
-@pytest.mark.slow
 def test_https(tmp_path: Path) -> None:
     openssl = shutil.which("openssl")
     if openssl is None:
