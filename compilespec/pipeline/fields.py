@@ -43,6 +43,11 @@ def _two_or_more(name: str, value: Any) -> None:
         )
 
 
+def _zero_or_more_or_none(name: str, value: Any) -> None:
+    if value is not None and (not is_integer(value) or value < 0):
+        raise InvalidOption(f"{name} must be an integer of at least 0, or None; got {value!r}")
+
+
 def _tree_or_none(name: str, value: Any) -> None:
     from compilespec.methods.draft_tree import DraftTree
 
@@ -126,6 +131,13 @@ class CompileFields:
         "keep the cache blocks of prompts and outputs until others need them, and find them again "
         "for requests that begin alike.",
         switch,
+    )
+    max_cached_states: int | None = keyword(
+        None,
+        "copies of the states of recurrent layers that prefix caching keeps, each as large as a "
+        "request's; None is twice max_batch_size, at least 8.  0: none are kept, and such models "
+        "share no prefixes.",
+        _zero_or_more_or_none,
     )
     overlap: bool | str = keyword(
         "auto",

@@ -22,6 +22,7 @@ from compilespec import SamplingParams
 from compilespec.errors import UnsupportedState
 from compilespec.methods.eagle3 import random_head
 from compilespec.methods.mtp import random_modules
+from compilespec.runtime import kept_states
 from compilespec.runtime.engine import Engine
 from tests.support.models import (
     HYBRIDS,
@@ -75,7 +76,6 @@ def test_chunks_and_preemption_with_several_k(family: str) -> None:
     with engine_of(model, "eagle3", draft=head, num_draft_tokens=(0, 4)) as engine:
         assert_own_tokens(engine, asks)
         assert engine.stats().num_preemptions > 0
-        assert engine.plan()["prefix_caching"].startswith("off: recurrent layers")
 
 
 @FAMILY
@@ -106,7 +106,49 @@ def test_a_hybrid_draft_model_serves_a_target_of_attention() -> None:
     asks = ask_all(model, SIZES[:5])
     with engine_of(model, "draft_model", draft=tiny_target("lfm2"), num_draft_tokens=3) as engine:
         assert_own_tokens(engine, asks)
-        assert engine.plan()["prefix_caching"].startswith("off: recurrent layers")
+        assert engine.plan()["prefix_caching"] == "on"
+
+
+@FAMILY
+@pytest.mark.parametrize(
+    "spec", ["ngram", "mtp", pytest.param("draft_model", marks=pytest.mark.slow)]
+)
+def test_requests_that_begin_alike_start_from_kept_states(
+    family: str, spec: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts go on from others and their answers, under preemption, twice over: cold and warm."""
+    monkeypatch.setattr(kept_states, "FEWEST_BLOCKS", 1)
+    monkeypatch.setattr(kept_states, "RUNG", 2)
+    model, asks = asked(family)
+    options: dict[str, Any] = {"max_prefill_tokens": 19, "num_draft_tokens": 3}
+    if spec == "mtp":
+        options["draft"] = random_modules(target_info(model, MAX_SEQ_LEN), 3)
+    if spec == "draft_model":
+        options["draft"] = tiny_target(family, seed=1)
+    longer = [
+        Ask(prompt=(*ask.prompt, *ask.tokens[:count]), tokens=ask.tokens[count:])
+        for ask in asks[:5]
+        for count in (1, 4, len(ask.tokens) - 2)
+    ]
+    with engine_of(model, spec, max_cached_states=5, **options) as engine:
+        assert_own_tokens(engine, asks)
+        asked_again = [*longer, *asks[:3], *longer]
+        requests = run_traffic(engine, asked_again, (2, 4))
+        assert [r.output_token_ids for r in requests] == [list(ask.tokens) for ask in asked_again]
+        assert engine.stats().num_cached_tokens > 100
+        assert engine.stats().num_preemptions > 0
+        assert_nothing_held(engine)
+        kept = engine.plan()["cached_states_mib"] * 2**20
+        assert kept == sum(copies.nbytes for _, copies in engine._executor._copies.pairs)
+        assert kept > 0
+
+
+def test_without_copies_of_states_no_prefix_is_shared() -> None:
+    model, asks = asked("qwen3_5")
+    with engine_of(model, "none", max_cached_states=0) as engine:
+        assert engine.plan()["prefix_caching"].startswith("off: max_cached_states=0")
+        assert_own_tokens(engine, [*asks[:2], *asks[:2]])
+        assert engine.stats().num_cached_tokens == engine.plan()["cached_states_mib"] == 0
 
 
 @FAMILY
