@@ -121,7 +121,7 @@ def add_engine_options(
 
     Args:
         default: the model; None where the command needs one.
-        without: keywords that the command has no use for, or flags of its own.
+        without: keywords that the command has no use for, or reads itself.
     """
     add = parser.add_argument
     add_model_option(parser, default=default)
