@@ -143,6 +143,35 @@ def test_requests_that_begin_alike_start_from_kept_states(
         assert kept > 0
 
 
+@pytest.mark.slow
+def test_a_second_request_with_8000_shared_tokens_takes_a_tenth_of_the_time() -> None:
+    """Time to the first token, with copies of states as they are kept by default."""
+    config = HYBRIDS["qwen3_5"]()
+    config.max_position_embeddings, config.num_hidden_layers = 8192, 2
+    config.hidden_size, config.intermediate_size = 512, 1536
+    config.layer_types = config.layer_types[:2]
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    draw = torch.Generator().manual_seed(0)
+    shared, *ends = (
+        torch.randint(3, config.vocab_size, (count,), generator=draw).tolist()
+        for count in (8000, 23, 41)
+    )
+    params = SamplingParams(max_new_tokens=5, ignore_eos=True)
+    said, seconds = [], []
+    sizes = {"max_seq_len": 8192, "max_batch_size": 2, "num_draft_tokens": 2}
+    for options in ({}, {"enable_prefix_caching": False}):
+        with engine_of(model, "ngram", max_prefill_tokens=2048, kv_cache_tokens=None,
+                       **{**sizes, **options}) as engine:  # fmt: skip
+            outputs = [engine.generate([*shared, *end], params)[0] for end in ends]
+        said.append([output.token_ids for output in outputs])
+        seconds.append([output.timings.time_to_first_token_ms for output in outputs])
+    assert said[0] == said[1]
+    (first, second), _ = seconds
+    print(f"time to the first token: {first:.0f} ms, then {second:.0f} ms; {seconds[1]} without")
+    assert outputs[1].num_cached_tokens == 0
+    assert second <= 0.1 * first
+
+
 def test_without_copies_of_states_no_prefix_is_shared() -> None:
     model, asks = asked("qwen3_5")
     with engine_of(model, "none", max_cached_states=0) as engine:
