@@ -143,7 +143,6 @@ def test_requests_that_begin_alike_start_from_kept_states(
         assert kept > 0
 
 
-@pytest.mark.slow
 def test_a_second_request_with_8000_shared_tokens_takes_a_tenth_of_the_time() -> None:
     """Time to the first token, with copies of states as they are kept by default."""
     config = HYBRIDS["qwen3_5"]()
