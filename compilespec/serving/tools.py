@@ -9,9 +9,16 @@ from typing import Any
 
 from compilespec.runtime.guides import Grammar, JsonSchema
 from compilespec.serving.errors import bad_request
-from compilespec.serving.parsers import reasoning
-from compilespec.serving.parsers.calls import BEGIN, END, Hermes, Llama, Whole
+from compilespec.serving.parsers.calls import Calls, Whole
+from compilespec.serving.parsers.formats import (
+    FORMATS,
+    REASONING,
+    known_format,
+    known_reasoning,
+    shown_tokens,
+)
 from compilespec.serving.parsers.parts import First, Parser, Plain
+from compilespec.serving.parsers.reasoning import Think
 from compilespec.serving.protocol import ChatRequest
 from compilespec.serving.service import Service
 
@@ -33,6 +40,8 @@ class Reading:
     """Extends a guide of content so that it admits calls instead."""
 
     is_compact: bool = True
+    shown_token_ids: tuple[int, ...] = ()
+    """Special tokens whose text the parser needs."""
 
     def guide(self, asked: Any) -> dict[str, Any]:
         """`guide` and `guide_after_token_id` of the parameters.
@@ -60,21 +69,34 @@ class Tools:
     beside: Callable[[Any], Any]
     service: Service
     is_compact: bool
+    is_format: bool
+    """The model may write calls in its own form."""
 
     def reading(self, prompt_ids: Sequence[int]) -> Reading:
         """The reading of an answer to this prompt."""
+        service, tokenizer = self.service, self.service.tokenizer
+        name, format_name = reasoning_parser(service), tool_format(service)
+        has_channels = format_name != "none" and FORMATS[format_name].has_channels
+        is_read = self.is_format or has_channels
+        shown = FORMATS[format_name] if is_read and format_name != "none" else None
         reading = Reading(
-            parser=self.calls, schema=self.schema, beside=self.beside, is_compact=self.is_compact
+            parser=self.calls,
+            schema=self.schema,
+            beside=self.beside,
+            is_compact=self.is_compact,
+            shown_token_ids=shown_tokens(shown, name, tokenizer) if shown or name != "none" else (),
         )
-        if reasoning_parser(self.service) == "none":
+        if has_channels and not self.is_format and self.schema is None:
+            return replace(reading, parser=lambda: Calls(FORMATS[format_name], has_calls=False))
+        if name == "none" or has_channels:
             return reading
-        tokenizer = self.service.tokenizer
+        begin, ending = tags = REASONING[name]
         tail = str(tokenizer.decode(list(prompt_ids[-TAIL:])))
-        is_begun = tail.rstrip().endswith(reasoning.BEGIN)
-        end = tokenizer.convert_tokens_to_ids(reasoning.END) if is_begun else None
+        is_begun = tail.rstrip().endswith(begin.rstrip())
+        end = tokenizer.convert_tokens_to_ids(ending) if is_begun else None
         return replace(
             reading,
-            parser=lambda: reasoning.Think(self.calls(), is_begun=is_begun),
+            parser=lambda: Think(self.calls(), tags, is_begun=is_begun),
             after_token_id=end if isinstance(end, int) else None,
         )
 
@@ -88,6 +110,7 @@ def read_tools(asked: ChatRequest, service: Service) -> Tools:
     schema: dict[str, Any] | None = None
     beside: Callable[[Any], Any] = _as_it_is
     is_one = asked.parallel_tool_calls is False
+    is_format = tools is not None and choice in (None, "auto")
     if tools is None:
         if choice not in (None, "none", "auto"):
             raise bad_request("tool_choice asks for a call, and there are no tools", "tool_choice")
@@ -105,25 +128,23 @@ def read_tools(asked: ChatRequest, service: Service) -> Tools:
         beside=beside,
         service=service,
         is_compact=asked.compact_json,
+        is_format=is_format,
     )
 
 
-def tool_parser(service: Service) -> str:
-    """ "hermes", "llama" or "none": from the options, or by the chat template."""
-    name, template = service.options.tool_parser, _template(service)
+def tool_format(service: Service) -> str:
+    """A name of `FORMATS`, or "none": from the options, or by the checkpoint."""
+    name = service.options.tool_format
     if name != "auto":
         return name
-    if BEGIN in template:
-        return "hermes"
-    return "llama" if '"parameters":' in template else "none"
+    tokenizer = service.tokenizer
+    return known_format(_template(service), tokenizer.get_added_vocab() if tokenizer else ())
 
 
 def reasoning_parser(service: Service) -> str:
-    """ "think" or "none": from the options, or by the chat template."""
+    """A name of `REASONING`, or "none": from the options, or by the chat template."""
     name = service.options.reasoning_parser
-    if name != "auto":
-        return name
-    return "think" if reasoning.BEGIN in _template(service) else "none"
+    return known_reasoning(_template(service)) if name == "auto" else name
 
 
 def _as_it_is(guide: Any) -> Any:
@@ -136,22 +157,38 @@ def _optional(
     """The parser of calls that the model may write, and the extension of guides that makes room for
     them.
     """
-    name = tool_parser(service)
+    name = tool_format(service)
     if name == "none":
         raise bad_request(
             "the model's tool calls cannot be read: its chat template has no form that is known; "
-            "leave out tools, or start the server with --tool-parser hermes or llama",
+            f"leave out tools, or start the server with --tool-format, one of {', '.join(FORMATS)}",
             "tools",
         )
+    schemas = {tool["function"]["name"]: tool["function"].get("parameters") for tool in tools}
+    if (asked.response_format or {}).get("type", "text") == "text":
+        return (lambda: Calls(FORMATS[name], schemas)), _as_it_is
+    if name not in ("hermes", "llama"):
+        raise bad_request(
+            f"response_format with tools that may be called is not built for {name} calls: leave "
+            'out response_format, or set tool_choice to "none", "required" or a function',
+            "response_format",
+        )
+    if name == "hermes":
+        schemas = {}  # the guide writes calls between tags; JSON without tags is content
+    return (lambda: Calls(FORMATS[name], schemas)), _beside(asked, tools, name, service.tokenizer)
+
+
+def _beside(
+    asked: ChatRequest, tools: Sequence[dict[str, Any]], name: str, tokenizer: Any
+) -> Callable[[Any], Grammar]:
+    """The extension of guides that makes room for calls."""
+    form = FORMATS[name]
+    key, join = ("parameters", "; ") if name == "llama" else ("arguments", "\n")
+    call = "@call"
+    if name == "hermes":
+        begin, end = (_tag_rule(tag, tokenizer) for tag in (*form.opens, *form.ends))
+        call = f'{begin} "\\n" @call "\\n" {end}'
     is_one, is_compact = asked.parallel_tool_calls is False, asked.compact_json
-    names = frozenset(tool["function"]["name"] for tool in tools)
-    kind, key, join = (
-        (Llama, "parameters", "; ") if name == "llama" else (Hermes, "arguments", "\n")
-    )
-    if kind is Hermes and (asked.response_format or {}).get("type", "text") != "text":
-        names = frozenset()  # the guide writes calls between tags; JSON without tags is content
-    begin, end = (_tag_rule(tag, service.tokenizer) for tag in (BEGIN, END))
-    call = "@call" if kind is Llama else f'{begin} "\\n" @call "\\n" {end}'
     more = "" if is_one else f" ({json.dumps(join)} call)*"
     one = JsonSchema(_schema_of_call(tools, key), compact=is_compact)
 
@@ -159,7 +196,7 @@ def _optional(
         rules = f"start: @format | call{more}\ncall: {call}\n"
         return Grammar(rules, {"format": guide, "call": one})
 
-    return (lambda: kind(names)), beside
+    return beside
 
 
 def _template(service: Service) -> str:
