@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from compilespec.runtime.guides import Grammar, JsonSchema
@@ -13,6 +14,7 @@ from compilespec.serving.parsers.calls import Calls, Whole
 from compilespec.serving.parsers.formats import (
     FORMATS,
     REASONING,
+    Format,
     known_format,
     known_reasoning,
     shown_tokens,
@@ -69,26 +71,21 @@ class Tools:
     beside: Callable[[Any], Any]
     service: Service
     is_compact: bool
-    is_format: bool
-    """The model may write calls in its own form."""
+    form: Format | None
+    """The form of the model's own that the answer may be in."""
 
     def reading(self, prompt_ids: Sequence[int]) -> Reading:
         """The reading of an answer to this prompt."""
-        service, tokenizer = self.service, self.service.tokenizer
-        name, format_name = reasoning_parser(service), tool_format(service)
-        has_channels = format_name != "none" and FORMATS[format_name].has_channels
-        is_read = self.is_format or has_channels
-        shown = FORMATS[format_name] if is_read and format_name != "none" else None
+        form, tokenizer = self.form, self.service.tokenizer
+        name = "none" if form and form.has_channels else reasoning_parser(self.service)
         reading = Reading(
             parser=self.calls,
             schema=self.schema,
             beside=self.beside,
             is_compact=self.is_compact,
-            shown_token_ids=shown_tokens(shown, name, tokenizer) if shown or name != "none" else (),
+            shown_token_ids=shown_tokens(form, name, tokenizer),
         )
-        if has_channels and not self.is_format and self.schema is None:
-            return replace(reading, parser=lambda: Calls(FORMATS[format_name], has_calls=False))
-        if name == "none" or has_channels:
+        if name == "none":
             return reading
         begin, ending = tags = REASONING[name]
         tail = str(tokenizer.decode(list(prompt_ids[-TAIL:])))
@@ -106,11 +103,15 @@ def read_tools(asked: ChatRequest, service: Service) -> Tools:
     tools, choice = asked.tools or None, asked.tool_choice
     for tool in tools or ():
         _check_tool(tool)
+    form = FORMATS.get(tool_format(service))
     calls: Callable[[], Parser] = Plain
+    if form is not None and form.has_channels:
+        calls = partial(Calls, form, has_calls=False)
+    else:
+        form = form if tools is not None and choice in (None, "auto") else None
     schema: dict[str, Any] | None = None
     beside: Callable[[Any], Any] = _as_it_is
     is_one = asked.parallel_tool_calls is False
-    is_format = tools is not None and choice in (None, "auto")
     if tools is None:
         if choice not in (None, "none", "auto"):
             raise bad_request("tool_choice asks for a call, and there are no tools", "tool_choice")
@@ -128,7 +129,7 @@ def read_tools(asked: ChatRequest, service: Service) -> Tools:
         beside=beside,
         service=service,
         is_compact=asked.compact_json,
-        is_format=is_format,
+        form=form,
     )
 
 

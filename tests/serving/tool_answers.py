@@ -136,8 +136,8 @@ HARMONY = {
         "I ask twice.", (OSLO,),
     ),
     "two": Answer(
-        HARMONY_OSLO + '<|start|>assistant<|channel|>commentary to=functions.weather json<|message|>'
-        '{"city": "Lima", "days": 3}<|call|>',
+        f"{HARMONY_OSLO}<|start|>assistant<|channel|>commentary to=functions.weather json"
+        '<|message|>{"city": "Lima", "days": 3}<|call|>',
         "", (OSLO, LIMA),
     ),
     "no arguments": Answer(
@@ -196,7 +196,9 @@ GEMMA4 = {
         '<|tool_call>call:weather{<|"|>city<|"|>:<|"|>Oslo<|"|>}<tool_call|>', "", (OSLO,),
     ),
     "cut in a text": Answer(upto(GEMMA_OSLO, "o<"), "", (("weather", '{"city": "Osl'),)),
-    "cut in a number": Answer(upto(GEMMA_LIMA, "}"), "", (("weather", '{"city": "Lima", "days": '),)),
+    "cut in a number": Answer(
+        upto(GEMMA_LIMA, "}"), "", (("weather", '{"city": "Lima", "days": '),),
+    ),
     "cut in its head": Answer("<|tool_call>call:wea", "<|tool_call>call:wea"),
     "no call": Answer("<|tool_call>nothing{}", "<|tool_call>nothing{}"),
 }  # fmt: skip
@@ -252,7 +254,8 @@ KIMI_OSLO = KIMI % ("weather", 0, '{"city": "Oslo"}')
 KIMI_K2 = {
     "one": Answer(KIMI_RUN % KIMI_OSLO, "", (OSLO,)),
     "two": Answer(
-        KIMI_RUN % (KIMI_OSLO + KIMI % ("weather", 1, '{"city":"Lima","days":3}')), "", (OSLO, LIMA),
+        KIMI_RUN % (KIMI_OSLO + KIMI % ("weather", 1, '{"city":"Lima","days":3}')),
+        "", (OSLO, LIMA),
     ),
     "text around": Answer(f"Wait.{KIMI_RUN % KIMI_OSLO} Good.", "Wait.Good.", (OSLO,)),
     "no arguments": Answer(KIMI_RUN % (KIMI % ("now", 0, "{}")), "", (NOW,)),
@@ -268,14 +271,16 @@ KIMI_K2 = {
         "", (("write", {"text": CODE}),),
     ),
     "raw lines in a text": Answer(
-        KIMI_RUN % (KIMI % ("write", 0, '{"text": "a\n\tb"}')), "", (("write", {"text": "a\n\tb"}),),
+        KIMI_RUN % (KIMI % ("write", 0, '{"text": "a\n\tb"}')),
+        "", (("write", {"text": "a\n\tb"}),),
     ),
     "its own marks in a text": Answer(
         KIMI_RUN % (KIMI % ("write", 0, '{"text": "<|tool_call_end|>"}')),
         "", (("write", {"text": "<|tool_call_end|>"}),),
     ),
     "half a character": Answer(
-        KIMI_RUN % (KIMI % ("write", 0, r'{"text": "\ud83d!"}')), "", (("write", {"text": "\ufffd!"}),),
+        KIMI_RUN % (KIMI % ("write", 0, r'{"text": "\ud83d!"}')),
+        "", (("write", {"text": "\ufffd!"}),),
     ),
     "no JSON": Answer(
         KIMI_RUN % (KIMI % ("weather", 0, '{"city": Oslo}')) + "Hm.", "Hm.",
@@ -339,7 +344,8 @@ DEEPSEEK_V3 = {
         (("plan", {"at": {"b": [{}, [], {"c": -1500.0}]}}),),
     ),
     "unicode": Answer(
-        V31_RUN % (V3 % ("weather", '{"city": "東京\\u90fd"}')), "", (("weather", {"city": "東京都"}),),
+        V31_RUN % (V3 % ("weather", '{"city": "東京\\u90fd"}')),
+        "", (("weather", {"city": "東京都"}),),
     ),
     "cut": Answer(upto(V31_RUN % V3_OSLO, 'lo"}'), "", (("weather", '{"city": "Os'),)),
     "cut in its head": Answer("A<｜tool▁calls▁begin｜>", "A<｜tool▁calls▁begin｜>"),
@@ -365,7 +371,8 @@ DEEPSEEK_V32 = {
     "types": Answer(
         V32_RUN % (V32 % ("plan", V32_ARG % ("steps", "false", '["a, b", "c]"]')
                           + V32_ARG % ("at", "false", '{"x": {"y": null}}')
-                          + V32_ARG % ("hard", "false", "true") + V32_ARG % ("ratio", "false", "0.5")
+                          + V32_ARG % ("hard", "false", "true")
+                          + V32_ARG % ("ratio", "false", "0.5")
                           + V32_ARG % ("note", "false", "null"))),
         "", (PLAN,),
     ),
@@ -430,7 +437,9 @@ MINIMAX_M2 = {
 }  # fmt: skip
 
 MISTRAL = {
-    "a list": Answer('[TOOL_CALLS][{"name": "weather", "arguments": {"city": "Oslo"}}]', "", (OSLO,)),
+    "a list": Answer(
+        '[TOOL_CALLS][{"name": "weather", "arguments": {"city": "Oslo"}}]', "", (OSLO,),
+    ),
     "a list with ids": Answer(
         '[TOOL_CALLS] [{"name": "weather", "arguments": {"city": "Oslo"}, "id": "a1b2c3d4e"}, '
         '{"name": "weather", "arguments": {"city": "Lima", "days": 3}, "id": "a1b2c3d4f"}]',
@@ -441,7 +450,8 @@ MISTRAL = {
     ),
     "a name and arguments": Answer('[TOOL_CALLS]weather[ARGS]{"city": "Oslo"}', "", (OSLO,)),
     "two of them": Answer(
-        '[TOOL_CALLS]weather[ARGS]{"city": "Oslo"}[TOOL_CALLS]weather[ARGS]{"city": "Lima", "days": 3}',
+        '[TOOL_CALLS]weather[ARGS]{"city": "Oslo"}'
+        '[TOOL_CALLS]weather[ARGS]{"city": "Lima", "days": 3}',
         "", (OSLO, LIMA),
     ),
     "with an id": Answer(
@@ -452,7 +462,8 @@ MISTRAL = {
     "text before": Answer('Sure. [TOOL_CALLS]now{}', "Sure. ", (NOW,)),
     "text after": Answer("[TOOL_CALLS]now[ARGS]{} Done {x}.", "Done {x}.", (NOW,)),
     "lines and braces": Answer(
-        '[TOOL_CALLS]write[ARGS]{"text": "def f(x):\\n    return {\\"a\\": [x], \'b\': \\"}\\"}\\n"}',
+        '[TOOL_CALLS]write[ARGS]'
+        '{"text": "def f(x):\\n    return {\\"a\\": [x], \'b\': \\"}\\"}\\n"}',
         "", (("write", {"text": CODE}),),
     ),
     "brackets in a list": Answer(
@@ -517,15 +528,16 @@ LLAMA = {
 
 HERMES = {
     "one": Answer(
-        '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>', "", (OSLO,),
+        '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>',
+        "", (OSLO,),
     ),
     "a key after": Answer(
         '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}, "id": "1"}\n</tool_call>',
         "", (OSLO,),
     ),
     "JSON in JSON": Answer(
-        '<tool_call>\n{"name": "weather", "arguments": "{\\"city\\": \\"Oslo\\"}"}\n</tool_call>', "",
-        (OSLO,),
+        '<tool_call>\n{"name": "weather", "arguments": "{\\"city\\": \\"Oslo\\"}"}\n</tool_call>',
+        "", (OSLO,),
     ),
     "a brace too few": Answer(
         '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}\n</tool_call>\nSo.', "So.",

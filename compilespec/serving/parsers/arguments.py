@@ -87,7 +87,7 @@ class Tags:
 JSON = Language()
 PYTHON = Language(
     quotes=('"', "'"), opens="{[(", key=r"[^\W\d]\w*",
-    words=JSON.words | {"True": "true", "False": "false", "None": "null"},
+    words={**JSON.words, "True": "true", "False": "false", "None": "null"},
 )  # fmt: skip
 GEMMA = Language(
     quotes=('<|"|>',), key=r"[^:,{}\[\]]+", word=r"[^,{}\[\]]+", has_escapes=False,

@@ -71,10 +71,6 @@ def _literal(text: str) -> str:
     return re.escape(text).replace("NAME", _NAME)
 
 
-def _tags(begin: str, name: str) -> Tags:
-    return Tags(begin=begin, key=begin + name + ">", reach=">", end="</parameter>")
-
-
 _CALL, _CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
 _CALLS, _CALLS_END, _SEP = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", "<｜tool▁sep｜>"
 _DSML = "｜DSML｜"
@@ -120,7 +116,7 @@ FORMATS: dict[str, Format] = {
         reach=">",
         arguments=Tags(
             begin=f"<{_DSML}parameter ",
-            key=rf'<{_DSML}parameter name="(?P<key>[^"]*)" string="(?P<string>true|false)">',
+            key=rf'<{_DSML}parameter name="(?P<key>[^">]*)" string="(?P<string>true|false)">',
             reach=">",
             end=f"</{_DSML}parameter>",
         ),
@@ -150,7 +146,12 @@ FORMATS: dict[str, Format] = {
         opens=("<minimax:tool_call>",),
         head=_literal('<invoke name="NAME">'),
         reach=">",
-        arguments=_tags("<parameter name=", r"\"(?P<key>[^\"]*)\""),
+        arguments=Tags(
+            begin="<parameter name=",
+            key=r'<parameter name="(?P<key>[^">]*)">',
+            reach=">",
+            end="</parameter>",
+        ),
         closes=("</invoke>",),
         ends=("</minimax:tool_call>",),
     ),
@@ -253,6 +254,8 @@ def known_reasoning(template: str) -> str:
 def shown_tokens(form: Format | None, reasoning: str, tokenizer: Any) -> tuple[int, ...]:
     """The special tokens whose text the readers need."""
     tags = "".join(REASONING.get(reasoning, ()))
+    if form is None and not tags:
+        return ()
     return tuple(
         index
         for index, token in tokenizer.added_tokens_decoder.items()
