@@ -22,6 +22,7 @@ class GroupedIntTensor(IntxUnpackedToInt8Tensor):
     """
 
     quantizes_rows = True
+    is_let_go = False  # true: its parts are given up once they are packed
 
     def to(self, *args: Any, **kwargs: Any) -> Any:
         """The weight on another device.  Its own dtype stays that of its products."""

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from compilespec.runtime.blocks import BlockPool, num_blocks_for
 from compilespec.runtime.executor import Geometry, PrefillChunk
-from compilespec.runtime.kept_states import KeptStates, places_to_keep
+from compilespec.runtime.kept_states import KeptCopies, places_to_keep
 from compilespec.runtime.prefix_cache import PrefixCache
 from compilespec.runtime.request import Request
 
@@ -40,7 +40,7 @@ class Holdings:
             else None
         )
         has_states = sizes.num_state_places is not None and self._shares_prefixes
-        self.states = KeptStates(sizes.num_state_places or 0) if has_states else None
+        self.states = KeptCopies(sizes.num_state_places or 0) if has_states else None
 
     # --- taking and giving back ---
 

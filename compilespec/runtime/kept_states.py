@@ -16,7 +16,7 @@ FEWEST_BLOCKS = 8  # a copy that saves fewer is not worth the call that ends the
 RUNG = 8  # each distance from the last block over the one before
 
 
-class KeptStates:
+class KeptCopies:
     """The places of the copies, by the key of the block at whose end each was made."""
 
     def __init__(self, num_places: int) -> None:

@@ -4,7 +4,7 @@ A full block is published under the chain hash of all tokens up to its end, and 
 tokens after it: the drafter's cache pairs a position with the tokens that follow it, so its last
 entries are right only before the same successors.  So every block that is found is right as a
 whole, for target and drafter.  Only full blocks are shared; nothing is copied but the states of
-recurrent layers (`KeptStates`).  Seeds and sampling
+recurrent layers (`KeptCopies`).  Seeds and sampling
 parameters are not hashed, because keys and values do not depend on them; the adapter is, at the
 beginning of the chain.
 """

@@ -1,4 +1,4 @@
-"""Copies of the recurrent states of state rows (which of them, `KeptStates` decides)."""
+"""Copies of the recurrent states of state rows (which of them, `KeptCopies` decides)."""
 
 from __future__ import annotations
 

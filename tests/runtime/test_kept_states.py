@@ -6,7 +6,7 @@ import pytest
 
 from compilespec.runtime import kept_states
 from compilespec.runtime.engine import Engine
-from compilespec.runtime.kept_states import KeptStates, places_to_keep
+from compilespec.runtime.kept_states import KeptCopies, places_to_keep
 from compilespec.runtime.sampling_params import SamplingParams
 from tests.support.fake_executor import (
     VOCAB,
@@ -72,7 +72,7 @@ def test_a_short_prompt_is_not_cut(monkeypatch):
 
 
 def test_the_place_used_longest_ago_makes_room():
-    states = KeptStates(2)
+    states = KeptCopies(2)
     first, second = states.keep(b"a"), states.keep(b"b")
     assert states.keep(b"a") is None  # is there
     assert states.keep(b"c") == second

@@ -36,7 +36,7 @@ def lower_quantized(step: Splice) -> int:
     dynamic_int8_linear.
 
     Handles int8 and int4 weights, symmetric or with zero points, float8 weights, and int8 and
-    grouped ones with dynamically quantized rows; other kinds keep their own code.  On GPUs the last is
+    grouped ones with dynamically quantized rows; other kinds keep their own code.  On GPUs int8 is
     `dynamic_int8_product`: torchao's code calls a product that refuses the few rows of a step.
     Returns: products rewritten.  Numerics: rounding (sums are float32 and rounded once, unlike
     torchao's).  Runs on torch IR, in which a weight's kind is still visible.
