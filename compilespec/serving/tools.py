@@ -10,9 +10,10 @@ from typing import Any
 
 from compilespec.runtime.guides import Grammar, JsonSchema
 from compilespec.serving.errors import bad_request
-from compilespec.serving.parsers.calls import Calls, Whole
+from compilespec.serving.parsers.calls import Calls, Named
 from compilespec.serving.parsers.formats import (
     FORMATS,
+    LIST,
     REASONING,
     Format,
     known_format,
@@ -116,10 +117,10 @@ def read_tools(asked: ChatRequest, service: Service) -> Tools:
         if choice not in (None, "none", "auto"):
             raise bad_request("tool_choice asks for a call, and there are no tools", "tool_choice")
     elif choice == "required":
-        calls, schema = (lambda: Whole(None)), _schema_of_any(tools, is_one=is_one)
+        calls, schema = partial(Calls, LIST, is_begun=True), _schema_of_any(tools, is_one=is_one)
     elif isinstance(choice, dict):
         name = _chosen(choice, tools)
-        calls, schema = (lambda: Whole(name)), _parameters(name, tools)
+        calls, schema = partial(Named, name), _parameters(name, tools)
     elif choice != "none":
         calls, beside = _optional(asked, tools, service)
     return Tools(
@@ -247,22 +248,44 @@ def _tag_rule(tag: str, tokenizer: Any) -> str:
     return f'({tag} | "{tag}")' if is_token else f'"{tag}"'
 
 
-def _schema_of_call(tools: Sequence[dict[str, Any]], key: str) -> dict[str, Any]:
-    """One call, with its arguments under `key`."""
+def _schema_of_call(tools: Sequence[dict[str, Any]], key: str, place: str = "#") -> dict[str, Any]:
+    """One call, with its arguments under `key`.
+
+    Args: place: where this schema will stand.
+    """
     names = [tool["function"]["name"] for tool in tools]
     one = [
         {
             "type": "object",
-            "properties": {"name": {"const": name}, key: _parameters(name, tools)},
+            "properties": {
+                "name": {"const": name},
+                key: _moved(_parameters(name, tools), f"{place}/anyOf/{index}/properties/{key}"),
+            },
             "required": ["name", key],
             "additionalProperties": False,
         }
-        for name in names
+        for index, name in enumerate(names)
     ]
     return {"anyOf": one}
 
 
+def _moved(schema: Any, place: str) -> Any:
+    """A schema whose references to its own parts hold where it stands within another."""
+    if isinstance(schema, list):
+        return [_moved(part, place) for part in schema]
+    if not isinstance(schema, dict):
+        return schema
+    moved = {name: _moved(part, place) for name, part in schema.items()}
+    if isinstance(own := schema.get("$ref"), str) and own.startswith("#"):
+        moved["$ref"] = place + own[1:]
+    return moved
+
+
 def _schema_of_any(tools: Sequence[dict[str, Any]], *, is_one: bool) -> dict[str, Any]:
     """The schema of a list of at least one call, or of exactly one."""
-    items = {"type": "array", "minItems": 1, "items": _schema_of_call(tools, "arguments")}
+    items = {
+        "type": "array",
+        "minItems": 1,
+        "items": _schema_of_call(tools, "arguments", "#/items"),
+    }
     return {**items, "maxItems": 1} if is_one else items

@@ -15,8 +15,8 @@ from compilespec.runtime.guides import Vocabulary
 from compilespec.serving import ServerOptions
 from compilespec.serving.errors import ApiError
 from compilespec.serving.params import read_guide
-from compilespec.serving.parsers.calls import Calls, Whole, read_calls
-from compilespec.serving.parsers.formats import FORMATS, REASONING
+from compilespec.serving.parsers.calls import Calls, Named, read_calls
+from compilespec.serving.parsers.formats import FORMATS, LIST, REASONING
 from compilespec.serving.parsers.parts import First, Parser, Parts, Plain
 from compilespec.serving.parsers.reasoning import Think
 from compilespec.serving.protocol import ChatRequest
@@ -190,13 +190,48 @@ def test_parts_are_the_same_however_the_text_is_cut(name: str) -> None:
 def test_arguments_are_an_object_or_there_is_no_call(given: str, want: Any) -> None:
     calls = read_calls(f'{{"name": "f", "arguments": {given}}}', None)
     assert [json.loads(call.arguments) for call in calls] == ([] if want is None else [want])
-    for name in (None, "f"):
-        text = f'[{{"name": "f", "arguments": {given}}}]' if name is None else given
-        parser = Whole(name)
-        parser.add(text)
-        parts = parser.finish()
-        assert len(parts.calls) == len(calls)
-        assert parts.content == ("" if calls else text)
+
+
+@pytest.mark.parametrize("size", [1, 2, 5, 1000])
+def test_an_answer_under_a_guide_gives_its_calls(size: int) -> None:
+    arguments = '{"x":[1,"}]"],"y":"\\n"}'
+    listed = f'[{{"name":"f","arguments":{arguments}}},{{"name":"g","arguments":{{}}}}]'
+    cut = arguments[:8]
+    for make, text, wanted in (
+        (lambda: Named("f"), arguments, [("f", '{"x": [1, "}]"], "y": "\\n"}')]),
+        (lambda: Named('a "b"'), "{}", [('a "b"', "{}")]),
+        (lambda: Named("f"), cut, [("f", '{"x": [1')]),
+        (lambda: Calls(LIST, is_begun=True), listed,
+         [("f", '{"x": [1, "}]"], "y": "\\n"}'), ("g", "{}")]),
+        (lambda: Calls(LIST, is_begun=True), listed[: listed.index("]")],
+         [("f", '{"x": [1, "}')]),
+    ):  # fmt: skip
+        parser, parts = make(), Parts()
+        for at in range(0, len(text), size):
+            parts += parser.add(text[at : at + size])
+        parts += parser.finish()
+        assert [(call.name, call.arguments) for call in parts.calls] == wanted
+        assert not parts.content
+
+
+def test_references_of_a_tool_hold_among_others() -> None:
+    """As pydantic writes them."""
+    tool = {"type": "function", "function": {"name": "h", "parameters": {
+        "$defs": {"Day": {"enum": ["Mo", "Tu"]}}, "type": "object",
+        "properties": {"day": {"$ref": "#/$defs/Day"}}, "required": ["day"],
+    }}}  # fmt: skip
+    for form, text in (
+        (None, '[{"name":"h","arguments":{"day":"%s"}}]'),
+        (FORM, '<tool_call>\n{"name":"h","arguments":{"day":"%s"}}\n</tool_call>'),
+    ):
+        choice = "auto" if form else "required"
+        asked = ChatRequest(messages=[], tools=[OTHER, tool], tool_choice=choice,
+                            response_format=form)  # fmt: skip
+        guide = (
+            read_tools(asked, service_of("hermes")).reading([]).guide(read_guide(asked))["guide"]
+        )
+        assert admits(guide, text % "Tu")
+        assert not admits(guide, text % "We")
 
 
 def test_an_answer_in_json_does_not_wait_for_its_end() -> None:

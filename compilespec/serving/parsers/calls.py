@@ -6,9 +6,10 @@ import json
 import re
 import uuid
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from typing import Any
 
-from compilespec.serving.parsers.arguments import Reading
+from compilespec.serving.parsers.arguments import JSON, Reading
 from compilespec.serving.parsers.formats import Format
 from compilespec.serving.parsers.parts import Parts, ToolCall, held_back, read_json
 
@@ -32,10 +33,16 @@ class Calls:
     Args:
         tools: the schemas of the arguments, by the tools' names.
         has_calls: False: only the channels of the form are read.
+        is_begun: the answer begins within a run.
     """
 
     def __init__(
-        self, form: Format, tools: Mapping[str, Any] | None = None, *, has_calls: bool = True
+        self,
+        form: Format,
+        tools: Mapping[str, Any] | None = None,
+        *,
+        has_calls: bool = True,
+        is_begun: bool = False,
     ) -> None:
         self._form, self._tools, self._has_calls = form, tools or {}, has_calls
         self._names = frozenset(self._tools)
@@ -50,8 +57,9 @@ class Calls:
             rf"|(?P<bare>(?=[{re.escape(form.bare or FENCE)}]))"
         )
         self._text = ""  # text that is neither reported nor skipped yet
-        self._state = "outside"  # or "between", "arguments", "tail", "raw", "message"
-        self._run = ""  # the opening of a run of calls: its group in `_openings`
+        # "outside", "between", "arguments", "tail", "raw" or "message"
+        self._state = "between" if is_begun else "outside"
+        self._run = "tag"  # the opening of a run of calls: its group in `_openings`
         self._opening = ""  # its text
         self._has_called = False  # calls in this run
         self._follows = "start"  # the last report: "call", "line" (its end) or "text"
@@ -267,27 +275,22 @@ class Calls:
         return Parts(content=content)
 
 
-class Whole:
-    """The answer under a guide: the arguments of one call, or a list of calls.
+class Named:
+    """The answer under a guide that holds it to the arguments of one call."""
 
-    Args:
-        name: of the function whose arguments they are; None: a list of calls.
-    """
-
-    def __init__(self, name: str | None) -> None:
-        self._name, self._text = name, ""
+    def __init__(self, name: str) -> None:
+        self._call = ToolCall(name=name, arguments="")
+        self._reading, self._text = JSON.reading((), None), ""
 
     def add(self, text: str) -> Parts:
-        self._text += text
-        return Parts()
+        told, self._text = self._reading.add(self._text + text, is_end=False)
+        if self._reading.is_broken:
+            told, self._text = told + self._text, ""
+        call, self._call = self._call, ToolCall(name="", arguments="")
+        return Parts(calls=(replace(call, arguments=told),) if told or call.name else ())
 
     def finish(self) -> Parts:
-        """An answer that was cut at the limit of tokens is content."""
-        text = self._text
-        if self._name is not None:
-            text = f'{{"name": {json.dumps(self._name)}, "arguments": {text or "0"}}}'
-        calls = read_calls(text, None)
-        return Parts(calls=calls) if calls else Parts(content=self._text)
+        return self.add("")
 
 
 class _Value:

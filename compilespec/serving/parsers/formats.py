@@ -233,6 +233,11 @@ REASONING = {
     "mistral": ("[THINK]", "[/THINK]"),
 }
 
+# Under a guide that holds the answer to a list of calls.
+LIST = Format(
+    signs=(), head=r"\[?\s*" + _OBJECT, reach=r"\{[^{}]*[{}]", ends=("]",), is_object=True
+)
+
 
 def known_format(template: str, vocabulary: Collection[str]) -> str:
     """The form that a chat template, or else the tokens, show; "none": none of them."""
