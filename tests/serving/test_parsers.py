@@ -156,6 +156,14 @@ CASES: dict[str, tuple[Callable[[], Parser], str, str, str, list[tuple[str, Any]
         lambda: thinking(hermes(), is_begun=False), f"<think>hm</think>\n{CALL}", "", "hm",
         [("f", {"x": "é<"})],
     ),
+    "Gemma's thought": (
+        lambda: Think(Plain(), REASONING["gemma4"], is_begun=False),
+        "<|channel>thought\nhm <|channel\n<channel|>Yes", "Yes", "hm <|channel\n", [],
+    ),
+    "Mistral's thought": (
+        lambda: Think(Plain(), REASONING["mistral"], is_begun=True), "hm[/x[/THINK]\nYes", "Yes",
+        "hm[/x", [],
+    ),
     "nothing": (lambda: thinking(hermes(), is_begun=False), "", "", "", []),
 }  # fmt: skip
 

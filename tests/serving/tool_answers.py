@@ -131,6 +131,14 @@ HARMONY = {
         '{"city":"Lima","days":3}<|call|>',
         "", (LIMA,),
     ),
+    "recipient in the role that the prompt began": Answer(
+        ' to=functions.weather<|channel|>commentary json<|message|>{"city": "Oslo"}<|call|>',
+        "", (OSLO,),
+    ),
+    "text like a recipient": Answer(" to be, to=functions.", " to be, to=functions."),
+    "a message about recipients": Answer(
+        "<|channel|>final<|message|>Write to=functions.f <|", "Write to=functions.f <|",
+    ),
     "a word said first": Answer(
         "<|channel|>commentary<|message|>I ask twice.<|end|><|start|>assistant" + HARMONY_OSLO,
         "I ask twice.", (OSLO,),

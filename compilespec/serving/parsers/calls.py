@@ -58,8 +58,10 @@ class Calls:
         )
         self._text = ""  # text that is neither reported nor skipped yet
         # "outside", "between", "arguments", "tail", "raw" or "message"
-        self._state = "between" if is_begun else "outside"
-        self._run = "tag"  # the opening of a run of calls: its group in `_openings`
+        self._state = "between" if is_begun or form.has_channels else "outside"
+        self._run = (
+            "tag" if is_begun else "bare"
+        )  # the opening of a run of calls: its group in `_openings`
         self._opening = ""  # its text
         self._has_called = False  # calls in this run
         self._follows = "start"  # the last report: "call", "line" (its end) or "text"
@@ -155,7 +157,10 @@ class Calls:
         return self._end_run()
 
     def _may_be_head(self, rest: str) -> bool:
-        """True where a call without a tag may have begun."""
+        """True where a call without a tag, or a message after the prompt's role, may have begun."""
+        if self._form.has_channels:
+            marks = ("to=", *self._form.begins)
+            return rest.startswith(marks) or _begun(rest, marks)
         if self._form.is_object:
             return rest[0] in "{[" and _may_be_call(rest[:_FIRST])
         name, mark, _ = rest.lstrip("[ \n").partition("(")

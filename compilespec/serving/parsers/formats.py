@@ -81,8 +81,8 @@ FORMATS: dict[str, Format] = {
         signs=("<|channel|>",),
         begins=("<|start|>", "<|channel|>"),
         head=(
-            r"(?=(?:(?!<\|message\|>).)*? to=functions\.(?P<name>[\w.\-]+))?"
-            r"(?:<\|start\|>[^<]*)?(?:<\|channel\|>(?P<channel>\w+))?[^<]*"
+            r"(?=(?:(?!<\|message\|>).)*?\bto=functions\.(?P<name>[\w.\-]+))?"
+            r"(?:<\|start\|>)?[^<]*(?:<\|channel\|>(?P<channel>\w+))?[^<]*"
             r"(?:<\|constrain\|>[^<]*)?<\|message\|>"
         ),
         reach=r"<\|message\|>",
