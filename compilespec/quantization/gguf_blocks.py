@@ -40,7 +40,7 @@ class Grouped(NamedTuple):
 def read_blocks(kind: str, data: np.ndarray) -> Grouped:
     """The blocks [N, bytes of a row] of a type of `READERS`."""
     reader, block_bytes = READERS[kind]
-    blocks = torch.from_numpy(np.ascontiguousarray(data).view(np.uint8))
+    blocks = torch.from_numpy(np.array(data).view(np.uint8))
     return reader(blocks.reshape(len(blocks), -1, block_bytes))
 
 

@@ -13,7 +13,7 @@ from compilespec.errors import NotSupported
 from compilespec.ops.device import traits_of
 from compilespec.quantization.configs import FILE, HEAD
 from compilespec.quantization.gguf_blocks import READERS, Grouped, read_blocks
-from compilespec.quantization.grouped import INT4, GroupedIntTensor, suits
+from compilespec.quantization.grouped import INT4, StoredIntTensor, suits
 from compilespec.tracing.copies import shallow_copy
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -32,8 +32,8 @@ def with_stored_weights(model: Model, path: Path, products: Sequence[str]) -> Mo
     floats = (torch.float32, torch.bfloat16, torch.float16)
     if not traits_of(weight.device).packs_weights or weight.dtype not in floats:
         raise NotSupported(
-            f"quantize={FILE!r} runs on the CPU in float32, bfloat16 or float16, got {weight.dtype} "
-            f"on {weight.device}; leave quantize= out for the dequantized weights"
+            f"quantize={FILE!r} runs on the CPU in float32, bfloat16 or float16, got "
+            f"{weight.dtype} on {weight.device}; leave quantize= out for the dequantized weights"
         )
     reader = gguf.GGUFReader(path)
     tensors = {tensor.name: tensor for tensor in reader.tensors}
@@ -75,8 +75,8 @@ def _in_order(found: Grouped, converted: Tensor, config: Any, name: str) -> Grou
         if torch.allclose(got, want, rtol=2**-7, atol=1e-6):
             return found if order is None else found.rows(order)
     raise NotSupported(
-        f"quantize={FILE!r}: the rows of {name} stand in an order that is not known; leave quantize= "
-        "out for the dequantized weights"
+        f"quantize={FILE!r}: the rows of {name} stand in an order that is not known; leave "
+        "quantize= out for the dequantized weights"
     )
 
 
@@ -89,7 +89,7 @@ def _orders(count: int, config: Any) -> Iterator[Tensor | None]:
 
 
 def _tensor(weight: Grouped, dtype: torch.dtype) -> Tensor:
-    made = GroupedIntTensor(
+    return StoredIntTensor(
         qdata=weight.values,
         scale=weight.scale,
         zero_point=weight.zero,
@@ -98,5 +98,3 @@ def _tensor(weight: Grouped, dtype: torch.dtype) -> Tensor:
         dtype=dtype,
         activation_quantization=None,
     )
-    made.is_let_go = True
-    return made

@@ -22,14 +22,17 @@ class GroupedIntTensor(IntxUnpackedToInt8Tensor):
     """
 
     quantizes_rows = True
-    is_let_go = False  # true: its parts are given up once they are packed
 
     def to(self, *args: Any, **kwargs: Any) -> Any:
         """The weight on another device.  Its own dtype stays that of its products."""
         asked = self._get_to_kwargs(*args, **kwargs)
         parts = [part.to(asked["device"]) for part in (self.qdata, self.scale, self.zero_point)]
         sizes = (self.target_dtype, self.block_size, asked["dtype"], self.activation_quantization)
-        return GroupedIntTensor(*parts, *sizes)
+        return type(self)(*parts, *sizes)
+
+
+class StoredIntTensor(GroupedIntTensor):
+    """One that was read for this program alone: its parts are given up once they are packed."""
 
 
 def suits(weight: Tensor, group: int) -> bool:

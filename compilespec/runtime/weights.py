@@ -31,14 +31,18 @@ def bind_weights(program: SpecProgram, graphs: Mapping[StepKey, LoweredPhase]) -
     as_they_are = {s.sources[0] for s in specs.values() if len(s.sources) == 1 and not s.packed}
     bound: dict[str, Tensor] = {}
     mapped, freed = MappedPages(), 0
-    let_go = _LetGo(program)
+    given_up = _parts_to_give_up(program)
     for name, spec in specs.items():
         bound[name] = materialise(spec, weights)
         unread.subtract(spec.sources)
         done = [s for s in spec.sources if not unread[s] and s not in as_they_are]
         mapped.give_back(weights[source] for source in done)
         for source in done:
-            freed += let_go.give_up(source, weights)
+            part = weights[source]
+            if not part.is_meta and _torch_compat.storage_place(part) in given_up:
+                freed += part.nbytes
+                weights[source] = part.to("meta")
+                part.untyped_storage().resize_(0)  # for all that hold it
         for piece in (s for s in spec.sources if s.endswith(PIECE) and not unread[s]):
             freed += weights[piece].nbytes
             weights[piece] = weights[piece].to("meta")
@@ -48,27 +52,10 @@ def bind_weights(program: SpecProgram, graphs: Mapping[StepKey, LoweredPhase]) -
     return bound
 
 
-class _LetGo:
-    """Quantized weights of the program that are given up part by part once they are packed."""
-
-    def __init__(self, program: SpecProgram) -> None:
-        self._holders: dict[tuple[int, ...], list[tuple[Tensor, str]]] = {}
-        for tensor in program.target.weights.values():
-            if getattr(tensor, "is_let_go", False):
-                for name in tensor.__tensor_flatten__()[0]:  # type: ignore[attr-defined]
-                    place = _torch_compat.storage_place(getattr(tensor, name))
-                    self._holders.setdefault(place, []).append((tensor, name))
-
-    def give_up(self, source: str, weights: dict[str, Tensor]) -> int:
-        """Leave shapes alone in the place of a part.  Returns: its bytes, 0 where it is kept."""
-        part = weights[source]
-        holders = () if part.is_meta else self._holders.pop(_torch_compat.storage_place(part), ())
-        for tensor, name in holders:
-            setattr(tensor, name, part.to("meta"))
-        if not holders:
-            return 0
-        weights[source] = part.to("meta")
-        return part.nbytes
+def _parts_to_give_up(program: SpecProgram) -> set[tuple[int, ...]]:
+    """The places in memory of the parts of weights that were read for this program alone."""
+    own = [w for w in program.target.weights.values() if type(w).__name__ == "StoredIntTensor"]
+    return {_torch_compat.storage_place(part) for weight in own for part in _plain_tensors(weight)}
 
 
 def _give_back() -> None:
