@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import uuid
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -50,18 +50,17 @@ class Calls:
         self._begins = (*form.opens, *form.begins)
         self._closes = (*form.closes, *form.ends)
         self._marks = (*self._closes, *form.opens)
+        begun = (f"(?={re.escape(one)})" for one in form.begins)
         self._openings = re.compile(
-            rf"(?P<tag>{'|'.join(map(re.escape, form.opens)) or '(?!)'})"
-            rf"|(?P<begun>{'|'.join(f'(?={re.escape(one)})' for one in form.begins) or '(?!)'})"
+            rf"(?P<tag>{_any(map(re.escape, form.opens))})|(?P<begun>{_any(begun)})"
             rf"|(?P<fence>{FENCE}{_LABEL}\n\s*(?=[\[{{]))"
-            rf"|(?P<bare>(?=[{re.escape(form.bare or FENCE)}]))"
+            rf"|(?P<bare>{_any(f'(?={re.escape(one)})' for one in form.bare)})"
         )
         self._text = ""  # text that is neither reported nor skipped yet
         # "outside", "between", "arguments", "tail", "raw" or "message"
         self._state = "between" if is_begun or form.has_channels else "outside"
-        self._run = (
-            "tag" if is_begun else "bare"
-        )  # the opening of a run of calls: its group in `_openings`
+        # The opening of a run of calls: its group in `_openings`.
+        self._run = "tag" if is_begun else "bare"
         self._opening = ""  # its text
         self._has_called = False  # calls in this run
         self._follows = "start"  # the last report: "call", "line" (its end) or "text"
@@ -358,6 +357,11 @@ def _as_call(value: Any, names: Collection[str] | None) -> ToolCall | None:
     if not isinstance(arguments, dict):
         return None
     return ToolCall(name=name, arguments=json.dumps(arguments, ensure_ascii=False))
+
+
+def _any(patterns: Iterable[str]) -> str:
+    """Any of these expressions; of none, nothing."""
+    return "|".join(patterns) or "(?!)"
 
 
 def _begun(text: str, marks: tuple[str, ...]) -> bool:
