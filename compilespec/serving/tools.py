@@ -137,10 +137,11 @@ def read_tools(asked: ChatRequest, service: Service) -> Tools:
 def tool_format(service: Service) -> str:
     """A name of `FORMATS`, or "none": from the options, or by the checkpoint."""
     name = service.options.tool_format
-    if name != "auto":
-        return name
-    tokenizer = service.tokenizer
-    return known_format(_template(service), tokenizer.get_added_vocab() if tokenizer else ())
+    if name == "auto":
+        name = known_format(_template(service))
+    if name == "none" and service.options.tool_format == "auto":
+        name = known_format(" ".join(getattr(service.tokenizer, "get_added_vocab", dict)()))
+    return name
 
 
 def reasoning_parser(service: Service) -> str:

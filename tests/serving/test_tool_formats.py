@@ -6,6 +6,7 @@ import json
 import re
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,8 +16,9 @@ from compilespec.serving import ServerOptions
 from compilespec.serving.parsers.calls import Calls
 from compilespec.serving.parsers.formats import FORMATS, known_format, known_reasoning
 from compilespec.serving.parsers.parts import Parts
+from compilespec.serving.tools import tool_format
 from tests.serving.tool_answers import ANSWERS, HARMONY, KIMI_K2, MISTRAL, TOOLS, Answer
-from tests.support.live_server import Live, live, toy_engine
+from tests.support.live_server import Live, live, toy_engine, toy_tokenizer
 
 CASES = [(form, name) for form, answers in ANSWERS.items() for name in answers]
 
@@ -142,13 +144,27 @@ TEMPLATES = {
 
 @pytest.mark.parametrize("form", TEMPLATES)
 def test_a_template_shows_its_form(form: str) -> None:
-    assert known_format(TEMPLATES[form], ()) == form
+    assert known_format(TEMPLATES[form]) == form
 
 
-def test_tokens_show_the_form_where_the_template_does_not() -> None:
-    assert known_format("{{ messages }}", ("<s>", "｜DSML｜")) == "deepseek_v32"
-    assert known_format("{{ messages }}", ("[TOOL_CALLS]", "[ARGS]")) == "mistral"
-    assert known_format(TEMPLATES["hermes"], ("[TOOL_CALLS]",)) == "hermes"
+@pytest.mark.parametrize(
+    ("template", "token", "wanted"),
+    [
+        ("{{ messages }}", "｜DSML｜", "deepseek_v32"),
+        ("{{ messages }}", "[TOOL_CALLS]", "mistral"),
+        (TEMPLATES["hermes"], "[TOOL_CALLS]", "hermes"),
+        ("{{ messages }}", "<s>", "none"),
+    ],
+)
+def test_tokens_show_the_form_where_the_template_does_not(
+    template: str, token: str, wanted: str
+) -> None:
+    tokenizer = toy_tokenizer((token,))
+    tokenizer.chat_template = template
+    service: Any = SimpleNamespace(tokenizer=tokenizer, options=ServerOptions())
+    assert tool_format(service) == wanted
+    service.options = ServerOptions(tool_format="glm4")
+    assert tool_format(service) == "glm4"
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,6 @@ Source: the chat templates that the checkpoints of each family carry, and OpenAI
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -239,14 +238,12 @@ LIST = Format(
 )
 
 
-def known_format(template: str, vocabulary: Collection[str]) -> str:
-    """The form that a chat template, or else the tokens, show; "none": none of them."""
-    for shown in (template, " ".join(vocabulary)):
-        for name, form in FORMATS.items():
-            if name == "deepseek_v3" and _SEP not in shown:
-                continue
-            if any(sign in shown for sign in form.signs):
-                return name
+def known_format(shown: str) -> str:
+    """The form that a chat template, or the tokens of a vocabulary, show; "none": none of them."""
+    for name, form in FORMATS.items():
+        is_whole = name != "deepseek_v3" or _SEP in shown
+        if is_whole and any(sign in shown for sign in form.signs):
+            return name
     return "none"
 
 
@@ -263,7 +260,7 @@ def shown_tokens(form: Format | None, reasoning: str, tokenizer: Any) -> tuple[i
         return ()
     return tuple(
         index
-        for index, token in tokenizer.added_tokens_decoder.items()
+        for index, token in getattr(tokenizer, "added_tokens_decoder", {}).items()
         if token.special
         and (token.content in tags or (form is not None and form.spells(token.content)))
     )
