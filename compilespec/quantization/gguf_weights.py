@@ -50,8 +50,10 @@ def with_stored_weights(model: Model, path: Path, products: Sequence[str]) -> Mo
         found = read_blocks(stored.tensor_type.name, stored.data)
         if not suits(found.values, found.group):
             continue
-        own = _in_order(found, module.weight, model.config, f"{path.name}: {name}")
-        module.weight = nn.Parameter(_tensor(own, module.weight.dtype), requires_grad=False)
+        converted = module.weight
+        assert isinstance(converted, Tensor)
+        own = _in_order(found, converted, model.config, f"{path.name}: {name}")
+        module.weight = nn.Parameter(_tensor(own, converted.dtype), requires_grad=False)
     return copy
 
 
