@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -18,6 +19,8 @@ from compilespec.cudagraphs.recording import Recording
 from compilespec.cudagraphs.report import GraphKey
 from compilespec.program import LoweredPhase, ProgramConfig, StepKey
 from compilespec.progress import Reporter
+
+logger = logging.getLogger("compilespec")
 
 
 class Dispatcher:
@@ -46,11 +49,12 @@ class Dispatcher:
             fixed: weights, state and caches, by input name.
             buckets: sizes that batches are padded to; if empty, or if no graph can hold the phase,
                 batches run unpadded.
-            kind: kind of the graphs that `recorder` captures; None if the phase has none.
+            kind: kind of the graphs that `recorder` captures, where the phase can have it; None if
+                the phase has none.
         """
         self.num_recompiles = 0
         self._phase, self._config = phase, config
-        self._kind = kind
+        self._kind = kind = kind_for(phase, kind)
         is_refused = kind is not None and recorder is not None and recorder.refuses(phase)
         self.buckets = () if is_refused else tuple(buckets)
         self._recorder = recorder if kind is not None and not is_refused else None
@@ -190,6 +194,14 @@ class Dispatcher:
         """Outputs are [B, ...] or [R, ...]; per-token ones of prefill are [1, T, ...]."""
         is_by_token = len(bucket) == 2 and output.dim() == 3
         poison(output[:, sizes[1] :] if is_by_token else output[sizes[0] :])
+
+
+def kind_for(phase: LoweredPhase, wanted: GraphKind | None) -> GraphKind | None:
+    """The wanted kind; "full", with a warning, for pieces of a phase that could not be cut."""
+    if wanted != "piecewise" or phase.stitched is not None:
+        return wanted
+    logger.warning("%s is not in pieces: each of its buckets is one graph", phase.key)
+    return "full"
 
 
 def capture_all(
