@@ -104,6 +104,11 @@ class Dispatcher:
         """Keys of the buckets that may have graphs."""
         return [self._key(bucket) for bucket in self.buckets] if self._recorder else []
 
+    def prepare(self) -> None:
+        """Called once, before all buckets are captured."""
+        if self._recorder is not None:
+            self._recorder.prepare()
+
     def capture(self, bucket: Bucket) -> Recording | None:
         """Capture a bucket if it may have a graph and does not have one yet."""
         if self._recorder is None or bucket in self._is_dropped:
@@ -217,6 +222,9 @@ def capture_all(
     work.sort(
         key=lambda item: (item[0].step.phase != "decode", [-size for size in item[0].bucket[::-1]])
     )
+    if not work or startup_seconds <= 0:
+        return
+    work[0][1].prepare()
     deadline = time.perf_counter() + startup_seconds
     progress = progress or Reporter()
     for index, (key, dispatcher) in enumerate(work, 1):

@@ -70,12 +70,12 @@ def test_what_stays_on_the_device_is_not(target: Any, values: list[torch.Tensor]
 @pytest.mark.parametrize(
     ("sm", "result", "waits"),
     [((8, 0), HALF, True), ((8, 9), HALF, True), ((9, 0), HALF, False), ((9, 0), X, True),
-     ((10, 0), HALF, False)],
+     ((10, 0), HALF, False), ((12, 0), HALF, True)],
 )  # fmt: skip
 def test_grouped_products_wait_where_no_kernel_serves_them(
     sm: tuple[int, int], result: torch.Tensor, waits: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """torch reads the sizes of the groups on GPUs before sm_90, and in other dtypes."""
+    """torch reads the sizes of the groups on all GPUs but sm_9x and sm_10x, and in other dtypes."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: sm)
     gm = graph(aten._grouped_mm.default, X, X, result=result)
     assert bool(why_host_waits(gm, GPU)) == waits
