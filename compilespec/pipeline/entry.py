@@ -41,7 +41,6 @@ from compilespec.runtime.engine import Engine
 from compilespec.runtime.serving import EngineReport, ServingOptions
 from compilespec.runtime.step_costs import measure
 from compilespec.runtime.step_runner import StepRunner
-from compilespec.runtime.weights import share_merged
 from compilespec.tracing.load import Target, load_target
 from compilespec.tracing.placement import read_device
 
@@ -120,8 +119,9 @@ def _start(load: Callable[[], Target], asked: CheckedCall, reporter: Reporter) -
     kinds = options.graphs.kinds_on(program.config.device)
     lowered = lower(program, backend=options.backend, units=units_for(kinds), progress=reporter)
     with reporter.step("load", "weights and buffers, in place"):
-        runner = StepRunner(lowered, buckets=options.bucket_sizes, graphs=options.graphs)
-        share_merged(target.model, program, lowered.graphs, runner.weights)
+        runner = StepRunner(
+            lowered, buckets=options.bucket_sizes, graphs=options.graphs, model=target.model
+        )
     runner.capture(reporter)
     executor = runner if ranks is None else lead_or_follow(ranks, runner, reporter)
     policy = None
