@@ -76,11 +76,12 @@ class GraphRecorder:
             return None
         started = time.perf_counter()
         try:
-            with self._driver.recording(), torch.no_grad():
+            with torch.no_grad():
                 outputs = self._warm_up(key, phase, inputs)
                 self._driver.make_room()
                 before = self._driver.reserved_bytes()
-                recording = self._record(key, phase, inputs, outputs)
+                with self._driver.recording():
+                    recording = self._record(key, phase, inputs, outputs)
         except torch.OutOfMemoryError as error:
             self._drop(key, f"out of memory ({str(error).splitlines()[0]})")
             return None
@@ -119,7 +120,11 @@ class GraphRecorder:
     def _warm_up(
         self, key: GraphKey, phase: LoweredPhase, inputs: Sequence[Tensor]
     ) -> list[Tensor]:
-        """Make the first call, which sets things up; returns the places of the outputs."""
+        """Make the first call, which sets things up; returns the places of the outputs.
+
+        It runs on another stream than the captures: the workspace that a library has for each
+        stream is then of the graphs' pool, where nobody else gets it when somebody clears it.
+        """
         return self._output_views(key, phase.call(*inputs))
 
     def _record(

@@ -361,6 +361,23 @@ def test_capturing_many_buckets_waits_and_collects_once() -> None:
     assert gc.isenabled()
 
 
+def test_captures_have_a_stream_of_their_own() -> None:
+    """A library's workspace is made by stream: that of a first call is nobody's, and may be
+    cleared, while that of a capture belongs to the graphs' pool.
+    """
+    with world("at once", "full") as one:
+        streams = []
+
+        def noted(*inputs: Tensor) -> Any:
+            streams.append(one.gpu.current_stream(one.gpu.device))
+            return Kernel(one.gpu, whole)(*inputs)
+
+        one.call._phase = replace(one.call._phase, call=noted)
+        one.call.capture((2,))
+        usual = one.gpu.streams[one.gpu.device]
+        assert [stream is usual for stream in streams] == [True, False]
+
+
 def test_pinned_memory_belongs_to_the_engines_device() -> None:
     """Elsewhere it would open a context on a device that the engine does not use."""
     with world("at once", "full") as one:
