@@ -375,6 +375,11 @@ class BufferSpec:
         return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=device)
 
 
+def is_recurrent(buffer: BufferSpec) -> bool:
+    """True for the state rows of recurrences and causal convolutions."""
+    return buffer.name.startswith(("recurrence.", "causal_conv."))
+
+
 @dataclass(frozen=True, kw_only=True)
 class InputSpec:
     """The source of one placeholder of a program graph.
@@ -560,8 +565,17 @@ class SpecProgram:
         """Bytes of recurrent state a request, the drafter's included, for any length of the
         request.
         """
-        kinds = ("recurrence.", "causal_conv.")
-        return sum(b.num_bytes // b.shape[0] for b in self.buffers if b.name.startswith(kinds))
+        return sum(b.num_bytes // b.shape[0] for b in self.buffers if is_recurrent(b))
+
+    @property
+    def recurrent_states(self) -> tuple[BufferSpec, ...]:
+        """The state rows that hold all of a request's past once no token of it can be rejected."""
+        waiting = "recurrence."  # what uncommitted tokens gave
+        return tuple(
+            b
+            for b in self.buffers
+            if is_recurrent(b) and not (b.name.startswith(waiting) and b.name.endswith(".recent"))
+        )
 
     @property
     def cache_bytes_per_token(self) -> int:

@@ -63,6 +63,7 @@ SLOW = tuple(
     for line in (ROOT / "tests" / "slow_tests.txt").read_text(encoding="utf-8").splitlines()
     if line and not line.startswith("#")
 )
+CASES = tuple(line for line in SLOW if "[" in line)
 
 
 # The longest files, which begin first: a worker that gets one last would work alone.
@@ -79,20 +80,23 @@ def _turn(item: pytest.Item) -> int:
     return FIRST.index(name) if name in FIRST else len(FIRST)
 
 
-def _is_whole(items: list[pytest.Item]) -> bool:
-    """Whether all test files were collected, so that a line without a test is a stale one."""
-    files = {item.path for item in items}
-    return files >= set((ROOT / "tests").rglob("test_*.py"))
+def _is_slow(nodeid: str) -> bool:
+    """Whether a line of slow_tests.txt names the test, its file, or the beginning of its case."""
+    whole = nodeid.partition("[")[0]
+    return not {whole, whole.partition("::")[0]}.isdisjoint(SLOW) or nodeid.startswith(CASES)
 
 
 def _check_lists(items: list[pytest.Item]) -> None:
-    """Every line of slow_tests.txt, and every name of FIRST, is that of a test that there is."""
+    """Every line of slow_tests.txt, of the files that were collected, is that of a test."""
     ids = sorted(item.nodeid for item in items)
+    files = {name.partition("::")[0] for name in ids}
     for line in SLOW:
         place = bisect.bisect_left(ids, line)
-        if place == len(ids) or not ids[place].startswith(line):
+        stale = place == len(ids) or not ids[place].startswith(line)
+        if stale and line.partition("::")[0] in files:
             raise pytest.UsageError(f"tests/slow_tests.txt: no test begins with {line!r}; mend it")
-    if missing := set(FIRST) - {item.path.stem.removeprefix("test_") for item in items}:
+    stems = {path.stem.removeprefix("test_") for path in (ROOT / "tests").rglob("test_*.py")}
+    if missing := set(FIRST) - stems:
         raise pytest.UsageError(f"tests/conftest.py: FIRST names no test file: {sorted(missing)}")
 
 
@@ -111,10 +115,10 @@ def _one_of_each(items: list[pytest.Item], seed: int) -> list[pytest.Item]:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Order files; mark the tests of slow_tests.txt; skip what cannot run here, saying why."""
     items.sort(key=_turn)
-    if _is_whole(items):
+    if not any("::" in argument for argument in config.args):  # else files are not whole
         _check_lists(items)
     for item in items:
-        if item.nodeid.startswith(SLOW):
+        if _is_slow(item.nodeid):
             item.add_marker(pytest.mark.slow)
     seed = config.getoption("one_of_each")
     if seed is not None:

@@ -118,7 +118,6 @@ def test_no_circle(files):
     assert circles(arrows(files)) == []
 
 
-@pytest.mark.slow
 def test_every_module_can_be_imported_first(files):
     """In a separate process, which has the libraries but nothing of ours."""
     script = (
@@ -217,3 +216,14 @@ def test_no_two_test_files_share_a_name() -> None:
     """pytest imports test files by their bare names."""
     names = Counter(path.name for path in (PACKAGE.parent / "tests").rglob("test_*.py"))
     assert [name for name, count in names.items() if count > 1] == []
+
+
+def test_slow_tests_stand_in_one_list():
+    """`tests/slow_tests.txt` names whole tests and files; cases may be marked by a rule."""
+    found = [
+        f"{path.name}:{number}"
+        for path in (PACKAGE.parent / "tests").rglob("test_*.py")
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
+        if line.lstrip().startswith(("@pytest.mark.slow", "pytestmark = pytest.mark.slow"))
+    ]
+    assert found == []

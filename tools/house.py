@@ -19,7 +19,7 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE, PASSES = ROOT / "compilespec", ROOT / "compilespec/passes"
 RECORDS = (
-    "CompileOptions", "ProgramConfig", "PassContext", "SpecProgram", "Geometry", "ServingOptions",
+    "CompileFields", "ProgramConfig", "PassContext", "SpecProgram", "Geometry", "ServingOptions",
 )  # fmt: skip
 ADAPTIVE = ("draft_policy", "adaptive", "step_costs", "acceptance_rates", "exploration", "evidence")
 NOT_A_SUBJECT = ("What", "Whether", "How", "Where", "Of", "Those")

@@ -10,23 +10,26 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from compilespec.cli import report
-from compilespec.cli.flags import add_draft_vocab_options, add_model_option, add_placement_options
+from compilespec.cli.flags import add_engine_options
 from compilespec.cli.generate import (
     DEMO,
-    add_quantize_options,
     compile_engine,
     load_quantized,
     print_json,
     read_prompts,
     set_threads,
 )
-from compilespec.cli.ranks import add_ranks_option, is_first_rank
+from compilespec.cli.ranks import is_first_rank
 from compilespec.errors import DraftNotFound, InvalidOption, RankLost, RanksDiffer, SpecError
 
 if TYPE_CHECKING:
     from compilespec.cli.compare import Comparison, Timed
     from compilespec.runtime.engine import Engine
 
+UNUSED = (
+    "spec", "num_draft_tokens", "acceptance", "draft_tree", "prompt_logprobs", "adapters",
+    "max_adapters", "max_adapter_rank",
+)  # fmt: skip
 PLAIN = "plain"
 GREEDY = "greedy"
 COUPLED = "coupled"
@@ -43,14 +46,13 @@ def add_parser(commands: Any) -> None:
         "decoding.",
     )
     add = parser.add_argument
-    add_model_option(parser, default=DEMO)
+    add_engine_options(parser, default=DEMO, without=UNUSED)
     add(
         "--methods",
         default="all",
         metavar="NAME[,NAME..]|all",
         help="drafting methods; all: those whose drafter is beside the target (default: all)",
     )
-    add("--draft", metavar="DIR|NAME", help="drafter checkpoint, if one method is given")
     add(
         "--num-draft-tokens", type=int, nargs="+", default=[1, 3, 5], metavar="K",
         help="drafts per step (default: 1 3 5)",
@@ -59,12 +61,6 @@ def add_parser(commands: Any) -> None:
     add("--prompt-file", metavar="FILE", help="file with one prompt, '-' for stdin")
     add("--max-new-tokens", type=int, default=64, metavar="N", help="default: %(default)s")
     add("--rounds", type=int, default=3, metavar="N", help="timed rounds (default: %(default)s)")
-    add("--backend", choices=("inductor", "eager"), help="default: inductor")
-    add_placement_options(add)
-    add_quantize_options(add)
-    add_draft_vocab_options(add)
-    add_ranks_option(add)
-    add("--threads", type=int, metavar="N", help="CPU threads (default: torch's)")
     add(
         "--sampled",
         default=COUPLED,

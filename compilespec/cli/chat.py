@@ -11,21 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from compilespec.cli.flags import (
-    add_draft_vocab_options,
-    add_model_option,
-    add_placement_options,
-    add_tree_option,
-    in_flags,
-)
-from compilespec.cli.generate import (
-    add_quantize_options,
-    add_sampling_options,
-    compile_engine,
-    draft_counts,
-    set_threads,
-    spec_of,
-)
+from compilespec.cli.flags import add_engine_options, in_flags
+from compilespec.cli.generate import add_sampling_options, compile_engine, set_threads, spec_of
 from compilespec.errors import ContextExceeded, InvalidRequest, SpecError
 from compilespec.runtime.sampling_params import SamplingParams
 
@@ -36,6 +23,10 @@ if TYPE_CHECKING:
 PROMPT, MORE = ">>> ", "... "
 FENCE = '"""'  # around a question of several lines
 MIN_ANSWER = 256  # tokens that are kept free for an answer, or a quarter of the context
+UNUSED = (
+    "prompt_logprobs", "adapters", "max_adapters", "max_adapter_rank", "tensor_parallel_size",
+    "draft_tensor_parallel_size",
+)  # fmt: skip
 SETTINGS: dict[str, Callable[[str], Any]] = {
     "temperature": float, "top_p": float, "top_k": int, "min_p": float, "seed": int,
     "max_new_tokens": int, "repetition_penalty": float, "num_draft_tokens": int,
@@ -63,26 +54,11 @@ def add_parser(commands: Any) -> None:
         "lists what can be done there.",
     )
     add = parser.add_argument
-    add_model_option(parser, default=None)
-    add("--spec", help="drafting method (default: none)")
-    add("--draft", metavar="DIR|NAME", help="drafter checkpoint (default: beside the target)")
-    add(
-        "--num-draft-tokens",
-        type=draft_counts,
-        metavar="K",
-        help="drafts per step (default: checkpoint's); several, as in 0,2,5: each step uses the "
-        "fastest",
-    )
+    add_engine_options(parser, default=None, without=UNUSED)
     add("--system", metavar="TEXT", help="what the model is told first")
     add("--max-new-tokens", type=int, metavar="N", help="of an answer (default: what fits)")
-    add("--backend", choices=("inductor", "eager"), help="default: inductor")
-    add_placement_options(add)
-    add_quantize_options(add)
-    add_draft_vocab_options(add)
-    add_tree_option(add)
-    add("--threads", type=int, metavar="N", help="CPU threads (default: torch's)")
     add_sampling_options(parser.add_argument_group("sampling").add_argument)
-    parser.set_defaults(run=run, json=False)
+    parser.set_defaults(run=run, n=1, json=False)
 
 
 def run(args: argparse.Namespace) -> int:

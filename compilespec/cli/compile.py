@@ -7,20 +7,10 @@ import time
 from typing import Any
 
 from compilespec.cli import report
-from compilespec.cli.flags import (
-    add_draft_vocab_options,
-    add_model_option,
-    add_placement_options,
-    add_tree_option,
-)
-from compilespec.cli.generate import (
-    DEMO,
-    add_quantize_options,
-    draft_counts,
-    print_json,
-    set_threads,
-    spec_of,
-)
+from compilespec.cli.flags import add_engine_options, compile_keywords
+from compilespec.cli.generate import DEMO, print_json, set_threads, spec_of
+
+UNUSED = ("backend", "tensor_parallel_size", "draft_tensor_parallel_size")
 
 
 def add_parser(commands: Any) -> None:
@@ -31,34 +21,11 @@ def add_parser(commands: Any) -> None:
         "later start with the same model, options, torch and compilespec compiles nothing.  The "
         "cache is COMPILESPEC_CACHE_DIR, else ~/.cache/compilespec.",
     )
-    add = parser.add_argument
-    add_model_option(parser, default=DEMO)
-    add("--spec", help="drafting method (default: eagle3 for the demo, else none)")
-    add("--draft", metavar="DIR|NAME", help="drafter checkpoint (default: beside the target)")
-    add(
-        "--num-draft-tokens",
-        type=draft_counts,
-        metavar="K",
-        help="drafts per step (default: checkpoint's), or several: 0,2,5",
+    add_engine_options(parser, default=DEMO, without=UNUSED)
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON object instead of a table"
     )
-    add("--max-batch-size", type=int, metavar="N", help="requests at once (default: 8)")
-    add("--max-prefill-tokens", type=int, metavar="N", help="tokens of a prefill (default: 2048)")
-    add("--kv-cache-tokens", type=int, metavar="N", help="size of the KV cache")
-    add_placement_options(add)
-    add_quantize_options(add)
-    add_draft_vocab_options(add)
-    add_tree_option(add)
-    add("--cudagraphs", default="auto", metavar="MODE", help="as for compile() (default: auto)")
-    add("--threads", type=int, metavar="N", help="CPU threads (default: torch's)")
-    add("--json", action="store_true", help="print one JSON object instead of a table")
     parser.set_defaults(run=run)
-
-
-KEYWORDS = (
-    "draft", "num_draft_tokens", "max_batch_size", "max_seq_len", "max_prefill_tokens",
-    "kv_cache_tokens", "dtype", "device", "quantize", "draft_quantize", "draft_vocab_size",
-    "draft_vocab_counts", "draft_tree",
-)  # fmt: skip
 
 
 def run(args: argparse.Namespace) -> int:
@@ -71,12 +38,12 @@ def run(args: argparse.Namespace) -> int:
     from compilespec.progress import reporting
     from compilespec.tracing.placement import read_device
 
-    graphs = read_graph_options(args.cudagraphs)
+    graphs = read_graph_options(args.cudagraphs or "auto")
     check_compiler("inductor", read_device(args.device) or torch.device("cpu"))
     set_threads(args.threads)
-    given = {name: getattr(args, name) for name in KEYWORDS if getattr(args, name) is not None}
     started = time.perf_counter()
     spec = spec_of(args)
+    given = compile_keywords(args, spec)
     with report.starting(f"{args.model} (spec={spec})", quiet=args.json) as progress:
         program = compilespec.trace(args.model, spec, keep_graphs=False, progress=progress, **given)
         traced_s = time.perf_counter() - started

@@ -14,14 +14,8 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TextIO
 
 from compilespec.cli import report
-from compilespec.cli.flags import (
-    add_draft_vocab_options,
-    add_model_option,
-    add_placement_options,
-    add_tree_option,
-)
-from compilespec.cli.generate import DEMO, draft_counts, may_draft, spec_of
-from compilespec.cli.ranks import add_ranks_option
+from compilespec.cli.flags import add_engine_options, compile_keywords
+from compilespec.cli.generate import DEMO, set_threads, spec_of
 from compilespec.errors import InvalidOption
 
 if TYPE_CHECKING:
@@ -32,6 +26,7 @@ FORMATS = ("text", "json", "python", "dot", "html")
 STEPS = "prefill, decode, decode.K, decode.K.greedy, replay"
 STEP = re.compile(r"prefill|decode(\.\d+(\.greedy)?)?|replay")
 FAILED = 1
+UNUSED = ("backend", "max_adapters", "max_adapter_rank")
 
 
 def add_parser(commands: Any) -> None:
@@ -41,20 +36,7 @@ def add_parser(commands: Any) -> None:
         description="Print the graph of a phase after any pass.  Nothing is compiled.",
     )
     add = parser.add_argument
-    add_model_option(parser, default=DEMO)
-    add("--spec", help="drafting method (default: eagle3 for the demo, else none)")
-    add("--draft", metavar="DIR|NAME", help="drafter checkpoint (default: beside the target)")
-    add(
-        "--num-draft-tokens",
-        type=draft_counts,
-        metavar="K",
-        help="drafts per step (default: checkpoint's), or several: 0,2,5",
-    )
-    add_draft_vocab_options(add)
-    add_tree_option(add)
-    add("--greedy-step", action="store_true", help="with steps for batches of greedy requests")
-    add_placement_options(add)
-    add_ranks_option(add)
+    add_engine_options(parser, default=DEMO, without=UNUSED)
     add(
         "--meta",
         action="store_true",
@@ -118,6 +100,7 @@ def run(args: argparse.Namespace) -> int:
 
     row_filter(args.where)  # report a bad pattern before seconds of tracing
     _check_combination(args)
+    set_threads(args.threads)
     if args.bisect or (args.verify and args.backend):
         return _check_engine(args)
     with report.status(f"tracing {args.model} (spec={spec_of(args)})"):
@@ -346,12 +329,10 @@ def _check_engine(args: argparse.Namespace) -> int:
             made: Any = bisect(_trace(args))
             return _print_report(args, made, made.ok)
         model, options = _model_and_options(args)
-        backend = args.backend or "eager"
+        options = {"backend": "eager", **options}
         with report.starting(f"{args.model} (spec={spec_of(args)})") as progress:
             engine = stack.enter_context(
-                compilespec.compile(
-                    model, spec_of(args), backend=backend, progress=progress, **options
-                )
+                compilespec.compile(model, spec_of(args), progress=progress, **options)
             )
         stack.enter_context(report.status("checking every pass"))
         if args.verify:
@@ -406,28 +387,19 @@ def _trace(args: argparse.Namespace) -> SpecProgram:
 def _model_and_options(args: argparse.Namespace) -> tuple[Any, dict[str, Any]]:
     """The model, and the keywords of `compilespec.compile` and `trace` that were given."""
     spec = spec_of(args)
-    options = {
-        "max_seq_len": args.max_seq_len,
-        "tensor_parallel_size": args.tensor_parallel_size,
-    }
-    model, draft = args.model, args.draft
-    if args.meta:
-        from compilespec.inspect.meta import meta_draft, meta_target
+    options = compile_keywords(args, spec)
+    if not args.meta:
+        return args.model, options
+    from compilespec.inspect.meta import meta_draft, meta_target
 
-        if draft is not None or args.device is not None:
-            raise InvalidOption(
-                "--meta makes a random drafter, without memory; leave out --draft and --device"
-            )
-        model = meta_target(model, args.dtype)
-        draft = meta_draft(model, spec)
-    else:
-        options |= {"dtype": args.dtype, "device": args.device}
-    if may_draft(spec):
-        names = ("num_draft_tokens", "draft_vocab_size", "draft_vocab_counts", "draft_tree")
-        options |= {"draft": draft, **{name: getattr(args, name) for name in names}}
-    if args.greedy_step:
-        options["greedy_step"] = True
-    return model, {name: value for name, value in options.items() if value is not None}
+    if args.draft is not None or args.device is not None:
+        raise InvalidOption(
+            "--meta makes a random drafter, without memory; leave out --draft and --device"
+        )
+    model = meta_target(args.model, options.pop("dtype", None))
+    if (draft := meta_draft(model, spec)) is not None:
+        options["draft"] = draft
+    return model, options
 
 
 @contextlib.contextmanager

@@ -16,15 +16,13 @@ from typing import TYPE_CHECKING, Any
 
 from compilespec.cli import report
 from compilespec.cli.flags import (
-    add_adapter_option,
-    add_draft_vocab_options,
-    add_model_option,
-    add_placement_options,
-    add_tree_option,
+    add_engine_options,
+    add_fields,
+    compile_keywords,
+    given_of,
     in_flags,
-    read_adapters,
+    may_draft,
 )
-from compilespec.cli.ranks import add_ranks_option
 from compilespec.errors import InvalidOption, InvalidRequest
 from compilespec.runtime.sampling_params import SamplingParams
 
@@ -38,12 +36,10 @@ DEMO_PROMPTS = (
     "import os\n\n\ndef read_lines(path):\n    with open(path) as file:\n",
     "def fibonacci(n):\n    if n < 2:\n        return n\n",
 )
-OF_DRAFTERS = (
-    "draft", "num_draft_tokens", "draft_quantize", "draft_vocab_size", "draft_vocab_counts",
-    "draft_tree",
-)  # fmt: skip
 NUM_ROUNDS = 3  # timed rounds of --compare
 PLAIN = "compilespec plain"
+SAMPLED = ("temperature", "top_k", "top_p", "min_p")
+UNUSED = ("prompt_logprobs", "max_adapters", "max_adapter_rank")
 
 
 def add_parser(commands: Any) -> None:
@@ -54,9 +50,7 @@ def add_parser(commands: Any) -> None:
         "--temperature sampled.",
     )
     add = parser.add_argument
-    add_model_option(parser, default=DEMO)
-    add("--spec", help="drafting method (default: eagle3 for the demo, else none)")
-    add("--draft", metavar="DIR|NAME", help="drafter checkpoint (default: beside the target)")
+    add_engine_options(parser, default=DEMO, without=UNUSED)
     add("-p", "--prompt", action="append", metavar="TEXT", help="prompt; may be repeated")
     add(
         "--prompt-file",
@@ -71,21 +65,6 @@ def add_parser(commands: Any) -> None:
     )
     add("--system", metavar="TEXT", help="with --chat: what the model is told first")
     add("--max-new-tokens", type=int, default=128, metavar="N", help="default: %(default)s")
-    add(
-        "--num-draft-tokens",
-        type=draft_counts,
-        metavar="K",
-        help="drafts per step (default: checkpoint's); several, as in 0,2,5, or auto: each step "
-        "uses the fastest",
-    )
-    add("--backend", choices=("inductor", "eager"), help="default: inductor")
-    add_placement_options(add)
-    add_quantize_options(add)
-    add_adapter_option(add, by_name=False)
-    add_draft_vocab_options(add)
-    add_tree_option(add)
-    add_ranks_option(add)
-    add("--threads", type=int, metavar="N", help="CPU threads (default: torch's)")
     add("--ignore-eos", action="store_true", help="continue after the end-of-sequence token")
     add(
         "--compare",
@@ -94,37 +73,12 @@ def add_parser(commands: Any) -> None:
     )
     add("--json", action="store_true", help="print one JSON object instead of text")
     add_sampling_options(parser.add_argument_group("sampling").add_argument)
-    parser.set_defaults(run=run)
-
-
-def draft_counts(text: str) -> int | str | tuple[int, ...]:
-    """`3`, `0,2,5` or `auto`.  Raises: ArgumentTypeError, which argparse reports."""
-    if text == "auto":
-        return text
-    try:
-        counts = tuple(int(part) for part in text.split(","))
-    except ValueError:
-        raise argparse.ArgumentTypeError(
-            f"expected a number, several such as 0,2,5, or auto; got {text!r}"
-        ) from None
-    return counts[0] if len(counts) == 1 else counts
+    parser.set_defaults(run=run, n=1)
 
 
 def add_sampling_options(add: Callable[..., Any]) -> None:
     """The flags that say how tokens are chosen."""
-    add("--temperature", type=float, metavar="T", help="default: 0, greedy")
-    add("--top-k", type=int, metavar="N", help="draw among the N best tokens (0: all)")
-    add("--top-p", type=float, metavar="P", help="draw among the best up to P")
-    add("--min-p", type=float, metavar="P", help="drop tokens below P times the best")
-    add("--stop", action="append", metavar="TEXT", help="end at this text; may be repeated")
-    add("--seed", type=int, metavar="N", help="seed of the random numbers (default: picked)")
-    add("--n", type=int, default=1, metavar="N", help="samples of each prompt (default: 1)")
-    add(
-        "--acceptance",
-        choices=("auto", "rejection", "block"),
-        help="how drafts of sampled prompts are judged (default: auto, which gives plain "
-        "decoding's tokens for the same seed)",
-    )
+    add_fields(add, SamplingParams, only=(*SAMPLED, "stop", "seed", "n"))
 
 
 def sampling_params(args: argparse.Namespace) -> SamplingParams:
@@ -135,14 +89,8 @@ def sampling_params(args: argparse.Namespace) -> SamplingParams:
         seed=args.seed,
         n=args.n,
         stop=tuple(args.stop or ()),
-        **_sampling_of(args),
+        **given_of(args, SAMPLED),
     )
-
-
-def _sampling_of(args: argparse.Namespace) -> dict[str, Any]:
-    """The sampling options that were given."""
-    values = {name: getattr(args, name) for name in ("temperature", "top_k", "top_p", "min_p")}
-    return {name: value for name, value in values.items() if value is not None}
 
 
 def run(args: argparse.Namespace) -> int:
@@ -175,12 +123,6 @@ def _check_model(args: argparse.Namespace) -> None:
     )
 
 
-def add_quantize_options(add: Callable[..., Any]) -> None:
-    """--quantize and --draft-quantize."""
-    add("--quantize", metavar="NAME", help="quantize the target: int8, int8_dynamic, int4, ...")
-    add("--draft-quantize", metavar="NAME", help="quantize the drafter")
-
-
 def read_prompts(args: argparse.Namespace) -> list[str]:
     """The prompts, from the options, a file, stdin, or the demo's own, in this order.
 
@@ -203,7 +145,7 @@ def _generate(args: argparse.Namespace, prompts: list[str]) -> int:
     """Stream the prompts; an interrupt keeps the text so far."""
     params = sampling_params(args)
     with compile_engine(args, spec_of(args)) as engine:
-        if not _sampling_of(args):
+        if not given_of(args, SAMPLED):
             report.print_unused_defaults(engine.generation_defaults)
         progress = report.OutputPrinter(prompts, quiet=args.json, num_samples=args.n)
         start, interrupted = time.perf_counter(), False
@@ -288,22 +230,9 @@ def compile_engine(args: argparse.Namespace, spec: str, **changes: Any) -> Engin
     """The engine that the options describe; `changes` override its keywords."""
     import compilespec
 
-    options = {
-        "backend": args.backend,
-        "dtype": args.dtype,
-        "device": args.device,
-        "max_seq_len": args.max_seq_len,
-        "quantize": args.quantize,
-        "adapters": read_adapters(getattr(args, "adapter", None)),
-        "acceptance": getattr(args, "acceptance", None),
-        "tensor_parallel_size": getattr(args, "tensor_parallel_size", None),
-    }
-    if may_draft(spec):
-        options |= {name: getattr(args, name, None) for name in OF_DRAFTERS}
-    options |= changes
+    given = {**compile_keywords(args, spec), **changes}
     with report.starting(f"{args.model} (spec={spec})", quiet=args.json) as progress:
-        options |= {"progress": progress}
-        given = {name: value for name, value in options.items() if value is not None}
+        given |= {} if progress is None else {"progress": progress}
         engine: Engine = compilespec.compile(args.model, spec, **given)
     return engine
 
@@ -315,28 +244,20 @@ def load_quantized(args: argparse.Namespace, dtype: str | None) -> Target:
     from compilespec.tracing.load import load_target
 
     target = load_target(args.model, dtype=dtype, device=args.device)
-    if getattr(args, "adapter", None) is not None:
-        target = merge_adapter(target, args.adapter)
+    if getattr(args, "adapters", None) is not None:
+        target = merge_adapter(target, args.adapters)
     return quantize_target(target, read_quantize(args.quantize))
 
 
 def spec_of(args: argparse.Namespace) -> str:
     """The requested method.  Raises: InvalidOption if there is none, but options for one."""
     spec = str(args.spec or ("eagle3" if args.model == DEMO else "none"))
-    given = next((name for name in OF_DRAFTERS if getattr(args, name, None) is not None), None)
+    given = next((name for name in given_of(args, vars(args)) if "draft" in name), None)
     if given and not may_draft(spec):
         raise InvalidOption(
             f"{given} must go with a drafting method: give spec=, or leave {given}= out"
         )
     return spec
-
-
-def may_draft(spec: str) -> bool:
-    """True where the method drafts, or `auto` may choose one that does.  Raises: UnknownMethod."""
-    from compilespec.methods.registry import get_method
-
-    method = get_method(spec).capabilities
-    return method.kind != "none" or method.chooses
 
 
 def set_threads(threads: int | None) -> None:

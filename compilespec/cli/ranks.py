@@ -10,23 +10,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import IO, Any
 
 from compilespec.errors import InvalidOption
 
 POLL_S = 0.2
 GRACE_S = 5.0  # seconds that ranks have to say why they end
-
-
-def add_ranks_option(add: Callable[..., Any]) -> None:
-    """--tensor-parallel-size."""
-    add(
-        "--tensor-parallel-size",
-        type=int,
-        metavar="N",
-        help="processes that share the model, each with its part of weights and cache (default: 1)",
-    )
 
 
 def starts_ranks(args: argparse.Namespace) -> bool:

@@ -3,47 +3,21 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import ipaddress
 import logging
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from compilespec.cli.flags import (
-    add_adapter_option,
-    add_draft_vocab_options,
-    add_model_option,
-    add_placement_options,
-    add_tree_option,
-)
-from compilespec.cli.generate import (
-    DEMO,
-    add_quantize_options,
-    compile_engine,
-    draft_counts,
-    set_threads,
-    spec_of,
-)
-from compilespec.cli.ranks import add_ranks_option, is_first_rank
+from compilespec.cli.flags import add_engine_options, add_fields, given_of
+from compilespec.cli.generate import DEMO, compile_engine, set_threads, spec_of
+from compilespec.cli.ranks import is_first_rank
 from compilespec.errors import InvalidOption
-
-if TYPE_CHECKING:
-    from compilespec.serving.options import ServerOptions
+from compilespec.serving.options import Binding, ServerOptions
 
 KEY_VARIABLE = "COMPILESPEC_API_KEY"
-OF_SERVER = (
-    "max_waiting", "max_body_bytes", "read_timeout_s", "request_timeout_s", "write_timeout_s",
-    "tool_parser", "reasoning_parser",
-)  # fmt: skip
-OF_BINDING = (
-    "host", "port", "ssl_certfile", "ssl_keyfile", "ssl_keyfile_password", "ssl_ca_certs",
-    "drain_timeout_s",
-)  # fmt: skip
-OF_ENGINE = (
-    "max_batch_size", "max_prefill_tokens", "kv_cache_tokens", "max_step_tokens", "max_adapters",
-    "max_adapter_rank",
-)  # fmt: skip
 
 
 def add_parser(commands: Any) -> None:
@@ -55,34 +29,14 @@ def add_parser(commands: Any) -> None:
         "its requests have ended.",
     )
     add = parser.add_argument
-    add_model_option(parser, default=DEMO)
-    add("--spec", help="drafting method (default: eagle3 for the demo, else none)")
-    add("--draft", metavar="DIR|NAME", help="drafter checkpoint (default: beside the target)")
+    add_engine_options(parser, default=DEMO, without=("adapters",))
     add(
-        "--num-draft-tokens",
-        type=draft_counts,
-        metavar="K",
-        help="drafts per step (default: checkpoint's); several, as in 0,2,5: each step uses the "
-        "fastest",
-    )
-    add("--backend", choices=("inductor", "eager"), help="default: inductor")
-    add_placement_options(add)
-    add_quantize_options(add)
-    add_adapter_option(add, by_name=True)
-    add("--max-adapters", type=int, metavar="N", help="adapters that can be loaded at once")
-    add("--max-adapter-rank", type=int, metavar="N", help="highest rank that there is room for")
-    add_draft_vocab_options(add)
-    add_tree_option(add)
-    add_ranks_option(add)
-    add("--threads", type=int, metavar="N", help="CPU threads (default: torch's)")
-    add("--max-batch-size", type=int, metavar="N", help="requests that run at once (default: 8)")
-    add("--max-prefill-tokens", type=int, metavar="N", help="tokens of a prefill (default: 2048)")
-    add("--max-step-tokens", type=int, metavar="N", help="tokens of a step, prefill and decode")
-    add("--kv-cache-tokens", type=int, metavar="N", help="size of the KV cache")
-    add(
-        "--prompt-logprobs",
-        action="store_true",
-        help="let completions ask for echo with logprobs, as evaluations do",
+        "--adapter",
+        action="append",
+        dest="adapters",
+        metavar="[NAME=]DIR",
+        help="a LoRA adapter that clients choose with the model's name NAME; may be repeated; "
+        "without NAME= one that is merged into the target",
     )
     add("--chat-template", metavar="FILE", help="a chat template in place of the model's own")
     _add_server_options(parser.add_argument_group("server").add_argument)
@@ -90,8 +44,8 @@ def add_parser(commands: Any) -> None:
 
 
 def _add_server_options(add: Any) -> None:
-    add("--host", metavar="ADDRESS", help="where to listen (default: 127.0.0.1, this machine)")
-    add("--port", type=int, metavar="N", help="default: 8000; 0: any that is free")
+    add_fields(add, Binding)
+    add_fields(add, ServerOptions)
     add(
         "--served-model-name", action="append", metavar="NAME", help="name of the model for clients"
     )
@@ -110,22 +64,6 @@ def _add_server_options(add: Any) -> None:
         help="let web pages of this origin ask, as https://example.org, or * for any; may be "
         "repeated (default: the server's own alone)",
     )
-    add("--max-waiting", type=int, metavar="N", help="requests that may wait (default: 256)")
-    add("--max-body-bytes", type=int, metavar="N", help="size of a request (default: 4 MiB)")
-    for name, what in (
-        ("read", "for a request to arrive (default: 30)"),
-        ("request", "for an answer to be whole (default: 600)"),
-        ("write", "for a client to take what was sent (default: 60)"),
-        ("drain", "for requests to end after SIGTERM (default: 60)"),
-    ):
-        dest = f"{name}_timeout_s"
-        add(f"--{name}-timeout", dest=dest, type=float, metavar="SECONDS", help=what)
-    add("--tool-parser", choices=("auto", "hermes", "llama", "none"), help="default: auto")
-    add("--reasoning-parser", choices=("auto", "think", "none"), help="default: auto")
-    add("--ssl-certfile", metavar="FILE", help="certificate: serve HTTPS")
-    add("--ssl-keyfile", metavar="FILE", help="its key")
-    add("--ssl-keyfile-password", metavar="TEXT", help="of the key")
-    add("--ssl-ca-certs", metavar="FILE", help="clients must have a certificate of these")
     add(
         "--quiet",
         action="store_true",
@@ -135,20 +73,17 @@ def _add_server_options(add: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from compilespec.serving import run as serve
-    from compilespec.serving.process import Binding, check
+    from compilespec.serving.process import check
 
     options = server_options(args)  # check before minutes of compiling
-    binding = Binding(**_given(args, OF_BINDING))
+    binding = Binding(**_given(args, Binding))
     if is_first_rank():  # the others listen nowhere
         check(binding)
     template = _read(args.chat_template, "--chat-template")
     set_threads(args.threads)
     _log(quiet=args.quiet)
     _warn_if_open(binding.host, options)
-    changes: dict[str, Any] = _given(args, OF_ENGINE)
-    if args.prompt_logprobs:
-        changes["prompt_logprobs"] = True
-    engine = compile_engine(args, spec_of(args), **changes)
+    engine = compile_engine(args, spec_of(args))
     if template is not None:
         if engine.tokenizer is None:
             raise InvalidOption("--chat-template: the model has no tokenizer to apply it")
@@ -158,8 +93,6 @@ def run(args: argparse.Namespace) -> int:
 
 def server_options(args: argparse.Namespace) -> ServerOptions:
     """Raises: InvalidOption, MissingDependency."""
-    from compilespec.serving import ServerOptions
-
     names = args.served_model_name or [Path(str(args.model)).name or str(args.model)]
     if not args.served_model_name and str(args.model).count("/") == 1:
         names = [str(args.model).rstrip("/")]  # org/name
@@ -167,12 +100,12 @@ def server_options(args: argparse.Namespace) -> ServerOptions:
         model_names=tuple(names),
         api_keys=_keys(args),
         allowed_origins=tuple(args.allowed_origin or ()),
-        **_given(args, OF_SERVER),
+        **_given(args, ServerOptions),
     )
 
 
-def _given(args: argparse.Namespace, names: tuple[str, ...]) -> dict[str, Any]:
-    return {name: value for name in names if (value := getattr(args, name)) is not None}
+def _given(args: argparse.Namespace, record: type[Any]) -> dict[str, Any]:
+    return given_of(args, [field.name for field in dataclasses.fields(record)])
 
 
 def _keys(args: argparse.Namespace) -> tuple[str, ...]:

@@ -6,10 +6,11 @@ import argparse
 import ctypes
 import dataclasses
 import sys
-from collections.abc import Callable
 from typing import Any
 
+from compilespec.cli.flags import add_fields, given_of
 from compilespec.cli.generate import print_json, set_threads
+from compilespec.training.options import TrainOptions
 
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX = -1, -2, -4  # of <malloc.h>
 
@@ -46,42 +47,10 @@ def add_parser(commands: Any) -> None:
         help="continue prompts that are bare texts (default: a chat model answers them)",
     )
     add("--resume", action="store_true", help="go on with the run in --output, if there is one")
-    add("--max-minutes", type=float, metavar="M", help="of training, resumed runs included")
-    add("--steps", type=int, metavar="N", help="of the whole run")
-    add("--layout", choices=("safeailab", "speculators"), help="default: safeailab")
     add("--threads", type=int, metavar="N", help="CPU threads (default: torch's)")
     add("--json", action="store_true", help="print one JSON object at the end")
-    add_learning_options(parser.add_argument_group("learning").add_argument)
+    add_fields(parser.add_argument_group("learning").add_argument, TrainOptions)
     parser.set_defaults(run=run)
-
-
-def add_learning_options(add: Callable[..., Any]) -> None:
-    """The flags of `TrainOptions` that few need."""
-    add("--learning-rate", type=float, metavar="R", help="the highest (default: 0.005)")
-    add("--warmup-steps", type=int, metavar="N", help="in which the rate rises (default: 30)")
-    add("--decay-share", type=float, metavar="P", help="of the run, to fall in (default: 0.25)")
-    add("--batch-tokens", type=int, metavar="N", help="tokens of a step (default: 4096)")
-    add("--max-length", type=int, metavar="N", help="tokens of a sequence (default: 1024)")
-    add("--depth", type=int, metavar="N", help="draft steps that are trained (default: 3)")
-    add(
-        "--draft-vocab-size", type=int, metavar="N", help="rows of the head (default: 8192, or all)"
-    )
-    add("--intermediate-size", type=int, metavar="N", help="of the head's MLP (default: target's)")
-    add("--num-draft-tokens", type=int, metavar="K", help="of the measurements (default: 3)")
-    add("--held-out-one-in", type=int, metavar="N", help="sequences kept to measure (default: 20)")
-    add("--eval-every", type=int, metavar="N", help="steps between measurements (default: 200)")
-    add("--eval-prompts", type=int, metavar="N", help="of a measurement (default: 16)")
-    add("--eval-new-tokens", type=int, metavar="N", help="of each answer (default: 96)")
-    add("--backend", choices=("inductor", "eager"), help="default: inductor")
-    add("--patience", type=int, metavar="N", help="measurements without gain (default: 6)")
-    add("--save-every", type=int, metavar="N", help="steps between saved states (default: 50)")
-    add("--dtype", metavar="NAME", help="of the target while training (default on CPUs: float32)")
-    add("--start-from", metavar="DIR", help="a drafter's checkpoint to begin with")
-    add("--learn-prompts", action="store_true", help="learn from the prompts' tokens too")
-    add("--keep-states", action="store_true", help="keep the target's hidden states on disk")
-    add("--compiled", action="store_true", help="forward and backward through torch.compile")
-    add("--mixed-precision", action="store_true", help="the drafter's products in bfloat16")
-    add("--seed", type=int, metavar="N", help="default: 0")
 
 
 def temperatures(text: str) -> tuple[float, ...]:
@@ -107,11 +76,8 @@ def keep_freed_memory() -> None:
 def run(args: argparse.Namespace) -> int:
     from compilespec.cli.train_progress import Shown
     from compilespec.training.entry import train
-    from compilespec.training.options import TrainOptions
 
-    names = [field.name for field in dataclasses.fields(TrainOptions)]
-    given = {name: getattr(args, name, None) for name in names}
-    options = TrainOptions(**{name: value for name, value in given.items() if value is not None})
+    options = TrainOptions(**given_of(args, [one.name for one in dataclasses.fields(TrainOptions)]))
     set_threads(args.threads)
     keep_freed_memory()
     with Shown(options) as shown:

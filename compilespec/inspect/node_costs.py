@@ -416,6 +416,8 @@ RULES: dict[Any, Callable[[NodeCosts, fx.Node], Cost]] = {
     torch.ops.compilespec.dynamic_int8_linear.default: _rows_times_quantized,
     torch.ops.compilespec.packed_quantized_linear.default: _rows_times_quantized,
     torch.ops.compilespec.packed_dynamic_int8_linear.default: _rows_times_quantized,
+    torch.ops.compilespec.grouped_linear.default: _rows_times_quantized,
+    torch.ops.compilespec.packed_grouped_linear.default: _rows_times_quantized,
     torch.ops.compilespec.paged_attention.default: _attention,
     torch.ops.compilespec.masked_attention.default: _masked_attention,
     torch.ops.compilespec.cached_keys.default: _cached_keys,

@@ -19,7 +19,7 @@ from compilespec.inspect.verify_report import Check, Mismatch, VerifyReport
 from compilespec.passes.context import PassContext
 from compilespec.passes.references import Case, Values
 from compilespec.passes.splice.absorb_latents import absorb_latents
-from compilespec.passes.splice.evidence import without_level
+from compilespec.passes.splice.evidence import without_confidence
 from compilespec.program import (
     ByStep,
     Lowered,
@@ -313,7 +313,7 @@ def _not_how_sure(values: Values) -> Values:
     """A greedy step does not write the logits that say how sure its drafts are."""
     outputs = dict(values.outputs)
     if "outcome_B" in outputs:
-        outputs["outcome_B"] = without_level(outputs["outcome_B"])
+        outputs["outcome_B"] = without_confidence(outputs["outcome_B"])
     return dataclasses.replace(values, outputs=outputs)
 
 

@@ -32,7 +32,12 @@ from compilespec.pipeline.keyword_types import CompileKeywords, SpecName
 from compilespec.pipeline.keywords import shown_fields, shows
 from compilespec.pipeline.options import CompileOptions, check_method_options
 from compilespec.pipeline.parallel import check_ranks, join_ranks, lead_or_follow
-from compilespec.pipeline.plan import describe_plan, why_not_overlapped, why_not_shared
+from compilespec.pipeline.plan import (
+    describe_plan,
+    num_state_places,
+    why_not_overlapped,
+    why_not_shared,
+)
 from compilespec.program import SpecProgram
 from compilespec.progress import Progress, Reporter, rare_collections, reporting
 from compilespec.quantization import quantize_target
@@ -120,7 +125,11 @@ def _start(load: Callable[[], Target], asked: CheckedCall, reporter: Reporter) -
     lowered = lower(program, backend=options.backend, units=units_for(kinds), progress=reporter)
     with reporter.step("load", "weights and buffers, in place"):
         runner = StepRunner(
-            lowered, buckets=options.bucket_sizes, graphs=options.graphs, model=target.model
+            lowered,
+            buckets=options.bucket_sizes,
+            graphs=options.graphs,
+            model=target.model,
+            num_state_places=num_state_places(program, options),
         )
     runner.capture(reporter)
     executor = runner if ranks is None else lead_or_follow(ranks, runner, reporter)

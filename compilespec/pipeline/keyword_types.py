@@ -52,6 +52,7 @@ class CompileKeywords(TypedDict, total=False):
     max_prefill_tokens: int
     kv_cache_tokens: int | None
     enable_prefix_caching: bool
+    max_cached_states: int | None
     overlap: Literal["auto"] | bool
     greedy_step: Literal["auto"] | bool
     max_step_tokens: int | None

@@ -36,6 +36,7 @@ def describe_plan(
         "weights_mib": _num_bytes(runner.weights.values()) / 2**20,
         "kv_cache_mib": sum(b.num_bytes for b in program.buffers if b.kind == "cache") / 2**20,
         "state_mib_per_request": program.state_bytes_per_request / 2**20,
+        "cached_states_mib": runner.num_kept_state_bytes / 2**20,
         "kv_cache_bytes_per_token": program.cache_bytes_per_token,
         "compile": runner.lowered.costs() if runner.lowered else {},
         "attention": dict(runner.lowered.attention) if runner.lowered else {},
@@ -56,7 +57,19 @@ def _on_or_off(why_not: str | None) -> str:
 
 def why_not_shared(program: SpecProgram, options: CompileOptions) -> str | None:
     """The reason why requests do not share blocks of a common prefix; None: they do."""
-    return why_not(program) if options.enable_prefix_caching else "enable_prefix_caching=False"
+    if not options.enable_prefix_caching:
+        return "enable_prefix_caching=False"
+    if program.recurrent_states and options.max_cached_states == 0:
+        return "max_cached_states=0, and recurrent layers need them"
+    return why_not(program)
+
+
+def num_state_places(program: SpecProgram, options: CompileOptions) -> int:
+    """The number of copies of recurrent states that prefix caching may keep."""
+    if why_not_shared(program, options) is not None:
+        return 0
+    asked = options.max_cached_states
+    return max(8, 2 * options.max_batch_size) if asked is None else asked
 
 
 def why_not_overlapped(program: SpecProgram, options: CompileOptions) -> str | None:

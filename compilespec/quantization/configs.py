@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from compilespec.errors import MissingDependency
+from compilespec.errors import MissingDependency, NotSupported
 from compilespec.errors.suggest import not_one_of
 from compilespec.ops.device import traits_of
 from compilespec.tracing.quiet import quiet_import
@@ -114,6 +114,18 @@ def _int4_weight_only(device: torch.device) -> Any:
     return Int4Config(traits_of(device).int4_group)
 
 
+def _int4_dynamic(device: torch.device) -> Any:
+    from compilespec.ops.grouped_linear import BLOCK
+    from compilespec.quantization.int4 import Int4Config
+
+    if not traits_of(device).packs_weights:
+        raise NotSupported(
+            f"quantize='int4_dynamic' has a kernel for the CPU alone; on {traits_of(device).kind} "
+            "give 'int4_weight_only'"
+        )
+    return Int4Config(BLOCK, quantizes_rows=True)
+
+
 def _float8_weight_only(device: torch.device) -> Any:
     from torchao.quantization import Float8WeightOnlyConfig
 
@@ -130,11 +142,12 @@ NAMES: dict[str, Callable[[torch.device], Any]] = {
     "int8_weight_only": _int8_weight_only,
     "int8_dynamic": _int8_dynamic,
     "int4_weight_only": _int4_weight_only,
+    "int4_dynamic": _int4_dynamic,
     "float8_weight_only": _float8_weight_only,
     "float8_dynamic": _float8_dynamic,
 }
 # A head of 4 bits costs more of a model's quality than all its layers: docs/tuning.md has figures.
-_OF_HEADS = {"int4_weight_only": "int8_weight_only"}
+_OF_HEADS = {"int4_weight_only": "int8_weight_only", "int4_dynamic": "int8_dynamic"}
 _ALIASES = {
     "int8": "int8_weight_only",
     "int4": "int4_weight_only",
@@ -145,11 +158,11 @@ _OR_CONFIG = ", or a torchao config"
 
 def runs_on(device: torch.device) -> list[str]:
     """Short names of the configs that run on the device, for messages."""
-    names = [name for name in NAMES if not name.startswith("float8_dynamic")]
-    if not traits_of(device).is_cuda:
-        return names
-    major, minor = torch.cuda.get_device_capability(device)
-    return list(NAMES) if (major, minor) >= (8, 9) else names
+    traits = traits_of(device)
+    no = [] if traits.packs_weights else ["int4_dynamic"]
+    if not traits.is_cuda or torch.cuda.get_device_capability(device) < (8, 9):
+        no.append("float8_dynamic")
+    return [name for name in NAMES if name not in no]
 
 
 def _covers(patterns: str | Sequence[str], path: str) -> bool:

@@ -16,7 +16,9 @@ from torchao.quantization import (
 )
 from torchao.quantization.transform_module import register_quantize_module_handler
 
-_INT4 = getattr(torch, "int4")  # noqa: B009  (unknown to type checkers)
+from compilespec.errors import InvalidOption
+from compilespec.quantization.grouped import INT4, GroupedIntTensor
+
 _LEAST, _MOST = -8, 7
 _FARTHEST = 1024.0  # largest zero point in steps, which float16 can hold
 
@@ -33,17 +35,28 @@ class Int4Config(AOBaseConfig):
     group_size: int
     """Input features that share a scale and a zero point."""
 
+    quantizes_rows: bool = False
+    """Products quantize their rows, too, in blocks of 32 (`compilespec::grouped_linear`)."""
+
     @property
     def in_checkpoints(self) -> IntxWeightOnlyConfig:
-        """torchao's nearest config, by which transformers recognises stored weights."""
+        """torchao's nearest config, by which transformers recognises stored weights.
+
+        Raises: InvalidOption where products quantize rows, which no checkpoint can say.
+        """
+        if self.quantizes_rows:
+            raise InvalidOption(
+                "int4_dynamic cannot be stored in a checkpoint; save 'int4_weight_only', or give "
+                "quantize='int4_dynamic' when the full weights are loaded"
+            )
         return IntxWeightOnlyConfig(
-            weight_dtype=_INT4,
+            weight_dtype=INT4,
             granularity=PerGroup(self.group_size),
             mapping_type=MappingType.ASYMMETRIC,
         )
 
 
-def quantize_int4(weight_NK: Tensor, group_size: int) -> Any:
+def quantize_int4(weight_NK: Tensor, group_size: int, *, quantizes_rows: bool = False) -> Any:
     """The weight as torchao's tensor: int8 of -8..7, scales and zero points [N, K / group_size].
 
     Raises: ValueError: K is no multiple of the group size.
@@ -58,11 +71,12 @@ def quantize_int4(weight_NK: Tensor, group_size: int) -> Any:
     scale = step.clamp(min=torch.finfo(dtype).tiny).to(dtype)
     zero = (_LEAST - low / scale.float()).to(dtype)
     steps = groups / scale.float().unsqueeze(-1) + zero.float().unsqueeze(-1)
-    return IntxUnpackedToInt8Tensor(
+    kind = GroupedIntTensor if quantizes_rows else IntxUnpackedToInt8Tensor
+    return kind(
         qdata=steps.round().clamp(_LEAST, _MOST).to(torch.int8).flatten(1),
         scale=scale,
         zero_point=zero,
-        target_dtype=_INT4,
+        target_dtype=INT4,
         block_size=(1, group_size),
         dtype=dtype,
         activation_quantization=None,
@@ -72,6 +86,6 @@ def quantize_int4(weight_NK: Tensor, group_size: int) -> Any:
 @register_quantize_module_handler(Int4Config)
 def _quantize(module: nn.Module, config: Int4Config) -> nn.Module:
     assert isinstance(module.weight, Tensor)
-    weight = quantize_int4(module.weight, config.group_size)
+    weight = quantize_int4(module.weight, config.group_size, quantizes_rows=config.quantizes_rows)
     module.weight = nn.Parameter(weight, requires_grad=False)
     return module

@@ -77,7 +77,7 @@ class AdaptiveDrafts:
                 request.backlog += len(tokens) if count else 0
             elif drafted.most >= count and tokens and (tried := self._num_tried(drafted, count)):
                 right = len(tokens) - 1 + (bool(evidence) and evidence[place].goes_on)
-                judged.append(JudgedDrafts(tried, right, drafted.level))
+                judged.append(JudgedDrafts(tried, right, drafted.confidence))
         self.policy.observe(count, len(requests), elapsed_ms, judged, is_trial=plan.is_trial)
 
     def note(self, requests: Sequence[Request], evidence: Sequence[Evidence]) -> None:
@@ -90,11 +90,11 @@ class AdaptiveDrafts:
         most = self._most if own is None else min(own, self._most)
         if evidence is None or not (self._sizes.capabilities.looks_up or evidence.num_drafts):
             return Drafted(most, is_found=self._sizes.finds_all)
-        is_found = self._sizes.finds_all or evidence.level >= FIRST_MATCH
+        is_found = self._sizes.finds_all or evidence.confidence >= FIRST_MATCH
         if not is_found and request.backlog:  # a replay comes before they are verified
             return Drafted(most)
         known = None if is_late else evidence.num_drafts
-        return Drafted(most, evidence.level, known, is_found)
+        return Drafted(most, evidence.confidence, known, is_found)
 
     def _num_tried(self, drafted: Drafted, count: int) -> int:
         """Drafts of a step of K = `count` that could be right."""
@@ -114,5 +114,5 @@ class AdaptiveDrafts:
         self._executor.catch_up(rows, [request.backlog for request in requests])
         for request in requests:
             request.backlog = 0
-            if request.evidence is not None and request.evidence.level < FIRST_MATCH:
+            if request.evidence is not None and request.evidence.confidence < FIRST_MATCH:
                 request.evidence = None  # what was found stays

@@ -29,6 +29,9 @@ def next_chunks(
         if room <= done - start or (chunks and sizes.config.prefills_one):
             break
         end = request.whole_until(start, min(len(tokens), start + room))
+        end = min((e for e in request.state_ends if done < e < end), default=end)
+        if chunks and _undoes_state(request, end, sizes):
+            break
         if end <= done and not chunks:  # tokens that see each other outrank `max_step_tokens`
             end = done + request.ahead[done] + 1
         if end <= done:
@@ -45,6 +48,12 @@ def next_chunks(
         )
         room -= end - start
     return chunks
+
+
+def _undoes_state(request: Request, end: int, sizes: Geometry) -> bool:
+    """True where the next chunk would begin before the states that the request started from."""
+    is_early = end - request.num_cached < sizes.reach.num_repeated_tokens
+    return request.state_place is not None and is_early and end < len(request.prefill_token_ids)
 
 
 def _room(running: Sequence[Request], sizes: Geometry, max_step_tokens: int | None) -> int:

@@ -30,7 +30,7 @@ class Drafted(NamedTuple):
     """A request whose drafter can be used, before a step."""
 
     most: int  # drafts that it takes
-    level: int = 0  # how sure its drafts are (`passes/splice/evidence.py`)
+    confidence: int = 0  # how sure its drafts are (`passes/splice/evidence.py`)
     num_drafts: int | None = None  # that are there now; None: not known
     is_found: bool = False  # looked up: however many a step verifies, the next one has as many
 
@@ -126,7 +126,7 @@ class DraftPolicy:
             "counts": self.counts,
             "acceptance_by_position": _rounded(self.acceptance.rates()),
             "acceptance_by_level": {
-                level: _rounded(rates) for level, rates in self.acceptance.by_level().items()
+                one: _rounded(rates) for one, rates in self.acceptance.by_confidence().items()
             },
             "step_ms": self.costs.table(),
             "num_steps": dict(self.num_steps),
@@ -152,7 +152,7 @@ class DraftPolicy:
         """By K: of a step, what one token of the request takes."""
         there = one.num_drafts if one.is_found else None
         most = one.most if there is None else min(one.most, there)
-        expected = self.acceptance.expected(one.level)
+        expected = self.acceptance.expected(one.confidence)
         return [1 / (1 + expected[min(count, most)]) for count in self.counts]
 
     def _is_worth_a_trial(

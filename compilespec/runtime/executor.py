@@ -36,6 +36,7 @@ class PrefillChunk:
     given: GivenRows | None = None  # embeddings, in place of those of their ids
     ahead: Sequence[int] | None = None  # the number of later tokens that each token sees
     rope: Sequence[Sequence[int]] | None = None  # offsets of its rotary positions, by axis
+    state_place: int | None = None  # receives the row's recurrent states after the call
 
     @property
     def end(self) -> int:
@@ -55,6 +56,7 @@ class Geometry:
     reach: Reach
     needs_catch_up: bool = False  # true: drafters must catch up after steps of K = 0
     embeds_width: int | None = None  # of prompts as embeddings; None: there are none
+    num_state_places: int | None = None  # copies of recurrent states; None: nothing is recurrent
 
     @property
     def tells_evidence(self) -> bool:
@@ -80,12 +82,19 @@ class Executor(Protocol):
 
     geometry: Geometry
 
-    def set_blocks(self, row: int, blocks: Sequence[int], prefix: Sequence[int] = ()) -> None:
+    def set_blocks(
+        self,
+        row: int,
+        blocks: Sequence[int],
+        prefix: Sequence[int] = (),
+        state_place: int | None = None,
+    ) -> None:
         """Write `blocks` (physical block ids, logical order) as the block table of a row with a new
         owner; the rest is cleared.
 
         Args:
             prefix: the tokens that the first blocks hold already, whole blocks of them.
+            state_place: where the recurrent states after `prefix` were kept.
         """
 
     def add_blocks(self, row: int, start: int, blocks: Sequence[int]) -> None:

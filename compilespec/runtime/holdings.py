@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from compilespec.runtime.blocks import BlockPool, num_blocks_for
-from compilespec.runtime.executor import Geometry
+from compilespec.runtime.executor import Geometry, PrefillChunk
+from compilespec.runtime.kept_states import KeptCopies, places_to_keep
 from compilespec.runtime.prefix_cache import PrefixCache
 from compilespec.runtime.request import Request
 
@@ -37,6 +39,8 @@ class Holdings:
             if self._shares_prefixes
             else None
         )
+        has_states = sizes.num_state_places is not None and self._shares_prefixes
+        self.states = KeptCopies(sizes.num_state_places or 0) if has_states else None
 
     # --- taking and giving back ---
 
@@ -113,6 +117,9 @@ class Holdings:
         """Stop others from finding its blocks."""
         if self.prefixes is not None:
             self.prefixes.withdraw(request.blocks)
+        if self.states is not None:
+            self.states.forget(request.block_keys)
+            request.state_ends = {}
 
     def withdraw_all(self, running: Iterable[Request]) -> None:
         """Stop all requests from finding any block that was written so far."""
@@ -120,6 +127,9 @@ class Holdings:
             self.prefixes.clear()
             for request in running:
                 request.num_published = self._sizes.config.blocks_per_row
+                request.state_ends = {}
+        if self.states is not None:
+            self.states.clear()
 
     def _find_prefix(
         self, request: Request, tokens: Sequence[int], running: Sequence[Request]
@@ -127,11 +137,16 @@ class Holdings:
         """Blocks that hold the request's first tokens; None where another request is computing the
         next one, which samples of one prompt share.
         """
+        request.state_place, request.state_ends = None, {}
         if self.prefixes is None or request.num_prompt_logprobs is not None:
             return ()
+        if self.states is not None and any(request.ahead):
+            return ()  # its chunks end where no token sees one behind the end
         keys = request.block_keys
         self.prefixes.extend_keys(keys, request.key_ids, request.prefix_key)
         found = self.prefixes.find(keys, len(tokens))
+        if self.states is not None:
+            return self._start_from_state(request, found, running)
         wanted = keys[len(found) : self.prefixes.num_findable(len(tokens))][:1]
         is_coming = any(
             wanted[0] in other.block_keys[other.num_published :]
@@ -140,6 +155,40 @@ class Holdings:
         )
         return None if is_coming else found
 
+    # --- states of recurrent layers ---
+
+    def _start_from_state(
+        self, request: Request, found: tuple[int, ...], running: Sequence[Request]
+    ) -> tuple[int, ...] | None:
+        """Choose the copy of the states that the request starts from, and where to keep others.
+
+        Returns: those of the `found` blocks that lie before the copy; None where another request
+            is about to keep a deeper one.
+        """
+        assert self.states is not None
+        assert self.prefixes is not None
+        keys, num_tokens = request.block_keys, request.num_tokens
+        size, num_repeated = self._sizes.config.block_size, self._sizes.reach.num_repeated_tokens
+        count, request.state_place = self.states.find(keys[: len(found)])
+        last = (num_tokens - 1 - num_repeated) // size
+        last = min(last, self.prefixes.num_findable(num_tokens))
+        request.state_ends = {
+            number * size + num_repeated: keys[number - 1]
+            for number in places_to_keep(last, count, len(found))
+        }
+        is_coming = any(
+            end > other.num_computed and key in request.state_ends.values()
+            for other in running
+            for end, key in other.state_ends.items()
+        )
+        return None if is_coming else found[:count]
+
+    def with_state_place(self, request: Request, chunk: PrefillChunk) -> PrefillChunk:
+        """The chunk, with a place for the states after it where they are to be kept."""
+        if self.states is None or chunk.end not in request.state_ends:
+            return chunk
+        return replace(chunk, state_place=self.states.keep(request.state_ends[chunk.end]))
+
 
 def _vacate(request: Request) -> None:
     """Mark the request as holding nothing."""
@@ -147,4 +196,5 @@ def _vacate(request: Request) -> None:
         request.processor.close()
     request.row, request.blocks, request.num_published = -1, (), 0
     request.num_prefilled = request.num_computed = request.num_cached = request.backlog = 0
-    request.evidence = None
+    request.evidence = request.state_place = None
+    request.state_ends = {}

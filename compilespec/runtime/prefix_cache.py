@@ -3,7 +3,8 @@
 A full block is published under the chain hash of all tokens up to its end, and of the `lookahead`
 tokens after it: the drafter's cache pairs a position with the tokens that follow it, so its last
 entries are right only before the same successors.  So every block that is found is right as a
-whole, for target and drafter.  Only full blocks are shared; nothing is copied.  Seeds and sampling
+whole, for target and drafter.  Only full blocks are shared; nothing is copied but the states of
+recurrent layers (`KeptCopies`).  Seeds and sampling
 parameters are not hashed, because keys and values do not depend on them; the adapter is, at the
 beginning of the chain.
 """
@@ -14,7 +15,7 @@ import hashlib
 from array import array
 from collections.abc import Iterable, Sequence
 
-from compilespec.program import SpecProgram
+from compilespec.program import SpecProgram, is_recurrent
 from compilespec.runtime.blocks import BlockPool
 
 # State rows with a request's tokens in them, which the host completes after a prefix was found.
@@ -26,7 +27,7 @@ REBUILT_STATE = frozenset(
         "sampling_RI", "bias_RV", "context_RL", "mask_RSW", "processor_R", "logprob_RSN",
         "logprob_id_RSN", "ring_hidden_RKD", "ring_ids_RK", "kept_aux_RWE", "kept_ids_RW",
         "draft_prob_RKV", "child_prob_RIV", "past_ML", "adapter_R", "embeds_PD", "rope_delta_R",
-        "long_rope_R",
+        "long_rope_R", "absorbed_R",
         *TOKENS_BY_POSITION,
     }
 )  # fmt: skip
@@ -108,10 +109,8 @@ def why_not(program: SpecProgram) -> str | None:
         return "the hidden states of every prompt token are recorded"
     if drafter is not None and drafter.kv_block_sizes:
         return "the drafter's layers have other blocks, which are not found by tokens"
-    if program.state_bytes_per_request:
-        return "recurrent layers keep a request's newest state, not those at the ends of blocks"
     for buffer in program.buffers:
         is_of_rows = buffer.kind == "state" and not buffer.name.startswith("adapter.")
-        if is_of_rows and buffer.name not in REBUILT_STATE:
+        if is_of_rows and not (buffer.name in REBUILT_STATE or is_recurrent(buffer)):
             return f"the step reads a whole prompt into {buffer.name}"
     return None

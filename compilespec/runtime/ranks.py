@@ -136,9 +136,15 @@ class LeadExecutor:
         _open.append(self)
         atexit.register(self._leave)
 
-    def set_blocks(self, row: int, blocks: Sequence[int], prefix: Sequence[int] = ()) -> None:
-        self._note("set_blocks", row, list(blocks), list(prefix))
-        self._executor.set_blocks(row, blocks, prefix)
+    def set_blocks(
+        self,
+        row: int,
+        blocks: Sequence[int],
+        prefix: Sequence[int] = (),
+        state_place: int | None = None,
+    ) -> None:
+        self._note("set_blocks", row, list(blocks), list(prefix), state_place)
+        self._executor.set_blocks(row, blocks, prefix, state_place)
 
     def add_blocks(self, row: int, start: int, blocks: Sequence[int]) -> None:
         self._note("add_blocks", row, start, list(blocks))

@@ -74,6 +74,8 @@ class Request:
     num_passed: int = 0  # later requests that were admitted before it, by priority
     block_keys: list[bytes] = field(default_factory=list)  # of its full blocks
     num_published: int = 0  # of its blocks
+    state_place: int | None = None  # the copy of recurrent states that it starts from
+    state_ends: dict[int, bytes] = field(default_factory=dict)  # ends of chunks that keep states
     _num_texted: int = 0  # output tokens that output_text has seen
     _num_taken: int = 0  # output tokens that take_delta has returned
 

@@ -214,7 +214,7 @@ class Scheduler:
             self._stats.count_cached(request.num_cached)
         self.line.run(request)
         known = request.prefill_token_ids[: request.num_cached]
-        self._executor.set_blocks(request.row, request.blocks, known)
+        self._executor.set_blocks(request.row, request.blocks, known, request.state_place)
         function = request.params.logits_processor
         if function is not None:
             request.processor = HostProcessor(
@@ -229,6 +229,7 @@ class Scheduler:
         chunks = next_chunks(running, self.geometry, self._max_step_tokens)
         if not chunks:
             return
+        chunks = {r: self.holdings.with_state_place(r, chunk) for r, chunk in chunks.items()}
         self.launches.prefill(chunks)
         for request, chunk in chunks.items():
             request.num_prefilled = chunk.end

@@ -17,6 +17,7 @@ from compilespec.ops.device import traits_of
 from compilespec.ops.thread_pool import use_thread_pool
 from compilespec.passes.splice.evidence import Evidence
 from compilespec.passes.splice.output_head_input import HeadFunction
+from compilespec.passes.splice.recurrent_state import ABSORBED
 from compilespec.program import PAD, ByStep, Lowered, LoweredPhase, ProgramConfig, StepKey
 from compilespec.progress import Reporter
 from compilespec.runtime.adapter_places import product_sizes, write_adapter
@@ -36,6 +37,7 @@ from compilespec.runtime.sampling_rows import (
     read_logprobs,
     write_row,
 )
+from compilespec.runtime.state_copies import StateCopies
 from compilespec.runtime.taps import Taps
 from compilespec.runtime.weights import bind_weights
 from compilespec.tracing.adapter_files import LowRank
@@ -55,6 +57,7 @@ class StepRunner:
         buckets: Sequence[int] | Buckets | None = None,
         graphs: GraphOptions | None = None,
         model: nn.Module | None = None,
+        num_state_places: int = 0,
     ) -> None:
         """Bind weights and allocate buffers; nothing is captured yet.
 
@@ -62,10 +65,11 @@ class StepRunner:
             buckets: sizes that batches are padded to; decode alone, where they are numbers.
             graphs: the graphs to capture; None: none.
             model: its parameters become rows of merged weights; None: all stay what they are.
+            num_state_places: copies of the recurrent states of a row, for shared prefixes.
         """
         program, config = lowered.program, lowered.program.config
         self.lowered: Lowered | None = lowered
-        self.geometry = _geometry(lowered)
+        self.geometry = _geometry(lowered, num_state_places)
         self._device = config.device
         self._is_plain: dict[int, bool] = {}  # by row: true if it asks only for the argmax
         recorder = program.drafter.recorder if program.drafter else None
@@ -76,6 +80,9 @@ class StepRunner:
         self.buffers: dict[str, Tensor] = {
             spec.name: allocate(spec, config.device) for spec in program.buffers
         }
+        self._copies = StateCopies(
+            program.recurrent_states, self.buffers, num_state_places, config.device
+        )
         self._host = HostWrites(self.buffers, config.device)
         self._past_texts = PastTexts(self._host) if BUFFER in self.buffers else None
         inputs = {spec.name for spec in lowered.graphs["prefill"].inputs}
@@ -119,7 +126,17 @@ class StepRunner:
         recorder = self._graph_recorder
         return None if recorder is None else recorder.report.as_dict()
 
-    def set_blocks(self, row: int, blocks: Sequence[int], prefix: Sequence[int] = ()) -> None:
+    def set_blocks(
+        self,
+        row: int,
+        blocks: Sequence[int],
+        prefix: Sequence[int] = (),
+        state_place: int | None = None,
+    ) -> None:
+        if state_place is not None:
+            self._copies.restore(state_place, row)
+            if ABSORBED in self.buffers:
+                self._host.write(ABSORBED, row, [len(prefix)])
         rest = self.buffers["block_table_RM"].shape[1] - len(blocks)
         self._host.write("block_table_RM", row, [*blocks, *[-1] * rest])
         for name in TOKENS_BY_POSITION:  # prefill does not see the prefix
@@ -155,6 +172,9 @@ class StepRunner:
             self._taps.add_chunks(chunks, hidden[0].squeeze(0))
         if self._prompts is not None:
             self._prompts.note(chunks, hidden[-1].squeeze(0))
+        for chunk in chunks:
+            if chunk.state_place is not None:
+                self._copies.keep(chunk.row, chunk.state_place)
         return self._launched(emitted, counts, len(chunks))
 
     def _write_given(self, chunks: Sequence[PrefillChunk]) -> None:
@@ -235,6 +255,11 @@ class StepRunner:
         return sum(call.num_recompiles for call in self.calls.values())
 
     @property
+    def num_kept_state_bytes(self) -> int:
+        """Bytes of the copies of recurrent states."""
+        return self._copies.num_bytes
+
+    @property
     def num_state_copies(self) -> int:
         """Copies of the host's writes into state rows; at most one a launch, none on the CPU."""
         return self._host.num_copies
@@ -246,6 +271,7 @@ class StepRunner:
         self.calls = ByStep(())
         self.weights.clear()
         self.buffers.clear()
+        self._copies.close()
         if self._taps is not None:
             self._taps.close()
 
@@ -264,7 +290,7 @@ class StepRunner:
         return torch.tensor(values, dtype=torch.int32, device=self._device)
 
 
-def _geometry(lowered: Lowered) -> Geometry:
+def _geometry(lowered: Lowered, num_state_places: int) -> Geometry:
     program = lowered.program
     return Geometry(
         config=program.config,
@@ -272,4 +298,5 @@ def _geometry(lowered: Lowered) -> Geometry:
         reach=program.reach,
         needs_catch_up=lowered.graphs.replay is not None,
         embeds_width=next((b.shape[1] for b in program.buffers if b.name == "embeds_PD"), None),
+        num_state_places=num_state_places if program.recurrent_states else None,
     )

@@ -1,4 +1,4 @@
-"""The server's limits for its clients."""
+"""The server's address, and its limits for its clients."""
 
 from __future__ import annotations
 
@@ -72,6 +72,32 @@ class ServerOptions:
         ):
             if getattr(self, name) not in known:
                 raise _invalid(name, f"one of {', '.join(known)}", getattr(self, name))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Binding:
+    """The address of a server, its certificate, and its grace period."""
+
+    host: str = "127.0.0.1"
+    """The address to listen at; 127.0.0.1 is this machine alone."""
+
+    port: int = 8000
+    """The port; 0: any free one."""
+
+    ssl_certfile: str | None = None
+    """The certificate, with which HTTPS is served."""
+
+    ssl_keyfile: str | None = None
+    """The key of the certificate."""
+
+    ssl_keyfile_password: str | None = None
+    """The password of the key."""
+
+    ssl_ca_certs: str | None = None
+    """The authority for clients' certificates, which are then required."""
+
+    drain_timeout_s: float = 60.0
+    """Seconds for requests to end after SIGTERM; longer ones are aborted."""
 
 
 def _invalid(name: str, expected: str, got: Any) -> InvalidOption:

@@ -9,7 +9,6 @@ import socket
 import ssl
 import sys
 import time
-from dataclasses import dataclass
 from types import FrameType
 
 import h11
@@ -20,7 +19,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from compilespec.errors import EngineClosed, InvalidOption
 from compilespec.runtime.engine import Engine
 from compilespec.serving.app import create_app
-from compilespec.serving.options import ServerOptions
+from compilespec.serving.options import Binding, ServerOptions
 from compilespec.serving.service import Service
 
 logger = logging.getLogger("compilespec.serving")
@@ -29,24 +28,6 @@ KEEP_ALIVE_S = 75  # longer than clients keep idle connections, so that none is 
 SWITCH_INTERVAL_S = 0.0005  # seconds after which the engine's thread yields the interpreter
 MAX_HEAD_BYTES = 64 * 2**10  # the largest head of a request
 REPLY_TIMEOUT_S = 5  # seconds for clients to read complete answers
-
-
-@dataclass(frozen=True, kw_only=True)
-class Binding:
-    """The address of a server, its certificate, and its grace period."""
-
-    host: str = "127.0.0.1"
-    port: int = 8000
-    """The port; 0: any free one."""
-
-    ssl_certfile: str | None = None
-    ssl_keyfile: str | None = None
-    ssl_keyfile_password: str | None = None
-    ssl_ca_certs: str | None = None
-    """The authority for clients' certificates, which are then required."""
-
-    drain_timeout_s: float = 60.0
-    """Seconds for requests to end after SIGTERM; longer ones are aborted."""
 
 
 def check(binding: Binding) -> None:

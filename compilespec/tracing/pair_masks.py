@@ -70,13 +70,12 @@ class Pairs:
 
 
 def find_pairs(gm: fx.GraphModule, mask: fx.Node, length: str) -> Pairs:
-    """The nodes that make the mask, and what they are made of.
+    """The nodes that make the mask, of which none writes in place, and what they are made of.
 
     Args:
         length: the size symbol of the tokens.
     """
     made = made_of_pairs(gm, length)
-    end_writes(gm, made)
     if mask not in made:
         raise CannotSplit("it has not one dimension of queries and one of keys")
     pairs = pairs_behind(gm, mask, made, length)

@@ -50,6 +50,7 @@ def quantizes_rows(weight: object) -> bool:
     """True where products with this weight also quantize their input (dynamic quantization)."""
     return (
         getattr(weight, "act_quant_kwargs", None) is not None
+        or getattr(weight, "quantizes_rows", False)
         or type(weight).__name__ == "LinearActivationQuantizedTensor"
     )
 

@@ -420,7 +420,6 @@ def test_a_tree_is_dumped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert operators["keep_path"]["compilespec.write_cache.default"] > 0
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("spec", "num_calls"), [("peagle", 1), ("dflash", 2), ("dspark", 2)])
 def test_meta_drafts_in_one_pass(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], spec: str, num_calls: int
@@ -431,7 +430,6 @@ def test_meta_drafts_in_one_pass(
     assert operators["check_mutations"]["compilespec.paged_attention.default"] == 4 + num_calls
 
 
-@pytest.mark.slow
 def test_meta_dumps_a_70b_model_in_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "config.json").write_text(json.dumps(LLAMA_70B))
     started = time.process_time()  # one thread's: others on the machine do not count

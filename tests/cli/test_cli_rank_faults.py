@@ -21,8 +21,6 @@ from tests.support.rank_commands import (
     wait_for_text,
 )
 
-pytestmark = pytest.mark.slow
-
 SOON_S = 20.0  # after a rank is gone; most of it is for a busy machine
 START_S = 400.0
 ENDED = 2  # the exit code of a command that says what is wrong

@@ -18,8 +18,6 @@ import compilespec
 from compilespec import SamplingParams
 from tests.support.rank_commands import ROOT, rank_of, save_toy
 
-pytestmark = pytest.mark.slow
-
 PROMPT, COUNT = "ab ab ab", 12
 OPTIONS = ["--spec", "ngram", "--backend", "eager", "--dtype", "float64"]
 

@@ -10,7 +10,6 @@ pytest.importorskip("triton")
 OTHERS = {"qwen3_5": ("cached_recurrence", "cached_conv")}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("case", INTERPRETED)
 def test_tokens_are_those_of_the_interpreted_graphs(case: str) -> None:
     """Greedy, sampled, filtered and penalised rows, by full and greedy steps; llama with several K,

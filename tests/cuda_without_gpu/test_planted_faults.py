@@ -42,7 +42,6 @@ def test_planted_faults_are_found() -> None:
     assert seen(record["said"]) == list(LINES), record["said"]
 
 
-@pytest.mark.slow
 def test_a_planted_fault_is_found_for_itself() -> None:
     """And nothing of the kind is said of the step as it is."""
     for record in records("each"):

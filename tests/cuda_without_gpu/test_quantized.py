@@ -20,7 +20,6 @@ def steps() -> dict[str, Any]:
     return {record["quantize"]: record for record in part["records"]}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["int8_weight_only", "float8_weight_only", "int4_weight_only"])
 def test_small_weights_are_multiplied_as_they_are(steps: dict[str, Any], name: str) -> None:
     step = steps[name]
@@ -31,11 +30,9 @@ def test_small_weights_are_multiplied_as_they_are(steps: dict[str, Any], name: s
     assert step["bytes_over_floor"] <= 1.2  # of small matrices: activations count
 
 
-@pytest.mark.slow
 def test_int8_rows_are_multiplied_in_int8(steps: dict[str, Any]) -> None:
     assert steps["int8_dynamic"]["library_calls"]["aten::_int_mm.out"] == 8
 
 
-@pytest.mark.slow
 def test_int8_dynamic_reads_its_weights_once(steps: dict[str, Any]) -> None:
     assert steps["int8_dynamic"]["most_reads_of_a_weight"] == {"target": 1}

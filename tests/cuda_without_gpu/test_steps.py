@@ -85,7 +85,6 @@ def test_recorded_launches_are_fewer_than_before() -> None:
     assert after["fewest_programs"] == {}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", STEPS)
 def test_every_step_of_a_program(name: str) -> None:
     """Full and greedy steps and prefill, with an EAGLE-3 head; of llama also K = 0, and replay."""

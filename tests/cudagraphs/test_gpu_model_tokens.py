@@ -50,7 +50,6 @@ def test_the_models_own_tokens_and_no_wait_for_a_write(site: Site, mode: str, pa
     assert counts["pinned copy in"] == num_launches + stats.num_state_copies + num_captures
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(2, 8))
 @pytest.mark.parametrize("mode", ["full", "full_decode_only", "piecewise"])
 def test_every_mode_at_many_paces(site: Site, mode: str, seed: int) -> None:

@@ -109,7 +109,6 @@ assert not {on_triton} or {{"paged_attention", "sample", "draw", "note_logprobs"
 """
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "gpt_oss"])
 def test_an_engine_on_interpreted_kernels_gives_the_same_tokens(family):
     """Greedy and sampled rows, penalties and filters, prefill and decode, in float64."""

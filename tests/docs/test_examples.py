@@ -86,7 +86,6 @@ def test_it_runs_on_a_tiny_model(
     assert re.search(PRINTS[name], capsys.readouterr().out)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", PRINTS)
 def test_it_runs_on_the_demo(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     _run(name, *_arguments(name, "demo"))

@@ -118,6 +118,17 @@ def run(each: Sequence[list[str]], root: Path, **variables: str) -> str:
     return done.stdout
 
 
+def test_the_walks_change_places_that_there_are(tmp_path: Path) -> None:
+    """All four in one copy; every module that they leave can be compiled to bytecode."""
+    root = copy_of_the_project(tmp_path)
+    for walk in walks().values():
+        for block in blocks(walk):
+            if block.language != "console":
+                apply(block, root)
+                if block.path.endswith(".py"):
+                    compile((root / block.path).read_text(encoding="utf-8"), block.path, "exec")
+
+
 def test_the_walks_work(tmp_path: Path) -> None:
     """All four in one copy, without the kernel and without what takes long."""
     root = copy_of_the_project(tmp_path)
@@ -134,7 +145,6 @@ def test_the_walks_work(tmp_path: Path) -> None:
     assert "period" in printed
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("title", walks())
 def test_each_walk_works_alone_and_to_its_end(title: str, tmp_path: Path) -> None:
     """The operator's kernel is compiled: into a separate cache."""

@@ -14,6 +14,7 @@ import torch
 
 import compilespec
 from compilespec.methods import eagle3
+from compilespec.runtime import kept_states
 from compilespec.runtime.draft_policy import StepChoice
 from compilespec.runtime.engine import Engine
 from compilespec.runtime.request import Request
@@ -72,6 +73,7 @@ def build(plan: Plan, orders: Sequence[Order]) -> Lab:
     known, judged = _tell_apart(orders)
     keywords = _drafting(plan, known, wrong)
     room = {"max_adapters": 3} if "adapter" in plan.features else {}
+    kept_states.FEWEST_BLOCKS, kept_states.RUNG = 1, 2  # prompts are short here
     engine = compilespec.compile(
         target(plan.family), backend="eager", max_seq_len=MAX_SEQ_LEN, tokenizer=tokenizer(),
         **(beside(plan) | keywords | plan.options | room),

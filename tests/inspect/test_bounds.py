@@ -530,7 +530,6 @@ def test_a_program_without_its_masks_is_guarded(monkeypatch):
     assert position.numbers == "[0, 117]"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("family", [*FAMILIES, "plain"])
 def test_every_family_is_proved(family):
     """Learned positions (gpt2, plain) and the indices of experts included."""

@@ -164,7 +164,6 @@ def test_every_operator_of_ours_in_a_step_has_a_rule():
     assert ours == counted | before | inside
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("family", [*FAMILIES, "plain"])
 def test_every_operator_of_every_family_is_counted_or_fused(family):
     experts = "grouped_mm" if family in ("qwen3_moe", "mixtral") else "batched_mm"

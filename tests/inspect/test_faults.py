@@ -783,7 +783,6 @@ def test_every_pass_has_a_fault() -> None:
     assert {fault.pass_name for fault in FAULTS} == known
 
 
-@pytest.mark.slow
 def test_the_table_of_faults() -> None:
     """Prints it; costs little after the tests above.  Each row names its pass, a value, a node and
     batch sizes.

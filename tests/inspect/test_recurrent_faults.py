@@ -60,7 +60,6 @@ def test_states_are_what_their_references_say(kind: str) -> None:
     assert kept[DRAFTER].bound is None  # bit for bit
 
 
-@pytest.mark.slow
 @KIND
 def test_every_pass_agrees(kind: str) -> None:
     report = verify(program(kind))

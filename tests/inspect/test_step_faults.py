@@ -69,7 +69,6 @@ def test_bounds_and_cost_list_every_graph(program: SpecProgram) -> None:
     assert flops[StepKey("decode", 2)] != flops[StepKey("decode", 3)]
 
 
-@pytest.mark.slow
 def test_verify_lists_every_graph_and_all_agree(program: SpecProgram) -> None:
     report = verify(program, batch_sizes=(2,))
     assert report.ok, str(report)
@@ -77,7 +76,6 @@ def test_verify_lists_every_graph_and_all_agree(program: SpecProgram) -> None:
     assert {row[0] for row in report.rows()} == set(map(str, KEYS))
 
 
-@pytest.mark.slow
 def test_bisect_lists_every_graph(program: SpecProgram) -> None:
     report = bisect(program)
     assert report.ok, str(report)

@@ -51,7 +51,6 @@ def test_every_pass_of_a_family_computes_what_it_must(family):
     assert max(check.error for check in rounding) < BOUNDS[torch.float64] / 5  # room for others
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3_moe"])
 def test_narrower_types_stay_within_their_bounds(family, dtype):
@@ -144,7 +143,6 @@ def test_a_loop_without_a_reference_is_not_called_verified(traced, monkeypatch):
     assert issubclass(NotSupported, SpecError)
 
 
-@pytest.mark.slow
 def test_the_compiled_step_agrees_with_its_graph(inductor_cache_dir):
     model = tiny_target("llama", torch.float32, num_layers=3)
     head = random_head(target_info(model, 128), aux_layers=(0, 1, 2), draft_vocab_size=61)

@@ -374,7 +374,6 @@ def test_layouts_at_the_cuts_are_those_that_the_graph_says(
     assert num_checked[0] > 100
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "family",
     [
@@ -389,7 +388,6 @@ def test_families_in_pieces_give_the_tokens_of_the_whole_step(family: str) -> No
     )
 
 
-@pytest.mark.slow
 def test_compiled_pieces_give_the_interpreted_tokens(shallow: SpecProgram, tmp_path: Path) -> None:
     """Inductor on each piece: layouts at the cuts are those that the graph says."""
     expected = tokens(lower(shallow, backend="eager"))

@@ -157,7 +157,6 @@ def test_the_policy_itself(lab: Any) -> None:
     assert sum(plan["adaptive"]["num_steps_by_reason"].values()) > 0
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("spec", "counts"),
     [("ngram+draft_model", (1, 3)), ("suffix+mtp", 2), ("ngram+mtp_eagle", "auto")],
@@ -184,7 +183,6 @@ def test_other_pairs(spec: str, counts: Any) -> None:
         assert engine.stats().num_recompiles == 0
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("counts", [3, COUNTS])
 def test_every_pass_is_what_its_reference_says(counts: Any) -> None:
     model = tiny_target("llama", torch.float64, num_layers=2)

@@ -107,7 +107,6 @@ def test_trees_give_the_models_own_tokens(method: str, family: str, tree: str) -
             assert engine.stats().acceptance_length > 1.2
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("tree", ["static", "dynamic"])
 def test_trees_on_inductor(tree: str, inductor_cache_dir: Any) -> None:
     """In float32, by the margin rule; nothing is compiled later."""
@@ -216,7 +215,6 @@ def test_a_request_may_want_fewer_drafts(tree_engine):
         assert max(output.emitted_per_step) <= own + 1
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("method", ["eagle3", "draft_model"])
 def test_a_tree_of_one_path_is_a_chain(method):
     ask = asked("mistral")[2][1]
@@ -384,7 +382,6 @@ def test_what_a_tree_does_not_go_with_is_refused(method, options, error, message
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.slow
 def test_plain_decoding_and_recurrent_targets_have_no_trees():
     model = asked("mistral")[0]
     with pytest.raises(compilespec.errors.InvalidOption, match="give spec="):

@@ -122,7 +122,6 @@ def test_the_loop_is_what_its_reference_says(target, acceptance) -> None:
     assert {bound.status for bound in prove(program).bounds} == {"proved"}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("rank", [8, 0])
 def test_the_confidence_head_says_how_sure_the_drafts_are(target, rank) -> None:
     """Where K is chosen by it: a step of one K does not even hold its weight."""
@@ -143,7 +142,6 @@ def test_the_confidence_head_says_how_sure_the_drafts_are(target, rank) -> None:
     assert {bound.status for bound in prove(several).bounds} == {"proved"}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_sampled_tokens_are_those_of_plain_decoding(target, kind) -> None:
     model, asks = target

@@ -100,7 +100,6 @@ def test_a_batch_equals_the_authors(engine, case):
         case.check(index, output)
 
 
-@pytest.mark.slow
 def test_inductor_equals_the_authors(case):
     with compile_case(backend="inductor") as engine:
         outputs = engine.generate(case.prompts, [case.params(index) for index in PROMPTS])

@@ -22,6 +22,7 @@ from compilespec import SamplingParams
 from compilespec.errors import UnsupportedState
 from compilespec.methods.eagle3 import random_head
 from compilespec.methods.mtp import random_modules
+from compilespec.runtime import kept_states
 from compilespec.runtime.engine import Engine
 from tests.support.models import (
     HYBRIDS,
@@ -75,7 +76,6 @@ def test_chunks_and_preemption_with_several_k(family: str) -> None:
     with engine_of(model, "eagle3", draft=head, num_draft_tokens=(0, 4)) as engine:
         assert_own_tokens(engine, asks)
         assert engine.stats().num_preemptions > 0
-        assert engine.plan()["prefix_caching"].startswith("off: recurrent layers")
 
 
 @FAMILY
@@ -106,7 +106,77 @@ def test_a_hybrid_draft_model_serves_a_target_of_attention() -> None:
     asks = ask_all(model, SIZES[:5])
     with engine_of(model, "draft_model", draft=tiny_target("lfm2"), num_draft_tokens=3) as engine:
         assert_own_tokens(engine, asks)
-        assert engine.plan()["prefix_caching"].startswith("off: recurrent layers")
+        assert engine.plan()["prefix_caching"] == "on"
+
+
+@FAMILY
+@pytest.mark.parametrize(
+    "spec", ["ngram", "mtp", pytest.param("draft_model", marks=pytest.mark.slow)]
+)
+def test_requests_that_begin_alike_start_from_kept_states(
+    family: str, spec: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts go on from others and their answers, under preemption, twice over: cold and warm."""
+    monkeypatch.setattr(kept_states, "FEWEST_BLOCKS", 1)
+    monkeypatch.setattr(kept_states, "RUNG", 2)
+    model, asks = asked(family)
+    options: dict[str, Any] = {"max_prefill_tokens": 19, "num_draft_tokens": 3}
+    if spec == "mtp":
+        options["draft"] = random_modules(target_info(model, MAX_SEQ_LEN), 3)
+    if spec == "draft_model":
+        options["draft"] = tiny_target(family, seed=1)
+    longer = [
+        Ask(prompt=(*ask.prompt, *ask.tokens[:count]), tokens=ask.tokens[count:])
+        for ask in asks[:5]
+        for count in (1, 4, len(ask.tokens) - 2)
+    ]
+    with engine_of(model, spec, max_cached_states=5, **options) as engine:
+        assert_own_tokens(engine, asks)
+        asked_again = [*longer, *asks[:3], *longer]
+        requests = run_traffic(engine, asked_again, (2, 4))
+        assert [r.output_token_ids for r in requests] == [list(ask.tokens) for ask in asked_again]
+        assert engine.stats().num_cached_tokens > 100
+        assert engine.stats().num_preemptions > 0
+        assert_nothing_held(engine)
+        kept = engine.plan()["cached_states_mib"] * 2**20
+        assert kept == sum(copies.nbytes for _, copies in engine._executor._copies.pairs)
+        assert kept > 0
+
+
+def test_a_second_request_with_8000_shared_tokens_takes_a_tenth_of_the_time() -> None:
+    """Time to the first token, with copies of states as they are kept by default."""
+    config = HYBRIDS["qwen3_5"]()
+    config.max_position_embeddings, config.num_hidden_layers = 8192, 2
+    config.hidden_size, config.intermediate_size = 512, 1536
+    config.layer_types = config.layer_types[:2]
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    draw = torch.Generator().manual_seed(0)
+    shared, *ends = (
+        torch.randint(3, config.vocab_size, (count,), generator=draw).tolist()
+        for count in (8000, 23, 41)
+    )
+    params = SamplingParams(max_new_tokens=5, ignore_eos=True)
+    said, seconds = [], []
+    sizes = {"max_seq_len": 8192, "max_batch_size": 2, "num_draft_tokens": 2}
+    for options in ({}, {"enable_prefix_caching": False}):
+        with engine_of(model, "ngram", max_prefill_tokens=2048, kv_cache_tokens=None,
+                       **{**sizes, **options}) as engine:  # fmt: skip
+            outputs = [engine.generate([*shared, *end], params)[0] for end in ends]
+        said.append([output.token_ids for output in outputs])
+        seconds.append([output.timings.time_to_first_token_ms for output in outputs])
+    assert said[0] == said[1]
+    (first, second), _ = seconds
+    print(f"time to the first token: {first:.0f} ms, then {second:.0f} ms; {seconds[1]} without")
+    assert outputs[1].num_cached_tokens == 0
+    assert second <= 0.1 * first
+
+
+def test_without_copies_of_states_no_prefix_is_shared() -> None:
+    model, asks = asked("qwen3_5")
+    with engine_of(model, "none", max_cached_states=0) as engine:
+        assert engine.plan()["prefix_caching"].startswith("off: max_cached_states=0")
+        assert_own_tokens(engine, [*asks[:2], *asks[:2]])
+        assert engine.stats().num_cached_tokens == engine.plan()["cached_states_mib"] == 0
 
 
 @FAMILY

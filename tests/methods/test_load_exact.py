@@ -90,7 +90,6 @@ def check(engine: Engine, model: nn.Module, asked: list[Asked]) -> list[Request]
     return requests
 
 
-@pytest.mark.slow
 def test_recorded_states_survive_preemption(lab, tmp_path):
     """Every request has one record, of all its tokens; prefixes are not shared, which is said."""
     model, asked = lab
@@ -111,7 +110,6 @@ def test_recorded_states_survive_preemption(lab, tmp_path):
         torch.testing.assert_close(record["hidden_states"], wanted, atol=1e-9, rtol=1e-9)
 
 
-@pytest.mark.slow
 def test_samples_of_a_prompt_share_its_blocks(lab):
     model, asked = lab
     with compilespec.compile(model, **SIZES) as engine:

@@ -139,7 +139,6 @@ def test_modules_in_a_row_compute_what_transformers_does(published):
     ],
     indirect=["published"],
 )  # fmt: skip
-@pytest.mark.slow
 def test_tokens_and_drafts_of_one_module_recycled(published, count):
     """Joins, leaves, rows used again; every draft is that of a recomputation from scratch."""
     family, folder = published
@@ -189,7 +188,6 @@ def test_a_published_directory_is_target_and_drafter(published):
 @pytest.mark.parametrize("options", [
     {}, {"hidden": "pre_norm", "own_head": True}, {"body": "mistral", "sliding_window": 7},
 ], ids=["llama", "pre_norm", "window"])  # fmt: skip
-@pytest.mark.slow
 def test_random_modules_draft_for_any_target(options):
     model = tiny_target("llama", num_layers=2)
     drafter = random_modules(target_info(model, MAX_SEQ_LEN), 1, **options)

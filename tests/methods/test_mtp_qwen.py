@@ -277,7 +277,6 @@ def check_drafts(
     assert num_compared > 2
 
 
-@pytest.mark.slow
 def test_the_command_line_serves_the_folder(published, capsys):
     _, folder = published
     names = [*(bytes([byte]) for byte in range(32, 127)), "<|end|>", "<|pad|>"]

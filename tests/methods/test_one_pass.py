@@ -41,7 +41,6 @@ def served(target: tuple[nn.Module, Any, list[Ask]], method: str, k: Any, **opti
         assert stats.num_recompiles == 0
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("acceptance", ["auto", "rejection"])
 @pytest.mark.parametrize("method", ["peagle", "dflash", "dspark"])
 def test_one_draft_a_step(target, method: str, acceptance: str) -> None:
@@ -49,6 +48,5 @@ def test_one_draft_a_step(target, method: str, acceptance: str) -> None:
     served(target, method, 1, acceptance=acceptance)
 
 
-@pytest.mark.slow
 def test_drafts_in_turn_with_several_k_and_zero(target) -> None:
     served(target, "dspark", (0, 1, 3))

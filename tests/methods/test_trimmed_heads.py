@@ -131,7 +131,6 @@ def test_tokens_are_those_of_plain_decoding(method: str, k: int) -> None:
     assert f"{SIZE} of {VOCAB} rows, which are {coverage:.1%} of the tokens counted" in note
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["gemma2", "biased"])
 def test_heads_of_draft_models(kind: str) -> None:
     """Logits with a soft cap, of a head that is the embedding; a head with a bias."""
@@ -147,7 +146,6 @@ def test_heads_of_draft_models(kind: str) -> None:
     assert drafts <= {*KEPT}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("method", ["eagle3", "mtp_eagle", "draft_model"])
 def test_steps_of_several_k(method: str) -> None:
     """Also the replay of what steps of K = 0 kept."""
@@ -221,7 +219,6 @@ def test_trees_of_a_trimmed_head_are_those_of_a_reduced_vocabulary(tree: str, ru
         assert accepted(engine) == wanted
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("tree", TREES)
 @pytest.mark.parametrize("method", ["eagle3", "draft_model"])
 def test_trees_give_the_tokens_of_plain_decoding(method: str, tree: str) -> None:
@@ -236,7 +233,6 @@ def test_trees_give_the_tokens_of_plain_decoding(method: str, tree: str) -> None
     assert drafts <= {*KEPT}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("rule", ["auto", "rejection"])
 def test_all_rows_change_nothing(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with knowing("recycled", rule, None) as engine:
@@ -250,7 +246,6 @@ def test_all_rows_change_nothing(rule: str, monkeypatch: pytest.MonkeyPatch) -> 
         assert accepted(engine) == wanted
 
 
-@pytest.mark.slow
 def test_a_head_of_one_row() -> None:
     with knowing("recycled", "auto", None, draft_vocab_size=1, draft_vocab_counts={4: 9}) as engine:
         outputs = engine.generate([PROMPT], params_of("plain", seed=3))
@@ -300,7 +295,6 @@ def test_indices_of_the_table_are_proved() -> None:
     assert {bound.status for bound in drafts} == {"proved"}
 
 
-@pytest.mark.slow
 def test_the_cost_of_a_step_has_the_smaller_head() -> None:
     """Three drafts, each of one row."""
     device = find_device("cpu", torch.float64)
@@ -443,7 +437,6 @@ def test_other_heads_are_refused(method: str) -> None:
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.slow
 def test_a_quantized_head_is_refused_and_the_rest_is_not() -> None:
     pytest.importorskip("torchao")
     model = tiny_target("llama", torch.float32, num_layers=2)

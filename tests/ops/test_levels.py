@@ -82,7 +82,6 @@ def test_a_torn_library_or_one_of_other_sources_is_passed_over(package):
     assert chosen() == "avx2"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("level", HERE + EMULATED)
 def test_the_operators_of_a_level_are_what_they_are_natively(level):
     """The operators' own tests: results against their references, and bits of a row in company."""

@@ -151,7 +151,6 @@ def test_packed_weight_is_a_plain_graph_input():
     torch.testing.assert_close(torch.compile(double, fullgraph=True)(x, packed), double(x, packed))
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="the flag is of x86-64")
 @pytest.mark.parametrize("level", ["x86-64-v2", "x86-64-v3"])
 def test_kernels_for_smaller_registers(tmp_path, level):

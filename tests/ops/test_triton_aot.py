@@ -43,7 +43,6 @@ def test_the_decode_step_compiles():
     check(compile_cases("common_cases"))
 
 
-@pytest.mark.slow
 def test_all_kernels_compile():
     result = compile_cases("all_cases")
     check(result)

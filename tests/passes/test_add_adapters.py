@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
 import compilespec
 from compilespec.passes.splice.add_adapters import adapted
+from compilespec.program import AdapterShape
 from tests.support.adapters import EVERYWHERE, write_adapter
+from tests.support.hand_graphs import HAND_CONFIG
 from tests.support.models import tiny_target
+from tests.support.untouched import check_left_alone, step
 
 
 def nodes(graph, target):
@@ -91,3 +96,9 @@ def test_quantized_products_are_adapted_like_others(tmp_path, quantize):
     )
     assert report.ok, "\n".join(" ".join(row) for row in report.rows())
     assert {check.pass_name for check in report.checks} == {"add_adapters", "lower_quantized"}
+
+
+def test_products_of_other_modules_are_left_alone() -> None:
+    shape = AdapterShape(num_places=2, rank=8, modules=("model.layers.0.mlp",))
+    config = dataclasses.replace(HAND_CONFIG, adapters=shape)
+    check_left_alone("add_adapters", step("decode", "read_state", config=config))

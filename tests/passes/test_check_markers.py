@@ -12,8 +12,9 @@ from compilespec.passes.order import SPLICE_PASSES, run_passes
 from compilespec.passes.splice.builder import Splice
 from compilespec.passes.splice.check_markers import check_markers
 from compilespec.program import marker_kind
-from tests.support.hand_graphs import code
+from tests.support.hand_graphs import code, reading
 from tests.support.steps import NUM_LAYERS, context
+from tests.support.untouched import check_left_alone, step
 
 
 def test_check_markers_counts_and_leaves_the_graph(parts):
@@ -34,3 +35,7 @@ def test_check_markers_refuses_attention_without_a_cache(parts):
     marker.target = torch.add  # a layer that lost its marker
     with pytest.raises(PassError, match=r"check_markers \(decode\): expected 2 matches, found 1"):
         run_passes(gm, ctx, SPLICE_PASSES[:1], level="torch")
+
+
+def test_the_check_changes_no_node() -> None:
+    check_left_alone("check_markers", step("decode", drafter=reading(aux_layers=(0, 1, 2))))

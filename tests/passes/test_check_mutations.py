@@ -10,6 +10,7 @@ from compilespec.errors import PassError
 from compilespec.passes.aten.check_mutations import check_mutations
 from compilespec.passes.splice.builder import Splice
 from tests.support.hand_graphs import code, graph_of
+from tests.support.untouched import check_left_alone
 
 
 def test_check_mutations_allows_buffers_and_temporaries():
@@ -34,3 +35,12 @@ def test_check_mutations_refuses_other_writes(kind):
     gm, ctx = graph_of(lambda w: w.view(-1)[1:].mul_(2), w=(kind, torch.ones(2, 2)))
     with pytest.raises(PassError, match="the graph writes w, which is neither state nor cache"):
         check_mutations(Splice(gm, ctx))
+
+
+def test_writes_of_buffers_and_temporaries_stay() -> None:
+    def function(state: Tensor, x: Tensor) -> Tensor:
+        state.add_(1)
+        return torch.zeros_like(x).add_(x)
+
+    case = graph_of(function, state=("state", torch.zeros(2)), x=("batch", torch.ones(3)))
+    check_left_alone("check_mutations", case)

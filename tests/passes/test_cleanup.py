@@ -9,6 +9,7 @@ from compilespec.passes.aten.cleanup import cleanup
 from compilespec.passes.splice.builder import Splice
 from tests.support.hand_graphs import call, code, graph_of
 from tests.support.steps import ATEN, targets
+from tests.support.untouched import check_left_alone
 
 
 def test_cleanup_merges_equal_and_drops_dead_nodes():
@@ -102,3 +103,10 @@ def test_cleanup_keeps_random_draws_apart():
     cleanup(Splice(gm, ctx))
     first, second = call(gm, torch.ones(8))
     assert not torch.equal(first, second)
+
+
+def test_nodes_that_differ_and_are_used_stay() -> None:
+    x = torch.ones(3, 3)
+    case = graph_of(lambda x, y: (x + 1) * (y + 1) * (x + 1.5) * x.sum(0), x=("batch", x),
+                    y=("batch", x))  # fmt: skip
+    check_left_alone("cleanup", case)

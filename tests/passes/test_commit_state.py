@@ -10,6 +10,7 @@ from compilespec.passes.splice.builder import Splice
 from compilespec.passes.splice.commit_state import commit_state
 from tests.support.hand_graphs import code
 from tests.support.steps import CONFIG, PAD, random_inputs, run, started
+from tests.support.untouched import check_left_alone, step
 
 
 def test_commit_writes_live_rows_and_spares_the_rest(rewritten):
@@ -40,3 +41,9 @@ def test_commit_needs_the_acceptance(parts):
     with pytest.raises(PassError, match="no node plays the role 'target'"):
         commit_state(Splice(gm, ctx))
     assert code(gm) == before
+
+
+def test_a_step_that_accepts_nothing_is_refused() -> None:
+    check_left_alone(
+        "commit_state", step("decode", "read_state", "insert_paged_attention"), is_refused=True
+    )

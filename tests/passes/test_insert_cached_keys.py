@@ -12,6 +12,7 @@ from compilespec.passes.splice.insert_cached_keys import insert_cached_keys, num
 from compilespec.program import SpecProgram, marker_kind
 from tests.families.check import build
 from tests.support.steps import started
+from tests.support.untouched import check_left_alone, step
 
 
 @pytest.fixture(scope="module")
@@ -63,3 +64,7 @@ def test_a_marker_without_a_known_shape_is_refused(sparse: SpecProgram) -> None:
 def test_the_tokens_of_a_prefill_are_of_one_request(sparse: SpecProgram) -> None:
     assert sparse.config.prefills_one
     assert torch.float64 == sparse.config.dtype
+
+
+def test_a_step_without_a_computed_mask_is_left_alone() -> None:
+    check_left_alone("insert_cached_keys", step("decode", "read_state"))

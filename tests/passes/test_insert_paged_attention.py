@@ -10,6 +10,7 @@ from compilespec.passes.splice.builder import Splice
 from compilespec.passes.splice.insert_paged_attention import insert_paged_attention
 from compilespec.program import marker_kind
 from tests.support.steps import CONFIG, NUM_LAYERS, logits_of, random_inputs, started
+from tests.support.untouched import check_left_alone, step
 
 
 def test_paged_attention_from_an_empty_cache_equals_the_markers(parts):
@@ -39,3 +40,9 @@ def test_paged_attention_needs_known_shapes(parts):
         PassError, match=r"cache\.target\.0\.key: its attention marker has no known"
     ):
         insert_paged_attention(Splice(gm, ctx))
+
+
+def test_attention_that_is_paged_already_is_left_alone() -> None:
+    check_left_alone(
+        "insert_paged_attention", step("decode", "read_state", "insert_paged_attention")
+    )

@@ -7,6 +7,8 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
 import compilespec
 from compilespec import passes, program
 from compilespec.passes.order import ATEN_PASSES, REPLAY_PASSES, SPLICE_PASSES
@@ -25,6 +27,12 @@ def test_every_pass_has_a_line_on_the_map_in_their_order() -> None:
     on_map = [entry for entry in entries(passes.__doc__) if re.fullmatch(r"[a-z_]+", entry)]
     names = [entry.name for entry in (*SPLICE_PASSES, *REPLAY_PASSES, *ATEN_PASSES)]
     assert on_map == list(dict.fromkeys(names))
+
+
+@pytest.mark.parametrize("name", [entry.name for entry in (*SPLICE_PASSES, *ATEN_PASSES)])
+def test_every_pass_has_a_test_file_with_a_graph_that_it_leaves_alone(name: str) -> None:
+    text = (Path(__file__).parent / f"test_{name}.py").read_text(encoding="utf-8")
+    assert re.search(rf'check_left_alone\(\s*"{name}", ', text)
 
 
 def test_every_room_and_file_on_the_map_is_there() -> None:

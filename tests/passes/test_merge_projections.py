@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from compilespec.ops.device import traits_of
 from compilespec.passes.aten.merge_projections import merge_projections
@@ -11,6 +11,7 @@ from compilespec.passes.splice.builder import Splice
 from compilespec.program import InputSpec
 from tests.support.hand_graphs import call, code, graph_of
 from tests.support.steps import ATEN, targets, two_linears
+from tests.support.untouched import check_left_alone
 
 
 def test_merge_projections_makes_one_product():
@@ -73,3 +74,12 @@ def test_merge_projections_leaves_alone_what_is_not_a_group():
     ):
         gm, ctx = graph_of(function, x=("batch", x), a=("weight", w), b=("weight", w + 1))
         assert merge_projections(Splice(gm, ctx)) == 0
+
+
+def test_a_product_that_feeds_the_other_is_left_alone() -> None:
+    def function(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
+        return nn.functional.linear(nn.functional.linear(x, a), b)
+
+    x, w = torch.randn(2, 4), torch.randn(4, 4)
+    case = graph_of(function, x=("batch", x), a=("weight", w), b=("weight", w + 1))
+    check_left_alone("merge_projections", case)

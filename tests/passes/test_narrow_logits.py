@@ -10,6 +10,7 @@ from compilespec.passes.splice.narrow_logits import narrow_logits
 from tests.support.hand_graphs import emit
 from tests.support.models import VOCAB
 from tests.support.steps import logits_of, random_inputs, started
+from tests.support.untouched import check_left_alone, step
 
 
 def test_narrow_logits_runs_the_head_on_the_last_rows_only(parts):
@@ -35,3 +36,7 @@ def test_narrow_logits_gathers_after_what_is_not_rowwise(parts):
     wide = logits_of(gm, ctx, inputs)
     narrow_logits(Splice(gm, ctx))
     assert torch.equal(logits_of(gm, ctx, inputs), wide[:, inputs["last_R"].long()])
+
+
+def test_decode_needs_the_logits_of_all_rows() -> None:
+    check_left_alone("narrow_logits", step("decode", "read_state"))

@@ -15,6 +15,7 @@ from compilespec.passes.splice.narrow_rows import narrow_rows
 from compilespec.passes.splice.rows import Rows, one_row, packed_rows, take_rows
 from tests.support.hand_graphs import call, graph_of, reading
 from tests.support.steps import emitted_graph, started
+from tests.support.untouched import check_left_alone, llama, step
 
 
 def test_rows_are_taken_where_the_index_says():
@@ -116,3 +117,10 @@ def test_a_last_layer_runs_on_the_rows_that_go_on(parts):
     assert narrow_rows(Splice(gm, ctx)) == 4
     gm, ctx = started(parts, "decode", "narrow_rows", **none)
     assert narrow_rows(Splice(gm, ctx)) == 0
+
+
+def test_a_last_layer_that_is_tapped_is_left_alone() -> None:
+    """All its rows are read: only the norm behind it has rows that are not."""
+    done = ("tap_hidden_states", "read_state", "narrow_logits", "insert_paged_attention")
+    drafter = reading(aux_layers=(llama().num_attention_layers,))
+    check_left_alone("narrow_rows", step("prefill", *done, drafter=drafter))

@@ -10,6 +10,7 @@ from compilespec.passes.aten.prepack_linears import prepack_linears
 from compilespec.passes.splice.builder import Splice
 from tests.support.hand_graphs import call, code, graph_of
 from tests.support.steps import two_linears
+from tests.support.untouched import check_left_alone
 
 
 def test_prepack_linears_packs_weights_on_the_cpu_only():
@@ -37,3 +38,9 @@ def test_prepack_linears_leaves_products_of_activations_alone():
         before = code(gm)
         assert prepack_linears(Splice(gm, ctx)) == 0
         assert code(gm) == before
+
+
+def test_products_without_a_weight_are_left_alone() -> None:
+    x, w = torch.randn(2, 4), torch.randn(4, 4)
+    case = graph_of(lambda x, w: (x @ x.t(), x @ (w + 1).t()), x=("batch", x), w=("weight", w))
+    check_left_alone("prepack_linears", case)

@@ -14,6 +14,7 @@ from compilespec.ops.device import CPU, CUDA, traits_of
 from compilespec.passes.aten.read_long_rows import read_long_rows
 from compilespec.passes.splice.builder import Splice
 from tests.support.hand_graphs import call, code, graph_of
+from tests.support.untouched import check_left_alone
 
 ATEN = torch.ops.aten
 MODULE = sys.modules[read_long_rows.__module__]
@@ -143,3 +144,10 @@ def test_other_devices_have_no_operator_of_it() -> None:
     before = code(gm)
     assert read_long_rows(Splice(gm, ctx)) == 0
     assert code(gm) == before
+
+
+def test_short_rows_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()  # the limits as they are
+    gm, ctx = graph_of(lambda x: x.argmax(-1), x=("batch", torch.randn(2, 8191)))
+    ctx.traits = CUDA
+    check_left_alone("read_long_rows", (gm, ctx))

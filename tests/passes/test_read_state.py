@@ -14,6 +14,7 @@ from compilespec.passes.splice.draft_loops.calls import next_token
 from compilespec.passes.splice.read_state import place, read_decode_state, read_state
 from tests.support.hand_graphs import call
 from tests.support.steps import CONFIG, NUM_DRAFT_TOKENS, emitted_graph, started
+from tests.support.untouched import check_left_alone, step
 
 
 def test_read_state_replaces_ids_and_positions(parts):
@@ -81,9 +82,9 @@ def test_single_passes_go_where_the_oracle_says():
     """`next_token`: ids clamped, step t at start + t - 1, redirected like all others."""
     table = [[2, 0, -1], [1, 4, 3], [-1, -1, -1]]
     start, limit, block = [3, 9], 11, 4
-    for step in (1, 2, 3, 4):
+    for number in (1, 2, 3, 4):
         gm = emitted_graph(
-            next_token, ["token", "start", "row", "index", "live", "table"], number=step,
+            next_token, ["token", "start", "row", "index", "live", "table"], number=number,
             max_seq_len=limit, block_size=block,
         )  # fmt: skip
         for rows in ([0, 1], [-1, 1], [1, 0]):
@@ -97,7 +98,7 @@ def test_single_passes_go_where_the_oracle_says():
             )
             assert ids.tolist() == [[7], [0]]
             for b, r in enumerate(rows):
-                want = place_oracle(int(begin[b]) + step - 1, r, table, limit, block)
+                want = place_oracle(int(begin[b]) + number - 1, r, table, limit, block)
                 assert (position[b, 0].item(), row[b, 0].item(), slot[b, 0].item()) == want
 
 
@@ -115,3 +116,7 @@ def test_place_reads_no_block_past_the_table():
         block_size=4,
     )
     assert (position.tolist(), row.tolist(), slot.tolist()) == ([[0, 3]], [[-1, 0]], [[-1, 23]])
+
+
+def test_ids_that_come_from_the_state_already_are_refused() -> None:
+    check_left_alone("read_state", step("decode", "read_state"), is_refused=True)

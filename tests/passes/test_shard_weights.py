@@ -18,10 +18,11 @@ from compilespec.inspect.lockstep import check_lockstep
 from compilespec.inspect.stages import context_of
 from compilespec.passes.proofs.sizes import B, K
 from compilespec.passes.splice.shard_weights import collectives_of
-from compilespec.passes.splice.sharding.plan import Cut
+from compilespec.passes.splice.sharding.plan import Cut, Sharding
 from compilespec.program import SpecProgram
 from tests.support.drafters import METHODS
 from tests.support.models import even_target, target_info, tiny_target
+from tests.support.untouched import check_left_alone, step
 
 OPS = torch.ops.compilespec
 
@@ -229,3 +230,9 @@ def test_quantized_weights_are_cut_with_their_scales(name):
         assert zeros == [numbers][:is_int4]
     check_lockstep(program)
     assert sum(collectives_of(program.graphs["decode"].spliced.graph).values()) == 4
+
+
+def test_a_plan_that_keeps_all_weights_whole_changes_nothing() -> None:
+    sharding = Sharding(size=2, wanted={"*": "whole"})
+    case = step("decode", "read_state", "insert_paged_attention", sharding=sharding)
+    check_left_alone("shard_weights", case)

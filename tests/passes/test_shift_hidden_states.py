@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 
 import torch
 
 from compilespec.passes.splice.shift_hidden_states import shift_prompt
-from tests.support.hand_graphs import call
+from tests.support.hand_graphs import HAND_CONFIG, call
 from tests.support.models import VOCAB
 from tests.support.steps import emitted_graph
+from tests.support.untouched import check_left_alone, step
 
 
 def test_prompt_shift_worked_example():
@@ -48,3 +50,9 @@ def test_prompt_shift_on_ragged_chunks():
             for x in (packed["next_T"], sampled, packed["owner_T"])
         ]
         assert call(gm, *batch).tolist() == [want]
+
+
+def test_without_a_drafter_nothing_changes() -> None:
+    config = dataclasses.replace(HAND_CONFIG, num_draft_tokens=0)
+    done = ("read_state", "insert_paged_attention", "splice_acceptance")
+    check_left_alone("shift_hidden_states", step("decode", *done, config=config))

@@ -14,6 +14,7 @@ from compilespec.passes.order import SPLICE_PASSES, run_passes
 from compilespec.passes.splice.acceptance.strict import accept_matching, first_token
 from tests.support.hand_graphs import call
 from tests.support.steps import PAD, emitted_graph, started
+from tests.support.untouched import check_left_alone, step
 
 
 def accept_oracle(ids: list[int], logits: list[list[float]]) -> tuple[list[int], list[int], int]:
@@ -82,3 +83,9 @@ def test_splice_acceptance_needs_logits(parts):
     entry = next(entry for entry in SPLICE_PASSES if entry.name == "splice_acceptance")
     with pytest.raises(PassError, match="no node plays the role 'logits'"):
         run_passes(gm, ctx, (entry,), level="torch")
+
+
+def test_logits_that_nobody_named_are_refused() -> None:
+    gm, ctx = step("decode", "read_state")
+    del find_role(gm, "logits").meta["role"]
+    check_left_alone("splice_acceptance", (gm, ctx), is_refused=True)

@@ -12,8 +12,9 @@ from compilespec.passes.graph.retrace import start_step
 from compilespec.passes.order import SPLICE_PASSES, run_passes
 from compilespec.passes.splice.builder import Splice
 from compilespec.passes.splice.splice_draft_loop import splice_draft_loop
-from tests.support.hand_graphs import reading
+from tests.support.hand_graphs import HAND_CONFIG, reading
 from tests.support.steps import CONFIG, NUM_DRAFT_TOKENS, context, started
+from tests.support.untouched import check_left_alone, step
 
 
 @pytest.mark.parametrize("phase", ["prefill", "decode"])
@@ -49,3 +50,9 @@ def test_a_method_without_a_drafter_is_left_alone(parts):
     assert not {"tap_hidden_states", "shift_hidden_states", "splice_draft_loop"} & set(names)
     assert "splice_acceptance" in names
     assert not any("draft" in name for name in ctx.buffers)
+
+
+def test_without_a_drafter_nothing_changes() -> None:
+    config = dataclasses.replace(HAND_CONFIG, num_draft_tokens=0)
+    done = ("read_state", "insert_paged_attention", "splice_acceptance")
+    check_left_alone("splice_draft_loop", step("decode", *done, config=config))

@@ -166,7 +166,6 @@ def test_one_is_quantized_and_the_other_not(which: str) -> None:
         assert len(heads) == (K + 1 if which == "target" else K)
 
 
-@pytest.mark.slow
 def test_a_head_alone() -> None:
     """For a draft that shares the target's head: it then has its own quantized one."""
     asked, model = Quantize("int8", only="lm_head"), target()
@@ -197,7 +196,6 @@ def test_the_users_model_is_left_as_it_is() -> None:
     assert {name for name, p in changed.named_parameters() if is_quantized(p)} == quantized
 
 
-@pytest.mark.slow
 def test_a_model_that_torchao_quantized_in_place() -> None:
     model = copy.deepcopy(target())
     torchao_quantization.quantize_(model, read_quantize("int8").config_on(torch.device("cpu")))
@@ -256,7 +254,6 @@ def test_a_saved_tied_model_is_loaded(tmp_path: Any, kind: str, skip: Any) -> No
     torch.testing.assert_close(loaded(ids).logits, quantize_module(model, asked)(ids).logits)
 
 
-@pytest.mark.slow
 def test_the_artifact_key_knows_the_config_and_not_the_numbers() -> None:
     def key(quantize: str | None, model: nn.Module) -> ArtifactKey:
         program = compilespec.trace(
@@ -334,7 +331,6 @@ def test_a_size_that_does_not_suit_is_told_from_a_device() -> None:
         quantize_module(model, Quantize("int4_weight_only"))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("config", CONFIGS)
 def test_verify_finds_nothing(config: str) -> None:
     """Where rows are quantized on the way, differences of rounding do not stay small."""
@@ -346,7 +342,6 @@ def test_verify_finds_nothing(config: str) -> None:
     assert report.ok, str(report)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("config", CONFIGS)
 def test_on_inductor(config: str, inductor_cache_dir: Any) -> None:
     """bfloat16, too: plain and speculative of one target; a second start compiles nothing."""

@@ -129,7 +129,6 @@ def test_a_mixed_batch_has_the_tokens_of_merged_models(adapters, spec, k):
         assert engine.stats().num_recompiles == 0
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("k", [1, 5])
 def test_a_head_that_is_always_right_beside_adapters(adapters, k):
     """The drafter is the same for all; what it should draft is each adapter's own."""
@@ -159,7 +158,6 @@ def load_and_drop(engine, adapters):
     engine.drop_adapter("new")
 
 
-@pytest.mark.slow
 def test_a_batch_of_four_adapters_is_four_engines(adapters):
     """Each of the four has one adapter, merged, and one request."""
     names = [name for name in adapters for _ in range(2)]
@@ -173,7 +171,6 @@ def test_a_batch_of_four_adapters_is_four_engines(adapters):
         assert [one.token_ids for one in alone] == [together[place].token_ids for place in own]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "tree",
     [
@@ -194,7 +191,6 @@ def test_trees_beside_adapters(adapters, spec, tree):
     assert swapped.token_ids == own_tokens(adapters["down"], PROMPTS[0])
 
 
-@pytest.mark.slow
 def test_adapters_beside_a_quantized_base(adapters):
     """The model has products of 8 bits, too, and a hook beside each adds what an adapter does."""
     pytest.importorskip("torchao")
@@ -237,7 +233,6 @@ def added(base: torch.nn.Module, directory: Path | None) -> Iterator[None]:
             handle.remove()
 
 
-@pytest.mark.slow
 def test_adapters_on_inductor(adapters, inductor_cache_dir):
     narrow = model(torch.float32)
     with compilespec.compile(

@@ -66,7 +66,6 @@ def test_a_tower_that_cannot_be_traced_stays_eager(monkeypatch):
         compile_tower(model, Reporter())
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("family", ["llava", "gemma3"])
 def test_rows_are_those_of_eager_mode(family, inductor_cache_dir):
     """float64, but for the softmax, which these towers take in float32."""

@@ -16,7 +16,7 @@ from compilespec.passes.splice.evidence import (
     FIRST_MATCH,
     MATCHES,
     NUM_BITS,
-    NUM_LEVELS,
+    NUM_CONFIDENCES,
     Evidence,
     read_outcome,
 )
@@ -224,14 +224,15 @@ def test_what_a_model_drafts_follows_its_usual_acceptance_as_well() -> None:
         policy.observe(5, 1, 2.5, [JudgedDrafts(5, 5, 8)])
         policy.observe(5, 1, 2.5, [JudgedDrafts(5, 0, 1)])
     assert policy.choose([Drafted(5, 8, 5)], 1).num_draft_tokens == 5
-    by_level = policy.acceptance.by_level()
-    assert by_level[8][0] > 0.9
-    assert by_level[1][0] < 0.1
+    by_confidence = policy.acceptance.by_confidence()
+    assert by_confidence[8][0] > 0.9
+    assert by_confidence[1][0] < 0.1
 
 
 def test_an_outcome_is_read_as_it_is_packed() -> None:
-    for tokens, drafts, level, goes_on in ((1, 0, 0, 0), (65, 64, NUM_LEVELS - 1, 1), (3, 8, 9, 0)):
-        packed = tokens + (drafts << NUM_BITS) + (level << 2 * NUM_BITS) + (goes_on << 3 * NUM_BITS)
+    most = NUM_CONFIDENCES - 1
+    for tokens, drafts, sure, goes_on in ((1, 0, 0, 0), (65, 64, most, 1), (3, 8, 9, 0)):
+        packed = tokens + (drafts << NUM_BITS) + (sure << 2 * NUM_BITS) + (goes_on << 3 * NUM_BITS)
         assert packed < 2**31
-        assert read_outcome(packed) == (tokens, Evidence(drafts, level, bool(goes_on)))
-    assert len(MATCHES) + FIRST_MATCH == NUM_LEVELS
+        assert read_outcome(packed) == (tokens, Evidence(drafts, sure, bool(goes_on)))
+    assert len(MATCHES) + FIRST_MATCH == NUM_CONFIDENCES

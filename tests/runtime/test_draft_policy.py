@@ -187,8 +187,8 @@ def test_drafts_of_a_few_requests_must_be_worth_the_time_of_all() -> None:
     policy = DraftPolicy(COUNTS, StepCosts(times, {}), looks_up=True)
     for _ in range(100):
         for count in COUNTS:
-            policy.observe(count, 8, times[count, 8], [JudgedDrafts(2, 2, level=1)])
-    found = Drafted(5, level=1, num_drafts=2, is_found=True)
+            policy.observe(count, 8, times[count, 8], [JudgedDrafts(2, 2, confidence=1)])
+    found = Drafted(5, confidence=1, num_drafts=2, is_found=True)
     nothing = Drafted(5, num_drafts=0, is_found=True)
     assert policy.choose([found] * 3 + [nothing] * 5, 8).num_draft_tokens == 0
     assert policy.choose([found] * 6 + [nothing] * 2, 8).num_draft_tokens == 2

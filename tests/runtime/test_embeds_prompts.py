@@ -97,7 +97,6 @@ def test_batches_that_mix_embeddings_and_tokens(spec, k):
         assert engine.stats().num_recompiles == 0
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("k", [1, 3, 5])
 def test_a_head_that_is_always_right_beside_embeddings(k):
     """It reads the ids that stand for them."""
@@ -149,7 +148,6 @@ def bad_prompts_are_refused(engine):
     assert served.token_ids == own_tokens(rows(5))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("family", ["gemma3", "gpt2"])
 def test_rows_stand_for_the_output_of_the_embeddings_module(family):
     """Which scales, in Gemma; GPT-2 adds positions to it."""
@@ -159,7 +157,6 @@ def test_rows_stand_for_the_output_of_the_embeddings_module(family):
         assert output.token_ids == own_tokens(embeds, target=model(family))
 
 
-@pytest.mark.slow
 def test_with_an_adapter(tmp_path):
     directory = write_adapter(tmp_path, model(), ("q_proj", "up_proj"))
     with compiled(adapters={"one": directory}) as engine:

@@ -154,7 +154,6 @@ def test_windowed_drafts_under_pressure() -> None:
     assert tally.met["cached tokens"] > 100
 
 
-@pytest.mark.slow
 def test_every_method() -> None:
     """The first round of each."""
     rounds = {draw_plan(0, number, 1).method: number for number in reversed(range(100))}

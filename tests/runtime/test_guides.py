@@ -296,7 +296,6 @@ def test_samples_of_a_guided_prompt(plain, coupled, dial):
     assert [o.token_ids for o in again] == [o.token_ids for o in outputs]
 
 
-@pytest.mark.slow
 def test_rejection_keeps_to_the_guide(model, dial, plain):
     """Its distributions are masked: over many seeds it gives what plain decoding gives, no more."""
     params = [guided(seed, 5.0) for seed in range(60)]
@@ -313,7 +312,6 @@ def test_rejection_keeps_to_the_guide(model, dial, plain):
     assert came == {tuple(o.token_ids) for o in plain.generate([PROMPTS[0]] * 60, params)}
 
 
-@pytest.mark.slow
 def test_steps_of_several_k(model, dial, plain):
     """Also after steps without drafts, and replays that draft anew."""
     params = [guided(seed, 3.0, max_new_tokens=30, guide=[[8, 9] * 10, [8, 7] * 10, [9] * 20])

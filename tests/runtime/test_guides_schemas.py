@@ -194,7 +194,6 @@ def test_random_schemas(site):
     check_schemas(site, range(15))
 
 
-@pytest.mark.slow
 @needs_llguidance
 def test_200_random_schemas(site):
     check_schemas(site, range(1000, 1200))

@@ -16,8 +16,6 @@ from compilespec.errors import NotSupported, UnsupportedModel
 from tests.support.images import IMAGE, TEXT_SIZES, TOWER_SIZES, VIDEO
 from tests.support.models import enliven
 
-pytestmark = pytest.mark.slow
-
 PARAMS = SamplingParams(max_new_tokens=8, ignore_eos=True)
 ROPE = {
     **TEXT_SIZES, "rope_parameters": {

@@ -60,26 +60,23 @@ def compiled(family: str, spec: str = "none", k: int | None = None, **options: A
     return compilespec.compile(model(family), spec, num_draft_tokens=k, **options)
 
 
-SLOW = pytest.mark.slow
-
-
 @pytest.mark.parametrize(
     ("family", "spec", "k"),
     [
         ("qwen2_5_vl", "ngram", 1),
-        pytest.param("gemma3", "ngram", 5, marks=SLOW),
-        pytest.param("llava", "ngram", 3, marks=SLOW),
-        pytest.param("llava", "none", None, marks=SLOW),
-        pytest.param("llava", "eagle3", 5, marks=SLOW),
-        pytest.param("llava", "draft_model", 1, marks=SLOW),
-        pytest.param("qwen2_5_vl", "none", None, marks=SLOW),
-        pytest.param("qwen2_5_vl", "eagle3", 3, marks=SLOW),
-        pytest.param("qwen2_5_vl", "draft_model", 5, marks=SLOW),
-        pytest.param("qwen2_5_vl", "mtp", 3, marks=SLOW),
-        pytest.param("gemma3", "none", None, marks=SLOW),
-        pytest.param("gemma3", "eagle3", 1, marks=SLOW),
-        pytest.param("gemma3", "draft_model", 3, marks=SLOW),
-        pytest.param("gemma3", "mtp", 3, marks=SLOW),
+        pytest.param("gemma3", "ngram", 5, marks=pytest.mark.slow),
+        pytest.param("llava", "ngram", 3, marks=pytest.mark.slow),
+        pytest.param("llava", "none", None, marks=pytest.mark.slow),
+        pytest.param("llava", "eagle3", 5, marks=pytest.mark.slow),
+        pytest.param("llava", "draft_model", 1, marks=pytest.mark.slow),
+        pytest.param("qwen2_5_vl", "none", None, marks=pytest.mark.slow),
+        pytest.param("qwen2_5_vl", "eagle3", 3, marks=pytest.mark.slow),
+        pytest.param("qwen2_5_vl", "draft_model", 5, marks=pytest.mark.slow),
+        pytest.param("qwen2_5_vl", "mtp", 3, marks=pytest.mark.slow),
+        pytest.param("gemma3", "none", None, marks=pytest.mark.slow),
+        pytest.param("gemma3", "eagle3", 1, marks=pytest.mark.slow),
+        pytest.param("gemma3", "draft_model", 3, marks=pytest.mark.slow),
+        pytest.param("gemma3", "mtp", 3, marks=pytest.mark.slow),
     ],
 )
 def test_batches_that_mix_images_and_text(family, spec, k):
@@ -201,7 +198,6 @@ def test_tokens_that_see_each_other_stand_in_one_chunk():
         assert chunk.ahead == sees[start:end] or not any(sees[start:end])
 
 
-@SLOW
 def test_a_call_must_hold_an_image():
     given = prompt("gemma3", [5], None, [6])
     with compiled("gemma3", max_prefill_tokens=8) as engine:
@@ -209,7 +205,6 @@ def test_a_call_must_hold_an_image():
             engine.generate(given)
 
 
-@SLOW
 def test_embeddings_and_trees_beside_images():
     """Rows that a user gives; drafts along a tree have the offsets of their request, too."""
     given = prompt("qwen2_5_vl", [5], None, [6], None, [7])
@@ -223,7 +218,6 @@ def test_embeddings_and_trees_beside_images():
         ]  # fmt: skip
 
 
-@SLOW
 @pytest.mark.parametrize(("family", "k"), [("llava", 3), ("qwen2_5_vl", 5)])
 def test_a_head_that_is_always_right_beside_images(family, k):
     """Its cache holds placeholders as the tokens that they are."""
@@ -242,7 +236,6 @@ def test_a_head_that_is_always_right_beside_images(family, k):
         assert list(output.emitted_per_step) == dial.expected_steps(len(before), COUNT, k)
 
 
-@SLOW
 def test_images_beside_adapters(tmp_path):
     """Each request with its own adapter, or none; an image is read with all of them."""
     names = ("o_proj", "up_proj", "down_proj")  # of the language model alone
@@ -262,7 +255,6 @@ def test_images_beside_adapters(tmp_path):
         assert output.token_ids == own_tokens(target, one), name
 
 
-@SLOW
 @pytest.mark.parametrize(
     ("family", "tower"),
     [("qwen2_5_vl", "eager mode: its inputs have no one"), ("gemma3", "compiled for images of 3")],
@@ -277,7 +269,6 @@ def test_compiled_by_inductor(family, tower, inductor_cache_dir):
         assert engine.stats().num_recompiles == 0
 
 
-@SLOW
 def test_a_hybrid_with_images():
     """Qwen3.5: recurrent layers, and rotary positions of three axes."""
     whole = whole_model("qwen3_5")
@@ -292,7 +283,6 @@ def test_a_hybrid_with_images():
     assert outputs[1].token_ids == own_tokens(whole, TEXT)
 
 
-@SLOW
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "gemma3"])
 def test_the_passes_are_what_their_references_say(family):
     program = compilespec.trace(model(family), max_seq_len=64, max_batch_size=4)
@@ -302,7 +292,6 @@ def test_the_passes_are_what_their_references_say(family):
     assert report.ok, "\n".join(" ".join(row) for row in report.rows())
 
 
-@SLOW
 def test_offsets_are_an_argument_where_they_are_asked_for():
     assert not trace_target(model("qwen2_5_vl")).has_rope_offsets
     assert not trace_target(model("llava"), offsets=True).has_rope_offsets

@@ -156,7 +156,7 @@ def test_methods_that_could_not_be_right_do_not_share():
     assert why_not(program(buffers=("seq_len_R", "ring_ids_RK", "history_RL"))) is None
     assert "recorded" in why_not(program(drafter=SimpleNamespace(recorder=object())))
     assert "other blocks" in why_not(program(drafter=reading(kv_block_sizes=(8, 4))))
-    assert "newest state" in why_not(program(state_bytes_per_request=64))
+    assert why_not(program(buffers=("absorbed_R", "recurrence.target.0.state"))) is None
     assert "relaxed_delta_R" in why_not(program(buffers=("seq_len_R", "relaxed_delta_R")))
 
 

@@ -181,7 +181,6 @@ def test_processors_that_are_refused(processor):
         CompileOptions(logits_processor=processor).processor.capture("decode", config)
 
 
-@pytest.mark.slow
 def test_passes_are_verified(model, dial):
     """A step with processors of both kinds computes what their reference in plain Python says."""
     program = compilespec.trace(

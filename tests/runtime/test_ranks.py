@@ -48,13 +48,11 @@ def check_tokens(name: str, results: list[dict[str, object]], size: int) -> None
     assert lead["recompiles"] == 0
 
 
-@pytest.mark.slow
 def test_a_small_job_gives_the_tokens_of_one_process(small_job):
     check_tokens(CHOSEN, small_job[CHOSEN], 2)
     assert small_job[CHOSEN][0]["cache_mib"] == alone(CHOSEN)["cache_mib"] / 2
 
 
-@pytest.mark.slow
 def test_a_rank_of_a_checkpoint_has_memory_for_its_parts(tmp_path):
     """The first case loads what every engine needs; then only weights and caches are of a size."""
     save_folder(tmp_path)
@@ -66,20 +64,17 @@ def test_a_rank_of_a_checkpoint_has_memory_for_its_parts(tmp_path):
     assert lead["peak_mib"] < 0.9 * expected["weights_mib"]
 
 
-@pytest.mark.slow
 def test_other_weights_are_said_by_every_rank(small_job):
     for said in small_job["other-weights"]:
         assert said["error"] == "RanksDiffer"
         assert said["says"].startswith("rank 1 has other weights than rank 0:")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", WORKING)
 def test_two_ranks_give_the_tokens_of_one_process(job, name):
     check_tokens(name, job[name], 2)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "sums", "choices"),
     [
@@ -101,14 +96,12 @@ def test_two_sums_a_layer_and_what_a_rank_holds(job, name, sums, choices):
             assert lead["weights_mib"] == pytest.approx(expected["weights_mib"] / 2, rel=0.03)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", MATRIX)
 def test_four_ranks_give_the_tokens_of_one_process(job_of_four, name):
     """Of two heads of keys each is on two ranks; attention of phi3 and olmo2 stays whole."""
     check_tokens(name, job_of_four[name], 4)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "error", "says"),
     [

@@ -324,7 +324,6 @@ def test_ids_of_a_lossy_program_are_proved():
     assert not prove(program).num_open
 
 
-@pytest.mark.slow
 def test_relaxed_compiled_equals_interpreted(model, inductor_cache_dir):
     options = {**OPTIONS, "acceptance": "relaxed", **RELAXED, "max_batch_size": 2, "buckets": None}
     outputs = []

@@ -183,7 +183,6 @@ def test_a_draft_that_a_guide_forbids_is_never_kept(rule):
     assert {tuple(output.token_ids) for output in outputs} <= {tuple(one) for one in GUIDE}
 
 
-@pytest.mark.slow
 def test_rows_without_weights_take_the_targets_own():
     """A module is a rule, too."""
     outputs, plan = outputs_of(
@@ -196,7 +195,6 @@ def test_rows_without_weights_take_the_targets_own():
         assert set(output.emitted_per_step) == {1}
 
 
-@pytest.mark.slow
 def test_a_lossy_rule_accepts_more():
     params = [params_of("plain", seed=seed) for seed in range(30)]
     steps = {}
@@ -234,7 +232,6 @@ def test_every_pass_of_a_program_with_probabilities_computes_what_it_must(parts,
     assert {check.pass_name for check in report.checks} == set(CHECKED)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("rule", ["rejection", "block", typical, everything_then_seven])
 def test_ids_are_proved(rule):
     from compilespec.inspect.bounds import prove
@@ -245,7 +242,6 @@ def test_ids_are_proved(rule):
     assert not prove(program).num_open
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", loops.KINDS)
 def test_verify_of_rejection_with_every_kind_of_loop(kind):
     program = loops.traced(kind, acceptance="rejection")
@@ -253,7 +249,6 @@ def test_verify_of_rejection_with_every_kind_of_loop(kind):
     assert report.ok, str(report)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("rule", ["rejection", "block"])
 def test_compiled_equals_interpreted(parts, rule, inductor_cache_dir):
     """T22: the same tokens from both backends, float64; nothing recompiles."""

@@ -382,7 +382,6 @@ def test_t23_logprobs_are_those_of_the_model(lab):
             assert list(entry.top) == row.topk(2).indices.tolist()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("rule", FUNCTIONS)
 @pytest.mark.parametrize(
     "kind", ["recycled", "module_rows", "target_rows", "draft_model", "ngram", *ONE_PASS]
@@ -401,7 +400,6 @@ def test_every_kind_of_drafter_follows_the_target(kind, rule):
         check_distribution(engine, model, ("plain", "filters", "one_draft"))
 
 
-@pytest.mark.slow
 def test_plain_decoding_draws_from_the_target_as_well():
     model = markov_target()
     with compilespec.compile(
@@ -411,7 +409,6 @@ def test_plain_decoding_draws_from_the_target_as_well():
     assert set(lengths.values()) == {1}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("rule", FUNCTIONS)
 @pytest.mark.parametrize("kind", ["recycled", "module_rows", "target_rows", "draft_model"])
 def test_a_drafter_with_the_targets_probabilities_is_never_refused(kind, rule):

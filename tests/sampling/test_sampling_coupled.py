@@ -30,8 +30,6 @@ PARAMS = [
     for seed, temperature in enumerate((0.5, 1.0, 0.0, 2.0))
 ]
 
-pytestmark = pytest.mark.slow  # test_sampling.py has the shorter cases
-
 
 def memoryless_target() -> PlainModel:
     """Its logits depend on the last token alone."""

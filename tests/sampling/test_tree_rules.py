@@ -57,7 +57,6 @@ def target() -> Any:
     return model, random_heads(target_info(model, 43), 3, num_blocks=1)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("rule", "tree"), [(typical, "static"), (typical, "dynamic"), (best_of, "static")]
 )

@@ -16,15 +16,15 @@ import httpx2
 import pytest
 
 from compilespec.cli import main, serve
-from compilespec.cli.flags import FlagParser, read_adapters, read_arguments
+from compilespec.cli.flags import FlagParser, compile_keywords, read_adapters, read_arguments
 from compilespec.errors import InvalidOption
 from compilespec.serving import ServerOptions
-from compilespec.serving.process import Binding
+from compilespec.serving.options import Binding
 
 SERVER = """
 import sys
 from compilespec.serving import run
-from compilespec.serving.process import Binding
+from compilespec.serving.options import Binding
 from tests.support.live_server import toy_engine
 binding = Binding(port=0, ssl_certfile=sys.argv[1], ssl_keyfile=sys.argv[2])
 sys.exit(run(toy_engine("yes"), None, binding))
@@ -40,7 +40,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         tokenizer = None
 
     def compile_engine(args: Any, spec: str, **changes: Any) -> Any:
-        seen.update(spec=spec, changes=changes)
+        seen.update(spec=spec, keywords={**compile_keywords(args, spec), **changes})
         return Compiled()
 
     def run(engine: Any, options: ServerOptions, binding: Binding) -> int:
@@ -64,7 +64,7 @@ def test_flags_reach_engine_options_and_binding(
              "--api-key-file", str(keys), "--max-waiting", "7", "--request-timeout", "9",
              "--drain-timeout", "4", "--tool-parser", "llama", "--allowed-origin", "*"]  # fmt: skip
     assert main(["serve", *flags]) == 0
-    assert asked["changes"] == {"max_batch_size": 3, "prompt_logprobs": True}
+    assert asked["keywords"] == {"max_batch_size": 3, "prompt_logprobs": True}
     assert asked["spec"] == "none"
     assert asked["options"] == ServerOptions(
         model_names=("org/name",), api_keys=("one", "two", "three"), max_waiting=7,
@@ -117,7 +117,6 @@ def serve_args(**changes: Any) -> Any:
     return args
 
 
-@pytest.mark.slow
 def test_https(tmp_path: Path) -> None:
     openssl = shutil.which("openssl")
     if openssl is None:

@@ -62,7 +62,6 @@ def test_its_script_without_a_browser() -> None:
     assert told["model"].startswith("toy")
 
 
-@pytest.mark.slow
 def test_a_conversation_and_what_it_cost(tmp_path: Path) -> None:
     options = ServerOptions(model_names=("toy",), api_keys=("k",))
     with live(toy_engine(SAYS, hit_rate=0.7), options) as server, open_browser(tmp_path) as window:

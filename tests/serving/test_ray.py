@@ -24,7 +24,6 @@ from tests.support.models import tiny_target
 ray = pytest.importorskip("ray")
 serve = pytest.importorskip("ray.serve")
 
-pytestmark = pytest.mark.slow
 ENGINE = {"backend": "eager", "max_seq_len": 128, "max_batch_size": 4, "num_draft_tokens": 3}
 PROMPTS = [[5, 6, 7], list(range(20, 53)), [90, 3, 90, 3, 90], [11] * 40]
 LONG = 80

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import httpx2
-import pytest
 
 from tests.support.fake_executor import toy_decode
 from tests.support.live_server import EOS, VOCAB
@@ -25,7 +24,6 @@ from tests.support.live_server import EOS, VOCAB
 NUM_REQUESTS, NUM_CLIENTS, MAX_WAITING = 1000, 64, 40
 BUSY = {429, 503}
 KEY = {"Authorization": "Bearer key"}
-pytestmark = pytest.mark.slow
 
 
 class Storm:

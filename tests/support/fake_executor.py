@@ -162,12 +162,19 @@ class FakeExecutor:
         self.adapters: dict[int, int] = {}  # by place
         self.max_in_flight = 0  # launches that waited to be read at once
         self._in_flight: list[_Handle] = []
+        self._states: dict[int | None, list[int]] = {}  # by place: the tokens they have taken in
         self._rows = [_Row() for _ in range(self.config.max_batch_size)]
         num_slots = self.config.num_blocks * self.config.block_size
         self._cache: list[int | None] = [None] * num_slots
         self._following: list[tuple[int, ...] | None] = [None] * num_slots  # the drafter's cache
 
-    def set_blocks(self, row: int, blocks: Sequence[int], prefix: Sequence[int] = ()) -> None:
+    def set_blocks(
+        self,
+        row: int,
+        blocks: Sequence[int],
+        prefix: Sequence[int] = (),
+        state_place: int | None = None,
+    ) -> None:
         _check(not self.closed, "called after close")
         _check(not self._is_named(row), f"row {row} changes hands with a step in flight")
         num_shared, rest = divmod(len(prefix), self.config.block_size)
@@ -175,6 +182,8 @@ class FakeExecutor:
         self._rows[row] = _Row(
             num_committed=len(prefix), num_prefix=len(prefix), live=True, blocks=list(blocks)
         )
+        if self.geometry.num_state_places is not None and prefix:
+            _check(self._states.get(state_place) == list(prefix), "states of other tokens")
         self._take(row, blocks[num_shared:])
         self._check_table(row)
         _check(self._read(self._rows[row], len(prefix)) == list(prefix), "a prefix of other tokens")
@@ -289,6 +298,10 @@ class FakeExecutor:
         ahead = [*chunk.tokens, row.last if row.last is not None else chunk.next_token]
         for offset in range(len(chunk.tokens)):
             self._write_following(row, chunk.start + offset, ahead[offset + 1 :])
+        if chunk.state_place is not None:
+            _check(row.last is None, "states of a prompt that ended: its decode steps change them")
+            _check(0 <= chunk.state_place < (sizes.num_state_places or 0), "no such place")
+            self._states[chunk.state_place] = self._read(row, end - sizes.reach.num_repeated_tokens)
         if row.last is None:
             return []
         self._draft(row)

@@ -13,8 +13,9 @@ import httpx2
 
 from compilespec.program import AdapterShape
 from compilespec.runtime.engine import Engine
-from compilespec.serving import ServerOptions, create_app
-from compilespec.serving.process import Binding, Server, listen, make_server
+from compilespec.serving import create_app
+from compilespec.serving.options import Binding, ServerOptions
+from compilespec.serving.process import Server, listen, make_server
 from tests.support.fake_executor import FakeExecutor, engine_over, geometry
 from tests.support.toy_tokenizer import byte_level_tokenizer
 

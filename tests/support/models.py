@@ -453,6 +453,8 @@ def poison(engine: Engine) -> None:
     for name, buffer in engine._executor.buffers.items():
         if name.startswith(("cache.", "recurrence.", "causal_conv.")):
             buffer.fill_(float("nan"))
+    for _, kept in engine._executor._copies.pairs:
+        kept.fill_(float("nan"))
 
 
 def call_traced(traced: Traced, **arguments: Tensor) -> tuple[Tensor, ...]:

@@ -9,7 +9,7 @@ import logging
 import sys
 
 from compilespec.serving import ServerOptions, run
-from compilespec.serving.process import Binding
+from compilespec.serving.options import Binding
 from tests.support.live_server import toy_engine
 
 if __name__ == "__main__":

@@ -37,7 +37,6 @@ def run(tmp_path):
     )  # fmt: skip
 
 
-@pytest.mark.slow
 def test_tokenizer_is_reproduced_bitwise():
     texts = corpus.load_corpus(with_packages=False)
     hashes = {k: v for k, v in texts.hashes().items() if k != "packages"}
@@ -61,7 +60,6 @@ def test_target_trains_resumes_and_loads_in_transformers(run, splits, tokenizer,
     assert loaded.decode(loaded(text).input_ids) == text
 
 
-@pytest.mark.slow
 def test_a_drafter_is_trained_on_the_corpus_and_on_what_the_target_writes(
     run, splits, tokenizer, tmp_path, monkeypatch
 ):

@@ -25,7 +25,6 @@ def test_the_committed_scores_are_equal() -> None:
     assert found["ways"]["none"] == found["ways"]["eagle3"]
 
 
-@pytest.mark.slow
 def test_lm_eval_scores_are_those_of_its_own_backend_and_of_no_speculation() -> None:
     pytest.importorskip("lm_eval")
     options = argparse.Namespace(
@@ -37,7 +36,6 @@ def test_lm_eval_scores_are_those_of_its_own_backend_and_of_no_speculation() -> 
     assert all(way["scores"]["documents"] > 1 for way in found["ways"].values())
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("tool", ["guidellm", "aiperf"])
 def test_load_tools_find_every_request_answered(tool: str) -> None:
     if importlib.util.find_spec(tool) is None or shutil.which(
@@ -55,7 +53,6 @@ def test_load_tools_find_every_request_answered(tool: str) -> None:
         assert found["accepted_drafts"] > 0 < found["rejected_drafts"]
 
 
-@pytest.mark.slow
 def test_what_http_costs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(report, "RESULTS_DIR", tmp_path)
     monkeypatch.setattr(serving, "MAX_LOSS", 1.0)

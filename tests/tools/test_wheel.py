@@ -19,7 +19,6 @@ print(_build.library_path(), str(_build.library_path()) in maps)
 """
 
 
-@pytest.mark.slow
 def test_its_kernels_serve_without_a_compiler(tmp_path):
     fitting = _levels.fitting(_levels.cpu_features())
     if not fitting:

@@ -167,7 +167,8 @@ def child(job: dict[str, Any]) -> None:
 
     import compilespec
     from compilespec.serving import ServerOptions, create_app
-    from compilespec.serving.process import Binding, listen, make_server, prefer_short_pauses
+    from compilespec.serving.options import Binding
+    from compilespec.serving.process import listen, make_server, prefer_short_pauses
 
     torch.set_num_threads(job["threads"])
     engine = compilespec.compile(

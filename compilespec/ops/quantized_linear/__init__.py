@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from compilespec.ops._library import define_op
+from compilespec.ops.grouped_linear.reference import pack_groups, pack_quad_bytes, pack_quad_nibbles
 from compilespec.ops.packed_linear import pack_weight
 from compilespec.ops.quantized_linear import reference
 from compilespec.ops.quantized_linear.integer_product import dynamic_int8_product
@@ -36,6 +37,9 @@ LAYOUTS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "nibbles": pack_nibbles,
     "quads": pack_quads,
     "scale": pack_scale,
+    "quad_bytes": pack_quad_bytes,
+    "quad_nibbles": pack_quad_nibbles,
+    "groups": pack_groups,
 }
 
 

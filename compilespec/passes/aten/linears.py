@@ -53,7 +53,7 @@ def find_linears(gm: fx.GraphModule, ctx: PassContext) -> list[Linear]:
 class QuantizedLinear:
     """A product of a quantized weight, all its parts graph inputs."""
 
-    node: fx.Node  # compilespec::quantized_linear or dynamic_int8_linear
+    node: fx.Node  # compilespec::quantized_linear, dynamic_int8_linear or grouped_linear
     x: fx.Node  # [.., K]
     weight: fx.Node  # placeholder [N, K]
     scale: fx.Node  # placeholder [N, groups]
@@ -79,6 +79,7 @@ def find_quantized_linears(gm: fx.GraphModule, ctx: PassContext) -> list[Quantiz
         if node.op == "call_function" and node.target in (
             ops.quantized_linear.default,
             ops.dynamic_int8_linear.default,
+            ops.grouped_linear.default,
         ):
             x, weight, scale, bias, *rest = node.args
             extra, zero = tuple(rest[:1]), rest[1] if len(rest) > 1 else None

@@ -73,14 +73,17 @@ def _has_nibbles(linear: QuantizedLinear) -> bool:
 
 
 def _pack_quantized(step: Splice, linear: QuantizedLinear) -> None:
-    ops = torch.ops.compilespec
-    if linear.node.target is ops.dynamic_int8_linear.default:
+    ops, groups = torch.ops.compilespec, "scale"
+    if linear.node.target is ops.grouped_linear.default:
+        op, groups = ops.packed_grouped_linear.default, "groups"
+        layout = "quad_nibbles" if linear.bits == 4 else "quad_bytes"
+    elif linear.node.target is ops.dynamic_int8_linear.default:
         op, layout = ops.packed_dynamic_int8_linear.default, "quads"
     else:
         op, layout = ops.packed_quantized_linear.default, "int4" if linear.bits == 4 else "bytes"
     weight = _packed_input(step, linear.weight, layout)
-    scale = _packed_input(step, linear.scale, "scale")
-    zero = () if linear.zero is None else (_packed_input(step, linear.zero, "scale"),)
+    scale = _packed_input(step, linear.scale, groups)
+    zero = () if linear.zero is None else (_packed_input(step, linear.zero, groups),)
     x = linear.node.args[0]
     _put(step.gm, linear, op, (x, weight, scale, linear.bias, linear.num_outputs, *zero))
 

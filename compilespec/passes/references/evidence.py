@@ -15,27 +15,27 @@ from compilespec.passes.references.base import Before, Case, Values
 from compilespec.program import PAD
 
 
-def level_of_match(length: int) -> int:
+def confidence_of_match(length: int) -> int:
     """9 to 15 by the length of a match, 0 for none."""
-    for level, least in ((15, 13), (14, 9), (13, 6)):
+    for confidence, least in ((15, 13), (14, 9), (13, 6)):
         if length >= least:
-            return level
+            return confidence
     return min(length, 4) + 8 if length > 0 else 0
 
 
-def level_of_chances(chances: Sequence[float]) -> int:
+def confidence_of_chances(chances: Sequence[float]) -> int:
     """1 to 8 by the geometric mean of the drafts' probabilities."""
     mean = math.exp(sum(math.log(max(chance, 1e-30)) for chance in chances) / len(chances))
     return 1 + min(7, int(8 * mean))
 
 
-def evidence_of(drafts_BK: Tensor, levels: Sequence[int]) -> Tensor:
-    """The number of drafts before the first PAD, and 256 times the level."""
+def evidence_of(drafts_BK: Tensor, confidences: Sequence[int]) -> Tensor:
+    """The number of drafts before the first PAD, and 256 times the confidence."""
     counts = [
         sum(1 for _ in itertools.takewhile(lambda token: token != PAD, row))
         for row in drafts_BK.tolist()
     ]
-    values = [count + 256 * level for count, level in zip(counts, levels, strict=True)]
+    values = [count + 256 * sure for count, sure in zip(counts, confidences, strict=True)]
     return torch.tensor(values, dtype=torch.int32, device=drafts_BK.device)
 
 
@@ -63,4 +63,4 @@ def report_evidence(before: Before, ctx: PassContext, case: Case) -> Values:
     return dataclasses.replace(values, outputs={**outputs, **others})
 
 
-__all__ = ["evidence_of", "level_of_chances", "level_of_match", "report_evidence"]
+__all__ = ["confidence_of_chances", "confidence_of_match", "evidence_of", "report_evidence"]

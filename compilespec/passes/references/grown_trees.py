@@ -50,20 +50,20 @@ def _static(shape: TreeShape, best: Best, is_drawn: bool) -> list[Node]:
 
 def _dynamic(shape: TreeShape, best: Best) -> list[Node]:
     drafted: list[Node] = []
-    level = [Node(path=(), place=())]
+    nodes = [Node(path=(), place=())]
     for _ in range(shape.depth):
         found = [
             Node(
                 path=(*node.path, token), place=(*node.place, len(drafted) + at),
                 score=node.score + score,
             )
-            for number, node in enumerate(level)
+            for number, node in enumerate(nodes)
             for at, (score, token) in enumerate(
                 best(node.path)[: shape.top_k], number * shape.top_k
             )
         ]  # fmt: skip
         drafted += found
-        level = sorted(found, key=lambda node: -node.score)[: shape.top_k]
+        nodes = sorted(found, key=lambda node: -node.score)[: shape.top_k]
     order = sorted(range(len(drafted)), key=lambda place: -drafted[place].score)
     return [drafted[place] for place in sorted(order[: shape.num_nodes])]
 
@@ -119,10 +119,10 @@ def rank_tokens(
     return [(score, token if score > float("-inf") else PAD) for score, token in pairs]
 
 
-def level_calls(
+def depth_calls(
     ctx: PassContext, case: Case, rows: Sequence[int], first: Sequence[int]
 ) -> list[AttentionCall]:
-    """What the attention of each level must be given: its nodes, and keys that are not written."""
+    """What the attention of each depth must be given: its nodes, and keys that are not written."""
     shape, calls, num_keys = ctx.config.tree, [], 0
     assert shape is not None
     if "forward" not in ctx.draft:

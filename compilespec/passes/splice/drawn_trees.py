@@ -60,7 +60,7 @@ def sibling_ranks(shape: TreeShape) -> dict[tuple[int, ...], int]:
 
 
 def child_probs(step: Splice, logits: Tensor, ids: Tensor | None, num_rows: int) -> Tensor:
-    """What the children of a level's nodes are drawn from, over the target's ids: [B, F, V]; 0 for
+    """What the children of a depth's nodes are drawn from, over the target's ids: [B, F, V]; 0 for
     greedy requests, whose children are no draws.
     """
     real, width = sampling_state(step).real, step.config.vocab_size
@@ -101,9 +101,9 @@ def spread_probs(
     return torch.where(is_drawn_B11, probs_BFV, 0)
 
 
-def keep_child_probs(step: Splice, levels: list[Tensor]) -> None:
-    """Write the distributions of the inner nodes, level by level, into state rows."""
-    write_rows(_prob_rows(step), step.roles.row_index, *levels)
+def keep_child_probs(step: Splice, distributions: list[Tensor]) -> None:
+    """Write the distributions of the inner nodes, depth by depth, into state rows."""
+    write_rows(_prob_rows(step), step.roles.row_index, *distributions)
 
 
 def read_child_probs(step: Splice) -> Tensor:
@@ -111,8 +111,8 @@ def read_child_probs(step: Splice) -> Tensor:
     return _prob_rows(step)[step.roles.row_index]
 
 
-def write_rows(rows_RIV: Tensor, index_B: Tensor, *levels: Tensor) -> Tensor:
-    probs_BIV = torch.cat(levels, 1) if len(levels) > 1 else levels[0]
+def write_rows(rows_RIV: Tensor, index_B: Tensor, *parts: Tensor) -> Tensor:
+    probs_BIV = torch.cat(parts, 1) if len(parts) > 1 else parts[0]
     return rows_RIV.index_put_((index_B,), probs_BIV)
 
 

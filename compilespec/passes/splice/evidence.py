@@ -15,10 +15,11 @@ from torch.nn import functional
 from compilespec.passes.context import PassContext
 from compilespec.passes.splice.builder import Splice
 
-NUM_MODEL_LEVELS = 8  # levels 1 to 8: eighths of a draft's probability in the drafter's eyes
-MATCHES = (1, 2, 3, 4, 6, 9, 13)  # levels 9 to 15: lengths of a match, from these on
-FIRST_MATCH = 1 + NUM_MODEL_LEVELS
-NUM_LEVELS = 1 + NUM_MODEL_LEVELS + len(MATCHES)  # level 0: nothing is known of the drafts
+# Confidences; 0: nothing is known of the drafts.
+NUM_MODEL_CONFIDENCES = 8  # 1 to 8: eighths of a draft's probability in the drafter's eyes
+MATCHES = (1, 2, 3, 4, 6, 9, 13)  # 9 to 15: lengths of a match, from these on
+FIRST_MATCH = 1 + NUM_MODEL_CONFIDENCES
+NUM_CONFIDENCES = FIRST_MATCH + len(MATCHES)
 NUM_BITS = 8  # of a count
 
 
@@ -26,7 +27,7 @@ class Evidence(NamedTuple):
     """The facts known of the drafts that a step left in a state row."""
 
     num_drafts: int  # those before the first PAD
-    level: int  # how sure they are: below NUM_LEVELS; only likes compare
+    confidence: int  # how sure they are: below NUM_CONFIDENCES; only likes compare
     goes_on: bool = False  # whether the first draft that the step did not judge was right, too
 
 
@@ -34,11 +35,11 @@ def read_outcome(outcome: int) -> tuple[int, Evidence]:
     """The number of tokens of a row, and the evidence, of one entry of `outcome_B`."""
     rest, num_emitted = divmod(outcome, 1 << NUM_BITS)
     rest, num_drafts = divmod(rest, 1 << NUM_BITS)
-    goes_on, level = divmod(rest, 1 << NUM_BITS)
-    return num_emitted, Evidence(num_drafts, level, bool(goes_on))
+    goes_on, confidence = divmod(rest, 1 << NUM_BITS)
+    return num_emitted, Evidence(num_drafts, confidence, bool(goes_on))
 
 
-def without_level(outcome_B: Tensor) -> Tensor:
+def without_confidence(outcome_B: Tensor) -> Tensor:
     """The same, its drafts as sure as if nothing were known of them."""
     return outcome_B & ~((1 << NUM_BITS) - 1 << 2 * NUM_BITS)
 
@@ -52,7 +53,7 @@ def note_sureness(step: Splice, logits: Tensor, number: int) -> None:
         step.name(f"sure.{number}", best_logprob(logits))
 
 
-def note_confidence(
+def note_own_sureness(
     step: Splice, row: Tensor, token: Tensor, number: int, *, place: int | None = None
 ) -> None:
     """The same of a drafter's call "sure", for `row`, [B, D] or its `place` in [B, N, D]."""
@@ -72,36 +73,36 @@ def best_logprob(logits_BV: Tensor) -> Tensor:
 
 
 def note_evidence(step: Splice) -> None:
-    """Make the role `evidence`, int32 [B], of the roles `drafts` and `level`."""
+    """Make the role `evidence`, int32 [B], of the roles `drafts` and `confidence`."""
     if step.ctx.tells_evidence:
-        step.roles.evidence = drafts_and_level(step.roles.drafts, step.find("level"))
+        step.roles.evidence = drafts_and_confidence(step.roles.drafts, step.find("confidence"))
 
 
-def note_level(step: Splice) -> None:
-    """Make the role `level`, int32 [B], of a model's drafts, if they have probabilities."""
+def note_confidence(step: Splice) -> None:
+    """Make the role `confidence`, int32 [B], of a model's drafts, if they have probabilities."""
     roles = (str(node.meta.get("role")) for node in step.graph.nodes)
     sure = [step.role(role) for role in roles if role.startswith("sure.")]
     if sure:
-        step.roles.level = level_of_logprobs(*sure)
+        step.roles.confidence = confidence_of_logprobs(*sure)
 
 
-def level_of_logprobs(*logprobs_B: Tensor) -> Tensor:
+def confidence_of_logprobs(*logprobs_B: Tensor) -> Tensor:
     """By the mean: the cumulative probability of the drafts, as if all were as likely."""
-    mean_B = (sum(logprobs_B[1:], logprobs_B[0]) / len(logprobs_B)).exp() * NUM_MODEL_LEVELS
-    reached = ((mean_B >= step).to(torch.int32) for step in range(1, NUM_MODEL_LEVELS))
+    mean_B = (sum(logprobs_B[1:], logprobs_B[0]) / len(logprobs_B)).exp() * NUM_MODEL_CONFIDENCES
+    reached = ((mean_B >= step).to(torch.int32) for step in range(1, NUM_MODEL_CONFIDENCES))
     return cast(Tensor, sum(reached)) + 1
 
 
-def level_of_matches(matched_B: Tensor) -> Tensor:
+def confidence_of_matches(matched_B: Tensor) -> Tensor:
     """By the length of a match; 0 for none."""
     count_B = cast(Tensor, sum((matched_B >= least).to(torch.int32) for least in MATCHES))
-    return torch.where(count_B > 0, count_B + NUM_MODEL_LEVELS, 0).to(torch.int32)
+    return torch.where(count_B > 0, count_B + NUM_MODEL_CONFIDENCES, 0).to(torch.int32)
 
 
-def drafts_and_level(drafts_BK: Tensor, level_B: Tensor | None) -> Tensor:
+def drafts_and_confidence(drafts_BK: Tensor, confidence_B: Tensor | None) -> Tensor:
     num_drafts_B = (drafts_BK >= 0).to(torch.int32).cumprod(1).sum(1).to(torch.int32)
-    level: Tensor | int = 0 if level_B is None else level_B
-    return num_drafts_B + level * (1 << NUM_BITS)
+    confidence: Tensor | int = 0 if confidence_B is None else confidence_B
+    return num_drafts_B + confidence * (1 << NUM_BITS)
 
 
 def report_evidence(step: Splice) -> int:

@@ -7,7 +7,7 @@ from torch import Tensor, fx
 
 from compilespec.passes.splice.builder import Splice, arange_like
 from compilespec.passes.splice.draft_loops import LOOPS
-from compilespec.passes.splice.recurrent_state import StatePlaces, keep_states
+from compilespec.passes.splice.recurrent_state import ABSORBED, StatePlaces, keep_states
 from compilespec.program import BufferSpec, ProgramConfig, markers
 
 
@@ -94,4 +94,4 @@ def _first_marker(step: Splice) -> fx.Node:
 def absorbed_tokens(config: ProgramConfig) -> BufferSpec:
     """Tokens of each row's request that the states of the target's recurrent layers hold."""
     shape = (config.num_rows,)
-    return BufferSpec(name="absorbed_R", kind="state", shape=shape, dtype=torch.int32)
+    return BufferSpec(name=ABSORBED, kind="state", shape=shape, dtype=torch.int32)

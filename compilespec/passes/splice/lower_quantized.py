@@ -16,6 +16,7 @@ from compilespec.tracing.structure import LINEAR
 
 _WEIGHT_ONLY = torch.ops.compilespec.quantized_linear.default
 _DYNAMIC_INT8 = torch.ops.compilespec.dynamic_int8_linear.default
+_GROUPED = torch.ops.compilespec.grouped_linear.default
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _FOUR_BITS = ("torch.int1", "torch.int2", "torch.int3", "torch.int4")  # stored in -8..7
 
@@ -31,10 +32,11 @@ class Product(NamedTuple):
 
 
 def lower_quantized(step: Splice) -> int:
-    """linear(x, rebuild(parts)) -> compilespec::quantized_linear or dynamic_int8_linear.
+    """linear(x, rebuild(parts)) -> compilespec::quantized_linear, grouped_linear or
+    dynamic_int8_linear.
 
-    Handles int8 and int4 weights, symmetric or with zero points, float8 weights, and symmetric int8
-    with dynamically quantized rows; other kinds keep their own code.  On GPUs the last is
+    Handles int8 and int4 weights, symmetric or with zero points, float8 weights, and int8 and
+    grouped ones with dynamically quantized rows; other kinds keep their own code.  On GPUs int8 is
     `dynamic_int8_product`: torchao's code calls a product that refuses the few rows of a step.
     Returns: products rewritten.  Numerics: rounding (sums are float32 and rounded once, unlike
     torchao's).  Runs on torch IR, in which a weight's kind is still visible.
@@ -74,7 +76,7 @@ def _product_of(weight: fx.Node, ctx: PassContext) -> Product | None:
     roles = [node.meta["role"] for node in weight.all_input_nodes]
     parts = {name: ctx.weights[role] for name, role in zip(kind.names, roles, strict=True)}
     recognise = _KINDS.get(kind.type.__name__)
-    if recognise is None or not kind.type.__module__.startswith("torchao."):
+    if recognise is None or not kind.type.__module__.startswith(("torchao.", "compilespec.")):
         return None
     product = recognise(kind, parts)
     if product is not None and product.op is _DYNAMIC_INT8 and not ctx.traits.packs_weights:
@@ -124,7 +126,18 @@ def _intx(kind: Kind, parts: dict[str, Tensor]) -> Product | None:
     return Product(_WEIGHT_ONLY, "qdata", "scale", (bits,), _zero_points(parts))
 
 
-_KINDS = {"Int8Tensor": _int8, "Float8Tensor": _float8, "IntxUnpackedToInt8Tensor": _intx}
+def _grouped(kind: Kind, parts: dict[str, Tensor]) -> Product | None:
+    """Our GroupedIntTensor: the same weights, whose products quantize rows in blocks."""
+    product = _intx(kind, parts)
+    return None if product is None else product._replace(op=_GROUPED)
+
+
+_KINDS = {
+    "Int8Tensor": _int8,
+    "Float8Tensor": _float8,
+    "IntxUnpackedToInt8Tensor": _intx,
+    "GroupedIntTensor": _grouped,
+}
 
 
 def _has_groups(kind: Kind, parts: dict[str, Tensor]) -> bool:

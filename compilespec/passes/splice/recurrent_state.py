@@ -16,6 +16,8 @@ from compilespec.errors import PassError
 from compilespec.passes.splice.builder import Splice, node_of
 from compilespec.program import ProgramConfig, marker_kind, markers
 
+ABSORBED = "absorbed_R"  # tokens of each row's request that the target's states hold
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StatePlaces:

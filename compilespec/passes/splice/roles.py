@@ -127,11 +127,11 @@ class StepRoles:
     parents: Tensor
     """int32 [B, N + 1]: the parent of each row of the next step's tree; the root is its own."""
 
-    level: Tensor
+    confidence: Tensor
     """int32 [B]: how sure the drafts are, see `evidence`."""
 
     evidence: Tensor
-    """int32 [B]: the number of drafts, and their level."""
+    """int32 [B]: the number of drafts, and their confidence."""
 
     def __init__(self, gm: fx.GraphModule, value_of: Callable[[fx.Node], Tensor]) -> None:
         self.__dict__.update(_gm=gm, _value_of=value_of)

@@ -9,7 +9,7 @@ from compilespec.passes.context import PassContext
 from compilespec.passes.splice.builder import Splice
 from compilespec.passes.splice.draft_loops import LOOPS
 from compilespec.passes.splice.draft_loops.combined import combine
-from compilespec.passes.splice.evidence import note_evidence, note_level
+from compilespec.passes.splice.evidence import note_confidence, note_evidence
 from compilespec.passes.splice.sampling import keep_draft_probs
 from compilespec.program import PAD
 
@@ -25,7 +25,7 @@ def splice_draft_loop(step: Splice) -> int:
     if ctx.drafts_now:
         num_passes = loop.splice(step)
         keep_draft_probs(step)
-        note_level(step)
+        note_confidence(step)
     elif loop.keep is not None:
         loop.keep(step)
     if not (loop.fills_rows and num_passes):

@@ -45,7 +45,7 @@ LOOP_REFERENCES: Mapping[str, Loop] = {
 }
 
 # Roles that loops make, and a reference does not.
-MADE_BY_LOOPS = ("draft_probs.", "sure.", "level")
+MADE_BY_LOOPS = ("draft_probs.", "sure.", "confidence")
 
 # Names of the buffers that loops read and write.
 WRITTEN_BY_LOOPS = ("cache.draft", "recurrence.draft", "causal_conv.draft", "ring_")
@@ -105,7 +105,7 @@ def _drafted(
         drafts = combined(drafter, values, drafts)
     made = {"drafts": drafts}
     if ctx.tells_evidence:
-        made["evidence"] = evidence_of(drafts, drafter.levels(len(drafts)))
+        made["evidence"] = evidence_of(drafts, drafter.confidences(len(drafts)))
     if drafter.parents is not None:
         made["parents"] = drafter.parents
     return dataclasses.replace(

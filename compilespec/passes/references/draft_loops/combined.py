@@ -15,13 +15,13 @@ def combined(draft: Drafts, values: Values, modelled_BK: Tensor) -> Tensor:
 
     `draft.matched` becomes 0 where the model's stay.
     """
-    levels = draft.levels(len(modelled_BK))
+    confidences = draft.confidences(len(modelled_BK))
     found_BK = direct(draft, values)
     assert draft.matched is not None, "a look-up says how long its match is"
     drafts_BK = modelled_BK.clone()
     for request, length in enumerate(draft.matched):
-        level = levels[request]
-        chance = (2 * level - 1) / 16 if level else 12 / 16
+        confidence = confidences[request]
+        chance = (2 * confidence - 1) / 16 if confidence else 12 / 16
         is_surer = length / (length + 1) > chance or int(modelled_BK[request, 0]) == PAD
         if is_surer and int(found_BK[request, 0]) != PAD:
             drafts_BK[request] = found_BK[request]

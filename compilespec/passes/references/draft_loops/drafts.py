@@ -13,14 +13,14 @@ from compilespec.ops.sample import draw_reference, layout
 from compilespec.ops.sample.probabilities import draw_weighted_reference
 from compilespec.passes.context import PassContext
 from compilespec.passes.references.base import Attention, AttentionCall, Case, Tokens
-from compilespec.passes.references.evidence import level_of_chances, level_of_match
+from compilespec.passes.references.evidence import confidence_of_chances, confidence_of_match
 from compilespec.passes.references.fragments import products, run_fragment
 from compilespec.passes.references.grown_trees import (
     are_drawn,
     child_distributions,
+    depth_calls,
     grow,
     is_sampled,
-    level_calls,
     rank_tokens,
     scored_tokens,
 )
@@ -138,13 +138,13 @@ class Drafts:
             (logit_B,) = self.call("sure", head_input=head_BD, token=token_B)
             self.chances.append(logit_B.float().sigmoid())
 
-    def levels(self, batch: int) -> list[int]:
+    def confidences(self, batch: int) -> list[int]:
         """How sure the drafts of each request are: by a look-up, or else by the model."""
         modelled = [0] * batch
         if self.chances:
             by_request = torch.stack(self.chances, 1).tolist()
-            modelled = [level_of_chances(chances) for chances in by_request]
-        found = [0] * batch if self.matched is None else map(level_of_match, self.matched)
+            modelled = [confidence_of_chances(chances) for chances in by_request]
+        found = [0] * batch if self.matched is None else map(confidence_of_match, self.matched)
         return [one or other for one, other in zip(found, modelled, strict=True)]
 
     def kept_probs(self) -> dict[str, Tensor]:
@@ -181,7 +181,7 @@ class Drafts:
 
             grown.append(self._grow_one(request, drawn[request], after))
         self.buffers = kept
-        self.calls = [*calls, *level_calls(self.ctx, self.case, self.state_rows(), first)]
+        self.calls = [*calls, *depth_calls(self.ctx, self.case, self.state_rows(), first)]
         drafts, parents = (
             torch.tensor(part, dtype=torch.int32, device=self.placed.start.device)
             for part in zip(*grown, strict=True)

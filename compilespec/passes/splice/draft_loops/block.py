@@ -8,7 +8,7 @@ from torch import Tensor
 from compilespec.passes.splice.builder import Splice, arange_like
 from compilespec.passes.splice.draft_loops.calls import newest_token, next_position
 from compilespec.passes.splice.draft_loops.parallel import propose_all, take_draft
-from compilespec.passes.splice.evidence import note_confidence
+from compilespec.passes.splice.evidence import note_own_sureness
 from compilespec.passes.splice.insert_paged_attention import Branches, cache_of, page_markers
 from compilespec.passes.splice.places import unwritten
 from compilespec.passes.splice.sampling import Proposal, draft_token
@@ -41,7 +41,7 @@ def block(step: Splice) -> int:
     head = head[:, :count]
     step.roles.drafts = propose_all(step, head, newest, count)
     for number in range(1, count + 1):
-        note_confidence(step, head, token, number, place=number - 1)
+        note_own_sureness(step, head, token, number, place=number - 1)
     return 1
 
 
@@ -59,7 +59,7 @@ def _propose_in_turn(
         row, logits = (take_draft(x, number, count) for x in (rows, base))
         features, state = step.fragment("follow", head_input=row, token=token, state=state)
         proposal = Proposal(*step.fragment("propose", base=logits, features=features))
-        note_confidence(step, row, token, number)
+        note_own_sureness(step, row, token, number)
         token = draft_token(step, proposal, newest, number)
         drafts.append(token)
     return torch.stack(drafts, 1)

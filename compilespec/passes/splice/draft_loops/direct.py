@@ -10,7 +10,7 @@ from torch import Tensor
 
 from compilespec.passes.splice.builder import Splice, arange_like
 from compilespec.passes.splice.draft_loops.calls import newest_hidden
-from compilespec.passes.splice.evidence import level_of_matches
+from compilespec.passes.splice.evidence import confidence_of_matches
 from compilespec.program import PAD, BufferSpec, Traced
 
 
@@ -28,7 +28,7 @@ def direct(step: Splice) -> int:
     drafts, *sure = proposed(step)
     step.roles.drafts = drafts
     if sure and step.ctx.tells_evidence:
-        step.roles.level = level_of_matches(sure[0])
+        step.roles.confidence = confidence_of_matches(sure[0])
     return 1
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from compilespec.passes.splice.builder import Splice, arange_like
-from compilespec.passes.splice.draft_loops.levels import Chosen
+from compilespec.passes.splice.draft_loops.tree_parts import Chosen
 from compilespec.program import PAD, TreeShape
 
 

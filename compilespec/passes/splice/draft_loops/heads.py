@@ -7,8 +7,8 @@ from torch import Tensor
 
 from compilespec.passes.splice.builder import Splice
 from compilespec.passes.splice.draft_loops.calls import newest_hidden, next_position, propose
-from compilespec.passes.splice.draft_loops.levels import Chosen
-from compilespec.passes.splice.draft_loops.tree import Logits, grow_levels
+from compilespec.passes.splice.draft_loops.tree import Logits, grow_by_depth
+from compilespec.passes.splice.draft_loops.tree_parts import Chosen
 
 
 def heads(step: Splice) -> int:
@@ -30,15 +30,15 @@ def heads(step: Splice) -> int:
 def _grow(step: Splice, hidden: Tensor, newest: Tensor) -> int:
     """A tree: what head i gives for depth i + 1 is the same after every node."""
 
-    def follow(depth: int, level: Chosen | None) -> Logits:
+    def follow(depth: int, nodes: Chosen | None) -> Logits:
         _, logits, *ids = step.fragment(f"propose.{depth - 1}", head_input=hidden)
-        if level is not None:
-            logits = after_each(logits, num_nodes=level.num)
+        if nodes is not None:
+            logits = after_each(logits, num_nodes=nodes.num)
         return logits, ids[0] if ids else None
 
-    return grow_levels(step, newest + 1, follow)
+    return grow_by_depth(step, newest + 1, follow)
 
 
 def after_each(logits_BV: Tensor, *, num_nodes: int) -> Tensor:
-    """The same logits for each of a level's nodes: [B * F, V]."""
+    """The same logits for each of a depth's nodes: [B * F, V]."""
     return logits_BV.repeat_interleave(num_nodes, 0)

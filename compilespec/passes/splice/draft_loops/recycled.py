@@ -7,8 +7,8 @@ from torch import Tensor
 
 from compilespec.passes.splice.builder import Splice
 from compilespec.passes.splice.draft_loops.calls import next_position, propose, run, single_token
-from compilespec.passes.splice.draft_loops.levels import Level
 from compilespec.passes.splice.draft_loops.tree import Growth, grow_tree, parents_hidden
+from compilespec.passes.splice.draft_loops.tree_parts import TreeNodes
 from compilespec.passes.splice.places import live_row, step_places
 from compilespec.passes.splice.rows import take_newest
 from compilespec.tracing.capture import output_widths
@@ -43,15 +43,15 @@ def _grow(step: Splice, head: Tensor, hidden: Tensor, start: Tensor) -> int:
     """A tree of drafts from the last committed row, whose next one is at `start`."""
     width = output_widths(step.ctx.draft["forward"])[1]
 
-    def advance(level: Level) -> Tensor:
+    def advance(nodes: TreeNodes) -> Tensor:
         nonlocal hidden
-        before = parents_hidden(level, hidden, width)
+        before = parents_hidden(nodes, hidden, width)
         head, hidden = run(
             step,
             "forward",
-            level.places,
-            branches=level.branches,
-            input_ids=level.ids.clamp(min=0),
+            nodes.places,
+            branches=nodes.branches,
+            input_ids=nodes.ids.clamp(min=0),
             hidden=before,
         )
         return head

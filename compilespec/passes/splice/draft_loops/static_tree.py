@@ -11,7 +11,7 @@ from torch import Tensor
 
 from compilespec.passes.context import PassContext
 from compilespec.passes.splice.builder import Splice
-from compilespec.passes.splice.draft_loops.levels import Chosen
+from compilespec.passes.splice.draft_loops.tree_parts import Chosen
 from compilespec.passes.splice.drawn_trees import draws_children, sibling_ranks
 from compilespec.program import PAD, TreeShape
 
@@ -28,17 +28,17 @@ class StaticTree:
             path: ranks[path] if draws_children(ctx) else path[-1] for path in shape.choices
         }
         self._inner = {path[:-1] for path in shape.choices}
-        self._level: list[tuple[int, ...]] = [()]  # the nodes that were run last
+        self._last: list[tuple[int, ...]] = [()]  # the nodes that were run last
         self._keys: dict[tuple[int, ...], int] = {}  # of all nodes that were run
         self._drafts: list[Tensor] = []
 
     def grow(
         self, step: Splice, scores: Tensor, ids: Tensor | None, *, is_last: bool
     ) -> Chosen | None:
-        depth = len(self._level[0]) + 1
+        depth = len(self._last[0]) + 1
         nodes = [path for path in self._choices if len(path) == depth]
         width = max(self._ranks[path] for path in nodes) + 1
-        index = {path: number for number, path in enumerate(self._level)}
+        index = {path: number for number, path in enumerate(self._last)}
         picked = [index[path[:-1]] * width + self._ranks[path] for path in nodes]
         drafts = best_tokens(
             scores, ids, picked=self._constant(step, f"picked_{depth}", picked), width=width
@@ -46,18 +46,18 @@ class StaticTree:
         self._drafts.append(drafts)
         if is_last:
             return None
-        level = [path for path in nodes if path in self._inner]
-        for path in level:
+        inner = [path for path in nodes if path in self._inner]
+        for path in inner:
             self._keys[path] = len(self._keys)
-        ways = [[self._keys[path[:d]] for d in range(1, depth + 1)] for path in level]
+        ways = [[self._keys[path[:d]] for d in range(1, depth + 1)] for path in inner]
         tokens, parent, way = chosen_nodes(
             drafts,
-            kept=self._constant(step, f"kept_{depth}", [nodes.index(path) for path in level]),
-            parent=self._constant(step, f"parent_{depth}", [index[path[:-1]] for path in level]),
+            kept=self._constant(step, f"kept_{depth}", [nodes.index(path) for path in inner]),
+            parent=self._constant(step, f"parent_{depth}", [index[path[:-1]] for path in inner]),
             way=self._constant(step, f"way_{depth}", ways),
         )
-        self._level = level
-        return Chosen(tokens, parent, way, len(level))
+        self._last = inner
+        return Chosen(tokens, parent, way, len(inner))
 
     def finish(self, step: Splice) -> tuple[Tensor, Tensor]:
         number = {path: row for row, path in enumerate(((), *self._choices))}

@@ -1,4 +1,4 @@
-"""Trees of drafts, grown level by level.
+"""Trees of drafts, grown depth by depth.
 
 Each depth takes the scores of what may follow the nodes of the one before that go on, F of them: of
 a pass of the drafter over these, or of a head that knows no node.  In a pass, a node's keys are the
@@ -17,8 +17,8 @@ from torch import Tensor
 from compilespec.errors import DraftMismatch
 from compilespec.passes.splice.builder import Splice, arange_like
 from compilespec.passes.splice.draft_loops.dynamic_tree import DynamicTree
-from compilespec.passes.splice.draft_loops.levels import Chosen, Grower, Level
 from compilespec.passes.splice.draft_loops.static_tree import StaticTree
+from compilespec.passes.splice.draft_loops.tree_parts import Chosen, Grower, TreeNodes
 from compilespec.passes.splice.drawn_trees import (
     child_noise,
     child_probs,
@@ -40,69 +40,69 @@ Follow = Callable[[int, Chosen | None], Logits]
 class Growth(NamedTuple):
     """How a drafter goes on from its last committed row.
 
-    first: [B], the position of the level of depth 1 in the drafter.  drawn: [B], the position that
-    drafts of depth 1 are drawn for.  advance: the drafter's pass over a level; gives what its head
-    takes, [B, F, D].
+    first: [B], the position of the nodes of depth 1 in the drafter.  drawn: [B], the position that
+    drafts of depth 1 are drawn for.  advance: the drafter's pass over the nodes of a depth; gives
+    what its head takes, [B, F, D].
     """
 
     first: Tensor
     drawn: Tensor
-    advance: Callable[[Level], Tensor]
+    advance: Callable[[TreeNodes], Tensor]
 
 
 def grow_tree(step: Splice, head: Tensor, argument: str, growth: Growth) -> int:
-    """`grow_levels` by a drafter that runs the nodes of each level.
+    """`grow_by_depth` by a drafter that runs the nodes of each depth.
 
     Args:
         head: what "propose" takes, of the last committed row, [B, 1, D]; argument: by which name.
-    Returns: passes of the drafter over levels.
+    Returns: passes of the drafter over depths.
     """
     num_keys = 0
     branches: Branches | None = None
 
-    def follow(depth: int, level: Chosen | None) -> Logits:
+    def follow(depth: int, nodes: Chosen | None) -> Logits:
         nonlocal head, num_keys, branches
-        if level is not None:
-            num_keys += level.num
-            places = _places(step, growth.first, depth - 2, level.num, num_keys)
-            branches = Branches(path=level.path, earlier=branches.earlier if branches else {})
-            head = growth.advance(Level(level.ids, level.parent, places, branches))
+        if nodes is not None:
+            num_keys += nodes.num
+            places = _places(step, growth.first, depth - 2, nodes.num, num_keys)
+            branches = Branches(path=nodes.path, earlier=branches.earlier if branches else {})
+            head = growth.advance(TreeNodes(nodes.ids, nodes.parent, places, branches))
         _, logits, *ids = step.fragment("propose", **{argument: head.flatten(0, 1)})
         return logits, ids[0] if ids else None
 
-    return grow_levels(step, growth.drawn, follow)
+    return grow_by_depth(step, growth.drawn, follow)
 
 
-def grow_levels(step: Splice, drawn: Tensor, follow: Follow) -> int:
+def grow_by_depth(step: Splice, drawn: Tensor, follow: Follow) -> int:
     """Make the roles `drafts`, [B, num_nodes], and `parents`, [B, num_nodes + 1].
 
     Args:
         drawn: [B], the position that drafts of depth 1 are drawn for.
         follow: the logits of a depth's drafts after each node that was chosen before, F of them;
             after the last committed row, if None was.
-    Returns: levels after the first.
+    Returns: depths after the first.
     """
     shape = step.config.tree
     assert shape is not None, "checked by the caller"
     grower: Grower = StaticTree(shape, step.ctx) if shape.choices else DynamicTree(shape)
-    level: Chosen | None = None
+    nodes: Chosen | None = None
     distributions: list[Tensor] = []
     for depth in range(1, shape.depth + 1):
-        logits, ids = follow(depth, level)
-        num_rows = 1 if level is None else level.num
+        logits, ids = follow(depth, nodes)
+        num_rows = 1 if nodes is None else nodes.num
         scores = _scores(step, logits, ids, drawn, num_rows, depth)
         if draws_children(step.ctx):
             distributions.append(child_probs(step, logits, ids, num_rows))
-        level = grower.grow(step, scores, ids, is_last=depth == shape.depth)
+        nodes = grower.grow(step, scores, ids, is_last=depth == shape.depth)
     if distributions:
         keep_child_probs(step, distributions)
     step.roles.drafts, step.roles.parents = grower.finish(step)
     return shape.depth - 1
 
 
-def parents_hidden(level: Level, hidden: Tensor, width: int) -> Tensor:
-    """Of the level before, the hidden states [B, F, D] that a level's nodes follow."""
-    return hidden.gather(1, level.parent.unsqueeze(2).expand(-1, -1, width))
+def parents_hidden(nodes: TreeNodes, hidden: Tensor, width: int) -> Tensor:
+    """Of the depth before, the hidden states [B, F, D] that nodes follow."""
+    return hidden.gather(1, nodes.parent.unsqueeze(2).expand(-1, -1, width))
 
 
 def check_drafter(propose: Traced, shape: TreeShape, name: str, num_kept: int | None) -> None:
@@ -155,12 +155,12 @@ def node_scores(
 
 
 def _places(step: Splice, first: Tensor, ahead: int, num_rows: int, num_keys: int) -> Places:
-    """Those of a level's nodes, whose depth is `ahead` below that of the first level."""
+    """Those of nodes whose depth is `ahead` below the first."""
     sizes = {"ahead": ahead, "num_rows": num_rows, "num_keys": num_keys}
-    return placed_by(step, level_places, first, **sizes)
+    return placed_by(step, depth_places, first, **sizes)
 
 
-def level_places(
+def depth_places(
     first_B: Tensor,
     index_B: Tensor,
     live_B: Tensor,
@@ -172,7 +172,7 @@ def level_places(
     max_seq_len: int,
     block_size: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Slots of the keys of a level's nodes, [B, J]: -1; row and position of the nodes, [B, F]."""
+    """Slots of the keys of a depth's nodes, [B, J]: -1; row and position of the nodes, [B, F]."""
     row_B = torch.where(live_B, index_B, -1).to(torch.int32)
     wanted_BF = (first_B + ahead).unsqueeze(1) + torch.zeros_like(arange_like(first_B, num_rows))
     position, row, _ = place_rows(

@@ -10,8 +10,8 @@ from torch import Tensor
 from compilespec.passes.context import PassContext
 from compilespec.passes.splice.builder import Splice, arange_like
 from compilespec.passes.splice.draft_loops.calls import run, single_token
-from compilespec.passes.splice.draft_loops.levels import Level
 from compilespec.passes.splice.draft_loops.tree import Growth, grow_tree
+from compilespec.passes.splice.draft_loops.tree_parts import TreeNodes
 from compilespec.passes.splice.insert_paged_attention import Branches
 from compilespec.passes.splice.places import Places, live_row, place_rows, requests, step_places
 from compilespec.passes.splice.recurrent_state import StatePlaces, keep_states
@@ -96,9 +96,9 @@ def shifted_rows(
 def _grow(step: Splice, logits: Tensor, first: Tensor) -> int:
     """A tree of drafts after the logits [B, 1, V], the first ones at position `first`."""
 
-    def advance(level: Level) -> Tensor:
-        ids = level.ids.clamp(min=0)
-        return _run(step, level.places, ids, _prompt_state, branches=level.branches)
+    def advance(nodes: TreeNodes) -> Tensor:
+        ids = nodes.ids.clamp(min=0)
+        return _run(step, nodes.places, ids, _prompt_state, branches=nodes.branches)
 
     return grow_tree(step, logits, "logits_BV", Growth(first, first, advance))
 

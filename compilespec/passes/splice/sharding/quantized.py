@@ -61,4 +61,5 @@ def _add_integers(flow: Flow, node: fx.Node) -> None:
 RULES: Mapping[str, Callable[[Flow, fx.Node], Placed]] = {
     "compilespec::quantized_linear": quantized_linear,
     "compilespec::dynamic_int8_linear": quantized_linear,
+    "compilespec::grouped_linear": quantized_linear,
 }

@@ -27,6 +27,7 @@ from compilespec.tracing.capture import EXAMPLE_SHAPE, trace_call
 from compilespec.tracing.target import trace_target
 from tests.support.hand_graphs import HAND_CONFIG, reading
 from tests.support.models import tiny_target
+from tests.support.untouched import check_left_alone, step
 
 HEAD_LINEAR = torch.ops.compilespec.head_linear.default
 WIDTH, HEADS, RANK, NOPE, ROPE, VALUE = 20, 3, 7, 5, 4, 6
@@ -250,3 +251,11 @@ def test_the_plan_names_layers_by_what_became_of_them():
         "target, layers 0, 1, 4: cached as latents, 11 numbers a token instead of 45",
         "target, layer 2: cached as keys and values, because it has a bias",
     ]
+
+
+def test_keys_and_values_with_a_bias_stay() -> None:
+    """A product of a latent plus a bias is no function of the latent's product alone."""
+    model = tiny_target("deepseek_v3", torch.float32, num_layers=1)
+    product = model.model.layers[0].self_attn.kv_b_proj
+    product.bias = nn.Parameter(torch.ones(product.out_features))
+    check_left_alone("absorb_latents", step("decode", target=trace_target(model)))

@@ -11,11 +11,11 @@ from compilespec.passes.splice.insert_paged_attention import Branches
 from compilespec.passes.splice.places import Places
 
 
-class Level(NamedTuple):
+class TreeNodes(NamedTuple):
     """Nodes of one depth that go on: F of each request."""
 
     ids: Tensor  # int32 [B, F], target ids, PAD where there is none
-    parent: Tensor  # int64 [B, F]: which node of the level before
+    parent: Tensor  # int64 [B, F]: which node of the depth before
     places: Places  # for their attention; their slots are -1
     branches: Branches
 
@@ -24,7 +24,7 @@ class Chosen(NamedTuple):
     """The nodes of a depth that go on, F of each request."""
 
     ids: Tensor  # int32 [B, F]
-    parent: Tensor  # int64 [B, F]: which node of the level before
+    parent: Tensor  # int64 [B, F]: which node of the depth before
     path: Tensor  # int32 [B, F, depth]: by the keys of the drafter's passes
     num: int  # F
 

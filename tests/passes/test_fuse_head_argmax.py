@@ -23,6 +23,7 @@ from compilespec.program import ByStep, SpecProgram
 from compilespec.tracing.target import trace_target
 from tests.support.hand_graphs import HAND_CONFIG, call, code, graph_of
 from tests.support.models import VOCAB, target_info, tiny_target
+from tests.support.untouched import check_left_alone
 
 ATEN = torch.ops.aten
 FUSED = torch.ops.compilespec.argmax_linear.default
@@ -232,3 +233,13 @@ def test_a_greedy_step_writes_no_logits(parts, phase):
     )
     report = compilespec.verify(program, batch_sizes=(config.max_batch_size,))
     assert report.ok, str(report)
+
+
+def test_logits_with_another_reader_are_left_alone() -> None:
+    def function(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        logits = nn.functional.linear(x, w)
+        return logits.argmax(-1), logits.amax(-1)
+
+    gm, ctx = graph_of(function, x=("batch", torch.randn(2, 4)), w=("weight", torch.randn(5, 4)))
+    ctx.traits = dataclasses.replace(ctx.traits, fuses_heads=True)
+    check_left_alone("fuse_head_argmax", (gm, ctx))

@@ -24,6 +24,7 @@ from compilespec.tracing.target_info import describe_target
 from tests.support.hand_graphs import reading
 from tests.support.hooks import decoder_layers, hook_states
 from tests.support.models import FAMILIES, VOCAB, call_traced, tiny_target
+from tests.support.untouched import check_left_alone, step
 
 NUM_LAYERS = 3
 NUM_VERIFY_TOKENS = 3
@@ -180,3 +181,7 @@ def test_no_aux_layers_taps_nothing(llama):
     assert tap_hidden_states(Splice(gm, ctx)) == 0
     assert len(gm.graph.nodes) == nodes
     assert not any(str(node.meta.get("role", "")).startswith("aux") for node in gm.graph.nodes)
+
+
+def test_taps_are_names_and_change_no_node() -> None:
+    check_left_alone("tap_hidden_states", step("decode", drafter=reading(aux_layers=(0, 1, 2))))
