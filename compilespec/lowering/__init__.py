@@ -68,13 +68,14 @@ INDUCTOR_OPTIONS: dict[str, Any] = {
 # machine.  A prefill has such a wrapper only in pieces, where it is short to compile.  On CUDA a
 # graph replays the step, and the wrapper would need a CUDA toolkit, which torch's own packages do
 # not bring.  Products of odd sizes are not padded there: Inductor would time them while it
-# compiles, and might copy their weights in every step.
+# compiles, and might copy their weights in every step.  Blocks of element-wise kernels follow from
+# sizes: Inductor would time them at a kernel's first launch, which is in the largest bucket.
 CPU_OPTIONS: dict[Phase, dict[str, Any]] = {
     "decode": {"realize_opcount_threshold": 8, "cpp_wrapper": True, "cpp.threads": 1},
     "prefill": {"realize_opcount_threshold": 8, "cpp.dynamic_threads": True},
 }
 CPU_PIECES_OPTIONS: dict[str, Any] = {"cpp_wrapper": True}
-CUDA_OPTIONS: dict[str, Any] = {"shape_padding": False}
+CUDA_OPTIONS: dict[str, Any] = {"shape_padding": False, "triton.autotune_pointwise": False}
 
 
 def lower(
