@@ -25,7 +25,11 @@ from tools.gpu.steps import copy_bytes_per_s, count_launches, time_steps
 
 PLAIN, FLASH, VERIFY = "plain", "flash", "verify"
 PEERS = ("eager", "compiled", "vllm")  # transformers' two, and vLLM
-SAMPLED = {"temperature": 0.7, "top_p": 0.9, "top_k": 50}  # the parameters of sampled steps
+SAMPLED: dict[str, Any] = {
+    "temperature": 0.7,
+    "top_p": 0.9,
+    "top_k": 50,
+}  # the parameters of sampled steps
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,10 +155,8 @@ def measure_steps(
 
     is_dense = "num_experts" not in shape.config
     weights = num_bytes_read(runner.weights, model) if is_dense else None
-    greedy, sampled = (
-        measure_sampling(runner, batch, shape, setting, compilespec.SamplingParams(**params))
-        for params in ({}, SAMPLED)
-    )
+    both = (compilespec.SamplingParams(), compilespec.SamplingParams(**SAMPLED))
+    greedy, sampled = (measure_sampling(runner, batch, shape, setting, one) for one in both)
     return {
         "batch": batch,
         "context": shape.context,
