@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from compilespec.errors import MissingDependency, NotSupported
+from compilespec.errors import InvalidOption, MissingDependency, NotSupported
 from compilespec.errors.suggest import not_one_of
 from compilespec.ops.device import traits_of
 from compilespec.tracing.quiet import quiet_import
@@ -21,6 +21,7 @@ from compilespec.tracing.quiet import quiet_import
 OLDEST_TORCHAO = (0, 15)
 INSTALL = "pip install 'compilespec[quant]'"
 HEAD = "lm_head"
+FILE = "file"  # the weights of a GGUF file as they are stored
 
 
 @dataclass(frozen=True)
@@ -126,6 +127,13 @@ def _int4_dynamic(device: torch.device) -> Any:
     return Int4Config(BLOCK, quantizes_rows=True)
 
 
+def _file(device: torch.device) -> Any:
+    raise InvalidOption(
+        f"quantize={FILE!r} keeps the blocks of a GGUF file as a target's weights; this is no such "
+        "target: give the path of a .gguf file as the model, or another name"
+    )
+
+
 def _float8_weight_only(device: torch.device) -> Any:
     from torchao.quantization import Float8WeightOnlyConfig
 
@@ -143,6 +151,7 @@ NAMES: dict[str, Callable[[torch.device], Any]] = {
     "int8_dynamic": _int8_dynamic,
     "int4_weight_only": _int4_weight_only,
     "int4_dynamic": _int4_dynamic,
+    FILE: _file,
     "float8_weight_only": _float8_weight_only,
     "float8_dynamic": _float8_dynamic,
 }
@@ -159,7 +168,7 @@ _OR_CONFIG = ", or a torchao config"
 def runs_on(device: torch.device) -> list[str]:
     """Short names of the configs that run on the device, for messages."""
     traits = traits_of(device)
-    no = [] if traits.packs_weights else ["int4_dynamic"]
+    no = [] if traits.packs_weights else ["int4_dynamic", FILE]
     if not traits.is_cuda or torch.cuda.get_device_capability(device) < (8, 9):
         no.append("float8_dynamic")
     return [name for name in NAMES if name not in no]

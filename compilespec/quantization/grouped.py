@@ -28,7 +28,11 @@ class GroupedIntTensor(IntxUnpackedToInt8Tensor):
         asked = self._get_to_kwargs(*args, **kwargs)
         parts = [part.to(asked["device"]) for part in (self.qdata, self.scale, self.zero_point)]
         sizes = (self.target_dtype, self.block_size, asked["dtype"], self.activation_quantization)
-        return GroupedIntTensor(*parts, *sizes)
+        return type(self)(*parts, *sizes)
+
+
+class StoredIntTensor(GroupedIntTensor):
+    """One that was read for this program alone: its parts are given up once they are packed."""
 
 
 def suits(weight: Tensor, group: int) -> bool:

@@ -14,7 +14,7 @@ from torch import nn
 from compilespec.errors import InvalidOption, NotSupported
 from compilespec.methods.base import Drafter
 from compilespec.ops.device import traits_of
-from compilespec.quantization.configs import HEAD, Quantize, runs_on
+from compilespec.quantization.configs import FILE, HEAD, Quantize, runs_on
 from compilespec.tracing.copies import shallow_copy
 from compilespec.tracing.images import tower_paths
 from compilespec.tracing.load import Target
@@ -91,6 +91,14 @@ def quantize_target(target: Target, quantize: Quantize | None) -> Target:
     if quantize is None:
         return target
     towers = tower_paths(target.model)  # which stay as they are
+    if quantize.config == FILE and target.gguf is not None:
+        from compilespec.quantization.gguf_weights import with_stored_weights
+
+        paths = [p for p, m in target.model.named_modules() if _is_product(p, m)]
+        paths = [p for p in paths if quantize.wants(p) and p not in towers]
+        return dataclasses.replace(
+            target, model=with_stored_weights(target.model, target.gguf, paths)
+        )
     model = quantize_module(target.model, quantize, apart=towers)
     return dataclasses.replace(target, model=model)
 

@@ -56,6 +56,7 @@ class Target:
     max_seq_len: int | None  # positions that the model can take; None if unknown
     generation_defaults: GenerationDefaults = field(default_factory=GenerationDefaults)
     given_name: str | None = None  # the name by which it was found, as `ModelPlace` has it
+    gguf: Path | None = None  # the file that it was converted from
     notes: tuple[str, ...] = ()  # changes that were made to it, for `Engine.plan()`
     processor: Any = None  # of text and images, where the model takes both
     adapters: Mapping[str, Adapter] | None = None  # by the names that requests use
@@ -152,6 +153,7 @@ def load_target(
         max_seq_len=_num_positions(model),
         generation_defaults=read_generation_defaults(model),
         given_name=place.name if place else None,
+        gguf=place.path if place and place.gguf_file else None,
         processor=processor,
     )
 

@@ -29,6 +29,17 @@ constexpr int kVectors = kPanel / kColumns;
 
 using Bytes = Vector<int32_t>;  // a quad of each column
 
+// A quad of x for every column, loaded here: the compiler would load all rows' first, and spill them.
+COMPILESPEC_INLINE Bytes spread(const uint32_t* quad) {
+#if defined(__AVX2__)
+  Bytes x;
+  asm volatile("vpbroadcastd %1, %0" : "=v"(x) : "m"(*quad));
+  return x;
+#else
+  return splat(int32_t(*quad));
+#endif
+}
+
 // Integer sums of a block, and what a load of 64 stored bytes holds: two quads of 4 bits (`low` and
 // `high`), or one of 8.
 #if defined(__AVX512VNNI__) || defined(__AVXVNNI__)
@@ -53,9 +64,6 @@ constexpr bool kSplitsBytes = false;
 COMPILESPEC_INLINE Bytes multiply(Bytes weight, Bytes x) {
   return (Bytes)_mm512_maddubs_epi16((__m512i)weight, (__m512i)x);
 }
-COMPILESPEC_INLINE Bytes add_words(Bytes a, Bytes b) {
-  return (Bytes)_mm512_add_epi16((__m512i)a, (__m512i)b);
-}
 COMPILESPEC_INLINE Bytes add_pairs(Bytes words) {
   return (Bytes)_mm512_madd_epi16((__m512i)words, _mm512_set1_epi16(1));
 }
@@ -63,13 +71,15 @@ COMPILESPEC_INLINE Bytes add_pairs(Bytes words) {
 COMPILESPEC_INLINE Bytes multiply(Bytes weight, Bytes x) {
   return (Bytes)_mm256_maddubs_epi16((__m256i)weight, (__m256i)x);
 }
-COMPILESPEC_INLINE Bytes add_words(Bytes a, Bytes b) {
-  return (Bytes)_mm256_add_epi16((__m256i)a, (__m256i)b);
-}
 COMPILESPEC_INLINE Bytes add_pairs(Bytes words) {
   return (Bytes)_mm256_madd_epi16((__m256i)words, _mm256_set1_epi16(1));
 }
 #endif
+// In the order written: the compiler would gather products, and keep them in memory.
+COMPILESPEC_INLINE Bytes add_words(Bytes sum, Bytes words) {
+  asm volatile("vpaddw %1, %0, %0" : "+v"(sum) : "v"(words));
+  return sum;
+}
 // Words hold a block: 16 products of 15 * 127 are 30,480 at most.  So bytes are added up as halves.
 template <int Bits>
 struct Sum {
@@ -155,7 +165,7 @@ void tile(const Rows& x, const Weight<Scale>& weight, int64_t panel, float* out)
     for (int line = 0; line < kLines; ++line)
       __builtin_prefetch(stored + packed_linear::kNear + line * kLine, 0, 3);
     const uint32_t* quads = x.quads + block * kQuads * NumRows;
-#pragma GCC unroll 2
+#pragma GCC unroll 1
     for (int v = 0; v < kVectors; ++v) {
 #pragma GCC unroll 2
       for (int part = 0; part < Parts; ++part) {
@@ -170,10 +180,10 @@ void tile(const Rows& x, const Weight<Scale>& weight, int64_t panel, float* out)
                         high = (Bytes)((VectorU32)bytes >> 4) & mask;
 #pragma GCC unroll 8
             for (int r = 0; r < NumRows; ++r) {
-              const Bytes first = splat(int32_t(quads[i * NumRows + r]));
+              const Bytes first = spread(quads + i * NumRows + r);
               if constexpr (Bits == 4) {
                 sum[r].add(low, first);
-                sum[r].add(high, splat(int32_t(quads[(i + kQuads / 2) * NumRows + r])));
+                sum[r].add(high, spread(quads + (i + kQuads / 2) * NumRows + r));
               } else if constexpr (kSplitsBytes) {
                 sum[r].add(low, high, first);
               }
@@ -181,7 +191,7 @@ void tile(const Rows& x, const Weight<Scale>& weight, int64_t panel, float* out)
           } else {
 #pragma GCC unroll 8
             for (int r = 0; r < NumRows; ++r)
-              sum[r].add(bytes, splat(int32_t(quads[i * NumRows + r])));
+              sum[r].add(bytes, spread(quads + i * NumRows + r));
           }
         }
         const int64_t group =

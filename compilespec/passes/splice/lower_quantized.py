@@ -137,6 +137,7 @@ _KINDS = {
     "Float8Tensor": _float8,
     "IntxUnpackedToInt8Tensor": _intx,
     "GroupedIntTensor": _grouped,
+    "StoredIntTensor": _grouped,
 }
 
 
