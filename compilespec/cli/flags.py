@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 from compilespec.errors import InvalidOption
 from compilespec.errors.suggest import did_you_mean, meant
 from compilespec.pipeline.fields import CompileFields
+from compilespec.serving.parsers.formats import FORMATS, REASONING
 
 TREES = "paths of ranks such as 0,1,0.0,0.1, or top_k=4,depth=5,num_nodes=16"
 
@@ -92,8 +93,8 @@ CHOICES = {
     "backend": ("inductor", "eager"),
     "acceptance": ("auto", "rejection", "block"),  # the others are lossy, or functions
     "layout": ("safeailab", "speculators"),
-    "tool_parser": ("auto", "hermes", "llama", "none"),
-    "reasoning_parser": ("auto", "think", "none"),
+    "tool_format": ("auto", *FORMATS, "none"),
+    "reasoning_parser": ("auto", *REASONING, "none"),
 }
 METAVARS = {
     "start_from": "DIR", "draft_vocab_counts": "FILE", "ssl_certfile": "FILE",

@@ -57,10 +57,11 @@ def quantize_module(
             f"skip={quantize.skip!r}; products of the model: {_listed(known) or 'none'}"
         )
     weight = _weight_of(quantized, paths[0])
+    configs = list(_by_config(paths, quantize, weight.device))
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            for config, chosen in _by_config(paths, quantize, weight.device):
+            for config, chosen in configs:
                 quantize_(quantized, config, filter_fn=lambda _, path: path in chosen)  # noqa: B023
     except _REFUSALS as error:
         raise _refusal(quantize, keyword, weight, error) from error

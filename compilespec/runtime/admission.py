@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import secrets
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from typing import Any
 
 from compilespec.errors import ContextExceeded, InvalidRequest, SpecError, is_integer
 from compilespec.runtime.adapters import Adapters
 from compilespec.runtime.blocks import num_blocks_for
-from compilespec.runtime.detokenize import OutputText, Tokenizer
+from compilespec.runtime.detokenize import OutputText, Tokenizer, special_ids
 from compilespec.runtime.embeds_prompt import EmbedsPrompt, content_ids, read_embeds
 from compilespec.runtime.executor import Geometry
 from compilespec.runtime.given_rows import all_rows
@@ -127,7 +128,7 @@ class Admission:
                 rope=read.rope,
                 has_long_rope=self._outgrows_short_rope(len(ids) + params.max_new_tokens),
                 guide=make_follower(params, self._vocabulary, end_ids=eos, stop_ids=stop_ids),
-                output_text=OutputText(self._tokenizer, ids, params.stop)
+                output_text=OutputText(self._tokenizer, ids, params.stop, self._hidden(params))
                 if self._tokenizer is not None
                 else None,
             )
@@ -135,6 +136,13 @@ class Admission:
         ]
         self._adapters.assign(params.adapter, requests)
         return requests
+
+    def _hidden(self, params: SamplingParams) -> Set[int] | None:
+        return self._special_ids - set(params.shown_token_ids) if params.shown_token_ids else None
+
+    @functools.cached_property
+    def _special_ids(self) -> set[int]:
+        return special_ids(self._tokenizer)
 
     def _outgrows_short_rope(self, num_tokens: int) -> bool:
         limit = self._geometry.config.short_rope_limit

@@ -6,7 +6,7 @@ Source: the prefix-window method of Hugging Face text-generation-inference (also
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from typing import Any, Protocol
 
 from compilespec.errors import TokenizerFailed
@@ -27,14 +27,20 @@ class OutputText:
     """The text of one request: `text` is the text of its tokens so far, up to a stop string.
 
     `text` continues the prompt's text, so a leading space is kept; special tokens leave no text.
+
+    Args: hidden_token_ids: those that leave none, if the other special tokens are to be shown.
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int], stop: Sequence[str] = ()
+        self,
+        tokenizer: Tokenizer,
+        prompt_token_ids: Sequence[int],
+        stop: Sequence[str] = (),
+        hidden_token_ids: Set[int] | None = None,
     ) -> None:
         self.text = ""
         self.stopped_by: str | None = None  # the stop string before which `text` was cut
-        self._decoder = _WindowDecoder(tokenizer, prompt_token_ids)
+        self._decoder = _WindowDecoder(tokenizer, prompt_token_ids, hidden_token_ids)
         self._stop = tuple(stop)
         self._longest_stop = max(map(len, self._stop), default=0)
         self._num_taken = 0
@@ -102,8 +108,10 @@ class _WindowDecoder:
     character).
     """
 
-    def __init__(self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int]) -> None:
-        self._tokenizer = tokenizer
+    def __init__(
+        self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int], hidden: Set[int] | None
+    ) -> None:
+        self._tokenizer, self._hidden = tokenizer, hidden
         self._ids = self._prompt_tail(prompt_token_ids)
         # Text of the window before the pending tokens; a prompt may end inside a character.
         self._known = self._decode(self._ids).rstrip(REPLACEMENT)
@@ -143,10 +151,14 @@ class _WindowDecoder:
         return list(prompt_token_ids)
 
     def _decode(self, token_ids: list[int]) -> str:
+        if self._hidden is not None:
+            token_ids = [token for token in token_ids if token not in self._hidden]
         try:
             return str(
                 self._tokenizer.decode(
-                    token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
+                    token_ids,
+                    skip_special_tokens=self._hidden is None,
+                    clean_up_tokenization_spaces=False,
                 )
             )
         except Exception as error:
@@ -154,3 +166,10 @@ class _WindowDecoder:
             raise TokenizerFailed(
                 f"the tokenizer raised {type(error).__name__} for the tokens {token_ids}: {message}"
             ) from error
+
+
+def special_ids(tokenizer: Any) -> set[int]:
+    """The tokens that leave no text."""
+    added = getattr(tokenizer, "added_tokens_decoder", {}).items()
+    named = getattr(tokenizer, "all_special_ids", ())
+    return {*named, *(index for index, token in added if getattr(token, "special", False))}

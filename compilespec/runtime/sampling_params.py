@@ -14,6 +14,7 @@ from compilespec.runtime.texts import check_unicode, shown
 
 MAX_STOP_STRINGS = 64  # stop strings of a request; each token is compared with all of them
 MAX_STOP_LENGTH = 256  # characters of one
+LISTS_OF_IDS = ("stop_token_ids", "shown_token_ids", "allowed_token_ids", "bad_token_ids")
 
 
 class HasDefaults(Protocol):
@@ -89,6 +90,9 @@ class SamplingParams:
 
     stop_token_ids: tuple[int, ...] = ()
     """Ids that end the output beside EOS; the id is kept in `token_ids`."""
+
+    shown_token_ids: tuple[int, ...] = ()
+    """Special tokens whose names stand in the output's text; the others leave none."""
 
     ignore_eos: bool = False
     """Go on after the model's end-of-sequence token."""
@@ -168,10 +172,10 @@ def _normalise(params: SamplingParams) -> None:
         object.__setattr__(params, "stop", (params.stop,))
     if isinstance(params.logit_bias, Mapping):
         object.__setattr__(params, "logit_bias", dict(params.logit_bias))
-    for name in ("stop", "stop_token_ids", "allowed_token_ids", "bad_token_ids"):
+    for name in ("stop", *LISTS_OF_IDS):
         value = getattr(params, name)
         if value is None:
-            value = () if name.startswith("stop") else None
+            value = () if name.startswith("s") else None
         elif isinstance(value, Iterable) and not isinstance(value, str | bytes):
             value = tuple(value)
         else:
@@ -241,7 +245,7 @@ def _check_stops(params: SamplingParams) -> None:
             expected = f"strings of at least one character, and at most {MAX_STOP_LENGTH}"
             raise _invalid("stop", expected, text)
     check_unicode("SamplingParams.stop", params.stop)
-    for name in ("stop_token_ids", "allowed_token_ids", "bad_token_ids"):
+    for name in LISTS_OF_IDS:
         _check_ids(name, getattr(params, name) or ())
     if params.allowed_token_ids == ():
         raise _invalid("allowed_token_ids", "at least one id", (), "give None to allow all")

@@ -24,8 +24,7 @@ from compilespec.serving.answers import (
 from compilespec.serving.events import EventStream, unless_left
 from compilespec.serving.logprobs import chat_logprobs
 from compilespec.serving.params import read_guide, read_params
-from compilespec.serving.parsers.calls import read_json
-from compilespec.serving.parsers.parts import Parser, Parts
+from compilespec.serving.parsers.parts import Parser, Parts, ToolCall, read_json
 from compilespec.serving.protocol import ChatRequest, read_body
 from compilespec.serving.service import ServedPrompt, Service
 from compilespec.serving.tools import Reading, read_tools
@@ -62,9 +61,10 @@ class _Chat:
         read = engine.read(chat_prompt(asked, tools.shown))
         ids = list(read.ids)
         self._reading = tools.reading(ids)
-        guide = self._reading.guide(read_guide(asked))
-        adapter = self._service.adapter_of(asked.model)
-        params = read_params(asked, engine, len(ids), {**guide, "adapter": adapter})
+        chosen = self._reading.guide(read_guide(asked))
+        chosen["shown_token_ids"] = self._reading.shown_token_ids
+        chosen["adapter"] = self._service.adapter_of(asked.model)
+        params = read_params(asked, engine, len(ids), chosen)
         return [ServedPrompt(token_ids=ids, params=params, read=read)]
 
     def whole(self, outputs: Sequence[GenerationOutput]) -> dict[str, Any]:
@@ -164,10 +164,14 @@ class _Stream:
         if parts.reasoning:
             told["reasoning_content"] = parts.reasoning
         if parts.calls:
-            numbered = enumerate(parts.calls, start=self.num_calls)
-            told["tool_calls"] = [{"index": at, **call.as_dict()} for at, call in numbered]
-            self.num_calls += len(parts.calls)
+            told["tool_calls"] = [self._call(call) for call in parts.calls]
         return told
+
+    def _call(self, call: ToolCall) -> dict[str, Any]:
+        """A call that begins, or more arguments of the last one."""
+        self.num_calls += bool(call.name)
+        told = call.as_dict() if call.name else {"function": {"arguments": call.arguments}}
+        return {"index": self.num_calls - 1, **told}
 
 
 def chat_prompt(asked: Any, tools: Sequence[Any] | None) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from compilespec.errors import InvalidOption, is_integer
+from compilespec.serving.parsers.formats import FORMATS, REASONING
 
 ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^/\s*]+")
 
@@ -43,13 +44,15 @@ class ServerOptions:
     pages.
     """
 
-    tool_parser: str = "auto"
-    """The form in which the model writes tool calls: "hermes", "llama", "none", or by its
-    template.
+    tool_format: str = "auto"
+    """The form in which the model writes tool calls, one of `parsers.formats.FORMATS`, "none", or
+    by its template and its tokens.
     """
 
     reasoning_parser: str = "auto"
-    """The form in which the model writes its reasoning: "think", "none", or by its template."""
+    """The form in which the model writes its reasoning: "think", "gemma4", "mistral", "none", or by
+    its template.
+    """
 
     def __post_init__(self) -> None:
         if not self.model_names or not all(self.model_names):
@@ -67,8 +70,8 @@ class ServerOptions:
             if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
                 raise _invalid(name, "a number above 0", value)
         for name, known in (
-            ("tool_parser", ("auto", "hermes", "llama", "none")),
-            ("reasoning_parser", ("auto", "think", "none")),
+            ("tool_format", ("auto", *FORMATS, "none")),
+            ("reasoning_parser", ("auto", *REASONING, "none")),
         ):
             if getattr(self, name) not in known:
                 raise _invalid(name, f"one of {', '.join(known)}", getattr(self, name))

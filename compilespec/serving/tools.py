@@ -5,13 +5,23 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from compilespec.runtime.guides import Grammar, JsonSchema
 from compilespec.serving.errors import bad_request
-from compilespec.serving.parsers import reasoning
-from compilespec.serving.parsers.calls import BEGIN, END, Hermes, Llama, Whole
+from compilespec.serving.parsers.calls import Calls, Named
+from compilespec.serving.parsers.formats import (
+    FORMATS,
+    LIST,
+    REASONING,
+    Format,
+    known_format,
+    known_reasoning,
+    shown_tokens,
+)
 from compilespec.serving.parsers.parts import First, Parser, Plain
+from compilespec.serving.parsers.reasoning import Think
 from compilespec.serving.protocol import ChatRequest
 from compilespec.serving.service import Service
 
@@ -33,6 +43,8 @@ class Reading:
     """Extends a guide of content so that it admits calls instead."""
 
     is_compact: bool = True
+    shown_token_ids: tuple[int, ...] = ()
+    """Special tokens whose text the parser needs."""
 
     def guide(self, asked: Any) -> dict[str, Any]:
         """`guide` and `guide_after_token_id` of the parameters.
@@ -60,21 +72,29 @@ class Tools:
     beside: Callable[[Any], Any]
     service: Service
     is_compact: bool
+    form: Format | None
+    """The form of the model's own that the answer may be in."""
 
     def reading(self, prompt_ids: Sequence[int]) -> Reading:
         """The reading of an answer to this prompt."""
+        form, tokenizer = self.form, self.service.tokenizer
+        name = "none" if form and form.has_channels else reasoning_parser(self.service)
         reading = Reading(
-            parser=self.calls, schema=self.schema, beside=self.beside, is_compact=self.is_compact
+            parser=self.calls,
+            schema=self.schema,
+            beside=self.beside,
+            is_compact=self.is_compact,
+            shown_token_ids=shown_tokens(form, name, tokenizer),
         )
-        if reasoning_parser(self.service) == "none":
+        if name == "none":
             return reading
-        tokenizer = self.service.tokenizer
+        begin, ending = tags = REASONING[name]
         tail = str(tokenizer.decode(list(prompt_ids[-TAIL:])))
-        is_begun = tail.rstrip().endswith(reasoning.BEGIN)
-        end = tokenizer.convert_tokens_to_ids(reasoning.END) if is_begun else None
+        is_begun = tail.rstrip().endswith(begin.rstrip())
+        end = tokenizer.convert_tokens_to_ids(ending) if is_begun else None
         return replace(
             reading,
-            parser=lambda: reasoning.Think(self.calls(), is_begun=is_begun),
+            parser=lambda: Think(self.calls(), tags, is_begun=is_begun),
             after_token_id=end if isinstance(end, int) else None,
         )
 
@@ -84,7 +104,12 @@ def read_tools(asked: ChatRequest, service: Service) -> Tools:
     tools, choice = asked.tools or None, asked.tool_choice
     for tool in tools or ():
         _check_tool(tool)
+    form = FORMATS.get(tool_format(service))
     calls: Callable[[], Parser] = Plain
+    if form is not None and form.has_channels:
+        calls = partial(Calls, form, has_calls=False)
+    else:
+        form = form if tools is not None and choice in (None, "auto") else None
     schema: dict[str, Any] | None = None
     beside: Callable[[Any], Any] = _as_it_is
     is_one = asked.parallel_tool_calls is False
@@ -92,10 +117,10 @@ def read_tools(asked: ChatRequest, service: Service) -> Tools:
         if choice not in (None, "none", "auto"):
             raise bad_request("tool_choice asks for a call, and there are no tools", "tool_choice")
     elif choice == "required":
-        calls, schema = (lambda: Whole(None)), _schema_of_any(tools, is_one=is_one)
+        calls, schema = partial(Calls, LIST, is_begun=True), _schema_of_any(tools, is_one=is_one)
     elif isinstance(choice, dict):
         name = _chosen(choice, tools)
-        calls, schema = (lambda: Whole(name)), _parameters(name, tools)
+        calls, schema = partial(Named, name), _parameters(name, tools)
     elif choice != "none":
         calls, beside = _optional(asked, tools, service)
     return Tools(
@@ -105,25 +130,24 @@ def read_tools(asked: ChatRequest, service: Service) -> Tools:
         beside=beside,
         service=service,
         is_compact=asked.compact_json,
+        form=form,
     )
 
 
-def tool_parser(service: Service) -> str:
-    """ "hermes", "llama" or "none": from the options, or by the chat template."""
-    name, template = service.options.tool_parser, _template(service)
-    if name != "auto":
-        return name
-    if BEGIN in template:
-        return "hermes"
-    return "llama" if '"parameters":' in template else "none"
+def tool_format(service: Service) -> str:
+    """A name of `FORMATS`, or "none": from the options, or by the checkpoint."""
+    name = service.options.tool_format
+    if name == "auto":
+        name = known_format(_template(service))
+    if name == "none" and service.options.tool_format == "auto":
+        name = known_format(" ".join(getattr(service.tokenizer, "get_added_vocab", dict)()))
+    return name
 
 
 def reasoning_parser(service: Service) -> str:
-    """ "think" or "none": from the options, or by the chat template."""
+    """A name of `REASONING`, or "none": from the options, or by the chat template."""
     name = service.options.reasoning_parser
-    if name != "auto":
-        return name
-    return "think" if reasoning.BEGIN in _template(service) else "none"
+    return known_reasoning(_template(service)) if name == "auto" else name
 
 
 def _as_it_is(guide: Any) -> Any:
@@ -136,22 +160,38 @@ def _optional(
     """The parser of calls that the model may write, and the extension of guides that makes room for
     them.
     """
-    name = tool_parser(service)
+    name = tool_format(service)
     if name == "none":
         raise bad_request(
             "the model's tool calls cannot be read: its chat template has no form that is known; "
-            "leave out tools, or start the server with --tool-parser hermes or llama",
+            f"leave out tools, or start the server with --tool-format, one of {', '.join(FORMATS)}",
             "tools",
         )
+    schemas = {tool["function"]["name"]: tool["function"].get("parameters") for tool in tools}
+    if (asked.response_format or {}).get("type", "text") == "text":
+        return (lambda: Calls(FORMATS[name], schemas)), _as_it_is
+    if name not in ("hermes", "llama"):
+        raise bad_request(
+            f"response_format with tools that may be called is not built for {name} calls: leave "
+            'out response_format, or set tool_choice to "none", "required" or a function',
+            "response_format",
+        )
+    if name == "hermes":
+        schemas = {}  # the guide writes calls between tags; JSON without tags is content
+    return (lambda: Calls(FORMATS[name], schemas)), _beside(asked, tools, name, service.tokenizer)
+
+
+def _beside(
+    asked: ChatRequest, tools: Sequence[dict[str, Any]], name: str, tokenizer: Any
+) -> Callable[[Any], Grammar]:
+    """The extension of guides that makes room for calls."""
+    form = FORMATS[name]
+    key, join = ("parameters", "; ") if name == "llama" else ("arguments", "\n")
+    call = "@call"
+    if name == "hermes":
+        begin, end = (_tag_rule(tag, tokenizer) for tag in (*form.opens, *form.ends))
+        call = f'{begin} "\\n" @call "\\n" {end}'
     is_one, is_compact = asked.parallel_tool_calls is False, asked.compact_json
-    names = frozenset(tool["function"]["name"] for tool in tools)
-    kind, key, join = (
-        (Llama, "parameters", "; ") if name == "llama" else (Hermes, "arguments", "\n")
-    )
-    if kind is Hermes and (asked.response_format or {}).get("type", "text") != "text":
-        names = frozenset()  # the guide writes calls between tags; JSON without tags is content
-    begin, end = (_tag_rule(tag, service.tokenizer) for tag in (BEGIN, END))
-    call = "@call" if kind is Llama else f'{begin} "\\n" @call "\\n" {end}'
     more = "" if is_one else f" ({json.dumps(join)} call)*"
     one = JsonSchema(_schema_of_call(tools, key), compact=is_compact)
 
@@ -159,7 +199,7 @@ def _optional(
         rules = f"start: @format | call{more}\ncall: {call}\n"
         return Grammar(rules, {"format": guide, "call": one})
 
-    return (lambda: kind(names)), beside
+    return beside
 
 
 def _template(service: Service) -> str:
@@ -209,22 +249,44 @@ def _tag_rule(tag: str, tokenizer: Any) -> str:
     return f'({tag} | "{tag}")' if is_token else f'"{tag}"'
 
 
-def _schema_of_call(tools: Sequence[dict[str, Any]], key: str) -> dict[str, Any]:
-    """One call, with its arguments under `key`."""
+def _schema_of_call(tools: Sequence[dict[str, Any]], key: str, place: str = "#") -> dict[str, Any]:
+    """One call, with its arguments under `key`.
+
+    Args: place: where this schema will stand.
+    """
     names = [tool["function"]["name"] for tool in tools]
     one = [
         {
             "type": "object",
-            "properties": {"name": {"const": name}, key: _parameters(name, tools)},
+            "properties": {
+                "name": {"const": name},
+                key: _moved(_parameters(name, tools), f"{place}/anyOf/{index}/properties/{key}"),
+            },
             "required": ["name", key],
             "additionalProperties": False,
         }
-        for name in names
+        for index, name in enumerate(names)
     ]
     return {"anyOf": one}
 
 
+def _moved(schema: Any, place: str) -> Any:
+    """A schema whose references to its own parts hold where it stands within another."""
+    if isinstance(schema, list):
+        return [_moved(part, place) for part in schema]
+    if not isinstance(schema, dict):
+        return schema
+    moved = {name: _moved(part, place) for name, part in schema.items()}
+    if isinstance(own := schema.get("$ref"), str) and own.startswith("#"):
+        moved["$ref"] = place + own[1:]
+    return moved
+
+
 def _schema_of_any(tools: Sequence[dict[str, Any]], *, is_one: bool) -> dict[str, Any]:
     """The schema of a list of at least one call, or of exactly one."""
-    items = {"type": "array", "minItems": 1, "items": _schema_of_call(tools, "arguments")}
+    items = {
+        "type": "array",
+        "minItems": 1,
+        "items": _schema_of_call(tools, "arguments", "#/items"),
+    }
     return {**items, "maxItems": 1} if is_one else items

@@ -318,7 +318,7 @@ def test_what_the_device_cannot_run_is_an_error_that_names_what_it_can(config: s
     text = str(caught.value)
     assert text.startswith(f"quantize='{config}' does not run on cpu")
     assert text.endswith(
-        "int8_weight_only, int8_dynamic, int4_weight_only, int4_dynamic, float8_weight_only"
+        "int8_weight_only, int8_dynamic, int4_weight_only, int4_dynamic, file, float8_weight_only"
     )
     assert "\n" not in text
 

@@ -292,6 +292,22 @@ def test_texts_that_cannot_fit_are_refused_before_they_are_read(byte_level, leng
     assert max(seen, default=0) <= 96 * 8
 
 
+def test_special_tokens_that_a_request_names_are_shown() -> None:
+    tokens = [*(bytes([byte]) for byte in range(256)), "<eos>", "<call>", "<end>"]
+    said = [*b"a", 257, *"é".encode(), 258, *b"b", EOS]
+    executor = FakeExecutor(
+        geometry(vocab_size=259),
+        next_token=lambda ids: said[len(ids) - 3 :][0] if len(ids) < 10 else EOS,
+    )
+    tokenizer = byte_level_tokenizer(tokens, eos="<eos>")
+    engine = engine_over(executor, tokenizer=tokenizer, eos_token_ids=(EOS,))
+    for shown, text in (((), "aéb"), ((257,), "a<call>éb"), ((257, 258), "a<call>é<end>b")):
+        params = SamplingParams(max_new_tokens=9, shown_token_ids=shown)
+        assert engine.generate([[1, 2, 257]], params)[0].text == text
+    with pytest.raises(InvalidRequest, match="shown_token_ids"):
+        SamplingParams(shown_token_ids=(-1,))
+
+
 @settings(max_examples=300, deadline=None)
 @given(st.text("ab", max_size=12), st.lists(st.text("ab", min_size=1, max_size=6), max_size=4))
 def test_what_may_become_a_stop_string_is_held_back(text, stops):

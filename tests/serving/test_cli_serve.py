@@ -62,13 +62,13 @@ def test_flags_reach_engine_options_and_binding(
     monkeypatch.setenv(serve.KEY_VARIABLE, "three")
     flags = ["--model", "org/name", "--port", "0", "--max-batch-size", "3", "--prompt-logprobs",
              "--api-key-file", str(keys), "--max-waiting", "7", "--request-timeout", "9",
-             "--drain-timeout", "4", "--tool-parser", "llama", "--allowed-origin", "*"]  # fmt: skip
+             "--drain-timeout", "4", "--tool-format", "llama", "--allowed-origin", "*"]  # fmt: skip
     assert main(["serve", *flags]) == 0
     assert asked["keywords"] == {"max_batch_size": 3, "prompt_logprobs": True}
     assert asked["spec"] == "none"
     assert asked["options"] == ServerOptions(
         model_names=("org/name",), api_keys=("one", "two", "three"), max_waiting=7,
-        request_timeout_s=9, tool_parser="llama",
+        request_timeout_s=9, tool_format="llama",
         allowed_origins=("*",),
     )  # fmt: skip
     assert asked["binding"] == Binding(port=0, drain_timeout_s=4)

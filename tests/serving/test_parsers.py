@@ -15,7 +15,8 @@ from compilespec.runtime.guides import Vocabulary
 from compilespec.serving import ServerOptions
 from compilespec.serving.errors import ApiError
 from compilespec.serving.params import read_guide
-from compilespec.serving.parsers.calls import BEGIN, END, Hermes, Llama, Whole, read_calls
+from compilespec.serving.parsers.calls import Calls, Named, read_calls
+from compilespec.serving.parsers.formats import FORMATS, LIST, REASONING
 from compilespec.serving.parsers.parts import First, Parser, Parts, Plain
 from compilespec.serving.parsers.reasoning import Think
 from compilespec.serving.protocol import ChatRequest
@@ -30,8 +31,20 @@ WRITE = '{"name": "write", "arguments": {"text": "%s"}}'
 TAGGED = "<tool_call>\n%s\n</tool_call>"
 
 
+def hermes(names: Any = ()) -> Parser:
+    return Calls(FORMATS["hermes"], dict.fromkeys(names))
+
+
+def llama(names: Any = ()) -> Parser:
+    return Calls(FORMATS["llama"], dict.fromkeys(names))
+
+
 def named(kind: Callable[..., Parser]) -> Callable[[], Parser]:
     return lambda: kind(NAMES)
+
+
+def thinking(following: Parser, *, is_begun: bool) -> Parser:
+    return Think(following, REASONING["think"], is_begun=is_begun)
 
 
 def written(text: str) -> tuple[str, Any]:
@@ -40,109 +53,118 @@ def written(text: str) -> tuple[str, Any]:
 
 CASES: dict[str, tuple[Callable[[], Parser], str, str, str, list[tuple[str, Any]]]] = {
     "plain": (Plain, "a <b", "a <b", "", []),
-    "hermes, none": (Hermes, "1 < 2 <tool", "1 < 2 <tool", "", []),
-    "hermes, one": (Hermes, CALL, "", "", [("f", {"x": "é<"})]),
+    "hermes, none": (hermes, "1 < 2 <tool", "1 < 2 <tool", "", []),
+    "hermes, one": (hermes, CALL, "", "", [("f", {"x": "é<"})]),
     "hermes, two after text": (
-        Hermes, f"Well.\n{CALL}\n{CALL}\n", "Well.\n", "", [("f", {"x": "é<"})] * 2,
+        hermes, f"Well.\n{CALL}\n{CALL}\n", "Well.\n", "", [("f", {"x": "é<"})] * 2,
     ),
     "hermes, broken": (
-        Hermes, "<tool_call>{x}</tool_call>.", "<tool_call>{x}</tool_call>.", "", [],
+        hermes, "<tool_call>{x}</tool_call>.", "<tool_call>{x}</tool_call>.", "", [],
     ),
-    "hermes, cut": (Hermes, '<tool_call>{"name"', '<tool_call>{"name"', "", []),
-    "hermes, no end": (Hermes, '<tool_call>{"name": "g"}', "", "", [("g", {})]),
-    "llama": (named(Llama), '{"name": "f", "parameters": {"x": 1}}', "", "", [("f", {"x": 1})]),
+    "hermes, cut": (hermes, '<tool_call>{"name"', '<tool_call>{"name"', "", []),
+    "hermes, no end": (hermes, '<tool_call>{"name": "g"}', "", "", [("g", {})]),
+    "llama": (named(llama), '{"name": "f", "parameters": {"x": 1}}', "", "", [("f", {"x": 1})]),
     "llama, two": (
-        named(Llama),
+        named(llama),
         '<|python_tag|>{"name": "f", "parameters": {}}; {"name": "g", "arguments": {"y": []}}',
         "", "", [("f", {}), ("g", {"y": []})],
     ),
-    "llama, other JSON": (named(Llama), ' {"x": 1}', ' {"x": 1}', "", []),
-    "llama, text": (named(Llama), "<|pyth is {", "<|pyth is {", "", []),
+    "llama, other JSON": (named(llama), ' {"x": 1}', ' {"x": 1}', "", []),
+    "llama, text": (named(llama), "<|pyth is {", "<|pyth is {", "", []),
     "llama, call of another": (
-        named(Llama), '{"name": "h", "parameters": {}}', '{"name": "h", "parameters": {}}', "", [],
+        named(llama), '{"name": "h", "parameters": {}}', '{"name": "h", "parameters": {}}', "", [],
     ),
     "llama, text before": (
-        named(Llama), 'So:\n{"type": "function", "name": "f", "parameters": {}}', "So:\n", "",
+        named(llama), 'So:\n{"type": "function", "name": "f", "parameters": {}}', "So:\n", "",
         [("f", {})],
     ),
     "a stray tag": (
-        Hermes, "<tool_call>\nso: " + TAGGED % (WRITE % "x"), "<tool_call>\nso: ", "",
+        hermes, "<tool_call>\nso: " + TAGGED % (WRITE % "x"), "<tool_call>\nso: ", "",
         [written("x")],
     ),
     "tags in a string": (
-        Hermes, TAGGED % (WRITE % "a <tool_call>{}</tool_call> \\\"}"), "", "",
+        hermes, TAGGED % (WRITE % "a <tool_call>{}</tool_call> \\\"}"), "", "",
         [written('a <tool_call>{}</tool_call> "}')],
     ),
-    "control characters": (Hermes, TAGGED % (WRITE % "a\n\tb"), "", "", [written("a\n\tb")]),
+    "control characters": (hermes, TAGGED % (WRITE % "a\n\tb"), "", "", [written("a\n\tb")]),
     "no end between calls": (
-        Hermes, f"<tool_call>\n{WRITE % 1}\n{TAGGED % (WRITE % 2)}", "", "",
+        hermes, f"<tool_call>\n{WRITE % 1}\n{TAGGED % (WRITE % 2)}", "", "",
         [written("1"), written("2")],
     ),
     "two between tags": (
-        Hermes, TAGGED % f"{WRITE % 1},\n{WRITE % 2}", "", "", [written("1"), written("2")],
+        hermes, TAGGED % f"{WRITE % 1},\n{WRITE % 2}", "", "", [written("1"), written("2")],
     ),
     "a list between tags": (
-        Hermes, TAGGED % f"[{WRITE % 1}, {WRITE % 2}]", "", "", [written("1"), written("2")],
+        hermes, TAGGED % f"[{WRITE % 1}, {WRITE % 2}]", "", "", [written("1"), written("2")],
     ),
     "text between calls": (
-        Hermes, f"{CALL}\n \nand\n{CALL}", "and\n", "", [("f", {"x": "é<"})] * 2,
+        hermes, f"{CALL}\n \nand\n{CALL}", "and\n", "", [("f", {"x": "é<"})] * 2,
     ),
-    "white space before a call": (Hermes, f"\n {CALL}", "", "", [("f", {"x": "é<"})]),
-    "half a character": (Hermes, TAGGED % (WRITE % r"\ud83d"), "", "", [written("\ufffd")]),
-    "a character in halves": (Hermes, TAGGED % (WRITE % r"\ud83d\ude00"), "", "", [written("😀")]),
+    "white space before a call": (hermes, f"\n {CALL}", "", "", [("f", {"x": "é<"})]),
+    "half a character": (hermes, TAGGED % (WRITE % r"\ud83d"), "", "", [written("\ufffd")]),
+    "a character in halves": (hermes, TAGGED % (WRITE % r"\ud83d\ude00"), "", "", [written("😀")]),
     "too deep": (
-        Hermes, '<tool_call>{"name": "f", "arguments": ' + "[" * 3000,
+        hermes, '<tool_call>{"name": "f", "arguments": ' + "[" * 3000,
         '<tool_call>{"name": "f", "arguments": ' + "[" * 3000, "", [],
     ),
-    "bare": (named(Hermes), BARE, "", "", [("f", {"x": 1})]),
-    "bare, no name known": (Hermes, BARE, BARE, "", []),
+    "bare": (named(hermes), BARE, "", "", [("f", {"x": 1})]),
+    "bare, no name known": (hermes, BARE, BARE, "", []),
     "bare, name of no tool": (
-        named(Hermes), BARE.replace("f", "h", 1), BARE.replace("f", "h", 1), "", [],
+        named(hermes), BARE.replace("f", "h", 1), BARE.replace("f", "h", 1), "", [],
     ),
-    "bare, no arguments": (named(Hermes), '{"name": "f"}', '{"name": "f"}', "", []),
-    "bare, cut": (named(Hermes), BARE[:-1], BARE[:-1], "", []),
+    "bare, no arguments": (named(hermes), '{"name": "f"}', '{"name": "f"}', "", []),
+    "bare, cut after its arguments": (named(hermes), BARE[:-1], "", "", [("f", {"x": 1})]),
+    "bare, cut in its head": (named(hermes), BARE[:20], BARE[:20], "", []),
     "bare, two and text": (
-        named(Hermes), f"\n {BARE}\n{BARE}\nDone {{}}.", "Done {}.", "", [("f", {"x": 1})] * 2,
+        named(hermes), f"\n {BARE}\n{BARE}\nDone {{}}.", "Done {}.", "", [("f", {"x": 1})] * 2,
     ),
-    "bare, after text": (named(Hermes), f"I call:\n{BARE}", "I call:\n", "", [("f", {"x": 1})]),
-    "bare, in a line": (named(Hermes), f"I call: {BARE}", f"I call: {BARE}", "", []),
-    "bare, a list": (named(Hermes), f"[{BARE},\n{BARE}]", "", "", [("f", {"x": 1})] * 2),
+    "bare, after text": (named(hermes), f"I call:\n{BARE}", "I call:\n", "", [("f", {"x": 1})]),
+    "bare, in a line": (named(hermes), f"I call: {BARE}", f"I call: {BARE}", "", []),
+    "bare, a list": (named(hermes), f"[{BARE},\n{BARE}]", "", "", [("f", {"x": 1})] * 2),
     "bare, end without begin": (
-        named(Hermes), f"{BARE}\n</tool_call>", "", "", [("f", {"x": 1})],
+        named(hermes), f"{BARE}\n</tool_call>", "", "", [("f", {"x": 1})],
     ),
     "an answer in JSON": (
-        named(Hermes), f'{{"calls": [\n{BARE}\n]}}', f'{{"calls": [\n{BARE}\n]}}', "", [],
+        named(hermes), f'{{"calls": [\n{BARE}\n]}}', f'{{"calls": [\n{BARE}\n]}}', "", [],
     ),
-    "a list of other things": (named(Hermes), f"[{BARE}, 1]", f"[{BARE}, 1]", "", []),
-    "fenced": (named(Hermes), FENCED, "", "", [("f", {"x": 1})]),
+    "a list of other things": (named(hermes), f"[{BARE}, 1]", f"[{BARE}, 1]", "", []),
+    "fenced": (named(hermes), FENCED, "", "", [("f", {"x": 1})]),
     "fenced, among text": (
-        named(Hermes), f"So:\n{FENCED}\n{FENCED}\nDone.", "So:\nDone.", "", [("f", {"x": 1})] * 2,
+        named(hermes), f"So:\n{FENCED}\n{FENCED}\nDone.", "So:\nDone.", "", [("f", {"x": 1})] * 2,
     ),
     "fenced, no label": (
-        named(Hermes), f"```\n\n  {BARE}```", "", "", [("f", {"x": 1})],
+        named(hermes), f"```\n\n  {BARE}```", "", "", [("f", {"x": 1})],
     ),
     "fenced, other JSON": (
-        named(Hermes), '```json\n{"name": "h"}\n```\n', '```json\n{"name": "h"}\n```\n', "", [],
+        named(hermes), '```json\n{"name": "h"}\n```\n', '```json\n{"name": "h"}\n```\n', "", [],
     ),
     "fenced, code": (
-        named(Hermes), "a `b`\n```c\n{\n}\n```", "a `b`\n```c\n{\n}\n```", "", [],
+        named(hermes), "a `b`\n```c\n{\n}\n```", "a `b`\n```c\n{\n}\n```", "", [],
     ),
     "the first alone": (
-        lambda: First(Hermes(NAMES)), f"{CALL}{CALL} and\n{FENCED}", "and\n", "",
+        lambda: First(hermes(NAMES)), f"{CALL}{CALL} and\n{FENCED}", "and\n", "",
         [("f", {"x": "é<"})],
     ),
     "thought": (
-        lambda: Think(Plain(), is_begun=False), "\n<think>\nhm </\n</think>\n\nYes", "Yes",
+        lambda: thinking(Plain(), is_begun=False), "\n<think>\nhm </\n</think>\n\nYes", "Yes",
         "\nhm </\n", [],
     ),
-    "no thought": (lambda: Think(Plain(), is_begun=False), " <thin air", " <thin air", "", []),
-    "begun thought": (lambda: Think(Plain(), is_begun=True), "hm</think>Yes", "Yes", "hm", []),
-    "only thought": (lambda: Think(Plain(), is_begun=True), "hm</thi", "", "hm</thi", []),
+    "no thought": (lambda: thinking(Plain(), is_begun=False), " <thin air", " <thin air", "", []),
+    "begun thought": (lambda: thinking(Plain(), is_begun=True), "hm</think>Yes", "Yes", "hm", []),
+    "only thought": (lambda: thinking(Plain(), is_begun=True), "hm</thi", "", "hm</thi", []),
     "thought, then a call": (
-        lambda: Think(Hermes(), is_begun=False), f"<think>hm</think>\n{CALL}", "", "hm",
+        lambda: thinking(hermes(), is_begun=False), f"<think>hm</think>\n{CALL}", "", "hm",
         [("f", {"x": "é<"})],
     ),
-    "nothing": (lambda: Think(Hermes(), is_begun=False), "", "", "", []),
+    "Gemma's thought": (
+        lambda: Think(Plain(), REASONING["gemma4"], is_begun=False),
+        "<|channel>thought\nhm <|channel\n<channel|>Yes", "Yes", "hm <|channel\n", [],
+    ),
+    "Mistral's thought": (
+        lambda: Think(Plain(), REASONING["mistral"], is_begun=True), "hm[/x[/THINK]\nYes", "Yes",
+        "hm[/x", [],
+    ),
+    "nothing": (lambda: thinking(hermes(), is_begun=False), "", "", "", []),
 }  # fmt: skip
 
 
@@ -176,23 +198,58 @@ def test_parts_are_the_same_however_the_text_is_cut(name: str) -> None:
 def test_arguments_are_an_object_or_there_is_no_call(given: str, want: Any) -> None:
     calls = read_calls(f'{{"name": "f", "arguments": {given}}}', None)
     assert [json.loads(call.arguments) for call in calls] == ([] if want is None else [want])
-    for name in (None, "f"):
-        text = f'[{{"name": "f", "arguments": {given}}}]' if name is None else given
-        parser = Whole(name)
-        parser.add(text)
-        parts = parser.finish()
-        assert len(parts.calls) == len(calls)
-        assert parts.content == ("" if calls else text)
+
+
+@pytest.mark.parametrize("size", [1, 2, 5, 1000])
+def test_an_answer_under_a_guide_gives_its_calls(size: int) -> None:
+    arguments = '{"x":[1,"}]"],"y":"\\n"}'
+    listed = f'[{{"name":"f","arguments":{arguments}}},{{"name":"g","arguments":{{}}}}]'
+    cut = arguments[:8]
+    for make, text, wanted in (
+        (lambda: Named("f"), arguments, [("f", '{"x": [1, "}]"], "y": "\\n"}')]),
+        (lambda: Named('a "b"'), "{}", [('a "b"', "{}")]),
+        (lambda: Named("f"), cut, [("f", '{"x": [1')]),
+        (lambda: Calls(LIST, is_begun=True), listed,
+         [("f", '{"x": [1, "}]"], "y": "\\n"}'), ("g", "{}")]),
+        (lambda: Calls(LIST, is_begun=True), listed[: listed.index("]")],
+         [("f", '{"x": [1, "}')]),
+    ):  # fmt: skip
+        parser, parts = make(), Parts()
+        for at in range(0, len(text), size):
+            parts += parser.add(text[at : at + size])
+        parts += parser.finish()
+        assert [(call.name, call.arguments) for call in parts.calls] == wanted
+        assert not parts.content
+
+
+def test_references_of_a_tool_hold_among_others() -> None:
+    """As pydantic writes them."""
+    tool = {"type": "function", "function": {"name": "h", "parameters": {
+        "$defs": {"Day": {"enum": ["Mo", "Tu"]}}, "type": "object",
+        "properties": {"day": {"$ref": "#/$defs/Day"}}, "required": ["day"],
+    }}}  # fmt: skip
+    for form, text in (
+        (None, '[{"name":"h","arguments":{"day":"%s"}}]'),
+        (FORM, '<tool_call>\n{"name":"h","arguments":{"day":"%s"}}\n</tool_call>'),
+    ):
+        choice = "auto" if form else "required"
+        asked = ChatRequest(messages=[], tools=[OTHER, tool], tool_choice=choice,
+                            response_format=form)  # fmt: skip
+        guide = (
+            read_tools(asked, service_of("hermes")).reading([]).guide(read_guide(asked))["guide"]
+        )
+        assert admits(guide, text % "Tu")
+        assert not admits(guide, text % "We")
 
 
 def test_an_answer_in_json_does_not_wait_for_its_end() -> None:
-    parser = Hermes(NAMES)
+    parser = hermes(NAMES)
     assert parser.add('{"title": "').content == '{"title": "'
     assert parser.add("a\n").content == "a\n"
 
 
 def test_content_does_not_wait_for_what_cannot_be_a_tag() -> None:
-    parser = Hermes()
+    parser = hermes()
     assert parser.add("one <").content == "one "
     assert parser.add("two").content == "<two"
 
@@ -211,7 +268,7 @@ ASK: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Live]:
-    """Its template has `<tool_call>`, so that its calls are Hermes's."""
+    """Its template has `<tool_call>`, so that its calls are those of hermes."""
     options = ServerOptions(model_names=("toy",), reasoning_parser="think")
     with live(toy_engine(f"<think>Shall I?</think>\n\nI do.\n{CALL}"), options) as server:
         yield server
@@ -233,8 +290,10 @@ def test_calls_and_reasoning_by_the_openai_client(server: Live) -> None:
             reasoning += getattr(delta, "reasoning_content", None) or ""
             calls += delta.tool_calls or []
         assert (content, reasoning) == (message.content, message.reasoning_content)
-        assert [(call.index, call.function.name) for call in calls] == [(0, "f")]
-        assert calls[0].function.arguments == function.arguments
+        assert [call.index for call in calls] == [0] * len(calls)
+        assert calls[0].function.name == "f"
+        assert not any(call.function.name or call.id for call in calls[1:])
+        assert "".join(call.function.arguments for call in calls) == function.arguments
         assert chunk.choices[0].finish_reason == "tool_calls"
         answered = [
             *ASK["messages"], message.model_dump(),
@@ -258,7 +317,7 @@ def test_a_model_without_a_known_form_is_named() -> None:
     with live(engine) as server, server.client() as client:
         answer = client.post("/v1/chat/completions", json=ASK)
         assert answer.status_code == 400
-        assert "--tool-parser" in answer.json()["error"]["message"]
+        assert "--tool-format" in answer.json()["error"]["message"]
 
 
 # --- guides beside calls ---
@@ -267,12 +326,14 @@ def test_a_model_without_a_known_form_is_named() -> None:
 def tag_tokenizer() -> Any:
     """Its tags are tokens, as Qwen's are."""
     tokenizer = toy_tokenizer()
-    tokenizer.add_tokens([AddedToken(tag, special=False) for tag in (BEGIN, END)])
+    tokenizer.add_tokens(
+        [AddedToken(tag, special=False) for tag in ("<tool_call>", "</tool_call>")]
+    )
     return tokenizer
 
 
-def service_of(tool_parser: str, tokenizer: Any = None) -> Any:
-    options = ServerOptions(tool_parser=tool_parser, reasoning_parser="none")
+def service_of(tool_format: str, tokenizer: Any = None) -> Any:
+    options = ServerOptions(tool_format=tool_format, reasoning_parser="none")
     return SimpleNamespace(options=options, tokenizer=tokenizer or toy_tokenizer())
 
 

@@ -706,7 +706,7 @@ def test_the_example_is_answered(server: Live, capsys: Any) -> None:
 def test_options_are_checked() -> None:
     for wrong in (
         {"model_names": ()}, {"api_keys": ("",)}, {"max_waiting": -1}, {"max_body_bytes": 0},
-        {"request_timeout_s": 0}, {"allowed_origins": ("https://x.y/",)}, {"tool_parser": "xml"},
+        {"request_timeout_s": 0}, {"allowed_origins": ("https://x.y/",)}, {"tool_format": "xml"},
         {"reasoning_parser": "r1"},
     ):  # fmt: skip
         with pytest.raises(InvalidOption, match=f"{next(iter(wrong))}: expected"):

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import httpx2
@@ -29,17 +29,21 @@ TEMPLATE = (
 )
 
 
-def toy_tokenizer() -> Any:
-    """A token a byte, EOS, and the bytes of half a character; with a chat template."""
+def toy_tokenizer(special: Sequence[str] = ()) -> Any:
+    """A token a byte, EOS, the bytes of half a character, and special tokens; with a chat
+    template.
+    """
     tokens = [*(bytes([byte]) for byte in range(256)), "<eos>", " ä".encode(), "€".encode()[:2]]
+    tokens += special
     tokenizer = byte_level_tokenizer(tokens, eos="<eos>")
     tokenizer.chat_template = TEMPLATE
     return tokenizer
 
 
 def toy_engine(
-    says: str | None = None,
+    says: str | Sequence[int] | None = None,
     *,
+    special: Sequence[str] = (),
     hit_rate: float = 0.6,
     adapters: AdapterShape | None = None,
     images: Any = None,
@@ -47,24 +51,31 @@ def toy_engine(
 ) -> Engine:
     """An engine over the toy program.
 
-    Args: says: what follows every prompt that ends with `a:`, then EOS; None: the hash.
+    Args:
+        says: the text or the tokens that follow every prompt that ends with `a:`, then EOS; None:
+            the hash.
+        special: further tokens of the vocabulary.
     """
     sizes = geometry(
-        vocab_size=VOCAB, max_seq_len=256, num_blocks=160, max_prefill_tokens=256, adapters=adapters
+        vocab_size=VOCAB + len(special),
+        max_seq_len=256,
+        num_blocks=160,
+        max_prefill_tokens=256,
+        adapters=adapters,
     )
     if says is not None:
-        options["next_token"] = _saying(says.encode())
+        options["next_token"] = _saying(says.encode() if isinstance(says, str) else says)
     executor = FakeExecutor(sizes, hit_rate=hit_rate, **options)
     return engine_over(
         executor,
-        tokenizer=toy_tokenizer(),
+        tokenizer=toy_tokenizer(special),
         eos_token_ids=(EOS,),
         generation_defaults={"temperature": 0.0},  # the toy draws nothing
         images=images,
     )
 
 
-def _saying(text: bytes) -> Any:
+def _saying(text: Sequence[int]) -> Any:
     said = [*text, EOS]
 
     def following(context: Any) -> int:

@@ -32,11 +32,12 @@ from compilespec.tracing.hub import is_hub_name
 from compilespec.tracing.load import find_tokenizer, load_target
 from compilespec.tracing.placement import read_dtype
 from compilespec.tracing.places import find_model
+from tests.support.gguf_files import TEMPLATE, tiny_llama, write_gguf
 
 ORACLES = Path(__file__).parent.parent / "data" / "oracles"
 TARGET, DRAFT = ORACLES / "c_target", ORACLES / "c_eagle3_d2t_chain" / "draft"
 COMMIT, OLDER = "0123456789abcdef0123456789abcdef01234567", "f" * 40
-TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}"
+FFN_Q8 = {"ffn": "Q8_0"}  # types of the matrices of a file
 
 
 @pytest.fixture
@@ -364,67 +365,6 @@ def test_a_damaged_gguf_file(tmp_path):
         load_target(tmp_path)
 
 
-def tiny_llama() -> Any:
-    config = transformers.LlamaConfig(
-        vocab_size=260, hidden_size=64, intermediate_size=96, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=128,
-        tie_word_embeddings=False, bos_token_id=256, eos_token_id=257, rms_norm_eps=1e-5,
-    )  # fmt: skip
-    return transformers.LlamaForCausalLM(config).eval()
-
-
-GGUF_NAMES = {
-    "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down", "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm", "model.embed_tokens": "token_embd",
-    "model.norm": "output_norm", "lm_head": "output", "model.layers": "blk",
-}  # fmt: skip
-
-
-def write_gguf(model: Any, path: Path, *, quantized: bool) -> None:
-    """Write a Llama as llama.cpp's converter does, with a tokenizer of single bytes."""
-    gguf: Any = pytest.importorskip("gguf")
-    from tests.support.toy_tokenizer import byte_spelling
-
-    config, writer = model.config, gguf.GGUFWriter(path, "llama")
-    writer.add_name("tiny")
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_rope_dimension_count(config.head_dim)
-    writer.add_rope_freq_base(10000.0)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_vocab_size(config.vocab_size)
-    writer.add_tokenizer_model("gpt2")
-    writer.add_token_list([*byte_spelling(), "<bos>", "<eos>", "xy", "<|endoftext|>"])
-    writer.add_token_types([1] * 256 + [3, 3, 1, 3])
-    writer.add_token_merges(["x y"])
-    writer.add_bos_token_id(256)
-    writer.add_eos_token_id(257)
-    writer.add_chat_template(TEMPLATE)
-    for name, tensor in model.state_dict().items():
-        data = tensor.float().numpy()
-        for part, heads in (("q_proj", 4), ("k_proj", 2)):
-            if part in name:  # llama.cpp rotates neighbouring pairs
-                halves = data.reshape(heads, 2, -1, data.shape[1])
-                data = halves.swapaxes(1, 2).reshape(data.shape)
-        for theirs, ours in GGUF_NAMES.items():
-            name = name.replace(theirs, ours)
-        kind = None
-        if quantized and "ffn" in name and data.ndim == 2:
-            kind = gguf.GGMLQuantizationType.Q8_0
-            data = gguf.quantize(data, kind)
-        writer.add_tensor(name, data, raw_dtype=kind)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-
-
 @pytest.fixture
 def copies(tmp_path, monkeypatch) -> Path:
     """An empty cache of converted GGUF files."""
@@ -455,7 +395,7 @@ FROM_CACHE = ["weights, from the cache", "tokenizer, from the cache"]
 def test_a_gguf_file_is_parsed_once_and_converted_once(copies, tmp_path, monkeypatch):
     gguf: Any = pytest.importorskip("gguf")
     path, readers, told = tmp_path / "tiny.gguf", [], []
-    write_gguf(tiny_llama(), path, quantized=True)
+    write_gguf(tiny_llama(), path, FFN_Q8)
     build = gguf.gguf_reader.GGUFReader._build_fields
     monkeypatch.setattr(
         gguf.gguf_reader.GGUFReader, "_build_fields",
@@ -479,7 +419,7 @@ def test_a_gguf_file_is_parsed_once_and_converted_once(copies, tmp_path, monkeyp
 
 def test_a_damaged_copy_is_made_again(copies, tmp_path, caplog):
     path = tmp_path / "tiny.gguf"
-    write_gguf(tiny_llama(), path, quantized=False)
+    write_gguf(tiny_llama(), path)
     expected = {name: one.clone() for name, one in load_target(path).model.state_dict().items()}
     (folder,) = copies.iterdir()
     for name in ("model.safetensors", "tokenizer.json", "copy.json", "config.json"):
@@ -498,10 +438,10 @@ def test_a_damaged_copy_is_made_again(copies, tmp_path, caplog):
 
 def test_few_copies_are_kept_and_none_of_what_is_gone(copies, tmp_path, monkeypatch, caplog):
     path = tmp_path / "tiny.gguf"
-    write_gguf(tiny_llama(), path, quantized=False)
+    write_gguf(tiny_llama(), path)
     load_target(path)
     (first,) = copies.iterdir()
-    write_gguf(tiny_llama(), path, quantized=False)  # other weights, at the same path and size
+    write_gguf(tiny_llama(), path)  # other weights, at the same path and size
     load_target(path)
     (second,) = copies.iterdir()
     assert second != first
@@ -521,7 +461,7 @@ def test_few_copies_are_kept_and_none_of_what_is_gone(copies, tmp_path, monkeypa
 
 def test_without_a_cache_that_can_be_written_a_gguf_file_is_read(copies, tmp_path, caplog):
     path = tmp_path / "tiny.gguf"
-    write_gguf(tiny_llama(), path, quantized=False)
+    write_gguf(tiny_llama(), path)
     copies.parent.write_text("a file where the folder should be")
     for _ in range(2):
         assert load_target(path).model.dtype == torch.float32
@@ -530,7 +470,7 @@ def test_without_a_cache_that_can_be_written_a_gguf_file_is_read(copies, tmp_pat
 
 def test_a_gguf_file_gives_model_tokenizer_and_template(copies, tmp_path, capfd):
     model = tiny_llama()
-    write_gguf(model, tmp_path / "tiny.gguf", quantized=False)
+    write_gguf(model, tmp_path / "tiny.gguf")
     target = load_target(tmp_path)
     assert (target.directory, target.model.name_or_path) == (tmp_path, str(tmp_path))
     assert target.name == "tiny (LlamaForCausalLM)"
@@ -547,7 +487,7 @@ def test_a_gguf_file_gives_model_tokenizer_and_template(copies, tmp_path, capfd)
 def test_a_quantized_gguf_file_is_dequantised_and_served(copies, tmp_path):
     model = tiny_llama()
     path = tmp_path / "tiny.Q8_0.gguf"
-    write_gguf(model, path, quantized=True)
+    write_gguf(model, path, FFN_Q8)
     assert load_target(path).model.dtype == torch.bfloat16
     with compilespec.compile(
         path, "draft_model", draft=path, dtype="float32", backend="eager", max_batch_size=1,

@@ -1,21 +1,21 @@
-"""Reasoning between `<think>` and `</think>`, as Qwen3 and DeepSeek-R1 write it."""
+"""Reasoning between tags, such as `<think>` and `</think>`."""
 
 from __future__ import annotations
 
 from compilespec.serving.parsers.parts import Parser, Parts, held_back
-
-BEGIN, END = "<think>", "</think>"
 
 
 class Think:
     """The reasoning at the beginning of an answer; the rest goes to the next parser.
 
     Args:
-        is_begun: the prompt ends with the tag that begins it.
+        tags: begin and end of the reasoning.
+        is_begun: the prompt ends with the first tag.
     """
 
-    def __init__(self, following: Parser, *, is_begun: bool) -> None:
+    def __init__(self, following: Parser, tags: tuple[str, str], *, is_begun: bool) -> None:
         self._following = following
+        self._begin, self._end = tags
         self._state = "inside" if is_begun else "before"
         self._text = ""
 
@@ -24,9 +24,9 @@ class Think:
         parts = Parts()
         if self._state == "before":
             start = self._text.lstrip()
-            if start.startswith(BEGIN):
-                self._state, self._text = "inside", start.removeprefix(BEGIN)
-            elif not BEGIN.startswith(start):
+            if start.startswith(self._begin):
+                self._state, self._text = "inside", start.removeprefix(self._begin)
+            elif not self._begin.startswith(start):
                 self._state = "after"
         if self._state == "inside":
             parts += self._read_inside()
@@ -45,10 +45,10 @@ class Think:
         return self._following.add(rest) + self._following.finish()
 
     def _read_inside(self) -> Parts:
-        thought, tag, rest = self._text.partition(END)
+        thought, tag, rest = self._text.partition(self._end)
         if tag:
             self._state, self._text = "between", rest
         else:
-            keep = len(thought) - held_back(thought, END)
+            keep = len(thought) - held_back(thought, self._end)
             thought, self._text = thought[:keep], thought[keep:]
         return Parts(reasoning=thought)
