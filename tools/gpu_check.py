@@ -28,6 +28,12 @@ from tools.gpu.summary import first_step, goals, part_name, ratios, share_of_cop
 from tools.without_gpu.prove import PARTS, prove
 
 GOALS_OF = "llama-3.1-8b"  # the model that the goals are about
+# The files with gpu tests: others may need packages of serving or training.
+GPU_TESTS = (
+    "tests/cudagraphs/test_cudagraphs.py",
+    "tests/cudagraphs/test_gpu_graphs.py",
+    "tests/ops/test_triton_gpu.py",
+)
 _EXPECTED_S = 10.0  # of any part: imports, and making a model
 
 
@@ -104,7 +110,7 @@ def parts_of(
     yield program(first, PLAIN)
     yield program(first, VERIFY)
     if tests and not is_smoke:
-        command = ("-m", "pytest", "-m", "gpu", "-q", "tests")
+        command = ("-m", "pytest", "-m", "gpu", "-q", "--tb=short", *GPU_TESTS)
         yield "tests", Part(arguments=command, limit_s=200, least_s=30)
     yield program(first, str(shapes[first].forced[-1]))
     yield program(first, FLASH, why_missing("flash_attn_interface"))

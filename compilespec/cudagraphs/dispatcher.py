@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -18,6 +19,8 @@ from compilespec.cudagraphs.recording import Recording
 from compilespec.cudagraphs.report import GraphKey
 from compilespec.program import LoweredPhase, ProgramConfig, StepKey
 from compilespec.progress import Reporter
+
+logger = logging.getLogger("compilespec")
 
 
 class Dispatcher:
@@ -46,11 +49,12 @@ class Dispatcher:
             fixed: weights, state and caches, by input name.
             buckets: sizes that batches are padded to; if empty, or if no graph can hold the phase,
                 batches run unpadded.
-            kind: kind of the graphs that `recorder` captures; None if the phase has none.
+            kind: kind of the graphs that `recorder` captures, where the phase can have it; None if
+                the phase has none.
         """
         self.num_recompiles = 0
         self._phase, self._config = phase, config
-        self._kind = kind
+        self._kind = kind = kind_for(phase, kind)
         is_refused = kind is not None and recorder is not None and recorder.refuses(phase)
         self.buckets = () if is_refused else tuple(buckets)
         self._recorder = recorder if kind is not None and not is_refused else None
@@ -99,6 +103,11 @@ class Dispatcher:
     def keys(self) -> list[GraphKey]:
         """Keys of the buckets that may have graphs."""
         return [self._key(bucket) for bucket in self.buckets] if self._recorder else []
+
+    def prepare(self) -> None:
+        """Called once, before all buckets are captured."""
+        if self._recorder is not None:
+            self._recorder.prepare()
 
     def capture(self, bucket: Bucket) -> Recording | None:
         """Capture a bucket if it may have a graph and does not have one yet."""
@@ -192,6 +201,14 @@ class Dispatcher:
         poison(output[:, sizes[1] :] if is_by_token else output[sizes[0] :])
 
 
+def kind_for(phase: LoweredPhase, wanted: GraphKind | None) -> GraphKind | None:
+    """The wanted kind; "full", with a warning, for pieces of a phase that could not be cut."""
+    if wanted != "piecewise" or phase.stitched is not None:
+        return wanted
+    logger.warning("%s is not in pieces: each of its buckets is one graph", phase.key)
+    return "full"
+
+
 def capture_all(
     dispatchers: Sequence[Dispatcher],
     *,
@@ -205,6 +222,9 @@ def capture_all(
     work.sort(
         key=lambda item: (item[0].step.phase != "decode", [-size for size in item[0].bucket[::-1]])
     )
+    if not work or startup_seconds <= 0:
+        return
+    work[0][1].prepare()
     deadline = time.perf_counter() + startup_seconds
     progress = progress or Reporter()
     for index, (key, dispatcher) in enumerate(work, 1):

@@ -32,14 +32,20 @@ class Driver(Protocol):
 
     name: str
 
+    def prepare(self) -> None:
+        """What is done once, before many buckets are captured."""
+
     def recording(self) -> contextlib.AbstractContextManager[None]:
         """A context around everything that belongs to one bucket."""
         ...
 
+    def make_room(self) -> None:
+        """Give back the memory that nothing holds: during a capture that is impossible."""
+
     def capture(self, call: Call) -> tuple[Graph, Sequence[Tensor]]:
         """Capture a call and run it once; returns the graph and the tensors it produces.
 
-        Raises: CaptureFailed, after which nothing more can be captured; torch.OutOfMemoryError.
+        Raises: CaptureFailed, torch.OutOfMemoryError; other calls can still be captured.
         """
         ...
 
@@ -71,18 +77,26 @@ class CudaDriver:
         self._stream = torch.cuda.Stream(device)
         self._spoilt: list[Any] = []  # torch's allocator may ask again about a failed graph
 
-    @contextlib.contextmanager
-    def recording(self) -> Iterator[None]:
+    def prepare(self) -> None:
         torch.cuda.synchronize(self._device)
         gc.collect()
-        torch.cuda.empty_cache()
+
+    @contextlib.contextmanager
+    def recording(self) -> Iterator[None]:
+        """On the side stream, and without collections: garbage may be graphs and events."""
+        collects = gc.isenabled()
+        gc.disable()
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         try:
             with torch.cuda.stream(self._stream):
                 yield
         finally:
             torch.cuda.current_stream(self._device).wait_stream(self._stream)
-            torch.cuda.synchronize(self._device)
+            if collects:
+                gc.enable()
+
+    def make_room(self) -> None:
+        torch.cuda.empty_cache()
 
     def capture(self, call: Call) -> tuple[Graph, Sequence[Tensor]]:
         graph = torch.cuda.CUDAGraph()
@@ -116,7 +130,9 @@ class CudaDriver:
         return None  # the pool has already reused the memory
 
     def free_bytes(self) -> int | None:
-        return torch.cuda.mem_get_info(self._device)[0]
+        """What the device has, and what torch's allocator holds for nobody."""
+        cached = self.reserved_bytes() - torch.cuda.memory_allocated(self._device)
+        return torch.cuda.mem_get_info(self._device)[0] + cached
 
     def reserved_bytes(self) -> int:
         return torch.cuda.memory_reserved(self._device)
@@ -130,8 +146,12 @@ class EmulatedDriver:
 
     name = "emulated"
 
+    def prepare(self) -> None: ...
+
     def recording(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
+
+    def make_room(self) -> None: ...
 
     def capture(self, call: Call) -> tuple[Graph, Sequence[Tensor]]:
         made = [tensor.clone() for tensor in call()]  # separate storages to poison

@@ -45,7 +45,11 @@ class GraphRecorder:
         self._max_mib = share if options.max_mib is None else options.max_mib
         self._scratch: dict[torch.dtype, Tensor] = {}
         self._outputs: dict[StepKey, list[Tensor]] = {}
-        self._failed = ""  # why nothing more is captured
+        self._failed: dict[StepKey, str] = {}  # why nothing more of a step is captured
+
+    def prepare(self) -> None:
+        """Called once, before many buckets are captured."""
+        self._driver.prepare()
 
     def refuses(self, phase: LoweredPhase) -> bool:
         """True where a phase is known to be impossible to capture; says so once."""
@@ -62,24 +66,28 @@ class GraphRecorder:
         self, key: GraphKey, phase: LoweredPhase, inputs: Sequence[Tensor]
     ) -> Recording | None:
         """Capture one bucket; None, with a warning, if that fails or the budget is spent.  After a
-        failed capture nothing more is captured: torch's allocator may still be in the middle of it.
+        failed capture no other bucket of that step is tried.
 
         Args:
             inputs: the phase's inputs, at the addresses that replays will read, every row padded.
         """
-        if reason := self._failed or self._over_budget():
+        if reason := self._failed.get(key.step) or self._over_budget():
             self._drop(key, reason)
             return None
-        started, before = time.perf_counter(), self._driver.reserved_bytes()
+        started = time.perf_counter()
         try:
-            with self._driver.recording(), torch.no_grad():
-                recording = self._record(key, phase, inputs)
+            with torch.no_grad():
+                outputs = self._warm_up(key, phase, inputs)
+                self._driver.make_room()
+                before = self._driver.reserved_bytes()
+                with self._driver.recording():
+                    recording = self._record(key, phase, inputs, outputs)
         except torch.OutOfMemoryError as error:
             self._drop(key, f"out of memory ({str(error).splitlines()[0]})")
             return None
         except CaptureFailed as error:
             self._drop(key, f"it cannot be captured ({error})")
-            self._failed = f"capturing {key} failed"
+            self._failed[key.step] = f"capturing {key} failed"
             return None
         self.report.captured.append(
             CaptureRecord(
@@ -109,10 +117,23 @@ class GraphRecorder:
             "no graph for %s: %s; such batches run in a larger bucket, or uncaptured", key, reason
         )
 
-    def _record(self, key: GraphKey, phase: LoweredPhase, inputs: Sequence[Tensor]) -> Recording:
-        results = phase.call(*inputs)  # a first call sets things up; that must not be captured
-        outputs = self._output_views(key, results)
-        del results
+    def _warm_up(
+        self, key: GraphKey, phase: LoweredPhase, inputs: Sequence[Tensor]
+    ) -> list[Tensor]:
+        """Make the first call, which sets things up; returns the places of the outputs.
+
+        It runs on another stream than the captures: the workspace that a library has for each
+        stream is then of the graphs' pool, where nobody else gets it when somebody clears it.
+        """
+        return self._output_views(key, phase.call(*inputs))
+
+    def _record(
+        self,
+        key: GraphKey,
+        phase: LoweredPhase,
+        inputs: Sequence[Tensor],
+        outputs: Sequence[Tensor],
+    ) -> Recording:
         if key.kind == "full":
             steps = self._record_whole(phase, inputs, outputs)
             num_graphs = 1

@@ -39,7 +39,7 @@ class _Stage:
         self._target = target
         self._pinned, self._sent = target, None
         if target.is_cuda:
-            self._pinned = torch.zeros(len(target), dtype=target.dtype, pin_memory=True)
+            self._pinned = pinned_like(target).zero_()
             self._sent = torch.cuda.Event()
         self._host = self._pinned.numpy()
 
@@ -54,3 +54,12 @@ class _Stage:
             self._target[:count].copy_(self._pinned[:count], non_blocking=True)
             # the current device need not be the target's
             self._sent.record(torch.cuda.current_stream(self._target.device))
+
+
+def pinned_like(tensor: Tensor) -> Tensor:
+    """Pinned host memory for copies to or from a tensor on a CUDA device.
+
+    It is asked for on that device: torch would else open a context on the current one.
+    """
+    with torch.cuda.device(tensor.device):
+        return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)

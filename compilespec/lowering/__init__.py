@@ -6,7 +6,7 @@ import itertools
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 
@@ -36,6 +36,7 @@ logger = logging.getLogger("compilespec")
 
 BACKENDS = ("inductor", "eager")
 Units = Literal["auto", "whole", "pieces"]
+T = TypeVar("T")
 Finish = Callable[[], LoweredPhase]  # waits for the compilers of a step
 TO_ATEN = "to ATen"  # the part of rewriting that a cached step skips
 
@@ -67,13 +68,14 @@ INDUCTOR_OPTIONS: dict[str, Any] = {
 # machine.  A prefill has such a wrapper only in pieces, where it is short to compile.  On CUDA a
 # graph replays the step, and the wrapper would need a CUDA toolkit, which torch's own packages do
 # not bring.  Products of odd sizes are not padded there: Inductor would time them while it
-# compiles, and might copy their weights in every step.
+# compiles, and might copy their weights in every step.  Blocks of element-wise kernels follow from
+# sizes: Inductor would time them at a kernel's first launch, which is in the largest bucket.
 CPU_OPTIONS: dict[Phase, dict[str, Any]] = {
     "decode": {"realize_opcount_threshold": 8, "cpp_wrapper": True, "cpp.threads": 1},
     "prefill": {"realize_opcount_threshold": 8, "cpp.dynamic_threads": True},
 }
 CPU_PIECES_OPTIONS: dict[str, Any] = {"cpp_wrapper": True}
-CUDA_OPTIONS: dict[str, Any] = {"shape_padding": False}
+CUDA_OPTIONS: dict[str, Any] = {"shape_padding": False, "triton.autotune_pointwise": False}
 
 
 def lower(
@@ -106,7 +108,7 @@ def lower(
         if backend == "eager":
             title = f"{graph.key}, {TO_ATEN}"
             with progress.step("rewrite", title, index=index, total=total):
-                phase = _interpret(graph, program.config.device, in_pieces=unit == "pieces")
+                phase = _interpret(graph, program.config.device, unit)
                 return lambda: phase
         with progress.step("compile", str(graph.key), index=index, total=total) as step:
             return _begin(graph, program, builds, unit, step)
@@ -142,12 +144,12 @@ def prepare_kernels(device: torch.device, progress: Reporter) -> None:
         _build.load_kernels()
 
 
-def _interpret(graph: PhaseGraph, device: torch.device, *, in_pieces: bool) -> LoweredPhase:
-    stitched = None
-    if in_pieces:
+def _interpret(graph: PhaseGraph, device: torch.device, unit: Units) -> LoweredPhase:
+    def cut() -> Stitched | None:
         plan, pieces = split_at_attention(graph.graph_module)
-        calls = {key: piece.graph_module.forward for key, piece in pieces.items()}
-        stitched = Stitched(plan, calls)
+        return Stitched(plan, {key: one.graph_module.forward for key, one in pieces.items()})
+
+    stitched = _unless_whole(graph, unit, cut, lambda: None)
     return LoweredPhase(
         key=graph.key,
         call=_with_no_grad(stitched or graph.graph_module.forward),
@@ -169,13 +171,26 @@ def _begin(
     if unit == "auto":
         is_deep = graph.num_layers >= pieces_from_layers(program.config.device)
         unit = "pieces" if is_deep else "whole"
-    if unit == "whole":
-        return _begin_whole(graph, program, builds, step)
-    try:
-        return _begin_pieces(graph, program, builds, step)
-    except PassError as error:
-        logger.warning("%s is compiled as a whole: %s", graph.key, error)
-        return _begin_whole(graph, program, builds, step)
+    return _unless_whole(
+        graph,
+        unit,
+        lambda: _begin_pieces(graph, program, builds, step),
+        lambda: _begin_whole(graph, program, builds, step),
+    )
+
+
+def _unless_whole(
+    graph: PhaseGraph, unit: Units, in_pieces: Callable[[], T], whole: Callable[[], T]
+) -> T:
+    """The graph as `in_pieces` makes it where pieces are asked for and it can be cut; else as
+    `whole` does.
+    """
+    if unit == "pieces":
+        try:
+            return in_pieces()
+        except PassError as error:
+            logger.warning("%s is lowered as a whole: %s", graph.key, error)
+    return whole()
 
 
 def pieces_from_layers(device: torch.device) -> int:

@@ -14,6 +14,8 @@ _WAITING = {
     "compilespec::host_process": "requests' logits processors run on the host",
     "transformers::grouped_mm_fallback": "the experts' products read the sizes of their groups",
 }
+_GROUPED_MAJORS = (9, 10)  # torch has a kernel of grouped products for these compute capabilities
+_MOVES = ("aten::_to_copy", "aten::copy_")
 _TAGS = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 
 
@@ -21,7 +23,7 @@ def why_host_waits(gm: fx.GraphModule, device: torch.device) -> str:
     """The first operator of an ATen graph that waits for the device, and why; "" where none does.
 
     Args:
-        device: where the graph runs; the products of experts wait on GPUs before sm_90.
+        device: where the graph runs; the products of experts wait on all GPUs but sm_9x and sm_10x.
     """
     for node in gm.graph.nodes:
         if isinstance(node.target, torch._ops.OpOverload) and (why := _why(node, device)):
@@ -36,14 +38,17 @@ def _why(node: fx.Node, device: torch.device) -> str:
         return _WAITING[name]
     if name == "aten::_grouped_mm" and traits_of(device).is_cuda:
         dtype, (major, _) = node.meta["val"].dtype, torch.cuda.get_device_capability(device)
-        is_fast = major >= 9 and dtype == torch.bfloat16
+        is_fast = major in _GROUPED_MAJORS and dtype == torch.bfloat16
         return "" if is_fast else f"{dtype} on sm_{major}x reads the sizes of the groups"
+    if name in _MOVES:
+        return "a copy between host and device" if len(_device_types(node, 0)) > 1 else ""
+    if len(_device_types(node, 1)) > 1:
+        return "tensors of the host beside the device's"
     if name in ("aten::index.Tensor", "aten::index_put", "aten::index_put_"):
         return "a mask as an index" if any(map(_is_mask, node.all_input_nodes[1:])) else ""
     if any(tag in target.tags for tag in _TAGS):
         return "what it gives depends on numbers"
-    is_move = name in ("aten::_to_copy", "aten::copy_") and len(_device_types(node)) > 1
-    return "a copy between host and device" if is_move else ""
+    return ""
 
 
 def _is_mask(node: fx.Node) -> bool:
@@ -51,6 +56,8 @@ def _is_mask(node: fx.Node) -> bool:
     return isinstance(value, torch.Tensor) and value.dtype == torch.bool
 
 
-def _device_types(node: fx.Node) -> set[str]:
+def _device_types(node: fx.Node, least_dim: int) -> set[str]:
+    """The kinds of devices of its tensors; a kernel takes those of no dimension as numbers."""
     values = [one.meta.get("val") for one in (node, *node.all_input_nodes)]
-    return {traits_of(value).kind for value in values if isinstance(value, torch.Tensor)}
+    tensors = (value for value in values if isinstance(value, torch.Tensor))
+    return {traits_of(tensor).kind for tensor in tensors if tensor.dim() >= least_dim}

@@ -69,6 +69,7 @@ class _Cut:
         for node in filter(_is_size, gm.graph.nodes):
             if node.all_input_nodes and all(map(_is_size, node.all_input_nodes)):
                 self.sizes.setdefault(_torch_compat.size_expression(node.meta["val"]), node)
+        self._made_of_sizes = _made_of_sizes(gm.graph)
         output = next(node for node in reversed(gm.graph.nodes) if node.op == "output")
         self._results = [_alias_of(node) for node in output.args[0]]
 
@@ -102,10 +103,15 @@ class _Cut:
                 yield given
 
     def is_taken_again(self, node: fx.Node, segment: int) -> bool:
-        """True where `segment` makes a view of another one again: where the view cannot cross the
-        cut, or is one of an input of that other segment.  A piece also does this wherever the base
-        can cross: the base is the one whose strides leave no gaps.
+        """True where `segment` makes a node of another one again.
+
+        It does so with a view that cannot cross the cut, or is one of an input of that other
+        segment.  A piece also does this wherever the base can cross: the base is the one whose
+        strides leave no gaps.  What is made of sizes alone, such as an arange that layers of
+        experts share, is made again where it cannot cross.
         """
+        if node in self._made_of_sizes and not _can_cross(node):
+            return self.segment[node] != segment and segment not in self._operators
         is_view = node.op == "call_function" and _torch_compat.returns_alias(node.target)
         if not is_view or _torch_compat.is_mutable(node.target) or self.segment[node] == segment:
             return False
@@ -290,6 +296,33 @@ def _segments(graph: fx.Graph, cuts: Sequence[Any]) -> dict[fx.Node, int]:
         else:
             segments[node] = current
     return segments
+
+
+def _made_of_sizes(graph: fx.Graph) -> set[fx.Node]:
+    """Tensors that sizes and numbers alone determine, and that nothing writes."""
+    written: set[fx.Node] = set()
+    for node in graph.nodes:
+        for index in _torch_compat.mutated_arguments(node.target):
+            base = node.args[index] if index < len(node.args) else None
+            while isinstance(base, fx.Node) and base not in written:
+                written.add(base)
+                is_alias = _torch_compat.returns_alias(base.target)
+                base = base.all_input_nodes[0] if is_alias else None
+    made: set[fx.Node] = set()
+    for node in graph.nodes:
+        is_made = node not in written and _is_sure(node.target) and not _is_size(node)
+        if is_made and all(_is_size(given) or given in made for given in node.all_input_nodes):
+            made.add(node)
+    return made
+
+
+def _is_sure(target: Any) -> bool:
+    """True of an operator that writes nothing and draws nothing."""
+    return (
+        isinstance(target, torch._ops.OpOverload)
+        and not _torch_compat.is_mutable(target)
+        and torch.Tag.nondeterministic_seeded not in target.tags
+    )
 
 
 def _alias_of(node: fx.Node) -> fx.Node:

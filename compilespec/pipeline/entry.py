@@ -46,7 +46,6 @@ from compilespec.runtime.engine import Engine
 from compilespec.runtime.serving import EngineReport, ServingOptions
 from compilespec.runtime.step_costs import measure
 from compilespec.runtime.step_runner import StepRunner
-from compilespec.runtime.weights import share_merged
 from compilespec.tracing.load import Target, load_target
 from compilespec.tracing.placement import read_device
 
@@ -129,9 +128,9 @@ def _start(load: Callable[[], Target], asked: CheckedCall, reporter: Reporter) -
             lowered,
             buckets=options.bucket_sizes,
             graphs=options.graphs,
+            model=target.model,
             num_state_places=num_state_places(program, options),
         )
-        share_merged(target.model, program, lowered.graphs, runner.weights)
     runner.capture(reporter)
     executor = runner if ranks is None else lead_or_follow(ranks, runner, reporter)
     policy = None

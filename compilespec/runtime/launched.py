@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from compilespec.cudagraphs.staging import pinned_like
 from compilespec.passes.splice.evidence import Evidence, read_outcome
 from compilespec.program import PAD
 
@@ -26,7 +27,7 @@ class Launched:
         self.evidence: list[Evidence] = []  # the evidence of each row, once it was read
         self._ready: torch.cuda.Event | None = None
         if emitted_BS.is_cuda:
-            self._pinned = [torch.empty(r.shape, dtype=r.dtype, pin_memory=True) for r in results]
+            self._pinned = [pinned_like(result) for result in results]
             for pinned, result in zip(self._pinned, results, strict=True):
                 pinned.copy_(result, non_blocking=True)
             self._ready = torch.cuda.Event()

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from compilespec.cudagraphs.buckets import Bucket, Buckets, choose_buckets
 from compilespec.cudagraphs.dispatcher import Dispatcher, capture_all
@@ -56,13 +56,15 @@ class StepRunner:
         *,
         buckets: Sequence[int] | Buckets | None = None,
         graphs: GraphOptions | None = None,
+        model: nn.Module | None = None,
         num_state_places: int = 0,
     ) -> None:
-        """Allocate buffers and bind weights; nothing is captured yet.
+        """Bind weights and allocate buffers; nothing is captured yet.
 
         Args:
             buckets: sizes that batches are padded to; decode alone, where they are numbers.
             graphs: the graphs to capture; None: none.
+            model: its parameters become rows of merged weights; None: all stay what they are.
             num_state_places: copies of the recurrent states of a row, for shared prefixes.
         """
         program, config = lowered.program, lowered.program.config
@@ -74,6 +76,7 @@ class StepRunner:
         self._taps = None if recorder is None else Taps(recorder)
         is_asked = config.features.prompt_logprobs
         self._prompts = PromptLogprobs(HeadFunction(program.target)) if is_asked else None
+        self.weights = bind_weights(program, lowered.graphs, model)
         self.buffers: dict[str, Tensor] = {
             spec.name: allocate(spec, config.device) for spec in program.buffers
         }
@@ -82,7 +85,6 @@ class StepRunner:
         )
         self._host = HostWrites(self.buffers, config.device)
         self._past_texts = PastTexts(self._host) if BUFFER in self.buffers else None
-        self.weights = bind_weights(program, lowered.graphs)
         inputs = {spec.name for spec in lowered.graphs["prefill"].inputs}
         self._beside_ids = tuple(name for name in BESIDE_IDS if name in inputs)
         self._graphs = graphs or GraphOptions(mode="none")

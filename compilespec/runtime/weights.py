@@ -6,13 +6,14 @@ import contextlib
 import ctypes
 import itertools
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import cast
 
 import torch
 from torch import Tensor, nn
 
 from compilespec import _torch_compat
+from compilespec.ops.device import traits_of
 from compilespec.ops.quantized_linear import LAYOUTS
 from compilespec.program import PIECE, InputSpec, LoweredPhase, SpecProgram, StepKey
 from compilespec.runtime.mapped_pages import MappedPages
@@ -20,15 +21,23 @@ from compilespec.runtime.mapped_pages import MappedPages
 GIVEN_BACK = 2**25  # bytes at a time
 
 
-def bind_weights(program: SpecProgram, graphs: Mapping[StepKey, LoweredPhase]) -> dict[str, Tensor]:
-    """Every weight input by name, merged and packed once for all graphs that read it.  The program
-    forgets pieces that were cut for a rank, so that none is in memory twice; pages of a mapped
-    checkpoint go back to the system.
+def bind_weights(
+    program: SpecProgram, graphs: Mapping[StepKey, LoweredPhase], model: nn.Module | None = None
+) -> dict[str, Tensor]:
+    """Every weight input by name, merged and packed once for all graphs that read it.
+
+    The parameters of `model` and of the drafter become rows of the merged weights that were made
+    from them, each right after it was made: at most one merged weight is in memory twice at a
+    time.  Their values stay the same; packed weights are left alone.  The program forgets pieces
+    that were cut for a rank; pages of a mapped checkpoint go back to the system.
+
+    Args: model: None: all parameters stay what they are.
     """
     weights = cast(dict[str, Tensor], program.weights)
     specs = {s.name: s for graph in graphs.values() for s in graph.inputs if s.kind == "weight"}
     unread = Counter(source for spec in specs.values() for source in spec.sources)
     as_they_are = {s.sources[0] for s in specs.values() if len(s.sources) == 1 and not s.packed}
+    holders = {} if model is None else _holders(program, model)
     bound: dict[str, Tensor] = {}
     mapped, freed = MappedPages(), 0
     given_up = _parts_to_give_up(program)
@@ -39,16 +48,21 @@ def bind_weights(program: SpecProgram, graphs: Mapping[StepKey, LoweredPhase]) -
         mapped.give_back(weights[source] for source in done)
         for source in done:
             part = weights[source]
-            if not part.is_meta and _torch_compat.storage_place(part) in given_up:
+            place = _torch_compat.storage_place(part)
+            if not part.is_meta and place in given_up:
+                given_up.remove(place)  # another weight may be made there
+                holders.pop(place, None)
                 freed += part.nbytes
                 weights[source] = part.to("meta")
                 part.untyped_storage().resize_(0)  # for all that hold it
         for piece in (s for s in spec.sources if s.endswith(PIECE) and not unread[s]):
             freed += weights[piece].nbytes
             weights[piece] = weights[piece].to("meta")
+        if len(spec.sources) > 1 and not spec.packed:
+            freed += _share(bound[name], [weights[source] for source in spec.sources], holders)
         if freed > GIVEN_BACK:
             freed = 0
-            _give_back()
+            _give_back(program.config.device)
     return bound
 
 
@@ -58,41 +72,42 @@ def _parts_to_give_up(program: SpecProgram) -> set[tuple[int, ...]]:
     return {_torch_compat.storage_place(part) for weight in own for part in _plain_tensors(weight)}
 
 
-def _give_back() -> None:
-    """Give freed memory back to the system; otherwise glibc keeps it."""
+def _give_back(device: torch.device) -> None:
+    """Give freed memory back to the system; glibc and torch's allocator otherwise keep it, in
+    places that are too small for the next merged weight.
+    """
+    if traits_of(device).is_cuda:
+        torch.cuda.empty_cache()
+        return
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
 
 
-def share_merged(
-    model: nn.Module,
-    program: SpecProgram,
-    graphs: Mapping[StepKey, LoweredPhase],
-    bound: Mapping[str, Tensor],
-) -> int:
-    """Make the parameters of `model` rows of the merged weights that were made from them, so that
-    none is in memory twice.  Their values stay the same; packed weights are left alone.
+Holders = dict[tuple[int, ...], list[Tensor]]  # the tensors that hold a memory, by its place
 
-    Returns: bytes that were given back.
-    """
-    kept = [*model.parameters(), *program.weights.values(), *program.target.weights.values()]
-    holders: dict[tuple[int, ...], list[Tensor]] = {}
+
+def _holders(program: SpecProgram, model: nn.Module) -> Holders:
+    """All plain tensors through which weights are kept; not those of pieces, which are let go."""
+    modules = [one for one in (model, program.drafter) if isinstance(one, nn.Module)]
+    kept = [tensor for one in modules for tensor in (*one.parameters(), *one.buffers())]
+    kept += [weight for name, weight in program.weights.items() if not name.endswith(PIECE)]
+    kept += program.target.weights.values()
+    holders: Holders = {}
     for tensor in itertools.chain.from_iterable(map(_plain_tensors, kept)):
-        if tensor.is_meta:  # let go of
-            continue
-        holders.setdefault(_torch_compat.storage_place(tensor), []).append(tensor)
-    merged = {s.name: s for g in graphs.values() for s in g.inputs if len(s.sources) > 1}
+        if not tensor.is_meta:  # else let go of
+            holders.setdefault(_torch_compat.storage_place(tensor), []).append(tensor)
+    return holders
+
+
+def _share(merged: Tensor, parts: Sequence[Tensor], holders: Holders) -> int:
+    """Make the holders of the parts rows of the merged weight; returns the bytes that are free."""
     given_back = 0
-    for spec in merged.values():
-        if spec.packed:
-            continue
-        parts = [program.weights[name] for name in spec.sources]
-        for part, rows in zip(parts, bound[spec.name].split([len(p) for p in parts]), strict=True):
-            same = holders.pop(_torch_compat.storage_place(part), [])
-            given_back += rows.nbytes if same else 0  # else of an earlier merged weight
-            for tensor in same:
-                if tensor.shape == rows.shape:
-                    tensor.data = rows
+    for part, rows in zip(parts, merged.split([len(part) for part in parts]), strict=True):
+        same = holders.pop(_torch_compat.storage_place(part), [])
+        given_back += rows.nbytes if same else 0  # else of an earlier merged weight
+        for tensor in same:
+            if tensor.shape == rows.shape:
+                tensor.data = rows
     return given_back
 
 

@@ -25,6 +25,7 @@ from compilespec.cudagraphs.recorder import GraphRecorder
 from compilespec.cudagraphs.recording import Signature
 from compilespec.cudagraphs.report import GraphKey
 from compilespec.errors import InvalidOption, StaleGraphInput
+from compilespec.lowering.stitching import OpStep, PieceStep, Stitched, StitchPlan
 from compilespec.program import InputSpec, LoweredPhase, Phase, ProgramConfig, StepKey
 from compilespec.progress import Progress, Reporter
 
@@ -244,8 +245,11 @@ def test_decode_steps_are_captured_first_and_of_each_phase_the_largest() -> None
         recorder=recorder,
     )  # fmt: skip
     prefill = Dispatcher(
-        replace(toys[1].phase("prefill"), inputs=(InputSpec(name="ids_T", kind="batch"),)), {},
-        CONFIG, buckets=[(1, 8), (4, 8), (1, 24), (9, 24)], kind="piecewise", recorder=recorder,
+        replace(
+            toys[1].phase("prefill"), inputs=(InputSpec(name="ids_T", kind="batch"),),
+            stitched=Stitched(StitchPlan(num_inputs=1, steps=(), outputs=()), {}),
+        ), {}, CONFIG, buckets=[(1, 8), (4, 8), (1, 24), (9, 24)], kind="piecewise",
+        recorder=recorder,
     )  # fmt: skip
     capture_all([prefill, decode], startup_seconds=600)
     assert [key.bucket for key in keys] == [(9,), (4,), (1,), (9, 24), (1, 24), (4, 8), (1, 8)]
@@ -344,6 +348,31 @@ def test_replay_refuses_an_input_that_is_another(
     assert "copy_()" in message
     assert "\n" not in message
     assert toy.state[1] == 1, "nothing ran"
+
+
+def test_replays_between_pieces_keep_no_autograd_history() -> None:
+    """A model's own parameters, such as learned sinks, may ask for gradients."""
+    plan = StitchPlan(
+        num_inputs=2,
+        steps=(
+            PieceStep(piece="twice", inputs=(0,), outputs=(2,)),
+            OpStep(target="aten.mul.Tensor", args=(("value", 2), ("value", 1)), output=3),
+            PieceStep(piece="twice", inputs=(3,), outputs=(4,)),
+        ),
+        outputs=(4,),
+    )
+    stitched = Stitched(plan, {"twice": lambda given: (given * 2,)})
+    inputs = (InputSpec(name="row_B", kind="batch"), InputSpec(name="sinks", kind="weight"))
+    phase = replace(Toy().phase(), inputs=inputs, call=torch.no_grad()(stitched), stitched=stitched)
+    recorder = GraphRecorder(EmulatedDriver(), GraphOptions(), mode="piecewise")
+    one = Dispatcher(
+        phase, {"sinks": torch.nn.Parameter(torch.ones(1))}, CONFIG, buckets=[(2,)],
+        kind="piecewise", recorder=recorder,
+    )  # fmt: skip
+    for _ in range(2):
+        (made,) = one({"row_B": [3, 5]})
+        assert made.tolist() == [12, 20]
+        assert made.grad_fn is None
 
 
 def test_values_written_into_a_captured_tensor_are_seen() -> None:

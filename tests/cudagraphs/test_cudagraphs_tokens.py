@@ -5,17 +5,21 @@ Padding, expired values and outputs of earlier calls are poisoned, so that whoev
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from torch import fx
 
-from compilespec import SamplingParams
+import compilespec
+from compilespec import SamplingParams, lowering
 from compilespec.cudagraphs.drivers import poison
 from compilespec.cudagraphs.modes import MODES
-from compilespec.errors import StaleGraphInput
+from compilespec.errors import PassError, StaleGraphInput
 from compilespec.runtime.executor import PrefillChunk
 from compilespec.runtime.step_runner import StepRunner
 from tests.support.graph_site import BUCKETS, MAX_SEQ_LEN, Site, the_site
-from tests.support.models import run_traffic
+from tests.support.models import run_traffic, tiny_target
 
 CAPTURED = [mode for mode in MODES if mode != "none"]
 
@@ -80,6 +84,37 @@ def test_pieces_are_a_graph_each_with_attention_between(site: Site) -> None:
     num_attention = 3 + 2  # target layers, and a drafter layer in each of two passes
     assert {graph["num_graphs"] for graph in report["graphs"]} == {num_attention + 1}
     runner.close()
+
+
+@pytest.mark.parametrize("is_cut", [True, False], ids=["cut", "refused"])
+def test_grouped_experts_in_graphs(
+    is_cut: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The layers' experts share an arange, of two numbers a token, that can cross no cut.  What
+    cannot be cut at all is captured whole, and says so.
+    """
+
+    def refuse(gm: fx.GraphModule) -> Any:
+        raise PassError("mm has a size that is an expression")
+
+    if not is_cut:
+        monkeypatch.setattr(lowering, "split_at_attention", refuse)
+    model = tiny_target("qwen3_moe", torch.bfloat16, experts="grouped_mm", num_layers=2)
+    params = SamplingParams(max_new_tokens=5, ignore_eos=True)
+    texts = []
+    for mode in ("none", "full_and_piecewise"):
+        with compilespec.compile(
+            model, "none", backend="eager", cudagraphs=mode, max_batch_size=1, max_seq_len=32,
+            max_prefill_tokens=16, buckets={"prefill": [(1, 16)]},
+        ) as engine:  # fmt: skip
+            texts.append(engine.generate([[5, 6, 7, 8, 9, 11]], params)[0].token_ids)
+            report = engine.plan().get("cudagraphs")
+    assert texts[0] == texts[1]
+    kinds = {graph["phase"]: (graph["kind"], graph["num_graphs"]) for graph in report["graphs"]}
+    assert kinds["decode"] == ("full", 1)
+    assert kinds["prefill"] == (("piecewise", 3) if is_cut else ("full", 1))
+    assert ("prefill is lowered as a whole: mm has a size" in caplog.text) is not is_cut
+    assert ("prefill is not in pieces" in caplog.text) is not is_cut
 
 
 def test_capturing_and_padded_batches_change_no_state(site: Site) -> None:

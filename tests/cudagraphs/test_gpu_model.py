@@ -8,11 +8,13 @@ sees exactly what was written before it.  The faults show that the model would t
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import hypothesis.strategies as st
 import pytest
@@ -304,7 +306,9 @@ def test_a_write_of_its_own_waits_for_the_step_in_flight(pace: Pace) -> None:
 
 
 def test_a_call_that_waits_falls_back_aloud(caplog: pytest.LogCaptureFixture) -> None:
-    """Nobody knew: the first capture fails, and nothing more is captured; the tokens are right."""
+    """Nobody knew: the first capture fails, and no other of the step is tried; the tokens are
+    right.
+    """
     with world(1, "full", waits=True) as one, caplog.at_level(logging.WARNING, "compilespec"):
         assert one.run(TRAFFIC) == right(TRAFFIC)
         report = one.recorder.report.as_dict()
@@ -313,6 +317,73 @@ def test_a_call_that_waits_falls_back_aloud(caplog: pytest.LogCaptureFixture) ->
     assert first.startswith("it cannot be captured (CUDA error: operation not permitted")
     assert set(others) == {"capturing decode, K=0: 1 (full) failed"}
     assert "no graph for decode, K=0: 1 (full): it cannot be captured" in caplog.text
+
+
+def test_a_step_whose_capture_failed_leaves_other_steps_their_graphs() -> None:
+    with world(1, "full", waits=True) as one:
+        sound = World(one.gpu, "full")
+        key = StepKey("decode", 0, "greedy")
+        other = Dispatcher(
+            replace(sound.call._phase, key=key), sound.buffers, sound.call._config,
+            buckets=[(1,), (2,), (R,)], kind="full", recorder=one.recorder,
+        )  # fmt: skip
+        sound.call = other
+        assert one.run(TRAFFIC) == right(TRAFFIC) == sound.run(TRAFFIC)
+        report = one.recorder.report
+    assert {record.key.step for record in report.captured} == {key}
+    assert {dropped.step for dropped in report.dropped} == {one.call.key}
+
+
+def test_memory_of_graphs_is_what_their_captures_took(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not what earlier work left in the allocator's cache, which is given back on the way."""
+    mib = 2**20
+    with world("at once", "full") as one:
+        memory = {"cached": 500 * mib, "graphs": 0}
+        capture = CudaDriver.capture
+
+        def captured(driver: CudaDriver, call: Any) -> Any:
+            memory["graphs"] += 3 * mib
+            return capture(driver, call)
+
+        monkeypatch.setattr(CudaDriver, "capture", captured)
+        monkeypatch.setattr(torch.cuda, "empty_cache", lambda: memory.update(cached=0))
+        monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: sum(memory.values()))
+        capture_all([one.call], startup_seconds=600)
+        assert [record.mib for record in one.recorder.report.captured] == [3.0] * 3
+
+
+def test_capturing_many_buckets_waits_and_collects_once() -> None:
+    with world("at once", "full") as one, mock.patch("gc.collect") as collect:
+        capture_all([one.call], startup_seconds=600)
+        assert len(one.recorder.report.captured) == 3
+        assert one.gpu.counts["synchronised"] == 1
+    assert collect.call_count == 1
+    assert gc.isenabled()
+
+
+def test_captures_have_a_stream_of_their_own() -> None:
+    """A library's workspace is made by stream: that of a first call is nobody's, and may be
+    cleared, while that of a capture belongs to the graphs' pool.
+    """
+    with world("at once", "full") as one:
+        streams = []
+
+        def noted(*inputs: Tensor) -> Any:
+            streams.append(one.gpu.current_stream(one.gpu.device))
+            return Kernel(one.gpu, whole)(*inputs)
+
+        one.call._phase = replace(one.call._phase, call=noted)
+        one.call.capture((2,))
+        usual = one.gpu.streams[one.gpu.device]
+        assert [stream is usual for stream in streams] == [True, False]
+
+
+def test_pinned_memory_belongs_to_the_engines_device() -> None:
+    """Elsewhere it would open a context on a device that the engine does not use."""
+    with world("at once", "full") as one:
+        assert one.run(TRAFFIC) == right(TRAFFIC)
+        assert one.gpu.current_device != one.gpu.device
+        assert one.gpu.counts["pinned elsewhere"] == 0
 
 
 def test_a_phase_that_is_known_to_wait_is_not_captured(caplog: pytest.LogCaptureFixture) -> None:

@@ -149,6 +149,40 @@ def test_a_view_with_a_product_for_a_size_is_taken_again(cut_at_sin: None) -> No
     assert len(first.outputs) == 1
 
 
+@pytest.mark.usefixtures("cut_at_sin")
+def test_what_is_made_of_sizes_alone_is_made_again_in_each_piece() -> None:
+    """As the arange over chosen experts, two a token, that all layers share."""
+
+    def layers(x: Tensor) -> tuple[Tensor]:
+        places = torch.arange(x.shape[0] * 2)
+        for _ in range(3):
+            pairs = x.repeat_interleave(2, 0, output_size=x.shape[0] * 2) * places[:, None]
+            x = torch.sin(pairs.view(-1, 2, 3).sum(1)) * places.view(-1, 2)[:, :1]
+        return (x,)
+
+    plan = assert_same(layers, (3,))
+    first, *_, again, last = plan.piece_steps
+    assert [len(step.outputs) for step in plan.piece_steps] == [1] * 4, "no arange crosses"
+    assert len({first.piece, again.piece, last.piece}) == 3 == len(plan.keys)
+
+
+@pytest.mark.usefixtures("cut_at_sin")
+@pytest.mark.parametrize("make", [torch.zeros, torch.rand], ids=["written", "random"])
+def test_what_is_written_or_drawn_is_not_made_again(make: Callable[..., Tensor]) -> None:
+    def step(x: Tensor) -> tuple[Tensor]:
+        made = make(x.shape[0] * 2, dtype=torch.float32)
+        made[:2].add_(1)
+        return (torch.sin(x) + made[: x.shape[0], None],)
+
+    gm = traced(step, (3,))
+    if make is torch.rand:  # as it is, not written
+        (written,) = (n for n in gm.graph.nodes if "add_" in str(n.target))
+        written.replace_all_uses_with(written.args[0])
+        gm.graph.erase_node(written)
+    with pytest.raises(PassError, match="has a size that is an expression"):
+        split_at_attention(gm)
+
+
 def test_what_cannot_cross_is_an_error(cut_at_sin: None) -> None:
     def flat(x: Tensor) -> tuple[Tensor]:
         rows = x.reshape(-1, 3) * 2  # [4 * B, 3], no view
@@ -492,6 +526,6 @@ def test_what_cannot_be_cut_is_compiled_as_a_whole(
     monkeypatch.setattr(lowering, "split_at_attention", refuse)
     with caplog.at_level(logging.WARNING, logger="compilespec"):
         lowered = lower(shallow, cache=ArtifactCache(tmp_path), units=IN_PIECES)
-    assert "decode, K=0 is compiled as a whole: mm has a size" in caplog.text
+    assert "decode, K=0 is lowered as a whole: mm has a size" in caplog.text
     assert len(compiled) == 2
     assert tokens(lowered) == tokens(lower(shallow, backend="eager"))

@@ -274,3 +274,19 @@ def test_split_contexts_make_two_to_four_programs_a_multiprocessor():
     assert kernel.choose_segments(600, 131072) == 1
     assert kernel.choose_segments(1, 131072) == kernel.MAX_SEGMENTS
     assert [kernel.choose_segments(8, keys) for keys in (0, 1, 128, 129, 1000)] == [1, 1, 1, 2, 8]
+
+
+@pytest.mark.parametrize(("num_tokens", "num_segments"), [(64, 8), (256, 2), (512, 1), (2048, 1)])
+def test_prompts_are_split_only_while_multiprocessors_are_idle(
+    num_tokens: int, num_segments: int
+) -> None:
+    """Of Llama-3.1-8B: four query heads a KV head, eight KV heads, a table of 4096 tokens.
+
+    A tile of 128 rows takes the registers of a multiprocessor: more programs would wait, and their
+    parts be written, read and merged.
+    """
+    tile = kernel.choose_tile(4 * num_tokens, 4, 128, torch.bfloat16)
+    assert tile.is_large
+    num_tiles = -(-num_tokens // tile.num_tokens)
+    made = kernel.choose_segments(8 * num_tiles, 4096, is_large=tile.is_large)
+    assert made == num_segments

@@ -13,6 +13,7 @@ copies     From pinned memory with `non_blocking` the memory is read when the de
 host       Memory that a copy will fill holds garbage until it has run.
 graphs     A capture runs nothing; a replay runs its commands on the memory of the capture.  Waiting
            while a stream captures is an error, and spoils the capture.
+host       Pinned memory belongs to the device that is current when it is asked for (`counts`).
 pools      Memory that a capture took and nothing holds any more belongs to what is captured next in
            the same pool: there it is overwritten.  Other memory that nothing holds is overwritten
            as soon as the device gets there.
@@ -393,6 +394,7 @@ class Gpu:
             "empty_cache": lambda: None,
             "mem_get_info": lambda device=None: (2**33, 2**34),
             "memory_reserved": lambda device=None: 0,
+            "memory_allocated": lambda device=None: 0,
         }
         makers = ("empty", "empty_strided", "zeros", "full", "tensor", "arange")
         with contextlib.ExitStack() as stack:
@@ -412,6 +414,7 @@ class Gpu:
         def make(*args: Any, **kwargs: Any) -> Tensor:
             device, is_pinned = kwargs.get("device"), kwargs.pop("pin_memory", False)
             if is_pinned:
+                self.counts["pinned elsewhere"] += self._device != self.device
                 return self.pin(real(*args, **kwargs))
             if device is None or torch.device(device).type != "cuda":
                 return real(*args, **kwargs)

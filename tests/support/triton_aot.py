@@ -2,7 +2,7 @@
 
 A driver that knows only the target stands in for CUDA's, so that arguments are specialised as a
 real launch would have them; what comes out is the machine code of ptxas.  Run as a script, in a
-separate process, without TRITON_INTERPRET: `python triton_aot.py CASES.py FUNCTION`.
+separate process, without TRITON_INTERPRET: `python triton_aot.py CASES.py FUNCTION ARCH`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tools.without_gpu.gpus import GPUS, Driver
 from tools.without_gpu.machine_code import Kernel, compiling_launches
 
 
-def compile_launches(call: Callable[[], Any]) -> list[dict[str, Any]]:
+def compile_launches(call: Callable[[], Any], arch: str = "sm_90") -> list[dict[str, Any]]:
     """Run `call`; each launch in it compiles and runs nothing.  One record a kernel compiled."""
     done: list[dict[str, Any]] = []
     started = time.perf_counter()
@@ -33,17 +33,17 @@ def compile_launches(call: Callable[[], Any]) -> list[dict[str, Any]]:
                      "seconds": seconds, "registers": kernel.registers, "stack": kernel.stack}
         )  # fmt: skip
 
-    triton.runtime.driver.set_active(Driver(GPUS["sm_90"], "meta"))
+    triton.runtime.driver.set_active(Driver(GPUS[arch], "meta"))
     with compiling_launches(launched):
         call()
     return done
 
 
 def main() -> None:
-    folder, name = Path(sys.argv[1]), sys.argv[2]
+    folder, name, arch = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
     sys.path.insert(0, str(folder.parent))
     cases = getattr(importlib.import_module(folder.stem), name)
-    print(json.dumps({label: compile_launches(call) for label, call in cases().items()}))
+    print(json.dumps({label: compile_launches(call, arch) for label, call in cases().items()}))
 
 
 if __name__ == "__main__":

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import json
+import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from tools import gpu_check
+import compilespec
+from compilespec.program import StepKey
+from tools import gpu_check, parts
+from tools.gpu import measure, steps
 from tools.gpu.measure import PLAIN, VERIFY
-from tools.gpu.models import SHAPES, SMOKE_SHAPES
+from tools.gpu.models import SHAPES, SMOKE_SHAPES, make_target
 from tools.gpu.summary import part_name
 from tools.gpu_check import GOALS_OF, Part
 
@@ -37,6 +43,8 @@ def test_smoke_runs_the_whole_path(tmp_path: Path) -> None:
             assert step["step_ms"]["p50"] > 0
             assert step["host_us"]["p50"] > 0
             assert 0 <= step["idle_share"] < 1
+            assert step["sampled"]["step_ms"]["p50"] > 0
+            assert step["sampled"]["emitted_per_row"] == emitted
         assert ended["num_recompiles"] == 0
         assert result["share_of_copy"][f"small, {way}"] > 0
         assert result["times_as_fast_as"][f"small, {way}"]["eager"] > 0
@@ -155,6 +163,82 @@ def test_what_the_goals_need_comes_first() -> None:
     assert {f"{name}, {peer}" for name in SHAPES for peer in ("eager", "vllm")} <= set(planned)
     for part in planned.values():
         assert part.least_s <= part.limit_s <= 240
+
+
+def test_all_files_with_gpu_tests_are_named() -> None:
+    marked = {
+        str(path.relative_to(parts.ROOT))
+        for path in (parts.ROOT / "tests").rglob("test_*.py")
+        if re.search(r"^(@|pytestmark = )pytest\.mark\.gpu$", path.read_text(), re.MULTILINE)
+    }
+    assert marked == set(gpu_check.GPU_TESTS)
+    command = dict(gpu_check.parts_of(SHAPES, is_smoke=False, tests=True))["tests"].arguments
+    assert set(gpu_check.GPU_TESTS) < set(command)
+    assert "tests" not in command
+
+
+def test_the_text_of_failed_tests_is_kept() -> None:
+    done = fake("[print(f'line {n}') for n in range(100)]; exit(1)")
+    error = parts.run(done.arguments, 60)["error"]
+    assert error[0] == "line 0"
+    assert error[-1] == "line 99"
+
+
+# --- what is measured ---
+
+
+def test_greedy_and_sampled_steps_are_both_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where rows say nothing of sampling, the full step is launched."""
+    shape = SMOKE_SHAPES["small"]
+    model = make_target(shape, torch.float32, torch.device("cpu"))
+    launched = []
+    with compilespec.compile(
+        model, "none", backend="eager", greedy_step=True, max_batch_size=1, max_seq_len=64
+    ) as engine:
+        runner: Any = engine.executor
+        calls = {**runner.calls}
+        for key, call in calls.items():
+            monkeypatch.setattr(
+                call, "_phase", replace(call._phase, call=noting(launched, key, call._phase.call))
+            )
+        measure.measure_steps(runner, model, 1, shape, measure.SMOKE)
+    decodes = [key.kind for key in launched if key.phase == "decode"]
+    assert set(decodes[: len(decodes) // 2]) == {"greedy"}
+    assert set(decodes[len(decodes) // 2 :]) == {"full"}
+
+
+def noting(launched: list[StepKey], key: StepKey, call: Any) -> Any:
+    return lambda *inputs: launched.append(key) or call(*inputs)
+
+
+def test_device_time_leaves_out_the_hosts_latency(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = {"host": 0.0, "device": 0.0}  # seconds
+
+    def enqueue(seconds: float) -> float:
+        clock["device"] = max(clock.values()) + seconds
+        return clock["device"]
+
+    class Event:
+        at = 0.0
+
+        def record(self) -> None:
+            self.at = enqueue(0.0)
+
+        def synchronize(self) -> None:
+            clock["host"] = max(clock.values())
+
+        def elapsed_time(self, later: Event) -> float:
+            return 1e3 * (later.at - self.at)
+
+    def call() -> None:
+        clock["host"] += 0.005  # before it launches
+        enqueue(0.002)
+
+    monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: Event())
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: enqueue(cycles / 2e9))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: Event().synchronize())
+    monkeypatch.setattr(steps.time, "perf_counter", lambda: clock["host"])
+    assert steps.device_ms(call, torch.device("cuda")) == pytest.approx(2.0)
 
 
 def test_the_real_shapes_are_those_that_were_asked_for() -> None:

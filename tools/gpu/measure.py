@@ -25,6 +25,11 @@ from tools.gpu.steps import copy_bytes_per_s, count_launches, time_steps
 
 PLAIN, FLASH, VERIFY = "plain", "flash", "verify"
 PEERS = ("eager", "compiled", "vllm")  # transformers' two, and vLLM
+SAMPLED: dict[str, Any] = {
+    "temperature": 0.7,
+    "top_p": 0.9,
+    "top_k": 50,
+}  # the parameters of sampled steps
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,11 +150,36 @@ def measure_program(shape: Shape, setting: Setting, way: str) -> None:
 def measure_steps(
     runner: Any, model: Any, batch: int, shape: Shape, setting: Setting
 ) -> dict[str, Any]:
-    """Time the steps of a batch whose prompts have been prefilled."""
+    """Time a batch's steps: those of greedy requests, and under "sampled" those of others."""
+    import compilespec
+
+    is_dense = "num_experts" not in shape.config
+    weights = num_bytes_read(runner.weights, model) if is_dense else None
+    both = (compilespec.SamplingParams(), compilespec.SamplingParams(**SAMPLED))
+    greedy, sampled = (measure_sampling(runner, batch, shape, setting, one) for one in both)
+    return {
+        "batch": batch,
+        "context": shape.context,
+        "weight_gb": None if weights is None else weights / 1e9,
+        **greedy,
+        "sampled": sampled,
+    }
+
+
+def measure_sampling(
+    runner: Any, batch: int, shape: Shape, setting: Setting, params: Any
+) -> dict[str, Any]:
+    """Time the steps of a batch whose prompts have been prefilled with these parameters."""
     from compilespec.runtime.executor import PrefillChunk
+    from compilespec.runtime.sampling_rows import RowSampling
 
     sizes, rows = runner.geometry, list(range(batch))
     for row in rows:
+        sampling = RowSampling(
+            params=params, bias=None, seed=row, token_ids=(), num_prompt_tokens=shape.context,
+            stop_token_ids=(),
+        )  # fmt: skip
+        runner.set_sampling(row, sampling)
         first = row * sizes.config.blocks_per_row
         runner.set_blocks(row, list(range(first, first + sizes.config.blocks_per_row)))
         tokens = prompt_of(shape, row)
@@ -166,15 +196,10 @@ def measure_steps(
 
     emitted = [len(tokens) for tokens in runner.collect(launch())]
     times = time_steps(launch, runner.collect, setting.device, setting.num_steps)
-    is_dense = "num_experts" not in shape.config
-    weights = num_bytes_read(runner.weights, model) if is_dense else None
     return {
-        "batch": batch,
-        "context": shape.context,
         "emitted_per_row": sum(emitted) / batch,
         **times,
         "launches": count_launches(launch, setting.device),
-        "weight_gb": None if weights is None else weights / 1e9,
     }
 
 

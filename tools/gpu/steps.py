@@ -11,6 +11,7 @@ import torch
 from tools.bench.measure import quantiles
 
 NUM_WARM = 3
+_CYCLES_PER_S = 2e9  # of a GPU's clock, at most
 
 
 def copy_bytes_per_s(device: torch.device, num_bytes: int, repeats: int = 10) -> float:
@@ -22,12 +23,21 @@ def copy_bytes_per_s(device: torch.device, num_bytes: int, repeats: int = 10) ->
 
 
 def device_ms(call: Callable[[], Any], device: torch.device) -> float:
-    """Milliseconds that a call keeps the device busy; wall time on the CPU."""
+    """Milliseconds that a call keeps the device busy; wall time on the CPU.
+
+    The device is busy with other work until the host has launched all: it does not wait for the
+    host between the two events.
+    """
     if device.type != "cuda":
         start = time.perf_counter()
         call()
         return (time.perf_counter() - start) * 1e3
+    torch.cuda.synchronize(device)
+    start = time.perf_counter()
+    call()  # the host takes as long for the next one
+    host_s = time.perf_counter() - start
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda._sleep(int(2 * host_s * _CYCLES_PER_S))
     begin.record()
     call()
     end.record()

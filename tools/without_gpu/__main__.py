@@ -20,6 +20,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     steps.add_argument("--num-draft-tokens", type=int, nargs="+")
     steps.add_argument("--only", metavar="STEP", help="such as decode.0.greedy")
     steps.add_argument("--plain", action="store_true", help="without the passes for speed")
+    steps.add_argument("--pieces", action="store_true", help="between attention calls")
     quantized = parts.add_parser("quantized", help="the products of a quantized step")
     quantized.add_argument("names", nargs="*")
     return parser.parse_args(arguments)
@@ -45,6 +46,9 @@ def records(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
         optimised=not options.plain,
         **keywords,
     )
+    if options.pieces:
+        yield from programs.proven_pieces(program, options.arch, options.only)
+        return
     depth = SHAPES[options.shape].config["num_hidden_layers"]
     for record in programs.proven_steps(program, options.arch, depth, options.only):
         yield {**record, "faults": []} if options.plain else record  # nothing is claimed of it

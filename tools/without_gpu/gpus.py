@@ -21,6 +21,8 @@ class Gpu:
     """Bytes of shared memory that a program may ask for."""
     l2_bytes: int
     memory_bytes: int
+    most_threads: int = 2048
+    """Threads of a multiprocessor."""
 
     @property
     def target(self) -> GPUTarget:
@@ -34,7 +36,7 @@ class Gpu:
         return types.SimpleNamespace(
             name=self.name, major=major, minor=minor, warp_size=32,
             multi_processor_count=self.num_multiprocessors, regs_per_multiprocessor=65536,
-            max_threads_per_multi_processor=2048, max_threads_per_block=1024,
+            max_threads_per_multi_processor=self.most_threads, max_threads_per_block=1024,
             total_memory=self.memory_bytes, shared_memory_per_block=48 * 1024,
             shared_memory_per_block_optin=self.most_shared,
             shared_memory_per_multiprocessor=self.most_shared + 1024,
@@ -59,6 +61,41 @@ GPUS = {
         most_shared=163 * 1024,
         l2_bytes=40 << 20,
         memory_bytes=80 << 30,
+    ),
+    "sm_86": Gpu(
+        name="NVIDIA GeForce RTX 3090",
+        capability=(8, 6),
+        num_multiprocessors=82,
+        most_shared=99 * 1024,
+        l2_bytes=6 << 20,
+        memory_bytes=24 << 30,
+        most_threads=1536,
+    ),
+    "sm_89": Gpu(
+        name="NVIDIA GeForce RTX 4090",
+        capability=(8, 9),
+        num_multiprocessors=128,
+        most_shared=99 * 1024,
+        l2_bytes=72 << 20,
+        memory_bytes=24 << 30,
+        most_threads=1536,
+    ),
+    "sm_100": Gpu(
+        name="NVIDIA B200",
+        capability=(10, 0),
+        num_multiprocessors=148,
+        most_shared=227 * 1024,
+        l2_bytes=126 << 20,
+        memory_bytes=180 << 30,
+    ),
+    "sm_120": Gpu(
+        name="NVIDIA GeForce RTX 5090",
+        capability=(12, 0),
+        num_multiprocessors=170,
+        most_shared=99 * 1024,
+        l2_bytes=96 << 20,
+        memory_bytes=32 << 30,
+        most_threads=1536,
     ),
 }
 

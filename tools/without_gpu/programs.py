@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from compilespec.lowering.host_waits import why_host_waits
-from compilespec.program import SpecProgram
+from compilespec.lowering.pieces import split_at_attention
+from compilespec.program import InputSpec, SpecProgram
 from tools.gpu.models import SHAPES
 from tools.without_gpu.absent import absent_gpu
 from tools.without_gpu.dry_run import dry_run
@@ -60,3 +61,33 @@ def proven_steps(
             "launches_at_full_depth": launches,
             **found,
         }
+
+
+def proven_pieces(
+    program: SpecProgram, arch: str, only: str | None = None
+) -> Iterator[dict[str, Any]]:
+    """Compile the distinct pieces of every step, or of the one of a name; one record a piece.
+
+    The operators between pieces are those of the whole step.
+    """
+    gpu = GPUS[arch]
+    for key, graph in program.graphs.items():
+        name = program.graphs.name(key)
+        if only is not None and name != only:
+            continue
+        plan, pieces = split_at_attention(graph.graph_module)
+        places = {step.piece: step.inputs for step in plan.piece_steps}
+        for number, (piece_key, piece) in enumerate(pieces.items(), 1):
+            given = (graph.inputs[n : n + 1] for n in places[piece_key])
+            inputs = [one[0] if one else _VALUE for one in given]
+            compiled = compile_step(on_cuda(piece.graph_module, piece.fakes, inputs), gpu)
+            found = facts(compiled, dry_run(compiled, gpu), program.buffers)
+            yield {
+                "step": f"{name}, piece {number} of {len(pieces)}",
+                "arch": arch,
+                "faults": faults(found, gpu),
+                **found,
+            }
+
+
+_VALUE = InputSpec(name="value", kind="state")  # what an operator or another piece made

@@ -27,6 +27,14 @@ PARTS: dict[str, tuple[str, ...]] = {
     "moe, sm_90": (*_STEPS, "moe", *_ONE_K),
     "llama-3.1-8b, sm_80": (*_STEPS, "llama-3.1-8b", *_ONE_K, "--arch", "sm_80"),
     "moe, sm_80": (*_STEPS, "moe", *_ONE_K, "--arch", "sm_80"),
+    **{
+        f"pieces of {shape}": (*_STEPS, shape, "--layers", "3", "--only", "prefill", "--pieces")
+        for shape in ("llama-3.1-8b", "moe")
+    },
+    **{
+        f"llama-3.1-8b, {arch}": (*_STEPS, "llama-3.1-8b", "--layers", "1", "--arch", arch)
+        for arch in ("sm_86", "sm_89", "sm_100", "sm_120")
+    },
     "quantized": ("tools.without_gpu", "quantized"),
     **{f"interpreted {case}": ("tests.support.interpreted_cuda", case) for case in INTERPRETED},
 }

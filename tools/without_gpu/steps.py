@@ -72,12 +72,15 @@ class CudaStep:
 
 
 def on_cuda(gm: fx.GraphModule, fakes: Sequence[Any], inputs: Sequence[InputSpec] = ()) -> CudaStep:
-    """A copy of a step graph (ATen) with the same symbols, sizes and strides on cuda:0."""
-    graph, names = _copied(gm.graph)
+    """A copy of a step graph (ATen) with the same symbols, sizes and strides on cuda:0.
+
+    What is on another device than the inputs stays there: it is a stray, on a GPU too.
+    """
+    first: Any = next(filter(_is_tensor, fakes))
+    graph, names = _copied(gm.graph, first.device)
     constants = tuple(getattr(gm, name) for name in names)
-    mode: Any = next(getattr(fake, "fake_mode") for fake in fakes if _is_tensor(fake))  # noqa: B009
-    with torch.no_grad(), mode:
-        moved = tuple(_moved(value) for value in (*fakes, *constants))
+    with torch.no_grad(), first.fake_mode:
+        moved = tuple(_moved(value, first.device) for value in (*fakes, *constants))
     infer(graph, moved)
     return CudaStep(
         graph_module=fx.GraphModule(torch.nn.Module(), graph),
@@ -87,14 +90,19 @@ def on_cuda(gm: fx.GraphModule, fakes: Sequence[Any], inputs: Sequence[InputSpec
     )
 
 
-def _moved(value: Any) -> Any:
+def _moved(value: Any, own: torch.device) -> Any:
     if not _is_tensor(value):
         return value
-    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=CUDA)
+    device = CUDA if value.device == own else value.device
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device)
 
 
-def _copied(source: fx.Graph) -> tuple[fx.Graph, list[str]]:
-    """The graph, on CUDA where a device is an argument, and the names of its constants."""
+def _copied(source: fx.Graph, own: torch.device) -> tuple[fx.Graph, list[str]]:
+    """The graph, on CUDA where its own device is an argument, and the names of its constants."""
+
+    def there(argument: Any) -> Any:
+        return CUDA if isinstance(argument, torch.device) and argument == own else argument
+
     graph = fx.Graph()
     names: list[str] = []
     copies: dict[fx.Node, fx.Node] = {}
@@ -107,8 +115,8 @@ def _copied(source: fx.Graph) -> tuple[fx.Graph, list[str]]:
         if node in copies:
             continue
         copy = graph.node_copy(node, lambda given: copies[given])
-        copy.args = fx.node.map_aggregate(copy.args, _to_cuda)
-        copy.kwargs = fx.node.map_aggregate(copy.kwargs, _to_cuda)
+        copy.args = fx.node.map_aggregate(copy.args, there)
+        copy.kwargs = fx.node.map_aggregate(copy.kwargs, there)
         copies[node] = copy
     for node in graph.nodes:
         node.meta.pop("tensor_meta", None)
@@ -130,7 +138,3 @@ def infer(graph: fx.Graph, fakes: Sequence[Any]) -> None:
 
 def _is_tensor(value: Any) -> bool:
     return isinstance(value, torch.Tensor)
-
-
-def _to_cuda(argument: Any) -> Any:
-    return CUDA if isinstance(argument, torch.device) else argument

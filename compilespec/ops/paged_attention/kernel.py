@@ -38,6 +38,7 @@ from compilespec.ops.paged_attention.kernels.attend import (
 )
 
 ENOUGH_PROGRAMS = 512  # at most this many, where contexts are split; two to four a multiprocessor
+ENOUGH_LARGE = 128  # of large tiles: one fills a multiprocessor's registers
 MAX_SEGMENTS = 64
 MIN_SEGMENT = 128  # keys; a multiple of every BLOCK_N
 _COPIED = 1024  # elements that one program of `write_kernel` copies
@@ -142,7 +143,7 @@ def attend(
     most_keys = table_blocks * block_size
     if window > 0:
         most_keys = min(most_keys, window + num_tokens)
-    num_segments = choose_segments(num_tiles * num_groups, most_keys)
+    num_segments = choose_segments(num_tiles * num_groups, most_keys, is_large=tile.is_large)
     is_split = num_segments > 1
     parts = SegmentResults(out, out, out)
     if is_split:
@@ -187,7 +188,13 @@ class Tile:
     keys: int
     num_warps: int
 
+    @property
+    def is_large(self) -> bool:
+        """True of those of prompts, which compute more than they read."""
+        return self.rows > LARGE_ROWS
 
+
+LARGE_ROWS = 64
 WIDE_DIM = 256  # beyond it a tile has few rows, or their values would not fit registers
 WIDE_ROWS = 32
 
@@ -207,12 +214,12 @@ def choose_tile(num_rows: int, group: int, head_dim: int, dtype: torch.dtype) ->
     most = WIDE_ROWS if dtype.itemsize > 2 or is_wide else 128 if head_dim <= 128 else 64
     rows = max(16, min(triton.next_power_of_2(num_rows), most), triton.next_power_of_2(group))
     keys = 16 if dtype.itemsize > 2 else 64 if head_dim <= 128 else 32
-    return Tile(rows // group, rows, keys, 8 if rows > 64 or is_wide else 4)
+    return Tile(rows // group, rows, keys, 8 if rows > LARGE_ROWS or is_wide else 4)
 
 
-def choose_segments(num_programs: int, most_keys: int) -> int:
+def choose_segments(num_programs: int, most_keys: int, *, is_large: bool = False) -> int:
     """The number of segments that contexts are cut into; 1 if the tiles alone fill a GPU."""
-    wanted = ENOUGH_PROGRAMS // max(num_programs, 1)
+    wanted = (ENOUGH_LARGE if is_large else ENOUGH_PROGRAMS) // max(num_programs, 1)
     return max(1, min(wanted, MAX_SEGMENTS, triton.cdiv(most_keys, MIN_SEGMENT)))
 
 
