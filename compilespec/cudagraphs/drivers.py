@@ -33,7 +33,7 @@ class Driver(Protocol):
     name: str
 
     def prepare(self) -> None:
-        """What is done once, before many buckets are captured."""
+        """The work that is done once, before many buckets are captured."""
 
     def recording(self) -> contextlib.AbstractContextManager[None]:
         """A context around everything that belongs to one bucket."""
@@ -130,7 +130,7 @@ class CudaDriver:
         return None  # the pool has already reused the memory
 
     def free_bytes(self) -> int | None:
-        """What the device has, and what torch's allocator holds for nobody."""
+        """The memory of the device, and what torch's allocator holds for nobody."""
         cached = self.reserved_bytes() - torch.cuda.memory_allocated(self._device)
         return torch.cuda.mem_get_info(self._device)[0] + cached
 

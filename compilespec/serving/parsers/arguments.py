@@ -26,7 +26,7 @@ _TYPES = {bool: "boolean", int: "integer", float: "number", str: "string", list:
           dict: "object", type(None): "null"}  # fmt: skip
 
 
-class Reading(Protocol):
+class ArgumentReader(Protocol):
     """Reads the arguments of one call."""
 
     is_done: bool
@@ -59,9 +59,9 @@ class Language:
     has_bare_text: bool = False
     """Text may stand without quotes."""
 
-    def reading(self, closes: tuple[str, ...], schema: Any) -> Reading:
+    def reading(self, closes: tuple[str, ...], schema: Any) -> ArgumentReader:
         del closes, schema
-        return _Value(self)
+        return _PlainValue(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +80,7 @@ class Tags:
     pad: str = ""
     """Stands between tags and value, and is no part of it."""
 
-    def reading(self, closes: tuple[str, ...], schema: Any) -> Reading:
+    def reading(self, closes: tuple[str, ...], schema: Any) -> ArgumentReader:
         return _Tagged(self, closes, schema)
 
 
@@ -95,7 +95,7 @@ GEMMA = Language(
 )  # fmt: skip
 
 
-class _Value:
+class _PlainValue:
     """One object, or Python's arguments between parentheses."""
 
     def __init__(self, language: Language) -> None:
@@ -170,7 +170,7 @@ class _Value:
         return "", at
 
     def _comma(self) -> str:
-        """What stands before the next key or value; it is what comes next."""
+        """The text before the next key or value; it is what comes next."""
         top = self._open[-1]
         is_first_of_pair = self._expects == "key" or not top[1]
         self._expects = "colon" if self._expects == "key" else "comma"
@@ -335,7 +335,7 @@ def as_json(text: str, wanted: frozenset[str]) -> str:
     try:
         value = read_json(stripped)
     except ValueError:
-        reading = _Value(PYTHON)
+        reading = _PlainValue(PYTHON)
         told, rest = reading.add(f"(x={stripped})", is_end=True)
         if not reading.is_done or rest:
             return _quoted(text)

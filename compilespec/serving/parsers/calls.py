@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from compilespec.serving.parsers.arguments import JSON, Reading
+from compilespec.serving.parsers.arguments import JSON, ArgumentReader
 from compilespec.serving.parsers.formats import Format
 from compilespec.serving.parsers.parts import Parts, ToolCall, held_back, read_json
 
@@ -64,8 +64,8 @@ class Calls:
         self._opening = ""  # its text
         self._has_called = False  # calls in this run
         self._follows = "start"  # the last report: "call", "line" (its end) or "text"
-        self._value = _Value()
-        self._reading: Reading | None = None  # of the arguments of the call that is open
+        self._value = _JsonValue()
+        self._reading: ArgumentReader | None = None  # of the arguments of the call that is open
         self._is_fresh = False  # nothing of them is read
         self._is_object = False  # this call is JSON with its name in it
         self._is_reasoning = False  # the message that is open
@@ -130,7 +130,7 @@ class Calls:
         self._state, self._run, self._has_called = "between", match.lastgroup or "", False
         self._opening = before + match[0] if is_first else match[0]
         self._follows = self._follows if is_first or not before else "text"
-        self._text, self._value = self._text[match.end() :], _Value()
+        self._text, self._value = self._text[match.end() :], _JsonValue()
         return Parts(content="" if is_first else before)
 
     def _between(self, is_end: bool) -> Parts | None:
@@ -223,7 +223,7 @@ class Calls:
         return Parts(calls=(ToolCall(name="", arguments=told),) if told else ())
 
     def _tail(self, is_end: bool) -> Parts | None:
-        """What follows the arguments in a call that is JSON."""
+        """The text that follows the arguments in a call that is JSON."""
         end = _TAIL.match(self._text).end()  # type: ignore[union-attr]
         if end == len(self._text) and not is_end:
             return None
@@ -262,7 +262,7 @@ class Calls:
         calls = read_calls(self._text[at:end], None if is_tagged else self._names)
         if not calls:
             return self._end_run()
-        self._text, self._value, self._has_called = self._text[end:], _Value(), True
+        self._text, self._value, self._has_called = self._text[end:], _JsonValue(), True
         return Parts(calls=tuple(self._call(call.name, call.arguments) for call in calls))
 
     def _end_run(self) -> Parts:
@@ -297,7 +297,7 @@ class Named:
         return self.add("")
 
 
-class _Value:
+class _JsonValue:
     """Looks for the end of a JSON object or list, in time linear in its text."""
 
     _string, _other = re.compile(r'["\\]'), re.compile(r'["{}\[\]]')
