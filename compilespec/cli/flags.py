@@ -167,7 +167,7 @@ def add_fields(
 
 
 def _sentences(record: type[Any]) -> dict[str, str]:
-    """The documentation of each field: the sentence given to `keyword`, or the string under the field."""
+    """The documentation of each field: given to `keyword`, or the string under the field."""
     told = {field.name: field.metadata.get("doc", "") for field in dataclasses.fields(record)}
     if not any(told.values()):
         (made,) = ast.parse(inspect.getsource(record)).body
