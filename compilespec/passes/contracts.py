@@ -155,7 +155,7 @@ def writes_buffers(*names: str) -> Contract:
 
 
 def _arguments(*names: str) -> Callable[[fx.GraphModule, PassContext], Iterator[str]]:
-    """Arguments of the target that are still there."""
+    """Make a check that yields each of these inputs of the target that the graph still has."""
 
     def problems(gm: fx.GraphModule, ctx: PassContext) -> Iterator[str]:
         for node in gm.graph.find_nodes(op="placeholder"):

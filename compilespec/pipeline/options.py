@@ -109,7 +109,9 @@ class CompileOptions(CompileFields):
 
     @functools.cached_property
     def processor(self) -> LogitsProcessor | None:
-        """The processor of `logits_processor`."""
+        """Wrap what `logits_processor` gives, and check the names of its parameters; None if
+        nothing was given.  Raises: InvalidOption.
+        """
         given = self.logits_processor
         return None if given is None else LogitsProcessor(given)
 

@@ -30,11 +30,11 @@ def quantize_module(
     *,
     apart: Collection[str] = (),
 ) -> Model:
-    """A copy of `model` whose products are quantized; `model` itself is unchanged.
+    """Copy `model` and quantize the products that `quantize` selects (`only`, `skip`).
 
-    Products are `nn.Linear` modules and heads that drafters hold as a bare matrix; quantized ones
-    stay as they are, and so do those at paths in `apart`.  Everything that is not quantized is
-    shared with `model`.
+    Products are `nn.Linear` modules and heads that drafters hold as a bare matrix.  Products that
+    are quantized already, or whose path is in `apart`, stay as they are.  The copy shares with
+    `model` everything that is not quantized; `model` does not change.
 
     Raises: InvalidOption (no module matches; torchao refuses the dtype), NotSupported (the device
     cannot run the config; the message names those that it can).

@@ -77,7 +77,7 @@ class Admission:
     def single(self, prompt: Any, params: SamplingParams | None, priority: int) -> Request:
         """The request of one prompt that is sampled once.
 
-        Raises: InvalidRequest, NotSupported.
+        Raises: InvalidRequest (also where `n` is not 1), NotSupported.
         """
         samples = self.samples(prompt, params, priority)
         if len(samples) != 1:

@@ -75,6 +75,8 @@ def read_tensors(
 def tensor_names(directory: str | Path, *, own_files: Sequence[str] = ()) -> list[str]:
     """The names of all tensors of a checkpoint directory, without reading any from safetensors.
 
+    Args:
+        own_files: weight files to look for before the usual ones.
     Raises:
         CheckpointError: no weight file, or one that is unreadable.
     """

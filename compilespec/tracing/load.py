@@ -342,7 +342,7 @@ def _integers(directory: Path, model: nn.Module) -> list[str]:
 
 
 def find_tokenizer(model: str | Path) -> Any:
-    """The tokenizer of a model, which is not loaded; None where it has none.
+    """Read the tokenizer of a model without loading the model; None where it has none.
 
     That of a GGUF file comes from its converted copy, where there is one: the file itself takes a
     minute to read.

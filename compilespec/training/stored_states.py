@@ -57,7 +57,11 @@ class KeptStates:
         self._places: dict[str, tuple[int, int]] = {}  # first row and length, by digest
 
     def open(self, teacher: Teacher, aux_layers: tuple[int, ...]) -> None:
-        """Raises: CheckpointError, InvalidOption if the folder holds other states."""
+        """Open the folder's files, or create them, and cut off rows that the index does not list.
+
+        Raises: InvalidOption (it holds states of other aux layers or another width),
+            CheckpointError (files that cannot be read or written).
+        """
         self._teacher, self._width = teacher, teacher.info.hidden_size
         self._row = (len(aux_layers) + 1) * self._width
         index, content = self.folder / "index.jsonl", self.folder / "rows.bin"

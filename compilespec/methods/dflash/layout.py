@@ -24,7 +24,11 @@ OTHER_NAMES = {"encoder.fc.": "fc.", "encoder.output_norm_enc.": "hidden_norm."}
 def read_layout(
     raw: Mapping[str, Any], kind: str
 ) -> tuple[Layout, Mapping[str, Any], tuple[Mapping[str, Any], ...]]:
-    """The layout, the fields of the decoder layers, and where the drafter's own may be.
+    """Tell who wrote config.json (the layout), and return it with the fields of the decoder layers
+    and the mappings that may hold the drafter's own fields, the first one to look in first.
+
+    Args:
+        kind: the only `speculators_model_type` that is accepted.
 
     Raises: CheckpointError, NotSupported.
     """

@@ -223,7 +223,10 @@ class Calls:
         return Parts(calls=(ToolCall(name="", arguments=told),) if told else ())
 
     def _tail(self, is_end: bool) -> Parts | None:
-        """The text that follows the arguments in a call that is JSON."""
+        """Skip what follows the arguments in a JSON call, with the brace that closes the call.
+
+        Returns: empty parts; None while the end may still come.
+        """
         end = _TAIL.match(self._text).end()  # type: ignore[union-attr]
         if end == len(self._text) and not is_end:
             return None

@@ -214,7 +214,9 @@ class Flow:
         self._changed = True
 
     def _revise(self, weight: str, node: fx.Node, refused: Refused) -> None:
-        """Cut a weight less."""
+        """Change a weight's cut to one that the refused operation allows: each segment cut by
+        itself, or fewer parts; where it allows neither, every rank keeps the whole weight.
+        """
         cut, self._changed = self.sharding.cuts[weight], True
         if cut is None:
             return
