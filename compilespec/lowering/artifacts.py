@@ -89,8 +89,8 @@ def artifact_key(graph: PhaseGraph, program: SpecProgram, options: dict[str, Any
 
 
 def graph_digest(gm: fx.GraphModule) -> str:
-    """Hash the graph's code and its buffers.  Shapes and dtypes of its inputs, weights among them, do
-    not count: the caller adds them to the key.
+    """Hash the graph's code and its buffers.  Shapes and dtypes of its inputs, weights among them,
+    do not count: the caller adds them to the key.
     """
     digest = hashlib.sha256(gm.code.encode())
     for name, buffer in sorted(gm.named_buffers()):
