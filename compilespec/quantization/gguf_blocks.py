@@ -44,9 +44,9 @@ def read_blocks(kind: str, data: np.ndarray) -> Grouped:
     return reader(blocks.reshape(len(blocks), -1, block_bytes))
 
 
-def _floats(blocks_NBX: Tensor, first: int) -> Tensor:
+def _floats(blocks: Tensor, first: int) -> Tensor:
     """The float16 at this byte of each block, as float32 [N, B]."""
-    return blocks_NBX[..., first : first + 2].contiguous().view(torch.float16).float().squeeze(-1)
+    return blocks[..., first : first + 2].contiguous().view(torch.float16).float().squeeze(-1)
 
 
 def _halves(bytes_: Tensor) -> Tensor:
