@@ -34,6 +34,8 @@ class GroupedIntTensor(IntxUnpackedToInt8Tensor):
 class StoredIntTensor(GroupedIntTensor):
     """One that was read for this program alone: its parts are given up once they are packed."""
 
+    gives_up_parts = True
+
 
 def suits(weight: Tensor, group: int) -> bool:
     """True where a product of this weight in groups of that size can be computed."""

@@ -68,7 +68,7 @@ def bind_weights(
 
 def _parts_to_give_up(program: SpecProgram) -> set[tuple[int, ...]]:
     """The places in memory of the parts of weights that were read for this program alone."""
-    own = [w for w in program.target.weights.values() if type(w).__name__ == "StoredIntTensor"]
+    own = [w for w in program.target.weights.values() if getattr(w, "gives_up_parts", False)]
     return {_torch_compat.storage_place(part) for weight in own for part in _plain_tensors(weight)}
 
 

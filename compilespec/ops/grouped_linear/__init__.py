@@ -19,16 +19,16 @@ from compilespec.ops.grouped_linear.reference import BLOCK, pack_quad_bytes, pac
 __all__ = ["BLOCK", "grouped_linear", "pack_quad_bytes", "pack_quad_nibbles"]
 
 
-def _fake(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, *_: Any) -> Tensor:
+def fake(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, *_: Any) -> Tensor:
     return x.new_empty((*x.shape[:-1], weight.shape[0]))
 
 
-def _packed_fake(
+def packed_fake(
     x: Tensor, packed: Tensor, scale: Tensor, bias: Tensor | None, out_features: int, *_: Any
 ) -> Tensor:
     return x.new_empty((*x.shape[:-1], out_features))
 
 
 _TAGS = (torch.Tag.flexible_layout,)
-grouped_linear = define_op(reference.grouped_linear_reference, _fake, has_kernel=False, tags=_TAGS)
-define_op(reference.packed_grouped_linear_reference, _packed_fake, has_kernel=True, tags=_TAGS)
+grouped_linear = define_op(reference.grouped_linear_reference, fake, has_kernel=False, tags=_TAGS)
+define_op(reference.packed_grouped_linear_reference, packed_fake, has_kernel=True, tags=_TAGS)

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from compilespec.ops.packed_linear.reference import PANEL
+from compilespec.ops.packed_linear.reference import PANEL, unpack_weight
 
 BLOCK = 32  # neighbours of a row of x that share a scale; kernel.cpp has the same constant
 QUAD = 4  # k steps of one integer dot product
@@ -83,8 +83,8 @@ def packed_grouped_linear_reference(
     bits = 4 if packed.shape[1] * 2 * QUAD == x.shape[-1] else 8
     unpack = unpack_quad_nibbles if bits == 4 else unpack_quad_bytes
     weight_NK = unpack(packed, out_features)
-    zero_NG = None if zero is None else _unpack_groups(zero, out_features)
-    scale_NG = _unpack_groups(scale, out_features)
+    zero_NG = None if zero is None else unpack_weight(zero, out_features)
+    scale_NG = unpack_weight(scale, out_features)
     return grouped_linear_reference(x, weight_NK, scale_NG, bias_N, bits, zero_NG)
 
 
@@ -95,10 +95,6 @@ def pack_groups(values_NG: Tensor) -> Tensor:
     values = values_NG if values_NG.dtype == torch.bfloat16 else values_NG.float()
     padded = F.pad(values, (0, 0, 0, -len(values) % PANEL))
     return padded.view(-1, PANEL, values.shape[1]).transpose(1, 2).contiguous()
-
-
-def _unpack_groups(packed: Tensor, out_features: int) -> Tensor:
-    return packed.transpose(1, 2).flatten(0, 1)[:out_features]
 
 
 def pack_quad_bytes(weight_NK: Tensor) -> Tensor:

@@ -9,12 +9,12 @@ int8), so that the bits of a row do not depend on the other rows, the batch or t
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from compilespec.ops._library import define_op
+from compilespec.ops.grouped_linear import fake, packed_fake
 from compilespec.ops.grouped_linear.reference import pack_groups, pack_quad_bytes, pack_quad_nibbles
 from compilespec.ops.packed_linear import pack_weight
 from compilespec.ops.quantized_linear import reference
@@ -43,46 +43,36 @@ LAYOUTS: Mapping[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def _fake(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, *_: Any) -> Tensor:
-    return x.new_empty((*x.shape[:-1], weight.shape[0]))
-
-
-def _packed_fake(
-    x: Tensor, packed: Tensor, scale: Tensor, bias: Tensor | None, out_features: int, *_: Any
-) -> Tensor:
-    return x.new_empty((*x.shape[:-1], out_features))
-
-
 _TAGS = (torch.Tag.flexible_layout,)
 quantized_linear = define_op(
     reference.quantized_linear_reference,
-    _fake,
+    fake,
     has_kernel=False,
     triton="quantized_linear",
     tags=_TAGS,
 )
 define_op(
     reference.int4_linear_reference,
-    _fake,
+    fake,
     has_kernel=False,
     triton="quantized_linear",
     tags=_TAGS,
 )
 dynamic_int8_linear = define_op(
     reference.dynamic_int8_linear_reference,
-    _fake,
+    fake,
     has_kernel=False,
     tags=_TAGS,
 )
 define_op(
     reference.packed_quantized_linear_reference,
-    _packed_fake,
+    packed_fake,
     has_kernel=True,
     tags=_TAGS,
 )
 define_op(
     reference.packed_dynamic_int8_linear_reference,
-    _packed_fake,
+    packed_fake,
     has_kernel=True,
     tags=_TAGS,
 )
