@@ -31,13 +31,13 @@ def mark_dynamic(tensor: torch.Tensor, dim: int) -> None:
 
 
 def dynamo_errors() -> tuple[type[BaseException], ...]:
-    """The exceptions with which Dynamo refuses a model (`torch._dynamo.exc`), and a model whose
-    code fixes a symbolic size (`ConstraintViolationError`).
+    """The exceptions with which Dynamo refuses a model (`torch._dynamo.exc`), or a model whose
+    code fixes a symbolic size (`ConstraintViolationError`); that of an index, which passes through.
     """
     from torch._dynamo import exc
     from torch.fx.experimental.symbolic_shapes import ConstraintViolationError
 
-    return (exc.TorchDynamoException, ConstraintViolationError)
+    return (exc.TorchDynamoException, ConstraintViolationError, IndexError)
 
 
 def dynamo_cause(error: BaseException) -> tuple[str, list[tuple[str, int, str]]]:

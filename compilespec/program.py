@@ -149,7 +149,7 @@ class Traced:
 
 
 MIXERS = ("attention", "recurrence", "causal_conv")  # markers where tokens are mixed
-MARKERS = (*MIXERS, "cached", "all_positions")
+MARKERS = (*MIXERS, "cached", "all_positions", "deep_rows")
 MASK_PLACE = 8  # of a mask among the arguments of an attention marker
 
 

@@ -324,7 +324,7 @@ class _Draw:
             return self.int32([row % 7 - 4 for row in range(spec.shape[0])])
         if spec.name == "long_rope_R":
             return self.int32([row % 2 for row in range(spec.shape[0])])
-        if spec.name == "embeds_PD":
+        if spec.name in ("embeds_PD", "deep_PE"):
             return self._normal(spec.shape, spec.dtype)
         if spec.name.startswith("adapter."):
             return self._normal(spec.shape, spec.dtype) / spec.shape[-1] ** 0.5

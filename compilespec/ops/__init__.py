@@ -10,6 +10,7 @@ from compilespec.ops.argmax_linear import argmax_linear, score_linear
 from compilespec.ops.attention import attention
 from compilespec.ops.causal_conv import cached_conv, causal_conv
 from compilespec.ops.collectives import all_gather, all_reduce
+from compilespec.ops.deep_rows import deep_rows
 from compilespec.ops.grouped_linear import grouped_linear
 from compilespec.ops.head_linear import head_linear
 from compilespec.ops.masked_attention import (
@@ -38,6 +39,7 @@ __all__ = [
     "cached_keys",
     "cached_recurrence",
     "causal_conv",
+    "deep_rows",
     "draw",
     "dynamic_int8_linear",
     "grouped_linear",

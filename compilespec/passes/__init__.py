@@ -20,6 +20,7 @@ A splicing pass takes a `Splice` (splice/builder.py) and writes over the roles o
     read_state              ids, positions, slots come from state rows
     read_long_rope          a state row says whose rotary table is the long one
     read_embeds             rows of a prompt may be embeddings
+    add_deep_rows           layers get features of images
     add_adapters            products get what LoRA adapters change
     narrow_logits           the head of a prefill runs on last rows alone
     insert_cached_keys      masks that a model computes read what the cache holds of all tokens

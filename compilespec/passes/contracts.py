@@ -174,6 +174,10 @@ def _stateless_keys(gm: fx.GraphModule, ctx: PassContext) -> Iterator[str]:
     yield from (f"{node.name} has no cache" for node in found)
 
 
+def _deep_rows(gm: fx.GraphModule, ctx: PassContext) -> Iterator[str]:
+    yield from (f"{node.name} has no rows" for node in markers(gm, "deep_rows"))
+
+
 def _stateless_recurrence(gm: fx.GraphModule, ctx: PassContext) -> Iterator[str]:
     found = markers(gm, "recurrence", "causal_conv")
     yield from (f"{node.name} has no state" for node in found)
@@ -251,6 +255,7 @@ NO_OFFSETS = Contract(says="rotary offsets come from the host", problems=_argume
 NO_LENGTHS = Contract(says="long requests are told by the state", problems=_arguments(LONG_ROPE))
 NO_STATELESS = Contract(says="no stateless attention is left", problems=_stateless_attention)
 NO_STATELESS_KEYS = Contract(says="no mask is made without a cache", problems=_stateless_keys)
+NO_DEEP_ROWS = Contract(says="features of images come from the host", problems=_deep_rows)
 NO_STATELESS_RECURRENCE = Contract(
     says="no recurrence without a state is left", problems=_stateless_recurrence
 )

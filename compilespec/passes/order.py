@@ -21,6 +21,7 @@ from compilespec.passes.graph.retrace import start_replay, start_step, to_aten
 from compilespec.passes.runner import Pass, check_order, run_passes
 from compilespec.passes.splice.absorb_latents import absorb_latents
 from compilespec.passes.splice.add_adapters import add_adapters, num_adapted
+from compilespec.passes.splice.add_deep_rows import add_deep_rows, num_deep_rows
 from compilespec.passes.splice.check_markers import check_markers
 from compilespec.passes.splice.commit_state import commit_drafts, commit_state
 from compilespec.passes.splice.draft_loops.kept_inputs import READ_BY_REPLAY, read_kept
@@ -132,6 +133,15 @@ SPLICE_PASSES = (
         looks_for="the embedding of token ids",
         near=("embedding",),
         reference=references.read_embeds,
+    ),
+    Pass(
+        run=add_deep_rows,
+        after=("tap_hidden_states", "read_embeds"),
+        matches=num_deep_rows,
+        looks_for="places for features of images",
+        near=("deep_rows",),
+        ensures=(contracts.NO_DEEP_ROWS,),
+        reference=references.add_deep_rows,
     ),
     Pass(
         run=add_adapters,

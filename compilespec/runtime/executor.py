@@ -56,6 +56,7 @@ class Geometry:
     reach: Reach
     needs_catch_up: bool = False  # true: drafters must catch up after steps of K = 0
     embeds_width: int | None = None  # of prompts as embeddings; None: there are none
+    deep_width: int = 0  # of features of an image's rows that layers get besides
     num_state_places: int | None = None  # copies of recurrent states; None: nothing is recurrent
 
     @property

@@ -15,7 +15,7 @@ class GivenRows:
     """Rows of a prompt, or of a chunk of it, that are embeddings."""
 
     places: Sequence[int]  # their places, rising
-    rows: Tensor  # [N, D], on the CPU
+    rows: Tensor  # [N, D], on the CPU; features of layers may lie behind, [N, D + E]
 
     def between(self, start: int, end: int) -> GivenRows | None:
         """The rows of a chunk, with places counted from its first token; None if there are none."""
@@ -45,13 +45,23 @@ def all_rows(rows_TD: Tensor) -> GivenRows:
     return GivenRows(places=range(len(rows_TD)), rows=rows_TD)
 
 
-def write_rows(embeds_PD: Tensor, start: int, given: GivenRows) -> None:
+def write_rows(
+    embeds_PD: Tensor, start: int, given: GivenRows, deep_PE: Tensor | None = None
+) -> None:
     """Copy a chunk's rows to the places of its tokens in a call, neighbours in one copy.  On CUDA
     the copies run on the stream.
+
+    Args:
+        deep_PE: the place of features of layers, 0 for rows without them.
     """
-    first = 0
+    first, width = 0, embeds_PD.shape[1]
     for _, group in itertools.groupby(enumerate(given.places), lambda pair: pair[1] - pair[0]):
         count = len(list(group))
         place = start + given.places[first]
-        embeds_PD[place : place + count].copy_(given.rows[first : first + count])
+        rows = given.rows[first : first + count]
+        embeds_PD[place : place + count].copy_(rows[:, :width])
+        if deep_PE is not None and rows.shape[1] > width:
+            deep_PE[place : place + count].copy_(rows[:, width:])
+        elif deep_PE is not None:
+            deep_PE[place : place + count].zero_()
         first += count

@@ -132,7 +132,7 @@ class ImageReader:
         )
 
     def _check(self, rows: Sequence[Tensor], num_places: int, num_rows: int) -> None:
-        width = self._geometry.embeds_width
+        width = (self._geometry.embeds_width or 0) + self._geometry.deep_width
         if bad := next((one for one in rows if one.shape[-1] != width), None):
             raise InvalidRequest(
                 f"{self._name} makes rows of width {bad.shape[-1]}: expected {width}, the "

@@ -26,8 +26,8 @@ REBUILT_STATE = frozenset(
         "block_table_RM", "tokens_RS", "parents_RS", "seq_len_R", "withheld_R", "sampling_RF",
         "sampling_RI", "bias_RV", "context_RL", "mask_RSW", "processor_R", "logprob_RSN",
         "logprob_id_RSN", "ring_hidden_RKD", "ring_ids_RK", "kept_aux_RWE", "kept_ids_RW",
-        "draft_prob_RKV", "child_prob_RIV", "past_ML", "adapter_R", "embeds_PD", "rope_delta_R",
-        "long_rope_R", "absorbed_R",
+        "draft_prob_RKV", "child_prob_RIV", "past_ML", "adapter_R", "embeds_PD", "deep_PE",
+        "rope_delta_R", "long_rope_R", "absorbed_R",
         *TOKENS_BY_POSITION,
     }
 )  # fmt: skip

@@ -181,7 +181,9 @@ class StepRunner:
         start = 0
         for chunk in chunks:
             if chunk.given is not None:
-                write_rows(self.buffers["embeds_PD"], start, chunk.given)
+                write_rows(
+                    self.buffers["embeds_PD"], start, chunk.given, self.buffers.get("deep_PE")
+                )
             start += len(chunk.tokens)
 
     def prefill(self, chunks: Sequence[PrefillChunk]) -> list[int | None]:
@@ -292,11 +294,13 @@ class StepRunner:
 
 def _geometry(lowered: Lowered, num_state_places: int) -> Geometry:
     program = lowered.program
+    widths = {buffer.name: buffer.shape[-1] for buffer in program.buffers}
     return Geometry(
         config=program.config,
         capabilities=program.capabilities,
         reach=program.reach,
         needs_catch_up=lowered.graphs.replay is not None,
-        embeds_width=next((b.shape[1] for b in program.buffers if b.name == "embeds_PD"), None),
+        embeds_width=widths.get("embeds_PD"),
+        deep_width=widths.get("deep_PE", 0),
         num_state_places=num_state_places if program.recurrent_states else None,
     )

@@ -15,7 +15,7 @@ import compilespec.ops  # noqa: F401  (registers the operators)
 from compilespec.errors import UnsupportedModel
 from compilespec.program import module_path
 from compilespec.tracing.masks import traced_mask, traced_masks
-from compilespec.tracing.media import medium_of
+from compilespec.tracing.media import has_adapter_of_media, medium_of
 from compilespec.tracing.naming import source_line
 from compilespec.tracing.quiet import quiet_import
 from compilespec.tracing.recurrence import marked_recurrence
@@ -138,8 +138,8 @@ def marked_attention(model: nn.Module, name: str = ATTENTION) -> Iterator[bool]:
 
 
 def _refuse_other_inputs(model: Any) -> None:
-    """Refuse models that read a second sequence beside the token ids, or images or sound in another
-    form than as rows among them.
+    """Refuse models that read a second sequence beside the token ids, or cannot do without images
+    or sound, or switch an adapter on for them.
     """
     name = type(model).__name__
     if model.config.is_encoder_decoder:
@@ -149,7 +149,18 @@ def _refuse_other_inputs(model: Any) -> None:
         )
     if medium_of(model) is not None:
         return
-    taken = [p for p in inspect.signature(model.forward).parameters if p.startswith(_OTHER_INPUTS)]
+    parameters = inspect.signature(model.forward).parameters
+    if "input_ids" not in parameters and model.main_input_name != "input_ids":
+        raise UnsupportedModel(
+            f"{name} reads {model.main_input_name} and no token ids: expected a causal language "
+            "model, forward(input_ids)"
+        )
+    taken = [
+        name
+        for name, parameter in parameters.items()
+        if name.startswith(_OTHER_INPUTS)
+        and (parameter.default is parameter.empty or has_adapter_of_media(model))
+    ]
     if taken:
         raise UnsupportedModel(
             f"{name} takes {taken[0]} beside token ids, which a prompt cannot hold; give its "

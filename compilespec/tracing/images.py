@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -12,10 +14,13 @@ from torch import Tensor, nn
 from compilespec.errors import NotSupported, UnsupportedModel
 from compilespec.tracing.media import Medium, medium_of
 
+DEEPSTACK = "_deepstack_process"  # of a language model: adds features to the rows of images
+
 
 def media_rows(model: nn.Module, medium: Medium, inputs: Mapping[str, Tensor]) -> list[Tensor]:
     """The rows that the model's tower makes of images or sounds, [n, D] each; of several inputs at
-    once the rows of all, if the tower does not separate them.
+    once the rows of all, if the tower does not separate them.  Features of layers lie behind them:
+    [n, D + layers * D].
 
     Args:
         inputs: arguments of its function that makes features.
@@ -23,14 +28,68 @@ def media_rows(model: nn.Module, medium: Medium, inputs: Mapping[str, Tensor]) -
     the tower.
     """
     output = getattr(model, medium.features)(**inputs, return_dict=True)
-    if getattr(output, "deepstack_features", None) is not None:
+    rows = _by_image(getattr(output, "pooler_output", output))
+    deep = getattr(output, "deepstack_features", None)
+    if deep is None:
+        return rows
+    count = num_deep_layers(model)
+    if not count:
         raise NotSupported(
             f"{type(model).__name__} adds features of images to several of its layers: expected "
-            "rows among the embeddings alone; give text alone, or another model"
+            f"rows among the embeddings, and features that {DEEPSTACK} adds; give text alone, or "
+            "another model"
         )
-    rows = getattr(output, "pooler_output", output)
+    parts = [rows, *(_by_image(one) for one in deep[:count])]
+    return [torch.cat(of_image, -1) for of_image in zip(*parts, strict=True)]
+
+
+def _by_image(rows: Any) -> list[Tensor]:
     is_one = isinstance(rows, Tensor) and rows.dim() == 2
     return [one.reshape(-1, one.shape[-1]) for one in ([rows] if is_one else rows)]
+
+
+def num_deep_layers(model: nn.Module) -> int:
+    """The number of layers whose outputs get features of images besides (Qwen3-VL and its kin)."""
+    decoder = _deep_decoder(model)
+    vision: Any = getattr(getattr(model, "config", None), "vision_config", None)
+    count = len(getattr(vision, "deepstack_visual_indexes", None) or ())
+    return 0 if decoder is None else min(count, len(decoder.layers))
+
+
+def _deep_decoder(model: nn.Module) -> Any:
+    """The language model, if it adds features of images in `DEEPSTACK`; else None."""
+    decoder = None if medium_of(model) is None else cast(Any, model).get_decoder()
+    return decoder if hasattr(decoder, DEEPSTACK) else None
+
+
+@contextlib.contextmanager
+def marked_deep_rows(model: nn.Module) -> Iterator[None]:
+    """Let the language model have a marker wherever it would add features of images."""
+    count, decoder = num_deep_layers(model), _deep_decoder(model)
+    if not count:
+        yield
+        return
+    kind = type(decoder)
+    with (
+        mock.patch.object(kind, DEEPSTACK, _mark_deep_rows),
+        mock.patch.object(kind, "forward", _with_features(kind.forward, count)),
+    ):
+        yield
+
+
+def _with_features(forward: Callable[..., Any], count: int) -> Callable[..., Any]:
+    """A language model's `forward`, told that its first layers get features: their numbers."""
+
+    def told(self: Any, *args: Any, **kwargs: Any) -> Any:
+        given = {"visual_pos_masks": None, "deepstack_visual_embeds": list(range(count))}
+        return forward(self, *args, **{**kwargs, **given})
+
+    return told
+
+
+def _mark_deep_rows(self: Any, hidden_states: Tensor, is_image: None, index: int) -> Tensor:
+    marked: Tensor = torch.ops.compilespec.deep_rows(hidden_states, index)
+    return marked
 
 
 def image_shape(model: nn.Module) -> tuple[int, int, int] | None:

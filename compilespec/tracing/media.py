@@ -38,9 +38,14 @@ MEDIA = (IMAGES, SOUND)
 
 def medium_of(model: nn.Module) -> Medium | None:
     """The medium whose rows a model's prompts may hold (LLaVA, Voxtral and most others): images,
-    for a model of both; None for one that switches an adapter on for them (Granite Speech).
+    for a model of both; None for one that switches an adapter on for them.
     """
-    if getattr(getattr(model, "config", None), "has_lora_adapter", False):
+    if has_adapter_of_media(model):
         return None
     found = (medium for medium in MEDIA if hasattr(model, medium.features))
     return next((medium for medium in found if medium.token_id(model) is not None), None)
+
+
+def has_adapter_of_media(model: nn.Module) -> bool:
+    """True for a model that switches an adapter on for its media (Granite Speech)."""
+    return bool(getattr(getattr(model, "config", None), "has_lora_adapter", False))

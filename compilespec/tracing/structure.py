@@ -203,8 +203,8 @@ def residual_streams(
     before the norm).
 
     hs[k] is the float node of width `hidden_size` that layer k-1 makes and a later place reads;
-    hs[0] is made before the layers.  Every model family examined so far has exactly one candidate
-    each.
+    hs[0] is made before the layers.  Features of images that are added behind a layer belong to
+    it.  Every model family examined so far has exactly one candidate each.
     """
     prefix = layer_prefix(graph)
     if prefix is None:
@@ -221,8 +221,10 @@ def residual_streams(
             or not is_float(node)
         ):
             continue
-        made_in = layer_of(node, prefix)
-        read_in = {layer_of(user, prefix) for user in node.users}
+        is_deep = marker_kind(node) == "deep_rows"
+        made_in = layer_of(node.all_input_nodes[0] if is_deep else node, prefix)
+        readers = [user for user in node.users if marker_kind(user) != "deep_rows"]
+        read_in = {layer_of(user, prefix) for user in readers}
         if made_in is None and 0 in read_in:
             streams.setdefault(0, []).append(node)
         elif made_in is not None and read_in - {made_in}:

@@ -7,8 +7,9 @@ Hugging Face models reach attention through transformers' attention interface; p
 
 from __future__ import annotations
 
+import contextlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from compilespec.tracing.attention import (
 )
 from compilespec.tracing.capture import EXAMPLE_SHAPE, trace_call
 from compilespec.tracing.eager_attention import mark_eager_attention
-from compilespec.tracing.images import rope_module
+from compilespec.tracing.images import marked_deep_rows, rope_module
 from compilespec.tracing.long_rope import LongRows, rope_by_request, short_rope_limit
 from compilespec.tracing.masks import EAGER, read_masks
 from compilespec.tracing.naming import source_line
@@ -51,7 +52,7 @@ def trace_target(
     """Capture a causal LM once, at [B, T] with symbolic sizes, which covers every phase's shapes.
 
     Args:
-        offsets: true if rotary positions may differ from the tokens' own, for models of images.
+        offsets: true if prompts may hold images, with rotary positions and features of their own.
         longest: tokens of the longest request, which chooses the rotary table of a model with a
             short and a long one.
         by_request: choose it for each request by its own length, if some are longer than the short
@@ -82,7 +83,7 @@ def trace_target(
         arguments[LONG_ROPE] = (own_length, (0, 1))
 
     def trace(attention: str) -> tuple[Traced, bool, bool]:
-        with marked_attention(model, attention) as is_transformers, rope_by_request(model, rows):
+        with _marked(model, attention, rows, offsets) as is_transformers:
             call, takes_positions = _target_call(model, is_transformers, ROPE_OFFSETS in arguments)
             if LONG_ROPE in arguments:
                 call = _with_lengths(call, rows)
@@ -119,6 +120,17 @@ def trace_target(
             "found none"
         )
     return settle_counts(traced, model) if takes_positions else count_by_position(traced, model)
+
+
+@contextlib.contextmanager
+def _marked(model: nn.Module, attention: str, rows: LongRows, has_images: bool) -> Iterator[bool]:
+    """The model as it is traced; yields whether it is one of transformers."""
+    with (
+        marked_attention(model, attention) as is_transformers,
+        rope_by_request(model, rows),
+        marked_deep_rows(model) if has_images else contextlib.nullcontext(),
+    ):
+        yield is_transformers
 
 
 def _keep_logits(gm: fx.GraphModule, model: nn.Module) -> None:

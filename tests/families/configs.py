@@ -7,7 +7,7 @@ Windows, chunks and selections are shorter than the prompts; options that models
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 VOCAB = 131
@@ -25,6 +25,8 @@ _RULES: tuple[tuple[str, Any], ...] = (
     (r"(?:hidden_size|d_model|n_embd|attention_hidden_size|lru_width|embedding_dim"
      r"|output_embedding_size|word_embed_proj_dim|backbone_hidden_size|mamba_d_ssm)", 64),
     (r"(?:embedding_size|input_embedding_size)", 64),
+    (r"(?:embed_dim|(?:out|projector|vision|text)_hidden_size|projection_dim)", 64),
+    (r"depth|layers", NUM_LAYERS), (r"deepstack_visual_indexes", [0, 1]), (r"num_embeddings", 32),
     (r"hidden_size_per_layer_input|ple_embed_dim", 16),
     (r"(?:dense_|prefix_dense_|shared_|shared_expert_|shared_experts_|moe_|moe_shared_expert_"
      r"|expert_)?(?:intermediate_size|ffn_hidden_size)(?:_mlp)?", 96),
@@ -119,6 +121,29 @@ FAMILY_FIELDS: dict[str, dict[str, Any]] = {
             "full_attention": {"rope_type": "default", "rope_theta": 1e5},
         }
     },
+    "chameleon": {"vocabulary_map": {"<image>": 3}},
+    "emu3": {"vocabulary_map": {"<image>": 3, "<|extra_200|>": 3}},
+    "deepseek_ocr2_text": {
+        "mlp_layer_types": ["dense", "sparse"] * (NUM_LAYERS // 2),
+        "num_experts_per_tok": 2,
+        "num_key_value_heads": 4,
+    },
+    "unlimited_ocr_text": {"num_key_value_heads": 4},
+    "ernie4_5_vl_moe_text": {"moe_intermediate_size": [96, 64]},
+    "mistral4": {"qk_nope_head_dim": 8, "qk_head_dim": 16, "head_dim": 16},
+    "granite4_vision": {"deepstack_layer_map": [[-1, 1]], "downsample_rate": "1/2"},
+    "glm5_next_text": {"qk_rope_head_dim": 0},
+    "dots3_note_vision_encoder": {
+        "adapter_in_dim": 64,
+        "adapter_out_dim": 64,
+        "per_layer_config": {},
+    },
+    "dots3_note_audio_encoder": {"adapter_input_size": 64, "adapter_out_dim": 64},
+    "emu3_vqgan": {"base_channels": 32, "embed_dim": 4},
+    "molmo2_adapter": {"vision_feature_layer": [3, 2]},
+    "muse_spark_audio": {"hidden_sizes": [16, 16, 32, 64]},
+    "janus_vqgan": {"base_channels": 32, "latent_channels": 32},
+    "radio": {"video_temporal_patch_size": 2},
     "reformer": {"axial_pos_embds_dim": [16, 48], "axial_pos_shape": [16, 16]},
 }
 
@@ -145,7 +170,7 @@ def tiny_config(config_class: Any, *, rope_type: str = "default", **fixed: Any) 
         try:
             return config_class(**fields)
         except Exception as error:
-            culprit = _named_in(str(error), fields)
+            culprit = _named_in(str(error), [n for n in fields if not n.endswith("_config")])
             if culprit is None:
                 raise CannotBuild(f"{type(error).__name__}: {error}") from error
             del fields[culprit]
@@ -175,7 +200,7 @@ def _small(config_class: Any, default: Mapping[str, Any], rope_type: str) -> dic
                 fields[name] = _nested(nested[name], value, rope_type)
             continue
         if name == "rope_parameters" and isinstance(value, Mapping):
-            fields[name] = _rope(value, rope_type)
+            fields[name] = _rope(value, rope_type, config_class.model_type in _WITH_AXES)
             continue
         rule = next((new for pattern, new in _COMPILED if pattern.fullmatch(name)), None)
         if isinstance(value, (list, tuple)) and num_layers and len(value) == num_layers:
@@ -210,6 +235,13 @@ def _nested(config_class: Any, value: Mapping[str, Any], rope_type: str) -> Any:
     return tiny_config(config_class, rope_type=rope_type).to_dict()
 
 
+_WITH_AXES = frozenset(
+    {"qwen2_vl_text", "qwen2_5_vl_text", "qwen2_5_omni_text", "glm4v_text", "glm4v_moe_text",
+     "glm_ocr_text", "paddleocr_vl_text", "ernie4_5_vl_moe_text", "hunyuan_vl_text"}
+)  # fmt: skip
+_KEPT_OF_ROPE = ("rope_theta", "partial_rotary_factor", "mrope_section", "mrope_interleaved")
+
+
 def _few(values: list[Any]) -> list[Any]:
     """Four of a list that has one for each layer: each kind once, in the order they come."""
     kinds: list[Any] = []
@@ -222,15 +254,24 @@ def _few(values: list[Any]) -> list[Any]:
     return few
 
 
-def _rope(value: Mapping[str, Any], rope_type: str) -> dict[str, Any]:
-    """Rotary parameters with a table of the wanted type; one a kind of layer stay so."""
+def _rope(value: Mapping[str, Any], rope_type: str, has_axes: bool = False) -> dict[str, Any]:
+    """Rotary parameters with a table of the wanted type; one a kind of layer stay so.
+
+    Args:
+        has_axes: true for a model with rotary positions of three axes, which its default does not
+            say.
+    """
     by_kind = [one for one in value.values() if isinstance(one, Mapping)]
     if by_kind:
         return {k: one and _rope(one, rope_type) for k, one in value.items()}
     if not value:
         return {}
-    kept = {k: v for k, v in value.items() if k in ("rope_theta", "partial_rotary_factor")}
+    kept = {k: v for k, v in value.items() if k in _KEPT_OF_ROPE}
     kept.setdefault("rope_theta", 1e4)
+    if "mrope_section" in kept or has_axes:  # half a head's pairs, among time, height and width
+        pairs = int(8 * kept.get("partial_rotary_factor", 1.0))
+        each = -(-pairs * 3 // 8)
+        kept["mrope_section"] = [each, each, pairs - 2 * each]
     extra: dict[str, dict[str, Any]] = {
         "default": {},
         "linear": {"factor": 2.0},
@@ -248,7 +289,7 @@ def _rope(value: Mapping[str, Any], rope_type: str) -> dict[str, Any]:
     return {**kept, "rope_type": rope_type, **extra[rope_type]}
 
 
-def _named_in(message: str, fields: Mapping[str, Any]) -> str | None:
+def _named_in(message: str, fields: Iterable[str]) -> str | None:
     """The field that an error names, the longest name first."""
     for name in sorted(fields, key=len, reverse=True):
         if re.search(rf"\b{re.escape(name)}\b", message):

@@ -29,7 +29,15 @@ from compilespec.tracing.target import trace_target
 from tests.support.adapters import merged_by_hand, write_adapter
 from tests.support.drafters import METHODS, always_right, traced_info
 from tests.support.fake_executor import FakeExecutor, engine_over, geometry
-from tests.support.images import FAMILIES, IMAGE, VIDEO, num_places, prompt, tiny_images_target
+from tests.support.images import (
+    FAMILIES,
+    IMAGE,
+    TEXT_SIZES,
+    VIDEO,
+    num_places,
+    prompt,
+    tiny_images_target,
+)
 from tests.support.qwen_mtp import whole_model
 
 COUNT = 18
@@ -64,6 +72,8 @@ def compiled(family: str, spec: str = "none", k: int | None = None, **options: A
     ("family", "spec", "k"),
     [
         ("qwen2_5_vl", "ngram", 1),
+        ("qwen3_vl", "ngram", 1),
+        pytest.param("qwen3_vl", "eagle3", 3, marks=pytest.mark.slow),
         pytest.param("gemma3", "ngram", 5, marks=pytest.mark.slow),
         pytest.param("llava", "ngram", 3, marks=pytest.mark.slow),
         pytest.param("llava", "none", None, marks=pytest.mark.slow),
@@ -206,16 +216,37 @@ def test_a_call_must_hold_an_image():
 
 
 def test_embeddings_and_trees_beside_images():
-    """Rows that a user gives; drafts along a tree have the offsets of their request, too."""
-    given = prompt("qwen2_5_vl", [5], None, [6], None, [7])
-    weight = model("qwen2_5_vl").get_input_embeddings().weight.detach()
+    """Rows that a user gives have no features for layers, where an image had some before; drafts
+    along a tree have the offsets of their request, too.
+    """
+    given = prompt("qwen3_vl", None, [6], None, [7])
+    weight = model("qwen3_vl").get_input_embeddings().weight.detach()
     tree = compilespec.DraftTree(choices=[(0,), (1,), (0, 0), (0, 1), (0, 0, 0)])
-    with compiled("qwen2_5_vl", "eagle3", None, draft_tree=tree) as engine:
-        outputs = engine.generate([given, EmbedsPrompt(weight[TEXT]), TEXT], PARAMS)
-        wanted = own_tokens("qwen2_5_vl", TEXT)
-        assert [one.token_ids for one in outputs] == [
-            own_tokens("qwen2_5_vl", given), wanted, wanted
-        ]  # fmt: skip
+    with compiled("qwen3_vl", "eagle3", None, draft_tree=tree) as engine:
+        first = engine.generate([given], PARAMS)
+        outputs = first + engine.generate([EmbedsPrompt(weight[TEXT]), TEXT], PARAMS)
+    wanted = own_tokens("qwen3_vl", TEXT)
+    assert [one.token_ids for one in outputs] == [own_tokens("qwen3_vl", given), wanted, wanted]
+
+
+def test_features_of_layers_change_tokens(monkeypatch):
+    """Without them, or with those of the wrong layer, tokens are others."""
+    whole = ImageTower._run
+    width = TEXT_SIZES["hidden_size"]
+
+    def run(change: Any) -> Any:
+        return lambda self, batch: [change(one) for one in whole(self, batch)]
+
+    changes = (
+        lambda one: torch.cat([one[:, :width], one[:, width:] * 0], 1),
+        lambda one: torch.cat([one[:, :width], one[:, width:].roll(width, 1)], 1),
+    )
+    with compiled("qwen3_vl", "none") as engine:
+        for seed, change in enumerate(changes):
+            given = prompt("qwen3_vl", [5], None, [6], None, [7], seed=seed)
+            monkeypatch.setattr(ImageTower, "_run", run(change))
+            (output,) = engine.generate([given], PARAMS)
+            assert output.token_ids != own_tokens("qwen3_vl", given)
 
 
 @pytest.mark.parametrize(("family", "k"), [("llava", 3), ("qwen2_5_vl", 5)])
@@ -283,11 +314,11 @@ def test_a_hybrid_with_images():
     assert outputs[1].token_ids == own_tokens(whole, TEXT)
 
 
-@pytest.mark.parametrize("family", ["qwen2_5_vl", "gemma3"])
+@pytest.mark.parametrize("family", ["qwen3_vl", "gemma3"])
 def test_the_passes_are_what_their_references_say(family):
     program = compilespec.trace(model(family), max_seq_len=64, max_batch_size=4)
     passes = ["read_embeds", "insert_paged_attention"]
-    passes += ["read_rope_offsets"] * (family == "qwen2_5_vl")
+    passes += ["read_rope_offsets", "add_deep_rows"] * (family == "qwen3_vl")
     report = compilespec.verify(program, passes=passes, batch_sizes=[3])
     assert report.ok, "\n".join(" ".join(row) for row in report.rows())
 

@@ -43,6 +43,24 @@ def _qwen2_5_vl() -> Any:
     )  # fmt: skip
 
 
+def _qwen3_vl() -> Any:
+    """Features of both layers of the tower are added behind the two of the language model."""
+    return transformers.Qwen3VLConfig(
+        vision_config={
+            "depth": 2, "hidden_size": 24, "intermediate_size": 40, "num_heads": 2,
+            "patch_size": 4, "out_hidden_size": 48, "deepstack_visual_indexes": [0, 1],
+            "num_position_embeddings": 16,
+        },
+        text_config={
+            **TEXT_SIZES, "head_dim": 12, "rope_parameters": {
+                "rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 2, 2],
+            },
+        },
+        image_token_id=IMAGE, video_token_id=VIDEO, vision_start_token_id=92,
+        vision_end_token_id=93,
+    )  # fmt: skip
+
+
 def _gemma3() -> Any:
     return transformers.Gemma3Config(
         vision_config=transformers.SiglipVisionConfig(**TOWER_SIZES, vision_use_head=False),
@@ -61,7 +79,10 @@ def _gemma3() -> Any:
     )
 
 
-FAMILIES = {"llava": _llava, "qwen2_5_vl": _qwen2_5_vl, "gemma3": _gemma3}
+FAMILIES = {
+    "llava": _llava, "qwen2_5_vl": _qwen2_5_vl, "qwen3_vl": _qwen3_vl, "gemma3": _gemma3,
+}  # fmt: skip
+WITH_GRIDS = ("qwen2_5_vl", "qwen3_vl")
 
 
 def tiny_images_target(family: str, seed: int = 0) -> nn.Module:
@@ -76,7 +97,7 @@ def tiny_images_target(family: str, seed: int = 0) -> nn.Module:
 def pixels(family: str, num_images: int, seed: int = 0) -> dict[str, Tensor]:
     """What a processor makes of images: the arguments of the model's `get_image_features`."""
     generator = torch.Generator().manual_seed(seed)
-    if family == "qwen2_5_vl":
+    if family in WITH_GRIDS:
         grids = [[1, 4, 6], [1, 2, 4], [1, 8, 4]]
         grid = torch.tensor([grids[(seed + place) % 3] for place in range(num_images)])
         shape: tuple[int, ...] = (int(grid.prod(-1).sum()), 3 * 2 * 4 * 4)
@@ -90,7 +111,7 @@ def pixels(family: str, num_images: int, seed: int = 0) -> dict[str, Tensor]:
 
 def num_places(family: str, images: dict[str, Tensor]) -> list[int]:
     """Placeholders of each image."""
-    if family == "qwen2_5_vl":
+    if family in WITH_GRIDS:
         return [int(count) // 4 for count in images["image_grid_thw"].prod(-1)]
     return [9] * len(images["pixel_values"])
 
@@ -106,7 +127,7 @@ def prompt(
         ids += [IMAGE] * next(counts) if part is None else part
     types = [[int(token == IMAGE) for token in ids]]
     made = {"input_ids": torch.tensor([ids]), "attention_mask": torch.ones(1, len(ids)).long()}
-    if family == "qwen2_5_vl":
+    if family in WITH_GRIDS:
         made["mm_token_type_ids"] = torch.tensor(types)
     if family == "gemma3":
         made["token_type_ids"] = torch.tensor(types)

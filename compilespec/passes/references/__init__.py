@@ -11,7 +11,7 @@ from compilespec.passes.references.acceptance import splice_acceptance
 from compilespec.passes.references.adapters import add_adapters
 from compilespec.passes.references.base import Before, Case, Reference, Values
 from compilespec.passes.references.draft_loops import splice_draft_loop, trim_draft_head
-from compilespec.passes.references.embeds import read_embeds
+from compilespec.passes.references.embeds import add_deep_rows, read_embeds
 from compilespec.passes.references.evidence import report_evidence
 from compilespec.passes.references.kept_inputs import commit_drafts, read_kept
 from compilespec.passes.references.kept_masks import insert_cached_keys
@@ -40,6 +40,7 @@ __all__ = [
     "Reference",
     "Values",
     "add_adapters",
+    "add_deep_rows",
     "commit_drafts",
     "commit_state",
     "insert_cached_keys",

@@ -1,4 +1,4 @@
-"""Reference of the pass that reads given embeddings: a row at a time."""
+"""References of the passes that read what the host gives with images: a row at a time."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import fx
 
 from compilespec.passes.context import PassContext
 from compilespec.passes.references.base import Before, Case, Values
-from compilespec.program import module_path
+from compilespec.program import marker_kind, module_path
 
 
 def read_embeds(before: Before, ctx: PassContext, case: Case) -> Values:
@@ -30,3 +30,20 @@ def read_embeds(before: Before, ctx: PassContext, case: Case) -> Values:
         return replaced
 
     return before(case.inputs, follow=replace)
+
+
+def add_deep_rows(before: Before, ctx: PassContext, case: Case) -> Values:
+    """The graph before, with the features of given rows added to what each marker copies."""
+    given = case.inputs["given_T"].tolist() if "given_T" in case.inputs else []
+
+    def add(node: fx.Node, arguments: tuple[Any, ...], result: Any) -> Any:
+        if marker_kind(node) != "deep_rows":
+            return result
+        added, (_, index), width = result.clone(), arguments, result.shape[-1]
+        for token, row in enumerate(given):
+            if row >= 0:
+                features = case.inputs["deep_PE"][row].split(width)
+                added[0, token] += features[index]
+        return added
+
+    return before(case.inputs, follow=add)
