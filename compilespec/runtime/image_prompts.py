@@ -21,6 +21,7 @@ from compilespec.runtime.image_inputs import belongs, process
 from compilespec.runtime.prompts import read_prompt
 from compilespec.tracing.images import (
     has_own_masks,
+    has_prefixes,
     rope_module,
     tokens_ahead,
 )
@@ -69,6 +70,7 @@ class ImageReader:
         self._medium, self._placeholder = medium, medium.token_id(model)
         self._rope = rope_module(model)
         self._masked = model if has_own_masks(model) else None
+        self._by_types = self._masked is not None and has_prefixes(model)
         self._tower, self._compiled = ImageTower(model, medium, compiled), compiled
 
     @property
@@ -151,14 +153,16 @@ class ImageReader:
         if self._masked is None:
             return ()
         types = prompt.inputs.get("token_type_ids")
-        own = self._types(prompt) if types is None else torch.as_tensor(types).flatten().tolist()
+        own = None if self._by_types else self._types(prompt)
+        if types is not None:
+            own = torch.as_tensor(types).flatten().tolist()
         with self._placed_by("create_masks_for_generate"):
-            ahead = tokens_ahead(self._masked, own)
+            ahead = tokens_ahead(self._masked, own, len(prompt.ids))
         sizes = self._geometry
         room = sizes.config.max_prefill_tokens - sizes.reach.num_repeated_tokens
         if max(ahead) >= room:
             raise InvalidRequest(
-                f"the tokens of an image see each other, {max(ahead) + 1} of them: expected at "
+                f"tokens of the prompt see each other, {max(ahead) + 1} of them: expected at "
                 f"most {room}, for a call; compile with a larger max_prefill_tokens"
             )
         return tuple(ahead)

@@ -121,49 +121,58 @@ def rope_module(model: nn.Module) -> Any:
 
 
 def has_own_masks(model: nn.Module) -> bool:
-    """True where attention over a prompt with images may be other than causal (Gemma 3).  Raises:
-    UnsupportedModel where it is so over text alone (PaliGemma).
+    """True where attention over a prompt with images may be other than causal (Gemma 3).
 
-    Raises: UnsupportedModel where it is another over text alone (PaliGemma).
+    Raises: UnsupportedModel where it is so over token ids alone.
     """
     if not hasattr(model, "create_masks_for_generate"):
         return False
-    if any(tokens_ahead(model, [0] * 5)):
+    if has_prefixes(model) and any(tokens_ahead(model, None, 5)):
         raise UnsupportedModel(
             f"{type(model).__name__}: tokens of text see later ones: expected causal attention, "
-            "but for the tokens of an image; give a model whose text is causal"
+            "but for prompts with images; give a model whose text is causal"
         )
     return True
 
 
-def tokens_ahead(model: nn.Module, types: Sequence[int]) -> list[int]:
+def has_prefixes(model: nn.Module) -> bool:
+    """True where all tokens of a prompt with images see each other, if its types say so
+    (PaliGemma).
+    """
+    return any(tokens_ahead(model, [0] * 5))
+
+
+def tokens_ahead(model: nn.Module, types: Sequence[int] | None, count: int = 0) -> list[int]:
     """The number of later tokens that each token of a prompt sees, by the model's own masks.
 
     Args:
-        types: of its tokens, 0 for text (`token_type_ids`).
+        types: of its tokens, 0 for text (`token_type_ids`); None: none are told.
+        count: of tokens without types.
     Raises: NotSupported where a token does not see all from its window's first one to its last.
     """
-    any_model, count = cast(Any, model), len(types)
+    any_model, count = cast(Any, model), count if types is None else len(types)
     config = copy.deepcopy(any_model.config)
     config._attn_implementation = config.get_text_config()._attn_implementation = "sdpa"
-    of_types = torch.tensor([types])
+    of_types = None if types is None else torch.tensor([types])
     made = any_model.create_masks_for_generate(
         config=config, inputs_embeds=torch.empty(1, count, 0), attention_mask=None,
         past_key_values=None, position_ids=None, token_type_ids=of_types,
         mm_token_type_ids=of_types, is_first_iteration=True,
     )  # fmt: skip
-    masks = made.values() if isinstance(made, Mapping) else [made]
-    seen = [mask[0, 0] for mask in masks if mask is not None]  # None: causal
+    window = getattr(config.get_text_config(), "sliding_window", None)
+    masks = made if isinstance(made, Mapping) else {"sliding" if window else "full": made}
+    seen = {kind: mask[0, 0] for kind, mask in masks.items() if mask is not None}  # None: causal
     place = torch.arange(count)
-    last = torch.stack([place, *(_last_seen(mask) for mask in seen)]).amax(0)
-    window = getattr(config.get_text_config(), "sliding_window", None) or count
-    for mask in seen:
+    last = torch.stack([place, *(_last_seen(mask) for mask in seen.values())]).amax(0)
+    for kind, mask in seen.items():
         wanted = place <= last[:, None]
-        in_window = wanted & (place > place[:, None] - window)
-        if not torch.equal(mask, wanted) and not torch.equal(mask, in_window):
+        if "sliding" in kind:
+            wanted &= place > place[:, None] - (window or count)
+        if not torch.equal(mask, wanted):
             raise NotSupported(
                 f"{type(model).__name__}: a prompt's attention mask is none that is served: "
-                "expected each token to see all up to the last of its image; give text alone"
+                "expected each token to see all in its window up to the last of its image, or of "
+                "the prompt; give text alone, or images that are shorter than the window"
             )
     return (last - place).tolist()
 

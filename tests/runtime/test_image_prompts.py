@@ -111,6 +111,33 @@ def test_batches_that_mix_images_and_text(family, spec, k):
         assert engine.stats().num_recompiles == 0
 
 
+def test_prompts_whose_tokens_all_see_each_other():
+    """PaliGemma: a prompt with images is one piece; text alone is causal.  Too few blocks."""
+    prompts = [
+        prompt("paligemma", None, [5, 6, 7, 8]),
+        TEXT,
+        prompt("paligemma", None, None, [9] * 4, seed=3),
+        prompt("paligemma", None, [5, 6, 7, 3], seed=4),
+    ]
+    with compiled("paligemma", "ngram", 3, max_prefill_tokens=24, kv_cache_tokens=96) as engine:
+        outputs = engine.generate(prompts, PARAMS)
+        wanted = [own_tokens("paligemma", one) for one in prompts]
+        assert [one.token_ids for one in outputs] == wanted
+        (again,) = engine.generate(prompts[2], PARAMS)
+        assert (again.num_cached_tokens, again.token_ids) == (16, wanted[2])
+        (other,) = engine.generate(
+            prompt("paligemma", None, None, [9] * 3 + [4], seed=3), PARAMS
+        )  # its last token is seen by the first
+        assert other.num_cached_tokens == 0
+        without = {n: value for n, value in prompts[0].items() if n != "token_type_ids"}
+        (causal,) = engine.generate(without, PARAMS)
+        assert causal.token_ids == own_tokens("paligemma", without) != wanted[0]
+        with pytest.raises(InvalidRequest, match=r"see each other, 30 of them: .* larger max_pre"):
+            engine.generate(prompt("paligemma", None, [5] * 21))
+        with pytest.raises(NotSupported, match="none that is served: .* in its window"):
+            engine.generate(prompt("paligemma", None, [5] * 24))
+
+
 def prefixes_are_found_by_content(engine: Any, family: str) -> None:
     """The same ids, with other images: what is before the image is found, and no more."""
     first, other = (prompt(family, [4] * 19, None, [6] * 12, seed=seed) for seed in (6, 9))

@@ -79,8 +79,22 @@ def _gemma3() -> Any:
     )
 
 
+def _paligemma() -> Any:
+    """PaliGemma 2: all tokens of a prompt see each other."""
+    return transformers.PaliGemmaConfig(
+        vision_config=transformers.SiglipVisionConfig(**TOWER_SIZES, vision_use_head=False),
+        text_config=transformers.Gemma2Config(
+            **TEXT_SIZES, head_dim=16, sliding_window=30, query_pre_attn_scalar=12,
+            tie_word_embeddings=False,
+            layer_types=["sliding_attention", "full_attention"],
+        ),
+        projection_dim=48, image_token_id=IMAGE, tie_word_embeddings=False,
+    )  # fmt: skip
+
+
 FAMILIES = {
     "llava": _llava, "qwen2_5_vl": _qwen2_5_vl, "qwen3_vl": _qwen3_vl, "gemma3": _gemma3,
+    "paligemma": _paligemma,
 }  # fmt: skip
 WITH_GRIDS = ("qwen2_5_vl", "qwen3_vl")
 
@@ -131,4 +145,6 @@ def prompt(
         made["mm_token_type_ids"] = torch.tensor(types)
     if family == "gemma3":
         made["token_type_ids"] = torch.tensor(types)
+    if family == "paligemma":
+        made["token_type_ids"] = torch.zeros(1, len(ids)).long()
     return {**made, **images, **changes}
