@@ -205,6 +205,7 @@ class RequestFeatures:
     prompt_logprobs: bool = False  # prefill outputs the head's input
     prompt_embeds: bool = False  # rows of a prompt may be embeddings
     sees_ahead: bool = False  # tokens of a prompt may see later ones: the rows of an image
+    ahead_in_windows: bool = False  # they do so in layers with a window alone
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,7 +22,7 @@ from compilespec.pipeline.keywords import positive
 from compilespec.program import ProgramConfig, RequestFeatures
 from compilespec.quantization import Quantize, read_quantize
 from compilespec.runtime.keywords import FIELDS
-from compilespec.tracing.images import has_own_masks
+from compilespec.tracing.images import has_own_masks, sees_ahead_in_windows
 from compilespec.tracing.load import Target
 from compilespec.tracing.long_rope import short_rope_limit
 from compilespec.tracing.target_info import TargetInfo
@@ -172,6 +172,7 @@ class CompileOptions(CompileFields):
                 prompt_logprobs=self.prompt_logprobs,
                 prompt_embeds=self.prompt_embeds or takes_medium,
                 sees_ahead=takes_medium and has_own_masks(target.model),
+                ahead_in_windows=takes_medium and sees_ahead_in_windows(target.model),
             ),
         )
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from compilespec.errors import NotSupported, UnsupportedModel
 from compilespec.tracing.media import Medium, medium_of
 
+_WINDOWED = "sliding"  # in the name of a kind of layers
 DEEPSTACK = "_deepstack_process"  # of a language model: adds features to the rows of images
 
 
@@ -142,6 +143,15 @@ def has_prefixes(model: nn.Module) -> bool:
     return any(tokens_ahead(model, [0] * 5))
 
 
+def sees_ahead_in_windows(model: nn.Module) -> bool:
+    """True where tokens of an image see each other in layers with a window alone (Gemma 4)."""
+    if not hasattr(model, "create_masks_for_generate"):
+        return False
+    masks = _masks(model, [0, 1, 1, 1, 0], 5)
+    ahead = {_WINDOWED in kind: bool(mask.triu(1).any()) for kind, mask in masks.items()}
+    return ahead.get(True, False) and not ahead.get(False, True)
+
+
 def tokens_ahead(model: nn.Module, types: Sequence[int] | None, count: int = 0) -> list[int]:
     """The number of later tokens that each token of a prompt sees, by the model's own masks.
 
@@ -150,24 +160,17 @@ def tokens_ahead(model: nn.Module, types: Sequence[int] | None, count: int = 0) 
         count: of tokens without types.
     Raises: NotSupported where a token does not see all from its window's first one to its last.
     """
-    any_model, count = cast(Any, model), count if types is None else len(types)
-    config = copy.deepcopy(any_model.config)
-    config._attn_implementation = config.get_text_config()._attn_implementation = "sdpa"
-    of_types = None if types is None else torch.tensor([types])
-    made = any_model.create_masks_for_generate(
-        config=config, inputs_embeds=torch.empty(1, count, 0), attention_mask=None,
-        past_key_values=None, position_ids=None, token_type_ids=of_types,
-        mm_token_type_ids=of_types, is_first_iteration=True,
-    )  # fmt: skip
-    window = getattr(config.get_text_config(), "sliding_window", None)
-    masks = made if isinstance(made, Mapping) else {"sliding" if window else "full": made}
-    seen = {kind: mask[0, 0] for kind, mask in masks.items() if mask is not None}  # None: causal
-    place = torch.arange(count)
-    last = torch.stack([place, *(_last_seen(mask) for mask in seen.values())]).amax(0)
-    for kind, mask in seen.items():
+    config: Any = model.config.get_text_config()
+    masks = _masks(model, types, count if types is None else len(types))
+    place = torch.arange(len(next(iter(masks.values()))))
+    last = torch.stack([_last_seen(mask) for mask in masks.values()]).amax(0)
+    is_causal = sees_ahead_in_windows(model)
+    for kind, mask in masks.items():
         wanted = place <= last[:, None]
-        if "sliding" in kind:
-            wanted &= place > place[:, None] - (window or count)
+        if _WINDOWED in kind:
+            wanted &= place > place[:, None] - (getattr(config, "sliding_window", None) or len(place))
+        elif is_causal:
+            wanted = place <= place[:, None]
         if not torch.equal(mask, wanted):
             raise NotSupported(
                 f"{type(model).__name__}: a prompt's attention mask is none that is served: "
@@ -175,6 +178,29 @@ def tokens_ahead(model: nn.Module, types: Sequence[int] | None, count: int = 0) 
                 "the prompt; give text alone, or images that are shorter than the window"
             )
     return (last - place).tolist()
+
+
+def _masks(model: nn.Module, types: Sequence[int] | None, count: int) -> dict[str, Tensor]:
+    """The masks of a prompt by kind of layer, true where a token is seen."""
+    any_model = cast(Any, model)
+    config = copy.deepcopy(any_model.config)
+    text = config.get_text_config()
+    config._attn_implementation = text._attn_implementation = "sdpa"
+    of_types = None if types is None else torch.tensor([types])
+    made = any_model.create_masks_for_generate(
+        config=config, inputs_embeds=torch.empty(1, count, 0), attention_mask=None,
+        past_key_values=None, position_ids=None, token_type_ids=of_types,
+        mm_token_type_ids=of_types, is_first_iteration=True,
+    )  # fmt: skip
+    window = getattr(text, "sliding_window", None)
+    masks = made if isinstance(made, Mapping) else {_WINDOWED if window else "full": made}
+    causal = torch.ones(count, count, dtype=torch.bool).tril()
+    return {
+        kind: mask[0, 0] if mask is not None
+        else causal.triu(1 - window) if _WINDOWED in kind and window
+        else causal
+        for kind, mask in masks.items()
+    }  # fmt: skip
 
 
 def _last_seen(mask_TT: Tensor) -> Tensor:

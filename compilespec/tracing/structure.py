@@ -109,16 +109,22 @@ def _is_ids(node: fx.Node, input_ids: fx.Node) -> bool:
     return chooses and shape_of(node) == shape_of(input_ids) and not is_float(node)
 
 
+_TO_OTHER_IDS = (operator.eq, operator.ne, operator.or_, operator.and_, torch.where)
+
+
 def id_readers(ids: fx.Node) -> list[fx.Node]:
-    """The nodes that read the values of token ids, through casts and views."""
+    """The nodes that read the values of token ids, through casts, views and other ids in the
+    place of some.
+    """
     found: list[fx.Node] = []
     for user in ids.users:
-        if user.op == "call_method" or user.target is operator.getitem:
+        is_other_ids = user.target in _TO_OTHER_IDS and not is_float(user)
+        if user.op == "call_method" or user.target is operator.getitem or is_other_ids:
             is_size = user.target in ("size", "dim", "numel")
             found += [] if is_size else id_readers(user)
         elif user.target not in (torch.ops.aten.sym_size.int, getattr):
             found.append(user)
-    return found
+    return list(dict.fromkeys(found))
 
 
 def layer_prefix(graph: fx.Graph) -> str | None:

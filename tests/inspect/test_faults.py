@@ -38,6 +38,7 @@ from compilespec.passes.graph.nodes import (
 from compilespec.passes.order import ATEN_PASSES, SPLICE_PASSES, rewrite_phase
 from compilespec.passes.splice.acceptance.options import resolve_acceptance
 from compilespec.passes.splice.add_adapters import adapted
+from compilespec.passes.splice.add_deep_rows import with_features
 from compilespec.passes.splice.builder import Splice
 from compilespec.passes.splice.logits_processor import LogitsProcessor
 from compilespec.passes.splice.read_embeds import merged
@@ -144,6 +145,7 @@ NEEDS: dict[str, dict[str, Any]] = {
     },
     "read_embeds": {"features": RequestFeatures(prompt_embeds=True)},
     "read_rope_offsets": {"family": "qwen2_5_vl"},
+    "add_deep_rows": {"family": "qwen3_vl", "features": RequestFeatures(prompt_embeds=True)},
     "read_long_rope": {"family": LONG_ROPE},
     "tokens that see later ones": {"sees_ahead": True},
     "add_adapters": {
@@ -337,6 +339,11 @@ def owner_ignored(gm: fx.GraphModule, ctx: PassContext) -> None:
 def other_rows_given(gm: fx.GraphModule, ctx: PassContext) -> None:
     (node,) = gm.graph.find_nodes(op="call_function", target=merged)
     changed(gm, node, 1, lambda given: given.roll(1, 0))
+
+
+def features_of_other_tokens(gm: fx.GraphModule, ctx: PassContext) -> None:
+    node = gm.graph.find_nodes(op="call_function", target=with_features)[1]
+    changed(gm, node, 2, lambda given: given.roll(1, 0))
 
 
 def axes_turned(gm: fx.GraphModule, ctx: PassContext) -> None:
@@ -646,6 +653,8 @@ FAULTS = (
           edit=lengths_of_the_next_row),
     Fault(pass_name="read_embeds", what="rows of other tokens", phase="prefill",
           edit=other_rows_given),
+    Fault(pass_name="add_deep_rows", what="features of other tokens", phase="prefill",
+          edit=features_of_other_tokens),
     Fault(pass_name="add_adapters", what="adapter of the next request", phase="decode",
           edit=adapters_changed(2, lambda keeps: keeps.roll(1, 0))),
     Fault(pass_name="add_adapters", what="columns of the next slot", phase="prefill",

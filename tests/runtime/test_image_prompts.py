@@ -75,6 +75,7 @@ def compiled(family: str, spec: str = "none", k: int | None = None, **options: A
         ("qwen3_vl", "ngram", 1),
         pytest.param("qwen3_vl", "eagle3", 3, marks=pytest.mark.slow),
         pytest.param("gemma3", "ngram", 5, marks=pytest.mark.slow),
+        ("gemma4", "ngram", 5),
         pytest.param("llava", "ngram", 3, marks=pytest.mark.slow),
         pytest.param("llava", "none", None, marks=pytest.mark.slow),
         pytest.param("llava", "eagle3", 5, marks=pytest.mark.slow),
@@ -180,7 +181,7 @@ def bad_prompts_are_refused(engine: Any, family: str) -> None:
 
 def strip(given: dict[str, Any]) -> dict[str, Any]:
     """Without what counts tokens."""
-    wanted = ("input_ids", "pixel_values", "image_grid_thw")
+    wanted = ("input_ids", "pixel_values", "image_grid_thw", "image_position_ids")
     return {name: value for name, value in given.items() if name in wanted}
 
 
@@ -341,7 +342,7 @@ def test_a_hybrid_with_images():
     assert outputs[1].token_ids == own_tokens(whole, TEXT)
 
 
-@pytest.mark.parametrize("family", ["qwen3_vl", "gemma3"])
+@pytest.mark.parametrize("family", ["qwen3_vl", "gemma3", "gemma4"])
 def test_the_passes_are_what_their_references_say(family):
     program = compilespec.trace(model(family), max_seq_len=64, max_batch_size=4)
     passes = ["read_embeds", "insert_paged_attention"]

@@ -92,9 +92,27 @@ def _paligemma() -> Any:
     )  # fmt: skip
 
 
+def _gemma4() -> Any:
+    """Tokens of an image see each other in layers with a window alone."""
+    return transformers.Gemma4Config(
+        vision_config={
+            "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2,
+            "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 12, "patch_size": 4,
+            "pooling_kernel_size": 2, "position_embedding_size": 16,
+        },
+        text_config={
+            **TEXT_SIZES, "head_dim": 16, "sliding_window": 14, "hidden_size_per_layer_input": 0,
+            "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+            "num_hidden_layers": 3, "tie_word_embeddings": False,
+            "use_bidirectional_attention": "vision", "num_kv_shared_layers": 0,
+        },
+        audio_config=None, image_token_id=IMAGE, tie_word_embeddings=False,
+    )  # fmt: skip
+
+
 FAMILIES = {
     "llava": _llava, "qwen2_5_vl": _qwen2_5_vl, "qwen3_vl": _qwen3_vl, "gemma3": _gemma3,
-    "paligemma": _paligemma,
+    "gemma4": _gemma4, "paligemma": _paligemma,
 }  # fmt: skip
 WITH_GRIDS = ("qwen2_5_vl", "qwen3_vl")
 
@@ -119,6 +137,13 @@ def pixels(family: str, num_images: int, seed: int = 0) -> dict[str, Tensor]:
             "pixel_values": torch.randn(shape, generator=generator, dtype=torch.float64),
             "image_grid_thw": grid,
         }
+    if family == "gemma4":  # 6 x 6 patches, 3 x 3 rows
+        places = torch.cartesian_prod(torch.arange(6), torch.arange(6)).flip(1)
+        shape = (num_images, 36, 3 * 4 * 4)
+        return {
+            "pixel_values": torch.rand(shape, generator=generator, dtype=torch.float64),
+            "image_position_ids": places.expand(num_images, -1, -1).clone(),
+        }
     shape = (num_images, 3, 12, 12)
     return {"pixel_values": torch.randn(shape, generator=generator, dtype=torch.float64)}
 
@@ -141,7 +166,7 @@ def prompt(
         ids += [IMAGE] * next(counts) if part is None else part
     types = [[int(token == IMAGE) for token in ids]]
     made = {"input_ids": torch.tensor([ids]), "attention_mask": torch.ones(1, len(ids)).long()}
-    if family in WITH_GRIDS:
+    if family in (*WITH_GRIDS, "gemma4"):
         made["mm_token_type_ids"] = torch.tensor(types)
     if family == "gemma3":
         made["token_type_ids"] = torch.tensor(types)

@@ -18,14 +18,17 @@ def dense_attention(
     tokens: Tokens,
     block_table_RM: Tensor,
     ahead_T: Tensor | None = None,
+    *,
+    in_windows: bool = False,
 ) -> Attention:
     """Attention for a graph whose i-th marker is layer i of `owner`; writes K and V to `caches`.
 
     Without a cache of values they are the beginning of the keys.
     Args:
         ahead_T: how many later tokens each token sees; None: none.
+        in_windows: true if they are seen in layers with a window alone.
     """
-    ahead = torch.zeros_like(tokens.position.flatten()) if ahead_T is None else ahead_T
+    none = torch.zeros_like(tokens.position.flatten())
 
     def attend(layer: int, args: tuple[Any, ...]) -> Tensor:
         query, key, value, *options = args
@@ -36,6 +39,8 @@ def dense_attention(
             for token, slot in enumerate(tokens.slot.flatten().tolist()):
                 if slot >= 0:
                     cache.flatten(0, 1)[slot] = new_TNH[token]
+        is_seen = ahead_T is not None and (options[1] > 0 or not in_windows)
+        ahead = ahead_T if is_seen else none
         return _attend_rows(query, key_cache, value_cache, tokens, ahead, block_table_RM, *options)
 
     return attend

@@ -16,6 +16,7 @@ from compilespec.passes.references.kept_masks import MASK_CACHES
 from compilespec.passes.references.placement import place_call
 from compilespec.passes.references.recurrent_state import recurrent_layers, target_progress
 from compilespec.passes.references.trees import path_attention, topology, unwritten
+from compilespec.program import markers
 from compilespec.tracing.structure import (
     is_float,
     layer_of,
@@ -87,17 +88,23 @@ def insert_paged_attention(before: Before, ctx: PassContext, case: Case) -> Valu
         for name, tensor in case.inputs.items()
         if name.startswith("cache.") and not name.startswith(MASK_CACHES)
     }
-    ahead_T = case.inputs.get("ahead_T")
-    attend = dense_attention(caches, "target", tokens, case.inputs["block_table_RM"], ahead_T)
+    ahead_T, in_windows = case.inputs.get("ahead_T"), ctx.config.features.ahead_in_windows
+    attend = dense_attention(
+        caches, "target", tokens, case.inputs["block_table_RM"], ahead_T, in_windows=in_windows
+    )
+    ahead = tokens
     if ahead_T is not None:
-        tokens = dataclasses.replace(tokens, position=tokens.position + ahead_T)
+        ahead = dataclasses.replace(tokens, position=tokens.position + ahead_T)
     if placed.paths:
         attend = path_attention(caches, "target", ctx.config, case.inputs, placed)
-        tokens = unwritten(tokens)
+        tokens = ahead = unwritten(tokens)
     values = before(case.inputs, {"attention": attend})
+    windows = [int(str(marker.args[4])) for marker in markers(ctx.target.graph_module)]
     calls = [
-        AttentionCall(cache=f"cache.target.{layer}.key", tokens=tokens)
-        for layer in range(ctx.num_attention_layers)
+        AttentionCall(
+            cache=f"cache.target.{layer}.key", tokens=ahead if window or not in_windows else tokens
+        )
+        for layer, window in enumerate(windows)
     ]
     return dataclasses.replace(values, buffers={**values.buffers, **caches}, calls=calls)
 

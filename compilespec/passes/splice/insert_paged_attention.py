@@ -39,8 +39,6 @@ def insert_paged_attention(step: Splice) -> int:
             places = places._replace(slot=torch.full_like(places.slot, -1))
             branches = Branches(path=step.roles.path)
         sights = read_sights(step, places.position)
-        if sights is not None:
-            places = places._replace(position=sights.last)
     return page_markers(step, found, "target", places, branches=branches, sights=sights)
 
 
@@ -88,6 +86,8 @@ def page_markers(
         marker = _Marker(*step.values(node.args))
         with step.before(node):
             at, blocks = _cells(step, marker, places, block_size)
+            if sights is not None and sights.are_of(int(marker.window)):
+                at = at._replace(position=sights.last)
             width = leading_part(node.args[2], node.args[1])
             caches = _caches(step, f"{owner}.{layer}", marker, blocks, has_values=not width)
             key, value = marker.key, None if width else marker.value

@@ -1,4 +1,4 @@
-"""Lets tokens of a prompt see later ones: those of an image each other, in Gemma 3."""
+"""Lets tokens of a prompt see later ones: those of an image each other, in Gemma 3 and 4."""
 
 from __future__ import annotations
 
@@ -19,6 +19,11 @@ class Sights:
     position: Tensor  # each token's own
     last: Tensor  # the last one that it sees
     path: Tensor  # [1, T, 1], empty: all keys are in the caches
+    in_windows: bool = False  # layers without a window are causal
+
+    def are_of(self, window: int) -> bool:
+        """True where tokens see later ones in a layer."""
+        return window > 0 or not self.in_windows
 
     def first(self, window: int) -> Tensor:
         """The first position that each token sees: a window ends at the token itself."""
@@ -30,7 +35,8 @@ def read_sights(step: Splice, position: Tensor) -> Sights | None:
     if not step.config.features.sees_ahead or step.is_decode:
         return None
     last, path = look_ahead(position, step.batch(AHEAD))
-    return Sights(position=position, last=last, path=path)
+    in_windows = step.config.features.ahead_in_windows
+    return Sights(position=position, last=last, path=path, in_windows=in_windows)
 
 
 def look_ahead(position_1T: Tensor, ahead_T: Tensor) -> tuple[Tensor, Tensor]:
