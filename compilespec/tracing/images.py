@@ -168,7 +168,9 @@ def tokens_ahead(model: nn.Module, types: Sequence[int] | None, count: int = 0) 
     for kind, mask in masks.items():
         wanted = place <= last[:, None]
         if _WINDOWED in kind:
-            wanted &= place > place[:, None] - (getattr(config, "sliding_window", None) or len(place))
+            wanted &= place > place[:, None] - (
+                getattr(config, "sliding_window", None) or len(place)
+            )
         elif is_causal:
             wanted = place <= place[:, None]
         if not torch.equal(mask, wanted):

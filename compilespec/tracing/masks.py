@@ -27,7 +27,7 @@ from compilespec.tracing.pair_masks import (
     end_writes,
     made_of_pairs,
 )
-from compilespec.tracing.positions import is_of_positions, is_write
+from compilespec.tracing.positions import is_of_positions, is_write, num_token_dims
 from compilespec.tracing.quantized_weights import is_quantized
 from compilespec.tracing.structure import ancestors, token_ids, walk_back
 
@@ -229,7 +229,12 @@ def _by_positions(traced: Traced, mask: fx.Node) -> _Form:
         return _by_tables(gm, needed, mask, tables)
     sizes = {abs(value) for node in needed for value in _integers(node) if value}
     positions = _probed(sizes)
-    by_index = [n for n in gm.graph.nodes if n in needed and n.target in _MADE_BY_INDEX]
+    length = str(token_ids(gm.graph).meta["example_value"].shape[1])
+    by_index = [
+        node
+        for node in gm.graph.nodes
+        if node in needed and node.target in _MADE_BY_INDEX and num_token_dims(node, length)
+    ]
     if by_index and 2 * max(sizes, default=0) > len(positions):
         raise _OtherForm(f"it is made by index ({by_index[0].name})")
     try:

@@ -71,7 +71,16 @@ RIGHT: dict[str, Callable[[], nn.Module]] = {
     "llama4, chunks": lambda: model_of(
         "Llama4Text", **SIZES, **LLAMA4, attn_temperature_tuning=False
     ),
+    "llama4, a temperature by its own count": lambda: model_of(
+        "Llama4Text", **SIZES, **{**LLAMA4, "attention_chunk_size": 8192},
+        attn_temperature_tuning=True, floor_scale=4, attn_scale=0.5,
+    ),
+    "phimoe, a window that the mask alone tells": lambda: model_of(
+        "Phimoe", **SIZES, num_local_experts=4, num_experts_per_tok=2, sliding_window=5,
+        router_jitter_noise=0.0, input_jitter_noise=0.0,
+    ),
     "bart": lambda: model_of("Bart", **SEQ2SEQ),
+    "mbart": lambda: model_of("MBart", **SEQ2SEQ),
     "afmoe, whose output is viewed": lambda: model_of(
         "Afmoe", **SIZES, **EXPERTS, num_experts=4, head_dim=8, sliding_window=WINDOW
     ),
