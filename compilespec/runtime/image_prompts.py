@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from compilespec.errors import InvalidRequest, SpecError
+from compilespec.errors import InvalidRequest, NotSupported, SpecError
 from compilespec.runtime.compiled_tower import CompiledTower
 from compilespec.runtime.executor import Geometry
 from compilespec.runtime.given_rows import GivenRows, RopeOffsets
@@ -22,6 +22,7 @@ from compilespec.runtime.prompts import read_prompt
 from compilespec.tracing.images import (
     has_own_masks,
     has_prefixes,
+    masks_agree,
     rope_module,
     tokens_ahead,
 )
@@ -71,6 +72,7 @@ class ImageReader:
         self._rope = rope_module(model)
         self._masked = model if has_own_masks(model) else None
         self._by_types = self._masked is not None and has_prefixes(model)
+        self._is_clear = self._masked is None or masks_agree(model)
         self._tower, self._compiled = ImageTower(model, medium, compiled), compiled
 
     @property
@@ -152,6 +154,12 @@ class ImageReader:
     def _ahead(self, prompt: ImagePrompt) -> tuple[int, ...]:
         if self._masked is None:
             return ()
+        if not self._is_clear:
+            raise NotSupported(
+                f"{self._name}: its forward and its create_masks_for_generate differ in what "
+                "tokens of an image see: expected the same masks; give text alone, or a version "
+                "of transformers where they agree"
+            )
         types = prompt.inputs.get("token_type_ids")
         own = None if self._by_types else self._types(prompt)
         if types is not None:

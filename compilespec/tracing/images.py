@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
 from unittest import mock
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from compilespec.errors import NotSupported, UnsupportedModel
 from compilespec.tracing.media import Medium, medium_of
 
+_PROBE = (0, 1, 1, 1, 0)  # types of tokens: text, an image, text
 _WINDOWED = "sliding"  # in the name of a kind of layers
 DEEPSTACK = "_deepstack_process"  # of a language model: adds features to the rows of images
 
@@ -147,9 +149,48 @@ def sees_ahead_in_windows(model: nn.Module) -> bool:
     """True where tokens of an image see each other in layers with a window alone (Gemma 4)."""
     if not hasattr(model, "create_masks_for_generate"):
         return False
-    masks = _masks(model, [0, 1, 1, 1, 0], 5)
+    masks = _masks(model, _PROBE, len(_PROBE))
     ahead = {_WINDOWED in kind: bool(mask.triu(1).any()) for kind, mask in masks.items()}
     return ahead.get(True, False) and not ahead.get(False, True)
+
+
+def masks_agree(model: nn.Module) -> bool:
+    """False where a model's forward makes other masks for images than its own
+    `create_masks_for_generate` (Gemma 4 unified of transformers 5.23).
+    """
+    own = _masks(model, _PROBE, len(_PROBE))
+    made = _masks_of_forward(model)
+    return all(torch.equal(mask, made.get(kind, mask)) for kind, mask in own.items())
+
+
+def _masks_of_forward(model: nn.Module) -> dict[str, Tensor]:
+    """The masks that its forward gives to the language model, over the probe's tokens."""
+    any_model, types = cast(Any, model), torch.tensor([_PROBE])
+
+    def stop(*args: Any, attention_mask: Any = None, **others: Any) -> Any:
+        raise _Given(attention_mask)
+
+    parameters = inspect.signature(model.forward).parameters
+    named = {n: types for n in ("token_type_ids", "mm_token_type_ids") if n in parameters}
+    device = next(model.parameters()).device
+    before = {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}
+    kinds = {key: config._attn_implementation for key, config in before.items()}
+    try:
+        for config in before.values():
+            config._attn_implementation = "sdpa"
+        with mock.patch.object(any_model.get_decoder(), "forward", stop), torch.no_grad():
+            ids = torch.zeros_like(types)
+            any_model(**{n: one.to(device) for n, one in {"input_ids": ids, **named}.items()})
+    except _Given as given:
+        return _by_kind(any_model.config.get_text_config(), given.args[0], len(_PROBE))
+    finally:
+        for key, config in before.items():
+            config._attn_implementation = kinds[key]
+    return {}
+
+
+class _Given(Exception):
+    """Ends a forward that has made its masks."""
 
 
 def tokens_ahead(model: nn.Module, types: Sequence[int] | None, count: int = 0) -> list[int]:
@@ -194,11 +235,15 @@ def _masks(model: nn.Module, types: Sequence[int] | None, count: int) -> dict[st
         past_key_values=None, position_ids=None, token_type_ids=of_types,
         mm_token_type_ids=of_types, is_first_iteration=True,
     )  # fmt: skip
-    window = getattr(text, "sliding_window", None)
+    return _by_kind(text, made, count)
+
+
+def _by_kind(config: Any, made: Any, count: int) -> dict[str, Tensor]:
+    window = getattr(config, "sliding_window", None)
     masks = made if isinstance(made, Mapping) else {_WINDOWED if window else "full": made}
     causal = torch.ones(count, count, dtype=torch.bool).tril()
     return {
-        kind: mask[0, 0] if mask is not None
+        kind: mask[0, 0].cpu() if mask is not None
         else causal.triu(1 - window) if _WINDOWED in kind and window
         else causal
         for kind, mask in masks.items()

@@ -10,6 +10,7 @@ in the graph, where `pair_masks` separates its keys from its queries.
 from __future__ import annotations
 
 import contextlib
+import operator
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 from unittest import mock
@@ -34,6 +35,7 @@ from compilespec.tracing.structure import ancestors, token_ids, walk_back
 EAGER = "eager"  # of models that write attention out themselves: masks are added to scores
 _INPUTS = {"input_ids": "what the tokens hold", "position_ids": "the positions"}
 _MOST_OF_TABLE = 2048  # rows of a table that are looked at
+_FILLS = (torch.full, torch.zeros, torch.ones)
 _MADE_BY_INDEX = (
     torch.ones, torch.zeros, torch.full, torch.tril, torch.triu, torch.cumsum,
     "tril", "triu", "cumsum",
@@ -233,7 +235,10 @@ def _by_positions(traced: Traced, mask: fx.Node) -> _Form:
     by_index = [
         node
         for node in gm.graph.nodes
-        if node in needed and node.target in _MADE_BY_INDEX and num_token_dims(node, length)
+        if node in needed
+        and node.target in _MADE_BY_INDEX
+        and num_token_dims(node, length)
+        and not _is_same_everywhere(node)
     ]
     if by_index and 2 * max(sizes, default=0) > len(positions):
         raise _OtherForm(f"it is made by index ({by_index[0].name})")
@@ -255,6 +260,16 @@ def _by_positions(traced: Traced, mask: fx.Node) -> _Form:
     if bool((seen & (key > query)).any()):
         raise _SeesLater
     raise _OtherForm("it has another form")
+
+
+def _is_same_everywhere(node: fx.Node) -> bool:
+    """True for one value a token, of which entries are taken by position (groups of no image)."""
+    return node.target in _FILLS and all(
+        user.target is operator.getitem
+        and isinstance(user.args[1], tuple)
+        and all(isinstance(index, fx.Node) for index in user.args[1])
+        for user in node.users
+    )
 
 
 def _by_tables(
@@ -331,12 +346,25 @@ class _Masks(fx.Interpreter):
         example = node.meta.get("example_value")
         if isinstance(example, torch.SymInt):
             return int(example.node.expr.subs(self._sizes))
+        if _is_same_everywhere(node):
+            return self._of_all_positions(node)
         if node.op == "placeholder":
             return self._tables[node.meta["role"]].cpu()
         counts = node.target is torch.arange and len(node.args) == 1 and "start" not in node.kwargs
         if counts and isinstance(example, Tensor) and example.shape[0] == self._length:
             return self._positions.to(example.dtype)
         return super().run_node(node)
+
+    def _of_all_positions(self, node: fx.Node) -> Tensor:
+        sizes = {**self._sizes, self._length.node.expr: int(self._positions.max()) + 1}
+
+        def size(one: fx.Node) -> Any:
+            value = one.meta.get("example_value")
+            return int(value.node.expr.subs(sizes)) if isinstance(value, torch.SymInt) else None
+
+        filled: Any = node.target
+        table: Tensor = filled(*fx.map_arg(node.args, size), dtype=node.kwargs.get("dtype"))
+        return table
 
     def fetch_args_kwargs_from_env(self, node: fx.Node) -> Any:
         """All arguments on the CPU, so that masks of the meta device have values too."""

@@ -130,7 +130,10 @@ def build(
     """
     import transformers
 
-    config = tiny_config(_config_class(family), rope_type=rope_type, **fixed)
+    config_class = _config_class(family)
+    if auto == WITH_IMAGES:  # encoder-decoders, too
+        fixed = {"is_encoder_decoder": config_class.is_encoder_decoder, **fixed}
+    config = tiny_config(config_class, rope_type=rope_type, **fixed)
     make = getattr(transformers, auto).from_config
     options: dict[str, Any] = {"attn_implementation": "eager"}
     try:

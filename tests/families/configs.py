@@ -121,6 +121,7 @@ FAMILY_FIELDS: dict[str, dict[str, Any]] = {
             "full_attention": {"rope_type": "default", "rope_theta": 1e5},
         }
     },
+    "diffusion_gemma_text": {"num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 96},
     "chameleon": {"vocabulary_map": {"<image>": 3}},
     "emu3": {"vocabulary_map": {"<image>": 3, "<|extra_200|>": 3}},
     "deepseek_ocr2_text": {

@@ -135,8 +135,17 @@ def test_prompts_whose_tokens_all_see_each_other():
         assert causal.token_ids == own_tokens("paligemma", without) != wanted[0]
         with pytest.raises(InvalidRequest, match=r"see each other, 30 of them: .* larger max_pre"):
             engine.generate(prompt("paligemma", None, [5] * 21))
-        with pytest.raises(NotSupported, match="none that is served: .* in its window"):
+        with pytest.raises(NotSupported, match=r"none that is served: .* in its window"):
             engine.generate(prompt("paligemma", None, [5] * 24))
+
+
+def test_images_are_refused_where_a_models_two_masks_differ():
+    """Gemma 4 unified of transformers 5.23: its forward and its `create_masks_for_generate`."""
+    with compiled("gemma4_unified", "ngram", 3) as engine:
+        with pytest.raises(NotSupported, match="differ in what tokens of an image see"):
+            engine.generate(prompt("gemma4_unified", [5], None, [6]))
+        (output,) = engine.generate([TEXT], PARAMS)
+        assert output.token_ids == own_tokens("gemma4_unified", TEXT)
 
 
 def prefixes_are_found_by_content(engine: Any, family: str) -> None:

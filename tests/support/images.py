@@ -92,6 +92,24 @@ def _paligemma() -> Any:
     )  # fmt: skip
 
 
+GEMMA4 = {
+    **TEXT_SIZES, "head_dim": 16, "sliding_window": 14, "num_hidden_layers": 3,
+    "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+    "tie_word_embeddings": False, "use_bidirectional_attention": "vision",
+    "num_kv_shared_layers": 0,
+}  # fmt: skip
+
+
+def _gemma4_unified() -> Any:
+    return transformers.Gemma4UnifiedConfig(
+        vision_config={
+            "patch_size": 4, "pooling_kernel_size": 1, "mm_embed_dim": 48, "mm_posemb_size": 16,
+            "output_proj_dims": 48,
+        },
+        text_config=GEMMA4, audio_config=None, image_token_id=IMAGE, tie_word_embeddings=False,
+    )  # fmt: skip
+
+
 def _gemma4() -> Any:
     """Tokens of an image see each other in layers with a window alone."""
     return transformers.Gemma4Config(
@@ -100,20 +118,16 @@ def _gemma4() -> Any:
             "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 12, "patch_size": 4,
             "pooling_kernel_size": 2, "position_embedding_size": 16,
         },
-        text_config={
-            **TEXT_SIZES, "head_dim": 16, "sliding_window": 14, "hidden_size_per_layer_input": 0,
-            "layer_types": ["full_attention", "sliding_attention", "full_attention"],
-            "num_hidden_layers": 3, "tie_word_embeddings": False,
-            "use_bidirectional_attention": "vision", "num_kv_shared_layers": 0,
-        },
+        text_config={**GEMMA4, "hidden_size_per_layer_input": 0},
         audio_config=None, image_token_id=IMAGE, tie_word_embeddings=False,
     )  # fmt: skip
 
 
 FAMILIES = {
     "llava": _llava, "qwen2_5_vl": _qwen2_5_vl, "qwen3_vl": _qwen3_vl, "gemma3": _gemma3,
-    "gemma4": _gemma4, "paligemma": _paligemma,
+    "gemma4": _gemma4, "gemma4_unified": _gemma4_unified, "paligemma": _paligemma,
 }  # fmt: skip
+WITH_PLACES = ("gemma4", "gemma4_unified")
 WITH_GRIDS = ("qwen2_5_vl", "qwen3_vl")
 
 
@@ -137,9 +151,10 @@ def pixels(family: str, num_images: int, seed: int = 0) -> dict[str, Tensor]:
             "pixel_values": torch.randn(shape, generator=generator, dtype=torch.float64),
             "image_grid_thw": grid,
         }
-    if family == "gemma4":  # 6 x 6 patches, 3 x 3 rows
-        places = torch.cartesian_prod(torch.arange(6), torch.arange(6)).flip(1)
-        shape = (num_images, 36, 3 * 4 * 4)
+    if family in WITH_PLACES:  # Gemma 4 makes 3 x 3 rows of 6 x 6 patches
+        side = 6 if family == "gemma4" else 3
+        places = torch.cartesian_prod(torch.arange(side), torch.arange(side)).flip(1)
+        shape = (num_images, side * side, 3 * 4 * 4)
         return {
             "pixel_values": torch.rand(shape, generator=generator, dtype=torch.float64),
             "image_position_ids": places.expand(num_images, -1, -1).clone(),
@@ -166,7 +181,7 @@ def prompt(
         ids += [IMAGE] * next(counts) if part is None else part
     types = [[int(token == IMAGE) for token in ids]]
     made = {"input_ids": torch.tensor([ids]), "attention_mask": torch.ones(1, len(ids)).long()}
-    if family in (*WITH_GRIDS, "gemma4"):
+    if family in (*WITH_GRIDS, *WITH_PLACES):
         made["mm_token_type_ids"] = torch.tensor(types)
     if family == "gemma3":
         made["token_type_ids"] = torch.tensor(types)
