@@ -111,6 +111,19 @@ struct Form {  // as `BlockType`; what is added to a value before it is stored
   bool is_symmetric;
 };
 
+// Four neighbours of a row at once.
+inline uint32_t quad_at(const int8_t* q) {
+  uint32_t quad;
+  std::memcpy(&quad, q, sizeof quad);
+  return quad;
+}
+// Plus 8: of -8..7, the low four bits with the highest of them turned.
+inline uint32_t halves_at(const int8_t* q) { return (quad_at(q) ^ 0x08080808u) & 0x0f0f0f0fu; }
+inline void put(uint8_t*& to, uint32_t quad) {
+  std::memcpy(to, &quad, sizeof quad);
+  to += sizeof quad;
+}
+
 template <class Type>
 void pack_values(const Form& form, const at::Tensor& blocks, uint8_t* out) {
   const int64_t rows = blocks.size(0), row_bytes = blocks.size(1);
@@ -139,13 +152,12 @@ void pack_values(const Form& form, const at::Tensor& blocks, uint8_t* out) {
         if (form.bits == 8) {
           for (int64_t k = 0; k < form.num_weights; k += kQuad)
             for (int c = 0; c < kPanel; ++c)
-              for (int j = 0; j < kQuad; ++j) *to++ = uint8_t(q[c][k + j] + 128);
+              put(to, quad_at(q[c] + k) ^ 0x80808080u);
         } else {
           for (int64_t k = 0; k < form.num_weights; k += kRun)
             for (int i = 0; i < kRun / 2; i += kQuad)
               for (int c = 0; c < kPanel; ++c)
-                for (int j = 0; j < kQuad; ++j)
-                  *to++ = uint8_t((q[c][k + i + j] + 8) | (q[c][k + kRun / 2 + i + j] + 8) << 4);
+                put(to, halves_at(q[c] + k + i) | halves_at(q[c] + k + kRun / 2 + i) << 4);
         }
       }
   });
