@@ -26,7 +26,8 @@ def prepack_linears(step: Splice) -> int:
     on the CPU; on GPUs only weights of four bits, two in a byte.  Returns: products rewritten.
 
     The CPU operators' order of summation does not depend on the number of rows, so that a verify
-    step and a plain step of the same token agree bit for bit.  Numerics: rounding.  Runs on ATen.
+    step and a plain step of the same token agree bit for bit.  Numerics: rounding, against the
+    graph before the pass.  Runs on ATen.
     """
     if not step.ctx.traits.packs_weights:
         return _pack_four_bits(step) if step.ctx.traits.is_cuda else 0
@@ -100,10 +101,11 @@ def _put(gm: fx.GraphModule, linear: QuantizedLinear, op: Any, arguments: tuple[
 
 def _packed_input(step: Splice, plain: fx.Node, layout: str) -> fx.Node:
     known = step.ctx.inputs[plain.meta["role"]]
+    packed = f"{known.packed}/{layout}" if known.packed else layout
     spec = InputSpec(
-        name=f"packed.{known.name}", kind="weight", sources=known.sources, packed=layout
+        name=f"packed.{known.name}", kind="weight", sources=known.sources, packed=packed
     )
-    packed = add_input(step.gm, step.ctx, spec)
+    node = add_input(step.gm, step.ctx, spec)
     with plain.meta["val"].fake_mode:
-        packed.meta["val"] = LAYOUTS[layout](plain.meta["val"])
-    return packed
+        node.meta["val"] = LAYOUTS[layout](plain.meta["val"])
+    return node
