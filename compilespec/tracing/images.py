@@ -173,7 +173,8 @@ def _masks_of_forward(model: nn.Module) -> dict[str, Tensor]:
     parameters = inspect.signature(model.forward).parameters
     named = {n: types for n in ("token_type_ids", "mm_token_type_ids") if n in parameters}
     device = next(model.parameters()).device
-    before = {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}
+    modules = cast(Any, model).modules()
+    before = {id(m.config): m.config for m in modules if hasattr(m, "config")}
     kinds = {key: config._attn_implementation for key, config in before.items()}
     try:
         for config in before.values():
@@ -201,7 +202,7 @@ def tokens_ahead(model: nn.Module, types: Sequence[int] | None, count: int = 0) 
         count: of tokens without types.
     Raises: NotSupported where a token does not see all from its window's first one to its last.
     """
-    config: Any = model.config.get_text_config()
+    config = cast(Any, model).config.get_text_config()
     masks = _masks(model, types, count if types is None else len(types))
     place = torch.arange(len(next(iter(masks.values()))))
     last = torch.stack([_last_seen(mask) for mask in masks.values()]).amax(0)

@@ -39,8 +39,7 @@ def dense_attention(
             for token, slot in enumerate(tokens.slot.flatten().tolist()):
                 if slot >= 0:
                     cache.flatten(0, 1)[slot] = new_TNH[token]
-        is_seen = ahead_T is not None and (options[1] > 0 or not in_windows)
-        ahead = ahead_T if is_seen else none
+        ahead = none if ahead_T is None or (in_windows and not options[1]) else ahead_T
         return _attend_rows(query, key_cache, value_cache, tokens, ahead, block_table_RM, *options)
 
     return attend
