@@ -31,6 +31,9 @@ class Drafter(nn.Module):
     ] = ()  # hs indices: residual stream ENTERING layer k, n = last layer's output pre-norm
     chain: Chain = "module_rows"  # what the modules of a windowed drafter read
     kv_layers: tuple[int, ...] = ()  # target layers whose caches its attention reads (shared_kv)
+    target_layers: tuple[int, ...] = ()  # whose caches its attentions read and write (in_place)
+    copied_in: str | None = None  # the form of its own copies of the target's products
+    draft_vocab_size: int | None = None  # ids that it may propose, unless the user says it
     recorder: TapSink | None = None  # receives the tapped hidden states that the step outputs
     propose_on_host: HostProposal | None = None  # proposes drafts on the host, between the calls
     capabilities: Capabilities | None = None  # set if an option made them differ from the method's

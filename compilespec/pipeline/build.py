@@ -37,6 +37,7 @@ from compilespec.program import (
 )
 from compilespec.progress import Reporter
 from compilespec.quantization import describe_quantized, quantize_drafter
+from compilespec.quantization.calls import copy_products
 from compilespec.tracing.load import Target
 from compilespec.tracing.target import trace_target
 from compilespec.tracing.target_info import TargetInfo, describe_target
@@ -55,7 +56,9 @@ def build_program(
 ) -> SpecProgram:
     """Stages trace and rewrite: the step graphs of a target and its drafter, not lowered yet."""
     progress, found = progress or Reporter(), None
-    if method.capabilities.needs_draft_weights:
+    if method.capabilities.takes_recipe:
+        found = draft
+    elif method.capabilities.needs_draft_weights:
         found = find_draft(draft, target, method.capabilities)
     with progress.step("trace", "target") as step:
         traced = trace_target(
@@ -75,10 +78,13 @@ def build_program(
     check_sizes(capabilities, config, options)
     traced_draft = _capture(drafter, config, capabilities, info, progress) if drafter else {}
     check_tree(options, config, capabilities, traced, traced_draft)
+    if drafter is not None and drafter.draft_vocab_size and options.draft_vocab_size is None:
+        options = dataclasses.replace(options, draft_vocab_size=drafter.draft_vocab_size)
     kept = choose_draft_ids(options, target, info.vocab_size, traced_draft)
     if options.prompt_logprobs:
         HeadFunction(traced)  # refuses a head that it could not run alone
-    absorbed, latents = absorb_calls(traced_draft)
+    absorbed, latents = absorb_calls(traced_draft, config.adapters)
+    absorbed, copies = _with_copies(drafter, absorbed, keep_head=kept is not None)
     first = PassContext(
         phase="prefill",
         config=config,
@@ -108,6 +114,7 @@ def build_program(
         lossless=is_lossless(options.acceptance_rule) and capabilities.lossless,
         notes=(
             *_notes(target, drafter, kept, config.adapters),
+            *copies,
             *describe_latents(first.latents),
             *why_counts,
             *(first.sharding.describe() if first.sharding else ()),
@@ -232,6 +239,18 @@ def check_sizes(capabilities: Capabilities, config: ProgramConfig, options: Comp
             f"acceptance={options.acceptance_rule.rule!r} takes one K: give num_draft_tokens= one "
             f"number, or leave acceptance= at 'auto'"
         )
+
+
+def _with_copies(
+    drafter: Drafter | None, calls: Mapping[str, Traced], *, keep_head: bool
+) -> tuple[Mapping[str, Traced], tuple[str, ...]]:
+    """The calls of a drafter that is the target, with copies of its products, and a line for
+    `Engine.plan()`.
+    """
+    if drafter is None or drafter.copied_in is None:
+        return calls, ()
+    forward, text = copy_products(calls["forward"], drafter.copied_in, keep_head=keep_head)
+    return {**calls, "forward": forward}, (text,)
 
 
 def _check_block_sizes(drafter: Drafter, config: ProgramConfig) -> None:

@@ -84,10 +84,9 @@ def products_of(graph: fx.Graph, shape: AdapterShape) -> Iterator[fx.Node]:
             yield node
 
 
-def may_be_adapted(ctx: PassContext, role: str) -> bool:
+def may_be_adapted(shape: AdapterShape | None, role: str) -> bool:
     """True where an adapter may change the product of a weight, which is not all of it then."""
-    shape = ctx.config.adapters
-    module = role.removeprefix(f"{ctx.target.name}.").removesuffix(".weight")
+    module = role.removeprefix("target.").removesuffix(".weight")
     return shape is not None and module in shape.modules
 
 

@@ -256,8 +256,11 @@ class Drafts:
         return torch.tensor(ids, dtype=torch.int32, device=tokens.device)
 
     def _attention(self, tokens: Tokens, owner: str, sights: Sequence[Sight]) -> Attention:
-        def attend(layer: int, args: tuple[Any, ...]) -> Tensor:
-            sight = sights[layer % len(sights)] if sights else ()
+        layers = self.ctx.drafter.target_layers
+
+        def attend(call: int, args: tuple[Any, ...]) -> Tensor:
+            layer = layers[call] if owner == "target" else call
+            sight = sights[call % len(sights)] if sights else ()
             query, key, value, *options = args
             names = [f"cache.{owner}.{layer}.{half}" for half in ("key", "value")]
             placed, table = self._grouped(tokens, owner, window=int(options[1]))

@@ -1,0 +1,60 @@
+"""Drafting in place: the target's own graph, made cheaper, continues the target's own caches."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from compilespec.passes.splice.builder import Splice
+from compilespec.passes.splice.draft_loops.calls import (
+    newest_token,
+    next_position,
+    run,
+    single_token,
+)
+from compilespec.passes.splice.places import Places, live_row
+from compilespec.passes.splice.read_long_rope import long_rope_rows, read_lengths
+from compilespec.passes.splice.read_rope_offsets import decode_offsets, rope_deltas
+from compilespec.passes.splice.sampling import Proposal, draft_token
+from compilespec.program import LONG_ROPE, ROPE_OFFSETS
+
+
+def in_place(step: Splice) -> int:
+    """K single-token passes over the target's caches, the step's newest token first.  Makes the
+    role `drafts` ([B, K], int32).
+
+    The token at position p is written to slot p, from the newest token's position on: all these
+    lie at or past the new length, and the next step writes each of them again before anything
+    attends to it.  So the drafter has no cache and no prefill.  Torch IR.
+    Source: Zhang et al. 2023 (Draft & Verify); Tiwari et al. 2025 (QuantSpec).
+    """
+    token, first, row = newest_token(step), next_position(step), live_row(step)
+    drafts: list[Tensor] = []
+    for number in range(1, step.config.num_draft_tokens + 1):
+        ids, places = single_token(step, token, first, row, number)
+        (logits,) = run(
+            step,
+            "forward",
+            places,
+            caches="target",
+            layers=step.ctx.drafter.target_layers,
+            input_ids=ids,
+            **_of_requests(step, places, row),
+        )
+        proposal = Proposal(*step.fragment("propose", logits_BV=logits.squeeze(1)))
+        token = draft_token(step, proposal, first, number)
+        drafts.append(token)
+    step.roles.drafts = torch.stack(drafts, 1)
+    return len(drafts)
+
+
+def _of_requests(step: Splice, places: Places, row: Tensor) -> dict[str, Tensor]:
+    """Further arguments of the target's graph, which follow from the request."""
+    arguments, found = step.ctx.draft["forward"].arguments, dict[str, Tensor]()
+    if ROPE_OFFSETS in arguments:
+        deltas = step.buffer(rope_deltas(step.config))
+        found[ROPE_OFFSETS] = step.call(decode_offsets, row, deltas)
+    if LONG_ROPE in arguments:
+        lengths = step.buffer(long_rope_rows(step.config))
+        found[LONG_ROPE] = step.call(read_lengths, places.row, lengths)
+    return found

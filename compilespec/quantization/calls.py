@@ -1,0 +1,118 @@
+"""Gives a traced call its own quantized copies of the products' weights."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+from torch import Tensor, fx, nn
+
+from compilespec.errors import InvalidOption
+from compilespec.ops.device import traits_of
+from compilespec.ops.grouped_linear import BLOCK
+from compilespec.program import Traced, TracedInput
+from compilespec.quantization.configs import HEAD, Quantize, require_torchao
+from compilespec.quantization.modules import quantize_module
+from compilespec.tracing.quantized_weights import is_quantized, take_apart
+from compilespec.tracing.structure import LINEAR, find_head
+
+
+def copy_products(traced: Traced, kind: str, *, keep_head: bool = False) -> tuple[Traced, str]:
+    """The call, each product of which multiplies by a quantized copy of its weight; what else
+    reads the weight, such as an embedding, reads it as it is.
+
+    Args:
+        kind: "int4"; a head gets the bits that suit heads.  keep_head: leave the head as it is.
+    Returns: the call, and a line for `Engine.plan()`.
+    Raises: MissingDependency (torchao), InvalidOption (no product that suits).
+    """
+    require_torchao(f"SelfDraft(weights={kind!r})")
+    nodes = traced.graph_module.graph.find_nodes(op="placeholder")
+    read = {
+        entry.name: products
+        for node, entry in zip(nodes, traced.inputs, strict=True)
+        if entry.kind == "weight" and (products := _products(node))
+    }
+    head = _head(traced)
+    is_head = {name: head in products for name, products in read.items()}
+    paths = {
+        name: HEAD if is_head[name] else name
+        for name in read
+        if _suits(traced.weights[name]) and not (keep_head and is_head[name])
+    }
+    if not paths:
+        raise InvalidOption(
+            f"SelfDraft(weights={kind!r}) finds no product that it can copy: expected weights of "
+            f"float32, bfloat16 or float16 with input features in multiples of {BLOCK}; give "
+            "weights=None and leave out layers, or take spec='suffix'"
+        )
+    copies = _quantized({path: traced.weights[name] for name, path in paths.items()}, kind)
+    named = {name: copies[path] for name, path in paths.items()}
+    return _with_copies(traced, named), _describe(named, len(read))
+
+
+def _products(weight: fx.Node) -> list[fx.Node]:
+    """The products that multiply by the weight."""
+    return [user for user in weight.users if user.target in LINEAR and user.args[1:2] == (weight,)]
+
+
+def _head(traced: Traced) -> fx.Node | None:
+    (logits,) = traced.graph_module.graph.output_node().args[0]  # type: ignore[misc]
+    head = find_head(logits)  # type: ignore[arg-type]
+    return None if head is None else head.node
+
+
+def _suits(weight: Tensor) -> bool:
+    is_plain = not is_quantized(weight) and weight.is_floating_point()
+    return is_plain and weight.dim() == 2 and weight.shape[1] % BLOCK == 0
+
+
+def _quantized(weights: Mapping[str, Tensor], kind: str) -> dict[str, Tensor]:
+    """Quantized copies of weights, by the paths of their modules."""
+    root = nn.Module()
+    for path, weight in weights.items():
+        place = root
+        *parents, last = path.split(".")
+        for name in parents:
+            if name not in place._modules:
+                place.add_module(name, nn.Module())
+            place = place.get_submodule(name)
+        product = nn.Linear(1, 1, bias=False, device="meta")
+        product.weight = nn.Parameter(weight.detach(), requires_grad=False)
+        place.add_module(last, product)
+    device = next(iter(weights.values())).device
+    name = f"{kind}_dynamic" if traits_of(device).packs_weights else f"{kind}_weight_only"
+    quantized = quantize_module(root, Quantize(name), "SelfDraft(weights=)")
+    return {path: quantized.get_submodule(path).weight.detach() for path in weights}  # type: ignore
+
+
+def _with_copies(traced: Traced, copies: Mapping[str, Tensor]) -> Traced:
+    """The call with an input of each copy, which its products read."""
+    gm, weights = traced.graph_module, dict(traced.weights)
+    inputs: list[TracedInput] = []
+    nodes = gm.graph.find_nodes(op="placeholder")
+    for node, entry in zip(nodes, traced.inputs, strict=True):
+        products = _products(node) if entry.name in copies else []
+        if len(products) < len(node.users) or not products:
+            inputs.append(entry)
+        if not products:
+            continue
+        name = f"{traced.name}.{entry.name.partition('.')[2]}"
+        weights[name] = copies[entry.name]
+        inputs.append(TracedInput(name=name, kind="weight"))
+        with gm.graph.inserting_after(node):
+            new = gm.graph.placeholder(f"{node.name}_copy")
+        new.meta = {**node.meta, "role": name}
+        for product in products:
+            product.replace_input_with(node, new)
+        if not node.users:
+            gm.graph.erase_node(node)
+            del weights[entry.name]
+    gm.recompile()
+    return dataclasses.replace(traced, inputs=tuple(inputs), weights=weights)
+
+
+def _describe(copies: Mapping[str, Tensor], num_products: int) -> str:
+    parts = [part for copy in copies.values() for part in take_apart(copy)[1].values()]
+    size = sum(part.nbytes for part in parts) / 2**20
+    return f"drafter: its own copies of {len(copies)} of {num_products} products, {size:.1f} MiB"
