@@ -34,11 +34,13 @@ def keep_layers(target: Traced, recipe: SelfDraft) -> tuple[Traced, tuple[int, .
     attentions = markers(gm)
     num_layers = num_decoder_layers(gm.graph)
     kept = recipe.kept_layers(num_layers)
+    entries = list(zip(gm.graph.find_nodes(op="placeholder"), target.inputs, strict=True))
     if len(kept) < num_layers:
         _leave_out(gm, [layer for layer in range(num_layers) if layer not in kept])
-    left = set(markers(gm))
+    left = set(gm.graph.nodes)
+    inputs = tuple(entry for node, entry in entries if node in left)
     numbers = tuple(index for index, node in enumerate(attentions) if node in left)
-    return dataclasses.replace(target, name="draft", graph_module=gm), numbers
+    return dataclasses.replace(target, name="draft", graph_module=gm, inputs=inputs), numbers
 
 
 def limit_sight(traced: Traced, window: int) -> None:
