@@ -16,7 +16,8 @@ from compilespec.methods.direct import DirectDrafter
 from compilespec.program import ProgramConfig, Traced
 from compilespec.tracing.target_info import TargetInfo
 
-MODELS = ("recycled", "windowed", "unshifted", "shared_kv", "in_place")  # kinds whose drafts a model makes
+# Kinds whose drafts a model makes.
+MODELS = ("recycled", "windowed", "unshifted", "shared_kv", "in_place")
 
 
 class CombinedDrafter(Drafter):

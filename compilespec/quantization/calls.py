@@ -83,7 +83,8 @@ def _quantized(weights: Mapping[str, Tensor], kind: str) -> dict[str, Tensor]:
     device = next(iter(weights.values())).device
     name = f"{kind}_dynamic" if traits_of(device).packs_weights else f"{kind}_weight_only"
     quantized = quantize_module(root, Quantize(name), "SelfDraft(weights=)")
-    return {path: quantized.get_submodule(path).weight.detach() for path in weights}  # type: ignore
+    found = {path: quantized.get_submodule(path).weight for path in weights}
+    return {path: weight.detach() for path, weight in found.items() if isinstance(weight, Tensor)}
 
 
 def _with_copies(traced: Traced, copies: Mapping[str, Tensor]) -> Traced:

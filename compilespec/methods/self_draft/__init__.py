@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from compilespec.errors import InvalidOption, NotSupported, UnsupportedState
+from compilespec.errors import InvalidOption, NotSupported
 from compilespec.methods.base import Drafter
 from compilespec.methods.capabilities import Capabilities
 from compilespec.methods.self_draft.cheaper import keep_layers, limit_sight
@@ -50,8 +50,9 @@ class SelfDrafter(Drafter):
         return {"forward": self._forward, "propose": proposal}
 
     def describe(self) -> str:
-        recipe, kept = self.recipe, len(self.target_layers)
-        parts = [f"the target drafts for itself, on its own cache, with {kept} attention layers"]
+        recipe, own = self.recipe, self.target_layers
+        kept = len(own["attention"]) + len(own["recurrence"])
+        parts = [f"the target drafts for itself, on its own cache, with {kept} layers"]
         if recipe.window is not None:
             parts.append(f"of which each sees {recipe.window[1]} tokens")
         if recipe.weights is None:
@@ -76,18 +77,13 @@ class SelfMethod:
     ) -> SelfDrafter:
         """Change a copy of the target's graph as the recipe says.
 
-        Raises: InvalidOption (a layer that is not there), UnsupportedState and NotSupported (what
-        the target's layers read besides a cache).
+        Raises: InvalidOption (a layer that is not there), NotSupported (masks that the model
+        computes from its cache).
         """
         recipe = SelfDraft() if draft is None else read_recipe(draft)
         traced = target.traced
         if traced is None:
             raise InvalidOption("spec='self' needs a target that was traced")
-        if traced.num_recurrent_markers:
-            raise UnsupportedState(
-                "spec='self' does not draft for recurrent layers yet, whose state its drafts would "
-                "change; take spec='suffix', or a drafter of another method"
-            )
         if traced.has_kept_masks:
             raise NotSupported(
                 "spec='self' does not draft under masks that the model computes from its cache "

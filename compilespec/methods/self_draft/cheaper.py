@@ -8,7 +8,7 @@ from torch import fx
 
 from compilespec.errors import NotSupported
 from compilespec.methods.self_draft.recipe import SelfDraft
-from compilespec.program import Traced, markers
+from compilespec.program import MIXERS, Traced, markers
 from compilespec.tracing.structure import (
     describe,
     find_head,
@@ -23,15 +23,15 @@ from compilespec.tracing.structure import (
 WINDOW_PLACE = 4  # of a window among the arguments of an attention marker
 
 
-def keep_layers(target: Traced, recipe: SelfDraft) -> tuple[Traced, tuple[int, ...]]:
-    """A copy of the target's graph with the recipe's layers alone, and the number that each of its
-    attentions has in the target.
+def keep_layers(target: Traced, recipe: SelfDraft) -> tuple[Traced, dict[str, tuple[int, ...]]]:
+    """A copy of the target's graph with the recipe's layers alone; by kind of marker, the number
+    that each of them has in the target.
 
     Raises: InvalidOption (a layer that is not there), NotSupported where it is not known what
     enters and leaves a layer.
     """
     gm = _copy(target.graph_module)
-    attentions = markers(gm)
+    mixers = {kind: markers(gm, kind) for kind in MIXERS}
     num_layers = num_decoder_layers(gm.graph)
     kept = recipe.kept_layers(num_layers)
     entries = list(zip(gm.graph.find_nodes(op="placeholder"), target.inputs, strict=True))
@@ -39,7 +39,10 @@ def keep_layers(target: Traced, recipe: SelfDraft) -> tuple[Traced, tuple[int, .
         _leave_out(gm, [layer for layer in range(num_layers) if layer not in kept])
     left = set(gm.graph.nodes)
     inputs = tuple(entry for node, entry in entries if node in left)
-    numbers = tuple(index for index, node in enumerate(attentions) if node in left)
+    numbers = {
+        kind: tuple(index for index, node in enumerate(nodes) if node in left)
+        for kind, nodes in mixers.items()
+    }
     return dataclasses.replace(target, name="draft", graph_module=gm, inputs=inputs), numbers
 
 

@@ -74,7 +74,8 @@ class Drafts:
         """
         mixers = {} if tokens is None else {"attention": self._attention(tokens, owner, sights)}
         if tokens is not None and progress is not None:
-            mixers |= recurrent_operators(self.buffers, owner, tokens, progress)
+            numbers = self.ctx.drafter.target_layers
+            mixers |= recurrent_operators(self.buffers, owner, tokens, progress, numbers)
         outputs = run_fragment(self.ctx.draft[name], arguments, mixers, self._columns(name))
         if not name.startswith("propose"):
             return outputs
@@ -256,10 +257,10 @@ class Drafts:
         return torch.tensor(ids, dtype=torch.int32, device=tokens.device)
 
     def _attention(self, tokens: Tokens, owner: str, sights: Sequence[Sight]) -> Attention:
-        layers = self.ctx.drafter.target_layers
+        layers = self.ctx.drafter.target_layers.get("attention")
 
         def attend(call: int, args: tuple[Any, ...]) -> Tensor:
-            layer = layers[call] if owner == "target" else call
+            layer = layers[call] if layers else call
             sight = sights[call % len(sights)] if sights else ()
             query, key, value, *options = args
             names = [f"cache.{owner}.{layer}.{half}" for half in ("key", "value")]

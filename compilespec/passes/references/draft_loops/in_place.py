@@ -13,7 +13,7 @@ from compilespec.program import LONG_ROPE, ROPE_OFFSETS, ROPE_ROWS
 def in_place(draft: Drafts, values: Values) -> Tensor:
     """The newest token at its position, then each draft at the one after."""
     for name, cache in values.buffers.items():
-        if name.startswith("cache.target."):
+        if name.startswith(("cache.target.", "recurrence.target.", "causal_conv.target.")):
             draft.buffers[name] = cache.clone()
     roles, first = values.roles, draft.newest()
     if draft.case.phase == "decode":
@@ -21,6 +21,9 @@ def in_place(draft: Drafts, values: Values) -> Tensor:
         token = torch.stack([roles["target"][b, n - 1] for b, n in enumerate(counts)])
     else:
         token = roles["target"][:, 0]
+    start = draft.placed.start.tolist()
+    held = [at + 1 for at in start] if draft.case.phase == "decode" else start
+    progress = draft.progress(held, [0] * len(held))
     drafts: list[Tensor] = []
     for number in range(draft.config.num_draft_tokens):
         tokens = draft.single([position + number for position in first])
@@ -28,6 +31,7 @@ def in_place(draft: Drafts, values: Values) -> Tensor:
             "forward",
             tokens,
             owner="target",
+            progress=progress,
             input_ids=draft.ids(token),
             position_ids=tokens.position,
             **_of_requests(draft, tokens.position),

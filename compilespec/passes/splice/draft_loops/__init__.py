@@ -178,6 +178,7 @@ LOOPS: Mapping[DraftKind, DraftLoop] = {
         splice=in_place,
         num_passes=lambda ctx: ctx.config.num_draft_tokens,
         calls=lambda k: ("forward", "propose"),
+        keeps_states=True,
     ),
     "callback": DraftLoop(splice=callback, num_passes=lambda ctx: 0),
     "unshifted": DraftLoop(

@@ -15,8 +15,9 @@ from compilespec.passes.splice.draft_loops.calls import (
 from compilespec.passes.splice.places import Places, live_row
 from compilespec.passes.splice.read_long_rope import long_rope_rows, read_lengths
 from compilespec.passes.splice.read_rope_offsets import decode_offsets, rope_deltas
+from compilespec.passes.splice.recurrent_state import StatePlaces, keep_states
 from compilespec.passes.splice.sampling import Proposal, draft_token
-from compilespec.program import LONG_ROPE, ROPE_OFFSETS
+from compilespec.program import LONG_ROPE, ROPE_OFFSETS, markers
 
 
 def in_place(step: Splice) -> int:
@@ -37,15 +38,40 @@ def in_place(step: Splice) -> int:
             "forward",
             places,
             caches="target",
-            layers=step.ctx.drafter.target_layers,
+            layers=step.ctx.drafter.target_layers["attention"],
             input_ids=ids,
             **_of_requests(step, places, row),
         )
+        _continue_states(step, places)
         proposal = Proposal(*step.fragment("propose", logits_BV=logits.squeeze(1)))
         token = draft_token(step, proposal, first, number)
         drafts.append(token)
     step.roles.drafts = torch.stack(drafts, 1)
     return len(drafts)
+
+
+def _continue_states(step: Splice, places: Places) -> None:
+    """Let recurrent layers go on from the target's states; what they add is kept beside those, as
+    of tokens that may be rejected.
+    """
+    found = markers(step.gm, "recurrence", "causal_conv")
+    if not found:
+        return
+    num_committed = int(step.is_decode)  # of a step's tokens; prefill commits all before `start`
+    with step.before(found[0]):
+        absorbed, commits = kept_apart(
+            places.position, step.roles.start, num_committed=num_committed
+        )
+    at = StatePlaces(row=places.row, position=places.position, absorbed=absorbed, commits=commits)
+    keep_states(step, "target", at, step.ctx.drafter.target_layers)
+
+
+def kept_apart(
+    position_B1: Tensor, start_B: Tensor, *, num_committed: int
+) -> tuple[Tensor, Tensor]:
+    """Tokens in the states of each request; that none of the call's commits."""
+    held_B1 = (start_B + num_committed).unsqueeze(1)
+    return held_B1 + torch.zeros_like(position_B1), position_B1 < 0
 
 
 def _of_requests(step: Splice, places: Places, row: Tensor) -> dict[str, Tensor]:
