@@ -242,8 +242,8 @@ def check_sizes(capabilities: Capabilities, config: ProgramConfig, options: Comp
 
 
 def _with_copies(
-    drafter: Drafter | None, calls: Mapping[str, Traced], *, keep_head: bool
-) -> tuple[Mapping[str, Traced], tuple[str, ...]]:
+    drafter: Drafter | None, calls: dict[str, Traced], *, keep_head: bool
+) -> tuple[dict[str, Traced], tuple[str, ...]]:
     """The calls of a drafter that is the target, with copies of its products, and a line for
     `Engine.plan()`.
     """

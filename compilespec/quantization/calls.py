@@ -14,7 +14,7 @@ from compilespec.program import Traced, TracedInput
 from compilespec.quantization.configs import HEAD, Quantize, require_torchao
 from compilespec.quantization.modules import quantize_module
 from compilespec.tracing.quantized_weights import is_quantized, take_apart
-from compilespec.tracing.structure import LINEAR, find_head
+from compilespec.tracing.structure import LINEAR, head_of
 
 
 def copy_products(traced: Traced, kind: str, *, keep_head: bool = False) -> tuple[Traced, str]:
@@ -33,8 +33,8 @@ def copy_products(traced: Traced, kind: str, *, keep_head: bool = False) -> tupl
         for node, entry in zip(nodes, traced.inputs, strict=True)
         if entry.kind == "weight" and (products := _products(node))
     }
-    head = _head(traced)
-    is_head = {name: head in products for name, products in read.items()}
+    head = head_of(traced.graph_module.graph)
+    is_head = {n: head is not None and head.node in products for n, products in read.items()}
     paths = {
         name: HEAD if is_head[name] else name
         for name in read
@@ -54,12 +54,6 @@ def copy_products(traced: Traced, kind: str, *, keep_head: bool = False) -> tupl
 def _products(weight: fx.Node) -> list[fx.Node]:
     """The products that multiply by the weight."""
     return [user for user in weight.users if user.target in LINEAR and user.args[1:2] == (weight,)]
-
-
-def _head(traced: Traced) -> fx.Node | None:
-    (logits,) = traced.graph_module.graph.output_node().args[0]  # type: ignore[misc]
-    head = find_head(logits)  # type: ignore[arg-type]
-    return None if head is None else head.node
 
 
 def _suits(weight: Tensor) -> bool:

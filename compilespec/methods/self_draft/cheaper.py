@@ -11,7 +11,7 @@ from compilespec.methods.self_draft.recipe import SelfDraft
 from compilespec.program import MIXERS, Traced, markers
 from compilespec.tracing.structure import (
     describe,
-    find_head,
+    head_of,
     layer_of,
     layer_prefix,
     num_decoder_layers,
@@ -79,7 +79,6 @@ def _leave_out(gm: fx.GraphModule, layers: list[int]) -> None:
 
 
 def _streams(gm: fx.GraphModule) -> dict[int, list[fx.Node]]:
-    (logits,) = gm.graph.output_node().args[0]  # type: ignore[misc]
-    head = find_head(logits)  # type: ignore[arg-type]
+    head = head_of(gm.graph)
     width = (shape_of(head.hidden) or (None,))[-1] if head is not None else None
     return residual_streams(gm.graph, token_ids(gm.graph), width) if width else {}

@@ -36,7 +36,7 @@ class SelfDraft:
 
     def __post_init__(self) -> None:
         if self.weights is not None and self.weights not in WEIGHTS:
-            raise not_one_of("SelfDraft(weights=)", self.weights, (*WEIGHTS, None))
+            raise not_one_of("SelfDraft(weights=)", self.weights, WEIGHTS, also=", or None")
         _check_layers(self.layers)
         _check_window(self.window)
         if self.experts is not None:
@@ -56,7 +56,7 @@ class SelfDraft:
             return tuple(range(num_layers))
         if isinstance(self.layers, float):
             return _spread(num_layers, max(1, round(self.layers * num_layers)))
-        kept = sorted({int(layer) for layer in self.layers})  # type: ignore[union-attr]
+        kept = sorted(set(self.layers))
         if kept[-1] >= num_layers:
             raise InvalidOption(
                 f"SelfDraft(layers=): the target has layers 0 to {num_layers - 1}, there is no "

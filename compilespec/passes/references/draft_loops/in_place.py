@@ -32,6 +32,7 @@ def in_place(draft: Drafts, values: Values) -> Tensor:
             tokens,
             owner="target",
             progress=progress,
+            sights=(),
             input_ids=draft.ids(token),
             position_ids=tokens.position,
             **_of_requests(draft, tokens.position),

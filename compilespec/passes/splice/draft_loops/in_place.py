@@ -39,6 +39,8 @@ def in_place(step: Splice) -> int:
             places,
             caches="target",
             layers=step.ctx.drafter.target_layers["attention"],
+            block_size=None,
+            branches=None,
             input_ids=ids,
             **_of_requests(step, places, row),
         )
