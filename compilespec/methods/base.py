@@ -35,7 +35,6 @@ class Drafter(nn.Module):
     target_layers: Mapping[str, tuple[int, ...]] = MappingProxyType({})  # by kind of marker: the
     # numbers that its markers have in the target, whose caches and states they continue (in_place)
     copied_in: str | None = None  # the form of its own copies of the target's products
-    draft_vocab_size: int | None = None  # ids that it may propose, unless the user says it
     recorder: TapSink | None = None  # receives the tapped hidden states that the step outputs
     propose_on_host: HostProposal | None = None  # proposes drafts on the host, between the calls
     capabilities: Capabilities | None = None  # set if an option made them differ from the method's

@@ -29,7 +29,6 @@ class CombinedDrafter(Drafter):
         self.num_draft_tokens = getattr(model, "num_draft_tokens", 0)
         self.aux_layers, self.kv_layers = model.aux_layers, model.kv_layers
         self.target_layers, self.copied_in = model.target_layers, model.copied_in
-        self.draft_vocab_size = model.draft_vocab_size
         self.kv_block_sizes = model.kv_block_sizes
         self.chain = model.chain
 

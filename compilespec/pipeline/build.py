@@ -78,8 +78,6 @@ def build_program(
     check_sizes(capabilities, config, options)
     traced_draft = _capture(drafter, config, capabilities, info, progress) if drafter else {}
     check_tree(options, config, capabilities, traced, traced_draft)
-    if drafter is not None and drafter.draft_vocab_size and options.draft_vocab_size is None:
-        options = dataclasses.replace(options, draft_vocab_size=drafter.draft_vocab_size)
     kept = choose_draft_ids(options, target, info.vocab_size, traced_draft)
     if options.prompt_logprobs:
         HeadFunction(traced)  # refuses a head that it could not run alone
@@ -179,7 +177,15 @@ def _load_drafter(
     method_options: Mapping[str, Any],
     progress: Reporter,
 ) -> Drafter | None:
-    """The method's drafter, quantized on request; None where it has none."""
+    """The method's drafter, quantized on request; None where it has none.
+
+    Raises: InvalidOption where a recipe says how it is quantized.
+    """
+    if method.capabilities.takes_recipe and options.draft_quantization is not None:
+        raise InvalidOption(
+            f"spec={method.capabilities.name!r} quantizes its copies as draft="
+            "compilespec.SelfDraft(weights=...) says: leave draft_quantize= out"
+        )
     if found is None and options.draft_quantization is None:
         return method.load(None, info, method_options)
     with progress.step("load", "drafter"):

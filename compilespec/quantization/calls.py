@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from typing import Any
 
 from torch import Tensor, fx, nn
 
@@ -13,7 +14,7 @@ from compilespec.ops.grouped_linear import BLOCK
 from compilespec.program import Traced, TracedInput
 from compilespec.quantization.configs import HEAD, Quantize, require_torchao
 from compilespec.quantization.modules import quantize_module
-from compilespec.tracing.quantized_weights import is_quantized, take_apart
+from compilespec.tracing.quantized_weights import FEW_BITS, is_quantized, take_apart
 from compilespec.tracing.structure import LINEAR, head_of
 
 
@@ -40,11 +41,16 @@ def copy_products(traced: Traced, kind: str, *, keep_head: bool = False) -> tupl
         for name in read
         if _suits(traced.weights[name]) and not (keep_head and is_head[name])
     }
+    if any(map(_is_narrow, (traced.weights[name] for name in read))):
+        raise InvalidOption(
+            f"SelfDraft(weights={kind!r}): the target's own weights have 4 bits, so a copy would "
+            "read as much; give weights=None and layers=, or take spec='suffix'"
+        )
     if not paths:
         raise InvalidOption(
             f"SelfDraft(weights={kind!r}) finds no product that it can copy: expected weights of "
-            f"float32, bfloat16 or float16 with input features in multiples of {BLOCK}; give "
-            "weights=None and leave out layers, or take spec='suffix'"
+            f"more than 4 bits, with input features in multiples of {BLOCK}; give weights=None and "
+            "layers=, or take spec='suffix'"
         )
     copies = _quantized({path: traced.weights[name] for name, path in paths.items()}, kind)
     named = {name: copies[path] for name, path in paths.items()}
@@ -56,9 +62,20 @@ def _products(weight: fx.Node) -> list[fx.Node]:
     return [user for user in weight.users if user.target in LINEAR and user.args[1:2] == (weight,)]
 
 
-def _suits(weight: Tensor) -> bool:
-    is_plain = not is_quantized(weight) and weight.is_floating_point()
-    return is_plain and weight.dim() == 2 and weight.shape[1] % BLOCK == 0
+def _suits(weight: Any) -> bool:
+    """True for matrices in groups that a product can read."""
+    is_readable = hasattr(weight, "dequantize") if is_quantized(weight) else True
+    return (
+        is_readable
+        and weight.is_floating_point()
+        and weight.dim() == 2
+        and weight.shape[1] % BLOCK == 0
+    )
+
+
+def _is_narrow(weight: Any) -> bool:
+    """True for quantized weights of 4 bits or fewer."""
+    return str(getattr(weight, "target_dtype", "")) in FEW_BITS
 
 
 def _quantized(weights: Mapping[str, Tensor], kind: str) -> dict[str, Tensor]:
@@ -72,7 +89,8 @@ def _quantized(weights: Mapping[str, Tensor], kind: str) -> dict[str, Tensor]:
                 place.add_module(name, nn.Module())
             place = place.get_submodule(name)
         product = nn.Linear(1, 1, bias=False, device="meta")
-        product.weight = nn.Parameter(weight.detach(), requires_grad=False)
+        plain = weight.dequantize() if is_quantized(weight) else weight.detach()
+        product.weight = nn.Parameter(plain, requires_grad=False)
         place.add_module(last, product)
     device = next(iter(weights.values())).device
     name = f"{kind}_dynamic" if traits_of(device).packs_weights else f"{kind}_weight_only"

@@ -30,7 +30,7 @@ class SelfDrafter(Drafter):
         super().__init__()
         self.num_draft_tokens = 0  # it suggests no K
         self.recipe = recipe
-        self.copied_in, self.draft_vocab_size = recipe.weights, recipe.vocab
+        self.copied_in = recipe.weights
         self._forward, self.target_layers = keep_layers(target, recipe)
         if recipe.window is not None:
             limit_sight(self._forward, recipe.window[1])

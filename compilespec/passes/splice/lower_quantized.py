@@ -11,14 +11,13 @@ from compilespec.ops.quantized_linear import dynamic_int8_product
 from compilespec.passes.context import PassContext
 from compilespec.passes.graph.nodes import copy_origin
 from compilespec.passes.splice.builder import Splice
-from compilespec.tracing.quantized_weights import Kind, kind_of, rebuild
+from compilespec.tracing.quantized_weights import FEW_BITS, Kind, kind_of, rebuild
 from compilespec.tracing.structure import LINEAR
 
 _WEIGHT_ONLY = torch.ops.compilespec.quantized_linear.default
 _DYNAMIC_INT8 = torch.ops.compilespec.dynamic_int8_linear.default
 _GROUPED = torch.ops.compilespec.grouped_linear.default
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-_FOUR_BITS = ("torch.int1", "torch.int2", "torch.int3", "torch.int4")  # stored in -8..7
 
 
 class Product(NamedTuple):
@@ -122,7 +121,7 @@ def _intx(kind: Kind, parts: dict[str, Tensor]) -> Product | None:
         or not _has_groups(kind, parts)
     ):
         return None
-    bits = 4 if str(kind.metadata["target_dtype"]) in _FOUR_BITS else 8
+    bits = 4 if str(kind.metadata["target_dtype"]) in FEW_BITS else 8
     return Product(_WEIGHT_ONLY, "qdata", "scale", (bits,), _zero_points(parts))
 
 
