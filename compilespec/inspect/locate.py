@@ -34,7 +34,9 @@ class NodeReport:
 
 
 def first_parting_node(ctx: PassContext, stages: PassStages, case: Case) -> NodeReport | None:
-    """The earliest node of the graph after whose value is wrong; None where all agree."""
+    """Run the graph that a pass made, and report its earliest node whose value is wrong, or the
+    first one that fails; None where all values are the wanted ones.
+    """
     bound = rounding_bound(ctx) if stages.record.numerics == "rounding" else None
     decided = Decisions()
     want = wanted_values(ctx, stages, case, decided)

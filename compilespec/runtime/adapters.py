@@ -65,7 +65,10 @@ class Adapters:
         return tuple(self._loaded)
 
     def find(self, name: str | None) -> LoadedAdapter | None:
-        """The adapter that a request asks for.  Raises: InvalidRequest where there is none."""
+        """The adapter of this name; None for a request that names none.
+
+        Raises: InvalidRequest where no adapter of the name is loaded.
+        """
         if name is None:
             return None
         self._check_room()

@@ -30,7 +30,11 @@ class HostWrites:
     """
 
     def __init__(self, buffers: Mapping[str, Tensor], device: torch.device) -> None:
-        """Args: buffers: dense; of int32, int64 or float32 where they are written."""
+        """Begin with nothing to write.
+
+        Args:
+            buffers: contiguous; those that are written are of int32, int64 or float32.
+        """
         self.buffers = buffers
         self.num_copies = 0  # to the device
         self._waits = traits_of(device).is_cuda

@@ -38,7 +38,8 @@ class Ranks:
     def __init__(self, size: int) -> None:
         """Join the job that torchrun started.
 
-        Raises: NotSupported, InvalidOption where there is no job of this size.
+        Raises: NotSupported (there is no job, or another engine is open); InvalidOption (the job
+        has another size).
         """
         if _open:
             raise NotSupported(

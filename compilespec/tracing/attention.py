@@ -56,10 +56,11 @@ def _marker_attention(
     is_causal: bool | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Follow transformers' attention contract: [B, N, T, H] in, ([B, T, N, H], weights) out.
+    """Follow transformers' attention contract: [B, N, T, H] in, ([B, T, N, H], None) out.
 
     Without a mask `is_causal` decides; if it is None, the module does, as in transformers' own sdpa
-    function.  `mark_plain_attention` refuses calls that are not causal.
+    function.  A call that is not causal becomes torch's plain sdpa,
+    which `mark_plain_attention` then refuses.
 
     Raises: UnsupportedModel for a keyword that is not known here.
     """

@@ -61,7 +61,9 @@ def suffix_match_reference(
 
 
 def _matched(text_BN: Tensor, history_BL: Tensor, length_B: Tensor, max_match: int) -> Tensor:
-    """By place, the length of its match; 0 where there is no token."""
+    """Count, for each place of a text, how many tokens just before it equal the last tokens of the
+    history, going back without a gap; [B, N], 0 where there are no tokens.
+    """
     length_B1 = length_B.long().unsqueeze(1)
     num_places = text_BN.shape[1]
     matched_BN = torch.zeros_like(text_BN)

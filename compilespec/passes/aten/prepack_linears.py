@@ -26,7 +26,8 @@ def prepack_linears(step: Splice) -> int:
     on the CPU; on GPUs only weights of four bits, two in a byte.  Returns: products rewritten.
 
     The CPU operators' order of summation does not depend on the number of rows, so that a verify
-    step and a plain step of the same token agree bit for bit.  Numerics: rounding.  Runs on ATen.
+    step and a plain step of the same token agree bit for bit.  Numerics: rounding, against the
+    graph before the pass.  Runs on ATen.
     """
     if not step.ctx.traits.packs_weights:
         return _pack_four_bits(step) if step.ctx.traits.is_cuda else 0

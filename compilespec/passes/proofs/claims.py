@@ -220,11 +220,10 @@ def _recurrent_state(ranges: Ranges, node: fx.Node) -> Iterator[Claim]:
 
 
 def _outside_writes_nothing(ranges: Ranges, node: fx.Node, hazard: str) -> Claim:
-    """A token whose wanted position is below 0 (H-9) or past the end (H-16) has slot -1, position
-    0.
+    """Claim that a token outside the row writes nothing: it gets slot -1 and position 0.
 
-    The wanted position is the value before masks and clamps.  Under the hypothesis that it is
-    outside, slot and position must be these.
+    Outside is a wanted position, the value before masks and clamps, that is below 0 (hazard H-9) or
+    past the maximum length (H-16).  We assume that it is outside, and derive slot and position.
     """
     args: Any = node.args
     negative = hazard == "H-9"

@@ -184,7 +184,9 @@ def _by_choice(
 def _by_function(
     ctx: PassContext, case: Case, values: Values, drafts: list[list[int]]
 ) -> tuple[list[list[int]], list[int]]:
-    """Call the rule's function for one request at a time, on inputs computed here."""
+    """Call the user's acceptance function for one request at a time, on inputs that we compute from
+    the logits and do not take from the graph.  Returns: target tokens and counts by request.
+    """
     placed, num_drafts = place_call(ctx.config, case), ctx.config.num_draft_tokens
     state, rule = sampling_rows(case), ctx.acceptance.function
     assert rule is not None
