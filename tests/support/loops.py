@@ -10,7 +10,16 @@ import compilespec
 from tests.support.models import tiny_target
 from tests.support.windowed import Step, Windowed, WindowedDrafter, script_of
 
-KINDS = ("kv_groups", "draft_model", "self", "user", "module_rows", "target_rows", "ngram", "suffix")
+KINDS = (
+    "kv_groups",
+    "draft_model",
+    "self",
+    "user",
+    "module_rows",
+    "target_rows",
+    "ngram",
+    "suffix",
+)
 SIZES = {"num_draft_tokens": 3, "max_batch_size": 5, "max_seq_len": 43, "max_prefill_tokens": 64}
 
 

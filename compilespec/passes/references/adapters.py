@@ -9,16 +9,21 @@ import torch
 from torch import Tensor, fx
 
 from compilespec.passes.context import PassContext
-from compilespec.passes.references.base import Before, Case, Values
+from compilespec.passes.references.base import Before, Case, Follow, Values
 from compilespec.passes.references.placement import place_call
 from compilespec.program import module_path
 
 
 def add_adapters(before: Before, ctx: PassContext, case: Case) -> Values:
     """The graph before, every product of an adapted module followed by its row's own change."""
+    return before(case.inputs, follow=changes(ctx, case, place_call(ctx.config, case).tokens.row))
+
+
+def changes(ctx: PassContext, case: Case, rows: Tensor) -> Follow | None:
+    """What adapters make of the products of tokens with these state rows; None without any."""
     shape = ctx.config.adapters
-    assert shape is not None, "the pass ran"
-    rows = place_call(ctx.config, case).tokens.row
+    if shape is None:
+        return None
 
     def change(node: fx.Node, arguments: tuple[Any, ...], result: Any) -> Any:
         module = module_path(node)
@@ -26,7 +31,7 @@ def add_adapters(before: Before, ctx: PassContext, case: Case) -> Values:
             return result
         return _changed(result, arguments[0], module, rows, shape.rank, case.inputs)
 
-    return before(case.inputs, follow=change)
+    return change
 
 
 def _changed(

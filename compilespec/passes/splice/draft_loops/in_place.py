@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from collections.abc import Collection
 
+import torch
+from torch import Tensor, fx
+
+from compilespec.passes.splice.add_adapters import change_products, numbers_kept, products_of
 from compilespec.passes.splice.builder import Splice
 from compilespec.passes.splice.draft_loops.calls import (
     newest_token,
@@ -33,6 +36,7 @@ def in_place(step: Splice) -> int:
     drafts: list[Tensor] = []
     for number in range(1, step.config.num_draft_tokens + 1):
         ids, places = single_token(step, token, first, row, number)
+        known = set(step.graph.nodes)
         (logits,) = run(
             step,
             "forward",
@@ -45,6 +49,7 @@ def in_place(step: Splice) -> int:
             **_of_requests(step, places, row),
         )
         _continue_states(step, places)
+        _adapt(step, places, known)
         proposal = Proposal(*step.fragment("propose", logits_BV=logits.squeeze(1)))
         token = draft_token(step, proposal, first, number)
         drafts.append(token)
@@ -66,6 +71,20 @@ def _continue_states(step: Splice, places: Places) -> None:
         )
     at = StatePlaces(row=places.row, position=places.position, absorbed=absorbed, commits=commits)
     keep_states(step, "target", at, step.ctx.drafter.target_layers)
+
+
+def _adapt(step: Splice, places: Places, known: Collection[fx.Node]) -> None:
+    """Change the products of the newest pass, whose nodes are not `known`, as adapters do those of
+    the target.
+    """
+    shape = step.config.adapters
+    if shape is None:
+        return
+    products = [node for node in products_of(step.graph, shape) if node not in known]
+    if products:
+        with step.before(products[0]):
+            keeps = numbers_kept(step, shape, places.row, (None, 1))
+        change_products(step, shape, products, keeps)
 
 
 def kept_apart(
