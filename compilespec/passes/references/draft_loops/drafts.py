@@ -12,7 +12,7 @@ from torch import Tensor
 from compilespec.ops.sample import draw_reference, layout
 from compilespec.ops.sample.probabilities import draw_weighted_reference
 from compilespec.passes.context import PassContext
-from compilespec.passes.references.adapters import changes
+from compilespec.passes.references.adapters import changed_alike
 from compilespec.passes.references.base import Attention, AttentionCall, Case, Tokens
 from compilespec.passes.references.evidence import confidence_of_chances, confidence_of_match
 from compilespec.passes.references.fragments import products, run_fragment
@@ -79,7 +79,7 @@ class Drafts:
             mixers |= recurrent_operators(self.buffers, owner, tokens, progress, numbers)
         follow = None
         if tokens is not None and self.ctx.drafts_in_place:
-            follow = changes(self.ctx, self.case, tokens.row)
+            follow = changed_alike(self.ctx, self.case, tokens.row)
         outputs = run_fragment(self.ctx.draft[name], arguments, mixers, self._columns(name), follow)
         if not name.startswith("propose"):
             return outputs
