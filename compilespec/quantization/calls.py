@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from torch import Tensor, fx, nn
@@ -19,11 +19,13 @@ from compilespec.tracing.structure import LINEAR, head_of
 
 
 def copy_products(traced: Traced, kind: str, *, keep_head: bool = False) -> tuple[Traced, str]:
-    """The call, each product of which multiplies by a quantized copy of its weight; what else
-    reads the weight, such as an embedding, reads it as it is.
+    """The call, each product of which multiplies by another form of its weight; what else reads
+    the weight, such as an embedding, reads it as it is.
 
     Args:
-        kind: "int4"; a head gets the bits that suit heads.  keep_head: leave the head as it is.
+        kind: "int4", quantized copies, of a head as suits heads; "upper", the upper halves of
+            weights in two planes, which stay where they are.
+        keep_head: leave the head as it is.
     Returns: the call, and a line for `Engine.plan()`.
     Raises: MissingDependency (torchao), InvalidOption (no product that suits).
     """
@@ -34,6 +36,10 @@ def copy_products(traced: Traced, kind: str, *, keep_head: bool = False) -> tupl
         for node, entry in zip(nodes, traced.inputs, strict=True)
         if entry.kind == "weight" and (products := _products(node))
     }
+    if kind == "upper":
+        halves = _upper_planes({name: traced.weights[name] for name in read})
+        text = f"drafter: the upper halves of {len(halves)} of {len(read)} products"
+        return _with_copies(traced, halves), text
     head = head_of(traced.graph_module.graph)
     is_head = {n: head is not None and head.node in products for n, products in read.items()}
     paths = {
@@ -41,7 +47,26 @@ def copy_products(traced: Traced, kind: str, *, keep_head: bool = False) -> tupl
         for name in read
         if _suits(traced.weights[name]) and not (keep_head and is_head[name])
     }
-    if any(map(_is_narrow, (traced.weights[name] for name in read))):
+    _check_copies(kind, paths, (traced.weights[name] for name in read))
+    copies = _quantized({path: traced.weights[name] for name, path in paths.items()}, kind)
+    named = {name: copies[path] for name, path in paths.items()}
+    return _with_copies(traced, named), _describe(named, len(read))
+
+
+def _upper_planes(weights: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Raises: InvalidOption where there are none."""
+    halves = {n: w.upper_plane() for n, w in weights.items() if hasattr(w, "upper_plane")}
+    if not halves:
+        raise InvalidOption(
+            "SelfDraft(weights='upper') reads the upper halves of weights in two planes, and the "
+            "target has none: give quantize='int8_nested', or weights='int4'"
+        )
+    return halves
+
+
+def _check_copies(kind: str, paths: Collection[str], weights: Iterable[Tensor]) -> None:
+    """Raises: InvalidOption where copies cannot be made, or would read no less."""
+    if any(map(_is_narrow, weights)):
         raise InvalidOption(
             f"SelfDraft(weights={kind!r}): the target's own weights have 4 bits, so a copy would "
             "read as much; give weights=None and layers=, or take spec='suffix'"
@@ -52,9 +77,6 @@ def copy_products(traced: Traced, kind: str, *, keep_head: bool = False) -> tupl
             f"more than 4 bits, with input features in multiples of {BLOCK}; give weights=None and "
             "layers=, or take spec='suffix'"
         )
-    copies = _quantized({path: traced.weights[name] for name, path in paths.items()}, kind)
-    named = {name: copies[path] for name, path in paths.items()}
-    return _with_copies(traced, named), _describe(named, len(read))
 
 
 def _products(weight: fx.Node) -> list[fx.Node]:
@@ -62,15 +84,9 @@ def _products(weight: fx.Node) -> list[fx.Node]:
     return [user for user in weight.users if user.target in LINEAR and user.args[1:2] == (weight,)]
 
 
-def _suits(weight: Any) -> bool:
+def _suits(weight: Tensor) -> bool:
     """True for matrices in groups that a product can read."""
-    is_readable = hasattr(weight, "dequantize") if is_quantized(weight) else True
-    return (
-        is_readable
-        and weight.is_floating_point()
-        and weight.dim() == 2
-        and weight.shape[1] % BLOCK == 0
-    )
+    return weight.is_floating_point() and weight.dim() == 2 and weight.shape[1] % BLOCK == 0
 
 
 def _is_narrow(weight: Any) -> bool:

@@ -11,6 +11,7 @@ import torch
 import compilespec
 from compilespec import SamplingParams, SelfDraft
 from compilespec.errors import InvalidOption, NotSupported
+from compilespec.ops.grouped_linear.reference import quantize_blocks
 from compilespec.runtime.engine import Engine
 from tests.support.direct_methods import MAX_SEQ_LEN, SIZES, check_traffic
 from tests.support.models import HYBRIDS, Ask, ask_all, even_target, tiny_hybrid, tiny_target
@@ -163,6 +164,51 @@ def entries(engine: Engine, ask: Ask, num_tokens: int) -> dict[str, torch.Tensor
     return cells
 
 
+# --- weights in two planes ---
+
+
+def test_a_target_in_two_planes_drafts_from_the_upper_one_without_more_bytes() -> None:
+    model = even_target(num_layers=2)
+    (ask,) = ask_all(model, [(30, 30)])
+    options = {**SMALL, "quantize": "int8_nested"}
+    with (
+        compilespec.compile(model, **options) as plain,
+        compilespec.compile(model, spec="self", num_draft_tokens=3, **options) as engine,
+    ):
+        (wanted,), (found,) = (one.generate([ask.prompt], params([ask])) for one in (plain, engine))
+        assert found.token_ids == wanted.token_ids
+        assert found.acceptance_length > 1.5
+        assert engine.plan()["weights_mib"] == plain.plan()["weights_mib"]
+        assert "drafter: the upper halves of 15 of 15 products" in engine.plan()["why"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("offset", [0.0, 3.0])
+def test_both_planes_are_nearer_than_int8_and_the_upper_one_has_four_bits(
+    dtype: torch.dtype, offset: float
+) -> None:
+    from compilespec.quantization.nested import quantize_nested  # needs torchao
+
+    torch.manual_seed(0)
+    weight = (torch.randn(48, 128) + offset).to(dtype)
+    whole, step = quantize_nested(weight, 32), weight.float().abs().amax(1, keepdim=True) / 127
+    upper = whole.upper_plane()
+    assert upper.qdata is whole.upper
+
+    def error(other: torch.Tensor) -> float:
+        return float((other.float() - weight.float()).square().mean().sqrt())
+
+    assert error(whole.dequantize()) < error((weight.float() / step).round() * step)
+    assert 8 < error(upper.dequantize()) / error(whole.dequantize()) < 32
+    x = torch.randn(3, 128).to(dtype)
+    ints, scale = quantize_blocks(x)  # as the product does
+    rows = ints * scale.repeat_interleave(32, -1)
+    found = torch.nn.functional.linear(x, whole).float()
+    slack = 1e-5 if dtype == torch.float32 else 0.01
+    wanted = rows @ whole.dequantize().float().T
+    torch.testing.assert_close(found, wanted, rtol=slack, atol=slack * float(wanted.abs().max()))
+
+
 # --- recipes ---
 
 
@@ -177,7 +223,7 @@ def test_layers_that_stay() -> None:
 @pytest.mark.parametrize(
     ("recipe", "says"),
     [
-        ({"weights": "int9"}, "must be one of int4, or None; got 'int9'"),
+        ({"weights": "int9"}, "must be one of int4, upper, or None; got 'int9'"),
         ({"layers": []}, "leaves no layer to draft with: name those that stay"),
         ({"layers": 0.0}, "above 0 and up to 1; got 0.0"),
         ({"layers": "all"}, "takes the layers that stay, or their share; got 'all'"),
@@ -199,5 +245,9 @@ def test_a_recipe_that_does_not_suit_the_target_is_refused(target: torch.nn.Modu
         compilespec.trace(target, spec="self", draft=target, **SMALL)
     with pytest.raises(InvalidOption, match="finds no product that it can copy"):
         compilespec.trace(tiny_target("llama", num_layers=1), spec="self", **SMALL)
+    with pytest.raises(InvalidOption, match="give quantize='int8_nested'"):
+        compilespec.trace(target, spec="self", draft="upper", **SMALL)
+    with pytest.raises(InvalidOption, match="leave draft_quantize= out"):
+        compilespec.trace(target, spec="self", draft_quantize="int8_dynamic", **SMALL)
     with pytest.raises(NotSupported, match=r"give \(0, 8\)"):
         SelfDraft(window=(4, 8))

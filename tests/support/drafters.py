@@ -51,7 +51,7 @@ METHODS: dict[str, Callable[[nn.Module, Any, int], dict[str, Any]]] = {
     },
     "shared_kv": lambda model, info, k: {"draft": shared_kv.random_drafter(info)},
     "draft_model": lambda model, info, k: {"draft": noisy(model)},
-    "self": lambda model, info, k: {"draft": SelfDraft(weights=None, layers=[0, 1])},
+    "self": lambda model, info, k: {"draft": SelfDraft(weights=None, window=(0, 5))},
     "peagle": lambda model, info, k: {
         "draft": peagle.random_head(info, aux_layers=(0, 1, 2), draft_vocab_size=61, num_layers=2)
     },

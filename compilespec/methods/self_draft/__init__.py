@@ -80,7 +80,6 @@ class SelfMethod:
         Raises: InvalidOption (a layer that is not there), NotSupported (masks that the model
         computes from its cache).
         """
-        recipe = SelfDraft() if draft is None else read_recipe(draft)
         traced = target.traced
         if traced is None:
             raise InvalidOption("spec='self' needs a target that was traced")
@@ -89,7 +88,14 @@ class SelfMethod:
                 "spec='self' does not draft under masks that the model computes from its cache "
                 "yet; take spec='suffix', or a drafter of another method"
             )
+        recipe = read_recipe(draft) if draft is not None else _recipe_for(traced)
         return SelfDrafter(recipe, traced)
+
+
+def _recipe_for(target: Traced) -> SelfDraft:
+    """The upper halves of weights where they have two planes, else copies in 4 bits."""
+    is_nested = any(hasattr(weight, "upper_plane") for weight in target.weights.values())
+    return SelfDraft(weights="upper" if is_nested else "int4")
 
 
 METHOD = SelfMethod()

@@ -9,7 +9,7 @@ from typing import Any
 from compilespec.errors import InvalidOption, NotSupported
 from compilespec.errors.suggest import not_one_of
 
-WEIGHTS = ("int4",)  # of the drafter's products, each a copy of the target's
+WEIGHTS = ("int4", "upper")  # of the drafter's products
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,7 +20,9 @@ class SelfDraft:
     """
 
     weights: str | None = "int4"
-    """The form of the drafter's own copy of the products; None: it multiplies by the target's."""
+    """The weights of its products: "int4" are copies in 4 bits, "upper" are the upper halves of a
+    target's with quantize="int8_nested", None are the target's own.
+    """
 
     layers: Sequence[int] | float | None = None
     """The layers that it keeps, or the share of them, above 0 and up to 1; None: all."""

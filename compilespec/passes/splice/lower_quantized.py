@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
+from compilespec.ops.grouped_linear import nested_linear
 from compilespec.ops.quantized_linear import dynamic_int8_product
 from compilespec.passes.context import PassContext
 from compilespec.passes.graph.nodes import copy_origin
@@ -28,6 +29,7 @@ class Product(NamedTuple):
     scale: str
     extra: tuple[int, ...] = ()  # further arguments
     zero: str | None = None  # and this one last
+    more: tuple[str, ...] = ()  # but for these
 
 
 def lower_quantized(step: Splice) -> int:
@@ -55,8 +57,8 @@ def lower_quantized(step: Splice) -> int:
             continue
         bias = rest[0] if rest else node.kwargs.get("bias")
         nodes = dict(zip(kind_of(str(weight.args[0])).names, weight.args[1:], strict=True))
-        zero = (nodes[product.zero],) if product.zero else ()
-        arguments = (x, nodes[product.weight], nodes[product.scale], bias, *product.extra, *zero)
+        last = [nodes[name] for name in (product.zero, *product.more) if name]
+        arguments = (x, nodes[product.weight], nodes[product.scale], bias, *product.extra, *last)
         with step.graph.inserting_before(node):
             new = step.graph.call_function(product.op, arguments)
         new.meta = dict(node.meta)
@@ -131,12 +133,19 @@ def _grouped(kind: Kind, parts: dict[str, Tensor]) -> Product | None:
     return None if product is None else product._replace(op=_GROUPED)
 
 
+def _nested(kind: Kind, parts: dict[str, Tensor]) -> Product | None:
+    """Our NestedIntTensor: two planes, a product each."""
+    planes = ("lower", "lower_scale")
+    return Product(nested_linear, "upper", "scale", (), "zero_point", planes)
+
+
 _KINDS = {
     "Int8Tensor": _int8,
     "Float8Tensor": _float8,
     "IntxUnpackedToInt8Tensor": _intx,
     "GroupedIntTensor": _grouped,
     "StoredIntTensor": _grouped,
+    "NestedIntTensor": _nested,
 }
 
 
