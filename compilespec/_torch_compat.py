@@ -337,6 +337,16 @@ def storage_place(tensor: torch.Tensor) -> tuple[int, ...]:
     return (tensor.data_ptr(),)
 
 
+def wrapper_tensor(cls: Any, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Any:
+    """A tensor of a subclass whose numbers are in its parts (`Tensor._make_wrapper_subclass`)."""
+    return torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
+
+
+def no_torch_function() -> contextlib.AbstractContextManager[Any]:
+    """A context in which calls on tensors of subclasses go to their `__torch_dispatch__`."""
+    return torch._C.DisableTorchFunctionSubclass()
+
+
 def graph_module(graph: fx.Graph, root: torch.nn.Module | None = None) -> fx.GraphModule:
     """A module of a graph, whose Python code is written when it is called or printed, as those that
     are interpreted never are (`torch.fx._lazy_graph_module._LazyGraphModule`).

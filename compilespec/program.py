@@ -386,8 +386,8 @@ class InputSpec:
 
     `sources` names the weights that an input is made of: more than one when projections were merged
     (their rows concatenated in this order).  `packed` names a layout of
-    `ops.quantized_linear.LAYOUTS`, such as "panels", that of `compilespec::packed_linear`; ""
-    leaves the weight as it is.
+    `ops.quantized_linear.lay_out`, such as "panels", that of `compilespec::packed_linear`, or
+    "Q4_K.scale", a part of the blocks of a GGUF type; "" leaves the weight as it is.
     """
 
     name: str

@@ -239,14 +239,22 @@ def compile_engine(args: argparse.Namespace, spec: str, **changes: Any) -> Engin
 
 def load_quantized(args: argparse.Namespace, dtype: str | None) -> Target:
     """The target that `compile_engine` compiles, as a module."""
-    from compilespec.quantization import quantize_target, read_quantize
+    import torch
+
+    from compilespec.pipeline.options import CompileOptions
+    from compilespec.quantization import quantize_target
     from compilespec.tracing.adapters import merge_adapter
     from compilespec.tracing.load import load_target
+    from compilespec.tracing.placement import read_device, read_dtype
 
-    target = load_target(args.model, dtype=dtype, device=args.device)
+    given = {one: getattr(args, one, None) for one in ("quantize", "adapters", "dequantize")}
+    options = CompileOptions(**{name: one for name, one in given.items() if one is not None})
+    device = read_device(args.device) or torch.device("cpu")
+    keeps = options.keeps_blocks(device, read_dtype(dtype))
+    target = load_target(args.model, dtype=dtype, device=args.device, keeps_blocks=keeps)
     if getattr(args, "adapters", None) is not None:
         target = merge_adapter(target, args.adapters)
-    return quantize_target(target, read_quantize(args.quantize))
+    return quantize_target(target, options.quantization)
 
 
 def spec_of(args: argparse.Namespace) -> str:

@@ -36,8 +36,9 @@ from compilespec.program import (
     Traced,
 )
 from compilespec.progress import Reporter
-from compilespec.quantization import describe_quantized, quantize_drafter
+from compilespec.quantization import describe_quantized, quantize_drafter, with_plain_weights
 from compilespec.quantization.calls import copy_products
+from compilespec.quantization.configs import HEAD
 from compilespec.tracing.load import Target
 from compilespec.tracing.target import trace_target
 from compilespec.tracing.target_info import TargetInfo, describe_target
@@ -189,9 +190,14 @@ def _load_drafter(
     if found is None and options.draft_quantization is None:
         return method.load(None, info, method_options)
     with progress.step("load", "drafter"):
-        return quantize_drafter(
-            method.load(found, info, method_options), options.draft_quantization
-        )
+        drafter = method.load(found, info, method_options)
+        if isinstance(drafter, nn.Module):
+            every = options.dequantize or options.sharding is not None
+            cut = HEAD if options.draft_vocab_size is not None else None
+            drafter = with_plain_weights(
+                drafter, lambda path: every or path.rsplit(".", 1)[-1] == cut
+            )
+        return quantize_drafter(drafter, options.draft_quantization)
 
 
 def _capture(

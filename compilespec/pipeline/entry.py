@@ -47,7 +47,7 @@ from compilespec.runtime.serving import EngineReport, ServingOptions
 from compilespec.runtime.step_costs import measure
 from compilespec.runtime.step_runner import StepRunner
 from compilespec.tracing.load import Target, load_target
-from compilespec.tracing.placement import read_device
+from compilespec.tracing.placement import read_device, read_dtype
 
 logger = logging.getLogger("compilespec")
 
@@ -223,11 +223,13 @@ def _load(
     check_inside(model, asked.draft, asked.method.capabilities)
     options = asked.options
     with reporter.step("load", "target") as step:
+        keeps = options.keeps_blocks(_device_of(model, device), read_dtype(dtype))
         target = load_target(
             model,
             dtype=dtype,
             device=device,
             tokenizer=tokenizer,
+            keeps_blocks=keeps,
             tell=lambda detail: step.tell(detail=detail),
         )
         return quantize_target(with_adapters(target, options), options.quantization)

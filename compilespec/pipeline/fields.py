@@ -207,6 +207,12 @@ class CompileFields:
         '"float8_weight_only" or "float8_dynamic".  Or a torchao config, or a `Quantize` that also '
         "says for which modules.  Needs the extra `quant`; `model` is left as it is.",
     )
+    dequantize: bool = keyword(
+        False,
+        "dequantise the weights of a GGUF file.  Else products and embeddings of the CPU compute "
+        "with its blocks as they are stored, and quantize their rows to int8.",
+        switch,
+    )
     draft_quantize: Any = keyword(
         None,
         "the same for the drafter.  A head that it shares with the target becomes its own then, "

@@ -69,6 +69,7 @@ class CompileKeywords(TypedDict, total=False):
     prompt_logprobs: bool
     prompt_embeds: bool
     quantize: Any
+    dequantize: bool
     draft_quantize: Any
     adapters: str | Path | Mapping[str, str | Path] | None
     max_adapters: int | None

@@ -6,13 +6,16 @@ import functools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
+
 from compilespec.cudagraphs.buckets import Buckets, read_buckets
 from compilespec.cudagraphs.modes import GraphOptions, read_graph_options
-from compilespec.errors import InvalidOption, is_integer
+from compilespec.errors import InvalidOption, NotSupported, is_integer
 from compilespec.errors.suggest import did_you_mean
 from compilespec.methods.base import Drafter
 from compilespec.methods.capabilities import Capabilities
 from compilespec.ops.collectives.group import this_rank
+from compilespec.ops.device import traits_of
 from compilespec.passes.splice.acceptance.options import ACCEPTANCE_OPTIONS, resolve_acceptance
 from compilespec.passes.splice.acceptance.rule import Acceptance
 from compilespec.passes.splice.logits_processor import LogitsProcessor
@@ -21,6 +24,7 @@ from compilespec.pipeline.fields import CompileFields
 from compilespec.pipeline.keywords import positive
 from compilespec.program import ProgramConfig, RequestFeatures
 from compilespec.quantization import Quantize, read_quantize
+from compilespec.quantization.configs import FILE
 from compilespec.runtime.keywords import FIELDS
 from compilespec.tracing.images import has_own_masks
 from compilespec.tracing.load import Target
@@ -132,6 +136,29 @@ class CompileOptions(CompileFields):
     def quantization(self) -> Quantize | None:
         """The target's quantization, from `quantize`."""
         return read_quantize(self.quantize)
+
+    def keeps_blocks(self, device: torch.device, dtype: torch.dtype | None) -> bool:
+        """True where products and embeddings of a GGUF file keep its blocks.
+
+        Raises: InvalidOption, NotSupported where `quantize` asks for it, and it cannot be.
+        """
+        asked = self.quantization is not None and self.quantization.config == FILE
+        merges = self.adapters is not None and not isinstance(self.adapters, Mapping)
+        floats = (None, torch.float32, torch.bfloat16, torch.float16)
+        whys = {
+            "dequantize=True": self.dequantize,
+            f"device={str(device)!r}": not traits_of(device).packs_weights,
+            f"dtype={dtype}": dtype not in floats,
+            "tensor_parallel_size=": self.tensor_parallel_size > 1,
+            "an adapter that is merged": merges,
+        }
+        why = next((why for why, holds in whys.items() if holds), None)
+        if asked and why is not None:
+            raise NotSupported(
+                f"quantize={FILE!r} keeps the blocks of a GGUF file, which does not go with {why}; "
+                "leave quantize= out for the dequantized weights"
+            )
+        return why is None
 
     @functools.cached_property
     def draft_quantization(self) -> Quantize | None:

@@ -10,6 +10,7 @@ from compilespec.quantization.modules import (
     quantize_drafter,
     quantize_module,
     quantize_target,
+    with_plain_weights,
 )
 from compilespec.quantization.save import save_quantized
 
@@ -22,4 +23,5 @@ __all__ = [
     "quantize_target",
     "read_quantize",
     "save_quantized",
+    "with_plain_weights",
 ]

@@ -10,6 +10,7 @@ from torch import Tensor, fx, nn
 
 from compilespec.errors import InvalidOption
 from compilespec.ops.device import traits_of
+from compilespec.ops.gguf_blocks import TYPES
 from compilespec.ops.grouped_linear import BLOCK
 from compilespec.program import Traced, TracedInput
 from compilespec.quantization.configs import HEAD, Quantize, require_torchao
@@ -91,7 +92,9 @@ def _suits(weight: Tensor) -> bool:
 
 def _is_narrow(weight: Any) -> bool:
     """True for quantized weights of 4 bits or fewer."""
-    return str(getattr(weight, "target_dtype", "")) in FEW_BITS
+    stored = TYPES.get(getattr(weight, "kind", ""))  # of a GGUF file
+    few = stored is not None and stored.bits <= 4
+    return few or str(getattr(weight, "target_dtype", "")) in FEW_BITS
 
 
 def _quantized(weights: Mapping[str, Tensor], kind: str) -> dict[str, Tensor]:

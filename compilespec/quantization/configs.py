@@ -73,7 +73,8 @@ def read_quantize(value: Any, keyword: str = "quantize") -> Quantize | None:
         if name not in NAMES:
             raise not_one_of(keyword, config, (*NAMES, *_ALIASES), "quantize", also=_OR_CONFIG)
         asked = Quantize(name, asked.only, asked.skip)
-    require_torchao(f"{keyword}={asked.name!r}")
+    if config != FILE:
+        require_torchao(f"{keyword}={asked.name!r}")
     if not isinstance(config, str):
         from torchao.core.config import AOBaseConfig
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torchao.quantization import IntxUnpackedToInt8Tensor
 
-from compilespec.ops.grouped_linear import BLOCK, grouped_linear
+from compilespec.ops.grouped_linear import grouped_linear
 
 INT4 = getattr(torch, "int4")  # noqa: B009  (unknown to type checkers)
 
@@ -29,17 +29,6 @@ class GroupedIntTensor(IntxUnpackedToInt8Tensor):
         parts = [part.to(asked["device"]) for part in (self.qdata, self.scale, self.zero_point)]
         sizes = (self.target_dtype, self.block_size, asked["dtype"], self.activation_quantization)
         return type(self)(*parts, *sizes)
-
-
-class StoredIntTensor(GroupedIntTensor):
-    """One that was read for this program alone: its parts are given up once they are packed."""
-
-    gives_up_parts = True
-
-
-def suits(weight: Tensor, group: int) -> bool:
-    """True where a product of this weight in groups of that size can be computed."""
-    return weight.dim() == 2 and weight.shape[1] % max(BLOCK, group) == 0
 
 
 def _linear(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import warnings
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any, TypeVar
 
 import torch
@@ -14,8 +14,10 @@ from torch import nn
 from compilespec.errors import InvalidOption, NotSupported
 from compilespec.methods.base import Drafter
 from compilespec.ops.device import traits_of
+from compilespec.ops.gguf_blocks import TYPES
 from compilespec.quantization.configs import FILE, HEAD, Quantize, runs_on
 from compilespec.tracing.copies import shallow_copy
+from compilespec.tracing.gguf_tensors import GgufTensor
 from compilespec.tracing.images import tower_paths
 from compilespec.tracing.load import Target
 from compilespec.tracing.quantized_weights import is_quantized
@@ -41,7 +43,7 @@ def quantize_module(
     """
     from torchao.quantization import quantize_
 
-    quantized = shallow_copy(model)
+    quantized = with_plain_weights(model, quantize.wants)
     paths = [
         path
         for path, module in quantized.named_modules()
@@ -93,15 +95,28 @@ def quantize_target(target: Target, quantize: Quantize | None) -> Target:
         return target
     towers = tower_paths(target.model)  # which stay as they are
     if quantize.config == FILE and target.gguf is not None:
-        from compilespec.quantization.gguf_weights import with_stored_weights
-
-        paths = [p for p, m in target.model.named_modules() if _is_product(p, m)]
-        paths = [p for p in paths if quantize.wants(p) and p not in towers]
-        return dataclasses.replace(
-            target, model=with_stored_weights(target.model, target.gguf, paths)
-        )
+        if not any(isinstance(one, GgufTensor) for one in target.model.parameters()):
+            raise NotSupported(
+                f"quantize={FILE!r}: {target.gguf.name} holds no blocks that products can keep (of "
+                f"{', '.join(TYPES)}, with whole rows); leave quantize= out"
+            )
+        model = with_plain_weights(target.model, lambda path: not quantize.wants(path))
+        return dataclasses.replace(target, model=model)
     model = quantize_module(target.model, quantize, apart=towers)
     return dataclasses.replace(target, model=model)
+
+
+def with_plain_weights(model: Model, wants: Callable[[str], bool] = lambda path: True) -> Model:
+    """A copy of the model whose weights in GGUF blocks are dequantised, in modules that are
+    wanted.
+    """
+    copy = shallow_copy(model)
+    for path, module in copy.named_modules():
+        for name, weight in module._parameters.items():
+            if isinstance(weight, GgufTensor) and wants(path):
+                plain = nn.Parameter(weight.dequantize(), requires_grad=False)
+                module._parameters[name] = plain
+    return copy
 
 
 def quantize_drafter(drafter: Drafter | None, quantize: Quantize | None) -> Drafter | None:
@@ -154,7 +169,10 @@ def _refusal(
 def describe_quantized(model: nn.Module) -> str | None:
     """A line that names the quantized products and their form; None if there are none."""
     products = [module for path, module in model.named_modules() if _is_product(path, module)]
-    kinds = Counter(type(m.weight).__name__ for m in products if is_quantized(m.weight))
+    weights = [m.weight for m in products if is_quantized(m.weight)]
+    kinds = Counter(
+        f"GGUF {one.kind}" if isinstance(one, GgufTensor) else type(one).__name__ for one in weights
+    )
     if not kinds:
         return None
     counts = ", ".join(f"{count} {kind}" for kind, count in kinds.items())

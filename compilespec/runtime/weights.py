@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from compilespec import _torch_compat
 from compilespec.ops.device import traits_of
-from compilespec.ops.quantized_linear import LAYOUTS
+from compilespec.ops.quantized_linear import lay_out
 from compilespec.program import PIECE, InputSpec, LoweredPhase, SpecProgram, StepKey
 from compilespec.runtime.mapped_pages import MappedPages
 
@@ -40,21 +40,11 @@ def bind_weights(
     holders = {} if model is None else _holders(program, model)
     bound: dict[str, Tensor] = {}
     mapped, freed = MappedPages(), 0
-    given_up = _parts_to_give_up(program)
     for name, spec in specs.items():
         bound[name] = materialise(spec, weights)
         unread.subtract(spec.sources)
         done = [s for s in spec.sources if not unread[s] and s not in as_they_are]
         mapped.give_back(weights[source] for source in done)
-        for source in done:
-            part = weights[source]
-            place = _torch_compat.storage_place(part)
-            if not part.is_meta and place in given_up:
-                given_up.remove(place)  # another weight may be made there
-                holders.pop(place, None)
-                freed += part.nbytes
-                weights[source] = part.to("meta")
-                part.untyped_storage().resize_(0)  # for all that hold it
         for piece in (s for s in spec.sources if s.endswith(PIECE) and not unread[s]):
             freed += weights[piece].nbytes
             weights[piece] = weights[piece].to("meta")
@@ -64,12 +54,6 @@ def bind_weights(
             freed = 0
             _give_back(program.config.device)
     return bound
-
-
-def _parts_to_give_up(program: SpecProgram) -> set[tuple[int, ...]]:
-    """The places in memory of the parts of weights that were read for this program alone."""
-    own = [w for w in program.target.weights.values() if getattr(w, "gives_up_parts", False)]
-    return {_torch_compat.storage_place(part) for weight in own for part in _plain_tensors(weight)}
 
 
 def _give_back(device: torch.device) -> None:
@@ -123,4 +107,4 @@ def materialise(spec: InputSpec, weights: Mapping[str, Tensor]) -> Tensor:
     """A weight input: its sources, concatenated by rows and packed as the graph asks."""
     parts = [weights[name] for name in spec.sources]
     tensor = parts[0] if len(parts) == 1 else torch.cat(parts)
-    return LAYOUTS[spec.packed](tensor) if spec.packed else tensor
+    return lay_out(spec.packed, tensor) if spec.packed else tensor

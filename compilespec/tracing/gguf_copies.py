@@ -1,7 +1,8 @@
-"""Converted models of GGUF files, in the cache: the next start reads them directly.
+"""What was read of GGUF files, in the cache: the next start reads it directly.
 
 A copy is a folder in Hugging Face layout, written whole or not at all, and named by all that it
-depends on.  It is as large as the model in memory, so few are kept.
+depends on.  Its weights are dequantised, and as large as the model in memory, so few are kept; or
+it names the blocks that stay in the file, and holds the other weights.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import logging
 import os
 import shutil
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -28,7 +30,7 @@ from compilespec.tracing.quiet import no_progress_bars
 
 logger = logging.getLogger("compilespec")
 
-FORMAT = 1  # files of a copy
+FORMAT = 2  # files of a copy
 MAX_KEPT = 4  # number of copies that are kept, the last used
 HEAD_BYTES = 32 << 20  # bytes of the file: header, vocabulary and the first tensors
 RECORD = "copy.json"
@@ -47,13 +49,14 @@ class GgufCopy:
     folder: Path
 
     @classmethod
-    def of(cls, path: Path, dtype: torch.dtype | None) -> GgufCopy:
+    def of(cls, path: Path, dtype: torch.dtype | None, *, keeps_blocks: bool = False) -> GgufCopy:
         path = path.resolve()
         stat = path.stat()
         with path.open("rb") as file:
             head = hashlib.sha256(file.read(HEAD_BYTES)).hexdigest()
         libraries = [version(name) for name in ("gguf", "transformers", "tokenizers")]
         facts = [FORMAT, str(path), stat.st_size, stat.st_mtime_ns, head, str(dtype), libraries]
+        facts.append(keeps_blocks)
         return cls(path, directory() / hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32])
 
     def find(self) -> Path | None:
@@ -76,13 +79,15 @@ class GgufCopy:
         logger.warning("dropping the converted copy of %s (%s); converting again", self.source, why)
         shutil.rmtree(self.folder, ignore_errors=True)
 
-    def keep(self, model: Any, tokenizer: Any) -> Path | None:
+    def keep(self, size: int, *writers: Callable[[Path], object]) -> Path | None:
         """Write the copy, if it takes at most half of the free disk, and delete the others that are
         not needed: those of changed and deleted files, and the least recently used.
 
+        Args:
+            size: bytes of its weights.
+            writers: each writes files into a folder.
         Returns: the folder, None where it could not be written.
         """
-        size = sum(one.numel() * one.element_size() for one in model.state_dict().values())
         try:
             directory().mkdir(parents=True, exist_ok=True)
             _clean()
@@ -96,9 +101,10 @@ class GgufCopy:
                 return None
             with tempfile.TemporaryDirectory(dir=directory()) as scratch:
                 made = Path(scratch) / "copy"
+                made.mkdir()
                 with no_progress_bars():
-                    model.save_pretrained(made)
-                tokenizer.save_pretrained(made)
+                    for write in writers:
+                        write(made)
                 files = {str(path.relative_to(made)): _checksum(path) for path in _files(made)}
                 record = {"source": str(self.source), "files": files}
                 (made / RECORD).write_text(json.dumps(record))

@@ -52,20 +52,24 @@ def load_gguf(
             path.parent,
             gguf_file=path.name,
             quantization_config=GgufConfig(dequantize=True),
-            dtype=dtype or _stored_dtype(path),
+            dtype=dtype or stored_dtype(path),
             local_files_only=True,
             ignore_mismatched_sizes=True,
             output_loading_info=True,
         )
     except Exception as error:  # a damaged file, or an architecture that is not known
-        raise ModelNotFound(
-            f"{path} cannot be loaded as a causal language model: {reason(error)}; give the "
-            "checkpoint that it was made of"
-        ) from error
+        raise unreadable(path, error) from error
     return model, report
 
 
-def _stored_dtype(path: Path) -> torch.dtype:
+def unreadable(path: Path, error: Exception) -> ModelNotFound:
+    return ModelNotFound(
+        f"{path} cannot be loaded as a causal language model: {reason(error)}; give the "
+        "checkpoint that it was made of"
+    )
+
+
+def stored_dtype(path: Path) -> torch.dtype:
     import gguf
 
     types = {t.tensor_type.name for t in gguf.GGUFReader(path).tensors if len(t.shape) > 1}
@@ -96,7 +100,7 @@ def read_once(tell: Callable[[str], object]) -> Iterator[None]:
             (gguf, "GGUFReader", lambda path: readers(str(path))),
             (gguf, "get_tensor_name_map", functools.cache(gguf.get_tensor_name_map)),
             (theirs, "load_gguf_checkpoint", read),
-            (theirs, "tqdm", lambda tensors, **_: _told(tensors, tell)),
+            (theirs, "tqdm", lambda tensors, **_: told(tensors, tell)),
         ):
             patches.enter_context(mock.patch.object(where, name, ours))
         yield
@@ -118,7 +122,7 @@ def _fast_reader(path: str) -> Any:
     return Reader(path)
 
 
-def _told(tensors: Iterable[Any], tell: Callable[[str], object]) -> Iterator[Any]:
+def told(tensors: Iterable[Any], tell: Callable[[str], object]) -> Iterator[Any]:
     """The tensors of a file, reported now and then in the place of transformers' bar."""
     every = list(tensors)
     last = 0.0

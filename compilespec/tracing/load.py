@@ -33,6 +33,7 @@ from compilespec.tracing.checkpoint_files import (
 from compilespec.tracing.generation_defaults import GenerationDefaults, read_generation_defaults
 from compilespec.tracing.gguf_copies import GgufCopy, read_tokenizer
 from compilespec.tracing.gguf_file import check_readable, load_gguf, read_once
+from compilespec.tracing.gguf_stored import StoredModel, read_stored
 from compilespec.tracing.media import SOUND, Medium, medium_of
 from compilespec.tracing.placement import read_device, read_dtype
 from compilespec.tracing.places import EXPECTED, ModelPlace, find_model
@@ -42,6 +43,7 @@ from compilespec.tracing.quiet import no_progress_bars, quiet_import
 from compilespec.tracing.readable import readable
 
 MAX_SHOWN = 60  # characters of a value in a message
+NOTHING = "nothing"  # a file: no blocks can stay in the GGUF file
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
@@ -95,11 +97,14 @@ def load_target(
     dtype: torch.dtype | str | None = None,
     device: torch.device | str | None = None,
     tokenizer: Any = None,
+    keeps_blocks: bool = False,
     tell: Callable[[str], object] = lambda detail: None,
 ) -> Target:
     """Load or adopt the target; a module is moved or cast only if a keyword says so.
 
     Args:
+        keeps_blocks: leave the products and the embedding of a GGUF file in its blocks, where that
+            is possible (`GgufTensor`); else they are dequantised.
         tell: called with the part that is read, if reading takes long.
     Raises: ModelNotFound (a damaged file too), CheckpointError (tensors missing, unexpected,
     misshapen, in another shard than the index says, or integers where the model has floats),
@@ -122,7 +127,7 @@ def load_target(
     place: ModelPlace | None = None
     if not isinstance(model, nn.Module):
         place = find_model(model)
-        model, own = _load_place(place, wanted, tell)
+        model, own = _load_place(place, wanted, keeps_blocks, tell)
         tokenizer = tokenizer if tokenizer is not None else own
     medium = medium_of(model)
     if processor is None and place is not None and medium is not None:
@@ -159,11 +164,17 @@ def load_target(
 
 
 def _load_place(
-    place: ModelPlace, dtype: torch.dtype | None, tell: Callable[[str], object]
+    place: ModelPlace,
+    dtype: torch.dtype | None,
+    keeps_blocks: bool,
+    tell: Callable[[str], object],
 ) -> tuple[nn.Module, Any]:
     """The model and its tokenizer, None where it has none."""
     if place.gguf_file is not None:
-        return _load_gguf(place, dtype, tell)
+        refuse_pointer(place.path)
+        check_readable(place.path)
+        stored = _load_stored(place, dtype, tell) if keeps_blocks else None
+        return _load_gguf(place, dtype, tell) if stored is None else stored
     return _load_directory(place.directory, dtype), _load_tokenizer(place)
 
 
@@ -173,22 +184,50 @@ def _load_gguf(
     """The model converted to the cache, now or by an earlier start, so that both give the same
     model; without a cache, the file's.
     """
-    refuse_pointer(place.path)
-    check_readable(place.path)
     copy = GgufCopy.of(place.path, dtype)
     folder = copy.find()
     if folder is None:
-        converted = _convert(place, dtype, tell)
+        model: Any
+        model, tokenizer = _convert(place, dtype, tell)
         tell("keeping what was converted")
-        folder = copy.keep(*converted)
+        size = sum(one.nbytes for one in model.state_dict().values())
+        folder = copy.keep(size, model.save_pretrained, tokenizer.save_pretrained)
         if folder is None:
-            return converted
-        del converted
+            return model, tokenizer
+        del model, tokenizer
     tell("weights, from the cache")
     model = _load_directory(folder, None)
     _name(model, place.directory)
     tell("tokenizer, from the cache")
     return model, read_tokenizer(folder)
+
+
+def _load_stored(
+    place: ModelPlace, dtype: torch.dtype | None, tell: Callable[[str], object]
+) -> tuple[nn.Module, Any] | None:
+    """The model whose blocks stay in the file; None where it has none that can."""
+    copy = GgufCopy.of(place.path, dtype, keeps_blocks=True)
+    folder, stored, tokenizer = copy.find(), None, None
+    if folder is None:
+        with quiet_import(), no_progress_bars(), read_once(tell):
+            stored = read_stored(place.path, dtype, tell)
+            tell("tokenizer")
+            tokenizer = _load_tokenizer(place)
+        if stored is None:
+            copy.keep(0, lambda made: (made / NOTHING).touch())
+        else:
+            folder = copy.keep(stored.num_bytes, stored.write, tokenizer.save_pretrained)
+    if folder is not None and not (folder / NOTHING).exists():
+        # now or by an earlier start, so that both give the same model
+        stored, tokenizer = StoredModel.read(folder), read_tokenizer(folder)
+    if stored is None:
+        return None
+    tell("weights, from the file")
+    with quiet_import(), no_progress_bars():
+        model, report = stored.make(place.path)
+    _check_whole(place.path, model, report, integers=[])
+    _name(model, place.directory)
+    return model, tokenizer
 
 
 def _convert(

@@ -13,6 +13,7 @@ from compilespec.errors.suggest import not_one_of
 from compilespec.methods.capabilities import Capabilities
 from compilespec.methods.draft_model.drafter import ModelDrafter
 from compilespec.methods.draft_model.vocab_map import VocabMap, same_vocabulary, share_tokens
+from compilespec.ops.device import traits_of
 from compilespec.tracing.load import load_target
 from compilespec.tracing.target_info import TargetInfo
 
@@ -51,7 +52,10 @@ class DraftModelMethod:
         if isinstance(draft, nn.Module):
             loaded = load_target(draft)
         elif isinstance(draft, str | Path):
-            loaded = load_target(draft, dtype=target.dtype, device=target.device)
+            keeps = traits_of(target.device).packs_weights and target.dtype.itemsize < 8
+            loaded = load_target(
+                draft, dtype=target.dtype, device=target.device, keeps_blocks=keeps
+            )
         else:
             raise InvalidOption(
                 f"spec='draft_model' needs draft= a directory or a module; got "

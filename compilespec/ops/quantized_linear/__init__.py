@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from compilespec.ops._library import define_op
+from compilespec.ops.gguf_blocks import TYPES, by_rows, pack_gguf_blocks, read_blocks
 from compilespec.ops.grouped_linear import fake, packed_fake
 from compilespec.ops.grouped_linear.reference import pack_groups, pack_quad_bytes, pack_quad_nibbles
 from compilespec.ops.packed_linear import pack_weight
@@ -27,9 +28,16 @@ from compilespec.ops.quantized_linear.reference import (
     pack_scale,
 )
 
-__all__ = ["LAYOUTS", "dynamic_int8_linear", "dynamic_int8_product", "quantized_linear"]
+__all__ = [
+    "LAYOUTS",
+    "dynamic_int8_linear",
+    "dynamic_int8_product",
+    "lay_out",
+    "look_of_part",
+    "quantized_linear",
+]
 
-# The layouts that `InputSpec.packed` may name.
+# The layouts that `InputSpec.packed` may name; "a/b" is b of a (see `lay_out`).
 LAYOUTS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "panels": pack_weight,
     "bytes": pack_bytes,
@@ -41,6 +49,29 @@ LAYOUTS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "quad_nibbles": pack_quad_nibbles,
     "groups": pack_groups,
 }
+
+
+def lay_out(packed: str, weight: Tensor) -> Tensor:
+    """A weight in the layout that `InputSpec.packed` names.
+
+    "Q4_K.values" is a part of the blocks of a GGUF type, and "Q4_K.values/quad_nibbles" is that
+    part in one of `LAYOUTS`.
+    """
+    if "." not in packed:
+        return LAYOUTS[packed](weight)
+    blocks, _, layout = packed.partition("/")
+    kind, part = blocks.split(".")
+    if layout:
+        assert LAYOUTS[layout] is TYPES[kind].layout(part)
+        return pack_gguf_blocks(weight.contiguous(), kind, part)
+    depth = TYPES[kind].depth(weight.shape[1])
+    return by_rows(lambda some: getattr(read_blocks(kind, some), part), weight, depth)
+
+
+def look_of_part(packed: str, blocks: Tensor) -> Tensor:
+    """What `lay_out` gives for a part of GGUF blocks, without memory: its shape and dtype."""
+    kind, part = packed.split(".")
+    return TYPES[kind].part(part, blocks)
 
 
 _TAGS = (torch.Tag.flexible_layout,)

@@ -70,7 +70,8 @@ def _merge_quantized(step: Splice) -> int:
         scale = linear.scale.meta["val"]
         zero = None if linear.zero is None else linear.zero.meta["val"].dtype
         kind = (linear.node.target, linear.extra, linear.weight.meta["val"].dtype, zero)
-        key = (linear.x, linear.bias is not None, *kind, scale.shape[1], scale.dtype)
+        packed = step.ctx.inputs[linear.weight.meta["role"]].packed  # the type of GGUF blocks
+        key = (linear.x, linear.bias is not None, *kind, scale.shape[1], scale.dtype, packed)
         groups.setdefault(key, []).append(linear)
     merged = 0
     for parts in groups.values():
@@ -179,12 +180,14 @@ def _keeps_rows(shape: Sequence[int | torch.SymInt], num_columns: int) -> bool:
 
 
 def _merged_input(step: Splice, parts: list[fx.Node]) -> fx.Node:
-    sources = tuple(
-        source for part in parts for source in step.ctx.inputs[part.meta["role"]].sources
+    specs = [step.ctx.inputs[part.meta["role"]] for part in parts]
+    spec = InputSpec(
+        name="+".join(one.name for one in specs),
+        kind="weight",
+        sources=tuple(source for one in specs for source in one.sources),
+        packed=specs[0].packed,
     )
-    node = add_input(
-        step.gm, step.ctx, InputSpec(name="+".join(sources), kind="weight", sources=sources)
-    )
+    node = add_input(step.gm, step.ctx, spec)
     vals = [part.meta["val"] for part in parts]
     node.meta["val"] = vals[0].new_empty((sum(val.shape[0] for val in vals), *vals[0].shape[1:]))
     return node

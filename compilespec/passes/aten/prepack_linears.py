@@ -101,10 +101,11 @@ def _put(gm: fx.GraphModule, linear: QuantizedLinear, op: Any, arguments: tuple[
 
 def _packed_input(step: Splice, plain: fx.Node, layout: str) -> fx.Node:
     known = step.ctx.inputs[plain.meta["role"]]
+    packed = f"{known.packed}/{layout}" if known.packed else layout
     spec = InputSpec(
-        name=f"packed.{known.name}", kind="weight", sources=known.sources, packed=layout
+        name=f"packed.{known.name}", kind="weight", sources=known.sources, packed=packed
     )
-    packed = add_input(step.gm, step.ctx, spec)
+    node = add_input(step.gm, step.ctx, spec)
     with plain.meta["val"].fake_mode:
-        packed.meta["val"] = LAYOUTS[layout](plain.meta["val"])
-    return packed
+        node.meta["val"] = LAYOUTS[layout](plain.meta["val"])
+    return node

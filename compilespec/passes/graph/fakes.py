@@ -10,6 +10,7 @@ from torch import Tensor, fx
 from torch.utils._pytree import tree_flatten, tree_leaves
 
 from compilespec import _torch_compat
+from compilespec.ops.quantized_linear import look_of_part
 from compilespec.passes.context import PassContext
 from compilespec.program import InputSpec
 
@@ -106,7 +107,10 @@ def _fake_input(mode: Any, spec: InputSpec, ctx: PassContext, sizes: dict[str, A
     """
     device = ctx.config.device
     if spec.kind == "weight":
-        return _torch_compat.fake_tensor(mode, ctx.weights[spec.name])
+        if not spec.packed:
+            return _torch_compat.fake_tensor(mode, ctx.weights[spec.name])
+        with mode:
+            return look_of_part(spec.packed, ctx.weights[spec.sources[0]])
     if spec.kind == "batch":
         dim = spec.name[-1]
         if dim not in sizes:

@@ -7,13 +7,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
+from compilespec.ops.gguf_blocks import PARTS, TYPES, embed_blocks
 from compilespec.ops.grouped_linear import nested_linear
 from compilespec.ops.quantized_linear import dynamic_int8_product
+from compilespec.passes.aten.cleanup import drop_unused_inputs
 from compilespec.passes.context import PassContext
-from compilespec.passes.graph.nodes import copy_origin
+from compilespec.passes.graph.nodes import add_input, copy_origin
 from compilespec.passes.splice.builder import Splice
+from compilespec.program import InputSpec
 from compilespec.tracing.quantized_weights import FEW_BITS, Kind, kind_of, rebuild
-from compilespec.tracing.structure import LINEAR
+from compilespec.tracing.structure import EMBEDDING, LINEAR, argument
 
 _WEIGHT_ONLY = torch.ops.compilespec.quantized_linear.default
 _DYNAMIC_INT8 = torch.ops.compilespec.dynamic_int8_linear.default
@@ -34,7 +37,7 @@ class Product(NamedTuple):
 
 def lower_quantized(step: Splice) -> int:
     """linear(x, rebuild(parts)) -> compilespec::quantized_linear, grouped_linear or
-    dynamic_int8_linear.
+    dynamic_int8_linear; embedding(ids, rebuild(blocks)) -> the rows that are looked up.
 
     Handles int8 and int4 weights, symmetric or with zero points, float8 weights, and int8 and
     grouped ones with dynamically quantized rows; other kinds keep their own code.  On GPUs int8 is
@@ -45,7 +48,7 @@ def lower_quantized(step: Splice) -> int:
     traits = step.ctx.traits
     if not (traits.packs_weights or traits.merges_products) or step.config.dtype not in _FLOATS:
         return 0
-    lowered = 0
+    lowered = _embed_blocks(step)
     for node in list(step.graph.nodes):
         if node.op != "call_function" or node.target not in LINEAR:
             continue
@@ -56,7 +59,7 @@ def lower_quantized(step: Splice) -> int:
         if product is None:
             continue
         bias = rest[0] if rest else node.kwargs.get("bias")
-        nodes = dict(zip(kind_of(str(weight.args[0])).names, weight.args[1:], strict=True))
+        nodes = _parts_of(step, weight)
         last = [nodes[name] for name in (product.zero, *product.more) if name]
         arguments = (x, nodes[product.weight], nodes[product.scale], bias, *product.extra, *last)
         with step.graph.inserting_before(node):
@@ -69,7 +72,49 @@ def lower_quantized(step: Splice) -> int:
     for node in list(step.graph.find_nodes(op="call_function", target=rebuild)):
         if not node.users:
             step.graph.erase_node(node)
+    drop_unused_inputs(step)
     return lowered
+
+
+def _embed_blocks(step: Splice) -> int:
+    """embedding(ids, rebuild(blocks)) -> embed_blocks(ids, blocks)."""
+    lowered = 0
+    for node in [one for one in step.graph.nodes if one.target in EMBEDDING]:
+        ids, weight = argument(node, 0, "input"), argument(node, 1, "weight")
+        if node.target is torch.embedding:
+            ids, weight = node.args[1], node.args[0]
+        if weight.target is not rebuild or kind_of(str(weight.args[0])).names != ("blocks",):
+            continue
+        metadata = kind_of(str(weight.args[0])).metadata
+        with step.graph.inserting_before(node):
+            new = step.graph.call_function(embed_blocks, (ids, weight.args[1], *metadata))
+        new.meta = dict(node.meta)
+        copy_origin(node, new)
+        node.replace_all_uses_with(new)
+        step.graph.erase_node(node)
+        lowered += 1
+    return lowered
+
+
+def _parts_of(step: Splice, weight: fx.Node) -> dict[str, fx.Node]:
+    """The parts of a weight by name; those of GGUF blocks are inputs that are read from them."""
+    kind, parts = kind_of(str(weight.args[0])), weight.all_input_nodes
+    if kind.names != ("blocks",):
+        return dict(zip(kind.names, parts, strict=True))
+    role, (block_type, _) = parts[0].meta["role"], kind.metadata
+    return {
+        part: add_input(
+            step.gm,
+            step.ctx,
+            InputSpec(
+                name=f"{role}.{part}",
+                kind="weight",
+                sources=(role,),
+                packed=f"{block_type}.{part}",
+            ),
+        )
+        for part in PARTS
+    }
 
 
 def _product_of(weight: fx.Node, ctx: PassContext) -> Product | None:
@@ -139,13 +184,19 @@ def _nested(kind: Kind, parts: dict[str, Tensor]) -> Product | None:
     return Product(nested_linear, "upper", "scale", (), "zero_point", planes)
 
 
+def _blocks(kind: Kind, parts: dict[str, Tensor]) -> Product:
+    """Our GgufTensor: blocks of a GGUF file, of which the parts are read."""
+    found = TYPES[kind.metadata[0]]
+    return Product(_GROUPED, *PARTS[:2], (found.bits,), None if found.is_symmetric else PARTS[2])
+
+
 _KINDS = {
     "Int8Tensor": _int8,
     "Float8Tensor": _float8,
     "IntxUnpackedToInt8Tensor": _intx,
     "GroupedIntTensor": _grouped,
-    "StoredIntTensor": _grouped,
     "NestedIntTensor": _nested,
+    "GgufTensor": _blocks,
 }
 
 
