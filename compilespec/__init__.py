@@ -12,6 +12,7 @@ __all__ = [
     "Progress",
     "Quantize",
     "SamplingParams",
+    "SelfDraft",
     "acceptance_rule",
     "bisect",
     "compile",
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from compilespec.inspect.bisect import bisect
     from compilespec.inspect.verify import verify
     from compilespec.methods.draft_tree import DraftTree
+    from compilespec.methods.self_draft.recipe import SelfDraft
     from compilespec.passes.splice.acceptance.rule import acceptance_rule
     from compilespec.pipeline.entry import compile, trace
     from compilespec.progress import Progress
@@ -36,6 +38,7 @@ _LAZY = {
     "DraftTree": ("compilespec.methods.draft_tree", "DraftTree"),
     "EmbedsPrompt": ("compilespec.runtime.embeds_prompt", "EmbedsPrompt"),
     "Engine": ("compilespec.runtime.engine", "Engine"),
+    "SelfDraft": ("compilespec.methods.self_draft.recipe", "SelfDraft"),
     "SamplingParams": ("compilespec.runtime.sampling_params", "SamplingParams"),
     "acceptance_rule": ("compilespec.passes.splice.acceptance.rule", "acceptance_rule"),
     "compile": ("compilespec.pipeline.entry", "compile"),

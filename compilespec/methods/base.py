@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Protocol
 
 from torch import nn
@@ -31,6 +32,9 @@ class Drafter(nn.Module):
     ] = ()  # hs indices: residual stream ENTERING layer k, n = last layer's output pre-norm
     chain: Chain = "module_rows"  # what the modules of a windowed drafter read
     kv_layers: tuple[int, ...] = ()  # target layers whose caches its attention reads (shared_kv)
+    target_layers: Mapping[str, tuple[int, ...]] = MappingProxyType({})  # by kind of marker: the
+    # numbers that its markers have in the target, whose caches and states they continue (in_place)
+    copied_in: str | None = None  # the form of its own copies of the target's products
     recorder: TapSink | None = None  # receives the tapped hidden states that the step outputs
     propose_on_host: HostProposal | None = None  # proposes drafts on the host, between the calls
     capabilities: Capabilities | None = None  # set if an option made them differ from the method's

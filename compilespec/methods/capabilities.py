@@ -9,7 +9,8 @@ from typing import Literal
 # call that gives all K drafts and has no cache: n-gram match, functions of a user; with "heads"
 # each draft is its own call, all on one hidden state; with "callback" the host proposes them
 # between the calls; with "shared_kv" each is one query at a constant position on the target's
-# caches; with "parallel" and "block" one pass gives all K drafts.
+# caches; with "parallel" and "block" one pass gives all K drafts; with "in_place" the drafter
+# continues the target's own caches.
 DraftKind = Literal[
     "none",
     "recycled",
@@ -21,6 +22,7 @@ DraftKind = Literal[
     "heads",
     "callback",
     "shared_kv",
+    "in_place",
 ]
 
 # Which hidden states the modules of a windowed drafter read (`draft_loops/windowed.py`).
@@ -37,6 +39,8 @@ class Capabilities:
     kind: DraftKind
     brings: str = ""  # what it does for whom, in words
     needs_draft_weights: bool = False
+    takes_recipe: bool = False  # `draft=` says how the drafter is made of the target
+    prefers_auto: bool = False  # `num_draft_tokens` is "auto" unless it is given
     reads_hidden_states: bool = False  # the target's, tapped at the drafter's aux layers
     outputs_hidden_states: bool = False  # the step outputs them, for the drafter's `recorder`
     looks_up: bool = False  # drafts, some at least, are found in texts: steps of K = 0 look, too

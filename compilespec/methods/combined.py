@@ -16,7 +16,8 @@ from compilespec.methods.direct import DirectDrafter
 from compilespec.program import ProgramConfig, Traced
 from compilespec.tracing.target_info import TargetInfo
 
-MODELS = ("recycled", "windowed", "unshifted", "shared_kv")  # kinds whose drafts a model makes
+# Kinds whose drafts a model makes.
+MODELS = ("recycled", "windowed", "unshifted", "shared_kv", "in_place")
 
 
 class CombinedDrafter(Drafter):
@@ -27,6 +28,7 @@ class CombinedDrafter(Drafter):
         self.finder, self.model, self.capabilities = finder, model, capabilities
         self.num_draft_tokens = getattr(model, "num_draft_tokens", 0)
         self.aux_layers, self.kv_layers = model.aux_layers, model.kv_layers
+        self.target_layers, self.copied_in = model.target_layers, model.copied_in
         self.kv_block_sizes = model.kv_block_sizes
         self.chain = model.chain
 

@@ -11,6 +11,7 @@ from torch import nn
 from compilespec.errors import DraftNotFound, InvalidOption, ModelNotFound
 from compilespec.methods.capabilities import Capabilities
 from compilespec.methods.published import published_draft
+from compilespec.methods.self_draft.recipe import read_recipe
 from compilespec.tracing.checkpoint_files import drop_mtp, tensor_names
 from compilespec.tracing.load import Target
 from compilespec.tracing.places import find_model
@@ -60,6 +61,8 @@ def read_draft(draft: Any, capabilities: Capabilities) -> Any:
     method = capabilities.name
     if draft is None or capabilities.chooses:
         return draft
+    if capabilities.takes_recipe:
+        return read_recipe(draft)
     if not capabilities.needs_draft_weights:
         raise InvalidOption(
             f"spec={method!r} takes no draft; leave out draft= or choose another method"

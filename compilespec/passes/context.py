@@ -76,6 +76,11 @@ class PassContext:
         return self.capabilities.kind != "none"
 
     @property
+    def drafts_in_place(self) -> bool:
+        """True where the drafter writes into the target's caches and states."""
+        return self.capabilities.kind == "in_place"
+
+    @property
     def tells_evidence(self) -> bool:
         """True where the step says how sure its drafts are."""
         return tells_evidence(self.config, self.capabilities) and not self.is_replay

@@ -37,6 +37,7 @@ from compilespec.program import (
 )
 from compilespec.progress import Reporter
 from compilespec.quantization import describe_quantized, quantize_drafter, with_plain_weights
+from compilespec.quantization.calls import copy_products
 from compilespec.quantization.configs import HEAD
 from compilespec.tracing.load import Target
 from compilespec.tracing.target import trace_target
@@ -56,7 +57,9 @@ def build_program(
 ) -> SpecProgram:
     """Stages trace and rewrite: the step graphs of a target and its drafter, not lowered yet."""
     progress, found = progress or Reporter(), None
-    if method.capabilities.needs_draft_weights:
+    if method.capabilities.takes_recipe:
+        found = draft
+    elif method.capabilities.needs_draft_weights:
         found = find_draft(draft, target, method.capabilities)
     with progress.step("trace", "target") as step:
         traced = trace_target(
@@ -79,7 +82,8 @@ def build_program(
     kept = choose_draft_ids(options, target, info.vocab_size, traced_draft)
     if options.prompt_logprobs:
         HeadFunction(traced)  # refuses a head that it could not run alone
-    absorbed, latents = absorb_calls(traced_draft)
+    absorbed, latents = absorb_calls(traced_draft, config.adapters)
+    absorbed, copies = _with_copies(drafter, absorbed, keep_head=kept is not None)
     first = PassContext(
         phase="prefill",
         config=config,
@@ -109,6 +113,7 @@ def build_program(
         lossless=is_lossless(options.acceptance_rule) and capabilities.lossless,
         notes=(
             *_notes(target, drafter, kept, config.adapters),
+            *copies,
             *describe_latents(first.latents),
             *why_counts,
             *(first.sharding.describe() if first.sharding else ()),
@@ -173,7 +178,15 @@ def _load_drafter(
     method_options: Mapping[str, Any],
     progress: Reporter,
 ) -> Drafter | None:
-    """The method's drafter, quantized on request; None where it has none."""
+    """The method's drafter, quantized on request; None where it has none.
+
+    Raises: InvalidOption where a recipe says how it is quantized.
+    """
+    if method.capabilities.takes_recipe and options.draft_quantization is not None:
+        raise InvalidOption(
+            f"spec={method.capabilities.name!r} quantizes its copies as draft="
+            "compilespec.SelfDraft(weights=...) says: leave draft_quantize= out"
+        )
     if found is None and options.draft_quantization is None:
         return method.load(None, info, method_options)
     with progress.step("load", "drafter"):
@@ -238,6 +251,18 @@ def check_sizes(capabilities: Capabilities, config: ProgramConfig, options: Comp
             f"acceptance={options.acceptance_rule.rule!r} takes one K: give num_draft_tokens= one "
             f"number, or leave acceptance= at 'auto'"
         )
+
+
+def _with_copies(
+    drafter: Drafter | None, calls: dict[str, Traced], *, keep_head: bool
+) -> tuple[dict[str, Traced], tuple[str, ...]]:
+    """The calls of a drafter that is the target, with copies of its products, and a line for
+    `Engine.plan()`.
+    """
+    if drafter is None or drafter.copied_in is None:
+        return calls, ()
+    forward, text = copy_products(calls["forward"], drafter.copied_in, keep_head=keep_head)
+    return {**calls, "forward": forward}, (text,)
 
 
 def _check_block_sizes(drafter: Drafter, config: ProgramConfig) -> None:

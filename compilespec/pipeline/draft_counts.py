@@ -21,7 +21,10 @@ def resolve_draft_counts(
 
     Raises: InvalidOption where there is no drafter, or a tree.
     """
-    if options.num_draft_tokens != AUTO:
+    wanted_auto = options.num_draft_tokens == AUTO
+    if capabilities.prefers_auto and options.num_draft_tokens is None:
+        wanted_auto = options.draft_tree is None
+    if not wanted_auto:
         return options, ()
     name, loop = capabilities.name, LOOPS[capabilities.kind]
     if drafter is None or capabilities.kind == "none":

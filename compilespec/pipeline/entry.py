@@ -195,6 +195,9 @@ def _ask(
     check_method_options(given, method.capabilities, list(inspect.signature(compile).parameters))
     draft = read_draft(draft, method.capabilities)
     own = {name: value for name, value in keywords.items() if name in names}
+    vocab = getattr(draft, "vocab", None) if method.capabilities.takes_recipe else None
+    if vocab is not None:
+        own.setdefault("draft_vocab_size", vocab)
     judging = {name: given.pop(name) for name in ACCEPTANCE_OPTIONS if name in given}
     options = CompileOptions(**own, **judging)
     check_has_head(options, method.capabilities)

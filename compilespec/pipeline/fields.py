@@ -203,7 +203,7 @@ class CompileFields:
     )
     quantize: Any = keyword(
         None,
-        '"int8_weight_only", "int8_dynamic", "int4_weight_only", "int4_dynamic", '
+        '"int8_weight_only", "int8_dynamic", "int8_nested", "int4_weight_only", "int4_dynamic", '
         '"float8_weight_only" or "float8_dynamic".  Or a torchao config, or a `Quantize` that also '
         "says for which modules.  Needs the extra `quant`; `model` is left as it is.",
     )

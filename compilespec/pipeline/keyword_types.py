@@ -28,6 +28,7 @@ SpecName = Literal[
     "mtp_multi",
     "shared_kv",
     "draft_model",
+    "self",
     "suffix",
     "ngram",
     "user",

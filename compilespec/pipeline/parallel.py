@@ -42,6 +42,7 @@ def check_parallel(options: CompileOptions, method: Capabilities) -> None:
     missing = {
         "spec='auto' (name the method)": method.chooses,
         "spec='save_hidden_states'": method.outputs_hidden_states,
+        f"spec={method.name!r}": method.kind == "in_place",
         "host_processors=True": options.host_processors,
         "prompt_logprobs=True": options.prompt_logprobs,
         "prompt_embeds=True": options.prompt_embeds,

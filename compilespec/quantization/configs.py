@@ -128,6 +128,17 @@ def _int4_dynamic(device: torch.device) -> Any:
     return Int4Config(BLOCK, quantizes_rows=True)
 
 
+def _int8_nested(device: torch.device) -> Any:
+    from compilespec.quantization.nested import NestedConfig
+
+    if not traits_of(device).packs_weights:
+        raise NotSupported(
+            f"quantize='int8_nested' has a kernel for the CPU alone; on {traits_of(device).kind} "
+            "give 'int8_weight_only'"
+        )
+    return NestedConfig()
+
+
 def _file(device: torch.device) -> Any:
     raise InvalidOption(
         f"quantize={FILE!r} keeps the blocks of a GGUF file as a target's weights; this is no such "
@@ -150,6 +161,7 @@ def _float8_dynamic(device: torch.device) -> Any:
 NAMES: dict[str, Callable[[torch.device], Any]] = {
     "int8_weight_only": _int8_weight_only,
     "int8_dynamic": _int8_dynamic,
+    "int8_nested": _int8_nested,
     "int4_weight_only": _int4_weight_only,
     "int4_dynamic": _int4_dynamic,
     FILE: _file,
@@ -169,7 +181,7 @@ _OR_CONFIG = ", or a torchao config"
 def runs_on(device: torch.device) -> list[str]:
     """Short names of the configs that run on the device, for messages."""
     traits = traits_of(device)
-    no = [] if traits.packs_weights else ["int4_dynamic", FILE]
+    no = [] if traits.packs_weights else ["int4_dynamic", "int8_nested", FILE]
     if not traits.is_cuda or torch.cuda.get_device_capability(device) < (8, 9):
         no.append("float8_dynamic")
     return [name for name in NAMES if name not in no]

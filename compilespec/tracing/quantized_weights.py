@@ -19,6 +19,8 @@ from torch import Tensor, nn
 
 from compilespec import _torch_compat
 
+FEW_BITS = ("torch.int1", "torch.int2", "torch.int3", "torch.int4")  # stored in -8..7
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Kind:

@@ -81,6 +81,12 @@ def find_head(logits: fx.Node) -> Head | None:
     return None
 
 
+def head_of(graph: fx.Graph) -> Head | None:
+    """The head of a captured model, whose first output are logits."""
+    results: Any = graph.output_node().args[0]
+    return find_head(results[0])
+
+
 def token_ids(graph: fx.Graph) -> fx.Node:
     """The placeholder of the token ids, [B, T]."""
     return next(node for node in graph.nodes if node.meta.get("role") == "input_ids")

@@ -61,6 +61,7 @@ def describe_target(traced: Traced, target: Target) -> TargetInfo:
         kv_layers=_kv_layers(traced),
         has_kept_masks=traced.has_kept_masks,
         takes_rows=[node.target in EMBEDDING for node in id_readers(ids)] == [True],
+        traced=traced,
     )
 
 
@@ -125,3 +126,4 @@ class TargetInfo:
     kv_layers: tuple[KVLayer, ...] = ()  # by layer
     has_kept_masks: bool = False  # true: masks are computed from what the cache holds
     takes_rows: bool = True  # true: ids enter one embedding alone, whose rows can be given
+    traced: Traced | None = None  # its graph, where it was traced

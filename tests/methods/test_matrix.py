@@ -51,6 +51,7 @@ CHOSEN = {
     "mtp_multi": ("plain", 3),
     "shared_kv": ("gemma2", 1),
     "draft_model": ("phi3", 1),
+    "self": ("gpt_oss", 3),
     "peagle": ("qwen3", 3),
     "dflash": ("llama", 5),
     "dspark": ("mistral", 3),

@@ -73,7 +73,7 @@ def test_capability_rows():
     assert set(method_names()) == {
         "none", "eagle3", "eagle", "mtp", "mtp_eagle", "mtp_multi", "shared_kv", "draft_model",
         "peagle", "dflash", "dspark", "medusa", "suffix",
-        "ngram", "user", "save_hidden_states", "auto",
+        "ngram", "user", "self", "save_hidden_states", "auto",
     }  # fmt: skip
     assert rows["eagle3"]["reads_hidden_states"]
     assert rows["eagle3"]["kind"] == "recycled"

@@ -44,7 +44,7 @@ PROMPTS = [[5, 17, 33, 2, 8], [44, 3, 3, 9, 12, 61, 7], [80]]
 PARAMS = SamplingParams(max_new_tokens=25, ignore_eos=True)
 OPTIONS: dict[str, Any] = {"backend": "eager", "max_batch_size": 3, "max_seq_len": 64}
 K = 2
-OWN_WEIGHTS = [name for name in DRAFTERS if name not in ("ngram", "user")]
+OWN_WEIGHTS = [name for name in DRAFTERS if name not in ("ngram", "user", "self")]
 
 
 @functools.cache
@@ -318,7 +318,8 @@ def test_what_the_device_cannot_run_is_an_error_that_names_what_it_can(config: s
     text = str(caught.value)
     assert text.startswith(f"quantize='{config}' does not run on cpu")
     assert text.endswith(
-        "int8_weight_only, int8_dynamic, int4_weight_only, int4_dynamic, file, float8_weight_only"
+        "int8_weight_only, int8_dynamic, int8_nested, int4_weight_only, int4_dynamic, file, "
+        "float8_weight_only"
     )
     assert "\n" not in text
 

@@ -129,6 +129,16 @@ def test_a_mixed_batch_has_the_tokens_of_merged_models(adapters, spec, k):
         assert engine.stats().num_recompiles == 0
 
 
+def test_the_target_that_drafts_for_itself_is_right_with_each_adapter(adapters):
+    """Its products are changed as the target's own are."""
+    recipe = compilespec.SelfDraft(weights=None)
+    with compiled(adapters, "self", 3, draft=recipe, max_prefill_tokens=12) as engine:
+        outputs = engine.generate([*PROMPTS], [params(name) for name in NAMES])
+    for output, name, prompt in zip(outputs, NAMES, PROMPTS, strict=True):
+        assert output.token_ids == own_tokens(adapters.get(name), prompt), name
+        assert set(output.emitted_per_step[:-1]) == {4}
+
+
 @pytest.mark.parametrize("k", [1, 5])
 def test_a_head_that_is_always_right_beside_adapters(adapters, k):
     """The drafter is the same for all; what it should draft is each adapter's own."""

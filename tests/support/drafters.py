@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from compilespec.methods import dflash, dspark, eagle, eagle3, medusa, mtp, peagle, shared_kv
+from compilespec.methods.self_draft import SelfDraft
 from compilespec.tracing.load import Target
 from compilespec.tracing.target import trace_target
 from compilespec.tracing.target_info import TargetInfo, describe_target
@@ -50,6 +51,7 @@ METHODS: dict[str, Callable[[nn.Module, Any, int], dict[str, Any]]] = {
     },
     "shared_kv": lambda model, info, k: {"draft": shared_kv.random_drafter(info)},
     "draft_model": lambda model, info, k: {"draft": noisy(model)},
+    "self": lambda model, info, k: {"draft": SelfDraft(weights=None, window=(0, 5))},
     "peagle": lambda model, info, k: {
         "draft": peagle.random_head(info, aux_layers=(0, 1, 2), draft_vocab_size=61, num_layers=2)
     },

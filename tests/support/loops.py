@@ -10,7 +10,16 @@ import compilespec
 from tests.support.models import tiny_target
 from tests.support.windowed import Step, Windowed, WindowedDrafter, script_of
 
-KINDS = ("kv_groups", "draft_model", "user", "module_rows", "target_rows", "ngram", "suffix")
+KINDS = (
+    "kv_groups",
+    "draft_model",
+    "self",
+    "user",
+    "module_rows",
+    "target_rows",
+    "ngram",
+    "suffix",
+)
 SIZES = {"num_draft_tokens": 3, "max_batch_size": 5, "max_seq_len": 43, "max_prefill_tokens": 64}
 
 
@@ -40,6 +49,9 @@ def traced(kind: str, **options: Any) -> Any:
         return compilespec.trace(model, spec=Windowed(drafter), **options)
     if kind in ("ngram", "suffix"):
         return compilespec.trace(model, spec=kind, **options)
+    if kind == "self":
+        draft = compilespec.SelfDraft(weights=None, layers=[1])
+        return compilespec.trace(model, spec="self", draft=draft, **options)
     if kind == "draft_model":
         draft = tiny_target("qwen2", num_layers=1, seed=1)
         return compilespec.trace(model, spec="draft_model", draft=draft, **options)

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, fx
 
 from compilespec.passes.context import PassContext
-from compilespec.passes.references.base import Before, Case, Values
+from compilespec.passes.references.base import Before, Case, Follow, Values
 from compilespec.passes.references.placement import place_call
+from compilespec.passes.splice.add_adapters import adapted
 from compilespec.program import module_path
 
 
@@ -27,6 +28,27 @@ def add_adapters(before: Before, ctx: PassContext, case: Case) -> Values:
         return _changed(result, arguments[0], module, rows, shape.rank, case.inputs)
 
     return before(case.inputs, follow=change)
+
+
+def changed_alike(ctx: PassContext, case: Case, rows: Tensor) -> Follow | None:
+    """The same for tokens with these state rows, in the step's own operations: equal bit for bit.
+    None without adapters.
+    """
+    shape = ctx.config.adapters
+    if shape is None:
+        return None
+    place_BS = case.inputs["adapter_R"][rows.long()]  # a padded token's is the last row's
+    numbers = torch.arange(shape.num_places * shape.rank, device=rows.device)
+    keeps = place_BS.unsqueeze(-1) == numbers // shape.rank
+
+    def change(node: fx.Node, arguments: tuple[Any, ...], result: Any) -> Any:
+        module = module_path(node)
+        if "linear" not in str(node.target) or module not in shape.modules:
+            return result
+        parts = (case.inputs[f"adapter.{module}.{half}"] for half in ("down", "up"))
+        return adapted(result, arguments[0], keeps, *parts)
+
+    return change
 
 
 def _changed(

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from compilespec.passes.references.base import Mixers
+from compilespec.passes.references.base import Follow, Mixers
 from compilespec.program import Traced, marker_kind
 
 
@@ -17,8 +17,10 @@ def run_fragment(
     arguments: dict[str, Tensor],
     mixers: Mixers | None = None,
     kept_ids: Tensor | None = None,
+    follow: Follow | None = None,
 ) -> tuple[Tensor, ...]:
-    """The outputs of `fragment`; `mixers` are called in place of its markers.
+    """The outputs of `fragment`; `mixers` are called in place of its markers, and `follow` gives
+    what is read in place of the result of every other node.
 
     With `kept_ids` its last product computes these columns alone, and an argmax gives such an id.
     """
@@ -38,7 +40,7 @@ def run_fragment(
             feeds.append(fragment.weights[entry.name])
         else:
             feeds.append(sizes[str(node.meta["example_value"])])
-    runner = _Fragment(fragment.graph_module, mixers or {}, kept_ids)
+    runner = _Fragment(fragment.graph_module, mixers or {}, kept_ids, follow)
     results: tuple[Tensor, ...] = runner.run(*feeds)
     return results
 
@@ -49,8 +51,15 @@ def products(gm: fx.GraphModule) -> list[fx.Node]:
 
 
 class _Fragment(fx.Interpreter):
-    def __init__(self, gm: fx.GraphModule, mixers: Mixers, kept_ids: Tensor | None) -> None:
+    def __init__(
+        self,
+        gm: fx.GraphModule,
+        mixers: Mixers,
+        kept_ids: Tensor | None,
+        follow: Follow | None,
+    ) -> None:
         super().__init__(gm)
+        self._follow = follow
         self._mixers, self._num_markers = mixers, Counter[str]()
         self._kept_ids, self._head = kept_ids, products(gm)[-1:]
 
@@ -64,7 +73,10 @@ class _Fragment(fx.Interpreter):
             return self._kept_ids[super().run_node(n)]
         kind = marker_kind(n)
         if kind not in self._mixers:
-            return super().run_node(n)
+            result = super().run_node(n)
+            if self._follow is None or n.op != "call_function":
+                return result
+            return self._follow(n, self.fetch_args_kwargs_from_env(n)[0], result)
         args, _ = self.fetch_args_kwargs_from_env(n)
         self._num_markers[kind] += 1
         return self._mixers[kind](self._num_markers[kind] - 1, args)

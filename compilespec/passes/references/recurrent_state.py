@@ -100,9 +100,16 @@ def _convolve(
 
 
 def recurrent_operators(
-    buffers: MutableMapping[str, Tensor], owner: str, tokens: Tokens, progress: RequestProgress
+    buffers: MutableMapping[str, Tensor],
+    owner: str,
+    tokens: Tokens,
+    progress: RequestProgress,
+    numbers: Mapping[str, Sequence[int]],
 ) -> Mixers:
-    """The same by the operators that serve, on metadata from Python: equal bit for bit."""
+    """The same by the operators that serve, on metadata from Python: equal bit for bit.
+
+    Args: numbers: those of the states, by kind; empty: 0, 1, ...
+    """
     ops, rows = torch.ops.compilespec, tokens.row.tolist()
     absorbed = tokens.row.new_tensor([[progress.absorbed.get(r, 0) for r in row] for row in rows])
     committed = tokens.row.new_tensor(
@@ -112,7 +119,8 @@ def recurrent_operators(
 
     def recur(layer: int, args: tuple[Any, ...]) -> Tensor:
         *inputs, kind = args
-        name = f"recurrence.{owner}.{layer}"
+        number = numbers["recurrence"][layer] if numbers else layer
+        name = f"recurrence.{owner}.{number}"
         result: Tensor = ops.cached_recurrence(
             *inputs, buffers[f"{name}.state"], buffers[f"{name}.recent"], tokens.row,
             tokens.position, absorbed, commits, kind,
@@ -120,7 +128,8 @@ def recurrent_operators(
         return result
 
     def convolve(layer: int, args: tuple[Any, ...]) -> Tensor:
-        ring = buffers[f"causal_conv.{owner}.{layer}.recent"]
+        number = numbers["causal_conv"][layer] if numbers else layer
+        ring = buffers[f"causal_conv.{owner}.{number}.recent"]
         result: Tensor = ops.cached_conv(*args, ring, tokens.row, tokens.position)
         return result
 

@@ -15,7 +15,7 @@ from compilespec.passes.splice.add_adapters import may_be_adapted
 from compilespec.passes.splice.builder import Splice, Writer, node_of
 from compilespec.passes.splice.expansion import Expansion
 from compilespec.passes.splice.latents import Latent, NoProof, WeightOf, find_latent
-from compilespec.program import Traced, markers
+from compilespec.program import AdapterShape, Traced, markers
 from compilespec.tracing.quantized_weights import is_quantized
 
 Found = dict[str, Expansion | str]  # by owner and layer, "target.3": how it expands, or why not
@@ -32,7 +32,7 @@ def absorb_latents(step: Splice) -> int:
 
     def weight_of(node: fx.Node) -> Tensor | None:
         role = str(node.meta.get("role"))
-        is_whole = node.op == "placeholder" and not may_be_adapted(step.ctx, role)
+        is_whole = node.op == "placeholder" and not may_be_adapted(step.config.adapters, role)
         return step.ctx.weights.get(role) if is_whole else None
 
     shared = dict.fromkeys(step.ctx.drafter.kv_layers, "a drafter reads its keys and values")
@@ -41,8 +41,13 @@ def absorb_latents(step: Splice) -> int:
     return sum(isinstance(entry, Expansion) for entry in found.values())
 
 
-def absorb_calls(calls: Mapping[str, Traced]) -> tuple[dict[str, Traced], Found]:
-    """The captured calls of a drafter, over latents where that is proved; others as they are."""
+def absorb_calls(
+    calls: Mapping[str, Traced], adapters: AdapterShape | None = None
+) -> tuple[dict[str, Traced], Found]:
+    """The captured calls of a drafter, over latents where that is proved; others as they are.
+
+    Args: adapters: may change products of the target, which its own copy then keeps, too.
+    """
     absorbed, all_found = dict(calls), {}
     for name, traced in calls.items():
         gm = fx.GraphModule(traced.graph_module, snapshot(traced.graph_module.graph))
@@ -51,8 +56,10 @@ def absorb_calls(calls: Mapping[str, Traced]) -> tuple[dict[str, Traced], Found]
         def weight_of(
             node: fx.Node, names: Mapping[fx.Node, Any] = names, traced: Traced = traced
         ) -> Tensor | None:
-            weight = traced.weights.get(names[node].name) if node in names else None
-            return None if weight is None or is_quantized(weight) else weight
+            name = names[node].name if node in names else ""
+            weight = traced.weights.get(name)
+            is_whole = not is_quantized(weight) and not may_be_adapted(adapters, name)
+            return weight if is_whole else None
 
         found = _absorb_all(gm, f"drafter {name}", weight_of, {})
         all_found.update(found)

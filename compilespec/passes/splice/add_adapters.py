@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -33,13 +33,24 @@ def add_adapters(step: Splice) -> int:
     """
     shape = step.config.adapters
     assert shape is not None, "the pass runs where there is room for adapters"
-    products = [n for n in products_of(step.graph, shape) if _is_target(n)]
-    keeps = _own_numbers(step, shape) if products else None
+    products = list(products_of(step.graph, shape))  # no drafter is there yet
+    if products:
+        row, num_verified = step.roles.row, step.config.num_verify_tokens
+        tokens = (None, num_verified) if step.is_decode else (1, None)
+        with step.after(row):
+            keeps = numbers_kept(step, shape, row, tokens)
+        change_products(step, shape, products, keeps)
+    return len(products)
+
+
+def change_products(
+    step: Splice, shape: AdapterShape, products: Sequence[fx.Node], keeps: Tensor
+) -> None:
+    """Let the readers of each product read what adapters make of it."""
     for node in products:
         _, dtype = node.meta["example"]
         specs = matrices(shape, module_path(node), *_widths(node), dtype)
         step.wrap(node, adapted, node.args[0], keeps, *map(step.buffer, specs))
-    return len(products)
 
 
 def adapted(product: Tensor, x: Tensor, keeps: Tensor, down: Tensor, up: Tensor) -> Tensor:
@@ -84,10 +95,9 @@ def products_of(graph: fx.Graph, shape: AdapterShape) -> Iterator[fx.Node]:
             yield node
 
 
-def may_be_adapted(ctx: PassContext, role: str) -> bool:
+def may_be_adapted(shape: AdapterShape | None, role: str) -> bool:
     """True where an adapter may change the product of a weight, which is not all of it then."""
-    shape = ctx.config.adapters
-    module = role.removeprefix(f"{ctx.target.name}.").removesuffix(".weight")
+    module = role.removeprefix("target.").removesuffix(".weight")
     return shape is not None and module in shape.modules
 
 
@@ -118,13 +128,15 @@ def matrices(
     return down, up
 
 
-def _own_numbers(step: Splice, shape: AdapterShape) -> Tensor:
-    """Which numbers between A and B are of a token's own adapter: bool, [B, S, places * rank]."""
-    row, places = step.roles.row, step.buffer(adapter_rows(step.config))
-    width = shape.num_places * shape.rank
-    with step.after(row):
-        keeps = step.call(own_numbers, places, row, width=width, rank=shape.rank)
-    tokens = (None, step.config.num_verify_tokens) if step.is_decode else (1, None)
+def numbers_kept(
+    step: Splice, shape: AdapterShape, row: Tensor, tokens: tuple[int | None, int | None]
+) -> Tensor:
+    """Which numbers between A and B are of a token's own adapter: bool, [*tokens, places * rank].
+
+    Args: row: int32, the state rows of the tokens.
+    """
+    places, width = step.buffer(adapter_rows(step.config)), shape.num_places * shape.rank
+    keeps = step.call(own_numbers, places, row, width=width, rank=shape.rank)
     node_of(keeps).meta["example"] = ((*tokens, width), torch.bool)
     return keeps
 
@@ -135,10 +147,6 @@ def own_numbers(adapter_R: Tensor, row: Tensor, *, spare_row: int, width: int, r
     """
     place = adapter_R[torch.where(row >= 0, row, spare_row).long()]
     return place.unsqueeze(-1) == arange_like(adapter_R, width) // rank
-
-
-def _is_target(node: fx.Node) -> bool:
-    return (node.meta.get("custom") or {}).get("fragment") == "target"
 
 
 def _widths(node: fx.Node) -> tuple[int, int]:

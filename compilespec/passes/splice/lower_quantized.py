@@ -8,20 +8,20 @@ import torch
 from torch import Tensor, fx
 
 from compilespec.ops.gguf_blocks import PARTS, TYPES, embed_blocks
+from compilespec.ops.grouped_linear import nested_linear
 from compilespec.ops.quantized_linear import dynamic_int8_product
 from compilespec.passes.aten.cleanup import drop_unused_inputs
 from compilespec.passes.context import PassContext
 from compilespec.passes.graph.nodes import add_input, copy_origin
 from compilespec.passes.splice.builder import Splice
 from compilespec.program import InputSpec
-from compilespec.tracing.quantized_weights import Kind, kind_of, rebuild
+from compilespec.tracing.quantized_weights import FEW_BITS, Kind, kind_of, rebuild
 from compilespec.tracing.structure import EMBEDDING, LINEAR, argument
 
 _WEIGHT_ONLY = torch.ops.compilespec.quantized_linear.default
 _DYNAMIC_INT8 = torch.ops.compilespec.dynamic_int8_linear.default
 _GROUPED = torch.ops.compilespec.grouped_linear.default
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-_FOUR_BITS = ("torch.int1", "torch.int2", "torch.int3", "torch.int4")  # stored in -8..7
 
 
 class Product(NamedTuple):
@@ -32,6 +32,7 @@ class Product(NamedTuple):
     scale: str
     extra: tuple[int, ...] = ()  # further arguments
     zero: str | None = None  # and this one last
+    more: tuple[str, ...] = ()  # but for these
 
 
 def lower_quantized(step: Splice) -> int:
@@ -59,8 +60,8 @@ def lower_quantized(step: Splice) -> int:
             continue
         bias = rest[0] if rest else node.kwargs.get("bias")
         nodes = _parts_of(step, weight)
-        zero = (nodes[product.zero],) if product.zero else ()
-        arguments = (x, nodes[product.weight], nodes[product.scale], bias, *product.extra, *zero)
+        last = [nodes[name] for name in (product.zero, *product.more) if name]
+        arguments = (x, nodes[product.weight], nodes[product.scale], bias, *product.extra, *last)
         with step.graph.inserting_before(node):
             new = step.graph.call_function(product.op, arguments)
         new.meta = dict(node.meta)
@@ -167,7 +168,7 @@ def _intx(kind: Kind, parts: dict[str, Tensor]) -> Product | None:
         or not _has_groups(kind, parts)
     ):
         return None
-    bits = 4 if str(kind.metadata["target_dtype"]) in _FOUR_BITS else 8
+    bits = 4 if str(kind.metadata["target_dtype"]) in FEW_BITS else 8
     return Product(_WEIGHT_ONLY, "qdata", "scale", (bits,), _zero_points(parts))
 
 
@@ -175,6 +176,12 @@ def _grouped(kind: Kind, parts: dict[str, Tensor]) -> Product | None:
     """Our GroupedIntTensor: the same weights, whose products quantize rows in blocks."""
     product = _intx(kind, parts)
     return None if product is None else product._replace(op=_GROUPED)
+
+
+def _nested(kind: Kind, parts: dict[str, Tensor]) -> Product | None:
+    """Our NestedIntTensor: two planes, a product each."""
+    planes = ("lower", "lower_scale")
+    return Product(nested_linear, "upper", "scale", (), "zero_point", planes)
 
 
 def _blocks(kind: Kind, parts: dict[str, Tensor]) -> Product:
@@ -188,6 +195,7 @@ _KINDS = {
     "Float8Tensor": _float8,
     "IntxUnpackedToInt8Tensor": _intx,
     "GroupedIntTensor": _grouped,
+    "NestedIntTensor": _nested,
     "GgufTensor": _blocks,
 }
 

@@ -21,6 +21,7 @@ from compilespec.passes.references.draft_loops.combined import combined
 from compilespec.passes.references.draft_loops.direct import callback, direct, write_history
 from compilespec.passes.references.draft_loops.drafts import Drafts
 from compilespec.passes.references.draft_loops.heads import heads
+from compilespec.passes.references.draft_loops.in_place import in_place
 from compilespec.passes.references.draft_loops.parallel import parallel
 from compilespec.passes.references.draft_loops.recycled import recycled
 from compilespec.passes.references.draft_loops.shared_kv import shared_kv
@@ -41,6 +42,7 @@ LOOP_REFERENCES: Mapping[str, Loop] = {
     "direct": direct,
     "heads": heads,
     "shared_kv": shared_kv,
+    "in_place": in_place,
     "callback": callback,
 }
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from compilespec.ops.sample import draw_reference, layout
 from compilespec.ops.sample.probabilities import draw_weighted_reference
 from compilespec.passes.context import PassContext
+from compilespec.passes.references.adapters import changed_alike
 from compilespec.passes.references.base import Attention, AttentionCall, Case, Tokens
 from compilespec.passes.references.evidence import confidence_of_chances, confidence_of_match
 from compilespec.passes.references.fragments import products, run_fragment
@@ -74,8 +75,12 @@ class Drafts:
         """
         mixers = {} if tokens is None else {"attention": self._attention(tokens, owner, sights)}
         if tokens is not None and progress is not None:
-            mixers |= recurrent_operators(self.buffers, owner, tokens, progress)
-        outputs = run_fragment(self.ctx.draft[name], arguments, mixers, self._columns(name))
+            numbers = self.ctx.drafter.target_layers
+            mixers |= recurrent_operators(self.buffers, owner, tokens, progress, numbers)
+        follow = None
+        if tokens is not None and self.ctx.drafts_in_place:
+            follow = changed_alike(self.ctx, self.case, tokens.row)
+        outputs = run_fragment(self.ctx.draft[name], arguments, mixers, self._columns(name), follow)
         if not name.startswith("propose"):
             return outputs
         if self._kept_ids is not None and len(outputs) > 1:
@@ -256,8 +261,11 @@ class Drafts:
         return torch.tensor(ids, dtype=torch.int32, device=tokens.device)
 
     def _attention(self, tokens: Tokens, owner: str, sights: Sequence[Sight]) -> Attention:
-        def attend(layer: int, args: tuple[Any, ...]) -> Tensor:
-            sight = sights[layer % len(sights)] if sights else ()
+        layers = self.ctx.drafter.target_layers.get("attention")
+
+        def attend(call: int, args: tuple[Any, ...]) -> Tensor:
+            layer = layers[call] if layers else call
+            sight = sights[call % len(sights)] if sights else ()
             query, key, value, *options = args
             names = [f"cache.{owner}.{layer}.{half}" for half in ("key", "value")]
             placed, table = self._grouped(tokens, owner, window=int(options[1]))

@@ -18,6 +18,7 @@ from compilespec.passes.splice.draft_loops.block import block, write_context
 from compilespec.passes.splice.draft_loops.callback import callback
 from compilespec.passes.splice.draft_loops.direct import direct, keep_history
 from compilespec.passes.splice.draft_loops.heads import heads
+from compilespec.passes.splice.draft_loops.in_place import in_place
 from compilespec.passes.splice.draft_loops.kept_inputs import keep_inputs
 from compilespec.passes.splice.draft_loops.parallel import num_parallel_passes, parallel
 from compilespec.passes.splice.draft_loops.recycled import recycled
@@ -172,6 +173,12 @@ LOOPS: Mapping[DraftKind, DraftLoop] = {
         splice=shared_kv,
         num_passes=lambda ctx: ctx.config.num_draft_tokens,
         calls=lambda k: ("combine", "forward", "propose"),
+    ),
+    "in_place": DraftLoop(
+        splice=in_place,
+        num_passes=lambda ctx: ctx.config.num_draft_tokens,
+        calls=lambda k: ("forward", "propose"),
+        keeps_states=True,
     ),
     "callback": DraftLoop(splice=callback, num_passes=lambda ctx: 0),
     "unshifted": DraftLoop(
