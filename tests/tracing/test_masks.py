@@ -19,6 +19,7 @@ import compilespec
 from compilespec import DraftTree, SamplingParams
 from compilespec.errors import NotSupported, TraceError, UnsupportedModel
 from compilespec.program import markers
+from compilespec.tracing.attention import _refuse_other_inputs as refuse_other_inputs
 from compilespec.tracing.load import load_target
 from compilespec.tracing.target import trace_target
 from compilespec.tracing.target_info import describe_target
@@ -255,3 +256,22 @@ def test_a_config_that_is_wrong_says_so_itself() -> None:
         TraceError, match="raises ValueError: heads must divide the width; expected"
     ):
         trace_target(model)
+
+
+def test_an_index_that_does_not_exist_is_told_in_one_line() -> None:
+    class Bad(Masked):
+        def forward(self, ids: Tensor, position_ids: Tensor | None = None) -> Tensor:
+            return super().forward(ids[:, :, 0], position_ids)
+
+    with pytest.raises(TraceError, match="too many indices for tensor of dimension 2") as caught:
+        trace_target(Bad(lambda length: torch.ones(length, length).tril() > 0))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_model_without_token_ids_is_refused_by_what_it_reads() -> None:
+    model = PlainModel(num_layers=1)
+    model.main_input_name = "flattened_patches"
+    model.config = transformers.LlamaConfig()
+    model.forward = lambda flattened_patches=None: None
+    with pytest.raises(UnsupportedModel, match="reads flattened_patches and no token ids"):
+        refuse_other_inputs(model)

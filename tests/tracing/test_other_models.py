@@ -13,11 +13,12 @@ from torch import Tensor, nn
 import compilespec
 from compilespec import SamplingParams
 from compilespec.cli import main
-from compilespec.errors import UnsupportedModel
+from compilespec.errors import InvalidRequest, UnsupportedModel
 from compilespec.tracing.load import load_target
 from compilespec.tracing.target import trace_target
 from compilespec.tracing.target_info import describe_target
-from tests.support.models import VOCAB, PlainModel, greedy_reference
+from tests.families import check as families
+from tests.support.models import VOCAB, PlainModel, greedy_reference, recomputed
 
 SIZES = {
     "vocab_size": VOCAB, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 2,
@@ -110,9 +111,9 @@ REFUSED = {
         lambda: transformers.LlamaModel(llama_config()),
         r"LlamaModel: expected logits \[B, T, 97\].* got \[B, T, 48\]",
     ),
-    "Qwen2-Audio": (
-        qwen2_audio,
-        r"Qwen2AudioForConditionalGeneration takes input_features .* give its language model",
+    "BLIP": (
+        lambda: families.build("blip", auto=families.WITH_IMAGES),
+        r"BlipForConditionalGeneration takes pixel_values .* give its language model",
     ),
     **{
         name: (lambda mix=mix: Mixing(mix), r"they are mixed in .*test_other_models.py:\d+: ")
@@ -129,7 +130,7 @@ def test_other_models_are_refused_in_one_line(name: str) -> None:
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("name", ["BERT", "T5", "classifier", "without a head", "Qwen2-Audio"])
+@pytest.mark.parametrize("name", ["BERT", "T5", "classifier", "without a head"])
 def test_their_directories_too(name: str, tmp_path: Path, capsys: Any) -> None:
     REFUSED[name][0]().save_pretrained(tmp_path)
     options = ["--model", str(tmp_path), "--backend", "eager", "--prompt", "a"]
@@ -137,6 +138,17 @@ def test_their_directories_too(name: str, tmp_path: Path, capsys: Any) -> None:
     error = capsys.readouterr().err
     assert "Traceback" not in error
     assert error.splitlines()[-1].startswith("compilespec: error: ")
+
+
+def test_text_of_a_model_whose_sound_is_not_served() -> None:
+    model = qwen2_audio().double().eval()
+    prompt = [5, 6, 7, 8, 9, 10, 11]
+    expected = recomputed(model, prompt, 6)
+    with compilespec.compile(model, backend="eager", max_seq_len=32) as engine:
+        params = SamplingParams(max_new_tokens=6, ignore_eos=True)
+        assert engine.generate([prompt], params)[0].token_ids == expected
+        with pytest.raises(InvalidRequest, match="images or sound and the model takes none"):
+            engine.generate({"prompt": "a", "audio": [[0.0]]})
 
 
 def load_and_describe(model: Any) -> Any:
