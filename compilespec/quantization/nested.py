@@ -13,6 +13,7 @@ from torchao.core.config import AOBaseConfig
 from torchao.quantization.transform_module import register_quantize_module_handler
 from torchao.utils import TorchAOBaseTensor
 
+from compilespec import _torch_compat
 from compilespec.errors import InvalidOption
 from compilespec.ops.grouped_linear import BLOCK, nested_linear
 from compilespec.quantization.grouped import INT4, GroupedIntTensor
@@ -43,9 +44,7 @@ class NestedIntTensor(TorchAOBaseTensor):
         lower_scale: Tensor,
         dtype: torch.dtype,
     ) -> Any:
-        return torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
-            cls, upper.shape, dtype=dtype, device=upper.device, requires_grad=False
-        )
+        return _torch_compat.wrapper_tensor(cls, upper.shape, dtype, upper.device)
 
     def __init__(
         self,

@@ -52,7 +52,7 @@ def trace_target(
     """Capture a causal LM once, at [B, T] with symbolic sizes, which covers every phase's shapes.
 
     Args:
-        offsets: true if prompts may hold images, with rotary positions and features of their own.
+        offsets: true if prompts may hold images, with their own rotary positions and features.
         longest: tokens of the longest request, which chooses the rotary table of a model with a
             short and a long one.
         by_request: choose it for each request by its own length, if some are longer than the short

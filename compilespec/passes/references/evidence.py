@@ -1,4 +1,4 @@
-"""What a step must say of its drafts, one request at a time."""
+"""Computes what a step must say of its drafts, one request at a time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a model's own masks are made of, from the dense history of each request."""
+"""Makes a model's own masks from the dense history of each request."""
 
 from __future__ import annotations
 

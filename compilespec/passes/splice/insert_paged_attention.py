@@ -81,8 +81,7 @@ def page_markers(
         branches: of nodes of a tree; None: all keys are in the caches.
         sights: where tokens see later ones; None: they do not.
     """
-    numbers = range(len(markers)) if layers is None else layers
-    for layer, node in zip(numbers, markers, strict=True):
+    for layer, node in zip(layers or range(len(markers)), markers, strict=True):
         marker = _Marker(*step.values(node.args))
         with step.before(node):
             at, blocks = _cells(step, marker, places, block_size)

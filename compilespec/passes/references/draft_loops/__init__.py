@@ -87,7 +87,7 @@ def trim_draft_head(before: Before, ctx: PassContext, case: Case) -> Values:
 def _drafted(
     loop: Loop, values: Values, ctx: PassContext, case: Case, kept_ids: Tensor | None = None
 ) -> Values:
-    """What the step has computed before its draft loop, and what the loop adds."""
+    """The values that the step has before its draft loop, and those that the loop adds."""
     buffers = {
         name: case.inputs[name].clone() for name in ctx.buffers if name not in values.buffers
     }
