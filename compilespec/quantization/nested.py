@@ -43,7 +43,7 @@ class NestedIntTensor(TorchAOBaseTensor):
         lower_scale: Tensor,
         dtype: torch.dtype,
     ) -> Any:
-        return torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        return torch.Tensor._make_wrapper_subclass(
             cls, upper.shape, dtype=dtype, device=upper.device, requires_grad=False
         )
 
