@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import re
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -20,16 +21,32 @@ from compilespec.tracing.checkpoint_files import reason
 
 STORED = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 TOLD_EVERY_S = 2.0  # of tensors
+CUT_SHORT = re.compile(  # numpy and struct, of a file that ends too early
+    r"cannot reshape array|requires a buffer|must be a divisor|out of bounds|not in range"
+)
 _patching = threading.RLock()
 
 
 def check_readable(path: Path) -> None:
-    """Raises: MissingDependency where transformers could not read the file."""
+    """Raises: MissingDependency where transformers could not read the file; ModelNotFound where it
+    is no GGUF file of this machine's byte order.
+    """
     missing = [name for name in ("gguf", "accelerate") if find_spec(name) is None]
     if missing:
         raise MissingDependency(
             f"{path} is a GGUF file; reading it needs {' and '.join(missing)}, which "
             f"{'is' if len(missing) == 1 else 'are'} not installed: pip install 'compilespec[gguf]'"
+        )
+    with path.open("rb") as file:
+        head = file.read(8)
+    if head[:4] != b"GGUF":
+        raise ModelNotFound(
+            f"{path} is no GGUF file: it begins with {head[:4]!r}; download it again"
+        )
+    if head[4:6] == b"\0\0":  # the version, a small number, in its last bytes
+        raise ModelNotFound(
+            f"{path} is a big-endian GGUF file: expected a little-endian one; download that, or "
+            "convert it with gguf's gguf-convert-endian"
         )
 
 
@@ -63,6 +80,10 @@ def load_gguf(
 
 
 def unreadable(path: Path, error: Exception) -> ModelNotFound:
+    if CUT_SHORT.search(str(error)):
+        return ModelNotFound(
+            f"{path} is cut short or damaged ({reason(error)}): copy or download it again"
+        )
     return ModelNotFound(
         f"{path} cannot be loaded as a causal language model: {reason(error)}; give the "
         "checkpoint that it was made of"

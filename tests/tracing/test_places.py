@@ -357,14 +357,6 @@ def test_gguf_without_its_libraries_names_the_extra(tmp_path, monkeypatch):
         load_target(tmp_path)
 
 
-def test_a_damaged_gguf_file(tmp_path):
-    pytest.importorskip("gguf")
-    pytest.importorskip("accelerate")
-    (tmp_path / "tiny.gguf").write_bytes(b"GGUF and no more")
-    with pytest.raises(ModelNotFound, match="cannot be loaded as a causal language model"):
-        load_target(tmp_path)
-
-
 @pytest.fixture
 def copies(tmp_path, monkeypatch) -> Path:
     """An empty cache of converted GGUF files."""
@@ -372,6 +364,25 @@ def copies(tmp_path, monkeypatch) -> Path:
     pytest.importorskip("accelerate")
     monkeypatch.setattr(gguf_copies, "cache_directory", lambda: tmp_path / "cache")
     return gguf_copies.directory()
+
+
+def test_a_damaged_gguf_file(copies, tmp_path):
+    path = tmp_path / "tiny.gguf"
+    write_gguf(tiny_llama(), path, FFN_Q8)
+    whole = path.read_bytes()
+    for content, said in (
+        (b"GGUF and no more", "cannot be loaded as a causal language model|is cut short"),
+        (b"PK" + whole[2:], r"is no GGUF file: it begins with b'PKUF'"),
+        (whole[:4] + b"\0\0\0\3" + whole[8:], "is a big-endian GGUF file"),
+        (whole[: len(whole) // 2], r"is cut short or damaged \(.*\): copy or download it again"),
+        (whole[:-100], "is cut short or damaged"),
+        (whole[:3000], "is cut short or damaged"),
+    ):
+        path.write_bytes(content)
+        for keeps in (True, False):
+            with pytest.raises(ModelNotFound, match=said) as caught:
+                load_target(tmp_path, keeps_blocks=keeps)
+            assert "\n" not in str(caught.value)
 
 
 def parts_of(target: Any) -> dict[str, Any]:
