@@ -49,7 +49,7 @@ class SelfDraft:
             )
 
     def kept_layers(self, num_layers: int) -> tuple[int, ...]:
-        """The layers that it keeps of a target with `num_layers`.  A share leaves out layers between
+        """The layers that it keeps, of a target's `num_layers`.  A share leaves out layers between
         the first and the last, evenly.
 
         Raises: InvalidOption for a layer that is not there.
