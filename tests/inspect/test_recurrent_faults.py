@@ -43,6 +43,10 @@ def program(kind: str) -> SpecProgram:
         model = tiny_hybrid("qwen3_5", num_layers=3)
         modules = mtp.random_modules(traced_info(model), 3)
         return compilespec.trace(model, "mtp", draft=modules, num_draft_tokens=3, **SIZES)
+    if kind == "in_place":
+        draft = compilespec.SelfDraft(weights=None)
+        model = tiny_hybrid("qwen3_5")
+        return compilespec.trace(model, "self", draft=draft, num_draft_tokens=(1, 2), **SIZES)
     model, draft = tiny_hybrid("nemotron_h"), tiny_hybrid("nemotron_h", seed=1)
     return compilespec.trace(model, "draft_model", draft=draft, num_draft_tokens=(1, 3), **SIZES)
 
@@ -50,7 +54,14 @@ def program(kind: str) -> SpecProgram:
 KIND = pytest.mark.parametrize("kind", ["windowed", "unshifted"])
 
 
-@pytest.mark.parametrize("kind", [pytest.param("windowed", marks=pytest.mark.slow), "unshifted"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param("windowed", marks=pytest.mark.slow),
+        pytest.param("in_place", marks=pytest.mark.slow),
+        "unshifted",
+    ],
+)
 def test_states_are_what_their_references_say(kind: str) -> None:
     report = verify(program(kind), passes=STATES, batch_sizes=(5,))
     assert report.ok, str(report)

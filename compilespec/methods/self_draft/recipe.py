@@ -49,7 +49,7 @@ class SelfDraft:
             )
 
     def kept_layers(self, num_layers: int) -> tuple[int, ...]:
-        """The layers that it keeps of the target's.  A share leaves out layers between
+        """The layers that it keeps, of a target's `num_layers`.  A share leaves out layers between
         the first and the last, evenly.
 
         Raises: InvalidOption for a layer that is not there.
@@ -118,7 +118,7 @@ def _check_window(window: Any) -> None:
 
 
 def _spread(num_layers: int, num_kept: int) -> tuple[int, ...]:
-    """So many of the layers, the first and the last among them, evenly apart."""
+    """`num_kept` of the layers, the first and the last among them, evenly apart."""
     if num_kept == 1:
         return (0,)
     step = (num_layers - 1) / (num_kept - 1)
