@@ -41,8 +41,7 @@ def check_parallel(options: CompileOptions, method: Capabilities) -> None:
     """Raises: NotSupported."""
     missing = {
         "spec='auto' (name the method)": method.chooses,
-        "spec='save_hidden_states'": method.outputs_hidden_states,
-        f"spec={method.name!r}": method.kind == "in_place",
+        f"spec={method.name!r}": method.outputs_hidden_states or method.kind == "in_place",
         "host_processors=True": options.host_processors,
         "prompt_logprobs=True": options.prompt_logprobs,
         "prompt_embeds=True": options.prompt_embeds,

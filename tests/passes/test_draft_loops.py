@@ -29,6 +29,7 @@ AT_THREE = {
     "direct": (7, 0, 0),
     "callback": (7, 0, 0),
     "shared_kv": (7, 0, 0),
+    "in_place": (7, 0, 0),
 }
 
 

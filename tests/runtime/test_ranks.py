@@ -128,7 +128,7 @@ def test_without_a_job_the_way_to_start_one_is_said():
 @pytest.mark.parametrize(
     ("spec", "keywords"),
     [
-        ("auto", {}), ("save_hidden_states", {}), ("none", {"host_processors": True}),
+        ("auto", {}), ("save_hidden_states", {}), ("self", {}), ("none", {"host_processors": True}),
         ("none", {"prompt_logprobs": True}),
     ],
 )  # fmt: skip
