@@ -18,9 +18,8 @@ from compilespec import _torch_compat
 from compilespec.errors import InvalidOption
 from compilespec.errors.suggest import did_you_mean
 from compilespec.inspect.stages import context_of
-from compilespec.ops.quantized_linear import look_of_part
 from compilespec.passes.context import PassContext
-from compilespec.passes.graph.fakes import EXAMPLE_SIZES
+from compilespec.passes.graph.fakes import EXAMPLE_SIZES, fake_weight
 from compilespec.passes.order import ATEN_PASSES, SPLICE_PASSES
 from compilespec.program import PassRecord, Phase, PhaseGraph, SpecProgram, Traced
 
@@ -190,11 +189,8 @@ class SplicedShapes:
 
     def _fake(self, role: str, ctx: PassContext) -> Any:
         spec = ctx.declared.get(role) or ctx.inputs.get(role)
-        if spec is not None and spec.packed:
-            with self._mode:
-                return look_of_part(spec.packed, ctx.weights[spec.sources[0]])
         if spec is not None and spec.kind == "weight":
-            return _torch_compat.fake_tensor(self._mode, ctx.weights[spec.sources[0]])
+            return fake_weight(self._mode, spec, ctx)
         device = ctx.config.device
         with self._mode:
             if spec is None:  # the target's own arguments, which `read_state` takes away

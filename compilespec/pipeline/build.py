@@ -191,11 +191,10 @@ def _load_drafter(
         return method.load(None, info, method_options)
     with progress.step("load", "drafter"):
         drafter = method.load(found, info, method_options)
-        if isinstance(drafter, nn.Module):
-            every = options.dequantize or options.sharding is not None
-            cut = HEAD if options.draft_vocab_size is not None else None
+        every = options.dequantize or options.sharding is not None
+        if isinstance(drafter, nn.Module) and (every or options.draft_vocab_size is not None):
             drafter = with_plain_weights(
-                drafter, lambda path: every or path.rsplit(".", 1)[-1] == cut
+                drafter, lambda path: every or path.rsplit(".", 1)[-1] == HEAD
             )
         return quantize_drafter(drafter, options.draft_quantization)
 

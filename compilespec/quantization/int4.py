@@ -56,15 +56,23 @@ class Int4Config(AOBaseConfig):
         )
 
 
+def in_groups(weight_NK: Tensor, group_size: int) -> Tensor:
+    """The weight as float32 [N, K / group_size, group_size].
+
+    Raises: ValueError: K is no multiple of the group size.
+    """
+    depth = weight_NK.shape[1]
+    if depth % group_size:
+        raise ValueError(f"{depth} input features are no multiple of {group_size}")
+    return weight_NK.detach().float().unflatten(1, (-1, group_size))
+
+
 def quantize_int4(weight_NK: Tensor, group_size: int, *, quantizes_rows: bool = False) -> Any:
     """The weight as torchao's tensor: int8 of -8..7, scales and zero points [N, K / group_size].
 
     Raises: ValueError: K is no multiple of the group size.
     """
-    depth, dtype = weight_NK.shape[1], weight_NK.dtype
-    if depth % group_size:
-        raise ValueError(f"{depth} input features are no multiple of {group_size}")
-    groups = weight_NK.detach().float().unflatten(1, (-1, group_size))
+    dtype, groups = weight_NK.dtype, in_groups(weight_NK, group_size)
     low, high = groups.amin(-1), groups.amax(-1)
     farthest = torch.maximum(low.abs(), high.abs()) / _FARTHEST
     step = torch.maximum((high - low) / (_MOST - _LEAST), farthest)

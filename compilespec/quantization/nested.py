@@ -17,6 +17,7 @@ from compilespec import _torch_compat
 from compilespec.errors import InvalidOption
 from compilespec.ops.grouped_linear import BLOCK, nested_linear
 from compilespec.quantization.grouped import INT4, GroupedIntTensor
+from compilespec.quantization.int4 import in_groups
 
 _LEAST, _MOST = -136, 119  # 16 times -8..7, and -8..7
 _STEPS = 250.0  # from the least to the largest of a group: zero points are rounded, too
@@ -83,10 +84,7 @@ def quantize_nested(weight_NK: Tensor, group_size: int) -> NestedIntTensor:
 
     Raises: ValueError: K is no multiple of the group size.
     """
-    depth, dtype = weight_NK.shape[1], weight_NK.dtype
-    if depth % group_size:
-        raise ValueError(f"{depth} input features are no multiple of {group_size}")
-    groups = weight_NK.detach().float().unflatten(1, (-1, group_size))
+    dtype, groups = weight_NK.dtype, in_groups(weight_NK, group_size)
     low, high = groups.amin(-1), groups.amax(-1)
     middle = (low + high) / 2
     step = torch.maximum((high - low) / _STEPS, middle.abs() / 1024.0)

@@ -157,21 +157,19 @@ def read_stored(
         if type(one) is nn.Linear or isinstance(one, nn.Embedding)
     }
     blocks = {name: one for name, one in placed.items() if name in products}
+    if not blocks:
+        return None
     tensors = {name: one.to(dtype) for name, one in found.items() if name not in placed}
     data = np.memmap(path, np.uint8, mode="c")
     for name in placed.keys() - blocks.keys():
         one = placed[name]
         tensors[name] = GgufTensor(one.read(data), one.kind, dtype).dequantize()
-    return (
-        StoredModel(
-            config=model.config,
-            class_name=type(model).__name__,
-            dtype=dtype,
-            tensors=tensors,
-            blocks=blocks,
-        )
-        if blocks
-        else None
+    return StoredModel(
+        config=model.config,
+        class_name=type(model).__name__,
+        dtype=dtype,
+        tensors=tensors,
+        blocks=blocks,
     )
 
 

@@ -11,8 +11,13 @@ from torch.nn import functional
 from torch.utils._pytree import tree_map
 
 from compilespec import _torch_compat
-from compilespec.ops.gguf_blocks import TYPES, by_rows, embed_blocks, read_blocks
-from compilespec.ops.quantized_linear import lay_out
+from compilespec.ops.gguf_blocks import (
+    TYPES,
+    by_rows,
+    embed_blocks,
+    pack_gguf_blocks,
+    read_blocks,
+)
 
 _aten = torch.ops.aten
 
@@ -42,14 +47,10 @@ class GgufTensor(Tensor):
     @functools.cached_property
     def packed(self) -> tuple[Tensor, Tensor, Tensor | None]:
         """Values, scales and zero points as the steps' operator reads them, for calls outside."""
-        one, groups = TYPES[self.kind], "groups"
-        values = "quad_nibbles" if one.bits == 4 else "quad_bytes"
-
-        def part(name: str, layout: str) -> Tensor:
-            return lay_out(f"{self.kind}.{name}/{layout}", self.blocks)
-
-        zero = None if one.is_symmetric else part("zero", groups)
-        return part("values", values), part("scale", groups), zero
+        values, scale, *zero = (
+            pack_gguf_blocks(self.blocks, self.kind, part) for part in TYPES[self.kind].parts
+        )
+        return values, scale, zero[0] if zero else None
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[str, torch.dtype]]:
         return ["blocks"], (self.kind, self.dtype)

@@ -207,12 +207,14 @@ def _load_stored(
 ) -> tuple[nn.Module, Any] | None:
     """The model whose blocks stay in the file; None where it has none that can."""
     copy = GgufCopy.of(place.path, dtype, keeps_blocks=True)
-    folder, stored, tokenizer = copy.find(), None, None
+    folder, stored = copy.find(), None
+    tokenizer: Any = None
     if folder is None:
         with quiet_import(), no_progress_bars(), read_once(tell):
             stored = read_stored(place.path, dtype, tell)
-            tell("tokenizer")
-            tokenizer = _load_tokenizer(place)
+            if stored is not None:
+                tell("tokenizer")
+                tokenizer = _load_tokenizer(place)
         if stored is None:
             copy.keep(0, lambda made: (made / NOTHING).touch())
         else:

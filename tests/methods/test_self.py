@@ -148,7 +148,7 @@ def assert_same_entries(found: Any, wanted: Any, num_tokens: int) -> None:
 
 
 def entries(engine: Engine, ask: Ask, num_tokens: int) -> dict[str, torch.Tensor]:
-    """What the target's caches hold of a request's committed tokens, after so many of its own."""
+    """What the target's caches hold of a request once it has given `num_tokens` tokens."""
     request = engine.submit(list(ask.prompt), params([ask])[0])
     while len(request.output_token_ids) < num_tokens:
         engine.step()

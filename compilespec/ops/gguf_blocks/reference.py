@@ -42,6 +42,11 @@ class BlockType(NamedTuple):
     group: int = 32  # weights that share a scale
     is_symmetric: bool = False
 
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """Those of `PARTS` that it has."""
+        return PARTS[:2] if self.is_symmetric else PARTS
+
     def depth(self, row_bytes: int) -> int:
         """Weights of a row."""
         return row_bytes // self.num_bytes * self.num_weights

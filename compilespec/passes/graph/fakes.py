@@ -101,16 +101,22 @@ class NodeError(Exception):
         self.node, self.why = node, why
 
 
+def fake_weight(mode: Any, spec: InputSpec, ctx: PassContext) -> Any:
+    """A fake tensor for a weight of torch IR: itself, or a part of its GGUF blocks."""
+    weight = ctx.weights[spec.sources[0]]
+    if not spec.packed:
+        return _torch_compat.fake_tensor(mode, weight)
+    with mode:
+        return look_of_part(spec.packed, weight)
+
+
 def _fake_input(mode: Any, spec: InputSpec, ctx: PassContext, sizes: dict[str, Any]) -> Any:
     """A fake tensor for the input `spec`.  `sizes` keeps one symbol per batch dimension, which its
     inputs share.
     """
     device = ctx.config.device
     if spec.kind == "weight":
-        if not spec.packed:
-            return _torch_compat.fake_tensor(mode, ctx.weights[spec.name])
-        with mode:
-            return look_of_part(spec.packed, ctx.weights[spec.sources[0]])
+        return fake_weight(mode, spec, ctx)
     if spec.kind == "batch":
         dim = spec.name[-1]
         if dim not in sizes:

@@ -62,18 +62,23 @@ def lower_quantized(step: Splice) -> int:
         nodes = _parts_of(step, weight)
         last = [nodes[name] for name in (product.zero, *product.more) if name]
         arguments = (x, nodes[product.weight], nodes[product.scale], bias, *product.extra, *last)
-        with step.graph.inserting_before(node):
-            new = step.graph.call_function(product.op, arguments)
-        new.meta = dict(node.meta)
-        copy_origin(node, new)
-        node.replace_all_uses_with(new)
-        step.graph.erase_node(node)
+        _replace(step, node, product.op, arguments)
         lowered += 1
     for node in list(step.graph.find_nodes(op="call_function", target=rebuild)):
         if not node.users:
             step.graph.erase_node(node)
     drop_unused_inputs(step)
     return lowered
+
+
+def _replace(step: Splice, node: fx.Node, op: Any, arguments: tuple[Any, ...]) -> None:
+    """Put a call in the place of a node."""
+    with step.graph.inserting_before(node):
+        new = step.graph.call_function(op, arguments)
+    new.meta = dict(node.meta)
+    copy_origin(node, new)
+    node.replace_all_uses_with(new)
+    step.graph.erase_node(node)
 
 
 def _embed_blocks(step: Splice) -> int:
@@ -86,12 +91,7 @@ def _embed_blocks(step: Splice) -> int:
         if weight.target is not rebuild or kind_of(str(weight.args[0])).names != ("blocks",):
             continue
         metadata = kind_of(str(weight.args[0])).metadata
-        with step.graph.inserting_before(node):
-            new = step.graph.call_function(embed_blocks, (ids, weight.args[1], *metadata))
-        new.meta = dict(node.meta)
-        copy_origin(node, new)
-        node.replace_all_uses_with(new)
-        step.graph.erase_node(node)
+        _replace(step, node, embed_blocks, (ids, weight.args[1], *metadata))
         lowered += 1
     return lowered
 
