@@ -23,13 +23,15 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._C import _nn as functions_of_nn  # noqa: F401
 from torch._ops import OpOverload as OpOverload
 from torch._ops import OpOverloadPacket as OpOverloadPacket
 from torch.utils._pytree import tree_flatten as tree_flatten
 from torch.utils._pytree import tree_leaves as tree_leaves
 from torch.utils._pytree import tree_map as tree_map
 from torch.utils._pytree import tree_unflatten as tree_unflatten
+
+functions_of_nn = torch._C._nn
+"""Functions of `torch.nn.functional` as graphs name them."""
 
 OLDEST, NEWEST = (2, 11), (2, 15)
 """The versions of torch between which the tests pass (`make test-versions`)."""

@@ -96,7 +96,7 @@ def environment(row: Row, folder: Path) -> Path:
         if base is None:
             raise SystemExit(f"error: no python{row.python} in PATH")
         subprocess.run([base, "-m", "venv", folder / row.name], check=True)
-        install = [python, "-m", "pip", "--quiet", "install"]
+        install: list[str | Path] = [python, "-m", "pip", "--quiet", "install"]
         torch = f"torch=={row.torch}"
         subprocess.run([*install, torch, "setuptools>=77"], check=True)
         packages = [torch, f"transformers=={row.transformers}", *PACKAGES]
@@ -107,7 +107,7 @@ def environment(row: Row, folder: Path) -> Path:
 def measure(row: Row, python: Path) -> dict[str, Any]:
     """Counts of tests, the demo's starts and its tokens."""
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    command = [python, "-m", "pytest", "-n", "1", "-q", "--tb=short", *TESTS]
+    command: list[str | Path] = [python, "-m", "pytest", "-n", "1", "-q", "--tb=short", *TESTS]
     tests = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
     last = next(
         (line for line in reversed(tests.stdout.splitlines()) if re.search(r" in \d", line)), ""

@@ -82,7 +82,7 @@ def test_bash_completes_commands_and_flags(capsys: pytest.CaptureFixture[str]) -
     names = {one.__name__.rpartition(".")[2] for one in COMMANDS}
     assert complete("compilespec", '""') >= {"demo", *names}
     assert complete("compilespec", "se") == {"serve"}
-    assert complete("compilespec", "serve", "--max-que") == {"--max-queue"}
+    assert complete("compilespec", "serve", "--max-wai") == {"--max-waiting"}
 
 
 def test_zsh_gets_the_same_through_its_own_bridge(capsys: pytest.CaptureFixture[str]) -> None:
