@@ -244,7 +244,7 @@ def rare_collections(*, only_imports: bool = False) -> Iterator[None]:
         with _counting:
             _num_starting -= 1
             if not _num_starting:
-                if is_done and gc.get_freeze_count() <= _OWN_FROZEN:  # else somebody's frozen objects thaw
+                if is_done and gc.get_freeze_count() <= _OWN_FROZEN:  # else those of others thaw
                     _count_as_old(may_collect=not only_imports)
                 gc.set_threshold(*_usual)
 
