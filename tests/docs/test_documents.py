@@ -19,7 +19,7 @@ from compilespec.cli import build_parser
 from compilespec.methods.registry import METHODS, method_names
 from tests.support.documents import PAGES, ROOT, paragraph, table_under
 from tests.support.models import FAMILIES, HYBRIDS
-from tools import draw_speed
+from tools import draw_speed, test_versions
 
 RESULTS = ROOT / "tools" / "bench" / "results"
 LAB = tuple(page for page in PAGES if page.startswith("docs/lab/"))
@@ -74,6 +74,18 @@ def test_decisions_are_short(page: str) -> None:
     for entry in PAGES[page].split("\n## ")[1:]:
         assert len(entry.rstrip().splitlines()) <= 12, entry.partition("\n")[0]
     assert sum(len(PAGES[one].split()) for one in DECISIONS) <= 8000
+
+
+def test_the_matrix_of_versions_is_that_of_the_recorded_run() -> None:
+    """Every row's tests pass, and its tokens are those of every other row."""
+    results = json.loads(test_versions.RESULTS.read_text(encoding="utf-8"))
+    assert set(results) == {row.name for row in test_versions.ROWS}
+    for one in results.values():
+        assert one["tests"]["passed"] > 0
+        assert not {"failed", "error"} & set(one["tests"])
+        assert one["same_when_warm"]
+    assert len({json.dumps(one["tokens"]) for one in results.values()}) == 1
+    assert test_versions.matrix(results) in PAGES["docs/use.md"]
 
 
 def test_readme_is_short() -> None:
