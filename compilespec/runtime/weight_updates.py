@@ -238,6 +238,12 @@ class WeightUpdates:
         if load_like is not None and not draft.names.keys() >= given.keys():
             loaded = dict(state_tensors(load_like(given)))
             given = {n: t for n, t in loaded.items() if not self._is_shared(n, t)}
+        elif given and next(iter(given)) not in draft.names:  # a module inside the drafter
+            first = next(iter(given))
+            prefix = next(
+                (n.removesuffix(first) for n in draft.names if n.endswith(f".{first}")), ""
+            )
+            given = {prefix + name: tensor for name, tensor in given.items()}
         yield from draft.writes(draft.check(given))
 
     def _is_shared(self, name: str, tensor: Tensor) -> bool:

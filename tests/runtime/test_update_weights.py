@@ -15,8 +15,12 @@ import compilespec
 from compilespec import SamplingParams
 from compilespec.errors import CheckpointError, InvalidOption, NotSupported, SpecError
 from compilespec.methods.eagle3 import random_head
+from compilespec.methods.eagle3.save import save_head
+from compilespec.quantization import Quantize, quantize_module
 from compilespec.runtime.engine import Engine
 from compilespec.runtime.outputs import GenerationOutput
+from compilespec.tracing.checkpoint_files import read_tensors
+from tests.support.adapters import write_adapter
 from tests.support.drafters import traced_info
 from tests.support.models import even_target, tiny_target
 
@@ -184,6 +188,46 @@ def test_what_cannot_change_is_refused_by_name(
         engine.update_weights(states[0], policy="later")  # type: ignore[arg-type]
     with pytest.raises(CheckpointError, match=r"lm_head\.weight: expected plain numbers"):
         engine.update_weights({"lm_head.weight": states[0]["lm_head.weight"].to("meta")})
+
+
+def test_a_drafters_checkpoint_is_read_as_at_the_start(tmp_path: Path) -> None:
+    """By the names of its files, or by those of its module; with a head that the target shares."""
+    model = tiny_target("llama", seed=0, num_layers=2)
+    info = traced_info(model)
+    for seed in (0, 1):
+        save_head(random_head(info, aux_layers=(0, 1, 2), seed=seed), tmp_path / str(seed))
+    draft = read_tensors(tmp_path / "1")
+    options = {**SMALL, "spec": "eagle3", "num_draft_tokens": 2}
+    with compilespec.compile(model, draft=tmp_path / "1", **options) as fresh:
+        wanted = {name: tensor.clone() for name, tensor in fresh.executor.weights.items()}
+    with compilespec.compile(model, draft=tmp_path / "0", **options) as engine:
+        tokens = run(engine)
+        found = engine.executor.weights
+        assert any(not torch.equal(found[name], tensor) for name, tensor in wanted.items())
+        with pytest.raises(CheckpointError, match=r"expected fc\.weight"):
+            engine.update_weights(None, draft={"fc.weights": draft["fc.weight"]})
+        engine.update_weights(None, draft=draft)
+        assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
+        with pytest.raises(NotSupported, match=r"the drafter's embed_tokens.* the target's own"):
+            engine.update_weights(
+                None, draft={"embed_tokens.weight": model.model.embed_tokens.weight}
+            )
+        assert [one[0] for one in run(engine)] == [one[0] for one in tokens]
+
+
+def test_merged_and_quantized_weights_of_a_checkpoint_stay(tmp_path: Path) -> None:
+    model = even(0)
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    stored = quantize_module(model, Quantize("int8_weight_only", only="*.self_attn.*"))
+    write_adapter(tmp_path, model, ["down_proj"])
+    with compilespec.compile(stored, adapters=tmp_path, **SMALL) as engine:
+        for name, why in (
+            ("model.layers.0.self_attn.q_proj.weight", "it is quantized in the checkpoint"),
+            ("model.layers.1.mlp.down_proj.weight", "adapter .* was merged into it"),
+        ):
+            with pytest.raises(NotSupported, match=f"{name} cannot be changed: {why}"):
+                engine.update_weights({name: state[name]})
+        engine.update_weights({"model.norm.weight": state["model.norm.weight"]})
 
 
 def test_with_finish_those_that_run_end_with_the_old_weights(
