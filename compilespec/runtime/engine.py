@@ -8,7 +8,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from compilespec.errors import EngineClosed, InvalidRequest, TokenizerFailed, is_integer
+from compilespec.errors import (
+    EngineClosed,
+    InvalidRequest,
+    NotSupported,
+    TokenizerFailed,
+    is_integer,
+)
+from compilespec.errors.suggest import not_one_of
 from compilespec.runtime.adapters import Adapters
 from compilespec.runtime.adaptive import AdaptiveDrafts
 from compilespec.runtime.admission import Admission, Params
@@ -27,6 +34,7 @@ from compilespec.runtime.scheduler import Scheduler
 from compilespec.runtime.serving import ServingOptions
 from compilespec.runtime.stats import EngineStats, StatsRecorder
 from compilespec.runtime.token_counts import save_counts
+from compilespec.runtime.weight_updates import POLICIES, Given, UpdatePolicy, Write
 
 
 class Engine:
@@ -233,6 +241,88 @@ class Engine:
         """Forget all prefixes that were computed before: call it after the weights were changed."""
         self._check_open()
         self._scheduler.reset_prefix_cache()
+
+    @check_keywords
+    def update_weights(
+        self,
+        weights: Given | None,
+        draft: Given | None = None,
+        policy: UpdatePolicy = "finish",
+    ) -> int:
+        """Give the model other weights, in place: nothing is traced, compiled or captured again.
+
+        Args:
+            weights: a state dict, an iterator of (name, tensor) or a module, by the names of the
+                model that was compiled, some of them or all; values must stay until this returns.
+                None: the drafter alone changes.
+            draft: the same for the drafter, by the names of its checkpoint, or some of its module.
+            policy: "finish": requests that run end first, with the old weights; "continue": they go
+                on with the new ones, and `GenerationOutput.weights_versions` says from which token.
+        Returns: `weights_version`, which counts updates and is 0 at the start.
+        Raises: CheckpointError (a name, shape or dtype that is not the model's), NotSupported (what
+            cannot change), InvalidOption, EngineClosed; any error of the program while requests
+            end.  Nothing has changed then.
+        """
+        self._check_free()
+        update = self.check_update(weights, draft, policy)
+        if policy == "finish":
+            self._finish_begun()
+        self.apply_update(update)
+        return self.weights_version
+
+    @property
+    def weights_version(self) -> int:
+        """The number of updates of the weights so far."""
+        return self._scheduler.weights_version
+
+    def check_update(
+        self, weights: Given | None, draft: Given | None, policy: UpdatePolicy
+    ) -> list[Write]:
+        """The checked values of an update; from any thread.  Raises: as `update_weights`."""
+        self._check_open()
+        if policy not in POLICIES:
+            raise not_one_of("update_weights: policy", policy, POLICIES)
+        if self._options.updates is None:
+            raise NotSupported(
+                "update_weights: the ranks of a tensor-parallel job hold parts of the weights, "
+                "which cannot change; compile again"
+            )
+        return self._options.updates.check(weights, draft)
+
+    def apply_update(self, update: Sequence[Write]) -> None:
+        """Copy the values, between two steps."""
+        assert self._options.updates is not None, "check_update has looked"
+        updates = self._options.updates
+        is_whole = False
+
+        def change() -> None:
+            nonlocal is_whole
+            updates.apply(update)
+            is_whole = True
+
+        try:
+            self._scheduler.change_weights(change)
+        finally:
+            if not is_whole:  # interrupted, or out of memory: weights of two versions
+                self.close()
+
+    def admit_new(self, admits: bool) -> None:
+        """Whether requests that have not begun are admitted."""
+        self._scheduler.admits_new = admits
+
+    @property
+    def has_begun(self) -> bool:
+        """True where a request has begun and not ended."""
+        return self._scheduler.has_begun
+
+    def _finish_begun(self) -> None:
+        """Run the requests that have begun to their end."""
+        self.admit_new(False)
+        try:
+            while self.has_begun:
+                self._scheduler.step()
+        finally:
+            self.admit_new(True)
 
     def load_adapter(self, name: str, directory: str | Path) -> None:
         """Load a LoRA adapter for `SamplingParams(adapter=name)`; it may replace another of that
