@@ -18,6 +18,7 @@ __all__ = [
     "bisect",
     "compile",
     "detach",
+    "engine_of",
     "generate_with",
     "save_quantized",
     "trace",
@@ -25,7 +26,7 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from compilespec.generation.attach import attach, detach, generate_with
+    from compilespec.generation.attach import attach, detach, engine_of, generate_with
     from compilespec.inspect.bisect import bisect
     from compilespec.inspect.verify import verify
     from compilespec.methods.draft_tree import DraftTree
@@ -48,6 +49,7 @@ _LAZY = {
     "compile": ("compilespec.pipeline.entry", "compile"),
     "trace": ("compilespec.pipeline.entry", "trace"),
     "attach": ("compilespec.generation.attach", "attach"),
+    "engine_of": ("compilespec.generation.attach", "engine_of"),
     "detach": ("compilespec.generation.attach", "detach"),
     "generate_with": ("compilespec.generation.attach", "generate_with"),
     "verify": ("compilespec.inspect.verify", "verify"),

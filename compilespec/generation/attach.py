@@ -67,6 +67,14 @@ def detach(model: Any) -> Any:
     return model
 
 
+def engine_of(model: Any) -> Engine:
+    """The engine of an attached model, for its plan and statistics.  Raises: InvalidOption."""
+    engines = model.__dict__.get(_PLACE)
+    if engines is None:
+        raise InvalidOption("engine_of: this model has no engine; call attach(model) first")
+    return next(iter(engines.started.values()))
+
+
 def generate_with(
     model: Any, spec: Any = "none", *, draft: Any = None, **keywords: Any
 ) -> Callable[..., Any]:
@@ -118,7 +126,7 @@ class Engines:
     draft: Any
     keywords: Mapping[str, Any]
     fallback: bool = False
-    _engines: dict[bool, Engine] = field(default_factory=dict, compare=False)
+    started: dict[bool, Engine] = field(default_factory=dict, compare=False)
     _seen: dict[bool, Any] = field(default_factory=dict, compare=False)
     _form: Any = field(default=None, compare=False)
     _lock: Any = field(default_factory=RLock, compare=False)
@@ -137,27 +145,27 @@ class Engines:
         self.engine(model, with_host_processors=bool(self.keywords.get("host_processors")))
 
     def close(self) -> None:
-        for engine in self._engines.values():
+        for engine in self.started.values():
             engine.close()
-        self._engines.clear()
+        self.started.clear()
 
     def engine(self, model: Any, *, with_host_processors: bool) -> Engine:
         """The engine for a call, with the model's weights of now."""
         _check_dropout(model)
         form = _form(model)
-        if self._engines and form != self._form:
+        if self.started and form != self._form:
             logger.info("the model has another dtype, device or attention: compiling it again")
             self.close()
         self._form = form
         kind = with_host_processors or bool(self.keywords.get("host_processors"))
-        if kind not in self._engines:
+        if kind not in self.started:
             keywords = {**self.keywords, **({"host_processors": True} if kind else {})}
             with _as_its_own_class(model):
-                self._engines[kind] = compile(model, self.spec, draft=self.draft, **keywords)
+                self.started[kind] = compile(model, self.spec, draft=self.draft, **keywords)
         elif _weights(model) != self._seen[kind]:
-            self._engines[kind].update_weights(model)
+            self.started[kind].update_weights(model)
         self._seen[kind] = _weights(model)
-        return self._engines[kind]
+        return self.started[kind]
 
     def generate(self, model: Any, input_ids: Tensor, **call: Any) -> Any:
         """The decoding loop of transformers: its arguments and results.  Raises: SpecError."""

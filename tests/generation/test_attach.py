@@ -150,7 +150,7 @@ def test_sampled_rows_are_the_engines_own_by_seed(pair: tuple[Any, Any]) -> None
     assert not torch.equal(attached.generate(ids, attention_mask=mask, **call), got)
     torch.manual_seed(7)
     seeds = torch.randint(2**63 - 1, (8,)).tolist()
-    engine = attached.__dict__["_compilespec_engines"].engine(attached, with_host_processors=False)
+    engine = compilespec.engine_of(attached)
     for row, keep, seed, tokens in zip(ids, mask.bool(), seeds, got[:, 6:].tolist(), strict=True):
         params = SamplingParams(temperature=1.3, top_k=20, top_p=0.9, seed=seed, max_new_tokens=13)
         (output,) = engine.generate(row[keep].tolist(), params)
@@ -260,7 +260,7 @@ def test_a_changed_model_is_noticed(pair: tuple[Any, Any]) -> None:
     after = plain.generate(PROMPTS, attention_mask=MASK, **usual())
     assert torch.equal(model.generate(PROMPTS, attention_mask=MASK, **usual()), after)
     assert not torch.equal(after, before)
-    engine = model.__dict__["_compilespec_engines"]._engines[False]
+    engine = compilespec.engine_of(model)
     model.generate(PROMPTS, attention_mask=MASK, **usual())
     assert engine.weights_version == 1  # nothing changed since
     for one in (plain, model):
@@ -268,7 +268,7 @@ def test_a_changed_model_is_noticed(pair: tuple[Any, Any]) -> None:
     assert torch.equal(
         model.generate(PROMPTS[1:2], **usual()), plain.generate(PROMPTS[1:2], **usual())
     )
-    assert model.__dict__["_compilespec_engines"]._engines[False] is not engine
+    assert compilespec.engine_of(model) is not engine
     model.train()
     model.generate(PROMPTS, attention_mask=MASK, **usual())  # it drops nothing
     model.model.layers[0].self_attn.attention_dropout = 0.1
@@ -293,3 +293,5 @@ def test_copies_and_detached_models_are_transformers_own(pair: tuple[Any, Any]) 
 def test_a_module_without_generate_is_refused() -> None:
     with pytest.raises(InvalidOption, match="expected a causal language model of transformers"):
         compilespec.attach(nn.Linear(2, 2))
+    with pytest.raises(InvalidOption, match="has no engine"):
+        compilespec.engine_of(nn.Linear(2, 2))
