@@ -338,7 +338,7 @@ class Engine:
                 self.close()
 
     def admit_new(self, admits: bool) -> None:
-        """Whether requests that have not begun are admitted."""
+        """Let requests that have not begun be admitted, or wait."""
         self._scheduler.admits_new = admits
 
     @property

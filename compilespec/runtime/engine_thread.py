@@ -77,7 +77,7 @@ class ServedEngine(Protocol):
         """True where a request has begun and not ended."""
 
     def admit_new(self, admits: bool) -> None:
-        """Whether requests that have not begun are admitted."""
+        """Let requests that have not begun be admitted, or wait."""
 
     def check_update(
         self, weights: Given | None, draft: Given | None, policy: UpdatePolicy

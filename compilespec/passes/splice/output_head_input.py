@@ -49,7 +49,7 @@ class HeadFunction:
             )
             if entry.kind == "weight"
         }
-        graph = fx.Graph()
+        graph, self._num_rows = fx.Graph(), weights[head.weight].shape[0]
         env: dict[fx.Node, fx.Node] = {head.hidden: graph.placeholder("hidden")}
         chain, node = [head.node], head.node
         while node is not logits:
@@ -69,12 +69,11 @@ class HeadFunction:
                 env[node] = graph.node_copy(node, lambda old: env[old])
                 continue
             root.register_buffer("panels", panels)
-            bias, num_rows = argument(node, 2, "bias"), weights[head.weight].shape[0]
-            arguments = (env[head.hidden], graph.get_attr("panels"), bias and env[bias], num_rows)
-            env[node] = graph.call_function(packed_linear, arguments)
+            bias = argument(node, 2, "bias")
+            parts = (env[head.hidden], graph.get_attr("panels"), bias and env[bias])
+            env[node] = graph.call_function(packed_linear, (*parts, self._num_rows))
         graph.output(env[logits])
         self._module = fx.GraphModule(root, graph)
-        self._num_rows = weights[head.weight].shape[0]
 
     def of(self, ids: Tensor) -> HeadFunction:
         """The same of some ids alone: logits [N, len(ids)]."""
