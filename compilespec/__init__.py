@@ -14,14 +14,18 @@ __all__ = [
     "SamplingParams",
     "SelfDraft",
     "acceptance_rule",
+    "attach",
     "bisect",
     "compile",
+    "detach",
+    "generate_with",
     "save_quantized",
     "trace",
     "verify",
 ]
 
 if TYPE_CHECKING:
+    from compilespec.generation.attach import attach, detach, generate_with
     from compilespec.inspect.bisect import bisect
     from compilespec.inspect.verify import verify
     from compilespec.methods.draft_tree import DraftTree
@@ -43,6 +47,9 @@ _LAZY = {
     "acceptance_rule": ("compilespec.passes.splice.acceptance.rule", "acceptance_rule"),
     "compile": ("compilespec.pipeline.entry", "compile"),
     "trace": ("compilespec.pipeline.entry", "trace"),
+    "attach": ("compilespec.generation.attach", "attach"),
+    "detach": ("compilespec.generation.attach", "detach"),
+    "generate_with": ("compilespec.generation.attach", "generate_with"),
     "verify": ("compilespec.inspect.verify", "verify"),
     "Progress": ("compilespec.progress", "Progress"),
     "Quantize": ("compilespec.quantization", "Quantize"),

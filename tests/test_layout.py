@@ -28,7 +28,7 @@ FLOORS = (
     ("runtime",),
     ("metrics", "inspect"),
     ("pipeline",),
-    ("serving", "training"),
+    ("serving", "training", "generation"),
     ("__init__",),  # the package's face: hands names on
     ("cli",),
     ("__main__",),
