@@ -77,7 +77,7 @@ class ServedEngine(Protocol):
         """True where a request has begun and not ended."""
 
     def admit_new(self, admits: bool) -> None:
-        """Whether requests that have not begun are admitted."""
+        """Let requests that have not begun be admitted, or wait."""
 
     def check_update(
         self, weights: Given | None, draft: Given | None, policy: UpdatePolicy
@@ -86,6 +86,12 @@ class ServedEngine(Protocol):
 
     def apply_update(self, update: Sequence[Write]) -> None:
         """Copy the values, between two steps."""
+
+    def fall_asleep(self) -> int:
+        """Give the memory of the caches back."""
+
+    def wake_up(self) -> None:
+        """Serve again."""
 
     @property
     def adapters(self) -> Adapters:
@@ -233,6 +239,23 @@ class EngineThread:
     def weights_version(self) -> int:
         """`Engine.weights_version`."""
         return self._engine.weights_version
+
+    def sleep(self) -> int:
+        """`Engine.sleep`, between two steps."""
+        self._check_open()
+        given = 0
+
+        def change() -> None:
+            nonlocal given
+            given = self._engine.fall_asleep()
+
+        self._between_steps(change)
+        return given
+
+    def wake(self) -> None:
+        """`Engine.wake`."""
+        self._check_open()
+        self._between_steps(self._engine.wake_up)
 
     def adapter_names(self) -> tuple[str, ...]:
         """The adapters that requests may ask for."""

@@ -231,7 +231,7 @@ class WeightUpdates:
         draft = self._draft
         if draft is None or not draft.names:
             raise InvalidOption(
-                "update_weights: draft= needs a drafter with weights of its own, and "
+                "update_weights: draft= needs a drafter that has weights, and "
                 f"spec={self._program.method!r} has none: leave it out"
             )
         load_like = getattr(self._drafter, "load_like", None)

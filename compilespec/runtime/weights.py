@@ -6,7 +6,7 @@ import contextlib
 import ctypes
 import itertools
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import cast
 
 import torch
@@ -17,7 +17,7 @@ from compilespec.ops.device import traits_of
 from compilespec.ops.quantized_linear import lay_out
 from compilespec.program import PIECE, InputSpec, LoweredPhase, SpecProgram, StepKey
 from compilespec.runtime.mapped_pages import MappedPages
-from compilespec.tracing.quantized_weights import plain_tensors
+from compilespec.tracing.quantized_weights import is_quantized, plain_tensors
 
 GIVEN_BACK = 2**25  # bytes at a time
 
@@ -60,6 +60,19 @@ def bind_weights(
 def weight_inputs(graphs: Mapping[StepKey, LoweredPhase]) -> dict[str, InputSpec]:
     """The weight inputs of all graphs, by name."""
     return {s.name: s for graph in graphs.values() for s in graph.inputs if s.kind == "weight"}
+
+
+def panels_of(
+    program: SpecProgram, graphs: Mapping[StepKey, LoweredPhase], bound: Mapping[str, Tensor]
+) -> Callable[[Tensor], Tensor | None]:
+    """A function that gives a weight as steps read it in panels; None where none does."""
+    place = _torch_compat.storage_place
+    found = {
+        place(program.weights[spec.sources[0]]): bound[name]
+        for name, spec in weight_inputs(graphs).items()
+        if spec.packed == "panels" and len(spec.sources) == 1
+    }
+    return lambda weight: None if is_quantized(weight) else found.get(place(weight))
 
 
 def bind_again(spec: InputSpec, weights: Mapping[str, Tensor], bound: Tensor) -> None:
