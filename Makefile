@@ -5,12 +5,13 @@
 # make test-peft    installs peft, and compares merged adapters with those that it merges itself
 # make families    a tiny model of every family of transformers against the module itself; writes docs/families.md (an hour)
 # make fuzz    random traffic against plain decoding;  FUZZ_FLAGS="--minutes 20 --seed 7"
+# make test-versions    some tests and the demo with other versions of Python and torch (5 GB each)
 # make lint    ruff, formatting, mypy
 # make wheel   a wheel with the C++ kernels compiled for common CPUs, into dist/
 # make accept-snapshots    take the graphs as they are now for tests/snapshots
 # make bench-real    speeds on that model, beside transformers and others that are installed
 # make bench   speeds, after the outputs were checked;  BENCH_FLAGS="--help" says what else it can do
-# Needs Python 3.11 or 3.12 with its headers, make and g++.  PYTHON=... picks an interpreter, VENV=... a place.
+# Needs Python 3.11 to 3.13 with its headers, make and g++.  PYTHON=... picks an interpreter, VENV=... a place.
 
 SHELL := /bin/bash
 VENV ?= .venv
@@ -25,7 +26,7 @@ TRAIN_FLAGS ?=
 FUZZ_FLAGS ?=
 SEED ?= $(shell date +%j)
 
-.PHONY: demo install test test-slow test-slow-some test-gpu test-peft test-real smollm2 fuzz families accept-snapshots lint format bench bench-real first-token train-demo wheel clean distclean
+.PHONY: demo install test test-slow test-slow-some test-gpu test-versions test-peft test-real smollm2 fuzz families accept-snapshots lint format bench bench-real first-token train-demo wheel clean distclean
 
 demo: $(STAMP)
 	$(VENV)/bin/compilespec generate --model demo --spec eagle3 --compare
@@ -36,11 +37,11 @@ install: $(STAMP)
 # builds the package, so that no second copy of the build tools is fetched.
 $(STAMP): pyproject.toml constraints.txt
 	@if [ ! -x $(PY) ]; then \
-	  for python in $(PYTHON) python3.11 python3.12 python3 python; do \
-	    $$python -c 'import sys, venv, ensurepip; sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12)))' \
+	  for python in $(PYTHON) python3.11 python3.12 python3.13 python3 python; do \
+	    $$python -c 'import sys, venv, ensurepip; sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12), (3, 13)))' \
 	      2>/dev/null && found=$$python && break; \
 	  done; \
-	  [ -n "$$found" ] || { echo "error: no Python 3.11 or 3.12 with the venv module found; set PYTHON=/path/to/python" >&2; exit 2; }; \
+	  [ -n "$$found" ] || { echo "error: no Python 3.11 to 3.13 with the venv module found; set PYTHON=/path/to/python" >&2; exit 2; }; \
 	  echo "creating $(VENV) with $$($$found --version)"; $$found -m venv $(VENV); \
 	fi
 	@$(PY) -c 'import os, sysconfig as s; raise SystemExit(not os.path.exists(s.get_path("include") + "/Python.h"))' \
@@ -65,6 +66,9 @@ test-gpu: $(STAMP)
 
 families: $(STAMP)
 	$(PY) -m tests.families --jobs $(TEST_WORKERS)
+
+test-versions: $(STAMP)
+	$(PY) -m tools.test_versions
 
 test-peft: $(STAMP)
 	@$(PIP) install --no-deps peft==0.21.2

@@ -1,4 +1,4 @@
-"""Every private torch API that compilespec uses, behind one door.  Works on torch 2.11 to 2.13.
+"""Every private torch API that compilespec uses, behind one door.  Works on torch 2.11 to 2.15.
 
 Nothing else in the package may import from a `torch._*` module.  Each function says which private
 name it stands for, so that a torch release that moves one is repaired here and nowhere else.
@@ -15,6 +15,7 @@ import itertools
 import logging
 import re
 import types
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +23,33 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch._ops import OpOverload as OpOverload
+from torch._ops import OpOverloadPacket as OpOverloadPacket
+from torch.utils._pytree import tree_flatten as tree_flatten
+from torch.utils._pytree import tree_leaves as tree_leaves
+from torch.utils._pytree import tree_map as tree_map
+from torch.utils._pytree import tree_unflatten as tree_unflatten
+
+functions_of_nn = torch._C._nn
+"""Functions of `torch.nn.functional` as graphs name them."""
+
+OLDEST, NEWEST = (2, 11), (2, 15)
+"""The versions of torch between which the tests pass (`make test-versions`)."""
+
+VERSION = tuple(map(int, torch.__version__.split(".")[:2]))
+
+
+@functools.cache
+def warn_if_untested() -> None:
+    """Say, once in a process, that this torch is newer than any that was tested."""
+    if VERSION > NEWEST:
+        newest = ".".join(map(str, NEWEST))
+        warnings.warn(
+            f"torch {torch.__version__} is newer than {newest}, the newest that compilespec was "
+            "tested with; it goes on",
+            RuntimeWarning,
+            stacklevel=3,
+        )
 
 
 def mark_dynamic(tensor: torch.Tensor, dim: int) -> None:
@@ -455,7 +482,7 @@ def load_artifact(path: str) -> Any:
     return artifact.load(path=path, format="binary")
 
 
-HAS_CPP_ENTRIES = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
+HAS_CPP_ENTRIES = VERSION >= (2, 13)
 """True where `cpp_entry` knows how this torch wraps compiled graphs."""
 
 _WRAPPERS = frozenset((

@@ -43,6 +43,8 @@ from typing import Any, Literal, Protocol, TypeVar
 import torch
 from torch import Tensor, fx
 
+from compilespec._torch_compat import OpOverloadPacket
+
 Phase = Literal["prefill", "decode"]
 PHASES: tuple[Phase, ...] = ("prefill", "decode")
 StepKind = Literal["full", "greedy", "replay"]
@@ -158,7 +160,7 @@ def marker_kind(node: fx.Node) -> str:
     computes with caches; "" for other nodes.
     """
     packet = getattr(node.target, "overloadpacket", node.target)
-    if node.op == "call_function" and isinstance(packet, torch._ops.OpOverloadPacket):
+    if node.op == "call_function" and isinstance(packet, OpOverloadPacket):
         namespace, _, name = packet._qualified_op_name.partition("::")
         if namespace == "compilespec" and name in MARKERS:
             return name

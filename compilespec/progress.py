@@ -213,6 +213,8 @@ def _in_words(elapsed_ms: float) -> str:
     return f"{elapsed_ms:.0f} ms" if elapsed_ms < 1000 else f"{elapsed_ms / 1e3:.1f} s"
 
 
+# Python 3.12 itself freezes some hundred objects; a program that freezes has thousands.
+_OWN_FROZEN = 1000 if sys.version_info[:2] == (3, 12) else 0
 _RARELY = (1_000_000, 10, 10)  # new objects for a collection, collections for one of the next kind
 _GROWTH = 1.25  # share of new objects that starts a full collection
 _counting = threading.Lock()
@@ -242,7 +244,7 @@ def rare_collections(*, only_imports: bool = False) -> Iterator[None]:
         with _counting:
             _num_starting -= 1
             if not _num_starting:
-                if is_done and not gc.get_freeze_count():  # else somebody's frozen objects thaw
+                if is_done and gc.get_freeze_count() <= _OWN_FROZEN:  # else those of others thaw
                     _count_as_old(may_collect=not only_imports)
                 gc.set_threshold(*_usual)
 

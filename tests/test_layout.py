@@ -20,7 +20,8 @@ PACKAGE = Path(__file__).resolve().parent.parent / "compilespec"
 
 # A package (or a module at the top) may import those of lower floors, and itself.  Ground first.
 FLOORS = (
-    ("errors", "program", "_torch_compat", "demo"),
+    ("_torch_compat",),
+    ("errors", "program", "demo"),
     ("progress", "ops"),
     ("tracing", "lowering"),
     ("methods", "cudagraphs"),

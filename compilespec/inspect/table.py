@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from compilespec._torch_compat import OpOverload, OpOverloadPacket
 from compilespec.errors import InvalidOption
 from compilespec.inspect.graphs import GraphStage
 from compilespec.program import module_path
@@ -144,7 +145,7 @@ def target_name(node: fx.Node) -> str:
     target: Any = node.target
     if node.op == "call_method":
         return f".{target}"
-    if isinstance(target, (str, torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
+    if isinstance(target, (str, OpOverload, OpOverloadPacket)):
         return str(target)
     module = (getattr(target, "__module__", None) or "torch").strip("_")
     module = {"torch._C._nn": "torch.nn.functional"}.get(module, module)

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from compilespec._torch_compat import OpOverload
 from compilespec.ops.device import traits_of
 
 # Operators that read the device's numbers on the host, without a tag that says so.
@@ -26,7 +27,7 @@ def why_host_waits(gm: fx.GraphModule, device: torch.device) -> str:
         device: where the graph runs; the products of experts wait on all GPUs but sm_9x and sm_10x.
     """
     for node in gm.graph.nodes:
-        if isinstance(node.target, torch._ops.OpOverload) and (why := _why(node, device)):
+        if isinstance(node.target, OpOverload) and (why := _why(node, device)):
             return f"{node.target}: {why}"
     return ""
 

@@ -18,6 +18,7 @@ from torch import fx
 
 import compilespec.ops  # noqa: F401  (registers the operators)
 from compilespec import _torch_compat
+from compilespec._torch_compat import OpOverload
 from compilespec.errors import PassError
 from compilespec.lowering.constants import constants_in
 from compilespec.lowering.stitching import OpStep, PieceStep, Step, StitchPlan
@@ -319,7 +320,7 @@ def _made_of_sizes(graph: fx.Graph) -> set[fx.Node]:
 def _is_sure(target: Any) -> bool:
     """True of an operator that writes nothing and draws nothing."""
     return (
-        isinstance(target, torch._ops.OpOverload)
+        isinstance(target, OpOverload)
         and not _torch_compat.is_mutable(target)
         and torch.Tag.nondeterministic_seeded not in target.tags
     )

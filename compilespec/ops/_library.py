@@ -14,8 +14,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
-from torch._ops import OpOverload
 
+from compilespec._torch_compat import OpOverload
 from compilespec.ops import _build
 from compilespec.ops.device import traits_of
 

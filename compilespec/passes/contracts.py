@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, fx
 
 from compilespec import _torch_compat
+from compilespec._torch_compat import OpOverload
 from compilespec.passes.aten.linears import find_linears
 from compilespec.passes.context import PassContext
 from compilespec.passes.graph.aliases import storage_root
@@ -103,7 +104,7 @@ def _foreign_operators(gm: fx.GraphModule, ctx: PassContext) -> Iterator[str]:
     for node in gm.graph.nodes:
         if node.op == "call_method" or (
             node.op == "call_function"
-            and not isinstance(node.target, torch._ops.OpOverload)
+            and not isinstance(node.target, OpOverload)
             and node.target not in _SIZES
             and not getattr(node.target, "__module__", "").startswith(("torch.sym", "_operator"))
             and not str(node.target).startswith("<function sym_")
@@ -115,7 +116,7 @@ def _foreign_operators(gm: fx.GraphModule, ctx: PassContext) -> Iterator[str]:
 
 def _gives_something(node: fx.Node) -> bool:
     target = node.target
-    return not isinstance(target, torch._ops.OpOverload) or bool(target._schema.returns)
+    return not isinstance(target, OpOverload) or bool(target._schema.returns)
 
 
 # --- from one pass on ---

@@ -17,6 +17,7 @@ from typing import Any, Literal, Unpack, cast
 import torch
 from torch import nn
 
+from compilespec._torch_compat import warn_if_untested
 from compilespec.cudagraphs.modes import units_for
 from compilespec.errors import InvalidOption
 from compilespec.lowering import check_compiler, lower, prepare_kernels
@@ -206,6 +207,7 @@ def _ask(
     judging = {name: given.pop(name) for name in ACCEPTANCE_OPTIONS if name in given}
     options = CompileOptions(**own, **judging)
     check_has_head(options, method.capabilities)
+    warn_if_untested()
     warn_if_lossy(options.acceptance_rule)
     return CheckedCall(method=method, draft=draft, options=options, method_options=given)
 

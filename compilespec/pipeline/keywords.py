@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import re
 import textwrap
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -59,10 +60,17 @@ def shows(record: type[Any]) -> Callable[[F], F]:
         parameters = [*named, *fields, rest.replace(name="method_options", annotation="Any")]
         function.__signature__ = own.replace(parameters=parameters)  # type: ignore[attr-defined]
         if function.__doc__ is not None:  # as with python -OO
-            function.__doc__ = function.__doc__.replace(MARK, describe_fields(record))
+            function.__doc__ = with_fields(function.__doc__, record)
         return function
 
     return complete
+
+
+def with_fields(doc: str, record: type[Any]) -> str:
+    """The docstring with the fields at `MARK`; Python 3.13 takes a level of indentation away."""
+    if MARK in doc:
+        return doc.replace(MARK, describe_fields(record))
+    return doc.replace(MARK[4:], re.sub("^    ", "", describe_fields(record), flags=re.MULTILINE))
 
 
 def describe_fields(record: type[Any]) -> str:

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, fx
 
 from compilespec import _torch_compat
-from compilespec._torch_compat import size_expression
+from compilespec._torch_compat import OpOverload, OpOverloadPacket, size_expression
 from compilespec.ops._build import cache_directory
 from compilespec.program import Traced, TracedInput
 from compilespec.tracing.fingerprint import CannotKey
@@ -178,9 +178,9 @@ def _write_target(node: fx.Node) -> Any:
     target: Any = node.target
     if isinstance(target, str):
         return target
-    if isinstance(target, torch._ops.OpOverloadPacket):
+    if isinstance(target, OpOverloadPacket):
         return {"packet": str(target).split(".")}
-    if isinstance(target, torch._ops.OpOverload):
+    if isinstance(target, OpOverload):
         return {"overload": str(target).split(".")}
     module, name = getattr(target, "__module__", None) or "", getattr(target, "__name__", "")
     for place in (module, "torch", "torch.nn.functional", "torch._C._nn", "_operator", "math"):

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from compilespec._torch_compat import OpOverload, OpOverloadPacket
 from compilespec.tracing.classes import (
     code_digest,
     full_name,
@@ -174,7 +175,7 @@ class Fingerprint:
         elif isinstance(value, types.BuiltinFunctionType):
             self._say("builtin", value.__qualname__)
             self._add(value.__self__)
-        elif isinstance(value, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
+        elif isinstance(value, OpOverload | OpOverloadPacket):
             if str(value).partition(".")[0] not in _NAMESPACES:
                 raise self._cannot(value)  # its fake may be anybody's
             self._say("operator", str(value))

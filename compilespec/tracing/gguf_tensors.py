@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional
-from torch.utils._pytree import tree_map
 
 from compilespec import _torch_compat
+from compilespec._torch_compat import tree_map
 from compilespec.ops.gguf_blocks import (
     TYPES,
     by_rows,

@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from compilespec._torch_compat import functions_of_nn
 from compilespec.program import MIXERS, marker_kind, module_path
 
-LINEAR = (torch.nn.functional.linear, torch._C._nn.linear)
+LINEAR = (torch.nn.functional.linear, functions_of_nn.linear)
 EMBEDDING = (torch.nn.functional.embedding, torch.embedding)
 # Element-wise operations that models apply to logits: soft caps, scales, casts.
 _ROWWISE_FUNCTIONS = (

@@ -368,7 +368,7 @@ def test_what_earlier_programs_left_is_collected(monkeypatch):
 
 
 def test_frozen_objects_stay_frozen(monkeypatch):
-    monkeypatch.setattr(gc, "get_freeze_count", lambda: 7)
+    monkeypatch.setattr(gc, "get_freeze_count", lambda: 7000)
     monkeypatch.setattr(gc, "unfreeze", lambda: pytest.fail("they thawed"))
     with rare_collections():
         pass

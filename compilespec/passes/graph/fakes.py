@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.utils._pytree import tree_flatten, tree_leaves
 
 from compilespec import _torch_compat
+from compilespec._torch_compat import tree_flatten, tree_leaves
 from compilespec.ops.quantized_linear import look_of_part
 from compilespec.passes.context import PassContext
 from compilespec.program import InputSpec

@@ -10,6 +10,7 @@ import torch
 from torch import fx
 from torch.nn import functional
 
+from compilespec._torch_compat import functions_of_nn
 from compilespec.passes.contracts import writes
 from compilespec.passes.graph.aliases import storage_root
 from compilespec.passes.graph.nodes import copy_origin
@@ -276,7 +277,7 @@ ELEMENTWISE = (
     torch.sqrt, torch.rsqrt, torch.exp, torch.tanh, torch.sigmoid, torch.relu,
     functional.relu, functional.silu, functional.gelu, functional.sigmoid,
     functional.tanh, functional.softplus, functional.dropout,
-    torch._C._nn.gelu, torch._C._nn.silu,
+    functions_of_nn.gelu, functions_of_nn.silu,
     "add", "sub", "mul", "div", "neg", "pow", "square", "sqrt", "rsqrt", "exp", "tanh",
     "sigmoid", "relu", "to", "float", "type", "bfloat16", "half", "double", "contiguous",
     "clone",

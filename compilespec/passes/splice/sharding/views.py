@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._ops import OpOverload
 
+from compilespec._torch_compat import OpOverload
 from compilespec.passes.splice.sharding.flow import Flow, Placed, Refused, Shard, ints
 
 
