@@ -14,14 +14,19 @@ __all__ = [
     "SamplingParams",
     "SelfDraft",
     "acceptance_rule",
+    "attach",
     "bisect",
     "compile",
+    "detach",
+    "engine_of",
+    "generate_with",
     "save_quantized",
     "trace",
     "verify",
 ]
 
 if TYPE_CHECKING:
+    from compilespec.generation.attach import attach, detach, engine_of, generate_with
     from compilespec.inspect.bisect import bisect
     from compilespec.inspect.verify import verify
     from compilespec.methods.draft_tree import DraftTree
@@ -43,6 +48,10 @@ _LAZY = {
     "acceptance_rule": ("compilespec.passes.splice.acceptance.rule", "acceptance_rule"),
     "compile": ("compilespec.pipeline.entry", "compile"),
     "trace": ("compilespec.pipeline.entry", "trace"),
+    "attach": ("compilespec.generation.attach", "attach"),
+    "engine_of": ("compilespec.generation.attach", "engine_of"),
+    "detach": ("compilespec.generation.attach", "detach"),
+    "generate_with": ("compilespec.generation.attach", "generate_with"),
     "verify": ("compilespec.inspect.verify", "verify"),
     "Progress": ("compilespec.progress", "Progress"),
     "Quantize": ("compilespec.quantization", "Quantize"),

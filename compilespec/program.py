@@ -400,6 +400,14 @@ class InputSpec:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Derived:
+    """How a weight is made of another, at the start and whenever that one changes."""
+
+    source: str  # its name
+    make: Callable[[Tensor], Tensor] = field(repr=False)
+
+
+@dataclass(frozen=True, kw_only=True)
 class PassRecord:
     """A record of what one pass did to one graph."""
 
@@ -553,6 +561,7 @@ class SpecProgram:
     graphs: ByStep[PhaseGraph]
     buffers: tuple[BufferSpec, ...]
     weights: Mapping[str, Tensor] = field(repr=False)
+    derived: Mapping[str, Derived] = field(default_factory=dict, repr=False)  # weights of others
     lossless: bool = True  # true: tokens equal, or are distributed as, those of plain decoding
     notes: tuple[
         str, ...

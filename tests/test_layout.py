@@ -29,7 +29,7 @@ FLOORS = (
     ("runtime",),
     ("metrics", "inspect"),
     ("pipeline",),
-    ("serving", "training"),
+    ("serving", "training", "generation"),
     ("__init__",),  # the package's face: hands names on
     ("cli",),
     ("__main__",),

@@ -18,6 +18,7 @@ from compilespec.errors import InvalidOption
 from compilespec.serving.options import Binding, ServerOptions
 
 KEY_VARIABLE = "COMPILESPEC_API_KEY"
+ADMIN_KEY_VARIABLE = "COMPILESPEC_ADMIN_KEY"
 
 
 def add_parser(commands: Any) -> None:
@@ -55,6 +56,13 @@ def _add_server_options(add: Any) -> None:
         metavar="KEY",
         help=f"what clients must send; may be repeated (better: the variable {KEY_VARIABLE}, or "
         "--api-key-file)",
+    )
+    add(
+        "--admin-key",
+        action="append",
+        metavar="KEY",
+        help="open /v1/admin/, where the weights are changed, to clients that send this key; may "
+        f"be repeated (better: the variable {ADMIN_KEY_VARIABLE})",
     )
     add("--api-key-file", metavar="FILE", help="keys, one a line")
     add(
@@ -99,6 +107,7 @@ def server_options(args: argparse.Namespace) -> ServerOptions:
     return ServerOptions(
         model_names=tuple(names),
         api_keys=_keys(args),
+        admin_keys=_admin_keys(args),
         allowed_origins=tuple(args.allowed_origin or ()),
         **_given(args, ServerOptions),
     )
@@ -116,6 +125,11 @@ def _keys(args: argparse.Namespace) -> tuple[str, ...]:
     if args.api_key_file is not None and not keys:
         raise InvalidOption("--api-key-file: expected a key a line, got none")
     return tuple(keys)
+
+
+def _admin_keys(args: argparse.Namespace) -> tuple[str, ...]:
+    variable = os.environ.get(ADMIN_KEY_VARIABLE)
+    return (*(args.admin_key or ()), *([variable] if variable else []))
 
 
 def _read(name: str | None, flag: str) -> str | None:

@@ -5,16 +5,17 @@ Code outside a method's folder asks for capabilities, never for a method's name.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Protocol
 
-from torch import nn
+from torch import Tensor, nn
 
 from compilespec.methods.capabilities import Capabilities, Chain
 from compilespec.program import HostProposal, ProgramConfig, TapSink, Traced
+from compilespec.tracing.state_names import StateName
 from compilespec.tracing.target_info import TargetInfo
 
 
@@ -37,6 +38,9 @@ class Drafter(nn.Module):
     copied_in: str | None = None  # the form of its own copies of the target's products
     recorder: TapSink | None = None  # receives the tapped hidden states that the step outputs
     propose_on_host: HostProposal | None = None  # proposes drafts on the host, between the calls
+    given_state: Mapping[str, StateName] = MappingProxyType({})  # as it was before quantizing
+    load_like: Callable[[Mapping[str, Tensor]], Drafter] | None = None  # from its checkpoint's
+    # names; None where it came from no directory
     capabilities: Capabilities | None = None  # set if an option made them differ from the method's
 
     @property

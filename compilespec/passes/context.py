@@ -16,6 +16,7 @@ from compilespec.passes.splice.logits_processor import LogitsProcessor
 from compilespec.passes.splice.sharding.plan import Sharding
 from compilespec.program import (
     BufferSpec,
+    Derived,
     InputSpec,
     Phase,
     ProgramConfig,
@@ -44,6 +45,7 @@ class PassContext:
     sharding: Sharding | None = None  # among the ranks of tensor parallelism; None: there is one
     latents: dict[str, Expansion | str] = field(default_factory=dict)  # see `absorb_latents`
     weights: dict[str, Tensor] = field(default_factory=dict)
+    derived: dict[str, Derived] = field(default_factory=dict)  # weights made of others, by name
     inputs: dict[str, InputSpec] = field(default_factory=dict)  # by placeholder name
     declared: dict[str, InputSpec] = field(default_factory=dict)  # with those of earlier stages
     buffers: dict[str, BufferSpec] = field(default_factory=dict)

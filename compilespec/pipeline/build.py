@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+from safetensors.torch import save_file
+from torch import Tensor, nn
 
 from compilespec.errors import InvalidOption
 from compilespec.methods.base import Drafter, Method
@@ -29,6 +32,7 @@ from compilespec.program import (
     PHASES,
     AdapterShape,
     ByStep,
+    Derived,
     PhaseGraph,
     ProgramConfig,
     SpecProgram,
@@ -40,8 +44,11 @@ from compilespec.quantization import describe_quantized, quantize_drafter, with_
 from compilespec.quantization.calls import copy_products
 from compilespec.quantization.configs import HEAD
 from compilespec.tracing.load import Target
+from compilespec.tracing.state_names import shared_with, state_names
 from compilespec.tracing.target import trace_target
 from compilespec.tracing.target_info import TargetInfo, describe_target
+
+WEIGHT_ENDINGS = (".safetensors", ".bin", ".pt", ".pth")
 
 
 def build_program(
@@ -70,7 +77,7 @@ def build_program(
         )
         step.note(from_cache=traced.reused, why=traced.why_traced)
     info = describe_target(traced, target)
-    drafter = _load_drafter(method, found, info, options, method_options, progress)
+    drafter = _load_drafter(method, found, target, info, options, method_options, progress)
     capabilities = (drafter.capabilities if drafter else None) or method.capabilities
     drafts = capabilities.kind != "none"
     options, why_counts = resolve_draft_counts(options, capabilities, drafter)
@@ -83,7 +90,7 @@ def build_program(
     if options.prompt_logprobs:
         HeadFunction(traced)  # refuses a head that it could not run alone
     absorbed, latents = absorb_calls(traced_draft, config.adapters)
-    absorbed, copies = _with_copies(drafter, absorbed, keep_head=kept is not None)
+    absorbed, copies, derived = _with_copies(drafter, absorbed, keep_head=kept is not None)
     first = PassContext(
         phase="prefill",
         config=config,
@@ -97,6 +104,7 @@ def build_program(
         logits_processor=options.processor,
         sharding=options.sharding,
         latents=latents,
+        derived=derived,
     )
     contexts = _contexts(first, step_keys(options, config, capabilities))
     graphs = _rewritten(contexts, keep_graphs, progress)  # passes declare buffers, weights
@@ -110,6 +118,7 @@ def build_program(
         graphs=graphs,
         buffers=tuple({name: b for ctx in contexts for name, b in ctx.buffers.items()}.values()),
         weights=first.weights,
+        derived=first.derived,
         lossless=is_lossless(options.acceptance_rule) and capabilities.lossless,
         notes=(
             *_notes(target, drafter, kept, config.adapters),
@@ -173,6 +182,7 @@ def _rewritten(
 def _load_drafter(
     method: Method,
     found: Any,
+    target: Target,
     info: TargetInfo,
     options: CompileOptions,
     method_options: Mapping[str, Any],
@@ -191,12 +201,39 @@ def _load_drafter(
         return method.load(None, info, method_options)
     with progress.step("load", "drafter"):
         drafter = method.load(found, info, method_options)
+        if isinstance(drafter, nn.Module):
+            drafter.given_state = shared_with(state_names(drafter), drafter, target.model)
+            if isinstance(found, Path) and found.is_dir():
+                drafter.load_like = partial(_load_like, method, found, info, method_options)
         every = options.dequantize or options.sharding is not None
         if isinstance(drafter, nn.Module) and (every or options.draft_vocab_size is not None):
             drafter = with_plain_weights(
                 drafter, lambda path: every or path.rsplit(".", 1)[-1] == HEAD
             )
         return quantize_drafter(drafter, options.draft_quantization)
+
+
+def _load_like(
+    method: Method,
+    found: Path,
+    info: TargetInfo,
+    method_options: Mapping[str, Any],
+    tensors: Mapping[str, Tensor],
+) -> Drafter:
+    """The drafter of a checkpoint that has other tensors, by the same names.
+
+    Raises: CheckpointError, DraftMismatch, as the method's own `load`.
+    """
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        for path in found.iterdir():
+            if path.is_file() and not path.name.endswith((*WEIGHT_ENDINGS, ".index.json")):
+                (folder / path.name).symlink_to(path.resolve())
+        plain = {key: value.detach().cpu().contiguous() for key, value in tensors.items()}
+        save_file(plain, folder / "model.safetensors")
+        drafter = method.load(folder, info, method_options)
+    assert isinstance(drafter, Drafter)
+    return drafter
 
 
 def _capture(
@@ -254,14 +291,15 @@ def check_sizes(capabilities: Capabilities, config: ProgramConfig, options: Comp
 
 def _with_copies(
     drafter: Drafter | None, calls: dict[str, Traced], *, keep_head: bool
-) -> tuple[dict[str, Traced], tuple[str, ...]]:
-    """The calls of a drafter that is the target, with copies of its products, and a line for
-    `Engine.plan()`.
+) -> tuple[dict[str, Traced], tuple[str, ...], dict[str, Derived]]:
+    """The calls of a drafter that is the target, with copies of its products, a line for
+    `Engine.plan()`, and how the copies are made.
     """
     if drafter is None or drafter.copied_in is None:
-        return calls, ()
-    forward, text = copy_products(calls["forward"], drafter.copied_in, keep_head=keep_head)
-    return {**calls, "forward": forward}, (text,)
+        return calls, (), {}
+    form = drafter.copied_in
+    forward, text, derived = copy_products(calls["forward"], form, keep_head=keep_head)
+    return {**calls, "forward": forward}, (text,), derived
 
 
 def _check_block_sizes(drafter: Drafter, config: ProgramConfig) -> None:

@@ -39,7 +39,7 @@ from compilespec.pipeline.plan import (
     why_not_overlapped,
     why_not_shared,
 )
-from compilespec.program import SpecProgram
+from compilespec.program import Lowered, SpecProgram
 from compilespec.progress import Progress, Reporter, rare_collections, reporting
 from compilespec.quantization import quantize_target
 from compilespec.runtime.draft_policy import DraftPolicy
@@ -47,6 +47,8 @@ from compilespec.runtime.engine import Engine
 from compilespec.runtime.serving import EngineReport, ServingOptions
 from compilespec.runtime.step_costs import measure
 from compilespec.runtime.step_runner import StepRunner
+from compilespec.runtime.weight_updates import UpdatableModule, WeightUpdates
+from compilespec.runtime.weights import weight_inputs
 from compilespec.tracing.load import Target, load_target
 from compilespec.tracing.placement import read_device, read_dtype
 
@@ -143,6 +145,9 @@ def _start(load: Callable[[], Target], asked: CheckedCall, reporter: Reporter) -
                 looks_up=program.capabilities.looks_up,
             )
     serving = _serving_options(program, options, target, runner, policy, reporter)
+    if ranks is None:
+        updates = _weight_updates(program, options, target, lowered, runner)
+        serving = dataclasses.replace(serving, updates=updates)
     reporter.ready()
     engine = Engine(executor, target.tokenizer, serving)
     for name, adapter in (target.adapters or {}).items():
@@ -275,6 +280,18 @@ def _build(
         notes=asked.notes,
         progress=reporter,
     )
+
+
+def _weight_updates(
+    program: SpecProgram,
+    options: CompileOptions,
+    target: Target,
+    lowered: Lowered,
+    runner: StepRunner,
+) -> WeightUpdates:
+    module = UpdatableModule.of(target.model, target.state, options.quantization)
+    specs = weight_inputs(lowered.graphs)
+    return WeightUpdates(program, specs, runner.weights, module, options.draft_quantization)
 
 
 def _serving_options(

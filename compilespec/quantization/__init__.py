@@ -10,6 +10,7 @@ from compilespec.quantization.modules import (
     quantize_drafter,
     quantize_module,
     quantize_target,
+    quantize_weights,
     with_plain_weights,
 )
 from compilespec.quantization.save import save_quantized
@@ -21,6 +22,7 @@ __all__ = [
     "quantize_drafter",
     "quantize_module",
     "quantize_target",
+    "quantize_weights",
     "read_quantize",
     "save_quantized",
     "with_plain_weights",

@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
-from torch import Tensor, fx, nn
+from torch import Tensor, fx
 
 from compilespec.errors import InvalidOption
 from compilespec.ops.device import traits_of
 from compilespec.ops.gguf_blocks import TYPES
 from compilespec.ops.grouped_linear import BLOCK
-from compilespec.program import Traced, TracedInput
+from compilespec.program import Derived, Traced, TracedInput
 from compilespec.quantization.configs import HEAD, Quantize, require_torchao
-from compilespec.quantization.modules import quantize_module
+from compilespec.quantization.modules import quantize_weights
 from compilespec.tracing.quantized_weights import FEW_BITS, is_quantized, take_apart
 from compilespec.tracing.structure import LINEAR, head_of
 
 
-def copy_products(traced: Traced, kind: str, *, keep_head: bool = False) -> tuple[Traced, str]:
+def copy_products(
+    traced: Traced, kind: str, *, keep_head: bool = False
+) -> tuple[Traced, str, dict[str, Derived]]:
     """The call, each product of which multiplies by another form of its weight; what else reads
     the weight, such as an embedding, reads it as it is.
 
@@ -27,7 +29,7 @@ def copy_products(traced: Traced, kind: str, *, keep_head: bool = False) -> tupl
         kind: "int4", quantized copies, of a head as suits heads; "upper", the upper halves of
             weights in two planes, which stay where they are.
         keep_head: leave the head as it is.
-    Returns: the call, and a line for `Engine.plan()`.
+    Returns: the call, a line for `Engine.plan()`, and how its copies are made, by name.
     Raises: MissingDependency (torchao), InvalidOption (no product that suits).
     """
     require_torchao(f"SelfDraft(weights={kind!r})")
@@ -40,7 +42,7 @@ def copy_products(traced: Traced, kind: str, *, keep_head: bool = False) -> tupl
     if kind == "upper":
         halves = _upper_planes({name: traced.weights[name] for name in read})
         text = f"drafter: the upper halves of {len(halves)} of {len(read)} products"
-        return _with_copies(traced, halves), text
+        return _with_copies(traced, halves), text, {}
     head = head_of(traced.graph_module.graph)
     is_head = {n: head is not None and head.node in products for n, products in read.items()}
     paths = {
@@ -51,7 +53,19 @@ def copy_products(traced: Traced, kind: str, *, keep_head: bool = False) -> tupl
     _check_copies(kind, paths, (traced.weights[name] for name in read))
     copies = _quantized({path: traced.weights[name] for name, path in paths.items()}, kind)
     named = {name: copies[path] for name, path in paths.items()}
-    return _with_copies(traced, named), _describe(named, len(read))
+    made = {
+        _name_of_copy(traced, name): Derived(source=name, make=_maker(path, kind))
+        for name, path in paths.items()
+    }
+    return _with_copies(traced, named), _describe(named, len(read)), made
+
+
+def _maker(path: str, kind: str) -> Callable[[Tensor], Tensor]:
+    return lambda weight: _quantized({path: weight}, kind)[path]
+
+
+def _name_of_copy(traced: Traced, name: str) -> str:
+    return f"{traced.name}.{name.partition('.')[2]}"
 
 
 def _upper_planes(weights: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -99,23 +113,13 @@ def _is_narrow(weight: Any) -> bool:
 
 def _quantized(weights: Mapping[str, Tensor], kind: str) -> dict[str, Tensor]:
     """Quantized copies of weights, by the paths of their modules."""
-    root = nn.Module()
-    for path, weight in weights.items():
-        place = root
-        *parents, last = path.split(".")
-        for name in parents:
-            if name not in place._modules:
-                place.add_module(name, nn.Module())
-            place = place.get_submodule(name)
-        product = nn.Linear(1, 1, bias=False, device="meta")
-        plain = weight.dequantize() if is_quantized(weight) else weight.detach()
-        product.weight = nn.Parameter(plain, requires_grad=False)
-        place.add_module(last, product)
     device = next(iter(weights.values())).device
     name = f"{kind}_dynamic" if traits_of(device).packs_weights else f"{kind}_weight_only"
-    quantized = quantize_module(root, Quantize(name), "SelfDraft(weights=)")
-    found = {path: quantized.get_submodule(path).weight for path in weights}
-    return {path: weight.detach() for path, weight in found.items() if isinstance(weight, Tensor)}
+    plain = {
+        path: weight.dequantize() if is_quantized(weight) else weight.detach()
+        for path, weight in weights.items()
+    }
+    return quantize_weights(plain, Quantize(name), "SelfDraft(weights=)")
 
 
 def _with_copies(traced: Traced, copies: Mapping[str, Tensor]) -> Traced:
@@ -129,7 +133,7 @@ def _with_copies(traced: Traced, copies: Mapping[str, Tensor]) -> Traced:
             inputs.append(entry)
         if not products:
             continue
-        name = f"{traced.name}.{entry.name.partition('.')[2]}"
+        name = _name_of_copy(traced, entry.name)
         weights[name] = copies[entry.name]
         inputs.append(TracedInput(name=name, kind="weight"))
         with gm.graph.inserting_after(node):

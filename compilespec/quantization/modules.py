@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import warnings
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -73,6 +73,27 @@ def quantize_module(
             "suit it; try int8_weight_only"
         )
     return quantized
+
+
+def quantize_weights(
+    weights: Mapping[str, torch.Tensor], quantize: Quantize, keyword: str = "quantize"
+) -> dict[str, torch.Tensor]:
+    """The weights of products, by the paths of their modules, as `quantize_module` would quantize
+    those modules.
+    """
+    root = nn.Module()
+    for path, weight in weights.items():
+        place = root
+        *parents, last = path.split(".")
+        for name in parents:
+            if name not in place._modules:
+                place.add_module(name, nn.Module())
+            place = place.get_submodule(name)
+        product = nn.Linear(1, 1, bias=False, device="meta")
+        product.weight = nn.Parameter(weight, requires_grad=False)
+        place.add_module(last, product)
+    quantized = quantize_module(root, quantize, keyword)
+    return {path: _weight_of(quantized, path).detach() for path in weights}
 
 
 def _by_config(

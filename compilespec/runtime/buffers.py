@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import mmap
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from compilespec.ops.device import traits_of
 from compilespec.program import BufferSpec
+from compilespec.runtime.mapped_pages import MADV_DONTNEED
 
 MAPPED = 2**20  # bytes: zero buffers of this size and more are mapped lazily
 
@@ -29,3 +31,21 @@ def allocate(spec: BufferSpec, device: torch.device) -> Tensor:
         flat = torch.frombuffer(pages, dtype=torch.uint8).view(spec.dtype)
         return flat.as_strided(spec.shape, spec.strides)
     return spec.empty(device).fill_(spec.fill)
+
+
+def release(buffer: Tensor, fill: int = 0) -> int:
+    """Fill a buffer of the CPU anew.  The pages of one that `allocate` mapped go back to the
+    system instead, which gives zeros where they are read again; its address stays.
+
+    Returns: the bytes that went back.
+    """
+    storage = buffer.untyped_storage()
+    size = storage.nbytes()
+    if size >= MAPPED and fill == 0:
+        with contextlib.suppress(OSError, AttributeError):  # no Linux
+            place = ctypes.c_void_p(storage.data_ptr())
+            advice = ctypes.c_int(MADV_DONTNEED)
+            if not ctypes.CDLL(None).madvise(place, ctypes.c_size_t(size), advice):
+                return size
+    buffer.fill_(fill)
+    return 0

@@ -8,7 +8,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from compilespec.errors import EngineClosed, InvalidRequest, TokenizerFailed, is_integer
+from compilespec.errors import (
+    EngineClosed,
+    InvalidRequest,
+    NotSupported,
+    TokenizerFailed,
+    is_integer,
+)
+from compilespec.errors.suggest import not_one_of
 from compilespec.runtime.adapters import Adapters
 from compilespec.runtime.adaptive import AdaptiveDrafts
 from compilespec.runtime.admission import Admission, Params
@@ -20,13 +27,15 @@ from compilespec.runtime.forks import Process
 from compilespec.runtime.image_prompts import ReadPrompt
 from compilespec.runtime.keywords import check_keywords
 from compilespec.runtime.outputs import Delta, FinishReason, GenerationOutput
-from compilespec.runtime.prompts import read_text
+from compilespec.runtime.prompts import as_prompt_list, read_text
 from compilespec.runtime.request import Request
+from compilespec.runtime.rollouts import Rollout, by_prompt, rollout_params, why_not_exact
 from compilespec.runtime.sampling_params import SamplingParams
 from compilespec.runtime.scheduler import Scheduler
 from compilespec.runtime.serving import ServingOptions
 from compilespec.runtime.stats import EngineStats, StatsRecorder
 from compilespec.runtime.token_counts import save_counts
+from compilespec.runtime.weight_updates import POLICIES, Given, UpdatePolicy, Write
 
 
 class Engine:
@@ -75,7 +84,7 @@ class Engine:
         self._admission = Admission(
             self.geometry, tokenizer, self.adapters, self.eos_token_ids, options.images
         )
-        self._closed, self._is_served = False, False
+        self._closed, self._is_served, self._is_asleep = False, False, False
         self._process = Process()
 
     @check_keywords
@@ -94,6 +103,7 @@ class Engine:
                 the others go on.
         """
         self._check_free()
+        self._check_awake()
         requests = self._admission.of_prompts(prompts, params)
         self._run(requests)
         return [self._output(request) for request in requests]
@@ -111,6 +121,34 @@ class Engine:
         return self.generate(chat_prompts(messages), params)
 
     @check_keywords
+    def rollout(
+        self,
+        prompts: Any,
+        n: int = 8,
+        seeds: int | Sequence[int] | None = None,
+        sampling: SamplingParams | None = None,
+        *,
+        step: int = 0,
+    ) -> list[list[Rollout]]:
+        """Sample each prompt `n` times, with the log-probabilities of the tokens.
+
+        Args:
+            prompts: as for `generate`.
+            seeds: one for each prompt, or one for all, from which, `step` and the prompt's number
+                theirs are made: the same three give the same rollouts.  None: the engine picks.
+            sampling: None takes temperature 1 and 256 new tokens.
+            step: the number of the training step.
+        Returns: the `n` samples of each prompt, in order.
+        Raises: as `generate`; the error of any request.
+        """
+        self._check_free()
+        each, _ = as_prompt_list(prompts)
+        sampling = sampling or SamplingParams(temperature=1.0, max_new_tokens=256)
+        params = rollout_params(len(each), n, seeds, step, sampling)
+        outputs = self.generate(each, params)
+        return by_prompt(outputs, n, why_not_exact(self._options.program))
+
+    @check_keywords
     def stream(self, prompts: Any, params: Params = None) -> Generator[Delta, None, None]:
         """Run the prompts and yield the additions of each step; arguments and errors as in
         `generate`.  Closing the iterator early aborts the rest.
@@ -118,6 +156,7 @@ class Engine:
         Closing the iterator early aborts what is left.
         """
         self._check_free()
+        self._check_awake()
         return self._stream(self._admission.of_prompts(prompts, params))
 
     @check_keywords
@@ -163,7 +202,7 @@ class Engine:
 
         Raises: InvalidRequest, NotSupported, EngineClosed.
         """
-        self._check_open()
+        self._check_awake()
         return self._admission.single(prompt, params, priority)
 
     def make_samples(
@@ -173,7 +212,7 @@ class Engine:
 
         Raises: InvalidRequest, NotSupported, EngineClosed.
         """
-        self._check_open()
+        self._check_awake()
         return self._admission.samples(prompt, params, priority)
 
     def enqueue(self, request: Request) -> None:
@@ -233,6 +272,117 @@ class Engine:
         """Forget all prefixes that were computed before: call it after the weights were changed."""
         self._check_open()
         self._scheduler.reset_prefix_cache()
+
+    @check_keywords
+    def update_weights(
+        self,
+        weights: Given | None,
+        draft: Given | None = None,
+        policy: UpdatePolicy = "finish",
+    ) -> int:
+        """Give the model other weights, in place: nothing is traced, compiled or captured again.
+
+        Args:
+            weights: a state dict, an iterator of (name, tensor) or a module, by the names of the
+                model that was compiled, some of them or all; values must stay until this returns.
+                None: the drafter alone changes.
+            draft: the same for the drafter, by the names of its checkpoint, or some of its module.
+            policy: "finish": requests that run end first, with the old weights; "continue": they go
+                on with the new ones, and `GenerationOutput.weights_versions` says from which token.
+        Returns: `weights_version`, which counts updates and is 0 at the start.
+        Raises: CheckpointError (a name, shape or dtype that is not the model's), NotSupported (what
+            cannot change), InvalidOption, EngineClosed; any error of the program while requests
+            end.  Nothing has changed then.
+        """
+        self._check_free()
+        update = self.check_update(weights, draft, policy)
+        if policy == "finish":
+            self._finish_begun()
+        self.apply_update(update)
+        return self.weights_version
+
+    @property
+    def weights_version(self) -> int:
+        """The number of updates of the weights so far."""
+        return self._scheduler.weights_version
+
+    def check_update(
+        self, weights: Given | None, draft: Given | None, policy: UpdatePolicy
+    ) -> list[Write]:
+        """The checked values of an update; from any thread.  Raises: as `update_weights`."""
+        self._check_open()
+        if policy not in POLICIES:
+            raise not_one_of("update_weights: policy", policy, POLICIES)
+        if self._options.updates is None:
+            raise NotSupported(
+                "update_weights: the ranks of a tensor-parallel job hold parts of the weights, "
+                "which cannot change; compile again"
+            )
+        return self._options.updates.check(weights, draft)
+
+    def apply_update(self, update: Sequence[Write]) -> None:
+        """Copy the values, between two steps."""
+        assert self._options.updates is not None, "check_update has looked"
+        updates = self._options.updates
+        is_whole = False
+
+        def change() -> None:
+            nonlocal is_whole
+            updates.apply(update)
+            is_whole = True
+
+        try:
+            self._scheduler.change_weights(change)
+        finally:
+            if not is_whole:  # interrupted, or out of memory: weights of two versions
+                self.close()
+
+    def admit_new(self, admits: bool) -> None:
+        """Let requests that have not begun be admitted, or wait."""
+        self._scheduler.admits_new = admits
+
+    @property
+    def has_begun(self) -> bool:
+        """True where a request has begun and not ended."""
+        return self._scheduler.has_begun
+
+    def _finish_begun(self) -> None:
+        """Run the requests that have begun to their end."""
+        self.admit_new(False)
+        try:
+            while self.has_begun:
+                self._scheduler.step()
+        finally:
+            self.admit_new(True)
+
+    def sleep(self) -> int:
+        """Give the memory of the caches back to the system until `wake`; the weights stay, and may
+        be updated meanwhile.  What was computed for prompts is forgotten.
+
+        Returns: the bytes that went back.
+        Raises: InvalidRequest (a request has not ended), NotSupported (not on the CPU),
+            EngineClosed.
+        """
+        self._check_free()
+        return self.fall_asleep()
+
+    def wake(self) -> None:
+        """Serve again after `sleep`."""
+        self._check_free()
+        self.wake_up()
+
+    def wake_up(self) -> None:
+        """`wake`, between two steps."""
+        self._is_asleep = False
+
+    def fall_asleep(self) -> int:
+        """`sleep`, between two steps."""
+        if self.has_work:
+            raise InvalidRequest("sleep: requests run or wait; finish or abort them first")
+        self._scheduler.reset_prefix_cache()
+        num_bytes = self._executor.release_caches()
+        self._is_asleep = True
+        return num_bytes
 
     def load_adapter(self, name: str, directory: str | Path) -> None:
         """Load a LoRA adapter for `SamplingParams(adapter=name)`; it may replace another of that
@@ -406,6 +556,11 @@ class Engine:
         self._process.check()
         if self._closed:
             raise EngineClosed("the engine is closed; compile a new one")
+
+    def _check_awake(self) -> None:
+        self._check_open()
+        if self._is_asleep:
+            raise InvalidRequest("the engine sleeps: call wake() first")
 
     def _check_free(self) -> None:
         """The engine is open, and the caller's own: `serve` has not given it to a thread."""

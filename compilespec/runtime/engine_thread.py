@@ -8,7 +8,7 @@ import os
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +26,7 @@ from compilespec.runtime.request import Request
 from compilespec.runtime.sampling_params import SamplingParams
 from compilespec.runtime.stats import EngineStats
 from compilespec.runtime.ticket import Ticket, WakeUps
+from compilespec.runtime.weight_updates import Given, UpdatePolicy, Write
 
 logger = logging.getLogger("compilespec")
 
@@ -66,6 +67,31 @@ class ServedEngine(Protocol):
 
     def take_delta(self, request: Request, index: int) -> Delta | None:
         """What no earlier call returned."""
+
+    @property
+    def weights_version(self) -> int:
+        """The number of updates of the weights so far."""
+
+    @property
+    def has_begun(self) -> bool:
+        """True where a request has begun and not ended."""
+
+    def admit_new(self, admits: bool) -> None:
+        """Let requests that have not begun be admitted, or wait."""
+
+    def check_update(
+        self, weights: Given | None, draft: Given | None, policy: UpdatePolicy
+    ) -> list[Write]:
+        """The checked values of an update of the weights."""
+
+    def apply_update(self, update: Sequence[Write]) -> None:
+        """Copy the values, between two steps."""
+
+    def fall_asleep(self) -> int:
+        """Give the memory of the caches back."""
+
+    def wake_up(self) -> None:
+        """Serve again."""
 
     @property
     def adapters(self) -> Adapters:
@@ -115,6 +141,7 @@ class EngineThread:
         self._arrived: deque[Ticket] = deque()
         self._to_abort: deque[Ticket] = deque()
         self._to_do: deque[tuple[Callable[[], None], Future[None]]] = deque()
+        self._once_idle: deque[tuple[Callable[[], None], Future[None]]] = deque()
         self._open: dict[Request, Ticket] = {}  # the loop's own
         self._wake_ups, self._woke_ms = WakeUps(), 0.0  # the loop's own, too
         self._is_closing = False
@@ -189,18 +216,61 @@ class EngineThread:
         self._check_open()
         self._between_steps(lambda: self._engine.adapters.drop(name))
 
+    @check_keywords
+    def update_weights(
+        self,
+        weights: Given | None,
+        draft: Given | None = None,
+        policy: UpdatePolicy = "finish",
+    ) -> int:
+        """`Engine.update_weights`, between two steps; the values are checked while steps run."""
+        self._check_open()
+        update, version = self._engine.check_update(weights, draft, policy), 0
+
+        def change() -> None:
+            nonlocal version
+            self._engine.apply_update(update)
+            version = self._engine.weights_version
+
+        self._between_steps(change, once_idle=policy == "finish")
+        return version
+
+    @property
+    def weights_version(self) -> int:
+        """`Engine.weights_version`."""
+        return self._engine.weights_version
+
+    def sleep(self) -> int:
+        """`Engine.sleep`, between two steps."""
+        self._check_open()
+        given = 0
+
+        def change() -> None:
+            nonlocal given
+            given = self._engine.fall_asleep()
+
+        self._between_steps(change)
+        return given
+
+    def wake(self) -> None:
+        """`Engine.wake`."""
+        self._check_open()
+        self._between_steps(self._engine.wake_up)
+
     def adapter_names(self) -> tuple[str, ...]:
         """The adapters that requests may ask for."""
         return self._engine.adapters.names
 
-    def _between_steps(self, change: Callable[[], None]) -> None:
+    def _between_steps(self, change: Callable[[], None], *, once_idle: bool = False) -> None:
         """Wait until the engine's thread has run a call between two steps.  Raises: its errors,
         EngineClosed.
+
+        Args: once_idle: requests that have begun end first; others begin after it.
         """
         done: Future[None] = Future()
         with self._wake:
             self._check_open()
-            self._to_do.append((change, done))
+            (self._once_idle if once_idle else self._to_do).append((change, done))
             self._wake.notify()
         done.result()
 
@@ -335,6 +405,7 @@ class EngineThread:
                     self._arrived
                     or self._to_abort
                     or self._to_do
+                    or self._once_idle
                     or self._is_closing
                     or self._engine.has_work
                 )
@@ -344,17 +415,23 @@ class EngineThread:
             to_do, self._to_do = self._to_do, deque()
             arrived, self._arrived = self._arrived, deque()
             to_abort, self._to_abort = self._to_abort, deque()
-        for change, done in to_do:
-            try:
-                done.set_result(change())
-            except Exception as error:
-                done.set_exception(error)
+        _run_all(to_do)
         for ticket in arrived:
             self._open[ticket.request] = ticket
             self._engine.enqueue(ticket.request)
         for ticket in to_abort:
             self._attempt(self._engine.abort, ticket.request)
+        self._run_once_idle()
         return True
+
+    def _run_once_idle(self) -> None:
+        """Run what waits for the requests that have begun, once they have ended."""
+        with self._wake:
+            is_idle = not self._engine.has_begun
+            waiting = self._once_idle if is_idle else deque()
+            self._once_idle = deque() if is_idle else self._once_idle
+            self._engine.admit_new(not self._once_idle)
+        _run_all(waiting)
 
     def _attempt(self, call: Callable[..., object], *arguments: Any) -> None:
         """Call the engine; if it raises, the running requests have ended with the error."""
@@ -392,9 +469,10 @@ class EngineThread:
         """Close the engine and end every ticket in any case."""
         with self._wake:
             self._is_closing = True
-            for _, done in self._to_do:
+            for _, done in (*self._to_do, *self._once_idle):
                 done.set_exception(EngineClosed("the engine was closed before it came to this"))
             self._to_do.clear()
+            self._once_idle.clear()
             self._open |= {ticket.request: ticket for ticket in self._arrived}
             self._arrived.clear()
         try:
@@ -413,6 +491,14 @@ class EngineThread:
 
 atexit.register(EngineThread.close_all)
 os.register_at_fork(after_in_child=EngineThread._all.clear)  # a forked child has no such threads
+
+
+def _run_all(calls: Iterable[tuple[Callable[[], None], Future[None]]]) -> None:
+    for change, done in calls:
+        try:
+            done.set_result(change())
+        except Exception as error:
+            done.set_exception(error)
 
 
 def _told(what: str, error: BaseException) -> EngineClosed:

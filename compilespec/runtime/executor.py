@@ -171,6 +171,11 @@ class Executor(Protocol):
         geometry says `tells_evidence`.
         """
 
+    def release_caches(self) -> int:
+        """Give the memory of caches and kept states back until it is written again, while no
+        request has a row; returns the bytes.  Raises: NotSupported.
+        """
+
     def close(self) -> None:
         """Free the device buffers.  Another call retries the parts that failed in this one, and is
         harmless.

@@ -110,6 +110,11 @@ class GenerationOutput:
     num_preemptions: int = 0
     """The number of times it had to make room and was computed anew."""
 
+    weights_versions: tuple[tuple[int, int], ...] = ()
+    """The versions of the weights, each with the first token that it gave: ((0, 3), (17, 4)) are 17
+    tokens of version 3 and the others of version 4.
+    """
+
     stopped_by: str | int | None = None
     """The stop string, or the EOS or stop id, that ended it; None for other ends."""
 
@@ -133,6 +138,11 @@ class GenerationOutput:
             f"GenerationOutput({said}, num_tokens={len(self.token_ids)}, "
             f"finish_reason={self.finish_reason!r}{error})"
         )
+
+    @property
+    def weights_version(self) -> int | None:
+        """The version of the weights that its last tokens came from; None: it never ran."""
+        return self.weights_versions[-1][1] if self.weights_versions else None
 
     @property
     def acceptance_length(self) -> float:

@@ -11,8 +11,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from compilespec.ops.sample import layout, note_logprobs
 from compilespec.runtime.executor import PrefillChunk
-from compilespec.runtime.sampling_rows import TokenLogprobs
+from compilespec.runtime.sampling_rows import TokenLogprobs, read_logprobs
 
 ROWS_AT_ONCE = 256  # rows at a time, which bounds the memory of a long prompt's logits
 
@@ -56,16 +57,20 @@ def _of_rows(
     made: list[TokenLogprobs] = []
     for begin in range(0, len(following), ROWS_AT_ONCE):
         tokens = list(following[begin : begin + ROWS_AT_ONCE])
-        rows = head(hidden_TD[begin : begin + len(tokens)])
-        wide = torch.promote_types(rows.dtype, torch.float32)
-        logprobs_NV = rows.to(wide).log_softmax(-1)
-        index_N1 = torch.tensor(tokens, device=rows.device).unsqueeze(1)
-        own = logprobs_NV.gather(1, index_N1).squeeze(1).tolist()
-        best = logprobs_NV.sort(dim=-1, descending=True, stable=True)
-        ids = best.indices[:, :count].tolist()
-        values = best.values[:, :count].tolist()
-        made += [
-            TokenLogprobs(token_id=t, logprob=o, top=dict(zip(i, v, strict=True)))
-            for t, o, i, v in zip(tokens, own, ids, values, strict=True)
-        ]
+        logits_NV = head(hidden_TD[begin : begin + len(tokens)])
+        made += _of_logits(logits_NV, tokens, min(count, logits_NV.shape[1]))
     return made
+
+
+def _of_logits(logits_NV: Tensor, tokens: Sequence[int], count: int) -> list[TokenLogprobs]:
+    """By the operator that notes those of a step, so that both have the same bits."""
+    size, new = len(tokens), logits_NV.new_empty
+    words_NI = new((size, layout.NUM_INTS), dtype=torch.int32).zero_()
+    words_NI[:, layout.LOGPROBS] = count + 1
+    noted = new((size, 1, count + 1), dtype=torch.float32)
+    ids = new((size, 1, count), dtype=torch.int32)
+    chosen_N1 = torch.tensor(tokens, dtype=torch.int32, device=logits_NV.device).unsqueeze(1)
+    rows_N = torch.arange(size, device=logits_NV.device)
+    note_logprobs(logits_NV.unsqueeze(1), chosen_N1, rows_N, words_NI, noted, ids)
+    buffers = {"logprob_RSN": noted, "logprob_id_RSN": ids}
+    return [read_logprobs(buffers, row, [token], count)[0] for row, token in enumerate(tokens)]

@@ -204,6 +204,10 @@ class LeadExecutor:
     def evidence(self, handle: Any) -> Sequence[Evidence]:
         return self._executor.evidence(handle)
 
+    def release_caches(self) -> int:
+        self._send("release_caches")
+        return self._executor.release_caches()
+
     def close(self) -> None:
         self._leave()
         self._executor.close()

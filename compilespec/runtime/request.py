@@ -71,6 +71,7 @@ class Request:
     backlog: int = 0  # of these, the last ones that the drafter's cache lacks
     evidence: Evidence | None = None  # the evidence of the drafts in its row, as far as it was read
     num_preemptions: int = 0
+    weights_versions: list[tuple[int, int]] = field(default_factory=list)  # from which token, which
     num_passed: int = 0  # later requests that were admitted before it, by priority
     block_keys: list[bytes] = field(default_factory=list)  # of its full blocks
     num_published: int = 0  # of its blocks
@@ -119,6 +120,14 @@ class Request:
         """
         places = enumerate(self.ahead[start:end], start)
         return next((place for place, ahead in places if place + ahead >= end), end)
+
+    def note_weights(self, version: int) -> None:
+        """The tokens that follow are of this version of the weights."""
+        known, count = self.weights_versions, len(self.output_token_ids)
+        if known and known[-1][0] == count:
+            known.pop()
+        if not known or known[-1][1] != version:
+            known.append((count, version))
 
     @property
     def needs_host(self) -> bool:
@@ -225,6 +234,7 @@ class Request:
             error=self.error,
             logprobs=None if self.params.logprobs is None else self._logprobs(),
             num_preemptions=self.num_preemptions,
+            weights_versions=tuple(self.weights_versions),
             stopped_by=self.stopped_by,
             num_cached_tokens=self.num_found,
             num_accepted_drafts=num_accepted,

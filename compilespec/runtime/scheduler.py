@@ -78,6 +78,8 @@ class Scheduler:
         self._received: dict[Request, None] = {}  # tokens in this step, in order
         self._to_abort: deque[Request] = deque()
         self._is_changing = False  # or left behind by an interrupted clean-up
+        self.weights_version = 0  # the number of changes so far
+        self.admits_new = True  # false: only requests that have begun are admitted
 
     @property
     def has_work(self) -> bool:
@@ -121,6 +123,25 @@ class Scheduler:
         """Forget the published blocks; running requests publish none of their present ones."""
         with self._changing():
             self.holdings.withdraw_all(self.line.running)
+
+    @property
+    def has_begun(self) -> bool:
+        """True where a request runs, or was preempted and will go on."""
+        return bool(self.line.running) or any(map(_has_begun, self.line.waiting))
+
+    def change_weights(self, change: Callable[[], None]) -> None:
+        """Run `change` between two steps.  Requests that decode go on with their keys and values;
+        others begin anew, and nobody finds what was computed before.
+        """
+        with self._changing():
+            self._deliver()
+            for request in [r for r in self.line.running if r.state is RequestState.PREFILL]:
+                self._preempt(request)
+            self.holdings.withdraw_all(self.line.running)
+            change()
+            self.weights_version += 1
+            for request in self.line.running:
+                request.note_weights(self.weights_version)
 
     def close(self) -> None:
         """Abort all requests; launches in flight are not read."""
@@ -203,8 +224,15 @@ class Scheduler:
         """Give the first in line a row and blocks, or let it wait, so that no large request
         starves.
         """
-        while self.line.waiting and self.holdings.take(self.line.waiting[0], self.line.running):
-            self._start(self.line.waiting[0])
+        while (request := self._next()) and self.holdings.take(request, self.line.running):
+            self._start(request)
+
+    def _next(self) -> Request | None:
+        """The first in line that may be admitted."""
+        waiting = self.line.waiting
+        if not self.admits_new:
+            waiting = [request for request in waiting if _has_begun(request)]
+        return waiting[0] if waiting else None
 
     def _start(self, request: Request) -> None:
         request.state = RequestState.PREFILL
@@ -212,6 +240,7 @@ class Scheduler:
             request.timings.admitted_ms = now_ms()
             request.num_found = request.num_cached
             self._stats.count_cached(request.num_cached)
+        request.note_weights(self.weights_version)
         self.line.run(request)
         known = request.prefill_token_ids[: request.num_cached]
         self._executor.set_blocks(request.row, request.blocks, known, request.state_place)
@@ -351,6 +380,10 @@ class Scheduler:
             if not self.launches.names(request):
                 self.holdings.free(request)
                 self.line.leaving.remove(request)
+
+
+def _has_begun(request: Request) -> bool:
+    return request.timings.admitted_ms is not None
 
 
 def _needs_host(request: Request) -> bool:

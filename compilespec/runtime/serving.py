@@ -9,6 +9,7 @@ from typing import Any
 from compilespec.program import SpecProgram
 from compilespec.runtime.draft_policy import DraftPolicy
 from compilespec.runtime.image_prompts import ImageReader
+from compilespec.runtime.weight_updates import WeightUpdates
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +59,9 @@ class ServingOptions:
 
     policy: DraftPolicy | None = None
     """Chooses K of every step, where the program has several."""
+
+    updates: WeightUpdates | None = None
+    """Changes the weights; None: they cannot change."""
 
     images: ImageReader | None = None
     """Reads prompts with images, where the model takes them."""

@@ -13,15 +13,24 @@ from compilespec.cudagraphs.buckets import Bucket, Buckets, choose_buckets
 from compilespec.cudagraphs.dispatcher import Dispatcher, capture_all
 from compilespec.cudagraphs.modes import GraphOptions
 from compilespec.cudagraphs.recorder import make_recorder
+from compilespec.errors import NotSupported
 from compilespec.ops.device import traits_of
 from compilespec.ops.thread_pool import use_thread_pool
 from compilespec.passes.splice.evidence import Evidence
 from compilespec.passes.splice.output_head_input import HeadFunction
 from compilespec.passes.splice.recurrent_state import ABSORBED
-from compilespec.program import PAD, ByStep, Lowered, LoweredPhase, ProgramConfig, StepKey
+from compilespec.program import (
+    PAD,
+    ByStep,
+    Lowered,
+    LoweredPhase,
+    ProgramConfig,
+    StepKey,
+    is_recurrent,
+)
 from compilespec.progress import Reporter
 from compilespec.runtime.adapter_places import product_sizes, write_adapter
-from compilespec.runtime.buffers import allocate
+from compilespec.runtime.buffers import allocate, release
 from compilespec.runtime.executor import Geometry, PrefillChunk
 from compilespec.runtime.given_rows import write_rows
 from compilespec.runtime.host_writes import HostWrites
@@ -39,7 +48,7 @@ from compilespec.runtime.sampling_rows import (
 )
 from compilespec.runtime.state_copies import StateCopies
 from compilespec.runtime.taps import Taps
-from compilespec.runtime.weights import bind_weights
+from compilespec.runtime.weights import bind_weights, panels_of
 from compilespec.tracing.adapter_files import LowRank
 
 
@@ -75,8 +84,10 @@ class StepRunner:
         recorder = program.drafter.recorder if program.drafter else None
         self._taps = None if recorder is None else Taps(recorder)
         is_asked = config.features.prompt_logprobs
-        self._prompts = PromptLogprobs(HeadFunction(program.target)) if is_asked else None
         self.weights = bind_weights(program, lowered.graphs, model)
+        panels = panels_of(program, lowered.graphs, self.weights)
+        head = HeadFunction(program.target, panels) if is_asked else None
+        self._prompts = None if head is None else PromptLogprobs(head)
         self.buffers: dict[str, Tensor] = {
             spec.name: allocate(spec, config.device) for spec in program.buffers
         }
@@ -265,6 +276,21 @@ class StepRunner:
     def num_state_copies(self) -> int:
         """Copies of the host's writes into state rows; at most one a launch, none on the CPU."""
         return self._host.num_copies
+
+    def release_caches(self) -> int:
+        if not traits_of(self._device).is_cpu:
+            raise NotSupported(
+                "sleep: graphs remember the addresses of the caches, whose memory only the CPU can "
+                "give back in place; close the engine instead"
+            )
+        assert self.lowered is not None, "the engine checks that it is open"
+        specs = self.lowered.program.buffers
+        given = [
+            release(self.buffers[spec.name], spec.fill)
+            for spec in specs
+            if spec.kind == "cache" or is_recurrent(spec)
+        ]
+        return sum(given) + sum(release(kept) for _, kept in self._copies.pairs)
 
     def close(self) -> None:
         self.lowered = None

@@ -6,7 +6,7 @@ import contextlib
 import ctypes
 import itertools
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import cast
 
 import torch
@@ -17,6 +17,7 @@ from compilespec.ops.device import traits_of
 from compilespec.ops.quantized_linear import lay_out
 from compilespec.program import PIECE, InputSpec, LoweredPhase, SpecProgram, StepKey
 from compilespec.runtime.mapped_pages import MappedPages
+from compilespec.tracing.quantized_weights import is_quantized, plain_tensors
 
 GIVEN_BACK = 2**25  # bytes at a time
 
@@ -34,7 +35,7 @@ def bind_weights(
     Args: model: None: all parameters stay what they are.
     """
     weights = cast(dict[str, Tensor], program.weights)
-    specs = {s.name: s for graph in graphs.values() for s in graph.inputs if s.kind == "weight"}
+    specs = weight_inputs(graphs)
     unread = Counter(source for spec in specs.values() for source in spec.sources)
     as_they_are = {s.sources[0] for s in specs.values() if len(s.sources) == 1 and not s.packed}
     holders = {} if model is None else _holders(program, model)
@@ -54,6 +55,35 @@ def bind_weights(
             freed = 0
             _give_back(program.config.device)
     return bound
+
+
+def weight_inputs(graphs: Mapping[StepKey, LoweredPhase]) -> dict[str, InputSpec]:
+    """The weight inputs of all graphs, by name."""
+    return {s.name: s for graph in graphs.values() for s in graph.inputs if s.kind == "weight"}
+
+
+def panels_of(
+    program: SpecProgram, graphs: Mapping[StepKey, LoweredPhase], bound: Mapping[str, Tensor]
+) -> Callable[[Tensor], Tensor | None]:
+    """A function that gives a weight as steps read it in panels; None where none does."""
+    place = _torch_compat.storage_place
+    found = {
+        place(program.weights[spec.sources[0]]): bound[name]
+        for name, spec in weight_inputs(graphs).items()
+        if spec.packed == "panels" and len(spec.sources) == 1
+    }
+    return lambda weight: None if is_quantized(weight) else found.get(place(weight))
+
+
+def bind_again(spec: InputSpec, weights: Mapping[str, Tensor], bound: Tensor) -> None:
+    """Give a bound input the present values of its sources, in place."""
+    parts = [weights[source] for source in spec.sources]
+    if not spec.packed:  # often its sources are its rows
+        rows = bound.split([len(part) for part in parts]) if len(parts) > 1 else (bound,)
+        place = _torch_compat.storage_place
+        if all(place(a) == place(b) for a, b in zip(parts, rows, strict=True)):
+            return
+    bound.copy_(materialise(spec, weights))
 
 
 def _give_back(device: torch.device) -> None:
@@ -77,7 +107,7 @@ def _holders(program: SpecProgram, model: nn.Module) -> Holders:
     kept += [weight for name, weight in program.weights.items() if not name.endswith(PIECE)]
     kept += program.target.weights.values()
     holders: Holders = {}
-    for tensor in itertools.chain.from_iterable(map(_plain_tensors, kept)):
+    for tensor in itertools.chain.from_iterable(map(plain_tensors, kept)):
         if not tensor.is_meta:  # else let go of
             holders.setdefault(_torch_compat.storage_place(tensor), []).append(tensor)
     return holders
@@ -93,14 +123,6 @@ def _share(merged: Tensor, parts: Sequence[Tensor], holders: Holders) -> int:
             if tensor.shape == rows.shape:
                 tensor.data = rows
     return given_back
-
-
-def _plain_tensors(tensor: Tensor) -> list[Tensor]:
-    """The tensor itself, or the plain tensors inside a quantized one."""
-    if not hasattr(tensor, "__tensor_flatten__"):
-        return [tensor]
-    names, _ = tensor.__tensor_flatten__()
-    return [plain for name in names for plain in _plain_tensors(getattr(tensor, name))]
 
 
 def materialise(spec: InputSpec, weights: Mapping[str, Tensor]) -> Tensor:

@@ -13,6 +13,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import HTMLResponse
 
 from compilespec.runtime.engine import Engine
+from compilespec.serving.admin import add_admin_routes
 from compilespec.serving.chat import answer_chat, chat_prompt
 from compilespec.serving.completions import complete
 from compilespec.serving.errors import ApiError
@@ -54,6 +55,8 @@ def create_app(engine: Engine, options: ServerOptions | None = None) -> FastAPI:
                   openapi_url=None)  # fmt: skip
     app.state.service = service
     _add_routes(app, service)
+    if options.admin_keys:
+        add_admin_routes(app, service)
     paths = (*(getattr(route, "path", "") for route in app.routes), "/metrics")
     telemetry = Telemetry(service, paths)
     app.add_api_route("/metrics", _metrics_route(telemetry), methods=["GET"])

@@ -25,6 +25,7 @@ from compilespec.serving.options import ServerOptions
 logger = logging.getLogger("compilespec.serving")
 MAX_READ_BYTES = 64 * 2**20  # bytes read of a request that is refused for its size
 OPEN_PATHS = ("/", "/health")  # open without a key: they show nothing of the model
+ADMIN_PATHS = "/v1/admin/"  # begins those that only an admin key opens
 _ID = re.compile(r"[\w.:-]{1,64}")
 
 Observe = Callable[[str, int, float], object]
@@ -53,6 +54,7 @@ class Guard:
     def __init__(self, app: ASGIApp, options: ServerOptions, observe: Observe) -> None:
         self._app, self._options, self._observe = app, options, observe
         self._digests = [_digest(key.encode()) for key in options.api_keys]
+        self._admins = [_digest(key.encode()) for key in options.admin_keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -111,14 +113,17 @@ class Guard:
 
     def _objection(self, scope: Scope, headers: Headers) -> ApiError | None:
         """The fault of a request that shows before its body; None if there is none."""
-        if self._digests and scope["path"] not in OPEN_PATHS:
+        is_admin = self._admins and scope["path"].startswith(ADMIN_PATHS)
+        if keys := self._admins if is_admin else self._digests:
             scheme, _, key = headers.get("authorization", "").partition(" ")
             digest = _digest(key.strip().encode("latin-1"))  # the bytes that came
-            matches = [hmac.compare_digest(digest, known) for known in self._digests]
-            if scheme.lower() != "bearer" or not any(matches):
+            matches = [hmac.compare_digest(digest, known) for known in keys]
+            is_known = scheme.lower() == "bearer" and any(matches)
+            if not is_known and scope["path"] not in OPEN_PATHS:
+                kind = "admin" if is_admin else "API"
                 return ApiError(
                     401,
-                    "this needs an API key: send the header 'Authorization: Bearer KEY'",
+                    f"this needs an {kind} key: send the header 'Authorization: Bearer KEY'",
                     kind="authentication_error",
                     code="invalid_api_key",
                 )

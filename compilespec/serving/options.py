@@ -24,6 +24,9 @@ class ServerOptions:
     all.
     """
 
+    admin_keys: tuple[str, ...] = ()
+    """Keys, one of which requests to /v1/admin/ must carry; none: there are no such routes."""
+
     max_waiting: int | None = 256
     """Requests that may wait beyond those that run; None: no limit."""
 
@@ -59,6 +62,8 @@ class ServerOptions:
             raise _invalid("model_names", "at least one name", self.model_names)
         if not all(self.api_keys):
             raise _invalid("api_keys", "keys of at least one character", self.api_keys)
+        if not all(self.admin_keys):
+            raise _invalid("admin_keys", "keys of at least one character", self.admin_keys)
         if wrong := [one for one in self.allowed_origins if not ORIGIN.fullmatch(one)]:
             raise _invalid("allowed_origins", "'*' or scheme://host[:port], no path", wrong[0])
         if self.max_waiting is not None and (

@@ -15,6 +15,7 @@ from compilespec.tracing.adapter_files import Adapter, describe_misfits, names_o
 from compilespec.tracing.copies import shallow_copy
 from compilespec.tracing.load import Target
 from compilespec.tracing.quantized_weights import is_quantized
+from compilespec.tracing.state_names import with_fixed
 from compilespec.tracing.structure import LINEAR, find_head, shape_of
 
 
@@ -48,7 +49,9 @@ def merge_adapter(target: Target, directory: Any) -> Target:
             )
         module.register_parameter("weight", nn.Parameter(weight, requires_grad=False))
     note = f"adapter {adapter.source} merged into {len(adapter.modules)} products"
-    return dataclasses.replace(target, model=merged, notes=(*target.notes, note))
+    fixed = {f"{path}.weight" for path in adapter.modules}
+    state = with_fixed(target.state, fixed, f"adapter {adapter.source} was merged into it")
+    return dataclasses.replace(target, model=merged, notes=(*target.notes, note), state=state)
 
 
 def misfit_message(adapter: Adapter, misfits: str, model: str) -> str:

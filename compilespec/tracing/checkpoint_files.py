@@ -72,6 +72,16 @@ def read_tensors(
     return drop_training_only(tensors)
 
 
+def read_weight_file(path: Path) -> dict[str, Tensor]:
+    """The tensors of one safetensors file, without training-only ones.
+
+    Raises: CheckpointError: it is missing, unreadable, or of another kind.
+    """
+    if path.suffix != ".safetensors" or not path.is_file():
+        raise CheckpointError(f"{path}: expected a directory or a .safetensors file that exists")
+    return drop_training_only(_read_file(path))
+
+
 def tensor_names(directory: str | Path, *, own_files: Sequence[str] = ()) -> list[str]:
     """The names of all tensors of a checkpoint directory, without reading any from safetensors.
 

@@ -41,6 +41,7 @@ from compilespec.tracing.positions import first_position
 from compilespec.tracing.processors import is_processor, load_processor
 from compilespec.tracing.quiet import no_progress_bars, quiet_import
 from compilespec.tracing.readable import readable
+from compilespec.tracing.state_names import StateName, state_names
 
 MAX_SHOWN = 60  # characters of a value in a message
 NOTHING = "nothing"  # a file: no blocks can stay in the GGUF file
@@ -62,6 +63,7 @@ class Target:
     notes: tuple[str, ...] = ()  # changes that were made to it, for `Engine.plan()`
     processor: Any = None  # of text and images, where the model takes both
     adapters: Mapping[str, Adapter] | None = None  # by the names that requests use
+    state: Mapping[str, StateName] = field(default_factory=dict)  # its state dict, as it was given
 
     @property
     def name(self) -> str:
@@ -160,6 +162,7 @@ def load_target(
         given_name=place.name if place else None,
         gguf=place.path if place and place.gguf_file else None,
         processor=processor,
+        state=state_names(model),
     )
 
 

@@ -48,6 +48,14 @@ def is_quantized(tensor: object) -> bool:
     return isinstance(tensor, Tensor) and hasattr(type(tensor), "__tensor_flatten__")
 
 
+def plain_tensors(tensor: Any) -> list[Tensor]:
+    """The tensor itself, or the plain tensors inside a quantized one."""
+    if not is_quantized(tensor):
+        return [tensor]
+    names, _ = tensor.__tensor_flatten__()
+    return [plain for name in names for plain in plain_tensors(getattr(tensor, name))]
+
+
 def quantizes_rows(weight: object) -> bool:
     """True where products with this weight also quantize their input (dynamic quantization)."""
     return (

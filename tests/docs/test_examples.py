@@ -22,6 +22,7 @@ PRINTS = {  # a line of each, for any model
     "guide": r"\{'size': [123], 'colour': '(red|green)'\} stop",
     "own_drafter": r"tokens by verify step: \[\d",
     "serve_asyncio": r"patient: (stop|length) after \d+ tokens",
+    "transformers_generate": r"the same tokens: True",
     "stream": r"-> (stop|length), \d+ ms",
 }
 CLIENTS = ("openai_client",)  # run by tests/serving
@@ -60,7 +61,12 @@ def _run(name: str, *arguments: str) -> None:
 
 def _arguments(name: str, model: str) -> tuple[str, ...]:
     """Without a trained drafter, where there is a choice, for a program that prints text."""
-    spec = {"stream": ("ngram",), "guide": ("none",), "own_drafter": ()}.get(name, ("eagle3",))
+    spec = {
+        "stream": ("ngram",),
+        "guide": ("none",),
+        "own_drafter": (),
+        "transformers_generate": ("ngram",),
+    }.get(name, ("eagle3",))
     return (model, *spec) if name == "dump_pass" else (model, *spec, "eager")
 
 

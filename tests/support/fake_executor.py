@@ -248,6 +248,9 @@ class FakeExecutor:
         self.fail("collect")
         return self._in_flight.pop(0).tokens
 
+    def release_caches(self) -> int:
+        return 0
+
     def close(self) -> None:
         self.closed = True
 

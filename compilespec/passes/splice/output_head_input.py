@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
 from compilespec.errors import NotSupported
+from compilespec.ops.packed_linear import packed_linear
 from compilespec.passes.splice.builder import Splice
 from compilespec.program import Traced
-from compilespec.tracing.structure import find_head
+from compilespec.tracing.structure import LINEAR, argument, find_head
 
 
 def output_head_input(step: Splice) -> int:
@@ -25,11 +27,16 @@ def output_head_input(step: Splice) -> int:
 class HeadFunction:
     """The target's own head, run eagerly on rows of its input, [N, D]: logits [N, V].
 
+    Args:
+        packed: gives a weight as steps read it in panels, or None.  Then the product is a step's,
+            whose bits do not depend on the number of rows.
     Raises: NotSupported if the target's logits are not a product followed by element-wise
     operations.
     """
 
-    def __init__(self, target: Traced) -> None:
+    def __init__(
+        self, target: Traced, packed: Callable[[Tensor], Tensor | None] = lambda weight: None
+    ) -> None:
         results: Any = target.graph_module.graph.output_node().args[0]
         logits: fx.Node = results[0]
         head = find_head(logits)
@@ -42,7 +49,7 @@ class HeadFunction:
             )
             if entry.kind == "weight"
         }
-        graph = fx.Graph()
+        graph, self._num_rows = fx.Graph(), weights[head.weight].shape[0]
         env: dict[fx.Node, fx.Node] = {head.hidden: graph.placeholder("hidden")}
         chain, node = [head.node], head.node
         while node is not logits:
@@ -57,10 +64,16 @@ class HeadFunction:
                     env[source] = graph.get_attr(name)
             if any(source not in env for source in node.all_input_nodes):
                 raise _unsupported()
-            env[node] = graph.node_copy(node, lambda old: env[old])
+            panels = packed(weights[head.weight]) if node is head.node else None
+            if panels is None or node.target not in LINEAR:
+                env[node] = graph.node_copy(node, lambda old: env[old])
+                continue
+            root.register_buffer("panels", panels)
+            bias = argument(node, 2, "bias")
+            parts = (env[head.hidden], graph.get_attr("panels"), bias and env[bias])
+            env[node] = graph.call_function(packed_linear, (*parts, self._num_rows))
         graph.output(env[logits])
         self._module = fx.GraphModule(root, graph)
-        self._num_rows = weights[head.weight].shape[0]
 
     def of(self, ids: Tensor) -> HeadFunction:
         """The same of some ids alone: logits [N, len(ids)]."""

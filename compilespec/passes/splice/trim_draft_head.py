@@ -18,6 +18,7 @@ from compilespec.passes.splice.builder import Splice, node_of
 from compilespec.passes.splice.draft_loops import LOOPS
 from compilespec.passes.splice.narrow_rows import ELEMENTWISE
 from compilespec.passes.splice.rows import take_rows
+from compilespec.program import Derived
 from compilespec.tracing.quantized_weights import rebuild
 from compilespec.tracing.structure import LINEAR, argument, shape_of
 
@@ -175,7 +176,8 @@ def _kept(step: Splice, weight: Any) -> fx.Node | None:
     assert ids is not None
     name = f"{role}.kept"
     if name not in weights:
-        weights[name] = weights[role].detach()[ids.to(weights[role].device)]
+        derived = Derived(source=role, make=lambda whole: whole.detach()[ids.to(whole.device)])
+        step.ctx.derived[name], weights[name] = derived, derived.make(weights[role])
     return node_of(step.weight(name, weights[name]))
 
 

@@ -77,6 +77,8 @@ def _server_options(asked: Arguments) -> ServerOptions:
         name: tuple(value) if isinstance(value, list) else value
         for name, value in asked.server.items()
     }
+    if given.get("admin_keys"):
+        raise InvalidOption("server: admin_keys: one replica would get the weights; leave it out")
     given.setdefault("model_names", (asked.model,))
     if key := os.environ.get(KEY_VARIABLE):
         given["api_keys"] = (*given.get("api_keys", ()), key)

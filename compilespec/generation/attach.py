@@ -1,0 +1,255 @@
+"""`attach` and `generate_with`: the decoding loop of transformers, run by an engine."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from threading import RLock
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from compilespec.errors import InvalidOption, NotSupported
+from compilespec.generation.call import Call, check_mode
+from compilespec.generation.loop import generate_rows
+from compilespec.generation.records import with_records
+from compilespec.generation.translate import translate
+from compilespec.pipeline.entry import compile
+from compilespec.runtime.engine import Engine
+
+logger = logging.getLogger("compilespec")
+_PLACE = "_compilespec_engines"  # the attribute of a module that holds its engines
+_MOST_SEED = 2**63 - 1
+
+
+def attach(
+    model: Any, spec: Any = "none", *, fallback: bool = False, draft: Any = None, **keywords: Any
+) -> Any:
+    """Let `model.generate(...)` use an engine, with its arguments, outputs and seeds as they are.
+
+    Greedy tokens are those of transformers, except where two tokens are nearly as probable and the
+    order of a sum decides.  Sampled ones follow the same distribution; their seeds come from
+    torch's generator, so `torch.manual_seed` repeats them.  Logits processors and stopping criteria
+    are called with one row at a time, the former for drafts too: what they return must depend on
+    their arguments alone.  A second engine, with `host_processors=True`, is compiled when a call
+    first has a processor that the step does not have itself.  Weights that changed in place since
+    the last call are taken over (`Engine.update_weights`); writes through `.data` are not seen.
+
+    Args:
+        model: a causal language model of transformers.
+        spec, draft, keywords: as for `compile`.
+        fallback: hand calls that the engine cannot serve (beams, assisted generation, images) to
+            transformers, with a warning, instead of refusing them.
+    Returns: the model.
+    Raises: as `compile`; InvalidOption where the model has no `generate`.
+    """
+    _check_model(model)
+    detach(model)
+    engines = Engines(spec, draft, keywords, fallback=fallback)
+    engines.start(model)
+    model.__dict__[_PLACE] = engines
+    model.__class__ = _attached_class(type(model))
+    return model
+
+
+def detach(model: Any) -> Any:
+    """Give a model the `generate` of transformers back, and close its engines."""
+    engines = model.__dict__.pop(_PLACE, None)
+    if engines is not None:
+        engines.close()
+    base = getattr(type(model), "_compilespec_base", None)
+    if base is not None:
+        model.__class__ = base
+    return model
+
+
+def engine_of(model: Any) -> Engine:
+    """The engine of an attached model, for its plan and statistics.  Raises: InvalidOption."""
+    engines = model.__dict__.get(_PLACE)
+    if engines is None:
+        raise InvalidOption("engine_of: this model has no engine; call attach(model) first")
+    return next(iter(engines.started.values()))
+
+
+def generate_with(
+    model: Any, spec: Any = "none", *, draft: Any = None, **keywords: Any
+) -> Callable[..., Any]:
+    """The decoding loop for `model.generate(..., custom_generate=fn)`.
+
+    The engine is compiled at once, and found again when the same model is given with the same
+    arguments.  transformers hands its `tokenizer=` to no function of this kind, so `stop_strings`
+    need `attach`.
+
+    Args and raises: as for `attach`.
+    """
+    _check_model(model)
+    known = model.__dict__.get(_PLACE)
+    engines = Engines(spec, draft, keywords, fallback=False)
+    if known is not None and known.recipe == engines.recipe:
+        engines = known
+    else:
+        detach(model)
+        engines.start(model)
+        model.__dict__[_PLACE] = engines
+
+    def custom_generate(  # transformers reads these names
+        model: Any, input_ids: Tensor, logits_processor: Any, stopping_criteria: Any,
+        generation_config: Any, synced_gpus: bool = False, streamer: Any = None,
+        **model_kwargs: Any,
+    ) -> Any:  # fmt: skip
+        if model.__dict__.get(_PLACE) is not engines:
+            raise InvalidOption(
+                "custom_generate: this function belongs to another model, or to an engine that was "
+                "replaced; call generate_with(model) again"
+            )
+        ours = sys._getframe(1).f_locals  # transformers 5.x leaves these out of the call
+        if ours.get("assistant_model") is not None:
+            raise NotSupported("generate: assistant_model is not used here; give draft= instead")
+        return engines.generate(
+            model, input_ids, logits_processor=logits_processor,
+            stopping_criteria=stopping_criteria, generation_config=generation_config,
+            synced_gpus=synced_gpus, streamer=streamer or ours.get("streamer"), **model_kwargs,
+        )  # fmt: skip
+
+    return custom_generate
+
+
+@dataclass
+class Engines:
+    """The engines of a model, compiled when they are first needed."""
+
+    spec: Any
+    draft: Any
+    keywords: Mapping[str, Any]
+    fallback: bool = False
+    started: dict[bool, Engine] = field(default_factory=dict, compare=False)
+    _seen: dict[bool, Any] = field(default_factory=dict, compare=False)
+    _form: Any = field(default=None, compare=False)
+    _lock: Any = field(default_factory=RLock, compare=False)
+
+    @property
+    def recipe(self) -> tuple[Any, ...]:
+        return (self.spec, self.draft, dict(self.keywords))
+
+    def __deepcopy__(self, memo: object) -> Engines:
+        return Engines(self.spec, self.draft, self.keywords, fallback=self.fallback)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (Engines, (self.spec, self.draft, self.keywords, self.fallback))
+
+    def start(self, model: Any) -> None:
+        self.engine(model, with_host_processors=bool(self.keywords.get("host_processors")))
+
+    def close(self) -> None:
+        for engine in self.started.values():
+            engine.close()
+        self.started.clear()
+
+    def engine(self, model: Any, *, with_host_processors: bool) -> Engine:
+        """The engine for a call, with the model's weights of now."""
+        _check_dropout(model)
+        form = _form(model)
+        if self.started and form != self._form:
+            logger.info("the model has another dtype, device or attention: compiling it again")
+            self.close()
+        self._form = form
+        kind = with_host_processors or bool(self.keywords.get("host_processors"))
+        if kind not in self.started:
+            keywords = {**self.keywords, **({"host_processors": True} if kind else {})}
+            with _as_its_own_class(model):
+                self.started[kind] = compile(model, self.spec, draft=self.draft, **keywords)
+        elif _weights(model) != self._seen[kind]:
+            self.started[kind].update_weights(model)
+        self._seen[kind] = _weights(model)
+        return self.started[kind]
+
+    def generate(self, model: Any, input_ids: Tensor, **call: Any) -> Any:
+        """The decoding loop of transformers: its arguments and results.  Raises: SpecError."""
+        with self._lock, torch.no_grad():
+            asked = Call.of(model, input_ids, **call)
+            plan = translate(asked)
+            engine = self.engine(model, with_host_processors=plan.needs_host)
+            seeds = torch.randint(_MOST_SEED, (len(asked.prompts),)).tolist()
+            tokens = generate_rows(engine, asked, plan.params(engine.eos_token_ids, seeds))
+            return with_records(model, asked, tokens)
+
+
+def _attached_class(base: type) -> type:
+    """The model's class with our loop in the place of its own ones."""
+
+    def loop(name: str) -> Callable[..., Any]:
+        def run(self: Any, input_ids: Tensor, *args: Any, **call: Any) -> Any:
+            engines = self.__dict__.get(_PLACE)
+            own = getattr(super(attached, self), name)
+            if engines is None:  # a model that was loaded or copied from an attached one
+                return own(input_ids, *args, **call)
+            try:
+                check_mode(name)
+                return engines.generate(self, input_ids, **call)
+            except NotSupported as error:
+                if not engines.fallback:
+                    raise
+                logger.warning("handed to transformers: %s", error)
+                return own(input_ids, *args, **call)
+
+        run.__name__ = name
+        return run
+
+    loops = ("_sample", "_beam_search", "_assisted_decoding")
+    members: dict[str, Any] = {name: loop(name) for name in loops if hasattr(base, name)}
+    members |= {"_compilespec_base": base, "__module__": base.__module__, "__doc__": base.__doc__}
+    attached = type(base.__name__, (base,), members)
+    return attached
+
+
+@contextlib.contextmanager
+def _as_its_own_class(model: Any) -> Iterator[None]:
+    """A start reads the model's class, which is not ours."""
+    kept = type(model)
+    model.__class__ = getattr(kept, "_compilespec_base", kept)
+    try:
+        yield
+    finally:
+        model.__class__ = kept
+
+
+def _check_model(model: object) -> None:
+    if not isinstance(model, nn.Module) or not callable(getattr(model, "generate", None)):
+        raise InvalidOption(
+            f"attach: expected a causal language model of transformers, got {type(model).__name__}"
+        )
+    if hasattr(model, "peft_config"):
+        raise NotSupported(
+            "attach: a PEFT model's adapters are not read; call merge_and_unload() first, or give "
+            "its directory to compile(adapters=)"
+        )
+
+
+def _form(model: Any) -> tuple[Any, ...]:
+    """What a compiled program holds fast of a module."""
+    tensors = tuple((t.dtype, t.device) for t in model.parameters())
+    return tensors, getattr(model.config, "_attn_implementation", None)
+
+
+def _weights(model: Any) -> list[tuple[int, int]]:
+    """Changes when a parameter or a buffer is written in place, or replaced."""
+    tensors = [*model.parameters(), *model.buffers()]
+    return [(tensor.data_ptr(), tensor._version) for tensor in tensors]
+
+
+def _check_dropout(model: Any) -> None:
+    """Refuse a training model whose tokens its dropout would change."""
+    if not model.training:
+        return
+    for name, module in model.named_modules():
+        rates = [getattr(module, "p", 0)] if "Dropout" in type(module).__name__ else []
+        rates += [getattr(module, key, 0) for key in ("attention_dropout", "dropout")]
+        if any(isinstance(rate, float) and rate > 0 for rate in rates):
+            raise NotSupported(
+                f"generate: {name} drops values at random, because the model is in training mode; "
+                "call model.eval()"
+            )

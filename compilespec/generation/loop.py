@@ -1,0 +1,120 @@
+"""Runs the rows of a call, and asks its stopping criteria after every token."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from compilespec.generation.call import Call
+from compilespec.runtime.engine import Engine
+from compilespec.runtime.request import Request
+from compilespec.runtime.sampling_params import SamplingParams
+
+
+def generate_rows(engine: Engine, call: Call, params: Sequence[SamplingParams]) -> list[list[int]]:
+    """The new tokens of each row, without padding.
+
+    Raises: SpecError, any error of a criterion; the other rows are aborted then.
+    """
+    requests: list[Request] = []
+    streamer = _Lockstep(call)
+    rows = [_Row(call, index) for index in range(len(call.prompts))]
+    try:
+        for prompt, its_params in zip(call.prompts, params, strict=True):
+            requests.append(engine.submit(prompt, its_params))
+        while not _is_done(call, rows):
+            engine.step()
+            for row, request in zip(rows, requests, strict=True):
+                _read(engine, call, row, request)
+            streamer.put(rows)
+    finally:
+        for request in requests:
+            if not request.finished:
+                engine.abort(request)
+    if not call.stops_alone:
+        length = max(row.stop or 0 for row in rows)
+        for row in rows:
+            del row.tokens[length:]
+    streamer.put(rows)
+    streamer.end()
+    return [row.tokens for row in rows]
+
+
+class _Row:
+    """A row of the call: its tokens, and the length at which a criterion ends it."""
+
+    def __init__(self, call: Call, index: int) -> None:
+        self.call, self.index = call, index
+        self.tokens: list[int] = []
+        self.stop: int | None = None
+        self.ended = False  # the engine gives it no more tokens
+
+    @property
+    def is_complete(self) -> bool:
+        return self.ended or (self.stop is not None and self.call.stops_alone)
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Add tokens up to the first after which a criterion holds."""
+        for token in tokens:
+            self.tokens.append(token)
+            if self.stop is not None:
+                continue
+            ids = self.call.row(self.index, self.tokens)
+            if any(bool(criterion(ids, None).all()) for criterion in self.call.criteria):
+                self.stop = len(self.tokens)
+                if self.call.stops_alone:
+                    return
+
+
+def _read(engine: Engine, call: Call, row: _Row, request: Request) -> None:
+    if row.is_complete:
+        return
+    delta = engine.take_delta(request, row.index)
+    if delta is None:
+        return
+    row.extend(delta.token_ids)
+    if delta.output is not None:
+        if delta.output.error is not None:
+            raise delta.output.error
+        row.ended, row.stop = True, row.stop or len(row.tokens)
+    elif row.is_complete:
+        engine.abort(request)
+
+
+def _is_done(call: Call, rows: Sequence[_Row]) -> bool:
+    if call.stops_alone:
+        return all(row.is_complete for row in rows)
+    if any(row.stop is None for row in rows):
+        return False
+    length = max(row.stop or 0 for row in rows)
+    return all(row.ended or len(row.tokens) >= length for row in rows)
+
+
+class _Lockstep:
+    """Hands a streamer one token of each row at a time, as transformers' loop does."""
+
+    def __init__(self, call: Call) -> None:
+        self._streamer, self._num_put = call.streamer, 0
+        pad = call.config._pad_token_tensor
+        self._pad = 0 if pad is None else int(pad.flatten()[0])
+
+    def put(self, rows: Sequence[_Row]) -> None:
+        if self._streamer is None:
+            return
+        longest = max(len(row.tokens) for row in rows)
+        lengths = [longest if row.is_complete else len(row.tokens) for row in rows]
+        for step in range(self._num_put, min(lengths)):
+            self._streamer.put(
+                torch.tensor([token_at(row.tokens, step, self._pad) for row in rows])
+            )
+            self._num_put += 1
+
+    def end(self) -> None:
+        if self._streamer is not None:
+            self._streamer.end()
+
+
+def token_at(tokens: Sequence[int], step: int, pad: int) -> int:
+    """The token of a step; padding where the row had ended."""
+    return tokens[step] if step < len(tokens) else pad
