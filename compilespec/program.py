@@ -401,7 +401,7 @@ class InputSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class Derived:
-    """How a weight is made of another, at the start and whenever that one changes."""
+    """The making of a weight from another, at the start and whenever that one changes."""
 
     source: str  # its name
     make: Callable[[Tensor], Tensor] = field(repr=False)

@@ -230,7 +230,7 @@ def _check_model(model: object) -> None:
 
 
 def _form(model: Any) -> tuple[Any, ...]:
-    """What a compiled program holds fast of a module."""
+    """Dtypes, devices and attention of a module, which a compiled program has fixed."""
     tensors = tuple((t.dtype, t.device) for t in model.parameters())
     return tensors, getattr(model.config, "_attn_implementation", None)
 

@@ -19,7 +19,7 @@ def generate_rows(engine: Engine, call: Call, params: Sequence[SamplingParams]) 
     """
     requests: list[Request] = []
     streamer = _Lockstep(call)
-    rows = [_Row(call, index) for index in range(len(call.prompts))]
+    rows = [_Progress(call, index) for index in range(len(call.prompts))]
     try:
         for prompt, its_params in zip(call.prompts, params, strict=True):
             requests.append(engine.submit(prompt, its_params))
@@ -41,7 +41,7 @@ def generate_rows(engine: Engine, call: Call, params: Sequence[SamplingParams]) 
     return [row.tokens for row in rows]
 
 
-class _Row:
+class _Progress:
     """A row of the call: its tokens, and the length at which a criterion ends it."""
 
     def __init__(self, call: Call, index: int) -> None:
@@ -67,7 +67,7 @@ class _Row:
                     return
 
 
-def _read(engine: Engine, call: Call, row: _Row, request: Request) -> None:
+def _read(engine: Engine, call: Call, row: _Progress, request: Request) -> None:
     if row.is_complete:
         return
     delta = engine.take_delta(request, row.index)
@@ -82,7 +82,7 @@ def _read(engine: Engine, call: Call, row: _Row, request: Request) -> None:
         engine.abort(request)
 
 
-def _is_done(call: Call, rows: Sequence[_Row]) -> bool:
+def _is_done(call: Call, rows: Sequence[_Progress]) -> bool:
     if call.stops_alone:
         return all(row.is_complete for row in rows)
     if any(row.stop is None for row in rows):
@@ -99,7 +99,7 @@ class _Lockstep:
         pad = call.config._pad_token_tensor
         self._pad = 0 if pad is None else int(pad.flatten()[0])
 
-    def put(self, rows: Sequence[_Row]) -> None:
+    def put(self, rows: Sequence[_Progress]) -> None:
         if self._streamer is None:
             return
         longest = max(len(row.tokens) for row in rows)

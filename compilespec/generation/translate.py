@@ -33,7 +33,7 @@ _KEEP_STATE: tuple[type, ...] = (  # of a batch, or of the calls before
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """How the tokens of a call are chosen.
+    """The choice of a call's tokens.
 
     Args:
         own: fields of `SamplingParams` that the step has itself.

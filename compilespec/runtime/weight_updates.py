@@ -107,7 +107,7 @@ class UpdatableModule:
             )
 
     def writes(self, values: Mapping[str, Tensor]) -> Iterator[Write]:
-        """What is to be copied for values by their first names."""
+        """The copies to make for values by their first names."""
         quantized: dict[str, Tensor] = {}
         seen: set[tuple[int, ...]] = set()
         for name, known in self.names.items():
