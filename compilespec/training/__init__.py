@@ -1,5 +1,19 @@
 """Training of drafters, and what trainers of a target ask of an engine."""
 
-from compilespec.training.scoring import log_probs
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from compilespec.training.scoring import log_probs
 
 __all__ = ["log_probs"]
+
+
+def __getattr__(name: str) -> Any:
+    """Import torch only for what needs it: `compilespec train --help` stays quick."""
+    if name == "log_probs":
+        from compilespec.training import scoring
+
+        return scoring.log_probs
+    raise AttributeError(f"module 'compilespec.training' has no attribute {name!r}")

@@ -195,7 +195,6 @@ def test_by_compile(name: str) -> None:
 
 # A command line, what its one line on stderr says after "compilespec: error: ".
 BY_COMMAND = {
-    "no command": ("", "required: COMMAND; see compilespec --help$"),
     "a command with a slip": ("generat --prompt x", r"did you mean generate\?"),
     "a command with another slip": ("genrate --prompt x", r"did you mean generate\?; see"),
     "a text for the model": (
