@@ -17,6 +17,7 @@ from compilespec.errors import InvalidOption, MissingDependency
 MISSING = 1  # exit code: something needed is not there
 GIB = 2**30
 OK, NOTE, NEEDED = "ok", "note", "MISSING"
+KERNELS = {True: "built", False: "built at the first start", None: "switched off"}
 EXTRAS = {
     "torchao": "quant",
     "llguidance": "guide",
@@ -150,7 +151,7 @@ def _cache() -> Iterator[Finding]:
 
     folder = _build.cache_directory()
     try:
-        is_cached = _build.is_cached()
+        kernels = KERNELS[_build.is_cached()]
         _build.check_writable()
     except InvalidOption as error:
         said, _, cure = str(error).partition(": ")
@@ -158,12 +159,10 @@ def _cache() -> Iterator[Finding]:
         return
     there = next(one for one in (folder, *folder.absolute().parents) if one.exists())
     free = shutil.disk_usage(there).free
-    built = {True: "kernels are built", False: "kernels are built at the first start"}
     yield Finding(
         subject="cache",
         state=OK if free > GIB else NOTE,
-        said=f"{folder}, {free / GIB:.0f} GiB free, "
-        f"{built.get(is_cached is True) if is_cached is not None else 'kernels are switched off'}",
+        said=f"{folder}, {free / GIB:.0f} GiB free, kernels are {kernels}",
         cure="" if free > GIB else "set COMPILESPEC_CACHE_DIR to a larger disk",
     )
 

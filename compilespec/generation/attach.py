@@ -142,7 +142,7 @@ class Engines:
         return (Engines, (self.spec, self.draft, self.keywords, self.fallback))
 
     def start(self, model: Any) -> None:
-        self.engine(model, with_host_processors=bool(self.keywords.get("host_processors")))
+        self.engine(model, with_host_processors=False)
 
     def close(self) -> None:
         for engine in self.started.values():
@@ -162,9 +162,11 @@ class Engines:
             keywords = {**self.keywords, **({"host_processors": True} if kind else {})}
             with _as_its_own_class(model):
                 self.started[kind] = compile(model, self.spec, draft=self.draft, **keywords)
-        elif _weights(model) != self._seen[kind]:
+        elif _weights(model) == self._seen[kind]:
+            return self.started[kind]
+        else:
             self.started[kind].update_weights(model)
-        self._seen[kind] = _weights(model)
+        self._seen[kind] = _weights(model)  # starts and updates write, too
         return self.started[kind]
 
     def generate(self, model: Any, input_ids: Tensor, **call: Any) -> Any:
@@ -182,11 +184,11 @@ def _attached_class(base: type) -> type:
     """The model's class with our loop in the place of its own ones."""
 
     def loop(name: str) -> Callable[..., Any]:
-        def run(self: Any, input_ids: Tensor, *args: Any, **call: Any) -> Any:
+        def run(self: Any, input_ids: Tensor, **call: Any) -> Any:
             engines = self.__dict__.get(_PLACE)
             own = getattr(super(attached, self), name)
             if engines is None:  # a model that was loaded or copied from an attached one
-                return own(input_ids, *args, **call)
+                return own(input_ids, **call)
             try:
                 check_mode(name)
                 return engines.generate(self, input_ids, **call)
@@ -194,7 +196,7 @@ def _attached_class(base: type) -> type:
                 if not engines.fallback:
                     raise
                 logger.warning("handed to transformers: %s", error)
-                return own(input_ids, *args, **call)
+                return own(input_ids, **call)
 
         run.__name__ = name
         return run

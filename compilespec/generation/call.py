@@ -64,9 +64,8 @@ class Call:
         mask = _read_mask(input_ids, model_kwargs.pop("attention_mask", None))
         _check_positions(mask, model_kwargs.pop("position_ids", None))
         _check_cache(model_kwargs.pop("past_key_values", None))
-        given = [key for key, value in model_kwargs.items() if value is not None]
-        for name in given:
-            if name not in _HARMLESS:
+        for name, value in model_kwargs.items():
+            if value is not None and name not in _HARMLESS:
                 raise NotSupported(f"generate: {name} is not read; prompts are token ids here")
         limits = [c.max_length for c in stopping_criteria if type(c) is MaxLengthCriteria]
         if not limits:
@@ -87,8 +86,10 @@ class Call:
         )
 
     @property
-    def is_padded(self) -> bool:
-        return not bool(self.mask.all())
+    def pad(self) -> int:
+        """The id behind the end of a row."""
+        pad = self.config._pad_token_tensor
+        return 0 if pad is None else int(pad.flatten()[0])
 
     @property
     def stops_alone(self) -> bool:
@@ -128,7 +129,9 @@ def _check_config(model: Any, config: Any, synced_gpus: bool) -> None:
     if config.output_attentions and config.return_dict_in_generate:
         raise NotSupported("generate: output_attentions is not served; leave it out")
     if config.cache_implementation == "quantized":
-        raise NotSupported("generate: a quantized cache changes numbers; see compile(kv_dtype=)")
+        raise NotSupported(
+            "generate: a quantized cache changes numbers; leave cache_implementation out"
+        )
 
 
 def _read_mask(input_ids: Tensor, mask: Tensor | None) -> Tensor:
@@ -149,10 +152,15 @@ def _read_mask(input_ids: Tensor, mask: Tensor | None) -> Tensor:
     return mask
 
 
+def positions_of(mask: Tensor) -> Tensor:
+    """The position of each token in its row, from 0 on; 0 of padding: [B, L]."""
+    return (mask.cumsum(-1) - 1).clamp(min=0)
+
+
 def _check_positions(mask: Tensor, positions: Tensor | None) -> None:
     if positions is None:
         return
-    usual = (mask.cumsum(-1) - 1).expand_as(positions).to(positions.device)
+    usual = positions_of(mask).expand_as(positions).to(positions.device)
     if bool(((usual != positions) & mask.bool().to(positions.device)).any()):
         raise NotSupported(
             "generate: position_ids are other than 0, 1, 2 ... of each prompt; leave them out"

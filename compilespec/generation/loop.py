@@ -95,9 +95,7 @@ class _Lockstep:
     """Hands a streamer one token of each row at a time, as transformers' loop does."""
 
     def __init__(self, call: Call) -> None:
-        self._streamer, self._num_put = call.streamer, 0
-        pad = call.config._pad_token_tensor
-        self._pad = 0 if pad is None else int(pad.flatten()[0])
+        self._streamer, self._pad, self._num_put = call.streamer, call.pad, 0
 
     def put(self, rows: Sequence[_Progress]) -> None:
         if self._streamer is None:

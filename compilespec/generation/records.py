@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from compilespec.generation.call import Call
+from compilespec.generation.call import Call, positions_of
 from compilespec.generation.loop import token_at
 
 
@@ -33,10 +33,8 @@ def with_records(model: Any, call: Call, tokens: Sequence[Sequence[int]]) -> Any
 
 
 def _sequences(call: Call, tokens: Sequence[Sequence[int]]) -> Tensor:
-    pad = call.config._pad_token_tensor
-    pad = 0 if pad is None else int(pad.flatten()[0])
     steps = range(max(len(row) for row in tokens))
-    new = [[token_at(row, step, pad) for step in steps] for row in tokens]
+    new = [[token_at(row, step, call.pad) for step in steps] for row in tokens]
     ids = call.input_ids
     return torch.cat([ids, torch.tensor(new, dtype=ids.dtype, device=ids.device)], dim=1)
 
@@ -48,13 +46,16 @@ def _values(
     length, ids = call.input_ids.shape[1], sequences[:, :-1]
     mask = torch.cat([call.mask, torch.ones_like(ids[:, length:])], dim=1)
     inputs: dict[str, Any] = {"attention_mask": mask, "use_cache": False}
-    if call.is_padded:
-        inputs["position_ids"] = (mask.cumsum(-1) - 1).clamp(min=0)
+    if bool(call.num_pads.any()):
+        inputs["position_ids"] = positions_of(mask)
+    num_new = sequences.shape[1] - length
+    if model._supports_logits_to_keep():
+        inputs["logits_to_keep"] = num_new
     output = model(
         input_ids=ids, output_hidden_states=bool(asked["hidden_states"]), return_dict=True, **inputs
     )
     found: dict[str, tuple[Any, ...]] = {}
-    raw = output.logits[:, length - 1 :].float().unbind(1)
+    raw = output.logits[:, -num_new:].float().unbind(1)
     if asked["scores"]:
         found["scores"] = tuple(
             call.processors(sequences[:, : length + step], logits.clone())

@@ -69,17 +69,9 @@ def translate(call: Call) -> Plan:
                 "is not served"
             )
     draws = bool(call.config.do_sample)
-    own = _own(call) if draws or not _warpers(call.processors) else None
-    if own is None:
-        own = {"temperature": 1.0} if draws else {}
-        return Plan(call=call, own=own, needs_host=True)
-    if draws:
-        own = {"temperature": 1.0, **own}
-    return Plan(call=call, own=own, needs_host=False)
-
-
-def _warpers(processors: Sequence[Any]) -> list[Any]:
-    return [p for p in processors if any(type(p) is kind for kind, _ in _WARPERS)]
+    own = _own(call)
+    needed = {"temperature": 1.0} if draws else {}
+    return Plan(call=call, own={**needed, **(own or {})}, needs_host=own is None)
 
 
 def _own(call: Call) -> dict[str, Any] | None:
@@ -91,7 +83,8 @@ def _own(call: Call) -> dict[str, Any] | None:
     for processor in call.processors:
         found = [i for i, (kind, _) in enumerate(_WARPERS) if type(processor) is kind]
         if found:
-            if found[0] <= place or getattr(processor, "min_tokens_to_keep", 1) != 1:
+            keeps_one = getattr(processor, "min_tokens_to_keep", 1) == 1
+            if not (keeps_one and found[0] > place and call.config.do_sample):
                 return None
             place, name = found[0], _WARPERS[found[0]][1]
             value = getattr(processor, name)

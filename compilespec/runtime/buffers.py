@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import mmap
 
 import torch
@@ -11,7 +10,7 @@ from torch import Tensor
 
 from compilespec.ops.device import traits_of
 from compilespec.program import BufferSpec
-from compilespec.runtime.mapped_pages import MADV_DONTNEED
+from compilespec.runtime.mapped_pages import MADV_DONTNEED, advise
 
 MAPPED = 2**20  # bytes: zero buffers of this size and more are mapped lazily
 
@@ -41,11 +40,7 @@ def release(buffer: Tensor, fill: int = 0) -> int:
     """
     storage = buffer.untyped_storage()
     size = storage.nbytes()
-    if size >= MAPPED and fill == 0:
-        with contextlib.suppress(OSError, AttributeError):  # no Linux
-            place = ctypes.c_void_p(storage.data_ptr())
-            advice = ctypes.c_int(MADV_DONTNEED)
-            if not ctypes.CDLL(None).madvise(place, ctypes.c_size_t(size), advice):
-                return size
+    if size >= MAPPED and fill == 0 and advise(storage.data_ptr(), size, MADV_DONTNEED):
+        return size
     buffer.fill_(fill)
     return 0

@@ -13,7 +13,6 @@ import mmap
 from bisect import bisect_right
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from torch import Tensor
@@ -29,14 +28,12 @@ class MappedPages:
 
     def __init__(self) -> None:
         self._ranges: list[tuple[int, int]] = []  # of private mappings of files, in rising order
-        self._advise: Any = None
         with contextlib.suppress(OSError, AttributeError):
             for line in Path("/proc/self/maps").read_text().splitlines():
                 addresses, permissions, _, _, inode, *_ = line.split()
                 if inode != "0" and permissions.startswith("rw") and permissions[3] == "p":
                     first, _, end = addresses.partition("-")
                     self._ranges.append((int(first, 16), int(end, 16)))
-            self._advise = ctypes.CDLL(None).madvise
 
     def give_back(self, tensors: Iterable[Tensor]) -> int:
         """Drop the whole pages of the tensors that lie in a file's mapping; values stay the same,
@@ -48,7 +45,7 @@ class MappedPages:
 
     def _give_back(self, tensor: Tensor) -> int:
         is_plain = traits_of(tensor.device).is_cpu and not hasattr(tensor, "__tensor_flatten__")
-        if self._advise is None or not is_plain:
+        if not is_plain:
             return 0
         first, num_bytes = tensor.data_ptr(), tensor.nbytes
         place = bisect_right(self._ranges, (first, 2**64)) - 1
@@ -63,8 +60,15 @@ class MappedPages:
             return 0
         is_unchanged = states is not None and bool(((states == 0) | (states & 1 == 1)).all())
         advice = MADV_DONTNEED if is_unchanged else MADV_PAGEOUT
-        refused = self._advise(ctypes.c_void_p(start), ctypes.c_size_t(size), ctypes.c_int(advice))
-        return 0 if refused else size
+        return size if advise(start, size, advice) else 0
+
+
+def advise(start: int, size: int, advice: int) -> bool:
+    """Tell the system what becomes of this process's pages; false where it does not follow."""
+    with contextlib.suppress(OSError, AttributeError):  # no Linux
+        place, length = ctypes.c_void_p(start), ctypes.c_size_t(size)
+        return not ctypes.CDLL(None).madvise(place, length, ctypes.c_int(advice))
+    return False
 
 
 def _page_states(start: int, size: int) -> np.ndarray | None:

@@ -236,7 +236,7 @@ class Scheduler:
 
     def _start(self, request: Request) -> None:
         request.state = RequestState.PREFILL
-        if request.timings.admitted_ms is None:  # after a preemption it finds its own
+        if not _has_begun(request):  # after a preemption it finds its own
             request.timings.admitted_ms = now_ms()
             request.num_found = request.num_cached
             self._stats.count_cached(request.num_cached)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from compilespec.errors import CheckpointError, InvalidOption, NotSupported
 from compilespec.errors.suggest import did_you_mean
+from compilespec.methods.base import Drafter
 from compilespec.program import InputSpec, SpecProgram
 from compilespec.quantization import Quantize, quantize_weights
 from compilespec.runtime.weights import bind_again
@@ -160,8 +161,8 @@ class WeightUpdates:
         self._program, self._specs, self._bound = program, specs, bound
         self._target, self._drafter = target, program.drafter
         self._draft: UpdatableModule | None = None
-        if isinstance(self._drafter, nn.Module):
-            names = getattr(self._drafter, "given_state", {})
+        if isinstance(self._drafter, Drafter):
+            names = self._drafter.given_state
             self._draft = UpdatableModule.of(self._drafter, names, draft_quantize, DRAFTER)
 
     def check(self, weights: Given | None, draft: Given | None) -> list[Write]:
@@ -234,7 +235,8 @@ class WeightUpdates:
                 "update_weights: draft= needs a drafter that has weights, and "
                 f"spec={self._program.method!r} has none: leave it out"
             )
-        load_like = getattr(self._drafter, "load_like", None)
+        assert isinstance(self._drafter, Drafter), "it has a state"
+        load_like = self._drafter.load_like
         if load_like is not None and not draft.names.keys() >= given.keys():
             loaded = dict(state_tensors(load_like(given)))
             given = {n: t for n, t in loaded.items() if not self._is_shared(n, t)}

@@ -5,10 +5,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
-import orjson
-from fastapi import FastAPI, Request, Response
+from fastapi import FastAPI, Request
 from torch import Tensor, nn
 
 from compilespec.errors import EngineClosed, SpecError
@@ -31,7 +30,7 @@ def add_admin_routes(app: FastAPI, service: Service) -> None:
     """Routes below /v1/admin/, which `Guard` opens with an admin key alone."""
 
     @app.post("/v1/admin/update_weights")
-    async def update_weights(request: Request) -> Response:
+    async def update_weights(request: Request) -> dict[str, int]:
         asked = await read_body(request, UpdateWeightsRequest)
         try:  # not on the threads that read prompts: it may wait for requests that run
             version = await asyncio.to_thread(_update, service, asked)
@@ -39,7 +38,7 @@ def add_admin_routes(app: FastAPI, service: Service) -> None:
             raise api_error(error) from error
         except SpecError as error:
             raise bad_request(str(error)) from error
-        return _json({"weights_version": version})
+        return {"weights_version": version}
 
 
 def _update(service: Service, asked: UpdateWeightsRequest) -> int:
@@ -59,7 +58,3 @@ def _weights(service: Service, path: Path) -> Mapping[str, Tensor] | nn.Module:
 
 def _tensors(path: Path) -> dict[str, Tensor]:
     return read_tensors(path) if path.is_dir() else read_weight_file(path)
-
-
-def _json(data: Any) -> Response:
-    return Response(orjson.dumps(data), media_type="application/json")
