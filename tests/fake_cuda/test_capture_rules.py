@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import threading
 from collections.abc import Callable, Iterator
@@ -59,10 +60,8 @@ def _elsewhere(event: torch.cuda.Event) -> None:
 
 
 def _swallow(call: Callable[[], object]) -> None:
-    try:
+    with contextlib.suppress(RuntimeError):
         call()
-    except RuntimeError:
-        pass
 
 
 UNSUPPORTED = "cudaErrorStreamCaptureUnsupported"
@@ -93,7 +92,10 @@ MUST_FAIL: dict[str, tuple[Callable[[Tensor, torch.cuda.Event], object], str]] =
     "sizes that values decide": (lambda x, e: x.nonzero(), f"cudaStreamSynchronize: {UNSUPPORTED}"),
     "rows by a mask": (lambda x, e: x[x > 3], f"cudaStreamSynchronize: {UNSUPPORTED}"),
     "event query": (lambda x, e: e.query(), f"cudaEventQuery: {UNSUPPORTED}"),
-    "event wait of the host": (lambda x, e: e.synchronize(), f"cudaEventSynchronize: {UNSUPPORTED}"),
+    "event wait of the host": (
+        lambda x, e: e.synchronize(),
+        f"cudaEventSynchronize: {UNSUPPORTED}",
+    ),
     "query in another thread": (lambda x, e: _elsewhere(e), f"cudaEventQuery: {UNSUPPORTED}"),
     "event from outside": (
         lambda x, e: torch.cuda.current_stream().wait_event(e),
@@ -196,11 +198,11 @@ def test_a_read_after_a_free_is_seen() -> None:
 
 def test_memory_outside_the_pool_is_seen() -> None:
     """A graph that reads what its owner frees later."""
-    x, y = torch.ones(8, device="cuda"), torch.zeros(8, device="cuda")
-    graph = captured(lambda: y.copy_(x))
+    held, y = [torch.ones(8, device="cuda")], torch.zeros(8, device="cuda")
+    graph = captured(lambda: y.copy_(held[0]))
     graph.replay()
     assert device.faults() == []
-    del x
+    held.clear()
     graph.replay()
     assert device.faults() == [
         "outside the pool: a replayed graph touches memory that was freed since its capture"
@@ -216,7 +218,8 @@ def test_a_side_stream_that_joins_nobody_is_seen() -> None:
         assert (y + 1).tolist() == [1.0] * 8  # the sum does not wait for the copy
     (fault,) = device.faults()
     assert re.fullmatch(
-        r"no order: aten::add.Tensor on the default stream reads what aten::copy_ on stream \d+ writes",
+        r"no order: aten::add.Tensor on the default stream reads "
+        r"what aten::copy_ on stream \d+ writes",
         fault,
     )
 

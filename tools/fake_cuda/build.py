@@ -2,8 +2,9 @@
 
     python -m tools.fake_cuda.build HEADERS     # with the Python of the environment
 
-HEADERS is the include folder of the wheel nvidia-cuda-runtime; cuda.h comes from Triton.  Every name
-that torch's libraries want and nobody wrote gets an entry that ends the process and says its name.
+HEADERS is the include folder of the wheel nvidia-cuda-runtime; cuda.h comes from Triton.  Every
+name that torch's libraries want and nobody wrote gets an entry that ends the process and says its
+name.
 """
 
 from __future__ import annotations
@@ -31,10 +32,12 @@ OWNERS = {
 }  # fmt: skip
 DRIVER = "libcuda.so.1"  # holds all that is written
 # Names of the driver that c10 asks for by name when it starts.
-BY_NAME = """cuMemAddressReserve cuMemRelease cuMemMap cuMemAddressFree cuMemSetAccess cuMemUnmap
-cuMemCreate cuMemGetAllocationGranularity cuMemExportToShareableHandle
-cuMemImportFromShareableHandle cuMemRetainAllocationHandle
-cuMemGetAllocationPropertiesFromHandle cuStreamWriteValue32 cuTensorMapEncodeIm2col""".split()
+BY_NAME = (
+    "cuMemAddressReserve", "cuMemRelease", "cuMemMap", "cuMemAddressFree", "cuMemSetAccess",
+    "cuMemUnmap", "cuMemCreate", "cuMemGetAllocationGranularity", "cuMemExportToShareableHandle",
+    "cuMemImportFromShareableHandle", "cuMemRetainAllocationHandle",
+    "cuMemGetAllocationPropertiesFromHandle", "cuStreamWriteValue32", "cuTensorMapEncodeIm2col",
+)  # fmt: skip
 
 
 def package(name: str) -> Path:
@@ -53,9 +56,7 @@ def main(headers: Path) -> None:
     work = into / "generated"
     work.mkdir(parents=True, exist_ok=True)
     sources = [*sorted((HERE / "driver").iterdir()), *sorted((HERE / "values").iterdir())]
-    wanted = hashlib.sha256(
-        b"".join(path.read_bytes() for path in (*sources, Path(__file__)))
-    ).hexdigest()
+    wanted = hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()
     stamp = into / "built"
     if stamp.exists() and stamp.read_text() == wanted:
         return

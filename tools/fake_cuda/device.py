@@ -77,6 +77,16 @@ def attach_project() -> None:
     attach("aten", "compilespec")
 
 
+@contextlib.contextmanager
+def own_kernels() -> Iterator[None]:
+    """Within, the project's operators run their Triton kernels, which `interpreter` interprets."""
+    _values().values_pass(b"compilespec", 1)
+    try:
+        yield
+    finally:
+        _values().values_pass(b"compilespec", 0)
+
+
 def refusals() -> list[str]:
     """Calls that the driver refused since the last question, each with its error's name."""
     return _lines(_driver().fake_refusals())

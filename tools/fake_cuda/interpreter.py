@@ -28,14 +28,13 @@ runs: dict[str, int] = {}
 def attach() -> None:
     """From now on, in this process, for good."""
     dot = interpreter.InterpreterBuilder.create_dot  # bfloat16 lies there as integers
-    interpreter.InterpreterBuilder.create_dot = lambda self, a, b, *rest: dot(
-        self, _widened(a), _widened(b), *rest
-    )
+    builder: Any = interpreter.InterpreterBuilder
+    builder.create_dot = lambda self, a, b, *rest: dot(self, _widened(a), _widened(b), *rest)
     jit.JITFunction.__call__ = _call
     jit.JITFunction.run = _plain(jit.JITFunction.run)
     from torch._inductor.runtime import triton_heuristics
 
-    autotuner = triton_heuristics.CachingAutotuner
+    autotuner: Any = triton_heuristics.CachingAutotuner
     autotuner.run = _generated(autotuner.run)
 
 

@@ -51,7 +51,7 @@ def install(python: Path, headers: Path) -> None:
 
 
 def _quietly(command: Sequence[str | Path]) -> None:
-    """Run pip; it complains that NVIDIA's libraries, which torch names, are missing, as they shall."""
+    """Run pip, which complains that NVIDIA's libraries are missing: they shall be."""
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     if done.returncode:
         raise SystemExit(done.stderr)
