@@ -75,7 +75,7 @@ class CudaDriver:
         self._device = device
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(device)
-        self._spoilt: list[Any] = []  # torch's allocator may ask again about a failed graph
+        self._spoilt: list[Any] = []  # failed graphs, which torch's allocators may ask again about
 
     def prepare(self) -> None:
         torch.cuda.synchronize(self._device)
@@ -115,12 +115,13 @@ class CudaDriver:
 
     def _abandon(self, graph: Any) -> None:
         """End a failed capture, in torch's allocator too.  torch itself leaves its allocator inside
-        a spoilt capture, where it could not give memory back any more.
+        a spoilt capture, where it could not give memory back any more; and a pool that the last
+        graph left, as the first one that fails would, cannot be captured into again.
         """
+        self._spoilt.append(graph)
         try:
             graph.capture_end()
         except RuntimeError:
-            self._spoilt.append(graph)
             _torch_compat.end_allocating(self._device, self._pool)
 
     def weak(self, tensor: Tensor) -> Tensor:

@@ -190,3 +190,48 @@ API CUresult cuMemGetAddressRange_v2(CUdeviceptr* base, size_t* n, CUdeviceptr p
   if (n) *n = b->bytes;
   return CUDA_SUCCESS;
 }
+
+// --- virtual addresses, as expandable segments use them: memory lies where it is mapped
+struct Physical { size_t bytes; int device; };
+API CUresult cuMemGetAllocationGranularity(size_t* n, const CUmemAllocationProp*, CUmemAllocationGranularity_flags) { *n = 2 << 20; return CUDA_SUCCESS; }
+API CUresult cuMemAddressReserve(CUdeviceptr* p, size_t n, size_t, CUdeviceptr, unsigned long long) {
+  void* q = mmap(nullptr, n, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (q == MAP_FAILED) return CUDA_ERROR_OUT_OF_MEMORY;
+  *p = (CUdeviceptr)q;
+  return CUDA_SUCCESS;
+}
+API CUresult cuMemAddressFree(CUdeviceptr p, size_t n) { munmap((void*)p, n); return CUDA_SUCCESS; }
+API CUresult cuMemCreate(CUmemGenericAllocationHandle* out, size_t n, const CUmemAllocationProp* prop, unsigned long long) {
+  if (auto e = unsafe("cuMemCreate")) return (CUresult)e;
+  Hold h(lock);
+  int device = prop->location.id;
+  count("cuMemCreate", device);
+  if (used_bytes[device] + n > switches().total) return CUDA_ERROR_OUT_OF_MEMORY;
+  used_bytes[device] += n;
+  *out = (CUmemGenericAllocationHandle) new Physical{n, device};
+  return CUDA_SUCCESS;
+}
+API CUresult cuMemRelease(CUmemGenericAllocationHandle p) {
+  Hold h(lock);
+  auto physical = (Physical*)p;
+  used_bytes[physical->device] -= physical->bytes;
+  delete physical;
+  return CUDA_SUCCESS;
+}
+API CUresult cuMemMap(CUdeviceptr p, size_t n, size_t, CUmemGenericAllocationHandle of, unsigned long long) {
+  Hold h(lock);
+  if (mprotect((void*)p, n, PROT_READ | PROT_WRITE)) return CUDA_ERROR_INVALID_VALUE;
+  blocks[(uintptr_t)p] = {n, ((Physical*)of)->device, false, false};
+  return CUDA_SUCCESS;
+}
+API CUresult cuMemSetAccess(CUdeviceptr, size_t, const CUmemAccessDesc*, size_t) { return CUDA_SUCCESS; }
+API CUresult cuMemUnmap(CUdeviceptr p, size_t n) {
+  if (auto e = unsafe("cuMemUnmap")) return (CUresult)e;
+  drain_all(-1);
+  Hold h(lock);
+  forget_memory(p, p + n);
+  blocks.erase(blocks.lower_bound(p), blocks.lower_bound(p + n));
+  madvise((void*)p, n, MADV_DONTNEED);
+  mprotect((void*)p, n, PROT_NONE);
+  return CUDA_SUCCESS;
+}
