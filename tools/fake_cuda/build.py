@@ -28,6 +28,7 @@ OWNERS = {
     "nccl": "libnccl.so.2", "curand": "libcurand.so.10", "cublasLt": "libcublasLt.so.13",
     "cublas": "libcublas.so.13", "cusparse": "libcusparse.so.12", "cufft": "libcufft.so.12",
     "cusolver": "libcusolver.so.12", "nvrtc": "libnvrtc.so.13", "nvshmem": "libnvshmem_host.so.3",
+    "nvml": "libnvidia-ml.so.1",
     "__cuda": "libcudart.so.13", "cuda": "libcudart.so.13", "cu": "libcuda.so.1",
 }  # fmt: skip
 DRIVER = "libcuda.so.1"  # holds all that is written
@@ -123,6 +124,9 @@ def names(path: Path, *flags: str) -> list[str]:
 
 
 def _compile(flags: Sequence[str], source: Path, target: Path) -> None:
+    newest = max(path.stat().st_mtime for path in (source, HERE / "driver/device.h"))
+    if target.exists() and target.stat().st_mtime > newest:
+        return
     subprocess.run(["g++", *flags, "-c", source, "-o", target], check=True)
 
 

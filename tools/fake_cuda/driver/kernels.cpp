@@ -70,7 +70,7 @@ API cudaError_t cudaGetDriverEntryPointByVersion(const char* name, void** f, uns
     for (const char* tail : {"_v3", "_v2", ""}) if (!*f && self) *f = dlsym(self, (std::string(name) + tail).c_str()); }
   if (status) *status = *f ? cudaDriverEntryPointSuccess : cudaDriverEntryPointSymbolNotFound;
   if (!*f) trace("fake_cuda: no driver entry point %s", name);
-  return *f ? cudaSuccess : fail(cudaErrorSymbolNotFound);
+  return cudaSuccess;  // the status says it
 }
 static thread_local std::string text;
 API long fake_launches() { return launch_count; }
