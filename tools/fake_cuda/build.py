@@ -97,11 +97,12 @@ def build_values(headers: Path, into: Path) -> None:
     torch = package("torch")
     folders = [torch / "include", torch / "include/torch/csrc/api/include", headers,
                sysconfig.get_path("include")]  # fmt: skip
-    command = ["g++", "-std=c++20", "-O1", "-fPIC", "-shared", "-w", *(f"-I{f}" for f in folders),
-               HERE / "values/values.cpp", "-o", into / VALUES, f"-L{torch}/lib", "-ltorch_cpu",
-               "-lc10", "-lc10_cuda", f"-L{into}", f"-l:{DRIVER}", "-l:libcudart.so.13",
-               f"-Wl,-rpath,{torch}/lib", "-Wl,-rpath,$ORIGIN"]  # fmt: skip
-    subprocess.run(command, check=True)
+    _cxx(
+        "-std=c++20", "-O1", "-fPIC", "-shared", "-w", *(f"-I{folder}" for folder in folders),
+        HERE / "values/values.cpp", "-o", into / VALUES, f"-L{torch}/lib", "-ltorch_cpu", "-lc10",
+        "-lc10_cuda", f"-L{into}", f"-l:{DRIVER}", "-l:libcudart.so.13", f"-Wl,-rpath,{torch}/lib",
+        "-Wl,-rpath,$ORIGIN",
+    )  # fmt: skip
 
 
 def wanted_names() -> dict[str, dict[str, str]]:
@@ -127,13 +128,18 @@ def _compile(flags: Sequence[str], source: Path, target: Path) -> None:
     newest = max(path.stat().st_mtime for path in (source, HERE / "driver/device.h"))
     if target.exists() and target.stat().st_mtime > newest:
         return
-    subprocess.run(["g++", *flags, "-c", source, "-o", target], check=True)
+    _cxx(*flags, "-c", source, "-o", target)
 
 
 def _link(sources: Iterable[Path], target: Path, script: Path, extra: Sequence[str]) -> None:
-    command = ["g++", "-shared", "-fPIC", f"-Wl,-soname,{target.name}", "-Wl,-rpath,$ORIGIN",
-               "-o", target, *sources, *extra, f"-Wl,--version-script={script}"]  # fmt: skip
-    subprocess.run(command, check=True)
+    _cxx(
+        "-shared", "-fPIC", f"-Wl,-soname,{target.name}", "-Wl,-rpath,$ORIGIN", "-o", target,
+        *sources, *extra, f"-Wl,--version-script={script}",
+    )  # fmt: skip
+
+
+def _cxx(*arguments: str | Path) -> None:
+    subprocess.run(["g++", *arguments], check=True)
 
 
 def _table(owner: str, missing: Iterable[str]) -> str:

@@ -33,24 +33,24 @@ def main(folder: Path) -> None:
     if not stamp.exists() or stamp.read_text() != wanted:
         install(python, folder / "headers")
         stamp.write_text(wanted)
-    command = [python, "-m", "tools.fake_cuda.build", folder / "headers/nvidia/cu13/include"]
-    subprocess.run(command, cwd=ROOT, check=True)
+    include = str(folder / "headers/nvidia/cu13/include")
+    subprocess.run([python, "-m", "tools.fake_cuda.build", include], cwd=ROOT, check=True)
 
 
 def install(python: Path, headers: Path) -> None:
     constraints = ROOT / "constraints.txt"
     pinned = dict(re.findall(r"^(torch|triton)==([\w.]+)", constraints.read_text(), re.M))
-    pip = [python, "-m", "pip", "--disable-pip-version-check", "--quiet", "install"]
+    pip = [str(python), "-m", "pip", "--disable-pip-version-check", "--quiet", "install"]
     exactly = f"torch==={pinned['torch']}"  # else a build for the CPU, 2.x+cpu, is taken too
     _quietly([*pip, "--no-deps", exactly, f"triton=={pinned['triton']}"])
     with (ROOT / "pyproject.toml").open("rb") as file:
         project = tomllib.load(file)["project"]["dependencies"]
     others = [one for one in project if not one.startswith(OURS)]
-    _quietly([*pip, "-c", constraints, *TORCH_NEEDS, *TESTS_NEED, *others])
-    _quietly([*pip, "--no-deps", "--upgrade", "--target", headers, *HEADERS])
+    _quietly([*pip, "-c", str(constraints), *TORCH_NEEDS, *TESTS_NEED, *others])
+    _quietly([*pip, "--no-deps", "--upgrade", "--target", str(headers), *HEADERS])
 
 
-def _quietly(command: Sequence[str | Path]) -> None:
+def _quietly(command: Sequence[str]) -> None:
     """Run pip, which complains that NVIDIA's libraries are missing: they shall be."""
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     if done.returncode:
