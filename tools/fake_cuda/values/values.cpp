@@ -347,7 +347,14 @@ extern "C" int values_enqueue_python(const char* name, PyObject* function, const
   auto run = [](void* p) {
     auto gil = PyGILState_Ensure();
     PyObject* r = PyObject_CallNoArgs((PyObject*)p);
-    if (!r) PyErr_Print(); else Py_DECREF(r);
+    if (r) Py_DECREF(r);
+    else {
+      PyObject *type, *value, *where;
+      PyErr_Fetch(&type, &value, &where);
+      PyObject* said = value ? PyObject_Str(value) : nullptr;
+      fake_fault((std::string("values: a kernel in Python: ") + (said ? PyUnicode_AsUTF8(said) : "failed")).c_str());
+      Py_XDECREF(said), Py_XDECREF(type), Py_XDECREF(value), Py_XDECREF(where);
+    }
     PyGILState_Release(gil);
   };
   auto drop = [](void* p) { auto gil = PyGILState_Ensure(); Py_DECREF((PyObject*)p); PyGILState_Release(gil); };
