@@ -36,6 +36,7 @@ IN_API_WORDS = (
         r"set engine\.tokenizer\.chat_template, or give text",
         "ask /v1/completions, or start the server with --chat-template FILE",
     ),
+    (r"compile with spec='suffix', or put", "start the server with --spec suffix, or put"),
     (r"compile with tokenizer=\.\.\.", "serve a model that has one"),
 )
 
