@@ -73,10 +73,10 @@ fake-cuda:
 
 test-fake-cuda:
 	@[ -x $(FAKE_PY) ] || { echo "error: no $(FAKE): make fake-cuda" >&2; exit 2; }
-	$(FAKE_PY) -m pytest -m "fake_cuda and not slow" $(PYTEST_FLAGS)
+	$(FAKE_PY) -m pytest -n $(TEST_WORKERS) -m "fake_cuda and not slow" tests/fake_cuda $(PYTEST_FLAGS)
 
 test-fake-cuda-slow:
-	$(FAKE_PY) -m pytest -m "fake_cuda and slow" $(PYTEST_FLAGS)
+	$(FAKE_PY) -m pytest -m "fake_cuda and slow" tests/fake_cuda tests/cudagraphs tests/ops/test_triton_gpu.py $(PYTEST_FLAGS)
 
 fake-cuda-matrix:
 	$(FAKE_PY) -m tools.fake_cuda.matrix

@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 HEADERS = ("nvidia-cuda-runtime==13.0.*", "nvidia-cuda-crt==13.0.*")
 TORCH_NEEDS = ("filelock", "typing-extensions", "sympy", "networkx", "jinja2", "fsspec",
                "numpy", "setuptools")  # fmt: skip
-TESTS_NEED = ("pytest", "hypothesis", "llguidance", "prometheus-client", "psutil")
+TESTS_NEED = ("pytest", "pytest-xdist", "hypothesis", "llguidance", "prometheus-client", "psutil")
 OURS = ("torch", "triton")  # of the project's dependencies, those that are installed apart
 
 
