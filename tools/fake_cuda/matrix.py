@@ -33,8 +33,9 @@ PARTS: dict[str, tuple[str, ...]] = {
     "llama, cuda:1": ("llama", *_KINDS, "--device", "cuda:1"),
     **{family: (family, "none", "ngram", "eagle3") for family in OTHERS},
     **{
-        f"{family}, inductor": (family, "none", "eagle3", "--backend", "inductor")
+        f"{family} {method}, inductor": (family, method, "--backend", "inductor")
         for family in INDUCTOR
+        for method in ("none", "eagle3")
     },
 }
 
