@@ -64,7 +64,7 @@ async def answer_messages(service: Service, request: Request) -> Response:
     """Raises: ApiError, ClientGone."""
     asked = await read_body(request, MessagesRequest)
     service.check_model(asked.model)
-    answer = _Answer(service, asked)
+    answer = _Message(service, asked)
     prompts, tickets = await unless_left(request, service.submit(answer.chat.read, asked.priority))
     if asked.stream:
         events = answer.events(prompts, tickets)
@@ -86,7 +86,7 @@ async def count_tokens(service: Service, request: Request) -> Response:
     return Response(orjson.dumps({"input_tokens": number}), media_type="application/json")
 
 
-class _Answer:
+class _Message:
     def __init__(self, service: Service, asked: MessagesRequest) -> None:
         self._service, self._id = service, f"msg_{uuid.uuid4().hex[:24]}"
         self._model = service.name_of(asked.model)
@@ -272,7 +272,7 @@ def _read_tool(tool: dict[str, Any]) -> dict[str, Any]:
 
 
 def _read_message(message: dict[str, Any], place: str) -> list[dict[str, Any]]:
-    """A message in OpenAI's form; results of tools become messages of their own, before it."""
+    """A message in OpenAI's form; results of tools become messages before it."""
     role, content = message.get("role"), message.get("content")
     if role not in ("user", "assistant") or not isinstance(content, str | list):
         raise bad_request(
