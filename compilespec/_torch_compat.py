@@ -163,6 +163,17 @@ def traced_codes() -> list[types.CodeType]:
     return list(dict.fromkeys(TracingContext.get_traced_code() or ()))
 
 
+def size_guards() -> list[tuple[Any, str]]:
+    """Inside a backend's call: the conditions on sizes that Dynamo met, as sympy expressions, each
+    with the source line that asked (`ShapeEnv.guards`).
+    """
+    from torch._guards import TracingContext
+
+    mode = TracingContext.get().fake_mode
+    guards = mode.shape_env.guards if mode is not None and mode.shape_env else ()
+    return [(guard.expr, str(guard.sloc.maybe_user_loc or "")) for guard in guards]
+
+
 def fake_mode() -> Any:
     """A fresh `FakeTensorMode` with a shape environment that merges equal dynamic sizes into one
     symbol.

@@ -38,7 +38,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor, fx
@@ -69,6 +69,19 @@ class TracedInput:
     kind: Literal["weight", "symbol", "argument"]
 
 
+class Branch(NamedTuple):
+    """A condition on the number of tokens of a call that holds in a captured graph."""
+
+    condition: str
+    """Such as "T <= 24"."""
+    place: str
+    """The source line that asks."""
+    shorter: int
+    """The largest number of tokens below the captured one for which it does not hold; 0: none."""
+    longer: int
+    """The number of tokens from which on it never holds; 0: none."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Traced:
     """One whole graph of an unmodified forward, as Dynamo gives it (torch IR)."""
@@ -78,6 +91,7 @@ class Traced:
     inputs: tuple[TracedInput, ...]  # in placeholder order
     weights: Mapping[str, Tensor]  # by full name, "target.model.embed_tokens.weight"
     trace_ms: float
+    branches: tuple[Branch, ...] = ()  # of the call's Python code, by the number of tokens
     reused: bool = False  # true: an earlier capture of a like model was reused
     why_traced: str = ""  # otherwise the reason why none was
     expanded: Traced | None = None  # the same call before its attention was put over latents

@@ -16,6 +16,7 @@ import compilespec.ops  # noqa: F401  (registers the operators)
 from compilespec import _torch_compat
 from compilespec.errors import SpecError, TraceError, UnsupportedModel
 from compilespec.program import Traced, module_path
+from compilespec.tracing.branches import branches_of
 from compilespec.tracing.naming import clean_module_paths, name_inputs, source_line
 from compilespec.tracing.quantized_weights import stand_ins
 from compilespec.tracing.reuse import reused
@@ -69,6 +70,7 @@ def _capture(
 
     def keep(gm: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
         captured.update(gm=gm, inputs=inputs, codes=_torch_compat.traced_codes())
+        captured["guards"] = _torch_compat.size_guards()
 
         def stop(*_: Any) -> Any:
             raise _Captured
@@ -103,11 +105,14 @@ def _capture(
     )
     clean_module_paths(gm)
     _refuse_sizes_of_data(gm, module, name)
+    sizes = {node.meta["role"]: node for node in gm.graph.nodes if node.op == "placeholder"}
+    shapes = [sizes[one].meta["example_value"].shape for one in names if one in sizes]
     traced = Traced(
         name=name,
         graph_module=gm,
         inputs=tuple(inputs),
         weights=weights,
+        branches=branches_of(captured["guards"], shapes, arguments[names[0]][1]),
         trace_ms=(time.perf_counter() - started) * 1e3,
     )
     own = function.__code__  # a copy of `call`'s

@@ -26,7 +26,7 @@ from torch import Tensor, fx
 from compilespec import _torch_compat
 from compilespec._torch_compat import OpOverload, OpOverloadPacket, size_expression
 from compilespec.ops._build import cache_directory
-from compilespec.program import Traced, TracedInput
+from compilespec.program import Branch, Traced, TracedInput
 from compilespec.tracing.fingerprint import CannotKey
 
 logger = logging.getLogger("compilespec")
@@ -91,6 +91,7 @@ def _record(traced: Traced) -> dict[str, Any]:
     inputs = [(entry.name, entry.kind) for entry in traced.inputs]
     return {
         "name": traced.name, "inputs": inputs, "hints": hints, "texts": [*texts], "nodes": nodes,
+        "branches": traced.branches,
     }  # fmt: skip
 
 
@@ -124,6 +125,7 @@ def _rebuild(record: Mapping[str, Any]) -> Traced:
         inputs=tuple(TracedInput(name=name, kind=kind) for name, kind in record["inputs"]),
         weights={},
         trace_ms=0.0,
+        branches=tuple(Branch(*branch) for branch in record["branches"]),
     )
 
 

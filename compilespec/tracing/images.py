@@ -31,17 +31,17 @@ def media_rows(model: nn.Module, medium: Medium, inputs: Mapping[str, Tensor]) -
     the tower.
     """
     output = getattr(model, medium.features)(**inputs, return_dict=True)
-    rows = _by_image(getattr(output, "pooler_output", output))
     deep = getattr(output, "deepstack_features", None)
-    if deep is None:
-        return rows
     count = num_deep_layers(model)
-    if not count:
+    if deep is not None and not count:
         raise NotSupported(
             f"{type(model).__name__} adds features of images to several of its layers: expected "
             f"rows among the embeddings, and features that {DEEPSTACK} adds; give text alone, or "
             "another model"
         )
+    rows = _by_image(getattr(output, "pooler_output", output))
+    if deep is None:
+        return rows
     parts = [rows, *(_by_image(one) for one in deep[:count])]
     return [torch.cat(of_image, -1) for of_image in zip(*parts, strict=True)]
 

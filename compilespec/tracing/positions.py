@@ -405,9 +405,17 @@ def _users_of_count(
     """A count and all that is made of it and of positions alone, in order."""
     found = {count}
     for node in gm.graph.nodes:
-        if found.intersection(node.all_input_nodes) and is_inside(node):
+        reads = found.intersection(node.all_input_nodes) and not _reads_dtype_alone(node)
+        if reads and is_inside(node):
             found.add(node)
     return [node for node in gm.graph.nodes if node in found]
+
+
+def _reads_dtype_alone(node: fx.Node) -> bool:
+    """True for `positions.new_ones(())` and the like, where transformers' mask makers begin."""
+    value = node.meta.get("example_value")
+    is_scalar = isinstance(value, Tensor) and value.dim() == 0
+    return is_scalar and node.op == "call_method" and str(node.target).startswith("new_")
 
 
 def take_positions(traced: Traced) -> Traced:

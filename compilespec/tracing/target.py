@@ -24,6 +24,7 @@ from compilespec.tracing.attention import (
     mark_plain_attention,
     marked_attention,
 )
+from compilespec.tracing.branches import check_branches
 from compilespec.tracing.capture import EXAMPLE_SHAPE, trace_call
 from compilespec.tracing.eager_attention import mark_eager_attention
 from compilespec.tracing.images import marked_deep_rows, rope_module
@@ -103,6 +104,8 @@ def trace_target(
         if is_transformers:  # it is given masks to add to its scores
             traced, takes_positions, _ = trace(EAGER)
         reasons = mark_eager_attention(traced)
+    call, _ = _target_call(model, is_transformers, has_offsets=False)
+    check_branches(traced, model, call, longest, EXAMPLE_SHAPE[1])
     if not takes_positions:
         traced = take_positions(traced)
     read_masks(traced, model)

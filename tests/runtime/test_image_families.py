@@ -12,6 +12,9 @@ from torch import Tensor, nn
 
 import compilespec
 from compilespec import SamplingParams
+from compilespec.errors import NotSupported
+from compilespec.tracing.images import media_rows
+from compilespec.tracing.media import medium_of
 from tests.support.images import IMAGE, TEXT_SIZES, TOWER_SIZES, VIDEO
 from tests.support.models import enliven
 
@@ -26,6 +29,11 @@ SMALL = {
     "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 1, "num_attention_heads": 2,
     "patch_size": 4,
 }  # fmt: skip
+DEEP = {
+    **MERGED, "depth": 2, "hidden_size": 24, "intermediate_size": 40, "out_hidden_size": 48,
+    "deepstack_visual_indexes": [0], "num_position_embeddings": 16,
+}  # fmt: skip
+PLAIN_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 PINPOINTS = [[12, 24], [24, 12], [24, 24]]
 MARKS = {"vision_start_token_id": 92, "vision_end_token_id": 93}
 GRIDS: dict[str, Any] = {"patches": 96, "image_grid_thw": [[1, 4, 6], [1, 2, 4]]}
@@ -74,10 +82,19 @@ FAMILIES: dict[str, Callable[[], tuple[dict[str, Any], dict[str, Any]]]] = {
          "text_config": llama(), "scale_factor": 2},
         {"pixels": (1, 2, 3, 16, 16)}),
     "Qwen3VL": lambda: (
-        {"vision_config": {**MERGED, "depth": 2, "hidden_size": 24, "intermediate_size": 40,
-                           "out_hidden_size": 48, "deepstack_visual_indexes": [0],
-                           "num_position_embeddings": 16},
-         "text_config": {**ROPE, "head_dim": 12}, "video_token_id": VIDEO, **MARKS}, GRIDS),
+        {"vision_config": DEEP, "text_config": {**ROPE, "head_dim": 12}, "video_token_id": VIDEO,
+         **MARKS}, GRIDS),
+    "Qwen3VLMoe": lambda: (
+        {"vision_config": DEEP, "video_token_id": VIDEO, **MARKS,
+         "text_config": {**ROPE, "head_dim": 12, "num_experts": 4, "num_experts_per_tok": 2,
+                         "moe_intermediate_size": 32, "decoder_sparse_step": 1}}, GRIDS),
+    "CohereCompass": lambda: (
+        {"vision_config": DEEP, "video_token_id": VIDEO, **MARKS,
+         "text_config": {**TEXT_SIZES, "head_dim": 12, "rope_parameters": {
+             "full_attention": PLAIN_ROPE, "sliding_attention": PLAIN_ROPE}}}, GRIDS),
+    "Cosmos3Omni": lambda: (
+        {"vision_config": DEEP, "text_config": {**ROPE, "head_dim": 12}, "video_token_id": VIDEO,
+         **MARKS}, GRIDS),
     "PaliGemma": lambda: (
         {"vision_config": siglip(), "projection_dim": 48,
          "text_config": transformers.GemmaConfig(**TEXT_SIZES, head_dim=16)},
@@ -93,6 +110,8 @@ def made(family: str) -> tuple[nn.Module, dict[str, Tensor]]:
     model = transformers.AutoModelForImageTextToText.from_config(
         config, attn_implementation="eager"
     )
+    if family == "Qwen3VLMoe":  # grouped products have no float64
+        model.set_experts_implementation("batched_mm")
     images = {name: torch.tensor(rows) for name, rows in shapes.items() if name.startswith("image")}
     if "patches" in shapes:
         shape = (int(images["image_grid_thw"].prod(-1).sum()), shapes["patches"])
@@ -125,3 +144,20 @@ def test_tokens_are_those_of_the_models_own_generate(family):
     with compilespec.compile(model, backend="eager", **sizes) as engine:
         (output,) = engine.generate([given], PARAMS)
     assert (output.error, output.token_ids) == (None, out[0, len(ids) :].tolist())
+
+
+def test_features_of_layers_that_no_pass_adds_are_refused():
+    """Granite 4 Vision adds features in layers of its own choice, and has no rows besides."""
+    tower = transformers.SiglipVisionConfig(
+        **{**TOWER_SIZES, "num_hidden_layers": 2, "image_size": 24, "hidden_size": 64},
+        vision_use_head=False,
+    )
+    config = transformers.Granite4VisionConfig(
+        vision_config=tower, text_config=TEXT_SIZES, image_token_id=IMAGE, downsample_rate="1/2",
+        image_grid_pinpoints=[[24, 48]], deepstack_layer_map=[[-1, 0]], spatial_target_layers=[],
+        vision_feature_layer=-1, vision_feature_select_strategy="full",
+    )  # fmt: skip
+    model = transformers.AutoModelForImageTextToText.from_config(config).eval()
+    images = {"pixel_values": torch.randn(1, 3, 3, 24, 24), "image_sizes": torch.tensor([[24, 48]])}
+    with pytest.raises(NotSupported, match="adds features of images to several of its layers"):
+        media_rows(model, medium_of(model), images)
