@@ -14,7 +14,10 @@ import compilespec
 from compilespec import SamplingParams
 from compilespec.errors import InvalidRequest
 from compilespec.inspect.why.asked import other_forms
+from compilespec.inspect.why.causes import Findings, Piece, assign
+from compilespec.inspect.why.reading import DraftReader
 from compilespec.inspect.why.records import KNOWN
+from compilespec.inspect.why.texts import LostDrafts
 from compilespec.methods.parts.d2t import target_ids
 
 PROMPTS = (
@@ -235,3 +238,50 @@ def test_forms_of_prompts(prompt, lacks, other):
     chat = Chat()
     (found,) = other_forms(chat.encode(prompt), chat).items()
     assert found == (lacks, tuple(chat.encode(other)))
+
+
+def test_quantized_weights_are_tried_as_they_are_stored():
+    with build(draft_quantize="int8_dynamic") as quantized:
+        found = quantized.explain(PROMPTS[:1], GREEDY)
+    told = [*found.tried, *(one.evidence for one in found.causes)]
+    assert any("the weights of the checkpoints" in one for one in told)
+
+
+def piece(place=1, **known):
+    lost = LostDrafts(text=0, place=place, index=9, count=1)
+    usual = {"is_best": True, "odds": 0.1, "is_known": True, "is_right": False}
+    return Piece(lost=lost, params=known.pop("params", GREEDY), **{**usual, **known})
+
+
+@pytest.mark.parametrize(
+    ("known", "cause"),
+    [
+        ({}, "drafter"),
+        ({"is_known": False}, "draft_vocabulary"),
+        ({"odds": 0.6}, "near_tie"),
+        ({"place": 2, "is_right": True}, "later_places"),
+        ({"is_best": False, "params": SamplingParams(temperature=1.0)}, "sampling"),
+        ({"is_right": True, "params": SamplingParams(temperature=1.0)}, "sampling"),
+        ({"is_best": False, "odds": 2.0}, "sampling"),  # penalties, or a bias
+        ({"is_best": False, "params": SamplingParams(guide={"type": "json_object"})}, "guide"),
+    ],
+)
+def test_the_order_of_causes(known, cause):
+    findings = Findings(num_draft_tokens=3, reader=None)
+    findings.pieces.append(piece(**known))
+    (found,) = assign(findings)
+    assert (found.name, found.num_lost) == (cause, 1)
+
+
+def test_places_past_the_drafters_positions_are_long():
+    class Config:
+        max_position_embeddings = 9
+
+    class Drafter:
+        config = Config()
+
+    findings = Findings(num_draft_tokens=3, reader=DraftReader(drafter=Drafter()))
+    findings.pieces.append(piece())
+    assert assign(findings)[0].name == "long_context"
+    Config.max_position_embeddings = 10
+    assert assign(findings)[0].name == "drafter"
