@@ -19,6 +19,8 @@ from compilespec.inspect.why.reading import DraftReader
 from compilespec.inspect.why.records import KNOWN
 from compilespec.inspect.why.texts import LostDrafts
 from compilespec.methods.parts.d2t import target_ids
+from compilespec.tracing.weight_marks import fingerprint
+from compilespec.training.trainer import note_target
 
 PROMPTS = (
     "class Stack:\n    def __init__(self):\n        self.items = []\n\n    def push(self, item):\n",
@@ -285,3 +287,27 @@ def test_places_past_the_drafters_positions_are_long():
     assert assign(findings)[0].name == "long_context"
     Config.max_position_embeddings = 10
     assert assign(findings)[0].name == "drafter"
+
+
+def test_a_digest_knows_weights_in_any_width():
+    weights = {"a": torch.randn(40, 30), "b": torch.randn(7), "c": torch.randn(5, 3, 2)}
+    own = fingerprint(weights)
+    assert own == fingerprint({name: one.bfloat16() for name, one in weights.items()})
+    assert own == fingerprint({**weights, "b": torch.zeros(7)})  # vectors and scales do not count
+    other = weights["a"] + 0.1
+    assert fingerprint({**weights, "a": other}) != own
+
+    class Quantized(torch.Tensor):
+        pass
+
+    assert fingerprint({**weights, "a": weights["a"].as_subclass(Quantized)}) is None
+
+
+def test_a_saved_drafter_knows_its_target(tmp_path):
+    note_target(tmp_path, "abc")  # a folder without config.json is left alone
+    file = tmp_path / "config.json"
+    file.write_text('{"hidden_size": 8}')
+    note_target(tmp_path, None)
+    assert json.loads(file.read_text()) == {"hidden_size": 8}
+    note_target(tmp_path, "abc")
+    assert json.loads(file.read_text()) == {"hidden_size": 8, "target_fingerprint": "abc"}

@@ -134,9 +134,12 @@ class DraftReader:
 
 
 def draft_reader(program: SpecProgram) -> DraftReader | None:
-    """The reader of the program's drafter; None for those that cannot be run over a text."""
+    """The reader of the program's drafter; None for those that cannot be run over a text, or whose
+    drafts may come from a look-up.
+    """
     drafter: Any = program.drafter
-    drafter = getattr(drafter, "model", drafter) if program.capabilities.combines else drafter
+    if program.capabilities.looks_up:
+        return None
     is_head = isinstance(drafter, RecycledDrafter) and hasattr(drafter, "logits")
     is_model = isinstance(drafter, ModelDrafter) and drafter.vocab_map is None
     return DraftReader(drafter=drafter) if is_head or is_model else None
