@@ -541,6 +541,9 @@ class HostCapabilities(Protocol):
     def combines(self) -> bool: ...
 
     @property
+    def remembers_texts(self) -> bool: ...
+
+    @property
     def drafts_in_step(self) -> bool: ...
 
 

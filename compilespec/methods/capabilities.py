@@ -45,6 +45,7 @@ class Capabilities:
     reads_hidden_states: bool = False  # the target's, tapped at the drafter's aux layers
     outputs_hidden_states: bool = False  # the step outputs them, for the drafter's `recorder`
     looks_up: bool = False  # drafts, some at least, are found in texts: steps of K = 0 look, too
+    remembers_texts: bool = False  # texts beside the request's own are looked up, predictions too
     own_kv_cache: bool = False  # the drafter writes its own KV cache
     lossless: bool = True
     chooses: bool = False  # a placeholder for a method that is picked before anything is built

@@ -86,7 +86,7 @@ def combined_capabilities(finder: Capabilities, model: Capabilities) -> Capabili
         options = (*finder.options, *model.options)
     return dataclasses.replace(
         model, name=f"{finder.name}+{model.name}", looks_up=True, aliases=(), options=options,
-        lossless=finder.lossless and model.lossless,
+        lossless=finder.lossless and model.lossless, remembers_texts=finder.remembers_texts,
     )  # fmt: skip
 
 

@@ -21,12 +21,19 @@ from compilespec.runtime.guides import Vocabulary
 from compilespec.runtime.host_masks import make_follower
 from compilespec.runtime.image_inputs import has_media
 from compilespec.runtime.image_prompts import ImagePrompt, ImageReader, ReadPrompt
-from compilespec.runtime.prompts import as_prompt_list, check_choices, check_params, read_prompt
+from compilespec.runtime.prompts import (
+    as_prompt_list,
+    check_choices,
+    check_params,
+    read_prompt,
+    read_text,
+)
 from compilespec.runtime.request import Request, RequestState
 from compilespec.runtime.sampling_params import SamplingParams
 from compilespec.runtime.sampling_rows import read_bias
 
 Params = SamplingParams | Sequence[SamplingParams] | None
+_END_OF_PROMPT = 16  # tokens after which a prediction is looked up
 
 
 class Admission:
@@ -111,6 +118,10 @@ class Admission:
         eos = frozenset[int]() if params.ignore_eos else self._eos_token_ids
         stop_ids = eos.union(params.stop_token_ids)
         check_choices(params, stop_ids, self._geometry.config.vocab_size)
+        predicted: tuple[int, ...] = ()
+        if params.prediction:
+            told = read_text(params.prediction, self._tokenizer, self._geometry)
+            predicted = (*ids[-_END_OF_PROMPT:], *told)
         seed = secrets.randbits(63) if params.seed is None else params.seed
         bias = read_bias(params)
         requests = [
@@ -126,6 +137,7 @@ class Admission:
                 content_ids=read.content_ids,
                 ahead=read.ahead,
                 rope=read.rope,
+                predicted=predicted,
                 has_long_rope=self._outgrows_short_rope(len(ids) + params.max_new_tokens),
                 guide=make_follower(params, self._vocabulary, end_ids=eos, stop_ids=stop_ids),
                 output_text=OutputText(self._tokenizer, ids, params.stop, self._hidden(params))

@@ -173,7 +173,7 @@ class Engine:
         """
         self._check_free()
         request = self.make_request(prompt, params, priority)
-        self._scheduler.add(request)
+        self._add(request)
         return request
 
     @check_keywords
@@ -219,6 +219,10 @@ class Engine:
     def enqueue(self, request: Request) -> None:
         """Queue requests of `make_request` or `make_samples`."""
         self._check_open()
+        self._add(request)
+
+    def _add(self, request: Request) -> None:
+        self._keep_text(request.predicted)
         self._scheduler.add(request)
 
     def take_delta(self, request: Request, index: int = 0) -> Delta | None:
@@ -470,8 +474,10 @@ class Engine:
         Raises: InvalidRequest (neither, or an id outside the vocabulary), EngineClosed.
         """
         self._check_open()
+        self._keep_text(read_text(text, self.tokenizer, self.geometry))
+
+    def _keep_text(self, tokens: Sequence[int]) -> None:
         size = self.geometry.config.max_seq_len
-        tokens = read_text(text, self.tokenizer, self.geometry)
         for first in range(0, len(tokens), size):
             self._executor.keep_text(tokens[first : first + size])
 
@@ -579,7 +585,7 @@ class Engine:
     def _queue(self, requests: Sequence[Request]) -> None:
         for request in requests:
             if not request.finished:
-                self._scheduler.add(request)
+                self._add(request)
 
     def _drop(self, requests: Sequence[Request]) -> None:
         """Leave nothing behind when a call ends early; close() has aborted all there was."""

@@ -138,7 +138,7 @@ class Executor(Protocol):
         """
 
     def keep_text(self, tokens: Sequence[int]) -> None:
-        """Remember the tokens of a request that ended, for drafters that read past texts."""
+        """Remember a text, such as that of a request that ended, for drafters that read them."""
 
     def set_masks(self, rows: Sequence[int], masks_NSW: Tensor) -> None:
         """Write the allowed ids at the first rows of these rows' next window: int32, one bit for

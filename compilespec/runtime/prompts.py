@@ -144,6 +144,11 @@ def check_params(params: Any, tokenizer: Tokenizer | None, geometry: Geometry) -
             raise InvalidRequest(
                 f"SamplingParams.{name} needs an engine that was compiled with {option}"
             )
+    if params.prediction is not None and not geometry.capabilities.remembers_texts:
+        raise InvalidRequest(
+            f"SamplingParams.prediction: spec={geometry.capabilities.name!r} looks no texts up; "
+            "compile with spec='suffix', or put 'suffix+' before another method's name"
+        )
     if params.stop and tokenizer is None:
         raise InvalidRequest(
             "SamplingParams.stop needs a tokenizer and the engine has none; compile with "

@@ -50,6 +50,7 @@ class Request:
     ahead: tuple[int, ...] = ()  # the number of later tokens that each prompt token sees; (): none
     rope: RopeOffsets | None = None  # its rotary positions minus its token positions
     has_long_rope: bool = False  # true: it may outgrow a model's short rotary table
+    predicted: tuple[int, ...] = ()  # the end of its prompt, and what its output may repeat
     processor: HostProcessor | None = None  # calls its logits processor, while it is admitted
     state: RequestState = RequestState.WAITING
     output_token_ids: list[int] = field(default_factory=list)

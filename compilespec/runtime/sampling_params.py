@@ -128,6 +128,12 @@ class SamplingParams:
     num_draft_tokens: int | None = None
     """Draft tokens per step for this request, at most the engine's; None is the engine's."""
 
+    prediction: str | tuple[int, ...] | None = None
+    """Text, or ids, that much of the output is expected to repeat, such as the file that is edited:
+    drafts are looked up there, too.  It changes no token.  Only methods that remember texts take
+    it: "suffix", alone or before another one.
+    """
+
     adapter: str | None = None
     """The LoRA adapter to generate with, by the name that it has in `compile(adapters=)` or
     `Engine.load_adapter`; None is the target as it is."""
@@ -188,6 +194,11 @@ def _check_hooks(params: SamplingParams) -> None:
         from compilespec.runtime.guides import as_guide
 
         object.__setattr__(params, "guide", as_guide(params.guide))
+    told = params.prediction
+    if told is not None and not isinstance(told, str):
+        ids = tuple(told) if isinstance(told, Iterable) else (-1,)
+        _check_ids("prediction", ids)
+        object.__setattr__(params, "prediction", ids)
     if params.adapter is not None and not isinstance(params.adapter, str):
         raise _invalid("adapter", "the name of an adapter, or None", params.adapter)
     after = params.guide_after_token_id

@@ -43,6 +43,7 @@ def read_params(
             "stop": asked.stop,
             "logprobs": asked.wants_logprobs,
             "prompt_logprobs": _prompt_logprobs(asked),
+            "prediction": _prediction(asked.prediction),
             **chosen,
         }
     )
@@ -72,6 +73,24 @@ def read_guide(asked: Sampling) -> Any:
             raise _bad_format('{"type": "choice", "choice": ["...", "..."]}')
         return Choice(choice)
     raise _bad_format("a type of text, json_object, json_schema, regex or choice")
+
+
+def _prediction(given: dict[str, Any] | None) -> str | None:
+    """The text that the output may repeat (OpenAI's predicted outputs).  Raises: ApiError."""
+    if given is None:
+        return None
+    content = given.get("content")
+    parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
+    is_text = isinstance(parts, list) and all(
+        isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
+        for part in parts
+    )
+    if given.get("type") != "content" or not is_text or set(given) != {"type", "content"}:
+        raise bad_request(
+            'prediction: expected {"type": "content", "content": "..."}, or a list of text parts',
+            param="prediction",
+        )
+    return "".join(part["text"] for part in parts or ())
 
 
 def _bad_format(expected: str) -> Exception:

@@ -92,6 +92,7 @@ class Sampling(Asked):
     frequency_penalty: float | None = None
     logit_bias: dict[int, float] | None = None
     response_format: dict[str, Any] | None = None
+    prediction: dict[str, Any] | None = None
 
     # Accepted without effect.
     user: str | None = None

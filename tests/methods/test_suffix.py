@@ -14,6 +14,8 @@ from compilespec import SamplingParams
 from compilespec.errors import InvalidOption, InvalidRequest
 from compilespec.methods.suffix import METHOD
 from compilespec.ops.suffix_match import suffix_match, suffix_match_reference
+from compilespec.serving.params import read_params
+from compilespec.serving.protocol import ChatRequest
 from tests.support.direct_methods import MAX_SEQ_LEN, SIZES, check_traffic
 from tests.support.models import VOCAB, ask_all, tiny_target
 
@@ -142,6 +144,34 @@ def test_texts_are_remembered_that_no_request_gave(target, engine):
         engine.remember([VOCAB])
     with pytest.raises(InvalidRequest, match="empty"):
         engine.remember([])
+
+
+def test_a_prediction_is_drafted_from_the_first_token_on(target, engine):
+    asks = ask_all(target, [(13, 24), (10, 24)])
+    told = [ask.tokens for ask in asks]
+    told[1] = [*told[1][:12], (told[1][12] + 1) % VOCAB, *told[1][13:]]  # an edit
+    params = [
+        SamplingParams(max_new_tokens=24, ignore_eos=True, prediction=list(tokens))
+        for tokens in told
+    ]
+    outputs = engine.generate([list(ask.prompt) for ask in asks], params)
+    for ask, output in zip(asks, outputs, strict=True):
+        assert list(output.token_ids) == list(ask.tokens)
+        assert output.emitted_per_step[0] == 4
+    assert outputs[0].acceptance_length > 3.4
+    assert outputs[1].acceptance_length > 2.4
+    with pytest.raises(InvalidRequest, match="prediction: expected token ids of at least 0"):
+        SamplingParams(prediction=3)
+    with pytest.raises(InvalidRequest, match="vocabulary"):
+        engine.submit([1, 2], SamplingParams(prediction=[VOCAB]))
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    for content in ("ab", parts):
+        told = {"type": "content", "content": content}
+        asked = ChatRequest(messages=[{"role": "user", "content": "x"}], prediction=told)
+        assert read_params(asked, engine, 3, {}).prediction == "ab"
+    other = compilespec.compile(target, spec="none", backend="eager", max_seq_len=MAX_SEQ_LEN)
+    with pytest.raises(InvalidRequest, match="spec='none' looks no texts up; compile with spec="):
+        other.submit([1, 2], SamplingParams(prediction=[1, 2]))
 
 
 @pytest.mark.parametrize(

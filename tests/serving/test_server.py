@@ -388,6 +388,14 @@ BAD: dict[str, tuple[str, Any, int, str]] = {
     "tool": (CHAT, {"messages": HELLO, "tools": [{"type": "x"}]}, 400, "^tools: expected"),
     "choice without tools": (CHAT, {"messages": HELLO, "tool_choice": "required"}, 400, "no tools"),
     "priority": (COMPLETIONS, {"prompt": "x", "priority": "high"}, 400, "^priority: "),
+    "prediction": (CHAT, {"messages": HELLO, "prediction": {"type": "content", "content": "x"}},
+                   400, "^prediction: spec=.* looks no texts up; start the server with --spec"),
+    "parts of a prediction": (
+        CHAT,
+        {"messages": HELLO, "prediction": {"type": "content", "content": [{"type": "image"}]}},
+        400,
+        "^prediction: expected",
+    ),
     "prompt of two kinds": (COMPLETIONS, {"prompt": ["x", 1]}, 400, "^prompt: expected a text"),
     "top without logprobs": (CHAT, {"messages": HELLO, "top_logprobs": 2}, 400, "^top_logprobs"),
     "no choice": (

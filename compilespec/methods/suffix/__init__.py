@@ -56,6 +56,7 @@ class SuffixMethod:
         brings="repeats this text and earlier outputs: edits, code, agents, summaries",
         kind="direct",
         looks_up=True,
+        remembers_texts=True,
         options=tuple(DEFAULTS),
     )
 
