@@ -14,7 +14,7 @@ import compilespec
 from compilespec import SamplingParams
 from compilespec.errors import InvalidRequest
 from compilespec.inspect.why.asked import other_forms
-from compilespec.inspect.why.causes import Findings, Piece, assign
+from compilespec.inspect.why.causes import Findings, LostStep, assign
 from compilespec.inspect.why.reading import DraftReader
 from compilespec.inspect.why.records import KNOWN
 from compilespec.inspect.why.texts import LostDrafts
@@ -252,7 +252,7 @@ def test_quantized_weights_are_tried_as_they_are_stored():
 def piece(place=1, **known):
     lost = LostDrafts(text=0, place=place, index=9, count=1)
     usual = {"is_best": True, "odds": 0.1, "is_known": True, "is_right": False}
-    return Piece(lost=lost, params=known.pop("params", GREEDY), **{**usual, **known})
+    return LostStep(lost=lost, params=known.pop("params", GREEDY), **{**usual, **known})
 
 
 @pytest.mark.parametrize(

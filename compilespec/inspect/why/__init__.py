@@ -10,11 +10,11 @@ import torch
 
 from compilespec.errors import InvalidRequest
 from compilespec.inspect.why.asked import answer_marks, other_forms
-from compilespec.inspect.why.causes import Findings, Piece, assign, fault_of_model
+from compilespec.inspect.why.causes import Findings, LostStep, assign, fault_of_model
 from compilespec.inspect.why.reading import DraftReader, TargetReader, draft_reader
 from compilespec.inspect.why.records import Cause, CauseName, Explanation
 from compilespec.inspect.why.texts import Text, read_texts
-from compilespec.inspect.why.trials import Trial, Tried, trials_of
+from compilespec.inspect.why.trials import OtherReading, Tried, trials_of
 from compilespec.program import SpecProgram, Traced
 from compilespec.runtime.outputs import GenerationOutput
 from compilespec.runtime.prompts import as_prompt_list
@@ -142,8 +142,8 @@ def _read_all(
             findings.pieces.append(_piece(lost, text, said, guesses))
 
 
-def _piece(lost: Any, text: Text, said: Any, guesses: Any) -> Piece:
-    """What is known of the drafts that one step lost."""
+def _piece(lost: Any, text: Text, said: Any, guesses: Any) -> LostStep:
+    """The facts about the drafts that one step lost."""
     row = said.logits_TV[lost.index - text.start].float()
     token = text.tokens[lost.index]
     best = int(row.argmax())
@@ -152,7 +152,7 @@ def _piece(lost: Any, text: Text, said: Any, guesses: Any) -> Piece:
         guess = int(guesses.draft_G[lost.index - guesses.first])
         rival = rival if guess == token else guess
     is_known = guesses is None or bool(guesses.known_G[lost.index - guesses.first])
-    return Piece(
+    return LostStep(
         lost=lost,
         is_best=best == token,
         odds=float((row[rival] - row[token]).exp()),
@@ -162,7 +162,7 @@ def _piece(lost: Any, text: Text, said: Any, guesses: Any) -> Piece:
     )
 
 
-def _as_stored(originals: Originals) -> Trial:
+def _as_stored(originals: Originals) -> OtherReading:
     """The trial of both models without quantization; they are loaded when it is first run."""
     loaded: list[tuple[TargetReader, DraftReader]] = []
 
@@ -173,7 +173,7 @@ def _as_stored(originals: Originals) -> Trial:
         target, reader = loaded[0]
         return reader.guess(text.tokens, text.start, target.read(text.tokens, text.start))
 
-    return Trial(cause="precision", what="the weights of the checkpoints", guess=guess)
+    return OtherReading(cause="precision", what="the weights of the checkpoints", guess=guess)
 
 
 def _ask_again(findings: Findings, engine: Engine, texts: Sequence[Text]) -> None:

@@ -25,7 +25,7 @@ BETTER_FORM = 1.1  # of the acceptance length, for a prompt's form to count as a
 
 
 @dataclass(frozen=True, kw_only=True)
-class Piece:
+class LostStep:
     """The lost drafts of one step, and what is known of them."""
 
     lost: LostDrafts
@@ -47,7 +47,7 @@ class Findings:
     num_draft_tokens: int
     reader: DraftReader | None
     texts: list[Text] = field(default_factory=list)
-    pieces: list[Piece] = field(default_factory=list)
+    pieces: list[LostStep] = field(default_factory=list)
     own: list[Guesses] = field(default_factory=list)
     trials: list[Tried] = field(default_factory=list)
     faults: dict[CauseName, str] = field(default_factory=dict)
@@ -69,7 +69,7 @@ class Findings:
         after: Tensor,
         marks: list[tuple[int, ...]],
     ) -> None:
-        """What asking again in another form gave, in tokens of each verify step."""
+        """Record the gain of asking again in another form, in tokens of each verify step."""
         gain = float(after.mean() / before.mean())
         error = float((before.var() / len(before) + after.var() / len(after)).sqrt())
         says = (
@@ -175,7 +175,7 @@ def assign(findings: Findings) -> tuple[Cause, ...]:
     return tuple(causes)
 
 
-def _cause_of(piece: Piece, findings: Findings) -> CauseName:
+def _cause_of(piece: LostStep, findings: Findings) -> CauseName:
     """The first cause that holds, of those that are surest first."""
     lost, faults = piece.lost, findings.faults
     if findings.best is not None and not piece.is_right:
@@ -205,7 +205,7 @@ def _cause_of(piece: Piece, findings: Findings) -> CauseName:
     return next((name for name in rest if name in faults and findings.best is None), "drafter")
 
 
-def _is_long(piece: Piece, findings: Findings) -> bool:
+def _is_long(piece: LostStep, findings: Findings) -> bool:
     """True past the positions that the drafter was made for."""
     config = getattr(findings.reader and findings.reader.drafter, "config", None)
     limit = getattr(config, "max_position_embeddings", None)

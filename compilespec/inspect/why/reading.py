@@ -1,4 +1,4 @@
-"""What the target and its drafter say at every token of a whole text, without caches."""
+"""Reads a whole text without caches: the words of target and drafter at every token."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from compilespec.tracing.structure import find_head, residual_streams, token_ids
 MAX_TOKENS = 2048  # of a text; what follows is not read
 
 
-class Said(NamedTuple):
+class TargetSaid(NamedTuple):
     """The target's results for a text of T tokens: entry t is about the token after t."""
 
     best_T: Tensor
@@ -73,7 +73,7 @@ class TargetReader:
         self._kept[head.hidden] = FINAL_NORM
 
     @torch.no_grad()
-    def read(self, tokens: Sequence[int], start: int) -> Said:
+    def read(self, tokens: Sequence[int], start: int) -> TargetSaid:
         """The results for a text; logits of the tokens before `start - 1` are left out."""
         device = next(iter(self._traced.weights.values())).device
         ids = torch.tensor([tokens], dtype=torch.int32, device=device)
@@ -82,7 +82,7 @@ class TargetReader:
         run.run(*self._traced.bind(input_ids=ids, position_ids=positions))
         logits = run.kept[self._logits][0, start - 1 :]
         streams = {k: run.kept[node] for node, k in self._kept.items() if node in run.kept}
-        return Said(logits.argmax(-1), logits, streams)
+        return TargetSaid(logits.argmax(-1), logits, streams)
 
 
 class _Keeping(fx.Interpreter):
@@ -111,7 +111,7 @@ class DraftReader:
         self,
         tokens: Sequence[int],
         start: int,
-        said: Said,
+        said: TargetSaid,
         *,
         aux_layers: Sequence[int] | None = None,
         draft_ids: Tensor | None = None,
@@ -120,7 +120,7 @@ class DraftReader:
         """Its guesses at the tokens of the answer.
 
         Args:
-            aux_layers: taps instead of its own; draft_ids: the same of its head's rows.
+            aux_layers: other taps than the drafter has; draft_ids: the same of its head's rows.
             depth: 2: the second draft of each step, the first one being the text's token.
         """
         if isinstance(self.drafter, ModelDrafter):
@@ -154,7 +154,7 @@ def _of_model(drafter: ModelDrafter, tokens: Sequence[int]) -> tuple[int, Tensor
 def _of_head(
     drafter: Any,
     tokens: Sequence[int],
-    said: Said,
+    said: TargetSaid,
     aux_layers: Sequence[int] | None,
     depth: int,
 ) -> tuple[int, Tensor, Tensor | None]:

@@ -126,7 +126,7 @@ class Cause:
 
     @property
     def cure(self) -> str:
-        """What to do."""
+        """The cure."""
         return KNOWN[self.name][2]
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from compilespec.inspect.why.reading import DraftReader, Guesses, Said
+from compilespec.inspect.why.reading import DraftReader, Guesses, TargetSaid
 from compilespec.inspect.why.records import CauseName
 from compilespec.inspect.why.texts import Text
 from compilespec.methods.capabilities import FINAL_NORM
@@ -24,11 +24,11 @@ LEAST_SCORE = 3.0  # standard errors: one healthy trial of 700 is taken for bett
 NORMS = ("input_layernorm", "hidden_norm", "post_attention_layernorm", "norm", "input_norm",
          "fc_norm")  # fmt: skip
 
-Guess = Callable[[Text, Said], Guesses]
+Guess = Callable[[Text, TargetSaid], Guesses]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Trial:
+class OtherReading:
     """One other reading."""
 
     cause: CauseName
@@ -43,7 +43,7 @@ class Trial:
 class Tried:
     """A trial over all texts, token by token next to the reading as it is."""
 
-    trial: Trial
+    trial: OtherReading
     gains: list[Tensor] = dataclasses.field(default_factory=list)
     right: list[Tensor] = dataclasses.field(default_factory=list)
     own_right: list[Tensor] = dataclasses.field(default_factory=list)
@@ -90,7 +90,7 @@ class Tried:
         )
 
 
-def trials_of(reader: DraftReader, num_layers: int) -> list[Trial]:
+def trials_of(reader: DraftReader, num_layers: int) -> list[OtherReading]:
     """The trials that the drafter allows."""
     drafter = reader.drafter
     if not hasattr(drafter, "combine"):
@@ -99,7 +99,7 @@ def trials_of(reader: DraftReader, num_layers: int) -> list[Trial]:
     ids = getattr(drafter, "draft_ids", None)
     if ids is not None and bool((ids.diff() <= 0).any()):
         trials.append(
-            Trial(
+            OtherReading(
                 cause="draft_ids",
                 what="its ids in ascending order, as published heads have them,",
                 guess=lambda text, said: reader.guess(
@@ -110,11 +110,11 @@ def trials_of(reader: DraftReader, num_layers: int) -> list[Trial]:
     return trials
 
 
-def _taps(reader: DraftReader, num_layers: int) -> Iterator[Trial]:
+def _taps(reader: DraftReader, num_layers: int) -> Iterator[OtherReading]:
     own = tuple(reader.drafter.aux_layers)
 
-    def trial(layers: Sequence[int], what: str) -> Trial:
-        return Trial(
+    def trial(layers: Sequence[int], what: str) -> OtherReading:
+        return OtherReading(
             cause="tap_layers",
             what=f"hs{list(layers)} ({what}) instead of hs{list(own)}",
             guess=lambda text, said: reader.guess(text.tokens, text.start, said, aux_layers=layers),
@@ -139,7 +139,7 @@ def _taps(reader: DraftReader, num_layers: int) -> Iterator[Trial]:
             yield trial(layers, what)
 
 
-def _norms(reader: DraftReader) -> Iterator[Trial]:
+def _norms(reader: DraftReader) -> Iterator[OtherReading]:
     drafter = reader.drafter
     for path, module in drafter.named_modules():
         name = path.rpartition(".")[2] or type(module).__name__
@@ -173,12 +173,12 @@ def _plain_norm(drafter: Any, width: int) -> RMSNorm:
 
 def _patched(
     reader: DraftReader, module: nn.Module, what: str, *, depth: int = 1, **values: Any
-) -> Trial:
-    def guess(text: Text, said: Said) -> Guesses:
+) -> OtherReading:
+    def guess(text: Text, said: TargetSaid) -> Guesses:
         with _set(module, values):
             return reader.guess(text.tokens, text.start, said, depth=depth)
 
-    return Trial(cause="norm", what=what, guess=guess, depth=depth)
+    return OtherReading(cause="norm", what=what, guess=guess, depth=depth)
 
 
 @contextlib.contextmanager
